@@ -142,7 +142,10 @@ class Budget:
         row["files"] |= {file: round(seconds * scale, 1) for file, seconds in files.items()}
         DURATIONS.write_text(json.dumps(durations, indent=1, sort_keys=True) + "\n")
 
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_terminal_summary(self, terminalreporter):
+        """Report below the skipped tests, where the end of a long log shows it."""
+        yield
         if self.seconds:
             terminalreporter.write_line(
                 f"CPU seconds: {sum(self.seconds.values()):.0f} in tests (nightly excluded)"

@@ -2,7 +2,7 @@
 
     KERAS_BACKEND=torch python docs/site/tables.py    # or: make tables
 
-Updates docs/presets.md and docs/implementations.md; tests/test_docs.py checks that they are
+Updates docs/api/presets.md and docs/implementations.md; tests/test_docs.py checks that they are
 current. A table follows a comment with its name and ends at the next empty line.
 """
 
@@ -22,7 +22,15 @@ from keras_recurrent.presets import griffin, hgrn2, transnormer
 DOCS = pathlib.Path(__file__).parents[1]
 BACKENDS = DOCS.parent / "backends"
 PORTABLE = BACKENDS.parent / "keras_recurrent" / "portable"
-FOLDERS = ("reference", "jax", "torch", "tensorflow", "portable", "triton", "pallas", "cudnn")
+# {implementations with the same operations: where they run}, in the order of preference
+FOLDERS = {
+    ("cudnn",): "torch, NVIDIA GPUs",
+    ("pallas",): "JAX, TPUs",
+    ("triton",): "torch and JAX, NVIDIA GPUs from compute capability 8.0",
+    ("jax", "torch", "tensorflow"): "any device",
+    ("portable",): "any device and exporter, in `keras.ops`",
+    ("reference",): "tests, in NumPy",
+}
 LENGTH = 32_768  # sequence length for the size of the state
 DTYPE = "bfloat16"  # dtype of published weights
 VOCABULARY_NAMES = {259: "259 (bytes)"}
@@ -106,12 +114,24 @@ def make_vision_table():
 
 def make_implementations_table():
     """Returns the table of implementations, from the signatures and the files in backends/."""
-    lines = [["operation", *FOLDERS], ["---"] + [":---:"] * len(FOLDERS)]
-    for name in SIGNATURES:
-        folders = (PORTABLE if f == PORTABLE.name else BACKENDS / f for f in FOLDERS)
-        marks = ("✓" if (folder / f"{name}.py").exists() else "" for folder in folders)
-        lines.append([f"`{name}`", *marks])
+    lines = [["implementation", "runs on", "operations"], ["---"] * 3]
+    for names, runs_on in FOLDERS.items():
+        cells = {_format_operations(name) for name in names}
+        if len(cells) > 1:
+            raise SystemExit(f"{names} have different operations: give each a line of its own")
+        lines.append([", ".join(f"`{name}`" for name in names), runs_on, *cells])
     return _format_table(lines)
+
+
+def _format_operations(implementation):
+    """Returns "all", "all but" the missing operations, or the present ones if they are fewer."""
+    folder = PORTABLE if implementation == PORTABLE.name else BACKENDS / implementation
+    present = [name for name in SIGNATURES if (folder / f"{name}.py").exists()]
+    missing = [name for name in SIGNATURES if name not in present]
+    if not missing:
+        return "all"
+    shorter, prefix = (missing, "all but ") if len(missing) < len(present) else (present, "")
+    return prefix + ", ".join(f"`{name}`" for name in shorter)
 
 
 def _format_bytes(number):
@@ -127,7 +147,7 @@ def _format_table(lines):
 
 
 TABLES = {
-    "presets.md": {
+    "api/presets.md": {
         **{name: lambda name=name: make_presets_table(name) for name in FAMILIES},
         "vision": make_vision_table,
     },

@@ -361,7 +361,7 @@ def test_random_tokens_are_those_of_one_call(family):
         stream.close()
         return [int(t) for t in keras.ops.convert_to_numpy(model.sampler.variables[0])]
 
-    # A token that was under way when the stream was left has drawn nothing.
+    # Each call takes one state of the sampler's generator, whatever it draws.
     assert [counter for _, counter in with_seed(half_of_a_stream)] == [1, 2]
 
 

@@ -147,8 +147,9 @@ def test_what_is_no_cache(model, tmp_path):
         (lambda: written(without(name)), "must hold the state"),
         (lambda: written({**tensors, name: tensors[name][:1]}), "must be .* of shape"),
         (lambda: written({**tensors, name: tensors[name].astype("int8")}), "must be .* int8"),
-        (lambda: written(without("last_token")), "must have 'last_token'"),
-        (lambda: written({**tensors, "num_tokens": tensors["num_tokens"][:1]}), "'num_tokens'"),
+        (lambda: written(without("token_ids")), "must have 'token_ids'"),
+        (lambda: written({**tensors, "token_ids": tensors["token_ids"][:1]}), "'token_ids'"),
+        (lambda: written(without("num_tokens")), "must have 'num_tokens'"),
     ):
         damage()
         with pytest.raises(ValueError, match=words):

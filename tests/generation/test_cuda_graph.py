@@ -10,7 +10,8 @@ import pytest
 
 from keras_recurrent import which_generation
 from keras_recurrent.generation.torch.sampling import TokenSampler
-from tests.generation.test_programs import CHANGES, SAMPLERS, generate, prompts
+from keras_recurrent.models import SamplingParams
+from tests.generation.test_programs import CHANGES, generate, prompts
 from tests.gpu import has_gpu
 from tests.models import plain_generation
 from tests.models.test_generation import MARGIN
@@ -25,6 +26,21 @@ if not has_gpu():
 import torch
 
 LENGTHS, TOTAL = (4, 9), 40
+SAMPLERS = {
+    "greedy": keras_hub.samplers.GreedySampler,
+    "top_k": lambda: keras_hub.samplers.TopKSampler(k=7, seed=5, temperature=2.0),
+    "top_p": lambda: keras_hub.samplers.TopPSampler(p=0.8, seed=5, temperature=2.0),
+    "random": lambda: keras_hub.samplers.RandomSampler(seed=5, temperature=2.0),
+}
+OPTIONS = {
+    "seed": 5,
+    "min_p": 0.1,
+    "logprobs": 3,
+    "repetition_penalty": 1.2,
+    "frequency_penalty": 0.3,
+    "logit_bias": {5: 2.0},
+    "min_new_tokens": 10,
+}
 
 
 def compiled(sampler="greedy", family="hgrn2", jit_compile="auto", **kwargs):
@@ -64,6 +80,22 @@ def test_random_tokens_are_those_of_the_traced_step(name):
     for total in (TOTAL, 17, TOTAL):  # the second and third go on with the generator's state
         found, expected = (generate(m, LENGTHS, total)["token_ids"] for m in (model, traced))
         np.testing.assert_array_equal(found, expected)
+    assert which_generation(model).name == "cuda_graph"
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_all_options_as_in_the_traced_step(cached):
+    """Buffers of a reused graph must start as those of a new call."""
+    model, traced = (compiled(jit_compile=c) for c in ("auto", False))
+    for seed in (1, 2):
+        sampling = [SamplingParams(**{**OPTIONS, "seed": s}) for s in (seed, 9)]
+        arguments = {"stop_token_ids": (1,), "sampling": sampling, "return_cache": cached}
+        found, expected = (generate(m, LENGTHS, TOTAL, **arguments) for m in (model, traced))
+        assert found.token_ids == expected.token_ids
+        assert found.finish_reason == expected.finish_reason
+        for row, rows in zip(found.logprobs, expected.logprobs, strict=True):
+            for a, b in zip(row, rows, strict=True):
+                assert abs(a.logprob - b.logprob) < 1e-4
     assert which_generation(model).name == "cuda_graph"
 
 

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from keras_recurrent import which_generation
+from keras_recurrent.generation import loops
 from keras_recurrent.generation.lengths import bucket, chunk_length
 from keras_recurrent.generation.snapshot import Snapshot
+from keras_recurrent.models import SamplingParams
 from tests.models import plain_generation
 from tests.models.test_generation import MARGIN
 from tests.models.tiny import FEWER_LAYERS, VOCABULARY, shared_by_families, tiny_causal_lm
@@ -55,7 +57,7 @@ def traced(monkeypatch):
     else:
         from keras_recurrent.generation import loop as module
 
-        name = "generate"
+        name = "decode"
     original = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *args: found.append(args) or original(*args))
     return found
@@ -94,7 +96,7 @@ def test_nothing_left_to_generate_runs_no_program(sampler, traced, monkeypatch):
     """JAX compiled 29 seconds for a call that returned its prompts."""
     model = tiny_causal_lm(family="hgrn2", num_layers=1)
     model.compile(sampler=sampler)
-    monkeypatch.setattr(type(model), "_generate_by_sampler", None)
+    monkeypatch.setattr(loops, "generate_by_sampler", None)
     found = generate(model, (9, 9), 9)
     assert len(traced) == 0
     np.testing.assert_array_equal(found["token_ids"], prompts((9, 9), 9)["token_ids"])
@@ -222,54 +224,21 @@ def test_two_threads():
     np.testing.assert_array_equal(found, expected)
 
 
-SAMPLERS = {
-    "greedy": keras_hub.samplers.GreedySampler,
-    "top_k": lambda: keras_hub.samplers.TopKSampler(k=7, seed=5, temperature=2.0),
-    "top_p": lambda: keras_hub.samplers.TopPSampler(p=0.8, seed=5, temperature=2.0),
-    "top_p of k": lambda: keras_hub.samplers.TopPSampler(p=0.8, k=9, seed=5, temperature=2.0),
-    "random": lambda: keras_hub.samplers.RandomSampler(seed=5, temperature=2.0),
-}
-
-
-@on_torch
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_samplers_draw_what_they_draw_by_themselves(name):
-    from keras_recurrent.generation.torch.sampling import TokenSampler
-
-    sampler, plain = SAMPLERS[name](), SAMPLERS[name]()
-    rng = np.random.default_rng(0)
-    draws = 40
-    choice = TokenSampler(sampler)
-    choice.begin(draws + 5)
-    for t in range(draws):
-        logits = keras.ops.convert_to_tensor(3 * rng.normal(size=(3, 50)), "float32")
-        expected = plain.get_next_token(plain.compute_probabilities(logits))
-        choice.seed(t)
-        np.testing.assert_array_equal(choice(logits).cpu(), expected.cpu())
-    choice.end(draws)
-    for variable, expected in zip(sampler.variables, plain.variables, strict=True):
-        np.testing.assert_array_equal(variable.numpy(), expected.numpy())
-
-
-@on_torch
-def test_no_draw_is_that_of_another_thread():
-    from keras_recurrent.generation.torch.sampling import TokenSampler
-
-    sampler = SAMPLERS["random"]()
-    (state,) = sampler.variables
-    first, second = TokenSampler(sampler), TokenSampler(sampler)
-    first.begin(10)
-    second.begin(3)
-    logits = keras.ops.zeros((4, 1000))
-    noise = []
-    for choice in (first, second):
-        choice.seed(0)
-        noise.append(choice(logits).tolist())
-    assert noise[0] != noise[1]
-    first.end(4)  # the other one's numbers lie behind its own: nothing is given back
-    assert state.numpy()[1] == 13
-    second.end(1)
-    assert state.numpy()[1] == 11
+def test_other_values_of_sampling_share_a_program(traced):
+    """Values that are constants of a program would compile it again for each request."""
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    model.compile(sampler="greedy")
+    found = []
+    for values in (
+        {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "seed": 1, "frequency_penalty": 0.5},
+        {"temperature": 1.3, "top_k": 7, "top_p": 0.8, "seed": 2, "frequency_penalty": -1.0},
+    ):
+        sampling = [SamplingParams(**values), SamplingParams(**{**values, "seed": 3})]
+        prompt = prompts((4, 9), 20)
+        found.append(model.generate(prompt, stop_token_ids=(1,), sampling=sampling)["token_ids"])
+        model.generate(prompt, stop_token_ids=(1, 2), sampling=sampling)  # more stop tokens, too
+    assert len(traced) == 1
+    assert not np.array_equal(*found)
 
 
 @pytest.mark.nightly

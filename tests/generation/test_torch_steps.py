@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import keras
-import keras_hub
+import numpy as np
 import pytest
 
 if keras.config.backend() != "torch":
@@ -13,10 +13,10 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from keras_recurrent import which_generation
+from keras_recurrent.generation.request import Request
 from keras_recurrent.generation.snapshot import Snapshot
 from keras_recurrent.generation.torch import runner
 from keras_recurrent.generation.torch.cuda_graph import (
-    RECENT,
     CapturedStep,
     GraphPool,
     clone_stacked,
@@ -24,8 +24,10 @@ from keras_recurrent.generation.torch.cuda_graph import (
 )
 from keras_recurrent.generation.torch.loop import ActiveSequences
 from keras_recurrent.generation.torch.runner import _FunctionDecoder, _GraphDecoder
-from keras_recurrent.generation.torch.sampling import TokenSampler
+from keras_recurrent.generation.torch.sampling import RECENT
 from keras_recurrent.generation.torch.step import Step, _inline_scalars
+from keras_recurrent.models import SamplingParams
+from tests.generation.token_samplers import token_sampler
 from tests.models.tiny import any_family, tiny_causal_lm
 
 
@@ -88,26 +90,28 @@ def test_what_is_captured_writes_what_the_loop_writes(family, with_sequences):
     cache = model.backbone.get_initial_state(2, max_length=2 * RECENT)
     step, flat = Step(model, cache, False, with_sequences), keras.tree.flatten(cache)
     device = flat[0].device
-    sampler = TokenSampler(keras_hub.samplers.GreedySampler())
+    sampling = [SamplingParams(temperature=0), SamplingParams(seed=1, frequency_penalty=1.0)]
+    sampling = SamplingParams(temperature=0) if family == "griffin" else sampling
+    size = model.backbone.vocabulary_size
+    sampler, same = (token_sampler(sampling, 2, size, device=device) for _ in range(2))
     token = torch.tensor([[3], [5]], dtype=torch.int32, device=device)
-    stops = torch.tensor([], dtype=torch.int32, device=device)
-    sequences = (
-        ActiveSequences(torch.tensor([2, 9], device=device), stops) if with_sequences else None
-    )
+    lengths = np.array([1, 1])
+    request = Request(np.ones((2, 1), "int32"), lengths, lengths + [2, 9], (), None)
+    sequences = ActiveSequences(request, token) if with_sequences else None
     prepared = step.prepared()
 
     captured = CapturedStep.__new__(CapturedStep)
     captured.sequences, captured._run = sequences and sequences.copy(), step.traced
     captured._prepared, captured.token = prepared, token.clone()
     captured.cache, captured._stacks = clone_stacked(flat)
-    captured.samples, captured.recent = True, None
+    captured.sampler, captured.recent = same.copy(), None
     if not with_sequences:
         captured.recent = token.new_zeros(2, RECENT)
-    captured.replay = lambda: captured._step(sampler)
+    captured.replay = captured._step
     loop = _FunctionDecoder(
         step, lambda t, f: step.traced(*prepared, t, *f), token, flat, sampler, sequences
     )
-    replayed = _GraphDecoder(step, captured, sampler)
+    replayed = _GraphDecoder(step, captured, same)
     found, expected = token.new_zeros(2, 2 * RECENT), token.new_zeros(2, 2 * RECENT)
     for start, stop in ((0, RECENT), (RECENT, RECENT + 5)):
         replayed.generate(found, start, stop)
@@ -136,7 +140,7 @@ def test_a_graph_that_found_no_memory_is_tried_again(error, tried, monkeypatch):
     token = torch.ones((1, 1), dtype=torch.int32, device=keras.tree.flatten(cache)[0].device)
     for _ in range(2):
         with model_runner.decode(
-            token, cache, TokenSampler(keras_hub.samplers.GreedySampler())
+            token, cache, token_sampler(SamplingParams(temperature=0), 1, device=token.device)
         ) as decoder:
             decoder.next_token()
         assert str(error) in which_generation(model).refused["cuda_graph"]

@@ -7,6 +7,8 @@ the least margin of its decisions: where it is well above rounding, tokens must 
 import keras
 import numpy as np
 
+from keras_recurrent.generation.samplers import as_sampling_params
+from tests.generation import numpy_sampling
 from tests.models.tiny import forward
 
 
@@ -27,33 +29,27 @@ def all_stopped(prompt, given, stop_ids):
 
 
 def sample(model, sampler, prompt, given, stop_ids=()):
-    """Greedy, top-k, top-p and random samplers: the sampler chooses from plain probabilities.
+    """Greedy, top-k, top-p and random samplers of KerasHub.
 
     Each row goes on from its own end, until it is full or has a stop token.
     """
     prompt, margin = prompt.copy(), np.inf
     rows, lengths = np.arange(len(prompt)), given.sum(axis=1)
-    done = lengths == prompt.shape[1]
+    done, params = lengths == prompt.shape[1], as_sampling_params(sampler)
+    seeds = [[getattr(sampler, "seed", None) or 0, 0, row] for row in rows]
+    uniform = np.stack([numpy_sampling.uniform(seed, prompt.shape[1]) for seed in seeds])
+    t = 0
     while not done.all():
         real = np.arange(prompt.shape[1]) < lengths[:, None]
         logits = forward(model, prompt, real)[rows, lengths - 1]
-        probabilities = sampler.compute_probabilities(keras.ops.convert_to_tensor(logits))
-        token = keras.ops.convert_to_numpy(draw(sampler, probabilities))
-        best = np.sort(logits[~done], axis=-1)
-        margin = min(margin, (best[:, -1] - best[:, -2]).min())
-        prompt[rows[~done], lengths[~done]] = token[~done]
-        lengths = lengths + ~done
+        for row in rows[~done]:
+            arguments = params, logits[row], uniform[row, t], (), [], stop_ids
+            prompt[row, lengths[row]], row_margin = numpy_sampling.choose(*arguments)
+            margin = min(margin, row_margin)
+        token = prompt[rows, np.minimum(lengths, prompt.shape[1] - 1)]
+        lengths, t = lengths + ~done, t + 1
         done |= (lengths == prompt.shape[1]) | np.isin(token, stop_ids)
     return prompt, margin
-
-
-def draw(sampler, probabilities):
-    """On TensorFlow, XLA's generator of random numbers is not that of plain calls."""
-    if keras.config.backend() != "tensorflow":
-        return sampler.get_next_token(probabilities)
-    import tensorflow as tf
-
-    return tf.function(sampler.get_next_token, jit_compile=True)(probabilities)
 
 
 def beam(model, num_beams, prompt, given, stop_ids=()):

@@ -98,7 +98,7 @@ def test_samplers_with_cache_write_what_they_write_without(family, model, plain,
         prompt, given = ragged(*lengths)
         written = generate(model, SAMPLERS[name](), prompt, given)["token_ids"]
         wanted, margin = plain_generation.sample(plain, SAMPLERS[name](), prompt, given)
-        assert name != "greedy" or margin > MARGIN  # the others draw by probabilities
+        assert margin > (MARGIN if name == "greedy" else 1e-6)  # the others draw by probabilities
         np.testing.assert_array_equal(written, wanted)
         np.testing.assert_array_equal(written[given], prompt[given])
 

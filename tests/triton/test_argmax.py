@@ -11,7 +11,8 @@ import torch
 from keras_recurrent import implementation
 from keras_recurrent.backends.triton import argmax as _argmax
 from keras_recurrent.backends.triton._device.common import INTERPRETED
-from keras_recurrent.generation.torch import sampling
+from keras_recurrent.models import SamplingParams
+from tests.generation.token_samplers import token_sampler
 
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs an NVIDIA GPU or Triton's interpreter", allow_module_level=True)
@@ -60,7 +61,7 @@ def test_greedy_choices_are_made_by_it(monkeypatch):
     argmax = _argmax.argmax
     monkeypatch.setattr(_argmax, "argmax", lambda x: calls.append(x) or argmax(x))
     logits = torch.randn(2, 50, device=DEVICE)
-    choice = sampling.TokenSampler(keras_hub_sampler())
+    choice = token_sampler(SamplingParams(temperature=0), device=DEVICE)
     with implementation("triton"):
         chosen = choice(logits)
     assert len(calls) == 1
@@ -72,7 +73,7 @@ def test_greedy_choices_are_made_by_it(monkeypatch):
 def test_greedy_choices_are_written_behind_others():
     recent = torch.arange(8, dtype=torch.int32, device=DEVICE).reshape(2, 4)
     expected, token = recent.clone(), recent[:, -1:].clone()
-    choice = sampling.TokenSampler(keras_hub_sampler())
+    choice = token_sampler(SamplingParams(temperature=0), device=DEVICE)
     for seed in range(3):
         logits = torch.randn(2, 5000, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
         with implementation("triton"):
@@ -84,13 +85,7 @@ def test_greedy_choices_are_written_behind_others():
 
 def test_others_are_not_written_by_it():
     token = torch.tensor([[3]], device=DEVICE)
-    choice = sampling.TokenSampler(keras_hub_sampler("random"))
+    choice = token_sampler(SamplingParams(), 1, 5, device=DEVICE)
     with implementation("triton"):
         assert not choice.store_argmax(torch.zeros(1, 5, device=DEVICE), token, token.clone())
     assert token.item() == 3
-
-
-def keras_hub_sampler(name="greedy"):
-    import keras_hub
-
-    return keras_hub.samplers.get(name)

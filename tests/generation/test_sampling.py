@@ -1,0 +1,216 @@
+"""Tokens chosen by `SamplingParams`, compared with a loop in NumPy float64."""
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+from keras_recurrent.generation.sampling import next_tokens
+from keras_recurrent.models import SamplingParams
+from tests.generation import numpy_sampling
+from tests.generation.token_samplers import sampling_of
+from tests.models.tiny import tiny_causal_lm
+
+VOCABULARY, STEPS, STOPS = 40, 20, (3, 7)
+PROMPTS = [[1, 5, 5], [2, 9, 30, 31], [4]]
+CASES = {
+    "greedy": SamplingParams(temperature=0),
+    "all tokens": SamplingParams(seed=1),
+    "temperature": SamplingParams(seed=2, temperature=0.3),
+    "top_k": SamplingParams(seed=3, top_k=5),
+    "top_p": SamplingParams(seed=4, top_p=0.6),
+    "top_p of top_k": SamplingParams(seed=5, top_k=12, top_p=0.7, temperature=1.5),
+    "min_p": SamplingParams(seed=6, min_p=0.2),
+    "penalties": SamplingParams(
+        temperature=0, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.6
+    ),
+    "negative penalties": SamplingParams(seed=7, repetition_penalty=0.8, frequency_penalty=-0.5),
+    "bias": SamplingParams(seed=8, logit_bias={0: 3.0, 39: -100}),
+    "no stop token": SamplingParams(temperature=0, min_new_tokens=9, logit_bias={3: 50, 7: 49}),
+}
+
+
+def chosen(params, logits, prompts=PROMPTS):
+    """Tokens [B, T] after logits [T, B, vocabulary], and their log probabilities."""
+    sampling = sampling_of(params, [np.array(p) for p in prompts], logits.shape[-1])
+    if keras.config.backend() == "torch":
+        return by_torch_sampler(sampling, logits)
+    features, arguments = sampling.features, sampling.arguments
+    batch_size = len(prompts)
+    counts = keras.ops.zeros((batch_size, logits.shape[-1]), "int32")
+    tokens, logprobs = [], []
+    uniform = sampling.uniform(len(logits)) if features.is_random else None
+    for t, each in enumerate(logits):
+        token, counts, new = next_tokens(
+            *(features, keras.ops.convert_to_tensor(each), np.array(STOPS, "int32")),
+            keras.ops.full((batch_size,), t, "int32"),
+            None if uniform is None else uniform[:, t],
+            *(counts, arguments),
+        )
+        tokens.append(keras.ops.convert_to_numpy(token))
+        logprobs.append(keras.tree.map_structure(keras.ops.convert_to_numpy, new))
+    return np.stack(tokens, axis=1), logprobs
+
+
+def by_torch_sampler(sampling, logits):
+    import torch
+
+    from keras_recurrent.generation.torch.sampling import TokenSampler
+
+    device = keras.ops.zeros(1).device
+    stops = torch.tensor(STOPS, dtype=torch.int32, device=device)
+    sampler = TokenSampler(sampling, stops, logits.shape[-1])
+    sampler = sampler.copy()  # as a CUDA graph does
+    tokens, logprobs = [], []
+    for each in logits:
+        sampler.prepare()
+        tokens.append(sampler(torch.tensor(each, device=device)).cpu().numpy())
+        new = keras.tree.map_structure(lambda t: t[:, 0].cpu().numpy(), sampler.logprobs(1))
+        logprobs.append(new)
+    return np.stack(tokens, axis=1), logprobs
+
+
+def logits_of(seed, steps=STEPS, batch_size=3):
+    rng = np.random.default_rng(seed)
+    return (2 * rng.normal(size=(steps, batch_size, VOCABULARY))).astype("float32")
+
+
+def expected_tokens(params, logits, row):
+    uniform = numpy_sampling.uniform(params.seed or 0, len(logits))
+    generated, margin = [], np.inf
+    for t, each in enumerate(logits):
+        arguments = params, each[row], uniform[t], PROMPTS[row], list(generated), STOPS
+        token, this_margin = numpy_sampling.choose(*arguments)
+        generated.append(token)
+        margin = min(margin, this_margin)
+    assert margin > 1e-6  # well above rounding, else choose another seed
+    return generated
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_are_those_of_numpy(name):
+    """Each option alone, which takes a smaller program than all of them."""
+    params, logits = CASES[name], logits_of(0)
+    tokens, _ = chosen(params, logits)
+    for row, found in enumerate(tokens):
+        assert found.tolist() == expected_tokens(params, logits, row)
+
+
+def test_rows_of_different_options_are_those_of_each_alone():
+    """An option of one sequence must not change the tokens of its neighbors."""
+    logits = logits_of(1, batch_size=len(CASES))
+    logits[:] = logits[:, :1]
+    prompts = [PROMPTS[0]] * len(CASES)
+    tokens, _ = chosen(list(CASES.values()), logits, prompts)
+    for found, params in zip(tokens, CASES.values(), strict=True):
+        assert found.tolist() == expected_tokens(params, logits, 0)
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_log_probabilities_are_those_before_the_options(number):
+    params = SamplingParams(temperature=0, logit_bias={5: 9.0}, logprobs=number)
+    logits = logits_of(2, steps=3)
+    tokens, logprobs = chosen(params, logits)
+    for t, new in enumerate(logprobs):
+        for row in range(len(PROMPTS)):
+            expected = numpy_sampling.log_softmax(logits[t, row].astype("float64"))
+            np.testing.assert_allclose(new.chosen[row], expected[tokens[row, t]], rtol=1e-5)
+            best = np.argsort(-expected)[: new.top.shape[1]]
+            assert len(best) >= number
+            np.testing.assert_array_equal(new.token_ids[row], best)
+            np.testing.assert_allclose(new.top[row], expected[best], rtol=1e-5)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("sampler", "params"),
+    [
+        (keras_hub.samplers.GreedySampler(), {"temperature": 0}),
+        (keras_hub.samplers.RandomSampler(temperature=0.5), {"temperature": 0.5}),
+        (keras_hub.samplers.TopKSampler(k=7, temperature=2.0), {"temperature": 2.0, "top_k": 7}),
+        (keras_hub.samplers.TopPSampler(p=0.8), {"top_p": 0.8}),
+        (keras_hub.samplers.TopPSampler(p=0.8, k=9), {"top_p": 0.8, "top_k": 9}),
+    ],
+)
+def test_samplers_of_keras_hub(sampler, params):
+    sampling = sampling_of(sampler, [np.array([1])], 50)
+    assert sampling.params == [SamplingParams(**params)]
+
+
+@pytest.mark.once
+def test_a_sampler_of_keras_hub_continues_its_random_numbers():
+    """Two calls draw other numbers; a new sampler with the seed draws those of the first."""
+
+    def numbers(sampler):
+        return sampling_of(sampler, [np.array([1])] * 2, 50).uniform(3).tolist()
+
+    sampler, again = (keras_hub.samplers.RandomSampler(seed=3) for _ in range(2))
+    first, second = numbers(sampler), numbers(sampler)
+    assert first != second
+    assert first[0] != first[1]
+    assert numbers(again) == first
+
+
+@pytest.mark.once
+def test_random_tokens_have_the_probabilities_of_the_model():
+    """20,000 draws at once: fails for a bias of the random numbers or their use."""
+    count, probabilities = 20_000, np.array([0.5, 0.25, 0.15, 0.1])
+    params = [SamplingParams(seed=seed) for seed in range(count)]
+    logits = np.broadcast_to(np.log(probabilities).astype("float32"), (1, count, 4))
+    tokens, _ = chosen(params, logits, [[0]] * count)
+    frequency = np.bincount(tokens[:, 0], minlength=4) / count
+    assert np.abs(frequency - probabilities).max() < 4 * np.sqrt(0.25 / count)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"temperature": -1}, "`temperature` must be a number of at least 0; got -1"),
+        ({"temperature": float("nan")}, "`temperature`.*got nan"),
+        ({"top_k": 2.5}, "`top_k` must be an integer.*got 2.5"),
+        ({"top_p": 0}, "`top_p` must be a number above 0, at most 1; got 0"),
+        ({"min_p": 2}, "`min_p` must be a number from 0 to 1; got 2"),
+        ({"repetition_penalty": 0}, "`repetition_penalty` must be a number above 0; got 0"),
+        ({"presence_penalty": 3}, "`presence_penalty`.*got 3"),
+        ({"frequency_penalty": None}, "`frequency_penalty`.*got None"),
+        ({"seed": -1}, "`seed` must be an integer from 0"),
+        ({"logprobs": True}, "`logprobs` must be an integer.*got True"),
+        ({"min_new_tokens": -1}, "`min_new_tokens`"),
+        ({"logit_bias": [1, 2]}, "`logit_bias` must be a dictionary.*got a list"),
+        ({"logit_bias": {"a": 1}}, "`logit_bias` must have token ids.*got 'a'"),
+        ({"logit_bias": {1: 101}}, "`logit_bias` must have numbers.*got 101 for token 1"),
+    ],
+)
+def test_options_out_of_range(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        SamplingParams(**arguments)
+
+
+@pytest.mark.once
+def test_options_that_do_not_fit_the_call():
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    size = model.backbone.vocabulary_size
+    prompt = {"token_ids": np.ones((2, 4), "int32"), "padding_mask": np.ones((2, 4), bool)}
+
+    def generate(sampling, sampler="greedy"):
+        model.compile(sampler=sampler)
+        arguments = {"stop_token_ids": None, "max_new_tokens": 1}
+        model.generate(prompt, sampling=sampling, **arguments)
+
+    with pytest.raises(ValueError, match="`sampling` must be a `SamplingParams`, or a list"):
+        generate({"temperature": 1.0})
+    with pytest.raises(ValueError, match=r"one `SamplingParams` for each of the 2 prompts; got 1"):
+        generate([SamplingParams()])
+    with pytest.raises(ValueError, match=rf"`logit_bias` must have .* {size - 1}.*got {size}"):
+        generate(SamplingParams(logit_bias={size: 1.0}))
+    with pytest.raises(ValueError, match=rf"`logprobs` must be at most {size}"):
+        generate(SamplingParams(logprobs=size + 1))
+    with pytest.raises(ValueError, match="`sampling` requires the decoding loop"):
+        generate(SamplingParams(), "contrastive")
+
+    class Custom(keras_hub.samplers.GreedySampler):
+        pass
+
+    with pytest.raises(ValueError, match="`sampling` cannot be combined with the sampler Custom"):
+        generate(SamplingParams(), Custom())
