@@ -14,10 +14,11 @@ from keras_recurrent.checks.arguments import (
 class BeamSampler(keras_hub.samplers.Sampler):
     """Beam search: generates the most probable sequences, instead of the most probable tokens.
 
-    At each step the search keeps the `num_beams` most probable sequences of each prompt that have
-    not ended. Those among the `num_beams` most probable ones that end at a stop token or at the
-    maximum length are set aside; the best `num_beams` of these are the result. Each prompt of a
-    batch gets the result that it gets alone, whatever the lengths of the others.
+    Each step extends the `num_beams` running sequences of a prompt by one token. If one of the
+    `num_beams` most probable results ends, at a stop token or at the maximum length, it is set
+    aside with its score; the most probable ones that do not end continue. The search returns the
+    sequence with the highest score. Each prompt of a batch gets the result that it gets alone,
+    whatever the lengths of the others.
 
     The score of a sequence is `sum(log p) / n ** length_penalty`, in float32, where the sum is over
     its n new tokens including the stop token. Scores and the end of a search are those of beam
@@ -31,10 +32,10 @@ class BeamSampler(keras_hub.samplers.Sampler):
             step are those of a batch `num_beams` times as large.
         length_penalty: number. Above 0, longer sequences get higher scores, since logarithms of
             probabilities are negative; below 0, shorter ones. 0: the scores are `sum(log p)`.
-        early_stopping: when the search of a prompt ends, if `num_beams` sequences have ended.
-            True: at once. False: when the best running sequence, scored as if it ended now, does
-            not exceed the worst of these. `"never"`: when it does not exceed the worst even at the
-            most favorable length.
+        early_stopping: rule by which the search of a prompt ends, once `num_beams` sequences have
+            ended. True: at once. False: if the best running sequence, scored as if it ended now,
+            does not exceed the worst of these `num_beams`. `"never"`: if it cannot exceed the worst
+            even at its most favorable length.
         return_all_beams: boolean, True makes `generate` return a `GenerationOutput` of all
             `num_beams` sequences of each prompt with their `scores`, the best first.
 

@@ -175,8 +175,8 @@ def search_request(step, cache, request):
     sampler, free_length = request.sampling.custom, request.free_length
     stops = np.array(request.stop_token_ids, "int32")
     arrays = request.last_token, free_length, stops, *options_of(sampler)
-    tensors = map(ops.convert_to_tensor, arrays)
-    found = search(step, cache, *tensors, sampler.num_beams, int(free_length.max()))
+    options = *map(ops.convert_to_tensor, arrays), sampler.num_beams, int(free_length.max())
+    found = search(step, cache, *options)
     return keras.tree.map_structure(ops.convert_to_numpy, found)
 
 

@@ -97,12 +97,12 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
                 one is empty (the preprocessor's start token counts) or longer than `max_length`;
                 a token id or stop token is outside the vocabulary; `k`, `p` or `temperature` of
                 the sampler are out of range; `stop` is empty or the sampler is beam search, which
-                only ends at tokens; `sampling` is not one
-                `SamplingParams` for each prompt, or the model has another sampler than
-                'greedy', 'top_k', 'top_p' or 'random'; `cache` belongs to another model, has
-                another number of sequences, or would exceed its `max_length`; or `cache` or
-                `return_cache` is used and the model does not use the decoding loop of this package
-                (contrastive search, `run_eagerly=True`, a custom `generate_step`).
+                only ends at tokens; `sampling` is not one `SamplingParams` for each prompt, or the
+                model has another sampler than 'greedy', 'top_k', 'top_p' or 'random'; `cache`
+                belongs to another model, has another number of sequences, or would exceed its
+                `max_length`; or `cache` or `return_cache` is used and the model does not use the
+                decoding loop of this package (contrastive search, `run_eagerly=True`, a custom
+                `generate_step`).
 
         Example: two turns of a conversation.
 
@@ -134,8 +134,8 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
             limit = self._cache_max_length(cache, result.token_ids.shape[1])
             key = next_cache_key(self, cache)
             new_cache = GenerationCache(result.cache, tokens, limit, key)
-        options = request, result, strip_prompt, new_cache
-        return format_result(self.preprocessor, prompts, *options)
+        inputs = prompts, request, result, strip_prompt, new_cache
+        return format_result(self.preprocessor, *inputs)
 
     def prefill(self, inputs, max_length=None, cache=None):
         """Processes prompts without generating, and returns the cache after them.

@@ -25,6 +25,7 @@ from keras_recurrent.generation.snapshot import Snapshot
 ON_TORCH = keras.config.backend() == "torch"
 _FASTER = "traced" if ON_TORCH else "program"  # mode that is refused for an eager one
 Loops: Any
+no_gradients: Any
 if ON_TORCH:
     from torch import no_grad as no_gradients
 

@@ -27,7 +27,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def plain():
-    """The same model, never compiled anew, so that its forward pass is compiled once."""
+    """Another instance of the model, whose forward pass is compiled once."""
     return tiny_causal_lm(family="hgrn2", num_layers=1)
 
 
