@@ -52,7 +52,7 @@ EXAMPLES = {
 }
 
 
-ROOMS = ("callbacks", "datasets", "layers", "models", "ops", "schedules", "tokenizers")
+ROOMS = ["callbacks", "datasets", "layers", "models", "ops", "samplers", "schedules", "tokenizers"]
 
 
 @pytest.mark.once

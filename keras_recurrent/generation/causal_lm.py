@@ -4,10 +4,12 @@ import keras_hub
 import numpy as np
 
 from keras_recurrent.checks.arguments import check_boolean
+from keras_recurrent.generation.beam_sampler import BeamSampler
 from keras_recurrent.generation.cache import GenerationCache, next_cache_key
 from keras_recurrent.generation.hub_loop import generate_by_sampler
 from keras_recurrent.generation.lengths import bucket
 from keras_recurrent.generation.loops import GenerateFunction
+from keras_recurrent.generation.output import concatenate_results, format_result
 from keras_recurrent.generation.prompts import check_sampler, check_stop_tokens, parse_prompts
 from keras_recurrent.generation.request import Request
 from keras_recurrent.generation.sampling import make_sampling
@@ -87,19 +89,20 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
         Returns:
             Text or tokens, in the form of `inputs`, without the tokens in `cache`. With
             `return_cache`, a pair of these and the new `GenerationCache`. With
-            `SamplingParams(logprobs=...)`, a `GenerationOutput`.
+            `SamplingParams(logprobs=...)` or `BeamSampler(return_all_beams=True)`, a
+            `GenerationOutput`.
 
         Raises:
             ValueError: `inputs` is text and the model has no preprocessor; there is no prompt, or
                 one is empty (the preprocessor's start token counts) or longer than `max_length`;
-                a token id or stop token is outside the vocabulary; `k`, `p`, `temperature` or
-                `num_beams` of the sampler are out of range; `stop` is empty; `sampling` is not one
-                `SamplingParams` for each prompt, or the model has another sampler than
-                'greedy', 'top_k', 'top_p' or 'random'; `cache` belongs to another model, has
-                another number of sequences, or would exceed its `max_length`; prompts of beam
-                search differ in length; or `cache` or `return_cache` is used and the model does not
-                use the decoding loop of this package (beam and contrastive search,
-                `run_eagerly=True`, a custom `generate_step`).
+                a token id or stop token is outside the vocabulary; `k`, `p` or `temperature` of
+                the sampler are out of range; `stop` is empty or the sampler is beam search, which
+                only ends at tokens; `sampling` is not one `SamplingParams` for each prompt, or the
+                model has another sampler than 'greedy', 'top_k', 'top_p' or 'random'; `cache`
+                belongs to another model, has another number of sequences, or would exceed its
+                `max_length`; or `cache` or `return_cache` is used and the model does not use the
+                decoding loop of this package (contrastive search, `run_eagerly=True`, a custom
+                `generate_step`).
 
         Example: two turns of a conversation.
 
@@ -118,7 +121,7 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
         if hasattr(inputs, "as_numpy_iterator") and cache is None and not return_cache:
             batches = inputs.as_numpy_iterator()  # of a `tf.data.Dataset`
             arguments = max_length, stop_token_ids, strip_prompt
-            return _concatenate([self.generate(b, *arguments, **options) for b in batches])
+            return concatenate_results([self.generate(b, *arguments, **options) for b in batches])
         function = self.make_generate_function()
         needs_loops = {"cache": cache, "return_cache": return_cache or None, "sampling": sampling}
         for feature in (name for name, value in needs_loops.items() if value is not None):
@@ -131,11 +134,8 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
             limit = self._cache_max_length(cache, result.token_ids.shape[1])
             key = next_cache_key(self, cache)
             new_cache = GenerationCache(result.cache, tokens, limit, key)
-        generated = self._format_output(prompts, request, result, strip_prompt)
-        if result.logprobs is not None:
-            texts = None if self.preprocessor is None else generated
-            return request.output(result, texts, new_cache)
-        return (generated, new_cache) if return_cache else generated
+        inputs = prompts, request, result, strip_prompt, new_cache
+        return format_result(self.preprocessor, *inputs)
 
     def prefill(self, inputs, max_length=None, cache=None):
         """Processes prompts without generating, and returns the cache after them.
@@ -235,7 +235,7 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
             of the model must not change before the end.
 
         Raises:
-            ValueError: as in `generate`.
+            ValueError: as in `generate`, or the sampler is beam search.
 
         Example:
 
@@ -247,6 +247,11 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
         >>> more = model.generate(" But", max_length=10, cache=stream.cache)
         """
         loops = self._require_loops("stream")
+        if isinstance(self.sampler, BeamSampler):
+            raise ValueError(
+                "`stream` cannot be combined with beam search, which chooses among whole sequences "
+                "at the end. Use `generate`, or compile with another sampler."
+            )
         options = {"max_new_tokens": max_new_tokens, "stop": stop, "sampling": sampling}
         prompts, request = self._request(inputs, max_length, stop_token_ids, cache, **options)
         steps = loops.steps(request, cache and cache.state)
@@ -262,6 +267,11 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
             check_no_text(inputs, self.preprocessor_cls)
         stops = self._stop_token_ids(stop_token_ids)
         strings = check_stop_strings(stop, self.preprocessor)
+        if strings and isinstance(self.sampler, BeamSampler):
+            raise ValueError(
+                "`stop` cannot be combined with beam search, whose sequences only end at tokens. "
+                "Pass `stop_token_ids`."
+            )
         prompts = parse_prompts(self, inputs, max_length, cache, max_new_tokens=max_new_tokens)
         if strings:
             strings = StopStrings(strings, self.preprocessor, prompts.last_token)
@@ -329,22 +339,6 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
             return length
         return None if self.backbone.keeps_state else bucket(length)
 
-    def _format_output(self, prompts, request, result, strip_prompt):
-        """Returns sequences as text or tokens, in the form of the prompts."""
-        token_ids, lengths = result[:2]
-        first = prompts.lengths if strip_prompt else prompts.num_context
-        counts, width = lengths - first, token_ids.shape[1] - int(prompts.num_context[0])
-        output = np.zeros((len(counts), width), "int32")
-        for row, start, count, tokens in zip(output, first, counts, token_ids, strict=True):
-            row[:count] = tokens[start : start + count]
-        batch = {"token_ids": output, "padding_mask": np.arange(width) < counts[:, None]}
-        if self.preprocessor is None:
-            return batch
-        texts = self.preprocessor.generate_postprocess(batch)
-        if request.stop_strings is not None:
-            texts = request.stop_strings.trim(texts, lengths - prompts.lengths)
-        return texts[0] if prompts.is_single else texts
-
     def generate_step(self, inputs, stop_token_ids=None):
         """Generates for one batch of tokens. Users call `generate`, which compiles it.
 
@@ -364,10 +358,3 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
             return logits[:, 0], hidden_states[:, 0], cache
 
         return generate_by_sampler(self, inputs, stop_token_ids, step)
-
-
-def _concatenate(batches):
-    """Concatenates the results of several batches: lists of texts, or dictionaries of arrays."""
-    if isinstance(batches[0], dict):
-        return {name: np.concatenate([b[name] for b in batches]) for name in batches[0]}
-    return [text for batch in batches for text in batch]

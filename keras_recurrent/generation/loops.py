@@ -3,15 +3,16 @@
 from typing import Any
 
 import keras
-import keras_hub
 import numpy as np
 
 from keras_recurrent.devices.jax_layouts import allow_uneven_batches
+from keras_recurrent.generation.beam_sampler import BeamSampler
+from keras_recurrent.generation.beam_search import Hypotheses, search_request
 from keras_recurrent.generation.hub_loop import generate_by_sampler
+from keras_recurrent.generation.lengths import initial_cache
 from keras_recurrent.generation.modes import record_mode
 from keras_recurrent.generation.prompts import (
     as_batch,
-    check_equal_lengths,
     check_prompt_tokens,
     check_stop_tokens,
     tokens_and_lengths,
@@ -22,10 +23,16 @@ from keras_recurrent.generation.sampling import make_sampling
 from keras_recurrent.generation.snapshot import Snapshot
 
 ON_TORCH = keras.config.backend() == "torch"
+_FASTER = "traced" if ON_TORCH else "program"  # mode that is refused for an eager one
 Loops: Any
+no_gradients: Any
 if ON_TORCH:
+    from torch import no_grad as no_gradients
+
     from keras_recurrent.generation.torch.loop import Loop as Loops
 else:
+    from contextlib import nullcontext as no_gradients
+
     from keras_recurrent.generation.xla_programs import Programs as Loops
 
 
@@ -40,8 +47,9 @@ class GenerateFunction:
 
     Attributes:
         loops: the decoding loop of this package, a `torch.loop.Loop` or `xla_programs.Programs`,
-            for samplers without a custom loop. None: KerasHub's loop is used.
-        hub_loop_reason: a pair, the reason for using KerasHub's loop and the remedy, or None.
+            for beam search and samplers without a custom loop. None: KerasHub's loop is used, or
+            for beam search with `run_eagerly=True` an eager one.
+        hub_loop_reason: a pair, the reason for `loops` of None and the remedy, or None.
     """
 
     loops: Any
@@ -55,7 +63,7 @@ class GenerateFunction:
         elif has_custom_step:
             mend = "Continue from `backbone.get_initial_state` with `call_with_cache`"
             self.hub_loop_reason = "the class overrides `generate_step`", mend
-        elif not has_base_loop(model.sampler):
+        elif not has_base_loop(model.sampler) and not isinstance(model.sampler, BeamSampler):
             self.hub_loop_reason = (
                 f"the sampler {type(model.sampler).__name__} has a custom loop",
                 "Compile with 'greedy', 'top_k', 'top_p' or 'random'",
@@ -93,15 +101,14 @@ class GenerateFunction:
 
         cache, keep: as in `torch.loop.Loop.generate`; only with the loops of this package.
         """
+        if isinstance(self._model.sampler, BeamSampler) and not self._has_custom_step:
+            return self._search(request, cache, keep)
         if self.loops is not None:
             return self.loops.generate(request, cache, keep)
-        if isinstance(self._model.sampler, keras_hub.samplers.BeamSampler):
-            check_equal_lengths(request.lengths)
         if not self._has_custom_step and not request.free_length.any():
             return Result(request.token_ids, request.lengths, None, None)
         if self._model.run_eagerly or (self._has_custom_step and ON_TORCH):
-            faster = "traced" if ON_TORCH else "program"
-            record_mode(self._model, "eager", {faster: self.hub_loop_reason[0]})
+            record_mode(self._model, "eager", {_FASTER: self.hub_loop_reason[0]})
         elif not ON_TORCH:
             record_mode(self._model, "sampler", {"program": self.hub_loop_reason[0]})
         inputs = as_batch(request.token_ids, request.lengths)
@@ -118,15 +125,51 @@ class GenerateFunction:
             counts = np.minimum(counts, request.stop_strings.counts)
         return request.result(new, counts)
 
+    def _search(self, request, cache, keep):
+        """Returns the `Result` of beam search; arguments as in `generate`."""
+        request = request._replace(stop_token_ids=tuple(dict.fromkeys(request.stop_token_ids)))
+        batch_size, length = request.token_ids.shape
+        if not request.free_length.any():
+            size = batch_size, 1
+            found = Hypotheses(np.zeros((*size, 0), "int32"), np.zeros(size, int), np.zeros(size))
+        elif self.loops is not None:
+            found = self.loops.search(request, cache)
+        else:
+            record_mode(self._model, "eager", {_FASTER: self.hub_loop_reason[0]})
+            with no_gradients():
+                found = _search_eagerly(self._model, request)
+        result = request.result(found.tokens[:, 0], found.counts[:, 0])
+        if keep:
+            cache = initial_cache(self._model, batch_size, length, keep) if cache is None else cache
+            cache = self.loops.prefill(result.token_ids, result.lengths - 1, cache)
+            result = result._replace(cache=cache)
+        return result._replace(hypotheses=found if self._model.sampler.return_all_beams else None)
+
 
 def _loops(model, compiled):
     """Returns the loops of an earlier `compile` if their programs are still valid, or new ones."""
     snapshot, loops = Snapshot(model), getattr(model, "_decoding_loops", None)
-    is_known = ON_TORCH or as_sampling_params(model.sampler) is not None
+    is_known = ON_TORCH or isinstance(model.sampler, BeamSampler)
+    is_known = is_known or as_sampling_params(model.sampler) is not None
     if loops and is_known and loops.compiled == compiled and loops.snapshot.matches(snapshot):
         return loops
     model._decoding_loops = Loops(model, compiled, snapshot)
     return model._decoding_loops
+
+
+def _search_eagerly(model, request):
+    """Returns the `Hypotheses` of beam search, each step of which runs through Keras's layers."""
+    batch_size, length = request.token_ids.shape
+    tokens = keras.ops.convert_to_tensor(request.token_ids)
+    mask = np.arange(length) < request.lengths[:, None] - 1
+    cache = initial_cache(model, batch_size, length, keep=False)
+    _, cache = model.backbone.hidden_states(tokens, keras.ops.convert_to_tensor(mask), cache=cache)
+
+    def step(token, mask, cache):
+        logits, _, cache = model.call_with_cache(token, cache)
+        return logits[:, 0], cache
+
+    return search_request(step, cache, request)
 
 
 def _sampler_loop(model, loops):

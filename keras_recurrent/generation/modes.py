@@ -49,11 +49,11 @@ def which_generation(model):
       launches;
     - `"compiled"`: on torch and CPUs, the step was compiled by torch's compiler;
     - `"traced"`: on torch, the step was traced once and runs kernel by kernel, also in the loop of
-      a sampler such as beam search;
+      a sampler such as contrastive search;
     - `"program"`: on JAX and TensorFlow, all tokens are one program;
     - `"steps"`: on JAX and TensorFlow, each token of a `stream` is a program;
-    - `"sampler"`: on JAX and TensorFlow, KerasHub's generation loop, for a sampler such as beam
-      search or a subclass that overrides `generate_step`;
+    - `"sampler"`: on JAX and TensorFlow, KerasHub's generation loop, for a sampler such as
+      contrastive search or a subclass that overrides `generate_step`;
     - `"eager"`: each token runs through Keras's layers, because of `compile(run_eagerly=True)` or,
       on torch, a subclass that overrides `generate_step` or a module with a hook.
 

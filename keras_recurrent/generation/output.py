@@ -1,7 +1,9 @@
-"""What `generate` returns with log probabilities, and `stream` keeps."""
+"""Results of `generate`: text, tokens, or a `GenerationOutput`, which `stream` has too."""
 
 import dataclasses
 from typing import Any
+
+import numpy as np
 
 from keras_recurrent.generation.sampling import Logprobs
 
@@ -25,6 +27,10 @@ class TokenLogprobs:
 class GenerationOutput:
     """Result of `generate` with `SamplingParams(logprobs=...)`, and of `stream` so far.
 
+    Also the result of `generate` with `BeamSampler(return_all_beams=True)`. In this case, `texts`,
+    `token_ids` and `finish_reason` contain for each prompt a list of its sequences, the best first,
+    instead of one sequence. `texts` of a single prompt is its list. `logprobs` are empty.
+
     Attributes:
         texts: a list of strings, one for each prompt, or a string for a single one; the text that
             `generate` otherwise returns. None without a preprocessor.
@@ -36,13 +42,75 @@ class GenerationOutput:
             string, `"length"` for one that reached its maximum number of tokens, and None, in a
             stream, for one that has not ended.
         cache: the `GenerationCache` after the last token, if `return_cache` is True, else None.
+            With several sequences of a prompt, it is that of the best one.
+        scores: a list of lists of floats, the scores of the sequences of each prompt, as
+            `BeamSampler` defines them. None: no beam search.
     """
 
     texts: Any
-    token_ids: list[list[int]]
+    token_ids: list[Any]
     logprobs: list[list[TokenLogprobs]]
-    finish_reason: list[str | None]
+    finish_reason: list[Any]
     cache: Any = None
+    scores: list[list[float]] | None = None
+
+
+def format_result(preprocessor, prompts, request, result, strip_prompt, cache=None):
+    """Returns the result of `generate`.
+
+    Args:
+        preprocessor: that of the model, or None.
+        prompts: the `Prompts`.
+        request: the `Request`.
+        result: the `Result`.
+        strip_prompt: boolean, True leaves out the prompts.
+        cache: the `GenerationCache` after the last token, or None.
+    """
+
+    def sequences(result):
+        return _sequences(preprocessor, prompts, request, result, strip_prompt)
+
+    if result.hypotheses is not None:
+        texts = None
+        if preprocessor is not None:
+            texts = zip(*map(sequences, request.results_of_ranks(result.hypotheses)), strict=True)
+        output = request.output_of_beams(result.hypotheses, texts, cache)
+        is_single = texts is not None and prompts.is_single
+        return dataclasses.replace(output, texts=output.texts[0]) if is_single else output
+    generated = sequences(result)
+    generated = generated[0] if prompts.is_single else generated
+    if result.logprobs is not None:
+        return request.output(result, None if preprocessor is None else generated, cache)
+    return generated if cache is None else (generated, cache)
+
+
+def _sequences(preprocessor, prompts, request, result, strip_prompt):
+    """Returns a list of texts, or without a preprocessor a dictionary of tokens."""
+    token_ids, lengths = result[:2]
+    first = prompts.lengths if strip_prompt else prompts.num_context
+    counts, width = lengths - first, token_ids.shape[1] - int(prompts.num_context[0])
+    output = np.zeros((len(counts), width), "int32")
+    for row, start, count, tokens in zip(output, first, counts, token_ids, strict=True):
+        row[:count] = tokens[start : start + count]
+    batch = {"token_ids": output, "padding_mask": np.arange(width) < counts[:, None]}
+    if preprocessor is None:
+        return batch
+    texts = preprocessor.generate_postprocess(batch)
+    if request.stop_strings is not None:
+        texts = request.stop_strings.trim(texts, lengths - prompts.lengths)
+    return texts
+
+
+def concatenate_results(results):
+    """Concatenates results of several batches: lists of texts, tokens, or `GenerationOutput`s."""
+    first = results[0]
+    if isinstance(first, dict):
+        return {name: np.concatenate([r[name] for r in results]) for name in first}
+    if isinstance(first, GenerationOutput):
+        names = [name for name, value in vars(first).items() if value is not None]
+        lists = ([x for r in results for x in getattr(r, name)] for name in names)
+        return GenerationOutput(**{**vars(first), **dict(zip(names, lists, strict=True))})
+    return [text for texts in results for text in texts]
 
 
 def generation_output(params, token_ids, logprobs, texts, finish_reason, cache=None):

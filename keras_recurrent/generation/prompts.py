@@ -245,21 +245,8 @@ def as_batch(token_ids, lengths):
     }
 
 
-def check_equal_lengths(lengths):
-    """Raises a `ValueError` for prompts of different lengths, for the sampler of beam search.
-
-    The score of a longer prompt would include sampled tokens that the prompt then replaces.
-    """
-    if len(set(lengths.tolist())) > 1:
-        raise ValueError(
-            "`inputs` must be prompts of equal length for beam search; got prompts of "
-            f"{lengths.min()} to {lengths.max()} tokens. Call `generate` once for each length, or "
-            "compile with another sampler, such as 'greedy'."
-        )
-
-
 def check_sampler(sampler, vocabulary_size):
-    """Validates the sampler, and `k`, `p`, `temperature` and `num_beams` of KerasHub's samplers."""
+    """Validates the sampler, and `k`, `p` and `temperature` of KerasHub's samplers."""
     kind = type(sampler).__name__
     if isinstance(sampler, type) or not hasattr(sampler, "get_next_token"):
         raise ValueError(
@@ -271,15 +258,14 @@ def check_sampler(sampler, vocabulary_size):
     up_to_vocabulary = f"an integer from 1 to {vocabulary_size}, the size of the vocabulary"
     for name, is_valid, maximum, description in (
         ("k", _is_positive_integer, vocabulary_size, up_to_vocabulary),
-        ("num_beams", _is_positive_integer, np.inf, "an integer of at least 1"),
         ("temperature", _is_positive_number, np.inf, "a number above 0"),
         ("p", _is_positive_number, 1, "a number above 0, at most 1"),
     ):
         number = getattr(sampler, name, None)
         if number is not None and not (is_valid(number) and number <= maximum):
-            hint = "" if name == "num_beams" else " Use 'greedy' for the most probable token."
             raise ValueError(
-                f"`sampler`: `{name}` of {kind} must be {description}; got {number!r}.{hint}"
+                f"`sampler`: `{name}` of {kind} must be {description}; got {number!r}. Use "
+                "'greedy' for the most probable token."
             )
 
 

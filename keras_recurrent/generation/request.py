@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_recurrent.generation.output import generation_output
+from keras_recurrent.generation.output import GenerationOutput, generation_output
 
 
 class Request(NamedTuple):
@@ -62,6 +62,29 @@ class Request(NamedTuple):
         params = self.sampling.params
         return generation_output(params, token_ids, result.logprobs, texts, reasons, cache)
 
+    def results_of_ranks(self, hypotheses):
+        """Returns a list of `Result`s: the best sequence of each prompt, the second best, …."""
+        ranks = hypotheses.counts.shape[1]
+        return [self.result(hypotheses.tokens[:, r], hypotheses.counts[:, r]) for r in range(ranks)]
+
+    def output_of_beams(self, hypotheses, texts, cache):
+        """Returns the `GenerationOutput` of `Hypotheses`.
+
+        Args:
+            hypotheses: the `Hypotheses`.
+            texts: for each prompt, the texts of its sequences. None: no preprocessor.
+            cache: as in `GenerationOutput`.
+        """
+        token_ids, scores, reasons = [], [], []
+        for tokens, counts, row, free_length in zip(*hypotheses, self.free_length, strict=True):
+            scores.append(row[row > -np.inf].tolist())
+            rows = zip(tokens, counts, scores[-1], strict=False)
+            token_ids.append([ids[:count].tolist() for ids, count, _ in rows])
+            reasons.append([self._finish_reason(ids, False, free_length) for ids in token_ids[-1]])
+        if texts is not None:
+            texts = [list(row[: len(found)]) for row, found in zip(texts, scores, strict=True)]
+        return GenerationOutput(texts, token_ids, [[] for _ in scores], reasons, cache, scores)
+
     def result(self, new, counts, cache=None, logprobs=None):
         """Returns the `Result` of this request.
 
@@ -86,9 +109,11 @@ class Result(NamedTuple):
         cache: the cache after all tokens of each sequence but the last, or None.
         logprobs: the `Logprobs` of NumPy arrays `[B, N]` and `[B, N, K]`, of the new tokens of each
             sequence, or None.
+        hypotheses: the `Hypotheses` of beam search if all of them are returned, else None.
     """
 
     token_ids: Any
     lengths: Any
     cache: Any
     logprobs: Any
+    hypotheses: Any = None

@@ -14,7 +14,7 @@ from keras import ops
 from keras_recurrent.devices.jax_layouts import drop_uneven_axes
 from keras_recurrent.devices.jax_processes import gather_to_numpy
 from keras_recurrent.dispatch import chosen_name
-from keras_recurrent.generation import loop
+from keras_recurrent.generation import beam_search, loop
 from keras_recurrent.generation.lengths import bucket, initial_cache
 from keras_recurrent.generation.modes import record_mode
 from keras_recurrent.generation.request import Result
@@ -22,7 +22,8 @@ from keras_recurrent.generation.sampling import next_tokens
 from keras_recurrent.layers.decoding import decoding_scope, unfused_blocks
 from keras_recurrent.progress import announce
 
-STATIC = {"features", "keep", "num_tokens", "variant"}  # arguments that a program depends on
+# Arguments that a program depends on.
+STATIC = {"features", "keep", "num_tokens", "num_beams", "variant"}
 STOPS_PER_PROGRAM = 4  # stop tokens are padded to a multiple, so that others take the same program
 TOKENS_PER_BLOCK = 16  # between two searches for stop strings
 
@@ -39,7 +40,8 @@ class Programs:
 
     def __init__(self, model, compiled, snapshot):
         self._model, self.compiled, self.snapshot = model, compiled, snapshot
-        self._prefill, self._generate, self._decode = _programs(model, snapshot, compiled)
+        programs = _programs(model, snapshot, compiled)
+        self._prefill, self._generate, self._decode, self._search = programs
 
     def prefill(self, token_ids, lengths, cache):
         """Returns the cache after the first `lengths` tokens of each sequence.
@@ -72,6 +74,13 @@ class Programs:
         new, counts = map(gather_to_numpy, (generated, counts))
         logprobs = keras.tree.map_structure(gather_to_numpy, logprobs) or None
         return request.result(new, counts, cache if keep else None, logprobs)
+
+    def search(self, request, cache=None):
+        """Returns the `Hypotheses` of beam search, as `torch.loop.Loop.search`."""
+        record_mode(self._model, "program")
+        prompts = _pad_to_bucket(request.token_ids, request.lengths)
+        found = self._search(*prompts, cache, Call(self._model, request), request.sampling.custom)
+        return keras.tree.map_structure(gather_to_numpy, found)
 
     def _generate_in_blocks(self, request, cache, keep):
         """Generates blocks of tokens, between which the host searches for stop strings."""
@@ -282,7 +291,7 @@ def _sample_by(sampler, logits, memory):
 
 
 def _programs(model, snapshot, compiled):
-    """Returns the functions `prefill`, `generate` and `decode` of `Programs`."""
+    """Returns the functions `prefill`, `generate`, `decode` and `search` of `Programs`."""
     on_jax = keras.config.backend() == "jax"
     function = _jit if on_jax else _tensorflow_function(model, compiled)
     network = functools.partial(_network, model, snapshot)
@@ -291,14 +300,18 @@ def _programs(model, snapshot, compiled):
     def prefill_program(token_ids, lengths, cache, weights, variant):
         return loop.prefill(network(weights), cache, token_ids, lengths)
 
+    def process_prompts(functions, token_ids, lengths, cache):
+        """Returns the cache before the last token of each prompt, and this token [B, 1]."""
+        if cache is None:
+            cache = model.backbone.get_initial_state(*token_ids.shape)
+        last = ops.take_along_axis(token_ids, lengths[:, None] - 1, axis=1)
+        return loop.prefill(functions, cache, token_ids, lengths - 1), last
+
     @function
     def generate_program(token_ids, lengths, cache, weights, inputs, features, keep, variant):
         free_length, stops, uniform, memory, arguments = inputs
-        if cache is None:
-            cache = model.backbone.get_initial_state(*token_ids.shape)
         functions = network(weights, (features, stops, arguments))
-        cache = loop.prefill(functions, cache, token_ids, lengths - 1)
-        last = ops.take_along_axis(token_ids, lengths[:, None] - 1, axis=1)
+        cache, last = process_prompts(functions, token_ids, lengths, cache)
         state = loop.initial_state(cache, last, free_length, memory)
         options = free_length, stops, uniform, keep, token_ids.shape[1]
         state, tokens, logprobs = loop.decode(functions, state, *options)
@@ -310,6 +323,13 @@ def _programs(model, snapshot, compiled):
         functions = network(weights, (features, stops, arguments))
         options = free_length, stops, uniform, True, num_tokens
         return loop.decode(functions, state, *options)
+
+    @function
+    def search_program(token_ids, lengths, cache, weights, inputs, num_beams, variant):
+        functions = network(weights)
+        cache, last = process_prompts(functions, token_ids, lengths, cache)
+        options = *inputs, num_beams, token_ids.shape[1]
+        return beam_search.search(functions.step, cache, last, *options)
 
     # A program also depends on the choice of `implementation`, a custom sampler and, on JAX, the
     # blocks that are not fused. TensorFlow's programs depend on the variables that they read, which
@@ -343,7 +363,12 @@ def _programs(model, snapshot, compiled):
         options = {"features": call.features, "num_tokens": num_tokens, "variant": variant()}
         return decode_program(state, weights(), inputs, **options)
 
-    return prefill, generate, decode
+    def search(token_ids, lengths, cache, call, sampler):
+        inputs = call.free_length, call.stops, *beam_search.options_of(sampler)
+        options = {"num_beams": sampler.num_beams, "variant": variant()}
+        return search_program(token_ids, lengths, cache, weights(), inputs, **options)
+
+    return prefill, generate, decode, search
 
 
 def _jit(function):

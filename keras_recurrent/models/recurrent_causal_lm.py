@@ -11,6 +11,7 @@ from keras_recurrent.checkpoints import loading
 from keras_recurrent.checkpoints.export import export
 from keras_recurrent.checks.shapes import check_rank_known
 from keras_recurrent.checks.token_ids import check_token_ids
+from keras_recurrent.generation.beam_sampler import convert_beam_sampler
 from keras_recurrent.generation.causal_lm import GeneratingCausalLM
 from keras_recurrent.models.calibration import layer_structure
 from keras_recurrent.models.parts import check_parts
@@ -135,10 +136,13 @@ class RecurrentCausalLM(
         `Perplexity`, `fit` and `evaluate` do not compute the logits of all tokens;
         `keras_recurrent.which_loss` returns the reason if they do.
 
+        The sampler `"beam"` is `keras_recurrent.samplers.BeamSampler`, to which KerasHub's
+        `BeamSampler` is converted.
+
         Raises:
             ValueError: the sampler is unknown; it is the speculative sampler, which needs a
-                rollback that recurrent states do not support; or it returns several beams for a
-                prompt.
+                rollback that recurrent states do not support; or it is KerasHub's `BeamSampler`
+                with a `temperature`, or of a subclass.
         """
         # KerasHub returns an unknown name unchanged, or raises KeyError for its lower case.
         with contextlib.suppress(KeyError):
@@ -154,10 +158,7 @@ class RecurrentCausalLM(
                 "which rejects tokens that a recurrent state cannot undo. Use 'top_k', 'top_p', "
                 "'random', 'greedy', 'beam' or 'contrastive'."
             )
-        if getattr(sampler, "return_all_beams", False):
-            raise ValueError(
-                "`sampler`: `generate` returns one text per prompt. Leave out `return_all_beams`."
-            )
+        sampler = convert_beam_sampler(sampler)
         if isinstance(loss, str) and loss == "auto":
             loss = TokenCrossentropy()
         super().compile(

@@ -254,7 +254,7 @@ def test_what_no_cache_goes_with(family):
         with pytest.raises(ValueError, match=words):
             call()
     for how, words in (
-        ({"sampler": "beam"}, "BeamSampler has a custom loop"),
+        ({"sampler": "contrastive"}, "ContrastiveSampler has a custom loop"),
         ({"sampler": "greedy", "run_eagerly": True}, "run_eagerly"),
     ):
         model.compile(**how)
@@ -275,7 +275,7 @@ def test_what_no_cache_goes_with(family):
         for arguments in (
             {"sampler": "greedy"},
             {"sampler": "greedy", "run_eagerly": True},
-            {"sampler": "beam"},
+            {"sampler": "contrastive"},
         )
     ],
     ids=["package loop", "eager", "KerasHub's loop"],
@@ -326,16 +326,6 @@ def test_max_length_of_a_dataset_of_tokens():
         assert {len(row) for row in wanted} == {8}
         dataset = tf.data.Dataset.from_tensor_slices(batch).batch(2)
         assert lists(model.generate(dataset, 8, None)) == wanted
-
-
-@pytest.mark.once
-def test_beam_search_needs_prompts_of_equal_length():
-    """Fails if the scores of a longer prompt contain tokens that are not in it."""
-    model = tiny_causal_lm(family="hgrn2", num_layers=1)
-    for arguments in ({}, {"run_eagerly": True}):
-        model.compile(sampler="beam", **arguments)
-        with pytest.raises(ValueError, match=r"`inputs` must be .* equal .* got .* of 4 to 9 tok"):
-            generate(model, given((4, 9)), 12)
 
 
 @shared_by_families

@@ -299,7 +299,7 @@ def test_compiled_after_many_tokens(monkeypatch):
 
 WAYS = {
     "chosen by logits": ({"sampler": "greedy"}, {"torch": "traced"}, "program"),
-    "a loop of its own": ({"sampler": "beam"}, {"torch": "traced"}, "sampler"),
+    "a loop of its own": ({"sampler": "contrastive"}, {"torch": "traced"}, "sampler"),
     "eager": ({"sampler": "greedy", "run_eagerly": True}, {}, "eager"),
 }
 
@@ -359,7 +359,6 @@ def test_without_a_sampler_there_is_nothing_to_write_by():
         (None, "must be a `keras_hub.samplers.Sampler`.* got None"),
         (keras_hub.samplers.GreedySampler, "must be a `keras_hub.samplers.Sampler`.* got <class"),
         (keras_hub.samplers.TopKSampler(k=2.5), "`k` of TopKSampler must be an integer"),
-        (keras_hub.samplers.BeamSampler(num_beams=0), "`num_beams` of BeamSampler .* at least 1"),
         (keras_hub.samplers.RandomSampler(temperature=0.0), "`temperature` of .* above 0; got 0.0"),
         (keras_hub.samplers.RandomSampler(temperature=np.nan), "`temperature` of .* got nan"),
         (keras_hub.samplers.TopPSampler(p=1.5), "`p` of TopPSampler .* at most 1; got 1.5"),

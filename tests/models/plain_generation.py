@@ -52,30 +52,70 @@ def sample(model, sampler, prompt, given, stop_ids=()):
     return prompt, margin
 
 
-def beam(model, num_beams, prompt, given, stop_ids=()):
-    """Beam search after prompts of equal length."""
-    batch, length = prompt.shape
-    beams = np.repeat(prompt[:, None], num_beams, axis=1)
-    scores = np.full((batch, num_beams), -1e9)
-    scores[:, 0] = 0
-    margin = np.inf
-    for index in range(given[0].sum(), length):
-        flat = beams.reshape(-1, length)
-        if all_stopped(flat, np.repeat(given, num_beams, axis=0), stop_ids):
+def beam(model, num_beams, prompt, given, stop_ids=(), limits=None, penalty=1.0, early=False):
+    """Beam search as transformers defines it.
+
+    Returns:
+        For each prompt, a list of `(score, new tokens)`, the best first; and the margin.
+    """
+    limits = np.full(len(prompt), prompt.shape[1]) if limits is None else limits
+    lengths = given.sum(axis=1)
+    free = limits - lengths
+    searches = [search_of_one(num_beams, n, stop_ids, penalty, early) for n in free]
+    running = {row: next(searches[row]) for row in np.flatnonzero(free)}
+    found = {row: ([(0.0, [])], np.inf) for row in np.flatnonzero(free == 0)}
+    texts = np.repeat(prompt[:, None], num_beams, axis=1)
+    for count in range(prompt.shape[1]):
+        for row, beams in running.items():
+            for text, (_, tokens) in zip(texts[row], beams, strict=False):
+                text[lengths[row] : lengths[row] + count] = tokens
+        real = np.arange(prompt.shape[1]) < (lengths + count)[:, None]
+        logits = forward(model, texts.reshape(-1, prompt.shape[1]), np.repeat(real, num_beams, 0))
+        logits = logits.reshape(*texts.shape, -1)
+        for row in list(running):
+            log_p = log_softmax(logits[row, :, lengths[row] + count - 1].astype("float64"))
+            try:
+                running[row] = searches[row].send(log_p)
+            except StopIteration as end:
+                found[row] = end.value
+                del running[row]
+        if not running:
             break
-        logits = logits_before(model, flat, index)
-        candidates = scores[..., None] + log_softmax(logits).reshape(batch, num_beams, -1)
-        vocabulary = candidates.shape[-1]
-        candidates = candidates.reshape(batch, -1)
-        order = np.argsort(-candidates, axis=1)
-        ranked = np.take_along_axis(candidates, order, axis=1)[:, : num_beams + 1]
-        margin = min(margin, -np.diff(ranked, axis=1).max())
-        chosen = order[:, :num_beams]
-        scores = np.take_along_axis(candidates, chosen, axis=1)
-        beams = np.take_along_axis(beams, (chosen // vocabulary)[..., None], axis=1)
-        beams[..., index] = chosen % vocabulary
-    best = scores.argmax(axis=1)
-    return beams[np.arange(batch), best], margin
+    found, margins = zip(*(found[row] for row in range(len(prompt))), strict=True)
+    return list(found), min(margins)
+
+
+def search_of_one(num_beams, free_length, stop_ids, penalty, early):
+    """Yields the running beams, gets log probabilities, and returns the ended ones and a margin."""
+    margin, running, ended = [np.inf], [(0.0, [])], []
+
+    def best(scored):
+        scored = sorted(scored, key=lambda pair: -pair[0])[: num_beams + 1]
+        margin.extend(-np.diff([score for score, _ in scored]))
+        return scored[:num_beams]
+
+    for count in range(1, free_length + 1):
+        steps = yield running
+        candidates = [
+            (score + log_p, [*tokens, token])
+            for step, (score, tokens) in zip(steps, running, strict=False)
+            for token, log_p in enumerate(step)
+        ]
+        for score, tokens in best(candidates):
+            if tokens[-1] in stop_ids or count == free_length:
+                ended.append((score / count**penalty, tokens))
+        running = best(pair for pair in candidates if pair[1][-1] not in stop_ids)
+        ended = best(ended)
+        if len(ended) < num_beams or count == free_length:
+            continue
+        if early is True:
+            break
+        hoped = free_length if early == "never" and penalty > 0 else count
+        gap = running[0][0] / hoped**penalty - ended[-1][0]
+        margin.append(abs(gap))
+        if gap <= 0:
+            break
+    return ended, min(margin)
 
 
 def contrastive(model, k, alpha, prompt, given, stop_ids=()):

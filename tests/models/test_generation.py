@@ -5,6 +5,7 @@ import keras_hub
 import numpy as np
 import pytest
 
+from keras_recurrent.samplers import BeamSampler
 from tests.models import plain_generation
 from tests.models.tiny import (
     FAMILIES,
@@ -105,13 +106,18 @@ def test_samplers_with_cache_write_what_they_write_without(family, model, plain,
 
 @beyond_sampling
 def test_beam_search_with_cache_writes_what_it_writes_without(family, model, plain):
+    """Fails if a row depends on its neighbors, or a beam continues from the cache of another."""
+    stop_ids = 7, 11, 7
+    model.compile(sampler=BeamSampler(3, return_all_beams=True))
     for lengths in prompt_lengths(family):
-        prompt, given = ragged(*[min(lengths)] * len(lengths), seed=5)
-        sampler = keras_hub.samplers.BeamSampler(num_beams=3)
-        written = generate(model, sampler, prompt, given)["token_ids"]
-        wanted, margin = plain_generation.beam(plain, 3, prompt, given)
+        prompt, given = ragged(*lengths, seed=5)
+        x = {"token_ids": prompt, "padding_mask": given}
+        output = model.generate(x, stop_token_ids=stop_ids)
+        wanted, margin = plain_generation.beam(plain, 3, prompt, given, stop_ids)
         assert margin > MARGIN
-        np.testing.assert_array_equal(written, wanted)
+        assert output.token_ids == [[tokens for _, tokens in row] for row in wanted]
+        for scores, row in zip(output.scores, wanted, strict=True):
+            np.testing.assert_allclose(scores, [score for score, _ in row], atol=1e-4)
 
 
 @beyond_sampling

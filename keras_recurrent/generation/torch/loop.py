@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import torch
 
+from keras_recurrent.generation.beam_search import search_request
 from keras_recurrent.generation.lengths import initial_cache, max_chunk_length
 from keras_recurrent.generation.request import Result
 from keras_recurrent.generation.torch.runner import Runner
@@ -95,6 +96,19 @@ class Loop:
         new = generated.cpu().numpy()
         logprobs = keras.tree.map_structure(lambda *x: torch.cat(x, 1).cpu().numpy(), *logprobs)
         return request.result(new, ended.counts(new), cache, logprobs or None)
+
+    @torch.no_grad()
+    def search(self, request, cache=None):
+        """Returns the `Hypotheses` of beam search, NumPy arrays.
+
+        Args:
+            request: the `Request`, with a `BeamSampler`.
+            cache: as in `generate`.
+        """
+        cache = self._new_cache(request.token_ids, cache, keep=False)
+        cache = self.prefill(request.token_ids, request.lengths - 1, cache)
+        with self.runner.step_function() as step:
+            return search_request(lambda token, _, cache: step(token, cache)[::2], cache, request)
 
     def _begin(self, request):
         """Returns the last token of each prompt [B, 1], and the `TokenSampler`."""
