@@ -21,6 +21,7 @@ SOURCE_NAMES = {
     "TOKENIZER_CONFIG_FILE": "keras_hub.src.utils.preset_utils",
     "Node": "keras.src.ops.node",
     "T5MultiHeadAttention": "keras_hub.src.models.t5.t5_multi_head_attention",
+    "canonicalize_python_string_inputs": "keras_hub.src.utils.tensor_utils",
     "canonicalize_python_token_inputs": "keras_hub.src.utils.tensor_utils",
     "check_file_exists": "keras_hub.src.utils.preset_utils",
     "convert_preprocessing_outputs_python": "keras_hub.src.utils.tensor_utils",
@@ -36,6 +37,7 @@ SOURCE_NAMES = {
     "preprocessing_function": "keras_hub.src.utils.tensor_utils",
     "print_msg": "keras.src.utils.io_utils",
     "register_presets": "keras_hub.src.utils.preset_utils",
+    "restore_outer_shape": "keras_hub.src.utils.tensor_utils",
 }
 
 # Modules of KerasHub with a `from_preset`; `checkpoints/hub_hooks.py` replaces their functions.

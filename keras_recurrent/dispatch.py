@@ -291,9 +291,10 @@ def chosen_module(operation, arguments):
 
 
 def _check_name(name):
-    if name not in (*serving(), PORTABLE):
+    names = *serving(), PORTABLE
+    if name not in names:
         raise ValueError(
-            f"`implementation` must be one of {', '.join(map(repr, serving())) or 'none'} on the "
-            f"Keras backend {BACKEND!r}; got {name!r}. To change the backend, set KERAS_BACKEND."
+            f"`implementation` must be one of {', '.join(map(repr, names))} on the Keras "
+            f"backend {BACKEND!r}; got {name!r}. To change the backend, set KERAS_BACKEND."
         )
     return name

@@ -3,7 +3,8 @@
 A table is `{name: row}`. A row has `description`, `parameters` (their number),
 `backbone_arguments`, `preprocessor_arguments` (without the tokenizer) and `weights`: the address of
 published weights, such as "hf://google/recurrentgemma-2b"; a file in this folder, written by
-`save_weights` of the backbone, such as "griffin_tiny_text.weights.h5"; or None.
+`save_weights` of the backbone, such as "griffin_tiny_text.weights.h5"; or None. A row may
+have `chat_template`, for checkpoints without one.
 """
 
 import pathlib

@@ -15,6 +15,23 @@ import ml_dtypes
 
 from keras_recurrent.presets import describe_language_model
 
+# Of the instruction-tuned RecurrentGemma models, in the format of their model cards.
+RECURRENT_GEMMA_CHAT_TEMPLATE = """\
+{{ bos_token }}
+{%- for message in messages %}
+    {%- if message.role not in ("user", "assistant") %}
+        {{- raise_exception("The role must be user or assistant; got " ~ message.role) }}
+    {%- endif %}
+    {%- if (message.role == "user") != (loop.index0 % 2 == 0) %}
+        {{- raise_exception("The roles must alternate, from user to assistant") }}
+    {%- endif %}
+    {%- set role = "user" if message.role == "user" else "model" %}
+    {{- "<start_of_turn>" ~ role ~ "\\n" ~ message.content | trim ~ "<end_of_turn>\\n" }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- "<start_of_turn>model\\n" }}
+{%- endif %}"""
+
 
 def embedding_scale(hidden_dim):
     """sqrt(D) rounded to bfloat16, as RecurrentGemma was trained."""
@@ -34,6 +51,7 @@ class Kind(NamedTuple):
     final_logit_soft_cap: float | None = None
     a_initializer: str = "griffin"
     sequence_length: int = 1024  # tokens per sequence in the preprocessor
+    chat_template: str | None = None  # if the checkpoint has none
 
 
 class Size(NamedTuple):
@@ -78,6 +96,10 @@ class Size(NamedTuple):
     def preprocessor_arguments(self):
         return {"sequence_length": self.kind.sequence_length}
 
+    @property
+    def chat_template(self):
+        return self.kind.chat_template
+
 
 HAWK = Kind("Hawk", ("recurrent",))
 GRIFFIN = Kind("Griffin", ("recurrent", "recurrent", "local_attention"), sliding_window=1024)
@@ -96,6 +118,7 @@ RGEMMA = Kind(
     final_logit_soft_cap=30.0,
     a_initializer="recurrentgemma",
 )
+RGEMMA_IT = RGEMMA._replace(chat_template=RECURRENT_GEMMA_CHAT_TEMPLATE)
 
 SIZES = {
     # name                  kind               D D_rnn depth M heads vocabulary parameters
@@ -125,10 +148,10 @@ SIZES = {
     "mqa_7b":               Size(MQA,          4096, 5632, 32, 3, 32,  32_000,  6_071_521_280),
     "recurrentgemma_2b":    Size(RGEMMA,       2560, 2560, 26, 3, 10, 256_000,  2_682_862_080,
         weights="hf://google/recurrentgemma-2b"),
-    "recurrentgemma_2b_it": Size(RGEMMA,       2560, 2560, 26, 3, 10, 256_000,  2_682_862_080,
+    "recurrentgemma_2b_it": Size(RGEMMA_IT,    2560, 2560, 26, 3, 10, 256_000,  2_682_862_080,
         weights="hf://google/recurrentgemma-2b-it"),
     "recurrentgemma_9b":    Size(RGEMMA,       4096, 4096, 38, 3, 16, 256_000,  8_579_977_216,
         weights="hf://google/recurrentgemma-9b"),
-    "recurrentgemma_9b_it": Size(RGEMMA,       4096, 4096, 38, 3, 16, 256_000,  8_579_977_216,
+    "recurrentgemma_9b_it": Size(RGEMMA_IT,    4096, 4096, 38, 3, 16, 256_000,  8_579_977_216,
         weights="hf://google/recurrentgemma-9b-it"),
 }  # fmt: skip

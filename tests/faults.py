@@ -484,11 +484,8 @@ FAULTS = [
     Fault(
         "loss_mean_of_weights",
         "keras_recurrent/training/loss_without_logits.py",
-        old="return total / ops.sum(ops.ones_like(tokens, dtype=total.dtype)), best",
-        new=(
-            "return total / (ops.sum(ops.ones_like(tokens, dtype=total.dtype)) if sample_weight "
-            "is None else ops.sum(sample_weight)), best"
-        ),
+        old="return total / ops.sum(ops.ones_like(predictions.best, dtype=total.dtype))",
+        new="return total / ops.cast(predictions.weight, total.dtype)",
         tests={"torch": "models/test_loss_without_logits.py::test_packed_rows"},
     ),
     Fault(
@@ -568,41 +565,69 @@ FAULTS = [
     Fault(
         "cache_select_counts",
         "keras_recurrent/generation/cache.py",
-        old="self.last_token[rows], self.num_tokens[rows])",
-        new="self.last_token[rows], self.num_tokens)",
+        old="[self.token_ids[row] for row in rows])",
+        new="self.token_ids[: len(rows)])",
         tests={
             "torch": "generation/test_cache.py::test_long_prompts_are_read_in_pieces[transnormer]"
         },
     ),
     Fault(
         "sampler_temperature",
-        "keras_recurrent/generation/torch/sampling.py",
-        old="torch.softmax(logits.float() / sampler.temperature, dim=-1)",
-        new="torch.softmax(logits.float(), dim=-1)",
+        "keras_recurrent/generation/sampling.py",
+        old="scaled = logits / ops.where(ops.greater(temperature, 0), temperature, 1.0)",
+        new="scaled = logits",
+        tests={"torch": "generation/test_sampling.py::test_tokens_are_those_of_numpy[temperature]"},
+    ),
+    Fault(
+        "sampler_seed_not_advanced",
+        "keras_recurrent/generation/sampling.py",
+        old="generator.state.assign([seed, count + 1])",
+        new="pass",
         tests={
             "torch": (
-                "models/test_generation.py::"
-                "test_samplers_with_cache_write_what_they_write_without[transnormer-random]"
+                "generation/test_sampling.py::"
+                "test_a_sampler_of_keras_hub_continues_its_random_numbers"
             )
         },
     ),
     Fault(
-        "sampler_seed_not_returned",
-        "keras_recurrent/generation/torch/sampling.py",
-        old="self._state.assign([self._base_seed, self._counter + draws])",
-        new="pass",
-        tests={"torch": "generation/test_programs.py::test_no_draw_is_that_of_another_thread"},
+        "top_p_shift",
+        "keras_recurrent/generation/sampling.py",
+        old="ops.cumsum(probabilities, axis=-1) - probabilities",
+        new="ops.cumsum(probabilities, axis=-1)",
+        tests={"torch": "generation/test_sampling.py::test_tokens_are_those_of_numpy[top_p]"},
     ),
     Fault(
-        "top_p_shift",
-        "keras_recurrent/generation/torch/sampling.py",
-        old="torch.cumsum(best, dim=-1)[:, :-1] > sampler.p",
-        new="torch.cumsum(best, dim=-1)[:, 1:] > sampler.p",
+        "options_of_neighbors",
+        "keras_recurrent/generation/sampling.py",
+        old='kept = rank < arguments["top_k"][:, None]',
+        new='kept = rank < ops.min(arguments["top_k"])',
+        tests={
+            "jax": (
+                "generation/test_sampling.py::"
+                "test_rows_of_different_options_are_those_of_each_alone"
+            )
+        },
+    ),
+    Fault(
+        "stop_string_across_blocks",
+        "keras_recurrent/generation/stop_strings.py",
+        old="first = max(0, before - self._overlap)",
+        new="first = before",
         tests={
             "torch": (
-                "generation/test_programs.py::"
-                "test_samplers_draw_what_they_draw_by_themselves[top_p]"
+                "generation/test_options.py::"
+                "test_stop_strings_are_found_wherever_they_are_cut[replace]"
             )
+        },
+    ),
+    Fault(
+        "cache_ahead_of_a_stop_string",
+        "keras_recurrent/generation/torch/loop.py",
+        old="block = 1 if keep and request.stop_strings else RECENT",
+        new="block = RECENT",
+        tests={
+            "torch": "generation/test_options.py::test_a_stop_string_ends_its_sequence_only[True]"
         },
     ),
     Fault(
@@ -701,8 +726,8 @@ FAULTS = [
     Fault(
         "loss_soft_cap_lost",
         "keras_recurrent/training/loss_without_logits.py",
-        old="sample_weight, soft_cap=embedding.logit_soft_cap",
-        new="sample_weight",
+        old="            soft_cap=embedding.logit_soft_cap,\n",
+        new="",
         tests=dict.fromkeys(BACKENDS, "models/test_loss_without_logits.py::test_soft_cap"),
     ),
     Fault(

@@ -23,7 +23,7 @@ FLOORS = [
     "portable devices",
     "dispatch",
     "ops",
-    "layers tokenizers datasets",
+    "layers tokenizers datasets chat",
     "training gqa export",
     "checkpoints",
     "generation",

@@ -51,7 +51,7 @@ def make_script_page(script):
     if text_file.exists():
         return f"{text_file.read_text()}\n## The script\n\n```python\n{source}```\n"
     docstring = ast.get_docstring(ast.parse(source)) or script.stem
-    title, _, rest = docstring.partition("\n")
+    title, _, rest = docstring.removeprefix("# ").partition("\n")
     code = source.split('"""', 2)[2].lstrip("\n") if source.startswith('"""') else source
     figure = script.with_suffix(".png")
     image = f"![Figure of the script]({figure.name})\n" if figure.exists() else ""

@@ -50,10 +50,12 @@ def export(model, folder):
     preprocessor = model.preprocessor
     if preprocessor is None:
         raise SystemExit("--model has no tokenizer, which would make tokens of text.")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
     tokenizer = preprocessor.tokenizer
     reads_bytes = isinstance(tokenizer, ByteTokenizer)
+    if not reads_bytes and not hasattr(tokenizer, "proto"):
+        raise SystemExit("This recipe serves models with bytes or SentencePiece only.")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     if not reads_bytes:
         (folder / SENTENCE_PIECE).write_bytes(tokenizer.proto)
     state = model.backbone.get_initial_state(batch_size=1)

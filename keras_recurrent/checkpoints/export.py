@@ -1,7 +1,6 @@
 """Export of a model to a checkpoint in the layout of the Hugging Face Hub."""
 
 import errno
-import json
 import os
 import tempfile
 
@@ -9,7 +8,7 @@ import keras
 import ml_dtypes
 import numpy as np
 
-from keras_recurrent.checkpoints import files, layout
+from keras_recurrent.checkpoints import chat_files, files, layout, tokenizer_files
 from keras_recurrent.checkpoints.checkpoint import DTYPES, INDEX_FILE, ONE_FILE
 from keras_recurrent.devices.jax_processes import gather_to_numpy, is_first, shared_output_path
 from keras_recurrent.progress import progress
@@ -17,7 +16,15 @@ from keras_recurrent.progress import progress
 GIGABYTE = 1024**3
 
 
-def export(backbone, path, tokenizer=None, dtype=None, max_shard_size=5):
+def export(
+    backbone,
+    path,
+    tokenizer=None,
+    dtype=None,
+    max_shard_size=5,
+    chat_template=None,
+    stop_token_ids=(),
+):
     """Writes `config.json`, the tensors and the tokenizer's file into a new directory.
 
     All files are first written to a folder `.export-*` in the parent directory, which is renamed to
@@ -27,12 +34,15 @@ def export(backbone, path, tokenizer=None, dtype=None, max_shard_size=5):
     Args:
         backbone: a backbone whose family has a `Layout`.
         path: string, a directory that does not exist yet or is empty.
-        tokenizer: a `keras_recurrent.tokenizers.SentencePieceTokenizer`. Another tokenizer, or
-            None, writes no file.
+        tokenizer: a `SentencePieceTokenizer` or `BPETokenizer` of `keras_recurrent.tokenizers`.
+            Another tokenizer, or None, writes no file.
         dtype: `"float32"`, `"bfloat16"` or `"float16"`, of all tensors. None: the variable dtype of
             the backbone.
         max_shard_size: number, the largest size of a file in GiB. A larger tensor gets a
             separate file.
+        chat_template: string, written to `chat_template.jinja`. None writes no file.
+        stop_token_ids: token ids that end a generated text, in `generation_config.json`. Empty:
+            no file is written.
 
     Raises:
         ValueError: the layout cannot hold the model, the model is quantized, the dtype is not one
@@ -41,10 +51,10 @@ def export(backbone, path, tokenizer=None, dtype=None, max_shard_size=5):
             it during the export.
     """
     with shared_output_path(os.fspath(path)) as path:
-        _export(backbone, path, tokenizer, dtype, max_shard_size)
+        _export(backbone, path, tokenizer, dtype, max_shard_size, chat_template, stop_token_ids)
 
 
-def _export(backbone, path, tokenizer, dtype, max_shard_size):
+def _export(backbone, path, tokenizer, dtype, max_shard_size, chat_template, stop_token_ids):
     path = os.path.abspath(path)
     if os.path.islink(path):
         raise FileExistsError(
@@ -92,9 +102,14 @@ def _export(backbone, path, tokenizer, dtype, max_shard_size):
                 if is_first():
                     save_file(content, os.path.join(folder, name), metadata={"format": "pt"})
         if len(shards) > 1:
-            _write_json(folder, INDEX_FILE, _index(shards, np.dtype(dtype)))
-        config |= _write_tokenizer(folder, tokenizer, family)
-        _write_json(folder, files.CONFIG_FILE, config)
+            tokenizer_files.write_json(folder, INDEX_FILE, _index(shards, np.dtype(dtype)))
+        config |= tokenizer_files.write(folder, tokenizer, family)
+        if chat_template is not None:
+            chat_files.write_chat_template(folder, chat_template)
+        if stop_token_ids:
+            content = {"eos_token_id": list(stop_token_ids)}
+            tokenizer_files.write_json(folder, chat_files.GENERATION_CONFIG_FILE, content)
+        tokenizer_files.write_json(folder, files.CONFIG_FILE, config)
         _move(folder, path)
 
 
@@ -178,27 +193,3 @@ def _index(shards, dtype):
         },
         "weight_map": dict(sorted(weight_map.items())),
     }
-
-
-def _write_tokenizer(folder, tokenizer, family):
-    """Writes a SentencePiece tokenizer; returns the special tokens for `config.json`."""
-    proto = getattr(tokenizer, "proto", None)
-    if proto is None:
-        return {}
-    with open(os.path.join(folder, files.TOKENIZER_FILE), "wb") as file:
-        file.write(proto)
-    ids = {
-        "bos": tokenizer.start_token_id,
-        "eos": tokenizer.end_token_id,
-        "pad": tokenizer.pad_token_id,
-    }
-    tokens = {f"{name}_token": tokenizer.id_to_token(id) for name, id in ids.items()}
-    content = {"tokenizer_class": family.tokenizer_class, **tokens}
-    _write_json(folder, "tokenizer_config.json", content)
-    return {f"{name}_token_id": int(id) for name, id in ids.items()}
-
-
-def _write_json(folder, name, content):
-    with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2, sort_keys=True)
-        file.write("\n")

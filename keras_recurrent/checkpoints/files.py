@@ -10,6 +10,7 @@ from keras_recurrent.checkpoints.messages import short_repr
 HUB = "hf://"
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.model"
+BPE_FILE = "tokenizer.json"
 MAX_JSON_BYTES = 100_000_000  # as many as the safetensors format allows its headers
 MAX_JSON_DEPTH = 500  # Python writes values nested up to about 1,000 levels, and reads deeper ones
 

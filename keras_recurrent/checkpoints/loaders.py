@@ -10,17 +10,18 @@ import os
 
 import h5py
 import keras
+import keras_hub
 
 from keras_recurrent import compat, presets
-from keras_recurrent.checkpoints import checkpoint, files, tensor_table
-from keras_recurrent.checkpoints.messages import short_repr
+from keras_recurrent.checkpoints import chat_files, checkpoint, files, tensor_table
 from keras_recurrent.checkpoints.overrides import (
     check_overrides,
     check_weights_fit,
     split_overrides,
+    takes_argument,
 )
-from keras_recurrent.tokenizers import SentencePieceTokenizer
-from keras_recurrent.tokenizers.sentence_piece_tokenizer import describe_errors
+from keras_recurrent.checkpoints.tokenizer_files import TokenizerFiles
+from keras_recurrent.tokenizers import BPETokenizer
 
 logger = logging.getLogger("keras_recurrent")
 _announced = set()
@@ -74,7 +75,13 @@ class NamedPresetLoader(RecurrentPresetLoader):
     @functools.cached_property
     def published(self):
         """Loader of the published weights."""
-        return self._get_loader(self.row.weights)
+        loader = self._get_loader(self.row.weights)
+        loader.default_chat_template = self.chat_template
+        return loader
+
+    @property
+    def chat_template(self):
+        return getattr(self.row, "chat_template", None)
 
     def has_weights(self):
         return self.row.weights is not None
@@ -107,7 +114,12 @@ class NamedPresetLoader(RecurrentPresetLoader):
 
     def load_preprocessor(self, cls, config_file=None, **kwargs):
         check_overrides(self.preset, [cls], kwargs)
-        return super().load_preprocessor(cls, **{**self.row.preprocessor_arguments, **kwargs})
+        arguments = {**self.row.preprocessor_arguments, **kwargs}
+        if self.has_hub_weights() and "tokenizer" not in kwargs:
+            return self.published.load_preprocessor(cls, **arguments)
+        if self.chat_template is not None and takes_argument(cls, "chat_template"):
+            arguments.setdefault("chat_template", self.chat_template)
+        return super().load_preprocessor(cls, **arguments)
 
     def make_preprocessor(self, cls, load_weights, **kwargs):
         if self.has_hub_weights() and "tokenizer" not in kwargs:
@@ -125,7 +137,7 @@ class NamedPresetLoader(RecurrentPresetLoader):
 
 
 class CheckpointLoader(RecurrentPresetLoader):
-    """Loader of `config.json`, `.safetensors` files and, if present, `tokenizer.model`.
+    """Loader of `config.json`, `.safetensors` files and, if present, a tokenizer.
 
     The configuration and the headers of the tensors are checked before the model is built. Tensors
     are then read one by one.
@@ -135,15 +147,21 @@ class CheckpointLoader(RecurrentPresetLoader):
         config: the dictionary of its `config.json`.
         backbone_cls: the class of its backbone.
         layout: the family's `Layout`.
+
+    Attributes:
+        default_chat_template: string or None, the chat template if the files have none.
     """
+
+    default_chat_template = None
 
     def __init__(self, preset_files, config, backbone_cls, layout):
         super().__init__(preset_files.preset, config, backbone_cls)
         self.files = preset_files
         self.layout = layout
+        self.tokenizer_files = TokenizerFiles(preset_files, config)
 
     def has_tokenizer(self):
-        return self.files.exists(files.TOKENIZER_FILE)
+        return self.tokenizer_files.exist()
 
     def load_backbone(self, cls, load_weights, **kwargs):
         check_overrides(self.preset, [cls], kwargs)
@@ -178,40 +196,39 @@ class CheckpointLoader(RecurrentPresetLoader):
         return f"{files.CONFIG_FILE} of {self.preset!r}"
 
     def load_tokenizer(self, cls, config_file=None, **kwargs):
-        ids = {
-            "start_token_id": self._token_id("bos_token_id"),
-            "end_token_id": self._token_id("eos_token_id"),
-            "pad_token_id": self._token_id("pad_token_id"),
-        }
-        path = self.files.path(files.TOKENIZER_FILE)
-        with open(path, "rb") as file:
-            proto = file.read()
-        with describe_errors(path):
-            return SentencePieceTokenizer(proto, **{**ids, **kwargs})
-
-    def _token_id(self, key):
-        id = self.config.get(key)
-        # If several tokens end a text, the first is the one that ends a document in training.
-        first = id[0] if isinstance(id, list) and id else id
-        if first is not None and (not isinstance(first, int) or isinstance(first, bool)):
-            raise ValueError(
-                f"{key!r} is {short_repr(id)} in {self._where()}; it must be an integer, or a list "
-                "of integers."
-            )
-        return first
+        return self.tokenizer_files.load(**kwargs)
 
     def load_preprocessor(self, cls, config_file=None, **kwargs):
         check_overrides(self.preset, [cls], kwargs)
+        if issubclass(cls, keras_hub.models.CausalLMPreprocessor) and "tokenizer" not in kwargs:
+            tokenizer = kwargs["tokenizer"] = self.load_tokenizer(cls.tokenizer_cls)
+            # Models with BPE often have no start token, or one that does not begin texts.
+            if isinstance(tokenizer, BPETokenizer):
+                kwargs.setdefault("add_start_token", tokenizer.adds_start_token)
+            if takes_argument(cls, "chat_template"):
+                kwargs = {**self._chat_arguments(tokenizer, kwargs), **kwargs}
         return super().load_preprocessor(cls, **kwargs)
+
+    def _chat_arguments(self, tokenizer, given):
+        """Returns the arguments of a preprocessor that the files have, but for those given."""
+        arguments = {}
+        if "chat_template" not in given:
+            template = chat_files.read_chat_template(self.files) or self.default_chat_template
+            arguments["chat_template"] = template
+        if "extra_stop_token_ids" not in given:
+            ids = chat_files.read_stop_token_ids(self.files, self.config)
+            others = tuple(id for id in ids if id != tokenizer.end_token_id)
+            arguments["extra_stop_token_ids"] = others
+        return arguments
 
     def make_preprocessor(self, cls, load_weights, **kwargs):
         if "tokenizer" in kwargs or self.has_tokenizer():
             return self.load_preprocessor(cls, **kwargs)
         if kwargs:
             raise ValueError(
-                f"{', '.join(map(repr, sorted(kwargs)))}: {self.preset!r} has no "
-                f"{files.TOKENIZER_FILE} and so no preprocessor that takes it. Pass `tokenizer=` "
-                "as well."
+                f"{', '.join(map(repr, sorted(kwargs)))}: {self.preset!r} has neither "
+                f"{files.TOKENIZER_FILE} nor {files.BPE_FILE} and so no preprocessor that takes "
+                "it. Pass `tokenizer=` as well."
             )
         return None
 

@@ -34,6 +34,11 @@ def check_overrides(preset, classes, kwargs):
             )
 
 
+def takes_argument(cls, name):
+    """Returns True if the constructor of a class names an argument."""
+    return name in _parameters(cls)
+
+
 def _parameters(cls):
     if cls is None:  # a task without a preprocessor
         return []

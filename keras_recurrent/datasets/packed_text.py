@@ -55,7 +55,9 @@ class PackedText(grain.IterDataset):
 
     Args:
         documents: a path or a list of paths; or a `grain.MapDataset` of strings, which is read
-            `passes` times like files; or a `grain.IterDataset` of strings, which is read once.
+            `passes` times like files; or a `grain.IterDataset` of strings, which is read once. A
+            dataset may also have conversations, or dictionaries of a prompt as `prompts` and its
+            response as `responses`.
         preprocessor: a `RecurrentCausalLMPreprocessor` with `packed=True`.
         batch_size: integer, sequences per batch.
         passes: integer, number of times that all text is read; the last batch may be smaller. None:

@@ -74,7 +74,7 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
                 given; otherwise the preprocessor's `sequence_length`, or T without a preprocessor.
                 Padding is added or removed to give `max_length` columns.
             stop_token_ids: a tuple of token ids, each of which ends a sequence. None: sequences end
-                at `max_length`. `"auto"`: the tokenizer's end token, which requires a preprocessor.
+                at `max_length`. `"auto"`: `stop_token_ids` of the preprocessor, its end tokens.
             strip_prompt: boolean, True returns only new tokens, without the prompt.
             cache: a `GenerationCache` to continue from, such as `prefill` returns. None: new
                 sequences.
@@ -324,6 +324,7 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
             ids = [tokenizer.end_token_id]
             if hasattr(tokenizer, "end_token2_id"):  # as in KerasHub's `generate`
                 ids.append(tokenizer.end_token2_id)
+            ids = list(dict.fromkeys([*ids, *getattr(self.preprocessor, "stop_token_ids", ())]))
         check_stop_tokens(ids, self.backbone.vocabulary_size)
         return None if ids is None else tuple(int(i) for i in ids)
 

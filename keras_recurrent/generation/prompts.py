@@ -6,6 +6,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_recurrent.chat.templates import ChatPrompt, tokenize_prompts
 from keras_recurrent.checks.arguments import check_positive_integer, check_tensor, is_finite_number
 from keras_recurrent.checks.dtypes import check_dtype
 from keras_recurrent.checks.token_ids import check_token_ids
@@ -157,15 +158,16 @@ def _parse_texts(model, inputs, max_length, cache):
             f"{cache.batch_size}; got one string."
         )
     tokenizer = preprocessor.tokenizer
-    prompts = [np.asarray(tokens).tolist() for tokens in tokenizer(list(map(_as_text, texts)))]
-    if cache is None and preprocessor.add_start_token:
-        prompts = [[tokenizer.start_token_id, *tokens] for tokens in prompts]
+    add_start_token = cache is None and preprocessor.add_start_token
+    prompts = tokenize_prompts(tokenizer, list(map(_as_text, texts)), add_start_token)
     if cache is None:
         _check_not_empty(map(len, prompts))
     return prompts, limit, is_single
 
 
 def _as_text(text):
+    if isinstance(text, ChatPrompt):
+        return text
     return text.decode() if isinstance(text, bytes) else str(text)
 
 

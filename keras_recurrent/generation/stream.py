@@ -1,6 +1,7 @@
 """Iterator over generated text or tokens."""
 
 from sys import is_finalizing
+from typing import Any
 
 import keras
 import numpy as np
@@ -95,7 +96,7 @@ class Stream:
     @property
     def output(self):
         """`GenerationOutput` of all tokens so far, with new text only and without the cache."""
-        texts = None
+        texts: Any = None
         if self._texts is not None:
             texts = [text.shown for text in self._texts]
             texts = texts[0] if self._prompts.is_single else texts

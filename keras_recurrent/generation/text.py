@@ -1,5 +1,7 @@
 """Conversion of tokens to text, one token at a time."""
 
+import contextlib
+
 import numpy as np
 
 REPLACEMENT = "\ufffd"  # text of bytes that are an invalid or incomplete character
@@ -17,8 +19,20 @@ def texts_of(preprocessor, rows):
     except UnicodeDecodeError:  # of a tokenizer that is strict
         if len(rows) > 1:
             return [texts_of(preprocessor, row[None])[0] for row in rows]
-        return [texts_of(preprocessor, rows[:, :-1])[0] + REPLACEMENT]
+        return [_text_of_whole_characters(preprocessor, rows)]
     return [t if isinstance(t, str) else bytes(t).decode("utf-8", "replace") for t in texts]
+
+
+def _text_of_whole_characters(preprocessor, row):
+    """Returns the text of tokens `[1, T]` without incomplete characters at both ends."""
+    ends = [(i, j) for i in range(LONGEST_CHARACTER) for j in range(LONGEST_CHARACTER)]
+    for first, last in sorted(ends, key=sum):
+        part = row[:, first : row.shape[1] - last]
+        batch = {"token_ids": part, "padding_mask": np.ones_like(part, dtype=bool)}
+        with contextlib.suppress(UnicodeDecodeError):
+            text = preprocessor.generate_postprocess(batch)[0] if part.size else ""
+            return REPLACEMENT * (first > 0) + text + REPLACEMENT * (last > 0)
+    return REPLACEMENT
 
 
 class IncrementalDetokenizer:

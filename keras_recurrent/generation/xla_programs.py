@@ -130,7 +130,7 @@ class Steps:
         self._launch()
 
     def _launch(self):
-        self._ahead = None
+        self._ahead: Any = None
         if self._tokens_left > 0:
             self._uniform = self._call.uniform(self._num_tokens, self._num_tokens)
             self._compute()

@@ -19,7 +19,7 @@ _BIDIRECTIONAL = "Every output has seen all tokens, in both directions."
 ALTERNATIVES = {
     "units": "The output is as wide as the input: add a `keras.layers.Dense` before or after the "
     "layer.",
-    "dropout": "Add `keras.layers.Dropout(rate)` before or after the layer.",
+    "dropout": "Add `keras.layers.SpatialDropout1D(rate)` before the layer.",
     "recurrent_dropout": "The recurrence has no dropout: add `keras.layers.Dropout(rate)` before "
     "or after the layer.",
     **{

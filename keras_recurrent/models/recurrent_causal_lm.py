@@ -18,8 +18,9 @@ from keras_recurrent.models.parts import check_parts
 from keras_recurrent.models.recurrent_backbone import token_input
 from keras_recurrent.models.segments import SegmentsOptional
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
+from keras_recurrent.training.dialogues import as_dialogues, has_responses
 from keras_recurrent.training.loss_without_logits import LossWithoutLogits
-from keras_recurrent.training.samples import describe, is_text, is_tokens
+from keras_recurrent.training.samples import check_samples, describe, is_text, is_tokens
 from keras_recurrent.training.saved_training import SavedTraining
 from keras_recurrent.training.text_training import TextTraining
 from keras_recurrent.training.token_crossentropy import TokenCrossentropy
@@ -130,8 +131,9 @@ class RecurrentCausalLM(
     ):
         """Configures training and sampling; see `keras_hub.models.CausalLM.compile`.
 
-        The default loss is `keras_recurrent.models.TokenCrossentropy`. With it and the default
-        metric, accuracy, `fit` and `evaluate` do not compute the logits of all tokens;
+        The default loss is `keras_recurrent.models.TokenCrossentropy`. With it, in both of its
+        means, and the default metric, accuracy, `keras_recurrent.metrics.TokenLoss` or
+        `Perplexity`, `fit` and `evaluate` do not compute the logits of all tokens;
         `keras_recurrent.which_loss` returns the reason if they do.
 
         The sampler `"beam"` is `keras_recurrent.samplers.BeamSampler`, to which KerasHub's
@@ -175,10 +177,12 @@ class RecurrentCausalLM(
         """Exports the model to a checkpoint for transformers and `from_preset`.
 
         Writes `config.json`, the tensors in `.safetensors` files, and `tokenizer.model` if the
-        preprocessor has a `SentencePieceTokenizer` (a `ByteTokenizer` has no file). LoRA weights
-        are merged. Files are first written to a folder `.export-*` in the parent directory, which
-        is renamed at the end, so `path` is always complete. A process that is killed leaves that
-        folder. Delete it when no export into the same parent directory is running.
+        preprocessor has a `SentencePieceTokenizer` (a `ByteTokenizer` has no file). Its
+        `chat_template` and `extra_stop_token_ids` are written to `chat_template.jinja` and
+        `generation_config.json`. LoRA weights are merged. Files are first written to a folder
+        `.export-*` in the parent directory, which is renamed at the end, so `path` is always
+        complete. A process that is killed leaves that folder. Delete it when no export into the
+        same parent directory is running.
 
         Requirements on the backbone:
 
@@ -222,7 +226,10 @@ class RecurrentCausalLM(
         True
         """
         tokenizer = getattr(self.preprocessor, "tokenizer", None)
-        export(self.backbone, path, tokenizer, dtype, max_shard_size)
+        template = getattr(self.preprocessor, "chat_template", None)
+        extra = getattr(self.preprocessor, "extra_stop_token_ids", ())
+        stops = (tokenizer.end_token_id, *extra) if tokenizer and extra else ()
+        export(self.backbone, path, tokenizer, dtype, max_shard_size, template, stops)
 
     def rematerialized_call(self, layer_call, *args, **kwargs):
         return layer_call  # only the backbone's blocks are rematerialized
@@ -236,6 +243,17 @@ class RecurrentCausalLM(
         if mode not in ("gptq", "awq"):
             return None
         return layer_structure(self.backbone, example=ops.zeros((1, 1), "int32"))
+
+    def as_samples(self, x, name="x"):
+        """Converts prompts with responses, or conversations, in memory."""
+        return as_dialogues(x, name)
+
+    def preprocess_samples(self, x, y=None, sample_weight=None):
+        if not has_responses(x):
+            return super().preprocess_samples(x, y, sample_weight)
+        for part in x.values() if isinstance(x, dict) else [as_dialogues(x)]:
+            check_samples("x", part, self.preprocessor_cls, self.preprocessor is not None)
+        return self.preprocessor(x, y=y, sample_weight=sample_weight)
 
     def check_labels(self, name, x, y, sample_weight):
         if is_text(x) and not (y is None and sample_weight is None):

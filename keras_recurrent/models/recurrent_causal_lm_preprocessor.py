@@ -1,14 +1,27 @@
 """Preprocessor of the language models: strings to padded or packed sequences of tokens."""
 
+import functools
+
 import keras
 import keras_hub
 import numpy as np
 
 from keras_recurrent import compat
+from keras_recurrent.chat.templates import (
+    ChatPrompt,
+    apply_template,
+    check_chat_template,
+    check_messages,
+    end_of_turn,
+    tokenize_prompt,
+    tokenize_prompts,
+)
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
-from keras_recurrent.models.packing import pack_documents
+from keras_recurrent.models import responses
+from keras_recurrent.models.packing import pack_documents, pad_documents
 from keras_recurrent.progress import progress
-from keras_recurrent.training.samples import check_prompts
+from keras_recurrent.training import dialogues
+from keras_recurrent.training.samples import as_texts, check_prompts
 
 TEXTS_PER_CALL = 4096
 
@@ -21,7 +34,7 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
 
     **Padded**, the default: each string is a sequence, as in KerasHub. `x` has `token_ids` and
     `padding_mask`, `[batch_size, sequence_length]`. Short strings are padded, and long strings are
-    truncated after `sequence_length + 1` tokens.
+    truncated to `sequence_length + 1` tokens, with the end token as the last.
 
     **Packed**, with `packed=True`: the strings of a call are packed into as few sequences as
     possible, without losing text. `x` also has `segment_ids`, the number of each token's document,
@@ -36,17 +49,35 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
     - In a dataset, each batch of strings is packed separately. For batches of equal shapes, batch
       again: `dataset.map(preprocessor).unbatch().batch(8)`; `fit` takes the result directly.
 
+    **Responses only**: from prompts with responses, and from conversations, `sample_weight` is True
+    only where `y` is a token of a response or its end token.
+
+    - A dictionary of `prompts` and `responses`, as in KerasHub: a document is the tokens of both,
+      tokenized separately, between start and end token. A document that is truncated keeps its
+      beginning; if no token of the response is left, nothing is learned, and a warning is shown.
+    - A list of conversations, each a list of messages `{"role": ..., "content": ...}`: the text is
+      that of `apply_chat_template`, which has all special tokens except, possibly, the start token.
+      Each turn of the assistant is learned, up to the end-of-turn token. Texts before and inside
+      the turns are tokenized separately.
+
     Args:
         tokenizer: the tokenizer of the family, a `ByteTokenizer`, or any KerasHub tokenizer with
-            start, end and padding tokens.
+            end and padding tokens.
         sequence_length: integer, tokens in a sequence. Defaults to 1024.
-        add_start_token: boolean, begins documents with the start token. Defaults to True.
+        add_start_token: boolean, begins documents with the start token, if the tokenizer has one.
+            Defaults to True.
         add_end_token: boolean, ends documents with the end token. Defaults to True.
         packed: boolean, packs documents into sequences. Defaults to False.
+        chat_template: string, the jinja2 template of `apply_chat_template`, as checkpoints have
+            it. Defaults to None.
+        extra_stop_token_ids: a tuple of token ids that end a generated text, in addition to the
+            end token and the token with which `chat_template` ends an answer. Defaults to `()`.
         **kwargs: `name`, as for any layer.
 
     Call arguments:
-        x: a string, or a list, array or tensor of strings.
+        x: a string, or a list, array or tensor of strings; a dictionary of `prompts` and
+            `responses`, which are such values; or a conversation or a list of them (not inside
+            `tf.data`).
         y, sample_weight: must be left out; both are made from `x`.
         sequence_length: integer, tokens in a sequence in this call.
 
@@ -54,9 +85,13 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
     results to text; neither packs.
 
     Raises:
-        ValueError: `sequence_length` is not an integer of at least 1; labels or weights are passed
-            with strings to pack; there are no prompts, or one is longer than `max_length`, which
-            defaults to `sequence_length`. (A `tf.data` pipeline truncates it instead.)
+        ValueError: `sequence_length` is not an integer of at least 1, `chat_template` is not a
+            string, or `extra_stop_token_ids` are not integers of at least 0; labels or weights are
+            passed with strings to pack, or with responses; `prompts` and `responses` differ in
+            length; a conversation has no turn of the assistant, or its template is not incremental,
+            that is, a further message changes the text of those before; there are no prompts, or
+            one is longer than `max_length`, which defaults to `sequence_length`. (A `tf.data`
+            pipeline truncates it instead.)
 
     Example:
 
@@ -82,12 +117,16 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
         add_start_token=True,
         add_end_token=True,
         packed=False,
+        chat_template=None,
+        extra_stop_token_ids=(),
         **kwargs,
     ):
         check_positive_integer("sequence_length", sequence_length)
         check_boolean("add_start_token", add_start_token)
         check_boolean("add_end_token", add_end_token)
         check_boolean("packed", packed)
+        check_chat_template(chat_template)
+        _check_token_ids("extra_stop_token_ids", extra_stop_token_ids)
         super().__init__(
             tokenizer,
             sequence_length=sequence_length,
@@ -96,6 +135,9 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
             **kwargs,
         )
         self.packed = packed
+        self.chat_template = chat_template
+        self.extra_stop_token_ids = tuple(map(int, extra_stop_token_ids))
+        self._end_of_turn = (None, None)  # a template, and the id of its token
 
     def build(self, input_shape):
         super().build(input_shape)
@@ -104,15 +146,16 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
     def call(self, x, y=None, sample_weight=None, sequence_length=None):
         if sequence_length is not None:
             check_positive_integer("sequence_length", sequence_length)
-        if not self.packed:
+        if not (self.packed or dialogues.is_conversation(x) or dialogues.has_responses(x)):
             return super().call(x, y, sample_weight, sequence_length=sequence_length)
         if y is not None or sample_weight is not None:
             raise ValueError(
-                "`y` and `sample_weight` are made from the strings in `x`, which do not correspond "
-                "to the packed sequences. Leave them out."
+                "`y` and `sample_weight` are made from the strings in `x`"
+                f"{', which do not correspond to the packed sequences' if self.packed else ''}. "
+                "Leave them out."
             )
-        pack = self._pack_in_graph if compat.in_tf_function() else self._pack
-        return pack(x, sequence_length or self.sequence_length)
+        make = self._make_in_graph if compat.in_tf_function() else self._make
+        return make(x, sequence_length or self.sequence_length)
 
     def _generate_preprocess_python(self, x, sequence_length=None):
         # KerasHub's method adds the start token for any `add_start_token`.
@@ -132,6 +175,8 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
         if sequence_length is not None:
             check_positive_integer("max_length", sequence_length)
         check_prompts(x)
+        if _has_chat_prompt(x):
+            return self._preprocess_chat_prompts(x, sequence_length or self.sequence_length)
         inputs = super().generate_preprocess(x, sequence_length=sequence_length)
         if not compat.in_tf_function():
             limit = sequence_length or self.sequence_length
@@ -140,35 +185,149 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
 
     def _check_prompts_are_whole(self, x, padding_mask, max_length):
         """Raises an error for a prompt that was truncated."""
-        single = isinstance(x, (str, bytes)) or getattr(x, "ndim", 1) == 0
+        single = _is_single(x)
         full = np.atleast_2d(keras.ops.convert_to_numpy(padding_mask)).all(axis=1)
         for row in np.flatnonzero(full):  # usually empty
             tokens = self.tokenizer(x) if single else self.tokenizer(x[row : row + 1])[0]
-            length = int(self.add_start_token) + len(tokens)
-            if length > max_length:
-                raise ValueError(
-                    f"`max_length` is {max_length} tokens, including prompt and answer, and prompt "
-                    f"{row} has {length}. Pass a larger `max_length`, or shorten the prompt."
-                )
+            _check_length(row, len(self._start_token_ids()) + len(tokens), max_length)
 
-    def pack(self, texts, sequence_length=None):
-        """Packs a list of strings, like a call with `packed=True`, into NumPy arrays.
+    def _preprocess_chat_prompts(self, x, max_length):
+        rows = tokenize_prompts(
+            self.tokenizer, [x] if isinstance(x, str) else x, self.add_start_token
+        )
+        for number, row in enumerate(rows):
+            _check_length(number, len(row), max_length)
+        token_ids = np.full((len(rows), max_length), self.tokenizer.pad_token_id, "int32")
+        for tokens, row in zip(token_ids, rows, strict=True):
+            tokens[: len(row)] = row
+        padding_mask = np.arange(max_length) < np.array([[len(row)] for row in rows])
+        inputs = {"token_ids": token_ids, "padding_mask": padding_mask}
+        if isinstance(x, str):
+            inputs = {name: array[0] for name, array in inputs.items()}
+        return compat.convert_preprocessing_outputs_python(inputs)
+
+    def apply_chat_template(self, messages, add_generation_prompt=True):
+        """Renders messages as a prompt, with the chat template, as transformers does.
+
+        Templates are not trusted: they run in a sandbox of jinja2 in a separate process, which is
+        ended if a template takes more than 2 seconds. Requires the extra `chat` of this package.
 
         Args:
-            texts: a list of strings.
+            messages: a list of dictionaries with the strings `"role"`, such as `"user"` or
+                `"assistant"`, and `"content"`. Further keys are for the template.
+            add_generation_prompt: boolean, ends the prompt with the beginning of an answer.
+
+        Returns:
+            A string. `generate`, `stream` and `prefill` of the models tokenize it with its special
+            tokens, and add no second start token. Special tokens in `content` are plain text. This
+            holds for the returned object and its slices, not for other strings made from it.
+
+        Raises:
+            ValueError: the preprocessor has no chat template; `messages` have another form; the
+                template rejects them, is invalid, or exceeds 2 seconds, 1 MB of text or (on Linux)
+                512 MB of memory.
+            ImportError: jinja2 is not installed.
+
+        Example:
+
+        >>> from keras_recurrent.models import GriffinCausalLMPreprocessor
+        >>> from keras_recurrent.tokenizers import ByteTokenizer
+        >>> template = (
+        ...     "{{ bos_token }}{% for message in messages %}{{ message.role }}: "
+        ...     "{{ message.content }} {% endfor %}{% if add_generation_prompt %}assistant:"
+        ...     "{% endif %}"
+        ... )
+        >>> preprocessor = GriffinCausalLMPreprocessor(ByteTokenizer(), chat_template=template)
+        >>> preprocessor.apply_chat_template([{"role": "user", "content": "Hello"}])
+        '<start>user: Hello assistant:'
+        """
+        if self.chat_template is None:
+            raise ValueError(
+                "The preprocessor has no chat template: its checkpoint may not be of a chat model. "
+                "Pass one as `chat_template=` to `from_preset` or the preprocessor."
+            )
+        check_messages(messages)
+        check_boolean("add_generation_prompt", add_generation_prompt)
+        return apply_template(self.chat_template, self.tokenizer, messages, add_generation_prompt)
+
+    @property
+    def stop_token_ids(self):
+        """Tuple of the token ids that end a generated text by default.
+
+        The end token, `extra_stop_token_ids`, and the special token with which the chat template
+        ends an answer.
+        """
+        template = self.chat_template
+        if template != self._end_of_turn[0]:
+            self._end_of_turn = (template, end_of_turn(template, self.tokenizer))
+        ids = [self.tokenizer.end_token_id, *self.extra_stop_token_ids]
+        if self._end_of_turn[1] is not None:
+            ids.append(self._end_of_turn[1])
+        return tuple(dict.fromkeys(ids))
+
+    def pack(self, texts, sequence_length=None):
+        """Packs samples, like a call with `packed=True`, into NumPy arrays.
+
+        Args:
+            texts: a list of strings, of conversations, or of dictionaries of one of `prompts` and
+                one of `responses`.
             sequence_length: integer, tokens in a sequence. None: the preprocessor's.
 
         Returns:
             `(x, y, sample_weight)`, all `[rows, sequence_length]`, with at least one row.
         """
-        tokens = self.tokenizer(texts) if texts else []
-        return _as_samples(*self._rows(tokens, sequence_length or self.sequence_length))
+        if texts and all(map(dialogues.is_prompts_with_responses, texts)):
+            for pair in texts:
+                dialogues.check_keys(pair)
+            texts = {part: [pair[part] for pair in texts] for part in dialogues.PARTS}
+        arrays = self._arrays(texts, sequence_length or self.sequence_length, packed=True)
+        return _as_samples(*arrays)
 
-    def _pack(self, x, sequence_length):
-        single = isinstance(x, (str, bytes)) or getattr(x, "ndim", 1) == 0
-        tokens = [self.tokenizer(x)] if single else self._tokens(x)
-        rows = self._rows(tokens, sequence_length)
-        return compat.convert_preprocessing_outputs_python(_as_samples(*rows))
+    def _make(self, x, sequence_length):
+        single = dialogues.is_conversation(x)
+        if single:
+            x = [x]
+        elif isinstance(x, dict):
+            single = all(map(_is_single, x.values()))
+            x = {name: [_as_string(text)] for name, text in x.items()} if single else x
+        elif _is_single(x):
+            x = [_as_string(x)]
+        samples = self._as_output(self._arrays(x, sequence_length, self.packed), single)
+        return compat.convert_preprocessing_outputs_python(samples)
+
+    def _arrays(self, x, sequence_length, packed):
+        """Returns the arrays of `pack_documents` for strings, dialogues, or nothing."""
+        x = as_texts(dialogues.as_dialogues(x))
+        if isinstance(x, dialogues.Conversations):
+            start, _ = self._start_and_end()
+            parse = functools.partial(tokenize_prompt, self.tokenizer)
+            limit = None if packed else sequence_length + 1
+            documents, learned = responses.conversation_documents(
+                x, self.apply_chat_template, parse, start, limit
+            )
+            return self._as_arrays(documents, learned, sequence_length, packed)
+        if isinstance(x, dialogues.PromptsWithResponses):
+            prompts, answers = (self._tokens(texts) for texts in x.as_inputs().values())
+            return self._pair_arrays(prompts, answers, sequence_length, packed)
+        return self._pack_tokens(self._tokens(x), sequence_length)
+
+    def _pair_arrays(self, prompts, answers, sequence_length, packed):
+        start, end = self._start_and_end()
+        limit = None if packed else sequence_length + 1
+        documents, learned = responses.pair_documents(prompts, answers, start, end, limit)
+        return self._as_arrays(documents, learned, sequence_length, packed)
+
+    def _pack_tokens(self, tokens, sequence_length):
+        start, end = self._start_and_end()
+        documents = [
+            np.concatenate([start, np.asarray(ids, "int32"), end]).astype("int32") for ids in tokens
+        ]
+        return pack_documents(documents, sequence_length, self.tokenizer.pad_token_id)
+
+    def _as_arrays(self, documents, learned, sequence_length, packed):
+        responses.warn_without_responses(learned, sequence_length)
+        arrange = pack_documents if packed else pad_documents
+        return arrange(documents, sequence_length, self.tokenizer.pad_token_id, learned)
 
     def _tokens(self, texts):
         """Tokenizes several strings."""
@@ -177,39 +336,89 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
         tokens = []
         with progress("Packing text", "text", sum(map(len, texts))) as done:
             for begin in range(0, len(texts), TEXTS_PER_CALL):
-                batch = texts[begin : begin + TEXTS_PER_CALL]
+                batch = list(texts[begin : begin + TEXTS_PER_CALL])
                 tokens += list(self.tokenizer(batch))
                 done(sum(map(len, batch)))
         return tokens
 
-    def _pack_in_graph(self, x, sequence_length):
+    def _make_in_graph(self, x, sequence_length):
         import tensorflow as tf
 
-        tokens = self.tokenizer(x[None] if x.shape.rank == 0 else x)
+        has_responses = isinstance(x, dict)
+        if has_responses:
+            dialogues.check_keys(x)
+        texts = [x[part] for part in dialogues.PARTS] if has_responses else [x]
+        single = texts[0].shape.rank == 0
+        tokens = [self.tokenizer(part[None] if single else part) for part in texts]
 
-        def rows(values, row_lengths):
-            documents = np.split(values, np.cumsum(row_lengths)[:-1])
-            return self._rows(documents, sequence_length)
+        def arrays(values, row_lengths, *response):
+            rows = np.split(values, np.cumsum(row_lengths)[:-1])
+            if not has_responses:
+                return self._pack_tokens(rows, sequence_length)
+            answers = np.split(response[0], np.cumsum(response[1])[:-1])
+            return self._pair_arrays(rows, answers, sequence_length, self.packed)
 
         dtypes = ("int32", "bool", "int32", "int32", "bool")
-        arguments = (tokens.flat_values, tokens.row_lengths())
-        arrays = tf.numpy_function(rows, arguments, dtypes, stateful=False)
-        for array in arrays:
+        given = [tensor for t in tokens for tensor in (t.flat_values, t.row_lengths())]
+        found = tf.numpy_function(arrays, given, dtypes, stateful=False)
+        for array in found:
             array.set_shape((None, sequence_length))
-        return _as_samples(*arrays)
+        return self._as_output(found, single)
 
-    def _rows(self, documents, sequence_length):
-        start = [self.tokenizer.start_token_id] if self.add_start_token else []
-        end = [self.tokenizer.end_token_id] if self.add_end_token else []
-        documents = [
-            np.concatenate([start, np.asarray(d, "int32"), end]).astype("int32") for d in documents
-        ]
-        return pack_documents(documents, sequence_length, self.tokenizer.pad_token_id)
+    def _start_token_ids(self):
+        id = self.tokenizer.start_token_id
+        return [id] if self.add_start_token and id is not None else []
+
+    def _as_output(self, arrays, single):
+        """Returns `(x, y, sample_weight)`; padded, without segments and, for one, a batch axis."""
+        if self.packed:
+            return _as_samples(*arrays)
+        token_ids, padding_mask, _, labels, weights = [a[0] for a in arrays] if single else arrays
+        return {"token_ids": token_ids, "padding_mask": padding_mask}, labels, weights
+
+    def _start_and_end(self):
+        """Returns lists of the special tokens before and after a document, or of none."""
+        return self._start_token_ids(), [self.tokenizer.end_token_id] if self.add_end_token else []
 
     def get_config(self):
-        return {**super().get_config(), "packed": self.packed}
+        return {
+            **super().get_config(),
+            "packed": self.packed,
+            "chat_template": self.chat_template,
+            "extra_stop_token_ids": self.extra_stop_token_ids,
+        }
 
 
 def _as_samples(token_ids, padding_mask, segment_ids, labels, sample_weight):
     x = {"token_ids": token_ids, "padding_mask": padding_mask, "segment_ids": segment_ids}
     return x, labels, sample_weight
+
+
+def _check_token_ids(name, ids):
+    def is_token_id(id):
+        return isinstance(id, (int, np.integer)) and not isinstance(id, bool) and id >= 0
+
+    if not isinstance(ids, (list, tuple)) or not all(map(is_token_id, ids)):
+        raise ValueError(f"`{name}` must be a tuple of integers of at least 0; got {ids!r}.")
+
+
+def _check_length(number, length, max_length):
+    if length > max_length:
+        raise ValueError(
+            f"`max_length` is {max_length} tokens, including prompt and answer, and prompt "
+            f"{number} has {length}. Pass a larger `max_length`, or shorten the prompt."
+        )
+
+
+def _has_chat_prompt(x):
+    texts = x if isinstance(x, (list, tuple)) else [x]
+    return any(isinstance(text, ChatPrompt) for text in texts)
+
+
+def _is_single(x):
+    return isinstance(x, (str, bytes)) or getattr(x, "ndim", 1) == 0
+
+
+def _as_string(x):
+    """Converts an array or a tensor of one string."""
+    return np.asarray(x).item() if hasattr(x, "ndim") else x

@@ -157,14 +157,14 @@ class RecurrentTextClassifier(
                 metrics = [keras.metrics.MeanAbsoluteError()]
         super().compile(optimizer, loss, metrics=metrics, **kwargs)
 
-    def as_samples(self, x):
+    def as_samples(self, x, name="x"):
         """Tokenizes pairs of strings in memory."""
         if not _is_pair(x) or isinstance(x[0], str) or self.preprocessor is None:
             return x
         first, second = map(len, x)
         if first != second:
             raise ValueError(
-                f"`x`: a pair must have as many first texts as second ones; got {first} and "
+                f"`{name}`: a pair must have as many first texts as second ones; got {first} and "
                 f"{second}."
             )
         return keras.tree.map_structure(ops.convert_to_numpy, self.preprocessor(x=x))

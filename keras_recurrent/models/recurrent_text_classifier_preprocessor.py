@@ -9,9 +9,10 @@ from keras_recurrent.checks.arguments import check_positive_integer
 class RecurrentTextClassifierPreprocessor(keras_hub.models.TextClassifierPreprocessor):
     """Converts strings to the inputs of the text classifiers, one sequence of tokens for each.
 
-    A sequence is the start token, the text, the end token and padding. A text that is too long is
-    truncated, and the end token is kept: the classifiers use its hidden state. A pair of texts is
-    one sequence, `<start> first <end> second <end>`; both are truncated if they are too long.
+    A sequence is the start token, if the tokenizer has one, the text, the end token and padding. A
+    text that is too long is truncated, and the end token is kept: the classifiers use its hidden
+    state. A pair of texts is one sequence, `<start> first <end> second <end>`; both are truncated
+    if they are too long.
 
     Args:
         tokenizer: the tokenizer of the family, a `ByteTokenizer`, or any KerasHub tokenizer with
@@ -64,6 +65,8 @@ class RecurrentTextClassifierPreprocessor(keras_hub.models.TextClassifierPreproc
 
     def build(self, input_shape):
         super().build(input_shape)
+        if self.packer.start_value is None:  # a tokenizer without start token
+            self.packer.start_value = []
         self.packer.built = True  # `quantize` of a model rejects layers that are not built
 
     def call(self, x, y=None, sample_weight=None):

@@ -5,6 +5,7 @@ import keras_hub
 import numpy as np
 
 from keras_recurrent import compat
+from keras_recurrent.tokenizers.checkpoint_files import tokenize_around
 
 SPECIAL_TOKENS = ("<pad>", "<start>", "<end>")
 FIRST_BYTE = len(SPECIAL_TOKENS)
@@ -85,6 +86,17 @@ class ByteTokenizer(keras_hub.tokenizers.ByteTokenizer):
 
     def tokenize(self, inputs):
         return _shift(super().tokenize(inputs))
+
+    def tokenize_with_special_tokens(self, text):
+        """Tokenizes a trusted text, in which `<start>`, `<end>` and `<pad>` are special tokens.
+
+        Args:
+            text: a string, or a list of strings.
+
+        Returns:
+            A list of ids, or a list of lists.
+        """
+        return tokenize_around(self, text, {token: id for id, token in enumerate(SPECIAL_TOKENS)})
 
     @compat.preprocessing_function
     def _tokenize_tf(self, inputs):

@@ -1,25 +1,18 @@
 """SentencePiece tokenizer with start, end and padding tokens given by id."""
 
-import contextlib
 import os
 
 import keras
 import keras_hub
 
 from keras_recurrent import compat
+from keras_recurrent.tokenizers.checkpoint_files import (
+    describe_errors,
+    load_from_preset,
+    tokenize_around,
+)
 
 SPECIAL_TOKENS = ("start_token", "end_token", "pad_token")
-
-
-@contextlib.contextmanager
-def describe_errors(path):
-    """Re-raises errors of any package, other than ImportError, as a ValueError with the path."""
-    try:
-        yield
-    except ImportError:
-        raise
-    except Exception as error:
-        raise ValueError(f"No tokenizer can be made of {path}: {error}") from error
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -63,6 +56,8 @@ class SentencePieceTokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
     (2, 1, 0)
     """
 
+    file_description = "SentencePiece file"
+
     def __init__(
         self,
         proto=None,
@@ -88,12 +83,7 @@ class SentencePieceTokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
         Raises:
             ValueError: the preset has another tokenizer, or none.
         """
-        tokenizer = compat.installed_preset_loader(preset).load_tokenizer(cls, **kwargs)
-        if not isinstance(tokenizer, cls):
-            raise ValueError(f"The tokenizer of {preset!r} is a `{type(tokenizer).__name__}`.")
-        if tokenizer.proto is None:
-            raise ValueError(f"{preset!r} has no SentencePiece file. Pass one as `proto`.")
-        return tokenizer
+        return load_from_preset(cls, preset, "proto", **kwargs)
 
     def load_assets(self, dir_path):
         (name,) = self.file_assets
@@ -121,6 +111,24 @@ class SentencePieceTokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
                 )
             setattr(self, f"{name}_id", id)
             setattr(self, name, self.id_to_token(id))
+
+    def tokenize_with_special_tokens(self, text):
+        """Tokenizes a trusted text, such as a rendered chat template, with its special tokens.
+
+        Special tokens are the start, end and padding token and the control tokens of the file. Its
+        user-defined tokens, such as Gemma's `<start_of_turn>`, are single tokens in any text.
+
+        Args:
+            text: a string, or a list of strings.
+
+        Returns:
+            A list of ids, or a list of lists.
+        """
+        self._check_vocabulary()
+        file = self._sentence_piece_spm
+        ids = {id for id in range(self.vocabulary_size()) if file.IsControl(id)}
+        ids |= {getattr(self, f"{name}_id") for name in SPECIAL_TOKENS}
+        return tokenize_around(self, text, {self.id_to_token(id): id for id in ids})
 
     # The vocabulary of a model may be larger than the file's. It may generate such ids: unknown.
 

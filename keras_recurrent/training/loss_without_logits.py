@@ -1,7 +1,7 @@
 """Training steps of language models that compute the loss from hidden states, without logits.
 
 Inside such a step, Keras's `y_pred` is in turn the hidden states that `call` returns, the argument
-of `compute_loss`, and on JAX the predicted tokens that `compute_metrics` gets.
+of `compute_loss`, and on JAX the `Predictions` that `compute_metrics` gets.
 """
 
 import threading
@@ -14,11 +14,32 @@ from keras import ops
 from keras_recurrent.layers.reversible_embedding import ReversibleEmbedding
 from keras_recurrent.ops.linear_crossentropy import linear_crossentropy
 from keras_recurrent.training.token_crossentropy import TokenCrossentropy
+from keras_recurrent.training.token_metrics import Perplexity, TokenLoss, as_token_weights
 
+# Metrics that do not read logits, by the names of metrics that do.
+_METRICS_WITHOUT_LOGITS = {
+    "accuracy": "; `keras.metrics.SparseCategoricalAccuracy()` does not",
+    "Perplexity": "; `keras_recurrent.metrics.Perplexity()` does not",
+}
 # Methods that a step calls. A subclass that overrides one expects logits as `y_pred`.
 _STEP_METHODS = ("train_step", "test_step", "call", "compute_loss", "compute_metrics")
-# `model` of the running step in this thread, and `best`, the predicted tokens, after the loss.
+_REDUCTIONS = ("sum_over_batch_size", "mean_with_sample_weight")
+# `model` of the running step in this thread, and its `predictions` after the loss.
 _active_step = threading.local()
+
+
+class Predictions(NamedTuple):
+    """Results of a step from which the metrics are computed.
+
+    Attributes:
+        best: integers `[B, T]`, the predicted tokens.
+        total: scalar, the sum of the weighted losses of the tokens.
+        weight: scalar, the sum of their weights.
+    """
+
+    best: Any
+    total: Any
+    weight: Any
 
 
 class LossReport(NamedTuple):
@@ -98,16 +119,18 @@ class LossWithoutLogits:
         return "; ".join(self._logits_reasons()) or None
 
     def _logits_reasons(self):
-        if type(self.loss) is not TokenCrossentropy or self.loss.reduction != "sum_over_batch_size":
-            yield "the loss is not the default `TokenCrossentropy()`, of a `compile` without `loss`"
+        if type(self.loss) is not TokenCrossentropy or self.loss.reduction not in _REDUCTIONS:
+            yield (
+                "the loss is not the default `TokenCrossentropy()`, of a `compile` without `loss`, "
+                "nor one with `reduction='mean_with_sample_weight'`"
+            )
         if self._has_loss_weights:
             yield "`compile` got `loss_weights`"
         requested = self._requested_metrics
         for metric in requested.weighted + requested.unweighted:
-            if type(metric) is not keras.metrics.SparseCategoricalAccuracy:
+            if type(metric) not in (keras.metrics.SparseCategoricalAccuracy, TokenLoss, Perplexity):
                 name = _metric_name(metric)
-                other = "; `keras.metrics.SparseCategoricalAccuracy()` does not"
-                yield f"the metric {name!r} reads logits{other if name == 'accuracy' else ''}"
+                yield f"the metric {name!r} reads logits{_METRICS_WITHOUT_LOGITS.get(name, '')}"
             elif metric in requested.unweighted:
                 yield f"{_metric_name(metric)!r} is in `metrics` and not in `weighted_metrics`"
         embedding = self.backbone.token_embedding
@@ -130,11 +153,11 @@ class LossWithoutLogits:
     def _run_without_logits(self, step, *args, **kwargs):
         if self.logits_reason() is not None:
             return step(*args, **kwargs)
-        _active_step.model, _active_step.best = self, None
+        _active_step.model, _active_step.predictions = self, None
         try:
             return step(*args, **kwargs)
         finally:
-            _active_step.model = _active_step.best = None
+            _active_step.model = _active_step.predictions = None
 
     def call(self, inputs, training=None, mask=None):
         if getattr(_active_step, "model", None) is self:
@@ -142,23 +165,29 @@ class LossWithoutLogits:
         return super().call(inputs, training=training, mask=mask)  # type: ignore[misc]
 
     def compute_loss_and_updates(self, *args, **kwargs):
-        """Returns the predicted tokens as `y_pred` from the differentiated function of JAX."""
+        """Returns the predictions as `y_pred` from the differentiated function of JAX."""
         outputs = super().compute_loss_and_updates(*args, **kwargs)  # type: ignore[misc]
         loss, (unscaled, y_pred, *rest) = outputs
         if getattr(_active_step, "model", None) is self:
-            y_pred = _active_step.best
+            y_pred = _active_step.predictions
         return loss, (unscaled, y_pred, *rest)
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         if getattr(_active_step, "model", None) is not self:
             return super().compute_loss(x, y, y_pred, sample_weight, training)  # type: ignore[misc]
-        loss, _active_step.best = self.loss_of_hidden_states(y_pred, y, sample_weight)
+        predictions = self._predict_from(y_pred, y, sample_weight)
+        _active_step.predictions, loss = predictions, self._reduce(predictions)
         # Keras's aggregation of a loss, which handles the replicas of `tf.distribute`.
         losses = map(self._aggregate_additional_loss, (loss, *self.losses))
         return sum(ops.cast(value, loss.dtype) for value in losses)
 
     def loss_of_hidden_states(self, hidden_states, y, sample_weight=None):
         """Returns the mean loss of tokens `y` `[B, T]`, and the tokens of the largest logits."""
+        predictions = self._predict_from(hidden_states, y, sample_weight)
+        return self._reduce(predictions), predictions.best
+
+    def _predict_from(self, hidden_states, y, sample_weight):
+        """Returns the `Predictions` from hidden states."""
         embedding = self.backbone.token_embedding
         weights = embedding.embeddings
         if not embedding.tie_weights:
@@ -167,24 +196,36 @@ class LossWithoutLogits:
             ops.cast(t, embedding.reverse_dtype) for t in (hidden_states, weights)
         )
         tokens = ops.convert_to_tensor(y)
-        if sample_weight is not None:
-            sample_weight = ops.cast(sample_weight, "float32")
-            if len(sample_weight.shape) == len(tokens.shape) + 1:
-                sample_weight = ops.squeeze(sample_weight, -1)
+        token_weights = as_token_weights(tokens, sample_weight)
         total, best = linear_crossentropy(
-            hidden_states, weights, tokens, sample_weight, soft_cap=embedding.logit_soft_cap
+            hidden_states,
+            weights,
+            tokens,
+            None if sample_weight is None else token_weights,
+            soft_cap=embedding.logit_soft_cap,
         )
-        return total / ops.sum(ops.ones_like(tokens, dtype=total.dtype)), best
+        return Predictions(best, total, ops.sum(token_weights))
+
+    def _reduce(self, predictions):
+        """Returns the mean loss: per unit of weight or per token, as the loss's `reduction` is."""
+        total = predictions.total
+        if self.loss.reduction == "mean_with_sample_weight":
+            return ops.divide_no_nan(total, ops.cast(predictions.weight, total.dtype))
+        return total / ops.sum(ops.ones_like(predictions.best, dtype=total.dtype))
 
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
         if getattr(_active_step, "model", None) is not self:
             return super().compute_metrics(x, y, y_pred, sample_weight)  # type: ignore[misc]
-        best = y_pred if keras.config.backend() == "jax" else _active_step.best
+        predictions = y_pred if keras.config.backend() == "jax" else _active_step.predictions
+        best, total, weight = predictions
         if self._compile_metrics is not None and not self._compile_metrics.built:
             self._compile_metrics.build(y, best)
         matches = ops.equal(ops.cast(y, "int32"), best)
-        for accuracy in self._requested_metrics.weighted:
-            keras.metrics.Mean.update_state(accuracy, matches, sample_weight)
+        for metric in self._requested_metrics.weighted:
+            if isinstance(metric, TokenLoss):
+                metric.add(ops.stop_gradient(total), weight)
+            else:
+                keras.metrics.Mean.update_state(metric, matches, sample_weight)
         return self.get_metrics_result()
 
 

@@ -6,6 +6,10 @@ import numpy as np
 class Texts(list):
     """A list of strings, `str` each, whose elements need no further check."""
 
+    def as_inputs(self):
+        """Returns the strings as the preprocessor takes them."""
+        return list(self)
+
 
 def as_texts(x):
     """Converts several strings in memory to `Texts`. Returns anything else unchanged."""
@@ -82,7 +86,8 @@ def check_samples(name, x, preprocessor_cls, has_preprocessor):
     if x is None or in_memory or (hasattr(x, "dtype") and hasattr(x, "shape")):
         raise ValueError(
             f"`{name}` must be several strings, or tokens in a dictionary of `token_ids` and "
-            f"`padding_mask` followed by their labels; got {describe(x)}."
+            "`padding_mask` followed by their labels, or, for a language model, a dictionary of "
+            f"`prompts` and `responses` or a list of conversations; got {describe(x)}."
         )
 
 

@@ -11,6 +11,7 @@ import types
 import keras
 import numpy as np
 
+from keras_recurrent.training.dialogues import is_conversation, is_conversations
 from keras_recurrent.training.samples import Texts, as_texts, is_text, is_tokens
 
 # Number of threads that read a dataset of grain, and of batches read ahead.
@@ -246,13 +247,14 @@ def _is_instance_by_name(x, name, package):
 
 def _tokenize_batch(batch, preprocess):
     """Converts a batch of strings or tokens to NumPy arrays of tokens and labels."""
-    if isinstance(batch, (str, bytes)):
+    if isinstance(batch, (str, bytes)) or is_conversation(batch):
+        one = "string" if isinstance(batch, (str, bytes)) else "conversation"
         raise ValueError(
-            "Each batch must hold several strings; got one string. Batch the dataset, such as by "
+            f"Each batch must hold several {one}s; got one {one}. Batch the dataset, such as by "
             "`dataset.batch(8)`."
         )
     # Torch and generators yield strings as a list or tuple, which Keras would take for (x, y).
-    parts = (batch,) if is_text(batch) else batch
+    parts = (batch,) if is_text(batch) or is_conversations(batch) else batch
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(parts)
     y, sample_weight = as_arrays(y, sample_weight)
     if not is_tokens(x):
@@ -286,7 +288,7 @@ def _take(part, indices):
     if part is None:
         return None
     if isinstance(part, Texts):
-        return Texts(part[i] for i in indices)
+        return type(part)(part[i] for i in indices)
     if isinstance(part, dict):
         return {name: array[indices] for name, array in part.items()}
     return part[indices]

@@ -9,6 +9,7 @@ from keras import ops
 
 from keras_recurrent.checks.token_ids import check_segment_ids, check_token_ids
 from keras_recurrent.training import sources
+from keras_recurrent.training.dialogues import has_responses
 from keras_recurrent.training.samples import (
     Texts,
     as_texts,
@@ -47,8 +48,11 @@ class TextTraining:
         `keras.utils.PyDataset` or a generator. `keras_recurrent.datasets.PackedText` reads strings
         from files.
 
-        A language model makes its labels from the strings. A classifier takes one number for each
-        string, as `y`, or with the strings in each batch of a source.
+        A language model makes its labels from the strings. It also takes a dictionary of `prompts`
+        and `responses`, as many strings each, and a list of conversations, which are lists of
+        messages `{"role": ..., "content": ...}`; or batches of these. The loss then excludes all
+        tokens but those of responses; see `RecurrentCausalLMPreprocessor`. A classifier takes one
+        number for each string, as `y`, or with the strings in each batch of a source.
 
         Strings in a list or an array are shuffled in each epoch, like arrays in Keras, unless
         `shuffle=False`. The order follows from `keras.utils.set_random_seed` and the number of the
@@ -69,19 +73,20 @@ class TextTraining:
         describes negative segments. At padding, any id and segment is allowed.
 
         Raises:
-            ValueError: `x` is not strings, tokens or a source of them, or is empty; strings without
-                a preprocessor; labels with strings for a language model, or no labels for a
-                classifier; tokens without labels; NumPy arrays with an id outside the vocabulary,
-                an invalid label (unless its weight is 0 in a language model) or a segment below 0;
-                an endless `PackedText` without `steps_per_epoch`.
+            ValueError: `x` is not one of these, or is empty; strings without a preprocessor; labels
+                with strings for a language model, or no labels for a classifier; tokens without
+                labels; NumPy arrays with an id outside the vocabulary, an invalid label (unless its
+                weight is 0 in a language model) or a segment below 0; an endless `PackedText`
+                without `steps_per_epoch`.
         """
         x = as_texts(self.as_samples(x))
         self._check_samples(x, y, sample_weight)
-        if is_strings(validation_data):
+        if is_strings(validation_data) or has_responses(validation_data):
             validation_data = (validation_data,)
         if isinstance(validation_data, (tuple, list)):
             held_out, *labels = keras.utils.unpack_x_y_sample_weight(tuple(validation_data))
-            validation_data = (as_texts(self.as_samples(held_out)), *labels)
+            held_out = as_texts(self.as_samples(held_out, name="validation_data"))
+            validation_data = (held_out, *labels)
             self._check_samples(*validation_data, name="validation_data")
         elif validation_data is not None:
             self._check_samples(validation_data, name="validation_data")
@@ -170,7 +175,7 @@ class TextTraining:
             check_segment_ids(x.get("segment_ids"), x.get("padding_mask"))
         self.check_labels(name, x, y, sample_weight)
 
-    def as_samples(self, x):
+    def as_samples(self, x, name="x"):
         """Converts further inputs of a model to strings or tokens. Returns others unchanged."""
         return x
 
@@ -198,7 +203,7 @@ class TextTraining:
         """Packs strings with a packing preprocessor; returns them unchanged with another."""
         if not getattr(self.preprocessor, "packed", False):
             return x, y, sample_weight
-        rows = self.preprocessor(list(x), y=y, sample_weight=sample_weight)
+        rows = self.preprocessor(x.as_inputs(), y=y, sample_weight=sample_weight)
         return keras.tree.map_structure(ops.convert_to_numpy, rows)
 
     def _make_in_memory_source(self, parts, batch_size, shuffle=False, steps=None):
@@ -209,7 +214,7 @@ class TextTraining:
         check_samples("x", x, self.preprocessor_cls, self.preprocessor is not None)
         if is_tokens(x):
             return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
-        x = list(x) if isinstance(x, Texts) else x
+        x = x.as_inputs() if isinstance(x, Texts) else x
         return super().preprocess_samples(x, y, sample_weight)  # type: ignore[misc]
 
 

@@ -22,7 +22,12 @@ class TokenCrossentropy(keras.losses.Loss):
     the default `loss` in `compile` of the language models.
 
     Args:
-        reduction, name: as in `keras.losses.Loss`.
+        reduction: string or None, as in `keras.losses.Loss`. `"sum_over_batch_size"`, the default:
+            the sum of the weighted losses divided by the number of all tokens, also those of
+            weight 0. `"mean_with_sample_weight"`: divided by the sum of the weights, so that
+            padding and masked prompts do not shrink the loss; 0 if all weights are 0. With both,
+            training computes no logits.
+        name: string.
         dtype: dtype of the result. None: `keras.config.floatx()`. The losses of tokens are computed
             in float32, or float64 for float64 logits, and then cast to it.
 
@@ -35,7 +40,7 @@ class TokenCrossentropy(keras.losses.Loss):
             False are ignored, too.
 
     Returns:
-        A scalar in `dtype`, the mean over the tokens; `[B, T]` with `reduction=None`.
+        A scalar in `dtype`, reduced over the tokens; `[B, T]` with `reduction=None`.
 
     Example:
 
@@ -52,6 +57,9 @@ class TokenCrossentropy(keras.losses.Loss):
     >>> loss = TokenCrossentropy()(labels, logits, sample_weight=labels != -100)
     >>> print(f"{float(loss):.5f}")
     0.00006
+    >>> mean = TokenCrossentropy(reduction="mean_with_sample_weight")
+    >>> print(f"{float(mean(labels, logits, sample_weight=labels != -100)):.5f}")
+    0.00012
     """
 
     def __init__(self, reduction="sum_over_batch_size", name="token_crossentropy", dtype=None):

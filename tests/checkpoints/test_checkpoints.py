@@ -262,7 +262,10 @@ def test_overrides_of_a_checkpoint():
     for kwargs, match in [
         ({"num_layers": 1}, "'num_layers': the weights in .* fit only"),
         ({"num_layer": 1}, "'num_layer', which nothing takes"),
-        ({"sequence_length": 8}, "'sequence_length': .* has no tokenizer.model"),
+        (
+            {"sequence_length": 8},
+            "'sequence_length': .* neither tokenizer.model nor tokenizer",
+        ),
         ({"dtype": "int8_from_float32"}, "`dtype`: a checkpoint holds floating-point weights"),
     ]:
         with pytest.raises(ValueError, match=match):
@@ -321,20 +324,22 @@ def test_a_name_of_the_hub(hub):
 
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
-TOKENIZER = "tokenizer.model"
+TOKENIZER, BPE = "tokenizer.model", "tokenizer.json"
 NETWORK = (CONFIG, INDEX, WEIGHTS)  # the index is asked for, and is not there
+# Asked for where there is a tokenizer, and not there.
+CHAT = {"chat_template.jinja", "tokenizer_config.json", "generation_config.json"}
 
 
 @pytest.mark.parametrize("preset", ["hf://google/recurrentgemma-2b", "recurrentgemma_2b"])
 @pytest.mark.parametrize(
     ("load", "wanted"),
     [
-        (GriffinCausalLM.from_preset, {*NETWORK, TOKENIZER}),
-        (keras_hub.models.CausalLM.from_preset, {*NETWORK, TOKENIZER}),
+        (GriffinCausalLM.from_preset, {*NETWORK, TOKENIZER, *CHAT}),
+        (keras_hub.models.CausalLM.from_preset, {*NETWORK, TOKENIZER, *CHAT}),
         (GriffinBackbone.from_preset, {*NETWORK}),
         (keras_hub.models.Backbone.from_preset, {*NETWORK}),
-        (GriffinCausalLMPreprocessor.from_preset, {CONFIG, TOKENIZER}),
-        (keras_hub.models.CausalLMPreprocessor.from_preset, {CONFIG, TOKENIZER}),
+        (GriffinCausalLMPreprocessor.from_preset, {CONFIG, TOKENIZER, *CHAT}),
+        (keras_hub.models.CausalLMPreprocessor.from_preset, {CONFIG, TOKENIZER, *CHAT}),
         (SentencePieceTokenizer.from_preset, {CONFIG, TOKENIZER}),
         (keras_hub.tokenizers.Tokenizer.from_preset, {CONFIG, TOKENIZER}),
     ],
@@ -347,6 +352,8 @@ def test_each_file_is_fetched_once(
     path = golden.copy(tmp_path / "once")
     if with_tokenizer:
         (path / TOKENIZER).write_bytes(sentence_piece)
+    elif TOKENIZER in wanted:
+        wanted = {*wanted, BPE}
     monkeypatch.setattr(golden, "PATH", path)
     opened = []
 
@@ -363,7 +370,8 @@ def test_each_file_is_fetched_once(
         else:
             with pytest.raises(FileNotFoundError, match=r"There is no tokenizer.model"):
                 load(preset)
-        assert sorted(file for _, file in hub) == sorted(wanted)
+        expected = wanted if with_tokenizer else wanted - CHAT
+        assert sorted(file for _, file in hub) == sorted(expected)
         assert opened == [CONFIG]
 
 

@@ -344,13 +344,13 @@ def test_an_export_leaves_what_is_not_an_empty_directory(tmp_path, monkeypatch):
         with pytest.raises(FileExistsError, match="is a symbolic link"):
             model.export_to_transformers(path)
     # Another process exports to the same place, and ends first.
-    write_tokenizer = export._write_tokenizer
+    write_tokenizer = export.tokenizer_files.write
 
     def write_last(*arguments):
         (tmp_path / "directory" / "config.json").write_text("{}")
         return write_tokenizer(*arguments)
 
-    monkeypatch.setattr(export, "_write_tokenizer", write_last)
+    monkeypatch.setattr(export.tokenizer_files, "write", write_last)
     with pytest.raises(FileExistsError, match="was empty when this export began"):
         model.export_to_transformers(tmp_path / "directory")
     assert (tmp_path / "directory" / "config.json").read_text() == "{}"

@@ -83,6 +83,7 @@ PRIVATE_ATTRIBUTES = {
     # Tokenizers
     "_add_special_token": ("keras_hub.tokenizers.Tokenizer",),
     "_canonicalize_detokenize_spm_inputs": ("keras_hub.tokenizers.SentencePieceTokenizer",),
+    "_check_vocabulary": ("keras_hub.tokenizers.SentencePieceTokenizer",),
     "_detokenize_python": ("keras_hub.tokenizers.ByteTokenizer",),
     "_detokenize_tf": (
         "keras_hub.tokenizers.ByteTokenizer",
@@ -93,6 +94,7 @@ PRIVATE_ATTRIBUTES = {
     "_tokenize_tf": ("keras_hub.tokenizers.ByteTokenizer",),
     "_unk_token_id": ("keras_hub.tokenizers.SentencePieceTokenizer",),
     "_update_special_token_ids": ("keras_hub.tokenizers.Tokenizer",),
+    "_use_tf_workflow": ("keras_hub.tokenizers.Tokenizer",),
     # Presets
     "_resolve_dtype": ("keras_hub.src.utils.preset_utils.KerasPresetLoader",),
 }

@@ -76,6 +76,57 @@ def test_weights_as_keras_takes_them(weights):
 
 
 @pytest.mark.once
+def test_the_mean_over_weights():
+    """Fails if the loss is divided by the number of tokens, padding included."""
+    loss = TokenCrossentropy(reduction="mean_with_sample_weight")
+    sizes = {"num_layers": 1, "block_types": ("recurrent",)}
+    compare(lambda: tiny_causal_lm(**sizes), data()[2] / 2, loss=loss)
+    model = tiny_causal_lm(**sizes)
+    model.compile(loss=loss)
+    x, y, weights = data()
+    assert model.evaluate(x, y, sample_weight=0 * weights, verbose=0)[0] == 0
+
+
+def test_token_loss_and_perplexity_are_numpys():
+    """Fails if batches count by their number of sequences, or if padding counts."""
+    model = tiny_causal_lm(**FEWER_LAYERS)
+    x, y, weights = data()
+    weights = weights / 2
+    logits = model.predict(x, batch_size=2, verbose=0).astype("float64")
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    losses = -np.take_along_axis(log_p, np.maximum(y, 0)[..., None], -1)[..., 0]
+    wanted = (losses * weights).sum() / weights.sum()
+    metrics = [keras_recurrent.metrics.TokenLoss(), keras_recurrent.metrics.Perplexity()]
+    model.compile(weighted_metrics=metrics)
+    assert keras_recurrent.which_loss(model).made_of == "hidden states"
+    found = model.evaluate(x, y, sample_weight=weights, batch_size=2, verbose=0, return_dict=True)
+    np.testing.assert_allclose(found["token_loss"], wanted, rtol=1e-5)
+    np.testing.assert_allclose(found["perplexity"], np.exp(wanted), rtol=1e-4)
+    for metric in metrics:  # from logits
+        metric = type(metric).from_config(metric.get_config())
+        for rows in (slice(0, 2), slice(2, None)):
+            metric.update_state(y[rows], logits[rows].astype("float32"), weights[rows, :, None])
+        np.testing.assert_allclose(float(metric.result()), found[metric.name], rtol=1e-5)
+
+
+@pytest.mark.once
+def test_saved_metrics_need_no_logits(tmp_path):
+    model = tiny_causal_lm(num_layers=1)
+    model.compile(
+        loss=TokenCrossentropy(reduction="mean_with_sample_weight"),
+        weighted_metrics=[keras_recurrent.metrics.Perplexity(name="p")],
+    )
+    x, y, weights = data()
+    wanted = model.evaluate(x, y, sample_weight=weights, verbose=0, return_dict=True)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert keras_recurrent.which_loss(loaded).made_of == "hidden states"
+    found = loaded.evaluate(x, y, sample_weight=weights, verbose=0, return_dict=True)
+    assert found == pytest.approx(wanted)
+    assert wanted["p"] == pytest.approx(np.exp(wanted["loss"]), rel=1e-5)
+
+
+@pytest.mark.once
 def test_gradients_that_are_accumulated():
     compare(tiny_causal_lm, optimizer={"gradient_accumulation_steps": 2})
 
@@ -170,7 +221,10 @@ def test_a_metric_that_reads_logits_is_named():
     ):
         model.compile(**arguments)
         name = "mean_squared_error" if "function" in str(arguments) else "Perplexity"
-        assert keras_recurrent.which_loss(model) == ("logits", f"the metric {name!r} reads logits")
+        because = f"the metric {name!r} reads logits"
+        if name == "Perplexity":
+            because += "; `keras_recurrent.metrics.Perplexity()` does not"
+        assert keras_recurrent.which_loss(model) == ("logits", because)
     for loss in (keras.losses.MeanSquaredError(), TokenCrossentropy(reduction="sum")):
         model.compile(loss=loss, weighted_metrics=[perplexity()])
         because = keras_recurrent.which_loss(model).because

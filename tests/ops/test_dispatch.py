@@ -151,5 +151,5 @@ def test_a_backend_without_implementations_refuses(monkeypatch):
         NotImplementedError, match=r"on numpy: nothing runs.* jax, torch, tensorflow"
     ):
         ops.linear_scan(X, -X)
-    with pytest.raises(ValueError, match="must be one of none on the Keras backend 'numpy'"):
+    with pytest.raises(ValueError, match="must be one of 'portable' on the Keras backend 'numpy'"):
         ops.linear_scan(X, -X, implementation="torch")

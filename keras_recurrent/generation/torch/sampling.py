@@ -141,9 +141,8 @@ def _traced(features, names, *specs):
 
     def choose(*tensors):
         given = iter(tensors)
-        logits, stops, index, uniform, counts, *arguments = (
-            next(given) if used else None for used in is_used
-        )
+        inputs: list = [next(given) if used else None for used in is_used]
+        logits, stops, index, uniform, counts, *arguments = inputs
         if uniform is not None:
             uniform = uniform.index_select(1, index % RECENT)[:, 0]
         token, counts, logprobs = next_tokens(

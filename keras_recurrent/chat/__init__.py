@@ -1,0 +1,5 @@
+"""Chat templates: rendering of messages into prompts, and tokenization of these prompts.
+
+Templates come with checkpoints and are not trusted. `worker.py` renders them in a separate process,
+which `rendering.py` starts and ends.
+"""

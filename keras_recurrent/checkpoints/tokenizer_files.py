@@ -1,0 +1,136 @@
+"""Tokenizers of checkpoints: `tokenizer.model` of SentencePiece, or else `tokenizer.json`."""
+
+import json
+import os
+
+from keras_recurrent.checkpoints import files
+from keras_recurrent.checkpoints.messages import short_repr
+from keras_recurrent.tokenizers import BPETokenizer, SentencePieceTokenizer
+from keras_recurrent.tokenizers.bpe_file import read_bpe_file
+from keras_recurrent.tokenizers.checkpoint_files import describe_errors
+
+CONFIG_FILE = "tokenizer_config.json"
+# {argument of the tokenizer: beginning of the keys of files}
+NAMES = {"start_token_id": "bos_token", "end_token_id": "eos_token", "pad_token_id": "pad_token"}
+
+
+class TokenizerFiles:
+    """Tokenizer of a checkpoint.
+
+    `tokenizer.model` is read first: where a repository has both, `tokenizer.json` is a conversion.
+
+    Args:
+        preset_files: the `PresetFiles`.
+        config: the dictionary of `config.json`.
+    """
+
+    def __init__(self, preset_files, config):
+        self._files = preset_files
+        self._configs = {files.CONFIG_FILE: config}
+
+    def exist(self):
+        """Returns True if there is a tokenizer. On the Hub, its file is fetched."""
+        return any(map(self._files.exists, (files.TOKENIZER_FILE, files.BPE_FILE)))
+
+    def load(self, **kwargs):
+        """Returns the tokenizer.
+
+        Special tokens of `tokenizer.model` are given by `config.json`. Those of `tokenizer.json`
+        are given by `tokenizer_config.json`, `special_tokens_map.json`, `config.json` or
+        `generation_config.json`, the first that has them; a start token that is null in one of
+        the first two files does not exist.
+
+        Args:
+            **kwargs: arguments of the tokenizer.
+
+        Raises:
+            FileNotFoundError: there is no file of a tokenizer.
+            ValueError: a file is damaged or has an unsupported content.
+        """
+        if self._files.exists(files.TOKENIZER_FILE) or not self._files.exists(files.BPE_FILE):
+            ids = {name: self._id(files.CONFIG_FILE, f"{key}_id") for name, key in NAMES.items()}
+            path = self._files.path(files.TOKENIZER_FILE)
+            with open(path, "rb") as file:
+                proto = file.read()
+            with describe_errors(path):
+                return SentencePieceTokenizer(proto, **{**ids, **kwargs})
+        path = self._files.path(files.BPE_FILE)
+        with describe_errors(path):
+            bpe = read_bpe_file(path)
+        missing = NAMES.keys() - kwargs.keys()
+        ids = {name: self._find_bpe_id(name, NAMES[name], bpe) for name in sorted(missing)}
+        with describe_errors(path):
+            return BPETokenizer(bpe, **{**ids, **kwargs})
+
+    def _find_bpe_id(self, name, key, bpe):
+        for file in (CONFIG_FILE, "special_tokens_map.json"):
+            config = self._config(file)
+            token = config.get(key)
+            if isinstance(token, dict):
+                token = token.get("content")
+            if token is None and not (name == "start_token_id" and key in config):
+                continue
+            if token is not None and (not isinstance(token, str) or token not in bpe.ids):
+                raise ValueError(
+                    f"{key!r} is {short_repr(config[key])} in {self._where(file)}; it must be a "
+                    f"token of {files.BPE_FILE}."
+                )
+            return bpe.ids.get(token)
+        for file in (files.CONFIG_FILE, "generation_config.json"):
+            id = self._id(file, f"{key}_id")
+            if id is not None:
+                return id
+        return None
+
+    def _config(self, name):
+        """Returns the content of a JSON file, or an empty dictionary if there is no such file."""
+        if name not in self._configs:
+            exists = self._files.exists(name)
+            self._configs[name] = self._files.read_json(name) if exists else {}
+        return self._configs[name]
+
+    def _id(self, file, key):
+        id = self._config(file).get(key)
+        # If several tokens end a text, the first is the one that ends a document in training.
+        first = id[0] if isinstance(id, list) and id else id
+        if first is not None and (not isinstance(first, int) or isinstance(first, bool)):
+            raise ValueError(
+                f"{key!r} is {short_repr(id)} in {self._where(file)}; it must be an integer, or a "
+                "list of integers."
+            )
+        return first
+
+    def _where(self, file):
+        return f"{file} of {self._files.preset!r}"
+
+
+def write(folder, tokenizer, family):
+    """Writes the files of a tokenizer; returns the special tokens for `config.json`.
+
+    Args:
+        folder: string, a directory.
+        tokenizer: a `SentencePieceTokenizer` or `BPETokenizer`. Another tokenizer, or None, writes
+            no file.
+        family: the `Layout`.
+    """
+    if getattr(tokenizer, "proto", None) is not None:
+        name, content = files.TOKENIZER_FILE, tokenizer.proto
+        tokenizer_class = family.tokenizer_class
+    elif getattr(tokenizer, "tokenizer_json", None) is not None:
+        name, content = files.BPE_FILE, tokenizer.tokenizer_json
+        tokenizer_class = "PreTrainedTokenizerFast"
+    else:
+        return {}
+    with open(os.path.join(folder, name), "wb") as file:
+        file.write(content)
+    ids = {key: getattr(tokenizer, argument) for argument, key in NAMES.items()}
+    tokens = {key: None if id is None else tokenizer.id_to_token(id) for key, id in ids.items()}
+    write_json(folder, CONFIG_FILE, {"tokenizer_class": tokenizer_class, **tokens})
+    return {f"{key}_id": int(id) for key, id in ids.items() if id is not None}
+
+
+def write_json(folder, name, content):
+    """Writes a JSON file into a directory."""
+    with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2, sort_keys=True)
+        file.write("\n")

@@ -1,0 +1,202 @@
+"""Content of a `tokenizer.json` file whose model is BPE."""
+
+import collections
+import contextlib
+import functools
+import json
+
+import tokenizers
+
+REPLACEMENT = "\ufffd"
+MAX_BYTES = 100_000_000  # the largest published files have about 35 MB
+MAX_ID = 2**31 - 1  # of int32
+MAX_GROWTH = 1000  # of a text by normalizer or decoder
+
+
+class BPEFile:
+    """Tokenizer of a `tokenizer.json` file, run by the package `tokenizers`.
+
+    Truncation, padding and BPE dropout of the file are switched off.
+
+    Args:
+        content: bytes of the file.
+
+    Attributes:
+        content: bytes of the file.
+        ids: `{token: id}` of all tokens.
+        tokens: `{id: token}`, in the order of ids. Ids may be missing.
+        special_ids: set of the ids that the file marks as special.
+
+    Raises:
+        ValueError: the file is too large, incomplete or inconsistent, or its model is not BPE.
+    """
+
+    def __init__(self, content):
+        self.content = content
+        parsed = _parse(content)
+        self._plain = self._make()
+        # The library extracts special tokens of the file from text, unless this is set.
+        self._plain.encode_special_tokens = True
+        kind = type(self._plain.model).__name__
+        if kind != "BPE":
+            raise ValueError(
+                f"its model is {kind}, and only BPE is supported. Pass `preprocessor=None` to "
+                "`from_preset` for a model that takes token ids."
+            )
+        self.ids = self._plain.get_vocab(with_added_tokens=True)
+        self.tokens = dict(sorted((id, token) for token, id in self.ids.items()))
+        added = parsed.get("added_tokens") or []
+        self._check_ids(added)
+        _check_growth(parsed)
+        self.special_ids = {token["id"] for token in added if token.get("special")}
+        self._added_ids = {token["id"] for token in added}
+        self._added_special = []
+        has_fallback = any(node.get("type") == "ByteFallback" for node in _nodes(parsed, "decoder"))
+        names = {f"<0x{byte:02X}>": byte for byte in range(256)}
+        self._bytes = names if has_fallback else {}
+
+    def mark_special(self, ids):
+        """Marks tokens as special, such as an end token that the file lists as ordinary.
+
+        A token that plain text is tokenized to, without being an added token, stays ordinary.
+        """
+        for id in sorted(set(ids) - self.special_ids):
+            token = self.tokens[id]
+            if id in self._added_ids or self.encode([token]) != [[id]]:
+                self.special_ids.add(id)
+                self._added_special.append(token)
+        self._plain.add_special_tokens(self._added_special)
+        self.__dict__.pop("_special", None)
+
+    def encode(self, texts, special=False):
+        """Returns a list of ids for each string; special tokens are plain text unless `special`."""
+        tokenizer = self._special if special else self._plain
+        with _library_errors():
+            encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def prefix(self):
+        """Returns the ids that the file's post-processor adds to an empty text."""
+        with _library_errors():
+            return self._special.encode("").ids
+
+    def decode(self, ids):
+        """Returns the text of ids. Ids that the file does not have, and invalid bytes, are U+FFFD.
+
+        Of a run of byte tokens that is invalid UTF-8, the library replaces all bytes, and this
+        method only the invalid ones: the text of a sequence begins with the text of its beginning.
+        """
+        tokens = [self.tokens.get(id, REPLACEMENT) for id in ids]
+        if self._bytes:
+            tokens = self._replace_invalid_bytes(tokens)
+        decoder = self._plain.decoder
+        with _library_errors():
+            return " ".join(tokens) if decoder is None else decoder.decode(tokens)
+
+    def _replace_invalid_bytes(self, tokens):
+        replaced, run = [], []
+        for token in [*tokens, None]:
+            if token in self._bytes:
+                run.append(token)
+                continue
+            text = bytes(self._bytes[t] for t in run).decode("utf-8", "replace")
+            replaced += [text] if REPLACEMENT in text else run
+            run = []
+            replaced.append(token)
+        return replaced[:-1]
+
+    @functools.cached_property
+    def _special(self):
+        # `encode_special_tokens` is a setting of the whole tokenizer, which other threads may use.
+        tokenizer = self._make()
+        tokenizer.add_special_tokens(self._added_special)
+        return tokenizer
+
+    def _make(self):
+        with _library_errors():
+            tokenizer = tokenizers.Tokenizer.from_str(self.content.decode("utf-8"))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        if getattr(tokenizer.model, "dropout", None):
+            tokenizer.model.dropout = None
+        return tokenizer
+
+    def _check_ids(self, added):
+        """Raises an error if ids are too large, shared, or not those that the library assigns."""
+        if not self.ids:
+            raise ValueError("it has no tokens.")
+        token, largest = max(self.ids.items(), key=lambda item: item[1])
+        if largest > MAX_ID:
+            raise ValueError(f"the id of the token {token!r} is {largest}, above {MAX_ID}.")
+        shared = [id for id, n in collections.Counter(self.ids.values()).items() if n > 1]
+        if shared:
+            tokens = sorted(token for token, id in self.ids.items() if id == shared[0])
+            raise ValueError(f"the tokens {tokens[0]!r} and {tokens[1]!r} have the id {shared[0]}.")
+        for token in added:
+            id = self.ids.get(token["content"])
+            if id != token["id"]:
+                raise ValueError(
+                    f"the added token {token['content']!r} has the id {token['id']}, where the "
+                    f"tokenizers library assigns {id}: the id is taken, or ids before it are "
+                    "missing."
+                )
+
+
+def read_bpe_file(path):
+    """Returns the `BPEFile` of a path."""
+    with open(path, "rb") as stream:
+        return BPEFile(stream.read(MAX_BYTES + 1))
+
+
+@contextlib.contextmanager
+def _library_errors():
+    """Re-raises errors and panics of the library as a ValueError."""
+    try:
+        yield
+    except BaseException as error:
+        # A panic, as for a regular expression that backtracks too often, is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the tokenizers library reports: {error}") from error
+
+
+def _parse(content):
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"it has more than {MAX_BYTES:,} bytes.")
+    try:
+        parsed = json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is not JSON or is cut off: {error}. Fetch it again.") from error
+    if not isinstance(parsed, dict) or not isinstance(parsed.get("model"), dict):
+        raise ValueError(
+            "it has no 'model', as in a tokenizer.json of the tokenizers library. (KerasHub's "
+            "presets have a file of that name with another content.)"
+        )
+    return parsed
+
+
+def _nodes(parsed, section):
+    """Returns the dictionaries of a section, with those of nested sequences."""
+    found, stack = [], [parsed.get(section)]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, dict):
+            found.append(node)
+            stack += node.values()
+        elif isinstance(node, list):
+            stack += node
+    return found
+
+
+def _check_growth(parsed):
+    """Raises an error if replacements in a row may lengthen a text without bounds."""
+    for section in ("normalizer", "decoder"):
+        growth = 1
+        for node in _nodes(parsed, section):
+            if node.get("type") == "Replace":
+                growth *= max(1, len(node["content"]))
+        if growth > MAX_GROWTH:
+            raise ValueError(
+                f"replacements of its {section} can lengthen a text {growth} times, and the limit "
+                f"is {MAX_GROWTH}."
+            )

@@ -1,0 +1,252 @@
+"""Training on prompts with responses and on conversations: the loss covers responses only."""
+
+import grain
+import keras
+import numpy as np
+import pytest
+import torch
+
+from keras_recurrent.datasets import PackedText
+from keras_recurrent.tokenizers import ByteTokenizer
+from tests.models.tiny import FAMILIES, set_weights
+
+BACKEND = keras.backend.backend()
+PAD, START, END = 0, 1, 2
+PROMPTS, RESPONSES = ["tick ", "tock tick ", "é", ""], ["tock", "é", "", "tick tock"]
+SAMPLES = {"prompts": PROMPTS, "responses": RESPONSES}
+LENGTH = 14
+CONVERSATIONS = [
+    [
+        {"role": "user", "content": "tick"},
+        {"role": "assistant", "content": "tock"},
+        {"role": "user", "content": "t"},
+        {"role": "assistant", "content": "o"},
+        {"role": "user", "content": "left out"},
+    ],
+    [{"role": "user", "content": "x"}, {"role": "assistant", "content": "é"}],
+]
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message.role[0] }}{{ message.content }}"
+    "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+)
+
+
+def preprocessor(**kwargs):
+    kwargs = {"sequence_length": LENGTH, "chat_template": TEMPLATE, **kwargs}
+    return FAMILIES["hgrn2"].preprocessor(ByteTokenizer(), **kwargs)
+
+
+def causal_lm(**kwargs):
+    family = FAMILIES["hgrn2"]
+    sizes = {**family.sizes, "vocabulary_size": 259, "num_layers": 1}
+    model = family.causal_lm(family.backbone(**sizes), preprocessor(**kwargs))
+    set_weights(model, 0)
+    return model
+
+
+def arrays(sample):
+    def as_array(x):
+        return keras.ops.convert_to_numpy(x) if keras.ops.is_tensor(x) else np.asarray(x)
+
+    return keras.tree.map_structure(as_array, sample)
+
+
+def hand_built_batch(packed):
+    """The samples as tokens, labels and weights, put together by loops.
+
+    Packed, the first three documents fill a sequence, and the last one is in another.
+    """
+    rows = [[0, 1], [2, 3]] if packed else [[0], [1], [2], [3]]
+    length = LENGTH if not packed else 28
+    shape = (len(rows), length)
+    ids, segments, y = np.zeros(shape, "int32"), np.zeros(shape, "int32"), np.zeros(shape, "int32")
+    weights = np.zeros(shape, "float32")
+    for row, documents in enumerate(rows):
+        at = 0
+        for segment, d in enumerate(documents, start=1):
+            prompt = [START, *(3 + byte for byte in PROMPTS[d].encode())]
+            response = [*(3 + byte for byte in RESPONSES[d].encode()), END]
+            for i, token in enumerate(prompt + response):
+                ids[row, at], segments[row, at] = token, segment
+                if i > 0:
+                    y[row, at - 1] = token
+                    weights[row, at - 1] = i >= len(prompt)
+                at += 1
+    x = {"token_ids": ids, "padding_mask": segments > 0}
+    return {**x, "segment_ids": segments} if packed else x, y, weights
+
+
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.once), True])
+def test_a_step_on_responses_is_that_of_a_batch_built_manually(packed):
+    """Fails if prompts are learned, end tokens are not, or packing loses or shifts the mask."""
+    x, y, weights = hand_built_batch(packed)
+    model = causal_lm(packed=packed, sequence_length=y.shape[1])
+    model.compile(keras.optimizers.SGD(0.05), run_eagerly=BACKEND == "tensorflow")
+    before, found = model.get_weights(), []
+    for given in ({"x": SAMPLES}, {"x": x, "y": y, "sample_weight": weights}):
+        model.set_weights(before)
+        history = model.fit(**given, batch_size=4, shuffle=False, verbose=0).history
+        found.append([history["loss"], *model.get_weights()])
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+    assert max(abs(a - b).max() for a, b in zip(found[0][1:], before, strict=True)) > 1e-3
+
+
+@pytest.mark.once
+def test_padded_tokens_are_those_of_the_whole_text():
+    """Fails if truncation differs from plain text's, or a lost response's end token is learned."""
+    prompts, answers = ["ab", "abcde"], ["cdefgh", "gh"]
+    pairs = {"prompts": prompts, "responses": answers}
+    with pytest.warns(UserWarning, match=r"no token of a response .*`sequence_length=6`") as shown:
+        found = preprocessor(sequence_length=6)(pairs)
+    x, y, weights = arrays(found)
+    assert sum("of a response" in str(warning.message) for warning in shown) == 1
+    texts = [a + b for a, b in zip(prompts, answers, strict=True)]
+    plain_x, plain_y, _ = arrays(preprocessor(sequence_length=6)(texts))
+    keras.tree.map_structure(np.testing.assert_array_equal, (x, y), (plain_x, plain_y))
+    assert weights.tolist() == [[False, False, True, True, True, True], [False] * 6]
+    single = {"prompts": "ab", "responses": "c"}
+    x, y, weights = arrays(preprocessor(sequence_length=6, add_end_token=False)(single))
+    assert x["token_ids"].tolist() == [START, 100, 101, 102, PAD, PAD]
+    assert y[weights].tolist() == [102]
+    # Packing splits a long document and keeps all of the response.
+    _, y, weights = arrays(preprocessor(sequence_length=6, packed=True)(pairs))
+    assert sorted(y[weights]) == sorted([*(3 + ord(c) for c in "cdefghgh"), END, END])
+
+
+def batches():
+    return [{name: part[i : i + 2] for name, part in SAMPLES.items()} for i in (0, 2)]
+
+
+def tensorflow_dataset():
+    tf = pytest.importorskip("tensorflow")
+    return tf.data.Dataset.from_tensor_slices(SAMPLES).batch(2)
+
+
+SINGLE = [{"prompts": p, "responses": r} for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+SOURCES = {
+    "arrays": lambda: {name: np.array(part) for name, part in SAMPLES.items()},
+    "tf.data": tensorflow_dataset,
+    "grain": lambda: grain.MapDataset.source(SINGLE).batch(2),
+    "grain, by the preprocessor": lambda: (
+        grain.MapDataset.source(SINGLE).map(lambda x: arrays(preprocessor()(x))).batch(2)
+    ),
+    "torch": lambda: torch.utils.data.DataLoader(SINGLE, batch_size=2),
+    "a generator": lambda: (batch for _ in range(3) for batch in batches()),
+}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("source", SOURCES)
+def test_sources_of_responses(source):
+    """Fails if batches of a source are taken for something else, or keep no mask."""
+    model = causal_lm()
+    arguments = {"verbose": 0, "steps": 2 if "generator" in source else None}
+    arguments["batch_size"] = 2 if source == "arrays" else None
+    found = model.evaluate(SOURCES[source](), **arguments)
+    x, y, weights = hand_built_batch(packed=False)
+    wanted = model.evaluate(x, y, sample_weight=weights, batch_size=2, verbose=0)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+@pytest.mark.once
+def test_tensorflow_graphs_make_the_same_samples():
+    tf = pytest.importorskip("tensorflow")
+    for packed in (False, True):
+        layer = preprocessor(packed=packed)
+        whole = tf.data.Dataset.from_tensors(SAMPLES).map(layer)
+        np_whole = keras.tree.map_structure(lambda t: t.numpy(), next(iter(whole)))
+        keras.tree.map_structure(np.testing.assert_array_equal, np_whole, arrays(layer(SAMPLES)))
+    one = next(iter(tf.data.Dataset.from_tensor_slices(SAMPLES).map(preprocessor())))
+    assert one[2].shape == (LENGTH,)
+
+
+@pytest.mark.once
+def test_packed_text_keeps_the_mask_of_responses():
+    layer = preprocessor(packed=True, sequence_length=28)
+    for samples, wanted in (
+        (SINGLE, hand_built_batch(packed=True)),
+        (CONVERSATIONS, arrays(layer(CONVERSATIONS))),
+    ):
+        found = next(iter(PackedText(grain.MapDataset.source(samples), layer, 4, passes=1)))
+        keras.tree.map_structure(np.testing.assert_array_equal, arrays(found), wanted)
+
+
+@pytest.mark.once
+def test_every_turn_of_the_assistant_is_learned():
+    """Fails if a turn or its end-of-turn token is missed, or special tokens are added twice."""
+    for packed in (False, True):
+        x, y, weights = arrays(preprocessor(packed=packed, sequence_length=28)(CONVERSATIONS))
+        rows = [ids[weight].tolist() for ids, weight in zip(y, weights, strict=True)]
+        learned = [[3 + ord(c) for c in "tock"] + [END, 3 + ord("o"), END], [198, 172, END]]
+        assert rows == ([[*learned[0], *learned[1]]] if packed else learned)
+        text = "".join(chr(i - 3) for i in x["token_ids"][0] if i > 2)
+        assert text == "utickatockutao" + "uxaÃ©" * packed
+        assert (x["token_ids"] == START).sum() == len(CONVERSATIONS)
+    one = arrays(preprocessor(sequence_length=20)(CONVERSATIONS[0]))
+    assert one[1][one[2]].tolist() == learned[0]
+
+
+@pytest.mark.once
+def test_conversations_train_from_every_source():
+    model = causal_lm()
+    wanted = model.evaluate(CONVERSATIONS, verbose=0)
+    x, y, weights = arrays(model.preprocessor(CONVERSATIONS))
+    np.testing.assert_allclose(model.evaluate(x, y, sample_weight=weights, verbose=0), wanted)
+    for source in (
+        (batch for _ in range(3) for batch in [CONVERSATIONS]),
+        grain.MapDataset.source(CONVERSATIONS).batch(2, batch_fn=list),
+        torch.utils.data.DataLoader(CONVERSATIONS, batch_size=2, collate_fn=list),
+    ):
+        np.testing.assert_allclose(model.evaluate(source, steps=1, verbose=0), wanted, rtol=1e-6)
+    model.fit(CONVERSATIONS, validation_data=SAMPLES, verbose=0)
+    assert np.isfinite(model.fit(SAMPLES, validation_split=0.5, verbose=0).history["val_loss"])
+
+
+@pytest.mark.once
+def test_special_tokens_in_conversations_are_plain_text():
+    """Or a message could begin a turn of the assistant in the training data."""
+    messages = [{"role": "user", "content": "<end>a"}, {"role": "assistant", "content": "<end>"}]
+    x, y, weights = arrays(preprocessor(sequence_length=28)([messages]))
+    assert (x["token_ids"] == END).sum() == 2
+    assert y[weights].tolist() == [*(3 + ord(c) for c in "<end>"), END]
+
+
+@pytest.mark.once
+def test_a_template_that_changes_earlier_text_is_an_error():
+    shortening = TEMPLATE.replace("message.content", "message.content[: none if loop.last else 1]")
+    layer = preprocessor(chat_template=shortening)
+    match = r"not incremental.* 2 messages of conversation 0 has '<start>ut<.* has '<start>utick<"
+    with pytest.raises(ValueError, match=match):
+        layer(CONVERSATIONS)
+
+
+@pytest.mark.once
+def test_wrong_responses_are_errors_before_training():
+    model = causal_lm()
+    for x, match in (
+        ({"prompts": ["a"]}, r"`x` must have the keys .*got \['prompts'\]"),
+        ({**SAMPLES, "images": [1]}, r"`x` must have the keys .*'images'"),
+        ({"prompts": ["a"], "responses": []}, "got 1 prompts and 0 responses"),
+        ({"prompts": "a", "responses": "b"}, r"`x\['prompts'\]` must be several .* got one string"),
+        ({"prompts": [1], "responses": [2]}, r"`x\['prompts'\]` must be several .* with int"),
+        ({"prompts": [], "responses": []}, "must hold at least one string"),
+        ({"prompt": ["a"]}, r"a dictionary of `prompts` and `responses` .* got .* \['prompt'\]"),
+        ([CONVERSATIONS[0][:1]], "conversation 0 has no message of the role 'assistant'"),
+        ([CONVERSATIONS[0][1:]], "conversation 0 begins with a message of the role 'assistant'"),
+        (CONVERSATIONS[0], "or a list of conversations; got a list with dict"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            model.fit(x, verbose=0)
+    with pytest.raises(ValueError, match="`validation_data` must have a response for each"):
+        model.fit(SAMPLES, validation_data={"prompts": ["a"], "responses": []}, verbose=0)
+    with pytest.raises(ValueError, match="`y` and `sample_weight` are made from"):
+        model.fit(SAMPLES, np.zeros(4), verbose=0)
+    with pytest.raises(ValueError, match="several conversations; got one conversation"):
+        model.fit((c for c in CONVERSATIONS), steps_per_epoch=1, verbose=0)
+    tokens_only = type(model)(model.backbone)
+    for source in (SAMPLES, CONVERSATIONS, torch.utils.data.DataLoader(SINGLE)):
+        with pytest.raises(ValueError, match="`x` is text, and the model has no preprocessor"):
+            tokens_only.fit(source, verbose=0)
