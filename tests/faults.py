@@ -598,6 +598,16 @@ FAULTS = [
         tests={"torch": "generation/test_sampling.py::test_tokens_are_those_of_numpy[top_p]"},
     ),
     Fault(
+        "beams_of_neighbors",
+        "keras_recurrent/generation/beam_search.py",
+        old="(count >= free_length)[:, None])",
+        new="(count >= ops.max(free_length))[:, None])",
+        tests={
+            "torch": "generation/test_beam_search.py::test_a_row_gets_what_it_gets_alone",
+            "jax": "generation/test_beam_search.py::test_rules_and_limits[sums]",
+        },
+    ),
+    Fault(
         "options_of_neighbors",
         "keras_recurrent/generation/sampling.py",
         old='kept = rank < arguments["top_k"][:, None]',

@@ -44,7 +44,7 @@ def search(model, x=None, *, num_beams=3, run_eagerly=False, max_new_tokens=None
     sampler = BeamSampler(num_beams, return_all_beams=True, **options)
     model.compile(sampler=sampler, run_eagerly=run_eagerly)
     x = given() if x is None else x
-    return model.generate(x, stop_token_ids=STOPS, max_new_tokens=max_new_tokens)
+    return model.generate(x, stop_token_ids=STOPS * 2, max_new_tokens=max_new_tokens)
 
 
 RULES = {
@@ -128,14 +128,13 @@ def test_caches_before_and_after(family):
     mask = np.asarray(whole["padding_mask"])
     np.testing.assert_array_equal(np.asarray(with_cache["padding_mask"]), mask[:, length:])
     np.testing.assert_array_equal(with_cache["token_ids"], whole["token_ids"][:, length:])
-    model.compile(sampler="greedy")
-    wanted = model.generate(whole, TOTAL + 5, None, max_new_tokens=5, strip_prompt=True)
-    for each in (cache, after):
-        assert [ids.tolist() for ids in each.token_ids] == [
-            ids[real].tolist() for ids, real in zip(whole["token_ids"], mask, strict=True)
-        ]
-        more = model.generate(None, 5, None, cache=each)
-        np.testing.assert_array_equal(more["token_ids"], wanted["token_ids"][:, :5])
+    wanted = model.prefill(whole, **limit)
+    for found in (cache, after):
+        for ids, expected in zip(found.token_ids, wanted.token_ids, strict=True):
+            np.testing.assert_array_equal(ids, expected)
+        arrays = (keras.tree.flatten(each.state) for each in (found, wanted))
+        for pair in zip(*arrays, strict=True):
+            np.testing.assert_allclose(*map(keras.ops.convert_to_numpy, pair), atol=1e-4)
 
 
 @pytest.mark.once
