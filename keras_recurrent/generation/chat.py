@@ -39,7 +39,7 @@ class Turn(NamedTuple):
         """
         hidden = hidden_stop_tokens(preprocessor)
         rows = zip(self.messages, self.prompts, self.lengths, token_ids, contents, strict=True)
-        found = []
+        found: list[Conversation | None] = []
         for messages, prompt, length, ids, content in rows:
             new = list(ids[length:])
             if not new:
@@ -115,12 +115,15 @@ def start_turn(model, messages, cache):
             kept.append(ids)
             inputs.append(ChatPrompt([text], new))
         cache = type(cache)(cache.state, kept, cache.max_length, cache.fit)
-        lengths = [len(ids) + len(p.token_ids) for ids, p in zip(kept, inputs, strict=True)]
+        lengths = [len(ids) + len(p.token_ids or ()) for ids, p in zip(kept, inputs, strict=True)]
     return Turn(inputs if is_batch else inputs[0], cache, conversations, prompts, lengths)
 
 
 class ChatGeneration:
     """Adds `chat` to a language model with `generate`."""
+
+    preprocessor: Any
+    generate: Any
 
     def chat(
         self,
@@ -194,23 +197,25 @@ class ChatGeneration:
             sampling=sampling,
         )
         if isinstance(result, GenerationOutput):
-            new_cache = result.cache and self._with_conversations(result.cache, turn, result.texts)
+            new_cache = result.cache and self._record_turn(result.cache, turn, result.texts)
             return dataclasses.replace(result, cache=new_cache)
-        texts = result[0] if return_cache else result
-        if isinstance(texts, str):
-            answer = {"role": "assistant", "content": texts}
-        else:
-            answer = [{"role": "assistant", "content": text} for text in texts]
-        if not return_cache:
-            return answer
-        return answer, self._with_conversations(result[1], turn, texts)
+        texts, new_cache = result if return_cache else (result, None)
+        answer = _answers(texts)
+        return (answer, self._record_turn(new_cache, turn, texts)) if return_cache else answer
 
-    def _with_conversations(self, cache, turn, texts):
+    def _record_turn(self, cache, turn, texts):
         contents = [texts] if isinstance(texts, str) else texts
         conversations = turn.conversations(self.preprocessor, cache.token_ids, contents)
         return GenerationCache(
             cache.state, cache.token_ids, cache.max_length, cache.fit, conversations
         )
+
+
+def _answers(texts):
+    """Returns the message of a string, or a list of those of several strings."""
+    if isinstance(texts, str):
+        return {"role": "assistant", "content": texts}
+    return list(map(_answers, texts))
 
 
 def _special_ids(preprocessor):

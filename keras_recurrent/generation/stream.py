@@ -124,7 +124,7 @@ class Stream:
         state = self._open_steps().cache()
         conversations = None
         if self._turn is not None:
-            shown = [text.shown for text in self._texts]
+            shown = [text.shown for text in self._texts or ()]
             conversations = self._turn.conversations(self._preprocessor, tokens, shown)
         return GenerationCache(state, tokens, self._max_length, self._key, conversations)
 
