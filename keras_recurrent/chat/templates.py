@@ -25,14 +25,16 @@ class ChatPrompt(str):
     Attributes:
         parts: strings, which are the text together. A special token in the content of a message is
             cut into two parts, so that no part has one that the template did not write.
+        token_ids: a list of token ids, if the prompt was tokenized before, or None.
     """
 
     parts: tuple[str, ...]
+    token_ids: list[int] | None
 
-    def __new__(cls, parts):
+    def __new__(cls, parts, token_ids=None):
         parts = tuple(parts)
         prompt = super().__new__(cls, "".join(parts))
-        prompt.parts = parts
+        prompt.parts, prompt.token_ids = parts, token_ids
         return prompt
 
     def __getitem__(self, key):
@@ -135,6 +137,8 @@ def special_tokens(template, tokenizer):
 
 def tokenize_prompt(tokenizer, prompt):
     """Returns the token ids of a `ChatPrompt`, a list."""
+    if prompt.token_ids is not None:
+        return prompt.token_ids
     return [id for part in prompt.parts for id in _tokenize_with_special_tokens(tokenizer, part)]
 
 

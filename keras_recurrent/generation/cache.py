@@ -26,6 +26,8 @@ class GenerationCache:
         token_ids: a list of int32 NumPy arrays, all tokens of each sequence.
         num_tokens: int64 `[B]`, a NumPy array: the number of tokens of each sequence.
         max_length: integer, maximum number of tokens of a sequence. None: no limit.
+        conversations: a list of the conversation of each sequence, which `chat` recorded: its
+            `messages`, the rendered `prompt`, and the `ending` of the answer. None for other text.
         last_token: int32 `[B]`, a NumPy array: the last token of each sequence.
         state: the state of the backbone before that token, structured as
             `backbone.get_initial_state` returns it.
@@ -44,11 +46,12 @@ class GenerationCache:
     (1, 19, 27)
     """
 
-    def __init__(self, state, token_ids, max_length, fit):
+    def __init__(self, state, token_ids, max_length, fit, conversations=None):
         self.state, self.max_length, self.fit = state, max_length, fit
         self.token_ids = [np.array(ids, "int32") for ids in token_ids]
         self.last_token = np.array([ids[-1] for ids in self.token_ids], "int32")
         self.num_tokens = np.array([len(ids) for ids in self.token_ids], "int64")
+        self.conversations = list(conversations or [None] * len(self.token_ids))
         for array in (*self.token_ids, self.last_token, self.num_tokens):
             array.flags.writeable = False
 
@@ -88,7 +91,7 @@ class GenerationCache:
             )
         indices = ops.convert_to_tensor(rows.astype("int32"))
         state = keras.tree.map_structure(lambda a: ops.take(a, indices, axis=0), self.state)
-        return self._replace(state, [self.token_ids[row] for row in rows])
+        return self._replace(state, *zip(*(self._sequences[row] for row in rows), strict=True))
 
     def repeat(self, times):
         """Returns a cache in which each sequence is repeated `times` times, copies adjacent.
@@ -123,7 +126,8 @@ class GenerationCache:
                 )
         states = [cache.state for cache in caches]
         state = keras.tree.map_structure(lambda *parts: ops.concatenate(parts, axis=0), *states)
-        return first._replace(state, [ids for cache in caches for ids in cache.token_ids])
+        sequences = [sequence for cache in caches for sequence in cache._sequences]
+        return first._replace(state, *zip(*sequences, strict=True))
 
     def save(self, path):
         """Saves the cache in one safetensors file.
@@ -162,15 +166,19 @@ class GenerationCache:
                 f"{type(model).__name__}."
             )
         check_same_model(key, model, "path")
-        state, token_ids, max_length = read_tensors(model)
-        return cls(state, token_ids, max_length, key)
+        state, token_ids, max_length, conversations = read_tensors(model)
+        return cls(state, token_ids, max_length, key, conversations)
 
     def check(self, model):
         """Raises a `ValueError` if the cache belongs to another model, as `load` does."""
         check_same_model(self.fit, model)
 
-    def _replace(self, state, token_ids):
-        return type(self)(state, token_ids, self.max_length, self.fit)
+    @property
+    def _sequences(self):
+        return list(zip(self.token_ids, self.conversations, strict=True))
+
+    def _replace(self, state, token_ids, conversations):
+        return type(self)(state, token_ids, self.max_length, self.fit, conversations)
 
 
 def next_cache_key(model, cache):

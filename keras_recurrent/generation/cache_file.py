@@ -10,9 +10,11 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_recurrent.chat.templates import check_messages
 from keras_recurrent.checkpoints import files
 from keras_recurrent.devices.jax_processes import gather_to_numpy
 from keras_recurrent.generation.cache_key import CacheKey
+from keras_recurrent.generation.conversation import Conversation
 
 FORMAT, VERSION = "keras_recurrent.generation_cache", 3
 TOKEN_IDS, NUM_TOKENS, STATE = "token_ids", "num_tokens", "state"
@@ -33,6 +35,7 @@ def write_file(cache, path):
         "version": VERSION,
         "max_length": cache.max_length,
         "fit": dataclasses.asdict(cache.fit),
+        "conversations": [known and known._asdict() for known in cache.conversations],
     }
     metadata = {"format": FORMAT, "content": json.dumps(content, sort_keys=True)}
     metadata["sha256"] = _checksum(tensors)
@@ -54,7 +57,7 @@ def read_file(path):
 
     Returns:
         The `CacheKey` of the cache, and a function that takes the model of this key and returns
-        `(state, token_ids, max_length)`.
+        `(state, token_ids, max_length, conversations)`.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -93,9 +96,27 @@ def read_file(path):
         if not is_right or token_ids.shape != (num_tokens.sum(),):
             raise ValueError(f"{path} must have {TOKEN_IDS!r} of each sequence.")
         state = _pack_state(model, tensors, len(num_tokens), path)
-        return state, np.split(token_ids, np.cumsum(num_tokens)[:-1]), max_length
+        conversations = _read_conversations(content, len(num_tokens), path)
+        return state, np.split(token_ids, np.cumsum(num_tokens)[:-1]), max_length, conversations
 
     return key, read_tensors
+
+
+def _read_conversations(content, batch_size, path):
+    """Returns the `Conversation` of each sequence, or None."""
+    saved = content.get("conversations", [None] * batch_size)
+    try:
+        known = [each and Conversation(**each) for each in saved]
+        for each in filter(None, known):
+            check_messages(each.messages)
+            is_text = isinstance(each.prompt, str) and isinstance(each.ending, str)
+            if not is_text:
+                raise ValueError("the prompt is not a string")
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} must have 'conversations' as saved ({error}).") from error
+    if len(known) != batch_size:
+        raise ValueError(f"{path} must have 'conversations' for {batch_size}; got {len(known)}.")
+    return known
 
 
 def _pack_state(model, tensors, batch_size, path):

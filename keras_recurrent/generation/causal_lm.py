@@ -6,6 +6,7 @@ import numpy as np
 from keras_recurrent.checks.arguments import check_boolean
 from keras_recurrent.generation.beam_sampler import BeamSampler
 from keras_recurrent.generation.cache import GenerationCache, next_cache_key
+from keras_recurrent.generation.chat import ChatGeneration, is_messages, start_turn
 from keras_recurrent.generation.hub_loop import generate_by_sampler
 from keras_recurrent.generation.lengths import bucket
 from keras_recurrent.generation.loops import GenerateFunction
@@ -18,7 +19,7 @@ from keras_recurrent.generation.stream import Stream
 from keras_recurrent.training.samples import check_no_text
 
 
-class GeneratingCausalLM(keras_hub.models.CausalLM):
+class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
     """Base class of `RecurrentCausalLM` with its text generation."""
 
     def call_with_cache(self, token_ids, cache, cache_update_index=None, padding_mask=None):
@@ -216,8 +217,8 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
         """Streams generated text, or tokens if the model has no preprocessor.
 
         Args:
-            inputs, max_length, stop_token_ids, cache, max_new_tokens, stop, sampling: as in
-                `generate`.
+            inputs: as in `generate`, or messages, as in `chat`, whose answer is streamed.
+            max_length, stop_token_ids, cache, max_new_tokens, stop, sampling: as in `generate`.
 
         Returns:
             An iterator. For one string it yields chunks of new text; the prompt and all chunks,
@@ -230,12 +231,13 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
 
             Its attribute `output` is the `GenerationOutput` of all tokens so far, with new text
             only. Its attribute `cache` is the `GenerationCache` after them, including those of an
-            incomplete character. Both may be read inside the loop, after leaving it early, and at
-            the end. `close()` releases the resources at once, including the cache. The weights
-            of the model must not change before the end.
+            incomplete character; the next turn of a conversation continues from it. Both may be
+            read inside the loop, after leaving it early, and at the end. `close()` releases the
+            resources at once, including the cache. The weights of the model must not change before
+            the end.
 
         Raises:
-            ValueError: as in `generate`, or the sampler is beam search.
+            ValueError: as in `generate` and `chat`, or the sampler is beam search.
 
         Example:
 
@@ -253,11 +255,15 @@ class GeneratingCausalLM(keras_hub.models.CausalLM):
                 "at the end. Use `generate`, or compile with another sampler."
             )
         options = {"max_new_tokens": max_new_tokens, "stop": stop, "sampling": sampling}
+        turn = None
+        if is_messages(inputs):
+            turn = start_turn(self, inputs, cache)
+            inputs, cache = turn.inputs, turn.cache
         prompts, request = self._request(inputs, max_length, stop_token_ids, cache, **options)
         steps = loops.steps(request, cache and cache.state)
         limit = self._cache_max_length(cache, request.token_ids.shape[1])
         key = next_cache_key(self, cache)
-        return Stream(steps, prompts, request, self.preprocessor, limit, key)
+        return Stream(steps, prompts, request, self.preprocessor, limit, key, turn)
 
     def _request(
         self, inputs, max_length, stop_token_ids, cache, *, max_new_tokens, stop, sampling

@@ -92,6 +92,8 @@ def _sequences(preprocessor, prompts, request, result, strip_prompt):
     output = np.zeros((len(counts), width), "int32")
     for row, start, count, tokens in zip(output, first, counts, token_ids, strict=True):
         row[:count] = tokens[start : start + count]
+    if preprocessor is not None:
+        counts = request.shown_lengths(result, preprocessor) - first
     batch = {"token_ids": output, "padding_mask": np.arange(width) < counts[:, None]}
     if preprocessor is None:
         return batch

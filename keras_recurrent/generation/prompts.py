@@ -119,14 +119,18 @@ def parse_prompts(model, inputs, max_length, cache=None, generates=True, max_new
 
 def check_cache(model, cache):
     """Raises a `ValueError` unless `cache` is None or a `GenerationCache` of the model."""
-    if cache is None:
-        return
+    if cache is not None:
+        check_is_cache(cache)
+        cache.check(model)
+
+
+def check_is_cache(cache):
+    """Raises a `ValueError` unless `cache` is a `GenerationCache`."""
     if not isinstance(cache, GenerationCache):
         raise ValueError(
             "`cache` must be a `GenerationCache`, such as `prefill` returns; got a "
             f"{type(cache).__name__}."
         )
-    cache.check(model)
 
 
 def _check_free_length(limits, cache):

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_recurrent.generation.output import GenerationOutput, generation_output
+from keras_recurrent.generation.text import hidden_stop_tokens
 
 
 class Request(NamedTuple):
@@ -50,6 +51,20 @@ class Request(NamedTuple):
         if has_stop_string or (ids and ids[-1] in self.stop_token_ids):
             return "stop"
         return "length" if len(ids) >= free_length else None
+
+    def shown_lengths(self, result, preprocessor):
+        """Returns the lengths of sequences in a `Result` without stop tokens that are not shown."""
+        token_ids, lengths = result[:2]
+        last = token_ids[np.arange(len(lengths)), lengths - 1]
+        is_hidden = np.isin(last, self.hidden_stop_tokens(preprocessor))
+        is_hidden &= lengths > self.lengths
+        if self.stop_strings is not None:
+            is_hidden &= ~self.stop_strings.end(lengths - self.lengths)
+        return lengths - is_hidden
+
+    def hidden_stop_tokens(self, preprocessor):
+        """Returns a list of the stop tokens that end an answer, which its text does not show."""
+        return [id for id in hidden_stop_tokens(preprocessor) if id in self.stop_token_ids]
 
     def output(self, result, texts, cache):
         """Returns the `GenerationOutput` of a `Result`, with these texts and cache."""

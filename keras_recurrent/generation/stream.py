@@ -27,9 +27,11 @@ class Stream:
         preprocessor: the preprocessor of the model, which detokenizes. None: yields tokens.
         max_length: the `max_length` of the cache.
         key: the key of the cache.
+        turn: the `Turn` of a conversation, or None.
     """
 
-    def __init__(self, steps, prompts, request, preprocessor, max_length, key):
+    def __init__(self, steps, prompts, request, preprocessor, max_length, key, turn=None):
+        self._preprocessor, self._turn = preprocessor, turn
         self._steps, self._prompts, self._request = steps, prompts, request
         self._key, self._max_length = key, max_length
         self._free_length = request.free_length
@@ -121,7 +123,11 @@ class Stream:
         prompts = zip(self._prompts.tokens, self._new, strict=True)
         tokens = [np.concatenate((prompt, np.array(new, "int32"))) for prompt, new in prompts]
         state = self._open_steps().cache()
-        return GenerationCache(state, tokens, self._max_length, self._key)
+        conversations = None
+        if self._turn is not None:
+            shown = [text.shown for text in self._texts or ()]
+            conversations = self._turn.conversations(self._preprocessor, tokens, shown)
+        return GenerationCache(state, tokens, self._max_length, self._key, conversations)
 
     def close(self):
         """Ends the stream and releases its resources."""
@@ -164,12 +170,13 @@ class _Text:
     def __init__(self, preprocessor, last_token, request):
         self._detokenizer = IncrementalDetokenizer(preprocessor, last_token)
         strings = request.stop_strings
+        self._hidden = set(request.hidden_stop_tokens(preprocessor))
         self._filter = StopFilter(strings.strings if strings else ())
         self.shown, self.is_stopped = "", False
 
     def add(self, token, is_last):
         """Returns the text that may be shown after one more token."""
-        text = self._detokenizer.add(token)
+        text = "" if int(token) in self._hidden else self._detokenizer.add(token)
         if is_last:
             text += self._detokenizer.end()
         text, self.is_stopped = self._filter.add(text, is_last)

@@ -8,6 +8,11 @@ REPLACEMENT = "\ufffd"  # text of bytes that are an invalid or incomplete charac
 LONGEST_CHARACTER = 4  # bytes, each one token at most
 
 
+def hidden_stop_tokens(preprocessor):
+    """Returns the ids of the tokens that end an answer, a tuple, which its text does not show."""
+    return tuple(getattr(preprocessor, "stop_token_ids", ()))
+
+
 def texts_of(preprocessor, rows):
     """Returns the texts of tokens `[B, T]`, with U+FFFD for invalid bytes at their ends."""
     rows = np.asarray(rows, "int32")

@@ -1,0 +1,226 @@
+"""`chat` of the language models, and its turns."""
+
+import dataclasses
+import json
+from typing import Any, NamedTuple
+
+from keras_recurrent.chat.templates import ChatPrompt, tokenize_prompt, tokenize_prompts
+from keras_recurrent.generation.cache import GenerationCache
+from keras_recurrent.generation.conversation import Conversation, text_after, tokens_after
+from keras_recurrent.generation.output import GenerationOutput
+from keras_recurrent.generation.prompts import check_is_cache
+from keras_recurrent.generation.text import hidden_stop_tokens, texts_of
+
+
+class Turn(NamedTuple):
+    """Inputs of `generate` for the next answers in several conversations.
+
+    Attributes:
+        inputs: a `ChatPrompt`, or a list of them: text after the cache, with its tokens.
+        cache: the `GenerationCache` to continue from, or None.
+        messages: a list of the messages of each conversation.
+        prompts: a list of the rendered prompts.
+        lengths: a list of the numbers of tokens of each prompt, including those in the cache.
+    """
+
+    inputs: Any
+    cache: Any
+    messages: list[list[dict[str, Any]]]
+    prompts: list[str]
+    lengths: list[int]
+
+    def conversations(self, preprocessor, token_ids, contents):
+        """Returns the `Conversation` of each sequence, None for one without an answer.
+
+        Args:
+            preprocessor: the preprocessor, which detokenizes.
+            token_ids: a list of all tokens of each sequence.
+            contents: a list of strings, the answers.
+        """
+        hidden = hidden_stop_tokens(preprocessor)
+        rows = zip(self.messages, self.prompts, self.lengths, token_ids, contents, strict=True)
+        found: list[Conversation | None] = []
+        for messages, prompt, length, ids, content in rows:
+            new = list(ids[length:])
+            if not new:
+                found.append(None)
+                continue
+            (text,) = texts_of(preprocessor, [new[:-1] if new[-1] in hidden else new])
+            content_end = text.find(content.lstrip()) + len(content.lstrip())
+            messages = [*messages, {"role": "assistant", "content": content}]
+            found.append(Conversation(messages, str(prompt), text[content_end:]))
+        return found
+
+
+def is_messages(inputs):
+    """Returns True for messages of one or several conversations."""
+    if _is_list(inputs) and _is_list(inputs[0]):
+        inputs = inputs[0]
+    return _is_list(inputs) and isinstance(inputs[0], dict)
+
+
+def start_turn(model, messages, cache):
+    """Returns the `Turn` of messages.
+
+    Args:
+        model: the language model.
+        messages: a list of dictionaries, or a list of such lists.
+        cache: a `GenerationCache` of the conversations up to an earlier message, or None.
+
+    Raises:
+        ValueError: the model has no chat template; `messages` have another form, or the template
+            rejects them; their number is not that of the sequences in `cache`; `cache` is of other
+            messages, or cannot be continued with this template.
+    """
+    preprocessor = model.preprocessor
+    if not hasattr(preprocessor, "apply_chat_template"):
+        kind = type(preprocessor).__name__
+        got = "no preprocessor" if preprocessor is None else f"a `{kind}`"
+        raise ValueError(
+            "Messages need a preprocessor with a chat template; the model has "
+            f"{got}. Pass `preprocessor={model.preprocessor_cls.__name__}(tokenizer, "
+            "chat_template=...)` to `from_preset` or the model."
+        )
+    is_batch = _is_list(messages) and _is_list(messages[0])
+    conversations = list(messages) if is_batch else [messages]
+    prompts = [preprocessor.apply_chat_template(each) for each in conversations]
+    conversations = [json.loads(json.dumps(each)) for each in conversations]  # as from a file
+    add_start_token = preprocessor.add_start_token
+    if cache is None:
+        rows = tokenize_prompts(preprocessor.tokenizer, prompts, add_start_token)
+        inputs = [ChatPrompt([p], ids) for p, ids in zip(prompts, rows, strict=True)]
+        lengths = list(map(len, rows))
+    else:
+        check_is_cache(cache)
+        if cache.batch_size != len(prompts):
+            raise ValueError(
+                "`messages` must be one conversation for each sequence of `cache`, "
+                f"{cache.batch_size}; got {len(prompts)}. Select sequences with `cache.select`."
+            )
+        inputs, kept = [], []
+        for number, (each, prompt) in enumerate(zip(conversations, prompts, strict=True)):
+            name = f"`messages[{number}]`" if is_batch else "`messages`"
+            known, ids = cache.conversations[number], cache.token_ids[number].tolist()
+            if known is None:
+                text = prompt
+                (tokens,) = tokenize_prompts(preprocessor.tokenizer, [prompt], add_start_token)
+                new = tokens_after(preprocessor, ids, tokens, name)
+            else:
+                text = text_after(known, each, prompt, name)
+                new = tokenize_prompt(preprocessor.tokenizer, text)
+                without_text = {*hidden_stop_tokens(preprocessor), *_special_ids(preprocessor)}
+                if new and ids[-1] in without_text:
+                    # The state is that before the last token, which the template replaces.
+                    ids, new = [*ids[:-1], new[0]], new[1:]
+            kept.append(ids)
+            inputs.append(ChatPrompt([text], new))
+        cache = type(cache)(cache.state, kept, cache.max_length, cache.fit)
+        lengths = [len(ids) + len(p.token_ids or ()) for ids, p in zip(kept, inputs, strict=True)]
+    return Turn(inputs if is_batch else inputs[0], cache, conversations, prompts, lengths)
+
+
+class ChatGeneration:
+    """Adds `chat` to a language model with `generate`."""
+
+    preprocessor: Any
+    generate: Any
+
+    def chat(
+        self,
+        messages,
+        cache=None,
+        return_cache=False,
+        *,
+        max_length=None,
+        stop_token_ids="auto",
+        max_new_tokens=None,
+        stop=None,
+        sampling=None,
+    ):
+        """Generates the answer to messages, with the chat template of the preprocessor.
+
+        With `cache`, only the text after the last answer is processed. The cache records its
+        messages, and the model keeps no state. In place of the text of an answer, the cache has the
+        tokens that the model generated; a stop string that the template does not have remains
+        in it.
+
+        Args:
+            messages: a list of dictionaries with the strings `"role"`, such as `"user"`, and
+                `"content"`: the whole conversation, with earlier answers as `chat` returned them.
+                A list of such lists: several conversations.
+            cache: the `GenerationCache` of an earlier turn, from `chat` or `stream`, or of a prompt
+                with which the conversation begins, from `prefill`. None: processes all messages.
+            return_cache: boolean, True also returns the cache after the answer.
+            max_length: integer, as in `generate`: maximum number of tokens in this call, with those
+                of the messages that are not in the cache.
+            stop_token_ids, max_new_tokens, stop, sampling: as in `generate`.
+
+        Returns:
+            `{"role": "assistant", "content": ...}`, or a list of these. The content is the
+            generated text without the token that ends the turn or the stop string. With
+            `return_cache`, a pair of this and the new `GenerationCache`. With
+            `SamplingParams(logprobs=...)`, a `GenerationOutput` whose `texts` are the contents.
+
+        Raises:
+            ValueError: as in `generate` and `apply_chat_template`; the model has no preprocessor
+                with a chat template; `cache` has other messages than those with which `messages`
+                begin, or has the last answer already; or the template is not incremental: with more
+                messages, it renders earlier ones differently.
+
+        Example:
+
+        >>> import keras_recurrent
+        >>> template = (
+        ...     "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+        ...     "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+        ... )
+        >>> model = keras_recurrent.models.GriffinCausalLM.from_preset(
+        ...     "hawk_tiny", num_layers=1, chat_template=template
+        ... )
+        >>> messages = [{"role": "user", "content": "How are you?"}]
+        >>> answer, cache = model.chat(messages, return_cache=True, max_new_tokens=8)
+        >>> messages += [answer, {"role": "user", "content": "And now?"}]
+        >>> answer, cache = model.chat(messages, cache, return_cache=True, max_new_tokens=8)
+        >>> answer["role"]
+        'assistant'
+        """
+        turn = start_turn(self, messages, cache)
+        result = self.generate(
+            turn.inputs,
+            max_length,
+            stop_token_ids,
+            strip_prompt=True,
+            cache=turn.cache,
+            return_cache=return_cache,
+            max_new_tokens=max_new_tokens,
+            stop=stop,
+            sampling=sampling,
+        )
+        if isinstance(result, GenerationOutput):
+            new_cache = result.cache and self._record_turn(result.cache, turn, result.texts)
+            return dataclasses.replace(result, cache=new_cache)
+        texts, new_cache = result if return_cache else (result, None)
+        answer = _answers(texts)
+        return (answer, self._record_turn(new_cache, turn, texts)) if return_cache else answer
+
+    def _record_turn(self, cache, turn, texts):
+        contents = [texts] if isinstance(texts, str) else texts
+        conversations = turn.conversations(self.preprocessor, cache.token_ids, contents)
+        return GenerationCache(
+            cache.state, cache.token_ids, cache.max_length, cache.fit, conversations
+        )
+
+
+def _answers(texts):
+    """Returns the message of a string, or a list of those of several strings."""
+    if isinstance(texts, str):
+        return {"role": "assistant", "content": texts}
+    return list(map(_answers, texts))
+
+
+def _special_ids(preprocessor):
+    return getattr(preprocessor.tokenizer, "special_token_ids", ())
+
+
+def _is_list(value):
+    return isinstance(value, (list, tuple)) and len(value) > 0

@@ -1,0 +1,267 @@
+"""Conversations: answers, the tokens that the next turn processes, and caches of other messages."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from keras_recurrent.chat.templates import ChatPrompt
+from keras_recurrent.generation.chat import start_turn
+from keras_recurrent.models import (
+    GenerationCache,
+    GriffinCausalLM,
+    GriffinCausalLMPreprocessor,
+    SamplingParams,
+)
+from keras_recurrent.presets.griffin import RECURRENT_GEMMA_CHAT_TEMPLATE
+from keras_recurrent.tokenizers import ByteTokenizer, SentencePieceTokenizer
+from tests.models.tiny import tiny_causal_lm
+from tests.tokenizers import bpe
+from tests.tokenizers.sentence_piece import train
+
+LINES = (
+    "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+PLAIN = LINES.replace("{{ eos_token }}", "")
+SPACE = LINES.replace(": {% endif", ":{% endif")
+STRIP = PLAIN.replace("content }}", "content | trim }}")
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HELLO = {"role": "user", "content": "Hello"}
+AND = {"role": "user", "content": "And?"}
+# The new message in the format of each template.
+LINES_AND = "user: And?<end>\nassistant: "
+PLAIN_AND = "user: And?\nassistant: "
+GEMMA_AND = "<end_of_turn>\n<start_of_turn>user\nAnd?<end_of_turn>\n<start_of_turn>model\n"
+CHATML_AND = "<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
+SMALL = {"vocabulary_size": 259, "num_layers": 1, "block_types": ("recurrent",)}
+NEW = {"max_new_tokens": 6}
+
+
+def answer(content):
+    return {"role": "assistant", "content": content}
+
+
+def gemma(template=RECURRENT_GEMMA_CHAT_TEMPLATE, **kwargs):
+    symbols = ["<start_of_turn>", "<end_of_turn>"]
+    ids = {"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3, "add_dummy_prefix": False}
+    tokenizer = SentencePieceTokenizer(train(**ids, user_defined_symbols=symbols))
+    return GriffinCausalLMPreprocessor(tokenizer, chat_template=template, **kwargs)
+
+
+def lines(template=LINES):
+    return GriffinCausalLMPreprocessor(ByteTokenizer(), chat_template=template)
+
+
+def chatml():
+    return GriffinCausalLMPreprocessor(bpe.tokenizer(), chat_template=CHATML)
+
+
+def model_of(preprocessor):
+    """A model that renders and tokenizes, and cannot generate."""
+    return SimpleNamespace(preprocessor=preprocessor, preprocessor_cls=GriffinCausalLMPreprocessor)
+
+
+def cache_of(preprocessor, content, ids, messages=(HELLO,)):
+    """The cache after an answer of these tokens."""
+    turn = start_turn(model_of(preprocessor), list(messages), None)
+    tokens = [[*turn.inputs.token_ids, *ids]]
+    known = turn.conversations(preprocessor, tokens, [content])
+    return GenerationCache(None, tokens, None, None, known)
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = GriffinCausalLM.from_preset("hawk_tiny", num_layers=1, chat_template=LINES)
+    model.compile(sampler="greedy")
+    return model
+
+
+# === Turns ===
+
+
+def test_a_conversation(tmp_path, model):
+    """Also from a saved cache, and of answers cut by `max_new_tokens`."""
+    messages = [HELLO]
+    first, cache = model.chat(messages, return_cache=True, **NEW)
+    assert first == {"role": "assistant", "content": first["content"]}
+    cache.save(tmp_path / "chat")
+    messages += [first, AND]
+    second, after = model.chat(
+        messages, GenerationCache.load(tmp_path / "chat", model), return_cache=True, **NEW
+    )
+    new = model.preprocessor.tokenizer.tokenize_with_special_tokens(
+        "<end>\nuser: And?<end>\nassistant: "
+    )
+    size = int(cache.num_tokens[0])
+    ids = after.token_ids[0][: size + len(new)]
+    assert ids.tolist() == [*cache.token_ids[0], *new]
+    prompt = ChatPrompt(["all tokens"], ids.tolist())
+    assert model.generate(prompt, strip_prompt=True, **NEW) == second["content"]
+    stream = model.stream(messages, cache=cache, **NEW)
+    assert "".join(stream) == second["content"]
+    assert stream.cache.conversations == after.conversations
+
+
+@pytest.mark.once
+def test_several_conversations(model):
+    """A batch has the answers of each conversation; selected sequences keep their messages."""
+    pair = [[HELLO], [AND]]
+    answers, cache = model.chat(pair, return_cache=True, **NEW)
+    assert answers == [model.chat(each, **NEW) for each in pair]
+    joined = GenerationCache.join([cache.select([1]), cache.select([0])])
+    more = [[AND, answers[1], HELLO], [HELLO, answers[0], AND]]
+    texts = model.chat(more, joined, **NEW)
+    assert texts[1] == model.chat(more[1], cache.select([0]), **NEW)
+    stream = model.stream(more, cache=joined, **NEW)
+    assert ["".join(t) for t in zip(*stream, strict=True)] == [each["content"] for each in texts]
+    with pytest.raises(ValueError, match="one conversation for each sequence of `cache`, 2; got 1"):
+        model.chat(more[0], joined)
+    with pytest.raises(ValueError, match=r"`messages\[1\]` must begin .* message 0 differs"):
+        model.chat([more[0], more[0]], joined)
+
+
+@pytest.mark.once
+def test_caches_of_other_text(model):
+    """A prompt of `prefill` is continued; a cache that `generate` continued is not."""
+    system = {"role": "system", "content": "Be brief."}
+    start = model.prefill(model.preprocessor.apply_chat_template([system], False))
+    whole, cache = model.chat([system, HELLO], return_cache=True, **NEW)
+    assert model.chat([system, HELLO], start, **NEW) == whole
+    assert cache.conversations[0].messages == [system, HELLO, whole]
+    other = model.prefill(" by the way", cache=cache)
+    assert other.conversations == [None]
+    with pytest.raises(ValueError, match="which `chat` did not return: its tokens differ"):
+        model.chat([system, HELLO, answer(whole["content"] + "!"), AND], other)
+    unread = model.stream([HELLO], **NEW)
+    assert unread.cache.conversations == [None]
+    assert model.chat([HELLO], unread.cache, **NEW) == model.chat([HELLO], **NEW)
+
+
+@pytest.mark.once
+def test_log_probabilities(model):
+    options = {"sampling": SamplingParams(temperature=0, logprobs=1), **NEW}
+    output = model.chat([HELLO], return_cache=True, **options)
+    assert output.texts == model.chat([HELLO], **NEW)["content"]
+    assert output.cache.conversations[0].messages[1] == answer(output.texts)
+    assert model.chat([HELLO], **options).cache is None
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("preprocessor", "content", "tokens", "num_dropped", "rest"),
+    [
+        (lines, " Hi\n", " Hi\n<end>", 1, f"<end>\n{LINES_AND}"),
+        (lines, " Hi\n", " Hi\n", 0, f"<end>\n{LINES_AND}"),
+        (lambda: lines(SPACE), " Hi", " Hi<end>", 1, f"<end>\n{LINES_AND[:-1]}"),
+        (lambda: lines(PLAIN), "Hi", "Hi<end>", 1, f"\n{PLAIN_AND}"),
+        (lambda: lines(PLAIN), "", "<end>", 1, f"\n{PLAIN_AND}"),
+        (lambda: lines(PLAIN), "Hi", "Hi\nuser:", 0, PLAIN_AND[5:]),
+        (lambda: lines(PLAIN), "Hi", "Hi. ", 0, f"\n{PLAIN_AND}"),
+        (lambda: lines(STRIP), " Hi\n", " Hi\n", 0, PLAIN_AND),
+        (gemma, " happy\n", " happy\n<end_of_turn>", 1, GEMMA_AND),
+        (gemma, " happy\n", " happy\n</s>", 1, GEMMA_AND),
+        (gemma, " happy\n", " happy\n", 0, GEMMA_AND),
+        (chatml, "Hi <|im_end|>", ["Hi <|", "im_end|>"], 0, CHATML_AND),
+        (chatml, "Hi there", ["H", "i th", "er", "e<|im_end|>"], 1, CHATML_AND),
+    ],
+    ids=[
+        *("end", "cut", "space of template", "end not in template", "empty"),
+        *("stop string in template", "stop string not in template", "strip with line break"),
+        *("strip", "another end", "strip and cut", "special token as text", "other merges"),
+    ],
+)
+def test_new_tokens_follow_the_answer(preprocessor, content, tokens, num_dropped, rest):
+    """A stop token is replaced by the tokens of the template."""
+    preprocessor = preprocessor()
+    tokenize = preprocessor.tokenizer.tokenize_with_special_tokens
+    ids = [i for part in ([tokens] if isinstance(tokens, str) else tokens) for i in tokenize(part)]
+    cache = cache_of(preprocessor, content, ids)
+    turn = start_turn(model_of(preprocessor), [HELLO, answer(content), AND], cache)
+    (kept,) = cache.token_ids
+    expected = [*kept[: len(kept) - num_dropped], *tokenize(rest)]
+    assert [*turn.cache.token_ids[0], *turn.inputs.token_ids] == expected
+    assert turn.cache.token_ids[0].shape == kept.shape  # the state is that before the last token
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("messages", "match"),
+    [
+        ([{**HELLO, "content": "Hallo"}, answer("Hi"), AND],
+         "message 0 differs: its 'content' is 'Hallo', and 'Hello' in `cache`"),
+        ([HELLO, answer("Ho"), AND], "message 1 differs: .* 'Ho', and 'Hi' in"),
+        ([{**HELLO, "name": "A"}, answer("Hi"), AND], "message 0 differs: its 'name' is 'A'"),
+        ([HELLO], "must continue the 2 messages in `cache`, .* got 1 messages. Append the answer"),
+        ([HELLO, answer("Hi")], "got 2 messages"),
+    ],
+)  # fmt: skip
+def test_messages_that_differ_from_those_in_the_cache(messages, match):
+    cache = cache_of(lines(), "Hi", ByteTokenizer()("Hi"))
+    with pytest.raises(ValueError, match=match):
+        start_turn(model_of(lines()), messages, cache)
+
+
+@pytest.mark.once
+def test_templates_that_are_not_incremental():
+    """Of earlier answers, this template drops the thoughts; the other counts the messages."""
+    thoughts = LINES.replace("message.content }}", "message.content.split('</think>')[-1] }}")
+    count = "{{ messages | length }}" + LINES
+    for template, content, match in [
+        (
+            thoughts,
+            "<think>Who?</think>Hi",
+            "it renders the answer as 'Hi<end>.*' instead of '<think.*'.",
+        ),
+        (count, "Hi", "renders the messages before the answer as '3<.*' instead of '1.*'."),
+    ]:
+        preprocessor = lines(template)
+        cache = cache_of(preprocessor, content, ByteTokenizer()(content))
+        with pytest.raises(ValueError, match=f"not incremental: .*{match} Call without `cache`"):
+            start_turn(model_of(preprocessor), [HELLO, answer(content), AND], cache)
+
+
+@pytest.mark.once
+def test_models_without_a_template():
+    model = tiny_causal_lm(preprocessor=None, **SMALL)
+    for function in (model.chat, model.stream):
+        with pytest.raises(ValueError, match="with a chat template; the model has no preprocessor"):
+            function([HELLO])
+    model = tiny_causal_lm(preprocessor=lines(None), **SMALL)
+    with pytest.raises(ValueError, match="The preprocessor has no chat template"):
+        model.chat([HELLO])
+    for messages in ("Hello", [], [[]], [[HELLO], "a"]):
+        with pytest.raises(ValueError, match="`messages`"):
+            start_turn(model_of(lines()), messages, None)
+    with pytest.raises(ValueError, match="`cache` must be a `GenerationCache`"):
+        start_turn(model_of(lines()), [HELLO], "cache")
+
+
+# === Text ===
+
+
+@pytest.mark.once
+def test_text_does_not_show_the_token_that_ends_a_turn():
+    """SentencePiece files have these tokens as pieces with text."""
+    sizes = {**SMALL, "vocabulary_size": gemma().tokenizer.vocabulary_size()}
+    model = tiny_causal_lm(preprocessor=gemma(), **sizes)
+    model.compile(sampler="greedy")
+    prompt = model.preprocessor.apply_chat_template([HELLO])
+    sampling = {"sampling": SamplingParams(temperature=50, seed=1), "max_new_tokens": 6}
+    options = {"strip_prompt": True, **sampling}
+    shown, cache = model.generate(prompt, return_cache=True, stop_token_ids=None, **options)
+    new = cache.token_ids[0][-6:].tolist()
+    # A token of the answer with text becomes the token that ends it.
+    end = next(i for i in new[1:] if i != new[0] and model.preprocessor.tokenizer.detokenize([i]))
+    text = model.preprocessor.tokenizer.detokenize(new[: new.index(end)])
+    model.preprocessor = gemma(extra_stop_token_ids=(end,))
+    piece = model.preprocessor.tokenizer.detokenize([end])
+    assert shown.startswith(text)
+    assert model.generate(prompt, **options) == text
+    assert model.generate(prompt, **sampling).endswith(text)
+    assert "".join(model.stream(prompt, **sampling)) == text
+    assert model.chat([HELLO], **sampling) == answer(text)
+    assert model.generate(prompt, stop=piece, **options) == text
+    assert model.generate(prompt, stop_token_ids=None, **options) == shown
