@@ -7,15 +7,8 @@ import keras_hub
 import numpy as np
 
 from keras_recurrent import compat
-from keras_recurrent.chat.templates import (
-    ChatPrompt,
-    apply_template,
-    check_chat_template,
-    check_messages,
-    end_of_turn,
-    tokenize_prompt,
-    tokenize_prompts,
-)
+from keras_recurrent.chat.preprocessing import ChatPreprocessing, check_length, has_chat_prompt
+from keras_recurrent.chat.templates import tokenize_prompt
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
 from keras_recurrent.models import responses
 from keras_recurrent.models.packing import pack_documents, pad_documents
@@ -26,7 +19,7 @@ from keras_recurrent.training.samples import as_texts, check_prompts
 TEXTS_PER_CALL = 4096
 
 
-class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
+class RecurrentCausalLMPreprocessor(ChatPreprocessing, keras_hub.models.CausalLMPreprocessor):
     """Converts strings to the inputs of the language models for training and generation.
 
     Returns `(x, y, sample_weight)`: `x` is a dictionary of tokens, `y` the next token of each token
@@ -125,8 +118,6 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
         check_boolean("add_start_token", add_start_token)
         check_boolean("add_end_token", add_end_token)
         check_boolean("packed", packed)
-        check_chat_template(chat_template)
-        _check_token_ids("extra_stop_token_ids", extra_stop_token_ids)
         super().__init__(
             tokenizer,
             sequence_length=sequence_length,
@@ -135,9 +126,7 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
             **kwargs,
         )
         self.packed = packed
-        self.chat_template = chat_template
-        self.extra_stop_token_ids = tuple(map(int, extra_stop_token_ids))
-        self._end_of_turn = (None, None)  # a template, and the id of its token
+        self._set_template(chat_template, extra_stop_token_ids)
 
     def build(self, input_shape):
         super().build(input_shape)
@@ -175,7 +164,7 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
         if sequence_length is not None:
             check_positive_integer("max_length", sequence_length)
         check_prompts(x)
-        if _has_chat_prompt(x):
+        if has_chat_prompt(x):
             return self._preprocess_chat_prompts(x, sequence_length or self.sequence_length)
         inputs = super().generate_preprocess(x, sequence_length=sequence_length)
         if not compat.in_tf_function():
@@ -189,81 +178,7 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
         full = np.atleast_2d(keras.ops.convert_to_numpy(padding_mask)).all(axis=1)
         for row in np.flatnonzero(full):  # usually empty
             tokens = self.tokenizer(x) if single else self.tokenizer(x[row : row + 1])[0]
-            _check_length(row, len(self._start_token_ids()) + len(tokens), max_length)
-
-    def _preprocess_chat_prompts(self, x, max_length):
-        rows = tokenize_prompts(
-            self.tokenizer, [x] if isinstance(x, str) else x, self.add_start_token
-        )
-        for number, row in enumerate(rows):
-            _check_length(number, len(row), max_length)
-        token_ids = np.full((len(rows), max_length), self.tokenizer.pad_token_id, "int32")
-        for tokens, row in zip(token_ids, rows, strict=True):
-            tokens[: len(row)] = row
-        padding_mask = np.arange(max_length) < np.array([[len(row)] for row in rows])
-        inputs = {"token_ids": token_ids, "padding_mask": padding_mask}
-        if isinstance(x, str):
-            inputs = {name: array[0] for name, array in inputs.items()}
-        return compat.convert_preprocessing_outputs_python(inputs)
-
-    def apply_chat_template(self, messages, add_generation_prompt=True):
-        """Renders messages as a prompt, with the chat template, as transformers does.
-
-        Templates are not trusted: they run in a sandbox of jinja2 in a separate process, which is
-        ended if a template takes more than 2 seconds. Requires the extra `chat` of this package.
-
-        Args:
-            messages: a list of dictionaries with the strings `"role"`, such as `"user"` or
-                `"assistant"`, and `"content"`. Further keys are for the template.
-            add_generation_prompt: boolean, ends the prompt with the beginning of an answer.
-
-        Returns:
-            A string. `generate`, `stream` and `prefill` of the models tokenize it with its special
-            tokens, and add no second start token. Special tokens in `content` are plain text. This
-            holds for the returned object and its slices, not for other strings made from it.
-
-        Raises:
-            ValueError: the preprocessor has no chat template; `messages` have another form; the
-                template rejects them, is invalid, or exceeds 2 seconds, 1 MB of text or (on Linux)
-                512 MB of memory.
-            ImportError: jinja2 is not installed.
-
-        Example:
-
-        >>> from keras_recurrent.models import GriffinCausalLMPreprocessor
-        >>> from keras_recurrent.tokenizers import ByteTokenizer
-        >>> template = (
-        ...     "{{ bos_token }}{% for message in messages %}{{ message.role }}: "
-        ...     "{{ message.content }} {% endfor %}{% if add_generation_prompt %}assistant:"
-        ...     "{% endif %}"
-        ... )
-        >>> preprocessor = GriffinCausalLMPreprocessor(ByteTokenizer(), chat_template=template)
-        >>> preprocessor.apply_chat_template([{"role": "user", "content": "Hello"}])
-        '<start>user: Hello assistant:'
-        """
-        if self.chat_template is None:
-            raise ValueError(
-                "The preprocessor has no chat template: its checkpoint may not be of a chat model. "
-                "Pass one as `chat_template=` to `from_preset` or the preprocessor."
-            )
-        check_messages(messages)
-        check_boolean("add_generation_prompt", add_generation_prompt)
-        return apply_template(self.chat_template, self.tokenizer, messages, add_generation_prompt)
-
-    @property
-    def stop_token_ids(self):
-        """Tuple of the token ids that end a generated text by default.
-
-        The end token, `extra_stop_token_ids`, and the special token with which the chat template
-        ends an answer.
-        """
-        template = self.chat_template
-        if template != self._end_of_turn[0]:
-            self._end_of_turn = (template, end_of_turn(template, self.tokenizer))
-        ids = [self.tokenizer.end_token_id, *self.extra_stop_token_ids]
-        if self._end_of_turn[1] is not None:
-            ids.append(self._end_of_turn[1])
-        return tuple(dict.fromkeys(ids))
+            check_length(row, len(self._start_token_ids()) + len(tokens), max_length)
 
     def pack(self, texts, sequence_length=None):
         """Packs samples, like a call with `packed=True`, into NumPy arrays.
@@ -392,27 +307,6 @@ class RecurrentCausalLMPreprocessor(keras_hub.models.CausalLMPreprocessor):
 def _as_samples(token_ids, padding_mask, segment_ids, labels, sample_weight):
     x = {"token_ids": token_ids, "padding_mask": padding_mask, "segment_ids": segment_ids}
     return x, labels, sample_weight
-
-
-def _check_token_ids(name, ids):
-    def is_token_id(id):
-        return isinstance(id, (int, np.integer)) and not isinstance(id, bool) and id >= 0
-
-    if not isinstance(ids, (list, tuple)) or not all(map(is_token_id, ids)):
-        raise ValueError(f"`{name}` must be a tuple of integers of at least 0; got {ids!r}.")
-
-
-def _check_length(number, length, max_length):
-    if length > max_length:
-        raise ValueError(
-            f"`max_length` is {max_length} tokens, including prompt and answer, and prompt "
-            f"{number} has {length}. Pass a larger `max_length`, or shorten the prompt."
-        )
-
-
-def _has_chat_prompt(x):
-    texts = x if isinstance(x, (list, tuple)) else [x]
-    return any(isinstance(text, ChatPrompt) for text in texts)
 
 
 def _is_single(x):
