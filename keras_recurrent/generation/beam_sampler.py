@@ -12,13 +12,13 @@ from keras_recurrent.checks.arguments import (
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class BeamSampler(keras_hub.samplers.Sampler):
-    """Beam search: generates the most probable sequences, instead of the most probable tokens.
+    """Beam search: approximates the most probable sequence by keeping the best candidates.
 
-    Each step extends the `num_beams` running sequences of a prompt by one token. If one of the
-    `num_beams` most probable results ends, at a stop token or at the maximum length, it is set
-    aside with its score; the most probable ones that do not end continue. The search returns the
-    sequence with the highest score. Each prompt of a batch gets the result that it gets alone,
-    whatever the lengths of the others.
+    Each step extends the `num_beams` active beams of a prompt by one token and ranks the
+    candidates. A candidate among the best `num_beams` that ends, at a stop token or at the maximum
+    length, is finished and stored with its score. The best unfinished candidates become the new
+    beams. The search returns the finished sequence with the highest score. Each prompt of a batch
+    gets the result that it gets alone, whatever the lengths of the others.
 
     The score of a sequence is `sum(log p) / n ** length_penalty`, in float32, where the sum is over
     its n new tokens including the stop token. Scores and the end of a search are those of beam
@@ -32,10 +32,9 @@ class BeamSampler(keras_hub.samplers.Sampler):
             step are those of a batch `num_beams` times as large.
         length_penalty: number. Above 0, longer sequences get higher scores, since logarithms of
             probabilities are negative; below 0, shorter ones. 0: the scores are `sum(log p)`.
-        early_stopping: rule by which the search of a prompt ends, once `num_beams` sequences have
-            ended. True: at once. False: if the best running sequence, scored as if it ended now,
-            does not exceed the worst of these `num_beams`. `"never"`: if it cannot exceed the worst
-            even at its most favorable length.
+        early_stopping: stopping rule, once `num_beams` sequences are finished. True: stop at once.
+            False: stop when the current score of the best active beam is at most the lowest
+            finished score. `"never"`: stop when no active beam can exceed it at any length.
         return_all_beams: boolean, True makes `generate` return a `GenerationOutput` of all
             `num_beams` sequences of each prompt with their `scores`, the best first.
 

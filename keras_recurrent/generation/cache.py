@@ -46,8 +46,8 @@ class GenerationCache:
     (1, 19, 27)
     """
 
-    def __init__(self, state, token_ids, max_length, fit, conversations=None):
-        self.state, self.max_length, self.fit = state, max_length, fit
+    def __init__(self, state, token_ids, max_length, key, conversations=None):
+        self.state, self.max_length, self.key = state, max_length, key
         self.token_ids = [np.array(ids, "int32") for ids in token_ids]
         self.last_token = np.array([ids[-1] for ids in self.token_ids], "int32")
         self.num_tokens = np.array([len(ids) for ids in self.token_ids], "int64")
@@ -117,7 +117,7 @@ class GenerationCache:
             raise ValueError(f"`caches` must be a list of `GenerationCache`s; got {caches!r}.")
         first = caches[0]
         for cache in caches[1:]:
-            if cache.fit != first.fit:
+            if cache.key != first.key:
                 raise ValueError("`caches` must be of one model, with the same weights.")
             if cache.max_length != first.max_length:
                 raise ValueError(
@@ -171,16 +171,16 @@ class GenerationCache:
 
     def check(self, model):
         """Raises a `ValueError` if the cache belongs to another model, as `load` does."""
-        check_same_model(self.fit, model)
+        check_same_model(self.key, model)
 
     @property
     def _sequences(self):
         return list(zip(self.token_ids, self.conversations, strict=True))
 
     def _replace(self, state, token_ids, conversations):
-        return type(self)(state, token_ids, self.max_length, self.fit, conversations)
+        return type(self)(state, token_ids, self.max_length, self.key, conversations)
 
 
 def next_cache_key(model, cache):
     """Returns the key of the cache after `cache`, which was checked, or of a first one for None."""
-    return cache_key(model) if cache is None else cache.fit
+    return cache_key(model) if cache is None else cache.key

@@ -34,7 +34,7 @@ def write_file(cache, path):
     content = {
         "version": VERSION,
         "max_length": cache.max_length,
-        "fit": dataclasses.asdict(cache.fit),
+        "key": dataclasses.asdict(cache.key),
         "conversations": [known and known._asdict() for known in cache.conversations],
     }
     metadata = {"format": FORMAT, "content": json.dumps(content, sort_keys=True)}
@@ -84,7 +84,7 @@ def read_file(path):
             "Process the text again with `prefill`."
         )
     try:
-        key, max_length = CacheKey(**content["fit"]), content["max_length"]
+        key, max_length = CacheKey(**content["key"]), content["max_length"]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} does not name the model it belongs to ({error}).") from error
 

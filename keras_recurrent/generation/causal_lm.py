@@ -323,8 +323,7 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
             if self.preprocessor is None:
                 raise ValueError(
                     "`stop_token_ids` must be a tuple of token ids, or None to generate up to the "
-                    'maximum length; got "auto", the end token of a preprocessor, and the model '
-                    "has no preprocessor."
+                    'maximum length; got "auto", which requires a preprocessor.'
                 )
             tokenizer = self.preprocessor.tokenizer
             ids = [tokenizer.end_token_id]

@@ -114,7 +114,7 @@ def start_turn(model, messages, cache):
                     ids, new = [*ids[:-1], new[0]], new[1:]
             kept.append(ids)
             inputs.append(ChatPrompt([text], new))
-        cache = type(cache)(cache.state, kept, cache.max_length, cache.fit)
+        cache = type(cache)(cache.state, kept, cache.max_length, cache.key)
         lengths = [len(ids) + len(p.token_ids or ()) for ids, p in zip(kept, inputs, strict=True)]
     return Turn(inputs if is_batch else inputs[0], cache, conversations, prompts, lengths)
 
@@ -140,9 +140,9 @@ class ChatGeneration:
         """Generates the answer to messages, with the chat template of the preprocessor.
 
         With `cache`, only the text after the last answer is processed. The cache records its
-        messages, and the model keeps no state. In place of the text of an answer, the cache has the
-        tokens that the model generated; a stop string that the template does not have remains
-        in it.
+        messages, and the model keeps no state. The cache contains an answer as the generated
+        tokens, which may differ from the tokenized text. It also contains a stop string that ended
+        the answer, even if the template does not render that string.
 
         Args:
             messages: a list of dictionaries with the strings `"role"`, such as `"user"`, and
@@ -164,8 +164,8 @@ class ChatGeneration:
         Raises:
             ValueError: as in `generate` and `apply_chat_template`; the model has no preprocessor
                 with a chat template; `cache` has other messages than those with which `messages`
-                begin, or has the last answer already; or the template is not incremental: with more
-                messages, it renders earlier ones differently.
+                begin, or has the last answer already; or the template is not prefix-preserving:
+                with more messages, it renders earlier ones differently.
 
         Example:
 
@@ -207,7 +207,7 @@ class ChatGeneration:
         contents = [texts] if isinstance(texts, str) else texts
         conversations = turn.conversations(self.preprocessor, cache.token_ids, contents)
         return GenerationCache(
-            cache.state, cache.token_ids, cache.max_length, cache.fit, conversations
+            cache.state, cache.token_ids, cache.max_length, cache.key, conversations
         )
 
 

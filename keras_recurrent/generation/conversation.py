@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from keras_recurrent.generation.text import texts_of
 
-ANEW = "Call without `cache`, which processes the whole conversation."
+RESTART_HINT = "Call without `cache` to process the whole conversation."
 EXCERPT = 60  # characters of a text in an error
 
 
@@ -33,9 +33,8 @@ def tokens_after(preprocessor, cached, tokens, name):
     same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(cached), len(tokens)))
     texts = [texts_of(preprocessor, [ids[same : same + 20]])[0] for ids in (cached, tokens)]
     raise ValueError(
-        f"{name} must begin with the text in `cache`, which `chat` did not return: its tokens "
-        f"differ from token {same} on, {texts[0]!r} in `cache` and {texts[1]!r} in the prompt. "
-        f"{ANEW}"
+        f"{name} must begin with the tokens in `cache`. They differ from token {same} on: the "
+        f"cache has {texts[0]!r}, the prompt has {texts[1]!r}. {RESTART_HINT}"
     )
 
 
@@ -45,12 +44,12 @@ def text_after(known, messages, prompt, name):
     if not prompt.startswith(known.prompt):
         pairs = zip(known.prompt, prompt, strict=False)
         same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(prompt))
-        raise _not_incremental("the messages before the answer", known.prompt, prompt, same)
+        raise _not_prefix_preserving("the messages before the answer", known.prompt, prompt, same)
     rest = prompt[len(known.prompt) :]
     content = known.messages[-1]["content"]
     length = _answer_length(rest, content)
     if length is None:
-        raise _not_incremental("the answer", content, rest, 0)
+        raise _not_prefix_preserving("the answer", content, rest, 0)
     rest = rest[length:]
     return rest[len(known.ending) :] if rest.startswith(known.ending) else rest
 
@@ -64,7 +63,7 @@ def _check_continues(cached, messages, name):
             raise ValueError(
                 f"{name} must begin with the messages in `cache`; message {number} differs: its "
                 f"{key!r} is {_excerpt(message.get(key))}, and {_excerpt(before.get(key))} in "
-                f"`cache`. {ANEW}"
+                f"`cache`. {RESTART_HINT}"
             )
     if len(messages) <= len(cached):
         raise ValueError(
@@ -90,12 +89,12 @@ def _answer_length(rest, content):
     return end + len(space) if rest.startswith(space, end) else end
 
 
-def _not_incremental(part, before, after, start):
+def _not_prefix_preserving(part, before, after, start):
     begin = max(0, start - EXCERPT // 2)
     return ValueError(
-        "`cache` cannot be continued, because the chat template is not incremental: together with "
-        f"the new messages, it renders {part} as {_excerpt(after[begin:])} instead of "
-        f"{_excerpt(before[begin:])}. {ANEW}"
+        "`cache` cannot be continued, because the chat template is not prefix-preserving: together "
+        f"with the new messages, it renders {part} as {_excerpt(after[begin:])} instead of "
+        f"{_excerpt(before[begin:])}. {RESTART_HINT}"
     )
 
 

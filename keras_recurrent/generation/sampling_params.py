@@ -40,10 +40,11 @@ OPTIONAL = {"seed", "logprobs"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Options of sampling, with the names and defaults of vLLM.
+    """Options of sampling. Names and defaults follow vLLM; its `min_tokens` is `min_new_tokens`.
 
     The options apply in this order: `logit_bias`, `min_new_tokens`, the penalties, `temperature`,
-    `min_p`, `top_k`, `top_p`. Other values of the options reuse compiled programs and CUDA graphs.
+    `min_p`, `top_k`, `top_p`. Changing the values does not recompile programs or recapture CUDA
+    graphs.
 
     With a `seed`, a prompt gets the same random numbers on all backends, whatever else is in its
     batch. Without one, the seed comes from Python's `random`, which `keras.utils.set_random_seed`
@@ -62,11 +63,11 @@ class SamplingParams:
         frequency_penalty: number from -2 to 2, is subtracted once for each time that a token was
             generated.
         logit_bias: a dictionary `{token id: number from -100 to 100}`, which is added to logits.
-        min_new_tokens: integer, number of tokens before which no stop token is sampled.
+        min_new_tokens: integer, minimum number of new tokens; stop tokens are not sampled earlier.
         seed: integer from 0 to 2**64 - 1. None: a random seed.
         logprobs: integer, number of most probable tokens whose log probabilities are returned, in
-            addition to that of the sampled token. They are those of the model, before all options.
-            None: no log probabilities.
+            addition to that of the sampled token. They are computed from the unmodified logits, in
+            nats. None: no log probabilities.
 
     Raises:
         ValueError: a value is out of range.

@@ -75,8 +75,8 @@ def split_turns(messages, render, number=0):
         A list of `(text, is_response)`, a response after each other text.
 
     Raises:
-        ValueError: the template is not incremental: the text of some messages does not begin with
-            that of fewer.
+        ValueError: the template is not prefix-preserving: the text of some messages does not begin
+            with that of fewer.
     """
     pieces, before = [], ""
     for index, message in enumerate(messages):
@@ -85,19 +85,19 @@ def split_turns(messages, render, number=0):
         for end, is_response in ((index, False), (index + 1, True)):
             text = render(messages[:end], add_generation_prompt=not is_response)
             if not text.startswith(before):
-                raise ValueError(_not_incremental(number, end, before, text))
+                raise ValueError(_not_prefix_preserving(number, end, before, text))
             pieces.append((text[len(before) :], is_response))
             before = text
     return pieces
 
 
-def _not_incremental(number, end, before, text):
+def _not_prefix_preserving(number, end, before, text):
     at = next((i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(text))
     here = slice(max(0, at - 20), at + 20)
     return (
-        f"The chat template is not incremental, so the turns of the assistant are not known: the "
-        f"text of the first {end} messages of conversation {number} has {text[here]!r} where that "
-        f"of fewer messages has {before[here]!r}. Train on a dictionary of `prompts` and "
+        "The chat template must be prefix-preserving, or the turns of the assistant are not known: "
+        f"with {end} messages of conversation {number}, the text of earlier ones changes from "
+        f"{before[here]!r} to {text[here]!r}. Train on a dictionary of `prompts` and "
         "`responses`, or use a template that only adds text for each message."
     )
 

@@ -18,8 +18,8 @@ class TokenLoss(keras.metrics.Mean):
     sizes of the batches. The `loss` that `fit` reports is the optimized number instead, which by
     default counts padding and masked prompts as 0.
 
-    In `weighted_metrics` of a language model of this package, it is computed from the sum of the
-    loss without logits, in `fit` and `evaluate`. In `metrics`, Keras would pass no weights.
+    Pass it in `weighted_metrics`, because Keras passes no sample weights to `metrics`. `fit` and
+    `evaluate` of the language models then compute it without materializing the logits.
 
     Args:
         name: string.

@@ -133,7 +133,9 @@ def test_caches_of_other_text(model):
     assert cache.conversations[0].messages == [system, HELLO, whole]
     other = model.prefill(" by the way", cache=cache)
     assert other.conversations == [None]
-    with pytest.raises(ValueError, match="which `chat` did not return: its tokens differ"):
+    with pytest.raises(
+        ValueError, match=r"must begin with the tokens in `cache`\. They differ from token \d+ on"
+    ):
         model.chat([system, HELLO, answer(whole["content"] + "!"), AND], other)
     unread = model.stream([HELLO], **NEW)
     assert unread.cache.conversations == [None]
@@ -219,7 +221,9 @@ def test_templates_that_are_not_incremental():
     ]:
         preprocessor = lines(template)
         cache = cache_of(preprocessor, content, ByteTokenizer()(content))
-        with pytest.raises(ValueError, match=f"not incremental: .*{match} Call without `cache`"):
+        with pytest.raises(
+            ValueError, match=f"not prefix-preserving: .*{match} Call without `cache`"
+        ):
             start_turn(model_of(preprocessor), [HELLO, answer(content), AND], cache)
 
 

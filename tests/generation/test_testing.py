@@ -188,7 +188,7 @@ def test_a_cut_that_loses_a_token_is_found(monkeypatch):
     def loses_one(inputs, max_length):
         cache = prefill(inputs, max_length)
         state = model.backbone.get_initial_state(cache.batch_size, max_length)
-        return GenerationCache(state, cache.token_ids, cache.max_length, cache.fit)
+        return GenerationCache(state, cache.token_ids, cache.max_length, cache.key)
 
     monkeypatch.setattr(model, "prefill", loses_one)
     with pytest.raises(AssertionError, match="from a cache of the first 2 tokens"):

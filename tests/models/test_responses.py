@@ -218,7 +218,9 @@ def test_special_tokens_in_conversations_are_plain_text():
 def test_a_template_that_changes_earlier_text_is_an_error():
     shortening = TEMPLATE.replace("message.content", "message.content[: none if loop.last else 1]")
     layer = preprocessor(chat_template=shortening)
-    match = r"not incremental.* 2 messages of conversation 0 has '<start>ut<.* has '<start>utick<"
+    match = (
+        r"prefix-preserving.* 2 messages of conversation 0.* from '<start>utick<.* to '<start>ut<"
+    )
     with pytest.raises(ValueError, match=match):
         layer(CONVERSATIONS)
 
