@@ -27,7 +27,7 @@ TEMPLATE = (
     "{% for message in messages %}{{ message.role[0] }}{{ message.content }}{{ eos_token }}"
     "{% endfor %}{% if add_generation_prompt %}a{% endif %}"
 )
-CASES = {
+CASES: dict = {
     "greedy": {"sampling": SamplingParams(temperature=0)},
     "top_k": {"sampling": SamplingParams(top_k=5)},
     "top_p": {"sampling": SamplingParams(top_p=0.9)},

@@ -81,10 +81,10 @@ class RecurrentCausalLMPreprocessor(ChatPreprocessing, keras_hub.models.CausalLM
         ValueError: `sequence_length` is not an integer of at least 1, `chat_template` is not a
             string, or `extra_stop_token_ids` are not integers of at least 0; labels or weights are
             passed with strings to pack, or with responses; `prompts` and `responses` differ in
-            length; a conversation has no turn of the assistant, or its template is not prefix-preserving,
-            that is, a further message changes the text of those before; there are no prompts, or
-            one is longer than `max_length`, which defaults to `sequence_length`. (A `tf.data`
-            pipeline truncates it instead.)
+            length; a conversation has no turn of the assistant, or its template is not
+            prefix-preserving, that is, a further message changes the text of those before; there
+            are no prompts, or one is longer than `max_length`, which defaults to
+            `sequence_length`. (A `tf.data` pipeline truncates it instead.)
 
     Example:
 

@@ -25,8 +25,8 @@ class TokenCrossentropy(keras.losses.Loss):
         reduction: string or None, as in `keras.losses.Loss`. `"sum_over_batch_size"`, the default:
             the sum of the weighted losses divided by the number of all tokens, also those of
             weight 0. `"mean_with_sample_weight"`: divided by the sum of the weights, so that
-            padding and masked prompts do not shrink the loss; 0 if all weights are 0. With both,
-            training computes no logits.
+            padding and masked prompts do not shrink the loss; 0 if all weights are 0. With
+            either, `fit` and `evaluate` of the language models do not materialize the logits.
         name: string.
         dtype: dtype of the result. None: `keras.config.floatx()`. The losses of tokens are computed
             in float32, or float64 for float64 logits, and then cast to it.

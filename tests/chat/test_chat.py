@@ -207,7 +207,7 @@ def test_messages_that_differ_from_those_in_the_cache(messages, match):
 
 
 @pytest.mark.once
-def test_templates_that_are_not_incremental():
+def test_templates_that_are_not_prefix_preserving():
     """Of earlier answers, this template drops the thoughts; the other counts the messages."""
     thoughts = LINES.replace("message.content }}", "message.content.split('</think>')[-1] }}")
     count = "{{ messages | length }}" + LINES
