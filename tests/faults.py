@@ -565,8 +565,8 @@ FAULTS = [
     Fault(
         "cache_select_counts",
         "keras_recurrent/generation/cache.py",
-        old="[self.token_ids[row] for row in rows])",
-        new="self.token_ids[: len(rows)])",
+        old="for row in rows), strict=True))",
+        new="for row in range(len(rows))), strict=True))",
         tests={
             "torch": "generation/test_cache.py::test_long_prompts_are_read_in_pieces[transnormer]"
         },

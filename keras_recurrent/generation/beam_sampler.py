@@ -36,7 +36,8 @@ class BeamSampler(keras_hub.samplers.Sampler):
             False: stop when the current score of the best active beam is at most the lowest
             finished score. `"never"`: stop when no active beam can exceed it at any length.
         return_all_beams: boolean, True makes `generate` return a `GenerationOutput` of all
-            `num_beams` sequences of each prompt with their `scores`, the best first.
+            finished sequences of each prompt with their `scores`, the best first: `num_beams`, or
+            fewer if there are no more.
 
     Raises:
         ValueError: an argument is out of range.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from keras_recurrent.checks.arguments import is_finite_number
 
+LEAST = 1e-6  # of factors; float32 has no much smaller ones
 MAX_BIAS = 100
 MAX_SEED = 2**64 - 1
 
@@ -22,16 +23,20 @@ def _integer(description, is_valid):
     return description, lambda value: _is_integer(value) and is_valid(value)
 
 
+def _is_moderate(value):
+    return LEAST <= value <= 1 / LEAST
+
+
 # {name: (what it must be, whether a value is that)}
 RANGES = {
-    "temperature": _number("a number of at least 0", lambda v: v >= 0),
+    "temperature": _number("0, or a number from 1e-6 to 1e6", lambda v: v == 0 or _is_moderate(v)),
     "top_k": _integer("an integer of at least 0, or -1 for all tokens", lambda v: v >= -1),
-    "top_p": _number("a number above 0, at most 1", lambda v: 0 < v <= 1),
+    "top_p": _number("a number from 1e-6 to 1", lambda v: LEAST <= v <= 1),
     "min_p": _number("a number from 0 to 1", lambda v: 0 <= v <= 1),
-    "repetition_penalty": _number("a number above 0", lambda v: v > 0),
+    "repetition_penalty": _number("a number from 1e-6 to 1e6", _is_moderate),
     "presence_penalty": _number("a number from -2 to 2", lambda v: -2 <= v <= 2),
     "frequency_penalty": _number("a number from -2 to 2", lambda v: -2 <= v <= 2),
-    "min_new_tokens": _integer("an integer of at least 0", lambda v: v >= 0),
+    "min_new_tokens": _integer("an integer from 0 to 2**31 - 1", lambda v: 0 <= v < 2**31),
     "seed": _integer("an integer from 0 to 2**64 - 1, or None", lambda v: 0 <= v <= MAX_SEED),
     "logprobs": _integer("an integer of at least 0, or None", lambda v: v >= 0),
 }
@@ -51,13 +56,14 @@ class SamplingParams:
     makes reproducible.
 
     Args:
-        temperature: number of at least 0, divides the logits. 0: the most probable token (greedy).
+        temperature: number from 1e-6 to 1e6, divides the logits. 0: the most probable token
+            (greedy).
         top_k: integer, samples from the k most probable tokens. 0 or -1: from all.
-        top_p: number in (0, 1], samples from the smallest set of most probable tokens, among the
-            `top_k`, whose probabilities sum to at least p.
+        top_p: number from 1e-6 to 1, samples from the smallest set of most probable tokens, among
+            the `top_k`, whose probabilities sum to at least p.
         min_p: number in [0, 1], excludes tokens less probable than this fraction of the most
             probable one.
-        repetition_penalty: number above 0. Logits of tokens that are in the prompt or were
+        repetition_penalty: number from 1e-6 to 1e6. Logits of tokens that are in the prompt or were
             generated are divided by it if positive, else multiplied. 1: none.
         presence_penalty: number from -2 to 2, is subtracted from the logits of generated tokens.
         frequency_penalty: number from -2 to 2, is subtracted once for each time that a token was
@@ -90,7 +96,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
+    logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
     min_new_tokens: int = 0
     seed: int | None = None
     logprobs: int | None = None
@@ -115,6 +121,7 @@ class SamplingParams:
                     f"`logit_bias` must have numbers from -{MAX_BIAS} to {MAX_BIAS} as values; "
                     f"got {bias!r} for token {token}."
                 )
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
     @property
     def is_greedy(self):

@@ -6,6 +6,7 @@ from keras import ops
 from keras_recurrent import compat
 from keras_recurrent.checks.shapes import check_rank_known
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
+from keras_recurrent.training.token_metrics import as_token_weights
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -72,16 +73,20 @@ class TokenCrossentropy(keras.losses.Loss):
 
     def __call__(self, y_true, y_pred, sample_weight=None):
         # A loss of NaN times a weight of 0 would still be NaN.
-        y_true = ops.convert_to_tensor(y_true)
-        for weight in (sample_weight, compat.get_keras_mask(y_pred)):
+        y_true = labels = ops.convert_to_tensor(y_true)
+        if sample_weight is not None:
+            sample_weight = self._token_weights(labels, sample_weight)
+        mask = compat.get_keras_mask(y_pred)
+        for weight in (sample_weight, None if mask is None else self._token_weights(labels, mask)):
             if weight is not None:
-                weight = ops.convert_to_tensor(weight)
-                check_rank_known(self.name, "sample_weight", weight)
-                check_rank_known(self.name, "y_true", y_true)
-                if len(weight.shape) == len(y_true.shape) + 1:
-                    weight = ops.squeeze(weight, -1)
                 y_true = ops.where(ops.cast(weight, "bool"), y_true, ops.zeros_like(y_true))
         return super().__call__(y_true, y_pred, sample_weight)
+
+    def _token_weights(self, y_true, weight):
+        weight = ops.convert_to_tensor(weight)
+        check_rank_known(self.name, "sample_weight", weight)
+        check_rank_known(self.name, "y_true", y_true)
+        return as_token_weights(y_true, weight)
 
     def call(self, y_true, y_pred):
         return ops.cast(token_crossentropy(y_pred, y_true), super().dtype)

@@ -29,7 +29,8 @@ class TokenLoss(keras.metrics.Mean):
         y_true: integers `[B, T]`, the next tokens. A token outside the vocabulary makes the result
             NaN, unless its weight is 0.
         y_pred: logits `[B, T, vocabulary]`.
-        sample_weight: `[B, T]` or `[B, T, 1]`, 0 for tokens to ignore. None: all 1.
+        sample_weight: `[B, T]` or `[B, T, 1]`, 0 for tokens to ignore; or `[B]` or `[B, 1]`, for
+            sequences. None: all 1.
 
     Returns:
         `result()`: a scalar; 0 before the first token.
@@ -107,5 +108,9 @@ def as_token_weights(tokens, sample_weight, dtype="float32"):
     """Returns `sample_weight` as floats of the shape of `tokens`, `[B, T]`; None: all 1."""
     if sample_weight is None:
         return ops.ones_like(tokens, dtype=dtype)
-    weights = ops.cast(sample_weight, dtype)
-    return ops.squeeze(weights, -1) if len(weights.shape) == len(tokens.shape) + 1 else weights
+    weights, ones = ops.cast(sample_weight, dtype), ops.ones_like(tokens, dtype=dtype)
+    if len(weights.shape) == len(tokens.shape) + 1:
+        weights = ops.squeeze(weights, -1)
+    elif len(weights.shape) == len(tokens.shape) - 1:
+        weights = ops.expand_dims(weights, -1)  # one weight for each sequence, as in Keras
+    return weights * ones  # their sum is that of all tokens

@@ -166,17 +166,22 @@ def test_random_tokens_have_the_probabilities_of_the_model():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"temperature": -1}, "`temperature` must be a number of at least 0; got -1"),
+        ({"temperature": -1}, "`temperature` must be 0, or a number from 1e-6 to 1e6; got -1"),
         ({"temperature": float("nan")}, "`temperature`.*got nan"),
         ({"top_k": 2.5}, "`top_k` must be an integer.*got 2.5"),
-        ({"top_p": 0}, "`top_p` must be a number above 0, at most 1; got 0"),
+        ({"top_p": 0}, "`top_p` must be a number from 1e-6 to 1; got 0"),
         ({"min_p": 2}, "`min_p` must be a number from 0 to 1; got 2"),
-        ({"repetition_penalty": 0}, "`repetition_penalty` must be a number above 0; got 0"),
+        (
+            {"repetition_penalty": 0},
+            "`repetition_penalty` must be .* 1e-6 to 1e6; got 0",
+        ),
         ({"presence_penalty": 3}, "`presence_penalty`.*got 3"),
         ({"frequency_penalty": None}, "`frequency_penalty`.*got None"),
         ({"seed": -1}, "`seed` must be an integer from 0"),
         ({"logprobs": True}, "`logprobs` must be an integer.*got True"),
+        ({"temperature": 1e-40}, "`temperature`.*got 1e-40"),  # 0 in float32, unlike greedy
         ({"min_new_tokens": -1}, "`min_new_tokens`"),
+        ({"min_new_tokens": 2**31}, "`min_new_tokens` must be an integer from 0 to"),
         ({"logit_bias": [1, 2]}, "`logit_bias` must be a dictionary.*got a list"),
         ({"logit_bias": {"a": 1}}, "`logit_bias` must have token ids.*got 'a'"),
         ({"logit_bias": {1: 101}}, "`logit_bias` must have numbers.*got 101 for token 1"),

@@ -322,7 +322,10 @@ def test_inside_another_layer(name):
 
 
 REFUSED = [
-    ({"dropout": 0.1}, r"`dropout=0.1`: Add `keras.layers.Dropout\(rate\)` before or after"),
+    (
+        {"dropout": 0.1},
+        r"`dropout=0.1`: Add `keras.layers.SpatialDropout1D\(rate\)`",
+    ),
     ({"recurrent_dropout": 0.1}, r"`recurrent_dropout=0.1`: .*`keras.layers.Dropout"),
     ({"kernel_regularizer": "l2"}, r"`weight_decay`.*`weight.regularizer = ...`"),
     ({"recurrent_constraint": "max_norm"}, r"`weight.constraint = ...`"),

@@ -26,7 +26,7 @@ FILES = {
     for path in sorted(PACKAGE.rglob("*.py"))
     if path.relative_to(PACKAGE).parts[0] != "backends"
 }
-OF_NAMED_TUPLES = {"_fields", "_replace"}
+OF_NAMED_TUPLES = {"_asdict", "_fields", "_replace"}
 # Copies of many tensors in one launch; a number that changes when a tensor is overwritten.
 OF_TORCH = {"_execution_engine", "_foreach_copy_", "_version"}
 

@@ -110,6 +110,22 @@ def test_token_loss_and_perplexity_are_numpys():
 
 
 @pytest.mark.once
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 3)])
+def test_weights_of_sequences_are_those_of_their_tokens(shape):
+    """The mean was T times too large with one weight for each sequence."""
+    y, logits = np.zeros((3, 3), "int32"), np.random.default_rng(0).normal(size=(3, 3, 7))
+    weights = np.array([1.0, 0.5, 0.0], "float32").reshape(3, -1)
+    losses = np.log(np.exp(logits).sum(-1)) - logits[..., 0]
+    wanted = (losses * weights).sum() / (3 * weights.sum())
+    given = weights[:, 0] if shape == (3,) else np.broadcast_to(weights, shape)
+    loss = TokenCrossentropy(reduction="mean_with_sample_weight")
+    metric = keras_recurrent.metrics.TokenLoss()
+    metric.update_state(y, logits, given)
+    for found in (loss(y, logits, given), metric.result()):
+        assert float(found) == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.once
 def test_saved_metrics_need_no_logits(tmp_path):
     model = tiny_causal_lm(num_layers=1)
     model.compile(
