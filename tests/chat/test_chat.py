@@ -1,5 +1,6 @@
 """Conversations: answers, the tokens that the next turn processes, and caches of other messages."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -37,7 +38,9 @@ PLAIN_AND = "user: And?\nassistant: "
 GEMMA_AND = "<end_of_turn>\n<start_of_turn>user\nAnd?<end_of_turn>\n<start_of_turn>model\n"
 CHATML_AND = "<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
 SMALL = {"vocabulary_size": 259, "num_layers": 1, "block_types": ("recurrent",)}
-NEW = {"max_new_tokens": 6}
+# Random weights write letters only: a special token at the end of an answer would be replaced.
+LETTERS = SamplingParams(temperature=0, logit_bias={3 + byte: 100.0 for byte in b"abcd"})
+NEW = {"max_new_tokens": 6, "sampling": LETTERS}
 
 
 def answer(content):
@@ -144,7 +147,7 @@ def test_caches_of_other_text(model):
 
 @pytest.mark.once
 def test_log_probabilities(model):
-    options = {"sampling": SamplingParams(temperature=0, logprobs=1), **NEW}
+    options = {**NEW, "sampling": dataclasses.replace(LETTERS, logprobs=1)}
     output = model.chat([HELLO], return_cache=True, **options)
     assert output.texts == model.chat([HELLO], **NEW)["content"]
     assert output.cache.conversations[0].messages[1] == answer(output.texts)
