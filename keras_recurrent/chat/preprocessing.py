@@ -13,7 +13,7 @@ from keras_recurrent.chat.templates import (
     end_of_turn,
     tokenize_prompts,
 )
-from keras_recurrent.checks.arguments import check_boolean
+from keras_recurrent.checks.arguments import check_boolean, is_integer
 
 
 class ChatPreprocessing:
@@ -105,10 +105,7 @@ class ChatPreprocessing:
 
 
 def _check_token_ids(name, ids):
-    def is_token_id(id):
-        return isinstance(id, (int, np.integer)) and not isinstance(id, bool) and id >= 0
-
-    if not isinstance(ids, (list, tuple)) or not all(map(is_token_id, ids)):
+    if not isinstance(ids, (list, tuple)) or not all(is_integer(id) and id >= 0 for id in ids):
         raise ValueError(f"`{name}` must be a tuple of integers of at least 0; got {ids!r}.")
 
 

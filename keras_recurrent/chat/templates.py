@@ -6,6 +6,7 @@ import re
 import numpy as np
 
 from keras_recurrent.chat.rendering import render
+from keras_recurrent.tokenizers.checkpoint_files import tokenize_around
 
 # Names of special tokens in the source of a template.
 TOKEN_NAME = re.compile(r"<[^<>\s'\"{}]+>|\[[^\[\]\s'\"{}]+\]")
@@ -169,11 +170,7 @@ def _tokenize_with_special_tokens(tokenizer, text):
     if hasattr(tokenizer, "tokenize_with_special_tokens"):
         return [int(id) for id in tokenizer.tokenize_with_special_tokens(text)]
     ids = {tokenizer.id_to_token(id): int(id) for id in tokenizer.special_token_ids}
-    names = "|".join(map(re.escape, sorted(ids, key=len, reverse=True)))
-    tokens = []
-    for piece in filter(None, re.split(f"({names})", text)):
-        tokens += [ids[piece]] if piece in ids else np.asarray(tokenizer(piece)).tolist()
-    return tokens
+    return [int(id) for id in tokenize_around(tokenizer, text, ids)]
 
 
 def end_of_turn(template, tokenizer):

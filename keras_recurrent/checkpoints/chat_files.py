@@ -6,8 +6,6 @@ from keras_recurrent.checkpoints import files
 from keras_recurrent.checkpoints.messages import short_repr
 
 TEMPLATE_FILE = "chat_template.jinja"
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-GENERATION_CONFIG_FILE = "generation_config.json"
 MAX_TEMPLATE_BYTES = 1_000_000
 
 
@@ -26,10 +24,10 @@ def read_chat_template(preset_files):
             raise ValueError(f"{path} has more than 1 MB and is not read.")
         with open(path, encoding="utf-8", newline="") as file:
             return _checked(file.read(), path)
-    if not _exists(preset_files, TOKENIZER_CONFIG_FILE):
+    if not _exists(preset_files, files.TOKENIZER_CONFIG_FILE):
         return None
-    found = preset_files.read_json(TOKENIZER_CONFIG_FILE).get("chat_template")
-    where = f"'chat_template' in {TOKENIZER_CONFIG_FILE} of {preset_files.preset!r}"
+    found = preset_files.read_json(files.TOKENIZER_CONFIG_FILE).get("chat_template")
+    where = f"'chat_template' in {files.TOKENIZER_CONFIG_FILE} of {preset_files.preset!r}"
     if isinstance(found, list):
         named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
         found = named.get("default")
@@ -54,8 +52,8 @@ def read_stop_token_ids(preset_files, config):
         ValueError: one is neither an integer of at least 0 nor a list of them.
     """
     configs = {files.CONFIG_FILE: config}
-    if _exists(preset_files, GENERATION_CONFIG_FILE):
-        configs[GENERATION_CONFIG_FILE] = preset_files.read_json(GENERATION_CONFIG_FILE)
+    if _exists(preset_files, files.GENERATION_CONFIG_FILE):
+        configs[files.GENERATION_CONFIG_FILE] = preset_files.read_json(files.GENERATION_CONFIG_FILE)
     found = []
     for name, content in configs.items():
         ids = content.get("eos_token_id")

@@ -108,7 +108,7 @@ def _export(backbone, path, tokenizer, dtype, max_shard_size, chat_template, sto
             chat_files.write_chat_template(folder, chat_template)
         if stop_token_ids:
             content = {"eos_token_id": list(stop_token_ids)}
-            tokenizer_files.write_json(folder, chat_files.GENERATION_CONFIG_FILE, content)
+            tokenizer_files.write_json(folder, files.GENERATION_CONFIG_FILE, content)
         tokenizer_files.write_json(folder, files.CONFIG_FILE, config)
         _move(folder, path)
 

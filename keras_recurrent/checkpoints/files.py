@@ -11,6 +11,8 @@ HUB = "hf://"
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.model"
 BPE_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
 MAX_JSON_BYTES = 100_000_000  # as many as the safetensors format allows its headers
 MAX_JSON_DEPTH = 500  # Python writes values nested up to about 1,000 levels, and reads deeper ones
 

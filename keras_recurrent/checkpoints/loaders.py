@@ -210,7 +210,7 @@ class CheckpointLoader(RecurrentPresetLoader):
         return super().load_preprocessor(cls, **kwargs)
 
     def _chat_arguments(self, tokenizer, given):
-        """Returns the arguments of a preprocessor that the files have, but for those given."""
+        """Returns the arguments of a preprocessor that the files have, except those given."""
         arguments = {}
         if "chat_template" not in given:
             template = chat_files.read_chat_template(self.files) or self.default_chat_template

@@ -9,7 +9,6 @@ from keras_recurrent.tokenizers import BPETokenizer, SentencePieceTokenizer
 from keras_recurrent.tokenizers.bpe_file import read_bpe_file
 from keras_recurrent.tokenizers.checkpoint_files import describe_errors
 
-CONFIG_FILE = "tokenizer_config.json"
 # {argument of the tokenizer: beginning of the keys of files}
 NAMES = {"start_token_id": "bos_token", "end_token_id": "eos_token", "pad_token_id": "pad_token"}
 
@@ -63,7 +62,7 @@ class TokenizerFiles:
             return BPETokenizer(bpe, **{**ids, **kwargs})
 
     def _find_bpe_id(self, name, key, bpe):
-        for file in (CONFIG_FILE, "special_tokens_map.json"):
+        for file in (files.TOKENIZER_CONFIG_FILE, "special_tokens_map.json"):
             config = self._config(file)
             token = config.get(key)
             if isinstance(token, dict):
@@ -76,7 +75,7 @@ class TokenizerFiles:
                     f"token of {files.BPE_FILE}."
                 )
             return bpe.ids.get(token)
-        for file in (files.CONFIG_FILE, "generation_config.json"):
+        for file in (files.CONFIG_FILE, files.GENERATION_CONFIG_FILE):
             id = self._id(file, f"{key}_id")
             if id is not None:
                 return id
@@ -125,7 +124,7 @@ def write(folder, tokenizer, family):
         file.write(content)
     ids = {key: getattr(tokenizer, argument) for argument, key in NAMES.items()}
     tokens = {key: None if id is None else tokenizer.id_to_token(id) for key, id in ids.items()}
-    write_json(folder, CONFIG_FILE, {"tokenizer_class": tokenizer_class, **tokens})
+    write_json(folder, files.TOKENIZER_CONFIG_FILE, {"tokenizer_class": tokenizer_class, **tokens})
     return {f"{key}_id": int(id) for key, id in ids.items() if id is not None}
 
 

@@ -13,9 +13,14 @@ def is_finite_number(value):
     return real and -math.inf < value < math.inf
 
 
+def is_integer(value):
+    """Returns True if a value is an integer of Python or NumPy, not a boolean."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def check_positive_integer(name, value):
     # NumPy integers are accepted: many NumPy functions return sizes.
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+    if not is_integer(value) or value < 1:
         raise ValueError(f"`{name}` must be an integer, at least 1; got {value!r}.")
 
 

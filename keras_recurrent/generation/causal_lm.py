@@ -188,7 +188,8 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
             )
         prompts = parse_prompts(self, inputs, None, cache, generates=False)
         limit = self._cache_max_length(cache, max_length, exact=True)
-        num_tokens = np.array(list(map(len, prompts.tokens)))
+        tokens = prompts.tokens
+        num_tokens = np.array(list(map(len, tokens)))
         if limit is not None and (num_tokens > limit).any():
             longest = int(np.argmax(num_tokens))
             raise ValueError(
@@ -201,7 +202,7 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
             state = cache.state
         state = loops.prefill(prompts.token_ids, prompts.lengths - 1, state)
         key = next_cache_key(self, cache)
-        return GenerationCache(state, prompts.tokens, limit, key)
+        return GenerationCache(state, tokens, limit, key)
 
     def stream(
         self,

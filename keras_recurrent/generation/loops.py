@@ -11,6 +11,7 @@ from keras_recurrent.generation.beam_search import Hypotheses, search_request
 from keras_recurrent.generation.hub_loop import generate_by_sampler
 from keras_recurrent.generation.lengths import initial_cache
 from keras_recurrent.generation.modes import record_mode
+from keras_recurrent.generation.output import slice_rows
 from keras_recurrent.generation.prompts import (
     as_batch,
     check_prompt_tokens,
@@ -117,9 +118,7 @@ class GenerateFunction:
             outputs = self._hub_function(inputs, stop_token_ids=request.stop_token_ids or None)
         token_ids, lengths = tokens_and_lengths(outputs)
         counts = np.minimum(lengths - request.lengths, request.free_length)
-        new = np.zeros((len(counts), max(counts.max(), 0)), "int32")
-        for row, tokens, start, count in zip(new, token_ids, request.lengths, counts, strict=True):
-            row[:count] = tokens[start : start + count]
+        new = slice_rows(token_ids, request.lengths, counts, max(counts.max(), 0))
         if request.stop_strings is not None:
             request.stop_strings.add(new)
             counts = np.minimum(counts, request.stop_strings.counts)

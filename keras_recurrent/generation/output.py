@@ -89,9 +89,7 @@ def _sequences(preprocessor, prompts, request, result, strip_prompt):
     token_ids, lengths = result[:2]
     first = prompts.lengths if strip_prompt else prompts.num_context
     counts, width = lengths - first, token_ids.shape[1] - int(prompts.num_context[0])
-    output = np.zeros((len(counts), width), "int32")
-    for row, start, count, tokens in zip(output, first, counts, token_ids, strict=True):
-        row[:count] = tokens[start : start + count]
+    output = slice_rows(token_ids, first, counts, width)
     if preprocessor is not None:
         counts = request.shown_lengths(result, preprocessor) - first
     batch = {"token_ids": output, "padding_mask": np.arange(width) < counts[:, None]}
@@ -101,6 +99,14 @@ def _sequences(preprocessor, prompts, request, result, strip_prompt):
     if request.stop_strings is not None:
         texts = request.stop_strings.trim(texts, lengths - prompts.lengths)
     return texts
+
+
+def slice_rows(token_ids, starts, counts, width):
+    """Returns `counts[i]` tokens of each row i from `starts[i]` on, int32 `[B, width]`, padded."""
+    output = np.zeros((len(counts), width), "int32")
+    for row, start, count, tokens in zip(output, starts, counts, token_ids, strict=True):
+        row[:count] = tokens[start : start + count]
+    return output
 
 
 def concatenate_results(results):

@@ -7,7 +7,12 @@ import numpy as np
 from keras import ops
 
 from keras_recurrent.chat.templates import ChatPrompt, tokenize_prompts
-from keras_recurrent.checks.arguments import check_positive_integer, check_tensor, is_finite_number
+from keras_recurrent.checks.arguments import (
+    check_positive_integer,
+    check_tensor,
+    is_finite_number,
+    is_integer,
+)
 from keras_recurrent.checks.dtypes import check_dtype
 from keras_recurrent.checks.token_ids import check_token_ids
 from keras_recurrent.devices.jax_processes import gather_to_numpy
@@ -273,12 +278,8 @@ def check_sampler(sampler, vocabulary_size):
             )
 
 
-def _is_integer(number):
-    return isinstance(number, (int, np.integer)) and not isinstance(number, bool)
-
-
 def _is_positive_integer(number):
-    return _is_integer(number) and number >= 1
+    return is_integer(number) and number >= 1
 
 
 def _is_positive_number(number):
@@ -293,7 +294,7 @@ def check_stop_tokens(ids, vocabulary_size):
             f"the maximum length; got {ids!r}."
         )
     for number in ids or ():
-        if not _is_integer(number) or not 0 <= number < vocabulary_size:
+        if not is_integer(number) or not 0 <= number < vocabulary_size:
             raise ValueError(
                 "`stop_token_ids` must be token ids, integers from 0 to "
                 f"{vocabulary_size - 1}; got {number!r} among them."

@@ -1,4 +1,4 @@
-"""What a decoding loop generates, and what it returns."""
+"""Requests of decoding loops, and their results."""
 
 from typing import Any, NamedTuple
 
@@ -106,7 +106,7 @@ class Request(NamedTuple):
         Args:
             new: integers `[B, N]`, a NumPy array: the new tokens of each sequence.
             counts: integers `[B]`, how many of them belong to the sequence.
-            cache, logprobs: those of the `Result`.
+            cache, logprobs: as in `Result`.
         """
         token_ids = self.token_ids.copy()
         for row, tokens, start, count in zip(token_ids, new, self.lengths, counts, strict=True):

@@ -59,19 +59,18 @@ class Logprobs(NamedTuple):
 
 
 class Sampling:
-    """How the tokens of one call are chosen.
+    """Options and random numbers of one call, by which its tokens are chosen.
 
     Args:
         params: a list of `SamplingParams`, one for each sequence. None: `sampler` chooses.
-        sampler: the sampler of the model. A sampler of KerasHub's gives the random numbers of
-            sequences whose `params` are made from it.
+        sampler: the sampler of the model, for `params` of None.
         seeds: a list of `numpy.random.SeedSequence`, one for each sequence.
         vocabulary_size: integer.
         tokens: a list of integer arrays, the tokens of each sequence so far.
 
     Attributes:
         batch_size: integer.
-        params: a list of the `SamplingParams` of each sequence, None with a custom sampler.
+        params: a list of the `SamplingParams` of each sequence, each None with a custom sampler.
         custom: the sampler, if its `get_next_token` chooses, or None.
         features: the `Features`, None for a custom sampler.
         arguments: `{name: array [B] or [B, vocabulary_size]}`, those that the features need.
@@ -216,7 +215,7 @@ def next_tokens(features, logits, stops, count, uniform, counts, arguments):
         uniform: float32 `[B]`, random numbers in [0, 1). None: no sequence is random.
         counts: int32 `[B, vocabulary_size]`, how often each token was generated, with penalties;
             else it is returned as it is.
-        arguments: those of `Sampling`.
+        arguments: as in `Sampling`.
 
     Returns:
         `(tokens, counts, logprobs)`: int32 `[B]`, the new counts, and the `Logprobs` or ().

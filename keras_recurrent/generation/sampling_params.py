@@ -1,18 +1,13 @@
 """Options that choose the next token from logits, for one prompt."""
 
 import dataclasses
-import numbers
 from collections.abc import Mapping
 
-from keras_recurrent.checks.arguments import is_finite_number
+from keras_recurrent.checks.arguments import is_finite_number, is_integer
 
 LEAST = 1e-6  # of factors; float32 has no much smaller ones
 MAX_BIAS = 100
 MAX_SEED = 2**64 - 1
-
-
-def _is_integer(value):
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _number(description, is_valid):
@@ -20,7 +15,7 @@ def _number(description, is_valid):
 
 
 def _integer(description, is_valid):
-    return description, lambda value: _is_integer(value) and is_valid(value)
+    return description, lambda value: is_integer(value) and is_valid(value)
 
 
 def _is_moderate(value):
@@ -114,7 +109,7 @@ class SamplingParams:
                 f"{type(self.logit_bias).__name__}."
             )
         for token, bias in self.logit_bias.items():
-            if not _is_integer(token) or token < 0:
+            if not is_integer(token) or token < 0:
                 raise ValueError(f"`logit_bias` must have token ids as keys; got {token!r}.")
             if not is_finite_number(bias) or abs(bias) > MAX_BIAS:
                 raise ValueError(

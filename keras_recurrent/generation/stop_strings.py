@@ -78,7 +78,7 @@ class StopStrings:
         return self.counts < NOT_FOUND
 
     def end(self, counts):
-        """Returns whether sequences of `counts` tokens end in a stop string, boolean `[B]`."""
+        """Returns True for sequences of `counts` tokens that end in a stop string, `[B]`."""
         return counts == self.counts
 
     def trim(self, texts, counts):
@@ -105,11 +105,12 @@ class StopStrings:
         """Returns the text of each window after its first token."""
         contexts = texts_of(self._preprocessor, windows[:, :1])
         texts = texts_of(self._preprocessor, windows)
-        whole = texts_of(self._preprocessor, windows[:, 1:])
-        return [
-            text[len(context) :] if context and not context.endswith(REPLACEMENT) else without
-            for text, context, without in zip(texts, contexts, whole, strict=True)
-        ]
+        for row, context in enumerate(contexts):
+            if context and not context.endswith(REPLACEMENT):
+                texts[row] = texts[row][len(context) :]
+            else:
+                (texts[row],) = texts_of(self._preprocessor, windows[row, None, 1:])
+        return texts
 
 
 class StopFilter:

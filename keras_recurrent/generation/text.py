@@ -18,13 +18,18 @@ def texts_of(preprocessor, rows):
     rows = np.asarray(rows, "int32")
     if not rows.size:
         return [""] * len(rows)
-    batch = {"token_ids": rows, "padding_mask": np.ones_like(rows, dtype=bool)}
     try:
-        texts = preprocessor.generate_postprocess(batch)
+        return _detokenize(preprocessor, rows)
     except UnicodeDecodeError:  # of a tokenizer that is strict
         if len(rows) > 1:
             return [texts_of(preprocessor, row[None])[0] for row in rows]
         return [_text_of_whole_characters(preprocessor, rows)]
+
+
+def _detokenize(preprocessor, rows):
+    """Returns the texts of tokens `[B, T]`, at least one of each; may raise UnicodeDecodeError."""
+    batch = {"token_ids": rows, "padding_mask": np.ones_like(rows, dtype=bool)}
+    texts = preprocessor.generate_postprocess(batch)
     return [t if isinstance(t, str) else bytes(t).decode("utf-8", "replace") for t in texts]
 
 
@@ -33,9 +38,8 @@ def _text_of_whole_characters(preprocessor, row):
     ends = [(i, j) for i in range(LONGEST_CHARACTER) for j in range(LONGEST_CHARACTER)]
     for first, last in sorted(ends, key=sum):
         part = row[:, first : row.shape[1] - last]
-        batch = {"token_ids": part, "padding_mask": np.ones_like(part, dtype=bool)}
         with contextlib.suppress(UnicodeDecodeError):
-            text = preprocessor.generate_postprocess(batch)[0] if part.size else ""
+            text = _detokenize(preprocessor, part)[0] if part.size else ""
             return REPLACEMENT * (first > 0) + text + REPLACEMENT * (last > 0)
     return REPLACEMENT
 
@@ -90,12 +94,11 @@ class IncrementalDetokenizer:
 
         strict: boolean, True raises the tokenizer's error instead.
         """
-        batch = {"token_ids": np.array([tokens], "int32")}
-        batch["padding_mask"] = np.ones_like(batch["token_ids"], dtype=bool)
+        if not tokens:
+            return ""
         try:
-            (text,) = self._preprocessor.generate_postprocess(batch) if tokens else ("",)
+            return _detokenize(self._preprocessor, np.array([tokens], "int32"))[0]
         except UnicodeDecodeError:
             if strict:
                 raise
             return None
-        return text if isinstance(text, str) else bytes(text).decode("utf-8", "replace")

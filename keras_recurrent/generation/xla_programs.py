@@ -331,8 +331,8 @@ def _programs(model, snapshot, compiled):
         options = *inputs, num_beams, token_ids.shape[1]
         return beam_search.search(functions.step, cache, last, *options)
 
-    # A program also depends on the choice of `implementation`, a custom sampler and, on JAX, the
-    # blocks that are not fused. TensorFlow's programs depend on the variables that they read, which
+    # A program also depends on the choice of `implementation` and, on JAX, the blocks that are not
+    # fused. TensorFlow's programs depend on the variables that they read, which
     # change, such as in `enable_lora`.
     def variant():
         layers: Any = unfused_blocks(model)

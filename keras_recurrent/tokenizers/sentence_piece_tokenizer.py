@@ -95,6 +95,7 @@ class SentencePieceTokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
 
     def _update_special_token_ids(self):
         # KerasHub calls this after the file is loaded.
+        self._special_ids = None  # `{special token: id}`, found when it is first needed
         file = self._sentence_piece_spm
         file_ids = {
             "start_token": file.bos_id(),
@@ -125,10 +126,12 @@ class SentencePieceTokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
             A list of ids, or a list of lists.
         """
         self._check_vocabulary()
-        file = self._sentence_piece_spm
-        ids = {id for id in range(self.vocabulary_size()) if file.IsControl(id)}
-        ids |= {getattr(self, f"{name}_id") for name in SPECIAL_TOKENS}
-        return tokenize_around(self, text, {self.id_to_token(id): id for id in ids})
+        if self._special_ids is None:  # the file has a quarter of a million tokens
+            file = self._sentence_piece_spm
+            ids = {id for id in range(self.vocabulary_size()) if file.IsControl(id)}
+            ids |= {getattr(self, f"{name}_id") for name in SPECIAL_TOKENS}
+            self._special_ids = {self.id_to_token(id): id for id in ids}
+        return tokenize_around(self, text, self._special_ids)
 
     # The vocabulary of a model may be larger than the file's. It may generate such ids: unknown.
 

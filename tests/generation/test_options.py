@@ -97,7 +97,7 @@ def test_a_stream_shows_no_part_of_a_stop_string(model, texts):
 
 
 def test_log_probabilities_of_generated_tokens(model, texts):
-    """Those of a plain forward pass, also in a stream, for the sequence that wants them."""
+    """Compared with a plain forward pass, also in a stream, for one of two sequences."""
     first = SamplingParams(seed=1, logit_bias=LETTERS, logprobs=3)
     arguments = {"max_new_tokens": NEW, "sampling": [first, SAMPLING[1]]}
     found = model.generate(PROMPTS, **arguments)

@@ -34,7 +34,7 @@ def chosen(params, logits, prompts=PROMPTS):
     """Tokens [B, T] after logits [T, B, vocabulary], and their log probabilities."""
     sampling = sampling_of(params, [np.array(p) for p in prompts], logits.shape[-1])
     if keras.config.backend() == "torch":
-        return by_torch_sampler(sampling, logits)
+        return chosen_by_torch(sampling, logits)
     features, arguments = sampling.features, sampling.arguments
     batch_size = len(prompts)
     counts = keras.ops.zeros((batch_size, logits.shape[-1]), "int32")
@@ -52,7 +52,7 @@ def chosen(params, logits, prompts=PROMPTS):
     return np.stack(tokens, axis=1), logprobs
 
 
-def by_torch_sampler(sampling, logits):
+def chosen_by_torch(sampling, logits):
     import torch
 
     from keras_recurrent.generation.torch.sampling import TokenSampler

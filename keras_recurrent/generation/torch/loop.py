@@ -138,7 +138,7 @@ class Loop:
 
 
 class _Ended:
-    """Which sequences have ended, and after how many tokens.
+    """Ends of the sequences: the rows that have ended, and their numbers of tokens.
 
     Args:
         request: the `Request`.
