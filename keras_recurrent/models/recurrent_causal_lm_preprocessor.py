@@ -47,11 +47,11 @@ class RecurrentCausalLMPreprocessor(ChatPreprocessing, keras_hub.models.CausalLM
 
     - A dictionary of `prompts` and `responses`, as in KerasHub: a document is the tokens of both,
       tokenized separately, between start and end token. A document that is truncated keeps its
-      beginning; if no token of the response is left, nothing is learned, and a warning is shown.
+      beginning; if no token of the response is left, the loss leaves it out, with a warning.
     - A list of conversations, each a list of messages `{"role": ..., "content": ...}`: the text is
       that of `apply_chat_template`, which has all special tokens except, possibly, the start token.
-      Each turn of the assistant is learned, up to the end-of-turn token. Texts before and inside
-      the turns are tokenized separately.
+      The loss includes each turn of the assistant up to the end-of-turn token, without what the
+      template writes after it. Texts before and inside the turns are tokenized separately.
 
     Args:
         tokenizer: the tokenizer of the family, a `ByteTokenizer`, or any KerasHub tokenizer with
@@ -217,10 +217,10 @@ class RecurrentCausalLMPreprocessor(ChatPreprocessing, keras_hub.models.CausalLM
             start, _ = self._start_and_end()
             parse = functools.partial(tokenize_prompt, self.tokenizer)
             limit = None if packed else sequence_length + 1
-            documents, learned = responses.conversation_documents(
-                x, self.apply_chat_template, parse, start, limit
+            documents, in_loss = responses.conversation_documents(
+                x, self.apply_chat_template, parse, start, self.stop_token_ids, limit
             )
-            return self._as_arrays(documents, learned, sequence_length, packed)
+            return self._as_arrays(documents, in_loss, sequence_length, packed)
         if isinstance(x, dialogues.PromptsWithResponses):
             prompts, answers = (self._tokens(texts) for texts in x.as_inputs().values())
             return self._pair_arrays(prompts, answers, sequence_length, packed)
@@ -229,8 +229,8 @@ class RecurrentCausalLMPreprocessor(ChatPreprocessing, keras_hub.models.CausalLM
     def _pair_arrays(self, prompts, answers, sequence_length, packed):
         start, end = self._start_and_end()
         limit = None if packed else sequence_length + 1
-        documents, learned = responses.pair_documents(prompts, answers, start, end, limit)
-        return self._as_arrays(documents, learned, sequence_length, packed)
+        documents, in_loss = responses.pair_documents(prompts, answers, start, end, limit)
+        return self._as_arrays(documents, in_loss, sequence_length, packed)
 
     def _pack_tokens(self, tokens, sequence_length):
         start, end = self._start_and_end()
@@ -239,10 +239,10 @@ class RecurrentCausalLMPreprocessor(ChatPreprocessing, keras_hub.models.CausalLM
         ]
         return pack_documents(documents, sequence_length, self.tokenizer.pad_token_id)
 
-    def _as_arrays(self, documents, learned, sequence_length, packed):
-        responses.warn_without_responses(learned, sequence_length)
+    def _as_arrays(self, documents, in_loss, sequence_length, packed):
+        responses.warn_without_responses(in_loss, sequence_length)
         arrange = pack_documents if packed else pad_documents
-        return arrange(documents, sequence_length, self.tokenizer.pad_token_id, learned)
+        return arrange(documents, sequence_length, self.tokenizer.pad_token_id, in_loss)
 
     def _tokens(self, texts):
         """Tokenizes several strings."""

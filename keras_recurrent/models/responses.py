@@ -1,4 +1,4 @@
-"""Documents of prompts with responses and of conversations, and which of their tokens to learn."""
+"""Documents of prompts with responses and of conversations, and their tokens in the loss."""
 
 import warnings
 
@@ -6,20 +6,20 @@ import numpy as np
 
 
 def pair_documents(prompts, responses, start, end, limit=None):
-    """Concatenates prompts and responses; responses and end tokens are learned.
+    """Concatenates prompts and responses; the loss includes responses and end tokens.
 
     Args:
         prompts, responses: lists of as many integer arrays, the tokens of each.
         start, end: lists of integers, the special tokens before and after each document, or none.
         limit: integer, the largest number of tokens in a document. Longer ones keep their beginning
-            and the end token, which is not learned if no token of the response is left.
+            and the end token, which is not in the loss if no token of the response is left.
             None: no limit.
 
     Returns:
         A list of documents, int32 arrays `[length]`, and a list of boolean arrays, True at tokens
-        to learn.
+        in the loss.
     """
-    documents, learned = [], []
+    documents, in_loss = [], []
     for prompt, response in zip(prompts, responses, strict=True):
         content = np.concatenate([prompt, response])
         if limit is not None:
@@ -28,36 +28,44 @@ def pair_documents(prompts, responses, start, end, limit=None):
         tokens = np.concatenate([start, content, end]).astype("int32")
         is_cut = len(content) < len(prompt) + min(len(response), 1)
         documents.append(tokens)
-        learned.append((np.arange(len(tokens)) >= first) & (not is_cut))
-    return documents, learned
+        in_loss.append((np.arange(len(tokens)) >= first) & (not is_cut))
+    return documents, in_loss
 
 
-def conversation_documents(conversations, render, tokenize, start, limit=None):
-    """Renders and tokenizes conversations; the turns of the assistant are learned.
+def conversation_documents(conversations, render, tokenize, start, stop_token_ids, limit=None):
+    """Renders and tokenizes conversations; the loss includes the turns of the assistant.
 
     Args:
         conversations: a list of lists of messages.
         render: function of `(messages, add_generation_prompt)` that returns a `ChatPrompt`.
         tokenize: function of a `ChatPrompt` that returns its tokens.
         start: list of integers, the special token before documents whose template writes none.
+        stop_token_ids: integers, tokens that end a turn. The loss leaves out what the template
+            writes after the last one of a turn, such as a newline.
         limit: as in `pair_documents`. Longer documents are cut off.
 
     Returns:
         As `pair_documents`.
     """
-    documents, learned = [], []
+    documents, in_loss = [], []
     for number, messages in enumerate(conversations):
         pieces = split_turns(messages, render, number)
         tokens = [np.asarray(tokenize(text), "int32") for text, _ in pieces]
         mask = [
-            np.full(len(ids), is_response)
+            _through_last(ids, stop_token_ids) if is_response else np.zeros(len(ids), "bool")
             for ids, (_, is_response) in zip(tokens, pieces, strict=True)
         ]
         if start and tokens[0][:1].tolist() != start:
             tokens, mask = [np.asarray(start), *tokens], [np.zeros(1, "bool"), *mask]
         documents.append(np.concatenate(tokens).astype("int32")[:limit])
-        learned.append(np.concatenate(mask).astype("bool")[:limit])
-    return documents, learned
+        in_loss.append(np.concatenate(mask).astype("bool")[:limit])
+    return documents, in_loss
+
+
+def _through_last(ids, stop_token_ids):
+    """Returns True up to the last of `stop_token_ids`, or everywhere if there is none."""
+    (stops,) = np.nonzero(np.isin(ids, stop_token_ids))
+    return np.arange(len(ids)) <= (stops[-1] if len(stops) else len(ids))
 
 
 def split_turns(messages, render, number=0):
@@ -102,9 +110,9 @@ def _not_prefix_preserving(number, end, before, text):
     )
 
 
-def warn_without_responses(learned, sequence_length):
-    """Warns if a document has no label to learn."""
-    if any(not mask[1:].any() for mask in learned):
+def warn_without_responses(in_loss, sequence_length):
+    """Warns if a document has no label in the loss."""
+    if any(not mask[1:].any() for mask in in_loss):
         # A constant text, which Python shows once.
         warnings.warn(
             "Some samples have no token of a response in the first tokens that fit into "

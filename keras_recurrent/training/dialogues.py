@@ -61,7 +61,7 @@ def as_dialogues(x, name="x"):
             if all(message["role"] != "assistant" for message in messages):
                 raise ValueError(
                     f"`{name}`: conversation {number} has no message of the role 'assistant', "
-                    "whose text is learned. Add one, or leave out the conversation."
+                    "on whose text the loss is computed. Add one, or leave out the conversation."
                 )
             if messages[0]["role"] == "assistant":
                 raise ValueError(

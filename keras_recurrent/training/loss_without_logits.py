@@ -45,11 +45,11 @@ class Predictions(NamedTuple):
 class LossReport(NamedTuple):
     """Source of the loss, hidden states or logits, and the reasons for logits."""
 
-    made_of: str
-    because: str | None
+    source: str
+    reason: str | None
 
     def __str__(self):
-        return f"{self.made_of}: {self.because}" if self.because else self.made_of
+        return f"{self.source}: {self.reason}" if self.reason else self.source
 
 
 def which_loss(model):
@@ -62,7 +62,7 @@ def which_loss(model):
         model: a language model of this package.
 
     Returns:
-        A named tuple of `made_of`, `"hidden states"` or `"logits"`, and `because`, all reasons for
+        A named tuple of `source`, `"hidden states"` or `"logits"`, and `reason`, all reasons for
         logits, such as a loss or a metric other than the defaults of `compile`, or an overridden
         method of a subclass. It is None for hidden states.
 

@@ -51,7 +51,7 @@ def compare(make, weights=..., **compiled):
     models[1].set_weights(models[0].get_weights())
     found, after = trained(models[0], weights, **compiled)
     expected, wanted = trained(models[1], weights, metric=OfLogits, **compiled)
-    ways = [keras_recurrent.which_loss(model).made_of for model in models]
+    ways = [keras_recurrent.which_loss(model).source for model in models]
     assert ways == ["hidden states", "logits"]
     assert found.keys() == expected.keys()
     for name in expected:
@@ -98,7 +98,7 @@ def test_token_loss_and_perplexity_are_numpys():
     wanted = (losses * weights).sum() / weights.sum()
     metrics = [keras_recurrent.metrics.TokenLoss(), keras_recurrent.metrics.Perplexity()]
     model.compile(weighted_metrics=metrics)
-    assert keras_recurrent.which_loss(model).made_of == "hidden states"
+    assert keras_recurrent.which_loss(model).source == "hidden states"
     found = model.evaluate(x, y, sample_weight=weights, batch_size=2, verbose=0, return_dict=True)
     np.testing.assert_allclose(found["token_loss"], wanted, rtol=1e-5)
     np.testing.assert_allclose(found["perplexity"], np.exp(wanted), rtol=1e-4)
@@ -136,7 +136,7 @@ def test_saved_metrics_need_no_logits(tmp_path):
     wanted = model.evaluate(x, y, sample_weight=weights, verbose=0, return_dict=True)
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
-    assert keras_recurrent.which_loss(loaded).made_of == "hidden states"
+    assert keras_recurrent.which_loss(loaded).source == "hidden states"
     found = loaded.evaluate(x, y, sample_weight=weights, verbose=0, return_dict=True)
     assert found == pytest.approx(wanted)
     assert wanted["p"] == pytest.approx(np.exp(wanted["loss"]), rel=1e-5)
@@ -201,13 +201,13 @@ def test_what_asks_for_logits_says_so():
     ask = keras_recurrent.which_loss
     assert ask(model) == ("hidden states", None)
     model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    assert "the loss is not the default" in ask(model).because
+    assert "the loss is not the default" in ask(model).reason
     model.compile(loss_weights=[1.0])
-    assert ask(model).because == "`compile` got `loss_weights`"
+    assert ask(model).reason == "`compile` got `loss_weights`"
     model.compile(weighted_metrics=["accuracy"])
     assert "the metric 'accuracy' reads logits" in str(ask(model))
     model.compile(weighted_metrics=None)
-    assert ask(model).made_of == "hidden states"
+    assert ask(model).source == "hidden states"
 
     class Own(type(model)):
         def compute_loss(self, *args, **kwargs):
@@ -215,10 +215,10 @@ def test_what_asks_for_logits_says_so():
 
     own = Own(model.backbone)
     own.compile()
-    assert "`Own` overrides `compute_loss`" in ask(own).because
-    assert ask(tiny_causal_lm(dtype="float16")).made_of == "logits"
+    assert "`Own` overrides `compute_loss`" in ask(own).reason
+    assert ask(tiny_causal_lm(dtype="float16")).source == "logits"
     uncompiled = type(model)(model.backbone, compile=False)
-    assert "not compiled" in ask(uncompiled).because
+    assert "not compiled" in ask(uncompiled).reason
     with pytest.raises(TypeError, match=r"takes a language model.*got Dense"):
         ask(keras.layers.Dense(1))
 
@@ -243,14 +243,14 @@ def test_a_metric_that_reads_logits_is_named():
         assert keras_recurrent.which_loss(model) == ("logits", because)
     for loss in (keras.losses.MeanSquaredError(), TokenCrossentropy(reduction="sum")):
         model.compile(loss=loss, weighted_metrics=[perplexity()])
-        because = keras_recurrent.which_loss(model).because
-        assert "loss is not the default" in because
-        assert "metric 'Perplexity'" in because
+        reason = keras_recurrent.which_loss(model).reason
+        assert "loss is not the default" in reason
+        assert "metric 'Perplexity'" in reason
     model.compile(metrics=[accuracy()])
-    assert "is in `metrics` and not in `weighted_m" in keras_recurrent.which_loss(model).because
+    assert "is in `metrics` and not in `weighted_m" in keras_recurrent.which_loss(model).reason
     for arguments in ({"metrics": []}, {"weighted_metrics": [[accuracy()]]}):
         model.compile(**arguments)
-        assert keras_recurrent.which_loss(model).made_of == "hidden states"
+        assert keras_recurrent.which_loss(model).source == "hidden states"
         x, y, weights = data()
         assert np.isfinite(model.evaluate(x, y, sample_weight=weights, verbose=0)).all()
 

@@ -80,7 +80,7 @@ def hand_built_batch(packed):
 
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.once), True])
 def test_a_step_on_responses_is_that_of_a_batch_built_manually(packed):
-    """Fails if prompts are learned, end tokens are not, or packing loses or shifts the mask."""
+    """Fails if the loss includes prompts or lacks end tokens, or packing changes the mask."""
     x, y, weights = hand_built_batch(packed)
     model = causal_lm(packed=packed, sequence_length=y.shape[1])
     model.compile(keras.optimizers.SGD(0.05), run_eagerly=BACKEND == "tensorflow")
@@ -96,7 +96,7 @@ def test_a_step_on_responses_is_that_of_a_batch_built_manually(packed):
 
 @pytest.mark.once
 def test_padded_tokens_are_those_of_the_whole_text():
-    """Fails if truncation differs from plain text's, or a lost response's end token is learned."""
+    """Fails if truncation differs from plain text's, or the loss includes a lost response's end."""
     prompts, answers = ["ab", "abcde"], ["cdefgh", "gh"]
     pairs = {"prompts": prompts, "responses": answers}
     with pytest.warns(UserWarning, match=r"no token of a response .*`sequence_length=6`") as shown:
@@ -175,18 +175,23 @@ def test_packed_text_keeps_the_mask_of_responses():
 
 
 @pytest.mark.once
-def test_every_turn_of_the_assistant_is_learned():
-    """Fails if a turn or its end-of-turn token is missed, or special tokens are added twice."""
+def test_the_loss_includes_every_turn_of_the_assistant():
+    """Fails if a turn or its end-of-turn token is missed, or special tokens are added twice.
+
+    Also if the loss includes the period that the template writes after the end of a turn.
+    """
+    template = TEMPLATE.replace("{{ eos_token }}", "{{ eos_token }}.")
+    options = {"sequence_length": 36, "chat_template": template}
     for packed in (False, True):
-        x, y, weights = arrays(preprocessor(packed=packed, sequence_length=28)(CONVERSATIONS))
+        x, y, weights = arrays(preprocessor(packed=packed, **options)(CONVERSATIONS))
         rows = [ids[weight].tolist() for ids, weight in zip(y, weights, strict=True)]
-        learned = [[3 + ord(c) for c in "tock"] + [END, 3 + ord("o"), END], [198, 172, END]]
-        assert rows == ([[*learned[0], *learned[1]]] if packed else learned)
+        turns = [[3 + ord(c) for c in "tock"] + [END, 3 + ord("o"), END], [198, 172, END]]
+        assert rows == ([[*turns[0], *turns[1]]] if packed else turns)
         text = "".join(chr(i - 3) for i in x["token_ids"][0] if i > 2)
-        assert text == "utickatockutao" + "uxaÃ©" * packed
+        assert text == "utick.atock.ut.ao." + "ux.aÃ©." * packed
         assert (x["token_ids"] == START).sum() == len(CONVERSATIONS)
-    one = arrays(preprocessor(sequence_length=20)(CONVERSATIONS[0]))
-    assert one[1][one[2]].tolist() == learned[0]
+    one = arrays(preprocessor(**options)(CONVERSATIONS[0]))
+    assert one[1][one[2]].tolist() == turns[0]
 
 
 @pytest.mark.once
