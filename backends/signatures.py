@@ -195,4 +195,7 @@ SIGNATURES = {
     ),
     "soft_cap": Signature(_named("x: B V"), (Result("B V", "x"),)),
     "argmax": Signature(_named("x: B V"), (Result("B", "int32"),)),
+    "top_logits": Signature(
+        _named("x: B V"), (Result("B N", "float32"), Result("B N", "int32"), Result("B", "float32"))
+    ),
 }

@@ -610,8 +610,8 @@ FAULTS = [
     Fault(
         "options_of_neighbors",
         "keras_recurrent/generation/sampling.py",
-        old='kept = rank < arguments["top_k"][:, None]',
-        new='kept = rank < ops.min(arguments["top_k"])',
+        old='kept = rank < arguments["top_k"][:, None]\n    if features.has_min_p',
+        new='kept = rank < ops.min(arguments["top_k"])\n    if features.has_min_p',
         tests={
             "jax": (
                 "generation/test_sampling.py::"

@@ -8,6 +8,7 @@ depend on the order of comparisons.
 import triton
 import triton.language as tl
 
+from ._device.order import LOWEST, packed, position_of
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._runtime.framework import (
     forward_operation,
@@ -20,9 +21,6 @@ from ._runtime.launch import Array, Launch
 
 _BLOCK, _WARPS = 2048, 4  # numbers and warps of a program
 _MAX_PARTS = 1024  # partial results that one program combines
-_MAX_INT = tl.constexpr(2**31 - 1)
-_INDEX_RANGE = tl.constexpr(2**31)
-_LOWEST = tl.constexpr(-(2**63))
 
 
 def unsupported(x) -> str | None:
@@ -40,12 +38,7 @@ def _partial_kernel(x, best, V, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: t
     row, part = (tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(0) % PARTS
     index = part * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + row * V + index, index < V, other=0.0).to(tl.float32)
-    # Integers that are ordered like the numbers, NaN above all, -0 equal to 0.
-    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
-    order = tl.where(value == value, tl.where(bits < 0, bits ^ _MAX_INT, bits), _MAX_INT)
-    # Of equal numbers the first index is the largest integer: `^ _MAX_INT` counts from the end.
-    key = order.to(tl.int64) * _INDEX_RANGE + (index ^ _MAX_INT).to(tl.int64)
-    tl.store(best + tl.program_id(0), tl.max(tl.where(index < V, key, _LOWEST), 0))
+    tl.store(best + tl.program_id(0), tl.max(tl.where(index < V, packed(value, index), LOWEST), 0))
 
 
 @triton.jit
@@ -62,8 +55,8 @@ def _combine_kernel(
         launch_dependents()
         wait_for_previous_launch()
     row, part = tl.program_id(0), tl.arange(0, BLOCK)
-    key = tl.max(tl.load(best + row * PARTS + part, part < PARTS, other=_LOWEST), 0)
-    row_argmax = (key & _MAX_INT).to(tl.int32) ^ _MAX_INT
+    key = tl.max(tl.load(best + row * PARTS + part, part < PARTS, other=LOWEST), 0)
+    row_argmax = position_of(key)
     tl.store(index + row, row_argmax)
     if recent is not None:
         slot = tl.arange(0, RECENT)

@@ -11,10 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from keras import ops
 
+from keras_recurrent import dispatch
 from keras_recurrent.generation.samplers import as_sampling_params
 from keras_recurrent.generation.sampling_params import SamplingParams
 
-MIN_CANDIDATES = 8
+MIN_CANDIDATES, MAX_CANDIDATES = 8, 64
+# Weights of candidates are integers up to this number: their sums are exact in any order, so that
+# the options of other sequences do not change a token.
+LARGEST_WEIGHT = 2**24
 LARGEST_UNIFORM = np.float32(1 - 2**-23)  # times a sum, it is below this sum in float32
 
 # Held from reading the state of a sampler's generator to assigning the next one.
@@ -27,7 +31,11 @@ class Features(NamedTuple):
     Attributes:
         is_random: boolean, a sequence has a temperature above 0.
         has_greedy: boolean, another sequence has a temperature of 0.
-        num_candidates: integer, number of most probable tokens that are sorted. 0: none.
+        num_candidates: integer, number of most probable tokens among which sequences with a `top_k`
+            of up to `MAX_CANDIDATES` draw. 0: there is no such sequence.
+        has_others: boolean, another sequence with a temperature above 0 draws among all tokens.
+        num_sorted: integer, number of most probable tokens that are sorted to find those that the
+            latter sequences keep. 0: they keep all.
         has_top_p, has_min_p, has_penalties, has_bias, has_minimum: booleans.
         num_logprobs: integer, number of most probable tokens whose log probabilities are returned.
             None: no log probabilities.
@@ -36,6 +44,8 @@ class Features(NamedTuple):
     is_random: bool = False
     has_greedy: bool = False
     num_candidates: int = 0
+    has_others: bool = False
+    num_sorted: int = 0
     has_top_p: bool = False
     has_min_p: bool = False
     has_penalties: bool = False
@@ -84,7 +94,8 @@ class Sampling:
             return
         self.features = features = _features(params, vocabulary_size)
         names = {"temperature": features.is_random, "min_p": features.has_min_p}
-        names |= {"top_k": features.num_candidates, "top_p": features.has_top_p}
+        has_top_k = features.num_candidates or features.num_sorted
+        names |= {"top_k": has_top_k, "top_p": features.has_top_p}
         penalties = "repetition_penalty", "presence_penalty", "frequency_penalty"
         names |= dict.fromkeys(penalties, features.has_penalties)
         names["min_new_tokens"] = features.has_minimum
@@ -92,7 +103,7 @@ class Sampling:
             values = [getattr(p, name) for p in params]
             integers = name in ("top_k", "min_new_tokens")
             self.arguments[name] = np.array(values, "int32" if integers else "float32")
-        if features.num_candidates:
+        if has_top_k:
             top_k = self.arguments["top_k"]
             self.arguments["top_k"] = np.where(top_k > 0, top_k, vocabulary_size)
         if features.has_bias:
@@ -177,21 +188,22 @@ def _seeds(sampler, tokens):
 
 def _features(params, vocabulary_size):
     sampled = [p for p in params if not p.is_greedy]
-    has_top_p = any(p.top_p < 1 for p in sampled)
     limits = [p.top_k if p.top_k > 0 else vocabulary_size for p in sampled]
-    num_candidates = 0
-    if has_top_p or any(limit < vocabulary_size for limit in limits):
-        num_candidates = min(_power_of_two(max(limits), MIN_CANDIDATES), vocabulary_size)
-    logprobs = [p.logprobs for p in params if p.logprobs is not None]
-    num_logprobs = None
-    if logprobs:
-        most = max(logprobs)
-        num_logprobs = min(_power_of_two(most, 1), vocabulary_size) if most else 0
+    few = [limit for limit in limits if limit <= MAX_CANDIDATES]
+    others = [p for p, limit in zip(sampled, limits, strict=True) if limit > MAX_CANDIDATES]
+    num_sorted = 0
+    if any(p.top_p < 1 or 0 < p.top_k < vocabulary_size for p in others):
+        num_sorted = min(_power_of_two(max(limits), 1), vocabulary_size)
+    num_logprobs = max((p.logprobs for p in params if p.logprobs is not None), default=None)
+    if num_logprobs:
+        num_logprobs = min(_power_of_two(num_logprobs, 1), vocabulary_size)
     return Features(
         is_random=bool(sampled),
         has_greedy=0 < len(sampled) < len(params),
-        num_candidates=num_candidates,
-        has_top_p=has_top_p,
+        num_candidates=min(_power_of_two(max(few), MIN_CANDIDATES), vocabulary_size) if few else 0,
+        has_others=bool(others),
+        num_sorted=num_sorted,
+        has_top_p=any(p.top_p < 1 for p in sampled),
         has_min_p=any(p.min_p for p in sampled),
         has_penalties=any(p.has_penalties for p in params),
         has_bias=any(p.logit_bias for p in params),
@@ -222,8 +234,10 @@ def next_tokens(features, logits, stops, count, uniform, counts, arguments):
     """
     if features == Features():
         return ops.argmax(logits, axis=-1), counts, ()
-    model_logits = logits = ops.cast(logits, "float32")
+    model_logits = logits
     ids = ops.arange(logits.shape[-1], dtype="int32")
+    if features.has_bias or features.has_minimum or features.has_penalties:
+        logits = ops.cast(logits, "float32")
     if features.has_bias:
         logits = logits + arguments["logit_bias"]
     if features.has_minimum:
@@ -265,44 +279,81 @@ def _penalize(logits, counts, arguments):
 
 
 def _draw(features, logits, uniform, arguments):
-    temperature = arguments["temperature"][:, None]
-    scaled = logits / ops.where(ops.greater(temperature, 0), temperature, 1.0)
-    if features.has_min_p:
-        lowest = ops.max(scaled, axis=-1, keepdims=True) + ops.log(arguments["min_p"][:, None])
-        scaled = ops.where(ops.less(scaled, lowest), -np.inf, scaled)
+    temperature = arguments["temperature"]
+    divisor = ops.where(ops.greater(temperature, 0), temperature, 1.0)[:, None]
+    token = None
+    if features.has_others:
+        token = _draw_among_all(features, logits, divisor, uniform, arguments)
     if features.num_candidates:
-        lowest = _lowest_kept(features, scaled, arguments)
-        scaled = ops.where(ops.less(scaled, lowest), -np.inf, scaled)
-    # In the order of token ids, so that the same random number gives the same token whatever
-    # options other sequences use.
-    cumulative = ops.cumsum(ops.softmax(scaled, axis=-1), axis=-1)
-    reached = ops.less_equal(cumulative, uniform[:, None] * cumulative[:, -1:])
-    token = ops.sum(ops.cast(reached, "int32"), axis=-1)
+        few = _draw_among_candidates(features, logits, divisor, uniform, arguments)
+        is_few = arguments["top_k"] <= MAX_CANDIDATES
+        token = few if token is None else ops.where(is_few, few, token)
     if not features.has_greedy:
         return token
     best = ops.cast(ops.argmax(logits, axis=-1), "int32")
-    return ops.where(ops.greater(temperature[:, 0], 0), token, best)
+    return ops.where(ops.greater(temperature, 0), token, best)
+
+
+# Both functions below assign intervals of random numbers to tokens in the order of their ids.
+
+
+def _draw_among_candidates(features, logits, divisor, uniform, arguments):
+    """Draws tokens [B] of sequences with a `top_k` of up to `MAX_CANDIDATES`."""
+    options = {"x": logits, "count": features.num_candidates}
+    candidates, ids, _ = dispatch.run("top_logits", options)
+    scaled = candidates / divisor
+    below_best = scaled - scaled[:, :1]
+    rank = ops.arange(features.num_candidates, dtype="int32")
+    kept = rank < arguments["top_k"][:, None]
+    if features.has_min_p:
+        kept = ops.logical_and(kept, below_best >= ops.log(arguments["min_p"][:, None]))
+    weights = ops.where(kept, ops.exp(below_best), 0.0)
+    weights = ops.cast(ops.round(weights * LARGEST_WEIGHT), "int32")
+    if features.has_top_p:
+        top_p = arguments["top_p"][:, None]
+        more_probable = ops.cast(ops.cumsum(weights, axis=-1) - weights, "float32")
+        total = ops.cast(ops.sum(weights, axis=-1, keepdims=True), "float32")
+        dropped = ops.logical_and(top_p < 1, more_probable >= top_p * total)
+        weights = ops.where(dropped, 0, weights)
+    is_counted = ops.cast(ids[:, None, :] <= ids[:, :, None], "int32")
+    cumulative = ops.sum(weights[:, None, :] * is_counted, axis=-1)
+    total = ops.cast(ops.sum(weights, axis=-1), "float32")
+    is_above = ops.cast(cumulative, "float32") > (uniform * total)[:, None]
+    # Logits of NaN have no interval; the last token is one that the model knows.
+    return ops.min(ops.where(is_above, ids, logits.shape[-1] - 1), axis=-1)
+
+
+def _draw_among_all(features, logits, divisor, uniform, arguments):
+    """Draws tokens [B] of the other sequences."""
+    scaled = ops.cast(logits, "float32") / divisor
+    if features.has_min_p:
+        lowest = ops.max(scaled, axis=-1, keepdims=True) + ops.log(arguments["min_p"][:, None])
+        scaled = ops.where(ops.less(scaled, lowest), -np.inf, scaled)
+    if features.num_sorted:
+        lowest = _lowest_kept(features, scaled, arguments)
+        scaled = ops.where(ops.less(scaled, lowest), -np.inf, scaled)
+    cumulative = ops.cumsum(ops.softmax(scaled, axis=-1), axis=-1)
+    reached = ops.less_equal(cumulative, uniform[:, None] * cumulative[:, -1:])
+    return ops.sum(ops.cast(reached, "int32"), axis=-1)
 
 
 def _lowest_kept(features, scaled, arguments):
     """Returns the least scaled logit of each sequence that `top_k` and `top_p` keep, `[B, 1]`."""
-    candidates, _ = ops.top_k(scaled, features.num_candidates, sorted=True)
-    rank = ops.arange(features.num_candidates, dtype="int32")
+    sorted_logits, _ = ops.top_k(scaled, features.num_sorted, sorted=True)
+    rank = ops.arange(features.num_sorted, dtype="int32")
     kept = rank < arguments["top_k"][:, None]
     if features.has_top_p:
         top_p = arguments["top_p"][:, None]
-        probabilities = ops.softmax(ops.where(kept, candidates, -np.inf), axis=-1)
+        probabilities = ops.softmax(ops.where(kept, sorted_logits, -np.inf), axis=-1)
         more_probable = ops.cumsum(probabilities, axis=-1) - probabilities
         dropped = ops.logical_and(top_p < 1, more_probable >= top_p)
         kept = ops.logical_and(kept, ops.logical_not(dropped))
-    return ops.min(ops.where(kept, candidates, np.inf), axis=-1, keepdims=True)
+    return ops.min(ops.where(kept, sorted_logits, np.inf), axis=-1, keepdims=True)
 
 
 def _log_probabilities(logits, token, number):
-    log_sum = ops.logsumexp(logits, axis=-1, keepdims=True)
-    chosen = ops.take_along_axis(logits, token[:, None], axis=1) - log_sum
-    if not number:
-        empty = chosen[:, :0]
-        return Logprobs(chosen[:, 0], empty, ops.cast(empty, "int32"))
-    top, ids = ops.top_k(logits, number, sorted=True)
-    return Logprobs(chosen[:, 0], top - log_sum, ops.cast(ids, "int32"))
+    options = {"x": logits, "count": max(number, 1)}
+    top, ids, log_sum = dispatch.run("top_logits", options)
+    chosen = ops.take_along_axis(logits, token[:, None], axis=1)[:, 0]
+    chosen = ops.cast(chosen, "float32") - log_sum
+    return Logprobs(chosen, top[:, :number] - log_sum[:, None], ids[:, :number])

@@ -108,7 +108,9 @@ def as_token_weights(tokens, sample_weight, dtype="float32"):
     """Returns `sample_weight` as floats of the shape of `tokens`, `[B, T]`; None: all 1."""
     if sample_weight is None:
         return ops.ones_like(tokens, dtype=dtype)
-    weights, ones = ops.cast(sample_weight, dtype), ops.ones_like(tokens, dtype=dtype)
+    # Data sources of torch pass tensors on the CPU, which Keras moves to the device of the model.
+    sample_weight, ones = ops.convert_to_tensor(sample_weight), ops.ones_like(tokens, dtype=dtype)
+    weights = ops.cast(sample_weight, dtype)
     if len(weights.shape) == len(tokens.shape) + 1:
         weights = ops.squeeze(weights, -1)
     elif len(weights.shape) == len(tokens.shape) - 1:

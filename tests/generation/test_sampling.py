@@ -11,13 +11,14 @@ from tests.generation import numpy_sampling
 from tests.generation.token_samplers import sampling_of
 from tests.models.tiny import tiny_causal_lm
 
-VOCABULARY, STEPS, STOPS = 40, 20, (3, 7)
+VOCABULARY, STEPS, STOPS = 100, 20, (3, 7)
 PROMPTS = [[1, 5, 5], [2, 9, 30, 31], [4]]
 CASES = {
     "greedy": SamplingParams(temperature=0),
     "all tokens": SamplingParams(seed=1),
     "temperature": SamplingParams(seed=2, temperature=0.3),
     "top_k": SamplingParams(seed=3, top_k=5),
+    "a large top_k": SamplingParams(seed=9, top_k=80, temperature=5.0),
     "top_p": SamplingParams(seed=4, top_p=0.6),
     "top_p of top_k": SamplingParams(seed=5, top_k=12, top_p=0.7, temperature=1.5),
     "min_p": SamplingParams(seed=6, min_p=0.2),
@@ -25,7 +26,7 @@ CASES = {
         temperature=0, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.6
     ),
     "negative penalties": SamplingParams(seed=7, repetition_penalty=0.8, frequency_penalty=-0.5),
-    "bias": SamplingParams(seed=8, logit_bias={0: 3.0, 39: -100}),
+    "bias": SamplingParams(seed=8, logit_bias={0: 3.0, 99: -100}),
     "no stop token": SamplingParams(temperature=0, min_new_tokens=9, logit_bias={3: 50, 7: 49}),
 }
 

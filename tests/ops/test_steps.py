@@ -244,7 +244,7 @@ def test_in_a_graph():
 
 
 class TestTokens:
-    """`argmax`, `soft_cap` and `embedding_step`, against the definitions."""
+    """`argmax`, `top_logits`, `soft_cap` and `embedding_step`, against the definitions."""
 
     X = np.random.default_rng(0).normal(size=(3, 50)).astype("float32")
 
@@ -261,6 +261,12 @@ class TestTokens:
         x = self.X.copy()
         x[1, [7, 9]] = 100
         self.check("argmax", x)
+
+    def test_top_logits(self):
+        x = self.X.copy()
+        x[1] = -np.inf
+        x[1, [7, 3]] = 100, 99
+        self.check("top_logits", x, tolerance=2e-6, count=2)
 
     def test_soft_cap(self):
         self.check("soft_cap", self.X, tolerance=1e-6, cap=0.5)

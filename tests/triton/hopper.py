@@ -36,6 +36,7 @@ from keras_recurrent.backends.triton import (
     rms_norm,
     soft_cap,
     token_crossentropy,
+    top_logits,
 )
 from keras_recurrent.backends.triton._attention import (
     attention_kernels,
@@ -267,6 +268,16 @@ OF_A_STEP = {
         argmax._combine_kernel,
         {"PARTS": 125, "BLOCK": 128, "RECENT": 16, "PDL": True},
         [{}],
+    ),
+    "top logits, partial": (
+        top_logits._partial_kernel,
+        {"PARTS": 125, "COUNT": 16, "BLOCK": top_logits._BLOCK, "PDL": True},
+        [{"num_warps": top_logits._WARPS}],
+    ),
+    "top logits, combine": (
+        top_logits._combine_kernel,
+        {"PARTS": 125, "COUNT": 16, "BLOCK": 2048, "BLOCK_PARTS": 128, "PDL": True},
+        [{"num_warps": top_logits._WARPS}],
     ),
     "hgrn2 step": (
         hgrn2_step._kernel,
@@ -547,6 +558,8 @@ def dtype(argument, name):
         return "*i8" if argument == "kind" else "*i32"
     if name.startswith("argmax") and argument != "x":
         return "*i64" if argument == "best" else "*i32"
+    if name.startswith("top logits") and argument != "x":
+        return {"best": "*i64", "indices": "*i32"}.get(argument, "*fp32")
     if name in QUANTIZED_MAPS and argument.startswith("kernel") and "scale" not in argument:
         return "*i8"
     if name.endswith("gated") and argument in ("x", "x_2"):

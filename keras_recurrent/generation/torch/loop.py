@@ -4,6 +4,7 @@ Sequences advance from their own lengths, as in `generation/loop.py`. The loop w
 only every `RECENT` tokens, to check whether all sequences have ended.
 """
 
+import collections
 import contextlib
 
 import keras
@@ -79,19 +80,26 @@ class Loop:
         token, sampler = self._begin(request)
         sequences = ActiveSequences(request, token) if keep else None
         generated = token.new_zeros(len(lengths), max_tokens)
-        ended = _Ended(request, token)
+        ended = _Ended(request)
         # Until the host knows the tokens, a kept cache would be ahead of a stop string.
         block = 1 if keep and request.stop_strings else RECENT
+        # While the host searches a block for stop strings, the device computes the next one.
+        num_ahead = 1 if request.stop_strings and not keep else 0
+        may_end = request.stop_strings is not None or len(request.stop_token_ids) > 0
+        blocks: collections.deque = collections.deque()
         logprobs = []
         with self.runner.decode(token, cache, sampler, sequences) as decoder:
             for start in range(0, max_tokens, block):
                 stop = min(start + block, max_tokens)
                 decoder.generate(generated, start, stop)
                 logprobs.append(decoder.sampler.logprobs(stop - start))
-                if stop < max_tokens and ended.after(generated[:, start:stop], stop):
+                if stop == max_tokens or not may_end:
+                    continue
+                blocks.append(_fetch(generated[:, start:stop]))
+                if len(blocks) > num_ahead and ended.after(blocks.popleft()()):
                     break
                 if request.stop_strings and sequences:
-                    decoder.sequences.stop(ended.rows)
+                    decoder.sequences.stop(torch.as_tensor(ended.rows))
             cache = decoder.cache() if keep else None
         new = generated.cpu().numpy()
         logprobs = keras.tree.map_structure(lambda *x: torch.cat(x, 1).cpu().numpy(), *logprobs)
@@ -137,38 +145,43 @@ class Loop:
         return keras.tree.map_structure(torch.clone, cache)
 
 
+def _fetch(tensor):
+    """Begins to copy a tensor to the host; returns a function that waits for the NumPy array."""
+    copy = tensor.to("cpu", non_blocking=True)
+    if tensor.device.type != "cuda":
+        return copy.numpy
+    event = torch.cuda.Event()
+    event.record()
+
+    def array():
+        event.synchronize()
+        return copy.numpy()
+
+    return array
+
+
 class _Ended:
     """Ends of the sequences: the rows that have ended, and their numbers of tokens.
 
     Args:
         request: the `Request`.
-        token: integers [B, 1], a tensor on the device of the model.
 
     Attributes:
-        rows: boolean [B], a tensor, True for sequences that have ended at a stop token or string.
+        rows: boolean [B], True for sequences that have ended at a stop token or string.
     """
 
-    def __init__(self, request, token):
-        self._request = request
-        self._stops = token.new_tensor(request.stop_token_ids)
-        self._free_length = torch.as_tensor(request.free_length, device=token.device)
-        self.rows = torch.zeros_like(self._free_length, dtype=torch.bool)
+    def __init__(self, request):
+        self._request, self._num_tokens = request, 0
+        self.rows = np.zeros(len(request.lengths), "bool")
 
-    def after(self, new, count):
-        """Returns True if all sequences have ended.
-
-        Args:
-            new: integers [B, N], the latest tokens.
-            count: integer, number of tokens so far.
-        """
-        strings = self._request.stop_strings
-        if strings is not None:
-            found = strings.add(new.cpu().numpy())
-            self.rows |= torch.as_tensor(found, device=self.rows.device)
-        if not len(self._stops) and strings is None:
-            return False
-        self.rows |= torch.isin(new, self._stops).any(dim=1)
-        return bool((self.rows | (self._free_length <= count)).all())
+    def after(self, new):
+        """Returns True if all sequences have ended; `new` has the next tokens, [B, N]."""
+        request = self._request
+        self._num_tokens += new.shape[1]
+        if request.stop_strings is not None:
+            self.rows |= request.stop_strings.add(new)
+        self.rows |= np.isin(new, request.stop_token_ids).any(axis=1)
+        return bool((self.rows | (request.free_length <= self._num_tokens)).all())
 
     def counts(self, new):
         """Returns the number of new tokens of each sequence, `[B]`, given all of them [B, N]."""

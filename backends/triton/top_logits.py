@@ -1,0 +1,130 @@
+"""The largest logits of each row in descending order, and the logarithm of the sum of exp of all.
+
+Several programs share a row: each finds the largest numbers of its part one after the other, and
+the sum of exp relative to the first. A second kernel combines the parts. Numbers are packed with
+their indices as in `argmax`, so that the result does not depend on the order of comparisons.
+"""
+
+import triton
+import triton.language as tl
+
+from ._device.math import exp
+from ._device.order import LOWEST, number_of, packed, position_of
+from ._device.pdl import launch_dependents, wait_for_previous_launch
+from ._runtime.framework import (
+    forward_operation,
+    fusible_unsupported_reason,
+    pdl_options,
+    run,
+    step_unsupported_reason,
+)
+from ._runtime.launch import Array, Launch
+
+_BLOCK, _WARPS = 2048, 4  # numbers and warps of a program
+_MAX_COUNT = 16
+_MAX_CANDIDATES = 4096  # numbers that one program combines
+
+
+def unsupported(x, count) -> str | None:
+    """Reason why this implementation cannot take these arguments, or None."""
+    if not 0 < count <= _MAX_COUNT:
+        return f"takes a `count` of 1 to {_MAX_COUNT}, got {count}"
+    largest = _BLOCK * (_MAX_CANDIDATES // _MAX_COUNT)
+    if not count <= x.shape[-1] <= largest:
+        return f"takes rows of `count` to {largest} numbers, got {x.shape[-1]}"
+    return fusible_unsupported_reason(x) or step_unsupported_reason(x)
+
+
+@triton.jit
+def _partial_kernel(
+    x,
+    best,
+    highest,
+    total,
+    V,
+    PARTS: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        launch_dependents()
+        wait_for_previous_launch()
+    row, part = (tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(0) % PARTS
+    index = part * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + row * V + index, index < V, other=float("-inf")).to(tl.float32)
+    key = tl.where(index < V, packed(value, index), LOWEST)
+    peak = tl.max(value, 0)
+    # A part may consist of -inf only.
+    shift = tl.where(peak == float("-inf"), 0.0, peak)
+    tl.store(highest + tl.program_id(0), peak)
+    tl.store(total + tl.program_id(0), tl.sum(exp(value - shift, True), 0))
+    for i in range(COUNT):
+        largest = tl.max(key, 0)
+        tl.store(best + tl.program_id(0) * COUNT + i, largest)
+        key = tl.where(key == largest, LOWEST, key)
+
+
+@triton.jit
+def _combine_kernel(
+    best,
+    highest,
+    total,
+    values,
+    indices,
+    log_sum,
+    PARTS: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        launch_dependents()
+        wait_for_previous_launch()
+    row = tl.program_id(0)
+    part = tl.arange(0, BLOCK_PARTS)
+    peaks = tl.load(highest + row * PARTS + part, part < PARTS, other=float("-inf"))
+    sums = tl.load(total + row * PARTS + part, part < PARTS, other=0.0)
+    peak = tl.max(peaks, 0)
+    shift = tl.where(peak == float("-inf"), 0.0, peak)
+    tl.store(log_sum + row, shift + tl.log(tl.sum(sums * exp(peaks - shift, True), 0)))
+    candidate = tl.arange(0, BLOCK)
+    valid = candidate < PARTS * COUNT
+    key = tl.load(best + row * PARTS * COUNT + candidate, valid, other=LOWEST)
+    for i in range(COUNT):
+        largest = tl.max(key, 0)
+        tl.store(values + row * COUNT + i, number_of(largest))
+        tl.store(indices + row * COUNT + i, position_of(largest))
+        key = tl.where(key == largest, LOWEST, key)
+
+
+def results(x, *, count: int):
+    row = (x.shape[0], count)
+    return Array(row, "float32"), Array(row, "int32"), Array(row[:1], "float32")
+
+
+def forward(x, *, count: int):
+    rows, width = x.shape
+    parts = triton.cdiv(width, _BLOCK)
+    options = {"PARTS": parts, "COUNT": count, "num_warps": _WARPS, **pdl_options(x)}
+    partial = (
+        Array((rows, parts, count), "int64"),
+        *(Array((rows, parts), "float32") for _ in range(2)),
+    )
+    scalars = {**options, "BLOCK": _BLOCK}
+    partial = run(Launch(_partial_kernel, rows * parts, (x,), partial, (width,), scalars))
+    options["BLOCK"] = triton.next_power_of_2(parts * count)
+    options["BLOCK_PARTS"] = triton.next_power_of_2(parts)
+    return run(Launch(_combine_kernel, rows, partial, results(x, count=count), (), options))
+
+
+_top_logits = forward_operation("top_logits", forward, results, count=3)
+
+
+def top_logits(x, count):
+    """x: [B, V]; count: 1 to 16. Returns (float32 values [B, count], int32 indices, log sum [B]).
+
+    Equal numbers are in the order of their indices, and NaN is largest.
+    """
+    return _top_logits(x, count=int(count))

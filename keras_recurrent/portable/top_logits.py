@@ -1,0 +1,13 @@
+"""The largest logits of each row, and the logarithm of the sum of exp of all."""
+
+from keras import ops
+
+
+def top_logits(x, count):
+    """x: [B, V]. Returns (float32 values [B, count], int32 indices, float32 log sum [B]).
+
+    The order of equal numbers is that of the backend's `top_k`.
+    """
+    x = ops.cast(x, "float32")
+    values, indices = ops.top_k(x, count, sorted=True)
+    return values, ops.cast(indices, "int32"), ops.logsumexp(x, axis=-1)
