@@ -22,6 +22,7 @@ from ._runtime.launch import Array, Launch
 
 _BLOCK, _WARPS = 2048, 4  # numbers and warps of a program
 _MAX_COUNT = 16
+_MAX_PER_WARP = 512  # candidates that one warp combines, without a barrier
 _MAX_CANDIDATES = 4096  # numbers that one program combines
 
 
@@ -107,14 +108,15 @@ def results(x, *, count: int):
 def forward(x, *, count: int):
     rows, width = x.shape
     parts = triton.cdiv(width, _BLOCK)
-    options = {"PARTS": parts, "COUNT": count, "num_warps": _WARPS, **pdl_options(x)}
+    options = {"PARTS": parts, "COUNT": count, **pdl_options(x)}
     partial = (
         Array((rows, parts, count), "int64"),
         *(Array((rows, parts), "float32") for _ in range(2)),
     )
-    scalars = {**options, "BLOCK": _BLOCK}
-    partial = run(Launch(_partial_kernel, rows * parts, (x,), partial, (width,), scalars))
-    options["BLOCK"] = triton.next_power_of_2(parts * count)
+    tile = {"BLOCK": _BLOCK, "num_warps": _WARPS}
+    partial = run(Launch(_partial_kernel, rows * parts, (x,), partial, (width,), options | tile))
+    options["BLOCK"] = block = triton.next_power_of_2(parts * count)
+    options["num_warps"] = 1 if block <= _MAX_PER_WARP else _WARPS
     options["BLOCK_PARTS"] = triton.next_power_of_2(parts)
     return run(Launch(_combine_kernel, rows, partial, results(x, count=count), (), options))
 

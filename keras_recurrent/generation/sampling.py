@@ -37,6 +37,7 @@ class Features(NamedTuple):
         num_sorted: integer, number of most probable tokens that are sorted to find those that the
             latter sequences keep. 0: they keep all.
         has_top_p, has_min_p, has_penalties, has_bias, has_minimum: booleans.
+        uses_counts: boolean, a penalty is one of presence or frequency.
         num_logprobs: integer, number of most probable tokens whose log probabilities are returned.
             None: no log probabilities.
     """
@@ -49,6 +50,7 @@ class Features(NamedTuple):
     has_top_p: bool = False
     has_min_p: bool = False
     has_penalties: bool = False
+    uses_counts: bool = False
     has_bias: bool = False
     has_minimum: bool = False
     num_logprobs: int | None = None
@@ -97,7 +99,8 @@ class Sampling:
         has_top_k = features.num_candidates or features.num_sorted
         names |= {"top_k": has_top_k, "top_p": features.has_top_p}
         penalties = "repetition_penalty", "presence_penalty", "frequency_penalty"
-        names |= dict.fromkeys(penalties, features.has_penalties)
+        names |= dict.fromkeys(penalties[:1], features.has_penalties)
+        names |= dict.fromkeys(penalties[1:], features.uses_counts)
         names["min_new_tokens"] = features.has_minimum
         for name in (name for name, is_used in names.items() if is_used):
             values = [getattr(p, name) for p in params]
@@ -206,6 +209,7 @@ def _features(params, vocabulary_size):
         has_top_p=any(p.top_p < 1 for p in sampled),
         has_min_p=any(p.min_p for p in sampled),
         has_penalties=any(p.has_penalties for p in params),
+        uses_counts=any(p.presence_penalty or p.frequency_penalty for p in params),
         has_bias=any(p.logit_bias for p in params),
         has_minimum=any(p.min_new_tokens for p in params),
         num_logprobs=num_logprobs,
@@ -245,7 +249,7 @@ def next_tokens(features, logits, stops, count, uniform, counts, arguments):
         is_early = (count < arguments["min_new_tokens"])[:, None]
         logits = ops.where(ops.logical_and(is_stop, is_early), -np.inf, logits)
     if features.has_penalties:
-        logits = _penalize(logits, counts, arguments)
+        logits = _penalize(features, logits, counts, arguments)
     if features.is_random:
         token = _draw(features, logits, uniform, arguments)
     else:
@@ -266,16 +270,17 @@ def empty_logprobs(num_logprobs, size):
     return Logprobs(ops.zeros(size), ops.zeros(top), ops.zeros(top, "int32"))
 
 
-def _penalize(logits, counts, arguments):
-    repetition, presence, frequency = (
-        arguments[f"{name}_penalty"][:, None] for name in ("repetition", "presence", "frequency")
-    )
+def _penalize(features, logits, counts, arguments):
     generated = ops.greater(counts, 0)
     known = ops.logical_or(arguments["in_prompt"], generated)
-    repeated = ops.where(ops.greater(logits, 0), logits / repetition, logits * repetition)
-    logits = ops.where(known, repeated, logits)
+    repetition = arguments["repetition_penalty"][:, None]
+    factor = ops.where(ops.greater(logits, 0), 1 / repetition, repetition)
+    logits = ops.where(known, logits * factor, logits)
+    if not features.uses_counts:
+        return logits
+    presence, frequency = (arguments[f"{name}_penalty"] for name in ("presence", "frequency"))
     counts, generated = ops.cast(counts, "float32"), ops.cast(generated, "float32")
-    return logits - frequency * counts - presence * generated
+    return logits - frequency[:, None] * counts - presence[:, None] * generated
 
 
 def _draw(features, logits, uniform, arguments):
