@@ -1,10 +1,10 @@
 """Times training of whole models on a CUDA GPU.
 
-    python -m benchmarks.gpu_models                        # or hgrn2, recurrentgemma; --seconds 300
+    python -m benchmarks.gpu_models               # or hgrn2, hypenet, recurrentgemma; --seconds 300
 
 Compares HGRN2 1.3B with flash-linear-attention's and RecurrentGemma 2B with transformers' (`pip
 install flash-linear-attention transformers`): same sizes and tokens, random weights in bfloat16,
-forward and backward, eager. RecurrentGemma is also timed with an update by Keras's AdamW with
+forward and backward, eager. HypeNet 2B has no baseline. RecurrentGemma is also timed with an update by Keras's AdamW with
 bfloat16 slots, with the fused loss and with the loss of logits. If activations do not fit into
 memory, blocks are recomputed in the backward pass, which the line says.
 
@@ -20,7 +20,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
@@ -31,8 +31,13 @@ import torch
 import keras_recurrent
 from benchmarks import peer_models, peers
 from benchmarks.gpu_timing import line, times
-from keras_recurrent.models import GriffinCausalLM, HGRN2CausalLM, TokenCrossentropy
-from keras_recurrent.presets import griffin, hgrn2
+from keras_recurrent.models import (
+    GriffinCausalLM,
+    HGRN2CausalLM,
+    LightningHybridCausalLM,
+    TokenCrossentropy,
+)
+from keras_recurrent.presets import griffin, hgrn2, lightning_hybrid
 
 REPEATS, LEAST = 5, 3  # of a measurement; the second if it takes longer than `PATIENCE`
 PATIENCE = 60  # seconds
@@ -46,9 +51,9 @@ class Pair(NamedTuple):
     family: type
     preset: str
     row: Any  # in the table of presets
-    peer: str
-    make_peer: Callable  # function of the arguments of this package's backbone
-    peer_sizes: list  # sizes whose steps take less than minutes
+    peer: str | None = None
+    make_peer: Callable | None = None  # function of the arguments of this package's backbone
+    peer_sizes: Sequence = ()  # sizes whose steps take less than minutes
 
 
 MODELS = {
@@ -56,6 +61,10 @@ MODELS = {
         *("RecurrentGemma 2B", GriffinCausalLM, "recurrentgemma_2b"),
         griffin.SIZES["recurrentgemma_2b"],
         *("transformers", peer_models.transformers_gemma, SIZES[1:2]),
+    ),
+    "hypenet": Pair(
+        *("HypeNet 2B", LightningHybridCausalLM, "hypenet_2b"),
+        lightning_hybrid.SIZES["hypenet_2b"],
     ),
     "hgrn2": Pair(
         *("HGRN2 1.3B", HGRN2CausalLM, "hgrn2_1.3b_100b"),
@@ -303,7 +312,7 @@ def main(names, seconds, compiled, only):
         if only != "peer":
             measure_ours(pair, clock)
         release()
-        if only != "ours":
+        if only != "ours" and pair.make_peer is not None:
             measure_peer(pair, clock)
         release()
 

@@ -15,15 +15,14 @@ import time
 import keras
 import numpy as np
 
-from benchmarks.writing import MODELS
+from benchmarks.writing import make_model
 
 TRAINING = 8, 2048  # batch size and sequence length in training
 RUNS = 3
 
 
 def measure(name, lengths=(131_072,), dtype="bfloat16"):
-    family, preset = MODELS[name]
-    model = family.from_preset(preset, load_weights=False, preprocessor=None, dtype=dtype)
+    model = make_model(name, dtype=dtype)
     vocabulary = model.backbone.vocabulary_size
     for length in lengths:
         row = np.random.default_rng(0).integers(1, vocabulary, (1, length)).astype("int32")
@@ -38,7 +37,7 @@ def measure(name, lengths=(131_072,), dtype="bfloat16"):
         times = [_seconds(read) for _ in range(RUNS)]
         peak = _peak()
         yield {
-            "model": preset,
+            "model": name,
             "backend": keras.config.backend(),
             "tokens": length,
             "tokens/s": round(length / statistics.median(times)),

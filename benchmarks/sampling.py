@@ -16,7 +16,7 @@ import time
 
 import keras
 
-from benchmarks.writing import MODELS
+from benchmarks import writing
 from keras_recurrent import which_generation
 from keras_recurrent.models import GriffinCausalLM, SamplingParams
 from keras_recurrent.tokenizers import ByteTokenizer
@@ -44,10 +44,9 @@ CASES: dict = {
 def make_model(name):
     if name == "griffin_tiny_text":
         return GriffinCausalLM.from_preset(name, chat_template=TEMPLATE)
-    family, preset = MODELS[name]
+    family = writing.MODELS[name][0]
     preprocessor = family.preprocessor_cls(ByteTokenizer(), chat_template=TEMPLATE)
-    options = {"load_weights": False, "preprocessor": preprocessor, "dtype": "bfloat16"}
-    return family.from_preset(preset, **options)
+    return writing.make_model(name, preprocessor)
 
 
 def times_of_options(model, batch_size):
@@ -98,7 +97,7 @@ def times_of_chat(model):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("model", choices=[*MODELS, "griffin_tiny_text"])
+    parser.add_argument("model", choices=[*writing.MODELS, "griffin_tiny_text"])
     parser.add_argument("batch_size", type=int)
     arguments = parser.parse_args()
     model = make_model(arguments.model)

@@ -2,12 +2,14 @@
 
     KERAS_BACKEND=torch python -m benchmarks.writing hgrn2 1
 
-Arguments: a model, `hgrn2` or `recurrentgemma`, or on a CPU `griffin_100m` or `hawk_tiny`; a batch
-size; and optionally quantizations, `int8`, `int8-weights`, `int4` (blocks of 128 channels) or
+Arguments: a model, `hgrn2`, `hgrn2_hybrid` (three HGRN2 layers for each of attention), `hypenet`,
+`minicpm_sala` or `recurrentgemma`, or on a CPU `griffin_100m` or `hawk_tiny`; a batch size; and
+optionally quantizations, `int8`, `int8-weights`, `int4` (blocks of 128 channels) or
 `int4-columns`, which are compared with bfloat16 in one process; logits of a fused step are compared
 with those of the layers one by one. Weights are random in bfloat16, decoding is greedy. The time
 per token is the difference between two calls that generate different numbers of tokens, so that it
-contains neither prefill nor the start of a call. A stream is timed between the same tokens.
+contains neither prefill nor the start of a call. A stream is timed between the same tokens. The
+floor is `decoding_time` at the rates of a copy and of a matrix product in the same process.
 
 With `--turn FOLDER` a process compiles, makes `FOLDER/ready`, and times once `FOLDER/go` exists:
 `benchmarks/writing_in_turns.sh` compiles several in parallel and times one after the other.
@@ -23,21 +25,38 @@ import time
 import keras
 import numpy as np
 
+from benchmarks.decoding import device_rates, least_seconds_a_token
 from keras_recurrent import which_generation
 from keras_recurrent.layers.decoding import decoding_scope
-from keras_recurrent.models import GriffinCausalLM, HGRN2CausalLM
+from keras_recurrent.models import GriffinCausalLM, HGRN2CausalLM, LightningHybridCausalLM
 
 if keras.config.backend() == "torch":
     import torch
 
-MODELS = {
-    "hgrn2": (HGRN2CausalLM, "hgrn2_1.3b_100b"),
-    "recurrentgemma": (GriffinCausalLM, "recurrentgemma_2b"),
-    "griffin_100m": (GriffinCausalLM, "griffin_100m"),
-    "hawk_tiny": (GriffinCausalLM, "hawk_tiny"),
+HYBRID = {
+    "attention_layers": tuple(range(3, 24, 4)),
+    "num_query_heads": 16,
+    "num_key_value_heads": 16,
+}
+# {name: (family, preset, arguments of the backbone)}
+MODELS: dict = {
+    "hgrn2": (HGRN2CausalLM, "hgrn2_1.3b_100b", {}),
+    "hgrn2_hybrid": (HGRN2CausalLM, "hgrn2_1.3b_100b", HYBRID),
+    "hypenet": (LightningHybridCausalLM, "hypenet_2b", {}),
+    "minicpm_sala": (LightningHybridCausalLM, "minicpm_sala", {}),
+    "recurrentgemma": (GriffinCausalLM, "recurrentgemma_2b", {}),
+    "griffin_100m": (GriffinCausalLM, "griffin_100m", {}),
+    "hawk_tiny": (GriffinCausalLM, "hawk_tiny", {}),
 }
 PROMPT, FEW, MANY = 16, 64, 1088  # tokens
 RUNS = 5
+
+
+def make_model(name, preprocessor=None, dtype="bfloat16"):
+    """Returns a model with random weights."""
+    family, preset, arguments = MODELS[name]
+    options = {"load_weights": False, "preprocessor": preprocessor, "dtype": dtype}
+    return family.from_preset(preset, **options, **arguments)
 
 
 def prompts(vocabulary, batch, new):
@@ -81,8 +100,7 @@ def wait_for_turn(folder):
 
 
 def measure(name, batch, quantization=None, turn=None):
-    family, preset = MODELS[name]
-    model = family.from_preset(preset, load_weights=False, preprocessor=None, dtype="bfloat16")
+    model = make_model(name)
     apart = None
     if quantization is not None:
         # Not the embedding: Keras dequantizes all of it for the logits of each token.
@@ -114,13 +132,18 @@ def measure(name, batch, quantization=None, turn=None):
     times = [(seconds(MANY) - seconds(FEW)) / (MANY - FEW) for _ in range(RUNS)]
     way = which_generation(model)
     streamed = [seconds_of_stream() for _ in range(RUNS)]
+    rates = device_rates("bfloat16")
+    floor = least_seconds_a_token(model, batch, MANY - FEW, PROMPT + FEW, **rates)
     return {
-        "model": preset,
+        "model": name,
         "quantization": quantization,
         "logits apart": apart,
         "backend": keras.config.backend(),
         "batch": batch,
         "ms a token": [round(1000 * t, 3) for t in sorted(times)],
+        "floor ms": round(1000 * floor, 3),
+        "share of floor": round(floor / statistics.median(times), 3),
+        "copy TB/s": round(rates["bytes_per_second"] / 1e12, 2),
         "tokens/s": round(batch / statistics.median(times)),
         "stream tokens/s": round(batch / statistics.median(streamed)),
         "first call s": round(first, 1),
