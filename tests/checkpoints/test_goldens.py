@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 
 from keras_recurrent.checkpoints import layout
 from tests.checkpoints import golden
+from tests.models.tiny import NIGHTLY_IF_COMPILED
 
 # The root mean square of float32's roundings, relative; mistakes show at 1e-4 and above.
 ROUNDING = 1.5e-6
@@ -75,12 +76,16 @@ def test_logits_of_padded_rows(model, wanted):
     assert golden.relative(found[real], wanted["padded_logits"][real]) < ROUNDING
 
 
-def test_gradients(path, wanted):
-    """Fails if training sees other positions, bounds or norms than a call does."""
+@pytest.mark.parametrize("rate", [pytest.param(2.0**20, marks=NIGHTLY_IF_COMPILED)])
+def test_gradients(path, wanted, rate):
+    """Fails if training sees other positions, bounds or norms than a call does.
+
+    A step of the learning rate `rate` is so large that it is the gradient to the last digits.
+    """
     gradients = {name.removeprefix("grad/"): wanted[name] for name in wanted if "grad/" in name}
     if not gradients:
         pytest.skip("the file has none")
-    model, rate = load(path), 2.0**20  # a step so large that it is the gradient to the last digits
+    model = load(path)
     tensors = layout.get_layout(model.backbone).tensors(model.backbone.get_config())
     theirs = [tensor for tensor in tensors if tensor.name in gradients]
     assert len(theirs) == len(gradients)

@@ -11,6 +11,7 @@ from tests.models.tiny import (
     FAMILIES,
     FEWER_LAYERS,
     HYBRID,
+    NIGHTLY_IF_COMPILED,
     SHARED,
     VOCABULARY,
     forward,
@@ -78,7 +79,7 @@ def every_sampler(names):
     return pytest.mark.parametrize(
         ("family", "name"),
         [(f, n) for f in FAMILIES for n in names if f in SHARED or n == "greedy"]
-        + [("hgrn2 hybrid", "greedy")],
+        + [pytest.param("hgrn2 hybrid", "greedy", marks=NIGHTLY_IF_COMPILED)],
         indirect=["family"],
         scope="module",
     )
