@@ -1,8 +1,8 @@
 """Tiny checkpoints in the published layouts, compared with outputs of independent programs.
 
-`golden.npz` holds logits, loss and a greedy continuation. Those of TransNormerLLM are from the
-recurrence in float64, token by token. Those of the HGRN2 hybrid, with padded rows and gradients,
-are from flash-linear-attention 0.6.0, whose Triton kernels ran in the interpreter. RecurrentGemma,
+`golden.npz` holds logits, loss and a greedy continuation: for TransNormerLLM from the recurrence
+in float64, token by token; for the HGRN2 hybrid, with padded rows and gradients, from
+flash-linear-attention 0.6.0, whose Triton kernels ran in the interpreter. RecurrentGemma,
 whose golden file has more, is in `test_recurrent_gemma.py`.
 """
 

@@ -232,7 +232,7 @@ def test_configurations_of_hybrids():
     """Fails if a missing key has another default than in flash-linear-attention, or if a value is
     ignored that changes the model.
     """
-    wanted = {
+    expected = {
         "attention_layers": (0, 2),
         "num_query_heads": 4,
         "num_key_value_heads": 4,
@@ -244,12 +244,12 @@ def test_configurations_of_hybrids():
     def arguments(attn, **changes):
         config = CONFIG | {"num_hidden_layers": 4, "attn": attn} | changes
         found = HGRN2Layout().backbone_arguments(config, "config.json")
-        return {name: found[name] for name in wanted if name in found}
+        return {name: found[name] for name in expected if name in found}
 
     one = {"layers": [2, 0], "num_heads": 4}
     assert arguments(None) == arguments([]) == {"attention_layers": ()}
-    assert arguments(one) == arguments({**one, "window_size": None, "qk_norm": False}) == wanted
-    assert arguments([{**one, "layers": [2]}, {**one, "layers": [0]}]) == wanted
+    assert arguments(one) == arguments({**one, "window_size": None, "qk_norm": False}) == expected
+    assert arguments([{**one, "layers": [2]}, {**one, "layers": [0]}]) == expected
     given = {"num_kv_heads": 2, "window_size": 7, "rope_theta": 500.0, "qkv_bias": True}
     assert list(arguments({**one, **given}).values()) == [(0, 2), 4, *given.values()]
     for changes, message in [

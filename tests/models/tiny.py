@@ -90,7 +90,7 @@ any_family = pytest.mark.parametrize("family", FAMILIES)
 SHARED = {"jax": ["hgrn2"], "tensorflow": ["transnormer"], "torch": list(FAMILIES)}
 SHARED = SHARED[keras.backend.backend()]
 shared_by_families = pytest.mark.parametrize("family", SHARED)
-# Tests that compile a model of their own are nightly there.
+# Where XLA compiles each model, costly tests with additional models are nightly.
 NIGHTLY_IF_COMPILED = () if keras.backend.backend() == "torch" else (pytest.mark.nightly,)
 # XLA's time grows with the number of layers: a test about code around the layers takes these sizes.
 FEWER_LAYERS = {} if keras.backend.backend() == "torch" else {"num_layers": 1}
