@@ -76,11 +76,22 @@ FAMILIES = {
     ),
 }
 SIZES = FAMILIES["griffin"].sizes
+# Further arguments of a tiny "hgrn2": attention between two HGRN2 blocks, the second with a bound.
+HYBRID = {
+    "num_layers": 3,
+    "attention_layers": (1,),
+    "num_query_heads": 4,
+    "num_key_value_heads": 2,
+    "rope_max_wavelength": 100.0,
+    "use_qkv_bias": True,
+}
 
 any_family = pytest.mark.parametrize("family", FAMILIES)
 SHARED = {"jax": ["hgrn2"], "tensorflow": ["transnormer"], "torch": list(FAMILIES)}
 SHARED = SHARED[keras.backend.backend()]
 shared_by_families = pytest.mark.parametrize("family", SHARED)
+# Where XLA compiles each model, costly tests with additional models are nightly.
+NIGHTLY_IF_COMPILED = () if keras.backend.backend() == "torch" else (pytest.mark.nightly,)
 # XLA's time grows with the number of layers: a test about code around the layers takes these sizes.
 FEWER_LAYERS = {} if keras.backend.backend() == "torch" else {"num_layers": 1}
 
