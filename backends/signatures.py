@@ -103,7 +103,7 @@ def _of_kernels(required, alternatives, **of_each):
     tensors = {"x": "B K", "scale": "K"}
     for dimensions in of_each.values():
         tensors |= dimensions
-    tensors |= {**_each("bias", _WIDTHS), "residual": "B N"}
+    tensors |= {**_each("bias", _WIDTHS), "residual": "B N", "input_gate": "B K"}
     results = tuple(Result(f"B {width}", "x") for width in _WIDTHS)
     optional = tuple(name for name in tensors if name not in required)
     return Signature(tensors, results, (), optional, False, alternatives)
@@ -170,6 +170,14 @@ SIGNATURES = {
         (Result("B E", "v"), Result("B H K V")),
         optional=("lower_bound",),
     ),
+    "lightning_step": Signature(
+        _named(
+            "q: B H K, k: B G K, v: B G V, memory: B H K V, log_decay: H, position: B, q_scale: K, "
+            "k_scale: K, frequencies: R"
+        ),
+        (Result("B H V", "v"), Result("B H K V")),
+        optional=("position", "q_scale", "k_scale", "frequencies"),
+    ),
     "rg_lru_step": Signature(
         _named(
             "x: B D, gate: B D, window: B W-1 D, hidden: B D, conv_kernel: W D, conv_bias: D, "
@@ -180,10 +188,10 @@ SIGNATURES = {
     "local_attention_step": Signature(
         _named(
             "q: B H K, k: B G K, v: B G V, key: B C G K, value: B C G V, position: B, "
-            "frequencies: R"
+            "frequencies: R, q_scale: K, k_scale: K"
         ),
         (Result("B H V", "q"), Result("B C G K", "k"), Result("B C G V", "v")),
-        optional=("frequencies",),
+        optional=("frequencies", "q_scale", "k_scale"),
     ),
     "embedding_step": Signature(
         _named("table: V D, token_ids: B, segment: B, position: B"),

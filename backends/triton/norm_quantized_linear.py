@@ -3,7 +3,7 @@
 A program quantizes the normalized row and computes some columns of y from all channels; with a
 gate, these columns of both projections. It reads its tile of each weight once. This file has the
 arguments, the launch, and the kernel's beginning and end: it chooses the projection, then applies
-scales, bias, gate and residual. The product itself is spread over the files of `_quantized`:
+scales, bias, gates and residual. The product itself is spread over the files of `_quantized`:
 
 - `quantized_tiles.py` chooses, on the host, how many columns and warps a program has, and in how
   many steps it goes through the channels;
@@ -57,8 +57,10 @@ def unsupported(
     bias_2=None,
     bias_3=None,
     residual=None,
+    input_gate=None,
     epsilon=None,
     gate=None,
+    output_scale=None,
     bits=8,
     block_size=None,
     row_dtype=None,
@@ -79,7 +81,7 @@ def unsupported(
     if odd:
         return f"needs multiples of {32 // bits} columns, one 32-bit word, got {odd[0]}"
     # On JAX, this check accepts float and integer dtypes alike.
-    return step_unsupported_reason(x, scale, *scales, bias, bias_2, bias_3, residual)
+    return step_unsupported_reason(x, scale, *scales, bias, bias_2, bias_3, residual, input_gate)
 
 
 def norm_quantized_linear(
@@ -98,8 +100,10 @@ def norm_quantized_linear(
     bias_2=None,
     bias_3=None,
     residual=None,
+    input_gate=None,
     epsilon=None,
     gate=None,
+    output_scale=None,
     bits=8,
     block_size=None,
     row_dtype=None,
@@ -112,9 +116,10 @@ def norm_quantized_linear(
         *(x, scale, kernel, kernel_2, kernel_3),
         *(kernel_scale, kernel_scale_2, kernel_scale_3),
         *(kernel_zero, kernel_zero_2, kernel_zero_3),
-        *(bias, bias_2, bias_3, residual),
+        *(bias, bias_2, bias_3, residual, input_gate),
         epsilon=-1.0 if epsilon is None else float(epsilon),
         gate=_GATES.index(gate),
+        output_scale=1.0 if output_scale is None else float(output_scale),
         bits=bits,
         block_size=block_size or 0,
         quantized=row_dtype is not None,
@@ -155,6 +160,7 @@ def _kernel(
     bias_2,
     bias_3,
     residual,
+    input_gate,
     y,
     y_2,
     y_3,
@@ -177,6 +183,7 @@ def _kernel(
     DEPTH: tl.constexpr,
     VECTORS: tl.constexpr,
     WHOLE: tl.constexpr,
+    OUTPUT_SCALE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     COLUMNS: tl.constexpr = ACROSS * WORDS * 32 // BITS
@@ -226,12 +233,12 @@ def _kernel(
             offsets = offsets + (_add_bias(offset, bias_3, n[u], valid & third),)
     if IN_INTERPRETER:
         totals, unit, before = _interpreted_project_row(
-            *(x, scale, kernels, scales, zeros, residual, n[0], columns, epsilon),
+            *(x, scale, input_gate, kernels, scales, zeros, residual, n[0], columns, epsilon),
             *(K, NORM, LIMBS, QUANTIZED, BITS, BLOCK_SIZE, ROW),
         )
     else:
         totals, unit, before = project_row(
-            *(x, scale, kernels, scales, zeros, residual, tile, n, columns, epsilon),
+            *(x, scale, input_gate, kernels, scales, zeros, residual, tile, n, columns, epsilon),
             *(K, NORM, LIMBS, QUANTIZED, BITS, BLOCK_SIZE),
             *(WARPS, ACROSS, WORDS, STEPS, DEPTH, VECTORS, WHOLE, PDL),
         )
@@ -244,6 +251,8 @@ def _kernel(
                 + offsets[PROJECTIONS * u + 1]
             )
             total = apply_gate(total, up, GATE)
+        if OUTPUT_SCALE != 1.0:
+            total *= OUTPUT_SCALE
         if residual is not None:
             total += before[u].to(tl.float32)
         tl.store(y + n[u], total, n[u] < columns)
@@ -275,9 +284,11 @@ def forward(
     bias_2,
     bias_3,
     residual,
+    input_gate,
     *,
     epsilon: float,
     gate: int,
+    output_scale: float,
     bits: int,
     block_size: int,
     quantized: bool,
@@ -296,18 +307,22 @@ def forward(
         "BLOCK_SIZE": block_size,
         "VECTORS": vectors_usable(widths, bits, block_size, kernel_scale, options["WORDS"])
         and are_aligned(*weights),
-        "WHOLE": channels % 4 == 0 and are_aligned(x, scale) and _word_loads_usable(scale),
+        "WHOLE": channels % 4 == 0
+        and are_aligned(x, scale, input_gate)
+        and _word_loads_usable(scale)
+        and _word_loads_usable(input_gate),
+        "OUTPUT_SCALE": output_scale,
         **pdl_options(x),
     }
     columns = options["ACROSS"] * options["WORDS"] * 32 // bits
     programs = sum(triton.cdiv(n, columns) for n in (widths[:1] if gate else widths))
-    inputs = x, scale, *weights, bias, bias_2, bias_3, residual
+    inputs = x, scale, *weights, bias, bias_2, bias_3, residual, input_gate
     return run(Launch(_kernel, programs, inputs, outputs, (epsilon,), options))
 
 
-def _word_loads_usable(scale):
-    """Returns True if the norm's scale is absent or of a dtype that is loaded as words."""
-    return scale is None or dtype_name(scale) in ("float32", "bfloat16")
+def _word_loads_usable(factor):
+    """Returns True if a factor of the row is absent or of a dtype that is loaded as words."""
+    return factor is None or dtype_name(factor) in ("float32", "bfloat16")
 
 
 def vectors_usable(widths, bits, block_size, kernel_scale, words):

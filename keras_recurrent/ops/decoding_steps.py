@@ -16,7 +16,7 @@ from keras_recurrent.ops.operation import Operation
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class NormLinearOperation(Operation):
     function = "norm_linear"
-    options = {"epsilon": None, "gate": None}
+    options = {"epsilon": None, "gate": None, "output_scale": None}
 
     @classmethod
     def check(cls, tensors, context, options):
@@ -35,7 +35,10 @@ class NormLinearOperation(Operation):
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class NormQuantizedLinearOperation(NormLinearOperation):
     function = "norm_quantized_linear"
-    options = {"epsilon": None, "gate": None, "bits": 8, "block_size": None, "quantize_row": True}
+    options = {
+        **NormLinearOperation.options,
+        **{"bits": 8, "block_size": None, "quantize_row": True},
+    }
     int8 = tuple(f"{name}{end}" for name in ("kernel", "kernel_zero") for end in ("", "_2", "_3"))
 
     @classmethod
@@ -57,6 +60,13 @@ class HGRN2StepOperation(Operation):
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
+class LightningStepOperation(Operation):
+    function = "lightning_step"
+    options = {"epsilon": None, "query_scale": None}
+    context = {"token_kind": "B"}
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
 class RGLRUStepOperation(Operation):
     function = "rg_lru_step"
     context = {"token_kind": "B"}
@@ -65,7 +75,7 @@ class RGLRUStepOperation(Operation):
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class LocalAttentionStepOperation(Operation):
     function = "local_attention_step"
-    options = {"sliding_window": None}
+    options = {"sliding_window": None, "epsilon": None, "logit_scaling": None}
     context = {"token_kind": "B"}
 
     @classmethod
@@ -83,10 +93,11 @@ class LocalAttentionStepOperation(Operation):
 
 
 def norm_linear(x, kernels, biases, **others):
-    """Applies RMSNorm and up to three linear layers to x [B, D], with optional gate and residual.
+    """Applies RMSNorm and up to three linear layers to x [B, D], with optional gates and residual.
 
-    With `gate`, the first two kernels form a gated unit, and the third, if any, is applied to its
-    result. `residual` is added to the first output. Kernels and biases are passed as lists. See
+    The sigmoid of `input_gate` multiplies the normalized x. With `gate`, the first two kernels form
+    a gated unit, and the third, if any, is applied to its result. `output_scale` multiplies the
+    outputs, and `residual` is added to the first one. Kernels and biases are passed as lists. See
     `backends/reference/norm_linear.py`.
 
     Returns:
@@ -122,6 +133,12 @@ def hgrn2_step(q, f, v, memory, lower_bound=None, token_kind=None):
     return HGRN2StepOperation.apply(tensors, None, token_kind=token_kind)
 
 
+def lightning_step(token_kind=None, epsilon=None, query_scale=None, **tensors):
+    """Computes lightning attention of one token; see `backends/reference/lightning_step.py`."""
+    options = {"epsilon": epsilon, "query_scale": query_scale}
+    return LightningStepOperation.apply(tensors, None, options, token_kind=token_kind)
+
+
 def rg_lru_step(token_kind=None, **tensors):
     """Computes Griffin's recurrent block between its projections.
 
@@ -130,9 +147,11 @@ def rg_lru_step(token_kind=None, **tensors):
     return RGLRUStepOperation.apply(tensors, None, token_kind=token_kind)
 
 
-def local_attention_step(sliding_window=None, token_kind=None, **tensors):
+def local_attention_step(
+    sliding_window=None, token_kind=None, epsilon=None, logit_scaling=None, **tensors
+):
     """Computes the attention of one query; see `backends/reference/local_attention_step.py`."""
-    options = {"sliding_window": sliding_window}
+    options = {"sliding_window": sliding_window, "epsilon": epsilon, "logit_scaling": logit_scaling}
     return LocalAttentionStepOperation.apply(tensors, None, options, token_kind=token_kind)
 
 

@@ -17,15 +17,19 @@ def norm_linear(
     bias_2=None,
     bias_3=None,
     residual=None,
+    input_gate=None,
     epsilon=None,
     gate=None,
+    output_scale=None,
 ):
     """x: [B, K]; scale: [K]; kernels: [K, N] each. Returns a tuple of [B, N] in x's dtype."""
     kernels, biases = (kernel, kernel_2, kernel_3), (bias, bias_2, bias_3)
-    dtype = sum_dtype(x, scale, *kernels, *biases, residual)
+    dtype = sum_dtype(x, scale, *kernels, *biases, residual, input_gate)
     y = ops.cast(x, dtype)
     if epsilon is not None:
         y = rms_norm(y, scale, epsilon)
+    if input_gate is not None:
+        y = y * ops.sigmoid(ops.cast(input_gate, dtype))
 
     def linear(x, weight, offset):
         y = matmul(x, ops.cast(weight, dtype))
@@ -37,6 +41,8 @@ def norm_linear(
     else:
         pairs = zip(kernels, biases, strict=True)
         outputs = [linear(y, *pair) for pair in pairs if pair[0] is not None]
+    if output_scale is not None:
+        outputs = [output_scale * output for output in outputs]
     if residual is not None:
         outputs[0] = outputs[0] + ops.cast(residual, dtype)
     return tuple(ops.cast(output, x.dtype) for output in outputs)

@@ -28,8 +28,10 @@ def norm_quantized_linear(
     bias_2=None,
     bias_3=None,
     residual=None,
+    input_gate=None,
     epsilon=None,
     gate=None,
+    output_scale=None,
     bits=8,
     block_size=None,
     row_dtype=None,
@@ -37,10 +39,12 @@ def norm_quantized_linear(
     """Returns a tuple of [B, N] in x's dtype, one for each kernel, or one with `gate`."""
     scales = kernel_scale, kernel_scale_2, kernel_scale_3
     biases = bias, bias_2, bias_3
-    dtype = sum_dtype(x, scale, *scales, *biases, residual)
+    dtype = sum_dtype(x, scale, *scales, *biases, residual, input_gate)
     y, factor = ops.cast(x, dtype), None
     if epsilon is not None:
         y = rms_norm(y, scale, epsilon)
+    if input_gate is not None:
+        y = y * ops.sigmoid(ops.cast(input_gate, dtype))
     if row_dtype is not None:
         y, factor = (ops.cast(t, dtype) for t in _quantize_row(ops.cast(y, x.dtype)))
 
@@ -60,6 +64,8 @@ def norm_quantized_linear(
     outputs = [linear(*matrix) for matrix in matrices if matrix[0] is not None]
     if gate is not None:
         outputs = [gated_linear_unit(outputs[0], outputs[1], gate)]
+    if output_scale is not None:
+        outputs = [output_scale * output for output in outputs]
     if residual is not None:
         outputs[0] = outputs[0] + ops.cast(residual, dtype)
     return tuple(ops.cast(output, x.dtype) for output in outputs)
