@@ -97,31 +97,46 @@ ATTENTION_CONFIG = (
     "sliding_window",
     "rope_max_wavelength",
     "partial_rotary_factor",
+    "logit_scaling",
+    "layer_norm_epsilon",
 )
 
 
 class LocalAttention:
-    def __init__(self, weights, heads, groups, head_dim, window, wavelength, rotary_factor):
+    def __init__(
+        self, weights, heads, groups, head_dim, window, wavelength, rotary_factor, scaling, epsilon
+    ):
         self.w, self.keys, self.values = weights, [], []
         self.heads, self.groups, self.window = heads, groups, window
+        self.scaling, self.epsilon = scaling, epsilon
         turning = int(head_dim * rotary_factor)
         self.turn = wavelength ** (-np.arange(0, turning, 2) / max(turning, 1))
 
     def step(self, x):
         w, t = self.w, len(self.keys)
-        queries = np.split(x @ w["q_proj/kernel"], self.heads)
-        self.keys.append(
-            [self.rotated(k, t) for k in np.split(x @ w["k_proj/kernel"], self.groups)]
-        )
-        self.values.append(np.split(x @ w["v_proj/kernel"], self.groups))
+        queries = np.split(linear(w, "q_proj", x), self.heads)
+        queries = [self.rotated(self.norm("q", q), t) for q in queries]
+        keys = np.split(linear(w, "k_proj", x), self.groups)
+        self.keys.append([self.rotated(self.norm("k", k), t) for k in keys])
+        self.values.append(np.split(linear(w, "v_proj", x), self.groups))
+        growth = np.log(t + self.scaling) / np.log(int(self.scaling)) if self.scaling else 1
         outputs = []
         for head, q in enumerate(queries):
             group = head * self.groups // self.heads
             seen = range(max(0, t + 1 - (self.window or t + 1)), t + 1)
-            logits = [self.rotated(q, t) @ self.keys[s][group] / np.sqrt(len(q)) for s in seen]
+            logits = [growth * (q @ self.keys[s][group]) / np.sqrt(len(q)) for s in seen]
             p = np.exp(logits - np.max(logits))
             outputs.append(p / p.sum() @ [self.values[s][group] for s in seen])
-        return linear(w, "o_proj", np.concatenate(outputs))
+        output = np.concatenate(outputs)
+        if "gate_proj/kernel" in w:
+            output = output * sigmoid(linear(w, "gate_proj", x))
+        return linear(w, "o_proj", output)
+
+    def norm(self, name, x):
+        """The norm of a head, if the layer has norms."""
+        if f"{name}_norm/scale" not in self.w:
+            return x
+        return x / np.sqrt((x**2).mean() + self.epsilon) * self.w[f"{name}_norm/scale"]
 
     def rotated(self, x, t):
         """Complex numbers that turn: a pair's parts lie half the turning channels apart."""
@@ -279,7 +294,7 @@ def below(weights, name):
 
 
 def linear(weights, name, x):
-    return x @ weights[f"{name}/kernel"] + weights[f"{name}/bias"]
+    return x @ weights[f"{name}/kernel"] + weights.get(f"{name}/bias", 0)
 
 
 def gate(weights, name, x):

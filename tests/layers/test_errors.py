@@ -140,6 +140,11 @@ def test_wrong_width(name):
             8,
             r"finite number above 0; got 0",
         ),
+        (
+            lambda: layers.LocalAttention(4, logit_scaling=1.5),
+            8,
+            r"`logit_scaling` must be .*at least 2, .*got 1.5",
+        ),
         (lambda: layers.GatedMLP(0), 8, r"`intermediate_dim` must be .*at least 1; got 0"),
         (lambda: layers.GatedMLP(8), None, r"width, is known"),
         (lambda: layers.RMSNorm(), None, r"width, is known"),
@@ -255,6 +260,7 @@ NUMBERS = [
     *((layers.RMSNorm, "epsilon"), (layers.SimpleRMSNorm, "epsilon")),
     (functools.partial(layers.LocalAttention, 4), "rope_max_wavelength"),
     (functools.partial(layers.LocalAttention, 4), "partial_rotary_factor"),
+    (functools.partial(layers.LocalAttention, 4), "layer_norm_epsilon"),
     *((layers.DecayLogit, name) for name in ("minval", "maxval", "power")),
 ]
 BOOLEANS = [
@@ -265,6 +271,10 @@ BOOLEANS = [
     *(
         (functools.partial(layers.LightningAttention, 4), name)
         for name in ("use_lrpe", "use_qk_norm", "use_norm_weight")
+    ),
+    *(
+        (functools.partial(layers.LocalAttention, 4), f"use_{name}")
+        for name in ("qkv_bias", "output_bias", "qk_norm", "output_gate")
     ),
     *((ROWS[name].make, "return_state") for name in STREAMING),
 ]
