@@ -1,12 +1,21 @@
 """Causal attention of Griffin, to a sliding window or to all earlier tokens."""
 
+import math
+
 import keras
 from keras import ops
 
-from keras_recurrent.checks.arguments import check_number, check_positive_integer, is_finite_number
+from keras_recurrent.checks.arguments import (
+    check_boolean,
+    check_number,
+    check_positive_integer,
+    is_finite_number,
+)
 from keras_recurrent.devices.jax_layouts import check_whole_sequences
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.dense import inner_dense
+from keras_recurrent.layers.remat import no_further_remat
+from keras_recurrent.layers.rms_norm import RMSNorm
 from keras_recurrent.layers.rotary import frequencies, rotate
 from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops.decoding_steps import local_attention_step
@@ -34,6 +43,18 @@ class LocalAttention(StreamingLayer):
     of the document's last tokens. With a window, its size and the cost of a decoding step do not
     depend on the length.
 
+    Options of other models, all off by default; σ is the sigmoid:
+
+    ```
+    use_qk_norm      q_t, k_t = RMSNorm(W_q x_t), RMSNorm(W_k x_t) in each head, before `rotate`
+    logit_scaling    q_t = q_t ln(t + a) / ln(floor(a)), for a number a
+    use_output_gate  y_t = W_o (o_t * σ(W_g x_t)) + b_o
+    ```
+
+    HypeNet has all three, without rotary positions (Chen et al. 2026, arXiv:2601.22156, and its
+    code, thunlp/hybrid-linear-attention). A logit scale that grows with the position keeps
+    attention focused in documents longer than those of training.
+
     Args:
         num_query_heads: integer, the number of query heads.
         num_key_value_heads: integer, the number of key and value heads; must divide
@@ -50,8 +71,16 @@ class LocalAttention(StreamingLayer):
             channels.
         partial_rotary_factor: float, the fraction of a head's channels that are rotated, which are
             the first ones. 0: no positions.
-        kernel_initializer: initializer of the four kernels.
-        bias_initializer: initializer of b_o.
+        use_qkv_bias: boolean, whether the projections to queries, keys and values have biases.
+        use_output_bias: boolean, whether the output has the bias b_o.
+        use_qk_norm: boolean, whether each head of queries and keys is normalized, with weights
+            `[head_dim]` that all heads share.
+        use_output_gate: boolean, whether the outputs of the heads have a gate; see above.
+        logit_scaling: number a, at least 2, for a logit scale that grows with the position; see
+            above. None: a constant scale.
+        layer_norm_epsilon: float, ε of the norms of queries and keys.
+        kernel_initializer: initializer of the kernels.
+        bias_initializer: initializer of the biases.
         return_state: boolean, whether a call returns `(output, state)`.
         **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
             `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
@@ -68,14 +97,18 @@ class LocalAttention(StreamingLayer):
         slot p mod C. C is that of `initial_state`, or else the smaller of `sliding_window - 1` and
         `max_length`. Logits and sums are float32 under a 16-bit policy.
 
-    Sublayers: `q_proj`, `k_proj`, `v_proj`, without bias, and `o_proj`, all `Dense`, with kernels
-    `[D, heads * head_dim]`, and `[num_query_heads * head_dim, D]` in `o_proj`.
+    Sublayers: `q_proj`, `k_proj`, `v_proj` and `o_proj`, all `Dense`, with kernels
+    `[D, heads * head_dim]`, and `[num_query_heads * head_dim, D]` in `o_proj`. With
+    `use_output_gate` also `gate_proj`, a `Dense` without bias, with the kernel
+    `[D, num_query_heads * head_dim]`; with `use_qk_norm` also `q_norm` and `k_norm`, both `RMSNorm`
+    with weights around 1.
 
     Raises:
         ValueError: the inputs are not `[B, T, D]`; `num_key_value_heads` does not divide
             `num_query_heads`; `partial_rotary_factor` is not between 0 and 1, or the number of
-            rotated channels is odd; the state has another structure or shape; or a state is
-            requested but neither `sliding_window` nor `max_length` limits it.
+            rotated channels is odd; `logit_scaling` is below 2; a number or boolean has another
+            type; the state has another structure or shape; or a state is requested but neither
+            `sliding_window` nor `max_length` limits it.
         NotImplementedError: `sliding_window` is None and a distribution splits sequences (see
             `keras_recurrent.devices.jax_layouts`).
 
@@ -110,6 +143,12 @@ class LocalAttention(StreamingLayer):
         max_length=None,
         rope_max_wavelength=10_000,
         partial_rotary_factor=1.0,
+        use_qkv_bias=False,
+        use_output_bias=True,
+        use_qk_norm=False,
+        use_output_gate=False,
+        logit_scaling=None,
+        layer_norm_epsilon=1e-6,
         kernel_initializer="lecun_normal",
         bias_initializer="zeros",
         return_state=False,
@@ -141,6 +180,18 @@ class LocalAttention(StreamingLayer):
                 f"{head_dim}, an even number of channels; got {partial_rotary_factor!r}."
             )
         check_number("rope_max_wavelength", rope_max_wavelength, above=0)
+        check_boolean("use_qkv_bias", use_qkv_bias)
+        check_boolean("use_output_bias", use_output_bias)
+        check_boolean("use_qk_norm", use_qk_norm)
+        check_boolean("use_output_gate", use_output_gate)
+        check_number("layer_norm_epsilon", layer_norm_epsilon)
+        if logit_scaling is not None and not (
+            is_finite_number(logit_scaling) and logit_scaling >= 2
+        ):
+            raise ValueError(
+                "`logit_scaling` must be a finite number a of at least 2, for the factor "
+                f"ln(t + a) / ln(floor(a)) at position t, or None; got {logit_scaling!r}."
+            )
         self.num_query_heads = num_query_heads
         self.num_key_value_heads = num_key_value_heads
         self.head_dim = head_dim
@@ -148,17 +199,40 @@ class LocalAttention(StreamingLayer):
         self.max_length = max_length
         self.rope_max_wavelength = rope_max_wavelength
         self.partial_rotary_factor = partial_rotary_factor
+        self.use_qkv_bias = use_qkv_bias
+        self.use_output_bias = use_output_bias
+        self.use_qk_norm = use_qk_norm
+        self.use_output_gate = use_output_gate
+        self.logit_scaling = logit_scaling
+        self.layer_norm_epsilon = layer_norm_epsilon
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         self.bias_initializer = keras.initializers.get(bias_initializer)
-        self.q_proj = inner_dense(self, num_query_heads * head_dim, "q_proj")
-        self.k_proj = inner_dense(self, num_key_value_heads * head_dim, "k_proj")
-        self.v_proj = inner_dense(self, num_key_value_heads * head_dim, "v_proj")
+        inner, key_value = num_query_heads * head_dim, num_key_value_heads * head_dim
+        self.q_proj = inner_dense(self, inner, "q_proj", use_bias=use_qkv_bias)
+        self.k_proj = inner_dense(self, key_value, "k_proj", use_bias=use_qkv_bias)
+        self.v_proj = inner_dense(self, key_value, "v_proj", use_bias=use_qkv_bias)
+        self.gate_proj = inner_dense(self, inner, "gate_proj") if use_output_gate else None
+        self.q_norm = self._make_norm("q_norm") if use_qk_norm else None
+        self.k_norm = self._make_norm("k_norm") if use_qk_norm else None
+
+    def _make_norm(self, name):
+        with no_further_remat():
+            return RMSNorm(
+                epsilon=self.layer_norm_epsilon,
+                zero_centered=False,
+                dtype=self.dtype_policy,
+                name=name,
+            )
 
     def build(self, input_shape):
         super().build(input_shape)
-        for projection in (self.q_proj, self.k_proj, self.v_proj):
-            projection.build(input_shape)
-        self.o_proj = inner_dense(self, self.width, "o_proj", use_bias=True)
+        for projection in (self.q_proj, self.k_proj, self.v_proj, self.gate_proj):
+            if projection is not None:
+                projection.build(input_shape)
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                norm.build((*input_shape[:2], None, self.head_dim))
+        self.o_proj = inner_dense(self, self.width, "o_proj", use_bias=self.use_output_bias)
         self.o_proj.build((*input_shape[:2], self.num_query_heads * self.head_dim))
 
     def stream(self, inputs, tokens, state):
@@ -166,25 +240,27 @@ class LocalAttention(StreamingLayer):
         return self.attend(q, k, v, tokens, state)
 
     def finish(self, output, inputs):
+        if self.gate_proj is not None:
+            output = ops.multiply(output, ops.sigmoid(self.inner(self.gate_proj, inputs)))
         return self.inner(self.o_proj, output)
 
     def attend(self, q, k, v, tokens, state):
         """Returns the outputs of the heads `[B, T, heads * head_dim]` from the projections."""
-        q = self._rotated(q, tokens.position, scale=self.head_dim**-0.5)
+        position = tokens.position
         output, after = sliding_window_attention(
-            q,
-            self._rotated(k, tokens.position),
+            self._rotated(q, position, self.q_norm, self._logit_scale(position)),
+            self._rotated(k, position, self.k_norm),
             # Keras on torch multiplies float64 as float32.
-            ops.cast(self._heads(v, tokens.position), self.compute_dtype),
+            ops.cast(self._heads(v, position), self.compute_dtype),
             self.sliding_window,
             max_length=self.max_length,
             # If the first token starts a document, the state is ignored and the position is 0.
-            initial_state={**state, "position": tokens.position[:, 0]} if state else None,
+            initial_state={**state, "position": position[:, 0]} if state else None,
             token_kind=tokens.kind,
         )
         after.pop("position", None)  # returned by the outermost layer
         inner = self.num_query_heads * self.head_dim
-        return ops.reshape(output, (*ops.shape(q)[:2], inner)), after
+        return ops.reshape(output, (*ops.shape(position), inner)), after
 
     def _heads(self, x, position):
         # With -1, TensorFlow would lose the static size if the time is unknown.
@@ -192,10 +268,19 @@ class LocalAttention(StreamingLayer):
         # The shape of x would not do: tf2onnx takes it from inside `Dense`, without the time axis.
         return ops.reshape(x, (*ops.shape(position), heads, self.head_dim))
 
-    def _rotated(self, x, position, scale=1.0):
-        x = ops.cast(self._heads(x, position), self.state_dtype)
+    def _rotated(self, x, position, norm, scale=1.0):
+        x = self._heads(x, position)
+        x = x if norm is None else self.inner(norm, x)
+        x = ops.cast(x, self.state_dtype)
         x = rotate(x, position, self.rope_max_wavelength, self.rotary_dim)
         return ops.cast(x * scale, self.compute_dtype)
+
+    def _logit_scale(self, position):
+        scale = self.head_dim**-0.5
+        if self.logit_scaling is None:
+            return scale
+        growth = ops.log(ops.cast(position, self.state_dtype) + self.logit_scaling)
+        return growth[:, :, None, None] * (scale / math.log(math.floor(self.logit_scaling)))
 
     uses_position = True
 
@@ -227,8 +312,14 @@ class LocalAttention(StreamingLayer):
     def unfused_reason(self):
         return decoding.first_reason(
             decoding.class_reason(self, LocalAttention),
+            self._unfused_option_reason(),
             decoding.denses_reason([self.q_proj, self.k_proj, self.v_proj], [self.o_proj]),
         )
+
+    def _unfused_option_reason(self):
+        names = ("use_qk_norm", "use_output_gate", "logit_scaling")
+        used = (name for name in names if getattr(self, name))
+        return next((f"there is no fused step for attention with `{name}`" for name in used), None)
 
     def fused_step(self, x, norm, tokens, state):
         q, k, v = (
@@ -254,6 +345,12 @@ class LocalAttention(StreamingLayer):
             "max_length": self.max_length,
             "rope_max_wavelength": self.rope_max_wavelength,
             "partial_rotary_factor": self.partial_rotary_factor,
+            "use_qkv_bias": self.use_qkv_bias,
+            "use_output_bias": self.use_output_bias,
+            "use_qk_norm": self.use_qk_norm,
+            "use_output_gate": self.use_output_gate,
+            "logit_scaling": self.logit_scaling,
+            "layer_norm_epsilon": self.layer_norm_epsilon,
             "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
             "bias_initializer": keras.initializers.serialize(self.bias_initializer),
         }

@@ -45,6 +45,7 @@ class RecurrentBackbone(
             that KerasHub uses.
         final_norm: a layer.
         embedding_scale: float, factor of the embeddings. None: 1.
+        output_scale: number, factor of the final norm's output. None: 1.
         dtype, name, trainable: as in `keras_hub.models.Backbone`.
 
     Call arguments:
@@ -63,6 +64,7 @@ class RecurrentBackbone(
         transformer_layers,
         final_norm,
         embedding_scale=None,
+        output_scale=None,
         dtype=None,
         name=None,
         trainable=True,
@@ -72,6 +74,7 @@ class RecurrentBackbone(
         self.transformer_layers = transformer_layers
         self.final_norm = final_norm
         self.embedding_scale = embedding_scale
+        self.output_scale = output_scale
         self.uses_position = any(block.uses_position for block in transformer_layers)
         self.keeps_state = all(block.keeps_state for block in transformer_layers)
 
@@ -127,7 +130,7 @@ class RecurrentBackbone(
     def hidden_states(
         self, token_ids, padding_mask=None, segment_ids=None, cache=None, intercept=None
     ):
-        """Computes the hidden states of tokens, from the embedding to the final norm.
+        """Computes the hidden states of tokens, from the embedding to the (scaled) final norm.
 
         Args:
             token_ids: integers `[B, T]`, arbitrary at padding.
@@ -180,6 +183,8 @@ class RecurrentBackbone(
             states.append(state)
             x = intercept(x, i)
         x = self.final_norm(x)
+        if self.output_scale is not None:
+            x = ops.multiply(x, self.output_scale)
         if cache is None:
             return x, None
         return x, apply_state_layout({"blocks": tuple(states), **places})

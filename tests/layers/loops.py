@@ -34,7 +34,8 @@ def unit(layer, values=None):
     }
     config = layer.get_config()
     make = UNITS[type(layer).__name__]
-    options = [config[name] for name in OPTIONS.get(make, ())]
+    options = [config] if make is LightningAttention else []
+    options += [config[name] for name in OPTIONS.get(make, ())]
     return lambda: make(weights, *options)
 
 
@@ -96,31 +97,46 @@ ATTENTION_CONFIG = (
     "sliding_window",
     "rope_max_wavelength",
     "partial_rotary_factor",
+    "logit_scaling",
+    "layer_norm_epsilon",
 )
 
 
 class LocalAttention:
-    def __init__(self, weights, heads, groups, head_dim, window, wavelength, rotary_factor):
+    def __init__(
+        self, weights, heads, groups, head_dim, window, wavelength, rotary_factor, scaling, epsilon
+    ):
         self.w, self.keys, self.values = weights, [], []
         self.heads, self.groups, self.window = heads, groups, window
+        self.scaling, self.epsilon = scaling, epsilon
         turning = int(head_dim * rotary_factor)
         self.turn = wavelength ** (-np.arange(0, turning, 2) / max(turning, 1))
 
     def step(self, x):
         w, t = self.w, len(self.keys)
-        queries = np.split(x @ w["q_proj/kernel"], self.heads)
-        self.keys.append(
-            [self.rotated(k, t) for k in np.split(x @ w["k_proj/kernel"], self.groups)]
-        )
-        self.values.append(np.split(x @ w["v_proj/kernel"], self.groups))
+        queries = np.split(linear(w, "q_proj", x), self.heads)
+        queries = [self.rotated(self.norm("q", q), t) for q in queries]
+        keys = np.split(linear(w, "k_proj", x), self.groups)
+        self.keys.append([self.rotated(self.norm("k", k), t) for k in keys])
+        self.values.append(np.split(linear(w, "v_proj", x), self.groups))
+        growth = np.log(t + self.scaling) / np.log(int(self.scaling)) if self.scaling else 1
         outputs = []
         for head, q in enumerate(queries):
             group = head * self.groups // self.heads
             seen = range(max(0, t + 1 - (self.window or t + 1)), t + 1)
-            logits = [self.rotated(q, t) @ self.keys[s][group] / np.sqrt(len(q)) for s in seen]
+            logits = [growth * (q @ self.keys[s][group]) / np.sqrt(len(q)) for s in seen]
             p = np.exp(logits - np.max(logits))
             outputs.append(p / p.sum() @ [self.values[s][group] for s in seen])
-        return linear(w, "o_proj", np.concatenate(outputs))
+        output = np.concatenate(outputs)
+        if "gate_proj/kernel" in w:
+            output = output * sigmoid(linear(w, "gate_proj", x))
+        return linear(w, "o_proj", output)
+
+    def norm(self, name, x):
+        """The norm of a head, if the layer has norms."""
+        if f"{name}_norm/scale" not in self.w:
+            return x
+        return x / np.sqrt((x**2).mean() + self.epsilon) * self.w[f"{name}_norm/scale"]
 
     def rotated(self, x, t):
         """Complex numbers that turn: a pair's parts lie half the turning channels apart."""
@@ -165,28 +181,48 @@ class HGRN:
 
 
 class LightningAttention:
-    def __init__(self, weights, size, schedule, layer, layers, heads, gate, value, feature):
-        self.w, self.size, self.s, self.t = weights, size, 0, 0
-        self.gate, self.value, self.feature = (ACTIVATIONS[a] for a in (gate, value, feature))
-        # The two schedules, for heads that are a power of two.
+    def __init__(self, weights, c):
+        self.w, self.c, self.s, self.t = weights, c, 0, 0
+        names = "gate_activation", "value_activation", "query_key_activation"
+        self.gate, self.value, self.feature = (ACTIVATIONS[c[name]] for name in names)
+        # The schedules, for heads that are a power of two.
+        heads, layer, layers = c["num_heads"], c["layer_index"], c["num_layers"]
         h = np.arange(1, heads + 1)
-        if schedule == "paper":
-            log_decay = -(8 * h / heads) * (1 - layer / layers)
-        else:
-            log_decay = -(2.0 ** (-8 * h / heads)) * (1 - layer / (layers - 1) + 1e-5)
+        log_decay = {
+            "paper": lambda: -(8 * h / heads) * (1 - layer / layers),
+            "alibi": lambda: -(2.0 ** (-8 * h / heads)),
+            "checkpoints": lambda: -(2.0 ** (-8 * h / heads)) * (1 - layer / (layers - 1) + 1e-5),
+        }[c["decay_schedule"]]()
         self.decay = np.exp(log_decay)[:, None, None]
 
     def step(self, x):
-        q, k, v, u = (x @ self.w[f"{name}_proj/kernel"] for name in "qkvu")
+        w, c = self.w, self.c
+        q, k, v, u = (x @ w[f"{name}_proj/kernel"] for name in "qkvu")
         q, k, v = self.feature(q), self.feature(k), self.value(v)
-        q, k, v = (np.reshape(part, (-1, self.size)) for part in (q, k, v))
-        if "lrpe/theta" in self.w:
-            angle = self.w["lrpe/theta"] * self.t
+        q, k, v = (np.reshape(part, (-1, c["head_dim"])) for part in (q, k, v))
+        if c["use_qk_norm"]:
+            q, k = (
+                self.norm(part) * w[f"{name}_norm/scale"] for part, name in ((q, "q"), (k, "k"))
+            )
+        if "lrpe/theta" in w:
+            angle = w["lrpe/theta"] * self.t
             turn = np.concatenate([np.cos(angle), np.sin(angle)], axis=-1)
             q, k = np.tile(q, 2) * turn, np.tile(k, 2) * turn
+        if c["rope_max_wavelength"]:
+            q, k = self.rotated(q), self.rotated(k)
+        k, v = (np.repeat(part, len(q) // len(part), axis=0) for part in (k, v))
         self.s, self.t = self.decay * self.s + k[..., None] * v[:, None], self.t + 1
-        o = np.einsum("hkv,hk->hv", self.s, q).ravel()
-        return self.gate(u) * o / np.sqrt((o**2).mean() + 1e-6) @ self.w["o_proj/kernel"]
+        o = np.einsum("hkv,hk->hv", self.s, q * (c["query_scale"] or 1)).ravel()
+        return self.gate(u) * self.norm(o) * w.get("norm/scale", 1) @ w["o_proj/kernel"]
+
+    def norm(self, x):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + self.c["layer_norm_epsilon"])
+
+    def rotated(self, x):
+        half = x.shape[-1] // 2
+        turn = self.c["rope_max_wavelength"] ** (-np.arange(half) / half)
+        z = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * turn * self.t)
+        return np.concatenate([z.real, z.imag], axis=-1)
 
 
 class GatedMLP:
@@ -248,10 +284,6 @@ OPTIONS = {
     LocalAttention: ATTENTION_CONFIG,
     HGRN2: ("expand_ratio", "gate_activation", "input_activation"),
     RMSNorm: ("zero_centered",),
-    LightningAttention: (
-        *("head_dim", "decay_schedule", "layer_index", "num_layers", "num_heads"),
-        *("gate_activation", "value_activation", "query_key_activation"),
-    ),
 }
 
 
@@ -262,7 +294,7 @@ def below(weights, name):
 
 
 def linear(weights, name, x):
-    return x @ weights[f"{name}/kernel"] + weights[f"{name}/bias"]
+    return x @ weights[f"{name}/kernel"] + weights.get(f"{name}/bias", 0)
 
 
 def gate(weights, name, x):

@@ -72,6 +72,23 @@ ROWS = {
         lambda **kwargs: layers.LocalAttention(2, head_dim=4, max_length=12, **kwargs),
         state={"key": (12, 1, 4), "value": (12, 1, 4), "position": (), "segment": ()},
     ),
+    "LocalAttention with all options": Row(
+        lambda **kwargs: layers.LocalAttention(
+            4,
+            num_key_value_heads=2,
+            head_dim=4,
+            sliding_window=4,
+            partial_rotary_factor=0.5,
+            use_qkv_bias=True,
+            use_output_bias=False,
+            use_qk_norm=True,
+            use_output_gate=True,
+            logit_scaling=2.5,
+            layer_norm_epsilon=1e-2,
+            **kwargs,
+        ),
+        state={"key": (3, 2, 4), "value": (3, 2, 4), "position": (), "segment": ()},
+    ),
     "HGRN2": Row(
         lambda **kwargs: layers.HGRN2(expand_ratio=4, **kwargs),
         state={"memory": (2, 4, 4), "segment": ()},
@@ -101,6 +118,23 @@ ROWS = {
         ),
         state={"memory": (4, 4, 2), "segment": (), "position": ()},
     ),
+    "LightningAttention of HypeNet": Row(
+        lambda **kwargs: layers.LightningAttention(
+            4,
+            num_key_value_heads=2,
+            head_dim=2,
+            decay_schedule="alibi",
+            rope_max_wavelength=100,
+            query_scale=0.5,
+            use_qk_norm=True,
+            use_norm_weight=True,
+            layer_norm_epsilon=1e-2,
+            query_key_activation="linear",
+            gate_activation="sigmoid",
+            **kwargs,
+        ),
+        state={"memory": (4, 2, 2), "segment": (), "position": ()},
+    ),
     "GatedMLP": Row(lambda **kwargs: layers.GatedMLP(12, **kwargs)),
     "SwiGLU": Row(lambda **kwargs: layers.SwiGLU(12, **kwargs)),
     "SGLU": Row(lambda **kwargs: layers.SGLU(12, **kwargs)),
@@ -110,13 +144,14 @@ ROWS = {
 }
 STREAMING = [name for name, row in ROWS.items() if row.state]
 ATTENTION = [
-    *("LocalAttention", "LocalAttention to all"),
+    *("LocalAttention", "LocalAttention to all", "LocalAttention with all options"),
     "LightningAttention",
+    "LightningAttention of HypeNet",
 ]
 WITH_SUBLAYERS = [
     *("RGLRU", "CGLRU", "RecurrentBlock", "RecurrentBlock with CGLRU", "LocalAttention"),
     *("HGRN2", "HGRN", "GatedMLP", "SwiGLU"),
-    *("LightningAttention", "SGLU"),
+    *("LightningAttention", "SGLU", "LocalAttention with all options"),
 ]
 
 # On torch, which compiles nothing, base-class tests run on every layer. On JAX and TensorFlow these

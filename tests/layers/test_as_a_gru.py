@@ -244,6 +244,7 @@ FINISHING = {
     "HGRN2": ["norm", "o_proj"],
     "LightningAttention": ["u_proj", "norm", "o_proj"],
     "LocalAttention": ["o_proj"],
+    "LocalAttention with all options": ["gate_proj", "o_proj"],
 }
 
 
