@@ -10,14 +10,16 @@ from keras_recurrent.checks.arguments import (
     check_positive_integer,
     check_positive_integers,
 )
+from keras_recurrent.layers import decoding
 from keras_recurrent.layers.dense import inner_dense
 from keras_recurrent.layers.lrpe import LRPE
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.rms_norm import RMSNorm
-from keras_recurrent.layers.rotary import rotate
+from keras_recurrent.layers.rotary import frequencies, rotate
 from keras_recurrent.layers.simple_rms_norm import SimpleRMSNorm
 from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops import lightning_attention
+from keras_recurrent.ops.decoding_steps import lightning_step
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -264,6 +266,49 @@ class LightningAttention(StreamingLayer):
         heads = x.shape[-1] // self.head_dim
         x = ops.reshape(x, (*ops.shape(inputs)[:2], heads, self.head_dim))
         return ops.cast(x, self.compute_dtype)  # Keras on torch multiplies float64 as float32
+
+    def unfused_reason(self):
+        if self.use_lrpe:
+            return f"`{self.name}` has the positions `lrpe`"
+        activations = self.query_key_activation, self.value_activation, self.gate_activation
+        linear = keras.activations.linear
+        if activations != (linear, linear, keras.activations.sigmoid):
+            return f"`{self.name}` must have linear queries, keys and values, and a sigmoid gate"
+        return decoding.first_reason(
+            decoding.class_reason(self, LightningAttention),
+            decoding.denses_reason(*self._projections(), [self.o_proj]),
+            *(decoding.norm_reason(n) for n in (self.norm, self.q_norm, self.k_norm) if n),
+        )
+
+    def _projections(self):
+        """Returns the projections of the inputs, grouped by fused operations."""
+        return [self.q_proj, self.k_proj, self.v_proj], [self.u_proj]
+
+    def fused_step(self, x, norm, tokens, state, residual_scale=None):
+        *qkv, gate = decoding.projections(x, norm, *self._projections())
+        q, k, v = (decoding.heads(y, self.head_dim, self.compute_dtype) for y in qkv)
+        positions = {}
+        if self.rope_max_wavelength is not None:
+            positions = {
+                "position": tokens.position[:, 0],
+                "frequencies": frequencies(
+                    self.head_dim, self.rope_max_wavelength, self.state_dtype
+                ),
+            }
+        o, memory = lightning_step(
+            **{"q": q, "k": k, "v": v, **state, **positions},
+            **decoding.head_norms(self.q_norm, self.k_norm),
+            log_decay=ops.convert_to_tensor(self.log_decay, self.state_dtype),
+            query_scale=self.query_scale,
+            token_kind=decoding.token_kinds(tokens),
+        )
+        (x,) = decoding.linear(
+            *(ops.reshape(o, (o.shape[0], -1)), [self.o_proj], self.norm),
+            residual=x,
+            input_gate=gate,
+            output_scale=residual_scale,
+        )
+        return x, {"memory": memory}
 
     def own_state_spec(self, batch_size=None):
         keys = 2 * self.head_dim if self.use_lrpe else self.head_dim

@@ -84,8 +84,6 @@ class ResidualBlock(StreamingLayer):
         return {"temporal_block": self.temporal_block}
 
     def unfused_reason(self):
-        if self.residual_scale is not None:
-            return f"`{self.name}` has a `residual_scale`"
         if not isinstance(self.mlp, GatedLinearUnit):
             return f"`{self.mlp.name}` is a {type(self.mlp).__name__}, not a gated linear unit"
         return decoding.first_reason(
@@ -105,8 +103,11 @@ class ResidualBlock(StreamingLayer):
         Returns:
             `(output [B, D], next state)`.
         """
-        x, state = self.temporal_block.fused_step(x, self.temporal_norm, tokens, state, **kwargs)
-        return self.mlp.fused_step(x, self.channel_norm), state
+        scale = self.residual_scale
+        x, state = self.temporal_block.fused_step(
+            x, self.temporal_norm, tokens, state, residual_scale=scale, **kwargs
+        )
+        return self.mlp.fused_step(x, self.channel_norm, residual_scale=scale), state
 
     def stream(self, inputs, tokens, state, **kwargs):
         before = state.get("temporal_block")
