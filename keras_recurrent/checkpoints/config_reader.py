@@ -38,8 +38,10 @@ class ConfigReader:
         self.unread = set(config)
 
     def integer(self, key, default=_REQUIRED, multiple_of=1, maximum=MAX_INTEGER):
-        """Returns an integer from 1 to `maximum`, divisible by `multiple_of`."""
+        """Returns an integer from 1 to `maximum`, divisible by `multiple_of`, or a default None."""
         value = self._value(key, default)
+        if value is None:
+            return None
         fits = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= maximum
         if not fits or value % multiple_of:
             what = "an integer" if multiple_of == 1 else f"a multiple of {multiple_of}"
@@ -67,6 +69,15 @@ class ConfigReader:
             raise self.unsupported_error(key, value, "true or false")
         return value
 
+    def integer_list(self, key, maximum):
+        """Returns a tuple of one or more integers from 0 to `maximum`."""
+        value = self._value(key, _REQUIRED)
+        integers = isinstance(value, (list, tuple)) and all(type(v) is int for v in value)
+        if not integers or not value or not all(0 <= v <= maximum for v in value):
+            wanted = f"a list of integers from 0 to {maximum}"
+            raise self.unsupported_error(key, value, wanted)
+        return tuple(value)
+
     def name_list(self, key, choices, default=_REQUIRED):
         """Returns a tuple of one or more of the names in `choices`."""
         value = self._value(key, default)
@@ -89,6 +100,14 @@ class ConfigReader:
         if not isinstance(value, dict):
             raise self.unsupported_error(key, value, "an object")
         return ConfigReader(value, f"{key!r} of {self.source}")
+
+    def sections(self, key):
+        """Returns readers of the dictionary, or list of dictionaries, at `key`, if there is one."""
+        value = self._value(key, [])
+        values = value if isinstance(value, list) else [value]
+        if not all(isinstance(value, dict) for value in values):
+            raise self.unsupported_error(key, value, "an object or a list of objects")
+        return [ConfigReader(value, f"{key!r} of {self.source}") for value in values]
 
     def ignore(self, *keys):
         """Marks keys as read that do not change the model."""

@@ -1,7 +1,9 @@
 """Tiny checkpoints in the published layouts, compared with outputs of independent programs.
 
-`golden.npz` holds logits, loss and a greedy continuation, from the recurrence in float64, token by
-token. RecurrentGemma, whose golden file has more, is in `test_recurrent_gemma.py`.
+`golden.npz` holds logits, loss and a greedy continuation. Those of TransNormerLLM are from the
+recurrence in float64, token by token. Those of the HGRN2 hybrid, with padded rows and gradients,
+are from flash-linear-attention 0.6.0, whose Triton kernels ran in the interpreter. RecurrentGemma,
+whose golden file has more, is in `test_recurrent_gemma.py`.
 """
 
 import json
@@ -19,7 +21,10 @@ from tests.checkpoints import golden
 # The root mean square of float32's roundings, relative; mistakes show at 1e-4 and above.
 ROUNDING = 1.5e-6
 DATA = golden.PATH.parent
-NAMES = ["transnormer_tiny"]
+NAMES = [
+    "transnormer_tiny",
+    "hgrn2_hybrid_tiny",
+]
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -51,11 +56,46 @@ def test_logits(model, wanted):
 def test_logits_from_a_cache(model, wanted):
     """In portions; the cache's rounding is no larger."""
     token_ids, found = wanted["token_ids"], []
-    cache = model.backbone.get_initial_state(len(token_ids))
-    for portion in np.split(token_ids, [66, 132], axis=1):
+    length = token_ids.shape[1]
+    cache = model.backbone.get_initial_state(len(token_ids), max_length=length)
+    for portion in np.split(token_ids, [length // 2, length - 1], axis=1):
         logits, _, cache = model.call_with_cache(portion, cache)
         found.append(keras.ops.convert_to_numpy(logits))
     assert golden.relative(np.concatenate(found, axis=1), wanted["logits"]) < ROUNDING
+
+
+def test_logits_of_padded_rows(model, wanted):
+    """Fails if rotary positions count padding at the left."""
+    if "padded_logits" not in wanted:
+        pytest.skip("the file has none")
+    real = wanted["padded_mask"] > 0
+    assert not real.all()
+    inputs = {"token_ids": wanted["padded_token_ids"], "padding_mask": wanted["padded_mask"]}
+    found = keras.ops.convert_to_numpy(model.predict_on_batch(inputs))
+    assert golden.relative(found[real], wanted["padded_logits"][real]) < ROUNDING
+
+
+def test_gradients(path, wanted):
+    """Fails if training sees other positions, bounds or norms than a call does."""
+    gradients = {name.removeprefix("grad/"): wanted[name] for name in wanted if "grad/" in name}
+    if not gradients:
+        pytest.skip("the file has none")
+    model, rate = load(path), 2.0**20  # a step so large that it is the gradient to the last digits
+    tensors = layout.get_layout(model.backbone).tensors(model.backbone.get_config())
+    theirs = [tensor for tensor in tensors if tensor.name in gradients]
+    assert len(theirs) == len(gradients)
+    weights = {weight.path: weight for weight in model.backbone.weights}
+    before = {path: keras.ops.convert_to_numpy(weight) for path, weight in weights.items()}
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(rate), loss, weighted_metrics=[])
+    token_ids = wanted["token_ids"]
+    model.train_on_batch(golden.inputs(token_ids[:, :-1]), token_ids[:, 1:])
+    for tensor in theirs:
+        expected = tensor.transform.to_weights(gradients[tensor.name])
+        for path, gradient in zip(tensor.weights, expected, strict=True):
+            after = keras.ops.convert_to_numpy(weights[path])
+            found = (before[path].astype("float64") - after) / rate
+            assert golden.relative(found, gradient) < 3e-5, tensor.name
 
 
 @pytest.mark.once

@@ -17,7 +17,7 @@ from keras_recurrent.models.hgrn2.checkpoint import HGRN2Layout
 from keras_recurrent.presets.hgrn2 import SIZES
 from tests.checkpoints import golden
 from tests.models import numpy_hgrn2
-from tests.models.tiny import tiny_backbone
+from tests.models.tiny import HYBRID, tiny_backbone
 
 PATH = pathlib.Path(__file__).parents[1] / "data" / "hgrn2_tiny"
 CONFIG = json.loads((PATH / "config.json").read_text())
@@ -159,8 +159,10 @@ def test_a_round_trip_keeps_every_bit(model, tmp_path):
         {"conv_size": 3, "tie_word_embeddings": True},
         {"num_layers": 1},
         {"num_layers": 1, "use_lower_bounds": False},
+        HYBRID,
+        {**HYBRID, "attention_layers": (1, 2), "num_key_value_heads": None},
     ],
-    ids=["short convolutions, tied", "one block", "no lower bounds"],
+    ids=["short convolutions, tied", "one block", "no lower bounds", "hybrid", "unused bounds"],
 )
 def test_variants_come_back_as_they_were(variant, tmp_path):
     backbone = tiny_backbone(family="hgrn2", **variant)
@@ -179,7 +181,7 @@ def test_variants_come_back_as_they_were(variant, tmp_path):
 
 @pytest.mark.once
 def test_every_weight_has_its_tensor():
-    for variant in ({}, {"conv_size": 3, "tie_word_embeddings": True}, {"num_layers": 1}):
+    for variant in ({}, {"conv_size": 3, "tie_word_embeddings": True}, {"num_layers": 1}, HYBRID):
         backbone = tiny_backbone(family="hgrn2", **variant)
         tensors = HGRN2Layout().tensors(backbone.get_config())
         shapes = {weight.path: tuple(weight.shape) for weight in backbone.weights}
@@ -213,7 +215,6 @@ def test_configurations():
     assert arguments(fuse_norm=True, share_conv_kernel=True)["hidden_dim"] == 64
     for changes, key in [
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"attn": {"layers": [1], "num_heads": 2}}, "attn"),
         ({"use_short_conv": True, "share_conv_kernel": True}, "share_conv_kernel"),
         ({"elementwise_affine": False}, "elementwise_affine"),
         ({"hidden_size": "missing"}, "hidden_size"),
@@ -224,6 +225,57 @@ def test_configurations():
     ]:
         with pytest.raises(ValueError, match=f"'{key}'"):
             arguments(**changes)
+
+
+@pytest.mark.once
+def test_configurations_of_hybrids():
+    """Fails if a missing key has another default than in flash-linear-attention, or if a value is
+    ignored that changes the model.
+    """
+    wanted = {
+        "attention_layers": (0, 2),
+        "num_query_heads": 4,
+        "num_key_value_heads": 4,
+        "sliding_window": None,
+        "rope_max_wavelength": 10_000.0,
+        "use_qkv_bias": False,
+    }
+
+    def arguments(attn, **changes):
+        config = CONFIG | {"num_hidden_layers": 4, "attn": attn} | changes
+        found = HGRN2Layout().backbone_arguments(config, "config.json")
+        return {name: found[name] for name in wanted if name in found}
+
+    one = {"layers": [2, 0], "num_heads": 4}
+    assert arguments(None) == arguments([]) == {"attention_layers": ()}
+    assert arguments(one) == arguments({**one, "window_size": None, "qk_norm": False}) == wanted
+    assert arguments([{**one, "layers": [2]}, {**one, "layers": [0]}]) == wanted
+    given = {"num_kv_heads": 2, "window_size": 7, "rope_theta": 500.0, "qkv_bias": True}
+    assert list(arguments({**one, **given}).values()) == [(0, 2), 4, *given.values()]
+    for changes, message in [
+        ({"layers": [4]}, "'layers' is .* in 'attn' of config.json.* integers from 0 to 3"),
+        ({"layers": []}, "'layers'"),
+        ({"layers": [True]}, "'layers'"),
+        ({"layers": [0, 0]}, "'attn' is .*each layer in one of them"),
+        ({"num_heads": 3}, "'num_heads' is 3 .*'hidden_size', 64"),
+        ({"num_heads": 64}, "'num_heads' is 64 .*heads of an even size"),
+        ({"num_kv_heads": 3}, "'num_kv_heads' is 3 .*a divisor of 'num_heads', 4"),
+        ({"window_size": 0}, "'window_size' is 0"),
+        ({"qkv_bias": 1}, "'qkv_bias' is 1"),
+        ({"sinks": 4}, "'attn' of config.json has 'sinks'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            arguments({**one, **changes})
+    for attn, message in [
+        ("all", "'attn' is 'all' .*an object or a list of objects"),
+        ({"num_heads": 4}, "'attn' of config.json has no 'layers'"),
+        ({"layers": [1]}, "'attn' of config.json has no 'num_heads'"),
+        ([one, {**one, "layers": [1], "window_size": 8}], "'attn' .* differ only in 'layers'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            arguments(attn)
+    with pytest.raises(ValueError, match="'attnres_block_size' is 4"):
+        arguments(one, attnres_block_size=4)
 
 
 @pytest.mark.once

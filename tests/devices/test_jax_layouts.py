@@ -7,7 +7,7 @@ import pytest
 
 from keras_recurrent import models
 from tests.devices.programs import collectives
-from tests.models.tiny import FAMILIES, any_family, tiny_backbone
+from tests.models.tiny import FAMILIES, HYBRID, any_family, tiny_backbone
 from tests.processes import fresh_process
 
 pytestmark = pytest.mark.skipif(
@@ -127,11 +127,14 @@ def test_weights_are_split_along_the_sequence_where_there_is_one_row_of_devices(
 
 def test_keys_and_values_are_split_where_their_heads_can_be():
     mesh = keras.distribution.DeviceMesh((1, 4), ("batch", "model"), [f"cpu:{i}" for i in range(4)])
-    for heads, axis in ((1, None), (2, None), (4, "model"), (8, "model")):
-        layout_map = models.GriffinBackbone.get_layout_map(mesh, num_key_value_heads=heads)
-        assert layout_map["block_0/temporal_block/k_proj/kernel"].axes == ("batch", axis)
-    sizes = {**FAMILIES["griffin"].sizes, "vocabulary_size": 64, "num_key_value_heads": 2}
-    distribution = keras.distribution.ModelParallel(layout_map=layout_map)
-    message = "k_proj/kernel` is .* `num_key_value_heads`, 2"
-    with distribution.scope(), pytest.raises(ValueError, match=message):
-        models.GriffinBackbone(**sizes)
+    for cls in (models.GriffinBackbone, models.HGRN2Backbone):
+        for heads, axis in ((1, None), (2, None), (4, "model"), (8, "model")):
+            layout_map = cls.get_layout_map(mesh, num_key_value_heads=heads)
+            assert layout_map["block_0/temporal_block/k_proj/kernel"].axes == ("batch", axis)
+        assert layout_map["block_0/temporal_block/q_proj/kernel"].axes == ("batch", "model")
+        family = "griffin" if cls is models.GriffinBackbone else "hgrn2"
+        sizes = {**FAMILIES[family].sizes, **({} if family == "griffin" else HYBRID)}
+        distribution = keras.distribution.ModelParallel(layout_map=layout_map)
+        message = "k_proj/kernel` is .* `num_key_value_heads`, 2"
+        with distribution.scope(), pytest.raises(ValueError, match=message):
+            cls(**{**sizes, "vocabulary_size": 64, "num_key_value_heads": 2})

@@ -33,6 +33,7 @@ DATA = pathlib.Path(__file__).parents[1] / "data"
 SOURCES = {
     "recurrentgemma_tiny": GriffinCausalLM,
     "hgrn2_tiny": HGRN2CausalLM,
+    "hgrn2_hybrid_tiny": HGRN2CausalLM,
     "transnormer_tiny": TransNormerCausalLM,
 }
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

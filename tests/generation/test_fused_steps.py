@@ -20,7 +20,7 @@ from keras_recurrent.layers import reversible_embedding as embeddings
 from keras_recurrent.models import GriffinResidualBlock, HGRN2ResidualBlock
 from keras_recurrent.models.residual_block import ResidualBlock
 from tests.generation.test_programs import generate
-from tests.models.tiny import tiny_causal_lm
+from tests.models.tiny import HYBRID, tiny_causal_lm
 
 if dispatch.BACKEND != "torch" or "triton" not in dispatch.serving():
     pytest.skip("runs on torch with Triton, if only interpreted", allow_module_level=True)
@@ -52,10 +52,16 @@ def written(model, lengths=LENGTHS, name="triton"):
 
 
 @pytest.mark.parametrize(
-    ("family", "lengths"), [("hgrn2", (5,)), ("hgrn2", LENGTHS), ("griffin", LENGTHS)]
+    ("family", "lengths", "sizes"),
+    [
+        ("hgrn2", (5,), {}),
+        ("hgrn2", LENGTHS, {}),
+        ("hgrn2", LENGTHS, HYBRID),
+        ("griffin", LENGTHS, {}),
+    ],
 )
-def test_the_same_tokens(family, lengths, fused):
-    model = tiny_causal_lm(family=family)
+def test_the_same_tokens(family, lengths, sizes, fused):
+    model = tiny_causal_lm(family=family, **sizes)
     expected = written(model, lengths, "torch")
     assert not fused
     np.testing.assert_array_equal(written(model, lengths), expected)

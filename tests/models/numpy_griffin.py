@@ -48,12 +48,12 @@ def attention(w, x, window, config):
     for head in range(config["num_query_heads"]):
         of_query = slice(head * size, (head + 1) * size)
         of_key = slice(head // group * size, (head // group + 1) * size)
-        q = rotate(x @ w["q_proj/kernel"][:, of_query], turned, wavelength)
-        k = rotate(x @ w["k_proj/kernel"][:, of_key], turned, wavelength)
+        q = rotate(linear(part(w, "q_proj/"), x)[:, of_query], turned, wavelength)
+        k = rotate(linear(part(w, "k_proj/"), x)[:, of_key], turned, wavelength)
         scores = np.where(seen, q @ k.T / np.sqrt(size), -np.inf)
         scores = np.exp(scores - scores.max(-1, keepdims=True))
         scores /= scores.sum(-1, keepdims=True)
-        outputs.append(scores @ (x @ w["v_proj/kernel"][:, of_key]))
+        outputs.append(scores @ linear(part(w, "v_proj/"), x)[:, of_key])
     return linear(part(w, "o_proj/"), np.concatenate(outputs, axis=-1))
 
 
@@ -125,7 +125,7 @@ def block_diagonal(w, x):
 
 
 def linear(w, x):
-    return x @ w["kernel"] + w["bias"]
+    return x @ w["kernel"] + w.get("bias", 0)
 
 
 def sigmoid(x):

@@ -6,6 +6,7 @@ Written from the paper, Qin et al. 2024, arXiv:2404.07904, and what its publishe
 import numpy as np
 
 from tests.models.numpy_documents import part, run
+from tests.models.numpy_griffin import attention
 
 
 def logits(model, token_ids, padding_mask=None, segment_ids=None):
@@ -22,7 +23,14 @@ def document(weights, config, tokens):
         w = part(weights, f"block_{i}/")
         bound = bounds[i] if len(bounds) > 1 else 0
         y = rms_norm(part(w, "temporal_norm/"), x)
-        x = x + hgrn2(part(w, "temporal_block/"), y, bound, config)
+        if i in config.get("attention_layers", ()):
+            heads = {"head_dim": x.shape[1] // config["num_query_heads"]}
+            heads |= {**config, **heads, "partial_rotary_factor": 1}
+            x = x + attention(
+                part(w, "temporal_block/"), y, config["sliding_window"] or len(x), heads
+            )
+        else:
+            x = x + hgrn2(part(w, "temporal_block/"), y, bound, config)
         x = x + swiglu(part(w, "mlp/"), rms_norm(part(w, "channel_norm/"), x))
     x = rms_norm(part(weights, "final_norm/"), x)
     tied = config["tie_word_embeddings"]

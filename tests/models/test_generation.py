@@ -10,6 +10,7 @@ from tests.models import plain_generation
 from tests.models.tiny import (
     FAMILIES,
     FEWER_LAYERS,
+    HYBRID,
     SHARED,
     VOCABULARY,
     forward,
@@ -32,6 +33,8 @@ def tiny_model(family):
 
     TransNormer of one layer decides within `MARGIN` with other seeds.
     """
+    if family == "hgrn2 hybrid":
+        return tiny_causal_lm(family="hgrn2", **HYBRID)
     if family not in SHARED or not FEWER_LAYERS:
         return tiny_causal_lm(family=family)
     return tiny_causal_lm(5 if family == "transnormer" else 0, family=family, **FEWER_LAYERS)
@@ -68,10 +71,14 @@ def prompt_lengths(family, name=None):
 
 
 def every_sampler(names):
-    """Every sampler with one family, on torch with all; greedy sampling with all everywhere."""
+    """Every sampler with one family, on torch with all; greedy sampling with all everywhere.
+
+    A hybrid of HGRN2, whose cache has states and keys, samples greedily.
+    """
     return pytest.mark.parametrize(
         ("family", "name"),
-        [(f, n) for f in FAMILIES for n in names if f in SHARED or n == "greedy"],
+        [(f, n) for f in FAMILIES for n in names if f in SHARED or n == "greedy"]
+        + [("hgrn2 hybrid", "greedy")],
         indirect=["family"],
         scope="module",
     )

@@ -7,7 +7,14 @@ import pytest
 from keras_recurrent.models import HGRN2Backbone, HGRN2CausalLM, HGRN2ResidualBlock
 from tests.models import numpy_hgrn2
 from tests.models.test_presets import count_without_memory
-from tests.models.tiny import FAMILIES, VOCABULARY, forward, tiny_backbone, tiny_causal_lm
+from tests.models.tiny import (
+    FAMILIES,
+    HYBRID,
+    VOCABULARY,
+    forward,
+    tiny_backbone,
+    tiny_causal_lm,
+)
 
 SIZES = FAMILIES["hgrn2"].sizes
 LENGTH = 8
@@ -39,13 +46,40 @@ def test_variants_are_those_of_the_paper(variant):
 
 
 def check_streaming(model, token_ids, wanted):
-    """The cache of short convolutions, too, takes tokens in any portions."""
-    cache = model.backbone.get_initial_state(1)
+    """The cache takes tokens in any portions."""
+    cache = model.backbone.get_initial_state(1, max_length=LENGTH)
     parts = []
     for part in (token_ids[1:, :4], token_ids[1:, 4:]):
         logits, _, cache = model.call_with_cache(part, cache)
         parts.append(keras.ops.convert_to_numpy(logits))
     np.testing.assert_allclose(np.concatenate(parts, axis=1), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_hybrids_with_packed_documents():
+    """Fails if a block has the bound of another one, or if positions, the window or documents of
+    attention are wrong.
+    """
+    model = tiny_causal_lm(family="hgrn2", **HYBRID, sliding_window=3)
+    token_ids = tokens()
+    real = np.ones_like(token_ids)
+    real[0, [0, 4]] = 0
+    segment_ids = np.array([[0] * LENGTH, [1] * 3 + [2] * (LENGTH - 3)], "int32")
+    x = {"token_ids": token_ids, "padding_mask": real, "segment_ids": segment_ids}
+    packed = keras.ops.convert_to_numpy(model.predict_on_batch(x))
+    wanted = numpy_hgrn2.logits(model, token_ids, real, segment_ids)
+    np.testing.assert_allclose(packed[real > 0], wanted[real > 0], rtol=1e-4, atol=1e-4)
+    check_streaming(model, token_ids, numpy_hgrn2.logits(model, token_ids[1:]))
+
+
+@pytest.mark.once
+def test_lora_reaches_the_attention_of_hybrids():
+    """Fails if keys and values of attention are left out."""
+    backbone = tiny_backbone(family="hgrn2", **HYBRID)
+    backbone.enable_lora(2)
+    adapted = {w.path.rsplit("/", 1)[0] for w in backbone.trainable_weights if "lora" in w.path}
+    attention = {f"block_1/temporal_block/{name}_proj" for name in "qkvo"}
+    recurrent = {f"block_{i}/temporal_block/{name}_proj" for i in (0, 2) for name in "qfio"}
+    assert adapted == attention | recurrent
 
 
 def test_all_lower_bounds_learn():
@@ -92,6 +126,19 @@ def test_bad_arguments():
     for name, value in [("expand_ratio", 5), ("conv_size", 0), ("intermediate_dim", 0)]:
         with pytest.raises(ValueError, match=f"`{name}`"):
             HGRN2Backbone(**{**SIZES, name: value})
+    for name, value, message in [
+        ("attention_layers", (1, 1), r"distinct integers from 0 to .*, 2; got \(1, 1\)"),
+        ("attention_layers", (3,), r"distinct integers .*got \(3,\)"),
+        ("attention_layers", (-1,), r"distinct integers .*got \(-1,\)"),
+        ("attention_layers", (True,), r"distinct integers .*got \(True,\)"),
+        ("attention_layers", 1, "must be a tuple .*got 1"),
+        ("num_query_heads", None, "is needed for the blocks with attention"),
+        ("num_query_heads", 16, "must divide `hidden_dim`, 16, .* even size.*got 16"),
+        ("num_key_value_heads", 3, "must divide `num_query_heads`"),
+        ("sliding_window", 0, "at least 1; got 0"),
+    ]:
+        with pytest.raises(ValueError, match=f"`{name}` .*{message}"):
+            HGRN2Backbone(**{**SIZES, **HYBRID, name: value})
 
 
 # Blocks, width, width inside, vocabulary, and how often the vocabulary has weights.

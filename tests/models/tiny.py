@@ -76,6 +76,15 @@ FAMILIES = {
     ),
 }
 SIZES = FAMILIES["griffin"].sizes
+# Further arguments of a tiny "hgrn2": attention between two HGRN2 blocks, the second with a bound.
+HYBRID = {
+    "num_layers": 3,
+    "attention_layers": (1,),
+    "num_query_heads": 4,
+    "num_key_value_heads": 2,
+    "rope_max_wavelength": 100.0,
+    "use_qkv_bias": True,
+}
 
 any_family = pytest.mark.parametrize("family", FAMILIES)
 SHARED = {"jax": ["hgrn2"], "tensorflow": ["transnormer"], "torch": list(FAMILIES)}

@@ -10,6 +10,17 @@ import numpy as np
 from keras_recurrent.checkpoints.config_reader import MAX_LAYERS
 from keras_recurrent.checkpoints.layout import Layout
 from keras_recurrent.checkpoints.tensor_table import DEPTHWISE, SAME, TRANSPOSED, Tensor, Transform
+from keras_recurrent.models.hgrn2.hgrn2_backbone import bounded_layers
+
+# {argument: key in `attn`}, for blocks of softmax attention
+ATTENTION = {
+    "attention_layers": "layers",
+    "num_query_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "sliding_window": "window_size",
+    "rope_max_wavelength": "rope_theta",
+    "use_qkv_bias": "qkv_bias",
+}
 
 
 class HGRN2Layout(Layout):
@@ -51,9 +62,10 @@ class HGRN2Layout(Layout):
             "input_activation": "linear",
             "layer_norm_epsilon": config.number("norm_eps", default=1e-6),
         }
+        arguments |= _read_attention(config, hidden_dim, arguments["num_layers"])
         config.fixed("hidden_act", "swish", "silu")
         config.fixed("elementwise_affine", True)
-        config.fixed("attn", None)  # blocks of softmax attention in between
+        config.fixed("attnres_block_size", None)
         return arguments
 
     def requirements(self, arguments):
@@ -64,7 +76,9 @@ class HGRN2Layout(Layout):
         }
 
     def write_config(self, arguments):
+        attention = {theirs: arguments[ours] for ours, theirs in ATTENTION.items()}
         return {
+            **({"attn": attention} if arguments["attention_layers"] else {}),
             "vocab_size": arguments["vocabulary_size"],
             "num_hidden_layers": arguments["num_layers"],
             "hidden_size": arguments["hidden_dim"],
@@ -85,9 +99,10 @@ class HGRN2Layout(Layout):
         layers, embedding = arguments["num_layers"], "token_embedding"
         tensors = [Tensor("model.embeddings.weight", (v, d), (f"{embedding}/embeddings",))]
         if arguments["use_lower_bounds"]:
-            # A model of one block has the bound 0, whatever the file says, and no weight for it.
-            unused = Transform(lambda tensor: (), lambda: np.zeros((1, d), "float32"))
-            weights, transform = (("lower_bounds/logits",), SAME) if layers > 1 else ((), unused)
+            # If no block has a bound, the model has no weight for the table of the file.
+            unused = Transform(lambda tensor: (), lambda: np.zeros((layers, d), "float32"))
+            has_bounds = bounded_layers(layers, arguments["attention_layers"])
+            weights, transform = (("lower_bounds/logits",), SAME) if has_bounds else ((), unused)
             tensors.append(Tensor("model.lower_bounds", (layers, d), weights, transform))
         for i in range(layers):
             tensors.extend(_block(i, arguments))
@@ -96,6 +111,37 @@ class HGRN2Layout(Layout):
             weights = (f"{embedding}/reverse_embeddings",)
             tensors.append(Tensor("lm_head.weight", (v, d), weights, TRANSPOSED))
         return tensors
+
+
+def _read_attention(config, hidden_dim, num_layers):
+    """Returns the arguments of the blocks with attention, from the object or objects of `attn`."""
+    layers, settings = [], []
+    for section in config.sections("attn"):
+        # Stored in some files, and not read by that library.
+        section.ignore("qk_norm")
+        layers += section.integer_list("layers", maximum=num_layers - 1)
+        num_heads = section.integer("num_heads")
+        if hidden_dim % (2 * num_heads):
+            wanted = f"heads of an even size, in equal parts of 'hidden_size', {hidden_dim}"
+            raise section.unsupported_error("num_heads", num_heads, wanted)
+        num_key_value_heads = section.integer("num_kv_heads", default=num_heads)
+        if num_heads % num_key_value_heads:
+            wanted = f"a divisor of 'num_heads', {num_heads}"
+            raise section.unsupported_error("num_kv_heads", num_key_value_heads, wanted)
+        settings.append(
+            {
+                "num_query_heads": num_heads,
+                "num_key_value_heads": num_key_value_heads,
+                "sliding_window": section.integer("window_size", default=None),
+                "rope_max_wavelength": section.number("rope_theta", default=10_000.0),
+                "use_qkv_bias": section.flag("qkv_bias", default=False),
+            }
+        )
+        section.check_all_read()
+    if any(others != settings[0] for others in settings) or len(set(layers)) != len(layers):
+        wanted = "objects that differ only in 'layers', each layer in one of them"
+        raise config.unsupported_error("attn", config.config["attn"], wanted)
+    return {"attention_layers": tuple(sorted(layers)), **(settings[0] if settings else {})}
 
 
 def _block(i, arguments):
@@ -108,14 +154,25 @@ def _block(i, arguments):
     def linear(name, inputs, outputs, layer):
         return tensor(f"{name}.weight", (outputs, inputs), f"{layer}/kernel", TRANSPOSED)
 
+    def hgrn2():
+        for name in ("q_proj", "f_proj", "i_proj", "o_proj"):
+            yield linear(f"attn.{name}", d, d, f"temporal_block/{name}")
+        if taps is not None:
+            for name in ("q_conv1d", "f_conv1d", "i_conv1d"):
+                ours = f"temporal_block/{name}/kernel"
+                yield tensor(f"attn.{name}.weight", (d, 1, taps), ours, DEPTHWISE)
+        yield tensor("attn.g_norm.weight", (d,), "temporal_block/norm/scale")
+
+    def attention():
+        keys = d // arguments["num_query_heads"] * arguments["num_key_value_heads"]
+        for name, size in (("q_proj", d), ("k_proj", keys), ("v_proj", keys)):
+            yield linear(f"attn.{name}", d, size, f"temporal_block/{name}")
+            if arguments["use_qkv_bias"]:
+                yield tensor(f"attn.{name}.bias", (size,), f"temporal_block/{name}/bias")
+        yield linear("attn.o_proj", d, d, "temporal_block/o_proj")
+
     yield tensor("attn_norm.weight", (d,), "temporal_norm/scale")
-    for name in ("q_proj", "f_proj", "i_proj", "o_proj"):
-        yield linear(f"attn.{name}", d, d, f"temporal_block/{name}")
-    if taps is not None:
-        for name in ("q_conv1d", "f_conv1d", "i_conv1d"):
-            ours = f"temporal_block/{name}/kernel"
-            yield tensor(f"attn.{name}.weight", (d, 1, taps), ours, DEPTHWISE)
-    yield tensor("attn.g_norm.weight", (d,), "temporal_block/norm/scale")
+    yield from attention() if i in arguments["attention_layers"] else hgrn2()
     yield tensor("mlp_norm.weight", (d,), "channel_norm/scale")
     yield linear("mlp.gate_proj", d, m, "mlp/gate_proj")
     yield linear("mlp.up_proj", d, m, "mlp/up_proj")

@@ -1,10 +1,15 @@
-"""Network of HGRN2, from tokens to hidden states."""
+"""Network of HGRN2 and its hybrids with attention, from tokens to hidden states."""
 
 import keras
 
-from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
-from keras_recurrent.devices.jax_layouts import check_layout, get_weight_axis, make_layout_map
-from keras_recurrent.layers import HGRN2, LowerBounds, RMSNorm
+from keras_recurrent.checks.arguments import check_boolean, check_positive_integer, is_integer
+from keras_recurrent.devices.jax_layouts import (
+    axis_size,
+    check_layout,
+    get_weight_axis,
+    make_layout_map,
+)
+from keras_recurrent.layers import HGRN2, LocalAttention, LowerBounds, RMSNorm
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.reversible_embedding import reversible_embedding
 from keras_recurrent.models.hgrn2.hgrn2_residual_block import HGRN2ResidualBlock
@@ -13,11 +18,16 @@ from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, check_n
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class HGRN2Backbone(RecurrentBackbone):
-    """Network of HGRN2, from tokens to hidden states.
+    """Network of HGRN2 and its hybrids with attention, from tokens to hidden states.
 
     Residual blocks (see `HGRN2ResidualBlock`) between an embedding and a final RMSNorm, with one
     table of lower bounds for the forget gates of all blocks. The bounds increase from block to
     block, which lengthens the shortest memory. Qin et al. 2024, arXiv:2404.07904.
+
+    In a hybrid, the blocks of `attention_layers` have grouped-query attention with rotary positions
+    in place of HGRN2, as in the hybrid models of flash-linear-attention. Their rows of the table of
+    lower bounds are not used, but count for the bounds of the blocks above. Without a
+    `sliding_window`, the cache of these blocks grows with the length of the text.
 
     Args:
         vocabulary_size: integer, the number of tokens.
@@ -34,6 +44,16 @@ class HGRN2Backbone(RecurrentBackbone):
             those of the published checkpoints; the paper prints `"sigmoid"` and `"silu"`.
         layer_norm_epsilon: float, ε of the blocks' norms and the final norm. The norm inside the
             layers that mix tokens has 1e-5.
+        attention_layers: a tuple of integers, the indices of the blocks with attention, from 0.
+            Without such blocks, the following arguments have no effect.
+        num_query_heads: integer, the number of query heads, which must divide D into heads of an
+            even size.
+        num_key_value_heads: integer, heads of keys and values, which must divide
+            `num_query_heads`. None: `num_query_heads`.
+        sliding_window: integer, the number of tokens that a token attends to, including itself.
+            None: all earlier tokens and itself.
+        rope_max_wavelength: number, the base of the rotary positions' wavelengths.
+        use_qkv_bias: boolean, whether queries, keys and values have biases.
         dtype: a dtype, policy or its name; `"mixed_bfloat16"` computes in bfloat16 but keeps
             weights, forget gates, recurrences and their states in float32.
         name: string.
@@ -49,8 +69,9 @@ class HGRN2Backbone(RecurrentBackbone):
         `[B, T, hidden_dim]`, in the compute dtype.
 
     Raises:
-        ValueError: a size is below 1, `expand_ratio` does not divide `hidden_dim`, or `conv_size`
-            is invalid.
+        ValueError: a size is below 1, `expand_ratio` does not divide `hidden_dim`, `conv_size` is
+            invalid, `attention_layers` are not distinct indices of blocks, or the heads of
+            attention are missing or do not fit.
 
     Example:
 
@@ -82,6 +103,12 @@ class HGRN2Backbone(RecurrentBackbone):
         gate_activation="silu",
         input_activation="linear",
         layer_norm_epsilon=1e-6,
+        attention_layers=(),
+        num_query_heads=None,
+        num_key_value_heads=None,
+        sliding_window=None,
+        rope_max_wavelength=10_000,
+        use_qkv_bias=False,
         dtype=None,
         name=None,
         trainable=True,
@@ -94,26 +121,48 @@ class HGRN2Backbone(RecurrentBackbone):
         check_layout(
             "block_0/temporal_block/q_proj/kernel", hidden_dim=hidden_dim, num_heads=num_heads
         )
+        attention_layers = _check_attention_layers(attention_layers, num_layers)
+        if num_key_value_heads is None:
+            num_key_value_heads = num_query_heads
+        if attention_layers:
+            _check_query_heads(num_query_heads, hidden_dim)
+            path = f"block_{attention_layers[0]}/temporal_block"
+            heads = {"num_query_heads": num_query_heads}
+            check_layout(f"{path}/q_proj/kernel", hidden_dim=hidden_dim, **heads)
+            heads = {"num_key_value_heads": num_key_value_heads}
+            check_layout(f"{path}/k_proj/kernel", hidden_dim=hidden_dim, **heads)
+
+        def make_mixer(i):
+            if i in attention_layers:
+                return LocalAttention(
+                    num_query_heads,
+                    num_key_value_heads=num_key_value_heads,
+                    head_dim=hidden_dim // num_query_heads,
+                    sliding_window=sliding_window,
+                    rope_max_wavelength=rope_max_wavelength,
+                    use_qkv_bias=use_qkv_bias,
+                    use_output_bias=False,
+                    dtype=dtype,
+                    name="temporal_block",
+                )
+            return HGRN2(
+                expand_ratio=expand_ratio,
+                gate_activation=gate_activation,
+                input_activation=input_activation,
+                conv_size=conv_size,
+                dtype=dtype,
+                name="temporal_block",
+            )
+
         # Only blocks are recomputed under a `keras.RematScope`.
         with no_further_remat():
             token_embedding = reversible_embedding(
                 vocabulary_size, hidden_dim, tie_word_embeddings, dtype=dtype
             )
-            # The bound of a single block is constant.
             self.lower_bounds = None
-            if use_lower_bounds and num_layers > 1:
+            if use_lower_bounds and bounded_layers(num_layers, attention_layers):
                 self.lower_bounds = LowerBounds(num_layers, dtype=dtype, name="lower_bounds")
-            mixers = [
-                HGRN2(
-                    expand_ratio=expand_ratio,
-                    gate_activation=gate_activation,
-                    input_activation=input_activation,
-                    conv_size=conv_size,
-                    dtype=dtype,
-                    name="temporal_block",
-                )
-                for _ in range(num_layers)
-            ]
+            mixers = [make_mixer(i) for i in range(num_layers)]
             final_norm = RMSNorm(
                 epsilon=layer_norm_epsilon, zero_centered=False, dtype=dtype, name="final_norm"
             )
@@ -133,25 +182,31 @@ class HGRN2Backbone(RecurrentBackbone):
         self.store_arguments(HGRN2Backbone, locals())
 
     def block_arguments(self, embeddings):
-        if self.lower_bounds is None:
-            return super().block_arguments(embeddings)
-        bounds = self.lower_bounds(embeddings)
-        above = range(len(self.transformer_layers) - 1)
-        return [{}, *({"lower_bound": bounds[i]} for i in above)]
+        arguments = super().block_arguments(embeddings)
+        if self.lower_bounds is not None:
+            bounds = self.lower_bounds(embeddings)
+            for i, block in enumerate(self.transformer_layers[1:], start=1):
+                if not isinstance(block.temporal_block, LocalAttention):
+                    arguments[i] = {"lower_bound": bounds[i - 1]}
+        return arguments
 
     def default_lora_layer_names(self):
         """Returns the names of the layers that `enable_lora` adapts, those that mix tokens."""
-        return ["q_proj", "f_proj", "i_proj", "o_proj"]
+        return ["q_proj", "f_proj", "i_proj", "k_proj", "v_proj", "o_proj"]
 
     @staticmethod
     def get_layout_map(
-        device_mesh, model_parallel_dim_name="model", data_parallel_dim_name="batch"
+        device_mesh,
+        model_parallel_dim_name="model",
+        data_parallel_dim_name="batch",
+        num_key_value_heads=1,
     ):
         """Returns the layout of weights and states for `keras.distribution.ModelParallel`.
 
         The model axis splits heads, which are independent up to the norm before the output, and the
-        SwiGLU's `intermediate_dim`. The data axis splits the batch, and the other dimension of
-        weights, which are gathered for use (FSDP, or ZeRO-3). A mesh of (8, 1) is
+        SwiGLU's `intermediate_dim`. It splits key and value heads of attention if it divides their
+        number, and otherwise replicates them. The data axis splits the batch, and the other
+        dimension of weights, which are gathered for use (FSDP, or ZeRO-3). A mesh of (8, 1) is
         FSDP, a mesh of (1, 8) is tensor parallelism, and others combine both. States and caches are
         split by sequences and heads or channels. Small weights, such as norms and lower bounds, are
         replicated.
@@ -159,14 +214,16 @@ class HGRN2Backbone(RecurrentBackbone):
         A third axis, named "sequence", is for sequences that do not fit on one device (sequence
         parallelism). It splits each sequence, whose length it must divide; see
         `keras_recurrent.devices.jax_layouts`.
-        If the data axis has one device, weights are split along this axis instead.
+        If the data axis has one device, weights are split along this axis instead. Attention
+        without a `sliding_window` is not supported with this axis.
 
         Args:
             device_mesh: a `keras.distribution.DeviceMesh`.
             model_parallel_dim_name: string, the mesh axis for the model. Its size must divide
-                `vocabulary_size`, the number of heads and `intermediate_dim`.
+                `vocabulary_size`, the number of heads, `num_query_heads` and `intermediate_dim`.
             data_parallel_dim_name: string, the mesh axis for the data. Its size must divide
                 `hidden_dim`.
+            num_key_value_heads: integer, number of key and value heads of attention.
 
         Returns:
             A `keras.distribution.LayoutMap`.
@@ -193,7 +250,43 @@ class HGRN2Backbone(RecurrentBackbone):
         data = get_weight_axis(device_mesh, data)
         layout_map["token_embedding/reverse_embeddings"] = (data, model)
         layout_map["block.*(q_proj|f_proj|i_proj|gate_proj|up_proj)/kernel"] = (data, model)
+        layout_map["block.*q_proj/bias"] = (model,)
+        shared = num_key_value_heads % axis_size(device_mesh, model)
+        layout_map["block.*(k_proj|v_proj)/kernel"] = (data, None if shared else model)
+        layout_map["block.*(k_proj|v_proj)/bias"] = (None if shared else model,)
         layout_map["block.*(o_proj|down_proj)/kernel"] = (model, data)
         layout_map["block.*conv1d/kernel"] = (None, model)
         layout_map["block.*temporal_block/norm/scale"] = (model,)
         return layout_map
+
+
+def bounded_layers(num_layers, attention_layers):
+    """Returns the indices of the blocks whose forget gates have a learned lower bound."""
+    return [i for i in range(1, num_layers) if i not in attention_layers]
+
+
+def _check_attention_layers(attention_layers, num_layers):
+    """Returns the indices of the blocks with attention as a sorted tuple."""
+    indices = attention_layers if isinstance(attention_layers, (tuple, list)) else (None,)
+    if not all(is_integer(i) and 0 <= i < num_layers for i in indices) or len(set(indices)) != len(
+        indices
+    ):
+        raise ValueError(
+            "`attention_layers` must be a tuple of distinct integers from 0 to `num_layers` - 1, "
+            f"{num_layers - 1}; got {attention_layers!r}."
+        )
+    return tuple(sorted(map(int, indices)))
+
+
+def _check_query_heads(num_query_heads, hidden_dim):
+    if num_query_heads is None:
+        raise ValueError(
+            "`num_query_heads` is needed for the blocks with attention, `attention_layers`; got "
+            "None."
+        )
+    check_positive_integer("num_query_heads", num_query_heads)
+    if hidden_dim % (2 * num_query_heads):
+        raise ValueError(
+            f"`num_query_heads` must divide `hidden_dim`, {hidden_dim}, into heads of an even "
+            f"size, for rotary positions; got {num_query_heads}."
+        )

@@ -14,7 +14,8 @@ class HGRN2CausalLM(RecurrentCausalLM):
     An `HGRN2Backbone`, and logits of the next token. Qin et al. 2024, arXiv:2404.07904. The class
     supports KerasHub's causal language model API: `fit` and `evaluate` on strings or tokens,
     `generate`, `score`, `save_to_preset`, LoRA by `backbone.enable_lora`, and `quantize("int8")`.
-    Time and memory of a decoding step do not depend on the length of the text.
+    Time and memory of a decoding step do not depend on the length of the text, except in hybrids
+    with attention to all tokens.
 
     Args:
         backbone: an `HGRN2Backbone`.

@@ -22,7 +22,8 @@ class HGRN2ResidualBlock(BoundedLayer, ResidualBlock):
     recomputes the rest. Its sublayers are not rematerialized separately.
 
     Args:
-        temporal_block: the layer that mixes tokens, a `keras_recurrent.layers.HGRN2` or `HGRN`.
+        temporal_block: the layer that mixes tokens, a `keras_recurrent.layers.HGRN2`, `HGRN` or
+            `LocalAttention`.
         intermediate_dim: integer, the width inside the SwiGLU.
         layer_norm_epsilon: float, ε of the norms.
         return_state: boolean. True: a call returns `(output, state)`.
@@ -32,7 +33,7 @@ class HGRN2ResidualBlock(BoundedLayer, ResidualBlock):
     Call arguments:
         inputs: `[B, T, D]`.
         lower_bound: `[2, D]`, log β and log(1 - β), one entry of the output of
-            `keras_recurrent.layers.LowerBounds`; None: β is 0.
+            `keras_recurrent.layers.LowerBounds`; None: β is 0. Attention has none.
         mask, segment_ids, initial_state, return_state, tokens: as in
             `keras_recurrent.layers.StreamingLayer`.
 
