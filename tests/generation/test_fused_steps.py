@@ -1,5 +1,7 @@
 """Steps of generation by fused operations: taken where a block is as its family made it."""
 
+import pathlib
+
 import keras
 import numpy as np
 import pytest
@@ -17,7 +19,11 @@ from keras_recurrent.layers import (
     decoding,
 )
 from keras_recurrent.layers import reversible_embedding as embeddings
-from keras_recurrent.models import GriffinResidualBlock, HGRN2ResidualBlock
+from keras_recurrent.models import (
+    GriffinResidualBlock,
+    HGRN2ResidualBlock,
+    LightningHybridCausalLM,
+)
 from keras_recurrent.models.residual_block import ResidualBlock
 from tests.generation.test_programs import generate
 from tests.models.tiny import HYBRID, tiny_causal_lm
@@ -29,6 +35,7 @@ if isinstance(dispatch.IMPLEMENTATIONS["hgrn2_step"]["triton"], str):
 
 import torch
 
+DATA = pathlib.Path(__file__).parents[1] / "data"
 LENGTHS, TOTAL = (4, 6), 9
 
 
@@ -61,7 +68,17 @@ def written(model, lengths=LENGTHS, name="triton"):
     ],
 )
 def test_the_same_tokens(family, lengths, sizes, fused):
-    model = tiny_causal_lm(family=family, **sizes)
+    check_tokens(tiny_causal_lm(family=family, **sizes), lengths, fused)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["hypenet_tiny", "minicpm_sala_tiny"])
+def test_the_same_tokens_of_checkpoints(name, fused):
+    """Fails if a fused step is wrong after a prompt: with other positions, or scaled outputs."""
+    check_tokens(LightningHybridCausalLM.from_preset(str(DATA / name)), LENGTHS, fused)
+
+
+def check_tokens(model, lengths, fused):
     expected = written(model, lengths, "torch")
     assert not fused
     np.testing.assert_array_equal(written(model, lengths), expected)
