@@ -89,17 +89,17 @@ def _over_time(tensors, output, state, channels=("D",), optional=()):
 
 _HEADS = "q: B T H K, k: B T H K, v: B T H V"
 _LINEAR_ATTENTION = Result("B T H V", "v"), Result("B H K V"), ("H",)
-_WIDTHS, _PACKED_WIDTHS = "NML", "PQR"  # of up to three kernels; R is a byte for one or two of L
+_WIDTHS, _PACKED_WIDTHS = "NMLJ", "PQRS"  # of up to four kernels; a byte of P is one or two of N
 
 
 def _each(name, widths, before=""):
     """The dimensions of a tensor of each kernel."""
-    ends = ("", "_2", "_3")
+    ends = ("", "_2", "_3", "_4")
     return {f"{name}{end}": f"{before}{width}" for end, width in zip(ends, widths, strict=True)}
 
 
 def _of_kernels(required, alternatives, **of_each):
-    """The signature of a product with up to three kernels; `of_each`: their tensors."""
+    """The signature of a product with up to four kernels; `of_each`: their tensors."""
     tensors = {"x": "B K", "scale": "K"}
     for dimensions in of_each.values():
         tensors |= dimensions

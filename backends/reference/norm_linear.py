@@ -1,4 +1,4 @@
-"""y = RMSNorm(x) W + b for up to three matrices, then a gate or a residual.
+"""y = RMSNorm(x) W + b for up to four matrices, then a gate or a residual.
 
 x is [B, K]; ε None: no norm. With `input_gate`, [B, K], the first product takes
 σ(input_gate) * RMSNorm(x). With `gate` the output is y = activation(y_1) * y_2, or, with a third
@@ -18,9 +18,11 @@ def norm_linear(
     kernel,
     kernel_2=None,
     kernel_3=None,
+    kernel_4=None,
     bias=None,
     bias_2=None,
     bias_3=None,
+    bias_4=None,
     residual=None,
     input_gate=None,
     epsilon=None,
@@ -43,7 +45,7 @@ def norm_linear(
         x = gated_linear_unit(linear(x, kernel, bias), linear(x, kernel_2, bias_2), gate, dtype)
         outputs = [x if kernel_3 is None else linear(x, kernel_3, bias_3)]
     else:
-        maps = (kernel, bias), (kernel_2, bias_2), (kernel_3, bias_3)
+        maps = (kernel, bias), (kernel_2, bias_2), (kernel_3, bias_3), (kernel_4, bias_4)
         outputs = [linear(x, *weights) for weights in maps if weights[0] is not None]
     if output_scale is not None:
         outputs = [x.dtype.type(output_scale) * y for y in outputs]

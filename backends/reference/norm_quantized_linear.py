@@ -1,4 +1,4 @@
-"""y = RMSNorm(x) W + b for up to three quantized matrices, then a gate or a residual.
+"""y = RMSNorm(x) W + b for up to four quantized matrices, then a gate or a residual.
 
 x, ε, `input_gate` and `output_scale` are those of `norm_linear`. With `gate` the output is
 activation(y_1) * y_2. W is [K, N] int8, or
@@ -27,15 +27,19 @@ def norm_quantized_linear(
     kernel,
     kernel_2=None,
     kernel_3=None,
+    kernel_4=None,
     kernel_scale=None,
     kernel_scale_2=None,
     kernel_scale_3=None,
+    kernel_scale_4=None,
     kernel_zero=None,
     kernel_zero_2=None,
     kernel_zero_3=None,
+    kernel_zero_4=None,
     bias=None,
     bias_2=None,
     bias_3=None,
+    bias_4=None,
     residual=None,
     input_gate=None,
     epsilon=None,
@@ -57,10 +61,10 @@ def norm_quantized_linear(
         x, factor = cast(dtype, *quantized_row(rounded_row(x, row_dtype)))
     outputs = []
     for weight, divisor, zero, offset in zip(
-        (kernel, kernel_2, kernel_3),
-        (kernel_scale, kernel_scale_2, kernel_scale_3),
-        (kernel_zero, kernel_zero_2, kernel_zero_3),
-        (bias, bias_2, bias_3),
+        (kernel, kernel_2, kernel_3, kernel_4),
+        (kernel_scale, kernel_scale_2, kernel_scale_3, kernel_scale_4),
+        (kernel_zero, kernel_zero_2, kernel_zero_3, kernel_zero_4),
+        (bias, bias_2, bias_3, bias_4),
         strict=True,
     ):
         if weight is None:

@@ -100,21 +100,10 @@ def denses_reason(*groups):
     return None
 
 
-def projections(x, norm, *groups):
-    """Applies an RMSNorm and groups of up to three `Dense`, one operation each, to x [B, D].
-
-    Returns a list of all outputs. The norm of one sequence is part of each operation; of several
-    sequences it is computed once.
-    """
-    if x.shape[0] > 1 and len(groups) > 1:
-        x, norm = norm(x), None
-    return [y for layers in groups for y in linear(x, layers, norm)]
-
-
 def linear(
     x, layers, norm=None, gate=None, residual=None, input_gate=None, output_scale=None
 ):  # fmt: skip
-    """Applies an optional RMSNorm and up to three `Dense` to x [B, D]; returns a list of outputs.
+    """Applies an optional RMSNorm and up to four `Dense` to x [B, D]; returns a list of outputs.
 
     Args:
         x: `[B, D]`.

@@ -213,7 +213,7 @@ class LightningAttention(StreamingLayer):
 
     def build(self, input_shape):
         super().build(input_shape)
-        for projection in (self.q_proj, self.k_proj, self.v_proj, self.u_proj):
+        for projection in self._projections():
             projection.build(input_shape)
         inner_shape = (*input_shape[:2], self.num_heads * self.head_dim)
         self.norm.build(inner_shape)
@@ -276,16 +276,15 @@ class LightningAttention(StreamingLayer):
             return f"`{self.name}` must have linear queries, keys and values, and a sigmoid gate"
         return decoding.first_reason(
             decoding.class_reason(self, LightningAttention),
-            decoding.denses_reason(*self._projections(), [self.o_proj]),
+            decoding.denses_reason(self._projections(), [self.o_proj]),
             *(decoding.norm_reason(n) for n in (self.norm, self.q_norm, self.k_norm) if n),
         )
 
     def _projections(self):
-        """Returns the projections of the inputs, grouped by fused operations."""
-        return [self.q_proj, self.k_proj, self.v_proj], [self.u_proj]
+        return [self.q_proj, self.k_proj, self.v_proj, self.u_proj]
 
     def fused_step(self, x, norm, tokens, state, residual_scale=None):
-        *qkv, gate = decoding.projections(x, norm, *self._projections())
+        *qkv, gate = decoding.linear(x, self._projections(), norm)
         q, k, v = (decoding.heads(y, self.head_dim, self.compute_dtype) for y in qkv)
         positions = {}
         if self.rope_max_wavelength is not None:

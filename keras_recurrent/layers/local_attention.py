@@ -226,9 +226,8 @@ class LocalAttention(StreamingLayer):
 
     def build(self, input_shape):
         super().build(input_shape)
-        for projection in (self.q_proj, self.k_proj, self.v_proj, self.gate_proj):
-            if projection is not None:
-                projection.build(input_shape)
+        for projection in self._projections():
+            projection.build(input_shape)
         for norm in (self.q_norm, self.k_norm):
             if norm is not None:
                 norm.build((*input_shape[:2], None, self.head_dim))
@@ -312,17 +311,16 @@ class LocalAttention(StreamingLayer):
     def unfused_reason(self):
         return decoding.first_reason(
             decoding.class_reason(self, LocalAttention),
-            decoding.denses_reason(*self._projections(), [self.o_proj]),
+            decoding.denses_reason(self._projections(), [self.o_proj]),
             *(decoding.norm_reason(norm) for norm in (self.q_norm, self.k_norm) if norm),
         )
 
     def _projections(self):
-        """Returns the projections of the inputs, grouped by fused operations."""
-        gate = [] if self.gate_proj is None else [[self.gate_proj]]
-        return [self.q_proj, self.k_proj, self.v_proj], *gate
+        projections = self.q_proj, self.k_proj, self.v_proj, self.gate_proj
+        return [projection for projection in projections if projection is not None]
 
     def fused_step(self, x, norm, tokens, state, residual_scale=None):
-        q, k, v, *gate = decoding.projections(x, norm, *self._projections())
+        q, k, v, *gate = decoding.linear(x, self._projections(), norm)
         q, k, v = (decoding.heads(y, self.head_dim, self.compute_dtype) for y in (q, k, v))
         o, key, value = local_attention_step(
             **{"q": q, "k": k, "v": v, **state, "position": tokens.position[:, 0]},

@@ -12,6 +12,9 @@ from keras_recurrent import dispatch
 from keras_recurrent.checks.dtypes import dtype_of
 from keras_recurrent.ops.operation import Operation
 
+ENDS = ("", "_2", "_3", "_4")  # of the names of up to four kernels and their biases
+KERNELS = tuple(f"kernel{end}" for end in ENDS)
+
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class NormLinearOperation(Operation):
@@ -24,7 +27,7 @@ class NormLinearOperation(Operation):
         return cls.check_tensors(tensors, cls.alternatives["gate"] if gated_product else None)
 
     def output_spec(self, tensors, sizes):
-        kernels = [tensors.get(name) for name in ("kernel", "kernel_2", "kernel_3")]
+        kernels = [tensors.get(name) for name in KERNELS]
         specs = zip(super().output_spec(tensors, sizes), kernels, strict=True)
         outputs = [spec for spec, kernel in specs if kernel is not None]
         if self.options["gate"] is not None:
@@ -39,7 +42,7 @@ class NormQuantizedLinearOperation(NormLinearOperation):
         **NormLinearOperation.options,
         **{"bits": 8, "block_size": None, "quantize_row": True},
     }
-    int8 = tuple(f"{name}{end}" for name in ("kernel", "kernel_zero") for end in ("", "_2", "_3"))
+    int8 = tuple(f"{name}{end}" for name in ("kernel", "kernel_zero") for end in ENDS)
 
     @classmethod
     def check(cls, tensors, context, options):
@@ -93,7 +96,7 @@ class LocalAttentionStepOperation(Operation):
 
 
 def norm_linear(x, kernels, biases, **others):
-    """Applies RMSNorm and up to three linear layers to x [B, D], with optional gates and residual.
+    """Applies RMSNorm and up to four linear layers to x [B, D], with optional gates and residual.
 
     The sigmoid of `input_gate` multiplies the normalized x. With `gate`, the first two kernels form
     a gated unit, and the third, if any, is applied to its result. `output_scale` multiplies the
@@ -120,8 +123,7 @@ def norm_quantized_linear(x, kernels, kernel_scales, kernel_zeros, biases, **oth
 
 def _apply(operation, tensors, lists, others):
     for name, given in lists.items():
-        ends = ("", "_2", "_3")[: len(given)]
-        tensors |= {f"{name}{end}": t for end, t in zip(ends, given, strict=True)}
+        tensors |= {f"{name}{end}": t for end, t in zip(ENDS[: len(given)], given, strict=True)}
     options = {name: others.pop(name) for name in operation.options if name in others}
     tensors = {name: (tensors | others).get(name) for name in operation.signature.tensors}
     return list(operation.apply(tensors, None, operation.options | options))

@@ -1,4 +1,4 @@
-"""y = RMSNorm(x) W + b for up to three matrices, then a gate or a residual."""
+"""y = RMSNorm(x) W + b for up to four matrices, then a gate or a residual."""
 
 from keras import ops
 
@@ -13,9 +13,11 @@ def norm_linear(
     kernel,
     kernel_2=None,
     kernel_3=None,
+    kernel_4=None,
     bias=None,
     bias_2=None,
     bias_3=None,
+    bias_4=None,
     residual=None,
     input_gate=None,
     epsilon=None,
@@ -23,7 +25,7 @@ def norm_linear(
     output_scale=None,
 ):
     """x: [B, K]; scale: [K]; kernels: [K, N] each. Returns a tuple of [B, N] in x's dtype."""
-    kernels, biases = (kernel, kernel_2, kernel_3), (bias, bias_2, bias_3)
+    kernels, biases = (kernel, kernel_2, kernel_3, kernel_4), (bias, bias_2, bias_3, bias_4)
     dtype = sum_dtype(x, scale, *kernels, *biases, residual, input_gate)
     y = ops.cast(x, dtype)
     if epsilon is not None:

@@ -59,10 +59,10 @@ CASES = {
     "channels in parts": Case(1, "bfloat16", 4500, (70,), residual=True, norm=False),
     "rows, channels in parts": Case(5, "bfloat16", 1200, (70,), residual=True),
     "float32 rows, channels in parts": Case(3, "float32", 1100, (40,), parameters=False),
-    "gated inputs": Case(1, channels=70, widths=(16, 33, 7), **EXTRAS),
+    "gated inputs": Case(1, channels=70, widths=(16, 33, 7, 20), **EXTRAS),
     "gated inputs, bfloat16": Case(1, "bfloat16", channels=300, widths=(40, 40, 9), **EXTRAS),
     "gated inputs, bare": Case(1, "bfloat16", parameters=False, residual=True, **EXTRAS),
-    "gated inputs, rows": Case(5, "bfloat16", 70, (16, 16, 9), kinds=True, **EXTRAS),
+    "gated inputs, rows": Case(5, "bfloat16", 70, (16, 33, 9, 17), kinds=True, **EXTRAS),
     "gated inputs, channels in parts": Case(1, "bfloat16", 4500, (40,), norm=False, **EXTRAS),
     "gated inputs, perceptron": Case(1, channels=70, widths=(18, 18, 7), gate="silu", **EXTRAS),
     "gated inputs, gelu": Case(1, channels=30, widths=(18, 18), gate="gelu", **EXTRAS),
@@ -84,6 +84,11 @@ QUANTIZED = {
     "4 bits, odd": Case(3, widths=(17, 6), bits=4, block_size=12, quantize_row=False),
     "weights alone": Case(1, "bfloat16", 1100, (64, 32), quantize_row=False),
     "three widths": Case(1, widths=(48, 16, 32), channels=70),
+    "four widths": Case(1, widths=(48, 16, 32, 80), channels=70),
+    "four widths, 4 bits": Case(
+        *(1, "bfloat16", 70, (48, 16, 32, 80)),
+        **{"bits": 4, "block_size": 32, "quantize_row": False},
+    ),
     "several programs a map": Case(1, "bfloat16", 260, (272, 272), parameters=False),
     "gated row": Case(1, "bfloat16", 70, (72, 72), gate="silu", **EXTRAS),
     "gated row, float32": Case(1, "float32", 300, (64,), residual=True, **EXTRAS),
@@ -114,7 +119,7 @@ def _numbers(rng, case, *shape):
 
 
 def norm_linear(rng, case):
-    names = ("", "_2", "_3")[: len(case.widths)]
+    names = ("", "_2", "_3", "_4")[: len(case.widths)]
     tensors = {"x": _numbers(rng, case, case.rows, case.channels), "scale": None}
     if case.norm and case.parameters:
         tensors["scale"] = rng.normal(size=case.channels)
@@ -153,7 +158,7 @@ def norm_quantized_linear(rng, case):
     while case.quantize_row and not _rounds_surely(tensors, options["epsilon"], case.dtype):
         tensors["x"] = _numbers(rng, case, case.rows, case.channels)
     blocks = case.block_size and -(-case.channels // case.block_size)
-    for name, width in zip(("", "_2", "_3"), case.widths, strict=False):
+    for name, width in zip(("", "_2", "_3", "_4"), case.widths, strict=False):
         columns = width if case.bits == 8 else (width + 1) // 2
         scales = (blocks, width) if blocks else (width,)
         tensors |= {

@@ -241,10 +241,11 @@ TOKEN_WISE = {
 
 def of_rows_through_maps(rows, channels, dtype="bfloat16", **constants):
     """The kernel of rows through maps of 2048 columns; those that are absent are None."""
-    absent = ["x_2", "kernel_2", "kernel_3", "bias", "bias_2", "bias_3", "residual", "y_2", "y_3"]
-    absent += ["scale"] * (rows > 1) + ["input_gate"]
-    sizes = {"K": channels, "N": 2048, "N_2": 2048, "N_3": 2048, "NORM": rows == 1, "GATE": 0}
-    columns = 2048 * (1 + sum(f"kernel_{i}" in constants for i in (2, 3)))
+    absent = [f"{name}_{i}" for name in ("kernel", "bias", "y") for i in (2, 3, 4)]
+    absent += ["x_2", "bias", "residual", "input_gate"] + ["scale"] * (rows > 1)
+    sizes = dict.fromkeys(("N", "N_2", "N_3", "N_4"), 2048)
+    sizes |= {"K": channels, "NORM": rows == 1, "GATE": 0}
+    columns = 2048 * (1 + sum(f"kernel_{i}" in constants for i in (2, 3, 4)))
     sizes |= {"SHORT": dtype == "bfloat16", "OUTPUT_SCALE": 1.0, "PDL": True}
     constants = dict.fromkeys(absent) | sizes | constants
     parts = constants["kernel_2"] is None and not constants["NORM"]
@@ -371,6 +372,9 @@ OF_A_STEP = {
     "norm_linear of 16 rows, gelu, float32": of_rows_through_maps(
         16, 2560, "float32", kernel_2="given", GATE=2
     ),
+    "norm_linear of four": of_rows_through_maps(
+        1, 2048, **{f"{name}_{i}": "given" for name in ("kernel", "y") for i in (2, 3, 4)}
+    ),
     "norm_linear of gated inputs": of_rows_through_maps(
         1, 4096, input_gate="given", residual="given", OUTPUT_SCALE=0.25
     ),
@@ -388,9 +392,10 @@ OF_A_STEP = {
 
 def of_quantized_maps(channels, widths, bits, block_size=0, limbs=None, **constants):
     """The kernel of one row through quantized maps; int8 quantizes the row, too."""
-    widths, limbs = (*widths, 0, 0)[:3], limbs or (1 if bits == 8 else 2)
-    absent = ["bias", "bias_2", "bias_3", "residual", "input_gate"]
-    for end, width in zip(("", "_2", "_3"), widths, strict=True):
+    widths, limbs = (*widths, 0, 0, 0)[:4], limbs or (1 if bits == 8 else 2)
+    absent = ["residual", "input_gate"]
+    for end, width in zip(("", "_2", "_3", "_4"), widths, strict=True):
+        absent.append(f"bias{end}")
         absent += [f"{name}{end}" for name in ("kernel", "kernel_scale", "y") if not width]
         absent += [f"kernel_zero{end}"] * (not width or not block_size)
     gate = constants.get("GATE", 0)
@@ -426,6 +431,7 @@ QUANTIZED_MAPS = {
     "norm_quantized_linear, silu, 4 bits": of_quantized_maps(2048, (5632,) * 2, 4, 128, GATE=1),
     "norm_quantized_linear, down, 4 bits": of_quantized_maps(5632, (2048,), 4, 128, **DOWN),
     "norm_quantized_linear of 4 bits, 1 limb": of_quantized_maps(2048, (2048,), 4, limbs=1),
+    "norm_quantized_linear of four": of_quantized_maps(2048, (2048, 1024, 1024, 2048), 8),
     "norm_quantized_linear of gated inputs": of_quantized_maps(
         2048, (2048,), 8, input_gate="given", residual="given", OUTPUT_SCALE=0.25
     ),

@@ -1,4 +1,4 @@
-"""Kernels of `norm_linear`: columns of one to three products, gates, and sums of partial products.
+"""Kernels of `norm_linear`: columns of one to four products, gates, and sums of partial products.
 
 `norm_linear_products.py` computes the products of a program.
 """
@@ -81,19 +81,23 @@ def columns_kernel(
     kernel,
     kernel_2,
     kernel_3,
+    kernel_4,
     bias,
     bias_2,
     bias_3,
+    bias_4,
     residual,
     y,
     y_2,
     y_3,
+    y_4,
     rows,
     epsilon,
     K: tl.constexpr,
     N: tl.constexpr,
     N_2: tl.constexpr,
     N_3: tl.constexpr,
+    N_4: tl.constexpr,
     LENGTH: tl.constexpr,
     NORM: tl.constexpr,
     GATE: tl.constexpr,
@@ -108,6 +112,7 @@ def columns_kernel(
 ):
     TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILES_2: tl.constexpr = 0 if GATE else (N_2 + BLOCK_N - 1) // BLOCK_N
+    TILES_3: tl.constexpr = (N_3 + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0)
     first_channel = 0
     if LENGTH < K:
@@ -147,8 +152,11 @@ def columns_kernel(
                 *(BLOCK_B, BLOCK_N, BLOCK_K, STAGES, SHORT, SUM_AT_END, PDL),
             )
             _store_columns(total, bias_2, None, y_2, n, rows, N_2, OUTPUT_SCALE)
-    if kernel_3 is not None:  # noqa: SIM102
-        if tile >= TILES + TILES_2:
+    if kernel_3 is not None:
+        third = tile >= TILES + TILES_2
+        if kernel_4 is not None:
+            third &= tile < TILES + TILES_2 + TILES_3
+        if third:
             n = (tile - TILES - TILES_2) * BLOCK_N + tl.arange(0, BLOCK_N)
             total, _ = _project(
                 *(x, None, input_gate, kernel_3, None, n, scale, 0, rows, epsilon),
@@ -156,6 +164,15 @@ def columns_kernel(
                 *(BLOCK_B, BLOCK_N, BLOCK_K, STAGES, SHORT, SUM_AT_END, PDL),
             )
             _store_columns(total, bias_3, None, y_3, n, rows, N_3, OUTPUT_SCALE)
+    if kernel_4 is not None:  # noqa: SIM102
+        if tile >= TILES + TILES_2 + TILES_3:
+            n = (tile - TILES - TILES_2 - TILES_3) * BLOCK_N + tl.arange(0, BLOCK_N)
+            total, _ = _project(
+                *(x, None, input_gate, kernel_4, None, n, scale, 0, rows, epsilon),
+                *(K, N_4, 0, LENGTH, NORM),
+                *(BLOCK_B, BLOCK_N, BLOCK_K, STAGES, SHORT, SUM_AT_END, PDL),
+            )
+            _store_columns(total, bias_4, None, y_4, n, rows, N_4, OUTPUT_SCALE)
 
 
 @triton.jit
