@@ -89,21 +89,21 @@ def _over_time(tensors, output, state, channels=("D",), optional=()):
 
 _HEADS = "q: B T H K, k: B T H K, v: B T H V"
 _LINEAR_ATTENTION = Result("B T H V", "v"), Result("B H K V"), ("H",)
-_WIDTHS, _PACKED_WIDTHS = "NML", "PQR"  # of up to three kernels; R is a byte for one or two of L
+_WIDTHS, _PACKED_WIDTHS = "NMLJ", "PQRS"  # of up to four kernels; a byte of P is one or two of N
 
 
 def _each(name, widths, before=""):
     """The dimensions of a tensor of each kernel."""
-    ends = ("", "_2", "_3")
+    ends = ("", "_2", "_3", "_4")
     return {f"{name}{end}": f"{before}{width}" for end, width in zip(ends, widths, strict=True)}
 
 
 def _of_kernels(required, alternatives, **of_each):
-    """The signature of a product with up to three kernels; `of_each`: their tensors."""
+    """The signature of a product with up to four kernels; `of_each`: their tensors."""
     tensors = {"x": "B K", "scale": "K"}
     for dimensions in of_each.values():
         tensors |= dimensions
-    tensors |= {**_each("bias", _WIDTHS), "residual": "B N"}
+    tensors |= {**_each("bias", _WIDTHS), "residual": "B N", "input_gate": "B K"}
     results = tuple(Result(f"B {width}", "x") for width in _WIDTHS)
     optional = tuple(name for name in tensors if name not in required)
     return Signature(tensors, results, (), optional, False, alternatives)
@@ -170,6 +170,14 @@ SIGNATURES = {
         (Result("B E", "v"), Result("B H K V")),
         optional=("lower_bound",),
     ),
+    "lightning_step": Signature(
+        _named(
+            "q: B H K, k: B G K, v: B G V, memory: B H K V, log_decay: H, position: B, q_scale: K, "
+            "k_scale: K, frequencies: R"
+        ),
+        (Result("B H V", "v"), Result("B H K V")),
+        optional=("position", "q_scale", "k_scale", "frequencies"),
+    ),
     "rg_lru_step": Signature(
         _named(
             "x: B D, gate: B D, window: B W-1 D, hidden: B D, conv_kernel: W D, conv_bias: D, "
@@ -180,10 +188,10 @@ SIGNATURES = {
     "local_attention_step": Signature(
         _named(
             "q: B H K, k: B G K, v: B G V, key: B C G K, value: B C G V, position: B, "
-            "frequencies: R"
+            "frequencies: R, q_scale: K, k_scale: K"
         ),
         (Result("B H V", "q"), Result("B C G K", "k"), Result("B C G V", "v")),
-        optional=("frequencies",),
+        optional=("frequencies", "q_scale", "k_scale"),
     ),
     "embedding_step": Signature(
         _named("table: V D, token_ids: B, segment: B, position: B"),

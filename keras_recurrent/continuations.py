@@ -12,7 +12,7 @@ from keras_recurrent.checks.token_ids import check_token_ids
 from keras_recurrent.devices.jax_processes import gather_to_numpy
 from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.evaluation import no_gradients
-from keras_recurrent.generation.lengths import bucket
+from keras_recurrent.generation.lengths import capacity
 from keras_recurrent.generation.text import IncrementalDetokenizer
 from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
@@ -189,7 +189,9 @@ class Continuations:
             "padding_mask": (np.arange(longest) < lengths[:, None])[rows],
         }
         keeps_state = self._model.backbone.keeps_state
-        return self._model.prefill(prompts, None if keeps_state else bucket(longest + num_new))
+        return self._model.prefill(
+            prompts, None if keeps_state else capacity(self._model, longest + num_new)
+        )
 
     def _score_batch(self, cache, continuations):
         rows, width = cache.batch_size, _power_of_two(len(continuations[0]))

@@ -1,15 +1,18 @@
 """A decoding step of sliding-window attention.  De et al. 2024, arXiv:2402.19427.
 
-    q = rotate(q, p) / sqrt(K),  k = rotate(k, p)      p: the token's position in its document
-    o = Σ_s softmax_s(q · k_s) v_s                     p - window < s <= p
+    q = rotate(norm(q), p) / sqrt(K),  k = rotate(norm(k), p)
+    o = Σ_s softmax_s(q · k_s) v_s                               p - window < s <= p
 
-`rotate` rotates channels j and j + R by frequencies_j p radians (arXiv:2104.09864).
+p is the token's position in its document. `rotate` rotates channels j and j + R by frequencies_j p
+radians (arXiv:2104.09864). With scales, `norm` is RMSNorm over the K channels of a head; otherwise
+it is the identity. With `logit_scaling`, a, q is multiplied by ln(p + a) / ln(floor(a)).
 """
 
 import numpy as np
 
 from ..constants import STARTS
 from ._common import cast
+from ._heads import prepare_heads
 from .sliding_window_attention import sliding_window_attention
 
 
@@ -21,32 +24,32 @@ def local_attention_step(
     value,
     position,
     frequencies=None,
+    q_scale=None,
+    k_scale=None,
     token_kind=None,
     sliding_window=None,
+    epsilon=None,
+    logit_scaling=None,
     dtype=np.float64,
 ):
     """q: [B, H, K]; k: [B, G, K]; v: [B, G, V]; key, value: [B, C, G, ...]; position: [B].
 
-    frequencies: [R] or None. Returns (o [B, H, V], the next key and value).
+    frequencies: [R] or None; q_scale, k_scale: [K] or None. Returns (o [B, H, V], the next key and
+    value).
     """
     q, k, v, key, value = cast(dtype, q, k, v, key, value)
     kinds = None
     if token_kind is not None:
         kinds = np.asarray(token_kind)[:, None]
         position = np.where(kinds[:, 0] == STARTS, 0, position)
-    if frequencies is not None:
-        q, k = (_rotated(x, position, np.asarray(frequencies, dtype)) for x in (q, k))
+    q = prepare_heads(q, position, frequencies, q_scale, epsilon)
+    k = prepare_heads(k, position, frequencies, k_scale, epsilon)
     q = q / np.sqrt(q.dtype.type(q.shape[2]))
+    if logit_scaling is not None:
+        factor = np.log(position + logit_scaling) / np.log(np.floor(logit_scaling))
+        q = q * factor[:, None, None].astype(dtype)
     state = {"key": key, "value": value, "position": position}
     output, state = sliding_window_attention(
         q[:, None], k[:, None], v[:, None], sliding_window, state, kinds, dtype=dtype
     )
     return output[:, 0], state["key"], state["value"]
-
-
-def _rotated(x, position, frequencies):
-    half = len(frequencies)
-    angle = np.asarray(position, x.dtype)[:, None, None] * frequencies
-    a, b = x[..., :half], x[..., half : 2 * half]
-    turned = a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)
-    return np.concatenate((*turned, x[..., 2 * half :]), axis=2)

@@ -1,12 +1,13 @@
-"""y = RMSNorm(x) W + b for up to three matrices, then a gate or a residual.
+"""y = RMSNorm(x) W + b for up to four matrices, then a gate or a residual.
 
-x is [B, K]; ε None: no norm. With `gate` the output is y = activation(y_1) * y_2, or, with a third
-matrix, y W_3 + b_3.
+x is [B, K]; ε None: no norm. With `input_gate`, [B, K], the first product takes
+σ(input_gate) * RMSNorm(x). With `gate` the output is y = activation(y_1) * y_2, or, with a third
+matrix, y W_3 + b_3. Outputs are multiplied by `output_scale` before the residual is added.
 """
 
 import numpy as np
 
-from ._common import cast, product
+from ._common import cast, product, sigmoid
 from .gated_linear_unit import gated_linear_unit
 from .rms_norm import rms_norm
 
@@ -17,18 +18,24 @@ def norm_linear(
     kernel,
     kernel_2=None,
     kernel_3=None,
+    kernel_4=None,
     bias=None,
     bias_2=None,
     bias_3=None,
+    bias_4=None,
     residual=None,
+    input_gate=None,
     epsilon=None,
     gate=None,
+    output_scale=None,
     dtype=np.float64,
 ):
     """Returns a tuple of [B, N], one for each kernel, or one with `gate`."""
     (x,) = cast(dtype, x)
     if epsilon is not None:
         x = rms_norm(x, scale, epsilon, dtype)
+    if input_gate is not None:
+        x = x * sigmoid(cast(dtype, input_gate)[0])
 
     def linear(x, weight, offset):
         y = product(x, *cast(dtype, weight))
@@ -38,8 +45,10 @@ def norm_linear(
         x = gated_linear_unit(linear(x, kernel, bias), linear(x, kernel_2, bias_2), gate, dtype)
         outputs = [x if kernel_3 is None else linear(x, kernel_3, bias_3)]
     else:
-        maps = (kernel, bias), (kernel_2, bias_2), (kernel_3, bias_3)
+        maps = (kernel, bias), (kernel_2, bias_2), (kernel_3, bias_3), (kernel_4, bias_4)
         outputs = [linear(x, *weights) for weights in maps if weights[0] is not None]
+    if output_scale is not None:
+        outputs = [x.dtype.type(output_scale) * y for y in outputs]
     if residual is not None:
         outputs[0] = outputs[0] + cast(dtype, residual)[0]
     return tuple(outputs)

@@ -1,6 +1,7 @@
-"""y = RMSNorm(x) W + b for up to three quantized matrices, then a gate or a residual.
+"""y = RMSNorm(x) W + b for up to four quantized matrices, then a gate or a residual.
 
-x is [B, K]; ε None: no norm. With `gate` the output is activation(y_1) * y_2. W is [K, N] int8, or
+x, ε, `input_gate` and `output_scale` are those of `norm_linear`. With `gate` the output is
+activation(y_1) * y_2. W is [K, N] int8, or
 with 4 bits [K, ceil(N / 2)], where a byte holds two adjacent channels, the first one in its lower
 half:
 
@@ -15,7 +16,7 @@ by this factor.
 import numpy as np
 
 from ..constants import ROW_EPSILON
-from ._common import cast, product
+from ._common import cast, product, sigmoid
 from .gated_linear_unit import gated_linear_unit
 from .rms_norm import rms_norm
 
@@ -26,18 +27,24 @@ def norm_quantized_linear(
     kernel,
     kernel_2=None,
     kernel_3=None,
+    kernel_4=None,
     kernel_scale=None,
     kernel_scale_2=None,
     kernel_scale_3=None,
+    kernel_scale_4=None,
     kernel_zero=None,
     kernel_zero_2=None,
     kernel_zero_3=None,
+    kernel_zero_4=None,
     bias=None,
     bias_2=None,
     bias_3=None,
+    bias_4=None,
     residual=None,
+    input_gate=None,
     epsilon=None,
     gate=None,
+    output_scale=None,
     bits=8,
     block_size=None,
     row_dtype=None,
@@ -48,14 +55,16 @@ def norm_quantized_linear(
     factor = np.ones((len(x), 1), dtype)
     if epsilon is not None:
         x = rms_norm(x, scale, epsilon, dtype)
+    if input_gate is not None:
+        x = x * sigmoid(cast(dtype, input_gate)[0])
     if row_dtype is not None:
         x, factor = cast(dtype, *quantized_row(rounded_row(x, row_dtype)))
     outputs = []
     for weight, divisor, zero, offset in zip(
-        (kernel, kernel_2, kernel_3),
-        (kernel_scale, kernel_scale_2, kernel_scale_3),
-        (kernel_zero, kernel_zero_2, kernel_zero_3),
-        (bias, bias_2, bias_3),
+        (kernel, kernel_2, kernel_3, kernel_4),
+        (kernel_scale, kernel_scale_2, kernel_scale_3, kernel_scale_4),
+        (kernel_zero, kernel_zero_2, kernel_zero_3, kernel_zero_4),
+        (bias, bias_2, bias_3, bias_4),
         strict=True,
     ):
         if weight is None:
@@ -69,6 +78,8 @@ def norm_quantized_linear(
         outputs.append(y if offset is None else y + cast(dtype, offset)[0])
     if gate is not None:
         outputs = [gated_linear_unit(outputs[0], outputs[1], gate, dtype)]
+    if output_scale is not None:
+        outputs = [x.dtype.type(output_scale) * y for y in outputs]
     if residual is not None:
         outputs[0] = outputs[0] + cast(dtype, residual)[0]
     return tuple(outputs)

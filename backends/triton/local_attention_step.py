@@ -1,15 +1,19 @@
 """One decoding step of sliding window attention, from the projections of the token.
 
 De et al. 2024, arXiv:2402.19427. The slots of the circular KV buffer are divided among programs, so
-that a single sequence fills a GPU. The first kernel computes a weighted sum of the values of each
-part of the buffer, relative to the part's largest logit; the second kernel combines the parts.
+that a single sequence fills a GPU. Programs take tiles of slots in turn, so that they share the few
+slots that are filled in a large buffer. The first kernel computes a weighted sum of the values of
+each part of the buffer, relative to the part's largest logit; the second kernel combines the parts.
 Products take operands as in `_device/products.py`. The attention weights are split into two
 bfloat16 parts, so that only queries and keys are rounded to 16 bits.
 """
 
+import math
+
 import triton
 import triton.language as tl
 
+from ._decoding.heads import load_heads
 from ._device.common import MULTIPROCESSORS, load_float32
 from ._device.math import exp
 from ._device.pdl import launch_dependents, wait_for_previous_launch
@@ -27,7 +31,19 @@ _NO_WINDOW = 2**31 - 1  # a window without a limit
 
 
 def unsupported(
-    q, k, v, key, value, position, frequencies=None, token_kind=None, sliding_window=None
+    q,
+    k,
+    v,
+    key,
+    value,
+    position,
+    frequencies=None,
+    q_scale=None,
+    k_scale=None,
+    token_kind=None,
+    sliding_window=None,
+    epsilon=None,
+    logit_scaling=None,
 ) -> str | None:
     """Reason why this implementation cannot take these arguments, or None."""
     if max(k.shape[2], v.shape[2]) > _MAX_CHANNELS:
@@ -40,18 +56,34 @@ def unsupported(
     dtypes = {dtype_name(t) for t in (q, k, v, key, value)}
     if len(dtypes) > 1:
         return f"takes tensors of one dtype, got {sorted(dtypes)}"
-    return step_unsupported_reason(q, k, v, key, value, position, frequencies, token_kind)
+    tensors = q, k, v, key, value, position, frequencies, q_scale, k_scale, token_kind
+    return step_unsupported_reason(*tensors)
 
 
 def local_attention_step(
-    q, k, v, key, value, position, frequencies=None, token_kind=None, sliding_window=None
+    q,
+    k,
+    v,
+    key,
+    value,
+    position,
+    frequencies=None,
+    q_scale=None,
+    k_scale=None,
+    token_kind=None,
+    sliding_window=None,
+    epsilon=None,
+    logit_scaling=None,
 ):
     """q: [B, H, K]; k: [B, G, K]; v: [B, G, V]; key, value: [B, C, G, ...]; position: [B].
 
     Returns (o [B, H, V], the next key and value).
     """
     return _local_attention_step(
-        *(q, k, v, key, value, position, frequencies, token_kind), sliding_window=sliding_window
+        *(q, k, v, key, value, position, frequencies, q_scale, k_scale, token_kind),
+        sliding_window=sliding_window,
+        epsilon=0.0 if epsilon is None else float(epsilon),
+        logit_scaling=0.0 if logit_scaling is None else float(logit_scaling),
     )
 
 
@@ -62,23 +94,7 @@ def _round_operand(x, SHORT: tl.constexpr):
     return x
 
 
-@triton.jit
-def _load_rotated(x, rows, valid, c, token_position, frequencies, K: tl.constexpr, R: tl.constexpr):
-    """Loads `rows` [N] of K channels c [BLOCK_K] with rotary embedding: pairs are j and j + R."""
-    offsets = rows[:, None] * K + c[None, :]
-    valid = valid[:, None] & (c < K)[None, :]
-    rotated = load_float32(x, offsets, valid)
-    if frequencies is not None:
-        turned = c < 2 * R
-        partner = tl.where(c < R, R, -R)
-        other = load_float32(x, offsets + partner[None, :], valid & turned[None, :])
-        angle = token_position.to(tl.float32) * load_float32(frequencies, c % R, turned)
-        sine = tl.where(c < R, -tl.sin(angle), tl.sin(angle))
-        rotated = rotated * tl.cos(angle)[None, :] + other * sine[None, :]
-    return rotated
-
-
-@triton.jit(do_not_specialize=["C", "window"])
+@triton.jit(do_not_specialize=["C", "window", "tiles"])
 def _partial_kernel(
     q,
     k,
@@ -87,6 +103,8 @@ def _partial_kernel(
     value,
     position,
     frequencies,
+    q_scale,
+    k_scale,
     token_kind,
     sums,
     peaks,
@@ -96,16 +114,19 @@ def _partial_kernel(
     C,
     G,
     window,
+    tiles,
     root,
     SHARE: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     R: tl.constexpr,
+    EPSILON: tl.constexpr,
+    LOGIT_SCALING: tl.constexpr,
+    LOG_SCALING: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     SLOTS: tl.constexpr,
-    TILES: tl.constexpr,
     PARTS: tl.constexpr,
     SHORT: tl.constexpr,
     PDL: tl.constexpr,
@@ -123,11 +144,17 @@ def _partial_kernel(
 
     h, c, e = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     heads = group * SHARE + h
-    query = _load_rotated(q, heads, real & (h < SHARE), c, token_position, frequencies, K, R) * root
+    query = load_heads(
+        *(q, heads, real & (h < SHARE), c, token_position, frequencies, q_scale, EPSILON, K, R)
+    )
+    if LOGIT_SCALING > 0:
+        root *= tl.log(token_position + LOGIT_SCALING) / LOG_SCALING
+    query *= root
     query = _round_operand(query, SHORT)
     group_row = group + tl.arange(0, 1)
-    token_key = _load_rotated(
-        k, group_row, real & (group_row >= 0), c, token_position, frequencies, K, R
+    token_key = load_heads(
+        *(k, group_row, real & (group_row >= 0), c, token_position, frequencies, k_scale),
+        *(EPSILON, K, R),
     )
     token_key = _round_operand(token_key, SHORT)
     token_value = load_float32(v, group * V + e, real & (e < V))
@@ -136,8 +163,9 @@ def _partial_kernel(
     peak = tl.where(part == 0, tl.sum(query * token_key, 1), _LOWEST)
     total = tl.where((part == 0) & (h >= 0), 1.0, 0.0)
     weighted = tl.where((part == 0) & (h >= 0)[:, None], token_value[None, :], 0.0)
-    for i in range(TILES):
-        slot = (part * TILES + i) * SLOTS + tl.arange(0, SLOTS)
+    filled_tiles = tl.cdiv(tl.minimum(token_position, C), SLOTS)
+    for i in range(part, filled_tiles, PARTS):
+        slot = i * SLOTS + tl.arange(0, SLOTS)
         age = (token_position - 1 - slot + C) % C
         visible = (slot < C) & (age < token_position) & (age < window - 1)
         rows = b * C * G + g + slot.to(tl.int64) * G
@@ -154,8 +182,10 @@ def _partial_kernel(
         if SHORT:
             weighted = product(weights - _round_operand(weights, True), values, weighted, True)
         peak = new_peak
-        if kind == STARTS:
-            target = (slot < C)[:, None]
+    if kind == STARTS:  # no slot is filled
+        for i in range(part, tiles, PARTS):
+            slot = i * SLOTS + tl.arange(0, SLOTS)
+            rows, target = b * C * G + g + slot.to(tl.int64) * G, (slot < C)[:, None]
             tl.store(next_key + rows[:, None] * K + c[None, :], 0.0, target & (c < K)[None, :])
             tl.store(next_value + rows[:, None] * V + e[None, :], 0.0, target & (e < V)[None, :])
     target = heads * PARTS + part
@@ -167,7 +197,7 @@ def _partial_kernel(
     # The token is stored in a slot that this program has finished reading.
     tl.debug_barrier()
     slot = token_position % C
-    stores_token = real & (slot // (TILES * SLOTS) == part)
+    stores_token = real & (slot // SLOTS % PARTS == part)
     row = b * C * G + slot * G + g
     tl.store(next_key + row * K + c[None, :], token_key, stores_token & (c < K)[None, :])
     tl.store(next_value + row * V + e, token_value, stores_token & (e < V))
@@ -199,11 +229,41 @@ def _combine_kernel(
     tl.store(output + head * V + e, tl.sum(weighted, 0) / total, e < V)
 
 
-def results(q, k, v, key, value, position, frequencies, token_kind, *, sliding_window: int | None):
+def results(
+    q,
+    k,
+    v,
+    key,
+    value,
+    position,
+    frequencies,
+    q_scale,
+    k_scale,
+    token_kind,
+    *,
+    sliding_window: int | None,
+    epsilon: float,
+    logit_scaling: float,
+):
     return Array((*q.shape[:2], v.shape[2]), dtype_name(q)), like(key), like(value)
 
 
-def forward(q, k, v, key, value, position, frequencies, token_kind, *, sliding_window: int | None):
+def forward(
+    q,
+    k,
+    v,
+    key,
+    value,
+    position,
+    frequencies,
+    q_scale,
+    k_scale,
+    token_kind,
+    *,
+    sliding_window: int | None,
+    epsilon: float,
+    logit_scaling: float,
+):
     batch, heads, keys = q.shape
     groups, values, capacity = v.shape[1], v.shape[2], key.shape[1]
     short = dtype_name(q) == "bfloat16"
@@ -211,15 +271,15 @@ def forward(q, k, v, key, value, position, frequencies, token_kind, *, sliding_w
     num_tiles = triton.cdiv(capacity, tile["SLOTS"])
     # Two programs per multiprocessor, or one per tile if there are fewer tiles.
     parts = min(num_tiles, max(1, 2 * MULTIPROCESSORS // (batch * groups)))
-    tiles = triton.cdiv(num_tiles, parts)
-    parts = triton.cdiv(num_tiles, tiles)
     block_k, block_v = (max(16, triton.next_power_of_2(n)) for n in (keys, values))
-    tensors = q, k, v, key, value, position, frequencies, token_kind
+    tensors = q, k, v, key, value, position, frequencies, q_scale, k_scale, token_kind
     options = {
         "SHARE": heads // groups,
         **{"K": keys, "V": values, "R": 0 if frequencies is None else frequencies.shape[0]},
+        **{"EPSILON": epsilon, "LOGIT_SCALING": logit_scaling},
+        "LOG_SCALING": math.log(math.floor(logit_scaling)) if logit_scaling else 1.0,
         "BLOCK_H": max(16, triton.next_power_of_2(heads // groups)),
-        **{"BLOCK_K": block_k, "BLOCK_V": block_v, "TILES": tiles, "PARTS": parts},
+        **{"BLOCK_K": block_k, "BLOCK_V": block_v, "PARTS": parts},
         **{"SHORT": short, **tile, **pdl_options(q)},
     }
     window = _NO_WINDOW if sliding_window is None else min(sliding_window, _NO_WINDOW)
@@ -229,7 +289,7 @@ def forward(q, k, v, key, value, position, frequencies, token_kind, *, sliding_w
         Launch(
             *(_partial_kernel, batch * groups * parts, tensors),
             (*partial_outputs, like(key), like(value)),
-            (capacity, groups, window, keys**-0.5),
+            (capacity, groups, window, num_tiles, keys**-0.5),
             options,
             updates=((3, 3), (4, 4)),
         )

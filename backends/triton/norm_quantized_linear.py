@@ -3,7 +3,7 @@
 A program quantizes the normalized row and computes some columns of y from all channels; with a
 gate, these columns of both projections. It reads its tile of each weight once. This file has the
 arguments, the launch, and the kernel's beginning and end: it chooses the projection, then applies
-scales, bias, gate and residual. The product itself is spread over the files of `_quantized`:
+scales, bias, gates and residual. The product itself is spread over the files of `_quantized`:
 
 - `quantized_tiles.py` chooses, on the host, how many columns and warps a program has, and in how
   many steps it goes through the channels;
@@ -47,18 +47,24 @@ def unsupported(
     kernel,
     kernel_2=None,
     kernel_3=None,
+    kernel_4=None,
     kernel_scale=None,
     kernel_scale_2=None,
     kernel_scale_3=None,
+    kernel_scale_4=None,
     kernel_zero=None,
     kernel_zero_2=None,
     kernel_zero_3=None,
+    kernel_zero_4=None,
     bias=None,
     bias_2=None,
     bias_3=None,
+    bias_4=None,
     residual=None,
+    input_gate=None,
     epsilon=None,
     gate=None,
+    output_scale=None,
     bits=8,
     block_size=None,
     row_dtype=None,
@@ -74,12 +80,16 @@ def unsupported(
     least = MIN_SCALE_BLOCK
     if block_size is not None and (block_size < least or block_size & (block_size - 1)):
         return f"takes block sizes that are powers of 2, at least {least}, got {block_size}"
-    scales = [s for s in (kernel_scale, kernel_scale_2, kernel_scale_3) if s is not None]
+    scales = [
+        s for s in (kernel_scale, kernel_scale_2, kernel_scale_3, kernel_scale_4) if s is not None
+    ]
     odd = [s.shape[-1] for s in scales if s.shape[-1] * bits % 32]
     if odd:
         return f"needs multiples of {32 // bits} columns, one 32-bit word, got {odd[0]}"
     # On JAX, this check accepts float and integer dtypes alike.
-    return step_unsupported_reason(x, scale, *scales, bias, bias_2, bias_3, residual)
+    return step_unsupported_reason(
+        x, scale, *scales, bias, bias_2, bias_3, bias_4, residual, input_gate
+    )
 
 
 def norm_quantized_linear(
@@ -88,18 +98,24 @@ def norm_quantized_linear(
     kernel,
     kernel_2=None,
     kernel_3=None,
+    kernel_4=None,
     kernel_scale=None,
     kernel_scale_2=None,
     kernel_scale_3=None,
+    kernel_scale_4=None,
     kernel_zero=None,
     kernel_zero_2=None,
     kernel_zero_3=None,
+    kernel_zero_4=None,
     bias=None,
     bias_2=None,
     bias_3=None,
+    bias_4=None,
     residual=None,
+    input_gate=None,
     epsilon=None,
     gate=None,
+    output_scale=None,
     bits=8,
     block_size=None,
     row_dtype=None,
@@ -109,17 +125,18 @@ def norm_quantized_linear(
     `keras_recurrent.ops.norm_quantized_linear` describes all arguments. Results have x's dtype.
     """
     outputs = _norm_quantized_linear(
-        *(x, scale, kernel, kernel_2, kernel_3),
-        *(kernel_scale, kernel_scale_2, kernel_scale_3),
-        *(kernel_zero, kernel_zero_2, kernel_zero_3),
-        *(bias, bias_2, bias_3, residual),
+        *(x, scale, kernel, kernel_2, kernel_3, kernel_4),
+        *(kernel_scale, kernel_scale_2, kernel_scale_3, kernel_scale_4),
+        *(kernel_zero, kernel_zero_2, kernel_zero_3, kernel_zero_4),
+        *(bias, bias_2, bias_3, bias_4, residual, input_gate),
         epsilon=-1.0 if epsilon is None else float(epsilon),
         gate=_GATES.index(gate),
+        output_scale=1.0 if output_scale is None else float(output_scale),
         bits=bits,
         block_size=block_size or 0,
         quantized=row_dtype is not None,
     )
-    count = 1 if gate else sum(k is not None for k in (kernel, kernel_2, kernel_3))
+    count = 1 if gate else sum(k is not None for k in (kernel, kernel_2, kernel_3, kernel_4))
     return tuple(outputs[:count])
 
 
@@ -145,24 +162,31 @@ def _kernel(
     kernel,
     kernel_2,
     kernel_3,
+    kernel_4,
     kernel_scale,
     kernel_scale_2,
     kernel_scale_3,
+    kernel_scale_4,
     kernel_zero,
     kernel_zero_2,
     kernel_zero_3,
+    kernel_zero_4,
     bias,
     bias_2,
     bias_3,
+    bias_4,
     residual,
+    input_gate,
     y,
     y_2,
     y_3,
+    y_4,
     epsilon,
     K: tl.constexpr,
     N: tl.constexpr,
     N_2: tl.constexpr,
     N_3: tl.constexpr,
+    N_4: tl.constexpr,
     ROW: tl.constexpr,
     NORM: tl.constexpr,
     GATE: tl.constexpr,
@@ -177,17 +201,20 @@ def _kernel(
     DEPTH: tl.constexpr,
     VECTORS: tl.constexpr,
     WHOLE: tl.constexpr,
+    OUTPUT_SCALE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     COLUMNS: tl.constexpr = ACROSS * WORDS * 32 // BITS
     TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     TILES_2: tl.constexpr = TILES + (N_2 + COLUMNS - 1) // COLUMNS
+    TILES_3: tl.constexpr = TILES_2 + (N_3 + COLUMNS - 1) // COLUMNS
     tile = tl.program_id(0)
     if PDL:
         launch_dependents()
     # One code path serves all projections; the compiler knows the columns if they are equal.
     first, columns = 0, N
-    second, third = tile >= TILES, tile >= TILES_2
+    second, third, fourth = tile >= TILES, tile >= TILES_2, tile >= TILES_3
+    only_third = third
     if kernel_2 is not None and GATE == 0:  # noqa: SIM102
         if second:
             kernel, kernel_scale, y = kernel_2, kernel_scale_2, y_2
@@ -200,6 +227,13 @@ def _kernel(
             first, columns = TILES_2, N_3
             if BLOCK_SIZE:
                 kernel_zero = kernel_zero_3
+    if kernel_4 is not None:
+        if fourth:
+            kernel, kernel_scale, y = kernel_4, kernel_scale_4, y_4
+            first, columns = TILES_3, N_4
+            if BLOCK_SIZE:
+                kernel_zero = kernel_zero_4
+        only_third = third & (fourth == 0)
     tile -= first
     kernels, scales, zeros = (kernel,), (kernel_scale,), (kernel_zero,)
     if GATE:
@@ -223,15 +257,16 @@ def _kernel(
         else:
             offset = _add_bias(0.0, bias, n[u], valid & (second == 0))
             offset = _add_bias(offset, bias_2, n[u], valid & second & (third == 0))
-            offsets = offsets + (_add_bias(offset, bias_3, n[u], valid & third),)
+            offset = _add_bias(offset, bias_3, n[u], valid & only_third)
+            offsets = offsets + (_add_bias(offset, bias_4, n[u], valid & fourth),)
     if IN_INTERPRETER:
         totals, unit, before = _interpreted_project_row(
-            *(x, scale, kernels, scales, zeros, residual, n[0], columns, epsilon),
+            *(x, scale, input_gate, kernels, scales, zeros, residual, n[0], columns, epsilon),
             *(K, NORM, LIMBS, QUANTIZED, BITS, BLOCK_SIZE, ROW),
         )
     else:
         totals, unit, before = project_row(
-            *(x, scale, kernels, scales, zeros, residual, tile, n, columns, epsilon),
+            *(x, scale, input_gate, kernels, scales, zeros, residual, tile, n, columns, epsilon),
             *(K, NORM, LIMBS, QUANTIZED, BITS, BLOCK_SIZE),
             *(WARPS, ACROSS, WORDS, STEPS, DEPTH, VECTORS, WHOLE, PDL),
         )
@@ -244,14 +279,16 @@ def _kernel(
                 + offsets[PROJECTIONS * u + 1]
             )
             total = apply_gate(total, up, GATE)
+        if OUTPUT_SCALE != 1.0:
+            total *= OUTPUT_SCALE
         if residual is not None:
             total += before[u].to(tl.float32)
         tl.store(y + n[u], total, n[u] < columns)
 
 
 def results(x, scale, kernel, kernel_2, kernel_3, *others, gate: int, **_):
-    first, second, third = _output_arrays(x, others[:3], dtype_name(x))
-    return first, None if gate else second, third
+    first, second, *rest = _output_arrays(x, others[1:5], dtype_name(x))
+    return first, None if gate else second, *rest
 
 
 def _output_arrays(x, scales, dtype):
@@ -265,28 +302,35 @@ def forward(
     kernel,
     kernel_2,
     kernel_3,
+    kernel_4,
     kernel_scale,
     kernel_scale_2,
     kernel_scale_3,
+    kernel_scale_4,
     kernel_zero,
     kernel_zero_2,
     kernel_zero_3,
+    kernel_zero_4,
     bias,
     bias_2,
     bias_3,
+    bias_4,
     residual,
+    input_gate,
     *,
     epsilon: float,
     gate: int,
+    output_scale: float,
     bits: int,
     block_size: int,
     quantized: bool,
 ):
-    scales = kernel_scale, kernel_scale_2, kernel_scale_3
-    weights = kernel, kernel_2, kernel_3, *scales, kernel_zero, kernel_zero_2, kernel_zero_3
+    scales = kernel_scale, kernel_scale_2, kernel_scale_3, kernel_scale_4
+    zeros = kernel_zero, kernel_zero_2, kernel_zero_3, kernel_zero_4
+    weights = kernel, kernel_2, kernel_3, kernel_4, *scales, *zeros
     outputs = _output_arrays(x, scales, dtype_name(x))
     if gate:
-        outputs = outputs[0], None, None
+        outputs = outputs[0], None, None, None
     channels, short = x.shape[1], dtype_name(x) == "bfloat16"
     widths = tuple(0 if s is None else s.shape[-1] for s in scales)
     limbs = 1 if quantized else 2 if short else 3
@@ -296,18 +340,22 @@ def forward(
         "BLOCK_SIZE": block_size,
         "VECTORS": vectors_usable(widths, bits, block_size, kernel_scale, options["WORDS"])
         and are_aligned(*weights),
-        "WHOLE": channels % 4 == 0 and are_aligned(x, scale) and _word_loads_usable(scale),
+        "WHOLE": channels % 4 == 0
+        and are_aligned(x, scale, input_gate)
+        and _word_loads_usable(scale)
+        and _word_loads_usable(input_gate),
+        "OUTPUT_SCALE": output_scale,
         **pdl_options(x),
     }
     columns = options["ACROSS"] * options["WORDS"] * 32 // bits
     programs = sum(triton.cdiv(n, columns) for n in (widths[:1] if gate else widths))
-    inputs = x, scale, *weights, bias, bias_2, bias_3, residual
+    inputs = x, scale, *weights, bias, bias_2, bias_3, bias_4, residual, input_gate
     return run(Launch(_kernel, programs, inputs, outputs, (epsilon,), options))
 
 
-def _word_loads_usable(scale):
-    """Returns True if the norm's scale is absent or of a dtype that is loaded as words."""
-    return scale is None or dtype_name(scale) in ("float32", "bfloat16")
+def _word_loads_usable(factor):
+    """Returns True if a factor of the row is absent or of a dtype that is loaded as words."""
+    return factor is None or dtype_name(factor) in ("float32", "bfloat16")
 
 
 def vectors_usable(widths, bits, block_size, kernel_scale, words):
@@ -319,4 +367,4 @@ def vectors_usable(widths, bits, block_size, kernel_scale, words):
     return whole and (not block_size or dtype_name(kernel_scale) == "bfloat16")
 
 
-_norm_quantized_linear = forward_operation("norm_quantized_linear", forward, results, count=3)
+_norm_quantized_linear = forward_operation("norm_quantized_linear", forward, results, count=4)

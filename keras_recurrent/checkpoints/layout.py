@@ -115,14 +115,18 @@ def find_layout(model_type):
 
 
 def get_layout(backbone):
-    """Returns the `Layout` of a backbone.
+    """Returns the `Layout` of a backbone: of several, the first that can hold it.
 
     Raises:
         ValueError: its family has no published layout.
     """
-    for backbone_cls, layout in _LAYOUTS.values():
-        if type(backbone) is backbone_cls:
+    layouts = [layout for cls, layout in _LAYOUTS.values() if type(backbone) is cls]
+    arguments = backbone.get_config()
+    for layout in layouts:
+        if all(fits for fits, _ in layout.requirements(arguments).values()):
             return layout
+    if layouts:
+        return layouts[0]
     raise ValueError(
         f"`{type(backbone).__name__}` has no layout on the Hugging Face Hub. Save it with "
         "`save_to_preset`."

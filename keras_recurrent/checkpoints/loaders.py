@@ -92,11 +92,11 @@ class NamedPresetLoader(RecurrentPresetLoader):
     def load_backbone(self, cls, load_weights, **kwargs):
         check_overrides(self.preset, [cls], kwargs)
         if load_weights and self.has_weights():
-            check_weights_fit(self.preset, kwargs)
+            check_weights_fit(self.preset, cls, kwargs)
             if self.has_hub_weights():
                 return self.published.load_backbone(cls, True, **kwargs)
             _check_dtype(kwargs.get("dtype"))
-            backbone = cls(**self.row.backbone_arguments, **kwargs)
+            backbone = cls(**{**self.row.backbone_arguments, **kwargs})
             backbone.load_weights(presets.path_of_weights(self.row.weights))
             return backbone
         if not self.has_weights() and self.preset not in _announced:
@@ -167,10 +167,10 @@ class CheckpointLoader(RecurrentPresetLoader):
         check_overrides(self.preset, [cls], kwargs)
         if not load_weights:
             return cls(**{**self.read_config(), **kwargs})
-        check_weights_fit(self.preset, kwargs)
+        check_weights_fit(self.preset, cls, kwargs)
         _check_dtype(kwargs.get("dtype"))
         arguments, found, tensors = self.read_headers()
-        backbone = cls(**arguments, **kwargs)
+        backbone = cls(**{**arguments, **kwargs})
         tensor_table.assign(backbone, found, tensors)
         return backbone
 

@@ -146,8 +146,8 @@ def resolve_task(cls, preset, load_weights, overrides):
     if backbone.keys() <= {"dtype"}:
         return loader, load_weights, {**task, **backbone}
     if load_weights:
-        check_weights_fit(loader.preset, backbone)
-    task["backbone"] = cls.backbone_cls.from_preset(loader, load_weights=False, **backbone)
+        check_weights_fit(loader.preset, cls.backbone_cls, backbone)
+    task["backbone"] = cls.backbone_cls.from_preset(loader, load_weights, **backbone)
     return loader, load_weights, task
 
 

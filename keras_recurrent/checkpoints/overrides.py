@@ -46,9 +46,9 @@ def _parameters(cls):
     return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
 
 
-def check_weights_fit(preset, overrides):
+def check_weights_fit(preset, cls, overrides):
     """Raises an error if overrides change the shape of a backbone whose weights are loaded."""
-    changed = sorted(overrides.keys() - {"dtype"})
+    changed = sorted(overrides.keys() - {"dtype", *getattr(cls, "free_arguments", ())})
     if changed:
         raise ValueError(
             f"{', '.join(map(repr, changed))}: the weights in {preset!r} fit only the backbone "

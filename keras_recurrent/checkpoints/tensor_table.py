@@ -47,6 +47,7 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
     weights: tuple[str, ...]  # paths in the backbone, such as "block_0/mlp/up_proj/kernel"
     transform: Transform = SAME
+    copy: str | None = None  # a further name, under which a file may hold equal values
 
 
 def check(checkpoint, tensors):
@@ -56,8 +57,9 @@ def check(checkpoint, tensors):
         ValueError: tensors are missing, unknown, or of a wrong shape or an unsupported dtype. The
             message has the number of each and the first few names.
     """
-    wanted = {tensor.name: tensor.shape for tensor in tensors}
     found = checkpoint.tensors
+    wanted = {tensor.name: tensor.shape for tensor in tensors}
+    wanted |= {tensor.copy: tensor.shape for tensor in tensors if tensor.copy in found}
     faults = {
         "missing": [repr(name) for name in wanted if name not in found],
         "unknown": [short_repr(name) for name in sorted(found) if name not in wanted],
@@ -91,6 +93,8 @@ def assign(backbone, checkpoint, tensors):
             array = checkpoint.read(tensor.name)
             if has_nan(array):
                 with_nan.append(repr(tensor.name))
+            if tensor.copy in checkpoint.tensors:
+                _check_copy(checkpoint, tensor, array)
             values = tensor.transform.to_weights(array)
             for path, value in zip(tensor.weights, values, strict=True):
                 variable = variables[path]
@@ -101,6 +105,16 @@ def assign(backbone, checkpoint, tensors):
             f"Tensors of {checkpoint.preset!r} hold NaN, and the outputs of the model will, too: "
             f"{abbreviate(with_nan, 1)}. The files are damaged, or of a run that diverged.",
             stacklevel=2,
+        )
+
+
+def _check_copy(checkpoint, tensor, array):
+    """Raises an error if a file holds other values under a tensor's second name."""
+    copy = checkpoint.read(tensor.copy)
+    if not np.array_equal(copy.view("uint8"), array.view("uint8")):
+        raise ValueError(
+            f"{tensor.copy!r} of {checkpoint.preset!r} differs from {tensor.name!r}, but its "
+            "config.json says 'tie_word_embeddings'. Set it to false to use both."
         )
 
 

@@ -31,6 +31,17 @@ def chunk_length(batch_size, length):
     return min(length, max_chunk_length(batch_size), max(MIN_CHUNK, length // MAX_CHUNKS))
 
 
+def capacity(model, length):
+    """Returns the number of tokens of a cache for sequences of `length` tokens, its bucket.
+
+    Raises:
+        ValueError: the backbone does not take sequences of this length.
+    """
+    model.backbone.check_num_tokens(length)
+    limit = model.backbone.max_num_tokens
+    return bucket(length) if limit is None else min(bucket(length), limit)
+
+
 def initial_cache(model, batch_size, length, keep):
     """Returns the cache before the first token.
 
@@ -39,7 +50,7 @@ def initial_cache(model, batch_size, length, keep):
         batch_size: integer.
         length: integer, the final number of tokens of a sequence.
         keep: boolean, True if the cache is used after this call. Its capacity is then unlimited
-            unless a block attends to all tokens; otherwise it is the bucket of `length`.
+            unless a block attends to all tokens; otherwise it is `capacity`.
     """
-    max_length = None if keep and model.backbone.keeps_state else bucket(length)
+    max_length = None if keep and model.backbone.keeps_state else capacity(model, length)
     return model.backbone.get_initial_state(batch_size, max_length=max_length)

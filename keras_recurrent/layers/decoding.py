@@ -100,8 +100,10 @@ def denses_reason(*groups):
     return None
 
 
-def linear(x, layers, norm=None, gate=None, residual=None):
-    """Applies an optional RMSNorm and up to three `Dense` to x [B, D]; returns a list of outputs.
+def linear(
+    x, layers, norm=None, gate=None, residual=None, input_gate=None, output_scale=None
+):  # fmt: skip
+    """Applies an optional RMSNorm and up to four `Dense` to x [B, D]; returns a list of outputs.
 
     Args:
         x: `[B, D]`.
@@ -110,6 +112,8 @@ def linear(x, layers, norm=None, gate=None, residual=None):
         gate: activation of a gated unit of the first two layers, or None. A third layer is applied
             to its result; quantized layers must be exactly two.
         residual: `[B, N]`, added to the only output, or None.
+        input_gate: `[B, D]`, whose sigmoid multiplies the normalized x, or None.
+        output_scale: number, factor of the outputs before the residual is added, or None.
     """
     operation: Callable = norm_linear
     weights, max_rows = _weights, MAX_FUSED_ROWS
@@ -124,12 +128,17 @@ def linear(x, layers, norm=None, gate=None, residual=None):
             epsilon=None if norm is None else norm.epsilon,
             gate=gate,
             residual=residual,
+            input_gate=input_gate,
+            output_scale=output_scale,
         )
     x = x if norm is None else norm(x)
+    x = x if input_gate is None else ops.multiply(x, ops.sigmoid(input_gate))
     if gate is not None:
         to_gate, to_up, *layers = layers
         x = gated_linear_unit(_apply(to_gate, x), _apply(to_up, x), activation=gate)
     outputs = [_apply(dense, x) for dense in layers] or [x]
+    if output_scale is not None:
+        outputs = [ops.multiply(y, output_scale) for y in outputs]
     return outputs if residual is None else [outputs[0] + residual]
 
 
@@ -142,6 +151,19 @@ def _apply(dense, x):
     if dispatch.BACKEND != "torch" or not dense.use_bias or dense.quantization_mode is not None:
         return dense(x)
     return product_with_bias(dense, ops.cast(x, dense.compute_dtype))
+
+
+def heads(x, head_dim, dtype):
+    """Returns x [B, H K] as heads [B, H, K] of a dtype."""
+    return ops.cast(ops.reshape(x, (x.shape[0], -1, head_dim)), dtype)
+
+
+def head_norms(q_norm, k_norm):
+    """Returns the `RMSNorm`s of heads, or Nones, as arguments of an operation."""
+    if q_norm is None:
+        return {}
+    scales = {"q_scale": q_norm.factor(), "k_scale": k_norm.factor()}
+    return {**scales, "epsilon": q_norm.epsilon}
 
 
 def token_kinds(tokens):

@@ -73,14 +73,15 @@ class GatedLinearUnit(RecomputableLayer):
                 return f"`{self.name}` has a custom `{name}`"
         return decoding.denses_reason([self.gate_proj, self.up_proj], [self.down_proj])
 
-    def fused_step(self, x, norm):
-        """Computes x + layer(norm(x)) for x [B, D]."""
+    def fused_step(self, x, norm, residual_scale=None):
+        """Computes x + r layer(norm(x)) for x [B, D], with the number r or 1."""
+        ends = {"residual": x, "output_scale": residual_scale}
         layers = [self.gate_proj, self.up_proj, self.down_proj]
         if all(dense.quantization_mode is None for dense in layers):
-            (y,) = decoding.linear(x, layers, norm, gate=self.gate_activation, residual=x)
+            (y,) = decoding.linear(x, layers, norm, gate=self.gate_activation, **ends)
             return y
         (y,) = decoding.linear(x, layers[:2], norm, gate=self.gate_activation)
-        (y,) = decoding.linear(y, layers[2:], residual=x)
+        (y,) = decoding.linear(y, layers[2:], **ends)
         return y
 
     def compute_output_shape(self, input_shape):

@@ -1,15 +1,25 @@
-"""Token-mixing layer of TransNormerLLM: linear attention with one decay per head."""
+"""Linear attention with one decay per head, the token-mixing layer of TransNormerLLM."""
 
 import keras
 from keras import ops
 
-from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
+from keras_recurrent.checks.arguments import (
+    check_boolean,
+    check_divides,
+    check_number,
+    check_positive_integer,
+    check_positive_integers,
+)
+from keras_recurrent.layers import decoding
 from keras_recurrent.layers.dense import inner_dense
 from keras_recurrent.layers.lrpe import LRPE
 from keras_recurrent.layers.remat import no_further_remat
+from keras_recurrent.layers.rms_norm import RMSNorm
+from keras_recurrent.layers.rotary import frequencies, rotate
 from keras_recurrent.layers.simple_rms_norm import SimpleRMSNorm
 from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops import lightning_attention
+from keras_recurrent.ops.decoding_steps import lightning_step
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -28,11 +38,22 @@ class LightningAttention(StreamingLayer):
     encode their distance (see `keras_recurrent.layers.LRPE`), and their heads are twice as wide;
     positions count the real tokens of a document, from 0.
 
-    λ is a constant of head h = 1..H and layer l = 0..L-1. Heads of higher layers have a longer
-    memory.
+    HypeNet (Chen et al. 2026, arXiv:2601.22156) and MiniCPM-SALA (MiniCPM Team 2026,
+    arXiv:2602.11761) have norms of queries and keys, rotary positions (Su et al. 2021,
+    arXiv:2104.09864), no activations, a weight w in the norm over all heads, and a sigmoid gate.
+    Consecutive heads of queries may share keys and values.
+
+    ```
+    q_t = c rotate(RMSNorm(W_q x_t), t);   k_t = rotate(RMSNorm(W_k x_t), t)         in each head
+    y_t = W_o (σ(W_u x_t) * w * RMSNorm(o_t))
+    ```
+
+    λ is a constant of head h = 1..H and, except with "alibi", of layer l = 0..L-1: heads of higher
+    layers then have a longer memory.
 
     ```
     "checkpoints"   λ = exp(-s_h (1 - l / (L - 1) + 1e-5))      exp(-s_h (1 + 1e-5)) where L is 1
+    "alibi"         λ = exp(-s_h)
     "paper"         λ = exp(-(8 h / H) (1 - l / L))
     ```
 
@@ -41,19 +62,30 @@ class LightningAttention(StreamingLayer):
     the first head of the first layer, H / 4 in the middle layer, H L / 8 in the last layer, and
     less than one token in half of all heads.
 
-    "checkpoints" is the schedule of the published models, with the slopes s_h of ALiBi (Press et
-    al. 2021, arXiv:2108.12409). Its last head has the longest memory, 256 tokens in the first layer
-    and more in each layer above. If H is a power of two, s_h = 2^(-8 h / H). Otherwise, let n be
-    the largest power of two below H: the first n slopes are those of n heads, and the others are
-    every second slope of 2 n heads, starting with the first.
+    "checkpoints" is the schedule of the published TransNormerLLM, with the slopes s_h of ALiBi
+    (Press et al. 2021, arXiv:2108.12409); "alibi" is that of HypeNet and MiniCPM-SALA. The last
+    head has the longest memory, 256 tokens with "alibi" and in the first layer with "checkpoints".
+    If H is a power of two, s_h = 2^(-8 h / H). Otherwise, let n be the largest power of two below
+    H: the first n slopes are those of n heads, and the others are every second slope of 2 n heads,
+    starting with the first.
 
     Args:
         num_heads: integer, H.
         head_dim: integer, the size of a head; 128 in the published models.
-        decay_schedule: `"checkpoints"`, or `"paper"`, which forgets within a few tokens; see above.
+        num_key_value_heads: integer, heads of keys and values, which must divide `num_heads`. None:
+            `num_heads`.
+        decay_schedule: `"checkpoints"`, `"alibi"`, or `"paper"`, which forgets within a few tokens;
+            see above.
         layer_index: integer, l, the index of the layer in its network, from 0.
         num_layers: integer, L, the number of such layers.
-        use_lrpe: boolean, whether queries and keys get positions.
+        use_lrpe: boolean, whether queries and keys get positions by LRPE.
+        rope_max_wavelength: number, the base of rotary positions over the whole head, as in
+            `keras_recurrent.layers.LocalAttention`. None: no rotary positions.
+        query_scale: number, c, which multiplies the queries. None: 1.
+        use_qk_norm: boolean, whether an RMSNorm is applied to each head of queries and keys, before
+            positions.
+        use_norm_weight: boolean, whether the norm over all heads has a weight.
+        layer_norm_epsilon: float, ε of the norms.
         gate_activation: activation of the gate u; `"linear"`, in MiniMax-01 `"sigmoid"`.
         value_activation: activation of the values v; `"linear"`, in MiniMax-01 `"silu"`.
         query_key_activation: activation of the queries q and keys k; `"silu"` in both.
@@ -75,12 +107,15 @@ class LightningAttention(StreamingLayer):
         `"position": [B] int32`, the position of the next token.
 
     Sublayers: `q_proj`, `k_proj`, `v_proj`, `u_proj` and `o_proj`, all `Dense` without bias, with
-    kernels `[D, num_heads * head_dim]`, and `[num_heads * head_dim, D]` in `o_proj`; `norm`, and
-    with `use_lrpe` the `lrpe` that queries and keys share.
+    kernels `[D, heads * head_dim]`, and `[num_heads * head_dim, D]` in `o_proj`; `norm`, with
+    `use_qk_norm` `q_norm` and `k_norm`, with weights `[head_dim]`, and with `use_lrpe` the `lrpe`
+    that queries and keys share.
 
     Raises:
-        ValueError: the inputs are not `[B, T, D]`, `decay_schedule` is unknown, `layer_index` is
-            not below `num_layers`, or the state has another structure or shape.
+        ValueError: the inputs are not `[B, T, D]`, `num_key_value_heads` does not divide
+            `num_heads`, `decay_schedule` is unknown, `layer_index` is not below `num_layers`, both
+            kinds of positions are given, `head_dim` is odd with rotary positions, or the state has
+            another structure or shape.
 
     Example: a sequence in two chunks.
 
@@ -113,13 +148,35 @@ class LightningAttention(StreamingLayer):
         gate_activation="linear",
         value_activation="linear",
         query_key_activation="silu",
+        num_key_value_heads=None,
+        rope_max_wavelength=None,
+        query_scale=None,
+        use_qk_norm=False,
+        use_norm_weight=False,
+        layer_norm_epsilon=1e-6,
         **kwargs,
     ):
         super().__init__(return_state=return_state, **kwargs)
-        check_positive_integer("num_heads", num_heads)
-        check_positive_integer("head_dim", head_dim)
-        check_positive_integer("num_layers", num_layers)
-        check_boolean("use_lrpe", use_lrpe)
+        check_positive_integers(num_heads=num_heads, head_dim=head_dim, num_layers=num_layers)
+        if num_key_value_heads is not None:
+            check_positive_integer("num_key_value_heads", num_key_value_heads)
+            check_divides("num_key_value_heads", num_key_value_heads, "`num_heads`", num_heads)
+        for name, value in (
+            ("use_lrpe", use_lrpe),
+            ("use_qk_norm", use_qk_norm),
+            ("use_norm_weight", use_norm_weight),
+        ):
+            check_boolean(name, value)
+        if rope_max_wavelength is not None:
+            check_number("rope_max_wavelength", rope_max_wavelength, above=0)
+            if use_lrpe or head_dim % 2:
+                raise ValueError(
+                    "`rope_max_wavelength` needs an even `head_dim`, and `use_lrpe=False`, which "
+                    f"has other positions; got {head_dim} and {use_lrpe}. Leave "
+                    "`rope_max_wavelength` out, or change these arguments."
+                )
+        if query_scale is not None:
+            check_number("query_scale", query_scale, above=0)
         self.log_decay = log_decay(decay_schedule, num_heads, layer_index, num_layers)
         self.num_heads = num_heads
         self.head_dim = head_dim
@@ -127,40 +184,56 @@ class LightningAttention(StreamingLayer):
         self.layer_index = layer_index
         self.num_layers = num_layers
         self.use_lrpe = use_lrpe
+        self.num_key_value_heads = num_key_value_heads
+        self.rope_max_wavelength = rope_max_wavelength
+        self.query_scale = query_scale
+        self.use_qk_norm = use_qk_norm
+        self.use_norm_weight = use_norm_weight
+        self.layer_norm_epsilon = layer_norm_epsilon
         self.gate_activation = keras.activations.get(gate_activation)
         self.value_activation = keras.activations.get(value_activation)
         self.query_key_activation = keras.activations.get(query_key_activation)
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
-        inner = num_heads * head_dim
+        inner, shared = num_heads * head_dim, (num_key_value_heads or num_heads) * head_dim
         self.q_proj = inner_dense(self, inner, "q_proj")
-        self.k_proj = inner_dense(self, inner, "k_proj")
-        self.v_proj = inner_dense(self, inner, "v_proj")
+        self.k_proj = inner_dense(self, shared, "k_proj")
+        self.v_proj = inner_dense(self, shared, "v_proj")
         self.u_proj = inner_dense(self, inner, "u_proj")
         with no_further_remat():
-            self.norm = SimpleRMSNorm(dtype=self.dtype_policy, name="norm")
+            self.norm = self._make_norm("norm", use_norm_weight)
+            self.q_norm = self._make_norm("q_norm") if use_qk_norm else None
+            self.k_norm = self._make_norm("k_norm") if use_qk_norm else None
             self.lrpe = LRPE(dtype=self.dtype_policy, name="lrpe") if use_lrpe else None
+
+    def _make_norm(self, name, has_weight=True):
+        arguments = {"epsilon": self.layer_norm_epsilon, "dtype": self.dtype_policy, "name": name}
+        if has_weight:
+            return RMSNorm(zero_centered=False, **arguments)
+        return SimpleRMSNorm(**arguments)
 
     def build(self, input_shape):
         super().build(input_shape)
-        for projection in (self.q_proj, self.k_proj, self.v_proj, self.u_proj):
+        for projection in self._projections():
             projection.build(input_shape)
         inner_shape = (*input_shape[:2], self.num_heads * self.head_dim)
         self.norm.build(inner_shape)
-        if self.lrpe:
-            self.lrpe.build((*input_shape[:2], self.num_heads, self.head_dim))
+        for layer in (self.q_norm, self.k_norm, self.lrpe):
+            if layer:
+                layer.build((*input_shape[:2], self.num_heads, self.head_dim))
         self.o_proj = inner_dense(self, self.width, "o_proj")
         self.o_proj.build(inner_shape)
 
     @property
     def uses_position(self):
-        return self.use_lrpe
+        return self.use_lrpe or self.rope_max_wavelength is not None
 
     def stream(self, inputs, tokens, state):
-        q = self._heads(self.query_key_activation(self.inner(self.q_proj, inputs)), inputs)
-        k = self._heads(self.query_key_activation(self.inner(self.k_proj, inputs)), inputs)
-        if self.lrpe:
-            q, k = self.lrpe(q, tokens.position), self.lrpe(k, tokens.position)
+        q = self._positioned(self.q_proj, self.q_norm, inputs, tokens.position, self.query_scale)
+        k = self._positioned(self.k_proj, self.k_norm, inputs, tokens.position)
         v = self._heads(self.value_activation(self.inner(self.v_proj, inputs)), inputs)
+        groups = self.num_heads // (self.num_key_value_heads or self.num_heads)
+        if groups > 1:
+            k, v = ops.repeat(k, groups, axis=2), ops.repeat(v, groups, axis=2)
         o, memory = lightning_attention(
             *(q, k, v),
             ops.convert_to_tensor(self.log_decay, self.state_dtype),
@@ -169,6 +242,20 @@ class LightningAttention(StreamingLayer):
         )
         return o, {"memory": memory}
 
+    def _positioned(self, projection, norm, inputs, position, scale=None):
+        """Returns queries or keys by heads, with norm and positions."""
+        x = self._heads(self.query_key_activation(self.inner(projection, inputs)), inputs)
+        if norm:
+            x = self.inner(norm, x)
+        if self.lrpe:
+            x = self.lrpe(x, position)
+        elif self.rope_max_wavelength is not None:
+            x = ops.cast(x, self.state_dtype)
+            x = rotate(x, position, self.rope_max_wavelength, self.head_dim)
+        if scale is not None:
+            x = ops.multiply(x, scale)
+        return ops.cast(x, self.compute_dtype)
+
     def finish(self, output, inputs):
         o = ops.reshape(output, (*ops.shape(output)[:2], self.num_heads * self.head_dim))
         gate = self.gate_activation(self.inner(self.u_proj, inputs))
@@ -176,7 +263,51 @@ class LightningAttention(StreamingLayer):
 
     def _heads(self, x, inputs):
         # The shape of x would not do: tf2onnx takes it from inside `Dense`, without the time axis.
-        return ops.reshape(x, (*ops.shape(inputs)[:2], self.num_heads, self.head_dim))
+        heads = x.shape[-1] // self.head_dim
+        x = ops.reshape(x, (*ops.shape(inputs)[:2], heads, self.head_dim))
+        return ops.cast(x, self.compute_dtype)  # Keras on torch multiplies float64 as float32
+
+    def unfused_reason(self):
+        if self.use_lrpe:
+            return f"`{self.name}` has the positions `lrpe`"
+        activations = self.query_key_activation, self.value_activation, self.gate_activation
+        linear = keras.activations.linear
+        if activations != (linear, linear, keras.activations.sigmoid):
+            return f"`{self.name}` must have linear queries, keys and values, and a sigmoid gate"
+        return decoding.first_reason(
+            decoding.class_reason(self, LightningAttention),
+            decoding.denses_reason(self._projections(), [self.o_proj]),
+            *(decoding.norm_reason(n) for n in (self.norm, self.q_norm, self.k_norm) if n),
+        )
+
+    def _projections(self):
+        return [self.q_proj, self.k_proj, self.v_proj, self.u_proj]
+
+    def fused_step(self, x, norm, tokens, state, residual_scale=None):
+        *qkv, gate = decoding.linear(x, self._projections(), norm)
+        q, k, v = (decoding.heads(y, self.head_dim, self.compute_dtype) for y in qkv)
+        positions = {}
+        if self.rope_max_wavelength is not None:
+            positions = {
+                "position": tokens.position[:, 0],
+                "frequencies": frequencies(
+                    self.head_dim, self.rope_max_wavelength, self.state_dtype
+                ),
+            }
+        o, memory = lightning_step(
+            **{"q": q, "k": k, "v": v, **state, **positions},
+            **decoding.head_norms(self.q_norm, self.k_norm),
+            log_decay=ops.convert_to_tensor(self.log_decay, self.state_dtype),
+            query_scale=self.query_scale,
+            token_kind=decoding.token_kinds(tokens),
+        )
+        (x,) = decoding.linear(
+            *(ops.reshape(o, (o.shape[0], -1)), [self.o_proj], self.norm),
+            residual=x,
+            input_gate=gate,
+            output_scale=residual_scale,
+        )
+        return x, {"memory": memory}
 
     def own_state_spec(self, batch_size=None):
         keys = 2 * self.head_dim if self.use_lrpe else self.head_dim
@@ -191,6 +322,12 @@ class LightningAttention(StreamingLayer):
             "layer_index": self.layer_index,
             "num_layers": self.num_layers,
             "use_lrpe": self.use_lrpe,
+            "num_key_value_heads": self.num_key_value_heads,
+            "rope_max_wavelength": self.rope_max_wavelength,
+            "query_scale": self.query_scale,
+            "use_qk_norm": self.use_qk_norm,
+            "use_norm_weight": self.use_norm_weight,
+            "layer_norm_epsilon": self.layer_norm_epsilon,
             "gate_activation": keras.activations.serialize(self.gate_activation),
             "value_activation": keras.activations.serialize(self.value_activation),
             "query_key_activation": keras.activations.serialize(self.query_key_activation),
@@ -208,11 +345,13 @@ def log_decay(schedule, num_heads, layer_index, num_layers):
     if schedule == "paper":
         slopes = [8 * h / num_heads for h in range(1, num_heads + 1)]
         factor = 1 - layer_index / num_layers
-    elif schedule == "checkpoints":
+    elif schedule in ("checkpoints", "alibi"):
         slopes = alibi_slopes(num_heads)
-        factor = 1 - layer_index / max(num_layers - 1, 1) + 1e-5
+        scaled = schedule == "checkpoints"
+        factor = 1 - layer_index / max(num_layers - 1, 1) + 1e-5 if scaled else 1
     else:
-        raise ValueError(f'`decay_schedule` must be "checkpoints" or "paper"; got {schedule!r}.')
+        known = '"checkpoints", "alibi" or "paper"'
+        raise ValueError(f"`decay_schedule` must be {known}; got {schedule!r}.")
     return tuple(-slope * factor for slope in slopes)
 
 

@@ -226,9 +226,8 @@ class LocalAttention(StreamingLayer):
 
     def build(self, input_shape):
         super().build(input_shape)
-        for projection in (self.q_proj, self.k_proj, self.v_proj, self.gate_proj):
-            if projection is not None:
-                projection.build(input_shape)
+        for projection in self._projections():
+            projection.build(input_shape)
         for norm in (self.q_norm, self.k_norm):
             if norm is not None:
                 norm.build((*input_shape[:2], None, self.head_dim))
@@ -312,27 +311,31 @@ class LocalAttention(StreamingLayer):
     def unfused_reason(self):
         return decoding.first_reason(
             decoding.class_reason(self, LocalAttention),
-            self._unfused_option_reason(),
-            decoding.denses_reason([self.q_proj, self.k_proj, self.v_proj], [self.o_proj]),
+            decoding.denses_reason(self._projections(), [self.o_proj]),
+            *(decoding.norm_reason(norm) for norm in (self.q_norm, self.k_norm) if norm),
         )
 
-    def _unfused_option_reason(self):
-        names = ("use_qk_norm", "use_output_gate", "logit_scaling")
-        used = (name for name in names if getattr(self, name))
-        return next((f"there is no fused step for attention with `{name}`" for name in used), None)
+    def _projections(self):
+        projections = self.q_proj, self.k_proj, self.v_proj, self.gate_proj
+        return [projection for projection in projections if projection is not None]
 
-    def fused_step(self, x, norm, tokens, state):
-        q, k, v = (
-            ops.cast(ops.reshape(y, (y.shape[0], -1, self.head_dim)), self.compute_dtype)
-            for y in decoding.linear(x, [self.q_proj, self.k_proj, self.v_proj], norm)
-        )
+    def fused_step(self, x, norm, tokens, state, residual_scale=None):
+        q, k, v, *gate = decoding.linear(x, self._projections(), norm)
+        q, k, v = (decoding.heads(y, self.head_dim, self.compute_dtype) for y in (q, k, v))
         o, key, value = local_attention_step(
             **{"q": q, "k": k, "v": v, **state, "position": tokens.position[:, 0]},
+            **decoding.head_norms(self.q_norm, self.k_norm),
             frequencies=frequencies(self.rotary_dim, self.rope_max_wavelength, self.state_dtype),
             sliding_window=self.sliding_window,
+            logit_scaling=self.logit_scaling,
             token_kind=decoding.token_kinds(tokens),
         )
-        (x,) = decoding.linear(ops.reshape(o, (o.shape[0], -1)), [self.o_proj], residual=x)
+        (x,) = decoding.linear(
+            *(ops.reshape(o, (o.shape[0], -1)), [self.o_proj]),
+            residual=x,
+            input_gate=gate[0] if gate else None,
+            output_scale=residual_scale,
+        )
         return x, {"key": key, "value": value}
 
     def get_config(self):

@@ -211,8 +211,9 @@ class StreamingLayer(StatefulLayer):
     def unfused_reason(self):
         """Reason why `fused_step` cannot compute a decoding step of this layer, or None.
 
-        A layer with a fused step defines `fused_step(x, norm, tokens, state, **kwargs)`, which
-        returns `(x + layer(norm(x)), next state)` for x `[B, D]`, one token of each sequence.
+        A layer with a fused step defines `fused_step(x, norm, tokens, state, residual_scale=None,
+        **kwargs)`, which returns `(x + r layer(norm(x)), next state)` for x `[B, D]`, one token of
+        each sequence, and the number r or 1.
         """
         return f"there is no fused step for a {type(self).__name__}"
 

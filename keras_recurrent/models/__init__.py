@@ -23,6 +23,19 @@ from keras_recurrent.models.hgrn2.text import (
     HGRN2TextClassifierPreprocessor,
     HGRN2Tokenizer,
 )
+from keras_recurrent.models.lightning_hybrid.lightning_hybrid_backbone import (
+    LightningHybridBackbone,
+)
+from keras_recurrent.models.lightning_hybrid.lightning_hybrid_causal_lm import (
+    LightningHybridCausalLM,
+)
+from keras_recurrent.models.lightning_hybrid.lightning_hybrid_residual_block import (
+    LightningHybridResidualBlock,
+)
+from keras_recurrent.models.lightning_hybrid.text import (
+    LightningHybridCausalLMPreprocessor,
+    LightningHybridTokenizer,
+)
 from keras_recurrent.models.memory import (
     MemorySizes,
     TrainingSizes,
@@ -59,6 +72,11 @@ __all__ = [
     "HGRN2TextClassifierPreprocessor",
     "HGRN2Tokenizer",
     "HGRN2VisionBackbone",
+    "LightningHybridBackbone",
+    "LightningHybridCausalLM",
+    "LightningHybridCausalLMPreprocessor",
+    "LightningHybridResidualBlock",
+    "LightningHybridTokenizer",
     "MemorySizes",
     "SamplingParams",
     "TokenCrossentropy",

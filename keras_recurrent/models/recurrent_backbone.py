@@ -45,6 +45,9 @@ class RecurrentBackbone(
             that KerasHub uses.
         final_norm: a layer.
         embedding_scale: float, factor of the embeddings. None: 1.
+        output_scale: number, factor of the final norm's output. None: 1.
+        max_num_tokens: integer, the largest number of tokens of a sequence. Longer ones raise an
+            error, with the reason of `too_long_reason`. None: no limit.
         dtype, name, trainable: as in `keras_hub.models.Backbone`.
 
     Call arguments:
@@ -57,12 +60,17 @@ class RecurrentBackbone(
         `[B, T, hidden_dim]`, in the compute dtype.
     """
 
+    # Arguments that do not change weights, so that `from_preset` takes them for loaded weights.
+    free_arguments: tuple[str, ...] = ()
+
     def __init__(
         self,
         token_embedding,
         transformer_layers,
         final_norm,
         embedding_scale=None,
+        output_scale=None,
+        max_num_tokens=None,
         dtype=None,
         name=None,
         trainable=True,
@@ -72,6 +80,8 @@ class RecurrentBackbone(
         self.transformer_layers = transformer_layers
         self.final_norm = final_norm
         self.embedding_scale = embedding_scale
+        self.output_scale = output_scale
+        self.max_num_tokens = max_num_tokens
         self.uses_position = any(block.uses_position for block in transformer_layers)
         self.keeps_state = all(block.keeps_state for block in transformer_layers)
 
@@ -127,7 +137,7 @@ class RecurrentBackbone(
     def hidden_states(
         self, token_ids, padding_mask=None, segment_ids=None, cache=None, intercept=None
     ):
-        """Computes the hidden states of tokens, from the embedding to the final norm.
+        """Computes the hidden states of tokens, from the embedding to the (scaled) final norm.
 
         Args:
             token_ids: integers `[B, T]`, arbitrary at padding.
@@ -148,6 +158,7 @@ class RecurrentBackbone(
                 another structure or other shapes.
         """
         check_rank_known(type(self).__name__, "token_ids", token_ids)
+        self.check_num_tokens(token_ids.shape[1])
         for name, tensor in (("padding_mask", padding_mask), ("segment_ids", segment_ids)):
             check_per_token(type(self).__name__, name, tensor, token_ids.shape)
         if cache is not None:
@@ -180,9 +191,24 @@ class RecurrentBackbone(
             states.append(state)
             x = intercept(x, i)
         x = self.final_norm(x)
+        if self.output_scale is not None:
+            x = ops.multiply(x, self.output_scale)
         if cache is None:
             return x, None
         return x, apply_state_layout({"blocks": tuple(states), **places})
+
+    def check_num_tokens(self, num_tokens):
+        """Raises an error for a sequence of too many tokens; None is an unknown number."""
+        limit = self.max_num_tokens
+        if limit is not None and num_tokens is not None and num_tokens > limit:
+            raise ValueError(
+                f"`{type(self).__name__}` takes sequences of at most {limit} tokens, with those in "
+                f"a cache; got {num_tokens}. {self.too_long_reason()}"
+            )
+
+    def too_long_reason(self):
+        """Returns the reason of `max_num_tokens`, and the alternative, for an error message."""
+        raise NotImplementedError
 
     def block_arguments(self, embeddings):
         """Returns a dictionary of further call arguments per block, such as its lower bound."""
@@ -208,9 +234,11 @@ class RecurrentBackbone(
                 The size of a recurrent state does not depend on it.
 
         Raises:
-            ValueError: a number is not an integer of at least 1, or `max_length` is missing.
+            ValueError: a number is not an integer of at least 1, or `max_length` is missing or
+                above `max_num_tokens`.
         """
         check_sizes_of_state(batch_size, max_length)
+        self.check_num_tokens(max_length)
         blocks = tuple(
             block.own_initial_state(batch_size, max_length) for block in self.transformer_layers
         )

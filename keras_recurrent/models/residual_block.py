@@ -2,6 +2,7 @@
 
 import keras
 
+from keras_recurrent.checks.arguments import check_number
 from keras_recurrent.devices.jax_layouts import apply_layout
 from keras_recurrent.layers import StreamingLayer, decoding
 from keras_recurrent.layers.gated_linear_unit import GatedLinearUnit
@@ -13,8 +14,8 @@ class ResidualBlock(StreamingLayer):
     """Base class of residual blocks, which mix tokens and then channels, each after a norm.
 
     ```
-    x = x + temporal_block(norm(x))
-    x = x + mlp(norm(x))
+    x = x + r temporal_block(norm(x))
+    x = x + r mlp(norm(x))
     ```
 
     A family defines `make_norm` and `make_mlp`, and registers its class with Keras. Further call
@@ -28,6 +29,7 @@ class ResidualBlock(StreamingLayer):
             shape of its input.
         intermediate_dim: integer, the width inside the layer that mixes channels.
         layer_norm_epsilon: float, ε of the norms.
+        residual_scale: number, r. None: 1.
         return_state: boolean. True: a call returns `(output, state)`.
         **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
             `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
@@ -48,13 +50,17 @@ class ResidualBlock(StreamingLayer):
         intermediate_dim,
         *,
         layer_norm_epsilon=1e-6,
+        residual_scale=None,
         return_state=False,
         **kwargs,
     ):
         super().__init__(return_state=return_state, **kwargs)
+        if residual_scale is not None:
+            check_number("residual_scale", residual_scale, above=0)
         self.temporal_block = temporal_block
         self.intermediate_dim = intermediate_dim
         self.layer_norm_epsilon = layer_norm_epsilon
+        self.residual_scale = residual_scale
 
     def make_norm(self, name):
         """Returns one of the two norms."""
@@ -97,8 +103,11 @@ class ResidualBlock(StreamingLayer):
         Returns:
             `(output [B, D], next state)`.
         """
-        x, state = self.temporal_block.fused_step(x, self.temporal_norm, tokens, state, **kwargs)
-        return self.mlp.fused_step(x, self.channel_norm), state
+        scale = self.residual_scale
+        x, state = self.temporal_block.fused_step(
+            x, self.temporal_norm, tokens, state, residual_scale=scale, **kwargs
+        )
+        return self.mlp.fused_step(x, self.channel_norm, residual_scale=scale), state
 
     def stream(self, inputs, tokens, state, **kwargs):
         before = state.get("temporal_block")
@@ -107,11 +116,14 @@ class ResidualBlock(StreamingLayer):
             return x[:, None], {"temporal_block": after}
         x = self.inner(self.temporal_norm, inputs)
         x, after = stream_inner(self, self.temporal_block, x, tokens, before, **kwargs)
-        x = apply_layout(inputs + x, "hidden_states")
-        x = apply_layout(
-            x + self.inner(self.mlp, self.inner(self.channel_norm, x)), "hidden_states"
-        )
+        x = self._add(inputs, x)
+        x = self._add(x, self.inner(self.mlp, self.inner(self.channel_norm, x)))
         return x, {"temporal_block": after}
+
+    def _add(self, x, y):
+        """Returns x + r y."""
+        y = y if self.residual_scale is None else y * self.residual_scale
+        return apply_layout(x + y, "hidden_states")
 
     def get_config(self):
         return {
@@ -119,6 +131,7 @@ class ResidualBlock(StreamingLayer):
             "temporal_block": keras.layers.serialize(self.temporal_block),
             "intermediate_dim": self.intermediate_dim,
             "layer_norm_epsilon": self.layer_norm_epsilon,
+            "residual_scale": self.residual_scale,
         }
 
     @classmethod

@@ -12,11 +12,14 @@ from keras_recurrent import dispatch
 from keras_recurrent.checks.dtypes import dtype_of
 from keras_recurrent.ops.operation import Operation
 
+ENDS = ("", "_2", "_3", "_4")  # of the names of up to four kernels and their biases
+KERNELS = tuple(f"kernel{end}" for end in ENDS)
+
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class NormLinearOperation(Operation):
     function = "norm_linear"
-    options = {"epsilon": None, "gate": None}
+    options = {"epsilon": None, "gate": None, "output_scale": None}
 
     @classmethod
     def check(cls, tensors, context, options):
@@ -24,7 +27,7 @@ class NormLinearOperation(Operation):
         return cls.check_tensors(tensors, cls.alternatives["gate"] if gated_product else None)
 
     def output_spec(self, tensors, sizes):
-        kernels = [tensors.get(name) for name in ("kernel", "kernel_2", "kernel_3")]
+        kernels = [tensors.get(name) for name in KERNELS]
         specs = zip(super().output_spec(tensors, sizes), kernels, strict=True)
         outputs = [spec for spec, kernel in specs if kernel is not None]
         if self.options["gate"] is not None:
@@ -35,8 +38,11 @@ class NormLinearOperation(Operation):
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class NormQuantizedLinearOperation(NormLinearOperation):
     function = "norm_quantized_linear"
-    options = {"epsilon": None, "gate": None, "bits": 8, "block_size": None, "quantize_row": True}
-    int8 = tuple(f"{name}{end}" for name in ("kernel", "kernel_zero") for end in ("", "_2", "_3"))
+    options = {
+        **NormLinearOperation.options,
+        **{"bits": 8, "block_size": None, "quantize_row": True},
+    }
+    int8 = tuple(f"{name}{end}" for name in ("kernel", "kernel_zero") for end in ENDS)
 
     @classmethod
     def check(cls, tensors, context, options):
@@ -57,6 +63,13 @@ class HGRN2StepOperation(Operation):
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
+class LightningStepOperation(Operation):
+    function = "lightning_step"
+    options = {"epsilon": None, "query_scale": None}
+    context = {"token_kind": "B"}
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
 class RGLRUStepOperation(Operation):
     function = "rg_lru_step"
     context = {"token_kind": "B"}
@@ -65,7 +78,7 @@ class RGLRUStepOperation(Operation):
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class LocalAttentionStepOperation(Operation):
     function = "local_attention_step"
-    options = {"sliding_window": None}
+    options = {"sliding_window": None, "epsilon": None, "logit_scaling": None}
     context = {"token_kind": "B"}
 
     @classmethod
@@ -83,10 +96,11 @@ class LocalAttentionStepOperation(Operation):
 
 
 def norm_linear(x, kernels, biases, **others):
-    """Applies RMSNorm and up to three linear layers to x [B, D], with optional gate and residual.
+    """Applies RMSNorm and up to four linear layers to x [B, D], with optional gates and residual.
 
-    With `gate`, the first two kernels form a gated unit, and the third, if any, is applied to its
-    result. `residual` is added to the first output. Kernels and biases are passed as lists. See
+    The sigmoid of `input_gate` multiplies the normalized x. With `gate`, the first two kernels form
+    a gated unit, and the third, if any, is applied to its result. `output_scale` multiplies the
+    outputs, and `residual` is added to the first one. Kernels and biases are passed as lists. See
     `backends/reference/norm_linear.py`.
 
     Returns:
@@ -109,8 +123,7 @@ def norm_quantized_linear(x, kernels, kernel_scales, kernel_zeros, biases, **oth
 
 def _apply(operation, tensors, lists, others):
     for name, given in lists.items():
-        ends = ("", "_2", "_3")[: len(given)]
-        tensors |= {f"{name}{end}": t for end, t in zip(ends, given, strict=True)}
+        tensors |= {f"{name}{end}": t for end, t in zip(ENDS[: len(given)], given, strict=True)}
     options = {name: others.pop(name) for name in operation.options if name in others}
     tensors = {name: (tensors | others).get(name) for name in operation.signature.tensors}
     return list(operation.apply(tensors, None, operation.options | options))
@@ -122,6 +135,12 @@ def hgrn2_step(q, f, v, memory, lower_bound=None, token_kind=None):
     return HGRN2StepOperation.apply(tensors, None, token_kind=token_kind)
 
 
+def lightning_step(token_kind=None, epsilon=None, query_scale=None, **tensors):
+    """Computes lightning attention of one token; see `backends/reference/lightning_step.py`."""
+    options = {"epsilon": epsilon, "query_scale": query_scale}
+    return LightningStepOperation.apply(tensors, None, options, token_kind=token_kind)
+
+
 def rg_lru_step(token_kind=None, **tensors):
     """Computes Griffin's recurrent block between its projections.
 
@@ -130,9 +149,11 @@ def rg_lru_step(token_kind=None, **tensors):
     return RGLRUStepOperation.apply(tensors, None, token_kind=token_kind)
 
 
-def local_attention_step(sliding_window=None, token_kind=None, **tensors):
+def local_attention_step(
+    sliding_window=None, token_kind=None, epsilon=None, logit_scaling=None, **tensors
+):
     """Computes the attention of one query; see `backends/reference/local_attention_step.py`."""
-    options = {"sliding_window": sliding_window}
+    options = {"sliding_window": sliding_window, "epsilon": epsilon, "logit_scaling": logit_scaling}
     return LocalAttentionStepOperation.apply(tensors, None, options, token_kind=token_kind)
 
 

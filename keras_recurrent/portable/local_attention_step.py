@@ -1,13 +1,28 @@
 """A decoding step of sliding-window attention.  De et al. 2024, arXiv:2402.19427."""
 
+import math
+
 from keras import ops
 
-from keras_recurrent.portable._common import cos, fill_where, matmul, sin, sum_dtype, token_masks
+from keras_recurrent.portable._common import fill_where, matmul, sum_dtype, token_masks
+from keras_recurrent.portable._heads import prepare_heads
 from keras_recurrent.portable.sliding_window_attention import MASKED_LOGIT
 
 
 def local_attention_step(
-    q, k, v, key, value, position, frequencies=None, token_kind=None, sliding_window=None
+    q,
+    k,
+    v,
+    key,
+    value,
+    position,
+    frequencies=None,
+    q_scale=None,
+    k_scale=None,
+    token_kind=None,
+    sliding_window=None,
+    epsilon=None,
+    logit_scaling=None,
 ):
     """q: [B, H, K]; k: [B, G, K]; v: [B, G, V]; key, value: [B, C, G, ...]; position: [B].
 
@@ -16,11 +31,13 @@ def local_attention_step(
     dtype = sum_dtype(q, k, v, key, value)
     starts, padding = token_masks(None if token_kind is None else token_kind[:, None], 2)
     position = fill_where(starts, 0, position[:, None])
-    rotated_q, rotated_k = ops.cast(q, dtype), ops.cast(k, dtype)
-    if frequencies is not None:
-        angle = ops.cast(position, dtype)[..., None] * ops.cast(frequencies, dtype)
-        rotated_q, rotated_k = _rotate(rotated_q, angle), _rotate(rotated_k, angle)
-    q, k = ops.cast(rotated_q * q.shape[2] ** -0.5, q.dtype), ops.cast(rotated_k, k.dtype)
+    query = prepare_heads(ops.cast(q, dtype), position, frequencies, q_scale, epsilon)
+    query = query * q.shape[2] ** -0.5
+    if logit_scaling is not None:
+        growth = ops.log(ops.cast(position, dtype) + logit_scaling)
+        query = query * (growth / math.log(math.floor(logit_scaling)))[..., None]
+    token_key = prepare_heads(ops.cast(k, dtype), position, frequencies, k_scale, epsilon)
+    q, k = ops.cast(query, q.dtype), ops.cast(token_key, k.dtype)
     slots = key.shape[1]
     slot = ops.arange(0, slots, dtype="int32")[None]
     distance = ops.mod(position - 1 - slot, max(slots, 1)) + 1  # of the token in each slot
@@ -58,9 +75,3 @@ def _attend(q, k, v, visible):
     weights = ops.softmax(ops.where(visible[:, None, None], logits, masked), axis=-1)
     output = matmul(weights, ops.transpose(v, (0, 2, 1, 3)))
     return ops.reshape(output, (batch, heads, v.shape[3]))
-
-
-def _rotate(x, angle):
-    half, c, s = angle.shape[2], cos(angle), sin(angle)
-    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return ops.concatenate([a * c - b * s, b * c + a * s, rest], axis=2)

@@ -1,4 +1,4 @@
-"""y = RMSNorm(x) W + b for up to three matrices, then a gate or a residual."""
+"""y = RMSNorm(x) W + b for up to four matrices, then a gate or a residual."""
 
 from keras import ops
 
@@ -13,19 +13,25 @@ def norm_linear(
     kernel,
     kernel_2=None,
     kernel_3=None,
+    kernel_4=None,
     bias=None,
     bias_2=None,
     bias_3=None,
+    bias_4=None,
     residual=None,
+    input_gate=None,
     epsilon=None,
     gate=None,
+    output_scale=None,
 ):
     """x: [B, K]; scale: [K]; kernels: [K, N] each. Returns a tuple of [B, N] in x's dtype."""
-    kernels, biases = (kernel, kernel_2, kernel_3), (bias, bias_2, bias_3)
-    dtype = sum_dtype(x, scale, *kernels, *biases, residual)
+    kernels, biases = (kernel, kernel_2, kernel_3, kernel_4), (bias, bias_2, bias_3, bias_4)
+    dtype = sum_dtype(x, scale, *kernels, *biases, residual, input_gate)
     y = ops.cast(x, dtype)
     if epsilon is not None:
         y = rms_norm(y, scale, epsilon)
+    if input_gate is not None:
+        y = y * ops.sigmoid(ops.cast(input_gate, dtype))
 
     def linear(x, weight, offset):
         y = matmul(x, ops.cast(weight, dtype))
@@ -37,6 +43,8 @@ def norm_linear(
     else:
         pairs = zip(kernels, biases, strict=True)
         outputs = [linear(y, *pair) for pair in pairs if pair[0] is not None]
+    if output_scale is not None:
+        outputs = [output_scale * output for output in outputs]
     if residual is not None:
         outputs[0] = outputs[0] + ops.cast(residual, dtype)
     return tuple(ops.cast(output, x.dtype) for output in outputs)

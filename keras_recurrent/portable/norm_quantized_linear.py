@@ -1,4 +1,4 @@
-"""y = RMSNorm(x) W + b for up to three quantized matrices, then a gate or a residual.
+"""y = RMSNorm(x) W + b for up to four quantized matrices, then a gate or a residual.
 
 See `backends/reference/norm_quantized_linear.py` for the format of the matrices.
 """
@@ -18,29 +18,37 @@ def norm_quantized_linear(
     kernel,
     kernel_2=None,
     kernel_3=None,
+    kernel_4=None,
     kernel_scale=None,
     kernel_scale_2=None,
     kernel_scale_3=None,
+    kernel_scale_4=None,
     kernel_zero=None,
     kernel_zero_2=None,
     kernel_zero_3=None,
+    kernel_zero_4=None,
     bias=None,
     bias_2=None,
     bias_3=None,
+    bias_4=None,
     residual=None,
+    input_gate=None,
     epsilon=None,
     gate=None,
+    output_scale=None,
     bits=8,
     block_size=None,
     row_dtype=None,
 ):
     """Returns a tuple of [B, N] in x's dtype, one for each kernel, or one with `gate`."""
-    scales = kernel_scale, kernel_scale_2, kernel_scale_3
-    biases = bias, bias_2, bias_3
-    dtype = sum_dtype(x, scale, *scales, *biases, residual)
+    scales = kernel_scale, kernel_scale_2, kernel_scale_3, kernel_scale_4
+    biases = bias, bias_2, bias_3, bias_4
+    dtype = sum_dtype(x, scale, *scales, *biases, residual, input_gate)
     y, factor = ops.cast(x, dtype), None
     if epsilon is not None:
         y = rms_norm(y, scale, epsilon)
+    if input_gate is not None:
+        y = y * ops.sigmoid(ops.cast(input_gate, dtype))
     if row_dtype is not None:
         y, factor = (ops.cast(t, dtype) for t in _quantize_row(ops.cast(y, x.dtype)))
 
@@ -55,11 +63,13 @@ def norm_quantized_linear(
             product = matmul(y, weight) / (divisor if factor is None else divisor * factor)
         return product if offset is None else product + ops.cast(offset, dtype)
 
-    zeros = kernel_zero, kernel_zero_2, kernel_zero_3
-    matrices = zip((kernel, kernel_2, kernel_3), scales, zeros, biases, strict=True)
+    zeros = kernel_zero, kernel_zero_2, kernel_zero_3, kernel_zero_4
+    matrices = zip((kernel, kernel_2, kernel_3, kernel_4), scales, zeros, biases, strict=True)
     outputs = [linear(*matrix) for matrix in matrices if matrix[0] is not None]
     if gate is not None:
         outputs = [gated_linear_unit(outputs[0], outputs[1], gate)]
+    if output_scale is not None:
+        outputs = [output_scale * output for output in outputs]
     if residual is not None:
         outputs[0] = outputs[0] + ops.cast(residual, dtype)
     return tuple(ops.cast(output, x.dtype) for output in outputs)

@@ -1,5 +1,7 @@
 """Steps of generation by fused operations: taken where a block is as its family made it."""
 
+import pathlib
+
 import keras
 import numpy as np
 import pytest
@@ -9,9 +11,19 @@ from keras.quantizers import Int4QuantizationConfig, Int8QuantizationConfig
 
 import keras_recurrent
 from keras_recurrent import dispatch
-from keras_recurrent.layers import HGRN2, RecurrentBlock, decoding
+from keras_recurrent.layers import (
+    HGRN2,
+    LightningAttention,
+    LocalAttention,
+    RecurrentBlock,
+    decoding,
+)
 from keras_recurrent.layers import reversible_embedding as embeddings
-from keras_recurrent.models import GriffinResidualBlock, HGRN2ResidualBlock
+from keras_recurrent.models import (
+    GriffinResidualBlock,
+    HGRN2ResidualBlock,
+    LightningHybridCausalLM,
+)
 from keras_recurrent.models.residual_block import ResidualBlock
 from tests.generation.test_programs import generate
 from tests.models.tiny import HYBRID, tiny_causal_lm
@@ -23,6 +35,7 @@ if isinstance(dispatch.IMPLEMENTATIONS["hgrn2_step"]["triton"], str):
 
 import torch
 
+DATA = pathlib.Path(__file__).parents[1] / "data"
 LENGTHS, TOTAL = (4, 6), 9
 
 
@@ -55,7 +68,17 @@ def written(model, lengths=LENGTHS, name="triton"):
     ],
 )
 def test_the_same_tokens(family, lengths, sizes, fused):
-    model = tiny_causal_lm(family=family, **sizes)
+    check_tokens(tiny_causal_lm(family=family, **sizes), lengths, fused)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["hypenet_tiny", "minicpm_sala_tiny"])
+def test_the_same_tokens_of_checkpoints(name, fused):
+    """Fails if a fused step is wrong after a prompt: with other positions, or scaled outputs."""
+    check_tokens(LightningHybridCausalLM.from_preset(str(DATA / name)), LENGTHS, fused)
+
+
+def check_tokens(model, lengths, fused):
     expected = written(model, lengths, "torch")
     assert not fused
     np.testing.assert_array_equal(written(model, lengths), expected)
@@ -183,6 +206,68 @@ def test_16_bits(family, dtype, fused):
             keras.ops.convert_to_numpy(keras.ops.cast(t, "float32")) for t in (found, expected)
         )
         np.testing.assert_allclose(found, expected, rtol=0, atol=0.03 * np.abs(expected).max())
+
+
+GATED = {"query_key_activation": "linear", "gate_activation": "sigmoid", "use_norm_weight": True}
+HEADS = {"head_dim": 4, "num_key_value_heads": 1, "use_qk_norm": True}
+MIXERS = {
+    "lightning, all options": lambda dtype: LightningAttention(
+        *(2,),
+        **{"rope_max_wavelength": 100.0, "query_scale": 0.3, "decay_schedule": "alibi"},
+        # Without ε, the norm would cancel the scale of the queries.
+        layer_norm_epsilon=0.1,
+        **{**HEADS, **GATED, "dtype": dtype},
+    ),
+    "lightning": lambda dtype: LightningAttention(2, head_dim=4, dtype=dtype, **GATED),
+    "attention, all options": lambda dtype: LocalAttention(
+        *(2,),
+        **{"max_length": 9, "use_qkv_bias": True, "bias_initializer": "normal"},
+        **{"use_output_gate": True, "use_output_bias": False, "logit_scaling": 2.5},
+        **{**HEADS, "dtype": dtype},
+    ),
+    "attention": lambda dtype: LocalAttention(
+        2, head_dim=4, max_length=9, partial_rotary_factor=0, use_output_gate=True, dtype=dtype
+    ),
+    "hgrn2": lambda dtype: HGRN2(expand_ratio=4, dtype=dtype),
+    "recurrent block": lambda dtype: RecurrentBlock(8, num_blocks=2, dtype=dtype),
+}
+# {name: (rows, the most that kernels take, dtype)}
+ROWS = {
+    "row": (1, 16, "float32"),
+    "rows": (3, 16, "float32"),
+    "rows of torch": (3, 2, "float32"),
+    "row, bfloat16": (1, 16, "bfloat16"),
+    "rows, mixed_bfloat16": (3, 16, "mixed_bfloat16"),
+}
+
+
+STEPS = [(mixer, rows) for mixer in MIXERS for rows in ROWS if "options" in mixer or rows == "row"]
+
+
+@pytest.mark.parametrize(("mixer", "name"), STEPS)
+def test_steps_of_options_equal_layers(mixer, name, fused, monkeypatch):
+    """Fails if a fused step ignores an option of a layer or the scale of the residual branches."""
+    rows, most, dtype = ROWS[name]
+    monkeypatch.setattr(decoding, "MAX_FUSED_ROWS", most)
+    keras.utils.set_random_seed(0)
+    block = GriffinResidualBlock(MIXERS[mixer](dtype), 24, residual_scale=0.3, dtype=dtype)
+    block.build((None, None, 8))
+    rng = np.random.default_rng(0)
+    for weight in block.trainable_variables:  # norms too, whose weights are otherwise all equal
+        weight.assign(weight + 0.2 * rng.normal(size=weight.shape))
+    x, results = ops.cast(rng.normal(size=(rows, 2, 8)), block.compute_dtype), []
+    for context in (decoding.decoding_scope, lambda: keras_recurrent.implementation("torch")):
+        state = block.get_initial_state(rows)
+        with keras_recurrent.implementation("triton"), context(), torch.no_grad():
+            for t in range(2):
+                y, state = block(x[:, t : t + 1], initial_state=state, return_state=True)
+        results.append((y, state))
+    assert len(fused) == 2
+    tolerance = 1e-5 if dtype == "float32" else 0.02
+    for found, expected in zip(*map(keras.tree.flatten, results), strict=True):
+        assert found.dtype == expected.dtype
+        bound = tolerance * expected.abs().max()
+        torch.testing.assert_close(found, expected, rtol=0, atol=float(bound))
 
 
 class OwnNorm(keras_recurrent.layers.RMSNorm):

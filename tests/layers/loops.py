@@ -34,7 +34,8 @@ def unit(layer, values=None):
     }
     config = layer.get_config()
     make = UNITS[type(layer).__name__]
-    options = [config[name] for name in OPTIONS.get(make, ())]
+    options = [config] if make is LightningAttention else []
+    options += [config[name] for name in OPTIONS.get(make, ())]
     return lambda: make(weights, *options)
 
 
@@ -180,28 +181,48 @@ class HGRN:
 
 
 class LightningAttention:
-    def __init__(self, weights, size, schedule, layer, layers, heads, gate, value, feature):
-        self.w, self.size, self.s, self.t = weights, size, 0, 0
-        self.gate, self.value, self.feature = (ACTIVATIONS[a] for a in (gate, value, feature))
-        # The two schedules, for heads that are a power of two.
+    def __init__(self, weights, c):
+        self.w, self.c, self.s, self.t = weights, c, 0, 0
+        names = "gate_activation", "value_activation", "query_key_activation"
+        self.gate, self.value, self.feature = (ACTIVATIONS[c[name]] for name in names)
+        # The schedules, for heads that are a power of two.
+        heads, layer, layers = c["num_heads"], c["layer_index"], c["num_layers"]
         h = np.arange(1, heads + 1)
-        if schedule == "paper":
-            log_decay = -(8 * h / heads) * (1 - layer / layers)
-        else:
-            log_decay = -(2.0 ** (-8 * h / heads)) * (1 - layer / (layers - 1) + 1e-5)
+        log_decay = {
+            "paper": lambda: -(8 * h / heads) * (1 - layer / layers),
+            "alibi": lambda: -(2.0 ** (-8 * h / heads)),
+            "checkpoints": lambda: -(2.0 ** (-8 * h / heads)) * (1 - layer / (layers - 1) + 1e-5),
+        }[c["decay_schedule"]]()
         self.decay = np.exp(log_decay)[:, None, None]
 
     def step(self, x):
-        q, k, v, u = (x @ self.w[f"{name}_proj/kernel"] for name in "qkvu")
+        w, c = self.w, self.c
+        q, k, v, u = (x @ w[f"{name}_proj/kernel"] for name in "qkvu")
         q, k, v = self.feature(q), self.feature(k), self.value(v)
-        q, k, v = (np.reshape(part, (-1, self.size)) for part in (q, k, v))
-        if "lrpe/theta" in self.w:
-            angle = self.w["lrpe/theta"] * self.t
+        q, k, v = (np.reshape(part, (-1, c["head_dim"])) for part in (q, k, v))
+        if c["use_qk_norm"]:
+            q, k = (
+                self.norm(part) * w[f"{name}_norm/scale"] for part, name in ((q, "q"), (k, "k"))
+            )
+        if "lrpe/theta" in w:
+            angle = w["lrpe/theta"] * self.t
             turn = np.concatenate([np.cos(angle), np.sin(angle)], axis=-1)
             q, k = np.tile(q, 2) * turn, np.tile(k, 2) * turn
+        if c["rope_max_wavelength"]:
+            q, k = self.rotated(q), self.rotated(k)
+        k, v = (np.repeat(part, len(q) // len(part), axis=0) for part in (k, v))
         self.s, self.t = self.decay * self.s + k[..., None] * v[:, None], self.t + 1
-        o = np.einsum("hkv,hk->hv", self.s, q).ravel()
-        return self.gate(u) * o / np.sqrt((o**2).mean() + 1e-6) @ self.w["o_proj/kernel"]
+        o = np.einsum("hkv,hk->hv", self.s, q * (c["query_scale"] or 1)).ravel()
+        return self.gate(u) * self.norm(o) * w.get("norm/scale", 1) @ w["o_proj/kernel"]
+
+    def norm(self, x):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + self.c["layer_norm_epsilon"])
+
+    def rotated(self, x):
+        half = x.shape[-1] // 2
+        turn = self.c["rope_max_wavelength"] ** (-np.arange(half) / half)
+        z = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * turn * self.t)
+        return np.concatenate([z.real, z.imag], axis=-1)
 
 
 class GatedMLP:
@@ -263,10 +284,6 @@ OPTIONS = {
     LocalAttention: ATTENTION_CONFIG,
     HGRN2: ("expand_ratio", "gate_activation", "input_activation"),
     RMSNorm: ("zero_centered",),
-    LightningAttention: (
-        *("head_dim", "decay_schedule", "layer_index", "num_layers", "num_heads"),
-        *("gate_activation", "value_activation", "query_key_activation"),
-    ),
 }
 
 

@@ -118,6 +118,23 @@ ROWS = {
         ),
         state={"memory": (4, 4, 2), "segment": (), "position": ()},
     ),
+    "LightningAttention of HypeNet": Row(
+        lambda **kwargs: layers.LightningAttention(
+            4,
+            num_key_value_heads=2,
+            head_dim=2,
+            decay_schedule="alibi",
+            rope_max_wavelength=100,
+            query_scale=0.5,
+            use_qk_norm=True,
+            use_norm_weight=True,
+            layer_norm_epsilon=1e-2,
+            query_key_activation="linear",
+            gate_activation="sigmoid",
+            **kwargs,
+        ),
+        state={"memory": (4, 2, 2), "segment": (), "position": ()},
+    ),
     "GatedMLP": Row(lambda **kwargs: layers.GatedMLP(12, **kwargs)),
     "SwiGLU": Row(lambda **kwargs: layers.SwiGLU(12, **kwargs)),
     "SGLU": Row(lambda **kwargs: layers.SGLU(12, **kwargs)),
@@ -129,6 +146,7 @@ STREAMING = [name for name, row in ROWS.items() if row.state]
 ATTENTION = [
     *("LocalAttention", "LocalAttention to all", "LocalAttention with all options"),
     "LightningAttention",
+    "LightningAttention of HypeNet",
 ]
 WITH_SUBLAYERS = [
     *("RGLRU", "CGLRU", "RecurrentBlock", "RecurrentBlock with CGLRU", "LocalAttention"),

@@ -158,9 +158,24 @@ def test_wrong_width(name):
         (lambda: layers.LightningAttention(0), 8, r"`num_heads` must be .*at least 1; got 0"),
         (lambda: layers.LightningAttention(2, head_dim=0), 8, r"`head_dim` must be"),
         (
-            lambda: layers.LightningAttention(2, decay_schedule="alibi"),
+            lambda: layers.LightningAttention(2, decay_schedule="slopes"),
             8,
-            r"`decay_schedule` must be .*'alibi",
+            r"`decay_schedule` must be .*'slopes",
+        ),
+        (
+            lambda: layers.LightningAttention(4, num_key_value_heads=3),
+            8,
+            r"`num_key_value_heads` must divide `num_heads`, 4; got 3",
+        ),
+        (
+            lambda: layers.LightningAttention(2, head_dim=3, rope_max_wavelength=10),
+            8,
+            r"even `head_dim`.* got 3 and False",
+        ),
+        (
+            lambda: layers.LightningAttention(2, use_lrpe=True, rope_max_wavelength=10),
+            8,
+            r"needs .*`use_lrpe=False`.* and True",
         ),
         (
             lambda: layers.LightningAttention(2, layer_index=3, num_layers=3),
@@ -254,10 +269,13 @@ BOOLEANS = [
     (functools.partial(layers.RecurrentBlock, 16), "scale_first_input"),
     (layers.CausalConv1D, "use_bias"),
     *(
+        (functools.partial(layers.LightningAttention, 4), name)
+        for name in ("use_lrpe", "use_qk_norm", "use_norm_weight")
+    ),
+    *(
         (functools.partial(layers.LocalAttention, 4), f"use_{name}")
         for name in ("qkv_bias", "output_bias", "qk_norm", "output_gate")
     ),
-    (functools.partial(layers.LightningAttention, 4), "use_lrpe"),
     *((ROWS[name].make, "return_state") for name in STREAMING),
 ]
 

@@ -82,8 +82,8 @@ def test_the_decays_of_the_paper_and_tied_embeddings():
 @pytest.mark.once
 def test_bad_arguments():
     sizes = FAMILIES["transnormer"].sizes
-    with pytest.raises(ValueError, match='`decay_schedule` must be "checkpoints" or "paper"'):
-        TransNormerBackbone(**sizes, decay_schedule="alibi")
+    with pytest.raises(ValueError, match='`decay_schedule` must be "checkpoints", "alibi" or'):
+        TransNormerBackbone(**sizes, decay_schedule="slopes")
     for name in ("num_heads", "head_dim", "intermediate_dim"):
         with pytest.raises(ValueError, match=f"`{name}` must be an integer, at least 1; got 0"):
             TransNormerBackbone(**{**sizes, name: 0})

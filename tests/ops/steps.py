@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from keras_recurrent.backends.constants import CONTINUES
+from keras_recurrent.backends.reference._common import sigmoid
 from keras_recurrent.backends.reference.norm_quantized_linear import quantized_row, rounded_row
 from keras_recurrent.backends.reference.rms_norm import rms_norm
 from tests.ops.cases import round_to
@@ -21,6 +22,12 @@ class Case(NamedTuple):
     norm: bool = True
     gate: str | None = None
     residual: bool = False
+    # Gate of the inputs and factor of the outputs of projections; factor of lightning queries;
+    # RMSNorm of heads; `logit_scaling`.
+    input_gate: bool = False
+    output_scale: float | None = None
+    head_norm: bool = False
+    logit_scaling: float | None = None
     kinds: bool = False
     first_kind: int = CONTINUES  # of the first row, where rows have kinds
     # Of `norm_quantized_linear`: a weight's bits, a block's channels, whether rows are quantized.
@@ -29,6 +36,7 @@ class Case(NamedTuple):
     quantize_row: bool = True
 
 
+EXTRAS = {"input_gate": True, "output_scale": 0.3, "head_norm": True, "logit_scaling": 500.5}
 CASES = {
     "one map": Case(1, residual=True),
     "three maps": Case(1, widths=(16, 33, 7), channels=70),
@@ -45,12 +53,19 @@ CASES = {
     "most columns": Case(1, "bfloat16", channels=600, widths=(4128, 4128), gate="silu"),
     "perceptron": Case(1, widths=(18, 18, 7), gate="gelu", residual=True),
     "perceptron, channels in parts": Case(
-        1, "bfloat16", 90, widths=(4200, 4200, 70), gate="silu", residual=True
+        1, "bfloat16", 90, widths=(4200, 4200, 70), gate="silu", residual=True, **EXTRAS
     ),
     "perceptron, rows": Case(5, "bfloat16", 70, (1100, 1100, 33), gate="gelu", parameters=False),
     "channels in parts": Case(1, "bfloat16", 4500, (70,), residual=True, norm=False),
     "rows, channels in parts": Case(5, "bfloat16", 1200, (70,), residual=True),
     "float32 rows, channels in parts": Case(3, "float32", 1100, (40,), parameters=False),
+    "gated inputs": Case(1, channels=70, widths=(16, 33, 7, 20), **EXTRAS),
+    "gated inputs, bfloat16": Case(1, "bfloat16", channels=300, widths=(40, 40, 9), **EXTRAS),
+    "gated inputs, bare": Case(1, "bfloat16", parameters=False, residual=True, **EXTRAS),
+    "gated inputs, rows": Case(5, "bfloat16", 70, (16, 33, 9, 17), kinds=True, **EXTRAS),
+    "gated inputs, channels in parts": Case(1, "bfloat16", 4500, (40,), norm=False, **EXTRAS),
+    "gated inputs, perceptron": Case(1, channels=70, widths=(18, 18, 7), gate="silu", **EXTRAS),
+    "gated inputs, gelu": Case(1, channels=30, widths=(18, 18), gate="gelu", **EXTRAS),
     "many rows": Case(35, "bfloat16", 300, kinds=True),
     "float16": Case(2, "float16", kinds=True),
     "float64": Case(2, "float64", widths=(16, 33), kinds=True, scale="extreme"),
@@ -69,7 +84,18 @@ QUANTIZED = {
     "4 bits, odd": Case(3, widths=(17, 6), bits=4, block_size=12, quantize_row=False),
     "weights alone": Case(1, "bfloat16", 1100, (64, 32), quantize_row=False),
     "three widths": Case(1, widths=(48, 16, 32), channels=70),
+    "four widths": Case(1, widths=(48, 16, 32, 80), channels=70),
+    "four widths, 4 bits": Case(
+        *(1, "bfloat16", 70, (48, 16, 32, 80)),
+        **{"bits": 4, "block_size": 32, "quantize_row": False},
+    ),
     "several programs a map": Case(1, "bfloat16", 260, (272, 272), parameters=False),
+    "gated row": Case(1, "bfloat16", 70, (72, 72), gate="silu", **EXTRAS),
+    "gated row, float32": Case(1, "float32", 300, (64,), residual=True, **EXTRAS),
+    "gated row, 4 bits": Case(
+        *(1, "bfloat16", 260, (64,)),
+        **{"bits": 4, "block_size": 64, "quantize_row": False, "norm": False, **EXTRAS},
+    ),
     "4 bits, several programs": Case(
         1, "bfloat16", 1040, (288, 96), bits=4, block_size=128, quantize_row=False
     ),
@@ -93,7 +119,7 @@ def _numbers(rng, case, *shape):
 
 
 def norm_linear(rng, case):
-    names = ("", "_2", "_3")[: len(case.widths)]
+    names = ("", "_2", "_3", "_4")[: len(case.widths)]
     tensors = {"x": _numbers(rng, case, case.rows, case.channels), "scale": None}
     if case.norm and case.parameters:
         tensors["scale"] = rng.normal(size=case.channels)
@@ -106,12 +132,18 @@ def norm_linear(rng, case):
     if case.residual:
         width = case.widths[-1 if case.gate else 0]
         tensors["residual"] = rng.normal(size=(case.rows, width))
-    return tensors, {"epsilon": 1e-5 if case.norm else None, "gate": case.gate}
+    if case.input_gate:
+        tensors["input_gate"] = _numbers(rng, case, case.rows, case.channels)
+    options = {"epsilon": 1e-5 if case.norm else None, "gate": case.gate}
+    return tensors, options | {"output_scale": case.output_scale}
 
 
-def _rounds_surely(x, scale, epsilon, dtype):
+def _rounds_surely(tensors, epsilon, dtype):
     """Whether rows become the same integers if their numbers are a little larger or smaller."""
-    y = x if epsilon is None else rms_norm(x, scale, epsilon)
+    x = round_to(dtype, tensors["x"])
+    y = x if epsilon is None else rms_norm(x, tensors["scale"], epsilon)
+    if "input_gate" in tensors:
+        y = y * sigmoid(round_to(dtype, tensors["input_gate"]))
     found = [quantized_row(rounded_row(y * (1 + e), dtype)) for e in (-(2**-20), 0, 2**-20)]
     (low, below), _, (high, above) = found
     return (low == high).all() and (dtype not in ("bfloat16", "float16") or (below == above).all())
@@ -123,12 +155,10 @@ def norm_quantized_linear(rng, case):
     case = case._replace(widths=tuple(min(width, 400) for width in widths))
     tensors, options = norm_linear(rng, case)
     # One integer more or less is a step that float32 and float64 may take at different numbers.
-    while case.quantize_row and not _rounds_surely(
-        round_to(case.dtype, tensors["x"]), tensors["scale"], options["epsilon"], case.dtype
-    ):
+    while case.quantize_row and not _rounds_surely(tensors, options["epsilon"], case.dtype):
         tensors["x"] = _numbers(rng, case, case.rows, case.channels)
     blocks = case.block_size and -(-case.channels // case.block_size)
-    for name, width in zip(("", "_2", "_3"), case.widths, strict=False):
+    for name, width in zip(("", "_2", "_3", "_4"), case.widths, strict=False):
         columns = width if case.bits == 8 else (width + 1) // 2
         scales = (blocks, width) if blocks else (width,)
         tensors |= {
@@ -157,6 +187,31 @@ def hgrn2_step(rng, case):
     return tensors, {}
 
 
+def _head_scales(rng, case, keys):
+    """Scales of the norms of heads, or None, and ε."""
+    if not case.head_norm:
+        return {"q_scale": None, "k_scale": None}, None
+    return {name: rng.uniform(0.5, 2, size=keys) for name in ("q_scale", "k_scale")}, 1e-5
+
+
+def lightning_step(rng, case):
+    share, groups = len(case.widths), 1 + case.channels % 2
+    keys, values = min(case.channels, 128), len(case.widths) + 5  # no model has wider heads
+    scales, epsilon = _head_scales(rng, case, keys)
+    tensors = {
+        "q": _numbers(rng, case, case.rows, share * groups, keys),
+        "k": _numbers(rng, case, case.rows, groups, keys),
+        "v": rng.normal(size=(case.rows, groups, values)),
+        "memory": rng.normal(size=(case.rows, share * groups, keys, values)),
+        "log_decay": -(2.0 ** -np.arange(share * groups)),
+        "position": rng.integers(0, 100, case.rows) if case.parameters else None,
+        **scales,
+        "frequencies": 10.0 ** -np.arange(keys // 2) if case.parameters else None,
+        "token_kind": token_kinds(case),
+    }
+    return tensors, {"epsilon": epsilon, "query_scale": case.output_scale}
+
+
 def rg_lru_step(rng, case):
     width, blocks, channels = 2 + len(case.widths), 3, case.channels // 4
     rows = case.rows, blocks * channels
@@ -183,6 +238,7 @@ def local_attention_step(rng, case):
     width, values = case.channels, 5 + len(case.widths)
     position = rng.integers(0, 3 * slots, case.rows)
     filled = (np.arange(slots) < position[:, None])[:, :, None, None]
+    scales, epsilon = _head_scales(rng, case, width)
     tensors = {
         "q": _numbers(rng, case, case.rows, share * groups, width),
         "k": _numbers(rng, case, case.rows, groups, width),
@@ -192,30 +248,37 @@ def local_attention_step(rng, case):
         "value": rng.uniform(0.5, 2, size=(case.rows, slots, groups, values)) * filled,
         "position": position,
         "frequencies": None,
+        **scales,
         "token_kind": token_kinds(case),
     }
     if case.parameters:
         tensors["frequencies"] = 10.0 ** -np.arange(width // 4)
-    return tensors, {"sliding_window": slots + 1 if case.norm else None}
+    options = {"sliding_window": slots + 1 if case.norm else None, "epsilon": epsilon}
+    return tensors, options | {"logit_scaling": case.logit_scaling}
 
 
-OPERATIONS = (norm_linear, norm_quantized_linear, hgrn2_step, rg_lru_step, local_attention_step)
+OPERATIONS = (
+    *(norm_linear, norm_quantized_linear, hgrn2_step, lightning_step, rg_lru_step),
+    local_attention_step,
+)
 DRAW = {operation.__name__: operation for operation in OPERATIONS}
 # Weights and states that are float32 beside tensors of 16 bits.
 IN_FLOAT32 = ("scale", "lower_bound", "memory", "window", "hidden", "conv_kernel", "conv_bias")
-IN_FLOAT32 += ("a_logit", "frequencies")
+IN_FLOAT32 += ("a_logit", "frequencies", "log_decay", "q_scale", "k_scale")
 INTEGERS = {"token_kind": "int8", "position": "int32"}
 # {operation: what is drawn of its states}
 STATES = {
     "norm_linear": (),
     "norm_quantized_linear": (),
     "hgrn2_step": ("memory",),
+    "lightning_step": ("memory",),
     "rg_lru_step": ("window", "hidden"),
     "local_attention_step": ("key", "value"),
 }
 # The states that a kernel writes over where it may: on torch, with Triton.
 WRITTEN_OVER = {
     "hgrn2_step": ("memory",),
+    "lightning_step": ("memory",),
     "rg_lru_step": ("hidden",),
     "local_attention_step": ("key", "value"),
 }

@@ -182,6 +182,14 @@ def test_padding_leaves_the_states_and_may_hold_anything(operation, implementati
     assert np.isfinite(output[:padding]).all()
 
 
+@pytest.mark.parametrize("implementation", [i for o, i in KERNELS if i == "triton"][:1])
+def test_programs_take_several_tiles_of_slots_in_turn(implementation, monkeypatch):
+    """Fails if a tile of a long buffer belongs to no program, or a token to a wrong one."""
+    module = dispatch.IMPLEMENTATIONS["local_attention_step"][implementation]
+    monkeypatch.setattr(module, "MULTIPROCESSORS", 9)  # two programs for seven tiles
+    check("local_attention_step", implementation, Case(9, channels=202, kinds=True))
+
+
 @pytest.mark.skipif(PLAIN != "torch", reason="elsewhere the compiler decides what is overwritten")
 @with_states
 def test_a_state_is_written_over_where_it_is_owned_alone(operation, implementation):

@@ -26,6 +26,7 @@ from keras_recurrent.backends.triton import (
     gated_linear_unit,
     hgrn2_step,
     lightning_attention,
+    lightning_step,
     linear_scan,
     local_attention_step,
     log_forget_gate,
@@ -65,7 +66,17 @@ SIZES += ("subsegments", "S", "G", "C", "window", "parts", "rows", "n")
 MULTIPLES_OF_16 = ("T", "D", "n", "K", "V", "state_k", "state_v")
 FLOATS = ("initial", "final", "d_initial", "d_final", "d_logit", "d_parameters", "a_logit")
 FLOATS += ("scale", "d_scale", "lower_bound", "d_bound", "d_log_f")
-FLOATS += ("losses", "d_losses", "largest", "total", "sums", "peaks", "frequencies")
+FLOATS += (
+    "losses",
+    "d_losses",
+    "largest",
+    "total",
+    "sums",
+    "peaks",
+    "frequencies",
+    "q_scale",
+    "k_scale",
+)
 FLOATS += ("totals", "decays", "log_decay", "log_f", "origin", "delta", "d_keys", "d_values")
 FLOATS += ("scales", "squares", "given_d_log_f")
 FLOATS += (
@@ -231,11 +242,12 @@ TOKEN_WISE = {
 
 def of_rows_through_maps(rows, channels, dtype="bfloat16", **constants):
     """The kernel of rows through maps of 2048 columns; those that are absent are None."""
-    absent = ["x_2", "kernel_2", "kernel_3", "bias", "bias_2", "bias_3", "residual", "y_2", "y_3"]
-    absent += ["scale"] * (rows > 1)
-    sizes = {"K": channels, "N": 2048, "N_2": 2048, "N_3": 2048, "NORM": rows == 1, "GATE": 0}
-    columns = 2048 * (1 + sum(f"kernel_{i}" in constants for i in (2, 3)))
-    sizes |= {"SHORT": dtype == "bfloat16", "PDL": True}
+    absent = [f"{name}_{i}" for name in ("kernel", "bias", "y") for i in (2, 3, 4)]
+    absent += ["x_2", "bias", "residual", "input_gate"] + ["scale"] * (rows > 1)
+    sizes = dict.fromkeys(("N", "N_2", "N_3", "N_4"), 2048)
+    sizes |= {"K": channels, "NORM": rows == 1, "GATE": 0}
+    columns = 2048 * (1 + sum(f"kernel_{i}" in constants for i in (2, 3, 4)))
+    sizes |= {"SHORT": dtype == "bfloat16", "OUTPUT_SCALE": 1.0, "PDL": True}
     constants = dict.fromkeys(absent) | sizes | constants
     parts = constants["kernel_2"] is None and not constants["NORM"]
     tile = tile_options(rows, channels, columns, dtype, constants["GATE"], parts)
@@ -246,8 +258,12 @@ def of_rows_through_maps(rows, channels, dtype="bfloat16", **constants):
 
 ATTENTION_STEP = {
     **{"K": 256, "V": 256, "R": 64, "BLOCK_K": 256, "BLOCK_V": 256},
-    **{"TILES": 2, "PARTS": 16, "PDL": True},
+    **{"PARTS": 16, "EPSILON": 0.0, "LOGIT_SCALING": 0.0, "LOG_SCALING": 1.0, "PDL": True},
+    **dict.fromkeys(("q_scale", "k_scale")),
 }
+# Heads of HypeNet 2B: lightning attention, and softmax attention without positions.
+HEADS = {"K": 128, "V": 128, "R": 64, "BLOCK_K": 128, "EPSILON": 1e-6, "PDL": True}
+GATE_KERNEL = {"BLOCK": norm_linear._BLOCK, "OUTPUT_SCALE": 1.0, "PDL": True}
 OF_A_STEP = {
     "embedding": (
         embedding_step._kernel,
@@ -284,6 +300,11 @@ OF_A_STEP = {
         {"K": 128, "V": 128, "BLOCK_K": 128, "BLOCK_V": hgrn2_step._BLOCK_V, "PDL": True},
         [{"num_warps": hgrn2_step._WARPS}],
     ),
+    "lightning step of heads": (
+        lightning_step._kernel,
+        HEADS | {"SHARE": 2, "BLOCK_V": lightning_step._BLOCK_V},
+        [{"num_warps": lightning_step._WARPS}],
+    ),
     "rg_lru step": (
         rg_lru_step._kernel,
         {"W": 4, "C": 256, "BLOCK_W": 4, "BLOCK_C": 256, "BLOCK_N": rg_lru_step._BLOCK_N}
@@ -307,6 +328,14 @@ OF_A_STEP = {
         local_attention_step._partial_kernel,
         ATTENTION_STEP | {"SHARE": 4, "BLOCK_H": 16, "SHORT": False},
         [local_attention_step._FLOAT32_TILE],
+    ),
+    "local_attention step, scaled logits": (
+        local_attention_step._partial_kernel,
+        ATTENTION_STEP
+        | HEADS
+        | {"SHARE": 2, "BLOCK_H": 16, "BLOCK_V": 128, "SHORT": True, "PARTS": 32}
+        | {"frequencies": None, "R": 0, "LOGIT_SCALING": 500.0, "LOG_SCALING": 6.2},
+        [local_attention_step._TILE],
     ),
     "local_attention step, combine": (
         local_attention_step._combine_kernel,
@@ -333,17 +362,17 @@ OF_A_STEP = {
     ),
     "norm_linear, silu": (
         norm_linear.gate_kernel,
-        {"N": 5632, "GATE": 1, "BLOCK": norm_linear._BLOCK, "PDL": True} | {"residual": None},
+        GATE_KERNEL | {"N": 5632, "GATE": 1, "residual": None},
         [{}],
     ),
     "norm_linear, gelu": (
         norm_linear.gate_kernel,
-        {"N": 7680, "GATE": 2, "BLOCK": norm_linear._BLOCK, "PDL": False},
+        GATE_KERNEL | {"N": 7680, "GATE": 2, "PDL": False},
         [{}],
     ),
     "norm_linear, sum of parts": (
         norm_linear.sum_kernel,
-        {"N": 2048, "PARTS": 11, "BLOCK": norm_linear._BLOCK, "PDL": True} | {"bias": None},
+        GATE_KERNEL | {"N": 2048, "PARTS": 11, "bias": None},
         [{}],
     ),
     "norm_linear of 16 rows, silu": of_rows_through_maps(16, 2048, kernel_2="given", GATE=1),
@@ -354,6 +383,17 @@ OF_A_STEP = {
     "norm_linear of 16 rows, gelu, float32": of_rows_through_maps(
         16, 2560, "float32", kernel_2="given", GATE=2
     ),
+    "norm_linear of four": of_rows_through_maps(
+        1, 2048, **{f"{name}_{i}": "given" for name in ("kernel", "y") for i in (2, 3, 4)}
+    ),
+    "norm_linear of gated inputs": of_rows_through_maps(
+        1, 4096, input_gate="given", residual="given", OUTPUT_SCALE=0.25
+    ),
+    "norm_linear, inputs of 16 rows": (
+        norm_linear.input_kernel,
+        {"K": 4096, "BLOCK_K": 4096, "NORM": True, "PDL": True},
+        [{"num_warps": 8}],
+    ),
     "norm_linear, in parts": of_rows_through_maps(1, 5632, scale=None, NORM=False),
     "norm_linear, in parts, of what is gated": of_rows_through_maps(
         1, 5632, x_2="given", GATE=1, scale=None, NORM=False
@@ -363,15 +403,17 @@ OF_A_STEP = {
 
 def of_quantized_maps(channels, widths, bits, block_size=0, limbs=None, **constants):
     """The kernel of one row through quantized maps; int8 quantizes the row, too."""
-    widths, limbs = (*widths, 0, 0)[:3], limbs or (1 if bits == 8 else 2)
-    absent = ["bias", "bias_2", "bias_3", "residual"]
-    for end, width in zip(("", "_2", "_3"), widths, strict=True):
+    widths, limbs = (*widths, 0, 0, 0)[:4], limbs or (1 if bits == 8 else 2)
+    absent = ["residual", "input_gate"]
+    for end, width in zip(("", "_2", "_3", "_4"), widths, strict=True):
+        absent.append(f"bias{end}")
         absent += [f"{name}{end}" for name in ("kernel", "kernel_scale", "y") if not width]
         absent += [f"kernel_zero{end}"] * (not width or not block_size)
     gate = constants.get("GATE", 0)
     options = norm_quantized_linear.tile_options(channels, widths, bits, gate, limbs, block_size)
     options |= {"LIMBS": limbs, "QUANTIZED": limbs == 1, "BLOCK_SIZE": block_size}
     options |= {"NORM": True, "GATE": 0, "VECTORS": True, "WHOLE": True, "PDL": True}
+    options["OUTPUT_SCALE"] = 1.0
     options |= dict.fromkeys(absent) | constants
     if gate:
         options["y_2"] = None
@@ -400,6 +442,13 @@ QUANTIZED_MAPS = {
     "norm_quantized_linear, silu, 4 bits": of_quantized_maps(2048, (5632,) * 2, 4, 128, GATE=1),
     "norm_quantized_linear, down, 4 bits": of_quantized_maps(5632, (2048,), 4, 128, **DOWN),
     "norm_quantized_linear of 4 bits, 1 limb": of_quantized_maps(2048, (2048,), 4, limbs=1),
+    "norm_quantized_linear of four": of_quantized_maps(2048, (2048, 1024, 1024, 2048), 8),
+    "norm_quantized_linear of gated inputs": of_quantized_maps(
+        2048, (2048,), 8, input_gate="given", residual="given", OUTPUT_SCALE=0.25
+    ),
+    "norm_quantized_linear of gated inputs, 4 bits": of_quantized_maps(
+        2048, (2048,), 4, 128, input_gate="given", residual="given", OUTPUT_SCALE=0.25
+    ),
     "norm_quantized_linear of 4 bits, blocks of 16": of_quantized_maps(2048, (2048,), 4, 16),
     "norm_quantized_linear, float32": of_quantized_maps(
         2048, (2048,), 4, 32, limbs=3, VECTORS=False, WHOLE=False
@@ -548,7 +597,10 @@ DEFAULTS = {name: row for name, row in KERNELS.items() if name not in SEEN_ELSEW
 def dtype(argument, name):
     if argument in SIZES:
         return "i32"
-    if argument in ("epsilon", "root", "multiplier") or (name, argument) == ("soft cap", "cap"):
+    if argument in ("epsilon", "root", "multiplier", "query_scale") or (name, argument) == (
+        "soft cap",
+        "cap",
+    ):
         return "fp32"
     if name.startswith("linear_crossentropy"):
         special = {"tokens": "*i64", "best": "*i32", "cap": "fp32", "d_logits": "*bf16"}

@@ -74,8 +74,9 @@ SPILLS = {
 IN_MEMORY = {
     "norm_quantized_linear, silu, 4 bits": 16,
     "rg_lru step of 64 rows": 32,
-    "local_attention step, parts": 32,
-    "local_attention step, parts, float32": 96,
+    "lightning step of heads": 32,
+    "local_attention step, partial": 40,
+    "local_attention step, partial, float32": 48,
 }
 
 

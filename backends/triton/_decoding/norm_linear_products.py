@@ -7,7 +7,8 @@ squares of x are summed in the same loop.
 import triton
 import triton.language as tl
 
-from .._device.math import gelu, reciprocal_root, silu
+from .._device.common import load_float32
+from .._device.math import gelu, reciprocal_root, sigmoid, silu
 from .._device.pdl import wait_for_previous_launch
 from .._device.products import product
 
@@ -32,6 +33,7 @@ def _load_weights(kernel, k, n, K: tl.constexpr, N: tl.constexpr, WHOLE: tl.cons
 def project_row(
     x,
     x_2,
+    input_gate,
     scale,
     kernel,
     first_channel,
@@ -51,7 +53,8 @@ def project_row(
 
     A program reads its tile of the weight once. Its loads overlap, and the first ones begin before
     x is available. With SUM_AT_END, channels are summed once after the last step, which takes more
-    registers and fewer barriers. With x_2, the row is activation(x) * x_2.
+    registers and fewer barriers. With x_2, the row is activation(x) * x_2; with `input_gate`, the
+    normalized row is multiplied by its sigmoid.
     """
     total = tl.zeros((BLOCK_K, BLOCK_N) if SUM_AT_END else (BLOCK_N,), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
@@ -68,6 +71,8 @@ def project_row(
         if x_2 is not None:
             value = apply_gate(value, tl.load(x_2 + k, k < K, other=0.0), GATE)
         squares += value * value
+        if input_gate is not None:
+            value *= sigmoid(load_float32(input_gate, k, k < K), True)[0]
         products = (value * scales)[:, None] * weight.to(tl.float32)
         total += products if SUM_AT_END else tl.sum(products, 0)
     if SUM_AT_END:

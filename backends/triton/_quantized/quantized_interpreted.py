@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .._device.math import sigmoid
 from .quantized_row import block_sum_and_max, quantize, row_scales
 
 
@@ -10,6 +11,7 @@ from .quantized_row import block_sum_and_max, quantize, row_scales
 def project_row(
     x,
     scale,
+    input_gate,
     kernels,
     kernel_scales,
     kernel_zeros,
@@ -32,6 +34,8 @@ def project_row(
     squares = value * value
     if scale is not None:
         value *= tl.load(scale + k, k < K, other=0.0).to(tl.float32)
+    if input_gate is not None:
+        value *= sigmoid(tl.load(input_gate + k, k < K, other=0.0).to(tl.float32), True)[0]
     squares, largest = block_sum_and_max(squares, tl.abs(value))
     norm, factor, unit = row_scales(*(squares, largest, epsilon, K, NORM, LIMBS, QUANTIZED, SHORT))
     row = tl.zeros((ROW,), tl.int64)

@@ -22,7 +22,13 @@ import triton.language as tl
 
 from .._device.pdl import wait_for_previous_launch
 from .quantized_columns import block_sum
-from .quantized_row import gather_four_lanes, load_four, permute_bytes, quantize_row
+from .quantized_row import (
+    gate_factors,
+    gather_four_lanes,
+    load_four,
+    permute_bytes,
+    quantize_row,
+)
 from .quantized_weights import load_four_channels, scale_and_zero, weight_addresses
 
 WARP_CHANNELS = 64  # a warp's channels in a step, 16 per thread; twice as many if ACROSS is 4
@@ -210,6 +216,7 @@ def _add_block(
 def project_row(
     x,
     scale,
+    input_gate,
     kernels,
     kernel_scales,
     kernel_zeros,
@@ -299,6 +306,8 @@ def project_row(
     values = ()
     for step in tl.static_range(STEPS):
         values = values + load_four(x, row_channel + step * SPAN, K, WHOLE)
+    if input_gate is not None:
+        factors = gate_factors(factors, input_gate, row_channel, K, STEPS, SPAN, WHOLE)
     row, unit = quantize_row(
         *(values, factors, epsilon, lane),
         *(K, NORM, STEPS, SETS, LIMBS, QUANTIZED, SHORT),

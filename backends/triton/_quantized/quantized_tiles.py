@@ -37,7 +37,7 @@ def tile_options(channels, widths, bits, gate, limbs, block_size):
     warps = _warps(channels, across)
     limited = bits == 4 and limbs < 3 and (not block_size or block_size >= WARP_CHANNELS)
     return {
-        **dict(zip(("K", "N", "N_2", "N_3"), (channels, *widths), strict=True)),
+        **dict(zip(("K", "N", "N_2", "N_3", "N_4"), (channels, *widths), strict=True)),
         "ROW": triton.next_power_of_2(channels),
         "BITS": bits,
         "WARPS": warps,

@@ -1,0 +1,50 @@
+"""A decoding step of lightning attention.  Qin et al. 2024, arXiv:2405.17381.
+
+    q = rotate(norm(q), p) query_scale,  k = rotate(norm(k), p)    p: the token's position
+    S' = exp(log_decay) S + k v^T,  o = S'^T q                     in every head
+
+`norm` and `rotate` are those of `local_attention_step`. Consecutive query heads share a key head.
+At the start of a document S is 0; padding leaves S unchanged.
+"""
+
+import numpy as np
+
+from ..constants import PADDING, STARTS
+from ._common import cast
+from ._heads import prepare_heads
+
+
+def lightning_step(
+    q,
+    k,
+    v,
+    memory,
+    log_decay,
+    position=None,
+    q_scale=None,
+    k_scale=None,
+    frequencies=None,
+    token_kind=None,
+    epsilon=None,
+    query_scale=None,
+    dtype=np.float64,
+):
+    """q: [B, H, K]; k: [B, G, K]; v: [B, G, V]; memory: [B, H, K, V]; log_decay: [H].
+
+    position: [B], read with `frequencies` [R]; q_scale, k_scale: [K] or None. Returns (o [B, H, V],
+    memory).
+    """
+    q, k, v, memory, log_decay = cast(dtype, q, k, v, memory, log_decay)
+    kind = np.zeros(len(q)) - 1 if token_kind is None else np.asarray(token_kind)
+    if position is not None:
+        position = np.where(kind == STARTS, 0, position)
+    q = prepare_heads(q, position, frequencies, q_scale, epsilon)
+    k = prepare_heads(k, position, frequencies, k_scale, epsilon)
+    if query_scale is not None:
+        q = q * q.dtype.type(query_scale)
+    k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+    kind = kind[:, None, None, None]
+    updated = np.exp(log_decay)[:, None, None] * np.where(kind == STARTS, 0, memory)
+    updated = updated + k[..., None] * v[:, :, None]
+    memory = np.where(kind == PADDING, memory, updated)
+    return np.einsum("bhk,bhkv->bhv", q, memory), memory

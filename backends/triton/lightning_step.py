@@ -1,0 +1,180 @@
+"""One decoding step of lightning attention, from the projections of the token.
+
+Qin et al. 2024, arXiv:2405.17381. A program reads and writes some columns of a head's memory once.
+All arithmetic is float32.
+"""
+
+import triton
+import triton.language as tl
+
+from ._decoding.heads import load_heads
+from ._device.common import load_float32
+from ._device.math import exp_of_decays
+from ._device.pdl import launch_dependents, wait_for_previous_launch
+from ._device.tokens import CONTINUES, PADDING, STARTS, select_by_kind
+from ._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
+from ._runtime.launch import Array, Launch, dtype_name
+
+_BLOCK_V, _WARPS = 32, 4
+_MAX_KEYS = 256
+
+
+def unsupported(
+    q,
+    k,
+    v,
+    memory,
+    log_decay,
+    position=None,
+    q_scale=None,
+    k_scale=None,
+    frequencies=None,
+    token_kind=None,
+    epsilon=None,
+    query_scale=None,
+) -> str | None:
+    """Reason why this implementation cannot take these arguments, or None."""
+    if q.shape[2] > _MAX_KEYS:
+        return f"takes keys of up to {_MAX_KEYS} channels, got {q.shape[2]}"
+    tensors = q, k, v, memory, log_decay, position, q_scale, k_scale, frequencies, token_kind
+    return step_unsupported_reason(*tensors)
+
+
+def lightning_step(
+    q,
+    k,
+    v,
+    memory,
+    log_decay,
+    position=None,
+    q_scale=None,
+    k_scale=None,
+    frequencies=None,
+    token_kind=None,
+    epsilon=None,
+    query_scale=None,
+):
+    """q: [B, H, K]; k: [B, G, K]; v: [B, G, V]; memory: [B, H, K, V]; log_decay: [H].
+
+    Returns (o [B, H, V], the next memory).
+    """
+    return _lightning_step(
+        *(q, k, v, memory, log_decay, position, q_scale, k_scale, frequencies, token_kind),
+        epsilon=0.0 if epsilon is None else float(epsilon),
+        query_scale=1.0 if query_scale is None else float(query_scale),
+    )
+
+
+@triton.jit
+def _kernel(
+    q,
+    k,
+    v,
+    memory,
+    log_decay,
+    position,
+    q_scale,
+    k_scale,
+    frequencies,
+    token_kind,
+    output,
+    next_memory,
+    H,
+    query_scale,
+    SHARE: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    R: tl.constexpr,
+    EPSILON: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        launch_dependents()
+    TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    head = (tl.program_id(0) // TILES).to(tl.int64)
+    d = tl.arange(0, BLOCK_K)
+    e = tl.program_id(0) % TILES * BLOCK_V + tl.arange(0, BLOCK_V)
+    offsets = head * (K * V) + d[:, None] * V + e[None, :]
+    valid = (d < K)[:, None] & (e < V)[None, :]
+    state = load_float32(memory, offsets, valid)
+    decay = exp_of_decays(tl.load(log_decay + head % H + tl.zeros((1,), tl.int64)), True)
+    if PDL:
+        wait_for_previous_launch()
+    kind = CONTINUES
+    if token_kind is not None:
+        kind = tl.load(token_kind + head // H)
+    token_position = kind
+    if frequencies is not None:
+        token_position = tl.where(kind == STARTS, 0, tl.load(position + head // H))
+    row = tl.zeros((1,), tl.int64)
+    real = (row == 0) & (kind != PADDING)
+    query = load_heads(q, head + row, real, d, token_position, frequencies, q_scale, EPSILON, K, R)
+    group = head // SHARE
+    key = load_heads(k, group + row, real, d, token_position, frequencies, k_scale, EPSILON, K, R)
+    value = load_float32(v, group * V + e, (e < V) & (kind != PADDING))
+    state = select_by_kind(kind, decay, 0.0, 1.0)[:, None] * state
+    state += tl.sum(key, 0)[:, None] * value[None, :]
+    tl.store(next_memory + offsets, state, valid)
+    result = tl.sum(tl.sum(query, 0)[:, None] * state, 0) * query_scale
+    tl.store(output + head * V + e, result, e < V)
+
+
+def results(
+    q,
+    k,
+    v,
+    memory,
+    log_decay,
+    position,
+    q_scale,
+    k_scale,
+    frequencies,
+    token_kind,
+    *,
+    epsilon: float,
+    query_scale: float,
+):
+    batch, heads, _, values = memory.shape
+    return Array((batch, heads, values), dtype_name(v)), Array(tuple(memory.shape), "float32")
+
+
+def forward(
+    q,
+    k,
+    v,
+    memory,
+    log_decay,
+    position,
+    q_scale,
+    k_scale,
+    frequencies,
+    token_kind,
+    *,
+    epsilon: float,
+    query_scale: float,
+):
+    batch, heads, keys, values = memory.shape
+    tensors = q, k, v, memory, log_decay, position, q_scale, k_scale, frequencies, token_kind
+    outputs = results(*tensors, epsilon=epsilon, query_scale=query_scale)
+    block_v = min(_BLOCK_V, triton.next_power_of_2(values))
+    options = {
+        **{"SHARE": heads // k.shape[1], "K": keys, "V": values, "EPSILON": epsilon},
+        "R": 0 if frequencies is None else frequencies.shape[0],
+        **{"BLOCK_K": triton.next_power_of_2(keys), "BLOCK_V": block_v},
+        **{"num_warps": _WARPS, **pdl_options(q)},
+    }
+    programs = batch * heads * triton.cdiv(values, block_v)
+    return run(
+        Launch(
+            *(_kernel, programs, tensors, outputs, (heads, query_scale)),
+            options,
+            updates=((3, 1),),
+        )
+    )
+
+
+_lightning_step = forward_operation(
+    "lightning_step", forward, results, count=2, updates=("memory",)
+)

@@ -1,0 +1,354 @@
+"""Checkpoint layouts of HypeNet and MiniCPM-SALA.
+
+HypeNet's default values are those of its configuration class, in which norms and gates are off;
+those of MiniCPM-SALA are the published ones.
+"""
+
+import math
+
+from keras_recurrent.checkpoints.config_reader import MAX_LAYERS
+from keras_recurrent.checkpoints.layout import Layout
+from keras_recurrent.checkpoints.tensor_table import SAME, TRANSPOSED, Tensor
+from keras_recurrent.models.lightning_hybrid.lightning_hybrid_backbone import GLOBAL, LIGHTNING
+
+LIGHTNING_NAMES = ("lightning-attn", "lightning_attn", "lightning")
+# Numbers of block-sparse attention, which are read and written but never used.
+SPARSE = {
+    "kernel_size": 32,
+    "kernel_stride": 16,
+    "init_blocks": 1,
+    "block_size": 64,
+    "window_size": 2048,
+    "topk": 64,
+    "use_nope": False,
+}
+LOGIT_SCALING = "hype"  # `attn_logits_scaling` is null, "hype" or "hype" and a number
+LOGIT_SCALING_DEFAULT = 362.0
+
+
+def _query_scales(head_dim):
+    """Returns `{lightning_scale: lightning_query_scale}`."""
+    return {"1/sqrt(d)": head_dim**-0.5, "1/d": 1 / head_dim, "1": None}
+
+
+class LightningHybridLayout(Layout):
+    """Base class: what both configurations have in common.
+
+    Attributes:
+        attention: string, the name of attention in `mixer_types`.
+        flags: `{key: (default, supported value)}` of booleans.
+    """
+
+    attention: str
+    flags: dict[str, tuple[bool, bool]]
+
+    def read_config(self, config):
+        num_layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
+        num_query_heads = config.integer("num_attention_heads")
+        num_key_value_heads = config.integer("num_key_value_heads")
+        head_dim = config.integer("head_dim", default=128)
+        lightning_dim = config.integer("lightning_head_dim", default=head_dim, multiple_of=2)
+        heads = config.integer("lightning_nh", default=num_query_heads)
+        key_value_heads = config.integer("lightning_nkv", default=num_key_value_heads)
+        for key, value, divided, count in (
+            ("num_key_value_heads", num_key_value_heads, "num_attention_heads", num_query_heads),
+            ("lightning_nkv", key_value_heads, "lightning_nh", heads),
+        ):
+            if count % value:
+                raise config.unsupported_error(key, value, f"a divisor of {divided!r}, {count}")
+        scales = _query_scales(lightning_dim)
+        arguments = {
+            "vocabulary_size": config.integer("vocab_size"),
+            "num_layers": num_layers,
+            "hidden_dim": config.integer("hidden_size"),
+            "intermediate_dim": config.integer("intermediate_size"),
+            "block_types": self._block_types(config, num_layers),
+            "num_query_heads": num_query_heads,
+            "num_key_value_heads": num_key_value_heads,
+            "head_dim": head_dim,
+            "num_lightning_heads": heads,
+            "num_lightning_key_value_heads": key_value_heads,
+            "lightning_head_dim": lightning_dim,
+            "lightning_query_scale": scales[config.fixed("lightning_scale", *scales)],
+            "rope_max_wavelength": config.number("rope_theta", default=10_000.0),
+            "layer_norm_epsilon": config.number("rms_norm_eps", default=1e-6),
+        }
+        for key, (default, supported) in self.flags.items():
+            if config.flag(key, default) is not supported:
+                raise config.unsupported_error(key, not supported, f"{supported}")
+        config.fixed("hidden_act", "silu")
+        config.fixed("attention_bias", False)
+        config.fixed("attention_dropout", 0.0, 0)
+        config.fixed("rope_scaling", None)
+        return arguments
+
+    def _block_types(self, config, num_layers):
+        if config.config.get("mixer_types") == []:  # attention everywhere
+            names = (self.attention,) * num_layers
+            config.ignore("mixer_types")
+        else:
+            names = config.name_list("mixer_types", (self.attention, *LIGHTNING_NAMES))
+        if len(names) != num_layers:
+            wanted = f"a list of 'num_hidden_layers', {num_layers}, names"
+            raise config.unsupported_error("mixer_types", list(names), wanted)
+        return tuple(GLOBAL if name == self.attention else LIGHTNING for name in names)
+
+    def requirements(self, arguments):
+        heads = arguments["num_lightning_heads"]
+        scales = _query_scales(arguments["lightning_head_dim"] or 1)
+        return {
+            **{
+                name: (arguments[name] is not None, "a number")
+                for name in (
+                    *("num_lightning_heads", "num_lightning_key_value_heads"),
+                    "lightning_head_dim",
+                )
+            },
+            "lightning_query_scale": (
+                arguments["lightning_query_scale"] in scales.values(),
+                f"one of {list(scales.values())}",
+            ),
+            "layer_norm_epsilon": (arguments["layer_norm_epsilon"] > 0, "above 0"),
+        }
+
+    def write_config(self, arguments):
+        names = {GLOBAL: self.attention, LIGHTNING: LIGHTNING_NAMES[0]}
+        scales = _query_scales(arguments["lightning_head_dim"])
+        scale = arguments["lightning_query_scale"]
+        return {
+            "vocab_size": arguments["vocabulary_size"],
+            "num_hidden_layers": arguments["num_layers"],
+            "hidden_size": arguments["hidden_dim"],
+            "intermediate_size": arguments["intermediate_dim"],
+            "mixer_types": [names[name] for name in arguments["block_types"]],
+            "num_attention_heads": arguments["num_query_heads"],
+            "num_key_value_heads": arguments["num_key_value_heads"],
+            "head_dim": arguments["head_dim"],
+            "lightning_nh": arguments["num_lightning_heads"],
+            "lightning_nkv": arguments["num_lightning_key_value_heads"],
+            "lightning_head_dim": arguments["lightning_head_dim"],
+            "lightning_scale": next(name for name, value in scales.items() if value == scale),
+            "rope_theta": arguments["rope_max_wavelength"],
+            "rms_norm_eps": arguments["layer_norm_epsilon"],
+            "tie_word_embeddings": arguments["tie_word_embeddings"],
+            "hidden_act": "silu",
+            "attention_bias": False,
+            **{key: supported for key, (_, supported) in self.flags.items()},
+        }
+
+    def tensors(self, arguments):
+        v, d = arguments["vocabulary_size"], arguments["hidden_dim"]
+        tied = arguments["tie_word_embeddings"]
+        embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+        ours = ("token_embedding/embeddings",)
+        tensors = [
+            # `lm_head.weight` of tied weights is a copy, which `save_pretrained` may omit.
+            Tensor(embedding, (v, d), ours, copy=head if tied else None),
+            *(t for i in range(arguments["num_layers"]) for t in _block(i, arguments)),
+            Tensor("model.norm.weight", (d,), ("final_norm/scale",)),
+        ]
+        if not tied:
+            weights = ("token_embedding/reverse_embeddings",)
+            tensors.append(Tensor(head, (v, d), weights, TRANSPOSED))
+        return tensors
+
+
+class HypeNet(LightningHybridLayout):
+    """`LightningHybridBackbone` from and to `HypeNetForCausalLM`."""
+
+    model_type = "hypenet"
+    architecture = "HypeNetForCausalLM"
+    tokenizer_class = "LlamaTokenizer"
+    attention = "attn"
+    unused = ("expand_kv_proj", "loss_fn", "rand_init", "fused_ce_loss", "shift_labels")
+    flags = {
+        "attn_use_rope": (True, False),
+        "attn_use_output_gate": (False, True),
+        "lightning_use_rope": (True, True),
+        "lightning_use_qk_norm": (False, True),
+        "lightning_use_output_norm": (False, True),
+        "lightning_use_output_gate": (False, True),
+        "lightning_use_short_conv": (False, False),
+    }
+
+    def read_config(self, config):
+        # Numbers of layers that `mixer_types` cannot name here.
+        config.ignore(*(k for k in config.config if k.startswith(("gdn_", "kda_", "mamba2_"))))
+        config.fixed("lightning_rope_scaling", None)
+        return {
+            **super().read_config(config),
+            "use_qk_norm": True,
+            "attention_logit_scaling": _read_logit_scaling(config),
+            "embedding_scale": None,
+            "residual_scale": None,
+            "output_scale": None,
+            "dense_length": None,
+            "tie_word_embeddings": config.flag("tie_word_embeddings", default=False),
+        }
+
+    def requirements(self, arguments):
+        scales = ("embedding_scale", "residual_scale", "output_scale", "dense_length")
+        return {
+            **super().requirements(arguments),
+            "use_qk_norm": (arguments["use_qk_norm"], "True"),
+            **{name: (arguments[name] is None, "None") for name in scales},
+        }
+
+    def write_config(self, arguments):
+        scaling = arguments["attention_logit_scaling"]
+        return {
+            **super().write_config(arguments),
+            "attn_logits_scaling": None if scaling is None else f"{LOGIT_SCALING} {scaling}",
+            "lightning_rope_scaling": None,
+        }
+
+
+class MiniCPMSALA(LightningHybridLayout):
+    """`LightningHybridBackbone` from and to `MiniCPMSALAForCausalLM`."""
+
+    model_type = "minicpm_sala"
+    architecture = "MiniCPMSALAForCausalLM"
+    tokenizer_class = "LlamaTokenizer"
+    attention = "minicpm4"
+    unused = ("mup_denominator", "rand_init", "shift_labels")
+    flags = {
+        "attn_use_rope": (False, False),
+        "attn_use_output_gate": (True, True),
+        "lightning_use_rope": (True, True),
+        "qk_norm": (True, True),
+        "use_output_norm": (True, True),
+        "use_output_gate": (True, True),
+    }
+
+    def read_config(self, config):
+        arguments = super().read_config(config)
+        hidden_dim, num_layers = arguments["hidden_dim"], arguments["num_layers"]
+        heads, head_dim = arguments["num_query_heads"], arguments["head_dim"]
+        if heads * head_dim != hidden_dim:
+            wanted = f"'hidden_size' / 'num_attention_heads', {hidden_dim / heads:g}"
+            raise config.unsupported_error("head_dim", head_dim, wanted)
+        # The original reads the first of each pair for both kinds of layers.
+        config.fixed("lightning_nh", heads)
+        config.fixed("lightning_head_dim", head_dim)
+        if arguments["block_types"][0] != GLOBAL:
+            wanted = f"{self.attention!r} as the first name"
+            raise config.unsupported_error("mixer_types", config.config["mixer_types"], wanted)
+        config.fixed("pretraining_tp", 1)
+        return {
+            **arguments,
+            "use_qk_norm": False,
+            "attention_logit_scaling": None,
+            "embedding_scale": config.number("scale_emb", default=12.0),
+            "residual_scale": config.number("scale_depth", default=1.4) / math.sqrt(num_layers),
+            "output_scale": config.integer("dim_model_base", default=256) / hidden_dim,
+            "dense_length": _read_dense_length(config),
+            "tie_word_embeddings": config.flag("tie_word_embeddings", default=False),
+        }
+
+    def requirements(self, arguments):
+        heads, d = arguments["num_query_heads"], arguments["hidden_dim"]
+        scale = arguments["output_scale"]
+        return {
+            **super().requirements(arguments),
+            "use_qk_norm": (not arguments["use_qk_norm"], "False"),
+            "attention_logit_scaling": (arguments["attention_logit_scaling"] is None, "None"),
+            "embedding_scale": (arguments["embedding_scale"] is not None, "a number"),
+            "residual_scale": (arguments["residual_scale"] is not None, "a number"),
+            "output_scale": (
+                scale is not None and round(scale * d) >= 1 and round(scale * d) / d == scale,
+                f"an integer divided by `hidden_dim`, {d}",
+            ),
+            "head_dim": (arguments["head_dim"] * heads == d, "`hidden_dim / num_query_heads`"),
+            "num_lightning_heads": (arguments["num_lightning_heads"] == heads, f"{heads}"),
+            "lightning_head_dim": (
+                arguments["lightning_head_dim"] == arguments["head_dim"],
+                "that of `head_dim`",
+            ),
+            "block_types": (
+                arguments["block_types"][0] == GLOBAL,
+                f"a pattern that begins with {GLOBAL!r}",
+            ),
+        }
+
+    def write_config(self, arguments):
+        dense_length = arguments["dense_length"]
+        return {
+            **super().write_config(arguments),
+            "scale_emb": arguments["embedding_scale"],
+            "scale_depth": _scale_depth(arguments["residual_scale"], arguments["num_layers"]),
+            "dim_model_base": round(arguments["output_scale"] * arguments["hidden_dim"]),
+            "sparse_config": None
+            if dense_length is None
+            else {**SPARSE, "dense_len": dense_length},
+        }
+
+
+def _read_logit_scaling(config):
+    config.ignore("attn_logits_scaling")
+    value = config.config.get("attn_logits_scaling")
+    words = value.split() if isinstance(value, str) else []
+    try:
+        a = float(words[-1]) if len(words) > 1 else LOGIT_SCALING_DEFAULT
+    except ValueError:
+        a = 0.0
+    if value is not None and (words[:1] != [LOGIT_SCALING] or not 2 <= a < math.inf):
+        wanted = f"null, or {LOGIT_SCALING!r} and a number of at least 2, as in 'hype 500'"
+        raise config.unsupported_error("attn_logits_scaling", value, wanted)
+    return None if value is None else a
+
+
+def _read_dense_length(config):
+    """Returns `dense_len` of `sparse_config`, or None for a model without sparse attention."""
+    sparse = config.section("sparse_config")
+    if config.config.get("sparse_config") is None:
+        return None
+    for key, value in SPARSE.items():
+        sparse.fixed(key, value)
+    dense_length = sparse.integer("dense_len")
+    sparse.check_all_read()
+    return dense_length
+
+
+def _scale_depth(residual_scale, num_layers):
+    """Returns the number that `residual_scale` is computed from, without rounding noise."""
+    root = math.sqrt(num_layers)
+    scale = residual_scale * root
+    neighbors = (round(scale, 9), scale, math.nextafter(scale, 0), math.nextafter(scale, math.inf))
+    return next((s for s in neighbors if s / root == residual_scale), scale)
+
+
+def _block(i, arguments):
+    """Yields the tensors of a residual block: `{theirs} {shape} {ours}`."""
+    d, m = arguments["hidden_dim"], arguments["intermediate_dim"]
+
+    def tensor(name, shape, weight, transform=SAME):
+        return Tensor(f"model.layers.{i}.{name}", shape, (f"block_{i}/{weight}",), transform)
+
+    def linear(name, inputs, outputs, layer):
+        return tensor(f"{name}.weight", (outputs, inputs), f"{layer}/kernel", TRANSPOSED)
+
+    def norm(name, size):
+        ours = f"temporal_block/{name.removeprefix('o_')}/scale"
+        return tensor(f"self_attn.{name}.weight", (size,), ours)
+
+    is_lightning = arguments["block_types"][i] == LIGHTNING
+    kind, gate, ours = ("", "o_gate", "gate_proj")
+    if is_lightning:
+        kind, gate, ours = ("lightning_", "z_proj", "u_proj")
+    size = arguments[f"{kind}head_dim"]
+    inner = arguments["num_lightning_heads" if is_lightning else "num_query_heads"] * size
+    keys = arguments[f"num_{kind}key_value_heads"] * size
+    yield tensor("input_layernorm.weight", (d,), "temporal_norm/scale")
+    for name, width in (("q_proj", inner), ("k_proj", keys), ("v_proj", keys)):
+        yield linear(f"self_attn.{name}", d, width, f"temporal_block/{name}")
+    yield linear(f"self_attn.{gate}", d, inner, f"temporal_block/{ours}")
+    yield linear("self_attn.o_proj", inner, d, "temporal_block/o_proj")
+    if is_lightning or arguments["use_qk_norm"]:
+        yield norm("q_norm", size)
+        yield norm("k_norm", size)
+    if is_lightning:
+        yield norm("o_norm", inner)
+    yield tensor("post_attention_layernorm.weight", (d,), "channel_norm/scale")
+    yield linear("mlp.gate_proj", d, m, "mlp/gate_proj")
+    yield linear("mlp.up_proj", d, m, "mlp/up_proj")
+    yield linear("mlp.down_proj", m, d, "mlp/down_proj")

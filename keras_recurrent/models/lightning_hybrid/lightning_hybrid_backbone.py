@@ -1,0 +1,308 @@
+"""Network of HypeNet and MiniCPM-SALA, from tokens to hidden states."""
+
+import keras
+
+from keras_recurrent.checks.arguments import check_boolean, check_number, check_positive_integer
+from keras_recurrent.devices.jax_layouts import (
+    axis_size,
+    check_layout,
+    get_weight_axis,
+    make_layout_map,
+)
+from keras_recurrent.layers import LightningAttention, LocalAttention, RMSNorm
+from keras_recurrent.layers.remat import no_further_remat
+from keras_recurrent.layers.reversible_embedding import reversible_embedding
+from keras_recurrent.models.lightning_hybrid.lightning_hybrid_residual_block import (
+    LightningHybridResidualBlock,
+)
+from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, check_network_sizes
+
+LIGHTNING, GLOBAL = "lightning_attention", "global_attention"
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class LightningHybridBackbone(RecurrentBackbone):
+    """Network of HypeNet and MiniCPM-SALA, from tokens to hidden states.
+
+    Residual blocks (see `LightningHybridResidualBlock`) between an embedding and a final RMSNorm.
+    Most blocks have Lightning Attention, with rotary positions and decays that are the slopes of
+    ALiBi; the others have grouped-query attention to all earlier tokens, without positions. Both
+    have a sigmoid gate of their input before the output projection. Chen et al. 2026
+    (arXiv:2601.22156) and MiniCPM Team 2026 (arXiv:2602.11761).
+
+    Args:
+        vocabulary_size: integer, the number of tokens.
+        num_layers: integer, the number of residual blocks.
+        hidden_dim: integer, the width D of the residual stream.
+        intermediate_dim: integer, the width inside the SwiGLU.
+        block_types: a pattern of `"lightning_attention"` and `"global_attention"`, repeated up to
+            `num_layers`; or one of these names, for all blocks. Defaults to three blocks of
+            Lightning Attention and one of attention.
+        num_query_heads: integer, heads of queries in the blocks of attention.
+        num_key_value_heads: integer, heads of keys and values in the blocks of attention, which
+            must divide `num_query_heads`. Defaults to 1.
+        head_dim: integer, the size of a head in the blocks of attention. Defaults to 128.
+        num_lightning_heads: integer, heads of Lightning Attention. None: `num_query_heads`.
+        num_lightning_key_value_heads: integer, heads of its keys and values, which must divide its
+            number of heads. None: one for each head.
+        lightning_head_dim: integer, the size of its heads. None: `head_dim`.
+        lightning_query_scale: number, the factor of its queries. None: 1.
+        rope_max_wavelength: number, the base of its rotary positions' wavelengths.
+        use_qk_norm: boolean, whether the blocks of attention have an RMSNorm of each head of
+            queries and keys, as in HypeNet. Lightning Attention always has them.
+        attention_logit_scaling: number a, at least 2, of the blocks of attention, whose logits are
+            multiplied by ln(t + a) / ln(floor(a)) at position t; see
+            `keras_recurrent.layers.LocalAttention`. None: 1.
+        embedding_scale: number, factor of the embeddings. None: 1.
+        residual_scale: number, factor of the outputs of both layers of a residual block. None: 1.
+        output_scale: number, factor of the final norm's output. None: 1.
+        tie_word_embeddings: boolean. True: the embedding's weights compute the logits.
+        dense_length: integer. A sequence of this many tokens or more, with those in a cache, raises
+            an error, because the attention of MiniCPM-SALA is then block-sparse, which is not
+            implemented. None: attention to all earlier tokens for any length, which differs from
+            MiniCPM-SALA at its `dense_length`, 8192, and above.
+        layer_norm_epsilon: float, ε of all norms.
+        dtype: a dtype, policy or its name; `"mixed_bfloat16"` computes in bfloat16 but keeps
+            weights and recurrent states in float32.
+        name: string.
+        trainable: boolean.
+
+    All linear layers are initialized LeCun-normal.
+
+    Call arguments:
+        inputs: a dictionary of `token_ids` `[B, T]`, `padding_mask` `[B, T]` (True or 1 at real
+            tokens; padding may be at any position and does not change the results), and optionally
+            `segment_ids` `[B, T]`, at least 0, one number for each document of a packed sequence.
+            Documents do not affect each other; see `keras_recurrent.layers.StreamingLayer`.
+
+    Returns:
+        `[B, T, hidden_dim]`, in the compute dtype.
+
+    Raises:
+        ValueError: a size is below 1, a block type is unknown, the pattern is empty,
+            `num_key_value_heads` does not divide `num_query_heads`, a number or boolean has another
+            type, or a sequence has `dense_length` tokens or more.
+
+    Example: a small HypeNet.
+
+    >>> import numpy as np
+    >>> import keras_recurrent
+    >>> backbone = keras_recurrent.models.LightningHybridBackbone(
+    ...     vocabulary_size=259,
+    ...     num_layers=4,
+    ...     hidden_dim=24,
+    ...     intermediate_dim=64,
+    ...     num_query_heads=3,
+    ...     head_dim=8,
+    ... )
+    >>> token_ids = np.array([[1, 100, 101, 102, 0]])
+    >>> tuple(backbone({"token_ids": token_ids, "padding_mask": token_ids > 0}).shape)
+    (1, 5, 24)
+    """
+
+    free_arguments = ("attention_logit_scaling", "dense_length")
+
+    def __init__(
+        self,
+        vocabulary_size,
+        num_layers,
+        hidden_dim,
+        intermediate_dim,
+        num_query_heads,
+        *,
+        block_types=(LIGHTNING, LIGHTNING, LIGHTNING, GLOBAL),
+        num_key_value_heads=1,
+        head_dim=128,
+        num_lightning_heads=None,
+        num_lightning_key_value_heads=None,
+        lightning_head_dim=None,
+        lightning_query_scale=None,
+        rope_max_wavelength=10_000,
+        use_qk_norm=True,
+        attention_logit_scaling=None,
+        embedding_scale=None,
+        residual_scale=None,
+        output_scale=None,
+        tie_word_embeddings=False,
+        dense_length=None,
+        layer_norm_epsilon=1e-6,
+        dtype=None,
+        name=None,
+        trainable=True,
+    ):
+        check_network_sizes(vocabulary_size, num_layers, hidden_dim, intermediate_dim)
+        check_boolean("tie_word_embeddings", tie_word_embeddings)
+        for argument, scale in (("embedding", embedding_scale), ("output", output_scale)):
+            if scale is not None:
+                check_number(f"{argument}_scale", scale, above=0)
+        if dense_length is not None:
+            check_positive_integer("dense_length", dense_length)
+        block_types = _expand(block_types, num_layers)
+        lightning_heads = num_lightning_heads or num_query_heads
+
+        def make_mixer(block_type):
+            if block_type == LIGHTNING:
+                return LightningAttention(
+                    num_query_heads if num_lightning_heads is None else num_lightning_heads,
+                    num_key_value_heads=num_lightning_key_value_heads,
+                    head_dim=head_dim if lightning_head_dim is None else lightning_head_dim,
+                    decay_schedule="alibi",
+                    rope_max_wavelength=rope_max_wavelength,
+                    query_scale=lightning_query_scale,
+                    use_qk_norm=True,
+                    use_norm_weight=True,
+                    query_key_activation="linear",
+                    gate_activation="sigmoid",
+                    layer_norm_epsilon=layer_norm_epsilon,
+                    dtype=dtype,
+                    name="temporal_block",
+                )
+            return LocalAttention(
+                num_query_heads,
+                num_key_value_heads=num_key_value_heads,
+                head_dim=head_dim,
+                partial_rotary_factor=0,
+                use_output_bias=False,
+                use_qk_norm=use_qk_norm,
+                use_output_gate=True,
+                logit_scaling=attention_logit_scaling,
+                layer_norm_epsilon=layer_norm_epsilon,
+                dtype=dtype,
+                name="temporal_block",
+            )
+
+        for i, block_type in enumerate(block_types):
+            path = f"block_{i}/temporal_block"
+            queries = {"num_query_heads": num_query_heads}
+            keys = {"num_key_value_heads": num_key_value_heads}
+            if block_type == LIGHTNING:
+                queries = {"num_lightning_heads": lightning_heads}
+                shared = num_lightning_key_value_heads or lightning_heads
+                keys = {"num_lightning_key_value_heads": shared}
+            check_layout(f"{path}/q_proj/kernel", hidden_dim=hidden_dim, **queries)
+            check_layout(f"{path}/k_proj/kernel", hidden_dim=hidden_dim, **keys)
+
+        # Only blocks are recomputed under a `keras.RematScope`.
+        with no_further_remat():
+            token_embedding = reversible_embedding(
+                vocabulary_size, hidden_dim, tie_word_embeddings, dtype=dtype
+            )
+            mixers = [make_mixer(block_type) for block_type in block_types]
+            final_norm = RMSNorm(
+                epsilon=layer_norm_epsilon, zero_centered=False, dtype=dtype, name="final_norm"
+            )
+        blocks = [
+            LightningHybridResidualBlock(
+                mixer,
+                intermediate_dim,
+                layer_norm_epsilon=layer_norm_epsilon,
+                residual_scale=residual_scale,
+                dtype=dtype,
+                name=f"block_{i}",
+            )
+            for i, mixer in enumerate(mixers)
+        ]
+        super().__init__(
+            token_embedding,
+            blocks,
+            final_norm,
+            embedding_scale=embedding_scale,
+            output_scale=output_scale,
+            max_num_tokens=None if dense_length is None else dense_length - 1,
+            dtype=dtype,
+            name=name,
+            trainable=trainable,
+        )
+        self.store_arguments(LightningHybridBackbone, locals())
+
+    def too_long_reason(self):
+        return (
+            f"Attention is block-sparse from {self.dense_length} tokens on in MiniCPM-SALA, which "
+            "is not implemented. `dense_length=None`, as in "
+            "`from_preset(..., dense_length=None)`, attends to all earlier tokens instead, which "
+            "the model was not trained with."
+        )
+
+    def default_lora_layer_names(self):
+        """Returns the names of the layers that `enable_lora` adapts, those that mix tokens.
+
+        The gate of attention is left out: it has the name of another layer, inside the SwiGLU.
+        """
+        return ["q_proj", "k_proj", "v_proj", "u_proj", "o_proj"]
+
+    @staticmethod
+    def get_layout_map(
+        device_mesh,
+        model_parallel_dim_name="model",
+        data_parallel_dim_name="batch",
+        num_key_value_heads=1,
+        attention_layers=None,
+    ):
+        """Returns the layout of weights and states for `keras.distribution.ModelParallel`.
+
+        The model axis splits heads, which are independent up to the norm before the output of
+        Lightning Attention, and the SwiGLU's `intermediate_dim`. It splits key and value heads of
+        attention if it divides their number. The data axis splits the batch, and the other
+        dimension of weights, which are gathered for use (FSDP, or ZeRO-3). A mesh of (8, 1) is
+        FSDP, a mesh of (1, 8) is tensor parallelism, and others combine both. States and caches are
+        split by sequences and heads. Small weights, such as norms, are replicated. Blocks of
+        attention do not support a third axis "sequence"; see
+        `keras_recurrent.devices.jax_layouts`.
+
+        Args:
+            device_mesh: a `keras.distribution.DeviceMesh`.
+            model_parallel_dim_name: string, the mesh axis for the model. Its size must divide
+                `vocabulary_size`, the numbers of query heads and `intermediate_dim`.
+            data_parallel_dim_name: string, the mesh axis for the data. Its size must divide
+                `hidden_dim`.
+            num_key_value_heads: integer, number of key and value heads of the network.
+            attention_layers: indices of the blocks of attention. If the model axis does not divide
+                `num_key_value_heads`, their keys and values are replicated, and those of the other
+                blocks are split. None: those of all blocks are replicated.
+
+        Returns:
+            A `keras.distribution.LayoutMap`.
+
+        Raises:
+            ValueError: `device_mesh` is not a mesh or lacks an axis of these names. A backbone
+                raises it before making weights if an axis does not divide the size that it splits.
+
+        Example:
+
+        ```python
+        mesh = keras.distribution.DeviceMesh(
+            (1, 8), ("batch", "model"), keras.distribution.list_devices()
+        )
+        distribution = keras.distribution.ModelParallel(
+            layout_map=LightningHybridBackbone.get_layout_map(mesh, num_key_value_heads=8),
+            batch_dim_name="batch",
+        )
+        with distribution.scope():
+            model = LightningHybridCausalLM.from_preset("hypenet_2b")
+        ```
+        """
+        data, model = data_parallel_dim_name, model_parallel_dim_name
+        layout_map = make_layout_map(device_mesh, model, data)
+        data = get_weight_axis(device_mesh, data)
+        layout_map["token_embedding/reverse_embeddings"] = (data, model)
+        layout_map["block.*(q_proj|u_proj|gate_proj|up_proj)/kernel"] = (data, model)
+        layout_map["block.*(o_proj|down_proj)/kernel"] = (model, data)
+        keys = (data, None if num_key_value_heads % axis_size(device_mesh, model) else model)
+        if attention_layers is None:
+            layout_map["block.*(k_proj|v_proj)/kernel"] = keys
+        else:
+            indices = "|".join(map(str, attention_layers)) or "none"
+            layout_map[f"block_({indices})/.*(k_proj|v_proj)/kernel"] = keys
+            layout_map[f"block_(?!({indices})/).*(k_proj|v_proj)/kernel"] = (data, model)
+        return layout_map
+
+
+def _expand(block_types, num_layers):
+    """Returns the type of each block from a name or a pattern."""
+    # A string would be a pattern of its letters.
+    pattern = (block_types,) if isinstance(block_types, str) else tuple(block_types)
+    if not pattern or not set(pattern) <= {LIGHTNING, GLOBAL}:
+        raise ValueError(
+            f"`block_types` must be a pattern of {LIGHTNING!r} and {GLOBAL!r}; got {block_types!r}."
+        )
+    return tuple(pattern[i % len(pattern)] for i in range(num_layers))

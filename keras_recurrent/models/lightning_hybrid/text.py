@@ -1,0 +1,36 @@
+"""Tokenizer of presets of HypeNet and MiniCPM-SALA, and their preprocessor."""
+
+import keras
+
+from keras_recurrent.models.lightning_hybrid.lightning_hybrid_backbone import (
+    LightningHybridBackbone,
+)
+from keras_recurrent.models.recurrent_causal_lm_preprocessor import RecurrentCausalLMPreprocessor
+from keras_recurrent.tokenizers.byte_tokenizer import ByteTokenizer
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class LightningHybridTokenizer(ByteTokenizer):
+    """Byte tokenizer of presets of HypeNet and MiniCPM-SALA without weights.
+
+    KerasHub finds tokenizers by their backbone, so each family of models has a separate class. Code
+    may also pass a `ByteTokenizer`. Checkpoints have another tokenizer, see
+    `keras_recurrent.tokenizers.BPETokenizer` and `SentencePieceTokenizer`.
+
+    Example:
+
+    >>> import keras_hub
+    >>> import keras_recurrent
+    >>> tokenizer = keras_hub.tokenizers.Tokenizer.from_preset("hypenet_tiny")
+    >>> tokenizer("hi")
+    array([107, 108], dtype=int32)
+    """
+
+    backbone_cls = LightningHybridBackbone
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class LightningHybridCausalLMPreprocessor(RecurrentCausalLMPreprocessor):
+    __doc__ = RecurrentCausalLMPreprocessor.__doc__
+    backbone_cls = LightningHybridBackbone
+    tokenizer_cls = LightningHybridTokenizer

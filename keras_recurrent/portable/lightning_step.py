@@ -1,0 +1,43 @@
+"""A decoding step of lightning attention.  Qin et al. 2024, arXiv:2405.17381."""
+
+from keras import ops
+
+from keras_recurrent.portable._common import applied_decay, fill_where, sum_dtype, token_masks
+from keras_recurrent.portable._heads import prepare_heads
+
+
+def lightning_step(
+    q,
+    k,
+    v,
+    memory,
+    log_decay,
+    position=None,
+    q_scale=None,
+    k_scale=None,
+    frequencies=None,
+    token_kind=None,
+    epsilon=None,
+    query_scale=None,
+):
+    """q: [B, H, K]; k: [B, G, K]; v: [B, G, V]; memory: [B, H, K, V]; log_decay: [H].
+
+    Returns (o [B, H, V], the next memory).
+    """
+    dtype = sum_dtype(q, k, v, memory, log_decay, q_scale, k_scale)
+    starts, padding = token_masks(None if token_kind is None else token_kind[:, None], 3)
+    if position is not None:
+        position = fill_where(None if starts is None else starts[..., 0], 0, position[:, None])
+    query = prepare_heads(ops.cast(q, dtype), position, frequencies, q_scale, epsilon)
+    key = prepare_heads(ops.cast(k, dtype), position, frequencies, k_scale, epsilon)
+    if query_scale is not None:
+        query = query * query_scale
+    key, value = fill_where(padding, 0.0, key), fill_where(padding, 0.0, ops.cast(v, dtype))
+    share = q.shape[1] // k.shape[1]
+    if share > 1:
+        key, value = ops.repeat(key, share, axis=1), ops.repeat(value, share, axis=1)
+    decay = ops.exp(ops.cast(log_decay, dtype))[None, :, None]
+    decay = applied_decay(decay, starts, padding)
+    memory = decay[..., None] * ops.cast(memory, dtype) + key[..., None] * value[:, :, None]
+    output = ops.sum(query[..., None] * memory, axis=2)
+    return ops.cast(output, v.dtype), memory
