@@ -1,7 +1,7 @@
 """Tiny checkpoints in the published layouts, compared with outputs of independent programs.
 
 `golden.npz` holds logits, loss and a greedy continuation, from the recurrence in float64, token by
-token. RecurrentGemma, whose golden file has more, is in `test_recurrent_gemma.py`.
+token, or from the original programs in float32, with gradients. RecurrentGemma, whose golden file has more, is in `test_recurrent_gemma.py`.
 """
 
 import json
@@ -15,11 +15,12 @@ from safetensors.numpy import load_file
 
 from keras_recurrent.checkpoints import layout
 from tests.checkpoints import golden
+from tests.layers import gradients
 
 # The root mean square of float32's roundings, relative; mistakes show at 1e-4 and above.
 ROUNDING = 1.5e-6
 DATA = golden.PATH.parent
-NAMES = ["transnormer_tiny"]
+NAMES = ["transnormer_tiny", "hypenet_tiny", "minicpm_sala_tiny"]
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -51,11 +52,60 @@ def test_logits(model, wanted):
 def test_logits_from_a_cache(model, wanted):
     """In portions; the cache's rounding is no larger."""
     token_ids, found = wanted["token_ids"], []
-    cache = model.backbone.get_initial_state(len(token_ids))
-    for portion in np.split(token_ids, [66, 132], axis=1):
+    cache = model.backbone.get_initial_state(len(token_ids), token_ids.shape[1])
+    for portion in np.array_split(token_ids, 3, axis=1):
         logits, _, cache = model.call_with_cache(portion, cache)
         found.append(keras.ops.convert_to_numpy(logits))
     assert golden.relative(np.concatenate(found, axis=1), wanted["logits"]) < ROUNDING
+
+
+def test_gradients(model, wanted):
+    """Of the mean loss, by the original's own backward pass."""
+    tensors = {t.name: t for t in layout.get_layout(model.backbone).tensors(arguments_of(model))}
+    found = dict(
+        zip([w.path for w in model.weights], gradients_of_loss(model, wanted), strict=True)
+    )
+    for name in (name for name in wanted if name.startswith("grad/")):
+        tensor = tensors[name.removeprefix("grad/")]
+        (path,), (gradient,) = tensor.weights, tensor.transform.to_weights(wanted[name])
+        error = np.abs(found[path] - gradient).max() / np.abs(gradient).max()
+        assert error < 3e-5, name
+
+
+def arguments_of(model):
+    return model.backbone.get_config()
+
+
+def gradients_of_loss(model, wanted):
+    token_ids = wanted["token_ids"]
+
+    def loss(values):
+        x = golden.inputs(token_ids[:, :-1])
+        logits = gradients.call_with(model, values, x)
+        losses = keras.losses.sparse_categorical_crossentropy(token_ids[:, 1:], logits, True)
+        return keras.ops.mean(losses)
+
+    values = [keras.ops.convert_to_numpy(weight) for weight in model.trainable_variables]
+    return gradients.gradients(loss, values)
+
+
+@pytest.mark.once
+def test_padded_rows(model, wanted):
+    """Left padding, as the original unpads it; HypeNet's own code ignores the mask."""
+    if "padded_logits" in wanted:
+        real = wanted["padded_mask"] > 0
+        x = {"token_ids": wanted["padded_token_ids"], "padding_mask": wanted["padded_mask"]}
+        found = keras.ops.convert_to_numpy(model.predict_on_batch(x))
+        assert golden.relative(found[real], wanted["padded_logits"][real]) < ROUNDING
+
+
+@pytest.mark.once
+def test_scaled_logits(path, wanted):
+    """HypeNet's logits of attention grow with the position if asked for."""
+    if "scaled/logits" in wanted:
+        a = float(str(wanted["scaled/attn_logits_scaling"]).split()[-1])
+        found = golden.logits(load(path, attention_logit_scaling=a), wanted["token_ids"])
+        assert golden.relative(found, wanted["scaled/logits"]) < ROUNDING
 
 
 @pytest.mark.once
