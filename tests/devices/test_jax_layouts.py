@@ -95,7 +95,7 @@ def test_what_devices_do_not_divide_is_refused_by_name(family):
         "griffin": ("num_blocks", 4),
         "hgrn2": ("num_heads", 4),
         "transnormer": ("num_heads", 3),
-        "lightning_hybrid": ("num_query_heads", 4),
+        "lightning_hybrid": ("num_lightning_heads", 4),
     }[family]
     fine = {"vocabulary_size": 64, "intermediate_dim": 40, "lru_width": 24}
     fine = {name: size for name, size in fine.items() if name in FAMILIES[family].sizes}

@@ -72,7 +72,11 @@ def test_bad_arguments():
 
 
 def test_sequences_beyond_dense_attention_are_refused():
-    """Dense attention in place of sparse attention would be wrong without a word."""
+    """Dense attention in place of sparse attention would be wrong without a word.
+
+    A call of the functional model runs its graph, not `hidden_states`, and a cache's capacity is
+    rounded up, here to 64 tokens.
+    """
     model = tiny_causal_lm(family="lightning_hybrid", dense_length=16, num_layers=2)
     model.compile(loss=model.loss, sampler="greedy")
 

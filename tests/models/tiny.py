@@ -85,7 +85,7 @@ FAMILIES = {
             "num_layers": 2,
             "hidden_dim": 16,
             "intermediate_dim": 24,
-            "block_types": ("global_attention", "lightning_attention"),
+            "block_types": ("lightning_attention", "global_attention"),
             "num_query_heads": 4,
             "num_key_value_heads": 2,
             "head_dim": 4,
