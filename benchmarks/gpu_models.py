@@ -4,9 +4,9 @@
 
 Compares HGRN2 1.3B with flash-linear-attention's and RecurrentGemma 2B with transformers' (`pip
 install flash-linear-attention transformers`): same sizes and tokens, random weights in bfloat16,
-forward and backward, eager. HypeNet 2B has no baseline. RecurrentGemma is also timed with an update by Keras's AdamW with
-bfloat16 slots, with the fused loss and with the loss of logits. If activations do not fit into
-memory, blocks are recomputed in the backward pass, which the line says.
+forward and backward, eager. HypeNet 2B has no baseline. RecurrentGemma is also timed with an update
+by Keras's AdamW with bfloat16 slots, with the fused loss and with the loss of logits. If
+activations do not fit into memory, blocks are recomputed in the backward pass, which the line says.
 
 First, loss and gradients of this package's model are compared with plain torch. `--compiled`
 measures only `train_on_batch` with `jit_compile=True`.

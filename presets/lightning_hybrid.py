@@ -34,7 +34,9 @@ class Size(NamedTuple):
     license: str | None = None  # of the weights
     weights: str | None = None  # address of published weights
     rope_max_wavelength: float = 1_000_000.0
-    further: dict = {}  # arguments of the backbone that the other rows leave at their defaults
+    further: dict[
+        str, object
+    ] = {}  # arguments of the backbone that the other rows leave at their defaults
     sequence_length: int = 1024  # tokens per sequence in the preprocessor
 
     @property
@@ -77,12 +79,73 @@ MINICPM_SALA = {
 }
 
 SIZES = {
-    # name                              D layers attention                     heads G  K   SwiGLU vocabulary tied  parameters
-    "hypenet_tiny":   Size("HypeNet",  128,  4, (2,),                            4,  2,  32,    352,     259, True,        876_544),
-    "hypenet_2b":     Size("HypeNet", 2048, 28, (2, 3, 6, 8, 9, 21, 25),        16,  8, 128,  6_144, 151_936, True,  1_926_138_880),
-    "hypenet_5b":     Size("HypeNet", 2560, 36, (0, 1, 7, 14, 15, 22, 24, 31, 33), 32, 8, 128, 9_728, 151_936, True, 4_824_739_328),
-    "hypenet_9b":     Size("HypeNet", 4096, 36, (1, 2, 4, 6, 7, 10, 24, 33, 34), 32, 8, 128, 12_288, 151_936, True,  8_851_973_120),
-    "minicpm_sala":   Size("MiniCPM-SALA", 4096, 32, (0, 9, 16, 17, 22, 29, 30, 31), 32, 2, 128, 16_384, 73_448, False, 9_477_203_968,
-        license="Apache-2.0", weights="hf://openbmb/MiniCPM-SALA",
-        rope_max_wavelength=10_000.0, further=MINICPM_SALA),
-}  # fmt: skip
+    "hypenet_tiny": Size(
+        label="HypeNet",
+        hidden_dim=128,
+        num_layers=4,
+        attention=(2,),
+        heads=4,
+        key_value_heads=2,
+        head_dim=32,
+        intermediate_dim=352,
+        vocabulary_size=259,
+        tied=True,
+        parameters=886_912,
+    ),
+    "hypenet_2b": Size(
+        label="HypeNet",
+        hidden_dim=2048,
+        num_layers=28,
+        attention=(2, 3, 6, 8, 9, 21, 25),
+        heads=16,
+        key_value_heads=8,
+        head_dim=128,
+        intermediate_dim=6144,
+        vocabulary_size=151_936,
+        tied=True,
+        parameters=1_926_138_880,
+    ),
+    "hypenet_5b": Size(
+        label="HypeNet",
+        hidden_dim=2560,
+        num_layers=36,
+        attention=(0, 1, 7, 14, 15, 22, 24, 31, 33),
+        heads=32,
+        key_value_heads=8,
+        head_dim=128,
+        intermediate_dim=9728,
+        vocabulary_size=151_936,
+        tied=True,
+        parameters=4_824_739_328,
+    ),
+    "hypenet_9b": Size(
+        label="HypeNet",
+        hidden_dim=4096,
+        num_layers=36,
+        attention=(1, 2, 4, 6, 7, 10, 24, 33, 34),
+        heads=32,
+        key_value_heads=8,
+        head_dim=128,
+        intermediate_dim=12_288,
+        vocabulary_size=151_936,
+        tied=True,
+        parameters=8_851_973_120,
+    ),
+    "minicpm_sala": Size(
+        label="MiniCPM-SALA",
+        hidden_dim=4096,
+        num_layers=32,
+        attention=(0, 9, 16, 17, 22, 29, 30, 31),
+        heads=32,
+        key_value_heads=2,
+        head_dim=128,
+        intermediate_dim=16_384,
+        vocabulary_size=73_448,
+        tied=False,
+        parameters=9_477_203_968,
+        license="Apache-2.0",
+        weights="hf://openbmb/MiniCPM-SALA",
+        rope_max_wavelength=10_000.0,
+        further=MINICPM_SALA,
+    ),
+}

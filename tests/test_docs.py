@@ -13,7 +13,12 @@ import pytest
 
 import keras_recurrent
 from keras_recurrent.backends.signatures import SIGNATURES
-from keras_recurrent.models import GriffinCausalLM, HGRN2CausalLM, TransNormerCausalLM
+from keras_recurrent.models import (
+    GriffinCausalLM,
+    HGRN2CausalLM,
+    LightningHybridCausalLM,
+    TransNormerCausalLM,
+)
 from tests import scripts
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -65,6 +70,7 @@ def test_support_matrix():
         ("griffin", GriffinCausalLM),
         ("hgrn2", HGRN2CausalLM),
         ("transnormer", TransNormerCausalLM),
+        ("lightning_hybrid", LightningHybridCausalLM),
     ],
 )
 def test_presets(tables, name, cls):
@@ -76,10 +82,15 @@ def test_presets(tables, name, cls):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("name", ["griffin", "hgrn2", "transnormer", "vision", "implementations"])
+@pytest.mark.parametrize(
+    "name", ["griffin", "hgrn2", "transnormer", "lightning_hybrid", "vision", "implementations"]
+)
 def test_tables_are_what_the_package_says(tables, name, monkeypatch):
     """`make tables` updates them. Two models of each family are built for the last column."""
-    families = (GriffinCausalLM, HGRN2CausalLM, TransNormerCausalLM)
+    families = (
+        *(GriffinCausalLM, HGRN2CausalLM, TransNormerCausalLM),
+        LightningHybridCausalLM,
+    )
     presets = {k: row["metadata"]["params"] for cls in families for k, row in cls.presets.items()}
     built = {k for cls in families for k in [*cls.presets][:: len(cls.presets) - 1]}
     memory_sizes = tables.memory_sizes

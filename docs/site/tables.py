@@ -14,10 +14,11 @@ from keras_recurrent.models import (
     GriffinCausalLM,
     HGRN2CausalLM,
     HGRN2ImageClassifier,
+    LightningHybridCausalLM,
     TransNormerCausalLM,
     memory_sizes,
 )
-from keras_recurrent.presets import griffin, hgrn2, transnormer
+from keras_recurrent.presets import griffin, hgrn2, lightning_hybrid, transnormer
 
 DOCS = pathlib.Path(__file__).parents[1]
 BACKENDS = DOCS.parent / "backends"
@@ -57,6 +58,11 @@ def transnormer_cells(row):
     return *(f"{n:,}" for n in numbers), _format_vocabulary(row)
 
 
+def lightning_hybrid_cells(row):
+    numbers = (row.hidden_dim, row.num_layers, len(row.attention), row.heads, row.intermediate_dim)
+    return *(f"{n:,}" for n in numbers), _format_vocabulary(row)
+
+
 def _format_vocabulary(row):
     tied = " (tied)" if getattr(row, "tied", False) else ""
     return VOCABULARY_NAMES.get(row.vocabulary_size, f"{row.vocabulary_size:,}") + tied
@@ -82,6 +88,12 @@ FAMILIES = {
         transnormer.SIZES,
         ("width", "depth", "heads", "SGLU width", "vocabulary"),
         transnormer_cells,
+    ),
+    "lightning_hybrid": (
+        LightningHybridCausalLM,
+        lightning_hybrid.SIZES,
+        ("width", "depth", "blocks of attention", "heads", "SwiGLU width", "vocabulary"),
+        lightning_hybrid_cells,
     ),
 }
 

@@ -31,8 +31,14 @@ class SegmentsOptional:
         inputs = self._fill_segments(inputs)
         return super().__call__(inputs, *args, **kwargs)  # type: ignore[misc]
 
+    def check_num_tokens(self, num_tokens):
+        """Raises an error for a sequence of too many tokens; None is an unknown number."""
+        self.backbone.check_num_tokens(num_tokens)  # type: ignore[attr-defined]
+
     def call(self, inputs, training=None, mask=None):
         inputs = self._fill_segments(inputs)
+        if isinstance(inputs, dict) and "token_ids" in inputs:
+            self.check_num_tokens(inputs["token_ids"].shape[1])
         if self._bypasses_graph(inputs):
             names = ("token_ids", "padding_mask", "segment_ids")
             return self.call_with_segments(

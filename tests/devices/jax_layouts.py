@@ -35,6 +35,13 @@ SIZES = {
     },
     "hgrn2": {**EVERY, "num_layers": 2, "expand_ratio": 4},
     "transnormer": {**EVERY, "num_layers": 2, "num_heads": 8, "head_dim": 4},
+    "lightning_hybrid": {
+        **EVERY,
+        "num_layers": 2,
+        "block_types": ("lightning_attention", "global_attention"),
+        "num_query_heads": 8,
+        "head_dim": 4,
+    },
 }
 
 

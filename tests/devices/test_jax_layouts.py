@@ -52,7 +52,7 @@ def test_steps_on_eight_devices_are_those_of_one(tmp_path, family):
 
 GRID = [
     f"{case}:{sizes}"
-    for case in ("griffin", "hgrn2", "transnormer")
+    for case in ("griffin", "hgrn2", "transnormer", "lightning_hybrid")
     for sizes in ("8,1", "4,2", "2,4", "1,8")
 ]
 
@@ -95,6 +95,7 @@ def test_what_devices_do_not_divide_is_refused_by_name(family):
         "griffin": ("num_blocks", 4),
         "hgrn2": ("num_heads", 4),
         "transnormer": ("num_heads", 3),
+        "lightning_hybrid": ("num_lightning_heads", 4),
     }[family]
     fine = {"vocabulary_size": 64, "intermediate_dim": 40, "lru_width": 24}
     fine = {name: size for name, size in fine.items() if name in FAMILIES[family].sizes}

@@ -26,7 +26,12 @@ import warnings
 import numpy as np
 
 from keras_recurrent.checkpoints import loaders, loading
-from keras_recurrent.models import GriffinCausalLM, HGRN2CausalLM, TransNormerCausalLM
+from keras_recurrent.models import (
+    GriffinCausalLM,
+    HGRN2CausalLM,
+    LightningHybridCausalLM,
+    TransNormerCausalLM,
+)
 from tests.fuzz import documents
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
@@ -35,6 +40,8 @@ SOURCES = {
     "hgrn2_tiny": HGRN2CausalLM,
     "hgrn2_hybrid_tiny": HGRN2CausalLM,
     "transnormer_tiny": TransNormerCausalLM,
+    "hypenet_tiny": LightningHybridCausalLM,
+    "minicpm_sala_tiny": LightningHybridCausalLM,
 }
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MOST_SECONDS = {False: 2, True: 30}

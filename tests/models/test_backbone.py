@@ -218,6 +218,7 @@ def test_truth_values_are_booleans():
         "griffin": ("scale_first_input",),
         "hgrn2": ("use_lower_bounds", "tie_word_embeddings"),
         "transnormer": ("tie_word_embeddings",),
+        "lightning_hybrid": ("tie_word_embeddings", "use_qk_norm"),
     }.items():
         for name in names:
             for value in ("yes", 1, None):
@@ -236,6 +237,7 @@ def test_the_configuration_makes_the_same_backbone(family):
         "griffin": {"a_initializer": "zeros"},
         "hgrn2": {"conv_size": 2, "tie_word_embeddings": True},
         "transnormer": {"decay_schedule": "paper", "tie_word_embeddings": True},
+        "lightning_hybrid": {"attention_logit_scaling": 9, "dense_length": 64},
     }
     backbone = tiny_backbone(
         family=family,
@@ -327,7 +329,7 @@ def test_tokens_are_found_once(family, monkeypatch):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, counted(counts, getattr(module, name)))
     cache = backbone.get_initial_state(3, LENGTH)
-    uses_position = family in ("griffin", "transnormer")
+    uses_position = family != "hgrn2"
     for before in (None, cache):
         for token_ids, *others in ((tokens(), tokens() > 4, tokens()), (tokens()[:, :1],)):
             counts.clear()

@@ -179,7 +179,12 @@ def test_other_presets_are_kerashubs_business(tmp_path):
         loading.get_loader(str(tmp_path / "hawk_10m"))
 
 
-LANGUAGE_MODELS = {"hawk_tiny": "Griffin", "hgrn2_tiny": "HGRN2", "tnl_tiny": "TransNormer"}
+LANGUAGE_MODELS = {
+    "hawk_tiny": "Griffin",
+    "hgrn2_tiny": "HGRN2",
+    "tnl_tiny": "TransNormer",
+    "hypenet_tiny": "LightningHybrid",
+}
 CLASSES = {name: f"{family}CausalLM" for name, family in LANGUAGE_MODELS.items()} | {
     "hgrn2_vision_tiny": "HGRN2ImageClassifier"
 }

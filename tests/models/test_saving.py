@@ -21,7 +21,7 @@ from tests.processes import fresh_process
 
 TEXTS = ["to be", "or not"]
 # Linear maps that low-rank weights go beside, in two blocks, and that mix tokens in int8.
-LORA = {"griffin": 3 + 4, "hgrn2": 2 * 4, "transnormer": 2 * 5}
+LORA = {"griffin": 3 + 4, "hgrn2": 2 * 4, "transnormer": 2 * 5, "lightning_hybrid": 4 + 5}
 INT8 = {
     "griffin": (
         *("linear_x", "linear_y", "linear_out", "recurrence_gate", "input_gate"),
@@ -29,6 +29,7 @@ INT8 = {
     ),
     "hgrn2": ("q_proj", "f_proj", "i_proj", "o_proj"),
     "transnormer": ("q_proj", "k_proj", "v_proj", "u_proj", "o_proj"),
+    "lightning_hybrid": ("q_proj", "k_proj", "v_proj", "u_proj", "gate_proj", "o_proj"),
 }
 
 

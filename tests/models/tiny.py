@@ -74,6 +74,29 @@ FAMILIES = {
             "head_dim": 4,
         },
     ),
+    "lightning_hybrid": Family(
+        models.LightningHybridBackbone,
+        models.LightningHybridCausalLM,
+        models.LightningHybridCausalLMPreprocessor,
+        models.LightningHybridTokenizer,
+        # The options of MiniCPM-SALA, with grouped heads in both kinds of blocks.
+        {
+            "vocabulary_size": VOCABULARY,
+            "num_layers": 2,
+            "hidden_dim": 16,
+            "intermediate_dim": 24,
+            "block_types": ("lightning_attention", "global_attention"),
+            "num_query_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 4,
+            "num_lightning_key_value_heads": 2,
+            "lightning_query_scale": 0.5,
+            "use_qk_norm": False,
+            "embedding_scale": 3.0,
+            "residual_scale": 0.7,
+            "output_scale": 0.5,
+        },
+    ),
 }
 SIZES = FAMILIES["griffin"].sizes
 # Further arguments of a tiny "hgrn2": attention between two HGRN2 blocks, the second with a bound.

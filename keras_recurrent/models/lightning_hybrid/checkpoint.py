@@ -22,12 +22,30 @@ SPARSE = {
     "topk": 64,
     "use_nope": False,
 }
+# Arguments that HypeNet does not have.
+UNUSED_ARGUMENTS = ("embedding_scale", "residual_scale", "output_scale", "dense_length")
 LOGIT_SCALING = "hype"  # `attn_logits_scaling` is null, "hype" or "hype" and a number
 LOGIT_SCALING_DEFAULT = 362.0
 
 
-def _query_scales(head_dim):
+# {argument: (key, its default: None, a number or the value of another argument)}
+INTEGERS = {
+    "vocabulary_size": ("vocab_size", None),
+    "hidden_dim": ("hidden_size", None),
+    "intermediate_dim": ("intermediate_size", None),
+    "num_layers": ("num_hidden_layers", None),
+    "num_query_heads": ("num_attention_heads", None),
+    "num_key_value_heads": ("num_key_value_heads", None),
+    "head_dim": ("head_dim", 128),
+    "num_lightning_heads": ("lightning_nh", "num_query_heads"),
+    "num_lightning_key_value_heads": ("lightning_nkv", "num_key_value_heads"),
+    "lightning_head_dim": ("lightning_head_dim", "head_dim"),
+}
+
+
+def _query_scales(arguments):
     """Returns `{lightning_scale: lightning_query_scale}`."""
+    head_dim = arguments["lightning_head_dim"] or 1
     return {"1/sqrt(d)": head_dim**-0.5, "1/d": 1 / head_dim, "1": None}
 
 
@@ -39,40 +57,27 @@ class LightningHybridLayout(Layout):
         flags: `{key: (default, supported value)}` of booleans.
     """
 
+    tokenizer_class = "LlamaTokenizer"
     attention: str
     flags: dict[str, tuple[bool, bool]]
 
     def read_config(self, config):
-        num_layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
-        num_query_heads = config.integer("num_attention_heads")
-        num_key_value_heads = config.integer("num_key_value_heads")
-        head_dim = config.integer("head_dim", default=128)
-        lightning_dim = config.integer("lightning_head_dim", default=head_dim, multiple_of=2)
-        heads = config.integer("lightning_nh", default=num_query_heads)
-        key_value_heads = config.integer("lightning_nkv", default=num_key_value_heads)
-        for key, value, divided, count in (
-            ("num_key_value_heads", num_key_value_heads, "num_attention_heads", num_query_heads),
-            ("lightning_nkv", key_value_heads, "lightning_nh", heads),
-        ):
-            if count % value:
-                raise config.unsupported_error(key, value, f"a divisor of {divided!r}, {count}")
-        scales = _query_scales(lightning_dim)
-        arguments = {
-            "vocabulary_size": config.integer("vocab_size"),
-            "num_layers": num_layers,
-            "hidden_dim": config.integer("hidden_size"),
-            "intermediate_dim": config.integer("intermediate_size"),
-            "block_types": self._block_types(config, num_layers),
-            "num_query_heads": num_query_heads,
-            "num_key_value_heads": num_key_value_heads,
-            "head_dim": head_dim,
-            "num_lightning_heads": heads,
-            "num_lightning_key_value_heads": key_value_heads,
-            "lightning_head_dim": lightning_dim,
-            "lightning_query_scale": scales[config.fixed("lightning_scale", *scales)],
-            "rope_max_wavelength": config.number("rope_theta", default=10_000.0),
-            "layer_norm_epsilon": config.number("rms_norm_eps", default=1e-6),
-        }
+        arguments = {}
+        for ours, (theirs, default) in INTEGERS.items():
+            given = {} if default is None else {"default": arguments.get(default, default)}
+            if ours == "num_layers":
+                given["maximum"] = MAX_LAYERS
+            arguments[ours] = config.integer(theirs, **given)
+        for kind in ("", "lightning_"):
+            heads = "num_lightning_heads" if kind else "num_query_heads"
+            shared = f"num_{kind}key_value_heads"
+            if arguments[heads] % arguments[shared]:
+                wanted = f"a divisor of {INTEGERS[heads][0]!r}, {arguments[heads]}"
+                raise config.unsupported_error(INTEGERS[shared][0], arguments[shared], wanted)
+        if arguments["lightning_head_dim"] % 2:
+            size = arguments["lightning_head_dim"]
+            raise config.unsupported_error("lightning_head_dim", size, "an even number")
+        scales = _query_scales(arguments)
         for key, (default, supported) in self.flags.items():
             if config.flag(key, default) is not supported:
                 raise config.unsupported_error(key, not supported, f"{supported}")
@@ -80,11 +85,18 @@ class LightningHybridLayout(Layout):
         config.fixed("attention_bias", False)
         config.fixed("attention_dropout", 0.0, 0)
         config.fixed("rope_scaling", None)
-        return arguments
+        return {
+            **arguments,
+            "block_types": self._block_types(config, arguments["num_layers"]),
+            "lightning_query_scale": scales[config.fixed("lightning_scale", *scales)],
+            "rope_max_wavelength": config.number("rope_theta", default=10_000.0),
+            "layer_norm_epsilon": config.number("rms_norm_eps", default=1e-6),
+            "tie_word_embeddings": config.flag("tie_word_embeddings", default=False),
+        }
 
     def _block_types(self, config, num_layers):
+        names = (self.attention,) * num_layers
         if config.config.get("mixer_types") == []:  # attention everywhere
-            names = (self.attention,) * num_layers
             config.ignore("mixer_types")
         else:
             names = config.name_list("mixer_types", (self.attention, *LIGHTNING_NAMES))
@@ -94,40 +106,22 @@ class LightningHybridLayout(Layout):
         return tuple(GLOBAL if name == self.attention else LIGHTNING for name in names)
 
     def requirements(self, arguments):
-        heads = arguments["num_lightning_heads"]
-        scales = _query_scales(arguments["lightning_head_dim"] or 1)
+        scales = _query_scales(arguments).values()
+        scale = arguments["lightning_query_scale"]
+        numbers = [name for name in INTEGERS if "lightning" in name]
         return {
-            **{
-                name: (arguments[name] is not None, "a number")
-                for name in (
-                    *("num_lightning_heads", "num_lightning_key_value_heads"),
-                    "lightning_head_dim",
-                )
-            },
-            "lightning_query_scale": (
-                arguments["lightning_query_scale"] in scales.values(),
-                f"one of {list(scales.values())}",
-            ),
+            **{name: (arguments[name] is not None, "a number") for name in numbers},
+            "lightning_query_scale": (scale in scales, f"one of {list(scales)}"),
             "layer_norm_epsilon": (arguments["layer_norm_epsilon"] > 0, "above 0"),
         }
 
     def write_config(self, arguments):
         names = {GLOBAL: self.attention, LIGHTNING: LIGHTNING_NAMES[0]}
-        scales = _query_scales(arguments["lightning_head_dim"])
-        scale = arguments["lightning_query_scale"]
+        scales = {scale: name for name, scale in _query_scales(arguments).items()}
         return {
-            "vocab_size": arguments["vocabulary_size"],
-            "num_hidden_layers": arguments["num_layers"],
-            "hidden_size": arguments["hidden_dim"],
-            "intermediate_size": arguments["intermediate_dim"],
+            **{theirs: arguments[ours] for ours, (theirs, _) in INTEGERS.items()},
             "mixer_types": [names[name] for name in arguments["block_types"]],
-            "num_attention_heads": arguments["num_query_heads"],
-            "num_key_value_heads": arguments["num_key_value_heads"],
-            "head_dim": arguments["head_dim"],
-            "lightning_nh": arguments["num_lightning_heads"],
-            "lightning_nkv": arguments["num_lightning_key_value_heads"],
-            "lightning_head_dim": arguments["lightning_head_dim"],
-            "lightning_scale": next(name for name, value in scales.items() if value == scale),
+            "lightning_scale": scales[arguments["lightning_query_scale"]],
             "rope_theta": arguments["rope_max_wavelength"],
             "rms_norm_eps": arguments["layer_norm_epsilon"],
             "tie_word_embeddings": arguments["tie_word_embeddings"],
@@ -158,7 +152,6 @@ class HypeNet(LightningHybridLayout):
 
     model_type = "hypenet"
     architecture = "HypeNetForCausalLM"
-    tokenizer_class = "LlamaTokenizer"
     attention = "attn"
     unused = ("expand_kv_proj", "loss_fn", "rand_init", "fused_ce_loss", "shift_labels")
     flags = {
@@ -177,21 +170,16 @@ class HypeNet(LightningHybridLayout):
         config.fixed("lightning_rope_scaling", None)
         return {
             **super().read_config(config),
+            **dict.fromkeys(UNUSED_ARGUMENTS),
             "use_qk_norm": True,
             "attention_logit_scaling": _read_logit_scaling(config),
-            "embedding_scale": None,
-            "residual_scale": None,
-            "output_scale": None,
-            "dense_length": None,
-            "tie_word_embeddings": config.flag("tie_word_embeddings", default=False),
         }
 
     def requirements(self, arguments):
-        scales = ("embedding_scale", "residual_scale", "output_scale", "dense_length")
         return {
             **super().requirements(arguments),
+            **{name: (arguments[name] is None, "None") for name in UNUSED_ARGUMENTS},
             "use_qk_norm": (arguments["use_qk_norm"], "True"),
-            **{name: (arguments[name] is None, "None") for name in scales},
         }
 
     def write_config(self, arguments):
@@ -208,7 +196,6 @@ class MiniCPMSALA(LightningHybridLayout):
 
     model_type = "minicpm_sala"
     architecture = "MiniCPMSALAForCausalLM"
-    tokenizer_class = "LlamaTokenizer"
     attention = "minicpm4"
     unused = ("mup_denominator", "rand_init", "shift_labels")
     flags = {
@@ -242,44 +229,33 @@ class MiniCPMSALA(LightningHybridLayout):
             "residual_scale": config.number("scale_depth", default=1.4) / math.sqrt(num_layers),
             "output_scale": config.integer("dim_model_base", default=256) / hidden_dim,
             "dense_length": _read_dense_length(config),
-            "tie_word_embeddings": config.flag("tie_word_embeddings", default=False),
         }
 
     def requirements(self, arguments):
         heads, d = arguments["num_query_heads"], arguments["hidden_dim"]
-        scale = arguments["output_scale"]
+        size, scale = arguments["head_dim"], arguments["output_scale"]
+        fraction = f"an integer divided by `hidden_dim`, {d}"
         return {
             **super().requirements(arguments),
             "use_qk_norm": (not arguments["use_qk_norm"], "False"),
             "attention_logit_scaling": (arguments["attention_logit_scaling"] is None, "None"),
             "embedding_scale": (arguments["embedding_scale"] is not None, "a number"),
             "residual_scale": (arguments["residual_scale"] is not None, "a number"),
-            "output_scale": (
-                scale is not None and round(scale * d) >= 1 and round(scale * d) / d == scale,
-                f"an integer divided by `hidden_dim`, {d}",
-            ),
-            "head_dim": (arguments["head_dim"] * heads == d, "`hidden_dim / num_query_heads`"),
+            "output_scale": (scale is not None and round(scale * d) / d == scale > 0, fraction),
+            "head_dim": (size * heads == d, "`hidden_dim / num_query_heads`"),
             "num_lightning_heads": (arguments["num_lightning_heads"] == heads, f"{heads}"),
-            "lightning_head_dim": (
-                arguments["lightning_head_dim"] == arguments["head_dim"],
-                "that of `head_dim`",
-            ),
-            "block_types": (
-                arguments["block_types"][0] == GLOBAL,
-                f"a pattern that begins with {GLOBAL!r}",
-            ),
+            "lightning_head_dim": (arguments["lightning_head_dim"] == size, f"{size}"),
+            "block_types": (arguments["block_types"][0] == GLOBAL, f"{GLOBAL!r} at first"),
         }
 
     def write_config(self, arguments):
-        dense_length = arguments["dense_length"]
+        length = arguments["dense_length"]
         return {
             **super().write_config(arguments),
             "scale_emb": arguments["embedding_scale"],
             "scale_depth": _scale_depth(arguments["residual_scale"], arguments["num_layers"]),
             "dim_model_base": round(arguments["output_scale"] * arguments["hidden_dim"]),
-            "sparse_config": None
-            if dense_length is None
-            else {**SPARSE, "dense_len": dense_length},
+            "sparse_config": None if length is None else {**SPARSE, "dense_len": length},
         }
 
 
@@ -332,16 +308,15 @@ def _block(i, arguments):
         return tensor(f"self_attn.{name}.weight", (size,), ours)
 
     is_lightning = arguments["block_types"][i] == LIGHTNING
-    kind, gate, ours = ("", "o_gate", "gate_proj")
-    if is_lightning:
-        kind, gate, ours = ("lightning_", "z_proj", "u_proj")
+    kind, heads = ("lightning_", "lightning") if is_lightning else ("", "query")
+    gate = ("z_proj", "u_proj") if is_lightning else ("o_gate", "gate_proj")
     size = arguments[f"{kind}head_dim"]
-    inner = arguments["num_lightning_heads" if is_lightning else "num_query_heads"] * size
+    inner = arguments[f"num_{heads}_heads"] * size
     keys = arguments[f"num_{kind}key_value_heads"] * size
     yield tensor("input_layernorm.weight", (d,), "temporal_norm/scale")
     for name, width in (("q_proj", inner), ("k_proj", keys), ("v_proj", keys)):
         yield linear(f"self_attn.{name}", d, width, f"temporal_block/{name}")
-    yield linear(f"self_attn.{gate}", d, inner, f"temporal_block/{ours}")
+    yield linear(f"self_attn.{gate[0]}", d, inner, f"temporal_block/{gate[1]}")
     yield linear("self_attn.o_proj", inner, d, "temporal_block/o_proj")
     if is_lightning or arguments["use_qk_norm"]:
         yield norm("q_norm", size)

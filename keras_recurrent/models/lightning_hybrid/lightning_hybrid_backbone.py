@@ -138,7 +138,16 @@ class LightningHybridBackbone(RecurrentBackbone):
         if dense_length is not None:
             check_positive_integer("dense_length", dense_length)
         block_types = _expand(block_types, num_layers)
-        lightning_heads = num_lightning_heads or num_query_heads
+        lightning = {
+            "num_lightning_heads": num_lightning_heads or num_query_heads,
+            "num_lightning_key_value_heads": num_lightning_key_value_heads
+            or num_lightning_heads
+            or num_query_heads,
+        }
+        attention = {
+            "num_query_heads": num_query_heads,
+            "num_key_value_heads": num_key_value_heads,
+        }
 
         def make_mixer(block_type):
             if block_type == LIGHTNING:
@@ -172,15 +181,10 @@ class LightningHybridBackbone(RecurrentBackbone):
             )
 
         for i, block_type in enumerate(block_types):
-            path = f"block_{i}/temporal_block"
-            queries = {"num_query_heads": num_query_heads}
-            keys = {"num_key_value_heads": num_key_value_heads}
-            if block_type == LIGHTNING:
-                queries = {"num_lightning_heads": lightning_heads}
-                shared = num_lightning_key_value_heads or lightning_heads
-                keys = {"num_lightning_key_value_heads": shared}
-            check_layout(f"{path}/q_proj/kernel", hidden_dim=hidden_dim, **queries)
-            check_layout(f"{path}/k_proj/kernel", hidden_dim=hidden_dim, **keys)
+            heads = lightning if block_type == LIGHTNING else attention
+            for projection, (name_of_heads, number) in zip("qk", heads.items(), strict=True):
+                path = f"block_{i}/temporal_block/{projection}_proj/kernel"
+                check_layout(path, hidden_dim=hidden_dim, **{name_of_heads: number})
 
         # Only blocks are recomputed under a `keras.RematScope`.
         with no_further_remat():
@@ -240,14 +244,9 @@ class LightningHybridBackbone(RecurrentBackbone):
     ):
         """Returns the layout of weights and states for `keras.distribution.ModelParallel`.
 
-        The model axis splits heads, which are independent up to the norm before the output of
-        Lightning Attention, and the SwiGLU's `intermediate_dim`. It splits key and value heads of
-        attention if it divides their number. The data axis splits the batch, and the other
-        dimension of weights, which are gathered for use (FSDP, or ZeRO-3). A mesh of (8, 1) is
-        FSDP, a mesh of (1, 8) is tensor parallelism, and others combine both. States and caches are
-        split by sequences and heads. Small weights, such as norms, are replicated. Blocks of
-        attention do not support a third axis "sequence"; see
-        `keras_recurrent.devices.jax_layouts`.
+        The model axis splits heads and the SwiGLU's `intermediate_dim`, the data axis the batch and
+        the other dimension of weights; see `GriffinBackbone.get_layout_map`. Blocks of attention do
+        not support a third axis "sequence".
 
         Args:
             device_mesh: a `keras.distribution.DeviceMesh`.
@@ -266,20 +265,6 @@ class LightningHybridBackbone(RecurrentBackbone):
         Raises:
             ValueError: `device_mesh` is not a mesh or lacks an axis of these names. A backbone
                 raises it before making weights if an axis does not divide the size that it splits.
-
-        Example:
-
-        ```python
-        mesh = keras.distribution.DeviceMesh(
-            (1, 8), ("batch", "model"), keras.distribution.list_devices()
-        )
-        distribution = keras.distribution.ModelParallel(
-            layout_map=LightningHybridBackbone.get_layout_map(mesh, num_key_value_heads=8),
-            batch_dim_name="batch",
-        )
-        with distribution.scope():
-            model = LightningHybridCausalLM.from_preset("hypenet_2b")
-        ```
         """
         data, model = data_parallel_dim_name, model_parallel_dim_name
         layout_map = make_layout_map(device_mesh, model, data)
