@@ -29,7 +29,7 @@ def measure(name, lengths=(131_072,), dtype="bfloat16"):
         inputs = {"token_ids": row, "padding_mask": np.ones_like(row)}
 
         def read(inputs=inputs):
-            cache = model.prefill(inputs)
+            cache = model.prefill(inputs, max_length=length)
             keras.ops.convert_to_numpy(cache.state["segment"])
             return cache
 

@@ -18,7 +18,7 @@ OUTPUTS_ARE_STATES = ("linear_scan", "complex_linear_scan", "rg_lru")
 
 def test_every_operation_is_drawn():
     # Those named here have tests of their own: test_linear_crossentropy.py, test_steps.py.
-    others = "linear_crossentropy", "argmax", "soft_cap", "embedding_step"
+    others = "linear_crossentropy", "argmax", "top_logits", "soft_cap", "embedding_step"
     drawn = [*DRAW, *token_wise.DRAW, *steps.DRAW, *others]
     assert sorted(drawn) == sorted(dispatch.IMPLEMENTATIONS)
 
