@@ -35,8 +35,6 @@ class Size(NamedTuple):
     weights: str | None = None  # address of published weights
     rope_max_wavelength: float = 1_000_000.0
     further: tuple[tuple[str, object], ...] = ()  # other arguments of the backbone
-        str, object
-    ] = {}  # arguments of the backbone that the other rows leave at their defaults
     sequence_length: int = 1024  # tokens per sequence in the preprocessor
 
     @property
