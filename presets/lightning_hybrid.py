@@ -34,9 +34,7 @@ class Size(NamedTuple):
     license: str | None = None  # of the weights
     weights: str | None = None  # address of published weights
     rope_max_wavelength: float = 1_000_000.0
-    further: dict[
-        str, object
-    ] = {}  # arguments of the backbone that the other rows leave at their defaults
+    further: tuple[tuple[str, object], ...] = ()  # other arguments of the backbone
     sequence_length: int = 1024  # tokens per sequence in the preprocessor
 
     @property
@@ -62,7 +60,7 @@ class Size(NamedTuple):
             "lightning_query_scale": self.head_dim**-0.5,
             "rope_max_wavelength": self.rope_max_wavelength,
             "tie_word_embeddings": self.tied,
-            **self.further,
+            **dict(self.further),
         }
 
     @property
@@ -146,6 +144,6 @@ SIZES = {
         license="Apache-2.0",
         weights="hf://openbmb/MiniCPM-SALA",
         rope_max_wavelength=10_000.0,
-        further=MINICPM_SALA,
+        further=tuple(MINICPM_SALA.items()),
     ),
 }

@@ -26,7 +26,7 @@ class LoraBackbone:
                 `default_lora_layer_names()`, the linear layers that mix tokens. They are
                 `linear_x`, `linear_y`, `linear_out`, `q_proj`, `k_proj`, `v_proj` and `o_proj` in
                 Griffin; `q_proj`, `f_proj`, `i_proj` and `o_proj` in HGRN2; `q_proj`, `k_proj`,
-                `v_proj`, `u_proj` and `o_proj` in TransNormerLLM.
+                `v_proj`, `u_proj` and `o_proj` in TransNormerLLM, HypeNet and MiniCPM-SALA.
 
         Raises:
             ValueError: `rank` is below 1, `target_layer_names` is not a list of strings, no layer

@@ -194,6 +194,10 @@ class RecurrentCausalLM(
           `layer_norm_epsilon` above 0.
         - HGRN2: `gate_activation="silu"`, `input_activation="linear"` and `layer_norm_epsilon`
           above 0.
+        - HypeNet: `use_qk_norm=True`, and None for `embedding_scale`, `residual_scale`,
+          `output_scale` and `dense_length`. MiniCPM-SALA: `use_qk_norm=False`, numbers for these
+          scales, attention in the first block, and equal heads in both kinds of blocks. Both: the
+          sizes of Lightning Attention as numbers.
         - TransNormerLLM: `decay_schedule="checkpoints"`, `tie_word_embeddings=False` and
           `layer_norm_epsilon=1e-6`.
 

@@ -1,4 +1,4 @@
-"""What a `config.json` of HypeNet or MiniCPM-SALA says, and what is not served."""
+"""Configurations of HypeNet and MiniCPM-SALA: values that are read, and refused ones."""
 
 import json
 

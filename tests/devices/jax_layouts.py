@@ -105,7 +105,7 @@ def is_planned(sent, sizes, family, kv_heads):
     allowed = {(rows, tokens), (rows, tokens, 1), (rows, tokens, width), (rows * tokens, width)}
     allowed |= {(rows, LENGTH), (rows, LENGTH, 1)}  # kinds and positions of tokens
     allowed.add((rows, tokens, sizes["model"]))  # the largest logit of each part of the vocabulary
-    if family == "griffin":
+    if "num_query_heads" in SIZES[family]:
         heads, head_dim = SIZES[family]["num_query_heads"], SIZES[family]["head_dim"]
         if kv_heads % sizes["model"]:  # gradients of keys and values that devices share
             allowed.add((rows, tokens, kv_heads, head_dim))
@@ -121,7 +121,8 @@ def compare(dump, writes, family, sizes, kv_heads="1"):
     sizes = tuple(map(int, sizes.split(",")))
     names = ("batch", "model") if len(sizes) == 2 else ("batch", "sequence", "model")
     mesh = keras.distribution.DeviceMesh(sizes, names, keras.distribution.list_devices())
-    layout_map = FAMILIES[family].backbone.get_layout_map(mesh, **further)
+    layout = {"attention_layers": [1]} if family == "lightning_hybrid" else further
+    layout_map = FAMILIES[family].backbone.get_layout_map(mesh, **layout)
     with keras.distribution.ModelParallel(layout_map=layout_map).scope():
         model = make(family, **further)
         found = observed(model, writes)

@@ -72,10 +72,8 @@ def test_a_file_takes_the_place_of_another_or_leaves_it(model, tmp_path, monkeyp
 def test_other_models_are_refused_by_name(model, tmp_path):
     cache = prefill(model, given())
     cache.save(tmp_path / "cache")
-    size = {"griffin": "lru_width", "hgrn2": "expand_ratio", "transnormer": "head_dim"}.get(
-        FAMILY, "head_dim"
-    )
-    value = {"griffin": 16, "hgrn2": 2, "transnormer": 8}.get(FAMILY, 8)
+    size = {"griffin": "lru_width", "hgrn2": "expand_ratio", "transnormer": "head_dim"}[FAMILY]
+    value = {"griffin": 16, "hgrn2": 2, "transnormer": 8}[FAMILY]
     family = next(name for name in FAMILIES if name != FAMILY)
     low_rank, quantized = tiny_causal_lm(family=FAMILY), tiny_causal_lm(family=FAMILY)
     low_rank.backbone.enable_lora(2)

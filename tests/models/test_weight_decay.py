@@ -132,6 +132,8 @@ def test_wrong_arguments():
 @any_family
 def test_compile_warns_once_and_changes_nothing(family):
     """A model trains with decaying decays, and nothing says so."""
+    if family == "lightning_hybrid":
+        pytest.skip("its decays are constants")
     model = tiny_causal_lm(family=family)
     for optimizer in (adamw(), "adamw", keras.optimizers.LossScaleOptimizer(adamw())):
         message = r"0\.\d+ for weights .*\(\d in all\).*exclude_from_"

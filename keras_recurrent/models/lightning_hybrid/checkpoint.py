@@ -1,10 +1,11 @@
 """Checkpoint layouts of HypeNet and MiniCPM-SALA.
 
-HypeNet's default values are those of its configuration class, in which norms and gates are off;
-those of MiniCPM-SALA are the published ones.
+HypeNet's default values are those of its configuration class, in which norms and gates are off.
+MiniCPM-SALA's are the published values.
 """
 
 import math
+from typing import Any
 
 from keras_recurrent.checkpoints.config_reader import MAX_LAYERS
 from keras_recurrent.checkpoints.layout import Layout
@@ -29,7 +30,7 @@ LOGIT_SCALING_DEFAULT = 362.0
 
 
 # {argument: (key, its default: None, a number or the value of another argument)}
-INTEGERS = {
+INTEGERS: dict[str, tuple[str, Any]] = {
     "vocabulary_size": ("vocab_size", None),
     "hidden_dim": ("hidden_size", None),
     "intermediate_dim": ("intermediate_size", None),
@@ -62,7 +63,7 @@ class LightningHybridLayout(Layout):
     flags: dict[str, tuple[bool, bool]]
 
     def read_config(self, config):
-        arguments = {}
+        arguments: dict = {}
         for ours, (theirs, default) in INTEGERS.items():
             given = {} if default is None else {"default": arguments.get(default, default)}
             if ours == "num_layers":

@@ -256,8 +256,8 @@ class LightningHybridBackbone(RecurrentBackbone):
                 `hidden_dim`.
             num_key_value_heads: integer, number of key and value heads of the network.
             attention_layers: indices of the blocks of attention. If the model axis does not divide
-                `num_key_value_heads`, their keys and values are replicated, and those of the other
-                blocks are split. None: those of all blocks are replicated.
+                `num_key_value_heads`, only their keys and values are replicated. None: keys and
+                values of all blocks are then replicated.
 
         Returns:
             A `keras.distribution.LayoutMap`.
