@@ -3,8 +3,8 @@
     KERAS_BACKEND=torch python -m benchmarks.reading hgrn2           # hgrn2 8192 32768 for lengths
 
 Tokens/s of `prefill` of one sequence of 131,072 tokens, random weights in bfloat16, and its memory
-in addition to weights and state; then the forward pass of the same backbone on 8 sequences of 2,048
-tokens, as in training.
+in addition to weights and state; of the forward pass of the same backbone on this sequence; and of
+its forward pass on 8 sequences of 2,048 tokens, as in training.
 """
 
 import json
@@ -36,12 +36,16 @@ def measure(name, lengths=(131_072,), dtype="bfloat16"):
         cache, before = read(), _held()
         times = [_seconds(read) for _ in range(RUNS)]
         peak = _peak()
+        forward = _forward_pass(model.backbone, inputs)
+        forward()
+        passes = [_seconds(forward) for _ in range(RUNS)]
         yield {
             "model": name,
             "backend": keras.config.backend(),
             "tokens": length,
             "tokens/s": round(length / statistics.median(times)),
             "slowest and fastest": [round(length / t) for t in (max(times), min(times))],
+            "forward pass, tokens/s": round(length / statistics.median(passes)),
             "GiB beside weights and state": peak and round((peak - before) / 2**30, 2),
             "bytes of state": cache.nbytes,
         }
