@@ -147,7 +147,7 @@ def resolve_task(cls, preset, load_weights, overrides):
         return loader, load_weights, {**task, **backbone}
     if load_weights:
         check_weights_fit(loader.preset, cls.backbone_cls, backbone)
-    task["backbone"] = cls.backbone_cls.from_preset(loader, load_weights, **backbone)
+    task["backbone"] = cls.backbone_cls.from_preset(loader, load_weights=False, **backbone)
     return loader, load_weights, task
 
 
