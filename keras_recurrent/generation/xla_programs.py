@@ -41,7 +41,7 @@ class Programs:
     def __init__(self, model, compiled, snapshot):
         self._model, self.compiled, self.snapshot = model, compiled, snapshot
         programs = _programs(model, snapshot, compiled)
-        self._prefill, self._generate, self._decode, self._search = programs
+        self._prefill, self._generate, self._decoder, self._search = programs
 
     def prefill(self, token_ids, lengths, cache):
         """Returns the cache after the first `lengths` tokens of each sequence.
@@ -104,7 +104,8 @@ class Programs:
             cache = initial_cache(self._model, len(lengths), token_ids.shape[1], keep=True)
         cache = self.prefill(token_ids, lengths - 1, cache)
         last = _distribute(request.last_token)
-        return Steps(Call(self._model, request), self._decode, cache, last, num_tokens)
+        call = Call(self._model, request)
+        return Steps(call, self._decoder(call), cache, last, num_tokens)
 
 
 class Steps:
@@ -112,9 +113,8 @@ class Steps:
 
     Args:
         call: the `Call`.
-        decode: a function of a `Call`, a `loop.DecodingState`, a number of tokens N and their
-            random numbers, which returns the next state, the tokens [B, N], and their `Logprobs` or
-            ().
+        decode: a function of a `loop.DecodingState`, a number of tokens N and their random numbers,
+            which returns the next state, the tokens [B, N], and their `Logprobs` or ().
         cache: the cache before the last token of each prompt.
         token: integers [B, 1], this token.
         num_tokens: integer, number of tokens in a block.
@@ -136,7 +136,7 @@ class Steps:
             self._compute()
 
     def _compute(self):
-        self._ahead = self._decode(self._call, self._state, self._num_tokens, self._uniform)
+        self._ahead = self._decode(self._state, self._num_tokens, self._uniform)
 
     def __call__(self):
         """Returns tokens [B, N], a NumPy array; for a sequence that has ended, its last one."""
@@ -191,7 +191,7 @@ class Call:
         self.features, self._sampling = sampling.features, sampling
         self.free_length = _distribute(request.free_length)
         padded = STOPS_PER_PROGRAM * max(1, math.ceil(len(stops) / STOPS_PER_PROGRAM))
-        self.stops = np.array((*stops, *(-1,) * (padded - len(stops))), "int32")
+        self.stops = ops.convert_to_tensor((*stops, *(-1,) * (padded - len(stops))), "int32")
         self.arguments = keras.tree.map_structure(_distribute, sampling.arguments)
         # The state of a custom sampler on TensorFlow may be more than its random number generators.
         is_custom = sampling.custom is not None and keras.config.backend() == "jax"
@@ -226,10 +226,10 @@ def _pad_to_bucket(token_ids, lengths):
 
 
 def _distribute(array):
-    """Moves an array to the devices of `keras.distribution`, if one is set."""
+    """Moves an array to the device, or to the devices of `keras.distribution` if one is set."""
     distribution = keras.distribution.distribution()
     if distribution is None:
-        return array
+        return ops.convert_to_tensor(array)
     layout = drop_uneven_axes(distribution.get_data_layout(array.shape), array.shape)
     return keras.distribution.distribute_tensor(array, layout)
 
@@ -291,7 +291,7 @@ def _sample_by(sampler, logits, memory):
 
 
 def _programs(model, snapshot, compiled):
-    """Returns the functions `prefill`, `generate`, `decode` and `search` of `Programs`."""
+    """Returns the functions `prefill`, `generate`, `decoder` and `search` of `Programs`."""
     on_jax = keras.config.backend() == "jax"
     function = _jit if on_jax else _tensorflow_function(model, compiled)
     network = functools.partial(_network, model, snapshot)
@@ -358,17 +358,22 @@ def _programs(model, snapshot, compiled):
         call.store(memory)
         return results
 
-    def decode(call, state, num_tokens, uniform):
-        inputs = call.free_length, call.stops, uniform, call.arguments
-        options = {"features": call.features, "num_tokens": num_tokens, "variant": variant()}
-        return decode_program(state, weights(), inputs, **options)
+    def decoder(call):
+        # Collected once: for each token, they would take longer than the device.
+        values, options = weights(), {"features": call.features, "variant": variant()}
+
+        def decode(state, num_tokens, uniform):
+            inputs = call.free_length, call.stops, uniform, call.arguments
+            return decode_program(state, values, inputs, num_tokens=num_tokens, **options)
+
+        return decode
 
     def search(token_ids, lengths, cache, call, sampler):
         inputs = call.free_length, call.stops, *beam_search.options_of(sampler)
         options = {"num_beams": sampler.num_beams, "variant": variant()}
         return search_program(token_ids, lengths, cache, weights(), inputs, **options)
 
-    return prefill, generate, decode, search
+    return prefill, generate, decoder, search
 
 
 def _jit(function):
