@@ -21,6 +21,7 @@ from keras_recurrent.checkpoints.overrides import (
     takes_argument,
 )
 from keras_recurrent.checkpoints.tokenizer_files import TokenizerFiles
+from keras_recurrent.checkpoints.zero_initialization import zero_initialization
 from keras_recurrent.tokenizers import BPETokenizer
 
 logger = logging.getLogger("keras_recurrent")
@@ -170,7 +171,8 @@ class CheckpointLoader(RecurrentPresetLoader):
         check_weights_fit(self.preset, cls, kwargs)
         _check_dtype(kwargs.get("dtype"))
         arguments, found, tensors = self.read_headers()
-        backbone = cls(**{**arguments, **kwargs})
+        with zero_initialization():
+            backbone = cls(**{**arguments, **kwargs})
         tensor_table.assign(backbone, found, tensors)
         return backbone
 

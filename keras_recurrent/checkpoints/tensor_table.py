@@ -1,5 +1,7 @@
 """Mapping between the tensors of a checkpoint and the weights of a model."""
 
+import ctypes
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,6 +11,8 @@ import numpy as np
 from keras_recurrent.checkpoints.checkpoint import DTYPES
 from keras_recurrent.checkpoints.messages import abbreviate, short_repr
 from keras_recurrent.progress import progress
+
+BYTES_BETWEEN_TRIMS = 2**27
 
 
 class Transform(NamedTuple):
@@ -87,25 +91,43 @@ def check(checkpoint, tensors):
 def assign(backbone, checkpoint, tensors):
     """Reads the tensors one by one into the weights of a backbone; warns once if any hold NaN."""
     variables = {variable.path: variable for variable in backbone.variables}
-    with_nan = []
+    with_nan, num_bytes = [], 0
     with progress(f"Reading {checkpoint.preset}", "weights", checkpoint.num_bytes()) as done:
         for tensor in tensors:
-            array = checkpoint.read(tensor.name)
-            if has_nan(array):
+            size, holds_nan = _assign_tensor(variables, checkpoint, tensor)
+            if holds_nan:
                 with_nan.append(repr(tensor.name))
-            if tensor.copy in checkpoint.tensors:
-                _check_copy(checkpoint, tensor, array)
-            values = tensor.transform.to_weights(array)
-            for path, value in zip(tensor.weights, values, strict=True):
-                variable = variables[path]
-                variable.assign(value.astype(variable.dtype))
-            done(array.nbytes)
+            done(size)
+            num_bytes += size
+            if num_bytes > BYTES_BETWEEN_TRIMS:
+                _trim_heap()
+                num_bytes = 0
     if with_nan:
         warnings.warn(
             f"Tensors of {checkpoint.preset!r} hold NaN, and the outputs of the model will, too: "
             f"{abbreviate(with_nan, 1)}. The files are damaged, or of a run that diverged.",
             stacklevel=2,
         )
+
+
+def _assign_tensor(variables, checkpoint, tensor):
+    """Assigns one tensor; returns its number of bytes, and True if it holds NaN."""
+    array = checkpoint.read(tensor.name)
+    if tensor.copy in checkpoint.tensors:
+        _check_copy(checkpoint, tensor, array)
+    values = tensor.transform.to_weights(array)
+    for path, value in zip(tensor.weights, values, strict=True):
+        variable = variables[path]
+        variable.assign(value.astype(variable.dtype))
+    return array.nbytes, has_nan(array)
+
+
+def _trim_heap():
+    """Returns freed memory to the system; otherwise glibc may keep the size of all weights."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only in glibc
+        if trim is not None:
+            trim(0)
 
 
 def _check_copy(checkpoint, tensor, array):

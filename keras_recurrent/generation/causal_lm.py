@@ -324,7 +324,8 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
             if self.preprocessor is None:
                 raise ValueError(
                     "`stop_token_ids` must be a tuple of token ids, or None to generate up to the "
-                    'maximum length; got "auto", which requires a preprocessor.'
+                    'maximum length; got "auto", which requires a preprocessor. (A checkpoint has '
+                    "none if it has no tokenizer file.)"
                 )
             tokenizer = self.preprocessor.tokenizer
             ids = [tokenizer.end_token_id]

@@ -92,10 +92,10 @@ class RecurrentCausalLM(
 
         A checkpoint is a directory of `config.json` and `.safetensors` files as saved by
         transformers, or a repository on the Hub, such as `"hf://google/recurrentgemma-2b"` (with
-        the extra `huggingface` of this package). Its `tokenizer.model` makes the preprocessor;
-        without this file, `preprocessor` is None and the model takes tokens. Weights are converted
-        to the dtype of the Keras policy or of `dtype=` one tensor at a time: with
-        `dtype="bfloat16"`, memory never holds the model in a larger dtype.
+        the extra `huggingface` of this package). Its `tokenizer.model`, or else `tokenizer.json`,
+        makes the preprocessor; without these files, `preprocessor` is None and the model takes
+        tokens. Weights are converted to the dtype of the Keras policy or of `dtype=` one tensor at
+        a time: memory holds neither a second copy of the model nor one in a larger dtype.
 
         Args:
             preset: string, a name, a directory, or `hf://owner/repository`.

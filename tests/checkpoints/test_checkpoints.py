@@ -41,6 +41,19 @@ pytestmark = pytest.mark.once
 # === Tensors ===
 
 
+def test_weights_that_are_read_are_not_random_first(monkeypatch):
+    """Random numbers take longer than reading, and temporary arrays of the size of the model."""
+
+    def fail(self, shape, dtype=None, **kwargs):
+        raise AssertionError("random numbers")
+
+    for initializer in (keras.initializers.VarianceScaling, keras.initializers.RandomNormal):
+        monkeypatch.setattr(initializer, "__call__", fail)
+    GriffinBackbone.from_preset(str(golden.PATH))
+    with pytest.raises(AssertionError, match="random numbers"):
+        GriffinBackbone.from_preset(str(golden.PATH), load_weights=False)
+
+
 @pytest.mark.parametrize(
     ("tensors", "match"),
     [
