@@ -46,8 +46,9 @@ class RecurrentBackbone(
         final_norm: a layer.
         embedding_scale: float, factor of the embeddings. None: 1.
         output_scale: number, factor of the final norm's output. None: 1.
-        max_num_tokens: integer, the largest number of tokens of a sequence. Longer ones raise an
-            error, with the reason of `too_long_reason`. None: no limit.
+        max_num_tokens: integer, the largest number of tokens of a sequence, with its padding and
+            all documents of a packed one. Longer ones raise an error, with the reason of
+            `too_long_reason`. None: no limit.
         dtype, name, trainable: as in `keras_hub.models.Backbone`.
 
     Call arguments:
@@ -203,7 +204,8 @@ class RecurrentBackbone(
         if limit is not None and num_tokens is not None and num_tokens > limit:
             raise ValueError(
                 f"`{type(self).__name__}` takes sequences of at most {limit} tokens, with those in "
-                f"a cache; got {num_tokens}. {self.too_long_reason()}"
+                "a cache, and counts all documents and the padding of a sequence together; got "
+                f"{num_tokens}. {self.too_long_reason()}"
             )
 
     def too_long_reason(self):

@@ -57,10 +57,11 @@ class LightningHybridBackbone(RecurrentBackbone):
         residual_scale: number, factor of the outputs of both layers of a residual block. None: 1.
         output_scale: number, factor of the final norm's output. None: 1.
         tie_word_embeddings: boolean. True: the embedding's weights compute the logits.
-        dense_length: integer. A sequence of this many tokens or more, with those in a cache, raises
-            an error, because the attention of MiniCPM-SALA is then block-sparse, which is not
-            implemented. None: attention to all earlier tokens for any length, which differs from
-            MiniCPM-SALA at its `dense_length`, 8192, and above.
+        dense_length: integer. A sequence of this many tokens or more raises an error, because the
+            attention of MiniCPM-SALA is then block-sparse, which is not implemented. Tokens in a
+            cache, padding and all documents of a packed sequence count. None: attention to all
+            earlier tokens for any length, which differs from MiniCPM-SALA for texts of its
+            `dense_length`, 8192, tokens or more, and is equal for shorter documents.
         layer_norm_epsilon: float, ε of all norms.
         dtype: a dtype, policy or its name; `"mixed_bfloat16"` computes in bfloat16 but keeps
             weights and recurrent states in float32.
