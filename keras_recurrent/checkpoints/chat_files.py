@@ -18,13 +18,13 @@ def read_chat_template(preset_files):
     Raises:
         ValueError: it has another form, or more than 1 MB.
     """
-    if _exists(preset_files, TEMPLATE_FILE):
+    if preset_files.is_available(TEMPLATE_FILE):
         path = preset_files.path(TEMPLATE_FILE)
         if os.path.getsize(path) > MAX_TEMPLATE_BYTES:
             raise ValueError(f"{path} has more than 1 MB and is not read.")
         with open(path, encoding="utf-8", newline="") as file:
             return _checked(file.read(), path)
-    if not _exists(preset_files, files.TOKENIZER_CONFIG_FILE):
+    if not preset_files.is_available(files.TOKENIZER_CONFIG_FILE):
         return None
     found = preset_files.read_json(files.TOKENIZER_CONFIG_FILE).get("chat_template")
     where = f"'chat_template' in {files.TOKENIZER_CONFIG_FILE} of {preset_files.preset!r}"
@@ -52,7 +52,7 @@ def read_stop_token_ids(preset_files, config):
         ValueError: one is neither an integer of at least 0 nor a list of them.
     """
     configs = {files.CONFIG_FILE: config}
-    if _exists(preset_files, files.GENERATION_CONFIG_FILE):
+    if preset_files.is_available(files.GENERATION_CONFIG_FILE):
         configs[files.GENERATION_CONFIG_FILE] = preset_files.read_json(files.GENERATION_CONFIG_FILE)
     found = []
     for name, content in configs.items():
@@ -65,13 +65,6 @@ def read_stop_token_ids(preset_files, config):
                 )
             found.append(id)
     return tuple(dict.fromkeys(found))
-
-
-def _exists(preset_files, name):
-    try:
-        return preset_files.exists(name)
-    except ConnectionError:  # offline, of a repository in the cache, which may not have the file
-        return False
 
 
 def write_chat_template(folder, template):

@@ -100,6 +100,13 @@ class PresetFiles:
             return False
         return True
 
+    def is_available(self, name):
+        """As `exists`, but False for a file out of reach: not in the cache, without network."""
+        try:
+            return self.exists(name)
+        except ConnectionError:
+            return False
+
     def read_json(self, name):
         """Returns the content of a JSON file, which must be an object.
 

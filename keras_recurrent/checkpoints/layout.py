@@ -2,25 +2,30 @@
 
 from keras_recurrent.checkpoints.config_reader import COMMON_UNUSED_KEYS, ConfigReader
 from keras_recurrent.checkpoints.files import CONFIG_FILE
+from keras_recurrent.checkpoints.tensor_table import TRANSPOSED, BlockTensors, Tensor
 
 
 class Layout:
     """Layout of one family's checkpoints on the Hugging Face Hub.
 
-    A family defines the attributes, `read_config`, `requirements`, `write_config` and `tensors`.
+    A family defines the attributes, `read_config`, `requirements`, `write_config` and
+    `block_tensors`, or `tensors` if its tensors outside blocks have other names.
     All families share reading, writing and their checks.
 
     Attributes:
         model_type: string, `model_type` of `config.json`.
         architecture: string, the class that transformers loads.
         tokenizer_class: string, the SentencePiece tokenizer class that transformers loads.
+        embedding, final_norm: strings, the names of these tensors. None: no norm has a weight.
         unused: keys of `config.json`, in addition to `COMMON_UNUSED_KEYS`, that do not change the
             outputs of the model.
     """
 
     model_type: str
     architecture: str
-    tokenizer_class: str
+    tokenizer_class = "LlamaTokenizer"
+    embedding = "model.embed_tokens.weight"
+    final_norm: str | None = "model.norm.weight"
     unused: tuple[str, ...] = ()
 
     def read_config(self, config):
@@ -42,6 +47,23 @@ class Layout:
 
     def tensors(self, arguments):
         """Returns a list of `Tensor`, all tensors in a checkpoint of such a backbone."""
+        v, d = arguments["vocabulary_size"], arguments["hidden_dim"]
+        head, is_tied = "lm_head.weight", arguments.get("tie_word_embeddings", True)
+        weights = ("token_embedding/embeddings",)
+        # A copy of tied weights, which `save_pretrained` may omit.
+        tensors = [Tensor(self.embedding, (v, d), weights, copy=head if is_tied else None)]
+        for i in range(arguments["num_layers"]):
+            block = BlockTensors(f"model.layers.{i}.", f"block_{i}")
+            tensors.extend(self.block_tensors(i, block, arguments))
+        if self.final_norm is not None:
+            tensors.append(Tensor(self.final_norm, (d,), ("final_norm/scale",)))
+        if not is_tied:
+            weights = ("token_embedding/reverse_embeddings",)
+            tensors.append(Tensor(head, (v, d), weights, TRANSPOSED))
+        return tensors
+
+    def block_tensors(self, i, block, arguments):
+        """Yields the tensors of the residual block `i`, made by a `BlockTensors`, `block`."""
         raise NotImplementedError
 
     def backbone_arguments(self, config, where):

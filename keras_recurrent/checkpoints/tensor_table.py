@@ -54,6 +54,40 @@ class Tensor(NamedTuple):
     copy: str | None = None  # a further name, under which a file may hold equal values
 
 
+class BlockTensors(NamedTuple):
+    """Makes the tensors of one residual block, whose names begin with `prefix`.
+
+    Attributes:
+        prefix: string, such as "model.layers.3.".
+        block: string, the name of the block in the backbone, such as "block_3".
+    """
+
+    prefix: str
+    block: str
+
+    def tensor(self, name, shape, *weights, transform=SAME):
+        """Returns the `Tensor` of weights, given by their paths in the block."""
+        paths = tuple(f"{self.block}/{weight}" for weight in weights)
+        return Tensor(f"{self.prefix}{name}", shape, paths, transform)
+
+    def linear(self, name, inputs, outputs, layer, bias=False):
+        """Returns a list of the tensors of a linear layer."""
+        kernel = self.tensor(
+            f"{name}.weight", (outputs, inputs), f"{layer}/kernel", transform=TRANSPOSED
+        )
+        return [kernel, self.tensor(f"{name}.bias", (outputs,), f"{layer}/bias")][: 1 + bias]
+
+    def mlp(self, name, hidden_dim, intermediate_dim, bias=False):
+        """Returns a list of the tensors of a gated MLP."""
+        sizes = hidden_dim, intermediate_dim
+        shapes = {"gate_proj": sizes, "up_proj": sizes, "down_proj": sizes[::-1]}
+        return [
+            tensor
+            for layer, shape in shapes.items()
+            for tensor in self.linear(f"{name}.{layer}", *shape, f"mlp/{layer}", bias)
+        ]
+
+
 def check(checkpoint, tensors):
     """Compares the headers of a checkpoint with the tensors that a model needs.
 

@@ -34,7 +34,8 @@ class TokenizerFiles:
     def load(self, **kwargs):
         """Returns the tokenizer.
 
-        Special tokens of `tokenizer.model` are given by `config.json`. Those of `tokenizer.json`
+        Special tokens of `tokenizer.model` are given by `config.json`, and those that are not in
+        the file by `added_tokens_decoder` of `tokenizer_config.json`. Those of `tokenizer.json`
         are given by `tokenizer_config.json`, `special_tokens_map.json`, `config.json` or
         `generation_config.json`, the first that has them; a start token that is null in one of
         the first two files does not exist.
@@ -47,12 +48,13 @@ class TokenizerFiles:
             ValueError: a file is damaged or has an unsupported content.
         """
         if self._files.exists(files.TOKENIZER_FILE) or not self._files.exists(files.BPE_FILE):
-            ids = {name: self._id(files.CONFIG_FILE, f"{key}_id") for name, key in NAMES.items()}
             path = self._files.path(files.TOKENIZER_FILE)
+            given = {name: self._id(files.CONFIG_FILE, f"{key}_id") for name, key in NAMES.items()}
+            given["added_tokens"] = self._added_tokens()
             with open(path, "rb") as file:
                 proto = file.read()
             with describe_errors(path):
-                return SentencePieceTokenizer(proto, **{**ids, **kwargs})
+                return SentencePieceTokenizer(proto, **{**given, **kwargs})
         path = self._files.path(files.BPE_FILE)
         with describe_errors(path):
             bpe = read_bpe_file(path)
@@ -60,6 +62,19 @@ class TokenizerFiles:
         ids = {name: self._find_bpe_id(name, NAMES[name], bpe) for name in sorted(missing)}
         with describe_errors(path):
             return BPETokenizer(bpe, **{**ids, **kwargs})
+
+    def _added_tokens(self):
+        """Returns `{token: id}` of the special tokens in `tokenizer_config.json`."""
+        name, key = files.TOKENIZER_CONFIG_FILE, "added_tokens_decoder"
+        entries = self._config(name).get(key) if self._files.is_available(name) else None
+        try:
+            entries = {int(id): dict(entry) for id, entry in (entries or {}).items()}
+            return {entry["content"]: id for id, entry in entries.items() if entry.get("special")}
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise ValueError(
+                f"{key!r} is {short_repr(entries)} in {self._where(name)}; it must be an object of "
+                "token ids, each with an object that has the 'content' of the token."
+            ) from None
 
     def _find_bpe_id(self, name, key, bpe):
         for file in (files.TOKENIZER_CONFIG_FILE, "special_tokens_map.json"):
@@ -124,7 +139,14 @@ def write(folder, tokenizer, family):
         file.write(content)
     ids = {key: getattr(tokenizer, argument) for argument, key in NAMES.items()}
     tokens = {key: None if id is None else tokenizer.id_to_token(id) for key, id in ids.items()}
-    write_json(folder, files.TOKENIZER_CONFIG_FILE, {"tokenizer_class": tokenizer_class, **tokens})
+    content = {"tokenizer_class": tokenizer_class, **tokens}
+    if added_tokens := getattr(tokenizer, "added_tokens", None):
+        rest = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
+        content["added_tokens_decoder"] = {
+            str(id): {"content": token, "special": True, **rest}
+            for token, id in added_tokens.items()
+        }
+    write_json(folder, files.TOKENIZER_CONFIG_FILE, content)
     return {f"{key}_id": int(id) for key, id in ids.items() if id is not None}
 
 

@@ -10,7 +10,13 @@ from keras_recurrent.checks.arguments import check_positive_integers
 from keras_recurrent.checks.shapes import check_rank_known
 from keras_recurrent.checks.states import check_per_token, check_sizes_of_state, check_state
 from keras_recurrent.compat import BackendNeutralCompileConfig
-from keras_recurrent.devices.jax_layouts import apply_state_layout, check_layout
+from keras_recurrent.devices.jax_layouts import (
+    apply_state_layout,
+    axis_size,
+    check_layout,
+    get_weight_axis,
+    make_layout_map,
+)
 from keras_recurrent.devices.jax_processes import SavedByAllProcesses
 from keras_recurrent.layers.inner_streaming import stream_inner
 from keras_recurrent.layers.reversible_embedding import ReversibleEmbedding
@@ -37,7 +43,7 @@ class RecurrentBackbone(
     A network is an embedding, residual blocks (see `keras_recurrent.layers.StreamingLayer`) and a
     final norm. The constructor of a family makes these, passes them to this class, and calls
     `store_arguments(cls, locals())`. A family also defines `default_lora_layer_names` and
-    `get_layout_map`.
+    `weight_layout`.
 
     Args:
         token_embedding: a `keras.layers.ReversibleEmbedding`, which also computes the logits.
@@ -46,8 +52,9 @@ class RecurrentBackbone(
         final_norm: a layer.
         embedding_scale: float, factor of the embeddings. None: 1.
         output_scale: number, factor of the final norm's output. None: 1.
-        max_num_tokens: integer, the largest number of tokens of a sequence. Longer ones raise an
-            error, with the reason of `too_long_reason`. None: no limit.
+        max_num_tokens: integer, the largest number of tokens of a sequence, with its padding and
+            all documents of a packed one. Longer ones raise an error, with the reason of
+            `too_long_reason`. None: no limit.
         dtype, name, trainable: as in `keras_hub.models.Backbone`.
 
     Call arguments:
@@ -197,13 +204,91 @@ class RecurrentBackbone(
             return x, None
         return x, apply_state_layout({"blocks": tuple(states), **places})
 
+    @classmethod
+    def get_layout_map(
+        cls, device_mesh, model_parallel_dim_name="model", data_parallel_dim_name="batch", **heads
+    ):
+        """Returns the layout of weights and states for `keras.distribution.ModelParallel`.
+
+        The model axis splits heads, the channels of recurrent blocks and the `intermediate_dim` of
+        the layers that mix channels. It splits key and value heads of attention if it divides their
+        number, and otherwise replicates them. The data axis splits the batch, and the other
+        dimension of weights, which are gathered for use (FSDP, or ZeRO-3). A mesh of (8, 1) is
+        FSDP, a mesh of (1, 8) is tensor parallelism, and others combine both. States and caches are
+        split by sequences and heads or channels. Small weights, such as norms, are replicated.
+
+        Heads and channels are independent, so a block communicates only at the residual stream, and
+        for norms over all heads. (The real and imaginary parts of Griffin's `recurrence="cg_lru"`
+        are on different devices and are exchanged.)
+
+        A third axis, named "sequence", is for sequences that do not fit on one device (sequence
+        parallelism). It splits each sequence, whose length it must divide; see
+        `keras_recurrent.devices.jax_layouts`.
+        If the data axis has one device, weights are split along this axis instead. Attention
+        without a window is not supported with this axis.
+
+        Args:
+            device_mesh: a `keras.distribution.DeviceMesh`.
+            model_parallel_dim_name: string, the mesh axis for the model. Its size must divide
+                `vocabulary_size`, `intermediate_dim`, the number of heads, and Griffin's
+                `lru_width` and `num_blocks`.
+            data_parallel_dim_name: string, the mesh axis for the data. Its size must divide
+                `hidden_dim`.
+            **heads: for networks with attention, `num_key_value_heads`, integer, the number of its
+                key and value heads, by default 1. For `LightningHybridBackbone` also
+                `attention_layers`, indices of the blocks of attention: if the model axis does not
+                divide `num_key_value_heads`, only their keys and values are replicated. None, the
+                default: keys and values of all blocks are then replicated.
+
+        Returns:
+            A `keras.distribution.LayoutMap`.
+
+        Raises:
+            ValueError: `device_mesh` is not a mesh or lacks an axis of these names. A backbone
+                raises it before making weights if an axis does not divide the size that it splits.
+
+        Example:
+
+        ```python
+        mesh = keras.distribution.DeviceMesh(
+            (1, 8), ("batch", "model"), keras.distribution.list_devices()
+        )
+        distribution = keras.distribution.ModelParallel(
+            layout_map=HGRN2Backbone.get_layout_map(mesh), batch_dim_name="batch"
+        )
+        with distribution.scope():
+            model = HGRN2CausalLM.from_preset("hgrn2_1.3b_100b")
+        ```
+        """
+        data, model = data_parallel_dim_name, model_parallel_dim_name
+        layout_map = make_layout_map(device_mesh, model, data)
+        data, num_devices = get_weight_axis(device_mesh, data), axis_size(device_mesh, model)
+        for path, axes in cls.weight_layout(data, model, num_devices, **heads).items():
+            layout_map[path] = axes
+        return layout_map
+
+    @staticmethod
+    def weight_layout(data, model, num_devices):
+        """Returns the mesh axes that split the weights in blocks and the logits' weights.
+
+        Args:
+            data: string, the mesh axis for the data.
+            model: string, the mesh axis for the model.
+            num_devices: integer, the size of that axis.
+
+        Returns:
+            `{regular expression of paths: tuple of one axis or None for each dimension}`.
+        """
+        raise NotImplementedError
+
     def check_num_tokens(self, num_tokens):
         """Raises an error for a sequence of too many tokens; None is an unknown number."""
         limit = self.max_num_tokens
         if limit is not None and num_tokens is not None and num_tokens > limit:
             raise ValueError(
                 f"`{type(self).__name__}` takes sequences of at most {limit} tokens, with those in "
-                f"a cache; got {num_tokens}. {self.too_long_reason()}"
+                "a cache, and counts all documents and the padding of a sequence together; got "
+                f"{num_tokens}. {self.too_long_reason()}"
             )
 
     def too_long_reason(self):

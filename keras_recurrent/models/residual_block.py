@@ -4,7 +4,7 @@ import keras
 
 from keras_recurrent.checks.arguments import check_number
 from keras_recurrent.devices.jax_layouts import apply_layout
-from keras_recurrent.layers import StreamingLayer, decoding
+from keras_recurrent.layers import RMSNorm, StreamingLayer, SwiGLU, decoding
 from keras_recurrent.layers.gated_linear_unit import GatedLinearUnit
 from keras_recurrent.layers.inner_streaming import stream_inner
 from keras_recurrent.layers.remat import no_further_remat
@@ -18,8 +18,9 @@ class ResidualBlock(StreamingLayer):
     x = x + r mlp(norm(x))
     ```
 
-    A family defines `make_norm` and `make_mlp`, and registers its class with Keras. Further call
-    arguments (see `StreamingLayer.check_arguments`) are passed to the layer that mixes tokens.
+    A family registers its class with Keras, and defines `make_norm` and `make_mlp` where its norms
+    are not RMSNorms or its channels are not mixed by a SwiGLU. Further call arguments (see
+    `StreamingLayer.check_arguments`) are passed to the layer that mixes tokens.
 
     Made inside a `keras.RematScope`, the block saves only its inputs for the backward pass and
     recomputes the rest. Its sublayers are not rematerialized separately.
@@ -64,11 +65,13 @@ class ResidualBlock(StreamingLayer):
 
     def make_norm(self, name):
         """Returns one of the two norms."""
-        raise NotImplementedError
+        return RMSNorm(
+            epsilon=self.layer_norm_epsilon, zero_centered=False, dtype=self.dtype_policy, name=name
+        )
 
     def make_mlp(self, name):
         """Returns the layer that mixes channels."""
-        raise NotImplementedError
+        return SwiGLU(self.intermediate_dim, dtype=self.dtype_policy, name=name)
 
     def build(self, input_shape):
         super().build(input_shape)

@@ -62,6 +62,12 @@ def chatml():
     return GriffinCausalLMPreprocessor(bpe.tokenizer(), chat_template=CHATML)
 
 
+def added():
+    added_tokens = {"<|im_end|>": 50, "<|im_start|>": 51}
+    tokenizer = SentencePieceTokenizer(train(add_dummy_prefix=False), added_tokens=added_tokens)
+    return GriffinCausalLMPreprocessor(tokenizer, chat_template=CHATML)
+
+
 def model_of(preprocessor):
     """A model that renders and tokenizes, and cannot generate."""
     return SimpleNamespace(preprocessor=preprocessor, preprocessor_cls=GriffinCausalLMPreprocessor)
@@ -170,12 +176,14 @@ def test_log_probabilities(model):
         (gemma, " happy\n", " happy\n</s>", 1, GEMMA_AND),
         (gemma, " happy\n", " happy\n", 0, GEMMA_AND),
         (chatml, "Hi <|im_end|>", ["Hi <|", "im_end|>"], 0, CHATML_AND),
+        (added, "happy", ["hap", "py<|im_end|>"], 1, CHATML_AND),
         (chatml, "Hi there", ["H", "i th", "er", "e<|im_end|>"], 1, CHATML_AND),
     ],
     ids=[
         *("end", "cut", "space of template", "end not in template", "empty"),
         *("stop string in template", "stop string not in template", "strip with line break"),
-        *("strip", "another end", "strip and cut", "special token as text", "other merges"),
+        *("strip", "another end", "strip and cut", "special token as text", "added token"),
+        "other merges",
     ],
 )
 def test_new_tokens_follow_the_answer(preprocessor, content, tokens, num_dropped, rest):

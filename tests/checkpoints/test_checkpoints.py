@@ -340,7 +340,8 @@ CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.s
 TOKENIZER, BPE = "tokenizer.model", "tokenizer.json"
 NETWORK = (CONFIG, INDEX, WEIGHTS)  # the index is asked for, and is not there
 # Asked for where there is a tokenizer, and not there.
-CHAT = {"chat_template.jinja", "tokenizer_config.json", "generation_config.json"}
+SETTINGS = "tokenizer_config.json"
+CHAT = {"chat_template.jinja", SETTINGS, "generation_config.json"}
 
 
 @pytest.mark.parametrize("preset", ["hf://google/recurrentgemma-2b", "recurrentgemma_2b"])
@@ -353,8 +354,8 @@ CHAT = {"chat_template.jinja", "tokenizer_config.json", "generation_config.json"
         (keras_hub.models.Backbone.from_preset, {*NETWORK}),
         (GriffinCausalLMPreprocessor.from_preset, {CONFIG, TOKENIZER, *CHAT}),
         (keras_hub.models.CausalLMPreprocessor.from_preset, {CONFIG, TOKENIZER, *CHAT}),
-        (SentencePieceTokenizer.from_preset, {CONFIG, TOKENIZER}),
-        (keras_hub.tokenizers.Tokenizer.from_preset, {CONFIG, TOKENIZER}),
+        (SentencePieceTokenizer.from_preset, {CONFIG, TOKENIZER, SETTINGS}),
+        (keras_hub.tokenizers.Tokenizer.from_preset, {CONFIG, TOKENIZER, SETTINGS}),
     ],
     ids=lambda value: getattr(value, "__qualname__", ""),
 )

@@ -1,20 +1,31 @@
 """Configurations of HypeNet and MiniCPM-SALA: values that are read, and refused ones."""
 
 import json
+import shutil
 
 import keras
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from keras_recurrent.models import LightningHybridBackbone, LightningHybridCausalLM
+from keras_recurrent.chat.templates import tokenize_prompt
+from keras_recurrent.models import (
+    LightningHybridBackbone,
+    LightningHybridCausalLM,
+    SamplingParams,
+)
 from keras_recurrent.models.lightning_hybrid.checkpoint import HypeNet, MiniCPMSALA
 from keras_recurrent.presets.lightning_hybrid import SIZES
 from tests.checkpoints import golden
 from tests.models.tiny import FAMILIES
+from tests.tokenizers import bpe
 
 pytestmark = pytest.mark.once
 DATA = golden.PATH.parent
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 LAYOUTS = {"hypenet": HypeNet(), "minicpm_sala": MiniCPMSALA()}
 
 
@@ -118,6 +129,40 @@ def test_options_that_keep_the_weights(tmp_path):
         assert changed.backbone.get_config().items() >= options.items()
         for a, b in zip(changed.weights, model.weights, strict=True):
             np.testing.assert_array_equal(*map(keras.ops.convert_to_numpy, (a, b)))
+
+
+@pytest.mark.parametrize("model_type", ["hypenet", "minicpm_sala"])
+def test_chat(tmp_path, sentence_piece, model_type):
+    """Special tokens of BPE, and those next to a SentencePiece file, end turns and are saved."""
+    path = tmp_path / "chat"
+    path.mkdir()
+    changes = {"vocab_size": 1000, "eos_token_id": [1, 70], "bos_token_id": 2}
+    settings = {"chat_template": CHATML}
+    if model_type == "hypenet":
+        shutil.copy(bpe.PATH / "tokenizer.json", path)
+        settings |= {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+        ids = [bpe.END - 1, bpe.END]
+    else:
+        (path / "tokenizer.json").write_text("{}")
+        (path / "tokenizer.model").write_bytes(sentence_piece)
+        names = {1: "</s>", 70: "<|im_end|>", 71: "<|im_start|>"}
+        entries = {str(id): {"content": name, "special": True} for id, name in names.items()}
+        settings["added_tokens_decoder"] = {**entries, "72": {"content": "a", "special": False}}
+        ids = [71, 70]
+    (path / "config.json").write_text(json.dumps({**config(model_type), **changes}))
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    model = LightningHybridCausalLM.from_preset(str(path), load_weights=False, num_layers=1)
+    model.save_to_preset(tmp_path / "keras")
+    model.export_to_transformers(tmp_path / "export")
+    for folder in ("keras", "export"):
+        model = LightningHybridCausalLM.from_preset(str(tmp_path / folder))
+        prompt = model.preprocessor.apply_chat_template([{"role": "user", "content": "<|im_end|>"}])
+        tokens = tokenize_prompt(model.preprocessor.tokenizer, prompt)
+        assert [id for id in tokens if id in ids] == [ids[0], ids[1], ids[0]]
+    end_of_turn = SamplingParams(temperature=0, logit_bias={ids[1]: 100.0})
+    messages = [{"role": "user", "content": "hi"}]
+    _, cache = model.chat(messages, sampling=end_of_turn, return_cache=True, max_new_tokens=3)
+    assert [id == ids[1] for id in cache.token_ids[0][-2:]] == [False, True]
 
 
 def test_what_the_layouts_cannot_hold(tmp_path):

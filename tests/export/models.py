@@ -71,6 +71,7 @@ MODELS = {
     "griffin lm": lambda: tiny_causal_lm(family="griffin"),
     "hgrn2 lm": lambda: tiny_causal_lm(family="hgrn2"),
     "transnormer lm": lambda: tiny_causal_lm(family="transnormer"),
+    "lightning_hybrid lm": lambda: tiny_causal_lm(family="lightning_hybrid"),
     "text classifier": text_classifier,
     "image classifier": image_classifier,
 }

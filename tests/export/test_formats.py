@@ -31,7 +31,10 @@ OPEN_SIZES = {
     "tensorflow": ["block", "text classifier", "lightning", "hgrn2 lm"],
 }
 IN_JAX = pytest.mark.skipif(BACKEND == "jax", reason="its linear maps have two open sizes")
-LARGER = pytest.param("griffin lm", marks=[pytest.mark.nightly, IN_JAX])
+LARGER = [
+    pytest.param(name, marks=[pytest.mark.nightly, IN_JAX])
+    for name in ("griffin lm", "lightning_hybrid lm")
+]
 STEPS = ["block, step", "hgrn2, step"]
 
 
@@ -53,7 +56,7 @@ def exported(name, tmp_path, form, ending, **arguments):
     return model, path
 
 
-@pytest.mark.parametrize("name", ["gru, step", *STEPS, *OPEN_SIZES[BACKEND], LARGER])
+@pytest.mark.parametrize("name", ["gru, step", *STEPS, *OPEN_SIZES[BACKEND], *LARGER])
 def test_onnx(name, tmp_path):
     model, path = exported(name, tmp_path, "onnx", ".onnx")
     for batch, length in (3, 70), (1, 5):  # by one file
@@ -102,7 +105,9 @@ def test_opsets_that_are_not_written_are_errors(tmp_path):
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="a format of torch")
-@pytest.mark.parametrize("name", ["block", "hgrn2, step", "griffin lm"])
+@pytest.mark.parametrize(
+    "name", ["block", "hgrn2, step", "griffin lm", nightly("lightning_hybrid lm")]
+)
 def test_torch_program(name, tmp_path):
     import torch
 

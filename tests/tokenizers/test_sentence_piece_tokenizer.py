@@ -56,15 +56,41 @@ def test_tokens_beyond_the_file_are_unknown():
     assert tokenizer.detokenize([ids, [5000]])[0] == "happy"
 
 
+def test_added_tokens(tmp_path):
+    """They are special: plain text in a text, without text when detokenized, and saved."""
+    size = SentencePieceTokenizer(train()).vocabulary_size()
+    added = {"<s>": 1, "<|im_end|>": size, "<|im_start|>": size + 2}
+    tokenizer = SentencePieceTokenizer(train(), end_token_id=size, added_tokens=added)
+    plain = tokenizer("happy<|im_end|>").tolist()
+    assert max(plain) < size
+    again = SentencePieceTokenizer.from_config(tokenizer.get_config())
+    tokenizer.save_assets(str(tmp_path))
+    again.load_assets(str(tmp_path))
+    ids = again.tokenize_with_special_tokens("<s>happy<|im_end|>")
+    assert ids == [1, *again("happy"), size]
+    assert again.detokenize([ids, [size + 2]]) == ["happy", ""]
+    assert (again.end_token, again.end_token_id) == ("<|im_end|>", size)
+    assert set(again.special_token_ids) == {1, 2, size, size + 2}
+    assert again.vocabulary_size() == len(again.get_vocabulary()) == size + 3
+    assert again.id_to_token(again.token_to_id("<|im_start|>")) == "<|im_start|>"
+    with pytest.raises(ValueError, match=f"`id` must be .* Received: {size + 1}"):
+        again.id_to_token(size + 1)
+    for wrong in ([], {"a": "1"}, {"a": 40, "b": 40}, {"a": -1}):
+        with pytest.raises(ValueError, match="`added_tokens` must be a dictionary of tokens"):
+            SentencePieceTokenizer(added_tokens=wrong)
+
+
 def test_it_runs_inside_a_tensorflow_pipeline():
     tf = pytest.importorskip("tensorflow")
     pytest.importorskip("tensorflow_text")
-    tokenizer = SentencePieceTokenizer(train())
+    tokenizer = SentencePieceTokenizer(train(), added_tokens={"<end>": 98})
     texts = tf.data.Dataset.from_tensor_slices(["all happy", "families"]).batch(2)
     (tokens,) = texts.map(tokenizer)
     assert tokens.to_list() == [list(row) for row in tokenizer(["all happy", "families"])]
     (found,) = texts.map(lambda x: tokenizer.detokenize(tf.concat([tokenizer(x), [[99], [99]]], 1)))
     assert [text.decode().startswith("all happy") for text in found.numpy()] == [True, False]
+    (found,) = texts.map(lambda x: tokenizer.detokenize(tf.concat([tokenizer(x), [[98], [98]]], 1)))
+    assert found.numpy().tolist() == [b"all happy", b"families"]
 
 
 @pytest.mark.once

@@ -14,14 +14,7 @@ model that was trained in transformers on texts longer than its window.
 
 from keras_recurrent.checkpoints.config_reader import MAX_LAYERS
 from keras_recurrent.checkpoints.layout import Layout
-from keras_recurrent.checkpoints.tensor_table import (
-    BLOCK_BIAS,
-    DEPTHWISE,
-    NEGATED,
-    SAME,
-    TRANSPOSED,
-    Tensor,
-)
+from keras_recurrent.checkpoints.tensor_table import BLOCK_BIAS, DEPTHWISE, NEGATED
 from keras_recurrent.presets.griffin import embedding_scale
 
 BLOCK_TYPES = {"recurrent": "recurrent", "attention": "local_attention"}
@@ -35,6 +28,7 @@ class RecurrentGemma(Layout):
     model_type = "recurrent_gemma"
     architecture = "RecurrentGemmaForCausalLM"
     tokenizer_class = "GemmaTokenizer"
+    final_norm = "model.final_norm.weight"
     unused = ("w_init_variance_scale", "final_w_init_variance_scale")  # initialization only
 
     def read_config(self, config):
@@ -147,63 +141,38 @@ class RecurrentGemma(Layout):
             "tie_word_embeddings": True,
         }
 
-    def tensors(self, arguments):
-        d = arguments["hidden_dim"]
+    def block_tensors(self, i, block, arguments):
+        d, m = arguments["hidden_dim"], arguments["intermediate_dim"]
         pattern = arguments["block_types"]
-        blocks = [
-            _block(i, pattern[i % len(pattern)], arguments) for i in range(arguments["num_layers"])
-        ]
-        return [
-            Tensor(
-                "model.embed_tokens.weight",
-                (arguments["vocabulary_size"], d),
-                ("token_embedding/embeddings",),
-            ),
-            *(tensor for block in blocks for tensor in block),
-            Tensor("model.final_norm.weight", (d,), ("final_norm/scale",)),
-        ]
+        is_recurrent = pattern[i % len(pattern)] == "recurrent"
+        yield block.tensor("temporal_pre_norm.weight", (d,), "temporal_norm/scale")
+        yield from (_recurrent if is_recurrent else _attention)(block, arguments)
+        yield block.tensor("channel_pre_norm.weight", (d,), "channel_norm/scale")
+        yield from block.mlp("mlp_block", d, m, bias=True)
 
 
-def _block(i, block_type, arguments):
-    """Yields the tensors of a residual block: `{theirs} {shape} {ours}`, as in section 2."""
-    d, m = arguments["hidden_dim"], arguments["intermediate_dim"]
+def _recurrent(block, arguments):
+    d, r, n = arguments["hidden_dim"], arguments["lru_width"], arguments["num_blocks"]
+    for name in ("linear_x", "linear_y"):
+        yield from block.linear(f"temporal_block.{name}", d, r, f"temporal_block/{name}", True)
+    theirs, ours = "temporal_block.conv_1d", "temporal_block/conv1d"
+    yield block.tensor(f"{theirs}.weight", (r, 1, TAPS), f"{ours}/kernel", transform=DEPTHWISE)
+    yield block.tensor(f"{theirs}.bias", (r,), f"{ours}/bias")
+    theirs, ours = "temporal_block.rg_lru", "temporal_block/rg_lru"
+    yield block.tensor(f"{theirs}.recurrent_param", (r,), f"{ours}/a_logit", transform=NEGATED)
+    for gate, layer in (("recurrent", "recurrence"), ("input", "input")):
+        name, layer = f"{theirs}.{gate}_gate", f"{ours}/{layer}_gate"
+        yield block.tensor(f"{name}_weight", (n, r // n, r // n), f"{layer}/kernel")
+        yield block.tensor(f"{name}_bias", (n, r // n), f"{layer}/bias", transform=BLOCK_BIAS)
+    yield from block.linear("temporal_block.linear_out", r, d, "temporal_block/linear_out", True)
 
-    def tensor(name, shape, weight, transform=SAME):
-        return Tensor(f"model.layers.{i}.{name}", shape, (f"block_{i}/{weight}",), transform)
 
-    def linear(name, inputs, outputs, layer, bias=True):
-        yield tensor(f"{name}.weight", (outputs, inputs), f"{layer}/kernel", TRANSPOSED)
-        if bias:
-            yield tensor(f"{name}.bias", (outputs,), f"{layer}/bias")
-
-    def recurrent():
-        r, n = arguments["lru_width"], arguments["num_blocks"]
-        yield from linear("temporal_block.linear_x", d, r, "temporal_block/linear_x")
-        yield from linear("temporal_block.linear_y", d, r, "temporal_block/linear_y")
-        conv = "temporal_block/conv1d"
-        yield tensor("temporal_block.conv_1d.weight", (r, 1, TAPS), f"{conv}/kernel", DEPTHWISE)
-        yield tensor("temporal_block.conv_1d.bias", (r,), f"{conv}/bias")
-        ours, theirs = "temporal_block/rg_lru", "temporal_block.rg_lru"
-        yield tensor(f"{theirs}.recurrent_param", (r,), f"{ours}/a_logit", NEGATED)
-        for gate, layer in (("recurrent", "recurrence"), ("input", "input")):
-            name, layer = f"{theirs}.{gate}_gate", f"{ours}/{layer}_gate"
-            yield tensor(f"{name}_weight", (n, r // n, r // n), f"{layer}/kernel")
-            yield tensor(f"{name}_bias", (n, r // n), f"{layer}/bias", BLOCK_BIAS)
-        yield from linear("temporal_block.linear_out", r, d, "temporal_block/linear_out")
-
-    def attention():
-        queries = arguments["num_query_heads"] * arguments["head_dim"]
-        keys = arguments["num_key_value_heads"] * arguments["head_dim"]
-        for name, size in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-            yield from linear(f"temporal_block.{name}", d, size, f"temporal_block/{name}", False)
-        yield from linear("temporal_block.o_proj", queries, d, "temporal_block/o_proj")
-
-    yield tensor("temporal_pre_norm.weight", (d,), "temporal_norm/scale")
-    yield from recurrent() if block_type == "recurrent" else attention()
-    yield tensor("channel_pre_norm.weight", (d,), "channel_norm/scale")
-    yield from linear("mlp_block.gate_proj", d, m, "mlp/gate_proj")
-    yield from linear("mlp_block.up_proj", d, m, "mlp/up_proj")
-    yield from linear("mlp_block.down_proj", m, d, "mlp/down_proj")
+def _attention(block, arguments):
+    d, size = arguments["hidden_dim"], arguments["head_dim"]
+    queries, keys = (arguments[f"num_{name}_heads"] * size for name in ("query", "key_value"))
+    for name, width in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+        yield from block.linear(f"temporal_block.{name}", d, width, f"temporal_block/{name}")
+    yield from block.linear("temporal_block.o_proj", queries, d, "temporal_block/o_proj", True)
 
 
 def _rope_number(config, rope, key, default, maximum=None):

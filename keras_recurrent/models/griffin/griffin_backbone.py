@@ -3,12 +3,7 @@
 import keras
 
 from keras_recurrent.checks.arguments import check_boolean, check_number, check_positive_integer
-from keras_recurrent.devices.jax_layouts import (
-    axis_size,
-    check_layout,
-    get_weight_axis,
-    make_layout_map,
-)
+from keras_recurrent.devices.jax_layouts import check_layout
 from keras_recurrent.layers import LocalAttention, RecurrentBlock, RMSNorm
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.reversible_embedding import reversible_embedding
@@ -217,73 +212,20 @@ class GriffinBackbone(RecurrentBackbone):
         return ["linear_x", "linear_y", "linear_out", "q_proj", "k_proj", "v_proj", "o_proj"]
 
     @staticmethod
-    def get_layout_map(
-        device_mesh,
-        model_parallel_dim_name="model",
-        data_parallel_dim_name="batch",
-        num_key_value_heads=1,
-    ):
-        """Returns the layout of weights and states for `keras.distribution.ModelParallel`.
-
-        The model axis splits `lru_width`, with the blocks of its gates, the MLP's
-        `intermediate_dim` and the query heads. It splits key and value heads if it divides their
-        number; a single shared head is replicated. Channels inside a recurrent block are
-        independent, so a block communicates only at the residual stream. (The real and imaginary
-        parts of `recurrence="cg_lru"` are on different devices and are exchanged.) The data axis
-        splits the batch, and the other dimension of weights, which are gathered for use (FSDP, or
-        ZeRO-3). A mesh of (8, 1) is FSDP, a mesh of (1, 8) is tensor
-        parallelism, and others combine both. States and caches are split by sequences and heads or
-        channels. Small weights, such as norms, are replicated.
-
-        A third axis, named "sequence", is for sequences that do not fit on one device (sequence
-        parallelism). It splits each sequence, whose length it must divide; see
-        `keras_recurrent.devices.jax_layouts`.
-        If the data axis has one device, weights are split along this axis instead. Blocks of
-        `"global_attention"` are not supported with this axis.
-
-        Args:
-            device_mesh: a `keras.distribution.DeviceMesh`.
-            model_parallel_dim_name: string, the mesh axis for the model. Its size must divide
-                `vocabulary_size`, `lru_width`, `num_blocks`, `num_query_heads` and
-                `intermediate_dim`.
-            data_parallel_dim_name: string, the mesh axis for the data. Its size must divide
-                `hidden_dim`.
-            num_key_value_heads: integer, number of key and value heads of the network.
-
-        Returns:
-            A `keras.distribution.LayoutMap`.
-
-        Raises:
-            ValueError: `device_mesh` is not a mesh or lacks an axis of these names. A backbone
-                raises it before making weights if an axis does not divide the size that it splits.
-
-        Example:
-
-        ```python
-        mesh = keras.distribution.DeviceMesh(
-            (1, 8), ("batch", "model"), keras.distribution.list_devices()
-        )
-        distribution = keras.distribution.ModelParallel(
-            layout_map=GriffinBackbone.get_layout_map(mesh), batch_dim_name="batch"
-        )
-        with distribution.scope():
-            model = GriffinCausalLM.from_preset("hawk_1.3b")
-        ```
-        """
-        data, model = data_parallel_dim_name, model_parallel_dim_name
-        layout_map = make_layout_map(device_mesh, model, data)
-        data = get_weight_axis(device_mesh, data)
-        layout_map["block.*(linear_x|linear_y|q_proj|gate_proj|up_proj)/kernel"] = (data, model)
-        layout_map["block.*(linear_x|linear_y|gate_proj|up_proj)/bias"] = (model,)
-        shared = num_key_value_heads % axis_size(device_mesh, model)
-        layout_map["block.*(k_proj|v_proj)/kernel"] = (data, None if shared else model)
-        layout_map["block.*(linear_out|o_proj|down_proj)/kernel"] = (model, data)
-        layout_map["block.*conv1d/kernel"] = (None, model)
-        layout_map["block.*conv1d/bias"] = (model,)
-        layout_map["block.*(rg_lru|cg_lru)/(a_logit|theta)"] = (model,)
+    def weight_layout(data, model, num_devices, num_key_value_heads=1):
+        """Returns `{path: axes}` of the weights in blocks; see `get_layout_map`."""
+        keys = None if num_key_value_heads % num_devices else model
         gates = "block.*(rg_lru|cg_lru)/(recurrence_gate|input_gate)/(kernel|bias)"
-        layout_map[gates] = (model, None, None)
-        return layout_map
+        return {
+            "block.*(linear_x|linear_y|q_proj|gate_proj|up_proj)/kernel": (data, model),
+            "block.*(linear_x|linear_y|gate_proj|up_proj)/bias": (model,),
+            "block.*(k_proj|v_proj)/kernel": (data, keys),
+            "block.*(linear_out|o_proj|down_proj)/kernel": (model, data),
+            "block.*conv1d/kernel": (None, model),
+            "block.*conv1d/bias": (model,),
+            "block.*(rg_lru|cg_lru)/(a_logit|theta)": (model,),
+            gates: (model, None, None),
+        }
 
 
 def _check_block_types(block_types, num_layers, **arguments):

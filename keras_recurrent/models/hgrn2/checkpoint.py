@@ -9,7 +9,7 @@ import numpy as np
 
 from keras_recurrent.checkpoints.config_reader import MAX_LAYERS
 from keras_recurrent.checkpoints.layout import Layout
-from keras_recurrent.checkpoints.tensor_table import DEPTHWISE, SAME, TRANSPOSED, Tensor, Transform
+from keras_recurrent.checkpoints.tensor_table import DEPTHWISE, SAME, Tensor, Transform
 from keras_recurrent.models.hgrn2.hgrn2_backbone import bounded_layers
 
 # {argument: key in `attn`}, for blocks of softmax attention
@@ -28,7 +28,7 @@ class HGRN2Layout(Layout):
 
     model_type = "hgrn2"
     architecture = "HGRN2ForCausalLM"
-    tokenizer_class = "LlamaTokenizer"
+    embedding = "model.embeddings.weight"
     # These keys choose kernels of that library and do not change the model.
     unused = (
         *("attn_mode", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy"),
@@ -95,22 +95,42 @@ class HGRN2Layout(Layout):
         }
 
     def tensors(self, arguments):
-        v, d = arguments["vocabulary_size"], arguments["hidden_dim"]
-        layers, embedding = arguments["num_layers"], "token_embedding"
-        tensors = [Tensor("model.embeddings.weight", (v, d), (f"{embedding}/embeddings",))]
-        if arguments["use_lower_bounds"]:
-            # If no block has a bound, the model has no weight for the table of the file.
-            unused = Transform(lambda tensor: (), lambda: np.zeros((layers, d), "float32"))
-            has_bounds = bounded_layers(layers, arguments["attention_layers"])
-            weights, transform = (("lower_bounds/logits",), SAME) if has_bounds else ((), unused)
-            tensors.append(Tensor("model.lower_bounds", (layers, d), weights, transform))
-        for i in range(layers):
-            tensors.extend(_block(i, arguments))
-        tensors.append(Tensor("model.norm.weight", (d,), ("final_norm/scale",)))
-        if not arguments["tie_word_embeddings"]:
-            weights = (f"{embedding}/reverse_embeddings",)
-            tensors.append(Tensor("lm_head.weight", (v, d), weights, TRANSPOSED))
-        return tensors
+        embedding, *tensors = super().tensors(arguments)
+        if not arguments["use_lower_bounds"]:
+            return [embedding, *tensors]
+        layers, d = arguments["num_layers"], arguments["hidden_dim"]
+        # If no block has a bound, the model has no weight for the table of the file.
+        unused = Transform(lambda tensor: (), lambda: np.zeros((layers, d), "float32"))
+        has_bounds = bounded_layers(layers, arguments["attention_layers"])
+        weights, transform = (("lower_bounds/logits",), SAME) if has_bounds else ((), unused)
+        bounds = Tensor("model.lower_bounds", (layers, d), weights, transform)
+        return [embedding, bounds, *tensors]
+
+    def block_tensors(self, i, block, arguments):
+        d, m = arguments["hidden_dim"], arguments["intermediate_dim"]
+        has_attention = i in arguments["attention_layers"]
+        yield block.tensor("attn_norm.weight", (d,), "temporal_norm/scale")
+        yield from (_attention if has_attention else _hgrn2)(block, arguments)
+        yield block.tensor("mlp_norm.weight", (d,), "channel_norm/scale")
+        yield from block.mlp("mlp", d, m)
+
+
+def _hgrn2(block, arguments):
+    d, taps = arguments["hidden_dim"], arguments["conv_size"]
+    for name in ("q_proj", "f_proj", "i_proj", "o_proj"):
+        yield from block.linear(f"attn.{name}", d, d, f"temporal_block/{name}")
+    for name in ("q_conv1d", "f_conv1d", "i_conv1d") if taps is not None else ():
+        shape, weight = (d, 1, taps), f"temporal_block/{name}/kernel"
+        yield block.tensor(f"attn.{name}.weight", shape, weight, transform=DEPTHWISE)
+    yield block.tensor("attn.g_norm.weight", (d,), "temporal_block/norm/scale")
+
+
+def _attention(block, arguments):
+    d, bias = arguments["hidden_dim"], arguments["use_qkv_bias"]
+    keys = d // arguments["num_query_heads"] * arguments["num_key_value_heads"]
+    for name, size in (("q_proj", d), ("k_proj", keys), ("v_proj", keys)):
+        yield from block.linear(f"attn.{name}", d, size, f"temporal_block/{name}", bias)
+    yield from block.linear("attn.o_proj", d, d, "temporal_block/o_proj")
 
 
 def _read_attention(config, hidden_dim, num_layers):
@@ -142,38 +162,3 @@ def _read_attention(config, hidden_dim, num_layers):
         wanted = "objects that differ only in 'layers', each layer in one of them"
         raise config.unsupported_error("attn", config.config["attn"], wanted)
     return {"attention_layers": tuple(sorted(layers)), **(settings[0] if settings else {})}
-
-
-def _block(i, arguments):
-    """Yields the tensors of a residual block: `{theirs} {shape} {ours}`."""
-    d, m, taps = arguments["hidden_dim"], arguments["intermediate_dim"], arguments["conv_size"]
-
-    def tensor(name, shape, weight, transform=SAME):
-        return Tensor(f"model.layers.{i}.{name}", shape, (f"block_{i}/{weight}",), transform)
-
-    def linear(name, inputs, outputs, layer):
-        return tensor(f"{name}.weight", (outputs, inputs), f"{layer}/kernel", TRANSPOSED)
-
-    def hgrn2():
-        for name in ("q_proj", "f_proj", "i_proj", "o_proj"):
-            yield linear(f"attn.{name}", d, d, f"temporal_block/{name}")
-        if taps is not None:
-            for name in ("q_conv1d", "f_conv1d", "i_conv1d"):
-                ours = f"temporal_block/{name}/kernel"
-                yield tensor(f"attn.{name}.weight", (d, 1, taps), ours, DEPTHWISE)
-        yield tensor("attn.g_norm.weight", (d,), "temporal_block/norm/scale")
-
-    def attention():
-        keys = d // arguments["num_query_heads"] * arguments["num_key_value_heads"]
-        for name, size in (("q_proj", d), ("k_proj", keys), ("v_proj", keys)):
-            yield linear(f"attn.{name}", d, size, f"temporal_block/{name}")
-            if arguments["use_qkv_bias"]:
-                yield tensor(f"attn.{name}.bias", (size,), f"temporal_block/{name}/bias")
-        yield linear("attn.o_proj", d, d, "temporal_block/o_proj")
-
-    yield tensor("attn_norm.weight", (d,), "temporal_norm/scale")
-    yield from attention() if i in arguments["attention_layers"] else hgrn2()
-    yield tensor("mlp_norm.weight", (d,), "channel_norm/scale")
-    yield linear("mlp.gate_proj", d, m, "mlp/gate_proj")
-    yield linear("mlp.up_proj", d, m, "mlp/up_proj")
-    yield linear("mlp.down_proj", m, d, "mlp/down_proj")

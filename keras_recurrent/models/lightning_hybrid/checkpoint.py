@@ -9,7 +9,6 @@ from typing import Any
 
 from keras_recurrent.checkpoints.config_reader import MAX_LAYERS
 from keras_recurrent.checkpoints.layout import Layout
-from keras_recurrent.checkpoints.tensor_table import SAME, TRANSPOSED, Tensor
 from keras_recurrent.models.lightning_hybrid.lightning_hybrid_backbone import GLOBAL, LIGHTNING
 
 LIGHTNING_NAMES = ("lightning-attn", "lightning_attn", "lightning")
@@ -27,7 +26,6 @@ SPARSE = {
 UNUSED_ARGUMENTS = ("embedding_scale", "residual_scale", "output_scale", "dense_length")
 LOGIT_SCALING = "hype"  # `attn_logits_scaling` is null, "hype" or "hype" and a number
 LOGIT_SCALING_DEFAULT = 362.0
-
 
 # {argument: (key, its default: None, a number or the value of another argument)}
 INTEGERS: dict[str, tuple[str, Any]] = {
@@ -58,7 +56,6 @@ class LightningHybridLayout(Layout):
         flags: `{key: (default, supported value)}` of booleans.
     """
 
-    tokenizer_class = "LlamaTokenizer"
     attention: str
     flags: dict[str, tuple[bool, bool]]
 
@@ -68,6 +65,8 @@ class LightningHybridLayout(Layout):
             given = {} if default is None else {"default": arguments.get(default, default)}
             if ours == "num_layers":
                 given["maximum"] = MAX_LAYERS
+            elif ours == "lightning_head_dim":
+                given["multiple_of"] = 2
             arguments[ours] = config.integer(theirs, **given)
         for kind in ("", "lightning_"):
             heads = "num_lightning_heads" if kind else "num_query_heads"
@@ -75,9 +74,6 @@ class LightningHybridLayout(Layout):
             if arguments[heads] % arguments[shared]:
                 wanted = f"a divisor of {INTEGERS[heads][0]!r}, {arguments[heads]}"
                 raise config.unsupported_error(INTEGERS[shared][0], arguments[shared], wanted)
-        if arguments["lightning_head_dim"] % 2:
-            size = arguments["lightning_head_dim"]
-            raise config.unsupported_error("lightning_head_dim", size, "an even number")
         scales = _query_scales(arguments)
         for key, (default, supported) in self.flags.items():
             if config.flag(key, default) is not supported:
@@ -131,21 +127,25 @@ class LightningHybridLayout(Layout):
             **{key: supported for key, (_, supported) in self.flags.items()},
         }
 
-    def tensors(self, arguments):
-        v, d = arguments["vocabulary_size"], arguments["hidden_dim"]
-        tied = arguments["tie_word_embeddings"]
-        embedding, head = "model.embed_tokens.weight", "lm_head.weight"
-        ours = ("token_embedding/embeddings",)
-        tensors = [
-            # `lm_head.weight` of tied weights is a copy, which `save_pretrained` may omit.
-            Tensor(embedding, (v, d), ours, copy=head if tied else None),
-            *(t for i in range(arguments["num_layers"]) for t in _block(i, arguments)),
-            Tensor("model.norm.weight", (d,), ("final_norm/scale",)),
-        ]
-        if not tied:
-            weights = ("token_embedding/reverse_embeddings",)
-            tensors.append(Tensor(head, (v, d), weights, TRANSPOSED))
-        return tensors
+    def block_tensors(self, i, block, arguments):
+        d, m = arguments["hidden_dim"], arguments["intermediate_dim"]
+        is_lightning = arguments["block_types"][i] == LIGHTNING
+        kind, heads = ("lightning_", "lightning") if is_lightning else ("", "query")
+        gate = ("z_proj", "u_proj") if is_lightning else ("o_gate", "gate_proj")
+        size = arguments[f"{kind}head_dim"]
+        inner = arguments[f"num_{heads}_heads"] * size
+        keys = arguments[f"num_{kind}key_value_heads"] * size
+        yield block.tensor("input_layernorm.weight", (d,), "temporal_norm/scale")
+        layers = {"q_proj": inner, "k_proj": keys, "v_proj": keys}
+        for theirs, ours, width in [*((n, n, w) for n, w in layers.items()), (*gate, inner)]:
+            yield from block.linear(f"self_attn.{theirs}", d, width, f"temporal_block/{ours}")
+        yield from block.linear("self_attn.o_proj", inner, d, "temporal_block/o_proj")
+        norms = {"q_norm": size, "k_norm": size} if is_lightning or arguments["use_qk_norm"] else {}
+        for name, width in {**norms, **({"o_norm": inner} if is_lightning else {})}.items():
+            ours = f"temporal_block/{name.removeprefix('o_')}/scale"
+            yield block.tensor(f"self_attn.{name}.weight", (width,), ours)
+        yield block.tensor("post_attention_layernorm.weight", (d,), "channel_norm/scale")
+        yield from block.mlp("mlp", d, m)
 
 
 class HypeNet(LightningHybridLayout):
@@ -292,39 +292,3 @@ def _scale_depth(residual_scale, num_layers):
     scale = residual_scale * root
     neighbors = (round(scale, 9), scale, math.nextafter(scale, 0), math.nextafter(scale, math.inf))
     return next((s for s in neighbors if s / root == residual_scale), scale)
-
-
-def _block(i, arguments):
-    """Yields the tensors of a residual block: `{theirs} {shape} {ours}`."""
-    d, m = arguments["hidden_dim"], arguments["intermediate_dim"]
-
-    def tensor(name, shape, weight, transform=SAME):
-        return Tensor(f"model.layers.{i}.{name}", shape, (f"block_{i}/{weight}",), transform)
-
-    def linear(name, inputs, outputs, layer):
-        return tensor(f"{name}.weight", (outputs, inputs), f"{layer}/kernel", TRANSPOSED)
-
-    def norm(name, size):
-        ours = f"temporal_block/{name.removeprefix('o_')}/scale"
-        return tensor(f"self_attn.{name}.weight", (size,), ours)
-
-    is_lightning = arguments["block_types"][i] == LIGHTNING
-    kind, heads = ("lightning_", "lightning") if is_lightning else ("", "query")
-    gate = ("z_proj", "u_proj") if is_lightning else ("o_gate", "gate_proj")
-    size = arguments[f"{kind}head_dim"]
-    inner = arguments[f"num_{heads}_heads"] * size
-    keys = arguments[f"num_{kind}key_value_heads"] * size
-    yield tensor("input_layernorm.weight", (d,), "temporal_norm/scale")
-    for name, width in (("q_proj", inner), ("k_proj", keys), ("v_proj", keys)):
-        yield linear(f"self_attn.{name}", d, width, f"temporal_block/{name}")
-    yield linear(f"self_attn.{gate[0]}", d, inner, f"temporal_block/{gate[1]}")
-    yield linear("self_attn.o_proj", inner, d, "temporal_block/o_proj")
-    if is_lightning or arguments["use_qk_norm"]:
-        yield norm("q_norm", size)
-        yield norm("k_norm", size)
-    if is_lightning:
-        yield norm("o_norm", inner)
-    yield tensor("post_attention_layernorm.weight", (d,), "channel_norm/scale")
-    yield linear("mlp.gate_proj", d, m, "mlp/gate_proj")
-    yield linear("mlp.up_proj", d, m, "mlp/up_proj")
-    yield linear("mlp.down_proj", m, d, "mlp/down_proj")

@@ -3,12 +3,7 @@
 import keras
 
 from keras_recurrent.checks.arguments import check_boolean, check_number, check_positive_integer
-from keras_recurrent.devices.jax_layouts import (
-    axis_size,
-    check_layout,
-    get_weight_axis,
-    make_layout_map,
-)
+from keras_recurrent.devices.jax_layouts import check_layout
 from keras_recurrent.layers import LightningAttention, LocalAttention, RMSNorm
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.reversible_embedding import reversible_embedding
@@ -57,10 +52,11 @@ class LightningHybridBackbone(RecurrentBackbone):
         residual_scale: number, factor of the outputs of both layers of a residual block. None: 1.
         output_scale: number, factor of the final norm's output. None: 1.
         tie_word_embeddings: boolean. True: the embedding's weights compute the logits.
-        dense_length: integer. A sequence of this many tokens or more, with those in a cache, raises
-            an error, because the attention of MiniCPM-SALA is then block-sparse, which is not
-            implemented. None: attention to all earlier tokens for any length, which differs from
-            MiniCPM-SALA at its `dense_length`, 8192, and above.
+        dense_length: integer. A sequence of this many tokens or more raises an error, because the
+            attention of MiniCPM-SALA is then block-sparse, which is not implemented. Tokens in a
+            cache, padding and all documents of a packed sequence count. None: attention to all
+            earlier tokens for any length, which differs from MiniCPM-SALA for texts of its
+            `dense_length`, 8192, tokens or more, and is equal for shorter documents.
         layer_norm_epsilon: float, ε of all norms.
         dtype: a dtype, policy or its name; `"mixed_bfloat16"` computes in bfloat16 but keeps
             weights and recurrent states in float32.
@@ -138,16 +134,6 @@ class LightningHybridBackbone(RecurrentBackbone):
         if dense_length is not None:
             check_positive_integer("dense_length", dense_length)
         block_types = _expand(block_types, num_layers)
-        lightning = {
-            "num_lightning_heads": num_lightning_heads or num_query_heads,
-            "num_lightning_key_value_heads": num_lightning_key_value_heads
-            or num_lightning_heads
-            or num_query_heads,
-        }
-        attention = {
-            "num_query_heads": num_query_heads,
-            "num_key_value_heads": num_key_value_heads,
-        }
 
         def make_mixer(block_type):
             if block_type == LIGHTNING:
@@ -180,18 +166,22 @@ class LightningHybridBackbone(RecurrentBackbone):
                 name="temporal_block",
             )
 
-        for i, block_type in enumerate(block_types):
-            heads = lightning if block_type == LIGHTNING else attention
-            for projection, (name_of_heads, number) in zip("qk", heads.items(), strict=True):
-                path = f"block_{i}/temporal_block/{projection}_proj/kernel"
-                check_layout(path, hidden_dim=hidden_dim, **{name_of_heads: number})
-
         # Only blocks are recomputed under a `keras.RematScope`.
         with no_further_remat():
             token_embedding = reversible_embedding(
                 vocabulary_size, hidden_dim, tie_word_embeddings, dtype=dtype
             )
             mixers = [make_mixer(block_type) for block_type in block_types]
+            for i, mixer in enumerate(mixers):
+                query, kind = ("", "lightning_") if block_types[i] == LIGHTNING else ("query_", "")
+                number = getattr(mixer, f"num_{query}heads")
+                heads = {
+                    "q": {f"num_{kind}{query}heads": number},
+                    "k": {f"num_{kind}key_value_heads": mixer.num_key_value_heads or number},
+                }
+                for name, split in heads.items():
+                    path = f"block_{i}/temporal_block/{name}_proj/kernel"
+                    check_layout(path, hidden_dim=hidden_dim, **split)
             final_norm = RMSNorm(
                 epsilon=layer_norm_epsilon, zero_centered=False, dtype=dtype, name="final_norm"
             )
@@ -235,51 +225,22 @@ class LightningHybridBackbone(RecurrentBackbone):
         return ["q_proj", "k_proj", "v_proj", "u_proj", "o_proj"]
 
     @staticmethod
-    def get_layout_map(
-        device_mesh,
-        model_parallel_dim_name="model",
-        data_parallel_dim_name="batch",
-        num_key_value_heads=1,
-        attention_layers=None,
-    ):
-        """Returns the layout of weights and states for `keras.distribution.ModelParallel`.
-
-        The model axis splits heads and the SwiGLU's `intermediate_dim`, the data axis the batch and
-        the other dimension of weights; see `GriffinBackbone.get_layout_map`. Blocks of attention do
-        not support a third axis "sequence".
-
-        Args:
-            device_mesh: a `keras.distribution.DeviceMesh`.
-            model_parallel_dim_name: string, the mesh axis for the model. Its size must divide
-                `vocabulary_size`, the numbers of query heads and `intermediate_dim`.
-            data_parallel_dim_name: string, the mesh axis for the data. Its size must divide
-                `hidden_dim`.
-            num_key_value_heads: integer, number of key and value heads of the network.
-            attention_layers: indices of the blocks of attention. If the model axis does not divide
-                `num_key_value_heads`, only their keys and values are replicated. None: keys and
-                values of all blocks are then replicated.
-
-        Returns:
-            A `keras.distribution.LayoutMap`.
-
-        Raises:
-            ValueError: `device_mesh` is not a mesh or lacks an axis of these names. A backbone
-                raises it before making weights if an axis does not divide the size that it splits.
-        """
-        data, model = data_parallel_dim_name, model_parallel_dim_name
-        layout_map = make_layout_map(device_mesh, model, data)
-        data = get_weight_axis(device_mesh, data)
-        layout_map["token_embedding/reverse_embeddings"] = (data, model)
-        layout_map["block.*(q_proj|u_proj|gate_proj|up_proj)/kernel"] = (data, model)
-        layout_map["block.*(o_proj|down_proj)/kernel"] = (model, data)
-        keys = (data, None if num_key_value_heads % axis_size(device_mesh, model) else model)
+    def weight_layout(data, model, num_devices, num_key_value_heads=1, attention_layers=None):
+        """Returns `{path: axes}` of the weights in blocks; see `get_layout_map`."""
+        layout = {
+            "token_embedding/reverse_embeddings": (data, model),
+            "block.*(q_proj|u_proj|gate_proj|up_proj)/kernel": (data, model),
+            "block.*(o_proj|down_proj)/kernel": (model, data),
+        }
+        keys = (data, None if num_key_value_heads % num_devices else model)
         if attention_layers is None:
-            layout_map["block.*(k_proj|v_proj)/kernel"] = keys
-        else:
-            indices = "|".join(map(str, attention_layers)) or "none"
-            layout_map[f"block_({indices})/.*(k_proj|v_proj)/kernel"] = keys
-            layout_map[f"block_(?!({indices})/).*(k_proj|v_proj)/kernel"] = (data, model)
-        return layout_map
+            return {**layout, "block.*(k_proj|v_proj)/kernel": keys}
+        indices = "|".join(map(str, attention_layers)) or "none"
+        return {
+            **layout,
+            f"block_({indices})/.*(k_proj|v_proj)/kernel": keys,
+            f"block_(?!({indices})/).*(k_proj|v_proj)/kernel": (data, model),
+        }
 
 
 def _expand(block_types, num_layers):

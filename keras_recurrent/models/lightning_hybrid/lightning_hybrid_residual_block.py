@@ -2,7 +2,6 @@
 
 import keras
 
-from keras_recurrent.layers import RMSNorm, SwiGLU
 from keras_recurrent.models.residual_block import ResidualBlock
 
 
@@ -50,11 +49,3 @@ class LightningHybridResidualBlock(ResidualBlock):
     >>> tuple(block(np.ones((2, 5, 8))).shape)
     (2, 5, 8)
     """
-
-    def make_norm(self, name):
-        return RMSNorm(
-            epsilon=self.layer_norm_epsilon, zero_centered=False, dtype=self.dtype_policy, name=name
-        )
-
-    def make_mlp(self, name):
-        return SwiGLU(self.intermediate_dim, dtype=self.dtype_policy, name=name)

@@ -13,14 +13,12 @@ from keras_recurrent.tokenizers.byte_tokenizer import ByteTokenizer
 class LightningHybridTokenizer(ByteTokenizer):
     """Byte tokenizer of presets of HypeNet and MiniCPM-SALA without weights.
 
-    KerasHub finds tokenizers by their backbone, so each family of models has a separate class. Code
-    may also pass a `ByteTokenizer`. Checkpoints have another tokenizer, see
-    `keras_recurrent.tokenizers.BPETokenizer` and `SentencePieceTokenizer`.
+    Checkpoints have another tokenizer, see `keras_recurrent.tokenizers.BPETokenizer` and
+    `SentencePieceTokenizer`.
 
     Example:
 
-    >>> import keras_hub
-    >>> import keras_recurrent
+    >>> import keras_hub, keras_recurrent
     >>> tokenizer = keras_hub.tokenizers.Tokenizer.from_preset("hypenet_tiny")
     >>> tokenizer("hi")
     array([107, 108], dtype=int32)

@@ -7,7 +7,7 @@ channels.
 
 from keras_recurrent.checkpoints.config_reader import MAX_LAYERS
 from keras_recurrent.checkpoints.layout import Layout
-from keras_recurrent.checkpoints.tensor_table import TRANSPOSED, Tensor, Transform, stacked
+from keras_recurrent.checkpoints.tensor_table import Transform, stacked
 
 # [heads, 1, channels] in the files.
 LRPE_THETA = Transform(lambda tensor: (tensor[:, 0],), lambda weight: weight[:, None])
@@ -19,7 +19,7 @@ class TransNormer(Layout):
 
     model_type = "transnormer"
     architecture = "TransnormerForCausalLM"
-    tokenizer_class = "LlamaTokenizer"
+    final_norm = None  # it has no weight
     unused = ("add_bos_token",)  # training only
 
     def read_config(self, config):
@@ -73,37 +73,22 @@ class TransNormer(Layout):
             "tie_word_embeddings": False,
         }
 
-    def tensors(self, arguments):
-        v, d = arguments["vocabulary_size"], arguments["hidden_dim"]
-        blocks = [_block(i, arguments) for i in range(arguments["num_layers"])]
-        return [
-            Tensor("model.embed_tokens.weight", (v, d), ("token_embedding/embeddings",)),
-            *(tensor for block in blocks for tensor in block),
-            Tensor("lm_head.weight", (v, d), ("token_embedding/reverse_embeddings",), TRANSPOSED),
-        ]
+    def block_tensors(self, i, block, arguments):
+        d, m = arguments["hidden_dim"], arguments["intermediate_dim"]
+        heads, head_dim = arguments["num_heads"], arguments["head_dim"]
+        inner = heads * head_dim
+        name, qkvu = "token_mixer.qkvu_proj.weight", (f"{letter}_proj/kernel" for letter in "qkvu")
+        weights = [f"temporal_block/{weight}" for weight in qkvu]
+        yield block.tensor(name, (4 * inner, d), *weights, transform=stacked(4))
+        yield from block.linear("token_mixer.out_proj", inner, d, "temporal_block/o_proj")
+        if i == 0:
+            name, theta = "token_mixer.lrpe.theta", "temporal_block/lrpe/theta"
+            yield block.tensor(name, (heads, 1, head_dim), theta, transform=LRPE_THETA)
+        for theirs, ours in SGLU.items():
+            sizes = (m, d) if theirs == "l3" else (d, m)
+            yield from block.linear(f"channel_mixer.{theirs}", *sizes, f"mlp/{ours}")
 
 
 def _lrpe_layers(num_layers):
     """Returns 1 for the first layer, the only one with positions, and 0 for the others."""
     return [1] + [0] * (num_layers - 1)
-
-
-def _block(i, arguments):
-    """Yields the tensors of a residual block: `{theirs} {shape} {ours}`."""
-    d, m = arguments["hidden_dim"], arguments["intermediate_dim"]
-    heads, head_dim = arguments["num_heads"], arguments["head_dim"]
-    inner = heads * head_dim
-
-    def tensor(name, shape, weights, transform=TRANSPOSED):
-        paths = tuple(f"block_{i}/{weight}" for weight in weights)
-        return Tensor(f"model.layers.{i}.{name}", shape, paths, transform)
-
-    qkvu = [f"temporal_block/{name}_proj/kernel" for name in "qkvu"]
-    yield tensor("token_mixer.qkvu_proj.weight", (4 * inner, d), qkvu, stacked(4))
-    yield tensor("token_mixer.out_proj.weight", (d, inner), ["temporal_block/o_proj/kernel"])
-    if i == 0:
-        theta = ["temporal_block/lrpe/theta"]
-        yield tensor("token_mixer.lrpe.theta", (heads, 1, head_dim), theta, LRPE_THETA)
-    for theirs, ours in SGLU.items():
-        shape = (d, m) if theirs == "l3" else (m, d)
-        yield tensor(f"channel_mixer.{theirs}.weight", shape, [f"mlp/{ours}/kernel"])

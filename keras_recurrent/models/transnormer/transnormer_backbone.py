@@ -3,7 +3,7 @@
 import keras
 
 from keras_recurrent.checks.arguments import check_boolean
-from keras_recurrent.devices.jax_layouts import check_layout, get_weight_axis, make_layout_map
+from keras_recurrent.devices.jax_layouts import check_layout
 from keras_recurrent.layers import LightningAttention, SimpleRMSNorm
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.reversible_embedding import reversible_embedding
@@ -137,54 +137,11 @@ class TransNormerBackbone(RecurrentBackbone):
         return ["q_proj", "k_proj", "v_proj", "u_proj", "o_proj"]
 
     @staticmethod
-    def get_layout_map(
-        device_mesh, model_parallel_dim_name="model", data_parallel_dim_name="batch"
-    ):
-        """Returns the layout of weights and states for `keras.distribution.ModelParallel`.
-
-        The model axis splits heads, which are independent up to the norm before the output, and the
-        SGLU's `intermediate_dim`. The data axis splits the batch, and the other dimension of
-        weights, which are gathered for use (FSDP, or ZeRO-3). A mesh of (8, 1) is FSDP, a mesh of
-        (1, 8) is tensor parallelism, and others combine both. States and caches are split by
-        sequences and heads or channels.
-
-        A third axis, named "sequence", is for sequences that do not fit on one device (sequence
-        parallelism). It splits each sequence, whose length it must divide; see
-        `keras_recurrent.devices.jax_layouts`.
-        If the data axis has one device, weights are split along this axis instead.
-
-        Args:
-            device_mesh: a `keras.distribution.DeviceMesh`.
-            model_parallel_dim_name: string, the mesh axis for the model. Its size must divide
-                `vocabulary_size`, `num_heads` and `intermediate_dim`.
-            data_parallel_dim_name: string, the mesh axis for the data. Its size must divide
-                `hidden_dim`.
-
-        Returns:
-            A `keras.distribution.LayoutMap`.
-
-        Raises:
-            ValueError: `device_mesh` is not a mesh or lacks an axis of these names. A backbone
-                raises it before making weights if an axis does not divide the size that it splits.
-
-        Example:
-
-        ```python
-        mesh = keras.distribution.DeviceMesh(
-            (1, 8), ("batch", "model"), keras.distribution.list_devices()
-        )
-        distribution = keras.distribution.ModelParallel(
-            layout_map=TransNormerBackbone.get_layout_map(mesh), batch_dim_name="batch"
-        )
-        with distribution.scope():
-            model = TransNormerCausalLM.from_preset("tnl_7b", load_weights=False)
-        ```
-        """
-        data, model = data_parallel_dim_name, model_parallel_dim_name
-        layout_map = make_layout_map(device_mesh, model, data)
-        data = get_weight_axis(device_mesh, data)
-        layout_map["token_embedding/reverse_embeddings"] = (data, model)
-        layout_map["block.*(q_proj|k_proj|v_proj|u_proj|gate_proj|up_proj)/kernel"] = (data, model)
-        layout_map["block.*(o_proj|down_proj)/kernel"] = (model, data)
-        layout_map["block.*lrpe/theta"] = (model, None)
-        return layout_map
+    def weight_layout(data, model, num_devices):
+        """Returns `{path: axes}` of the weights in blocks; see `get_layout_map`."""
+        return {
+            "token_embedding/reverse_embeddings": (data, model),
+            "block.*(q_proj|k_proj|v_proj|u_proj|gate_proj|up_proj)/kernel": (data, model),
+            "block.*(o_proj|down_proj)/kernel": (model, data),
+            "block.*lrpe/theta": (model, None),
+        }
