@@ -848,6 +848,37 @@ FAULTS = [
         new="keras.config.dtype_policy().name",
         tests={"torch": "models/test_memory.py::test_dtype_of_a_preset[bfloat16]"},
     ),
+    Fault(
+        "added_tokens_unread",
+        "keras_recurrent/checkpoints/tokenizer_files.py",
+        old="if self._files.is_available(name) else None",
+        new="if False else None",
+        tests={"torch": "checkpoints/test_lightning_hybrid.py::test_chat[minicpm_sala]"},
+    ),
+    Fault(
+        "added_tokens_have_text",
+        "keras_recurrent/tokenizers/sentence_piece_tokenizer.py",
+        old="[id for id in row if id not in self._added]",
+        new="list(row)",
+        tests={"torch": "tokenizers/test_sentence_piece_tokenizer.py::test_added_tokens"},
+    ),
+    Fault(
+        "copy_of_tied_weights_unchecked",
+        "keras_recurrent/checkpoints/tensor_table.py",
+        old="if tensor.copy in checkpoint.tensors:",
+        new="if False:",
+        tests={"torch": "checkpoints/test_lightning_hybrid.py::test_a_second_copy_of_tied_weights"},
+    ),
+    Fault(
+        "dense_length_off_by_one",
+        "keras_recurrent/models/lightning_hybrid/lightning_hybrid_backbone.py",
+        old="else dense_length - 1",
+        new="else dense_length",
+        tests={
+            "torch": "models/test_lightning_hybrid.py::"
+            "test_sequences_beyond_dense_attention_are_refused"
+        },
+    ),
 ]
 
 if __name__ == "__main__":

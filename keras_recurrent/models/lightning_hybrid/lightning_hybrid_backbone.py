@@ -179,8 +179,8 @@ class LightningHybridBackbone(RecurrentBackbone):
                     "q": {f"num_{kind}{query}heads": number},
                     "k": {f"num_{kind}key_value_heads": mixer.num_key_value_heads or number},
                 }
-                for name, split in heads.items():
-                    path = f"block_{i}/temporal_block/{name}_proj/kernel"
+                for letter, split in heads.items():
+                    path = f"block_{i}/temporal_block/{letter}_proj/kernel"
                     check_layout(path, hidden_dim=hidden_dim, **split)
             final_norm = RMSNorm(
                 epsilon=layer_norm_epsilon, zero_centered=False, dtype=dtype, name="final_norm"
