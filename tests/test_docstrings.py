@@ -52,17 +52,7 @@ EXAMPLES = {
 }
 
 
-ROOMS = [
-    "callbacks",
-    "datasets",
-    "layers",
-    "metrics",
-    "models",
-    "ops",
-    "samplers",
-    "schedules",
-    "serving",
-]
+ROOMS = ["callbacks", "datasets", "layers", "metrics", "models", "ops", "samplers", "schedules"]
 ROOMS += ["tokenizers"]
 
 
