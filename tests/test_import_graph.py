@@ -28,6 +28,7 @@ FLOORS = [
     "checkpoints",
     "generation",
     "models",
+    "serving",
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms.split()}
 TOP = len(FLOORS)  # the other modules at the root of the package, and faces anywhere
