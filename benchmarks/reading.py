@@ -28,7 +28,7 @@ def measure(name, lengths=(131_072,), dtype="bfloat16"):
         row = np.random.default_rng(0).integers(1, vocabulary, (1, length)).astype("int32")
         inputs = {"token_ids": row, "padding_mask": np.ones_like(row)}
 
-        def read(inputs=inputs):
+        def read(inputs=inputs, length=length):
             cache = model.prefill(inputs, max_length=length)
             keras.ops.convert_to_numpy(cache.state["segment"])
             return cache

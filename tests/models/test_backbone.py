@@ -380,7 +380,7 @@ def test_the_next_token_needs_no_look_at_its_row(family, monkeypatch):
 
 
 @pytest.mark.skipif(keras.config.backend() != "torch", reason="JAX and TensorFlow compile a step")
-@pytest.mark.parametrize("family", ["griffin", "hgrn2"])
+@any_family
 def test_a_forward_pass_does_not_wait_for_the_gpu(family, monkeypatch):
     """A number that becomes a tensor is copied when all that the GPU has to do is done."""
     import torch
