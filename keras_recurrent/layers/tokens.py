@@ -27,6 +27,8 @@ class Tokens(NamedTuple):
         position: int32 `[B, T]`, the index of each token in its document, not counting padding. At
             padding: the number of real tokens so far in the most recent document. None: no layer
             uses positions.
+        max_length: integer, the capacity of KV caches that a call without a state returns, in
+            tokens of a document. None: the `max_length` of the layer.
 
     Example: a custom layer that sums the tokens of each document.
 
@@ -57,6 +59,7 @@ class Tokens(NamedTuple):
 
     kind: Any = None
     position: Any = None
+    max_length: int | None = None
 
 
 def find_tokens(
