@@ -192,7 +192,8 @@ class RecurrentBackbone(
                 uses_position=self.uses_position,
                 return_state=return_cache,
             )
-            tokens = tokens._replace(max_length=max_length)
+            if max_length is not None:
+                tokens = tokens._replace(slots=ops.zeros((0, max_length), "int8"))
             x = self.embed(token_ids)
         else:
             x, tokens, places = step
