@@ -321,6 +321,15 @@ FAULTS = [
         tests={"torch": "ops/test_ops.py::test_whole_is_left_and_right[sliding_window_attention]"},
     ),
     Fault(
+        "prefill_from_an_empty_state",
+        "keras_recurrent/generation/torch/loop.py",
+        old="tokens, mask, cache=cache, return_cache=True, max_length=max_length",
+        new="tokens, mask, cache=cache or backbone.get_initial_state(len(lengths), max_length)",
+        tests={
+            "torch": "generation/test_cache.py::test_long_prompts_are_read_in_pieces[griffin]",
+        },
+    ),
+    Fault(
         "torch_ring_wrap",
         "backends/torch/_circular_buffer.py",
         old="count = length % capacity if capacity else 0",

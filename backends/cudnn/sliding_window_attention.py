@@ -16,6 +16,7 @@ _MAX_HEAD_SIZE = {False: 256, True: 128}  # on Hopper; on later GPUs
 _VECTOR = 8  # channels
 # cuDNN builds a plan for each shape, a cost that only long sequences amortize.
 _MIN_LENGTH = 512
+_LENGTH_UNIT = 128  # without gradients: prompts have arbitrary lengths
 
 
 def unsupported(
@@ -31,6 +32,8 @@ def unsupported(
         return f"needs all tokens in the window: {length} tokens are more than {sliding_window}"
     if length < _MIN_LENGTH:
         return f"needs sequences of {_MIN_LENGTH} tokens or more, got {length}"
+    if length % _LENGTH_UNIT and not torch.is_grad_enabled():
+        return f"needs a multiple of {_LENGTH_UNIT} tokens without gradients, got {length}"
     if q.dtype not in _DTYPES or not q.dtype == k.dtype == v.dtype:
         return f"needs bfloat16 or float16, got {q.dtype}, {k.dtype}, {v.dtype}"
     if not q.is_cuda:

@@ -196,11 +196,8 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
                 f"`max_length` is {limit} tokens, and sequence {longest} has "
                 f"{int(num_tokens[longest])} already. Pass a larger `max_length`."
             )
-        if cache is None:
-            state = self.backbone.get_initial_state(len(prompts.lengths), max_length=max_length)
-        else:
-            state = cache.state
-        state = loops.prefill(prompts.token_ids, prompts.lengths - 1, state)
+        state = cache and cache.state
+        state = loops.prefill(prompts.token_ids, prompts.lengths - 1, state, max_length)
         key = next_cache_key(self, cache)
         return GenerationCache(state, tokens, limit, key)
 

@@ -43,14 +43,18 @@ def capacity(model, length):
 
 
 def initial_cache(model, batch_size, length, keep):
-    """Returns the cache before the first token.
+    """Returns the cache before the first token; arguments as in `cache_max_length`."""
+    max_length = cache_max_length(model, length, keep)
+    return model.backbone.get_initial_state(batch_size, max_length=max_length)
+
+
+def cache_max_length(model, length, keep):
+    """Returns the `max_length` of a new cache, or None.
 
     Args:
         model: a language model.
-        batch_size: integer.
         length: integer, the final number of tokens of a sequence.
         keep: boolean, True if the cache is used after this call. Its capacity is then unlimited
             unless a block attends to all tokens; otherwise it is `capacity`.
     """
-    max_length = None if keep and model.backbone.keeps_state else capacity(model, length)
-    return model.backbone.get_initial_state(batch_size, max_length=max_length)
+    return None if keep and model.backbone.keeps_state else capacity(model, length)

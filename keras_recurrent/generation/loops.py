@@ -9,7 +9,7 @@ from keras_recurrent.devices.jax_layouts import allow_uneven_batches
 from keras_recurrent.generation.beam_sampler import BeamSampler
 from keras_recurrent.generation.beam_search import Hypotheses, search_request
 from keras_recurrent.generation.hub_loop import generate_by_sampler
-from keras_recurrent.generation.lengths import initial_cache
+from keras_recurrent.generation.lengths import cache_max_length, initial_cache
 from keras_recurrent.generation.modes import record_mode
 from keras_recurrent.generation.output import slice_rows
 from keras_recurrent.generation.prompts import (
@@ -139,8 +139,9 @@ class GenerateFunction:
                 found = _search_eagerly(self._model, request)
         result = request.result(found.tokens[:, 0], found.counts[:, 0])
         if keep:
-            cache = initial_cache(self._model, batch_size, length, keep) if cache is None else cache
-            cache = self.loops.prefill(result.token_ids, result.lengths - 1, cache)
+            max_length = cache_max_length(self._model, length, keep) if cache is None else None
+            arguments = result.token_ids, result.lengths - 1, cache, max_length
+            cache = self.loops.prefill(*arguments)
             result = result._replace(cache=cache)
         return result._replace(hypotheses=found if self._model.sampler.return_all_beams else None)
 

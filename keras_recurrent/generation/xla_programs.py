@@ -43,14 +43,16 @@ class Programs:
         programs = _programs(model, snapshot, compiled)
         self._prefill, self._generate, self._decoder, self._search = programs
 
-    def prefill(self, token_ids, lengths, cache):
+    def prefill(self, token_ids, lengths, cache=None, max_length=None):
         """Returns the cache after the first `lengths` tokens of each sequence.
 
         Args:
             token_ids: integers `[B, T]`, a NumPy array.
             lengths: integers `[B]`, a NumPy array.
-            cache: the cache before these tokens.
+            cache: the cache before these tokens. None: the initial one, for `max_length` tokens.
         """
+        if cache is None:
+            cache = self._model.backbone.get_initial_state(len(lengths), max_length=max_length)
         return self._prefill(*_pad_to_bucket(token_ids, lengths), cache)
 
     def generate(self, request, cache=None, keep=False):

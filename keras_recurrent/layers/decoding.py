@@ -138,7 +138,7 @@ def linear(
         x = gated_linear_unit(_apply(to_gate, x), _apply(to_up, x), activation=gate)
     outputs = [_apply(dense, x) for dense in layers] or [x]
     if output_scale is not None:
-        outputs = [ops.multiply(y, output_scale) for y in outputs]
+        outputs = [y * output_scale for y in outputs]
     return outputs if residual is None else [outputs[0] + residual]
 
 

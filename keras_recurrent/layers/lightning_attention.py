@@ -10,6 +10,7 @@ from keras_recurrent.checks.arguments import (
     check_positive_integer,
     check_positive_integers,
 )
+from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.dense import inner_dense
 from keras_recurrent.layers.lrpe import LRPE
@@ -20,6 +21,9 @@ from keras_recurrent.layers.simple_rms_norm import SimpleRMSNorm
 from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops import lightning_attention
 from keras_recurrent.ops.decoding_steps import lightning_step
+
+if BACKEND == "torch":
+    from keras_recurrent.layers.torch_calls import copy_to_device
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -236,11 +240,17 @@ class LightningAttention(StreamingLayer):
             k, v = ops.repeat(k, groups, axis=2), ops.repeat(v, groups, axis=2)
         o, memory = lightning_attention(
             *(q, k, v),
-            ops.convert_to_tensor(self.log_decay, self.state_dtype),
+            self._decays(v),
             initial_state=state.get("memory"),
             token_kind=tokens.kind,
         )
         return o, {"memory": memory}
+
+    def _decays(self, v):
+        """Returns log λ of each head as a tensor, in the state's dtype."""
+        if BACKEND == "torch" and v.shape[1] > 1:  # a step may be captured, without such copies
+            return copy_to_device(self.log_decay, self.state_dtype, v.device)
+        return ops.convert_to_tensor(self.log_decay, self.state_dtype)
 
     def _positioned(self, projection, norm, inputs, position, scale=None):
         """Returns queries or keys by heads, with norm and positions."""
@@ -253,7 +263,7 @@ class LightningAttention(StreamingLayer):
             x = ops.cast(x, self.state_dtype)
             x = rotate(x, position, self.rope_max_wavelength, self.head_dim)
         if scale is not None:
-            x = ops.multiply(x, scale)
+            x = x * scale  # `ops.multiply` waits for the GPU, to copy the number
         return ops.cast(x, self.compute_dtype)
 
     def finish(self, output, inputs):

@@ -252,7 +252,7 @@ class LocalAttention(StreamingLayer):
             # Keras on torch multiplies float64 as float32.
             ops.cast(self._heads(v, position), self.compute_dtype),
             self.sliding_window,
-            max_length=self.max_length,
+            max_length=self.max_length if tokens.slots is None else tokens.slots.shape[1],
             # If the first token starts a document, the state is ignored and the position is 0.
             initial_state={**state, "position": position[:, 0]} if state else None,
             token_kind=tokens.kind,

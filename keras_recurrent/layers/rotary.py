@@ -21,6 +21,8 @@ def rotate(x, positions, max_wavelength, rotary_dim):
         max_wavelength: number.
         rotary_dim: integer, even, at most head_dim.
     """
+    if not rotary_dim:
+        return x
     half = rotary_dim // 2
     angle = ops.cast(positions, x.dtype)[:, :, None, None]
     angle = angle * frequencies(rotary_dim, max_wavelength, x.dtype)

@@ -27,6 +27,9 @@ class Tokens(NamedTuple):
         position: int32 `[B, T]`, the index of each token in its document, not counting padding. At
             padding: the number of real tokens so far in the most recent document. None: no layer
             uses positions.
+        slots: int8 `[0, C]`, where C is the capacity of KV caches that a call without a state
+            returns. It has no elements: Keras passes only tensors from layer to layer. None: the
+            capacity is the `max_length` of each layer.
 
     Example: a custom layer that sums the tokens of each document.
 
@@ -57,6 +60,7 @@ class Tokens(NamedTuple):
 
     kind: Any = None
     position: Any = None
+    slots: Any = None
 
 
 def find_tokens(

@@ -3,6 +3,7 @@
 import contextlib
 
 import keras
+import numpy as np
 import torch
 from keras import ops
 
@@ -79,6 +80,11 @@ def product_with_bias(dense, x):
     # Without `contiguous`, torch adds the bias in a separate step.
     y = torch.nn.functional.linear(x.contiguous(), kernel.T, bias)
     return y if dense.activation is None else dense.activation(y)
+
+
+def copy_to_device(numbers, dtype, device):
+    """Returns a tensor of a few numbers, without waiting for the GPU as `torch.tensor` does."""
+    return torch.from_numpy(np.array(numbers, dtype)).to(device, non_blocking=True)
 
 
 def weights_scope(layer):

@@ -132,7 +132,7 @@ class RecurrentBackbone(
         if x is not None:
             return x
         x = self.token_embedding(token_ids)
-        return x if self.embedding_scale is None else ops.multiply(x, self.embedding_scale)
+        return x if self.embedding_scale is None else x * self.embedding_scale
 
     def _fused_embedding(self, token_ids, state=None):
         """The embeddings by `fused_embedding`, if the class overrides neither layer nor `embed`."""
@@ -142,7 +142,15 @@ class RecurrentBackbone(
         return self.token_embedding.fused_embedding(token_ids, self.embedding_scale, state)
 
     def hidden_states(
-        self, token_ids, padding_mask=None, segment_ids=None, cache=None, intercept=None
+        self,
+        token_ids,
+        padding_mask=None,
+        segment_ids=None,
+        cache=None,
+        intercept=None,
+        *,
+        return_cache=None,
+        max_length=None,
     ):
         """Computes the hidden states of tokens, from the embedding to the (scaled) final norm.
 
@@ -152,24 +160,30 @@ class RecurrentBackbone(
             segment_ids: integers `[B, T]`, at least 0, as in
                 `keras_recurrent.layers.StreamingLayer`. None: one document per sequence, or the
                 continuation of the document in the cache.
-            cache: a cache, as from `get_initial_state`. None: starts from the initial state, and
-                returns no cache.
+            cache: a cache, as from `get_initial_state`. None: starts from the initial state, which
+                is faster without one.
             intercept: a function of activations and an index, -1 for the embeddings and i for the
                 output of block i. Its result replaces the activations.
+            return_cache: boolean, whether to return the next cache. None: if `cache` is given.
+            max_length: integer, as in `get_initial_state`, for the cache that a call without a
+                `cache` returns.
 
         Returns:
-            `(hidden states [B, T, hidden_dim], cache)`.
+            `(hidden states [B, T, hidden_dim], cache)`; the latter is None without `return_cache`.
 
         Raises:
-            ValueError: the mask or the segments have another shape or dtype, or the cache has
-                another structure or other shapes.
+            ValueError: the mask or the segments have another shape or dtype, the cache has another
+                structure or other shapes, or `max_length` is missing or above `max_num_tokens`.
         """
         check_rank_known(type(self).__name__, "token_ids", token_ids)
         self.check_num_tokens(token_ids.shape[1])
         for name, tensor in (("padding_mask", padding_mask), ("segment_ids", segment_ids)):
             check_per_token(type(self).__name__, name, tensor, token_ids.shape)
+        return_cache = cache is not None if return_cache is None else return_cache
         if cache is not None:
             check_state(cache, self.cache_spec(token_ids.shape[0]), "cache")
+        elif return_cache:
+            self._check_max_length(max_length)
         if padding_mask is not None:
             padding_mask = ops.cast(padding_mask, "bool")
             # Ids at padding, such as -100, must be valid for the embedding, too.
@@ -183,8 +197,10 @@ class RecurrentBackbone(
             tokens, places = find_tokens(
                 *(token_ids, padding_mask, segment_ids, cache),
                 uses_position=self.uses_position,
-                return_state=cache is not None,
+                return_state=return_cache,
             )
+            if max_length is not None:
+                tokens = tokens._replace(slots=ops.zeros((0, max_length), "int8"))
             x = self.embed(token_ids)
         else:
             x, tokens, places = step
@@ -194,15 +210,23 @@ class RecurrentBackbone(
         arguments = self.block_arguments(x)
         for i, (block, further) in enumerate(zip(self.transformer_layers, arguments, strict=True)):
             state = None if cache is None else cache["blocks"][i]
-            x, state = stream_inner(self, block, x, tokens, state, cache is not None, **further)
+            x, state = stream_inner(self, block, x, tokens, state, return_cache, **further)
             states.append(state)
             x = intercept(x, i)
         x = self.final_norm(x)
         if self.output_scale is not None:
-            x = ops.multiply(x, self.output_scale)
-        if cache is None:
+            x = x * self.output_scale
+        if not return_cache:
             return x, None
         return x, apply_state_layout({"blocks": tuple(states), **places})
+
+    def _check_max_length(self, max_length):
+        """Raises an error for a `max_length` of a new cache that is missing or too large."""
+        check_sizes_of_state(1, max_length)
+        self.check_num_tokens(max_length)
+        for block in self.transformer_layers:
+            if max_length is None and not block.keeps_state:
+                raise block.no_bound()
 
     @classmethod
     def get_layout_map(

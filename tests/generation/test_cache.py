@@ -191,15 +191,19 @@ def test_long_prompts_are_read_in_pieces(family, monkeypatch):
     monkeypatch.setattr("keras_recurrent.generation.lengths.TOKENS_PER_CHUNK", 4)
     model = tiny_causal_lm(family=family, **FEWER_LAYERS)
     rows = given((30, 11, 4))
-    lengths, hidden_states = [], type(model.backbone).hidden_states
+    lengths, states, hidden_states = [], [], type(model.backbone).hidden_states
 
     def counted(self, token_ids, *args, **kwargs):
         lengths.append(token_ids.shape[1])
+        states.append(kwargs["cache"])
         return hidden_states(self, token_ids, *args, **kwargs)
 
     monkeypatch.setattr(type(model.backbone), "hidden_states", counted)
     cache = prefill(model, rows)
     assert max(lengths) == 4
+    if BACKEND == "torch":  # an empty state would make attention read empty slots
+        assert states[0] is None
+        assert None not in states[1:]
     for i, row in enumerate(rows):
         assert_same(cache.select([i]), prefill(model, [row]))
 

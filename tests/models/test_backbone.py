@@ -380,7 +380,7 @@ def test_the_next_token_needs_no_look_at_its_row(family, monkeypatch):
 
 
 @pytest.mark.skipif(keras.config.backend() != "torch", reason="JAX and TensorFlow compile a step")
-@pytest.mark.parametrize("family", ["griffin", "hgrn2"])
+@any_family
 def test_a_forward_pass_does_not_wait_for_the_gpu(family, monkeypatch):
     """A number that becomes a tensor is copied when all that the GPU has to do is done."""
     import torch
@@ -405,3 +405,39 @@ def test_a_forward_pass_does_not_wait_for_the_gpu(family, monkeypatch):
     assert made == [0]  # as Keras does it, which is what layers must do without
     backbone(inputs, training=True)
     assert made == [0]
+    _, cache = backbone.hidden_states(inputs["token_ids"], return_cache=True, max_length=32)
+    backbone.hidden_states(inputs["token_ids"], cache=cache)
+    assert made == [0]
+
+
+@shared_by_families
+def test_a_cache_of_no_state_is_that_of_the_initial_state(family):
+    """With padding on both sides, a sequence of padding, documents, and slots left over or not."""
+    backbone = tiny_backbone(family=family, **FEWER_LAYERS)
+    token_ids, length = tokens(), LENGTH
+    mask = np.ones(token_ids.shape, "bool")
+    mask[0, : length // 3] = mask[1, length // 2 :] = mask[2] = False
+    segment_ids = np.repeat(np.arange(length) // 4, 3).reshape(length, 3).T
+    for max_length in (LENGTH + 2, 3):
+        for given in ((), (mask,), (mask, segment_ids)):
+            cache = backbone.get_initial_state(3, max_length)
+            expected = backbone.hidden_states(token_ids, *given, cache=cache)
+            found = backbone.hidden_states(
+                token_ids, *given, return_cache=True, max_length=max_length
+            )
+            keras.tree.assert_same_structure(found, expected)
+            pairs = zip(keras.tree.flatten(found[1]), keras.tree.flatten(expected[1]), strict=True)
+            for array, wanted in pairs:
+                assert array.dtype == wanted.dtype
+                np.testing.assert_allclose(
+                    *map(keras.ops.convert_to_numpy, (array, wanted)), rtol=1e-4, atol=1e-5
+                )
+
+
+@pytest.mark.once
+def test_a_cache_of_no_state_needs_a_capacity():
+    backbone = tiny_backbone()  # a block attends to all tokens
+    with pytest.raises(ValueError, match="max_length"):
+        backbone.hidden_states(tokens(), return_cache=True)
+    with pytest.raises(ValueError, match="`max_length` must be"):
+        backbone.hidden_states(tokens(), return_cache=True, max_length=0)

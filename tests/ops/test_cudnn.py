@@ -64,6 +64,10 @@ def test_what_is_refused(capability, monkeypatch):
     assert "`initial_state`" in reason(initial_state={})
     assert "documents" in reason(token_kind=Tensor(2, 1024))
     assert "sequences of 512 tokens or more, got 100" in reason(length=100)
+    assert reason(length=1000) is None
+    with torch.no_grad():  # each length of a prompt would need a plan
+        assert "a multiple of 128 tokens without gradients, got 1000" in reason(length=1000)
+        assert reason() is None
     assert "float32" in reason(dtype=torch.float32)
     assert "got one on cpu" in reason(device="cpu")
     assert "got 100 and 100" in reason(channels=100)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from keras_recurrent.generation.beam_search import search_request
-from keras_recurrent.generation.lengths import initial_cache, max_chunk_length
+from keras_recurrent.generation.lengths import cache_max_length, max_chunk_length
 from keras_recurrent.generation.request import Result
 from keras_recurrent.generation.torch.runner import Runner
 from keras_recurrent.generation.torch.sampling import RECENT, TokenSampler
@@ -32,16 +32,23 @@ class Loop:
         self._model, self.runner = model, Runner(model, compiled, snapshot)
 
     @torch.no_grad()
-    def prefill(self, token_ids, lengths, cache):
+    def prefill(self, token_ids, lengths, cache=None, max_length=None):
         """Returns the cache after the first `lengths` tokens of each sequence.
 
         Args:
             token_ids: integers `[B, T]`, a NumPy array.
             lengths: integers `[B]`, a NumPy array.
-            cache: the cache before these tokens.
+            cache: the cache before these tokens. None: the first chunk starts without a state, as a
+                forward pass, which attention computes faster than a chunk after an empty cache.
+            max_length: integer or None, the `max_length` of a new cache.
         """
+        backbone = self._model.backbone
         for tokens, mask in self._chunks(token_ids, lengths):
-            _, cache = self._model.backbone.hidden_states(tokens, mask, cache=cache)
+            _, cache = backbone.hidden_states(
+                tokens, mask, cache=cache, return_cache=True, max_length=max_length
+            )
+        if cache is None:
+            return backbone.get_initial_state(len(lengths), max_length=max_length)
         return cache
 
     def _chunks(self, token_ids, lengths):
@@ -72,9 +79,7 @@ class Loop:
         max_tokens = int(free_length.max())
         if max_tokens == 0 and not keep:
             return Result(token_ids, lengths, None, None)
-        cache = self._new_cache(token_ids, cache, keep)
-        for tokens, mask in self._chunks(token_ids, lengths - 1):
-            _, cache = self._model.backbone.hidden_states(tokens, mask, cache=cache)
+        cache = self._process_prompts(request, cache, keep)
         if max_tokens == 0:
             return Result(token_ids, lengths, cache, None)
         token, sampler = self._begin(request)
@@ -113,8 +118,7 @@ class Loop:
             request: the `Request`, with a `BeamSampler`.
             cache: as in `generate`.
         """
-        cache = self._new_cache(request.token_ids, cache, keep=False)
-        cache = self.prefill(request.token_ids, request.lengths - 1, cache)
+        cache = self._process_prompts(request, cache, keep=False)
         with self.runner.step_function() as step:
             return search_request(lambda token, _, cache: step(token, cache)[::2], cache, request)
 
@@ -132,17 +136,18 @@ class Loop:
         Args:
             request, cache: as in `generate`.
         """
-        token_ids = request.token_ids
-        cache = self._new_cache(token_ids, cache, keep=True)
-        cache = self.prefill(token_ids, request.lengths - 1, cache)
+        cache = self._process_prompts(request, cache, keep=True)
         token, sampler = self._begin(request)
         return Steps(self.runner, token, cache, sampler, ActiveSequences(request, token))
 
-    def _new_cache(self, token_ids, cache, keep):
-        """Returns a copy of `cache`, since a step may overwrite it, or the initial cache."""
+    def _process_prompts(self, request, cache, keep):
+        """Returns the cache before the last token of each prompt, which a step may overwrite."""
+        max_length = None
         if cache is None:
-            return initial_cache(self._model, len(token_ids), token_ids.shape[1], keep)
-        return keras.tree.map_structure(torch.clone, cache)
+            max_length = cache_max_length(self._model, request.token_ids.shape[1], keep)
+        else:
+            cache = keras.tree.map_structure(torch.clone, cache)
+        return self.prefill(request.token_ids, request.lengths - 1, cache, max_length)
 
 
 def fetch(tensor):
