@@ -28,6 +28,7 @@ FLOORS = [
     "checkpoints",
     "generation",
     "models",
+    "serving",
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms.split()}
 TOP = len(FLOORS)  # the other modules at the root of the package, and faces anywhere
@@ -38,7 +39,6 @@ LAZY_FACE = "a public name that is imported when it is first used"
 INSIDE_FUNCTIONS = {
     ("keras_recurrent/datasets/__init__.py", "datasets.packed_text"): LAZY_FACE,
     ("keras_recurrent/dispatch.py", "backends"): PACKAGE_MISSING,
-    ("keras_recurrent/serving/__main__.py", "serving"): PACKAGE_MISSING,
     ("keras_recurrent/serving/__main__.py", "serving.server"): PACKAGE_MISSING,
     ("keras_recurrent/training/sources.py", "training.grain_loader"): PACKAGE_MISSING,
     ("keras_recurrent/tuning.py", "backends.triton._runtime.search"): PACKAGE_MISSING,

@@ -132,11 +132,11 @@ def generation_output(params, token_ids, logprobs, texts, finish_reason, cache=N
     rows: list = []
     for number, (row_params, ids) in enumerate(zip(params, token_ids, strict=True)):
         row = logprobs and Logprobs(*(each[number, : len(ids)] for each in logprobs))
-        rows.append(_token_logprobs(row_params, ids, row))
+        rows.append(token_logprobs(row_params, ids, row))
     return GenerationOutput(texts, [list(ids) for ids in token_ids], rows, finish_reason, cache)
 
 
-def _token_logprobs(params, token_ids, logprobs):
+def token_logprobs(params, token_ids, logprobs):
     """Returns the `TokenLogprobs` of one sequence.
 
     Args:

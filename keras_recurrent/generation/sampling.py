@@ -94,7 +94,7 @@ class Sampling:
         self.features, self.arguments, self._generators = None, {}, []
         if params is None:
             return
-        self.features = features = _features(params, vocabulary_size)
+        self.features = features = features_of(params, vocabulary_size)
         names = {"temperature": features.is_random, "min_p": features.has_min_p}
         has_top_k = features.num_candidates or features.num_sorted
         names |= {"top_k": has_top_k, "top_p": features.has_top_p}
@@ -189,7 +189,8 @@ def _seeds(sampler, tokens):
     return [np.random.SeedSequence([seed, count, row]) for row in range(len(tokens))]
 
 
-def _features(params, vocabulary_size):
+def features_of(params, vocabulary_size):
+    """Returns the `Features` of a list of `SamplingParams`, one for each sequence."""
     sampled = [p for p in params if not p.is_greedy]
     limits = [p.top_k if p.top_k > 0 else vocabulary_size for p in sampled]
     few = [limit for limit in limits if limit <= MAX_CANDIDATES]
@@ -226,7 +227,7 @@ def next_tokens(features, logits, stops, count, uniform, counts, arguments):
     Args:
         features: the `Features`.
         logits: `[B, vocabulary_size]`.
-        stops: int32 `[S]`, the stop tokens.
+        stops: int32 `[S]` or `[B, S]`, the stop tokens, of all or of each sequence.
         count: int32 `[B]`, number of tokens generated before.
         uniform: float32 `[B]`, random numbers in [0, 1). None: no sequence is random.
         counts: int32 `[B, vocabulary_size]`, how often each token was generated, with penalties;
@@ -245,7 +246,7 @@ def next_tokens(features, logits, stops, count, uniform, counts, arguments):
     if features.has_bias:
         logits = logits + arguments["logit_bias"]
     if features.has_minimum:
-        is_stop = ops.any(ops.equal(ids, stops[:, None]), axis=0)
+        is_stop = ops.any(ops.equal(ids, stops[..., None]), axis=-2)
         is_early = (count < arguments["min_new_tokens"])[:, None]
         logits = ops.where(ops.logical_and(is_stop, is_early), -np.inf, logits)
     if features.has_penalties:

@@ -39,7 +39,9 @@ class Stream:
         self._logprobs: list[Logprobs] = []
         self._texts = None
         if preprocessor is not None:
-            self._texts = [_Text(preprocessor, t, request) for t in prompts.last_token]
+            strings = request.stop_strings.strings if request.stop_strings else ()
+            options = strings, request.hidden_stop_tokens(preprocessor)
+            self._texts = [StreamedText(preprocessor, t, *options) for t in prompts.last_token]
         self._final_cache: GenerationCache | None = None
 
     def __iter__(self):
@@ -154,24 +156,23 @@ def _concatenate(*arrays):
     return np.concatenate(arrays, axis=1)
 
 
-class _Text:
+class StreamedText:
     """Text of one sequence of a stream.
 
     Args:
         preprocessor: the preprocessor of the model.
         last_token: integer, the last token of the prompt.
-        request: the `Request`.
+        strings: a tuple of stop strings, which may be empty.
+        hidden: token ids that the text does not show.
 
     Attributes:
         shown: string, all text so far.
         is_stopped: boolean, True after a stop string.
     """
 
-    def __init__(self, preprocessor, last_token, request):
+    def __init__(self, preprocessor, last_token, strings, hidden):
         self._detokenizer = IncrementalDetokenizer(preprocessor, last_token)
-        strings = request.stop_strings
-        self._hidden = set(request.hidden_stop_tokens(preprocessor))
-        self._filter = StopFilter(strings.strings if strings else ())
+        self._hidden, self._filter = set(hidden), StopFilter(strings)
         self.shown, self.is_stopped = "", False
 
     def add(self, token, is_last):

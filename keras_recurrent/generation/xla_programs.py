@@ -244,7 +244,7 @@ def _step(model, token_ids, mask, cache):
     return logits[:, 0], cache
 
 
-def _network(model, snapshot, weights, call=None):
+def make_network(model, snapshot, weights, call=None):
     """Returns the `loop.Network` of a program that is being traced.
 
     Args:
@@ -294,7 +294,7 @@ def _programs(model, snapshot, compiled):
     """Returns the functions `prefill`, `generate`, `decode` and `search` of `Programs`."""
     on_jax = keras.config.backend() == "jax"
     function = _jit if on_jax else _tensorflow_function(model, compiled)
-    network = functools.partial(_network, model, snapshot)
+    network = functools.partial(make_network, model, snapshot)
 
     @function
     def prefill_program(token_ids, lengths, cache, weights, variant):

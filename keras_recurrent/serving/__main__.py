@@ -8,6 +8,8 @@ import os
 import pathlib
 import sys
 
+from keras_recurrent.serving.engine import Engine
+
 KEY_VARIABLE = "KERAS_RECURRENT_API_KEY"
 PACKAGES = {
     "fastapi": "fastapi",
@@ -64,7 +66,6 @@ def main():
         raise SystemExit(f"The server requires the extra `serve`: pip install {' '.join(missing)}")
     arguments = parse_arguments()
 
-    from keras_recurrent.serving import Engine
     from keras_recurrent.serving.server import Server, create_app
 
     # The engine's thread must not wait 5 ms, Python's default, for that of the HTTP server.
@@ -82,7 +83,6 @@ def main():
     app = create_app(
         engine,
         arguments.preset.rstrip("/").rpartition("/")[2],
-        model.preprocessor,
         api_key=key,
         max_body=arguments.max_body,
         timeout=arguments.timeout,

@@ -90,14 +90,14 @@ class Generation:
         sent = [0] * len(self._requests)
         while None in self.completions:
             for index, deltas, is_done in self._group([await self._queue.get()]):
-                text = "".join(delta.text for delta in deltas)
-                logprobs = [each for delta in deltas for each in delta.logprobs or ()]
+                text = "".join(delta.text or "" for delta in deltas)
+                logprobs = [each for delta in deltas for each in delta.logprobs]
                 sent[index] += len(text)
                 if is_done:
                     completion = self._requests[index].result(timeout=0)
                     self.completions[index] = completion
                     self._metrics.end(completion)
-                    text += completion.text[sent[index] :]
+                    text += (completion.text or "")[sent[index] :]
                     yield Event(index, text, logprobs, completion)
                 elif text or logprobs:
                     yield Event(index, text, logprobs)

@@ -119,7 +119,7 @@ class CompletionBody(SamplingBody):
     @property
     def prompts(self):
         """List of prompts, each a string or a list of token ids."""
-        is_single = isinstance(self.prompt, str) or isinstance((self.prompt or [""])[0], int)
+        is_single = isinstance(self.prompt, str) or isinstance((self.prompt or [0])[0], int)
         return [self.prompt] if is_single else self.prompt
 
     @property

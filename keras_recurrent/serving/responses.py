@@ -55,7 +55,7 @@ class CompletionFormat:
         """Returns the body for a list of `Completion`s, one for each prompt."""
         choices = []
         for index, result in enumerate(completions):
-            content = self._content(index, result.text, result.logprobs)
+            content = self._content(index, result.text or "", result.logprobs)
             choices.append({"index": index, **content, "finish_reason": result.finish_reason})
         return self._body(self.object, choices, usage(completions))
 

@@ -1,7 +1,6 @@
 """HTTP server with OpenAI's API: the FastAPI application and its graceful shutdown."""
 
 import asyncio
-import contextlib
 import json
 import logging
 import pathlib
@@ -14,7 +13,6 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
-from keras_recurrent.serving.errors import EngineClosed, EngineFull
 from keras_recurrent.serving.gate import Gate, shutting_down
 from keras_recurrent.serving.generation import Generation, Mailbox
 from keras_recurrent.serving.metrics import Metrics
@@ -25,6 +23,7 @@ from keras_recurrent.serving.protocol import (
     validation_error,
     value_error,
 )
+from keras_recurrent.serving.request import EngineClosed, EngineFull
 from keras_recurrent.serving.responses import ChatFormat, CompletionFormat, TokenTexts
 
 log = logging.getLogger("keras_recurrent.serving")
@@ -39,15 +38,14 @@ class Service:
 
     Args:
         engine: the `Engine`.
-        preprocessor: that of the model, or None.
         model_name: string, the name of the model in the API.
         timeout: number of seconds after which a request ends, or None.
     """
 
-    def __init__(self, engine, preprocessor, model_name, timeout):
+    def __init__(self, engine, model_name, timeout):
         self.engine, self.model_name, self.timeout = engine, model_name, timeout
         self.created = int(time.time())
-        self.tokens = TokenTexts(preprocessor)
+        self.tokens = TokenTexts(engine.model.preprocessor)
         self.metrics = Metrics(engine)
         self.is_draining = False
         self.generations = {}  # {id of a response: its `Generation`}
@@ -202,7 +200,6 @@ def _internal_error():
 def create_app(
     engine,
     model_name,
-    preprocessor=None,
     *,
     api_key=None,
     max_body=MAX_BODY,
@@ -213,12 +210,11 @@ def create_app(
     Args:
         engine: the `Engine`.
         model_name: string, the name of the model in the API.
-        preprocessor: that of the model. None: prompts are token ids, and answers have no text.
         api_key: string that clients of `/v1` must send. None: no authentication.
         max_body: integer, maximum number of bytes in the body of a request.
         timeout: number of seconds after which a request ends with an error. None: no limit.
     """
-    service = Service(engine, preprocessor, model_name, timeout)
+    service = Service(engine, model_name, timeout)
     app = fastapi.FastAPI(title="keras_recurrent", docs_url=None, redoc_url=None)
     app.state.service = service
     app.add_middleware(Gate, service=service, api_key=api_key, max_body=max_body)
@@ -264,7 +260,8 @@ def create_app(
     @app.get("/health")
     async def _health():
         status = "shutting down" if service.is_draining else "ok"
-        return JSONResponse({"status": status}, 503 if service.is_draining else 200)
+        status = "the engine failed" if status == "ok" and engine.is_closed else status
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
     @app.get("/metrics")
     async def _metrics():
@@ -304,5 +301,4 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets=None):
         await self._service.drain(self._grace_period, lambda: self.force_exit)
         await super().shutdown(sockets)
-        with contextlib.suppress(EngineClosed):
-            await run_in_threadpool(self._service.engine.close, wait=True)
+        await run_in_threadpool(self._service.engine.close)

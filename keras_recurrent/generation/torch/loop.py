@@ -95,7 +95,7 @@ class Loop:
                 logprobs.append(decoder.sampler.logprobs(stop - start))
                 if stop == max_tokens or not may_end:
                     continue
-                blocks.append(_fetch(generated[:, start:stop]))
+                blocks.append(fetch(generated[:, start:stop]))
                 if len(blocks) > num_ahead and ended.after(blocks.popleft()()):
                     break
                 if request.stop_strings and sequences:
@@ -145,7 +145,7 @@ class Loop:
         return keras.tree.map_structure(torch.clone, cache)
 
 
-def _fetch(tensor):
+def fetch(tensor):
     """Begins to copy a tensor to the host; returns a function that waits for the NumPy array."""
     copy = tensor.to("cpu", non_blocking=True)
     if tensor.device.type != "cuda":

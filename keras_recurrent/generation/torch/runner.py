@@ -166,6 +166,11 @@ class _GraphDecoder:
         self._step, self._graph, self.sequences = step, graph, graph.sequences
         self.sampler = graph.sampler or sampler
 
+    @property
+    def tensors(self):
+        """The tensors of the cache, as the next step reads them, and its token [B, 1]."""
+        return [*self._graph.cache, self._graph.token]
+
     def next_token(self):
         """Returns the next tokens [B, 1], which the next call may overwrite."""
         self.sampler.prepare()
@@ -194,6 +199,11 @@ class _FunctionDecoder:
     def __init__(self, step, run, token, flat, sampler, sequences):
         self._step, self._run, self.sampler = step, run, sampler
         self._token, self._flat, self.sequences = token, flat, sequences
+
+    @property
+    def tensors(self):
+        """The tensors of the cache, as the next step reads them, and its token [B, 1]."""
+        return [*self._flat, self._token]
 
     def next_token(self):
         """Returns the next tokens [B, 1]."""

@@ -90,12 +90,12 @@ class TokenSampler:
         if not self.buffers:
             return dispatch.run("argmax", {"x": logits})
         buffers, index = self.buffers, self.buffers["index"]
-        arguments = [buffers[name] for name in self._arguments]
-        uniform = buffers.get("uniform")
-        inputs = logits, buffers["stops"], index, uniform, buffers.get("counts"), *arguments
-        token, *new = _traced(self._features, tuple(self._arguments), *map(_spec, inputs))(
-            *(t for t in inputs if t is not None)
-        )
+        uniform, count = buffers.get("uniform"), index.to(torch.int32).expand(len(logits))
+        if uniform is not None:
+            uniform = uniform.index_select(1, index % RECENT)[:, 0]
+        arguments = {name: buffers[name] for name in self._arguments}
+        inputs = logits, buffers["stops"], count, uniform, buffers.get("counts"), arguments
+        token, *new = choose_tokens(self._features, *inputs)
         index.add_(1)
         if "counts" in buffers:
             buffers["counts"].copy_(new.pop(0))
@@ -123,32 +123,41 @@ class TokenSampler:
         return is_argmax and write is not None
 
 
+def choose_tokens(features, logits, stops, count, uniform, counts, arguments):
+    """Runs `next_tokens` as a graph of torch, traced once for each shape, without Keras.
+
+    Args:
+        features, logits, stops, count, uniform, counts, arguments: as in `next_tokens`.
+
+    Returns:
+        A list: the tokens [B], the new counts unless they are None, and the three tensors of the
+        `Logprobs` if there are any.
+    """
+    inputs = logits, stops, count, uniform, counts, *arguments.values()
+    choose = _traced(features, tuple(arguments), *map(_spec, inputs))
+    return choose(*(t for t in inputs if t is not None))
+
+
 def _spec(tensor):
     return None if tensor is None else (tuple(tensor.shape), tensor.dtype, tensor.device)
 
 
 @functools.lru_cache(maxsize=32)
 def _traced(features, names, *specs):
-    """Returns `next_tokens` as a graph of torch, which runs without Keras.
+    """Returns the graph of `choose_tokens`.
 
     Args:
         features: the `Features`.
         names: names of the arguments.
-        *specs: shape, dtype and device of the logits, the stop tokens, the index [1] of the token,
-            `uniform` [B, RECENT], the counts and the arguments; None for one that is not used.
+        *specs: shape, dtype and device of the other inputs; None for one that is not used.
     """
     is_used = [spec is not None for spec in specs]
 
     def choose(*tensors):
         given = iter(tensors)
         inputs: list = [next(given) if used else None for used in is_used]
-        logits, stops, index, uniform, counts, *arguments = inputs
-        if uniform is not None:
-            uniform = uniform.index_select(1, index % RECENT)[:, 0]
-        token, counts, logprobs = next_tokens(
-            *(features, logits, stops, index.to(torch.int32).expand(len(logits))),
-            *(uniform, counts, dict(zip(names, arguments, strict=True))),
-        )
+        *inputs, arguments = *inputs[:5], dict(zip(names, inputs[5:], strict=True))
+        token, counts, logprobs = next_tokens(features, *inputs, arguments)
         return token, *(() if counts is None else (counts,)), *logprobs
 
     used = filter(None, specs)

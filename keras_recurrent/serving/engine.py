@@ -1,0 +1,302 @@
+"""Engine that generates for many requests at once, on one thread."""
+
+import threading
+import time
+
+import keras
+import numpy as np
+
+from keras_recurrent.chat.templates import tokenize_prompts
+from keras_recurrent.checks.arguments import check_number, check_positive_integer, is_integer
+from keras_recurrent.checks.token_ids import check_token_ids
+from keras_recurrent.generation.chat import is_messages, start_turn
+from keras_recurrent.generation.samplers import as_sampling_params
+from keras_recurrent.generation.sampling import make_sampling
+from keras_recurrent.generation.stop_strings import check_stop_strings
+from keras_recurrent.generation.stream import StreamedText
+from keras_recurrent.generation.text import hidden_stop_tokens
+from keras_recurrent.serving.prefix_cache import PrefixCache
+from keras_recurrent.serving.request import EngineClosed, EngineFull, EngineRequest
+from keras_recurrent.serving.scheduler import Scheduler
+from keras_recurrent.serving.sequence import Sequence
+from keras_recurrent.serving.slots import Slots
+
+
+class Engine:
+    """Generates for many requests at once, which join and leave at any token.
+
+    One thread runs the device. All active requests decode in one step of `num_slots` sequences;
+    between two steps, at most one chunk of a prompt is processed. Requests start in the order of
+    `submit`. Prompts are cut into chunks at fixed positions, so that the tokens of a request do not
+    depend on other requests, except through the prefix cache, which changes rounding.
+
+    Args:
+        model: a language model of this package, on torch or JAX. Its weights, layers and sampler
+            must not change until `close`.
+        num_slots: integer, number of requests that decode together.
+        max_length: integer, maximum number of tokens of a request, with prompt and answer; the
+            capacity of KV caches. None: the `sequence_length` of the preprocessor.
+        prefill_chunk: integer, maximum number of tokens of a prompt between two decoding steps.
+        max_queued: integer, maximum number of requests that wait for a slot.
+        prefix_cache_bytes: integer, device memory for states after prompts and answers. A request
+            starts from the longest one that its prompt begins with; the least recently used ones
+            are dropped. 0: none.
+        prefix_cache_dir: string, a directory in which states after answers are also stored, so that
+            a later engine continues conversations. None: none.
+
+    Raises:
+        ValueError: an argument is out of range, `max_length` is missing without a preprocessor, or
+            the sampler of the model is beam search or a custom one.
+        NotImplementedError: the backend is TensorFlow, or a `keras.distribution` is set.
+
+    Example:
+
+    >>> import keras_recurrent
+    >>> from keras_recurrent.serving import Engine
+    >>> model = keras_recurrent.models.GriffinCausalLM.from_preset("hawk_tiny", num_layers=1)
+    >>> with Engine(model, num_slots=2) as engine:
+    ...     requests = [engine.submit(prompt, max_new_tokens=4) for prompt in ("a", "b", "c")]
+    ...     answers = [request.result() for request in requests]
+    >>> [len(answer.token_ids) for answer in answers]
+    [4, 4, 4]
+    """
+
+    def __init__(
+        self,
+        model,
+        num_slots=64,
+        max_length=None,
+        prefill_chunk=512,
+        max_queued=1024,
+        prefix_cache_bytes=2**30,
+        prefix_cache_dir=None,
+    ):
+        loops = _check_model(model)
+        for name, value in (
+            ("num_slots", num_slots),
+            ("prefill_chunk", prefill_chunk),
+            ("max_queued", max_queued),
+        ):
+            check_positive_integer(name, value)
+        if not is_integer(prefix_cache_bytes) or prefix_cache_bytes < 0:
+            raise ValueError(
+                f"`prefix_cache_bytes` must be an integer, at least 0; got {prefix_cache_bytes!r}."
+            )
+        self.model, self.num_slots, self.max_queued = model, num_slots, max_queued
+        self.max_length = _max_length(model, max_length)
+        prefixes = PrefixCache(model, prefix_cache_bytes, self.max_length, prefix_cache_dir)
+        self._prefixes, self._num_requests = prefixes, 0
+        self._slots = Slots(model, loops, num_slots, self.max_length, prefill_chunk)
+        self._scheduler = Scheduler(self._slots, prefill_chunk, prefixes)
+        self._is_closed, self._error = False, None
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        prompt,
+        sampling=None,
+        max_new_tokens=None,
+        stop=None,
+        stop_token_ids="auto",
+        timeout=None,
+    ):
+        """Adds a request to the queue.
+
+        Args:
+            prompt: a string, also of `preprocessor.apply_chat_template`; a list of messages, as in
+                `chat`; or token ids, a list or an array, which get no start token.
+            sampling: a `SamplingParams`. None: the sampler of the model.
+            max_new_tokens: integer. None: up to `max_length` of the engine.
+            stop, stop_token_ids: as in `generate`.
+            timeout: number, seconds from now, after which the request ends. None: no limit.
+
+        Returns:
+            An `EngineRequest`.
+
+        Raises:
+            EngineFull: `max_queued` requests are waiting.
+            EngineClosed: the engine is closed, or failed.
+            ValueError: the prompt is empty, or with the new tokens longer than `max_length`; or as
+                in `generate`.
+        """
+        tokens = self._tokenize(prompt)
+        free_length = self.max_length - len(tokens)
+        if max_new_tokens is not None:
+            check_positive_integer("max_new_tokens", max_new_tokens)
+        if free_length < (max_new_tokens or 1):
+            raise ValueError(
+                f"`max_length` of the engine is {self.max_length} tokens; the prompt has "
+                f"{len(tokens)}, and `max_new_tokens` is {max_new_tokens}. Shorten them, or create "
+                "the engine with a larger `max_length`."
+            )
+        if timeout is not None:
+            check_number("timeout", timeout)
+        preprocessor, text = self.model.preprocessor, None
+        stops = self.model._stop_token_ids(stop_token_ids) or ()
+        strings = check_stop_strings(stop, preprocessor)
+        if sampling is not None and isinstance(sampling, (list, tuple)):
+            raise ValueError(f"`sampling` must be one `SamplingParams` or None; got {sampling!r}.")
+        sampling = make_sampling(self.model, sampling, [tokens])
+        if preprocessor is not None:
+            hidden = [id for id in hidden_stop_tokens(preprocessor) if id in stops]
+            text = StreamedText(preprocessor, tokens[-1], strings, hidden)
+        request = EngineRequest(len(tokens), preprocessor is not None)
+        options = max_new_tokens or free_length, stops, text, timeout
+        sequence = Sequence(request, tokens, sampling, *options)
+        with self._changed:
+            if self._is_closed:
+                raise EngineClosed("The engine is closed.") from self._error
+            if not self._scheduler.add(sequence, self.max_queued):
+                raise EngineFull(
+                    f"{self.max_queued} requests are waiting, the maximum (`max_queued`). Try "
+                    "again later."
+                )
+            self._num_requests += 1
+            self._changed.notify_all()
+        return request
+
+    def _tokenize(self, prompt):
+        model, preprocessor = self.model, self.model.preprocessor
+        if is_messages(prompt):
+            prompt = start_turn(model, prompt, None).inputs
+        if isinstance(prompt, str):
+            if preprocessor is None:
+                raise ValueError(
+                    "`prompt` must be token ids: the model has no preprocessor; got a string. Load "
+                    f"the model with a `{model.preprocessor_cls.__name__}`, or tokenize the text."
+                )
+            add_start_token = preprocessor.add_start_token
+            (tokens,) = tokenize_prompts(preprocessor.tokenizer, [prompt], add_start_token)
+        else:
+            tokens = prompt
+            array = np.asarray(prompt) if isinstance(prompt, (list, tuple)) else prompt
+            if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
+                if not isinstance(prompt, (list, tuple)) or len(prompt):
+                    raise ValueError(
+                        "`prompt` must be a string, a list of messages, or a list of token ids; "
+                        f"got {prompt!r}."
+                    )
+            else:
+                check_token_ids("prompt", array, model.backbone.vocabulary_size)
+        if not len(tokens):
+            raise ValueError(
+                "`prompt` must have at least one token; got none. A preprocessor with "
+                "`add_start_token=True` adds one, also to an empty string."
+            )
+        return np.array(tokens, "int32")
+
+    @property
+    def is_closed(self):
+        """True after `close`, and after a failure."""
+        return self._is_closed
+
+    def stats(self):
+        """Returns a dictionary of the current load, and of counts since the engine was created.
+
+        `queued`, `active`, `num_slots` and `max_queued` are numbers of requests; `requests`,
+        `tokens`, `prompt_tokens`, `prefix_hits` and `prefix_tokens` are counts of all submitted
+        requests, generated tokens, processed tokens of prompts, requests that started from a prefix
+        state, and the tokens that they did not process.
+        """
+        scheduler, prefixes = self._scheduler, self._prefixes
+        return {
+            "queued": scheduler.num_queued,
+            "active": scheduler.num_active,
+            "num_slots": self.num_slots,
+            "max_queued": self.max_queued,
+            "requests": self._num_requests,
+            "tokens": scheduler.num_tokens,
+            "prompt_tokens": scheduler.num_prompt_tokens,
+            "prefix_hits": prefixes.num_hits,
+            "prefix_tokens": prefixes.num_tokens,
+        }
+
+    def close(self, wait=True):
+        """Ends the engine; `submit` raises `EngineClosed` from now on.
+
+        Args:
+            wait: True finishes all requests, False cancels them. A number is the time in seconds
+                after which the remaining ones are cancelled.
+
+        Returns:
+            A list of the `EngineRequest`s that had not ended, each with its `finish_reason`.
+        """
+        with self._changed:
+            is_first, self._is_closed = not self._is_closed, True
+            sequences = self._scheduler.sequences if is_first else []
+            self._changed.notify_all()
+        requests = [sequence.request for sequence in sequences]
+        if wait is not True:
+            deadline = time.monotonic() + float(wait)
+            self._thread.join(deadline - time.monotonic())
+            for request in requests:
+                request.cancel()
+        self._thread.join()
+        return requests
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close(wait=error[0] is None)
+
+    def _run(self):
+        """Runs the device until the engine is closed and all requests have ended."""
+        try:
+            while True:
+                with self._changed:
+                    while self._scheduler.is_idle and not self._is_closed:
+                        self._changed.wait()
+                if self._scheduler.is_idle:
+                    break
+                self._scheduler.advance()
+        except BaseException as error:
+            failure = EngineClosed(f"The engine failed: {error!r}")
+            failure.__cause__ = error
+            with self._changed:
+                self._is_closed, self._error = True, failure
+            self._scheduler.fail(failure)
+        finally:
+            self._slots.close()
+            self._prefixes.close()
+
+
+def _check_model(model):
+    """Returns the decoding loops of a language model, or raises an error."""
+    if not hasattr(model, "_require_loops"):
+        raise ValueError(
+            "`model` must be a language model of keras_recurrent, such as `GriffinCausalLM`; got a "
+            f"{type(model).__name__}."
+        )
+    if keras.config.backend() == "tensorflow":
+        raise NotImplementedError(
+            "`Engine` runs on torch and JAX, not on TensorFlow. Set KERAS_BACKEND to one of them; "
+            "presets and `.keras` files can be loaded on all backends."
+        )
+    if keras.distribution.distribution() is not None:
+        raise NotImplementedError(
+            "`Engine` runs on one device; a `keras.distribution` is set. Start one engine for each "
+            "device instead."
+        )
+    loops = model._require_loops("Engine")
+    if as_sampling_params(model.sampler) is None:
+        raise ValueError(
+            f"`Engine` cannot use the sampler {type(model.sampler).__name__}. Compile the model "
+            "with 'greedy', 'top_k', 'top_p' or 'random'."
+        )
+    return loops
+
+
+def _max_length(model, max_length):
+    if max_length is None:
+        if model.preprocessor is None:
+            raise ValueError(
+                "`max_length` must be the maximum number of tokens of a request: the model has no "
+                "preprocessor, whose `sequence_length` is the default. Got None."
+            )
+        max_length = model.preprocessor.sequence_length
+    check_positive_integer("max_length", max_length)
+    model.backbone.check_num_tokens(max_length)
+    return max_length

@@ -1,0 +1,175 @@
+"""Requests of an engine, as callers see them, and their results."""
+
+import collections
+import dataclasses
+import threading
+import time
+from typing import Any
+
+from keras_recurrent.generation.output import TokenLogprobs
+
+
+class EngineFull(RuntimeError):
+    """Error of `Engine.submit` while the queue has its maximum number of requests."""
+
+
+class EngineClosed(RuntimeError):
+    """Error of `Engine.submit` after `close`, and of requests whose engine failed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """Next part of an answer.
+
+    Attributes:
+        text: string, text that became certain; it may be empty, also after several tokens. None
+            without a preprocessor.
+        token_ids: a list of integers, the new tokens.
+        logprobs: a list of `TokenLogprobs`, one for each new token; empty if not requested.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """Answer to a request.
+
+    Attributes:
+        text: string, the text without stop string and stop token. None without a preprocessor.
+        token_ids: a list of integers, the new tokens, including those of a stop.
+        logprobs: a list of `TokenLogprobs`, one for each new token; empty if not requested.
+        finish_reason: `"stop"` at a stop token or string, `"length"` at the maximum number of
+            tokens, `"cancelled"`, or `"timeout"`. In the last two cases, the answer is incomplete.
+        num_prompt_tokens: integer.
+        num_cached_tokens: integer, number of tokens of the prompt that were in the prefix cache.
+        time_to_first_token: float, seconds from `submit` to the first token. None: no token.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    finish_reason: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    time_to_first_token: float | None
+
+
+class EngineRequest:
+    """Request of an engine: an iterator over the `Delta`s of its answer.
+
+    All methods may be called from any thread. Iteration blocks until the next delta, and ends with
+    the request.
+
+    Attributes:
+        num_prompt_tokens: integer.
+    """
+
+    def __init__(self, num_prompt_tokens, has_text):
+        self.num_prompt_tokens = num_prompt_tokens
+        self._begin, self._first = time.monotonic(), None
+        self._text: list[str] | None = [] if has_text else None
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._deltas: collections.deque[Delta] = collections.deque()
+        self._completion: Completion | None = None
+        self._error: BaseException | None = None
+        self._listener: Any = None
+        self._callbacks: list[Any] = []
+        self._is_cancelled, self._changed = False, threading.Condition()
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        with self._changed:
+            self._changed.wait_for(lambda: self._deltas or self.done)
+            if self._deltas:
+                return self._deltas.popleft()
+        if self._error is not None:
+            raise self._error
+        raise StopIteration
+
+    @property
+    def done(self):
+        """True if the request has ended."""
+        return self._completion is not None or self._error is not None
+
+    @property
+    def finish_reason(self):
+        """As in `Completion`, or None while the request runs or if its engine failed."""
+        return self._completion and self._completion.finish_reason
+
+    def result(self, timeout=None):
+        """Waits for the `Completion`.
+
+        Args:
+            timeout: number, seconds. None: waits without limit.
+
+        Raises:
+            TimeoutError: the request has not ended; it continues.
+            EngineClosed: the engine failed.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.done, timeout):
+                raise TimeoutError(f"The request has not ended after {timeout} seconds.")
+        if self._error is not None:
+            raise self._error
+        return self._completion
+
+    def cancel(self):
+        """Ends the request, at the latest after two more tokens; later calls have no effect."""
+        self._is_cancelled = True
+
+    def add_done_callback(self, function):
+        """Calls `function(request)` at the end of the request, or at once if it has ended.
+
+        It runs in the thread of the engine, which it must not block.
+        """
+        with self._changed:
+            if not self.done:
+                self._callbacks.append(function)
+                return
+        function(self)
+
+    def set_listener(self, function):
+        """Passes all deltas to `function(delta)` instead of the iterator, earlier ones at once.
+
+        It runs in the thread of the engine, which it must not block.
+        """
+        with self._changed:
+            while self._deltas:
+                function(self._deltas.popleft())
+            self._listener = function
+
+    def _add(self, delta):
+        """Appends a `Delta`; only the engine calls it."""
+        with self._changed:
+            if self._first is None:
+                self._first = time.monotonic() - self._begin
+            self._token_ids += delta.token_ids
+            self._logprobs += delta.logprobs
+            if self._text is not None:
+                self._text.append(delta.text)
+            if self._listener is not None:
+                self._listener(delta)
+            else:
+                self._deltas.append(delta)
+                self._changed.notify_all()
+
+    def _end(self, finish_reason, num_cached_tokens=0, error=None):
+        """Ends the request; only the engine calls it."""
+        with self._changed:
+            text = None if self._text is None else "".join(self._text)
+            self._error = error
+            if error is None:
+                self._completion = Completion(
+                    *(text, self._token_ids, self._logprobs, finish_reason),
+                    *(self.num_prompt_tokens, num_cached_tokens, self._first),
+                )
+            callbacks, self._callbacks = self._callbacks, []
+            self._changed.notify_all()
+        for function in callbacks:
+            function(self)

@@ -1,0 +1,88 @@
+"""Sequence of one request, as the thread of the engine generates it."""
+
+import time
+from typing import Any
+
+from keras_recurrent.generation.output import token_logprobs
+from keras_recurrent.serving.request import Delta
+
+NUMBERS_PER_BLOCK = 16  # random numbers that are drawn at once
+
+
+class Sequence:
+    """Prompt, options and new tokens of one request.
+
+    Args:
+        request: the `EngineRequest`.
+        prompt: int32 array, at least one token.
+        sampling: the `Sampling` of this sequence alone.
+        max_new_tokens: integer.
+        stop_token_ids: a tuple of integers, which may be empty.
+        text: the `StreamedText`, or None without a preprocessor.
+        timeout: number, seconds from now, or None.
+
+    Attributes:
+        token_ids: a list of integers, the new tokens.
+        num_cached: integer, number of tokens of the prompt from the prefix cache.
+        num_processed: integer, number of tokens of the prompt whose state is known.
+        row: the state after these tokens, until the sequence has a slot.
+    """
+
+    def __init__(
+        self, request, prompt, sampling, max_new_tokens, stop_token_ids, text=None, timeout=None
+    ):
+        self.request, self.prompt, self.sampling = request, prompt, sampling
+        self.max_new_tokens, self.stop_token_ids = max_new_tokens, stop_token_ids
+        self.params = sampling.params[0]
+        self.token_ids: list[int] = []
+        self.num_cached, self.num_processed = 0, 0
+        self.row: Any = None
+        self._text, self._numbers = text, iter(())
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+
+    def next_number(self):
+        """Returns the random number of the next token."""
+        if not self.sampling.features.is_random:
+            return 0.0
+        number = next(self._numbers, None)
+        if number is None:
+            self._numbers = iter(self.sampling.uniform(NUMBERS_PER_BLOCK)[0])
+            number = next(self._numbers)
+        return number
+
+    @property
+    def end_reason(self):
+        """Reason to end the request from outside, `"cancelled"` or `"timeout"`, or None."""
+        if self.request._is_cancelled:
+            return "cancelled"
+        is_late = self._deadline is not None and time.monotonic() >= self._deadline
+        return "timeout" if is_late else None
+
+    @property
+    def ends_on_device(self):
+        """True if the last token is a stop token, or the maximum number is reached."""
+        is_last = len(self.token_ids) >= self.max_new_tokens
+        return is_last or self.token_ids[-1] in self.stop_token_ids
+
+    def add(self, token, logprobs):
+        """Appends a token and passes it to the request.
+
+        Args:
+            token: integer.
+            logprobs: its `Logprobs` as NumPy arrays [1] and [1, K], or None.
+
+        Returns:
+            The finish reason, or None.
+        """
+        self.token_ids.append(token)
+        is_last, is_stopped, text = self.ends_on_device, False, None
+        if self._text is not None:
+            text = self._text.add(token, is_last)
+            is_stopped = self._text.is_stopped
+        self.request._add(Delta(text, [token], token_logprobs(self.params, [token], logprobs)))
+        if is_stopped or token in self.stop_token_ids:
+            return "stop"
+        return "length" if is_last else None
+
+    def end(self, finish_reason=None, error=None):
+        self.request._end(finish_reason, self.num_cached, error)

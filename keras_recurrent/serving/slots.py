@@ -1,0 +1,157 @@
+"""Slots: rows of one batch that decodes with a fixed number of sequences."""
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_recurrent.generation.sampling import features_of
+
+STOPS_PER_STEP = 4  # stop tokens of a slot are padded to a multiple
+MIN_CHUNK = 32
+
+if keras.config.backend() == "torch":
+    from keras_recurrent.serving.torch_slots import TorchRows as Rows
+elif keras.config.backend() == "jax":
+    from keras_recurrent.serving.jax_slots import JaxRows as Rows
+else:
+    Rows: Any = None
+
+
+class Slots:
+    """Sequences that decode together, each in one row of a batch.
+
+    Args:
+        model: the language model.
+        loops: its decoding loops.
+        num_slots: integer, number of rows.
+        max_length: integer, the capacity of a row in tokens.
+        max_chunk: integer, maximum number of tokens that are processed at once.
+
+    Attributes:
+        sequences: a list of the `Sequence` in each slot, or None.
+    """
+
+    def __init__(self, model, loops, num_slots, max_length, max_chunk):
+        self._vocabulary_size = model.backbone.vocabulary_size
+        self.sequences: list[Any] = [None] * num_slots
+        self._rows = Rows(model, loops, num_slots, max_length)
+        self._max_chunk, self._num_stops = max_chunk, STOPS_PER_STEP
+        self._values: dict[str, Any] = {}  # arguments of sampling, [num_slots, ...]
+        self._known: list[Any] = []  # `Features` of steps that have run
+        self._features: Any = None
+
+    @property
+    def active(self):
+        """The sequences in slots."""
+        return [each for each in self.sequences if each is not None]
+
+    def process(self, sequence, stop):
+        """Computes the state of a sequence up to token `stop` of its prompt, in one chunk."""
+        if sequence.row is None:
+            sequence.row = self._rows.initial_row()
+        tokens = sequence.prompt[sequence.num_processed : stop]
+        size = MIN_CHUNK
+        while size < len(tokens):
+            size *= 2
+        padded = np.zeros((1, min(size, self._max_chunk)), "int32")
+        padded[0, : len(tokens)] = tokens
+        mask = np.arange(padded.shape[1])[None] < len(tokens)
+        sequence.row = self._rows.process(sequence.row, padded, mask)
+        sequence.num_processed = stop
+
+    def insert(self, sequence):
+        """Moves a sequence whose prompt is processed, but for the last token, to a free slot."""
+        slot = self.sequences.index(None)
+        while len(sequence.stop_token_ids) > self._num_stops:
+            self._num_stops += STOPS_PER_STEP
+        stops = np.full(self._num_stops, -1, "int32")
+        stops[: len(sequence.stop_token_ids)] = sequence.stop_token_ids
+        row = sequence.row if sequence.row is not None else self._rows.initial_row()
+        self._rows.insert(slot, row, sequence.prompt[-1], sequence.max_new_tokens, stops)
+        sequence.row, self.sequences[slot] = None, sequence
+        given = {name: array[0] for name, array in sequence.sampling.arguments.items()}
+        for name in given.keys() | self._values.keys():
+            if name not in self._values:
+                shape = len(self.sequences), *np.shape(given[name])
+                neutral = np.full(shape, self._neutral(name), given[name].dtype)
+                self._values[name] = self._rows.asarray(neutral)
+            value = given.get(name, self._neutral(name))
+            self._values[name] = self._rows.set_row(self._values[name], slot, value)
+        self._features = None
+
+    def _neutral(self, name):
+        return {
+            "top_k": self._vocabulary_size,
+            "top_p": 1,
+            "repetition_penalty": 1,
+        }.get(name, 0)
+
+    def remove(self, sequence, is_active):
+        """Frees the slot of a sequence.
+
+        is_active: boolean, True if the next step would still advance the row.
+        """
+        slot = self.sequences.index(sequence)
+        if is_active:
+            self._rows.stop(slot)
+        self.sequences[slot] = self._features = None
+
+    def state(self, sequence):
+        """Returns a copy of the state of a sequence, of batch size 1."""
+        return self._rows.extract(self.sequences.index(sequence))
+
+    def step(self):
+        """Starts one decoding step of all slots.
+
+        Returns:
+            A list of the `Sequence`s whose tokens are computed, each with its slot, and a function
+            that waits for the tokens [num_slots] and their `Logprobs`, or ().
+        """
+        owners = [(slot, s) for slot, s in enumerate(self.sequences) if s is not None]
+        if self._features is None:
+            self._features = self._choose_features([s.params for _, s in owners])
+        numbers = None
+        if self._features.is_random:
+            numbers = np.zeros(len(self.sequences), "float32")
+            for slot, sequence in owners:
+                numbers[slot] = sequence.next_number()
+        return owners, self._rows.step(self._features, numbers, self._values)
+
+    def _choose_features(self, params):
+        """Returns the cheapest known `Features` that serve all params, else new ones.
+
+        A step depends on features, and must not be compiled for each combination of requests.
+        """
+        needed = features_of(params, self._vocabulary_size)
+        known = [f for f in self._known if covers(f, needed, self._vocabulary_size)]
+        if not known:
+            known = [needed]
+            self._known.append(needed)
+        return min(known, key=lambda features: sum(map(bool, features)))
+
+    def close(self):
+        """Releases the resources of the device."""
+        self._rows.close()
+
+
+def covers(features, needed, vocabulary_size):
+    """Returns True if a step with `features` also chooses tokens of sequences that need `needed`.
+
+    vocabulary_size: integer.
+    """
+    if needed.has_others and features.num_sorted != needed.num_sorted:
+        # Those that keep all tokens need all or none sorted.
+        least = needed.num_sorted or vocabulary_size
+        if not least <= features.num_sorted:
+            return False
+    if needed.is_random and needed.num_sorted == 0 and not needed.has_others:
+        needed = needed._replace(num_sorted=0)
+    has_greedy = not needed.is_random and features.is_random
+    needed = needed._replace(has_greedy=needed.has_greedy or has_greedy)
+    pairs = zip(features, needed, strict=True)
+    return all(_rank(known) >= _rank(value) for known, value in pairs)
+
+
+def _rank(value):
+    return -1 if value is None else int(value)
