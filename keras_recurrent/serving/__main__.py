@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import importlib.util
 import ipaddress
+import logging
 import os
 import pathlib
 import sys
@@ -68,6 +69,7 @@ def main():
 
     from keras_recurrent.serving.server import Server, create_app
 
+    logging.basicConfig(level=logging.WARNING)
     # The engine's thread must not wait 5 ms, Python's default, for that of the HTTP server.
     sys.setswitchinterval(5e-4)
     key = os.environ.get(KEY_VARIABLE) or None
@@ -88,7 +90,7 @@ def main():
         timeout=arguments.timeout,
     )
     if key is None and not is_loopback(arguments.host):
-        print(f"Warning: other machines reach the server without a key; set {KEY_VARIABLE}.")
+        logging.warning("Other machines reach the server without a key; set %s.", KEY_VARIABLE)
     server = Server(
         app, arguments.host, arguments.port, arguments.max_connections, arguments.grace_period
     )

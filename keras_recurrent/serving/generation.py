@@ -11,13 +11,13 @@ class Event(NamedTuple):
     """New text of one choice, or its end.
 
     Attributes:
-        index: integer, the choice.
+        choice: integer, index of the choice.
         text: string, the new text.
         logprobs: a list of `TokenLogprobs` of the new tokens.
         completion: the `Completion` if the choice has ended, else None.
     """
 
-    index: int
+    choice: int
     text: str
     logprobs: list[Any]
     completion: Any = None

@@ -30,24 +30,23 @@ class Metrics:
         self._engine = engine
         self._registry = prometheus_client.CollectorRegistry()
         self._registry.register(self)
-        common = {"registry": self._registry}
         self._responses = prometheus_client.Counter(
-            f"{PREFIX}responses", "HTTP responses of /v1", ["status"], **common
+            f"{PREFIX}responses", "HTTP responses of /v1", ["status"], registry=self._registry
         )
         self._ends = prometheus_client.Counter(
-            f"{PREFIX}requests", "Ended requests", ["finish_reason"], **common
+            f"{PREFIX}requests", "Ended requests", ["finish_reason"], registry=self._registry
         )
         self._first = prometheus_client.Histogram(
             f"{PREFIX}time_to_first_token_seconds",
             "Time from the arrival of a request to its first token",
             buckets=SECONDS,
-            **common,
+            registry=self._registry,
         )
         self._between = prometheus_client.Histogram(
             f"{PREFIX}inter_token_seconds",
             "Time between tokens of a request",
             buckets=TOKEN_SECONDS,
-            **common,
+            registry=self._registry,
         )
 
     def collect(self):

@@ -11,8 +11,10 @@ from keras_recurrent.generation.sampling_params import SamplingParams
 Count = pydantic.NonNegativeInt
 SEEDS = 2**64  # OpenAI's seeds are signed
 # Options that keep their names in `SamplingParams`; the last three are not OpenAI's, but vLLM's.
-SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
-SAMPLING += ("top_k", "min_p", "repetition_penalty")
+SAMPLING = [
+    *("temperature", "top_p", "presence_penalty", "frequency_penalty"),
+    *("top_k", "min_p", "repetition_penalty"),
+]
 
 
 class ApiError(Exception):

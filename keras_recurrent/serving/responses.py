@@ -40,7 +40,6 @@ class CompletionFormat:
     """
 
     id_prefix, object, chunk_object = "cmpl-", "text_completion", "text_completion"
-    first_delta = None  # of a stream
 
     def __init__(self, model, tokens, has_logprobs):
         self.id = self.id_prefix + uuid.uuid4().hex
@@ -98,7 +97,6 @@ class ChatFormat(CompletionFormat):
     """Bodies of the response to one request to `/v1/chat/completions`."""
 
     id_prefix, object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
-    first_delta = {"role": "assistant", "content": "", "refusal": None}
 
     def _content(self, index, text, logprobs):
         message = {"role": "assistant", "content": text, "refusal": None}
@@ -110,7 +108,8 @@ class ChatFormat(CompletionFormat):
 
     def first_chunk(self):
         """Returns the body of the first event, which has the role."""
-        choice = {"index": 0, "delta": self.first_delta, "logprobs": None, "finish_reason": None}
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
         return self._body(self.chunk_object, [choice], None)
 
     def _logprobs(self, index, text, logprobs):
