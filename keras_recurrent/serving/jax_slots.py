@@ -2,6 +2,7 @@
 
 import functools
 import weakref
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,8 @@ class JaxRows:
         num_slots: integer, number of rows.
         max_length: integer, the capacity of a row in tokens.
     """
+
+    _state: Any
 
     def __init__(self, model, loops, num_slots, max_length):
         self._model, self._max_length = model, max_length

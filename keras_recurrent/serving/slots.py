@@ -10,12 +10,11 @@ from keras_recurrent.generation.sampling import features_of
 STOPS_PER_STEP = 4  # stop tokens of a slot are padded to a multiple
 MIN_CHUNK = 32
 
+Rows: Any
 if keras.config.backend() == "torch":
     from keras_recurrent.serving.torch_slots import TorchRows as Rows
 elif keras.config.backend() == "jax":
     from keras_recurrent.serving.jax_slots import JaxRows as Rows
-else:
-    Rows: Any = None
 
 
 class Slots:
