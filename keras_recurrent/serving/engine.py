@@ -82,6 +82,11 @@ class Engine:
             raise ValueError(
                 f"`prefix_cache_bytes` must be an integer, at least 0; got {prefix_cache_bytes!r}."
             )
+        if prefix_cache_dir is not None and not prefix_cache_bytes:
+            raise ValueError(
+                "`prefix_cache_dir` needs `prefix_cache_bytes` above 0, the memory of the states "
+                "that it holds."
+            )
         self.model, self.num_slots, self.max_queued = model, num_slots, max_queued
         self.max_length = _max_length(model, max_length)
         prefixes = PrefixCache(model, prefix_cache_bytes, self.max_length, prefix_cache_dir)

@@ -1,6 +1,8 @@
 """Rows of a batch on JAX: one program for each step, which overwrites its state."""
 
 import functools
+import weakref
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,8 @@ from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.generation import loop
 from keras_recurrent.generation.xla_programs import make_network
 from keras_recurrent.layers.decoding import unfused_blocks
+
+_known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # programs, by decoding loops
 
 
 class JaxRows:
@@ -23,9 +27,13 @@ class JaxRows:
         max_length: integer, the capacity of a row in tokens.
     """
 
+    _state: Any
+
     def __init__(self, model, loops, num_slots, max_length):
         self._model, self._max_length = model, max_length
-        self._process, self._step = _programs(model, loops.snapshot)
+        if loops not in _known:
+            _known[loops] = _programs(model, loops.snapshot)
+        self._process, self._step = _known[loops]
         self._free_length = np.zeros(num_slots, "int32")
         self._stops, self._counts = np.zeros((num_slots, 0), "int32"), None
         zeros = jnp.zeros(num_slots, "int32")

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import logging
 import threading
 import time
 from typing import Any
@@ -154,7 +155,7 @@ class EngineRequest:
             if self._text is not None:
                 self._text.append(delta.text)
             if self._listener is not None:
-                self._listener(delta)
+                self._call(self._listener, delta)
             else:
                 self._deltas.append(delta)
                 self._changed.notify_all()
@@ -172,4 +173,12 @@ class EngineRequest:
             callbacks, self._callbacks = self._callbacks, []
             self._changed.notify_all()
         for function in callbacks:
-            function(self)
+            self._call(function, self)
+
+    def _call(self, function, argument):
+        """Calls a function of the caller, whose error must not end the engine."""
+        try:
+            function(argument)
+        except Exception:
+            logging.getLogger(__name__).exception("A listener failed; its request is cancelled.")
+            self.cancel()

@@ -115,10 +115,9 @@ class Scheduler:
     def _end(self, sequence, reason):
         # A step that runs ahead has processed the last token, unless the device knew the end.
         is_ahead = not sequence.ends_on_device
-        consumed = [*sequence.prompt, *sequence.token_ids]
-        if not is_ahead or self._ahead is None:
-            consumed.pop()
         if self._prefixes.is_enabled:
+            consumed = [*sequence.prompt, *sequence.token_ids]
+            consumed = consumed if is_ahead else consumed[:-1]
             self._prefixes.add(consumed, self._slots.state(sequence), is_conversation=True)
         self._slots.remove(sequence, is_active=is_ahead)
         sequence.end(reason)

@@ -10,12 +10,11 @@ from keras_recurrent.generation.sampling import features_of
 STOPS_PER_STEP = 4  # stop tokens of a slot are padded to a multiple
 MIN_CHUNK = 32
 
+Rows: Any
 if keras.config.backend() == "torch":
     from keras_recurrent.serving.torch_slots import TorchRows as Rows
 elif keras.config.backend() == "jax":
     from keras_recurrent.serving.jax_slots import JaxRows as Rows
-else:
-    Rows: Any = None
 
 
 class Slots:
@@ -140,13 +139,10 @@ def covers(features, needed, vocabulary_size):
 
     vocabulary_size: integer.
     """
-    if needed.has_others and features.num_sorted != needed.num_sorted:
-        # Those that keep all tokens need all or none sorted.
-        least = needed.num_sorted or vocabulary_size
-        if not least <= features.num_sorted:
-            return False
-    if needed.is_random and needed.num_sorted == 0 and not needed.has_others:
-        needed = needed._replace(num_sorted=0)
+    if needed.has_others and features.num_sorted and not needed.num_sorted:
+        needed = needed._replace(num_sorted=vocabulary_size)  # its sequences keep all tokens
+    if needed.num_sorted and not features.num_sorted:
+        return False
     has_greedy = not needed.is_random and features.is_random
     needed = needed._replace(has_greedy=needed.has_greedy or has_greedy)
     pairs = zip(features, needed, strict=True)

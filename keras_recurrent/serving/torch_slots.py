@@ -1,6 +1,7 @@
 """Rows of a batch on torch: the decoding step is a CUDA graph on NVIDIA GPUs, traced on CPUs."""
 
 import contextlib
+from typing import Any
 
 import keras
 import torch
@@ -90,6 +91,12 @@ class _Sampler:
     """Chooses the next token of each slot, outside the CUDA graph of the step."""
 
     is_capturable = False  # its features change between steps
+    features: Any
+    arguments: dict[str, Any]
+    numbers: Any
+    sequences: Any
+    counts: Any
+    logprobs: list[Any]
 
     def __init__(self):
         self.features, self.arguments, self.numbers, self.sequences = Features(), {}, None, None

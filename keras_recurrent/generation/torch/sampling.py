@@ -156,8 +156,10 @@ def _traced(features, names, *specs):
     def choose(*tensors):
         given = iter(tensors)
         inputs: list = [next(given) if used else None for used in is_used]
-        *inputs, arguments = *inputs[:5], dict(zip(names, inputs[5:], strict=True))
-        token, counts, logprobs = next_tokens(features, *inputs, arguments)
+        arguments = dict(zip(names, inputs[5:], strict=True))
+        logits, stops, count, uniform, counts = inputs[:5]
+        tensors = logits, stops, count, uniform, counts
+        token, counts, logprobs = next_tokens(features, *tensors, arguments)
         return token, *(() if counts is None else (counts,)), *logprobs
 
     used = filter(None, specs)
