@@ -583,9 +583,9 @@ FAULTS = [
     Fault(
         "sampler_temperature",
         "keras_recurrent/generation/sampling.py",
-        old="scaled = logits / ops.where(ops.greater(temperature, 0), temperature, 1.0)",
-        new="scaled = logits",
-        tests={"torch": "generation/test_sampling.py::test_tokens_are_those_of_numpy[temperature]"},
+        old="    scaled = candidates / divisor",
+        new="    scaled = candidates",
+        tests={"torch": "generation/test_sampling.py::test_tokens_are_those_of_numpy[top_p of top_k]"},
     ),
     Fault(
         "sampler_seed_not_advanced",

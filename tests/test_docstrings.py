@@ -52,7 +52,17 @@ EXAMPLES = {
 }
 
 
-ROOMS = ["callbacks", "datasets", "layers", "metrics", "models", "ops", "samplers", "schedules"]
+ROOMS = [
+    "callbacks",
+    "datasets",
+    "layers",
+    "metrics",
+    "models",
+    "ops",
+    "samplers",
+    "schedules",
+    "serving",
+]
 ROOMS += ["tokenizers"]
 
 

@@ -21,7 +21,7 @@ TOP = {"keras_recurrent": "keras_recurrent"} | {
 }
 
 
-def tree(suffixes=(".py", ".typed", ".h5", ".md")):
+def tree(suffixes=(".py", ".typed", ".h5", ".md", ".html")):
     """{path in an installation: file of the tree}."""
     return {
         f"{installed}/{file.relative_to(ROOT / folder).as_posix()}": file

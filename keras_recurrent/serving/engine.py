@@ -192,6 +192,11 @@ class Engine:
             )
         return np.array(tokens, "int32")
 
+    @property
+    def is_closed(self):
+        """True after `close`, and after a failure."""
+        return self._is_closed
+
     def stats(self):
         """Returns a dictionary of the current load, and of counts since the engine was created.
 

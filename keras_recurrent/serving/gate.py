@@ -1,0 +1,96 @@
+"""Checks of HTTP requests before FastAPI sees them: API key, size and time of the body."""
+
+import asyncio
+import hmac
+
+from starlette.responses import JSONResponse
+
+from keras_recurrent.serving.protocol import ApiError
+
+BODY_SECONDS = 30
+
+
+class Gate:
+    """ASGI middleware that refuses requests without the key and with too large bodies.
+
+    Args:
+        app: the ASGI application.
+        service: the `Service`, which tells whether the server is shutting down.
+        api_key: string, or None for no authentication.
+        max_body: integer, maximum number of bytes of a body.
+    """
+
+    def __init__(self, app, service, api_key, max_body):
+        self._app, self._service = app, service
+        self._key, self._max_body = api_key and f"Bearer {api_key}".encode(), max_body
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+            await self._app(scope, receive, send)
+            return
+
+        async def counted_send(message):
+            if message["type"] == "http.response.start":
+                self._service.metrics.response(message["status"])
+            await send(message)
+
+        try:
+            self._check(scope)
+            body = await self._read(receive)
+        except ApiError as error:
+            response = JSONResponse(error.body, error.status, error.headers)
+            await response(scope, receive, counted_send)
+            return
+        if body is None:  # the client has disconnected
+            return
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replayed():
+            return messages.pop() if messages else await receive()
+
+        await self._app(scope, replayed, counted_send)
+
+    def _check(self, scope):
+        if self._key is not None:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._key):
+                message = "Incorrect API key: send it in the header 'Authorization: Bearer KEY'."
+                headers = {"www-authenticate": "Bearer"}
+                raise ApiError(401, message, code="invalid_api_key", headers=headers)
+        if self._service.is_draining and scope["method"] == "POST":
+            raise shutting_down()
+
+    async def _read(self, receive):
+        """Returns the body; None if the client disconnects.
+
+        The rest of a body that is too large is read and dropped: a client that is still sending
+        would not see the error otherwise.
+        """
+        chunks, size = [], 0
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    size += len(message.get("body", b""))
+                    if size <= self._max_body:
+                        chunks.append(message.get("body", b""))
+                    if not message.get("more_body"):
+                        break
+        except TimeoutError:
+            raise ApiError(
+                408, f"The body of the request took more than {BODY_SECONDS} s.", code="timeout"
+            ) from None
+        if size > self._max_body:
+            message = f"The body has {size} bytes; the maximum is {self._max_body}."
+            raise ApiError(413, message, code="request_too_large")
+        return b"".join(chunks)
+
+
+def shutting_down():
+    """Returns the error of a server that takes no more requests."""
+    message = "The server is shutting down. Send the request to another replica, or again later."
+    return ApiError(
+        503, message, "server_error", code="shutting_down", headers={"retry-after": "5"}
+    )

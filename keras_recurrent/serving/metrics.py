@@ -1,0 +1,76 @@
+"""Metrics of the server in the format of Prometheus."""
+
+import prometheus_client
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+PREFIX = "keras_recurrent_"
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+# {key of `Engine.stats()`: (name, description)}
+GAUGES = {
+    "queued": ("requests_queued", "Requests that wait for a slot"),
+    "active": ("slots_active", "Slots with a request"),
+    "num_slots": ("slots", "Slots"),
+}
+COUNTERS = {
+    "tokens": ("tokens", "Generated tokens"),
+    "prefix_hits": ("prefix_hits", "Requests that started from a saved prefix"),
+    "prefix_tokens": ("prefix_tokens", "Prompt tokens that a saved prefix replaced"),
+}
+
+
+class Metrics:
+    """Metrics of one server, in a registry of its own.
+
+    Args:
+        engine: the `Engine`.
+    """
+
+    def __init__(self, engine):
+        self._engine = engine
+        self._registry = prometheus_client.CollectorRegistry()
+        self._registry.register(self)
+        self._responses = prometheus_client.Counter(
+            f"{PREFIX}responses", "HTTP responses of /v1", ["status"], registry=self._registry
+        )
+        self._ends = prometheus_client.Counter(
+            f"{PREFIX}requests", "Ended requests", ["finish_reason"], registry=self._registry
+        )
+        self._first = prometheus_client.Histogram(
+            f"{PREFIX}time_to_first_token_seconds",
+            "Time from the arrival of a request to its first token",
+            buckets=SECONDS,
+            registry=self._registry,
+        )
+        self._between = prometheus_client.Histogram(
+            f"{PREFIX}inter_token_seconds",
+            "Time between tokens of a request",
+            buckets=TOKEN_SECONDS,
+            registry=self._registry,
+        )
+
+    def collect(self):
+        """Yields the metrics of the engine; called by the registry."""
+        stats = self._engine.stats()
+        for families, family in ((GAUGES, GaugeMetricFamily), (COUNTERS, CounterMetricFamily)):
+            for key, (name, description) in families.items():
+                if key in stats:
+                    yield family(PREFIX + name, description, value=stats[key])
+
+    def response(self, status):
+        """Counts an HTTP response."""
+        self._responses.labels(str(status)).inc()
+
+    def end(self, completion):
+        """Records the end of a request."""
+        self._ends.labels(completion.finish_reason).inc()
+        if completion.time_to_first_token is not None:
+            self._first.observe(completion.time_to_first_token)
+
+    def token_time(self, seconds, num_tokens):
+        """Records the time of `num_tokens` tokens after the last ones of a request."""
+        self._between.observe(seconds / num_tokens)
+
+    def text(self):
+        """Returns the metrics in the text format."""
+        return prometheus_client.generate_latest(self._registry)

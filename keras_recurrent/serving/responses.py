@@ -1,0 +1,135 @@
+"""Response bodies of OpenAI's API: completions, chunks of a stream, and log probabilities."""
+
+import functools
+import time
+import uuid
+
+from keras_recurrent.generation.text import REPLACEMENT, texts_of
+
+LEAST_LOGPROB = -9999.0  # for tokens of probability 0, as in OpenAI's API
+
+
+class TokenTexts:
+    """Texts of single tokens, for log probabilities."""
+
+    def __init__(self, preprocessor):
+        self._preprocessor = preprocessor
+        self.text = functools.lru_cache(2**16)(self._text)
+
+    def _text(self, token):
+        if self._preprocessor is None:
+            return str(token)
+        # Some tokenizers drop the space before the first token.
+        once, twice = (texts_of(self._preprocessor, [[token] * n])[0] for n in (1, 2))
+        return twice[len(once) :] or str(self._preprocessor.tokenizer.id_to_token(token))
+
+    def entry(self, token, logprob):
+        """Returns the log probability of a token, as chat completions have it."""
+        text = self.text(token)
+        data = None if REPLACEMENT in text else list(text.encode())
+        return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": data}
+
+
+class CompletionFormat:
+    """Bodies of the response to one request to `/v1/completions`.
+
+    Args:
+        model: string, the name of the model.
+        tokens: the `TokenTexts`.
+        has_logprobs: boolean.
+    """
+
+    id_prefix, object, chunk_object = "cmpl-", "text_completion", "text_completion"
+
+    def __init__(self, model, tokens, has_logprobs):
+        self.id = self.id_prefix + uuid.uuid4().hex
+        self._tokens, self._has_logprobs = tokens, has_logprobs
+        self._common = {"created": int(time.time()), "model": model}
+        self._offsets = {}  # {index of a choice: number of characters in its stream so far}
+
+    def _body(self, name, choices, usage):
+        return {"id": self.id, "object": name, **self._common, "choices": choices, "usage": usage}
+
+    def completion(self, completions):
+        """Returns the body for a list of `Completion`s, one for each prompt."""
+        choices = []
+        for index, result in enumerate(completions):
+            content = self._content(index, result.text or "", result.logprobs)
+            choices.append({"index": index, **content, "finish_reason": result.finish_reason})
+        return self._body(self.object, choices, usage(completions))
+
+    def chunk(self, index, text, logprobs, finish_reason=None):
+        """Returns the body of one event of a stream."""
+        content = self._delta(index, text, logprobs, finish_reason)
+        choice = {"index": index, **content, "finish_reason": finish_reason}
+        return self._body(self.chunk_object, [choice], None)
+
+    def usage_chunk(self, completions):
+        return self._body(self.chunk_object, [], usage(completions))
+
+    def _content(self, index, text, logprobs):
+        return {"text": text, "logprobs": self._logprobs(index, text, logprobs)}
+
+    def _delta(self, index, text, logprobs, finish_reason):
+        return self._content(index, text, logprobs)
+
+    def _logprobs(self, index, text, logprobs):
+        if not self._has_logprobs:
+            return None
+        entries = [self._tokens.entry(each.token_id, each.logprob) for each in logprobs]
+        begin, offsets = self._offsets.get(index, 0), []
+        self._offsets[index] = end = begin + len(text)
+        for entry in entries:
+            offsets.append(min(begin, end))
+            begin += len(entry["token"])
+        return {
+            "tokens": [entry["token"] for entry in entries],
+            "token_logprobs": [entry["logprob"] for entry in entries],
+            "top_logprobs": [
+                {self._tokens.text(t): max(value, LEAST_LOGPROB) for t, value in each.top.items()}
+                for each in logprobs
+            ],
+            "text_offset": offsets,
+        }
+
+
+class ChatFormat(CompletionFormat):
+    """Bodies of the response to one request to `/v1/chat/completions`."""
+
+    id_prefix, object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def _content(self, index, text, logprobs):
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"message": message, "logprobs": self._logprobs(index, text, logprobs)}
+
+    def _delta(self, index, text, logprobs, finish_reason):
+        delta = {} if finish_reason and not text else {"content": text}
+        return {"delta": delta, "logprobs": self._logprobs(index, text, logprobs)}
+
+    def first_chunk(self):
+        """Returns the body of the first event, which has the role."""
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self._body(self.chunk_object, [choice], None)
+
+    def _logprobs(self, index, text, logprobs):
+        if not self._has_logprobs or not logprobs:
+            return None
+        content = []
+        for each in logprobs:
+            top = [self._tokens.entry(*pair) for pair in each.top.items()]
+            content.append({**self._tokens.entry(each.token_id, each.logprob), "top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+
+def usage(completions):
+    """Returns the numbers of tokens of a list of `Completion`s."""
+    prompt = sum(each.num_prompt_tokens for each in completions)
+    generated = sum(len(each.token_ids) for each in completions)
+    cached = sum(each.num_cached_tokens for each in completions)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }

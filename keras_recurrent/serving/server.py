@@ -1,0 +1,304 @@
+"""HTTP server with OpenAI's API: the FastAPI application and its graceful shutdown."""
+
+import asyncio
+import json
+import logging
+import pathlib
+import time
+
+import fastapi
+import uvicorn
+from fastapi.exceptions import RequestValidationError
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+
+from keras_recurrent.serving.gate import Gate, shutting_down
+from keras_recurrent.serving.generation import Generation, Mailbox
+from keras_recurrent.serving.metrics import Metrics
+from keras_recurrent.serving.protocol import (
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    validation_error,
+    value_error,
+)
+from keras_recurrent.serving.request import EngineClosed, EngineFull
+from keras_recurrent.serving.responses import ChatFormat, CompletionFormat, TokenTexts
+
+log = logging.getLogger("keras_recurrent.serving")
+MAX_BODY = 4 * 2**20
+PAGE = pathlib.Path(__file__).with_name("chat.html")
+PAGE_POLICY = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
+PAGE_POLICY += "style-src 'unsafe-inline'; frame-ancestors 'none'"
+
+
+class Service:
+    """State of a server: its engine, metrics and the responses in progress.
+
+    Args:
+        engine: the `Engine`.
+        model_name: string, the name of the model in the API.
+        timeout: number of seconds after which a request ends, or None.
+    """
+
+    def __init__(self, engine, model_name, timeout):
+        self.engine, self.model_name, self.timeout = engine, model_name, timeout
+        self.created = int(time.time())
+        self.tokens = TokenTexts(engine.model.preprocessor)
+        self.metrics = Metrics(engine)
+        self.is_draining = False
+        self.generations = {}  # {id of a response: its `Generation`}
+        self.mailbox = None
+
+    def check_model(self, name):
+        if name != self.model_name:
+            message = f"The model '{name}' does not exist; this server has '{self.model_name}'."
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def start(self, body, form):
+        """Submits the prompts of a request and returns their `Generation`."""
+        if self.mailbox is None:
+            self.mailbox = Mailbox(asyncio.get_running_loop())
+        requests = await run_in_threadpool(self._submit, body)
+        generation = Generation(requests, self.mailbox, self.metrics)
+        self.generations[form.id] = generation
+        return generation
+
+    def _submit(self, body):
+        requests = []
+        try:
+            for prompt in body.prompts:
+                requests.append(
+                    self.engine.submit(
+                        prompt,
+                        sampling=body.sampling,
+                        max_new_tokens=body.max_new_tokens,
+                        stop=body.stop or None,
+                        timeout=self.timeout,
+                    )
+                )
+            return requests
+        except BaseException as error:
+            for request in requests:
+                request.cancel()
+            raise _api_error(error, body) from error
+
+    def end(self, form, generation):
+        """Cancels what has not ended of a response."""
+        generation.cancel()
+        self.generations.pop(form.id, None)
+
+    def check(self, completion):
+        """Raises an `ApiError` if a request ended without a whole answer."""
+        if completion.finish_reason == "timeout":
+            message = f"The request took more than {self.timeout:g} s."
+            raise ApiError(504, message, "server_error", code="timeout")
+        if completion.finish_reason == "cancelled":
+            raise shutting_down()
+
+    async def drain(self, seconds, is_forced):
+        """Refuses new requests, waits for those in progress, and cancels the rest."""
+        self.is_draining = True
+        started, end = set(self.generations), time.monotonic() + seconds
+        while self.generations and time.monotonic() < end and not is_forced():
+            await asyncio.sleep(0.02)
+            started |= set(self.generations)
+        cancelled = sorted(self.generations)
+        for generation in list(self.generations.values()):
+            generation.cancel()
+        log.warning(
+            "Shutdown: %d requests finished; %d cancelled%s",
+            len(started) - len(cancelled),
+            len(cancelled),
+            ": " + ", ".join(cancelled) if cancelled else "",
+        )
+
+
+def _api_error(error, body):
+    """Returns the exception to raise for an exception of `Engine.submit`."""
+    if isinstance(error, EngineFull):
+        message = "The server has too many requests. Send the request again later."
+        code = "rate_limit_exceeded"
+        return ApiError(429, message, "requests", code=code, headers={"retry-after": "1"})
+    if isinstance(error, EngineClosed):
+        return shutting_down()
+    return value_error(error, body) if isinstance(error, ValueError) else error
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events of one generation, which ends with the response."""
+
+    def __init__(self, service, generation, form, body):
+        self._arguments = service, generation, form, body
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(self._events(), headers=headers, media_type="text/event-stream")
+
+    async def __call__(self, scope, receive, send):
+        service, generation, form, _ = self._arguments
+        try:
+            await super().__call__(scope, receive, send)
+        finally:  # also if the client disconnects before the first event
+            service.end(form, generation)
+
+    async def _events(self):
+        service, generation, form, body = self._arguments
+        if isinstance(form, ChatFormat):
+            yield _event(form.first_chunk())
+        try:
+            async for event in generation.events():
+                index, text, logprobs, completion = event
+                if text or logprobs:
+                    yield _event(form.chunk(index, text, logprobs))
+                if completion is not None:
+                    service.check(completion)
+                    yield _event(form.chunk(index, "", [], completion.finish_reason))
+        except ApiError as error:
+            yield _event(error.body)
+            return
+        except Exception:
+            log.exception("Response %s failed", form.id)
+            yield _event(_internal_error().body)
+            return
+        if body.includes_usage:
+            yield _event(form.usage_chunk(generation.completions))
+        yield "data: [DONE]\n\n"
+
+
+def _event(body):
+    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+async def _respond(service, request, body, form_type):
+    service.check_model(body.model)
+    form = form_type(body.model, service.tokens, body.logprobs not in (None, False))
+    generation = await service.start(body, form)
+    if body.stream:
+        return EventStream(service, generation, form, body)
+    watch = asyncio.ensure_future(_cancel_on_disconnect(request, generation))
+    try:
+        async for _ in generation.events():
+            pass
+        for completion in generation.completions:
+            service.check(completion)
+    finally:
+        watch.cancel()
+        service.end(form, generation)
+    return JSONResponse(form.completion(generation.completions))
+
+
+async def _cancel_on_disconnect(request, generation):
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    generation.cancel()
+
+
+def _internal_error():
+    return ApiError(500, "The server had an error; its log has the cause.", "server_error")
+
+
+def create_app(
+    engine,
+    model_name,
+    *,
+    api_key=None,
+    max_body=MAX_BODY,
+    timeout=600,
+):
+    """Returns the FastAPI application that serves an engine with OpenAI's API.
+
+    Args:
+        engine: the `Engine`.
+        model_name: string, the name of the model in the API.
+        api_key: string that clients of `/v1` must send. None: no authentication.
+        max_body: integer, maximum number of bytes in the body of a request.
+        timeout: number of seconds after which a request ends with an error. None: no limit.
+    """
+    service = Service(engine, model_name, timeout)
+    app = fastapi.FastAPI(title="keras_recurrent", docs_url=None, redoc_url=None)
+    app.state.service = service
+    app.add_middleware(Gate, service=service, api_key=api_key, max_body=max_body)
+
+    @app.exception_handler(ApiError)
+    async def _api(request, error):
+        return JSONResponse(error.body, error.status, error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def _validation(request, error):
+        return await _api(request, validation_error(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def _http(request, error):
+        message = f"{error.detail}: {request.method} {request.url.path}"
+        return await _api(request, ApiError(error.status_code, message, headers=error.headers))
+
+    @app.exception_handler(Exception)
+    async def _other(request, error):
+        return await _api(request, _internal_error())
+
+    @app.post("/v1/chat/completions")
+    async def _chat(body: ChatBody, request: fastapi.Request):
+        return await _respond(service, request, body, ChatFormat)
+
+    @app.post("/v1/completions")
+    async def _completions(body: CompletionBody, request: fastapi.Request):
+        return await _respond(service, request, body, CompletionFormat)
+
+    def model():
+        about = {"id": model_name, "object": "model", "created": service.created}
+        return {**about, "owned_by": "keras_recurrent"}
+
+    @app.get("/v1/models")
+    async def _models():
+        return {"object": "list", "data": [model()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def _model(name: str):
+        service.check_model(name)
+        return model()
+
+    @app.get("/health")
+    async def _health():
+        status = "shutting down" if service.is_draining else "ok"
+        status = "the engine failed" if status == "ok" and engine.is_closed else status
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
+
+    @app.get("/metrics")
+    async def _metrics():
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/")
+    async def _page():
+        headers = {"content-security-policy": PAGE_POLICY}
+        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers=headers)
+
+    return app
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which finishes or cancels requests before it ends.
+
+    Args:
+        app: an application of `create_app`.
+        host, port: address to listen on; port 0 selects a free one.
+        max_connections: integer, maximum number of connections; others get status 503.
+        grace_period: number of seconds in which requests can finish after SIGTERM.
+    """
+
+    def __init__(self, app, host="127.0.0.1", port=8000, max_connections=1024, grace_period=30):
+        self._service, self._grace_period = app.state.service, grace_period
+        config = uvicorn.Config(
+            app,
+            host=host,
+            port=port,
+            limit_concurrency=max_connections,
+            timeout_graceful_shutdown=5,
+            access_log=False,
+            server_header=False,
+        )
+        super().__init__(config)
+
+    async def shutdown(self, sockets=None):
+        await self._service.drain(self._grace_period, lambda: self.force_exit)
+        await super().shutdown(sockets)
+        await run_in_threadpool(self._service.engine.close)

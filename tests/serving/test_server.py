@@ -1,0 +1,284 @@
+"""The HTTP server with real clients: the `openai` package and curl."""
+
+import contextlib
+import json
+import subprocess
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+
+from keras_recurrent.models import GriffinCausalLM, SamplingParams
+from keras_recurrent.serving import Engine
+from keras_recurrent.serving.server import Server, create_app
+
+pytestmark = pytest.mark.once
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+MODEL = {"model": "tiny"}
+MESSAGES = [{"role": "user", "content": "Hello"}]
+GREEDY = {"temperature": 0, "logit_bias": {"2": -100}}  # without the end token
+LONG = {**GREEDY, "max_tokens": 900}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return GriffinCausalLM.from_preset("griffin_tiny_text", chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def small_model():
+    return GriffinCausalLM.from_preset("hawk_tiny", num_layers=1)
+
+
+@contextlib.contextmanager
+def running(engine, grace_period=5, max_connections=1024, **options):
+    """Serves an engine on a free port; yields the server, with its address as `url`."""
+    app = create_app(engine, "tiny", **options)
+    server = Server(app, port=0, max_connections=max_connections, grace_period=grace_period)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    host, port = server.servers[0].sockets[0].getsockname()
+    server.url = f"http://{host}:{port}"
+    try:
+        yield server
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def server(model):
+    with running(Engine(model, num_slots=4, max_length=1000), max_body=10_000) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def text(server):
+    """Answer to "Hello" with `GREEDY`."""
+    sampling = SamplingParams(temperature=0, logit_bias={2: -100})
+    engine = server.config.app.state.service.engine
+    return engine.submit("Hello", sampling, max_new_tokens=60).result().text
+
+
+def client_of(server, **options):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, **options)
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return client_of(server)
+
+
+def post(server, path="completions", **fields):
+    return post_bytes(server, json.dumps({**MODEL, **fields}).encode(), path)
+
+
+def post_bytes(server, body, path="completions"):
+    headers = {"content-type": "application/json"}
+    return httpx.post(f"{server.url}/v1/{path}", content=body, headers=headers)
+
+
+def wait_for_free_slots(server):
+    stats = server.config.app.state.service.engine.stats
+    end = time.monotonic() + 5
+    while stats()["active"] or stats()["queued"]:
+        assert time.monotonic() < end, stats()
+        time.sleep(0.01)
+
+
+def test_models(client):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").object == "model"
+
+
+def test_chat(client, text):
+    options = {"max_completion_tokens": 9, "logprobs": True, "top_logprobs": 2, "seed": -1}
+    answer = client.chat.completions.create(**MODEL, messages=MESSAGES, **options, **GREEDY)
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", text[:9])
+    assert choice.finish_reason == "length"
+    assert [len(each.top_logprobs) for each in choice.logprobs.content] == [2] * 9
+    assert choice.logprobs.content[0].token == text[0]
+    assert choice.logprobs.content[0].bytes == [ord(text[0])]
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (6, 9)
+
+
+def test_chat_streams(client, text):
+    """Text is lost, or the role, the finish reason or the usage is missing."""
+    chunks = list(
+        client.chat.completions.create(
+            **MODEL,
+            messages=[{"role": "user", "content": [{"type": "text", "text": "Hello"}]}],
+            **GREEDY,
+            max_tokens=60,
+            stream=True,
+            logprobs=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    choices = [chunk.choices[0] for chunk in chunks[:-1]]
+    assert choices[0].delta.role == "assistant"
+    assert "".join(choice.delta.content or "" for choice in choices) == text
+    assert [c.finish_reason for c in choices] == [None] * (len(choices) - 1) + ["length"]
+    assert sum(len(c.logprobs.content) for c in choices if c.logprobs) == 60
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.total_tokens == 66
+
+
+def test_completions_of_several_prompts(client, text):
+    stop = text[20:24]
+    options = {**MODEL, **GREEDY, "max_tokens": 60}
+    answer = client.completions.create(**options, prompt=["Hello"] * 2, stop=[stop], logprobs=1)
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    for choice in answer.choices:
+        assert (choice.text, choice.finish_reason) == (text[: text.index(stop)], "stop")
+        assert len(choice.logprobs.tokens) == text.index(stop) + 4
+        assert choice.logprobs.text_offset[:3] == [0, 1, 2]
+    assert answer.usage.prompt_tokens == 12
+    tokens = [1, *(byte + 3 for byte in b"Hello")]
+    stream = client.completions.create(**options, prompt=[tokens] * 2, stream=True)
+    texts = ["", ""]
+    for chunk in stream:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [text] * 2
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_disconnects_frees_its_slot(server, stream):
+    body = {**MODEL, **LONG, "prompt": "Hello", "stream": stream}
+    with (
+        httpx.Client(timeout=0.2) as connection,
+        contextlib.suppress(httpx.TimeoutException),
+        connection.stream("POST", f"{server.url}/v1/completions", json=body) as response,
+    ):
+        next(response.iter_lines())
+    wait_for_free_slots(server)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param", "message"),
+    [
+        ({}, 400, "prompt", "Missing required parameter: 'prompt'"),
+        ({"prompt": "a", "temperature": 1e9}, 400, "temperature", "must be 0, or a number"),
+        ({"prompt": "a", "top_p": "1"}, 400, "top_p", "should be a valid number"),
+        ({"prompt": "a", "tools": []}, 400, "tools", "Unrecognized request argument"),
+        ({"prompt": "a", "n": 2}, 400, "n", "should be 1"),
+        ({"prompt": "\ud800"}, 400, None, "valid Unicode"),
+        ({"prompt": "a", "\ud800": 1}, 400, None, "unicode string"),
+        ({"prompt": "a", "logit_bias": {"a": 1}}, 400, "logit_bias", "must be token ids"),
+        ({"prompt": "a", "logit_bias": {"999": 1}}, 400, "logit_bias", "vocabulary"),
+        ({"prompt": "a" * 1001}, 400, "prompt", "1000 tokens"),
+        ({"prompt": []}, 400, "prompt", "at least one token"),
+        ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "`max_new_tokens`"),
+        ({"prompt": "a" * 10_000}, 413, None, "the maximum is 10000"),
+        ({"prompt": "a", "model": "gpt"}, 404, "model", "does not exist"),
+    ],
+)
+def test_errors_have_the_form_of_openai(server, fields, status, param, message):
+    response = post(server, **fields)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert message in error["message"]
+    assert error["param"] == param
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'{"n": 1' + b"0" * 5000, b"[" * 9000])
+def test_malformed_bodies(server, body):
+    response = post_bytes(server, body)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"]
+
+
+def test_the_client_raises_errors(client):
+    with pytest.raises(openai.BadRequestError, match="Unrecognized"):
+        client.completions.create(**MODEL, prompt="a", extra_body={"tool": 1})
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.completions.create(model="gpt", prompt="a")
+
+
+def test_limits_and_key(small_model):
+    """A full queue, a request that takes too long and a wrong key have their own statuses."""
+    engine = Engine(small_model, num_slots=1, max_queued=1, max_length=100_000)
+    options = {**MODEL, **GREEDY, "prompt": "a", "max_tokens": 90_000}
+    with running(engine, timeout=0.5, api_key="secret") as server:
+        assert post(server, prompt="a").status_code == 401
+        assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+        client = client_of(server).with_options(api_key="secret")
+        stream = client.completions.create(**options, stream=True)
+        next(iter(stream))
+        waiting = client.completions.create(**options, stream=True)
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.completions.create(**options)
+        assert caught.value.response.headers["retry-after"] == "1"
+        with pytest.raises(openai.APIError, match=r"more than 0\.5 s"):
+            list(stream)
+        waiting.close()
+        with pytest.raises(openai.InternalServerError, match=r"more than 0\.5 s"):
+            client.completions.create(**options)
+        text = httpx.get(f"{server.url}/metrics").text
+    assert 'keras_recurrent_requests_total{finish_reason="timeout"}' in text
+    assert "keras_recurrent_slots 1.0" in text
+    assert "keras_recurrent_inter_token_seconds_bucket" in text
+    assert 'keras_recurrent_responses_total{status="429"} 1.0' in text
+
+
+def test_shutdown_finishes_or_cancels(small_model, caplog):
+    """An answer that would finish in the grace period is lost, or another one is not reported."""
+    engine, found = Engine(small_model, num_slots=2, max_length=100_000), {}
+    expected = engine.submit("Hello", SamplingParams(temperature=0), max_new_tokens=60).result()
+    with running(engine, grace_period=0.6) as server:
+
+        def ask(number):
+            response = post(server, prompt="Hello", temperature=0, max_tokens=number)
+            found[number] = response.status_code, response.json()
+
+        threads = [threading.Thread(target=ask, args=[n]) for n in (60, 90_000)]
+        for thread in threads:
+            thread.start()
+        while engine.stats()["active"] < 2:
+            time.sleep(0.001)
+        server.should_exit = True
+        while httpx.get(f"{server.url}/health").status_code == 200:
+            time.sleep(0.01)
+        assert post(server, prompt="a").json()["error"]["code"] == "shutting_down"
+        for thread in threads:
+            thread.join()
+    assert found[60][0] == 200
+    assert found[60][1]["choices"][0]["text"] == expected.text
+    assert found[90_000][0] == 503
+    (line,) = [r.getMessage() for r in caplog.records if "Shutdown" in r.getMessage()]
+    assert line.startswith("Shutdown: 1 requests finished; 1 cancelled: cmpl-")
+    assert engine.is_closed
+
+
+def test_a_failed_engine_is_an_error(small_model, monkeypatch):
+    """The server reports health, or hangs, after the engine's thread has failed."""
+    engine = Engine(small_model, num_slots=1)
+    monkeypatch.setattr(engine._scheduler, "_process_chunk", lambda: 1 / 0)
+    with running(engine) as server:
+        assert post(server, prompt="a").status_code == 500
+        assert httpx.get(f"{server.url}/health").status_code == 503
+        assert post(server, prompt="a").status_code == 503
+
+
+def test_curl_streams(server, text):
+    body = json.dumps({**MODEL, **GREEDY, "prompt": "Hello", "max_tokens": 60, "stream": True})
+    command = ["curl", "-sN", "--json", body, f"{server.url}/v1/completions"]
+    lines = subprocess.run(command, capture_output=True, check=True).stdout.decode().splitlines()
+    assert [line for line in lines if line][-1] == "data: [DONE]"
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
+
+
+def test_the_page_makes_no_external_request(server):
+    response = httpx.get(server.url)
+    assert response.headers["content-security-policy"].startswith("default-src 'none'")
+    assert "://" not in response.text
+    assert len(response.text.splitlines()) <= 150
