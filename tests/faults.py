@@ -585,7 +585,9 @@ FAULTS = [
         "keras_recurrent/generation/sampling.py",
         old="    scaled = candidates / divisor",
         new="    scaled = candidates",
-        tests={"torch": "generation/test_sampling.py::test_tokens_are_those_of_numpy[top_p of top_k]"},
+        tests={
+            "torch": "generation/test_sampling.py::test_tokens_are_those_of_numpy[top_p of top_k]"
+        },
     ),
     Fault(
         "sampler_seed_not_advanced",
