@@ -673,14 +673,13 @@ FAULTS = [
         "rg_swap_xy",
         "keras_recurrent/models/griffin/checkpoint.py",
         old=(
-            'yield from linear("temporal_block.linear_x", d, r, "temporal_block/linear_x")\n'
-            '        yield from linear("temporal_block.linear_y", d, r, '
-            '"temporal_block/linear_y")'
+            'for name in ("linear_x", "linear_y"):\n'
+            '        yield from block.linear(f"temporal_block.{name}'
         ),
         new=(
-            'yield from linear("temporal_block.linear_x", d, r, "temporal_block/linear_y")\n'
-            '        yield from linear("temporal_block.linear_y", d, r, '
-            '"temporal_block/linear_x")'
+            'for name in ("linear_x", "linear_y"):\n'
+            '        other = {"linear_x": "linear_y"}.get(name, "linear_x")\n'
+            '        yield from block.linear(f"temporal_block.{other}'
         ),
         tests={"torch": "checkpoints/test_recurrent_gemma.py::test_logits_of_packed_documents"},
     ),
@@ -699,7 +698,7 @@ FAULTS = [
     Fault(
         "rg_logit_not_negated",
         "keras_recurrent/models/griffin/checkpoint.py",
-        old='f"{ours}/a_logit", NEGATED)',
+        old='f"{ours}/a_logit", transform=NEGATED)',
         new='f"{ours}/a_logit")',
         tests={"torch": "checkpoints/test_recurrent_gemma.py::test_logits_of_packed_documents"},
     ),
@@ -737,10 +736,10 @@ FAULTS = [
     Fault(
         "hgrn2_swap_conv",
         "keras_recurrent/models/hgrn2/checkpoint.py",
-        old='ours = f"temporal_block/{name}/kernel"',
+        old='shape, weight = (d, 1, taps), f"temporal_block/{name}/kernel"',
         new=(
             "other = {'f_conv1d': 'i_conv1d', 'i_conv1d': 'f_conv1d'}.get(name, name)\n"
-            '            ours = f"temporal_block/{other}/kernel"'
+            '        shape, weight = (d, 1, taps), f"temporal_block/{other}/kernel"'
         ),
         tests={"torch": "checkpoints/test_hgrn2.py::test_logits_with_short_convolutions"},
     ),

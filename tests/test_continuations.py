@@ -105,7 +105,8 @@ def test_what_is_written_is_what_generate_writes(family, monkeypatch):
     ]
     several = Continuations(model, batch_size=2)
     assert several.generate(tokens, ["\x00no\x00"], 23, end_token_id=2) == wanted
-    for stop in (wanted[0][3:6], wanted[1][9:11], wanted[2][:1]):
+    # Random weights may end a text at once.
+    for stop in filter(None, (wanted[0][3:6], wanted[1][9:11], wanted[2][:1])):
         found = several.generate(tokens, ["\x00no\x00", stop], 23, end_token_id=2)
         assert found == [text.partition(stop)[0] for text in wanted]
     last = next(letter for letter in reversed(wanted[1]) if letter.isascii())

@@ -132,7 +132,7 @@ class EventStream(StreamingResponse):
     def __init__(self, service, generation, form, body):
         self._arguments = service, generation, form, body
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(self._events(), headers=headers, media_type="text/event-stream")
+        super().__init__(self._stream_events(), headers=headers, media_type="text/event-stream")
 
     async def __call__(self, scope, receive, send):
         service, generation, form, _ = self._arguments
@@ -141,7 +141,7 @@ class EventStream(StreamingResponse):
         finally:  # also if the client disconnects before the first event
             service.end(form, generation)
 
-    async def _events(self):
+    async def _stream_events(self):
         service, generation, form, body = self._arguments
         if isinstance(form, ChatFormat):
             yield _event(form.first_chunk())
