@@ -52,7 +52,7 @@ def definitions(tree):
     """Private names that code gives to functions, classes, variables and attributes."""
     found = attributes(tree, stored=(True,))
     for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
