@@ -8,7 +8,7 @@ from keras_recurrent.generation.beam_sampler import BeamSampler
 from keras_recurrent.generation.cache import GenerationCache, next_cache_key
 from keras_recurrent.generation.chat import ChatGeneration, is_messages, start_turn
 from keras_recurrent.generation.hub_loop import generate_by_sampler
-from keras_recurrent.generation.lengths import capacity
+from keras_recurrent.generation.lengths import cache_max_length
 from keras_recurrent.generation.loops import GenerateFunction
 from keras_recurrent.generation.output import concatenate_results, format_result
 from keras_recurrent.generation.prompts import check_sampler, check_stop_tokens, parse_prompts
@@ -341,7 +341,7 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
             return cache.max_length
         if exact or length is None:
             return length
-        return None if self.backbone.keeps_state else capacity(self, length)
+        return cache_max_length(self, length, keep=True)
 
     def generate_step(self, inputs, stop_token_ids=None):
         """Generates for one batch of tokens. Users call `generate`, which compiles it.

@@ -292,6 +292,23 @@ def _sample_by(sampler, logits, memory):
     return tokens, [value if new is None else new for new, value in pairs]
 
 
+def program_variant(model):
+    """Returns what a program depends on beyond the shapes of its arguments.
+
+    These are the choice of `implementation` and, on JAX, the blocks that are not fused. Programs of
+    TensorFlow depend on the variables that they read, which change, such as in `enable_lora`.
+    """
+    layers: Any = unfused_blocks(model)
+    if keras.config.backend() != "jax":
+        layers = ((v.path, tuple(v.shape), v.dtype) for v in model.variables)
+    return chosen_name(), tuple(layers)
+
+
+def program_weights(model):
+    """Returns the weights, arguments of a program on JAX; None on TensorFlow."""
+    return [v.value for v in model.variables] if keras.config.backend() == "jax" else None
+
+
 def _programs(model, snapshot, compiled):
     """Returns the functions `prefill`, `generate`, `decoder` and `search` of `Programs`."""
     on_jax = keras.config.backend() == "jax"
@@ -333,17 +350,8 @@ def _programs(model, snapshot, compiled):
         options = *inputs, num_beams, token_ids.shape[1]
         return beam_search.search(functions.step, cache, last, *options)
 
-    # A program also depends on the choice of `implementation` and, on JAX, the blocks that are not
-    # fused. TensorFlow's programs depend on the variables that they read, which
-    # change, such as in `enable_lora`.
-    def variant():
-        layers: Any = unfused_blocks(model)
-        if not on_jax:
-            layers = ((v.path, tuple(v.shape), v.dtype) for v in model.variables)
-        return chosen_name(), tuple(layers)
-
-    def weights():
-        return [v.value for v in model.variables] if on_jax else None
+    variant = functools.partial(program_variant, model)
+    weights = functools.partial(program_weights, model)
 
     def prefill(token_ids, lengths, cache):
         return prefill_program(token_ids, lengths, cache, weights(), variant=variant())

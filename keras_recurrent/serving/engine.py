@@ -1,7 +1,6 @@
 """Engine that generates for many requests at once, on one thread."""
 
 import threading
-import time
 
 import keras
 import numpy as np
@@ -176,15 +175,16 @@ class Engine:
             (tokens,) = tokenize_prompts(preprocessor.tokenizer, [prompt], add_start_token)
         else:
             tokens = prompt
-            array = np.asarray(prompt) if isinstance(prompt, (list, tuple)) else prompt
-            if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
-                if not isinstance(prompt, (list, tuple)) or len(prompt):
-                    raise ValueError(
-                        "`prompt` must be a string, a list of messages, or a list of token ids; "
-                        f"got {prompt!r}."
-                    )
-            else:
-                check_token_ids("prompt", array, model.backbone.vocabulary_size)
+            if isinstance(prompt, (list, tuple)):
+                # NumPy makes floats of an empty list.
+                tokens = np.asarray(prompt, None if prompt else "int32")
+            is_row = isinstance(tokens, np.ndarray) and tokens.ndim == 1
+            if not is_row or tokens.dtype.kind not in "iu":
+                raise ValueError(
+                    "`prompt` must be a string, a list of messages, or a list of token ids; got "
+                    f"{prompt!r}."
+                )
+            check_token_ids("prompt", tokens, model.backbone.vocabulary_size)
         if not len(tokens):
             raise ValueError(
                 "`prompt` must have at least one token; got none. A preprocessor with "
@@ -234,8 +234,7 @@ class Engine:
             self._changed.notify_all()
         requests = [sequence.request for sequence in sequences]
         if wait is not True:
-            deadline = time.monotonic() + float(wait)
-            self._thread.join(deadline - time.monotonic())
+            self._thread.join(float(wait))
             for request in requests:
                 request.cancel()
         self._thread.join()

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.generation import loop
-from keras_recurrent.generation.xla_programs import make_network
-from keras_recurrent.layers.decoding import unfused_blocks
+from keras_recurrent.generation.xla_programs import (
+    make_network,
+    program_variant,
+    program_weights,
+)
 
 _known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # programs, by decoding loops
 
@@ -51,7 +53,8 @@ class JaxRows:
         return _set_row(array, slot, np.asarray(value, array.dtype))
 
     def process(self, row, tokens, mask):
-        return self._process(row, tokens, mask, self._weights(), variant=self._variant())
+        weights, variant = self._fixed
+        return self._process(row, tokens, mask, weights, variant=variant)
 
     def insert(self, slot, row, token, max_new_tokens, stops):
         if len(stops) > self._stops.shape[1]:
@@ -76,10 +79,11 @@ class JaxRows:
             self._counts = jnp.zeros(shape, "int32")
         memory = self._counts if features.has_penalties else ()
         inputs = self._free_length, self._stops, numbers, dict(sorted(values.items()))
+        weights, variant = self._fixed
         self._state, token, logprobs = self._step(
-            *(self._state._replace(memory=memory), self._weights(), inputs),
+            *(self._state._replace(memory=memory), weights, inputs),
             features=features,
-            variant=self._variant(),
+            variant=variant,
         )
         if features.has_penalties:
             self._counts = self._state.memory
@@ -89,12 +93,12 @@ class JaxRows:
     def close(self):
         """Drops the arrays."""
         self._state = None
+        vars(self).pop("_fixed", None)
 
-    def _weights(self):
-        return [v.value for v in self._model.variables]
-
-    def _variant(self):
-        return chosen_name(), tuple(unfused_blocks(self._model))
+    @functools.cached_property
+    def _fixed(self):
+        """Weights and variant of the programs; each step would take longer if it collected them."""
+        return program_weights(self._model), program_variant(self._model)
 
 
 def _programs(model, snapshot):

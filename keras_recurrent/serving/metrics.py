@@ -20,7 +20,7 @@ COUNTERS = {
 
 
 class Metrics:
-    """Metrics of one server, in a registry of its own.
+    """Metrics of one server, in a separate registry.
 
     Args:
         engine: the `Engine`.

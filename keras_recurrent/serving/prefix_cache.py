@@ -79,7 +79,7 @@ class PrefixCache:
         token_ids = np.asarray(token_ids, "int32")
         if not self.is_enabled or not len(token_ids):
             return
-        name = hashlib.sha256(token_ids.tobytes()).hexdigest()
+        name = _name(token_ids)
         self._store(name, len(token_ids), state)
         if self._writer is not None and is_conversation and name in self._entries:
             self._files.put((name, token_ids, state))
@@ -115,8 +115,7 @@ class PrefixCache:
                 warnings.warn(f"The prefix state {entry.path} is not used: {error}", stacklevel=4)
                 continue
             tokens = cache.token_ids[0][:-1]
-            name = hashlib.sha256(tokens.tobytes()).hexdigest()
-            self._store(name, len(tokens), cache.state)
+            self._store(_name(tokens), len(tokens), cache.state)
 
     def _write(self):
         """Writes and deletes files, in the order of the queue, until it gets None."""
@@ -141,3 +140,8 @@ class PrefixCache:
             self._files.put(None)
             self._writer.join()
             self._writer = None
+
+
+def _name(token_ids):
+    """Returns the name of the state after some tokens, an int32 array."""
+    return hashlib.sha256(token_ids.tobytes()).hexdigest()

@@ -25,10 +25,10 @@ class Scheduler:
         self._ahead: Any = None  # owners and results of the step that runs
         self.num_tokens, self.num_prompt_tokens = 0, 0
 
-    def add(self, sequence, max_queued=None):
+    def add(self, sequence, max_queued):
         """Appends a sequence to the queue; returns False if it has `max_queued` sequences."""
         with self._lock:
-            if max_queued is not None and len(self._queue) >= max_queued:
+            if len(self._queue) >= max_queued:
                 return False
             self._queue.append(sequence)
             return True

@@ -18,7 +18,7 @@ elif keras.config.backend() == "jax":
 
 
 class Slots:
-    """Sequences that decode together, each in one row of a batch.
+    """Sequences that decode together, one in each slot of a batch.
 
     Args:
         model: the language model.
@@ -60,7 +60,7 @@ class Slots:
         sequence.num_processed = stop
 
     def insert(self, sequence):
-        """Moves a sequence whose prompt is processed, but for the last token, to a free slot."""
+        """Moves a sequence to a free slot, after its prompt without the last token is processed."""
         slot = self.sequences.index(None)
         while len(sequence.stop_token_ids) > self._num_stops:
             self._num_stops += STOPS_PER_STEP

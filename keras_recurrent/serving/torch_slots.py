@@ -8,7 +8,7 @@ import torch
 
 from keras_recurrent import dispatch
 from keras_recurrent.generation.sampling import Features, Logprobs
-from keras_recurrent.generation.torch.loop import fetch
+from keras_recurrent.generation.torch.loop import ActiveSequences, fetch
 from keras_recurrent.generation.torch.sampling import choose_tokens
 
 
@@ -122,8 +122,8 @@ class _Sampler:
         return token
 
 
-class _Sequences:
-    """As `ActiveSequences`, with stop tokens of each slot, which `insert` sets.
+class _Sequences(ActiveSequences):
+    """`ActiveSequences` with stop tokens of each slot, which `insert` sets.
 
     Args:
         token: integers [B, 1], a tensor on the device of the model.
@@ -157,11 +157,6 @@ class _Sequences:
         is_stop = (token == self.stops).any(dim=1, keepdim=True)
         self.active.logical_and_((self.free_length[:, None] > 0) & ~is_stop)
         return token
-
-    def copy(self):
-        copy = _Sequences.__new__(_Sequences)
-        vars(copy).update({name: tensor.clone() for name, tensor in vars(self).items()})
-        return copy
 
     def set(self, other):
         """Copies the values of another object, in place."""

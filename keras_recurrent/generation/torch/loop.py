@@ -278,7 +278,7 @@ class ActiveSequences:
         self.active.logical_and_(~rows.to(self.active.device)[:, None])
 
     def copy(self):
-        copy = ActiveSequences.__new__(ActiveSequences)
+        copy = type(self).__new__(type(self))
         vars(copy).update({name: tensor.clone() for name, tensor in vars(self).items()})
         return copy
 
