@@ -14,6 +14,7 @@ from keras_recurrent.generation.sampling import make_sampling
 from keras_recurrent.generation.stop_strings import check_stop_strings
 from keras_recurrent.generation.stream import StreamedText
 from keras_recurrent.generation.text import hidden_stop_tokens
+from keras_recurrent.serving.message_ends import MessageEnds
 from keras_recurrent.serving.prefix_cache import PrefixCache
 from keras_recurrent.serving.request import EngineClosed, EngineFull, EngineRequest
 from keras_recurrent.serving.scheduler import Scheduler
@@ -26,8 +27,9 @@ class Engine:
 
     One thread runs the device. All active requests decode in one step of `num_slots` sequences;
     between two steps, at most one chunk of a prompt is processed. Requests start in the order of
-    `submit`. Prompts are cut into chunks at fixed positions, so that the tokens of a request do not
-    depend on other requests, except through the prefix cache, which changes rounding.
+    `submit`. Prompts are cut into chunks at fixed positions and at ends of messages, so that the
+    tokens of a request do not depend on other requests, except through the prefix cache, which
+    changes rounding.
 
     Args:
         model: a language model of this package, on torch or JAX. Its weights, layers and sampler
@@ -37,15 +39,17 @@ class Engine:
             capacity of KV caches. None: the `sequence_length` of the preprocessor.
         prefill_chunk: integer, maximum number of tokens of a prompt between two decoding steps.
         max_queued: integer, maximum number of requests that wait for a slot.
-        prefix_cache_bytes: integer, device memory for states after prompts and answers. A request
-            starts from the longest one that its prompt begins with; the least recently used ones
-            are dropped. 0: none.
-        prefix_cache_dir: string, a directory in which states after answers are also stored, so that
-            a later engine continues conversations. None: none.
+        prefix_cache_bytes: integer, device memory for states after prompts, answers and messages. A
+            request starts from the longest one that its prompt begins with; the least recently used
+            ones are dropped. 0: none.
+        prefix_cache_dir: string, a directory of at most `prefix_cache_bytes` in which the states
+            are also stored, so that a later engine continues conversations. None: none.
 
     Raises:
-        ValueError: an argument is out of range, `max_length` is missing without a preprocessor, or
-            the sampler of the model is beam search or a custom one.
+        ValueError: an argument is out of range, `max_length` is missing without a preprocessor,
+            `prefix_cache_dir` cannot be created or read, or the sampler of the model is beam search
+            or a custom one.
+        ImportError: safetensors, which `prefix_cache_dir` needs, is not installed.
         NotImplementedError: the backend is TensorFlow, or a `keras.distribution` is set.
 
     Example:
@@ -90,6 +94,7 @@ class Engine:
         self.max_length = _max_length(model, max_length)
         prefixes = PrefixCache(model, prefix_cache_bytes, self.max_length, prefix_cache_dir)
         self._prefixes, self._num_requests = prefixes, 0
+        self._message_ends = MessageEnds(model.preprocessor)
         self._slots = Slots(model, loops, num_slots, self.max_length, prefill_chunk)
         self._scheduler = Scheduler(self._slots, prefill_chunk, prefixes)
         self._is_closed, self._error = False, None
@@ -125,7 +130,7 @@ class Engine:
             ValueError: the prompt is empty, or with the new tokens longer than `max_length`; or as
                 in `generate`.
         """
-        tokens = self._tokenize(prompt)
+        tokens, turn = self._tokenize(prompt)
         free_length = self.max_length - len(tokens)
         if max_new_tokens is not None:
             check_positive_integer("max_new_tokens", max_new_tokens)
@@ -146,8 +151,9 @@ class Engine:
         if preprocessor is not None:
             hidden = [id for id in hidden_stop_tokens(preprocessor) if id in stops]
             text = StreamedText(preprocessor, tokens[-1], strings, hidden)
+        ends = self._message_ends.find(turn) if turn and self._prefixes.is_enabled else ()
         request = EngineRequest(len(tokens), preprocessor is not None)
-        options = max_new_tokens or free_length, stops, text, timeout
+        options = max_new_tokens or free_length, stops, text, timeout, ends
         sequence = Sequence(request, tokens, sampling, *options)
         with self._changed:
             if self._is_closed:
@@ -162,9 +168,11 @@ class Engine:
         return request
 
     def _tokenize(self, prompt):
-        model, preprocessor = self.model, self.model.preprocessor
+        """Returns the tokens of a prompt, and the `Turn` of messages or None."""
+        model, preprocessor, turn = self.model, self.model.preprocessor, None
         if is_messages(prompt):
-            prompt = start_turn(model, prompt, None).inputs
+            turn = start_turn(model, prompt, None)
+            prompt = turn.inputs
         if isinstance(prompt, str):
             if preprocessor is None:
                 raise ValueError(
@@ -190,7 +198,7 @@ class Engine:
                 "`prompt` must have at least one token; got none. A preprocessor with "
                 "`add_start_token=True` adds one, also to an empty string."
             )
-        return np.array(tokens, "int32")
+        return np.array(tokens, "int32"), turn
 
     @property
     def is_closed(self):

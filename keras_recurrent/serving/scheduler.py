@@ -4,6 +4,10 @@ import collections
 import threading
 from typing import Any
 
+import numpy as np
+
+from keras_recurrent.serving.prefix_cache import MIN_TOKENS
+
 
 class Scheduler:
     """Sequences from the queue to their end. Only `add` may be called from other threads.
@@ -91,12 +95,15 @@ class Scheduler:
         sequence, last = self._prompt, len(self._prompt.prompt) - 1
         begin = sequence.num_processed
         if begin < last:
-            # Chunks end at multiples from the start of the prompt, whatever was cached.
-            stop = min(begin - begin % self._chunk + self._chunk, last)
+            # Chunks end at multiples from the start of the prompt, whatever was cached, and where
+            # states are saved.
+            saved = [end for end in sequence.ends if end - sequence.num_cached >= MIN_TOKENS]
+            saved = [end for end in (*saved, last) if begin < end <= last]
+            stop = min(begin - begin % self._chunk + self._chunk, *saved)
             self._slots.process(sequence, stop)
             self.num_prompt_tokens += stop - begin
-            if stop == last:
-                self._prefixes.add(sequence.prompt[:last], sequence.row)
+            if stop in saved:
+                self._prefixes.add(sequence.prompt[:stop], sequence.row)
         if sequence.num_processed == last:
             self._prompt = None
             self._slots.insert(sequence)
@@ -116,9 +123,9 @@ class Scheduler:
         # A step that runs ahead has processed the last token, unless the device knew the end.
         is_ahead = not sequence.ends_on_device
         if self._prefixes.is_enabled:
-            consumed = [*sequence.prompt, *sequence.token_ids]
-            consumed = consumed if is_ahead else consumed[:-1]
-            self._prefixes.add(consumed, self._slots.state(sequence), is_conversation=True)
+            new = sequence.token_ids if is_ahead else sequence.token_ids[:-1]
+            consumed = np.append(sequence.prompt, np.array(new, "int32"))
+            self._prefixes.add(consumed, self._slots.state(sequence))
         self._slots.remove(sequence, is_active=is_ahead)
         sequence.end(reason)
 

@@ -20,6 +20,7 @@ class Sequence:
         stop_token_ids: a tuple of integers, which may be empty.
         text: the `StreamedText`, or None without a preprocessor.
         timeout: number, seconds from now, or None.
+        ends: a tuple of integers, numbers of tokens after which the state is saved.
 
     Attributes:
         token_ids: a list of integers, the new tokens.
@@ -29,9 +30,17 @@ class Sequence:
     """
 
     def __init__(
-        self, request, prompt, sampling, max_new_tokens, stop_token_ids, text=None, timeout=None
+        self,
+        request,
+        prompt,
+        sampling,
+        max_new_tokens,
+        stop_token_ids,
+        text=None,
+        timeout=None,
+        ends=(),
     ):
-        self.request, self.prompt, self.sampling = request, prompt, sampling
+        self.request, self.prompt, self.sampling, self.ends = request, prompt, sampling, ends
         self.max_new_tokens, self.stop_token_ids = max_new_tokens, stop_token_ids
         self.params = sampling.params[0]
         self.token_ids: list[int] = []

@@ -13,6 +13,7 @@ from keras_recurrent.generation.sampling import features_of
 from keras_recurrent.models import GriffinCausalLM, HGRN2CausalLM, SamplingParams
 from keras_recurrent.serving import Engine, EngineClosed, EngineFull
 from keras_recurrent.serving.slots import covers
+from tests.models.tiny import HYBRID, NIGHTLY_IF_COMPILED, tiny_causal_lm
 
 IS_SUPPORTED = keras.config.backend() != "tensorflow"
 needs_engine = pytest.mark.skipif(not IS_SUPPORTED, reason="the engine refuses TensorFlow")
@@ -24,12 +25,18 @@ PARAMS = [
     SamplingParams(temperature=0.8, top_k=5, seed=2),
 ]
 MAX_NEW_TOKENS = 10
+# The beginning of an answer is not that of a message: no prompt begins with an earlier one.
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}answer{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
 def model():
     keras.utils.set_random_seed(0)
     options = {"num_layers": 3, "sliding_window": 8, "dtype": "float32"}
+    options["chat_template"] = TEMPLATE
     return GriffinCausalLM.from_preset("griffin_tiny", **options)
 
 
@@ -144,11 +151,22 @@ def test_full_and_closed_engines_refuse(model):
 
 
 @needs_engine
-@pytest.mark.parametrize("family", ["griffin", "hgrn2"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "griffin",
+        "hgrn2",
+        *(pytest.param(f, marks=NIGHTLY_IF_COMPILED) for f in ("hgrn2 hybrid", "lightning_hybrid")),
+    ],
+)
 def test_a_conversation_continues_from_its_state(model, tmp_path, family):
     """A prefix state is one token ahead or behind, or is lost with the engine."""
     if family == "hgrn2":
         model = HGRN2CausalLM.from_preset("hgrn2_tiny", num_layers=2, dtype="float32")
+    elif family == "hgrn2 hybrid":
+        model = tiny_causal_lm(family="hgrn2", **HYBRID)
+    elif family == "lightning_hybrid":
+        model = tiny_causal_lm(family=family)
     options = {"num_slots": 3, "max_length": 200, "prefill_chunk": 8, "prefix_cache_dir": tmp_path}
     greedy = {"sampling": PARAMS[1], "max_new_tokens": 6, "stop_token_ids": None}
     tokens = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
@@ -156,7 +174,7 @@ def test_a_conversation_continues_from_its_state(model, tmp_path, family):
         first = engine.submit(tokens, **greedy).result(60)
         tokens = [*tokens, *first.token_ids]
         # A stop string is only known when the next step has begun.
-        stop = first.text[-1:] and [first.text[-1:]]
+        stop = first.text and [first.text[-1:]]
         second = engine.submit([*tokens, 20, 21], **greedy).result(60)
         assert second.num_cached_tokens == len(tokens) - 1
         assert engine.stats()["prefix_hits"] == 1
@@ -176,6 +194,32 @@ def test_a_conversation_continues_from_its_state(model, tmp_path, family):
             result = engine.submit(prompt, **greedy).result(60)
             assert result.num_cached_tokens == 0
             assert result.token_ids == answer.token_ids
+
+
+@needs_engine
+def test_messages_are_processed_once(model, engine):
+    """Only states at ends of prompts are saved, which a template need not continue."""
+    names = ["system", *["user", "assistant"] * 3]
+    messages = [
+        {"role": name, "content": f"{number} {'and so on ' * (1 if number else 4)}"}
+        for number, name in enumerate(names)
+    ]
+    ends = np.cumsum([len(f"{each['role']}: {each['content']}\n") for each in messages]) + 1
+    chats = [[messages[0], {"role": "user", "content": f"{n}?"}] for n in range(5)]
+    cached = [0, *[ends[0]] * 4]
+    # A first turn, a later one, and the later one with another question.
+    chats += [messages[:4], messages[:6], [*messages[:5], {"role": "user", "content": "Really?"}]]
+    cached += [ends[0], ends[2], ends[4]]
+    greedy = {"sampling": PARAMS[1], "max_new_tokens": 3}
+    with Engine(model, num_slots=3, max_length=200, prefill_chunk=8) as other:
+        answers = [each.result(60) for each in [other.submit(chat, **greedy) for chat in chats]]
+        stats = other.stats()
+    assert [answer.num_cached_tokens for answer in answers] == cached
+    assert (stats["prefix_hits"], stats["prefix_tokens"]) == (7, sum(cached))
+    lengths = [answer.num_prompt_tokens - 1 for answer in answers]
+    assert stats["prompt_tokens"] == sum(lengths) - sum(cached)
+    expected = [engine.submit(chat, **greedy).result(60).token_ids for chat in chats]
+    assert [answer.token_ids for answer in answers] == expected
 
 
 @needs_engine
@@ -234,6 +278,7 @@ def test_bad_engines_are_refused(model):
         ({"num_slots": 0}, "`num_slots`"),
         ({"prefix_cache_bytes": -1}, "`prefix_cache_bytes`"),
         ({"prefix_cache_bytes": 0, "prefix_cache_dir": "x"}, "`prefix_cache_dir` needs"),
+        ({"prefix_cache_dir": __file__}, "`prefix_cache_dir` must be a directory"),
     ):
         with pytest.raises(ValueError, match=match):
             Engine(model, **options)

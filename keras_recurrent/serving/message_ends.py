@@ -1,0 +1,74 @@
+"""Ends of messages in a prompt, at which the engine saves states."""
+
+import time
+
+from keras_recurrent.chat.templates import tokenize_prompt, tokenize_prompts
+from keras_recurrent.serving.prefix_cache import MIN_TOKENS
+
+SLOW, PAUSE = 0.5, 60.0  # seconds of a rendering, and without one after it
+
+
+class MessageEnds:
+    """Finds the ends of the messages that other prompts are likely to begin with.
+
+    They are two: the end of the messages before the first one of the user, such as the system
+    message, and that of all messages but the last. An end within `MIN_TOKENS` of the end before it
+    is left out.
+
+    Args:
+        preprocessor: a preprocessor with a chat template.
+    """
+
+    def __init__(self, preprocessor):
+        self._preprocessor = preprocessor
+        self._resume = 0.0  # time before which nothing is rendered
+
+    def find(self, turn):
+        """Returns a tuple of the numbers of tokens up to these ends.
+
+        Args:
+            turn: the `Turn` of one conversation without a cache.
+        """
+        (messages,), (prompt,), tokens = turn.messages, turn.prompts, turn.inputs.token_ids
+        roles = [message["role"] for message in messages]
+        num_leading = roles.index("user") if "user" in roles else 0
+        ends = [0]
+        for count in sorted({num_leading, len(messages) - 1}):
+            text = self._render(messages[:count]) if count else None
+            end = 0 if text is None else self._find_end(text, prompt, tokens)
+            if end - ends[-1] >= MIN_TOKENS:
+                ends.append(end)
+        return tuple(ends[1:])
+
+    def _render(self, messages):
+        """Returns the text of the first messages, or None if the template rejects or delays them.
+
+        The whole prompt was rendered within the limits of a template. Further renderings must not
+        make its request fail, nor take as long for each request.
+        """
+        begin = time.monotonic()
+        if begin < self._resume:
+            return None
+        try:
+            return self._preprocessor.apply_chat_template(messages, add_generation_prompt=False)
+        except (ValueError, RuntimeError):
+            return None
+        finally:
+            if time.monotonic() - begin > SLOW:
+                self._resume = time.monotonic() + PAUSE
+
+    def _find_end(self, text, prompt, tokens):
+        """Returns the number of tokens of `text`, 0 if the prompt or its tokens begin differently.
+
+        A rest that is shorter is tokenized first, as the text may be a long conversation. Its
+        tokens differ from those in the prompt if the tokenizer begins each text with a space.
+        """
+        if not prompt.startswith(text):
+            return 0
+        tokenizer, rest = self._preprocessor.tokenizer, prompt[len(text) :]
+        if 0 < len(rest) < len(text):
+            ids = tokenize_prompt(tokenizer, rest)
+            if tokens[-len(ids) :] == ids:
+                return len(tokens) - len(ids)
+        (ids,) = tokenize_prompts(tokenizer, [text], self._preprocessor.add_start_token)
+        return len(ids) if tokens[: len(ids)] == ids else 0

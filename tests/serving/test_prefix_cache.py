@@ -1,0 +1,209 @@
+"""Prefix states: their files, and the ends of messages at which they are saved."""
+
+import itertools
+import time
+import types
+
+import keras
+import numpy as np
+import pytest
+
+from keras_recurrent.chat import rendering
+from keras_recurrent.chat.templates import tokenize_prompts
+from keras_recurrent.checks.dtypes import bytes_of
+from keras_recurrent.generation.cache import GenerationCache
+from keras_recurrent.generation.chat import start_turn
+from keras_recurrent.models import GriffinCausalLM, GriffinCausalLMPreprocessor
+from keras_recurrent.serving import Engine, message_ends
+from keras_recurrent.serving.message_ends import MessageEnds
+from keras_recurrent.serving.prefix_cache import PrefixCache
+from keras_recurrent.tokenizers import ByteTokenizer
+from tests.models.tiny import tiny_causal_lm
+from tests.serving.test_server import MODEL, client_of, running
+from tests.tokenizers import bpe
+
+pytestmark = pytest.mark.once
+
+MAX_LENGTH = 64
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_causal_lm(family="hgrn2")
+
+
+def add(cache, model, *names):
+    """Saves the state after the two tokens of each name."""
+    for name in names:
+        state = model.backbone.get_initial_state(1, max_length=MAX_LENGTH)
+        cache.add(np.array(name, "int32"), state)
+
+
+def find_stored(cache, *names):
+    """Returns the names of which there is a state."""
+    sequences = [types.SimpleNamespace(prompt=np.array([*n, 0], "int32"), row=None) for n in names]
+    for sequence in sequences:
+        cache.restore(sequence)
+    return [n for n, sequence in zip(names, sequences, strict=True) if sequence.row is not None]
+
+
+def test_files_are_the_last_used_states(model, tmp_path, monkeypatch):
+    """The directory grows without limit, forgets the use of a state, or deletes other files."""
+    a, b, c, d, e = ((number, number) for number in range(5))
+    (tmp_path / "mine.safetensors").write_bytes(b"no state")
+    with pytest.warns(UserWarning, match="1 files .* not used"):
+        cache = PrefixCache(model, 10**6, MAX_LENGTH, tmp_path)
+    add(cache, model, a, b, c)
+    assert find_stored(cache, a) == [a]
+    cache.close()
+    size = max(path.stat().st_size for path in tmp_path.iterdir())
+    with pytest.warns(UserWarning, match="1 files"):
+        cache = PrefixCache(model, 3 * size, MAX_LENGTH, tmp_path)
+    assert find_stored(cache, a, b, c) == [a, b, c]
+    assert find_stored(cache, c, a) == [c, a]
+
+    save = GenerationCache.save
+
+    def fail_once(cache, path):
+        monkeypatch.setattr(GenerationCache, "save", save)
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(GenerationCache, "save", fail_once)
+    add(cache, model, d, e)
+    cache.close()
+    with pytest.warns(UserWarning, match="1 files"):
+        cache = PrefixCache(model, 3 * size, MAX_LENGTH, tmp_path)
+    assert find_stored(cache, a, b, c, d, e) == [a, c, e]
+    cache.close()
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_states_that_are_soon_dropped_are_not_written(model, tmp_path, monkeypatch):
+    """Writing slows the engine down for requests that do not return, or keeps their states."""
+    saved = []
+    save = GenerationCache.save
+    monkeypatch.setattr(GenerationCache, "save", lambda *args: saved.append(1) or save(*args))
+    state = model.backbone.get_initial_state(1, max_length=MAX_LENGTH)
+    nbytes = sum(map(bytes_of, keras.tree.flatten(state)))
+    cache = PrefixCache(model, 2 * nbytes, MAX_LENGTH, tmp_path)
+    for number in range(9):
+        add(cache, model, (number, number))
+        time.sleep(0.02)  # the thread could write it
+    cache.close()
+    assert len(saved) == 2
+
+
+def test_damaged_files_and_those_of_other_models_are_left_out(model, tmp_path):
+    """A file fails the start of the server, or gives a model the state of other weights."""
+    a, b = (1, 1), (2, 2)
+    cache = PrefixCache(model, 10**6, MAX_LENGTH, tmp_path)
+    add(cache, model, a, b)
+    cache.close()
+    first, second = sorted(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    first.write_bytes(first.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match="is damaged"):
+        cache = PrefixCache(model, 10**6, MAX_LENGTH, tmp_path)
+    assert find_stored(cache, a, b) == [b]
+    add(cache, model, a)  # replaces the file
+    cache.close()
+    for other, max_length in ((tiny_causal_lm(1, family="hgrn2"), MAX_LENGTH), (model, 32)):
+        with pytest.warns(UserWarning, match="2 files .* other weights"):
+            cache = PrefixCache(other, 10**6, max_length, tmp_path)
+        assert find_stored(cache, a, b) == []
+        cache.close()
+    # With the name of a file of the other model, but the weights of this one.
+    other = PrefixCache(tiny_causal_lm(1, family="hgrn2"), 10**6, MAX_LENGTH, tmp_path / "other")
+    second.rename(tmp_path / "other" / (other._files._model + second.name[16:]))
+    other.close()
+    with pytest.warns(UserWarning, match="other weights"):
+        other = PrefixCache(
+            tiny_causal_lm(1, family="hgrn2"), 10**6, MAX_LENGTH, tmp_path / "other"
+        )
+    assert find_stored(other, b) == []
+    other.close()
+    cache = PrefixCache(model, 10**6, MAX_LENGTH, tmp_path)
+    assert find_stored(cache, a) == [a]
+    cache.close()
+
+
+def test_a_chat_continues_after_a_restart(tmp_path):
+    """The files are states after other tokens than the next message follows."""
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    model = GriffinCausalLM.from_preset("hawk_tiny", num_layers=1, chat_template=template)
+    bias = {str(byte + 3): 100 for byte in b"abcde"}  # other answers may be invalid UTF-8
+    messages, options = [], {**MODEL, "temperature": 0, "logit_bias": bias, "max_tokens": 12}
+    for question in ("Once upon a time", " And then?"):
+        messages.append({"role": "user", "content": question})
+        engine = Engine(model, num_slots=2, max_length=200, prefix_cache_dir=tmp_path)
+        with running(engine) as server:
+            answer = client_of(server).chat.completions.create(**options, messages=messages)
+        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+    assert engine.stats()["prompt_tokens"] == len(" And then?")
+    assert engine.stats()["prefix_hits"] == 1
+
+
+LINES = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+ANSWER = "{% if add_generation_prompt %}assistant:{% endif %}"
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+SYSTEM = {"role": "system", "content": "Answer in one sentence."}  # 33 tokens
+TURNS = [
+    {"role": role, "content": f"{number}, then {number + 1}, and so on"}
+    for number, role in zip(range(40), itertools.cycle(["user", "assistant"]), strict=False)
+]
+LONG = [SYSTEM, *TURNS[:39]]
+
+
+def _length(messages):
+    return 1 + sum(len(f"{each['role']}: {each['content']}\n") for each in messages)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "ends"),
+    [
+        (LINES + ANSWER, [SYSTEM, TURNS[0]], [1]),
+        (LINES + ANSWER, LONG, [1, 39]),
+        (LINES + ANSWER, TURNS[:3], [2]),
+        (LINES + ANSWER, TURNS[:1], []),
+        (LINES + ANSWER, [{"role": "system", "content": "Brief."}, *TURNS[:1]], []),
+        # The system message is in the last message of the user; the history has no thoughts.
+        ("{{ messages[1:] }}{{ messages[0] }}", [SYSTEM, *TURNS[:3]], []),
+        (LINES + "{{ raise_exception('') if messages|length < 3 }}", LONG[:4], [3]),
+    ],
+)
+def test_ends_of_messages(template, messages, ends):
+    """A state is saved in the middle of a message, or each of many messages is rendered."""
+    preprocessor = GriffinCausalLMPreprocessor(ByteTokenizer(), chat_template=template)
+    turn = start_turn(types.SimpleNamespace(preprocessor=preprocessor), messages, None)
+    render, calls = preprocessor.apply_chat_template, []
+    preprocessor.apply_chat_template = lambda *args, **kwargs: (
+        calls.append(1) or render(*args, **kwargs)
+    )
+    assert MessageEnds(preprocessor).find(turn) == tuple(
+        _length(messages[:count]) for count in ends
+    )
+    assert len(calls) <= 2
+
+
+def test_ends_with_a_tokenizer_that_begins_texts_with_a_space():
+    """The text after a message, tokenized alone, differs from its tokens in the prompt."""
+    preprocessor = GriffinCausalLMPreprocessor(bpe.llama(None), chat_template=LINES + ANSWER)
+    messages = [SYSTEM, {"role": "user", "content": "happy"}]
+    turn = start_turn(types.SimpleNamespace(preprocessor=preprocessor), messages, None)
+    prefix = preprocessor.apply_chat_template(messages[:1], add_generation_prompt=False)
+    (tokens,) = tokenize_prompts(preprocessor.tokenizer, [prefix], preprocessor.add_start_token)
+    assert MessageEnds(preprocessor).find(turn) == (len(tokens),)
+
+
+def test_a_template_that_delays_only_the_ends_is_rendered_once(monkeypatch):
+    """Each request waits for a template that does not end for the first messages alone."""
+    template = "{% if messages|length < 2 %}" + ENDLESS + "{% endif %}" + LINES
+    preprocessor = GriffinCausalLMPreprocessor(ByteTokenizer(), chat_template=template)
+    ends, model = MessageEnds(preprocessor), types.SimpleNamespace(preprocessor=preprocessor)
+    turn = start_turn(model, [SYSTEM, TURNS[0]], None)
+    monkeypatch.setattr(rendering, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(message_ends, "SLOW", 0.1)
+    assert ends.find(turn) == ()
+    monkeypatch.setattr(rendering, "MAX_SECONDS", 60)
+    begin = time.monotonic()
+    assert ends.find(turn) == ()
+    assert time.monotonic() - begin < 0.1
