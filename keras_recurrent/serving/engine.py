@@ -13,7 +13,7 @@ from keras_recurrent.generation.samplers import as_sampling_params
 from keras_recurrent.generation.sampling import make_sampling
 from keras_recurrent.generation.stop_strings import check_stop_strings
 from keras_recurrent.generation.stream import StreamedText
-from keras_recurrent.generation.text import hidden_stop_tokens
+from keras_recurrent.generation.text import TokenTexts, hidden_stop_tokens
 from keras_recurrent.serving.prefix_cache import PrefixCache
 from keras_recurrent.serving.request import EngineClosed, EngineFull, EngineRequest
 from keras_recurrent.serving.scheduler import Scheduler
@@ -65,7 +65,7 @@ class Engine:
         model,
         num_slots=64,
         max_length=None,
-        prefill_chunk=512,
+        prefill_chunk=256,
         max_queued=1024,
         prefix_cache_bytes=2**30,
         prefix_cache_dir=None,
@@ -90,7 +90,9 @@ class Engine:
         self.max_length = _max_length(model, max_length)
         prefixes = PrefixCache(model, prefix_cache_bytes, self.max_length, prefix_cache_dir)
         self._prefixes, self._num_requests = prefixes, 0
+        self._texts = model.preprocessor and TokenTexts(model.preprocessor)
         self._slots = Slots(model, loops, num_slots, self.max_length, prefill_chunk)
+        self._slots.warm_up()
         self._scheduler = Scheduler(self._slots, prefill_chunk, prefixes)
         self._is_closed, self._error = False, None
         self._changed = threading.Condition()
@@ -145,7 +147,7 @@ class Engine:
         sampling = make_sampling(self.model, sampling, [tokens])
         if preprocessor is not None:
             hidden = [id for id in hidden_stop_tokens(preprocessor) if id in stops]
-            text = StreamedText(preprocessor, tokens[-1], strings, hidden)
+            text = StreamedText(preprocessor, tokens[-1], strings, hidden, self._texts)
         request = EngineRequest(len(tokens), preprocessor is not None)
         options = max_new_tokens or free_length, stops, text, timeout
         sequence = Sequence(request, tokens, sampling, *options)

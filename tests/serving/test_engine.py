@@ -4,11 +4,13 @@ import contextlib
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import keras
 import numpy as np
 import pytest
 
+from keras_recurrent import which_generation
 from keras_recurrent.generation.sampling import features_of
 from keras_recurrent.models import GriffinCausalLM, HGRN2CausalLM, SamplingParams
 from keras_recurrent.serving import Engine, EngineClosed, EngineFull
@@ -84,6 +86,38 @@ def test_answers_do_not_depend_on_other_requests(engine, alone):
         pairs = zip(answer.logprobs, alone[number].logprobs, strict=True)
         assert all(abs(a.logprob - b.logprob) < 1e-5 for a, b in pairs)
     assert engine.stats()["active"] == engine.stats()["queued"] == 0
+
+
+@pytest.mark.skipif(keras.config.backend() != "torch", reason="CUDA graphs of torch")
+def test_captured_steps_and_chunks_change_only_their_buffers(model, engine, alone, monkeypatch):
+    """A capture advances sequences in progress, or a program writes to a state of another one."""
+    from keras_recurrent.generation.torch import chunks, cuda_graph, runner
+    from keras_recurrent.serving import torch_slots
+
+    captured = []
+
+    def capture(function, device, pool=None):
+        captured.append(function)
+        return SimpleNamespace(replay=function, pool=lambda: pool or "pool"), function()
+
+    for module in (cuda_graph, chunks):
+        monkeypatch.setattr(module, "capture", capture)
+    monkeypatch.setattr(runner.Runner, "_graph_reason", lambda self, device: None)
+    monkeypatch.setattr(cuda_graph.GraphPool, "release", lambda self, key, graph: None)
+    monkeypatch.setattr(torch_slots, "fetch", lambda t: t.clone().numpy)  # as from a GPU
+    options = {"max_length": 200, "prefill_chunk": 8}
+    with Engine(model, num_slots=3, **options) as captured_engine:
+        assert len(captured) == 2  # a chunk of 8 tokens and a greedy step
+        requests = [_submit(captured_engine, number) for number in (1, 0, 3, 2, 1, 0)]
+        answers = [request.result(60) for request in requests]
+        more_stops = {"stop_token_ids": (1, 2, 4, 5, 6, 7)}  # another shape
+        requests = [_submit(captured_engine, 1), _submit(captured_engine, 3, **more_stops)]
+        answers += [request.result(60) for request in requests]
+    for number, answer in zip((1, 0, 3, 2, 1, 0, 1), answers, strict=False):
+        assert answer.token_ids == alone[number].token_ids
+        assert len(answer.logprobs) == len(alone[number].logprobs)
+    assert which_generation(model).name == "cuda_graph"
+    assert len(captured) >= 4
 
 
 @needs_engine
