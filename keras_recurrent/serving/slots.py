@@ -41,6 +41,8 @@ class Slots:
         # `(slot, sequence)` of the sequences in slots, and `Features` that serve them.
         self._owners: list[Any] = []
         self._features: Any = None
+        if not is_on_cpu(model):  # compilation on a CPU takes longer than what it saves
+            self._warm_up()
 
     @property
     def active(self):
@@ -55,11 +57,11 @@ class Slots:
     def num_free(self):
         return len(self.sequences) - len(self._owners)
 
-    def warm_up(self):
+    def _warm_up(self):
         """Runs the programs of chunks and of a greedy step, so that no request waits for them."""
         row = self._rows.initial_row()
         for size in self._chunk_sizes:
-            self._rows.process(row, np.zeros((1, size), "int32"), np.zeros((1, size), bool))
+            self._rows.process(row, np.ones((1, size), "int32"), np.ones((1, size), bool))
         self._rows.insert(0, row, 0, 1, np.full(self._num_stops, -1, "int32"))
         self._rows.stop(0)
         self._rows.step(Features(), None, {})()
@@ -154,6 +156,11 @@ class Slots:
     def close(self):
         """Releases the resources of the device."""
         self._rows.close()
+
+
+def is_on_cpu(model):
+    """Returns True if the weights of a model are in the memory of the host."""
+    return "cpu" in str(model.variables[0].value.device).lower()
 
 
 def chunk_sizes(max_chunk):

@@ -1,4 +1,4 @@
-"""Rows of a batch on torch: steps and chunks are CUDA graphs on NVIDIA GPUs, traced on CPUs."""
+"""Rows of a batch on torch: steps and chunks are CUDA graphs on NVIDIA GPUs."""
 
 import contextlib
 from typing import Any

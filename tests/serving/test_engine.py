@@ -92,7 +92,7 @@ def test_answers_do_not_depend_on_other_requests(engine, alone):
 def test_captured_steps_and_chunks_change_only_their_buffers(model, engine, alone, monkeypatch):
     """A capture advances sequences in progress, or a program writes to a state of another one."""
     from keras_recurrent.generation.torch import chunks, cuda_graph, runner
-    from keras_recurrent.serving import torch_slots
+    from keras_recurrent.serving import slots, torch_slots
 
     captured = []
 
@@ -103,6 +103,7 @@ def test_captured_steps_and_chunks_change_only_their_buffers(model, engine, alon
     for module in (cuda_graph, chunks):
         monkeypatch.setattr(module, "capture", capture)
     monkeypatch.setattr(runner.Runner, "_graph_reason", lambda self, device: None)
+    monkeypatch.setattr(slots, "is_on_cpu", lambda model: False)
     monkeypatch.setattr(cuda_graph.GraphPool, "release", lambda self, key, graph: None)
     monkeypatch.setattr(torch_slots, "fetch", lambda t: t.clone().numpy)  # as from a GPU
     options = {"max_length": 200, "prefill_chunk": 8}

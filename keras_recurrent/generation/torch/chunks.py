@@ -1,4 +1,4 @@
-"""Chunks of prompts of one sequence: CUDA graphs on NVIDIA GPUs, else as traced."""
+"""Chunks of prompts of one sequence: CUDA graphs on NVIDIA GPUs, else layer by layer."""
 
 import keras
 import numpy as np
@@ -11,7 +11,7 @@ from keras_recurrent.generation.torch.cuda_graph import capture, clone_stacked, 
 class Chunks:
     """Function of a cache, tokens and their mask, which returns the next cache.
 
-    Each number of tokens is one program. The weights must not change between calls.
+    On NVIDIA GPUs each number of tokens is one program. The weights must not change between calls.
 
     Args:
         model: the language model.
@@ -24,7 +24,8 @@ class Chunks:
     def __init__(self, model, make_chunk, graph_reason, pool):
         self._model, self._make_chunk = model, make_chunk
         self._graph_reason, self._pool = graph_reason, pool
-        self._programs: dict = {}  # {number of tokens: function of an array and a flat cache}
+        # {number of tokens: function of an int32 array of tokens and mask [2, T], and a flat cache}
+        self._programs: dict = {}
         self._prepared: list = []
         self._cache: list = []  # the buffers that all graphs read and overwrite
         self._stacks: list = []
@@ -46,34 +47,46 @@ class Chunks:
         return keras.tree.pack_sequence_as(cache, after)
 
     def _program(self, cache, num_tokens):
-        chunk, flat = self._make_chunk(cache, chunk=num_tokens), keras.tree.flatten(cache)
+        device = keras.tree.flatten(cache)[0].device
+        if self._graph_reason(device) is not None:
+            return self._run_layers(cache)
+        chunk = self._make_chunk(cache, chunk=num_tokens)
         prepared = self._shared(chunk.prepared())
-        inputs = torch.ones((2, num_tokens), dtype=torch.int32, device=flat[0].device)
+        inputs = torch.ones((2, num_tokens), dtype=torch.int32, device=device)
 
-        def run(inputs, flat):
+        def run(flat):
             return chunk.traced(*prepared, inputs[:1], inputs[1:] != 0, *flat)
 
-        if self._graph_reason(inputs.device) is None and chunk.not_captured_reason is None:
-            if not self._cache:
-                self._cache, self._stacks = clone_stacked(flat)
-
-            def step():
-                overwrite(self._cache, list(run(inputs, self._cache)), self._stacks)
-
-            try:
-                graph, _ = capture(step, inputs.device, self._pool)
-            except RuntimeError as error:
-                reason = f"torch could not capture a chunk of {num_tokens} tokens: {error}"
-                add_reason(self._model, "cuda_graph", reason)
-            else:
-                self._pool = graph.pool()
-                return self._replay(graph, inputs)
+        def overwrite_cache():
+            overwrite(self._cache, list(run(self._cache)), self._stacks)
 
         def traced(array, flat):
             upload(inputs, array)
-            return run(inputs, flat)
+            return run(flat)
 
+        reason = chunk.not_captured_reason
+        if reason is None:
+            if not self._cache:
+                self._cache, self._stacks = clone_stacked(keras.tree.flatten(cache))
+            try:
+                graph, _ = capture(overwrite_cache, device, self._pool)
+            except RuntimeError as error:
+                reason = f"torch could not capture a chunk of {num_tokens} tokens: {error}"
+            else:
+                self._pool = graph.pool()
+                return self._replay(graph, inputs)
+        add_reason(self._model, "cuda_graph", reason)
         return traced
+
+    def _run_layers(self, cache):
+        """Returns a function that runs the layers, as fast on CPUs, for the tokens alone."""
+
+        def run(array, flat):
+            tokens = keras.ops.convert_to_tensor(array[:1, : array[1].sum()])
+            before = keras.tree.pack_sequence_as(cache, flat)
+            return keras.tree.flatten(self._model.backbone.hidden_states(tokens, cache=before)[1])
+
+        return run
 
     def _replay(self, graph, inputs):
         def replay(array, flat):
