@@ -25,9 +25,12 @@ class Engine:
     """Generates for many requests at once, which join and leave at any token.
 
     One thread runs the device. All active requests decode in one step of `num_slots` sequences;
-    between two steps, at most one chunk of a prompt is processed. Requests start in the order of
-    `submit`. Prompts are cut into chunks at fixed positions, so that the tokens of a request do not
-    depend on other requests, except through the prefix cache, which changes rounding.
+    between two steps, chunks of prompts are processed. Requests start in the order of `submit`.
+    Prompts are cut into chunks at fixed positions, so that the tokens of a request do not depend on
+    other requests, except through the prefix cache, which changes rounding.
+
+    On a GPU, the programs of chunks and of a greedy step are compiled before the constructor
+    returns; those of other sampling options when a request first uses them.
 
     Args:
         model: a language model of this package, on torch or JAX. Its weights, layers and sampler
@@ -35,7 +38,9 @@ class Engine:
         num_slots: integer, number of requests that decode together.
         max_length: integer, maximum number of tokens of a request, with prompt and answer; the
             capacity of KV caches. None: the `sequence_length` of the preprocessor.
-        prefill_chunk: integer, maximum number of tokens of a prompt between two decoding steps.
+        prefill_chunk: integer, maximum number of tokens of a chunk. One chunk, or two short ones,
+            are processed between two decoding steps; up to four times as much while more than four
+            requests wait for free slots.
         max_queued: integer, maximum number of requests that wait for a slot.
         prefix_cache_bytes: integer, device memory for states after prompts and answers. A request
             starts from the longest one that its prompt begins with; the least recently used ones

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from keras_recurrent import dispatch
-from keras_recurrent.generation.sampling import Features, Logprobs
+from keras_recurrent.generation.sampling import Features, Logprobs, argument_names
 from keras_recurrent.generation.torch.chunks import copies, upload
 from keras_recurrent.generation.torch.cuda_graph import overwrite
 from keras_recurrent.generation.torch.loop import ActiveSequences, fetch
@@ -127,12 +127,16 @@ class _Sampler:
         return self._logprobs.get(self.settings, [])
 
     def begin(self, features, numbers, arguments):
-        """Sets the features, random numbers [B] or None, and arguments of the next step."""
+        """Sets the features, random numbers [B] or None, and arguments of the next step.
+
+        Each argument must be the tensor of earlier calls.
+        """
         if numbers is not None:
             upload(self._numbers, numbers)
-        if features is self._features and len(arguments) == len(self._arguments):
+        if features is self._features:
             return
-        self._features, self._arguments = features, dict(sorted(arguments.items()))
+        self._features = features
+        self._arguments = {name: arguments[name] for name in argument_names(features)}
         if features.has_penalties and self.counts is None:
             size = len(self._numbers), arguments["in_prompt"].shape[1]
             self.counts = torch.zeros(size, dtype=torch.int32, device=self._numbers.device)
@@ -198,6 +202,8 @@ class _Sequences(ActiveSequences):
 
     def set(self, other):
         """Copies the values of another object, in place."""
+        if self.stops.shape != other.stops.shape:
+            self.stops = other.stops.clone()
         for name, tensor in vars(other).items():
             getattr(self, name).copy_(tensor)
 

@@ -1,6 +1,7 @@
 """Engine: requests that join and leave a running batch."""
 
 import contextlib
+import importlib
 import random
 import threading
 import time
@@ -274,3 +275,18 @@ def test_bad_engines_are_refused(model):
             Engine(model, **options)
     with pytest.raises(ValueError, match="language model"):
         Engine(model.backbone)
+
+
+@pytest.mark.nightly
+@pytest.mark.once
+def test_the_benchmark_runs(monkeypatch, capsys):
+    """An option of the engine or of `generate` is renamed, and the script is not."""
+    serving = importlib.import_module("benchmarks.serving")
+    rates = {"bytes_per_second": 1e9, "flops_per_second": 1e9}
+    monkeypatch.setattr(serving, "device_rates", lambda dtype: rates)
+    arguments = "hawk_tiny --dtype float32 --slots 2 --prompt 8 --answer 4 --requests 6 --seconds 1"
+    monkeypatch.setattr("sys.argv", ["serving", *arguments.split()])
+    serving.main()
+    written = capsys.readouterr().out
+    for name in ("| generate |", "| engine |", "| between two tokens |"):
+        assert name in written

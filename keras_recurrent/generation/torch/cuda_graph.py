@@ -134,6 +134,8 @@ class CapturedStep:
         """Copies the initial values of a call, and the current weights, to the buffers."""
         if sampler is not None:
             self.sampler.set(sampler)
+            settings = self._settings
+            self._graphs = {key: graph for key, graph in self._graphs.items() if key == settings}
         for buffer, value in zip(self._prepared, prepared, strict=True):
             if buffer.data_ptr() != value.data_ptr():
                 buffer.copy_(value)
