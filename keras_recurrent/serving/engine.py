@@ -30,7 +30,7 @@ class Engine:
     other requests, except through the prefix cache, which changes rounding.
 
     On a GPU, the programs of chunks and of a greedy step are compiled before the constructor
-    returns; those of other sampling options when a request first uses them.
+    returns. A step with other sampling options is compiled when a request first uses them.
 
     Args:
         model: a language model of this package, on torch or JAX. Its weights, layers and sampler
@@ -38,9 +38,9 @@ class Engine:
         num_slots: integer, number of requests that decode together.
         max_length: integer, maximum number of tokens of a request, with prompt and answer; the
             capacity of KV caches. None: the `sequence_length` of the preprocessor.
-        prefill_chunk: integer, maximum number of tokens of a chunk. One chunk, or two short ones,
-            are processed between two decoding steps; up to four times as much while more than four
-            requests wait for free slots.
+        prefill_chunk: integer, maximum number of tokens of a chunk. Between two decoding steps, one
+            chunk is processed, or two of half the length; up to four times as much while four or
+            more requests wait for free slots.
         max_queued: integer, maximum number of requests that wait for a slot.
         prefix_cache_bytes: integer, device memory for states after prompts and answers. A request
             starts from the longest one that its prompt begins with; the least recently used ones

@@ -93,12 +93,20 @@ class Scheduler:
         """Processes chunks of prompts, which together delay the next step by a bounded time."""
         num_waiting = min(len(self._queue), self._slots.num_free)
         budget = self._chunk * min(MAX_CHUNKS, 1 + num_waiting // WAITING_PER_CHUNK)
-        while budget > 0 and (self._prompt or (self._queue and self._slots.num_free)):
-            begin = self.num_prompt_tokens
+        while 0 <= (cost := self._next_cost()) <= budget:
             self._process_chunk()
-            # The time of a short chunk does not decrease with its length: it reads all weights.
-            processed = self.num_prompt_tokens - begin
-            budget -= max(processed, self._chunk // 2)
+            budget -= cost
+
+    def _next_cost(self):
+        """Returns the cost of the next chunk in tokens, or -1 if there is none."""
+        sequence = self._prompt
+        if sequence is None:
+            if not self._queue or not self._slots.num_free:
+                return -1
+            sequence = self._queue[0]
+        begin, last = sequence.num_processed, len(sequence.prompt) - 1
+        # The time of a short chunk does not decrease with its length: it reads all weights.
+        return max(min(self._chunk - begin % self._chunk, last - begin), self._chunk // 2)
 
     def _process_chunk(self):
         if self._prompt is None:

@@ -140,10 +140,12 @@ class _Sampler:
         if features.has_penalties and self.counts is None:
             size = len(self._numbers), arguments["in_prompt"].shape[1]
             self.counts = torch.zeros(size, dtype=torch.int32, device=self._numbers.device)
-        tensors = {**self._arguments, **self.buffers, "numbers": self._numbers}
-        is_greedy = features == Features()
-        addresses = () if is_greedy else ((name, t.data_ptr()) for name, t in tensors.items())
-        self.settings = features, *addresses
+        tensors = [*self._arguments.values()]
+        if features.is_random:
+            tensors.append(self._numbers)
+        if features.has_penalties:
+            tensors.append(self.counts)
+        self.settings = features, *(t.data_ptr() for t in tensors)
 
     def prepare(self):
         """Does nothing; `TorchRows.step` calls `begin`."""

@@ -15,6 +15,7 @@ from keras_recurrent import which_generation
 from keras_recurrent.generation.sampling import features_of
 from keras_recurrent.models import GriffinCausalLM, HGRN2CausalLM, SamplingParams
 from keras_recurrent.serving import Engine, EngineClosed, EngineFull
+from keras_recurrent.serving.scheduler import Scheduler
 from keras_recurrent.serving.slots import covers
 
 IS_SUPPORTED = keras.config.backend() != "tensorflow"
@@ -290,3 +291,33 @@ def test_the_benchmark_runs(monkeypatch, capsys):
     written = capsys.readouterr().out
     for name in ("| generate |", "| engine |", "| between two tokens |"):
         assert name in written
+
+
+@pytest.mark.once
+def test_chunks_between_two_steps_are_bounded(monkeypatch):
+    """A long chunk follows a short one before the next step, or short prompts take a step each."""
+    slots, processed = SimpleNamespace(num_free=8), []
+    scheduler = Scheduler(slots, 8, None)
+
+    def process():
+        scheduler._prompt = scheduler._prompt or scheduler._queue.popleft()
+        begin, last = scheduler._prompt.num_processed, len(scheduler._prompt.prompt) - 1
+        scheduler._prompt.num_processed = min(begin + 8, last)
+        processed.append(scheduler._prompt.num_processed - begin)
+        if scheduler._prompt.num_processed == last:
+            scheduler._prompt, slots.num_free = None, slots.num_free - 1
+
+    def between_steps():
+        scheduler._process_chunks()
+        found = processed.copy()
+        processed.clear()
+        return found
+
+    monkeypatch.setattr(scheduler, "_process_chunk", process)
+    for length in (19, 3, 2, 9):
+        scheduler._queue.append(SimpleNamespace(num_processed=0, prompt=[1] * length))
+    assert between_steps() == [8, 8]  # four requests wait
+    assert [between_steps() for _ in range(4)] == [[2, 2], [1], [8], []]
+    slots.num_free = 0
+    scheduler._queue.append(SimpleNamespace(num_processed=0, prompt=[1]))
+    assert between_steps() == []

@@ -90,7 +90,7 @@ class CapturedStep:
     def _capture(self):
         """Returns the graph of a step with the current settings."""
         changed = [*self.sampler.buffers.values()] if self.sampler else []
-        if self.sequences:  # those that are not active keep their state
+        if self.sequences:  # a step without active sequences changes no state
             changed += [self.sequences.active]
         before = [t.clone() for t in changed]
         if self.sequences:
