@@ -89,3 +89,9 @@ def which_generation(model):
 def record_mode(model, name, refused=None):
     """Sets the result of `which_generation`."""
     _last[model] = GenerationMode(name, refused or {}, unfused_blocks(model))
+
+
+def add_reason(model, name, reason):
+    """Adds the reason why a part of a call did not use a mode."""
+    last = _last[model]
+    _last[model] = last._replace(refused={**last.refused, name: reason})

@@ -95,18 +95,13 @@ class Sampling:
         if params is None:
             return
         self.features = features = features_of(params, vocabulary_size)
-        names = {"temperature": features.is_random, "min_p": features.has_min_p}
-        has_top_k = features.num_candidates or features.num_sorted
-        names |= {"top_k": has_top_k, "top_p": features.has_top_p}
-        penalties = "repetition_penalty", "presence_penalty", "frequency_penalty"
-        names |= dict.fromkeys(penalties[:1], features.has_penalties)
-        names |= dict.fromkeys(penalties[1:], features.uses_counts)
-        names["min_new_tokens"] = features.has_minimum
-        for name in (name for name, is_used in names.items() if is_used):
+        for name in argument_names(features):
+            if name in ("in_prompt", "logit_bias"):
+                continue
             values = [getattr(p, name) for p in params]
             integers = name in ("top_k", "min_new_tokens")
             self.arguments[name] = np.array(values, "int32" if integers else "float32")
-        if has_top_k:
+        if "top_k" in self.arguments:
             top_k = self.arguments["top_k"]
             self.arguments["top_k"] = np.where(top_k > 0, top_k, vocabulary_size)
         if features.has_bias:
@@ -215,6 +210,23 @@ def features_of(params, vocabulary_size):
         has_minimum=any(p.min_new_tokens for p in params),
         num_logprobs=num_logprobs,
     )
+
+
+def argument_names(features):
+    """Returns the sorted names of the `Sampling.arguments` that `Features` need."""
+    names = {
+        "temperature": features.is_random,
+        "min_p": features.has_min_p,
+        "top_k": features.num_candidates or features.num_sorted,
+        "top_p": features.has_top_p,
+        "repetition_penalty": features.has_penalties,
+        "in_prompt": features.has_penalties,
+        "presence_penalty": features.uses_counts,
+        "frequency_penalty": features.uses_counts,
+        "min_new_tokens": features.has_minimum,
+        "logit_bias": features.has_bias,
+    }
+    return sorted(name for name, is_used in names.items() if is_used)
 
 
 def _power_of_two(number, least):

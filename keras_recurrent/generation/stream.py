@@ -164,15 +164,16 @@ class StreamedText:
         last_token: integer, the last token of the prompt.
         strings: a tuple of stop strings, which may be empty.
         hidden: token ids that the text does not show.
+        known: as in `IncrementalDetokenizer`.
 
     Attributes:
         shown: string, all text so far.
         is_stopped: boolean, True after a stop string.
     """
 
-    def __init__(self, preprocessor, last_token, strings, hidden):
-        self._detokenizer = IncrementalDetokenizer(preprocessor, last_token)
-        self._hidden, self._filter = set(hidden), StopFilter(strings)
+    def __init__(self, preprocessor, last_token, strings, hidden, known=None):
+        self._detokenizer = IncrementalDetokenizer(preprocessor, last_token, known)
+        self._hidden, self._filter = set(hidden), StopFilter(strings) if strings else None
         self.shown, self.is_stopped = "", False
 
     def add(self, token, is_last):
@@ -180,6 +181,7 @@ class StreamedText:
         text = "" if int(token) in self._hidden else self._detokenizer.add(token)
         if is_last:
             text += self._detokenizer.end()
-        text, self.is_stopped = self._filter.add(text, is_last)
+        if self._filter is not None:
+            text, self.is_stopped = self._filter.add(text, is_last)
         self.shown += text
         return text

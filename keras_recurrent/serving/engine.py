@@ -13,7 +13,7 @@ from keras_recurrent.generation.samplers import as_sampling_params
 from keras_recurrent.generation.sampling import make_sampling
 from keras_recurrent.generation.stop_strings import check_stop_strings
 from keras_recurrent.generation.stream import StreamedText
-from keras_recurrent.generation.text import hidden_stop_tokens
+from keras_recurrent.generation.text import TokenTexts, hidden_stop_tokens
 from keras_recurrent.serving.message_ends import MessageEnds
 from keras_recurrent.serving.prefix_cache import PrefixCache
 from keras_recurrent.serving.request import EngineClosed, EngineFull, EngineRequest
@@ -26,10 +26,13 @@ class Engine:
     """Generates for many requests at once, which join and leave at any token.
 
     One thread runs the device. All active requests decode in one step of `num_slots` sequences;
-    between two steps, at most one chunk of a prompt is processed. Requests start in the order of
-    `submit`. Prompts are cut into chunks at fixed positions and at ends of messages, so that the
-    tokens of a request do not depend on other requests, except through the prefix cache, which
-    changes rounding.
+    between two steps, chunks of prompts are processed. Requests start in the order of `submit`.
+    Prompts are cut into chunks at fixed positions and at ends of messages, so that the tokens of a
+    request do not depend on other requests, except through the prefix cache, which changes
+    rounding.
+
+    On a GPU, the programs of chunks and of a greedy step are compiled before the constructor
+    returns. A step with other sampling options is compiled when a request first uses them.
 
     Args:
         model: a language model of this package, on torch or JAX. Its weights, layers and sampler
@@ -37,7 +40,9 @@ class Engine:
         num_slots: integer, number of requests that decode together.
         max_length: integer, maximum number of tokens of a request, with prompt and answer; the
             capacity of KV caches. None: the `sequence_length` of the preprocessor.
-        prefill_chunk: integer, maximum number of tokens of a prompt between two decoding steps.
+        prefill_chunk: integer, maximum number of tokens of a chunk. Between two decoding steps, one
+            chunk is processed, or two of half the length; up to four times as much while four or
+            more requests wait for free slots.
         max_queued: integer, maximum number of requests that wait for a slot.
         prefix_cache_bytes: integer, device memory for states after prompts, answers and messages. A
             request starts from the longest one that its prompt begins with; the least recently used
@@ -69,7 +74,7 @@ class Engine:
         model,
         num_slots=64,
         max_length=None,
-        prefill_chunk=512,
+        prefill_chunk=256,
         max_queued=1024,
         prefix_cache_bytes=2**30,
         prefix_cache_dir=None,
@@ -95,6 +100,7 @@ class Engine:
         prefixes = PrefixCache(model, prefix_cache_bytes, self.max_length, prefix_cache_dir)
         self._prefixes, self._num_requests = prefixes, 0
         self._message_ends = MessageEnds(model.preprocessor)
+        self._texts = model.preprocessor and TokenTexts(model.preprocessor)
         self._slots = Slots(model, loops, num_slots, self.max_length, prefill_chunk)
         self._scheduler = Scheduler(self._slots, prefill_chunk, prefixes)
         self._is_closed, self._error = False, None
@@ -150,7 +156,7 @@ class Engine:
         sampling = make_sampling(self.model, sampling, [tokens])
         if preprocessor is not None:
             hidden = [id for id in hidden_stop_tokens(preprocessor) if id in stops]
-            text = StreamedText(preprocessor, tokens[-1], strings, hidden)
+            text = StreamedText(preprocessor, tokens[-1], strings, hidden, self._texts)
         ends = self._message_ends.find(turn) if turn and self._prefixes.is_enabled else ()
         request = EngineRequest(len(tokens), preprocessor is not None)
         options = max_new_tokens or free_length, stops, text, timeout, ends

@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import threading
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from keras_recurrent.generation.output import TokenLogprobs
 
@@ -18,8 +18,7 @@ class EngineClosed(RuntimeError):
     """Error of `Engine.submit` after `close`, and of requests whose engine failed."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Delta:
+class Delta(NamedTuple):
     """Next part of an answer.
 
     Attributes:

@@ -6,7 +6,8 @@ from typing import Any
 from keras_recurrent.generation.output import token_logprobs
 from keras_recurrent.serving.request import Delta
 
-NUMBERS_PER_BLOCK = 16  # random numbers that are drawn at once
+STOPS_PER_STEP = 4  # stop tokens of a slot are padded to a multiple
+NUMBERS_PER_BLOCK = 64  # random numbers that are drawn at once
 
 
 class Sequence:
@@ -59,13 +60,17 @@ class Sequence:
             number = next(self._numbers)
         return number
 
-    @property
-    def end_reason(self):
-        """Reason to end the request from outside, `"cancelled"` or `"timeout"`, or None."""
+    def end_reason(self, now):
+        """Returns the reason to end the request from outside, or None.
+
+        now: float, the time of `time.monotonic`.
+
+        Returns:
+            `"cancelled"`, `"timeout"` or None.
+        """
         if self.request._is_cancelled:
             return "cancelled"
-        is_late = self._deadline is not None and time.monotonic() >= self._deadline
-        return "timeout" if is_late else None
+        return "timeout" if self._deadline is not None and now >= self._deadline else None
 
     @property
     def ends_on_device(self):
@@ -88,10 +93,11 @@ class Sequence:
         if self._text is not None:
             text = self._text.add(token, is_last)
             is_stopped = self._text.is_stopped
-        self.request._add(Delta(text, [token], token_logprobs(self.params, [token], logprobs)))
-        if is_stopped or token in self.stop_token_ids:
-            return "stop"
-        return "length" if is_last else None
+        found = [] if logprobs is None else token_logprobs(self.params, [token], logprobs)
+        self.request._add(Delta(text, [token], found))
+        if not is_last and not is_stopped:
+            return None
+        return "stop" if is_stopped or token in self.stop_token_ids else "length"
 
     def end(self, finish_reason=None, error=None):
         self.request._end(finish_reason, self.num_cached, error)

@@ -5,10 +5,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_recurrent.generation.sampling import features_of
+from keras_recurrent.generation.sampling import Features, features_of
+from keras_recurrent.serving.sequence import STOPS_PER_STEP
 
-STOPS_PER_STEP = 4  # stop tokens of a slot are padded to a multiple
-MIN_CHUNK = 32
+MIN_CHUNK = 32  # tokens
 
 Rows: Any
 if keras.config.backend() == "torch":
@@ -35,25 +35,44 @@ class Slots:
         self._vocabulary_size = model.backbone.vocabulary_size
         self.sequences: list[Any] = [None] * num_slots
         self._rows = Rows(model, loops, num_slots, max_length)
-        self._max_chunk, self._num_stops = max_chunk, STOPS_PER_STEP
+        self._chunk_sizes, self._num_stops = chunk_sizes(max_chunk), STOPS_PER_STEP
         self._values: dict[str, Any] = {}  # arguments of sampling, [num_slots, ...]
         self._known: list[Any] = []  # `Features` of steps that have run
+        # `(slot, sequence)` of the sequences in slots, and `Features` that serve them.
+        self._owners: list[Any] = []
         self._features: Any = None
+        if not is_on_cpu(model):  # compilation on a CPU takes longer than what it saves
+            self._warm_up()
 
     @property
     def active(self):
         """The sequences in slots."""
-        return [each for each in self.sequences if each is not None]
+        return [sequence for _, sequence in self._owners]
+
+    @property
+    def num_active(self):
+        return len(self._owners)
+
+    @property
+    def num_free(self):
+        return len(self.sequences) - len(self._owners)
+
+    def _warm_up(self):
+        """Runs the programs of chunks and of a greedy step, so that no request waits for them."""
+        row = self._rows.initial_row()
+        for size in self._chunk_sizes:
+            self._rows.process(row, np.ones((1, size), "int32"), np.ones((1, size), bool))
+        self._rows.insert(0, row, 0, 1, np.full(self._num_stops, -1, "int32"))
+        self._rows.stop(0)
+        self._rows.step(Features(), None, {})()
+        self._known.append(Features())
 
     def process(self, sequence, stop):
         """Computes the state of a sequence up to token `stop` of its prompt, in one chunk."""
         if sequence.row is None:
             sequence.row = self._rows.initial_row()
         tokens = sequence.prompt[sequence.num_processed : stop]
-        size = MIN_CHUNK
-        while size < len(tokens):
-            size *= 2
-        padded = np.zeros((1, min(size, self._max_chunk)), "int32")
+        padded = np.zeros((1, min(n for n in self._chunk_sizes if n >= len(tokens))), "int32")
         padded[0, : len(tokens)] = tokens
         mask = np.arange(padded.shape[1])[None] < len(tokens)
         sequence.row = self._rows.process(sequence.row, padded, mask)
@@ -77,6 +96,10 @@ class Slots:
                 self._values[name] = self._rows.asarray(neutral)
             value = given.get(name, self._neutral(name))
             self._values[name] = self._rows.set_row(self._values[name], slot, value)
+        self._set_owners()
+
+    def _set_owners(self):
+        self._owners = [(slot, s) for slot, s in enumerate(self.sequences) if s is not None]
         self._features = None
 
     def _neutral(self, name):
@@ -94,7 +117,8 @@ class Slots:
         slot = self.sequences.index(sequence)
         if is_active:
             self._rows.stop(slot)
-        self.sequences[slot] = self._features = None
+        self.sequences[slot] = None
+        self._set_owners()
 
     def state(self, sequence):
         """Returns a copy of the state of a sequence, of batch size 1."""
@@ -107,7 +131,7 @@ class Slots:
             A list of the `Sequence`s whose tokens are computed, each with its slot, and a function
             that waits for the tokens [num_slots] and their `Logprobs`, or ().
         """
-        owners = [(slot, s) for slot, s in enumerate(self.sequences) if s is not None]
+        owners = self._owners
         if self._features is None:
             self._features = self._choose_features([s.params for _, s in owners])
         numbers = None
@@ -132,6 +156,19 @@ class Slots:
     def close(self):
         """Releases the resources of the device."""
         self._rows.close()
+
+
+def is_on_cpu(model):
+    """Returns True if the weights of a model are in the memory of the host."""
+    return "cpu" in str(model.variables[0].value.device).lower()
+
+
+def chunk_sizes(max_chunk):
+    """Returns the numbers of tokens to which chunks are padded, in ascending order."""
+    sizes = [MIN_CHUNK << n for n in range(max_chunk.bit_length()) if MIN_CHUNK << n < max_chunk]
+    if max_chunk >= 4 * MIN_CHUNK:
+        sizes = sorted({*sizes, 3 * max_chunk // 4})
+    return [*sizes, max_chunk]
 
 
 def covers(features, needed, vocabulary_size):

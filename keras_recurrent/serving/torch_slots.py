@@ -1,15 +1,19 @@
-"""Rows of a batch on torch: the decoding step is a CUDA graph on NVIDIA GPUs, traced on CPUs."""
+"""Rows of a batch on torch: steps and chunks are CUDA graphs on NVIDIA GPUs."""
 
 import contextlib
 from typing import Any
 
 import keras
+import numpy as np
 import torch
 
 from keras_recurrent import dispatch
-from keras_recurrent.generation.sampling import Features, Logprobs
+from keras_recurrent.generation.sampling import Features, Logprobs, argument_names
+from keras_recurrent.generation.torch.chunks import copies, upload
+from keras_recurrent.generation.torch.cuda_graph import overwrite
 from keras_recurrent.generation.torch.loop import ActiveSequences, fetch
 from keras_recurrent.generation.torch.sampling import choose_tokens
+from keras_recurrent.serving.sequence import STOPS_PER_STEP
 
 
 class TorchRows:
@@ -30,9 +34,10 @@ class TorchRows:
         self._structure = keras.tree.map_structure(lambda t: None, state)
         device = keras.tree.flatten(state)[0].device
         token = torch.zeros(num_slots, 1, dtype=torch.int32, device=device)
-        decoder = loops.runner.decode(token, state, _Sampler(), _Sequences(token))
+        decoder = loops.runner.decode(token, state, _Sampler(token), _Sequences(token))
         self._decoder = self._stack.enter_context(decoder)
-        self._device = device
+        self._decoder.sampler.sequences = self._decoder.sequences
+        self._chunks, self._device = loops.runner.chunks(self._decoder.pool), device
 
     def initial_row(self, batch_size=1):
         return self._backbone.get_initial_state(batch_size, max_length=self._max_length)
@@ -41,23 +46,18 @@ class TorchRows:
         return torch.as_tensor(array, device=self._device)
 
     def set_row(self, array, slot, value):
-        array[slot] = torch.as_tensor(value)
+        set_row(array, slot, value)
         return array
 
-    @torch.no_grad()
     def process(self, row, tokens, mask):
-        count = int(mask.sum())
-        tokens = keras.ops.convert_to_tensor(tokens[:, :count])
-        return self._backbone.hidden_states(tokens, cache=row)[1]
+        return self._chunks(row, tokens, mask)
 
     @torch.no_grad()
     def insert(self, slot, row, token, max_new_tokens, stops):
         self._decoder.sequences.insert(slot, max_new_tokens, stops)
-        token = self.asarray([int(token)]).to(torch.int32)
-        targets = [t[slot] for t in self._decoder.tensors]
-        values = [*(t[0] for t in keras.tree.flatten(row)), token]
-        for target, value in zip(targets, values, strict=True):
-            target.copy_(value)
+        *cache, last = self._decoder.tensors
+        overwrite([t[slot] for t in cache], [t[0] for t in keras.tree.flatten(row)])
+        last[slot] = int(token)
         sampler = self._decoder.sampler
         if sampler.counts is not None:
             sampler.counts[slot] = 0
@@ -67,14 +67,13 @@ class TorchRows:
 
     @torch.no_grad()
     def extract(self, slot):
-        rows = [t[slot : slot + 1].clone() for t in self._decoder.tensors[:-1]]
+        rows = copies([t[slot : slot + 1] for t in self._decoder.tensors[:-1]])
         return keras.tree.pack_sequence_as(self._structure, rows)
 
     @torch.no_grad()
     def step(self, features, numbers, values):
-        sampler, sequences = self._decoder.sampler, self._decoder.sequences
-        sampler.features, sampler.arguments, sampler.sequences = features, values, sequences
-        sampler.numbers = None if numbers is None else self.asarray(numbers)
+        sampler = self._decoder.sampler
+        sampler.begin(features, numbers, values)
         token = fetch(self._decoder.next_token())
         logprobs = [fetch(t) for t in sampler.logprobs]
 
@@ -85,40 +84,85 @@ class TorchRows:
 
     def close(self):
         self._stack.close()
+        self._chunks = None
 
 
 class _Sampler:
-    """Chooses the next token of each slot, outside the CUDA graph of the step."""
+    """Chooses the next token of each slot. Its features may change between steps.
 
-    is_capturable = False  # its features change between steps
-    features: Any
-    arguments: dict[str, Any]
-    numbers: Any
-    sequences: Any
-    counts: Any
-    logprobs: list[Any]
+    Args:
+        token: integers [B, 1], a tensor on the device of the model.
 
-    def __init__(self):
-        self.features, self.arguments, self.numbers, self.sequences = Features(), {}, None, None
-        self.counts, self.logprobs = None, []
+    Attributes:
+        settings: properties that a captured call depends on: features and addresses.
+        buffers: `{name: tensor}` of the tensors that calls overwrite.
+        counts: int32 [B, vocabulary], how often each token was generated, or None.
+        logprobs: the three tensors of the latest `Logprobs`, or an empty list.
+        sequences: the `_Sequences` of the decoder.
+    """
+
+    is_capturable = True
+    sequences: Any = None
+    counts: Any = None
+
+    def __init__(self, token):
+        self._features, self._arguments = Features(), {}
+        self._numbers = torch.zeros(len(token), device=token.device)
+        self._logprobs: dict[Any, list[Any]] = {}
+        self.settings: Any = (self._features,)
+
+    def copy(self):
+        return self
+
+    def set(self, other):
+        """Takes the place of the sampler of an earlier engine."""
+        vars(self).update({**vars(other), "_logprobs": self._logprobs})
+
+    @property
+    def buffers(self):
+        return {} if self.counts is None else {"counts": self.counts}
+
+    @property
+    def logprobs(self):
+        return self._logprobs.get(self.settings, [])
+
+    def begin(self, features, numbers, arguments):
+        """Sets the features, random numbers [B] or None, and arguments of the next step.
+
+        Each argument must be the tensor of earlier calls.
+        """
+        if numbers is not None:
+            upload(self._numbers, numbers)
+        if features is self._features:
+            return
+        self._features = features
+        self._arguments = {name: arguments[name] for name in argument_names(features)}
+        if features.has_penalties and self.counts is None:
+            size = len(self._numbers), arguments["in_prompt"].shape[1]
+            self.counts = torch.zeros(size, dtype=torch.int32, device=self._numbers.device)
+        tensors = [*self._arguments.values()]
+        if features.is_random:
+            tensors.append(self._numbers)
+        if features.has_penalties:
+            tensors.append(self.counts)
+        self.settings = features, *(t.data_ptr() for t in tensors)
 
     def prepare(self):
-        """Does nothing; `TorchRows.step` sets the attributes."""
+        """Does nothing; `TorchRows.step` calls `begin`."""
 
     def __call__(self, logits):
-        features, self.logprobs = self.features, []
+        features = self._features
         if features == Features():
             return dispatch.run("argmax", {"x": logits})
-        if features.has_penalties and self.counts is None:
-            self.counts = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
-        counts = self.counts if features.has_penalties else None
         token, *new = choose_tokens(
             *(features, logits, self.sequences.stops, self.sequences.count),
-            *(self.numbers, counts, dict(sorted(self.arguments.items()))),
+            self._numbers if features.is_random else None,
+            self.counts if features.has_penalties else None,
+            self._arguments,
         )
-        if counts is not None:
-            self.counts = new.pop(0)
-        self.logprobs = new
+        if features.has_penalties:
+            self.counts.copy_(new.pop(0))
+        self._logprobs[self.settings] = new
         return token
 
 
@@ -135,16 +179,16 @@ class _Sequences(ActiveSequences):
         active: boolean [B, 1], False for slots that are free or whose sequence has ended.
     """
 
-    def __init__(self, token):
+    def __init__(self, token, num_stops=STOPS_PER_STEP):
         self.free_length, self.count = torch.zeros_like(token[:, 0]), torch.zeros_like(token[:, 0])
-        self.stops = torch.full_like(token, -1)
+        self.stops = torch.full_like(token, -1).repeat(1, num_stops)
         self.active = torch.zeros_like(token, dtype=torch.bool)
 
     def insert(self, slot, free_length, stops):
         if len(stops) > self.stops.shape[1]:
             more = len(stops) - self.stops.shape[1]
             self.stops = torch.nn.functional.pad(self.stops, (0, more), value=-1)
-        self.stops[slot] = torch.as_tensor(stops)
+        set_row(self.stops, slot, stops)
         self.free_length[slot], self.count[slot] = free_length, 0
         self.active[slot] = True
 
@@ -160,6 +204,15 @@ class _Sequences(ActiveSequences):
 
     def set(self, other):
         """Copies the values of another object, in place."""
-        self.stops = other.stops.clone()
-        for name in ("free_length", "count", "active"):
-            getattr(self, name).copy_(getattr(other, name))
+        if self.stops.shape != other.stops.shape:
+            self.stops = other.stops.clone()
+        for name, tensor in vars(other).items():
+            getattr(self, name).copy_(tensor)
+
+
+def set_row(array, slot, value):
+    """Sets a row to a NumPy array or number of any dtype, without waiting for the device."""
+    if np.ndim(value):
+        upload(array[slot], np.asarray(value))
+    else:
+        array[slot] = np.asarray(value).item()

@@ -51,7 +51,8 @@ class BPEFile:
         self.special_ids = {token["id"] for token in added if token.get("special")}
         self._added_ids = {token["id"] for token in added}
         self._added_special = []
-        has_fallback = any(node.get("type") == "ByteFallback" for node in _nodes(parsed, "decoder"))
+        self._decoder_nodes = _nodes(parsed, "decoder")
+        has_fallback = any(node.get("type") == "ByteFallback" for node in self._decoder_nodes)
         names = {f"<0x{byte:02X}>": byte for byte in range(256)}
         self._bytes = names if has_fallback else {}
 
@@ -79,6 +80,12 @@ class BPEFile:
         """Returns the ids that the file's post-processor adds to an empty text."""
         with _library_errors():
             return self._special.encode("").ids
+
+    @functools.cached_property
+    def joins_texts_of_tokens(self):
+        """True if the text of a whole character does not depend on the tokens around it."""
+        nodes = [node for node in self._decoder_nodes if "type" in node]
+        return bool(nodes) and all(map(_decodes_each_character, nodes))
 
     def decode(self, ids):
         """Returns the text of ids. Ids that the file does not have, and invalid bytes, are U+FFFD.
@@ -186,6 +193,15 @@ def _nodes(parsed, section):
         elif isinstance(node, list):
             stack += node
     return found
+
+
+def _decodes_each_character(node):
+    """Returns True if a node of the decoder changes each character, or the beginning of a text."""
+    if node["type"] == "Replace":
+        return len(node["pattern"].get("String", "")) == 1
+    if node["type"] == "Strip":
+        return not node["stop"]
+    return node["type"] in ("Sequence", "ByteLevel", "ByteFallback", "Fuse", "Metaspace")
 
 
 def _check_growth(parsed):

@@ -255,6 +255,11 @@ class BPETokenizer(keras_hub.tokenizers.Tokenizer):
 
     # === Tokens to text ===
 
+    @property
+    def joins_texts_of_tokens(self):
+        """True if the text of a whole character does not depend on the tokens around it."""
+        return self._get_file().joins_texts_of_tokens
+
     def detokenize(self, inputs):
         file = self._get_file()
         if self._use_tf_workflow():

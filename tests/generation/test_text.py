@@ -6,15 +6,15 @@ import keras
 import numpy as np
 import pytest
 
-from keras_recurrent.generation.text import IncrementalDetokenizer
+from keras_recurrent.generation.text import IncrementalDetokenizer, TokenTexts
 from keras_recurrent.models import GriffinCausalLMPreprocessor
 from keras_recurrent.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from tests.models.tiny import tiny_causal_lm
 from tests.tokenizers.sentence_piece import train
 
 
-def pieces_of(preprocessor, tokens, last_token):
-    detokenizer = IncrementalDetokenizer(preprocessor, last_token)
+def pieces_of(preprocessor, tokens, last_token, known=None):
+    detokenizer = IncrementalDetokenizer(preprocessor, last_token, known)
     return [*(detokenizer.add(token) for token in tokens), detokenizer.end()]
 
 
@@ -43,10 +43,12 @@ def test_any_bytes(errors):
     rng = np.random.default_rng(0)
     preprocessor = preprocessor_of(ByteTokenizer(errors=errors))
     alphabet = [0, 1, 2, *(3 + b for b in (0x61, 0x80, 0xBF, 0xC3, 0xE2, 0x82, 0xF0, 0x9F, 0xFF))]
-    for _ in range(300):
+    known = TokenTexts(preprocessor)
+    for number in range(300):
         tokens = rng.choice(alphabet, size=12)
-        found = pieces_of(preprocessor, tokens, 1)
+        found = pieces_of(preprocessor, tokens, 1, known if number % 2 else None)
         assert "".join(found) == text_of(preprocessor, tokens)
+    assert known == {3 + ord("a"): ("a", 1)}
     # Python's own decoder holds back what may become a character, and nothing else.
     data = bytes(rng.choice([0x61, 0xC3, 0xA9, 0xE2, 0x82, 0xAC], size=200).tolist())
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
@@ -71,9 +73,14 @@ def test_spaces_of_sentence_piece():
     tokenizer = SentencePieceTokenizer(train(), pad_token_id=0)
     preprocessor = preprocessor_of(tokenizer)
     tokens = tokenizer("all happy families are alike")
-    for cut in range(1, len(tokens)):
-        found = pieces_of(preprocessor, tokens[cut:], tokens[cut - 1])
+    known = TokenTexts(preprocessor)
+    for cut in [*range(1, len(tokens))] * 2:
+        found = pieces_of(preprocessor, tokens[cut:], tokens[cut - 1], known)
         assert text_of(preprocessor, tokens[:cut]) + "".join(found) == text_of(preprocessor, tokens)
+    assert known
+    # The space after a word is dropped if no word follows.
+    suffixed = SentencePieceTokenizer(train(treat_whitespace_as_suffix=True), pad_token_id=0)
+    assert not TokenTexts(preprocessor_of(suffixed)).is_known
 
 
 @pytest.mark.once

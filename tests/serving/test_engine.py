@@ -1,17 +1,21 @@
 """Engine: requests that join and leave a running batch."""
 
 import contextlib
+import importlib
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import keras
 import numpy as np
 import pytest
 
+from keras_recurrent import which_generation
 from keras_recurrent.generation.sampling import features_of
 from keras_recurrent.models import GriffinCausalLM, HGRN2CausalLM, SamplingParams
 from keras_recurrent.serving import Engine, EngineClosed, EngineFull
+from keras_recurrent.serving.scheduler import Scheduler
 from keras_recurrent.serving.slots import covers
 from tests.models.tiny import HYBRID, NIGHTLY_IF_COMPILED, tiny_causal_lm
 
@@ -91,6 +95,39 @@ def test_answers_do_not_depend_on_other_requests(engine, alone):
         pairs = zip(answer.logprobs, alone[number].logprobs, strict=True)
         assert all(abs(a.logprob - b.logprob) < 1e-5 for a, b in pairs)
     assert engine.stats()["active"] == engine.stats()["queued"] == 0
+
+
+@pytest.mark.skipif(keras.config.backend() != "torch", reason="CUDA graphs of torch")
+def test_captured_steps_and_chunks_change_only_their_buffers(model, engine, alone, monkeypatch):
+    """A capture advances sequences in progress, or a program writes to a state of another one."""
+    from keras_recurrent.generation.torch import chunks, cuda_graph, runner
+    from keras_recurrent.serving import slots, torch_slots
+
+    captured = []
+
+    def capture(function, device, pool=None):
+        captured.append(function)
+        return SimpleNamespace(replay=function, pool=lambda: pool or "pool"), function()
+
+    for module in (cuda_graph, chunks):
+        monkeypatch.setattr(module, "capture", capture)
+    monkeypatch.setattr(runner.Runner, "_graph_reason", lambda self, device: None)
+    monkeypatch.setattr(slots, "is_on_cpu", lambda model: False)
+    monkeypatch.setattr(cuda_graph.GraphPool, "release", lambda self, key, graph: None)
+    monkeypatch.setattr(torch_slots, "fetch", lambda t: t.clone().numpy)  # as from a GPU
+    options = {"max_length": 200, "prefill_chunk": 8}
+    with Engine(model, num_slots=3, **options) as captured_engine:
+        assert len(captured) == 2  # a chunk of 8 tokens and a greedy step
+        requests = [_submit(captured_engine, number) for number in (1, 0, 3, 2, 1, 0)]
+        answers = [request.result(60) for request in requests]
+        more_stops = {"stop_token_ids": (1, 2, 4, 5, 6, 7)}  # another shape
+        requests = [_submit(captured_engine, 1), _submit(captured_engine, 3, **more_stops)]
+        answers += [request.result(60) for request in requests]
+    for number, answer in zip((1, 0, 3, 2, 1, 0, 1), answers, strict=False):
+        assert answer.token_ids == alone[number].token_ids
+        assert len(answer.logprobs) == len(alone[number].logprobs)
+    assert which_generation(model).name == "cuda_graph"
+    assert len(captured) >= 4
 
 
 @needs_engine
@@ -284,3 +321,50 @@ def test_bad_engines_are_refused(model):
             Engine(model, **options)
     with pytest.raises(ValueError, match="language model"):
         Engine(model.backbone)
+
+
+@pytest.mark.nightly
+@pytest.mark.once
+def test_the_benchmark_runs(monkeypatch, capsys):
+    """An option of the engine or of `generate` is renamed, and the script is not."""
+    serving = importlib.import_module("benchmarks.serving")
+    rates = {"bytes_per_second": 1e9, "flops_per_second": 1e9}
+    monkeypatch.setattr(serving, "device_rates", lambda dtype: rates)
+    arguments = "hawk_tiny --dtype float32 --slots 2 --prompt 8 --answer 4 --requests 6 --seconds 1"
+    monkeypatch.setattr("sys.argv", ["serving", *arguments.split()])
+    serving.main()
+    written = capsys.readouterr().out
+    for name in ("| generate |", "| engine |", "| between two tokens |"):
+        assert name in written
+
+
+@pytest.mark.once
+def test_chunks_between_two_steps_are_bounded(monkeypatch):
+    """A long chunk follows a short one before the next step, or short prompts take a step each."""
+    slots, processed = SimpleNamespace(num_free=8), []
+    scheduler = Scheduler(slots, 8, None)
+
+    def process():
+        scheduler._prompt = scheduler._prompt or scheduler._queue.popleft()
+        begin, last = scheduler._prompt.num_processed, len(scheduler._prompt.prompt) - 1
+        scheduler._prompt.num_processed = min(begin + 8, last)
+        processed.append(scheduler._prompt.num_processed - begin)
+        if scheduler._prompt.num_processed == last:
+            scheduler._prompt, slots.num_free = None, slots.num_free - 1
+
+    def between_steps():
+        scheduler._process_chunks()
+        found = processed.copy()
+        processed.clear()
+        return found
+
+    monkeypatch.setattr(scheduler, "_process_chunk", process)
+    for length in (19, 3, 2, 9):
+        scheduler._queue.append(
+            SimpleNamespace(num_processed=0, num_cached=0, ends=(), prompt=[1] * length)
+        )
+    assert between_steps() == [8, 8]  # four requests wait
+    assert [between_steps() for _ in range(4)] == [[2, 2], [1], [8], []]
+    slots.num_free = 0
+    scheduler._queue.append(SimpleNamespace(num_processed=0, prompt=[1]))
+    assert between_steps() == []

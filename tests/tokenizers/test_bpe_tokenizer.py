@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from keras_recurrent.datasets import PackedText
-from keras_recurrent.generation.text import IncrementalDetokenizer
+from keras_recurrent.generation.text import IncrementalDetokenizer, TokenTexts
 from keras_recurrent.models import (
     GriffinCausalLMPreprocessor,
     GriffinTextClassifierPreprocessor,
@@ -136,11 +136,14 @@ def test_any_tokens_are_streamed_as_their_whole_text(name):
         rows = {"token_ids": np.array([tokens]), "padding_mask": np.ones((1, len(tokens)), bool)}
         return preprocessor.generate_postprocess(rows)[0]
 
-    for _ in range(100):
+    known = TokenTexts(preprocessor)
+    for number in range(100):
         tokens = rng.choice(alphabet, size=16)
-        detokenizer = IncrementalDetokenizer(preprocessor, tokenizer.end_token_id)
+        shared = known if number % 2 else None
+        detokenizer = IncrementalDetokenizer(preprocessor, tokenizer.end_token_id, shared)
         chunks = [detokenizer.add(token) for token in tokens]
         assert "".join([*chunks, detokenizer.end()]) == text_of(tokens)
+    assert bool(known) == (name in ("bytes", "fallback", "metaspace"))
     detokenizer = IncrementalDetokenizer(preprocessor, tokenizer.end_token_id)
     chunks = [detokenizer.add(token) for token in byte_ids]
     if name in ("bytes", "fallback"):

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import queue
 import threading
+import warnings
 
 import torch
 
@@ -22,8 +23,36 @@ ALIGNMENT = 16  # bytes, for vectorized loads
 POOL_DIVISOR = 16
 
 
+def capture(function, device, pool=None):
+    """Captures a function without arguments as a CUDA graph, after running it once.
+
+    Args:
+        function: a function of tensors at fixed addresses.
+        device: their `torch.device`.
+        pool: the memory pool of another graph, which never runs at the same time, or None.
+
+    Returns:
+        The graph, and the result of the function, which each replay overwrites.
+    """
+    with _capturing, torch.cuda.device(device), torch.no_grad():
+        # Run once before, to compile and load kernels, which cannot be captured.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            function()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device during the capture.
+        context = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
+        with _no_garbage_collection(), context:
+            return graph, function()
+
+
 class CapturedStep:
-    """CUDA graph of a decoding step.
+    """CUDA graphs of a decoding step, one for each choice of sampling settings.
+
+    The graphs share buffers and memory. The first is captured at once, others when their settings
+    are first used; the state of the sequences does not change meanwhile.
 
     Args:
         run: a function of `prepared`, a token [B, 1], a mask [B, 1] if there are `sequences`, and
@@ -33,7 +62,8 @@ class CapturedStep:
         prepared: tensors that depend only on weights; some of them may be weights.
         token, cache: example inputs.
         sampler: the `sampling.TokenSampler`, a copy of which is captured. None: the caller samples.
-        sequences: the `loop.ActiveSequences`. None: the state of all sequences is updated.
+        sequences: the `loop.ActiveSequences`. None: the state of all sequences is updated, and
+            settings must not change.
     """
 
     def __init__(self, run, weights, prepared, token, cache, sampler, sequences):
@@ -44,23 +74,34 @@ class CapturedStep:
         # A copy between two replays takes three times as long as one more launch in the graph.
         stores_tokens = sampler is not None and self.sequences is None
         self.recent = token.new_zeros(len(token), RECENT) if stores_tokens else None
-        with _capturing, torch.cuda.device(token.device), torch.no_grad():
-            # Run once before, to compile and load kernels, which cannot be captured.
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                self._step()
-            torch.cuda.current_stream().wait_stream(stream)
-            self._graph = torch.cuda.CUDAGraph()
-            # Other threads may use the device during the capture.
-            capture = torch.cuda.graph(self._graph, capture_error_mode="thread_local")
-            with _no_garbage_collection(), capture:
-                self.logits, self.hidden = self._step()
+        self.pool, self._graphs = None, {}
+        self._graphs[self._settings] = self._capture()
         addresses = {t.untyped_storage().data_ptr() for t in weights}
         owned = [t for t in self._prepared if t.untyped_storage().data_ptr() not in addresses]
         buffers = self.sampler.buffers.values() if self.sampler else ()
         owned += [*self.cache, self.logits, self.hidden, *buffers]
         self.bytes = sum(t.nbytes for t in owned)
+
+    @property
+    def _settings(self):
+        stops = self.sequences and self.sequences.stops.data_ptr()
+        return self.sampler and self.sampler.settings, stops
+
+    def _capture(self):
+        """Returns the graph of a step with the current settings."""
+        changed = [*self.sampler.buffers.values()] if self.sampler else []
+        if self.sequences:  # a step without active sequences changes no state
+            changed += [self.sequences.active]
+        before = [t.clone() for t in changed]
+        if self.sequences:
+            self.sequences.active.zero_()
+        try:
+            graph, results = capture(self._step, self.token.device, self.pool)
+        finally:
+            for t, value in zip(changed, before, strict=True):
+                t.copy_(value)
+        (self.logits, self.hidden), self.pool = results, graph.pool()
+        return graph
 
     def _step(self):
         """Computes one token, and overwrites the buffers of the cache and the token."""
@@ -93,6 +134,8 @@ class CapturedStep:
         """Copies the initial values of a call, and the current weights, to the buffers."""
         if sampler is not None:
             self.sampler.set(sampler)
+            settings = self._settings
+            self._graphs = {key: graph for key, graph in self._graphs.items() if key == settings}
         for buffer, value in zip(self._prepared, prepared, strict=True):
             if buffer.data_ptr() != value.data_ptr():
                 buffer.copy_(value)
@@ -107,7 +150,18 @@ class CapturedStep:
 
     def replay(self):
         """Advances the buffers by one token."""
-        self._graph.replay()
+        settings = self._settings
+        if settings not in self._graphs:
+            try:
+                self._graphs[settings] = self._capture()
+            except RuntimeError as error:
+                warnings.warn(f"Steps run kernel by kernel: no CUDA graph: {error}", stacklevel=2)
+                self._graphs[settings] = None
+        graph = self._graphs[settings]
+        if graph is None:
+            self._step()
+        else:
+            graph.replay()
 
     def run(self, token, cache):
         """Returns copies of the results of the step for a token and a cache."""

@@ -13,11 +13,13 @@ import torch
 from keras_recurrent.backends.torch._hooks import hook_reason
 from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.generation.modes import record_mode
+from keras_recurrent.generation.torch.chunks import Chunks
 from keras_recurrent.generation.torch.cuda_graph import CapturedStep, GraphPool
-from keras_recurrent.generation.torch.step import Step
+from keras_recurrent.generation.torch.step import Chunk, Step
 from keras_recurrent.layers.decoding import unfused_blocks
 
-MAX_STEPS = 8  # traced steps of a model, one for each batch size and capacity of its cache
+# Traced steps of a model, one for each batch size and capacity of its cache, and chunks.
+MAX_STEPS = 16
 
 
 class Runner:
@@ -78,16 +80,28 @@ class Runner:
 
             yield step_function
 
-    def _step(self, cache, masked=False):
+    def chunks(self, pool=None):
+        """Returns a `Chunks`.
+
+        pool: the memory pool of CUDA graphs that never run at the same time, or None.
+        """
+        return Chunks(self._model, self._step, self._graph_reason, pool)
+
+    def _step(self, cache, masked=False, chunk=None):
+        """Returns the `Step` for a cache, or for a number of tokens the `Chunk`."""
         tensors = [*keras.tree.flatten(cache), *(v.value for v in self._model.variables)]
         hooked = hook_reason(_modules(self._model))
         unfused = tuple(unfused_blocks(self._model))
         signature = ((t.shape, t.dtype, t.device) for t in tensors)
-        key = hooked, unfused, chosen_name(), masked, *signature
+        key = hooked, unfused, chosen_name(), masked, chunk, *signature
         with self._lock:
             if key not in self._steps:
                 self._snapshot.verify()
-                self._steps[key] = Step(self._model, cache, self._compiled, masked, hooked)
+                self._steps[key] = (
+                    Chunk(self._model, cache, chunk, hooked)
+                    if chunk
+                    else Step(self._model, cache, self._compiled, masked, hooked)
+                )
             self._steps.move_to_end(key)
             while len(self._steps) > MAX_STEPS:
                 _, step = self._steps.popitem(last=False)
@@ -164,7 +178,7 @@ class _GraphDecoder:
 
     def __init__(self, step, graph, sampler):
         self._step, self._graph, self.sequences = step, graph, graph.sequences
-        self.sampler = graph.sampler or sampler
+        self.sampler, self.pool = graph.sampler or sampler, graph.pool
 
     @property
     def tensors(self):
@@ -195,6 +209,8 @@ class _GraphDecoder:
 
 class _FunctionDecoder:
     """Decodes by calling a function of a token and the tensors of a cache."""
+
+    pool = None
 
     def __init__(self, step, run, token, flat, sampler, sequences):
         self._step, self._run, self.sampler = step, run, sampler

@@ -34,6 +34,8 @@ class Step:
         not_traced_reason: reason to run each step through the layers, or None.
     """
 
+    _num_tokens = 1
+
     def __init__(self, model, cache, compiled, masked, not_traced_reason=None):
         self._model, self._structure = model, keras.tree.map_structure(lambda t: None, cache)
         self._use_compiler, self._lock, self.count = compiled, threading.Lock(), 0
@@ -46,7 +48,8 @@ class Step:
             self._prepare, self.traced = (lambda *weights: weights), self._run_layers
             return
         flat = [t.clone() for t in keras.tree.flatten(cache)]  # a step overwrites its cache
-        token = torch.ones((flat[0].shape[0], 1), dtype=torch.int32, device=flat[0].device)
+        size = flat[0].shape[0], self._num_tokens
+        token = torch.ones(size, dtype=torch.int32, device=flat[0].device)
         weights = self.weights()
         mask = (torch.ones_like(token, dtype=torch.bool),) if masked else ()
         # Tracing in Keras and torch uses global state of the thread and the process.
@@ -114,6 +117,27 @@ class Step:
                 except InvalidCxxCompiler as error:
                     self._no_compiler_reason = f"torch found no C++ compiler: {error}"
         return self._compiled or self.traced
+
+
+class Chunk(Step):
+    """Function of a chunk of tokens [B, T], their mask and a cache, which returns the next cache.
+
+    Args:
+        model, cache, not_traced_reason: as in `Step`.
+        num_tokens: integer T.
+    """
+
+    def __init__(self, model, cache, num_tokens, not_traced_reason=None):
+        self._num_tokens = num_tokens
+        super().__init__(model, cache, False, True, not_traced_reason)
+
+    def _call(self, weights, tokens, mask, *cache):
+        mapping = list(zip(self._model.variables, weights, strict=True))
+        with keras.StatelessScope(mapping):
+            cache = self._model.backbone.hidden_states(tokens, mask, cache=self.pack_cache(cache))[
+                1
+            ]
+        return tuple(t.contiguous() for t in keras.tree.flatten(cache))
 
 
 def _single_row_mm(a, b):

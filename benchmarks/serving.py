@@ -1,0 +1,196 @@
+"""Measures an engine that serves requests, next to `generate` of one batch.
+
+    KERAS_BACKEND=torch python -m benchmarks.serving hgrn2
+
+Argument: a model of `benchmarks.writing`, with random weights. Decoding is greedy unless
+`--temperature` is given, and there is no text. Tables:
+
+- decoding: the step of batches of half and all slots, and its share of `decoding_time` at the rates
+  of a copy and of a product in the same process;
+- throughput: new tokens per second of `generate` on one batch of prompts and answers of the mean
+  length, with prefill; and of the engine when more requests wait than there are slots. Lengths of
+  its requests are uniform from half to three halves of the mean. The time in which the slots fill
+  or empty is not counted;
+- latency: requests arrive at random (a Poisson process) at `--load` times the rate of the
+  saturated engine. The first fifth of the time is not counted.
+
+On a CPU, as a check:
+
+    KERAS_BACKEND=torch python -m benchmarks.serving hawk_tiny --dtype float32 --slots 2 \
+        --prompt 16 --answer 8 --requests 8 --seconds 1
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import statistics
+import time
+
+import keras
+import numpy as np
+
+from benchmarks.decoding import (
+    device_rates,
+    least_seconds_a_token,
+    seconds_a_token,
+    seconds_of_call,
+    warm_up,
+)
+from benchmarks.writing import MODELS, make_model
+from guides.papers.runs import machine, table
+from keras_recurrent import which_generation
+from keras_recurrent.models import SamplingParams
+from keras_recurrent.serving import Engine
+
+RUNS = 3
+# Bars: shares of `generate` and of the roof, seconds, and a factor of the step.
+MIN_SHARE, MIN_ROOF, MAX_FIRST, MAX_STEPS = 0.85, 0.6, 0.25, 1.5
+
+
+def decoding(model, arguments, rates):
+    """Returns table lines for the steps of two batch sizes."""
+    lines = []
+    for batch in sorted({max(1, arguments.slots // 2), arguments.slots}):
+        warm_up(model, batch, arguments.answer, arguments.prompt)
+        times = [
+            seconds_a_token(model, batch, arguments.answer, arguments.prompt) for _ in range(RUNS)
+        ]
+        step = statistics.median(times)
+        least = least_seconds_a_token(model, batch, arguments.answer, arguments.prompt, **rates)
+        share = {"share of roof": round(least / step, 3), "bar": MIN_ROOF}
+        lines.append({"batch size": batch, "step ms": round(1000 * step, 3), **share})
+    return lines
+
+
+def static_throughput(model, arguments):
+    """Returns the new tokens per second of `generate` for one batch, with prefill."""
+    sizes = arguments.slots, arguments.prompt, arguments.prompt + arguments.answer
+    seconds = statistics.median(seconds_of_call(model, *sizes) for _ in range(RUNS))
+    return arguments.slots * arguments.answer / seconds
+
+
+class Requests:
+    """Random requests to an engine, and the times of their tokens.
+
+    Args:
+        engine: the `Engine`.
+        arguments: the arguments of the command line.
+    """
+
+    def __init__(self, engine, arguments):
+        self._engine, self._arguments = engine, arguments
+        self._rng = np.random.default_rng(0)
+        self.times = []  # of the tokens of each request
+        self.requests = []
+
+    def submit(self):
+        """Submits a request of random lengths."""
+        given, new = (
+            self._length(mean) for mean in (self._arguments.prompt, self._arguments.answer)
+        )
+        tokens = self._rng.integers(1, self._engine.model.backbone.vocabulary_size, given)
+        sampling = SamplingParams(temperature=self._arguments.temperature, seed=len(self.requests))
+        options = {"sampling": sampling, "max_new_tokens": new, "stop_token_ids": None}
+        request, times = self._engine.submit(tokens, **options), []
+        request.set_listener(lambda delta: times.append(time.perf_counter()))
+        self.requests.append(request)
+        self.times.append(times)
+
+    def _length(self, mean):
+        return int(self._rng.integers(max(1, mean // 2), 3 * mean // 2 + 1))
+
+    def wait(self):
+        """Waits for all answers, and returns them."""
+        return [request.result() for request in self.requests]
+
+
+def saturated(engine, arguments):
+    """Returns the new tokens per second and the requests per second of an engine with a queue."""
+    load = Requests(engine, arguments)
+    for _ in range(arguments.requests):
+        load.submit()
+    load.wait()
+    begin, end = load.times[min(arguments.slots, arguments.requests - 2)][0], load.times[-1][0]
+    tokens = sum(begin <= t < end for times in load.times for t in times)
+    per_second = tokens / (end - begin)
+    return per_second, per_second / statistics.mean(map(len, load.times))
+
+
+def latency(engine, arguments, rate):
+    """Returns seconds to the first token, and between two tokens, of requests at a rate."""
+    load, begin = Requests(engine, arguments), time.perf_counter()
+    arrival = begin
+    while arrival < begin + arguments.seconds:
+        time.sleep(max(0.0, arrival - time.perf_counter()))
+        load.submit()
+        arrival += load._rng.exponential(1 / rate)
+    answers = load.wait()
+    counted = begin + arguments.seconds / 5
+    first, between = [], []
+    for answer, times in zip(answers, load.times, strict=True):
+        if times[0] - answer.time_to_first_token >= counted:
+            first.append(answer.time_to_first_token)
+            between.extend(np.diff(times))
+    return np.array(first or [np.nan]), np.array(between or [np.nan])
+
+
+def latency_line(name, times, bar):
+    quantiles = np.quantile(times, (0.5, 0.95, 0.99))
+    names = "p50 ms", "p95 ms", "p99 ms"
+    found = {key: round(1000 * q, 2) for key, q in zip(names, quantiles, strict=True)}
+    return {"time": name, **found, "bar of p95": round(1000 * bar, 2)}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--slots", type=int, default=128)
+    parser.add_argument("--prompt", type=int, default=512, help="mean number of tokens")
+    parser.add_argument("--answer", type=int, default=256, help="mean number of tokens")
+    parser.add_argument("--requests", type=int, default=1024, help="of the saturated engine")
+    parser.add_argument("--load", type=float, default=0.7, help="share of the saturated rate")
+    parser.add_argument("--seconds", type=float, default=60, help="of arrivals at this load")
+    parser.add_argument("--temperature", type=float, default=0)
+    parser.add_argument("--prefill-chunk", type=int, help="of the engine")
+    arguments = parser.parse_args()
+    if min(arguments.requests - 2, arguments.prompt, arguments.answer) < 2:
+        parser.error("--requests must be at least 4, --prompt and --answer 2")
+
+    model = make_model(arguments.model, dtype=arguments.dtype)
+    model.compile(sampler="greedy")
+    versions = {n: importlib.metadata.version(n) for n in ("keras", keras.config.backend())}
+    print(f"{machine()}, {arguments.dtype}, {datetime.date.today()}, {versions}")
+    tables = {"decoding": decoding(model, arguments, device_rates(arguments.dtype))}
+    static = static_throughput(model, arguments)
+    print(f"generate: {which_generation(model)}", flush=True)
+
+    chunk = {} if arguments.prefill_chunk is None else {"prefill_chunk": arguments.prefill_chunk}
+    max_length = 3 * arguments.prompt // 2 + 3 * arguments.answer // 2
+    start = time.perf_counter()
+    options = {"max_queued": arguments.requests, "prefix_cache_bytes": 0, **chunk}
+    with Engine(model, arguments.slots, max_length, **options) as engine:
+        print(f"The engine started in {time.perf_counter() - start:.1f} s: ", end="")
+        print(which_generation(model), flush=True)
+        tokens, rate = saturated(engine, arguments)
+        share = {"share": round(tokens / static, 3), "bar": MIN_SHARE}
+        tables["throughput"] = [
+            {"call": "generate", "tokens/s": round(static), "share": 1, "bar": ""},
+            {"call": "engine", "tokens/s": round(tokens), **share},
+        ]
+        first, between = latency(engine, arguments, arguments.load * rate)
+    step = tables["decoding"][-1]["step ms"] / 1000
+    tables["latency"] = [
+        latency_line(f"first token, {arguments.load * rate:.1f} requests/s", first, MAX_FIRST),
+        latency_line("between two tokens", between, MAX_STEPS * step),
+    ]
+    for name, lines in tables.items():
+        for line in lines:
+            print(json.dumps({"table": name, "model": arguments.model, **line}))
+    for lines in tables.values():
+        print("\n" + table(list(lines[0]), [list(line.values()) for line in lines]))
+
+
+if __name__ == "__main__":
+    main()
