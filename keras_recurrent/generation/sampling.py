@@ -95,18 +95,12 @@ class Sampling:
         if params is None:
             return
         self.features = features = features_of(params, vocabulary_size)
-        names = {"temperature": features.is_random, "min_p": features.has_min_p}
-        has_top_k = features.num_candidates or features.num_sorted
-        names |= {"top_k": has_top_k, "top_p": features.has_top_p}
-        penalties = "repetition_penalty", "presence_penalty", "frequency_penalty"
-        names |= dict.fromkeys(penalties[:1], features.has_penalties)
-        names |= dict.fromkeys(penalties[1:], features.uses_counts)
-        names["min_new_tokens"] = features.has_minimum
-        for name in (name for name, is_used in names.items() if is_used):
+        names = argument_names(features)
+        for name in names - {"logit_bias", "in_prompt"}:
             values = [getattr(p, name) for p in params]
             integers = name in ("top_k", "min_new_tokens")
             self.arguments[name] = np.array(values, "int32" if integers else "float32")
-        if has_top_k:
+        if "top_k" in names:
             top_k = self.arguments["top_k"]
             self.arguments["top_k"] = np.where(top_k > 0, top_k, vocabulary_size)
         if features.has_bias:
@@ -215,6 +209,17 @@ def features_of(params, vocabulary_size):
         has_minimum=any(p.min_new_tokens for p in params),
         num_logprobs=num_logprobs,
     )
+
+
+def argument_names(features):
+    """Returns the set of the names of the arguments that `Features` need."""
+    f = features
+    names = {"temperature": f.is_random, "top_k": f.num_candidates or f.num_sorted}
+    names |= {"top_p": f.has_top_p, "min_p": f.has_min_p, "min_new_tokens": f.has_minimum}
+    names |= dict.fromkeys(("repetition_penalty", "in_prompt"), f.has_penalties)
+    names |= dict.fromkeys(("presence_penalty", "frequency_penalty"), f.uses_counts)
+    names["logit_bias"] = f.has_bias
+    return {name for name, is_used in names.items() if is_used}
 
 
 def _power_of_two(number, least):

@@ -97,7 +97,7 @@ class Scheduler:
             self.num_prompt_tokens += stop - begin
             if stop == last:
                 self._prefixes.add(sequence.prompt[:last], sequence.row)
-        if sequence.num_processed == last:
+        if sequence.num_processed == last and self._slots.is_ready(sequence):
             self._prompt = None
             self._slots.insert(sequence)
 

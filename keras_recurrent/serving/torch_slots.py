@@ -22,6 +22,8 @@ class TorchRows:
         max_length: integer, the capacity of a row in tokens.
     """
 
+    compiles_steps = False  # sampling is not part of the CUDA graph
+
     @torch.no_grad()
     def __init__(self, model, loops, num_slots, max_length):
         self._backbone, self._max_length = model.backbone, max_length
@@ -33,6 +35,9 @@ class TorchRows:
         decoder = loops.runner.decode(token, state, _Sampler(), _Sequences(token))
         self._decoder = self._stack.enter_context(decoder)
         self._device = device
+
+    def warm_up(self, chunk_sizes):
+        """Does nothing."""
 
     def initial_row(self, batch_size=1):
         return self._backbone.get_initial_state(batch_size, max_length=self._max_length)
