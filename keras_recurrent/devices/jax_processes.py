@@ -39,6 +39,16 @@ def gather_to_numpy(tensor):
     return multihost_utils.process_allgather(value, tiled=True)
 
 
+def begin_gathering(tensors):
+    """Starts to copy tensors, which may not be computed yet, for later calls of `gather_to_numpy`.
+
+    tensors: nested tensors.
+    """
+    for tensor in keras.tree.flatten(tensors):
+        if getattr(tensor, "is_fully_addressable", False):  # an array of JAX
+            tensor.copy_to_host_async()
+
+
 @contextlib.contextmanager
 def shared_output_path(path):
     """Context manager that yields `path` in the first process, a temporary path in others.

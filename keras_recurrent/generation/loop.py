@@ -89,25 +89,27 @@ def advance(network, state, free_length, stops, uniform, keep):
     return DecodingState(done, count, token[:, None], cache, memory), logprobs
 
 
-def decode(network, state, free_length, stops, uniform, keep, num_tokens):
+def decode(network, state, free_length, stops, uniform, keep, num_tokens, ends_early):
     """Generates up to `num_tokens` tokens of each sequence.
 
     Args:
         network, state, free_length, stops, keep: as in `advance`.
         uniform: float32 [B, num_tokens], random numbers, or None.
         num_tokens: integer.
+        ends_early: boolean, True ends the loop after the last sequence has ended. The host then
+            waits on GPUs for the condition of each iteration, so that it cannot start the next
+            program meanwhile.
 
     Returns:
         The `DecodingState`, the tokens [B, num_tokens], and their `Logprobs` or ().
     """
 
+    # A sequence may have got a lower `free_length` after its last token.
+    done = ops.logical_or(state.done, state.count >= free_length)
+    state = state._replace(done=done)
+
     def one(state, uniform):
         return advance(network, state, free_length, stops, uniform, keep)
-
-    if num_tokens == 1:
-        state, logprobs = one(state, None if uniform is None else uniform[:, 0])
-        stacked = keras.tree.map_structure(lambda x: x[:, None], logprobs)
-        return state, state.token, stacked
 
     def stored(buffers, values, t):
         def store(buffer, value):
@@ -120,7 +122,9 @@ def decode(network, state, free_length, stops, uniform, keep, num_tokens):
             return None
         return ops.slice(uniform, (0, t), (uniform.shape[0], 1))[:, 0]
 
-    def any_active(t, state, generated, logprobs):
+    def continues(t, state, generated, logprobs):
+        if not ends_early:
+            return t < num_tokens
         return ops.logical_and(t < num_tokens, ops.logical_not(ops.all(state.done)))
 
     def step(t, state, generated, logprobs):
@@ -132,7 +136,7 @@ def decode(network, state, free_length, stops, uniform, keep, num_tokens):
     generated = ops.zeros(size, state.token.dtype)
     buffers = empty_logprobs(network.num_logprobs, size)
     initial = ops.zeros((), "int32"), state, generated, buffers
-    _, state, generated, logprobs = ops.while_loop(any_active, step, initial)
+    _, state, generated, logprobs = ops.while_loop(continues, step, initial)
     return state, generated, logprobs
 
 

@@ -10,7 +10,7 @@ MODES = {
     "compiled": "each token is a step compiled by torch's compiler",
     "traced": "each token is a step that was traced once and runs kernel by kernel",
     "program": "all tokens are one compiled program of the framework",
-    "steps": "each token is one compiled program of the framework",
+    "steps": "a compiled program of the framework generates a few tokens at a time",
     "sampler": "KerasHub's generation loop, compiled where KerasHub compiles it",
     "eager": "each token runs through Keras's layers",
 }
@@ -51,7 +51,8 @@ def which_generation(model):
     - `"traced"`: on torch, the step was traced once and runs kernel by kernel, also in the loop of
       a sampler such as contrastive search;
     - `"program"`: on JAX and TensorFlow, all tokens are one program;
-    - `"steps"`: on JAX and TensorFlow, each token of a `stream` is a program;
+    - `"steps"`: on JAX and TensorFlow, a program generates a few tokens: 2 of a `stream`, 16 with
+      `stop`;
     - `"sampler"`: on JAX and TensorFlow, KerasHub's generation loop, for a sampler such as
       contrastive search or a subclass that overrides `generate_step`;
     - `"eager"`: each token runs through Keras's layers, because of `compile(run_eagerly=True)` or,

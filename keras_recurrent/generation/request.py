@@ -115,6 +115,40 @@ class Request(NamedTuple):
         return Result(token_ids, lengths, cache, logprobs)
 
 
+class Ended:
+    """Ends of the sequences: the rows that have ended, and their numbers of tokens.
+
+    Args:
+        request: the `Request`.
+
+    Attributes:
+        rows: boolean [B], True for sequences that have ended at a stop token or string.
+    """
+
+    def __init__(self, request):
+        self._request, self._num_tokens = request, 0
+        self.rows = np.zeros(len(request.lengths), "bool")
+
+    def after(self, new):
+        """Returns True if all sequences have ended; `new` has the next tokens, [B, N]."""
+        request = self._request
+        self._num_tokens += new.shape[1]
+        if request.stop_strings is not None:
+            self.rows |= request.stop_strings.add(new)
+        self.rows |= np.isin(new, request.stop_token_ids).any(axis=1)
+        return bool((self.rows | (request.free_length <= self._num_tokens)).all())
+
+    def counts(self, new):
+        """Returns the number of new tokens of each sequence, `[B]`, given all of them [B, N]."""
+        request = self._request
+        is_stop = np.isin(new, request.stop_token_ids)
+        counts = np.where(is_stop.any(axis=1), is_stop.argmax(axis=1) + 1, new.shape[1])
+        if request.stop_strings is not None:
+            request.stop_strings.add(new[:, request.stop_strings.num_tokens :])
+            counts = np.minimum(counts, request.stop_strings.counts)
+        return np.minimum(counts, request.free_length)
+
+
 class Result(NamedTuple):
     """Generated tokens.
 

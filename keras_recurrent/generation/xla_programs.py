@@ -17,15 +17,17 @@ from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.generation import beam_search, loop
 from keras_recurrent.generation.lengths import bucket, initial_cache
 from keras_recurrent.generation.modes import record_mode
-from keras_recurrent.generation.request import Result
+from keras_recurrent.generation.request import Ended, Result
 from keras_recurrent.generation.sampling import next_tokens
+from keras_recurrent.generation.xla_steps import Steps
 from keras_recurrent.layers.decoding import decoding_scope, unfused_blocks
 from keras_recurrent.progress import announce
 
 # Arguments that a program depends on.
 STATIC = {"features", "keep", "num_tokens", "num_beams", "variant"}
 STOPS_PER_PROGRAM = 4  # stop tokens are padded to a multiple, so that others take the same program
-TOKENS_PER_BLOCK = 16  # between two searches for stop strings
+TOKENS_PER_SEARCH = 16  # between two searches for stop strings
+TOKENS_PER_STEP = 2  # of a stream: a token is returned at most one token late
 
 
 class Programs:
@@ -86,98 +88,41 @@ class Programs:
 
     def _generate_in_blocks(self, request, cache, keep):
         """Generates blocks of tokens, between which the host searches for stop strings."""
-        # Before the tokens are known, the cache is ahead of a stop string by up to a block.
-        steps = self.steps(request, cache, num_tokens=1 if keep else TOKENS_PER_BLOCK)
-        blocks, logprobs = [], []
-        while steps.is_active:
-            blocks.append(steps())
-            logprobs.append(steps.logprobs)
-            steps.stop(request.stop_strings.add(blocks[-1]))
-        new = np.concatenate(blocks, axis=1)
-        counts = np.minimum(steps.counts, request.stop_strings.counts)
-        logprobs = keras.tree.map_structure(lambda *x: np.concatenate(x, axis=1), *logprobs)
-        return request.result(new, counts, steps.cache() if keep else None, logprobs or None)
-
-    def steps(self, request, cache=None, num_tokens=1):
-        """Returns the `Steps` that generate in blocks, as `torch.loop.Loop.steps`."""
         record_mode(self._model, "steps")
+        # The state of a custom sampler must not be ahead of a stop string.
+        num_tokens = 1 if keep and request.sampling.custom else TOKENS_PER_SEARCH
+        steps, ended = self._begin(request, cache, num_tokens, keep), Ended(request)
+        blocks, logprobs, has_ended = [], [], False
+        while not has_ended:
+            blocks.append(steps.block())
+            logprobs.append(steps.logprobs)
+            has_ended = ended.after(blocks[-1])
+            if keep:
+                steps.limit(request.stop_strings.counts)
+        new = np.concatenate(blocks, axis=1)
+        logprobs = keras.tree.map_structure(lambda *x: np.concatenate(x, axis=1), *logprobs)
+        cache = steps.cache() if keep else None
+        return request.result(new, ended.counts(new), cache, logprobs or None)
+
+    def steps(self, request, cache=None):
+        """Returns the `Steps` that generate token by token, as `torch.loop.Loop.steps`."""
+        record_mode(self._model, "steps")
+        num_tokens = 1 if request.sampling.custom else TOKENS_PER_STEP
+        return self._begin(request, cache, num_tokens, keep=True)
+
+    def _begin(self, request, cache, num_tokens, keep):
+        """Returns the `Steps` after the prompts.
+
+        keep: boolean, True if their cache is read.
+        """
         token_ids, lengths = request.token_ids, request.lengths
         if cache is None:
-            cache = initial_cache(self._model, len(lengths), token_ids.shape[1], keep=True)
+            cache = initial_cache(self._model, len(lengths), token_ids.shape[1], keep=keep)
         cache = self.prefill(token_ids, lengths - 1, cache)
-        last = _distribute(request.last_token)
-        call = Call(self._model, request)
-        return Steps(call, self._decoder(call), cache, last, num_tokens)
-
-
-class Steps:
-    """Function that returns the next tokens of each sequence, and computes one block ahead.
-
-    Args:
-        call: the `Call`.
-        decode: a function of a `loop.DecodingState`, a number of tokens N and their random numbers,
-            which returns the next state, the tokens [B, N], and their `Logprobs` or ().
-        cache: the cache before the last token of each prompt.
-        token: integers [B, 1], this token.
-        num_tokens: integer, number of tokens in a block.
-
-    Attributes:
-        logprobs: the `Logprobs` of the latest tokens, or ().
-    """
-
-    def __init__(self, call, decode, cache, token, num_tokens):
-        self._call, self._decode, self._num_tokens = call, decode, num_tokens
-        self._tokens_left = int(gather_to_numpy(call.free_length).max())
-        self._state = loop.initial_state(cache, token, call.free_length, call.memory())
-        self._launch()
-
-    def _launch(self):
-        self._ahead: Any = None
-        if self._tokens_left > 0:
-            self._uniform = self._call.uniform(self._num_tokens, self._num_tokens)
-            self._compute()
-
-    def _compute(self):
-        self._ahead = self._decode(self._state, self._num_tokens, self._uniform)
-
-    def __call__(self):
-        """Returns tokens [B, N], a NumPy array; for a sequence that has ended, its last one."""
-        self._state, tokens, logprobs = self._ahead
-        self._tokens_left -= self._num_tokens
-        self._call.store(self._state.memory)
-        # Launched before the host waits for the device. If all sequences have just ended at stop
-        # tokens, this block changes nothing.
-        self._launch()
-        self.logprobs = keras.tree.map_structure(gather_to_numpy, logprobs)
-        return gather_to_numpy(tokens)
-
-    @property
-    def is_active(self):
-        return self._ahead is not None and not gather_to_numpy(self._state.done).all()
-
-    @property
-    def counts(self):
-        """Number of generated tokens of each sequence, `[B]`."""
-        return gather_to_numpy(self._state.count)
-
-    def stop(self, rows):
-        """Ends sequences after the latest tokens.
-
-        rows: boolean [B], a NumPy array, True for sequences that end.
-        """
-        if rows.any():
-            done = ops.logical_or(self._state.done, _distribute(rows))
-            self._state = self._state._replace(done=done)
-            if self._ahead is not None:
-                self._compute()
-
-    def cache(self):
-        """Returns the cache after all tokens of each sequence but the last."""
-        return self._state.cache
-
-    def close(self):
-        """Drops the block that was computed ahead."""
-        self._ahead = None
+        call, last = Call(self._model, request), _distribute(request.last_token)
+        state = loop.initial_state(cache, last, call.free_length, call.memory())
+        decode, copy = self._decoder(call, keep)
+        return Steps(call, decode, copy, state, num_tokens, keep)
 
 
 class Call:
@@ -186,12 +131,16 @@ class Call:
     Args:
         model: the language model.
         request: the `Request`.
+
+    Attributes:
+        limits: int32 [B], a NumPy array, maximum number of new tokens.
+        free_length: `limits` on the devices.
     """
 
     def __init__(self, model, request):
         sampling, stops = request.sampling, request.stop_token_ids
         self.features, self._sampling = sampling.features, sampling
-        self.free_length = _distribute(request.free_length)
+        self.limits, self.free_length = request.free_length, _distribute(request.free_length)
         padded = STOPS_PER_PROGRAM * max(1, math.ceil(len(stops) / STOPS_PER_PROGRAM))
         self.stops = ops.convert_to_tensor((*stops, *(-1,) * (padded - len(stops))), "int32")
         self.arguments = keras.tree.map_structure(_distribute, sampling.arguments)
@@ -199,6 +148,15 @@ class Call:
         is_custom = sampling.custom is not None and keras.config.backend() == "jax"
         self._generators = sampling.custom.variables if is_custom else []
         self._counts_shape = len(request.lengths), model.backbone.vocabulary_size
+
+    def limit(self, counts):
+        """Reduces the maximum numbers of new tokens to `counts`, int32 [B]."""
+        self.free_length = self.limited(counts)
+        self.limits = np.minimum(self.limits, counts)
+
+    def limited(self, counts):
+        """Returns `free_length` with an upper bound, an integer or int32 [B]."""
+        return _distribute(np.minimum(self.limits, counts).astype("int32"))
 
     def uniform(self, num_tokens, num_columns):
         """Returns random numbers of the next tokens, padded to `num_columns`; None if not used."""
@@ -332,16 +290,20 @@ def _programs(model, snapshot, compiled):
         functions = network(weights, (features, stops, arguments))
         cache, last = process_prompts(functions, token_ids, lengths, cache)
         state = loop.initial_state(cache, last, free_length, memory)
-        options = free_length, stops, uniform, keep, token_ids.shape[1]
+        options = free_length, stops, uniform, keep, token_ids.shape[1], True
         state, tokens, logprobs = loop.decode(functions, state, *options)
         return state.cache if keep else (), tokens, state.count, logprobs, state.memory
 
     @function
-    def decode_program(state, weights, inputs, features, num_tokens, variant):
+    def decode_program(state, memory, weights, inputs, features, keep, num_tokens, variant):
         free_length, stops, uniform, arguments = inputs
         functions = network(weights, (features, stops, arguments))
-        options = free_length, stops, uniform, True, num_tokens
-        return loop.decode(functions, state, *options)
+        options = free_length, stops, uniform, keep, num_tokens, False
+        return loop.decode(functions, state._replace(memory=memory), *options)
+
+    @function
+    def copy_program(original):
+        return keras.tree.map_structure(ops.copy, original)
 
     @function
     def search_program(token_ids, lengths, cache, weights, inputs, num_beams, variant):
@@ -368,15 +330,20 @@ def _programs(model, snapshot, compiled):
         call.store(memory)
         return results
 
-    def decoder(call):
-        # Collected once: for each token, they would take longer than the device.
-        values, options = weights(), {"features": call.features, "variant": variant()}
+    def decoder(call, keep):
+        """Returns the functions `decode` and `copy` of `Steps`."""
+        # Collected once: for each block, they would take longer than the device.
+        values = weights()
+        options = {"features": call.features, "keep": keep, "variant": variant()}
 
-        def decode(state, num_tokens, uniform):
-            inputs = call.free_length, call.stops, uniform, call.arguments
-            return decode_program(state, values, inputs, num_tokens=num_tokens, **options)
+        def decode(state, uniform, free_length, num_tokens):
+            inputs = free_length, call.stops, uniform, call.arguments
+            # Not overwritten: the states of a custom sampler are also those of its variables.
+            state, memory = state._replace(memory=()), state.memory
+            return decode_program(state, memory, values, inputs, num_tokens=num_tokens, **options)
 
-        return decode
+        # Programs of TensorFlow overwrite nothing.
+        return decode, copy_program if on_jax else lambda state: state
 
     def search(token_ids, lengths, cache, call, sampler):
         inputs = call.free_length, call.stops, *beam_search.options_of(sampler)
@@ -390,7 +357,8 @@ def _jit(function):
     import jax
 
     names = inspect.signature(function).parameters.keys()
-    return jax.jit(function, static_argnames=names & STATIC)
+    overwritten = names & {"state"}
+    return jax.jit(function, static_argnames=names & STATIC, donate_argnames=overwritten)
 
 
 def _tensorflow_function(model, compiled):

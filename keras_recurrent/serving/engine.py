@@ -32,7 +32,8 @@ class Engine:
     rounding.
 
     On a GPU, the programs of chunks and of a greedy step are compiled before the constructor
-    returns. A step with other sampling options is compiled when a request first uses them.
+    returns. A step with other sampling options is compiled when a request first uses them: on torch
+    all requests wait for it, on JAX only those in the queue.
 
     Args:
         model: a language model of this package, on torch or JAX. Its weights, layers and sampler

@@ -1,6 +1,7 @@
 """Rows of a batch on JAX: one program for each step, which overwrites its state."""
 
 import functools
+import threading
 import weakref
 from typing import Any
 
@@ -9,12 +10,11 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from keras_recurrent.devices.jax_processes import begin_gathering
 from keras_recurrent.generation import loop
-from keras_recurrent.generation.xla_programs import (
-    make_network,
-    program_variant,
-    program_weights,
-)
+from keras_recurrent.generation.sampling import argument_names
+from keras_recurrent.generation.xla_programs import make_network, program_variant, program_weights
+from keras_recurrent.serving.sequence import STOPS_PER_STEP
 
 _known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # programs, by decoding loops
 
@@ -29,6 +29,7 @@ class JaxRows:
         max_length: integer, the capacity of a row in tokens.
     """
 
+    compiles_steps = True
     _state: Any
 
     def __init__(self, model, loops, num_slots, max_length):
@@ -36,8 +37,11 @@ class JaxRows:
         if loops not in _known:
             _known[loops] = _programs(model, loops.snapshot)
         self._process, self._step = _known[loops]
+        # On the host; `_limits` has both on the device, None after a change.
         self._free_length = np.zeros(num_slots, "int32")
-        self._stops, self._counts = np.zeros((num_slots, 0), "int32"), None
+        self._stops = np.full((num_slots, STOPS_PER_STEP), -1, "int32")
+        self._limits: Any = None
+        self._counts, self._compiling = None, {}  # threads, by features and number of stop tokens
         zeros = jnp.zeros(num_slots, "int32")
         # The tokens are copied: a program must not get an array twice that it overwrites.
         token, done = jnp.zeros((num_slots, 1), "int32"), jnp.ones(num_slots, bool)
@@ -56,13 +60,37 @@ class JaxRows:
         weights, variant = self._fixed
         return self._process(row, tokens, mask, weights, variant=variant)
 
+    def is_compiled(self, features, values, num_stops, timeout):
+        """Returns True if the step is compiled; else a thread does so while other steps run.
+
+        Args:
+            features, values: as in `step`.
+            num_stops: integer, number of stop tokens of a slot.
+            timeout: number, seconds to wait.
+        """
+        key = features, num_stops
+        if key not in self._compiling:
+            num_slots = len(self._free_length)
+            numbers = np.zeros(num_slots, "float32") if features.is_random else None
+            limits = self._free_length, np.zeros((num_slots, num_stops), "int32")
+            arguments, static = self._arguments(features, limits, numbers, values)
+            # The step that runs overwrites the arrays.
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+            # Later calls with such arguments find the program.
+            thread = threading.Thread(
+                target=lambda: self._step.lower(*shapes, **static).compile(), daemon=True
+            )
+            thread.start()
+            self._compiling[key] = thread
+        self._compiling[key].join(timeout)
+        return not self._compiling[key].is_alive()
+
     def insert(self, slot, row, token, max_new_tokens, stops):
         if len(stops) > self._stops.shape[1]:
             more = len(stops) - self._stops.shape[1]
             self._stops = np.pad(self._stops, ((0, 0), (0, more)), constant_values=-1)
-        # A step may still read the arrays of an earlier call.
-        self._stops, self._free_length = self._stops.copy(), self._free_length.copy()
         self._stops[slot], self._free_length[slot] = stops, max_new_tokens
+        self._limits = None
         self._state = _insert(self._state, slot, row, int(token))
         if self._counts is not None:
             self._counts = _set_row(self._counts, slot, np.int32(0))
@@ -74,24 +102,37 @@ class JaxRows:
         return _extract(self._state.cache, slot)
 
     def step(self, features, numbers, values):
+        if self._limits is None:
+            # Copies: on CPUs, JAX may read the memory of a NumPy array.
+            limits = self._free_length.copy(), self._stops.copy()
+            self._limits = tuple(map(jnp.asarray, limits))
+        arguments, static = self._arguments(features, self._limits, numbers, values)
+        self._state, token, logprobs = self._step(*arguments, **static)
+        if features.has_penalties:
+            self._counts = self._state.memory
+        self._state = self._state._replace(memory=())
+        begin_gathering((token, logprobs))
+        return lambda: (np.asarray(token), keras.tree.map_structure(np.asarray, logprobs))
+
+    def _arguments(self, features, limits, numbers, values):
+        """Returns the arguments of the step, and the static ones by name.
+
+        limits: `free_length` and stop tokens of the slots.
+        """
         if features.has_penalties and self._counts is None:
             shape = len(self._free_length), self._model.backbone.vocabulary_size
             self._counts = jnp.zeros(shape, "int32")
         memory = self._counts if features.has_penalties else ()
-        inputs = self._free_length, self._stops, numbers, dict(sorted(values.items()))
+        values = {name: values[name] for name in argument_names(features)}
         weights, variant = self._fixed
-        self._state, token, logprobs = self._step(
-            *(self._state._replace(memory=memory), weights, inputs),
-            features=features,
-            variant=variant,
-        )
-        if features.has_penalties:
-            self._counts = self._state.memory
-        self._state = self._state._replace(memory=())
-        return lambda: (np.asarray(token), keras.tree.map_structure(np.asarray, logprobs))
+        state = self._state._replace(memory=memory)
+        static = {"features": features, "variant": variant}
+        return (state, weights, (*limits, numbers, values)), static
 
     def close(self):
         """Drops the arrays."""
+        for thread in self._compiling.values():
+            thread.join()
         self._state = None
         vars(self).pop("_fixed", None)
 

@@ -98,7 +98,8 @@ class Scheduler:
         num_waiting = min(len(self._queue), self._slots.num_free)
         budget = self._chunk * min(MAX_CHUNKS, 1 + num_waiting // WAITING_PER_CHUNK)
         while 0 <= (cost := self._next_cost()) <= budget:
-            self._process_chunk()
+            if not self._process_chunk():
+                break
             budget -= cost
 
     def _next_cost(self):
@@ -127,10 +128,11 @@ class Scheduler:
         return [end for end in (*ends, last) if sequence.num_processed < end <= last]
 
     def _process_chunk(self):
+        """Returns False if the next prompt is processed and waits for a program."""
         if self._prompt is None:
             with self._lock:
                 if not self._queue:
-                    return
+                    return False
                 self._prompt = self._queue.popleft()
             self._prefixes.restore(self._prompt)
         sequence, last = self._prompt, len(self._prompt.prompt) - 1
@@ -142,8 +144,11 @@ class Scheduler:
             if stop in saved:
                 self._prefixes.add(sequence.prompt[:stop], sequence.row)
         if sequence.num_processed == last:
+            if not self._slots.is_ready(sequence):
+                return False
             self._prompt = None
             self._slots.insert(sequence)
+        return True
 
     def _receive(self, owners, results):
         tokens, logprobs = results()

@@ -37,10 +37,13 @@ class Slots:
         self._rows = Rows(model, loops, num_slots, max_length)
         self._chunk_sizes, self._num_stops = chunk_sizes(max_chunk), STOPS_PER_STEP
         self._values: dict[str, Any] = {}  # arguments of sampling, [num_slots, ...]
-        self._known: list[Any] = []  # `Features` of steps that have run
+        self._known: list[Any] = []  # `Features` of steps that have run or are compiled
         # `(slot, sequence)` of the sequences in slots, and `Features` that serve them.
         self._owners: list[Any] = []
         self._features: Any = None
+        self._kinds: list[Any] = []  # `SamplingParams` for which steps were compiled
+        # The `Sequence` that waits, the `Features`, and those that stay known.
+        self._compiling: Any = (None, None, [])
         if not is_on_cpu(model):  # compilation on a CPU takes longer than what it saves
             self._warm_up()
 
@@ -64,6 +67,7 @@ class Slots:
             self._rows.process(row, np.ones((1, size), "int32"), np.ones((1, size), bool))
         self._rows.insert(0, row, 0, 1, np.full(self._num_stops, -1, "int32"))
         self._rows.stop(0)
+        self._rows.extract(0)
         self._rows.step(Features(), None, {})()
         self._known.append(Features())
 
@@ -81,26 +85,55 @@ class Slots:
     def insert(self, sequence):
         """Moves a sequence to a free slot, after its prompt without the last token is processed."""
         slot = self.sequences.index(None)
-        while len(sequence.stop_token_ids) > self._num_stops:
-            self._num_stops += STOPS_PER_STEP
+        self._reserve(sequence)
         stops = np.full(self._num_stops, -1, "int32")
         stops[: len(sequence.stop_token_ids)] = sequence.stop_token_ids
         row = sequence.row if sequence.row is not None else self._rows.initial_row()
         self._rows.insert(slot, row, sequence.prompt[-1], sequence.max_new_tokens, stops)
         sequence.row, self.sequences[slot] = None, sequence
-        given = {name: array[0] for name, array in sequence.sampling.arguments.items()}
-        for name in given.keys() | self._values.keys():
-            if name not in self._values:
-                shape = len(self.sequences), *np.shape(given[name])
-                neutral = np.full(shape, self._neutral(name), given[name].dtype)
-                self._values[name] = self._rows.asarray(neutral)
-            value = given.get(name, self._neutral(name))
-            self._values[name] = self._rows.set_row(self._values[name], slot, value)
+        given = sequence.sampling.arguments
+        for name, array in self._values.items():
+            value = given[name][0] if name in given else self._neutral(name)
+            self._values[name] = self._rows.set_row(array, slot, value)
         self._set_owners()
 
     def _set_owners(self):
         self._owners = [(slot, s) for slot, s in enumerate(self.sequences) if s is not None]
         self._features = None
+
+    def _reserve(self, sequence):
+        """Makes room for the stop tokens and the arguments of a sequence."""
+        while len(sequence.stop_token_ids) > self._num_stops:
+            self._num_stops += STOPS_PER_STEP
+        for name, array in sequence.sampling.arguments.items():
+            if name not in self._values:
+                shape = len(self.sequences), *array.shape[1:]
+                neutral = np.full(shape, self._neutral(name), array.dtype)
+                self._values[name] = self._rows.asarray(neutral)
+
+    def is_ready(self, sequence):
+        """Returns True if a step of the sequences in slots and this one needs no compilation.
+
+        Otherwise a thread compiles one for all their options and those for which steps were
+        compiled before, so that there are few. If all slots are free, waits for it briefly.
+        """
+        if not self._rows.compiles_steps:
+            return True
+        num_stops, timeout = self._num_stops, 0 if self.active else 0.05
+        self._reserve(sequence)
+        if self._compiling[0] is not sequence:
+            params = [s.params for s in (*self.active, sequence)]
+            known = self._known if num_stops == self._num_stops else []  # of this number of stops
+            if self._covering(params, known):
+                return True
+            self._kinds.append(sequence.params)
+            features = features_of([*self._kinds, *params], self._vocabulary_size)
+            self._compiling = sequence, features, known
+        _, features, known = self._compiling
+        if not self._rows.is_compiled(features, self._values, self._num_stops, timeout):
+            return False
+        self._known = [*known, features]
+        return True
 
     def _neutral(self, name):
         return {
@@ -146,12 +179,16 @@ class Slots:
 
         A step depends on features, and must not be compiled for each combination of requests.
         """
-        needed = features_of(params, self._vocabulary_size)
-        known = [f for f in self._known if covers(f, needed, self._vocabulary_size)]
+        known = self._covering(params, self._known)
         if not known:
-            known = [needed]
-            self._known.append(needed)
+            known = [features_of(params, self._vocabulary_size)]
+            self._known += known
         return min(known, key=lambda features: sum(map(bool, features)))
+
+    def _covering(self, params, known):
+        """Returns a list of those known `Features` that serve all params."""
+        needed = features_of(params, self._vocabulary_size)
+        return [f for f in known if covers(f, needed, self._vocabulary_size)]
 
     def close(self):
         """Releases the resources of the device."""

@@ -26,6 +26,8 @@ class TorchRows:
         max_length: integer, the capacity of a row in tokens.
     """
 
+    compiles_steps = False  # in another thread: a capture stops the device
+
     @torch.no_grad()
     def __init__(self, model, loops, num_slots, max_length):
         self._backbone, self._max_length = model.backbone, max_length

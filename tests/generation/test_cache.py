@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import keras_recurrent
-from keras_recurrent.models import GenerationCache
+from keras_recurrent.models import GenerationCache, SamplingParams
 from tests.generation.test_programs import prompts
 from tests.models.tiny import (
     FAMILIES,
@@ -395,6 +395,20 @@ def test_a_stream_writes_what_generate_writes(model):
     full = model.stream(tokens(given((4, 4))), stop_token_ids=None)
     assert list(full) == []
     assert_same(full.cache, prefill(model, given((4, 4))))
+
+
+def test_a_stream_continues_after_its_cache_is_read(model):
+    """A state is one token ahead, or the tokens after it get other random numbers."""
+    rows = given((4, 2))
+    sampling = [SamplingParams(seed=seed, temperature=2.0) for seed in (1, 2)]
+    stream = model.stream(tokens(rows, 24), stop_token_ids=None, sampling=sampling)
+    found = [list(row) for row in rows]
+    for count, step in enumerate(stream, 1):
+        for row, token in zip(found, step, strict=True):
+            row.extend([] if token is None else [token])
+        if count in (1, 16, 17, 21):
+            assert_same(stream.cache, prefill(model, found))
+    assert found == generate(model, rows, 24, sampling=sampling)
 
 
 @shared_by_families

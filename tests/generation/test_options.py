@@ -96,6 +96,23 @@ def test_a_stream_shows_no_part_of_a_stop_string(model, texts):
     assert stream.cache.num_tokens.tolist() == lengths
 
 
+@pytest.mark.parametrize("count", [11, 16])
+def test_a_stream_ends_at_any_token_of_a_block(model, texts, count):
+    """A sequence ends only at the end of a block, or not at the end of a group of blocks."""
+    stop = texts[0][count - 5 : count]
+    assert texts[0].find(stop) == count - 5
+    assert stop not in texts[1]
+    stream = model.stream(PROMPTS, max_new_tokens=NEW, stop=stop, sampling=SAMPLING)
+    for _ in stream:
+        pass
+    assert stream.output.texts == [texts[0][: count - 5], texts[1]]
+    fresh = model.prefill([PROMPTS[0] + texts[0][:count], PROMPTS[1] + texts[1]])
+    for array, expected in zip(
+        keras.tree.flatten(stream.cache.state), keras.tree.flatten(fresh.state), strict=True
+    ):
+        np.testing.assert_allclose(*map(keras.ops.convert_to_numpy, (array, expected)), atol=1e-4)
+
+
 def test_log_probabilities_of_generated_tokens(model, texts):
     """Compared with a plain forward pass, also in a stream, for one of two sequences."""
     first = SamplingParams(seed=1, logit_bias=LETTERS, logprobs=3)

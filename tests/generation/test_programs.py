@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent import which_generation
-from keras_recurrent.generation import loops
+from keras_recurrent.generation import loop, loops
 from keras_recurrent.generation.lengths import bucket, chunk_length
 from keras_recurrent.generation.snapshot import Snapshot
 from keras_recurrent.models import SamplingParams
@@ -240,6 +240,31 @@ def test_other_values_of_sampling_share_a_program(traced):
         model.generate(prompt, stop_token_ids=(1, 2), sampling=sampling)  # more stop tokens, too
     assert len(traced) == 1
     assert not np.array_equal(*found)
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="reads a program of JAX")
+def test_the_host_does_not_wait_for_a_loop_of_steps():
+    """On GPUs, XLA waits for the condition of each iteration of a loop of unknown length."""
+    import jax
+
+    def step(token, mask, cache):
+        return jax.nn.one_hot(token[:, 0] + cache, 7), cache + 1
+
+    def sample(logits, count, uniform, memory):
+        return logits.argmax(axis=-1), memory, ()
+
+    zeros = np.zeros(3, "int32")
+    state = loop.initial_state(zeros[0], zeros[:, None], zeros + 4, ())
+
+    def program(state, ends_early):
+        network = loop.Network(None, step, sample, None)
+        return loop.decode(network, state, zeros + 4, zeros[:1] - 1, None, True, 2, ends_early)
+
+    for ends_early in (True, False):
+        jitted = jax.jit(program, static_argnums=1)
+        text = jitted.lower(state, ends_early).compile().as_text()
+        assert ("known_trip_count" in text) is not ends_early
+        assert jitted(state, ends_early)[1].tolist() == [[0, 1]] * 3
 
 
 @pytest.mark.nightly

@@ -130,6 +130,31 @@ def test_captured_steps_and_chunks_change_only_their_buffers(model, engine, alon
     assert len(captured) >= 4
 
 
+@pytest.mark.skipif(keras.config.backend() != "jax", reason="JAX compiles steps")
+def test_compiling_does_not_stop_other_requests(engine, monkeypatch):
+    """Requests wait while a step for other options is compiled, or the first step is."""
+    from keras_recurrent.generation import loop
+
+    may_compile, advance, compiled = threading.Event(), loop.advance, []
+    engine.submit("a", SamplingParams(temperature=0), max_new_tokens=1).result(60)
+
+    def wait(*arguments, **options):
+        compiled.append(may_compile.wait(60))
+        return advance(*arguments, **options)
+
+    monkeypatch.setattr(loop, "advance", wait)
+    options = {"max_new_tokens": 5, "stop_token_ids": (1, 2, 3, 4, 5)}
+    running = engine.submit("a", SamplingParams(temperature=0), max_new_tokens=20)
+    waiting = engine.submit("a", SamplingParams(min_p=0.5, seed=1), **options)
+    try:
+        assert running.result(30).token_ids
+        assert not waiting.done
+    finally:
+        may_compile.set()
+    assert waiting.result(60).token_ids
+    assert len(compiled) == 1
+
+
 @needs_engine
 def test_deltas_are_the_answer(engine, alone):
     """Text is lost or doubled between deltas, or shows part of a stop string."""

@@ -8,12 +8,11 @@ import collections
 import contextlib
 
 import keras
-import numpy as np
 import torch
 
 from keras_recurrent.generation.beam_search import search_request
 from keras_recurrent.generation.lengths import cache_max_length, max_chunk_length
-from keras_recurrent.generation.request import Result
+from keras_recurrent.generation.request import Ended, Result
 from keras_recurrent.generation.torch.runner import Runner
 from keras_recurrent.generation.torch.sampling import RECENT, TokenSampler
 
@@ -85,7 +84,7 @@ class Loop:
         token, sampler = self._begin(request)
         sequences = ActiveSequences(request, token) if keep else None
         generated = token.new_zeros(len(lengths), max_tokens)
-        ended = _Ended(request)
+        ended = Ended(request)
         # Until the host knows the tokens, a kept cache would be ahead of a stop string.
         block = 1 if keep and request.stop_strings else RECENT
         # While the host searches a block for stop strings, the device computes the next one.
@@ -163,40 +162,6 @@ def fetch(tensor):
         return copy.numpy()
 
     return array
-
-
-class _Ended:
-    """Ends of the sequences: the rows that have ended, and their numbers of tokens.
-
-    Args:
-        request: the `Request`.
-
-    Attributes:
-        rows: boolean [B], True for sequences that have ended at a stop token or string.
-    """
-
-    def __init__(self, request):
-        self._request, self._num_tokens = request, 0
-        self.rows = np.zeros(len(request.lengths), "bool")
-
-    def after(self, new):
-        """Returns True if all sequences have ended; `new` has the next tokens, [B, N]."""
-        request = self._request
-        self._num_tokens += new.shape[1]
-        if request.stop_strings is not None:
-            self.rows |= request.stop_strings.add(new)
-        self.rows |= np.isin(new, request.stop_token_ids).any(axis=1)
-        return bool((self.rows | (request.free_length <= self._num_tokens)).all())
-
-    def counts(self, new):
-        """Returns the number of new tokens of each sequence, `[B]`, given all of them [B, N]."""
-        request = self._request
-        is_stop = np.isin(new, request.stop_token_ids)
-        counts = np.where(is_stop.any(axis=1), is_stop.argmax(axis=1) + 1, new.shape[1])
-        if request.stop_strings is not None:
-            request.stop_strings.add(new[:, request.stop_strings.num_tokens :])
-            counts = np.minimum(counts, request.stop_strings.counts)
-        return np.minimum(counts, request.free_length)
 
 
 class Steps:
