@@ -3,9 +3,9 @@
 De et al. 2024, arXiv:2402.19427. The slots of the circular KV buffer are divided among programs, so
 that a single sequence fills a GPU. Programs take tiles of slots in turn, so that they share the few
 slots that are filled in a large buffer. The first kernel computes a weighted sum of the values of
-each part of the buffer, relative to the part's largest logit; the second kernel combines the parts.
-Products take operands as in `_device/products.py`. The attention weights are split into two
-bfloat16 parts, so that only queries and keys are rounded to 16 bits.
+each part of the buffer, relative to the part's largest logit; the second kernel combines the parts
+and applies the gate. Products take operands as in `_device/products.py`. The attention weights are
+split into two bfloat16 parts, so that only queries and keys are rounded to 16 bits.
 """
 
 import math
@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ._decoding.heads import load_heads
 from ._device.common import MULTIPROCESSORS, load_float32
-from ._device.math import exp
+from ._device.math import exp, sigmoid
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.products import operand, product
 from ._device.tokens import CONTINUES, PADDING, STARTS
@@ -40,6 +40,7 @@ def unsupported(
     frequencies=None,
     q_scale=None,
     k_scale=None,
+    output_gate=None,
     token_kind=None,
     sliding_window=None,
     epsilon=None,
@@ -56,7 +57,7 @@ def unsupported(
     dtypes = {dtype_name(t) for t in (q, k, v, key, value)}
     if len(dtypes) > 1:
         return f"takes tensors of one dtype, got {sorted(dtypes)}"
-    tensors = q, k, v, key, value, position, frequencies, q_scale, k_scale, token_kind
+    tensors = q, k, v, key, value, position, frequencies, q_scale, k_scale, output_gate, token_kind
     return step_unsupported_reason(*tensors)
 
 
@@ -70,6 +71,7 @@ def local_attention_step(
     frequencies=None,
     q_scale=None,
     k_scale=None,
+    output_gate=None,
     token_kind=None,
     sliding_window=None,
     epsilon=None,
@@ -77,10 +79,10 @@ def local_attention_step(
 ):
     """q: [B, H, K]; k: [B, G, K]; v: [B, G, V]; key, value: [B, C, G, ...]; position: [B].
 
-    Returns (o [B, H, V], the next key and value).
+    Returns (y [B, H, V], the next key and value).
     """
     return _local_attention_step(
-        *(q, k, v, key, value, position, frequencies, q_scale, k_scale, token_kind),
+        *(q, k, v, key, value, position, frequencies, q_scale, k_scale, output_gate, token_kind),
         sliding_window=sliding_window,
         epsilon=0.0 if epsilon is None else float(epsilon),
         logit_scaling=0.0 if logit_scaling is None else float(logit_scaling),
@@ -208,6 +210,7 @@ def _combine_kernel(
     sums,
     peaks,
     totals,
+    output_gate,
     output,
     V: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -226,7 +229,10 @@ def _combine_kernel(
     total = tl.sum(shrink * load_float32(totals, rows, part < PARTS), 0)
     valid = (part < PARTS)[:, None] & (e < V)[None, :]
     weighted = load_float32(sums, rows[:, None] * V + e[None, :], valid) * shrink[:, None]
-    tl.store(output + head * V + e, tl.sum(weighted, 0) / total, e < V)
+    result = tl.sum(weighted, 0) / total
+    if output_gate is not None:
+        result *= sigmoid(load_float32(output_gate, head * V + e, e < V), True)[0]
+    tl.store(output + head * V + e, result, e < V)
 
 
 def results(
@@ -239,6 +245,7 @@ def results(
     frequencies,
     q_scale,
     k_scale,
+    output_gate,
     token_kind,
     *,
     sliding_window: int | None,
@@ -258,6 +265,7 @@ def forward(
     frequencies,
     q_scale,
     k_scale,
+    output_gate,
     token_kind,
     *,
     sliding_window: int | None,
@@ -297,9 +305,8 @@ def forward(
     options = {"V": values, "BLOCK_V": block_v, "PARTS": parts, **pdl_options(q)}
     options |= {"BLOCK_P": triton.next_power_of_2(parts)}
     output = Array((batch, heads, values), dtype_name(q))
-    (output,) = run(
-        Launch(_combine_kernel, batch * heads, tuple(partial_outputs), (output,), (), options)
-    )
+    inputs = *partial_outputs, output_gate
+    (output,) = run(Launch(_combine_kernel, batch * heads, inputs, (output,), (), options))
     return output, next_key, next_value
 
 

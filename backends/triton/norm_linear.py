@@ -6,19 +6,21 @@ some of the channels, and another launch adds these partial sums.
 - A single row is normalized in the same kernel. The gate of a gated MLP is applied by the down
   projection where its programs read some channels each, otherwise by a separate launch: programs
   that read two weights were slower by a third.
-- Several rows are normalized by a launch before, which also applies the gate of the inputs. They
-  are multiplied on tensor cores, and the gate of a gated MLP is applied in the same kernel: with
-  norms inside that kernel a step took twice as long.
+- Several rows are normalized by a launch before. They are multiplied on tensor cores, and the gate
+  of a gated MLP is applied in the same kernel: with norms inside that kernel a step took twice as
+  long.
+- With `squares`, the launch that computed x has multiplied it by the norm's weight, and the norm's
+  factor multiplies the products. No launch reads x only to normalize it.
 """
 
 import triton
 
 from ..constants import MAX_FUSED_ROWS
 from . import rms_norm
-from ._decoding.norm_linear_kernels import columns_kernel, gate_kernel, input_kernel, sum_kernel
-from ._decoding.norm_linear_tiles import is_split, tile_options
+from ._decoding.norm_linear_kernels import columns_kernel, gate_kernel, sum_kernel
+from ._decoding.norm_linear_tiles import is_split, squares_options, tile_options
 from ._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
-from ._runtime.launch import Array, Launch, dtype_name, like
+from ._runtime.launch import Array, Launch, dtype_name
 
 _GATES = (None, "silu", "gelu")
 _BLOCK = 256  # numbers of a program that applies a gate or adds partial sums
@@ -36,7 +38,7 @@ def unsupported(
     bias_3=None,
     bias_4=None,
     residual=None,
-    input_gate=None,
+    squares=None,
     epsilon=None,
     gate=None,
     output_scale=None,
@@ -52,7 +54,7 @@ def unsupported(
     if dtypes not in ({"float32"}, {"bfloat16"}):
         return f"needs `x` and kernels all in float32 or all in bfloat16, got {sorted(dtypes)}"
     return step_unsupported_reason(
-        x, scale, *kernels, bias, bias_2, bias_3, bias_4, residual, input_gate
+        x, scale, *kernels, bias, bias_2, bias_3, bias_4, residual, squares
     )
 
 
@@ -68,7 +70,7 @@ def norm_linear(
     bias_3=None,
     bias_4=None,
     residual=None,
-    input_gate=None,
+    squares=None,
     epsilon=None,
     gate=None,
     output_scale=None,
@@ -76,7 +78,7 @@ def norm_linear(
     """x: [B, K]; scale: [K]; kernels: [K, N] each. Returns a tuple of [B, N] in x's dtype."""
     kernels, biases = (kernel, kernel_2, kernel_3, kernel_4), (bias, bias_2, bias_3, bias_4)
     outputs = _norm_linear(
-        *(x, scale, *kernels, *biases, residual, input_gate),
+        *(x, scale, *kernels, *biases, residual, squares),
         epsilon=-1.0 if epsilon is None else float(epsilon),
         gate=_GATES.index(gate),
         output_scale=1.0 if output_scale is None else float(output_scale),
@@ -106,7 +108,7 @@ def forward(
     bias_3,
     bias_4,
     residual,
-    input_gate,
+    squares,
     *,
     epsilon: float,
     gate: int,
@@ -120,28 +122,25 @@ def forward(
         gate_tensors = x, scale, kernel, kernel_2, None, None, bias, bias_2, None, None
         down_arguments = None, kernel_3, None, None, None, bias_3, None, None, None
         if rows == 1 and is_split(1, *kernel_3.shape):
-            gate_total, up_total = _gate_and_up(gate_tensors, input_gate, epsilon)
+            gate_total, up_total = _gate_and_up(gate_tensors, squares, epsilon)
             return _launch((gate_total, *down_arguments), outputs, gate=gate, x_2=up_total, **ends)
         y, *_ = forward(
-            *(*gate_tensors, None, input_gate), epsilon=epsilon, gate=gate, output_scale=1.0
+            *(*gate_tensors, None, squares), epsilon=epsilon, gate=gate, output_scale=1.0
         )
         return _launch((y, *down_arguments), outputs, **ends)
     if rows == 1 and gate:
-        totals = _gate_and_up(tensors, input_gate, epsilon)
+        totals = _gate_and_up(tensors, squares, epsilon)
         return _gate_row(x, *totals, outputs[0], gate, **ends), None, None, None
-    if rows > 1 and input_gate is not None:
-        x = _gate_inputs(x, scale, input_gate, epsilon)
-    elif rows > 1 and epsilon >= 0:
+    if rows > 1 and squares is None and epsilon >= 0:
         (x,) = rms_norm.forward(x, scale, epsilon=epsilon)
-    if rows > 1:
-        tensors, input_gate, epsilon = (x, None, *tensors[2:]), None, -1.0
-    return _launch(tensors, outputs, input_gate=input_gate, epsilon=epsilon, gate=gate, **ends)
+        tensors, epsilon = (x, None, *tensors[2:]), -1.0
+    return _launch(tensors, outputs, squares=squares, epsilon=epsilon, gate=gate, **ends)
 
 
-def _gate_and_up(tensors, input_gate, epsilon):
+def _gate_and_up(tensors, squares, epsilon):
     """The gate and up projections of one row, in float32, before the gate is applied."""
     whole = Array((1, tensors[2].shape[1]), "float32")
-    return _launch(tensors, (whole, whole, None, None), input_gate=input_gate, epsilon=epsilon)[:2]
+    return _launch(tensors, (whole, whole, None, None), squares=squares, epsilon=epsilon)[:2]
 
 
 def _gate_row(x, gate_total, up_total, output, gate, *, residual, output_scale):
@@ -153,21 +152,12 @@ def _gate_row(x, gate_total, up_total, output, gate, *, residual, output_scale):
     return run(Launch(gate_kernel, programs, arrays, (output,), (), options))[0]
 
 
-def _gate_inputs(x, scale, input_gate, epsilon):
-    """The inputs of the first projections of several rows: σ(input_gate) * RMSNorm(x)."""
-    rows, channels = x.shape
-    options = {"K": channels, "BLOCK_K": triton.next_power_of_2(channels), "NORM": epsilon >= 0}
-    options |= {"num_warps": 8, **pdl_options(x)}
-    tensors = x, scale, input_gate
-    return run(Launch(input_kernel, rows, tensors, (like(x),), (epsilon,), options))[0]
-
-
 def _launch(
     tensors,
     outputs,
     *,
     residual=None,
-    input_gate=None,
+    squares=None,
     epsilon=-1.0,
     gate=0,
     output_scale=1.0,
@@ -181,32 +171,29 @@ def _launch(
     x, _, kernel, kernel_2, kernel_3, kernel_4, bias, *_ = tensors
     rows, channels = x.shape
     widths = [0 if w is None else w.shape[1] for w in (kernel, kernel_2, kernel_3, kernel_4)]
-    parts = kernel_2 is None and epsilon < 0
+    norm = epsilon >= 0 and squares is None
+    # Of one row with a norm, the channels are not split: another launch would take longer.
+    parts = kernel_2 is None and not norm and (rows > 1 or squares is None)
     options = tile_options(rows, channels, sum(widths), dtype_name(kernel), gate, parts)
     columns = [widths[0], 0 if gate else widths[1], *widths[2:]]
     programs = sum(triton.cdiv(n, options["BLOCK_N"]) for n in columns)
     options |= dict(zip(("K", "N", "N_2", "N_3", "N_4"), (channels, *widths), strict=True))
-    options |= {"NORM": epsilon >= 0, "GATE": gate, "SHORT": dtype_name(kernel) == "bfloat16"}
-    options |= {"OUTPUT_SCALE": output_scale, **pdl_options(x)}
+    options |= {"NORM": norm, "GATE": gate, "SHORT": dtype_name(kernel) == "bfloat16"}
+    options |= {"OUTPUT_SCALE": output_scale, **squares_options(squares), **pdl_options(x)}
     count = triton.cdiv(channels, options["LENGTH"])
     if count == 1:
-        inputs = x, x_2, input_gate, *tensors[1:], residual
+        inputs = x, x_2, squares, *tensors[1:], residual
         return run(Launch(columns_kernel, programs, inputs, outputs, (rows, epsilon), options))
-    inputs = x, x_2, input_gate, None, kernel, *[None] * 8
+    inputs = x, x_2, None, None, kernel, *[None] * 8
     sums = Array((count, rows, widths[0]), "float32"), None, None, None
     options["OUTPUT_SCALE"] = 1.0
     sums, *_ = run(Launch(columns_kernel, programs * count, inputs, sums, (rows, epsilon), options))
-    options = {"N": widths[0], "PARTS": count, "OUTPUT_SCALE": output_scale, "BLOCK": _BLOCK}
-    options |= pdl_options(x)
-    programs = triton.cdiv(rows * widths[0], _BLOCK)
-    inputs = sums, bias, residual
-    numbers = (rows * widths[0],)
-    return (
-        *run(Launch(sum_kernel, programs, inputs, outputs[:1], numbers, options)),
-        None,
-        None,
-        None,
-    )
+    options = {"K": channels, "N": widths[0], "PARTS": count, "OUTPUT_SCALE": output_scale}
+    options |= {"BLOCK": _BLOCK, **squares_options(squares), **pdl_options(x)}
+    programs = rows * triton.cdiv(widths[0], _BLOCK)
+    inputs = sums, squares, bias, residual
+    (y,) = run(Launch(sum_kernel, programs, inputs, outputs[:1], (rows, epsilon), options))
+    return y, None, None, None
 
 
 _norm_linear = forward_operation("norm_linear", forward, results, count=4)

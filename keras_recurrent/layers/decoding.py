@@ -101,7 +101,7 @@ def denses_reason(*groups):
 
 
 def linear(
-    x, layers, norm=None, gate=None, residual=None, input_gate=None, output_scale=None
+    x, layers, norm=None, gate=None, residual=None, squares=None, output_scale=None
 ):  # fmt: skip
     """Applies an optional RMSNorm and up to four `Dense` to x [B, D]; returns a list of outputs.
 
@@ -112,27 +112,33 @@ def linear(
         gate: activation of a gated unit of the first two layers, or None. A third layer is applied
             to its result; quantized layers must be exactly two.
         residual: `[B, N]`, added to the only output, or None.
-        input_gate: `[B, D]`, whose sigmoid multiplies the normalized x, or None.
+        squares: `[B, ...]`, sums of squares of each row. x has been multiplied by the weight of
+            `norm`, and by gates, after these sums. None: x is the input of `norm`.
         output_scale: number, factor of the outputs before the residual is added, or None.
     """
     operation: Callable = norm_linear
     weights, max_rows = _weights, MAX_FUSED_ROWS
     if layers[0].quantization_mode is not None:
         operation, weights, max_rows = norm_quantized_linear, quantized.weights, 1
+    if squares is not None:
+        squares = ops.reshape(squares, (x.shape[0], -1))
     if x.shape[0] <= max_rows:
         return operation(
             x,
             **weights(layers),
             biases=[dense.bias if dense.use_bias else None for dense in layers],
-            scale=None if norm is None else norm.factor(),
+            scale=None if norm is None or squares is not None else norm.factor(),
             epsilon=None if norm is None else norm.epsilon,
             gate=gate,
             residual=residual,
-            input_gate=input_gate,
+            squares=squares,
             output_scale=output_scale,
         )
-    x = x if norm is None else norm(x)
-    x = x if input_gate is None else ops.multiply(x, ops.sigmoid(input_gate))
+    if squares is not None:
+        mean = ops.sum(squares, axis=1, keepdims=True) / x.shape[1]
+        x = ops.cast(x * ops.rsqrt(mean + norm.epsilon), x.dtype)
+    elif norm is not None:
+        x = norm(x)
     if gate is not None:
         to_gate, to_up, *layers = layers
         x = gated_linear_unit(_apply(to_gate, x), _apply(to_up, x), activation=gate)

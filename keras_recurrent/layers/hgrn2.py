@@ -217,8 +217,10 @@ class HGRN2(BoundedLayer):
         if lower_bound is not None:
             lower_bound = ops.cast(lower_bound, self.state_dtype)
         kinds = decoding.token_kinds(tokens)
-        o, memory = hgrn2_step(q, f, v, state["memory"], lower_bound, kinds)
-        (x,) = decoding.linear(o, [self.o_proj], self.norm, residual=x, output_scale=residual_scale)
+        weight = self.norm.factor()
+        o, squares, memory = hgrn2_step(q, f, v, state["memory"], lower_bound, weight, kinds)
+        ends = {"residual": x, "output_scale": residual_scale}
+        (x,) = decoding.linear(o, [self.o_proj], self.norm, squares=squares, **ends)
         return x, {"memory": memory}
 
     def own_state_spec(self, batch_size=None):

@@ -294,8 +294,8 @@ class LightningAttention(StreamingLayer):
         return [self.q_proj, self.k_proj, self.v_proj, self.u_proj]
 
     def fused_step(self, x, norm, tokens, state, residual_scale=None):
-        *qkv, gate = decoding.linear(x, self._projections(), norm)
-        q, k, v = (decoding.heads(y, self.head_dim, self.compute_dtype) for y in qkv)
+        qkvu = decoding.linear(x, self._projections(), norm)
+        q, k, v, gate = (decoding.heads(y, self.head_dim, self.compute_dtype) for y in qkvu)
         positions = {}
         if self.rope_max_wavelength is not None:
             positions = {
@@ -304,17 +304,19 @@ class LightningAttention(StreamingLayer):
                     self.head_dim, self.rope_max_wavelength, self.state_dtype
                 ),
             }
-        o, memory = lightning_step(
+        o, squares, memory = lightning_step(
             **{"q": q, "k": k, "v": v, **state, **positions},
             **decoding.head_norms(self.q_norm, self.k_norm),
             log_decay=ops.convert_to_tensor(self.log_decay, self.state_dtype),
             query_scale=self.query_scale,
+            norm_scale=self.norm.factor(),
+            output_gate=gate,
             token_kind=decoding.token_kinds(tokens),
         )
         (x,) = decoding.linear(
             *(ops.reshape(o, (o.shape[0], -1)), [self.o_proj], self.norm),
             residual=x,
-            input_gate=gate,
+            squares=squares,
             output_scale=residual_scale,
         )
         return x, {"memory": memory}

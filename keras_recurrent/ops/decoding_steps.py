@@ -98,10 +98,10 @@ class LocalAttentionStepOperation(Operation):
 def norm_linear(x, kernels, biases, **others):
     """Applies RMSNorm and up to four linear layers to x [B, D], with optional gates and residual.
 
-    The sigmoid of `input_gate` multiplies the normalized x. With `gate`, the first two kernels form
-    a gated unit, and the third, if any, is applied to its result. `output_scale` multiplies the
-    outputs, and `residual` is added to the first one. Kernels and biases are passed as lists. See
-    `backends/reference/norm_linear.py`.
+    With `squares`, sums of squares of rows, x has been multiplied by the norm's weight. With
+    `gate`, the first two kernels form a gated unit, and the third, if any, takes its result.
+    `output_scale` multiplies the outputs, and `residual` is added to the first one. Kernels and
+    biases are passed as lists. See `backends/reference/norm_linear.py`.
 
     Returns:
         A list of outputs [B, N]: one for each kernel, or a single one with `gate`.
@@ -129,9 +129,10 @@ def _apply(operation, tensors, lists, others):
     return list(operation.apply(tensors, None, operation.options | options))
 
 
-def hgrn2_step(q, f, v, memory, lower_bound=None, token_kind=None):
+def hgrn2_step(q, f, v, memory, lower_bound=None, norm_scale=None, token_kind=None):
     """Computes HGRN2 between its projections; see `backends/reference/hgrn2_step.py`."""
     tensors = {"q": q, "f": f, "v": v, "memory": memory, "lower_bound": lower_bound}
+    tensors["norm_scale"] = norm_scale
     return HGRN2StepOperation.apply(tensors, None, token_kind=token_kind)
 
 

@@ -19,19 +19,17 @@ def norm_linear(
     bias_3=None,
     bias_4=None,
     residual=None,
-    input_gate=None,
+    squares=None,
     epsilon=None,
     gate=None,
     output_scale=None,
 ):
     """x: [B, K]; scale: [K]; kernels: [K, N] each. Returns a tuple of [B, N] in x's dtype."""
     kernels, biases = (kernel, kernel_2, kernel_3, kernel_4), (bias, bias_2, bias_3, bias_4)
-    dtype = sum_dtype(x, scale, *kernels, *biases, residual, input_gate)
+    dtype = sum_dtype(x, scale, *kernels, *biases, residual, squares)
     y = ops.cast(x, dtype)
     if epsilon is not None:
-        y = rms_norm(y, scale, epsilon)
-    if input_gate is not None:
-        y = y * ops.sigmoid(ops.cast(input_gate, dtype))
+        y = normalize(y, scale, epsilon, squares)
 
     def linear(x, weight, offset):
         y = matmul(x, ops.cast(weight, dtype))
@@ -48,3 +46,11 @@ def norm_linear(
     if residual is not None:
         outputs[0] = outputs[0] + ops.cast(residual, dtype)
     return tuple(ops.cast(output, x.dtype) for output in outputs)
+
+
+def normalize(x, scale, epsilon, squares):
+    """RMSNorm(x); with `squares`, of x that has been multiplied by the norm's weight."""
+    if squares is None:
+        return rms_norm(x, scale, epsilon)
+    mean = ops.sum(ops.cast(squares, x.dtype), axis=1, keepdims=True) / x.shape[1]
+    return x / ops.sqrt(mean + epsilon)
