@@ -98,12 +98,13 @@ def _each(name, widths, before=""):
     return {f"{name}{end}": f"{before}{width}" for end, width in zip(ends, widths, strict=True)}
 
 
-def _of_kernels(required, alternatives, **of_each):
+def _of_kernels(required, alternatives, further="", **of_each):
     """The signature of a product with up to four kernels; `of_each`: their tensors."""
     tensors = {"x": "B K", "scale": "K"}
     for dimensions in of_each.values():
         tensors |= dimensions
     tensors |= {**_each("bias", _WIDTHS), "residual": "B N", "squares": "B U"}
+    tensors |= _named(further) if further else {}
     results = tuple(Result(f"B {width}", "x") for width in _WIDTHS)
     optional = tuple(name for name in tensors if name not in required)
     return Signature(tensors, results, (), optional, False, alternatives)
@@ -155,7 +156,8 @@ SIGNATURES = {
     "norm_linear": _of_kernels(
         ("x", "kernel"),
         # A third kernel may take what a gate between the first two gives.
-        {"gate": _named("kernel_3: N L, residual: B L")},
+        {"gate": _named("kernel_3: N L, residual: B L, next_scale: L")},
+        "next_scale: N",
         kernel=_each("kernel", _WIDTHS, "K "),
     ),
     "norm_quantized_linear": _of_kernels(

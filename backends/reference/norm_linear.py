@@ -8,7 +8,8 @@ y = activation(y_1) * y_2, or, with a third matrix, y W_3 + b_3. Outputs are mul
 
 import numpy as np
 
-from ._common import cast, product
+from ..constants import ROW_SQUARES_GROUP
+from ._common import cast, group_squares, product
 from .gated_linear_unit import gated_linear_unit
 from .rms_norm import rms_norm
 
@@ -26,12 +27,17 @@ def norm_linear(
     bias_4=None,
     residual=None,
     squares=None,
+    next_scale=None,
     epsilon=None,
     gate=None,
     output_scale=None,
     dtype=np.float64,
 ):
-    """Returns a tuple of [B, N], one for each kernel, or one with `gate`."""
+    """Returns a tuple of [B, N], one for each kernel, or one with `gate`.
+
+    With `next_scale`, [N], of a single output y, it ends with y * next_scale and the sums of the
+    squares of groups of columns of y, [B, ceil(N / 256)].
+    """
     (x,) = cast(dtype, x)
     if epsilon is not None:
         x = normalize(x, scale, epsilon, squares, dtype)
@@ -50,6 +56,9 @@ def norm_linear(
         outputs = [x.dtype.type(output_scale) * y for y in outputs]
     if residual is not None:
         outputs[0] = outputs[0] + cast(dtype, residual)[0]
+    if next_scale is not None:
+        (y,) = outputs
+        outputs += [y * cast(dtype, next_scale)[0], group_squares(y, ROW_SQUARES_GROUP)]
     return tuple(outputs)
 
 

@@ -293,7 +293,7 @@ class LightningAttention(StreamingLayer):
     def _projections(self):
         return [self.q_proj, self.k_proj, self.v_proj, self.u_proj]
 
-    def fused_step(self, x, norm, tokens, state, residual_scale=None):
+    def fused_step(self, x, norm, tokens, state, **ends):
         qkvu = decoding.linear(x, self._projections(), norm)
         q, k, v, gate = (decoding.heads(y, self.head_dim, self.compute_dtype) for y in qkvu)
         positions = {}
@@ -313,12 +313,8 @@ class LightningAttention(StreamingLayer):
             output_gate=gate,
             token_kind=decoding.token_kinds(tokens),
         )
-        (x,) = decoding.linear(
-            *(ops.reshape(o, (o.shape[0], -1)), [self.o_proj], self.norm),
-            residual=x,
-            squares=squares,
-            output_scale=residual_scale,
-        )
+        o = ops.reshape(o, (o.shape[0], -1))
+        x = decoding.add_linear(x, o, [self.o_proj], self.norm, squares=squares, **ends)
         return x, {"memory": memory}
 
     def own_state_spec(self, batch_size=None):

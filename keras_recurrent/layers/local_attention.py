@@ -319,7 +319,7 @@ class LocalAttention(StreamingLayer):
         projections = self.q_proj, self.k_proj, self.v_proj, self.gate_proj
         return [projection for projection in projections if projection is not None]
 
-    def fused_step(self, x, norm, tokens, state, residual_scale=None):
+    def fused_step(self, x, norm, tokens, state, **ends):
         projected = decoding.linear(x, self._projections(), norm)
         q, k, v, *gate = (decoding.heads(y, self.head_dim, self.compute_dtype) for y in projected)
         o, key, value = local_attention_step(
@@ -331,11 +331,7 @@ class LocalAttention(StreamingLayer):
             output_gate=gate[0] if gate else None,
             token_kind=decoding.token_kinds(tokens),
         )
-        (x,) = decoding.linear(
-            *(ops.reshape(o, (o.shape[0], -1)), [self.o_proj]),
-            residual=x,
-            output_scale=residual_scale,
-        )
+        x = decoding.add_linear(x, ops.reshape(o, (o.shape[0], -1)), [self.o_proj], **ends)
         return x, {"key": key, "value": value}
 
     def get_config(self):

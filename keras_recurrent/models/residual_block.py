@@ -95,28 +95,29 @@ class ResidualBlock(StreamingLayer):
             *map(decoding.norm_reason, (self.temporal_norm, self.channel_norm)),
         )
 
-    def step(self, x, tokens, state, **kwargs):
+    def step(self, x, tokens, state, next_norm=None, **kwargs):
         """Computes a decoding step with fused operations.
 
         Args:
-            x: `[B, D]`, one token of each sequence.
+            x: a `decoding.Stream`, one token of each sequence.
             tokens, **kwargs: as in `stream`.
             state: that of the layer that mixes tokens.
+            next_norm: the `RMSNorm` that follows the block, or None.
 
         Returns:
-            `(output [B, D], next state)`.
+            `(the next Stream, next state)`.
         """
-        scale = self.residual_scale
+        ends = {"output_scale": self.residual_scale}
         x, state = self.temporal_block.fused_step(
-            x, self.temporal_norm, tokens, state, residual_scale=scale, **kwargs
+            *(x, self.temporal_norm, tokens, state), next_norm=self.channel_norm, **ends, **kwargs
         )
-        return self.mlp.fused_step(x, self.channel_norm, residual_scale=scale), state
+        return self.mlp.fused_step(x, self.channel_norm, next_norm=next_norm, **ends), state
 
     def stream(self, inputs, tokens, state, **kwargs):
         before = state.get("temporal_block")
         if before and decoding.can_fuse(inputs) and self.unfused_reason() is None:
-            x, after = self.step(inputs[:, 0], tokens, before, **kwargs)
-            return x[:, None], {"temporal_block": after}
+            x, after = self.step(decoding.Stream(inputs[:, 0]), tokens, before, **kwargs)
+            return x.x[:, None], {"temporal_block": after}
         x = self.inner(self.temporal_norm, inputs)
         x, after = stream_inner(self, self.temporal_block, x, tokens, before, **kwargs)
         x = self._add(inputs, x)

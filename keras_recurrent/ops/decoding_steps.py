@@ -9,7 +9,7 @@ import keras
 from keras import ops
 
 from keras_recurrent import dispatch
-from keras_recurrent.checks.dtypes import dtype_of
+from keras_recurrent.checks.dtypes import dtype_of, sum_dtype
 from keras_recurrent.ops.operation import Operation
 
 ENDS = ("", "_2", "_3", "_4")  # of the names of up to four kernels and their biases
@@ -32,6 +32,9 @@ class NormLinearOperation(Operation):
         outputs = [spec for spec, kernel in specs if kernel is not None]
         if self.options["gate"] is not None:
             outputs = outputs[2:] or outputs[:1]
+        if tensors.get("next_scale") is not None:
+            squares = keras.KerasTensor((sizes["B"], None), sum_dtype(*tensors.values()))
+            outputs += [outputs[0], squares]
         return tuple(outputs)
 
 
@@ -104,7 +107,9 @@ def norm_linear(x, kernels, biases, **others):
     biases are passed as lists. See `backends/reference/norm_linear.py`.
 
     Returns:
-        A list of outputs [B, N]: one for each kernel, or a single one with `gate`.
+        A list of outputs [B, N]: one for each kernel, or a single one with `gate`. With
+        `next_scale`, the weight of the norm that follows, the list ends with the product of the
+        output and this weight, and with sums of squares of the output [B, U].
     """
     return _apply(NormLinearOperation, {"x": x}, {"kernel": kernels, "bias": biases}, others)
 

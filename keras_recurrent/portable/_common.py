@@ -48,9 +48,9 @@ def applied_decay(a, starts, padding):
 
 
 def group_squares(x, size):
-    """Returns the sums of squares in groups of `size` channels of the last axis of [B, H, V]."""
-    squares = ops.pad(x * x, [(0, 0), (0, 0), (0, -x.shape[2] % size)])
-    return ops.sum(ops.reshape(squares, (*x.shape[:2], -1, size)), axis=-1)
+    """Returns the sums of squares in groups of `size` channels of the last axis."""
+    squares = ops.pad(x * x, [(0, 0)] * (len(x.shape) - 1) + [(0, -x.shape[-1] % size)])
+    return ops.sum(ops.reshape(squares, (*x.shape[:-1], -1, size)), axis=-1)
 
 
 def matmul(a, b):

@@ -24,6 +24,7 @@ class Case(NamedTuple):
     # Squares in place of the norm's weight, or weight and gate of the norm after a step; factor of
     # the outputs of projections, or of lightning queries; RMSNorm of heads; `logit_scaling`.
     delayed_norm: bool = False
+    next_norm: bool = False  # of `norm_linear`: a norm follows the only output
     output_scale: float | None = None
     head_norm: bool = False
     logit_scaling: float | None = None
@@ -65,6 +66,10 @@ CASES = {
     "delayed norm, channels in parts": Case(1, "bfloat16", 4500, (40,), norm=False, **EXTRAS),
     "delayed norm, perceptron": Case(1, channels=70, widths=(18, 18, 7), gate="silu", **EXTRAS),
     "delayed norm, gelu": Case(1, channels=30, widths=(18, 18), gate="gelu", **EXTRAS),
+    "next norm": Case(3, "bfloat16", 1200, (300,), residual=True, next_norm=True, **EXTRAS),
+    "next norm, perceptron": Case(
+        *(2, "float32", 30, (1040, 1040, 300)), gate="silu", residual=True, next_norm=True
+    ),
     "many rows": Case(35, "bfloat16", 300, kinds=True),
     "float16": Case(2, "float16", kinds=True),
     "float64": Case(2, "float64", widths=(16, 33), kinds=True, scale="extreme"),
@@ -133,6 +138,8 @@ def norm_linear(rng, case):
         tensors["residual"] = rng.normal(size=(case.rows, width))
     if case.norm and case.delayed_norm:
         tensors["squares"] = rng.uniform(0.5, 2, size=(case.rows, 9)) * case.channels / 9
+    if case.next_norm:
+        tensors["next_scale"] = rng.uniform(0.5, 2, size=case.widths[-1])
     options = {"epsilon": 1e-5 if case.norm else None, "gate": case.gate}
     return tensors, options | {"output_scale": case.output_scale}
 
@@ -151,7 +158,7 @@ def _rounds_surely(tensors, epsilon, dtype):
 def norm_quantized_linear(rng, case):
     # Its tiles depend on channels first, and the interpreter takes long for more columns.
     widths = case.widths[:2] if case.gate else case.widths  # no map is behind a gate
-    case = case._replace(widths=tuple(min(width, 400) for width in widths))
+    case = case._replace(widths=tuple(min(width, 400) for width in widths), next_norm=False)
     tensors, options = norm_linear(rng, case)
     # One integer more or less is a step that float32 and float64 may take at different numbers.
     while case.quantize_row and not _rounds_surely(tensors, options["epsilon"], case.dtype):
@@ -274,7 +281,16 @@ OPERATIONS = (
 DRAW = {operation.__name__: operation for operation in OPERATIONS}
 # Weights and states that are float32 beside tensors of 16 bits.
 IN_FLOAT32 = ("scale", "lower_bound", "memory", "window", "hidden", "conv_kernel", "conv_bias")
-IN_FLOAT32 += ("a_logit", "frequencies", "log_decay", "q_scale", "k_scale", "norm_scale", "squares")
+IN_FLOAT32 += (
+    "a_logit",
+    "frequencies",
+    "log_decay",
+    "q_scale",
+    "k_scale",
+    "norm_scale",
+    "squares",
+    "next_scale",
+)
 INTEGERS = {"token_kind": "int8", "position": "int32"}
 # {operation: what is drawn of its states}
 STATES = {

@@ -79,7 +79,7 @@ FLOATS += (
     "norm_scale",
 )
 FLOATS += ("totals", "decays", "log_decay", "log_f", "origin", "delta", "d_keys", "d_values")
-FLOATS += ("scales", "squares", "given_d_log_f")
+FLOATS += ("scales", "squares", "next_squares", "next_scale", "given_d_log_f")
 FLOATS += (
     "memory",
     "next_memory",
@@ -379,7 +379,8 @@ OF_A_STEP = {
         norm_linear.sum_kernel,
         GATE_KERNEL
         | NO_SQUARES
-        | {"K": 5632, "N": 2048, "PARTS": 11, "bias": None, "squares": None},
+        | {"K": 5632, "N": 2048, "PARTS": 11, "bias": None, "squares": None}
+        | dict.fromkeys(("next_scale", "scaled", "next_squares")),
         [{}],
     ),
     "norm_linear, sum of parts, squares": (

@@ -213,7 +213,10 @@ def sum_kernel(
     squares,
     bias,
     residual,
+    next_scale,
     y,
+    scaled,
+    next_squares,
     rows,
     epsilon,
     K: tl.constexpr,
@@ -225,7 +228,11 @@ def sum_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Adds partial sums of columns of one row, and applies the norm's factor if it has squares."""
+    """Adds partial sums of columns of one row, and applies the norm's factor if it has squares.
+
+    With `next_scale`, the weight of the norm that follows, it also stores what `squares` and x are
+    for the product after that norm.
+    """
     TILES: tl.constexpr = (N + BLOCK - 1) // BLOCK
     row = tl.program_id(0) // TILES
     n = tl.program_id(0) % TILES * BLOCK + tl.arange(0, BLOCK)
@@ -233,6 +240,8 @@ def sum_kernel(
         launch_dependents()
     if bias is not None:
         offset = tl.load(bias + n, n < N, other=0.0).to(tl.float32)
+    if next_scale is not None:
+        weight = tl.load(next_scale + n, n < N, other=0.0).to(tl.float32)
     if PDL:
         wait_for_previous_launch()
     if squares is not None:
@@ -248,3 +257,7 @@ def sum_kernel(
     if residual is not None:
         value += tl.load(residual + row * N + n, n < N, other=0.0).to(tl.float32)
     tl.store(y + row * N + n, value, n < N)
+    if next_scale is not None:
+        tl.store(scaled + row * N + n, value * weight, n < N)
+        value = tl.where(n < N, value, 0.0)
+        tl.store(next_squares + tl.program_id(0), tl.sum(value * value, 0))
