@@ -4,10 +4,15 @@ import keras
 
 from keras_recurrent.checks.arguments import check_number
 from keras_recurrent.devices.jax_layouts import apply_layout
+from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.layers import RMSNorm, StreamingLayer, SwiGLU, decoding
 from keras_recurrent.layers.gated_linear_unit import GatedLinearUnit
 from keras_recurrent.layers.inner_streaming import stream_inner
-from keras_recurrent.layers.remat import no_further_remat
+from keras_recurrent.layers.remat import is_called_directly, no_further_remat
+from keras_recurrent.layers.states import in_order
+
+if BACKEND == "torch":
+    from keras_recurrent.layers.torch_calls import weights_scope
 
 
 class ResidualBlock(StreamingLayer):
@@ -142,3 +147,37 @@ class ResidualBlock(StreamingLayer):
     def from_config(cls, config):
         temporal_block = keras.layers.deserialize(config["temporal_block"])
         return super().from_config({**config, "temporal_block": temporal_block})
+
+
+def can_chain_steps(outer, x):
+    """Returns True if `chain_steps` may compute the blocks of a backbone for x [B, T, D]."""
+    return decoding.can_fuse(x) and all(
+        is_called_directly(outer, block, x)
+        and "call" not in vars(block)
+        and block.unfused_reason() is None
+        for block in outer.transformer_layers
+    )
+
+
+def chain_steps(blocks, x, tokens, states, arguments):
+    """Computes a decoding step of all blocks, each of which also prepares the norm of the next.
+
+    Args:
+        blocks: list of `ResidualBlock`.
+        x: `[B, 1, D]`.
+        tokens: the `Tokens`.
+        states: the states of the blocks.
+        arguments: dictionaries of further arguments of the blocks' steps.
+
+    Returns:
+        `(output [B, 1, D], next states)`.
+    """
+    stream, after = decoding.Stream(x[:, 0]), []
+    norms = [*(block.temporal_norm for block in blocks[1:]), None]
+    for block, state, norm, further in zip(blocks, states, norms, arguments, strict=True):
+        with weights_scope(block):
+            stream, state = block.step(
+                stream, tokens, state["temporal_block"], next_norm=norm, **further
+            )
+        after.append(in_order({"temporal_block": state}))
+    return stream.x[:, None], after
