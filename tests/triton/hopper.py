@@ -264,8 +264,9 @@ def of_rows_through_maps(rows, channels, dtype="bfloat16", **constants):
 ATTENTION_STEP = {
     **{"K": 256, "V": 256, "R": 64, "BLOCK_K": 256, "BLOCK_V": 256},
     **{"PARTS": 16, "EPSILON": 0.0, "LOGIT_SCALING": 0.0, "LOG_SCALING": 1.0, "PDL": True},
-    **dict.fromkeys(("q_scale", "k_scale")),
+    **dict.fromkeys(("q_scale", "k_scale", "output_gate", "output")),
 }
+ALL_SLOTS = dict.fromkeys(("sums", "peaks", "totals")) | {"PARTS": 1}
 # Heads of HypeNet 2B: lightning attention, and softmax attention without positions.
 HEADS = {"K": 128, "V": 128, "R": 64, "BLOCK_K": 128, "EPSILON": 1e-6, "PDL": True}
 GATE_KERNEL = {"BLOCK": norm_linear._BLOCK, "OUTPUT_SCALE": 1.0, "PDL": True}
@@ -339,6 +340,14 @@ OF_A_STEP = {
         ATTENTION_STEP
         | HEADS
         | {"SHARE": 2, "BLOCK_H": 16, "BLOCK_V": 128, "SHORT": True, "PARTS": 32}
+        | {"frequencies": None, "R": 0, "LOGIT_SCALING": 500.0, "LOG_SCALING": 6.2},
+        [local_attention_step._TILE],
+    ),
+    "local_attention step, one part": (
+        local_attention_step._partial_kernel,
+        {n: c for n, c in ATTENTION_STEP.items() if n not in ("output_gate", "output")}
+        | HEADS
+        | {"SHARE": 2, "BLOCK_H": 16, "BLOCK_V": 128, "SHORT": True, **ALL_SLOTS}
         | {"frequencies": None, "R": 0, "LOGIT_SCALING": 500.0, "LOG_SCALING": 6.2},
         [local_attention_step._TILE],
     ),
