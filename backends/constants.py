@@ -38,7 +38,7 @@ MAX_FUSED_ROWS = 16
 
 # Channels in a group whose squares a decoding step adds, for a norm that the next launch applies.
 SQUARES_GROUP = 32
-# The same number in a row of the residual stream.
+# Columns in a group whose squares `norm_linear` adds, for the norm that follows it.
 ROW_SQUARES_GROUP = 256
 
 # Activations are quantized by 127 / (max |x| + ROW_EPSILON), as in Keras.

@@ -10,8 +10,8 @@ some of the channels, and another launch adds these partial sums.
   of a gated MLP is applied in the same kernel: with norms inside that kernel a step took twice as
   long.
 - With `squares`, the launch that computed x has multiplied it by the norm's weight, and the norm's
-  factor multiplies the products. No launch reads x only to normalize it. With `next_scale`, the
-  launch that adds partial sums is such a launch for the norm that follows.
+  factor multiplies the products: no launch reads x only to normalize it. With `next_scale`, the
+  launch that adds partial sums prepares the norm that follows in this way.
 """
 
 import triton
@@ -189,7 +189,7 @@ def _launch(
     rows, channels = x.shape
     widths = [0 if w is None else w.shape[1] for w in (kernel, kernel_2, kernel_3, kernel_4)]
     norm = epsilon >= 0 and squares is None
-    # Of one row with a norm, the channels are not split: another launch would take longer.
+    # One row with a norm is not split: another launch would take longer.
     parts = kernel_2 is None and not norm and (rows > 1 or squares is None)
     options = tile_options(rows, channels, sum(widths), dtype_name(kernel), gate, parts)
     columns = [widths[0], 0 if gate else widths[1], *widths[2:]]

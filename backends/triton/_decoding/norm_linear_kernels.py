@@ -230,8 +230,8 @@ def sum_kernel(
 ):
     """Adds partial sums of columns of one row, and applies the norm's factor if it has squares.
 
-    With `next_scale`, the weight of the norm that follows, it also stores what `squares` and x are
-    for the product after that norm.
+    With `next_scale`, the weight of the norm that follows, it also stores the weighted row and sums
+    of squares: `x` and `squares` of the product after that norm.
     """
     TILES: tl.constexpr = (N + BLOCK - 1) // BLOCK
     row = tl.program_id(0) // TILES
