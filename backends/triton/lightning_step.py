@@ -40,8 +40,7 @@ def unsupported(
     if q.shape[2] > _MAX_KEYS:
         return f"takes keys of up to {_MAX_KEYS} channels, got {q.shape[2]}"
     tensors = q, k, v, memory, log_decay, position, q_scale, k_scale, frequencies
-    tensors += norm_scale, output_gate, token_kind
-    return step_unsupported_reason(*tensors)
+    return step_unsupported_reason(*tensors, norm_scale, output_gate, token_kind)
 
 
 def lightning_step(
@@ -179,8 +178,10 @@ def forward(
     query_scale: float,
 ):
     batch, heads, keys, values = memory.shape
-    tensors = q, k, v, memory, log_decay, position, q_scale, k_scale, frequencies
-    tensors += norm_scale, output_gate, token_kind
+    tensors = (
+        *(q, k, v, memory, log_decay, position, q_scale, k_scale, frequencies),
+        *(norm_scale, output_gate, token_kind),
+    )
     outputs = results(*tensors, epsilon=epsilon, query_scale=query_scale)
     block_v = min(_BLOCK_V, triton.next_power_of_2(values))
     options = {
