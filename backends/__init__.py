@@ -27,6 +27,7 @@ Shapes are written with these letters:
     V  size of a value in a head; where there are no heads, size of the vocabulary
     W  width of a causal convolution
     C  capacity of the KV cache, the state of attention, in tokens
+    U  groups of channels whose squares are summed
 
 ## What a file contains
 

@@ -36,6 +36,11 @@ CROSSENTROPY_CHUNK = 4096
 # Batch rows that the fused linear layers of a decoding step take at once: a tile of tensor cores.
 MAX_FUSED_ROWS = 16
 
+# Channels in a group whose squares a decoding step adds, for a norm that the next launch applies.
+SQUARES_GROUP = 32
+# Columns in a group whose squares `norm_linear` adds, for the norm that follows it.
+ROW_SQUARES_GROUP = 256
+
 # Activations are quantized by 127 / (max |x| + ROW_EPSILON), as in Keras.
 ROW_EPSILON = 1e-7
 # Smallest number of channels that share a quantization scale in block-wise quantization, where it

@@ -98,12 +98,13 @@ def _each(name, widths, before=""):
     return {f"{name}{end}": f"{before}{width}" for end, width in zip(ends, widths, strict=True)}
 
 
-def _of_kernels(required, alternatives, **of_each):
+def _of_kernels(required, alternatives, further="", **of_each):
     """The signature of a product with up to four kernels; `of_each`: their tensors."""
     tensors = {"x": "B K", "scale": "K"}
     for dimensions in of_each.values():
         tensors |= dimensions
-    tensors |= {**_each("bias", _WIDTHS), "residual": "B N", "input_gate": "B K"}
+    tensors |= {**_each("bias", _WIDTHS), "residual": "B N", "squares": "B U"}
+    tensors |= _named(further) if further else {}
     results = tuple(Result(f"B {width}", "x") for width in _WIDTHS)
     optional = tuple(name for name in tensors if name not in required)
     return Signature(tensors, results, (), optional, False, alternatives)
@@ -155,7 +156,8 @@ SIGNATURES = {
     "norm_linear": _of_kernels(
         ("x", "kernel"),
         # A third kernel may take what a gate between the first two gives.
-        {"gate": _named("kernel_3: N L, residual: B L")},
+        {"gate": _named("kernel_3: N L, residual: B L, next_scale: L")},
+        "next_scale: N",
         kernel=_each("kernel", _WIDTHS, "K "),
     ),
     "norm_quantized_linear": _of_kernels(
@@ -166,17 +168,17 @@ SIGNATURES = {
         zero=_each("kernel_zero", _WIDTHS, "G "),
     ),
     "hgrn2_step": Signature(
-        _named("q: B D, f: B D, v: B E, memory: B H K V, lower_bound: 2 D"),
-        (Result("B E", "v"), Result("B H K V")),
-        optional=("lower_bound",),
+        _named("q: B D, f: B D, v: B E, memory: B H K V, lower_bound: 2 D, norm_scale: E"),
+        (Result("B E", "v"), Result("B H U"), Result("B H K V")),
+        optional=("lower_bound", "norm_scale"),
     ),
     "lightning_step": Signature(
         _named(
             "q: B H K, k: B G K, v: B G V, memory: B H K V, log_decay: H, position: B, q_scale: K, "
-            "k_scale: K, frequencies: R"
+            "k_scale: K, frequencies: R, norm_scale: E, output_gate: B H V"
         ),
-        (Result("B H V", "v"), Result("B H K V")),
-        optional=("position", "q_scale", "k_scale", "frequencies"),
+        (Result("B H V", "v"), Result("B H U"), Result("B H K V")),
+        optional=("position", "q_scale", "k_scale", "frequencies", "norm_scale", "output_gate"),
     ),
     "rg_lru_step": Signature(
         _named(
@@ -188,10 +190,10 @@ SIGNATURES = {
     "local_attention_step": Signature(
         _named(
             "q: B H K, k: B G K, v: B G V, key: B C G K, value: B C G V, position: B, "
-            "frequencies: R, q_scale: K, k_scale: K"
+            "frequencies: R, q_scale: K, k_scale: K, output_gate: B H V"
         ),
         (Result("B H V", "q"), Result("B C G K", "k"), Result("B C G V", "v")),
-        optional=("frequencies", "q_scale", "k_scale"),
+        optional=("frequencies", "q_scale", "k_scale", "output_gate"),
     ),
     "embedding_step": Signature(
         _named("table: V D, token_ids: B, segment: B, position: B"),

@@ -28,6 +28,12 @@ def sigmoid(z):
     return np.exp(-np.logaddexp(0, -z))
 
 
+def group_squares(x, size):
+    """The sums of the squares of x [..., N] in groups of `size` channels: [..., ceil(N / size)]."""
+    squares = np.pad(x * x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size)])
+    return squares.reshape(*x.shape[:-1], -1, size).sum(-1)
+
+
 def product(a, b):
     """a b for a [..., K] and b [K, N].
 

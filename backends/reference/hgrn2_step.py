@@ -1,21 +1,24 @@
 """A decoding step of HGRN2, from its three projections.  Qin et al. 2024, arXiv:2404.07904.
 
     S' = diag(f) S + (1 - f) v^T,  f = β + (1 - β) σ(f logits)
-    o = S'^T silu(q) K^(-1/2)
+    o = S'^T silu(q) K^(-1/2),  y = norm_scale * o
 
 At the start of a document S is 0; padding leaves S unchanged.
 """
 
 import numpy as np
 
-from ..constants import PADDING, STARTS
-from ._common import cast, sigmoid
+from ..constants import PADDING, SQUARES_GROUP, STARTS
+from ._common import cast, group_squares, sigmoid
 
 
-def hgrn2_step(q, f, v, memory, lower_bound=None, token_kind=None, dtype=np.float64):
+def hgrn2_step(
+    q, f, v, memory, lower_bound=None, norm_scale=None, token_kind=None, dtype=np.float64
+):
     """q, f: [B, H K]; v: [B, H V]; memory: [B, H, K, V]; lower_bound: [2, H K] or None.
 
-    token_kind: [B] or None. Returns (o [B, H V], memory).
+    norm_scale: [H V] or None; token_kind: [B] or None. Returns (y [B, H V], the sums of squares of
+    o in groups [B, H, ceil(V / 32)], memory).
     """
     q, f, v, memory = cast(dtype, q, f, v, memory)
     batch, heads, keys, values = memory.shape
@@ -35,4 +38,7 @@ def hgrn2_step(q, f, v, memory, lower_bound=None, token_kind=None, dtype=np.floa
     decay = np.where(kind == STARTS, 0, np.where(kind == PADDING, 1, decay))
     memory = decay[..., None] * memory + key[..., None] * v[..., None, :]
     o = np.einsum("bhk,bhkv->bhv", q, memory)
-    return o.reshape(batch, heads * values), memory
+    y = o.reshape(batch, heads * values)
+    if norm_scale is not None:
+        y = y * cast(dtype, norm_scale)[0]
+    return y, group_squares(o, SQUARES_GROUP), memory

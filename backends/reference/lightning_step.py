@@ -2,6 +2,7 @@
 
     q = rotate(norm(q), p) query_scale,  k = rotate(norm(k), p)    p: the token's position
     S' = exp(log_decay) S + k v^T,  o = S'^T q                     in every head
+    y = σ(output_gate) * norm_scale * o
 
 `norm` and `rotate` are those of `local_attention_step`. Consecutive query heads share a key head.
 At the start of a document S is 0; padding leaves S unchanged.
@@ -9,8 +10,8 @@ At the start of a document S is 0; padding leaves S unchanged.
 
 import numpy as np
 
-from ..constants import PADDING, STARTS
-from ._common import cast
+from ..constants import PADDING, SQUARES_GROUP, STARTS
+from ._common import cast, group_squares, sigmoid
 from ._heads import prepare_heads
 
 
@@ -24,6 +25,8 @@ def lightning_step(
     q_scale=None,
     k_scale=None,
     frequencies=None,
+    norm_scale=None,
+    output_gate=None,
     token_kind=None,
     epsilon=None,
     query_scale=None,
@@ -31,8 +34,9 @@ def lightning_step(
 ):
     """q: [B, H, K]; k: [B, G, K]; v: [B, G, V]; memory: [B, H, K, V]; log_decay: [H].
 
-    position: [B], read with `frequencies` [R]; q_scale, k_scale: [K] or None. Returns (o [B, H, V],
-    memory).
+    position: [B], read with `frequencies` [R]; q_scale, k_scale: [K] or None. norm_scale: [H V] or
+    None; output_gate: [B, H, V] or None. Returns (y [B, H, V], the sums of squares of o in groups
+    [B, H, ceil(V / 32)], memory).
     """
     q, k, v, memory, log_decay = cast(dtype, q, k, v, memory, log_decay)
     kind = np.zeros(len(q)) - 1 if token_kind is None else np.asarray(token_kind)
@@ -47,4 +51,9 @@ def lightning_step(
     updated = np.exp(log_decay)[:, None, None] * np.where(kind == STARTS, 0, memory)
     updated = updated + k[..., None] * v[:, :, None]
     memory = np.where(kind == PADDING, memory, updated)
-    return np.einsum("bhk,bhkv->bhv", q, memory), memory
+    o = y = np.einsum("bhk,bhkv->bhv", q, memory)
+    if norm_scale is not None:
+        y = y * cast(dtype, norm_scale)[0].reshape(y.shape[1:])
+    if output_gate is not None:
+        y = y * sigmoid(cast(dtype, output_gate)[0])
+    return y, group_squares(o, SQUARES_GROUP), memory

@@ -2,6 +2,7 @@
 
     q = rotate(norm(q), p) / sqrt(K),  k = rotate(norm(k), p)
     o = Σ_s softmax_s(q · k_s) v_s                               p - window < s <= p
+    y = σ(output_gate) * o
 
 p is the token's position in its document. `rotate` rotates channels j and j + R by frequencies_j p
 radians (arXiv:2104.09864). With scales, `norm` is RMSNorm over the K channels of a head; otherwise
@@ -11,7 +12,7 @@ it is the identity. With `logit_scaling`, a, q is multiplied by ln(p + a) / ln(f
 import numpy as np
 
 from ..constants import STARTS
-from ._common import cast
+from ._common import cast, sigmoid
 from ._heads import prepare_heads
 from .sliding_window_attention import sliding_window_attention
 
@@ -26,6 +27,7 @@ def local_attention_step(
     frequencies=None,
     q_scale=None,
     k_scale=None,
+    output_gate=None,
     token_kind=None,
     sliding_window=None,
     epsilon=None,
@@ -34,8 +36,8 @@ def local_attention_step(
 ):
     """q: [B, H, K]; k: [B, G, K]; v: [B, G, V]; key, value: [B, C, G, ...]; position: [B].
 
-    frequencies: [R] or None; q_scale, k_scale: [K] or None. Returns (o [B, H, V], the next key and
-    value).
+    frequencies: [R] or None; q_scale, k_scale: [K] or None. output_gate: [B, H, V] or None. Returns
+    (y [B, H, V], the next key and value).
     """
     q, k, v, key, value = cast(dtype, q, k, v, key, value)
     kinds = None
@@ -52,4 +54,7 @@ def local_attention_step(
     output, state = sliding_window_attention(
         q[:, None], k[:, None], v[:, None], sliding_window, state, kinds, dtype=dtype
     )
-    return output[:, 0], state["key"], state["value"]
+    output = output[:, 0]
+    if output_gate is not None:
+        output = output * sigmoid(cast(dtype, output_gate)[0])
+    return output, state["key"], state["value"]

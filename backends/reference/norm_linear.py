@@ -1,13 +1,15 @@
 """y = RMSNorm(x) W + b for up to four matrices, then a gate or a residual.
 
-x is [B, K]; ε None: no norm. With `input_gate`, [B, K], the first product takes
-σ(input_gate) * RMSNorm(x). With `gate` the output is y = activation(y_1) * y_2, or, with a third
-matrix, y W_3 + b_3. Outputs are multiplied by `output_scale` before the residual is added.
+x is [B, K]; ε None: no norm. With `squares`, [B, U], x has been multiplied by the norm's weight and
+perhaps by a gate, and `squares` add up to the sum of its squares before. With `gate` the output is
+y = activation(y_1) * y_2, or, with a third matrix, y W_3 + b_3. Outputs are multiplied by
+`output_scale` before the residual is added.
 """
 
 import numpy as np
 
-from ._common import cast, product, sigmoid
+from ..constants import ROW_SQUARES_GROUP
+from ._common import cast, group_squares, product
 from .gated_linear_unit import gated_linear_unit
 from .rms_norm import rms_norm
 
@@ -24,18 +26,21 @@ def norm_linear(
     bias_3=None,
     bias_4=None,
     residual=None,
-    input_gate=None,
+    squares=None,
+    next_scale=None,
     epsilon=None,
     gate=None,
     output_scale=None,
     dtype=np.float64,
 ):
-    """Returns a tuple of [B, N], one for each kernel, or one with `gate`."""
+    """Returns a tuple of [B, N], one for each kernel, or one with `gate`.
+
+    With `next_scale`, [N], of a single output y, it ends with y * next_scale and the sums of the
+    squares of groups of columns of y, [B, ceil(N / 256)].
+    """
     (x,) = cast(dtype, x)
     if epsilon is not None:
-        x = rms_norm(x, scale, epsilon, dtype)
-    if input_gate is not None:
-        x = x * sigmoid(cast(dtype, input_gate)[0])
+        x = normalize(x, scale, epsilon, squares, dtype)
 
     def linear(x, weight, offset):
         y = product(x, *cast(dtype, weight))
@@ -51,4 +56,15 @@ def norm_linear(
         outputs = [x.dtype.type(output_scale) * y for y in outputs]
     if residual is not None:
         outputs[0] = outputs[0] + cast(dtype, residual)[0]
+    if next_scale is not None:
+        (y,) = outputs
+        outputs += [y * cast(dtype, next_scale)[0], group_squares(y, ROW_SQUARES_GROUP)]
     return tuple(outputs)
+
+
+def normalize(x, scale, epsilon, squares, dtype):
+    """RMSNorm(x); with `squares`, of x that has been multiplied by the norm's weight."""
+    if squares is None:
+        return rms_norm(x, scale, epsilon, dtype)
+    mean = cast(dtype, squares)[0].sum(1, keepdims=True) / x.dtype.type(x.shape[1])
+    return x / np.sqrt(mean + x.dtype.type(epsilon))

@@ -1,6 +1,6 @@
 """y = RMSNorm(x) W + b for up to four quantized matrices, then a gate or a residual.
 
-x, ε, `input_gate` and `output_scale` are those of `norm_linear`. With `gate` the output is
+x, ε, `squares` and `output_scale` are those of `norm_linear`. With `gate` the output is
 activation(y_1) * y_2. W is [K, N] int8, or
 with 4 bits [K, ceil(N / 2)], where a byte holds two adjacent channels, the first one in its lower
 half:
@@ -16,9 +16,9 @@ by this factor.
 import numpy as np
 
 from ..constants import ROW_EPSILON
-from ._common import cast, product, sigmoid
+from ._common import cast, product
 from .gated_linear_unit import gated_linear_unit
-from .rms_norm import rms_norm
+from .norm_linear import normalize
 
 
 def norm_quantized_linear(
@@ -41,7 +41,7 @@ def norm_quantized_linear(
     bias_3=None,
     bias_4=None,
     residual=None,
-    input_gate=None,
+    squares=None,
     epsilon=None,
     gate=None,
     output_scale=None,
@@ -54,9 +54,7 @@ def norm_quantized_linear(
     (x,) = cast(dtype, x)
     factor = np.ones((len(x), 1), dtype)
     if epsilon is not None:
-        x = rms_norm(x, scale, epsilon, dtype)
-    if input_gate is not None:
-        x = x * sigmoid(cast(dtype, input_gate)[0])
+        x = normalize(x, scale, epsilon, squares, dtype)
     if row_dtype is not None:
         x, factor = cast(dtype, *quantized_row(rounded_row(x, row_dtype)))
     outputs = []

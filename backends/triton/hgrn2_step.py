@@ -7,6 +7,7 @@ All arithmetic is float32.
 import triton
 import triton.language as tl
 
+from ..constants import SQUARES_GROUP
 from ._device.common import load_float32
 from ._device.math import exp, sigmoid
 from ._device.pdl import launch_dependents, wait_for_previous_launch
@@ -14,20 +15,23 @@ from ._device.tokens import CONTINUES, PADDING, select_by_kind
 from ._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
 from ._runtime.launch import Array, Launch, like
 
-_BLOCK_V, _WARPS = 32, 4
+_BLOCK_V, _WARPS = SQUARES_GROUP, 4
 _MAX_KEYS = 256
 
 
-def unsupported(q, f, v, memory, lower_bound=None, token_kind=None) -> str | None:
+def unsupported(q, f, v, memory, lower_bound=None, norm_scale=None, token_kind=None) -> str | None:
     """Reason why this implementation cannot take these arguments, or None."""
     if memory.shape[2] > _MAX_KEYS:
         return f"takes keys of up to {_MAX_KEYS} channels, got {memory.shape[2]}"
-    return step_unsupported_reason(q, f, v, memory, lower_bound, token_kind)
+    return step_unsupported_reason(q, f, v, memory, lower_bound, norm_scale, token_kind)
 
 
-def hgrn2_step(q, f, v, memory, lower_bound=None, token_kind=None):
-    """q, f: [B, H K]; v: [B, H V]; memory: [B, H, K, V]. Returns ([B, H V], the next memory)."""
-    return _hgrn2_step(q, f, v, memory, lower_bound, token_kind)
+def hgrn2_step(q, f, v, memory, lower_bound=None, norm_scale=None, token_kind=None):
+    """q, f: [B, H K]; v: [B, H V]; memory: [B, H, K, V]; norm_scale: [H V].
+
+    Returns ([B, H V], sums of squares [B, H, U], the next memory).
+    """
+    return _hgrn2_step(q, f, v, memory, lower_bound, norm_scale, token_kind)
 
 
 @triton.jit
@@ -37,8 +41,10 @@ def _kernel(
     v,
     memory,
     lower_bound,
+    norm_scale,
     token_kind,
     output,
+    squares,
     next_memory,
     H,
     root,
@@ -57,6 +63,8 @@ def _kernel(
     offsets = head * (K * V) + d[:, None] * V + e[None, :]
     valid = (d < K)[:, None] & (e < V)[None, :]
     state = load_float32(memory, offsets, valid)
+    if norm_scale is not None:
+        scale = load_float32(norm_scale, head % H * V + e, e < V)
     if PDL:
         wait_for_previous_launch()
     kind = CONTINUES
@@ -78,24 +86,30 @@ def _kernel(
     tl.store(next_memory + offsets, state, valid)
     query = load_float32(q, head * K + d, k_valid)
     query *= sigmoid(query, True)[0] * root
-    tl.store(output + head * V + e, tl.sum(query[:, None] * state, 0), e < V)
+    result = tl.sum(query[:, None] * state, 0)
+    tl.store(squares + tl.program_id(0), tl.sum(result * result, 0))
+    if norm_scale is not None:
+        result *= scale
+    tl.store(output + head * V + e, result, e < V)
 
 
-def results(q, f, v, memory, lower_bound, token_kind):
-    return like(v), Array(tuple(memory.shape), "float32")
+def results(q, f, v, memory, lower_bound, norm_scale, token_kind):
+    batch, heads, _, values = memory.shape
+    squares = Array((batch, heads, triton.cdiv(values, SQUARES_GROUP)), "float32")
+    return like(v), squares, Array(tuple(memory.shape), "float32")
 
 
-def forward(q, f, v, memory, lower_bound, token_kind):
+def forward(q, f, v, memory, lower_bound, norm_scale, token_kind):
     batch, heads, keys, values = memory.shape
     block_v = min(_BLOCK_V, triton.next_power_of_2(values))
     options = {"K": keys, "V": values, "BLOCK_K": triton.next_power_of_2(keys)}
     options |= {"BLOCK_V": block_v, "num_warps": _WARPS, **pdl_options(q)}
-    tensors = q, f, v, memory, lower_bound, token_kind
+    tensors = q, f, v, memory, lower_bound, norm_scale, token_kind
     outputs = results(*tensors)
     programs = batch * heads * triton.cdiv(values, block_v)
     return run(
-        Launch(_kernel, programs, tensors, outputs, (heads, keys**-0.5), options, updates=((3, 1),))
+        Launch(_kernel, programs, tensors, outputs, (heads, keys**-0.5), options, updates=((3, 2),))
     )
 
 
-_hgrn2_step = forward_operation("hgrn2_step", forward, results, count=2, updates=("memory",))
+_hgrn2_step = forward_operation("hgrn2_step", forward, results, count=3, updates=("memory",))

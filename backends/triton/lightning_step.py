@@ -7,15 +7,16 @@ All arithmetic is float32.
 import triton
 import triton.language as tl
 
+from ..constants import SQUARES_GROUP
 from ._decoding.heads import load_heads
 from ._device.common import load_float32
-from ._device.math import exp_of_decays
+from ._device.math import exp_of_decays, sigmoid
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.tokens import CONTINUES, PADDING, STARTS, select_by_kind
 from ._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
 from ._runtime.launch import Array, Launch, dtype_name
 
-_BLOCK_V, _WARPS = 32, 4
+_BLOCK_V, _WARPS = SQUARES_GROUP, 4
 _MAX_KEYS = 256
 
 
@@ -29,6 +30,8 @@ def unsupported(
     q_scale=None,
     k_scale=None,
     frequencies=None,
+    norm_scale=None,
+    output_gate=None,
     token_kind=None,
     epsilon=None,
     query_scale=None,
@@ -36,8 +39,8 @@ def unsupported(
     """Reason why this implementation cannot take these arguments, or None."""
     if q.shape[2] > _MAX_KEYS:
         return f"takes keys of up to {_MAX_KEYS} channels, got {q.shape[2]}"
-    tensors = q, k, v, memory, log_decay, position, q_scale, k_scale, frequencies, token_kind
-    return step_unsupported_reason(*tensors)
+    tensors = q, k, v, memory, log_decay, position, q_scale, k_scale, frequencies
+    return step_unsupported_reason(*tensors, norm_scale, output_gate, token_kind)
 
 
 def lightning_step(
@@ -50,16 +53,19 @@ def lightning_step(
     q_scale=None,
     k_scale=None,
     frequencies=None,
+    norm_scale=None,
+    output_gate=None,
     token_kind=None,
     epsilon=None,
     query_scale=None,
 ):
     """q: [B, H, K]; k: [B, G, K]; v: [B, G, V]; memory: [B, H, K, V]; log_decay: [H].
 
-    Returns (o [B, H, V], the next memory).
+    Returns (y [B, H, V], sums of squares [B, H, U], the next memory).
     """
     return _lightning_step(
-        *(q, k, v, memory, log_decay, position, q_scale, k_scale, frequencies, token_kind),
+        *(q, k, v, memory, log_decay, position, q_scale, k_scale, frequencies),
+        *(norm_scale, output_gate, token_kind),
         epsilon=0.0 if epsilon is None else float(epsilon),
         query_scale=1.0 if query_scale is None else float(query_scale),
     )
@@ -76,8 +82,11 @@ def _kernel(
     q_scale,
     k_scale,
     frequencies,
+    norm_scale,
+    output_gate,
     token_kind,
     output,
+    squares,
     next_memory,
     H,
     query_scale,
@@ -100,6 +109,8 @@ def _kernel(
     valid = (d < K)[:, None] & (e < V)[None, :]
     state = load_float32(memory, offsets, valid)
     decay = exp_of_decays(tl.load(log_decay + head % H + tl.zeros((1,), tl.int64)), True)
+    if norm_scale is not None:
+        scale = load_float32(norm_scale, head % H * V + e, e < V)
     if PDL:
         wait_for_previous_launch()
     kind = CONTINUES
@@ -118,6 +129,11 @@ def _kernel(
     state += tl.sum(key, 0)[:, None] * value[None, :]
     tl.store(next_memory + offsets, state, valid)
     result = tl.sum(tl.sum(query, 0)[:, None] * state, 0) * query_scale
+    tl.store(squares + tl.program_id(0), tl.sum(result * result, 0))
+    if norm_scale is not None:
+        result *= scale
+    if output_gate is not None:
+        result *= sigmoid(load_float32(output_gate, head * V + e, e < V), True)[0]
     tl.store(output + head * V + e, result, e < V)
 
 
@@ -131,13 +147,17 @@ def results(
     q_scale,
     k_scale,
     frequencies,
+    norm_scale,
+    output_gate,
     token_kind,
     *,
     epsilon: float,
     query_scale: float,
 ):
     batch, heads, _, values = memory.shape
-    return Array((batch, heads, values), dtype_name(v)), Array(tuple(memory.shape), "float32")
+    output = Array((batch, heads, values), dtype_name(v))
+    squares = Array((batch, heads, triton.cdiv(values, SQUARES_GROUP)), "float32")
+    return output, squares, Array(tuple(memory.shape), "float32")
 
 
 def forward(
@@ -150,13 +170,18 @@ def forward(
     q_scale,
     k_scale,
     frequencies,
+    norm_scale,
+    output_gate,
     token_kind,
     *,
     epsilon: float,
     query_scale: float,
 ):
     batch, heads, keys, values = memory.shape
-    tensors = q, k, v, memory, log_decay, position, q_scale, k_scale, frequencies, token_kind
+    tensors = (
+        *(q, k, v, memory, log_decay, position, q_scale, k_scale, frequencies),
+        *(norm_scale, output_gate, token_kind),
+    )
     outputs = results(*tensors, epsilon=epsilon, query_scale=query_scale)
     block_v = min(_BLOCK_V, triton.next_power_of_2(values))
     options = {
@@ -170,11 +195,11 @@ def forward(
         Launch(
             *(_kernel, programs, tensors, outputs, (heads, query_scale)),
             options,
-            updates=((3, 1),),
+            updates=((3, 2),),
         )
     )
 
 
 _lightning_step = forward_operation(
-    "lightning_step", forward, results, count=2, updates=("memory",)
+    "lightning_step", forward, results, count=3, updates=("memory",)
 )

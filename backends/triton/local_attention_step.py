@@ -3,9 +3,10 @@
 De et al. 2024, arXiv:2402.19427. The slots of the circular KV buffer are divided among programs, so
 that a single sequence fills a GPU. Programs take tiles of slots in turn, so that they share the few
 slots that are filled in a large buffer. The first kernel computes a weighted sum of the values of
-each part of the buffer, relative to the part's largest logit; the second kernel combines the parts.
-Products take operands as in `_device/products.py`. The attention weights are split into two
-bfloat16 parts, so that only queries and keys are rounded to 16 bits.
+each part of the buffer, relative to the part's largest logit; the second kernel combines the parts
+and applies the gate. A buffer of few slots, or of many sequences, is a single part and needs no
+second kernel. Products take operands as in `_device/products.py`. The attention weights are
+split into two bfloat16 parts, so that only queries and keys are rounded to 16 bits.
 """
 
 import math
@@ -15,7 +16,7 @@ import triton.language as tl
 
 from ._decoding.heads import load_heads
 from ._device.common import MULTIPROCESSORS, load_float32
-from ._device.math import exp
+from ._device.math import exp, sigmoid
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.products import operand, product
 from ._device.tokens import CONTINUES, PADDING, STARTS
@@ -25,6 +26,7 @@ from ._runtime.launch import Array, Launch, dtype_name, like
 _LOWEST = tl.constexpr(-1e30)  # below any logit; finite, so that a difference of two is 0
 _TILE = {"SLOTS": 32, "num_warps": 4, "num_stages": 2}
 _FLOAT32_TILE = {"SLOTS": 16, "num_warps": 8, "num_stages": 1}
+_UNDIVIDED_TILES = 2  # so many tiles of slots take less time than a second kernel
 _MAX_CHANNELS = 256
 _MAX_HEADS = 64  # query heads that share a key head
 _NO_WINDOW = 2**31 - 1  # a window without a limit
@@ -40,6 +42,7 @@ def unsupported(
     frequencies=None,
     q_scale=None,
     k_scale=None,
+    output_gate=None,
     token_kind=None,
     sliding_window=None,
     epsilon=None,
@@ -56,7 +59,7 @@ def unsupported(
     dtypes = {dtype_name(t) for t in (q, k, v, key, value)}
     if len(dtypes) > 1:
         return f"takes tensors of one dtype, got {sorted(dtypes)}"
-    tensors = q, k, v, key, value, position, frequencies, q_scale, k_scale, token_kind
+    tensors = q, k, v, key, value, position, frequencies, q_scale, k_scale, output_gate, token_kind
     return step_unsupported_reason(*tensors)
 
 
@@ -70,6 +73,7 @@ def local_attention_step(
     frequencies=None,
     q_scale=None,
     k_scale=None,
+    output_gate=None,
     token_kind=None,
     sliding_window=None,
     epsilon=None,
@@ -77,10 +81,10 @@ def local_attention_step(
 ):
     """q: [B, H, K]; k: [B, G, K]; v: [B, G, V]; key, value: [B, C, G, ...]; position: [B].
 
-    Returns (o [B, H, V], the next key and value).
+    Returns (y [B, H, V], the next key and value).
     """
     return _local_attention_step(
-        *(q, k, v, key, value, position, frequencies, q_scale, k_scale, token_kind),
+        *(q, k, v, key, value, position, frequencies, q_scale, k_scale, output_gate, token_kind),
         sliding_window=sliding_window,
         epsilon=0.0 if epsilon is None else float(epsilon),
         logit_scaling=0.0 if logit_scaling is None else float(logit_scaling),
@@ -105,10 +109,12 @@ def _partial_kernel(
     frequencies,
     q_scale,
     k_scale,
+    output_gate,
     token_kind,
     sums,
     peaks,
     totals,
+    output,
     next_key,
     next_value,
     C,
@@ -159,6 +165,11 @@ def _partial_kernel(
     token_key = _round_operand(token_key, SHORT)
     token_value = load_float32(v, group * V + e, real & (e < V))
 
+    in_output = heads[:, None] * V + e[None, :]
+    stored = (h < SHARE)[:, None] & (e < V)[None, :]
+    if PARTS == 1 and output_gate is not None:
+        gate = sigmoid(load_float32(output_gate, in_output, stored), True)[0]
+
     # The first part includes the token itself.
     peak = tl.where(part == 0, tl.sum(query * token_key, 1), _LOWEST)
     total = tl.where((part == 0) & (h >= 0), 1.0, 0.0)
@@ -188,11 +199,16 @@ def _partial_kernel(
             rows, target = b * C * G + g + slot.to(tl.int64) * G, (slot < C)[:, None]
             tl.store(next_key + rows[:, None] * K + c[None, :], 0.0, target & (c < K)[None, :])
             tl.store(next_value + rows[:, None] * V + e[None, :], 0.0, target & (e < V)[None, :])
-    target = heads * PARTS + part
-    tl.store(peaks + target, peak, h < SHARE)
-    tl.store(totals + target, total, h < SHARE)
-    stored = (h < SHARE)[:, None] & (e < V)[None, :]
-    tl.store(sums + target[:, None] * V + e[None, :], weighted, stored)
+    if PARTS == 1:
+        weighted /= total[:, None]
+        if output_gate is not None:
+            weighted *= gate
+        tl.store(output + in_output, weighted, stored)
+    else:
+        target = heads * PARTS + part
+        tl.store(peaks + target, peak, h < SHARE)
+        tl.store(totals + target, total, h < SHARE)
+        tl.store(sums + target[:, None] * V + e[None, :], weighted, stored)
 
     # The token is stored in a slot that this program has finished reading.
     tl.debug_barrier()
@@ -208,6 +224,7 @@ def _combine_kernel(
     sums,
     peaks,
     totals,
+    output_gate,
     output,
     V: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -226,7 +243,10 @@ def _combine_kernel(
     total = tl.sum(shrink * load_float32(totals, rows, part < PARTS), 0)
     valid = (part < PARTS)[:, None] & (e < V)[None, :]
     weighted = load_float32(sums, rows[:, None] * V + e[None, :], valid) * shrink[:, None]
-    tl.store(output + head * V + e, tl.sum(weighted, 0) / total, e < V)
+    result = tl.sum(weighted, 0) / total
+    if output_gate is not None:
+        result *= sigmoid(load_float32(output_gate, head * V + e, e < V), True)[0]
+    tl.store(output + head * V + e, result, e < V)
 
 
 def results(
@@ -239,6 +259,7 @@ def results(
     frequencies,
     q_scale,
     k_scale,
+    output_gate,
     token_kind,
     *,
     sliding_window: int | None,
@@ -258,6 +279,7 @@ def forward(
     frequencies,
     q_scale,
     k_scale,
+    output_gate,
     token_kind,
     *,
     sliding_window: int | None,
@@ -271,8 +293,9 @@ def forward(
     num_tiles = triton.cdiv(capacity, tile["SLOTS"])
     # Two programs per multiprocessor, or one per tile if there are fewer tiles.
     parts = min(num_tiles, max(1, 2 * MULTIPROCESSORS // (batch * groups)))
+    parts = 1 if num_tiles <= _UNDIVIDED_TILES else parts
     block_k, block_v = (max(16, triton.next_power_of_2(n)) for n in (keys, values))
-    tensors = q, k, v, key, value, position, frequencies, q_scale, k_scale, token_kind
+    tensors = q, k, v, key, value, position, frequencies, q_scale, k_scale, output_gate, token_kind
     options = {
         "SHARE": heads // groups,
         **{"K": keys, "V": values, "R": 0 if frequencies is None else frequencies.shape[0]},
@@ -284,22 +307,25 @@ def forward(
     }
     window = _NO_WINDOW if sliding_window is None else min(sliding_window, _NO_WINDOW)
     shape = batch, heads, parts
-    partial_outputs = Array((*shape, values), "float32"), *[Array(shape, "float32")] * 2
-    *partial_outputs, next_key, next_value = run(
+    output = Array((batch, heads, values), dtype_name(q))
+    outputs = None, None, None, output
+    if parts > 1:
+        outputs = Array((*shape, values), "float32"), *[Array(shape, "float32")] * 2, None
+    *partial_outputs, result, next_key, next_value = run(
         Launch(
             *(_partial_kernel, batch * groups * parts, tensors),
-            (*partial_outputs, like(key), like(value)),
+            (*outputs, like(key), like(value)),
             (capacity, groups, window, num_tiles, keys**-0.5),
             options,
-            updates=((3, 3), (4, 4)),
+            updates=((3, 4), (4, 5)),
         )
     )
+    if parts == 1:
+        return result, next_key, next_value
     options = {"V": values, "BLOCK_V": block_v, "PARTS": parts, **pdl_options(q)}
     options |= {"BLOCK_P": triton.next_power_of_2(parts)}
-    output = Array((batch, heads, values), dtype_name(q))
-    (output,) = run(
-        Launch(_combine_kernel, batch * heads, tuple(partial_outputs), (output,), (), options)
-    )
+    inputs = *partial_outputs, output_gate
+    (output,) = run(Launch(_combine_kernel, batch * heads, inputs, (output,), (), options))
     return output, next_key, next_value
 
 

@@ -6,22 +6,25 @@ some of the channels, and another launch adds these partial sums.
 - A single row is normalized in the same kernel. The gate of a gated MLP is applied by the down
   projection where its programs read some channels each, otherwise by a separate launch: programs
   that read two weights were slower by a third.
-- Several rows are normalized by a launch before, which also applies the gate of the inputs. They
-  are multiplied on tensor cores, and the gate of a gated MLP is applied in the same kernel: with
-  norms inside that kernel a step took twice as long.
+- Several rows are normalized by a launch before. They are multiplied on tensor cores, and the gate
+  of a gated MLP is applied in the same kernel: with norms inside that kernel a step took twice as
+  long.
+- With `squares`, the launch that computed x has multiplied it by the norm's weight, and the norm's
+  factor multiplies the products: no launch reads x only to normalize it. With `next_scale`, the
+  launch that adds partial sums prepares the norm that follows in this way.
 """
 
 import triton
 
-from ..constants import MAX_FUSED_ROWS
+from ..constants import MAX_FUSED_ROWS, ROW_SQUARES_GROUP
 from . import rms_norm
-from ._decoding.norm_linear_kernels import columns_kernel, gate_kernel, input_kernel, sum_kernel
-from ._decoding.norm_linear_tiles import is_split, tile_options
+from ._decoding.norm_linear_kernels import columns_kernel, gate_kernel, sum_kernel
+from ._decoding.norm_linear_tiles import is_split, squares_options, tile_options
 from ._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
-from ._runtime.launch import Array, Launch, dtype_name, like
+from ._runtime.launch import Array, Launch, dtype_name
 
 _GATES = (None, "silu", "gelu")
-_BLOCK = 256  # numbers of a program that applies a gate or adds partial sums
+_BLOCK = ROW_SQUARES_GROUP  # numbers of a program that applies a gate or adds partial sums
 
 
 def unsupported(
@@ -36,7 +39,8 @@ def unsupported(
     bias_3=None,
     bias_4=None,
     residual=None,
-    input_gate=None,
+    squares=None,
+    next_scale=None,
     epsilon=None,
     gate=None,
     output_scale=None,
@@ -47,12 +51,14 @@ def unsupported(
             f"takes up to {MAX_FUSED_ROWS} rows, got {x.shape[0]}: for more, a matrix product "
             "is faster"
         )
+    if next_scale is not None and (kernel_2 is not None if gate is None else kernel_3 is None):
+        return "takes `next_scale` with a single product, or with a third one after a gate"
     kernels = [k for k in (kernel, kernel_2, kernel_3, kernel_4) if k is not None]
     dtypes = {dtype_name(t) for t in (x, *kernels)}
     if dtypes not in ({"float32"}, {"bfloat16"}):
         return f"needs `x` and kernels all in float32 or all in bfloat16, got {sorted(dtypes)}"
     return step_unsupported_reason(
-        x, scale, *kernels, bias, bias_2, bias_3, bias_4, residual, input_gate
+        x, scale, *kernels, bias, bias_2, bias_3, bias_4, residual, squares, next_scale
     )
 
 
@@ -68,30 +74,39 @@ def norm_linear(
     bias_3=None,
     bias_4=None,
     residual=None,
-    input_gate=None,
+    squares=None,
+    next_scale=None,
     epsilon=None,
     gate=None,
     output_scale=None,
 ):
-    """x: [B, K]; scale: [K]; kernels: [K, N] each. Returns a tuple of [B, N] in x's dtype."""
+    """x: [B, K]; scale: [K]; kernels: [K, N] each. Returns a tuple of [B, N] in x's dtype.
+
+    With `next_scale`, [N], it ends with y * next_scale and sums of squares of y, [B, U].
+    """
     kernels, biases = (kernel, kernel_2, kernel_3, kernel_4), (bias, bias_2, bias_3, bias_4)
     outputs = _norm_linear(
-        *(x, scale, *kernels, *biases, residual, input_gate),
+        *(x, scale, *kernels, *biases, residual, squares, next_scale),
         epsilon=-1.0 if epsilon is None else float(epsilon),
         gate=_GATES.index(gate),
         output_scale=1.0 if output_scale is None else float(output_scale),
     )
     count = 1 if gate else sum(k is not None for k in kernels)
-    return tuple(outputs[:count])
+    return tuple(outputs[:count]) + (() if next_scale is None else tuple(outputs[4:]))
 
 
-def results(x, scale, kernel, kernel_2, kernel_3, kernel_4, *_, gate: int, **__):
+def results(x, scale, kernel, kernel_2, kernel_3, kernel_4, *others, gate: int, **_):
     def output(weight):
         return None if weight is None else Array((x.shape[0], weight.shape[1]), dtype_name(x))
 
+    weights = kernel, kernel_2, kernel_3, kernel_4
     if gate:
-        return output(kernel if kernel_3 is None else kernel_3), None, None, None
-    return output(kernel), output(kernel_2), output(kernel_3), output(kernel_4)
+        weights = (kernel if kernel_3 is None else kernel_3), None, None, None
+    scaled = squares = None
+    if others[-1] is not None:
+        scaled = output(weights[0])
+        squares = Array((x.shape[0], triton.cdiv(scaled.shape[1], ROW_SQUARES_GROUP)), "float32")
+    return *map(output, weights), scaled, squares
 
 
 def forward(
@@ -106,42 +121,42 @@ def forward(
     bias_3,
     bias_4,
     residual,
-    input_gate,
+    squares,
+    next_scale,
     *,
     epsilon: float,
     gate: int,
     output_scale: float,
 ):
     tensors = x, scale, kernel, kernel_2, kernel_3, kernel_4, bias, bias_2, bias_3, bias_4
-    outputs = results(*tensors, gate=gate)
+    outputs = results(*tensors, next_scale, gate=gate)
     rows = x.shape[0]
-    ends = {"residual": residual, "output_scale": output_scale}
+    ends = {"residual": residual, "next_scale": next_scale, "output_scale": output_scale}
     if gate and kernel_3 is not None:
         gate_tensors = x, scale, kernel, kernel_2, None, None, bias, bias_2, None, None
         down_arguments = None, kernel_3, None, None, None, bias_3, None, None, None
         if rows == 1 and is_split(1, *kernel_3.shape):
-            gate_total, up_total = _gate_and_up(gate_tensors, input_gate, epsilon)
+            gate_total, up_total = _gate_and_up(gate_tensors, squares, epsilon)
             return _launch((gate_total, *down_arguments), outputs, gate=gate, x_2=up_total, **ends)
         y, *_ = forward(
-            *(*gate_tensors, None, input_gate), epsilon=epsilon, gate=gate, output_scale=1.0
+            *(*gate_tensors, None, squares, None), epsilon=epsilon, gate=gate, output_scale=1.0
         )
         return _launch((y, *down_arguments), outputs, **ends)
     if rows == 1 and gate:
-        totals = _gate_and_up(tensors, input_gate, epsilon)
-        return _gate_row(x, *totals, outputs[0], gate, **ends), None, None, None
-    if rows > 1 and input_gate is not None:
-        x = _gate_inputs(x, scale, input_gate, epsilon)
-    elif rows > 1 and epsilon >= 0:
+        totals = _gate_and_up(tensors, squares, epsilon)
+        y = _gate_row(x, *totals, outputs[0], gate, residual=residual, output_scale=output_scale)
+        return y, *[None] * 5
+    if rows > 1 and squares is None and epsilon >= 0:
         (x,) = rms_norm.forward(x, scale, epsilon=epsilon)
-    if rows > 1:
-        tensors, input_gate, epsilon = (x, None, *tensors[2:]), None, -1.0
-    return _launch(tensors, outputs, input_gate=input_gate, epsilon=epsilon, gate=gate, **ends)
+        tensors, epsilon = (x, None, *tensors[2:]), -1.0
+    return _launch(tensors, outputs, squares=squares, epsilon=epsilon, gate=gate, **ends)
 
 
-def _gate_and_up(tensors, input_gate, epsilon):
+def _gate_and_up(tensors, squares, epsilon):
     """The gate and up projections of one row, in float32, before the gate is applied."""
     whole = Array((1, tensors[2].shape[1]), "float32")
-    return _launch(tensors, (whole, whole, None, None), input_gate=input_gate, epsilon=epsilon)[:2]
+    outputs = whole, whole, *[None] * 4
+    return _launch(tensors, outputs, squares=squares, epsilon=epsilon)[:2]
 
 
 def _gate_row(x, gate_total, up_total, output, gate, *, residual, output_scale):
@@ -153,21 +168,13 @@ def _gate_row(x, gate_total, up_total, output, gate, *, residual, output_scale):
     return run(Launch(gate_kernel, programs, arrays, (output,), (), options))[0]
 
 
-def _gate_inputs(x, scale, input_gate, epsilon):
-    """The inputs of the first projections of several rows: σ(input_gate) * RMSNorm(x)."""
-    rows, channels = x.shape
-    options = {"K": channels, "BLOCK_K": triton.next_power_of_2(channels), "NORM": epsilon >= 0}
-    options |= {"num_warps": 8, **pdl_options(x)}
-    tensors = x, scale, input_gate
-    return run(Launch(input_kernel, rows, tensors, (like(x),), (epsilon,), options))[0]
-
-
 def _launch(
     tensors,
     outputs,
     *,
     residual=None,
-    input_gate=None,
+    squares=None,
+    next_scale=None,
     epsilon=-1.0,
     gate=0,
     output_scale=1.0,
@@ -176,37 +183,35 @@ def _launch(
     """Runs the projections of x.
 
     With a gate, several rows take it between two projections; one row takes it between x and x_2,
-    before a single projection.
+    before a single projection. A launch that adds partial sums also prepares the norm that follows.
     """
     x, _, kernel, kernel_2, kernel_3, kernel_4, bias, *_ = tensors
     rows, channels = x.shape
     widths = [0 if w is None else w.shape[1] for w in (kernel, kernel_2, kernel_3, kernel_4)]
-    parts = kernel_2 is None and epsilon < 0
+    norm = epsilon >= 0 and squares is None
+    # One row with a norm is not split: another launch would take longer.
+    parts = kernel_2 is None and not norm and (rows > 1 or squares is None)
     options = tile_options(rows, channels, sum(widths), dtype_name(kernel), gate, parts)
     columns = [widths[0], 0 if gate else widths[1], *widths[2:]]
     programs = sum(triton.cdiv(n, options["BLOCK_N"]) for n in columns)
     options |= dict(zip(("K", "N", "N_2", "N_3", "N_4"), (channels, *widths), strict=True))
-    options |= {"NORM": epsilon >= 0, "GATE": gate, "SHORT": dtype_name(kernel) == "bfloat16"}
-    options |= {"OUTPUT_SCALE": output_scale, **pdl_options(x)}
+    options |= {"NORM": norm, "GATE": gate, "SHORT": dtype_name(kernel) == "bfloat16"}
+    options |= {"OUTPUT_SCALE": output_scale, **squares_options(squares), **pdl_options(x)}
     count = triton.cdiv(channels, options["LENGTH"])
-    if count == 1:
-        inputs = x, x_2, input_gate, *tensors[1:], residual
-        return run(Launch(columns_kernel, programs, inputs, outputs, (rows, epsilon), options))
-    inputs = x, x_2, input_gate, None, kernel, *[None] * 8
+    if count == 1 and next_scale is None:
+        inputs, outputs = (x, x_2, squares, *tensors[1:], residual), outputs[:4]
+        outputs = run(Launch(columns_kernel, programs, inputs, outputs, (rows, epsilon), options))
+        return *outputs, None, None
+    inputs = x, x_2, None, None, kernel, *[None] * 8
     sums = Array((count, rows, widths[0]), "float32"), None, None, None
     options["OUTPUT_SCALE"] = 1.0
     sums, *_ = run(Launch(columns_kernel, programs * count, inputs, sums, (rows, epsilon), options))
-    options = {"N": widths[0], "PARTS": count, "OUTPUT_SCALE": output_scale, "BLOCK": _BLOCK}
-    options |= pdl_options(x)
-    programs = triton.cdiv(rows * widths[0], _BLOCK)
-    inputs = sums, bias, residual
-    numbers = (rows * widths[0],)
-    return (
-        *run(Launch(sum_kernel, programs, inputs, outputs[:1], numbers, options)),
-        None,
-        None,
-        None,
-    )
+    options = {"K": channels, "N": widths[0], "PARTS": count, "OUTPUT_SCALE": output_scale}
+    options |= {"BLOCK": _BLOCK, **squares_options(squares), **pdl_options(x)}
+    programs = rows * triton.cdiv(widths[0], _BLOCK)
+    inputs, outputs = (sums, squares, bias, residual, next_scale), (outputs[0], *outputs[4:])
+    y, *norm = run(Launch(sum_kernel, programs, inputs, outputs, (rows, epsilon), options))
+    return y, None, None, None, *norm
 
 
-_norm_linear = forward_operation("norm_linear", forward, results, count=4)
+_norm_linear = forward_operation("norm_linear", forward, results, count=6)

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from ..constants import MIN_SCALE_BLOCK
 from ._decoding.norm_linear_products import apply_gate
+from ._decoding.norm_linear_tiles import squares_options
 from ._device.common import IN_INTERPRETER
 from ._device.pdl import launch_dependents
 from ._quantized import quantized_interpreted
@@ -61,7 +62,7 @@ def unsupported(
     bias_3=None,
     bias_4=None,
     residual=None,
-    input_gate=None,
+    squares=None,
     epsilon=None,
     gate=None,
     output_scale=None,
@@ -88,7 +89,7 @@ def unsupported(
         return f"needs multiples of {32 // bits} columns, one 32-bit word, got {odd[0]}"
     # On JAX, this check accepts float and integer dtypes alike.
     return step_unsupported_reason(
-        x, scale, *scales, bias, bias_2, bias_3, bias_4, residual, input_gate
+        x, scale, *scales, bias, bias_2, bias_3, bias_4, residual, squares
     )
 
 
@@ -112,7 +113,7 @@ def norm_quantized_linear(
     bias_3=None,
     bias_4=None,
     residual=None,
-    input_gate=None,
+    squares=None,
     epsilon=None,
     gate=None,
     output_scale=None,
@@ -128,7 +129,7 @@ def norm_quantized_linear(
         *(x, scale, kernel, kernel_2, kernel_3, kernel_4),
         *(kernel_scale, kernel_scale_2, kernel_scale_3, kernel_scale_4),
         *(kernel_zero, kernel_zero_2, kernel_zero_3, kernel_zero_4),
-        *(bias, bias_2, bias_3, bias_4, residual, input_gate),
+        *(bias, bias_2, bias_3, bias_4, residual, squares),
         epsilon=-1.0 if epsilon is None else float(epsilon),
         gate=_GATES.index(gate),
         output_scale=1.0 if output_scale is None else float(output_scale),
@@ -176,7 +177,7 @@ def _kernel(
     bias_3,
     bias_4,
     residual,
-    input_gate,
+    squares,
     y,
     y_2,
     y_3,
@@ -190,6 +191,8 @@ def _kernel(
     ROW: tl.constexpr,
     NORM: tl.constexpr,
     GATE: tl.constexpr,
+    NUM_SQUARES: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     LIMBS: tl.constexpr,
     QUANTIZED: tl.constexpr,
     BITS: tl.constexpr,
@@ -261,13 +264,13 @@ def _kernel(
             offsets = offsets + (_add_bias(offset, bias_4, n[u], valid & fourth),)
     if IN_INTERPRETER:
         totals, unit, before = _interpreted_project_row(
-            *(x, scale, input_gate, kernels, scales, zeros, residual, n[0], columns, epsilon),
-            *(K, NORM, LIMBS, QUANTIZED, BITS, BLOCK_SIZE, ROW),
+            *(x, scale, squares, kernels, scales, zeros, residual, n[0], columns, epsilon),
+            *(K, NORM, NUM_SQUARES, BLOCK_S, LIMBS, QUANTIZED, BITS, BLOCK_SIZE, ROW),
         )
     else:
         totals, unit, before = project_row(
-            *(x, scale, input_gate, kernels, scales, zeros, residual, tile, n, columns, epsilon),
-            *(K, NORM, LIMBS, QUANTIZED, BITS, BLOCK_SIZE),
+            *(x, scale, squares, kernels, scales, zeros, residual, tile, n, columns, epsilon),
+            *(K, NORM, NUM_SQUARES, BLOCK_S, LIMBS, QUANTIZED, BITS, BLOCK_SIZE),
             *(WARPS, ACROSS, WORDS, STEPS, DEPTH, VECTORS, WHOLE, PDL),
         )
     PROJECTIONS: tl.constexpr = len(kernels)
@@ -316,7 +319,7 @@ def forward(
     bias_3,
     bias_4,
     residual,
-    input_gate,
+    squares,
     *,
     epsilon: float,
     gate: int,
@@ -336,26 +339,21 @@ def forward(
     limbs = 1 if quantized else 2 if short else 3
     options = tile_options(channels, widths, bits, gate, limbs, block_size)
     options |= {"NORM": epsilon >= 0, "GATE": gate, "LIMBS": limbs, "QUANTIZED": quantized}
+    options |= squares_options(squares)
     options |= {
         "BLOCK_SIZE": block_size,
         "VECTORS": vectors_usable(widths, bits, block_size, kernel_scale, options["WORDS"])
         and are_aligned(*weights),
         "WHOLE": channels % 4 == 0
-        and are_aligned(x, scale, input_gate)
-        and _word_loads_usable(scale)
-        and _word_loads_usable(input_gate),
+        and are_aligned(x, scale)
+        and (scale is None or dtype_name(scale) in ("float32", "bfloat16")),
         "OUTPUT_SCALE": output_scale,
         **pdl_options(x),
     }
     columns = options["ACROSS"] * options["WORDS"] * 32 // bits
     programs = sum(triton.cdiv(n, columns) for n in (widths[:1] if gate else widths))
-    inputs = x, scale, *weights, bias, bias_2, bias_3, bias_4, residual, input_gate
+    inputs = x, scale, *weights, bias, bias_2, bias_3, bias_4, residual, squares
     return run(Launch(_kernel, programs, inputs, outputs, (epsilon,), options))
-
-
-def _word_loads_usable(factor):
-    """Returns True if a factor of the row is absent or of a dtype that is loaded as words."""
-    return factor is None or dtype_name(factor) in ("float32", "bfloat16")
 
 
 def vectors_usable(widths, bits, block_size, kernel_scale, words):

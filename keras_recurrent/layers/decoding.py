@@ -10,12 +10,14 @@ kernel does not support the arguments.
 import contextlib
 import threading
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import keras
 from keras import ops
 
 from keras_recurrent import dispatch
 from keras_recurrent.backends.constants import MAX_FUSED_ROWS
+from keras_recurrent.checks.dtypes import dtype_of
 from keras_recurrent.layers import quantized
 from keras_recurrent.layers.rms_norm import RMSNorm
 from keras_recurrent.ops.decoding_steps import norm_linear, norm_quantized_linear
@@ -100,39 +102,79 @@ def denses_reason(*groups):
     return None
 
 
+class Stream(NamedTuple):
+    """The residual stream of a decoding step.
+
+    Attributes:
+        x: `[B, D]`.
+        scaled: x multiplied by the weight of the next norm, or None.
+        squares: `[B, U]`, sums of squares of x, or None.
+    """
+
+    x: Any
+    scaled: Any = None
+    squares: Any = None
+
+
+def add_linear(stream, x, layers, norm=None, **options):
+    """Adds the product of `linear` to a `Stream`; returns the next `Stream`."""
+    return Stream(*linear(x, layers, norm, residual=stream.x, **options))
+
+
 def linear(
-    x, layers, norm=None, gate=None, residual=None, input_gate=None, output_scale=None
-):  # fmt: skip
+    x,
+    layers,
+    norm=None,
+    gate=None,
+    residual=None,
+    squares=None,
+    output_scale=None,
+    next_norm=None,
+):
     """Applies an optional RMSNorm and up to four `Dense` to x [B, D]; returns a list of outputs.
 
     Args:
-        x: `[B, D]`.
+        x: `[B, D]`, or a `Stream`.
         layers: `Dense` layers, all quantized in the same way or not at all.
         norm: the `RMSNorm` of x, or None.
         gate: activation of a gated unit of the first two layers, or None. A third layer is applied
             to its result; quantized layers must be exactly two.
         residual: `[B, N]`, added to the only output, or None.
-        input_gate: `[B, D]`, whose sigmoid multiplies the normalized x, or None.
+        squares: `[B, ...]`, sums of squares of each row. x has been multiplied by the weight of
+            `norm`, and by gates, after these sums. None: x is the input of `norm`.
         output_scale: number, factor of the outputs before the residual is added, or None.
+        next_norm: the `RMSNorm` that follows the only output, or None. The list may then end with
+            the `scaled` and `squares` of the next `Stream`, which save a launch for several rows.
     """
+    if isinstance(x, Stream):
+        x, squares = (x.x, None) if x.squares is None else (x.scaled, x.squares)
     operation: Callable = norm_linear
-    weights, max_rows = _weights, MAX_FUSED_ROWS
+    weights, max_rows, further = _weights, MAX_FUSED_ROWS, {}
     if layers[0].quantization_mode is not None:
         operation, weights, max_rows = norm_quantized_linear, quantized.weights, 1
+    # In float16, x that is multiplied by a weight but not normalized may be out of range.
+    elif next_norm is not None and x.shape[0] > 1 and dtype_of(x) != "float16":
+        further = {"next_scale": next_norm.factor()}
+    if squares is not None:
+        squares = ops.reshape(squares, (x.shape[0], -1))
     if x.shape[0] <= max_rows:
         return operation(
             x,
             **weights(layers),
             biases=[dense.bias if dense.use_bias else None for dense in layers],
-            scale=None if norm is None else norm.factor(),
+            scale=None if norm is None or squares is not None else norm.factor(),
             epsilon=None if norm is None else norm.epsilon,
             gate=gate,
             residual=residual,
-            input_gate=input_gate,
+            squares=squares,
             output_scale=output_scale,
+            **further,
         )
-    x = x if norm is None else norm(x)
-    x = x if input_gate is None else ops.multiply(x, ops.sigmoid(input_gate))
+    if squares is not None:
+        mean = ops.sum(squares, axis=1, keepdims=True) / x.shape[1]
+        x = ops.cast(x * ops.rsqrt(mean + norm.epsilon), x.dtype)
+    elif norm is not None:
+        x = norm(x)
     if gate is not None:
         to_gate, to_up, *layers = layers
         x = gated_linear_unit(_apply(to_gate, x), _apply(to_up, x), activation=gate)

@@ -73,16 +73,16 @@ class GatedLinearUnit(RecomputableLayer):
                 return f"`{self.name}` has a custom `{name}`"
         return decoding.denses_reason([self.gate_proj, self.up_proj], [self.down_proj])
 
-    def fused_step(self, x, norm, residual_scale=None):
-        """Computes x + r layer(norm(x)) for x [B, D], with the number r or 1."""
-        ends = {"residual": x, "output_scale": residual_scale}
+    def fused_step(self, x, norm, **ends):
+        """Computes x + r layer(norm(x)) for a `decoding.Stream` x.
+
+        ends: `output_scale`, r, and `next_norm` of `decoding.linear`.
+        """
         layers = [self.gate_proj, self.up_proj, self.down_proj]
         if all(dense.quantization_mode is None for dense in layers):
-            (y,) = decoding.linear(x, layers, norm, gate=self.gate_activation, **ends)
-            return y
+            return decoding.add_linear(x, x, layers, norm, gate=self.gate_activation, **ends)
         (y,) = decoding.linear(x, layers[:2], norm, gate=self.gate_activation)
-        (y,) = decoding.linear(y, layers[2:], **ends)
-        return y
+        return decoding.add_linear(x, y, layers[2:], **ends)
 
     def compute_output_shape(self, input_shape):
         return tuple(input_shape)

@@ -212,13 +212,14 @@ class HGRN2(BoundedLayer):
             decoding.norm_reason(self.norm),
         )
 
-    def fused_step(self, x, norm, tokens, state, lower_bound=None, residual_scale=None):
+    def fused_step(self, x, norm, tokens, state, lower_bound=None, **ends):
         q, f, v = decoding.linear(x, [self.q_proj, self.f_proj, self.i_proj], norm)
         if lower_bound is not None:
             lower_bound = ops.cast(lower_bound, self.state_dtype)
         kinds = decoding.token_kinds(tokens)
-        o, memory = hgrn2_step(q, f, v, state["memory"], lower_bound, kinds)
-        (x,) = decoding.linear(o, [self.o_proj], self.norm, residual=x, output_scale=residual_scale)
+        weight = self.norm.factor()
+        o, squares, memory = hgrn2_step(q, f, v, state["memory"], lower_bound, weight, kinds)
+        x = decoding.add_linear(x, o, [self.o_proj], self.norm, squares=squares, **ends)
         return x, {"memory": memory}
 
     def own_state_spec(self, batch_size=None):

@@ -293,9 +293,9 @@ class LightningAttention(StreamingLayer):
     def _projections(self):
         return [self.q_proj, self.k_proj, self.v_proj, self.u_proj]
 
-    def fused_step(self, x, norm, tokens, state, residual_scale=None):
-        *qkv, gate = decoding.linear(x, self._projections(), norm)
-        q, k, v = (decoding.heads(y, self.head_dim, self.compute_dtype) for y in qkv)
+    def fused_step(self, x, norm, tokens, state, **ends):
+        qkvu = decoding.linear(x, self._projections(), norm)
+        q, k, v, gate = (decoding.heads(y, self.head_dim, self.compute_dtype) for y in qkvu)
         positions = {}
         if self.rope_max_wavelength is not None:
             positions = {
@@ -304,19 +304,17 @@ class LightningAttention(StreamingLayer):
                     self.head_dim, self.rope_max_wavelength, self.state_dtype
                 ),
             }
-        o, memory = lightning_step(
+        o, squares, memory = lightning_step(
             **{"q": q, "k": k, "v": v, **state, **positions},
             **decoding.head_norms(self.q_norm, self.k_norm),
             log_decay=ops.convert_to_tensor(self.log_decay, self.state_dtype),
             query_scale=self.query_scale,
+            norm_scale=self.norm.factor(),
+            output_gate=gate,
             token_kind=decoding.token_kinds(tokens),
         )
-        (x,) = decoding.linear(
-            *(ops.reshape(o, (o.shape[0], -1)), [self.o_proj], self.norm),
-            residual=x,
-            input_gate=gate,
-            output_scale=residual_scale,
-        )
+        o = ops.reshape(o, (o.shape[0], -1))
+        x = decoding.add_linear(x, o, [self.o_proj], self.norm, squares=squares, **ends)
         return x, {"memory": memory}
 
     def own_state_spec(self, batch_size=None):

@@ -319,23 +319,19 @@ class LocalAttention(StreamingLayer):
         projections = self.q_proj, self.k_proj, self.v_proj, self.gate_proj
         return [projection for projection in projections if projection is not None]
 
-    def fused_step(self, x, norm, tokens, state, residual_scale=None):
-        q, k, v, *gate = decoding.linear(x, self._projections(), norm)
-        q, k, v = (decoding.heads(y, self.head_dim, self.compute_dtype) for y in (q, k, v))
+    def fused_step(self, x, norm, tokens, state, **ends):
+        projected = decoding.linear(x, self._projections(), norm)
+        q, k, v, *gate = (decoding.heads(y, self.head_dim, self.compute_dtype) for y in projected)
         o, key, value = local_attention_step(
             **{"q": q, "k": k, "v": v, **state, "position": tokens.position[:, 0]},
             **decoding.head_norms(self.q_norm, self.k_norm),
             frequencies=frequencies(self.rotary_dim, self.rope_max_wavelength, self.state_dtype),
             sliding_window=self.sliding_window,
             logit_scaling=self.logit_scaling,
+            output_gate=gate[0] if gate else None,
             token_kind=decoding.token_kinds(tokens),
         )
-        (x,) = decoding.linear(
-            *(ops.reshape(o, (o.shape[0], -1)), [self.o_proj]),
-            residual=x,
-            input_gate=gate[0] if gate else None,
-            output_scale=residual_scale,
-        )
+        x = decoding.add_linear(x, ops.reshape(o, (o.shape[0], -1)), [self.o_proj], **ends)
         return x, {"key": key, "value": value}
 
     def get_config(self):

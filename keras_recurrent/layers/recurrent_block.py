@@ -222,7 +222,7 @@ class RecurrentBlock(StreamingLayer):
             decoding.denses_reason([self.linear_x, self.linear_y], [self.linear_out]),
         )
 
-    def fused_step(self, x, norm, tokens, state, residual_scale=None):
+    def fused_step(self, x, norm, tokens, state, **ends):
         branch, gate = decoding.linear(x, [self.linear_x, self.linear_y], norm)
         unit, conv, dtype = self.rg_lru, self.conv1d, self.compute_dtype
         y, window, hidden = rg_lru_step(
@@ -239,7 +239,7 @@ class RecurrentBlock(StreamingLayer):
             a_logit=unit.a_logit,
             token_kind=decoding.token_kinds(tokens),
         )
-        (x,) = decoding.linear(y, [self.linear_out], residual=x, output_scale=residual_scale)
+        x = decoding.add_linear(x, y, [self.linear_out], **ends)
         return x, {"conv1d": {"inputs": window}, "rg_lru": {"hidden": hidden}}
 
     def get_config(self):

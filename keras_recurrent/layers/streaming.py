@@ -211,9 +211,10 @@ class StreamingLayer(StatefulLayer):
     def unfused_reason(self):
         """Reason why `fused_step` cannot compute a decoding step of this layer, or None.
 
-        A layer with a fused step defines `fused_step(x, norm, tokens, state, residual_scale=None,
-        **kwargs)`, which returns `(x + r layer(norm(x)), next state)` for x `[B, D]`, one token of
-        each sequence, and the number r or 1.
+        A layer with a fused step defines `fused_step(x, norm, tokens, state, output_scale=None,
+        next_norm=None, **kwargs)`, which returns `(x + r layer(norm(x)), next state)` for one token
+        of each sequence. x is a `decoding.Stream`, r is `output_scale` or 1, and `next_norm` is
+        that of `decoding.linear`.
         """
         return f"there is no fused step for a {type(self).__name__}"
 

@@ -23,6 +23,7 @@ from keras_recurrent.layers.reversible_embedding import ReversibleEmbedding
 from keras_recurrent.layers.saved_quantization import SavedQuantization
 from keras_recurrent.layers.tokens import find_tokens, initial_places, place_specs
 from keras_recurrent.models.lora import LoraBackbone
+from keras_recurrent.models.residual_block import can_chain_steps, chain_steps
 from keras_recurrent.models.segments import SegmentsOptional
 from keras_recurrent.models.stored_arguments import StoredArguments
 from keras_recurrent.training.torch_training import TorchTraining
@@ -204,15 +205,17 @@ class RecurrentBackbone(
             x = self.embed(token_ids)
         else:
             x, tokens, places = step
-        intercept = intercept or (lambda x, i: x)
-        x = intercept(x, -1)
-        states = []
-        arguments = self.block_arguments(x)
-        for i, (block, further) in enumerate(zip(self.transformer_layers, arguments, strict=True)):
-            state = None if cache is None else cache["blocks"][i]
-            x, state = stream_inner(self, block, x, tokens, state, return_cache, **further)
-            states.append(state)
-            x = intercept(x, i)
+        if cache is not None and intercept is None and can_chain_steps(self, x):
+            arguments = self.block_arguments(x)
+            x, states = chain_steps(self.transformer_layers, x, tokens, cache["blocks"], arguments)
+        else:
+            intercept = intercept or (lambda x, i: x)
+            x, states = intercept(x, -1), []
+            for i, further in enumerate(self.block_arguments(x)):
+                block, state = self.transformer_layers[i], cache and cache["blocks"][i]
+                x, state = stream_inner(self, block, x, tokens, state, return_cache, **further)
+                states.append(state)
+                x = intercept(x, i)
         x = self.final_norm(x)
         if self.output_scale is not None:
             x = x * self.output_scale

@@ -4,10 +4,15 @@ import keras
 
 from keras_recurrent.checks.arguments import check_number
 from keras_recurrent.devices.jax_layouts import apply_layout
+from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.layers import RMSNorm, StreamingLayer, SwiGLU, decoding
 from keras_recurrent.layers.gated_linear_unit import GatedLinearUnit
 from keras_recurrent.layers.inner_streaming import stream_inner
-from keras_recurrent.layers.remat import no_further_remat
+from keras_recurrent.layers.remat import is_called_directly, no_further_remat
+from keras_recurrent.layers.states import in_order
+
+if BACKEND == "torch":
+    from keras_recurrent.layers.torch_calls import weights_scope
 
 
 class ResidualBlock(StreamingLayer):
@@ -95,28 +100,29 @@ class ResidualBlock(StreamingLayer):
             *map(decoding.norm_reason, (self.temporal_norm, self.channel_norm)),
         )
 
-    def step(self, x, tokens, state, **kwargs):
+    def step(self, x, tokens, state, next_norm=None, **kwargs):
         """Computes a decoding step with fused operations.
 
         Args:
-            x: `[B, D]`, one token of each sequence.
+            x: a `decoding.Stream`, one token of each sequence.
             tokens, **kwargs: as in `stream`.
             state: that of the layer that mixes tokens.
+            next_norm: the `RMSNorm` that follows the block, or None.
 
         Returns:
-            `(output [B, D], next state)`.
+            `(the next Stream, next state)`.
         """
-        scale = self.residual_scale
+        ends = {"output_scale": self.residual_scale}
         x, state = self.temporal_block.fused_step(
-            x, self.temporal_norm, tokens, state, residual_scale=scale, **kwargs
+            *(x, self.temporal_norm, tokens, state), next_norm=self.channel_norm, **ends, **kwargs
         )
-        return self.mlp.fused_step(x, self.channel_norm, residual_scale=scale), state
+        return self.mlp.fused_step(x, self.channel_norm, next_norm=next_norm, **ends), state
 
     def stream(self, inputs, tokens, state, **kwargs):
         before = state.get("temporal_block")
         if before and decoding.can_fuse(inputs) and self.unfused_reason() is None:
-            x, after = self.step(inputs[:, 0], tokens, before, **kwargs)
-            return x[:, None], {"temporal_block": after}
+            x, after = self.step(decoding.Stream(inputs[:, 0]), tokens, before, **kwargs)
+            return x.x[:, None], {"temporal_block": after}
         x = self.inner(self.temporal_norm, inputs)
         x, after = stream_inner(self, self.temporal_block, x, tokens, before, **kwargs)
         x = self._add(inputs, x)
@@ -141,3 +147,37 @@ class ResidualBlock(StreamingLayer):
     def from_config(cls, config):
         temporal_block = keras.layers.deserialize(config["temporal_block"])
         return super().from_config({**config, "temporal_block": temporal_block})
+
+
+def can_chain_steps(outer, x):
+    """Returns True if `chain_steps` may compute the blocks of a backbone for x [B, T, D]."""
+    return decoding.can_fuse(x) and all(
+        is_called_directly(outer, block, x)
+        and "call" not in vars(block)
+        and block.unfused_reason() is None
+        for block in outer.transformer_layers
+    )
+
+
+def chain_steps(blocks, x, tokens, states, arguments):
+    """Computes a decoding step of all blocks, each of which also prepares the norm of the next.
+
+    Args:
+        blocks: list of `ResidualBlock`.
+        x: `[B, 1, D]`.
+        tokens: the `Tokens`.
+        states: the states of the blocks.
+        arguments: dictionaries of further arguments of the blocks' steps.
+
+    Returns:
+        `(output [B, 1, D], next states)`.
+    """
+    stream, after = decoding.Stream(x[:, 0]), []
+    norms = [*(block.temporal_norm for block in blocks[1:]), None]
+    for block, state, norm, further in zip(blocks, states, norms, arguments, strict=True):
+        with weights_scope(block):
+            stream, state = block.step(
+                stream, tokens, state["temporal_block"], next_norm=norm, **further
+            )
+        after.append(in_order({"temporal_block": state}))
+    return stream.x[:, None], after

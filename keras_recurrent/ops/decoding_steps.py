@@ -9,7 +9,7 @@ import keras
 from keras import ops
 
 from keras_recurrent import dispatch
-from keras_recurrent.checks.dtypes import dtype_of
+from keras_recurrent.checks.dtypes import dtype_of, sum_dtype
 from keras_recurrent.ops.operation import Operation
 
 ENDS = ("", "_2", "_3", "_4")  # of the names of up to four kernels and their biases
@@ -32,6 +32,9 @@ class NormLinearOperation(Operation):
         outputs = [spec for spec, kernel in specs if kernel is not None]
         if self.options["gate"] is not None:
             outputs = outputs[2:] or outputs[:1]
+        if tensors.get("next_scale") is not None:
+            squares = keras.KerasTensor((sizes["B"], None), sum_dtype(*tensors.values()))
+            outputs += [outputs[0], squares]
         return tuple(outputs)
 
 
@@ -98,13 +101,15 @@ class LocalAttentionStepOperation(Operation):
 def norm_linear(x, kernels, biases, **others):
     """Applies RMSNorm and up to four linear layers to x [B, D], with optional gates and residual.
 
-    The sigmoid of `input_gate` multiplies the normalized x. With `gate`, the first two kernels form
-    a gated unit, and the third, if any, is applied to its result. `output_scale` multiplies the
-    outputs, and `residual` is added to the first one. Kernels and biases are passed as lists. See
-    `backends/reference/norm_linear.py`.
+    With `squares`, sums of squares of rows, x has been multiplied by the norm's weight. With
+    `gate`, the first two kernels form a gated unit, and the third, if any, takes its result.
+    `output_scale` multiplies the outputs, and `residual` is added to the first one. Kernels and
+    biases are passed as lists. See `backends/reference/norm_linear.py`.
 
     Returns:
-        A list of outputs [B, N]: one for each kernel, or a single one with `gate`.
+        A list of outputs [B, N]: one for each kernel, or a single one with `gate`. With
+        `next_scale`, the weight of the norm that follows, the list ends with the product of the
+        output and this weight, and with sums of squares of the output [B, U].
     """
     return _apply(NormLinearOperation, {"x": x}, {"kernel": kernels, "bias": biases}, others)
 
@@ -129,9 +134,10 @@ def _apply(operation, tensors, lists, others):
     return list(operation.apply(tensors, None, operation.options | options))
 
 
-def hgrn2_step(q, f, v, memory, lower_bound=None, token_kind=None):
+def hgrn2_step(q, f, v, memory, lower_bound=None, norm_scale=None, token_kind=None):
     """Computes HGRN2 between its projections; see `backends/reference/hgrn2_step.py`."""
     tensors = {"q": q, "f": f, "v": v, "memory": memory, "lower_bound": lower_bound}
+    tensors["norm_scale"] = norm_scale
     return HGRN2StepOperation.apply(tensors, None, token_kind=token_kind)
 
 

@@ -47,6 +47,12 @@ def applied_decay(a, starts, padding):
     return fill_where(padding, 1.0, fill_where(starts, 0.0, a))
 
 
+def group_squares(x, size):
+    """Returns the sums of squares in groups of `size` channels of the last axis."""
+    squares = ops.pad(x * x, [(0, 0)] * (len(x.shape) - 1) + [(0, -x.shape[-1] % size)])
+    return ops.sum(ops.reshape(squares, (*x.shape[:-1], -1, size)), axis=-1)
+
+
 def matmul(a, b):
     """a b in full precision, unlike that of TPUs, and of `ops.matmul` with float64 on torch."""
     with _full_precision():

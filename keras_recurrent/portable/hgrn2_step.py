@@ -2,11 +2,21 @@
 
 from keras import ops
 
-from keras_recurrent.portable._common import applied_decay, fill_where, sum_dtype, token_masks
+from keras_recurrent.backends.constants import SQUARES_GROUP
+from keras_recurrent.portable._common import (
+    applied_decay,
+    fill_where,
+    group_squares,
+    sum_dtype,
+    token_masks,
+)
 
 
-def hgrn2_step(q, f, v, memory, lower_bound=None, token_kind=None):
-    """q, f: [B, H K]; v: [B, H V]; memory: [B, H, K, V]. Returns ([B, H V], the next memory)."""
+def hgrn2_step(q, f, v, memory, lower_bound=None, norm_scale=None, token_kind=None):
+    """q, f: [B, H K]; v: [B, H V]; memory: [B, H, K, V]. norm_scale: [H V].
+
+    Returns ([B, H V], sums of squares [B, H, U], the next memory).
+    """
     dtype = sum_dtype(q, f, v, memory, lower_bound)
     batch, heads, keys, values = memory.shape
     query, logits, value = (ops.cast(x, dtype) for x in (q, f, v))
@@ -24,4 +34,8 @@ def hgrn2_step(q, f, v, memory, lower_bound=None, token_kind=None):
     decay = applied_decay(decay, starts, padding)
     memory = decay[..., None] * ops.cast(memory, dtype) + key[..., None] * value[:, :, None]
     output = ops.sum(query[..., None] * memory, axis=2)
-    return ops.cast(ops.reshape(output, (batch, heads * values)), v.dtype), memory
+    squares = group_squares(output, SQUARES_GROUP)
+    output = ops.reshape(output, (batch, heads * values))
+    if norm_scale is not None:
+        output = output * ops.cast(norm_scale, dtype)
+    return ops.cast(output, v.dtype), squares, memory

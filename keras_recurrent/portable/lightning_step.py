@@ -2,7 +2,14 @@
 
 from keras import ops
 
-from keras_recurrent.portable._common import applied_decay, fill_where, sum_dtype, token_masks
+from keras_recurrent.backends.constants import SQUARES_GROUP
+from keras_recurrent.portable._common import (
+    applied_decay,
+    fill_where,
+    group_squares,
+    sum_dtype,
+    token_masks,
+)
 from keras_recurrent.portable._heads import prepare_heads
 
 
@@ -16,13 +23,15 @@ def lightning_step(
     q_scale=None,
     k_scale=None,
     frequencies=None,
+    norm_scale=None,
+    output_gate=None,
     token_kind=None,
     epsilon=None,
     query_scale=None,
 ):
     """q: [B, H, K]; k: [B, G, K]; v: [B, G, V]; memory: [B, H, K, V]; log_decay: [H].
 
-    Returns (o [B, H, V], the next memory).
+    Returns (y [B, H, V], sums of squares [B, H, U], the next memory).
     """
     dtype = sum_dtype(q, k, v, memory, log_decay, q_scale, k_scale)
     starts, padding = token_masks(None if token_kind is None else token_kind[:, None], 3)
@@ -40,4 +49,9 @@ def lightning_step(
     decay = applied_decay(decay, starts, padding)
     memory = decay[..., None] * ops.cast(memory, dtype) + key[..., None] * value[:, :, None]
     output = ops.sum(query[..., None] * memory, axis=2)
-    return ops.cast(output, v.dtype), memory
+    squares = group_squares(output, SQUARES_GROUP)
+    if norm_scale is not None:
+        output = output * ops.reshape(ops.cast(norm_scale, dtype), output.shape[1:])
+    if output_gate is not None:
+        output = output * ops.sigmoid(ops.cast(output_gate, dtype))
+    return ops.cast(output, v.dtype), squares, memory

@@ -19,6 +19,7 @@ def local_attention_step(
     frequencies=None,
     q_scale=None,
     k_scale=None,
+    output_gate=None,
     token_kind=None,
     sliding_window=None,
     epsilon=None,
@@ -26,7 +27,7 @@ def local_attention_step(
 ):
     """q: [B, H, K]; k: [B, G, K]; v: [B, G, V]; key, value: [B, C, G, ...]; position: [B].
 
-    Returns (o [B, H, V], the next key and value).
+    Returns (y [B, H, V], the next key and value).
     """
     dtype = sum_dtype(q, k, v, key, value)
     starts, padding = token_masks(None if token_kind is None else token_kind[:, None], 2)
@@ -55,6 +56,8 @@ def local_attention_step(
     ]
     (keys, key), (values, value) = caches
     output = _attend(ops.cast(q, dtype), ops.cast(keys, dtype), ops.cast(values, dtype), visible)
+    if output_gate is not None:
+        output = output * ops.sigmoid(ops.cast(output_gate, dtype))
     return ops.cast(output, q.dtype), key, value
 
 

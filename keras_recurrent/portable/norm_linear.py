@@ -2,7 +2,8 @@
 
 from keras import ops
 
-from keras_recurrent.portable._common import matmul, sum_dtype
+from keras_recurrent.backends.constants import ROW_SQUARES_GROUP
+from keras_recurrent.portable._common import group_squares, matmul, sum_dtype
 from keras_recurrent.portable.gated_linear_unit import gated_linear_unit
 from keras_recurrent.portable.rms_norm import rms_norm
 
@@ -19,19 +20,21 @@ def norm_linear(
     bias_3=None,
     bias_4=None,
     residual=None,
-    input_gate=None,
+    squares=None,
+    next_scale=None,
     epsilon=None,
     gate=None,
     output_scale=None,
 ):
-    """x: [B, K]; scale: [K]; kernels: [K, N] each. Returns a tuple of [B, N] in x's dtype."""
+    """x: [B, K]; scale: [K]; kernels: [K, N] each. Returns a tuple of [B, N] in x's dtype.
+
+    With `next_scale`, [N], it ends with y * next_scale and sums of squares of y, [B, U].
+    """
     kernels, biases = (kernel, kernel_2, kernel_3, kernel_4), (bias, bias_2, bias_3, bias_4)
-    dtype = sum_dtype(x, scale, *kernels, *biases, residual, input_gate)
+    dtype = sum_dtype(x, scale, *kernels, *biases, residual, squares, next_scale)
     y = ops.cast(x, dtype)
     if epsilon is not None:
-        y = rms_norm(y, scale, epsilon)
-    if input_gate is not None:
-        y = y * ops.sigmoid(ops.cast(input_gate, dtype))
+        y = normalize(y, scale, epsilon, squares)
 
     def linear(x, weight, offset):
         y = matmul(x, ops.cast(weight, dtype))
@@ -47,4 +50,16 @@ def norm_linear(
         outputs = [output_scale * output for output in outputs]
     if residual is not None:
         outputs[0] = outputs[0] + ops.cast(residual, dtype)
-    return tuple(ops.cast(output, x.dtype) for output in outputs)
+    results = [ops.cast(output, x.dtype) for output in outputs]
+    if next_scale is not None:
+        scaled = ops.cast(outputs[0] * ops.cast(next_scale, dtype), x.dtype)
+        results += [scaled, group_squares(outputs[0], ROW_SQUARES_GROUP)]
+    return tuple(results)
+
+
+def normalize(x, scale, epsilon, squares):
+    """RMSNorm(x); with `squares`, of x that has been multiplied by the norm's weight."""
+    if squares is None:
+        return rms_norm(x, scale, epsilon)
+    mean = ops.sum(ops.cast(squares, x.dtype), axis=1, keepdims=True) / x.shape[1]
+    return x / ops.sqrt(mean + epsilon)

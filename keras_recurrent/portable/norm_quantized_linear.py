@@ -9,7 +9,7 @@ from keras import ops
 from keras_recurrent.backends.constants import ROW_EPSILON
 from keras_recurrent.portable._common import matmul, sum_dtype
 from keras_recurrent.portable.gated_linear_unit import gated_linear_unit
-from keras_recurrent.portable.rms_norm import rms_norm
+from keras_recurrent.portable.norm_linear import normalize
 
 
 def norm_quantized_linear(
@@ -32,7 +32,7 @@ def norm_quantized_linear(
     bias_3=None,
     bias_4=None,
     residual=None,
-    input_gate=None,
+    squares=None,
     epsilon=None,
     gate=None,
     output_scale=None,
@@ -43,12 +43,10 @@ def norm_quantized_linear(
     """Returns a tuple of [B, N] in x's dtype, one for each kernel, or one with `gate`."""
     scales = kernel_scale, kernel_scale_2, kernel_scale_3, kernel_scale_4
     biases = bias, bias_2, bias_3, bias_4
-    dtype = sum_dtype(x, scale, *scales, *biases, residual, input_gate)
+    dtype = sum_dtype(x, scale, *scales, *biases, residual, squares)
     y, factor = ops.cast(x, dtype), None
     if epsilon is not None:
-        y = rms_norm(y, scale, epsilon)
-    if input_gate is not None:
-        y = y * ops.sigmoid(ops.cast(input_gate, dtype))
+        y = normalize(y, scale, epsilon, squares)
     if row_dtype is not None:
         y, factor = (ops.cast(t, dtype) for t in _quantize_row(ops.cast(y, x.dtype)))
 

@@ -5,9 +5,8 @@ from typing import NamedTuple
 import numpy as np
 
 from keras_recurrent.backends.constants import CONTINUES
-from keras_recurrent.backends.reference._common import sigmoid
+from keras_recurrent.backends.reference.norm_linear import normalize
 from keras_recurrent.backends.reference.norm_quantized_linear import quantized_row, rounded_row
-from keras_recurrent.backends.reference.rms_norm import rms_norm
 from tests.ops.cases import round_to
 from tests.ops.token_wise import log_bounds
 
@@ -22,9 +21,10 @@ class Case(NamedTuple):
     norm: bool = True
     gate: str | None = None
     residual: bool = False
-    # Gate of the inputs and factor of the outputs of projections; factor of lightning queries;
-    # RMSNorm of heads; `logit_scaling`.
-    input_gate: bool = False
+    # Squares in place of the norm's weight, or weight and gate of the norm after a step; factor of
+    # the outputs of projections, or of lightning queries; RMSNorm of heads; `logit_scaling`.
+    delayed_norm: bool = False
+    next_norm: bool = False  # of `norm_linear`: a norm follows the only output
     output_scale: float | None = None
     head_norm: bool = False
     logit_scaling: float | None = None
@@ -36,7 +36,7 @@ class Case(NamedTuple):
     quantize_row: bool = True
 
 
-EXTRAS = {"input_gate": True, "output_scale": 0.3, "head_norm": True, "logit_scaling": 500.5}
+EXTRAS = {"delayed_norm": True, "output_scale": 0.3, "head_norm": True, "logit_scaling": 500.5}
 CASES = {
     "one map": Case(1, residual=True),
     "three maps": Case(1, widths=(16, 33, 7), channels=70),
@@ -59,13 +59,17 @@ CASES = {
     "channels in parts": Case(1, "bfloat16", 4500, (70,), residual=True, norm=False),
     "rows, channels in parts": Case(5, "bfloat16", 1200, (70,), residual=True),
     "float32 rows, channels in parts": Case(3, "float32", 1100, (40,), parameters=False),
-    "gated inputs": Case(1, channels=70, widths=(16, 33, 7, 20), **EXTRAS),
-    "gated inputs, bfloat16": Case(1, "bfloat16", channels=300, widths=(40, 40, 9), **EXTRAS),
-    "gated inputs, bare": Case(1, "bfloat16", parameters=False, residual=True, **EXTRAS),
-    "gated inputs, rows": Case(5, "bfloat16", 70, (16, 33, 9, 17), kinds=True, **EXTRAS),
-    "gated inputs, channels in parts": Case(1, "bfloat16", 4500, (40,), norm=False, **EXTRAS),
-    "gated inputs, perceptron": Case(1, channels=70, widths=(18, 18, 7), gate="silu", **EXTRAS),
-    "gated inputs, gelu": Case(1, channels=30, widths=(18, 18), gate="gelu", **EXTRAS),
+    "delayed norm": Case(1, channels=70, widths=(16, 33, 7, 20), **EXTRAS),
+    "delayed norm, bfloat16": Case(1, "bfloat16", channels=300, widths=(40, 40, 9), **EXTRAS),
+    "delayed norm, bare": Case(1, "bfloat16", parameters=False, residual=True, **EXTRAS),
+    "delayed norm, rows": Case(5, "bfloat16", 70, (16, 33, 9, 17), kinds=True, **EXTRAS),
+    "delayed norm, channels in parts": Case(1, "bfloat16", 4500, (40,), norm=False, **EXTRAS),
+    "delayed norm, perceptron": Case(1, channels=70, widths=(18, 18, 7), gate="silu", **EXTRAS),
+    "delayed norm, gelu": Case(1, channels=30, widths=(18, 18), gate="gelu", **EXTRAS),
+    "next norm": Case(3, "bfloat16", 1200, (300,), residual=True, next_norm=True, **EXTRAS),
+    "next norm, perceptron": Case(
+        *(2, "float32", 30, (1040, 1040, 300)), gate="silu", residual=True, next_norm=True
+    ),
     "many rows": Case(35, "bfloat16", 300, kinds=True),
     "float16": Case(2, "float16", kinds=True),
     "float64": Case(2, "float64", widths=(16, 33), kinds=True, scale="extreme"),
@@ -121,7 +125,7 @@ def _numbers(rng, case, *shape):
 def norm_linear(rng, case):
     names = ("", "_2", "_3", "_4")[: len(case.widths)]
     tensors = {"x": _numbers(rng, case, case.rows, case.channels), "scale": None}
-    if case.norm and case.parameters:
+    if case.norm and case.parameters and not case.delayed_norm:
         tensors["scale"] = rng.normal(size=case.channels)
     for name, width in zip(names, case.widths, strict=True):
         behind = name == "_3" and case.gate is not None
@@ -132,8 +136,10 @@ def norm_linear(rng, case):
     if case.residual:
         width = case.widths[-1 if case.gate else 0]
         tensors["residual"] = rng.normal(size=(case.rows, width))
-    if case.input_gate:
-        tensors["input_gate"] = _numbers(rng, case, case.rows, case.channels)
+    if case.norm and case.delayed_norm:
+        tensors["squares"] = rng.uniform(0.5, 2, size=(case.rows, 9)) * case.channels / 9
+    if case.next_norm:
+        tensors["next_scale"] = rng.uniform(0.5, 2, size=case.widths[-1])
     options = {"epsilon": 1e-5 if case.norm else None, "gate": case.gate}
     return tensors, options | {"output_scale": case.output_scale}
 
@@ -141,9 +147,9 @@ def norm_linear(rng, case):
 def _rounds_surely(tensors, epsilon, dtype):
     """Whether rows become the same integers if their numbers are a little larger or smaller."""
     x = round_to(dtype, tensors["x"])
-    y = x if epsilon is None else rms_norm(x, tensors["scale"], epsilon)
-    if "input_gate" in tensors:
-        y = y * sigmoid(round_to(dtype, tensors["input_gate"]))
+    y = x
+    if epsilon is not None:
+        y = normalize(x, tensors["scale"], epsilon, tensors.get("squares"), "float64")
     found = [quantized_row(rounded_row(y * (1 + e), dtype)) for e in (-(2**-20), 0, 2**-20)]
     (low, below), _, (high, above) = found
     return (low == high).all() and (dtype not in ("bfloat16", "float16") or (below == above).all())
@@ -152,7 +158,7 @@ def _rounds_surely(tensors, epsilon, dtype):
 def norm_quantized_linear(rng, case):
     # Its tiles depend on channels first, and the interpreter takes long for more columns.
     widths = case.widths[:2] if case.gate else case.widths  # no map is behind a gate
-    case = case._replace(widths=tuple(min(width, 400) for width in widths))
+    case = case._replace(widths=tuple(min(width, 400) for width in widths), next_norm=False)
     tensors, options = norm_linear(rng, case)
     # One integer more or less is a step that float32 and float64 may take at different numbers.
     while case.quantize_row and not _rounds_surely(tensors, options["epsilon"], case.dtype):
@@ -182,6 +188,7 @@ def hgrn2_step(rng, case):
         "v": rng.normal(size=(case.rows, heads * values)),
         "memory": rng.normal(size=(case.rows, heads, keys, values)),
         "lower_bound": log_bounds(rng, heads * keys, case.scale) if case.parameters else None,
+        "norm_scale": rng.uniform(0.5, 2, size=heads * values) if case.parameters else None,
         "token_kind": token_kinds(case),
     }
     return tensors, {}
@@ -192,6 +199,14 @@ def _head_scales(rng, case, keys):
     if not case.head_norm:
         return {"q_scale": None, "k_scale": None}, None
     return {name: rng.uniform(0.5, 2, size=keys) for name in ("q_scale", "k_scale")}, 1e-5
+
+
+def _norm_after(rng, case, heads, values):
+    """Weight and gate of a norm that a step begins, or Nones."""
+    shapes = {"norm_scale": (heads * values,), "output_gate": (case.rows, heads, values)}
+    return {
+        n: rng.uniform(0.5, 2, size=s) if case.delayed_norm else None for n, s in shapes.items()
+    }
 
 
 def lightning_step(rng, case):
@@ -207,6 +222,7 @@ def lightning_step(rng, case):
         "position": rng.integers(0, 100, case.rows) if case.parameters else None,
         **scales,
         "frequencies": 10.0 ** -np.arange(keys // 2) if case.parameters else None,
+        **_norm_after(rng, case, share * groups, values),
         "token_kind": token_kinds(case),
     }
     return tensors, {"epsilon": epsilon, "query_scale": case.output_scale}
@@ -249,6 +265,7 @@ def local_attention_step(rng, case):
         "position": position,
         "frequencies": None,
         **scales,
+        "output_gate": _norm_after(rng, case, share * groups, values)["output_gate"],
         "token_kind": token_kinds(case),
     }
     if case.parameters:
@@ -264,7 +281,16 @@ OPERATIONS = (
 DRAW = {operation.__name__: operation for operation in OPERATIONS}
 # Weights and states that are float32 beside tensors of 16 bits.
 IN_FLOAT32 = ("scale", "lower_bound", "memory", "window", "hidden", "conv_kernel", "conv_bias")
-IN_FLOAT32 += ("a_logit", "frequencies", "log_decay", "q_scale", "k_scale")
+IN_FLOAT32 += (
+    "a_logit",
+    "frequencies",
+    "log_decay",
+    "q_scale",
+    "k_scale",
+    "norm_scale",
+    "squares",
+    "next_scale",
+)
 INTEGERS = {"token_kind": "int8", "position": "int32"}
 # {operation: what is drawn of its states}
 STATES = {
@@ -275,6 +301,8 @@ STATES = {
     "rg_lru_step": ("window", "hidden"),
     "local_attention_step": ("key", "value"),
 }
+# Operations whose second result is the sums of squares of the first one.
+WITH_SQUARES = ("hgrn2_step", "lightning_step")
 # The states that a kernel writes over where it may: on torch, with Triton.
 WRITTEN_OVER = {
     "hgrn2_step": ("memory",),

@@ -76,9 +76,10 @@ FLOATS += (
     "frequencies",
     "q_scale",
     "k_scale",
+    "norm_scale",
 )
 FLOATS += ("totals", "decays", "log_decay", "log_f", "origin", "delta", "d_keys", "d_values")
-FLOATS += ("scales", "squares", "given_d_log_f")
+FLOATS += ("scales", "squares", "next_squares", "next_scale", "given_d_log_f")
 FLOATS += (
     "memory",
     "next_memory",
@@ -240,12 +241,16 @@ TOKEN_WISE = {
 }
 
 
+NO_SQUARES = {"NUM_SQUARES": 0, "BLOCK_S": 0}
+SQUARES = {"squares": "given", "NUM_SQUARES": 64, "BLOCK_S": 64}  # of 2,048 channels
+
+
 def of_rows_through_maps(rows, channels, dtype="bfloat16", **constants):
     """The kernel of rows through maps of 2048 columns; those that are absent are None."""
     absent = [f"{name}_{i}" for name in ("kernel", "bias", "y") for i in (2, 3, 4)]
-    absent += ["x_2", "bias", "residual", "input_gate"] + ["scale"] * (rows > 1)
+    absent += ["x_2", "bias", "residual", "squares"] + ["scale"] * (rows > 1)
     sizes = dict.fromkeys(("N", "N_2", "N_3", "N_4"), 2048)
-    sizes |= {"K": channels, "NORM": rows == 1, "GATE": 0}
+    sizes |= {"K": channels, "NORM": rows == 1, "GATE": 0, **NO_SQUARES}
     columns = 2048 * (1 + sum(f"kernel_{i}" in constants for i in (2, 3, 4)))
     sizes |= {"SHORT": dtype == "bfloat16", "OUTPUT_SCALE": 1.0, "PDL": True}
     constants = dict.fromkeys(absent) | sizes | constants
@@ -259,8 +264,9 @@ def of_rows_through_maps(rows, channels, dtype="bfloat16", **constants):
 ATTENTION_STEP = {
     **{"K": 256, "V": 256, "R": 64, "BLOCK_K": 256, "BLOCK_V": 256},
     **{"PARTS": 16, "EPSILON": 0.0, "LOGIT_SCALING": 0.0, "LOG_SCALING": 1.0, "PDL": True},
-    **dict.fromkeys(("q_scale", "k_scale")),
+    **dict.fromkeys(("q_scale", "k_scale", "output_gate", "output")),
 }
+ALL_SLOTS = dict.fromkeys(("sums", "peaks", "totals")) | {"PARTS": 1}
 # Heads of HypeNet 2B: lightning attention, and softmax attention without positions.
 HEADS = {"K": 128, "V": 128, "R": 64, "BLOCK_K": 128, "EPSILON": 1e-6, "PDL": True}
 GATE_KERNEL = {"BLOCK": norm_linear._BLOCK, "OUTPUT_SCALE": 1.0, "PDL": True}
@@ -337,6 +343,14 @@ OF_A_STEP = {
         | {"frequencies": None, "R": 0, "LOGIT_SCALING": 500.0, "LOG_SCALING": 6.2},
         [local_attention_step._TILE],
     ),
+    "local_attention step, one part": (
+        local_attention_step._partial_kernel,
+        {n: c for n, c in ATTENTION_STEP.items() if n not in ("output_gate", "output")}
+        | HEADS
+        | {"SHARE": 2, "BLOCK_H": 16, "BLOCK_V": 128, "SHORT": True, **ALL_SLOTS}
+        | {"frequencies": None, "R": 0, "LOGIT_SCALING": 500.0, "LOG_SCALING": 6.2},
+        [local_attention_step._TILE],
+    ),
     "local_attention step, combine": (
         local_attention_step._combine_kernel,
         {"V": 256, "BLOCK_V": 256, "PARTS": 32, "BLOCK_P": 32, "PDL": True},
@@ -372,7 +386,15 @@ OF_A_STEP = {
     ),
     "norm_linear, sum of parts": (
         norm_linear.sum_kernel,
-        GATE_KERNEL | {"N": 2048, "PARTS": 11, "bias": None},
+        GATE_KERNEL
+        | NO_SQUARES
+        | {"K": 5632, "N": 2048, "PARTS": 11, "bias": None, "squares": None}
+        | dict.fromkeys(("next_scale", "scaled", "next_squares")),
+        [{}],
+    ),
+    "norm_linear, sum of parts, squares": (
+        norm_linear.sum_kernel,
+        GATE_KERNEL | {"K": 2048, "N": 2048, "PARTS": 8, "NUM_SQUARES": 64, "BLOCK_S": 64},
         [{}],
     ),
     "norm_linear of 16 rows, silu": of_rows_through_maps(16, 2048, kernel_2="given", GATE=1),
@@ -386,13 +408,11 @@ OF_A_STEP = {
     "norm_linear of four": of_rows_through_maps(
         1, 2048, **{f"{name}_{i}": "given" for name in ("kernel", "y") for i in (2, 3, 4)}
     ),
-    "norm_linear of gated inputs": of_rows_through_maps(
-        1, 4096, input_gate="given", residual="given", OUTPUT_SCALE=0.25
+    "norm_linear of squares": of_rows_through_maps(
+        1, 2048, scale=None, NORM=False, residual="given", OUTPUT_SCALE=0.25, **SQUARES
     ),
-    "norm_linear, inputs of 16 rows": (
-        norm_linear.input_kernel,
-        {"K": 4096, "BLOCK_K": 4096, "NORM": True, "PDL": True},
-        [{"num_warps": 8}],
+    "norm_linear of squares of 16 rows, silu": of_rows_through_maps(
+        16, 2048, kernel_2="given", GATE=1, **SQUARES
     ),
     "norm_linear, in parts": of_rows_through_maps(1, 5632, scale=None, NORM=False),
     "norm_linear, in parts, of what is gated": of_rows_through_maps(
@@ -404,7 +424,7 @@ OF_A_STEP = {
 def of_quantized_maps(channels, widths, bits, block_size=0, limbs=None, **constants):
     """The kernel of one row through quantized maps; int8 quantizes the row, too."""
     widths, limbs = (*widths, 0, 0, 0)[:4], limbs or (1 if bits == 8 else 2)
-    absent = ["residual", "input_gate"]
+    absent = ["residual", "squares"]
     for end, width in zip(("", "_2", "_3", "_4"), widths, strict=True):
         absent.append(f"bias{end}")
         absent += [f"{name}{end}" for name in ("kernel", "kernel_scale", "y") if not width]
@@ -413,7 +433,7 @@ def of_quantized_maps(channels, widths, bits, block_size=0, limbs=None, **consta
     options = norm_quantized_linear.tile_options(channels, widths, bits, gate, limbs, block_size)
     options |= {"LIMBS": limbs, "QUANTIZED": limbs == 1, "BLOCK_SIZE": block_size}
     options |= {"NORM": True, "GATE": 0, "VECTORS": True, "WHOLE": True, "PDL": True}
-    options["OUTPUT_SCALE"] = 1.0
+    options |= {"OUTPUT_SCALE": 1.0, **NO_SQUARES}
     options |= dict.fromkeys(absent) | constants
     if gate:
         options["y_2"] = None
@@ -443,11 +463,11 @@ QUANTIZED_MAPS = {
     "norm_quantized_linear, down, 4 bits": of_quantized_maps(5632, (2048,), 4, 128, **DOWN),
     "norm_quantized_linear of 4 bits, 1 limb": of_quantized_maps(2048, (2048,), 4, limbs=1),
     "norm_quantized_linear of four": of_quantized_maps(2048, (2048, 1024, 1024, 2048), 8),
-    "norm_quantized_linear of gated inputs": of_quantized_maps(
-        2048, (2048,), 8, input_gate="given", residual="given", OUTPUT_SCALE=0.25
+    "norm_quantized_linear of squares": of_quantized_maps(
+        2048, (2048,), 8, scale=None, residual="given", OUTPUT_SCALE=0.25, **SQUARES
     ),
-    "norm_quantized_linear of gated inputs, 4 bits": of_quantized_maps(
-        2048, (2048,), 4, 128, input_gate="given", residual="given", OUTPUT_SCALE=0.25
+    "norm_quantized_linear of squares, 4 bits": of_quantized_maps(
+        2048, (2048,), 4, 128, scale=None, residual="given", OUTPUT_SCALE=0.25, **SQUARES
     ),
     "norm_quantized_linear of 4 bits, blocks of 16": of_quantized_maps(2048, (2048,), 4, 16),
     "norm_quantized_linear, float32": of_quantized_maps(

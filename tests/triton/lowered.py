@@ -11,6 +11,7 @@ from jax import export
 
 from keras_recurrent import ops
 from keras_recurrent.backends.jax import _gpu
+from keras_recurrent.ops import decoding_steps
 
 B, T, D, H, K = 2, 200, 64, 2, 64
 
@@ -66,8 +67,8 @@ STEP = ROW, SQUARE, SQUARE, array(1, H, D // H, D // H, dtype="float32")
 
 def hgrn2_step(x, kernel, kernel_2, memory):
     """A part of a step of generation, which has no gradient."""
-    q, f = ops.norm_linear(x, [kernel, kernel_2], epsilon=1e-5)
-    return ops.hgrn2_step(q, f, x, memory)
+    q, f = decoding_steps.norm_linear(x, [kernel, kernel_2], [], epsilon=1e-5)
+    return decoding_steps.hgrn2_step(q, f, x, memory)
 
 
 def traced(operation, tensors, others=None):

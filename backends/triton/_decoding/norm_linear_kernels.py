@@ -6,11 +6,15 @@
 import triton
 import triton.language as tl
 
-from .._device.common import load_float32
-from .._device.math import reciprocal_root, sigmoid
 from .._device.pdl import launch_dependents, wait_for_previous_launch
 from .._device.products import operand
-from .norm_linear_products import apply_gate, project_row, project_rows
+from .norm_linear_products import (
+    apply_gate,
+    load_squares,
+    norm_factors,
+    project_row,
+    project_rows,
+)
 
 
 @triton.jit
@@ -36,7 +40,7 @@ def _store_columns(
 def _project(
     x,
     x_2,
-    input_gate,
+    squares,
     kernel,
     up_kernel,
     n,
@@ -49,6 +53,8 @@ def _project(
     GATE: tl.constexpr,
     LENGTH: tl.constexpr,
     NORM: tl.constexpr,
+    NUM_SQUARES: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -60,14 +66,14 @@ def _project(
     """Columns n of the product; with a gate and several rows, those of `up_kernel`, too."""
     if BLOCK_B == 1:
         total = project_row(
-            *(x, x_2, input_gate, scale, kernel, first_channel, n, epsilon, K, N, LENGTH),
-            *(NORM, GATE, BLOCK_N, BLOCK_K, SUM_AT_END, PDL),
+            *(x, x_2, squares, scale, kernel, first_channel, n, epsilon, K, N, LENGTH),
+            *(NORM, GATE, NUM_SQUARES, BLOCK_S, BLOCK_N, BLOCK_K, SUM_AT_END, PDL),
         )
         up = total
     else:
         total, up = project_rows(
-            *(x, kernel, up_kernel, first_channel, n, rows, K, N, LENGTH, GATE),
-            *(BLOCK_B, BLOCK_K, STAGES, SHORT),
+            *(x, squares, kernel, up_kernel, first_channel, n, rows, epsilon),
+            *(K, N, LENGTH, GATE, NUM_SQUARES, BLOCK_S, BLOCK_B, BLOCK_K, STAGES, SHORT),
         )
     return total, up
 
@@ -76,7 +82,7 @@ def _project(
 def columns_kernel(
     x,
     x_2,
-    input_gate,
+    squares,
     scale,
     kernel,
     kernel_2,
@@ -101,6 +107,8 @@ def columns_kernel(
     LENGTH: tl.constexpr,
     NORM: tl.constexpr,
     GATE: tl.constexpr,
+    NUM_SQUARES: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -129,8 +137,8 @@ def columns_kernel(
     if tile < TILES:
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         total, up = _project(
-            *(x, x_2, input_gate, kernel, kernel_2, n, scale, first_channel, rows, epsilon),
-            *(K, N, GATE, LENGTH, NORM),
+            *(x, x_2, squares, kernel, kernel_2, n, scale, first_channel, rows, epsilon),
+            *(K, N, GATE, LENGTH, NORM, NUM_SQUARES, BLOCK_S),
             *(BLOCK_B, BLOCK_N, BLOCK_K, STAGES, SHORT, SUM_AT_END, PDL),
         )
         if GATE and BLOCK_B > 1:
@@ -147,8 +155,8 @@ def columns_kernel(
         if tile >= TILES and tile < TILES + TILES_2:
             n = (tile - TILES) * BLOCK_N + tl.arange(0, BLOCK_N)
             total, _ = _project(
-                *(x, None, input_gate, kernel_2, None, n, scale, 0, rows, epsilon),
-                *(K, N_2, 0, LENGTH, NORM),
+                *(x, None, squares, kernel_2, None, n, scale, 0, rows, epsilon),
+                *(K, N_2, 0, LENGTH, NORM, NUM_SQUARES, BLOCK_S),
                 *(BLOCK_B, BLOCK_N, BLOCK_K, STAGES, SHORT, SUM_AT_END, PDL),
             )
             _store_columns(total, bias_2, None, y_2, n, rows, N_2, OUTPUT_SCALE)
@@ -159,8 +167,8 @@ def columns_kernel(
         if third:
             n = (tile - TILES - TILES_2) * BLOCK_N + tl.arange(0, BLOCK_N)
             total, _ = _project(
-                *(x, None, input_gate, kernel_3, None, n, scale, 0, rows, epsilon),
-                *(K, N_3, 0, LENGTH, NORM),
+                *(x, None, squares, kernel_3, None, n, scale, 0, rows, epsilon),
+                *(K, N_3, 0, LENGTH, NORM, NUM_SQUARES, BLOCK_S),
                 *(BLOCK_B, BLOCK_N, BLOCK_K, STAGES, SHORT, SUM_AT_END, PDL),
             )
             _store_columns(total, bias_3, None, y_3, n, rows, N_3, OUTPUT_SCALE)
@@ -168,38 +176,11 @@ def columns_kernel(
         if tile >= TILES + TILES_2 + TILES_3:
             n = (tile - TILES - TILES_2 - TILES_3) * BLOCK_N + tl.arange(0, BLOCK_N)
             total, _ = _project(
-                *(x, None, input_gate, kernel_4, None, n, scale, 0, rows, epsilon),
-                *(K, N_4, 0, LENGTH, NORM),
+                *(x, None, squares, kernel_4, None, n, scale, 0, rows, epsilon),
+                *(K, N_4, 0, LENGTH, NORM, NUM_SQUARES, BLOCK_S),
                 *(BLOCK_B, BLOCK_N, BLOCK_K, STAGES, SHORT, SUM_AT_END, PDL),
             )
             _store_columns(total, bias_4, None, y_4, n, rows, N_4, OUTPUT_SCALE)
-
-
-@triton.jit
-def input_kernel(
-    x,
-    scale,
-    input_gate,
-    y,
-    epsilon,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    NORM: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Stores σ(input_gate) * RMSNorm(x), a program for each row."""
-    if PDL:
-        launch_dependents()
-        wait_for_previous_launch()
-    k = tl.arange(0, BLOCK_K)
-    offsets = tl.program_id(0) * K + k
-    value = load_float32(x, offsets, k < K)
-    if NORM:
-        value *= reciprocal_root(tl.sum(value * value, 0) / K + epsilon)
-        if scale is not None:
-            value *= load_float32(scale, k, k < K)
-    value *= sigmoid(load_float32(input_gate, offsets, k < K), True)[0]
-    tl.store(y + offsets, value, k < K)
 
 
 @triton.jit
@@ -229,26 +210,54 @@ def gate_kernel(
 @triton.jit
 def sum_kernel(
     sums,
+    squares,
     bias,
     residual,
+    next_scale,
     y,
-    n,
+    scaled,
+    next_squares,
+    rows,
+    epsilon,
+    K: tl.constexpr,
     N: tl.constexpr,
     PARTS: tl.constexpr,
+    NUM_SQUARES: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     OUTPUT_SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Adds partial sums of columns of one row, and applies the norm's factor if it has squares.
+
+    With `next_scale`, the weight of the norm that follows, it also stores the weighted row and sums
+    of squares: `x` and `squares` of the product after that norm.
+    """
+    TILES: tl.constexpr = (N + BLOCK - 1) // BLOCK
+    row = tl.program_id(0) // TILES
+    n = tl.program_id(0) % TILES * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         launch_dependents()
+    if bias is not None:
+        offset = tl.load(bias + n, n < N, other=0.0).to(tl.float32)
+    if next_scale is not None:
+        weight = tl.load(next_scale + n, n < N, other=0.0).to(tl.float32)
+    if PDL:
         wait_for_previous_launch()
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if squares is not None:
+        row_squares = load_squares(squares, row + tl.arange(0, 1), rows, NUM_SQUARES, BLOCK_S)
     value = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):
-        value += tl.load(sums + part * n + index, index < n, other=0.0)
+        value += tl.load(sums + (part * rows + row) * N + n, n < N, other=0.0)
+    if squares is not None:
+        value *= norm_factors(row_squares, epsilon, K)
     if bias is not None:
-        value += tl.load(bias + index % N, index < n, other=0.0).to(tl.float32)
+        value += offset
     value = _scale_output(value, OUTPUT_SCALE)
     if residual is not None:
-        value += tl.load(residual + index, index < n, other=0.0).to(tl.float32)
-    tl.store(y + index, value, index < n)
+        value += tl.load(residual + row * N + n, n < N, other=0.0).to(tl.float32)
+    tl.store(y + row * N + n, value, n < N)
+    if next_scale is not None:
+        tl.store(scaled + row * N + n, value * weight, n < N)
+        value = tl.where(n < N, value, 0.0)
+        tl.store(next_squares + tl.program_id(0), tl.sum(value * value, 0))

@@ -1,14 +1,15 @@
 """Matrix products of `norm_linear`: RMSNorm(x) W for one row, and x W for a few rows.
 
 The norm's factor r is constant within a row, so it multiplies the sums, r Σ x_k s_k W_kn, and the
-squares of x are summed in the same loop.
+squares of x are summed in the same loop. Where the squares are given, the launch that computed x
+has multiplied it by s.
 """
 
 import triton
 import triton.language as tl
 
 from .._device.common import load_float32
-from .._device.math import gelu, reciprocal_root, sigmoid, silu
+from .._device.math import gelu, reciprocal_root, silu
 from .._device.pdl import wait_for_previous_launch
 from .._device.products import product
 
@@ -17,6 +18,20 @@ from .._device.products import product
 def apply_gate(gate, x, GATE: tl.constexpr):
     """activation(gate) * x; GATE: 1 for silu, 2 for gelu."""
     return (silu(gate) if GATE == 1 else gelu(gate)) * x
+
+
+@triton.jit
+def load_squares(squares, row, rows, NUM_SQUARES: tl.constexpr, BLOCK_S: tl.constexpr):
+    """The sums of squares of groups of channels, [rows, BLOCK_S], for `norm_factors`."""
+    group = tl.arange(0, BLOCK_S)
+    valid = (row < rows)[:, None] & (group < NUM_SQUARES)[None, :]
+    return load_float32(squares, row[:, None] * NUM_SQUARES + group[None, :], valid)
+
+
+@triton.jit
+def norm_factors(row_squares, epsilon, K: tl.constexpr):
+    """The norm's factor r of each row, from the result of `load_squares`."""
+    return reciprocal_root(tl.sum(row_squares, 1) / K + epsilon)
 
 
 @triton.jit
@@ -33,7 +48,7 @@ def _load_weights(kernel, k, n, K: tl.constexpr, N: tl.constexpr, WHOLE: tl.cons
 def project_row(
     x,
     x_2,
-    input_gate,
+    squares,
     scale,
     kernel,
     first_channel,
@@ -44,6 +59,8 @@ def project_row(
     LENGTH: tl.constexpr,
     NORM: tl.constexpr,
     GATE: tl.constexpr,
+    NUM_SQUARES: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SUM_AT_END: tl.constexpr,
@@ -53,11 +70,10 @@ def project_row(
 
     A program reads its tile of the weight once. Its loads overlap, and the first ones begin before
     x is available. With SUM_AT_END, channels are summed once after the last step, which takes more
-    registers and fewer barriers. With x_2, the row is activation(x) * x_2; with `input_gate`, the
-    normalized row is multiplied by its sigmoid.
+    registers and fewer barriers. With x_2, the row is activation(x) * x_2.
     """
     total = tl.zeros((BLOCK_K, BLOCK_N) if SUM_AT_END else (BLOCK_N,), tl.float32)
-    squares = tl.zeros((BLOCK_K,), tl.float32)
+    channel_squares = tl.zeros((BLOCK_K,), tl.float32)
     for i in tl.static_range((LENGTH + BLOCK_K - 1) // BLOCK_K):
         k = first_channel + i * BLOCK_K + tl.arange(0, BLOCK_K)
         whole = (i + 1) * BLOCK_K <= LENGTH and K % LENGTH == 0 and N % BLOCK_N == 0
@@ -67,33 +83,40 @@ def project_row(
             scales = tl.load(scale + k, k < K, other=0.0).to(tl.float32)
         if PDL and i == 0:
             wait_for_previous_launch()
+        if squares is not None and i == 0:
+            row_squares = load_squares(squares, tl.arange(0, 1), 1, NUM_SQUARES, BLOCK_S)
         value = tl.load(x + k, k < K, other=0.0).to(tl.float32)
         if x_2 is not None:
             value = apply_gate(value, tl.load(x_2 + k, k < K, other=0.0), GATE)
-        squares += value * value
-        if input_gate is not None:
-            value *= sigmoid(load_float32(input_gate, k, k < K), True)[0]
+        channel_squares += value * value
         products = (value * scales)[:, None] * weight.to(tl.float32)
         total += products if SUM_AT_END else tl.sum(products, 0)
     if SUM_AT_END:
         total = tl.sum(total, 0)
     if NORM:
-        total *= reciprocal_root(tl.sum(squares, 0) / K + epsilon)
-    return total[None, :]
+        total *= reciprocal_root(tl.sum(channel_squares, 0) / K + epsilon)
+    total = total[None, :]
+    if squares is not None:
+        total *= norm_factors(row_squares, epsilon, K)[:, None]
+    return total
 
 
 @triton.jit
 def project_rows(
     x,
+    squares,
     kernel,
     up_kernel,
     first_channel,
     n,
     rows,
+    epsilon,
     K: tl.constexpr,
     N: tl.constexpr,
     LENGTH: tl.constexpr,
     GATE: tl.constexpr,
+    NUM_SQUARES: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
@@ -107,6 +130,8 @@ def project_rows(
     row = tl.arange(0, BLOCK_B)
     total = tl.zeros((BLOCK_B, n.shape[0]), tl.float32)
     up = tl.zeros((BLOCK_B, n.shape[0]), tl.float32)
+    if squares is not None:  # loaded here, so that the products do not end with a wait for them
+        row_squares = load_squares(squares, row, rows, NUM_SQUARES, BLOCK_S)
     for start in tl.range(0, LENGTH, BLOCK_K, num_stages=STAGES):
         k = first_channel + start + tl.arange(0, BLOCK_K)
         valid = (row < rows)[:, None] & (k < K)[None, :]
@@ -114,4 +139,8 @@ def project_rows(
         total = product(value, _load_weights(kernel, k, n, K, N), total, SHORT)
         if GATE:
             up = product(value, _load_weights(up_kernel, k, n, K, N), up, SHORT)
+    if squares is not None:
+        factors = norm_factors(row_squares, epsilon, K)[:, None]
+        total *= factors
+        up *= factors
     return total, up

@@ -65,6 +65,12 @@ def tile_options(rows, channels, columns, dtype, gate, parts):
     return tile | {"BLOCK_K": block, "LENGTH": min(length, channels)}
 
 
+def squares_options(squares):
+    """The constants of a program that reads sums of squares [B, NUM_SQUARES], or None."""
+    groups = 0 if squares is None else squares.shape[1]
+    return {"NUM_SQUARES": groups, "BLOCK_S": triton.next_power_of_2(groups)}
+
+
 def _num_parts(blocks, tiles, least):
     divisors = [n for n in range(1, _MAX_PARTS + 1) if blocks % n == 0]
     return next((n for n in divisors if n * tiles >= least), divisors[-1])

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .._device.math import sigmoid
+from .._decoding.norm_linear_products import load_squares
 from .quantized_row import block_sum_and_max, quantize, row_scales
 
 
@@ -11,7 +11,7 @@ from .quantized_row import block_sum_and_max, quantize, row_scales
 def project_row(
     x,
     scale,
-    input_gate,
+    squares,
     kernels,
     kernel_scales,
     kernel_zeros,
@@ -21,6 +21,8 @@ def project_row(
     epsilon,
     K: tl.constexpr,
     NORM: tl.constexpr,
+    NUM_SQUARES: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     LIMBS: tl.constexpr,
     QUANTIZED: tl.constexpr,
     BITS: tl.constexpr,
@@ -31,13 +33,15 @@ def project_row(
     SHORT: tl.constexpr = x.dtype.element_ty == tl.bfloat16
     k = tl.arange(0, ROW)
     value = tl.load(x + k, k < K, other=0.0).to(tl.float32)
-    squares = value * value
+    row_squares = value * value
     if scale is not None:
         value *= tl.load(scale + k, k < K, other=0.0).to(tl.float32)
-    if input_gate is not None:
-        value *= sigmoid(tl.load(input_gate + k, k < K, other=0.0).to(tl.float32), True)[0]
-    squares, largest = block_sum_and_max(squares, tl.abs(value))
-    norm, factor, unit = row_scales(*(squares, largest, epsilon, K, NORM, LIMBS, QUANTIZED, SHORT))
+    row_squares, largest = block_sum_and_max(row_squares, tl.abs(value))
+    if squares is not None:
+        row_squares = tl.sum(load_squares(squares, tl.arange(0, 1), 1, NUM_SQUARES, BLOCK_S))
+    norm, factor, unit = row_scales(
+        *(row_squares, largest, epsilon, K, NORM, LIMBS, QUANTIZED, SHORT)
+    )
     row = tl.zeros((ROW,), tl.int64)
     for limb in quantize(value, norm, factor, LIMBS, QUANTIZED, SHORT):
         row = row * 256 + ((limb << 24) >> 24)

@@ -20,15 +20,10 @@ determine the channels; the other bits of the lane determine neighboring words o
 import triton
 import triton.language as tl
 
+from .._decoding.norm_linear_products import load_squares
 from .._device.pdl import wait_for_previous_launch
 from .quantized_columns import block_sum
-from .quantized_row import (
-    gate_factors,
-    gather_four_lanes,
-    load_four,
-    permute_bytes,
-    quantize_row,
-)
+from .quantized_row import gather_four_lanes, load_four, permute_bytes, quantize_row
 from .quantized_weights import load_four_channels, scale_and_zero, weight_addresses
 
 WARP_CHANNELS = 64  # a warp's channels in a step, 16 per thread; twice as many if ACROSS is 4
@@ -216,7 +211,7 @@ def _add_block(
 def project_row(
     x,
     scale,
-    input_gate,
+    squares,
     kernels,
     kernel_scales,
     kernel_zeros,
@@ -227,6 +222,8 @@ def project_row(
     epsilon,
     K: tl.constexpr,
     NORM: tl.constexpr,
+    NUM_SQUARES: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     LIMBS: tl.constexpr,
     QUANTIZED: tl.constexpr,
     BITS: tl.constexpr,
@@ -306,10 +303,11 @@ def project_row(
     values = ()
     for step in tl.static_range(STEPS):
         values = values + load_four(x, row_channel + step * SPAN, K, WHOLE)
-    if input_gate is not None:
-        factors = gate_factors(factors, input_gate, row_channel, K, STEPS, SPAN, WHOLE)
+    row_squares = ()
+    if squares is not None:
+        row_squares = (load_squares(squares, tl.arange(0, 1), 1, NUM_SQUARES, BLOCK_S),)
     row, unit = quantize_row(
-        *(values, factors, epsilon, lane),
+        *(values, factors, row_squares, epsilon, lane),
         *(K, NORM, STEPS, SETS, LIMBS, QUANTIZED, SHORT),
     )
     # Selectors for `permute_bytes`: they move a byte to the position of this thread's column, and

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ...constants import ROW_EPSILON
 from .._device.common import IN_INTERPRETER
-from .._device.math import reciprocal_root, sigmoid
+from .._device.math import reciprocal_root
 
 _ROW_EPSILON = tl.constexpr(ROW_EPSILON)
 # Adding this to a float32 rounds it to an integer, which is then in the lowest bits of the sum.
@@ -167,26 +167,6 @@ def load_four(tensor, column, K: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def gate_factors(
-    factors,
-    input_gate,
-    channel,
-    K: tl.constexpr,
-    STEPS: tl.constexpr,
-    SPAN: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """The factors of a thread's numbers, or () for 1, times the sigmoid of `input_gate`."""
-    gated = ()
-    for step in tl.static_range(STEPS):
-        gates = load_four(input_gate, channel + step * SPAN, K, WHOLE)
-        for i in tl.static_range(4):
-            gate = sigmoid(gates[i], True)[0]
-            gated = gated + (gate * factors[4 * step + i] if len(factors) > 0 else gate,)
-    return gated
-
-
-@triton.jit
 def permute_bytes(a, b, select):
     """A word of four bytes of a and b; hexadecimal digits of `select` choose them, lowest first."""
     return tl.inline_asm_elementwise(
@@ -216,6 +196,7 @@ def _shuffle_word(word, lane):
 def quantize_row(
     values,
     factors,
+    row_squares,
     epsilon,
     lane,
     K: tl.constexpr,
@@ -229,7 +210,8 @@ def quantize_row(
     """Quantizes the row. Returns, per step and round, a word of a thread's four channels; the unit.
 
     In a round, the halves of a warp hold one byte of different channels (SETS is 2), or two bytes
-    of the same channels. values, factors: numbers of the row, and their factors or ().
+    of the same channels. values, factors: numbers of the row, and their factors or (). row_squares:
+    a tuple of the result of `load_squares`, or (): the squares of `values` are summed.
     """
     ROUNDS: tl.constexpr = LIMBS if SETS == 2 else (LIMBS + 1) // 2
     squares, largest = lane * 0.0, lane * 0.0
@@ -241,6 +223,8 @@ def quantize_row(
         scaled = scaled + (number,)
     squares, largest = block_sum_and_max(squares, largest)
     squares *= SETS / 2  # with one set, two threads have each value
+    if len(row_squares) > 0:
+        squares = tl.sum(row_squares[0])
     norm, factor, unit = row_scales(*(squares, largest, epsilon, K, NORM, LIMBS, QUANTIZED, SHORT))
     row_words = ()
     for step in tl.static_range(STEPS):

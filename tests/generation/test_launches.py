@@ -1,0 +1,65 @@
+"""Kernel launches of a decoding step: each takes microseconds, even if it computes little."""
+
+import pytest
+
+import keras_recurrent
+from keras_recurrent import dispatch
+from keras_recurrent.layers import decoding
+from tests.models.tiny import HYBRID, tiny_causal_lm
+
+if dispatch.BACKEND != "torch" or "triton" not in dispatch.serving():
+    pytest.skip("runs on torch with Triton, if only interpreted", allow_module_level=True)
+if isinstance(dispatch.IMPLEMENTATIONS["hgrn2_step"]["triton"], str):
+    pytest.skip("needs triton", allow_module_level=True)
+
+import torch
+
+from keras_recurrent.backends.triton._decoding import norm_linear_tiles
+from keras_recurrent.backends.triton._runtime import torch_operators
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Collects the names of kernels, which are not run: their outputs hold arbitrary numbers."""
+    found = []
+
+    def run(launch):
+        found.append(launch.kernel.__name__)
+        inputs, outputs = launch.inputs, []
+        like = next(x for x in inputs if x is not None)
+        updated = {out: inputs[index].clone() for index, out in launch.updates}
+        for i, array in enumerate(launch.outputs):
+            new = None if array is None else torch_operators.allocate(array, like)
+            outputs.append(updated.get(i, new))
+        return tuple(outputs)
+
+    monkeypatch.setattr(torch_operators, "run", run)
+    # Programs share the channels of a down projection, as in large models.
+    for name in ("_SPLIT_ROW_CHANNELS", "_SPLIT_ROWS_CHANNELS"):
+        monkeypatch.setattr(norm_linear_tiles, name, 40)
+    monkeypatch.setattr(norm_linear_tiles, "_FLOAT32_ROW_BLOCK_K", 16)
+    monkeypatch.setitem(norm_linear_tiles._FLOAT32_ROWS_TILE, "BLOCK_K", 16)
+    return found
+
+
+# {blocks: the family and its sizes, launches of each block's step at batch size 1 and 3}
+MODELS = {
+    "hgrn2, attention, hgrn2": ("hgrn2", HYBRID, (6, 7, 6), (7, 8, 7)),
+    # The window is so short that one program reads a sequence's buffer.
+    "recurrent, window, attention": ("griffin", {}, (6, 6, 7), (7, 7, 8)),
+    "lightning, attention": ("lightning_hybrid", {}, (6, 7), (7, 8)),
+}
+
+
+@pytest.mark.parametrize(("family", "sizes", "of_row", "of_rows"), MODELS.values(), ids=MODELS)
+def test_blocks_take_few_launches(family, sizes, of_row, of_rows, launches):
+    """Fails if a norm, a gate or a residual sum takes a separate launch in a fused step."""
+    backbone = tiny_causal_lm(family=family, **sizes, intermediate_dim=40).backbone
+    # Before and after the blocks: the embedding, the first norm of several rows, the final norm.
+    for rows, expected in ((1, 2 + sum(of_row)), (3, 3 + sum(of_rows))):
+        cache = backbone.get_initial_state(rows, max_length=40)
+        token_ids = torch.ones(rows, 1, dtype=torch.int32)
+        launches.clear()
+        with torch.no_grad(), keras_recurrent.implementation("triton"), decoding.decoding_scope():
+            backbone.hidden_states(token_ids, cache=cache)
+        assert len(launches) == expected, launches
