@@ -376,6 +376,7 @@ def test_chunks_between_two_steps_are_bounded(monkeypatch):
         processed.append(scheduler._prompt.num_processed - begin)
         if scheduler._prompt.num_processed == last:
             scheduler._prompt, slots.num_free = None, slots.num_free - 1
+        return True
 
     def between_steps():
         scheduler._process_chunks()
