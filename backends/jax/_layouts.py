@@ -28,7 +28,10 @@ def run(operation, function, arguments, mesh, batch_axis):
         mesh: a `jax.sharding.Mesh`.
         batch_axis: string, the axis of the mesh that splits the batch.
     """
-    is_free = not jax.sharding.get_abstract_mesh().manual_axes
+    manual_axes = jax.sharding.get_abstract_mesh().manual_axes
+    if {*mesh.axis_names} <= {*manual_axes}:
+        return function(**arguments)  # on one device: the arguments are its shards
+    is_free = not manual_axes
     if operation == "linear_crossentropy" and is_free:
         return linear_crossentropy.run_sharded(mesh, batch_axis, **arguments)
     signature = SIGNATURES[operation]

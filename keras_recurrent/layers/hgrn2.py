@@ -4,6 +4,7 @@ import keras
 from keras import ops
 
 from keras_recurrent.checks.arguments import check_divides, check_positive_integer
+from keras_recurrent.devices import jax_steps
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
 from keras_recurrent.layers.default_sizes import default_expand_ratio
@@ -215,7 +216,7 @@ class HGRN2(BoundedLayer):
     def fused_step(self, x, norm, tokens, state, lower_bound=None, residual_scale=None):
         q, f, v = decoding.linear(x, [self.q_proj, self.f_proj, self.i_proj], norm)
         if lower_bound is not None:
-            lower_bound = ops.cast(lower_bound, self.state_dtype)
+            lower_bound = jax_steps.local_part(ops.cast(lower_bound, self.state_dtype), f.shape[-1])
         kinds = decoding.token_kinds(tokens)
         o, memory = hgrn2_step(q, f, v, state["memory"], lower_bound, kinds)
         (x,) = decoding.linear(o, [self.o_proj], self.norm, residual=x, output_scale=residual_scale)

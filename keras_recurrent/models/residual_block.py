@@ -3,6 +3,7 @@
 import keras
 
 from keras_recurrent.checks.arguments import check_number
+from keras_recurrent.devices import jax_steps
 from keras_recurrent.devices.jax_layouts import apply_layout
 from keras_recurrent.layers import RMSNorm, StreamingLayer, SwiGLU, decoding
 from keras_recurrent.layers.gated_linear_unit import GatedLinearUnit
@@ -93,6 +94,7 @@ class ResidualBlock(StreamingLayer):
             self.temporal_block.unfused_reason(),
             self.mlp.unfused_reason(),
             *map(decoding.norm_reason, (self.temporal_norm, self.channel_norm)),
+            jax_steps.unsupported_reason(self.variables),
         )
 
     def step(self, x, tokens, state, **kwargs):
@@ -115,7 +117,9 @@ class ResidualBlock(StreamingLayer):
     def stream(self, inputs, tokens, state, **kwargs):
         before = state.get("temporal_block")
         if before and decoding.can_fuse(inputs) and self.unfused_reason() is None:
-            x, after = self.step(inputs[:, 0], tokens, before, **kwargs)
+            x, after = jax_steps.run(
+                self.step, self.variables, inputs[:, 0], tokens, before, **kwargs
+            )
             return x[:, None], {"temporal_block": after}
         x = self.inner(self.temporal_norm, inputs)
         x, after = stream_inner(self, self.temporal_block, x, tokens, before, **kwargs)
