@@ -25,11 +25,11 @@ def unsupported_reason(variables):
     distribution = active_distribution()
     if distribution is None:
         return None
-    axes = _weight_axes(distribution, variables)
-    if axes and distribution.get_tensor_layout("tokens") is None:
-        return "the layout map of the distribution is not from `get_layout_map`"
-    whole = {distribution.batch_dim_name, SEQUENCE_AXIS}
-    if axes & whole or len(axes) > 1:
+    axes, batch = _weight_axes(distribution, variables), distribution.batch_dim_name
+    of_tokens = distribution.get_tensor_layout("tokens")
+    if axes and (of_tokens is None or of_tokens.axes[0] != batch):
+        return f"the layout map is not from `get_layout_map` with {batch!r} as the axis of the data"
+    if axes & {batch, SEQUENCE_AXIS} or len(axes) > 1:
         return f"weights are split along {sorted(axes)}, not only along the axis for the model"
     return None
 
