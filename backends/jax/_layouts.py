@@ -90,17 +90,17 @@ def _run_sharded(given, operation, function, options, mesh, batch_axis):
 def _top_logits(function, mesh, batch_axis, x, count):
     """Computes `top_logits` of a vocabulary that devices share, each of which sends its largest."""
     axes = _model_axes(mesh, batch_axis)
-    parts = math.prod(mesh.shape[name] for name in axes)
-    size = x.shape[-1] // parts
-    if x.shape[-1] % parts or count > size:
+    num_devices = math.prod(mesh.shape[name] for name in axes)
+    size = x.shape[-1] // num_devices
+    if x.shape[-1] % num_devices or count > size:
         return function(x=x, count=count)
 
     def local(x):
         values, ids, log_sum = function(x=x, count=count)
-        found = values, ids + jax.lax.axis_index(axes) * size, log_sum[:, None]
-        # One message, of integers: their bits are the numbers'.
-        found = [jax.lax.bitcast_convert_type(array, jnp.int32) for array in found]
-        found = jax.lax.all_gather(jnp.concatenate(found, axis=1), axes, axis=1)
+        parts = values, ids + jax.lax.axis_index(axes) * size, log_sum[:, None]
+        # One message, of integers with the bits of the floats.
+        bits = [jax.lax.bitcast_convert_type(part, jnp.int32) for part in parts]
+        found = jax.lax.all_gather(jnp.concatenate(bits, axis=1), axes, axis=1)
         values, ids, log_sums = jnp.split(found, (count, 2 * count), axis=2)
         values, log_sums = (
             jax.lax.bitcast_convert_type(array, jnp.float32) for array in (values, log_sums)

@@ -20,12 +20,12 @@ if keras.config.backend() == "jax":
 _scope = threading.local()  # has `axis`: the axis of the mesh that splits weights, or None
 
 
-def unsupported_reason(variables):
-    """Reason why a step with these variables cannot run on the active distribution, or None."""
+def unsupported_reason(block):
+    """Reason why the step of a block cannot run on the active distribution, or None."""
     distribution = active_distribution()
     if distribution is None:
         return None
-    axes, batch = _weight_axes(distribution, variables), distribution.batch_dim_name
+    axes, batch = _weight_axes(block.variables), distribution.batch_dim_name
     of_tokens = distribution.get_tensor_layout("tokens")
     if axes and (of_tokens is None or of_tokens.axes[0] != batch):
         return f"the layout map is not from `get_layout_map` with {batch!r} as the axis of the data"
@@ -47,16 +47,16 @@ def variable_axes(variable):
     return tuple(axis if axis and axis_size(mesh, axis) > 1 else None for axis in axes)
 
 
-def _weight_axes(distribution, variables):
+def _weight_axes(variables):
     return {axis for variable in variables for axis in variable_axes(variable)} - {None}
 
 
-def run(step, variables, x, tokens, state, **kwargs):
-    """Calls `step(x, tokens, state, **kwargs)` on each device, with its part of the variables.
+def run(block, x, tokens, state, **kwargs):
+    """Calls `block.step(x, tokens, state, **kwargs)` on each device, with its part of the weights.
 
     Args:
-        step: a function that returns an output like x and a state like `state`.
-        variables: all Keras variables that it reads, for which `unsupported_reason` is None.
+        block: a layer for which `unsupported_reason` is None. Its `step` returns an output like x
+            and a state like `state`.
         x: `[B, D]`, which no axis for the model splits, like the output.
         tokens: the `Tokens` of the step.
         state: a dict of arrays, split as by `apply_state_layout`.
@@ -64,34 +64,33 @@ def run(step, variables, x, tokens, state, **kwargs):
     """
     distribution = active_distribution()
     if distribution is None:
-        return step(x, tokens, state, **kwargs)
-    batch = distribution.batch_dim_name
+        return block.step(x, tokens, state, **kwargs)
+    variables, batch = block.variables, distribution.batch_dim_name
     parts = axis_size(distribution.device_mesh, batch)
 
-    def by_sequence(array):
+    def sequence_spec(array):
         return jax.P(batch if array.shape[0] % parts == 0 else None)
 
-    def on_device(values, x, tokens, state, kwargs):
-        (axis,) = _weight_axes(distribution, variables) or (None,)
+    def step_on_device(values, x, tokens, state, kwargs):
+        (axis,) = _weight_axes(variables) or (None,)
         with keras.StatelessScope() as scope, _split_along(axis):
             for variable, value in zip(variables, values, strict=True):
                 scope.add_update((variable, value))
-            return step(x, tokens, state, **kwargs)
+            return block.step(x, tokens, state, **kwargs)
 
-    layouts = state_layouts({"temporal_block": state})
-    of_state = keras.tree.map_structure(lambda layout: jax.P(*layout.axes), layouts)
-    of_state = of_state["temporal_block"]
+    layouts = state_layouts({"temporal_block": state})["temporal_block"]
+    state_specs = keras.tree.map_structure(lambda layout: jax.P(*layout.axes), layouts)
     return jax.shard_map(
-        on_device,
+        step_on_device,
         mesh=distribution.device_mesh.backend_mesh,
         in_specs=(
             [jax.P(*variable_axes(variable)) for variable in variables],
-            by_sequence(x),
-            jax.tree.map(by_sequence, tokens),
-            of_state,
+            sequence_spec(x),
+            jax.tree.map(sequence_spec, tokens),
+            state_specs,
             jax.P(),
         ),
-        out_specs=(by_sequence(x), of_state),
+        out_specs=(sequence_spec(x), state_specs),
         check_vma=False,
     )([variable.value for variable in variables], x, tokens, state, kwargs)
 

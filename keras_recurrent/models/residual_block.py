@@ -94,7 +94,7 @@ class ResidualBlock(StreamingLayer):
             self.temporal_block.unfused_reason(),
             self.mlp.unfused_reason(),
             *map(decoding.norm_reason, (self.temporal_norm, self.channel_norm)),
-            jax_steps.unsupported_reason(self.variables),
+            jax_steps.unsupported_reason(self),
         )
 
     def step(self, x, tokens, state, **kwargs):
@@ -117,9 +117,7 @@ class ResidualBlock(StreamingLayer):
     def stream(self, inputs, tokens, state, **kwargs):
         before = state.get("temporal_block")
         if before and decoding.can_fuse(inputs) and self.unfused_reason() is None:
-            x, after = jax_steps.run(
-                self.step, self.variables, inputs[:, 0], tokens, before, **kwargs
-            )
+            x, after = jax_steps.run(self, inputs[:, 0], tokens, before, **kwargs)
             return x[:, None], {"temporal_block": after}
         x = self.inner(self.temporal_norm, inputs)
         x, after = stream_inner(self, self.temporal_block, x, tokens, before, **kwargs)

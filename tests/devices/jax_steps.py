@@ -1,6 +1,6 @@
 """Fused decoding steps on simulated devices, compared with layers on one. Prints JSON.
 
-A process of its own, for it has several devices. Its arguments: a family or "all", and the number
+Runs in a separate process, which has several devices. Arguments: a family or "all", and the number
 of devices. Fused operations have kernels on GPUs; here they are plain JAX.
 """
 
