@@ -6,7 +6,8 @@ The argument selects a layout; the backend is JAX or torch:
 
     rows      HGRN2 1.3B, 8×2048 tokens per device, data parallel
     weights   the same with FSDP; also the bytes of weights and slots per device
-    heads     RecurrentGemma 2B generation at batch size 1, tensor parallel; JAX only
+    heads     RecurrentGemma 2B generation at batch size 1, tensor parallel; JAX only;
+              `--preset griffin_7b` for another size, `--layers` without fused steps
     time      HGRN2 1.3B, one sequence, sequence parallel; `--tokens 1048576` for a longer one
 
 Each count of devices is measured in fresh processes, one per device on torch. `--dtype` sets
@@ -31,7 +32,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 import keras
 import numpy as np
 
-from keras_recurrent import exclude_from_weight_decay
+from keras_recurrent import exclude_from_weight_decay, implementation, which_generation
 from keras_recurrent.models import GriffinBackbone, GriffinCausalLM, HGRN2Backbone, HGRN2CausalLM
 
 BACKEND = keras.config.backend()
@@ -55,7 +56,7 @@ def make(arguments):
     with keras.RematScope() if arguments.split == "time" else contextlib.nullcontext():
         if arguments.toy:
             return cls(network(**TOYS[network]))
-        preset = "recurrentgemma_2b" if writes else "hgrn2_1.3b_100b"
+        preset = arguments.preset if writes else "hgrn2_1.3b_100b"
         return cls.from_preset(preset, load_weights=False, preprocessor=None)
 
 
@@ -119,11 +120,13 @@ def writing(model, arguments):
         x = {"token_ids": tokens[:, : 16 + answer], "padding_mask": np.arange(16 + answer) < 16}
         x["padding_mask"] = x["padding_mask"][None].astype("int32")
         start = time.perf_counter()
-        model.generate(x, stop_token_ids=None)
+        with implementation("jax" if arguments.layers else None):
+            model.generate(x, stop_token_ids=None)
         return time.perf_counter() - start
 
     for answer in (few, many, few, many):  # compiles
         seconds(answer)
+    print(which_generation(model), file=sys.stderr)
     return [(many - few) / (seconds(many) - seconds(few)) for _ in range(RUNS)]
 
 
@@ -211,6 +214,8 @@ def main():
     policies = ("float32", "mixed_bfloat16", "bfloat16")
     parser.add_argument("--dtype", choices=policies, default="bfloat16")
     parser.add_argument("--tokens", type=int, default=131_072, help="sequence length of `time`")
+    parser.add_argument("--preset", default="recurrentgemma_2b", help="Griffin preset of `heads`")
+    parser.add_argument("--layers", action="store_true", help="`heads` without fused steps")
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--measure", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -226,10 +226,12 @@ def decodes_with_kernels(tensor):
     """Returns True if decoding steps on this tensor's device should call Triton kernels.
 
     True on an NVIDIA GPU that the kernels support, and in an `implementation("triton")` block.
-    False under `keras.distribution`, and in a block of another implementation.
+    False in a block of another implementation, and under `keras.distribution` on torch.
     """
     kernels = IMPLEMENTATIONS["soft_cap"].get("triton", "")
-    if isinstance(kernels, str) or keras.distribution.distribution() is not None:
+    if isinstance(kernels, str):
+        return False
+    if BACKEND != "jax" and keras.distribution.distribution() is not None:
         return False
     if chosen_name():
         return chosen_name() == "triton"

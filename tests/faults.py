@@ -891,6 +891,20 @@ FAULTS = [
         tests={"torch": "checkpoints/test_lightning_hybrid.py::test_a_second_copy_of_tied_weights"},
     ),
     Fault(
+        "weights_gathered_for_a_step",
+        "keras_recurrent/devices/jax_steps.py",
+        old="[jax.P(*variable_axes(variable)) for variable in variables]",
+        new="jax.P()",
+        tests={"jax": "devices/test_jax_steps.py::test_a_block_sends_two_sums_per_token[griffin]"},
+    ),
+    Fault(
+        "norm_of_a_device_alone",
+        "keras_recurrent/layers/decoding.py",
+        old="if is_split else jax_steps",
+        new="if False else jax_steps",
+        tests={"jax": "devices/test_jax_steps.py::test_a_block_sends_two_sums_per_token[hgrn2]"},
+    ),
+    Fault(
         "dense_length_off_by_one",
         "keras_recurrent/models/lightning_hybrid/lightning_hybrid_backbone.py",
         old="else dense_length - 1",

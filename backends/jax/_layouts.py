@@ -11,6 +11,7 @@ import functools
 import math
 
 import jax
+import jax.numpy as jnp
 
 from ..constants import SEQUENCE_AXIS
 from ..signatures import SIGNATURES, TOKENS
@@ -28,9 +29,14 @@ def run(operation, function, arguments, mesh, batch_axis):
         mesh: a `jax.sharding.Mesh`.
         batch_axis: string, the axis of the mesh that splits the batch.
     """
-    is_free = not jax.sharding.get_abstract_mesh().manual_axes
+    manual_axes = jax.sharding.get_abstract_mesh().manual_axes
+    if {*mesh.axis_names} <= {*manual_axes}:
+        return function(**arguments)  # on one device: the arguments are its shards
+    is_free = not manual_axes
     if operation == "linear_crossentropy" and is_free:
         return linear_crossentropy.run_sharded(mesh, batch_axis, **arguments)
+    if operation == "top_logits" and is_free:
+        return _top_logits(function, mesh, batch_axis, **arguments)
     signature = SIGNATURES[operation]
     if not signature.is_over_time or not is_free:
         with over(mesh):
@@ -81,9 +87,45 @@ def _run_sharded(given, operation, function, options, mesh, batch_axis):
     )(given)
 
 
+def _top_logits(function, mesh, batch_axis, x, count):
+    """Computes `top_logits` of a vocabulary that devices share, each of which sends its largest."""
+    axes = _model_axes(mesh, batch_axis)
+    num_devices = math.prod(mesh.shape[name] for name in axes)
+    size = x.shape[-1] // num_devices
+    if x.shape[-1] % num_devices or count > size:
+        return function(x=x, count=count)
+
+    def local(x):
+        values, ids, log_sum = function(x=x, count=count)
+        parts = values, ids + jax.lax.axis_index(axes) * size, log_sum[:, None]
+        # One message, of integers with the bits of the floats.
+        bits = [jax.lax.bitcast_convert_type(part, jnp.int32) for part in parts]
+        found = jax.lax.all_gather(jnp.concatenate(bits, axis=1), axes, axis=1)
+        values, ids, log_sums = jnp.split(found, (count, 2 * count), axis=2)
+        values, log_sums = (
+            jax.lax.bitcast_convert_type(array, jnp.float32) for array in (values, log_sums)
+        )
+        best, order = jax.lax.top_k(values.reshape(x.shape[0], -1), count)
+        ids = jnp.take_along_axis(ids.reshape(x.shape[0], -1), order, axis=1)
+        return best, ids, jax.nn.logsumexp(log_sums[..., 0], axis=1)
+
+    batch = batch_axis if x.shape[0] % mesh.shape[batch_axis] == 0 else None
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=jax.P(batch, axes),
+        out_specs=(jax.P(batch),) * 3,
+        check_vma=False,
+    )(x)
+
+
+def _model_axes(mesh, batch_axis):
+    return tuple(name for name in mesh.axis_names if name not in (batch_axis, SEQUENCE_AXIS))
+
+
 def _split(channels, sizes, options, mesh, batch_axis):
     """Returns {dimension: axes of the mesh that split it}."""
-    other_axes = tuple(name for name in mesh.axis_names if name not in (batch_axis, SEQUENCE_AXIS))
+    other_axes = _model_axes(mesh, batch_axis)
     count = math.prod(mesh.shape[name] for name in other_axes)
     split = {"B": batch_axis} if sizes["B"] % mesh.shape[batch_axis] == 0 else {}
     if channels and sizes[channels[0]] % count == 0:

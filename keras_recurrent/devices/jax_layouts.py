@@ -52,8 +52,9 @@ def make_layout_map(device_mesh, model_parallel_dim_name, data_parallel_dim_name
     """Returns the `keras.distribution.LayoutMap` entries that all families share.
 
     In addition to paths of weights, it has names that networks pass to `apply_layout`:
-    `hidden_states`, the residual stream `[B, T, hidden_dim]`; `logits`; `tokens`, the kinds and
-    positions of tokens `[B, T]`; and `state/...`, the arrays of a state. An axis "sequence" of the
+    `hidden_states`, the residual stream `[B, T, hidden_dim]`; `logits`; `sampled_logits`, those of
+    a token that is drawn from all `[B, vocabulary_size]`; `tokens`, the kinds and positions of
+    tokens `[B, T]`; and `state/...`, the arrays of a state. An axis "sequence" of the
     mesh splits each sequence.
 
     Raises:
@@ -82,6 +83,7 @@ def make_layout_map(device_mesh, model_parallel_dim_name, data_parallel_dim_name
     time = SEQUENCE_AXIS if SEQUENCE_AXIS in device_mesh.axis_names else None
     layout_map["hidden_states"] = (data, time, None)
     layout_map["logits"] = (data, time, model)
+    layout_map["sampled_logits"] = (data, None)
     layout_map["tokens"] = (data, None)
     layout_map["state/(position|segment)"] = (data,)
     layout_map["state/.*/rg_lru/hidden"] = (data, model)
@@ -127,7 +129,7 @@ def check_whole_sequences(what):
     Raises:
         NotImplementedError: the mesh has an axis "sequence" of more than one device.
     """
-    distribution = _distribution()
+    distribution = active_distribution()
     mesh = distribution and distribution.device_mesh
     if mesh and SEQUENCE_AXIS in mesh.axis_names and axis_size(mesh, SEQUENCE_AXIS) > 1:
         raise NotImplementedError(
@@ -160,7 +162,7 @@ def drop_uneven_axes(layout, shape):
 @contextlib.contextmanager
 def allow_uneven_batches():
     """Lets the active distribution replicate batches that its devices do not divide."""
-    distribution = _distribution()
+    distribution = active_distribution()
     if distribution is None:
         yield
         return
@@ -174,15 +176,21 @@ def allow_uneven_batches():
 
 def apply_state_layout(state):
     """Distributes the arrays of a state by their paths, or else splits them along the batch."""
-    distribution = _distribution()
-    if distribution is None:
+    if active_distribution() is None:
         return state
-    arrays = []
+    return keras.tree.map_structure(
+        keras.distribution.distribute_tensor, state, state_layouts(state)
+    )
+
+
+def state_layouts(state):
+    """Returns the `TensorLayout` of each array of a state on the active distribution."""
+    distribution, layouts = active_distribution(), []
     for path, array in keras.tree.flatten_with_path(state):
         layout = distribution.get_tensor_layout("/".join(("state", *map(str, path))))
-        layout = drop_uneven_axes(layout or distribution.get_data_layout(array.shape), array.shape)
-        arrays.append(keras.distribution.distribute_tensor(array, layout))
-    return keras.tree.pack_sequence_as(state, arrays)
+        layout = layout or distribution.get_data_layout(array.shape)
+        layouts.append(drop_uneven_axes(layout, array.shape))
+    return keras.tree.pack_sequence_as(state, layouts)
 
 
 def flatten_tokens(x):
@@ -191,7 +199,7 @@ def flatten_tokens(x):
     If devices have shards of sequences, tokens are reordered so that each stays on its device.
     """
     batch, length = ops.shape(x)[:2]
-    distribution = _distribution()
+    distribution = active_distribution()
     if distribution is None or not _splits_sequences(distribution, x):
         flat = ops.reshape(x, (-1, x.shape[-1]))
         return flat, lambda y: ops.reshape(y, (batch, length, y.shape[-1]))
@@ -219,10 +227,11 @@ def axis_size(device_mesh, axis):
     return device_mesh.shape[device_mesh.axis_names.index(axis)]
 
 
-def _distribution():
+def active_distribution():
+    """Returns the active `keras.distribution` on JAX, or None."""
     return keras.distribution.distribution() if ON_JAX else None
 
 
 def _layout(name):
-    distribution = _distribution()
+    distribution = active_distribution()
     return distribution and distribution.get_tensor_layout(name)

@@ -12,6 +12,7 @@ import numpy as np
 from keras import ops
 
 from keras_recurrent import dispatch
+from keras_recurrent.devices.jax_layouts import apply_layout
 from keras_recurrent.generation.samplers import as_sampling_params
 from keras_recurrent.generation.sampling_params import SamplingParams
 
@@ -343,6 +344,7 @@ def _draw_among_candidates(features, logits, divisor, uniform, arguments):
 
 def _draw_among_all(features, logits, divisor, uniform, arguments):
     """Draws tokens [B] of the other sequences."""
+    logits = apply_layout(logits, "sampled_logits")  # gathered once, not by several operations
     scaled = ops.cast(logits, "float32") / divisor
     if features.has_min_p:
         lowest = ops.max(scaled, axis=-1, keepdims=True) + ops.log(arguments["min_p"][:, None])

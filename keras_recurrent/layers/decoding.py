@@ -17,7 +17,8 @@ from keras import ops
 
 from keras_recurrent import dispatch
 from keras_recurrent.backends.constants import MAX_FUSED_ROWS
-from keras_recurrent.checks.dtypes import dtype_of
+from keras_recurrent.checks.dtypes import dtype_of, sum_dtype
+from keras_recurrent.devices import jax_steps
 from keras_recurrent.layers import quantized
 from keras_recurrent.layers.rms_norm import RMSNorm
 from keras_recurrent.ops.decoding_steps import norm_linear, norm_quantized_linear
@@ -46,7 +47,9 @@ def decoding_scope():
 
 def can_fuse(inputs):
     """Returns True if a layer should take its fused step for inputs [B, T, ...]."""
-    return _scope.active and inputs.shape[1] == 1 and dispatch.decodes_with_kernels(inputs)
+    if not _scope.active or inputs.shape[1] > 1 or not dispatch.decodes_with_kernels(inputs):
+        return False
+    return keras.distribution.distribution() is None or inputs.shape[0] <= MAX_FUSED_ROWS
 
 
 def unfused_blocks(model):
@@ -99,7 +102,24 @@ def denses_reason(*groups):
         reason = first_reason(*map(dense_reason, group)) or quantized.difference_reason(group)
         if reason is not None:
             return reason
+        for layer in group:
+            is_distributed = keras.distribution.distribution() is not None
+            if is_distributed and layer.quantization_mode is not None:
+                return f"`{layer.name}` is quantized, and a `keras.distribution` is set"
     return None
+
+
+def split_heads_reason(layer, num_key_value_heads):
+    """Reason why devices have heads of queries without their keys and values, or None."""
+    of_queries, of_keys = (
+        jax_steps.variable_axes(dense.kernel)[1:] for dense in (layer.q_proj, layer.k_proj)
+    )
+    if num_key_value_heads == 1 or of_queries == of_keys:
+        return None
+    return (
+        f"`{layer.name}` has {num_key_value_heads} heads of keys and values, which are not split "
+        "as its queries: see the arguments of `get_layout_map`"
+    )
 
 
 class Stream(NamedTuple):
@@ -133,6 +153,9 @@ def linear(
 ):
     """Applies an optional RMSNorm and up to four `Dense` to x [B, D]; returns a list of outputs.
 
+    If devices have parts of the rows of the last kernel (see `jax_steps`), their outputs are added
+    up.
+
     Args:
         x: `[B, D]`, or a `Stream`.
         layers: `Dense` layers, all quantized in the same way or not at all.
@@ -148,6 +171,27 @@ def linear(
     """
     if isinstance(x, Stream):
         x, squares = (x.x, None) if x.squares is None else (x.scaled, x.squares)
+    if squares is not None:
+        squares = ops.reshape(squares, (x.shape[0], -1))
+    if not jax_steps.has_part(layers[-1].kernel, 0):
+        ends = {"residual": residual, "output_scale": output_scale, "next_norm": next_norm}
+        return _linear(x, layers, _biases(layers), norm, gate, squares, **ends)
+    *biases, last_bias = _biases(layers)
+    (y,) = _linear(x, layers, [*biases, None], norm, gate, squares)
+    is_split = norm is not None and x.shape[1] != norm.scale.shape[0]
+    y = _sum_of_normalized(y, x, squares, norm) if is_split else jax_steps.sum_over_devices(y)
+    y, dtype = ops.cast(y, sum_dtype(y)), x.dtype
+    if last_bias is not None:
+        y = y + ops.cast(last_bias, y.dtype)
+    if output_scale is not None:
+        y = y * output_scale
+    return [ops.cast(y if residual is None else y + ops.cast(residual, y.dtype), dtype)]
+
+
+def _linear(
+    x, layers, biases, norm, gate, squares, residual=None, output_scale=None, next_norm=None
+):
+    """Computes `linear` from these biases, on one device."""
     operation: Callable = norm_linear
     weights, max_rows, further = _weights, MAX_FUSED_ROWS, {}
     if layers[0].quantization_mode is not None:
@@ -155,13 +199,11 @@ def linear(
     # In float16, x that is multiplied by a weight but not normalized may be out of range.
     elif next_norm is not None and x.shape[0] > 1 and dtype_of(x) != "float16":
         further = {"next_scale": next_norm.factor()}
-    if squares is not None:
-        squares = ops.reshape(squares, (x.shape[0], -1))
     if x.shape[0] <= max_rows:
         return operation(
             x,
             **weights(layers),
-            biases=[dense.bias if dense.use_bias else None for dense in layers],
+            biases=biases,
             scale=None if norm is None or squares is not None else norm.factor(),
             epsilon=None if norm is None else norm.epsilon,
             gate=gate,
@@ -182,6 +224,28 @@ def linear(
     if output_scale is not None:
         outputs = [y * output_scale for y in outputs]
     return outputs if residual is None else [outputs[0] + residual]
+
+
+def _sum_of_normalized(y, x, squares, norm):
+    """Returns the linear layer of norm(x), from that of the norm of each device's part of x.
+
+    The sum of squares of all channels is added up together with the outputs.
+    """
+    y, squares = ops.cast(y, norm.state_dtype), ops.cast(squares, norm.state_dtype)
+    squares = ops.sum(squares, axis=-1, keepdims=True)
+    y = y * ops.sqrt(squares / x.shape[1] + norm.epsilon)
+    total = jax_steps.sum_over_devices(ops.concatenate([y, squares], axis=-1))
+    return total[:, :-1] / ops.sqrt(total[:, -1:] / norm.scale.shape[0] + norm.epsilon)
+
+
+def _biases(layers):
+    return [_bias(dense) if dense.use_bias else None for dense in layers]
+
+
+def _bias(dense):
+    if not jax_steps.has_part(dense.kernel, 1):
+        return dense.bias
+    return jax_steps.local_part(dense.bias, ops.convert_to_tensor(dense.kernel).shape[1])
 
 
 def _weights(layers):

@@ -4,6 +4,7 @@ import keras
 from keras import ops
 
 from keras_recurrent.checks.arguments import check_divides, check_positive_integer
+from keras_recurrent.devices import jax_steps
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
 from keras_recurrent.layers.default_sizes import default_expand_ratio
@@ -215,9 +216,9 @@ class HGRN2(BoundedLayer):
     def fused_step(self, x, norm, tokens, state, lower_bound=None, **ends):
         q, f, v = decoding.linear(x, [self.q_proj, self.f_proj, self.i_proj], norm)
         if lower_bound is not None:
-            lower_bound = ops.cast(lower_bound, self.state_dtype)
+            lower_bound = jax_steps.local_part(ops.cast(lower_bound, self.state_dtype), f.shape[-1])
         kinds = decoding.token_kinds(tokens)
-        weight = self.norm.factor()
+        weight = jax_steps.local_part(self.norm.factor(), f.shape[-1])
         o, squares, memory = hgrn2_step(q, f, v, state["memory"], lower_bound, weight, kinds)
         x = decoding.add_linear(x, o, [self.o_proj], self.norm, squares=squares, **ends)
         return x, {"memory": memory}

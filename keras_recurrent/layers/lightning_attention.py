@@ -10,6 +10,7 @@ from keras_recurrent.checks.arguments import (
     check_positive_integer,
     check_positive_integers,
 )
+from keras_recurrent.devices import jax_steps
 from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.dense import inner_dense
@@ -287,6 +288,7 @@ class LightningAttention(StreamingLayer):
         return decoding.first_reason(
             decoding.class_reason(self, LightningAttention),
             decoding.denses_reason(self._projections(), [self.o_proj]),
+            decoding.split_heads_reason(self, self.num_key_value_heads or self.num_heads),
             *(decoding.norm_reason(n) for n in (self.norm, self.q_norm, self.k_norm) if n),
         )
 
@@ -307,9 +309,11 @@ class LightningAttention(StreamingLayer):
         o, squares, memory = lightning_step(
             **{"q": q, "k": k, "v": v, **state, **positions},
             **decoding.head_norms(self.q_norm, self.k_norm),
-            log_decay=ops.convert_to_tensor(self.log_decay, self.state_dtype),
+            log_decay=jax_steps.local_part(
+                ops.convert_to_tensor(self.log_decay, self.state_dtype), q.shape[1]
+            ),
             query_scale=self.query_scale,
-            norm_scale=self.norm.factor(),
+            norm_scale=jax_steps.local_part(self.norm.factor(), q.shape[1] * self.head_dim),
             output_gate=gate,
             token_kind=decoding.token_kinds(tokens),
         )

@@ -312,6 +312,7 @@ class LocalAttention(StreamingLayer):
         return decoding.first_reason(
             decoding.class_reason(self, LocalAttention),
             decoding.denses_reason(self._projections(), [self.o_proj]),
+            decoding.split_heads_reason(self, self.num_key_value_heads),
             *(decoding.norm_reason(norm) for norm in (self.q_norm, self.k_norm) if norm),
         )
 

@@ -65,6 +65,8 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
         One kernel multiplies a vector by a quantized matrix, which Keras would convert to floats.
         On torch, another applies the soft cap.
         """
+        if keras.distribution.distribution() is not None:
+            return None  # XLA splits the product, but not a kernel
         quantized_row = self.quantization_mode is not None
         has_cap = self.logit_soft_cap is not None and dispatch.BACKEND == "torch"
         if not (has_cap or quantized_row) or not decoding.can_fuse(hidden_states):

@@ -3,6 +3,7 @@
 import keras
 
 from keras_recurrent.checks.arguments import check_number
+from keras_recurrent.devices import jax_steps
 from keras_recurrent.devices.jax_layouts import apply_layout
 from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.layers import RMSNorm, StreamingLayer, SwiGLU, decoding
@@ -98,6 +99,7 @@ class ResidualBlock(StreamingLayer):
             self.temporal_block.unfused_reason(),
             self.mlp.unfused_reason(),
             *map(decoding.norm_reason, (self.temporal_norm, self.channel_norm)),
+            jax_steps.unsupported_reason(self),
         )
 
     def step(self, x, tokens, state, next_norm=None, **kwargs):
@@ -118,11 +120,16 @@ class ResidualBlock(StreamingLayer):
         )
         return self.mlp.fused_step(x, self.channel_norm, next_norm=next_norm, **ends), state
 
+    def array_step(self, x, tokens, state, **kwargs):
+        """Computes `step` for x [B, D], without anything for the next block."""
+        stream, state = self.step(decoding.Stream(x), tokens, state, **kwargs)
+        return stream.x, state
+
     def stream(self, inputs, tokens, state, **kwargs):
         before = state.get("temporal_block")
         if before and decoding.can_fuse(inputs) and self.unfused_reason() is None:
-            x, after = self.step(decoding.Stream(inputs[:, 0]), tokens, before, **kwargs)
-            return x.x[:, None], {"temporal_block": after}
+            x, after = jax_steps.run(self, inputs[:, 0], tokens, before, **kwargs)
+            return x[:, None], {"temporal_block": after}
         x = self.inner(self.temporal_norm, inputs)
         x, after = stream_inner(self, self.temporal_block, x, tokens, before, **kwargs)
         x = self._add(inputs, x)
