@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from ...constants import LOWEST_CAPABILITY
 from ...torch import _sharding
-from ...torch._autograd import register_autograd
+from ...torch._autograd import call_without_gradient, register_autograd
 from ...torch._common import capability_reason, has_capability
 from ...torch._states import inplace_states_allowed
 from .._device.common import INTERPRETED, assembler_error_note
@@ -264,18 +264,18 @@ def operation(definition):
         if d_output is None:
             shape, dtype = ctx.output
             d_output = _first_tensor(d_others).new_zeros(shape, dtype=dtype)
-        outputs = backward(*saved, d_output, *d_others, *ctx.options)
+        outputs = call_without_gradient(backward, *saved, d_output, *d_others, *ctx.options)
         outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
         needed = ctx.needs_input_grad[:num_differentiable]
         given = (dx if need else None for need, dx in zip(needed, outputs, strict=True))
         return *given, *[None] * (len(tensors) - num_differentiable + len(options))
 
-    register_autograd(forward, gradients, save, backward)
+    apply = register_autograd(forward, gradients, save, backward)
     if not definition.is_token_wise:
         _register_sharding(definition, forward, backward)
 
     def call(*tensors, **chosen):
-        outputs = forward(*tensors, *(chosen[name] for name in options))
+        outputs = apply(*tensors, *(chosen[name] for name in options))
         if not residuals:
             return outputs
         return outputs[0] if num_results == 1 else outputs[:num_results]
