@@ -79,13 +79,39 @@ def run(launch):
         )
 
     outputs = tuple(output(i, array) for i, array in enumerate(launch.outputs))
-    arguments = *launch.inputs, *outputs, *launch.numbers
     try:
-        launch.kernel[(launch.programs,)](*arguments, **launch.options)
+        start(launch, (*launch.inputs, *outputs))
     except triton.runtime.errors.PTXASError as error:
         error.add_note(assembler_error_note(launch.kernel, "torch"))
         raise
     return outputs
+
+
+_compiled: dict = {}  # {key of a launch: compiled kernel and constants}
+_MAX_COMPILED = 4096
+
+
+def start(launch, tensors):
+    """Starts a launch's kernel on its inputs and outputs.
+
+    A later launch with an equal key starts the compiled kernel, which Triton would look up by the
+    specialization of every argument. The key has the properties of tensors that kernels are
+    specialized on, and all numbers.
+    """
+    kernel, arguments = launch.kernel, (*tensors, *launch.numbers)
+    types = (None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors)
+    device = _first_tensor(tensors).device
+    key = id(kernel), device, *launch.options.items(), *launch.numbers, *types
+    if key in _compiled:
+        compiled, constants = _compiled[key]
+        compiled[(launch.programs, 1, 1)](*arguments, *constants)
+        return
+    compiled = kernel[(launch.programs,)](*arguments, **launch.options)
+    if isinstance(compiled, triton.compiler.CompiledKernel):  # not in the interpreter
+        if len(_compiled) >= _MAX_COMPILED:
+            _compiled.clear()
+        names = kernel.arg_names[len(arguments) :]
+        _compiled[key] = compiled, tuple(launch.options[name] for name in names)
 
 
 class _InPlaceUpdates(threading.local):
