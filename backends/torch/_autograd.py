@@ -3,6 +3,9 @@
 The autograd kernel of `CustomOpDef.register_autograd` silently drops the tangents of forward mode,
 so that derivatives are zero, and rejects `torch.func.grad`. The kernel here raises an error for
 tangents, and computes gradients at each level of nested transforms.
+
+In eager mode, operators are called without torch's dispatcher, which takes longer on the host than
+most launches of an operator.
 """
 
 import torch
@@ -18,6 +21,9 @@ _DEVICES = (
     *("PrivateUse1", "PrivateUse2", "PrivateUse3"),
 )
 _library = torch.library.Library("keras_recurrent", "FRAGMENT")
+_EAGER_TYPES = frozenset(
+    (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None), bool, int, float, str)
+)
 
 
 def compile_only_in_graphs(function):
@@ -32,15 +38,42 @@ def compile_only_in_graphs(function):
     return function
 
 
+def is_eager(inputs):
+    """Returns True if torch's dispatcher has nothing to add to a call, apart from autograd.
+
+    That is without compilers, tracers, modes, transforms, meta tensors and subclasses of tensors.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and _EAGER_TYPES.issuperset(map(type, inputs))
+        and not getattr(inputs[0], "is_meta", False)
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._len_torch_function_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+        and torch._C._get_tracing_state() is None
+    )
+
+
+def call_without_gradient(operator, *inputs):
+    """Calls a custom operator that computes gradients, without the dispatcher in eager mode."""
+    if torch.is_grad_enabled() or not is_eager(inputs):
+        return operator(*inputs)
+    return operator._init_fn(*inputs)
+
+
 def register_autograd(operator, gradients, save, backward):
     """Registers `gradients` for a custom operator; its other derivatives raise errors.
+
+    Returns a function that calls the operator, without the dispatcher in eager mode.
 
     Args:
         operator: the result of `torch.library.custom_op`.
         gradients: as in `CustomOpDef.register_autograd`. Not called if all incoming gradients are
             None, which requires `ctx.set_materialize_grads(False)`.
         save: the `setup_context` of `CustomOpDef.register_autograd`.
-        backward: the custom operator that `gradients` calls, which is not differentiable.
+        backward: the custom operator that `gradients` calls, which is not differentiable, by
+            `call_without_gradient`.
     """
 
     def save_nothing(ctx, inputs, output):
@@ -49,8 +82,8 @@ def register_autograd(operator, gradients, save, backward):
     def no_gradient(ctx, *d_results):
         raise NotImplementedError(_no_second_derivatives(operator))
 
-    _register(operator, gradients, save)
     _register(backward, no_gradient, save_nothing)
+    return _register(operator, gradients, save)
 
 
 def _register(operator, compute_gradients, save):
@@ -76,7 +109,9 @@ def _register(operator, compute_gradients, save):
         @compile_only_in_graphs
         def forward(ctx, *inputs_and_call):
             *inputs, (keyset, transformed) = inputs_and_call
-            if transformed:  # an outer transform may differentiate this computation
+            if keyset is None:
+                output = operator._init_fn(*inputs)
+            elif transformed:  # an outer transform may differentiate this computation
                 with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
                     output = compute(keyset, inputs)
             else:
@@ -110,6 +145,15 @@ def _register(operator, compute_gradients, save):
 
     for device in _DEVICES:
         _library.impl(overload.name(), kernel, f"Autograd{device}", with_keyset=True)
+
+    def call(*inputs):
+        if not is_eager(inputs):
+            return operator(*inputs)
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+            return super(torch.autograd.Function, Gradient).apply(*inputs, (None, False))
+        return operator._init_fn(*inputs)
+
+    return call
 
 
 def _refuse_tangents(operator, inputs):

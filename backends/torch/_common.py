@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 from ..constants import PADDING, STARTS
 from ..signatures import SIGNATURES, TOKENS
 from . import _sharding
-from ._autograd import register_autograd
+from ._autograd import call_without_gradient, register_autograd
 
 
 def accumulation_dtype(*tensors):
@@ -183,8 +183,7 @@ def define_operator(
 
     operator = define(operation, forward, fake_results, 2)
     gradient = define(f"{operation}_backward", backward, fake_gradients, len(names) + 1)
-    register_gradient(operation, operator, gradient, keep_output, dropped, len(options))
-    return operator
+    return register_gradient(operation, operator, gradient, keep_output, dropped, len(options))
 
 
 def _parameters(function):
@@ -204,7 +203,8 @@ def register_gradient(
 
     Residuals are the inputs and the output. `backward` is called with the gradients of the results,
     the output and the inputs. It returns a gradient for each input before the token kinds;
-    gradients of inputs that need none, or are None, are dropped.
+    gradients of inputs that need none, or are None, are dropped. Returns a function that calls
+    `forward`.
 
     Args:
         operation: string, the name of the operation, whose signature has the dimensions.
@@ -229,13 +229,14 @@ def register_gradient(
     def gradients(ctx, *d_results):
         # Read once: inside a checkpoint, each access recomputes the forward pass.
         saved = ctx.saved_tensors
-        found = backward(*d_results[: len(d_results) - len(residuals)], *saved, *ctx.options)
+        d_results = d_results[: len(d_results) - len(residuals)]
+        found = call_without_gradient(backward, *d_results, *saved, *ctx.options)
         found = (found,) if isinstance(found, torch.Tensor) else found
         needed = ctx.needs_input_grad[: len(ctx.needs_input_grad) - num_undifferentiated]
         given = (dx if need else None for need, dx in zip(needed, found, strict=True))
         return *given, *[None] * num_undifferentiated
 
-    register_autograd(forward, gradients, save, backward)
+    apply = register_autograd(forward, gradients, save, backward)
     tensors, results, channels = SIGNATURES[operation].layout
     tensors, results = (
         tuple(dimensions.replace("...", TOKENS) for dimensions in group)
@@ -251,6 +252,7 @@ def register_gradient(
         channels,
         [len(before) + kept.index(i) if i in kept else None for i in range(len(tensors) - 1)],
     )
+    return apply
 
 
 def slope_of_gated(s, u, z_du):

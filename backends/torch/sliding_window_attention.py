@@ -10,7 +10,7 @@ from ..constants import PADDING, STARTS
 from ..signatures import SIGNATURES
 from . import _banded_attention, _circular_buffer, _sharding
 from ._attention_inputs import AttentionInputs, attend, fake_gradients, fake_results, schema
-from ._autograd import register_autograd
+from ._autograd import call_without_gradient, register_autograd
 from ._common import accumulation_dtype, is_one_token
 
 
@@ -25,7 +25,7 @@ def sliding_window_attention(
     """
     if initial_state is not None and is_one_token(q, k, v, *initial_state.values()):
         return _step(q, k, v, sliding_window, initial_state, token_kind)
-    return attend(_forward, q, k, v, sliding_window, initial_state, token_kind, capacity)
+    return attend(_operator, q, k, v, sliding_window, initial_state, token_kind, capacity)
 
 
 def _step(q, k, v, sliding_window, state, token_kind):
@@ -104,12 +104,14 @@ def _save(ctx, inputs, output):
 def _gradients(ctx, d_output, d_key, d_value, _):
     # Read once: inside a checkpoint, each access recomputes the forward pass.
     saved = ctx.saved_tensors
-    *found, d_key, d_value = _backward(d_output, d_key, d_value, *saved, ctx.window)
+    *found, d_key, d_value = call_without_gradient(
+        _backward, d_output, d_key, d_value, *saved, ctx.window
+    )
     given = saved[3] is not None
     return *found, *((d_key, d_value) if given else (None, None)), None, None, None, None
 
 
-register_autograd(_forward, _gradients, _save, _backward)
+_operator = register_autograd(_forward, _gradients, _save, _backward)
 _tensors, _results, _channels = SIGNATURES["sliding_window_attention"].layout
 _sharding.register(_forward, _tensors, _results, _channels)
 _sharding.register(_backward, (*_results[:-1], *_tensors), _tensors[:-2], _channels, range(3, 8))

@@ -4,15 +4,13 @@ The filter skips padding, which may be anywhere. Kernels therefore work on posit
 (`_convolution/convolution_positions.py`).
 """
 
-import triton
-
 from ._convolution.convolution_forward import forward_kernel
 from ._convolution.convolution_gradients import backward_kernel
 from ._convolution.convolution_positions import tabulate_positions
 from ._device.common import Tiling
 from ._runtime import search
 from ._runtime.framework import cast, operation, run, unsupported_reason
-from ._runtime.launch import Array, Launch, dtype_name, like
+from ._runtime.launch import Array, Launch, cdiv, dtype_name, like, next_power_of_2
 from ._runtime.operation import Operation
 
 _MAX_WIDTH = 16
@@ -72,8 +70,8 @@ def forward(x, kernel, bias, initial_state, token_kind, *, activation: str | Non
 
     def launch(tile):
         tile = tile.fitted(length + taps - 1, width)
-        tiles = triton.cdiv(length + taps - 1, tile.tokens)
-        programs = batch * tiles * triton.cdiv(width, tile.BLOCK_D)
+        tiles = cdiv(length + taps - 1, tile.tokens)
+        programs = batch * tiles * cdiv(width, tile.BLOCK_D)
         options = {"W": taps, "SILU": silu, **tile._asdict()}
         return run(Launch(forward_kernel, programs, inputs, outputs, (length, width), options))
 
@@ -91,9 +89,9 @@ def backward(
 
     def launch(tile):
         tile = tile.fitted(length + taps - 1, width)
-        steps = min(_STEPS, triton.next_power_of_2(triton.cdiv(length + taps - 1, tile.tokens)))
-        tiles = triton.cdiv(length + taps - 1, tile.tokens * steps)
-        programs = batch * tiles * triton.cdiv(width, tile.BLOCK_D)
+        steps = min(_STEPS, next_power_of_2(cdiv(length + taps - 1, tile.tokens)))
+        tiles = cdiv(length + taps - 1, tile.tokens * steps)
+        programs = batch * tiles * cdiv(width, tile.BLOCK_D)
         sums = Array((batch * tiles, taps + 1, width), "float32")
         outputs = like(x), sums, _state_array(x, kernel)
         options = {"W": taps, "SILU": silu, "STEPS": steps, **tile._asdict()}

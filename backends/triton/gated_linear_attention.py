@@ -11,8 +11,6 @@ gradients from the last chunk to the first. If k is None, keys are computed in r
 gradients are not stored.
 """
 
-import triton
-
 from ._linear_attention.gated_chunks import attend_kernel, gradient_kernel
 from ._linear_attention.gated_gradients import differentiate
 from ._linear_attention.gated_operands import pairs_array, prepare
@@ -27,7 +25,7 @@ from ._linear_attention.linear_attention import (
 from ._linear_attention.linear_attention_step import step
 from ._runtime import search
 from ._runtime.framework import operation, run, zeros_like
-from ._runtime.launch import Array, Launch, dtype_name, like
+from ._runtime.launch import Array, Launch, cdiv, dtype_name, like
 from ._runtime.operation import Operation
 
 # Candidates by `short`, the default first. A thread keeps its rows of all tiles in registers.
@@ -70,7 +68,7 @@ def _attend(sizes, q, k, v, states, dtype, *, log_f, token_kind, parts, reverse=
     def launch(blocks):
         options = {"CHUNK": sizes.chunk, "LEVELS": sizes.levels, "PARTS": parts, **flags}
         options |= blocks.options(sizes)
-        programs = sizes.programs * triton.cdiv(sizes.values, options["BLOCK_V"])
+        programs = sizes.programs * cdiv(sizes.values, options["BLOCK_V"])
         outputs, numbers = (like(v).astype(dtype),), (*sizes.numbers, sizes.chunks)
         return run(Launch(attend_kernel, programs, (*tensors, states), outputs, numbers, options))
 
@@ -89,7 +87,7 @@ def _differentiate(sizes, q, k, v, d_output, states, d_states, *, log_f, token_k
         options = {"CHUNK": sizes.chunk, "LEVELS": sizes.levels, "SHORT": sizes.short}
         options |= {"PARTS": parts, "GAIN_PARTS": 1 if sizes.short else 3}
         options |= blocks.options(sizes)
-        programs = sizes.programs * triton.cdiv(sizes.keys, options["BLOCK_K"])
+        programs = sizes.programs * cdiv(sizes.keys, options["BLOCK_K"])
         inputs, numbers = (*tensors, d_output, states, d_states), (*sizes.numbers, sizes.chunks)
         return run(Launch(gradient_kernel, programs, inputs, outputs, numbers, options))
 

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ._device.math import sigmoid
 from ._runtime.framework import fusible_unsupported_reason, operation, run
-from ._runtime.launch import Launch, like
+from ._runtime.launch import Launch, cdiv, like
 from ._runtime.operation import Operation
 
 _SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
@@ -90,7 +90,7 @@ def backward(gate, x, y, dy, *, gelu: bool):
 
 def _launch(kernel, tensors, outputs, gelu):
     n = math.prod(outputs[0].shape)
-    programs = triton.cdiv(n, _TILE["BLOCK"])
+    programs = cdiv(n, _TILE["BLOCK"])
     return run(Launch(kernel, programs, tensors, outputs, (n,), {"GELU": gelu, **_TILE}))
 
 

@@ -39,7 +39,7 @@ from ._linear_attention.linear_attention import (
 from ._linear_attention.linear_attention_step import step
 from ._runtime import search
 from ._runtime.framework import operation, zeros_like
-from ._runtime.launch import Array, dtype_name, like
+from ._runtime.launch import Array, cdiv, dtype_name, like
 from ._runtime.operation import Operation
 
 # Candidates by (`short`, heads are wider than 128 channels), the default first. The state,
@@ -242,16 +242,16 @@ def _choose_split(programs, chunks, concurrent=1):
     """
 
     def time(segments):
-        waves = triton.cdiv(programs * segments, concurrent * common.MULTIPROCESSORS)
-        return waves * triton.cdiv(chunks, segments) + segments / 4
+        waves = cdiv(programs * segments, concurrent * common.MULTIPROCESSORS)
+        return waves * cdiv(chunks, segments) + segments / 4
 
     segments = min(range(1, max_segments(programs, chunks) + 1), key=time)
-    chunks_per_segment = triton.cdiv(chunks, segments)
+    chunks_per_segment = cdiv(chunks, segments)
     subsegments = max(
         1, min(_MAX_SUBSEGMENTS // segments, chunks_per_segment // _SHORTEST_SUBSEGMENT)
     )
-    segment_chunks = triton.cdiv(chunks_per_segment, subsegments) * subsegments
-    return TimeSplit(triton.cdiv(chunks, segment_chunks), segment_chunks, subsegments)
+    segment_chunks = cdiv(chunks_per_segment, subsegments) * subsegments
+    return TimeSplit(cdiv(chunks, segment_chunks), segment_chunks, subsegments)
 
 
 def _walk(
@@ -273,7 +273,7 @@ def _walk(
     candidates = BLOCKS[sizes.short, wide]
 
     def programs_of(blocks):
-        return batch * heads * triton.cdiv(values, blocks.options(sizes)["BLOCK_V"])
+        return batch * heads * cdiv(values, blocks.options(sizes)["BLOCK_V"])
 
     programs = programs_of(candidates[0])
     if programs > common.MULTIPROCESSORS or _choose_split(programs, sizes.chunks).segments > 1:

@@ -14,7 +14,7 @@ import triton.language as tl
 from ._device.math import exp, log1p, reciprocal, sigmoid
 from ._device.token_wise import Tile, num_rows
 from ._runtime.framework import cast, operation, run, token_wise_unsupported_reason
-from ._runtime.launch import Array, Launch, dtype_name, like
+from ._runtime.launch import Array, Launch, cdiv, dtype_name, like, next_power_of_2
 from ._runtime.operation import Operation
 
 _TILE_SIZE = 2048  # elements; a thread loads two vectors of 16 bytes from a 16-bit tensor
@@ -36,7 +36,7 @@ def log_forget_gate(logits, lower_bound=None):
 
 
 def _tile(width):
-    block_d = min(256, triton.next_power_of_2(max(1, width)))
+    block_d = min(256, next_power_of_2(max(1, width)))
     return Tile(block_d, _TILE_SIZE // block_d, 4)
 
 
@@ -186,7 +186,7 @@ def backward(logits, lower_bound, log_f, d_log_f):
 def _sizes(logits):
     """The tile, the number of rows, and the number of blocks of channels."""
     tile = _tile(logits.shape[-1])
-    return tile, num_rows(logits), triton.cdiv(logits.shape[-1], tile.BLOCK_D)
+    return tile, num_rows(logits), cdiv(logits.shape[-1], tile.BLOCK_D)
 
 
 kernels = operation(

@@ -13,7 +13,7 @@ from ._device.math import reciprocal_root
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.token_wise import Tile, num_rows
 from ._runtime.framework import cast, fusible_unsupported_reason, operation, pdl_options, run
-from ._runtime.launch import Array, Launch, dtype_name, like
+from ._runtime.launch import Array, Launch, dtype_name, like, next_power_of_2
 from ._runtime.operation import Operation
 
 _SCALE = tl.constexpr(SQUARES_SCALE)
@@ -36,7 +36,7 @@ def rms_norm(x, scale=None, epsilon=0.0):
 
 
 def _tile(width):
-    block_d = triton.next_power_of_2(max(1, width))
+    block_d = next_power_of_2(max(1, width))
     return Tile(block_d, max(1, _TILE_SIZE // block_d), min(16, max(4, block_d // 512)))
 
 

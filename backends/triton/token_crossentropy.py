@@ -13,7 +13,7 @@ import triton.language as tl
 from ._device.math import exp_keeping_nan
 from ._device.token_wise import num_rows
 from ._runtime.framework import operation, run, token_wise_unsupported_reason
-from ._runtime.launch import Array, Launch, like
+from ._runtime.launch import Array, Launch, cdiv, like, next_power_of_2
 from ._runtime.operation import Operation
 
 _LANE_SIZE = 8  # logits, a vector of 16 bytes if they have 16 bits
@@ -36,7 +36,7 @@ def token_crossentropy(logits, tokens):
 
 def _tile(vocabulary, tile_size):
     """The number of logits of a tile, and the warps of a program."""
-    block = max(_LANE_SIZE, min(tile_size, triton.next_power_of_2(vocabulary)))
+    block = max(_LANE_SIZE, min(tile_size, next_power_of_2(vocabulary)))
     return {"BLOCK": block, "num_warps": max(1, block // 512)}
 
 
@@ -123,7 +123,7 @@ def forward(logits, tokens):
 def backward(logits, tokens, losses, largest, total, d_losses):
     vocabulary = logits.shape[-1]
     tile = _tile(vocabulary, _BACKWARD_TILE_SIZE)
-    programs = num_rows(logits) * triton.cdiv(vocabulary, tile["BLOCK"])
+    programs = num_rows(logits) * cdiv(vocabulary, tile["BLOCK"])
     tensors, options = (d_losses, largest, total, logits, tokens), {"V": vocabulary, **tile}
     return *run(Launch(_backward_kernel, programs, tensors, (like(logits),), (), options)), None
 

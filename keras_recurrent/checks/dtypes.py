@@ -4,6 +4,7 @@ import math
 
 import keras
 import numpy as np
+from keras import ops
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 _INTEGER_DTYPES = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
@@ -19,6 +20,11 @@ INTEGERS = (
 
 def dtype_of(tensor):
     return keras.backend.standardize_dtype(tensor.dtype)
+
+
+def cast(tensor, dtype):
+    """Casts a tensor unless it has this dtype: `keras.ops.cast` takes long on the host."""
+    return tensor if dtype_of(tensor) == dtype else ops.cast(tensor, dtype)
 
 
 def bytes_of(array):

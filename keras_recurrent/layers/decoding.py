@@ -25,7 +25,7 @@ from keras_recurrent.ops.decoding_steps import norm_linear, norm_quantized_linea
 from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
 
 if dispatch.BACKEND == "torch":
-    from keras_recurrent.layers.torch_calls import product_with_bias
+    from keras_recurrent.layers.torch_calls import matrix_product
 
 
 class _Scope(threading.local):
@@ -256,7 +256,7 @@ def _apply(dense, x):
     """Computes dense(x) for x [B, D]."""
     if dispatch.BACKEND != "torch" or not dense.use_bias or dense.quantization_mode is not None:
         return dense(x)
-    return product_with_bias(dense, ops.cast(x, dense.compute_dtype))
+    return matrix_product(dense, ops.cast(x, dense.compute_dtype))
 
 
 def heads(x, head_dim, dtype):

@@ -4,6 +4,7 @@ import keras
 from keras import ops
 
 from keras_recurrent.checks.arguments import check_positive_integer, check_width_known
+from keras_recurrent.checks.dtypes import cast
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.dense import inner_dense
 from keras_recurrent.layers.remat import RecomputableLayer
@@ -61,7 +62,7 @@ class GatedLinearUnit(RecomputableLayer):
     def call(self, inputs):
         gate, x = self.inner(self.gate_proj, inputs), self.inner(self.up_proj, inputs)
         y = self.inner(self.down_proj, self.gated(gate, x))
-        return ops.cast(y, self.compute_dtype)  # Keras on torch multiplies float64 as float32
+        return cast(y, self.compute_dtype)  # Keras on torch multiplies float64 as float32
 
     def unfused_reason(self):
         """Reason why `fused_step` cannot compute a decoding step of this layer, or None."""

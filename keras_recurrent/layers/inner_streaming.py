@@ -1,7 +1,6 @@
 """Calls an inner streaming layer without Keras's `__call__` overhead, where that is safe."""
 
-from keras import ops
-
+from keras_recurrent.checks.dtypes import cast
 from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.layers.remat import is_called_directly
 from keras_recurrent.layers.states import in_order
@@ -36,5 +35,5 @@ def stream_inner(outer, layer, inputs, tokens, state=None, return_state=True, **
     check_handed_down(layer, tokens, None, None, state)
     with weights_scope(layer):
         output, after = layer.stream(inputs, tokens, state or {}, **kwargs)
-        output = ops.cast(layer.finish(output, inputs), layer.compute_dtype)
+        output = cast(layer.finish(output, inputs), layer.compute_dtype)
     return output, in_order(after) if return_state else None

@@ -10,6 +10,7 @@ from keras_recurrent.checks.arguments import (
     check_positive_integer,
     check_positive_integers,
 )
+from keras_recurrent.checks.dtypes import cast
 from keras_recurrent.devices import jax_steps
 from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.layers import decoding
@@ -265,7 +266,7 @@ class LightningAttention(StreamingLayer):
             x = rotate(x, position, self.rope_max_wavelength, self.head_dim)
         if scale is not None:
             x = x * scale  # `ops.multiply` waits for the GPU, to copy the number
-        return ops.cast(x, self.compute_dtype)
+        return cast(x, self.compute_dtype)
 
     def finish(self, output, inputs):
         o = ops.reshape(output, (*ops.shape(output)[:2], self.num_heads * self.head_dim))
@@ -276,7 +277,7 @@ class LightningAttention(StreamingLayer):
         # The shape of x would not do: tf2onnx takes it from inside `Dense`, without the time axis.
         heads = x.shape[-1] // self.head_dim
         x = ops.reshape(x, (*ops.shape(inputs)[:2], heads, self.head_dim))
-        return ops.cast(x, self.compute_dtype)  # Keras on torch multiplies float64 as float32
+        return cast(x, self.compute_dtype)  # Keras on torch multiplies float64 as float32
 
     def unfused_reason(self):
         if self.use_lrpe:

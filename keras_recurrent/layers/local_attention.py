@@ -11,6 +11,7 @@ from keras_recurrent.checks.arguments import (
     check_positive_integer,
     is_finite_number,
 )
+from keras_recurrent.checks.dtypes import cast
 from keras_recurrent.devices.jax_layouts import check_whole_sequences
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.dense import inner_dense
@@ -250,7 +251,7 @@ class LocalAttention(StreamingLayer):
             self._rotated(q, position, self.q_norm, self._logit_scale(position)),
             self._rotated(k, position, self.k_norm),
             # Keras on torch multiplies float64 as float32.
-            ops.cast(self._heads(v, position), self.compute_dtype),
+            cast(self._heads(v, position), self.compute_dtype),
             self.sliding_window,
             max_length=self.max_length if tokens.slots is None else tokens.slots.shape[1],
             # If the first token starts a document, the state is ignored and the position is 0.
@@ -272,7 +273,7 @@ class LocalAttention(StreamingLayer):
         x = x if norm is None else self.inner(norm, x)
         x = ops.cast(x, self.state_dtype)
         x = rotate(x, position, self.rope_max_wavelength, self.rotary_dim)
-        return ops.cast(x * scale, self.compute_dtype)
+        return cast(x * scale, self.compute_dtype)
 
     def _logit_scale(self, position):
         scale = self.head_dim**-0.5

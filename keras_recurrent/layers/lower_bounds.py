@@ -4,6 +4,7 @@ import keras
 from keras import ops
 
 from keras_recurrent.checks.arguments import check_positive_integer, check_tensor, check_width_known
+from keras_recurrent.checks.dtypes import cast
 from keras_recurrent.layers.remat import RecomputableLayer
 from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops.log_forget_gate import log_forget_gate
@@ -118,8 +119,8 @@ class BoundedLayer(StreamingLayer):
     def log_forget_gate(self, logits, lower_bound):
         """Returns log f, with f = β + (1 - β) σ(logits), in the dtype of states."""
         if lower_bound is not None:
-            lower_bound = ops.cast(lower_bound, self.state_dtype)
-        return log_forget_gate(ops.cast(logits, self.compute_dtype), lower_bound)
+            lower_bound = cast(lower_bound, self.state_dtype)
+        return log_forget_gate(cast(logits, self.compute_dtype), lower_bound)
 
 
 def check_lower_bound(lower_bound, width):

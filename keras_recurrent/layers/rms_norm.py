@@ -4,6 +4,7 @@ import keras
 from keras import ops
 
 from keras_recurrent.checks.arguments import check_boolean, check_width_known
+from keras_recurrent.checks.dtypes import cast
 from keras_recurrent.layers.simple_rms_norm import SimpleRMSNorm
 from keras_recurrent.ops.rms_norm import rms_norm
 
@@ -64,7 +65,7 @@ class RMSNorm(SimpleRMSNorm):
         )
 
     def call(self, inputs):
-        inputs = ops.cast(inputs, self.compute_dtype)
+        inputs = cast(inputs, self.compute_dtype)
         return rms_norm(inputs, self.factor(), epsilon=self.epsilon)
 
     def factor(self):

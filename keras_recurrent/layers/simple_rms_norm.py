@@ -3,6 +3,7 @@
 import keras
 
 from keras_recurrent.checks.arguments import check_number
+from keras_recurrent.checks.dtypes import cast
 from keras_recurrent.layers.remat import RecomputableLayer
 from keras_recurrent.ops.rms_norm import rms_norm
 
@@ -53,7 +54,7 @@ class SimpleRMSNorm(RecomputableLayer):
         self.supports_masking = True
 
     def call(self, inputs):
-        return rms_norm(keras.ops.cast(inputs, self.compute_dtype), epsilon=self.epsilon)
+        return rms_norm(cast(inputs, self.compute_dtype), epsilon=self.epsilon)
 
     def compute_output_shape(self, input_shape):
         return tuple(input_shape)

@@ -5,6 +5,7 @@ import numpy as np
 from keras import ops, tree
 
 from keras_recurrent.checks.arguments import check_boolean
+from keras_recurrent.checks.dtypes import cast
 from keras_recurrent.checks.states import check_per_token, check_state, one_state
 from keras_recurrent.devices import split_time
 from keras_recurrent.layers.gru_arguments import ALTERNATIVES
@@ -270,7 +271,7 @@ class StreamingLayer(StatefulLayer):
                 return_state=return_state,
             )
             initial_state = own_part(initial_state)
-        inputs = ops.cast(inputs, self.compute_dtype)
+        inputs = cast(inputs, self.compute_dtype)
         results = self.stream(inputs, tokens, initial_state or {}, **kwargs)
         if not isinstance(results, tuple) or len(results) != 2:
             raise TypeError(
@@ -283,7 +284,7 @@ class StreamingLayer(StatefulLayer):
         else:
             output = self.finish(output, inputs)
         # A sublayer may have another dtype, and Keras on torch multiplies float64 as float32.
-        output = ops.cast(output, self.compute_dtype)
+        output = cast(output, self.compute_dtype)
         return (output, in_order({**after, **places})) if return_state else output
 
     def _returned(self, output, inputs, mask, before, after):

@@ -18,6 +18,7 @@ from keras_recurrent.devices.jax_layouts import (
     make_layout_map,
 )
 from keras_recurrent.devices.jax_processes import SavedByAllProcesses
+from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.layers.inner_streaming import stream_inner
 from keras_recurrent.layers.reversible_embedding import ReversibleEmbedding
 from keras_recurrent.layers.saved_quantization import SavedQuantization
@@ -119,6 +120,11 @@ class RecurrentBackbone(
 
     def call_with_segments(self, token_ids, padding_mask, segment_ids):
         return self.hidden_states(token_ids, padding_mask, segment_ids)[0]
+
+    def _bypasses_graph(self, inputs):
+        # On torch, the graph would call blocks by Keras's `__call__`; `stream_inner` avoids it.
+        on_torch = BACKEND == "torch" and isinstance(inputs, dict)
+        return super()._bypasses_graph(inputs) or (on_torch and inputs.keys() == self.input.keys())
 
     def embed(self, token_ids):
         """Returns the inputs of the first block, the scaled embeddings of tokens.

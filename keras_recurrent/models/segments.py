@@ -41,8 +41,9 @@ class SegmentsOptional:
             self.check_num_tokens(inputs["token_ids"].shape[1])
         if self._bypasses_graph(inputs):
             names = ("token_ids", "padding_mask", "segment_ids")
+            tensors = (inputs.get(name) for name in names)
             return self.call_with_segments(
-                *(ops.convert_to_tensor(inputs[name], "int32") for name in names)
+                *(t if t is None else ops.convert_to_tensor(t, "int32") for t in tensors)
             )
         return super().call(inputs, training=training, mask=mask)  # type: ignore[misc]
 

@@ -1,5 +1,7 @@
 """Base class of operations: argument checks, nodes of Keras graphs, and dispatch."""
 
+import operator
+
 import keras
 from keras import ops
 
@@ -7,8 +9,14 @@ from keras_recurrent import dispatch
 from keras_recurrent.backends.signatures import SIGNATURES, SUMS, Signature
 from keras_recurrent.checks import tensors as tensor_checks
 from keras_recurrent.checks.dtypes import dtype_of, sum_dtype
+from keras_recurrent.compat import global_state
+
+if dispatch.BACKEND == "torch":
+    from keras_recurrent.backends.torch._autograd import is_eager
 
 OPERATIONS: dict[str, type["Operation"]] = {}
+_checked: set = set()  # results of `_signature` of eager calls on torch that passed all checks
+_MAX_CHECKED = 4096
 
 
 class Operation(keras.Operation):
@@ -63,11 +71,17 @@ class Operation(keras.Operation):
     @classmethod
     def apply(cls, tensors, implementation, options=None, **context):
         """Computes the results, or adds a node to the graph if an argument is symbolic."""
-        tensors, context = convert(cls.function, tensors), convert(cls.function, context)
         options = options or {}
-        cls.check(tensors, context, options)
-        if symbolic(tensors, context):
-            return cls(implementation, **options).symbolic_call(**tensors, **context)
+        signature = _signature(cls.function, tensors, context, options)
+        if signature is None or signature not in _checked:
+            given = *tensors.values(), *context.values()
+            tensors, context = convert(cls.function, tensors), convert(cls.function, context)
+            cls.check(tensors, context, options)
+            if symbolic(tensors, context):
+                return cls(implementation, **options).symbolic_call(**tensors, **context)
+            same = all(map(operator.is_, given, (*tensors.values(), *context.values())))
+            if signature is not None and same:
+                _remember(signature)
         arguments = cls.lower(tensors, context, options)
         function = dispatch.resolve(cls.function, arguments, implementation)
         return cls.finish(function(**arguments), options)
@@ -140,6 +154,27 @@ class Operation(keras.Operation):
 
     def get_config(self):
         return {"name": self.name, "implementation": self.implementation, **self.options}
+
+
+def _signature(function, tensors, context, options):
+    """All that conversion and checks of the arguments of an eager call on torch depend on.
+
+    Returns None for other calls. Checks take as long on the host as several launches.
+    """
+    given = *tensors.values(), *context.values()
+    if dispatch.BACKEND != "torch" or not is_eager((*given, *options.values())):
+        return None
+    return (
+        *(function, global_state.get_global_attribute("torch_device"), *tensors, *context),
+        *((x.shape, x.dtype, x.device) if hasattr(x, "shape") else x for x in given),
+        *((type(value), value) for value in options.values()),
+    )
+
+
+def _remember(signature):
+    if len(_checked) >= _MAX_CHECKED:
+        _checked.clear()
+    _checked.add(signature)
 
 
 def which_implementation(operation, *tensors, implementation=None, **arguments):

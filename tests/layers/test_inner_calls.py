@@ -221,6 +221,25 @@ def test_what_is_plain():
     assert not is_plain(layer, noted, x)
 
 
+def test_blocks_of_a_network_are_called_directly(monkeypatch):
+    """The graph of a network would call each block by Keras's `__call__`."""
+    backbone = tiny_causal_lm(family="hgrn2").backbone
+    x = {name: torch.ones(2, 5, dtype=torch.int64) for name in ("token_ids", "padding_mask")}
+    calls, call = [], keras.layers.Layer.__call__
+
+    def noted(layer, *args, **kwargs):
+        calls.append(layer)
+        return call(layer, *args, **kwargs)
+
+    monkeypatch.setattr(keras.layers.Layer, "__call__", noted)
+    directly, block = backbone(x), backbone.transformer_layers[1]
+    assert not {*calls} & {*backbone.transformer_layers}
+    handle = block.register_forward_hook(lambda *_: None)
+    assert torch.equal(backbone(x), directly)
+    assert block in calls
+    handle.remove()
+
+
 def test_hooks_of_torch_are_called():
     layer, x = swiglu()
     calls = []

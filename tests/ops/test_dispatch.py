@@ -4,6 +4,7 @@ import os
 import sys
 import types
 
+import keras
 import numpy as np
 import pytest
 
@@ -153,3 +154,18 @@ def test_a_backend_without_implementations_refuses(monkeypatch):
         ops.linear_scan(X, -X)
     with pytest.raises(ValueError, match="must be one of 'portable' on the Keras backend 'numpy'"):
         ops.linear_scan(X, -X, implementation="torch")
+
+
+def test_checks_of_earlier_calls_hide_no_errors():
+    """On torch, arguments like those of an earlier call are not checked again."""
+    x, scale = np.ones((2, 3), "float32"), np.ones(3, "float32")
+    x, scale, short = map(keras.ops.convert_to_tensor, (x, scale, scale[:2]))
+    for _ in range(2):
+        ops.rms_norm(x, scale, epsilon=1)
+        for arguments in (
+            {"scale": scale, "epsilon": True},
+            {"scale": short, "epsilon": 1},
+            {"scale": keras.ops.cast(scale, "int32"), "epsilon": 1},
+        ):
+            with pytest.raises(ValueError, match="`rms_norm`: "):
+                ops.rms_norm(x, **arguments)

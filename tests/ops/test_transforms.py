@@ -12,6 +12,7 @@ if keras.config.backend() != "torch":
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.judge import kernels
 from tests.ops.native import tensor
@@ -82,6 +83,18 @@ def dot(a, b):
     return sum((a[name] * b[name]).sum() for name in a)
 
 
+class Operators(TorchDispatchMode):
+    """Notes the names of operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
 @every_kernel
 def test_forward_mode_is_right_or_refused(operation, implementation):
     loss, tensors = example(operation, implementation)
@@ -111,6 +124,25 @@ def test_forward_mode_beside_an_operation_is_not_refused():
 def is_one_operator(operation, implementation):
     name = operation if implementation == "torch" else f"{implementation}_{operation}"
     return hasattr(torch.ops.keras_recurrent, name)
+
+
+@pytest.mark.parametrize(
+    ("operation", "implementation"),
+    [k for k in CHEAP if is_one_operator(*k) and "crossentropy" not in k[0]],
+)
+def test_calls_without_the_dispatcher(operation, implementation, monkeypatch):
+    """Eager calls have the results of the operators, which are called where a mode must see them.
+
+    An operator that a mode did not see would be missing in traced programs and FLOP counts.
+    """
+    loss, tensors = example(operation, implementation)
+    with Operators() as operators:
+        dispatched = gradients(loss, tensors)
+    name = operation if implementation == "torch" else f"{implementation}_{operation}"
+    assert {name, f"{name}_backward"} <= operators.names
+    monkeypatch.setattr(torch.library.CustomOpDef, "__call__", None)
+    directly = gradients(loss, tensors)
+    assert all(torch.equal(directly[n], dispatched[n]) for n in dispatched)
 
 
 @every_cheap_kernel

@@ -103,3 +103,42 @@ def test_a_failed_assembler_says_what_to_do():
         torch_operators.run(launch)
     assert "`scan_kernel`" in caught.value.__notes__[0]
     assert "TRITON_PTXAS_PATH" in caught.value.__notes__[0]
+
+
+class Compiled(triton.compiler.CompiledKernel):
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.calls.append((grid, *arguments))
+
+
+class Kernel:
+    """Compiles a kernel in each call."""
+
+    arg_names = ("x", "y", "n", "BLOCK")
+
+    def __init__(self):
+        self.calls = []
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: Compiled(self.calls)
+
+
+def test_a_compiled_kernel_is_started_again_only_for_equal_types(monkeypatch):
+    """A kernel compiled for aligned pointers reads wrong addresses of other tensors."""
+    monkeypatch.setattr(torch_operators, "_compiled", {})
+    kernel, x = Kernel(), torch.ones(64)
+
+    def compiled_before(x, n=3, block=16, programs=2):
+        kernel.calls.clear()
+        options = {"num_warps": 4, "BLOCK": block}
+        (y,) = torch_operators.run(Launch(kernel, programs, (x,), (like(x),), (n,), options))
+        assert kernel.calls in ([], [((programs, 1, 1), x, y, n, block)])
+        return bool(kernel.calls)
+
+    assert not compiled_before(x)
+    assert compiled_before(x)
+    assert compiled_before(x[4:].clone(), programs=3)
+    for different in ({"x": x[1:]}, {"x": x.half()}, {"n": 4}, {"block": 32}):
+        assert not compiled_before(**{"x": x, **different})

@@ -11,13 +11,12 @@ key once for all of them. Tiles of keys that are invisible to a tile of queries 
 import functools
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
 
 from .._device.common import MULTIPROCESSORS
 from .._runtime import search
 from .._runtime.framework import run, search_sorted_rows
-from .._runtime.launch import Array, Launch, dtype_name, like
+from .._runtime.launch import Array, Launch, cdiv, dtype_name, like, next_power_of_2
 from .attention_kernels import forward_kernel, keys_kernel, queries_kernel
 
 _MANY_PROGRAMS = 2 * MULTIPROCESSORS
@@ -125,8 +124,8 @@ def constants(share, keys, values, dtype):
         "SHARE": share,
         "K": keys,
         "V": values,
-        "BLOCK_K": max(16, triton.next_power_of_2(keys)),
-        "BLOCK_V": max(16, triton.next_power_of_2(values)),
+        "BLOCK_K": max(16, next_power_of_2(keys)),
+        "BLOCK_V": max(16, next_power_of_2(values)),
         "TYPE": dtype,
     }
 
@@ -175,7 +174,7 @@ def backward(d_output, d_buffers, output, residuals, q, k, v, visible, position=
     capacity = 0 if d_buffers[0] is None else d_buffers[0].shape[1]
 
     def launch(results, options):
-        programs = batch * groups * triton.cdiv(num_positions, options["KEYS"])
+        programs = batch * groups * cdiv(num_positions, options["KEYS"])
         parts = _num_parts(heads // groups, programs)
         options["SHARE"] //= parts
         outputs = [
@@ -206,7 +205,7 @@ def _run_query_kernel(result, kernel, q, k, v, visible, inputs, outputs):
     )
 
     def launch(options):
-        programs = batch * groups * triton.cdiv(length * options["SHARE"], options["ROWS"])
+        programs = batch * groups * cdiv(length * options["SHARE"], options["ROWS"])
         return run(Launch(kernel, programs, inputs, outputs, numbers, options))
 
     return _run_search(result, launch, q, k, v, visible)

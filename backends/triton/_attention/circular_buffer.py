@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .._runtime.framework import run
-from .._runtime.launch import Array, Launch, dtype_name
+from .._runtime.launch import Array, Launch, cdiv, dtype_name, next_power_of_2
 from .attention_tiles import load_rows, store_rows
 
 SLOTS = 32  # slots of a program
@@ -59,9 +59,9 @@ def fill_buffers(keys, values, position, end, capacity):
     """Buffers [B, capacity, G, ...] from keys and values [B, S, G, ...]; 0 in empty slots."""
     batch, num_positions, groups, _ = keys.shape
     buffers = [Array((batch, capacity, *x.shape[2:]), dtype_name(x)) for x in (keys, values)]
-    programs = batch * groups * triton.cdiv(capacity, SLOTS)
+    programs = batch * groups * cdiv(capacity, SLOTS)
     options = {"K": keys.shape[3], "V": values.shape[3], "SLOTS": SLOTS}
-    options |= {f"BLOCK_{name}": triton.next_power_of_2(options[name]) for name in ("K", "V")}
+    options |= {f"BLOCK_{name}": next_power_of_2(options[name]) for name in ("K", "V")}
     numbers = num_positions, groups, capacity
     inputs = keys, values, position, end
     return run(Launch(fill_buffers_kernel, programs, inputs, tuple(buffers), numbers, options))

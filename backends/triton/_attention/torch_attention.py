@@ -9,7 +9,7 @@ import torch
 
 from ...torch import sliding_window_attention as plain
 from ...torch._attention_inputs import AttentionInputs, attend, fake_gradients, fake_results, schema
-from ...torch._autograd import register_autograd
+from ...torch._autograd import call_without_gradient, register_autograd
 from ...torch._sharding import is_sharded
 from .._runtime.torch_operators import allocate, contiguous, device_guard
 from . import banded_attention, circular_buffer
@@ -21,7 +21,7 @@ def attention(q, k, v, sliding_window=None, initial_state=None, token_kind=None,
         return plain.sliding_window_attention(
             q, k, v, sliding_window, initial_state, token_kind, capacity
         )
-    return attend(_forward, q, k, v, sliding_window, initial_state, token_kind, capacity)
+    return attend(_operator, q, k, v, sliding_window, initial_state, token_kind, capacity)
 
 
 def _arrange(*arguments):
@@ -120,10 +120,12 @@ def _gradients(ctx, d_output, d_key, d_value, *_):
             x.new_zeros(x.shape[0], ctx.capacity, *x.shape[2:]) if d is None else d
             for d, x in ((d_key, k), (d_value, v))
         )
-    d_q, d_k, d_v, *d_state = _backward(d_output, d_key, d_value, *saved, ctx.window)
+    d_q, d_k, d_v, *d_state = call_without_gradient(
+        _backward, d_output, d_key, d_value, *saved, ctx.window
+    )
     if key is None:  # no initial state
         d_state = None, None
     return d_q, d_k, d_v, *d_state, None, None, None, None
 
 
-register_autograd(_forward, _gradients, _save, _backward)
+_operator = register_autograd(_forward, _gradients, _save, _backward)

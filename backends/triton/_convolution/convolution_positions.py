@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .._device.tokens import PADDING, STARTS
 from .._runtime.framework import run
-from .._runtime.launch import Array, Launch
+from .._runtime.launch import Array, Launch, next_power_of_2
 
 _BLOCK = 4096  # tokens that a program of the table reads at once
 
@@ -22,7 +22,7 @@ def tabulate_positions(token_kind):
     batch, length = token_kind.shape
     shapes = [(batch, length)] * 2 + [(batch,)] * 2
     outputs = tuple(Array(shape, "int32") for shape in shapes)
-    options = {"BLOCK": min(_BLOCK, triton.next_power_of_2(length))}
+    options = {"BLOCK": min(_BLOCK, next_power_of_2(length))}
     return run(Launch(positions_kernel, batch, (token_kind,), outputs, (length,), options))
 
 

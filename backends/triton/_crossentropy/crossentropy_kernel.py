@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .._device.math import exp, exp_keeping_nan, tanh
-from .._runtime.launch import Array
+from .._runtime.launch import Array, next_power_of_2
 
 _LANE_SIZE = 4  # logits, a vector of 16 bytes
 _TILE_SIZE = 2048
@@ -118,7 +118,7 @@ def output_arrays(rows):
 
 def options(vocabulary, capped, fine):
     """The constants and options of a launch. fine: boolean, x is float32, not of 16 bits."""
-    block = max(_LANE_SIZE, min(_TILE_SIZE, triton.next_power_of_2(vocabulary)))
+    block = max(_LANE_SIZE, min(_TILE_SIZE, next_power_of_2(vocabulary)))
     return {
         "V": vocabulary,
         "CAPPED": capped,

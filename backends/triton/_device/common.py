@@ -5,6 +5,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from .._runtime.launch import cdiv, next_power_of_2
+
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1
 IN_INTERPRETER = tl.constexpr(INTERPRETED)  # as a constant for kernels
 MULTIPROCESSORS = 128  # approximate number in a large GPU
@@ -50,7 +52,7 @@ class Tiling(NamedTuple):
 
     def fitted(self, length, width):
         """Shrinks the tile for short sequences or few channels."""
-        block_d = min(self.BLOCK_D, max(16, triton.next_power_of_2(width)))
+        block_d = min(self.BLOCK_D, max(16, next_power_of_2(width)))
         groups = self.GROUPS
         while groups > 1 and groups * self.ROWS >= 2 * length:
             groups //= 2
@@ -69,7 +71,7 @@ class ChainTilings(NamedTuple):
     for_some_chains: tuple[Tiling, ...] = ()  # empty: use those of many chains
 
     def candidates(self, batch, width):
-        chains = batch * triton.cdiv(width, self.for_many_chains[0].BLOCK_D)
+        chains = batch * cdiv(width, self.for_many_chains[0].BLOCK_D)
         if chains < _MANY_CHAINS:
             return self.for_few_chains
         if chains < 2 * _MANY_CHAINS and self.for_some_chains:

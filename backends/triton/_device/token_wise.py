@@ -7,7 +7,7 @@ tensor, and these lines are summed afterwards, so that results are bit-identical
 import math
 from typing import NamedTuple
 
-import triton
+from .._runtime.launch import cdiv
 
 # Sixteen for each multiprocessor of an H100 or H200, which leaves 128 registers for each thread.
 # A constant, not the number of the device at hand: the order of sums depends on it.
@@ -23,7 +23,7 @@ class Tile(NamedTuple):
 
     def tiles(self, rows):
         """Number of tiles that cover all rows."""
-        return triton.cdiv(rows, self.ROWS)
+        return cdiv(rows, self.ROWS)
 
     def programs(self, rows, blocks=1):
         """Number of programs that share the rows of one of `blocks` blocks of channels."""

@@ -30,7 +30,7 @@ from .._device.math import exp_of_decays, exp_of_difference
 from .._device.products import ones, operand, product, sum_rows
 from .._runtime import search
 from .._runtime.framework import run
-from .._runtime.launch import Launch, like
+from .._runtime.launch import Launch, cdiv, like
 from .gated_chunks import add_pair_gradients
 from .gated_levels import (
     as_matrix,
@@ -267,7 +267,7 @@ def differentiate(sizes, q, k, v, initial, pairs, d_output, d_final, *, log_f, t
     outputs = like(q), None if k is None else like(k), like(log_f)
     numbers = *sizes.numbers, sizes.chunks
     # The number of channels that share a flag.
-    width = block(triton.cdiv(sizes.keys, flags.shape[3]), MAX_KEYS)
+    width = block(cdiv(sizes.keys, flags.shape[3]), MAX_KEYS)
     tensors = prepared.queries, prepared.keys, v, log_f, token_kind, prepared.scales, flags
     tensors = *tensors, d_output, states, d_states
 

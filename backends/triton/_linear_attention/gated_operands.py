@@ -12,7 +12,7 @@ from .._device.math import exp_of_decays, exp_of_difference, one_minus_exp
 from .._device.products import operand, sum_rows
 from .._runtime import search
 from .._runtime.framework import run
-from .._runtime.launch import Array, Launch, like
+from .._runtime.launch import Array, Launch, cdiv, like
 from .gated_levels import (
     add_pair_weights,
     count_documents,
@@ -184,7 +184,7 @@ def prepare(sizes, q, k, *, log_f, token_kind, parts, pairs=None):
 
     def launch_preparation(blocks):
         options = options_of(blocks)
-        tiles = triton.cdiv(sizes.keys, options["BLOCK_K"])
+        tiles = cdiv(sizes.keys, options["BLOCK_K"])
         outputs = like(q), like(q), scales_array, Array((*shape, tiles), "int8")
         programs = sizes.programs * tiles
         return run(Launch(prepare_kernel, programs, tensors, outputs, numbers, options))

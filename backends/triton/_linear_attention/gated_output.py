@@ -29,7 +29,7 @@ import triton.language as tl
 
 from .._device.products import operand, product
 from .._runtime import search
-from .._runtime.launch import Array, like
+from .._runtime.launch import Array, cdiv, like
 from .gated_operands import any_flag
 from .linear_attention import Blocks, gradient_of_state, locate_segment, real_tokens, walk_segments
 
@@ -194,7 +194,7 @@ def _stream(result, sizes, prepared, v, initial, token_kind, outputs, reverse=Fa
     def launch(blocks):
         options = {"CHUNK": sizes.chunk, "TILES": prepared.flags.shape[3], "REVERSE": reverse}
         options |= blocks.options(sizes)
-        programs = sizes.batch * sizes.heads * triton.cdiv(sizes.values, options["BLOCK_V"])
+        programs = sizes.batch * sizes.heads * cdiv(sizes.values, options["BLOCK_V"])
         sums = sizes.state_shape, sizes.state_shape[:3]
         return walk_segments(
             stream_kernel, sizes.chunks, programs, tensors, outputs, sums, sizes.numbers, options

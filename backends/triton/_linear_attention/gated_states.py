@@ -16,7 +16,7 @@ import triton.language as tl
 from .._device.math import exp_of_decays, one_minus_exp
 from .._device.products import operand, product, sum_columns
 from .._runtime import search
-from .._runtime.launch import Array
+from .._runtime.launch import Array, cdiv
 from .linear_attention import Blocks, load_tokens, locate_segment, real_tokens, walk_segments
 
 _LOG_ZERO = tl.constexpr(-1e4)  # its exponential is 0, and sums of it are finite
@@ -144,8 +144,8 @@ def walk(sizes, k, v, initial, *, log_f, token_kind, parts, reverse=False, ends=
     def launch(blocks):
         options = {"CHUNK": sizes.chunk, "SHORT": sizes.short, "PARTS": parts, "REVERSE": reverse}
         options |= blocks.options(sizes)
-        programs = sizes.batch * sizes.heads * triton.cdiv(sizes.keys, options["BLOCK_K"])
-        programs *= triton.cdiv(sizes.values, options["BLOCK_V"])
+        programs = sizes.batch * sizes.heads * cdiv(sizes.keys, options["BLOCK_K"])
+        programs *= cdiv(sizes.values, options["BLOCK_V"])
         sums = sizes.state_shape, sizes.state_shape[:3]
         return walk_segments(
             _walk_kernel, sizes.chunks, programs, tensors, outputs, sums, sizes.numbers, options

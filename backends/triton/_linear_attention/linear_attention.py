@@ -9,7 +9,7 @@ from .._device import common
 from .._device.tokens import PADDING, STARTS
 from .._runtime import framework
 from .._runtime.framework import run
-from .._runtime.launch import Array, Launch, dtype_name, like
+from .._runtime.launch import Array, Launch, cdiv, dtype_name, like, next_power_of_2
 
 _MAX_HEAD = 256
 _SMALLEST_TILE = 32  # channels; larger heads may end inside a tile (flash-linear-attention, #1241)
@@ -47,7 +47,7 @@ class Sizes(NamedTuple):
 
     @property
     def chunks(self):
-        return triton.cdiv(self.length, self.chunk)
+        return cdiv(self.length, self.chunk)
 
     @property
     def levels(self):
@@ -104,7 +104,7 @@ def sizes_of(q, k, v, chunk=64, chunk_of_float32=32):
 
 def block(size, largest):
     """The smallest power of two that is at least `size` and 16, but at most `largest`."""
-    return min(largest, max(16, triton.next_power_of_2(size)))
+    return min(largest, max(16, next_power_of_2(size)))
 
 
 def gradient_of_state(initial):
@@ -132,8 +132,8 @@ def max_segments(programs, chunks):
 
 def even_split(programs, chunks):
     """The `TimeSplit` into as many segments as fill the GPU."""
-    segment_chunks = triton.cdiv(chunks, max_segments(programs, chunks))
-    return TimeSplit(triton.cdiv(chunks, segment_chunks), segment_chunks)
+    segment_chunks = cdiv(chunks, max_segments(programs, chunks))
+    return TimeSplit(cdiv(chunks, segment_chunks), segment_chunks)
 
 
 def walk_segments(

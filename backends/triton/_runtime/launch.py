@@ -30,6 +30,20 @@ def dtype_name(x):
     return str(x.dtype).removeprefix("torch.")
 
 
+def cdiv(number, size):
+    """The number of blocks of `size` that hold `number` elements.
+
+    `triton.cdiv` and `triton.next_power_of_2` are wrapped for use inside kernels, which takes
+    several microseconds per call.
+    """
+    return -(-number // size)
+
+
+def next_power_of_2(number):
+    """The smallest power of two that is at least `number`, an integer of at least 1."""
+    return 1 << (number - 1).bit_length()
+
+
 class Launch(NamedTuple):
     """A kernel, its one-dimensional grid, and its arguments in order.
 

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from ...constants import LOWEST_CAPABILITY
 from ...torch import _sharding
-from ...torch._autograd import register_autograd
+from ...torch._autograd import call_without_gradient, register_autograd
 from ...torch._common import capability_reason, has_capability
 from ...torch._states import inplace_states_allowed
 from .._device.common import INTERPRETED, assembler_error_note
@@ -79,13 +79,39 @@ def run(launch):
         )
 
     outputs = tuple(output(i, array) for i, array in enumerate(launch.outputs))
-    arguments = *launch.inputs, *outputs, *launch.numbers
     try:
-        launch.kernel[(launch.programs,)](*arguments, **launch.options)
+        start(launch, (*launch.inputs, *outputs))
     except triton.runtime.errors.PTXASError as error:
         error.add_note(assembler_error_note(launch.kernel, "torch"))
         raise
     return outputs
+
+
+_compiled: dict = {}  # {key of a launch: compiled kernel and constants}
+_MAX_COMPILED = 4096
+
+
+def start(launch, tensors):
+    """Starts a launch's kernel on its inputs and outputs.
+
+    A later launch with an equal key starts the compiled kernel, which Triton would look up by the
+    specialization of every argument. The key has the properties of tensors that kernels are
+    specialized on, and all numbers.
+    """
+    kernel, arguments = launch.kernel, (*tensors, *launch.numbers)
+    types = (None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors)
+    device = _first_tensor(tensors).device
+    key = id(kernel), device, *launch.options.items(), *launch.numbers, *types
+    if key in _compiled:
+        compiled, constants = _compiled[key]
+        compiled[(launch.programs, 1, 1)](*arguments, *constants)
+        return
+    compiled = kernel[(launch.programs,)](*arguments, **launch.options)
+    if isinstance(compiled, triton.compiler.CompiledKernel):  # not in the interpreter
+        if len(_compiled) >= _MAX_COMPILED:
+            _compiled.clear()
+        names = kernel.arg_names[len(arguments) :]
+        _compiled[key] = compiled, tuple(launch.options[name] for name in names)
 
 
 class _InPlaceUpdates(threading.local):
@@ -264,18 +290,18 @@ def operation(definition):
         if d_output is None:
             shape, dtype = ctx.output
             d_output = _first_tensor(d_others).new_zeros(shape, dtype=dtype)
-        outputs = backward(*saved, d_output, *d_others, *ctx.options)
+        outputs = call_without_gradient(backward, *saved, d_output, *d_others, *ctx.options)
         outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
         needed = ctx.needs_input_grad[:num_differentiable]
         given = (dx if need else None for need, dx in zip(needed, outputs, strict=True))
         return *given, *[None] * (len(tensors) - num_differentiable + len(options))
 
-    register_autograd(forward, gradients, save, backward)
+    apply = register_autograd(forward, gradients, save, backward)
     if not definition.is_token_wise:
         _register_sharding(definition, forward, backward)
 
     def call(*tensors, **chosen):
-        outputs = forward(*tensors, *(chosen[name] for name in options))
+        outputs = apply(*tensors, *(chosen[name] for name in options))
         if not residuals:
             return outputs
         return outputs[0] if num_results == 1 else outputs[:num_results]

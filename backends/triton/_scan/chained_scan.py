@@ -23,7 +23,7 @@ import triton.language as tl
 
 from .._runtime import search
 from .._runtime.framework import run
-from .._runtime.launch import Array, Launch, like
+from .._runtime.launch import Array, Launch, cdiv, like
 
 # Cache policies for numbers that are read again, read for the last time, or only written: without
 # them, streamed tensors evict tiles that programs are about to read again.
@@ -45,10 +45,10 @@ def launch_chained_scan(name, kernel, tilings, tensors, outputs, channel_sums=Fa
 
     def launch(tile):
         tile = tile.fitted(length, width)
-        tiles = triton.cdiv(length, tile.tokens)
+        tiles = cdiv(length, tile.tokens)
         sums = [Array((tiles * batch, width), "float32")] if channel_sums else []
         carry = Array((max(1, tiles - 1), batch, width), "int32", zeros=True)
-        programs = tiles * batch * triton.cdiv(width, tile.BLOCK_D)
+        programs = tiles * batch * cdiv(width, tile.BLOCK_D)
         *arrays, _ = run(
             Launch(
                 kernel,
