@@ -20,12 +20,13 @@ class Replica:
     """A replica: one engine in a separate process."""
 
     def __init__(self, preset, num_slots, dtype):
-        import keras_hub
-
         from keras_recurrent.serving import Engine
 
+        self.name = preset
+        import keras_hub
+
         model = keras_hub.models.CausalLM.from_preset(preset, dtype=dtype)
-        self.engine, self.name = Engine(model, num_slots=num_slots), preset
+        self.engine = Engine(model, num_slots=num_slots)
 
     def __serve_build_asgi_app__(self):
         from keras_recurrent.serving.server import create_app

@@ -286,6 +286,7 @@ def server(folder):
         process.kill()
         process.wait()
         thread.join()
+        process.stderr.close()
 
 
 def resources(process):
