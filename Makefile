@@ -29,7 +29,7 @@ export TPU_ACCELERATOR_TYPE ?= v5litepod-4
 export TPU_WORKER_HOSTNAMES ?= localhost
 endif
 
-.PHONY: help quickstart test test-all test-nightly test-once test-gpu test-devices test-export test-harness
+.PHONY: help quickstart test test-all test-nightly test-once test-gpu test-devices test-export test-harness test-ray
 .PHONY: smoke faults durations fuzz lint format clean docs docs-serve tables notebooks
 .PHONY: $(PAPERS:%=paper-%) $(BACKENDS:%=test-%) $(BACKENDS:%=test-devices-%)
 .PHONY: $(BACKENDS:%=test-export-%) $(BACKENDS:%=fuzz-%)
@@ -47,6 +47,7 @@ help:
 	@echo "make test-gpu     the tests of one backend, jax or torch, on an NVIDIA GPU"
 	@echo "make test-export  model.export to each format, run by its runtime; make test-export-torch"
 	@echo "make test-harness language models under lm-evaluation-harness, on tasks of local text"
+	@echo "make test-ray     the recipe with Ray Serve: two replicas on this machine"
 	@echo "make fuzz         operations on thousands of random inputs, hours; make fuzz-jax for one backend"
 	@echo "make docs         the manual, into build/site; make docs-serve shows it while you write"
 	@echo "make tables       the manual's generated tables and API lists, from the package"
@@ -102,7 +103,7 @@ test-once: $(VENV)/.test
 test-nightly: $(VENV)/.test
 	rm -f .pytest_cache/failed_*.json
 	$(MAKE) --keep-going --no-print-directory $(BACKENDS:%=test-%) $(BACKENDS:%=NIGHTLY_%=tests) \
-	  test-export test-harness faults || { $(PYTHON) tests/selection.py --unselected; exit 1; }
+	  test-export test-harness test-ray faults || { $(PYTHON) tests/selection.py --unselected; exit 1; }
 
 # Remove cached bytecode and programs first: CI starts from a fresh clone and compiles them too.
 durations: $(VENV)/.test
@@ -122,11 +123,12 @@ test-devices: $(VENV)/.test
 $(BACKENDS:%=test-devices-%): test-devices-%: $(VENV)/.test
 	KERAS_BACKEND=$* $(BIN)/python -m pytest tests/devices --nightly=tests/devices
 
-# Exporters and their runtimes, and lm-evaluation-harness, bring packages along that nothing else
+# Exporters and their runtimes, lm-evaluation-harness and Ray bring packages along that nothing else
 # here needs: they have environments of their own, which find all other packages in .venv. A runtime
 # that is missing there is a failure.
 EXPORT := .venv-export
 HARNESS := .venv-harness
+RAY := .venv-ray
 
 test-export:
 	$(MAKE) --keep-going --no-print-directory $(BACKENDS:%=test-export-%)
@@ -138,12 +140,16 @@ $(BACKENDS:%=test-export-%): test-export-%: $(EXPORT)/.installed
 test-harness: $(HARNESS)/.installed
 	KERAS_BACKEND=torch $(HARNESS)/bin/python -m pytest tests/test_lm_evaluation_harness.py
 
+test-ray: $(RAY)/.installed
+	KERAS_BACKEND=torch $(RAY)/bin/python -m pytest tests/test_ray_serve.py
+
 $(EXPORT)/.installed: ADDED := ai-edge-litert jax2onnx onnx onnxruntime onnxscript openvino tf2onnx
 $(HARNESS)/.installed: ADDED := lm_eval
+$(RAY)/.installed: ADDED := ray[serve]
 
 # Packages of .venv are found by a file of site-packages that Python reads at its start.
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
-$(EXPORT)/.installed $(HARNESS)/.installed: $(VENV)/.test
+$(EXPORT)/.installed $(HARNESS)/.installed $(RAY)/.installed: $(VENV)/.test
 	rm -rf $(@D)
 	$(BIN)/python -m venv --without-pip $(@D)
 	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE)')')" \
@@ -198,7 +204,7 @@ notebooks:
 	$(PYTHON) guides/recipes/notebooks.py
 
 clean:
-	rm -rf $(VENV) .venv-gpu-* $(EXPORT) $(HARNESS) $(DOCS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-gpu-* $(EXPORT) $(HARNESS) $(RAY) $(DOCS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
 # Empty files record what is installed; one that is older than its prerequisites is made again.
 $(VENV)/.created:

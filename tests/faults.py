@@ -914,6 +914,13 @@ FAULTS = [
             "test_sequences_beyond_dense_attention_are_refused"
         },
     ),
+    Fault(
+        "metrics_without_cancelled_requests",
+        "keras_recurrent/serving/generation.py",
+        old="            self._metrics.end(self._requests[index])",
+        new="            pass",
+        tests={"torch": "serving/test_server.py::test_a_client_that_disconnects_frees_its_slot"},
+    ),
 ]
 
 if __name__ == "__main__":

@@ -5,9 +5,12 @@ import contextlib
 import importlib.util
 import ipaddress
 import logging
+import math
 import os
 import pathlib
 import sys
+
+import keras
 
 from keras_recurrent.serving.engine import Engine
 
@@ -16,32 +19,68 @@ PACKAGES = {
     "fastapi": "fastapi",
     "uvicorn": "uvicorn",
     "prometheus_client": "prometheus-client",
+    "jinja2": "jinja2",
 }
 
 
-def parse_arguments(arguments=None):
-    """Returns the parsed arguments of the command line."""
+def number(minimum, maximum=math.inf, kind=int):
+    """Returns a function for argparse, which converts the text of an option to a number."""
+
+    def convert(text):
+        value = kind(text)
+        if not minimum <= value <= maximum or value == math.inf:
+            most = "" if maximum == math.inf else f" and at most {maximum}"
+            raise argparse.ArgumentTypeError(f"must be at least {minimum}{most}; got {text}")
+        return value
+
+    convert.__name__ = kind.__name__  # argparse names it if the text is not a number
+    return convert
+
+
+def dtype_policy(name):
+    """Returns the name of a dtype policy."""
+    keras.dtype_policies.get(name)  # raises a ValueError
+    return name
+
+
+def file_text(path):
+    """Returns the text of a file."""
+    try:
+        return pathlib.Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise argparse.ArgumentTypeError(f"cannot be read: {error}") from error
+
+
+def make_parser():
+    """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m keras_recurrent.serving",
         description="Serves a language model with OpenAI's HTTP API.",
-        epilog=f"The environment variable {KEY_VARIABLE} sets the key that clients must send.",
+        epilog=f"The environment variable {KEY_VARIABLE} sets the key that clients must send; "
+        "KERAS_BACKEND selects torch or jax.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
     )
-    add = parser.add_argument
-    add("--preset", required=True, help="name of a preset, or its directory")
-    add("--slots", type=int, default=64, help="requests that are generated at the same time")
-    add("--max-length", type=int, help="maximum number of tokens of prompt and answer")
-    add("--dtype", help="such as bfloat16")
-    add("--chat-template", type=pathlib.Path, help="file with a jinja2 template")
-    add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    add("--port", type=int, default=8000, help="0 selects a free port")
-    add("--max-queued", type=int, default=1024, help="requests that wait for a slot")
-    add("--max-connections", type=int, default=2048)
-    add("--max-body", type=int, default=4 * 2**20, help="bytes in the body of a request")
-    add("--timeout", type=float, default=600, help="seconds after which a request ends")
-    add("--grace-period", type=float, default=30, help="seconds for requests after SIGTERM")
-    add("--prefix-cache-bytes", type=int, default=2**30, help="memory for states of prefixes")
-    add("--prefix-cache-dir", help="directory that keeps states of prefixes between runs")
-    return parser.parse_args(arguments)
+
+    def add(name, metavar, type, default, text):
+        text += "" if default is None else " (default: %(default)s)"
+        options = {"required": True} if name == "--preset" else {"default": default}
+        parser.add_argument(name, metavar=metavar, type=type, help=text, **options)
+
+    add("--preset", "NAME", str, None, "a preset, its directory, or hf://owner/repository")
+    add("--slots", "N", number(1), 64, "requests that are generated at the same time")
+    add("--max-length", "N", number(1), None, "maximum number of tokens of prompt and answer")
+    add("--dtype", "NAME", dtype_policy, None, "dtype policy of the model, such as bfloat16")
+    add("--chat-template", "FILE", file_text, None, "file with a chat template")
+    add("--host", "HOST", str, "127.0.0.1", "address to listen on; 0.0.0.0: from other machines")
+    add("--port", "N", number(0, 65535), 8000, "port to listen on; 0: a free one")
+    add("--max-queued", "N", number(1), 1024, "requests that wait for a slot")
+    add("--max-connections", "N", number(1), 2048, "connections of clients")
+    add("--max-body", "BYTES", number(1), 4 * 2**20, "size of the body of a request")
+    add("--timeout", "SECONDS", number(0, kind=float), 600.0, "time after which a request ends")
+    add("--grace-period", "SECONDS", number(0, kind=float), 30.0, "time to finish after SIGTERM")
+    add("--prefix-cache-bytes", "BYTES", number(0), 2**30, "memory for states of prefixes; 0: off")
+    add("--prefix-cache-dir", "DIR", str, None, "keeps states of prefixes for the next start")
+    return parser
 
 
 def load_model(arguments):
@@ -50,8 +89,20 @@ def load_model(arguments):
 
     options = {"dtype": arguments.dtype} if arguments.dtype else {}
     if arguments.chat_template:
-        options["chat_template"] = arguments.chat_template.read_text(encoding="utf-8")
+        options["chat_template"] = arguments.chat_template
     return keras_hub.models.CausalLM.from_preset(arguments.preset, **options)
+
+
+def make_engine(arguments):
+    """Returns the engine with the model of the preset."""
+    return Engine(
+        load_model(arguments),
+        num_slots=arguments.slots,
+        max_length=arguments.max_length,
+        max_queued=arguments.max_queued,
+        prefix_cache_bytes=arguments.prefix_cache_bytes,
+        prefix_cache_dir=arguments.prefix_cache_dir,
+    )
 
 
 def is_loopback(host):
@@ -62,40 +113,39 @@ def is_loopback(host):
 
 
 def main():
+    parser = make_parser()
+    arguments = parser.parse_args()
     missing = [name for module, name in PACKAGES.items() if not importlib.util.find_spec(module)]
     if missing:
         raise SystemExit(f"The server requires the extra `serve`: pip install {' '.join(missing)}")
-    arguments = parse_arguments()
+    if keras.config.backend() == "tensorflow":
+        parser.error("the server runs on torch and JAX; set KERAS_BACKEND to one of them")
+    if arguments.prefix_cache_dir and not arguments.prefix_cache_bytes:
+        parser.error("--prefix-cache-dir needs --prefix-cache-bytes above 0")
 
-    from keras_recurrent.serving.server import Server, create_app
+    from keras_recurrent.serving.server import Server, bind, create_app
 
     logging.basicConfig(level=logging.WARNING)
     # The engine's thread must not wait 5 ms, Python's default, for that of the HTTP server.
     sys.setswitchinterval(5e-4)
     key = os.environ.get(KEY_VARIABLE) or None
-    model = load_model(arguments)
-    engine = Engine(
-        model,
-        num_slots=arguments.slots,
-        max_length=arguments.max_length,
-        max_queued=arguments.max_queued,
-        prefix_cache_bytes=arguments.prefix_cache_bytes,
-        prefix_cache_dir=arguments.prefix_cache_dir,
-    )
-    app = create_app(
-        engine,
-        arguments.preset.rstrip("/").rpartition("/")[2],
-        api_key=key,
-        max_body=arguments.max_body,
-        timeout=arguments.timeout,
-    )
     if key is None and not is_loopback(arguments.host):
         logging.warning("Other machines reach the server without a key; set %s.", KEY_VARIABLE)
-    server = Server(
-        app, arguments.host, arguments.port, arguments.max_connections, arguments.grace_period
-    )
-    with contextlib.suppress(KeyboardInterrupt):
-        server.run()
+    with bind(arguments.host, arguments.port) as listener:
+        try:
+            engine = make_engine(arguments)
+        except (ValueError, NotImplementedError) as error:  # an argument is wrong for the model
+            parser.error(str(error))
+        app = create_app(
+            engine,
+            arguments.preset.rstrip("/").rpartition("/")[2],
+            api_key=key,
+            max_body=arguments.max_body,
+            timeout=arguments.timeout,
+        )
+        server = Server(app, listener, arguments.max_connections, arguments.grace_period)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.run()
 
 
 if __name__ == "__main__":

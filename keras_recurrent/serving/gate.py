@@ -11,21 +11,23 @@ BODY_SECONDS = 30
 
 
 class Gate:
-    """ASGI middleware that refuses requests without the key and with too large bodies.
+    """ASGI middleware for `/v1`: refuses requests without the key, with too large bodies, and those
+    of too many connections.
 
     Args:
         app: the ASGI application.
-        service: the `Service`, which tells whether the server is shutting down.
+        service: the `Service`, which has the connections and tells if the server shuts down.
         api_key: string, or None for no authentication.
         max_body: integer, maximum number of bytes of a body.
     """
 
     def __init__(self, app, service, api_key, max_body):
         self._app, self._service = app, service
-        self._key, self._max_body = api_key and f"Bearer {api_key}".encode(), max_body
+        self._key, self._max_body = api_key and api_key.encode(), max_body
 
     async def __call__(self, scope, receive, send):
-        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        if scope["type"] != "http" or not path.startswith("/v1/"):
             await self._app(scope, receive, send)
             return
 
@@ -51,9 +53,16 @@ class Gate:
         await self._app(scope, replayed, counted_send)
 
     def _check(self, scope):
+        limit = self._service.max_connections
+        if limit is not None and len(self._service.connections) > limit:
+            message = f"The server has more than {limit} connections. Try again later."
+            headers = {"retry-after": "1", "connection": "close"}
+            code = "too_many_connections"
+            raise ApiError(503, message, "server_error", code=code, headers=headers)
         if self._key is not None:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._key):
+            header = dict(scope["headers"]).get(b"authorization", b"")
+            scheme, _, key = header.partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(key, self._key):
                 message = "Incorrect API key: send it in the header 'Authorization: Bearer KEY'."
                 headers = {"www-authenticate": "Bearer"}
                 raise ApiError(401, message, code="invalid_api_key", headers=headers)

@@ -24,7 +24,7 @@ class Event(NamedTuple):
 
 
 class Mailbox:
-    """Passes items from the engine's thread to queues of the event loop.
+    """Passes items from the engine's thread to functions that run in the event loop.
 
     One wake-up of the event loop passes all items that have arrived, because a wake-up for each
     token would slow the engine's thread down.
@@ -35,9 +35,9 @@ class Mailbox:
         self._items = collections.deque()
         self._is_scheduled = False
 
-    def put(self, queue, item):
-        """Puts an item into an `asyncio.Queue`, from any thread."""
-        self._items.append((queue, item))
+    def put(self, function, *item):
+        """Calls `function(*item)` in the event loop; may be called from any thread."""
+        self._items.append((function, item))
         if not self._is_scheduled:
             self._is_scheduled = True
             with contextlib.suppress(RuntimeError):  # the event loop has ended
@@ -46,8 +46,8 @@ class Mailbox:
     def _deliver(self):
         self._is_scheduled = False  # first, so that items that arrive meanwhile are delivered
         while self._items:
-            queue, item = self._items.popleft()
-            queue.put_nowait(item)
+            function, item = self._items.popleft()
+            function(*item)
 
 
 class Generation:
@@ -66,12 +66,22 @@ class Generation:
         self._times = [None] * len(requests)  # of the last token of each request
         self.completions = [None] * len(requests)
 
-        def put(index, item):
-            mailbox.put(self._queue, (index, item, time.monotonic()))
+        def put(index, delta):
+            mailbox.put(self._receive, index, delta, time.monotonic())
 
         for index, request in enumerate(requests):
             request.set_listener(lambda delta, index=index: put(index, delta))
             request.add_done_callback(lambda request, index=index: put(index, None))
+
+    def _receive(self, index, delta, now):
+        """Records a delta, or None at the end of a request, also if the client has left."""
+        if delta is None:
+            self._metrics.end(self._requests[index])
+        elif delta.token_ids:
+            if self._times[index] is not None:
+                self._metrics.token_time(now - self._times[index], len(delta.token_ids))
+            self._times[index] = now
+        self._queue.put_nowait((index, delta))
 
     def cancel(self):
         """Cancels the requests that have not ended."""
@@ -96,7 +106,6 @@ class Generation:
                 if is_done:
                     completion = self._requests[index].result(timeout=0)
                     self.completions[index] = completion
-                    self._metrics.end(completion)
                     text += (completion.text or "")[sent[index] :]
                     yield Event(index, text, logprobs, completion)
                 elif text or logprobs:
@@ -107,12 +116,9 @@ class Generation:
         while not self._queue.empty():
             items.append(self._queue.get_nowait())
         groups = {}
-        for index, delta, now in items:
+        for index, delta in items:
             deltas, is_done = groups.get(index, ([], False))
             if delta is not None:
                 deltas.append(delta)
-                if self._times[index] is not None and delta.token_ids:
-                    self._metrics.token_time(now - self._times[index], len(delta.token_ids))
-                self._times[index] = now
             groups[index] = deltas, is_done or delta is None
         return [(index, *group) for index, group in groups.items()]

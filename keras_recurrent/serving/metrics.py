@@ -4,8 +4,11 @@ import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 PREFIX = "keras_recurrent_"
-SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+TOKEN_SECONDS = (
+    *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05),
+    *(0.075, 0.1, 0.15, 0.25, 0.5, 1),
+)
 # {key of `Engine.stats()`: (name, description)}
 GAUGES = {
     "queued": ("requests_queued", "Requests that wait for a slot"),
@@ -61,11 +64,12 @@ class Metrics:
         """Counts an HTTP response."""
         self._responses.labels(str(status)).inc()
 
-    def end(self, completion):
-        """Records the end of a request."""
-        self._ends.labels(completion.finish_reason).inc()
-        if completion.time_to_first_token is not None:
-            self._first.observe(completion.time_to_first_token)
+    def end(self, request):
+        """Records the end of an `EngineRequest`; the reason is "error" if the engine failed."""
+        reason = request.finish_reason or "error"
+        self._ends.labels(reason).inc()
+        if reason != "error" and (seconds := request.result().time_to_first_token) is not None:
+            self._first.observe(seconds)
 
     def token_time(self, seconds, num_tokens):
         """Records the time of `num_tokens` tokens after the last ones of a request."""

@@ -186,6 +186,9 @@ def validation_error(errors):
     """Returns the `ApiError` of pydantic's errors in a request body."""
     first = errors[0]
     path, kind = first["loc"][1:], first["type"]
+    if isinstance(first.get("input"), bytes):  # not parsed
+        message = "The header 'Content-Type' of the request must be 'application/json'."
+        return ApiError(415, message, code="unsupported_media_type")
     if kind == "json_invalid" or not path:
         reason = first.get("ctx", {}).get("error", first["msg"])
         return ApiError(400, f"The body must be a JSON object that is a valid request: {reason}.")

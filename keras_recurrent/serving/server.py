@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import pathlib
+import socket
 import time
 
 import fastapi
@@ -48,7 +49,9 @@ class Service:
         self.tokens = TokenTexts(engine.model.preprocessor)
         self.metrics = Metrics(engine)
         self.is_draining = False
-        self.generations = {}  # {id of a response: its `Generation`}
+        self.connections, self.max_connections = (), None  # set by `Server`
+        # {id of a response: its `Generation`, None before it is submitted}
+        self.generations = {}
         self.mailbox = None
 
     def check_model(self, name):
@@ -58,9 +61,16 @@ class Service:
 
     async def start(self, body, form):
         """Submits the prompts of a request and returns their `Generation`."""
+        if self.is_draining:  # since the body was read
+            raise shutting_down()
         if self.mailbox is None:
             self.mailbox = Mailbox(asyncio.get_running_loop())
-        requests = await run_in_threadpool(self._submit, body)
+        self.generations[form.id] = None
+        try:
+            requests = await run_in_threadpool(self._submit, body)
+        except BaseException:
+            del self.generations[form.id]
+            raise
         generation = Generation(requests, self.mailbox, self.metrics)
         self.generations[form.id] = generation
         return generation
@@ -95,7 +105,9 @@ class Service:
             message = f"The request took more than {self.timeout:g} s."
             raise ApiError(504, message, "server_error", code="timeout")
         if completion.finish_reason == "cancelled":
-            raise shutting_down()
+            if self.is_draining:
+                raise shutting_down()
+            raise ApiError(499, "The client closed the connection.", code="client_closed_request")
 
     async def drain(self, seconds, is_forced):
         """Refuses new requests, waits for those in progress, and cancels the rest."""
@@ -105,7 +117,7 @@ class Service:
             await asyncio.sleep(0.02)
             started |= set(self.generations)
         cancelled = sorted(self.generations)
-        for generation in list(self.generations.values()):
+        for generation in filter(None, self.generations.values()):
             generation.cancel()
         log.warning(
             "Shutdown: %d requests finished; %d cancelled%s",
@@ -131,7 +143,7 @@ class EventStream(StreamingResponse):
 
     def __init__(self, service, generation, form, body):
         self._arguments = service, generation, form, body
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no", "x-request-id": form.id}
         super().__init__(self._stream_events(), headers=headers, media_type="text/event-stream")
 
     async def __call__(self, scope, receive, send):
@@ -181,10 +193,13 @@ async def _respond(service, request, body, form_type):
             pass
         for completion in generation.completions:
             service.check(completion)
+    except ApiError as error:
+        error.headers["x-request-id"] = form.id
+        raise
     finally:
         watch.cancel()
         service.end(form, generation)
-    return JSONResponse(form.completion(generation.completions))
+    return JSONResponse(form.completion(generation.completions), headers={"x-request-id": form.id})
 
 
 async def _cancel_on_disconnect(request, generation):
@@ -257,7 +272,7 @@ def create_app(
         service.check_model(name)
         return model()
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def _health():
         status = "shutting down" if service.is_draining else "ok"
         status = "the engine failed" if status == "ok" and engine.is_closed else status
@@ -267,7 +282,7 @@ def create_app(
     async def _metrics():
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    @app.get("/")
+    @app.api_route("/", methods=["GET", "HEAD"])
     async def _page():
         headers = {"content-security-policy": PAGE_POLICY}
         return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers=headers)
@@ -275,28 +290,52 @@ def create_app(
     return app
 
 
+def bind(host, port):
+    """Returns a socket that is bound to the address, and does not accept connections yet."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise SystemExit(
+            f"The server cannot listen on {host}, port {port}: {error.strerror}. Select others "
+            "with `--host` and `--port`."
+        ) from error
+    return listener
+
+
 class Server(uvicorn.Server):
     """uvicorn's server, which finishes or cancels requests before it ends.
 
     Args:
         app: an application of `create_app`.
-        host, port: address to listen on; port 0 selects a free one.
-        max_connections: integer, maximum number of connections; others get status 503.
+        listener: a socket of `bind`.
+        max_connections: integer, maximum number of connections; requests on others get status 503.
         grace_period: number of seconds in which requests can finish after SIGTERM.
     """
 
-    def __init__(self, app, host="127.0.0.1", port=8000, max_connections=1024, grace_period=30):
+    def __init__(self, app, listener, max_connections=1024, grace_period=30):
         self._service, self._grace_period = app.state.service, grace_period
+        self._listener = listener
         config = uvicorn.Config(
             app,
-            host=host,
-            port=port,
-            limit_concurrency=max_connections,
             timeout_graceful_shutdown=5,
             access_log=False,
             server_header=False,
         )
         super().__init__(config)
+        self._service.connections = self.server_state.connections
+        self._service.max_connections = max_connections
+
+    async def serve(self, sockets=None):
+        await super().serve(sockets or [self._listener])
+
+    async def startup(self, sockets=None):
+        await super().startup(sockets)
+        host, port = self._listener.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
+        logging.getLogger("uvicorn.error").info("Listening on http://%s:%d", host, port)
 
     async def shutdown(self, sockets=None):
         await self._service.drain(self._grace_period, lambda: self.force_exit)

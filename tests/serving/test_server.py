@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-import re
+import socket
 import subprocess
 import threading
 import time
@@ -13,8 +13,9 @@ import pytest
 
 from keras_recurrent.models import GriffinCausalLM, SamplingParams
 from keras_recurrent.serving import Engine
-from keras_recurrent.serving.server import Server, create_app
+from keras_recurrent.serving.server import Server, bind, create_app
 from keras_recurrent.tokenizers import ByteTokenizer
+from tests.serving.soak import metrics
 
 pytestmark = pytest.mark.once
 
@@ -39,7 +40,7 @@ def small_model():
 def running(engine, grace_period=5, max_connections=1024, **options):
     """Serves an engine on a free port; yields the server, with its address as `url`."""
     app = create_app(engine, "tiny", **options)
-    server = Server(app, port=0, max_connections=max_connections, grace_period=grace_period)
+    server = Server(app, bind("127.0.0.1", 0), max_connections, grace_period)
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:
@@ -86,12 +87,16 @@ def post_bytes(server, body, path="completions"):
     return httpx.post(f"{server.url}/v1/{path}", content=body, headers=headers)
 
 
-def wait_for_free_slots(server):
-    stats = server.config.app.state.service.engine.stats
-    end = time.monotonic() + 5
-    while stats()["active"] or stats()["queued"]:
-        assert time.monotonic() < end, stats()
-        time.sleep(0.01)
+def wait_for(condition):
+    """Waits until `condition()` is true."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, condition
+        time.sleep(0.005)
+
+
+def num_cancelled(server):
+    return metrics(server.url).get('requests_total{finish_reason="cancelled"}', 0)
 
 
 def test_models(client):
@@ -153,6 +158,8 @@ def test_completions_of_several_prompts(client, text):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_disconnects_frees_its_slot(server, stream):
+    """A request without a client keeps its slot, or is not in the metrics."""
+    before = num_cancelled(server)
     body = {**MODEL, **LONG, "prompt": "Hello", "stream": stream}
     with (
         httpx.Client(timeout=0.2) as connection,
@@ -160,7 +167,9 @@ def test_a_client_that_disconnects_frees_its_slot(server, stream):
         connection.stream("POST", f"{server.url}/v1/completions", json=body) as response,
     ):
         next(response.iter_lines())
-    wait_for_free_slots(server)
+    wait_for(lambda: num_cancelled(server) > before)
+    found = metrics(server.url)
+    assert (found["slots_active"], found["requests_queued"]) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -198,6 +207,22 @@ def test_malformed_bodies(server, body):
     assert response.json()["error"]["message"]
 
 
+def test_requests_that_clients_and_monitors_send(server):
+    """A method or content type has no clear error, or a probe of the health fails."""
+    url = f"{server.url}/v1/completions"
+    response = httpx.get(url)
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+    assert response.json()["error"]["message"] == "Method Not Allowed: GET /v1/completions"
+    body = json.dumps({**MODEL, "prompt": "a"})
+    for kind in ("application/x-www-form-urlencoded", "text/plain"):
+        response = httpx.post(url, content=body, headers={"content-type": kind})
+        assert response.status_code == 415
+        assert "'application/json'" in response.json()["error"]["message"]
+    assert httpx.post(url, content=body).status_code == 415
+    for path in ("/", "/health"):
+        assert httpx.head(server.url + path).status_code == 200
+
+
 def test_the_client_raises_errors(client):
     with pytest.raises(openai.BadRequestError, match="Unrecognized"):
         client.completions.create(**MODEL, prompt="a", extra_body={"tool": 1})
@@ -209,8 +234,12 @@ def test_limits_and_key(small_model):
     """A full queue, a request that takes too long and a wrong key have their own statuses."""
     engine = Engine(small_model, num_slots=1, max_queued=1, max_length=100_000)
     options = {**MODEL, **GREEDY, "prompt": "a", "max_tokens": 90_000}
+    # On JAX, the first tokens take longer than the timeout.
+    engine.submit("a", SamplingParams(temperature=0, logit_bias={2: -100}), 2).result()
     with running(engine, timeout=0.5, api_key="secret") as server:
         assert post(server, prompt="a").status_code == 401
+        headers = {"authorization": "bearer secret"}  # the scheme has no case
+        assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200
         assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
         client = client_of(server).with_options(api_key="secret")
         stream = client.completions.create(**options, stream=True)
@@ -231,37 +260,55 @@ def test_limits_and_key(small_model):
     assert 'keras_recurrent_responses_total{status="429"} 1.0' in text
 
 
-def test_shutdown_finishes_or_cancels(small_model, caplog):
+def test_too_many_connections_are_an_error(small_model):
+    """The response is not JSON, or hides the health of the server."""
+    with running(Engine(small_model, num_slots=1), max_connections=1) as server:
+        url = httpx.URL(server.url)
+        with socket.create_connection((url.host, url.port)):
+            response = post(server, prompt="a")
+            assert response.status_code == 503
+            assert response.json()["error"]["code"] == "too_many_connections"
+            assert response.headers["connection"] == "close"
+            assert httpx.get(f"{server.url}/health").status_code == 200
+        wait_for(lambda: not server.server_state.connections)
+        assert post(server, prompt="a", max_tokens=1).status_code == 200
+
+
+def test_shutdown_finishes_or_cancels(small_model, caplog, monkeypatch):
     """An answer that would finish in the grace period is lost, or another one is not reported."""
     engine, found = Engine(small_model, num_slots=2, max_length=100_000), {}
-    # Without the end token, the long request cannot finish in the grace period.
-    bias = {ByteTokenizer().end_token_id: -100}
-    sampling = SamplingParams(temperature=0, logit_bias=bias)
+    # Without the end token, the long request does not finish before it is cancelled.
+    sampling = SamplingParams(temperature=0, logit_bias={ByteTokenizer().end_token_id: -100})
     expected = engine.submit("Hello", sampling, max_new_tokens=60).result()
-    with running(engine, grace_period=1) as server:
+    # No step ends before the shutdown has begun, and the grace period ends on a signal.
+    may_step, is_over, step = threading.Event(), threading.Event(), engine._slots.step
+    monkeypatch.setattr(engine._slots, "step", lambda: may_step.wait() and step())
+    with running(engine) as server:
+        service = server.config.app.state.service
+        drain = service.drain
+        monkeypatch.setattr(service, "drain", lambda *_: drain(600, is_over.is_set))
 
         def ask(number):
-            options = {"temperature": 0, "logit_bias": bias, "max_tokens": number}
-            response = post(server, prompt="Hello", **options)
-            found[number] = response.status_code, response.json()
+            found[number] = post(server, prompt="Hello", **GREEDY, max_tokens=number)
 
         threads = [threading.Thread(target=ask, args=[n]) for n in (60, 90_000)]
         for thread in threads:
             thread.start()
-        while engine.stats()["active"] < 2:
-            time.sleep(0.001)
+        wait_for(lambda: len(list(filter(None, service.generations.values()))) == 2)
         server.should_exit = True
-        while httpx.get(f"{server.url}/health").status_code == 200:
-            time.sleep(0.01)
+        wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 503)
         assert post(server, prompt="a").json()["error"]["code"] == "shutting_down"
-        for thread in threads:
-            thread.join()
-    assert found[60][0] == 200
-    assert found[60][1]["choices"][0]["text"] == expected.text
-    assert found[90_000][0] == 503
+        may_step.set()
+        threads[0].join()
+        is_over.set()
+        threads[1].join()
+    assert found[60].status_code == 200
+    assert found[60].json()["choices"][0]["text"] == expected.text
+    assert found[90_000].status_code == 503
+    assert found[90_000].json()["error"]["code"] == "shutting_down"
     (line,) = [r.getMessage() for r in caplog.records if "Shutdown" in r.getMessage()]
-    # The short request may have finished before the shutdown.
-    assert re.match(r"Shutdown: [01] requests finished; 1 cancelled: cmpl-", line)
+    cancelled = found[90_000].headers["x-request-id"]
+    assert line == f"Shutdown: 1 requests finished; 1 cancelled: {cancelled}"
     assert engine.is_closed
 
 

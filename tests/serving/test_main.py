@@ -1,0 +1,67 @@
+"""The command line of the server: errors before the model is loaded."""
+
+import socket
+import sys
+
+import pytest
+
+from keras_recurrent.serving import __main__ as command
+from keras_recurrent.serving.server import bind
+
+pytestmark = pytest.mark.once
+
+
+def run(monkeypatch, *options):
+    """Runs the command; fails if it loads the model."""
+    monkeypatch.setattr(sys, "argv", ["serving", "--preset", "griffin_tiny_text", *options])
+    monkeypatch.setattr(command, "load_model", lambda _: pytest.fail("the model was loaded"))
+    with pytest.raises(SystemExit) as caught:
+        command.main()
+    return caught.value.code
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--slots", "0"], "--slots: must be at least 1; got 0"),
+        (["--slots", "many"], "--slots: invalid int value: 'many'"),
+        (["--port", "99999"], "--port: must be at least 0 and at most 65535; got 99999"),
+        (["--timeout", "inf"], "--timeout: must be at least 0; got inf"),
+        (["--timeout", "nan"], "--timeout: must be at least 0; got nan"),
+        (["--dtype", "float17"], "--dtype: invalid dtype_policy value: 'float17'"),
+        (["--chat-template", "/missing"], "--chat-template: cannot be read: [Errno 2]"),
+        (["--prefix-cache-dir", "a", "--prefix-cache-bytes", "0"], "above 0"),
+        (["--model", "a"], "unrecognized arguments: --model a"),
+    ],
+)
+def test_wrong_options_are_errors(monkeypatch, capsys, options, message):
+    """The server loads a model for minutes before it tells that an option is wrong."""
+    assert run(monkeypatch, *options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_address_in_use_is_an_error(monkeypatch):
+    """The server loads its model before it finds that it cannot listen."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert f"127.0.0.1, port {port}: Address already in use" in run(
+            monkeypatch, "--port", str(port)
+        )
+    assert "Name or service not known" in run(monkeypatch, "--host", "a.invalid")
+    with bind("::1", 0) as listener:
+        assert listener.getsockname()[0] == "::1"
+
+
+def test_missing_packages_are_named(monkeypatch):
+    monkeypatch.setitem(command.PACKAGES, "missing_module", "missing-package")
+    assert run(monkeypatch) == (
+        "The server requires the extra `serve`: pip install missing-package"
+    )
+
+
+def test_a_preset_that_does_not_exist_is_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["serving", "--preset", "no_preset", "--port", "0"])
+    with pytest.raises(SystemExit) as caught:
+        command.main()
+    assert caught.value.code == 2
+    assert "Unknown preset 'no_preset'" in capsys.readouterr().err

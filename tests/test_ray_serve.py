@@ -1,0 +1,74 @@
+"""The recipe with Ray Serve, where it is installed: `make test-ray`."""
+
+import importlib.util
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import openai
+import pytest
+
+from tests.processes import ROOT
+
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="ray is not installed"),
+]
+MODEL = "griffin_tiny_text"
+
+
+@pytest.fixture
+def url(tmp_path):
+    """Address of two replicas."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    command = [sys.executable, "guides/recipes/ray_serve.py", "--port", str(port)]
+    command += ["--preset", MODEL, "--replicas", "2", "2", "--slots", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+    try:
+        end = time.monotonic() + 300
+        while "is ready at" not in (tmp_path / "log").read_text():  # all replicas
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() < end, (tmp_path / "log").read_text()
+            time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def test_sessions_stay_on_a_replica(url):
+    """Replicas do not answer, one gets all sessions, or the next turn goes to another one."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60)
+
+    def ask(session, prompt):
+        answer = client.completions.create(
+            model=MODEL,
+            prompt=prompt,
+            temperature=0,
+            max_tokens=8,
+            extra_headers={"X-Session-Id": session},
+        )
+        return answer.choices[0].text, answer.usage.prompt_tokens_details.cached_tokens
+
+    sessions = [str(number) for number in range(10)]
+    prompts = [f"Session {session}: " for session in sessions]
+    texts = [ask(*pair)[0] for pair in zip(sessions, prompts, strict=True)]
+    for session, prompt, text in zip(sessions, prompts, texts, strict=True):
+        _, num_cached = ask(session, prompt + text + " More")
+        assert num_cached > len(prompt)
+    for session in sessions[:2]:
+        headers = {"X-Session-Id": session}
+        text = httpx.get(f"{url}/metrics", headers=headers, timeout=60).text
+        ended = re.findall(r"^keras_recurrent_requests_total\S+ (\S+)", text, re.MULTILINE)
+        assert 0 < sum(map(float, ended)) < 2 * len(sessions)
+    stream = client.completions.create(model=MODEL, prompt="a", max_tokens=8, stream=True)
+    assert sum(len(chunk.choices) for chunk in stream) > 1
+    with pytest.raises(openai.BadRequestError, match="Input should be 1"):
+        client.completions.create(model=MODEL, prompt="a", n=2)
