@@ -75,8 +75,13 @@ def _tokens_first(*tensors):
 
 
 def _tokens_second(x, like):
-    """The inverse of `_tokens_first`, for the sequences and heads of `like`."""
-    return x.reshape(*x.shape[:2], like.shape[0], like.shape[2]).transpose(2, 0, 3, 1)
+    """The inverse of `_tokens_first`, for the sequences and heads of `like`.
+
+    The barrier separates it from the computations that follow, which XLA does not vectorize in a
+    transposition.
+    """
+    x = x.reshape(*x.shape[:2], like.shape[0], like.shape[2]).transpose(2, 0, 3, 1)
+    return jax.lax.optimization_barrier(x)
 
 
 def _heads_last(state):
