@@ -2,7 +2,7 @@
 
     python benchmarks/cpu.py
 
-Compares a training step of RecurrentBlock with GRU and LSTM, and times `linear_scan` by sequence
+Compares training steps of recurrent layers with GRU and LSTM, and times `linear_scan` by sequence
 length; runs each backend in a separate process and prints Markdown. It takes ten minutes on an
 otherwise idle machine.
 """
@@ -95,6 +95,25 @@ def training_steps(backends):
     )
 
 
+def small_training_steps(backends):
+    names = ("RecurrentBlock", "RGLRU", "HGRN2", "GRU", "LSTM")
+    rows = []
+    for backend in backends:
+        for row in run("small_training_step", backend)["rows"]:
+            times = [f"{1000 * row[name]:.1f}" for name in names]
+            ratios = [f"{row[name] / row['GRU']:.2f}" for name in names[:3]]
+            rows.append([backend, row["length"], *times, *ratios])
+    header = ["backend", "T", *names, *(f"{name} / GRU" for name in names[:3])]
+    return "\n".join(
+        [
+            "## A training step of small layers by sequence length\n",
+            "16×T×32, `RecurrentBlock(32)`, `RGLRU()`, `HGRN2(expand_ratio=8)`, `GRU(32)` and\n"
+            "`LSTM(32)`; median, milliseconds.\n",
+            table(header, rows),
+        ]
+    )
+
+
 def scans(backends):
     results = [run("scan_scaling", backend) for backend in backends]
     rows = [
@@ -126,6 +145,7 @@ def main():
     backends = parser.parse_args().backends
     print(f"# CPU\n\n{machine()}\n")
     print(training_steps(backends), end="\n\n", flush=True)
+    print(small_training_steps(backends), end="\n\n", flush=True)
     print(scans(backends))
 
 

@@ -39,12 +39,15 @@ def seconds(call):
     return time.perf_counter() - start
 
 
-def medians(calls):
-    """Returns the median time of each call. Calls take turns, so that noise affects all."""
+def medians(calls, budget=SECONDS, least=LEAST):
+    """Returns the median time of each call. Calls take turns, so that noise affects all.
+
+    budget: the time for each call, in seconds; least: the least number of repeats.
+    """
     rounds = {}
     for name, call in calls.items():
         seconds(call)  # traces and compiles
-        rounds[name] = min(MOST, max(LEAST, round(SECONDS / seconds(call))))
+        rounds[name] = min(MOST, max(least, round(budget / seconds(call))))
     times = {name: [] for name in calls}
     for i in range(max(rounds.values())):
         for name, call in calls.items():

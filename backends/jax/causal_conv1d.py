@@ -68,11 +68,15 @@ def backward(x, kernel, bias, initial_state, token_kind, _, d_output, d_final, a
         if activation == "silu":
             d_z = _silu_gradient(d_z, _filtered(inputs, window, bias, document_masks))
         d_inputs = jnp.pad(d_next, ((0, 0), (length, 0), (0, 0)))
+        padded = jnp.pad(d_z, ((0, 0), (width - 1, width - 1), (0, 0)))
         d_taps = []
         for j, same in enumerate(document_masks):
-            d_tap = jnp.where(same, d_z, 0)
-            d_taps.append(sum_over_tokens(d_tap * inputs[:, j : j + length]))
-            d_inputs += jnp.pad(window[j] * d_tap, ((0, 0), (j, width - 1 - j), (0, 0)))
+            d_taps.append(sum_over_tokens(jnp.where(same, d_z, 0) * inputs[:, j : j + length]))
+            if document is not None:
+                same = jnp.pad(same, ((0, 0), (j, width - 1 - j), (0, 0)))
+            start_of_tap = width - 1 - j
+            d_tap = padded[:, start_of_tap : start_of_tap + inputs.shape[1]]
+            d_inputs += window[j] * jnp.where(same, d_tap, 0)
         carry = (
             d_inputs[:, : width - 1],
             d_window + jnp.stack(d_taps),

@@ -11,9 +11,14 @@ to u and k_s by the decays from s to the boundary. Decays are only multiplied, n
 another, so any decay is safe. A start is a decay of 0, which needs no special case.
 """
 
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
+from . import _token_loop
 from ._common import (
     applied_decay,
     cast_state,
@@ -24,6 +29,7 @@ from ._common import (
     kind_masks,
 )
 from ._linear_attention import (
+    Plan,
     chunked,
     inner_products,
     plan,
@@ -37,7 +43,29 @@ from ._linear_attention import (
 )
 
 CHUNK = 64
+# Largest K * V of the token loop, on CPUs.
+LARGEST_STATE_OF_TOKEN_LOOP = 256
 HAS_RESIDUALS = True  # for Triton; None in this implementation
+
+
+class Form(NamedTuple):
+    """Functions of a group of tokens, and the longest chunk, in tokens.
+
+    q, k, f: [B, N, H, K]; v, d_output: [B, N, H, V]; states and their gradients: [B, H, K, V].
+    """
+
+    outputs: Callable  # (state, q, k, v, f) -> (output, state after the group)
+    state_after: Callable  # (state, q, k, v, f) -> state after the group
+    gradients: Callable  # (state, d_output, d_state, q, k, v, f) -> dq, dk, dv, dlog f, dstate
+    chunk: int
+
+
+def choose_form(run, q, v, *arguments):
+    """Calls `run(form, q, v, *arguments)` with the form for the platform and the size of heads."""
+    if q.shape[3] * v.shape[3] > LARGEST_STATE_OF_TOKEN_LOOP:
+        return run(CHUNKS, q, v, *arguments)
+    in_chunks, by_token = (functools.partial(run, form) for form in (CHUNKS, TOKENS))
+    return jax.lax.platform_dependent(q, v, *arguments, cpu=by_token, default=in_chunks)
 
 
 @default_zero_state(state_shape)
@@ -45,17 +73,17 @@ def forward(q, k, v, log_f, initial_state, token_kind):
     """Returns the output and the final state, and the residuals."""
     if q.shape[1] == 1:
         return _one_token(q, k, v, log_f, initial_state, token_kind), None
-    cut = plan(q, v, CHUNK)
 
-    def step(state, _, tokens, __):
-        q, k, v, f = (chunked(x, cut) for x in _prepared(state.dtype, *tokens))
-        levels, from_start, to_end = _decays(f)
-        before, state = states(_total(from_start), product(transposed(k * to_end), v), state)
-        output = product(q * from_start, before) + product(_weights(q, k, levels), v)
-        return state, unchunked(output).astype(tokens[2].dtype)
+    def run(form, q, v, k, log_f, initial_state, token_kind):
+        def step(state, _, tokens, __):
+            output, state = form.outputs(state, *_prepared(state.dtype, *tokens))
+            return state, output.astype(v.dtype)
 
-    tokens = q, k, v, log_f, token_kind
-    final_state, output = scan_groups(step, initial_state, tokens, jnp.zeros_like(v), cut)
+        tokens, cut = (q, k, v, log_f, token_kind), plan(q, v, form.chunk)
+        return scan_groups(step, initial_state, tokens, jnp.zeros_like(v), cut)
+
+    tensors = k, log_f, initial_state, token_kind
+    final_state, output = choose_form(run, q, v, *tensors)
     return (output, final_state), None
 
 
@@ -67,34 +95,34 @@ def _one_token(q, k, v, log_f, state, token_kind):
 
 @default_zero_state_gradient
 def backward(q, k, v, log_f, initial_state, token_kind, _, d_output, d_final):
-    cut = plan(q, v, CHUNK)
-    tensors = q, k, v, log_f, token_kind
+    def run(form, q, v, k, log_f, initial_state, token_kind, d_output, d_final):
+        tensors, cut = (q, k, v, log_f, token_kind), plan(q, v, form.chunk)
 
-    def state_after(state, tokens):
-        _, k, v, f = (chunked(x, cut) for x in _prepared(state.dtype, *tokens))
-        _, from_start, to_end = _decays(f)
-        return states(_total(from_start), product(transposed(k * to_end), v), state)[1]
+        def state_after(state, tokens):
+            return form.state_after(state, *_prepared(state.dtype, *tokens))
 
-    before = states_before_groups(state_after, initial_state, tensors, cut)
+        before = states_before_groups(state_after, initial_state, tensors, cut)
 
-    def step(g, group, tokens, old):
-        inputs = [chunked(x, cut) for x in _prepared(g.dtype, *tokens)]
-        _, padding = kind_masks(tokens[-1])
-        d_output = chunked(filled(old[2], padding, 0).astype(g.dtype), cut)
-        state = jax.lax.dynamic_index_in_dim(before, group, keepdims=False)
-        *gradients, g = _group_gradient(state, d_output, g, *inputs)
-        d_q, d_k, d_v, d_log_f = (unchunked(d) for d in gradients)
-        _, k, _, log_f, _ = tokens
-        if k is None:
-            d_log_f -= d_k * jnp.exp(log_f.astype(g.dtype))
-            d_k = None
-        found = jax.tree.map(lambda d, x: d.astype(x.dtype), (d_q, d_k, d_v, d_log_f), old)
-        return g, jax.tree.map(lambda d: filled(d, padding, 0), found)
+        def step(g, group, tokens, old):
+            _, padding = kind_masks(tokens[-1])
+            d_output = filled(old[2], padding, 0).astype(g.dtype)
+            state = jax.lax.dynamic_index_in_dim(before, group, keepdims=False)
+            inputs = _prepared(g.dtype, *tokens)
+            d_q, d_k, d_v, d_log_f, g = form.gradients(state, d_output, g, *inputs)
+            _, k, _, log_f, _ = tokens
+            if k is None:
+                d_log_f -= d_k * jnp.exp(log_f.astype(g.dtype))
+                d_k = None
+            found = jax.tree.map(lambda d, x: d.astype(x.dtype), (d_q, d_k, d_v, d_log_f), old)
+            return g, jax.tree.map(lambda d: filled(d, padding, 0), found)
 
-    # d_v overwrites d_output, which is not read after its group.
-    d_q, d_k, d_log_f = jax.tree.map(jnp.zeros_like, (q, k, log_f))
-    outputs = d_q, d_k, d_output, d_log_f
-    d_initial, gradients = scan_groups(step, d_final, tensors, outputs, cut, reverse=True)
+        # d_v overwrites d_output, which is not read after its group.
+        d_q, d_k, d_log_f = jax.tree.map(jnp.zeros_like, (q, k, log_f))
+        outputs = d_q, d_k, d_output, d_log_f
+        return scan_groups(step, d_final, tensors, outputs, cut, reverse=True)
+
+    tensors = k, log_f, initial_state, token_kind, d_output, d_final
+    d_initial, gradients = choose_form(run, q, v, *tensors)
     return *gradients, d_initial, None
 
 
@@ -125,6 +153,37 @@ def _prepared(dtype, q, k, v, log_f, token_kind):
     k = -jnp.expm1(log_f) if k is None else k.astype(dtype)
     f = applied_decay(jnp.exp(log_f), starts, padding)
     return *(filled(x, padding, 0) for x in (q, k, v)), f
+
+
+def _chunk_outputs(state, q, k, v, f):
+    q, k, v, f = _chunked(q, k, v, f)
+    levels, from_start, to_end = _decays(f)
+    before, state = states(_total(from_start), product(transposed(k * to_end), v), state)
+    output = product(q * from_start, before) + product(_weights(q, k, levels), v)
+    return unchunked(output), state
+
+
+def _chunk_state_after(state, _, k, v, f):
+    k, v, f = _chunked(k, v, f)
+    _, from_start, to_end = _decays(f)
+    return states(_total(from_start), product(transposed(k * to_end), v), state)[1]
+
+
+def _chunk_gradients(state, d_output, g, q, k, v, f):
+    d_output, q, k, v, f = _chunked(d_output, q, k, v, f)
+    *gradients, d_state = _group_gradient(state, d_output, g, q, k, v, f)
+    return *(unchunked(d) for d in gradients), d_state
+
+
+def _chunked(*tensors):
+    """Tensors of a group, [B, N, H, K or V], in chunks."""
+    length = tensors[0].shape[1]
+    size = min(CHUNK, length)
+    return [chunked(x, Plan(1, length // size, size)) for x in tensors]
+
+
+CHUNKS = Form(_chunk_outputs, _chunk_state_after, _chunk_gradients, CHUNK)
+TOKENS = Form(_token_loop.outputs, _token_loop.state_after, _token_loop.gradients, 1)
 
 
 # Below, tensors are [B, H, chunks, C, K or V].

@@ -12,9 +12,10 @@ from ._common import length_of
 
 # Number of elements of an argument in one group.
 _GROUP_SIZE = 1 << 17
-# Number of chunks in a group. The loop over them is unrolled.
-_MOST_CHUNKS = 8
-_CHUNKS_OF_UNKNOWN_BATCH = 2
+# Number of tokens in a group, and of chunks, whose loop is unrolled.
+_MOST_TOKENS = 512
+_TOKENS_OF_UNKNOWN_BATCH = 128
+_MOST_CHUNKS = 32
 
 
 class Plan(NamedTuple):
@@ -30,10 +31,10 @@ def plan(q, v, longest):
     batch, length, heads, width = q.shape
     size = longest if length is None else min(longest, 1 << (length - 1).bit_length())
     if batch is None:
-        most = _CHUNKS_OF_UNKNOWN_BATCH
+        most = max(1, _TOKENS_OF_UNKNOWN_BATCH // size)
     else:
         room = _GROUP_SIZE // max(1, batch * heads * size * max(width, v.shape[3]))
-        most = min(_MOST_CHUNKS, max(1, room))
+        most = min(_MOST_CHUNKS, _MOST_TOKENS // size, max(1, room))
     chunks = -(-length_of(q) // size)
     groups = -(-chunks // most)
     return Plan(groups, most if length is None else -(-chunks // groups), size)

@@ -33,7 +33,10 @@ from ._linear_attention import (
     ungrouped,
 )
 
+# Numbers of tokens in a chunk: as many as a head has channels, within these limits. The work on
+# pairs of tokens grows with the chunk, that on states with the head.
 CHUNK = 64
+SMALLEST_CHUNK = 8
 
 
 def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
@@ -44,7 +47,9 @@ def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
     """
     q, k, v, log_f, initial_state = as_tensors(q, k, v, log_f, initial_state)
     dtype = accumulation_dtype(q, k, v, log_f, initial_state)
-    cut, (heads, key_size), value_size = plan(q, v, CHUNK), q.shape[2:], v.shape[3]
+    (heads, key_size), value_size = q.shape[2:], v.shape[3]
+    widest = 1 << (max(key_size, value_size) - 1).bit_length()
+    cut = plan(q, v, min(CHUNK, max(SMALLEST_CHUNK, widest)))
 
     def prepared(q, k, v, log_f, token_kind):
         """q, k, v and f of a group; at padding 0, 0, 0 and 1; f is 0 at a start."""

@@ -201,11 +201,16 @@ def flatten_tokens(x):
     batch, length = ops.shape(x)[:2]
     distribution = active_distribution()
     if distribution is None or not _splits_sequences(distribution, x):
-        flat = ops.reshape(x, (-1, x.shape[-1]))
-        return flat, lambda y: ops.reshape(y, (batch, length, y.shape[-1]))
+        return _reshape(x, (-1, x.shape[-1])), lambda y: _reshape(y, (batch, length, y.shape[-1]))
     mesh_and_axis = distribution.device_mesh.backend_mesh, distribution.batch_dim_name
     flat = _layouts.flatten_tokens(x, *mesh_and_axis)
     return flat, lambda y: _layouts.unflatten_tokens(y, (batch, length), *mesh_and_axis)
+
+
+def _reshape(x, shape):
+    # On torch, Keras's `reshape` takes longer than a small matrix product.
+    is_native = keras.config.backend() == "torch" and not isinstance(x, keras.KerasTensor)
+    return x.reshape(shape) if is_native else ops.reshape(x, shape)
 
 
 def _splits_sequences(distribution, x):

@@ -78,6 +78,16 @@ def test_all_operations_have_a_plain_implementation():
     assert not missing
 
 
+@pytest.mark.skipif(PLAIN != "jax", reason="other backends have one form")
+def test_chunks_of_gated_linear_attention_on_jax(monkeypatch):
+    """On CPUs a loop over tokens computes the small heads of the cases, never the chunks."""
+    plain = dispatch.IMPLEMENTATIONS["gated_linear_attention"]["jax"]
+    traced_anew = plain.operation(plain.forward, plain.backward)
+    monkeypatch.setattr(plain, "LARGEST_STATE_OF_TOKEN_LOOP", 0)
+    monkeypatch.setattr(plain, "gated_linear_attention", traced_anew)
+    check("gated_linear_attention", "jax", draw("gated_linear_attention", CASES["prime sizes"]))
+
+
 @every_kernel_in_every_case
 def test_forward_and_gradients(operation, implementation, case):
     with native.precision(case.dtype):
