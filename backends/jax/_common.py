@@ -115,9 +115,6 @@ def define_gradient(forward, backward, keep_output=True, dropped=(), has_residua
     `has_residuals`. So two implementations with the same parameters can share one function: each
     pass chooses between them when it is lowered for a platform, independently of the other pass.
 
-    Barriers keep the output and its gradient in memory: XLA for CPUs would compute them again in
-    every fused loop that reads them.
-
     Args:
         forward: a function of positional tensors, some of them None, that returns
             `(output, final_state)`.
@@ -130,9 +127,8 @@ def define_gradient(forward, backward, keep_output=True, dropped=(), has_residua
     """
 
     def run(*arguments):
-        found, residuals = forward(*arguments) if has_residuals else (forward(*arguments), None)
-        output = jax.lax.optimization_barrier(found[0])
-        return (output, found[1]), output if keep_output and not has_residuals else residuals
+        found = forward(*arguments)
+        return found if has_residuals else (found, found[0] if keep_output else None)
 
     @jax.custom_vjp
     def function(*arguments):
@@ -145,8 +141,7 @@ def define_gradient(forward, backward, keep_output=True, dropped=(), has_residua
 
     def gradients(saved, d_results):
         given, residuals = saved
-        d_output, d_final = d_results
-        return backward(*given, residuals, jax.lax.optimization_barrier(d_output), d_final)
+        return backward(*given, residuals, *d_results)
 
     function.defvjp(save, gradients)
     return function
