@@ -17,6 +17,7 @@ from keras_recurrent.generation.samplers import as_sampling_params
 from keras_recurrent.generation.sampling_params import SamplingParams
 
 MIN_CANDIDATES, MAX_CANDIDATES = 8, 64
+STOPS_PER_STEP = 4  # stop tokens are padded to a multiple, so that others take the same program
 # Weights of candidates are integers up to this number: their sums are exact in any order, so that
 # the options of other sequences do not change a token.
 LARGEST_WEIGHT = 2**24

@@ -18,15 +18,13 @@ from keras_recurrent.generation import beam_search, loop
 from keras_recurrent.generation.lengths import bucket, initial_cache
 from keras_recurrent.generation.modes import record_mode
 from keras_recurrent.generation.request import Ended, Result
-from keras_recurrent.generation.sampling import next_tokens
-from keras_recurrent.generation.xla_steps import Steps
+from keras_recurrent.generation.sampling import STOPS_PER_STEP, next_tokens
+from keras_recurrent.generation.xla_steps import TOKENS_PER_GROUP, Steps
 from keras_recurrent.layers.decoding import decoding_scope, unfused_blocks
 from keras_recurrent.progress import announce
 
 # Arguments that a program depends on.
 STATIC = {"features", "keep", "num_tokens", "num_beams", "variant"}
-STOPS_PER_PROGRAM = 4  # stop tokens are padded to a multiple, so that others take the same program
-TOKENS_PER_SEARCH = 16  # between two searches for stop strings
 TOKENS_PER_STEP = 2  # of a stream: a token is returned at most one token late
 
 
@@ -90,7 +88,7 @@ class Programs:
         """Generates blocks of tokens, between which the host searches for stop strings."""
         record_mode(self._model, "steps")
         # The state of a custom sampler must not be ahead of a stop string.
-        num_tokens = 1 if keep and request.sampling.custom else TOKENS_PER_SEARCH
+        num_tokens = 1 if keep and request.sampling.custom else TOKENS_PER_GROUP
         steps, ended = self._begin(request, cache, num_tokens, keep), Ended(request)
         blocks, logprobs, has_ended = [], [], False
         while not has_ended:
@@ -141,7 +139,7 @@ class Call:
         sampling, stops = request.sampling, request.stop_token_ids
         self.features, self._sampling = sampling.features, sampling
         self.limits, self.free_length = request.free_length, _distribute(request.free_length)
-        padded = STOPS_PER_PROGRAM * max(1, math.ceil(len(stops) / STOPS_PER_PROGRAM))
+        padded = STOPS_PER_STEP * max(1, math.ceil(len(stops) / STOPS_PER_STEP))
         self.stops = ops.convert_to_tensor((*stops, *(-1,) * (padded - len(stops))), "int32")
         self.arguments = keras.tree.map_structure(_distribute, sampling.arguments)
         # The state of a custom sampler on TensorFlow may be more than its random number generators.

@@ -7,7 +7,9 @@ import numpy as np
 
 from keras_recurrent.devices.jax_processes import begin_gathering, gather_to_numpy
 
-TOKENS_PER_GROUP = 16  # between two copies of the state, a multiple of the tokens of a block
+# Between two copies of the state, or two searches for stop strings; a multiple of the tokens of a
+# block.
+TOKENS_PER_GROUP = 16
 
 
 class Steps:

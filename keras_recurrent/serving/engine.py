@@ -102,7 +102,11 @@ class Engine:
         self._prefixes, self._num_requests = prefixes, 0
         self._message_ends = MessageEnds(model.preprocessor)
         self._texts = model.preprocessor and TokenTexts(model.preprocessor)
-        self._slots = Slots(model, loops, num_slots, self.max_length, prefill_chunk)
+        try:
+            self._slots = Slots(model, loops, num_slots, self.max_length, prefill_chunk)
+        except BaseException:
+            prefixes.close()
+            raise
         self._scheduler = Scheduler(self._slots, prefill_chunk, prefixes)
         self._is_closed, self._error = False, None
         self._changed = threading.Condition()

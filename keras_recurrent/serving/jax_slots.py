@@ -12,9 +12,8 @@ import numpy as np
 
 from keras_recurrent.devices.jax_processes import begin_gathering
 from keras_recurrent.generation import loop
-from keras_recurrent.generation.sampling import argument_names
+from keras_recurrent.generation.sampling import STOPS_PER_STEP, argument_names
 from keras_recurrent.generation.xla_programs import make_network, program_variant, program_weights
-from keras_recurrent.serving.sequence import STOPS_PER_STEP
 
 _known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # programs, by decoding loops
 
@@ -75,7 +74,7 @@ class JaxRows:
             limits = self._free_length, np.zeros((num_slots, num_stops), "int32")
             arguments, static = self._arguments(features, limits, numbers, values)
             # The step that runs overwrites the arrays.
-            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+            shapes = jax.tree.map(_shape, arguments)
             # Later calls with such arguments find the program.
             thread = threading.Thread(
                 target=lambda: self._step.lower(*shapes, **static).compile(), daemon=True
@@ -140,6 +139,13 @@ class JaxRows:
     def _fixed(self):
         """Weights and variant of the programs; each step would take longer if it collected them."""
         return program_weights(self._model), program_variant(self._model)
+
+
+def _shape(array):
+    """Returns what a program depends on: shape and dtype, and a device that the user chose."""
+    is_committed = isinstance(array, jax.Array) and array.committed
+    sharding = array.sharding if is_committed else None
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
 
 def _programs(model, snapshot):

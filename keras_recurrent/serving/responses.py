@@ -9,7 +9,7 @@ from keras_recurrent.generation.text import REPLACEMENT, texts_of
 LEAST_LOGPROB = -9999.0  # for tokens of probability 0, as in OpenAI's API
 
 
-class TokenTexts:
+class LogprobTexts:
     """Texts of single tokens, for log probabilities."""
 
     def __init__(self, preprocessor):
@@ -35,7 +35,7 @@ class CompletionFormat:
 
     Args:
         model: string, the name of the model.
-        tokens: the `TokenTexts`.
+        tokens: the `LogprobTexts`.
         has_logprobs: boolean.
     """
 

@@ -16,7 +16,7 @@ SECONDS_PER_SEARCH = 0.02  # between two searches of the queue for ended request
 
 
 class Scheduler:
-    """Sequences from the queue to their end. Only `add` may be called from other threads.
+    """Sequences from the queue to their end. Other threads may call `add` and read properties.
 
     Args:
         slots: the `Slots`.
@@ -55,10 +55,12 @@ class Scheduler:
 
     @property
     def sequences(self):
-        """All sequences that have not ended."""
-        prompt = [] if self._prompt is None else [self._prompt]
+        """All sequences that have not ended. May be read from any thread."""
+        # In the order in which they move, so that none is missed.
         with self._lock:
-            return [*self._slots.active, *prompt, *self._queue]
+            queued = list(self._queue)
+        prompt, active = self._prompt, self._slots.active
+        return list(dict.fromkeys([*active, *([prompt] if prompt else []), *queued]))
 
     @property
     def is_idle(self):

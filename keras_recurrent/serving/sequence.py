@@ -6,7 +6,6 @@ from typing import Any
 from keras_recurrent.generation.output import token_logprobs
 from keras_recurrent.serving.request import Delta
 
-STOPS_PER_STEP = 4  # stop tokens of a slot are padded to a multiple
 NUMBERS_PER_BLOCK = 64  # random numbers that are drawn at once
 
 

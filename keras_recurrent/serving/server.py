@@ -25,7 +25,7 @@ from keras_recurrent.serving.protocol import (
     value_error,
 )
 from keras_recurrent.serving.request import EngineClosed, EngineFull
-from keras_recurrent.serving.responses import ChatFormat, CompletionFormat, TokenTexts
+from keras_recurrent.serving.responses import ChatFormat, CompletionFormat, LogprobTexts
 
 log = logging.getLogger("keras_recurrent.serving")
 MAX_BODY = 4 * 2**20
@@ -46,7 +46,7 @@ class Service:
     def __init__(self, engine, model_name, timeout):
         self.engine, self.model_name, self.timeout = engine, model_name, timeout
         self.created = int(time.time())
-        self.tokens = TokenTexts(engine.model.preprocessor)
+        self.tokens = LogprobTexts(engine.model.preprocessor)
         self.metrics = Metrics(engine)
         self.is_draining = False
         self.connections, self.max_connections = (), None  # set by `Server`
@@ -311,11 +311,12 @@ class Server(uvicorn.Server):
     Args:
         app: an application of `create_app`.
         listener: a socket of `bind`.
-        max_connections: integer, maximum number of connections; requests on others get status 503.
+        max_connections: integer, maximum number of connections; while there are more, requests get
+            status 503.
         grace_period: number of seconds in which requests can finish after SIGTERM.
     """
 
-    def __init__(self, app, listener, max_connections=1024, grace_period=30):
+    def __init__(self, app, listener, max_connections=2048, grace_period=30):
         self._service, self._grace_period = app.state.service, grace_period
         self._listener = listener
         config = uvicorn.Config(

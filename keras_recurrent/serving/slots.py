@@ -1,12 +1,13 @@
 """Slots: rows of one batch that decodes with a fixed number of sequences."""
 
+import collections
+import math
 from typing import Any
 
 import keras
 import numpy as np
 
-from keras_recurrent.generation.sampling import Features, features_of
-from keras_recurrent.serving.sequence import STOPS_PER_STEP
+from keras_recurrent.generation.sampling import STOPS_PER_STEP, Features, features_of
 
 MIN_CHUNK = 32  # tokens
 
@@ -37,13 +38,13 @@ class Slots:
         self._rows = Rows(model, loops, num_slots, max_length)
         self._chunk_sizes, self._num_stops = chunk_sizes(max_chunk), STOPS_PER_STEP
         self._values: dict[str, Any] = {}  # arguments of sampling, [num_slots, ...]
-        self._known: list[Any] = []  # `Features` of steps that have run or are compiled
+        # `Features` of steps that have run or are compiled, by number of stop tokens.
+        self._known: Any = collections.defaultdict(list)
         # `(slot, sequence)` of the sequences in slots, and `Features` that serve them.
         self._owners: list[Any] = []
         self._features: Any = None
         self._kinds: list[Any] = []  # `SamplingParams` for which steps were compiled
-        # The `Sequence` that waits, the `Features`, and those that stay known.
-        self._compiling: Any = (None, None, [])
+        self._compiling: Any = (None, None)  # the `Sequence` that waits, and `Features`
         if not is_on_cpu(model):  # compilation on a CPU takes longer than what it saves
             self._warm_up()
 
@@ -69,7 +70,7 @@ class Slots:
         self._rows.stop(0)
         self._rows.extract(0)
         self._rows.step(Features(), None, {})()
-        self._known.append(Features())
+        self._known[self._num_stops].append(Features())
 
     def process(self, sequence, stop):
         """Computes the state of a sequence up to token `stop` of its prompt, in one chunk."""
@@ -86,6 +87,7 @@ class Slots:
         """Moves a sequence to a free slot, after its prompt without the last token is processed."""
         slot = self.sequences.index(None)
         self._reserve(sequence)
+        self._num_stops = self._needed_stops(sequence)
         stops = np.full(self._num_stops, -1, "int32")
         stops[: len(sequence.stop_token_ids)] = sequence.stop_token_ids
         row = sequence.row if sequence.row is not None else self._rows.initial_row()
@@ -102,9 +104,7 @@ class Slots:
         self._features = None
 
     def _reserve(self, sequence):
-        """Makes room for the stop tokens and the arguments of a sequence."""
-        while len(sequence.stop_token_ids) > self._num_stops:
-            self._num_stops += STOPS_PER_STEP
+        """Makes room for the arguments of a sequence."""
         for name, array in sequence.sampling.arguments.items():
             if name not in self._values:
                 shape = len(self.sequences), *array.shape[1:]
@@ -119,21 +119,25 @@ class Slots:
         """
         if not self._rows.compiles_steps:
             return True
-        num_stops, timeout = self._num_stops, 0 if self.active else 0.05
+        num_stops, timeout = self._needed_stops(sequence), 0 if self.active else 0.05
         self._reserve(sequence)
         if self._compiling[0] is not sequence:
             params = [s.params for s in (*self.active, sequence)]
-            known = self._known if num_stops == self._num_stops else []  # of this number of stops
-            if self._covering(params, known):
+            if self._covering(params, num_stops):
                 return True
             self._kinds.append(sequence.params)
             features = features_of([*self._kinds, *params], self._vocabulary_size)
-            self._compiling = sequence, features, known
-        _, features, known = self._compiling
-        if not self._rows.is_compiled(features, self._values, self._num_stops, timeout):
+            self._compiling = sequence, features
+        _, features = self._compiling
+        if not self._rows.is_compiled(features, self._values, num_stops, timeout):
             return False
-        self._known = [*known, features]
+        self._known[num_stops].append(features)
         return True
+
+    def _needed_stops(self, sequence):
+        """Returns the number of stop tokens of each slot with this sequence in one."""
+        needed = STOPS_PER_STEP * math.ceil(len(sequence.stop_token_ids) / STOPS_PER_STEP)
+        return max(self._num_stops, needed)
 
     def _neutral(self, name):
         return {
@@ -179,16 +183,16 @@ class Slots:
 
         A step depends on features, and must not be compiled for each combination of requests.
         """
-        known = self._covering(params, self._known)
+        known = self._covering(params, self._num_stops)
         if not known:
             known = [features_of(params, self._vocabulary_size)]
-            self._known += known
+            self._known[self._num_stops] += known
         return min(known, key=lambda features: sum(map(bool, features)))
 
-    def _covering(self, params, known):
+    def _covering(self, params, num_stops):
         """Returns a list of those known `Features` that serve all params."""
         needed = features_of(params, self._vocabulary_size)
-        return [f for f in known if covers(f, needed, self._vocabulary_size)]
+        return [f for f in self._known[num_stops] if covers(f, needed, self._vocabulary_size)]
 
     def close(self):
         """Releases the resources of the device."""

@@ -8,12 +8,16 @@ import numpy as np
 import torch
 
 from keras_recurrent import dispatch
-from keras_recurrent.generation.sampling import Features, Logprobs, argument_names
+from keras_recurrent.generation.sampling import (
+    STOPS_PER_STEP,
+    Features,
+    Logprobs,
+    argument_names,
+)
 from keras_recurrent.generation.torch.chunks import copies, upload
 from keras_recurrent.generation.torch.cuda_graph import overwrite
 from keras_recurrent.generation.torch.loop import ActiveSequences, fetch
 from keras_recurrent.generation.torch.sampling import choose_tokens
-from keras_recurrent.serving.sequence import STOPS_PER_STEP
 
 
 class TorchRows:
@@ -118,7 +122,9 @@ class _Sampler:
 
     def set(self, other):
         """Takes the place of the sampler of an earlier engine."""
-        vars(self).update({**vars(other), "_logprobs": self._logprobs})
+        attributes = dict(vars(other))  # `other` may be this object
+        vars(self).clear()
+        vars(self).update(attributes)
 
     @property
     def buffers(self):
@@ -181,9 +187,9 @@ class _Sequences(ActiveSequences):
         active: boolean [B, 1], False for slots that are free or whose sequence has ended.
     """
 
-    def __init__(self, token, num_stops=STOPS_PER_STEP):
+    def __init__(self, token):
         self.free_length, self.count = torch.zeros_like(token[:, 0]), torch.zeros_like(token[:, 0])
-        self.stops = torch.full_like(token, -1).repeat(1, num_stops)
+        self.stops = torch.full_like(token, -1).repeat(1, STOPS_PER_STEP)
         self.active = torch.zeros_like(token, dtype=torch.bool)
 
     def insert(self, slot, free_length, stops):

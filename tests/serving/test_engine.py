@@ -103,17 +103,19 @@ def test_captured_steps_and_chunks_change_only_their_buffers(model, engine, alon
     from keras_recurrent.generation.torch import chunks, cuda_graph, runner
     from keras_recurrent.serving import slots, torch_slots
 
-    captured = []
+    captured, pools = [], []
 
     def capture(function, device, pool=None):
         captured.append(function)
+        pools.append(pool)
         return SimpleNamespace(replay=function, pool=lambda: pool or "pool"), function()
 
     for module in (cuda_graph, chunks):
         monkeypatch.setattr(module, "capture", capture)
     monkeypatch.setattr(runner.Runner, "_graph_reason", lambda self, device: None)
     monkeypatch.setattr(slots, "is_on_cpu", lambda model: False)
-    monkeypatch.setattr(cuda_graph.GraphPool, "release", lambda self, key, graph: None)
+    memory = SimpleNamespace(total_memory=2**40)
+    monkeypatch.setattr(cuda_graph.torch.cuda, "get_device_properties", lambda device: memory)
     monkeypatch.setattr(torch_slots, "fetch", lambda t: t.clone().numpy)  # as from a GPU
     options = {"max_length": 200, "prefill_chunk": 8}
     with Engine(model, num_slots=3, **options) as captured_engine:
@@ -128,6 +130,11 @@ def test_captured_steps_and_chunks_change_only_their_buffers(model, engine, alon
         assert len(answer.logprobs) == len(alone[number].logprobs)
     assert which_generation(model).name == "cuda_graph"
     assert len(captured) >= 4
+    # The graphs of its larger stop tokens are deleted: nothing may be captured into their pool.
+    del pools[:]
+    with Engine(model, num_slots=3, **options) as captured_engine:
+        assert pools[0] is None
+        assert _submit(captured_engine, 3).result(60).token_ids == alone[3].token_ids
 
 
 @pytest.mark.skipif(keras.config.backend() != "jax", reason="JAX compiles steps")

@@ -81,9 +81,11 @@ class Chunks:
     def _run_layers(self, cache):
         """Returns a function that runs the layers, as fast on CPUs, for the tokens alone."""
 
+        structure = keras.tree.map_structure(lambda t: None, cache)
+
         def run(array, flat):
             tokens = keras.ops.convert_to_tensor(array[:1, : array[1].sum()])
-            before = keras.tree.pack_sequence_as(cache, flat)
+            before = keras.tree.pack_sequence_as(structure, flat)
             return keras.tree.flatten(self._model.backbone.hidden_states(tokens, cache=before)[1])
 
         return run

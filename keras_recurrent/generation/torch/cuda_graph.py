@@ -78,13 +78,18 @@ class CapturedStep:
         self._graphs[self._settings] = self._capture()
         addresses = {t.untyped_storage().data_ptr() for t in weights}
         owned = [t for t in self._prepared if t.untyped_storage().data_ptr() not in addresses]
+        self._owned_bytes = sum(t.nbytes for t in (*owned, *self.cache, self.logits, self.hidden))
+
+    @property
+    def bytes(self):
+        """Number of bytes of buffers."""
         buffers = self.sampler.buffers.values() if self.sampler else ()
-        owned += [*self.cache, self.logits, self.hidden, *buffers]
-        self.bytes = sum(t.nbytes for t in owned)
+        return self._owned_bytes + sum(t.nbytes for t in buffers)
 
     @property
     def _settings(self):
-        stops = self.sequences and self.sequences.stops.data_ptr()
+        stops = self.sequences and self.sequences.stops
+        stops = stops if stops is None else (stops.data_ptr(), stops.shape)
         return self.sampler and self.sampler.settings, stops
 
     def _capture(self):
@@ -132,16 +137,28 @@ class CapturedStep:
 
     def begin(self, prepared, token, cache, sampler, sequences):
         """Copies the initial values of a call, and the current weights, to the buffers."""
-        if sampler is not None:
-            self.sampler.set(sampler)
-            settings = self._settings
-            self._graphs = {key: graph for key, graph in self._graphs.items() if key == settings}
         for buffer, value in zip(self._prepared, prepared, strict=True):
             if buffer.data_ptr() != value.data_ptr():
                 buffer.copy_(value)
         self._copy_inputs(token, cache)
         if sequences is not None:
             self.sequences.set(sequences)
+        if sampler is not None:
+            self.sampler.set(sampler)
+            settings = self._settings
+            self._graphs = {key: graph for key, graph in self._graphs.items() if key == settings}
+            if not self._graphs:
+                self.pool = None  # nothing may be captured into the pool of deleted graphs
+                self._add_graph()
+
+    def _add_graph(self):
+        """Captures a graph for the current settings, or warns and stores None."""
+        try:
+            graph = self._capture()
+        except RuntimeError as error:
+            warnings.warn(f"Steps run kernel by kernel: no CUDA graph: {error}", stacklevel=3)
+            graph = None
+        self._graphs[self._settings] = graph
 
     def _copy_inputs(self, token, cache):
         self.token.copy_(token)
@@ -150,14 +167,9 @@ class CapturedStep:
 
     def replay(self):
         """Advances the buffers by one token."""
-        settings = self._settings
-        if settings not in self._graphs:
-            try:
-                self._graphs[settings] = self._capture()
-            except RuntimeError as error:
-                warnings.warn(f"Steps run kernel by kernel: no CUDA graph: {error}", stacklevel=2)
-                self._graphs[settings] = None
-        graph = self._graphs[settings]
+        if self._settings not in self._graphs:
+            self._add_graph()
+        graph = self._graphs[self._settings]
         if graph is None:
             self._step()
         else:
