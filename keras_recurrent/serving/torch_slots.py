@@ -26,7 +26,7 @@ class TorchRows:
         max_length: integer, the capacity of a row in tokens.
     """
 
-    compiles_steps = False  # in another thread: a capture stops the device
+    compiles_in_background = False  # a CUDA graph capture would stop the device
 
     @torch.no_grad()
     def __init__(self, model, loops, num_slots, max_length):
@@ -117,7 +117,7 @@ class _Sampler:
         return self
 
     def set(self, other):
-        """Takes the place of the sampler of an earlier engine."""
+        """Copies another sampler's settings, to reuse a step captured for an earlier engine."""
         vars(self).update({**vars(other), "_logprobs": self._logprobs})
 
     @property
