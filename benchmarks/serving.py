@@ -5,8 +5,8 @@
 Argument: a model of `benchmarks.writing`, with random weights. Decoding is greedy unless
 `--temperature` is given, and there is no text. Tables:
 
-- decoding: the step of batches of half and all slots, and its share of `decoding_time` at the rates
-  of a copy and of a product in the same process;
+- decoding: the step time at half and at all slots, and the lower bound of `decoding_time` (from
+  measured copy and matrix product rates) as a share of it;
 - throughput: new tokens per second of `generate` on one batch of prompts and answers of the mean
   length, with prefill; and of the engine when more requests wait than there are slots. Lengths of
   its requests are uniform from half to three halves of the mean. The time in which the slots fill
@@ -44,7 +44,8 @@ from keras_recurrent.models import SamplingParams
 from keras_recurrent.serving import Engine
 
 RUNS = 3
-# Bars: shares of `generate` and of the roof, seconds, and a factor of the step.
+# Targets: minimum share of the throughput of `generate`, minimum share of the roofline, p95 seconds
+# to the first token, p95 time between tokens in steps.
 MIN_SHARE, MIN_ROOF, MAX_FIRST, MAX_STEPS = 0.85, 0.6, 0.25, 1.5
 
 
@@ -149,11 +150,13 @@ def main():
     parser.add_argument("--slots", type=int, default=128)
     parser.add_argument("--prompt", type=int, default=512, help="mean number of tokens")
     parser.add_argument("--answer", type=int, default=256, help="mean number of tokens")
-    parser.add_argument("--requests", type=int, default=1024, help="of the saturated engine")
+    parser.add_argument(
+        "--requests", type=int, default=1024, help="number of requests in the throughput run"
+    )
     parser.add_argument("--load", type=float, default=0.7, help="share of the saturated rate")
-    parser.add_argument("--seconds", type=float, default=60, help="of arrivals at this load")
+    parser.add_argument("--seconds", type=float, default=60, help="duration of the latency run")
     parser.add_argument("--temperature", type=float, default=0)
-    parser.add_argument("--prefill-chunk", type=int, help="of the engine")
+    parser.add_argument("--prefill-chunk", type=int, help="`prefill_chunk` of the engine")
     arguments = parser.parse_args()
     if min(arguments.requests - 2, arguments.prompt, arguments.answer) < 2:
         parser.error("--requests must be at least 4, --prompt and --answer 2")

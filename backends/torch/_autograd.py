@@ -39,9 +39,9 @@ def compile_only_in_graphs(function):
 
 
 def is_eager(inputs):
-    """Returns True if torch's dispatcher has nothing to add to a call, apart from autograd.
+    """Returns True if a call can bypass torch's dispatcher, apart from autograd.
 
-    That is without compilers, tracers, modes, transforms, meta tensors and subclasses of tensors.
+    No compiler, tracer, mode, transform, meta tensor or tensor subclass is involved.
     """
     return (
         not torch.compiler.is_compiling()
@@ -72,7 +72,7 @@ def register_autograd(operator, gradients, save, backward):
         gradients: as in `CustomOpDef.register_autograd`. Not called if all incoming gradients are
             None, which requires `ctx.set_materialize_grads(False)`.
         save: the `setup_context` of `CustomOpDef.register_autograd`.
-        backward: the custom operator that `gradients` calls, which is not differentiable, by
+        backward: a non-differentiable custom operator, which `gradients` calls through
             `call_without_gradient`.
     """
 

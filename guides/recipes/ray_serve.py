@@ -1,6 +1,6 @@
-"""Serves a language model with Ray Serve, which starts and stops replicas with the load.
+"""Serves a language model with Ray Serve, which starts and stops replicas as the load changes.
 
-    pip install "ray[serve]"
+    pip install ".[torch,serve]" "ray[serve]"
     KERAS_BACKEND=torch python guides/recipes/ray_serve.py --preset griffin_tiny_text
 
 Each replica is one engine with OpenAI's API. Requests with the same header `X-Session-Id` go to the

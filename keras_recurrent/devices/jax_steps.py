@@ -1,8 +1,8 @@
 """Fused decoding steps on the devices of a mesh, for tensor-parallel generation on JAX.
 
-A device computes the heads or channels that its columns of the first weights yield, and adds up,
-over all devices, what its rows of the last weight contribute: one sum `[B, D]` for the layer that
-mixes tokens, and one for the layer that mixes channels.
+The first weights are split by columns, so each device computes some heads or channels. The last
+weight is split by rows, and the partial outputs are summed over devices: one sum `[B, D]` for the
+layer that mixes tokens, and one for the layer that mixes channels.
 """
 
 import contextlib
@@ -28,9 +28,14 @@ def unsupported_reason(block):
     axes, batch = _weight_axes(block.variables), distribution.batch_dim_name
     of_tokens = distribution.get_tensor_layout("tokens")
     if axes and (of_tokens is None or of_tokens.axes[0] != batch):
-        return f"the layout map is not from `get_layout_map` with {batch!r} as the axis of the data"
+        return (
+            f"the layout map must be from `get_layout_map`, with {batch!r} as "
+            "`data_parallel_dim_name`"
+        )
     if axes & {batch, SEQUENCE_AXIS} or len(axes) > 1:
-        return f"weights are split along {sorted(axes)}, not only along the axis for the model"
+        return (
+            f"weights must be split along the model axis only, and are split along {sorted(axes)}"
+        )
     return None
 
 
@@ -116,9 +121,9 @@ def has_part(variable, dimension):
 
 
 def local_part(x, size):
-    """Returns the `size` last channels of x `[..., D]` that belong to this device.
+    """Returns this device's `size` channels of the last axis of x.
 
-    Outside of `run`, and for an x that has no others, it returns x.
+    Returns x unchanged outside `run`, or if x already has `size` channels.
     """
     if _axis() is None or x is None:
         return x

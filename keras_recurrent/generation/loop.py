@@ -96,15 +96,15 @@ def decode(network, state, free_length, stops, uniform, keep, num_tokens, ends_e
         network, state, free_length, stops, keep: as in `advance`.
         uniform: float32 [B, num_tokens], random numbers, or None.
         num_tokens: integer.
-        ends_early: boolean, True ends the loop after the last sequence has ended. The host then
-            waits on GPUs for the condition of each iteration, so that it cannot start the next
-            program meanwhile.
+        ends_early: boolean, True ends the loop after the last sequence has ended. On GPUs,
+            the host then waits for the loop condition in each iteration and cannot launch the next
+            program ahead.
 
     Returns:
         The `DecodingState`, the tokens [B, num_tokens], and their `Logprobs` or ().
     """
 
-    # A sequence may have got a lower `free_length` after its last token.
+    # `free_length` may have been lowered after the last token of a sequence.
     done = ops.logical_or(state.done, state.count >= free_length)
     state = state._replace(done=done)
 

@@ -110,7 +110,7 @@ def denses_reason(*groups):
 
 
 def split_heads_reason(layer, num_key_value_heads):
-    """Reason why devices have heads of queries without their keys and values, or None."""
+    """Reason why query heads and their key and value heads may be on different devices, or None."""
     of_queries, of_keys = (
         jax_steps.variable_axes(dense.kernel)[1:] for dense in (layer.q_proj, layer.k_proj)
     )
@@ -118,7 +118,8 @@ def split_heads_reason(layer, num_key_value_heads):
         return None
     return (
         f"`{layer.name}` has {num_key_value_heads} heads of keys and values, which are not split "
-        "as its queries: see the arguments of `get_layout_map`"
+        "like its queries; pass `num_key_value_heads`, which the model axis must divide, to "
+        "`get_layout_map`"
     )
 
 
@@ -153,8 +154,8 @@ def linear(
 ):
     """Applies an optional RMSNorm and up to four `Dense` to x [B, D]; returns a list of outputs.
 
-    If devices have parts of the rows of the last kernel (see `jax_steps`), their outputs are added
-    up.
+    If the rows of the last kernel are split among devices (see `jax_steps`), the outputs are summed
+    over devices.
 
     Args:
         x: `[B, D]`, or a `Stream`.
@@ -163,8 +164,8 @@ def linear(
         gate: activation of a gated unit of the first two layers, or None. A third layer is applied
             to its result; quantized layers must be exactly two.
         residual: `[B, N]`, added to the only output, or None.
-        squares: `[B, ...]`, sums of squares of each row. x has been multiplied by the weight of
-            `norm`, and by gates, after these sums. None: x is the input of `norm`.
+        squares: `[B, ...]`, sums of squares of each row, computed before x was multiplied by the
+            weight of `norm` and by gates. None: x is the input of `norm`.
         output_scale: number, factor of the outputs before the residual is added, or None.
         next_norm: the `RMSNorm` that follows the only output, or None. The list may then end with
             the `scaled` and `squares` of the next `Stream`, which save a launch for several rows.
@@ -227,9 +228,10 @@ def _linear(
 
 
 def _sum_of_normalized(y, x, squares, norm):
-    """Returns the linear layer of norm(x), from that of the norm of each device's part of x.
+    """Returns the linear layer of norm(x), from the results of all devices.
 
-    The sum of squares of all channels is added up together with the outputs.
+    The result of a device is normalized by its own channels only. Squares and outputs are summed
+    over devices together.
     """
     y, squares = ops.cast(y, norm.state_dtype), ops.cast(squares, norm.state_dtype)
     squares = ops.sum(squares, axis=-1, keepdims=True)

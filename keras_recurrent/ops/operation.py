@@ -157,7 +157,7 @@ class Operation(keras.Operation):
 
 
 def _signature(function, tensors, context, options):
-    """All that conversion and checks of the arguments of an eager call on torch depend on.
+    """Key of everything that conversion and argument checks of an eager torch call depend on.
 
     Returns None for other calls. Checks take as long on the host as several launches.
     """

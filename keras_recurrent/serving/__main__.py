@@ -28,9 +28,13 @@ def number(minimum, maximum=math.inf, kind=int):
 
     def convert(text):
         value = kind(text)
-        if not minimum <= value <= maximum or value == math.inf:
+        is_finite = math.isfinite(value)
+        if not is_finite or not minimum <= value <= maximum:
+            finite = "" if is_finite else "a finite number of "
             most = "" if maximum == math.inf else f" and at most {maximum}"
-            raise argparse.ArgumentTypeError(f"must be at least {minimum}{most}; got {text}")
+            raise argparse.ArgumentTypeError(
+                f"must be {finite}at least {minimum}{most}; got {text}"
+            )
         return value
 
     convert.__name__ = kind.__name__  # argparse names it if the text is not a number
@@ -67,19 +71,26 @@ def make_parser():
         parser.add_argument(name, metavar=metavar, type=type, help=text, **options)
 
     add("--preset", "NAME", str, None, "a preset, its directory, or hf://owner/repository")
-    add("--slots", "N", number(1), 64, "requests that are generated at the same time")
-    add("--max-length", "N", number(1), None, "maximum number of tokens of prompt and answer")
+    add("--slots", "N", number(1), 64, "maximum number of requests decoded at the same time")
+    text = "maximum number of tokens of prompt and answer together (default: the preset's sequence "
+    add("--max-length", "N", number(1), None, text + "length)")
     add("--dtype", "NAME", dtype_policy, None, "dtype policy of the model, such as bfloat16")
     add("--chat-template", "FILE", file_text, None, "file with a chat template")
-    add("--host", "HOST", str, "127.0.0.1", "address to listen on; 0.0.0.0: from other machines")
+    text = "address to listen on; 0.0.0.0 accepts connections from other machines"
+    add("--host", "HOST", str, "127.0.0.1", text)
     add("--port", "N", number(0, 65535), 8000, "port to listen on; 0: a free one")
-    add("--max-queued", "N", number(1), 1024, "requests that wait for a slot")
-    add("--max-connections", "N", number(1), 2048, "connections of clients")
-    add("--max-body", "BYTES", number(1), 4 * 2**20, "size of the body of a request")
-    add("--timeout", "SECONDS", number(0, kind=float), 600.0, "time after which a request ends")
-    add("--grace-period", "SECONDS", number(0, kind=float), 30.0, "time to finish after SIGTERM")
-    add("--prefix-cache-bytes", "BYTES", number(0), 2**30, "memory for states of prefixes; 0: off")
-    add("--prefix-cache-dir", "DIR", str, None, "keeps states of prefixes for the next start")
+    text = "maximum number of queued requests; further ones get status 429"
+    add("--max-queued", "N", number(1), 1024, text)
+    add("--max-connections", "N", number(1), 2048, "maximum number of client connections")
+    add("--max-body", "BYTES", number(1), 4 * 2**20, "maximum size of a request body")
+    seconds = number(0, kind=float)
+    add("--timeout", "SECONDS", seconds, 600.0, "time limit of a request, then status 504")
+    text = "time for running requests to finish after SIGTERM"
+    add("--grace-period", "SECONDS", seconds, 30.0, text)
+    text = "device memory for prefix states, also the size limit of --prefix-cache-dir; 0: off"
+    add("--prefix-cache-bytes", "BYTES", number(0), 2**30, text)
+    text = "directory that keeps prefix states across restarts"
+    add("--prefix-cache-dir", "DIR", str, None, text)
     return parser
 
 
@@ -121,7 +132,7 @@ def main():
     if keras.config.backend() == "tensorflow":
         parser.error("the server runs on torch and JAX; set KERAS_BACKEND to one of them")
     if arguments.prefix_cache_dir and not arguments.prefix_cache_bytes:
-        parser.error("--prefix-cache-dir needs --prefix-cache-bytes above 0")
+        parser.error("--prefix-cache-bytes must be above 0 with --prefix-cache-dir")
 
     from keras_recurrent.serving.server import Server, bind, create_app
 

@@ -25,15 +25,15 @@ from keras_recurrent.serving.slots import Slots
 class Engine:
     """Generates for many requests at once, which join and leave at any token.
 
-    One thread runs the device. All active requests decode in one step of `num_slots` sequences;
-    between two steps, chunks of prompts are processed. Requests start in the order of `submit`.
-    Prompts are cut into chunks at fixed positions and at ends of messages, so that the tokens of a
-    request do not depend on other requests, except through the prefix cache, which changes
-    rounding.
+    One thread launches all work on the device. All active requests decode in one step of
+    `num_slots` sequences; between two steps, chunks of prompts are processed. Requests start in the
+    order of `submit`. Prompts are cut into chunks at fixed positions and at ends of messages, so
+    that the tokens of a request do not depend on other requests, except through the prefix cache,
+    which changes rounding.
 
     On a GPU, the programs of chunks and of a greedy step are compiled before the constructor
-    returns. A step with other sampling options is compiled when a request first uses them: on torch
-    all requests wait for it, on JAX only those in the queue.
+    returns. A step with other sampling options is compiled when a request first uses them. On
+    torch, all requests wait for the compilation; on JAX, only queued requests wait.
 
     Args:
         model: a language model of this package, on torch or JAX. Its weights, layers and sampler
@@ -42,12 +42,12 @@ class Engine:
         max_length: integer, maximum number of tokens of a request, with prompt and answer; the
             capacity of KV caches. None: the `sequence_length` of the preprocessor.
         prefill_chunk: integer, maximum number of tokens of a chunk. Between two decoding steps, one
-            chunk is processed, or two of half the length; up to four times as much while four or
-            more requests wait for free slots.
+            chunk, or two of at most half this length, are processed; up to four times as much if
+            slots are free and at least four requests are queued for them.
         max_queued: integer, maximum number of requests that wait for a slot.
         prefix_cache_bytes: integer, device memory for states after prompts, answers and messages. A
-            request starts from the longest one that its prompt begins with; the least recently used
-            ones are dropped. 0: none.
+            request resumes from the saved state of the longest prefix of its prompt; the least
+            recently used states are dropped. 0: none.
         prefix_cache_dir: string, a directory of at most `prefix_cache_bytes` in which the states
             are also stored, so that a later engine continues conversations. None: none.
 
@@ -93,8 +93,7 @@ class Engine:
             )
         if prefix_cache_dir is not None and not prefix_cache_bytes:
             raise ValueError(
-                "`prefix_cache_dir` needs `prefix_cache_bytes` above 0, the memory of the states "
-                "that it holds."
+                "`prefix_cache_bytes` must be above 0 if `prefix_cache_dir` is set; got 0."
             )
         self.model, self.num_slots, self.max_queued = model, num_slots, max_queued
         self.max_length = _max_length(model, max_length)
@@ -125,8 +124,8 @@ class Engine:
         """Adds a request to the queue.
 
         Args:
-            prompt: a string, also of `preprocessor.apply_chat_template`; a list of messages, as in
-                `chat`; or token ids, a list or an array, which get no start token.
+            prompt: a string, such as the output of `preprocessor.apply_chat_template`; a list of
+                messages, as in `chat`; or token ids, a list or an array, which get no start token.
             sampling: a `SamplingParams`. None: the sampler of the model.
             max_new_tokens: integer. None: up to `max_length` of the engine.
             stop, stop_token_ids: as in `generate`.
@@ -138,18 +137,22 @@ class Engine:
         Raises:
             EngineFull: `max_queued` requests are waiting.
             EngineClosed: the engine is closed, or failed.
-            ValueError: the prompt is empty, or with the new tokens longer than `max_length`; or as
-                in `generate`.
+            ValueError: the prompt is empty, prompt and new tokens together exceed `max_length`, or
+                an option is invalid as in `generate`.
         """
         tokens, turn = self._tokenize(prompt)
         free_length = self.max_length - len(tokens)
         if max_new_tokens is not None:
             check_positive_integer("max_new_tokens", max_new_tokens)
         if free_length < (max_new_tokens or 1):
+            given, mend = "", ""
+            if max_new_tokens is not None:
+                given = f", and `max_new_tokens` is {max_new_tokens}"
+                mend = ", reduce `max_new_tokens`"
             raise ValueError(
                 f"`max_length` of the engine is {self.max_length} tokens; the prompt has "
-                f"{len(tokens)}, and `max_new_tokens` is {max_new_tokens}. Shorten them, or create "
-                "the engine with a larger `max_length`."
+                f"{len(tokens)}{given}. Shorten the prompt{mend}, or create the engine with a "
+                "larger `max_length`."
             )
         if timeout is not None:
             check_number("timeout", timeout)
@@ -219,10 +222,10 @@ class Engine:
     def stats(self):
         """Returns a dictionary of the current load, and of counts since the engine was created.
 
-        `queued`, `active`, `num_slots` and `max_queued` are numbers of requests; `requests`,
-        `tokens`, `prompt_tokens`, `prefix_hits` and `prefix_tokens` are counts of all submitted
-        requests, generated tokens, processed tokens of prompts, requests that started from a prefix
-        state, and the tokens that they did not process.
+        `queued` and `active` are the current numbers of requests; `max_queued` and `num_slots` are
+        their limits. `requests`, `tokens`, `prompt_tokens`, `prefix_hits` and `prefix_tokens` are
+        counts of all submitted requests, generated tokens, processed tokens of prompts, requests
+        that started from a prefix state, and the tokens that they did not process.
         """
         scheduler, prefixes = self._scheduler, self._prefixes
         return {

@@ -63,7 +63,10 @@ class Gate:
             header = dict(scope["headers"]).get(b"authorization", b"")
             scheme, _, key = header.partition(b" ")
             if scheme.lower() != b"bearer" or not hmac.compare_digest(key, self._key):
-                message = "Incorrect API key: send it in the header 'Authorization: Bearer KEY'."
+                message = (
+                    "Missing or incorrect API key. Send the key in the header 'Authorization: "
+                    "Bearer KEY'."
+                )
                 headers = {"www-authenticate": "Bearer"}
                 raise ApiError(401, message, code="invalid_api_key", headers=headers)
         if self._service.is_draining and scope["method"] == "POST":

@@ -28,7 +28,7 @@ class JaxRows:
         max_length: integer, the capacity of a row in tokens.
     """
 
-    compiles_steps = True
+    compiles_in_background = True
     _state: Any
 
     def __init__(self, model, loops, num_slots, max_length):
@@ -60,7 +60,7 @@ class JaxRows:
         return self._process(row, tokens, mask, weights, variant=variant)
 
     def is_compiled(self, features, values, num_stops, timeout):
-        """Returns True if the step is compiled; else a thread does so while other steps run.
+        """Returns True if the step is compiled; otherwise compiles it in a background thread.
 
         Args:
             features, values: as in `step`.

@@ -5,15 +5,16 @@ import time
 from keras_recurrent.chat.templates import tokenize_prompt, tokenize_prompts
 from keras_recurrent.serving.prefix_cache import MIN_TOKENS
 
-SLOW, PAUSE = 0.5, 60.0  # seconds of a rendering, and without one after it
+# A rendering longer than SLOW seconds pauses further ones for PAUSE seconds.
+SLOW, PAUSE = 0.5, 60.0
 
 
 class MessageEnds:
     """Finds the ends of the messages that other prompts are likely to begin with.
 
-    They are two: the end of the messages before the first one of the user, such as the system
-    message, and that of all messages but the last. An end within `MIN_TOKENS` of the end before it
-    is left out.
+    There are two: the end of the messages that precede the first user message, such as the system
+    message, and the end of the message before the last. An end within `MIN_TOKENS` of the previous
+    end is omitted.
 
     Args:
         preprocessor: a preprocessor with a chat template.
@@ -43,8 +44,8 @@ class MessageEnds:
     def _render(self, messages):
         """Returns the text of the first messages, or None if the template rejects or delays them.
 
-        The whole prompt was rendered within the limits of a template. Further renderings must not
-        make its request fail, nor take as long for each request.
+        The whole prompt was rendered within the limits of a template. Rendering only the first
+        messages must not fail the request, or slow every request down.
         """
         begin = time.monotonic()
         if begin < self._resume:
@@ -60,8 +61,9 @@ class MessageEnds:
     def _find_end(self, text, prompt, tokens):
         """Returns the number of tokens of `text`, 0 if the prompt or its tokens begin differently.
 
-        A rest that is shorter is tokenized first, as the text may be a long conversation. Its
-        tokens differ from those in the prompt if the tokenizer begins each text with a space.
+        The text may be a long conversation. If the text after it is shorter, that text is tokenized
+        instead. Its tokens differ from those in the prompt if the tokenizer begins each text with a
+        space; then `text` is tokenized.
         """
         if not prompt.startswith(text):
             return 0

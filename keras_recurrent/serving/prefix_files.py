@@ -103,7 +103,10 @@ class PrefixFiles:
             try:
                 cache = GenerationCache.load(self._path(name), model)
                 if cache.batch_size != 1 or cache.max_length != self._max_length:
-                    raise ValueError("it is the cache of another engine")
+                    raise ValueError(
+                        "its batch size is not 1, or its `max_length` differs from that of this "
+                        "engine"
+                    )
             except Exception as error:
                 warnings.warn(f"{self._path(name)} is not used: {error}", stacklevel=5)
                 self._nbytes -= self._sizes.pop(name)  # so that it may be written anew

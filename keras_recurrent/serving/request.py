@@ -126,7 +126,8 @@ class EngineRequest:
     def add_done_callback(self, function):
         """Calls `function(request)` at the end of the request, or at once if it has ended.
 
-        It runs in the thread of the engine, which it must not block.
+        It runs in the engine's thread, which it must not block, or in the calling thread if the
+        request has already ended.
         """
         with self._changed:
             if not self.done:
@@ -135,9 +136,10 @@ class EngineRequest:
         function(self)
 
     def set_listener(self, function):
-        """Passes all deltas to `function(delta)` instead of the iterator, earlier ones at once.
+        """Passes deltas to `function(delta)` instead of the iterator.
 
-        It runs in the thread of the engine, which it must not block.
+        Earlier deltas are passed in the calling thread, later ones in the thread of the engine,
+        which `function` must not block.
         """
         with self._changed:
             while self._deltas:

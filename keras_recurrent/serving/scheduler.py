@@ -130,7 +130,10 @@ class Scheduler:
         return [end for end in (*ends, last) if sequence.num_processed < end <= last]
 
     def _process_chunk(self):
-        """Returns False if the next prompt is processed and waits for a program."""
+        """Processes the next chunk, and moves a finished prompt to a slot.
+
+        Returns False if there is no prompt, or if its decoding step is still being compiled.
+        """
         if self._prompt is None:
             with self._lock:
                 if not self._queue:

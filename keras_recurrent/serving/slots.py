@@ -114,10 +114,10 @@ class Slots:
     def is_ready(self, sequence):
         """Returns True if a step of the sequences in slots and this one needs no compilation.
 
-        Otherwise a thread compiles one for all their options and those for which steps were
-        compiled before, so that there are few. If all slots are free, waits for it briefly.
+        Otherwise, a background thread compiles one step that covers these options and all earlier
+        ones, which keeps the number of steps small. If all slots are free, waits up to 50 ms.
         """
-        if not self._rows.compiles_steps:
+        if not self._rows.compiles_in_background:
             return True
         num_stops, timeout = self._needed_stops(sequence), 0 if self.active else 0.05
         self._reserve(sequence)

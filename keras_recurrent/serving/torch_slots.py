@@ -30,7 +30,7 @@ class TorchRows:
         max_length: integer, the capacity of a row in tokens.
     """
 
-    compiles_steps = False  # in another thread: a capture stops the device
+    compiles_in_background = False  # a CUDA graph capture would stop the device
 
     @torch.no_grad()
     def __init__(self, model, loops, num_slots, max_length):
@@ -121,7 +121,7 @@ class _Sampler:
         return self
 
     def set(self, other):
-        """Takes the place of the sampler of an earlier engine."""
+        """Copies another sampler's settings, to reuse a step captured for an earlier engine."""
         attributes = dict(vars(other))  # `other` may be this object
         vars(self).clear()
         vars(self).update(attributes)

@@ -85,7 +85,7 @@ class BPEFile:
     def joins_texts_of_tokens(self):
         """True if the text of a whole character does not depend on the tokens around it."""
         nodes = [node for node in self._decoder_nodes if "type" in node]
-        return bool(nodes) and all(map(_decodes_each_character, nodes))
+        return bool(nodes) and all(map(_is_local, nodes))
 
     def decode(self, ids):
         """Returns the text of ids. Ids that the file does not have, and invalid bytes, are U+FFFD.
@@ -195,8 +195,8 @@ def _nodes(parsed, section):
     return found
 
 
-def _decodes_each_character(node):
-    """Returns True if a node of the decoder changes each character, or the beginning of a text."""
+def _is_local(node):
+    """Returns True if a decoder node changes only single characters or the beginning of a text."""
     if node["type"] == "Replace":
         return len(node["pattern"].get("String", "")) == 1
     if node["type"] == "Strip":

@@ -81,8 +81,8 @@ def test_blocks_that_devices_cannot_share_say_why(mesh):
     fsdp = keras.distribution.DeviceMesh((2, 2), names, devices)
     layouts = (
         ("2 heads of keys and values, which are not split", backbone.get_layout_map(mesh)),
-        ("not from `get_layout_map`", foreign),
-        ("with 'batch' as the axis of the data", backbone.get_layout_map(mesh, **swapped)),
+        ("must be from `get_layout_map`", foreign),
+        ("with 'batch' as `data_parallel_dim_name`", backbone.get_layout_map(mesh, **swapped)),
         ("['batch', 'model']", backbone.get_layout_map(fsdp, num_key_value_heads=2)),
     )
     for reason, layout_map in layouts:

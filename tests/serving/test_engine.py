@@ -346,7 +346,7 @@ def test_bad_engines_are_refused(model):
     for options, match in (
         ({"num_slots": 0}, "`num_slots`"),
         ({"prefix_cache_bytes": -1}, "`prefix_cache_bytes`"),
-        ({"prefix_cache_bytes": 0, "prefix_cache_dir": "x"}, "`prefix_cache_dir` needs"),
+        ({"prefix_cache_bytes": 0, "prefix_cache_dir": "x"}, "if `prefix_cache_dir` is set"),
         ({"prefix_cache_dir": __file__}, "`prefix_cache_dir` must be a directory"),
     ):
         with pytest.raises(ValueError, match=match):

@@ -20,9 +20,9 @@ class HGRN2Backbone(RecurrentBackbone):
     block, which lengthens the shortest memory. Qin et al. 2024, arXiv:2404.07904.
 
     In a hybrid, the blocks of `attention_layers` have grouped-query attention with rotary positions
-    in place of HGRN2, as in the hybrid models of flash-linear-attention. Their rows of the table of
-    lower bounds are not used, but count for the bounds of the blocks above. Without a
-    `sliding_window`, the cache of these blocks grows with the length of the text.
+    in place of HGRN2, as in the hybrid models of flash-linear-attention. Attention blocks
+    do not use their lower bounds, which still raise the bounds of the following blocks. Without a
+    `sliding_window`, the cache of attention blocks grows with the length of the text.
 
     Args:
         vocabulary_size: integer, the number of tokens.
@@ -40,7 +40,7 @@ class HGRN2Backbone(RecurrentBackbone):
         layer_norm_epsilon: float, ε of the blocks' norms and the final norm. The norm inside the
             layers that mix tokens has 1e-5.
         attention_layers: a tuple of integers, the indices of the blocks with attention, from 0.
-            Without such blocks, the following arguments have no effect.
+            If it is empty, the arguments from `num_query_heads` to `use_qkv_bias` have no effect.
         num_query_heads: integer, the number of query heads, which must divide D into heads of an
             even size.
         num_key_value_heads: integer, heads of keys and values, which must divide
@@ -65,8 +65,9 @@ class HGRN2Backbone(RecurrentBackbone):
 
     Raises:
         ValueError: a size is below 1, `expand_ratio` does not divide `hidden_dim`, `conv_size` is
-            invalid, `attention_layers` are not distinct indices of blocks, or the heads of
-            attention are missing or do not fit.
+            invalid, `attention_layers` are not distinct indices of blocks,
+            `num_query_heads` is missing with `attention_layers`, or the numbers of heads do not
+            divide as required above.
 
     Example:
 

@@ -20,10 +20,10 @@ class LightningHybridBackbone(RecurrentBackbone):
     """Network of HypeNet and MiniCPM-SALA, from tokens to hidden states.
 
     Residual blocks (see `LightningHybridResidualBlock`) between an embedding and a final RMSNorm.
-    Most blocks have Lightning Attention, with rotary positions and decays that are the slopes of
-    ALiBi; the others have grouped-query attention to all earlier tokens, without positions. Both
-    have a sigmoid gate of their input before the output projection. Chen et al. 2026
-    (arXiv:2601.22156) and MiniCPM Team 2026 (arXiv:2602.11761).
+    By default, three of four blocks have Lightning Attention, with rotary positions and decays that
+    are the slopes of ALiBi; the others have grouped-query attention to all earlier tokens, without
+    positions. Both multiply their output by a sigmoid gate, computed from their input, before the
+    output projection. Chen et al. 2026 (arXiv:2601.22156) and MiniCPM Team 2026 (arXiv:2602.11761).
 
     Args:
         vocabulary_size: integer, the number of tokens.
@@ -45,9 +45,9 @@ class LightningHybridBackbone(RecurrentBackbone):
         rope_max_wavelength: number, the base of its rotary positions' wavelengths.
         use_qk_norm: boolean, whether the blocks of attention have an RMSNorm of each head of
             queries and keys, as in HypeNet. Lightning Attention always has them.
-        attention_logit_scaling: number a, at least 2, of the blocks of attention, whose logits are
-            multiplied by ln(t + a) / ln(floor(a)) at position t; see
-            `keras_recurrent.layers.LocalAttention`. None: 1.
+        attention_logit_scaling: number a of at least 2. In attention blocks, logits at position t
+            are multiplied by ln(t + a) / ln(floor(a)); see `keras_recurrent.layers.LocalAttention`.
+            None: 1.
         embedding_scale: number, factor of the embeddings. None: 1.
         residual_scale: number, factor of the outputs of both layers of a residual block. None: 1.
         output_scale: number, factor of the final norm's output. None: 1.
@@ -55,8 +55,8 @@ class LightningHybridBackbone(RecurrentBackbone):
         dense_length: integer. A sequence of this many tokens or more raises an error, because the
             attention of MiniCPM-SALA is then block-sparse, which is not implemented. Tokens in a
             cache, padding and all documents of a packed sequence count. None: attention to all
-            earlier tokens for any length, which differs from MiniCPM-SALA for texts of its
-            `dense_length`, 8192, tokens or more, and is equal for shorter documents.
+            earlier tokens at any length. This matches MiniCPM-SALA for fewer than 8,192 tokens, and
+            differs from it for longer texts.
         layer_norm_epsilon: float, ε of all norms.
         dtype: a dtype, policy or its name; `"mixed_bfloat16"` computes in bfloat16 but keeps
             weights and recurrent states in float32.
