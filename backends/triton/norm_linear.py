@@ -202,7 +202,7 @@ def _launch(
         inputs, outputs = (x, x_2, squares, *tensors[1:], residual), outputs[:4]
         outputs = run(Launch(columns_kernel, programs, inputs, outputs, (rows, epsilon), options))
         return *outputs, None, None
-    inputs = x, x_2, None, None, kernel, *[None] * 8
+    inputs = x, x_2, None, tensors[1], kernel, *[None] * 8
     sums = Array((count, rows, widths[0]), "float32"), None, None, None
     options["OUTPUT_SCALE"] = 1.0
     sums, *_ = run(Launch(columns_kernel, programs * count, inputs, sums, (rows, epsilon), options))

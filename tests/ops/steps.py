@@ -67,6 +67,7 @@ CASES = {
     "delayed norm, perceptron": Case(1, channels=70, widths=(18, 18, 7), gate="silu", **EXTRAS),
     "delayed norm, gelu": Case(1, channels=30, widths=(18, 18), gate="gelu", **EXTRAS),
     "next norm": Case(3, "bfloat16", 1200, (300,), residual=True, next_norm=True, **EXTRAS),
+    "next norm, one row": Case(1, channels=70, widths=(300,), next_norm=True),
     "next norm, perceptron": Case(
         *(2, "float32", 30, (1040, 1040, 300)), gate="silu", residual=True, next_norm=True
     ),
