@@ -1,5 +1,7 @@
 """A launch is one object: in Triton's interpreter NumPy arrays give what torch's tensors give."""
 
+import weakref
+
 import keras
 import pytest
 
@@ -142,3 +144,29 @@ def test_a_compiled_kernel_is_started_again_only_for_equal_types(monkeypatch):
     assert compiled_before(x[4:].clone(), programs=3)
     for different in ({"x": x[1:]}, {"x": x.half()}, {"n": 4}, {"block": 32}):
         assert not compiled_before(**{"x": x, **different})
+
+
+def test_a_compiled_kernel_stays_in_memory_with_its_key(monkeypatch):
+    """Fails if a later kernel may get the `id` of one that was deleted."""
+    monkeypatch.setattr(torch_operators, "_compiled", {})
+    kernel, x = Kernel(), torch.ones(4)
+    torch_operators.run(Launch(kernel, 1, (x,), (like(x),), (3,), {"BLOCK": 4}))
+    found = weakref.ref(kernel)
+    del kernel
+    assert found() is not None
+
+
+def test_another_thread_clears_the_compiled_kernels_during_a_launch(monkeypatch):
+    """Fails with a KeyError if a launch looks a compiled kernel up twice."""
+
+    class Cleared(dict):
+        def __contains__(self, key):
+            found = super().__contains__(key)
+            self.clear()
+            return found
+
+    monkeypatch.setattr(torch_operators, "_compiled", Cleared())
+    kernel, x = Kernel(), torch.ones(4)
+    for _ in range(2):
+        torch_operators.run(Launch(kernel, 1, (x,), (like(x),), (3,), {"BLOCK": 4}))
+    assert len(kernel.calls) == 1
