@@ -334,8 +334,13 @@ def _first_tensor(tensors):
 
 
 def contiguous(*tensors):
-    """The tensors in the contiguous layout that kernels expect; None stays None."""
-    return [None if x is None else x.contiguous() for x in tensors]
+    """The tensors in the contiguous layout that kernels expect; None stays None.
+
+    Kernels read the memory of a tensor, so a view with torch's negative bit is copied.
+    """
+    return [
+        None if x is None else (x.resolve_neg() if x.is_neg() else x).contiguous() for x in tensors
+    ]
 
 
 def are_aligned(*tensors):
