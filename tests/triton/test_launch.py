@@ -13,7 +13,7 @@ import triton
 
 from keras_recurrent.backends.triton._device.common import INTERPRETED
 from keras_recurrent.backends.triton._runtime import interpreter, torch_operators
-from keras_recurrent.backends.triton._runtime.launch import Launch, like
+from keras_recurrent.backends.triton._runtime.launch import Launch, like, next_power_of_2
 from tests.ops import judge, token_wise
 from tests.ops.cases import Case, draw
 
@@ -170,3 +170,8 @@ def test_another_thread_clears_the_compiled_kernels_during_a_launch(monkeypatch)
     for _ in range(2):
         torch_operators.run(Launch(kernel, 1, (x,), (like(x),), (3,), {"BLOCK": 4}))
     assert len(kernel.calls) == 1
+
+
+def test_next_power_of_2():
+    """Fails if an absent dimension, of size 0, has a larger block than one of size 1."""
+    assert [next_power_of_2(n) for n in range(6)] == [1, 1, 2, 4, 4, 8]
