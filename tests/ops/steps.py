@@ -204,6 +204,8 @@ def _head_scales(rng, case, keys):
 
 def _norm_after(rng, case, heads, values):
     """Weight and gate of a norm that a step begins, or Nones."""
+    # All of about one size: of normal ones, few elements decide the largest error, and the
+    # definition in float32 may happen to be exact there. The mean error of kernels is no larger.
     shapes = {"norm_scale": (heads * values,), "output_gate": (case.rows, heads, values)}
     return {
         n: rng.uniform(0.5, 2, size=s) if case.delayed_norm else None for n, s in shapes.items()
