@@ -43,10 +43,11 @@ def is_eager(inputs):
 
     No compiler, tracer, mode, transform, meta tensor or tensor subclass is involved.
     """
+    first = next((x for x in inputs if x is not None), None)
     return (
         not torch.compiler.is_compiling()
         and _EAGER_TYPES.issuperset(map(type, inputs))
-        and not getattr(inputs[0], "is_meta", False)
+        and not getattr(first, "is_meta", False)
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._len_torch_function_stack()
         and not torch._C._are_functorch_transforms_active()

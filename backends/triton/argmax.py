@@ -17,7 +17,7 @@ from ._runtime.framework import (
     run,
     step_unsupported_reason,
 )
-from ._runtime.launch import Array, Launch
+from ._runtime.launch import Array, Launch, cdiv, next_power_of_2
 
 _BLOCK, _WARPS = 2048, 4  # numbers and warps of a program
 _MAX_PARTS = 1024  # partial results that one program combines
@@ -78,13 +78,13 @@ def forward(x):
 def _partial_argmax(x):
     """The packed maximum of each part of a row, and options of the kernel that combines them."""
     rows, width = x.shape
-    parts = triton.cdiv(width, _BLOCK)
+    parts = cdiv(width, _BLOCK)
     options = {"PARTS": parts, "BLOCK": _BLOCK, "num_warps": _WARPS, **pdl_options(x)}
     best = Array((rows, parts), "int64")
     (best,) = run(Launch(_partial_kernel, rows * parts, (x,), (best,), (width,), options))
     options = {
         "PARTS": parts,
-        "BLOCK": triton.next_power_of_2(parts),
+        "BLOCK": next_power_of_2(parts),
         "RECENT": 1,
         **pdl_options(x),
     }

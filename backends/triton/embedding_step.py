@@ -18,7 +18,7 @@ from ._runtime.framework import (
     run,
     step_unsupported_reason,
 )
-from ._runtime.launch import Array, Launch
+from ._runtime.launch import Array, Launch, cdiv, next_power_of_2
 
 _BLOCK, _WARPS = 512, 4  # channels and warps of a program
 
@@ -87,11 +87,11 @@ def results(table, tokens, segment, position, *, scale: float, dtype: str):
 
 def forward(table, tokens, segment, position, *, scale: float, dtype: str):
     vocabulary, width = table.shape
-    block = min(_BLOCK, triton.next_power_of_2(width))
+    block = min(_BLOCK, next_power_of_2(width))
     options = {"D": width, "SCALED": scale != 1.0, "BLOCK": block, "num_warps": _WARPS}
     inputs = table, tokens, segment, position
     outputs = results(*inputs, scale=scale, dtype=dtype)
-    programs = tokens.shape[0] * triton.cdiv(width, block)
+    programs = tokens.shape[0] * cdiv(width, block)
     # The first launch of a step: its dependents may start early, it does not start early itself.
     options |= {"PDL": pdl_options(table)["PDL"]}
     numbers = vocabulary, scale

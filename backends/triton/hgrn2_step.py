@@ -13,7 +13,7 @@ from ._device.math import exp, sigmoid
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.tokens import CONTINUES, PADDING, select_by_kind
 from ._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
-from ._runtime.launch import Array, Launch, like
+from ._runtime.launch import Array, Launch, cdiv, like, next_power_of_2
 
 _BLOCK_V, _WARPS = SQUARES_GROUP, 4
 _MAX_KEYS = 256
@@ -95,18 +95,18 @@ def _kernel(
 
 def results(q, f, v, memory, lower_bound, norm_scale, token_kind):
     batch, heads, _, values = memory.shape
-    squares = Array((batch, heads, triton.cdiv(values, SQUARES_GROUP)), "float32")
+    squares = Array((batch, heads, cdiv(values, SQUARES_GROUP)), "float32")
     return like(v), squares, Array(tuple(memory.shape), "float32")
 
 
 def forward(q, f, v, memory, lower_bound, norm_scale, token_kind):
     batch, heads, keys, values = memory.shape
-    block_v = min(_BLOCK_V, triton.next_power_of_2(values))
-    options = {"K": keys, "V": values, "BLOCK_K": triton.next_power_of_2(keys)}
+    block_v = min(_BLOCK_V, next_power_of_2(values))
+    options = {"K": keys, "V": values, "BLOCK_K": next_power_of_2(keys)}
     options |= {"BLOCK_V": block_v, "num_warps": _WARPS, **pdl_options(q)}
     tensors = q, f, v, memory, lower_bound, norm_scale, token_kind
     outputs = results(*tensors)
-    programs = batch * heads * triton.cdiv(values, block_v)
+    programs = batch * heads * cdiv(values, block_v)
     return run(
         Launch(_kernel, programs, tensors, outputs, (heads, keys**-0.5), options, updates=((3, 2),))
     )

@@ -14,7 +14,7 @@ from ._device.math import exp_of_decays, sigmoid
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.tokens import CONTINUES, PADDING, STARTS, select_by_kind
 from ._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
-from ._runtime.launch import Array, Launch, dtype_name
+from ._runtime.launch import Array, Launch, cdiv, dtype_name, next_power_of_2
 
 _BLOCK_V, _WARPS = SQUARES_GROUP, 4
 _MAX_KEYS = 256
@@ -156,7 +156,7 @@ def results(
 ):
     batch, heads, _, values = memory.shape
     output = Array((batch, heads, values), dtype_name(v))
-    squares = Array((batch, heads, triton.cdiv(values, SQUARES_GROUP)), "float32")
+    squares = Array((batch, heads, cdiv(values, SQUARES_GROUP)), "float32")
     return output, squares, Array(tuple(memory.shape), "float32")
 
 
@@ -183,14 +183,14 @@ def forward(
         *(norm_scale, output_gate, token_kind),
     )
     outputs = results(*tensors, epsilon=epsilon, query_scale=query_scale)
-    block_v = min(_BLOCK_V, triton.next_power_of_2(values))
+    block_v = min(_BLOCK_V, next_power_of_2(values))
     options = {
         **{"SHARE": heads // k.shape[1], "K": keys, "V": values, "EPSILON": epsilon},
         "R": 0 if frequencies is None else frequencies.shape[0],
-        **{"BLOCK_K": triton.next_power_of_2(keys), "BLOCK_V": block_v},
+        **{"BLOCK_K": next_power_of_2(keys), "BLOCK_V": block_v},
         **{"num_warps": _WARPS, **pdl_options(q)},
     }
-    programs = batch * heads * triton.cdiv(values, block_v)
+    programs = batch * heads * cdiv(values, block_v)
     return run(
         Launch(
             *(_kernel, programs, tensors, outputs, (heads, query_scale)),

@@ -21,7 +21,7 @@ from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.products import operand, product
 from ._device.tokens import CONTINUES, PADDING, STARTS
 from ._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
-from ._runtime.launch import Array, Launch, dtype_name, like
+from ._runtime.launch import Array, Launch, cdiv, dtype_name, like, next_power_of_2
 
 _LOWEST = tl.constexpr(-1e30)  # below any logit; finite, so that a difference of two is 0
 _TILE = {"SLOTS": 32, "num_warps": 4, "num_stages": 2}
@@ -290,18 +290,18 @@ def forward(
     groups, values, capacity = v.shape[1], v.shape[2], key.shape[1]
     short = dtype_name(q) == "bfloat16"
     tile = _TILE if short else _FLOAT32_TILE
-    num_tiles = triton.cdiv(capacity, tile["SLOTS"])
+    num_tiles = cdiv(capacity, tile["SLOTS"])
     # Two programs per multiprocessor, or one per tile if there are fewer tiles.
     parts = min(num_tiles, max(1, 2 * MULTIPROCESSORS // (batch * groups)))
     parts = 1 if num_tiles <= _UNDIVIDED_TILES else parts
-    block_k, block_v = (max(16, triton.next_power_of_2(n)) for n in (keys, values))
+    block_k, block_v = (max(16, next_power_of_2(n)) for n in (keys, values))
     tensors = q, k, v, key, value, position, frequencies, q_scale, k_scale, output_gate, token_kind
     options = {
         "SHARE": heads // groups,
         **{"K": keys, "V": values, "R": 0 if frequencies is None else frequencies.shape[0]},
         **{"EPSILON": epsilon, "LOGIT_SCALING": logit_scaling},
         "LOG_SCALING": math.log(math.floor(logit_scaling)) if logit_scaling else 1.0,
-        "BLOCK_H": max(16, triton.next_power_of_2(heads // groups)),
+        "BLOCK_H": max(16, next_power_of_2(heads // groups)),
         **{"BLOCK_K": block_k, "BLOCK_V": block_v, "PARTS": parts},
         **{"SHORT": short, **tile, **pdl_options(q)},
     }
@@ -323,7 +323,7 @@ def forward(
     if parts == 1:
         return result, next_key, next_value
     options = {"V": values, "BLOCK_V": block_v, "PARTS": parts, **pdl_options(q)}
-    options |= {"BLOCK_P": triton.next_power_of_2(parts)}
+    options |= {"BLOCK_P": next_power_of_2(parts)}
     inputs = *partial_outputs, output_gate
     (output,) = run(Launch(_combine_kernel, batch * heads, inputs, (output,), (), options))
     return output, next_key, next_value

@@ -36,7 +36,7 @@ def log_forget_gate(logits, lower_bound=None):
 
 
 def _tile(width):
-    block_d = min(256, next_power_of_2(max(1, width)))
+    block_d = min(256, next_power_of_2(width))
     return Tile(block_d, _TILE_SIZE // block_d, 4)
 
 

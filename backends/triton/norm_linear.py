@@ -14,14 +14,12 @@ some of the channels, and another launch adds these partial sums.
   launch that adds partial sums prepares the norm that follows in this way.
 """
 
-import triton
-
 from ..constants import MAX_FUSED_ROWS, ROW_SQUARES_GROUP
 from . import rms_norm
 from ._decoding.norm_linear_kernels import columns_kernel, gate_kernel, sum_kernel
 from ._decoding.norm_linear_tiles import is_split, squares_options, tile_options
 from ._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
-from ._runtime.launch import Array, Launch, dtype_name
+from ._runtime.launch import Array, Launch, cdiv, dtype_name
 
 _GATES = (None, "silu", "gelu")
 _BLOCK = ROW_SQUARES_GROUP  # numbers of a program that applies a gate or adds partial sums
@@ -105,7 +103,7 @@ def results(x, scale, kernel, kernel_2, kernel_3, kernel_4, *others, gate: int, 
     scaled = squares = None
     if others[-1] is not None:
         scaled = output(weights[0])
-        squares = Array((x.shape[0], triton.cdiv(scaled.shape[1], ROW_SQUARES_GROUP)), "float32")
+        squares = Array((x.shape[0], cdiv(scaled.shape[1], ROW_SQUARES_GROUP)), "float32")
     return *map(output, weights), scaled, squares
 
 
@@ -163,7 +161,7 @@ def _gate_row(x, gate_total, up_total, output, gate, *, residual, output_scale):
     """Applies the gate to one row: activation(gate_total) * up_total, both in float32."""
     columns = output.shape[1]
     options = {"N": columns, "GATE": gate, "OUTPUT_SCALE": output_scale, "BLOCK": _BLOCK}
-    programs = triton.cdiv(columns, _BLOCK)
+    programs = cdiv(columns, _BLOCK)
     arrays, options = (gate_total, up_total, residual), options | pdl_options(x)
     return run(Launch(gate_kernel, programs, arrays, (output,), (), options))[0]
 
@@ -193,22 +191,22 @@ def _launch(
     parts = kernel_2 is None and not norm and (rows > 1 or squares is None)
     options = tile_options(rows, channels, sum(widths), dtype_name(kernel), gate, parts)
     columns = [widths[0], 0 if gate else widths[1], *widths[2:]]
-    programs = sum(triton.cdiv(n, options["BLOCK_N"]) for n in columns)
+    programs = sum(cdiv(n, options["BLOCK_N"]) for n in columns)
     options |= dict(zip(("K", "N", "N_2", "N_3", "N_4"), (channels, *widths), strict=True))
     options |= {"NORM": norm, "GATE": gate, "SHORT": dtype_name(kernel) == "bfloat16"}
     options |= {"OUTPUT_SCALE": output_scale, **squares_options(squares), **pdl_options(x)}
-    count = triton.cdiv(channels, options["LENGTH"])
+    count = cdiv(channels, options["LENGTH"])
     if count == 1 and next_scale is None:
         inputs, outputs = (x, x_2, squares, *tensors[1:], residual), outputs[:4]
         outputs = run(Launch(columns_kernel, programs, inputs, outputs, (rows, epsilon), options))
         return *outputs, None, None
-    inputs = x, x_2, None, None, kernel, *[None] * 8
+    inputs = x, x_2, None, tensors[1], kernel, *[None] * 8
     sums = Array((count, rows, widths[0]), "float32"), None, None, None
     options["OUTPUT_SCALE"] = 1.0
     sums, *_ = run(Launch(columns_kernel, programs * count, inputs, sums, (rows, epsilon), options))
     options = {"K": channels, "N": widths[0], "PARTS": count, "OUTPUT_SCALE": output_scale}
     options |= {"BLOCK": _BLOCK, **squares_options(squares), **pdl_options(x)}
-    programs = rows * triton.cdiv(widths[0], _BLOCK)
+    programs = rows * cdiv(widths[0], _BLOCK)
     inputs, outputs = (sums, squares, bias, residual, next_scale), (outputs[0], *outputs[4:])
     y, *norm = run(Launch(sum_kernel, programs, inputs, outputs, (rows, epsilon), options))
     return y, None, None, None, *norm

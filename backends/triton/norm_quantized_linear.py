@@ -35,7 +35,7 @@ from ._runtime.framework import (
     run,
     step_unsupported_reason,
 )
-from ._runtime.launch import Array, Launch, dtype_name
+from ._runtime.launch import Array, Launch, cdiv, dtype_name
 
 _GATES = (None, "silu", "gelu")
 _MAX_WIDTH = 32768  # the registers of one program hold a row
@@ -351,7 +351,7 @@ def forward(
         **pdl_options(x),
     }
     columns = options["ACROSS"] * options["WORDS"] * 32 // bits
-    programs = sum(triton.cdiv(n, columns) for n in (widths[:1] if gate else widths))
+    programs = sum(cdiv(n, columns) for n in (widths[:1] if gate else widths))
     inputs = x, scale, *weights, bias, bias_2, bias_3, bias_4, residual, squares
     return run(Launch(_kernel, programs, inputs, outputs, (epsilon,), options))
 

@@ -14,7 +14,7 @@ from ._device.math import decay, gelu, sigmoid, softplus
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.tokens import CONTINUES, PADDING, STARTS, select_by_kind
 from ._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
-from ._runtime.launch import Array, Launch, dtype_name, like
+from ._runtime.launch import Array, Launch, cdiv, dtype_name, like, next_power_of_2
 
 _BLOCK_N, _WARPS = 32, 4
 _MAX_CHANNELS = 512  # of a block; a program holds them and two tiles of gate weights
@@ -182,15 +182,15 @@ def forward(
     options = {"W": conv_kernel.shape[0], "C": channels, **pdl_options(x)}
     if rows == 1:
         kernel, numbers, count = _kernel, (width,), 1
-        options |= {"BLOCK_N": min(_BLOCK_N, triton.next_power_of_2(channels))}
-        options |= {"BLOCK_C": triton.next_power_of_2(channels), "num_warps": _WARPS}
-        options |= {"BLOCK_W": triton.next_power_of_2(max(1, conv_kernel.shape[0] - 1))}
+        options |= {"BLOCK_N": min(_BLOCK_N, next_power_of_2(channels))}
+        options |= {"BLOCK_C": next_power_of_2(channels), "num_warps": _WARPS}
+        options |= {"BLOCK_W": next_power_of_2(conv_kernel.shape[0] - 1)}
     else:
         kernel, numbers = batch_kernel, (rows, width)
         short = {dtype_name(kernel) for kernel in (kernel_a, kernel_x)} == {"bfloat16"}
         options |= tile_options(rows, channels) | {"SHORT": short}
-        count = triton.cdiv(rows, options["BLOCK_B"])
-    programs = count * blocks * triton.cdiv(channels, options["BLOCK_N"])
+        count = cdiv(rows, options["BLOCK_B"])
+    programs = count * blocks * cdiv(channels, options["BLOCK_N"])
     outputs = results(*tensors)
     # The window is not updated in place: other programs read it for their channels.
     return run(Launch(kernel, programs, tensors, outputs, numbers, options, updates=((3, 2),)))

@@ -36,7 +36,7 @@ def rms_norm(x, scale=None, epsilon=0.0):
 
 
 def _tile(width):
-    block_d = next_power_of_2(max(1, width))
+    block_d = next_power_of_2(width)
     return Tile(block_d, max(1, _TILE_SIZE // block_d), min(16, max(4, block_d // 512)))
 
 

@@ -18,7 +18,7 @@ from ._runtime.framework import (
     run,
     step_unsupported_reason,
 )
-from ._runtime.launch import Launch, like
+from ._runtime.launch import Launch, cdiv, like
 
 _BLOCK, _WARPS = 2048, 4  # numbers and warps of a program
 
@@ -52,7 +52,7 @@ def results(x, *, cap: float):
 def forward(x, *, cap: float):
     count = x.shape[0] * x.shape[1]
     options = {"BLOCK": _BLOCK, "num_warps": _WARPS, **pdl_options(x)}
-    programs = triton.cdiv(count, _BLOCK)
+    programs = cdiv(count, _BLOCK)
     return run(Launch(_kernel, programs, (x,), results(x, cap=cap), (count, cap), options))
 
 

@@ -18,7 +18,7 @@ from ._runtime.framework import (
     run,
     step_unsupported_reason,
 )
-from ._runtime.launch import Array, Launch
+from ._runtime.launch import Array, Launch, cdiv, next_power_of_2
 
 _BLOCK, _WARPS = 2048, 4  # numbers and warps of a program
 _MAX_COUNT = 16
@@ -107,7 +107,7 @@ def results(x, *, count: int):
 
 def forward(x, *, count: int):
     rows, width = x.shape
-    parts = triton.cdiv(width, _BLOCK)
+    parts = cdiv(width, _BLOCK)
     options = {"PARTS": parts, "COUNT": count, **pdl_options(x)}
     partial = (
         Array((rows, parts, count), "int64"),
@@ -115,9 +115,9 @@ def forward(x, *, count: int):
     )
     tile = {"BLOCK": _BLOCK, "num_warps": _WARPS}
     partial = run(Launch(_partial_kernel, rows * parts, (x,), partial, (width,), options | tile))
-    options["BLOCK"] = block = triton.next_power_of_2(parts * count)
+    options["BLOCK"] = block = next_power_of_2(parts * count)
     options["num_warps"] = 1 if block <= _MAX_PER_WARP else _WARPS
-    options["BLOCK_PARTS"] = triton.next_power_of_2(parts)
+    options["BLOCK_PARTS"] = next_power_of_2(parts)
     return run(Launch(_combine_kernel, rows, partial, results(x, count=count), (), options))
 
 

@@ -256,7 +256,7 @@ def _weights(layers):
 
 def _apply(dense, x):
     """Computes dense(x) for x [B, D]."""
-    if dispatch.BACKEND != "torch" or not dense.use_bias or dense.quantization_mode is not None:
+    if dispatch.BACKEND != "torch" or dense.quantization_mode is not None:
         return dense(x)
     return matrix_product(dense, ops.cast(x, dense.compute_dtype))
 

@@ -14,6 +14,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from keras_recurrent.backends.torch._autograd import is_eager
 from tests.ops.judge import kernels
 from tests.ops.native import tensor
 
@@ -143,6 +144,23 @@ def test_calls_without_the_dispatcher(operation, implementation, monkeypatch):
     monkeypatch.setattr(torch.library.CustomOpDef, "__call__", None)
     directly = gradients(loss, tensors)
     assert all(torch.equal(directly[n], dispatched[n]) for n in dispatched)
+
+
+@pytest.mark.parametrize(
+    ("operation", "implementation"), [k for k in KERNELS if k[0] == "rms_norm"]
+)
+def test_negative_bit(operation, implementation):
+    """Fails if a kernel reads the memory of a view whose numbers are negated when they are read."""
+    loss, tensors = example(operation, implementation)
+    expected = gradients(loss, tensors)
+    found = gradients(loss, {n: torch._neg_view(-t) for n, t in tensors.items()})
+    assert all(torch.equal(found[n], expected[n]) for n in found)
+
+
+def test_meta_tensor_after_none_is_not_eager():
+    """Fails if a gradient on meta tensors, whose first input may be None, runs a kernel."""
+    assert is_eager((None, torch.ones(1), 1e-5))
+    assert not is_eager((None, torch.ones(1, device="meta"), 1e-5))
 
 
 @every_cheap_kernel

@@ -241,7 +241,7 @@ TOKEN_WISE = {
 }
 
 
-NO_SQUARES = {"NUM_SQUARES": 0, "BLOCK_S": 0}
+NO_SQUARES = {"NUM_SQUARES": 0, "BLOCK_S": 1}
 SQUARES = {"squares": "given", "NUM_SQUARES": 64, "BLOCK_S": 64}  # of 2,048 channels
 
 

@@ -1,5 +1,7 @@
 """A launch is one object: in Triton's interpreter NumPy arrays give what torch's tensors give."""
 
+import weakref
+
 import keras
 import pytest
 
@@ -11,7 +13,7 @@ import triton
 
 from keras_recurrent.backends.triton._device.common import INTERPRETED
 from keras_recurrent.backends.triton._runtime import interpreter, torch_operators
-from keras_recurrent.backends.triton._runtime.launch import Launch, like
+from keras_recurrent.backends.triton._runtime.launch import Launch, like, next_power_of_2
 from tests.ops import judge, token_wise
 from tests.ops.cases import Case, draw
 
@@ -142,3 +144,34 @@ def test_a_compiled_kernel_is_started_again_only_for_equal_types(monkeypatch):
     assert compiled_before(x[4:].clone(), programs=3)
     for different in ({"x": x[1:]}, {"x": x.half()}, {"n": 4}, {"block": 32}):
         assert not compiled_before(**{"x": x, **different})
+
+
+def test_a_compiled_kernel_stays_in_memory_with_its_key(monkeypatch):
+    """Fails if a later kernel may get the `id` of one that was deleted."""
+    monkeypatch.setattr(torch_operators, "_compiled", {})
+    kernel, x = Kernel(), torch.ones(4)
+    torch_operators.run(Launch(kernel, 1, (x,), (like(x),), (3,), {"BLOCK": 4}))
+    found = weakref.ref(kernel)
+    del kernel
+    assert found() is not None
+
+
+def test_another_thread_clears_the_compiled_kernels_during_a_launch(monkeypatch):
+    """Fails with a KeyError if a launch looks a compiled kernel up twice."""
+
+    class Cleared(dict):
+        def __contains__(self, key):
+            found = super().__contains__(key)
+            self.clear()
+            return found
+
+    monkeypatch.setattr(torch_operators, "_compiled", Cleared())
+    kernel, x = Kernel(), torch.ones(4)
+    for _ in range(2):
+        torch_operators.run(Launch(kernel, 1, (x,), (like(x),), (3,), {"BLOCK": 4}))
+    assert len(kernel.calls) == 1
+
+
+def test_next_power_of_2():
+    """Fails if an absent dimension, of size 0, has a larger block than one of size 1."""
+    assert [next_power_of_2(n) for n in range(6)] == [1, 1, 2, 4, 4, 8]

@@ -3,7 +3,7 @@
 They were chosen by timing whole decoding steps of HGRN2 1.3B and RecurrentGemma 2B on an H200.
 """
 
-import triton
+from .._runtime.launch import cdiv, next_power_of_2
 
 _NO_LIMIT = 2**31
 # One row takes the first tile whose columns, summed over all weights, and channels fit. With many
@@ -56,10 +56,10 @@ def tile_options(rows, channels, columns, dtype, gate, parts):
         tile = _FLOAT32_ROWS_TILE | {"SUM_AT_END": False}
     else:
         tile = (_GATED_ROWS_TILE if gate else _ROWS_TILE) | {"SUM_AT_END": False}
-    block = min(tile["BLOCK_K"], triton.next_power_of_2(max(16, channels)))
+    block = min(tile["BLOCK_K"], next_power_of_2(max(16, channels)))
     length = channels
     if parts:
-        blocks, tiles = triton.cdiv(channels, block), triton.cdiv(columns, tile["BLOCK_N"])
+        blocks, tiles = cdiv(channels, block), cdiv(columns, tile["BLOCK_N"])
         least = _ROW_PROGRAMS if rows == 1 else _ROWS_PROGRAMS
         length = block * (blocks // _num_parts(blocks, tiles, least))
     return tile | {"BLOCK_K": block, "LENGTH": min(length, channels)}
@@ -68,7 +68,7 @@ def tile_options(rows, channels, columns, dtype, gate, parts):
 def squares_options(squares):
     """The constants of a program that reads sums of squares [B, NUM_SQUARES], or None."""
     groups = 0 if squares is None else squares.shape[1]
-    return {"NUM_SQUARES": groups, "BLOCK_S": triton.next_power_of_2(groups)}
+    return {"NUM_SQUARES": groups, "BLOCK_S": next_power_of_2(groups)}
 
 
 def _num_parts(blocks, tiles, least):

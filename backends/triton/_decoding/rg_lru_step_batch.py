@@ -13,6 +13,7 @@ from .._device.math import decay, gelu, sigmoid, softplus
 from .._device.pdl import launch_dependents, wait_for_previous_launch
 from .._device.products import operand, product
 from .._device.tokens import CONTINUES, PADDING, STARTS, read_kind, select_by_kind
+from .._runtime.launch import next_power_of_2
 
 DECAY_EXPONENT = tl.constexpr(constants.DECAY_EXPONENT)
 _FEW_ROWS = {"BLOCK_B": 16, "BLOCK_C": 256, "BLOCK_N": 32, "num_warps": 4}
@@ -23,7 +24,7 @@ _MANY_ROWS = {"BLOCK_B": 16, "BLOCK_C": 64, "BLOCK_N": 128, "num_warps": 4}
 def tile_options(rows, channels):
     """The constants and launch options for `rows` rows and blocks of `channels` channels."""
     tile = _FEW_ROWS if rows <= _FEW_ROWS["BLOCK_B"] else _MANY_ROWS
-    max_block = triton.next_power_of_2(max(16, channels))
+    max_block = next_power_of_2(max(16, channels))
     return tile | {name: min(tile[name], max_block) for name in ("BLOCK_C", "BLOCK_N")}
 
 

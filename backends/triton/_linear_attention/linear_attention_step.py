@@ -9,7 +9,7 @@ import triton.language as tl
 from .._device.math import exp_of_decays, one_minus_exp
 from .._device.tokens import CONTINUES, PADDING, select_by_kind
 from .._runtime.framework import run
-from .._runtime.launch import Array, Launch, like
+from .._runtime.launch import Array, Launch, cdiv, like, next_power_of_2
 from .linear_attention import block
 
 
@@ -73,12 +73,12 @@ def step(sizes, q, k, v, initial_state, *, token_kind, log_f=None, log_decay=Non
     return run(
         Launch(
             _step_kernel,
-            sizes.batch * sizes.heads * triton.cdiv(sizes.values, block_v),
+            sizes.batch * sizes.heads * cdiv(sizes.values, block_v),
             (q, k, v, log_f, log_decay, token_kind, initial_state),
             (like(v), Array(sizes.state_shape, "float32")),
             sizes.numbers[1:],
             {
-                "BLOCK_K": triton.next_power_of_2(sizes.keys),
+                "BLOCK_K": next_power_of_2(sizes.keys),
                 "BLOCK_V": block_v,
                 "num_warps": 4,
             },

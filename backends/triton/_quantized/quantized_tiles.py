@@ -1,7 +1,6 @@
 """Tile sizes of `norm_quantized_linear`, by the sizes of its weights."""
 
-import triton
-
+from .._runtime.launch import cdiv, next_power_of_2
 from .quantized_products import WARP_CHANNELS
 
 # By bits, the wide and the narrow tile (ACROSS, WORDS): threads that read neighboring words of a
@@ -25,7 +24,7 @@ def tile_options(channels, widths, bits, gate, limbs, block_size):
     columns = widths[:1] if gate else widths
 
     def programs(shape):
-        return sum(triton.cdiv(n, shape[0] * shape[1] * 32 // bits) for n in columns)
+        return sum(cdiv(n, shape[0] * shape[1] * 32 // bits) for n in columns)
 
     wide, narrow = _TILES[bits]
     # With 4 bits, two narrow programs on one multiprocessor do more work than one wide program.
@@ -38,13 +37,13 @@ def tile_options(channels, widths, bits, gate, limbs, block_size):
     limited = bits == 4 and limbs < 3 and (not block_size or block_size >= WARP_CHANNELS)
     return {
         **dict(zip(("K", "N", "N_2", "N_3", "N_4"), (channels, *widths), strict=True)),
-        "ROW": triton.next_power_of_2(channels),
+        "ROW": next_power_of_2(channels),
         "BITS": bits,
         "WARPS": warps,
         "ACROSS": across,
         "WORDS": words,
         "DEPTH": depth,
-        "STEPS": triton.cdiv(channels, _span(warps, across)),
+        "STEPS": cdiv(channels, _span(warps, across)),
         "num_warps": warps,
         **({"maxnreg": _REGISTERS} if limited else {}),
     }
@@ -52,7 +51,7 @@ def tile_options(channels, widths, bits, gate, limbs, block_size):
 
 def _warps(channels, across):
     warps = _WARPS
-    while warps < _MAX_WARPS and triton.cdiv(channels, _span(warps, across)) > _MAX_STEPS:
+    while warps < _MAX_WARPS and cdiv(channels, _span(warps, across)) > _MAX_STEPS:
         warps *= 2
     while warps > 1 and _span(warps // 2, across) >= channels:
         warps //= 2

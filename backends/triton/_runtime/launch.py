@@ -40,8 +40,8 @@ def cdiv(number, size):
 
 
 def next_power_of_2(number):
-    """The smallest power of two that is at least `number`, an integer of at least 1."""
-    return 1 << (number - 1).bit_length()
+    """The smallest power of two that is at least `number`, an integer of at least 0."""
+    return 1 << max(0, number - 1).bit_length()
 
 
 class Launch(NamedTuple):

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import triton
 
 from .framework import framework
+from .launch import next_power_of_2
 
 # Sizes that are not compiled into kernels: keys round them up to the next power of two.
 _ROUNDED = ("batch", "length", "positions", "window")
@@ -97,7 +98,7 @@ def run(kernel, candidates, launch, tensors, sizes):
     if len(candidates) == 1 or not (_fastest or _open_reports):
         return launch(candidates[0])
     sizes = sizes if isinstance(sizes, dict) else sizes._asdict()
-    sizes = {n: triton.next_power_of_2(s) if n in _ROUNDED else s for n, s in sizes.items()}
+    sizes = {n: next_power_of_2(s) if n in _ROUNDED else s for n, s in sizes.items()}
     dtypes = tuple(None if t is None else t.dtype for t in tensors)
     device = tensors[0].device
     key = kernel, candidates, device, dtypes, *sizes.values()

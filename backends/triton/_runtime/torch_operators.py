@@ -87,7 +87,9 @@ def run(launch):
     return outputs
 
 
-_compiled: dict = {}  # {key of a launch: compiled kernel and constants}
+# {key of a launch: (compiled kernel, constants, kernel)}. An entry keeps the kernel in memory, so
+# that no other one gets its `id`, which takes less time than its hash.
+_compiled: dict = {}
 _MAX_COMPILED = 4096
 
 
@@ -102,8 +104,9 @@ def start(launch, tensors):
     types = (None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors)
     device = _first_tensor(tensors).device
     key = id(kernel), device, *launch.options.items(), *launch.numbers, *types
-    if key in _compiled:
-        compiled, constants = _compiled[key]
+    found = _compiled.get(key)  # looked up once: another thread may clear the entries
+    if found is not None:
+        compiled, constants, _ = found
         compiled[(launch.programs, 1, 1)](*arguments, *constants)
         return
     compiled = kernel[(launch.programs,)](*arguments, **launch.options)
@@ -111,7 +114,7 @@ def start(launch, tensors):
         if len(_compiled) >= _MAX_COMPILED:
             _compiled.clear()
         names = kernel.arg_names[len(arguments) :]
-        _compiled[key] = compiled, tuple(launch.options[name] for name in names)
+        _compiled[key] = compiled, tuple(launch.options[name] for name in names), kernel
 
 
 class _InPlaceUpdates(threading.local):
@@ -331,8 +334,13 @@ def _first_tensor(tensors):
 
 
 def contiguous(*tensors):
-    """The tensors in the contiguous layout that kernels expect; None stays None."""
-    return [None if x is None else x.contiguous() for x in tensors]
+    """The tensors in the contiguous layout that kernels expect; None stays None.
+
+    Kernels read the memory of a tensor, so a view with torch's negative bit is copied.
+    """
+    return [
+        None if x is None else (x.resolve_neg() if x.is_neg() else x).contiguous() for x in tensors
+    ]
 
 
 def are_aligned(*tensors):
