@@ -16,7 +16,7 @@ from keras_recurrent.generation.stream import StreamedText
 from keras_recurrent.generation.text import TokenTexts, hidden_stop_tokens
 from keras_recurrent.serving.message_ends import MessageEnds
 from keras_recurrent.serving.prefix_cache import PrefixCache
-from keras_recurrent.serving.request import EngineClosed, EngineFull, EngineRequest
+from keras_recurrent.serving.request import EngineClosed, EngineFull, EngineRequest, PromptTooLong
 from keras_recurrent.serving.scheduler import Scheduler
 from keras_recurrent.serving.sequence import Sequence
 from keras_recurrent.serving.slots import Slots
@@ -149,10 +149,12 @@ class Engine:
             if max_new_tokens is not None:
                 given = f", and `max_new_tokens` is {max_new_tokens}"
                 mend = ", reduce `max_new_tokens`"
-            raise ValueError(
+            raise PromptTooLong(
                 f"`max_length` of the engine is {self.max_length} tokens; the prompt has "
                 f"{len(tokens)}{given}. Shorten the prompt{mend}, or create the engine with a "
-                "larger `max_length`."
+                "larger `max_length`.",
+                len(tokens),
+                self.max_length,
             )
         if timeout is not None:
             check_number("timeout", timeout)

@@ -11,7 +11,6 @@ import queue
 import re
 import threading
 import time
-import warnings
 
 import numpy as np
 
@@ -94,21 +93,21 @@ class PrefixFiles:
         """
         self._delete()
         if self._others:
-            warnings.warn(
-                f"{self._others} files in {self._folder!r} are not used: they belong to other "
-                "weights or another `max_length`, or are not prefix states.",
-                stacklevel=5,
+            log.warning(
+                "%d files in %r are not used: they belong to other weights or another maximum "
+                "length, or are not prefix states.",
+                self._others,
+                self._folder,
             )
         for name in filter(self._is_own, list(self._sizes)):
             try:
                 cache = GenerationCache.load(self._path(name), model)
                 if cache.batch_size != 1 or cache.max_length != self._max_length:
                     raise ValueError(
-                        "its batch size is not 1, or its `max_length` differs from that of this "
-                        "engine"
+                        "its batch size is not 1, or its maximum length is not that of this engine"
                     )
             except Exception as error:
-                warnings.warn(f"{self._path(name)} is not used: {error}", stacklevel=5)
+                log.warning("%s is not used: %s", self._path(name), error)
                 self._nbytes -= self._sizes.pop(name)  # so that it may be written anew
                 continue
             yield cache.token_ids[0][:-1], cache.state

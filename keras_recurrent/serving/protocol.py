@@ -1,12 +1,13 @@
 """Request bodies of OpenAI's API, and the errors that answer invalid ones."""
 
 import re
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pydantic
 import pydantic_core
 
 from keras_recurrent.generation.sampling_params import SamplingParams
+from keras_recurrent.serving.request import PromptTooLong
 
 Count = pydantic.NonNegativeInt
 SEEDS = 2**64  # OpenAI's seeds are signed
@@ -55,6 +56,9 @@ class StreamOptions(Body):
 class SamplingBody(Body):
     """Fields of both kinds of completions. None: the default of OpenAI's API."""
 
+    # {unsupported option: values that equal its absence}
+    neutral: ClassVar[dict[str, list[Any]]] = {}
+
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -77,6 +81,13 @@ class SamplingBody(Body):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _omit_neutral(cls, fields):
+        if not isinstance(fields, dict):
+            return fields
+        return {name: x for name, x in fields.items() if x not in cls.neutral.get(name, ())}
 
     @pydantic.field_validator("logit_bias")
     @classmethod
@@ -115,6 +126,9 @@ class SamplingBody(Body):
 class CompletionBody(SamplingBody):
     """Body of a request to `/v1/completions`."""
 
+    neutral = {"echo": [None, False], "best_of": [None, 1], "suffix": [None, ""]}
+    limit_name: ClassVar[str] = "max_tokens"
+
     prompt: str | list[str] | list[Count] | list[list[Count]]
     logprobs: int | None = pydantic.Field(default=None, ge=0, le=20)
 
@@ -146,6 +160,16 @@ class Message(Body):
     role: str
     content: str | list[TextPart]
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _check_parts(cls, message):
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind != "text":
+                raise ValueError(f"only text parts are supported; got {kind!r}")
+        return message
+
     def rendered(self):
         """Returns the message as the chat template takes it."""
         parts = self.content
@@ -155,6 +179,16 @@ class Message(Body):
 
 class ChatBody(SamplingBody):
     """Body of a request to `/v1/chat/completions`."""
+
+    neutral = {
+        "response_format": [None, {"type": "text"}],
+        "tools": [None, []],
+        "tool_choice": [None, "none", "auto"],
+        "parallel_tool_calls": [None, False, True],
+        "functions": [None, []],
+        "function_call": [None, "none", "auto"],
+        "modalities": [None, ["text"]],
+    }
 
     messages: list[Message]
     max_completion_tokens: Count | None = None
@@ -173,9 +207,12 @@ class ChatBody(SamplingBody):
         return [[message.rendered() for message in self.messages]]
 
     @property
+    def limit_name(self):
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
     def max_new_tokens(self):
-        limit = self.max_completion_tokens
-        return self.max_tokens if limit is None else limit
+        return getattr(self, self.limit_name)
 
     @property
     def sampling(self):
@@ -200,7 +237,11 @@ def validation_error(errors):
     if kind == "missing":
         message = f"Missing required parameter: '{path[-1]}'."
         return ApiError(400, message, param=param, code="missing_required_parameter")
-    reasons = dict.fromkeys(error["msg"] for error in errors if error["loc"][1:2] == path[:1])
+    reasons = dict.fromkeys(
+        error["msg"].removeprefix("Value error, ")
+        for error in errors
+        if error["loc"][1:2] == path[:1]
+    )
     message = f"Invalid value for '{param}': {', or '.join(reasons)}."
     return ApiError(400, message, param=param, code="invalid_value")
 
@@ -212,13 +253,29 @@ def value_error(error, body):
         error: the `ValueError`, whose message begins with the name of the argument.
         body: the `SamplingBody`.
     """
-    name = re.match(r"`(\w+)`", str(error))
-    param, code = name and name[1], "invalid_value"
-    if param in ("max_length", "prompt", "messages"):
-        code = "context_length_exceeded" if param == "max_length" else code
-        param = "messages" if "messages" in type(body).model_fields else "prompt"
-    elif param == "max_new_tokens":
-        param = "max_tokens"
+    prompt = "messages" if "messages" in type(body).model_fields else "prompt"
+    if isinstance(error, PromptTooLong):
+        message = _length_message(error, body)
+        return ApiError(400, message, param=prompt, code="context_length_exceeded")
+    message = str(error).replace("`max_new_tokens`", f"`{body.limit_name}`")
+    name = re.match(r"`(\w+)`", message)
+    param = name and name[1]
+    if param in ("prompt", "messages"):
+        param = prompt
     elif param not in type(body).model_fields:
         param = None
-    return ApiError(400, str(error), param=param, code=code)
+    return ApiError(400, message, param=param, code="invalid_value")
+
+
+def _length_message(error, body):
+    """Returns the message of a `PromptTooLong`, in words of the HTTP API."""
+    prompt = f"The prompt ({error.num_tokens} tokens)"
+    maximum = f"{error.max_length} tokens, the server's `--max-length`"
+    limit = body.max_new_tokens
+    if limit is None:
+        return f"{prompt} leaves no tokens for the answer within {maximum}. Shorten the prompt."
+    default = ", the default" if getattr(body, body.limit_name) is None else ""
+    return (
+        f"{prompt} and `{body.limit_name}` ({limit}{default}) exceed {maximum}. Shorten the prompt "
+        f"or reduce `{body.limit_name}`."
+    )

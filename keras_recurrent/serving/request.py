@@ -18,6 +18,20 @@ class EngineClosed(RuntimeError):
     """Error of `Engine.submit` after `close`, and of requests whose engine failed."""
 
 
+class PromptTooLong(ValueError):
+    """Error of `Engine.submit` for a prompt that leaves too few tokens for the answer.
+
+    Args:
+        message: string.
+        num_tokens: integer, number of tokens of the prompt.
+        max_length: integer, `max_length` of the engine.
+    """
+
+    def __init__(self, message, num_tokens, max_length):
+        super().__init__(message)
+        self.num_tokens, self.max_length = num_tokens, max_length
+
+
 class Delta(NamedTuple):
     """Next part of an answer.
 

@@ -29,6 +29,8 @@ from keras_recurrent.serving.responses import ChatFormat, CompletionFormat, Logp
 
 log = logging.getLogger("keras_recurrent.serving")
 MAX_BODY = 4 * 2**20
+NO_TEMPLATE = "The model has no chat template. Use `/v1/completions`, or start the server with "
+NO_TEMPLATE += "`--chat-template`."
 PAGE = pathlib.Path(__file__).with_name("chat.html")
 PAGE_POLICY = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
 PAGE_POLICY += "style-src 'unsafe-inline'; frame-ancestors 'none'"
@@ -76,6 +78,9 @@ class Service:
         return generation
 
     def _submit(self, body):
+        preprocessor = self.engine.model.preprocessor
+        if isinstance(body, ChatBody) and getattr(preprocessor, "chat_template", None) is None:
+            raise ApiError(400, NO_TEMPLATE, param="messages")
         requests = []
         try:
             for prompt in body.prompts:

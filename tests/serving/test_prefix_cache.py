@@ -1,6 +1,8 @@
 """Prefix states: their files, and the ends of messages at which they are saved."""
 
+import contextlib
 import itertools
+import re
 import time
 import types
 
@@ -27,6 +29,19 @@ pytestmark = pytest.mark.once
 MAX_LENGTH = 64
 
 
+@pytest.fixture
+def logs(caplog):
+    """Returns a context that fails unless the log gets a message which matches a pattern."""
+
+    @contextlib.contextmanager
+    def check(pattern):
+        caplog.clear()
+        yield
+        assert re.search(pattern, caplog.text)
+
+    return check
+
+
 @pytest.fixture(scope="module")
 def model():
     return tiny_causal_lm(family="hgrn2")
@@ -47,17 +62,17 @@ def find_stored(cache, *names):
     return [n for n, sequence in zip(names, sequences, strict=True) if sequence.row is not None]
 
 
-def test_files_are_the_last_used_states(model, tmp_path, monkeypatch):
+def test_files_are_the_last_used_states(model, tmp_path, monkeypatch, logs):
     """The directory grows without limit, forgets the use of a state, or deletes other files."""
     a, b, c, d, e = ((number, number) for number in range(5))
     (tmp_path / "mine.safetensors").write_bytes(b"no state")
-    with pytest.warns(UserWarning, match="1 files .* not used"):
+    with logs("1 files .* not used"):
         cache = PrefixCache(model, 10**6, MAX_LENGTH, tmp_path)
     add(cache, model, a, b, c)
     assert find_stored(cache, a) == [a]
     cache.close()
     size = max(path.stat().st_size for path in tmp_path.iterdir())
-    with pytest.warns(UserWarning, match="1 files"):
+    with logs("1 files"):
         cache = PrefixCache(model, 3 * size, MAX_LENGTH, tmp_path)
     assert find_stored(cache, a, b, c) == [a, b, c]
     assert find_stored(cache, c, a) == [c, a]
@@ -71,7 +86,7 @@ def test_files_are_the_last_used_states(model, tmp_path, monkeypatch):
     monkeypatch.setattr(GenerationCache, "save", fail_once)
     add(cache, model, d, e)
     cache.close()
-    with pytest.warns(UserWarning, match="1 files"):
+    with logs("1 files"):
         cache = PrefixCache(model, 3 * size, MAX_LENGTH, tmp_path)
     assert find_stored(cache, a, b, c, d, e) == [a, c, e]
     cache.close()
@@ -93,7 +108,7 @@ def test_states_that_are_soon_dropped_are_not_written(model, tmp_path, monkeypat
     assert len(saved) == 2
 
 
-def test_damaged_files_and_those_of_other_models_are_left_out(model, tmp_path):
+def test_damaged_files_and_those_of_other_models_are_left_out(model, tmp_path, logs):
     """A file fails the start of the server, or gives a model the state of other weights."""
     a, b = (1, 1), (2, 2)
     cache = PrefixCache(model, 10**6, MAX_LENGTH, tmp_path)
@@ -101,13 +116,13 @@ def test_damaged_files_and_those_of_other_models_are_left_out(model, tmp_path):
     cache.close()
     first, second = sorted(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime_ns)
     first.write_bytes(first.read_bytes()[:-1])
-    with pytest.warns(UserWarning, match="is damaged"):
+    with logs("is damaged"):
         cache = PrefixCache(model, 10**6, MAX_LENGTH, tmp_path)
     assert find_stored(cache, a, b) == [b]
     add(cache, model, a)  # replaces the file
     cache.close()
     for other, max_length in ((tiny_causal_lm(1, family="hgrn2"), MAX_LENGTH), (model, 32)):
-        with pytest.warns(UserWarning, match="2 files .* other weights"):
+        with logs("2 files .* other weights"):
             cache = PrefixCache(other, 10**6, max_length, tmp_path)
         assert find_stored(cache, a, b) == []
         cache.close()
@@ -115,7 +130,7 @@ def test_damaged_files_and_those_of_other_models_are_left_out(model, tmp_path):
     other = PrefixCache(tiny_causal_lm(1, family="hgrn2"), 10**6, MAX_LENGTH, tmp_path / "other")
     second.rename(tmp_path / "other" / (other._files._model + second.name[16:]))
     other.close()
-    with pytest.warns(UserWarning, match="other weights"):
+    with logs("other weights"):
         other = PrefixCache(
             tiny_causal_lm(1, family="hgrn2"), 10**6, MAX_LENGTH, tmp_path / "other"
         )

@@ -184,9 +184,15 @@ def test_a_client_that_disconnects_frees_its_slot(server, stream):
         ({"prompt": "a", "\ud800": 1}, 400, None, "unicode string"),
         ({"prompt": "a", "logit_bias": {"a": 1}}, 400, "logit_bias", "must be token ids"),
         ({"prompt": "a", "logit_bias": {"999": 1}}, 400, "logit_bias", "vocabulary"),
-        ({"prompt": "a" * 1001}, 400, "prompt", "1000 tokens"),
+        (
+            {"prompt": "a" * 1001},
+            400,
+            "prompt",
+            "`max_tokens` (16, the default) exceed 1000 tokens",
+        ),
         ({"prompt": []}, 400, "prompt", "at least one token"),
-        ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "`max_new_tokens`"),
+        ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "`max_tokens` must be"),
+        ({"prompt": "a", "echo": True}, 400, "echo", "Unrecognized request argument"),
         ({"prompt": "a" * 10_000}, 413, None, "the maximum is 10000"),
         ({"prompt": "a", "model": "gpt"}, 404, "model", "does not exist"),
     ],
@@ -198,6 +204,61 @@ def test_errors_have_the_form_of_openai(server, fields, status, param, message):
     assert error.keys() == {"message", "type", "param", "code"}
     assert message in error["message"]
     assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "`max_completion_tokens` must be"),
+        (
+            {"max_completion_tokens": 995},
+            "messages",
+            "The prompt (6 tokens) and `max_completion_tokens` (995) exceed 1000 tokens, the "
+            "server's `--max-length`. ",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "a" * 1000}]},
+            "messages",
+            "The prompt (1001 tokens) leaves no tokens for the answer within 1000 tokens",
+        ),
+        (
+            {"messages": [*MESSAGES, {"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[1]",
+            "Invalid value for 'messages[1]': only text parts are supported; got 'image_url'.",
+        ),
+        ({"tools": [{"type": "function"}]}, "tools", "Unrecognized request argument"),
+    ],
+)
+def test_errors_of_chat_name_options_of_the_request(server, fields, param, message):
+    """An error names an argument of Python, or lists alternatives of the types of messages."""
+    response = post(server, "chat/completions", **{"messages": MESSAGES, **fields})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert message in error["message"]
+    assert error["param"] == param
+
+
+def test_chat_without_a_template_names_the_option_of_the_server(server, model, monkeypatch):
+    """The error tells a client of HTTP to pass an argument to `from_preset`."""
+    monkeypatch.setattr(model.preprocessor, "chat_template", None)
+    response = post(server, "chat/completions", messages=MESSAGES)
+    assert response.status_code == 400
+    assert "`--chat-template`" in response.json()["error"]["message"]
+
+
+def test_neutral_values_of_unsupported_options_are_accepted(client):
+    """A client that sends all options with their defaults gets status 400."""
+    shared = {**MODEL, **GREEDY, "max_tokens": 1, "n": 1, "user": "a"}
+    client.completions.create(**shared, prompt="a", echo=False, best_of=1, suffix=None)
+    client.chat.completions.create(
+        **shared,
+        messages=MESSAGES,
+        response_format={"type": "text"},
+        tools=[],
+        tool_choice="none",
+        metadata={"a": "b"},
+        store=False,
+    )
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'{"n": 1' + b"0" * 5000, b"[" * 9000])
