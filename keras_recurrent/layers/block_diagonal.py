@@ -1,6 +1,7 @@
 """Block-diagonal linear layers, used as gates."""
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_recurrent.devices.jax_layouts import flatten_tokens
@@ -46,8 +47,9 @@ def apply_blocks(dense, inputs):
     width = inputs.shape[-1] // num_blocks
     tokens, restore_time = flatten_tokens(inputs)
     if num_blocks * width <= WIDEST_WHOLE_MATRIX and _is_affine(dense):
-        diagonal = ops.eye(num_blocks, dtype="float32")[:, None, :, None]
-        blocks = ops.reshape(dense.kernel, (num_blocks, width, 1, units)) * diagonal
+        # A constant: OpenVINO cannot convert TensorFlow's `eye`.
+        diagonal = np.eye(num_blocks, dtype="float32")[:, None, :, None]
+        blocks = ops.multiply(ops.reshape(dense.kernel, (num_blocks, width, 1, units)), diagonal)
         matrix = ops.reshape(blocks, (num_blocks * width, -1))
         return restore_time(ops.matmul(tokens, matrix) + ops.reshape(dense.bias, (-1,)))
     blocks = ops.transpose(ops.reshape(tokens, (-1, num_blocks, width)), (1, 0, 2))
