@@ -40,7 +40,7 @@ def test_chat(model, tmp_path):
         contents = [message["content"] for message in bodies[-1]["messages"]]
         assert contents == ["Hello <b>", stopped, "Why?"]
         page.type("More" * 200)
-        assert "max_length" in page.wait_for("document.querySelector('.error')?.textContent")
+        assert "--max-length" in page.wait_for("document.querySelector('.error')?.textContent")
         page.screenshot(os.environ.get("SCREENSHOT") or tmp_path / "page.png")
         page.evaluate("document.getElementById('clear').click()")
         assert page.evaluate("document.getElementById('log').children.length") == 0
