@@ -1,11 +1,11 @@
 """Block-diagonal linear layers, used as gates."""
 
 import keras
-import numpy as np
 from keras import ops
 
 from keras_recurrent.devices.jax_layouts import flatten_tokens
 from keras_recurrent.dispatch import BACKEND
+from keras_recurrent.layers import decoding
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.remat import no_further_remat
 
@@ -47,8 +47,9 @@ def apply_blocks(dense, inputs):
     width = inputs.shape[-1] // num_blocks
     tokens, restore_time = flatten_tokens(inputs)
     if num_blocks * width <= WIDEST_WHOLE_MATRIX and _is_affine(dense):
-        # A constant: OpenVINO cannot convert TensorFlow's `eye`.
-        diagonal = np.eye(num_blocks, dtype="float32")[:, None, :, None]
+        # OpenVINO cannot convert TensorFlow's `eye`, and an array would be copied to the GPU.
+        indices = ops.arange(num_blocks)
+        diagonal = ops.cast(indices[:, None] == indices, "float32")[:, None, :, None]
         blocks = ops.multiply(ops.reshape(dense.kernel, (num_blocks, width, 1, units)), diagonal)
         matrix = ops.reshape(blocks, (num_blocks * width, -1))
         return restore_time(ops.matmul(tokens, matrix) + ops.reshape(dense.bias, (-1,)))
@@ -60,10 +61,9 @@ def apply_blocks(dense, inputs):
 def _is_affine(dense):
     """Returns True if a call of the layer only multiplies and adds its weights, in float32."""
     return (
-        type(dense) is keras.layers.EinsumDense
+        decoding.dense_reason(dense, keras.layers.EinsumDense) is None
         and dense.compute_dtype == dense.variable_dtype == "float32"
-        and "call" not in vars(dense)
-        and not (dense.lora_enabled or dense.quantization_mode or dense.activity_regularizer)
+        and dense.activity_regularizer is None
         and keras.distribution.distribution() is None
         and not (BACKEND == "torch" and has_hooks(dense))
     )

@@ -80,7 +80,6 @@ class Chunks:
 
     def _run_layers(self, cache):
         """Returns a function that runs the layers, as fast on CPUs, for the tokens alone."""
-
         structure = keras.tree.map_structure(lambda t: None, cache)
 
         def run(array, flat):
