@@ -141,24 +141,25 @@ class EngineRequest:
         """Calls `function(request)` at the end of the request, or at once if it has ended.
 
         It runs in the engine's thread, which it must not block, or in the calling thread if the
-        request has already ended.
+        request has already ended. Its errors are logged.
         """
         with self._changed:
             if not self.done:
                 self._callbacks.append(function)
                 return
-        function(self)
+        self._call(function, self)
 
     def set_listener(self, function):
         """Passes deltas to `function(delta)` instead of the iterator.
 
         Earlier deltas are passed in the calling thread, later ones in the thread of the engine,
-        which `function` must not block.
+        which `function` must not block. If `function` raises an error, the error is logged, the
+        request is cancelled, and `function` is not called again.
         """
         with self._changed:
-            while self._deltas:
-                function(self._deltas.popleft())
             self._listener = function
+            while self._deltas:
+                self._call(self._listener, self._deltas.popleft())
 
     def _add(self, delta):
         """Appends a `Delta`; only the engine calls it."""
@@ -196,4 +197,9 @@ class EngineRequest:
             function(argument)
         except Exception:
             logging.getLogger(__name__).exception("A listener failed; its request is cancelled.")
+            self._listener = _ignore
             self.cancel()
+
+
+def _ignore(delta):
+    pass

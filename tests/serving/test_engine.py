@@ -49,7 +49,7 @@ def engine(model):
     if not IS_SUPPORTED:
         pytest.skip("the engine refuses TensorFlow")
     options = {"prefill_chunk": 8, "max_queued": 40, "prefix_cache_bytes": 0}
-    with Engine(model, num_slots=3, max_length=200, **options) as engine:
+    with Engine(model, num_slots=3, max_length=2000, **options) as engine:
         yield engine
 
 
@@ -185,15 +185,22 @@ def test_deltas_are_the_answer(engine, alone):
 
 @needs_engine
 def test_requests_end_from_outside(model, engine):
-    """A cancelled or late request keeps its slot, or a listener's error ends the engine."""
-    running = [_submit(engine, number, max_new_tokens=150) for number in range(3)]
+    """A cancelled or late request keeps its slot, or a listener's error ends engine or caller."""
+    failures = []
+
+    def fail(delta):
+        failures.append(delta)
+        raise RuntimeError("listener")
+
+    ended = _submit(engine, 1)
+    assert len(ended.result(60).token_ids) > 1
+    ended.set_listener(fail)  # which is called in this thread
+    assert len(failures) == 1
+    running = [_submit(engine, number, max_new_tokens=1900) for number in range(3)]
     late = _submit(engine, 3, timeout=0)
     assert late.result(60).finish_reason == "timeout"
     assert not late.result().token_ids
-
-    def fail(delta):
-        raise RuntimeError("listener")
-
+    late.add_done_callback(fail)
     running[0].set_listener(fail)
     running[1].cancel()
     assert [request.result(60).finish_reason for request in running[:2]] == ["cancelled"] * 2
@@ -324,8 +331,8 @@ def test_features_that_keep_all_tokens_are_not_covered_by_sorted_ones():
         ([], {}, "at least one token"),
         (["text"], {}, "`prompt` must be a string"),
         ([1, 9999], {}, "`prompt` must be ids from 0"),
-        ("a", {"max_new_tokens": 500}, "`max_length` of the engine is 200"),
-        ("a" * 300, {}, "`max_length` of the engine is 200"),
+        ("a", {"max_new_tokens": 2000}, "`max_length` of the engine is 2000"),
+        ("a" * 2000, {}, "`max_length` of the engine is 2000"),
         ("a", {"timeout": -1}, "`timeout`"),
         ("a", {"stop": []}, "`stop`"),
         ("a", {"sampling": [SamplingParams()]}, "one `SamplingParams`"),
