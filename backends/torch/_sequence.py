@@ -5,9 +5,10 @@ results of the implementation.
 """
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ..constants import DECAY_EXPONENT, PADDING, STARTS
+from ..constants import CONTINUES, DECAY_EXPONENT, PADDING, STARTS
 from . import _circular_buffer
 from ._attention_inputs import AttentionInputs
 from ._common import accumulation_dtype
@@ -26,7 +27,8 @@ def recurrence(log_decays):
         zeros = {**arguments, "initial_state": None if state is None else torch.zeros_like(state)}
         added = function(**zeros)[1]
         first = torch.zeros_like(added) if state is None else state.to(added.dtype)
-        logs = _sum_over_time(log_of_tokens(arguments, added.dtype), arguments["token_kind"])
+        log_decays = log_of_tokens(arguments, added.dtype)
+        logs = _sum_over_time(log_decays, arguments["token_kind"], added.dtype)
 
         def fold(chunks, _):
             states = [chunks[0][-1]]
@@ -40,7 +42,98 @@ def recurrence(log_decays):
     return rule
 
 
-def _sum_over_time(log_of_tokens, token_kind):
+def matrix_recurrence(name, log_of_tokens, gradient_of_state):
+    """Returns the rule of a recurrence of matrices, `S = decay S + k v^T`, `o = S^T q`.
+
+    Its operation takes too long to differentiate both passes over a shard. So the first one, for
+    the final state, has no gradient, and neither has the exchange: the backward exchanges the
+    gradients of states, and differentiates the second pass, once.
+
+    name: the argument with the log decays. log_of_tokens: as in `recurrence`, of one function.
+    gradient_of_state: a function of the operation, the gradient of its output, q, the log decays
+    and the token kinds; it returns what the output adds to the gradient of the initial state.
+    """
+
+    def rule(shards, arguments, function):
+        state = arguments["initial_state"]
+        with torch.no_grad():
+            added = function(**{**arguments, "initial_state": None})[1]
+            log_decays = log_of_tokens(arguments, added.dtype)
+            logs = _sum_over_time(log_decays, arguments["token_kind"], added.dtype)
+            decays = shards.gather(_scale(logs, torch.ones_like(added[..., :1])))
+            before = torch.zeros_like(added)
+            if state is not None:
+                before = shards.gather(state.to(added.dtype))[0]
+            for decay, chunk in zip(decays[: shards.rank], shards.gather(added), strict=False):
+                before = decay * before + chunk
+        if state is not None:
+            is_first = torch.tensor(shards.rank == 0, device=state.device)
+            before = torch.where(is_first, state.to(before.dtype), before)
+        output, final = function(**{**arguments, "initial_state": before})
+        tensors = arguments["q"], arguments[name], arguments["token_kind"]
+        return _AddGradient.apply(
+            shards, function, gradient_of_state, output, final, torch.stack(decays), *tensors
+        )
+
+    return rule
+
+
+class _AddGradient(torch.autograd.Function):
+    """Adds to the gradient of a shard's final state what comes from the shards after it."""
+
+    @staticmethod
+    def forward(ctx, shards, function, gradient_of_state, output, final, *tensors):
+        ctx.shards, ctx.function, ctx.gradient_of_state = shards, function, gradient_of_state
+        ctx.save_for_backward(*tensors)
+        return output.view_as(output), final.view_as(final)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_output, d_final):
+        shards, (decays, *tensors) = ctx.shards, ctx.saved_tensors
+        own = ctx.gradient_of_state(ctx.function, d_output, *tensors)
+        found = shards.gather(own + decays[shards.rank] * d_final)
+        d_state = torch.zeros_like(d_final)
+        for rank in range(shards.count - 1, shards.rank, -1):
+            d_state = decays[rank] * d_state + found[rank]
+        return None, None, None, d_output, d_final + d_state, *[None] * (1 + len(tensors))
+
+
+def _gated_gradient(function, d_output, q, log_f, token_kind):
+    """Σ_t f_1 ... f_t q_t d_output_t^T, a state of the same recurrence from the last token on."""
+    padding, (q, d_output) = _before_first_start(token_kind, q, d_output)
+    if padding is not None:
+        log_f = torch.where(padding, 0, log_f)
+    shifted = torch.cat((log_f[:, 1:], torch.zeros_like(log_f[:, :1])), dim=1)
+    q, d_output, shifted = (x.flip(1) for x in (q, d_output, shifted))
+    tensors = {"q": q, "k": q, "v": d_output, "log_f": shifted}
+    state = function(**tensors, initial_state=None, token_kind=None)[1]
+    return log_f[:, 0].to(state.dtype).exp()[..., None] * state
+
+
+def _lightning_gradient(function, d_output, q, log_decay, token_kind):
+    """Σ_t f^t q_t d_output_t^T for real tokens t = 1, 2 ...; see `_gated_gradient`."""
+    padding, (q, d_output) = _before_first_start(token_kind, q, d_output)
+    q, d_output = q.flip(1), d_output.flip(1)
+    kind = None
+    if padding is not None:
+        kind = torch.where(padding[..., 0, 0], PADDING, CONTINUES).flip(1).to(token_kind.dtype)
+    tensors = {"q": q, "k": q, "v": d_output, "log_decay": log_decay}
+    state = function(**tensors, initial_state=None, token_kind=kind)[1]
+    return log_decay.to(state.dtype).exp()[:, None, None] * state
+
+
+def _before_first_start(token_kind, *tensors):
+    """The mask of padding, [B, T, 1, 1], or None, and tensors with 0 there and from a start on."""
+    if token_kind is None:
+        return None, tensors
+    kind = token_kind[..., None, None]
+    padding = kind == PADDING
+    kept = ~padding & ((kind == STARTS).cumsum(1) == 0)
+    return padding, [torch.where(kept, x, 0) for x in tensors]
+
+
+def _sum_over_time(log_of_tokens, token_kind, dtype):
     """The sums [B, ...] of the logarithms of all tokens; a start makes the first one -inf."""
     sums = []
     for i, x in enumerate(log_of_tokens):
@@ -49,7 +142,7 @@ def _sum_over_time(log_of_tokens, token_kind):
             x = torch.where(kind == PADDING, 0, x)
             if i == 0:
                 x = torch.where(kind == STARTS, -torch.inf, x)
-        sums.append(x.sum(1))
+        sums.append(x.sum(1, dtype=dtype))
     return sums
 
 
@@ -67,15 +160,15 @@ def _rotate(logs, state):
 
 
 def _log_a(arguments, dtype):
-    return (arguments["log_a"].to(dtype),)
+    return (arguments["log_a"],)
 
 
 def _log_f(arguments, dtype):
-    return (arguments["log_f"].to(dtype),)
+    return (arguments["log_f"],)
 
 
 def _log_a_and_phase(arguments, dtype):
-    return arguments["log_a"].to(dtype), arguments["phase"].to(dtype)
+    return arguments["log_a"], arguments["phase"]
 
 
 def _log_of_gates(arguments, dtype):
@@ -188,8 +281,8 @@ RULES = {
     "linear_scan": recurrence((_log_a, _scale)),
     "complex_linear_scan": recurrence((_log_a_and_phase, _rotate)),
     "rg_lru": recurrence((_log_of_gates, _scale)),
-    "gated_linear_attention": recurrence((_log_f, _scale)),
-    "lightning_attention": recurrence((_log_decay, _scale)),
+    "gated_linear_attention": matrix_recurrence("log_f", _log_f, _gated_gradient),
+    "lightning_attention": matrix_recurrence("log_decay", _log_decay, _lightning_gradient),
     "causal_conv1d": causal_conv1d,
     "sliding_window_attention": sliding_window_attention,
 }
