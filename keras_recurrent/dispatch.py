@@ -263,10 +263,11 @@ def resolve(operation, arguments, implementation=None):
     if name is None:
         raise NotImplementedError(str(choice))
     row = IMPLEMENTATIONS[operation]
-    function = getattr(_implemented(operation, name), operation)
+    module = _implemented(operation, name)
+    function = getattr(module, operation)
     shards = split_time.active_shards()
     if shards is not None:
-        return lambda **arguments: shards.run(operation, arguments, function)
+        return lambda **arguments: shards.run(operation, arguments, module)
     if BACKEND != "jax":
         return function
     _shards.check_axes(operation, arguments)

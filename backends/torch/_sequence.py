@@ -1,7 +1,9 @@
 """Rules by which an operation over time continues from the chunks of previous devices.
 
 A rule takes `Shards`, the arguments of an implementation, and the implementation, and returns the
-results of the implementation.
+results of the implementation. That of `matrix_recurrence` also takes the function `effect_on_state`
+of the implementation's module, if there is one: it returns the decay and the total by which a shard
+changes a state, or, with the gradient of the output, the gradient of a state.
 """
 
 import torch
@@ -54,13 +56,18 @@ def matrix_recurrence(name, log_of_tokens, gradient_of_state):
     and the token kinds; it returns what the output adds to the gradient of the initial state.
     """
 
-    def rule(shards, arguments, function):
-        state = arguments["initial_state"]
+    def rule(shards, arguments, function, effect_on_state=None):
+        state, kind = arguments["initial_state"], arguments["token_kind"]
+        tensors = [arguments[of] for of in ("q", "k", "v", name)]
         with torch.no_grad():
-            added = function(**{**arguments, "initial_state": None})[1]
-            log_decays = log_of_tokens(arguments, added.dtype)
-            logs = _sum_over_time(log_decays, arguments["token_kind"], added.dtype)
-            decays = shards.gather(_scale(logs, torch.ones_like(added[..., :1])))
+            if effect_on_state is not None:
+                decay, added = _call(effect_on_state, *tensors, kind)
+                decay = decay[..., None]
+            else:
+                added = function(**{**arguments, "initial_state": None})[1]
+                logs = _sum_over_time(log_of_tokens(arguments, added.dtype), kind, added.dtype)
+                decay = _scale(logs, torch.ones_like(added[..., :1]))
+            decays = shards.gather(decay)
             before = torch.zeros_like(added)
             if state is not None:
                 before = shards.gather(state.to(added.dtype))[0]
@@ -70,33 +77,44 @@ def matrix_recurrence(name, log_of_tokens, gradient_of_state):
             is_first = torch.tensor(shards.rank == 0, device=state.device)
             before = torch.where(is_first, state.to(before.dtype), before)
         output, final = function(**{**arguments, "initial_state": before})
-        tensors = arguments["q"], arguments[name], arguments["token_kind"]
+
+        def gradient(d_output, q, k, v, log_decay, token_kind):
+            if effect_on_state is not None:
+                return _call(effect_on_state, q, k, v, log_decay, token_kind, d_output)[1]
+            return gradient_of_state(function, d_output, q, log_decay, token_kind)
+
         return _AddGradient.apply(
-            shards, function, gradient_of_state, output, final, torch.stack(decays), *tensors
+            shards, gradient, output, final, torch.stack(decays), *tensors, kind
         )
 
     return rule
+
+
+def _call(kernels, *tensors):
+    """Calls a function that launches kernels on the device of its tensors."""
+    with torch.cuda.device_of(tensors[0]):
+        return kernels(*(x if x is None else x.contiguous() for x in tensors))
 
 
 class _AddGradient(torch.autograd.Function):
     """Adds to the gradient of a shard's final state what comes from the shards after it."""
 
     @staticmethod
-    def forward(ctx, shards, function, gradient_of_state, output, final, *tensors):
-        ctx.shards, ctx.function, ctx.gradient_of_state = shards, function, gradient_of_state
-        ctx.save_for_backward(*tensors)
+    def forward(ctx, shards, gradient_of_state, output, final, decays, *tensors):
+        ctx.shards, ctx.gradient_of_state = shards, gradient_of_state
+        ctx.save_for_backward(decays, *tensors)
         return output.view_as(output), final.view_as(final)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_output, d_final):
         shards, (decays, *tensors) = ctx.shards, ctx.saved_tensors
-        own = ctx.gradient_of_state(ctx.function, d_output, *tensors)
+        own = ctx.gradient_of_state(d_output, *tensors)
         found = shards.gather(own + decays[shards.rank] * d_final)
         d_state = torch.zeros_like(d_final)
         for rank in range(shards.count - 1, shards.rank, -1):
             d_state = decays[rank] * d_state + found[rank]
-        return None, None, None, d_output, d_final + d_state, *[None] * (1 + len(tensors))
+        return None, None, d_output, d_final + d_state, *[None] * (1 + len(tensors))
 
 
 def _gated_gradient(function, d_output, q, log_f, token_kind):

@@ -15,7 +15,7 @@ from ._linear_attention.gated_chunks import attend_kernel, gradient_kernel
 from ._linear_attention.gated_gradients import differentiate
 from ._linear_attention.gated_operands import pairs_array, prepare
 from ._linear_attention.gated_output import MAX_KEYS, stream
-from ._linear_attention.gated_states import walk
+from ._linear_attention.gated_states import effect, walk
 from ._linear_attention.linear_attention import (
     Blocks,
     gradient_of_state,
@@ -51,6 +51,19 @@ def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
     Returns ([B, T, H, V] in v's dtype, [B, H, K, V] in float32).
     """
     return kernels(q, k, v, log_f, initial_state, token_kind)
+
+
+def effect_on_state(q, k, v, log_f, token_kind=None, d_output=None):
+    """Returns the decay [B, H, K] and the total [B, H, K, V] by which the tokens change a state.
+
+    From S before the first token, the state after the last is decay S + total. With the gradient of
+    the output, the same holds for gradients of states from the last token to the first.
+    """
+    sizes = sizes_of(q, k, v, chunk=32)
+    decays = {"log_f": log_f, "token_kind": token_kind, "parts": _parts(sizes, log_f)}
+    if d_output is None:
+        return effect(sizes, k, v, **decays)
+    return effect(sizes, q, d_output, **decays, reverse=True)
 
 
 def _parts(sizes, log_f):

@@ -19,7 +19,8 @@ def sequence_parallel(group=None):
 
     - For a recurrence, the processes exchange the product of decays over each shard and the final
       state of each shard, whose sizes do not depend on its length. Each process continues from the
-      state before its shard. This takes two passes over a shard.
+      state before its shard. This takes two passes over a shard; for linear attention, the first
+      one is not differentiated.
     - For a convolution and attention with a window, they exchange the last tokens of each shard.
     - Masks and segments are gathered, one number per token, so that
       `keras_recurrent.ops.token_kind` and positions equal those of the whole sequences.
@@ -92,14 +93,16 @@ class Shards:
         with split_time.activate(None):
             return self.local_part(function(like, *whole))
 
-    def run(self, operation, arguments, function):
-        """Runs an implementation of an operation on this process's shard."""
+    def run(self, operation, arguments, module):
+        """Runs an implementation of an operation, a module, on this process's shard."""
+        function = getattr(module, operation)
         if operation.endswith("_step"):
             split_time.check_not_split(f"`{operation}`")
         rule = _sequence.RULES.get(operation)
         if rule is None:
             return function(**arguments)
-        return rule(self, arguments, function)
+        effect = getattr(module, "effect_on_state", None)
+        return rule(self, arguments, function, *([] if effect is None else [effect]))
 
     def state_before(self, fold, floats, integers=()):
         """Returns the state before this process's shard, with gradients.

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+import keras_recurrent
 from keras_recurrent import layers, ops
 from keras_recurrent.devices.torch_modules import TorchModule
 from keras_recurrent.devices.torch_sequence import sequence_parallel
@@ -167,8 +168,12 @@ def refusals():
     return missing
 
 
-def compare(case, rank, processes, folder):
-    """How far an operation or a family is off; or what is not refused."""
+def compare(case, *arguments):
+    """Returns how far an operation (of an implementation) or a family is off, or what is not refused.
+
+    arguments: the implementation or nothing, then rank, processes and folder.
+    """
+    *implementation, rank, processes, _ = arguments
 
     def part(tensor):
         return tensor.chunk(processes, dim=1)[rank].contiguous()
@@ -181,5 +186,6 @@ def compare(case, rank, processes, folder):
     if case == "refusals":
         return refusals()
     if case in OPERATIONS:
-        return compare_operation(case, part, whole)
+        with keras_recurrent.implementation(*implementation or [None]):
+            return compare_operation(case, part, whole)
     return compare_family(case, part)

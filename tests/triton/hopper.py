@@ -101,7 +101,7 @@ ALL_REAL = dict.fromkeys(("token_at", "document_at", "real_counts", "start_count
 # Heads of 128 channels, as in hgrn2_1b and tnl_1b: bfloat16, and log f in float32.
 CHUNKS = {"CHUNK": 64, "SHORT": True, "REVERSE": False}
 ONE_SEGMENT = {"token_kind": None, "totals": None, "decays": None}
-WALK = {**CHUNKS, **ONE_SEGMENT, "PARTS": 2}
+WALK = {**CHUNKS, **ONE_SEGMENT, "PARTS": 2, "ALL": True}
 LEVELS = {"LEVELS": 6, "PARTS": 2}
 SHORTER = {"CHUNK": 32, "LEVELS": 5}
 TIED = {**CHUNKS, **LEVELS, **SHORTER, "k": None}
@@ -496,7 +496,7 @@ KERNELS = {
     ),
     "gated walk": (walk, {**WALK, "k": None}, WALKS),
     "gated walk back": (walk, {**WALK, **SHORTER, "REVERSE": True}, WALKS),
-    "gated segments": (walk, {**CHUNKS, "states": None, "PARTS": 2}, WALKS),
+    "gated segments": (walk, {**CHUNKS, "states": None, "PARTS": 2, "ALL": False}, WALKS),
     "gated walk, float32": (walk, {**WALK, **EXACT}, EXACT_WALKS),
     "gated preparation": (prepare, {**PREPARED, **SHORT_DECAYS}, PREPARE[True]),
     "gated preparation, k = 1 - f": (

@@ -7,6 +7,8 @@ import pytest
 if keras.config.backend() != "torch":
     pytest.skip("runs on torch", allow_module_level=True)
 
+import torch
+
 from keras_recurrent.backends.constants import CONTINUES, PADDING, STARTS
 from keras_recurrent.backends.triton import gated_linear_attention
 from keras_recurrent.backends.triton._linear_attention import (
@@ -261,3 +263,33 @@ def test_padding_may_hold_anything():
     )
     assert np.isfinite(keras.ops.convert_to_numpy(state)).all()
     assert not keras.ops.convert_to_numpy(state)[1].any()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "starts", "limit"), [("float32", [], 1e-6), ("bfloat16", [100], 1e-2)]
+)
+def test_the_effect_of_tokens_on_a_state(monkeypatch, dtype, starts, limit):
+    """Shards exchange states that lack a segment, padding that decays, or another gradient."""
+    monkeypatch.setattr(linear_attention, "_SHORTEST_SEGMENT", 1)
+    case = Case(1, 0, 18, dtype, "float32", kinds=True, tied=bool(starts))
+    drawn = drawn_with(stretches(-0.01, -0.1, -0.03, channels=18)[:-10], case)
+    drawn.token_kind[:] = CONTINUES
+    drawn.token_kind[:, [0, 20, 70, 150]] = PADDING
+    drawn.token_kind[:, starts] = STARTS
+    tokens = {n: None if t is None else native.tensor(t, drawn.dtypes[n])
+              for n, t in drawn.tensors.items()}  # fmt: skip
+    tokens["token_kind"] = native.tensor(drawn.token_kind, "int8")
+    first = torch.ones(1, 2, 18, tokens["v"].shape[3], requires_grad=True)
+    output, final = gated_linear_attention.gated_linear_attention(**tokens, initial_state=first)
+    d_output = output.detach().cos()
+    d_output[tokens["token_kind"] == PADDING] = 0
+    d_final = torch.full_like(final, 0.5)
+    (d_first,) = torch.autograd.grad((output, final), first, (d_output, d_final))
+    of_state = gated_linear_attention.effect_on_state(**tokens)
+    of_gradient = gated_linear_attention.effect_on_state(**tokens, d_output=d_output)
+    for (decay, total), before, after in (
+        (of_state, first, final),
+        (of_gradient, d_final, d_first),
+    ):
+        found = decay[..., None] * before + total
+        assert (found - after).abs().max() < limit * after.abs().max()

@@ -16,8 +16,16 @@ import triton.language as tl
 from .._device.math import exp_of_decays, one_minus_exp
 from .._device.products import operand, product, sum_columns
 from .._runtime import search
-from .._runtime.launch import Array, cdiv
-from .linear_attention import Blocks, load_tokens, locate_segment, real_tokens, walk_segments
+from .._runtime.framework import run
+from .._runtime.launch import Array, Launch, cdiv
+from .linear_attention import (
+    Blocks,
+    even_split,
+    load_tokens,
+    locate_segment,
+    real_tokens,
+    walk_segments,
+)
 
 _LOG_ZERO = tl.constexpr(-1e4)  # its exponential is 0, and sums of it are finite
 BLOCKS = {  # candidates by `short`, the default first
@@ -68,17 +76,16 @@ def _walk_kernel(
     SHORT: tl.constexpr,
     PARTS: tl.constexpr,
     REVERSE: tl.constexpr,
+    ALL: tl.constexpr,
 ):
-    """Stores the states; if `states` is None, totals and decays of all segments but the last.
+    """Stores the states; if `states` is None, totals and decays of segments, with ALL of the last.
 
     If REVERSE, k is the queries, and v is the gradient of the output.
     """
     k_tiles = tl.cdiv(K, BLOCK_K)
     tiles = k_tiles * tl.cdiv(V, BLOCK_V)
     tile = tl.program_id(0) % tiles
-    segments, segment, head, heads = locate_segment(
-        tiles, chunks, segment_chunks, states is not None
-    )
+    segments, segment, head, heads = locate_segment(tiles, chunks, segment_chunks, ALL)
     b = head // H
     d = tile % k_tiles * BLOCK_K + tl.arange(0, BLOCK_K)
     e = tile // k_tiles * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -142,14 +149,44 @@ def walk(sizes, k, v, initial, *, log_f, token_kind, parts, reverse=False, ends=
     tensors = k, v, log_f, token_kind, initial
 
     def launch(blocks):
-        options = {"CHUNK": sizes.chunk, "SHORT": sizes.short, "PARTS": parts, "REVERSE": reverse}
-        options |= blocks.options(sizes)
-        programs = sizes.batch * sizes.heads * cdiv(sizes.keys, options["BLOCK_K"])
-        programs *= cdiv(sizes.values, options["BLOCK_V"])
-        sums = sizes.state_shape, sizes.state_shape[:3]
+        programs, options = _programs_and_options(sizes, blocks, parts, reverse)
+        sums, of_sums = _sums(sizes), {"ALL": False}
         return walk_segments(
-            _walk_kernel, sizes.chunks, programs, tensors, outputs, sums, sizes.numbers, options
+            *(_walk_kernel, sizes.chunks, programs, tensors, outputs, sums, sizes.numbers, options),
+            sum_options=of_sums,
         )
 
     name = "gated_linear_attention states" + " backward" * reverse
     return search.run(name, BLOCKS[sizes.short], launch, (v, k, log_f, initial, token_kind), sizes)
+
+
+def effect(sizes, k, v, *, log_f, token_kind, parts, reverse=False):
+    """Returns the decay [B, H, K] and the total [B, H, K, V] by which all tokens change a state.
+
+    If `reverse`, k is q, v is the gradient of the output, and the state is a gradient of a state.
+    """
+    blocks = BLOCKS[sizes.short][0]
+    programs, options = _programs_and_options(sizes, blocks, parts, reverse)
+    segments, segment_chunks, _ = even_split(programs, sizes.chunks)
+    inputs = k, v, log_f, token_kind, None
+    outputs = *(Array((segments, *shape), "float32") for shape in _sums(sizes)), None, None
+    numbers = *sizes.numbers, sizes.chunks, segment_chunks
+    launch = Launch(_walk_kernel, programs * segments, inputs, outputs, numbers, options)
+    totals, decays, _, _ = run(launch)
+    decay, total = decays[0], totals[0]
+    for segment in range(1, segments):
+        decay, total = decay * decays[segment], decays[segment][..., None] * total + totals[segment]
+    return decay, total
+
+
+def _programs_and_options(sizes, blocks, parts, reverse):
+    """The number of programs of a segment, and the options of a launch."""
+    options = {"CHUNK": sizes.chunk, "SHORT": sizes.short, "PARTS": parts, "REVERSE": reverse}
+    options |= {"ALL": True, **blocks.options(sizes)}
+    programs = sizes.batch * sizes.heads * cdiv(sizes.keys, options["BLOCK_K"])
+    return programs * cdiv(sizes.values, options["BLOCK_V"]), options
+
+
+def _sums(sizes):
+    """The shapes of the total and the decay of a segment, for all heads."""
+    return sizes.state_shape, sizes.state_shape[:3]
