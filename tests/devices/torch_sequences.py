@@ -169,7 +169,7 @@ def refusals():
 
 
 def compare(case, *arguments):
-    """Returns how far an operation (of an implementation) or a family is off, or what is not refused.
+    """Returns how far an operation or a family is off, or what is not refused.
 
     arguments: the implementation or nothing, then rank, processes and folder.
     """
