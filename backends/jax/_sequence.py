@@ -11,7 +11,7 @@ Runs inside `jax.shard_map`; token kinds mark starts of documents and padding, a
 import jax
 import jax.numpy as jnp
 
-from ..constants import DECAY_EXPONENT, PADDING, STARTS
+from ..constants import CONTINUES, DECAY_EXPONENT, PADDING, STARTS
 from . import _circular_buffer
 from ._common import accumulation_dtype, filled, kind_masks, take, to_complex, to_real
 
@@ -34,6 +34,9 @@ def run(operation, function, shard, options, axis, count):
         before = _previous_inputs(shard, shards)
     elif operation == "sliding_window_attention":
         return _attention(function, shard, options, shards)
+    elif operation in GRADIENTS_OF_STATES:
+        output, state = _matrix_recurrence(operation, function, shard, options, shards)
+        return output, shards.broadcast_last(state)
     else:
         before = _combined_state(operation, function, shard, options, shards)
     output, state = function(**{**shard, "initial_state": before}, **options)
@@ -41,16 +44,19 @@ def run(operation, function, shard, options, axis, count):
 
 
 class _Shards:
-    """The shards of the time axis, in order."""
+    """The shards of the time axis, in order, or from the last to the first if `reverse`."""
 
-    def __init__(self, axis, count):
-        self.axis, self.count = axis, count
-        self.rank = jax.lax.axis_index(axis)
+    def __init__(self, axis, count, reverse=False):
+        self.axis, self.count, self.reverse = axis, count, reverse
+        self.rank = self._in_order(jax.lax.axis_index(axis))
+
+    def _in_order(self, index):
+        return self.count - 1 - index if self.reverse else index
 
     def before(self, join, element, nothing):
-        """Combines the elements of all shards to the left; `nothing` for the first shard.
+        """Combines the elements of all shards before this one; `nothing` for the first shard.
 
-        join: an associative function of two elements, the left one first.
+        join: an associative function of two elements, the earlier one first.
         """
         found = self._select_above(0, self._receive_from_left(element, 1), nothing)
         distance = 1
@@ -68,7 +74,9 @@ class _Shards:
         )
 
     def _receive_from_left(self, tree, distance):
-        pairs = [(i, i + distance) for i in range(self.count - distance)]
+        pairs = [
+            (self._in_order(i), self._in_order(i + distance)) for i in range(self.count - distance)
+        ]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, pairs) if x.size else x, tree)
 
     def _select_above(self, rank, above, others):
@@ -86,16 +94,95 @@ def _combined_state(operation, function, shard, options, shards):
     is_complex = operation == "complex_linear_scan"
     if is_complex:
         state = to_complex(state)
-    decay = _total_decay(operation, shard, state)
+    decay, state = _fold(shards, _total_decay(operation, shard, state), state)
+    if first is not None:
+        state = state + decay * (to_complex(first) if is_complex else first)
+    return to_real(state) if is_complex else state
+
+
+def _fold(shards, decay, state):
+    """The decay of all shards before this one, and the state after them from a zero state."""
 
     def join(left, right):
         return left[0] * right[0], right[0] * left[1] + right[1]
 
-    nothing = jnp.ones_like(decay), jnp.zeros_like(state)
-    decay, state = shards.before(join, (decay, state), nothing)
-    if first is not None:
-        state = state + decay * (to_complex(first) if is_complex else first)
-    return to_real(state) if is_complex else state
+    return shards.before(join, (decay, state), (jnp.ones_like(decay), jnp.zeros_like(state)))
+
+
+def _matrix_recurrence(operation, function, shard, options, shards):
+    """Output and state of linear attention, which takes too long to differentiate twice.
+
+    The first pass over a shard, for the state after it, and the exchange have no gradient of their
+    own: the backward exchanges the gradients of states, and differentiates the second pass, once.
+    """
+    place = shards.axis, shards.count
+
+    def forward(tensors, first):
+        _, added = function(**tensors, **options)
+        own_decay = _total_decay(operation, tensors, added)
+        decay, before = _fold(_Shards(*place), own_decay, added)
+        if first is not None:
+            before = before + decay * first
+
+        def from_state(tensors, state):
+            return function(**tensors, initial_state=state, **options)
+
+        results, pull_back = jax.vjp(from_state, tensors, before)
+        return results, (pull_back, tensors, own_decay)
+
+    def backward(residuals, d_results):
+        (pull_back, tensors, decay), (d_output, d_state) = residuals, d_results
+        added = GRADIENTS_OF_STATES[operation](function, d_output, **tensors)
+        _, later = _fold(_Shards(*place, reverse=True), decay, added + decay * d_state)
+        d_tensors, d_before = pull_back((d_output, d_state + later))
+        # `first` is the state before the first shard.
+        is_first = _Shards(*place).rank == 0
+        return d_tensors, None if first is None else jnp.where(is_first, d_before, 0)
+
+    run = jax.custom_vjp(lambda tensors, first: forward(tensors, first)[0])
+    run.defvjp(forward, backward)
+    tensors = {name: x for name, x in shard.items() if name != "initial_state"}
+    first = shard.get("initial_state")
+    return run(tensors, first)
+
+
+def _gated_gradient(function, d_output, q, log_f, token_kind=None, **_):
+    """Σ_t f_1 ... f_t q_t d_output_t^T, a state of the same recurrence from the last token on."""
+    padding, q, d_output = _before_first_start(token_kind, q, d_output)
+    log_f = filled(log_f, padding, 0)
+    shifted = jnp.concatenate([log_f[:, 1:], jnp.zeros_like(log_f[:, :1])], axis=1)
+    q, d_output, shifted = (x[:, ::-1] for x in (q, d_output, shifted))
+    state = function(q=q, k=q, v=d_output, log_f=shifted)[1]
+    return jnp.exp(log_f[:, 0].astype(state.dtype))[..., None] * state
+
+
+def _lightning_gradient(function, d_output, q, log_decay, token_kind=None, **_):
+    """Σ_t f^t q_t d_output_t^T for real tokens t = 1, 2 ...; see `_gated_gradient`."""
+    padding, q, d_output = _before_first_start(token_kind, q, d_output)
+    q, d_output = q[:, ::-1], d_output[:, ::-1]
+    tensors = {"q": q, "k": q, "v": d_output, "log_decay": log_decay}
+    if padding is not None:
+        kind = jnp.where(padding[:, ::-1], PADDING, CONTINUES).astype(token_kind.dtype)
+        tensors["token_kind"] = kind
+    state = function(**tensors)[1]
+    return jnp.exp(log_decay.astype(state.dtype))[:, None, None] * state
+
+
+def _before_first_start(token_kind, *tensors):
+    """The mask of padding, [B, T], or None, and tensors with 0 there and from a start on."""
+    starts, padding = kind_masks(token_kind)
+    if token_kind is None:
+        return padding, *tensors
+    dropped = padding | (jnp.cumsum(starts, axis=1) > 0)
+    return padding, *(filled(x, dropped, 0) for x in tensors)
+
+
+# Functions of an operation, the gradient of its output, and its tensors. They return what the
+# output adds to the gradient of the initial state.
+GRADIENTS_OF_STATES = {
+    "gated_linear_attention": _gated_gradient,
+    "lightning_attention": _lightning_gradient,
+}
 
 
 def _total_decay(operation, shard, state):
