@@ -8,6 +8,8 @@ the number of shards. Then the operation continues from the combined state.
 Runs inside `jax.shard_map`; token kinds mark starts of documents and padding, at any position.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -179,7 +181,7 @@ def _before_first_start(token_kind, *tensors):
 
 # Functions of an operation, the gradient of its output, and its tensors. They return what the
 # output adds to the gradient of the initial state.
-GRADIENTS_OF_STATES = {
+GRADIENTS_OF_STATES: dict[str, Callable] = {
     "gated_linear_attention": _gated_gradient,
     "lightning_attention": _lightning_gradient,
 }
