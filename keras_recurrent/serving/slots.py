@@ -201,7 +201,9 @@ class Slots:
 
 def is_on_cpu(model):
     """Returns True if the weights of a model are in the memory of the host."""
-    return "cpu" in str(model.variables[0].value.device).lower()
+    device = model.variables[0].value.device
+    # A device of torch has a type, one of JAX has a platform.
+    return getattr(device, "type", None) == "cpu" or getattr(device, "platform", None) == "cpu"
 
 
 def chunk_sizes(max_chunk):
