@@ -23,6 +23,7 @@ import torch
 from benchmarks.gpu_checks import FAR_OFF, Judge
 from benchmarks.gpu_timing import bytes_a_second, device_ms, flops_a_second, line, peak_mib
 from keras_recurrent.backends.torch import linear_crossentropy as plain
+from keras_recurrent.backends.torch._common import product
 from keras_recurrent.backends.triton import token_crossentropy
 from keras_recurrent.backends.triton._crossentropy import torch_crossentropy as ours
 
@@ -106,14 +107,14 @@ def kernel_alone(size, width, vocabulary, cap):
         torch.randint(vocabulary, (size,), device="cuda"),
         torch.ones(size, device="cuda"),
     )
-    z = plain._product(x, embedding.T * width**-0.5, torch.float32)
+    z = product(x, embedding.T * width**-0.5, torch.float32)
     d_z = torch.empty(z.shape, dtype=torch.bfloat16, device="cuda")
     d_embedding = torch.zeros(vocabulary, width, device="cuda")
     piece = z, weights, tokens, cap or 0.0, torch.bfloat16, d_z
     return {
         "the kernel": device_ms(lambda: ours.chunk_losses(*piece)),
         "logits": device_ms(lambda: torch.mm(x, embedding.T, out_dtype=torch.float32)),
-        "gradient of x": device_ms(lambda: plain._product(d_z, embedding, torch.float32)),
+        "gradient of x": device_ms(lambda: product(d_z, embedding, torch.float32)),
         "gradient of the embedding": device_ms(lambda: plain._add_product(d_embedding, d_z.T, x)),
     }
 

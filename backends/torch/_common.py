@@ -57,6 +57,15 @@ def state_or_zeros(initial_state, shape, dtype, like):
     return initial_state.to(dtype)
 
 
+def product(a, b, dtype):
+    """a b, accumulated and returned in `dtype`."""
+    if a.dtype == b.dtype == dtype:
+        return a @ b
+    if a.is_cuda and a.dtype == b.dtype:
+        return torch.mm(a, b, out_dtype=dtype)
+    return a.to(dtype) @ b.to(dtype)
+
+
 def fresh(tensor, dtype):
     """A contiguous copy with its own memory: operators must not return views."""
     return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)

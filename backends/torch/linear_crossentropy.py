@@ -59,7 +59,7 @@ def _compute(chunk_losses, x, embedding, weights, tokens, cap, gradients):
 
     def compute_chunk(rows, d_z):
         """Returns True if `factors` apply. A function, so that its logits are freed."""
-        z = _product(x[rows], embedding.T, weights.dtype)
+        z = _common.product(x[rows], embedding.T, weights.dtype)
         given = z, weights[rows], tokens[rows], cap, dtype, d_z
         losses[rows], best[rows], chunk_factors = chunk_losses(*given)
         if chunk_factors is not None:
@@ -78,13 +78,13 @@ def _compute(chunk_losses, x, embedding, weights, tokens, cap, gradients):
         for part in _chunks(rows.start, rows.stop, LOGITS // vocabulary):
             index = slice(part.start - rows.start, part.stop - rows.start)
             lacks_factors = compute_chunk(part, d_z_rows[index])
-        d_rows = _product(d_z_rows, embedding, weights.dtype)
+        d_rows = _common.product(d_z_rows, embedding, weights.dtype)
         if lacks_factors:
             d_rows *= factors[rows, None]
             x_rows = (x_rows * factors[rows, None]).to(x.dtype)
         d_x[rows] = d_rows
         if d_embedding is None:
-            d_embedding = _product(d_z_rows.T, x_rows, weights.dtype)
+            d_embedding = _common.product(d_z_rows.T, x_rows, weights.dtype)
         else:
             _add_product(d_embedding, d_z_rows.T, x_rows)
     if d_embedding is None:
@@ -98,23 +98,14 @@ def _chunks(start, stop, size):
     return [slice(i, min(i + size, stop)) for i in range(start, stop, size)]
 
 
-def _product(a, b, dtype):
-    """a b, accumulated and returned in `dtype`."""
-    if a.dtype == b.dtype == dtype:
-        return a @ b
-    if a.is_cuda and a.dtype == b.dtype:
-        return torch.mm(a, b, out_dtype=dtype)
-    return a.to(dtype) @ b.to(dtype)
-
-
 def _add_product(total, a, b):
-    """Adds `_product` of a and b to `total`, in place."""
+    """Adds `product` of a and b to `total`, in place."""
     if a.dtype == b.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda and a.dtype == b.dtype and _supports_float32_addmm(a.device, a.dtype):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
-        total += _product(a, b, total.dtype)
+        total += _common.product(a, b, total.dtype)
 
 
 @functools.cache

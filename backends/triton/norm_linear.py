@@ -1,7 +1,7 @@
-"""y = RMSNorm(x) W + b for a few rows: norm and linear layers, most of a decoding step's time.
+"""y = RMSNorm(x) W + b: norm and linear layers, which take most of a decoding step's time.
 
-A program computes some columns of y from all channels of x. Where there are few columns, it takes
-some of the channels, and another launch adds these partial sums.
+Of up to 16 rows, a program computes some columns of y from all channels of x. Where there are few
+columns, it takes some of the channels, and another launch adds these partial sums.
 
 - A single row is normalized in the same kernel. The gate of a gated MLP is applied by the down
   projection where its programs read some channels each, otherwise by a separate launch: programs
@@ -12,14 +12,22 @@ some of the channels, and another launch adds these partial sums.
 - With `squares`, the launch that computed x has multiplied it by the norm's weight, and the norm's
   factor multiplies the products: no launch reads x only to normalize it. With `next_scale`, the
   launch that adds partial sums prepares the norm that follows in this way.
+
+Products of more rows are those of the framework; one launch after a product does the rest.
 """
 
 from ..constants import MAX_FUSED_ROWS, ROW_SQUARES_GROUP
 from . import rms_norm
 from ._decoding.norm_linear_kernels import columns_kernel, gate_kernel, sum_kernel
 from ._decoding.norm_linear_tiles import is_split, squares_options, tile_options
-from ._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
-from ._runtime.launch import Array, Launch, cdiv, dtype_name
+from ._runtime.framework import (
+    forward_operation,
+    matrix_product,
+    pdl_options,
+    run,
+    step_unsupported_reason,
+)
+from ._runtime.launch import Array, Launch, cdiv, dtype_name, like
 
 _GATES = (None, "silu", "gelu")
 _BLOCK = ROW_SQUARES_GROUP  # numbers of a program that applies a gate or adds partial sums
@@ -44,11 +52,6 @@ def unsupported(
     output_scale=None,
 ) -> str | None:
     """Reason why this implementation cannot take these arguments, or None."""
-    if x.shape[0] > MAX_FUSED_ROWS:
-        return (
-            f"takes up to {MAX_FUSED_ROWS} rows, got {x.shape[0]}: for more, a matrix product "
-            "is faster"
-        )
     if next_scale is not None and (kernel_2 is not None if gate is None else kernel_3 is None):
         return "takes `next_scale` with a single product, or with a third one after a gate"
     kernels = [k for k in (kernel, kernel_2, kernel_3, kernel_4) if k is not None]
@@ -130,6 +133,8 @@ def forward(
     outputs = results(*tensors, next_scale, gate=gate)
     rows = x.shape[0]
     ends = {"residual": residual, "next_scale": next_scale, "output_scale": output_scale}
+    if rows > MAX_FUSED_ROWS:
+        return _many_rows(tensors, outputs, squares=squares, epsilon=epsilon, gate=gate, **ends)
     if gate and kernel_3 is not None:
         gate_tensors = x, scale, kernel, kernel_2, None, None, bias, bias_2, None, None
         down_arguments = None, kernel_3, None, None, None, bias_3, None, None, None
@@ -142,7 +147,7 @@ def forward(
         return _launch((y, *down_arguments), outputs, **ends)
     if rows == 1 and gate:
         totals = _gate_and_up(tensors, squares, epsilon)
-        y = _gate_row(x, *totals, outputs[0], gate, residual=residual, output_scale=output_scale)
+        y = _gate(*totals, outputs[0], gate, residual=residual, output_scale=output_scale)
         return y, *[None] * 5
     if rows > 1 and squares is None and epsilon >= 0:
         (x,) = rms_norm.forward(x, scale, epsilon=epsilon)
@@ -157,13 +162,84 @@ def _gate_and_up(tensors, squares, epsilon):
     return _launch(tensors, outputs, squares=squares, epsilon=epsilon)[:2]
 
 
-def _gate_row(x, gate_total, up_total, output, gate, *, residual, output_scale):
-    """Applies the gate to one row: activation(gate_total) * up_total, both in float32."""
-    columns = output.shape[1]
-    options = {"N": columns, "GATE": gate, "OUTPUT_SCALE": output_scale, "BLOCK": _BLOCK}
-    programs = cdiv(columns, _BLOCK)
-    arrays, options = (gate_total, up_total, residual), options | pdl_options(x)
-    return run(Launch(gate_kernel, programs, arrays, (output,), (), options))[0]
+def _many_rows(tensors, outputs, *, squares, epsilon, gate, residual, next_scale, output_scale):
+    """Products of the framework; a launch after each applies gate, norm's factor, bias and ends."""
+    x, scale, *kernels = tensors[:6]
+    kernels = [kernel for kernel in kernels if kernel is not None]
+    biases = tensors[6 : 6 + len(kernels)]
+    norm = {"squares": squares, "epsilon": epsilon, "channels": x.shape[1]}
+    ends = {"residual": residual, "output_scale": output_scale}
+    if squares is None and epsilon >= 0:
+        (x,) = rms_norm.forward(x, scale, epsilon=epsilon)
+    if gate:
+        totals = [matrix_product(x, kernel, "float32") for kernel in kernels[:2]]
+        if len(kernels) == 2:
+            return _gate(*totals, outputs[0], gate, *biases[:2], **norm, **ends), *[None] * 5
+        x = _gate(*totals, like(totals[0]).astype(dtype_name(x)), gate, *biases[:2], **norm)
+        kernels, biases, norm = kernels[2:], biases[2:], {}
+    elif squares is not None and len(kernels) > 1 and any(bias is None for bias in biases):
+        # One launch before the products, instead of one after each.
+        (x, *_), norm = _add_parts(x, (like(x),), **norm), {}
+    found = [None] * 6
+    for i, (kernel, bias) in enumerate(zip(kernels, biases, strict=True)):
+        added = norm.get("squares"), bias, next_scale, ends["residual"]
+        if output_scale == 1.0 and all(tensor is None for tensor in added):
+            found[i] = matrix_product(x, kernel, dtype_name(x))
+            continue
+        total = matrix_product(x, kernel, "float32")
+        results = outputs[i], *outputs[4:]
+        found[i], *found[4:] = _add_parts(total, results, bias, next_scale, **norm, **ends)
+        ends["residual"] = None  # which is added to the first output
+    return found
+
+
+def _gate(
+    gate_total,
+    up_total,
+    output,
+    gate,
+    bias=None,
+    bias_2=None,
+    *,
+    squares=None,
+    epsilon=-1.0,
+    channels=1,
+    residual=None,
+    output_scale=1.0,
+):
+    """activation(gate_total) * up_total, both in float32, after the norm's factor and biases."""
+    rows, columns = output.shape
+    options = {"K": channels, "N": columns, "GATE": gate, "OUTPUT_SCALE": output_scale}
+    options |= {"BLOCK": _BLOCK, **squares_options(squares), **pdl_options(gate_total)}
+    arrays = gate_total, up_total, squares, bias, bias_2, residual
+    programs, numbers = rows * cdiv(columns, _BLOCK), (rows, epsilon)
+    return run(Launch(gate_kernel, programs, arrays, (output,), numbers, options))[0]
+
+
+def _add_parts(
+    sums,
+    outputs,
+    bias=None,
+    next_scale=None,
+    *,
+    squares=None,
+    epsilon=-1.0,
+    channels=1,
+    residual=None,
+    output_scale=1.0,
+    parts=1,
+):
+    """Adds partial sums [parts, B, N], and applies the norm's factor, bias, scale and residual.
+
+    outputs: the output, and with `next_scale` the next norm's input and sums of squares.
+    """
+    rows, columns = outputs[0].shape
+    options = {"K": channels, "N": columns, "PARTS": parts, "OUTPUT_SCALE": output_scale}
+    options |= {"BLOCK": _BLOCK, **squares_options(squares), **pdl_options(sums)}
+    arrays, programs = (sums, squares, bias, residual, next_scale), rows * cdiv(columns, _BLOCK)
+    outputs = outputs if next_scale is not None else (outputs[0], None, None)
+    numbers = rows, epsilon
+    return run(Launch(sum_kernel, programs, arrays, outputs, numbers, options))
 
 
 def _launch(
@@ -204,12 +280,10 @@ def _launch(
     sums = Array((count, rows, widths[0]), "float32"), None, None, None
     options["OUTPUT_SCALE"] = 1.0
     sums, *_ = run(Launch(columns_kernel, programs * count, inputs, sums, (rows, epsilon), options))
-    options = {"K": channels, "N": widths[0], "PARTS": count, "OUTPUT_SCALE": output_scale}
-    options |= {"BLOCK": _BLOCK, **squares_options(squares), **pdl_options(x)}
-    programs = rows * cdiv(widths[0], _BLOCK)
-    inputs, outputs = (sums, squares, bias, residual, next_scale), (outputs[0], *outputs[4:])
-    y, *norm = run(Launch(sum_kernel, programs, inputs, outputs, (rows, epsilon), options))
-    return y, None, None, None, *norm
+    norm = {"squares": squares, "epsilon": epsilon, "channels": channels, "parts": count}
+    ends = {"residual": residual, "output_scale": output_scale}
+    y, *prepared = _add_parts(sums, (outputs[0], *outputs[4:]), bias, next_scale, **norm, **ends)
+    return y, None, None, None, *prepared
 
 
 _norm_linear = forward_operation("norm_linear", forward, results, count=6)

@@ -195,6 +195,8 @@ def _linear(
     """Computes `linear` from these biases, on one device."""
     operation: Callable = norm_linear
     weights, max_rows, further = _weights, MAX_FUSED_ROWS, {}
+    if dispatch.BACKEND == "torch" and dtype_of(x) in ("float32", "bfloat16"):
+        max_rows = x.shape[0]  # its kernels surround the products of more rows
     if layers[0].quantization_mode is not None:
         operation, weights, max_rows = norm_quantized_linear, quantized.weights, 1
     # In float16, x that is multiplied by a weight but not normalized may be out of range.

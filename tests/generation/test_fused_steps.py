@@ -35,6 +35,8 @@ if isinstance(dispatch.IMPLEMENTATIONS["hgrn2_step"]["triton"], str):
 
 import torch
 
+from keras_recurrent.backends.triton import norm_linear
+
 DATA = pathlib.Path(__file__).parents[1] / "data"
 LENGTHS, TOTAL = (4, 6), 9
 
@@ -127,12 +129,16 @@ def test_maps_of_rows(rows, dtype, monkeypatch):
     """Few rows take a kernel, more a product of torch. Fails if `Dense.__call__` computes any."""
     x = ops.cast(keras.random.normal((rows, 8), seed=0), dtype.removeprefix("mixed_"))
     maps = [Dense(8, bias_initializer="normal", dtype=dtype), Dense(8, use_bias=False, dtype=dtype)]
-    expected = [dense(x) + x for dense in maps]
+    for dense in maps:
+        dense.build((None, 8))
+    weights = [[ops.cast(w, dense.compute_dtype) for w in dense.weights] for dense in maps]
+    in_float32 = [[ops.cast(t, "float32") for t in (x, *tensors)] for tensors in weights]
+    expected = [x + x @ kernel + sum(bias) for x, kernel, *bias in in_float32]
     monkeypatch.setattr(Dense, "__call__", None)
     with torch.no_grad(), keras_recurrent.implementation("triton"):
         found = [decoding.linear(x, [dense], residual=x)[0] for dense in maps]
     for a, b in zip(found, expected, strict=True):
-        tolerance = 1e-5 if dtype == "float32" else 2e-2  # two roundings to bfloat16 of up to 4
+        tolerance = 1e-5 if dtype == "float32" else 2e-2  # one rounding to bfloat16 of up to 8
         a, b = (ops.convert_to_numpy(ops.cast(t, "float32")) for t in (a, b))
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance)
 
@@ -237,6 +243,7 @@ ROWS = {
     "row": (1, 16, "float32"),
     "rows": (3, 16, "float32"),
     "rows of torch": (3, 2, "float32"),
+    "rows of layers": (3, 2, "float16"),
     "row, bfloat16": (1, 16, "bfloat16"),
     "rows, mixed_bfloat16": (3, 16, "mixed_bfloat16"),
 }
@@ -249,7 +256,8 @@ STEPS = [(mixer, rows) for mixer in MIXERS for rows in ROWS if "options" in mixe
 def test_steps_of_options_equal_layers(mixer, name, fused, monkeypatch):
     """Fails if a fused step ignores an option of a layer or the scale of the residual branches."""
     rows, most, dtype = ROWS[name]
-    monkeypatch.setattr(decoding, "MAX_FUSED_ROWS", most)
+    for module in (decoding, norm_linear):
+        monkeypatch.setattr(module, "MAX_FUSED_ROWS", most)
     keras.utils.set_random_seed(0)
     block = GriffinResidualBlock(MIXERS[mixer](dtype), 24, residual_scale=0.3, dtype=dtype)
     block.build((None, None, 8))

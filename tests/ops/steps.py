@@ -72,6 +72,17 @@ CASES = {
         *(2, "float32", 30, (1040, 1040, 300)), gate="silu", residual=True, next_norm=True
     ),
     "many rows": Case(35, "bfloat16", 300, kinds=True),
+    "many rows, three maps": Case(20, "bfloat16", 70, (16, 33, 9), parameters=False),
+    "many rows, delayed norm": Case(17, "bfloat16", 300, (16, 33, 9, 17), kinds=True, **EXTRAS),
+    "many rows, perceptron": Case(
+        *(18, "float32", 70, (540, 540, 33)),
+        **{"gate": "gelu", "residual": True, "next_norm": True, **EXTRAS},
+    ),
+    "many rows, gelu": Case(17, "bfloat16", 70, (18, 18, 7), gate="gelu", **EXTRAS),
+    "many rows, next norm": Case(
+        *(17, "float32", 70, (600,)), residual=True, next_norm=True, parameters=False
+    ),
+    "many rows, silu": Case(40, "float32", 70, (18, 18), gate="silu", residual=True),
     "float16": Case(2, "float16", kinds=True),
     "float64": Case(2, "float64", widths=(16, 33), kinds=True, scale="extreme"),
     "extreme": Case(1, widths=(16, 17), scale="extreme"),

@@ -376,12 +376,16 @@ OF_A_STEP = {
     ),
     "norm_linear, silu": (
         norm_linear.gate_kernel,
-        GATE_KERNEL | {"N": 5632, "GATE": 1, "residual": None},
+        GATE_KERNEL
+        | NO_SQUARES
+        | {"K": 1, "N": 5632, "GATE": 1}
+        | dict.fromkeys(("squares", "gate_bias", "up_bias", "residual")),
         [{}],
     ),
-    "norm_linear, gelu": (
+    "norm_linear of many rows, gelu": (
         norm_linear.gate_kernel,
-        GATE_KERNEL | {"N": 7680, "GATE": 2, "PDL": False},
+        GATE_KERNEL
+        | {"K": 2560, "N": 7680, "GATE": 2, "NUM_SQUARES": 5, "BLOCK_S": 8, "PDL": False},
         [{}],
     ),
     "norm_linear, sum of parts": (

@@ -187,24 +187,44 @@ def columns_kernel(
 def gate_kernel(
     gate_total,
     up_total,
+    squares,
+    gate_bias,
+    up_bias,
     residual,
     y,
+    rows,
+    epsilon,
+    K: tl.constexpr,
     N: tl.constexpr,
     GATE: tl.constexpr,
+    NUM_SQUARES: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     OUTPUT_SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Applies a gate to columns of one row, after the norm's factor if it has squares."""
+    TILES: tl.constexpr = (N + BLOCK - 1) // BLOCK
+    row = tl.program_id(0) // TILES
+    n = tl.program_id(0) % TILES * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         launch_dependents()
         wait_for_previous_launch()
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(gate_total + n, n < N, other=0.0)
-    value = apply_gate(value, tl.load(up_total + n, n < N, other=0.0), GATE)
-    value = _scale_output(value, OUTPUT_SCALE)
+    gate = tl.load(gate_total + row * N + n, n < N, other=0.0)
+    up = tl.load(up_total + row * N + n, n < N, other=0.0)
+    if squares is not None:
+        row_squares = load_squares(squares, row + tl.arange(0, 1), rows, NUM_SQUARES, BLOCK_S)
+        factor = norm_factors(row_squares, epsilon, K)
+        gate *= factor
+        up *= factor
+    if gate_bias is not None:
+        gate += tl.load(gate_bias + n, n < N, other=0.0).to(tl.float32)
+    if up_bias is not None:
+        up += tl.load(up_bias + n, n < N, other=0.0).to(tl.float32)
+    value = _scale_output(apply_gate(gate, up, GATE), OUTPUT_SCALE)
     if residual is not None:
-        value += tl.load(residual + n, n < N, other=0.0).to(tl.float32)
-    tl.store(y + n, value, n < N)
+        value += tl.load(residual + row * N + n, n < N, other=0.0).to(tl.float32)
+    tl.store(y + row * N + n, operand(value, y.dtype.element_ty == tl.bfloat16), n < N)
 
 
 @triton.jit
@@ -256,8 +276,9 @@ def sum_kernel(
     value = _scale_output(value, OUTPUT_SCALE)
     if residual is not None:
         value += tl.load(residual + row * N + n, n < N, other=0.0).to(tl.float32)
-    tl.store(y + row * N + n, value, n < N)
+    SHORT: tl.constexpr = y.dtype.element_ty == tl.bfloat16
+    tl.store(y + row * N + n, operand(value, SHORT), n < N)
     if next_scale is not None:
-        tl.store(scaled + row * N + n, value * weight, n < N)
+        tl.store(scaled + row * N + n, operand(value * weight, SHORT), n < N)
         value = tl.where(n < N, value, 0.0)
         tl.store(next_squares + tl.program_id(0), tl.sum(value * value, 0))

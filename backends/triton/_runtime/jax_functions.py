@@ -26,6 +26,13 @@ from . import interpreter
 from .operation import options_of
 
 zeros_like = jnp.zeros_like
+
+
+def matrix_product(a, b, dtype):
+    highest = jax.lax.Precision.HIGHEST
+    return jnp.matmul(a, b, precision=highest, preferred_element_type=dtype)
+
+
 _TYPES = {
     "bfloat16": "bf16",
     "float16": "fp16",

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from ...constants import LOWEST_CAPABILITY
 from ...torch import _sharding
 from ...torch._autograd import call_without_gradient, register_autograd
-from ...torch._common import capability_reason, has_capability
+from ...torch._common import capability_reason, has_capability, product
 from ...torch._states import inplace_states_allowed
 from .._device.common import INTERPRETED, assembler_error_note
 from .operation import options_of, tensors_of
@@ -138,6 +138,10 @@ def cast(x, dtype):
 
 
 zeros_like = torch.zeros_like
+
+
+def matrix_product(a, b, dtype):
+    return product(a, b, getattr(torch, dtype))
 
 
 def search_sorted_rows(rows, count, right=False):
