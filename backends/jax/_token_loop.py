@@ -79,7 +79,7 @@ def _next(state, t, k, v, f):
 
 
 def _token(x, t):
-    return jax.lax.dynamic_index_in_dim(x, t, keepdims=False)
+    return jax.lax.dynamic_index_in_dim(x, t, keepdims=False, allow_negative_indices=False)
 
 
 def _rows(x, t):
@@ -93,7 +93,7 @@ def _sum(rows, state):
 
 
 def _put(x, t, token):
-    return jax.lax.dynamic_update_index_in_dim(x, token, t, axis=0)
+    return jax.lax.dynamic_update_index_in_dim(x, token, t, axis=0, allow_negative_indices=False)
 
 
 def _tokens_first(*tensors):
