@@ -102,8 +102,12 @@ def take(x, index, valid):
 
 
 def sum_over_tokens(x):
-    """The sum [D] of x [B, T, D], first by halves, which XLA fuses with the computation of x."""
-    while x.shape[1] % 2 == 0 and x.shape[1] > 8:
+    """The sum [D] of x [B, T, D].
+
+    Long sequences are first added by halves, which XLA fuses with the computation of x. In short
+    ones, it would compute x element by element.
+    """
+    while x.shape[1] % 2 == 0 and x.shape[1] > 32:
         x = x[:, : x.shape[1] // 2] + x[:, x.shape[1] // 2 :]
     return jnp.sum(x, axis=(0, 1))
 

@@ -1,7 +1,9 @@
 """Linear attention token by token, for heads so small that chunks cost more on CPUs.
 
 A token of all sequences and heads is one step of a loop. Sequences and heads are the last axis, and
-sums over a head are written out, so that XLA vectorizes each step.
+sums over a head are written out, so that XLA vectorizes each step. For the same reason each term of
+a sum slices its row from the token itself: where a fused loop uses one value at several indices,
+XLA loads the index of the token for each element, and does not vectorize.
 """
 
 import functools
@@ -16,23 +18,24 @@ def outputs(state, q, k, v, f):
 
     q, k, f: [B, T, H, K]; v: [B, T, H, V]; state: [B, H, K, V], of one dtype.
     """
+    q_t, k_t, v_t, f_t = _tokens_first(q, k, v, f)
 
-    def step(state, token):
-        q, k, v, f = token
-        state = _next(state, k, v, f)
-        return state, _sum(q[:, None] * state)
+    def step(t, loop):
+        state, output = loop
+        state = _next(state, t, k_t, v_t, f_t)
+        return state, _put(output, t, _sum(_rows(q_t, t), state))
 
-    last, output = jax.lax.scan(step, _heads_last(state), _tokens_first(q, k, v, f))
+    last, output = jax.lax.fori_loop(0, len(q_t), step, (_heads_last(state), jnp.zeros_like(v_t)))
     return _tokens_second(output, q), _heads_first(last, state)
 
 
 def state_after(state, _, k, v, f):
     """Returns the state after the tokens."""
-
-    def step(state, token):
-        return _next(state, *token), None
-
-    return _heads_first(jax.lax.scan(step, _heads_last(state), _tokens_first(k, v, f))[0], state)
+    tokens = _tokens_first(k, v, f)
+    last = jax.lax.fori_loop(
+        0, len(tokens[0]), lambda t, state: _next(state, t, *tokens), _heads_last(state)
+    )
+    return _heads_first(last, state)
 
 
 def gradients(state, d_output, d_last, q, k, v, f):
@@ -42,31 +45,55 @@ def gradients(state, d_output, d_last, q, k, v, f):
 
         dq = S do,  dk = G v,  dv = G^T k,  dlog f = f Σ_v G S_{t-1}
     """
+    q_t, k_t, v_t, f_t, d_output = _tokens_first(q, k, v, f, d_output)
+    length, first = len(q_t), _heads_last(state)
 
-    def forward(state, token):
-        k, v, f, d_output = token
-        after = _next(state, k, v, f)
-        return after, (state, _sum(jnp.swapaxes(after, 0, 1) * d_output[:, None]))
+    def forward(t, loop):
+        state, states, d_q = loop
+        state = _next(state, t, k_t, v_t, f_t)
+        d_q = _put(d_q, t, _sum(_rows(d_output, t), state.swapaxes(0, 1)))
+        return state, _put(states, t + 1, state), d_q
 
-    def backward(g, token):
-        q, k, v, f, d_output, state = token
-        g += q[:, None] * d_output
-        d_k, decayed = (_sum(jnp.swapaxes(g * x, 0, 1)) for x in (v, state))
-        return f[:, None] * g, (d_k, _sum(g * k[:, None]), f * decayed)
+    states = jnp.zeros((length + 1, *first.shape), first.dtype).at[0].set(first)
+    _, states, d_q = jax.lax.fori_loop(0, length, forward, (first, states, jnp.zeros_like(q_t)))
+    f_next = jnp.concatenate([f_t[1:], jnp.ones_like(f_t[:1])])
 
-    q_t, *k_v_f, d_output = _tokens_first(q, k, v, f, d_output)
-    _, (before, d_q) = jax.lax.scan(forward, _heads_last(state), (*k_v_f, d_output))
-    tokens = q_t, *k_v_f, d_output, before
-    g, found = jax.lax.scan(backward, _heads_last(d_last), tokens, reverse=True)
-    return *(_tokens_second(d, q) for d in (d_q, *found)), _heads_first(g, state)
+    def backward(i, loop):
+        g, d_k, d_v, d_log_f = loop
+        t = length - 1 - i
+        g = _next(g, t, q_t, d_output, f_next)
+        d_k = _put(d_k, t, _sum(_rows(v_t, t), g.swapaxes(0, 1)))
+        d_v = _put(d_v, t, _sum(_rows(k_t, t), g))
+        d_decay = _sum(_rows(states.swapaxes(1, 2), t), g.swapaxes(0, 1))
+        return g, d_k, d_v, _put(d_log_f, t, _token(f_t, t) * d_decay)
+
+    start = _heads_last(d_last), *map(jnp.zeros_like, (k_t, v_t, f_t))
+    g, *found = jax.lax.fori_loop(0, length, backward, start)
+    d_state = _heads_first(f_t[0][:, None] * g, state)
+    return *(_tokens_second(d, q) for d in (d_q, *found)), d_state
 
 
-def _next(state, k, v, f):
+def _next(state, t, k, v, f):
+    k, v, f = (_token(x, t) for x in (k, v, f))
     return f[:, None] * state + k[:, None] * v
 
 
-def _sum(x):
-    return functools.reduce(operator.add, x)
+def _token(x, t):
+    return jax.lax.dynamic_index_in_dim(x, t, keepdims=False, allow_negative_indices=False)
+
+
+def _rows(x, t):
+    """The rows of a token, each sliced from x: [T, K, ...]."""
+    return [_token(x[:, i], t) for i in range(x.shape[1])]
+
+
+def _sum(rows, state):
+    """The sum of the rows of `state`, each multiplied by one of `rows`."""
+    return functools.reduce(operator.add, (row * state[i] for i, row in enumerate(rows)))
+
+
+def _put(x, t, token):
+    return jax.lax.dynamic_update_index_in_dim(x, token, t, axis=0, allow_negative_indices=False)
 
 
 def _tokens_first(*tensors):

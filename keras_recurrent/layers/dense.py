@@ -2,6 +2,7 @@
 
 import keras
 
+from keras_recurrent.devices.jax_layouts import flatten_tokens
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.remat import no_further_remat
 
@@ -25,3 +26,13 @@ def inner_dense(layer, units, name, use_bias=False):
             dtype=layer.dtype_policy,
             name=name,
         )
+
+
+def project(layer, dense, inputs):
+    """Applies a `Dense` inside `layer` to `[B, T, D]`, as one matrix `[B * T, D]`.
+
+    The gradient of the weight is a sum over all tokens. With two axes of tokens, XLA on CPUs
+    would first copy the gradient of the output to transpose it.
+    """
+    tokens, restore_time = flatten_tokens(inputs)
+    return restore_time(layer.inner(dense, tokens))

@@ -8,7 +8,7 @@ from keras_recurrent.devices import jax_steps
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
 from keras_recurrent.layers.default_sizes import default_expand_ratio
-from keras_recurrent.layers.dense import inner_dense
+from keras_recurrent.layers.dense import inner_dense, project
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.inner_streaming import stream_inner
 from keras_recurrent.layers.lower_bounds import BoundedLayer
@@ -65,8 +65,9 @@ class HGRN2(BoundedLayer):
         `{"inputs": [B, conv_size - 1, D] float32}`.
 
     Sublayers: `q_proj`, `f_proj`, `i_proj`, `o_proj`, all `Dense` without bias, `norm`, and with
-    `conv_size` the convolutions. Forget gates and the memory are computed in float32 even under a
-    16-bit policy.
+    `conv_size` the convolutions. The inputs of the linear layers are all tokens of the batch,
+    `[B * T, D]`; hooks and activity regularizers get this shape. Forget gates and the memory are
+    computed in float32 even under a 16-bit policy.
 
     Raises:
         ValueError: the inputs are not `[B, T, D]`; `expand_ratio` does not divide D, or is None
@@ -163,9 +164,9 @@ class HGRN2(BoundedLayer):
     def stream(self, inputs, tokens, state, lower_bound=None):
         after = {}
         projected = {
-            "q": self.inner(self.q_proj, inputs),
-            "f": self.inner(self.f_proj, inputs),
-            "i": self.inner(self.i_proj, inputs),
+            "q": project(self, self.q_proj, inputs),
+            "f": project(self, self.f_proj, inputs),
+            "i": project(self, self.i_proj, inputs),
         }
         for name, convolution in self.convolutions.items():
             projected[name[0]], after[name] = stream_inner(
@@ -199,7 +200,7 @@ class HGRN2(BoundedLayer):
     def output_of(self, o):
         """Returns the layer's output from the outputs of its heads."""
         o = ops.reshape(o, (*ops.shape(o)[:2], self.width))
-        return self.inner(self.o_proj, self.inner(self.norm, o))
+        return project(self, self.o_proj, self.inner(self.norm, o))
 
     def unfused_reason(self):
         if self.conv_size is not None:

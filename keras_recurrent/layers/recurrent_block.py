@@ -4,11 +4,10 @@ import keras
 from keras import ops
 
 from keras_recurrent.checks.arguments import check_boolean, check_num_blocks, check_positive_integer
-from keras_recurrent.devices.jax_layouts import flatten_tokens
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
 from keras_recurrent.layers.cg_lru import CGLRU, check_complex_channels
-from keras_recurrent.layers.dense import inner_dense
+from keras_recurrent.layers.dense import inner_dense, project
 from keras_recurrent.layers.gru_arguments import ALTERNATIVES
 from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
 from keras_recurrent.layers.inner_streaming import stream_inner
@@ -187,24 +186,15 @@ class RecurrentBlock(StreamingLayer):
         return getattr(self, self.recurrence)
 
     def stream(self, inputs, tokens, state):
-        x, after = self._project(self.linear_x, inputs), {}
+        x, after = project(self, self.linear_x, inputs), {}
         for name, layer in self.streaming_sublayers().items():
             x, after[name] = stream_inner(self, layer, x, tokens, state.get(name))
         return x, after
 
-    def _project(self, dense, inputs):
-        """Applies a `Dense` to `[B, T, D]`, as one matrix `[B * T, D]`.
-
-        The gradient of the weight is a sum over all tokens. With two axes of tokens, XLA on CPUs
-        would first copy the gradient of the output to transpose it.
-        """
-        tokens, restore_time = flatten_tokens(inputs)
-        return restore_time(self.inner(dense, tokens))
-
     def finish(self, output, inputs):
-        gate = self._project(self.linear_y, inputs)
+        gate = project(self, self.linear_y, inputs)
         x = gated_linear_unit(gate, output, activation="gelu")
-        return self._project(self.linear_out, x)
+        return project(self, self.linear_out, x)
 
     def unfused_reason(self):
         unit = self.unit
