@@ -75,7 +75,7 @@ def matrix_product(dense, x):
     a time. In decoding at batch size 1, it takes a third of the time of the products. `keras.ops`
     would take more host time than the launch.
     """
-    kernel = _weight(dense.kernel, x.dtype)
+    kernel = _kernel(dense, x.dtype)
     if x.device != kernel.device:
         x = ops.convert_to_tensor(x)  # on Keras's device
     if dense.bias is None:
@@ -98,12 +98,18 @@ def block_diagonal_product(dense, x):
 
     dense: an `EinsumDense` with a kernel [blocks, block width, units], in the dtype of x.
     """
-    kernel, bias = _weight(dense.kernel, x.dtype), _weight(dense.bias, x.dtype)
+    kernel, bias = _kernel(dense, x.dtype), _weight(dense.bias, x.dtype)
     num_blocks, width, units = kernel.shape
     diagonal = torch.eye(num_blocks, dtype=x.dtype, device=kernel.device)
     blocks = kernel.unsqueeze(2) * diagonal.view(num_blocks, 1, num_blocks, 1)
     matrix = blocks.view(num_blocks * width, num_blocks * units)
     return torch.addmm(bias.view(-1), x, matrix)
+
+
+def _kernel(dense, dtype):
+    # Keras's property takes as long as a launch, to look for quantization.
+    is_stored = dense.quantization_mode is None and not dense.lora_enabled
+    return _weight(dense._kernel if is_stored else dense.kernel, dtype)
 
 
 def _weight(weight, dtype):
