@@ -56,6 +56,18 @@ def is_eager(inputs):
     )
 
 
+def apply_function(function, *inputs):
+    """Computes `function.apply(*inputs)`, in eager mode without its overhead.
+
+    That inspects the signature of `forward`, which takes longer than most launches.
+    """
+    if not is_eager(inputs):
+        return function.apply(*inputs)
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+        return super(torch.autograd.Function, function).apply(*inputs)
+    return function.forward(*inputs)
+
+
 def call_without_gradient(operator, *inputs):
     """Calls a custom operator that computes gradients, without the dispatcher in eager mode."""
     if torch.is_grad_enabled() or not is_eager(inputs):
@@ -110,9 +122,7 @@ def _register(operator, compute_gradients, save):
         @compile_only_in_graphs
         def forward(ctx, *inputs_and_call):
             *inputs, (keyset, transformed) = inputs_and_call
-            if keyset is None:
-                output = operator._init_fn(*inputs)
-            elif transformed:  # an outer transform may differentiate this computation
+            if transformed:  # an outer transform may differentiate this computation
                 with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
                     output = compute(keyset, inputs)
             else:
@@ -130,6 +140,16 @@ def _register(operator, compute_gradients, save):
             finally:
                 ctx.needs_input_grad = needs_input_grad
             return *found, None
+
+    class EagerGradient(torch.autograd.Function):
+        @staticmethod
+        @compile_only_in_graphs
+        def forward(ctx, *inputs):
+            output = operator._init_fn(*inputs)
+            save(ctx, inputs, output)
+            return output
+
+        backward = staticmethod(gradients)
 
     @compile_only_in_graphs
     def kernel(keyset, *inputs):
@@ -151,7 +171,7 @@ def _register(operator, compute_gradients, save):
         if not is_eager(inputs):
             return operator(*inputs)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-            return super(torch.autograd.Function, Gradient).apply(*inputs, (None, False))
+            return super(torch.autograd.Function, EagerGradient).apply(*inputs)
         return operator._init_fn(*inputs)
 
     return call

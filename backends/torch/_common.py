@@ -87,6 +87,17 @@ def spans(tensor):
     return [slice(i, min(i + step, length)) for i in range(0, length, step)]
 
 
+def blocks(*tensors):
+    """Cuts tensors [B, T, ...] along time as `spans` does, the first being [B, T, D].
+
+    Returns a tuple of blocks for each span; None stays None. A single block is not copied.
+    """
+    cuts = spans(tensors[0])
+    if len(cuts) == 1:
+        return [tensors]
+    return [tuple(t if t is None else t[:, cut] for t in tensors) for cut in cuts]
+
+
 def is_one_token(x, *tensors):
     """Returns True if x [B, T, ...] is a single token and no tensor needs a gradient.
 
@@ -127,6 +138,20 @@ def kind_masks(token_kind, span=slice(None)):
     return token_kind == STARTS, token_kind == PADDING
 
 
+def masks_of_tokens(token_kind):
+    """`kind_masks` [B, T, 1] inside a custom operator: on a CPU, None instead of an unset mask.
+
+    Elsewhere, reading the kinds would wait for the device.
+    """
+    if token_kind is None:
+        return None, None
+    largest, kind = PADDING, token_kind.unsqueeze(2)
+    if kind.device.type == "cpu" and kind.numel():
+        largest = int(kind.max())
+    starts = kind == STARTS if largest >= STARTS else None
+    return starts, kind == PADDING if largest >= PADDING else None
+
+
 def filled(tensor, mask, value):
     """`tensor` [B, T, ...] with `value` where `mask` [B, T] is set; mask None changes nothing."""
     return tensor if mask is None else tensor.masked_fill(_expand_mask(tensor, mask), value)
@@ -139,6 +164,14 @@ def fill_(tensor, mask, value):
 
 def _expand_mask(tensor, mask):
     return mask.reshape(*mask.shape, *[1] * (tensor.ndim - mask.ndim))
+
+
+def total_(parts):
+    """The sum of a list of tensors, in place of the first."""
+    first, *others = parts
+    for part in others:
+        first.add_(part)
+    return first
 
 
 def applied_decay_(a, starts, padding):

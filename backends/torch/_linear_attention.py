@@ -50,7 +50,8 @@ def chunked(x, span, size, dtype):
     shape = (batch, heads, chunks * size, width)
     out = x.new_empty(shape, dtype=dtype)
     out[:, :, :length] = x.transpose(1, 2)
-    out[:, :, length:] = 0
+    if length < chunks * size:
+        out[:, :, length:] = 0
     return out.view(batch * heads, chunks, size, width)
 
 

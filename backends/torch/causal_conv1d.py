@@ -25,6 +25,7 @@ from ._common import (
     spans,
     state_or_zeros,
     step_masks,
+    total_,
     where,
 )
 
@@ -159,25 +160,26 @@ def _backward(dy, d_state, x, kernel, bias, initial_state, token_kind, activatio
         last = tokens.last[:, :, None].expand_as(d_state)
         d_inputs.scatter_(1, last, filled(d_state, tokens.outdated, 0))
 
-    d_weights = torch.zeros_like(weights)
-    d_bias = weights.new_zeros(x.shape[2])
+    d_weights, d_bias = [], []
     for span in spans(x):
         dz_b = dy[:, span].to(dtype)
         if activation == "silu":
             z_b = _filtered(inputs, weights, bias, tokens, span)
             dz_b = slope_of_gated(torch.sigmoid(z_b), z_b, z_b).mul_(dz_b)
-        d_bias += dz_b.sum((0, 1))
+        d_bias.append(dz_b.sum((0, 1)))
+        d_taps = []
         for tap in range(taps + 1):
             d_tap, tapped = _mask_documents(dz_b, tokens, span, tap, taps), _shift(span, tap)
             d_inputs[:, tapped].addcmul_(d_tap, weights[tap])
-            d_weights[tap] += (d_tap * inputs[:, tapped]).sum((0, 1))
+            d_taps.append((d_tap * inputs[:, tapped]).sum((0, 1)))
+        d_weights.append(torch.stack(d_taps))
 
     dx = d_inputs[:, taps:]
     dx = fresh(dx, x.dtype) if tokens is None else _move(dx.to(x.dtype), tokens.target)
     return (
         dx,
-        d_weights.to(kernel.dtype),
-        x.new_empty(0) if bias is None else d_bias.to(bias.dtype),
+        total_(d_weights).to(kernel.dtype),
+        x.new_empty(0) if bias is None else total_(d_bias).to(bias.dtype),
         fresh(d_inputs[:, :taps], dtype),
     )
 

@@ -168,11 +168,17 @@ def _between_halves(weights, half):
 def _weights(q, k, levels):
     """a_us for s <= u, [..., C, C]."""
     weights = torch.diag_embed((q * k).sum(-1))
-    for from_boundary, to_boundary in levels:
-        half = from_boundary.shape[-2]
-        (k_left, _), (_, q_right) = _halves(k, half), _halves(q, half)
-        _between_halves(weights, half).copy_((q_right * from_boundary) @ (k_left * to_boundary).mT)
+    for level in levels:
+        _, _, q_b, k_b = _to_boundary(q, k, *level)
+        _between_halves(weights, k_b.shape[-2]).copy_(q_b @ k_b.mT)
     return weights
+
+
+def _to_boundary(q, k, from_boundary, to_boundary):
+    """q of right halves and k of left halves, as they are and with their decays."""
+    half = from_boundary.shape[-2]
+    q_right, k_left = _halves(q, half)[1], _halves(k, half)[0]
+    return q_right, k_left, q_right * from_boundary, k_left * to_boundary
 
 
 def _group_gradient(state, d_output, g, q, k, v, f):
@@ -189,7 +195,7 @@ def _group_gradient(state, d_output, g, q, k, v, f):
     states_(total, before, state)
     d_state = states_(total, after, g, reverse=True)
 
-    d_v = (k_out @ after).add_(_weights(q, k, levels).mT @ d_output)
+    d_v = k_out @ after
     d_q = (d_output @ before.mT).mul_(from_start)
     d_k = (v @ after.mT).mul_(to_end)
     # Terms of the gradient of log f: `crossing` applies to every token of a block, `later` to its
@@ -197,13 +203,14 @@ def _group_gradient(state, d_output, g, q, k, v, f):
     crossing = before.mul_(after).sum(-1).mul_(total.squeeze(-1)).unsqueeze(-2)
     later, earlier = q * d_q, k * d_k
 
-    d_weights = inner_products(d_output, v)
+    weights, d_weights = torch.diag_embed((q * k).sum(-1)), inner_products(d_output, v)
     for from_boundary, to_boundary in reversed(levels):
         half = from_boundary.shape[-2]
-        (k_left, _), (_, q_right) = _halves(k, half), _halves(q, half)
+        q_right, k_left, q_b, k_b = _to_boundary(q, k, from_boundary, to_boundary)
+        _between_halves(weights, half).copy_(q_b @ k_b.mT)
         d_between = _between_halves(d_weights, half)
-        d_right = (d_between @ (k_left * to_boundary)).mul_(from_boundary)
-        d_left = (d_between.mT @ (q_right * from_boundary)).mul_(to_boundary)
+        d_right = (d_between @ k_b).mul_(from_boundary)
+        d_left = (d_between.mT @ q_b).mul_(to_boundary)
         _halves(d_q, half)[1].add_(d_right)
         _halves(d_k, half)[0].add_(d_left)
 
@@ -213,6 +220,7 @@ def _group_gradient(state, d_output, g, q, k, v, f):
         later_right.addcmul_(q_right, d_right)
         earlier_left.addcmul_(k_left, d_left)
 
+    d_v.add_(weights.mT @ d_output)
     # Weights of a token and itself have no decay.
     d_own = d_weights.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
     d_q.addcmul_(d_own, k)

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from ..constants import GELU_CLIP
-from ._autograd import compile_only_in_graphs
+from ._autograd import apply_function, compile_only_in_graphs
 from ._common import accumulation_dtype, elements_per_launch, forward_mode_active, slope_of_gated
 from ._sharding import is_sharded
 
@@ -25,14 +25,14 @@ def gated_linear_unit(gate, x, activation="silu"):
     """gate, x: [..., D]; activation: "silu" or "gelu". Returns [..., D] in x's dtype."""
     if forward_mode_active():
         return _forward(gate, x, activation)
-    return _GatedLinearUnit.apply(gate, x, activation)
+    return apply_function(_GatedLinearUnit, gate, x, activation)
 
 
 def _forward(gate, x, activation):
     dtype = accumulation_dtype(gate, x)
     z = gate.to(dtype)
     # Not torch's own gelu, z (1 + tanh(u / 2)) / 2: it loses the digits of a nearly closed gate.
-    value = F.silu(z) if activation == "silu" else z * torch.sigmoid(_gelu_arguments(z)[0])
+    value = F.silu(z) if activation == "silu" else z * torch.sigmoid(_add_cube(1, *_terms(z)))
     return (value * x.to(dtype)).to(x.dtype)
 
 
@@ -56,10 +56,13 @@ class _GatedLinearUnit(torch.autograd.Function):
             d_gate, d_x = slope * x * d_output, value * d_output
             return d_gate.to(gate.dtype), d_x.to(x.dtype), None
         d_gate, d_x = gate.new_empty(gate.shape), x.new_empty(x.shape)
-        # Block by block, so that temporaries stay in the cache; the compiler needs no blocks.
-        size = x.numel() if torch.compiler.is_compiling() else elements_per_launch(x)
-        blocks = (t.reshape(-1).split(size) for t in (gate, x, d_output, d_gate, d_x))
-        for block in zip(*blocks, strict=True):
+        tensors = gate, x, d_output, d_gate, d_x
+        size = elements_per_launch(x)
+        if torch.compiler.is_compiling() or x.numel() <= size:
+            _write_gradients(ctx.activation, *tensors)
+            return d_gate, d_x, None
+        # Block by block, so that temporaries stay in the cache.
+        for block in zip(*(t.reshape(-1).split(size) for t in tensors), strict=True):
             _write_gradients(ctx.activation, *block)
         return d_gate, d_x, None
 
@@ -72,14 +75,20 @@ def _write_gradients(activation, gate, x, d_output, d_gate, d_x):
 
 def _activated(activation, z):
     """activation(z) = z σ(u) and its derivative."""
-    u, z_du = _gelu_arguments(z) if activation == "gelu" else (z, z)
+    u, z_du = z, z
+    if activation == "gelu":
+        terms = _terms(z)
+        u, z_du = _add_cube(1, *terms), _add_cube(3, *terms)
     s = torch.sigmoid(u)
     return z * s, slope_of_gated(s, u, z_du)
 
 
-def _gelu_arguments(z):
-    """u of gelu(z) = z σ(u), and z u'."""
+def _terms(z):
+    """The terms of u of gelu(z) = z σ(u), of which `_add_cube` makes u, and z u' with factor 3."""
     bounded = z.clamp(-GELU_CLIP, GELU_CLIP)
     scaled = bounded * _SQRT_8_OVER_PI
-    cube = scaled * bounded * bounded
-    return torch.add(scaled, cube, alpha=0.044715), torch.add(scaled, cube, alpha=3 * 0.044715)
+    return scaled, scaled * bounded * bounded
+
+
+def _add_cube(factor, scaled, cube):
+    return torch.add(scaled, cube, alpha=factor * 0.044715)

@@ -16,15 +16,15 @@ import torch
 from ..constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
 from ._common import (
     accumulation_dtype,
-    applied_decay_,
+    blocks,
     define_operator,
     fill_,
     fresh,
     is_one_token,
-    kind_masks,
-    spans,
+    masks_of_tokens,
     state_or_zeros,
     step_masks,
+    total_,
     where,
 )
 from ._scan import adjoint_scan, scan_, times_previous_
@@ -54,26 +54,24 @@ def _step(x, gate_a, gate_x, a_logit, initial_state, token_kind):
     return h.to(x.dtype).unsqueeze(1), h
 
 
-# Everything but the scan is computed span by span and in place, so that temporaries stay in the
+# Everything but the scan is computed block by block and in place, so that temporaries stay in the
 # cache.
 
 
 def _log_decay_of_open_gate(a_logit):
     """log a for r = 1."""
-    return -DECAY_EXPONENT * torch.logaddexp(torch.zeros_like(a_logit), -a_logit)
+    return torch.nn.functional.logsigmoid(a_logit) * DECAY_EXPONENT
 
 
-def _log_decay(gate_a, log_a_open):
-    return torch.sigmoid(gate_a.to(log_a_open.dtype)).mul_(log_a_open)
+def _applied_log_decay(gate_a, log_a_open, starts, padding):
+    """The log of `applied_decay_`: -inf at a start, 0 at padding."""
+    log_a = torch.sigmoid(gate_a.to(log_a_open.dtype)).mul_(log_a_open)
+    return fill_(fill_(log_a, starts, -torch.inf), padding, 0)
 
 
-def _write_decay(a, log_a, starts, padding):
-    applied_decay_(torch.exp(log_a, out=a), starts, padding)
-
-
-def _multiplier(log_a, starts):
-    """sqrt(1 - a²), and 1 at a start."""
-    return fill_((2 * log_a).expm1_().neg_().sqrt_(), starts, 1)
+def _multiplier(log_a):
+    """sqrt(1 - a²), which is 1 at a start."""
+    return (2 * log_a).expm1_().neg_().sqrt_()
 
 
 def _forward(x, gate_a, gate_x, a_logit, initial_state, token_kind):
@@ -81,12 +79,12 @@ def _forward(x, gate_a, gate_x, a_logit, initial_state, token_kind):
     state = state_or_zeros(initial_state, x[:, 0].shape, dtype, x)
     log_a_open = _log_decay_of_open_gate(a_logit.to(dtype))
     a, h = (x.new_empty(x.shape, dtype=dtype) for _ in range(2))
-    for span in spans(x):
-        starts, padding = kind_masks(token_kind, span)
-        log_a = _log_decay(gate_a[:, span], log_a_open)
-        _write_decay(a[:, span], log_a, starts, padding)
-        s_i = _multiplier(log_a, starts).mul_(gate_x[:, span].to(dtype).sigmoid())
-        fill_(torch.mul(s_i, x[:, span], out=h[:, span]), padding, 0)
+    masks = masks_of_tokens(token_kind)
+    for x_b, u, v, a_b, h_b, starts, padding in blocks(x, gate_a, gate_x, a, h, *masks):
+        log_a = _applied_log_decay(u, log_a_open, starts, padding)
+        torch.exp(log_a, out=a_b)
+        s_i = _multiplier(log_a).mul_(v.to(dtype).sigmoid())
+        fill_(torch.mul(s_i, x_b, out=h_b), padding, 0)
     scan_(a, h, state, h)
     return h.to(x.dtype), fresh(h[:, -1], dtype)
 
@@ -96,11 +94,11 @@ def _backward(dh, d_state, h, x, gate_a, gate_x, a_logit, initial_state, token_k
     state = state_or_zeros(initial_state, d_state.shape, dtype, x)
     logit = a_logit.to(dtype)
     log_a_open = _log_decay_of_open_gate(logit)
+    masks = masks_of_tokens(token_kind)
 
     a = x.new_empty(x.shape, dtype=dtype)
-    for span in spans(x):
-        log_a = _log_decay(gate_a[:, span], log_a_open)
-        _write_decay(a[:, span], log_a, *kind_masks(token_kind, span))
+    for u, a_b, starts, padding in blocks(gate_a, a, *masks):
+        torch.exp(_applied_log_decay(u, log_a_open, starts, padding), out=a_b)
     g = adjoint_scan(a, dh.to(dtype), d_state)
     d_initial = a[:, 0] * g[:, 0]
 
@@ -108,28 +106,29 @@ def _backward(dh, d_state, h, x, gate_a, gate_x, a_logit, initial_state, token_k
     dx = g if x.dtype == dtype else x.new_empty(x.shape)
     d_gate_a = a if gate_a.dtype == dtype else gate_a.new_empty(x.shape)
     d_gate_x = gate_x.new_empty(x.shape)
-    d_log_a_open = torch.zeros_like(log_a_open)
-    for span in spans(x):
-        starts, padding = kind_masks(token_kind, span)
-        a_b, g_b = a[:, span], g[:, span]
-        u, v = gate_a[:, span].to(dtype), gate_x[:, span].to(dtype)
+    d_log_a_open = []
+    inputs = blocks(x, h, gate_a, gate_x, a, g, *masks)
+    for block, gradients in zip(inputs, blocks(dx, d_gate_a, d_gate_x), strict=True):
+        x_b, h_b, u, v, a_b, g_b, starts, padding = block
+        dx_b, d_u, d_v = gradients
+        u, v = u.to(dtype), v.to(dtype)
         r, i = torch.sigmoid(u), torch.sigmoid(v)
         log_a = r * log_a_open
-        s = _multiplier(log_a, starts)
-        entering = h[:, span.start - 1] if span.start else state
-        d_log_a = times_previous_(g_b.clone(), h[:, span], entering)
+        s = fill_(_multiplier(log_a), starts, 1)
+        d_log_a = times_previous_(g_b.clone(), h_b, state)
+        state = h_b[:, -1]
 
-        gix = (g_b * x[:, span]).mul_(i)
-        fill_(torch.mul(g_b, i.mul_(s), out=dx[:, span]), padding, 0)
-        torch.mul(torch.sigmoid(v.neg()).mul_(s), gix, out=d_gate_x[:, span])
-        fill_(d_gate_x[:, span], padding, 0)
+        gix = (g_b * x_b).mul_(i)
+        fill_(torch.mul(g_b, i.mul_(s), out=dx_b), padding, 0)
+        torch.mul(torch.sigmoid(v.neg()).mul_(s), gix, out=d_v)
+        fill_(d_v, padding, 0)
 
         gix.mul_(a_b)
         d_log_a.addcdiv_(gix, s.clamp_min_(SMALLEST_DIVISOR), value=-1).mul_(a_b)
-        d_log_a_open += fill_(r.mul_(d_log_a), padding, 0).sum((0, 1))
-        torch.mul(torch.sigmoid(u.neg()).mul_(log_a), d_log_a, out=d_gate_a[:, span])
-        fill_(d_gate_a[:, span], padding, 0)
-    d_logit = d_log_a_open.mul_(DECAY_EXPONENT).mul_(torch.sigmoid(-logit))
+        d_log_a_open.append(fill_(r.mul_(d_log_a), padding, 0).sum((0, 1)))
+        torch.mul(torch.sigmoid(u.neg()).mul_(log_a), d_log_a, out=d_u)
+        fill_(d_u, padding, 0)
+    d_logit = total_(d_log_a_open).mul_(DECAY_EXPONENT).mul_(torch.sigmoid(-logit))
     return dx, d_gate_a, d_gate_x, d_logit.to(a_logit.dtype), d_initial
 
 

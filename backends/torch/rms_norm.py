@@ -11,7 +11,7 @@ a custom operator, so that `torch.compile` fuses it with adjacent operators.
 import torch
 
 from ..constants import SMALLEST_SCALED_EPSILON, SQUARES_SCALE
-from ._autograd import compile_only_in_graphs
+from ._autograd import apply_function, compile_only_in_graphs
 from ._common import accumulation_dtype, forward_mode_active
 
 
@@ -19,7 +19,7 @@ def rms_norm(x, scale=None, epsilon=0.0):
     """x: [..., D]; scale: [D] or None. Returns [..., D] in x's dtype."""
     if forward_mode_active():
         return _forward(x, scale, epsilon)
-    return _RMSNorm.apply(x, scale, epsilon)
+    return apply_function(_RMSNorm, x, scale, epsilon)
 
 
 def _forward(x, scale, epsilon):

@@ -11,6 +11,7 @@ from keras_recurrent.layers.remat import no_further_remat
 
 if BACKEND == "torch":
     from keras_recurrent.backends.torch._hooks import has_hooks
+    from keras_recurrent.layers.torch_calls import block_diagonal_product, multiplies_directly
 
 WIDEST_WHOLE_MATRIX = 64  # widest inputs of layers that multiply by a matrix with zeros
 
@@ -47,6 +48,8 @@ def apply_blocks(dense, inputs):
     width = inputs.shape[-1] // num_blocks
     tokens, restore_time = flatten_tokens(inputs)
     if num_blocks * width <= WIDEST_WHOLE_MATRIX and _is_affine(dense):
+        if BACKEND == "torch" and multiplies_directly(tokens):
+            return restore_time(block_diagonal_product(dense, tokens))
         # OpenVINO cannot convert TensorFlow's `eye`, and an array would be copied to the GPU.
         indices = ops.arange(num_blocks)
         diagonal = ops.cast(indices[:, None] == indices, "float32")[:, None, :, None]

@@ -90,10 +90,14 @@ def kinds_of_tokens(like, mask=None, segment_ids=None, previous=None, initial_st
 
 
 def kinds_of_whole_sequences(like, mask, segment_ids, previous, initial_state):
-    batch = ops.shape(like)[0]
+    batch, length = ops.shape(like)[:2]
     if previous is not None:
         previous = ops.cast(previous, "int32")
     elif initial_state is None:
+        if mask is None and segment_ids is None and _assigns_in_place():
+            kind = ops.zeros((batch, length), "int8")
+            kind[:, 0] = STARTS
+            return kind
         previous = -ops.ones((batch,), "int32")
     if segment_ids is not None:
         return _kinds_by_segments(like, mask, ops.cast(segment_ids, "int32"), previous)
@@ -116,6 +120,10 @@ def _kinds_in_one_document(like, mask, previous):
         first = ops.cumsum(ops.cast(real, "int32"), axis=1) == 1
     starts = ops.zeros_like(real) if starts is None else real & first & starts[:, None]
     return _kinds(starts, real)
+
+
+def _assigns_in_place():
+    return dispatch.BACKEND == "torch" and not dispatch.exports()
 
 
 def _kinds_by_segments(like, mask, segment_ids, previous):
