@@ -50,9 +50,9 @@ class _Shards:
 
     def __init__(self, axis, count, reverse=False):
         self.axis, self.count, self.reverse = axis, count, reverse
-        self.rank = self._in_order(jax.lax.axis_index(axis))
+        self.rank = self._rank_of(jax.lax.axis_index(axis))
 
-    def _in_order(self, index):
+    def _rank_of(self, index):
         return self.count - 1 - index if self.reverse else index
 
     def before(self, join, element, nothing):
@@ -77,7 +77,7 @@ class _Shards:
 
     def _receive_from_left(self, tree, distance):
         pairs = [
-            (self._in_order(i), self._in_order(i + distance)) for i in range(self.count - distance)
+            (self._rank_of(i), self._rank_of(i + distance)) for i in range(self.count - distance)
         ]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, pairs) if x.size else x, tree)
 

@@ -74,7 +74,8 @@ def matrix_recurrence(name, log_of_tokens, gradient_of_state):
             for decay, chunk in zip(decays[: shards.rank], shards.gather(added), strict=False):
                 before = decay * before + chunk
         if state is not None:
-            is_first = torch.tensor(shards.rank == 0, device=state.device)
+            # Not `torch.tensor`, whose copy to a GPU waits for the GPU.
+            is_first = torch.full((), shards.rank == 0, device=state.device)
             before = torch.where(is_first, state.to(before.dtype), before)
         output, final = function(**{**arguments, "initial_state": before})
 

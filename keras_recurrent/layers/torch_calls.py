@@ -75,9 +75,7 @@ def matrix_product(dense, x):
     a time. In decoding at batch size 1, it takes a third of the time of the products. `keras.ops`
     would take more host time than the launch.
     """
-    kernel = _kernel(dense, x.dtype)
-    if x.device != kernel.device:
-        x = ops.convert_to_tensor(x)  # on Keras's device
+    kernel, x = _kernel_and_inputs(dense, x)
     if dense.bias is None:
         y = torch.matmul(x, kernel)
     elif x.ndim == 2:
@@ -98,18 +96,20 @@ def block_diagonal_product(dense, x):
 
     dense: an `EinsumDense` with a kernel [blocks, block width, units], in the dtype of x.
     """
-    kernel, bias = _kernel(dense, x.dtype), _weight(dense.bias, x.dtype)
+    kernel, x = _kernel_and_inputs(dense, x)
     num_blocks, width, units = kernel.shape
     diagonal = torch.eye(num_blocks, dtype=x.dtype, device=kernel.device)
     blocks = kernel.unsqueeze(2) * diagonal.view(num_blocks, 1, num_blocks, 1)
     matrix = blocks.view(num_blocks * width, num_blocks * units)
-    return torch.addmm(bias.view(-1), x, matrix)
+    return torch.addmm(_weight(dense.bias, x.dtype).view(-1), x, matrix)
 
 
-def _kernel(dense, dtype):
+def _kernel_and_inputs(dense, x):
+    """The kernel of a layer in the dtype of x, and x, moved to Keras's device if they differ."""
     # Keras's property takes as long as a launch, to look for quantization.
     is_stored = dense.quantization_mode is None and not dense.lora_enabled
-    return _weight(dense._kernel if is_stored else dense.kernel, dtype)
+    kernel = _weight(dense._kernel if is_stored else dense.kernel, x.dtype)
+    return kernel, x if x.device == kernel.device else ops.convert_to_tensor(x)
 
 
 def _weight(weight, dtype):

@@ -96,7 +96,7 @@ def kinds_of_whole_sequences(like, mask, segment_ids, previous, initial_state):
     elif initial_state is None:
         if mask is None and segment_ids is None and _assigns_in_place():
             kind = ops.zeros((batch, length), "int8")
-            kind[:, 0] = STARTS
+            kind[:, :1] = STARTS
             return kind
         previous = -ops.ones((batch,), "int32")
     if segment_ids is not None:

@@ -144,6 +144,18 @@ def test_maps_of_rows(rows, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [3, 20])
+def test_autocast_of_torch_does_not_change_kernels(rows):
+    x, dense = keras.random.normal((rows, 8), seed=0), Dense(8, use_bias=False)
+    dense.build((None, 8))
+    with torch.no_grad(), keras_recurrent.implementation("triton"):
+        expected = decoding.linear(x, [dense])[0]
+        with torch.autocast(x.device.type, torch.bfloat16):
+            found = decoding.linear(x, [dense])[0]
+    assert found.dtype is torch.float32
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("rows", [3, 20])
 def test_gated_maps_of_rows(rows):
     x = keras.random.normal((rows, 8), seed=0)
     maps = [Dense(8, bias_initializer="normal") for _ in range(2)]

@@ -19,11 +19,13 @@ from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.layers import (
     HGRN,
     HGRN2,
+    RGLRU,
     BidirectionalHGRN2,
     LightningAttention,
     LocalAttention,
     RecurrentBlock,
 )
+from keras_recurrent.layers.block_diagonal import apply_blocks
 from keras_recurrent.layers.swiglu import SwiGLU
 from keras_recurrent.layers.torch_calls import call_plain, is_plain
 from tests.models.tiny import VOCABULARY, tiny_causal_lm
@@ -182,6 +184,9 @@ def test_inputs_are_moved_to_the_device_of_keras():
         dense, _ = dense_with_bias("float32")
         assert call_plain(dense, x).device.type == "meta"
         assert call_plain(dense, x.to("meta")).device.type == "meta"
+        gates = RGLRU(num_blocks=2)
+        gates.build((None, None, 8))
+        assert apply_blocks(gates.input_gate, torch.ones(1, 3, 8)).device.type == "meta"
 
 
 @pytest.mark.parametrize("owner", ["layer", "class"])

@@ -63,6 +63,11 @@ def test_a_negative_segment_says_that_nothing_was_seen():
         assert int(kinds[0, 0]) == wanted
 
 
+def test_sequences_without_tokens():
+    for mask in (None, np.ones((2, 0), bool)):
+        assert token_kind(np.zeros((2, 0, 3)), mask).shape == (2, 0)
+
+
 @pytest.mark.once
 @pytest.mark.parametrize("text", ["abc", {"a": 1}])
 def test_what_is_no_tensor(text):

@@ -141,6 +141,9 @@ zeros_like = torch.zeros_like
 
 
 def matrix_product(a, b, dtype):
+    if torch.is_autocast_enabled(a.device.type):  # which would return another dtype
+        with torch.autocast(a.device.type, enabled=False):
+            return product(a, b, getattr(torch, dtype))
     return product(a, b, getattr(torch, dtype))
 
 
