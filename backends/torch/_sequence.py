@@ -91,6 +91,7 @@ def matrix_recurrence(name, log_of_tokens, gradient_of_state):
     return rule
 
 
+@torch.compiler.disable  # Dynamo would trace launches
 def _call(kernels, *tensors):
     """Calls a function that launches kernels on the device of its tensors."""
     with torch.cuda.device_of(tensors[0]):

@@ -196,7 +196,7 @@ class EngineRequest:
         try:
             function(argument)
         except Exception:
-            logging.getLogger(__name__).exception("A listener failed; its request is cancelled.")
+            logging.getLogger(__name__).exception("A callback failed; its request is cancelled.")
             self._listener = _ignore
             self.cancel()
 
