@@ -51,7 +51,7 @@ def apply_blocks(dense, inputs):
         if BACKEND == "torch" and multiplies_directly(tokens):
             return restore_time(block_diagonal_product(dense, tokens))
         # OpenVINO cannot convert TensorFlow's `eye`, and an array would be copied to the GPU.
-        indices = ops.arange(num_blocks)
+        indices = ops.arange(0, num_blocks)  # jax2onnx needs both ends
         diagonal = ops.cast(indices[:, None] == indices, "float32")[:, None, :, None]
         blocks = ops.multiply(ops.reshape(dense.kernel, (num_blocks, width, 1, units)), diagonal)
         matrix = ops.reshape(blocks, (num_blocks * width, -1))

@@ -32,7 +32,10 @@ def project(layer, dense, inputs):
     """Applies a `Dense` inside `layer` to `[B, T, D]`, as one matrix `[B * T, D]`.
 
     The gradient of the weight is a sum over all tokens. With two axes of tokens, XLA on CPUs
-    would first copy the gradient of the output to transpose it.
+    would first copy the gradient of the output to transpose it. Inputs of variable sizes, as in an
+    export, are not reshaped.
     """
+    if not all(isinstance(size, int) for size in inputs.shape):
+        return layer.inner(dense, inputs)
     tokens, restore_time = flatten_tokens(inputs)
     return restore_time(layer.inner(dense, tokens))

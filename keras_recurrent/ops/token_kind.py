@@ -40,8 +40,9 @@ def token_kind(like, mask=None, segment_ids=None, previous_segment_id=None, init
         like: a tensor `[B, T, ...]`, of which only the shape is used.
         mask: boolean `[B, T]`, or integers, False or 0 at padding; None: all tokens are real.
         segment_ids: integers `[B, T]`, at least 0, one number per document; None: one document,
-            that of `previous_segment_id` if this is at least 0. Values are not checked. As -1 is the segment before all tokens, tokens of -1 at the
-            start of a sequence continue a document. Values at padding are arbitrary.
+            that of `previous_segment_id` if this is at least 0. Values are not checked. As -1 is
+            the segment before all tokens, tokens of -1 at the start of a sequence continue a
+            document. Values at padding are arbitrary.
         previous_segment_id: int32 `[B]`, the segment of the last real token before the sequence,
             -1 if there is none. None: -1 if `initial_state` is also None, else the segment of the
             first real token of the sequence, which then continues from the state.
