@@ -179,7 +179,7 @@ def _many_rows(tensors, outputs, *, squares, epsilon, gate, residual, next_scale
         kernels, biases, norm = kernels[2:], biases[2:], {}
     elif squares is not None and len(kernels) > 1 and any(bias is None for bias in biases):
         # One launch before the products, instead of one after each.
-        (x, *_), norm = _add_parts(x, (like(x),), **norm), {}
+        (x, *_), norm = _add_parts(x, (like(x), None, None), **norm), {}
     found = [None] * 6
     for i, (kernel, bias) in enumerate(zip(kernels, biases, strict=True)):
         added = norm.get("squares"), bias, next_scale, ends["residual"]
@@ -202,44 +202,34 @@ def _gate(
     bias_2=None,
     *,
     squares=None,
-    epsilon=-1.0,
-    channels=1,
     residual=None,
-    output_scale=1.0,
+    **ends,
 ):
     """activation(gate_total) * up_total, both in float32, after the norm's factor and biases."""
-    rows, columns = output.shape
-    options = {"K": channels, "N": columns, "GATE": gate, "OUTPUT_SCALE": output_scale}
-    options |= {"BLOCK": _BLOCK, **squares_options(squares), **pdl_options(gate_total)}
     arrays = gate_total, up_total, squares, bias, bias_2, residual
-    programs, numbers = rows * cdiv(columns, _BLOCK), (rows, epsilon)
-    return run(Launch(gate_kernel, programs, arrays, (output,), numbers, options))[0]
+    return _finish(gate_kernel, arrays, (output,), squares, GATE=gate, **ends)[0]
 
 
 def _add_parts(
-    sums,
-    outputs,
-    bias=None,
-    next_scale=None,
-    *,
-    squares=None,
-    epsilon=-1.0,
-    channels=1,
-    residual=None,
-    output_scale=1.0,
-    parts=1,
+    sums, outputs, bias=None, next_scale=None, *, squares=None, residual=None, parts=1, **ends
 ):
     """Adds partial sums [parts, B, N], and applies the norm's factor, bias, scale and residual.
 
     outputs: the output, and with `next_scale` the next norm's input and sums of squares.
     """
+    arrays = sums, squares, bias, residual, next_scale
+    return _finish(sum_kernel, arrays, outputs, squares, PARTS=parts, **ends)
+
+
+def _finish(
+    kernel, arrays, outputs, squares, *, epsilon=-1.0, channels=1, output_scale=1.0, **constants
+):
+    """Runs a kernel that follows products, with a program for each block of columns of a row."""
     rows, columns = outputs[0].shape
-    options = {"K": channels, "N": columns, "PARTS": parts, "OUTPUT_SCALE": output_scale}
-    options |= {"BLOCK": _BLOCK, **squares_options(squares), **pdl_options(sums)}
-    arrays, programs = (sums, squares, bias, residual, next_scale), rows * cdiv(columns, _BLOCK)
-    outputs = outputs if next_scale is not None else (outputs[0], None, None)
-    numbers = rows, epsilon
-    return run(Launch(sum_kernel, programs, arrays, outputs, numbers, options))
+    options = {"K": channels, "N": columns, "OUTPUT_SCALE": output_scale, "BLOCK": _BLOCK}
+    options |= {**constants, **squares_options(squares), **pdl_options(arrays[0])}
+    programs = rows * cdiv(columns, _BLOCK)
+    return run(Launch(kernel, programs, arrays, outputs, (rows, epsilon), options))
 
 
 def _launch(
