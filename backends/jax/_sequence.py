@@ -40,7 +40,7 @@ def run(operation, function, shard, options, axis, count):
         output, state = _matrix_recurrence(operation, function, shard, options, shards)
         return output, shards.broadcast_last(state)
     else:
-        before = _combined_state(operation, function, shard, options, shards)
+        before, _ = _combined_state(operation, function, shard, options, shards)
     output, state = function(**{**shard, "initial_state": before}, **options)
     return output, shards.broadcast_last(state)
 
@@ -90,16 +90,18 @@ class _Shards:
 
 
 def _combined_state(operation, function, shard, options, shards):
+    """The state before a shard, and the product of its decays."""
     first = shard.get("initial_state")
     alone = {name: x for name, x in shard.items() if name != "initial_state"}
     _, state = function(**alone, **options)
     is_complex = operation == "complex_linear_scan"
     if is_complex:
         state = to_complex(state)
-    decay, state = _fold(shards, _total_decay(operation, shard, state), state)
+    own_decay = _total_decay(operation, shard, state)
+    decay, state = _fold(shards, own_decay, state)
     if first is not None:
         state = state + decay * (to_complex(first) if is_complex else first)
-    return to_real(state) if is_complex else state
+    return to_real(state) if is_complex else state, own_decay
 
 
 def _fold(shards, decay, state):
@@ -119,33 +121,28 @@ def _matrix_recurrence(operation, function, shard, options, shards):
     """
     place = shards.axis, shards.count
 
-    def forward(tensors, first):
-        _, added = function(**tensors, **options)
-        own_decay = _total_decay(operation, tensors, added)
-        decay, before = _fold(_Shards(*place), own_decay, added)
-        if first is not None:
-            before = before + decay * first
+    def continued(shard):
+        before, decay = _combined_state(operation, function, shard, options, _Shards(*place))
+        return {**shard, "initial_state": before}, decay
 
-        def from_state(tensors, state):
-            return function(**tensors, initial_state=state, **options)
-
-        results, pull_back = jax.vjp(from_state, tensors, before)
-        return results, (pull_back, tensors, own_decay)
+    def forward(shard):
+        tensors, decay = continued(shard)
+        results, pull_back = jax.vjp(lambda tensors: function(**tensors, **options), tensors)
+        return results, (pull_back, shard, decay)
 
     def backward(residuals, d_results):
-        (pull_back, tensors, decay), (d_output, d_state) = residuals, d_results
-        added = GRADIENTS_OF_STATES[operation](function, d_output, **tensors)
+        (pull_back, shard, decay), (d_output, d_state) = residuals, d_results
+        added = GRADIENTS_OF_STATES[operation](function, d_output, **shard)
         _, later = _fold(_Shards(*place, reverse=True), decay, added + decay * d_state)
-        d_tensors, d_before = pull_back((d_output, d_state + later))
-        # `first` is the state before the first shard.
-        is_first = _Shards(*place).rank == 0
-        return d_tensors, None if first is None else jnp.where(is_first, d_before, 0)
+        (gradients,) = pull_back((d_output, d_state + later))
+        d_before = gradients.pop("initial_state")
+        if "initial_state" in shard:  # that before the first shard
+            gradients["initial_state"] = jnp.where(_Shards(*place).rank == 0, d_before, 0)
+        return (gradients,)
 
-    run = jax.custom_vjp(lambda tensors, first: forward(tensors, first)[0])
+    run = jax.custom_vjp(lambda shard: function(**continued(shard)[0], **options))
     run.defvjp(forward, backward)
-    tensors = {name: x for name, x in shard.items() if name != "initial_state"}
-    first = shard.get("initial_state")
-    return run(tensors, first)
+    return run(shard)
 
 
 def _gated_gradient(function, d_output, q, log_f, token_kind=None, **_):
