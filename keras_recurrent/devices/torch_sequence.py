@@ -102,7 +102,8 @@ class Shards:
         if rule is None:
             return function(**arguments)
         effect = getattr(module, "effect_on_state", None)
-        return rule(self, arguments, function, *([] if effect is None else [effect]))
+        options = {} if effect is None else {"effect_on_state": effect}
+        return rule(self, arguments, function, **options)
 
     def state_before(self, fold, floats, integers=()):
         """Returns the state before this process's shard, with gradients.

@@ -69,7 +69,7 @@ PRIVATE_ATTRIBUTES = {
     # Quantized weights
     "_get_kernel_with_merged_lora": ("keras.layers.Dense", "keras.layers.EinsumDense"),
     "_int4_block_size": ("keras.layers.Dense",),
-    "_kernel": ("keras.layers.Dense",),
+    "_kernel": ("keras.layers.Dense", "keras.layers.EinsumDense"),
     # Low-rank weights
     "_lora_enabled_layers": ("keras_hub.models.Backbone",),
     # Generation
