@@ -71,16 +71,16 @@ def batch(arguments, devices):
     return x, np.roll(tokens, -1, axis=1)
 
 
-def repeated(run, tokens, repeats):
+def repeated(run, tokens, steps):
     """Returns tokens/s of each of several runs; `run` returns when the device has finished."""
     for _ in range(2):  # compiles; JAX compiles again for arrays with the layout of a step
         run()
     found = []
     for _ in range(RUNS):
         start = time.perf_counter()
-        for _ in range(repeats):
+        for _ in range(steps):
             run()
-        found.append(tokens * repeats / (time.perf_counter() - start))
+        found.append(tokens * steps / (time.perf_counter() - start))
     return found
 
 
@@ -103,8 +103,13 @@ def measure_jax(arguments, count):
         if arguments.split == "heads":
             return {"speeds": writing(model, arguments), "bytes": bytes_on_device(model.weights)}
         x, y = batch(arguments, count)
-        repeats = 1 if arguments.toy else 10
-        speeds = repeated(lambda: model.train_on_batch(x, y), y.size, repeats)
+
+        def step():
+            loss = model.train_on_batch(x, y)
+            if not np.isfinite(float(loss)):  # an error of the device is raised here
+                raise ValueError(f"The loss is {loss}.")
+
+        speeds = repeated(step, y.size, arguments.steps)
     return {
         "speeds": speeds,
         "bytes": bytes_on_device((*model.weights, *model.optimizer.variables)),
@@ -171,7 +176,7 @@ def measure_torch(arguments, count):
         if on_gpu:
             torch.cuda.synchronize()
 
-    speeds = repeated(step, y.size, 1 if arguments.toy else 10)
+    speeds = repeated(step, y.size, arguments.steps)
     kept = [*module.parameters(), *(t for s in optimizer.state.values() for t in s.values())]
     kept = [t.to_local() if hasattr(t, "to_local") else t for t in kept]
     found = {"speeds": speeds, "bytes": sum(t.nbytes for t in kept)}
@@ -214,6 +219,7 @@ def main():
     policies = ("float32", "mixed_bfloat16", "bfloat16")
     parser.add_argument("--dtype", choices=policies, default="bfloat16")
     parser.add_argument("--tokens", type=int, default=131_072, help="sequence length of `time`")
+    parser.add_argument("--steps", type=int, default=10, help="training steps of each of 3 runs")
     parser.add_argument("--preset", default="recurrentgemma_2b", help="Griffin preset of `heads`")
     parser.add_argument("--layers", action="store_true", help="`heads` without fused steps")
     parser.add_argument("--toy", action="store_true")

@@ -29,6 +29,7 @@ class JaxRows:
     """
 
     compiles_in_background = True
+    has_concurrent_chunks, num_prompts = False, 1  # as in `TorchRows`
     _state: Any
 
     def __init__(self, model, loops, num_slots, max_length):
@@ -44,9 +45,15 @@ class JaxRows:
         zeros = jnp.zeros(num_slots, "int32")
         # The tokens are copied: a program must not get an array twice that it overwrites.
         token, done = jnp.zeros((num_slots, 1), "int32"), jnp.ones(num_slots, bool)
-        self._state = loop.DecodingState(done, zeros, token, self.initial_row(num_slots), ())
+        cache = self._initial_state(num_slots)
+        self._state = loop.DecodingState(done, zeros, token, cache, ())
 
-    def initial_row(self, batch_size=1):
+    @functools.cached_property
+    def initial_row(self):
+        """The state before all tokens, of batch size 1."""
+        return self._initial_state(1)
+
+    def _initial_state(self, batch_size):
         return self._model.backbone.get_initial_state(batch_size, max_length=self._max_length)
 
     def asarray(self, array):
@@ -55,9 +62,10 @@ class JaxRows:
     def set_row(self, array, slot, value):
         return _set_row(array, slot, np.asarray(value, array.dtype))
 
-    def process(self, row, tokens, mask):
+    def process(self, rows, tokens, mask):
+        """As in `TorchRows`; other programs wait for the results by themselves."""
         weights, variant = self._fixed
-        return self._process(row, tokens, mask, weights, variant=variant)
+        return [self._process(*rows, tokens, mask, weights, variant=variant)], None
 
     def is_compiled(self, features, values, num_stops, timeout):
         """Returns True if the step is compiled; otherwise compiles it in a background thread.

@@ -1,9 +1,9 @@
-"""Order of work on the device: chunks of prompts between two decoding steps."""
+"""Order of work on the device: chunks of prompts between two decoding steps, or beside them."""
 
 import collections
 import threading
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,22 @@ from keras_recurrent.serving.prefix_cache import MIN_TOKENS
 # While requests wait for slots that are free, more chunks are processed between two steps: one more
 # for each `WAITING_PER_CHUNK` of them, up to `MAX_CHUNKS`.
 WAITING_PER_CHUNK, MAX_CHUNKS = 4, 4
+MAX_RUNNING = 2  # programs of chunks beside decoding steps: the next one follows without a gap
 SECONDS_PER_SEARCH = 0.02  # between two searches of the queue for ended requests
+
+
+class _Running(NamedTuple):
+    """Chunks that run beside decoding steps.
+
+    Attributes:
+        event: `query()` is True when they are finished.
+        rows: the states before them, whose memory the device still reads.
+        parts: `(sequence, stop, state after them)` of each chunk.
+    """
+
+    event: Any
+    rows: list[Any]
+    parts: list[Any]
 
 
 class Scheduler:
@@ -31,7 +46,9 @@ class Scheduler:
         self._slots, self._chunk, self._prefixes = slots, chunk, prefixes
         self._queue: collections.deque[Any] = collections.deque()
         self._lock = threading.Lock()
-        self._prompt: Any = None  # the sequence whose prompt is being processed
+        self._prompts: list[Any] = []  # sequences whose prompts are being processed
+        self._ready: list[Any] = []  # sequences that wait for a slot
+        self._running: collections.deque[_Running] = collections.deque()
         self._ahead: Any = None  # owners and results of the step that runs
         self._next_search = 0.0
         self.num_tokens, self.num_prompt_tokens = 0, 0
@@ -51,7 +68,7 @@ class Scheduler:
     @property
     def num_active(self):
         """Number of sequences in slots or on the way to one."""
-        return self._slots.num_active + (self._prompt is not None)
+        return self._slots.num_active + len(self._prompts) + len(self._ready)
 
     @property
     def sequences(self):
@@ -59,22 +76,27 @@ class Scheduler:
         # In the order in which they move, so that none is missed.
         with self._lock:
             queued = list(self._queue)
-        prompt, active = self._prompt, self._slots.active
-        return list(dict.fromkeys([*active, *([prompt] if prompt else []), *queued]))
+        prompts, ready = [*self._prompts], [*self._ready]
+        return list(dict.fromkeys([*self._slots.active, *ready, *prompts, *queued]))
 
     @property
     def is_idle(self):
-        return not (self._queue or self._prompt or self._ahead or self._slots.num_active)
+        waiting = self._queue or self._prompts or self._ready
+        return not (waiting or self._running or self._ahead or self._slots.num_active)
 
     def advance(self):
         """Processes chunks of prompts, and one token of each sequence in a slot."""
         self._end_from_outside()
+        while self._running and self._running[0].event.query():
+            self._finish(self._running.popleft().parts)
         self._process_chunks()
         launched = self._slots.step() if self._slots.num_active else None
         # The host works on the tokens of the step before while the device computes this one.
         before, self._ahead = self._ahead, launched
         if before is not None:
             self._receive(*before)
+        elif launched is None and self._running:
+            self._running[0].event.synchronize()
 
     def _end_from_outside(self):
         """Ends sequences that are cancelled or late."""
@@ -85,9 +107,11 @@ class Scheduler:
                 ended = [s for s in self._queue if s.end_reason(now)]
                 for sequence in ended:
                     self._queue.remove(sequence)
-        if self._prompt is not None and self._prompt.end_reason(now):
-            ended.append(self._prompt)
-            self._prompt = None
+        for started in (self._prompts, self._ready):
+            late = [sequence for sequence in started if sequence.end_reason(now)]
+            ended += late
+            for sequence in late:
+                started.remove(sequence)
         for sequence in self._slots.active:
             if sequence.end_reason(now):
                 self._slots.remove(sequence, is_active=True)
@@ -96,23 +120,50 @@ class Scheduler:
             sequence.end(sequence.end_reason(now))
 
     def _process_chunks(self):
-        """Processes chunks of prompts, which together delay the next step by a bounded time."""
+        """Starts chunks of prompts, which together delay the next step by a bounded time."""
+        if self._slots.has_concurrent_chunks:
+            while len(self._running) < MAX_RUNNING and (sequences := self._next_chunks()):
+                self._process(sequences)
+            return
         num_waiting = min(len(self._queue), self._slots.num_free)
         budget = self._chunk * min(MAX_CHUNKS, 1 + num_waiting // WAITING_PER_CHUNK)
-        while 0 <= (cost := self._next_cost()) <= budget:
-            if not self._process_chunk():
+        while sequences := self._next_chunks():
+            longest = max(self._chunk_end(s) - s.num_processed for s in sequences)
+            # The time of a short chunk does not decrease with its length: it reads all weights.
+            budget -= max(longest, self._chunk // 2)
+            if budget < 0:
                 break
-            budget -= cost
+            self._process(sequences)
 
-    def _next_cost(self):
-        """Returns the cost of the next chunk in tokens, or -1 if there is none."""
-        sequence = self._prompt
-        if sequence is None:
-            if not self._queue or not self._slots.num_free:
-                return -1
-            sequence = self._queue[0]
-        # The time of a short chunk does not decrease with its length: it reads all weights.
-        return max(self._chunk_end(sequence) - sequence.num_processed, self._chunk // 2)
+    def _next_chunks(self):
+        """Returns the sequences whose chunks are processed next, in one program, or None."""
+        self._start_prompts()
+        groups: dict[int, Any] = {}  # by the size of the program
+        for sequence in self._prompts:
+            num_tokens = self._chunk_end(sequence) - sequence.num_processed
+            if num_tokens:
+                groups.setdefault(self._slots.padded_size(num_tokens), []).append(sequence)
+        # A program takes as long with one prompt. If no slot waits for it, it waits for others.
+        fewest = 1 if self._slots.num_free else self._slots.num_prompts
+        full = (group for group in groups.values() if len(group) >= fewest)
+        return next(full, [])[: self._slots.num_prompts]
+
+    def _start_prompts(self):
+        """Takes sequences from the queue, and moves those that are ready to free slots."""
+        while True:
+            while self._ready and self._slots.num_free and self._slots.is_ready(self._ready[0]):
+                self._slots.insert(self._ready.pop(0))
+            limit = min(self._slots.num_free, 1)
+            if self._slots.has_concurrent_chunks:
+                limit = 2 * self._slots.num_prompts  # so that slots need not wait
+            if not self._queue or len(self._prompts) + len(self._ready) >= limit:
+                return
+            with self._lock:
+                sequence = self._queue.popleft()
+                self._prompts.append(sequence)
+            self._prefixes.restore(sequence)
+            if sequence.num_processed == len(sequence.prompt) - 1:
+                self._finish([(sequence, sequence.num_processed, None)])
 
     def _chunk_end(self, sequence):
         """Returns the position at which the next chunk of a prompt ends.
@@ -129,31 +180,30 @@ class Scheduler:
         ends = [end for end in sequence.ends if end - sequence.num_cached >= MIN_TOKENS]
         return [end for end in (*ends, last) if sequence.num_processed < end <= last]
 
-    def _process_chunk(self):
-        """Processes the next chunk, and moves a finished prompt to a slot.
+    def _process(self, sequences):
+        """Starts the next chunk of each sequence."""
+        stops = [self._chunk_end(sequence) for sequence in sequences]
+        are_saved = [e in self._saved_ends(s) for s, e in zip(sequences, stops, strict=True)]
+        begins, before = [s.num_processed for s in sequences], [s.row for s in sequences]
+        event = self._slots.process(sequences, stops)
+        self.num_prompt_tokens += sum(stops) - sum(begins)
+        rows = [s.row if saved else None for s, saved in zip(sequences, are_saved, strict=True)]
+        parts = list(zip(sequences, stops, rows, strict=True))
+        if event is None:
+            self._finish(parts)
+        else:
+            self._running.append(_Running(event, before, parts))
 
-        Returns False if there is no prompt, or if its decoding step is still being compiled.
-        """
-        if self._prompt is None:
-            with self._lock:
-                if not self._queue:
-                    return False
-                self._prompt = self._queue.popleft()
-            self._prefixes.restore(self._prompt)
-        sequence, last = self._prompt, len(self._prompt.prompt) - 1
-        begin = sequence.num_processed
-        if begin < last:
-            stop, saved = self._chunk_end(sequence), self._saved_ends(sequence)
-            self._slots.process(sequence, stop)
-            self.num_prompt_tokens += stop - begin
-            if stop in saved:
-                self._prefixes.add(sequence.prompt[:stop], sequence.row)
-        if sequence.num_processed == last:
-            if not self._slots.is_ready(sequence):
-                return False
-            self._prompt = None
-            self._slots.insert(sequence)
-        return True
+    def _finish(self, parts):
+        """Saves states after chunks, and moves sequences whose prompt is processed."""
+        for sequence, stop, row in parts:
+            if sequence not in self._prompts:  # it has ended
+                continue
+            if row is not None:
+                self._prefixes.add(sequence.prompt[:stop], row)
+            if stop == len(sequence.prompt) - 1:
+                self._prompts.remove(sequence)
+                self._ready.append(sequence)
 
     def _receive(self, owners, results):
         tokens, logprobs = results()

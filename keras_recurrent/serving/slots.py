@@ -63,25 +63,51 @@ class Slots:
 
     def _warm_up(self):
         """Runs the programs of chunks and of a greedy step, so that no request waits for them."""
-        row = self._rows.initial_row()
+        row = self._rows.initial_row
         for size in self._chunk_sizes:
-            self._rows.process(row, np.ones((1, size), "int32"), np.ones((1, size), bool))
+            shape = self.num_prompts, size
+            _, event = self._rows.process([row], np.ones(shape, "int32"), np.ones(shape, bool))
+            if event is not None:
+                event.synchronize()
         self._rows.insert(0, row, 0, 1, np.full(self._num_stops, -1, "int32"))
         self._rows.stop(0)
         self._rows.extract(0)
         self._rows.step(Features(), None, {})()
         self._known[self._num_stops].append(Features())
 
-    def process(self, sequence, stop):
-        """Computes the state of a sequence up to token `stop` of its prompt, in one chunk."""
-        if sequence.row is None:
-            sequence.row = self._rows.initial_row()
-        tokens = sequence.prompt[sequence.num_processed : stop]
-        padded = np.zeros((1, min(n for n in self._chunk_sizes if n >= len(tokens))), "int32")
-        padded[0, : len(tokens)] = tokens
-        mask = np.arange(padded.shape[1])[None] < len(tokens)
-        sequence.row = self._rows.process(sequence.row, padded, mask)
-        sequence.num_processed = stop
+    @property
+    def num_prompts(self):
+        """Maximum number of prompts of which a chunk is processed at once."""
+        return self._rows.num_prompts
+
+    @property
+    def has_concurrent_chunks(self):
+        """True if chunks run beside decoding steps, False if they delay them."""
+        return self._rows.has_concurrent_chunks
+
+    def padded_size(self, num_tokens):
+        """Returns the number of tokens to which a chunk is padded."""
+        return min(size for size in self._chunk_sizes if size >= num_tokens)
+
+    def process(self, sequences, stops):
+        """Starts to process a chunk of the prompt of each sequence, up to its token `stop`.
+
+        All chunks must have the same `padded_size`.
+
+        Returns:
+            None if `insert` may follow, else an object with `query` and `synchronize`, as in
+            `TorchRows.process`.
+        """
+        parts = [s.prompt[s.num_processed : e] for s, e in zip(sequences, stops, strict=True)]
+        tokens = np.zeros((self.num_prompts, self.padded_size(max(map(len, parts)))), "int32")
+        mask = np.zeros(tokens.shape, bool)
+        for i, part in enumerate(parts):
+            tokens[i, : len(part)], mask[i, : len(part)] = part, True
+        rows = [self._rows.initial_row if s.row is None else s.row for s in sequences]
+        after, event = self._rows.process(rows, tokens, mask)
+        for sequence, stop, row in zip(sequences, stops, after, strict=True):
+            sequence.row, sequence.num_processed = row, stop
+        return event
 
     def insert(self, sequence):
         """Moves a sequence to a free slot, after its prompt without the last token is processed."""
@@ -90,7 +116,7 @@ class Slots:
         self._num_stops = self._needed_stops(sequence)
         stops = np.full(self._num_stops, -1, "int32")
         stops[: len(sequence.stop_token_ids)] = sequence.stop_token_ids
-        row = sequence.row if sequence.row is not None else self._rows.initial_row()
+        row = sequence.row if sequence.row is not None else self._rows.initial_row
         self._rows.insert(slot, row, sequence.prompt[-1], sequence.max_new_tokens, stops)
         sequence.row, self.sequences[slot] = None, sequence
         given = sequence.sampling.arguments

@@ -1,6 +1,7 @@
 """Rows of a batch on torch: steps and chunks are CUDA graphs on NVIDIA GPUs."""
 
 import contextlib
+import functools
 from typing import Any
 
 import keras
@@ -36,16 +37,31 @@ class TorchRows:
     def __init__(self, model, loops, num_slots, max_length):
         self._backbone, self._max_length = model.backbone, max_length
         self._stack = contextlib.ExitStack()
-        state = self.initial_row(num_slots)
+        state = self._initial_state(num_slots)
         self._structure = keras.tree.map_structure(lambda t: None, state)
         device = keras.tree.flatten(state)[0].device
         token = torch.zeros(num_slots, 1, dtype=torch.int32, device=device)
         decoder = loops.runner.decode(token, state, _Sampler(token), _Sequences(token))
         self._decoder = self._stack.enter_context(decoder)
         self._decoder.sampler.sequences = self._decoder.sequences
-        self._chunks, self._device = loops.runner.chunks(self._decoder.pool), device
+        self._chunks, self._device = loops.runner.chunks(device), device
 
-    def initial_row(self, batch_size=1):
+    @property
+    def num_prompts(self):
+        """Maximum number of prompts of which a chunk is processed at once."""
+        return self._chunks.num_rows
+
+    @property
+    def has_concurrent_chunks(self):
+        """True if chunks run beside decoding steps, False if they delay them."""
+        return self._chunks.is_concurrent
+
+    @functools.cached_property
+    def initial_row(self):
+        """The state before all tokens, of batch size 1."""
+        return self._initial_state(1)
+
+    def _initial_state(self, batch_size):
         return self._backbone.get_initial_state(batch_size, max_length=self._max_length)
 
     def asarray(self, array):
@@ -55,8 +71,19 @@ class TorchRows:
         set_row(array, slot, value)
         return array
 
-    def process(self, row, tokens, mask):
-        return self._chunks(row, tokens, mask)
+    def process(self, rows, tokens, mask):
+        """Starts to process a chunk of each of some prompts.
+
+        Args:
+            rows: a list of their states, which are not changed.
+            tokens, mask: int32 and boolean [num_prompts, T], NumPy arrays.
+
+        Returns:
+            A list of the next states, and an object whose `query()` is True as soon as other
+            methods may use them, and whose `synchronize()` waits for that; None means now. Until
+            then, the caller keeps `rows`.
+        """
+        return self._chunks(rows, tokens, mask)
 
     @torch.no_grad()
     def insert(self, slot, row, token, max_new_tokens, stops):

@@ -103,15 +103,26 @@ def test_captured_steps_and_chunks_change_only_their_buffers(model, engine, alon
     from keras_recurrent.generation.torch import chunks, cuda_graph, runner
     from keras_recurrent.serving import slots, torch_slots
 
-    captured, pools = [], []
+    captured, pools, rng = [], [], random.Random(0)
 
-    def capture(function, device, pool=None):
+    def capture(function, device, pool=None, stream=None):
         captured.append(function)
         pools.append(pool)
         return SimpleNamespace(replay=function, pool=lambda: pool or "pool"), function()
 
+    class Stream:
+        """A stream whose chunks take some steps."""
+
+        wait_stream = __init__ = lambda self, other: None
+        synchronize = __exit__ = lambda *ignored: None
+        __enter__ = record_event = lambda self: self
+        query = lambda self: rng.random() < 0.3  # noqa: E731
+
     for module in (cuda_graph, chunks):
         monkeypatch.setattr(module, "capture", capture)
+    for name, replacement in (("Stream", Stream), ("stream", lambda stream: stream)):
+        monkeypatch.setattr(cuda_graph.torch.cuda, name, replacement)
+    monkeypatch.setattr(cuda_graph.torch.cuda, "current_stream", lambda device=None: None)
     monkeypatch.setattr(runner.Runner, "_graph_reason", lambda self, device: None)
     monkeypatch.setattr(slots, "is_on_cpu", lambda model: False)
     memory = SimpleNamespace(total_memory=2**40)
@@ -288,7 +299,7 @@ def test_messages_are_processed_once(model, engine):
     cached += [ends[0], ends[2], ends[4]]
     greedy = {"sampling": PARAMS[1], "max_new_tokens": 3}
     with Engine(model, num_slots=3, max_length=200, prefill_chunk=8) as other:
-        answers = [each.result(60) for each in [other.submit(chat, **greedy) for chat in chats]]
+        answers = [other.submit(chat, **greedy).result(60) for chat in chats]
         stats = other.stats()
     assert [answer.num_cached_tokens for answer in answers] == cached
     assert (stats["prefix_hits"], stats["prefix_tokens"]) == (7, sum(cached))
@@ -377,34 +388,65 @@ def test_the_benchmark_runs(monkeypatch, capsys):
         assert name in written
 
 
+class Slots:
+    """Slots that only note the numbers of tokens of chunks, and never become free again."""
+
+    padded_size = staticmethod(lambda num_tokens: num_tokens)
+    is_ready = staticmethod(lambda sequence: True)
+    num_active = 0
+
+    def __init__(self, num_free, num_prompts):
+        self.num_free, self.num_prompts = num_free, num_prompts
+        self.has_concurrent_chunks = num_prompts > 1
+        self.processed, self.finished = [], False
+
+    def process(self, sequences, stops):
+        pairs = list(zip(sequences, stops, strict=True))
+        self.processed.append([stop - s.num_processed for s, stop in pairs])
+        for sequence, stop in pairs:
+            sequence.num_processed = stop
+        event = SimpleNamespace(query=lambda: self.finished, synchronize=lambda: None)
+        return event if self.has_concurrent_chunks else None
+
+    def insert(self, sequence):
+        self.num_free -= 1
+
+    def after_step(self, scheduler):
+        scheduler.advance()
+        processed, self.processed = self.processed, []
+        return processed
+
+
+def _scheduler(slots, lengths):
+    prefixes = SimpleNamespace(restore=lambda sequence: None, add=lambda tokens, row: None)
+    scheduler = Scheduler(slots, 8, prefixes)
+    slots.active = ()
+    for length in lengths:
+        given = {"prompt": [1] * length, "ends": (), "row": None, "end_reason": lambda now: None}
+        scheduler.add(SimpleNamespace(num_processed=0, num_cached=0, **given), 100)
+    return scheduler
+
+
 @pytest.mark.once
-def test_chunks_between_two_steps_are_bounded(monkeypatch):
+def test_chunks_between_two_steps_are_bounded():
     """A long chunk follows a short one before the next step, or short prompts take a step each."""
-    slots, processed = SimpleNamespace(num_free=8), []
-    scheduler = Scheduler(slots, 8, None)
-
-    def process():
-        scheduler._prompt = scheduler._prompt or scheduler._queue.popleft()
-        begin, last = scheduler._prompt.num_processed, len(scheduler._prompt.prompt) - 1
-        scheduler._prompt.num_processed = min(begin + 8, last)
-        processed.append(scheduler._prompt.num_processed - begin)
-        if scheduler._prompt.num_processed == last:
-            scheduler._prompt, slots.num_free = None, slots.num_free - 1
-        return True
-
-    def between_steps():
-        scheduler._process_chunks()
-        found = processed.copy()
-        processed.clear()
-        return found
-
-    monkeypatch.setattr(scheduler, "_process_chunk", process)
-    for length in (19, 3, 2, 9):
-        scheduler._queue.append(
-            SimpleNamespace(num_processed=0, num_cached=0, ends=(), prompt=[1] * length)
-        )
-    assert between_steps() == [8, 8]  # four requests wait
-    assert [between_steps() for _ in range(4)] == [[2, 2], [1], [8], []]
+    slots = Slots(8, num_prompts=1)
+    scheduler = _scheduler(slots, (19, 3, 2, 9))
+    found = [slots.after_step(scheduler) for _ in range(5)]
+    assert found == [[[8], [8]], [[2], [2]], [[1]], [[8]], []]  # at first, four requests wait
     slots.num_free = 0
-    scheduler._queue.append(SimpleNamespace(num_processed=0, prompt=[1]))
-    assert between_steps() == []
+    assert scheduler.add(SimpleNamespace(num_processed=0, prompt=[1] * 3), 100)
+    assert slots.after_step(scheduler) == []
+
+
+@pytest.mark.once
+def test_chunks_of_one_size_run_together():
+    """A program with one prompt takes the place of one with two, or a prompt waits for a slot."""
+    slots = Slots(0, num_prompts=2)
+    scheduler = _scheduler(slots, (19, 4, 9, 30, 4))
+    assert slots.after_step(scheduler) == [[8, 8], [8, 8]]
+    assert slots.after_step(scheduler) == []  # two programs run
+    slots.finished = True
+    assert slots.after_step(scheduler) == []  # no two chunks have the same size
+    slots.num_free = 2  # for the prompt of 9 tokens and one more
+    assert slots.after_step(scheduler) == [[2], [3, 3]]

@@ -1,4 +1,4 @@
-"""Chunks of prompts of one sequence: CUDA graphs on NVIDIA GPUs, else layer by layer."""
+"""Chunks of prompts: CUDA graphs beside the decoding steps on NVIDIA GPUs, else layer by layer."""
 
 import keras
 import numpy as np
@@ -7,96 +7,104 @@ import torch
 from keras_recurrent.generation.modes import add_reason
 from keras_recurrent.generation.torch.cuda_graph import capture, clone_stacked, overwrite
 
+GRAPH_ROWS = 2  # prompts of a program on a GPU: one alone does not occupy it
+
 
 class Chunks:
-    """Function of a cache, tokens and their mask, which returns the next cache.
+    """Function of the caches, tokens and masks of some prompts, which returns the next caches.
 
-    On NVIDIA GPUs each number of tokens is one program. The weights must not change between calls.
+    On NVIDIA GPUs, each number of tokens is one program of `num_rows` prompts. Programs run on a
+    CUDA stream of their own, so that decoding steps continue. The weights must not change between
+    calls.
 
     Args:
         model: the language model.
         make_chunk: a function of a cache and, as `chunk`, a number of tokens, which returns the
             `Chunk`.
-        graph_reason: a function of a device, which returns the reason for no CUDA graphs, or None.
-        pool: as in `cuda_graph.capture`.
+        device: the `torch.device` of the model.
+        graph_reason: the reason for no CUDA graphs, or None.
+
+    Attributes:
+        num_rows: integer, maximum number of prompts of a call.
     """
 
-    def __init__(self, model, make_chunk, graph_reason, pool):
+    def __init__(self, model, make_chunk, device, graph_reason):
         self._model, self._make_chunk = model, make_chunk
-        self._graph_reason, self._pool = graph_reason, pool
-        # {number of tokens: function of an int32 array of tokens and mask [2, T], and a flat cache}
-        self._programs: dict = {}
+        self._stream = None if graph_reason else torch.cuda.Stream(device)
+        self.num_rows = 1 if graph_reason else GRAPH_ROWS
+        self._device, self._pool = device, None
+        self._programs: dict = {}  # {number of tokens: (buffer of tokens and mask, function)}
         self._prepared: list = []
-        self._cache: list = []  # the buffers that all graphs read and overwrite
+        self._cache: list = []  # the buffers that all programs read and overwrite
         self._stacks: list = []
 
+    @property
+    def is_concurrent(self):
+        """True if programs run on a stream of their own."""
+        return self._stream is not None
+
     @torch.no_grad()
-    def __call__(self, cache, tokens, mask):
-        """Returns a new cache.
+    def __call__(self, caches, tokens, mask):
+        """Returns a list of new caches, and a `torch.cuda.Event` after them, or None on a CPU.
+
+        Until the event, the caller must keep `caches`, and may use the new ones in this function
+        alone.
 
         Args:
-            cache: the cache before the tokens, of one sequence.
-            tokens: int32 [1, T], a NumPy array.
-            mask: boolean [1, T], a NumPy array, False at padding.
+            caches: a list of at most `num_rows` caches of one sequence each.
+            tokens: int32 [num_rows, T], a NumPy array.
+            mask: boolean [num_rows, T], a NumPy array, False at padding.
         """
-        num_tokens = tokens.shape[1]
-        if num_tokens not in self._programs:
-            self._programs[num_tokens] = self._program(cache, num_tokens)
-        inputs = np.concatenate((tokens, mask), dtype="int32")
-        after = self._programs[num_tokens](inputs, keras.tree.flatten(cache))
-        return keras.tree.pack_sequence_as(cache, after)
+        if self._stream is None:
+            return [self._run_layers(caches[0], tokens, mask)], None
+        # Caches were written on the current stream, and may use memory that was freed there.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            after = self._run_program(caches, np.stack((tokens, mask), dtype="int32"))
+            return after, self._stream.record_event()
 
-    def _program(self, cache, num_tokens):
-        device = keras.tree.flatten(cache)[0].device
-        if self._graph_reason(device) is not None:
-            return self._run_layers(cache)
+    def _run_layers(self, cache, tokens, mask):
+        """Runs the layers for the tokens alone, which on a CPU is as fast as a program."""
+        tokens = keras.ops.convert_to_tensor(tokens[:, : mask.sum()])
+        return self._model.backbone.hidden_states(tokens, cache=cache)[1]
+
+    def _run_program(self, caches, inputs):
+        num_tokens = inputs.shape[2]
+        if num_tokens not in self._programs:
+            self._programs[num_tokens] = self._make_program(caches[0], num_tokens)
+        buffer, run = self._programs[num_tokens]
+        rows = [[t[i : i + 1] for t in self._cache] for i in range(len(caches))]
+        for row, cache in zip(rows, caches, strict=True):
+            overwrite(row, keras.tree.flatten(cache))
+        upload(buffer, inputs)
+        run()
+        return [keras.tree.pack_sequence_as(caches[0], copies(row)) for row in rows]
+
+    def _make_program(self, cache, num_tokens):
+        """Returns the buffer of tokens and mask, int32 [2, num_rows, T], and a function."""
+        cache = keras.tree.map_structure(lambda t: t.repeat_interleave(self.num_rows, 0), cache)
+        if not self._cache:
+            self._cache, self._stacks = clone_stacked(keras.tree.flatten(cache))
         chunk = self._make_chunk(cache, chunk=num_tokens)
         prepared = self._shared(chunk.prepared())
-        inputs = torch.ones((2, num_tokens), dtype=torch.int32, device=device)
+        shape = 2, self.num_rows, num_tokens
+        inputs = torch.ones(shape, dtype=torch.int32, device=self._device)
 
-        def run(flat):
-            return chunk.traced(*prepared, inputs[:1], inputs[1:] != 0, *flat)
-
-        def overwrite_cache():
-            overwrite(self._cache, list(run(self._cache)), self._stacks)
-
-        def traced(array, flat):
-            upload(inputs, array)
-            return run(flat)
+        def run():
+            after = chunk.traced(*prepared, inputs[0], inputs[1] != 0, *self._cache)
+            overwrite(self._cache, list(after), self._stacks)
 
         reason = chunk.not_captured_reason
         if reason is None:
-            if not self._cache:
-                self._cache, self._stacks = clone_stacked(keras.tree.flatten(cache))
             try:
-                graph, _ = capture(overwrite_cache, device, self._pool)
+                graph, _ = capture(run, self._device, self._pool, self._stream)
             except RuntimeError as error:
                 reason = f"torch could not capture a chunk of {num_tokens} tokens: {error}"
             else:
                 self._pool = graph.pool()
-                return self._replay(graph, inputs)
+                return inputs, graph.replay
         add_reason(self._model, "cuda_graph", reason)
-        return traced
-
-    def _run_layers(self, cache):
-        """Returns a function that runs the layers, as fast on CPUs, for the tokens alone."""
-        structure = keras.tree.map_structure(lambda t: None, cache)
-
-        def run(array, flat):
-            tokens = keras.ops.convert_to_tensor(array[:1, : array[1].sum()])
-            before = keras.tree.pack_sequence_as(structure, flat)
-            return keras.tree.flatten(self._model.backbone.hidden_states(tokens, cache=before)[1])
-
-        return run
-
-    def _replay(self, graph, inputs):
-        def replay(array, flat):
-            overwrite(self._cache, flat)
-            upload(inputs, array)
-            graph.replay()
-            return copies(self._cache)
-
-        return replay
+        return inputs, run
 
     def _shared(self, prepared):
         """Returns the tensors of earlier programs if they are equal, to use their memory."""

@@ -80,12 +80,9 @@ class Runner:
 
             yield step_function
 
-    def chunks(self, pool=None):
-        """Returns a `Chunks`.
-
-        pool: the memory pool of CUDA graphs that never run at the same time, or None.
-        """
-        return Chunks(self._model, self._step, self._graph_reason, pool)
+    def chunks(self, device):
+        """Returns a `Chunks` on a `torch.device`."""
+        return Chunks(self._model, self._step, device, self._graph_reason(device))
 
     def _step(self, cache, masked=False, chunk=None):
         """Returns the `Step` for a cache, or for a number of tokens the `Chunk`."""
