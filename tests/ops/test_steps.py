@@ -23,6 +23,7 @@ from tests.ops.steps import (
     CASES,
     DRAW,
     QUANTIZED,
+    STACKED,
     STATES,
     WITH_SQUARES,
     WRITTEN_OVER,
@@ -33,6 +34,8 @@ from tests.ops.steps import (
 
 if PLAIN == "jax":
     import jax
+elif PLAIN == "torch":
+    from torch.fx.experimental.proxy_tensor import make_fx
 
 KERNELS = kernels(DRAW)
 quantized_maps = pytest.mark.parametrize(
@@ -41,8 +44,11 @@ quantized_maps = pytest.mark.parametrize(
 every_kernel = pytest.mark.parametrize(("operation", "implementation"), KERNELS)
 
 
-def run(operation, implementation, drawn):
-    """The results, in float64, and their dtypes."""
+def run(operation, implementation, drawn, traced=False):
+    """The results, in float64, and their dtypes.
+
+    traced: whether the results are those of a graph of torch, as in a step of generation.
+    """
     module = dispatch.IMPLEMENTATIONS[operation][implementation]
     arguments = {
         name: None if t is None else native.tensor(t, drawn.dtypes[name])
@@ -54,7 +60,10 @@ def run(operation, implementation, drawn):
     function = functools.partial(getattr(module, operation), **drawn.options)
     if implementation == "jax":  # one program is cheaper to compile than each of its operations
         function = jax.jit(function)
-    results = function(**arguments)
+    if traced:
+        results = make_fx(lambda given: function(**given))(arguments)(arguments)
+    else:
+        results = function(**arguments)
     return [native.to_numpy(r) for r in results], [native.dtype(r) for r in results]
 
 
@@ -129,10 +138,10 @@ def test_weights_that_begin_at_no_multiple_of_16_bytes(implementation):
     np.testing.assert_array_equal(found.cpu(), expected.cpu())
 
 
-def check(operation, implementation, case):
+def check(operation, implementation, case, traced=False):
     drawn = draw(operation, case)
     with native.precision(case.dtype):
-        found, dtypes = run(operation, implementation, drawn)
+        found, dtypes = run(operation, implementation, drawn, traced)
         exact = longer_than(case.dtype)
         truth = defined(operation, drawn, exact)
         yardstick = defined(operation, drawn, "float64" if case.dtype == "float64" else "float32")
@@ -156,6 +165,16 @@ def check(operation, implementation, case):
             allowed = 2 * np.abs(rounded(other, dtype) - expected).max(initial=0)
             allowed += 2 * unit(dtype, np.abs(expected).max(initial=0))
             assert np.abs(result - expected).max(initial=0) <= allowed
+
+
+@pytest.mark.skipif(PLAIN != "torch", reason="elsewhere no product takes several weights")
+@pytest.mark.parametrize("case", STACKED.values(), ids=STACKED)
+@pytest.mark.parametrize(
+    ("operation", "implementation"), [k for k in KERNELS if k == ("norm_linear", "triton")]
+)
+def test_a_product_of_several_weights(operation, implementation, case):
+    """Fails if outputs of a traced step are exchanged, or take the bias of another weight."""
+    check(operation, implementation, case, traced=True)
 
 
 with_states = pytest.mark.parametrize(
