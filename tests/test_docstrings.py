@@ -20,6 +20,9 @@ WITHOUT_EXAMPLES = (
     "keras_recurrent.devices.torch",
     "keras_recurrent.generation.torch",
     "keras_recurrent.lm_evaluation_harness",
+    "keras_recurrent.serving.gate",
+    "keras_recurrent.serving.metrics",
+    "keras_recurrent.serving.server",
     "keras_recurrent.training.torch_modules",
 )
 

@@ -14,7 +14,6 @@ import warnings
 
 import keras
 import keras_hub
-import keras_nlp
 import pytest
 
 import keras_recurrent
@@ -284,6 +283,7 @@ def test_one_framework_is_enough(one_framework):
 @pytest.mark.nightly
 def test_users_of_keras_nlp_are_served():
     """`keras-nlp` is now another name for KerasHub: the same classes, so ours are theirs."""
+    keras_nlp = pytest.importorskip("keras_nlp")
     assert keras_nlp.models.CausalLM is keras_hub.models.CausalLM
     causal_lm = keras_nlp.models.CausalLM.from_preset("hawk_tiny")
     assert isinstance(causal_lm, keras_recurrent.models.GriffinCausalLM)

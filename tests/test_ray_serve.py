@@ -9,10 +9,11 @@ import sys
 import time
 
 import httpx
-import openai
 import pytest
 
 from tests.processes import ROOT
+
+openai = pytest.importorskip("openai")
 
 pytestmark = [
     pytest.mark.once,

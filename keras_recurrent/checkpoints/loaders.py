@@ -3,6 +3,7 @@
 A loader is made for one call of `from_preset` and caches the files that it read.
 """
 
+import contextlib
 import functools
 import glob
 import logging
@@ -244,14 +245,20 @@ class SavedPresetLoader(compat.KerasPresetLoader):
     """
 
     def load_backbone(self, cls, load_weights, **kwargs):
-        if load_weights:
-            self._check_weights()
-        return super().load_backbone(cls, load_weights, **kwargs)
+        if not load_weights:
+            return super().load_backbone(cls, load_weights, **kwargs)
+        self._check_weights()
+        with zero_initialization():
+            return super().load_backbone(cls, load_weights, **kwargs)
 
     def load_task(self, cls, load_weights, load_task_weights, **kwargs):
         if load_weights:
             self._check_weights()
-        return super().load_task(cls, load_weights, load_task_weights, **kwargs)
+        with contextlib.ExitStack() as stack:
+            # All weights of a language model are read; the classes of a classifier may be fresh.
+            if load_weights and issubclass(cls, keras_hub.models.CausalLM):
+                stack.enter_context(zero_initialization())
+            return super().load_task(cls, load_weights, load_task_weights, **kwargs)
 
     def _check_weights(self):
         """Raises an error if a file of weights in the directory is damaged."""

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 
 from keras_recurrent.checkpoints.checkpoint import DTYPES
@@ -152,8 +153,22 @@ def _assign_tensor(variables, checkpoint, tensor):
     values = tensor.transform.to_weights(array)
     for path, value in zip(tensor.weights, values, strict=True):
         variable = variables[path]
-        variable.assign(value.astype(variable.dtype))
+        variable.assign(_to_tensor(value.astype(variable.dtype, copy=False)))
     return array.nbytes, has_nan(array)
+
+
+def _to_tensor(array):
+    """Returns what `assign` converts with the fewest copies: on torch, a tensor of its memory.
+
+    Keras on torch copies an array, and bfloat16 also by float32.
+    """
+    if keras.backend.backend() != "torch":
+        return array
+    import torch
+
+    if array.dtype == "bfloat16":  # unknown to `from_numpy`
+        return torch.from_numpy(array.view("int16")).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 def _trim_heap():

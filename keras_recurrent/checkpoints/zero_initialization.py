@@ -27,7 +27,13 @@ _scope, _lock = _Scope(), threading.Lock()
 
 @contextlib.contextmanager
 def zero_initialization():
-    """Context manager in which Keras's random initializers return zeros in this thread."""
+    """Context manager in which Keras's random initializers return zeros in this thread.
+
+    It may be entered again inside.
+    """
+    if _scope.active:
+        yield
+        return
     with _lock:
         original = {cls: cls.__call__ for cls in _CLASSES}
         for cls, call in original.items():

@@ -30,9 +30,10 @@ CASES: dict = {
 def mesh(monkeypatch):
     """A mesh of two devices, for tracing: it needs none of them. Fused steps are taken."""
     monkeypatch.setattr(dispatch, "decodes_with_kernels", lambda tensor: True)
-    of_jax = jax.sharding.AbstractMesh((1, 2), ("batch", "model"))
+    names, auto = ("batch", "model"), (jax.sharding.AxisType.Auto,) * 2  # as Keras's meshes
+    of_jax = jax.sharding.AbstractMesh((1, 2), names, axis_types=auto)
     monkeypatch.setattr(keras.distribution.DeviceMesh, "backend_mesh", of_jax)
-    return keras.distribution.DeviceMesh((1, 2), ("batch", "model"), ["cpu:0", "cpu:1"])
+    return keras.distribution.DeviceMesh((1, 2), names, ["cpu:0", "cpu:1"])
 
 
 def sent(jaxpr):

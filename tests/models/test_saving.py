@@ -81,6 +81,22 @@ def test_the_parts_of_a_preset_directory_load_by_themselves(saved):
 
 
 @pytest.mark.once
+def test_weights_of_a_preset_directory_are_not_drawn_first(saved, monkeypatch):
+    """Random numbers for a large embedding take several times its memory."""
+    model, path = saved
+
+    def draw(self, *arguments, **options):
+        raise AssertionError("random weights")
+
+    for name in ("RandomNormal", "RandomUniform", "TruncatedNormal", "VarianceScaling"):
+        monkeypatch.setattr(getattr(keras.initializers, name), "__call__", draw)
+    for cls in (type(model), type(model.backbone), keras_hub.models.CausalLM):
+        cls.from_preset(path)
+    with pytest.raises(AssertionError, match="random weights"):
+        type(model).from_preset(path, load_weights=False)
+
+
+@pytest.mark.once
 def test_overrides_of_a_preset_directory(saved):
     model, path = saved
     causal_lm, backbone = type(model), type(model.backbone)

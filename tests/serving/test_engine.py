@@ -127,7 +127,8 @@ def test_captured_steps_and_chunks_change_only_their_buffers(model, engine, alon
     monkeypatch.setattr(slots, "is_on_cpu", lambda model: False)
     memory = SimpleNamespace(total_memory=2**40)
     monkeypatch.setattr(cuda_graph.torch.cuda, "get_device_properties", lambda device: memory)
-    monkeypatch.setattr(torch_slots, "fetch", lambda t: t.clone().numpy)  # as from a GPU
+    # The copy is made at once, as from a GPU.
+    monkeypatch.setattr(torch_slots, "fetch", lambda t: t.to("cpu", copy=True).numpy)
     options = {"max_length": 200, "prefill_chunk": 8}
     with Engine(model, num_slots=3, **options) as captured_engine:
         assert len(captured) == 2  # a chunk of 8 tokens and a greedy step

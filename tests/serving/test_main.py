@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+pytest.importorskip("fastapi")
+
 from keras_recurrent.serving import __main__ as command
 from keras_recurrent.serving.server import bind
 

@@ -8,8 +8,12 @@ import threading
 import time
 
 import httpx
-import openai
 import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("openai")
+
+import openai
 
 from keras_recurrent.models import GriffinCausalLM, SamplingParams
 from keras_recurrent.serving import Engine

@@ -279,7 +279,8 @@ def test_the_effect_of_tokens_on_a_state(monkeypatch, dtype, starts, limit):
     tokens = {n: None if t is None else native.tensor(t, drawn.dtypes[n])
               for n, t in drawn.tensors.items()}  # fmt: skip
     tokens["token_kind"] = native.tensor(drawn.token_kind, "int8")
-    first = torch.ones(1, 2, 18, tokens["v"].shape[3], requires_grad=True)
+    v = tokens["v"]
+    first = torch.ones(1, 2, 18, v.shape[3], device=v.device, requires_grad=True)
     output, final = gated_linear_attention.gated_linear_attention(**tokens, initial_state=first)
     d_output = output.detach().cos()
     d_output[tokens["token_kind"] == PADDING] = 0
