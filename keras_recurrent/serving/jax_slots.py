@@ -67,6 +67,9 @@ class JaxRows:
         weights, variant = self._fixed
         return [self._process(*rows, tokens, mask, weights, variant=variant)], None
 
+    def wait_for_states(self):
+        """Does nothing; programs wait for their arguments."""
+
     def is_compiled(self, features, values, num_stops, timeout):
         """Returns True if the step is compiled; otherwise compiles it in a background thread.
 

@@ -12,8 +12,8 @@ from keras_recurrent.serving.prefix_cache import MIN_TOKENS
 # While requests wait for slots that are free, more chunks are processed between two steps: one more
 # for each `WAITING_PER_CHUNK` of them, up to `MAX_CHUNKS`.
 WAITING_PER_CHUNK, MAX_CHUNKS = 4, 4
-MAX_RUNNING = 2  # programs of chunks beside decoding steps: the next one follows without a gap
 SECONDS_PER_SEARCH = 0.02  # between two searches of the queue for ended requests
+SECONDS_PER_QUERY = 1e-4  # between two queries whether a step or concurrent chunks are finished
 
 
 class _Running(NamedTuple):
@@ -48,7 +48,7 @@ class Scheduler:
         self._lock = threading.Lock()
         self._prompts: list[Any] = []  # sequences whose prompts are being processed
         self._ready: list[Any] = []  # sequences that wait for a slot
-        self._running: collections.deque[_Running] = collections.deque()
+        self._running: _Running | None = None
         self._ahead: Any = None  # owners and results of the step that runs
         self._next_search = 0.0
         self.num_tokens, self.num_prompt_tokens = 0, 0
@@ -87,16 +87,19 @@ class Scheduler:
     def advance(self):
         """Processes chunks of prompts, and one token of each sequence in a slot."""
         self._end_from_outside()
-        while self._running and self._running[0].event.query():
-            self._finish(self._running.popleft().parts)
         self._process_chunks()
         launched = self._slots.step() if self._slots.num_active else None
         # The host works on the tokens of the step before while the device computes this one.
         before, self._ahead = self._ahead, launched
         if before is not None:
-            self._receive(*before)
+            owners, results = before
+            # A program that is queued behind another one could delay steps.
+            while self._running and not results.query():
+                time.sleep(SECONDS_PER_QUERY)
+                self._process_chunks()
+            self._receive(owners, results)
         elif launched is None and self._running:
-            self._running[0].event.synchronize()
+            self._running.event.synchronize()
 
     def _end_from_outside(self):
         """Ends sequences that are cancelled or late."""
@@ -122,7 +125,10 @@ class Scheduler:
     def _process_chunks(self):
         """Starts chunks of prompts, which together delay the next step by a bounded time."""
         if self._slots.has_concurrent_chunks:
-            while len(self._running) < MAX_RUNNING and (sequences := self._next_chunks()):
+            if self._running and self._running.event.query():
+                finished, self._running = self._running, None
+                self._finish(finished.parts)
+            if not self._running and (sequences := self._next_chunks()):
                 self._process(sequences)
             return
         num_waiting = min(len(self._queue), self._slots.num_free)
@@ -162,6 +168,8 @@ class Scheduler:
                 sequence = self._queue.popleft()
                 self._prompts.append(sequence)
             self._prefixes.restore(sequence)
+            if sequence.row is not None:
+                self._slots.wait_for_states()
             if sequence.num_processed == len(sequence.prompt) - 1:
                 self._finish([(sequence, sequence.num_processed, None)])
 
@@ -192,7 +200,7 @@ class Scheduler:
         if event is None:
             self._finish(parts)
         else:
-            self._running.append(_Running(event, before, parts))
+            self._running = _Running(event, before, parts)
 
     def _finish(self, parts):
         """Saves states after chunks, and moves sequences whose prompt is processed."""

@@ -36,7 +36,10 @@ class Slots:
         self._vocabulary_size = model.backbone.vocabulary_size
         self.sequences: list[Any] = [None] * num_slots
         self._rows = Rows(model, loops, num_slots, max_length)
-        self._chunk_sizes, self._num_stops = chunk_sizes(max_chunk), STOPS_PER_STEP
+        self._num_stops = STOPS_PER_STEP
+        # Prompts share a program if their chunks have one size, so there are few sizes.
+        is_shared = self.num_prompts > 1
+        self._chunk_sizes = few_chunk_sizes(max_chunk) if is_shared else chunk_sizes(max_chunk)
         self._values: dict[str, Any] = {}  # arguments of sampling, [num_slots, ...]
         # `Features` of steps that have run or are compiled, by number of stop tokens.
         self._known: Any = collections.defaultdict(list)
@@ -64,6 +67,7 @@ class Slots:
     def _warm_up(self):
         """Runs the programs of chunks and of a greedy step, so that no request waits for them."""
         row = self._rows.initial_row
+        self._rows.wait_for_states()
         for size in self._chunk_sizes:
             shape = self.num_prompts, size
             _, event = self._rows.process([row], np.ones(shape, "int32"), np.ones(shape, bool))
@@ -88,6 +92,10 @@ class Slots:
     def padded_size(self, num_tokens):
         """Returns the number of tokens to which a chunk is padded."""
         return min(size for size in self._chunk_sizes if size >= num_tokens)
+
+    def wait_for_states(self):
+        """Must be called before `process` gets states that were not computed by `process`."""
+        self._rows.wait_for_states()
 
     def process(self, sequences, stops):
         """Starts to process a chunk of the prompt of each sequence, up to its token `stop`.
@@ -192,7 +200,8 @@ class Slots:
 
         Returns:
             A list of the `Sequence`s whose tokens are computed, each with its slot, and a function
-            that waits for the tokens [num_slots] and their `Logprobs`, or ().
+            that waits for the tokens [num_slots] and their `Logprobs`, or (). With concurrent
+            chunks, it has a method `query`, which returns True if it need not wait.
         """
         owners = self._owners
         if self._features is None:
@@ -238,6 +247,11 @@ def chunk_sizes(max_chunk):
     if max_chunk >= 4 * MIN_CHUNK:
         sizes = sorted({*sizes, 3 * max_chunk // 4})
     return [*sizes, max_chunk]
+
+
+def few_chunk_sizes(max_chunk):
+    """As `chunk_sizes`, at most two."""
+    return sorted({min(max(MIN_CHUNK, max_chunk // 4), max_chunk), max_chunk})
 
 
 def covers(features, needed, vocabulary_size):

@@ -17,7 +17,7 @@ from keras_recurrent.generation.sampling import (
 )
 from keras_recurrent.generation.torch.chunks import copies, upload
 from keras_recurrent.generation.torch.cuda_graph import overwrite
-from keras_recurrent.generation.torch.loop import ActiveSequences, fetch
+from keras_recurrent.generation.torch.loop import ActiveSequences, Fetch
 from keras_recurrent.generation.torch.sampling import choose_tokens
 
 
@@ -45,6 +45,9 @@ class TorchRows:
         self._decoder = self._stack.enter_context(decoder)
         self._decoder.sampler.sequences = self._decoder.sequences
         self._chunks, self._device = loops.runner.chunks(device), device
+        # Rows that the device still copies to slots: before the latest step, and after it.
+        self._copied: list[Any] = []
+        self._inserted: list[Any] = []
 
     @property
     def num_prompts(self):
@@ -85,8 +88,13 @@ class TorchRows:
         """
         return self._chunks(rows, tokens, mask)
 
+    def wait_for_states(self):
+        """Must be called before `process` gets results of other methods."""
+        self._chunks.wait()
+
     @torch.no_grad()
     def insert(self, slot, row, token, max_new_tokens, stops):
+        self._inserted.append(row)
         self._decoder.sequences.insert(slot, max_new_tokens, stops)
         *cache, last = self._decoder.tensors
         overwrite([t[slot] for t in cache], [t[0] for t in keras.tree.flatten(row)])
@@ -107,17 +115,29 @@ class TorchRows:
     def step(self, features, numbers, values):
         sampler = self._decoder.sampler
         sampler.begin(features, numbers, values)
-        token = fetch(self._decoder.next_token())
-        logprobs = [fetch(t) for t in sampler.logprobs]
-
-        def results():
-            return token()[:, 0], Logprobs(*(f() for f in logprobs)) if logprobs else ()
-
-        return results
+        # The step before has begun, so that copies before it are complete.
+        self._copied, self._inserted = self._inserted, []
+        token = Fetch(self._decoder.next_token())
+        return _Results(token, [Fetch(t) for t in sampler.logprobs])
 
     def close(self):
         self._stack.close()
         self._chunks = None
+
+
+class _Results:
+    """Waits for the tokens [B] of a step and their `Logprobs`, or ()."""
+
+    def __init__(self, token, logprobs):
+        self._token, self._logprobs = token, logprobs
+
+    def query(self):
+        """Returns True if a call need not wait."""
+        return all(fetched.query() for fetched in (self._token, *self._logprobs))
+
+    def __call__(self):
+        logprobs = Logprobs(*(f() for f in self._logprobs)) if self._logprobs else ()
+        return self._token()[:, 0], logprobs
 
 
 class _Sampler:

@@ -48,7 +48,7 @@ class Chunks:
         """Returns a list of new caches, and a `torch.cuda.Event` after them, or None on a CPU.
 
         Until the event, the caller must keep `caches`, and may use the new ones in this function
-        alone.
+        alone. If another stream uses new caches, the caller must keep them until it has done so.
 
         Args:
             caches: a list of at most `num_rows` caches of one sequence each.
@@ -57,11 +57,14 @@ class Chunks:
         """
         if self._stream is None:
             return [self._run_layers(caches[0], tokens, mask)], None
-        # Caches were written on the current stream, and may use memory that was freed there.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             after = self._run_program(caches, np.stack((tokens, mask), dtype="int32"))
             return after, self._stream.record_event()
+
+    def wait(self):
+        """Makes later calls begin after all work that was launched on the current stream."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def _run_layers(self, cache, tokens, mask):
         """Runs the layers for the tokens alone, which on a CPU is as fast as a program."""

@@ -99,7 +99,7 @@ class Loop:
                 logprobs.append(decoder.sampler.logprobs(stop - start))
                 if stop == max_tokens or not may_end:
                     continue
-                blocks.append(fetch(generated[:, start:stop]))
+                blocks.append(Fetch(generated[:, start:stop]))
                 if len(blocks) > num_ahead and ended.after(blocks.popleft()()):
                     break
                 if request.stop_strings and sequences:
@@ -149,19 +149,23 @@ class Loop:
         return self.prefill(request.token_ids, request.lengths - 1, cache, max_length)
 
 
-def fetch(tensor):
-    """Begins to copy a tensor to the host; returns a function that waits for the NumPy array."""
-    copy = tensor.to("cpu", non_blocking=True)
-    if tensor.device.type != "cuda":
-        return copy.numpy
-    event = torch.cuda.Event()
-    event.record()
+class Fetch:
+    """Copies a tensor to the host; a call waits for the NumPy array, `query()` does not."""
 
-    def array():
-        event.synchronize()
-        return copy.numpy()
+    def __init__(self, tensor):
+        self._copy = tensor.to("cpu", non_blocking=True)
+        self._event = torch.cuda.Event() if tensor.is_cuda else None
+        if self._event:
+            self._event.record()
 
-    return array
+    def query(self):
+        """Returns True if a call need not wait."""
+        return self._event is None or self._event.query()
+
+    def __call__(self):
+        if self._event:
+            self._event.synchronize()
+        return self._copy.numpy()
 
 
 class Steps:
