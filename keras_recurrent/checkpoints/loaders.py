@@ -10,7 +10,6 @@ import logging
 import os
 
 import h5py
-import keras
 import keras_hub
 
 from keras_recurrent import compat, presets
@@ -97,7 +96,6 @@ class NamedPresetLoader(RecurrentPresetLoader):
             check_weights_fit(self.preset, cls, kwargs)
             if self.has_hub_weights():
                 return self.published.load_backbone(cls, True, **kwargs)
-            _check_dtype(kwargs.get("dtype"))
             backbone = cls(**{**self.row.backbone_arguments, **kwargs})
             backbone.load_weights(presets.path_of_weights(self.row.weights))
             return backbone
@@ -170,7 +168,6 @@ class CheckpointLoader(RecurrentPresetLoader):
         if not load_weights:
             return cls(**{**self.read_config(), **kwargs})
         check_weights_fit(self.preset, cls, kwargs)
-        _check_dtype(kwargs.get("dtype"))
         arguments, found, tensors = self.read_headers()
         with zero_initialization():
             backbone = cls(**{**arguments, **kwargs})
@@ -270,12 +267,3 @@ class SavedPresetLoader(compat.KerasPresetLoader):
                 raise ValueError(
                     f"{path} is damaged or cut off ({error}). Fetch or save it again."
                 ) from error
-
-
-def _check_dtype(dtype):
-    policy = keras.dtype_policies.get(dtype)
-    if policy.quantization_mode is not None:
-        raise ValueError(
-            f"`dtype`: a checkpoint holds floating-point weights; got {policy.name!r}. Load it "
-            "without, then call `model.quantize(...)`."
-        )

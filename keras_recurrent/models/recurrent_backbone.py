@@ -84,6 +84,12 @@ class RecurrentBackbone(
         name=None,
         trainable=True,
     ):
+        policy = keras.dtype_policies.get(dtype)
+        if policy.quantization_mode is not None:
+            raise ValueError(
+                f"`dtype` must not be a quantized policy; got {policy.name!r}. Create or load the "
+                "model without it, then call `model.quantize(...)`."
+            )
         # === Layers ===
         self.token_embedding = token_embedding
         self.transformer_layers = transformer_layers

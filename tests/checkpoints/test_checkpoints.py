@@ -279,7 +279,7 @@ def test_overrides_of_a_checkpoint():
             {"sequence_length": 8},
             "'sequence_length': .* neither tokenizer.model nor tokenizer",
         ),
-        ({"dtype": "int8_from_float32"}, "`dtype`: a checkpoint holds floating-point weights"),
+        ({"dtype": "int8_from_float32"}, "`dtype` must not be a quantized policy; got 'int8_from"),
     ]:
         with pytest.raises(ValueError, match=match):
             golden.model(**kwargs)

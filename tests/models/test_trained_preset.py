@@ -123,7 +123,7 @@ def test_the_file_is_small():
     ("overrides", "message"),
     [
         ({"num_layers": 2}, "'num_layers': the weights in 'griffin_tiny_text' fit only"),
-        ({"dtype": "int8_from_float32"}, "`dtype`: a checkpoint holds floating-point weights"),
+        ({"dtype": "int8_from_float32"}, "`dtype` must not be a quantized policy; got 'int8_from"),
     ],
 )
 def test_what_the_weights_do_not_fit_is_an_error(overrides, message):
