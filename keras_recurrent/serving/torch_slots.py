@@ -37,7 +37,6 @@ class TorchRows:
         self._backbone, self._max_length = model.backbone, max_length
         self._stack = contextlib.ExitStack()
         state = self.initial_row(num_slots)
-        self._structure = keras.tree.map_structure(lambda t: None, state)
         device = keras.tree.flatten(state)[0].device
         token = torch.zeros(num_slots, 1, dtype=torch.int32, device=device)
         decoder = loops.runner.decode(token, state, _Sampler(token), _Sequences(token))
@@ -62,7 +61,7 @@ class TorchRows:
     def insert(self, slot, row, token, max_new_tokens, stops):
         self._decoder.sequences.insert(slot, max_new_tokens, stops)
         *cache, last = self._decoder.tensors
-        overwrite([t[slot] for t in cache], [t[0] for t in keras.tree.flatten(row)])
+        overwrite([t[slot] for t in cache], [t[0] for t in self._decoder.step.flatten_cache(row)])
         last[slot] = int(token)
         sampler = self._decoder.sampler
         if sampler.counts is not None:
@@ -74,7 +73,7 @@ class TorchRows:
     @torch.no_grad()
     def extract(self, slot):
         rows = copies([t[slot : slot + 1] for t in self._decoder.tensors[:-1]])
-        return keras.tree.pack_sequence_as(self._structure, rows)
+        return self._decoder.step.cache(rows)
 
     @torch.no_grad()
     def step(self, features, numbers, values):
