@@ -172,6 +172,17 @@ SIGNATURES = {
         (Result("B E", "v"), Result("B H U"), Result("B H K V")),
         optional=("lower_bound", "norm_scale"),
     ),
+    "hgrn2_delayed_step": Signature(
+        _named(
+            "q: B D, f: B D, v: B E, memory: B H K V, recent: B N R, count: B, lower_bound: 2 D, "
+            "norm_scale: E"
+        ),
+        (
+            *(Result("B E", "v"), Result("B H U"), Result("B", "int32")),
+            *(Result("B H K V"), Result("B N R")),
+        ),
+        optional=("lower_bound", "norm_scale"),
+    ),
     "lightning_step": Signature(
         _named(
             "q: B H K, k: B G K, v: B G V, memory: B H K V, log_decay: H, position: B, q_scale: K, "

@@ -20,6 +20,17 @@ def hgrn2_step(
     norm_scale: [H V] or None; token_kind: [B] or None. Returns (y [B, H V], the sums of squares of
     o in groups [B, H, ceil(V / 32)], memory).
     """
+    q, decay, key, value, memory = operands(dtype, q, f, v, memory, lower_bound, token_kind)
+    memory = decay[..., None] * memory + key[..., None] * value[..., None, :]
+    o = np.einsum("bhk,bhkv->bhv", q, memory)
+    y = o.reshape(len(o), -1)
+    if norm_scale is not None:
+        y = y * cast(dtype, norm_scale)[0]
+    return y, group_squares(o, SQUARES_GROUP), memory
+
+
+def operands(dtype, q, f, v, memory, lower_bound, token_kind):
+    """The query, the decay of the memory, the key and the value, by heads, and the memory."""
     q, f, v, memory = cast(dtype, q, f, v, memory)
     batch, heads, keys, values = memory.shape
     rest = 1.0 if lower_bound is None else np.exp(cast(dtype, lower_bound)[0][1])
@@ -36,9 +47,4 @@ def hgrn2_step(
     key = np.where(kind == PADDING, 0, key)
     v = np.where(kind == PADDING, 0, v)
     decay = np.where(kind == STARTS, 0, np.where(kind == PADDING, 1, decay))
-    memory = decay[..., None] * memory + key[..., None] * v[..., None, :]
-    o = np.einsum("bhk,bhkv->bhv", q, memory)
-    y = o.reshape(batch, heads * values)
-    if norm_scale is not None:
-        y = y * cast(dtype, norm_scale)[0]
-    return y, group_squares(o, SQUARES_GROUP), memory
+    return q, decay, key, v, memory

@@ -1,13 +1,14 @@
 """One decoding step of HGRN2's recurrence, from its three projections.
 
-Qin et al. 2024, arXiv:2404.07904. A program reads and writes some columns of a head's memory once.
-All arithmetic is float32.
+Qin et al. 2024, arXiv:2404.07904. A program reads and writes some columns of a head's memory once,
+or, for `hgrn2_delayed_step`, reads them and the recent tokens, and writes them when as many tokens
+are stored as fit. All arithmetic is float32.
 """
 
 import triton
 import triton.language as tl
 
-from ..constants import SQUARES_GROUP
+from ..constants import MAX_STEP_KEYS, SQUARES_GROUP
 from ._device.common import load_float32
 from ._device.math import exp, sigmoid
 from ._device.pdl import launch_dependents, wait_for_previous_launch
@@ -16,13 +17,12 @@ from ._runtime.framework import forward_operation, pdl_options, run, step_unsupp
 from ._runtime.launch import Array, Launch, cdiv, like, next_power_of_2
 
 _BLOCK_V, _WARPS = SQUARES_GROUP, 4
-_MAX_KEYS = 256
 
 
 def unsupported(q, f, v, memory, lower_bound=None, norm_scale=None, token_kind=None) -> str | None:
     """Reason why this implementation cannot take these arguments, or None."""
-    if memory.shape[2] > _MAX_KEYS:
-        return f"takes keys of up to {_MAX_KEYS} channels, got {memory.shape[2]}"
+    if memory.shape[2] > MAX_STEP_KEYS:
+        return f"takes keys of up to {MAX_STEP_KEYS} channels, got {memory.shape[2]}"
     return step_unsupported_reason(q, f, v, memory, lower_bound, norm_scale, token_kind)
 
 
@@ -40,16 +40,21 @@ def _kernel(
     f,
     v,
     memory,
+    recent,
+    count,
     lower_bound,
     norm_scale,
     token_kind,
     output,
     squares,
+    next_count,
     next_memory,
+    next_recent,
     H,
     root,
     K: tl.constexpr,
     V: tl.constexpr,
+    N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
@@ -63,6 +68,18 @@ def _kernel(
     offsets = head * (K * V) + d[:, None] * V + e[None, :]
     valid = (d < K)[:, None] & (e < V)[None, :]
     state = load_float32(memory, offsets, valid)
+    if recent is not None:
+        token_size = H * (2 * K + V)
+        token_offset = head // H * N * token_size
+        key_channel = head % H * K + d
+        value_channel = 2 * H * K + head % H * V + e
+        num_recent = tl.load(count + head // H)
+        for _ in tl.range(0, num_recent, num_stages=4):  # loads three tokens ahead
+            decay = load_float32(recent + token_offset, key_channel, d < K)
+            key = load_float32(recent + token_offset, H * K + key_channel, d < K)
+            value = load_float32(recent + token_offset, value_channel, e < V)
+            state = decay[:, None] * state + key[:, None] * value[None, :]
+            token_offset += token_size
     if norm_scale is not None:
         scale = load_float32(norm_scale, head % H * V + e, e < V)
     if PDL:
@@ -81,9 +98,23 @@ def _kernel(
         near_1 = (input_gate <= 0.5) & (forget_gate == forget_gate)
         forget_gate = tl.where(near_1, 1.0 - input_gate, forget_gate)
     key = tl.where(k_valid, input_gate, 0.0)
-    state = select_by_kind(kind, forget_gate, 0.0, 1.0)[:, None] * state
-    state += key[:, None] * load_float32(v, head * V + e, v_valid)[None, :]
-    tl.store(next_memory + offsets, state, valid)
+    decay = select_by_kind(kind, forget_gate, 0.0, 1.0)
+    value = load_float32(v, head * V + e, v_valid)
+    state = decay[:, None] * state + key[:, None] * value[None, :]
+    if recent is None:
+        tl.store(next_memory + offsets, state, valid)
+    else:
+        is_full = num_recent == N
+        tl.store(next_memory + offsets, state, valid & is_full & (kind != PADDING))
+        # The first program of a head stores its decays and keys.
+        k_stored = k_valid & ~is_full & (tl.program_id(0) % TILES == 0)
+        tl.store(next_recent + token_offset + key_channel, decay, k_stored)
+        tl.store(next_recent + token_offset + H * K + key_channel, key, k_stored)
+        tl.store(next_recent + token_offset + value_channel, value, v_valid & ~is_full)
+        # No program of this launch reads `next_count`, and one of each sequence writes it.
+        number = tl.where(is_full, 0, num_recent + 1)
+        number = tl.where(kind == PADDING, num_recent, number)
+        tl.store(next_count + head // H, number, tl.program_id(0) % (H * TILES) == 0)
     query = load_float32(q, head * K + d, k_valid)
     query *= sigmoid(query, True)[0] * root
     result = tl.sum(query[:, None] * state, 0)
@@ -100,16 +131,24 @@ def results(q, f, v, memory, lower_bound, norm_scale, token_kind):
 
 
 def forward(q, f, v, memory, lower_bound, norm_scale, token_kind):
+    output, squares, next_memory = results(q, f, v, memory, lower_bound, norm_scale, token_kind)
+    tensors = q, f, v, memory, None, None, lower_bound, norm_scale, token_kind
+    outputs = output, squares, None, next_memory, None
+    output, squares, _, next_memory, _ = run(launch(tensors, outputs, updates=((3, 3),)))
+    return output, squares, next_memory
+
+
+def launch(tensors, outputs, updates):
+    """The launch of the kernel; `recent`, `count` and their updates may be None."""
+    q, _, _, memory, recent, *_ = tensors
     batch, heads, keys, values = memory.shape
     block_v = min(_BLOCK_V, next_power_of_2(values))
-    options = {"K": keys, "V": values, "BLOCK_K": next_power_of_2(keys)}
-    options |= {"BLOCK_V": block_v, "num_warps": _WARPS, **pdl_options(q)}
-    tensors = q, f, v, memory, lower_bound, norm_scale, token_kind
-    outputs = results(*tensors)
+    options = {"K": keys, "V": values, "N": 0 if recent is None else recent.shape[1]}
+    options |= {"BLOCK_K": next_power_of_2(keys), "BLOCK_V": block_v, "num_warps": _WARPS}
+    options |= pdl_options(q)
     programs = batch * heads * cdiv(values, block_v)
-    return run(
-        Launch(_kernel, programs, tensors, outputs, (heads, keys**-0.5), options, updates=((3, 2),))
-    )
+    numbers = heads, keys**-0.5
+    return Launch(_kernel, programs, tensors, outputs, numbers, options, updates=updates)
 
 
 _hgrn2_step = forward_operation("hgrn2_step", forward, results, count=3, updates=("memory",))

@@ -15,6 +15,7 @@ INTEGERS = (
     "tokens",
     "position",
     "positions",
+    "count",
 )
 
 

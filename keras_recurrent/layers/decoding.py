@@ -45,6 +45,11 @@ def decoding_scope():
         _scope.active = before
 
 
+def is_active():
+    """Returns True inside a `decoding_scope`."""
+    return _scope.active
+
+
 def can_fuse(inputs):
     """Returns True if a layer should take its fused step for inputs [B, T, ...]."""
     if not _scope.active or inputs.shape[1] > 1 or not dispatch.decodes_with_kernels(inputs):

@@ -3,6 +3,7 @@
 import keras
 from keras import ops
 
+from keras_recurrent.backends.constants import MAX_STEP_KEYS, STATE_WRITE_INTERVAL
 from keras_recurrent.checks.arguments import check_divides, check_positive_integer
 from keras_recurrent.devices import jax_steps
 from keras_recurrent.layers import decoding
@@ -15,7 +16,7 @@ from keras_recurrent.layers.lower_bounds import BoundedLayer
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.rms_norm import RMSNorm
 from keras_recurrent.ops import gated_linear_attention
-from keras_recurrent.ops.decoding_steps import hgrn2_step
+from keras_recurrent.ops.decoding_steps import hgrn2_delayed_step, hgrn2_step
 
 NORM_EPSILON = 1e-5
 
@@ -220,9 +221,26 @@ class HGRN2(BoundedLayer):
             lower_bound = jax_steps.local_part(ops.cast(lower_bound, self.state_dtype), f.shape[-1])
         kinds = decoding.token_kinds(tokens)
         weight = jax_steps.local_part(self.norm.factor(), f.shape[-1])
-        o, squares, memory = hgrn2_step(q, f, v, state["memory"], lower_bound, weight, kinds)
+        if "recent" in state:
+            further = {**state, "lower_bound": lower_bound, "norm_scale": weight}
+            o, squares, *after = hgrn2_delayed_step(q=q, f=f, v=v, token_kind=kinds, **further)
+            after = dict(zip(("count", "memory", "recent"), after, strict=True))
+        else:
+            o, squares, memory = hgrn2_step(q, f, v, state["memory"], lower_bound, weight, kinds)
+            after = {"memory": memory}
         x = decoding.add_linear(x, o, [self.o_proj], self.norm, squares=squares, **ends)
-        return x, {"memory": memory}
+        return x, after
+
+    def add_recent_tokens(self, state):
+        if self.expand_ratio > MAX_STEP_KEYS or self.state_dtype != "float32":
+            return state  # a plain step would compute the memory from its tokens again
+        batch = state["memory"].shape[0]
+        recent = batch, STATE_WRITE_INTERVAL - 1, 3 * self.width
+        return {
+            "count": ops.zeros(batch, "int32"),
+            "memory": state["memory"],
+            "recent": ops.zeros(recent, "float32"),
+        }
 
     def own_state_spec(self, batch_size=None):
         convolutions = super().own_state_spec(batch_size)

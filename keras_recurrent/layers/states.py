@@ -41,6 +41,18 @@ class StatefulLayer(RecomputableLayer):
                 state[name] = layer.own_initial_state(batch_size, max_length)
         return state
 
+    def add_recent_tokens(self, state):
+        """Returns the layer's part of a state with recent tokens, for steps of many sequences.
+
+        A layer with a large state adds arrays for the latest tokens, and its fused step writes the
+        state only every few tokens. Other calls do not take such states.
+        """
+        inside = self.streaming_sublayers()
+        return {
+            name: inside[name].add_recent_tokens(part) if name in inside else part
+            for name, part in state.items()
+        }
+
     @property
     def uses_position(self):
         """True if the layer or a sublayer reads `tokens.position`. A subclass may set it."""

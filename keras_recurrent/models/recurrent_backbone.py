@@ -19,6 +19,7 @@ from keras_recurrent.devices.jax_layouts import (
 )
 from keras_recurrent.devices.jax_processes import SavedByAllProcesses
 from keras_recurrent.dispatch import BACKEND
+from keras_recurrent.layers import decoding
 from keras_recurrent.layers.inner_streaming import stream_inner
 from keras_recurrent.layers.reversible_embedding import ReversibleEmbedding
 from keras_recurrent.layers.saved_quantization import SavedQuantization
@@ -194,7 +195,8 @@ class RecurrentBackbone(
             check_per_token(type(self).__name__, name, tensor, token_ids.shape)
         return_cache = cache is not None if return_cache is None else return_cache
         if cache is not None:
-            check_state(cache, self.cache_spec(token_ids.shape[0]), "cache")
+            if not decoding.is_active():  # the cache of a step may have recent tokens
+                check_state(cache, self.cache_spec(token_ids.shape[0]), "cache")
         elif return_cache:
             self._check_max_length(max_length)
         if padding_mask is not None:
@@ -368,6 +370,20 @@ class RecurrentBackbone(
         )
         places = initial_places(batch_size, self.uses_position)
         return apply_state_layout({"blocks": blocks, **places})
+
+    def takes_fused_steps(self, batch_size):
+        """Returns True if decoding steps of `batch_size` sequences are fused in all blocks."""
+        with decoding.decoding_scope():
+            x = ops.zeros((batch_size, 1, self.hidden_dim), self.compute_dtype)
+            return can_chain_steps(self, x)
+
+    def add_recent_tokens(self, cache):
+        """Returns a cache with recent tokens, for fused steps of many sequences.
+
+        These steps store the latest tokens, and write large states only every few tokens.
+        """
+        states = zip(self.transformer_layers, cache["blocks"], strict=True)
+        return {**cache, "blocks": tuple(block.add_recent_tokens(state) for block, state in states)}
 
     def export_to_transformers(self, path, dtype=None, max_shard_size=5):
         """Exports the network to a checkpoint; see the method of the language model."""

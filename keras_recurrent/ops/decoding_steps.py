@@ -66,6 +66,12 @@ class HGRN2StepOperation(Operation):
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
+class HGRN2DelayedStepOperation(Operation):
+    function = "hgrn2_delayed_step"
+    context = {"token_kind": "B"}
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
 class LightningStepOperation(Operation):
     function = "lightning_step"
     options = {"epsilon": None, "query_scale": None}
@@ -139,6 +145,14 @@ def hgrn2_step(q, f, v, memory, lower_bound=None, norm_scale=None, token_kind=No
     tensors = {"q": q, "f": f, "v": v, "memory": memory, "lower_bound": lower_bound}
     tensors["norm_scale"] = norm_scale
     return HGRN2StepOperation.apply(tensors, None, token_kind=token_kind)
+
+
+def hgrn2_delayed_step(token_kind=None, **tensors):
+    """Computes `hgrn2_step`, and writes the memory only every few tokens.
+
+    See `backends/reference/hgrn2_delayed_step.py`.
+    """
+    return HGRN2DelayedStepOperation.apply(tensors, None, token_kind=token_kind)
 
 
 def lightning_step(token_kind=None, epsilon=None, query_scale=None, **tensors):

@@ -17,6 +17,18 @@ def hgrn2_step(q, f, v, memory, lower_bound=None, norm_scale=None, token_kind=No
 
     Returns ([B, H V], sums of squares [B, H, U], the next memory).
     """
+    query, *token = operands(q, f, v, memory, lower_bound, token_kind)
+    memory = updated(ops.cast(memory, query.dtype), *token)
+    output = ops.sum(query[..., None] * memory, axis=2)
+    squares = group_squares(output, SQUARES_GROUP)
+    output = ops.reshape(output, v.shape)
+    if norm_scale is not None:
+        output = output * ops.cast(norm_scale, output.dtype)
+    return ops.cast(output, v.dtype), squares, memory
+
+
+def operands(q, f, v, memory, lower_bound, token_kind):
+    """Returns the query, the decay of the memory, the key and the value, by heads."""
     dtype = sum_dtype(q, f, v, memory, lower_bound)
     batch, heads, keys, values = memory.shape
     query, logits, value = (ops.cast(x, dtype) for x in (q, f, v))
@@ -31,11 +43,9 @@ def hgrn2_step(q, f, v, memory, lower_bound=None, norm_scale=None, token_kind=No
     value = ops.reshape(value, (batch, heads, values))
     starts, padding = token_masks(None if token_kind is None else token_kind[:, None], 3)
     key, value = fill_where(padding, 0.0, key), fill_where(padding, 0.0, value)
-    decay = applied_decay(decay, starts, padding)
-    memory = decay[..., None] * ops.cast(memory, dtype) + key[..., None] * value[:, :, None]
-    output = ops.sum(query[..., None] * memory, axis=2)
-    squares = group_squares(output, SQUARES_GROUP)
-    output = ops.reshape(output, (batch, heads * values))
-    if norm_scale is not None:
-        output = output * ops.cast(norm_scale, dtype)
-    return ops.cast(output, v.dtype), squares, memory
+    return query, applied_decay(decay, starts, padding), key, value
+
+
+def updated(memory, decay, key, value):
+    """Returns the memory [B, H, K, V] after a token: decay and key [B, H, K], value [B, H, V]."""
+    return decay[..., None] * memory + key[..., None] * value[:, :, None]

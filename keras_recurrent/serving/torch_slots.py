@@ -38,13 +38,16 @@ class TorchRows:
         self._backbone, self._max_length = model.backbone, max_length
         self._stack = contextlib.ExitStack()
         state = self._initial_state(num_slots)
-        self._structure = keras.tree.map_structure(lambda t: None, state)
         device = keras.tree.flatten(state)[0].device
         token = torch.zeros(num_slots, 1, dtype=torch.int32, device=device)
         decoder = loops.runner.decode(token, state, _Sampler(token), _Sequences(token))
         self._decoder = self._stack.enter_context(decoder)
         self._decoder.sampler.sequences = self._decoder.sequences
         self._chunks, self._device = loops.runner.chunks(device), device
+        # What the step's cache has beside that of a row: recent tokens, of which there are none.
+        given = {id(t) for t in keras.tree.flatten(self.initial_row)}
+        flat = self._decoder.step.flatten_cache(self.initial_row)
+        self._additions = [None if id(t) in given else t for t in flat]
         # Rows that the device still copies to slots: before the latest step, and after it.
         self._copied: list[Any] = []
         self._inserted: list[Any] = []
@@ -97,7 +100,9 @@ class TorchRows:
         self._inserted.append(row)
         self._decoder.sequences.insert(slot, max_new_tokens, stops)
         *cache, last = self._decoder.tensors
-        overwrite([t[slot] for t in cache], [t[0] for t in keras.tree.flatten(row)])
+        tensors = iter(keras.tree.flatten(row))
+        flat = [next(tensors) if new is None else new for new in self._additions]
+        overwrite([t[slot] for t in cache], [t[0] for t in flat])
         last[slot] = int(token)
         sampler = self._decoder.sampler
         if sampler.counts is not None:
@@ -109,7 +114,7 @@ class TorchRows:
     @torch.no_grad()
     def extract(self, slot):
         rows = copies([t[slot : slot + 1] for t in self._decoder.tensors[:-1]])
-        return keras.tree.pack_sequence_as(self._structure, rows)
+        return self._decoder.step.cache(rows)
 
     @torch.no_grad()
     def step(self, features, numbers, values):

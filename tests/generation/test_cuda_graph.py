@@ -10,12 +10,14 @@ import pytest
 
 from keras_recurrent import which_generation
 from keras_recurrent.generation.torch.sampling import TokenSampler
+from keras_recurrent.layers import hgrn2
 from keras_recurrent.models import SamplingParams
+from keras_recurrent.serving import Engine
 from tests.generation.test_programs import CHANGES, generate, prompts
 from tests.gpu import has_gpu
 from tests.models import plain_generation
 from tests.models.test_generation import MARGIN
-from tests.models.tiny import any_family, tiny_causal_lm
+from tests.models.tiny import HYBRID, any_family, tiny_causal_lm
 
 if keras.config.backend() != "torch":
     pytest.skip("torch captures CUDA graphs", allow_module_level=True)
@@ -238,3 +240,61 @@ def test_tokens_are_those_of_plain_passes():
     )
     assert margin > MARGIN
     np.testing.assert_array_equal(found, expected)
+
+
+MANY = tuple(1 + i % 7 for i in range(20))  # lengths of more prompts than `MAX_FUSED_ROWS`
+
+
+@pytest.mark.parametrize(("sizes", "seed"), [({}, 5), (HYBRID, 3)], ids=["hgrn2", "hybrid"])
+@pytest.mark.parametrize("cached", [False, True])
+def test_many_sequences_generate_the_tokens_of_plain_passes(sizes, seed, cached, monkeypatch):
+    """Fails if a state that is written every few tokens lacks one of them."""
+    model, prompt = compiled(**sizes), prompts(MANY, 24, seed)
+    monkeypatch.setattr(hgrn2, "hgrn2_step", None)
+    for _ in range(2):  # the second call copies its state to the buffers of a captured step
+        found = model.generate(prompt, stop_token_ids=None, return_cache=cached)
+        found = (found[0] if cached else found)["token_ids"]
+        assert which_generation(model)[:2] == ("cuda_graph", {})
+        expected, margin = plain_generation.sample(
+            model, model.sampler, prompt["token_ids"], prompt["padding_mask"]
+        )
+        assert margin > MARGIN
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("sizes", [{}, HYBRID], ids=["hgrn2", "hybrid"])
+def test_a_cache_of_many_sequences_continues(sizes):
+    results = []
+    for jit_compile in ("auto", False):
+        model, cache = compiled(jit_compile=jit_compile, **sizes), None
+        for total, lengths in ((13, MANY), (6, (2,) * 20), (9, (1,) * 20)):
+            output, cache = model.generate(
+                prompts(lengths, total), cache=cache, stop_token_ids=None, return_cache=True
+            )
+            results.append((output["token_ids"], keras.tree.flatten(cache.state)))
+    for (found, state), (expected, other) in zip(results[:3], results[3:], strict=True):
+        np.testing.assert_array_equal(found, expected)
+        for a, b in zip(state, other, strict=True):
+            assert a.shape == b.shape
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_many_slots_answer_as_one_alone(monkeypatch):
+    """Fails if the tokens since a state was written are those of another request."""
+    monkeypatch.setattr(hgrn2, "hgrn2_step", None)
+    model = tiny_causal_lm(family="hgrn2")
+    options = {"sampling": SamplingParams(temperature=0, logprobs=0), "stop_token_ids": None}
+    requests = [([1 + i, 2 + i, 3 + i][: 1 + i % 3], 5 + i % 17) for i in range(40)]
+    with Engine(model, num_slots=20, max_length=200, prefix_cache_bytes=0) as engine:
+
+        def submit(prompt, count):
+            return engine.submit(prompt, max_new_tokens=count, **options)
+
+        together = [submit(*request) for request in requests]
+        together = [request.result(60) for request in together]
+        alone = [submit(*request).result(60) for request in requests]
+    assert which_generation(model).name == "cuda_graph"
+    for found, expected in zip(together, alone, strict=True):
+        assert found.token_ids == expected.token_ids
+        for a, b in zip(found.logprobs, expected.logprobs, strict=True):
+            assert abs(a.logprob - b.logprob) < 1e-5

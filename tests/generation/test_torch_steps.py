@@ -12,10 +12,10 @@ if keras.config.backend() != "torch":
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from keras_recurrent import which_generation
+from keras_recurrent import dispatch, implementation, which_generation
 from keras_recurrent.generation.request import Request
 from keras_recurrent.generation.snapshot import Snapshot
-from keras_recurrent.generation.torch import runner
+from keras_recurrent.generation.torch import cuda_graph, runner
 from keras_recurrent.generation.torch.cuda_graph import (
     CapturedStep,
     GraphPool,
@@ -26,9 +26,11 @@ from keras_recurrent.generation.torch.loop import ActiveSequences
 from keras_recurrent.generation.torch.runner import _FunctionDecoder, _GraphDecoder
 from keras_recurrent.generation.torch.sampling import RECENT
 from keras_recurrent.generation.torch.step import Step, _inline_scalars
+from keras_recurrent.layers import hgrn2
 from keras_recurrent.models import SamplingParams
+from tests.generation.test_programs import prompts
 from tests.generation.token_samplers import token_sampler
-from tests.models.tiny import any_family, tiny_causal_lm
+from tests.models.tiny import HYBRID, any_family, tiny_causal_lm
 
 
 def test_writing_over_reads_parts_of_the_cache_first():
@@ -159,3 +161,55 @@ def test_graphs_of_a_step_are_forgotten_with_it(monkeypatch):
     graphs.drop(steps[0])
     assert graphs.acquire((steps[0], "settings")) is None
     assert graphs.acquire((steps[1], "settings")) is graph
+
+
+def captured_on_a_cpu(monkeypatch, max_fused_rows):
+    """Makes the runner take CUDA graphs, whose replay runs the step, for any number of rows."""
+
+    def capture(function, device, pool=None):
+        return SimpleNamespace(replay=function, pool=lambda: pool), function()
+
+    monkeypatch.setattr(cuda_graph, "capture", capture)
+    monkeypatch.setattr(runner.Runner, "_graph_reason", lambda self, device: None)
+    monkeypatch.setattr(runner, "MAX_FUSED_ROWS", max_fused_rows)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**40)
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [
+        ({"num_layers": 1}, None),
+        pytest.param(HYBRID, None, marks=pytest.mark.nightly),
+        pytest.param({}, "triton", marks=pytest.mark.nightly),
+    ],
+    ids=["one layer", "hybrid", "interpreted"],
+)
+def test_captured_steps_write_states_every_few_tokens(sizes, name, monkeypatch):
+    """Fails if a kept cache lacks recent tokens, or padding counts as one of them."""
+    model, lengths = tiny_causal_lm(family="hgrn2", **sizes), (3, 7)
+    model.compile(sampler="greedy")
+    options = {"return_cache": True, "stop_token_ids": None}
+    first, second = prompts(lengths, 13), prompts((1, 1), 4, seed=1)
+    expected, cache = model.generate(first, **options)
+    next_expected, next_cache = model.generate(second, cache=cache, **options)
+    monkeypatch.setattr(hgrn2, "STATE_WRITE_INTERVAL", 3)
+    calls, step = [], hgrn2.hgrn2_delayed_step
+    monkeypatch.setattr(
+        hgrn2, "hgrn2_delayed_step", lambda **given: calls.append(given) or step(**given)
+    )
+    captured_on_a_cpu(monkeypatch, max_fused_rows=1)
+    monkeypatch.setattr(dispatch, "decodes_with_kernels", lambda tensor: True)
+    with implementation(name):
+        found, cache = model.generate(first, **options)
+        next_found, cache = model.generate(second, cache=cache, **options)
+    assert which_generation(model).name == "cuda_graph"
+    assert len(calls) == sum(
+        isinstance(b.temporal_block, hgrn2.HGRN2) for b in model.backbone.transformer_layers
+    )
+    for tokens, wanted in ((found, expected), (next_found, next_expected)):
+        np.testing.assert_array_equal(tokens["token_ids"], wanted["token_ids"])
+    keras.tree.assert_same_structure(cache.state, next_cache.state)
+    for a, b in zip(*map(keras.tree.flatten, (cache.state, next_cache.state)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)

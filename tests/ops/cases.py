@@ -252,6 +252,7 @@ def round_to(dtype, array):
 
 
 EPSILON = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
+EPSILON["int32"] = 0.0
 
 
 def unit(dtype, magnitude):

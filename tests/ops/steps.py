@@ -214,6 +214,16 @@ def hgrn2_step(rng, case):
     return tensors, {}
 
 
+def hgrn2_delayed_step(rng, case):
+    tensors, options = hgrn2_step(rng, case)
+    _, heads, keys, values = tensors["memory"].shape
+    decays_and_keys = rng.uniform(size=(case.rows, 3, 2 * heads * keys))
+    stored_values = rng.normal(size=(case.rows, 3, heads * values))
+    tensors["recent"] = np.concatenate([decays_and_keys, stored_values], axis=2)
+    tensors["count"] = rng.integers(0, 4, case.rows)
+    return tensors, options
+
+
 def _head_scales(rng, case, keys):
     """Scales of the norms of heads, or None, and ε."""
     if not case.head_norm:
@@ -297,13 +307,14 @@ def local_attention_step(rng, case):
 
 
 OPERATIONS = (
-    *(norm_linear, norm_quantized_linear, hgrn2_step, lightning_step, rg_lru_step),
-    local_attention_step,
+    *(norm_linear, norm_quantized_linear, hgrn2_step, hgrn2_delayed_step, lightning_step),
+    *(rg_lru_step, local_attention_step),
 )
 DRAW = {operation.__name__: operation for operation in OPERATIONS}
 # Weights and states that are float32 beside tensors of 16 bits.
 IN_FLOAT32 = ("scale", "lower_bound", "memory", "window", "hidden", "conv_kernel", "conv_bias")
 IN_FLOAT32 += (
+    "recent",
     "a_logit",
     "frequencies",
     "log_decay",
@@ -313,21 +324,23 @@ IN_FLOAT32 += (
     "squares",
     "next_scale",
 )
-INTEGERS = {"token_kind": "int8", "position": "int32"}
+INTEGERS = {"token_kind": "int8", "position": "int32", "count": "int32"}
 # {operation: what is drawn of its states}
 STATES = {
     "norm_linear": (),
     "norm_quantized_linear": (),
     "hgrn2_step": ("memory",),
+    "hgrn2_delayed_step": ("count", "memory", "recent"),
     "lightning_step": ("memory",),
     "rg_lru_step": ("window", "hidden"),
     "local_attention_step": ("key", "value"),
 }
 # Operations whose second result is the sums of squares of the first one.
-WITH_SQUARES = ("hgrn2_step", "lightning_step")
+WITH_SQUARES = ("hgrn2_step", "hgrn2_delayed_step", "lightning_step")
 # The states that a kernel writes over where it may: on torch, with Triton.
 WRITTEN_OVER = {
     "hgrn2_step": ("memory",),
+    "hgrn2_delayed_step": ("memory", "recent"),
     "lightning_step": ("memory",),
     "rg_lru_step": ("hidden",),
     "local_attention_step": ("key", "value"),

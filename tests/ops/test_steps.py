@@ -17,6 +17,7 @@ from keras_recurrent.backends.constants import PADDING, STARTS
 from keras_recurrent.backends.signatures import SIGNATURES
 from keras_recurrent.ops import decoding_steps
 from keras_recurrent.ops.operation import OPERATIONS
+from keras_recurrent.portable.hgrn2_delayed_step import current_memory
 from tests.ops import native
 from tests.ops.cases import unit
 from tests.ops.judge import (
@@ -252,6 +253,42 @@ def test_padding_leaves_the_states_and_may_hold_anything(operation, implementati
     for name, state in zip(STATES[operation], states[-len(STATES[operation]) :], strict=True):
         np.testing.assert_array_equal(state[padding], drawn.tensors[name][padding])
     assert np.isfinite(output[:padding]).all()
+
+
+@pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "hgrn2_delayed_step"])
+def test_a_delayed_memory_is_that_of_steps_that_write_it(implementation):
+    """Fails if tokens are lost between two writes, or what no token has written yet is read."""
+    heads, keys, limit = 3, 6, 4
+    memory = np.random.default_rng(0).normal(size=(3, heads, keys, 7))
+    recent = np.full((3, limit, heads * (2 * keys + 7)), np.nan)
+    delayed = {"memory": memory, "recent": recent, "count": np.zeros(3)}
+    for t in range(2 * limit + 3):
+        drawn = draw("hgrn2_step", Case(3, widths=(16, 16), kinds=True, first_kind=t % 2), seed=t)
+        plain = drawn._replace(tensors=drawn.tensors | {"memory": memory})
+        (output, squares, memory), _ = run("hgrn2_step", implementation, plain)
+        dtypes = {**drawn.dtypes, "recent": "float32", "count": "int32"}
+        drawn = drawn._replace(tensors=drawn.tensors | delayed, dtypes=dtypes)
+        found, _ = run("hgrn2_delayed_step", implementation, drawn)
+        for a, b in zip(found, (output, squares), strict=False):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+        delayed = dict(zip(("count", "memory", "recent"), found[2:], strict=True))
+    current = current_memory(**{n: native.tensor(t, dtypes[n]) for n, t in delayed.items()})
+    np.testing.assert_allclose(native.to_numpy(current), memory, rtol=1e-5, atol=1e-5)
+    assert len({*delayed["count"]}) > 1
+
+
+@pytest.mark.parametrize("operation", ["hgrn2_step", "hgrn2_delayed_step"])
+@pytest.mark.parametrize("implementation", [i for o, i in KERNELS if i == "triton"][:1])
+def test_rows_do_not_depend_on_others(operation, implementation):
+    """Fails if the number of tokens of another row decides what is read or written."""
+    drawn = draw(operation, Case(6, kinds=True))
+    shared = "lower_bound", "norm_scale"
+    together, _ = run(operation, implementation, drawn)
+    for row in range(6):
+        tensors = {n: t if n in shared else t[[row]] for n, t in drawn.tensors.items()}
+        alone, _ = run(operation, implementation, drawn._replace(tensors=tensors))
+        for a, b in zip(together, alone, strict=True):
+            np.testing.assert_array_equal(a[[row]], b)
 
 
 @pytest.mark.parametrize("implementation", [i for o, i in KERNELS if i == "triton"][:1])

@@ -11,8 +11,9 @@ import keras
 import numpy as np
 import pytest
 
-from keras_recurrent import which_generation
+from keras_recurrent import dispatch, which_generation
 from keras_recurrent.generation.sampling import features_of
+from keras_recurrent.layers import hgrn2
 from keras_recurrent.models import GriffinCausalLM, HGRN2CausalLM, SamplingParams
 from keras_recurrent.serving import Engine, EngineClosed, EngineFull
 from keras_recurrent.serving.scheduler import Scheduler
@@ -97,9 +98,8 @@ def test_answers_do_not_depend_on_other_requests(engine, alone):
     assert engine.stats()["active"] == engine.stats()["queued"] == 0
 
 
-@pytest.mark.skipif(keras.config.backend() != "torch", reason="CUDA graphs of torch")
-def test_captured_steps_and_chunks_change_only_their_buffers(model, engine, alone, monkeypatch):
-    """A capture advances sequences in progress, or a program writes to a state of another one."""
+def capture_on_cpu(monkeypatch):
+    """Makes engines capture; a replay runs the function. Returns lists of functions and pools."""
     from keras_recurrent.generation.torch import chunks, cuda_graph, runner
     from keras_recurrent.serving import slots, torch_slots
 
@@ -139,6 +139,13 @@ def test_captured_steps_and_chunks_change_only_their_buffers(model, engine, alon
     memory = SimpleNamespace(total_memory=2**40)
     monkeypatch.setattr(cuda_graph.torch.cuda, "get_device_properties", lambda device: memory)
     monkeypatch.setattr(torch_slots, "Fetch", Fetch)
+    return captured, pools
+
+
+@pytest.mark.skipif(keras.config.backend() != "torch", reason="CUDA graphs of torch")
+def test_captured_steps_and_chunks_change_only_their_buffers(model, engine, alone, monkeypatch):
+    """A capture advances sequences in progress, or a program writes to a state of another one."""
+    captured, pools = capture_on_cpu(monkeypatch)
     options = {"max_length": 200, "prefill_chunk": 8}
     with Engine(model, num_slots=3, **options) as captured_engine:
         assert len(captured) == 2  # a chunk of 8 tokens and a greedy step
@@ -157,6 +164,35 @@ def test_captured_steps_and_chunks_change_only_their_buffers(model, engine, alon
     with Engine(model, num_slots=3, **options) as captured_engine:
         assert pools[0] is None
         assert _submit(captured_engine, 3).result(60).token_ids == alone[3].token_ids
+
+
+@pytest.mark.skipif(keras.config.backend() != "torch", reason="CUDA graphs of torch")
+def test_slots_write_states_every_few_tokens(monkeypatch):
+    """A saved state lacks recent tokens, or a slot has those of an earlier request."""
+    from keras_recurrent.generation.torch import runner
+
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    greedy = {"sampling": PARAMS[1], "stop_token_ids": None}
+    prompts = [[5, 6, 7], [8], [9, 10, 11, 12]]
+
+    def answers():
+        with Engine(model, num_slots=2, max_length=200, prefill_chunk=8) as engine:
+            pairs = list(zip(prompts, (9, 16, 12), strict=True))
+            requests = [engine.submit(p, max_new_tokens=n, **greedy) for p, n in pairs]
+            first = [request.result(60) for request in requests]
+            longer = [[*p, *a.token_ids, 13] for p, a in zip(prompts, first, strict=True)]
+            requests = [engine.submit(p, max_new_tokens=5, **greedy) for p in longer]
+            second = [request.result(60) for request in requests]
+        assert all(answer.num_cached_tokens for answer in second)
+        return [[logprob.logprob for logprob in answer.logprobs] for answer in (*first, *second)]
+
+    expected = answers()
+    capture_on_cpu(monkeypatch)
+    monkeypatch.setattr(runner, "MAX_FUSED_ROWS", 1)
+    monkeypatch.setattr(dispatch, "decodes_with_kernels", lambda tensor: True)
+    monkeypatch.setattr(hgrn2, "hgrn2_step", None)
+    for found, wanted in zip(answers(), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 
 @pytest.mark.skipif(keras.config.backend() != "jax", reason="JAX compiles steps")

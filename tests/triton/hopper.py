@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from keras_recurrent.backends.constants import STATE_WRITE_INTERVAL
 from keras_recurrent.backends.triton import (
     argmax,
     causal_conv1d,
@@ -83,6 +84,8 @@ FLOATS += ("scales", "squares", "next_squares", "next_scale", "given_d_log_f")
 FLOATS += (
     "memory",
     "next_memory",
+    "recent",
+    "next_recent",
     "next_hidden",
     "last_inputs",
     "next_inputs",
@@ -92,6 +95,7 @@ FLOATS += (
 )
 INTEGERS = ("carry", "token_at", "document_at", "real_counts", "start_counts", "tokens")
 INTEGERS += ("first_key", "last_key", "first_query", "query_end", "position", "end")
+INTEGERS += ("count", "next_count")
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
@@ -269,6 +273,7 @@ ATTENTION_STEP = {
 ALL_SLOTS = dict.fromkeys(("sums", "peaks", "totals")) | {"PARTS": 1}
 # Heads of HypeNet 2B: lightning attention, and softmax attention without positions.
 HEADS = {"K": 128, "V": 128, "R": 64, "BLOCK_K": 128, "EPSILON": 1e-6, "PDL": True}
+HGRN2_STEP = {"K": 128, "V": 128, "BLOCK_K": 128, "BLOCK_V": hgrn2_step._BLOCK_V, "PDL": True}
 GATE_KERNEL = {"BLOCK": norm_linear._BLOCK, "OUTPUT_SCALE": 1.0, "PDL": True}
 OF_A_STEP = {
     "embedding": (
@@ -303,7 +308,12 @@ OF_A_STEP = {
     ),
     "hgrn2 step": (
         hgrn2_step._kernel,
-        {"K": 128, "V": 128, "BLOCK_K": 128, "BLOCK_V": hgrn2_step._BLOCK_V, "PDL": True},
+        HGRN2_STEP | dict.fromkeys(("recent", "count", "next_count", "next_recent")) | {"N": 0},
+        [{"num_warps": hgrn2_step._WARPS}],
+    ),
+    "hgrn2 delayed step": (
+        hgrn2_step._kernel,
+        HGRN2_STEP | {"N": STATE_WRITE_INTERVAL - 1},
         [{"num_warps": hgrn2_step._WARPS}],
     ),
     "lightning step of heads": (

@@ -10,6 +10,7 @@ import threading
 import keras
 import torch
 
+from keras_recurrent.backends.constants import MAX_FUSED_ROWS
 from keras_recurrent.backends.torch._hooks import hook_reason
 from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.generation.modes import record_mode
@@ -46,7 +47,10 @@ class Runner:
             sampler: the `sampling.TokenSampler`.
             sequences: the `loop.ActiveSequences`. None: the state of all sequences is updated.
         """
-        step, flat = self._step(cache, sequences is not None), _flatten_contiguous(cache)
+        # More sequences read and write more bytes of states than of weights.
+        delays_writes = len(token) > MAX_FUSED_ROWS and self._graph_reason(token.device) is None
+        step = self._step(cache, sequences is not None, delays_writes=delays_writes)
+        flat = step.flatten_cache(cache)
         with self._fastest(step, token, flat, sampler, sequences) as (graph, run):
             yield (
                 _GraphDecoder(step, graph, sampler)
@@ -65,7 +69,8 @@ class Runner:
         with contextlib.ExitStack() as stack:
 
             def begin(token, cache):
-                step, flat = self._step(cache), _flatten_contiguous(cache)
+                step = self._step(cache)
+                flat = step.flatten_cache(cache)
                 graph, run = stack.enter_context(self._fastest(step, token, flat))
                 return step, graph.run if graph else run
 
@@ -76,7 +81,7 @@ class Runner:
                 # The sampler may continue from this cache again; a step may overwrite its input.
                 flat = [t.clone() for t in keras.tree.flatten(cache)]
                 logits, hidden, *flat = run(token, flat)
-                return logits, hidden, step.pack_cache(flat)
+                return logits, hidden, step.cache(flat)
 
             yield step_function
 
@@ -84,20 +89,21 @@ class Runner:
         """Returns a `Chunks` on a `torch.device`."""
         return Chunks(self._model, self._step, device, self._graph_reason(device))
 
-    def _step(self, cache, masked=False, chunk=None):
+    def _step(self, cache, masked=False, chunk=None, delays_writes=False):
         """Returns the `Step` for a cache, or for a number of tokens the `Chunk`."""
         tensors = [*keras.tree.flatten(cache), *(v.value for v in self._model.variables)]
         hooked = hook_reason(_modules(self._model))
+        delays_writes = delays_writes and not hooked
         unfused = tuple(unfused_blocks(self._model))
         signature = ((t.shape, t.dtype, t.device) for t in tensors)
-        key = hooked, unfused, chosen_name(), masked, chunk, *signature
+        key = hooked, unfused, chosen_name(), masked, chunk, delays_writes, *signature
         with self._lock:
             if key not in self._steps:
                 self._snapshot.verify()
                 self._steps[key] = (
                     Chunk(self._model, cache, chunk, hooked)
                     if chunk
-                    else Step(self._model, cache, self._compiled, masked, hooked)
+                    else Step(*(self._model, cache, self._compiled, masked, hooked, delays_writes))
                 )
             self._steps.move_to_end(key)
             while len(self._steps) > MAX_STEPS:
@@ -174,7 +180,7 @@ class _GraphDecoder:
     """Decodes by replaying a CUDA graph."""
 
     def __init__(self, step, graph, sampler):
-        self._step, self._graph, self.sequences = step, graph, graph.sequences
+        self.step, self._graph, self.sequences = step, graph, graph.sequences
         self.sampler, self.pool = graph.sampler or sampler, graph.pool
 
     @property
@@ -201,7 +207,7 @@ class _GraphDecoder:
 
     def cache(self):
         """Returns a copy of the cache after all tokens but the last."""
-        return self._step.pack_cache(t.clone() for t in self._graph.cache)
+        return self.step.cache(t.clone() for t in self._graph.cache)
 
 
 class _FunctionDecoder:
@@ -210,7 +216,7 @@ class _FunctionDecoder:
     pool = None
 
     def __init__(self, step, run, token, flat, sampler, sequences):
-        self._step, self._run, self.sampler = step, run, sampler
+        self.step, self._run, self.sampler = step, run, sampler
         self._token, self._flat, self.sequences = token, flat, sequences
 
     @property
@@ -236,7 +242,7 @@ class _FunctionDecoder:
 
     def cache(self):
         """Returns a copy of the cache after all tokens but the last."""
-        return self._step.pack_cache(t.clone() for t in self._flat)
+        return self.step.cache(t.clone() for t in self._flat)
 
 
 def _modules(model):
@@ -248,7 +254,3 @@ def _modules(model):
             visited.add(module)
             pending.extend(module._modules.values())
             yield module
-
-
-def _flatten_contiguous(cache):
-    return [t.contiguous() for t in keras.tree.flatten(cache)]

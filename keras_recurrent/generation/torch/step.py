@@ -13,6 +13,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from keras_recurrent.backends.torch._states import inplace_states
+from keras_recurrent.generation.torch.recent_tokens import remove_recent_tokens
 from keras_recurrent.layers.decoding import decoding_scope
 from keras_recurrent.progress import announce
 
@@ -32,11 +33,17 @@ class Step:
         masked: boolean, True if the step takes a mask, boolean [B, 1], between token and cache. The
             cache of a sequence is unchanged where it is False.
         not_traced_reason: reason to run each step through the layers, or None.
+        delays_writes: boolean, True if fused steps write large states only every few tokens. The
+            step then takes a cache with recent tokens: see `flatten_cache` and `cache`.
     """
 
     _num_tokens = 1
 
-    def __init__(self, model, cache, compiled, masked, not_traced_reason=None):
+    def __init__(self, model, cache, compiled, masked, not_traced_reason=None, delays_writes=False):
+        backbone, batch_size = model.backbone, cache["segment"].shape[0]
+        self._delays_writes = delays_writes and backbone.takes_fused_steps(batch_size)
+        if self._delays_writes:
+            cache = backbone.add_recent_tokens(cache)
         self._model, self._structure = model, keras.tree.map_structure(lambda t: None, cache)
         self._use_compiler, self._lock, self.count = compiled, threading.Lock(), 0
         self._masked = masked
@@ -70,7 +77,7 @@ class Step:
         fused = contextlib.nullcontext() if self.not_traced_reason else decoding_scope()
         with keras.StatelessScope(mapping), fused, inplace_states():
             logits, hidden, cache = self._model.call_with_cache(
-                token, self.pack_cache(cache), padding_mask=mask
+                token, self._pack(cache), padding_mask=mask
             )
         # Contiguous like the given cache: a compiled step only takes tensors of these strides.
         flat = (t.contiguous() for t in keras.tree.flatten(cache))
@@ -80,8 +87,17 @@ class Step:
         count = len(self._model.variables)
         return self._call(inputs[:count], *inputs[count:])
 
-    def pack_cache(self, flat):
-        """Returns the tensors of a cache in its structure."""
+    def flatten_cache(self, cache):
+        """Returns the contiguous tensors of a cache, as the step takes them."""
+        if self._delays_writes:
+            cache = self._model.backbone.add_recent_tokens(cache)
+        return [t.contiguous() for t in keras.tree.flatten(cache)]
+
+    def cache(self, flat):
+        """Returns the cache of tensors that the step takes or returns."""
+        return remove_recent_tokens(self._pack(flat))
+
+    def _pack(self, flat):
         return keras.tree.pack_sequence_as(self._structure, list(flat))
 
     def not_compiled_reason(self, device):
@@ -134,9 +150,7 @@ class Chunk(Step):
     def _call(self, weights, tokens, mask, *cache):
         mapping = list(zip(self._model.variables, weights, strict=True))
         with keras.StatelessScope(mapping):
-            cache = self._model.backbone.hidden_states(tokens, mask, cache=self.pack_cache(cache))[
-                1
-            ]
+            _, cache = self._model.backbone.hidden_states(tokens, mask, cache=self._pack(cache))
         return tuple(t.contiguous() for t in keras.tree.flatten(cache))
 
 

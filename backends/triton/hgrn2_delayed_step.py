@@ -1,0 +1,45 @@
+"""A decoding step of HGRN2 that writes its memory every few tokens only.
+
+Memory bandwidth limits `hgrn2_step` of many sequences, and half of its bytes are the memory that it
+writes.
+"""
+
+from . import hgrn2_step as every_token
+from ._runtime.framework import forward_operation, run
+from ._runtime.launch import Array
+
+
+def unsupported(
+    q, f, v, memory, recent, count, lower_bound=None, norm_scale=None, token_kind=None
+) -> str | None:
+    """Reason why this implementation cannot take these arguments, or None."""
+    return every_token.unsupported(q, f, v, memory, lower_bound, norm_scale, token_kind)
+
+
+def hgrn2_delayed_step(
+    q, f, v, memory, recent, count, lower_bound=None, norm_scale=None, token_kind=None
+):
+    """q, f: [B, H K]; v: [B, H V]; memory: [B, H, K, V]; recent: [B, N, H (2 K + V)]; count: [B].
+
+    norm_scale: [H V]. Returns ([B, H V], sums of squares [B, H, U], the next count, memory and
+    recent tokens).
+    """
+    return _hgrn2_delayed_step(q, f, v, memory, recent, count, lower_bound, norm_scale, token_kind)
+
+
+def results(q, f, v, memory, recent, count, lower_bound, norm_scale, token_kind):
+    output, squares, next_memory = every_token.results(
+        q, f, v, memory, lower_bound, norm_scale, token_kind
+    )
+    next_recent = Array(tuple(recent.shape), "float32")
+    return output, squares, Array(tuple(count.shape), "int32"), next_memory, next_recent
+
+
+def forward(q, f, v, memory, recent, count, lower_bound, norm_scale, token_kind):
+    tensors = q, f, v, memory, recent, count, lower_bound, norm_scale, token_kind
+    return run(every_token.launch(tensors, results(*tensors), updates=((3, 3), (4, 4))))
+
+
+_hgrn2_delayed_step = forward_operation(
+    "hgrn2_delayed_step", forward, results, count=5, updates=("memory", "recent")
+)

@@ -1,0 +1,42 @@
+"""Ordinary caches from those of steps that write large states only every few tokens."""
+
+import torch
+
+from keras_recurrent.portable.hgrn2_delayed_step import current_memory
+
+# Rows of all layers that are computed at once: more take more temporary memory, and fewer take more
+# launches, for which an engine would wait.
+_MAX_ROWS = 64
+
+
+def remove_recent_tokens(cache):
+    """Returns the cache after its recent tokens, if it has any, in the structure of a backbone."""
+    groups: dict = {}
+    _collect(cache, groups)
+    memories: dict = {}
+    for states in groups.values():
+        batch_size = len(states[0]["count"])
+        size = max(1, _MAX_ROWS // batch_size)
+        for start in range(0, len(states), size):
+            group = states[start : start + size]
+            joined = {name: torch.cat([state[name] for state in group]) for name in group[0]}
+            found = current_memory(**joined).split(batch_size)
+            memories |= {id(state): m for state, m in zip(group, found, strict=True)}
+    return _replace(cache, memories)
+
+
+def _collect(part, groups):
+    """Adds the states with recent tokens to the list of their shape, the layers of one launch."""
+    if isinstance(part, dict) and "recent" in part:
+        groups.setdefault(part["memory"].shape, []).append(part)
+    elif isinstance(part, (dict, tuple)):
+        for inner in part.values() if isinstance(part, dict) else part:
+            _collect(inner, groups)
+
+
+def _replace(part, memories):
+    if id(part) in memories:
+        return {"memory": memories[id(part)]}
+    if isinstance(part, dict):
+        return {name: _replace(inner, memories) for name, inner in part.items()}
+    return tuple(_replace(p, memories) for p in part) if isinstance(part, tuple) else part

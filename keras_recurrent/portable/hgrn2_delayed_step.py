@@ -1,0 +1,39 @@
+"""A decoding step of HGRN2 that writes its memory every few tokens only."""
+
+from keras import ops
+
+from keras_recurrent.backends.constants import PADDING
+from keras_recurrent.portable._common import fill_where
+from keras_recurrent.portable.hgrn2_step import hgrn2_step, operands, updated
+
+
+def hgrn2_delayed_step(
+    q, f, v, memory, recent, count, lower_bound=None, norm_scale=None, token_kind=None
+):
+    """q, f: [B, H K]; v: [B, H V]; memory: [B, H, K, V]; recent: [B, N, H (2 K + V)]; count: [B].
+
+    norm_scale: [H V]. Returns ([B, H V], sums of squares [B, H, U], the next count, memory and
+    recent tokens).
+    """
+    limit, current = recent.shape[1], current_memory(memory, recent, count)
+    output, squares, after = hgrn2_step(q, f, v, current, lower_bound, norm_scale, token_kind)
+    real = ops.ones_like(count, "bool") if token_kind is None else token_kind != PADDING
+    _, *token = operands(q, f, v, memory, lower_bound, token_kind)
+    token = ops.concatenate([ops.reshape(x, (x.shape[0], 1, -1)) for x in token], axis=2)
+    is_next = real[:, None] & (ops.arange(limit, dtype="int32") == count[:, None])
+    recent = ops.where(is_next[:, :, None], token, recent)
+    writes = real & (count == limit)
+    memory = ops.where(writes[:, None, None, None], after, memory)
+    return output, squares, ops.where(real, (count + 1) % (limit + 1), count), memory, recent
+
+
+def current_memory(memory, recent, count):
+    """Returns the memory after the first `count` of the recent tokens, [B, H, K, V]."""
+    (batch, heads, keys, _), limit = memory.shape, recent.shape[1]
+    missing = (ops.arange(limit, dtype="int32") >= count[:, None])[:, :, None]
+    parts = ops.split(recent, [heads * keys, 2 * heads * keys], axis=2)
+    parts = [fill_where(missing, fill, x) for fill, x in zip((1.0, 0.0, 0.0), parts, strict=True)]
+    decays, keys, values = (ops.reshape(x, (batch, limit, heads, -1)) for x in parts)
+    for i in range(limit):
+        memory = updated(memory, decays[:, i], keys[:, i], values[:, i])
+    return memory
