@@ -92,7 +92,9 @@ class Loop:
         may_end = request.stop_strings is not None or len(request.stop_token_ids) > 0
         blocks: collections.deque = collections.deque()
         logprobs = []
-        with self.runner.decode(token, cache, sampler, sequences) as decoder:
+        decoding = self.runner.decode(token, cache, sampler, sequences)
+        del cache  # of which a CUDA graph makes a copy
+        with decoding as decoder:
             for start in range(0, max_tokens, block):
                 stop = min(start + block, max_tokens)
                 decoder.generate(generated, start, stop)

@@ -52,11 +52,11 @@ class Runner:
         step = self._step(cache, sequences is not None, delays_writes=delays_writes)
         flat = step.flatten_cache(cache)
         with self._fastest(step, token, flat, sampler, sequences) as (graph, run):
-            yield (
-                _GraphDecoder(step, graph, sampler)
-                if graph
-                else _FunctionDecoder(step, run, token, flat, sampler, sequences)
-            )
+            if graph:
+                del cache, flat  # the graph has copies
+                yield _GraphDecoder(step, graph, sampler)
+            else:
+                yield _FunctionDecoder(step, run, token, flat, sampler, sequences)
 
     @contextlib.contextmanager
     def step_function(self):
@@ -142,6 +142,7 @@ class Runner:
             return
         record_mode(self._model, "cuda_graph")
         graph.begin(prepared, token, flat, sampler, sequences)
+        del prepared, flat, inputs  # the graph has copies
         yield graph, None
         self._graphs.release(key, graph)
 
