@@ -1,0 +1,167 @@
+"""Shows where the time of decoding steps, of chunks of prompts and of a busy engine goes.
+
+    KERAS_BACKEND=torch python -m benchmarks.kernel_times hgrn2 --slots 128
+
+Needs torch and an NVIDIA GPU; models as in `benchmarks.writing`. From torch's profiler: the kernels
+of a step by name; of each size of a chunk, the time alone and beside steps; and of an engine with a
+queue, the time between two steps on the device, with the work of the engine's thread in the longest
+of these gaps. The profiler slows the host down by about a half.
+"""
+
+import argparse
+import collections
+import functools
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from benchmarks.decoding import seconds_a_token, warm_up
+from benchmarks.writing import MODELS, make_model
+from keras_recurrent.serving import Engine
+from keras_recurrent.serving.scheduler import Scheduler
+from keras_recurrent.serving.slots import Slots
+
+PROMPT, ANSWER = (256, 768), (128, 384)  # tokens, the ranges of random lengths
+STEPS, KERNELS, GAPS = 64, 16, 8  # steps of a trace, and lines of the tables
+
+
+def trace(function):
+    """Returns the events of the profiler while a function runs, sorted by time."""
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+        function()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "trace.json")
+        found.export_chrome_trace(path)
+        with open(path) as file:
+            events = json.load(file)["traceEvents"]
+    return sorted((e for e in events if "dur" in e), key=lambda e: e["ts"])
+
+
+def on_device(events):
+    return [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+
+
+def print_kernels(title, events, count):
+    """Prints times of kernels, as means of `count` repeats of the same work."""
+    by_name = collections.defaultdict(list)
+    for event in on_device(events):
+        by_name[event["name"]].append(event["dur"])
+    total = sum(map(sum, by_name.values()))
+    print(f"\n{title}: kernels {total / count:,.0f} µs")
+    for name, times in sorted(by_name.items(), key=lambda pair: -sum(pair[1]))[:KERNELS]:
+        line = f"{sum(times) / count:9.1f} µs = {len(times) / count:6.1f} x"
+        print(f"{line} {statistics.median(times):7.2f}  {name[:80]}")
+
+
+def milliseconds(run, stream, count=20):
+    """Returns the start of `count` runs on a stream, and their mean time as a function."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+
+    def start():
+        with torch.cuda.stream(stream):
+            events[0].record()
+            for _ in range(count):
+                run()
+            events[1].record()
+
+    return start, lambda: events[0].elapsed_time(events[1]) / count
+
+
+def print_chunks(rows, step):
+    """Prints the time of each program of chunks, alone and beside decoding steps."""
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+    for size, (_, run) in rows._chunks._programs.items():
+        alone, beside = [], []
+        for found, runs in ((alone, [run]), (beside, [run, step])):
+            timed = [milliseconds(run, stream) for run, stream in zip(runs, streams, strict=False)]
+            torch.cuda.synchronize()
+            for start, _ in timed:
+                start()
+            torch.cuda.synchronize()
+            found += [f"{time():.3f}" for _, time in timed]
+        print(f"chunks of {size} tokens: {alone[0]} ms; beside steps {', '.join(beside)} ms")
+
+
+def annotate(cls, name):
+    """Makes a method an event of the trace."""
+    method = getattr(cls, name)
+
+    @functools.wraps(method)
+    def annotated(*arguments, **options):
+        with record_function(f"engine: {name}"):
+            return method(*arguments, **options)
+
+    setattr(cls, name, annotated)
+
+
+def print_gaps(events):
+    """Prints the time between two graphs of steps, and what the host did in the longest gaps."""
+    graphs: dict = {}
+    for event in on_device(events):
+        graphs.setdefault(event["args"].get("correlation"), []).append(event)
+    graphs = {key: found for key, found in graphs.items() if len(found) > 100}
+    by_stream = collections.defaultdict(list)
+    for found in graphs.values():
+        span = found[0]["ts"], max(e["ts"] + e["dur"] for e in found)
+        by_stream[found[0]["args"].get("stream")].append(span)
+    host = [e for e in events if e["name"].startswith("engine: ")]
+    for stream, spans in by_stream.items():
+        lengths = [end - begin for begin, end in spans]
+        gaps = [(after[0] - before[1], before[1]) for before, after in itertools.pairwise(spans)]
+        tenths = np.quantile([gap for gap, _ in gaps], (0.1, 0.5, 0.9)).round()
+        print(
+            f"\nstream {stream}: {len(spans)} graphs, median {statistics.median(lengths):,.0f} µs"
+        )
+        print(f"gaps in µs, quantiles 0.1, 0.5 and 0.9: {tenths}")
+        for gap, begin in sorted(gaps, reverse=True)[:GAPS]:
+            work = [e for e in host if e["ts"] < begin + gap and e["ts"] + e["dur"] > begin]
+            texts = (f"{e['name'][8:]} {e['ts'] - begin:+,.0f} for {e['dur']:,.0f}" for e in work)
+            print(f"  {gap:,.0f} µs: {'; '.join(texts)}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("--slots", type=int, default=128)
+    parser.add_argument("--prefill-chunk", type=int, default=256)
+    parser.add_argument("--seconds", type=float, default=0.5, help="duration of the engine's trace")
+    arguments = parser.parse_args()
+    for cls, name in (
+        *((Scheduler, name) for name in ("_process", "_finish", "_receive", "_end")),
+        *((Slots, name) for name in ("insert", "step")),
+    ):
+        annotate(cls, name)
+    model = make_model(arguments.model)
+    model.compile(sampler="greedy")
+    warm_up(model, arguments.slots, STEPS)
+    events = trace(lambda: seconds_a_token(model, arguments.slots, STEPS))
+    print_kernels(f"a step of {arguments.slots} sequences", events, STEPS - 1)
+
+    length = PROMPT[1] + ANSWER[1]
+    options = {"prefill_chunk": arguments.prefill_chunk, "prefix_cache_bytes": 0}
+    with Engine(model, arguments.slots, length, max_queued=10**4, **options) as engine:
+        rows = engine._slots._rows
+        (graph,) = rows._decoder._graph._graphs.values()
+        print_chunks(rows, graph.replay)
+        for size, (_, run) in rows._chunks._programs.items():
+            print_kernels(f"a program of chunks of {size} tokens", trace(run), 1)
+        rng, vocabulary = np.random.default_rng(0), model.backbone.vocabulary_size
+        for _ in range(4 * arguments.slots):
+            prompt = rng.integers(1, vocabulary, rng.integers(*PROMPT))
+            new = int(rng.integers(*ANSWER))
+            engine.submit(prompt, max_new_tokens=new, stop_token_ids=None)
+        time.sleep(2)
+        print_gaps(trace(lambda: time.sleep(arguments.seconds)))
+        engine.close(wait=False)
+
+
+if __name__ == "__main__":
+    main()
