@@ -1,4 +1,7 @@
-"""Checks of partially known shapes."""
+"""Shapes, some of which are partially known."""
+
+import keras
+from keras import ops
 
 
 def fits(shape, wanted):
@@ -27,3 +30,9 @@ def check_rank_known(owner, name, tensor):
             "unknown; got a tensor of unknown shape. Give the `tf.TensorSpec` or the dataset a "
             "shape such as [None, None], or call `set_shape` on the tensor."
         )
+
+
+def reshape(tensor, shape):
+    """Reshapes a tensor: on torch, `keras.ops.reshape` takes longer than a small matrix product."""
+    is_native = keras.config.backend() == "torch" and not isinstance(tensor, keras.KerasTensor)
+    return tensor.reshape(shape) if is_native else ops.reshape(tensor, shape)

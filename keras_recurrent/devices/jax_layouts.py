@@ -40,6 +40,7 @@ import keras
 from keras import ops
 
 from keras_recurrent.backends.constants import SEQUENCE_AXIS
+from keras_recurrent.checks.shapes import reshape
 
 if keras.config.backend() == "jax":
     from keras_recurrent.backends.jax import _layouts
@@ -201,16 +202,10 @@ def flatten_tokens(x):
     batch, length = ops.shape(x)[:2]
     distribution = active_distribution()
     if distribution is None or not _splits_sequences(distribution, x):
-        return _reshape(x, (-1, x.shape[-1])), lambda y: _reshape(y, (batch, length, y.shape[-1]))
+        return reshape(x, (-1, x.shape[-1])), lambda y: reshape(y, (batch, length, y.shape[-1]))
     mesh_and_axis = distribution.device_mesh.backend_mesh, distribution.batch_dim_name
     flat = _layouts.flatten_tokens(x, *mesh_and_axis)
     return flat, lambda y: _layouts.unflatten_tokens(y, (batch, length), *mesh_and_axis)
-
-
-def _reshape(x, shape):
-    # On torch, Keras's `reshape` takes longer than a small matrix product.
-    is_native = keras.config.backend() == "torch" and not isinstance(x, keras.KerasTensor)
-    return x.reshape(shape) if is_native else ops.reshape(x, shape)
 
 
 def _splits_sequences(distribution, x):

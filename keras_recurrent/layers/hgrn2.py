@@ -5,6 +5,7 @@ from keras import ops
 
 from keras_recurrent.backends.constants import MAX_STEP_KEYS, STATE_WRITE_INTERVAL
 from keras_recurrent.checks.arguments import check_divides, check_positive_integer
+from keras_recurrent.checks.shapes import reshape
 from keras_recurrent.devices import jax_steps
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
@@ -191,7 +192,7 @@ class HGRN2(BoundedLayer):
         v = self._activated(i, self.input_activation)
         batch, length = ops.shape(v)[:2]
         heads = (batch, length, self.width // self.expand_ratio, self.expand_ratio)
-        return tuple(ops.reshape(x, heads) for x in (q, v, log_f))
+        return tuple(reshape(x, heads) for x in (q, v, log_f))
 
     def _activated(self, x, activation):
         """Applies an activation, unless a convolution has applied it (silu)."""
@@ -200,7 +201,7 @@ class HGRN2(BoundedLayer):
 
     def output_of(self, o):
         """Returns the layer's output from the outputs of its heads."""
-        o = ops.reshape(o, (*ops.shape(o)[:2], self.width))
+        o = reshape(o, (*ops.shape(o)[:2], self.width))
         return project(self, self.o_proj, self.inner(self.norm, o))
 
     def unfused_reason(self):

@@ -11,6 +11,7 @@ from keras_recurrent.checks.arguments import (
     check_positive_integers,
 )
 from keras_recurrent.checks.dtypes import cast
+from keras_recurrent.checks.shapes import reshape
 from keras_recurrent.devices import jax_steps
 from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.layers import decoding
@@ -269,14 +270,14 @@ class LightningAttention(StreamingLayer):
         return cast(x, self.compute_dtype)
 
     def finish(self, output, inputs):
-        o = ops.reshape(output, (*ops.shape(output)[:2], self.num_heads * self.head_dim))
+        o = reshape(output, (*ops.shape(output)[:2], self.num_heads * self.head_dim))
         gate = self.gate_activation(self.inner(self.u_proj, inputs))
         return self.inner(self.o_proj, ops.multiply(gate, self.inner(self.norm, o)))
 
     def _heads(self, x, inputs):
         # The shape of x would not do: tf2onnx takes it from inside `Dense`, without the time axis.
         heads = x.shape[-1] // self.head_dim
-        x = ops.reshape(x, (*ops.shape(inputs)[:2], heads, self.head_dim))
+        x = reshape(x, (*ops.shape(inputs)[:2], heads, self.head_dim))
         return cast(x, self.compute_dtype)  # Keras on torch multiplies float64 as float32
 
     def unfused_reason(self):

@@ -12,6 +12,7 @@ from keras_recurrent.checks.arguments import (
     is_finite_number,
 )
 from keras_recurrent.checks.dtypes import cast
+from keras_recurrent.checks.shapes import reshape
 from keras_recurrent.devices.jax_layouts import check_whole_sequences
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.dense import inner_dense
@@ -260,13 +261,13 @@ class LocalAttention(StreamingLayer):
         )
         after.pop("position", None)  # returned by the outermost layer
         inner = self.num_query_heads * self.head_dim
-        return ops.reshape(output, (*ops.shape(position), inner)), after
+        return reshape(output, (*ops.shape(position), inner)), after
 
     def _heads(self, x, position):
         # With -1, TensorFlow would lose the static size if the time is unknown.
         heads = x.shape[-1] // self.head_dim
         # The shape of x would not do: tf2onnx takes it from inside `Dense`, without the time axis.
-        return ops.reshape(x, (*ops.shape(position), heads, self.head_dim))
+        return reshape(x, (*ops.shape(position), heads, self.head_dim))
 
     def _rotated(self, x, position, norm, scale=1.0):
         x = self._heads(x, position)
