@@ -85,7 +85,7 @@ class TorchRows:
         Returns:
             A list of the next states, and an object whose `query()` is True as soon as other
             methods may use them, and whose `synchronize()` waits for that; None means now. Until
-            then, the caller keeps `rows`.
+            then, the caller must keep `rows`.
         """
         return self._chunks(rows, tokens, mask)
 
