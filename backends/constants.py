@@ -36,9 +36,9 @@ CROSSENTROPY_CHUNK = 4096
 # Batch rows that the fused linear layers of a decoding step take at once: a tile of tensor cores.
 MAX_FUSED_ROWS = 16
 
-# In captured steps of more sequences, HGRN2 writes the state of a sequence once for so many tokens.
+# In captured steps of more sequences, HGRN2 writes the state of a sequence once per so many tokens.
 STATE_WRITE_INTERVAL = 8
-# Most keys of a head that the Triton kernel of HGRN2's step takes.
+# Maximum number of key channels of a head in the Triton kernel of HGRN2's step.
 MAX_STEP_KEYS = 256
 
 # Channels in a group whose squares a decoding step adds, for a norm that the next launch applies.

@@ -1,7 +1,7 @@
 """A decoding step of HGRN2 that writes its memory every few tokens only.
 
-Memory bandwidth limits `hgrn2_step` of many sequences, and half of its bytes are the memory that it
-writes.
+The bandwidth of the GPU limits `hgrn2_step` for many sequences, and nearly half of the bytes that
+it moves are writes of the memory.
 """
 
 from . import hgrn2_step as every_token

@@ -1,8 +1,8 @@
 """One decoding step of HGRN2's recurrence, from its three projections.
 
-Qin et al. 2024, arXiv:2404.07904. A program reads and writes some columns of a head's memory once,
-or, for `hgrn2_delayed_step`, reads them and the recent tokens, and writes them when as many tokens
-are stored as fit. All arithmetic is float32.
+Qin et al. 2024, arXiv:2404.07904. A program reads and writes some columns of a head's memory once.
+For `hgrn2_delayed_step`, it also reads the recent tokens, and writes the columns only when no more
+tokens can be stored. All arithmetic is float32.
 """
 
 import triton

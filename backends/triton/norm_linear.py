@@ -203,8 +203,8 @@ def _gate_and_up(tensors, squares, epsilon):
 def _many_rows(tensors, outputs, *, squares, epsilon, gate, residual, next_scale, output_scale):
     """Products of the framework; a launch after each applies gate, norm's factor, bias and ends.
 
-    The first and the second kernel may be stacks of kernels, [P, K, N], whose biases are [P, N] and
-    outputs [P, B, N]. With a gate, the first may be the stack of two kernels.
+    A kernel may be a stack of kernels, [P, K, N], with biases [P, N] and outputs [P, B, N]. With a
+    gate, only the first may be one: of the gate's kernel and the other one.
     """
     (x, scale), kernels, biases = tensors[:2], tensors[2:6], tensors[6:]
     is_stack = len(kernels[0].shape) == 3

@@ -158,9 +158,9 @@ def _assign_tensor(variables, checkpoint, tensor):
 
 
 def _to_tensor(array):
-    """Returns what `assign` converts with the fewest copies: on torch, a tensor of its memory.
+    """Returns the array; on torch, a tensor that shares its memory.
 
-    Keras on torch copies an array, and bfloat16 also by float32.
+    On torch, `assign` would copy the array first, and convert bfloat16 through float32.
     """
     if keras.backend.backend() != "torch":
         return array

@@ -29,7 +29,7 @@ _scope, _lock = _Scope(), threading.Lock()
 def zero_initialization():
     """Context manager in which Keras's random initializers return zeros in this thread.
 
-    It may be entered again inside.
+    It may be nested.
     """
     if _scope.active:
         yield

@@ -234,7 +234,7 @@ class HGRN2(BoundedLayer):
 
     def add_recent_tokens(self, state):
         if self.expand_ratio > MAX_STEP_KEYS or self.state_dtype != "float32":
-            return state  # a plain step would compute the memory from its tokens again
+            return state  # the portable step would recompute the memory from the recent tokens
         batch = state["memory"].shape[0]
         recent = batch, STATE_WRITE_INTERVAL - 1, 3 * self.width
         return {

@@ -27,10 +27,10 @@ class Engine:
 
     One thread launches all work on the device. All active requests decode in one step of
     `num_slots` sequences. Prompts are processed in chunks: on torch on an NVIDIA GPU, chunks of two
-    prompts at a time while steps run; elsewhere, between two steps. Requests start in the order of
-    `submit`. Prompts are cut into chunks at fixed positions and at ends of messages, so
-    that the tokens of a request do not depend on other requests, except through the prefix cache,
-    which changes rounding.
+    prompts at a time while steps run; elsewhere, between two steps. Prompts are started in the
+    order of `submit`. They are cut into chunks at fixed positions and at ends of messages, so that
+    the tokens of a request do not depend on other requests, except through the prefix cache, which
+    changes rounding.
 
     On a GPU, the programs of chunks and of a greedy step are compiled before the constructor
     returns. A step with other sampling options is compiled when a request first uses them. On
@@ -42,9 +42,9 @@ class Engine:
         num_slots: integer, number of requests that decode together.
         max_length: integer, maximum number of tokens of a request, with prompt and answer; the
             capacity of KV caches. None: the `sequence_length` of the preprocessor.
-        prefill_chunk: integer, maximum number of tokens of a chunk. Where chunks are processed
-            between two decoding steps, these are one chunk, or two of at most half this length; up
-            to four times as much if slots are free and at least four requests are queued for them.
+        prefill_chunk: integer, maximum number of tokens of a chunk. If chunks are processed between
+            decoding steps, one chunk, or two of at most half this length, precede each step; up to
+            four times as much if slots are free and at least four requests are queued for them.
         max_queued: integer, maximum number of requests that wait for a slot.
         prefix_cache_bytes: integer, device memory for states after prompts, answers and messages. A
             request resumes from the saved state of the longest prefix of its prompt; the least

@@ -1,4 +1,4 @@
-"""Order of work on the device: chunks of prompts between two decoding steps, or beside them."""
+"""Order of work on the device: chunks of prompts between decoding steps, or during them."""
 
 import collections
 import threading
@@ -17,7 +17,7 @@ SECONDS_PER_QUERY = 1e-4  # between two queries whether a step or concurrent chu
 
 
 class _Running(NamedTuple):
-    """Chunks that run beside decoding steps.
+    """Chunks that run at the same time as decoding steps.
 
     Attributes:
         event: `query()` is True when they are finished.
@@ -73,7 +73,8 @@ class Scheduler:
     @property
     def sequences(self):
         """All sequences that have not ended. May be read from any thread."""
-        # In the order in which they move, so that none is missed.
+        # In the order in which they move; each is added to its next list before it is removed from
+        # the last one, so that none is missed.
         with self._lock:
             queued = list(self._queue)
         prompts, ready = [*self._prompts], [*self._ready]
@@ -93,7 +94,8 @@ class Scheduler:
         before, self._ahead = self._ahead, launched
         if before is not None:
             owners, results = before
-            # A program that is queued behind another one could delay steps.
+            # A program that is queued after another one could delay steps, so the next one starts
+            # when the running one has finished.
             while self._running and not results.query():
                 time.sleep(SECONDS_PER_QUERY)
                 self._process_chunks()
@@ -128,7 +130,9 @@ class Scheduler:
             if self._running and self._running.event.query():
                 finished, self._running = self._running, None
                 self._finish(finished.parts)
-            if not self._running and (sequences := self._next_chunks()):
+            if self._running:
+                self._start_prompts()  # a slot may have become free
+            elif sequences := self._next_chunks():
                 self._process(sequences)
             return
         num_waiting = min(len(self._queue), self._slots.num_free)
@@ -142,14 +146,15 @@ class Scheduler:
             self._process(sequences)
 
     def _next_chunks(self):
-        """Returns the sequences whose chunks are processed next, in one program, or None."""
+        """Returns a list of the sequences whose chunks are processed next, in one program."""
         self._start_prompts()
         groups: dict[int, Any] = {}  # by the size of the program
         for sequence in self._prompts:
             num_tokens = self._chunk_end(sequence) - sequence.num_processed
             if num_tokens:
                 groups.setdefault(self._slots.padded_size(num_tokens), []).append(sequence)
-        # A program takes as long with one prompt. If no slot waits for it, it waits for others.
+        # A program takes as long for one prompt as for more, so while no slot is free, it is run
+        # only with all of its prompts.
         fewest = 1 if self._slots.num_free else self._slots.num_prompts
         full = (group for group in groups.values() if len(group) >= fewest)
         return next(full, [])[: self._slots.num_prompts]
@@ -158,7 +163,8 @@ class Scheduler:
         """Takes sequences from the queue, and moves those that are ready to free slots."""
         while True:
             while self._ready and self._slots.num_free and self._slots.is_ready(self._ready[0]):
-                self._slots.insert(self._ready.pop(0))
+                self._slots.insert(self._ready[0])
+                del self._ready[0]
             limit = min(self._slots.num_free, 1)
             if self._slots.has_concurrent_chunks:
                 limit = 2 * self._slots.num_prompts  # so that slots need not wait
@@ -210,8 +216,8 @@ class Scheduler:
             if row is not None:
                 self._prefixes.add(sequence.prompt[:stop], row)
             if stop == len(sequence.prompt) - 1:
-                self._prompts.remove(sequence)
                 self._ready.append(sequence)
+                self._prompts.remove(sequence)
 
     def _receive(self, owners, results):
         tokens, logprobs = results()

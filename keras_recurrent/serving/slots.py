@@ -81,12 +81,12 @@ class Slots:
 
     @property
     def num_prompts(self):
-        """Maximum number of prompts of which a chunk is processed at once."""
+        """Maximum number of prompts in one call of `process`."""
         return self._rows.num_prompts
 
     @property
     def has_concurrent_chunks(self):
-        """True if chunks run beside decoding steps, False if they delay them."""
+        """True if chunks run at the same time as decoding steps, False if they delay them."""
         return self._rows.has_concurrent_chunks
 
     def padded_size(self, num_tokens):
@@ -250,7 +250,7 @@ def chunk_sizes(max_chunk):
 
 
 def few_chunk_sizes(max_chunk):
-    """As `chunk_sizes`, at most two."""
+    """Returns at most two of such sizes, in ascending order, for programs of several prompts."""
     return sorted({min(max(MIN_CHUNK, max_chunk // 4), max_chunk), max_chunk})
 
 

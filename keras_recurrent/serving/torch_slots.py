@@ -44,22 +44,20 @@ class TorchRows:
         self._decoder = self._stack.enter_context(decoder)
         self._decoder.sampler.sequences = self._decoder.sequences
         self._chunks, self._device = loops.runner.chunks(device), device
-        # What the step's cache has beside that of a row: recent tokens, of which there are none.
+        # The tensors of a step's cache that a row lacks, for no recent tokens; None for the others.
         given = {id(t) for t in keras.tree.flatten(self.initial_row)}
         flat = self._decoder.step.flatten_cache(self.initial_row)
         self._additions = [None if id(t) in given else t for t in flat]
-        # Rows that the device still copies to slots: before the latest step, and after it.
-        self._copied: list[Any] = []
-        self._inserted: list[Any] = []
+        self._inserted: list[Any] = []  # rows that are copied to slots before the next step
 
     @property
     def num_prompts(self):
-        """Maximum number of prompts of which a chunk is processed at once."""
+        """Maximum number of prompts in one call of `process`."""
         return self._chunks.num_rows
 
     @property
     def has_concurrent_chunks(self):
-        """True if chunks run beside decoding steps, False if they delay them."""
+        """True if chunks run at the same time as decoding steps, False if they delay them."""
         return self._chunks.is_concurrent
 
     @functools.cached_property
@@ -87,7 +85,7 @@ class TorchRows:
         Returns:
             A list of the next states, and an object whose `query()` is True as soon as other
             methods may use them, and whose `synchronize()` waits for that; None means now. Until
-            then, the caller keeps `rows`.
+            then, the caller must keep `rows`.
         """
         return self._chunks(rows, tokens, mask)
 
@@ -120,10 +118,9 @@ class TorchRows:
     def step(self, features, numbers, values):
         sampler = self._decoder.sampler
         sampler.begin(features, numbers, values)
-        # The step before has begun, so that copies before it are complete.
-        self._copied, self._inserted = self._inserted, []
         token = Fetch(self._decoder.next_token())
-        return _Results(token, [Fetch(t) for t in sampler.logprobs])
+        rows, self._inserted = self._inserted, []
+        return _Results(token, [Fetch(t) for t in sampler.logprobs], rows)
 
     def close(self):
         self._stack.close()
@@ -131,10 +128,14 @@ class TorchRows:
 
 
 class _Results:
-    """Waits for the tokens [B] of a step and their `Logprobs`, or ()."""
+    """Waits for the tokens [B] of a step and their `Logprobs`, or ().
 
-    def __init__(self, token, logprobs):
-        self._token, self._logprobs = token, logprobs
+    Keeps the rows that were inserted before the step: chunks, on their own stream, must not get the
+    memory of a row before it has been copied to its slot.
+    """
+
+    def __init__(self, token, logprobs, rows):
+        self._token, self._logprobs, self._rows = token, logprobs, rows
 
     def query(self):
         """Returns True if a call need not wait."""

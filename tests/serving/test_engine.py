@@ -5,6 +5,7 @@ import importlib
 import random
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 import keras
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent import dispatch, which_generation
-from keras_recurrent.generation.sampling import features_of
+from keras_recurrent.generation.sampling import STOPS_PER_STEP, Features, features_of
 from keras_recurrent.layers import hgrn2
 from keras_recurrent.models import GriffinCausalLM, HGRN2CausalLM, SamplingParams
 from keras_recurrent.serving import Engine, EngineClosed, EngineFull
@@ -285,6 +286,16 @@ def test_full_and_closed_engines_refuse(model):
 
 
 @needs_engine
+@pytest.mark.once
+def test_a_failed_engine_ends_all_requests(model, monkeypatch):
+    """A request that was on its way to a slot never ends."""
+    engine = Engine(model, num_slots=1, max_length=200, prefix_cache_bytes=0)
+    monkeypatch.setattr(engine._slots._rows, "insert", None)
+    with pytest.raises(EngineClosed, match="'NoneType' object is not callable"):
+        _submit(engine, 1).result(5)
+
+
+@needs_engine
 @pytest.mark.parametrize(
     "family",
     [
@@ -498,3 +509,33 @@ def test_chunks_of_one_size_run_together():
     assert slots.after_step(scheduler) == []  # no two chunks have the same size
     slots.num_free = 2  # for the prompt of 9 tokens and one more
     assert [slots.after_step(scheduler) for _ in range(2)] == [[[2]], [[3, 3]]]
+
+
+@pytest.mark.once
+def test_a_free_slot_does_not_wait_for_chunks():
+    """A prompt that is ready waits until the chunks of others are finished."""
+    slots = Slots(0, num_prompts=2)
+    scheduler = _scheduler(slots, (1, 9, 9))
+    assert slots.after_step(scheduler) == [[8, 8]]
+    slots.num_free = 1
+    assert slots.after_step(scheduler) == []  # the program still runs
+    assert slots.num_free == 0
+
+
+@pytest.mark.skipif(keras.config.backend() != "torch", reason="CUDA streams of torch")
+def test_rows_are_kept_until_they_are_copied(model):
+    """Chunks get the memory of a row that the device still copies to a slot."""
+    from keras_recurrent.serving.torch_slots import TorchRows
+
+    rows = TorchRows(model, model._require_loops("Engine"), 1, 64)
+    row = model.backbone.get_initial_state(1, max_length=64)
+    tensor = weakref.ref(keras.tree.flatten(row)[0])
+    rows.insert(0, row, 1, 9, np.full(STOPS_PER_STEP, -1, "int32"))
+    del row
+    results = rows.step(Features(), None, {})
+    rows.step(Features(), None, {})
+    assert tensor() is not None  # the host has not waited for a step after the copy
+    results()
+    del results
+    assert tensor() is None
+    rows.close()

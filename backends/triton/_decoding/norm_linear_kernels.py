@@ -250,7 +250,7 @@ def sum_kernel(
 ):
     """Adds partial sums of columns of one row, and applies the norm's factor if it has squares.
 
-    The rows of a stack of products follow each other, and there is one part.
+    In stacked products, the rows of a product follow those of the one before, and PARTS is 1.
 
     With `next_scale`, the weight of the norm that follows, it also stores the weighted row and sums
     of squares: `x` and `squares` of the product after that norm.

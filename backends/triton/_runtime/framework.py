@@ -5,8 +5,8 @@
 - `forward_operation(...)` makes a function without gradients, for decoding steps.
 - `matrix_product(a, b, dtype)` returns a b in a dtype of at least theirs, by the framework. On
   torch, b may be a stack of matrices, [P, K, N].
-- `prepares_weights()` returns True while a decoding step is traced that computes functions of
-  weights alone only once.
+- `prepares_weights()` returns True while a decoding step is traced. Its functions of weights alone
+  are then computed once, not in each step.
 - `*_unsupported_reason(*tensors)` return the reason why kernels cannot take tensors, or None.
 """
 

@@ -152,8 +152,8 @@ def matrix_product(a, b, dtype):
 def prepares_weights():
     """Returns True during `make_fx`, which traces decoding steps.
 
-    Their functions of weights alone run once (`keras_recurrent/generation/torch/step.py`). An eager
-    step would compute them for each token.
+    A traced step runs functions of weights alone once (`keras_recurrent/generation/torch/step.py`);
+    an eager step runs them for each token.
     """
     return get_proxy_mode() is not None
 

@@ -1,4 +1,4 @@
-"""Chunks of prompts: CUDA graphs beside the decoding steps on NVIDIA GPUs, else layer by layer."""
+"""Chunks of prompts: CUDA graphs on a separate stream on NVIDIA GPUs, else layer by layer."""
 
 import keras
 import numpy as np
@@ -7,14 +7,14 @@ import torch
 from keras_recurrent.generation.modes import add_reason
 from keras_recurrent.generation.torch.cuda_graph import capture, clone_stacked, overwrite
 
-GRAPH_ROWS = 2  # prompts of a program on a GPU: one alone does not occupy it
+GRAPH_ROWS = 2  # prompts of a program on a GPU, which one alone does not occupy
 
 
 class Chunks:
     """Function of the caches, tokens and masks of some prompts, which returns the next caches.
 
     On NVIDIA GPUs, each number of tokens is one program of `num_rows` prompts. Programs run on a
-    CUDA stream of their own, so that decoding steps continue. The weights must not change between
+    separate CUDA stream, so that decoding steps continue. The weights must not change between
     calls.
 
     Args:
@@ -30,7 +30,7 @@ class Chunks:
 
     def __init__(self, model, make_chunk, device, graph_reason):
         self._model, self._make_chunk = model, make_chunk
-        self._stream = None if graph_reason else torch.cuda.Stream(device)
+        self._stream = None if graph_reason else _new_stream(device)
         self.num_rows = 1 if graph_reason else GRAPH_ROWS
         self._device, self._pool = device, None
         self._programs: dict = {}  # {number of tokens: (buffer of tokens and mask, function)}
@@ -40,15 +40,16 @@ class Chunks:
 
     @property
     def is_concurrent(self):
-        """True if programs run on a stream of their own."""
+        """True if programs run on a separate stream."""
         return self._stream is not None
 
     @torch.no_grad()
     def __call__(self, caches, tokens, mask):
         """Returns a list of new caches, and a `torch.cuda.Event` after them, or None on a CPU.
 
-        Until the event, the caller must keep `caches`, and may use the new ones in this function
-        alone. If another stream uses new caches, the caller must keep them until it has done so.
+        Until the event, the caller must keep `caches`, and must not use the new caches other than
+        as arguments of this function. If another stream reads new caches, the caller must keep them
+        until it has read them.
 
         Args:
             caches: a list of at most `num_rows` caches of one sequence each.
@@ -118,6 +119,17 @@ class Chunks:
         if not is_equal:
             self._prepared = list(prepared)
         return self._prepared
+
+
+def _new_stream(device):
+    """Returns a CUDA stream on which torch captures no steps.
+
+    torch has a small pool of streams, which it returns in turn.
+    """
+    while True:
+        stream = torch.cuda.Stream(device)
+        if stream != torch.cuda.graph.default_capture_stream:
+            return stream
 
 
 def upload(buffer, array):

@@ -30,8 +30,8 @@ def capture(function, device, pool=None, stream=None):
         function: a function of tensors at fixed addresses.
         device: their `torch.device`.
         pool: the memory pool of another graph, which never runs at the same time, or None.
-        stream: the stream that captures. Graphs that run at the same time need different ones,
-            since libraries keep memory for each stream. None: that of torch.
+        stream: the stream of the capture. Graphs that run at the same time need different ones,
+            since libraries keep memory for each stream. None: torch's stream for captures.
 
     Returns:
         The graph, and the result of the function, which each replay overwrites.

@@ -93,7 +93,7 @@ class Loop:
         blocks: collections.deque = collections.deque()
         logprobs = []
         decoding = self.runner.decode(token, cache, sampler, sequences)
-        del cache  # of which a CUDA graph makes a copy
+        del cache  # a CUDA graph has a copy
         with decoding as decoder:
             for start in range(0, max_tokens, block):
                 stop = min(start + block, max_tokens)

@@ -1,16 +1,16 @@
-"""Ordinary caches from those of steps that write large states only every few tokens."""
+"""Converts caches of steps that write large states only every few tokens to ordinary caches."""
 
 import torch
 
 from keras_recurrent.portable.hgrn2_delayed_step import current_memory
 
-# Rows of all layers that are computed at once: more take more temporary memory, and fewer take more
-# launches, for which an engine would wait.
+# Maximum number of rows, of all layers, that are computed at once. More rows need more temporary
+# memory; fewer rows need more launches, for which an engine would wait.
 _MAX_ROWS = 64
 
 
 def remove_recent_tokens(cache):
-    """Returns the cache after its recent tokens, if it has any, in the structure of a backbone."""
+    """Returns the cache after its recent tokens, if it has any, as the backbone takes it."""
     groups: dict = {}
     _collect(cache, groups)
     memories: dict = {}

@@ -47,7 +47,7 @@ class Runner:
             sampler: the `sampling.TokenSampler`.
             sequences: the `loop.ActiveSequences`. None: the state of all sequences is updated.
         """
-        # More sequences read and write more bytes of states than of weights.
+        # With more sequences, a step reads and writes more bytes of states than of weights.
         delays_writes = len(token) > MAX_FUSED_ROWS and self._graph_reason(token.device) is None
         step = self._step(cache, sequences is not None, delays_writes=delays_writes)
         flat = step.flatten_cache(cache)
@@ -182,7 +182,7 @@ class _GraphDecoder:
 
     def __init__(self, step, graph, sampler):
         self.step, self._graph, self.sequences = step, graph, graph.sequences
-        self.sampler, self.pool = graph.sampler or sampler, graph.pool
+        self.sampler = graph.sampler or sampler
 
     @property
     def tensors(self):
@@ -213,8 +213,6 @@ class _GraphDecoder:
 
 class _FunctionDecoder:
     """Decodes by calling a function of a token and the tensors of a cache."""
-
-    pool = None
 
     def __init__(self, step, run, token, flat, sampler, sequences):
         self.step, self._run, self.sampler = step, run, sampler
