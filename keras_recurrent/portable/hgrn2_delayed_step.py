@@ -3,7 +3,6 @@
 from keras import ops
 
 from keras_recurrent.backends.constants import PADDING
-from keras_recurrent.portable._common import fill_where
 from keras_recurrent.portable.hgrn2_step import hgrn2_step, operands, updated
 
 
@@ -31,9 +30,12 @@ def current_memory(memory, recent, count):
     """Returns the memory after the first `count` of the recent tokens, [B, H, K, V]."""
     (batch, heads, keys, _), limit = memory.shape, recent.shape[1]
     missing = (ops.arange(limit, dtype="int32") >= count[:, None])[:, :, None]
-    parts = ops.split(recent, [heads * keys, 2 * heads * keys], axis=2)
-    parts = [fill_where(missing, fill, x) for fill, x in zip((1.0, 0.0, 0.0), parts, strict=True)]
-    decays, keys, values = (ops.reshape(x, (batch, limit, heads, -1)) for x in parts)
+    # On torch, `ops.split` and `ops.where` of a number would wait for the device.
+    stops = heads * keys, 2 * heads * keys
+    parts = recent[..., : stops[0]], recent[..., stops[0] : stops[1]], recent[..., stops[1] :]
+    fills = ops.ones_like, ops.zeros_like, ops.zeros_like
+    present = (ops.where(missing, fill(x), x) for fill, x in zip(fills, parts, strict=True))
+    decays, keys, values = (ops.reshape(x, (batch, limit, heads, -1)) for x in present)
     for i in range(limit):
         memory = updated(memory, decays[:, i], keys[:, i], values[:, i])
     return memory

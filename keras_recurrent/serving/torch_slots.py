@@ -123,6 +123,7 @@ class TorchRows:
         return _Results(token, [Fetch(t) for t in sampler.logprobs], rows)
 
     def close(self):
+        self._chunks.synchronize()  # after a failure, a program may still run
         self._stack.close()
         self._chunks = None
 

@@ -11,6 +11,7 @@ if keras.config.backend() != "torch":
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from keras_recurrent import dispatch, implementation, which_generation
 from keras_recurrent.generation.request import Request
@@ -23,6 +24,7 @@ from keras_recurrent.generation.torch.cuda_graph import (
     overwrite,
 )
 from keras_recurrent.generation.torch.loop import ActiveSequences
+from keras_recurrent.generation.torch.recent_tokens import remove_recent_tokens
 from keras_recurrent.generation.torch.runner import _FunctionDecoder, _GraphDecoder
 from keras_recurrent.generation.torch.sampling import RECENT
 from keras_recurrent.generation.torch.step import Step, _inline_scalars
@@ -221,3 +223,22 @@ def test_chunks_do_not_share_the_stream_of_captures(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(streams))
     monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", "of captures")
     assert chunks._new_stream("cuda") == "another"
+
+
+def test_recent_tokens_are_removed_without_waiting():
+    """Fails if an engine that saves a state waits for the step that runs."""
+    backbone = tiny_causal_lm(family="hgrn2", num_layers=1).backbone
+    cache = backbone.add_recent_tokens(backbone.get_initial_state(2))
+    called = []
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            called.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Operators():
+        remove_recent_tokens(cache)
+    aten = torch.ops.aten
+    assert aten.where.self in called
+    # These copy from the device and to it.
+    assert not {aten._local_scalar_dense.default, aten.lift_fresh.default} & {*called}

@@ -67,6 +67,11 @@ class Chunks:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
+    def synchronize(self):
+        """Waits until all calls are finished."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def _run_layers(self, cache, tokens, mask):
         """Runs the layers for the tokens alone, which on a CPU is as fast as a program."""
         tokens = keras.ops.convert_to_tensor(tokens[:, : mask.sum()])
