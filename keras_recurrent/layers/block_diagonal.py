@@ -11,7 +11,7 @@ from keras_recurrent.layers.remat import no_further_remat
 
 if BACKEND == "torch":
     from keras_recurrent.backends.torch._hooks import has_hooks
-    from keras_recurrent.layers.torch_calls import block_diagonal_product, multiplies_directly
+    from keras_recurrent.layers.torch_calls import block_diagonal_products, multiplies_directly
 
 WIDEST_WHOLE_MATRIX = 64  # widest inputs of layers that multiply by a matrix with zeros
 
@@ -36,29 +36,40 @@ def block_diagonal_dense(layer, name, units):
     return dense
 
 
-def apply_blocks(dense, inputs):
-    """Applies a block-diagonal layer to `[B, T, D]`; returns `[B, T, num_blocks * units]`.
+def apply_blocks(denses, inputs):
+    """Applies block-diagonal layers of equal sizes to `[B, T, D]`.
+
+    Returns a list of `[B, T, num_blocks * units]`, one for each layer.
 
     A narrow layer multiplies by its whole matrix, zeros included, which takes less time on CPUs
-    than small blocks. Otherwise, the matrix product has the blocks as its first axis and the tokens
-    as its second. By default, XLA would put the tokens last, and subsequent operations would access
-    memory with a stride.
+    than small blocks. On torch, the narrow layers are one batched product, in fewer calls.
+    Otherwise, the matrix product has the blocks as its first axis and the tokens as its second. By
+    default, XLA would put the tokens last, and subsequent operations would access memory with a
+    stride.
     """
-    num_blocks, _, units = dense.bias.shape
-    width = inputs.shape[-1] // num_blocks
+    num_blocks, _, units = denses[0].bias.shape
     tokens, restore_time = flatten_tokens(inputs)
-    if num_blocks * width <= WIDEST_WHOLE_MATRIX and _is_affine(dense):
+    if inputs.shape[-1] <= WIDEST_WHOLE_MATRIX and all(map(_is_affine, denses)):
         if BACKEND == "torch" and multiplies_directly(tokens):
-            return restore_time(block_diagonal_product(dense, tokens))
-        # OpenVINO cannot convert TensorFlow's `eye`, and an array would be copied to the GPU.
-        indices = ops.arange(0, num_blocks)  # jax2onnx needs both ends
-        diagonal = ops.cast(indices[:, None] == indices, "float32")[:, None, :, None]
-        blocks = ops.multiply(ops.reshape(dense.kernel, (num_blocks, width, 1, units)), diagonal)
-        matrix = ops.reshape(blocks, (num_blocks * width, -1))
-        return restore_time(ops.matmul(tokens, matrix) + ops.reshape(dense.bias, (-1,)))
+            outputs = block_diagonal_products(denses, tokens)
+        else:
+            outputs = [_multiply_whole_matrix(dense, tokens) for dense in denses]
+        return [restore_time(output) for output in outputs]
+    width = inputs.shape[-1] // num_blocks
     blocks = ops.transpose(ops.reshape(tokens, (-1, num_blocks, width)), (1, 0, 2))
-    outputs = ops.transpose(dense(blocks), (1, 0, 2))
-    return restore_time(ops.reshape(outputs, (-1, num_blocks * units)))
+    outputs = [ops.transpose(dense(blocks), (1, 0, 2)) for dense in denses]
+    return [restore_time(ops.reshape(x, (-1, num_blocks * units))) for x in outputs]
+
+
+def _multiply_whole_matrix(dense, tokens):
+    num_blocks, _, units = dense.bias.shape
+    width = tokens.shape[-1] // num_blocks
+    # OpenVINO cannot convert TensorFlow's `eye`, and an array would be copied to the GPU.
+    indices = ops.arange(0, num_blocks)  # jax2onnx needs both ends
+    diagonal = ops.cast(indices[:, None] == indices, "float32")[:, None, :, None]
+    blocks = ops.multiply(ops.reshape(dense.kernel, (num_blocks, width, 1, units)), diagonal)
+    matrix = ops.reshape(blocks, (num_blocks * width, -1))
+    return ops.matmul(tokens, matrix) + ops.reshape(dense.bias, (-1,))
 
 
 def _is_affine(dense):

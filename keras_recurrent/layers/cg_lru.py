@@ -92,8 +92,8 @@ class CGLRU(GatedLRU):
     def stream(self, inputs, tokens, state):
         kind = token_kind(inputs) if tokens.kind is None else tokens.kind
 
-        r = ops.sigmoid(ops.cast(apply_blocks(self.recurrence_gate, inputs), self.state_dtype))
-        i = ops.sigmoid(ops.cast(apply_blocks(self.input_gate, inputs), self.state_dtype))
+        gates = apply_blocks([self.recurrence_gate, self.input_gate], inputs)
+        r, i = (ops.sigmoid(ops.cast(gate, self.state_dtype)) for gate in gates)
         log_a = self.log_decay(r)
         multiplier = input_multiplier(log_a)
         if not self.scale_first_input:

@@ -85,8 +85,7 @@ class RGLRU(GatedLRU):
         self.add_gates_and_decays(self.width)
 
     def stream(self, inputs, tokens, state):
-        gate_a = apply_blocks(self.recurrence_gate, inputs)
-        gate_x = apply_blocks(self.input_gate, inputs)
+        gate_a, gate_x = apply_blocks([self.recurrence_gate, self.input_gate], inputs)
         if self.scale_first_input:
             inputs = self._scaled_at_starts(inputs, gate_a, tokens)
         output, hidden = rg_lru(

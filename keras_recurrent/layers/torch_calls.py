@@ -87,21 +87,24 @@ def matrix_product(dense, x):
 
 
 def multiplies_directly(x):
-    """Returns True if `block_diagonal_product` takes x: a plain tensor, not in `torch.autocast`."""
+    """Returns True if x is a plain tensor outside of `torch.autocast`, for products of blocks."""
     return type(x) is torch.Tensor and not _under_autocast(x.device.type)
 
 
-def block_diagonal_product(dense, x):
-    """Computes a block-diagonal layer of x [N, D] as a product with the whole matrix.
+def block_diagonal_products(denses, x):
+    """Computes block-diagonal layers of x [N, D] as products with whole matrices.
 
-    dense: an `EinsumDense` with a kernel [blocks, block width, units], in the dtype of x.
+    denses: `EinsumDense` layers with kernels [blocks, block width, units], in the dtype of x.
+    Returns [layers, N, blocks * units].
     """
-    kernel, x = _kernel_and_inputs(dense, x)
-    num_blocks, width, units = kernel.shape
+    kernels, xs = zip(*(_kernel_and_inputs(dense, x) for dense in denses), strict=True)
+    kernel, x = torch.stack(kernels), xs[0]
+    count, num_blocks, width, units = kernel.shape
     diagonal = torch.eye(num_blocks, dtype=x.dtype, device=kernel.device)
-    blocks = kernel.unsqueeze(2) * diagonal.view(num_blocks, 1, num_blocks, 1)
-    matrix = blocks.view(num_blocks * width, num_blocks * units)
-    return torch.addmm(_weight(dense.bias, x.dtype).view(-1), x, matrix)
+    blocks = kernel.unsqueeze(3) * diagonal.view(num_blocks, 1, num_blocks, 1)
+    matrices = blocks.view(count, num_blocks * width, num_blocks * units)
+    bias = torch.stack([_weight(dense.bias, x.dtype).view(1, -1) for dense in denses])
+    return torch.baddbmm(bias, x.expand(count, -1, -1), matrices)
 
 
 def _kernel_and_inputs(dense, x):

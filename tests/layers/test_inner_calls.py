@@ -186,7 +186,8 @@ def test_inputs_are_moved_to_the_device_of_keras():
         assert call_plain(dense, x.to("meta")).device.type == "meta"
         gates = RGLRU(num_blocks=2)
         gates.build((None, None, 8))
-        assert apply_blocks(gates.input_gate, torch.ones(1, 3, 8)).device.type == "meta"
+        (gate,) = apply_blocks([gates.input_gate], torch.ones(1, 3, 8))
+        assert gate.device.type == "meta"
 
 
 @pytest.mark.parametrize("owner", ["layer", "class"])

@@ -65,7 +65,7 @@ def test_decays_from_zero_to_one(a_logit):
     # At 100 the decay is within 1e-43 of 1, where float32 ends.
     alone = np.zeros_like(x)
     alone[:, 2] = x[:, 2]
-    gates = [numpy(apply_blocks(gate, alone[:, 2:3])) for gate in linear_maps(layer)]
+    gates = map(numpy, apply_blocks(linear_maps(layer), alone[:, 2:3]))
     r, i = (1 / (1 + np.exp(-gate.reshape(3, 4).astype("float64"))) for gate in gates)
     multiplier = np.sqrt(-np.expm1(-16 * np.logaddexp(0, -a_logit) * r))
     wanted = np.tile(multiplier * i, 2) * alone[:, 2]
