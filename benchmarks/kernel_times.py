@@ -3,7 +3,7 @@
     KERAS_BACKEND=torch python -m benchmarks.kernel_times hgrn2 --slots 128
 
 Needs torch and an NVIDIA GPU; models as in `benchmarks.writing`. From torch's profiler: the kernels
-of a step by name; of each size of a chunk, the time alone and beside steps; and of an engine with a
+of a step by name; of each size of a chunk, the time alone and during steps; and of an engine with a
 queue, the time between two steps on the device, with the work of the engine's thread in the longest
 of these gaps. The profiler slows the host down by about a half.
 """
@@ -76,18 +76,18 @@ def milliseconds(run, stream, count=20):
 
 
 def print_chunks(rows, step):
-    """Prints the time of each program of chunks, alone and beside decoding steps."""
+    """Prints the time of each program of chunks, alone and during decoding steps."""
     streams = torch.cuda.Stream(), torch.cuda.Stream()
     for size, (_, run) in rows._chunks._programs.items():
-        alone, beside = [], []
-        for found, runs in ((alone, [run]), (beside, [run, step])):
+        alone, concurrent = [], []
+        for found, runs in ((alone, [run]), (concurrent, [run, step])):
             timed = [milliseconds(run, stream) for run, stream in zip(runs, streams, strict=False)]
             torch.cuda.synchronize()
             for start, _ in timed:
                 start()
             torch.cuda.synchronize()
             found += [f"{time():.3f}" for _, time in timed]
-        print(f"chunks of {size} tokens: {alone[0]} ms; beside steps {', '.join(beside)} ms")
+        print(f"chunks of {size} tokens: {alone[0]} ms; with steps {', '.join(concurrent)} ms")
 
 
 def annotate(cls, name):
