@@ -316,6 +316,8 @@ def test_limits_and_key(small_model):
         with pytest.raises(openai.APIError, match=r"more than 0\.5 s"):
             list(stream)
         waiting.close()
+        while engine.stats()["queued"]:
+            time.sleep(0.01)
         with pytest.raises(openai.InternalServerError, match=r"more than 0\.5 s"):
             client.completions.create(**options)
         text = httpx.get(f"{server.url}/metrics").text
@@ -380,7 +382,7 @@ def test_shutdown_finishes_or_cancels(small_model, caplog, monkeypatch):
 def test_a_failed_engine_is_an_error(small_model, monkeypatch):
     """The server reports health, or hangs, after the engine's thread has failed."""
     engine = Engine(small_model, num_slots=1)
-    monkeypatch.setattr(engine._scheduler, "_process_chunk", lambda: 1 / 0)
+    monkeypatch.setattr(engine._scheduler, "_process_chunks", lambda: 1 / 0)
     with running(engine) as server:
         assert post(server, prompt="a").status_code == 500
         assert httpx.get(f"{server.url}/health").status_code == 503
