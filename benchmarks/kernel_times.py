@@ -2,10 +2,12 @@
 
     KERAS_BACKEND=torch python -m benchmarks.kernel_times hgrn2 --slots 128
 
-Needs torch and an NVIDIA GPU; models as in `benchmarks.writing`. From torch's profiler: the kernels
-of a step by name; of each size of a chunk, the time alone and during steps; and of an engine with a
-queue, the time between two steps on the device, with the work of the engine's thread in the longest
-of these gaps. The profiler slows the host down by about a half.
+Needs torch and an NVIDIA GPU; models as in `benchmarks.writing`. Prints, from torch's profiler:
+
+- the kernels of a step by name, and those of each program of chunks;
+- the time of each program of chunks, alone and during steps;
+- of an engine with a queue, the time between two steps on the device, and the work of the engine's
+  thread in the longest of these gaps. The profiler slows the host down by about a half.
 """
 
 import argparse
@@ -45,14 +47,14 @@ def trace(function):
     return sorted((e for e in events if "dur" in e), key=lambda e: e["ts"])
 
 
-def on_device(events):
+def device_events(events):
     return [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
 
 
 def print_kernels(title, events, count):
     """Prints times of kernels, as means of `count` repeats of the same work."""
     by_name = collections.defaultdict(list)
-    for event in on_device(events):
+    for event in device_events(events):
         by_name[event["name"]].append(event["dur"])
     total = sum(map(sum, by_name.values()))
     print(f"\n{title}: kernels {total / count:,.0f} µs")
@@ -105,7 +107,7 @@ def annotate(cls, name):
 def print_gaps(events):
     """Prints the time between two graphs of steps, and what the host did in the longest gaps."""
     graphs: dict = {}
-    for event in on_device(events):
+    for event in device_events(events):
         graphs.setdefault(event["args"].get("correlation"), []).append(event)
     graphs = {key: found for key, found in graphs.items() if len(found) > 100}
     by_stream = collections.defaultdict(list)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from keras_recurrent import dispatch, implementation, which_generation
 from keras_recurrent.generation.request import Request
 from keras_recurrent.generation.snapshot import Snapshot
-from keras_recurrent.generation.torch import chunks, cuda_graph, runner
+from keras_recurrent.generation.torch import chunks, runner
 from keras_recurrent.generation.torch.cuda_graph import (
     CapturedStep,
     GraphPool,
@@ -30,6 +30,7 @@ from keras_recurrent.generation.torch.sampling import RECENT
 from keras_recurrent.generation.torch.step import Step, _inline_scalars
 from keras_recurrent.layers import hgrn2
 from keras_recurrent.models import SamplingParams
+from tests.generation.captures import capture_on_cpu
 from tests.generation.test_programs import prompts
 from tests.generation.token_samplers import token_sampler
 from tests.models.tiny import HYBRID, any_family, tiny_causal_lm
@@ -165,20 +166,6 @@ def test_graphs_of_a_step_are_forgotten_with_it(monkeypatch):
     assert graphs.acquire((steps[1], "settings")) is graph
 
 
-def captured_on_a_cpu(monkeypatch, max_fused_rows):
-    """Makes the runner take CUDA graphs, whose replay runs the step, for any number of rows."""
-
-    def capture(function, device, pool=None):
-        return SimpleNamespace(replay=function, pool=lambda: pool), function()
-
-    monkeypatch.setattr(cuda_graph, "capture", capture)
-    monkeypatch.setattr(runner.Runner, "_graph_reason", lambda self, device: None)
-    monkeypatch.setattr(runner, "MAX_FUSED_ROWS", max_fused_rows)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**40)
-    )
-
-
 @pytest.mark.parametrize(
     ("sizes", "name"),
     [
@@ -201,7 +188,8 @@ def test_captured_steps_write_states_every_few_tokens(sizes, name, monkeypatch):
     monkeypatch.setattr(
         hgrn2, "hgrn2_delayed_step", lambda **given: calls.append(given) or step(**given)
     )
-    captured_on_a_cpu(monkeypatch, max_fused_rows=1)
+    capture_on_cpu(monkeypatch)
+    monkeypatch.setattr(runner, "MAX_FUSED_ROWS", 1)
     monkeypatch.setattr(dispatch, "decodes_with_kernels", lambda tensor: True)
     with implementation(name):
         found, cache = model.generate(first, **options)

@@ -19,6 +19,7 @@ from keras_recurrent.models import GriffinCausalLM, HGRN2CausalLM, SamplingParam
 from keras_recurrent.serving import Engine, EngineClosed, EngineFull
 from keras_recurrent.serving.scheduler import Scheduler
 from keras_recurrent.serving.slots import covers
+from tests.generation.captures import capture_on_cpu
 from tests.models.tiny import HYBRID, NIGHTLY_IF_COMPILED, tiny_causal_lm
 
 IS_SUPPORTED = keras.config.backend() != "tensorflow"
@@ -99,17 +100,13 @@ def test_answers_do_not_depend_on_other_requests(engine, alone):
     assert engine.stats()["active"] == engine.stats()["queued"] == 0
 
 
-def capture_on_cpu(monkeypatch):
-    """Makes engines capture; a replay runs the function. Returns lists of functions and pools."""
-    from keras_recurrent.generation.torch import chunks, cuda_graph, runner
+def capture_engines(monkeypatch):
+    """Makes engines capture on a CPU, as `capture_on_cpu`, and run chunks on a stream."""
+    import torch
+
     from keras_recurrent.serving import slots, torch_slots
 
-    captured, pools, rng = [], [], random.Random(0)
-
-    def capture(function, device, pool=None, stream=None):
-        captured.append(function)
-        pools.append(pool)
-        return SimpleNamespace(replay=function, pool=lambda: pool or "pool"), function()
+    rng = random.Random(0)
 
     class Stream:
         """A stream whose chunks take some steps."""
@@ -130,23 +127,18 @@ def capture_on_cpu(monkeypatch):
         def __call__(self):
             return self.array
 
-    for module in (cuda_graph, chunks):
-        monkeypatch.setattr(module, "capture", capture)
     for name, replacement in (("Stream", Stream), ("stream", lambda stream: stream)):
-        monkeypatch.setattr(cuda_graph.torch.cuda, name, replacement)
-    monkeypatch.setattr(cuda_graph.torch.cuda, "current_stream", lambda device=None: None)
-    monkeypatch.setattr(runner.Runner, "_graph_reason", lambda self, device: None)
+        monkeypatch.setattr(torch.cuda, name, replacement)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
     monkeypatch.setattr(slots, "is_on_cpu", lambda model: False)
-    memory = SimpleNamespace(total_memory=2**40)
-    monkeypatch.setattr(cuda_graph.torch.cuda, "get_device_properties", lambda device: memory)
     monkeypatch.setattr(torch_slots, "Fetch", Fetch)
-    return captured, pools
+    return capture_on_cpu(monkeypatch)
 
 
 @pytest.mark.skipif(keras.config.backend() != "torch", reason="CUDA graphs of torch")
 def test_captured_steps_and_chunks_change_only_their_buffers(model, engine, alone, monkeypatch):
     """A capture advances sequences in progress, or a program writes to a state of another one."""
-    captured, pools = capture_on_cpu(monkeypatch)
+    captured, pools = capture_engines(monkeypatch)
     options = {"max_length": 200, "prefill_chunk": 8}
     with Engine(model, num_slots=3, **options) as captured_engine:
         assert len(captured) == 2  # a chunk of 8 tokens and a greedy step
@@ -188,7 +180,7 @@ def test_slots_write_states_every_few_tokens(monkeypatch):
         return [[logprob.logprob for logprob in answer.logprobs] for answer in (*first, *second)]
 
     expected = answers()
-    capture_on_cpu(monkeypatch)
+    capture_engines(monkeypatch)
     monkeypatch.setattr(runner, "MAX_FUSED_ROWS", 1)
     monkeypatch.setattr(dispatch, "decodes_with_kernels", lambda tensor: True)
     monkeypatch.setattr(hgrn2, "hgrn2_step", None)

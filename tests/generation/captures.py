@@ -1,0 +1,25 @@
+"""CUDA graphs on a CPU."""
+
+from types import SimpleNamespace
+
+
+def capture_on_cpu(monkeypatch):
+    """Makes torch's steps and chunks capture; a replay runs the function.
+
+    Returns lists of the functions that were captured, and of their memory pools.
+    """
+    from keras_recurrent.generation.torch import chunks, cuda_graph, runner
+
+    captured, pools = [], []
+
+    def capture(function, device, pool=None, stream=None):
+        captured.append(function)
+        pools.append(pool)
+        return SimpleNamespace(replay=function, pool=lambda: pool or "pool"), function()
+
+    for module in (cuda_graph, chunks):
+        monkeypatch.setattr(module, "capture", capture)
+    monkeypatch.setattr(runner.Runner, "_graph_reason", lambda self, device: None)
+    memory = SimpleNamespace(total_memory=2**40)
+    monkeypatch.setattr(cuda_graph.torch.cuda, "get_device_properties", lambda device: memory)
+    return captured, pools
