@@ -4,8 +4,7 @@
 
 Needs torch and an NVIDIA GPU; models as in `benchmarks.writing`. Prints, from torch's profiler:
 
-- the kernels of a step by name, and those of each program of chunks;
-- the time of each program of chunks, alone and during steps;
+- the kernels of a step by name, and those of each program of chunks, with its time;
 - of an engine with a queue, the time between two steps on the device, and the work of the engine's
   thread in the longest of these gaps. The profiler slows the host down by about a half.
 """
@@ -32,6 +31,7 @@ from keras_recurrent.serving.slots import Slots
 
 PROMPT, ANSWER = (256, 768), (128, 384)  # tokens, the ranges of random lengths
 STEPS, KERNELS, GAPS = 64, 16, 8  # steps of a trace, and lines of the tables
+STEP_KERNELS = 100  # a step has more, a part of a program of chunks fewer
 
 
 def trace(function):
@@ -63,33 +63,21 @@ def print_kernels(title, events, count):
         print(f"{line} {statistics.median(times):7.2f}  {name[:80]}")
 
 
-def milliseconds(run, stream, count=20):
-    """Returns the start of `count` runs on a stream, and their mean time as a function."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-
-    def start():
-        with torch.cuda.stream(stream):
-            events[0].record()
-            for _ in range(count):
-                run()
-            events[1].record()
-
-    return start, lambda: events[0].elapsed_time(events[1]) / count
+def run_chunks(rows, size):
+    """Processes a chunk of `size` tokens of as many prompts as fit into a program."""
+    states = [rows.initial_row] * rows.num_prompts
+    shape = rows.num_prompts, size
+    return collections.deque(rows.process(states, np.ones(shape, "int32"), np.ones(shape, bool)), 0)
 
 
-def print_chunks(rows, step):
-    """Prints the time of each program of chunks, alone and during decoding steps."""
-    streams = torch.cuda.Stream(), torch.cuda.Stream()
-    for size, (_, run) in rows._chunks._programs.items():
-        alone, concurrent = [], []
-        for found, runs in ((alone, [run]), (concurrent, [run, step])):
-            timed = [milliseconds(run, stream) for run, stream in zip(runs, streams, strict=False)]
-            torch.cuda.synchronize()
-            for start, _ in timed:
-                start()
-            torch.cuda.synchronize()
-            found += [f"{time():.3f}" for _, time in timed]
-        print(f"chunks of {size} tokens: {alone[0]} ms; with steps {', '.join(concurrent)} ms")
+def milliseconds(run, count=20):
+    """Returns the mean time of `count` runs."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(count):
+        run()
+    torch.cuda.synchronize()
+    return 1000 * (time.perf_counter() - start) / count
 
 
 def annotate(cls, name):
@@ -106,27 +94,20 @@ def annotate(cls, name):
 
 def print_gaps(events):
     """Prints the time between two graphs of steps, and what the host did in the longest gaps."""
-    graphs: dict = {}
-    for event in device_events(events):
-        graphs.setdefault(event["args"].get("correlation"), []).append(event)
-    graphs = {key: found for key, found in graphs.items() if len(found) > 100}
-    by_stream = collections.defaultdict(list)
-    for found in graphs.values():
-        span = found[0]["ts"], max(e["ts"] + e["dur"] for e in found)
-        by_stream[found[0]["args"].get("stream")].append(span)
+    graphs = collections.defaultdict(list)
+    for e in device_events(events):
+        graphs[e["args"].get("correlation")].append((e["ts"], e["ts"] + e["dur"]))
+    spans = [(found[0][0], max(found)[1]) for found in graphs.values() if len(found) > STEP_KERNELS]
     host = [e for e in events if e["name"].startswith("engine: ")]
-    for stream, spans in by_stream.items():
-        lengths = [end - begin for begin, end in spans]
-        gaps = [(after[0] - before[1], before[1]) for before, after in itertools.pairwise(spans)]
-        tenths = np.quantile([gap for gap, _ in gaps], (0.1, 0.5, 0.9)).round()
-        print(
-            f"\nstream {stream}: {len(spans)} graphs, median {statistics.median(lengths):,.0f} µs"
-        )
-        print(f"gaps in µs, quantiles 0.1, 0.5 and 0.9: {tenths}")
-        for gap, begin in sorted(gaps, reverse=True)[:GAPS]:
-            work = [e for e in host if e["ts"] < begin + gap and e["ts"] + e["dur"] > begin]
-            texts = (f"{e['name'][8:]} {e['ts'] - begin:+,.0f} for {e['dur']:,.0f}" for e in work)
-            print(f"  {gap:,.0f} µs: {'; '.join(texts)}")
+    lengths = [end - begin for begin, end in spans]
+    gaps = [(after[0] - before[1], before[1]) for before, after in itertools.pairwise(spans)]
+    tenths = np.quantile([gap for gap, _ in gaps], (0.1, 0.5, 0.9)).round()
+    print(f"\n{len(spans)} steps, median {statistics.median(lengths):,.0f} µs")
+    print(f"gaps in µs, quantiles 0.1, 0.5 and 0.9: {tenths}")
+    for gap, begin in sorted(gaps, reverse=True)[:GAPS]:
+        work = [e for e in host if e["ts"] < begin + gap and e["ts"] + e["dur"] > begin]
+        texts = (f"{e['name'][8:]} {e['ts'] - begin:+,.0f} for {e['dur']:,.0f}" for e in work)
+        print(f"  {gap:,.0f} µs: {'; '.join(texts)}")
 
 
 def main():
@@ -137,7 +118,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=0.5, help="duration of the engine's trace")
     arguments = parser.parse_args()
     for cls, name in (
-        *((Scheduler, name) for name in ("_process", "_finish", "_receive", "_end")),
+        *((Scheduler, name) for name in ("_process_chunks", "_finish", "_receive", "_end")),
         *((Slots, name) for name in ("insert", "step")),
     ):
         annotate(cls, name)
@@ -150,11 +131,13 @@ def main():
     length = PROMPT[1] + ANSWER[1]
     options = {"prefill_chunk": arguments.prefill_chunk, "prefix_cache_bytes": 0}
     with Engine(model, arguments.slots, length, max_queued=10**4, **options) as engine:
-        rows = engine._slots._rows
-        (graph,) = rows._decoder._graph._graphs.values()
-        print_chunks(rows, graph.replay)
-        for size, (_, run) in rows._chunks._programs.items():
-            print_kernels(f"a program of chunks of {size} tokens", trace(run), 1)
+        slots = engine._slots
+        for size in slots._chunk_sizes:
+            run = functools.partial(run_chunks, slots._rows, size)
+            print_kernels(f"a program of {slots.num_prompts}x{size} tokens", trace(run), 1)
+            print(
+                f"alone {milliseconds(run):.3f} ms, share of the bound per part", slots.cost(size)
+            )
         rng, vocabulary = np.random.default_rng(0), model.backbone.vocabulary_size
         for _ in range(4 * arguments.slots):
             prompt = rng.integers(1, vocabulary, rng.integers(*PROMPT))

@@ -29,7 +29,7 @@ class JaxRows:
     """
 
     compiles_in_background = True
-    has_concurrent_chunks, num_prompts = False, 1  # as in `TorchRows`
+    num_prompts = 1  # as in `TorchRows`
     _state: Any
 
     def __init__(self, model, loops, num_slots, max_length):
@@ -63,12 +63,10 @@ class JaxRows:
         return _set_row(array, slot, np.asarray(value, array.dtype))
 
     def process(self, rows, tokens, mask):
-        """As in `TorchRows`; other programs wait for the results by themselves."""
+        """As in `TorchRows`, in one part."""
         weights, variant = self._fixed
-        return [self._process(*rows, tokens, mask, weights, variant=variant)], None
-
-    def wait_for_states(self):
-        """Does nothing; programs wait for their arguments."""
+        yield from ()
+        return [self._process(*rows, tokens, mask, weights, variant=variant)]
 
     def is_compiled(self, features, values, num_stops, timeout):
         """Returns True if the step is compiled; otherwise compiles it in a background thread.

@@ -1,33 +1,18 @@
-"""Order of work on the device: chunks of prompts between decoding steps, or during them."""
+"""Order of work on the device: chunks of prompts between decoding steps."""
 
 import collections
 import threading
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from keras_recurrent.serving.prefix_cache import MIN_TOKENS
 
-# While requests wait for slots that are free, more chunks are processed between two steps: one more
-# for each `WAITING_PER_CHUNK` of them, up to `MAX_CHUNKS`.
-WAITING_PER_CHUNK, MAX_CHUNKS = 4, 4
+# While n requests wait for slots that are free, the bound on delays of steps is multiplied by
+# 1 + n // `WAITING_PER_FACTOR`, at most by `MAX_FACTOR`.
+WAITING_PER_FACTOR, MAX_FACTOR = 4, 4
 SECONDS_PER_SEARCH = 0.02  # between two searches of the queue for ended requests
-SECONDS_PER_QUERY = 1e-4  # between two queries whether a step or concurrent chunks are finished
-
-
-class _Running(NamedTuple):
-    """Chunks that run at the same time as decoding steps.
-
-    Attributes:
-        event: `query()` is True when they are finished.
-        rows: the states before them, whose memory the device still reads.
-        parts: `(sequence, stop, state after them)` of each chunk.
-    """
-
-    event: Any
-    rows: list[Any]
-    parts: list[Any]
 
 
 class Scheduler:
@@ -48,7 +33,7 @@ class Scheduler:
         self._lock = threading.Lock()
         self._prompts: list[Any] = []  # sequences whose prompts are being processed
         self._ready: list[Any] = []  # sequences that wait for a slot
-        self._running: _Running | None = None
+        self._program: Any = None  # the parts of chunks that are processed now, and the cost of one
         self._ahead: Any = None  # owners and results of the step that runs
         self._next_search = 0.0
         self.num_tokens, self.num_prompt_tokens = 0, 0
@@ -83,7 +68,7 @@ class Scheduler:
     @property
     def is_idle(self):
         waiting = self._queue or self._prompts or self._ready
-        return not (waiting or self._running or self._ahead or self._slots.num_active)
+        return not (waiting or self._program or self._ahead or self._slots.num_active)
 
     def advance(self):
         """Processes chunks of prompts, and one token of each sequence in a slot."""
@@ -93,15 +78,7 @@ class Scheduler:
         # The host works on the tokens of the step before while the device computes this one.
         before, self._ahead = self._ahead, launched
         if before is not None:
-            owners, results = before
-            # A program that is queued after another one could delay steps, so the next one starts
-            # when the running one has finished.
-            while self._running and not results.query():
-                time.sleep(SECONDS_PER_QUERY)
-                self._process_chunks()
-            self._receive(owners, results)
-        elif launched is None and self._running:
-            self._running.event.synchronize()
+            self._receive(*before)
 
     def _end_from_outside(self):
         """Ends sequences that are cancelled or late."""
@@ -125,25 +102,27 @@ class Scheduler:
             sequence.end(sequence.end_reason(now))
 
     def _process_chunks(self):
-        """Starts chunks of prompts, which together delay the next step by a bounded time."""
-        if self._slots.has_concurrent_chunks:
-            if self._running and self._running.event.query():
-                finished, self._running = self._running, None
-                self._finish(finished.parts)
-            if self._running:
-                self._start_prompts()  # a slot may have become free
-            elif sequences := self._next_chunks():
-                self._process(sequences)
-            return
+        """Processes parts of chunks, which together delay the next step by a bounded time."""
+        self._start_prompts()
         num_waiting = min(len(self._queue), self._slots.num_free)
-        budget = self._chunk * min(MAX_CHUNKS, 1 + num_waiting // WAITING_PER_CHUNK)
-        while sequences := self._next_chunks():
-            longest = max(self._chunk_end(s) - s.num_processed for s in sequences)
-            # The time of a short chunk does not decrease with its length: it reads all weights.
-            budget -= max(longest, self._chunk // 2)
-            if budget < 0:
+        budget = min(MAX_FACTOR, 1 + num_waiting // WAITING_PER_FACTOR)
+        is_first = True
+        while self._program or self._start_program():
+            parts, cost = self._program
+            budget -= cost
+            if budget < 0 and not is_first:
                 break
-            self._process(sequences)
+            is_first = False
+            if next(parts, None) is None:
+                self._program = None
+
+    def _start_program(self):
+        """Starts the next program of chunks; returns False if there is none."""
+        sequences = self._next_chunks()
+        if sequences:
+            longest = max(self._chunk_end(s) - s.num_processed for s in sequences)
+            self._program = self._process(sequences), self._slots.cost(longest)
+        return bool(sequences)
 
     def _next_chunks(self):
         """Returns a list of the sequences whose chunks are processed next, in one program."""
@@ -165,17 +144,14 @@ class Scheduler:
             while self._ready and self._slots.num_free and self._slots.is_ready(self._ready[0]):
                 self._slots.insert(self._ready[0])
                 del self._ready[0]
-            limit = min(self._slots.num_free, 1)
-            if self._slots.has_concurrent_chunks:
-                limit = 2 * self._slots.num_prompts  # so that slots need not wait
+            # More prompts are started than fit into a program, so that slots need not wait.
+            limit = 2 * self._slots.num_prompts
             if not self._queue or len(self._prompts) + len(self._ready) >= limit:
                 return
             with self._lock:
                 sequence = self._queue.popleft()
                 self._prompts.append(sequence)
             self._prefixes.restore(sequence)
-            if sequence.row is not None:
-                self._slots.wait_for_states()
             if sequence.num_processed == len(sequence.prompt) - 1:
                 self._finish([(sequence, sequence.num_processed, None)])
 
@@ -195,18 +171,14 @@ class Scheduler:
         return [end for end in (*ends, last) if sequence.num_processed < end <= last]
 
     def _process(self, sequences):
-        """Starts the next chunk of each sequence."""
+        """Generator that processes the next chunk of each sequence, one part whenever resumed."""
         stops = [self._chunk_end(sequence) for sequence in sequences]
         are_saved = [e in self._saved_ends(s) for s, e in zip(sequences, stops, strict=True)]
-        begins, before = [s.num_processed for s in sequences], [s.row for s in sequences]
-        event = self._slots.process(sequences, stops)
-        self.num_prompt_tokens += sum(stops) - sum(begins)
+        self.num_prompt_tokens += sum(stops) - sum(s.num_processed for s in sequences)
+        for _ in self._slots.process(sequences, stops):
+            yield True
         rows = [s.row if saved else None for s, saved in zip(sequences, are_saved, strict=True)]
-        parts = list(zip(sequences, stops, rows, strict=True))
-        if event is None:
-            self._finish(parts)
-        else:
-            self._running = _Running(event, before, parts)
+        self._finish(zip(sequences, stops, rows, strict=True))
 
     def _finish(self, parts):
         """Saves states after chunks, and moves sequences whose prompt is processed."""

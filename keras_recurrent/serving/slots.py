@@ -2,6 +2,7 @@
 
 import collections
 import math
+import time
 from typing import Any
 
 import keras
@@ -10,6 +11,8 @@ import numpy as np
 from keras_recurrent.generation.sampling import STOPS_PER_STEP, Features, features_of
 
 MIN_CHUNK = 32  # tokens
+MAX_DELAY = 0.4  # of a step, by parts of chunks before it
+TIMED_RUNS = 4  # of which the first one compiles
 
 Rows: Any
 if keras.config.backend() == "torch":
@@ -40,6 +43,8 @@ class Slots:
         # Prompts share a program if their chunks have one size, so there are few sizes.
         is_shared = self.num_prompts > 1
         self._chunk_sizes = few_chunk_sizes(max_chunk) if is_shared else chunk_sizes(max_chunk)
+        # The share of the bound on delays that one part takes.
+        self._costs = {size: max(size / max_chunk, 1 / 2) for size in self._chunk_sizes}
         self._values: dict[str, Any] = {}  # arguments of sampling, [num_slots, ...]
         # `Features` of steps that have run or are compiled, by number of stop tokens.
         self._known: Any = collections.defaultdict(list)
@@ -67,44 +72,48 @@ class Slots:
     def _warm_up(self):
         """Runs the programs of chunks and of a greedy step, so that no request waits for them."""
         row = self._rows.initial_row
-        self._rows.wait_for_states()
-        for size in self._chunk_sizes:
-            shape = self.num_prompts, size
-            _, event = self._rows.process([row], np.ones(shape, "int32"), np.ones(shape, bool))
-            if event is not None:
-                event.synchronize()
         self._rows.insert(0, row, 0, 1, np.full(self._num_stops, -1, "int32"))
         self._rows.stop(0)
         self._rows.extract(0)
-        self._rows.step(Features(), None, {})()
+        step = min(self._time_step() for _ in range(TIMED_RUNS))[0]
+        for size in self._chunk_sizes:
+            seconds, num_parts = min(self._time_step(size) for _ in range(TIMED_RUNS))
+            if num_parts > 1:
+                self._costs[size] = (seconds - step) / num_parts / (MAX_DELAY * step)
         self._known[self._num_stops].append(Features())
+
+    def _time_step(self, chunk_size=None):
+        """Runs a program of chunks if their size is given, then a greedy step, without sequences.
+
+        Returns:
+            The time in seconds, and the number of parts of the program.
+        """
+        start, num_parts = time.perf_counter(), 0
+        if chunk_size is not None:
+            shape = self.num_prompts, chunk_size
+            arguments = np.ones(shape, "int32"), np.ones(shape, bool)
+            num_parts = 1 + sum(1 for _ in self._rows.process([self._rows.initial_row], *arguments))
+        self._rows.step(Features(), None, {})()
+        return time.perf_counter() - start, num_parts
 
     @property
     def num_prompts(self):
         """Maximum number of prompts in one call of `process`."""
         return self._rows.num_prompts
 
-    @property
-    def has_concurrent_chunks(self):
-        """True if chunks run at the same time as decoding steps, False if they delay them."""
-        return self._rows.has_concurrent_chunks
-
     def padded_size(self, num_tokens):
         """Returns the number of tokens to which a chunk is padded."""
         return min(size for size in self._chunk_sizes if size >= num_tokens)
 
-    def wait_for_states(self):
-        """Must be called before `process` gets states that were not computed by `process`."""
-        self._rows.wait_for_states()
+    def cost(self, num_tokens):
+        """Returns the share of the bound on delays that a part of a program of chunks takes."""
+        return self._costs[self.padded_size(num_tokens)]
 
     def process(self, sequences, stops):
-        """Starts to process a chunk of the prompt of each sequence, up to its token `stop`.
+        """Generator that processes a chunk of each sequence's prompt, one part whenever resumed.
 
-        All chunks must have the same `padded_size`.
-
-        Returns:
-            None if `insert` may follow, else an object with `query` and `synchronize`, as in
-            `TorchRows.process`.
+        A chunk ends before the token `stop` of its sequence. All chunks must have the same
+        `padded_size`. No other call may begin before the generator has returned.
         """
         parts = [s.prompt[s.num_processed : e] for s, e in zip(sequences, stops, strict=True)]
         tokens = np.zeros((self.num_prompts, self.padded_size(max(map(len, parts)))), "int32")
@@ -112,10 +121,9 @@ class Slots:
         for i, part in enumerate(parts):
             tokens[i, : len(part)], mask[i, : len(part)] = part, True
         rows = [self._rows.initial_row if s.row is None else s.row for s in sequences]
-        after, event = self._rows.process(rows, tokens, mask)
+        after = yield from self._rows.process(rows, tokens, mask)
         for sequence, stop, row in zip(sequences, stops, after, strict=True):
             sequence.row, sequence.num_processed = row, stop
-        return event
 
     def insert(self, sequence):
         """Moves a sequence to a free slot, after its prompt without the last token is processed."""
@@ -200,8 +208,7 @@ class Slots:
 
         Returns:
             A list of the `Sequence`s whose tokens are computed, each with its slot, and a function
-            that waits for the tokens [num_slots] and their `Logprobs`, or (). With concurrent
-            chunks, it has a method `query`, which returns True if it need not wait.
+            that waits for the tokens [num_slots] and their `Logprobs`, or ().
         """
         owners = self._owners
         if self._features is None:
@@ -251,7 +258,7 @@ def chunk_sizes(max_chunk):
 
 def few_chunk_sizes(max_chunk):
     """Returns at most two of such sizes, in ascending order, for programs of several prompts."""
-    return sorted({min(max(MIN_CHUNK, max_chunk // 4), max_chunk), max_chunk})
+    return sorted({min(max(MIN_CHUNK, max_chunk // 2), max_chunk), max_chunk})
 
 
 def covers(features, needed, vocabulary_size):

@@ -20,6 +20,10 @@ from keras_recurrent.generation.torch.cuda_graph import overwrite
 from keras_recurrent.generation.torch.loop import ActiveSequences, Fetch
 from keras_recurrent.generation.torch.sampling import choose_tokens
 
+# Prompts of a program of chunks on a GPU: one for each `SLOTS_PER_PROMPT` slots. A program of one
+# takes about half the time of one of four, which a batch of few sequences does not have to spare.
+SLOTS_PER_PROMPT, MAX_PROMPTS = 32, 4
+
 
 class TorchRows:
     """State of all slots on the device, and the programs that change it.
@@ -43,22 +47,17 @@ class TorchRows:
         decoder = loops.runner.decode(token, state, _Sampler(token), _Sequences(token))
         self._decoder = self._stack.enter_context(decoder)
         self._decoder.sampler.sequences = self._decoder.sequences
-        self._chunks, self._device = loops.runner.chunks(device), device
+        num_prompts = min(max(num_slots // SLOTS_PER_PROMPT, 1), MAX_PROMPTS)
+        self._chunks, self._device = loops.runner.chunks(device, num_prompts), device
         # The tensors of a step's cache that a row lacks, for no recent tokens; None for the others.
         given = {id(t) for t in keras.tree.flatten(self.initial_row)}
         flat = self._decoder.step.flatten_cache(self.initial_row)
         self._additions = [None if id(t) in given else t for t in flat]
-        self._inserted: list[Any] = []  # rows that are copied to slots before the next step
 
     @property
     def num_prompts(self):
         """Maximum number of prompts in one call of `process`."""
         return self._chunks.num_rows
-
-    @property
-    def has_concurrent_chunks(self):
-        """True if chunks run at the same time as decoding steps, False if they delay them."""
-        return self._chunks.is_concurrent
 
     @functools.cached_property
     def initial_row(self):
@@ -76,26 +75,21 @@ class TorchRows:
         return array
 
     def process(self, rows, tokens, mask):
-        """Starts to process a chunk of each of some prompts.
+        """Generator that processes a chunk of each of some prompts, one part whenever resumed.
+
+        No other call may begin before the generator has returned.
 
         Args:
             rows: a list of their states, which are not changed.
             tokens, mask: int32 and boolean [num_prompts, T], NumPy arrays.
 
         Returns:
-            A list of the next states, and an object whose `query()` is True as soon as other
-            methods may use them, and whose `synchronize()` waits for that; None means now. Until
-            then, the caller must keep `rows`.
+            A list of the next states.
         """
         return self._chunks(rows, tokens, mask)
 
-    def wait_for_states(self):
-        """Must be called before `process` gets results of other methods."""
-        self._chunks.wait()
-
     @torch.no_grad()
     def insert(self, slot, row, token, max_new_tokens, stops):
-        self._inserted.append(row)
         self._decoder.sequences.insert(slot, max_new_tokens, stops)
         *cache, last = self._decoder.tensors
         tensors = iter(keras.tree.flatten(row))
@@ -119,32 +113,16 @@ class TorchRows:
         sampler = self._decoder.sampler
         sampler.begin(features, numbers, values)
         token = Fetch(self._decoder.next_token())
-        rows, self._inserted = self._inserted, []
-        return _Results(token, [Fetch(t) for t in sampler.logprobs], rows)
+        logprobs = [Fetch(t) for t in sampler.logprobs]
+
+        def results():
+            return token()[:, 0], Logprobs(*(f() for f in logprobs)) if logprobs else ()
+
+        return results
 
     def close(self):
-        self._chunks.synchronize()  # after a failure, a program may still run
         self._stack.close()
         self._chunks = None
-
-
-class _Results:
-    """Waits for the tokens [B] of a step and their `Logprobs`, or ().
-
-    Keeps the rows that were inserted before the step: chunks, on their own stream, must not get the
-    memory of a row before it has been copied to its slot.
-    """
-
-    def __init__(self, token, logprobs, rows):
-        self._token, self._logprobs, self._rows = token, logprobs, rows
-
-    def query(self):
-        """Returns True if a call need not wait."""
-        return all(fetched.query() for fetched in (self._token, *self._logprobs))
-
-    def __call__(self):
-        logprobs = Logprobs(*(f() for f in self._logprobs)) if self._logprobs else ()
-        return self._token()[:, 0], logprobs
 
 
 class _Sampler:

@@ -8,11 +8,13 @@ def capture_on_cpu(monkeypatch):
 
     Returns lists of the functions that were captured, and of their memory pools.
     """
+    import torch
+
     from keras_recurrent.generation.torch import chunks, cuda_graph, runner
 
     captured, pools = [], []
 
-    def capture(function, device, pool=None, stream=None):
+    def capture(function, device, pool=None):
         captured.append(function)
         pools.append(pool)
         return SimpleNamespace(replay=function, pool=lambda: pool or "pool"), function()
@@ -20,6 +22,7 @@ def capture_on_cpu(monkeypatch):
     for module in (cuda_graph, chunks):
         monkeypatch.setattr(module, "capture", capture)
     monkeypatch.setattr(runner.Runner, "_graph_reason", lambda self, device: None)
-    memory = SimpleNamespace(total_memory=2**40)
-    monkeypatch.setattr(cuda_graph.torch.cuda, "get_device_properties", lambda device: memory)
+    if not torch.cuda.is_available():
+        memory = SimpleNamespace(total_memory=2**40)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
     return captured, pools

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from keras_recurrent import dispatch, implementation, which_generation
 from keras_recurrent.generation.request import Request
 from keras_recurrent.generation.snapshot import Snapshot
-from keras_recurrent.generation.torch import chunks, runner
+from keras_recurrent.generation.torch import runner
 from keras_recurrent.generation.torch.cuda_graph import (
     CapturedStep,
     GraphPool,
@@ -203,14 +203,6 @@ def test_captured_steps_write_states_every_few_tokens(sizes, name, monkeypatch):
     keras.tree.assert_same_structure(cache.state, next_cache.state)
     for a, b in zip(*map(keras.tree.flatten, (cache.state, next_cache.state)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-
-
-def test_chunks_do_not_share_the_stream_of_captures(monkeypatch):
-    """Steps and chunks, which run at the same time, overwrite each other's memory of cuBLAS."""
-    streams = iter(["of captures", "another"])  # torch returns those of a small pool in turn
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(streams))
-    monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", "of captures")
-    assert chunks._new_stream("cuda") == "another"
 
 
 def test_recent_tokens_are_removed_without_waiting():

@@ -5,7 +5,6 @@ import importlib
 import random
 import threading
 import time
-import weakref
 from types import SimpleNamespace
 
 import keras
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent import dispatch, which_generation
-from keras_recurrent.generation.sampling import STOPS_PER_STEP, Features, features_of
+from keras_recurrent.generation.sampling import features_of
 from keras_recurrent.layers import hgrn2
 from keras_recurrent.models import GriffinCausalLM, HGRN2CausalLM, SamplingParams
 from keras_recurrent.serving import Engine, EngineClosed, EngineFull
@@ -31,7 +30,7 @@ PARAMS = [
     SamplingParams(temperature=1.2, seed=1),
     SamplingParams(temperature=0.8, top_k=5, seed=2),
 ]
-MAX_NEW_TOKENS = 10
+MAX_NEW_TOKENS, CHUNK = 10, 8
 # The beginning of an answer is not that of a message: no prompt begins with an earlier one.
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -101,37 +100,17 @@ def test_answers_do_not_depend_on_other_requests(engine, alone):
 
 
 def capture_engines(monkeypatch):
-    """Makes engines capture on a CPU, as `capture_on_cpu`, and run chunks on a stream."""
-    import torch
-
+    """Makes engines capture on a CPU, as `capture_on_cpu`, and process two prompts at once."""
     from keras_recurrent.serving import slots, torch_slots
 
-    rng = random.Random(0)
+    def fetch(tensor):  # a replay overwrites the tensor
+        array = tensor.to("cpu", copy=True).numpy()
+        return lambda: array
 
-    class Stream:
-        """A stream whose chunks take some steps."""
-
-        wait_stream = __init__ = lambda self, other: None
-        synchronize = __exit__ = lambda *ignored: None
-        __enter__ = record_event = lambda self: self
-        query = lambda self: rng.random() < 0.3  # noqa: E731
-
-    class Fetch:
-        """Copies at once, but takes some time."""
-
-        query = Stream.query
-
-        def __init__(self, tensor):
-            self.array = tensor.to("cpu", copy=True).numpy()
-
-        def __call__(self):
-            return self.array
-
-    for name, replacement in (("Stream", Stream), ("stream", lambda stream: stream)):
-        monkeypatch.setattr(torch.cuda, name, replacement)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
+    monkeypatch.setattr(torch_slots, "Fetch", fetch)
     monkeypatch.setattr(slots, "is_on_cpu", lambda model: False)
-    monkeypatch.setattr(torch_slots, "Fetch", Fetch)
+    monkeypatch.setattr(torch_slots, "SLOTS_PER_PROMPT", 1)
+    monkeypatch.setattr(torch_slots, "MAX_PROMPTS", 2)
     return capture_on_cpu(monkeypatch)
 
 
@@ -141,7 +120,9 @@ def test_captured_steps_and_chunks_change_only_their_buffers(model, engine, alon
     captured, pools = capture_engines(monkeypatch)
     options = {"max_length": 200, "prefill_chunk": 8}
     with Engine(model, num_slots=3, **options) as captured_engine:
-        assert len(captured) == 2  # a chunk of 8 tokens and a greedy step
+        from keras_recurrent.generation.torch.chunks import NUM_PARTS
+
+        assert len(captured) == 1 + NUM_PARTS  # of a greedy step, and a chunk of 8 tokens
         requests = [_submit(captured_engine, number) for number in (1, 0, 3, 2, 1, 0)]
         answers = [request.result(60) for request in requests]
         more_stops = {"stop_token_ids": (1, 2, 4, 5, 6, 7)}  # another shape
@@ -445,18 +426,21 @@ class Slots:
     is_ready = staticmethod(lambda sequence: True)
     num_active = 0
 
-    def __init__(self, num_free, num_prompts):
+    def __init__(self, num_free, num_prompts, num_parts=1):
         self.num_free, self.num_prompts = num_free, num_prompts
-        self.has_concurrent_chunks = num_prompts > 1
-        self.processed, self.finished = [], False
+        self.num_parts, self.processed = num_parts, []
+
+    def cost(self, num_tokens):
+        return max(num_tokens / CHUNK, 1 / 2) / min(self.num_parts, 2)
 
     def process(self, sequences, stops):
         pairs = list(zip(sequences, stops, strict=True))
-        self.processed.append([stop - s.num_processed for s, stop in pairs])
+        for part in range(self.num_parts):
+            self.processed.append([stop - s.num_processed for s, stop in pairs])
+            if part < self.num_parts - 1:
+                yield
         for sequence, stop in pairs:
             sequence.num_processed = stop
-        event = SimpleNamespace(query=lambda: self.finished, synchronize=lambda: None)
-        return event if self.has_concurrent_chunks else None
 
     def insert(self, sequence):
         self.num_free -= 1
@@ -469,7 +453,7 @@ class Slots:
 
 def _scheduler(slots, lengths):
     prefixes = SimpleNamespace(restore=lambda sequence: None, add=lambda tokens, row: None)
-    scheduler = Scheduler(slots, 8, prefixes)
+    scheduler = Scheduler(slots, CHUNK, prefixes)
     slots.active = ()
     for length in lengths:
         given = {"prompt": [1] * length, "ends": (), "row": None, "end_reason": lambda now: None}
@@ -481,12 +465,17 @@ def _scheduler(slots, lengths):
 def test_chunks_between_two_steps_are_bounded():
     """A long chunk follows a short one before the next step, or short prompts take a step each."""
     slots = Slots(8, num_prompts=1)
-    scheduler = _scheduler(slots, (19, 3, 2, 9))
+    scheduler = _scheduler(slots, (19, 3, 2, 9, 5, 5))
     found = [slots.after_step(scheduler) for _ in range(5)]
-    assert found == [[[8], [8]], [[2], [2]], [[1]], [[8]], []]  # at first, four requests wait
-    slots.num_free = 0
-    assert scheduler.add(SimpleNamespace(num_processed=0, prompt=[1] * 3), 100)
-    assert slots.after_step(scheduler) == []
+    assert found == [[[8], [8]], [[2], [2], [1]], [[8]], [[4], [4]], []]  # at first, four wait
+
+
+@pytest.mark.once
+def test_parts_of_chunks_are_bounded():
+    """A program delays one step by all of its parts."""
+    slots = Slots(1, num_prompts=1, num_parts=5)
+    scheduler = _scheduler(slots, (9, 9))
+    assert [slots.after_step(scheduler) for _ in range(6)] == [[[8]] * 2] * 5 + [[]]
 
 
 @pytest.mark.once
@@ -494,40 +483,17 @@ def test_chunks_of_one_size_run_together():
     """A program with one prompt takes the place of one with two, or a prompt waits for a slot."""
     slots = Slots(0, num_prompts=2)
     scheduler = _scheduler(slots, (19, 4, 9, 30, 4))
-    assert slots.after_step(scheduler) == [[8, 8]]
-    assert slots.after_step(scheduler) == []  # a program runs
-    slots.finished = True
-    assert slots.after_step(scheduler) == [[8, 8]]
-    assert slots.after_step(scheduler) == []  # no two chunks have the same size
+    assert [slots.after_step(scheduler) for _ in range(3)] == [[[8, 8]], [[8, 8]], []]
     slots.num_free = 2  # for the prompt of 9 tokens and one more
-    assert [slots.after_step(scheduler) for _ in range(2)] == [[[2]], [[3, 3]]]
+    assert [slots.after_step(scheduler) for _ in range(2)] == [[[2], [3, 3]], []]
 
 
 @pytest.mark.once
 def test_a_free_slot_does_not_wait_for_chunks():
     """A prompt that is ready waits until the chunks of others are finished."""
-    slots = Slots(0, num_prompts=2)
+    slots = Slots(0, num_prompts=2, num_parts=5)
     scheduler = _scheduler(slots, (1, 9, 9))
-    assert slots.after_step(scheduler) == [[8, 8]]
+    slots.after_step(scheduler)
     slots.num_free = 1
-    assert slots.after_step(scheduler) == []  # the program still runs
+    slots.after_step(scheduler)  # the program still runs
     assert slots.num_free == 0
-
-
-@pytest.mark.skipif(keras.config.backend() != "torch", reason="CUDA streams of torch")
-def test_rows_are_kept_until_they_are_copied(model):
-    """Chunks get the memory of a row that the device still copies to a slot."""
-    from keras_recurrent.serving.torch_slots import TorchRows
-
-    rows = TorchRows(model, model._require_loops("Engine"), 1, 64)
-    row = model.backbone.get_initial_state(1, max_length=64)
-    tensor = weakref.ref(keras.tree.flatten(row)[0])
-    rows.insert(0, row, 1, 9, np.full(STOPS_PER_STEP, -1, "int32"))
-    del row
-    results = rows.step(Features(), None, {})
-    rows.step(Features(), None, {})
-    assert tensor() is not None  # the host has not waited for a step after the copy
-    results()
-    del results
-    assert tensor() is None
-    rows.close()

@@ -1,119 +1,93 @@
-"""Chunks of prompts: CUDA graphs on a separate stream on NVIDIA GPUs, else layer by layer."""
+"""Chunks of prompts: short CUDA graphs in a row on NVIDIA GPUs, else layer by layer."""
+
+import functools
+import math
+from typing import Any
 
 import keras
-import numpy as np
 import torch
 
 from keras_recurrent.generation.modes import add_reason
 from keras_recurrent.generation.torch.cuda_graph import capture, clone_stacked, overwrite
 
-GRAPH_ROWS = 2  # prompts of a program on a GPU, which one alone does not occupy
+NUM_PARTS = 16  # of a program on a GPU: in one part, it would delay decoding by several steps
 
 
 class Chunks:
     """Function of the caches, tokens and masks of some prompts, which returns the next caches.
 
-    On NVIDIA GPUs, each number of tokens is one program of `num_rows` prompts. Programs run on a
-    separate CUDA stream, so that decoding steps continue. The weights must not change between
-    calls.
+    On NVIDIA GPUs, each number of tokens is one program of `num_rows` prompts in `NUM_PARTS` parts.
+    Elsewhere, a call is one part. The weights must not change between calls.
 
     Args:
         model: the language model.
         make_chunk: a function of a cache and, as `chunk`, a number of tokens, which returns the
             `Chunk`.
-        device: the `torch.device` of the model.
         graph_reason: the reason for no CUDA graphs, or None.
+        num_rows: integer, the number of prompts of a program.
 
     Attributes:
         num_rows: integer, maximum number of prompts of a call.
     """
 
-    def __init__(self, model, make_chunk, device, graph_reason):
+    def __init__(self, model, make_chunk, graph_reason, num_rows):
         self._model, self._make_chunk = model, make_chunk
-        self._stream = None if graph_reason else _new_stream(device)
-        self.num_rows = 1 if graph_reason else GRAPH_ROWS
-        self._device, self._pool = device, None
-        self._programs: dict = {}  # {number of tokens: (buffer of tokens and mask, function)}
+        self._uses_graphs = graph_reason is None
+        self.num_rows = num_rows if self._uses_graphs else 1
+        self._programs: dict = {}  # {number of tokens: _Program}
         self._prepared: list = []
-        self._cache: list = []  # the buffers that all programs read and overwrite
-        self._stacks: list = []
-
-    @property
-    def is_concurrent(self):
-        """True if programs run on a separate stream."""
-        return self._stream is not None
+        self._cache: list = []  # the buffers that all programs read
+        self._pool = None
 
     @torch.no_grad()
     def __call__(self, caches, tokens, mask):
-        """Returns a list of new caches, and a `torch.cuda.Event` after them, or None on a CPU.
+        """Generator that launches one part each time it is resumed, and returns the new caches.
 
-        Until the event, the caller must keep `caches`, and must not use the new caches other than
-        as arguments of this function. If another stream reads new caches, the caller must keep them
-        until it has read them.
+        No other call may begin before the generator has returned.
 
         Args:
             caches: a list of at most `num_rows` caches of one sequence each.
             tokens: int32 [num_rows, T], a NumPy array.
             mask: boolean [num_rows, T], a NumPy array, False at padding.
         """
-        if self._stream is None:
-            return [self._run_layers(caches[0], tokens, mask)], None
-        with torch.cuda.stream(self._stream):
-            after = self._run_program(caches, np.stack((tokens, mask), dtype="int32"))
-            return after, self._stream.record_event()
-
-    def wait(self):
-        """Makes later calls begin after all work that was launched on the current stream."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-
-    def synchronize(self):
-        """Waits until all calls are finished."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        if not self._uses_graphs:
+            return [self._run_layers(caches[0], tokens, mask)]
+        num_tokens = tokens.shape[1]
+        if num_tokens not in self._programs:
+            self._programs[num_tokens] = self._make_program(caches[0], num_tokens)
+        program = self._programs[num_tokens]
+        for i, cache in enumerate(caches):
+            overwrite([t[i : i + 1] for t in self._cache], keras.tree.flatten(cache))
+        upload(program.tokens, tokens)
+        upload(program.mask, mask)
+        for index, run in enumerate(program.parts):
+            if index:
+                yield
+            run()
+        rows = ([t[i : i + 1] for t in program.after] for i in range(len(caches)))
+        return [keras.tree.pack_sequence_as(caches[0], copies(row)) for row in rows]
 
     def _run_layers(self, cache, tokens, mask):
         """Runs the layers for the tokens alone, which on a CPU is as fast as a program."""
         tokens = keras.ops.convert_to_tensor(tokens[:, : mask.sum()])
         return self._model.backbone.hidden_states(tokens, cache=cache)[1]
 
-    def _run_program(self, caches, inputs):
-        num_tokens = inputs.shape[2]
-        if num_tokens not in self._programs:
-            self._programs[num_tokens] = self._make_program(caches[0], num_tokens)
-        buffer, run = self._programs[num_tokens]
-        rows = [[t[i : i + 1] for t in self._cache] for i in range(len(caches))]
-        for row, cache in zip(rows, caches, strict=True):
-            overwrite(row, keras.tree.flatten(cache))
-        upload(buffer, inputs)
-        run()
-        return [keras.tree.pack_sequence_as(caches[0], copies(row)) for row in rows]
-
     def _make_program(self, cache, num_tokens):
-        """Returns the buffer of tokens and mask, int32 [2, num_rows, T], and a function."""
         cache = keras.tree.map_structure(lambda t: t.repeat_interleave(self.num_rows, 0), cache)
         if not self._cache:
-            self._cache, self._stacks = clone_stacked(keras.tree.flatten(cache))
+            self._cache, _ = clone_stacked(keras.tree.flatten(cache))
         chunk = self._make_chunk(cache, chunk=num_tokens)
-        prepared = self._shared(chunk.prepared())
-        shape = 2, self.num_rows, num_tokens
-        inputs = torch.ones(shape, dtype=torch.int32, device=self._device)
-
-        def run():
-            after = chunk.traced(*prepared, inputs[0], inputs[1] != 0, *self._cache)
-            overwrite(self._cache, list(after), self._stacks)
-
+        shape = self.num_rows, num_tokens
+        program = _Program(chunk.traced, self._shared(chunk.prepared()), shape, self._cache)
         reason = chunk.not_captured_reason
         if reason is None:
             try:
-                graph, _ = capture(run, self._device, self._pool, self._stream)
+                self._pool = program.capture(self._pool)
             except RuntimeError as error:
                 reason = f"torch could not capture a chunk of {num_tokens} tokens: {error}"
-            else:
-                self._pool = graph.pool()
-                return inputs, graph.replay
-        add_reason(self._model, "cuda_graph", reason)
-        return inputs, run
+        if reason is not None:
+            add_reason(self._model, "cuda_graph", reason)
+        return program
 
     def _shared(self, prepared):
         """Returns the tensors of earlier programs if they are equal, to use their memory."""
@@ -126,15 +100,66 @@ class Chunks:
         return self._prepared
 
 
-def _new_stream(device):
-    """Returns a CUDA stream on which torch captures no steps.
+class _Program:
+    """A chunk of tokens at fixed addresses, in parts.
 
-    torch has a small pool of streams, which it returns in turn.
+    Args:
+        function: a function of the `prepared` tensors, tokens, a mask and the tensors of a cache,
+            which returns the next cache; a `torch.fx.GraphModule` if `capture` is called.
+        prepared, cache: lists of tensors.
+        shape: the shape of tokens and mask.
+
+    Attributes:
+        tokens, mask: int32 and boolean tensors, which the caller overwrites.
+        parts: a list of functions without arguments, to be called in this order.
     """
-    while True:
-        stream = torch.cuda.Stream(device)
-        if stream != torch.cuda.graph.default_capture_stream:
-            return stream
+
+    def __init__(self, function, prepared, shape, cache):
+        self.tokens = torch.ones(shape, dtype=torch.int32, device=cache[0].device)
+        self.mask = torch.ones_like(self.tokens, dtype=torch.bool)
+        self._function = function
+        self._arguments = *prepared, self.tokens, self.mask, *cache
+        self.parts: list[Any] = [self._run]
+        self._values: Any = ()
+
+    def _run(self):
+        self._values = self._function(*self._arguments)
+
+    @property
+    def after(self):
+        """The tensors of the next cache, which the next run may overwrite."""
+        if isinstance(self._values, dict):
+            return [self._values[node] for node in self._function.graph.output_node().args[0]]
+        return self._values
+
+    def capture(self, pool):
+        """Makes each part a CUDA graph of some nodes; returns their memory pool.
+
+        pool: the pool of programs that do not run between these parts, or None.
+        """
+        graph = self._function.graph
+        nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+        size = math.ceil(len(nodes) / NUM_PARTS)
+        interpreter = torch.fx.Interpreter(self._function)
+        values = dict(zip(graph.find_nodes(op="placeholder"), self._arguments, strict=True))
+        interpreter.env, parts = values, []
+
+        def run(part):
+            for node in part:
+                values[node] = interpreter.run_node(node)
+
+        for start in range(0, len(nodes), size):
+            run_part = functools.partial(run, nodes[start : start + size])
+            captured, _ = capture(run_part, self.tokens.device, pool)
+            pool = captured.pool()
+            parts.append(captured.replay)
+            captured.replay()  # the next part runs once before its capture
+            later = {*nodes[start + size :], graph.output_node()}
+            for node in [n for n in values if n.op != "placeholder"]:
+                if later.isdisjoint(node.users):
+                    del values[node]  # later parts may use its memory
+        self.parts, self._values = parts, values
+        return pool
 
 
 def upload(buffer, array):

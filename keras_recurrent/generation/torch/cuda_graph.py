@@ -23,22 +23,20 @@ ALIGNMENT = 16  # bytes, for vectorized loads
 POOL_DIVISOR = 16
 
 
-def capture(function, device, pool=None, stream=None):
+def capture(function, device, pool=None):
     """Captures a function without arguments as a CUDA graph, after running it once.
 
     Args:
         function: a function of tensors at fixed addresses.
         device: their `torch.device`.
         pool: the memory pool of another graph, which never runs at the same time, or None.
-        stream: the stream of the capture. Graphs that run at the same time need different ones,
-            since libraries keep memory for each stream. None: torch's stream for captures.
 
     Returns:
         The graph, and the result of the function, which each replay overwrites.
     """
     with _capturing, torch.cuda.device(device), torch.no_grad():
         # Run once before, to compile and load kernels, which cannot be captured.
-        first = stream or torch.cuda.Stream()
+        first = torch.cuda.Stream()
         first.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(first):
             function()
@@ -46,7 +44,7 @@ def capture(function, device, pool=None, stream=None):
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device during the capture.
         mode = "thread_local"
-        context = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode)
+        context = torch.cuda.graph(graph, pool=pool, capture_error_mode=mode)
         with _no_garbage_collection(), context:
             return graph, function()
 

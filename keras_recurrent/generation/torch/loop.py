@@ -152,17 +152,13 @@ class Loop:
 
 
 class Fetch:
-    """Copies a tensor to the host; a call waits for the NumPy array, `query()` does not."""
+    """Copies a tensor to the host; a call waits for the NumPy array."""
 
     def __init__(self, tensor):
         self._copy = tensor.to("cpu", non_blocking=True)
         self._event = torch.cuda.Event() if tensor.is_cuda else None
         if self._event:
             self._event.record()
-
-    def query(self):
-        """Returns True if a call need not wait."""
-        return self._event is None or self._event.query()
 
     def __call__(self):
         if self._event:

@@ -85,9 +85,9 @@ class Runner:
 
             yield step_function
 
-    def chunks(self, device):
-        """Returns a `Chunks` on a `torch.device`."""
-        return Chunks(self._model, self._step, device, self._graph_reason(device))
+    def chunks(self, device, num_rows):
+        """Returns a `Chunks` of at most `num_rows` prompts on a `torch.device`."""
+        return Chunks(self._model, self._step, self._graph_reason(device), num_rows)
 
     def _step(self, cache, masked=False, chunk=None, delays_writes=False):
         """Returns the `Step` for a cache, or for a number of tokens the `Chunk`."""
