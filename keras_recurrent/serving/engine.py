@@ -26,11 +26,15 @@ class Engine:
     """Generates for many requests at once, which join and leave at any token.
 
     One thread launches all work on the device. All active requests decode in one step of
-    `num_slots` sequences. Prompts are processed in chunks: on torch on an NVIDIA GPU, chunks of two
-    prompts at a time while steps run; elsewhere, between two steps. Prompts are started in the
-    order of `submit`. They are cut into chunks at fixed positions and at ends of messages, so that
-    the tokens of a request do not depend on other requests, except through the prefix cache, which
-    changes rounding.
+    `num_slots` sequences. Prompts are processed in chunks between two steps. On torch on an NVIDIA
+    GPU, a program processes chunks of up to eight prompts, one for each 16 slots. It runs in many
+    parts; those before a step delay it by at most 40 % of its time, or are a single part.
+    Elsewhere, one chunk precedes each step, or two of at most half the length. If slots are free,
+    and at least four requests are queued for them, the delay is up to four times as long.
+
+    Prompts are started in the order of `submit`. They are cut into chunks at fixed positions and at
+    ends of messages, so that the tokens of a request do not depend on other requests, except
+    through the prefix cache, which changes rounding.
 
     On a GPU, the programs of chunks and of a greedy step are compiled before the constructor
     returns. A step with other sampling options is compiled when a request first uses them. On
@@ -42,9 +46,8 @@ class Engine:
         num_slots: integer, number of requests that decode together.
         max_length: integer, maximum number of tokens of a request, with prompt and answer; the
             capacity of KV caches. None: the `sequence_length` of the preprocessor.
-        prefill_chunk: integer, maximum number of tokens of a chunk. If chunks are processed between
-            decoding steps, one chunk, or two of at most half this length, precede each step; up to
-            four times as much if slots are free and at least four requests are queued for them.
+        prefill_chunk: integer, maximum number of tokens of a chunk. None: 128 if several prompts
+            share a program, else 256.
         max_queued: integer, maximum number of requests that wait for a slot.
         prefix_cache_bytes: integer, device memory for states after prompts, answers and messages. A
             request resumes from the saved state of the longest prefix of its prompt; the least
@@ -76,7 +79,7 @@ class Engine:
         model,
         num_slots=64,
         max_length=None,
-        prefill_chunk=256,
+        prefill_chunk=None,
         max_queued=1024,
         prefix_cache_bytes=2**30,
         prefix_cache_dir=None,
@@ -84,8 +87,8 @@ class Engine:
         loops = _check_model(model)
         for name, value in (
             ("num_slots", num_slots),
-            ("prefill_chunk", prefill_chunk),
             ("max_queued", max_queued),
+            *((("prefill_chunk", prefill_chunk),) if prefill_chunk is not None else ()),
         ):
             check_positive_integer(name, value)
         if not is_integer(prefix_cache_bytes) or prefix_cache_bytes < 0:
@@ -107,7 +110,7 @@ class Engine:
         except BaseException:
             prefixes.close()
             raise
-        self._scheduler = Scheduler(self._slots, prefill_chunk, prefixes)
+        self._scheduler = Scheduler(self._slots, prefixes)
         self._is_closed, self._error = False, None
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)

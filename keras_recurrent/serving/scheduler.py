@@ -20,15 +20,14 @@ class Scheduler:
 
     Args:
         slots: the `Slots`.
-        chunk: integer, maximum number of tokens of a chunk.
         prefixes: the `PrefixCache`.
 
     Attributes:
         num_tokens, num_prompt_tokens: integers, numbers of generated and of processed tokens.
     """
 
-    def __init__(self, slots, chunk, prefixes):
-        self._slots, self._chunk, self._prefixes = slots, chunk, prefixes
+    def __init__(self, slots, prefixes):
+        self._slots, self._prefixes = slots, prefixes
         self._queue: collections.deque[Any] = collections.deque()
         self._lock = threading.Lock()
         self._prompts: list[Any] = []  # sequences whose prompts are being processed
@@ -127,16 +126,10 @@ class Scheduler:
     def _next_chunks(self):
         """Returns a list of the sequences whose chunks are processed next, in one program."""
         self._start_prompts()
-        groups: dict[int, Any] = {}  # by the size of the program
-        for sequence in self._prompts:
-            num_tokens = self._chunk_end(sequence) - sequence.num_processed
-            if num_tokens:
-                groups.setdefault(self._slots.padded_size(num_tokens), []).append(sequence)
         # A program takes as long for one prompt as for more, so while no slot is free, it is run
         # only with all of its prompts.
         fewest = 1 if self._slots.num_free else self._slots.num_prompts
-        full = (group for group in groups.values() if len(group) >= fewest)
-        return next(full, [])[: self._slots.num_prompts]
+        return self._prompts[: self._slots.num_prompts] if len(self._prompts) >= fewest else []
 
     def _start_prompts(self):
         """Takes sequences from the queue, and moves those that are ready to free slots."""
@@ -162,7 +155,8 @@ class Scheduler:
         are saved.
         """
         begin, last = sequence.num_processed, len(sequence.prompt) - 1
-        return min(begin - begin % self._chunk + self._chunk, last, *self._saved_ends(sequence))
+        chunk = self._slots.max_chunk
+        return min(begin - begin % chunk + chunk, last, *self._saved_ends(sequence))
 
     def _saved_ends(self, sequence):
         """Returns the further positions of a prompt at which its state is saved."""

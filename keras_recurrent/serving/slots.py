@@ -10,7 +10,7 @@ import numpy as np
 
 from keras_recurrent.generation.sampling import STOPS_PER_STEP, Features, features_of
 
-MIN_CHUNK = 32  # tokens
+MIN_CHUNK, MAX_CHUNK, MAX_SHARED_CHUNK = 32, 256, 128  # tokens
 MAX_DELAY = 0.4  # of a step, by parts of chunks before it
 TIMED_RUNS = 4  # of which the first one compiles
 
@@ -29,9 +29,10 @@ class Slots:
         loops: its decoding loops.
         num_slots: integer, number of rows.
         max_length: integer, the capacity of a row in tokens.
-        max_chunk: integer, maximum number of tokens that are processed at once.
+        max_chunk: integer, maximum number of tokens of a chunk, or None.
 
     Attributes:
+        max_chunk: as above.
         sequences: a list of the `Sequence` in each slot, or None.
     """
 
@@ -40,11 +41,12 @@ class Slots:
         self.sequences: list[Any] = [None] * num_slots
         self._rows = Rows(model, loops, num_slots, max_length)
         self._num_stops = STOPS_PER_STEP
-        # Prompts share a program if their chunks have one size, so there are few sizes.
+        # The chunks of prompts that share a program are padded to one size, a rather small one.
         is_shared = self.num_prompts > 1
-        self._chunk_sizes = few_chunk_sizes(max_chunk) if is_shared else chunk_sizes(max_chunk)
+        self.max_chunk = max_chunk or (MAX_SHARED_CHUNK if is_shared else MAX_CHUNK)
+        self._chunk_sizes = [self.max_chunk] if is_shared else chunk_sizes(self.max_chunk)
         # The share of the bound on delays that one part takes.
-        self._costs = {size: max(size / max_chunk, 1 / 2) for size in self._chunk_sizes}
+        self._costs = {size: max(size / self.max_chunk, 1 / 2) for size in self._chunk_sizes}
         self._values: dict[str, Any] = {}  # arguments of sampling, [num_slots, ...]
         # `Features` of steps that have run or are compiled, by number of stop tokens.
         self._known: Any = collections.defaultdict(list)
@@ -101,22 +103,23 @@ class Slots:
         """Maximum number of prompts in one call of `process`."""
         return self._rows.num_prompts
 
-    def padded_size(self, num_tokens):
+    def _padded_size(self, num_tokens):
         """Returns the number of tokens to which a chunk is padded."""
         return min(size for size in self._chunk_sizes if size >= num_tokens)
 
     def cost(self, num_tokens):
         """Returns the share of the bound on delays that a part of a program of chunks takes."""
-        return self._costs[self.padded_size(num_tokens)]
+        return self._costs[self._padded_size(num_tokens)]
 
     def process(self, sequences, stops):
         """Generator that processes a chunk of each sequence's prompt, one part whenever resumed.
 
-        A chunk ends before the token `stop` of its sequence. All chunks must have the same
-        `padded_size`. No other call may begin before the generator has returned.
+        A chunk ends before the token `stop` of its sequence. No other call may begin before the
+        generator has returned.
         """
         parts = [s.prompt[s.num_processed : e] for s, e in zip(sequences, stops, strict=True)]
-        tokens = np.zeros((self.num_prompts, self.padded_size(max(map(len, parts)))), "int32")
+        size = self._padded_size(max(map(len, parts)))
+        tokens = np.zeros((self.num_prompts, size), "int32")
         mask = np.zeros(tokens.shape, bool)
         for i, part in enumerate(parts):
             tokens[i, : len(part)], mask[i, : len(part)] = part, True
@@ -254,11 +257,6 @@ def chunk_sizes(max_chunk):
     if max_chunk >= 4 * MIN_CHUNK:
         sizes = sorted({*sizes, 3 * max_chunk // 4})
     return [*sizes, max_chunk]
-
-
-def few_chunk_sizes(max_chunk):
-    """Returns at most two of such sizes, in ascending order, for programs of several prompts."""
-    return sorted({min(max(MIN_CHUNK, max_chunk // 2), max_chunk), max_chunk})
 
 
 def covers(features, needed, vocabulary_size):

@@ -20,9 +20,9 @@ from keras_recurrent.generation.torch.cuda_graph import overwrite
 from keras_recurrent.generation.torch.loop import ActiveSequences, Fetch
 from keras_recurrent.generation.torch.sampling import choose_tokens
 
-# Prompts of a program of chunks on a GPU: one for each `SLOTS_PER_PROMPT` slots. A program of one
-# takes about half the time of one of four, which a batch of few sequences does not have to spare.
-SLOTS_PER_PROMPT, MAX_PROMPTS = 32, 4
+# A program of chunks on a GPU has one prompt for each `SLOTS_PER_PROMPT` slots. With more prompts, a
+# token takes less time, but the program, for which a request waits, takes more.
+SLOTS_PER_PROMPT, MAX_PROMPTS = 16, 8
 
 
 class TorchRows:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from keras_recurrent import dispatch, implementation, which_generation
 from keras_recurrent.generation.request import Request
 from keras_recurrent.generation.snapshot import Snapshot
-from keras_recurrent.generation.torch import runner
+from keras_recurrent.generation.torch import runner, step
 from keras_recurrent.generation.torch.cuda_graph import (
     CapturedStep,
     GraphPool,
@@ -222,3 +222,14 @@ def test_recent_tokens_are_removed_without_waiting():
     assert aten.where.self in called
     # These copy from the device and to it.
     assert not {aten._local_scalar_dense.default, aten.lift_fresh.default} & {*called}
+
+
+def test_a_step_keeps_no_larger_copies_of_weights(monkeypatch):
+    """A step of several rows keeps a float32 copy of each int8 kernel, four times its bytes."""
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    model.quantize("int8", filters=lambda layer: type(layer) is keras.layers.Dense)
+    monkeypatch.setattr(step, "MAX_GROWN", 2**8)
+    cache = model.backbone.get_initial_state(2)
+    prepared = step.Step(model, cache, compiled=False, masked=False).prepared()
+    weights = {t.data_ptr() for t in (v.value for v in model.variables)}
+    assert max(t.nbytes for t in prepared if t.data_ptr() not in weights) <= step.MAX_GROWN

@@ -10,13 +10,15 @@ import torch
 from keras_recurrent.generation.modes import add_reason
 from keras_recurrent.generation.torch.cuda_graph import capture, clone_stacked, overwrite
 
-NUM_PARTS = 16  # of a program on a GPU: in one part, it would delay decoding by several steps
+# Maximum number of parts of a program on a GPU, which in one part would delay a decoding step by
+# the time of several, and minimum number of operations of a part.
+MAX_PARTS, MIN_OPERATIONS = 24, 32
 
 
 class Chunks:
     """Function of the caches, tokens and masks of some prompts, which returns the next caches.
 
-    On NVIDIA GPUs, each number of tokens is one program of `num_rows` prompts in `NUM_PARTS` parts.
+    On NVIDIA GPUs, each number of tokens is a program of `num_rows` prompts, in several parts.
     Elsewhere, a call is one part. The weights must not change between calls.
 
     Args:
@@ -139,7 +141,7 @@ class _Program:
         """
         graph = self._function.graph
         nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
-        size = math.ceil(len(nodes) / NUM_PARTS)
+        size = max(math.ceil(len(nodes) / MAX_PARTS), MIN_OPERATIONS)
         interpreter = torch.fx.Interpreter(self._function)
         values = dict(zip(graph.find_nodes(op="placeholder"), self._arguments, strict=True))
         interpreter.env, parts = values, []

@@ -17,6 +17,7 @@ from keras_recurrent.generation.torch.recent_tokens import remove_recent_tokens
 from keras_recurrent.layers.decoding import decoding_scope
 from keras_recurrent.progress import announce
 
+MAX_GROWN = 2**20  # bytes of a tensor that is kept although its weight is smaller
 COMPILED_AFTER = 2000  # tokens; the traced graph takes as long for these as torch's compiler
 
 _tracing = threading.Lock()
@@ -195,17 +196,28 @@ def _inline_scalars(traced):
     return traced
 
 
+def _grows(node):
+    """Returns True if the result of a node is large, and larger than its inputs together."""
+    size, *inputs = (_num_bytes(n.meta.get("val")) for n in (node, *node.all_input_nodes))
+    return bool(inputs) and size > max(MAX_GROWN, sum(inputs))
+
+
+def _num_bytes(value):
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
 def _split(traced, num_weights):
     """Splits a graph into the part that depends only on weights, its first inputs, and the rest.
 
     The first graph takes the weights. The second takes the results of the first, then the other
-    inputs.
+    inputs. It also computes large tensors that take more memory than what they are computed from,
+    such as `float32` copies of `int8` weights.
     """
     nodes = list(traced.graph.nodes)
     inputs = [n for n in nodes if n.op == "placeholder"]
     later = set(inputs[num_weights:])
     for node in nodes:
-        if later.intersection(node.all_input_nodes) or node.op == "output":
+        if later.intersection(node.all_input_nodes) or node.op == "output" or _grows(node):
             later.add(node)
     used = [n for n in nodes if n not in later and later.intersection(n.users)]
 
