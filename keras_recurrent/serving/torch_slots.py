@@ -20,8 +20,8 @@ from keras_recurrent.generation.torch.cuda_graph import overwrite
 from keras_recurrent.generation.torch.loop import ActiveSequences, Fetch
 from keras_recurrent.generation.torch.sampling import choose_tokens
 
-# A program of chunks on a GPU has one prompt for each `SLOTS_PER_PROMPT` slots. With more prompts, a
-# token takes less time, but the program, for which a request waits, takes more.
+# A program of chunks on a GPU has one prompt for each `SLOTS_PER_PROMPT` slots. With more prompts,
+# a token takes less time, but the program, for which a request waits, takes more.
 SLOTS_PER_PROMPT, MAX_PROMPTS = 16, 8
 
 

@@ -159,8 +159,8 @@ def test_graphs_of_a_step_are_forgotten_with_it(monkeypatch):
     )
     graphs, graph = GraphPool(), SimpleNamespace(token=torch.ones(1))
     steps = object(), object()
-    for step in steps:
-        graphs.release((step, "settings"), graph)
+    for each in steps:
+        graphs.release((each, "settings"), graph)
     graphs.drop(steps[0])
     assert graphs.acquire((steps[0], "settings")) is None
     assert graphs.acquire((steps[1], "settings")) is graph
