@@ -908,6 +908,13 @@ FAULTS = [
         tests={"jax": "devices/test_jax_steps.py::test_a_block_sends_two_sums_per_token[griffin]"},
     ),
     Fault(
+        "embedding_of_a_device_alone",
+        "keras_recurrent/devices/jax_steps.py",
+        old="return jax.lax.psum(jnp.where(is_local[..., None], found, 0), axis)",
+        new="return jnp.where(is_local[..., None], found, 0)",
+        tests={"jax": "devices/test_jax_steps.py::test_an_embedding_sends_one_sum_per_token"},
+    ),
+    Fault(
         "norm_of_a_device_alone",
         "keras_recurrent/layers/decoding.py",
         old="if is_split else jax_steps",

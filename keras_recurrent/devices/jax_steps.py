@@ -2,7 +2,7 @@
 
 The first weights are split by columns, so each device computes some heads or channels. The last
 weight is split by rows, and the partial outputs are summed over devices: one sum `[B, D]` for the
-layer that mixes tokens, and one for the layer that mixes channels.
+layer that mixes tokens, and one for the layer that mixes channels. Embeddings take one more sum.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from keras_recurrent.devices.jax_layouts import active_distribution, axis_size, 
 
 if keras.config.backend() == "jax":
     import jax
+    import jax.numpy as jnp
 
 _scope = threading.local()  # has `axis`: the axis of the mesh that splits weights, or None
 
@@ -56,6 +57,47 @@ def _weight_axes(variables):
     return {axis for variable in variables for axis in variable_axes(variable)} - {None}
 
 
+def take_rows(table, ids):
+    """Returns rows of a table whose rows are split among devices, or None if they are not.
+
+    Each device reads the rows that it has, and one sum over devices completes the result. XLA would
+    gather the whole table on each device for a single id, in each decoding step.
+
+    Args:
+        table: a variable `[V, D]`.
+        ids: integers `[B, T]`, from 0 to V - 1.
+
+    Returns:
+        `[B, T, D]` in the dtype of the table, or None.
+    """
+    axis, *further = variable_axes(table) or (None,)
+    if axis is None or any(further):
+        return None
+    distribution = active_distribution()
+    batch = _sequence_spec(distribution)
+
+    def take_on_device(rows, ids):
+        local = ids.astype("int32") - jax.lax.axis_index(axis) * rows.shape[0]
+        is_local = jnp.logical_and(local >= 0, local < rows.shape[0])
+        found = jnp.take(rows, local, axis=0, mode="clip")
+        return jax.lax.psum(jnp.where(is_local[..., None], found, 0), axis)
+
+    return jax.shard_map(
+        take_on_device,
+        mesh=distribution.device_mesh.backend_mesh,
+        in_specs=(jax.P(axis), batch(ids)),
+        out_specs=batch(ids),
+        check_vma=False,
+    )(table.value, ids)
+
+
+def _sequence_spec(distribution):
+    """Returns a function of an array `[B, ...]` that returns how devices split it."""
+    axis = distribution.batch_dim_name
+    parts = axis_size(distribution.device_mesh, axis)
+    return lambda array: jax.P(axis if array.shape[0] % parts == 0 else None)
+
+
 def run(block, x, tokens, state, **kwargs):
     """Calls `block.array_step` with these arguments on each device, with its part of the weights.
 
@@ -70,11 +112,7 @@ def run(block, x, tokens, state, **kwargs):
     distribution = active_distribution()
     if distribution is None:
         return block.array_step(x, tokens, state, **kwargs)
-    variables, batch = block.variables, distribution.batch_dim_name
-    parts = axis_size(distribution.device_mesh, batch)
-
-    def sequence_spec(array):
-        return jax.P(batch if array.shape[0] % parts == 0 else None)
+    variables, sequence_spec = block.variables, _sequence_spec(distribution)
 
     def step_on_device(values, x, tokens, state, kwargs):
         (axis,) = _weight_axes(variables) or (None,)

@@ -4,6 +4,7 @@ import keras
 from keras import ops
 
 from keras_recurrent import dispatch
+from keras_recurrent.devices import jax_steps
 from keras_recurrent.devices.jax_layouts import apply_layout
 from keras_recurrent.layers import decoding, quantized
 from keras_recurrent.layers.tokens import Tokens
@@ -24,7 +25,7 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
         return {name: value for name, value in config.items() if not name.startswith("lora_")}
 
     def call(self, inputs, reverse=False):
-        outputs = self._fused_logits(inputs) if reverse else None
+        outputs = self._fused_logits(inputs) if reverse else self._split_embedding(inputs)
         if outputs is None:
             outputs = super().call(inputs, reverse)
         return apply_layout(outputs, "logits" if reverse else "hidden_states")
@@ -58,6 +59,18 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
         tokens = Tokens(kind[:, None], None if position is None else position[:, None])
         places = zip(("segment", "position"), after, strict=True)
         return x[:, None], tokens, {name: place for name, place in places if place is not None}
+
+    def _split_embedding(self, token_ids):
+        """Returns embeddings of token ids [B, 1] in a decoding step if devices share the table.
+
+        Otherwise returns None.
+        """
+        if not decoding.is_active() or token_ids.shape[1] > 1:
+            return None
+        if self.lora_enabled or self.mask_zero:
+            return None
+        x = jax_steps.take_rows(self.embeddings, token_ids)
+        return None if x is None else ops.cast(x, self.compute_dtype)
 
     def _fused_logits(self, hidden_states):
         """Returns the logits of hidden states [B, 1, D], or None without a suitable kernel.

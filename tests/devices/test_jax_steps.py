@@ -72,6 +72,21 @@ def test_a_block_sends_two_sums_per_token(family, mesh):
             assert sent(traced.jaxpr) == expected, block.name
 
 
+def test_an_embedding_sends_one_sum_per_token(mesh):
+    """Fails if XLA decides how to split the table: it gathers all of it for a single token."""
+    backbone = tiny_backbone(vocabulary_size=260)
+    layout_map = backbone.get_layout_map(mesh)
+    token_ids = np.ones((1, 1), "int32")
+
+    def embed(token_ids):
+        with decoding.decoding_scope():
+            return backbone.token_embedding(token_ids)
+
+    with keras.distribution.ModelParallel(layout_map=layout_map).scope():
+        traced = jax.make_jaxpr(embed)(token_ids)
+    assert sent(traced.jaxpr) == [("psum", (1, 1, backbone.hidden_dim))]
+
+
 def test_blocks_that_devices_cannot_share_say_why(mesh):
     """Fails if a step computes queries with the keys of other heads, or gathers FSDP's weights."""
     backbone = tiny_backbone()
