@@ -84,9 +84,7 @@ def _kernel(
     keys = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     values = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
     if num_recent > 0:
-        # From the last token, i = n, to i = 0: key and value of token i, 0 where i is 0, and the
-        # decay of token i + 1, whose cumulative product is r_i. The last item has r_0, since
-        # decays are 1 where there is no token.
+        # Item i of the tiles is the recent token n - i, and decays[i] the decay of the next one.
         i = num_recent - tl.arange(0, BLOCK_N)[:, None]
         is_key, is_value = (i > 0) & (d < K)[None, :], (i > 0) & (e < V)[None, :]
         is_decay = (i >= 0) & (i < num_recent) & (d < K)[None, :]
@@ -116,7 +114,7 @@ def _kernel(
         result *= scale
     tl.store(output + head * V + e, result, e < V)
     if num_recent == N:
-        for _ in tl.static_range(N):  # loaded again, from a cache: keys have the weight r_i
+        for _ in tl.static_range(N):
             recent_decay = load_float32(recent, decay_channel, d < K)
             recent_key = load_float32(recent, key_channel, d < K)
             recent_value = load_float32(recent, value_channel, e < V)
