@@ -1,17 +1,18 @@
 """One decoding step of HGRN2's recurrence, from its three projections.
 
 Qin et al. 2024, arXiv:2404.07904. A program reads and writes some columns of a head's memory once.
-All arithmetic is float32.
+For `hgrn2_delayed_step`, it also reads the recent tokens, and writes the columns only when no more
+tokens can be stored. All arithmetic is float32.
 """
 
 import triton
 import triton.language as tl
 
 from ..constants import MAX_STEP_KEYS, SQUARES_GROUP
-from ._decoding.hgrn2_gates import load_decay_and_key, load_query
 from ._device.common import load_float32
+from ._device.math import exp, sigmoid
 from ._device.pdl import launch_dependents, wait_for_previous_launch
-from ._device.tokens import CONTINUES, PADDING
+from ._device.tokens import CONTINUES, PADDING, select_by_kind
 from ._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
 from ._runtime.launch import Array, Launch, cdiv, like, next_power_of_2
 
@@ -39,16 +40,21 @@ def _kernel(
     f,
     v,
     memory,
+    recent,
+    count,
     lower_bound,
     norm_scale,
     token_kind,
     output,
     squares,
+    next_count,
     next_memory,
+    next_recent,
     H,
     root,
     K: tl.constexpr,
     V: tl.constexpr,
+    N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
@@ -62,6 +68,18 @@ def _kernel(
     offsets = head * (K * V) + d[:, None] * V + e[None, :]
     valid = (d < K)[:, None] & (e < V)[None, :]
     state = load_float32(memory, offsets, valid)
+    if recent is not None:
+        token_size = H * (2 * K + V)
+        token_offset = head // H * N * token_size
+        key_channel = head % H * K + d
+        value_channel = 2 * H * K + head % H * V + e
+        num_recent = tl.load(count + head // H)
+        for _ in tl.range(0, num_recent, num_stages=4):  # loads three tokens ahead
+            decay = load_float32(recent + token_offset, key_channel, d < K)
+            key = load_float32(recent + token_offset, H * K + key_channel, d < K)
+            value = load_float32(recent + token_offset, value_channel, e < V)
+            state = decay[:, None] * state + key[:, None] * value[None, :]
+            token_offset += token_size
     if norm_scale is not None:
         scale = load_float32(norm_scale, head % H * V + e, e < V)
     if PDL:
@@ -70,11 +88,35 @@ def _kernel(
     if token_kind is not None:
         kind = tl.load(token_kind + head // H)
     k_valid, v_valid = (d < K) & (kind != PADDING), (e < V) & (kind != PADDING)
-    decay, key = load_decay_and_key(f, lower_bound, kind, head, H, d, k_valid, K)
+    forget_gate, input_gate = sigmoid(load_float32(f, head * K + d, k_valid), True)
+    if lower_bound is not None:
+        channel = head % H * K + d
+        rest = exp(load_float32(lower_bound, H * K + channel, d < K), True)
+        forget_gate = exp(load_float32(lower_bound, channel, d < K), True) + rest * forget_gate
+        input_gate *= rest
+        # After rounding, β and 1 - β do not add up to 1, and β may be NaN.
+        near_1 = (input_gate <= 0.5) & (forget_gate == forget_gate)
+        forget_gate = tl.where(near_1, 1.0 - input_gate, forget_gate)
+    key = tl.where(k_valid, input_gate, 0.0)
+    decay = select_by_kind(kind, forget_gate, 0.0, 1.0)
     value = load_float32(v, head * V + e, v_valid)
     state = decay[:, None] * state + key[:, None] * value[None, :]
-    tl.store(next_memory + offsets, state, valid)
-    query = load_query(q, head * K + d, k_valid, root)
+    if recent is None:
+        tl.store(next_memory + offsets, state, valid)
+    else:
+        is_full = num_recent == N
+        tl.store(next_memory + offsets, state, valid & is_full & (kind != PADDING))
+        # The first program of a head stores its decays and keys.
+        k_stored = k_valid & ~is_full & (tl.program_id(0) % TILES == 0)
+        tl.store(next_recent + token_offset + key_channel, decay, k_stored)
+        tl.store(next_recent + token_offset + H * K + key_channel, key, k_stored)
+        tl.store(next_recent + token_offset + value_channel, value, v_valid & ~is_full)
+        # No program of this launch reads `next_count`, and one of each sequence writes it.
+        number = tl.where(is_full, 0, num_recent + 1)
+        number = tl.where(kind == PADDING, num_recent, number)
+        tl.store(next_count + head // H, number, tl.program_id(0) % (H * TILES) == 0)
+    query = load_float32(q, head * K + d, k_valid)
+    query *= sigmoid(query, True)[0] * root
     result = tl.sum(query[:, None] * state, 0)
     tl.store(squares + tl.program_id(0), tl.sum(result * result, 0))
     if norm_scale is not None:
@@ -89,20 +131,24 @@ def results(q, f, v, memory, lower_bound, norm_scale, token_kind):
 
 
 def forward(q, f, v, memory, lower_bound, norm_scale, token_kind):
-    tensors = q, f, v, memory, lower_bound, norm_scale, token_kind
-    return run(launch(_kernel, tensors, results(*tensors), updates=((3, 2),)))
+    output, squares, next_memory = results(q, f, v, memory, lower_bound, norm_scale, token_kind)
+    tensors = q, f, v, memory, None, None, lower_bound, norm_scale, token_kind
+    outputs = output, squares, None, next_memory, None
+    output, squares, _, next_memory, _ = run(launch(tensors, outputs, updates=((3, 3),)))
+    return output, squares, next_memory
 
 
-def launch(kernel, tensors, outputs, updates, **options):
-    """The launch of a step's kernel, of which a program computes some columns of a head."""
-    q, _, _, memory, *_ = tensors
+def launch(tensors, outputs, updates):
+    """The launch of the kernel; `recent`, `count` and their updates may be None."""
+    q, _, _, memory, recent, *_ = tensors
     batch, heads, keys, values = memory.shape
     block_v = min(_BLOCK_V, next_power_of_2(values))
-    options |= {"K": keys, "V": values, "BLOCK_K": next_power_of_2(keys), "BLOCK_V": block_v}
-    options |= {"num_warps": _WARPS, **pdl_options(q)}
+    options = {"K": keys, "V": values, "N": 0 if recent is None else recent.shape[1]}
+    options |= {"BLOCK_K": next_power_of_2(keys), "BLOCK_V": block_v, "num_warps": _WARPS}
+    options |= pdl_options(q)
     programs = batch * heads * cdiv(values, block_v)
     numbers = heads, keys**-0.5
-    return Launch(kernel, programs, tensors, outputs, numbers, options, updates=updates)
+    return Launch(_kernel, programs, tensors, outputs, numbers, options, updates=updates)
 
 
 _hgrn2_step = forward_operation("hgrn2_step", forward, results, count=3, updates=("memory",))

@@ -25,7 +25,6 @@ from keras_recurrent.backends.triton import (
     embedding_step,
     gated_linear_attention,
     gated_linear_unit,
-    hgrn2_delayed_step,
     hgrn2_step,
     lightning_attention,
     lightning_step,
@@ -309,12 +308,12 @@ OF_A_STEP = {
     ),
     "hgrn2 step": (
         hgrn2_step._kernel,
-        HGRN2_STEP,
+        HGRN2_STEP | dict.fromkeys(("recent", "count", "next_count", "next_recent")) | {"N": 0},
         [{"num_warps": hgrn2_step._WARPS}],
     ),
     "hgrn2 delayed step": (
-        hgrn2_delayed_step._kernel,
-        HGRN2_STEP | {"N": STATE_WRITE_INTERVAL - 1, "BLOCK_N": STATE_WRITE_INTERVAL},
+        hgrn2_step._kernel,
+        HGRN2_STEP | {"N": STATE_WRITE_INTERVAL - 1},
         [{"num_warps": hgrn2_step._WARPS}],
     ),
     "lightning step of heads": (
