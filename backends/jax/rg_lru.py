@@ -52,6 +52,10 @@ def forward(x, gate_a, gate_x, a_logit, initial_state, token_kind):
 @default_zero_state_gradient
 def backward(x, gate_a, gate_x, a_logit, initial_state, token_kind, output, d_output, d_final):
     dtype = initial_state.dtype
+    # XLA on CPUs would compute the scan of forward a second time, for the state before each token.
+    output = jax.lax.platform_dependent(
+        output, cpu=jax.lax.optimization_barrier, default=lambda output: output
+    )
 
     def step(carry, start, x, gate_a, gate_x, token_kind, h, dh):
         d_state, d_rate = carry
@@ -67,7 +71,7 @@ def backward(x, gate_a, gate_x, a_logit, initial_state, token_kind, output, d_ou
 
         d_x = filled(g * multiplier * i, padding, 0)
         d_gate_x = filled(g * multiplier * u * i * one_minus_i, padding, 0)
-        d_sqrt = jax.lax.rsqrt(jnp.maximum(-4 * jnp.expm1(2 * log_a), 1 / MAX_SQRT_GRADIENT**2))
+        d_sqrt = 1 / jnp.maximum(2 * multiplier, 1 / MAX_SQRT_GRADIENT)
         state = elements_before(output, start, initial_state[:, None])[:, 0]
         d_log_a = g * a * previous(h.astype(dtype), state) - g * i * u * d_sqrt * 2 * a * a
         d_log_a = filled(filled(d_log_a, starts, 0), padding, 0)
