@@ -68,6 +68,9 @@ class JaxRows:
         yield from ()
         return [self._process(*rows, tokens, mask, weights, variant=variant)]
 
+    def cache(self, row):
+        return row
+
     def is_compiled(self, features, values, num_stops, timeout):
         """Returns True if the step is compiled; otherwise compiles it in a background thread.
 

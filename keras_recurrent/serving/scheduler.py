@@ -161,6 +161,8 @@ class Scheduler:
     def _saved_ends(self, sequence):
         """Returns the further positions of a prompt at which its state is saved."""
         last = len(sequence.prompt) - 1
+        if not self._prefixes.is_enabled:
+            return []
         ends = [end for end in sequence.ends if end - sequence.num_cached >= MIN_TOKENS]
         return [end for end in (*ends, last) if sequence.num_processed < end <= last]
 
@@ -180,7 +182,7 @@ class Scheduler:
             if sequence not in self._prompts:  # it has ended
                 continue
             if row is not None:
-                self._prefixes.add(sequence.prompt[:stop], row)
+                self._prefixes.add(sequence.prompt[:stop], self._slots.prompt_state(row))
             if stop == len(sequence.prompt) - 1:
                 self._ready.append(sequence)
                 self._prompts.remove(sequence)

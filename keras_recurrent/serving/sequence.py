@@ -26,7 +26,8 @@ class Sequence:
         token_ids: a list of integers, the new tokens.
         num_cached: integer, number of tokens of the prompt from the prefix cache.
         num_processed: integer, number of tokens of the prompt whose state is known.
-        row: the state after these tokens, until the sequence has a slot.
+        row: the state after these tokens, until the sequence has a slot: from the prefix cache, or
+            as `Slots.process` returns it. None: before all tokens.
     """
 
     def __init__(

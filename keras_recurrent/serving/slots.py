@@ -202,8 +202,12 @@ class Slots:
         self.sequences[slot] = None
         self._set_owners()
 
+    def prompt_state(self, row):
+        """Returns the state of the backbone, of batch size 1, from the `row` of a sequence."""
+        return self._rows.cache(row)
+
     def state(self, sequence):
-        """Returns a copy of the state of a sequence, of batch size 1."""
+        """Returns a copy of the state of a sequence in a slot, of batch size 1."""
         return self._rows.extract(self.sequences.index(sequence))
 
     def step(self):

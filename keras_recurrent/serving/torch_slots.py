@@ -1,7 +1,6 @@
 """Rows of a batch on torch: steps and chunks are CUDA graphs on NVIDIA GPUs."""
 
 import contextlib
-import functools
 from typing import Any
 
 import keras
@@ -15,9 +14,9 @@ from keras_recurrent.generation.sampling import (
     Logprobs,
     argument_names,
 )
-from keras_recurrent.generation.torch.chunks import copies, upload
-from keras_recurrent.generation.torch.cuda_graph import overwrite
+from keras_recurrent.generation.torch.chunks import upload
 from keras_recurrent.generation.torch.loop import ActiveSequences, Fetch
+from keras_recurrent.generation.torch.rows import Row, Rows
 from keras_recurrent.generation.torch.sampling import choose_tokens
 
 # A program of chunks on a GPU has one prompt for each `SLOTS_PER_PROMPT` slots. With more prompts,
@@ -48,21 +47,20 @@ class TorchRows:
         self._decoder = self._stack.enter_context(decoder)
         self._decoder.sampler.sequences = self._decoder.sequences
         num_prompts = min(max(num_slots // SLOTS_PER_PROMPT, 1), MAX_PROMPTS)
-        self._chunks, self._device = loops.runner.chunks(device, num_prompts), device
-        # The tensors of a step's cache that a row lacks, for no recent tokens; None for the others.
-        given = {id(t) for t in keras.tree.flatten(self.initial_row)}
-        flat = self._decoder.step.flatten_cache(self.initial_row)
-        self._additions = [None if id(t) in given else t for t in flat]
+        initial = self._initial_state(1)
+        self._chunks, self._device = loops.runner.chunks(initial, num_prompts), device
+        self.initial_row = self._chunks.row(initial)
+        # A step's cache also has recent tokens, of which the row of a new sequence has none.
+        given = {id(t) for t in keras.tree.flatten(initial)}
+        flat = self._decoder.step.flatten_cache(initial)
+        self._given = [i for i, t in enumerate(flat) if id(t) in given]
+        self._added = [i for i, t in enumerate(flat) if id(t) not in given]
+        self._no_recent_tokens = Rows(flat, indices=self._added).copy(0)
 
     @property
     def num_prompts(self):
         """Maximum number of prompts in one call of `process`."""
-        return self._chunks.num_rows
-
-    @functools.cached_property
-    def initial_row(self):
-        """The state before all tokens, of batch size 1."""
-        return self._initial_state(1)
+        return self._chunks.num_prompts
 
     def _initial_state(self, batch_size):
         return self._backbone.get_initial_state(batch_size, max_length=self._max_length)
@@ -80,22 +78,28 @@ class TorchRows:
         No other call may begin before the generator has returned.
 
         Args:
-            rows: a list of their states, which are not changed.
+            rows: a list of their states, which are not changed: results of this method,
+                `initial_row`, or caches.
             tokens, mask: int32 and boolean [num_prompts, T], NumPy arrays.
 
         Returns:
             A list of the next states.
         """
-        return self._chunks(rows, tokens, mask)
+        return self._chunks([self._row(row) for row in rows], tokens, mask)
+
+    def _row(self, row):
+        return row if isinstance(row, Row) else self._chunks.row(row)
+
+    def cache(self, row):
+        """Returns the cache of the backbone, of batch size 1, from a result of `process`."""
+        return self._chunks.cache(row)
 
     @torch.no_grad()
     def insert(self, slot, row, token, max_new_tokens, stops):
         self._decoder.sequences.insert(slot, max_new_tokens, stops)
-        *cache, last = self._decoder.tensors
-        tensors = iter(keras.tree.flatten(row))
-        flat = [next(tensors) if new is None else new for new in self._additions]
-        overwrite([t[slot] for t in cache], [t[0] for t in flat])
-        last[slot] = int(token)
+        self._decoder.rows(self._given).set(slot, self._row(row))
+        self._decoder.rows(self._added).set(slot, self._no_recent_tokens)
+        self._decoder.token[slot] = int(token)
         sampler = self._decoder.sampler
         if sampler.counts is not None:
             sampler.counts[slot] = 0
@@ -105,8 +109,8 @@ class TorchRows:
 
     @torch.no_grad()
     def extract(self, slot):
-        rows = copies([t[slot : slot + 1] for t in self._decoder.tensors[:-1]])
-        return self._decoder.step.cache(rows)
+        rows = self._decoder.rows()
+        return self._decoder.step.cache(rows.tensors(rows.copy(slot)))
 
     @torch.no_grad()
     def step(self, features, numbers, values):

@@ -108,7 +108,7 @@ def test_what_is_captured_writes_what_the_loop_writes(family, with_sequences):
     captured = CapturedStep.__new__(CapturedStep)
     captured.sequences, captured._run = sequences and sequences.copy(), step.traced
     captured._prepared, captured.token = prepared, token.clone()
-    captured.cache, captured._stacks = clone_stacked(flat)
+    captured.cache, captured.stacks = clone_stacked(flat)
     captured.sampler, captured.recent, captured.pool = same.copy(), None, None
     if not with_sequences:
         captured.recent = token.new_zeros(2, RECENT)

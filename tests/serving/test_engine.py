@@ -450,7 +450,7 @@ class Slots:
 
 
 def _scheduler(slots, lengths):
-    prefixes = SimpleNamespace(restore=lambda sequence: None, add=lambda tokens, row: None)
+    prefixes = SimpleNamespace(restore=lambda sequence: None, is_enabled=False)
     scheduler = Scheduler(slots, prefixes)
     slots.active = ()
     for length in lengths:

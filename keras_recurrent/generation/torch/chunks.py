@@ -9,6 +9,7 @@ import torch
 
 from keras_recurrent.generation.modes import add_reason
 from keras_recurrent.generation.torch.cuda_graph import capture, clone_stacked, overwrite
+from keras_recurrent.generation.torch.rows import Rows
 
 # Maximum number of parts of a program on a GPU, which in one part would delay a decoding step by
 # the time of several, and minimum number of operations of a part.
@@ -16,9 +17,9 @@ MAX_PARTS, MIN_OPERATIONS = 24, 32
 
 
 class Chunks:
-    """Function of the caches, tokens and masks of some prompts, which returns the next caches.
+    """Function of the rows, tokens and masks of some prompts, which returns the next rows.
 
-    On NVIDIA GPUs, each number of tokens is a program of `num_rows` prompts, in several parts.
+    On NVIDIA GPUs, each number of tokens is a program of `num_prompts` prompts, in several parts.
     Elsewhere, a call is one part. The weights must not change between calls.
 
     Args:
@@ -26,61 +27,70 @@ class Chunks:
         make_chunk: a function of a cache and, as `chunk`, a number of tokens, which returns the
             `Chunk`.
         graph_reason: the reason for no CUDA graphs, or None.
-        num_rows: integer, the number of prompts of a program.
+        num_prompts: integer, the number of prompts of a program.
+        cache: the cache of one sequence before all tokens.
 
     Attributes:
-        num_rows: integer, maximum number of prompts of a call.
+        num_prompts: integer, maximum number of prompts of a call.
     """
 
-    def __init__(self, model, make_chunk, graph_reason, num_rows):
-        self._model, self._make_chunk = model, make_chunk
+    def __init__(self, model, make_chunk, graph_reason, num_prompts, cache):
+        self._model, self._make_chunk, self._example = model, make_chunk, cache
         self._uses_graphs = graph_reason is None
-        self.num_rows = num_rows if self._uses_graphs else 1
+        self.num_prompts = num_prompts if self._uses_graphs else 1
         self._programs: dict = {}  # {number of tokens: _Program}
         self._prepared: list = []
-        self._cache: list = []  # the buffers that all programs read
-        self._pool = None
+        # The buffers that all programs read and overwrite.
+        self._buffers = clone_stacked(keras.tree.flatten(self._batch(self.num_prompts)))
+        self._rows, self._pool = Rows(*self._buffers), None
+
+    def _batch(self, size):
+        return keras.tree.map_structure(lambda t: t.repeat_interleave(size, 0), self._example)
+
+    def row(self, cache):
+        """Returns the `Row` of a cache of one sequence."""
+        return Rows(keras.tree.flatten(cache)).copy(0)
+
+    def cache(self, row):
+        """Returns the cache of a `Row`."""
+        return keras.tree.pack_sequence_as(self._example, self._rows.tensors(row))
 
     @torch.no_grad()
-    def __call__(self, caches, tokens, mask):
-        """Generator that launches one part each time it is resumed, and returns the new caches.
+    def __call__(self, rows, tokens, mask):
+        """Generator that launches one part each time it is resumed, and returns the new rows.
 
         No other call may begin before the generator has returned.
 
         Args:
-            caches: a list of at most `num_rows` caches of one sequence each.
-            tokens: int32 [num_rows, T], a NumPy array.
-            mask: boolean [num_rows, T], a NumPy array, False at padding.
+            rows: a list of at most `num_prompts` `Row`s.
+            tokens: int32 [num_prompts, T], a NumPy array.
+            mask: boolean [num_prompts, T], a NumPy array, False at padding.
         """
         if not self._uses_graphs:
-            return [self._run_layers(caches[0], tokens, mask)]
+            return [self.row(self._run_layers(self.cache(rows[0]), tokens, mask))]
         num_tokens = tokens.shape[1]
         if num_tokens not in self._programs:
-            self._programs[num_tokens] = self._make_program(caches[0], num_tokens)
+            self._programs[num_tokens] = self._make_program(num_tokens)
         program = self._programs[num_tokens]
-        for i, cache in enumerate(caches):
-            overwrite([t[i : i + 1] for t in self._cache], keras.tree.flatten(cache))
+        for i, row in enumerate(rows):
+            self._rows.set(i, row)
         upload(program.tokens, tokens)
         upload(program.mask, mask)
         for index, run in enumerate(program.parts):
             if index:
                 yield
             run()
-        rows = ([t[i : i + 1] for t in program.after] for i in range(len(caches)))
-        return [keras.tree.pack_sequence_as(caches[0], copies(row)) for row in rows]
+        return [self._rows.copy(i) for i in range(len(rows))]
 
     def _run_layers(self, cache, tokens, mask):
         """Runs the layers for the tokens alone, which on a CPU is as fast as a program."""
         tokens = keras.ops.convert_to_tensor(tokens[:, : mask.sum()])
         return self._model.backbone.hidden_states(tokens, cache=cache)[1]
 
-    def _make_program(self, cache, num_tokens):
-        cache = keras.tree.map_structure(lambda t: t.repeat_interleave(self.num_rows, 0), cache)
-        if not self._cache:
-            self._cache, _ = clone_stacked(keras.tree.flatten(cache))
-        chunk = self._make_chunk(cache, chunk=num_tokens)
-        shape = self.num_rows, num_tokens
-        program = _Program(chunk.traced, self._shared(chunk.prepared()), shape, self._cache)
+    def _make_program(self, num_tokens):
+        chunk = self._make_chunk(self._batch(self.num_prompts), chunk=num_tokens)
+        prepared, shape = self._shared(chunk.prepared()), (self.num_prompts, num_tokens)
+        program = _Program(chunk.traced, prepared, shape, *self._buffers)
         reason = chunk.not_captured_reason
         if reason is None:
             try:
@@ -108,31 +118,24 @@ class _Program:
     Args:
         function: a function of the `prepared` tensors, tokens, a mask and the tensors of a cache,
             which returns the next cache; a `torch.fx.GraphModule` if `capture` is called.
-        prepared, cache: lists of tensors.
+        prepared: a list of tensors.
         shape: the shape of tokens and mask.
+        cache, stacks: as `clone_stacked` returns them. The last part overwrites them.
 
     Attributes:
         tokens, mask: int32 and boolean tensors, which the caller overwrites.
         parts: a list of functions without arguments, to be called in this order.
     """
 
-    def __init__(self, function, prepared, shape, cache):
+    def __init__(self, function, prepared, shape, cache, stacks):
         self.tokens = torch.ones(shape, dtype=torch.int32, device=cache[0].device)
         self.mask = torch.ones_like(self.tokens, dtype=torch.bool)
-        self._function = function
+        self._function, self._cache, self._stacks = function, cache, stacks
         self._arguments = *prepared, self.tokens, self.mask, *cache
         self.parts: list[Any] = [self._run]
-        self._values: Any = ()
 
     def _run(self):
-        self._values = self._function(*self._arguments)
-
-    @property
-    def after(self):
-        """The tensors of the next cache, which the next run may overwrite."""
-        if isinstance(self._values, dict):
-            return [self._values[node] for node in self._function.graph.output_node().args[0]]
-        return self._values
+        overwrite(self._cache, list(self._function(*self._arguments)), self._stacks)
 
     def capture(self, pool):
         """Makes each part a CUDA graph of some nodes; returns their memory pool.
@@ -149,6 +152,9 @@ class _Program:
         def run(part):
             for node in part:
                 values[node] = interpreter.run_node(node)
+            if part[-1] is nodes[-1]:
+                after = [values[node] for node in graph.output_node().args[0]]
+                overwrite(self._cache, after, self._stacks)
 
         for start in range(0, len(nodes), size):
             run_part = functools.partial(run, nodes[start : start + size])
@@ -160,7 +166,7 @@ class _Program:
             for node in [n for n in values if n.op != "placeholder"]:
                 if later.isdisjoint(node.users):
                     del values[node]  # later parts may use its memory
-        self.parts, self._values = parts, values
+        self.parts = parts
         return pool
 
 
@@ -168,10 +174,3 @@ def upload(buffer, array):
     """Copies a NumPy array to a tensor of its shape, without waiting for the device."""
     host = torch.from_numpy(array)
     buffer.copy_(host.pin_memory() if buffer.is_cuda else host, non_blocking=True)
-
-
-def copies(tensors):
-    """Returns copies of tensors, with few launches."""
-    new = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
-    overwrite(new, tensors)
-    return new

@@ -71,7 +71,7 @@ class CapturedStep:
         self.sampler, self.sequences = sampler and sampler.copy(), sequences and sequences.copy()
         self._run, self._prepared = run, list(prepared)
         self.token = token.clone()
-        self.cache, self._stacks = clone_stacked(cache)
+        self.cache, self.stacks = clone_stacked(cache)
         # A copy between two replays takes three times as long as one more launch in the graph.
         stores_tokens = sampler is not None and self.sequences is None
         self.recent = token.new_zeros(len(token), RECENT) if stores_tokens else None
@@ -125,7 +125,7 @@ class CapturedStep:
             if self.recent is not None:
                 tensors.append(self.recent)
                 after.append(torch.cat((self.recent[:, 1:], token), dim=1))
-        overwrite(tensors, after, self._stacks)
+        overwrite(tensors, after, self.stacks)
         return logits, hidden
 
     def set_token(self, sampled):

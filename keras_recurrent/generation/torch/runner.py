@@ -16,6 +16,7 @@ from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.generation.modes import record_mode
 from keras_recurrent.generation.torch.chunks import Chunks
 from keras_recurrent.generation.torch.cuda_graph import CapturedStep, GraphPool
+from keras_recurrent.generation.torch.rows import Rows
 from keras_recurrent.generation.torch.step import Chunk, Step
 from keras_recurrent.layers.decoding import unfused_blocks
 
@@ -85,9 +86,10 @@ class Runner:
 
             yield step_function
 
-    def chunks(self, device, num_rows):
-        """Returns a `Chunks` of at most `num_rows` prompts on a `torch.device`."""
-        return Chunks(self._model, self._step, self._graph_reason(device), num_rows)
+    def chunks(self, cache, num_prompts):
+        """Returns a `Chunks` of at most `num_prompts` prompts, from an initial cache of one."""
+        reason = self._graph_reason(cache["segment"].device)
+        return Chunks(self._model, self._step, reason, num_prompts, cache)
 
     def _step(self, cache, masked=False, chunk=None, delays_writes=False):
         """Returns the `Step` for a cache, or for a number of tokens the `Chunk`."""
@@ -185,9 +187,13 @@ class _GraphDecoder:
         self.sampler = graph.sampler or sampler
 
     @property
-    def tensors(self):
-        """The tensors of the cache, as the next step reads them, and its token [B, 1]."""
-        return [*self._graph.cache, self._graph.token]
+    def token(self):
+        """The token [B, 1] that the next step reads."""
+        return self._graph.token
+
+    def rows(self, indices=None):
+        """Returns the `Rows` of all tensors of the cache, or of some."""
+        return Rows(self._graph.cache, self._graph.stacks, indices)
 
     def next_token(self):
         """Returns the next tokens [B, 1], which the next call may overwrite."""
@@ -219,9 +225,13 @@ class _FunctionDecoder:
         self._token, self._flat, self.sequences = token, flat, sequences
 
     @property
-    def tensors(self):
-        """The tensors of the cache, as the next step reads them, and its token [B, 1]."""
-        return [*self._flat, self._token]
+    def token(self):
+        """The token [B, 1] that the next step reads."""
+        return self._token
+
+    def rows(self, indices=None):
+        """Returns the `Rows` of all tensors of the cache, or of some, before the next step."""
+        return Rows(self._flat, indices=indices)
 
     def next_token(self):
         """Returns the next tokens [B, 1]."""

@@ -1,0 +1,57 @@
+"""Rows: caches of one sequence in few tensors, as each operation takes the host time.
+
+A row is a list of tensors [n, ...], one for the n tensors of a cache that have equal shapes and
+dtypes.
+"""
+
+import torch
+
+
+class Row(list):
+    """A list of tensors."""
+
+
+class Rows:
+    """The rows of tensors [B, ...].
+
+    Args:
+        tensors: a list of tensors.
+        stacks: a list of `(indices, stacked tensor)` of which some of them are views.
+        indices: the indices of those of the tensors that are in a row. None: all.
+    """
+
+    def __init__(self, tensors, stacks=(), indices=None):
+        by_indices = {tuple(found): stack for found, stack in stacks}
+        groups: dict = {}
+        for index in range(len(tensors)) if indices is None else indices:
+            t = tensors[index]
+            groups.setdefault((t.shape[1:], t.dtype), []).append(index)
+        self._groups = list(groups.values())
+        # For each group a stacked tensor [n, B, ...], or a list of n tensors.
+        self._parts = [
+            by_indices.get(tuple(group), [tensors[i] for i in group]) for group in self._groups
+        ]
+
+    def copy(self, index):
+        """Returns a copy of a row, a `Row`."""
+        return Row(
+            torch.stack([t[index] for t in part])
+            if isinstance(part, list)
+            else part[:, index].clone()
+            for part in self._parts
+        )
+
+    def set(self, index, row):
+        """Overwrites a row."""
+        for part, values in zip(self._parts, row, strict=True):
+            if isinstance(part, list):
+                torch._foreach_copy_([t[index] for t in part], list(values))
+            else:
+                part[:, index] = values
+
+    def tensors(self, row):
+        """Returns the tensors [1, ...] of a `Row`, views in the order of the given tensors."""
+        found: dict = {}
+        for group, values in zip(self._groups, row, strict=True):
+            found.update(zip(group, values[:, None].unbind(), strict=True))
+        return [found[index] for index in sorted(found)]
