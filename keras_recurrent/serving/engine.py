@@ -46,8 +46,7 @@ class Engine:
         num_slots: integer, number of requests that decode together.
         max_length: integer, maximum number of tokens of a request, with prompt and answer; the
             capacity of KV caches. None: the `sequence_length` of the preprocessor.
-        prefill_chunk: integer, maximum number of tokens of a chunk. None: 128 if several prompts
-            share a program, else 256.
+        prefill_chunk: integer, maximum number of tokens of a chunk.
         max_queued: integer, maximum number of requests that wait for a slot.
         prefix_cache_bytes: integer, device memory for states after prompts, answers and messages. A
             request resumes from the saved state of the longest prefix of its prompt; the least
@@ -79,7 +78,7 @@ class Engine:
         model,
         num_slots=64,
         max_length=None,
-        prefill_chunk=None,
+        prefill_chunk=256,
         max_queued=1024,
         prefix_cache_bytes=2**30,
         prefix_cache_dir=None,
@@ -87,8 +86,8 @@ class Engine:
         loops = _check_model(model)
         for name, value in (
             ("num_slots", num_slots),
+            ("prefill_chunk", prefill_chunk),
             ("max_queued", max_queued),
-            *((("prefill_chunk", prefill_chunk),) if prefill_chunk is not None else ()),
         ):
             check_positive_integer(name, value)
         if not is_integer(prefix_cache_bytes) or prefix_cache_bytes < 0:

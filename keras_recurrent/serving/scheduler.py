@@ -104,14 +104,13 @@ class Scheduler:
         """Processes parts of chunks, which together delay the next step by a bounded time."""
         self._start_prompts()
         num_waiting = min(len(self._queue), self._slots.num_free)
-        budget = min(MAX_FACTOR, 1 + num_waiting // WAITING_PER_FACTOR)
-        is_first = True
+        rest = factor = min(MAX_FACTOR, 1 + num_waiting // WAITING_PER_FACTOR)
         while self._program or self._start_program():
             parts, cost = self._program
-            budget -= cost
-            if budget < 0 and not is_first:
+            # At least one part, and as many as come closest to the bound.
+            if rest <= cost / 2 and rest < factor:
                 break
-            is_first = False
+            rest -= cost
             if next(parts, None) is None:
                 self._program = None
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from keras_recurrent.generation.sampling import STOPS_PER_STEP, Features, features_of
 
-MIN_CHUNK, MAX_CHUNK, MAX_SHARED_CHUNK = 32, 256, 128  # tokens
+MIN_CHUNK = 32  # tokens
 MAX_DELAY = 0.4  # of a step, by parts of chunks before it
 TIMED_RUNS = 4  # of which the first one compiles
 
@@ -29,7 +29,7 @@ class Slots:
         loops: its decoding loops.
         num_slots: integer, number of rows.
         max_length: integer, the capacity of a row in tokens.
-        max_chunk: integer, maximum number of tokens of a chunk, or None.
+        max_chunk: integer, maximum number of tokens of a chunk.
 
     Attributes:
         max_chunk: as above.
@@ -41,12 +41,11 @@ class Slots:
         self.sequences: list[Any] = [None] * num_slots
         self._rows = Rows(model, loops, num_slots, max_length)
         self._num_stops = STOPS_PER_STEP
-        # The chunks of prompts that share a program are padded to one size, a rather small one.
-        is_shared = self.num_prompts > 1
-        self.max_chunk = max_chunk or (MAX_SHARED_CHUNK if is_shared else MAX_CHUNK)
-        self._chunk_sizes = [self.max_chunk] if is_shared else chunk_sizes(self.max_chunk)
+        self.max_chunk = max_chunk
+        # The chunks of prompts that share a program are padded to one size.
+        self._chunk_sizes = [max_chunk] if self.num_prompts > 1 else chunk_sizes(max_chunk)
         # The share of the bound on delays that one part takes.
-        self._costs = {size: max(size / self.max_chunk, 1 / 2) for size in self._chunk_sizes}
+        self._costs = {size: max(size / max_chunk, 1 / 2) for size in self._chunk_sizes}
         self._values: dict[str, Any] = {}  # arguments of sampling, [num_slots, ...]
         # `Features` of steps that have run or are compiled, by number of stop tokens.
         self._known: Any = collections.defaultdict(list)

@@ -50,12 +50,10 @@ class TorchRows:
         initial = self._initial_state(1)
         self._chunks, self._device = loops.runner.chunks(initial, num_prompts), device
         self.initial_row = self._chunks.row(initial)
-        # A step's cache also has recent tokens, of which the row of a new sequence has none.
+        # A step's cache may also have recent tokens, of which a new sequence has none.
+        self._initial_tensors = self._decoder.step.flatten_cache(initial)
         given = {id(t) for t in keras.tree.flatten(initial)}
-        flat = self._decoder.step.flatten_cache(initial)
-        self._given = [i for i, t in enumerate(flat) if id(t) in given]
-        self._added = [i for i, t in enumerate(flat) if id(t) not in given]
-        self._no_recent_tokens = Rows(flat, indices=self._added).copy(0)
+        self._given = [i for i, t in enumerate(self._initial_tensors) if id(t) in given]
 
     @property
     def num_prompts(self):
@@ -97,15 +95,17 @@ class TorchRows:
     @torch.no_grad()
     def insert(self, slot, row, token, max_new_tokens, stops):
         self._decoder.sequences.insert(slot, max_new_tokens, stops)
-        self._decoder.rows(self._given).set(slot, self._row(row))
-        self._decoder.rows(self._added).set(slot, self._no_recent_tokens)
-        self._decoder.token[slot] = int(token)
+        tensors = [*self._initial_tensors]
+        for index, t in zip(self._given, self._chunks.tensors(self._row(row)), strict=True):
+            tensors[index] = t
+        self._decoder.rows().set(slot, Rows(tensors).copy(0))
+        self._decoder.token[slot].fill_(int(token))
         sampler = self._decoder.sampler
         if sampler.counts is not None:
-            sampler.counts[slot] = 0
+            sampler.counts[slot].zero_()
 
     def stop(self, slot):
-        self._decoder.sequences.active[slot] = False
+        self._decoder.sequences.active[slot].zero_()
 
     @torch.no_grad()
     def extract(self, slot):
@@ -233,8 +233,9 @@ class _Sequences(ActiveSequences):
             more = len(stops) - self.stops.shape[1]
             self.stops = torch.nn.functional.pad(self.stops, (0, more), value=-1)
         set_row(self.stops, slot, stops)
-        self.free_length[slot], self.count[slot] = free_length, 0
-        self.active[slot] = True
+        self.free_length[slot].fill_(free_length)
+        self.count[slot].zero_()
+        self.active[slot].fill_(True)
 
     def advance(self, token, sampled):
         """Returns the next tokens [B, 1]; updates the other tensors in place."""
@@ -259,4 +260,4 @@ def set_row(array, slot, value):
     if np.ndim(value):
         upload(array[slot], np.asarray(value))
     else:
-        array[slot] = np.asarray(value).item()
+        array[slot].fill_(np.asarray(value).item())

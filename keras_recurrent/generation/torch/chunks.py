@@ -13,7 +13,7 @@ from keras_recurrent.generation.torch.rows import Rows
 
 # Maximum number of parts of a program on a GPU, which in one part would delay a decoding step by
 # the time of several, and minimum number of operations of a part.
-MAX_PARTS, MIN_OPERATIONS = 24, 32
+MAX_PARTS, MIN_OPERATIONS = 48, 32
 
 
 class Chunks:
@@ -51,9 +51,13 @@ class Chunks:
         """Returns the `Row` of a cache of one sequence."""
         return Rows(keras.tree.flatten(cache)).copy(0)
 
+    def tensors(self, row):
+        """Returns the tensors of the cache of a `Row`, flat."""
+        return self._rows.tensors(row)
+
     def cache(self, row):
         """Returns the cache of a `Row`."""
-        return keras.tree.pack_sequence_as(self._example, self._rows.tensors(row))
+        return keras.tree.pack_sequence_as(self._example, self.tensors(row))
 
     @torch.no_grad()
     def __call__(self, rows, tokens, mask):

@@ -17,14 +17,12 @@ class Rows:
     Args:
         tensors: a list of tensors.
         stacks: a list of `(indices, stacked tensor)` of which some of them are views.
-        indices: the indices of those of the tensors that are in a row. None: all.
     """
 
-    def __init__(self, tensors, stacks=(), indices=None):
-        by_indices = {tuple(found): stack for found, stack in stacks}
+    def __init__(self, tensors, stacks=()):
+        by_indices = {tuple(indices): stack for indices, stack in stacks}
         groups: dict = {}
-        for index in range(len(tensors)) if indices is None else indices:
-            t = tensors[index]
+        for index, t in enumerate(tensors):
             groups.setdefault((t.shape[1:], t.dtype), []).append(index)
         self._groups = list(groups.values())
         # For each group a stacked tensor [n, B, ...], or a list of n tensors.
@@ -47,7 +45,7 @@ class Rows:
             if isinstance(part, list):
                 torch._foreach_copy_([t[index] for t in part], list(values))
             else:
-                part[:, index] = values
+                part[:, index].copy_(values)
 
     def tensors(self, row):
         """Returns the tensors [1, ...] of a `Row`, views in the order of the given tensors."""

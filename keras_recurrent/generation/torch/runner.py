@@ -191,9 +191,9 @@ class _GraphDecoder:
         """The token [B, 1] that the next step reads."""
         return self._graph.token
 
-    def rows(self, indices=None):
-        """Returns the `Rows` of all tensors of the cache, or of some."""
-        return Rows(self._graph.cache, self._graph.stacks, indices)
+    def rows(self):
+        """Returns the `Rows` of the cache."""
+        return Rows(self._graph.cache, self._graph.stacks)
 
     def next_token(self):
         """Returns the next tokens [B, 1], which the next call may overwrite."""
@@ -229,9 +229,9 @@ class _FunctionDecoder:
         """The token [B, 1] that the next step reads."""
         return self._token
 
-    def rows(self, indices=None):
-        """Returns the `Rows` of all tensors of the cache, or of some, before the next step."""
-        return Rows(self._flat, indices=indices)
+    def rows(self):
+        """Returns the `Rows` of the cache, until the next step."""
+        return Rows(self._flat)
 
     def next_token(self):
         """Returns the next tokens [B, 1]."""
