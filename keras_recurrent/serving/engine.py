@@ -28,9 +28,9 @@ class Engine:
     One thread launches all work on the device. All active requests decode in one step of
     `num_slots` sequences. Prompts are processed in chunks between two steps. On torch on an NVIDIA
     GPU, a program processes chunks of up to eight prompts, one for each 16 slots. It runs in many
-    parts; those before a step delay it by at most 40 % of its time, or are a single part.
-    Elsewhere, one chunk precedes each step, or two of at most half the length. If slots are free,
-    and at least four requests are queued for them, the delay is up to four times as long.
+    parts; those before a step delay it by about 42 % of its time, or are a single part. Elsewhere,
+    one chunk precedes each step, or two of at most half the length. If at least two requests are
+    queued while slots are free for them, the delay is two to four times as long.
 
     Prompts are started in the order of `submit`. They are cut into chunks at fixed positions and at
     ends of messages, so that the tokens of a request do not depend on other requests, except

@@ -11,7 +11,7 @@ from keras_recurrent.serving.prefix_cache import MIN_TOKENS
 
 # While n requests wait for slots that are free, the bound on delays of steps is multiplied by
 # 1 + n // `WAITING_PER_FACTOR`, at most by `MAX_FACTOR`.
-WAITING_PER_FACTOR, MAX_FACTOR = 4, 4
+WAITING_PER_FACTOR, MAX_FACTOR = 2, 4
 SECONDS_PER_SEARCH = 0.02  # between two searches of the queue for ended requests
 
 

@@ -463,9 +463,10 @@ def _scheduler(slots, lengths):
 def test_chunks_between_two_steps_are_bounded():
     """A long chunk follows a short one before the next step, or short prompts take a step each."""
     slots = Slots(8, num_prompts=1)
-    scheduler = _scheduler(slots, (19, 3, 2, 9, 5, 5))
-    found = [slots.after_step(scheduler) for _ in range(5)]
-    assert found == [[[8], [8]], [[2], [2], [1]], [[8]], [[4], [4]], []]  # at first, four wait
+    scheduler = _scheduler(slots, (19, 9, 3, 2, 5))
+    found = [slots.after_step(scheduler) for _ in range(4)]
+    # Three requests wait for the free slots before the first two steps.
+    assert found == [[[8], [8]], [[2], [8], [2]], [[1], [4]], []]
 
 
 @pytest.mark.once

@@ -13,7 +13,7 @@ from keras_recurrent.generation.torch.rows import Rows
 
 # Maximum number of parts of a program on a GPU, which in one part would delay a decoding step by
 # the time of several, and minimum number of operations of a part.
-MAX_PARTS, MIN_OPERATIONS = 48, 32
+MAX_PARTS, MIN_OPERATIONS = 24, 32
 
 
 class Chunks:
@@ -80,10 +80,10 @@ class Chunks:
             self._rows.set(i, row)
         upload(program.tokens, tokens)
         upload(program.mask, mask)
-        for index, run in enumerate(program.parts):
-            if index:
-                yield
+        for run in program.parts:
+            yield
             run()
+        yield
         return [self._rows.copy(i) for i in range(len(rows))]
 
     def _run_layers(self, cache, tokens, mask):
