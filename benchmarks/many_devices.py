@@ -156,7 +156,7 @@ def measure_torch(arguments, count):
     if arguments.split == "weights" and count > 1:
         called = module.fully_shard()
     elif count > 1:
-        called = DistributedDataParallel(module)
+        called = DistributedDataParallel(module, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(module.parameters(), 1e-5, fused=on_gpu)
     x, y = batch(arguments, count)
     axis = 1 if arguments.split == "time" else 0
