@@ -38,21 +38,26 @@ class Scheduler:
         self.num_tokens, self.num_prompt_tokens = 0, 0
 
     def add(self, sequence, max_queued):
-        """Appends a sequence to the queue; returns False if it has `max_queued` sequences."""
+        """Appends a sequence to the queue; returns False if `max_queued` sequences wait."""
         with self._lock:
-            if len(self._queue) >= max_queued:
+            if self.num_queued >= max_queued:
                 return False
             self._queue.append(sequence)
             return True
 
     @property
     def num_queued(self):
-        return len(self._queue)
+        """Number of sequences for which no slot is free or which have not been started."""
+        return len(self._queue) + max(0, self._num_started - self._slots.num_free)
 
     @property
     def num_active(self):
-        """Number of sequences in slots or on the way to one."""
-        return self._slots.num_active + len(self._prompts) + len(self._ready)
+        """Number of sequences in slots, or with a free slot and a started prompt."""
+        return self._slots.num_active + min(self._num_started, self._slots.num_free)
+
+    @property
+    def _num_started(self):
+        return len(self._prompts) + len(self._ready)
 
     @property
     def sequences(self):
@@ -138,7 +143,7 @@ class Scheduler:
                 del self._ready[0]
             # More prompts are started than fit into a program, so that slots need not wait.
             limit = 2 * self._slots.num_prompts
-            if not self._queue or len(self._prompts) + len(self._ready) >= limit:
+            if not self._queue or self._num_started >= limit:
                 return
             with self._lock:
                 sequence = self._queue.popleft()
