@@ -260,4 +260,4 @@ def set_row(array, slot, value):
     if np.ndim(value):
         upload(array[slot], np.asarray(value))
     else:
-        array[slot].fill_(np.asarray(value).item())
+        array[slot].fill_(np.asarray(value).item())  # an assignment waits for a GPU

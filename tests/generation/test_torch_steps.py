@@ -30,6 +30,7 @@ from keras_recurrent.generation.torch.sampling import RECENT
 from keras_recurrent.generation.torch.step import Step, _inline_scalars
 from keras_recurrent.layers import hgrn2
 from keras_recurrent.models import SamplingParams
+from keras_recurrent.serving.torch_slots import TorchRows
 from tests.generation.captures import capture_on_cpu
 from tests.generation.test_programs import prompts
 from tests.generation.token_samplers import token_sampler
@@ -205,23 +206,46 @@ def test_captured_steps_write_states_every_few_tokens(sizes, name, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
+# Copy from the device and to it: `tensor[i] = number` calls the second.
+WAITING = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.lift_fresh.default}
+
+
+def operators(function):
+    """Returns the set of torch's operators that a function calls."""
+    called = set()
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            called.add(function)
+            return function(*args, **(kwargs or {}))
+
+    with Operators():
+        function()
+    return called
+
+
+def test_slots_change_without_waiting():
+    """Fails if an engine that inserts a sequence waits for the step that runs."""
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    rows = TorchRows(model, model._require_loops("Engine"), 2, 64)
+
+    def change():
+        rows.insert(1, rows.initial_row, np.int32(3), 9, np.full(4, -1, "int32"))
+        rows.stop(1)
+
+    called = operators(change)
+    assert torch.ops.aten.fill_.Scalar in called
+    assert not WAITING & called
+    rows.close()
+
+
 def test_recent_tokens_are_removed_without_waiting():
     """Fails if an engine that saves a state waits for the step that runs."""
     backbone = tiny_causal_lm(family="hgrn2", num_layers=1).backbone
     cache = backbone.add_recent_tokens(backbone.get_initial_state(2))
-    called = []
-
-    class Operators(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            called.append(function)
-            return function(*args, **(kwargs or {}))
-
-    with Operators():
-        remove_recent_tokens(cache)
-    aten = torch.ops.aten
-    assert aten.where.self in called
-    # These copy from the device and to it.
-    assert not {aten._local_scalar_dense.default, aten.lift_fresh.default} & {*called}
+    called = operators(lambda: remove_recent_tokens(cache))
+    assert torch.ops.aten.where.self in called
+    assert not WAITING & called
 
 
 def test_a_step_keeps_no_larger_copies_of_weights(monkeypatch):
