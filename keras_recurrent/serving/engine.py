@@ -29,8 +29,9 @@ class Engine:
     `num_slots` sequences. Prompts are processed in chunks between two steps. On torch on an NVIDIA
     GPU, a program processes chunks of up to eight prompts, one for each 16 slots. It runs in many
     parts; those before a step delay it by about 42 % of its time, or are a single part. Elsewhere,
-    one chunk precedes each step, or two of at most half the length. If at least two requests are
-    queued while slots are free for them, the delay is two to four times as long.
+    chunks of one prompt precede each step, of together at most 1.25 times `prefill_chunk` tokens.
+    Twice as many prompts as a program has are started at a time. If at least two further requests
+    are queued while slots are free for them, the delay is two to four times as long.
 
     Prompts are started in the order of `submit`. They are cut into chunks at fixed positions and at
     ends of messages, so that the tokens of a request do not depend on other requests, except

@@ -41,6 +41,7 @@ class JaxRows:
         self._free_length = np.zeros(num_slots, "int32")
         self._stops = np.full((num_slots, STOPS_PER_STEP), -1, "int32")
         self._limits: Any = None
+        self._latest: Any = ()  # the latest result of `process`
         self._counts, self._compiling = None, {}  # threads, by features and number of stop tokens
         zeros = jnp.zeros(num_slots, "int32")
         # The tokens are copied: a program must not get an array twice that it overwrites.
@@ -66,7 +67,11 @@ class JaxRows:
         """As in `TorchRows`, in one part."""
         weights, variant = self._fixed
         yield from ()
-        return [self._process(*rows, tokens, mask, weights, variant=variant)]
+        self._latest = self._process(*rows, tokens, mask, weights, variant=variant)
+        return [self._latest]
+
+    def wait(self):
+        jax.block_until_ready(self._latest)
 
     def cache(self, row):
         return row
@@ -144,7 +149,7 @@ class JaxRows:
         """Drops the arrays."""
         for thread in self._compiling.values():
             thread.join()
-        self._state = None
+        self._state = self._latest = None
         vars(self).pop("_fixed", None)
 
     @functools.cached_property

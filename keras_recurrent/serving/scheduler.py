@@ -83,6 +83,8 @@ class Scheduler:
         before, self._ahead = self._ahead, launched
         if before is not None:
             self._receive(*before)
+        elif launched is None:
+            self._slots.wait()  # a request that arrives meanwhile joins the next program
 
     def _end_from_outside(self):
         """Ends sequences that are cancelled or late."""
@@ -110,22 +112,19 @@ class Scheduler:
         self._start_prompts()
         num_waiting = min(len(self._queue), self._slots.num_free)
         rest = factor = min(MAX_FACTOR, 1 + num_waiting // WAITING_PER_FACTOR)
-        while self._program or self._start_program():
-            parts, cost = self._program
+        while self._program or (sequences := self._next_chunks()):
+            if self._program:
+                parts, cost = self._program
+            else:
+                longest = max(self._chunk_end(s) - s.num_processed for s in sequences)
+                parts, cost = None, self._slots.cost(longest)
             # At least one part, and as many as come closest to the bound.
             if rest <= cost / 2 and rest < factor:
                 break
             rest -= cost
-            if next(parts, None) is None:
-                self._program = None
-
-    def _start_program(self):
-        """Starts the next program of chunks; returns False if there is none."""
-        sequences = self._next_chunks()
-        if sequences:
-            longest = max(self._chunk_end(s) - s.num_processed for s in sequences)
-            self._program = self._process(sequences), self._slots.cost(longest)
-        return bool(sequences)
+            if parts is None:
+                parts = self._process(sequences)
+            self._program = (parts, cost) if next(parts, None) else None
 
     def _next_chunks(self):
         """Returns a list of the sequences whose chunks are processed next, in one program."""
@@ -215,7 +214,8 @@ class Scheduler:
         sequence.end(reason)
 
     def fail(self, error):
-        """Ends all sequences with an error."""
+        """Ends all sequences with an error, and drops what is in progress on the device."""
+        self._program = self._ahead = None
         for sequence in self.sequences:
             if not sequence.request.done:
                 sequence.end(error=error)

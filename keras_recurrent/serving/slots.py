@@ -12,7 +12,7 @@ from keras_recurrent.generation.sampling import STOPS_PER_STEP, Features, featur
 
 MIN_CHUNK = 32  # tokens
 MAX_DELAY = 0.42  # of a step, by parts of chunks before it
-TIMED_RUNS = 4  # of which the first one compiles
+TIMED_RUNS = 3
 
 Rows: Any
 if keras.config.backend() == "torch":
@@ -76,11 +76,14 @@ class Slots:
         self._rows.insert(0, row, 0, 1, np.full(self._num_stops, -1, "int32"))
         self._rows.stop(0)
         self._rows.extract(0)
+        for size in self._chunk_sizes:
+            self._time_step(size)  # compiles
         step = min(self._time_step() for _ in range(TIMED_RUNS))[0]
         for size in self._chunk_sizes:
             seconds, num_parts = min(self._time_step(size) for _ in range(TIMED_RUNS))
             if num_parts > 1:
-                self._costs[size] = (seconds - step) / num_parts / (MAX_DELAY * step)
+                cost = (seconds - step) / num_parts / (MAX_DELAY * step)
+                self._costs[size] = max(cost, 1 / num_parts)  # a time may be wrong
         self._known[self._num_stops].append(Features())
 
     def _time_step(self, chunk_size=None):
@@ -126,6 +129,10 @@ class Slots:
         after = yield from self._rows.process(rows, tokens, mask)
         for sequence, stop, row in zip(sequences, stops, after, strict=True):
             sequence.row, sequence.num_processed = row, stop
+
+    def wait(self):
+        """Waits until the device has done all work."""
+        self._rows.wait()
 
     def insert(self, sequence):
         """Moves a sequence to a free slot, after its prompt without the last token is processed."""

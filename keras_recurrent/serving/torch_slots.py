@@ -124,6 +124,10 @@ class TorchRows:
 
         return results
 
+    def wait(self):
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
     def close(self):
         self._stack.close()
         self._chunks = None

@@ -422,6 +422,7 @@ class Slots:
 
     max_chunk = CHUNK
     is_ready = staticmethod(lambda sequence: True)
+    wait = staticmethod(lambda: None)
     num_active = 0
 
     def __init__(self, num_free, num_prompts, num_parts=1):

@@ -154,8 +154,11 @@ class _Program:
         interpreter.env, parts = values, []
 
         def run(part):
+            own = set(part)
             for node in part:
                 values[node] = interpreter.run_node(node)
+                for used in own.intersection(interpreter.user_to_last_uses.get(node, ())):
+                    del values[used]
             if part[-1] is nodes[-1]:
                 after = [values[node] for node in graph.output_node().args[0]]
                 overwrite(self._cache, after, self._stacks)
@@ -169,7 +172,7 @@ class _Program:
             later = {*nodes[start + size :], graph.output_node()}
             for node in [n for n in values if n.op != "placeholder"]:
                 if later.isdisjoint(node.users):
-                    del values[node]  # later parts may use its memory
+                    del values[node]  # of an earlier part; later parts may use its memory
         self.parts = parts
         return pool
 

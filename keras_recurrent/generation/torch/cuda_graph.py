@@ -35,12 +35,7 @@ def capture(function, device, pool=None):
         The graph, and the result of the function, which each replay overwrites.
     """
     with _capturing, torch.cuda.device(device), torch.no_grad():
-        # Run once before, to compile and load kernels, which cannot be captured.
-        first = torch.cuda.Stream()
-        first.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(first):
-            function()
-        torch.cuda.current_stream().wait_stream(first)
+        function()  # compiles and loads kernels, which cannot be captured
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device during the capture.
         mode = "thread_local"
