@@ -249,6 +249,9 @@ class Engine:
     def close(self, wait=True):
         """Ends the engine; `submit` raises `EngineClosed` from now on.
 
+        A later call can still shorten the time. In a callback, which the engine's thread calls,
+        this method does not wait.
+
         Args:
             wait: True finishes all requests, False cancels them. A number is the time in seconds
                 after which the remaining ones are cancelled.
@@ -257,15 +260,17 @@ class Engine:
             A list of the `EngineRequest`s that had not ended, each with its `finish_reason`.
         """
         with self._changed:
-            is_first, self._is_closed = not self._is_closed, True
-            sequences = self._scheduler.sequences if is_first else []
+            self._is_closed = True
+            requests = [sequence.request for sequence in self._scheduler.sequences]
             self._changed.notify_all()
-        requests = [sequence.request for sequence in sequences]
+        may_wait = threading.current_thread() is not self._thread
         if wait is not True:
-            self._thread.join(float(wait))
+            if may_wait:
+                self._thread.join(float(wait))
             for request in requests:
                 request.cancel()
-        self._thread.join()
+        if may_wait:
+            self._thread.join()
         return requests
 
     def __enter__(self):

@@ -258,6 +258,29 @@ def test_full_and_closed_engines_refuse(model):
 
 @needs_engine
 @pytest.mark.once
+def test_another_call_of_close_cancels(model):
+    """It does nothing while the first one waits, or the engine's thread waits for itself."""
+    endless = {"max_new_tokens": 100_000, "stop_token_ids": None}
+    options = {"max_length": 200_000, "prefill_chunk": 8, "prefix_cache_bytes": 0}
+    engine = Engine(model, num_slots=2, **options)
+    request = _submit(engine, 1, **endless)
+    waiting = threading.Thread(target=engine.close)
+    waiting.start()
+    assert engine.close(wait=False) == [request]
+    assert request.finish_reason == "cancelled"
+    waiting.join()
+
+    engine = Engine(model, num_slots=2, **options)
+    request, found = _submit(engine, 1, **endless), []
+    short = _submit(engine, 1, max_new_tokens=1)
+    short.add_done_callback(lambda done: found.append(engine.close(wait=False)))
+    assert request.result(60).finish_reason == "cancelled"
+    engine.close()
+    assert request in found[0]
+
+
+@needs_engine
+@pytest.mark.once
 def test_a_failed_engine_ends_all_requests(model, monkeypatch):
     """A request that was on its way to a slot never ends."""
     engine = Engine(model, num_slots=1, max_length=200, prefix_cache_bytes=0)
