@@ -27,10 +27,11 @@ class Engine:
 
     One thread launches all work on the device. All active requests decode in one step of
     `num_slots` sequences. Prompts are processed in chunks between two steps. On torch on an NVIDIA
-    GPU, a program processes chunks of up to eight prompts, one for each 16 slots. It runs in many
-    parts; those before a step delay it by about 42 % of its time, or are a single part. Elsewhere,
-    chunks of one prompt precede each step, of together at most 1.25 times `prefill_chunk` tokens.
-    Twice as many prompts as a program has are started at a time. If at least two further requests
+    GPU, one program processes a chunk of each of several prompts: one prompt per 16 slots, at least
+    one and at most eight. The program is split into many parts. The parts before a step delay it by
+    about 42 % of the time of a step; at least one part runs. Elsewhere, each chunk is a program,
+    and those between two steps have at most 1.25 times `prefill_chunk` tokens in total. The engine
+    starts twice as many prompts at a time as a program processes. If at least two further requests
     are queued while slots are free for them, the delay is two to four times as long.
 
     Prompts are started in the order of `submit`. They are cut into chunks at fixed positions and at

@@ -9,7 +9,7 @@ import numpy as np
 
 from keras_recurrent.serving.prefix_cache import MIN_TOKENS
 
-# While n requests wait for slots that are free, the bound on delays of steps is multiplied by
+# While n requests are queued although slots are free, the bound on delays of steps is multiplied by
 # 1 + n // `WAITING_PER_FACTOR`, at most by `MAX_FACTOR`.
 WAITING_PER_FACTOR, MAX_FACTOR = 2, 4
 SECONDS_PER_SEARCH = 0.02  # between two searches of the queue for ended requests
@@ -47,7 +47,7 @@ class Scheduler:
 
     @property
     def num_queued(self):
-        """Number of sequences for which no slot is free or which have not been started."""
+        """Number of sequences that are not started, or started but without a free slot."""
         return len(self._queue) + max(0, self._num_started - self._slots.num_free)
 
     @property
@@ -79,7 +79,7 @@ class Scheduler:
         self._end_from_outside()
         self._process_chunks()
         launched = self._slots.step() if self._slots.num_active else None
-        # The host works on the tokens of the step before while the device computes this one.
+        # While the device computes this step, the host processes the tokens of the previous one.
         before, self._ahead = self._ahead, launched
         if before is not None:
             self._receive(*before)
@@ -87,7 +87,7 @@ class Scheduler:
             self._slots.wait()  # a request that arrives meanwhile joins the next program
 
     def _end_from_outside(self):
-        """Ends sequences that are cancelled or late."""
+        """Ends sequences that are cancelled or past their timeout."""
         now, ended = time.monotonic(), []
         if now >= self._next_search:
             self._next_search = now + SECONDS_PER_SEARCH
@@ -130,7 +130,7 @@ class Scheduler:
         """Returns a list of the sequences whose chunks are processed next, in one program."""
         self._start_prompts()
         # A program takes as long for one prompt as for more, so while no slot is free, it is run
-        # only with all of its prompts.
+        # only with the full number of prompts.
         fewest = 1 if self._slots.num_free else self._slots.num_prompts
         return self._prompts[: self._slots.num_prompts] if len(self._prompts) >= fewest else []
 
@@ -154,8 +154,8 @@ class Scheduler:
     def _chunk_end(self, sequence):
         """Returns the position at which the next chunk of a prompt ends.
 
-        Chunks end at multiples from the start of the prompt, whatever was cached, and where states
-        are saved.
+        Chunks end at multiples of `max_chunk` from the start of the prompt, whatever was cached,
+        and where states are saved.
         """
         begin, last = sequence.num_processed, len(sequence.prompt) - 1
         chunk = self._slots.max_chunk

@@ -1,4 +1,4 @@
-"""Chunks of prompts: short CUDA graphs in a row on NVIDIA GPUs, else layer by layer."""
+"""Chunks of prompts: a sequence of short CUDA graphs on NVIDIA GPUs, else layer by layer."""
 
 import functools
 import math
@@ -11,15 +11,16 @@ from keras_recurrent.generation.modes import add_reason
 from keras_recurrent.generation.torch.cuda_graph import capture, clone_stacked, overwrite
 from keras_recurrent.generation.torch.rows import Rows
 
-# Maximum number of parts of a program on a GPU, which in one part would delay a decoding step by
-# the time of several, and minimum number of operations of a part.
+# Maximum number of parts of a program on a GPU, and minimum number of operations of a part. In one
+# part, a program would delay a decoding step by the time of several steps.
 MAX_PARTS, MIN_OPERATIONS = 24, 32
 
 
 class Chunks:
     """Function of the rows, tokens and masks of some prompts, which returns the next rows.
 
-    On NVIDIA GPUs, each number of tokens is a program of `num_prompts` prompts, in several parts.
+    On NVIDIA GPUs, a program is made for each number of tokens. It processes `num_prompts` prompts
+    in several parts.
     Elsewhere, a call is one part. The weights must not change between calls.
 
     Args:
@@ -87,7 +88,7 @@ class Chunks:
         return [self._rows.copy(i) for i in range(len(rows))]
 
     def _run_layers(self, cache, tokens, mask):
-        """Runs the layers for the tokens alone, which on a CPU is as fast as a program."""
+        """Runs the layers on the tokens without padding, on a CPU as fast as a program."""
         tokens = keras.ops.convert_to_tensor(tokens[:, : mask.sum()])
         return self._model.backbone.hidden_states(tokens, cache=cache)[1]
 
@@ -106,7 +107,7 @@ class Chunks:
         return program
 
     def _shared(self, prepared):
-        """Returns the tensors of earlier programs if they are equal, to use their memory."""
+        """Returns the tensors of an earlier program if they are equal, to save memory."""
         is_equal = len(self._prepared) == len(prepared) and all(
             a is b or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
             for a, b in zip(self._prepared, prepared, strict=True)

@@ -1,7 +1,7 @@
-"""Rows: caches of one sequence in few tensors, as each operation takes the host time.
+"""Rows: caches of one sequence in few tensors, since the host needs time for each operation.
 
-A row is a list of tensors [n, ...], one for the n tensors of a cache that have equal shapes and
-dtypes.
+A row is a list of tensors [n, ...], one for each group of n tensors of a cache with equal shapes
+and dtypes.
 """
 
 import torch
@@ -16,7 +16,7 @@ class Rows:
 
     Args:
         tensors: a list of tensors.
-        stacks: a list of `(indices, stacked tensor)` of which some of them are views.
+        stacks: a list of `(indices, stacked tensor)`; the tensors at `indices` are its views.
     """
 
     def __init__(self, tensors, stacks=()):
