@@ -63,13 +63,6 @@ def print_kernels(title, events, count):
         print(f"{line} {statistics.median(times):7.2f}  {name[:80]}")
 
 
-def run_chunks(rows, size):
-    """Processes a chunk of `size` tokens of as many prompts as fit into a program."""
-    states = [rows.initial_row] * rows.num_prompts
-    shape = rows.num_prompts, size
-    return collections.deque(rows.process(states, np.ones(shape, "int32"), np.ones(shape, bool)), 0)
-
-
 def milliseconds(run, count=20):
     """Returns the mean time of `count` runs."""
     torch.cuda.synchronize()
@@ -133,7 +126,7 @@ def main():
     with Engine(model, arguments.slots, length, max_queued=10**4, **options) as engine:
         slots = engine._slots
         for size in slots._chunk_sizes:
-            run = functools.partial(run_chunks, slots._rows, size)
+            run = functools.partial(slots.process_example, size)
             print_kernels(f"a program of {slots.num_prompts}x{size} tokens", trace(run), 1)
             print(
                 f"alone {milliseconds(run):.3f} ms, share of the bound per part", slots.cost(size)

@@ -124,11 +124,14 @@ class Scheduler:
             rest -= cost
             if parts is None:
                 parts = self._process(sequences)
-            self._program = (parts, cost) if next(parts, None) else None
+            if next(parts, None):
+                self._program = parts, cost
+            else:
+                self._program = None
+                self._start_prompts()  # its sequences may be ready
 
     def _next_chunks(self):
         """Returns a list of the sequences whose chunks are processed next, in one program."""
-        self._start_prompts()
         # A program takes as long for one prompt as for more, so while no slot is free, it is run
         # only with the full number of prompts.
         fewest = 1 if self._slots.num_free else self._slots.num_prompts

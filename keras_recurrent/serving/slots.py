@@ -92,13 +92,19 @@ class Slots:
         Returns:
             The time in seconds, and the number of parts of the program.
         """
-        start, num_parts = time.perf_counter(), 0
-        if chunk_size is not None:
-            shape = self.num_prompts, chunk_size
-            arguments = np.ones(shape, "int32"), np.ones(shape, bool)
-            num_parts = 1 + sum(1 for _ in self._rows.process([self._rows.initial_row], *arguments))
+        start = time.perf_counter()
+        num_parts = 0 if chunk_size is None else self.process_example(chunk_size)
         self._rows.step(Features(), None, {})()
         return time.perf_counter() - start, num_parts
+
+    def process_example(self, chunk_size):
+        """Processes chunks of as many prompts as fit into a program; returns the number of parts.
+
+        chunk_size: integer, one of the numbers of tokens to which chunks are padded.
+        """
+        rows, shape = [self._rows.initial_row] * self.num_prompts, (self.num_prompts, chunk_size)
+        parts = self._rows.process(rows, np.ones(shape, "int32"), np.ones(shape, bool))
+        return 1 + sum(1 for _ in parts)
 
     @property
     def num_prompts(self):

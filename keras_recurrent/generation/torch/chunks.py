@@ -20,8 +20,7 @@ class Chunks:
     """Function of the rows, tokens and masks of some prompts, which returns the next rows.
 
     On NVIDIA GPUs, a program is made for each number of tokens. It processes `num_prompts` prompts
-    in several parts.
-    Elsewhere, a call is one part. The weights must not change between calls.
+    in several parts. Elsewhere, a call is one part. The weights must not change between calls.
 
     Args:
         model: the language model.
