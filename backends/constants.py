@@ -33,11 +33,10 @@ SMALLEST_SCALED_EPSILON = 2.0**-70
 # small chunks would not amortize.
 CROSSENTROPY_CHUNK = 4096
 
-# Batch rows that the fused linear layers of a decoding step take at once: a tile of tensor cores.
-MAX_FUSED_ROWS = 16
-
-# In captured steps of more sequences, HGRN2 writes the state of a sequence once per so many tokens.
+# In captured steps of many sequences, HGRN2 writes the state of a sequence once per so many tokens.
 STATE_WRITE_INTERVAL = 8
+# From so many sequences on, a step reads and writes more bytes of states than of weights.
+MIN_DELAYED_ROWS = 17
 # Maximum number of key channels of a head in the Triton kernel of HGRN2's step.
 MAX_STEP_KEYS = 256
 
@@ -45,6 +44,12 @@ MAX_STEP_KEYS = 256
 SQUARES_GROUP = 32
 # Columns in a group whose squares `norm_linear` adds, for the norm that follows it.
 ROW_SQUARES_GROUP = 256
+
+
+def max_fused_rows(dtype):
+    """Batch rows of a dtype that the fused linear layers of a step take: a tile of tensor cores."""
+    return 128 if dtype == "bfloat16" else 16
+
 
 # Activations are quantized by 127 / (max |x| + ROW_EPSILON), as in Keras.
 ROW_EPSILON = 1e-7

@@ -58,15 +58,12 @@ def state_or_zeros(initial_state, shape, dtype, like):
 
 
 def product(a, b, dtype):
-    """a b, accumulated and returned in `dtype`. b: [K, N], or a stack [P, K, N]."""
-    multiply = torch.mm
-    if b.ndim == 3:
-        a, multiply = a.expand(len(b), -1, -1), torch.bmm
+    """a b, accumulated and returned in `dtype`."""
     if a.dtype == b.dtype == dtype:
-        return multiply(a, b)
+        return a @ b
     if a.is_cuda and a.dtype == b.dtype:
-        return multiply(a, b, out_dtype=dtype)
-    return multiply(a.to(dtype), b.to(dtype))
+        return torch.mm(a, b, out_dtype=dtype)
+    return a.to(dtype) @ b.to(dtype)
 
 
 def fresh(tensor, dtype):

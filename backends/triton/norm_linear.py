@@ -1,7 +1,8 @@
 """y = RMSNorm(x) W + b: norm and linear layers, which take most of a decoding step's time.
 
-Of up to 16 rows, a program computes some columns of y from all channels of x. Where there are few
-columns, it takes some of the channels, and another launch adds these partial sums.
+Of up to 16 rows, or 128 in bfloat16, a program computes some columns of y from all channels of x.
+Where there are few columns, it takes some of the channels, and another launch adds these partial
+sums.
 
 - A single row is normalized in the same kernel. The gate of a gated MLP is applied by the down
   projection where its programs read some channels each, otherwise by a separate launch: programs
@@ -13,14 +14,10 @@ columns, it takes some of the channels, and another launch adds these partial su
   factor multiplies the products: no launch reads x only to normalize it. With `next_scale`, the
   launch that adds partial sums prepares the norm that follows in this way.
 
-Products of more rows are those of the framework; one launch after a product does the rest. While a
-decoding step is traced, weights of equal shape are stacked for one batched product. The stack
-depends only on weights: it is computed once, not in each step.
+Products of more rows are those of the framework; one launch after a product does the rest.
 """
 
-import math
-
-from ..constants import MAX_FUSED_ROWS, ROW_SQUARES_GROUP
+from ..constants import ROW_SQUARES_GROUP, max_fused_rows
 from . import rms_norm
 from ._decoding.norm_linear_kernels import columns_kernel, gate_kernel, sum_kernel
 from ._decoding.norm_linear_tiles import is_split, squares_options, tile_options
@@ -28,9 +25,7 @@ from ._runtime.framework import (
     forward_operation,
     matrix_product,
     pdl_options,
-    prepares_weights,
     run,
-    stack,
     step_unsupported_reason,
 )
 from ._runtime.launch import Array, Launch, cdiv, dtype_name, like
@@ -91,52 +86,22 @@ def norm_linear(
 
     With `next_scale`, [N], it ends with y * next_scale and sums of squares of y, [B, U].
     """
-    kernels, biases = [kernel, kernel_2, kernel_3, kernel_4], [bias, bias_2, bias_3, bias_4]
+    kernels, biases = (kernel, kernel_2, kernel_3, kernel_4), (bias, bias_2, bias_3, bias_4)
     count = 1 if gate else sum(k is not None for k in kernels)
-    groups = []
-    if x.shape[0] > MAX_FUSED_ROWS and prepares_weights():
-        groups = [[0, 1]] if gate else _equal_layers(kernels, biases, residual)
-    for group in groups:
-        _stack_group(kernels, group)
-        if not gate and biases[group[0]] is not None:
-            _stack_group(biases, group)
     outputs = _norm_linear(
         *(x, scale, *kernels, *biases, residual, squares, next_scale),
         epsilon=-1.0 if epsilon is None else float(epsilon),
         gate=_GATES.index(gate),
         output_scale=1.0 if output_scale is None else float(output_scale),
     )
-    outputs = list(outputs)
-    for group in [] if gate else groups:
-        for i, output in zip(group, outputs[group[0]].unbind(), strict=True):
-            outputs[i] = output
     return tuple(outputs[:count]) + (() if next_scale is None else tuple(outputs[4:]))
-
-
-def _equal_layers(kernels, biases, residual):
-    """Groups of indices of layers of equal shapes, two or more, for one product each."""
-    groups: dict = {}
-    if residual is None:  # which is added to the first output only
-        for i, (kernel, bias) in enumerate(zip(kernels, biases, strict=True)):
-            if kernel is not None:
-                groups.setdefault((tuple(kernel.shape), bias is None), []).append(i)
-    return [group for group in groups.values() if len(group) > 1]
-
-
-def _stack_group(tensors, group):
-    """Replaces the first tensor of a group by the stack of the group, and the others by None."""
-    stacked = stack([tensors[i] for i in group])
-    for i in group:
-        tensors[i] = None
-    tensors[group[0]] = stacked
 
 
 def results(x, scale, kernel, kernel_2, kernel_3, kernel_4, *others, gate: int, **_):
     def output(weight):
         if weight is None:
             return None
-        stack_shape = () if gate else weight.shape[:-2]
-        return Array((*stack_shape, x.shape[0], weight.shape[-1]), dtype_name(x))
+        return Array((x.shape[0], weight.shape[1]), dtype_name(x))
 
     weights = kernel, kernel_2, kernel_3, kernel_4
     if gate:
@@ -171,7 +136,7 @@ def forward(
     outputs = results(*tensors, next_scale, gate=gate)
     rows = x.shape[0]
     ends = {"residual": residual, "next_scale": next_scale, "output_scale": output_scale}
-    if rows > MAX_FUSED_ROWS:
+    if rows > max_fused_rows(dtype_name(x)):
         return _many_rows(tensors, outputs, squares=squares, epsilon=epsilon, gate=gate, **ends)
     if gate and kernel_3 is not None:
         gate_tensors = x, scale, kernel, kernel_2, None, None, bias, bias_2, None, None
@@ -201,29 +166,21 @@ def _gate_and_up(tensors, squares, epsilon):
 
 
 def _many_rows(tensors, outputs, *, squares, epsilon, gate, residual, next_scale, output_scale):
-    """Products of the framework; a launch after each applies gate, norm's factor, bias and ends.
-
-    A kernel may be a stack of kernels, [P, K, N], with biases [P, N] and outputs [P, B, N]. With a
-    gate, only the first may be one: of the gate's kernel and the other one.
-    """
+    """Products of the framework; a launch after each applies gate, norm's factor, bias and ends."""
     (x, scale), kernels, biases = tensors[:2], tensors[2:6], tensors[6:]
-    is_stack = len(kernels[0].shape) == 3
     norm = {"squares": squares, "epsilon": epsilon, "channels": x.shape[1]}
     ends = {"residual": residual, "output_scale": output_scale}
     if squares is None and epsilon >= 0:
         (x,) = rms_norm.forward(x, scale, epsilon=epsilon)
     if gate:
-        if is_stack:
-            totals = matrix_product(x, kernels[0], "float32")
-        else:
-            totals = [matrix_product(x, kernel, "float32") for kernel in kernels[:2]]
+        totals = [matrix_product(x, kernel, "float32") for kernel in kernels[:2]]
         if kernels[2] is None:
             return _gate(*totals, outputs[0], gate, *biases[:2], **norm, **ends), *[None] * 5
         x = _gate(*totals, like(totals[0]).astype(dtype_name(x)), gate, *biases[:2], **norm)
         kernels, biases, norm = kernels[2:], biases[2:], {}
     elif (
         squares is not None
-        and (is_stack or kernels[1] is not None)
+        and kernels[1] is not None
         and any(k is not None and b is None for k, b in zip(kernels, biases, strict=True))
     ):
         # One launch before the products, instead of one after each.
@@ -265,8 +222,7 @@ def _add_parts(
 ):
     """Adds partial sums [parts, B, N], and applies the norm's factor, bias, scale and residual.
 
-    Sums of a stack [P, B, N] have one part, and a bias [P, N]. outputs: the output, and with
-    `next_scale` the next norm's input and sums of squares.
+    outputs: the output, and with `next_scale` the next norm's input and sums of squares.
     """
     arrays = sums, squares, bias, residual, next_scale
     return _finish(sum_kernel, arrays, outputs, squares, PARTS=parts, **ends)
@@ -276,11 +232,10 @@ def _finish(
     kernel, arrays, outputs, squares, *, epsilon=-1.0, channels=1, output_scale=1.0, **constants
 ):
     """Runs a kernel that follows products, with a program for each block of columns of a row."""
-    *stack_shape, rows, columns = outputs[0].shape
+    rows, columns = outputs[0].shape
     options = {"K": channels, "N": columns, "OUTPUT_SCALE": output_scale, "BLOCK": _BLOCK}
     options |= {**constants, **squares_options(squares), **pdl_options(arrays[0])}
-    programs = math.prod(stack_shape) * rows * cdiv(columns, _BLOCK)
-    return run(Launch(kernel, programs, arrays, outputs, (rows, epsilon), options))
+    return run(Launch(kernel, rows * cdiv(columns, _BLOCK), arrays, outputs, (rows, epsilon), options))
 
 
 def _launch(

@@ -16,7 +16,7 @@ import keras
 from keras import ops
 
 from keras_recurrent import dispatch
-from keras_recurrent.backends.constants import MAX_FUSED_ROWS
+from keras_recurrent.backends.constants import max_fused_rows
 from keras_recurrent.checks.dtypes import dtype_of, sum_dtype
 from keras_recurrent.devices import jax_steps
 from keras_recurrent.layers import quantized
@@ -54,7 +54,8 @@ def can_fuse(inputs):
     """Returns True if a layer should take its fused step for inputs [B, T, ...]."""
     if not _scope.active or inputs.shape[1] > 1 or not dispatch.decodes_with_kernels(inputs):
         return False
-    return keras.distribution.distribution() is None or inputs.shape[0] <= MAX_FUSED_ROWS
+    is_distributed = keras.distribution.distribution() is not None
+    return not is_distributed or inputs.shape[0] <= max_fused_rows(dtype_of(inputs))
 
 
 def unfused_blocks(model):
@@ -199,7 +200,7 @@ def _linear(
 ):
     """Computes `linear` from these biases, on one device."""
     operation: Callable = norm_linear
-    weights, max_rows, further = _weights, MAX_FUSED_ROWS, {}
+    weights, max_rows, further = _weights, max_fused_rows(dtype_of(x)), {}
     if dispatch.BACKEND == "torch" and dtype_of(x) in ("float32", "bfloat16"):
         max_rows = x.shape[0]  # its kernels surround the products of more rows
     if layers[0].quantization_mode is not None:

@@ -242,7 +242,7 @@ def test_tokens_are_those_of_plain_passes():
     np.testing.assert_array_equal(found, expected)
 
 
-MANY = tuple(1 + i % 7 for i in range(20))  # lengths of more prompts than `MAX_FUSED_ROWS`
+MANY = tuple(1 + i % 7 for i in range(20))  # lengths of more prompts than `MIN_DELAYED_ROWS`
 
 
 @pytest.mark.parametrize(("sizes", "seed"), [({}, 5), (HYBRID, 3)], ids=["hgrn2", "hybrid"])

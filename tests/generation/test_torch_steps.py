@@ -191,7 +191,7 @@ def test_captured_steps_write_states_every_few_tokens(sizes, name, monkeypatch):
         hgrn2, "hgrn2_delayed_step", lambda **given: calls.append(given) or step(**given)
     )
     capture_on_cpu(monkeypatch)
-    monkeypatch.setattr(runner, "MAX_FUSED_ROWS", 1)
+    monkeypatch.setattr(runner, "MIN_DELAYED_ROWS", 2)
     monkeypatch.setattr(dispatch, "decodes_with_kernels", lambda tensor: True)
     with implementation(name):
         found, cache = model.generate(first, **options)

@@ -72,8 +72,8 @@ CASES = {
         *(2, "float32", 30, (1040, 1040, 300)), gate="silu", residual=True, next_norm=True
     ),
     "many rows": Case(35, "bfloat16", 300, kinds=True),
-    "many rows, three maps": Case(20, "bfloat16", 70, (16, 33, 9), parameters=False),
-    "many rows, delayed norm": Case(17, "bfloat16", 300, (16, 33, 9, 17), kinds=True, **EXTRAS),
+    "70 rows": Case(70, "bfloat16", 70, (16, 33, 9), kinds=True, **EXTRAS),
+    "many rows, delayed norm": Case(17, "float32", 70, (16, 33, 9, 17), kinds=True, **EXTRAS),
     "many rows, perceptron": Case(
         *(18, "float32", 70, (540, 540, 33)),
         **{"gate": "gelu", "residual": True, "next_norm": True, **EXTRAS},
@@ -88,14 +88,7 @@ CASES = {
     "extreme": Case(1, widths=(16, 17), scale="extreme"),
 }
 
-# Of `norm_linear` in a traced step, where one product takes several weights.
-STACKED = {
-    "biases": Case(17, "bfloat16", 300, (40, 40, 40), **EXTRAS),
-    "two pairs": Case(20, "bfloat16", 70, (16, 33, 33, 16), parameters=False),
-    "some biases": Case(17, "float32", 70, (40, 40, 9, 40), **EXTRAS),
-    "residual": Case(17, "float32", 70, (40, 40), residual=True),
-    **{name: CASES[f"many rows, {name}"] for name in ("perceptron", "silu", "gelu")},
-}
+
 QUANTIZED = {
     "4 bits, blocks": Case(
         1, widths=(16, 40, 8), channels=70, bits=4, block_size=32, quantize_row=False
@@ -146,12 +139,11 @@ def norm_linear(rng, case):
     tensors = {"x": _numbers(rng, case, case.rows, case.channels), "scale": None}
     if case.norm and case.parameters and not case.delayed_norm:
         tensors["scale"] = rng.normal(size=case.channels)
-    is_equal = case.gate is None and len(set(case.widths)) == 1
     for name, width in zip(names, case.widths, strict=True):
         behind = name == "_3" and case.gate is not None
         channels = case.widths[0] if behind else case.channels
         tensors[f"kernel{name}"] = rng.normal(size=(channels, width)) / channels**0.5
-        if case.parameters and (name != "_2" or is_equal):
+        if case.parameters and name != "_2":
             tensors[f"bias{name}"] = rng.normal(size=width)
     if case.residual:
         width = case.widths[-1 if case.gate else 0]

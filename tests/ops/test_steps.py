@@ -33,7 +33,6 @@ from tests.ops.steps import (
     CASES,
     DRAW,
     QUANTIZED,
-    STACKED,
     STATES,
     WITH_SQUARES,
     WRITTEN_OVER,
@@ -44,8 +43,6 @@ from tests.ops.steps import (
 
 if PLAIN == "jax":
     import jax
-elif PLAIN == "torch":
-    from torch.fx.experimental.proxy_tensor import make_fx
 
 KERNELS = kernels(DRAW)
 quantized_maps = pytest.mark.parametrize(
@@ -54,11 +51,8 @@ quantized_maps = pytest.mark.parametrize(
 every_kernel = pytest.mark.parametrize(("operation", "implementation"), KERNELS)
 
 
-def run(operation, implementation, drawn, traced=False):
-    """The results, in float64, and their dtypes.
-
-    traced: whether the results are those of a graph of torch, as in a step of generation.
-    """
+def run(operation, implementation, drawn):
+    """The results, in float64, and their dtypes."""
     module = dispatch.IMPLEMENTATIONS[operation][implementation]
     arguments = {
         name: None if t is None else native.tensor(t, drawn.dtypes[name])
@@ -70,10 +64,7 @@ def run(operation, implementation, drawn, traced=False):
     function = functools.partial(getattr(module, operation), **drawn.options)
     if implementation == "jax":  # one program is cheaper to compile than each of its operations
         function = jax.jit(function)
-    if traced:
-        results = make_fx(lambda given: function(**given))(arguments)(arguments)
-    else:
-        results = function(**arguments)
+    results = function(**arguments)
     return [native.to_numpy(r) for r in results], [native.dtype(r) for r in results]
 
 
@@ -148,10 +139,10 @@ def test_weights_that_begin_at_no_multiple_of_16_bytes(implementation):
     np.testing.assert_array_equal(found.cpu(), expected.cpu())
 
 
-def check(operation, implementation, case, traced=False):
+def check(operation, implementation, case):
     drawn = draw(operation, case)
     with native.precision(case.dtype):
-        found, dtypes = run(operation, implementation, drawn, traced)
+        found, dtypes = run(operation, implementation, drawn)
         states = [drawn.dtypes[name] for name in STATES[operation]]
         if has_squares(operation, drawn):
             states = ["float64" if case.dtype == "float64" else "float32", *states]
@@ -213,16 +204,6 @@ def tolerances(operation, implementation, case, drawn, dtypes):
     largest = [np.abs(expected).max(initial=0) for expected in truth]
     units = np.array([unit(dtype, size) for dtype, size in zip(dtypes, largest, strict=True)])
     return 2 * (errors(yardstick, truth) + units)
-
-
-@pytest.mark.skipif(PLAIN != "torch", reason="elsewhere no product takes several weights")
-@pytest.mark.parametrize("case", STACKED.values(), ids=STACKED)
-@pytest.mark.parametrize(
-    ("operation", "implementation"), [k for k in KERNELS if k == ("norm_linear", "triton")]
-)
-def test_a_product_of_several_weights(operation, implementation, case):
-    """Fails if outputs of a traced step are exchanged, or take the bias of another weight."""
-    check(operation, implementation, case, traced=True)
 
 
 with_states = pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def test_slots_write_states_every_few_tokens(monkeypatch):
 
     expected = answers()
     capture_engines(monkeypatch)
-    monkeypatch.setattr(runner, "MAX_FUSED_ROWS", 1)
+    monkeypatch.setattr(runner, "MIN_DELAYED_ROWS", 2)
     monkeypatch.setattr(dispatch, "decodes_with_kernels", lambda tensor: True)
     monkeypatch.setattr(hgrn2, "hgrn2_step", None)
     for found, wanted in zip(answers(), expected, strict=True):

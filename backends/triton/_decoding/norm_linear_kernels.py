@@ -250,8 +250,6 @@ def sum_kernel(
 ):
     """Adds partial sums of columns of one row, and applies the norm's factor if it has squares.
 
-    In stacked products, the rows of a product follow those of the one before, and PARTS is 1.
-
     With `next_scale`, the weight of the norm that follows, it also stores the weighted row and sums
     of squares: `x` and `squares` of the product after that norm.
     """
@@ -261,14 +259,13 @@ def sum_kernel(
     if PDL:
         launch_dependents()
     if bias is not None:
-        offset = tl.load(bias + row // rows * N + n, n < N, other=0.0).to(tl.float32)
+        offset = tl.load(bias + n, n < N, other=0.0).to(tl.float32)
     if next_scale is not None:
         weight = tl.load(next_scale + n, n < N, other=0.0).to(tl.float32)
     if PDL:
         wait_for_previous_launch()
     if squares is not None:
-        row_of_x = row % rows + tl.arange(0, 1)
-        row_squares = load_squares(squares, row_of_x, rows, NUM_SQUARES, BLOCK_S)
+        row_squares = load_squares(squares, row + tl.arange(0, 1), rows, NUM_SQUARES, BLOCK_S)
     value = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):
         value += tl.load(sums + (part * rows + row) * N + n, n < N, other=0.0)

@@ -28,8 +28,11 @@ _ROWS_TILE = {"BLOCK_B": 16, "BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 8, "num_war
 # With a gate, a program reads two weights.
 _GATED_ROWS_TILE = {"BLOCK_B": 16, "BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 6, "num_warps": 4}
 _FLOAT32_ROWS_TILE = {"BLOCK_B": 16, "BLOCK_N": 32, "BLOCK_K": 64, "STAGES": 2, "num_warps": 4}
+# More rows: a program takes most of a multiprocessor's shared memory.
+_MANY_ROWS_TILE = {"BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 6, "num_warps": 4}
+_GATED_MANY_ROWS_TILE = {"BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 5, "num_warps": 8}
 # Channels are split into the fewest equal parts that make so many programs.
-_ROW_PROGRAMS, _ROWS_PROGRAMS, _MAX_PARTS = 160, 240, 16
+_ROW_PROGRAMS, _ROWS_PROGRAMS, _MANY_ROWS_PROGRAMS, _MAX_PARTS = 160, 240, 110, 16
 
 
 def is_split(rows, channels, columns):
@@ -55,12 +58,14 @@ def tile_options(rows, channels, columns, dtype, gate, parts):
     elif dtype == "float32":
         tile = _FLOAT32_ROWS_TILE | {"SUM_AT_END": False}
     else:
-        tile = (_GATED_ROWS_TILE if gate else _ROWS_TILE) | {"SUM_AT_END": False}
+        tile = _rows_tile(rows, gate) | {"SUM_AT_END": False}
     block = min(tile["BLOCK_K"], next_power_of_2(max(16, channels)))
     length = channels
     if parts:
         blocks, tiles = cdiv(channels, block), cdiv(columns, tile["BLOCK_N"])
         least = _ROW_PROGRAMS if rows == 1 else _ROWS_PROGRAMS
+        if tile["BLOCK_B"] > 16:
+            least = _MANY_ROWS_PROGRAMS
         length = block * (blocks // _num_parts(blocks, tiles, least))
     return tile | {"BLOCK_K": block, "LENGTH": min(length, channels)}
 
@@ -74,6 +79,13 @@ def squares_options(squares):
 def _num_parts(blocks, tiles, least):
     divisors = [n for n in range(1, _MAX_PARTS + 1) if blocks % n == 0]
     return next((n for n in divisors if n * tiles >= least), divisors[-1])
+
+
+def _rows_tile(rows, gate):
+    if rows <= _ROWS_TILE["BLOCK_B"]:
+        return _GATED_ROWS_TILE if gate else _ROWS_TILE
+    tile = _GATED_MANY_ROWS_TILE if gate else _MANY_ROWS_TILE
+    return tile | {"BLOCK_B": max(64, next_power_of_2(rows))}
 
 
 def _row_tile(channels, columns, dtype, parts):

@@ -3,10 +3,7 @@
 - `run(launch)` runs a launch and returns its outputs in order, None for an output that is None.
 - `operation(definition)` makes an `Operation` a differentiable function.
 - `forward_operation(...)` makes a function without gradients, for decoding steps.
-- `matrix_product(a, b, dtype)` returns a b in a dtype of at least theirs, by the framework. On
-  torch, b may be a stack of matrices, [P, K, N].
-- `prepares_weights()` returns True while a decoding step is traced. Its functions of weights alone
-  are then computed once, not in each step.
+- `matrix_product(a, b, dtype)` returns a b in a dtype of at least theirs, by the framework.
 - `*_unsupported_reason(*tensors)` return the reason why kernels cannot take tensors, or None.
 """
 
@@ -26,9 +23,7 @@ forward_operation = framework.forward_operation
 matrix_product = framework.matrix_product
 operation = framework.operation
 pdl_options = framework.pdl_options
-prepares_weights = framework.prepares_weights
 search_sorted_rows = framework.search_sorted_rows
-stack = framework.stack
 unsupported_reason = framework.unsupported_reason
 step_unsupported_reason = framework.step_unsupported_reason
 fusible_unsupported_reason = framework.fusible_unsupported_reason

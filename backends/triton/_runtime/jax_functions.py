@@ -25,18 +25,12 @@ from .._device.common import INTERPRETED, assembler_error_note
 from . import interpreter
 from .operation import options_of
 
-stack = jnp.stack
 zeros_like = jnp.zeros_like
 
 
 def matrix_product(a, b, dtype):
     highest = jax.lax.Precision.HIGHEST
     return jnp.matmul(a, b, precision=highest, preferred_element_type=dtype)
-
-
-def prepares_weights():
-    """Returns False: each run of a program computes functions of weights."""
-    return False
 
 
 _TYPES = {

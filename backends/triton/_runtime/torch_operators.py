@@ -10,7 +10,6 @@ import threading
 import torch
 import triton
 from torch.autograd import forward_ad
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ...constants import LOWEST_CAPABILITY
 from ...torch import _sharding
@@ -138,7 +137,6 @@ def cast(x, dtype):
     return x.to(getattr(torch, dtype), copy=True, memory_format=torch.contiguous_format)
 
 
-stack = torch.stack
 zeros_like = torch.zeros_like
 
 
@@ -147,15 +145,6 @@ def matrix_product(a, b, dtype):
         with torch.autocast(a.device.type, enabled=False):
             return product(a, b, getattr(torch, dtype))
     return product(a, b, getattr(torch, dtype))
-
-
-def prepares_weights():
-    """Returns True during `make_fx`, which traces decoding steps.
-
-    A traced step runs functions of weights alone once (`keras_recurrent/generation/torch/step.py`);
-    an eager step runs them for each token.
-    """
-    return get_proxy_mode() is not None
 
 
 def search_sorted_rows(rows, count, right=False):

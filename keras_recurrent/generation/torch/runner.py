@@ -10,7 +10,7 @@ import threading
 import keras
 import torch
 
-from keras_recurrent.backends.constants import MAX_FUSED_ROWS
+from keras_recurrent.backends.constants import MIN_DELAYED_ROWS
 from keras_recurrent.backends.torch._hooks import hook_reason
 from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.generation.modes import record_mode
@@ -48,8 +48,7 @@ class Runner:
             sampler: the `sampling.TokenSampler`.
             sequences: the `loop.ActiveSequences`. None: the state of all sequences is updated.
         """
-        # With more sequences, a step reads and writes more bytes of states than of weights.
-        delays_writes = len(token) > MAX_FUSED_ROWS and self._graph_reason(token.device) is None
+        delays_writes = len(token) >= MIN_DELAYED_ROWS and self._graph_reason(token.device) is None
         step = self._step(cache, sequences is not None, delays_writes=delays_writes)
         flat = step.flatten_cache(cache)
         with self._fastest(step, token, flat, sampler, sequences) as (graph, run):
@@ -185,6 +184,7 @@ class _GraphDecoder:
     def __init__(self, step, graph, sampler):
         self.step, self._graph, self.sequences = step, graph, graph.sequences
         self.sampler = graph.sampler or sampler
+        self._rows = Rows(graph.cache, graph.stacks)
 
     @property
     def token(self):
@@ -193,7 +193,7 @@ class _GraphDecoder:
 
     def rows(self):
         """Returns the `Rows` of the cache."""
-        return Rows(self._graph.cache, self._graph.stacks)
+        return self._rows
 
     def next_token(self):
         """Returns the next tokens [B, 1], which the next call may overwrite."""

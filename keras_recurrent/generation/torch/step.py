@@ -1,6 +1,6 @@
 """Decoding steps on torch, traced once and then run without Keras.
 
-Computations that depend only on weights, such as casts, stacks and the lower bounds of HGRN2, are a
+Computations that depend only on weights, such as casts and the lower bounds of HGRN2, are a
 separate graph that runs once per call. A step of a model with hooks is not traced: the graph would
 repeat their effects during tracing, or omit them.
 """
