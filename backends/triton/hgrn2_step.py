@@ -17,6 +17,9 @@ from ._runtime.framework import forward_operation, pdl_options, run, step_unsupp
 from ._runtime.launch import Array, Launch, cdiv, like, next_power_of_2
 
 _BLOCK_V, _WARPS = SQUARES_GROUP, 4
+# A thread has so many numbers of the memory in registers while it adds recent tokens: with fewer, it
+# would load the same decays and keys as more other threads.
+_DELAYED_SIZE = 128
 
 
 def unsupported(q, f, v, memory, lower_bound=None, norm_scale=None, token_kind=None) -> str | None:
@@ -74,7 +77,7 @@ def _kernel(
         key_channel = head % H * K + d
         value_channel = 2 * H * K + head % H * V + e
         num_recent = tl.load(count + head // H)
-        for _ in tl.range(0, num_recent, num_stages=4):  # loads three tokens ahead
+        for _ in tl.range(0, num_recent, num_stages=6):  # loads five tokens ahead
             decay = load_float32(recent + token_offset, key_channel, d < K)
             key = load_float32(recent + token_offset, H * K + key_channel, d < K)
             value = load_float32(recent + token_offset, value_channel, e < V)
@@ -142,13 +145,19 @@ def launch(tensors, outputs, updates):
     """The launch of the kernel; `recent`, `count` and their updates may be None."""
     q, _, _, memory, recent, *_ = tensors
     batch, heads, keys, values = memory.shape
-    block_v = min(_BLOCK_V, next_power_of_2(values))
+    block_k, block_v = next_power_of_2(keys), min(_BLOCK_V, next_power_of_2(values))
+    num_warps = _WARPS if recent is None else delayed_warps(block_k, block_v)
     options = {"K": keys, "V": values, "N": 0 if recent is None else recent.shape[1]}
-    options |= {"BLOCK_K": next_power_of_2(keys), "BLOCK_V": block_v, "num_warps": _WARPS}
+    options |= {"BLOCK_K": block_k, "BLOCK_V": block_v, "num_warps": num_warps}
     options |= pdl_options(q)
     programs = batch * heads * cdiv(values, block_v)
     numbers = heads, keys**-0.5
     return Launch(_kernel, programs, tensors, outputs, numbers, options, updates=updates)
+
+
+def delayed_warps(block_k, block_v):
+    """Number of warps of a program of `hgrn2_delayed_step`."""
+    return max(1, block_k * block_v // (32 * _DELAYED_SIZE))
 
 
 _hgrn2_step = forward_operation("hgrn2_step", forward, results, count=3, updates=("memory",))

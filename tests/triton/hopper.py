@@ -314,7 +314,7 @@ OF_A_STEP = {
     "hgrn2 delayed step": (
         hgrn2_step._kernel,
         HGRN2_STEP | {"N": STATE_WRITE_INTERVAL - 1},
-        [{"num_warps": hgrn2_step._WARPS}],
+        [{"num_warps": hgrn2_step.delayed_warps(128, hgrn2_step._BLOCK_V)}],
     ),
     "lightning step of heads": (
         lightning_step._kernel,
@@ -416,6 +416,13 @@ OF_A_STEP = {
         16, 2048, kernel_2="given", kernel_3="given", y_2="given", y_3="given", bias="given"
     ),
     "norm_linear of 16 rows, in parts": of_rows_through_maps(16, 5632),
+    "norm_linear of 128 rows, silu": of_rows_through_maps(
+        128, 2048, kernel_2="given", GATE=1, **SQUARES
+    ),
+    "norm_linear of 128 rows of three": of_rows_through_maps(
+        *(128, 2048), kernel_2="given", kernel_3="given", y_2="given", y_3="given", **SQUARES
+    ),
+    "norm_linear of 128 rows, in parts": of_rows_through_maps(128, 5632),
     "norm_linear of 16 rows, gelu, float32": of_rows_through_maps(
         16, 2560, "float32", kernel_2="given", GATE=2
     ),
