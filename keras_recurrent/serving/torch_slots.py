@@ -16,7 +16,7 @@ from keras_recurrent.generation.sampling import (
 )
 from keras_recurrent.generation.torch.chunks import upload
 from keras_recurrent.generation.torch.loop import ActiveSequences, Fetch
-from keras_recurrent.generation.torch.rows import Row, Rows
+from keras_recurrent.generation.torch.rows import Extension, Row, Rows
 from keras_recurrent.generation.torch.sampling import choose_tokens
 
 # A program of chunks on a GPU has one prompt for each `SLOTS_PER_PROMPT` slots. With more prompts,
@@ -51,9 +51,11 @@ class TorchRows:
         self._chunks, self._device = loops.runner.chunks(initial, num_prompts), device
         self.initial_row = self._chunks.row(initial)
         # A step's cache may also have recent tokens, of which a new sequence has none.
-        self._initial_tensors = self._decoder.step.flatten_cache(initial)
+        tensors = self._decoder.step.flatten_cache(initial)
         given = {id(t) for t in keras.tree.flatten(initial)}
-        self._given = [i for i, t in enumerate(self._initial_tensors) if id(t) in given]
+        indices = [index for index, t in enumerate(tensors) if id(t) in given]
+        rows = Rows(tensors)
+        self._extend = Extension(rows, rows.copy(0), self._chunks.rows, indices)
 
     @property
     def num_prompts(self):
@@ -95,10 +97,7 @@ class TorchRows:
     @torch.no_grad()
     def insert(self, slot, row, token, max_new_tokens, stops):
         self._decoder.sequences.insert(slot, max_new_tokens, stops)
-        tensors = [*self._initial_tensors]
-        for index, t in zip(self._given, self._chunks.tensors(self._row(row)), strict=True):
-            tensors[index] = t
-        self._decoder.rows().set(slot, Rows(tensors).copy(0))
+        self._decoder.rows().set(slot, self._extend(self._row(row)))
         self._decoder.token[slot].fill_(int(token))
         sampler = self._decoder.sampler
         if sampler.counts is not None:

@@ -32,6 +32,7 @@ class Chunks:
 
     Attributes:
         num_prompts: integer, maximum number of prompts of a call.
+        rows: the `Rows` of a program's cache.
     """
 
     def __init__(self, model, make_chunk, graph_reason, num_prompts, cache):
@@ -42,7 +43,7 @@ class Chunks:
         self._prepared: list = []
         # The buffers that all programs read and overwrite.
         self._buffers = clone_stacked(keras.tree.flatten(self._batch(self.num_prompts)))
-        self._rows, self._pool = Rows(*self._buffers), None
+        self.rows, self._pool = Rows(*self._buffers), None
 
     def _batch(self, size):
         return keras.tree.map_structure(lambda t: t.repeat_interleave(size, 0), self._example)
@@ -51,13 +52,9 @@ class Chunks:
         """Returns the `Row` of a cache of one sequence."""
         return Rows(keras.tree.flatten(cache)).copy(0)
 
-    def tensors(self, row):
-        """Returns the tensors of the cache of a `Row`, flat."""
-        return self._rows.tensors(row)
-
     def cache(self, row):
         """Returns the cache of a `Row`."""
-        return keras.tree.pack_sequence_as(self._example, self.tensors(row))
+        return keras.tree.pack_sequence_as(self._example, self.rows.tensors(row))
 
     @torch.no_grad()
     def __call__(self, rows, tokens, mask):
@@ -77,14 +74,14 @@ class Chunks:
             self._programs[num_tokens] = self._make_program(num_tokens)
         program = self._programs[num_tokens]
         for i, row in enumerate(rows):
-            self._rows.set(i, row)
+            self.rows.set(i, row)
         upload(program.tokens, tokens)
         upload(program.mask, mask)
         for run in program.parts:
             yield
             run()
         yield
-        return [self._rows.copy(i) for i in range(len(rows))]
+        return [self.rows.copy(i) for i in range(len(rows))]
 
     def _run_layers(self, cache, tokens, mask):
         """Runs the layers on the tokens without padding, on a CPU as fast as a program."""

@@ -4,6 +4,8 @@ A row is a list of tensors [n, ...], one for each group of n tensors of a cache 
 and dtypes.
 """
 
+import functools
+
 import torch
 
 
@@ -17,6 +19,9 @@ class Rows:
     Args:
         tensors: a list of tensors.
         stacks: a list of `(indices, stacked tensor)`; the tensors at `indices` are its views.
+
+    Attributes:
+        groups: the indices of the tensors in each group.
     """
 
     def __init__(self, tensors, stacks=()):
@@ -24,10 +29,10 @@ class Rows:
         groups: dict = {}
         for index, t in enumerate(tensors):
             groups.setdefault((t.shape[1:], t.dtype), []).append(index)
-        self._groups = list(groups.values())
+        self.groups = list(groups.values())
         # For each group a stacked tensor [n, B, ...], or a list of n tensors.
         self._parts = [
-            by_indices.get(tuple(group), [tensors[i] for i in group]) for group in self._groups
+            by_indices.get(tuple(group), [tensors[i] for i in group]) for group in self.groups
         ]
 
     def copy(self, index):
@@ -50,6 +55,39 @@ class Rows:
     def tensors(self, row):
         """Returns the tensors [1, ...] of a `Row`, views in the order of the given tensors."""
         found: dict = {}
-        for group, values in zip(self._groups, row, strict=True):
+        for group, values in zip(self.groups, row, strict=True):
             found.update(zip(group, values[:, None].unbind(), strict=True))
         return [found[index] for index in sorted(found)]
+
+
+class Extension:
+    """Function that makes a `Row` of all tensors from a `Row` of some of them.
+
+    Args:
+        rows: the `Rows` of all tensors.
+        initial: a `Row` of `rows` with the values of the other tensors.
+        part: the `Rows` of some tensors.
+        indices: a list of the indices of these tensors among all.
+    """
+
+    def __init__(self, rows, initial, part, indices):
+        places = {
+            indices[index]: (number, position)
+            for number, group in enumerate(part.groups)
+            for position, index in enumerate(group)
+        }
+        self._places = [[places.get(index) for index in group] for group in rows.groups]
+        self._whole = [[(n, k) for k in range(len(group))] for n, group in enumerate(part.groups)]
+        self._initial = initial
+
+    def __call__(self, row):
+        return Row(map(functools.partial(self._group, row), self._places, self._initial))
+
+    def _group(self, row, places, initial):
+        if places in self._whole:
+            return row[places[0][0]]
+        given = [(k, *place) for k, place in enumerate(places) if place is not None]
+        values = initial.clone() if given else initial
+        for k, number, position in given:
+            values[k].copy_(row[number][position])
+        return values
