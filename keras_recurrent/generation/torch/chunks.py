@@ -13,7 +13,7 @@ from keras_recurrent.generation.torch.rows import Rows
 
 # Maximum number of parts of a program on a GPU, and minimum number of operations of a part. In one
 # part, a program would delay a decoding step by the time of several steps.
-MAX_PARTS, MIN_OPERATIONS = 24, 32
+MAX_PARTS, MIN_OPERATIONS = 48, 16
 
 
 class Chunks:
