@@ -17,8 +17,8 @@ from ._runtime.framework import forward_operation, pdl_options, run, step_unsupp
 from ._runtime.launch import Array, Launch, cdiv, like, next_power_of_2
 
 _BLOCK_V, _WARPS = SQUARES_GROUP, 4
-# A thread has so many numbers of the memory in registers while it adds recent tokens: with fewer, it
-# would load the same decays and keys as more other threads.
+# Each thread adds recent tokens to so many numbers of the memory, in registers. With fewer, more
+# threads would load the same decays and keys.
 _DELAYED_SIZE = 128
 
 

@@ -235,7 +235,8 @@ def _finish(
     rows, columns = outputs[0].shape
     options = {"K": channels, "N": columns, "OUTPUT_SCALE": output_scale, "BLOCK": _BLOCK}
     options |= {**constants, **squares_options(squares), **pdl_options(arrays[0])}
-    return run(Launch(kernel, rows * cdiv(columns, _BLOCK), arrays, outputs, (rows, epsilon), options))
+    programs = rows * cdiv(columns, _BLOCK)
+    return run(Launch(kernel, programs, arrays, outputs, (rows, epsilon), options))
 
 
 def _launch(
