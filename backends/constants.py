@@ -46,9 +46,13 @@ SQUARES_GROUP = 32
 ROW_SQUARES_GROUP = 256
 
 
+# Batch rows of every dtype that the fused linear layers of a decoding step take at once.
+MAX_FUSED_ROWS = 16
+
+
 def max_fused_rows(dtype):
     """Batch rows of a dtype that the fused linear layers of a step take: a tile of tensor cores."""
-    return 128 if dtype == "bfloat16" else 16
+    return 128 if dtype == "bfloat16" else MAX_FUSED_ROWS
 
 
 # Activations are quantized by 127 / (max |x| + ROW_EPSILON), as in Keras.

@@ -17,11 +17,12 @@ sums.
 Products of more rows are those of the framework; one launch after a product does the rest.
 """
 
-from ..constants import ROW_SQUARES_GROUP, max_fused_rows
+from ..constants import ROW_SQUARES_GROUP
 from . import rms_norm
 from ._decoding.norm_linear_kernels import columns_kernel, gate_kernel, sum_kernel
-from ._decoding.norm_linear_tiles import is_split, squares_options, tile_options
+from ._decoding.norm_linear_tiles import is_split, max_rows, squares_options, tile_options
 from ._runtime.framework import (
+    compute_capability,
     forward_operation,
     matrix_product,
     pdl_options,
@@ -136,7 +137,7 @@ def forward(
     outputs = results(*tensors, next_scale, gate=gate)
     rows = x.shape[0]
     ends = {"residual": residual, "next_scale": next_scale, "output_scale": output_scale}
-    if rows > max_fused_rows(dtype_name(x)):
+    if rows > max_rows(dtype_name(x), compute_capability(x)):
         return _many_rows(tensors, outputs, squares=squares, epsilon=epsilon, gate=gate, **ends)
     if gate and kernel_3 is not None:
         gate_tensors = x, scale, kernel, kernel_2, None, None, bias, bias_2, None, None

@@ -16,7 +16,7 @@ import keras
 from keras import ops
 
 from keras_recurrent import dispatch
-from keras_recurrent.backends.constants import max_fused_rows
+from keras_recurrent.backends.constants import MAX_FUSED_ROWS, max_fused_rows
 from keras_recurrent.checks.dtypes import dtype_of, sum_dtype
 from keras_recurrent.devices import jax_steps
 from keras_recurrent.layers import quantized
@@ -54,8 +54,8 @@ def can_fuse(inputs):
     """Returns True if a layer should take its fused step for inputs [B, T, ...]."""
     if not _scope.active or inputs.shape[1] > 1 or not dispatch.decodes_with_kernels(inputs):
         return False
-    is_distributed = keras.distribution.distribution() is not None
-    return not is_distributed or inputs.shape[0] <= max_fused_rows(dtype_of(inputs))
+    # On several devices, each operation of the step must take the rows, in any dtype.
+    return keras.distribution.distribution() is None or inputs.shape[0] <= MAX_FUSED_ROWS
 
 
 def unfused_blocks(model):

@@ -1,4 +1,4 @@
-"""Matrix products of `norm_linear`: RMSNorm(x) W for one row, and x W for a few rows.
+"""Matrix products of `norm_linear`: RMSNorm(x) W for one row, and x W for up to 128 rows.
 
 The norm's factor r is constant within a row, so it multiplies the sums, r Σ x_k s_k W_kn, and the
 squares of x are summed in the same loop. Where the squares are given, the launch that computed x

@@ -1,8 +1,10 @@
 """Tile sizes of `norm_linear`, by the number of rows and the size of the weights.
 
-They were chosen by timing whole decoding steps of HGRN2 1.3B and RecurrentGemma 2B on an H200.
+They were chosen by timing whole decoding steps of HGRN2 1.3B and RecurrentGemma 2B on an H200; for
+more than 16 rows, by timing the products of HGRN2 1.3B on an H100.
 """
 
+from ...constants import max_fused_rows
 from .._runtime.launch import cdiv, next_power_of_2
 
 _NO_LIMIT = 2**31
@@ -28,11 +30,19 @@ _ROWS_TILE = {"BLOCK_B": 16, "BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 8, "num_war
 # With a gate, a program reads two weights.
 _GATED_ROWS_TILE = {"BLOCK_B": 16, "BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 6, "num_warps": 4}
 _FLOAT32_ROWS_TILE = {"BLOCK_B": 16, "BLOCK_N": 32, "BLOCK_K": 64, "STAGES": 2, "num_warps": 4}
-# More rows: a program takes most of a multiprocessor's shared memory.
+# More rows. Of 128 rows, a program takes up to 164 KB of shared memory, more than these compute
+# capabilities have.
+_LITTLE_MEMORY, _MAX_ROWS_OF_LITTLE_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1)), 64
 _MANY_ROWS_TILE = {"BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 6, "num_warps": 4}
 _GATED_MANY_ROWS_TILE = {"BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 5, "num_warps": 8}
 # Channels are split into the fewest equal parts that make so many programs.
 _ROW_PROGRAMS, _ROWS_PROGRAMS, _MANY_ROWS_PROGRAMS, _MAX_PARTS = 160, 240, 110, 16
+
+
+def max_rows(dtype, capability):
+    """Number of rows of a dtype that `tile_options` supports on a GPU of a compute capability."""
+    most = max_fused_rows(dtype)
+    return min(most, _MAX_ROWS_OF_LITTLE_MEMORY) if capability in _LITTLE_MEMORY else most
 
 
 def is_split(rows, channels, columns):

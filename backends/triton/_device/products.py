@@ -9,7 +9,7 @@ range of float16.
 Products of tiles with 64 rows are asynchronous on Hopper, and each needs registers for descriptors
 of its operands. ptxas 12.8, which comes with Triton 3.6 and 3.7, miscompiles a kernel with more
 descriptors than registers for them: it read beyond its shared memory. The large kernels therefore
-use tiles of 32 rows, whose products are not asynchronous.
+use tiles of 32 rows, whose products are not asynchronous; `norm_linear` has few enough products.
 
 Triton's compiler got dot(x.T, y) wrong on Hopper where x was the result of another dot (Triton
 issue 6124, flash-linear-attention issues 640 and 984). The first operand of a product is therefore

@@ -79,6 +79,10 @@ def are_aligned(*tensors):
     return True
 
 
+def compute_capability(x):
+    return None if INTERPRETED else divmod(_gpu.capability(), 10)
+
+
 def pdl_options(x):
     """Launch options for programmatic dependent launch (`pdl.py`), which JAX does not offer."""
     return {"PDL": False}

@@ -157,6 +157,10 @@ def search_sorted_rows(rows, count, right=False):
     return torch.searchsorted(rows, numbers, right=right, out_int32=True)
 
 
+def compute_capability(x):
+    return torch.cuda.get_device_capability(x.device) if x.is_cuda else None
+
+
 def pdl_options(x):
     """Launch options for programmatic dependent launch (`pdl.py`), where x's device has it."""
     capable = x.is_cuda and has_capability(x.device, _PDL_CAPABILITY)
