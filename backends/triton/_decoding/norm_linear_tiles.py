@@ -30,7 +30,7 @@ _ROWS_TILE = {"BLOCK_B": 16, "BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 8, "num_war
 # With a gate, a program reads two weights.
 _GATED_ROWS_TILE = {"BLOCK_B": 16, "BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 6, "num_warps": 4}
 _FLOAT32_ROWS_TILE = {"BLOCK_B": 16, "BLOCK_N": 32, "BLOCK_K": 64, "STAGES": 2, "num_warps": 4}
-# More rows. Of 128 rows, a program takes up to 164 KB of shared memory, more than these compute
+# More rows. A tile of 128 rows takes up to 164 KB of shared memory, more than GPUs of these compute
 # capabilities have.
 _LITTLE_MEMORY, _MAX_ROWS_OF_LITTLE_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1)), 64
 _MANY_ROWS_TILE = {"BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 6, "num_warps": 4}
