@@ -20,7 +20,8 @@ def accumulation_dtype(*tensors):
 _capabilities: dict = {}
 
 
-def _capability(device):
+def capability(device):
+    """The compute capability of an NVIDIA GPU, such as (9, 0)."""
     if device not in _capabilities:
         _capabilities[device] = torch.cuda.get_device_capability(device)
     return _capabilities[device]
@@ -32,13 +33,13 @@ def has_capability(device, lowest):
 
     While torch compiles, this is called, not traced: its compiler cannot read the capability.
     """
-    return _capability(device) >= lowest
+    return capability(device) >= lowest
 
 
 @torch.compiler.assume_constant_result
 def capability_reason(device, lowest):
     """Reason an NVIDIA GPU does not have a compute capability, or None."""
-    found = _capability(device)
+    found = capability(device)
     if found >= lowest:
         return None
     lowest, found = (".".join(map(str, version)) for version in (lowest, found))

@@ -29,7 +29,7 @@ class Engine:
     `num_slots` sequences. Prompts are processed in chunks between two steps. On torch on an NVIDIA
     GPU, one program processes a chunk of each of several prompts: one prompt per 16 slots, at least
     one and at most eight. The program is split into many parts. The parts before a step delay it by
-    about 42 % of the time of a step; at least one part runs. Elsewhere, each chunk is a program,
+    about 40 % of the time of a step; at least one part runs. Elsewhere, each chunk is a program,
     and those between two steps have at most 1.25 times `prefill_chunk` tokens in total. The engine
     starts twice as many prompts at a time as a program processes. If at least two further requests
     are queued while slots are free for them, the delay is two to four times as long.

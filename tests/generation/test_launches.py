@@ -50,7 +50,7 @@ def launches(monkeypatch):
 
 
 # {blocks: the family and its sizes, launches of each block's step of 1, 3 and 17 rows}. In float32,
-# each product of 17 rows is a launch of its own.
+# a separate launch computes each product of 17 rows.
 MODELS = {
     "hgrn2, attention, hgrn2": ("hgrn2", HYBRID, {1: (6, 7, 6), 3: (7, 8, 7), 17: (11, 15, 12)}),
     # The window is so short that one program reads a sequence's buffer.
@@ -92,6 +92,6 @@ def test_tiles_fit_into_shared_memory(capability, kilobytes, gate):
     most = norm_linear_tiles.max_rows("bfloat16", capability)
     for rows in (2, 16, 17, 64, most):
         tile = norm_linear_tiles.tile_options(rows, 2048, 8192, "bfloat16", gate, parts=False)
-        columns = tile["BLOCK_N"] * (2 if gate else 1)  # of one weight, or of two
+        columns = tile["BLOCK_N"] * (2 if gate else 1)  # a gate needs two weights
         stage = 2 * tile["BLOCK_K"] * (tile["BLOCK_B"] + columns)
         assert (tile["STAGES"] - (capability < (9, 0))) * stage <= 1024 * kilobytes

@@ -35,8 +35,9 @@ _FLOAT32_ROWS_TILE = {"BLOCK_B": 16, "BLOCK_N": 32, "BLOCK_K": 64, "STAGES": 2, 
 _LITTLE_MEMORY, _MAX_ROWS_OF_LITTLE_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1)), 64
 _MANY_ROWS_TILE = {"BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 6, "num_warps": 4}
 _GATED_MANY_ROWS_TILE = {"BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 5, "num_warps": 8}
-# Channels are split into the fewest equal parts that make so many programs.
-_ROW_PROGRAMS, _ROWS_PROGRAMS, _MANY_ROWS_PROGRAMS, _MAX_PARTS = 160, 240, 110, 16
+# Channels are split into the fewest equal parts that make so many programs: {BLOCK_B: number}, and
+# the number with a larger BLOCK_B.
+_PROGRAMS, _MANY_ROWS_PROGRAMS, _MAX_PARTS = {1: 160, 16: 240}, 110, 16
 
 
 def max_rows(dtype, capability):
@@ -73,9 +74,7 @@ def tile_options(rows, channels, columns, dtype, gate, parts):
     length = channels
     if parts:
         blocks, tiles = cdiv(channels, block), cdiv(columns, tile["BLOCK_N"])
-        least = _ROW_PROGRAMS if rows == 1 else _ROWS_PROGRAMS
-        if tile["BLOCK_B"] > 16:
-            least = _MANY_ROWS_PROGRAMS
+        least = _PROGRAMS.get(tile["BLOCK_B"], _MANY_ROWS_PROGRAMS)
         length = block * (blocks // _num_parts(blocks, tiles, least))
     return tile | {"BLOCK_K": block, "LENGTH": min(length, channels)}
 

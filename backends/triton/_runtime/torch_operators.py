@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from ...constants import LOWEST_CAPABILITY
 from ...torch import _sharding
 from ...torch._autograd import call_without_gradient, register_autograd
-from ...torch._common import capability_reason, has_capability, product
+from ...torch._common import capability, capability_reason, has_capability, product
 from ...torch._states import inplace_states_allowed
 from .._device.common import INTERPRETED, assembler_error_note
 from .operation import options_of, tensors_of
@@ -158,7 +158,7 @@ def search_sorted_rows(rows, count, right=False):
 
 
 def compute_capability(x):
-    return torch.cuda.get_device_capability(x.device) if x.is_cuda else None
+    return capability(x.device) if x.is_cuda else None
 
 
 def pdl_options(x):
