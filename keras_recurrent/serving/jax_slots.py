@@ -3,7 +3,7 @@
 import functools
 import threading
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,44 @@ from keras_recurrent.generation import loop
 from keras_recurrent.generation.sampling import STOPS_PER_STEP, argument_names
 from keras_recurrent.generation.xla_programs import make_network, program_variant, program_weights
 
+# A program of chunks has one prompt for each `SLOTS_PER_PROMPT` slots. With more prompts, a token
+# takes less time, but the program, for which a step waits, takes more. CPUs gain nothing.
+SLOTS_PER_PROMPT, MAX_PROMPTS, MAX_PROMPTS_ON_CPU = 16, 4, 1
+
 _known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # programs, by decoding loops
+
+
+class Layout(NamedTuple):
+    """How caches are stacked to few arrays, since the host needs time for each array of a program.
+
+    Attributes:
+        structure: the tree of a cache.
+        groups: a tuple of tuples of the indices of arrays with equal shapes and dtypes.
+    """
+
+    structure: Any
+    groups: Any
+
+    @classmethod
+    def of(cls, cache):
+        """Returns the layout of a cache."""
+        arrays, structure = jax.tree.flatten(cache)
+        groups: dict = {}
+        for index, array in enumerate(arrays):
+            groups.setdefault((array.shape[1:], array.dtype), []).append(index)
+        return cls(structure, tuple(map(tuple, groups.values())))
+
+    def stack(self, cache):
+        """Returns a list of arrays [n, B, ...], one for each group of n arrays [B, ...]."""
+        arrays = jax.tree.leaves(cache)
+        return [jnp.stack([arrays[index] for index in group]) for group in self.groups]
+
+    def unstack(self, stacks):
+        """Returns the cache, the inverse of `stack`."""
+        arrays: dict = {}
+        for group, stacked in zip(self.groups, stacks, strict=True):
+            arrays.update(zip(group, stacked, strict=True))
+        return jax.tree.unflatten(self.structure, [arrays[index] for index in sorted(arrays)])
 
 
 class JaxRows:
@@ -26,10 +63,13 @@ class JaxRows:
         loops: its decoding loops, `xla_programs.Programs`.
         num_slots: integer, number of rows.
         max_length: integer, the capacity of a row in tokens.
+
+    Attributes:
+        num_prompts: as in `TorchRows`.
+        initial_row: the row before all tokens: its cache, stacked as in `Layout`.
     """
 
     compiles_in_background = True
-    num_prompts = 1  # as in `TorchRows`
     _state: Any
 
     def __init__(self, model, loops, num_slots, max_length):
@@ -48,11 +88,11 @@ class JaxRows:
         token, done = jnp.zeros((num_slots, 1), "int32"), jnp.ones(num_slots, bool)
         cache = self._initial_state(num_slots)
         self._state = loop.DecodingState(done, zeros, token, cache, ())
-
-    @functools.cached_property
-    def initial_row(self):
-        """The state before all tokens, of batch size 1."""
-        return self._initial_state(1)
+        most = MAX_PROMPTS_ON_CPU if zeros.device.platform == "cpu" else MAX_PROMPTS
+        self.num_prompts = min(max(num_slots // SLOTS_PER_PROMPT, 1), most)
+        initial = self._initial_state(1)
+        self._layout = Layout.of(initial)
+        self.initial_row = self._row(initial)
 
     def _initial_state(self, batch_size):
         return self._model.backbone.get_initial_state(batch_size, max_length=self._max_length)
@@ -67,14 +107,20 @@ class JaxRows:
         """As in `TorchRows`, in one part."""
         weights, variant = self._fixed
         yield from ()
-        self._latest = self._process(*rows, tokens, mask, weights, variant=variant)
-        return [self._latest]
+        rows, num_rows = [*map(self._row, rows)], len(rows)
+        rows += [self.initial_row] * (self.num_prompts - num_rows)
+        static = {"layout": self._layout, "variant": variant}
+        self._latest = self._process(rows, tokens, mask, weights, **static)
+        return self._latest[:num_rows]
+
+    def _row(self, row):
+        return row if isinstance(row, list) else _stack(row, layout=self._layout)
 
     def wait(self):
         jax.block_until_ready(self._latest)
 
     def cache(self, row):
-        return row
+        return _unstack(row, layout=self._layout)
 
     def is_compiled(self, features, values, num_stops, timeout):
         """Returns True if the step is compiled; otherwise compiles it in a background thread.
@@ -107,7 +153,8 @@ class JaxRows:
             self._stops = np.pad(self._stops, ((0, 0), (0, more)), constant_values=-1)
         self._stops[slot], self._free_length[slot] = stops, max_new_tokens
         self._limits = None
-        self._state = _insert(self._state, slot, row, int(token))
+        row = self._row(row)
+        self._state = _insert(self._state, slot, row, int(token), layout=self._layout)
         if self._counts is not None:
             self._counts = _set_row(self._counts, slot, np.int32(0))
 
@@ -168,9 +215,12 @@ def _shape(array):
 def _programs(model, snapshot):
     network = functools.partial(make_network, model, snapshot)
 
-    @functools.partial(jax.jit, static_argnames="variant")
-    def process(row, tokens, mask, weights, variant):
-        return network(weights).prefill(tokens, mask, row)
+    @functools.partial(jax.jit, static_argnames=("layout", "variant"))
+    def process(rows, tokens, mask, weights, layout, variant):
+        stacks = [jnp.concatenate(group, axis=1) for group in zip(*rows, strict=True)]
+        cache = network(weights).prefill(tokens, mask, layout.unstack(stacks))
+        parts = [jnp.split(stacked, len(rows), axis=1) for stacked in layout.stack(cache)]
+        return [list(row) for row in zip(*parts, strict=True)]
 
     @functools.partial(jax.jit, static_argnames=("features", "variant"), donate_argnums=0)
     def step(state, weights, inputs, features, variant):
@@ -187,13 +237,24 @@ def _set_row(array, slot, value):
     return array.at[slot].set(value)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _insert(state, slot, row, token):
+@functools.partial(jax.jit, static_argnames="layout")
+def _stack(cache, layout):
+    return layout.stack(cache)
+
+
+@functools.partial(jax.jit, static_argnames="layout")
+def _unstack(row, layout):
+    return layout.unstack(row)
+
+
+@functools.partial(jax.jit, static_argnames="layout", donate_argnums=0)
+def _insert(state, slot, row, token, layout):
+    given = layout.unstack(row)
     return state._replace(
         done=state.done.at[slot].set(False),
         count=state.count.at[slot].set(0),
         token=state.token.at[slot, 0].set(token),
-        cache=keras.tree.map_structure(lambda a, r: a.at[slot].set(r[0]), state.cache, row),
+        cache=keras.tree.map_structure(lambda a, r: a.at[slot].set(r[0]), state.cache, given),
     )
 
 

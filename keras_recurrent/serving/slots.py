@@ -11,7 +11,7 @@ import numpy as np
 from keras_recurrent.generation.sampling import STOPS_PER_STEP, Features, features_of
 
 MIN_CHUNK = 32  # tokens
-MAX_DELAY = 0.4  # of a step, by parts of chunks before it
+MAX_DELAY = 0.42  # of a step, by parts of chunks before it
 TIMED_RUNS = 3
 
 Rows: Any

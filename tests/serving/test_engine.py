@@ -167,6 +167,23 @@ def test_slots_write_states_every_few_tokens(monkeypatch):
         np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 
+@pytest.mark.skipif(keras.config.backend() != "jax", reason="programs of JAX")
+def test_a_program_processes_several_prompts(model, alone, monkeypatch):
+    """Prompts of one program get each other's states, or a saved state is that of another one."""
+    from keras_recurrent.serving import jax_slots
+
+    monkeypatch.setattr(jax_slots, "MAX_PROMPTS_ON_CPU", 2)
+    monkeypatch.setattr(jax_slots, "SLOTS_PER_PROMPT", 1)
+    with Engine(model, num_slots=3, max_length=200, prefill_chunk=8) as engine:
+        assert engine._slots.num_prompts == 2
+        order = (1, 0, 3, 2, 1)
+        for _ in range(2):  # then from saved states
+            requests = [_submit(engine, number) for number in order]
+            answers = [request.result(60) for request in requests]
+            assert [answer.token_ids for answer in answers] == [alone[n].token_ids for n in order]
+        assert any(answer.num_cached_tokens for answer in answers)
+
+
 @pytest.mark.skipif(keras.config.backend() != "jax", reason="JAX compiles steps")
 def test_compiling_does_not_stop_other_requests(engine, monkeypatch):
     """Requests wait while a step for other options is compiled, or the first step is."""
