@@ -33,6 +33,7 @@ class Scheduler:
         self._prompts: list[Any] = []  # sequences whose prompts are being processed
         self._ready: list[Any] = []  # sequences that wait for a slot
         self._program: Any = None  # the parts of chunks that are processed now, and the cost of one
+        self._excess = 0  # of a long part over the bound on delays, as a share of it
         self._ahead: Any = None  # owners and results of the step that runs
         self._next_search = 0.0
         self.num_tokens, self.num_prompt_tokens = 0, 0
@@ -108,19 +109,24 @@ class Scheduler:
             sequence.end(sequence.end_reason(now))
 
     def _process_chunks(self):
-        """Processes parts of chunks, which together delay the next step by a bounded time."""
+        """Processes parts of chunks, which delay steps by a bounded time on average."""
         self._start_prompts()
         num_waiting = min(len(self._queue), self._slots.num_free)
-        rest = factor = min(MAX_FACTOR, 1 + num_waiting // WAITING_PER_FACTOR)
+        rest = min(MAX_FACTOR, 1 + num_waiting // WAITING_PER_FACTOR)
+        if self._slots.num_active:
+            rest -= self._excess
+        self._excess, is_first = max(0, -rest), True
         while self._program or (sequences := self._next_chunks()):
             if self._program:
                 parts, cost = self._program
             else:
                 longest = max(self._chunk_end(s) - s.num_processed for s in sequences)
                 parts, cost = None, self._slots.cost(longest)
-            # At least one part, and as many as come closest to the bound.
-            if rest <= cost / 2 and rest < factor:
+            # As many parts as come closest to the bound, which the first may exceed.
+            if rest <= (0 if is_first else cost / 2):
                 break
+            if is_first:
+                self._excess, is_first = max(0, cost - rest), False
             rest -= cost
             if parts is None:
                 parts = self._process(sequences)

@@ -11,7 +11,7 @@ import numpy as np
 from keras_recurrent.generation.sampling import STOPS_PER_STEP, Features, features_of
 
 MIN_CHUNK = 32  # tokens
-MAX_DELAY = 0.42  # of a step, by parts of chunks before it
+MAX_DELAY = 0.43  # of a step, by parts of chunks before it
 TIMED_RUNS = 3
 
 Rows: Any
@@ -81,9 +81,8 @@ class Slots:
         step = min(self._time_step() for _ in range(TIMED_RUNS))[0]
         for size in self._chunk_sizes:
             seconds, num_parts = min(self._time_step(size) for _ in range(TIMED_RUNS))
-            if num_parts > 1:
-                cost = (seconds - step) / num_parts / (MAX_DELAY * step)
-                self._costs[size] = max(cost, 1 / num_parts)  # a time may be wrong
+            cost = (seconds - step) / num_parts / (MAX_DELAY * step)
+            self._costs[size] = max(cost, 1 / num_parts)  # a time may be wrong
         self._known[self._num_stops].append(Features())
 
     def _time_step(self, chunk_size=None):

@@ -519,6 +519,17 @@ def test_parts_of_chunks_are_bounded():
 
 
 @pytest.mark.once
+def test_a_long_part_is_followed_by_steps_without_parts():
+    """Each step is delayed by a program that takes longer than the bound, but free slots wait."""
+    for num_active, expected in ((1, [1, 0, 1, 0, 0, 1, 0, 1]), (0, [1] * 4 + [0] * 4)):
+        slots = Slots(2, num_prompts=1)
+        slots.cost, slots.num_active = lambda num_tokens: 2.5, num_active
+        slots.step = lambda: ((), lambda: (np.zeros(0), ()))
+        scheduler = _scheduler(slots, (25, 9))
+        assert [len(slots.after_step(scheduler)) for _ in expected] == expected
+
+
+@pytest.mark.once
 def test_chunks_of_prompts_run_together():
     """A program with one prompt takes the place of one with two."""
     slots = Slots(0, num_prompts=2)
