@@ -201,7 +201,7 @@ class Scheduler:
 
     def _receive(self, owners, results):
         tokens, logprobs = results()
-        tokens, row = tokens.tolist(), None
+        tokens, row, ended = tokens.tolist(), None, []
         for slot, sequence in owners:
             if sequence.request.done:
                 continue
@@ -210,7 +210,9 @@ class Scheduler:
             self.num_tokens += 1
             reason = sequence.add(tokens[slot], row)
             if reason is not None:
-                self._end(sequence, reason)
+                ended.append((sequence, reason))
+        for sequence, reason in ended:  # last, so that no token waits for it
+            self._end(sequence, reason)
 
     def _end(self, sequence, reason):
         # A step that runs ahead has processed the last token, unless the device knew the end.

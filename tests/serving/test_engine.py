@@ -133,9 +133,14 @@ def test_captured_steps_and_chunks_change_only_their_buffers(model, engine, alon
     assert len(captured) >= 4
     # The graphs of its larger stop tokens are deleted: nothing may be captured into their pool.
     del pools[:]
+    options["prefix_cache_bytes"] = 0  # prompts that wait for a slot stay in the buffers
     with Engine(model, num_slots=3, **options) as captured_engine:
         assert pools[0] is None
-        assert _submit(captured_engine, 3).result(60).token_ids == alone[3].token_ids
+        for _ in range(3):  # take all slots
+            captured_engine.submit("a", PARAMS[1], max_new_tokens=60, stop_token_ids=None)
+        requests = [(number, _submit(captured_engine, number)) for number in (3, 0, 1, 2)]
+        for number, request in requests:
+            assert request.result(60).token_ids == alone[number].token_ids
 
 
 @pytest.mark.skipif(keras.config.backend() != "torch", reason="CUDA graphs of torch")

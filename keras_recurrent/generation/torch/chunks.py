@@ -2,9 +2,11 @@
 
 import functools
 import math
+import weakref
 from typing import Any
 
 import keras
+import numpy as np
 import torch
 
 from keras_recurrent.generation.modes import add_reason
@@ -44,6 +46,8 @@ class Chunks:
         # The buffers that all programs read and overwrite.
         self._buffers = clone_stacked(keras.tree.flatten(self._batch(self.num_prompts)))
         self.rows, self._pool = Rows(*self._buffers), None
+        # The results of the latest program, by index in the buffers, while they are used.
+        self._results: Any = weakref.WeakValueDictionary()
 
     def _batch(self, size):
         return keras.tree.map_structure(lambda t: t.repeat_interleave(size, 0), self._example)
@@ -54,13 +58,15 @@ class Chunks:
 
     def cache(self, row):
         """Returns the cache of a `Row`."""
+        row.own()
         return keras.tree.pack_sequence_as(self._example, self.rows.tensors(row))
 
     @torch.no_grad()
     def __call__(self, rows, tokens, mask):
         """Generator that launches one part each time it is resumed, and returns the new rows.
 
-        No other call may begin before the generator has returned.
+        No other call may begin before the generator has returned. A result stays in the buffers
+        until the next call, which may have it among its `rows` once.
 
         Args:
             rows: a list of at most `num_prompts` `Row`s.
@@ -72,16 +78,32 @@ class Chunks:
         num_tokens = tokens.shape[1]
         if num_tokens not in self._programs:
             self._programs[num_tokens] = self._make_program(num_tokens)
-        program = self._programs[num_tokens]
-        for i, row in enumerate(rows):
-            self.rows.set(i, row)
-        upload(program.tokens, tokens)
-        upload(program.mask, mask)
+        program, indices = self._programs[num_tokens], self._place(rows)
+        order = [*indices, *(i for i in range(self.num_prompts) if i not in indices)]
+        upload(program.tokens, _permuted(tokens, order))
+        upload(program.mask, _permuted(mask, order))
         for run in program.parts:
             yield
             run()
-        yield
-        return [self.rows.copy(i) for i in range(len(rows))]
+        results = [self.rows.view(index) for index in indices]
+        self._results = weakref.WeakValueDictionary(zip(indices, results, strict=True))
+        return results
+
+    def _place(self, rows):
+        """Returns the index of each row in the buffers, to which it is copied if it is not there.
+
+        Results of the latest program are copied from the buffers if they are not among `rows`.
+        """
+        indices = [row.index for row in rows]
+        free = [index for index in range(self.num_prompts) if index not in indices]
+        for index in free:
+            if index in self._results:
+                self._results[index].own()
+        for number, row in enumerate(rows):
+            if row.index is None:
+                indices[number] = free.pop()
+                self.rows.set(indices[number], row)
+        return indices
 
     def _run_layers(self, cache, tokens, mask):
         """Runs the layers on the tokens without padding, on a CPU as fast as a program."""
@@ -172,6 +194,13 @@ class _Program:
                     del values[node]  # of an earlier part; later parts may use its memory
         self.parts = parts
         return pool
+
+
+def _permuted(array, order):
+    """Returns an array whose row `order[i]` is the row `i` of the given one."""
+    permuted = np.empty_like(array)
+    permuted[order] = array
+    return permuted
 
 
 def upload(buffer, array):

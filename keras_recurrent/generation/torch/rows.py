@@ -10,7 +10,18 @@ import torch
 
 
 class Row(list):
-    """A list of tensors."""
+    """A list of tensors.
+
+    Attributes:
+        index: the index of the row of `Rows` of which the tensors are views, or None.
+    """
+
+    index = None
+
+    def own(self):
+        """Replaces views by copies."""
+        if self.index is not None:
+            self[:], self.index = [t.clone() for t in self], None
 
 
 class Rows:
@@ -35,14 +46,20 @@ class Rows:
             by_indices.get(tuple(group), [tensors[i] for i in group]) for group in self.groups
         ]
 
-    def copy(self, index):
-        """Returns a copy of a row, a `Row`."""
-        return Row(
-            torch.stack([t[index] for t in part])
-            if isinstance(part, list)
-            else part[:, index].clone()
+    def view(self, index):
+        """Returns a `Row` whose tensors may be views of a row."""
+        row = Row(
+            torch.stack([t[index] for t in part]) if isinstance(part, list) else part[:, index]
             for part in self._parts
         )
+        row.index = index
+        return row
+
+    def copy(self, index):
+        """Returns a copy of a row, a `Row`."""
+        row = self.view(index)
+        row.own()
+        return row
 
     def set(self, index, row):
         """Overwrites a row."""
