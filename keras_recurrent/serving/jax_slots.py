@@ -88,7 +88,7 @@ class JaxRows:
         token, done = jnp.zeros((num_slots, 1), "int32"), jnp.ones(num_slots, bool)
         cache = self._initial_state(num_slots)
         self._state = loop.DecodingState(done, zeros, token, cache, ())
-        most = MAX_PROMPTS_ON_CPU if zeros.device.platform == "cpu" else MAX_PROMPTS
+        most = MAX_PROMPTS_ON_CPU if next(iter(zeros.devices())).platform == "cpu" else MAX_PROMPTS
         self.num_prompts = min(max(num_slots // SLOTS_PER_PROMPT, 1), most)
         initial = self._initial_state(1)
         self._layout = Layout.of(initial)

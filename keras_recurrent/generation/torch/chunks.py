@@ -94,13 +94,13 @@ class Chunks:
 
         Results of the latest program are copied from the buffers if they are not among `rows`.
         """
-        indices = [row.index for row in rows]
+        indices = [row.place for row in rows]
         free = [index for index in range(self.num_prompts) if index not in indices]
         for index in free:
             if index in self._results:
                 self._results[index].own()
         for number, row in enumerate(rows):
-            if row.index is None:
+            if row.place is None:
                 indices[number] = free.pop()
                 self.rows.set(indices[number], row)
         return indices

@@ -13,15 +13,15 @@ class Row(list):
     """A list of tensors.
 
     Attributes:
-        index: the index of the row of `Rows` of which the tensors are views, or None.
+        place: the index in `Rows` of the row of which the tensors are views, or None.
     """
 
-    index = None
+    place: int | None = None
 
     def own(self):
         """Replaces views by copies."""
-        if self.index is not None:
-            self[:], self.index = [t.clone() for t in self], None
+        if self.place is not None:
+            self[:], self.place = [t.clone() for t in self], None
 
 
 class Rows:
@@ -52,7 +52,7 @@ class Rows:
             torch.stack([t[index] for t in part]) if isinstance(part, list) else part[:, index]
             for part in self._parts
         )
-        row.index = index
+        row.place = index
         return row
 
     def copy(self, index):
