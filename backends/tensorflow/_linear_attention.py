@@ -56,6 +56,9 @@ def scan_groups(step, state, inputs, plan, dtypes, reverse=False):
 
     Returns the last state and each output of all groups, [B, tokens, H, ...].
     """
+    if isinstance(plan.groups, int) and plan.groups == 1:
+        state, found = step(state, *(None if x is None else tf.squeeze(x, 1) for x in inputs))
+        return state, [x[None] for x in found]
 
     def body(i, state, outputs):
         group = plan.groups - 1 - i if reverse else i

@@ -178,11 +178,18 @@ def _weights(q, k, levels):
     for from_boundary, to_boundary in levels:
         half = from_boundary.shape[2]
         (k_left, _), (_, q_right) = _halves(k, half), _halves(q, half)
-        between = tf.matmul(q_right * from_boundary, k_left * to_boundary, transpose_b=True)
+        between = _product(q_right * from_boundary, k_left * to_boundary, transpose_b=True)
         left, right = weights[:, ::2], weights[:, 1::2]
         above = tf.concat([left, tf.zeros_like(left)], axis=-1)
         weights = tf.concat([above, tf.concat([between, right], axis=-1)], axis=-2)
     return weights[:, 0]
+
+
+def _product(a, b, **transposed):
+    """`tf.matmul`, but elementwise, which is faster, in blocks of one token."""
+    if b.shape[-2] > 1:
+        return tf.matmul(a, b, **transposed)
+    return tf.reduce_sum(a * b, axis=-1, keepdims=True) if "transpose_b" in transposed else a * b
 
 
 def _group_gradient(cut, state, d_output, g, q, k, v, f):
@@ -202,32 +209,28 @@ def _group_gradient(cut, state, d_output, g, q, k, v, f):
     d_v = tf.matmul(_weights(q, k, levels), d_output, transpose_a=True) + tf.matmul(k_out, after)
     d_q = tf.matmul(d_output, before, transpose_b=True) * from_start
     d_k = tf.matmul(v, after, transpose_b=True) * to_end
-    # Terms of the gradient of log f: `crossing` applies to every token of a block, `later` to its
-    # token and those before it in the block, `earlier` to those after it.
+    # Terms of the gradient of log f: `crossing` applies to every token of a block, q d_q to its
+    # token and those before it in the block, k d_k to those after it.
     crossing = tf.reduce_sum(total * before * after, axis=-1)[:, None]
-    later, earlier = q * d_q, k * d_k
 
     d_weights = inner_products(d_output, v)[:, None]
     for from_boundary, to_boundary in reversed(levels):
         half = from_boundary.shape[2]
         (k_left, _), (_, q_right) = _halves(k, half), _halves(q, half)
-        d_between = d_weights[:, :, half:, :half]
-        d_right = tf.matmul(d_between, k_left * to_boundary) * from_boundary
-        d_left = tf.matmul(d_between, q_right * from_boundary, transpose_a=True) * to_boundary
-        d_q += _joined(tf.zeros_like(d_right), d_right)
-        d_k += _joined(d_left, tf.zeros_like(d_left))
-
-        later_left, later_right = _halves(later, half)
-        earlier_left, earlier_right = _halves(earlier, half)
-        beyond = tf.stack([tf.reduce_sum(x, axis=2) for x in (later_right, earlier_left)], axis=2)
+        (d_k_left, d_k_right), (d_q_left, d_q_right) = _halves(d_k, half), _halves(d_q, half)
+        beyond = [tf.reduce_sum(x, axis=2) for x in (q_right * d_q_right, k_left * d_k_left)]
+        beyond = tf.stack(beyond, axis=2)
         crossing = tf.reshape(crossing[:, :, None] + beyond, [-1, *_twice(crossing)])
-        later = _joined(later_left, later_right + q_right * d_right)
-        earlier = _joined(earlier_left + k_left * d_left, earlier_right)
+        d_between = d_weights[:, :, half:, :half]
+        d_q_right += _product(d_between, k_left * to_boundary) * from_boundary
+        d_k_left += _product(d_between, q_right * from_boundary, transpose_a=True) * to_boundary
+        d_q, d_k = _joined(d_q_left, d_q_right), _joined(d_k_left, d_k_right)
         inside = [d_weights[:, :, :half, :half], d_weights[:, :, half:, half:]]
         d_weights = tf.reshape(tf.stack(inside, axis=2), [-1, 2 * d_weights.shape[1], half, half])
 
+    d_log_f = q * d_q + crossing
     d_own = d_weights[:, :, 0]  # weights of a token and itself have no decay
-    return d_q + d_own * k, d_k + d_own * q, d_v, later + crossing, d_state
+    return d_q + d_own * k, d_k + d_own * q, d_v, d_log_f, d_state
 
 
 def _twice(blocks):
