@@ -26,13 +26,15 @@ class Engine:
     """Generates for many requests at once, which join and leave at any token.
 
     One thread launches all work on the device. All active requests decode in one step of
-    `num_slots` sequences. Prompts are processed in chunks between two steps. On torch on an NVIDIA
-    GPU, one program processes a chunk of each of several prompts: one prompt per 16 slots, at least
-    one and at most eight. The program is split into many parts. The parts before a step delay it by
-    about 40 % of the time of a step; at least one part runs. Elsewhere, each chunk is a program,
-    and those between two steps have at most 1.25 times `prefill_chunk` tokens in total. The engine
-    starts twice as many prompts at a time as a program processes. If at least two further requests
-    are queued while slots are free for them, the delay is two to four times as long.
+    `num_slots` sequences. Prompts are processed in chunks between two steps. On GPUs and TPUs, one
+    program processes a chunk of each of several prompts: one prompt per 16 slots, at least one and
+    at most eight on torch or four on JAX. Between two steps, chunks take about 43 % of the time of
+    a step on average. On torch on an NVIDIA GPU, a program is split into many parts, so that each
+    step is delayed by about this time; on JAX, a program delays one step by more, and the next
+    steps run without chunks. On CPUs, each chunk is a program, and those between two steps have at
+    most 1.25 times `prefill_chunk` tokens in total. The engine starts twice as many prompts at a
+    time as a program processes. If at least two further requests are queued while slots are free
+    for them, chunks take two to four times as long.
 
     Prompts are started in the order of `submit`. They are cut into chunks at fixed positions and at
     ends of messages, so that the tokens of a request do not depend on other requests, except

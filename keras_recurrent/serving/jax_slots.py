@@ -23,7 +23,7 @@ _known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # programs, by 
 
 
 class Layout(NamedTuple):
-    """How caches are stacked to few arrays, since the host needs time for each array of a program.
+    """Groups in which the arrays of a cache are stacked: the host needs time for each array.
 
     Attributes:
         structure: the tree of a cache.
@@ -32,15 +32,6 @@ class Layout(NamedTuple):
 
     structure: Any
     groups: Any
-
-    @classmethod
-    def of(cls, cache):
-        """Returns the layout of a cache."""
-        arrays, structure = jax.tree.flatten(cache)
-        groups: dict = {}
-        for index, array in enumerate(arrays):
-            groups.setdefault((array.shape[1:], array.dtype), []).append(index)
-        return cls(structure, tuple(map(tuple, groups.values())))
 
     def stack(self, cache):
         """Returns a list of arrays [n, B, ...], one for each group of n arrays [B, ...]."""
@@ -53,6 +44,15 @@ class Layout(NamedTuple):
         for group, stacked in zip(self.groups, stacks, strict=True):
             arrays.update(zip(group, stacked, strict=True))
         return jax.tree.unflatten(self.structure, [arrays[index] for index in sorted(arrays)])
+
+
+def make_layout(cache):
+    """Returns the `Layout` of a cache."""
+    arrays, structure = jax.tree.flatten(cache)
+    groups: dict = {}
+    for index, array in enumerate(arrays):
+        groups.setdefault((array.shape[1:], array.dtype), []).append(index)
+    return Layout(structure, tuple(map(tuple, groups.values())))
 
 
 class JaxRows:
@@ -91,7 +91,7 @@ class JaxRows:
         most = MAX_PROMPTS_ON_CPU if next(iter(zeros.devices())).platform == "cpu" else MAX_PROMPTS
         self.num_prompts = min(max(num_slots // SLOTS_PER_PROMPT, 1), most)
         initial = self._initial_state(1)
-        self._layout = Layout.of(initial)
+        self._layout = make_layout(initial)
         self.initial_row = self._row(initial)
 
     def _initial_state(self, batch_size):
