@@ -82,7 +82,7 @@ def training_steps(backends):
         [
             "## A training step\n",
             "Forward, backward and update of a model of one layer, by `train_on_batch` after a "
-            "plain `compile`:\n`jax.jit` on JAX, `tf.function` with XLA on TensorFlow, nothing "
+            "plain `compile`:\n`jax.jit` on JAX, `tf.function` without XLA on TensorFlow, nothing "
             "compiled on torch. float32, median,\nmilliseconds. The floor is the matrix products "
             f"of the block alone, at this machine's {rate / 1e9:.0f} GFLOP/s\n(a 1024³ product "
             "in NumPy).\n",
