@@ -26,23 +26,22 @@ class Engine:
     """Generates for many requests at once, which join and leave at any token.
 
     One thread launches all work on the device. All active requests decode in one step of
-    `num_slots` sequences. Prompts are processed in chunks between two steps. On GPUs and TPUs, one
-    program processes a chunk of each of several prompts: one prompt per 16 slots, at least one and
-    at most eight on torch or four on JAX. Between two steps, chunks take about 43 % of the time of
-    a step on average. On torch on an NVIDIA GPU, a program is split into many parts, so that each
-    step is delayed by about this time; on JAX, a program delays one step by more, and the next
-    steps run without chunks. On CPUs, each chunk is a program, and those between two steps have at
-    most 1.25 times `prefill_chunk` tokens in total. The engine starts twice as many prompts at a
-    time as a program processes. If at least two further requests are queued while slots are free
-    for them, chunks take two to four times as long.
+    `num_slots` sequences. Prompts are processed in chunks between two steps. On
+    torch on an NVIDIA GPU and on JAX on a GPU or TPU, one program processes a chunk of each of
+    several prompts: one prompt per 16 slots, at least one and at most eight (torch) or four (JAX).
+    The engine starts twice as many prompts at a time. Chunks may delay a step by 43 % of its time
+    on average: torch splits a program into many parts, and on JAX, steps without chunks follow a
+    program that takes longer. On CPUs, a program processes one chunk, and the chunks between two
+    steps may have 1.25 times `prefill_chunk` tokens. With two, four or six further requests that
+    are queued for free slots, these limits are two, three or four times as high.
 
     Prompts are started in the order of `submit`. They are cut into chunks at fixed positions and at
     ends of messages, so that the tokens of a request do not depend on other requests, except
     through the prefix cache, which changes rounding.
 
-    On a GPU, the programs of chunks and of a greedy step are compiled before the constructor
-    returns. A step with other sampling options is compiled when a request first uses them. On
-    torch, all requests wait for the compilation; on JAX, only queued requests wait.
+    On GPUs and TPUs, the programs of chunks and of a greedy step are compiled before the
+    constructor returns. A step with other sampling options is compiled when a request first uses
+    them. On torch, all requests wait for the compilation; on JAX, only queued requests wait.
 
     Args:
         model: a language model of this package, on torch or JAX. Its weights, layers and sampler
@@ -231,10 +230,11 @@ class Engine:
     def stats(self):
         """Returns a dictionary of the current load, and of counts since the engine was created.
 
-        `queued` and `active` are the current numbers of requests; `max_queued` and `num_slots` are
-        their limits. `requests`, `tokens`, `prompt_tokens`, `prefix_hits` and `prefix_tokens` are
-        counts of all submitted requests, generated tokens, processed tokens of prompts, requests
-        that started from a prefix state, and the tokens that they did not process.
+        - `queued`, `active`: current numbers of requests; `max_queued`, `num_slots`: their limits.
+        - `requests`: number of submitted requests.
+        - `tokens`, `prompt_tokens`: numbers of generated and of processed prompt tokens.
+        - `prefix_hits`, `prefix_tokens`: numbers of requests that started from a prefix state, and
+          of the tokens that this saved.
         """
         scheduler, prefixes = self._scheduler, self._prefixes
         return {

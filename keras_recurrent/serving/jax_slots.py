@@ -1,4 +1,4 @@
-"""Rows of a batch on JAX: one program for each step, which overwrites its state."""
+"""Rows of a batch on JAX. Each step is one program, which overwrites the state of the rows."""
 
 import functools
 import threading
@@ -84,7 +84,7 @@ class JaxRows:
         self._latest: Any = ()  # the latest result of `process`
         self._counts, self._compiling = None, {}  # threads, by features and number of stop tokens
         zeros = jnp.zeros(num_slots, "int32")
-        # The tokens are copied: a program must not get an array twice that it overwrites.
+        # The tokens are copied: an array that a program overwrites must not be passed to it twice.
         token, done = jnp.zeros((num_slots, 1), "int32"), jnp.ones(num_slots, bool)
         cache = self._initial_state(num_slots)
         self._state = loop.DecodingState(done, zeros, token, cache, ())
@@ -104,7 +104,7 @@ class JaxRows:
         return _set_row(array, slot, np.asarray(value, array.dtype))
 
     def process(self, rows, tokens, mask):
-        """As in `TorchRows`, in one part."""
+        """Processes a chunk of each of some prompts, as in `TorchRows`, in one part."""
         weights, variant = self._fixed
         yield from ()
         rows, num_rows = [*map(self._row, rows)], len(rows)
@@ -136,7 +136,7 @@ class JaxRows:
             numbers = np.zeros(num_slots, "float32") if features.is_random else None
             limits = self._free_length, np.zeros((num_slots, num_stops), "int32")
             arguments, static = self._arguments(features, limits, numbers, values)
-            # The step that runs overwrites the arrays.
+            # Lowered from shapes: the step that runs overwrites these arrays.
             shapes = jax.tree.map(_shape, arguments)
             # Later calls with such arguments find the program.
             thread = threading.Thread(
@@ -206,7 +206,7 @@ class JaxRows:
 
 
 def _shape(array):
-    """Returns what a program depends on: shape and dtype, and a device that the user chose."""
+    """Returns the shape and dtype of an array, and its device if the user chose it."""
     is_committed = isinstance(array, jax.Array) and array.committed
     sharding = array.sharding if is_committed else None
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)

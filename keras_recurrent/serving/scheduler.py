@@ -23,7 +23,8 @@ class Scheduler:
         prefixes: the `PrefixCache`.
 
     Attributes:
-        num_tokens, num_prompt_tokens: integers, numbers of generated and of processed tokens.
+        num_tokens, num_prompt_tokens: integers, numbers of generated tokens and of processed tokens
+            of prompts.
     """
 
     def __init__(self, slots, prefixes):
@@ -32,8 +33,8 @@ class Scheduler:
         self._lock = threading.Lock()
         self._prompts: list[Any] = []  # sequences whose prompts are being processed
         self._ready: list[Any] = []  # sequences that wait for a slot
-        self._program: Any = None  # the parts of chunks that are processed now, and the cost of one
-        self._excess = 0  # of a long part over the bound on delays, as a share of it
+        self._program: Any = None  # remaining parts of a program, and the cost of one part
+        self._excess = 0  # of a long part above the bound on delays; the bound is 1
         self._ahead: Any = None  # owners and results of the step that runs
         self._next_search = 0.0
         self.num_tokens, self.num_prompt_tokens = 0, 0
@@ -122,7 +123,7 @@ class Scheduler:
             else:
                 longest = max(self._chunk_end(s) - s.num_processed for s in sequences)
                 parts, cost = None, self._slots.cost(longest)
-            # As many parts as come closest to the bound, which the first may exceed.
+            # Takes the number of parts whose cost is closest to the bound, but at least one.
             if rest <= (0 if is_first else cost / 2):
                 break
             if is_first:
@@ -138,8 +139,8 @@ class Scheduler:
 
     def _next_chunks(self):
         """Returns a list of the sequences whose chunks are processed next, in one program."""
-        # A program takes as long for one prompt as for more, so while no slot is free, it is run
-        # only with the full number of prompts.
+        # A program takes equally long for any number of prompts. While no slot is free, it runs
+        # only if it is full.
         fewest = 1 if self._slots.num_free else self._slots.num_prompts
         return self._prompts[: self._slots.num_prompts] if len(self._prompts) >= fewest else []
 
@@ -215,7 +216,7 @@ class Scheduler:
             self._end(sequence, reason)
 
     def _end(self, sequence, reason):
-        # A step that runs ahead has processed the last token, unless the device knew the end.
+        # The next step has already processed the last token, unless the device knew the end.
         is_ahead = not sequence.ends_on_device
         if self._prefixes.is_enabled:
             new = sequence.token_ids if is_ahead else sequence.token_ids[:-1]

@@ -19,7 +19,7 @@ MAX_PARTS, MIN_OPERATIONS = 48, 16
 
 
 class Chunks:
-    """Function of the rows, tokens and masks of some prompts, which returns the next rows.
+    """Processes chunks of some prompts. A call is a generator, which returns the next rows.
 
     On NVIDIA GPUs, a program is made for each number of tokens. It processes `num_prompts` prompts
     in several parts. Elsewhere, a call is one part. The weights must not change between calls.
@@ -29,11 +29,11 @@ class Chunks:
         make_chunk: a function of a cache and, as `chunk`, a number of tokens, which returns the
             `Chunk`.
         graph_reason: the reason for no CUDA graphs, or None.
-        num_prompts: integer, the number of prompts of a program.
+        num_prompts: integer, the number of prompts of a program on NVIDIA GPUs.
         cache: the cache of one sequence before all tokens.
 
     Attributes:
-        num_prompts: integer, maximum number of prompts of a call.
+        num_prompts: integer, maximum number of prompts of a call; 1 without CUDA graphs.
         rows: the `Rows` of a program's cache.
     """
 
@@ -65,8 +65,8 @@ class Chunks:
     def __call__(self, rows, tokens, mask):
         """Generator that launches one part each time it is resumed, and returns the new rows.
 
-        No other call may begin before the generator has returned. A result stays in the buffers
-        until the next call, which may have it among its `rows` once.
+        No other call may begin before the generator has returned. A result is a view of the
+        buffers until the next call, to which it may be passed once.
 
         Args:
             rows: a list of at most `num_prompts` `Row`s.
@@ -90,17 +90,18 @@ class Chunks:
         return results
 
     def _place(self, rows):
-        """Returns the index of each row in the buffers, to which it is copied if it is not there.
+        """Copies rows to the buffers, unless they are there; returns the position of each.
 
-        Results of the latest program are copied from the buffers if they are not among `rows`.
+        Before, copies those results of the latest program from the buffers that are not among
+        `rows`.
         """
-        indices = [row.place for row in rows]
+        indices = [row.position for row in rows]
         free = [index for index in range(self.num_prompts) if index not in indices]
         for index in free:
             if index in self._results:
                 self._results[index].own()
         for number, row in enumerate(rows):
-            if row.place is None:
+            if row.position is None:
                 indices[number] = free.pop()
                 self.rows.set(indices[number], row)
         return indices
@@ -125,7 +126,7 @@ class Chunks:
         return program
 
     def _shared(self, prepared):
-        """Returns the tensors of an earlier program if they are equal, to save memory."""
+        """Returns the tensors of the latest program if they are equal, to save memory."""
         is_equal = len(self._prepared) == len(prepared) and all(
             a is b or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
             for a, b in zip(self._prepared, prepared, strict=True)
@@ -187,11 +188,11 @@ class _Program:
             captured, _ = capture(run_part, self.tokens.device, pool)
             pool = captured.pool()
             parts.append(captured.replay)
-            captured.replay()  # the next part runs once before its capture
+            captured.replay()  # for the next part, which runs once before its capture
             later = {*nodes[start + size :], graph.output_node()}
             for node in [n for n in values if n.op != "placeholder"]:
                 if later.isdisjoint(node.users):
-                    del values[node]  # of an earlier part; later parts may use its memory
+                    del values[node]  # no later part reads it; later parts may use its memory
         self.parts = parts
         return pool
 

@@ -1,4 +1,4 @@
-"""Rows: caches of one sequence in few tensors, since the host needs time for each operation.
+"""Caches of one sequence, stacked to few tensors: the host needs time for each operation.
 
 A row is a list of tensors [n, ...], one for each group of n tensors of a cache with equal shapes
 and dtypes.
@@ -13,15 +13,16 @@ class Row(list):
     """A list of tensors.
 
     Attributes:
-        place: the index in `Rows` of the row of which the tensors are views, or None.
+        position: the index in `Rows` of the row that the tensors may be views of. None: they have
+            their own memory.
     """
 
-    place: int | None = None
+    position: int | None = None
 
     def own(self):
         """Replaces views by copies."""
-        if self.place is not None:
-            self[:], self.place = [t.clone() for t in self], None
+        if self.position is not None:
+            self[:], self.position = [t.clone() for t in self], None
 
 
 class Rows:
@@ -52,7 +53,7 @@ class Rows:
             torch.stack([t[index] for t in part]) if isinstance(part, list) else part[:, index]
             for part in self._parts
         )
-        row.place = index
+        row.position = index
         return row
 
     def copy(self, index):
@@ -78,7 +79,7 @@ class Rows:
 
 
 class Extension:
-    """Function that makes a `Row` of all tensors from a `Row` of some of them.
+    """Function that extends a `Row` of some tensors to a `Row` of all, by initial values.
 
     Args:
         rows: the `Rows` of all tensors.
