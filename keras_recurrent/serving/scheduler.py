@@ -102,12 +102,12 @@ class Scheduler:
             ended += late
             for sequence in late:
                 started.remove(sequence)
-        for sequence in self._slots.active:
-            if sequence.end_reason(now):
-                self._slots.remove(sequence, is_active=True)
-                ended.append(sequence)
         for sequence in ended:
             sequence.end(sequence.end_reason(now))
+        for sequence in self._slots.active:
+            if reason := sequence.end_reason(now):
+                self._slots.remove(sequence, is_active=True)  # it may fail
+                sequence.end(reason)
 
     def _process_chunks(self):
         """Processes parts of chunks, which delay steps by a bounded time on average."""

@@ -15,7 +15,7 @@ from keras_recurrent import dispatch, which_generation
 from keras_recurrent.generation.sampling import features_of
 from keras_recurrent.layers import hgrn2
 from keras_recurrent.models import GriffinCausalLM, HGRN2CausalLM, SamplingParams
-from keras_recurrent.serving import Engine, EngineClosed, EngineFull
+from keras_recurrent.serving import Engine, EngineClosed, EngineFull, scheduler
 from keras_recurrent.serving.scheduler import Scheduler
 from keras_recurrent.serving.slots import covers
 from tests.generation.captures import capture_on_cpu
@@ -309,6 +309,20 @@ def test_a_failed_engine_ends_all_requests(model, monkeypatch):
     monkeypatch.setattr(engine._slots._rows, "insert", None)
     with pytest.raises(EngineClosed, match="'NoneType' object is not callable"):
         _submit(engine, 1).result(5)
+    engine = Engine(model, num_slots=1, max_length=2000, prefix_cache_bytes=0)
+    running = _submit(engine, 1, max_new_tokens=1900, stop_token_ids=None)
+    next(iter(running))
+    queued = _submit(engine, 2)
+    monkeypatch.setattr(scheduler, "SECONDS_PER_SEARCH", 0)
+    monkeypatch.setattr(engine._slots._rows, "stop", None)
+    time.sleep(0.1)
+    with engine._scheduler._lock:  # the engine waits for it, then finds both
+        time.sleep(0.1)
+        running.cancel()
+        queued.cancel()
+    assert queued.result(5).finish_reason == "cancelled"
+    with pytest.raises(EngineClosed):
+        running.result(5)
 
 
 @needs_engine
