@@ -26,14 +26,14 @@ class Engine:
     """Generates for many requests at once, which join and leave at any token.
 
     One thread launches all work on the device. All active requests decode in one step of
-    `num_slots` sequences. Prompts are processed in chunks between two steps. On
-    torch on an NVIDIA GPU and on JAX on a GPU or TPU, one program processes a chunk of each of
-    several prompts: one prompt per 16 slots, at least one and at most eight (torch) or four (JAX).
-    The engine starts twice as many prompts at a time. Chunks may delay a step by 43 % of its time
-    on average: torch splits a program into many parts, and on JAX, steps without chunks follow a
-    program that takes longer. On CPUs, a program processes one chunk, and the chunks between two
-    steps may have 1.25 times `prefill_chunk` tokens. With two, four or six further requests that
-    are queued for free slots, these limits are two, three or four times as high.
+    `num_slots` sequences. Prompts are processed in chunks between two steps. On torch on an NVIDIA
+    GPU and on JAX on a GPU or TPU, one program processes a chunk of each of several prompts: one
+    prompt per 16 slots, at least one and at most eight (torch) or four (JAX). Chunks delay a step
+    by about 43 % of its time on average: torch splits a program into many parts, and on JAX, steps
+    without chunks follow a program that takes longer. Elsewhere, a program processes one chunk, and
+    the chunks between two steps have at most 4/3 of `prefill_chunk` tokens. The engine starts twice
+    as many prompts at a time as a program processes. With two, four or six further requests that
+    are queued for free slots, the limits of chunks are two, three or four times as high.
 
     Prompts are started in the order of `submit`. They are cut into chunks at fixed positions and at
     ends of messages, so that the tokens of a request do not depend on other requests, except
