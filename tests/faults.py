@@ -938,6 +938,23 @@ FAULTS = [
         new="            pass",
         tests={"torch": "serving/test_server.py::test_a_client_that_disconnects_frees_its_slot"},
     ),
+    Fault(
+        "states_of_prompts_overwritten",
+        "keras_recurrent/generation/torch/chunks.py",
+        old="                self._results[index].own()",
+        new="                pass",
+        tests={
+            "torch": "serving/test_engine.py::"
+            "test_captured_steps_and_chunks_change_only_their_buffers"
+        },
+    ),
+    Fault(
+        "prompts_of_a_program_exchanged",
+        "keras_recurrent/serving/jax_slots.py",
+        old="        return [list(row) for row in zip(*parts, strict=True)]",
+        new="        return [list(row) for row in zip(*parts, strict=True)][::-1]",
+        tests={"jax": "serving/test_engine.py::test_a_program_processes_several_prompts"},
+    ),
 ]
 
 if __name__ == "__main__":
