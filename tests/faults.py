@@ -941,7 +941,7 @@ FAULTS = [
     Fault(
         "states_of_prompts_overwritten",
         "keras_recurrent/generation/torch/chunks.py",
-        old="                self._results[index].own()",
+        old="                self._results[position].materialize()",
         new="                pass",
         tests={
             "torch": "serving/test_engine.py::"

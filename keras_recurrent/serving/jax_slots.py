@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from keras_recurrent.checks.shapes import group_equal
 from keras_recurrent.devices.jax_processes import begin_gathering
 from keras_recurrent.generation import loop
 from keras_recurrent.generation.sampling import STOPS_PER_STEP, argument_names
 from keras_recurrent.generation.xla_programs import make_network, program_variant, program_weights
 
-# A program of chunks has one prompt for each `SLOTS_PER_PROMPT` slots. With more prompts, a token
-# takes less time, but the program, for which a step waits, takes more. CPUs gain nothing.
-SLOTS_PER_PROMPT, MAX_PROMPTS, MAX_PROMPTS_ON_CPU = 16, 4, 1
+MAX_PROMPTS = 4  # of a program: a step waits for it
 
 _known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # programs, by decoding loops
 
@@ -49,10 +48,7 @@ class Layout(NamedTuple):
 def make_layout(cache):
     """Returns the `Layout` of a cache."""
     arrays, structure = jax.tree.flatten(cache)
-    groups: dict = {}
-    for index, array in enumerate(arrays):
-        groups.setdefault((array.shape[1:], array.dtype), []).append(index)
-    return Layout(structure, tuple(map(tuple, groups.values())))
+    return Layout(structure, tuple(map(tuple, group_equal(arrays))))
 
 
 class JaxRows:
@@ -63,16 +59,17 @@ class JaxRows:
         loops: its decoding loops, `xla_programs.Programs`.
         num_slots: integer, number of rows.
         max_length: integer, the capacity of a row in tokens.
+        num_prompts: integer, the wanted number of prompts of a program.
 
     Attributes:
-        num_prompts: as in `TorchRows`.
+        num_prompts: integer, maximum number of prompts in one call of `process`.
         initial_row: the row before all tokens: its cache, stacked as in `Layout`.
     """
 
     compiles_in_background = True
     _state: Any
 
-    def __init__(self, model, loops, num_slots, max_length):
+    def __init__(self, model, loops, num_slots, max_length, num_prompts):
         self._model, self._max_length = model, max_length
         if loops not in _known:
             _known[loops] = _programs(model, loops.snapshot)
@@ -88,8 +85,7 @@ class JaxRows:
         token, done = jnp.zeros((num_slots, 1), "int32"), jnp.ones(num_slots, bool)
         cache = self._initial_state(num_slots)
         self._state = loop.DecodingState(done, zeros, token, cache, ())
-        most = MAX_PROMPTS_ON_CPU if next(iter(zeros.devices())).platform == "cpu" else MAX_PROMPTS
-        self.num_prompts = min(max(num_slots // SLOTS_PER_PROMPT, 1), most)
+        self.num_prompts = min(num_prompts, MAX_PROMPTS)
         initial = self._initial_state(1)
         self._layout = make_layout(initial)
         self.initial_row = self._row(initial)

@@ -13,6 +13,9 @@ from keras_recurrent.generation.sampling import STOPS_PER_STEP, Features, featur
 MIN_CHUNK = 32  # tokens
 MAX_DELAY = 0.43  # of a step, by parts of chunks before it
 TIMED_RUNS = 3
+# A program of chunks has one prompt for each `SLOTS_PER_PROMPT` slots. With more prompts, a token
+# takes less time, but the program takes more. CPUs gain nothing.
+SLOTS_PER_PROMPT = 16
 
 Rows: Any
 if keras.config.backend() == "torch":
@@ -39,7 +42,9 @@ class Slots:
     def __init__(self, model, loops, num_slots, max_length, max_chunk):
         self._vocabulary_size = model.backbone.vocabulary_size
         self.sequences: list[Any] = [None] * num_slots
-        self._rows = Rows(model, loops, num_slots, max_length)
+        on_cpu = is_on_cpu(model)
+        num_prompts = 1 if on_cpu else max(num_slots // SLOTS_PER_PROMPT, 1)
+        self._rows = Rows(model, loops, num_slots, max_length, num_prompts)
         self._num_stops = STOPS_PER_STEP
         self.max_chunk = max_chunk
         # The chunks of prompts that share a program are padded to one size.
@@ -54,7 +59,7 @@ class Slots:
         self._features: Any = None
         self._kinds: list[Any] = []  # `SamplingParams` for which steps were compiled
         self._compiling: Any = (None, None)  # the `Sequence` that waits, and `Features`
-        if not is_on_cpu(model):  # compilation on a CPU takes longer than what it saves
+        if not on_cpu:  # compilation on a CPU takes longer than what it saves
             self._warm_up()
 
     @property

@@ -19,9 +19,7 @@ from keras_recurrent.generation.torch.loop import ActiveSequences, Fetch
 from keras_recurrent.generation.torch.rows import Extension, Row, Rows
 from keras_recurrent.generation.torch.sampling import choose_tokens
 
-# A program of chunks on a GPU has one prompt for each `SLOTS_PER_PROMPT` slots. With more prompts,
-# a token takes less time, but the program, for which a request waits, takes more.
-SLOTS_PER_PROMPT, MAX_PROMPTS = 16, 8
+MAX_PROMPTS = 8  # of a program: a request waits for it
 
 
 class TorchRows:
@@ -32,12 +30,13 @@ class TorchRows:
         loops: its decoding loops, a `torch.loop.Loop`.
         num_slots: integer, number of rows.
         max_length: integer, the capacity of a row in tokens.
+        num_prompts: integer, the wanted number of prompts of a program.
     """
 
     compiles_in_background = False  # a CUDA graph capture would stop the device
 
     @torch.no_grad()
-    def __init__(self, model, loops, num_slots, max_length):
+    def __init__(self, model, loops, num_slots, max_length, num_prompts):
         self._backbone, self._max_length = model.backbone, max_length
         self._stack = contextlib.ExitStack()
         state = self._initial_state(num_slots)
@@ -46,9 +45,9 @@ class TorchRows:
         decoder = loops.runner.decode(token, state, _Sampler(token), _Sequences(token))
         self._decoder = self._stack.enter_context(decoder)
         self._decoder.sampler.sequences = self._decoder.sequences
-        num_prompts = min(max(num_slots // SLOTS_PER_PROMPT, 1), MAX_PROMPTS)
         initial = self._initial_state(1)
-        self._chunks, self._device = loops.runner.chunks(initial, num_prompts), device
+        self._chunks = loops.runner.chunks(initial, min(num_prompts, MAX_PROMPTS))
+        self._device = device
         self.initial_row = self._chunks.row(initial)
         # A step's cache may also have recent tokens, of which a new sequence has none.
         tensors = self._decoder.step.flatten_cache(initial)

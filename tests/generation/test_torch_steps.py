@@ -228,7 +228,7 @@ def operators(function):
 def test_slots_change_without_waiting():
     """Fails if an engine that inserts a sequence waits for the step that runs."""
     model = tiny_causal_lm(family="hgrn2", num_layers=1)
-    rows = TorchRows(model, model._require_loops("Engine"), 2, 64)
+    rows = TorchRows(model, model._require_loops("Engine"), 2, 64, num_prompts=1)
 
     def change():
         rows.insert(1, rows.initial_row, np.int32(3), 9, np.full(4, -1, "int32"))

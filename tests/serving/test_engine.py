@@ -109,7 +109,7 @@ def capture_engines(monkeypatch):
 
     monkeypatch.setattr(torch_slots, "Fetch", fetch)
     monkeypatch.setattr(slots, "is_on_cpu", lambda model: False)
-    monkeypatch.setattr(torch_slots, "SLOTS_PER_PROMPT", 1)
+    monkeypatch.setattr(slots, "SLOTS_PER_PROMPT", 1)
     monkeypatch.setattr(torch_slots, "MAX_PROMPTS", 2)
     return capture_on_cpu(monkeypatch)
 
@@ -175,10 +175,11 @@ def test_slots_write_states_every_few_tokens(monkeypatch):
 @pytest.mark.skipif(keras.config.backend() != "jax", reason="programs of JAX")
 def test_a_program_processes_several_prompts(model, alone, monkeypatch):
     """Prompts of one program get each other's states, or a saved state is that of another one."""
-    from keras_recurrent.serving import jax_slots
+    from keras_recurrent.serving import jax_slots, slots
 
-    monkeypatch.setattr(jax_slots, "MAX_PROMPTS_ON_CPU", 2)
-    monkeypatch.setattr(jax_slots, "SLOTS_PER_PROMPT", 1)
+    monkeypatch.setattr(slots, "is_on_cpu", lambda model: False)
+    monkeypatch.setattr(slots, "SLOTS_PER_PROMPT", 1)
+    monkeypatch.setattr(jax_slots, "MAX_PROMPTS", 2)
     with Engine(model, num_slots=3, max_length=200, prefill_chunk=8) as engine:
         assert engine._slots.num_prompts == 2
         order = (1, 0, 3, 2, 1)

@@ -46,7 +46,7 @@ class Chunks:
         # The buffers that all programs read and overwrite.
         self._buffers = clone_stacked(keras.tree.flatten(self._batch(self.num_prompts)))
         self.rows, self._pool = Rows(*self._buffers), None
-        # The results of the latest program, by index in the buffers, while they are used.
+        # The results of the latest program, by position in the buffers, while they are used.
         self._results: Any = weakref.WeakValueDictionary()
 
     def _batch(self, size):
@@ -58,7 +58,7 @@ class Chunks:
 
     def cache(self, row):
         """Returns the cache of a `Row`."""
-        row.own()
+        row.materialize()
         return keras.tree.pack_sequence_as(self._example, self.rows.tensors(row))
 
     @torch.no_grad()
@@ -78,33 +78,36 @@ class Chunks:
         num_tokens = tokens.shape[1]
         if num_tokens not in self._programs:
             self._programs[num_tokens] = self._make_program(num_tokens)
-        program, indices = self._programs[num_tokens], self._place(rows)
-        order = [*indices, *(i for i in range(self.num_prompts) if i not in indices)]
-        upload(program.tokens, _permuted(tokens, order))
-        upload(program.mask, _permuted(mask, order))
+        program, positions = self._programs[num_tokens], self._place(rows)
+        sources = np.argsort(positions)
+        upload(program.tokens, tokens[sources])
+        upload(program.mask, mask[sources])
         for run in program.parts:
             yield
             run()
-        results = [self.rows.view(index) for index in indices]
-        self._results = weakref.WeakValueDictionary(zip(indices, results, strict=True))
+        results = [self.rows.view(position) for position in positions[: len(rows)]]
+        self._results = weakref.WeakValueDictionary({row.position: row for row in results})
         return results
 
     def _place(self, rows):
-        """Copies rows to the buffers, unless they are there; returns the position of each.
+        """Copies rows to the buffers, unless they are there.
 
         Before, copies those results of the latest program from the buffers that are not among
         `rows`.
+
+        Returns:
+            A list of the position of each row in the buffers, and of the free positions.
         """
-        indices = [row.position for row in rows]
-        free = [index for index in range(self.num_prompts) if index not in indices]
-        for index in free:
-            if index in self._results:
-                self._results[index].own()
+        positions = [row.position for row in rows]
+        free = [p for p in range(self.num_prompts) if p not in positions]
+        for position in free:
+            if position in self._results:
+                self._results[position].materialize()
         for number, row in enumerate(rows):
             if row.position is None:
-                indices[number] = free.pop()
-                self.rows.set(indices[number], row)
-        return indices
+                positions[number] = free.pop()
+                self.rows.set(positions[number], row)
+        return [*positions, *free]
 
     def _run_layers(self, cache, tokens, mask):
         """Runs the layers on the tokens without padding, on a CPU as fast as a program."""
@@ -195,13 +198,6 @@ class _Program:
                     del values[node]  # no later part reads it; later parts may use its memory
         self.parts = parts
         return pool
-
-
-def _permuted(array, order):
-    """Returns an array whose row `order[i]` is the row `i` of the given one."""
-    permuted = np.empty_like(array)
-    permuted[order] = array
-    return permuted
 
 
 def upload(buffer, array):

@@ -13,6 +13,7 @@ import warnings
 
 import torch
 
+from keras_recurrent.checks.shapes import group_equal
 from keras_recurrent.generation.torch.sampling import RECENT
 
 _capturing = threading.Lock()  # torch aborts if two threads capture at once
@@ -199,11 +200,8 @@ def clone_stacked(tensors):
         The list of copies, and a list of `(indices, stacked tensor)`, of which the copies are
         views.
     """
-    groups: dict = {}
-    for index, t in enumerate(tensors):
-        groups.setdefault((t.shape, t.dtype), []).append(index)
     copies, stacks = {}, []
-    for indices in groups.values():
+    for indices in group_equal(tensors):
         group = [tensors[index] for index in indices]
         if len(indices) > 1 and group[0].nbytes % ALIGNMENT == 0:
             stack = torch.stack(group)

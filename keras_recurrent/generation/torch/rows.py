@@ -8,6 +8,8 @@ import functools
 
 import torch
 
+from keras_recurrent.checks.shapes import group_equal
+
 
 class Row(list):
     """A list of tensors.
@@ -19,7 +21,7 @@ class Row(list):
 
     position: int | None = None
 
-    def own(self):
+    def materialize(self):
         """Replaces views by copies."""
         if self.position is not None:
             self[:], self.position = [t.clone() for t in self], None
@@ -38,10 +40,7 @@ class Rows:
 
     def __init__(self, tensors, stacks=()):
         by_indices = {tuple(indices): stack for indices, stack in stacks}
-        groups: dict = {}
-        for index, t in enumerate(tensors):
-            groups.setdefault((t.shape[1:], t.dtype), []).append(index)
-        self.groups = list(groups.values())
+        self.groups = group_equal(tensors)
         # For each group a stacked tensor [n, B, ...], or a list of n tensors.
         self._parts = [
             by_indices.get(tuple(group), [tensors[i] for i in group]) for group in self.groups
@@ -59,7 +58,7 @@ class Rows:
     def copy(self, index):
         """Returns a copy of a row, a `Row`."""
         row = self.view(index)
-        row.own()
+        row.materialize()
         return row
 
     def set(self, index, row):
