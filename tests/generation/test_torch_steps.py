@@ -261,3 +261,13 @@ def test_a_step_keeps_no_larger_copies_of_weights(monkeypatch):
     prepared = step.Step(model, cache, compiled=False, masked=False).prepared()
     weights = {t.data_ptr() for t in (v.value for v in model.variables)}
     assert max(t.nbytes for t in prepared if t.data_ptr() not in weights) <= step.MAX_GROWN
+
+
+def test_a_step_does_not_compute_lower_bounds(monkeypatch):
+    """Fails if a step computes them because their intermediate results are larger than weights."""
+    model = tiny_causal_lm(family="hgrn2", num_layers=4)
+    logits = model.backbone.lower_bounds.logits.value
+    monkeypatch.setattr(step, "MAX_GROWN", 2 * logits.nbytes)
+    cache = model.backbone.get_initial_state(2)
+    prepared = step.Step(model, cache, compiled=False, masked=False).prepared()
+    assert logits.data_ptr() not in {t.data_ptr() for t in prepared}

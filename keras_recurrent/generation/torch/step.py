@@ -17,7 +17,7 @@ from keras_recurrent.generation.torch.recent_tokens import remove_recent_tokens
 from keras_recurrent.layers.decoding import decoding_scope
 from keras_recurrent.progress import announce
 
-MAX_GROWN = 2**20  # bytes of a tensor that is kept although its weight is smaller
+MAX_GROWN = 2**20  # bytes of a tensor that is kept although its weights are smaller
 COMPILED_AFTER = 2000  # tokens; the traced graph takes as long for these as torch's compiler
 
 _tracing = threading.Lock()
@@ -196,12 +196,6 @@ def _inline_scalars(traced):
     return traced
 
 
-def _grows(node):
-    """Returns True if the result of a node is large, and larger than its inputs together."""
-    size, *inputs = (_num_bytes(n.meta.get("val")) for n in (node, *node.all_input_nodes))
-    return bool(inputs) and size > max(MAX_GROWN, sum(inputs))
-
-
 def _num_bytes(value):
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
@@ -210,16 +204,21 @@ def _split(traced, num_weights):
     """Splits a graph into the part that depends only on weights, its first inputs, and the rest.
 
     The first graph takes the weights. The second takes the results of the first, then the other
-    inputs. It also computes large tensors that take more memory than what they are computed from,
-    such as `float32` copies of `int8` weights.
+    inputs. It computes large results that take more memory than their weights, such as `float32`
+    copies of `int8` weights, again in each step.
     """
     nodes = list(traced.graph.nodes)
     inputs = [n for n in nodes if n.op == "placeholder"]
-    later = set(inputs[num_weights:])
-    for node in nodes:
-        if later.intersection(node.all_input_nodes) or node.op == "output" or _grows(node):
-            later.add(node)
-    used = [n for n in nodes if n not in later and later.intersection(n.users)]
+    sources: dict = {n: {n} for n in inputs}  # the inputs that a node depends on
+    for node in nodes[len(inputs) :]:
+        sources[node] = set().union(*(sources[n] for n in node.all_input_nodes))
+    later = {n for n in nodes if n.op == "output" or sources[n].intersection(inputs[num_weights:])}
+    in_step = set(later)
+    for node in reversed(nodes):
+        size, *of_weights = (_num_bytes(n.meta.get("val")) for n in (node, *sources[node]))
+        if in_step.intersection(node.users) and size > max(MAX_GROWN, sum(of_weights)):
+            in_step.add(node)
+    used = [n for n in nodes if n not in in_step and in_step.intersection(n.users)]
 
     before, after = torch.fx.Graph(), torch.fx.Graph()
     copies: dict = {}
@@ -227,8 +226,9 @@ def _split(traced, num_weights):
         if node not in later:
             copies[node] = before.node_copy(node, copies.__getitem__)
     before.output([copies[n] for n in used])
+    before.eliminate_dead_code()
     copies = {n: after.placeholder(n.name) for n in used}
     for node in nodes:
-        if node in later:
+        if node in in_step:
             copies[node] = after.node_copy(node, copies.__getitem__)
     return torch.fx.GraphModule(traced, before), torch.fx.GraphModule(traced, after)
