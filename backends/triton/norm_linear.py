@@ -17,10 +17,10 @@ sums.
 Products of more rows are those of the framework; one launch after a product does the rest.
 """
 
-from ..constants import ROW_SQUARES_GROUP
+from ..constants import ROW_SQUARES_GROUP, max_fused_rows
 from . import rms_norm
 from ._decoding.norm_linear_kernels import columns_kernel, gate_kernel, sum_kernel
-from ._decoding.norm_linear_tiles import is_split, max_rows, squares_options, tile_options
+from ._decoding.norm_linear_tiles import is_split, squares_options, tile_options
 from ._runtime.framework import (
     compute_capability,
     forward_operation,
@@ -137,7 +137,7 @@ def forward(
     outputs = results(*tensors, next_scale, gate=gate)
     rows = x.shape[0]
     ends = {"residual": residual, "next_scale": next_scale, "output_scale": output_scale}
-    if rows > max_rows(dtype_name(x), compute_capability(x)):
+    if rows > max_fused_rows(dtype_name(x)):
         return _many_rows(tensors, outputs, squares=squares, epsilon=epsilon, gate=gate, **ends)
     if gate and kernel_3 is not None:
         gate_tensors = x, scale, kernel, kernel_2, None, None, bias, bias_2, None, None
@@ -263,7 +263,8 @@ def _launch(
     norm = epsilon >= 0 and squares is None
     # One row with a norm is not split: another launch would take longer.
     parts = kernel_2 is None and not norm and (rows > 1 or squares is None)
-    options = tile_options(rows, channels, sum(widths), dtype_name(kernel), gate, parts)
+    sizes = rows, channels, sum(widths), dtype_name(kernel)
+    options = tile_options(*sizes, gate, parts, compute_capability(x))
     columns = [widths[0], 0 if gate else widths[1], *widths[2:]]
     programs = sum(cdiv(n, options["BLOCK_N"]) for n in columns)
     options |= dict(zip(("K", "N", "N_2", "N_3", "N_4"), (channels, *widths), strict=True))

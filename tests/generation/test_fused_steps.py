@@ -35,7 +35,7 @@ if isinstance(dispatch.IMPLEMENTATIONS["hgrn2_step"]["triton"], str):
 
 import torch
 
-from keras_recurrent.backends.triton._decoding import norm_linear_tiles
+from keras_recurrent.backends.triton import norm_linear
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 LENGTHS, TOTAL = (4, 6), 9
@@ -269,7 +269,7 @@ STEPS = [(mixer, rows) for mixer in MIXERS for rows in ROWS if "options" in mixe
 def test_steps_of_options_equal_layers(mixer, name, fused, monkeypatch):
     """Fails if a fused step ignores an option of a layer or the scale of the residual branches."""
     rows, most, dtype = ROWS[name]
-    for module in (decoding, norm_linear_tiles):
+    for module in (decoding, norm_linear):
         monkeypatch.setattr(module, "max_fused_rows", lambda dtype: most)
     keras.utils.set_random_seed(0)
     block = GriffinResidualBlock(MIXERS[mixer](dtype), 24, residual_scale=0.3, dtype=dtype)

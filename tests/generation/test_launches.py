@@ -14,6 +14,7 @@ if isinstance(dispatch.IMPLEMENTATIONS["hgrn2_step"]["triton"], str):
 
 import torch
 
+from keras_recurrent.backends.constants import max_fused_rows
 from keras_recurrent.backends.triton import norm_linear
 from keras_recurrent.backends.triton._decoding import norm_linear_tiles
 from keras_recurrent.backends.triton._runtime import torch_operators
@@ -63,7 +64,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize(("family", "sizes", "of_blocks"), MODELS.values(), ids=MODELS)
-def test_blocks_take_few_launches(family, sizes, of_blocks, launches, monkeypatch):
+def test_blocks_take_few_launches(family, sizes, of_blocks, launches):
     """Fails if a norm, a gate or a residual sum takes a separate launch in a fused step."""
 
     def step(dtype, rows):
@@ -81,17 +82,15 @@ def test_blocks_take_few_launches(family, sizes, of_blocks, launches, monkeypatc
         found = step("float32", rows)
         assert len(found) == expected, (rows, found)
     assert step("bfloat16", 17) == step("bfloat16", 16)
-    monkeypatch.setattr(norm_linear, "compute_capability", lambda x: (8, 9))
-    assert "product" in step("bfloat16", 65)
 
 
 @pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize(("capability", "kilobytes"), [((8, 0), 163), ((8, 9), 99), ((9, 0), 227)])
 def test_tiles_fit_into_shared_memory(capability, kilobytes, gate):
     """Triton keeps the loads of all stages, on GPUs before Hopper of all stages but one."""
-    most = norm_linear_tiles.max_rows("bfloat16", capability)
-    for rows in (2, 16, 17, 64, most):
-        tile = norm_linear_tiles.tile_options(rows, 2048, 8192, "bfloat16", gate, parts=False)
+    sizes = 2048, 8192, "bfloat16"
+    for rows in (2, 16, 17, 64, 65, max_fused_rows("bfloat16")):
+        tile = norm_linear_tiles.tile_options(rows, *sizes, gate, False, capability)
         columns = tile["BLOCK_N"] * (2 if gate else 1)  # a gate needs two weights
         stage = 2 * tile["BLOCK_K"] * (tile["BLOCK_B"] + columns)
         assert (tile["STAGES"] - (capability < (9, 0))) * stage <= 1024 * kilobytes

@@ -259,7 +259,7 @@ def of_rows_through_maps(rows, channels, dtype="bfloat16", **constants):
     sizes |= {"SHORT": dtype == "bfloat16", "OUTPUT_SCALE": 1.0, "PDL": True}
     constants = dict.fromkeys(absent) | sizes | constants
     parts = constants["kernel_2"] is None and not constants["NORM"]
-    tile = tile_options(rows, channels, columns, dtype, constants["GATE"], parts)
+    tile = tile_options(rows, channels, columns, dtype, constants["GATE"], parts, (9, 0))
     constants["LENGTH"] = tile.pop("LENGTH")
     constants = {name: value for name, value in constants.items() if value != "given"}
     return norm_linear.columns_kernel, constants, [tile]
@@ -376,7 +376,7 @@ OF_A_STEP = {
         [
             {
                 n: v
-                for n, v in tile_options(1, 2048, 12288, "bfloat16", 0, False).items()
+                for n, v in tile_options(1, 2048, 12288, "bfloat16", 0, False, (9, 0)).items()
                 if n != "LENGTH"
             }
         ],

@@ -1,10 +1,9 @@
 """Tile sizes of `norm_linear`, by the number of rows and the size of the weights.
 
 They were chosen by timing whole decoding steps of HGRN2 1.3B and RecurrentGemma 2B on an H200; for
-more than 16 rows, by timing the products of HGRN2 1.3B on an H100.
+several rows, by timing the layers of HGRN2 1.3B on an H100 and an H200.
 """
 
-from ...constants import max_fused_rows
 from .._runtime.launch import cdiv, next_power_of_2
 
 _NO_LIMIT = 2**31
@@ -26,24 +25,17 @@ _FLOAT32_ROW_BLOCK_K = 512
 _SPLIT_ROW_TILE = {"BLOCK_N": 64, "BLOCK_K": 512, "SUM_AT_END": False, "maxnreg": 128}
 _FEW_COLUMNS = 4096
 _SPLIT_ROW_CHANNELS, _SPLIT_ROWS_CHANNELS = 4096, 1024  # channels from which on they are split
-_ROWS_TILE = {"BLOCK_B": 16, "BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 8, "num_warps": 4}
-# With a gate, a program reads two weights.
-_GATED_ROWS_TILE = {"BLOCK_B": 16, "BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 6, "num_warps": 4}
+# Several rows. By the rows of a program (BLOCK_B), stages and warps; with a gate, a program reads
+# two weights.
+_ROWS_TILE = {"BLOCK_N": 64, "BLOCK_K": 64}
+_STAGES_AND_WARPS = {16: (10, 4), 64: (8, 4), 128: (6, 8)}
+_GATED_STAGES_AND_WARPS = {16: (8, 4), 64: (7, 8), 128: (5, 8)}
 _FLOAT32_ROWS_TILE = {"BLOCK_B": 16, "BLOCK_N": 32, "BLOCK_K": 64, "STAGES": 2, "num_warps": 4}
-# More rows. A tile of 128 rows takes up to 164 KB of shared memory, more than GPUs of these compute
-# capabilities have.
-_LITTLE_MEMORY, _MAX_ROWS_OF_LITTLE_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1)), 64
-_MANY_ROWS_TILE = {"BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 6, "num_warps": 4}
-_GATED_MANY_ROWS_TILE = {"BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 5, "num_warps": 8}
+# GPUs of these compute capabilities have less shared memory than those tiles take.
+_LITTLE_MEMORY, _BYTES_OF_LITTLE_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1)), 99 * 1024
 # Channels are split into the fewest equal parts that make so many programs: {BLOCK_B: number}, and
 # the number with a larger BLOCK_B.
 _PROGRAMS, _MANY_ROWS_PROGRAMS, _MAX_PARTS = {1: 160, 16: 240}, 110, 16
-
-
-def max_rows(dtype, capability):
-    """Number of rows of a dtype that `tile_options` supports on a GPU of a compute capability."""
-    most = max_fused_rows(dtype)
-    return min(most, _MAX_ROWS_OF_LITTLE_MEMORY) if capability in _LITTLE_MEMORY else most
 
 
 def is_split(rows, channels, columns):
@@ -52,7 +44,7 @@ def is_split(rows, channels, columns):
     return columns <= _FEW_COLUMNS and channels >= least
 
 
-def tile_options(rows, channels, columns, dtype, gate, parts):
+def tile_options(rows, channels, columns, dtype, gate, parts, capability):
     """The constants and launch options of a program. LENGTH is the number of its channels.
 
     Args:
@@ -62,6 +54,7 @@ def tile_options(rows, channels, columns, dtype, gate, parts):
         gate: boolean, whether a gate joins two products.
         parts: boolean, whether channels may be split among programs: the weight must be a single
             one, without a norm.
+        capability: the compute capability of the GPU, such as (9, 0).
     """
     parts = parts and is_split(rows, channels, columns)
     if rows == 1:
@@ -69,7 +62,7 @@ def tile_options(rows, channels, columns, dtype, gate, parts):
     elif dtype == "float32":
         tile = _FLOAT32_ROWS_TILE | {"SUM_AT_END": False}
     else:
-        tile = _rows_tile(rows, gate) | {"SUM_AT_END": False}
+        tile = _rows_tile(rows, gate, capability) | {"SUM_AT_END": False}
     block = min(tile["BLOCK_K"], next_power_of_2(max(16, channels)))
     length = channels
     if parts:
@@ -90,11 +83,14 @@ def _num_parts(blocks, tiles, least):
     return next((n for n in divisors if n * tiles >= least), divisors[-1])
 
 
-def _rows_tile(rows, gate):
-    if rows <= _ROWS_TILE["BLOCK_B"]:
-        return _GATED_ROWS_TILE if gate else _ROWS_TILE
-    tile = _GATED_MANY_ROWS_TILE if gate else _MANY_ROWS_TILE
-    return tile | {"BLOCK_B": max(64, next_power_of_2(rows))}
+def _rows_tile(rows, gate, capability):
+    known = _GATED_STAGES_AND_WARPS if gate else _STAGES_AND_WARPS
+    block = next(n for n in known if rows <= n)
+    stages, warps = known[block]
+    if capability in _LITTLE_MEMORY:  # there, all stages but one take memory
+        lines = block + _ROWS_TILE["BLOCK_N"] * (2 if gate else 1)
+        stages = min(stages, 1 + _BYTES_OF_LITTLE_MEMORY // (2 * _ROWS_TILE["BLOCK_K"] * lines))
+    return _ROWS_TILE | {"BLOCK_B": block, "STAGES": stages, "num_warps": warps}
 
 
 def _row_tile(channels, columns, dtype, parts):
