@@ -45,7 +45,7 @@ def launches(monkeypatch):
     for name in ("_SPLIT_ROW_CHANNELS", "_SPLIT_ROWS_CHANNELS"):
         monkeypatch.setattr(norm_linear_tiles, name, 40)
     monkeypatch.setattr(norm_linear_tiles, "_FLOAT32_ROW_BLOCK_K", 16)
-    for name in ("_FLOAT32_ROWS_TILE", "_ROWS_TILE", "_MANY_ROWS_TILE"):
+    for name in ("_FLOAT32_ROWS_TILE", "_ROWS_TILE"):
         monkeypatch.setitem(getattr(norm_linear_tiles, name), "BLOCK_K", 16)
     return found
 
