@@ -11,12 +11,14 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_recurrent.backends.constants import MIN_DELAYED_ROWS
 from keras_recurrent.devices.jax_layouts import drop_uneven_axes
 from keras_recurrent.devices.jax_processes import gather_to_numpy
 from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.generation import beam_search, loop
 from keras_recurrent.generation.lengths import bucket, initial_cache
 from keras_recurrent.generation.modes import record_mode
+from keras_recurrent.generation.recent_tokens import remove_recent_tokens
 from keras_recurrent.generation.request import Ended, Result
 from keras_recurrent.generation.sampling import STOPS_PER_STEP, next_tokens
 from keras_recurrent.generation.xla_steps import TOKENS_PER_GROUP, Steps
@@ -117,10 +119,12 @@ class Programs:
         if cache is None:
             cache = initial_cache(self._model, len(lengths), token_ids.shape[1], keep=keep)
         cache = self.prefill(token_ids, lengths - 1, cache)
+        if delays_writes(self._model, len(lengths)):
+            cache = self._model.backbone.add_recent_tokens(cache)
         call, last = Call(self._model, request), _distribute(request.last_token)
         state = loop.initial_state(cache, last, call.free_length, call.memory())
-        decode, copy = self._decoder(call, keep)
-        return Steps(call, decode, copy, state, num_tokens, keep)
+        decode, copy, plain = self._decoder(call, keep)
+        return Steps(call, decode, copy, plain, state, num_tokens, keep)
 
 
 class Call:
@@ -248,6 +252,12 @@ def _sample_by(sampler, logits, memory):
     return tokens, [value if new is None else new for new, value in pairs]
 
 
+def delays_writes(model, batch_size):
+    """Returns True if steps of a batch write large states only every few tokens."""
+    is_large = keras.config.backend() == "jax" and batch_size >= MIN_DELAYED_ROWS
+    return is_large and model.backbone.takes_fused_steps(batch_size)
+
+
 def program_variant(model):
     """Returns what a program depends on beyond the shapes of its arguments.
 
@@ -287,10 +297,13 @@ def _programs(model, snapshot, compiled):
         free_length, stops, uniform, memory, arguments = inputs
         functions = network(weights, (features, stops, arguments))
         cache, last = process_prompts(functions, token_ids, lengths, cache)
+        if delays_writes(model, token_ids.shape[0]):
+            cache = model.backbone.add_recent_tokens(cache)
         state = loop.initial_state(cache, last, free_length, memory)
         options = free_length, stops, uniform, keep, token_ids.shape[1], True
         state, tokens, logprobs = loop.decode(functions, state, *options)
-        return state.cache if keep else (), tokens, state.count, logprobs, state.memory
+        cache = remove_recent_tokens(state.cache) if keep else ()
+        return cache, tokens, state.count, logprobs, state.memory
 
     @function
     def decode_program(state, memory, weights, inputs, features, keep, num_tokens, variant):
@@ -302,6 +315,10 @@ def _programs(model, snapshot, compiled):
     @function
     def copy_program(original):
         return keras.tree.map_structure(ops.copy, original)
+
+    @function
+    def plain_program(cache):
+        return remove_recent_tokens(cache)
 
     @function
     def search_program(token_ids, lengths, cache, weights, inputs, num_beams, variant):
@@ -329,7 +346,7 @@ def _programs(model, snapshot, compiled):
         return results
 
     def decoder(call, keep):
-        """Returns the functions `decode` and `copy` of `Steps`."""
+        """Returns the functions `decode`, `copy` and `plain` of `Steps`."""
         # Collected once: for each block, they would take longer than the device.
         values = weights()
         options = {"features": call.features, "keep": keep, "variant": variant()}
@@ -340,8 +357,10 @@ def _programs(model, snapshot, compiled):
             state, memory = state._replace(memory=()), state.memory
             return decode_program(state, memory, values, inputs, num_tokens=num_tokens, **options)
 
-        # Programs of TensorFlow overwrite nothing.
-        return decode, copy_program if on_jax else lambda state: state
+        if on_jax:
+            return decode, copy_program, plain_program
+        # Programs of TensorFlow overwrite nothing, and caches have no recent tokens.
+        return decode, lambda state: state, lambda cache: cache
 
     def search(token_ids, lengths, cache, call, sampler):
         inputs = call.free_length, call.stops, *beam_search.options_of(sampler)

@@ -1,13 +1,10 @@
 """Calls an inner streaming layer without Keras's `__call__` overhead, where that is safe."""
 
 from keras_recurrent.checks.dtypes import cast
-from keras_recurrent.dispatch import BACKEND
+from keras_recurrent.layers.autocast import weights_scope
 from keras_recurrent.layers.remat import is_called_directly
 from keras_recurrent.layers.states import in_order
 from keras_recurrent.layers.tokens import check_handed_down
-
-if BACKEND == "torch":
-    from keras_recurrent.layers.torch_calls import weights_scope
 
 
 def stream_inner(outer, layer, inputs, tokens, state=None, return_state=True, **kwargs):

@@ -1,14 +1,12 @@
 """Calls of an inner layer without the overhead of Keras's `__call__`, on torch."""
 
-import contextlib
-
 import keras
 import numpy as np
 import torch
 from keras import ops
 
 from keras_recurrent.backends.torch._hooks import has_hooks
-from keras_recurrent.compat import AutocastScope, get_autocast_scope
+from keras_recurrent.layers.autocast import weights_scope
 
 _PACKAGE = "keras_recurrent."
 _CALL = keras.layers.Dense.call
@@ -123,17 +121,3 @@ def _weight(weight, dtype):
 def copy_to_device(numbers, dtype, device):
     """Returns a tensor of a few numbers, without waiting for the GPU as `torch.tensor` does."""
     return torch.from_numpy(np.array(numbers, dtype)).to(device, non_blocking=True)
-
-
-def weights_scope(layer):
-    """The context in which Keras calls `layer`: the dtype that weights are cast to.
-
-    The enclosing scope may have another dtype, as where a layer calls a method of an inner layer.
-    """
-    dtype, enclosing = layer.compute_dtype, get_autocast_scope()
-    if enclosing is None:
-        is_needed = dtype != layer.variable_dtype
-    else:
-        dtype = dtype if layer.autocast else None
-        is_needed = enclosing.dtype != dtype
-    return AutocastScope(dtype) if is_needed else contextlib.nullcontext()

@@ -3,17 +3,16 @@
 import keras
 
 from keras_recurrent.checks.arguments import check_number
+from keras_recurrent.checks.dtypes import dtype_of
 from keras_recurrent.devices import jax_steps
 from keras_recurrent.devices.jax_layouts import apply_layout
 from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.layers import RMSNorm, StreamingLayer, SwiGLU, decoding
+from keras_recurrent.layers.autocast import weights_scope
 from keras_recurrent.layers.gated_linear_unit import GatedLinearUnit
 from keras_recurrent.layers.inner_streaming import stream_inner
 from keras_recurrent.layers.remat import is_called_directly, no_further_remat
 from keras_recurrent.layers.states import in_order
-
-if BACKEND == "torch":
-    from keras_recurrent.layers.torch_calls import weights_scope
 
 
 class ResidualBlock(StreamingLayer):
@@ -159,10 +158,22 @@ class ResidualBlock(StreamingLayer):
 def can_chain_steps(outer, x):
     """Returns True if `chain_steps` may compute the blocks of a backbone for x [B, T, D]."""
     return decoding.can_fuse(x) and all(
-        is_called_directly(outer, block, x)
-        and "call" not in vars(block)
-        and block.unfused_reason() is None
+        block.unfused_reason() is None and _steps_directly(outer, block, x)
         for block in outer.transformer_layers
+    )
+
+
+def _steps_directly(outer, block, x):
+    """Returns True if `block.step` computes what a call of the block by Keras computes."""
+    if "call" in vars(block):
+        return False
+    if BACKEND == "torch":
+        return is_called_directly(outer, block, x)
+    return (
+        type(block).__module__.startswith("keras_recurrent.")
+        and dtype_of(x) == block.compute_dtype  # Keras would cast x
+        and block.quantization_mode is None
+        and keras.distribution.distribution() is None  # which splits each block, by `jax_steps.run`
     )
 
 

@@ -13,8 +13,14 @@ import numpy as np
 from keras_recurrent.checks.shapes import group_equal
 from keras_recurrent.devices.jax_processes import begin_gathering
 from keras_recurrent.generation import loop
+from keras_recurrent.generation.recent_tokens import remove_recent_tokens
 from keras_recurrent.generation.sampling import STOPS_PER_STEP, argument_names
-from keras_recurrent.generation.xla_programs import make_network, program_variant, program_weights
+from keras_recurrent.generation.xla_programs import (
+    delays_writes,
+    make_network,
+    program_variant,
+    program_weights,
+)
 
 MAX_PROMPTS = 4  # of a program: a step waits for it
 
@@ -73,7 +79,7 @@ class JaxRows:
         self._model, self._max_length = model, max_length
         if loops not in _known:
             _known[loops] = _programs(model, loops.snapshot)
-        self._process, self._step = _known[loops]
+        self._process, self._step, self._insert = _known[loops]
         # On the host; `_limits` has both on the device, None after a change.
         self._free_length = np.zeros(num_slots, "int32")
         self._stops = np.full((num_slots, STOPS_PER_STEP), -1, "int32")
@@ -83,7 +89,9 @@ class JaxRows:
         zeros = jnp.zeros(num_slots, "int32")
         # The tokens are copied: an array that a program overwrites must not be passed to it twice.
         token, done = jnp.zeros((num_slots, 1), "int32"), jnp.ones(num_slots, bool)
-        cache = self._initial_state(num_slots)
+        cache, self._delays_writes = self._initial_state(num_slots), delays_writes(model, num_slots)
+        if self._delays_writes:
+            cache = model.backbone.add_recent_tokens(cache)
         self._state = loop.DecodingState(done, zeros, token, cache, ())
         self.num_prompts = min(num_prompts, MAX_PROMPTS)
         initial = self._initial_state(1)
@@ -150,7 +158,8 @@ class JaxRows:
         self._stops[slot], self._free_length[slot] = stops, max_new_tokens
         self._limits = None
         row = self._row(row)
-        self._state = _insert(self._state, slot, row, int(token), layout=self._layout)
+        static = {"layout": self._layout, "delays_writes": self._delays_writes}
+        self._state = self._insert(self._state, slot, row, int(token), **static)
         if self._counts is not None:
             self._counts = _set_row(self._counts, slot, np.int32(0))
 
@@ -225,7 +234,19 @@ def _programs(model, snapshot):
         state, logprobs = loop.advance(functions, state, free_length, stops, numbers, keep=True)
         return state, state.token[:, 0], logprobs
 
-    return process, step
+    @functools.partial(jax.jit, static_argnames=("layout", "delays_writes"), donate_argnums=0)
+    def insert(state, slot, row, token, layout, delays_writes):
+        given = layout.unstack(row)
+        if delays_writes:
+            given = model.backbone.add_recent_tokens(given)
+        return state._replace(
+            done=state.done.at[slot].set(False),
+            count=state.count.at[slot].set(0),
+            token=state.token.at[slot, 0].set(token),
+            cache=keras.tree.map_structure(lambda a, r: a.at[slot].set(r[0]), state.cache, given),
+        )
+
+    return process, step, insert
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -243,20 +264,9 @@ def _unstack(row, layout):
     return layout.unstack(row)
 
 
-@functools.partial(jax.jit, static_argnames="layout", donate_argnums=0)
-def _insert(state, slot, row, token, layout):
-    given = layout.unstack(row)
-    return state._replace(
-        done=state.done.at[slot].set(False),
-        count=state.count.at[slot].set(0),
-        token=state.token.at[slot, 0].set(token),
-        cache=keras.tree.map_structure(lambda a, r: a.at[slot].set(r[0]), state.cache, given),
-    )
-
-
 @jax.jit
 def _extract(cache, slot):
     def row(array):
         return jax.lax.dynamic_slice_in_dim(array, slot, 1)
 
-    return keras.tree.map_structure(row, cache)
+    return remove_recent_tokens(keras.tree.map_structure(row, cache))

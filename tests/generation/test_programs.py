@@ -7,10 +7,11 @@ import keras_hub
 import numpy as np
 import pytest
 
-from keras_recurrent import which_generation
-from keras_recurrent.generation import loop, loops
+from keras_recurrent import dispatch, which_generation
+from keras_recurrent.generation import loop, loops, xla_programs
 from keras_recurrent.generation.lengths import bucket, chunk_length
 from keras_recurrent.generation.snapshot import Snapshot
+from keras_recurrent.layers import hgrn2
 from keras_recurrent.models import SamplingParams
 from tests.models import plain_generation
 from tests.models.test_generation import MARGIN
@@ -265,6 +266,32 @@ def test_the_host_does_not_wait_for_a_loop_of_steps():
         text = jitted.lower(state, ends_early).compile().as_text()
         assert ("known_trip_count" in text) is not ends_early
         assert jitted(state, ends_early)[1].tolist() == [[0, 1]] * 3
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="programs of JAX")
+def test_programs_write_states_every_few_tokens(monkeypatch):
+    """Fails if a kept cache lacks recent tokens, or padding counts as one of them."""
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    model.compile(sampler="greedy")
+    first, second = prompts((3, 7), 13), prompts((1, 1), 4, seed=1)
+
+    def answers():
+        options = {"return_cache": True, "stop_token_ids": None}
+        tokens, cache = model.generate(first, **options)
+        more, cache = model.generate(second, cache=cache, **options)
+        found = [tokens["token_ids"], more["token_ids"], *keras.tree.flatten(cache.state)]
+        stream = model.stream(first, stop_token_ids=None)
+        found += [next(stream) for _ in range(5)]
+        return found + keras.tree.flatten(stream.cache.state)
+
+    expected = answers()
+    monkeypatch.setattr(xla_programs, "MIN_DELAYED_ROWS", 2)
+    monkeypatch.setattr(hgrn2, "STATE_WRITE_INTERVAL", 3)
+    monkeypatch.setattr(dispatch, "decodes_with_kernels", lambda tensor: True)
+    monkeypatch.setattr(hgrn2, "hgrn2_step", None)
+    model.compile(sampler="greedy")
+    for found, wanted in zip(answers(), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.nightly

@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keras_recurrent import dispatch, implementation, which_generation
+from keras_recurrent.generation.recent_tokens import remove_recent_tokens
 from keras_recurrent.generation.request import Request
 from keras_recurrent.generation.snapshot import Snapshot
 from keras_recurrent.generation.torch import runner, step
@@ -25,7 +26,6 @@ from keras_recurrent.generation.torch.cuda_graph import (
     overwrite,
 )
 from keras_recurrent.generation.torch.loop import ActiveSequences
-from keras_recurrent.generation.torch.recent_tokens import remove_recent_tokens
 from keras_recurrent.generation.torch.runner import _FunctionDecoder, _GraphDecoder
 from keras_recurrent.generation.torch.sampling import RECENT
 from keras_recurrent.generation.torch.step import Step, _inline_scalars

@@ -143,10 +143,13 @@ def test_captured_steps_and_chunks_change_only_their_buffers(model, engine, alon
             assert request.result(60).token_ids == alone[number].token_ids
 
 
-@pytest.mark.skipif(keras.config.backend() != "torch", reason="CUDA graphs of torch")
+@needs_engine
 def test_slots_write_states_every_few_tokens(monkeypatch):
     """A saved state lacks recent tokens, or a slot has those of an earlier request."""
-    from keras_recurrent.generation.torch import runner
+    if keras.config.backend() == "torch":
+        from keras_recurrent.generation.torch import runner as chooser
+    else:
+        from keras_recurrent.generation import xla_programs as chooser
 
     model = tiny_causal_lm(family="hgrn2", num_layers=1)
     greedy = {"sampling": PARAMS[1], "stop_token_ids": None}
@@ -164,8 +167,9 @@ def test_slots_write_states_every_few_tokens(monkeypatch):
         return [[logprob.logprob for logprob in answer.logprobs] for answer in (*first, *second)]
 
     expected = answers()
-    capture_engines(monkeypatch)
-    monkeypatch.setattr(runner, "MIN_DELAYED_ROWS", 2)
+    if keras.config.backend() == "torch":
+        capture_engines(monkeypatch)
+    monkeypatch.setattr(chooser, "MIN_DELAYED_ROWS", 2)
     monkeypatch.setattr(dispatch, "decodes_with_kernels", lambda tensor: True)
     monkeypatch.setattr(hgrn2, "hgrn2_step", None)
     for found, wanted in zip(answers(), expected, strict=True):

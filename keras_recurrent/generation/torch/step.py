@@ -13,7 +13,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from keras_recurrent.backends.torch._states import inplace_states
-from keras_recurrent.generation.torch.recent_tokens import remove_recent_tokens
+from keras_recurrent.generation.recent_tokens import remove_recent_tokens
 from keras_recurrent.layers.decoding import decoding_scope
 from keras_recurrent.progress import announce
 

@@ -1,6 +1,6 @@
 """Converts caches of steps that write large states only every few tokens to ordinary caches."""
 
-import torch
+from keras import ops
 
 from keras_recurrent.portable.hgrn2_delayed_step import current_memory
 
@@ -19,9 +19,10 @@ def remove_recent_tokens(cache):
         size = max(1, _MAX_ROWS // batch_size)
         for start in range(0, len(states), size):
             group = states[start : start + size]
-            joined = {name: torch.cat([state[name] for state in group]) for name in group[0]}
-            found = current_memory(**joined).split(batch_size)
-            memories |= {id(state): m for state, m in zip(group, found, strict=True)}
+            joined = {n: ops.concatenate([state[n] for state in group]) for n in group[0]}
+            found = current_memory(**joined)
+            for i, state in enumerate(group):
+                memories[id(state)] = found[i * batch_size : (i + 1) * batch_size]
     return _replace(cache, memories)
 
 
