@@ -955,6 +955,32 @@ FAULTS = [
         new="        return [list(row) for row in zip(*parts, strict=True)][::-1]",
         tests={"jax": "serving/test_engine.py::test_a_program_processes_several_prompts"},
     ),
+    Fault(
+        "recent_tokens_of_an_earlier_request",
+        "keras_recurrent/serving/jax_slots.py",
+        old="lambda a, r: a.at[slot].set(r[0])",
+        new="lambda a, r: a.at[slot].set(r[0]) if a.ndim > 1 else a",
+        tests={"jax": "serving/test_engine.py::test_slots_write_states_every_few_tokens"},
+    ),
+    Fault(
+        "kept_caches_without_recent_tokens",
+        "keras_recurrent/generation/recent_tokens.py",
+        old='        return {"memory": memories[id(part)]}',
+        new='        return {"memory": part["memory"]}',
+        tests={
+            "jax": "generation/test_programs.py::test_programs_write_states_every_few_tokens",
+            "torch": "serving/test_engine.py::test_slots_write_states_every_few_tokens",
+        },
+    ),
+    Fault(
+        "large_results_kept_with_their_weights",
+        "keras_recurrent/generation/torch/step.py",
+        old="size > max(MAX_GROWN, sum(of_weights))",
+        new="False",
+        tests={
+            "torch": "generation/test_torch_steps.py::test_a_step_keeps_no_larger_copies_of_weights"
+        },
+    ),
 ]
 
 if __name__ == "__main__":
