@@ -973,6 +973,13 @@ FAULTS = [
         },
     ),
     Fault(
+        "cache_of_generate_with_recent_tokens",
+        "keras_recurrent/generation/xla_programs.py",
+        old="cache = remove_recent_tokens(state.cache) if keep else ()",
+        new="cache = state.cache if keep else ()",
+        tests={"jax": "generation/test_programs.py::test_programs_write_states_every_few_tokens"},
+    ),
+    Fault(
         "large_results_kept_with_their_weights",
         "keras_recurrent/generation/torch/step.py",
         old="size > max(MAX_GROWN, sum(of_weights))",
