@@ -33,9 +33,9 @@ SMALLEST_SCALED_EPSILON = 2.0**-70
 # small chunks would not amortize.
 CROSSENTROPY_CHUNK = 4096
 
-# In decoding steps of many sequences, HGRN2 writes the state of a sequence once per so many tokens.
+# In decoding steps of many sequences, HGRN2 writes each state every STATE_WRITE_INTERVAL tokens.
 STATE_WRITE_INTERVAL = 8
-# Fewest sequences of such a step. With 8, it takes as long as one that writes the states (H200).
+# Smallest batch size of such steps. With 8 sequences, they are not faster (H200).
 MIN_DELAYED_ROWS = 16
 # Maximum number of key channels of a head in the Triton kernel of HGRN2's step.
 MAX_STEP_KEYS = 256

@@ -963,7 +963,7 @@ FAULTS = [
         tests={"jax": "serving/test_engine.py::test_slots_write_states_every_few_tokens"},
     ),
     Fault(
-        "kept_caches_without_recent_tokens",
+        "recent_tokens_lost_in_caches",
         "keras_recurrent/generation/recent_tokens.py",
         old='        return {"memory": memories[id(part)]}',
         new='        return {"memory": part["memory"]}',
@@ -975,7 +975,7 @@ FAULTS = [
     Fault(
         "cache_of_generate_with_recent_tokens",
         "keras_recurrent/generation/xla_programs.py",
-        old="cache = remove_recent_tokens(state.cache) if keep else ()",
+        old="cache = apply_recent_tokens(state.cache) if keep else ()",
         new="cache = state.cache if keep else ()",
         tests={"jax": "generation/test_programs.py::test_programs_write_states_every_few_tokens"},
     ),

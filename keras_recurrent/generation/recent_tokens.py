@@ -9,8 +9,8 @@ from keras_recurrent.portable.hgrn2_delayed_step import current_memory
 _MAX_ROWS = 64
 
 
-def remove_recent_tokens(cache):
-    """Returns the cache after its recent tokens, if it has any, as the backbone takes it."""
+def apply_recent_tokens(cache):
+    """Returns a cache for the backbone: recent tokens, if there are any, are applied to states."""
     groups: dict = {}
     _collect(cache, groups)
     memories: dict = {}

@@ -18,7 +18,7 @@ from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.generation import beam_search, loop
 from keras_recurrent.generation.lengths import bucket, initial_cache
 from keras_recurrent.generation.modes import record_mode
-from keras_recurrent.generation.recent_tokens import remove_recent_tokens
+from keras_recurrent.generation.recent_tokens import apply_recent_tokens
 from keras_recurrent.generation.request import Ended, Result
 from keras_recurrent.generation.sampling import STOPS_PER_STEP, next_tokens
 from keras_recurrent.generation.xla_steps import TOKENS_PER_GROUP, Steps
@@ -123,8 +123,8 @@ class Programs:
             cache = self._model.backbone.add_recent_tokens(cache)
         call, last = Call(self._model, request), _distribute(request.last_token)
         state = loop.initial_state(cache, last, call.free_length, call.memory())
-        decode, copy, plain = self._decoder(call, keep)
-        return Steps(call, decode, copy, plain, state, num_tokens, keep)
+        decode, copy, finish = self._decoder(call, keep)
+        return Steps(call, decode, copy, finish, state, num_tokens, keep)
 
 
 class Call:
@@ -253,7 +253,7 @@ def _sample_by(sampler, logits, memory):
 
 
 def delays_writes(model, batch_size):
-    """Returns True if steps of a batch write large states only every few tokens."""
+    """Returns True if steps of this batch size on JAX write large states only every few tokens."""
     is_large = keras.config.backend() == "jax" and batch_size >= MIN_DELAYED_ROWS
     return is_large and model.backbone.takes_fused_steps(batch_size)
 
@@ -302,7 +302,7 @@ def _programs(model, snapshot, compiled):
         state = loop.initial_state(cache, last, free_length, memory)
         options = free_length, stops, uniform, keep, token_ids.shape[1], True
         state, tokens, logprobs = loop.decode(functions, state, *options)
-        cache = remove_recent_tokens(state.cache) if keep else ()
+        cache = apply_recent_tokens(state.cache) if keep else ()
         return cache, tokens, state.count, logprobs, state.memory
 
     @function
@@ -317,8 +317,8 @@ def _programs(model, snapshot, compiled):
         return keras.tree.map_structure(ops.copy, original)
 
     @function
-    def plain_program(cache):
-        return remove_recent_tokens(cache)
+    def finish_program(cache):
+        return apply_recent_tokens(cache)
 
     @function
     def search_program(token_ids, lengths, cache, weights, inputs, num_beams, variant):
@@ -346,7 +346,7 @@ def _programs(model, snapshot, compiled):
         return results
 
     def decoder(call, keep):
-        """Returns the functions `decode`, `copy` and `plain` of `Steps`."""
+        """Returns the functions `decode`, `copy` and `finish` of `Steps`."""
         # Collected once: for each block, they would take longer than the device.
         values = weights()
         options = {"features": call.features, "keep": keep, "variant": variant()}
@@ -358,8 +358,8 @@ def _programs(model, snapshot, compiled):
             return decode_program(state, memory, values, inputs, num_tokens=num_tokens, **options)
 
         if on_jax:
-            return decode, copy_program, plain_program
-        # Programs of TensorFlow overwrite nothing, and caches have no recent tokens.
+            return decode, copy_program, finish_program
+        # On TensorFlow, programs overwrite nothing, and caches have no recent tokens.
         return decode, lambda state: state, lambda cache: cache
 
     def search(token_ids, lengths, cache, call, sampler):

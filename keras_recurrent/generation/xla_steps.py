@@ -25,7 +25,7 @@ class Steps:
             of a block, the `free_length` and the number of tokens N of a block, which returns the
             next state, the tokens [B, N], and their `Logprobs` or ().
         copy: a function that returns a copy of a `loop.DecodingState`.
-        plain: a function that returns a cache of such a state without recent tokens.
+        finish: a function that returns the cache of such a state as the backbone takes it.
         state: the `loop.DecodingState` after the prompts.
         num_tokens: integer, number of tokens in a block.
         keep: boolean, True if `stop`, `limit` or `cache` is called.
@@ -34,8 +34,8 @@ class Steps:
         logprobs: the `Logprobs` of the latest tokens, or ().
     """
 
-    def __init__(self, call, decode, copy, plain, state, num_tokens, keep):
-        self._call, self._decode, self._copy, self._plain = call, decode, copy, plain
+    def __init__(self, call, decode, copy, finish, state, num_tokens, keep):
+        self._call, self._decode, self._copy, self._finish = call, decode, copy, finish
         self._num_tokens, self._keep, self._state = num_tokens, keep, copy(state)
         # A custom sampler on TensorFlow would choose other tokens the second time.
         self._group = num_tokens if call.features is None else TOKENS_PER_GROUP
@@ -129,8 +129,8 @@ class Steps:
         """Returns the cache after all tokens of each sequence but the last."""
         end = self._num_fetched - self._num_waiting
         if gather_to_numpy(self._state.count).max() <= end:
-            return self._plain(self._state.cache)
-        return self._plain(self._replay(end, end, self._call.limited(end)).cache)
+            return self._finish(self._state.cache)
+        return self._finish(self._replay(end, end, self._call.limited(end)).cache)
 
     def close(self):
         """Drops the arrays."""

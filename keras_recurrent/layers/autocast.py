@@ -1,4 +1,4 @@
-"""The dtype in which a layer that is called without Keras's `__call__` reads its weights."""
+"""The autocast scope of a layer that is called without Keras's `__call__`."""
 
 import contextlib
 
@@ -6,7 +6,7 @@ from keras_recurrent.compat import AutocastScope, get_autocast_scope
 
 
 def weights_scope(layer):
-    """The context in which Keras calls `layer`: the dtype that weights are cast to.
+    """Returns the autocast scope that Keras's `__call__` would enter for `layer`.
 
     The enclosing scope may have another dtype, as where a layer calls a method of an inner layer.
     """

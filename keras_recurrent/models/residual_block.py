@@ -164,7 +164,7 @@ def can_chain_steps(outer, x):
 
 
 def _steps_directly(outer, block, x):
-    """Returns True if `block.step` computes what a call of the block by Keras computes."""
+    """Returns True if `block.step` is equivalent to calling the block through Keras."""
     if "call" in vars(block):
         return False
     if BACKEND == "torch":
@@ -173,7 +173,7 @@ def _steps_directly(outer, block, x):
         type(block).__module__.startswith("keras_recurrent.")
         and dtype_of(x) == block.compute_dtype  # Keras would cast x
         and block.quantization_mode is None
-        and keras.distribution.distribution() is None  # which splits each block, by `jax_steps.run`
+        and keras.distribution.distribution() is None  # see `jax_steps.run`
     )
 
 

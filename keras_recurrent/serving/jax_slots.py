@@ -13,7 +13,7 @@ import numpy as np
 from keras_recurrent.checks.shapes import group_equal
 from keras_recurrent.devices.jax_processes import begin_gathering
 from keras_recurrent.generation import loop
-from keras_recurrent.generation.recent_tokens import remove_recent_tokens
+from keras_recurrent.generation.recent_tokens import apply_recent_tokens
 from keras_recurrent.generation.sampling import STOPS_PER_STEP, argument_names
 from keras_recurrent.generation.xla_programs import (
     delays_writes,
@@ -269,4 +269,4 @@ def _extract(cache, slot):
     def row(array):
         return jax.lax.dynamic_slice_in_dim(array, slot, 1)
 
-    return remove_recent_tokens(keras.tree.map_structure(row, cache))
+    return apply_recent_tokens(keras.tree.map_structure(row, cache))

@@ -270,7 +270,7 @@ def test_the_host_does_not_wait_for_a_loop_of_steps():
 
 @pytest.mark.skipif(BACKEND != "jax", reason="programs of JAX")
 def test_programs_write_states_every_few_tokens(monkeypatch):
-    """Fails if a kept cache lacks recent tokens, or padding counts as one of them."""
+    """Fails if a returned cache misses recent tokens, or padding counts as one of them."""
     first, second = prompts((3, 7), 13), prompts((1, 1), 4, seed=1)
     models = [tiny_causal_lm(family="hgrn2", num_layers=1) for _ in range(2)]
     models[1].set_weights(models[0].get_weights())

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keras_recurrent import dispatch, implementation, which_generation
-from keras_recurrent.generation.recent_tokens import remove_recent_tokens
+from keras_recurrent.generation.recent_tokens import apply_recent_tokens
 from keras_recurrent.generation.request import Request
 from keras_recurrent.generation.snapshot import Snapshot
 from keras_recurrent.generation.torch import runner, step
@@ -243,11 +243,11 @@ def test_slots_change_without_waiting():
     rows.close()
 
 
-def test_recent_tokens_are_removed_without_waiting():
+def test_recent_tokens_are_applied_without_waiting():
     """Fails if an engine that saves a state waits for the step that runs."""
     backbone = tiny_causal_lm(family="hgrn2", num_layers=1).backbone
     cache = backbone.add_recent_tokens(backbone.get_initial_state(2))
-    called = operators(lambda: remove_recent_tokens(cache))
+    called = operators(lambda: apply_recent_tokens(cache))
     assert called[torch.ops.aten.where.self]
     assert not WAITING & {*called}
 
@@ -264,7 +264,7 @@ def test_a_step_keeps_no_larger_copies_of_weights(monkeypatch):
 
 
 def test_a_step_does_not_compute_lower_bounds(monkeypatch):
-    """Fails if a step computes them because their intermediate results are larger than weights."""
+    """Fails if each step recomputes them, since intermediate results are larger than weights."""
     model = tiny_causal_lm(family="hgrn2", num_layers=4)
     logits = model.backbone.lower_bounds.logits.value
     monkeypatch.setattr(step, "MAX_GROWN", 2 * logits.nbytes)

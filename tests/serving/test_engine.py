@@ -145,7 +145,7 @@ def test_captured_steps_and_chunks_change_only_their_buffers(model, engine, alon
 
 @needs_engine
 def test_slots_write_states_every_few_tokens(monkeypatch):
-    """A saved state lacks recent tokens, or a slot has those of an earlier request."""
+    """Fails if a saved state misses recent tokens, or a slot has those of an earlier request."""
     if keras.config.backend() == "torch":
         from keras_recurrent.generation.torch import runner as chooser
     else:

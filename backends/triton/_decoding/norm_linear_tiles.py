@@ -25,13 +25,12 @@ _FLOAT32_ROW_BLOCK_K = 512
 _SPLIT_ROW_TILE = {"BLOCK_N": 64, "BLOCK_K": 512, "SUM_AT_END": False, "maxnreg": 128}
 _FEW_COLUMNS = 4096
 _SPLIT_ROW_CHANNELS, _SPLIT_ROWS_CHANNELS = 4096, 1024  # channels from which on they are split
-# Several rows. By the rows of a program (BLOCK_B), stages and warps; with a gate, a program reads
-# two weights.
+# Several rows: {BLOCK_B: (stages, warps)}. With a gate, a program reads two weights.
 _ROWS_TILE = {"BLOCK_N": 64, "BLOCK_K": 64}
 _STAGES_AND_WARPS = {16: (10, 4), 64: (8, 4), 128: (6, 8)}
 _GATED_STAGES_AND_WARPS = {16: (8, 4), 64: (7, 8), 128: (5, 8)}
 _FLOAT32_ROWS_TILE = {"BLOCK_B": 16, "BLOCK_N": 32, "BLOCK_K": 64, "STAGES": 2, "num_warps": 4}
-# GPUs of these compute capabilities have less shared memory than those tiles take.
+# Compute capabilities whose shared memory is too small for these stages, and its bytes.
 _LITTLE_MEMORY, _BYTES_OF_LITTLE_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1)), 99 * 1024
 # Channels are split into the fewest equal parts that make so many programs: {BLOCK_B: number}, and
 # the number with a larger BLOCK_B.
@@ -84,12 +83,13 @@ def _num_parts(blocks, tiles, least):
 
 
 def _rows_tile(rows, gate, capability):
-    known = _GATED_STAGES_AND_WARPS if gate else _STAGES_AND_WARPS
-    block = next(n for n in known if rows <= n)
-    stages, warps = known[block]
-    if capability in _LITTLE_MEMORY:  # there, all stages but one take memory
-        lines = block + _ROWS_TILE["BLOCK_N"] * (2 if gate else 1)
-        stages = min(stages, 1 + _BYTES_OF_LITTLE_MEMORY // (2 * _ROWS_TILE["BLOCK_K"] * lines))
+    stages_and_warps = _GATED_STAGES_AND_WARPS if gate else _STAGES_AND_WARPS
+    block = next(n for n in stages_and_warps if rows <= n)
+    stages, warps = stages_and_warps[block]
+    if capability in _LITTLE_MEMORY:  # except on Hopper, all stages but one take memory
+        rows_and_columns = block + _ROWS_TILE["BLOCK_N"] * (2 if gate else 1)
+        bytes_per_stage = 2 * _ROWS_TILE["BLOCK_K"] * rows_and_columns
+        stages = min(stages, 1 + _BYTES_OF_LITTLE_MEMORY // bytes_per_stage)
     return _ROWS_TILE | {"BLOCK_B": block, "STAGES": stages, "num_warps": warps}
 
 

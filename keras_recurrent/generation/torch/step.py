@@ -13,11 +13,11 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from keras_recurrent.backends.torch._states import inplace_states
-from keras_recurrent.generation.recent_tokens import remove_recent_tokens
+from keras_recurrent.generation.recent_tokens import apply_recent_tokens
 from keras_recurrent.layers.decoding import decoding_scope
 from keras_recurrent.progress import announce
 
-MAX_GROWN = 2**20  # bytes of a tensor that is kept although its weights are smaller
+MAX_GROWN = 2**20  # bytes of a stored result that is larger than the weights it depends on
 COMPILED_AFTER = 2000  # tokens; the traced graph takes as long for these as torch's compiler
 
 _tracing = threading.Lock()
@@ -96,7 +96,7 @@ class Step:
 
     def cache(self, flat):
         """Returns the cache of tensors that the step takes or returns."""
-        return remove_recent_tokens(self._pack(flat))
+        return apply_recent_tokens(self._pack(flat))
 
     def _pack(self, flat):
         return keras.tree.pack_sequence_as(self._structure, list(flat))
@@ -204,8 +204,8 @@ def _split(traced, num_weights):
     """Splits a graph into the part that depends only on weights, its first inputs, and the rest.
 
     The first graph takes the weights. The second takes the results of the first, then the other
-    inputs. It computes large results that take more memory than their weights, such as `float32`
-    copies of `int8` weights, again in each step.
+    inputs. In each step, it recomputes large results that take more memory than the weights they
+    depend on, such as `float32` copies of `int8` weights.
     """
     nodes = list(traced.graph.nodes)
     inputs = [n for n in nodes if n.op == "placeholder"]
