@@ -551,8 +551,8 @@ FAULTS = [
     Fault(
         "stream_cache_ahead",
         "keras_recurrent/generation/xla_steps.py",
-        old="return self._replay(end, end, self._call.limited(end)).cache",
-        new="return self._state.cache",
+        old="return self._finish(self._replay(end, end, self._call.limited(end)).cache)",
+        new="return self._finish(self._state.cache)",
         tests={
             "jax": (
                 "generation/test_cache.py::test_a_stream_continues_after_its_cache_is_read[hgrn2]"
