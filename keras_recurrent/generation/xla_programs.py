@@ -118,9 +118,7 @@ class Programs:
         token_ids, lengths = request.token_ids, request.lengths
         if cache is None:
             cache = initial_cache(self._model, len(lengths), token_ids.shape[1], keep=keep)
-        cache = self.prefill(token_ids, lengths - 1, cache)
-        if delays_writes(self._model, len(lengths)):
-            cache = self._model.backbone.add_recent_tokens(cache)
+        cache = delay_writes(self._model, self.prefill(token_ids, lengths - 1, cache))
         call, last = Call(self._model, request), _distribute(request.last_token)
         state = loop.initial_state(cache, last, call.free_length, call.memory())
         decode, copy, finish = self._decoder(call, keep)
@@ -252,10 +250,13 @@ def _sample_by(sampler, logits, memory):
     return tokens, [value if new is None else new for new, value in pairs]
 
 
-def delays_writes(model, batch_size):
-    """Returns True if steps of this batch size on JAX write large states only every few tokens."""
+def delay_writes(model, cache):
+    """Returns the cache, with recent tokens if JAX's steps write large states every few tokens."""
+    backbone, batch_size = model.backbone, cache["segment"].shape[0]
     is_large = keras.config.backend() == "jax" and batch_size >= MIN_DELAYED_ROWS
-    return is_large and model.backbone.takes_fused_steps(batch_size)
+    if not is_large or not backbone.takes_fused_steps(batch_size):
+        return cache
+    return backbone.add_recent_tokens(cache)
 
 
 def program_variant(model):
@@ -297,8 +298,7 @@ def _programs(model, snapshot, compiled):
         free_length, stops, uniform, memory, arguments = inputs
         functions = network(weights, (features, stops, arguments))
         cache, last = process_prompts(functions, token_ids, lengths, cache)
-        if delays_writes(model, token_ids.shape[0]):
-            cache = model.backbone.add_recent_tokens(cache)
+        cache = delay_writes(model, cache)
         state = loop.initial_state(cache, last, free_length, memory)
         options = free_length, stops, uniform, keep, token_ids.shape[1], True
         state, tokens, logprobs = loop.decode(functions, state, *options)
@@ -316,9 +316,7 @@ def _programs(model, snapshot, compiled):
     def copy_program(original):
         return keras.tree.map_structure(ops.copy, original)
 
-    @function
-    def finish_program(cache):
-        return apply_recent_tokens(cache)
+    finish_program = function(apply_recent_tokens)
 
     @function
     def search_program(token_ids, lengths, cache, weights, inputs, num_beams, variant):

@@ -128,9 +128,10 @@ class Steps:
     def cache(self):
         """Returns the cache after all tokens of each sequence but the last."""
         end = self._num_fetched - self._num_waiting
-        if gather_to_numpy(self._state.count).max() <= end:
-            return self._finish(self._state.cache)
-        return self._finish(self._replay(end, end, self._call.limited(end)).cache)
+        state = self._state
+        if gather_to_numpy(state.count).max() > end:
+            state = self._replay(end, end, self._call.limited(end))
+        return self._finish(state.cache)
 
     def close(self):
         """Drops the arrays."""

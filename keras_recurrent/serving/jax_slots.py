@@ -16,7 +16,7 @@ from keras_recurrent.generation import loop
 from keras_recurrent.generation.recent_tokens import apply_recent_tokens
 from keras_recurrent.generation.sampling import STOPS_PER_STEP, argument_names
 from keras_recurrent.generation.xla_programs import (
-    delays_writes,
+    delay_writes,
     make_network,
     program_variant,
     program_weights,
@@ -89,9 +89,7 @@ class JaxRows:
         zeros = jnp.zeros(num_slots, "int32")
         # The tokens are copied: an array that a program overwrites must not be passed to it twice.
         token, done = jnp.zeros((num_slots, 1), "int32"), jnp.ones(num_slots, bool)
-        cache, self._delays_writes = self._initial_state(num_slots), delays_writes(model, num_slots)
-        if self._delays_writes:
-            cache = model.backbone.add_recent_tokens(cache)
+        cache = delay_writes(model, self._initial_state(num_slots))
         self._state = loop.DecodingState(done, zeros, token, cache, ())
         self.num_prompts = min(num_prompts, MAX_PROMPTS)
         initial = self._initial_state(1)
@@ -158,8 +156,7 @@ class JaxRows:
         self._stops[slot], self._free_length[slot] = stops, max_new_tokens
         self._limits = None
         row = self._row(row)
-        static = {"layout": self._layout, "delays_writes": self._delays_writes}
-        self._state = self._insert(self._state, slot, row, int(token), **static)
+        self._state = self._insert(self._state, slot, row, int(token), layout=self._layout)
         if self._counts is not None:
             self._counts = _set_row(self._counts, slot, np.int32(0))
 
@@ -234,10 +231,10 @@ def _programs(model, snapshot):
         state, logprobs = loop.advance(functions, state, free_length, stops, numbers, keep=True)
         return state, state.token[:, 0], logprobs
 
-    @functools.partial(jax.jit, static_argnames=("layout", "delays_writes"), donate_argnums=0)
-    def insert(state, slot, row, token, layout, delays_writes):
+    @functools.partial(jax.jit, static_argnames="layout", donate_argnums=0)
+    def insert(state, slot, row, token, layout):
         given = layout.unstack(row)
-        if delays_writes:
+        if jax.tree.structure(state.cache) != layout.structure:  # it has recent tokens
             given = model.backbone.add_recent_tokens(given)
         return state._replace(
             done=state.done.at[slot].set(False),

@@ -196,7 +196,8 @@ def _inline_scalars(traced):
     return traced
 
 
-def _num_bytes(value):
+def _num_bytes(node):
+    value = node.meta.get("val")
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
@@ -215,8 +216,9 @@ def _split(traced, num_weights):
     later = {n for n in nodes if n.op == "output" or sources[n].intersection(inputs[num_weights:])}
     in_step = set(later)
     for node in reversed(nodes):
-        size, *of_weights = (_num_bytes(n.meta.get("val")) for n in (node, *sources[node]))
-        if in_step.intersection(node.users) and size > max(MAX_GROWN, sum(of_weights)):
+        size = _num_bytes(node)
+        is_grown = size > MAX_GROWN and size > sum(map(_num_bytes, sources[node]))
+        if is_grown and in_step.intersection(node.users):
             in_step.add(node)
     used = [n for n in nodes if n not in in_step and in_step.intersection(n.users)]
 
