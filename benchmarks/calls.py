@@ -1,10 +1,11 @@
-"""Counts Python calls of this package's functions in one eager layer call on torch.
+"""Counts Python calls of this package's functions in a layer call and a `generate` on torch.
 
     KERAS_BACKEND=torch python benchmarks/calls.py             # --functions lists the functions
 
-Each layer is called three times, and `sys.setprofile` counts the third call. Python 3.12
-and later make no calls for list comprehensions, so counts are lower there. The last line counts the
-package's frames on the stack from `generate` to the first kernel of the prompt.
+Each case is called three times, and `sys.setprofile` counts the third call. Python 3.12
+and later make no calls for list comprehensions, so counts are lower there. `generate` makes 16
+greedy tokens with two layers. The last line counts the package's frames on the stack from
+`generate` to the first kernel of the prompt.
 """
 
 import argparse
@@ -20,10 +21,11 @@ import numpy as np
 import keras_recurrent
 from keras_recurrent import dispatch
 from keras_recurrent.layers import HGRN2, RGLRU
+from keras_recurrent.models import GriffinCausalLM
 
 PACKAGE = pathlib.Path(keras_recurrent.__file__).parent
 FOLDERS = tuple(f"{folder.resolve()}/" for folder in (PACKAGE, PACKAGE / "backends"))
-BATCH, LENGTH, WIDTH = 2, 10, 8
+BATCH, LENGTH, WIDTH, NEW_TOKENS = 2, 10, 8, 16
 
 
 def count_calls(function):
@@ -54,10 +56,15 @@ def package_file(name):
     return file if file.startswith(FOLDERS) else None
 
 
+def make_model(num_layers):
+    model = GriffinCausalLM.from_preset("hawk_tiny", num_layers=num_layers)
+    model.compile(sampler="greedy")
+    return model
+
+
 def frames_to_first_kernel():
     """Returns `[(file, function)]` on the stack in the first RG-LRU kernel of `generate`."""
-    model = keras_recurrent.models.GriffinCausalLM.from_preset("hawk_tiny", num_layers=1)
-    model.compile(sampler="greedy")
+    model = make_model(num_layers=1)
     kernels, found = dispatch.IMPLEMENTATIONS["rg_lru"][dispatch.BACKEND], []
     kernel = kernels.rg_lru
 
@@ -88,6 +95,8 @@ def cases():
         context = {"mask": mask, "initial_state": state, "return_state": True}
         found[f"{name}(x)"] = functools.partial(layer, x)
         found[f"{name}(x), mask and state"] = functools.partial(layer, x, **context)
+    options = {"max_new_tokens": NEW_TOKENS, "stop_token_ids": None}
+    found["generate"] = functools.partial(make_model(num_layers=2).generate, "hello", **options)
     return found
 
 
