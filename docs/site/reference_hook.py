@@ -3,7 +3,7 @@
 import re
 
 DIRECTIVES = re.compile(r"^<!--\n(:::.*?)\n-->\n(.*?<!-- end -->\n)", re.DOTALL | re.MULTILINE)
-SOURCE_LINK = re.compile(r'<a id="([\w.]+)"></a>(\[[^\]]*\])\([^)]*\)')
+ENTRY = re.compile(r'<a id="([\w.]+)"></a>(\[[^\]]*\])\([^)]*\)(?:`[^`\n]*`)?')
 METHOD = re.compile(r"^    - `\..*\n", re.MULTILINE)
 
 
@@ -14,8 +14,8 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def expand(match):
-    """The list, which links to the docstrings after it, and without methods: they list them."""
+    """The list, which links to the docstrings after it. Signatures and methods are only there."""
     directives, names = match.groups()
     names = names.replace("\\\n", "  \n")  # Python-Markdown's form of a line break
-    names = SOURCE_LINK.sub(r"\2(#\1)", METHOD.sub("", names))
+    names = ENTRY.sub(r"\2(#\1)", METHOD.sub("", names))
     return f"{names}\n{directives}\n"
