@@ -209,6 +209,31 @@ def test_every_public_name_is_in_the_reference():
 
 
 @pytest.mark.once
+def test_names_of_the_manual_are_in_the_files_that_it_says():
+    """A page that says "`NAME` in `FILE`" is found where the file no longer has the name."""
+    said = re.compile(r"`([^`\n]+)`\s(?:in|of|to)\s`(\w[\w/]*/\w+\.(?:py|toml|yml|md))`")
+    found = [(page, *match) for page, text in PAGES.items() for match in said.findall(text)]
+    assert len(found) > 5
+    assert [
+        (page, name, file)
+        for page, name, file in found
+        for path in [(ROOT / file) if (ROOT / file).exists() else ROOT / "backends" / file]
+        if not path.exists() or name not in path.read_text()
+    ] == []
+
+
+@pytest.mark.once
+def test_choosing_has_figures_of_the_presets_and_experiments():
+    """A figure of the comparison that was changed at its source, but not there, is found."""
+    header, *lines = rows("docs/choosing.md", "family | mixes tokens by")
+    for line in lines:
+        cells = dict(zip(header, line, strict=True))
+        assert f"| {cells['state']} |" in PAGES["docs/api/presets.md"]
+        for name in ("loss on long texts", "step time"):
+            assert cells[name].lstrip("+× ") in PAGES["guides/papers/README.md"], cells
+
+
+@pytest.mark.once
 def test_versions_are_those_of_the_package():
     version = keras_recurrent.__version__
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()

@@ -101,6 +101,73 @@ def test_overview_figures_are_in_raw_files(page):
     assert list(missing((ROOT / page).read_text(), all_raw())) == []
 
 
+def lines_with(column, page):
+    """Returns `[(first cell without links, cells)]` of a page's tables that have a column."""
+    return [
+        (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", line[0]), dict(zip(columns, line, strict=True)))
+        for columns, *lines in tables((ROOT / page).read_text())
+        if column in columns
+        for line in lines
+    ]
+
+
+def cell_figures(cells):
+    return {*figures(cells["this package"]), *figures(cells["baseline"])}
+
+
+def test_overview_lines_are_lines_of_result_pages():
+    """A line of docs/benchmarks.md whose figures no result page has together is found."""
+    results = [cell_figures(c) for page in PAGES for _, c in lines_with("this package", page)]
+    differing = [
+        work
+        for work, cells in lines_with("this package", "docs/benchmarks.md")
+        if not any(line <= cell_figures(cells) for line in results)
+    ]
+    assert differing == []
+
+
+def test_readme_speeds_are_lines_of_the_overview():
+    """README repeats some lines of docs/benchmarks.md; a line that only one of them has is found."""
+    readme, overview = (
+        {work: cell_figures(cells) for work, cells in lines_with("this package", page)}
+        for page in ("README.md", "docs/benchmarks.md")
+    )
+    assert readme
+    assert {work: overview.get(work) for work in readme} == readme
+
+
+def test_comparison_factors_are_those_of_the_overview():
+    """docs/comparison.md has the least and the largest factor of the lines that a work begins."""
+    lines = lines_with("this package", "docs/benchmarks.md")
+    lines += lines_with("this package", RESULTS / "jax_linear_attention.md")
+    compared = lines_with("times as fast", "docs/comparison.md")
+    assert compared
+    for work, cells in compared:
+        begins = work.removesuffix(", as in trained models")
+        found = [c["factor"].replace("×", "") for w, c in lines if w.startswith(begins)]
+        factors = [float(factor) for text in found for factor in figures(text)]
+        shown = figures(cells["times as fast"])
+        decimals = len(shown[0].partition(".")[2])
+        expected = dict.fromkeys(f"{f:.{decimals}f}" for f in (min(factors), max(factors)))
+        assert shown == list(expected), work
+
+
+def test_decimals_in_text_are_on_the_linked_result_pages():
+    """A paragraph that links result pages, and has a figure that is on none of them, is found."""
+    link = re.compile(r"\]\((?:\.\./|docs/)*((?:benchmarks/results|guides/papers)/\w+\.md)")
+    unknown = []
+    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")]:
+        for paragraph in re.split(r"\n\n|\n(?=- )", page.read_text()):
+            targets = link.findall(paragraph)
+            text = re.sub(r"`[^`]*`|\]\([^)]*\)", "", paragraph)
+            if not targets or text.startswith("|"):
+                continue
+            known = " ".join((ROOT / target).read_text() for target in targets).replace("×", " ")
+            decimals = {figure for figure in figures(text) if "." in figure}
+            unknown += [(page.name, figure) for figure in decimals - {*figures(known)}]
+    assert unknown == []
+
+
 def test_each_raw_file_has_the_same_columns_and_a_page():
     for path in RESULTS.glob("raw/*.csv"):
         with path.open(newline="") as file:
