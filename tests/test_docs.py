@@ -209,6 +209,17 @@ def test_every_public_name_is_in_the_reference():
 
 
 @pytest.mark.once
+def test_site_has_signatures_only_in_the_docstrings():
+    """Each signature of the reference would be on the site twice, in the list and below it."""
+    hook = scripts.load("docs/site/reference_hook.py")
+    texts = (path.read_text() for path in REFERENCE)
+    pages = "".join(hook.DIRECTIVES.sub(hook.expand, text) for text in texts)
+    entries = re.findall(r"^- \[`.*?`\]\(#.*?\)(.*)$", pages, re.MULTILINE)
+    assert len(entries) > 100
+    assert [entry for entry in entries if "`" in entry] == []
+
+
+@pytest.mark.once
 def test_names_of_the_manual_are_in_the_files_that_it_says():
     """A page that says "`NAME` in `FILE`" is found where the file no longer has the name."""
     said = re.compile(r"`([^`\n]+)`\s(?:in|of|to)\s`(\w[\w/]*/\w+\.(?:py|toml|yml|md))`")

@@ -127,7 +127,7 @@ def test_overview_lines_are_lines_of_result_pages():
 
 
 def test_readme_speeds_are_lines_of_the_overview():
-    """README repeats some lines of docs/benchmarks.md; a line that only one of them has is found."""
+    """A line of README that docs/benchmarks.md does not have, or has differently, is found."""
     readme, overview = (
         {work: cell_figures(cells) for work, cells in lines_with("this package", page)}
         for page in ("README.md", "docs/benchmarks.md")
