@@ -98,8 +98,8 @@ print(f"{len(training)} documents to learn, {len(held_out)} held out")
 # `from_preset` loads the weights and the tokenizer.
 #
 # - `dtype="mixed_bfloat16"` computes in 16 bits and stores weights in 32 bits, here 5.5 GB.
-#   `"bfloat16"` also stores them in 16 bits, half of that. It rounds away small updates, so use it
-#   only if memory is short. On a CPU `"float32"` is fastest.
+#   `"bfloat16"` also stores them in 16 bits, half of that; LoRA trains only its own weights, which
+#   stay in 32 bits. On a CPU `"float32"` is fastest.
 # - `packed=True` puts several documents into one sequence, so that no computation is spent on
 #   padding. The model keeps the documents apart.
 

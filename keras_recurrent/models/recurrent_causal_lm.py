@@ -140,9 +140,10 @@ class RecurrentCausalLM(
         `BeamSampler` is converted.
 
         Raises:
-            ValueError: the sampler is unknown; it is the speculative sampler, which needs a
-                rollback that recurrent states do not support; or it is KerasHub's `BeamSampler`
-                with a `temperature`, or of a subclass.
+            ValueError: the optimizer cannot train weights stored in 16 bits, such as Adam with the
+                policy `"bfloat16"`; the sampler is unknown; it is the speculative sampler, which
+                needs a rollback that recurrent states do not support; or it is KerasHub's
+                `BeamSampler` with a `temperature`, or of a subclass.
         """
         # KerasHub returns an unknown name unchanged, or raises KeyError for its lower case.
         with contextlib.suppress(KeyError):

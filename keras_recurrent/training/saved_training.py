@@ -7,6 +7,7 @@ import keras
 from keras_recurrent.compat import BackendNeutralCompileConfig, use_public_optimizers
 from keras_recurrent.devices.jax_processes import SavedByAllProcesses
 from keras_recurrent.training import weight_decay
+from keras_recurrent.training.sixteen_bit_weights import check_16_bit_updates
 
 # Arguments saved in addition to those that `compile` of every Keras model takes.
 OWN_ARGUMENTS = ("sampler", "optimizer_built", "excluded_from_weight_decay")
@@ -20,8 +21,14 @@ class SavedTraining(BackendNeutralCompileConfig, SavedByAllProcesses):
     decay, which no configuration of an optimizer of Keras has, are saved as paths of weights.
     """
 
-    def compile(self, *args, **kwargs):
-        super().compile(*args, **kwargs)  # type: ignore[misc]
+    _loads_compile_config = False
+
+    def compile(self, optimizer="auto", *args, **kwargs):
+        # A model that is made or loaded may only generate; `fit` checks its optimizer.
+        if optimizer != "auto" and not self._loads_compile_config:
+            optimizer = keras.optimizers.get(optimizer)
+            check_16_bit_updates(optimizer, self.trainable_variables)  # type: ignore[attr-defined]
+        super().compile(optimizer, *args, **kwargs)  # type: ignore[misc]
         self._requested_jit_compile = kwargs.get("jit_compile", "auto")
         if self.optimizer is not None:  # type: ignore[attr-defined]
             weight_decay.warn_of_decayed_decays(self.optimizer, self)  # type: ignore[attr-defined]
@@ -50,7 +57,9 @@ class SavedTraining(BackendNeutralCompileConfig, SavedByAllProcesses):
         if excluded := config.pop("excluded_from_weight_decay", None):
             config["optimizer"] = keras.optimizers.get(config["optimizer"])
             weight_decay.restore_exclusions(config["optimizer"], self, excluded)
+        self._loads_compile_config = True
         self.compile(**config)
+        self._loads_compile_config = False
         if optimizer_built:
             self.optimizer.build(self.trainable_variables)  # type: ignore[attr-defined]
 

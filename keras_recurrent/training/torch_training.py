@@ -1,10 +1,11 @@
-"""Parameters of models on torch, and the check of `fit` in several processes."""
+"""Parameters of models on torch, and the checks of `fit` before its first step."""
 
 import sys
 
 import keras
 
 from keras_recurrent.devices.torch_processes import MODULE_HINT, check_not_sharded, count_processes
+from keras_recurrent.training.sixteen_bit_weights import check_16_bit_updates
 
 
 class TorchTraining:
@@ -35,6 +36,7 @@ class TorchTraining:
         """Makes Keras's train function, for one process.
 
         Raises:
+            ValueError: the optimizer cannot train weights stored in 16 bits.
             RuntimeError: torch has several processes, and nothing averages their gradients.
         """
         processes = count_processes()
@@ -45,6 +47,7 @@ class TorchTraining:
                 "`DistributedDataParallel(model)` averages only in calls of itself, not in `fit`. "
                 f"{MODULE_HINT}"
             )
+        check_16_bit_updates(self.optimizer, self.trainable_variables)  # type: ignore[attr-defined]
         return super().make_train_function(force)  # type: ignore[misc]
 
 

@@ -28,6 +28,7 @@ PRIVATE_ATTRIBUTES = {
     "_exclude_from_weight_decay_pattern": ("keras.Optimizer",),
     "_initial_epoch": ("keras.Model",),
     "_maybe_symbolic_build": ("keras.src.backend.tensorflow.trainer.TensorFlowTrainer",),
+    "_optimizer_map": ("keras.optimizers.MultiOptimizer",),
     "_should_use_adamw": ("keras.optimizers.Muon",),
     "_symbolic_build": ("keras.Model",),
     "_use_weight_decay": ("keras.Optimizer",),
