@@ -97,7 +97,8 @@ def measure_jax(arguments, count):
         scope = keras.distribution.ModelParallel(layout_map=layout_map).scope()
     with scope:
         model = make(arguments)
-        optimizer = keras.optimizers.AdamW(1e-5)
+        # In bfloat16, 0.999 rounds to 1, and Keras's AdamW changes no weight.
+        optimizer = keras.optimizers.AdamW(1e-4, beta_2=0.99)
         exclude_from_weight_decay(optimizer, model)
         model.compile(optimizer, model.loss, weighted_metrics=[])
         if arguments.split == "heads":
