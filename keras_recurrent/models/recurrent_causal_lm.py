@@ -275,6 +275,14 @@ class RecurrentCausalLM(
             hint = "Give labels to ignore a `sample_weight` of 0."
             check_token_ids("y", y, self.backbone.vocabulary_size, sample_weight, hint)
 
+    def check_class_weight(self, class_weight=None, **kwargs):
+        if class_weight is not None:
+            raise ValueError(
+                f"`class_weight` needs one label per sample, but a language model has one per "
+                f"token; got {class_weight!r}. Pass a `sample_weight` [batch, time] with tokens "
+                "and labels, such as those that `model.preprocessor(texts)` returns."
+            )
+
     # === Scores ===
 
     def score(

@@ -75,10 +75,11 @@ class TextTraining:
         Raises:
             ValueError: `x` is not one of these, or is empty; strings without a preprocessor; labels
                 with strings for a language model, or no labels for a classifier; tokens without
-                labels; NumPy arrays with an id outside the vocabulary, an invalid label (unless its
-                weight is 0 in a language model) or a segment below 0; an endless `PackedText`
-                without `steps_per_epoch`.
+                labels; `class_weight` for a language model; NumPy arrays with an id outside the
+                vocabulary, an invalid label (unless its weight is 0 in a language model) or a
+                segment below 0; an endless `PackedText` without `steps_per_epoch`.
         """
+        self.check_class_weight(**kwargs)
         x = as_texts(self.as_samples(x))
         self._check_samples(x, y, sample_weight)
         if is_strings(validation_data) or has_responses(validation_data):
@@ -127,6 +128,10 @@ class TextTraining:
                 steps_per_epoch=steps,
                 **kwargs,
             )
+
+    def train_on_batch(self, x, y=None, sample_weight=None, **kwargs):
+        self.check_class_weight(**kwargs)
+        return super().train_on_batch(x, y, sample_weight, **kwargs)  # type: ignore[misc]
 
     def evaluate(self, x=None, y=None, batch_size=None, sample_weight=None, **kwargs):
         """Evaluates the model as `keras.Model.evaluate`, on the same inputs as `fit`."""
@@ -182,6 +187,9 @@ class TextTraining:
     def check_labels(self, name, x, y, sample_weight):
         """Raises an error for labels that do not fit strings or tokens in memory."""
         raise NotImplementedError
+
+    def check_class_weight(self, class_weight=None, **kwargs):
+        """Raises an error for a `class_weight` if samples have several labels."""
 
     def _make_validation_data(self, parts, batch_size, steps):
         """Returns `(x, y, sample_weight)` for evaluation by Keras, and the number of steps."""

@@ -113,6 +113,15 @@ def wanted(model):
     return start, history
 
 
+def test_class_weight_with_token_labels_raises(model):
+    """Keras takes a sequence of labels for one-hot classes, and weighs sequences by its argmax."""
+    x, y, _ = model.preprocessor(TEXTS)
+    data = [(x, y), (TEXTS,), *((make(),) for make in MADE_BY.values())]
+    for train, given in [(model.train_on_batch, (x, y)), *((model.fit, given) for given in data)]:
+        with pytest.raises(ValueError, match=r"`class_weight` needs one label .* `sample_weight`"):
+            train(*given, class_weight={9: 100.0})
+
+
 @pytest.mark.parametrize("source", MADE_BY)
 def test_a_source_of_strings_trains_as_a_list_of_them(model, wanted, source, caplog):
     start, history = wanted
