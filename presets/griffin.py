@@ -68,6 +68,11 @@ class Size(NamedTuple):
     weights: str | None = None  # address or file, if available
 
     @property
+    def config_defaults(self):
+        """Keys that `config.json` of the published weights lacks."""
+        return {"window_includes_current_token": False}
+
+    @property
     def description(self):
         return describe_language_model(self.kind.label, self)
 

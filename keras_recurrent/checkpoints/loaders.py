@@ -78,6 +78,7 @@ class NamedPresetLoader(RecurrentPresetLoader):
         """Loader of the published weights."""
         loader = self._get_loader(self.row.weights)
         loader.default_chat_template = self.chat_template
+        loader.config = {**getattr(self.row, "config_defaults", {}), **loader.config}
         return loader
 
     @property

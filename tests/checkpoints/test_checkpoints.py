@@ -336,6 +336,16 @@ def test_a_name_of_the_hub(hub):
         GriffinCausalLM.from_preset("recurrentgemma_2b", num_layers=1)
 
 
+def test_from_preset_without_meaning_of_window_warns_unless_named(hub, tmp_path, monkeypatch):
+    """A model trained in transformers beyond its window silently gets other logits."""
+    path = golden.copy(tmp_path / "published", drop=["window_includes_current_token"])
+    monkeypatch.setattr(golden, "PATH", path)
+    assert GriffinBackbone.from_preset("recurrentgemma_2b").get_config()["sliding_window"] == 17
+    with pytest.warns(UserWarning, match="'window_includes_current_token' there: to false") as said:
+        GriffinCausalLM.from_preset("hf://google/recurrentgemma-2b")
+    assert len(said) == 1
+
+
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 TOKENIZER, BPE = "tokenizer.model", "tokenizer.json"
 NETWORK = (CONFIG, INDEX, WEIGHTS)  # the index is asked for, and is not there

@@ -260,11 +260,15 @@ def test_an_export_counts_its_window_as_transformers_does(model, tmp_path, wante
         errors.append(golden.relative(golden.logits(other, token_ids), wanted["logits"]))
     assert errors[0] < SAME
     assert errors[1] > 0.01
-    # Read again, it is the same model, by this key; a published file has no such key.
+    # Read again, it is the same model, by this key, which a published file has not.
     again = RecurrentGemma().backbone_arguments(config, "the export")
     assert again["sliding_window"] == model.backbone.sliding_window == 17
     assert config.pop("window_includes_current_token") is True
-    assert RecurrentGemma().backbone_arguments(config, "without")["sliding_window"] == 18
+    with pytest.warns(UserWarning, match=r"without does not say .*'window_includes_current_token'"):
+        arguments = RecurrentGemma().backbone_arguments(config, "without")
+    assert arguments["sliding_window"] == 18
+    recurrent = {**config, "block_types": ["recurrent"]}
+    RecurrentGemma().backbone_arguments(recurrent, "without attention")
     wrong = {**config, "window_includes_current_token": 1}
     with pytest.raises(ValueError, match=r"'window_includes_current_token' is 1 .*true or false"):
         RecurrentGemma().backbone_arguments(wrong, "wrong")
@@ -416,11 +420,13 @@ def test_the_published_configurations_are_the_presets():
             "vocab_size": 256000,
             "w_init_variance_scale": 0.01,
         }
+        row = SIZES_OF_PRESETS[f"recurrentgemma_{name}"]
+        config |= row.config_defaults
         arguments = RecurrentGemma().backbone_arguments(config, "config.json")
-        preset = SIZES_OF_PRESETS[f"recurrentgemma_{name}"].backbone_arguments
+        preset = row.backbone_arguments
         assert {key: preset.get(key, arguments[key]) for key in arguments} == arguments
         tensors = RecurrentGemma().tensors(arguments)
         count = sum(int(np.prod(tensor.shape)) for tensor in tensors)
-        assert count == SIZES_OF_PRESETS[f"recurrentgemma_{name}"].parameters
+        assert count == row.parameters
     assert embedding_scale(2560) == 50.5
     assert embedding_scale(4096) == 64

@@ -12,6 +12,8 @@ and the key `window_includes_current_token`, which transformers keeps and ignore
 model that was trained in transformers on texts longer than its window.
 """
 
+import warnings
+
 from keras_recurrent.checkpoints.config_reader import MAX_LAYERS
 from keras_recurrent.checkpoints.layout import Layout
 from keras_recurrent.checkpoints.tensor_table import BLOCK_BIAS, DEPTHWISE, NEGATED
@@ -52,6 +54,13 @@ class RecurrentGemma(Layout):
         if "attention" in mixers and num_query_heads % num_key_value_heads:
             wanted = f"a divisor of 'num_attention_heads', {num_query_heads}"
             raise config.unsupported_error("num_key_value_heads", num_key_value_heads, wanted)
+        if "attention" in mixers and config.config.get(COUNTS_ITSELF) is None:
+            warnings.warn(
+                f"{config.source} does not say whether 'attention_window_size' includes the "
+                f"current token. Set {COUNTS_ITSELF!r} there: to false, which is assumed, for "
+                "Google's models; to true for a model that transformers trained on longer texts.",
+                stacklevel=2,
+            )
         lru_width = config.integer("lru_width", default=hidden_dim)
         if "recurrent" in mixers and lru_width % num_query_heads:
             # The gates have a block for each head.
