@@ -505,6 +505,24 @@ FAULTS = [
         tests={"torch": "models/test_causal_lm.py::test_a_label_without_weight_may_be_any_number"},
     ),
     Fault(
+        "automatic_optimizer_of_16_bit_weights",
+        "keras_recurrent/training/torch_training.py",
+        old="        check_16_bit_updates(self.optimizer, self.trainable_variables)",
+        new="        pass",
+        tests=dict.fromkeys(
+            ("jax", "torch", "tensorflow"),
+            "models/test_sixteen_bit_weights.py::"
+            "test_fit_with_adam_that_compile_does_not_check_raises",
+        ),
+    ),
+    Fault(
+        "class_weight_of_tokens",
+        "keras_recurrent/training/text_training.py",
+        old="        self.check_class_weight(**kwargs)\n        x = as_texts",
+        new="        x = as_texts",
+        tests={"torch": "models/test_sources.py::test_class_weight_with_token_labels_raises"},
+    ),
+    Fault(
         "resume_optimizer",
         "keras_recurrent/training/saved_training.py",
         old="        if optimizer_built:",
@@ -703,6 +721,18 @@ FAULTS = [
             "torch": (
                 "checkpoints/test_recurrent_gemma.py::"
                 "test_the_published_configurations_are_the_presets"
+            )
+        },
+    ),
+    Fault(
+        "rg_window_unsaid",
+        "keras_recurrent/models/griffin/checkpoint.py",
+        old="config.config.get(COUNTS_ITSELF) is None",
+        new="False",
+        tests={
+            "torch": (
+                "checkpoints/test_checkpoints.py::"
+                "test_from_preset_without_meaning_of_window_warns_unless_named"
             )
         },
     ),
