@@ -27,6 +27,7 @@ from keras_recurrent import (
 )
 from keras_recurrent import exporting as exporting
 from keras_recurrent.checkpoints import hub_hooks
+from keras_recurrent.devices import jax_processes
 from keras_recurrent.dispatch import implementation
 from keras_recurrent.export import exporters
 from keras_recurrent.generation.modes import which_generation
@@ -41,6 +42,7 @@ exporters.install()
 both_directions.install()
 hub_hooks.install()
 integer_products.install()
+jax_processes.install()
 placeholders.install()
 saved_quantization.install()
 

@@ -8,7 +8,7 @@ import zipfile
 import keras
 import numpy as np
 
-from keras_recurrent import callback_memory
+from keras_recurrent import atomic_files, callback_memory
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
 from keras_recurrent.devices.jax_processes import gather_to_numpy, shared_output_path
 
@@ -289,7 +289,7 @@ def get_generator_states():
 
 
 def write_backup(path, content, parts):
-    """Writes variables one by one to a temporary file, and renames it to `path`.
+    """Writes variables one by one to a file, which replaces `path` in one step.
 
     Args:
         path: string.
@@ -297,26 +297,20 @@ def write_backup(path, content, parts):
         parts: `{name: list of variables or arrays}`.
     """
     with shared_output_path(path) as local_path:
-        _write(local_path, content, parts)
+        os.makedirs(os.path.dirname(local_path), exist_ok=True)
+        with atomic_files.replace(local_path) as new:
+            _write(new, content, parts)
 
 
 def _write(path, content, parts):
-    folder, name = os.path.split(path)
-    os.makedirs(folder, exist_ok=True)
-    # A fixed name, so that killed processes leave at most one file.
-    temporary = os.path.join(folder, f".{name}.part")
     names = {part: [_describe_variable(v) for v in variables] for part, variables in parts.items()}
-    with open(temporary, "wb") as file:
-        with zipfile.ZipFile(file, "w") as archive:
-            for part, variables in parts.items():
-                for i, variable in enumerate(variables):
-                    array = np.asarray(gather_to_numpy(variable))
-                    with archive.open(f"{part}/{i}", "w", force_zip64=True) as entry:
-                        np.lib.format.write_array(entry, _to_integers(array), allow_pickle=False)
-            archive.writestr(CONTENT, json.dumps({**content, "variables": names}, default=int))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    with zipfile.ZipFile(path, "w") as archive:
+        for part, variables in parts.items():
+            for i, variable in enumerate(variables):
+                array = np.asarray(gather_to_numpy(variable))
+                with archive.open(f"{part}/{i}", "w", force_zip64=True) as entry:
+                    np.lib.format.write_array(entry, _to_integers(array), allow_pickle=False)
+        archive.writestr(CONTENT, json.dumps({**content, "variables": names}, default=int))
 
 
 class Backup:

@@ -32,6 +32,7 @@ SOURCE_NAMES = {
     "get_keras_mask": "keras.src.backend.common.masking",
     "get_preset_loader": "keras_hub.src.utils.preset_utils",
     "global_state": "keras.src.backend.common",
+    "is_remote_path": "keras.src.utils.file_utils",
     "in_tf_function": "keras_hub.src.utils.tensor_utils",
     "list_subclasses": "keras_hub.src.utils.preset_utils",
     "preprocessing_function": "keras_hub.src.utils.tensor_utils",
@@ -51,6 +52,7 @@ PRESET_MODULES = {
 # Modules of Keras in which other files replace functions.
 EXPORT = "keras.src.export"
 JAX_OPERATIONS = "keras.src.backend.jax.numpy"
+SAVING = "keras.src.saving.saving_lib"
 
 
 def __getattr__(name):

@@ -17,7 +17,7 @@ PACKAGE = "keras_recurrent"
 # From the ground up. A room imports from itself and from the rooms in lines above its own, but not
 # from its neighbors in a line.
 FLOORS = [
-    "backends presets import_order",
+    "backends presets import_order atomic_files",
     "compat progress",
     "checks",
     "portable devices",

@@ -2,12 +2,12 @@
 
 import errno
 import os
-import tempfile
 
 import keras
 import ml_dtypes
 import numpy as np
 
+from keras_recurrent import atomic_files
 from keras_recurrent.checkpoints import chat_files, files, layout, tokenizer_files
 from keras_recurrent.checkpoints.checkpoint import DTYPES, INDEX_FILE, ONE_FILE
 from keras_recurrent.devices.jax_processes import gather_to_numpy, is_first, shared_output_path
@@ -27,9 +27,8 @@ def export(
 ):
     """Writes `config.json`, the tensors and the tokenizer's file into a new directory.
 
-    All files are first written to a folder `.export-*` in the parent directory, which is renamed to
-    `path` at the end: `path` never holds an incomplete checkpoint. A process that is killed leaves
-    that folder. Delete it when no export into the same parent directory is running.
+    All files are first written to a temporary folder in the parent directory, which is renamed to
+    `path` at the end: `path` never holds an incomplete checkpoint.
 
     Args:
         backbone: a backbone whose family has a `Layout`.
@@ -84,9 +83,8 @@ def _export(backbone, path, tokenizer, dtype, max_shard_size, chat_template, sto
 
     for tensor in tensors_of_model:
         _check_range(tensor, weights, dtype)
-    parent = os.path.dirname(path)
-    os.makedirs(parent, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=parent, prefix=".export-") as temporary:
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with atomic_files.temporary_folder(path) as temporary:
         folder = os.path.join(temporary, "checkpoint")
         os.mkdir(folder)
         shards = _shards(tensors_of_model, np.dtype(dtype), max_shard_size * GIGABYTE)
@@ -110,6 +108,7 @@ def _export(backbone, path, tokenizer, dtype, max_shard_size, chat_template, sto
             content = {"eos_token_id": list(stop_token_ids)}
             tokenizer_files.write_json(folder, files.GENERATION_CONFIG_FILE, content)
         tokenizer_files.write_json(folder, files.CONFIG_FILE, config)
+        atomic_files.write_to_disk(folder)
         _move(folder, path)
 
 

@@ -11,6 +11,7 @@ import keras
 import keras_hub
 
 from keras_recurrent import compat
+from keras_recurrent.atomic_files import find_folder
 from keras_recurrent.checkpoints import files, layout, names
 from keras_recurrent.checkpoints.loaders import (
     CheckpointLoader,
@@ -51,6 +52,7 @@ def get_loader(preset):
     if preset in names.PRESETS:
         backbone_cls, row = names.PRESETS[preset]
         return NamedPresetLoader(preset, backbone_cls, row, get_loader)
+    preset = find_folder(preset)
     is_external = preset in compat.BUILTIN_PRESETS or "://" in preset or os.path.exists(preset)
     if not is_external:
         near = difflib.get_close_matches(preset, names.PRESETS, n=4)

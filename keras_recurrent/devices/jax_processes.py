@@ -16,6 +16,9 @@ import tempfile
 import keras
 from keras import ops
 
+from keras_recurrent import atomic_files, compat
+from keras_recurrent.atomic_files import AtomicPreset
+
 
 def is_multi_process():
     """Returns True if other processes run the same JAX program on other devices."""
@@ -66,27 +69,19 @@ def shared_output_path(path):
         multihost_utils.sync_global_devices("keras_recurrent: written")
 
 
-class SavedByAllProcesses:
+class SavedByAllProcesses(AtomicPreset):
     """Mixin to save a Keras model whose weights and optimizer slots several processes share.
 
     All processes call the method. Tensors are gathered one at a time, and only the first process
-    writes them.
+    writes them. Files and folders are replaced in one step.
     """
-
-    def save(self, filepath, *args, **kwargs):
-        """Saves the model to a `.keras` file, with the arguments of `keras.Model.save`."""
-        with _gather_on_save(self), shared_output_path(filepath) as path:
-            return super().save(path, *args, **kwargs)  # type: ignore[misc]
-
-    def save_weights(self, filepath, *args, **kwargs):
-        """Saves only the weights, with the arguments of `keras.Model.save_weights`."""
-        with _gather_on_save(self), shared_output_path(filepath) as path:
-            return super().save_weights(path, *args, **kwargs)  # type: ignore[misc]
 
     def save_to_preset(self, preset_dir, *args, **kwargs):
         """Saves model, weights, tokenizer and preprocessor to a folder for `from_preset`.
 
-        LoRA weights are included: the loaded model gives the same outputs.
+        The folder is replaced in one step: if the process is killed or the disk is full, the old
+        content is complete. Other files in the folder are kept. LoRA weights are included: the
+        loaded model gives the same outputs.
 
         Args:
             preset_dir: string, the folder, which is created if it does not exist.
@@ -94,7 +89,29 @@ class SavedByAllProcesses:
                 several files. None: one file.
         """
         with _gather_on_save(self), shared_output_path(preset_dir) as path:
-            return super().save_to_preset(path, *args, **kwargs)  # type: ignore[misc]
+            return super().save_to_preset(path, *args, **kwargs)
+
+
+def install():
+    """Makes all processes save models of `SavedByAllProcesses`, to a file that is then renamed."""
+    # All functions and callbacks of Keras save by these two.
+    compat.replace_function(compat.SAVING, "save_model", _save_atomically)
+    compat.replace_function(compat.SAVING, "save_weights_only", _save_atomically)
+
+
+def _save_atomically(save):
+    @functools.wraps(save)
+    def save_model(model, filepath, *args, **kwargs):
+        if not isinstance(model, SavedByAllProcesses):
+            return save(model, filepath, *args, **kwargs)
+        is_stream = not isinstance(filepath, (str, os.PathLike))
+        with _gather_on_save(model), shared_output_path(filepath) as path:
+            if is_stream or compat.is_remote_path(path):
+                return save(model, path, *args, **kwargs)
+            with atomic_files.replace(path) as new:
+                return save(model, new, *args, **kwargs)
+
+    return save_model
 
 
 @contextlib.contextmanager

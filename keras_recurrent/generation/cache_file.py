@@ -4,12 +4,12 @@ import dataclasses
 import hashlib
 import json
 import os
-import uuid
 
 import keras
 import numpy as np
 from keras import ops
 
+from keras_recurrent import atomic_files
 from keras_recurrent.chat.templates import check_messages
 from keras_recurrent.checkpoints import files
 from keras_recurrent.devices.jax_processes import gather_to_numpy
@@ -21,7 +21,7 @@ TOKEN_IDS, NUM_TOKENS, STATE = "token_ids", "num_tokens", "state"
 
 
 def write_file(cache, path):
-    """Writes a cache to a temporary file in the directory of `path`, and renames it to `path`."""
+    """Writes a cache to a file, whose directory is created, in one step."""
     to_bytes = files.require("safetensors.numpy", "Saving a cache").save
     path = os.path.realpath(os.fspath(path))
     if os.path.isdir(path):
@@ -39,17 +39,9 @@ def write_file(cache, path):
     }
     metadata = {"format": FORMAT, "content": json.dumps(content, sort_keys=True)}
     metadata["sha256"] = _checksum(tensors)
-    folder, name = os.path.split(path)
-    os.makedirs(folder, exist_ok=True)
-    temporary = os.path.join(folder, f".{name}-{uuid.uuid4().hex}")
-    try:
-        with open(temporary, "xb") as file:
-            file.write(to_bytes(tensors, metadata=metadata))
-        os.replace(temporary, path)
-    except BaseException:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
-        raise
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with atomic_files.replace(path) as new, open(new, "xb") as file:
+        file.write(to_bytes(tensors, metadata=metadata))
 
 
 def read_file(path):

@@ -2,6 +2,7 @@
 
 import keras
 
+from keras_recurrent import atomic_files
 from keras_recurrent.checks.arguments import check_positive_integer
 
 
@@ -100,7 +101,8 @@ class LoraBackbone:
                     f"A file of `save_lora_weights` cannot hold the low-rank weights of "
                     f"{layer.name!r}. Save all weights, with `save_weights` or `save_to_preset`."
                 )
-        super().save_lora_weights(filepath)  # type: ignore[misc]
+        with atomic_files.replace(filepath) as path:
+            super().save_lora_weights(path)  # type: ignore[misc]
 
     def load_lora_weights(self, filepath):
         """Loads a file of `save_lora_weights`.

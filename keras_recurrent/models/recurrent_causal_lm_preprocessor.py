@@ -7,6 +7,7 @@ import keras_hub
 import numpy as np
 
 from keras_recurrent import compat
+from keras_recurrent.atomic_files import AtomicPreset
 from keras_recurrent.chat.preprocessing import ChatPreprocessing, check_length, has_chat_prompt
 from keras_recurrent.chat.templates import tokenize_prompt
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
@@ -19,7 +20,9 @@ from keras_recurrent.training.samples import as_texts, check_prompts
 TEXTS_PER_CALL = 4096
 
 
-class RecurrentCausalLMPreprocessor(ChatPreprocessing, keras_hub.models.CausalLMPreprocessor):
+class RecurrentCausalLMPreprocessor(
+    ChatPreprocessing, AtomicPreset, keras_hub.models.CausalLMPreprocessor
+):
     """Converts strings to the inputs of the language models for training and generation.
 
     Returns `(x, y, sample_weight)`: `x` is a dictionary of tokens, `y` the next token of each token

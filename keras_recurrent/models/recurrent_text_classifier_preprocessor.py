@@ -3,10 +3,13 @@
 import keras
 import keras_hub
 
+from keras_recurrent.atomic_files import AtomicPreset
 from keras_recurrent.checks.arguments import check_positive_integer
 
 
-class RecurrentTextClassifierPreprocessor(keras_hub.models.TextClassifierPreprocessor):
+class RecurrentTextClassifierPreprocessor(
+    AtomicPreset, keras_hub.models.TextClassifierPreprocessor
+):
     """Converts strings to the inputs of the text classifiers, one sequence of tokens for each.
 
     A sequence is the start token, if the tokenizer has one, the text, the end token and padding. A

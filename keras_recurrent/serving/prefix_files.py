@@ -14,6 +14,7 @@ import time
 
 import numpy as np
 
+from keras_recurrent.atomic_files import remove_temporary_folders
 from keras_recurrent.checkpoints import files
 from keras_recurrent.generation.cache import GenerationCache
 from keras_recurrent.generation.cache_key import cache_key
@@ -21,8 +22,8 @@ from keras_recurrent.generation.cache_key import cache_key
 SUFFIX = ".safetensors"
 DELAY = 5.0  # seconds before a state is written; under load, most are dropped before
 log = logging.getLogger(__name__)
-# Hashes of the model and of the tokens. A temporary file begins with a dot and ends with a number.
-NAME = re.compile(rf"\.?[0-9a-f]{{16}}-[0-9a-f]{{64}}{re.escape(SUFFIX)}(-[0-9a-f]{{32}})?")
+# Hashes of the model and of the tokens.
+NAME = re.compile(rf"[0-9a-f]{{16}}-[0-9a-f]{{64}}{re.escape(SUFFIX)}")
 
 
 class PrefixFiles:
@@ -67,6 +68,7 @@ class PrefixFiles:
 
     def _scan(self):
         """Lists the files, the least recently used first; returns the number of others."""
+        remove_temporary_folders(self._folder)
         found, num_others = [], 0
         with os.scandir(self._folder) as entries:
             for entry in entries:

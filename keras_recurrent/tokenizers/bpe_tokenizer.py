@@ -8,6 +8,7 @@ import keras_hub
 import numpy as np
 
 from keras_recurrent import compat
+from keras_recurrent.atomic_files import AtomicPreset
 from keras_recurrent.tokenizers.bpe_file import BPEFile, read_bpe_file
 from keras_recurrent.tokenizers.checkpoint_files import describe_errors, load_from_preset
 
@@ -16,7 +17,7 @@ SPECIAL_TOKENS = ("start_token", "end_token", "pad_token")
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class BPETokenizer(keras_hub.tokenizers.Tokenizer):
+class BPETokenizer(AtomicPreset, keras_hub.tokenizers.Tokenizer):
     """Byte-pair encoding from the `tokenizer.json` of a checkpoint, run by Hugging Face tokenizers.
 
     KerasHub's `BytePairTokenizer` takes a vocabulary and merges and splits words as GPT-2; this

@@ -6,6 +6,7 @@ import keras
 import keras_hub
 
 from keras_recurrent import compat
+from keras_recurrent.atomic_files import AtomicPreset
 from keras_recurrent.checks.arguments import is_integer
 from keras_recurrent.tokenizers.checkpoint_files import (
     describe_errors,
@@ -17,7 +18,7 @@ SPECIAL_TOKENS = ("start_token", "end_token", "pad_token")
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class SentencePieceTokenizer(keras_hub.tokenizers.SentencePieceTokenizer):
+class SentencePieceTokenizer(AtomicPreset, keras_hub.tokenizers.SentencePieceTokenizer):
     """SentencePiece tokenizer of a checkpoint, for any family of models.
 
     KerasHub's tokenizers identify special tokens by name, with one class per family. This class

@@ -6,6 +6,7 @@ import keras_hub
 from keras_recurrent.checkpoints import loading
 from keras_recurrent.checks.arguments import check_positive_integers
 from keras_recurrent.compat import BackendNeutralCompileConfig
+from keras_recurrent.devices.jax_processes import SavedByAllProcesses
 from keras_recurrent.layers import BidirectionalHGRN2, LowerBounds, RMSNorm, SwiGLU
 from keras_recurrent.layers.saved_quantization import SavedQuantization
 from keras_recurrent.models.lora import LoraBackbone
@@ -16,6 +17,7 @@ from keras_recurrent.training.torch_training import CheckedTorchTraining
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class HGRN2VisionBackbone(
     BackendNeutralCompileConfig,
+    SavedByAllProcesses,
     CheckedTorchTraining,
     LoraBackbone,
     StoredArguments,
