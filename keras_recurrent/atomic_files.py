@@ -153,8 +153,7 @@ def _replace_folder(new, path):
 
 def _exchange(first, second):
     """Exchanges two folders in one step. Returns False if the system or file system cannot."""
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if not hasattr(libc, "renameat2"):
+    if sys.platform != "linux" or not hasattr(libc := ctypes.CDLL(None), "renameat2"):
         return False
     at_fdcwd, rename_exchange = -100, 2
     paths = os.fsencode(first), os.fsencode(second)
