@@ -140,7 +140,9 @@ def write_to_disk(folder):
 
 def _replace_folder(new, path):
     """Exchanges two folders, in one step if possible, and adds files that `new` lacks to it."""
-    here = os.getcwd()
+    here = ""
+    with contextlib.suppress(FileNotFoundError):  # a working directory that was removed
+        here = os.getcwd()
     _link_missing(path, new)
     if not _exchange(new, path):
         os.rename(path, _old_folder(path))

@@ -89,6 +89,7 @@ def test_save_model_failed_write_leaves_old_files(saver, model, tmp_path, monkey
     set_item = h5py.Group.__setitem__
     for weight in model.weights:
         weight.assign(weight + 1)
+    model.preprocessor.sequence_length += 1  # in other files of a preset than the weights
     with monkeypatch.context() as patch:
         patch.setattr(h5py.Group, "__setitem__", write)
         with pytest.raises(OSError, match="no space left"):
