@@ -40,7 +40,6 @@ def replace(path):
 
     - A symbolic link stays a link: its target is replaced. Permissions are kept.
     - A new folder gets the files that only the old folder has.
-    - A file `x.weights.json` of Keras may have shards.
     - A path inside a new folder, and a mount point, which cannot be moved, is yielded unchanged.
     """
     path = os.path.realpath(path)
@@ -48,42 +47,15 @@ def replace(path):
         yield path
         return
     with temporary_folder(path) as temporary:
-        name = os.path.basename(path)
-        if os.path.exists(_as_index(path)):  # it needs its shards until it is replaced
-            name = re.sub(r"(?=\.weights\.)", temporary[-14:-5], name)  # of new shards, too
-        new = os.path.join(temporary, name)
+        new = os.path.join(temporary, os.path.basename(path))
         yield new
         write_to_disk(temporary)
         if os.path.isdir(path) and os.path.isdir(new):
             _replace_folder(new, path)
         else:
-            _replace_file(new, path)
-
-
-def _replace_file(new, path):
-    """Moves a file with its shards, if it has any, or a folder that does not exist yet."""
-    if not os.path.exists(new):  # Keras renames `x.weights.h5` if it has shards
-        new, path = _as_index(new), _as_index(path)
-    if os.path.exists(path):
-        shutil.copymode(path, new)
-    (temporary, name), folder = os.path.split(new), os.path.dirname(path)
-    shards = set(glob.glob("*.weights.h5", root_dir=temporary)) - {name}
-    for shard in shards:
-        os.replace(os.path.join(temporary, shard), os.path.join(folder, shard))
-    os.replace(new, path)
-    if shards:
-        base = os.path.basename(path).removesuffix(".weights.json")
-        first = f"{base}_00000.weights.h5"  # Keras opens a file of this name even if it has no use
-        if first not in shards:
-            _link(os.path.join(folder, min(shards)), new)
-            os.replace(new, os.path.join(folder, first))
-        is_shard = re.compile(rf"{re.escape(base)}(-[0-9a-f]{{8}})?_\d{{5}}\.weights\.h5").fullmatch
-        for shard in filter(is_shard, set(os.listdir(folder)) - shards - {first}):
-            os.unlink(os.path.join(folder, shard))
-
-
-def _as_index(path):
-    return re.sub(r"\.weights\.h5$", ".weights.json", path)
+            if os.path.exists(path):
+                shutil.copymode(path, new)
+            os.replace(new, path)
 
 
 def find_folder(path):

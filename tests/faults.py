@@ -557,15 +557,6 @@ FAULTS = [
         },
     ),
     Fault(
-        "shards_overwritten",
-        "keras_recurrent/atomic_files.py",
-        old="        if os.path.exists(_as_index(path)):",
-        new="        if False:",
-        tests={
-            "torch": "test_atomic_files.py::test_save_sharded_weights_again_replaces_shards_at_once"
-        },
-    ),
-    Fault(
         "temporary_folder_in_use_removed",
         "keras_recurrent/atomic_files.py",
         old="            _lock(lock)\n            shutil",

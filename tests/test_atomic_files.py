@@ -1,7 +1,6 @@
 """Files, folders and models are replaced in one step: a failed write leaves the old content."""
 
 import contextlib
-import json
 import os
 import pathlib
 import signal
@@ -59,7 +58,6 @@ def write_folder(path, **files):
 SAVERS = {
     "keras": lambda model, path: keras.saving.save_model(model, path / "x.keras"),
     "weights": lambda model, path: model.save_weights(path / "x.weights.h5"),
-    "shards": lambda model, path: model.save_weights(path / "x.weights.json", max_shard_size=SIZE),
     "folder": lambda model, path: model.save(path / "x", zipped=False),
     "checkpoint": lambda model, path: _checkpoint(model, path / "x.weights.h5"),
     "preset": lambda model, path: model.save_to_preset(path / "x"),
@@ -97,36 +95,6 @@ def test_save_model_failed_write_leaves_old_files(saver, model, tmp_path, monkey
     assert read_all(tmp_path) == old
     save(model, tmp_path)
     assert read_all(tmp_path) != old
-
-
-@pytest.mark.once
-def test_save_sharded_weights_again_replaces_shards_at_once(model, tmp_path, monkeypatch):
-    """Shards of two models are mixed, or shards of old models are never removed."""
-    path, replace = tmp_path / "x.weights.json", os.replace
-
-    def replace_shards(new, old):
-        if old.endswith(".json"):
-            raise Stop
-        replace(new, old)
-
-    with open(tmp_path / "x_y_00000.weights.h5", "w"):
-        pass  # of another model
-    for value in (1.0, 2.0, 3.0):
-        model.weights[0].assign(np.full(model.weights[0].shape, value))
-        model.save_weights(path, max_shard_size=SIZE * (1 + value))
-        saved = model.get_weights()
-        model.weights[0].assign(np.zeros(model.weights[0].shape))
-        with monkeypatch.context() as patch:
-            patch.setattr(atomic_files.os, "replace", replace_shards)
-            with pytest.raises(Stop):
-                model.save_weights(path, max_shard_size=SIZE * (1 + value))
-        model.load_weights(path)
-        for a, b in zip(model.get_weights(), saved, strict=True):
-            np.testing.assert_array_equal(a, b)
-    model.save_weights(path, max_shard_size=SIZE)
-    others = {path.name, "x_00000.weights.h5", "x_y_00000.weights.h5"}
-    named = set(keras.tree.flatten(json.loads(path.read_text())["weight_map"]))
-    assert set(os.listdir(tmp_path)) == named | others
 
 
 @pytest.mark.once

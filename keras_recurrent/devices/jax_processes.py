@@ -10,6 +10,7 @@ loads them into a model with the same layout. It takes paths as strings.
 
 import contextlib
 import functools
+import inspect
 import os
 import tempfile
 
@@ -93,7 +94,10 @@ class SavedByAllProcesses(AtomicPreset):
 
 
 def install():
-    """Makes all processes save models of `SavedByAllProcesses`, to a file that is then renamed."""
+    """Makes all processes save models of `SavedByAllProcesses`, to a file that is then renamed.
+
+    Streams, remote files and sharded weights outside of presets are written in place.
+    """
     # All functions and callbacks of Keras save by these two.
     compat.replace_function(compat.SAVING, "save_model", _save_atomically)
     compat.replace_function(compat.SAVING, "save_weights_only", _save_atomically)
@@ -104,9 +108,10 @@ def _save_atomically(save):
     def save_model(model, filepath, *args, **kwargs):
         if not isinstance(model, SavedByAllProcesses):
             return save(model, filepath, *args, **kwargs)
-        is_stream = not isinstance(filepath, (str, os.PathLike))
+        arguments = inspect.signature(save).bind(model, filepath, *args, **kwargs).arguments
+        in_place = not isinstance(filepath, (str, os.PathLike)) or arguments.get("max_shard_size")
         with _gather_on_save(model), shared_output_path(filepath) as path:
-            if is_stream or compat.is_remote_path(path):
+            if in_place or compat.is_remote_path(path):
                 return save(model, path, *args, **kwargs)
             with atomic_files.replace(path) as new:
                 return save(model, new, *args, **kwargs)
