@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import gc
 import importlib.util
 import ipaddress
 import logging
@@ -9,11 +10,9 @@ import math
 import os
 import pathlib
 import sys
+import time
 
-import keras
-
-from keras_recurrent.serving.engine import Engine
-
+log = logging.getLogger("keras_recurrent.serving")
 KEY_VARIABLE = "KERAS_RECURRENT_API_KEY"
 PACKAGES = {
     "fastapi": "fastapi",
@@ -43,6 +42,8 @@ def number(minimum, maximum=math.inf, kind=int):
 
 def dtype_policy(name):
     """Returns the name of a dtype policy."""
+    import keras
+
     keras.dtype_policies.get(name)  # raises a ValueError
     return name
 
@@ -82,7 +83,7 @@ def make_parser():
     text = "maximum number of queued requests; further ones get status 429"
     add("--max-queued", "N", number(1), 1024, text)
     add("--max-connections", "N", number(1), 2048, "maximum number of client connections")
-    add("--max-body", "BYTES", number(1), 4 * 2**20, "maximum size of a request body")
+    add("--max-body", "BYTES", number(1), 2**20, "maximum size of a request body")
     seconds = number(0, kind=float)
     add("--timeout", "SECONDS", seconds, 600.0, "time limit of a request, then status 504")
     text = "time for running requests to finish after SIGTERM"
@@ -106,6 +107,8 @@ def load_model(arguments):
 
 def make_engine(arguments):
     """Returns the engine with the model of the preset."""
+    from keras_recurrent.serving.engine import Engine
+
     return Engine(
         load_model(arguments),
         num_slots=arguments.slots,
@@ -114,6 +117,29 @@ def make_engine(arguments):
         prefix_cache_bytes=arguments.prefix_cache_bytes,
         prefix_cache_dir=arguments.prefix_cache_dir,
     )
+
+
+def log_compilations():
+    """Logs the programs that JAX compiles in at least 0.5 s."""
+    import jax
+
+    def write(event, duration_secs, **labels):
+        if event == "/jax/core/compile/backend_compile_duration" and duration_secs >= 0.5:
+            log.info("Compiled the program %s in %.1f s", labels.get("fun_name"), duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(write)
+
+
+def warm_up(engine):
+    """Runs chunks of prompts and requests, so that no client waits for their compilation."""
+    from keras_recurrent.generation.sampling_params import SamplingParams as Params
+
+    start = time.monotonic()
+    for size in engine._slots._chunk_sizes:
+        engine._slots.process_example(size)
+    for params in (Params(temperature=0), Params(), Params(top_p=0.9), Params(top_p=0.9, top_k=40)):
+        engine.submit([1, 1], params, max_new_tokens=1).result()
+    log.info("Prepared common options in %.1f s", time.monotonic() - start)
 
 
 def is_loopback(host):
@@ -129,17 +155,25 @@ def main():
     missing = [name for module, name in PACKAGES.items() if not importlib.util.find_spec(module)]
     if missing:
         raise SystemExit(f"The server requires the extra `serve`: pip install {' '.join(missing)}")
-    if keras.config.backend() == "tensorflow":
-        parser.error("the server runs on torch and JAX; set KERAS_BACKEND to one of them")
     if arguments.prefix_cache_dir and not arguments.prefix_cache_bytes:
         parser.error("--prefix-cache-bytes must be above 0 with --prefix-cache-dir")
+    key = os.environ.get(KEY_VARIABLE)
+    if key is not None and not key.strip():
+        parser.error(f"{KEY_VARIABLE} must not be empty; unset it for a server without a key")
+
+    import keras
+
+    if keras.config.backend() == "tensorflow":
+        parser.error("the server runs on torch and JAX; set KERAS_BACKEND to one of them")
 
     from keras_recurrent.serving.server import Server, bind, create_app
 
     logging.basicConfig(level=logging.WARNING)
+    log.setLevel(logging.INFO)
+    if keras.config.backend() == "jax":
+        log_compilations()
     # The engine's thread must not wait 5 ms, Python's default, for that of the HTTP server.
     sys.setswitchinterval(5e-4)
-    key = os.environ.get(KEY_VARIABLE) or None
     if key is None and not is_loopback(arguments.host):
         logging.warning("Other machines reach the server without a key; set %s.", KEY_VARIABLE)
     with bind(arguments.host, arguments.port) as listener:
@@ -147,6 +181,9 @@ def main():
             engine = make_engine(arguments)
         except (ValueError, NotImplementedError) as error:  # an argument is wrong for the model
             parser.error(str(error))
+        warm_up(engine)
+        gc.collect()
+        gc.freeze()  # a collection stops all threads; without these objects it is short
         app = create_app(
             engine,
             arguments.preset.rstrip("/").rpartition("/")[2],

@@ -23,7 +23,8 @@ class Gate:
 
     def __init__(self, app, service, api_key, max_body):
         self._app, self._service = app, service
-        self._key, self._max_body = api_key and api_key.encode(), max_body
+        self._key = None if api_key is None else api_key.encode()
+        self._max_body = max_body
 
     async def __call__(self, scope, receive, send):
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
@@ -75,12 +76,13 @@ class Gate:
     async def _read(self, receive):
         """Returns the body; None if the client disconnects.
 
-        The rest of a body that is too large is read and dropped: a client that is still sending
-        would not see the error otherwise.
+        If the server shuts down, the time ends. The rest of a body that is too large is read and
+        dropped: a client that is still sending would not see the error otherwise.
         """
-        chunks, size = [], 0
+        chunks, size, deadlines = [], 0, self._service.body_deadlines
         try:
-            async with asyncio.timeout(BODY_SECONDS):
+            async with asyncio.timeout(BODY_SECONDS) as deadline:
+                deadlines.add(deadline)
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -91,9 +93,13 @@ class Gate:
                     if not message.get("more_body"):
                         break
         except TimeoutError:
-            raise ApiError(
-                408, f"The body of the request took more than {BODY_SECONDS} s.", code="timeout"
-            ) from None
+            if self._service.is_draining:
+                raise shutting_down() from None
+            message = f"The body of the request took more than {BODY_SECONDS} s."
+            headers = {"connection": "close"}
+            raise ApiError(408, message, code="timeout", headers=headers) from None
+        finally:
+            deadlines.discard(deadline)
         if size > self._max_body:
             message = f"The body has {size} bytes; the maximum is {self._max_body}."
             raise ApiError(413, message, code="request_too_large")
@@ -103,6 +109,5 @@ class Gate:
 def shutting_down():
     """Returns the error of a server that takes no more requests."""
     message = "The server is shutting down. Send the request to another replica, or again later."
-    return ApiError(
-        503, message, "server_error", code="shutting_down", headers={"retry-after": "5"}
-    )
+    headers = {"retry-after": "5", "connection": "close"}
+    return ApiError(503, message, "server_error", code="shutting_down", headers=headers)

@@ -30,7 +30,7 @@ class Metrics:
     """
 
     def __init__(self, engine):
-        self._engine = engine
+        self._engine, self._before = engine, engine.stats()
         self._registry = prometheus_client.CollectorRegistry()
         self._registry.register(self)
         self._responses = prometheus_client.Counter(
@@ -55,6 +55,8 @@ class Metrics:
     def collect(self):
         """Yields the metrics of the engine; called by the registry."""
         stats = self._engine.stats()
+        for key in COUNTERS:  # requests before the server started are not counted
+            stats[key] -= self._before[key]
         for families, family in ((GAUGES, GaugeMetricFamily), (COUNTERS, CounterMetricFamily)):
             for key, (name, description) in families.items():
                 if key in stats:

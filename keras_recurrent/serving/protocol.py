@@ -1,15 +1,16 @@
 """Request bodies of OpenAI's API, and the errors that answer invalid ones."""
 
 import re
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
-import pydantic_core
 
 from keras_recurrent.generation.sampling_params import SamplingParams
 from keras_recurrent.serving.request import PromptTooLong
 
-Count = pydantic.NonNegativeInt
+MAX_PROMPTS, MAX_MESSAGES, MAX_PARTS, MAX_BIASES = 2048, 4096, 1024, 1024
+MAX_STOPS, MAX_STOP_LENGTH = 16, 1024
+MAX_ERROR = 1000  # characters of an error, which may quote the request
 SEEDS = 2**64  # OpenAI's seeds are signed
 # Options that keep their names in `SamplingParams`; the last three are not OpenAI's, but vLLM's.
 SAMPLING = [
@@ -35,18 +36,39 @@ class ApiError(Exception):
     ):
         super().__init__(message)
         self.status, self.headers = status, headers or {}
-        # Names in the request may have surrogates, which UTF-8 cannot represent.
-        message, param = (
-            text and text.encode(errors="replace").decode() for text in (message, param)
-        )
-        error = {"message": message, "type": kind, "param": param, "code": code}
+        error = {"message": message[:MAX_ERROR], "type": kind, "param": param, "code": code}
         self.body = {"error": error}
+
+
+Count = pydantic.NonNegativeInt
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+StopString = Annotated[str, pydantic.Field(max_length=MAX_STOP_LENGTH)]
+
+
+def limited(max_length=None, min_length=None):
+    """Returns pydantic's constraints of a list or dictionary, whose check ends at an error."""
+    return pydantic.Field(max_length=max_length, min_length=min_length, fail_fast=True)
 
 
 class Body(pydantic.BaseModel):
     """Part of a request; unknown fields are errors, and values are not converted."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    # With `extra="forbid"`, pydantic would make an error for each unknown field.
+    model_config = pydantic.ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    # {unsupported option of OpenAI's API: values that equal its absence, as does None}
+    neutral: ClassVar[dict[str, list[Any]]] = {}
+
+    @pydantic.model_validator(mode="after")
+    def _check_further_fields(self):
+        for name, value in (self.model_extra or {}).items():
+            if name not in self.neutral:
+                name = name[:100]
+                message = f"Unrecognized request argument supplied: {name}"
+                raise ApiError(400, message, param=name, code="unknown_parameter")
+            if value is not None and value not in self.neutral[name]:
+                message = f"The option '{name}' of OpenAI's API is not supported by this server."
+                raise ApiError(400, message, param=name, code="unsupported_parameter")
+        return self
 
 
 class StreamOptions(Body):
@@ -56,24 +78,23 @@ class StreamOptions(Body):
 class SamplingBody(Body):
     """Fields of both kinds of completions. None: the default of OpenAI's API."""
 
-    # {unsupported option: values that equal its absence}
-    neutral: ClassVar[dict[str, list[Any]]] = {}
-
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
     n: Literal[1] | None = None
-    stop: str | list[str] | None = None
+    stop: StopString | Annotated[list[StopString], limited(MAX_STOPS)] | None = None
     seed: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], limited(MAX_BIASES)] | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    # As in vLLM: only requests with the same text share prefix states.
+    cache_salt: str | None = pydantic.Field(default=None, min_length=1, max_length=1024)
     # Accepted without effect.
     user: Any = None
     metadata: Any = None
@@ -82,12 +103,14 @@ class SamplingBody(Body):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
 
-    @pydantic.model_validator(mode="before")
     @classmethod
-    def _omit_neutral(cls, fields):
-        if not isinstance(fields, dict):
-            return fields
-        return {name: x for name, x in fields.items() if x not in cls.neutral.get(name, ())}
+    def parse(cls, data):
+        """Returns the body that bytes of JSON contain, or raises an `ApiError`."""
+        try:
+            return cls.model_validate_json(data)
+        except pydantic.ValidationError as error:
+            errors = error.errors(include_url=False, include_input=False)
+            raise validation_error(errors) from None
 
     @pydantic.field_validator("logit_bias")
     @classmethod
@@ -95,14 +118,6 @@ class SamplingBody(Body):
         if not all(re.fullmatch(r"[0-9]{1,9}", token) for token in bias or ()):
             raise ValueError("keys must be token ids")
         return bias
-
-    @pydantic.model_validator(mode="after")
-    def _check_characters(self):
-        try:
-            self.model_dump_json()
-        except pydantic_core.PydanticSerializationError as error:
-            raise ValueError("strings must be valid Unicode") from error
-        return self
 
     @property
     def includes_usage(self):
@@ -126,10 +141,15 @@ class SamplingBody(Body):
 class CompletionBody(SamplingBody):
     """Body of a request to `/v1/completions`."""
 
-    neutral = {"echo": [None, False], "best_of": [None, 1], "suffix": [None, ""]}
+    neutral = {"echo": [False], "best_of": [1], "suffix": [""]}
     limit_name: ClassVar[str] = "max_tokens"
 
-    prompt: str | list[str] | list[Count] | list[list[Count]]
+    prompt: (
+        str
+        | Annotated[list[str], limited(MAX_PROMPTS)]
+        | Annotated[list[Count], limited()]
+        | Annotated[list[Annotated[list[Count], limited()]], limited(MAX_PROMPTS)]
+    )
     logprobs: int | None = pydantic.Field(default=None, ge=0, le=20)
 
     @property
@@ -148,27 +168,26 @@ class CompletionBody(SamplingBody):
 
 
 class TextPart(Body):
-    type: Literal["text"]
+    type: str
     text: str
+
+    @pydantic.field_validator("type")
+    @classmethod
+    def _check_type(cls, type):
+        if type != "text":
+            raise ValueError(f"only text parts are supported; got {type!r}")
+        return type
 
 
 class Message(Body):
     """Message of a conversation. Further fields are passed to the chat template."""
 
-    model_config = pydantic.ConfigDict(extra="allow")
+    role: Role
+    content: str | Annotated[list[TextPart], limited(MAX_PARTS)]
 
-    role: str
-    content: str | list[TextPart]
-
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _check_parts(cls, message):
-        content = message.get("content") if isinstance(message, dict) else None
-        for part in content if isinstance(content, list) else ():
-            kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind != "text":
-                raise ValueError(f"only text parts are supported; got {kind!r}")
-        return message
+    @pydantic.model_validator(mode="after")
+    def _check_further_fields(self):
+        return self
 
     def rendered(self):
         """Returns the message as the chat template takes it."""
@@ -181,24 +200,27 @@ class ChatBody(SamplingBody):
     """Body of a request to `/v1/chat/completions`."""
 
     neutral = {
-        "response_format": [None, {"type": "text"}],
-        "tools": [None, []],
-        "tool_choice": [None, "none", "auto"],
-        "parallel_tool_calls": [None, False, True],
-        "functions": [None, []],
-        "function_call": [None, "none", "auto"],
-        "modalities": [None, ["text"]],
+        "response_format": [{"type": "text"}],
+        "tools": [[]],
+        "tool_choice": ["none", "auto"],
+        "parallel_tool_calls": [False, True],
+        "functions": [[]],
+        "function_call": ["none", "auto"],
+        "modalities": [["text"]],
+        **{name: [] for name in ("audio", "prediction", "reasoning_effort", "web_search_options")},
     }
 
-    messages: list[Message]
+    messages: Annotated[list[Message], limited(MAX_MESSAGES, min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = pydantic.Field(default=None, ge=0, le=20)
 
     @pydantic.model_validator(mode="after")
-    def _check_logprobs(self):
+    def _check_pairs(self):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("'top_logprobs' requires 'logprobs' to be true")
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
+            raise ValueError("'max_tokens' and 'max_completion_tokens' differ; send one of them")
         return self
 
     @property
@@ -221,27 +243,19 @@ class ChatBody(SamplingBody):
 
 def validation_error(errors):
     """Returns the `ApiError` of pydantic's errors in a request body."""
-    first = errors[0]
-    path, kind = first["loc"][1:], first["type"]
-    if isinstance(first.get("input"), bytes):  # not parsed
-        message = "The header 'Content-Type' of the request must be 'application/json'."
-        return ApiError(415, message, code="unsupported_media_type")
-    if kind == "json_invalid" or not path:
+    # Each type that a field may have is an error, most of them that the value is of another type.
+    specific = [error for error in errors if not error["type"].endswith("_type")]
+    first = (specific or errors)[0]
+    path, kind = first["loc"], first["type"]
+    if not path:
         reason = first.get("ctx", {}).get("error", first["msg"])
         return ApiError(400, f"The body must be a JSON object that is a valid request: {reason}.")
     param = str(path[0]) + "".join(f"[{part}]" for part in path[1:2] if isinstance(part, int))
-    if kind == "extra_forbidden":
-        name = path[-1]
-        message = f"Unrecognized request argument supplied: {name}"
-        return ApiError(400, message, param=param, code="unknown_parameter")
     if kind == "missing":
         message = f"Missing required parameter: '{path[-1]}'."
         return ApiError(400, message, param=param, code="missing_required_parameter")
-    reasons = dict.fromkeys(
-        error["msg"].removeprefix("Value error, ")
-        for error in errors
-        if error["loc"][1:2] == path[:1]
-    )
+    same = [first] if specific else [error for error in errors if error["loc"][:1] == path[:1]]
+    reasons = dict.fromkeys(error["msg"].removeprefix("Value error, ") for error in same)
     message = f"Invalid value for '{param}': {', or '.join(reasons)}."
     return ApiError(400, message, param=param, code="invalid_value")
 

@@ -6,13 +6,14 @@ import logging
 import pathlib
 import socket
 import time
+from typing import Any
 
 import fastapi
 import uvicorn
-from fastapi.exceptions import RequestValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from keras_recurrent.serving.gate import Gate, shutting_down
 from keras_recurrent.serving.generation import Generation, Mailbox
@@ -21,14 +22,16 @@ from keras_recurrent.serving.protocol import (
     ApiError,
     ChatBody,
     CompletionBody,
-    validation_error,
     value_error,
 )
 from keras_recurrent.serving.request import EngineClosed, EngineFull
 from keras_recurrent.serving.responses import ChatFormat, CompletionFormat, LogprobTexts
 
 log = logging.getLogger("keras_recurrent.serving")
-MAX_BODY = 4 * 2**20
+MAX_BODY = 2**20
+SMALL_BODY = 2**14  # bytes; larger bodies are parsed in a thread
+MAX_READ = 2**14  # bytes
+STALL_SECONDS, STALL_BYTES = 30, 2**14  # a client must read so many bytes in this time
 NO_TEMPLATE = "The model has no chat template. Use `/v1/completions`, or start the server with "
 NO_TEMPLATE += "`--chat-template`."
 PAGE = pathlib.Path(__file__).with_name("chat.html")
@@ -51,7 +54,9 @@ class Service:
         self.tokens = LogprobTexts(engine.model.preprocessor)
         self.metrics = Metrics(engine)
         self.is_draining = False
-        self.connections, self.max_connections = (), None  # set by `Server`
+        self.connections: Any = ()  # this and the next one are set by `Server`
+        self.max_connections = None
+        self.body_deadlines = set()  # an `asyncio.Timeout` for each body that arrives
         # {id of a response: its `Generation`, None before it is submitted}
         self.generations = {}
         self.mailbox = None
@@ -81,6 +86,7 @@ class Service:
         preprocessor = self.engine.model.preprocessor
         if isinstance(body, ChatBody) and getattr(preprocessor, "chat_template", None) is None:
             raise ApiError(400, NO_TEMPLATE, param="messages")
+        salt = {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
         requests = []
         try:
             for prompt in body.prompts:
@@ -91,6 +97,7 @@ class Service:
                         max_new_tokens=body.max_new_tokens,
                         stop=body.stop or None,
                         timeout=self.timeout,
+                        **salt,
                     )
                 )
             return requests
@@ -117,6 +124,9 @@ class Service:
     async def drain(self, seconds, is_forced):
         """Refuses new requests, waits for those in progress, and cancels the rest."""
         self.is_draining = True
+        for deadline in self.body_deadlines:
+            if not deadline.expired():
+                deadline.reschedule(0)
         started, end = set(self.generations), time.monotonic() + seconds
         while self.generations and time.monotonic() < end and not is_forced():
             await asyncio.sleep(0.02)
@@ -186,7 +196,20 @@ def _event(body):
     return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-async def _respond(service, request, body, form_type):
+async def _parse(request, body_type):
+    """Returns the body of a request."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        message = "The header 'Content-Type' of the request must be 'application/json'."
+        raise ApiError(415, message, code="unsupported_media_type")
+    data = await request.body()
+    if len(data) <= SMALL_BODY:
+        return body_type.parse(data)
+    return await run_in_threadpool(body_type.parse, data)
+
+
+async def _respond(service, request, body_type, form_type):
+    body = await _parse(request, body_type)
     service.check_model(body.model)
     form = form_type(body.model, service.tokens, body.logprobs not in (None, False))
     generation = await service.start(body, form)
@@ -235,17 +258,13 @@ def create_app(
         timeout: number of seconds after which a request ends with an error. None: no limit.
     """
     service = Service(engine, model_name, timeout)
-    app = fastapi.FastAPI(title="keras_recurrent", docs_url=None, redoc_url=None)
+    app = fastapi.FastAPI(openapi_url=None)
     app.state.service = service
     app.add_middleware(Gate, service=service, api_key=api_key, max_body=max_body)
 
     @app.exception_handler(ApiError)
     async def _api(request, error):
         return JSONResponse(error.body, error.status, error.headers)
-
-    @app.exception_handler(RequestValidationError)
-    async def _validation(request, error):
-        return await _api(request, validation_error(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def _http(request, error):
@@ -257,12 +276,12 @@ def create_app(
         return await _api(request, _internal_error())
 
     @app.post("/v1/chat/completions")
-    async def _chat(body: ChatBody, request: fastapi.Request):
-        return await _respond(service, request, body, ChatFormat)
+    async def _chat(request: fastapi.Request):
+        return await _respond(service, request, ChatBody, ChatFormat)
 
     @app.post("/v1/completions")
-    async def _completions(body: CompletionBody, request: fastapi.Request):
-        return await _respond(service, request, body, CompletionFormat)
+    async def _completions(request: fastapi.Request):
+        return await _respond(service, request, CompletionBody, CompletionFormat)
 
     def model():
         about = {"id": model_name, "object": "model", "created": service.created}
@@ -310,6 +329,28 @@ def bind(host, port):
     return listener
 
 
+class Connection(H11Protocol):
+    """uvicorn's connection, which is closed if it stalls."""
+
+    _stall: Any = (None, 0)  # its state and when it began
+
+    def connection_made(self, transport):
+        # In 256 KiB, asyncio's default, a body may have 40,000 chunks, while others wait.
+        if hasattr(transport, "max_size"):
+            transport.max_size = MAX_READ
+        super().connection_made(transport)
+
+    def abort_if_stalled(self, now):
+        """Closes the connection if the client sends no headers, or reads nothing, for too long."""
+        state = None
+        if self.cycle is None or self.cycle.response_complete or self.flow.write_paused:
+            state = self.cycle, self.transport.get_write_buffer_size() // STALL_BYTES
+        if state is None or state != self._stall[0]:
+            self._stall = state, now
+        elif now - self._stall[1] > STALL_SECONDS:
+            self.transport.abort()
+
+
 class Server(uvicorn.Server):
     """uvicorn's server, which finishes or cancels requests before it ends.
 
@@ -326,6 +367,8 @@ class Server(uvicorn.Server):
         self._listener = listener
         config = uvicorn.Config(
             app,
+            http=Connection,
+            ws="none",
             timeout_graceful_shutdown=5,
             access_log=False,
             server_header=False,
@@ -343,7 +386,16 @@ class Server(uvicorn.Server):
         host = f"[{host}]" if ":" in host else host
         logging.getLogger("uvicorn.error").info("Listening on http://%s:%d", host, port)
 
+    async def on_tick(self, counter):
+        if counter % 10 == 0:  # once per second
+            for connection in list(self._service.connections):
+                connection.abort_if_stalled(time.monotonic())
+        return await super().on_tick(counter)
+
     async def shutdown(self, sockets=None):
         await self._service.drain(self._grace_period, lambda: self.force_exit)
+        for connection in list(self._service.connections):
+            if connection.flow.write_paused:  # uvicorn would wait for the client
+                connection.transport.abort()
         await super().shutdown(sockets)
         await run_in_threadpool(self._service.engine.close)

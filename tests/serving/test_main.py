@@ -1,5 +1,7 @@
 """The command line of the server: errors before the model is loaded."""
 
+import gc
+import logging
 import socket
 import sys
 
@@ -7,8 +9,9 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from keras_recurrent.models import GriffinCausalLM
 from keras_recurrent.serving import __main__ as command
-from keras_recurrent.serving.server import bind
+from keras_recurrent.serving.server import Server, bind
 
 pytestmark = pytest.mark.once
 
@@ -67,3 +70,42 @@ def test_a_preset_that_does_not_exist_is_an_error(monkeypatch, capsys):
         command.main()
     assert caught.value.code == 2
     assert "Unknown preset 'no_preset'" in capsys.readouterr().err
+
+
+def test_an_empty_key_is_an_error(monkeypatch, capsys):
+    """A variable that was set by mistake to nothing turns the authentication off."""
+    monkeypatch.setenv(command.KEY_VARIABLE, " ")
+    assert run(monkeypatch) == 2
+    assert f"{command.KEY_VARIABLE} must not be empty" in capsys.readouterr().err
+
+
+def test_common_options_are_compiled_before_the_server_listens(monkeypatch, caplog):
+    """The first clients wait for compilations, or metrics count requests of no client."""
+    model = GriffinCausalLM.from_preset("hawk_tiny", num_layers=1)
+    monkeypatch.setattr(sys, "argv", ["serving", "--preset", "a", "--slots", "1", "--port", "0"])
+    monkeypatch.setattr(command, "load_model", lambda _: model)
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    found = []
+
+    def run(server):
+        service = server.config.app.state.service
+        found.append((service.engine.stats()["requests"], service.metrics.text()))
+        service.engine.close()
+
+    monkeypatch.setattr(Server, "run", run)
+    with caplog.at_level(logging.INFO, "keras_recurrent.serving"):
+        command.main()
+    ((num_requests, text),) = found
+    assert num_requests == 4
+    assert b"keras_recurrent_tokens_total 0.0" in text
+    assert "Prepared common options in" in caplog.text
+
+
+def test_log_compilations_names_programs_and_seconds(caplog):
+    """A compilation delays requests, and the log does not tell it."""
+    jax = pytest.importorskip("jax")
+    command.log_compilations()
+    with caplog.at_level(logging.INFO, "keras_recurrent.serving"):
+        event = "/jax/core/compile/backend_compile_duration"
+        jax.monitoring.record_event_duration_secs(event, 1.5, fun_name="step")
+    assert "Compiled the program step in 1.5 s" in caplog.text

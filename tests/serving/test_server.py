@@ -1,6 +1,8 @@
 """The HTTP server with real clients: the `openai` package and curl."""
 
+import asyncio
 import contextlib
+import functools
 import json
 import socket
 import subprocess
@@ -16,7 +18,8 @@ pytest.importorskip("openai")
 import openai
 
 from keras_recurrent.models import GriffinCausalLM, SamplingParams
-from keras_recurrent.serving import Engine
+from keras_recurrent.serving import Engine, protocol
+from keras_recurrent.serving import server as server_module
 from keras_recurrent.serving.server import Server, bind, create_app
 from keras_recurrent.tokenizers import ByteTokenizer
 from tests.serving.soak import metrics
@@ -28,6 +31,8 @@ MODEL = {"model": "tiny"}
 MESSAGES = [{"role": "user", "content": "Hello"}]
 GREEDY = {"temperature": 0, "logit_bias": {"2": -100}}  # without the end token
 LONG = {**GREEDY, "max_tokens": 900}
+DEEP = functools.reduce(lambda value, _: [value], range(300), 1)
+NUMBERED = {str(number): {} for number in range(20_000)}
 
 
 @pytest.fixture(scope="module")
@@ -184,8 +189,14 @@ def test_a_client_that_disconnects_frees_its_slot(server, stream):
         ({"prompt": "a", "top_p": "1"}, 400, "top_p", "should be a valid number"),
         ({"prompt": "a", "tools": []}, 400, "tools", "Unrecognized request argument"),
         ({"prompt": "a", "n": 2}, 400, "n", "should be 1"),
-        ({"prompt": "\ud800"}, 400, None, "valid Unicode"),
-        ({"prompt": "a", "\ud800": 1}, 400, None, "unicode string"),
+        ({"prompt": "\ud800"}, 400, None, "hex escape at line 1"),
+        ({"prompt": "a", "\ud800": 1}, 400, None, "hex escape at line 1"),
+        ({"prompt": "a", "user": DEEP}, 400, None, "recursion limit exceeded"),
+        ({"prompt": "a", "stop": ["b"] * 17}, 400, "stop", "at most 16 items"),
+        ({"prompt": "a", "stop": "b" * 1025}, 400, "stop", "at most 1024 characters"),
+        ({"prompt": [""] * 2049}, 400, "prompt", "at most 2048 items"),
+        ({"prompt": "a", "cache_salt": ""}, 400, "cache_salt", "at least 1 character"),
+        ({"prompt": "a", "stream_options": {"x": 1}}, 400, "x", "Unrecognized request"),
         ({"prompt": "a", "logit_bias": {"a": 1}}, 400, "logit_bias", "must be token ids"),
         ({"prompt": "a", "logit_bias": {"999": 1}}, 400, "logit_bias", "vocabulary"),
         (
@@ -196,7 +207,8 @@ def test_a_client_that_disconnects_frees_its_slot(server, stream):
         ),
         ({"prompt": []}, 400, "prompt", "at least one token"),
         ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "`max_tokens` must be"),
-        ({"prompt": "a", "echo": True}, 400, "echo", "Unrecognized request argument"),
+        ({"prompt": "a", "echo": True}, 400, "echo", "not supported by this server"),
+        ({"prompt": "a", "best_of": 2}, 400, "best_of", "not supported by this server"),
         ({"prompt": "a" * 10_000}, 413, None, "the maximum is 10000"),
         ({"prompt": "a", "model": "gpt"}, 404, "model", "does not exist"),
     ],
@@ -230,7 +242,18 @@ def test_errors_have_the_form_of_openai(server, fields, status, param, message):
             "messages[1]",
             "Invalid value for 'messages[1]': only text parts are supported; got 'image_url'.",
         ),
-        ({"tools": [{"type": "function"}]}, "tools", "Unrecognized request argument"),
+        ({"tools": [{"type": "function"}]}, "tools", "not supported by this server"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not supported by this"),
+        ({"audio": {"voice": "alloy"}}, "audio", "not supported by this server"),
+        ({"messages": []}, "messages", "Invalid value for 'messages': List should have at least 1"),
+        (
+            {"messages": [{"role": "wizard", "content": "a"}]},
+            "messages[0]",
+            "'assistant' or 'tool'",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0]", "'text'"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, None, "differ; send one of them"),
+        ({"top_logprobs": 1}, None, "requires 'logprobs' to be true"),
     ],
 )
 def test_errors_of_chat_name_options_of_the_request(server, fields, param, message):
@@ -270,6 +293,72 @@ def test_malformed_bodies(server, body):
     response = post_bytes(server, body)
     assert response.status_code == 400
     assert response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": [{}] * 20_000},
+        {"prompt": ["a", *[0] * 20_000]},
+        {"prompt": [[-1] * 20_000] * 2},
+        {"prompt": "a", "stop": [0] * 20_000},
+        {"prompt": "a", "logit_bias": NUMBERED},
+        {"prompt": "a", "stream_options": NUMBERED},
+        {"prompt": "a", **NUMBERED},
+        {"messages": [{}] * 20_000},
+        {"messages": [{"role": "user", "content": [{}] * 20_000}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", **NUMBERED}]}]},
+    ],
+)
+def test_parse_many_errors_ends_at_the_first(fields, monkeypatch):
+    """One body costs the server seconds and gigabytes, because each error in it is recorded."""
+    counts = []
+
+    def validation_error(errors):
+        counts.append(len(errors))
+        return protocol.ApiError(400, "invalid")
+
+    monkeypatch.setattr(protocol, "validation_error", validation_error)
+    body_type = protocol.ChatBody if "messages" in fields else protocol.CompletionBody
+    with pytest.raises(protocol.ApiError):
+        body_type.parse(json.dumps({**MODEL, **fields}).encode())
+    assert sum(counts) <= 8
+
+
+def test_parse_large_body_runs_in_another_thread(server, monkeypatch):
+    """A large body stops all connections while it is parsed."""
+    threads, parse = [], protocol.CompletionBody.parse
+    monkeypatch.setattr(server_module, "SMALL_BODY", 100)
+
+    def record(data):
+        threads.append(threading.current_thread().name)
+        return parse(data)
+
+    monkeypatch.setattr(protocol.CompletionBody, "parse", record)
+    for size in (1, 200):
+        post(server, prompt="a", max_tokens=1, user="b" * size)
+    assert threads[0].startswith("Thread-")
+    assert threads[1].startswith("AnyIO")
+
+
+def test_cache_salt_is_passed_to_the_engine(server, monkeypatch):
+    """Clients with different salts share prefix states."""
+    engine, found = server.config.app.state.service.engine, []
+    submit = engine.submit
+
+    def record(prompt, cache_salt=None, **options):
+        found.append(cache_salt)
+        return submit(prompt, **options)
+
+    monkeypatch.setattr(engine, "submit", record)
+    assert post(server, prompt="a", max_tokens=1, cache_salt="b").status_code == 200
+    assert found == ["b"]
+
+
+def test_pages_outside_the_api_are_not_served(server):
+    """A client without the key gets a description of the API."""
+    for path in ("/openapi.json", "/docs", "/redoc"):
+        assert httpx.get(server.url + path).status_code == 404
 
 
 def test_requests_that_clients_and_monitors_send(server):
@@ -339,6 +428,47 @@ def test_too_many_connections_are_an_error(small_model):
             assert httpx.get(f"{server.url}/health").status_code == 200
         wait_for(lambda: not server.server_state.connections)
         assert post(server, prompt="a", max_tokens=1).status_code == 200
+
+
+def test_stalled_connections_are_closed(small_model, monkeypatch):
+    """Clients that send no request, or do not read the answer, use all connections for ever."""
+    monkeypatch.setattr(server_module, "STALL_SECONDS", 0.1)
+    engine = Engine(small_model, num_slots=1, max_length=100_000)
+    body = json.dumps({**MODEL, **GREEDY, "prompt": "a", "max_tokens": 90_000, "stream": True})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n"
+    with running(engine) as server, contextlib.ExitStack() as stack:
+        service = server.config.app.state.service
+
+        async def send_forever(self):
+            while True:
+                yield "a" * 2**16
+                await asyncio.sleep(0)
+
+        monkeypatch.setattr(server_module.EventStream, "_stream_events", send_forever)
+        url = httpx.URL(server.url)
+        unread = f"{head}Content-Type: application/json\r\n\r\n{body}"
+        for text in ("", head, unread):
+            connection = stack.enter_context(socket.create_connection((url.host, url.port)))
+            connection.sendall(text.encode())
+        wait_for(lambda: service.generations)
+        wait_for(lambda: not server.server_state.connections)
+        wait_for(lambda: not service.generations)
+
+
+def test_shutdown_while_a_body_arrives_is_an_error(small_model, caplog):
+    """The connection is cut, with a traceback in the log, or the shutdown takes 30 s."""
+    with running(Engine(small_model, num_slots=1)) as server:
+        url = httpx.URL(server.url)
+        with socket.create_connection((url.host, url.port)) as connection:
+            head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{"
+            connection.sendall(head.encode())
+            wait_for(lambda: server.config.app.state.service.body_deadlines)
+            server.should_exit = True
+            connection.settimeout(20)
+            answer = b"".join(iter(lambda: connection.recv(2**16), b""))
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert b'"shutting_down"' in answer
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_shutdown_finishes_or_cancels(small_model, caplog, monkeypatch):
