@@ -1,5 +1,8 @@
 """Gated linear recurrent layers and language models for Keras 3, on JAX, torch and TensorFlow."""
 
+import importlib
+from typing import TYPE_CHECKING
+
 from keras_recurrent.import_order import (
     check_backend,
     check_import_order,
@@ -16,34 +19,32 @@ from keras_recurrent import (
     conversion,
     datasets,
     evaluation,
+    first_use,
     layers,
     metrics,
-    models,
     ops,
-    samplers,
     schedules,
     testing,
-    tokenizers,
 )
 from keras_recurrent import exporting as exporting
-from keras_recurrent.checkpoints import hub_hooks
 from keras_recurrent.devices import jax_processes
 from keras_recurrent.dispatch import implementation
 from keras_recurrent.export import exporters
 from keras_recurrent.generation.modes import which_generation
-from keras_recurrent.gqa import placeholders
 from keras_recurrent.layers import both_directions, integer_products, saved_quantization
 from keras_recurrent.ops.operation import which_implementation
 from keras_recurrent.training.loss_without_logits import which_loss
 from keras_recurrent.training.weight_decay import exclude_from_weight_decay
 from keras_recurrent.tuning import autotune
 
+if TYPE_CHECKING:
+    from keras_recurrent import models, samplers, tokenizers
+
 exporters.install()
 both_directions.install()
-hub_hooks.install()
+first_use.install()
 integer_products.install()
 jax_processes.install()
-placeholders.install()
 saved_quantization.install()
 
 __version__ = "0.2.0"
@@ -68,3 +69,15 @@ __all__ = [
     "which_implementation",
     "which_loss",
 ]
+
+USING_KERAS_HUB = ("models", "samplers", "tokenizers")  # imported when they are first used
+
+
+def __getattr__(name):
+    if name not in USING_KERAS_HUB:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

@@ -6,12 +6,15 @@
 import functools
 import importlib
 
-# {name: private module of Keras or KerasHub}, imported at the first access of the name.
+# {name: module of Keras or KerasHub}, private or slow to import. It is imported at the first
+# access of the name.
 SOURCE_NAMES = {
     "AutocastScope": "keras.src.backend",
     "BUILTIN_PRESETS": "keras_hub.src.utils.preset_utils",
     "BloomAttention": "keras_hub.src.models.bloom.bloom_attention",
+    "CausalLM": "keras_hub.models",
     "GPTNeoXAttention": "keras_hub.src.models.gpt_neo_x.gpt_neo_x_attention",
+    "GreedySampler": "keras_hub.samplers",
     "KerasPresetLoader": "keras_hub.src.utils.preset_utils",
     "MODEL_WEIGHTS_FILE": "keras_hub.src.utils.preset_utils",
     "PresetLoader": "keras_hub.src.utils.preset_utils",
@@ -21,6 +24,7 @@ SOURCE_NAMES = {
     "TOKENIZER_CONFIG_FILE": "keras_hub.src.utils.preset_utils",
     "Node": "keras.src.ops.node",
     "T5MultiHeadAttention": "keras_hub.src.models.t5.t5_multi_head_attention",
+    "builtin_presets": "keras_hub.src.utils.preset_utils",
     "canonicalize_python_string_inputs": "keras_hub.src.utils.tensor_utils",
     "canonicalize_python_token_inputs": "keras_hub.src.utils.tensor_utils",
     "check_file_exists": "keras_hub.src.utils.preset_utils",
@@ -41,7 +45,7 @@ SOURCE_NAMES = {
     "restore_outer_shape": "keras_hub.src.utils.tensor_utils",
 }
 
-# Modules of KerasHub with a `from_preset`; `checkpoints/hub_hooks.py` replaces their functions.
+# Modules of KerasHub with a `from_preset`; `first_use.py` replaces their functions.
 PRESET_MODULES = {
     "backbone": "keras_hub.src.models.backbone",
     "preprocessor": "keras_hub.src.models.preprocessor",
@@ -52,13 +56,20 @@ PRESET_MODULES = {
 # Modules of Keras in which other files replace functions.
 EXPORT = "keras.src.export"
 JAX_OPERATIONS = "keras.src.backend.jax.numpy"
+REGISTRY_MODULES = ("keras.saving", "keras.utils", "keras.src.saving.object_registration")
 SAVING = "keras.src.saving.saving_lib"
 
 
 def __getattr__(name):
     if name not in SOURCE_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(SOURCE_NAMES[name]), name)
+    return getattr(_import_whole(SOURCE_NAMES[name]), name)
+
+
+def _import_whole(module):
+    """Imports a module after its package, which another thread may still be importing."""
+    importlib.import_module(module.partition(".")[0])
+    return importlib.import_module(module)
 
 
 class BackendNeutralCompileConfig:
@@ -93,7 +104,7 @@ def use_public_optimizers(config):
 def replace_names(module, **replacements):
     """Replaces functions of a module of KerasHub."""
     for name, replacement in replacements.items():
-        setattr(importlib.import_module(module), name, replacement)
+        setattr(_import_whole(module), name, replacement)
 
 
 def installed_preset_loader(preset):

@@ -13,9 +13,9 @@ import contextlib
 from typing import NamedTuple
 
 import keras
-import keras_hub
 import numpy as np
 
+from keras_recurrent import compat
 from keras_recurrent.checks.arguments import check_positive_integer
 from keras_recurrent.evaluation import no_gradients
 
@@ -213,7 +213,7 @@ class _Checker:
             return generated.tolist()
 
         try:
-            model.sampler, model.generate_function = keras_hub.samplers.GreedySampler(), None
+            model.sampler, model.generate_function = compat.GreedySampler(), None
             generate_function = model.make_generate_function()
             model.preprocessor = None
             yield generate
@@ -262,7 +262,7 @@ class _Checker:
 
 def _check(model, rows, new_tokens):
     check_positive_integer("new_tokens", new_tokens)
-    if not isinstance(model, keras_hub.models.CausalLM):
+    if not isinstance(model, compat.CausalLM):
         raise ValueError(
             f"`model` must be a `keras_hub.models.CausalLM`; got a `{type(model).__name__}`."
         )

@@ -10,6 +10,8 @@ import re
 
 import pytest
 
+from keras_recurrent import compat, first_use
+
 pytestmark = pytest.mark.once
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -172,6 +174,40 @@ def room(name):
     return name.split(".")[1] if "." in name else ""
 
 
+def imported_modules(sources, first):
+    """Returns the modules that importing some modules imports, without KerasHub and TensorFlow.
+
+    Returns:
+        `(modules, users)`: the set of modules of this package, and the set of those among them
+        that import KerasHub. Implementations in `backends` are left out.
+    """
+    files = Graph({name: (file, "") for name, (file, _) in sources.items()})
+    modules, users, pending = set(), set(), list(first)
+    while pending:
+        name = pending.pop()
+        if name in modules or name.startswith(f"{PACKAGE}.backends"):
+            continue
+        modules.add(name)
+        pending += filter(None, [name.rpartition(".")[0]])  # the package of a module
+        for node in _import_statements(ast.parse(sources[name][1])):
+            pending += files._targets(name, node)
+            source = getattr(node, "module", None) or node.names[0].name
+            slow = [compat.SOURCE_NAMES.get(alias.name, "") for alias in node.names]
+            slow = [source, *(slow if source == f"{PACKAGE}.compat" else ())]
+            users |= {name for module in slow if module.startswith("keras_hub")}
+    return modules, users
+
+
+def _import_statements(node):
+    """Yields the statements that run when a module is imported."""
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        yield node
+    is_for_types = isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+    if not isinstance(node, FUNCTIONS) and not is_for_types:
+        for child in ast.iter_child_nodes(node):
+            yield from _import_statements(child)
+
+
 def _is_of_a_face(node):
     if isinstance(node, ast.Assign):
         return [getattr(target, "id", None) for target in node.targets] == ["__all__"]
@@ -195,6 +231,24 @@ def test_there_is_no_circle(graph):
 
 def test_no_import_runs_upward(graph):
     assert graph.upward() == []
+
+
+def test_the_package_and_its_layers_import_no_kerashub(sources):
+    """Importing a layer imports KerasHub and TensorFlow, which takes seconds."""
+    names = ("conversion", "exporting", "serving.__main__")
+    modules, users = imported_modules(sources, [f"{PACKAGE}.{name}" for name in names])
+    assert users == set()
+    assert {f"{PACKAGE}.layers.rg_lru", f"{PACKAGE}.first_use"} < modules
+    assert imported_modules(sources, [f"{PACKAGE}.samplers"])[1]  # it finds KerasHub
+
+
+def test_registered_classes_are_imported_for_saved_models(sources):
+    """A saved model does not load after `import keras_recurrent`."""
+    modules, _ = imported_modules(sources, [PACKAGE, *first_use.REGISTERING_MODULES])
+    registering = {
+        name for name, (_, source) in sources.items() if "register_keras_serializable" in source
+    }
+    assert registering - modules == set()
 
 
 def test_imports_inside_functions_are_listed(graph):

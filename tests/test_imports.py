@@ -17,7 +17,7 @@ import keras_hub
 import pytest
 
 import keras_recurrent
-from keras_recurrent import import_order
+from keras_recurrent import first_use, import_order
 
 ROOT = pathlib.Path(__file__).parents[1]
 GUIDES = ROOT / "guides"
@@ -65,9 +65,9 @@ def test_import_adds_no_framework_and_little_time():
     for _ in range(5):
         before, after, seconds = python(
             "import json, sys, time\n"
-            "import keras, keras_hub\n"
+            "import keras\n"
             "before, start = set(sys.modules), time.process_time()\n"
-            "import keras_recurrent\n"
+            "from keras_recurrent.layers import RGLRU\n"
             "seconds = time.process_time() - start\n"
             "tops = [sorted({m.partition('.')[0] for m in s})"
             " for s in (before, set(sys.modules))]\n"
@@ -76,7 +76,7 @@ def test_import_adds_no_framework_and_little_time():
         if seconds < 1:
             break
     added = set(after) - set(before) - set(sys.stdlib_module_names)
-    optional = {"triton"} if BACKEND == "torch" else set()
+    optional = set() if BACKEND == "tensorflow" else {"triton"}
     assert added - optional == {"keras_recurrent"}
     assert seconds < 1
 
@@ -84,13 +84,10 @@ def test_import_adds_no_framework_and_little_time():
 @pytest.mark.nightly
 @pytest.mark.once
 def test_what_is_not_asked_for_is_not_imported():
-    """GQA code and optional packages are not loaded; presets are registered all the same.
-
-    On torch, KerasHub may import TensorFlow before this package, as it imports Keras before that.
-    """
+    """GQA code and optional packages are not loaded; KerasHub has presets of a later import."""
     optional, imported, public, listed, later = python(
         "import json, sys\n"
-        "import keras_hub\n"
+        "import keras\n"
         "loaded = set(sys.modules)\n"
         "import keras_recurrent\n"
         "packages = {m.partition('.')[0] for m in set(sys.modules) - loaded}\n"
@@ -103,17 +100,95 @@ def test_what_is_not_asked_for_is_not_imported():
         "assert before == ours()\n"
         "for name in public: getattr(keras_recurrent.conversion, name)\n"
         "later = ours()\n"
-        "causal_lm = keras_hub.models.CausalLM.from_preset('hawk_tiny', num_layers=1)\n"
+        "from keras_hub.models import CausalLM\n"
+        "causal_lm = CausalLM.from_preset('hawk_tiny', num_layers=1)\n"
         "assert type(causal_lm).__name__ == 'GriffinCausalLM'\n"
         "print(json.dumps([optional, before, public, listed, later]))"
     )
     assert optional == []
-    assert imported == ["gqa", "gqa.placeholders"]
+    assert imported == []
     assert all(listed)
     assert {"convert_to_gqa", "gqa_report", "uptraining", "Checkpoint", "Layout"} < set(public)
     assert {"gqa.convert", "gqa.hub"} < set(later)
     with pytest.raises(AttributeError, match=r"'keras_recurrent.conversion' has no .* 'nothing'"):
         _ = keras_recurrent.conversion.nothing
+
+
+@pytest.mark.nightly
+@pytest.mark.once
+def test_presets_of_kerashub_imported_first():
+    """KerasHub does not find this package's presets if it is imported before this package.
+
+    On torch, KerasHub may import TensorFlow before this package, as it imports Keras before that.
+    """
+    names, imported, kind, tokenizer = python(
+        "import json, sys\n"
+        "import keras_hub\n"
+        "import keras_recurrent\n"
+        "imported = 'keras_recurrent.models' in sys.modules\n"
+        "models = keras_hub.models\n"
+        "names = sorted(models.CausalLM.presets)\n"
+        "kind = type(models.Backbone.from_preset('hawk_tiny', load_weights=False)).__name__\n"
+        "tokenizer = keras_hub.tokenizers.Tokenizer.from_preset('hawk_tiny')\n"
+        "print(json.dumps([names, imported, kind, type(tokenizer).__name__]))"
+    )
+    assert {"hawk_tiny", "bert_base_en", "gemma_2b_en"} - set(names) == {"bert_base_en"}
+    assert not imported
+    assert (kind, tokenizer) == ("GriffinBackbone", "GriffinTokenizer")
+
+
+@pytest.mark.nightly
+def test_a_language_model_loads_after_this_import_alone(tmp_path):
+    """A `.keras` file of a language model does not load unless its class was imported."""
+    model = keras_recurrent.models.HGRN2CausalLM.from_preset("hgrn2_tiny", num_layers=1)
+    model.compile(sampler=keras_recurrent.samplers.BeamSampler(num_beams=2))
+    model.save(tmp_path / "model.keras")
+    before, *found = python(
+        "import json, sys, keras, keras_recurrent\n"
+        "before = 'keras_hub' in sys.modules\n"
+        f"model = keras.models.load_model({str(tmp_path / 'model.keras')!r})\n"
+        "print(json.dumps([before, type(model).__name__, type(model.sampler).__name__]))"
+    )
+    assert not before
+    assert found == ["HGRN2CausalLM", "BeamSampler"]
+
+
+@pytest.mark.once
+def test_kerashub_is_changed_at_each_import(monkeypatch):
+    """KerasHub does not find this package's presets if it is imported after this package."""
+    replaced = []
+    monkeypatch.setattr(first_use, "_replace_hub_functions", lambda: replaced.append(True))
+    finder = next(f for f in sys.meta_path if type(f).__name__ == "_HubFinder")
+    assert finder.find_spec("keras", None) is None
+    for count in (1, 2):
+        spec = finder.find_spec("keras_hub", None)
+        module = importlib.util.module_from_spec(spec)
+        assert len(replaced) == count - 1
+        spec.loader.exec_module(module)
+        assert len(replaced) == count
+        assert type(module.__loader__) is type(spec.loader) is type(keras.__loader__)
+        assert module.models is keras_hub.models
+
+
+@pytest.mark.once
+def test_a_class_that_is_not_imported_is_found_by_its_registered_name(monkeypatch):
+    """A `.keras` file of a language model does not load unless its class was imported."""
+    name, cls = "keras_recurrent>GriffinCausalLM", keras_recurrent.models.GriffinCausalLM
+    objects, imported = keras.saving.get_custom_objects(), []
+    monkeypatch.delitem(objects, name)
+
+    def import_module(module):
+        imported.append(module)
+        if module == first_use.MODELS:
+            objects[name] = cls
+
+    importer = types.SimpleNamespace(import_module=import_module)
+    monkeypatch.setattr(first_use, "importlib", importer)
+    assert keras.saving.get_registered_object("another>GriffinCausalLM") is None
+    assert imported == []
+    assert keras.saving.get_registered_object(name) is cls
+    assert imported[-1] == first_use.MODELS
+    assert keras.saving.get_registered_object("keras_recurrent>Missing") is None
 
 
 @pytest.mark.once

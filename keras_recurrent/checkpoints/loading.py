@@ -26,7 +26,6 @@ from keras_recurrent.checkpoints.overrides import (
     split_overrides,
 )
 from keras_recurrent.checks.arguments import check_boolean
-from keras_recurrent.gqa import placeholders
 
 HINT = (
     "`presets` of a model's class lists its names; a model on the Hugging Face Hub is "
@@ -81,8 +80,6 @@ def _get_file_loader(preset):
     if found is not None:
         return CheckpointLoader(preset_files, config, *found)
     if "registered_name" in config:
-        # Keras knows a class that was not imported yet by its placeholder only.
-        placeholders.import_class(config["registered_name"])
         if not isinstance(config.get("config"), dict):
             raise ValueError(f"{files.CONFIG_FILE} of {preset!r} has no 'config' of its class.")
         return SavedPresetLoader(preset, config)
@@ -112,6 +109,19 @@ def find_class(preset, cls, backbone_cls):
             f"`{backbone_cls.__name__}`. Call `from_preset` of {' or '.join(names)} instead."
         )
     return compat.find_subclass(_preset_name(preset), cls, backbone_cls)
+
+
+def find_subclass(preset, cls, backbone_cls):
+    """Returns the subclass of `cls` for a preset, in place of KerasHub's function.
+
+    Preprocessors and tokenizers are looked up by the class of the backbone. A backbone that takes
+    the same inputs as a backbone of KerasHub names that class in its attribute `preprocessed_as`.
+    """
+    if not issubclass(cls, keras_hub.models.Task):
+        backbone_cls = getattr(backbone_cls, "preprocessed_as", backbone_cls)
+        if cls.backbone_cls is backbone_cls:
+            return cls
+    return find_class(preset, cls, backbone_cls)
 
 
 def _preset_name(preset):

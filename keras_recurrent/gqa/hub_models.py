@@ -85,7 +85,7 @@ def grouped_version(cls):
     multi_head = cls.__bases__[1]
     GROUPED_MODELS[multi_head] = cls
     if issubclass(cls, GroupedBackbone):
-        cls.preprocessed_as = multi_head  # for `keras_recurrent.checkpoints.hub_hooks`
+        cls.preprocessed_as = multi_head  # for `keras_recurrent.checkpoints.loading`
     return keras.saving.register_keras_serializable(package="keras_recurrent")(cls)
 
 

@@ -12,6 +12,11 @@ import pathlib
 import sys
 import time
 
+import keras
+
+from keras_recurrent import serving
+from keras_recurrent.generation.sampling_params import SamplingParams
+
 log = logging.getLogger("keras_recurrent.serving")
 KEY_VARIABLE = "KERAS_RECURRENT_API_KEY"
 PACKAGES = {
@@ -42,8 +47,6 @@ def number(minimum, maximum=math.inf, kind=int):
 
 def dtype_policy(name):
     """Returns the name of a dtype policy."""
-    import keras
-
     keras.dtype_policies.get(name)  # raises a ValueError
     return name
 
@@ -107,9 +110,7 @@ def load_model(arguments):
 
 def make_engine(arguments):
     """Returns the engine with the model of the preset."""
-    from keras_recurrent.serving.engine import Engine
-
-    return Engine(
+    return serving.Engine(
         load_model(arguments),
         num_slots=arguments.slots,
         max_length=arguments.max_length,
@@ -132,13 +133,11 @@ def log_compilations():
 
 def warm_up(engine):
     """Runs chunks of prompts and requests, so that no client waits for their compilation."""
-    from keras_recurrent.generation.sampling_params import SamplingParams as Params
-
     start = time.monotonic()
     for size in engine._slots._chunk_sizes:
         engine._slots.process_example(size)
-    for params in (Params(temperature=0), Params(), Params(top_p=0.9), Params(top_p=0.9, top_k=40)):
-        engine.submit([1, 1], params, max_new_tokens=1).result()
+    for options in ({"temperature": 0}, {}, {"top_p": 0.9}, {"top_p": 0.9, "top_k": 40}):
+        engine.submit([1, 1], SamplingParams(**options), max_new_tokens=1).result()
     log.info("Prepared common options in %.1f s", time.monotonic() - start)
 
 
@@ -160,8 +159,6 @@ def main():
     key = os.environ.get(KEY_VARIABLE)
     if key is not None and not key.strip():
         parser.error(f"{KEY_VARIABLE} must not be empty; unset it for a server without a key")
-
-    import keras
 
     if keras.config.backend() == "tensorflow":
         parser.error("the server runs on torch and JAX; set KERAS_BACKEND to one of them")
