@@ -852,6 +852,29 @@ FAULTS = [
         tests={"torch": "layers/test_precision.py::test_scaled_first_input[RGLRU-bfloat16]"},
     ),
     Fault(
+        "kerashub_imported_by_layers",
+        "keras_recurrent/testing.py",
+        old="import keras\n",
+        new="import keras\nimport keras_hub\n",
+        tests={"torch": "test_import_graph.py::test_the_package_and_its_layers_import_no_kerashub"},
+    ),
+    Fault(
+        "saved_models_not_registered",
+        "keras_recurrent/first_use.py",
+        old='("keras_recurrent.gqa.uptraining", MODELS, ',
+        new='("keras_recurrent.gqa.uptraining", ',
+        tests={
+            "torch": "test_import_graph.py::test_registered_classes_are_imported_for_saved_models"
+        },
+    ),
+    Fault(
+        "kerashub_imported_later_is_unchanged",
+        "keras_recurrent/first_use.py",
+        old="        self._loader.exec_module(module)\n        _replace_hub_functions()\n",
+        new="        self._loader.exec_module(module)\n",
+        tests={"torch": "test_imports.py::test_kerashub_is_changed_at_each_import"},
+    ),
+    Fault(
         "evaluation_counts",
         "keras_recurrent/evaluation.py",
         old="counts = mask[:, 1:] & mask[:, :-1]",
