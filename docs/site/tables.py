@@ -28,7 +28,8 @@ FOLDERS = {
     ("cudnn",): "torch, NVIDIA GPUs",
     ("pallas",): "JAX, TPUs",
     ("triton",): "torch and JAX, NVIDIA GPUs from compute capability 8.0",
-    ("jax", "torch", "tensorflow"): "any device",
+    ("jax", "tensorflow"): "any device",
+    ("torch",): "any device",
     ("portable",): "any device and exporter, in `keras.ops`",
     ("reference",): "tests, in NumPy",
 }

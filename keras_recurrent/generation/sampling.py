@@ -17,10 +17,12 @@ from keras_recurrent.generation.samplers import as_sampling_params
 from keras_recurrent.generation.sampling_params import SamplingParams
 
 MIN_CANDIDATES, MAX_CANDIDATES = 8, 64
+ALL_PER_SORTED = 8  # with fewer tokens for each sorted one, to sort these by id takes longer
 STOPS_PER_STEP = 4  # stop tokens are padded to a multiple, so that others take the same program
 # Weights of candidates are integers up to this number: their sums are exact in any order, so that
 # the options of other sequences do not change a token.
 LARGEST_WEIGHT = 2**24
+ROUNDING = 1e-6  # of sums of probabilities in float32, relative
 LARGEST_UNIFORM = np.float32(1 - 2**-23)  # times a sum, it is below this sum in float32
 
 # Held from reading the state of a sampler's generator to assigning the next one.
@@ -101,11 +103,10 @@ class Sampling:
             if name in ("in_prompt", "logit_bias"):
                 continue
             values = [getattr(p, name) for p in params]
+            if name == "top_k":
+                values = [min(v, vocabulary_size) if v > 0 else vocabulary_size for v in values]
             integers = name in ("top_k", "min_new_tokens")
             self.arguments[name] = np.array(values, "int32" if integers else "float32")
-        if "top_k" in self.arguments:
-            top_k = self.arguments["top_k"]
-            self.arguments["top_k"] = np.where(top_k > 0, top_k, vocabulary_size)
         if features.has_bias:
             bias = np.zeros((len(params), vocabulary_size), "float32")
             for row, p in zip(bias, params, strict=True):
@@ -350,26 +351,46 @@ def _draw_among_all(features, logits, divisor, uniform, arguments):
     if features.has_min_p:
         lowest = ops.max(scaled, axis=-1, keepdims=True) + ops.log(arguments["min_p"][:, None])
         scaled = ops.where(ops.less(scaled, lowest), -np.inf, scaled)
-    if features.num_sorted:
-        lowest = _lowest_kept(features, scaled, arguments)
-        scaled = ops.where(ops.less(scaled, lowest), -np.inf, scaled)
-    cumulative = ops.cumsum(ops.softmax(scaled, axis=-1), axis=-1)
+    if not features.num_sorted:
+        return _index_of(ops.softmax(scaled, axis=-1), uniform)
+    if features.num_sorted <= scaled.shape[-1] // ALL_PER_SORTED:
+        options = {"x": scaled, "count": features.num_sorted}
+        values, ids, _ = dispatch.run("top_logits", options)
+        kept, order = _kept(features, values, arguments), ops.argsort(ids, axis=-1)
+        weights = ops.softmax(ops.where(kept, values, -np.inf), axis=-1)
+        index = _index_of(ops.take_along_axis(weights, order, axis=-1), uniform)
+        rank = ops.take_along_axis(order, index[:, None], axis=-1)
+        return ops.take_along_axis(ids, rank, axis=-1)[:, 0]
+    values, _ = ops.top_k(scaled, features.num_sorted, sorted=True)
+    kept = _kept(features, values, arguments)
+    lowest = ops.min(ops.where(kept, values, np.inf), axis=-1, keepdims=True)
+    # Of the tokens with the lowest logit that is kept, those of the first ids are kept.
+    num_equal = ops.sum(ops.cast(kept, "int32"), axis=-1, keepdims=True)
+    num_equal = num_equal - ops.sum(ops.cast(values > lowest, "int32"), axis=-1, keepdims=True)
+    is_equal = ops.equal(scaled, lowest)
+    is_first = ops.cumsum(ops.cast(is_equal, "int32"), axis=-1) <= num_equal
+    kept = ops.logical_or(scaled > lowest, ops.logical_and(is_equal, is_first))
+    return _index_of(ops.softmax(ops.where(kept, scaled, -np.inf), axis=-1), uniform)
+
+
+def _index_of(probabilities, uniform):
+    """Returns the index `[B]` whose interval has the random number."""
+    cumulative = ops.cumsum(probabilities, axis=-1)
     reached = ops.less_equal(cumulative, uniform[:, None] * cumulative[:, -1:])
     return ops.sum(ops.cast(reached, "int32"), axis=-1)
 
 
-def _lowest_kept(features, scaled, arguments):
-    """Returns the least scaled logit of each sequence that `top_k` and `top_p` keep, `[B, 1]`."""
-    sorted_logits, _ = ops.top_k(scaled, features.num_sorted, sorted=True)
-    rank = ops.arange(features.num_sorted, dtype="int32")
-    kept = rank < arguments["top_k"][:, None]
+def _kept(features, values, arguments):
+    """Returns True for those of the sorted logits that `top_k` and `top_p` keep, the first ones."""
+    kept = ops.arange(features.num_sorted, dtype="int32") < arguments["top_k"][:, None]
     if features.has_top_p:
         top_p = arguments["top_p"][:, None]
-        probabilities = ops.softmax(ops.where(kept, sorted_logits, -np.inf), axis=-1)
+        probabilities = ops.softmax(ops.where(kept, values, -np.inf), axis=-1)
         more_probable = ops.cumsum(probabilities, axis=-1) - probabilities
-        dropped = ops.logical_and(top_p < 1, more_probable >= top_p)
+        reached = more_probable >= top_p * (1 - ROUNDING)
+        dropped = ops.logical_and(top_p < 1, reached)
         kept = ops.logical_and(kept, ops.logical_not(dropped))
-    return ops.min(ops.where(kept, sorted_logits, np.inf), axis=-1, keepdims=True)
+    return kept
 
 
 def _log_probabilities(logits, token, number):

@@ -6,7 +6,7 @@ from keras import ops
 def top_logits(x, count):
     """x: [B, V]. Returns (float32 values [B, count], int32 indices, float32 log sum [B]).
 
-    The order of equal numbers is that of the backend's `top_k`.
+    Equal numbers are in the order of their indices on JAX and TensorFlow.
     """
     x = ops.cast(x, "float32")
     values, indices = ops.top_k(x, count, sorted=True)

@@ -163,6 +163,30 @@ def test_random_tokens_have_the_probabilities_of_the_model():
     assert np.abs(frequency - probabilities).max() < 4 * np.sqrt(0.25 / count)
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+@pytest.mark.parametrize("top_k", [0, 10, 40, 64, 70, 199, 2**31, 2**70])
+def test_equal_logits_are_kept_by_id(top_k, top_p):
+    """Ties at the limit of `top_k` or `top_p` are all kept, or tokens of higher ids."""
+    size, count = 600, 4096
+    params = SamplingParams(top_k=top_k, top_p=top_p)
+    for levels in (1, 5):
+        order = np.random.default_rng(levels).permutation(size)
+        row = (0.3 * (np.arange(size) % levels))[order].astype("float32")
+        sampling = sampling_of([params] * count, [np.array([0])] * count, size)
+        uniform = ((np.arange(count) + 0.5) / count).astype("float32")
+        arguments = {n: keras.ops.convert_to_tensor(a) for n, a in sampling.arguments.items()}
+        token, _, _ = next_tokens(
+            *(sampling.features, keras.ops.convert_to_tensor(np.tile(row, (count, 1)))),
+            *(np.array([-1], "int32"), keras.ops.zeros(count, "int32")),
+            *(keras.ops.convert_to_tensor(uniform), None, arguments),
+        )
+        best = np.argsort(-row, kind="stable")[: top_k or size]
+        weights = np.exp(row[best].astype("float64"))
+        before = np.cumsum(weights) - weights
+        best = best[before < top_p * weights.sum() * (1 - 1e-6)]
+        assert {*keras.ops.convert_to_numpy(token).tolist()} == {*best.tolist()}
+
+
 @pytest.mark.once
 @pytest.mark.parametrize(
     ("arguments", "words"),

@@ -165,4 +165,7 @@ def _traced(features, names, *specs):
     used = filter(None, specs)
     examples = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in used]
     with torch.no_grad():
-        return make_fx(choose)(*examples)
+        graph = make_fx(choose)(*examples)
+    graph.graph.eliminate_dead_code()  # such as the log sum of `top_logits`
+    graph.recompile()
+    return graph
