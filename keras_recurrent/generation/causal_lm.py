@@ -14,6 +14,7 @@ from keras_recurrent.generation.output import concatenate_results, format_result
 from keras_recurrent.generation.prompts import check_sampler, check_stop_tokens, parse_prompts
 from keras_recurrent.generation.request import Request
 from keras_recurrent.generation.sampling import make_sampling
+from keras_recurrent.generation.sampling_params import explains_options
 from keras_recurrent.generation.stop_strings import StopStrings, check_stop_strings
 from keras_recurrent.generation.stream import Stream
 from keras_recurrent.training.samples import check_no_text
@@ -49,6 +50,7 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
         logits = self.backbone.token_embedding(hidden_states, reverse=True)
         return logits, hidden_states, cache
 
+    @explains_options
     def generate(
         self,
         inputs=None,
@@ -138,6 +140,7 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
         inputs = prompts, request, result, strip_prompt, new_cache
         return format_result(self.preprocessor, *inputs)
 
+    @explains_options
     def prefill(self, inputs, max_length=None, cache=None):
         """Processes prompts without generating, and returns the cache after them.
 
@@ -201,6 +204,7 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
         key = next_cache_key(self, cache)
         return GenerationCache(state, tokens, limit, key)
 
+    @explains_options
     def stream(
         self,
         inputs=None,

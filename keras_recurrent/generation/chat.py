@@ -9,6 +9,7 @@ from keras_recurrent.generation.cache import GenerationCache
 from keras_recurrent.generation.conversation import Conversation, text_after, tokens_after
 from keras_recurrent.generation.output import GenerationOutput
 from keras_recurrent.generation.prompts import check_is_cache
+from keras_recurrent.generation.sampling_params import explains_options
 from keras_recurrent.generation.text import hidden_stop_tokens, texts_of
 
 
@@ -125,6 +126,7 @@ class ChatGeneration:
     preprocessor: Any
     generate: Any
 
+    @explains_options
     def chat(
         self,
         messages,

@@ -1,6 +1,8 @@
 """Options that choose the next token from logits, for one prompt."""
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Mapping
 
 from keras_recurrent.checks.arguments import is_finite_number, is_integer
@@ -140,3 +142,25 @@ class SamplingParams:
                 f"`logprobs` must be at most {vocabulary_size}, the size of the vocabulary; got "
                 f"{self.logprobs}."
             )
+
+
+def explains_options(method):
+    """Decorates a method, whose error for an unknown keyword argument then names the right one."""
+    names = inspect.signature(method).parameters
+    others = {"max_tokens": "max_new_tokens", "eos_token_id": "stop_token_ids"}
+
+    @functools.wraps(method)
+    def call(self, *args, **kwargs):
+        for name in [name for name in kwargs if name not in names]:
+            option = "min_new_tokens" if name == "min_tokens" else name
+            remedy = f"It takes {', '.join(f'`{name}`' for name in list(names)[1:])}"
+            if "sampling" not in names:
+                remedy = "It generates no tokens: pass options of generation to `generate`"
+            elif option in SamplingParams.__dataclass_fields__:
+                remedy = f"Pass `sampling=SamplingParams({option}={kwargs[name]!r:.80})`"
+            elif name in others:
+                remedy = f"Pass `{others[name]}`"
+            raise TypeError(f"`{method.__name__}` has no argument `{name}`. {remedy}.")
+        return method(self, *args, **kwargs)
+
+    return call
