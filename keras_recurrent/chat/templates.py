@@ -81,7 +81,7 @@ def check_messages(messages):
                     f"{message[key]!r}."
                 )
         try:
-            json.dumps(message)
+            json.dumps(message, ensure_ascii=False).encode()  # fails for surrogates
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"`messages`: message {number} must have values that JSON can represent: {error}."

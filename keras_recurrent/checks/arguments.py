@@ -35,6 +35,18 @@ def check_boolean(name, value):
         raise ValueError(f"`{name}` must be True or False; got {value!r}.")
 
 
+def check_unicode(name, text):
+    """Raises an error if a string has surrogates, which UTF-8 cannot represent."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"`{name}` must be valid Unicode; got the surrogate {text[error.start]!r} at position "
+            f"{error.start}. `text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')` "
+            "joins pairs of surrogates, and replaces others."
+        ) from error
+
+
 def check_number(name, value, above=None):
     """Raises an error unless `value` is a finite number above `above`, or at least 0 if None."""
     wanted = "at least 0" if above is None else f"above {above}"

@@ -10,6 +10,7 @@ from keras_recurrent.chat.templates import ChatPrompt, tokenize_prompts
 from keras_recurrent.checks.arguments import (
     check_positive_integer,
     check_tensor,
+    check_unicode,
     is_finite_number,
     is_integer,
 )
@@ -166,9 +167,12 @@ def _parse_texts(model, inputs, max_length, cache):
             "`inputs` must be a list of one text for each sequence of `cache`, "
             f"{cache.batch_size}; got one string."
         )
+    texts = list(map(_as_text, texts))
+    for text in texts:
+        check_unicode("inputs", text)
     tokenizer = preprocessor.tokenizer
     add_start_token = cache is None and preprocessor.add_start_token
-    prompts = tokenize_prompts(tokenizer, list(map(_as_text, texts)), add_start_token)
+    prompts = tokenize_prompts(tokenizer, texts, add_start_token)
     if cache is None:
         _check_not_empty(map(len, prompts))
     return prompts, limit, is_single

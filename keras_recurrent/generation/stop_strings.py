@@ -1,18 +1,22 @@
 """Stop strings: generation ends at the first of them, which is not part of the text."""
 
+import bisect
+
 import numpy as np
 
+from keras_recurrent.checks.arguments import check_unicode
 from keras_recurrent.generation.text import LONGEST_CHARACTER, REPLACEMENT, texts_of
 
 NOT_FOUND = np.iinfo("int32").max
+MAX_STRINGS, MAX_LENGTH = 16, 1024  # of stop strings, and of each in characters
 
 
 def check_stop_strings(stop, preprocessor):
     """Returns stop strings as a tuple, which is empty for None.
 
     Raises:
-        ValueError: `stop` is not a string or a list of strings, one is empty, or the model has no
-            preprocessor.
+        ValueError: `stop` is not a string or a list of at most 16 strings, one is empty, has more
+            than 1,024 characters or is not valid Unicode, or the model has no preprocessor.
     """
     if stop is None:
         return ()
@@ -22,6 +26,14 @@ def check_stop_strings(stop, preprocessor):
         raise ValueError(
             f"`stop` must be a string, or a list of strings, none of them empty; got {stop!r}."
         )
+    if len(strings) > MAX_STRINGS or max(map(len, strings)) > MAX_LENGTH:
+        raise ValueError(
+            f"`stop` must have at most {MAX_STRINGS} strings of at most {MAX_LENGTH} characters; "
+            f"got {len(strings)}, the longest of {max(map(len, strings))}. Pass fewer or shorter "
+            "ones, or `stop_token_ids`."
+        )
+    for string in strings:
+        check_unicode("stop", string)
     if preprocessor is None:
         raise ValueError(
             "`stop` needs a preprocessor, which converts tokens to text. Without one, pass "
@@ -121,7 +133,7 @@ class StopFilter:
     """
 
     def __init__(self, strings):
-        self._strings, self._held = strings, ""
+        self._strings, self._held = sorted(strings), ""
 
     def add(self, text, is_last):
         """Returns the text that may be shown, and True if a stop string was found.
@@ -130,17 +142,18 @@ class StopFilter:
             text: string, the next text.
             is_last: boolean, True if no more text follows.
         """
-        text, self._held = self._held + text, ""
-        starts = [start for start in map(text.find, self._strings) if start >= 0]
-        if starts:
+        before, text = len(self._held), self._held + text
+        starts = [text.find(s, max(0, before + 1 - len(s))) for s in self._strings]
+        if starts := [start for start in starts if start >= 0]:
             return text[: min(starts)], True
-        if not is_last:
-            held = max((_overlap(text, s) for s in self._strings), default=0)
-            text, self._held = text[: len(text) - held], text[len(text) - held :]
-        return text, False
+        # Each position is passed once, so that the time for a token does not grow with the strings.
+        start = len(text) if is_last else 0
+        while start < len(text) and not self._is_beginning(text[start:]):
+            start += 1
+        self._held = text[start:]
+        return text[:start], False
 
-
-def _overlap(text, string):
-    """Returns the length of the longest end of `text` that `string` begins with."""
-    lengths = range(min(len(text), len(string) - 1), 0, -1)
-    return next((n for n in lengths if text.endswith(string[:n])), 0)
+    def _is_beginning(self, text):
+        """Returns True if a stop string begins with `text`; the strings are sorted."""
+        index = bisect.bisect_left(self._strings, text)
+        return index < len(self._strings) and self._strings[index].startswith(text)

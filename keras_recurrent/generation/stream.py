@@ -167,14 +167,19 @@ class StreamedText:
         known: as in `IncrementalDetokenizer`.
 
     Attributes:
-        shown: string, all text so far.
         is_stopped: boolean, True after a stop string.
     """
 
     def __init__(self, preprocessor, last_token, strings, hidden, known=None):
         self._detokenizer = IncrementalDetokenizer(preprocessor, last_token, known)
         self._hidden, self._filter = set(hidden), StopFilter(strings) if strings else None
-        self.shown, self.is_stopped = "", False
+        self._shown: list[str] = []
+        self.is_stopped = False
+
+    @property
+    def shown(self):
+        """All text so far."""
+        return "".join(self._shown)
 
     def add(self, token, is_last):
         """Returns the text that may be shown after one more token."""
@@ -183,5 +188,5 @@ class StreamedText:
             text += self._detokenizer.end()
         if self._filter is not None:
             text, self.is_stopped = self._filter.add(text, is_last)
-        self.shown += text
+        self._shown.append(text)
         return text

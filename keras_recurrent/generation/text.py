@@ -1,16 +1,35 @@
 """Conversion of tokens to text, one token at a time."""
 
+import codecs
 import contextlib
 import functools
+import re
 
 import keras_hub
 import numpy as np
 
-from keras_recurrent.tokenizers import BPETokenizer
+from keras_recurrent.tokenizers import BPETokenizer, ByteTokenizer
+from keras_recurrent.tokenizers.byte_tokenizer import FIRST_BYTE
 
 REPLACEMENT = "\ufffd"  # text of bytes that are an invalid or incomplete character
 LONGEST_CHARACTER = 4  # bytes, each one token at most
+MAX_TOKENS = 64  # whose text is converted again for a further token
 SPACE = "\u2581"  # in the tokens of SentencePiece
+BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # of SentencePiece, and of BPE with byte fallback
+# Characters that byte-level BPE has for bytes: the printable ones, then others.
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+BYTE_LEVEL = {chr(byte): byte for byte in PRINTABLE}
+BYTE_LEVEL |= {chr(256 + i): b for i, b in enumerate(sorted({*range(256)} - {*PRINTABLE}))}
+DECODER = codecs.getincrementaldecoder("utf-8")
+EACH_BYTE = "keras_recurrent_replace_each_byte"
+
+
+def _replace_each_byte(error):
+    """Error handler of a codec, which replaces bytes as SentencePiece does."""
+    return REPLACEMENT * (error.end - error.start), error.end
+
+
+codecs.register_error(EACH_BYTE, _replace_each_byte)
 
 
 def hidden_stop_tokens(preprocessor):
@@ -49,35 +68,78 @@ def _text_of_whole_characters(preprocessor, row):
     return REPLACEMENT
 
 
-class TokenTexts(dict):
-    """Texts of tokens, which the detokenizers of a preprocessor share: `{token: (text, length)}`.
-
-    `text` is that of the token after another one, and `length` the number of characters of the
-    token alone. Detokenizing takes 100 times as long as a look-up.
+class TokenBytes(dict):
+    """Bytes that tokens add to a text after another token, `{id: bytes}`, found when first used.
 
     Args:
         preprocessor: the preprocessor of the model.
+
+    Attributes:
+        tokenizer: that of the preprocessor.
+        errors: string, the error handler of the codec that converts the bytes of all tokens to
+            their text. None: the text of a token may depend on other tokens, and bytes are unknown.
     """
 
     def __init__(self, preprocessor):
         super().__init__()
-        self._preprocessor = preprocessor
+        self._preprocessor, self.tokenizer = preprocessor, preprocessor.tokenizer
+        self._without_text = set(getattr(self.tokenizer, "special_token_ids", ()))
+        self.errors = _decoding_errors(preprocessor)
 
     @functools.cached_property
-    def is_known(self):
-        """True if a token that is whole characters adds the same text after any other one."""
-        hub, tokenizer = keras_hub.tokenizers, self._preprocessor.tokenizer
-        detokenize = type(tokenizer).detokenize
-        postprocess = keras_hub.models.CausalLMPreprocessor.generate_postprocess
-        if type(self._preprocessor).generate_postprocess is not postprocess:
-            return False
-        if detokenize is BPETokenizer.detokenize:
-            return tokenizer.joins_texts_of_tokens
-        if detokenize is hub.SentencePieceTokenizer.detokenize:
-            # The space after a word may be part of its token, and is dropped at the end.
-            tokens = filter(None, tokenizer.get_vocabulary())
-            return not any(t.endswith(SPACE) and t.strip(SPACE) for t in tokens)
-        return detokenize is hub.ByteTokenizer.detokenize
+    def _context(self):
+        """Id and text of a token, after which no tokenizer drops a space."""
+        tokens = ((id, self._text([id])) for id in range(self.tokenizer.vocabulary_size()))
+        return next(((id, text) for id, text in tokens if text.isalnum()), (None, ""))
+
+    def _text(self, ids):
+        ids = [id for id in ids if id is not None and id not in self._without_text]
+        if self.errors is None or not ids:
+            return texts_of(self._preprocessor, [ids])[0]
+        return self.tokenizer.detokenize([ids])[0]
+
+    def __missing__(self, token):
+        if token in self._without_text:
+            data = b""
+        elif isinstance(self.tokenizer, ByteTokenizer):
+            data = bytes([min(token - FIRST_BYTE, 255)])
+        else:
+            context, before = self._context
+            text = self._text([context, token])[len(before) :]
+            data = text.encode()
+            if REPLACEMENT in text:
+                data = self._incomplete_bytes(token) or data
+        self[token] = data
+        return data
+
+    def _incomplete_bytes(self, token):
+        """Returns the bytes of a token that are not whole characters, or None."""
+        try:
+            name = self.tokenizer.id_to_token(token)
+        except ValueError:  # the file has no such token
+            return None
+        if BYTE_TOKEN.fullmatch(name):
+            return bytes.fromhex(name[3:5])
+        is_byte_level = isinstance(self.tokenizer, BPETokenizer) and BYTE_LEVEL.keys() >= set(name)
+        return bytes(BYTE_LEVEL[c] for c in name) if is_byte_level else None
+
+
+def _decoding_errors(preprocessor):
+    """Returns `TokenBytes.errors`."""
+    hub, tokenizer = keras_hub.tokenizers, preprocessor.tokenizer
+    detokenize = type(tokenizer).detokenize
+    postprocess = keras_hub.models.CausalLMPreprocessor.generate_postprocess
+    if type(preprocessor).generate_postprocess is not postprocess:
+        return None
+    if detokenize is BPETokenizer.detokenize:
+        return "replace" if tokenizer.joins_texts_of_tokens else None
+    if detokenize is hub.SentencePieceTokenizer.detokenize:
+        # The space after a word may be part of its token, and is dropped at the end.
+        tokens = filter(None, tokenizer.get_vocabulary())
+        drops_spaces = any(t.endswith(SPACE) and t.strip(SPACE) for t in tokens)
+        return None if drops_spaces else EACH_BYTE
+    is_known = isinstance(tokenizer, ByteTokenizer) and detokenize is hub.ByteTokenizer.detokenize
+    return tokenizer.errors if is_known and tokenizer.errors != "strict" else None
 
 
 class IncrementalDetokenizer:
@@ -90,51 +152,62 @@ class IncrementalDetokenizer:
         preprocessor: the preprocessor of the model, which detokenizes.
         last_token: integer, the token before the first, whose text was returned before. The text of
             a token may depend on the token before it.
-        known: the `TokenTexts`, which this object uses and fills, or None.
+        known: the `TokenBytes` of the preprocessor, with which a token takes 1 % of the time. None:
+            each token is converted with those before it.
     """
 
     def __init__(self, preprocessor, last_token, known=None):
-        self._preprocessor = preprocessor
-        self._known = {} if known is None else known
-        self._learns = known is not None and known.is_known
+        self._preprocessor, self._known = preprocessor, known
         self._without_text = set(getattr(preprocessor.tokenizer, "special_token_ids", ()))
         self._tokens = [int(last_token)]
         if (self._text(self._tokens) or REPLACEMENT).endswith(REPLACEMENT):
             self._tokens = []
+        self._is_start = not self._tokens
         self._num_context = len(self._tokens)  # tokens that are only context of the others
         self._num_returned = len(self._text(self._tokens))  # characters of the text of `_tokens`
+        errors = None if known is None else known.errors
+        self._decoder = None if errors is None else DECODER(errors)
 
     def add(self, token):
         """Returns the text that one more token completes; it may be empty."""
         token = int(token)
         if token in self._without_text:
             return ""
-        if token in self._known and 0 < len(self._tokens) == self._num_context:
-            chunk, self._num_returned = self._known[token]
-            self._tokens, self._num_context = [token], 1
-            return chunk
+        if self._decoder is None:
+            return self._add_text(token)
+        data = self._known[token]
+        if self._is_start and data.startswith(b" "):  # which a tokenizer may drop
+            text = self._text([*self._tokens, token])
+            self._tokens = [token]
+            data = data if REPLACEMENT in text else text.encode()
+        self._is_start = self._is_start and not data
+        return self._decoder.decode(data)
+
+    def _add_text(self, token):
+        """As `add`, for a tokenizer whose bytes of a token are unknown."""
         self._tokens.append(token)
         text = self._text(self._tokens)
         if text is not None and len(text) > self._num_returned and not text.endswith(REPLACEMENT):
-            context, chunk = text[: self._num_returned], text[self._num_returned :]
+            chunk = text[self._num_returned :]
             self._tokens = self._tokens[self._num_context :]
             self._num_context = len(self._tokens)
             self._num_returned = len(self._text(self._tokens))
-            # After spaces, a tokenizer may drop the spaces of the next token.
-            is_alone = self._tokens == [token] and context and not context[-1].isspace()
-            if is_alone and self._learns and REPLACEMENT not in context + chunk:
-                self._known[token] = chunk, self._num_returned
             return chunk
         # Later bytes cannot complete a character that began this many tokens ago.
-        certain = self._text(self._tokens[: 1 - LONGEST_CHARACTER])
+        certain = self._text(self._tokens[: 1 - LONGEST_CHARACTER], strict=True)
         if not certain or text is None or not text.startswith(certain):
-            return ""
+            certain = ""
         chunk = certain[self._num_returned :]
         self._num_returned = max(self._num_returned, len(certain))
+        if len(self._tokens) > MAX_TOKENS:
+            self._tokens, self._num_context = self._tokens[-2 * LONGEST_CHARACTER :], 0
+            self._num_returned = len(self._text(self._tokens[: 1 - LONGEST_CHARACTER]) or "")
         return chunk
 
     def end(self):
         """Returns the remaining text, which may end in an incomplete character."""
+        if self._decoder is not None:
+            return self._decoder.decode(b"", final=True)
         return self._text(self._tokens, strict=True)[self._num_returned :]
 
     def _text(self, tokens, strict=False):

@@ -4,30 +4,48 @@ import functools
 import time
 import uuid
 
-from keras_recurrent.generation.text import REPLACEMENT, texts_of
+from keras_recurrent.generation.text import DECODER, REPLACEMENT, TokenBytes
 
 LEAST_LOGPROB = -9999.0  # for tokens of probability 0, as in OpenAI's API
 
 
 class LogprobTexts:
-    """Texts of single tokens, for log probabilities."""
+    """Texts of single tokens, for log probabilities.
+
+    The text of a token that is not whole characters is `bytes:` and its bytes, as in OpenAI's API.
+    """
 
     def __init__(self, preprocessor):
-        self._preprocessor = preprocessor
+        self.known = preprocessor and TokenBytes(preprocessor)
         self.text = functools.lru_cache(2**16)(self._text)
 
     def _text(self, token):
-        if self._preprocessor is None:
+        if self.known is None:
             return str(token)
-        # Some tokenizers drop the space before the first token.
-        once, twice = (texts_of(self._preprocessor, [[token] * n])[0] for n in (1, 2))
-        return twice[len(once) :] or str(self._preprocessor.tokenizer.id_to_token(token))
+        text = self.known[token].decode(errors="replace")
+        if REPLACEMENT in text:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.known[token])
+        return text or str(self.known.tokenizer.id_to_token(token))
 
     def entry(self, token, logprob):
         """Returns the log probability of a token, as chat completions have it."""
         text = self.text(token)
-        data = None if REPLACEMENT in text else list(text.encode())
+        data = list((self.known and self.known[token]) or text.encode())
         return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": data}
+
+    def top(self, logprobs):
+        """Returns `{text: log probability}`, as completions have it.
+
+        Args:
+            logprobs: `{token: log probability}`, the most probable first. The others with its text
+                are `token_id:` and their id, as in vLLM.
+        """
+        found = {}
+        for token, value in logprobs.items():
+            text = self.text(token)
+            text = f"token_id:{token}" if text in found else text
+            found[text] = max(value, LEAST_LOGPROB)
+        return found
 
 
 class CompletionFormat:
@@ -45,7 +63,8 @@ class CompletionFormat:
         self.id = self.id_prefix + uuid.uuid4().hex
         self._tokens, self._has_logprobs = tokens, has_logprobs
         self._common = {"created": int(time.time()), "model": model}
-        self._offsets = {}  # {index of a choice: number of characters in its stream so far}
+        # {index of a choice: its decoder, and the number of characters of its tokens so far}
+        self._offsets = {}
 
     def _body(self, name, choices, usage):
         return {"id": self.id, "object": name, **self._common, "choices": choices, "usage": usage}
@@ -77,20 +96,28 @@ class CompletionFormat:
         if not self._has_logprobs:
             return None
         entries = [self._tokens.entry(each.token_id, each.logprob) for each in logprobs]
-        begin, offsets = self._offsets.get(index, 0), []
-        self._offsets[index] = end = begin + len(text)
-        for entry in entries:
-            offsets.append(min(begin, end))
-            begin += len(entry["token"])
         return {
             "tokens": [entry["token"] for entry in entries],
             "token_logprobs": [entry["logprob"] for entry in entries],
-            "top_logprobs": [
-                {self._tokens.text(t): max(value, LEAST_LOGPROB) for t, value in each.top.items()}
-                for each in logprobs
-            ],
-            "text_offset": offsets,
+            "top_logprobs": [self._tokens.top(each.top) for each in logprobs],
+            "text_offset": self._text_offsets(index, text, [each.token_id for each in logprobs]),
         }
+
+    def _text_offsets(self, index, text, token_ids):
+        """Returns the number of characters before each token, which may be withheld or cut off."""
+        known, offsets = self._tokens.known, []
+        if known is None or not token_ids:
+            return [0] * len(token_ids)
+        if index not in self._offsets:
+            # A tokenizer may drop the first space.
+            drops_space = known[token_ids[0]][:1] == b" " and text[:1] not in ("", " ")
+            self._offsets[index] = DECODER(known.errors or "replace"), -drops_space
+        decoder, count = self._offsets[index]
+        for token in token_ids:
+            offsets.append(max(count, 0))
+            count += len(decoder.decode(known[token]))
+        self._offsets[index] = decoder, count
+        return offsets
 
 
 class ChatFormat(CompletionFormat):

@@ -211,7 +211,8 @@ async def _parse(request, body_type):
 async def _respond(service, request, body_type, form_type):
     body = await _parse(request, body_type)
     service.check_model(body.model)
-    form = form_type(body.model, service.tokens, body.logprobs not in (None, False))
+    has_logprobs = body.logprobs is not None and body.logprobs is not False
+    form = form_type(body.model, service.tokens, has_logprobs)
     generation = await service.start(body, form)
     if body.stream:
         return EventStream(service, generation, form, body)

@@ -45,6 +45,36 @@ def generate(model, **kwargs):
     return model.generate(PROMPTS, **{**arguments, **kwargs})
 
 
+@pytest.mark.once
+def test_stop_filter_stops_where_a_search_of_the_whole_text_does():
+    """Text of a stop string is shown, other text is withheld or lost, or each string is counted."""
+    rng = np.random.default_rng(0)
+    for _ in range(500):
+        strings = tuple("".join(rng.choice(list("ab"), rng.integers(1, 6))) for _ in range(3))
+        chunks = ["".join(rng.choice(list("abc"), rng.integers(0, 4))) for _ in range(8)]
+        found, text = StopFilter(strings), ""
+        for number, chunk in enumerate(chunks, 1):
+            shown, is_stopped = found.add(chunk, number == len(chunks))
+            text += shown
+            whole = "".join(chunks[:number])
+            starts = [whole.find(s) for s in strings if s in whole]
+            assert is_stopped == bool(starts)
+            if starts:
+                assert text == whole[: min(starts)]
+                break
+            ends = [
+                n for n in range(5) if any(s.startswith(whole[len(whole) - n :]) for s in strings)
+            ]
+            held = 0 if number == len(chunks) else max(n for n in ends if n <= len(whole))
+            assert text == whole[: len(whole) - held]
+    filter = StopFilter([f"{'a' * n}{n}" + "b" * (1023 - n) for n in range(1000, 1016)])
+    compared, is_beginning = [], filter._is_beginning
+    filter._is_beginning = lambda text: compared.append(1) or is_beginning(text)
+    for chunk in ["a" * 5, "ab"] * 500:
+        filter.add(chunk, False)
+    assert len(compared) < 1000 + 7 * 500 + 1
+
+
 def test_max_new_tokens_of_prompts_of_different_lengths(model, texts):
     """Each sequence gets this number; `max_length` may end the longer one before."""
     assert [len(text) for text in texts] == [NEW, NEW]
@@ -189,3 +219,43 @@ def test_stop_strings_that_cannot_be(model):
     for number in (0, 2.5):
         with pytest.raises(ValueError, match="`max_new_tokens` must be an integer, at least 1"):
             model.generate("a", max_new_tokens=number)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("stop", "words"),
+    [
+        (["a"] * 17, "at most 16 strings of at most 1024 characters; got 17"),
+        ("a" * 1025, "at most 16 strings .* got 1, the longest of 1025"),
+        (["a", "\ud800"], "`stop` must be valid Unicode"),
+    ],
+)
+def test_stop_strings_beyond_their_limits_are_refused(model, stop, words):
+    """A request takes the engine's time at every token, or an error does not name the argument."""
+    for method in (model.generate, model.stream):
+        with pytest.raises(ValueError, match=words):
+            method("a", stop=stop)
+
+
+@pytest.mark.once
+def test_unknown_options_name_the_right_ones(model):
+    """The error for an option of another package does not tell where it belongs."""
+    for method in (model.generate, model.stream, model.chat):
+        for options, words in (
+            ({"temperature": 0.5}, r"`sampling=SamplingParams\(temperature=0\.5\)`"),
+            ({"min_tokens": 3}, r"`sampling=SamplingParams\(min_new_tokens=3\)`"),
+            ({"max_tokens": 3}, "Pass `max_new_tokens`"),
+            ({"other": 3}, "has no argument `other`. It takes .*`stop_token_ids`"),
+        ):
+            with pytest.raises(TypeError, match=words):
+                method("a", **options)
+    with pytest.raises(TypeError, match=r"`prefill` has no argument `top_k`.*to `generate`"):
+        model.prefill("a", top_k=3)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("method", ["generate", "stream", "prefill"])
+def test_prompts_with_surrogates_are_refused(model, method):
+    """A lone surrogate raises an error of the tokenizer that does not name the argument."""
+    with pytest.raises(ValueError, match=r"`inputs` must be valid Unicode.*position 1"):
+        getattr(model, method)(["b", "a\ud800"])

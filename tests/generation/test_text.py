@@ -6,10 +6,12 @@ import keras
 import numpy as np
 import pytest
 
-from keras_recurrent.generation.text import IncrementalDetokenizer, TokenTexts
+from keras_recurrent.generation import text
+from keras_recurrent.generation.text import IncrementalDetokenizer, TokenBytes
 from keras_recurrent.models import GriffinCausalLMPreprocessor
 from keras_recurrent.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from tests.models.tiny import tiny_causal_lm
+from tests.tokenizers import bpe
 from tests.tokenizers.sentence_piece import train
 
 
@@ -43,12 +45,12 @@ def test_any_bytes(errors):
     rng = np.random.default_rng(0)
     preprocessor = preprocessor_of(ByteTokenizer(errors=errors))
     alphabet = [0, 1, 2, *(3 + b for b in (0x61, 0x80, 0xBF, 0xC3, 0xE2, 0x82, 0xF0, 0x9F, 0xFF))]
-    known = TokenTexts(preprocessor)
+    known = TokenBytes(preprocessor)
     for number in range(300):
         tokens = rng.choice(alphabet, size=12)
         found = pieces_of(preprocessor, tokens, 1, known if number % 2 else None)
         assert "".join(found) == text_of(preprocessor, tokens)
-    assert known == {3 + ord("a"): ("a", 1)}
+    assert known[3 + ord("a")] == b"a"
     # Python's own decoder holds back what may become a character, and nothing else.
     data = bytes(rng.choice([0x61, 0xC3, 0xA9, 0xE2, 0x82, 0xAC], size=200).tolist())
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
@@ -73,14 +75,51 @@ def test_spaces_of_sentence_piece():
     tokenizer = SentencePieceTokenizer(train(), pad_token_id=0)
     preprocessor = preprocessor_of(tokenizer)
     tokens = tokenizer("all happy families are alike")
-    known = TokenTexts(preprocessor)
+    known = TokenBytes(preprocessor)
     for cut in [*range(1, len(tokens))] * 2:
         found = pieces_of(preprocessor, tokens[cut:], tokens[cut - 1], known)
         assert text_of(preprocessor, tokens[:cut]) + "".join(found) == text_of(preprocessor, tokens)
     assert known
     # The space after a word is dropped if no word follows.
     suffixed = SentencePieceTokenizer(train(treat_whitespace_as_suffix=True), pad_token_id=0)
-    assert not TokenTexts(preprocessor_of(suffixed)).is_known
+    assert TokenBytes(preprocessor_of(suffixed)).errors is None
+
+
+@pytest.mark.once
+def test_token_bytes_of_incomplete_characters_are_those_of_the_vocabulary():
+    """The log probabilities of a part of a character have no bytes, or wrong ones."""
+    characters, options = (
+        "é€😀",
+        {"byte_fallback": True, "pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3},
+    )
+    sentence_piece = SentencePieceTokenizer(train(300, **options))
+    tokenizers = (
+        ByteTokenizer(),
+        sentence_piece,
+        bpe.tokenizer(),
+        bpe.llama(bpe.DECODERS["fallback"]),
+    )
+    for tokenizer in tokenizers:
+        known = TokenBytes(preprocessor_of(tokenizer))
+        found = b"".join(known[int(token)] for token in tokenizer(characters))
+        assert found.strip() == characters.encode()
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("errors", ["replace", "ignore"])
+def test_bytes_without_text_are_not_converted_again(errors, monkeypatch):
+    """A token takes longer the more invalid bytes were generated before it."""
+    preprocessor = preprocessor_of(ByteTokenizer(errors=errors))
+    sizes, convert = [], text._detokenize
+    monkeypatch.setattr(
+        text, "_detokenize", lambda p, rows: sizes.append(rows.size) or convert(p, rows)
+    )
+    tokens = [3 + byte for byte in b"\x80\xe2" * 200 + "a€".encode()]
+    for known in (None, TokenBytes(preprocessor)):
+        found = pieces_of(preprocessor, tokens, 1, known)
+        assert "".join(found) == text_of(preprocessor, tokens)
+        assert found[-4:] == ["", "", "€", ""]
+    assert max(sizes) <= text.MAX_TOKENS + 1
 
 
 @pytest.mark.once

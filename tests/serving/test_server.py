@@ -165,6 +165,15 @@ def test_completions_of_several_prompts(client, text):
     assert texts == [text] * 2
 
 
+def test_completions_without_top_have_log_probabilities(server):
+    """`"logprobs": 0` is taken as false."""
+    for stream in (True, False):
+        body = post(server, prompt="a", max_tokens=2, logprobs=0, stream=stream, **GREEDY).text
+        found = json.loads(body.removeprefix("data: ").partition("\n")[0])["choices"][0]
+        assert len(found["logprobs"]["token_logprobs"]) > 0
+        assert set(map(len, found["logprobs"]["top_logprobs"])) == {0}
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_disconnects_frees_its_slot(server, stream):
     """A request without a client keeps its slot, or is not in the metrics."""

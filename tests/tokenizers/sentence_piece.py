@@ -5,13 +5,13 @@ import io
 import sentencepiece
 
 
-def train(**ids):
+def train(vocab_size=30, **ids):
     """The bytes of a file whose special tokens have these ids, such as `pad_id=0`."""
     file = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["all happy families are alike"] * 3),
         model_writer=file,
-        vocab_size=30,
+        vocab_size=vocab_size,
         hard_vocab_limit=False,
         minloglevel=2,
         **ids,

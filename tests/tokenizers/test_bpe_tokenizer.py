@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from keras_recurrent.datasets import PackedText
-from keras_recurrent.generation.text import IncrementalDetokenizer, TokenTexts
+from keras_recurrent.generation.text import IncrementalDetokenizer, TokenBytes
 from keras_recurrent.models import (
     GriffinCausalLMPreprocessor,
     GriffinTextClassifierPreprocessor,
@@ -136,7 +136,7 @@ def test_any_tokens_are_streamed_as_their_whole_text(name):
         rows = {"token_ids": np.array([tokens]), "padding_mask": np.ones((1, len(tokens)), bool)}
         return preprocessor.generate_postprocess(rows)[0]
 
-    known = TokenTexts(preprocessor)
+    known = TokenBytes(preprocessor)
     for number in range(100):
         tokens = rng.choice(alphabet, size=16)
         shared = known if number % 2 else None

@@ -1,0 +1,82 @@
+"""Log probabilities in response bodies, whole and streamed."""
+
+import numpy as np
+import pytest
+
+from keras_recurrent.generation.output import TokenLogprobs
+from keras_recurrent.generation.stream import StreamedText
+from keras_recurrent.generation.text import TokenBytes
+from keras_recurrent.models import GriffinCausalLMPreprocessor
+from keras_recurrent.serving.responses import ChatFormat, CompletionFormat, LogprobTexts
+from keras_recurrent.tokenizers import ByteTokenizer, SentencePieceTokenizer
+from tests.tokenizers import bpe
+from tests.tokenizers.sentence_piece import train
+
+pytestmark = pytest.mark.once
+
+BYTE_FALLBACK = {"byte_fallback": True, "pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3}
+TOKENIZERS = {
+    "bytes": ByteTokenizer,
+    "sentence_piece": lambda: SentencePieceTokenizer(train(300, **BYTE_FALLBACK)),
+    "bpe": bpe.tokenizer,
+    "suffix": lambda: bpe.llama(bpe.DECODERS["suffix"]),
+}
+
+
+def logprobs_of(token_ids, top=()):
+    return [TokenLogprobs(int(token), -1.0, dict(top)) for token in token_ids]
+
+
+def completion_format(tokenizer, form=CompletionFormat):
+    return form("tiny", LogprobTexts(GriffinCausalLMPreprocessor(tokenizer)), True)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_streamed_log_probabilities_are_those_of_the_whole_answer(name):
+    """An offset is wrong after a character of several tokens, or while text is withheld."""
+    tokenizer, rng = TOKENIZERS[name](), np.random.default_rng(0)
+    form = completion_format(tokenizer)
+    preprocessor = GriffinCausalLMPreprocessor(tokenizer)
+    known = TokenBytes(preprocessor)
+    alphabet = [*map(int, tokenizer("é€😀 all happy")), *tokenizer.special_token_ids]
+    for index in range(40):
+        token_ids = rng.choice(alphabet, size=12).tolist()
+        last = int(rng.choice(alphabet))
+        text = StreamedText(preprocessor, last, ("lXb", "€p", "zz"), (), known)
+        chunks = [text.add(token, n == 11) for n, token in enumerate(token_ids)]
+        streamed = [
+            form.chunk(2 * index, chunk, logprobs_of([token], [(token, -1.0)]))
+            for chunk, token in zip(chunks, token_ids, strict=True)
+        ]
+        parts = [body["choices"][0]["logprobs"] for body in streamed]
+        joined = {key: [x for part in parts for x in part[key]] for key in parts[0]}
+        logprobs = [each for t in token_ids for each in logprobs_of([t], [(t, -1.0)])]
+        (choice,) = form.chunk(2 * index + 1, "".join(chunks), logprobs)["choices"]
+        assert joined == choice["logprobs"]
+        if known.errors is not None and not text.is_stopped:
+            for token, offset in zip(token_ids, joined["text_offset"], strict=True):
+                added = known[token].decode(errors="replace")
+                if "\ufffd" not in added and "\ufffd" not in choice["text"] and offset:
+                    assert choice["text"][offset:].startswith(added)
+
+
+def test_top_log_probabilities_of_equal_texts_are_all_returned():
+    """Tokens that are parts of characters, or have one text, replace each other."""
+    form = completion_format(bpe.llama(bpe.DECODERS["fallback"]))
+    a, byte = 3 + ord("a"), 3 + 0xF0
+    letter = form._tokens.known.tokenizer.token_to_id("a")
+    top = {letter: -0.1, a: -1.0, byte: -2.0, 3 + 0x9F: -np.inf}
+    (choice,) = form.chunk(0, "a", logprobs_of([letter], top.items()))["choices"]
+    expected = {"a": -0.1, f"token_id:{a}": -1.0, "bytes:\\xf0": -2.0, "bytes:\\x9f": -9999.0}
+    assert choice["logprobs"]["top_logprobs"] == [expected]
+    assert choice["logprobs"]["text_offset"] == [0]
+
+
+@pytest.mark.parametrize("name", ["bytes", "sentence_piece", "bpe"])
+def test_bytes_of_chat_tokens_are_the_text(name):
+    """A client cannot put a character together, because its parts have no bytes."""
+    tokenizer = TOKENIZERS[name]()
+    form, text = completion_format(tokenizer, ChatFormat), "é€😀 all"
+    (choice,) = form.chunk(0, text, logprobs_of(tokenizer(text)))["choices"]
+    found = [bytes(each["bytes"]) for each in choice["logprobs"]["content"]]
+    assert b"".join(found).strip() == text.encode()
