@@ -684,6 +684,23 @@ FAULTS = [
         tests={"torch": "generation/test_sampling.py::test_tokens_are_those_of_numpy[top_p]"},
     ),
     Fault(
+        "top_p_keeps_equal_logits",
+        "keras_recurrent/generation/sampling.py",
+        old="<= num_equal",
+        new=">= 0",
+        tests={
+            "torch": "generation/test_sampling.py::test_equal_logits_are_kept_by_id[0-0.5]",
+            "jax": "generation/test_sampling.py::test_equal_logits_are_kept_by_id[0-0.5]",
+        },
+    ),
+    Fault(
+        "top_k_of_any_equal_logits",
+        "backends/torch/top_logits.py",
+        old="(x[row] == lowest).nonzero()[: count - first, 0]",
+        new="(x[row] == lowest).nonzero()[first - count :, 0]",
+        tests={"torch": "generation/test_sampling.py::test_equal_logits_are_kept_by_id[40-1.0]"},
+    ),
+    Fault(
         "beams_of_neighbors",
         "keras_recurrent/generation/beam_search.py",
         old="(count >= free_length)[:, None])",
@@ -1029,6 +1046,32 @@ FAULTS = [
             "torch": "models/test_lightning_hybrid.py::"
             "test_sequences_beyond_dense_attention_are_refused"
         },
+    ),
+    Fault(
+        "offsets_of_withheld_text",
+        "keras_recurrent/serving/responses.py",
+        old="            offsets.append(max(count, 0))",
+        new="            offsets.append(min(max(count, 0), len(text)))",
+        tests={
+            "torch": "serving/test_responses.py::"
+            "test_streamed_log_probabilities_are_those_of_the_whole_answer[bytes]"
+        },
+    ),
+    Fault(
+        "states_shared_between_salts",
+        "keras_recurrent/serving/prefix_cache.py",
+        old='hashlib.sha256(b"" if salt is None else hashlib.sha256(salt.encode()).digest())',
+        new="hashlib.sha256()",
+        tests={
+            "torch": "serving/test_prefix_cache.py::test_prefix_cache_with_salt_shares_no_states"
+        },
+    ),
+    Fault(
+        "dropped_engine_keeps_its_thread",
+        "keras_recurrent/serving/engine.py",
+        old="weakref.finalize(self, self._scheduler.close).atexit = False",
+        new="",
+        tests={"torch": "serving/test_engine.py::test_an_engine_that_is_dropped_finishes_and_ends"},
     ),
     Fault(
         "metrics_without_cancelled_requests",

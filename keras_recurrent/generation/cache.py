@@ -134,7 +134,7 @@ class GenerationCache:
 
         The file is replaced atomically: a temporary file in the same directory, whose name begins
         with a dot, is written first and then renamed. A symbolic link is followed. A missing
-        directory is created.
+        directory is created. Only its owner can read the file, which contains the conversation.
 
         Args:
             path: string, the file.

@@ -21,7 +21,10 @@ TOKEN_IDS, NUM_TOKENS, STATE = "token_ids", "num_tokens", "state"
 
 
 def write_file(cache, path):
-    """Writes a cache to a file, whose directory is created, in one step."""
+    """Writes a cache to a file, whose directory is created, in one step.
+
+    Only its owner can read a new file, which has the tokens of users.
+    """
     to_bytes = files.require("safetensors.numpy", "Saving a cache").save
     path = os.path.realpath(os.fspath(path))
     if os.path.isdir(path):
@@ -40,8 +43,12 @@ def write_file(cache, path):
     metadata = {"format": FORMAT, "content": json.dumps(content, sort_keys=True)}
     metadata["sha256"] = _checksum(tensors)
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    with atomic_files.replace(path) as new, open(new, "xb") as file:
+    with atomic_files.replace(path) as new, open(new, "xb", opener=_open_private) as file:
         file.write(to_bytes(tensors, metadata=metadata))
+
+
+def _open_private(path, flags):
+    return os.open(path, flags, 0o600)
 
 
 def read_file(path):

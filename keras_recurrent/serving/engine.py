@@ -1,25 +1,41 @@
 """Engine that generates for many requests at once, on one thread."""
 
+import os
 import threading
+import weakref
 
 import keras
 import numpy as np
 
 from keras_recurrent.chat.templates import tokenize_prompts
-from keras_recurrent.checks.arguments import check_number, check_positive_integer, is_integer
+from keras_recurrent.checks.arguments import (
+    check_number,
+    check_positive_integer,
+    check_unicode,
+    is_integer,
+)
 from keras_recurrent.checks.token_ids import check_token_ids
 from keras_recurrent.generation.chat import is_messages, start_turn
 from keras_recurrent.generation.samplers import as_sampling_params
 from keras_recurrent.generation.sampling import make_sampling
+from keras_recurrent.generation.sampling_params import explains_options
 from keras_recurrent.generation.stop_strings import check_stop_strings
 from keras_recurrent.generation.stream import StreamedText
-from keras_recurrent.generation.text import TokenTexts, hidden_stop_tokens
+from keras_recurrent.generation.text import TokenBytes, hidden_stop_tokens
 from keras_recurrent.serving.message_ends import MessageEnds
 from keras_recurrent.serving.prefix_cache import PrefixCache
-from keras_recurrent.serving.request import EngineClosed, EngineFull, EngineRequest, PromptTooLong
+from keras_recurrent.serving.request import (
+    EngineClosed,
+    EngineFull,
+    EngineRequest,
+    PromptTooLong,
+    check_process,
+)
 from keras_recurrent.serving.scheduler import Scheduler
 from keras_recurrent.serving.sequence import Sequence
 from keras_recurrent.serving.slots import Slots
+
+MAX_LOGPROBS = 20  # of a token, as in OpenAI's API
 
 
 class Engine:
@@ -106,18 +122,20 @@ class Engine:
         prefixes = PrefixCache(model, prefix_cache_bytes, self.max_length, prefix_cache_dir)
         self._prefixes, self._num_requests = prefixes, 0
         self._message_ends = MessageEnds(model.preprocessor)
-        self._texts = model.preprocessor and TokenTexts(model.preprocessor)
+        self._texts = model.preprocessor and TokenBytes(model.preprocessor)
         try:
             self._slots = Slots(model, loops, num_slots, self.max_length, prefill_chunk)
         except BaseException:
             prefixes.close()
             raise
         self._scheduler = Scheduler(self._slots, prefixes)
-        self._is_closed, self._error = False, None
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._changed, self._pid = self._scheduler.changed, os.getpid()
+        # The thread has no reference to this object. Without one, it finishes all requests.
+        weakref.finalize(self, self._scheduler.close).atexit = False
+        self._thread = threading.Thread(target=self._scheduler.run, name="engine", daemon=True)
         self._thread.start()
 
+    @explains_options
     def submit(
         self,
         prompt,
@@ -126,6 +144,7 @@ class Engine:
         stop=None,
         stop_token_ids="auto",
         timeout=None,
+        cache_salt=None,
     ):
         """Adds a request to the queue.
 
@@ -136,16 +155,23 @@ class Engine:
             max_new_tokens: integer. None: up to `max_length` of the engine.
             stop, stop_token_ids: as in `generate`.
             timeout: number, seconds from now, after which the request ends. None: no limit.
+            cache_salt: string. Only requests with the same salt share states of the prefix cache,
+                whose number of cached tokens and speed tell about earlier prompts. None: shares
+                with all requests without a salt.
 
         Returns:
             An `EngineRequest`.
 
         Raises:
             EngineFull: `max_queued` requests are waiting.
-            EngineClosed: the engine is closed, or failed.
-            ValueError: the prompt is empty, prompt and new tokens together exceed `max_length`, or
-                an option is invalid as in `generate`.
+            EngineClosed: the engine is closed, failed, or was created before a fork.
+            ValueError: the prompt is empty, prompt and new tokens together exceed `max_length`,
+                `logprobs` is above 20, or an option is invalid as in `generate`.
         """
+        check_process(self._pid)
+        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+            raise ValueError(f"`cache_salt` must be a string of text, or None; got {cache_salt!r}.")
+        check_unicode("cache_salt", cache_salt or "")
         tokens, turn = self._tokenize(prompt)
         free_length = self.max_length - len(tokens)
         if max_new_tokens is not None:
@@ -170,16 +196,21 @@ class Engine:
         if sampling is not None and isinstance(sampling, (list, tuple)):
             raise ValueError(f"`sampling` must be one `SamplingParams` or None; got {sampling!r}.")
         sampling = make_sampling(self.model, sampling, [tokens])
+        if (sampling.params[0].logprobs or 0) > MAX_LOGPROBS:
+            raise ValueError(
+                f"`logprobs` must be at most {MAX_LOGPROBS} in an engine; got "
+                f"{sampling.params[0].logprobs}. Pass fewer, or use `generate`."
+            )
         if preprocessor is not None:
             hidden = [id for id in hidden_stop_tokens(preprocessor) if id in stops]
             text = StreamedText(preprocessor, tokens[-1], strings, hidden, self._texts)
         ends = self._message_ends.find(turn) if turn and self._prefixes.is_enabled else ()
         request = EngineRequest(len(tokens), preprocessor is not None)
-        options = max_new_tokens or free_length, stops, text, timeout, ends
+        options = max_new_tokens or free_length, stops, text, timeout, ends, cache_salt
         sequence = Sequence(request, tokens, sampling, *options)
         with self._changed:
-            if self._is_closed:
-                raise EngineClosed("The engine is closed.") from self._error
+            if self.is_closed:
+                raise EngineClosed("The engine is closed.") from self._scheduler.error
             if not self._scheduler.add(sequence, self.max_queued):
                 raise EngineFull(
                     f"{self.max_queued} requests are waiting, the maximum (`max_queued`). Try "
@@ -196,6 +227,7 @@ class Engine:
             turn = start_turn(model, prompt, None)
             prompt = turn.inputs
         if isinstance(prompt, str):
+            check_unicode("prompt", prompt)
             if preprocessor is None:
                 raise ValueError(
                     "`prompt` must be token ids: the model has no preprocessor; got a string. Load "
@@ -212,7 +244,7 @@ class Engine:
             if not is_row or tokens.dtype.kind not in "iu":
                 raise ValueError(
                     "`prompt` must be a string, a list of messages, or a list of token ids; got "
-                    f"{prompt!r}."
+                    f"{prompt!r:.200}."
                 )
             check_token_ids("prompt", tokens, model.backbone.vocabulary_size)
         if not len(tokens):
@@ -225,7 +257,7 @@ class Engine:
     @property
     def is_closed(self):
         """True after `close`, and after a failure."""
-        return self._is_closed
+        return self._scheduler.is_closed
 
     def stats(self):
         """Returns a dictionary of the current load, and of counts since the engine was created.
@@ -263,13 +295,12 @@ class Engine:
             A list of the `EngineRequest`s that had not ended, each with its `finish_reason`.
         """
         with self._changed:
-            self._is_closed = True
+            self._scheduler.close()
             requests = [sequence.request for sequence in self._scheduler.sequences]
-            self._changed.notify_all()
         may_wait = threading.current_thread() is not self._thread
         if wait is not True:
             if may_wait:
-                self._thread.join(float(wait))
+                self._thread.join(min(wait, threading.TIMEOUT_MAX))
             for request in requests:
                 request.cancel()
         if may_wait:
@@ -281,26 +312,6 @@ class Engine:
 
     def __exit__(self, *error):
         self.close(wait=error[0] is None)
-
-    def _run(self):
-        """Runs the device until the engine is closed and all requests have ended."""
-        try:
-            while True:
-                with self._changed:
-                    while self._scheduler.is_idle and not self._is_closed:
-                        self._changed.wait()
-                if self._scheduler.is_idle:
-                    break
-                self._scheduler.advance()
-        except BaseException as error:
-            failure = EngineClosed(f"The engine failed: {error!r}")
-            failure.__cause__ = error
-            with self._changed:
-                self._is_closed, self._error = True, failure
-            self._scheduler.fail(failure)
-        finally:
-            self._slots.close()
-            self._prefixes.close()
 
 
 def _check_model(model):

@@ -43,8 +43,8 @@ class PrefixCache:
         self._files: Any = None
         if folder is not None and self.is_enabled:
             self._files = PrefixFiles(model, max_bytes, max_length, folder, self._prefixes.get)
-            for token_ids, state in self._files.read(model):
-                self.add(token_ids, state)
+            for stored in self._files.read(model):
+                self._add(*stored)
             self._files.start()
 
     @property
@@ -53,7 +53,7 @@ class PrefixCache:
 
     def restore(self, sequence):
         """Starts a sequence from the longest stored prefix of its prompt without the last token."""
-        prompt, found, checksum, start = sequence.prompt, None, hashlib.sha256(), 0
+        prompt, found, checksum, start = sequence.prompt, None, _checksum(sequence.salt), 0
         for length in sorted(self._lengths):
             if length >= len(prompt):
                 break
@@ -68,19 +68,25 @@ class PrefixCache:
             self.num_hits += 1
             self.num_tokens += length
 
-    def add(self, token_ids, state):
+    def add(self, token_ids, state, salt=None):
         """Stores the state after some tokens, unless it is stored.
 
         Args:
             token_ids: an int32 array.
             state: the state of the backbone after them, of batch size 1.
+            salt: string; only sequences with this salt start from the state. None: only sequences
+                without a salt.
         """
         if self.is_enabled and len(token_ids):
-            name = _name(token_ids)
-            if name not in self._prefixes:
-                self._store(name, np.array(token_ids), state)
-            if name in self._prefixes:
-                self._use(name)
+            checksum = _checksum(salt)
+            checksum.update(token_ids.tobytes())
+            self._add(checksum.digest(), token_ids, state)
+
+    def _add(self, name, token_ids, state):
+        if name not in self._prefixes:
+            self._store(name, np.array(token_ids), state)
+        if name in self._prefixes:
+            self._use(name)
 
     def _use(self, name):
         self._prefixes.move_to_end(name)
@@ -106,6 +112,6 @@ class PrefixCache:
             self._files.close()
 
 
-def _name(token_ids):
-    """Returns the name of the state after some tokens, an int32 array."""
-    return hashlib.sha256(token_ids.tobytes()).digest()
+def _checksum(salt):
+    """Returns the hash that becomes the name of a state when it is updated with its tokens."""
+    return hashlib.sha256(b"" if salt is None else hashlib.sha256(salt.encode()).digest())

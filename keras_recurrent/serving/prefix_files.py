@@ -58,7 +58,7 @@ class PrefixFiles:
         self._thread = threading.Thread(target=self._run, name="prefix-files", daemon=True)
         try:
             self._folder = os.fspath(folder)
-            os.makedirs(self._folder, exist_ok=True)
+            os.makedirs(self._folder, mode=0o700, exist_ok=True)  # for tokens of users
             self._others = self._scan()
         except (OSError, TypeError) as error:
             raise ValueError(
@@ -89,7 +89,7 @@ class PrefixFiles:
         return os.path.join(self._folder, name)
 
     def read(self, model):
-        """Yields the tokens and the state of each file, the least recently used first.
+        """Yields name, tokens and state of each file, the least recently used first.
 
         Files that are damaged or belong to other models are left out with a warning.
         """
@@ -112,7 +112,8 @@ class PrefixFiles:
                 log.warning("%s is not used: %s", self._path(name), error)
                 self._nbytes -= self._sizes.pop(name)  # so that it may be written anew
                 continue
-            yield cache.token_ids[0][:-1], cache.state
+            digest = name.removeprefix(f"{self._model}-").removesuffix(SUFFIX)
+            yield bytes.fromhex(digest), cache.token_ids[0][:-1], cache.state
 
     def start(self):
         self._thread.start()

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import logging
+import os
 import threading
 import time
 from typing import Any, NamedTuple
@@ -16,6 +17,15 @@ class EngineFull(RuntimeError):
 
 class EngineClosed(RuntimeError):
     """Error of `Engine.submit` after `close`, and of requests whose engine failed."""
+
+
+def check_process(pid):
+    """Raises an `EngineClosed` unless this is the process `pid`, which has the engine's thread."""
+    if pid != os.getpid():
+        raise EngineClosed(
+            f"The engine runs in process {pid}, of which this process, {os.getpid()}, is a fork "
+            "without the engine's thread. Create the engine after the fork."
+        )
 
 
 class PromptTooLong(ValueError):
@@ -82,7 +92,7 @@ class EngineRequest:
     """
 
     def __init__(self, num_prompt_tokens, has_text):
-        self.num_prompt_tokens = num_prompt_tokens
+        self.num_prompt_tokens, self._pid = num_prompt_tokens, os.getpid()
         self._begin, self._first = time.monotonic(), None
         self._text: list[str] | None = [] if has_text else None
         self._token_ids: list[int] = []
@@ -98,6 +108,7 @@ class EngineRequest:
         return self
 
     def __next__(self):
+        check_process(self._pid)
         with self._changed:
             self._changed.wait_for(lambda: self._deltas or self.done)
             if self._deltas:
@@ -124,10 +135,12 @@ class EngineRequest:
 
         Raises:
             TimeoutError: the request has not ended; it continues.
-            EngineClosed: the engine failed.
+            EngineClosed: the engine failed, or this process is a fork of that of the engine.
         """
+        check_process(self._pid)
+        seconds = None if timeout is None else min(timeout, threading.TIMEOUT_MAX)
         with self._changed:
-            if not self._changed.wait_for(lambda: self.done, timeout):
+            if not self._changed.wait_for(lambda: self.done, seconds):
                 raise TimeoutError(f"The request has not ended after {timeout} seconds.")
         if self._error is not None:
             raise self._error
@@ -141,7 +154,7 @@ class EngineRequest:
         """Calls `function(request)` at the end of the request, or at once if it has ended.
 
         It runs in the engine's thread, which it must not block, or in the calling thread if the
-        request has already ended. Its errors are logged.
+        request has already ended. Its errors are logged, `SystemExit` as well.
         """
         with self._changed:
             if not self.done:
@@ -195,7 +208,10 @@ class EngineRequest:
         """Calls a function of the caller, whose error must not end the engine."""
         try:
             function(argument)
-        except Exception:
+        except BaseException as error:
+            is_signal = threading.current_thread() is threading.main_thread()
+            if is_signal and not isinstance(error, Exception):
+                raise
             logging.getLogger(__name__).exception("A callback failed; its request is cancelled.")
             self._listener = _ignore
             self.cancel()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from keras_recurrent.serving.prefix_cache import MIN_TOKENS
+from keras_recurrent.serving.request import EngineClosed
 
 # While n requests are queued although slots are free, the bound on delays of steps is multiplied by
 # 1 + n // `WAITING_PER_FACTOR`, at most by `MAX_FACTOR`.
@@ -25,12 +26,16 @@ class Scheduler:
     Attributes:
         num_tokens, num_prompt_tokens: integers, numbers of generated tokens and of processed tokens
             of prompts.
+        changed: a `threading.Condition`, which is notified of new sequences and of `close`.
+        is_closed: boolean, True after `close` and after a failure.
+        error: the `EngineClosed` of a failure, or None.
     """
 
     def __init__(self, slots, prefixes):
         self._slots, self._prefixes = slots, prefixes
         self._queue: collections.deque[Any] = collections.deque()
         self._lock = threading.Lock()
+        self.changed, self.is_closed, self.error = threading.Condition(), False, None
         self._prompts: list[Any] = []  # sequences whose prompts are being processed
         self._ready: list[Any] = []  # sequences that wait for a slot
         self._program: Any = None  # remaining parts of a program, and the cost of one part
@@ -75,6 +80,32 @@ class Scheduler:
     def is_idle(self):
         waiting = self._queue or self._prompts or self._ready
         return not (waiting or self._program or self._ahead or self._slots.num_active)
+
+    def run(self):
+        """Runs the device until `close` and the end of all sequences."""
+        try:
+            while True:
+                with self.changed:
+                    while self.is_idle and not self.is_closed:
+                        self.changed.wait()
+                if self.is_idle:
+                    break
+                self.advance()
+        except BaseException as error:
+            failure = EngineClosed(f"The engine failed: {error!r}")
+            failure.__cause__ = error
+            with self.changed:
+                self.is_closed, self.error = True, failure
+            self.fail(failure)
+        finally:
+            self._slots.close()
+            self._prefixes.close()
+
+    def close(self):
+        """Ends `run` after the last sequence; no sequences are added from now on."""
+        with self.changed:
+            self.is_closed = True
+            self.changed.notify_all()
 
     def advance(self):
         """Processes chunks of prompts, and one token of each sequence in a slot."""
@@ -195,7 +226,8 @@ class Scheduler:
             if sequence not in self._prompts:  # it has ended
                 continue
             if row is not None:
-                self._prefixes.add(sequence.prompt[:stop], self._slots.prompt_state(row))
+                state = self._slots.prompt_state(row)
+                self._prefixes.add(sequence.prompt[:stop], state, sequence.salt)
             if stop == len(sequence.prompt) - 1:
                 self._ready.append(sequence)
                 self._prompts.remove(sequence)
@@ -209,7 +241,12 @@ class Scheduler:
             if logprobs:
                 row = type(logprobs)(*(a[slot : slot + 1] for a in logprobs))
             self.num_tokens += 1
-            reason = sequence.add(tokens[slot], row)
+            try:
+                reason = sequence.add(tokens[slot], row)
+            except UnicodeDecodeError as error:  # of a strict tokenizer
+                self._slots.remove(sequence, is_active=True)
+                sequence.end(error=error)
+                continue
             if reason is not None:
                 ended.append((sequence, reason))
         for sequence, reason in ended:  # last, so that no token waits for it
@@ -221,7 +258,7 @@ class Scheduler:
         if self._prefixes.is_enabled:
             new = sequence.token_ids if is_ahead else sequence.token_ids[:-1]
             consumed = np.append(sequence.prompt, np.array(new, "int32"))
-            self._prefixes.add(consumed, self._slots.state(sequence))
+            self._prefixes.add(consumed, self._slots.state(sequence), sequence.salt)
         self._slots.remove(sequence, is_active=is_ahead)
         sequence.end(reason)
 

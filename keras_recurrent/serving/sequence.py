@@ -1,6 +1,7 @@
 """Sequence of one request, as the thread of the engine generates it."""
 
 import time
+from threading import TIMEOUT_MAX
 from typing import Any
 
 from keras_recurrent.generation.output import token_logprobs
@@ -21,6 +22,7 @@ class Sequence:
         text: the `StreamedText`, or None without a preprocessor.
         timeout: number, seconds from now, or None.
         ends: a tuple of integers, numbers of tokens after which the state is saved.
+        salt: string, `cache_salt` of the request, or None.
 
     Attributes:
         token_ids: a list of integers, the new tokens.
@@ -40,15 +42,17 @@ class Sequence:
         text=None,
         timeout=None,
         ends=(),
+        salt=None,
     ):
         self.request, self.prompt, self.sampling, self.ends = request, prompt, sampling, ends
-        self.max_new_tokens, self.stop_token_ids = max_new_tokens, stop_token_ids
+        self.max_new_tokens, self.stop_token_ids = max_new_tokens, frozenset(stop_token_ids)
+        self.salt = salt
         self.params = sampling.params[0]
         self.token_ids: list[int] = []
         self.num_cached, self.num_processed = 0, 0
         self.row: Any = None
         self._text, self._numbers = text, iter(())
-        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._deadline = None if timeout is None else time.monotonic() + min(timeout, TIMEOUT_MAX)
 
     def next_number(self):
         """Returns the random number of the next token."""

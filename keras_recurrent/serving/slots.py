@@ -150,7 +150,7 @@ class Slots:
         self._reserve(sequence)
         self._num_stops = self._needed_stops(sequence)
         stops = np.full(self._num_stops, -1, "int32")
-        stops[: len(sequence.stop_token_ids)] = sequence.stop_token_ids
+        stops[: len(sequence.stop_token_ids)] = sorted(sequence.stop_token_ids)
         row = sequence.row if sequence.row is not None else self._rows.initial_row
         self._rows.insert(slot, row, sequence.prompt[-1], sequence.max_new_tokens, stops)
         sequence.row, self.sequences[slot] = None, sequence

@@ -1,7 +1,9 @@
 """Engine: requests that join and leave a running batch."""
 
 import contextlib
+import gc
 import importlib
+import os
 import random
 import threading
 import time
@@ -266,6 +268,72 @@ def test_requests_end_from_outside(model, engine):
 
 
 @needs_engine
+@pytest.mark.once
+def test_a_listener_that_exits_ends_its_request_only(engine):
+    """`SystemExit` in a listener ends the engine, and all requests with it."""
+
+    def leave(argument):
+        raise SystemExit
+
+    request, other = (_submit(engine, 1, stop_token_ids=None, max_new_tokens=99) for _ in range(2))
+    request.set_listener(leave)
+    other.add_done_callback(leave)
+    assert request.result(60).finish_reason == "cancelled"
+    assert other.result(60).finish_reason == "length"
+    assert not engine.is_closed
+
+
+@needs_engine
+@pytest.mark.once
+def test_bytes_that_a_tokenizer_rejects_end_their_request_only(model, engine, monkeypatch):
+    """The text of one request ends the engine, and all requests with it."""
+    from keras_recurrent.generation.stream import StreamedText
+
+    request, add = _submit(engine, 1, max_new_tokens=99), StreamedText.add
+    monkeypatch.setattr(StreamedText, "add", lambda *_: b"\xff".decode())
+    with pytest.raises(UnicodeDecodeError):
+        request.result(60)
+    monkeypatch.setattr(StreamedText, "add", add)
+    assert _submit(engine, 1).result(60).token_ids
+
+
+@needs_engine
+@pytest.mark.once
+def test_huge_numbers_are_as_no_limit(engine):
+    """A number that does not fit into 32 bits or a timer ends the request with OverflowError."""
+    for top_p in (1.0, 0.9):
+        sampling = SamplingParams(top_k=2**31, top_p=top_p, seed=1)
+        request = engine.submit("a", sampling, max_new_tokens=2, timeout=10**400)
+        answer = request.result(10**400)
+        unlimited = SamplingParams(top_p=top_p, seed=1)
+        assert engine.submit("a", unlimited, 2).result(60).token_ids == answer.token_ids
+
+
+@needs_engine
+@pytest.mark.once
+def test_an_engine_that_is_dropped_finishes_and_ends(model):
+    """Each engine that a program drops keeps a thread and its memory, or loses requests."""
+    engine = Engine(model, num_slots=1, max_length=200)
+    thread, request = engine._thread, _submit(engine, 1)
+    del engine
+    gc.collect()
+    assert request.result(60).token_ids
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+@needs_engine
+@pytest.mark.once
+def test_a_fork_of_an_engine_refuses(engine, monkeypatch):
+    """A request in a fork, which has no engine's thread, waits for ever."""
+    request = _submit(engine, 1)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    for call in (lambda: _submit(engine, 1), request.result, lambda: next(request)):
+        with pytest.raises(EngineClosed, match="after the fork"):
+            call()
+
+
+@needs_engine
 def test_full_and_closed_engines_refuse(model):
     """A closed engine drops requests, or the queue grows without limit."""
     options = {"max_length": 200, "prefill_chunk": 8, "prefix_cache_bytes": 0}
@@ -439,6 +507,13 @@ def test_features_that_keep_all_tokens_are_not_covered_by_sorted_ones():
         ("a" * 2000, {}, "`max_length` of the engine is 2000"),
         ("a", {"timeout": -1}, "`timeout`"),
         ("a", {"stop": []}, "`stop`"),
+        ("a", {"stop": ["a"] * 17}, "`stop` must have at most 16"),
+        ("a", {"sampling": SamplingParams(logprobs=21)}, "`logprobs` must be at most 20"),
+        ("a", {"cache_salt": ""}, "`cache_salt` must be"),
+        ("\ud800", {}, "`prompt` must be valid Unicode"),
+        ([{"role": "user", "content": "\ud800"}], {}, "`messages`.*surrogates"),
+        ([2**70], {}, "`prompt` must be"),
+        ("a", {"max_new_tokens": 2**70}, "`max_length` of the engine is 2000"),
         ("a", {"sampling": [SamplingParams()]}, "one `SamplingParams`"),
     ],
 )

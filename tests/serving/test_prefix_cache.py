@@ -54,9 +54,10 @@ def add(cache, model, *names):
         cache.add(np.array(name, "int32"), state)
 
 
-def find_stored(cache, *names):
+def find_stored(cache, *names, salt=None):
     """Returns the names of which there is a state."""
-    sequences = [types.SimpleNamespace(prompt=np.array([*n, 0], "int32"), row=None) for n in names]
+    prompts = [np.array([*name, 0], "int32") for name in names]
+    sequences = [types.SimpleNamespace(prompt=p, row=None, salt=salt) for p in prompts]
     for sequence in sequences:
         cache.restore(sequence)
     return [n for n, sequence in zip(names, sequences, strict=True) if sequence.row is not None]
@@ -91,6 +92,21 @@ def test_files_are_the_last_used_states(model, tmp_path, monkeypatch, logs):
     assert find_stored(cache, a, b, c, d, e) == [a, c, e]
     cache.close()
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_prefix_cache_with_salt_shares_no_states(model, tmp_path):
+    """A client finds out which prompts others have sent, also after a restart; or all may read."""
+    folder, a = tmp_path / "new", (1, 1)
+    cache = PrefixCache(model, 10**6, MAX_LENGTH, folder)
+    state = model.backbone.get_initial_state(1, max_length=MAX_LENGTH)
+    cache.add(np.array(a, "int32"), state, "alice")
+    for restarted in (False, True):
+        if restarted:
+            cache = PrefixCache(model, 10**6, MAX_LENGTH, folder)
+        assert find_stored(cache, a, salt="alice") == [a]
+        assert find_stored(cache, a, salt="bob") == find_stored(cache, a) == []
+        cache.close()
+    assert [path.stat().st_mode & 0o777 for path in (folder, *folder.iterdir())] == [0o700, 0o600]
 
 
 def test_states_that_are_soon_dropped_are_not_written(model, tmp_path, monkeypatch):
