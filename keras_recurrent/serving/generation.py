@@ -92,23 +92,27 @@ class Generation:
     async def events(self):
         """Yields the `Event`s of all requests, until they have ended.
 
-        Deltas that arrive while the client is slow are one event.
+        Deltas that arrive while the client is slow are one event. The first log probabilities come
+        with the first text, which shows whether the tokenizer dropped a space before it.
 
         Raises:
             Exception: the error with which the engine ended a request.
         """
         sent = [0] * len(self._requests)
+        withheld = [[] for _ in self._requests]
         while None in self.completions:
             for index, deltas, is_done in self._group([await self._queue.get()]):
                 text = "".join(delta.text or "" for delta in deltas)
-                logprobs = [each for delta in deltas for each in delta.logprobs]
+                logprobs = withheld[index] + [x for delta in deltas for x in delta.logprobs]
                 sent[index] += len(text)
+                has_begun = sent[index] or any(delta.text is None for delta in deltas)
+                withheld[index] = [] if has_begun else logprobs
                 if is_done:
                     completion = self._requests[index].result(timeout=0)
                     self.completions[index] = completion
                     text += (completion.text or "")[sent[index] :]
                     yield Event(index, text, logprobs, completion)
-                elif text or logprobs:
+                elif text or (logprobs and has_begun):
                     yield Event(index, text, logprobs)
 
     def _group(self, items):

@@ -150,7 +150,12 @@ class CompletionBody(SamplingBody):
         | Annotated[list[Count], limited()]
         | Annotated[list[Annotated[list[Count], limited()]], limited(MAX_PROMPTS)]
     )
-    logprobs: int | None = pydantic.Field(default=None, ge=0, le=20)
+    top_logprobs: int | None = pydantic.Field(default=None, ge=0, le=20, alias="logprobs")
+
+    @property
+    def logprobs(self):
+        """True if log probabilities are requested, as in `ChatBody`."""
+        return self.top_logprobs is not None
 
     @property
     def prompts(self):
@@ -164,7 +169,7 @@ class CompletionBody(SamplingBody):
 
     @property
     def sampling(self):
-        return self.sampling_params(self.logprobs)
+        return self.sampling_params(self.top_logprobs)
 
 
 class TextPart(Body):

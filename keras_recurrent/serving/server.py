@@ -86,7 +86,6 @@ class Service:
         preprocessor = self.engine.model.preprocessor
         if isinstance(body, ChatBody) and getattr(preprocessor, "chat_template", None) is None:
             raise ApiError(400, NO_TEMPLATE, param="messages")
-        salt = {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
         requests = []
         try:
             for prompt in body.prompts:
@@ -97,7 +96,7 @@ class Service:
                         max_new_tokens=body.max_new_tokens,
                         stop=body.stop or None,
                         timeout=self.timeout,
-                        **salt,
+                        cache_salt=body.cache_salt,
                     )
                 )
             return requests
@@ -211,8 +210,7 @@ async def _parse(request, body_type):
 async def _respond(service, request, body_type, form_type):
     body = await _parse(request, body_type)
     service.check_model(body.model)
-    has_logprobs = body.logprobs is not None and body.logprobs is not False
-    form = form_type(body.model, service.tokens, has_logprobs)
+    form = form_type(body.model, service.tokens, bool(body.logprobs))
     generation = await service.start(body, form)
     if body.stream:
         return EventStream(service, generation, form, body)

@@ -44,10 +44,12 @@ def test_streamed_log_probabilities_are_those_of_the_whole_answer(name):
         last = int(rng.choice(alphabet))
         text = StreamedText(preprocessor, last, ("lXb", "€p", "zz"), (), known)
         chunks = [text.add(token, n == 11) for n, token in enumerate(token_ids)]
-        streamed = [
-            form.chunk(2 * index, chunk, logprobs_of([token], [(token, -1.0)]))
-            for chunk, token in zip(chunks, token_ids, strict=True)
-        ]
+        streamed, withheld = [], []
+        for n, (chunk, token) in enumerate(zip(chunks, token_ids, strict=True)):
+            withheld += logprobs_of([token], [(token, -1.0)])
+            if chunk or streamed or n == 11:  # as `Generation.events`
+                streamed.append(form.chunk(2 * index, chunk, withheld))
+                withheld = []
         parts = [body["choices"][0]["logprobs"] for body in streamed]
         joined = {key: [x for part in parts for x in part[key]] for key in parts[0]}
         logprobs = [each for t in token_ids for each in logprobs_of([t], [(t, -1.0)])]
