@@ -993,6 +993,59 @@ FAULTS = [
         tests={"torch": "checkpoints/test_lightning_hybrid.py::test_chat[minicpm_sala]"},
     ),
     Fault(
+        "added_token_inside_the_file",
+        "keras_recurrent/tokenizers/sentence_piece_tokenizer.py",
+        old="if id >= size or file.IdToPiece(id) != token",
+        new="if id >= size",
+        tests={
+            "torch": "tokenizers/test_sentence_piece_tokenizer.py"
+            "::test_added_tokens_replace_tokens_of_the_file"
+        },
+    ),
+    Fault(
+        "symbols_in_messages_are_special",
+        "keras_recurrent/tokenizers/sentence_piece_tokenizer.py",
+        old="                piece.piece = name\n",
+        new="                names[piece.piece] = piece.piece\n",
+        tests={
+            "torch": "chat/test_special_tokens.py::test_messages_write_no_special_tokens[symbols]"
+        },
+    ),
+    Fault(
+        "any_end_token_becomes_special",
+        "keras_recurrent/tokenizers/bpe_file.py",
+        old="if id in self._added_ids or self.encode([self.tokens[id]]) != [[id]]:",
+        new="if True:",
+        tests={
+            "torch": "tokenizers/test_bpe_tokenizer.py"
+            "::test_ordinary_tokens_as_padding_stay_ordinary"
+        },
+    ),
+    Fault(
+        "private_characters_of_messages",
+        "keras_recurrent/chat/worker.py",
+        old="return text.translate(dict.fromkeys(self._characters, OTHER))",
+        new="return text",
+        tests={"torch": "chat/test_special_tokens.py::test_messages_write_no_special_tokens[bpe]"},
+    ),
+    Fault(
+        "any_role",
+        "keras_recurrent/chat/templates.py",
+        old='if message["role"] not in ROLES:',
+        new="if False:",
+        tests={"torch": "chat/test_special_tokens.py::test_messages_of_other_roles_are_refused"},
+    ),
+    Fault(
+        "response_begins_after_a_shared_token",
+        "keras_recurrent/tokenizers/checkpoint_files.py",
+        old="bisect.bisect_right(offsets, begin, key=by_end),",
+        new="bisect.bisect_left(offsets, begin, key=by_begin),",
+        tests={
+            "torch": "models/test_responses.py"
+            "::test_a_prompt_with_its_response_has_the_tokens_of_the_joined_text[default]"
+        },
+    ),
+    Fault(
         "added_tokens_have_text",
         "keras_recurrent/tokenizers/sentence_piece_tokenizer.py",
         old="[id for id in row if id not in self._added]",

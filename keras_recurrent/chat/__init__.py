@@ -3,3 +3,6 @@
 Templates come with checkpoints and are not trusted. `worker.py` renders them in a separate process,
 which `rendering.py` starts and ends.
 """
+
+# Roles of messages. Special tokens may contain a role, such as `<|user|>`, so others are refused.
+ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -51,13 +51,14 @@ class ChatPreprocessing:
         ended if a template takes more than 2 seconds. Requires the extra `chat` of this package.
 
         Args:
-            messages: a list of dictionaries with the strings `"role"`, such as `"user"` or
-                `"assistant"`, and `"content"`. Further keys are for the template.
+            messages: a list of dictionaries with the strings `"role"`, which is `"system"`,
+                `"developer"`, `"user"`, `"assistant"` or `"tool"`, and `"content"`. Further keys
+                are for the template.
             add_generation_prompt: boolean, ends the prompt with the beginning of an answer.
 
         Returns:
             A string. `generate`, `stream` and `prefill` of the models tokenize it with its special
-            tokens, and add no second start token. Special tokens in `content` are plain text. This
+            tokens, and add no second start token. Special tokens in messages are plain text. This
             holds for the returned object and its slices, not for other strings made from it.
 
         Raises:

@@ -30,7 +30,8 @@ def render(source, variables):
         variables: a dictionary of variables of the template, which JSON can represent.
 
     Returns:
-        The text, at most 1 MB in UTF-8.
+        The text, at most 1 MB in UTF-8, and a copy of it that has other characters in the place of
+        those that come from the content of messages.
 
     Raises:
         ValueError: the template is invalid, fails or calls `raise_exception`; it returns more than
@@ -43,7 +44,7 @@ def render(source, variables):
         reply = _exchange(_running_process(), request)
     if "error" in reply:
         raise ValueError(reply["error"])
-    return reply["text"]
+    return reply["text"], reply["template_text"]
 
 
 def _exchange(process, request):

@@ -5,11 +5,10 @@ import re
 
 import numpy as np
 
+from keras_recurrent.chat import ROLES
 from keras_recurrent.chat.rendering import render
-from keras_recurrent.tokenizers.checkpoint_files import tokenize_around
+from keras_recurrent.tokenizers.checkpoint_files import names_pattern, tokenize_parts
 
-# Names of special tokens in the source of a template.
-TOKEN_NAME = re.compile(r"<[^<>\s'\"{}]+>|\[[^\[\]\s'\"{}]+\]")
 # {variable of a template: attribute of a tokenizer}
 TOKEN_VARIABLES = {"bos_token": "start_token", "eos_token": "end_token", "pad_token": "pad_token"}
 QUESTION, ANSWER = "question", "answer"
@@ -18,14 +17,14 @@ QUESTION, ANSWER = "question", "answer"
 class ChatPrompt(str):
     """Prompt that a chat template made from messages.
 
-    A string with the text that transformers renders. The models tokenize it with its special
-    tokens, and add no start token if it begins with one. Special tokens in the content of messages
-    are plain text. Slices are such prompts, too; other operations, such as `prompt + "…"`, return a
+    A string with the text that transformers renders. The models tokenize it with the special tokens
+    that the template wrote, and add no start token if it begins with one. All text from messages is
+    plain text. Slices are such prompts, too; other operations, such as `prompt + "…"`, return a
     `str`, which is plain text throughout.
 
     Attributes:
-        parts: strings, which are the text together. A special token in the content of a message is
-            cut into two parts, so that no part has one that the template did not write.
+        parts: strings, which are the text together: plain text, then alternately a special token
+            and plain text, which may be empty.
         token_ids: a list of token ids, if the prompt was tokenized before, or None.
     """
 
@@ -42,11 +41,15 @@ class ChatPrompt(str):
         if not isinstance(key, slice) or key.step not in (None, 1):
             return super().__getitem__(key)
         begin, end, _ = key.indices(len(self))
-        parts = []
-        for part in self.parts:
-            parts.append(part[max(begin, 0) : max(end, 0)])
+        parts = [""]
+        for number, part in enumerate(self.parts):
+            piece = part[max(begin, 0) : max(end, 0)]
             begin, end = begin - len(part), end - len(part)
-        return ChatPrompt(filter(None, parts))
+            if number % 2 and piece == part:
+                parts += [piece, ""]
+            else:
+                parts[-1] += piece
+        return ChatPrompt(parts)
 
 
 def check_chat_template(template):
@@ -80,6 +83,11 @@ def check_messages(messages):
                     f"`messages`: {key!r} of message {number} must be a string; got "
                     f"{message[key]!r}."
                 )
+        if message["role"] not in ROLES:
+            raise ValueError(
+                f"`messages`: 'role' of message {number} must be one of {', '.join(ROLES)}; got "
+                f"{message['role']!r}."
+            )
         try:
             json.dumps(message, ensure_ascii=False).encode()  # fails for surrogates
         except (TypeError, ValueError, RecursionError) as error:
@@ -100,17 +108,6 @@ def apply_template(template, tokenizer, messages, add_generation_prompt):
     Raises:
         ValueError, ImportError, RuntimeError: as in `rendering.render`.
     """
-    found = re.compile("|".join(map(re.escape, special_tokens(template, tokenizer))))
-    cut = None
-    if any(found.search(text) for text in _strings(messages)):
-        # A character that is in no message marks the cuts: after the first one of the token.
-        given = set(json.dumps(messages, ensure_ascii=False))
-        cut = next(c for c in map(chr, range(0xE000, 0x110000)) if c not in given)
-
-        def insert(match):
-            return match[0][0] + cut + match[0][1:]
-
-        messages = _map_strings(lambda text: found.sub(insert, text), messages)
     variables = {
         "messages": messages,
         "add_generation_prompt": bool(add_generation_prompt),
@@ -121,26 +118,25 @@ def apply_template(template, tokenizer, messages, add_generation_prompt):
         # A variable that is missing renders as nothing, None as "None".
         if getattr(tokenizer, attribute, None) is not None:
             variables[name] = getattr(tokenizer, attribute)
-    text = render(template, variables)
-    return ChatPrompt(text.split(cut) if cut else [text])
+    text, template_text = render(template, variables)
+    # Both texts are equally long, and only the second one is searched for special tokens.
+    parts, at = [], 0
+    for part in re.split(f"({_names(tokenizer)})", template_text):
+        parts.append(text[at : at + len(part)])
+        at += len(part)
+    return ChatPrompt(parts)
 
 
-def special_tokens(template, tokenizer):
-    """Returns the special tokens that the content of messages must not have, longest first."""
-    tokens = set(filter(None, tokenizer.special_tokens))
-    if getattr(tokenizer, "proto", None) is not None:
-        # The file of a SentencePiece tokenizer has more, but does not tell which they are.
-        for name in TOKEN_NAME.findall(template):
-            if tokenizer.id_to_token(tokenizer.token_to_id(name)) == name:
-                tokens.add(name)
-    return sorted(tokens, key=len, reverse=True)
+def _names(tokenizer):
+    """Returns a regular expression of the special tokens that a template may write."""
+    return names_pattern(getattr(tokenizer, "_template_tokens", tokenizer.special_tokens))
 
 
 def tokenize_prompt(tokenizer, prompt):
     """Returns the token ids of a `ChatPrompt`, a list."""
     if prompt.token_ids is not None:
         return prompt.token_ids
-    return [id for part in prompt.parts for id in _tokenize_with_special_tokens(tokenizer, part)]
+    return tokenize_parts(tokenizer, prompt.parts)[0]
 
 
 def tokenize_prompts(tokenizer, texts, add_start_token):
@@ -166,13 +162,6 @@ def tokenize_prompts(tokenizer, texts, add_start_token):
     return rows
 
 
-def _tokenize_with_special_tokens(tokenizer, text):
-    if hasattr(tokenizer, "tokenize_with_special_tokens"):
-        return [int(id) for id in tokenizer.tokenize_with_special_tokens(text)]
-    ids = {tokenizer.id_to_token(id): int(id) for id in tokenizer.special_token_ids}
-    return [int(id) for id in tokenize_around(tokenizer, text, ids)]
-
-
 def end_of_turn(template, tokenizer):
     """Returns the id of the special token after an answer, or None.
 
@@ -183,27 +172,6 @@ def end_of_turn(template, tokenizer):
         text = apply_template(template, tokenizer, messages, False)
     except (ImportError, OSError, RuntimeError, ValueError):
         return None
-    _, answer, rest = text.rpartition(ANSWER)
-    names = "|".join(map(re.escape, special_tokens(template, tokenizer)))
-    found = re.search(names, rest) if answer else None
-    return tokenizer.token_to_id(found[0]) if found else None
-
-
-def _strings(value):
-    """Yields the strings in nested lists and dictionaries, other than keys."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _strings(item)
-
-
-def _map_strings(function, value):
-    """Applies a function to the strings in nested lists and dictionaries, other than keys."""
-    if isinstance(value, str):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: _map_strings(function, item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_map_strings(function, item) for item in value]
-    return value
+    at = text.rfind(ANSWER)
+    names = text[at:].parts[1::2] if at >= 0 else ()
+    return tokenizer.token_to_id(names[0]) if names else None

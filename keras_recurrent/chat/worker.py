@@ -3,19 +3,128 @@
 It imports nothing of this package. It reads requests from standard input and writes replies to
 standard output, one line of JSON each, after a first empty line.
 
+Special tokens may come only from the template, so `TemplateText` records which characters the
+template wrote. String operations are applied to the text, and again to a copy with these characters
+replaced by private ones. Where the two results differ, all characters count as those of messages.
+
     python worker.py '["folder of modules", …]'
 """
 
 import contextlib
 import datetime
 import functools
+import itertools
 import json
+import re
 import sys
+import types
+from typing import Any
 
 MAX_OUTPUT = 1_000_000  # bytes
 MAX_MEMORY = 512 * 1024**2  # bytes of address space, of which Python and jinja2 use 40 MB
 MAX_SECONDS = 10  # ends the process if its parent, which allows 2 seconds, is gone
 MAX_MESSAGE = 500  # characters of an error that a template may choose
+
+OTHER = "\x7f"  # in the place of characters that the template did not write
+# White space and directives of format strings, on which functions of strings depend.
+UNMARKED = re.compile(r"(\s+|%(?:\(\w*\))?[-#0 +.\d]*[a-zA-Z]|\{\w*\})")
+
+
+class TemplateText(str):
+    """Text with `_marked`, its copy with private characters for those that the template wrote."""
+
+    _marked: str
+
+    def __new__(cls, text, marked=None):
+        made = super().__new__(cls, text)
+        made._marked = str.__getitem__(made, slice(None)) if marked is None else marked
+        return made
+
+    def __str__(self):
+        return self
+
+    def __getitem__(self, key):
+        return TemplateText(super().__getitem__(key), self._marked[key])
+
+
+class Marks:
+    """Private characters of one rendering, none of which is in a message.
+
+    Args:
+        used: set of the characters in messages.
+    """
+
+    def __init__(self, used):
+        self._used = used
+        private = map(chr, itertools.chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE)))
+        self._free = (character for character in private if character not in self._used)
+        self._marks, self._characters = {}, {}  # {character: mark}, {code of a mark: character}
+        self.literal = functools.cache(self._mark_text)
+
+    def _mark_text(self, text):
+        """Returns text that the template wrote as a `TemplateText`."""
+        parts = UNMARKED.split(text)
+        parts[::2] = ("".join(map(self._mark, part)) for part in parts[::2])
+        return TemplateText(text, "".join(parts))
+
+    def _mark(self, character):
+        if character not in self._marks:
+            self._marks[character] = mark = next(self._free)
+            self._characters[ord(mark)] = character
+        return self._marks[character]
+
+    def join(self, texts):
+        """Returns texts as one text, with the origin of its characters unless it is too long."""
+        texts = list(map(str, texts))
+        text = "".join(texts)
+        if len(text) > MAX_OUTPUT:
+            return text
+        return TemplateText(text, "".join(map(self._copy, texts)))
+
+    def _copy(self, text):
+        if isinstance(text, TemplateText) or text.isascii():
+            return _marked(text)
+        # A function such as `striptags`, which decodes entities, may have made private characters.
+        self._used.update(text)
+        return text.translate(dict.fromkeys(self._characters, OTHER))
+
+    def trace(self, function, *args, **kwargs):
+        """Calls a function; returns a string as a `TemplateText` if the origin is certain."""
+        given = [list(a) if isinstance(a, types.GeneratorType) else a for a in args]
+        result = function(*given, **kwargs)
+        copies = [_marked(arg) for arg in given]
+        is_text = type(result) in (str, TemplateText) and len(result) <= MAX_OUTPUT
+        if not is_text or copies == given:
+            return result
+        # `replace` finds text of messages only by arguments that are not marked.
+        strings = [i for i, arg in enumerate(given) if isinstance(arg, str)]
+        for plain in ([], strings[1:2]):
+            arguments = [given[i] if i in plain else copy for i, copy in enumerate(copies)]
+            with contextlib.suppress(LookupError, TypeError, ValueError):
+                marked = function(*arguments, **_marked(kwargs))
+                if marked.translate(self._characters) == result:
+                    self._used.update(result)
+                    return TemplateText(result, marked)
+        return result
+
+    def template_text(self, text):
+        """Returns `text` with `OTHER` for each character that the template did not write."""
+        if not isinstance(text, TemplateText):
+            return OTHER * len(text)
+        # White space is not marked; a special token may have some.
+        origins = {ord(c): c if c.isspace() else OTHER for c in set(text._marked)}
+        return text._marked.translate(origins | self._characters)
+
+
+def _marked(value):
+    """Returns the marked copies of texts in nested lists and dictionaries."""
+    if isinstance(value, TemplateText):
+        return value._marked
+    if type(value) in (list, tuple):
+        return type(value)(map(_marked, value))
+    if type(value) is dict:
+        return {key: _marked(item) for key, item in value.items()}
+    return value
 
 
 def make_environment():
@@ -23,6 +132,8 @@ def make_environment():
     import jinja2
     import jinja2.ext
     import jinja2.sandbox
+    import jinja2.visitor
+    from jinja2 import nodes
 
     class Generation(jinja2.ext.Extension):
         """`{% generation %}…{% endgeneration %}`: marks text of the assistant, is its content."""
@@ -33,10 +144,70 @@ def make_environment():
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    class Literals(jinja2.visitor.NodeTransformer):
+        """Marks text of the template, and joins texts by a filter, which is traced."""
+
+        def visit_Const(self, node):
+            return self._literal(node) if isinstance(node.value, str) else node
+
+        def visit_TemplateData(self, node):
+            return self._literal(nodes.Const(node.data))
+
+        def visit_Concat(self, node):
+            self.generic_visit(node)
+            return nodes.Filter(nodes.List(node.nodes), " concat", [], [], None, None)
+
+        def _literal(self, node):
+            return nodes.Filter(node, " literal", [], [], None, None)
+
+    class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+        """Records the origin of characters; `marks` are those of the current rendering."""
+
+        intercepted_binops = frozenset({"+", "*", "%"})
+        marks: Any
+
+        def _parse(self, *args):
+            tree = Literals().visit(super()._parse(*args))
+            return tree.set_environment(self)
+
+        def concat(self, parts):
+            return self.marks.join(parts)
+
+        def call_binop(self, context, operator, left, right):
+            if operator == "+" and {type(left), type(right)} <= {str, TemplateText}:
+                return self.marks.join([left, right])
+            return self.marks.trace(self.binop_table[operator], left, right)
+
+        def call(self, __context, __function, *args, **kwargs):
+            owner = getattr(getattr(__function, "__wrapped__", __function), "__self__", None)
+            if not isinstance(owner, str):
+                return super().call(__context, __function, *args, **kwargs)
+
+            def method(text, *args, **kwargs):
+                return super(Sandbox, self).call(
+                    __context, self.getattr(text, __function.__name__), *args, **kwargs
+                )
+
+            return self.marks.trace(method, owner, *args, **kwargs)
+
+    def traced(function):
+        @functools.wraps(function)
+        def filter(*args, **kwargs):
+            return environment.marks.trace(function, *args, **kwargs)
+
+        return filter
+
+    environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = to_json
+    environment.filters = {name: traced(f) for name, f in environment.filters.items()}
+    # A filter of the context is not evaluated at compilation. Templates cannot write these names.
+    context_filter = jinja2.pass_context
+    environment.filters[" literal"] = context_filter(
+        lambda _, text: environment.marks.literal(text)
+    )
+    environment.filters[" concat"] = context_filter(lambda _, texts: environment.marks.join(texts))
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = strftime_now
     return environment
@@ -65,10 +236,17 @@ def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
     )
 
 
-def render(compile_template, source, variables):
-    """Returns `{"text": …}`, or `{"error": …}` with a message for the user."""
+def render(environment, compile_template, source, variables):
+    """Returns `{"text": …, "template_text": …}`, or `{"error": …}` with a message for the user.
+
+    Strings in `variables`, and the roles of messages, count as text of the template.
+    """
     chunks, size = [], 0
+    marks = environment.marks = Marks(set(json.dumps(variables, ensure_ascii=False)))
     try:
+        variables = {k: marks.literal(v) if type(v) is str else v for k, v in variables.items()}
+        for message in variables["messages"]:
+            message["role"] = marks.literal(message["role"])
         for chunk in compile_template(source).generate(variables):
             size += len(chunk.encode("utf-8", "surrogatepass"))
             if size > MAX_OUTPUT:
@@ -82,7 +260,8 @@ def render(compile_template, source, variables):
         name = type(error).__name__
         line = f" in line {error.lineno}" if hasattr(error, "lineno") else ""
         return {"error": f"`chat_template` failed with {name}{line}: {str(error)[:MAX_MESSAGE]}"}
-    return {"text": "".join(chunks)}
+    template_text = "".join(map(marks.template_text, chunks))
+    return {"text": "".join(chunks), "template_text": template_text}
 
 
 def limit_resources():
@@ -100,12 +279,13 @@ def limit_resources():
 
 
 def main():
-    compile_template = functools.lru_cache(maxsize=8)(make_environment().from_string)
+    environment = make_environment()
+    compile_template = functools.lru_cache(maxsize=8)(environment.from_string)
     alarm = limit_resources()
     print(flush=True)
     for line in sys.stdin:
         alarm(MAX_SECONDS)
-        reply = json.dumps(render(compile_template, **json.loads(line)))
+        reply = json.dumps(render(environment, compile_template, **json.loads(line)))
         alarm(0)
         print(reply, flush=True)
 

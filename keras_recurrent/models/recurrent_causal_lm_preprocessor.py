@@ -9,11 +9,11 @@ import numpy as np
 from keras_recurrent import compat
 from keras_recurrent.atomic_files import AtomicPreset
 from keras_recurrent.chat.preprocessing import ChatPreprocessing, check_length, has_chat_prompt
-from keras_recurrent.chat.templates import tokenize_prompt
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
 from keras_recurrent.models import responses
 from keras_recurrent.models.packing import pack_documents, pad_documents
 from keras_recurrent.progress import progress
+from keras_recurrent.tokenizers.checkpoint_files import tokenize_with_ranges
 from keras_recurrent.training import dialogues
 from keras_recurrent.training.samples import as_texts, check_prompts
 
@@ -48,13 +48,17 @@ class RecurrentCausalLMPreprocessor(
     **Responses only**: from prompts with responses, and from conversations, `sample_weight` is True
     only where `y` is a token of a response or its end token.
 
-    - A dictionary of `prompts` and `responses`, as in KerasHub: a document is the tokens of both,
-      tokenized separately, between start and end token. A document that is truncated keeps its
+    - A dictionary of `prompts` and `responses`, as in KerasHub: a document is the tokens of
+      `prompt + response` between start and end token. A document that is truncated keeps its
       beginning; if no token of the response is left, the loss leaves it out, with a warning.
     - A list of conversations, each a list of messages `{"role": ..., "content": ...}`: the text is
       that of `apply_chat_template`, which has all special tokens except, possibly, the start token.
       The loss includes each turn of the assistant up to the end-of-turn token, without what the
-      template writes after it. Texts before and inside the turns are tokenized separately.
+      template writes after it.
+
+    The whole text is tokenized, as `generate` tokenizes it. A token with characters of a prompt and
+    of a response counts as one of the response. (A tokenizer of KerasHub does not tell the
+    characters of its tokens: prompts and responses are tokenized separately.)
 
     Args:
         tokenizer: the tokenizer of the family, a `ByteTokenizer`, or any KerasHub tokenizer with
@@ -216,24 +220,20 @@ class RecurrentCausalLMPreprocessor(
     def _arrays(self, x, sequence_length, packed):
         """Returns the arrays of `pack_documents` for strings, dialogues, or nothing."""
         x = as_texts(dialogues.as_dialogues(x))
-        if isinstance(x, dialogues.Conversations):
-            start, _ = self._start_and_end()
-            parse = functools.partial(tokenize_prompt, self.tokenizer)
-            limit = None if packed else sequence_length + 1
-            documents, in_loss = responses.conversation_documents(
-                x, self.apply_chat_template, parse, start, self.stop_token_ids, limit
-            )
-            return self._as_arrays(documents, in_loss, sequence_length, packed)
-        if isinstance(x, dialogues.PromptsWithResponses):
-            prompts, answers = (self._tokens(texts) for texts in x.as_inputs().values())
-            return self._pair_arrays(prompts, answers, sequence_length, packed)
-        return self._pack_tokens(self._tokens(x), sequence_length)
-
-    def _pair_arrays(self, prompts, answers, sequence_length, packed):
         start, end = self._start_and_end()
         limit = None if packed else sequence_length + 1
-        documents, in_loss = responses.pair_documents(prompts, answers, start, end, limit)
-        return self._as_arrays(documents, in_loss, sequence_length, packed)
+        tokenize = functools.partial(tokenize_with_ranges, self.tokenizer)
+        if isinstance(x, dialogues.Conversations):
+            documents, in_loss = responses.conversation_documents(
+                x, self.apply_chat_template, tokenize, start, self.stop_token_ids, limit
+            )
+        elif isinstance(x, dialogues.PromptsWithResponses):
+            documents, in_loss = responses.pair_documents(x, tokenize, start, end, limit)
+        else:
+            return self._pack_tokens(self._tokens(x), sequence_length)
+        responses.warn_without_responses(in_loss, sequence_length)
+        arrange = pack_documents if packed else pad_documents
+        return arrange(documents, sequence_length, self.tokenizer.pad_token_id, in_loss)
 
     def _pack_tokens(self, tokens, sequence_length):
         start, end = self._start_and_end()
@@ -241,11 +241,6 @@ class RecurrentCausalLMPreprocessor(
             np.concatenate([start, np.asarray(ids, "int32"), end]).astype("int32") for ids in tokens
         ]
         return pack_documents(documents, sequence_length, self.tokenizer.pad_token_id)
-
-    def _as_arrays(self, documents, in_loss, sequence_length, packed):
-        responses.warn_without_responses(in_loss, sequence_length)
-        arrange = pack_documents if packed else pad_documents
-        return arrange(documents, sequence_length, self.tokenizer.pad_token_id, in_loss)
 
     def _tokens(self, texts):
         """Tokenizes several strings."""
@@ -265,19 +260,21 @@ class RecurrentCausalLMPreprocessor(
         has_responses = isinstance(x, dict)
         if has_responses:
             dialogues.check_keys(x)
-        texts = [x[part] for part in dialogues.PARTS] if has_responses else [x]
-        single = texts[0].shape.rank == 0
-        tokens = [self.tokenizer(part[None] if single else part) for part in texts]
+            single = x[dialogues.PARTS[0]].shape.rank == 0
+            given = [x[part][None] if single else x[part] for part in dialogues.PARTS]
+        else:
+            single = x.shape.rank == 0
+            tokens = self.tokenizer(x[None] if single else x)
+            given = [tokens.flat_values, tokens.row_lengths()]
 
-        def arrays(values, row_lengths, *response):
-            rows = np.split(values, np.cumsum(row_lengths)[:-1])
-            if not has_responses:
-                return self._pack_tokens(rows, sequence_length)
-            answers = np.split(response[0], np.cumsum(response[1])[:-1])
-            return self._pair_arrays(rows, answers, sequence_length, self.packed)
+        def arrays(*given):
+            if has_responses:
+                pairs = dict(zip(dialogues.PARTS, given, strict=True))
+                return self._arrays(pairs, sequence_length, self.packed)
+            values, row_lengths = given
+            return self._pack_tokens(np.split(values, np.cumsum(row_lengths)[:-1]), sequence_length)
 
         dtypes = ("int32", "bool", "int32", "int32", "bool")
-        given = [tensor for t in tokens for tensor in (t.flat_values, t.row_lengths())]
         found = tf.numpy_function(arrays, given, dtypes, stateful=False)
         for array in found:
             array.set_shape((None, sequence_length))

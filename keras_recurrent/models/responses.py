@@ -5,11 +5,13 @@ import warnings
 import numpy as np
 
 
-def pair_documents(prompts, responses, start, end, limit=None):
-    """Concatenates prompts and responses; the loss includes responses and end tokens.
+def pair_documents(pairs, tokenize, start, end, limit=None):
+    """Tokenizes prompts with their responses; the loss includes responses and end tokens.
 
     Args:
-        prompts, responses: lists of as many integer arrays, the tokens of each.
+        pairs: a list of `(prompt, response)`, two strings each.
+        tokenize: function of a string, or a `ChatPrompt`, and pairs of positions in it, that
+            returns its token ids, and for each pair the indices of the tokens between them.
         start, end: lists of integers, the special tokens before and after each document, or none.
         limit: integer, the largest number of tokens in a document. Longer ones keep their beginning
             and the end token, which is not in the loss if no token of the response is left.
@@ -20,15 +22,15 @@ def pair_documents(prompts, responses, start, end, limit=None):
         in the loss.
     """
     documents, in_loss = [], []
-    for prompt, response in zip(prompts, responses, strict=True):
-        content = np.concatenate([prompt, response])
+    for prompt, response in pairs:
+        text = prompt + response
+        ids, ((first, last),) = tokenize(text, [(len(prompt), len(text))])
         if limit is not None:
-            content = content[: limit - len(start) - len(end)]
-        first = len(start) + len(prompt)
-        tokens = np.concatenate([start, content, end]).astype("int32")
-        is_cut = len(content) < len(prompt) + min(len(response), 1)
-        documents.append(tokens)
-        in_loss.append((np.arange(len(tokens)) >= first) & (not is_cut))
+            ids = ids[: limit - len(start) - len(end)]
+        documents.append(np.array([*start, *ids, *end], "int32"))
+        is_cut = len(ids) <= first < last
+        mask = np.arange(len(documents[-1])) >= len(start) + first
+        in_loss.append(mask & (not is_cut))
     return documents, in_loss
 
 
@@ -38,7 +40,7 @@ def conversation_documents(conversations, render, tokenize, start, stop_token_id
     Args:
         conversations: a list of lists of messages.
         render: function of `(messages, add_generation_prompt)` that returns a `ChatPrompt`.
-        tokenize: function of a `ChatPrompt` that returns its tokens.
+        tokenize: as in `pair_documents`.
         start: list of integers, the special token before documents whose template writes none.
         stop_token_ids: integers, tokens that end a turn. The loss leaves out what the template
             writes after the last one of a turn, such as a newline.
@@ -49,27 +51,21 @@ def conversation_documents(conversations, render, tokenize, start, stop_token_id
     """
     documents, in_loss = [], []
     for number, messages in enumerate(conversations):
-        pieces = split_turns(messages, render, number)
-        tokens = [np.asarray(tokenize(text), "int32") for text, _ in pieces]
-        mask = [
-            _through_last(ids, stop_token_ids) if is_response else np.zeros(len(ids), "bool")
-            for ids, (_, is_response) in zip(tokens, pieces, strict=True)
-        ]
-        if start and tokens[0][:1].tolist() != start:
-            tokens, mask = [np.asarray(start), *tokens], [np.zeros(1, "bool"), *mask]
-        documents.append(np.concatenate(tokens).astype("int32")[:limit])
-        in_loss.append(np.concatenate(mask).astype("bool")[:limit])
+        text, turns = find_turns(messages, render, number)
+        ids, ranges = tokenize(text, turns)
+        mask = np.zeros(len(ids), "bool")
+        for first, last in ranges:
+            (stops,) = np.nonzero(np.isin(ids[first:last], stop_token_ids))
+            mask[first : first + stops[-1] + 1 if len(stops) else last] = True
+        if start and ids[:1] != start:
+            ids, mask = [*start, *ids], np.insert(mask, 0, False)
+        documents.append(np.array(ids, "int32")[:limit])
+        in_loss.append(mask[:limit])
     return documents, in_loss
 
 
-def _through_last(ids, stop_token_ids):
-    """Returns True up to the last of `stop_token_ids`, or everywhere if there is none."""
-    (stops,) = np.nonzero(np.isin(ids, stop_token_ids))
-    return np.arange(len(ids)) <= (stops[-1] if len(stops) else len(ids))
-
-
-def split_turns(messages, render, number=0):
-    """Splits the text of a conversation at the beginning and end of each turn of the assistant.
+def find_turns(messages, render, number=0):
+    """Renders a conversation, and finds the beginning and end of each turn of the assistant.
 
     A turn begins after the generation prompt of the messages before it, and ends where the text of
     the messages up to it does. Messages after the last turn of the assistant are left out.
@@ -80,23 +76,24 @@ def split_turns(messages, render, number=0):
         number: integer, the conversation in an error.
 
     Returns:
-        A list of `(text, is_response)`, a response after each other text.
+        The text, a `ChatPrompt`, and a list of `(begin, end)`.
 
     Raises:
         ValueError: the template is not prefix-preserving: the text of some messages does not begin
             with that of fewer.
     """
-    pieces, before = [], ""
+    turns, text = [], ""
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
+        lengths = []
         for end, is_response in ((index, False), (index + 1, True)):
-            text = render(messages[:end], add_generation_prompt=not is_response)
+            before, text = text, render(messages[:end], add_generation_prompt=not is_response)
             if not text.startswith(before):
                 raise ValueError(_not_prefix_preserving(number, end, before, text))
-            pieces.append((text[len(before) :], is_response))
-            before = text
-    return pieces
+            lengths.append(len(text))
+        turns.append(tuple(lengths))
+    return text, turns
 
 
 def _not_prefix_preserving(number, end, before, text):

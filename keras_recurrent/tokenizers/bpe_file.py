@@ -7,6 +7,8 @@ import json
 
 import tokenizers
 
+from keras_recurrent.tokenizers.checkpoint_files import private_name
+
 REPLACEMENT = "\ufffd"
 MAX_BYTES = 100_000_000  # the largest published files have about 35 MB
 MAX_ID = 2**31 - 1  # of int32
@@ -26,6 +28,7 @@ class BPEFile:
         ids: `{token: id}` of all tokens.
         tokens: `{id: token}`, in the order of ids. Ids may be missing.
         special_ids: set of the ids that the file marks as special.
+        private_names: `{token: name}` of the special tokens; `encode` takes these names for them.
 
     Raises:
         ValueError: the file is too large, incomplete or inconsistent, or its model is not BPE.
@@ -50,7 +53,8 @@ class BPEFile:
         _check_growth(parsed)
         self.special_ids = {token["id"] for token in added if token.get("special")}
         self._added_ids = {token["id"] for token in added}
-        self._added_special = []
+        self.private_names = {}
+        self._private_ids = {}  # {id of a private name: id of its token}
         self._decoder_nodes = _nodes(parsed, "decoder")
         has_fallback = any(node.get("type") == "ByteFallback" for node in self._decoder_nodes)
         names = {f"<0x{byte:02X}>": byte for byte in range(256)}
@@ -62,24 +66,36 @@ class BPEFile:
         A token that plain text is tokenized to, without being an added token, stays ordinary.
         """
         for id in sorted(set(ids) - self.special_ids):
-            token = self.tokens[id]
-            if id in self._added_ids or self.encode([token]) != [[id]]:
+            if id in self._added_ids or self.encode([self.tokens[id]]) != [[id]]:
                 self.special_ids.add(id)
-                self._added_special.append(token)
-        self._plain.add_special_tokens(self._added_special)
-        self.__dict__.pop("_special", None)
+                self._plain.add_special_tokens([self.tokens[id]])
+        new = [id for id in self.special_ids if self.tokens[id] not in self.private_names]
+        added = self._plain.get_added_tokens_decoder()
+        for id in new:
+            name = self.private_names[self.tokens[id]] = private_name()
+            # The space around a special token may belong to it.
+            space = {side: getattr(added[id], side) for side in ("lstrip", "rstrip")}
+            self._plain.add_tokens([tokenizers.AddedToken(name, normalized=False, **space)])
+            self._private_ids[self._plain.token_to_id(name)] = id
 
-    def encode(self, texts, special=False):
-        """Returns a list of ids for each string; special tokens are plain text unless `special`."""
-        tokenizer = self._special if special else self._plain
+    def encode(self, texts):
+        """Returns a list of ids for each string; special tokens are plain text."""
         with _library_errors():
-            encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            encodings = self._plain.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
+
+    def encode_private(self, text, with_offsets):
+        """Returns the ids of a text with private names, and the begin and end of each."""
+        encode = self._plain.encode_batch if with_offsets else self._plain.encode_batch_fast
+        with _library_errors():
+            (encoding,) = encode([text], add_special_tokens=False)
+        ids = [self._private_ids.get(id, id) for id in encoding.ids]
+        return ids, encoding.offsets if with_offsets else ()
 
     def prefix(self):
         """Returns the ids that the file's post-processor adds to an empty text."""
         with _library_errors():
-            return self._special.encode("").ids
+            return self._plain.encode("").ids
 
     @functools.cached_property
     def joins_texts_of_tokens(self):
@@ -111,13 +127,6 @@ class BPEFile:
             run = []
             replaced.append(token)
         return replaced[:-1]
-
-    @functools.cached_property
-    def _special(self):
-        # `encode_special_tokens` is a setting of the whole tokenizer, which other threads may use.
-        tokenizer = self._make()
-        tokenizer.add_special_tokens(self._added_special)
-        return tokenizer
 
     def _make(self):
         with _library_errors():

@@ -10,7 +10,11 @@ import numpy as np
 from keras_recurrent import compat
 from keras_recurrent.atomic_files import AtomicPreset
 from keras_recurrent.tokenizers.bpe_file import BPEFile, read_bpe_file
-from keras_recurrent.tokenizers.checkpoint_files import describe_errors, load_from_preset
+from keras_recurrent.tokenizers.checkpoint_files import (
+    describe_errors,
+    load_from_preset,
+    tokenize_with_special_tokens,
+)
 
 FILE = "tokenizer.json"
 SPECIAL_TOKENS = ("start_token", "end_token", "pad_token")
@@ -229,8 +233,14 @@ class BPETokenizer(AtomicPreset, keras_hub.tokenizers.Tokenizer):
         Returns:
             A list of ids, or a list of lists.
         """
-        ids = self._get_file().encode([text] if isinstance(text, str) else text, special=True)
-        return ids[0] if isinstance(text, str) else ids
+        return tokenize_with_special_tokens(self, text, self.special_tokens)
+
+    @property
+    def _private_names(self):
+        return self._get_file().private_names
+
+    def _encode(self, text, with_offsets):
+        return self._get_file().encode_private(text, with_offsets)
 
     @compat.preprocessing_function
     def _tokenize_tf(self, inputs):

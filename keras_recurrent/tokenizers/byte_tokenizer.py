@@ -6,7 +6,7 @@ import numpy as np
 
 from keras_recurrent import compat
 from keras_recurrent.atomic_files import AtomicPreset
-from keras_recurrent.tokenizers.checkpoint_files import tokenize_around
+from keras_recurrent.tokenizers.checkpoint_files import tokenize_with_special_tokens
 
 SPECIAL_TOKENS = ("<pad>", "<start>", "<end>")
 FIRST_BYTE = len(SPECIAL_TOKENS)
@@ -97,7 +97,14 @@ class ByteTokenizer(AtomicPreset, keras_hub.tokenizers.ByteTokenizer):
         Returns:
             A list of ids, or a list of lists.
         """
-        return tokenize_around(self, text, {token: id for id, token in enumerate(SPECIAL_TOKENS)})
+        return tokenize_with_special_tokens(self, text, SPECIAL_TOKENS)
+
+    def _encode(self, text, with_offsets):
+        ids = [FIRST_BYTE + byte for byte in text.encode("utf-8")]
+        offsets = (
+            (i, i + 1) for i, character in enumerate(text) for _ in character.encode("utf-8")
+        )
+        return ids, offsets if with_offsets else ()
 
     @compat.preprocessing_function
     def _tokenize_tf(self, inputs):

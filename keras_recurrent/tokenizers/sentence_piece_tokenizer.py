@@ -1,9 +1,12 @@
 """SentencePiece tokenizer with special tokens given by id."""
 
+import functools
 import os
+import re
 
 import keras
 import keras_hub
+import sentencepiece
 
 from keras_recurrent import compat
 from keras_recurrent.atomic_files import AtomicPreset
@@ -11,10 +14,13 @@ from keras_recurrent.checks.arguments import is_integer
 from keras_recurrent.tokenizers.checkpoint_files import (
     describe_errors,
     load_from_preset,
-    tokenize_around,
+    private_name,
+    tokenize_with_special_tokens,
 )
 
 SPECIAL_TOKENS = ("start_token", "end_token", "pad_token")
+# User-defined symbols of this form are special in chat prompts; others may be words or white space.
+SYMBOL = re.compile(r"<[^<>\s'\"{}]+>|\[[^\[\]\s'\"{}]+\]")
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -105,7 +111,8 @@ class SentencePieceTokenizer(AtomicPreset, keras_hub.tokenizers.SentencePieceTok
 
     def _update_special_token_ids(self):
         # KerasHub calls this after the file is loaded.
-        self._special_ids = None  # `{special token: id}`, found when it is first needed
+        for name in ("_template_tokens", "_private_file"):
+            self.__dict__.pop(name, None)
         file = self._sentence_piece_spm
         size = super().vocabulary_size()
         self._added = {
@@ -176,8 +183,8 @@ class SentencePieceTokenizer(AtomicPreset, keras_hub.tokenizers.SentencePieceTok
         """Tokenizes a trusted text, such as a rendered chat template, with its special tokens.
 
         Special tokens are the start, end and padding token, the control tokens of the file and the
-        added tokens. The file's user-defined tokens, such as Gemma's `<start_of_turn>`, are single
-        tokens in any text.
+        added tokens, and user-defined tokens in brackets, such as Gemma's `<start_of_turn>`. User-
+        defined tokens are single tokens in other texts, too, except the messages of chat prompts.
 
         Args:
             text: a string, or a list of strings.
@@ -186,12 +193,43 @@ class SentencePieceTokenizer(AtomicPreset, keras_hub.tokenizers.SentencePieceTok
             A list of ids, or a list of lists.
         """
         self._check_vocabulary()
-        if self._special_ids is None:  # the file has a quarter of a million tokens
-            file = self._sentence_piece_spm
-            ids = {id for id in range(super().vocabulary_size()) if file.IsControl(id)}
-            ids |= set(self.special_token_ids)
-            self._special_ids = {self.id_to_token(id): id for id in ids}
-        return tokenize_around(self, text, self._special_ids)
+        return tokenize_with_special_tokens(self, text, self._template_tokens)
+
+    @functools.cached_property
+    def _private_file(self):
+        """The file with private names for the symbols, and `{symbol: private name}`."""
+        from sentencepiece import sentencepiece_model_pb2 as messages
+
+        model = messages.ModelProto.FromString(self.proto)  # type: ignore[attr-defined]
+        names = {}
+        for piece in model.pieces:
+            if piece.type == piece.USER_DEFINED and SYMBOL.fullmatch(piece.piece):
+                name = names[piece.piece] = private_name()
+                piece.piece = name
+        if not names:
+            return self._sentence_piece_spm, names
+        return sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString()), names
+
+    @property
+    def _private_names(self):
+        return self._private_file[1]
+
+    @functools.cached_property
+    def _template_tokens(self):
+        """Set of the special tokens, the control tokens of the file, and the symbols."""
+        file = self._sentence_piece_spm
+        control = (id for id in range(super().vocabulary_size()) if file.IsControl(id))
+        return {*self.special_tokens, *map(self.id_to_token, control), *self._private_names}
+
+    def _encode(self, text, with_offsets):
+        file, _ = self._private_file
+        if not with_offsets:
+            return file.EncodeAsIds(text), ()
+        if hasattr(file, "EncodeAsOffsetMapping"):
+            found = file.EncodeAsOffsetMapping(text)
+            return found["ids"], found["offsets"]
+        pieces = file.EncodeAsImmutableProto(text).pieces  # of sentencepiece before 0.2.2
+        return [p.id for p in pieces], [(p.begin, p.end) for p in pieces]
 
     # === Tokens to text ===
 

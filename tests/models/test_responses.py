@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from keras_recurrent.chat.templates import tokenize_prompts
 from keras_recurrent.datasets import PackedText
-from keras_recurrent.tokenizers import ByteTokenizer
+from keras_recurrent.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from tests.models.tiny import FAMILIES, set_weights
+from tests.tokenizers import bpe, sentence_piece
 
 BACKEND = keras.backend.backend()
 PAD, START, END = 0, 1, 2
@@ -33,9 +35,9 @@ TEMPLATE = (
 )
 
 
-def preprocessor(**kwargs):
+def preprocessor(tokenizer=None, **kwargs):
     kwargs = {"sequence_length": LENGTH, "chat_template": TEMPLATE, **kwargs}
-    return FAMILIES["hgrn2"].preprocessor(ByteTokenizer(), **kwargs)
+    return FAMILIES["hgrn2"].preprocessor(tokenizer or ByteTokenizer(), **kwargs)
 
 
 def causal_lm(**kwargs):
@@ -217,6 +219,113 @@ def test_special_tokens_in_conversations_are_plain_text():
     x, y, weights = arrays(preprocessor(sequence_length=28)([messages]))
     assert (x["token_ids"] == END).sum() == 2
     assert y[weights].tolist() == [*(3 + ord(c) for c in "<end>"), END]
+
+
+TOKENIZERS = {
+    "bytes": ByteTokenizer,
+    "bpe": bpe.tokenizer,
+    "default": lambda: SentencePieceTokenizer(sentence_piece.train()),
+    "spaces kept": lambda: SentencePieceTokenizer(
+        sentence_piece.train(add_dummy_prefix=False, remove_extra_whitespaces=False)
+    ),
+    "spaces removed": lambda: SentencePieceTokenizer(sentence_piece.train(add_dummy_prefix=False)),
+    "symbols": lambda: SentencePieceTokenizer(
+        sentence_piece.train(user_defined_symbols=["<|im_start|>", "<|im_end|>"])
+    ),
+}
+SPACES = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def documents(sample):
+    """Tokens of the document in each sequence, and True where the loss includes them."""
+    x, _, weights = arrays(sample)
+    lengths = x["padding_mask"].sum(axis=1)
+    ids = [row[:n].tolist() for row, n in zip(x["token_ids"], lengths, strict=True)]
+    return ids, [[False, *row[: n - 1].tolist()] for row, n in zip(weights, lengths, strict=True)]
+
+
+def num_shared(a, b):
+    """Number of equal tokens at the beginning."""
+    pairs = zip(a, b, strict=False)
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("make", TOKENIZERS.values(), ids=TOKENIZERS)
+@pytest.mark.parametrize("template", [TEMPLATE, SPACES, CHATML], ids=["tight", "spaces", "chatml"])
+def test_a_conversation_has_the_tokens_of_its_prompt(make, template):
+    """The model is trained on other tokens than it generates, such as a space between turns."""
+    options = {"tokenizer": make(), "chat_template": template}
+    layer = preprocessor(sequence_length=300, **options)
+    contents = ["all happy", "families are", "are", " alike families\n", "y", "a"]
+    messages = [
+        {"role": ("user", "assistant")[number % 2], "content": content}
+        for number, content in enumerate(contents)
+    ]
+
+    def tokens(*arguments):
+        return tokenize_prompts(layer.tokenizer, [layer.apply_chat_template(*arguments)], True)[0]
+
+    def border(*arguments):
+        index = num_shared(tokens(*arguments), whole)
+        # A space of the template that SentencePiece removes at the end of a text.
+        return index + (whole[index : index + 1] == [space])
+
+    whole = tokens(messages, False)
+    is_piece = isinstance(layer.tokenizer, SentencePieceTokenizer)
+    space = layer.tokenizer.token_to_id("▁") if is_piece else None
+    in_loss = [False] * len(whole)
+    for number in (1, 3, 5):
+        begin, end = border(messages[:number]), border(messages[: number + 1], False)
+        stops = [i for i in range(begin, end) if whole[i] in layer.stop_token_ids]
+        end = stops[-1] + 1 if stops else end
+        in_loss[begin:end] = [True] * (end - begin)
+    expected = [whole], [in_loss]
+    assert documents(layer([messages])) == expected
+    packed = preprocessor(sequence_length=len(whole), packed=True, **options)
+    assert documents(packed([messages])) == expected
+    length = in_loss.index(True) + 1
+    cut = preprocessor(sequence_length=length, **options)
+    assert documents(cut([messages])) == ([whole[:length]], [in_loss[:length]])
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("make", TOKENIZERS.values(), ids=TOKENIZERS)
+def test_a_prompt_with_its_response_has_the_tokens_of_the_joined_text(make):
+    """The model is trained on a space, or on merges, that it does not see when it generates."""
+    tokenizer = make()
+    pairs = [
+        ("all hap", "py families"),
+        ("all ", "happy"),
+        ("are", " alike"),
+        ("", "a"),
+        ("a", ""),
+        ("a", "ll"),
+    ]
+    x = {part: list(texts) for part, texts in zip(SAMPLES, zip(*pairs, strict=True), strict=True)}
+    start = [] if tokenizer.start_token_id is None else [tokenizer.start_token_id]
+    expected = [], []
+    for prompt, response in pairs:
+        text = prompt + response
+        (ids,) = tokenizer([text])
+        expected[0].append([*start, *ids, tokenizer.end_token_id])
+        # The text has one space at most, at which SentencePiece adds or removes none.
+        ends = np.cumsum([len(tokenizer.id_to_token(id)) for id in ids])
+        in_response = (ends - (ends[-1] - len(text)) > len(prompt)).tolist()
+        # The first token is no label.
+        expected[1].append([False, *[*[False] * len(start), *in_response, True][1:]])
+    assert documents(preprocessor(tokenizer=tokenizer, sequence_length=40)(x)) == expected
+    longest = max(map(len, expected[0]))
+    packed = preprocessor(tokenizer=tokenizer, sequence_length=longest, packed=True)
+    one = {part: texts[:1] for part, texts in x.items()}
+    assert documents(packed(one)) == (expected[0][:1], expected[1][:1])
 
 
 @pytest.mark.once

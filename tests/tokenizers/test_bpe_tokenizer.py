@@ -67,6 +67,15 @@ def test_special_tokens_of_a_text_are_plain_text(listed_as_special):
 
 
 @once
+def test_ordinary_tokens_as_padding_stay_ordinary():
+    """The text of an ordinary token vanishes where it is also the padding token."""
+    tokenizer = bpe.tokenizer(pad_token_id=64)
+    assert tokenizer.special_token_ids == [980, 981, 982]
+    assert tokenizer.detokenize(tokenizer("a<|im_end|>")) == "a<|im_end|>"
+    assert tokenizer.tokenize_with_special_tokens("a<|im_end|>") == [64, 982]
+
+
+@once
 def test_other_tokenizers_parse_special_tokens_on_request():
     tokenizer = ByteTokenizer()
     ids = tokenizer.tokenize_with_special_tokens(["<start>a<end><pad>", "", "b"])

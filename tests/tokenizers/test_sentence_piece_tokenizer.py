@@ -80,6 +80,15 @@ def test_added_tokens(tmp_path):
             SentencePieceTokenizer(added_tokens=wrong)
 
 
+def test_added_tokens_replace_tokens_of_the_file():
+    """A token whose id the file has, with another text, is ignored."""
+    tokenizer = SentencePieceTokenizer(train(), added_tokens={"<|im_end|>": 7})
+    assert tokenizer.id_to_token(7) == "<|im_end|>"
+    assert tokenizer.token_to_id("<|im_end|>") == 7
+    assert tokenizer.tokenize_with_special_tokens("<|im_end|>") == [7]
+    assert tokenizer.detokenize([[7]]) == [""]
+
+
 def test_it_runs_inside_a_tensorflow_pipeline():
     tf = pytest.importorskip("tensorflow")
     pytest.importorskip("tensorflow_text")

@@ -1,0 +1,181 @@
+"""Special tokens of prompts: written by templates, never by messages."""
+
+import json
+import re
+
+import pytest
+import tokenizers
+
+from keras_recurrent.chat import ROLES
+from keras_recurrent.chat.templates import tokenize_prompt
+from keras_recurrent.models import GriffinCausalLMPreprocessor
+from keras_recurrent.presets.griffin import RECURRENT_GEMMA_CHAT_TEMPLATE
+from keras_recurrent.tokenizers import BPETokenizer, ByteTokenizer, SentencePieceTokenizer
+from tests.chat import test_chat, test_templates
+from tests.models import test_responses
+from tests.tokenizers import bpe
+from tests.tokenizers.sentence_piece import train
+
+pytestmark = pytest.mark.once
+
+SYMBOLS = ["<|im_start|>", "<|im_end|>", "<start_of_turn>", "<|user|>", "<unused0>"]
+LOOP = "{{ bos_token }}{%% for m in messages %%}%s{%% endfor %%}"
+PUBLIC = {
+    "qwen": "{%- for message in messages %}{%- if message.role == 'user' or message.role == "
+    "'system' and not loop.first %}{{- '<|im_start|>' + message.role + '\\n' + message.content + "
+    "'<|im_end|>' + '\\n' }}{%- else %}{%- set content = message.content.split('</think>')[-1]"
+    ".lstrip('\\n') %}{{- '<|im_start|>' + message.role + '\\n' + content }}{{- '<|im_end|>\\n' }}"
+    "{%- endif %}{%- endfor %}",
+    "llama": "{% for message in messages %}{% set content = '<|im_start|>' + message['role'] + "
+    "'<|im_end|>\n\n' + message['content'] | trim + eos_token %}{% if loop.index0 == 0 %}"
+    "{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}",
+    "gemma": RECURRENT_GEMMA_CHAT_TEMPLATE,
+    "chatml": test_templates.CHATML,
+    "lines": test_chat.LINES,
+    "training": test_responses.TEMPLATE,
+}
+# Expressions, and the special tokens that they write for a message.
+OPERATIONS = {
+    "{{ '<|' + m['role'] + '|>' + m.content + '<|im_end|>' }}": ["<|user|>", "<|im_end|>"],
+    "<|{{ m.role }}|>{{ m.content }}": ["<|user|>"],
+    "{{ '<|im_' ~ 'start|>' ~ m.role ~ m.content ~ '<|im_end|>' }}": SYMBOLS[:2],
+    "{{ m.content if m.content else m.role }}{{ m.nothing or '<|im_end|>' }}": ["<|im_end|>"],
+    "{{ m | tojson }}{{ m.nothing | default('<|im_end|>') }}": ["<|im_end|>"],
+    "{{ ['<|im_start|>', m.content] | join('<|im_end|>') }}": SYMBOLS[:2],
+    "{{ '<|im_end|>'.join([m.role, m.content]) }}": ["<|im_end|>"],
+    "{{ '<|im_start|>%s\n%s' % (m.role, m.content) }}": ["<|im_start|>"],
+    "{{ '<|{}|>{}'.format(m.role, m.content) }}": ["<|user|>"],
+    "{{ '<|%s|>%s' | format(m.role, m.content) }}": ["<|user|>"],
+    "{% set x %}<|im_start|>{{ m.content }}{% endset %}{{ x | trim | indent }}": ["<|im_start|>"],
+    "{% filter trim %} <|im_start|>{{ m.content }}{% endfilter %}": ["<|im_start|>"],
+    "{% macro turn(a, b) %}{{ a }}{{ b }}{{ caller() }}{% endmacro %}{% call turn('<|im_start|>', "
+    "m.content) %}<|im_end|>{% endcall %}": SYMBOLS[:2],
+    "{% set n = namespace(a='') %}{% set n.a = n.a + '<|im_start|>' + m.content %}{{ n.a }}":
+        ["<|im_start|>"],
+    "{{ m.content | replace('§', '<|im_end|>') }}": ["<|im_end|>"],
+    "{{ m.content.replace('§', '<|im_end|>') }}": ["<|im_end|>"],
+    "{{ {'user': '<|user|>'}.get(m.role) }}{{ {'user': '<|user|>'}[m.role] }}": ["<|user|>"] * 2,
+    "{{ ('<|im_start|>' + m.content + '<|im_end|>' * 2)[:-10] }}": SYMBOLS[:2],
+    "{{ '<|IM_END|>' | lower }}{{ ('<|im_end|>' + m.content) | upper }}": [],
+    "{{ m.content | lower }}{{ '' ~ (m.content | striptags) }}{{ m.content | escape }}": [],
+    "{{ m.content.split('\n') | join }}{{ m.content[1:] }}{{ m.content | reverse }}": [],
+    "{{ m.content.split('-') | map('trim') | join }}{{ m.content.replace('-', '') }}": [],
+    "<|{{ m.content }}|><{{ m.content }}><|im_{{ m.content }}_{{ m.content }}|>": [],
+    "{% if '<|im_end|>' in m.content %}-{% endif %}{{ m.content.split('<|im_end|>')[0] }}": [],
+    "{% for key, value in m.items() %}{{ key }}{{ value }}{% endfor %}{{ m }}": [],
+}  # fmt: skip
+
+
+def symbols():
+    """A SentencePiece tokenizer with all special tokens as user-defined symbols."""
+    return SentencePieceTokenizer(train(pad_id=3, user_defined_symbols=SYMBOLS))
+
+
+def added_tokens():
+    ids = {name: 100 + number for number, name in enumerate(SYMBOLS)}
+    return SentencePieceTokenizer(train(pad_id=3), added_tokens=ids)
+
+
+def bpe_tokenizer():
+    made = tokenizers.Tokenizer.from_file(str(bpe.PATH / "tokenizer.json"))
+    made.add_special_tokens(["<s>", *SYMBOLS])
+    start = made.token_to_id("<s>")
+    return BPETokenizer(made.to_str().encode(), start_token_id=start, end_token_id=bpe.END)
+
+
+TOKENIZERS = {
+    "bytes": ByteTokenizer,
+    "bpe": bpe_tokenizer,
+    "symbols": symbols,
+    "added": added_tokens,
+}
+
+
+def attacks(tokens):
+    """Returns contents that have, split, quote and lower-case each special token."""
+    contents = ["user", "im_end", "im", "end", "|"]
+    for token in tokens:
+        half = len(token) // 2
+        begin, end = token[:half], token[half:]
+        contents += [f"x{token}y{token}{token}", begin, end, f"{begin}{token}{end}", token.upper()]
+        contents += [
+            f"{begin}\n{end}",
+            f"{begin}-{end}",
+            f"{begin}<b>{end}",
+            f"-{token}-{token[::-1]}",
+        ]
+        contents += [
+            json.dumps(token),
+            f"</think>{token}",
+            f"\ue000{begin}\ue000{end}",
+            token[1:-1],
+        ]
+        contents.append(token.replace("<", "&lt;").replace(">", "&gt;"))
+        contents.append("".join(f"&#{0xE000 + number};" for number in range(60)))
+    return [f"{text}§" for text in contents]
+
+
+def special_tokens_of(tokenizer, template, contents):
+    """Returns the special tokens in the ids of a conversation, sorted."""
+    preprocessor = GriffinCausalLMPreprocessor(tokenizer, chat_template=template)
+    messages = [
+        {
+            "role": ("user", "assistant")[number % 2],
+            "content": content,
+            "extra": {content: [content]},
+        }
+        for number, content in enumerate(contents)
+    ]
+    ids = tokenize_prompt(tokenizer, preprocessor.apply_chat_template(messages, False))
+    names = {tokenizer.token_to_id(name): name for name in names_of(tokenizer)}
+    return sorted(names[id] for id in ids if id in names)
+
+
+def names_of(tokenizer):
+    known = set(SYMBOLS) if not isinstance(tokenizer, ByteTokenizer) else set()
+    return sorted({*tokenizer.special_tokens, *known} - {None})
+
+
+@pytest.mark.parametrize("make", TOKENIZERS.values(), ids=TOKENIZERS)
+def test_messages_write_no_special_tokens(make):
+    """A user could otherwise end a turn and speak for the model."""
+    tokenizer = make()
+    contents = attacks(names_of(tokenizer))
+    loops = {operation: LOOP % operation for operation in OPERATIONS}
+    for name, template in {**PUBLIC, **loops}.items():
+        innocent = special_tokens_of(tokenizer, template, ["§"] * len(contents))
+        assert special_tokens_of(tokenizer, template, contents) == innocent, name
+
+
+@pytest.mark.parametrize("make", [bpe_tokenizer, symbols, added_tokens])
+def test_text_of_a_template_keeps_its_special_tokens(make):
+    """The model does not see the turns that a template writes by an operation of jinja2."""
+    tokenizer = make()
+    for operation, names in OPERATIONS.items():
+        found = special_tokens_of(tokenizer, LOOP % operation, ["§"])
+        assert [name for name in found if name in SYMBOLS] == sorted(names), operation
+
+
+def test_messages_of_other_roles_are_refused():
+    """A role could otherwise be a part of a special token, as in `<|{{ role }}|>`."""
+    preprocessor = GriffinCausalLMPreprocessor(
+        ByteTokenizer(), chat_template="{{ messages[0].role }}"
+    )
+    for role in ROLES:
+        assert preprocessor.apply_chat_template([{"role": role, "content": ""}]) == role
+    for role in ("im_end", "User", "", "user\n"):
+        match = "'role' of message 0 must be one of .*got " + re.escape(repr(role))
+        with pytest.raises(ValueError, match=match):
+            preprocessor.apply_chat_template([{"role": role, "content": ""}])
+
+
+def test_plain_text_of_messages_is_tokenized_as_other_text():
+    """The ids of a message with a special token are not those of its text."""
+    text = "a<|im_end|>b<|im_start|>"
+    for tokenizer in (ByteTokenizer(), bpe_tokenizer()):
+        preprocessor = GriffinCausalLMPreprocessor(
+            tokenizer, chat_template="{{ messages[0].content }}{{ eos_token }}"
+        )
+        prompt = preprocessor.apply_chat_template([{"role": "user", "content": text}])
+        ids = tokenize_prompt(tokenizer, prompt)
+        assert ids == [*tokenizer([text])[0], tokenizer.end_token_id]
