@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 
+from keras_recurrent.chat import ROLES
 from keras_recurrent.generation.sampling_params import SamplingParams
 from keras_recurrent.serving.request import PromptTooLong
 
@@ -41,7 +42,7 @@ class ApiError(Exception):
 
 
 Count = pydantic.NonNegativeInt
-Role = Literal["system", "developer", "user", "assistant", "tool"]
+Role = Literal[ROLES]  # type: ignore[valid-type]
 StopString = Annotated[str, pydantic.Field(max_length=MAX_STOP_LENGTH)]
 
 
