@@ -26,8 +26,8 @@ class BidirectionalHGRN2(RecomputableLayer):
     `keras_recurrent.layers.HGRN2`, computed once for both directions. The layer has no state.
 
     Args:
-        expand_ratio, gate_activation, input_activation, kernel_initializer: as in
-            `keras_recurrent.layers.HGRN2`.
+        expand_ratio, gate_activation, input_activation, f_bias_initializer, kernel_initializer: as
+            in `keras_recurrent.layers.HGRN2`.
         **kwargs: `name`, `dtype`, `trainable`.
 
     Call arguments:
@@ -66,6 +66,7 @@ class BidirectionalHGRN2(RecomputableLayer):
         expand_ratio=None,
         gate_activation="silu",
         input_activation="linear",
+        f_bias_initializer=None,
         kernel_initializer="lecun_normal",
         **kwargs,
     ):
@@ -75,6 +76,7 @@ class BidirectionalHGRN2(RecomputableLayer):
             expand_ratio=expand_ratio,
             gate_activation=gate_activation,
             input_activation=input_activation,
+            f_bias_initializer=f_bias_initializer,
             kernel_initializer=kernel_initializer,
             dtype=self.dtype_policy,
             name="hgrn2",
@@ -102,5 +104,6 @@ class BidirectionalHGRN2(RecomputableLayer):
 
     def get_config(self):
         config = self.hgrn2.get_config()
-        shared = ("expand_ratio", "gate_activation", "input_activation", "kernel_initializer")
-        return {**super().get_config(), **{name: config[name] for name in shared}}
+        shared = ("expand_ratio", "gate_activation", "input_activation")
+        initializers = ("f_bias_initializer", "kernel_initializer")
+        return {**super().get_config(), **{name: config[name] for name in shared + initializers}}

@@ -4,16 +4,16 @@ import keras
 from keras import ops
 
 from keras_recurrent.layers.dense import inner_dense
-from keras_recurrent.layers.lower_bounds import BoundedLayer
+from keras_recurrent.layers.lower_bounds import ForgetGateLayer
 from keras_recurrent.ops import linear_scan
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class HGRN(BoundedLayer):
+class HGRN(ForgetGateLayer):
     """Hierarchically gated linear recurrence (HGRN), the predecessor of HGRN2.
 
     ```
-    f_t = β + (1 - β) σ(W_f x_t)                           forget gate, β the layer's lower bound
+    f_t = β + (1 - β) σ(W_f x_t + b_f)                     forget gate, β the layer's lower bound
     h_t = f_t * h_{t-1} + (1 - f_t) * silu(W_i x_t)
     y_t = h_t * σ(W_o x_t)                                 output gate
     ```
@@ -25,7 +25,8 @@ class HGRN(BoundedLayer):
     Args:
         kernel_initializer: initializer of the three kernels.
         return_state: boolean, whether a call returns `(output, state)`.
-        **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
+        **kwargs: `f_bias_initializer`, as in `keras_recurrent.layers.HGRN2`; `return_sequences`,
+            `zero_output_for_mask` and `go_backwards`, as in
             `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
 
     Call arguments:

@@ -13,7 +13,7 @@ from keras_recurrent.layers.default_sizes import default_expand_ratio
 from keras_recurrent.layers.dense import inner_dense, project
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.inner_streaming import stream_inner
-from keras_recurrent.layers.lower_bounds import BoundedLayer
+from keras_recurrent.layers.lower_bounds import ForgetGateLayer
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.rms_norm import RMSNorm
 from keras_recurrent.ops import gated_linear_attention
@@ -23,12 +23,12 @@ NORM_EPSILON = 1e-5
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class HGRN2(BoundedLayer):
+class HGRN2(ForgetGateLayer):
     """Gated linear recurrence of HGRN2: an HGRN whose state is expanded to a matrix per head.
 
     ```
     q_t = silu(W_q x_t)                          query, the paper's output gate
-    f_t = β + (1 - β) σ(W_f x_t)                 forget gate, β the layer's lower bound
+    f_t = β + (1 - β) σ(W_f x_t + b_f)           forget gate, β the layer's lower bound
     v_t = W_i x_t                                input
     S_t = diag(f_t) S_{t-1} + (1 - f_t) v_t^T    in each head, K x K
     o_t = S_t^T q_t K^(-1/2)
@@ -47,6 +47,11 @@ class HGRN2(BoundedLayer):
         input_activation: activation of the input; `"linear"`, in the paper `"silu"`.
         conv_size: integer, the number of taps of short causal convolutions without bias, one after
             each of W_q, W_f and W_i, before the activations above. None: no convolutions.
+        f_bias_initializer: initializer of b_f, a bias of the forget gates. None: b_f is 0, and the
+            influence of a token initially halves with each later token, too fast for a model
+            without other recurrent layers or bounds. `DecayLogit(0.1, 0.9, power=64)` initially
+            keeps 0.1 to 0.9 of it over 64 tokens, similar to Tallec & Ollivier 2018
+            (arXiv:1804.11188, section 2).
         kernel_initializer: initializer of all kernels.
         return_state: boolean, whether a call returns `(output, state)`.
         **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
@@ -67,7 +72,7 @@ class HGRN2(BoundedLayer):
         `{"inputs": [B, conv_size - 1, D] float32}`.
 
     Sublayers: `q_proj`, `f_proj`, `i_proj`, `o_proj`, all `Dense` without bias, `norm`, and with
-    `conv_size` the convolutions. The inputs of the linear layers are all tokens of the batch,
+    `conv_size` the convolutions. With `f_bias_initializer`, the weight `f_bias`, b_f, is float32. The inputs of the linear layers are all tokens of the batch,
     `[B * T, D]`; hooks and activity regularizers get this shape. Forget gates and the memory are
     computed in float32 even under a 16-bit policy.
 
@@ -101,11 +106,14 @@ class HGRN2(BoundedLayer):
         gate_activation="silu",
         input_activation="linear",
         conv_size=None,
+        f_bias_initializer=None,
         kernel_initializer="lecun_normal",
         return_state=False,
         **kwargs,
     ):
-        super().__init__(return_state=return_state, **kwargs)
+        super().__init__(
+            f_bias_initializer=f_bias_initializer, return_state=return_state, **kwargs
+        )
         if expand_ratio is not None:
             check_positive_integer("expand_ratio", expand_ratio)
         if conv_size is not None:
@@ -207,6 +215,8 @@ class HGRN2(BoundedLayer):
     def unfused_reason(self):
         if self.conv_size is not None:
             return f"`{self.name}` has convolutions"
+        if self.f_bias is not None:
+            return f"`{self.name}` has a bias of the forget gates"
         activations = self.gate_activation, self.input_activation
         if activations != (keras.activations.silu, keras.activations.linear):
             return f"`{self.name}` must have a silu output gate and a linear input activation"

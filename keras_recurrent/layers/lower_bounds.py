@@ -5,6 +5,7 @@ from keras import ops
 
 from keras_recurrent.checks.arguments import check_positive_integer, check_tensor, check_width_known
 from keras_recurrent.checks.dtypes import cast
+from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.remat import RecomputableLayer
 from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops.log_forget_gate import log_forget_gate
@@ -116,11 +117,34 @@ class BoundedLayer(StreamingLayer):
         super().check_arguments(inputs, **kwargs)
         check_lower_bound(lower_bound, inputs.shape[-1])
 
+
+class ForgetGateLayer(BoundedLayer):
+    """Base class of `HGRN` and `HGRN2`, whose forget gates may have a bias, `f_bias`."""
+
+    def __init__(self, *, f_bias_initializer=None, **kwargs):
+        super().__init__(**kwargs)
+        self.f_bias_initializer = keras.initializers.get(f_bias_initializer)
+        self.f_bias = None
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        if self.f_bias_initializer is not None:
+            initializer = clone_initializer(self.f_bias_initializer)
+            shape = (self.width,)
+            self.f_bias = self.add_state_weight("f_bias", shape, initializer, weight_decay=False)
+
     def log_forget_gate(self, logits, lower_bound):
-        """Returns log f, with f = β + (1 - β) σ(logits), in the dtype of states."""
+        """Returns log f, with f = β + (1 - β) σ(logits + b_f), in the dtype of states."""
         if lower_bound is not None:
             lower_bound = cast(lower_bound, self.state_dtype)
-        return log_forget_gate(cast(logits, self.compute_dtype), lower_bound)
+        logits = cast(logits, self.compute_dtype)
+        if self.f_bias is not None:
+            logits = cast(logits, self.state_dtype) + self.f_bias
+        return log_forget_gate(logits, lower_bound)
+
+    def get_config(self):
+        initializer = keras.initializers.serialize(self.f_bias_initializer)
+        return {**super().get_config(), "f_bias_initializer": initializer}
 
 
 def check_lower_bound(lower_bound, width):

@@ -159,6 +159,7 @@ class HGRN2:
         maps = {name: x @ self.w[f"{name}_proj/kernel"] for name in "qfi"}
         for name, convolution in self.convolutions.items():
             maps[name] = convolution.step(maps[name])
+        maps["f"] = maps["f"] + self.w.get("f_bias", 0)
         gate, activate = self.activations
         q, f, v = (
             np.reshape(part, (-1, self.size))

@@ -99,6 +99,7 @@ ROWS = {
             gate_activation="sigmoid",
             input_activation="silu",
             conv_size=3,
+            f_bias_initializer="ones",
             **kwargs,
         ),
         state={

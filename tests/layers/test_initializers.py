@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+import keras_recurrent
 from keras_recurrent import layers
 from tests.layers.table import numpy
 
@@ -91,6 +92,35 @@ def test_any_keras_initializer_of_decays(layer_class):
         )
         assert (low - 1e-6 <= a).all()
         assert (a <= high + 1e-6).all()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **kwargs: layers.HGRN2(expand_ratio=8, **kwargs),
+        lambda **kwargs: layers.HGRN2(expand_ratio=8, conv_size=8, **kwargs),
+        lambda **kwargs: layers.BidirectionalHGRN2(expand_ratio=8, **kwargs),
+        layers.HGRN,
+    ],
+    ids=["HGRN2", "with convolutions", "BidirectionalHGRN2", "HGRN"],
+)
+def test_forget_bias_initially_keeps_the_influence_of_old_tokens(make):
+    """An HGRN2 without other recurrent layers does not learn what is 40 tokens ago."""
+    keras.utils.set_random_seed(0)
+    x = np.random.default_rng(0).normal(size=(4, 64, 32)).astype("float32")
+
+    def influence(layer, steps_back):
+        """Returns the relative change of the last output if an earlier token is set to 0."""
+        changed = x.copy()
+        changed[:, 63 - steps_back] = 0
+        before, after = (numpy(layer(inputs))[:, 63] for inputs in (x, changed))
+        return np.abs(after - before).mean() / np.abs(before).mean()
+
+    assert influence(make(), 40) < 1e-4
+    layer = make(f_bias_initializer=layers.DecayLogit(0.1, 0.9, power=64))
+    layer = type(layer).from_config(layer.get_config())
+    assert influence(layer, 40) > 0.25 * influence(layer, 10) > 0.005
+    assert [v.name for v in keras_recurrent.exclude_from_weight_decay(None, layer)] == ["f_bias"]
 
 
 def test_an_initializer_can_be_saved():
