@@ -9,6 +9,7 @@ import re
 import sys
 import types
 
+import keras
 import pytest
 
 import keras_recurrent
@@ -111,12 +112,14 @@ def test_tables_are_what_the_package_says(tables, name, monkeypatch):
         assert line == expected
 
 
-def examples():
+def examples(on_jax=False):
     """XLA takes long to compile training, and tests of models train on every backend."""
     for page, text in PAGES.items():
         if page == "README.md" or page.startswith("docs/"):
             for number, example in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL)):
                 marks = [pytest.mark.once] if ".fit(" in example else []
+                if ("import jax" in example) != on_jax:
+                    continue
                 yield pytest.param(example, id=f"{page}-{number}", marks=marks)
 
 
@@ -125,6 +128,13 @@ def examples():
 def test_examples(example, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some write files
     exec(re.sub(r"\bepochs=\d+", "epochs=1", example), {})
+
+
+@pytest.mark.skipif(keras.config.backend() != "jax", reason="the examples are of JAX")
+@pytest.mark.parametrize("example", list(examples(on_jax=True)))
+def test_jax_examples_run(example):
+    """The example that compiles a step does not run."""
+    exec(example, {})
 
 
 @pytest.mark.once

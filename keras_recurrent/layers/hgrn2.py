@@ -47,11 +47,11 @@ class HGRN2(ForgetGateLayer):
         input_activation: activation of the input; `"linear"`, in the paper `"silu"`.
         conv_size: integer, the number of taps of short causal convolutions without bias, one after
             each of W_q, W_f and W_i, before the activations above. None: no convolutions.
-        f_bias_initializer: initializer of b_f, a bias of the forget gates. None: b_f is 0, and the
-            influence of a token initially halves with each later token, too fast for a model
-            without other recurrent layers or bounds. `DecayLogit(0.1, 0.9, power=64)` initially
-            keeps 0.1 to 0.9 of it over 64 tokens, similar to Tallec & Ollivier 2018
-            (arXiv:1804.11188, section 2).
+        f_bias_initializer: initializer of b_f, a bias of the forget gates. None: b_f is 0, and
+            the influence of a token initially halves with each later token. As the only recurrent
+            layer, the layer then learns no long memory: pass `DecayLogit(0.1, 0.9, power=64)`,
+            which initially keeps 0.1 to 0.9 over 64 tokens, similar to Tallec & Ollivier 2018
+            (arXiv:1804.11188, section 2), and a `conv_size`, such as 8.
         kernel_initializer: initializer of all kernels.
         return_state: boolean, whether a call returns `(output, state)`.
         **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
@@ -72,9 +72,9 @@ class HGRN2(ForgetGateLayer):
         `{"inputs": [B, conv_size - 1, D] float32}`.
 
     Sublayers: `q_proj`, `f_proj`, `i_proj`, `o_proj`, all `Dense` without bias, `norm`, and with
-    `conv_size` the convolutions. With `f_bias_initializer`, the weight `f_bias`, b_f, is float32. The inputs of the linear layers are all tokens of the batch,
-    `[B * T, D]`; hooks and activity regularizers get this shape. Forget gates and the memory are
-    computed in float32 even under a 16-bit policy.
+    `conv_size` the convolutions. The inputs of the linear layers are all tokens of the batch,
+    `[B * T, D]`; hooks and activity regularizers get this shape. b_f is the weight `f_bias`. It,
+    forget gates and the memory are float32 even under a 16-bit policy.
 
     Raises:
         ValueError: the inputs are not `[B, T, D]`; `expand_ratio` does not divide D, or is None
@@ -111,9 +111,7 @@ class HGRN2(ForgetGateLayer):
         return_state=False,
         **kwargs,
     ):
-        super().__init__(
-            f_bias_initializer=f_bias_initializer, return_state=return_state, **kwargs
-        )
+        super().__init__(f_bias_initializer=f_bias_initializer, return_state=return_state, **kwargs)
         if expand_ratio is not None:
             check_positive_integer("expand_ratio", expand_ratio)
         if conv_size is not None:

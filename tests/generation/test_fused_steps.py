@@ -409,9 +409,7 @@ def test_which_generation_tells_why():
 
 VARIANTS = {
     "convolutions": lambda: HGRN2ResidualBlock(HGRN2(expand_ratio=4, conv_size=2), 24),
-    "forget bias": lambda: HGRN2ResidualBlock(
-        HGRN2(expand_ratio=4, f_bias_initializer="ones"), 24
-    ),
+    "forget bias": lambda: HGRN2ResidualBlock(HGRN2(expand_ratio=4, f_bias_initializer="ones"), 24),
     "sigmoid": lambda: HGRN2ResidualBlock(HGRN2(expand_ratio=4, gate_activation="sigmoid"), 24),
     "first input scaled": lambda: GriffinResidualBlock(
         RecurrentBlock(8, num_blocks=2, scale_first_input=True), 24
