@@ -58,8 +58,7 @@ def test_a_file_takes_the_place_of_another_or_leaves_it(model, tmp_path, monkeyp
     second.save(str(link))
     assert link.is_symlink()
     assert GenerationCache.load(str(path), model).batch_size == 2
-    (tmp_path / "plain").touch()
-    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
+    assert path.stat().st_mode & 0o777 == 0o600
     with pytest.raises(ValueError, match="must be a language model"):
         GenerationCache.load(path, None)
     with pytest.raises(IsADirectoryError, match="is a directory"):
