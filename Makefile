@@ -17,8 +17,8 @@ BACKENDS := jax torch tensorflow
 PAPERS := associative_recall extrapolation gates grouped_queries lightning_ablations phone_book \
   state_size synthetic_tasks throughput training_speed
 BIN := $(VENV)/bin
-# Python compiles the modules that are imported; pip would compile all, which takes a minute. Its
-# progress is shown, because a download takes minutes.
+# Python compiles the modules that are imported; pip would compile all, which takes a minute. pip
+# shows its progress, because a download takes minutes.
 PIP_INSTALL := $(BIN)/python -m pip install --no-compile --constraint constraints.txt
 INSTALLED := pyproject.toml constraints.txt $(VENV)/.created
 
@@ -216,13 +216,13 @@ $(VENV)/.created:
 
 $(VENV)/.quickstart-%: $(INSTALLED)
 	$(if $(filter $*,$(BACKENDS)),,$(error KERAS_BACKEND must be one of $(BACKENDS); got "$*"))
-	@echo "Installing keras_recurrent, $* and the server into $(VENV), once: minutes, and 3 GB with JAX."
+	@echo "Installing keras_recurrent, $* and the server into $(VENV), once. This takes minutes, and 3 GB with JAX."
 	$(PIP_INSTALL) --editable ".[$*,guides,serve]"
 	@touch $@
 
 # With the small half of JAX's CUDA plugin, programs are lowered for GPUs without one.
 $(VENV)/.test: $(INSTALLED)
-	@echo "Installing keras_recurrent, the three backends and the test tools into $(VENV), once: 5 GB."
+	@echo "Installing keras_recurrent, the three backends and the test tools into $(VENV), once. This takes minutes and 5 GB."
 	$(PIP_INSTALL) --editable ".[jax,torch,tensorflow,test]"
 	$(if $(filter Linux,$(shell uname)),$(PIP_INSTALL) --no-deps jax-cuda12-plugin)
 	@touch $@

@@ -19,9 +19,9 @@ try:
 except ImportError:  # on Windows, where temporary folders of killed processes stay
     fcntl = None  # type: ignore[assignment]
 
-LOCK = ".lock"  # in a temporary folder
+LOCK = ".lock"  # file of a temporary folder, locked while its process runs
 TEMPORARY = re.compile(r"[\\/]\.[^\\/]+-[0-9a-f]{8}\.part[\\/]")
-WEIGHTS = re.compile(r"model(_\d{5})?\.weights\.(h5|json)")  # in a preset
+WEIGHTS = re.compile(r"model(_\d{5})?\.weights\.(h5|json)")  # files of a preset
 
 
 class AtomicPreset:
@@ -40,7 +40,8 @@ def replace(path):
 
     - A symbolic link stays a link: its target is replaced. Permissions are kept.
     - A new folder gets the files that only the old folder has.
-    - A path inside a new folder, and a mount point, which cannot be moved, is yielded unchanged.
+    - A path inside a temporary folder is yielded unchanged, as is a mount point, which cannot be
+      moved.
     """
     path = os.path.realpath(path)
     if TEMPORARY.search(path) or os.path.ismount(path):
@@ -59,7 +60,7 @@ def replace(path):
 
 
 def find_folder(path):
-    """Returns `path`, or the folder with its content if a process was killed between two steps."""
+    """Returns `path`, or the folder with its old content if an exchange was interrupted."""
     old = _old_folder(os.path.realpath(path))
     return old if os.path.isdir(old) and not os.path.exists(path) else path
 
@@ -73,7 +74,10 @@ def temporary_folder(path):
     try:
         os.mkdir(folder)
     except OSError as error:
-        reason = f"{error.strerror}: a temporary folder cannot be created in {parent!r}"
+        reason = (
+            f"{error.strerror}: a temporary folder cannot be created in {parent!r}, which must "
+            "exist and be writable"
+        )
         raise OSError(error.errno, reason, path) from error
     try:
         with open(os.path.join(folder, LOCK), "w") as lock:
@@ -148,7 +152,7 @@ def _link_missing(source, target):
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
         for name in names + links:
             old, new = os.path.join(folder, name), os.path.join(to, name)
-            # KerasHub would load one file of an old model instead of new shards.
+            # If the file of an old model were kept, KerasHub would load it instead of new shards.
             is_outdated = has_model and folder == source and WEIGHTS.fullmatch(name)
             if os.path.exists(old) and os.path.exists(new):
                 shutil.copymode(old, new)

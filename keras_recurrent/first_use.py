@@ -1,7 +1,8 @@
 """Imports of the language models, and of KerasHub, when they are first used.
 
-KerasHub imports TensorFlow, which takes seconds. Layers need neither. With these hooks, a saved
-model loads, and KerasHub finds the presets of this package, after `import keras_recurrent`.
+KerasHub imports TensorFlow, which takes seconds. Layers need neither of them. With these hooks,
+`import keras_recurrent` is enough to load a saved model, and for KerasHub to find the presets of
+this package.
 """
 
 import functools
@@ -14,7 +15,7 @@ from keras_recurrent import compat
 HUB = "keras_hub"
 LOADING = "keras_recurrent.checkpoints.loading"
 MODELS = "keras_recurrent.models"
-PREFIX = "keras_recurrent>"  # of the names of registered classes
+PREFIX = "keras_recurrent>"  # begins the names of registered classes
 # Modules that register classes and are not imported by `import keras_recurrent`.
 REGISTERING_MODULES = ("keras_recurrent.gqa.uptraining", MODELS, "keras_recurrent.gqa.convert")
 
@@ -71,8 +72,8 @@ class _HubLoader(importlib.abc.Loader):
 
 
 def _replace_hub_functions():
-    # This runs while KerasHub is being imported, maybe by a module that the models need. So the
-    # models are imported when one of these functions is first called.
+    # This function runs while KerasHub is being imported, maybe by a module that the models need.
+    # So the models are imported when one of the replacements is first called.
     for module in compat.PRESET_MODULES.values():
         compat.replace_names(
             module,

@@ -1,6 +1,6 @@
 """Saves a model with equal weights, whose value increases, until the process is killed.
 
-Its argument: a folder for files.
+Usage: python -m tests.saved_forever FOLDER
 """
 
 import itertools

@@ -113,7 +113,7 @@ def test_tables_are_what_the_package_says(tables, name, monkeypatch):
 
 
 def examples(on_jax=False):
-    """XLA takes long to compile training, and tests of models train on every backend."""
+    """Yields the examples of README and the manual, with `fit` once, as XLA compiles slowly."""
     for page, text in PAGES.items():
         if page == "README.md" or page.startswith("docs/"):
             for number, example in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL)):
@@ -220,7 +220,7 @@ def test_every_public_name_is_in_the_reference():
 
 @pytest.mark.once
 def test_site_has_signatures_only_in_the_docstrings():
-    """Each signature of the reference would be on the site twice, in the list and below it."""
+    """The site has each signature of the reference twice, in the list and in the docstring."""
     hook = scripts.load("docs/site/reference_hook.py")
     texts = (path.read_text() for path in REFERENCE)
     pages = "".join(hook.DIRECTIVES.sub(hook.expand, text) for text in texts)
@@ -231,7 +231,7 @@ def test_site_has_signatures_only_in_the_docstrings():
 
 @pytest.mark.once
 def test_names_of_the_manual_are_in_the_files_that_it_says():
-    """A page that says "`NAME` in `FILE`" is found where the file no longer has the name."""
+    """A page says "`NAME` in `FILE`", but the file does not have the name."""
     said = re.compile(r"`([^`\n]+)`\s(?:in|of|to)\s`(\w[\w/]*/\w+\.(?:py|toml|yml|md))`")
     found = [(page, *match) for page, text in PAGES.items() for match in said.findall(text)]
     assert len(found) > 5
@@ -245,7 +245,7 @@ def test_names_of_the_manual_are_in_the_files_that_it_says():
 
 @pytest.mark.once
 def test_choosing_has_figures_of_the_presets_and_experiments():
-    """A figure of the comparison that was changed at its source, but not there, is found."""
+    """The table of docs/choosing.md has a figure that has changed at its source."""
     header, *lines = rows("docs/choosing.md", "family | mixes tokens by")
     for line in lines:
         cells = dict(zip(header, line, strict=True))

@@ -172,7 +172,7 @@ def room(name):
 
 
 def imported_modules(sources, first):
-    """Returns the modules that importing some modules imports, without KerasHub and TensorFlow.
+    """Finds the modules that are imported together with some modules.
 
     Returns:
         `(modules, users)`: the set of modules of this package, and the set of those among them

@@ -84,7 +84,7 @@ def test_import_adds_no_framework_and_little_time():
 @pytest.mark.nightly
 @pytest.mark.once
 def test_what_is_not_asked_for_is_not_imported():
-    """GQA code and optional packages are not loaded; KerasHub has presets of a later import."""
+    """GQA code or optional packages are imported early, or KerasHub lacks the presets."""
     optional, imported, public, listed, later = python(
         "import json, sys\n"
         "import keras\n"

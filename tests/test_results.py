@@ -116,7 +116,7 @@ def cell_figures(cells):
 
 
 def test_overview_lines_are_lines_of_result_pages():
-    """A line of docs/benchmarks.md whose figures no result page has together is found."""
+    """A line of docs/benchmarks.md has figures that are not in one line of a result page."""
     results = [cell_figures(c) for page in PAGES for _, c in lines_with("this package", page)]
     differing = [
         work
@@ -127,7 +127,7 @@ def test_overview_lines_are_lines_of_result_pages():
 
 
 def test_readme_speeds_are_lines_of_the_overview():
-    """A line of README that docs/benchmarks.md does not have, or has differently, is found."""
+    """A line of README is missing in docs/benchmarks.md, or has other figures there."""
     readme, overview = (
         {work: cell_figures(cells) for work, cells in lines_with("this package", page)}
         for page in ("README.md", "docs/benchmarks.md")
@@ -137,7 +137,7 @@ def test_readme_speeds_are_lines_of_the_overview():
 
 
 def test_comparison_factors_are_those_of_the_overview():
-    """docs/comparison.md has the least and the largest factor of the lines that a work begins."""
+    """A factor in docs/comparison.md is not the least or largest of the measured lines."""
     lines = lines_with("this package", "docs/benchmarks.md")
     lines += lines_with("this package", RESULTS / "jax_linear_attention.md")
     compared = lines_with("times as fast", "docs/comparison.md")
@@ -153,7 +153,7 @@ def test_comparison_factors_are_those_of_the_overview():
 
 
 def test_decimals_in_text_are_on_the_linked_result_pages():
-    """A paragraph that links result pages, and has a figure that is on none of them, is found."""
+    """A paragraph has a figure that is on none of the result pages that it links."""
     link = re.compile(r"\]\((?:\.\./|docs/)*((?:benchmarks/results|guides/papers)/\w+\.md)")
     unknown = []
     for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")]:

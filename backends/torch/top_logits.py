@@ -1,7 +1,7 @@
-"""The largest logits of each row, and the logarithm of the sum of exp of all.
+"""The largest logits of each sequence, and the log of the sum of the exponentials of all logits.
 
-`torch.topk` keeps any of several equal numbers on a CPU, and those of the lowest indices on a GPU,
-where it returns equal numbers in the order of their indices if they are not sorted.
+On a CPU, `torch.topk` keeps any of several equal numbers. On a GPU, it keeps those with the lowest
+indices, and with `sorted=False` returns them in the order of their indices.
 """
 
 import torch

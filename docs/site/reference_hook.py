@@ -14,7 +14,7 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def expand(match):
-    """The list, which links to the docstrings after it. Signatures and methods are only there."""
+    """Returns the list with links to the docstrings after it, which have signatures and methods."""
     directives, names = match.groups()
     names = names.replace("\\\n", "  \n")  # Python-Markdown's form of a line break
     names = ENTRY.sub(r"\2(#\1)", METHOD.sub("", names))

@@ -94,11 +94,11 @@ class SavedByAllProcesses(AtomicPreset):
 
 
 def install():
-    """Makes all processes save models of `SavedByAllProcesses`, to a file that is then renamed.
+    """Makes Keras save `SavedByAllProcesses` in all processes, and replace files in one step.
 
     Streams, remote files and sharded weights outside of presets are written in place.
     """
-    # All functions and callbacks of Keras save by these two.
+    # All functions and callbacks of Keras that save a model call these two.
     compat.replace_function(compat.SAVING, "save_model", _save_atomically)
     compat.replace_function(compat.SAVING, "save_weights_only", _save_atomically)
 

@@ -50,8 +50,8 @@ class HGRN2(ForgetGateLayer):
         f_bias_initializer: initializer of b_f, a bias of the forget gates. None: b_f is 0, and
             the influence of a token initially halves with each later token. As the only recurrent
             layer, the layer then learns no long memory: pass `DecayLogit(0.1, 0.9, power=64)`,
-            which initially keeps 0.1 to 0.9 over 64 tokens, similar to Tallec & Ollivier 2018
-            (arXiv:1804.11188, section 2), and a `conv_size`, such as 8.
+            with which channels initially keep 0.1 to 0.9 of this influence over 64 tokens, similar
+            to Tallec & Ollivier 2018 (arXiv:1804.11188, section 2), and a `conv_size`, such as 8.
         kernel_initializer: initializer of all kernels.
         return_state: boolean, whether a call returns `(output, state)`.
         **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
@@ -73,8 +73,8 @@ class HGRN2(ForgetGateLayer):
 
     Sublayers: `q_proj`, `f_proj`, `i_proj`, `o_proj`, all `Dense` without bias, `norm`, and with
     `conv_size` the convolutions. The inputs of the linear layers are all tokens of the batch,
-    `[B * T, D]`; hooks and activity regularizers get this shape. b_f is the weight `f_bias`. It,
-    forget gates and the memory are float32 even under a 16-bit policy.
+    `[B * T, D]`; hooks and activity regularizers get this shape. b_f is the weight `f_bias`. The
+    bias, the forget gates and the memory are float32 even under a 16-bit policy.
 
     Raises:
         ValueError: the inputs are not `[B, T, D]`; `expand_ratio` does not divide D, or is None

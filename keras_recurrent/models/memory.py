@@ -136,10 +136,10 @@ def training_sizes(model, *, num_slots=2, dtype=None, layout_map=None):
     """Returns the memory of a model during training in bytes, without activations.
 
     Gradients and optimizer slots have the shape, the dtype and the device of their weight: with
-    Adam in float32 or `"mixed_bfloat16"`, 16 bytes per parameter; with torch's Adam in
-    `"bfloat16"`, which Keras's Adam does not train, 8. A layout map that splits weights over the
-    data axis (FSDP) splits them, too. Temporary arrays, such as the gathered weights of a block,
-    are not counted; the result does not depend on the batch.
+    Adam, 16 bytes per parameter in float32 or `"mixed_bfloat16"`, and 8 in `"bfloat16"`, which
+    torch's Adam trains, but not Keras's. A layout map that splits weights over the data axis (FSDP)
+    splits them, too. Temporary arrays, such as the gathered weights of a block, are not counted;
+    the result does not depend on the batch.
 
     Args:
         model: a language model, a backbone or the name of a preset, as in `memory_sizes`.

@@ -180,10 +180,9 @@ class RecurrentCausalLM(
         Writes `config.json`, the tensors in `.safetensors` files, and `tokenizer.model` if the
         preprocessor has a `SentencePieceTokenizer` (a `ByteTokenizer` has no file). Its
         `chat_template` and `extra_stop_token_ids` are written to `chat_template.jinja` and
-        `generation_config.json`. LoRA weights are merged. Files are first written to a folder
-        `.export-*` in the parent directory, which is renamed at the end, so `path` is always
-        complete. A process that is killed leaves that folder. Delete it when no export into the
-        same parent directory is running.
+        `generation_config.json`. LoRA weights are merged. Files are first written to a temporary
+        folder in the parent directory, which is moved to `path` at the end, so `path` is always
+        complete. The next export to `path` removes a temporary folder that a killed process left.
 
         Requirements on the backbone:
 
@@ -279,8 +278,8 @@ class RecurrentCausalLM(
         if class_weight is not None:
             raise ValueError(
                 f"`class_weight` needs one label per sample, but a language model has one per "
-                f"token; got {class_weight!r}. Pass a `sample_weight` [batch, time] with tokens "
-                "and labels, such as those that `model.preprocessor(texts)` returns."
+                f"token; got {class_weight!r}. Instead, pass tokens, labels and a `sample_weight` "
+                "[batch, time], such as `model.preprocessor(texts)` returns."
             )
 
     # === Scores ===

@@ -76,8 +76,8 @@ class Gate:
     async def _read(self, receive):
         """Returns the body; None if the client disconnects.
 
-        If the server shuts down, the time ends. The rest of a body that is too large is read and
-        dropped: a client that is still sending would not see the error otherwise.
+        The time limit is cut short if the server shuts down. The rest of a body that is too large
+        is read and dropped: a client that is still sending would not see the error otherwise.
         """
         chunks, size, deadlines = [], 0, self._service.body_deadlines
         try:

@@ -92,8 +92,8 @@ class Generation:
     async def events(self):
         """Yields the `Event`s of all requests, until they have ended.
 
-        Deltas that arrive while the client is slow are one event. The first log probabilities come
-        with the first text, which shows whether the tokenizer dropped a space before it.
+        Deltas that arrive while the client is slow are one event. The first log probabilities are
+        sent with the first text, which shows whether the tokenizer dropped a space before it.
 
         Raises:
             Exception: the error with which the engine ended a request.

@@ -58,7 +58,7 @@ class PrefixFiles:
         self._thread = threading.Thread(target=self._run, name="prefix-files", daemon=True)
         try:
             self._folder = os.fspath(folder)
-            os.makedirs(self._folder, mode=0o700, exist_ok=True)  # for tokens of users
+            os.makedirs(self._folder, mode=0o700, exist_ok=True)  # files have tokens of users
             self._others = self._scan()
         except (OSError, TypeError) as error:
             raise ValueError(

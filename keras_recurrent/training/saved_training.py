@@ -24,7 +24,7 @@ class SavedTraining(BackendNeutralCompileConfig, SavedByAllProcesses):
     _loads_compile_config = False
 
     def compile(self, optimizer="auto", *args, **kwargs):
-        # A model that is made or loaded may only generate; `fit` checks its optimizer.
+        # No check in the constructor and `load_model`: the model may only generate. `fit` checks.
         if optimizer != "auto" and not self._loads_compile_config:
             optimizer = keras.optimizers.get(optimizer)
             check_16_bit_updates(optimizer, self.trainable_variables)  # type: ignore[attr-defined]

@@ -260,7 +260,7 @@ def test_an_export_counts_its_window_as_transformers_does(model, tmp_path, wante
         errors.append(golden.relative(golden.logits(other, token_ids), wanted["logits"]))
     assert errors[0] < SAME
     assert errors[1] > 0.01
-    # Read again, it is the same model, by this key, which a published file has not.
+    # By this key, which published files lack, the export loads as the same model.
     again = RecurrentGemma().backbone_arguments(config, "the export")
     assert again["sliding_window"] == model.backbone.sliding_window == 17
     assert config.pop("window_includes_current_token") is True

@@ -47,7 +47,7 @@ def generate(model, **kwargs):
 
 @pytest.mark.once
 def test_stop_filter_stops_where_a_search_of_the_whole_text_does():
-    """Text of a stop string is shown, other text is withheld or lost, or each string is counted."""
+    """Text of a stop string is shown, other text is lost, or more strings take more time."""
     rng = np.random.default_rng(0)
     for _ in range(500):
         strings = tuple("".join(rng.choice(list("ab"), rng.integers(1, 6))) for _ in range(3))
@@ -231,7 +231,7 @@ def test_stop_strings_that_cannot_be(model):
     ],
 )
 def test_stop_strings_beyond_their_limits_are_refused(model, stop, words):
-    """A request takes the engine's time at every token, or an error does not name the argument."""
+    """Stop strings slow down every token of all requests, or an error does not name `stop`."""
     for method in (model.generate, model.stream):
         with pytest.raises(ValueError, match=words):
             method("a", stop=stop)
@@ -239,7 +239,7 @@ def test_stop_strings_beyond_their_limits_are_refused(model, stop, words):
 
 @pytest.mark.once
 def test_unknown_options_name_the_right_ones(model):
-    """The error for an option of another package does not tell where it belongs."""
+    """The error for an option of another package does not name the argument to use instead."""
     for method in (model.generate, model.stream, model.chat):
         for options, words in (
             ({"temperature": 0.5}, r"`sampling=SamplingParams\(temperature=0\.5\)`"),

@@ -105,7 +105,7 @@ def test_any_keras_initializer_of_decays(layer_class):
     ids=["HGRN2", "with convolutions", "BidirectionalHGRN2", "HGRN"],
 )
 def test_forget_bias_initially_keeps_the_influence_of_old_tokens(make):
-    """An HGRN2 without other recurrent layers does not learn what is 40 tokens ago."""
+    """An HGRN2 as the only recurrent layer does not learn from tokens 40 steps back."""
     keras.utils.set_random_seed(0)
     x = np.random.default_rng(0).normal(size=(4, 64, 32)).astype("float32")
 

@@ -244,7 +244,7 @@ CHATML = (
 
 
 def documents(sample):
-    """Tokens of the document in each sequence, and True where the loss includes them."""
+    """Returns the tokens of each sequence, and True where the loss includes them."""
     x, _, weights = arrays(sample)
     lengths = x["padding_mask"].sum(axis=1)
     ids = [row[:n].tolist() for row, n in zip(x["token_ids"], lengths, strict=True)]
@@ -252,7 +252,7 @@ def documents(sample):
 
 
 def num_shared(a, b):
-    """Number of equal tokens at the beginning."""
+    """Returns the number of equal tokens at the beginning of two sequences."""
     pairs = zip(a, b, strict=False)
     return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
 
@@ -275,7 +275,7 @@ def test_a_conversation_has_the_tokens_of_its_prompt(make, template):
 
     def border(*arguments):
         index = num_shared(tokens(*arguments), whole)
-        # A space of the template that SentencePiece removes at the end of a text.
+        # SentencePiece removes a space of the template at the end of a text.
         return index + (whole[index : index + 1] == [space])
 
     whole = tokens(messages, False)
@@ -316,7 +316,7 @@ def test_a_prompt_with_its_response_has_the_tokens_of_the_joined_text(make):
         text = prompt + response
         (ids,) = tokenizer([text])
         expected[0].append([*start, *ids, tokenizer.end_token_id])
-        # The text has one space at most, at which SentencePiece adds or removes none.
+        # The text has at most one space, where SentencePiece adds or removes no further one.
         ends = np.cumsum([len(tokenizer.id_to_token(id)) for id in ids])
         in_response = (ends - (ends[-1] - len(text)) > len(prompt)).tolist()
         # The first token is no label.

@@ -60,7 +60,7 @@ def value(variable):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_update_of_bfloat16_weight_moves_it_unless_listed_as_failing(name):
-    """The list of failing optimizers, on which the check rests, is not that of this Keras."""
+    """The check has a wrong list of the optimizers of Keras that fail in bfloat16."""
     variable = keras.Variable(np.ones(8), dtype="bfloat16", name="scale")
     optimizer, rng = OPTIMIZERS[name](), np.random.default_rng(0)
     optimizer.build([variable])
@@ -90,7 +90,7 @@ def test_compile_for_16_bit_weights_raises_or_warns(name, dtype):
 
 @pytest.mark.parametrize("kind", ["language model", "backbone"])
 def test_fit_with_adam_that_compile_does_not_check_raises(kind):
-    """A model compiled by its constructor, or a backbone, by Keras, trains no weight."""
+    """`fit` of a backbone, or of a model that its constructor compiled, changes no weight."""
     x, y = samples(1)
     if kind == "backbone":
         model, y = tiny_backbone(dtype="bfloat16"), np.zeros((2, 6, 16))

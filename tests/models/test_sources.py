@@ -114,7 +114,7 @@ def wanted(model):
 
 
 def test_class_weight_with_token_labels_raises(model):
-    """Keras takes a sequence of labels for one-hot classes, and weighs sequences by its argmax."""
+    """Keras takes the labels of a sequence for one-hot classes, and weights it by their argmax."""
     x, y, _ = model.preprocessor(TEXTS)
     data = [(x, y), (TEXTS,), *((make(),) for make in MADE_BY.values())]
     for train, given in [(model.train_on_batch, (x, y)), *((model.fit, given) for given in data)]:

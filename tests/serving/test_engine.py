@@ -325,7 +325,7 @@ def test_an_engine_that_is_dropped_finishes_and_ends(model):
 @needs_engine
 @pytest.mark.once
 def test_a_fork_of_an_engine_refuses(engine, monkeypatch):
-    """A request in a fork, which has no engine's thread, waits for ever."""
+    """A request in a fork, which does not have the engine's thread, waits forever."""
     request = _submit(engine, 1)
     monkeypatch.setattr(os, "getpid", lambda: -1)
     for call in (lambda: _submit(engine, 1), request.result, lambda: next(request)):

@@ -73,14 +73,14 @@ def test_a_preset_that_does_not_exist_is_an_error(monkeypatch, capsys):
 
 
 def test_an_empty_key_is_an_error(monkeypatch, capsys):
-    """A variable that was set by mistake to nothing turns the authentication off."""
+    """A variable that was left empty by mistake turns the authentication off."""
     monkeypatch.setenv(command.KEY_VARIABLE, " ")
     assert run(monkeypatch) == 2
     assert f"{command.KEY_VARIABLE} must not be empty" in capsys.readouterr().err
 
 
 def test_common_options_are_compiled_before_the_server_listens(monkeypatch, caplog):
-    """The first clients wait for compilations, or metrics count requests of no client."""
+    """The first clients wait for compilations, or metrics count the requests of the warm-up."""
     model = GriffinCausalLM.from_preset("hawk_tiny", num_layers=1)
     monkeypatch.setattr(sys, "argv", ["serving", "--preset", "a", "--slots", "1", "--port", "0"])
     monkeypatch.setattr(command, "load_model", lambda _: model)
@@ -102,7 +102,7 @@ def test_common_options_are_compiled_before_the_server_listens(monkeypatch, capl
 
 
 def test_log_compilations_names_programs_and_seconds(caplog):
-    """A compilation delays requests, and the log does not tell it."""
+    """A compilation delays requests, and the log does not say so."""
     jax = pytest.importorskip("jax")
     command.log_compilations()
     with caplog.at_level(logging.INFO, "keras_recurrent.serving"):

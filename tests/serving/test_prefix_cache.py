@@ -95,7 +95,7 @@ def test_files_are_the_last_used_states(model, tmp_path, monkeypatch, logs):
 
 
 def test_prefix_cache_with_salt_shares_no_states(model, tmp_path):
-    """A client finds out which prompts others have sent, also after a restart; or all may read."""
+    """A client finds out which prompts others have sent, or other users can read the files."""
     folder, a = tmp_path / "new", (1, 1)
     cache = PrefixCache(model, 10**6, MAX_LENGTH, folder)
     state = model.backbone.get_initial_state(1, max_length=MAX_LENGTH)

@@ -63,7 +63,7 @@ def test_streamed_log_probabilities_are_those_of_the_whole_answer(name):
 
 
 def test_top_log_probabilities_of_equal_texts_are_all_returned():
-    """Tokens that are parts of characters, or have one text, replace each other."""
+    """Tokens that are parts of characters, or have the same text, overwrite each other."""
     form = completion_format(bpe.llama(bpe.DECODERS["fallback"]))
     a, byte = 3 + ord("a"), 3 + 0xF0
     letter = form._tokens.known.tokenizer.token_to_id("a")

@@ -440,7 +440,7 @@ def test_too_many_connections_are_an_error(small_model):
 
 
 def test_stalled_connections_are_closed(small_model, monkeypatch):
-    """Clients that send no request, or do not read the answer, use all connections for ever."""
+    """Clients that send no request, or do not read the answer, use all connections forever."""
     monkeypatch.setattr(server_module, "STALL_SECONDS", 0.1)
     engine = Engine(small_model, num_slots=1, max_length=100_000)
     body = json.dumps({**MODEL, **GREEDY, "prompt": "a", "max_tokens": 90_000, "stream": True})

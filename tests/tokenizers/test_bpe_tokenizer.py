@@ -68,7 +68,7 @@ def test_special_tokens_of_a_text_are_plain_text(listed_as_special):
 
 @once
 def test_ordinary_tokens_as_padding_stay_ordinary():
-    """The text of an ordinary token vanishes where it is also the padding token."""
+    """The text of an ordinary token is lost if the token is also the padding token."""
     tokenizer = bpe.tokenizer(pad_token_id=64)
     assert tokenizer.special_token_ids == [980, 981, 982]
     assert tokenizer.detokenize(tokenizer("a<|im_end|>")) == "a<|im_end|>"

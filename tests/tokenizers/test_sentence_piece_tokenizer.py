@@ -81,7 +81,7 @@ def test_added_tokens(tmp_path):
 
 
 def test_added_tokens_replace_tokens_of_the_file():
-    """A token whose id the file has, with another text, is ignored."""
+    """An added token is ignored if the file has its id with another text."""
     tokenizer = SentencePieceTokenizer(train(), added_tokens={"<|im_end|>": 7})
     assert tokenizer.id_to_token(7) == "<|im_end|>"
     assert tokenizer.token_to_id("<|im_end|>") == 7

@@ -58,7 +58,8 @@ class RecurrentGemma(Layout):
             warnings.warn(
                 f"{config.source} does not say whether 'attention_window_size' includes the "
                 f"current token. Set {COUNTS_ITSELF!r} there: to false, which is assumed, for "
-                "Google's models; to true for a model that transformers trained on longer texts.",
+                "Google's models, or to true for a model that was trained in transformers on texts "
+                "longer than the window.",
                 stacklevel=2,
             )
         lru_width = config.integer("lru_width", default=hidden_dim)
