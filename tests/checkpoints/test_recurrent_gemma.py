@@ -371,7 +371,7 @@ def test_an_export_leaves_what_is_not_an_empty_directory(tmp_path, monkeypatch):
     with pytest.raises(FileExistsError, match="was empty when this export began"):
         model.export_to_transformers(tmp_path / "directory")
     assert (tmp_path / "directory" / "config.json").read_text() == "{}"
-    assert not list(tmp_path.glob(".export-*"))
+    assert not list(tmp_path.glob(".*.part"))
 
 
 @pytest.mark.once

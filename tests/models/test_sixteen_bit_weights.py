@@ -118,7 +118,7 @@ class OwnUpdate(keras.optimizers.Adam):
         raise NotImplementedError
 
 
-def test_compile_for_float32_weights_beside_16_bit_ones_neither_raises_nor_warns():
+def test_compile_with_float32_and_frozen_16_bit_weights_does_not_warn():
     """The check refuses LoRA, or optimizers that update no 16-bit weight by Keras's code."""
     model = tiny_causal_lm(num_layers=1, block_types=("recurrent",), dtype="bfloat16")
     model.compile(OwnUpdate())
