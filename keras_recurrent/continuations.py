@@ -13,7 +13,7 @@ from keras_recurrent.devices.jax_processes import gather_to_numpy
 from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.evaluation import no_gradients
 from keras_recurrent.generation.lengths import capacity
-from keras_recurrent.generation.text import IncrementalDetokenizer
+from keras_recurrent.generation.stop_strings import StreamedText
 from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
 
@@ -217,7 +217,8 @@ class Continuations:
         return [score for score, _ in zip(found, continuations, strict=False)]
 
     def _generate_texts(self, cache, until, max_new_tokens, end_token_id):
-        answers = [Answer(self._preprocessor, token, until) for token in cache.last_token]
+        options = until, end_token_id
+        answers = [Answer(self._preprocessor, token, *options) for token in cache.last_token]
         remaining = max_new_tokens
         while remaining and not all(answer.ended for answer in answers):
             count = min(remaining, NEW_TOKENS_PER_CALL)
@@ -228,7 +229,7 @@ class Continuations:
             )
             rows = zip(answers, generated["token_ids"], generated["padding_mask"], strict=True)
             for answer, tokens, real in rows:
-                answer.add(tokens[real], end_token_id)
+                answer.add(tokens[real])
         return [answer.end() for answer in answers]
 
 
@@ -250,45 +251,32 @@ def _check_tokens(name, tokens):
 
 
 class Answer:
-    """Text of one answer, which ends before the first stop string.
+    """Text of one answer, which ends before the first stop string or the end token.
 
     Args:
         preprocessor: the preprocessor of the model, which detokenizes.
         last_token: integer, the last token of the context.
         until: a list of stop strings.
+        end_token_id: integer.
     """
 
-    def __init__(self, preprocessor, last_token, until):
-        self._detokenizer = IncrementalDetokenizer(preprocessor, last_token)
-        self._until, self._text, self.ended = until, "", False
+    def __init__(self, preprocessor, last_token, until, end_token_id):
+        self._text = StreamedText(preprocessor, last_token, until, [end_token_id])
+        self._end_token_id, self.ended = end_token_id, False
 
-    def add(self, tokens, end_token_id):
+    def add(self, tokens):
         """Appends tokens, up to an end token."""
         for token in tokens:
             if self.ended:
                 return
-            if token == end_token_id:
-                self._finish()
-            else:
-                self._append(self._detokenizer.add(token))
+            is_last = token == self._end_token_id
+            self._text.add(token, is_last)
+            self.ended = is_last or self._text.is_stopped
 
     def end(self):
         """Returns the text."""
-        if not self.ended:
-            self._finish()
-        return self._text
-
-    def _finish(self):
-        self._append(self._detokenizer.end())
-        self.ended = True
-
-    def _append(self, chunk):
-        before, self._text = len(self._text), self._text + chunk
-        starts = (max(0, before - len(stop) + 1) for stop in self._until)
-        positions = [self._text.find(*pair) for pair in zip(self._until, starts, strict=True)]
-        positions = [position for position in positions if position >= 0]
-        if positions:
-            self._text, self.ended = self._text[: min(positions)], True
+        self.add([self._end_token_id])
+        return self._text.shown
 
 
 def _power_of_two(number):

@@ -725,12 +725,24 @@ FAULTS = [
     Fault(
         "stop_string_across_blocks",
         "keras_recurrent/generation/stop_strings.py",
-        old="first = max(0, before - self._overlap)",
-        new="first = before",
+        old="before, text = len(self.held), self.held + text",
+        new="before = len(self.held)",
         tests={
             "torch": (
                 "generation/test_options.py::"
                 "test_stop_strings_are_found_wherever_they_are_cut[replace]"
+            )
+        },
+    ),
+    Fault(
+        "first_listed_stop_string",
+        "keras_recurrent/generation/stop_strings.py",
+        old="start = min(start for start in starts if start >= 0)",
+        new="start = next(start for start in starts if start >= 0)",
+        tests={
+            "torch": (
+                "generation/test_options.py::"
+                "test_stop_filter_stops_where_a_search_of_the_whole_text_does"
             )
         },
     ),

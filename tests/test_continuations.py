@@ -131,12 +131,12 @@ def test_an_answer_ends_before_the_first_string(written, until, wanted):
     preprocessor = FAMILIES["hgrn2"].preprocessor(ByteTokenizer())
     tokens = preprocessor.tokenizer(written)
     for size in (1, 2, 100):
-        answer = Answer(preprocessor, 100, until)
+        answer = Answer(preprocessor, 100, until, end_token_id=2)
         for first in range(0, len(tokens), size):
-            answer.add(tokens[first : first + size], end_token_id=2)
+            answer.add(tokens[first : first + size])
         assert answer.end() == wanted
-    answer = Answer(preprocessor, 100, until)
-    answer.add([*tokens, 2, *preprocessor.tokenizer("behind the end")], end_token_id=2)
+    answer = Answer(preprocessor, 100, until, end_token_id=2)
+    answer.add([*tokens, 2, *preprocessor.tokenizer("behind the end")])
     assert answer.end() == wanted
 
 

@@ -1,11 +1,13 @@
 """Stop strings: generation ends at the first of them, which is not part of the text."""
 
 import bisect
+import contextlib
+from typing import Any
 
 import numpy as np
 
 from keras_recurrent.checks.arguments import check_unicode
-from keras_recurrent.generation.text import LONGEST_CHARACTER, REPLACEMENT, texts_of
+from keras_recurrent.generation.text import IncrementalDetokenizer, token_bytes
 
 NOT_FOUND = np.iinfo("int32").max
 MAX_STRINGS, MAX_LENGTH = 16, 1024  # of stop strings, and of each in characters
@@ -55,21 +57,13 @@ class StopStrings:
         num_tokens: integer, number of tokens searched so far.
         counts: int32 `[B]`, number of tokens up to the one that completes a stop string.
             `NOT_FOUND` for sequences without one.
-        cut: int32 `[B]`, number of characters from the beginning of the stop string to the end of
-            the text of these tokens.
     """
 
     def __init__(self, strings, preprocessor, last_token):
-        self.strings, self._preprocessor = strings, preprocessor
-        self._tokens = np.reshape(last_token, (-1, 1))
-        self.counts = np.full(len(self._tokens), NOT_FOUND, "int32")
-        self.cut = np.zeros_like(self.counts)
-        longest = max(len(s.encode()) for s in strings)
-        self._overlap = longest + LONGEST_CHARACTER
-
-    @property
-    def num_tokens(self):
-        return self._tokens.shape[1] - 1
+        self.strings, self.num_tokens = strings, 0
+        self._texts = [StreamedText(preprocessor, token, strings) for token in last_token]
+        self.counts = np.full(len(self._texts), NOT_FOUND, "int32")
+        self._num_cut = np.zeros_like(self.counts)
 
     def add(self, new):
         """Searches more tokens, integers `[B, N]`.
@@ -77,16 +71,16 @@ class StopStrings:
         Returns:
             Boolean `[B]`, True for sequences that have a stop string.
         """
-        before = self.num_tokens
-        self._tokens = np.concatenate((self._tokens, new), axis=1)
-        # The first token is context: the text of a token may depend on the one before.
-        first = max(0, before - self._overlap)
-        windows = self._tokens[:, first:]
-        searched = np.flatnonzero(self.counts == NOT_FOUND)
-        texts = self._texts(windows[searched])
-        for row, text in zip(searched, texts, strict=True):
-            if self._find(text) >= 0:
-                self._locate(row, windows[row], before - first)
+        for row in np.flatnonzero(self.counts == NOT_FOUND):
+            text = self._texts[row]
+            # A strict tokenizer rejects the tokens, which may follow the end of the sequence.
+            with contextlib.suppress(UnicodeDecodeError):
+                for count, token in enumerate(new[row].tolist(), self.num_tokens + 1):
+                    text.add(token)
+                    if text.is_stopped:
+                        self.counts[row], self._num_cut[row] = count, len(text.end())
+                        break
+        self.num_tokens += new.shape[1]
         return self.counts < NOT_FOUND
 
     def end(self, counts):
@@ -95,34 +89,49 @@ class StopStrings:
 
     def trim(self, texts, counts):
         """Returns texts without the stop strings at the ends of sequences of `counts` tokens."""
-        ends = np.where(self.end(counts), self.cut, 0)
+        ends = np.where(self.end(counts), self._num_cut, 0)
         return [text[: len(text) - end] for text, end in zip(texts, ends, strict=True)]
 
-    def _locate(self, row, window, num_known):
-        """Stores the first token that completes a stop string, after `num_known` known ones."""
-        for end in range(num_known + 2, len(window) + 1):
-            (text,) = self._texts(window[None, :end])
-            start = self._find(text)
-            if start >= 0:
-                self.counts[row] = self.num_tokens - (len(window) - end)
-                self.cut[row] = len(text) - start
-                return
 
-    def _find(self, text):
-        """Returns the position of the first stop string, -1 if there is none."""
-        positions = [text.find(s) for s in self.strings]
-        return min((p for p in positions if p >= 0), default=-1)
+class StreamedText:
+    """Text of one sequence, which ends before the first stop string.
 
-    def _texts(self, windows):
-        """Returns the text of each window after its first token."""
-        contexts = texts_of(self._preprocessor, windows[:, :1])
-        texts = texts_of(self._preprocessor, windows)
-        for row, context in enumerate(contexts):
-            if context and not context.endswith(REPLACEMENT):
-                texts[row] = texts[row][len(context) :]
-            else:
-                (texts[row],) = texts_of(self._preprocessor, windows[row, None, 1:])
-        return texts
+    Args:
+        preprocessor: the preprocessor of the model.
+        last_token: integer, the last token of the prompt.
+        strings: a tuple of stop strings, which may be empty.
+        hidden: token ids that the text does not show.
+
+    Attributes:
+        is_stopped: boolean, True after a stop string.
+    """
+
+    def __init__(self, preprocessor, last_token, strings, hidden=()):
+        known = token_bytes(preprocessor)
+        self._detokenizer = IncrementalDetokenizer(preprocessor, last_token, known)
+        self._hidden = set(hidden)
+        self._filter: Any = StopFilter(strings) if strings else None
+        self._shown: list[str] = []
+        self.is_stopped = False
+
+    @property
+    def shown(self):
+        """All text so far."""
+        return "".join(self._shown)
+
+    def add(self, token, is_last=False):
+        """Returns the text that may be shown after one more token."""
+        text = "" if int(token) in self._hidden else self._detokenizer.add(token)
+        if is_last:
+            text += self._detokenizer.end()
+        if self._filter is not None:
+            text, self.is_stopped = self._filter.add(text, is_last)
+        self._shown.append(text)
+        return text
+
+    def end(self):
+        """Ends the text at its stop string; returns this string and what follows it."""
+        return self._filter.held + self._detokenizer.end()
 
 
 class StopFilter:
@@ -130,10 +139,13 @@ class StopFilter:
 
     Args:
         strings: a tuple of strings, which may be empty.
+
+    Attributes:
+        held: string, the text that is not shown yet, or from the stop string on.
     """
 
     def __init__(self, strings):
-        self._strings, self._held = sorted(strings), ""
+        self._strings, self.held = sorted(strings), ""
 
     def add(self, text, is_last):
         """Returns the text that may be shown, and True if a stop string was found.
@@ -142,16 +154,18 @@ class StopFilter:
             text: string, the next text.
             is_last: boolean, True if no more text follows.
         """
-        before, text = len(self._held), self._held + text
+        before, text = len(self.held), self.held + text
         starts = [text.find(s, max(0, before + 1 - len(s))) for s in self._strings]
-        if starts := [start for start in starts if start >= 0]:
-            return text[: min(starts)], True
-        # Each position is passed once, so that the time for a token does not grow with the strings.
-        start = len(text) if is_last else 0
-        while start < len(text) and not self._is_beginning(text[start:]):
-            start += 1
-        self._held = text[start:]
-        return text[:start], False
+        is_stopped = any(start >= 0 for start in starts)
+        if is_stopped:
+            start = min(start for start in starts if start >= 0)
+        else:
+            # Each position is passed once: the time for a token does not grow with the strings.
+            start = len(text) if is_last else 0
+            while start < len(text) and not self._is_beginning(text[start:]):
+                start += 1
+        self.held = text[start:]
+        return text[:start], is_stopped
 
     def _is_beginning(self, text):
         """Returns True if a stop string begins with `text`; the strings are sorted."""

@@ -9,8 +9,7 @@ import numpy as np
 from keras_recurrent.generation.cache import GenerationCache
 from keras_recurrent.generation.output import generation_output
 from keras_recurrent.generation.sampling import Logprobs
-from keras_recurrent.generation.stop_strings import StopFilter
-from keras_recurrent.generation.text import IncrementalDetokenizer
+from keras_recurrent.generation.stop_strings import StreamedText
 
 
 class Stream:
@@ -154,39 +153,3 @@ class Stream:
 
 def _concatenate(*arrays):
     return np.concatenate(arrays, axis=1)
-
-
-class StreamedText:
-    """Text of one sequence of a stream.
-
-    Args:
-        preprocessor: the preprocessor of the model.
-        last_token: integer, the last token of the prompt.
-        strings: a tuple of stop strings, which may be empty.
-        hidden: token ids that the text does not show.
-        known: as in `IncrementalDetokenizer`.
-
-    Attributes:
-        is_stopped: boolean, True after a stop string.
-    """
-
-    def __init__(self, preprocessor, last_token, strings, hidden, known=None):
-        self._detokenizer = IncrementalDetokenizer(preprocessor, last_token, known)
-        self._hidden, self._filter = set(hidden), StopFilter(strings) if strings else None
-        self._shown: list[str] = []
-        self.is_stopped = False
-
-    @property
-    def shown(self):
-        """All text so far."""
-        return "".join(self._shown)
-
-    def add(self, token, is_last):
-        """Returns the text that may be shown after one more token."""
-        text = "" if int(token) in self._hidden else self._detokenizer.add(token)
-        if is_last:
-            text += self._detokenizer.end()
-        if self._filter is not None:
-            text, self.is_stopped = self._filter.add(text, is_last)
-        self._shown.append(text)
-        return text

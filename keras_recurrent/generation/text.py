@@ -1,7 +1,6 @@
 """Conversion of tokens to text, one token at a time."""
 
 import codecs
-import contextlib
 import functools
 import re
 
@@ -44,10 +43,10 @@ def texts_of(preprocessor, rows):
         return [""] * len(rows)
     try:
         return _detokenize(preprocessor, rows)
-    except UnicodeDecodeError:  # of a tokenizer that is strict
+    except UnicodeDecodeError as error:  # of a tokenizer that is strict
         if len(rows) > 1:
             return [texts_of(preprocessor, row[None])[0] for row in rows]
-        return [_text_of_whole_characters(preprocessor, rows)]
+        return [error.object.decode("utf-8", "replace")]
 
 
 def _detokenize(preprocessor, rows):
@@ -57,15 +56,14 @@ def _detokenize(preprocessor, rows):
     return [t if isinstance(t, str) else bytes(t).decode("utf-8", "replace") for t in texts]
 
 
-def _text_of_whole_characters(preprocessor, row):
-    """Returns the text of tokens `[1, T]` without incomplete characters at both ends."""
-    ends = [(i, j) for i in range(LONGEST_CHARACTER) for j in range(LONGEST_CHARACTER)]
-    for first, last in sorted(ends, key=sum):
-        part = row[:, first : row.shape[1] - last]
-        with contextlib.suppress(UnicodeDecodeError):
-            text = _detokenize(preprocessor, part)[0] if part.size else ""
-            return REPLACEMENT * (first > 0) + text + REPLACEMENT * (last > 0)
-    return REPLACEMENT
+def token_bytes(preprocessor):
+    """Returns the `TokenBytes` of a preprocessor, which stores it."""
+    found = vars(preprocessor).get("_token_bytes")
+    if found is None or found.tokenizer is not preprocessor.tokenizer:
+        found = vars(preprocessor)["_token_bytes"] = TokenBytes(
+            preprocessor
+        )  # not tracked by Keras
+    return found
 
 
 class TokenBytes(dict):
@@ -139,7 +137,7 @@ def _decoding_errors(preprocessor):
         drops_spaces = any(t.endswith(SPACE) and t.strip(SPACE) for t in tokens)
         return None if drops_spaces else EACH_BYTE
     is_known = isinstance(tokenizer, ByteTokenizer) and detokenize is hub.ByteTokenizer.detokenize
-    return tokenizer.errors if is_known and tokenizer.errors != "strict" else None
+    return tokenizer.errors if is_known else None
 
 
 class IncrementalDetokenizer:
@@ -194,7 +192,8 @@ class IncrementalDetokenizer:
             self._num_returned = len(self._text(self._tokens))
             return chunk
         # Later bytes cannot complete a character that began this many tokens ago.
-        certain = self._text(self._tokens[: 1 - LONGEST_CHARACTER], strict=True)
+        end = max(self._num_context, len(self._tokens) - LONGEST_CHARACTER + 1)
+        certain = self._text(self._tokens[:end], strict=True)
         if not certain or text is None or not text.startswith(certain):
             certain = ""
         chunk = certain[self._num_returned :]

@@ -19,9 +19,8 @@ from keras_recurrent.generation.chat import is_messages, start_turn
 from keras_recurrent.generation.samplers import as_sampling_params
 from keras_recurrent.generation.sampling import make_sampling
 from keras_recurrent.generation.sampling_params import explains_options
-from keras_recurrent.generation.stop_strings import check_stop_strings
-from keras_recurrent.generation.stream import StreamedText
-from keras_recurrent.generation.text import TokenBytes, hidden_stop_tokens
+from keras_recurrent.generation.stop_strings import StreamedText, check_stop_strings
+from keras_recurrent.generation.text import hidden_stop_tokens
 from keras_recurrent.serving.message_ends import MessageEnds
 from keras_recurrent.serving.prefix_cache import PrefixCache
 from keras_recurrent.serving.request import (
@@ -122,7 +121,6 @@ class Engine:
         prefixes = PrefixCache(model, prefix_cache_bytes, self.max_length, prefix_cache_dir)
         self._prefixes, self._num_requests = prefixes, 0
         self._message_ends = MessageEnds(model.preprocessor)
-        self._texts = model.preprocessor and TokenBytes(model.preprocessor)
         try:
             self._slots = Slots(model, loops, num_slots, self.max_length, prefill_chunk)
         except BaseException:
@@ -203,7 +201,7 @@ class Engine:
             )
         if preprocessor is not None:
             hidden = [id for id in hidden_stop_tokens(preprocessor) if id in stops]
-            text = StreamedText(preprocessor, tokens[-1], strings, hidden, self._texts)
+            text = StreamedText(preprocessor, tokens[-1], strings, hidden)
         ends = self._message_ends.find(turn) if turn and self._prefixes.is_enabled else ()
         request = EngineRequest(len(tokens), preprocessor is not None)
         options = max_new_tokens or free_length, stops, text, timeout, ends, cache_salt

@@ -6,18 +6,13 @@ from typing import Annotated, Any, ClassVar, Literal
 import pydantic
 
 from keras_recurrent.chat import ROLES
-from keras_recurrent.generation.sampling_params import SamplingParams
+from keras_recurrent.generation.sampling_params import RANGES, SamplingParams
+from keras_recurrent.generation.stop_strings import MAX_LENGTH, MAX_STRINGS
 from keras_recurrent.serving.request import PromptTooLong
 
 MAX_PROMPTS, MAX_MESSAGES, MAX_PARTS, MAX_BIASES = 2048, 4096, 1024, 1024
-MAX_STOPS, MAX_STOP_LENGTH = 16, 1024
 MAX_ERROR = 1000  # characters of an error, which may quote the request
 SEEDS = 2**64  # OpenAI's seeds are signed
-# Options that keep their names in `SamplingParams`; the last three are not OpenAI's, but vLLM's.
-SAMPLING = [
-    *("temperature", "top_p", "presence_penalty", "frequency_penalty"),
-    *("top_k", "min_p", "repetition_penalty"),
-]
 
 
 class ApiError(Exception):
@@ -43,7 +38,7 @@ class ApiError(Exception):
 
 Count = pydantic.NonNegativeInt
 Role = Literal[ROLES]  # type: ignore[valid-type]
-StopString = Annotated[str, pydantic.Field(max_length=MAX_STOP_LENGTH)]
+StopString = Annotated[str, pydantic.Field(max_length=MAX_LENGTH)]
 
 
 def limited(max_length=None, min_length=None):
@@ -84,14 +79,14 @@ class SamplingBody(Body):
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
     n: Literal[1] | None = None
-    stop: StopString | Annotated[list[StopString], limited(MAX_STOPS)] | None = None
+    stop: StopString | Annotated[list[StopString], limited(MAX_STRINGS)] | None = None
     seed: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], limited(MAX_BIASES)] | None = None
-    top_k: int | None = None
+    top_k: int | None = None  # this and the next two are not OpenAI's, but vLLM's
     min_p: float | None = None
     repetition_penalty: float | None = None
     # As in vLLM: only requests with the same text share prefix states.
@@ -130,13 +125,13 @@ class SamplingBody(Body):
         Args:
             logprobs: integer, as in `SamplingParams`, or None.
         """
-        options = {name: getattr(self, name) for name in SAMPLING}
-        options = {name: value for name, value in options.items() if value is not None}
+        values = {name: getattr(self, name, None) for name in RANGES} | {"logprobs": logprobs}
+        options: dict[str, Any] = {k: value for k, value in values.items() if value is not None}
         if self.logit_bias:
             options["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
         if self.seed is not None:
             options["seed"] = self.seed % SEEDS
-        return SamplingParams(logprobs=logprobs, **options)
+        return SamplingParams(**options)
 
 
 class CompletionBody(SamplingBody):

@@ -4,7 +4,7 @@ import functools
 import time
 import uuid
 
-from keras_recurrent.generation.text import DECODER, REPLACEMENT, TokenBytes
+from keras_recurrent.generation.text import DECODER, REPLACEMENT, token_bytes
 
 LEAST_LOGPROB = -9999.0  # for tokens of probability 0, as in OpenAI's API
 
@@ -16,7 +16,7 @@ class LogprobTexts:
     """
 
     def __init__(self, preprocessor):
-        self.known = preprocessor and TokenBytes(preprocessor)
+        self.known = preprocessor and token_bytes(preprocessor)
         self.text = functools.lru_cache(2**16)(self._text)
 
     def _text(self, token):

@@ -189,6 +189,15 @@ def test_stop_strings_are_found_wherever_they_are_cut(errors):
 
 
 @pytest.mark.once
+def test_stop_strings_after_invalid_bytes_of_an_ended_sequence_end_the_others():
+    """Tokens that a strict tokenizer rejects, after a stop token of one sequence, fail the call."""
+    search = StopStrings(("ab",), HGRN2CausalLMPreprocessor(ByteTokenizer(errors="strict")), [9, 9])
+    rows = [[2, 3 + 0xFF, 3 + 0xFF], [3 + ord(letter) for letter in "cab"]]
+    assert search.add(np.array(rows)).tolist() == [False, True]
+    assert search.counts.tolist() == [NOT_FOUND, 3]
+
+
+@pytest.mark.once
 def test_the_filter_withholds_as_little_as_possible():
     rng, strings = np.random.default_rng(0), ("abc", "ca", "bb")
     for _ in range(300):

@@ -64,10 +64,13 @@ def test_any_bytes(errors):
 
 @pytest.mark.once
 def test_bytes_that_must_be_text():
+    """A character after one of several bytes is an error, or an incomplete one is not."""
     preprocessor = preprocessor_of(ByteTokenizer(errors="strict"))
-    assert "".join(pieces_of(preprocessor, preprocessor.tokenizer("é!"), 1)) == "é!"
-    with pytest.raises(UnicodeDecodeError):
-        pieces_of(preprocessor, [3 + 0xE2], 1)
+    for known in (None, TokenBytes(preprocessor)):
+        for whole in ("é!", "😀é€€a"):
+            assert "".join(pieces_of(preprocessor, preprocessor.tokenizer(whole), 1, known)) == whole
+        with pytest.raises(UnicodeDecodeError):
+            pieces_of(preprocessor, [3 + 0xE2], 1, known)
 
 
 @pytest.mark.once

@@ -287,7 +287,7 @@ def test_a_listener_that_exits_ends_its_request_only(engine):
 @pytest.mark.once
 def test_bytes_that_a_tokenizer_rejects_end_their_request_only(model, engine, monkeypatch):
     """The text of one request ends the engine, and all requests with it."""
-    from keras_recurrent.generation.stream import StreamedText
+    from keras_recurrent.generation.stop_strings import StreamedText
 
     request, add = _submit(engine, 1, max_new_tokens=99), StreamedText.add
     monkeypatch.setattr(StreamedText, "add", lambda *_: b"\xff".decode())

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent.generation.output import TokenLogprobs
-from keras_recurrent.generation.stream import StreamedText
+from keras_recurrent.generation.stop_strings import StreamedText
 from keras_recurrent.generation.text import TokenBytes
 from keras_recurrent.models import GriffinCausalLMPreprocessor
 from keras_recurrent.serving.responses import ChatFormat, CompletionFormat, LogprobTexts
@@ -42,7 +42,7 @@ def test_streamed_log_probabilities_are_those_of_the_whole_answer(name):
     for index in range(40):
         token_ids = rng.choice(alphabet, size=12).tolist()
         last = int(rng.choice(alphabet))
-        text = StreamedText(preprocessor, last, ("lXb", "€p", "zz"), (), known)
+        text = StreamedText(preprocessor, last, ("lXb", "€p", "zz"))
         chunks = [text.add(token, n == 11) for n, token in enumerate(token_ids)]
         streamed, withheld = [], []
         for n, (chunk, token) in enumerate(zip(chunks, token_ids, strict=True)):
