@@ -10,7 +10,7 @@ from keras_recurrent.generation.conversation import Conversation, text_after, to
 from keras_recurrent.generation.output import GenerationOutput
 from keras_recurrent.generation.prompts import check_is_cache
 from keras_recurrent.generation.sampling_params import explains_options
-from keras_recurrent.generation.text import hidden_stop_tokens, texts_of
+from keras_recurrent.generation.text import hidden_stop_tokens, text_of
 
 
 class Turn(NamedTuple):
@@ -46,7 +46,7 @@ class Turn(NamedTuple):
             if not new:
                 found.append(None)
                 continue
-            (text,) = texts_of(preprocessor, [new[:-1] if new[-1] in hidden else new])
+            text = text_of(preprocessor, new[:-1] if new[-1] in hidden else new)
             content_end = text.find(content.lstrip()) + len(content.lstrip())
             messages = [*messages, {"role": "assistant", "content": content}]
             found.append(Conversation(messages, str(prompt), text[content_end:]))

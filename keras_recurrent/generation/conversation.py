@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from keras_recurrent.generation.text import texts_of
+from keras_recurrent.generation.text import text_of
 
 RESTART_HINT = "Call without `cache` to process the whole conversation."
 EXCERPT = 60  # characters of a text in an error
@@ -31,7 +31,7 @@ def tokens_after(preprocessor, cached, tokens, name):
         return tokens[len(cached) :]
     pairs = zip(cached, tokens, strict=False)
     same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(cached), len(tokens)))
-    texts = [texts_of(preprocessor, [ids[same : same + 20]])[0] for ids in (cached, tokens)]
+    texts = [text_of(preprocessor, ids[same : same + 20]) for ids in (cached, tokens)]
     raise ValueError(
         f"{name} must begin with the tokens in `cache`. They differ from token {same} on: the "
         f"cache has {texts[0]!r}, the prompt has {texts[1]!r}. {RESTART_HINT}"

@@ -147,12 +147,9 @@ def token_logprobs(params, token_ids, logprobs):
     number = getattr(params, "logprobs", None)
     if number is None or logprobs is None:
         return []
-    rows = zip(token_ids, logprobs.chosen, logprobs.token_ids, logprobs.top, strict=True)
+    top_ids, top = logprobs.token_ids[:, :number], logprobs.top[:, :number]
+    rows = zip(token_ids, logprobs.chosen, top_ids, top, strict=True)
     return [
-        TokenLogprobs(int(token), float(chosen), _top(ids[:number], top[:number]))
+        TokenLogprobs(int(token), float(chosen), dict(zip(ids.tolist(), top.tolist(), strict=True)))
         for token, chosen, ids, top in rows
     ]
-
-
-def _top(token_ids, logprobs):
-    return dict(zip(token_ids.tolist(), logprobs.tolist(), strict=True))

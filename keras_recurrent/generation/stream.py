@@ -107,7 +107,8 @@ class Stream:
         reasons = self._request.finish_reasons(self._new, stopped)
         logprobs = None
         if self._logprobs:
-            logprobs = keras.tree.map_structure(_concatenate, *self._logprobs)
+            arrays = self._logprobs
+            logprobs = keras.tree.map_structure(lambda *x: np.concatenate(x, axis=1), *arrays)
         return generation_output(self._request.sampling.params, self._new, logprobs, texts, reasons)
 
     @property
@@ -149,7 +150,3 @@ class Stream:
                 "before, or create another stream."
             )
         return self._steps
-
-
-def _concatenate(*arrays):
-    return np.concatenate(arrays, axis=1)

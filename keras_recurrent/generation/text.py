@@ -36,33 +36,30 @@ def hidden_stop_tokens(preprocessor):
     return tuple(getattr(preprocessor, "stop_token_ids", ()))
 
 
-def texts_of(preprocessor, rows):
-    """Returns the texts of tokens `[B, T]`, with U+FFFD for invalid bytes at their ends."""
-    rows = np.asarray(rows, "int32")
-    if not rows.size:
-        return [""] * len(rows)
+def text_of(preprocessor, token_ids):
+    """Returns the text of tokens, with U+FFFD for invalid bytes."""
     try:
-        return _detokenize(preprocessor, rows)
+        return _detokenize(preprocessor, token_ids)
     except UnicodeDecodeError as error:  # of a tokenizer that is strict
-        if len(rows) > 1:
-            return [texts_of(preprocessor, row[None])[0] for row in rows]
-        return [error.object.decode("utf-8", "replace")]
+        return error.object.decode("utf-8", "replace")
 
 
-def _detokenize(preprocessor, rows):
-    """Returns the texts of tokens `[B, T]`, at least one of each; may raise UnicodeDecodeError."""
-    batch = {"token_ids": rows, "padding_mask": np.ones_like(rows, dtype=bool)}
-    texts = preprocessor.generate_postprocess(batch)
-    return [t if isinstance(t, str) else bytes(t).decode("utf-8", "replace") for t in texts]
+def _detokenize(preprocessor, token_ids):
+    """Returns the text of tokens; may raise a UnicodeDecodeError."""
+    if not len(token_ids):
+        return ""
+    row = np.array([token_ids], "int32")
+    batch = {"token_ids": row, "padding_mask": np.ones_like(row, dtype=bool)}
+    (text,) = preprocessor.generate_postprocess(batch)
+    return text if isinstance(text, str) else bytes(text).decode("utf-8", "replace")
 
 
 def token_bytes(preprocessor):
     """Returns the `TokenBytes` of a preprocessor, which stores it."""
-    found = vars(preprocessor).get("_token_bytes")
+    attributes = vars(preprocessor)  # Keras would track, and copy, an attribute that is set
+    found = attributes.get("_token_bytes")
     if found is None or found.tokenizer is not preprocessor.tokenizer:
-        found = vars(preprocessor)["_token_bytes"] = TokenBytes(
-            preprocessor
-        )  # not tracked by Keras
+        found = attributes["_token_bytes"] = TokenBytes(preprocessor)
     return found
 
 
@@ -93,7 +90,7 @@ class TokenBytes(dict):
     def _text(self, ids):
         ids = [id for id in ids if id is not None and id not in self._without_text]
         if self.errors is None or not ids:
-            return texts_of(self._preprocessor, [ids])[0]
+            return text_of(self._preprocessor, ids)
         return self.tokenizer.detokenize([ids])[0]
 
     def __missing__(self, token):
@@ -214,10 +211,8 @@ class IncrementalDetokenizer:
 
         strict: boolean, True raises the tokenizer's error instead.
         """
-        if not tokens:
-            return ""
         try:
-            return _detokenize(self._preprocessor, np.array([tokens], "int32"))[0]
+            return _detokenize(self._preprocessor, tokens)
         except UnicodeDecodeError:
             if strict:
                 raise

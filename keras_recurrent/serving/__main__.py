@@ -19,12 +19,7 @@ from keras_recurrent.generation.sampling_params import SamplingParams
 
 log = logging.getLogger("keras_recurrent.serving")
 KEY_VARIABLE = "KERAS_RECURRENT_API_KEY"
-PACKAGES = {
-    "fastapi": "fastapi",
-    "uvicorn": "uvicorn",
-    "prometheus_client": "prometheus-client",
-    "jinja2": "jinja2",
-}
+PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
 
 
 def number(minimum, maximum=math.inf, kind=int):
@@ -151,9 +146,10 @@ def is_loopback(host):
 def main():
     parser = make_parser()
     arguments = parser.parse_args()
-    missing = [name for module, name in PACKAGES.items() if not importlib.util.find_spec(module)]
+    missing = [name for name in PACKAGES if not importlib.util.find_spec(name)]
     if missing:
-        raise SystemExit(f"The server requires the extra `serve`: pip install {' '.join(missing)}")
+        names = " ".join(missing).replace("_", "-")
+        raise SystemExit(f"The server requires the extra `serve`: pip install {names}")
     if arguments.prefix_cache_dir and not arguments.prefix_cache_bytes:
         parser.error("--prefix-cache-bytes must be above 0 with --prefix-cache-dir")
     key = os.environ.get(KEY_VARIABLE)

@@ -102,11 +102,8 @@ class Engine:
         prefix_cache_dir=None,
     ):
         loops = _check_model(model)
-        for name, value in (
-            ("num_slots", num_slots),
-            ("prefill_chunk", prefill_chunk),
-            ("max_queued", max_queued),
-        ):
+        limits = {"num_slots": num_slots, "prefill_chunk": prefill_chunk, "max_queued": max_queued}
+        for name, value in limits.items():
             check_positive_integer(name, value)
         if not is_integer(prefix_cache_bytes) or prefix_cache_bytes < 0:
             raise ValueError(
@@ -191,7 +188,7 @@ class Engine:
         preprocessor, text = self.model.preprocessor, None
         stops = self.model._stop_token_ids(stop_token_ids) or ()
         strings = check_stop_strings(stop, preprocessor)
-        if sampling is not None and isinstance(sampling, (list, tuple)):
+        if isinstance(sampling, (list, tuple)):
             raise ValueError(f"`sampling` must be one `SamplingParams` or None; got {sampling!r}.")
         sampling = make_sampling(self.model, sampling, [tokens])
         if (sampling.params[0].logprobs or 0) > MAX_LOGPROBS:
@@ -203,7 +200,7 @@ class Engine:
             hidden = [id for id in hidden_stop_tokens(preprocessor) if id in stops]
             text = StreamedText(preprocessor, tokens[-1], strings, hidden)
         ends = self._message_ends.find(turn) if turn and self._prefixes.is_enabled else ()
-        request = EngineRequest(len(tokens), preprocessor is not None)
+        request = EngineRequest(len(tokens))
         options = max_new_tokens or free_length, stops, text, timeout, ends, cache_salt
         sequence = Sequence(request, tokens, sampling, *options)
         with self._changed:

@@ -91,11 +91,9 @@ class EngineRequest:
         num_prompt_tokens: integer.
     """
 
-    def __init__(self, num_prompt_tokens, has_text):
+    def __init__(self, num_prompt_tokens):
         self.num_prompt_tokens, self._pid = num_prompt_tokens, os.getpid()
         self._begin, self._first = time.monotonic(), None
-        self._text: list[str] | None = [] if has_text else None
-        self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._deltas: collections.deque[Delta] = collections.deque()
         self._completion: Completion | None = None
@@ -179,24 +177,20 @@ class EngineRequest:
         with self._changed:
             if self._first is None:
                 self._first = time.monotonic() - self._begin
-            self._token_ids += delta.token_ids
             self._logprobs += delta.logprobs
-            if self._text is not None:
-                self._text.append(delta.text)
             if self._listener is not None:
                 self._call(self._listener, delta)
             else:
                 self._deltas.append(delta)
                 self._changed.notify_all()
 
-    def _end(self, finish_reason, num_cached_tokens=0, error=None):
+    def _end(self, finish_reason, text, token_ids, num_cached_tokens, error=None):
         """Ends the request; only the engine calls it."""
         with self._changed:
-            text = None if self._text is None else "".join(self._text)
             self._error = error
             if error is None:
                 self._completion = Completion(
-                    *(text, self._token_ids, self._logprobs, finish_reason),
+                    *(text, token_ids, self._logprobs, finish_reason),
                     *(self.num_prompt_tokens, num_cached_tokens, self._first),
                 )
             callbacks, self._callbacks = self._callbacks, []
@@ -213,9 +207,5 @@ class EngineRequest:
             if is_signal and not isinstance(error, Exception):
                 raise
             logging.getLogger(__name__).exception("A callback failed; its request is cancelled.")
-            self._listener = _ignore
+            self._listener = lambda delta: None
             self.cancel()
-
-
-def _ignore(delta):
-    pass

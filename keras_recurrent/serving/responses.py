@@ -1,6 +1,5 @@
 """Response bodies of OpenAI's API: completions, chunks of a stream, and log probabilities."""
 
-import functools
 import time
 import uuid
 
@@ -17,9 +16,9 @@ class LogprobTexts:
 
     def __init__(self, preprocessor):
         self.known = preprocessor and token_bytes(preprocessor)
-        self.text = functools.lru_cache(2**16)(self._text)
 
-    def _text(self, token):
+    def text(self, token):
+        """Returns the text of a token."""
         if self.known is None:
             return str(token)
         text = self.known[token].decode(errors="replace")

@@ -121,20 +121,18 @@ class Scheduler:
 
     def _end_from_outside(self):
         """Ends sequences that are cancelled or past their timeout."""
-        now, ended = time.monotonic(), []
+        now = time.monotonic()
+        waiting: list[Any] = [self._prompts, self._ready]
         if now >= self._next_search:
             self._next_search = now + SECONDS_PER_SEARCH
+            waiting.append(self._queue)
+        for sequences in waiting:
             with self._lock:
-                ended = [s for s in self._queue if s.end_reason(now)]
+                ended = [s for s in sequences if s.end_reason(now)]
                 for sequence in ended:
-                    self._queue.remove(sequence)
-        for started in (self._prompts, self._ready):
-            late = [sequence for sequence in started if sequence.end_reason(now)]
-            ended += late
-            for sequence in late:
-                started.remove(sequence)
-        for sequence in ended:
-            sequence.end(sequence.end_reason(now))
+                    sequences.remove(sequence)
+            for sequence in ended:
+                sequence.end(sequence.end_reason(now))
         for sequence in self._slots.active:
             if reason := sequence.end_reason(now):
                 self._slots.remove(sequence, is_active=True)  # it may fail

@@ -104,4 +104,5 @@ class Sequence:
         return "stop" if is_stopped or token in self.stop_token_ids else "length"
 
     def end(self, finish_reason=None, error=None):
-        self.request._end(finish_reason, self.num_cached, error)
+        text = self._text and self._text.shown
+        self.request._end(finish_reason, text, self.token_ids, self.num_cached, error)

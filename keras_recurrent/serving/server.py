@@ -18,12 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from keras_recurrent.serving.gate import Gate, shutting_down
 from keras_recurrent.serving.generation import Generation, Mailbox
 from keras_recurrent.serving.metrics import Metrics
-from keras_recurrent.serving.protocol import (
-    ApiError,
-    ChatBody,
-    CompletionBody,
-    value_error,
-)
+from keras_recurrent.serving.protocol import ApiError, ChatBody, CompletionBody, value_error
 from keras_recurrent.serving.request import EngineClosed, EngineFull
 from keras_recurrent.serving.responses import ChatFormat, CompletionFormat, LogprobTexts
 
@@ -34,6 +29,7 @@ MAX_READ = 2**14  # bytes
 STALL_SECONDS, STALL_BYTES = 30, 2**14  # a client must read so many bytes in this time
 NO_TEMPLATE = "The model has no chat template. Use `/v1/completions`, or start the server with "
 NO_TEMPLATE += "`--chat-template`."
+INTERNAL_ERROR = ApiError(500, "The server had an error; its log has the cause.", "server_error")
 PAGE = pathlib.Path(__file__).with_name("chat.html")
 PAGE_POLICY = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
 PAGE_POLICY += "style-src 'unsafe-inline'; frame-ancestors 'none'"
@@ -88,17 +84,10 @@ class Service:
             raise ApiError(400, NO_TEMPLATE, param="messages")
         requests = []
         try:
+            options = {"sampling": body.sampling, "max_new_tokens": body.max_new_tokens}
+            options |= {"stop": body.stop or None, "cache_salt": body.cache_salt}
             for prompt in body.prompts:
-                requests.append(
-                    self.engine.submit(
-                        prompt,
-                        sampling=body.sampling,
-                        max_new_tokens=body.max_new_tokens,
-                        stop=body.stop or None,
-                        timeout=self.timeout,
-                        cache_salt=body.cache_salt,
-                    )
-                )
+                requests.append(self.engine.submit(prompt, timeout=self.timeout, **options))
             return requests
         except BaseException as error:
             for request in requests:
@@ -184,7 +173,7 @@ class EventStream(StreamingResponse):
             return
         except Exception:
             log.exception("Response %s failed", form.id)
-            yield _event(_internal_error().body)
+            yield _event(INTERNAL_ERROR.body)
             return
         if body.includes_usage:
             yield _event(form.usage_chunk(generation.completions))
@@ -235,18 +224,7 @@ async def _cancel_on_disconnect(request, generation):
     generation.cancel()
 
 
-def _internal_error():
-    return ApiError(500, "The server had an error; its log has the cause.", "server_error")
-
-
-def create_app(
-    engine,
-    model_name,
-    *,
-    api_key=None,
-    max_body=MAX_BODY,
-    timeout=600,
-):
+def create_app(engine, model_name, *, api_key=None, max_body=MAX_BODY, timeout=600):
     """Returns the FastAPI application that serves an engine with OpenAI's API.
 
     Args:
@@ -272,7 +250,7 @@ def create_app(
 
     @app.exception_handler(Exception)
     async def _other(request, error):
-        return await _api(request, _internal_error())
+        return await _api(request, INTERNAL_ERROR)
 
     @app.post("/v1/chat/completions")
     async def _chat(request: fastapi.Request):

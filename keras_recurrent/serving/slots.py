@@ -201,11 +201,7 @@ class Slots:
         return max(self._num_stops, needed)
 
     def _neutral(self, name):
-        return {
-            "top_k": self._vocabulary_size,
-            "top_p": 1,
-            "repetition_penalty": 1,
-        }.get(name, 0)
+        return {"top_k": self._vocabulary_size, "top_p": 1, "repetition_penalty": 1}.get(name, 0)
 
     def remove(self, sequence, is_active):
         """Frees the slot of a sequence.

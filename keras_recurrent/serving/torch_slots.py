@@ -8,12 +8,7 @@ import numpy as np
 import torch
 
 from keras_recurrent import dispatch
-from keras_recurrent.generation.sampling import (
-    STOPS_PER_STEP,
-    Features,
-    Logprobs,
-    argument_names,
-)
+from keras_recurrent.generation.sampling import STOPS_PER_STEP, Features, Logprobs, argument_names
 from keras_recurrent.generation.torch.chunks import upload
 from keras_recurrent.generation.torch.loop import ActiveSequences, Fetch
 from keras_recurrent.generation.torch.rows import Extension, Row, Rows

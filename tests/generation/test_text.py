@@ -68,7 +68,9 @@ def test_bytes_that_must_be_text():
     preprocessor = preprocessor_of(ByteTokenizer(errors="strict"))
     for known in (None, TokenBytes(preprocessor)):
         for whole in ("é!", "😀é€€a"):
-            assert "".join(pieces_of(preprocessor, preprocessor.tokenizer(whole), 1, known)) == whole
+            assert (
+                "".join(pieces_of(preprocessor, preprocessor.tokenizer(whole), 1, known)) == whole
+            )
         with pytest.raises(UnicodeDecodeError):
             pieces_of(preprocessor, [3 + 0xE2], 1, known)
 
@@ -115,7 +117,7 @@ def test_bytes_without_text_are_not_converted_again(errors, monkeypatch):
     preprocessor = preprocessor_of(ByteTokenizer(errors=errors))
     sizes, convert = [], text._detokenize
     monkeypatch.setattr(
-        text, "_detokenize", lambda p, rows: sizes.append(rows.size) or convert(p, rows)
+        text, "_detokenize", lambda p, ids: sizes.append(len(ids)) or convert(p, ids)
     )
     tokens = [3 + byte for byte in b"\x80\xe2" * 200 + "a€".encode()]
     for known in (None, TokenBytes(preprocessor)):

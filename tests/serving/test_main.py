@@ -58,7 +58,7 @@ def test_an_address_in_use_is_an_error(monkeypatch):
 
 
 def test_missing_packages_are_named(monkeypatch):
-    monkeypatch.setitem(command.PACKAGES, "missing_module", "missing-package")
+    monkeypatch.setattr(command, "PACKAGES", (*command.PACKAGES, "missing_package"))
     assert run(monkeypatch) == (
         "The server requires the extra `serve`: pip install missing-package"
     )
