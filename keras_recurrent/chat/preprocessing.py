@@ -80,14 +80,18 @@ class ChatPreprocessing:
         >>> preprocessor.apply_chat_template([{"role": "user", "content": "Hello"}])
         '<start>user: Hello assistant:'
         """
+        check_boolean("add_generation_prompt", add_generation_prompt)
+        (prompt,) = self._render(messages, [(None, add_generation_prompt)])
+        return prompt
+
+    def _render(self, messages, ends):
         if self.chat_template is None:
             raise ValueError(
                 "The preprocessor has no chat template: its checkpoint may not be of a chat model. "
                 "Pass one as `chat_template=` to `from_preset` or the preprocessor."
             )
         check_messages(messages)
-        check_boolean("add_generation_prompt", add_generation_prompt)
-        return apply_template(self.chat_template, self.tokenizer, messages, add_generation_prompt)
+        return apply_template(self.chat_template, self.tokenizer, messages, ends)
 
     @property
     def stop_token_ids(self):

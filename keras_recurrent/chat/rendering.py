@@ -22,32 +22,35 @@ _lock = threading.Lock()
 _process: Any = None  # a `subprocess.Popen`, or None
 
 
-def render(source, variables):
-    """Renders a jinja2 template as transformers renders chat templates.
+def render(source, variables, ends):
+    """Renders a jinja2 template as transformers renders chat templates, in one exchange.
 
     Args:
         source: string, the template.
         variables: a dictionary of variables of the template, which JSON can represent.
+        ends: a list of `(number of messages, add_generation_prompt)`, one for each text. None:
+            all messages.
 
     Returns:
-        The text, at most 1 MB in UTF-8, and a copy of it that has other characters in the place of
-        those that come from the content of messages.
+        A list of texts, each at most 1 MB in UTF-8, and a copy of the last one that has other
+        characters in the place of those that come from the content of messages.
 
     Raises:
         ValueError: the template is invalid, fails or calls `raise_exception`; it returns more than
-            1 MB of text, takes more than 2 seconds, or more than 512 MB of memory (on Linux).
+            1 MB of text, takes more than 2 seconds on average, or more than 512 MB of memory (on
+            Linux).
         ImportError: jinja2 is not installed.
         RuntimeError: the process that renders cannot be started.
     """
-    request = json.dumps({"source": source, "variables": variables})
+    request = json.dumps({"source": source, "variables": variables, "ends": ends})
     with _lock:
-        reply = _exchange(_running_process(), request)
+        reply = _exchange(_running_process(), request, MAX_SECONDS * len(ends))
     if "error" in reply:
         raise ValueError(reply["error"])
-    return reply["text"], reply["template_text"]
+    return reply["texts"], reply["template_text"]
 
 
-def _exchange(process, request):
+def _exchange(process, request, seconds):
     """Returns the reply to a request; ends the process if there is none in time."""
     expired = threading.Event()
 
@@ -55,7 +58,7 @@ def _exchange(process, request):
         expired.set()
         process.kill()
 
-    timer = threading.Timer(MAX_SECONDS, end)
+    timer = threading.Timer(seconds, end)
     timer.start()
     line = ""
     try:
@@ -71,7 +74,7 @@ def _exchange(process, request):
     if line:
         return json.loads(line)
     if expired.is_set():
-        return {"error": f"`chat_template` took more than {MAX_SECONDS:g} seconds."}
+        return {"error": f"`chat_template` took more than {seconds:g} seconds."}
     return {"error": "`chat_template` ended the process that renders it, by too deep recursion."}
 
 

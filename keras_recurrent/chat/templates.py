@@ -1,5 +1,6 @@
 """Chat templates: prompts from messages, their tokens, and the token that ends a turn."""
 
+import itertools
 import json
 import re
 
@@ -96,40 +97,34 @@ def check_messages(messages):
             ) from error
 
 
-def apply_template(template, tokenizer, messages, add_generation_prompt):
-    """Returns the `ChatPrompt` of messages.
+def apply_template(template, tokenizer, messages, ends):
+    """Renders the beginnings of a conversation.
 
     Args:
         template: string, the source of the template.
         tokenizer: a tokenizer with start, end and padding tokens, which the template gets by name.
         messages: a list that `check_messages` accepts.
-        add_generation_prompt: boolean, variable of the template.
+        ends: as in `rendering.render`.
+
+    Returns:
+        A list of strings, the last of which is a `ChatPrompt`.
 
     Raises:
         ValueError, ImportError, RuntimeError: as in `rendering.render`.
     """
-    variables = {
-        "messages": messages,
-        "add_generation_prompt": bool(add_generation_prompt),
-        "tools": None,
-        "documents": None,
-    }
+    variables = {"messages": messages, "tools": None, "documents": None}
     for name, attribute in TOKEN_VARIABLES.items():
         # A variable that is missing renders as nothing, None as "None".
         if getattr(tokenizer, attribute, None) is not None:
             variables[name] = getattr(tokenizer, attribute)
-    text, template_text = render(template, variables)
-    # Both texts are equally long, and only the second one is searched for special tokens.
-    parts, at = [], 0
-    for part in re.split(f"({_names(tokenizer)})", template_text):
-        parts.append(text[at : at + len(part)])
-        at += len(part)
-    return ChatPrompt(parts)
-
-
-def _names(tokenizer):
-    """Returns a regular expression of the special tokens that a template may write."""
-    return names_pattern(getattr(tokenizer, "_template_tokens", tokenizer.special_tokens))
+    (*texts, text), template_text = render(template, variables, ends)
+    # Special tokens may be in `template_text` only, which has the length of `text`.
+    names = names_pattern(getattr(tokenizer, "_template_tokens", tokenizer.special_tokens))
+    lengths = [len(part) for part in re.split(f"({names})", template_text)]
+    parts = [
+        text[end - n : end] for n, end in zip(lengths, itertools.accumulate(lengths), strict=True)
+    ]
+    return [*texts, ChatPrompt(parts)]
 
 
 def tokenize_prompt(tokenizer, prompt):
@@ -169,7 +164,7 @@ def end_of_turn(template, tokenizer):
     """
     messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
     try:
-        text = apply_template(template, tokenizer, messages, False)
+        (text,) = apply_template(template, tokenizer, messages, [(2, False)])
     except (ImportError, OSError, RuntimeError, ValueError):
         return None
     at = text.rfind(ANSWER)

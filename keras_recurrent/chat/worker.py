@@ -47,19 +47,28 @@ class TemplateText(str):
         return TemplateText(super().__getitem__(key), self._marked[key])
 
 
+class Origins(dict):
+    """`{code of a mark: character}`, `OTHER` for characters other than white space."""
+
+    def __missing__(self, code):
+        return code if chr(code).isspace() else OTHER
+
+
 class Marks:
     """Private characters of one rendering, none of which is in a message.
 
     Args:
         used: set of the characters in messages.
+        is_recorded: boolean. False: the template counts as text of messages, which takes less time.
     """
 
-    def __init__(self, used):
+    def __init__(self, used, is_recorded):
         self._used = used
         private = map(chr, itertools.chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE)))
         self._free = (character for character in private if character not in self._used)
-        self._marks, self._characters = {}, {}  # {character: mark}, {code of a mark: character}
-        self.literal = functools.cache(self._mark_text)
+        self._mark = functools.cache(self._new_mark)
+        self._characters = {}  # `{code of a mark: character}`
+        self.literal = functools.cache(self._mark_text) if is_recorded else str
 
     def _mark_text(self, text):
         """Returns text that the template wrote as a `TemplateText`."""
@@ -67,17 +76,16 @@ class Marks:
         parts[::2] = ("".join(map(self._mark, part)) for part in parts[::2])
         return TemplateText(text, "".join(parts))
 
-    def _mark(self, character):
-        if character not in self._marks:
-            self._marks[character] = mark = next(self._free)
-            self._characters[ord(mark)] = character
-        return self._marks[character]
+    def _new_mark(self, character):
+        mark = next(self._free)
+        self._characters[ord(mark)] = character
+        return mark
 
     def join(self, texts):
         """Returns texts as one text, with the origin of its characters unless it is too long."""
         texts = list(map(str, texts))
         text = "".join(texts)
-        if len(text) > MAX_OUTPUT:
+        if len(text) > MAX_OUTPUT or TemplateText not in map(type, texts):
             return text
         return TemplateText(text, "".join(map(self._copy, texts)))
 
@@ -103,7 +111,8 @@ class Marks:
             with contextlib.suppress(LookupError, TypeError, ValueError):
                 marked = function(*arguments, **_marked(kwargs))
                 if marked.translate(self._characters) == result:
-                    self._used.update(result)
+                    if not result.isascii():
+                        self._used.update(result)
                     return TemplateText(result, marked)
         return result
 
@@ -111,9 +120,7 @@ class Marks:
         """Returns `text` with `OTHER` for each character that the template did not write."""
         if not isinstance(text, TemplateText):
             return OTHER * len(text)
-        # White space is not marked; a special token may have some.
-        origins = {ord(c): c if c.isspace() else OTHER for c in set(text._marked)}
-        return text._marked.translate(origins | self._characters)
+        return text._marked.translate(Origins(self._characters))
 
 
 def _marked(value):
@@ -236,22 +243,30 @@ def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
     )
 
 
-def render(environment, compile_template, source, variables):
-    """Returns `{"text": …, "template_text": …}`, or `{"error": …}` with a message for the user.
+def render(environment, compile_template, source, variables, ends):
+    """Returns `{"texts": …, "template_text": …}`, or `{"error": …}` with a message for the user.
 
-    Strings in `variables`, and the roles of messages, count as text of the template.
+    The text of the template is known for the last text. Strings in `variables`, and the roles of
+    messages, count as such.
     """
-    chunks, size = [], 0
-    marks = environment.marks = Marks(set(json.dumps(variables, ensure_ascii=False)))
+    used, texts = set(json.dumps(variables, ensure_ascii=False)), []
     try:
-        variables = {k: marks.literal(v) if type(v) is str else v for k, v in variables.items()}
-        for message in variables["messages"]:
-            message["role"] = marks.literal(message["role"])
-        for chunk in compile_template(source).generate(variables):
-            size += len(chunk.encode("utf-8", "surrogatepass"))
-            if size > MAX_OUTPUT:
-                return {"error": "`chat_template` returned more than 1 MB of text."}
-            chunks.append(chunk)
+        template = compile_template(source)
+        for number, (end, add_generation_prompt) in enumerate(ends, 1):
+            marks = environment.marks = Marks(used, is_recorded=number == len(ends))
+            given = {k: marks.literal(v) if type(v) is str else v for k, v in variables.items()}
+            given["add_generation_prompt"] = add_generation_prompt
+            given["messages"] = [
+                {**message, "role": marks.literal(message["role"])}
+                for message in variables["messages"][:end]
+            ]
+            chunks, size = [], 0
+            for chunk in template.generate(given):
+                size += len(chunk.encode("utf-8", "surrogatepass"))
+                if size > MAX_OUTPUT:
+                    return {"error": "`chat_template` returned more than 1 MB of text."}
+                chunks.append(chunk)
+            texts.append("".join(chunks))
     except Rejection as error:
         return {"error": f"The chat template rejects the messages: {str(error)[:MAX_MESSAGE]}"}
     except MemoryError:
@@ -260,8 +275,7 @@ def render(environment, compile_template, source, variables):
         name = type(error).__name__
         line = f" in line {error.lineno}" if hasattr(error, "lineno") else ""
         return {"error": f"`chat_template` failed with {name}{line}: {str(error)[:MAX_MESSAGE]}"}
-    template_text = "".join(map(marks.template_text, chunks))
-    return {"text": "".join(chunks), "template_text": template_text}
+    return {"texts": texts, "template_text": "".join(map(marks.template_text, chunks))}
 
 
 def limit_resources():
@@ -284,8 +298,9 @@ def main():
     alarm = limit_resources()
     print(flush=True)
     for line in sys.stdin:
-        alarm(MAX_SECONDS)
-        reply = json.dumps(render(environment, compile_template, **json.loads(line)))
+        request = json.loads(line)
+        alarm(MAX_SECONDS * len(request["ends"]))
+        reply = json.dumps(render(environment, compile_template, **request))
         alarm(0)
         print(reply, flush=True)
 

@@ -13,7 +13,7 @@ from keras_recurrent.checks.arguments import check_boolean, check_positive_integ
 from keras_recurrent.models import responses
 from keras_recurrent.models.packing import pack_documents, pad_documents
 from keras_recurrent.progress import progress
-from keras_recurrent.tokenizers.checkpoint_files import tokenize_with_ranges
+from keras_recurrent.tokenizers.checkpoint_files import tokenize_parts
 from keras_recurrent.training import dialogues
 from keras_recurrent.training.samples import as_texts, check_prompts
 
@@ -56,8 +56,8 @@ class RecurrentCausalLMPreprocessor(
       The loss includes each turn of the assistant up to the end-of-turn token, without what the
       template writes after it.
 
-    The whole text is tokenized, as `generate` tokenizes it. A token with characters of a prompt and
-    of a response counts as one of the response. (A tokenizer of KerasHub does not tell the
+    The whole text is tokenized, as `generate` tokenizes it. A token with characters of two texts
+    counts as one of the second text. (A tokenizer of KerasHub does not tell the
     characters of its tokens: prompts and responses are tokenized separately.)
 
     Args:
@@ -222,10 +222,10 @@ class RecurrentCausalLMPreprocessor(
         x = as_texts(dialogues.as_dialogues(x))
         start, end = self._start_and_end()
         limit = None if packed else sequence_length + 1
-        tokenize = functools.partial(tokenize_with_ranges, self.tokenizer)
+        tokenize = functools.partial(tokenize_parts, self.tokenizer)
         if isinstance(x, dialogues.Conversations):
             documents, in_loss = responses.conversation_documents(
-                x, self.apply_chat_template, tokenize, start, self.stop_token_ids, limit
+                x, self._render, tokenize, start, self.stop_token_ids, limit
             )
         elif isinstance(x, dialogues.PromptsWithResponses):
             documents, in_loss = responses.pair_documents(x, tokenize, start, end, limit)

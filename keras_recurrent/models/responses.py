@@ -1,5 +1,6 @@
 """Documents of prompts with responses and of conversations, and their tokens in the loss."""
 
+import itertools
 import warnings
 
 import numpy as np
@@ -10,8 +11,7 @@ def pair_documents(pairs, tokenize, start, end, limit=None):
 
     Args:
         pairs: a list of `(prompt, response)`, two strings each.
-        tokenize: function of a string, or a `ChatPrompt`, and pairs of positions in it, that
-            returns its token ids, and for each pair the indices of the tokens between them.
+        tokenize: function of the parts of a text and positions in it; see `tokenize_parts`.
         start, end: lists of integers, the special tokens before and after each document, or none.
         limit: integer, the largest number of tokens in a document. Longer ones keep their beginning
             and the end token, which is not in the loss if no token of the response is left.
@@ -23,8 +23,8 @@ def pair_documents(pairs, tokenize, start, end, limit=None):
     """
     documents, in_loss = [], []
     for prompt, response in pairs:
-        text = prompt + response
-        ids, ((first, last),) = tokenize(text, [(len(prompt), len(text))])
+        ids, (first,) = tokenize([prompt + response], [len(prompt)])
+        last = len(ids)
         if limit is not None:
             ids = ids[: limit - len(start) - len(end)]
         documents.append(np.array([*start, *ids, *end], "int32"))
@@ -39,7 +39,7 @@ def conversation_documents(conversations, render, tokenize, start, stop_token_id
 
     Args:
         conversations: a list of lists of messages.
-        render: function of `(messages, add_generation_prompt)` that returns a `ChatPrompt`.
+        render: function of messages and `ends` that returns texts; see `apply_template`.
         tokenize: as in `pair_documents`.
         start: list of integers, the special token before documents whose template writes none.
         stop_token_ids: integers, tokens that end a turn. The loss leaves out what the template
@@ -51,10 +51,10 @@ def conversation_documents(conversations, render, tokenize, start, stop_token_id
     """
     documents, in_loss = [], []
     for number, messages in enumerate(conversations):
-        text, turns = find_turns(messages, render, number)
-        ids, ranges = tokenize(text, turns)
+        prompt, positions = find_turns(messages, render, number)
+        ids, indices = tokenize(prompt.parts, positions)
         mask = np.zeros(len(ids), "bool")
-        for first, last in ranges:
+        for first, last in zip(indices[::2], indices[1::2], strict=True):
             (stops,) = np.nonzero(np.isin(ids[first:last], stop_token_ids))
             mask[first : first + stops[-1] + 1 if len(stops) else last] = True
         if start and ids[:1] != start:
@@ -76,24 +76,23 @@ def find_turns(messages, render, number=0):
         number: integer, the conversation in an error.
 
     Returns:
-        The text, a `ChatPrompt`, and a list of `(begin, end)`.
+        The text, a `ChatPrompt`, and a list of positions, the beginning and end of each turn.
 
     Raises:
         ValueError: the template is not prefix-preserving: the text of some messages does not begin
             with that of fewer.
     """
-    turns, text = [], ""
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        lengths = []
-        for end, is_response in ((index, False), (index + 1, True)):
-            before, text = text, render(messages[:end], add_generation_prompt=not is_response)
-            if not text.startswith(before):
-                raise ValueError(_not_prefix_preserving(number, end, before, text))
-            lengths.append(len(text))
-        turns.append(tuple(lengths))
-    return text, turns
+    ends = [
+        (index + is_response, not is_response)
+        for index, message in enumerate(messages)
+        if message["role"] == "assistant"
+        for is_response in (False, True)
+    ]
+    texts = render(messages, ends)
+    for (before, text), (end, _) in zip(itertools.pairwise(texts), ends[1:], strict=True):
+        if not text.startswith(before):
+            raise ValueError(_not_prefix_preserving(number, end, before, text))
+    return texts[-1], list(map(len, texts))
 
 
 def _not_prefix_preserving(number, end, before, text):

@@ -7,7 +7,7 @@ import json
 
 import tokenizers
 
-from keras_recurrent.tokenizers.checkpoint_files import private_name
+from keras_recurrent.tokenizers.checkpoint_files import MIN_PRIVATE, find_tokens, private_name
 
 REPLACEMENT = "\ufffd"
 MAX_BYTES = 100_000_000  # the largest published files have about 35 MB
@@ -69,10 +69,12 @@ class BPEFile:
             if id in self._added_ids or self.encode([self.tokens[id]]) != [[id]]:
                 self.special_ids.add(id)
                 self._plain.add_special_tokens([self.tokens[id]])
-        new = [id for id in self.special_ids if self.tokens[id] not in self.private_names]
         added = self._plain.get_added_tokens_decoder()
-        for id in new:
-            name = self.private_names[self.tokens[id]] = private_name()
+        for id in self.special_ids:
+            token = self.tokens[id]
+            if token in self.private_names or len(token) < MIN_PRIVATE:
+                continue
+            name = self.private_names[token] = private_name(token)
             # The space around a special token may belong to it.
             space = {side: getattr(added[id], side) for side in ("lstrip", "rstrip")}
             self._plain.add_tokens([tokenizers.AddedToken(name, normalized=False, **space)])
@@ -84,13 +86,15 @@ class BPEFile:
             encodings = self._plain.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    def encode_private(self, text, with_offsets):
-        """Returns the ids of a text with private names, and the begin and end of each."""
-        encode = self._plain.encode_batch if with_offsets else self._plain.encode_batch_fast
+    def encode_private(self, text, positions):
+        """Returns the ids of a text with private names, and indices of tokens at positions."""
+        encode = self._plain.encode_batch if positions else self._plain.encode_batch_fast
         with _library_errors():
             (encoding,) = encode([text], add_special_tokens=False)
-        ids = [self._private_ids.get(id, id) for id in encoding.ids]
-        return ids, encoding.offsets if with_offsets else ()
+        ids = encoding.ids
+        if not self._private_ids.keys().isdisjoint(ids):
+            ids = [self._private_ids.get(id, id) for id in ids]
+        return ids, find_tokens(encoding.offsets, positions) if positions else []
 
     def prefix(self):
         """Returns the ids that the file's post-processor adds to an empty text."""

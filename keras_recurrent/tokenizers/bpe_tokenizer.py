@@ -239,8 +239,8 @@ class BPETokenizer(AtomicPreset, keras_hub.tokenizers.Tokenizer):
     def _private_names(self):
         return self._get_file().private_names
 
-    def _encode(self, text, with_offsets):
-        return self._get_file().encode_private(text, with_offsets)
+    def _encode(self, text, positions):
+        return self._get_file().encode_private(text, positions)
 
     @compat.preprocessing_function
     def _tokenize_tf(self, inputs):

@@ -99,12 +99,10 @@ class ByteTokenizer(AtomicPreset, keras_hub.tokenizers.ByteTokenizer):
         """
         return tokenize_with_special_tokens(self, text, SPECIAL_TOKENS)
 
-    def _encode(self, text, with_offsets):
-        ids = [FIRST_BYTE + byte for byte in text.encode("utf-8")]
-        offsets = (
-            (i, i + 1) for i, character in enumerate(text) for _ in character.encode("utf-8")
-        )
-        return ids, offsets if with_offsets else ()
+    def _encode(self, text, positions):
+        codes = np.frombuffer(text.encode("utf-8"), "uint8").astype("int32")
+        indices = [len(text[:at].encode("utf-8")) for at in positions]
+        return (codes + FIRST_BYTE).tolist(), indices
 
     @compat.preprocessing_function
     def _tokenize_tf(self, inputs):

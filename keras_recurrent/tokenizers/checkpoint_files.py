@@ -2,6 +2,7 @@
 
 import bisect
 import contextlib
+import functools
 import itertools
 import operator
 import re
@@ -42,15 +43,19 @@ def load_from_preset(cls, preset, argument, **kwargs):
     return tokenizer
 
 
+# Shorter names of random characters could be guessed.
+MIN_PRIVATE = 3
+
+
 def names_pattern(names):
     """Returns a regular expression of names. Where one begins another, the longer one matches."""
     longest_first = sorted(filter(None, names), key=len, reverse=True)
     return "|".join(map(re.escape, longest_first)) or "(?!)"
 
 
-def private_name():
-    """Returns a new name for a special token, of random private characters."""
-    return "".join(chr(0x100000 + secrets.randbelow(0xFFFE)) for _ in range(4))
+def private_name(token):
+    """Returns a new name for a special token: as many random private characters."""
+    return "".join(chr(0x100000 + secrets.randbelow(0xFFFE)) for _ in token)
 
 
 def tokenize_with_special_tokens(tokenizer, text, names):
@@ -60,71 +65,58 @@ def tokenize_with_special_tokens(tokenizer, text, names):
     return tokenize_parts(tokenizer, re.split(f"({names_pattern(names)})", text))[0]
 
 
-def tokenize_parts(tokenizer, parts, ranges=()):
+def tokenize_parts(tokenizer, parts, positions=()):
     """Tokenizes a text whose special tokens are given.
 
     Args:
         tokenizer: any tokenizer.
         parts: strings, plain text and special tokens alternately, as in `ChatPrompt.parts`.
-        ranges: pairs of positions in the text. The tokenizer must be of this package.
+        positions: increasing positions in the text.
 
     Returns:
-        A list of ids, and for each range the indices of its first token and after its last one.
-        A token belongs to a range if it has a character of the range, or has none and is
-        at its beginning, such as the space that SentencePiece adds.
+        A list of ids, and for each position the index of the first token that ends after it, or
+        begins at it without a character, such as the space that SentencePiece adds.
     """
     names = getattr(tokenizer, "_private_names", {})
-    # The positions at which parts begin, in the text and with private names.
-    merged, begins, private_begins = [""], [0], [0]
+    encode = getattr(tokenizer, "_encode", functools.partial(_encode_pieces, tokenizer))
+    merged = [""]
     for number, part in enumerate(parts):
-        name = names.get(part) if number % 2 else part
-        if name is None:
+        if number % 2 and part not in names:
             merged += [part, ""]
         else:
-            merged[-1] += name
-        begins.append(begins[-1] + len(part))
-        private_begins.append(private_begins[-1] + len(name or part))
-
-    ids, offsets, begin = [], [], 0
+            merged[-1] += names[part] if number % 2 else part
+    ids, indices, begin = [], [], 0
     for number, part in enumerate(merged):
+        inside = [at - begin for at in positions if begin <= at < begin + len(part)]
         if number % 2:
-            ids.append(int(tokenizer.token_to_id(part)))
-            offsets.append((begin, begin + len(part)))
-        elif part and hasattr(tokenizer, "_encode"):
-            new, found = tokenizer._encode(part, bool(ranges))
-            ids += new
-            offsets += ((begin + first, begin + last) for first, last in found)
+            new, found = [int(tokenizer.token_to_id(part))], [0] * len(inside)
         elif part:
-            ids += map(int, tokenizer.tokenize([part])[0])
+            new, found = encode(part, inside)
+        else:
+            continue
+        indices += (len(ids) + index for index in found)
+        ids += new
         begin += len(part)
-
-    found = []
-    for positions in ranges:
-        parts_of = [bisect.bisect_right(begins, position) - 1 for position in positions]
-        begin, end = (
-            private_begins[part] + position - begins[part]
-            for part, position in zip(parts_of, positions, strict=True)
-        )
-        by_begin, by_end = operator.itemgetter(0), operator.itemgetter(1)
-        first = min(
-            bisect.bisect_right(offsets, begin, key=by_end),
-            bisect.bisect_left(offsets, begin, key=by_begin),
-        )
-        found.append((first, bisect.bisect_left(offsets, end, lo=first, key=by_begin)))
-    return ids, found
+    return ids, indices + [len(ids)] * (len(positions) - len(indices))
 
 
-def tokenize_with_ranges(tokenizer, text, ranges):
-    """Tokenizes a string or a `ChatPrompt`; see `tokenize_parts`.
+def find_tokens(offsets, positions):
+    """Returns the indices of `tokenize_parts` for the begin and end of each token."""
+    begin, end = operator.itemgetter(0), operator.itemgetter(1)
+    return [
+        min(bisect.bisect_right(offsets, at, key=end), bisect.bisect_left(offsets, at, key=begin))
+        for at in positions
+    ]
 
-    Tokenizers of other packages do not tell the characters of tokens. They tokenize the ranges, the
-    last of which must end with the text, and the texts before them separately.
+
+def _encode_pieces(tokenizer, text, positions):
+    """Tokenizes the texts between positions separately.
+
+    Tokenizers of KerasHub do not tell the characters of tokens.
     """
-    if hasattr(tokenizer, "_encode"):
-        return tokenize_parts(tokenizer, getattr(text, "parts", [text]), ranges)
-    ids, lengths, at = [], [], 0
-    for end in itertools.chain.from_iterable(ranges):
-        part, at = text[at:end], end
-        ids += tokenize_parts(tokenizer, getattr(part, "parts", [part]))[0]
-        lengths.append(len(ids))
-    return ids, list(zip(lengths[::2], lengths[1::2], strict=True))
+    ids, indices = [], []
+    for begin, end in itertools.pairwise([0, *positions, len(text)]):
+        if begin < end:
+            ids += map(int, tokenizer.tokenize([text[begin:end]])[0])
+        indices.append(len(ids))
+    return ids, indices[:-1]

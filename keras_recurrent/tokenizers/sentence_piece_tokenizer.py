@@ -13,6 +13,7 @@ from keras_recurrent.atomic_files import AtomicPreset
 from keras_recurrent.checks.arguments import is_integer
 from keras_recurrent.tokenizers.checkpoint_files import (
     describe_errors,
+    find_tokens,
     load_from_preset,
     private_name,
     tokenize_with_special_tokens,
@@ -204,7 +205,7 @@ class SentencePieceTokenizer(AtomicPreset, keras_hub.tokenizers.SentencePieceTok
         names = {}
         for piece in model.pieces:
             if piece.type == piece.USER_DEFINED and SYMBOL.fullmatch(piece.piece):
-                name = names[piece.piece] = private_name()
+                name = names[piece.piece] = private_name(piece.piece)
                 piece.piece = name
         if not names:
             return self._sentence_piece_spm, names
@@ -221,15 +222,12 @@ class SentencePieceTokenizer(AtomicPreset, keras_hub.tokenizers.SentencePieceTok
         control = (id for id in range(super().vocabulary_size()) if file.IsControl(id))
         return {*self.special_tokens, *map(self.id_to_token, control), *self._private_names}
 
-    def _encode(self, text, with_offsets):
+    def _encode(self, text, positions):
         file, _ = self._private_file
-        if not with_offsets:
-            return file.EncodeAsIds(text), ()
-        if hasattr(file, "EncodeAsOffsetMapping"):
-            found = file.EncodeAsOffsetMapping(text)
-            return found["ids"], found["offsets"]
-        pieces = file.EncodeAsImmutableProto(text).pieces  # of sentencepiece before 0.2.2
-        return [p.id for p in pieces], [(p.begin, p.end) for p in pieces]
+        if not positions:
+            return file.EncodeAsIds(text), []
+        found = file.EncodeAsOffsetMapping(text)
+        return found["ids"], find_tokens(found["offsets"], positions)
 
     # === Tokens to text ===
 
