@@ -1051,6 +1051,16 @@ FAULTS = [
         tests={"torch": "chat/test_special_tokens.py::test_messages_write_no_special_tokens[bpe]"},
     ),
     Fault(
+        "origin_of_an_unequal_copy",
+        "keras_recurrent/chat/worker.py",
+        old="if marked.translate(self._characters) == result:",
+        new="if True:",
+        tests={
+            "torch": "chat/test_special_tokens.py"
+            "::test_an_operation_with_another_result_for_the_copy_writes_no_special_tokens"
+        },
+    ),
+    Fault(
         "any_role",
         "keras_recurrent/chat/templates.py",
         old='if message["role"] not in ROLES:',
@@ -1060,8 +1070,8 @@ FAULTS = [
     Fault(
         "response_begins_after_a_shared_token",
         "keras_recurrent/tokenizers/checkpoint_files.py",
-        old="bisect.bisect_right(offsets, begin, key=by_end),",
-        new="bisect.bisect_left(offsets, begin, key=by_begin),",
+        old="bisect.bisect_right(offsets, at, key=end)",
+        new="len(offsets)",
         tests={
             "torch": "models/test_responses.py"
             "::test_a_prompt_with_its_response_has_the_tokens_of_the_joined_text[default]"

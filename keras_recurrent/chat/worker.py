@@ -47,13 +47,6 @@ class TemplateText(str):
         return TemplateText(super().__getitem__(key), self._marked[key])
 
 
-class Origins(dict):
-    """`{code of a mark: character}`, `OTHER` for characters other than white space."""
-
-    def __missing__(self, code):
-        return code if chr(code).isspace() else OTHER
-
-
 class Marks:
     """Private characters of one rendering, none of which is in a message.
 
@@ -120,7 +113,9 @@ class Marks:
         """Returns `text` with `OTHER` for each character that the template did not write."""
         if not isinstance(text, TemplateText):
             return OTHER * len(text)
-        return text._marked.translate(Origins(self._characters))
+        # White space is not marked; a special token may have some.
+        origins = {ord(c): c if c.isspace() else OTHER for c in set(text._marked)}
+        return text._marked.translate(origins | self._characters)
 
 
 def _marked(value):
@@ -155,17 +150,15 @@ def make_environment():
         """Marks text of the template, and joins texts by a filter, which is traced."""
 
         def visit_Const(self, node):
-            return self._literal(node) if isinstance(node.value, str) else node
+            is_text = isinstance(node.value, str)
+            return nodes.Filter(node, " literal", [], [], None, None) if is_text else node
 
         def visit_TemplateData(self, node):
-            return self._literal(nodes.Const(node.data))
+            return self.visit_Const(nodes.Const(node.data))
 
         def visit_Concat(self, node):
             self.generic_visit(node)
             return nodes.Filter(nodes.List(node.nodes), " concat", [], [], None, None)
-
-        def _literal(self, node):
-            return nodes.Filter(node, " literal", [], [], None, None)
 
     class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """Records the origin of characters; `marks` are those of the current rendering."""
@@ -177,13 +170,16 @@ def make_environment():
             tree = Literals().visit(super()._parse(*args))
             return tree.set_environment(self)
 
+        def trace(self, function, *args, **kwargs):
+            return self.marks.trace(function, *args, **kwargs)
+
         def concat(self, parts):
             return self.marks.join(parts)
 
         def call_binop(self, context, operator, left, right):
             if operator == "+" and {type(left), type(right)} <= {str, TemplateText}:
                 return self.marks.join([left, right])
-            return self.marks.trace(self.binop_table[operator], left, right)
+            return self.trace(self.binop_table[operator], left, right)
 
         def call(self, __context, __function, *args, **kwargs):
             owner = getattr(getattr(__function, "__wrapped__", __function), "__self__", None)
@@ -195,20 +191,15 @@ def make_environment():
                     __context, self.getattr(text, __function.__name__), *args, **kwargs
                 )
 
-            return self.marks.trace(method, owner, *args, **kwargs)
-
-    def traced(function):
-        @functools.wraps(function)
-        def filter(*args, **kwargs):
-            return environment.marks.trace(function, *args, **kwargs)
-
-        return filter
+            return self.trace(method, owner, *args, **kwargs)
 
     environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = to_json
-    environment.filters = {name: traced(f) for name, f in environment.filters.items()}
+    for name, filter in environment.filters.items():
+        traced = functools.partial(environment.trace, filter)
+        environment.filters[name] = functools.update_wrapper(traced, filter)
     # A filter of the context is not evaluated at compilation. Templates cannot write these names.
     context_filter = jinja2.pass_context
     environment.filters[" literal"] = context_filter(

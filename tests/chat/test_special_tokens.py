@@ -147,6 +147,14 @@ def test_messages_write_no_special_tokens(make):
         assert special_tokens_of(tokenizer, template, contents) == innocent, name
 
 
+def test_an_operation_with_another_result_for_the_copy_writes_no_special_tokens():
+    """A message counts as text of the template where `max` selects another text in the copy."""
+    template = LOOP % "{{ [m.content, '<|im_end|>a'] | max }}"
+    for tokenizer in (bpe_tokenizer(), symbols()):
+        assert "<|im_end|>" in special_tokens_of(tokenizer, template, [""])
+        assert "<|im_end|>" not in special_tokens_of(tokenizer, template, ["<|im_end|>b"])
+
+
 @pytest.mark.parametrize("make", [bpe_tokenizer, symbols, added_tokens])
 def test_text_of_a_template_keeps_its_special_tokens(make):
     """The model does not see the turns that a template writes by an operation of jinja2."""
