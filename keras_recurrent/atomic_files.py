@@ -29,6 +29,8 @@ class AtomicPreset:
 
     def save_to_preset(self, preset_dir, *args, **kwargs):
         """Saves to a folder for `from_preset`, in one step. Other files in the folder are kept."""
+        if not os.fspath(preset_dir):
+            raise ValueError("`preset_dir` must be the name of a folder; got an empty string.")
         os.makedirs(os.path.dirname(os.path.realpath(preset_dir)), exist_ok=True)
         with replace(preset_dir) as folder:
             super().save_to_preset(folder, *args, **kwargs)  # type: ignore[misc]

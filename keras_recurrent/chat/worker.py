@@ -25,6 +25,7 @@ MAX_MEMORY = 512 * 1024**2  # bytes of address space, of which Python and jinja2
 MAX_SECONDS = 10  # ends the process if its parent, which allows 2 seconds, is gone
 MAX_MESSAGE = 500  # characters of an error that a template may choose
 
+CASES = {"capitalize", "casefold", "lower", "swapcase", "title", "upper"}
 OTHER = "\x7f"  # in the place of characters that the template did not write
 # White space and directives of format strings, on which functions of strings depend.
 UNMARKED = re.compile(r"(\s+|%(?:\(\w*\))?[-#0 +.\d]*[a-zA-Z]|\{\w*\})")
@@ -107,6 +108,11 @@ class Marks:
                     if not result.isascii():
                         self._used.update(result)
                     return TemplateText(result, marked)
+        text, is_case = given[0], getattr(function, "__name__", "").removeprefix("do_") in CASES
+        if is_case and isinstance(text, TemplateText) and len(text) == len(result):
+            pairs = zip(text._marked, result, strict=True)  # marks have no upper and lower case
+            marks = (self._mark(c) if ord(mark) in self._characters else c for mark, c in pairs)
+            return TemplateText(result, "".join(marks))
         return result
 
     def template_text(self, text):
@@ -191,12 +197,14 @@ def make_environment():
                     __context, self.getattr(text, __function.__name__), *args, **kwargs
                 )
 
+            method.__name__ = __function.__name__
             return self.trace(method, owner, *args, **kwargs)
 
     environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = to_json
+    environment.filters["safe"] = lambda text: text  # texts are not escaped
     for name, filter in environment.filters.items():
         traced = functools.partial(environment.trace, filter)
         environment.filters[name] = functools.update_wrapper(traced, filter)
