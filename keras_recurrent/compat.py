@@ -22,7 +22,6 @@ SOURCE_NAMES = {
     "TASK_CONFIG_FILE": "keras_hub.src.utils.preset_utils",
     "TASK_WEIGHTS_FILE": "keras_hub.src.utils.preset_utils",
     "TOKENIZER_CONFIG_FILE": "keras_hub.src.utils.preset_utils",
-    "Node": "keras.src.ops.node",
     "T5MultiHeadAttention": "keras_hub.src.models.t5.t5_multi_head_attention",
     "builtin_presets": "keras_hub.src.utils.preset_utils",
     "canonicalize_python_string_inputs": "keras_hub.src.utils.tensor_utils",

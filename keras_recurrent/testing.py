@@ -200,13 +200,13 @@ class _Checker:
                 inputs = self._inputs(rows, self._length, fill)
                 inputs = keras.tree.map_structure(keras.ops.convert_to_tensor, inputs)
                 try:
-                    generated = generate_function(inputs, stop_token_ids=None)["token_ids"]
+                    generated = model.generate(inputs, stop_token_ids=None)["token_ids"]
                 except KeyError as error:
                     raise ValueError(
                         f"`model` must generate from {sorted(inputs)}; its `generate_step` also "
                         f"needs {error}."
                     ) from error
-                return keras.ops.convert_to_numpy(generated).tolist()
+                return generated.tolist()
             seen = int(cache.num_tokens.max())
             inputs = self._inputs(rows, self._length - seen)
             generated = model.generate(inputs, stop_token_ids=None, cache=cache)["token_ids"]
@@ -214,7 +214,6 @@ class _Checker:
 
         try:
             model.sampler, model.generate_function = compat.GreedySampler(), None
-            generate_function = model.make_generate_function()
             model.preprocessor = None
             yield generate
         finally:

@@ -33,7 +33,6 @@ that splits the batch or the model raise an error. With several processes, each 
 sequences of its part of the batch, with `auto_shard_dataset=False`.
 """
 
-import contextlib
 import math
 
 import keras
@@ -158,21 +157,6 @@ def drop_uneven_axes(layout, shape):
         for axis, size in zip(layout.axes, shape, strict=True)
     ]
     return keras.distribution.TensorLayout(axes, mesh)
-
-
-@contextlib.contextmanager
-def allow_uneven_batches():
-    """Lets the active distribution replicate batches that its devices do not divide."""
-    distribution = active_distribution()
-    if distribution is None:
-        yield
-        return
-    get = distribution.get_data_layout
-    distribution.get_data_layout = lambda shape: drop_uneven_axes(get(shape), shape)
-    try:
-        yield
-    finally:
-        del distribution.get_data_layout
 
 
 def apply_state_layout(state):

@@ -71,8 +71,7 @@ class BeamSampler(keras_hub.samplers.Sampler):
     def __call__(self, *args, **kwargs):
         raise ValueError(
             "`keras_recurrent.samplers.BeamSampler` works in `generate` of the language models of "
-            "keras_recurrent, unless their class overrides `generate_step`. For other models, use "
-            "`keras_hub.samplers.BeamSampler`."
+            "keras_recurrent. For other models, use `keras_hub.samplers.BeamSampler`."
         )
 
     def get_config(self):

@@ -167,12 +167,13 @@ def options_of(sampler):
     return np.float32(sampler.length_penalty), np.int32(early_stopping)
 
 
-def search_request(step, cache, request):
+def search_request(step, cache, request, sampler):
     """Returns the `Hypotheses` of a `Request`, NumPy arrays, by single steps.
 
     step, cache: as in `search`.
+    sampler: the `BeamSampler`.
     """
-    sampler, free_length = request.sampling.custom, request.free_length
+    free_length = request.free_length
     stops = np.array(request.stop_token_ids, "int32")
     arrays = request.last_token, free_length, stops, *options_of(sampler)
     options = *map(ops.convert_to_tensor, arrays), sampler.num_beams, int(free_length.max())

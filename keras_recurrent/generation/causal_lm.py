@@ -1,5 +1,7 @@
 """`generate`, `prefill` and `stream` of the language models."""
 
+from typing import Any
+
 import keras_hub
 import numpy as np
 
@@ -7,12 +9,12 @@ from keras_recurrent.checks.arguments import check_boolean
 from keras_recurrent.generation.beam_sampler import BeamSampler
 from keras_recurrent.generation.cache import GenerationCache, next_cache_key
 from keras_recurrent.generation.chat import ChatGeneration, is_messages, start_turn
-from keras_recurrent.generation.hub_loop import generate_by_sampler
 from keras_recurrent.generation.lengths import cache_max_length
-from keras_recurrent.generation.loops import GenerateFunction
+from keras_recurrent.generation.loops import Loops, generate
 from keras_recurrent.generation.output import concatenate_results, format_result
-from keras_recurrent.generation.prompts import check_sampler, check_stop_tokens, parse_prompts
+from keras_recurrent.generation.prompts import check_stop_tokens, parse_prompts
 from keras_recurrent.generation.request import Request
+from keras_recurrent.generation.samplers import CUSTOM_LOOP, check_sampler
 from keras_recurrent.generation.sampling import make_sampling
 from keras_recurrent.generation.sampling_params import explains_options
 from keras_recurrent.generation.stop_strings import StopStrings, check_stop_strings
@@ -22,6 +24,8 @@ from keras_recurrent.training.samples import check_no_text
 
 class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
     """Base class of `RecurrentCausalLM` with its text generation."""
+
+    _decoding_loops: Any = None
 
     def call_with_cache(self, token_ids, cache, cache_update_index=None, padding_mask=None):
         """Computes next-token logits for `token_ids`, and the cache after `token_ids`.
@@ -101,11 +105,9 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
                 a token id or stop token is outside the vocabulary; `k`, `p` or `temperature` of
                 the sampler are out of range; `stop` is empty or the sampler is beam search, which
                 only ends at tokens; `sampling` is not one `SamplingParams` for each prompt, or the
-                model has another sampler than 'greedy', 'top_k', 'top_p' or 'random'; `cache`
-                belongs to another model, has another number of sequences, or would exceed its
-                `max_length`; or `cache` or `return_cache` is used and the model does not use the
-                decoding loop of this package (contrastive search, `run_eagerly=True`, a custom
-                `generate_step`).
+                sampler is beam search; `cache` belongs to another model, has another number of
+                sequences, or would exceed its `max_length`; the sampler is not one of those in
+                `compile`; or the class of the model overrides `generate_step`.
 
         Example: two turns of a conversation.
 
@@ -125,12 +127,9 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
             batches = inputs.as_numpy_iterator()  # of a `tf.data.Dataset`
             arguments = max_length, stop_token_ids, strip_prompt
             return concatenate_results([self.generate(b, *arguments, **options) for b in batches])
-        function = self.make_generate_function()
-        needs_loops = {"cache": cache, "return_cache": return_cache or None, "sampling": sampling}
-        for feature in (name for name, value in needs_loops.items() if value is not None):
-            self._require_loops(feature)
+        loops = self._loops()
         prompts, request = self._request(inputs, max_length, stop_token_ids, cache, **options)
-        result = function.generate(request, cache and cache.state, return_cache)
+        result = generate(self, loops, request, cache and cache.state, return_cache)
         new_cache = None
         if return_cache:
             tokens = prompts.with_tokens(result.token_ids, result.lengths)
@@ -174,7 +173,7 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
         """
         if self.preprocessor is None:
             check_no_text(inputs, self.preprocessor_cls)
-        loops = self._require_loops("prefill")
+        loops = self._loops()
         if inputs is None:
             raise ValueError("`inputs` must be prompts, text or tokens; got None.")
         if cache is not None and max_length is not None:
@@ -250,7 +249,7 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
         ...     print(chunk, end="")  # doctest: +SKIP
         >>> more = model.generate(" But", max_length=10, cache=stream.cache)
         """
-        loops = self._require_loops("stream")
+        loops = self._loops()
         if isinstance(self.sampler, BeamSampler):
             raise ValueError(
                 "`stream` cannot be combined with beam search, which chooses among whole sequences "
@@ -289,36 +288,22 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
             strings or None,
         )
 
-    def make_generate_function(self):
-        """Returns the `loops.GenerateFunction`, which generates for one batch of tokens."""
-        if getattr(self, "generate_function", None) is None:
-            if not hasattr(self, "sampler"):
-                raise ValueError(
-                    "The model was created or loaded with `compile=False`, and has no sampler. "
-                    'Call `model.compile(sampler="greedy")`, or with another sampler, first.'
-                )
-            check_sampler(self.sampler, self.backbone.vocabulary_size)
-            self.generate_function = GenerateFunction(
-                self,
-                has_custom_step=type(self).generate_step is not GeneratingCausalLM.generate_step,
-                compiled=self._compiles_generation,
-                make_hub_function=super().make_generate_function,
-            )
-        return self.generate_function
-
-    def _require_loops(self, feature):
-        """Returns the decoding loops of this package.
-
-        Raises:
-            ValueError: the model uses another loop; the message names the feature and the reason.
-        """
-        function = self.make_generate_function()
-        if function.loops is None:
-            reason, mend = function.hub_loop_reason
+    def _loops(self):
+        """Returns the decoding loops of the backend, with the programs traced since `compile`."""
+        if not hasattr(self, "sampler"):
             raise ValueError(
-                f"`{feature}` requires the decoding loop of keras_recurrent, and {reason}. {mend}."
+                "The model was created or loaded with `compile=False`, and has no sampler. "
+                'Call `model.compile(sampler="greedy")`, or with another sampler, first.'
             )
-        return function.loops
+        if type(self).generate_step is not keras_hub.models.CausalLM.generate_step:
+            raise ValueError(
+                f"`{type(self).__name__}` overrides `generate_step`, which `generate` does not "
+                f"call. {CUSTOM_LOOP}"
+            )
+        check_sampler(self.sampler, self.backbone.vocabulary_size)
+        if self._decoding_loops is None:
+            self._decoding_loops = Loops(self)
+        return self._decoding_loops
 
     def _stop_token_ids(self, ids):
         if isinstance(ids, str) and ids == "auto":
@@ -346,23 +331,3 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
         if exact or length is None:
             return length
         return cache_max_length(self, length, keep=True)
-
-    def generate_step(self, inputs, stop_token_ids=None):
-        """Generates for one batch of tokens. Users call `generate`, which compiles it.
-
-        Args:
-            inputs: a dictionary of `token_ids` and `padding_mask` `[B, T]`: prompts of at least one
-                token, followed by padding for new tokens.
-            stop_token_ids: a tuple of token ids. Generation ends when each sequence has a new stop
-                token. None: sequences end at T tokens.
-
-        Returns:
-            A dictionary of `token_ids` and `padding_mask`, which is True up to and including the
-            first new stop token.
-        """
-
-        def step(token_ids, cache):
-            logits, hidden_states, cache = self.call_with_cache(token_ids, cache)
-            return logits[:, 0], hidden_states[:, 0], cache
-
-        return generate_by_sampler(self, inputs, stop_token_ids, step)

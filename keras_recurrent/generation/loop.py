@@ -40,8 +40,7 @@ class DecodingState(NamedTuple):
         count: int32 [B], number of generated tokens.
         token: integers [B, 1], the last token of each sequence, which is not in the cache yet.
         cache: the cache after all tokens before `token`.
-        memory: what sampling keeps between tokens: the counts of generated tokens, or the states of
-            a custom sampler's random number generators.
+        memory: what sampling keeps between tokens: the counts of generated tokens, or ().
     """
 
     done: Any

@@ -6,14 +6,15 @@ from typing import NamedTuple
 from keras_recurrent.layers.decoding import unfused_blocks
 
 MODES = {
-    "cuda_graph": "each step is one CUDA graph launch, which includes sampling where possible",
+    "cuda_graph": "each step is one CUDA graph launch, which includes sampling",
     "compiled": "each token is a step compiled by torch's compiler",
     "traced": "each token is a step that was traced once and runs kernel by kernel",
     "program": "all tokens are one compiled program of the framework",
     "steps": "a compiled program of the framework generates a few tokens at a time",
-    "sampler": "KerasHub's generation loop, compiled where KerasHub compiles it",
     "eager": "each token runs through Keras's layers",
 }
+
+RUN_EAGERLY = "`compile` got `run_eagerly=True`"  # reason for `"eager"`
 
 _last: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
@@ -44,19 +45,15 @@ def which_generation(model):
 
     The modes are
 
-    - `"cuda_graph"`: on torch and an NVIDIA GPU, each step is one launch of a CUDA graph. The
-      greedy, top-k, top-p and random samplers of KerasHub are part of the graph; others run between
-      launches;
+    - `"cuda_graph"`: on torch and an NVIDIA GPU, each step is one launch of a CUDA graph, which
+      includes sampling but not the choices of beam search;
     - `"compiled"`: on torch and CPUs, the step was compiled by torch's compiler;
-    - `"traced"`: on torch, the step was traced once and runs kernel by kernel, also in the loop of
-      a sampler such as contrastive search;
+    - `"traced"`: on torch, the step was traced once and runs kernel by kernel;
     - `"program"`: on JAX and TensorFlow, all tokens are one program;
     - `"steps"`: on JAX and TensorFlow, a program generates a few tokens: 2 of a `stream`, 16 with
       `stop`;
-    - `"sampler"`: on JAX and TensorFlow, KerasHub's generation loop, for a sampler such as
-      contrastive search or a subclass that overrides `generate_step`;
     - `"eager"`: each token runs through Keras's layers, because of `compile(run_eagerly=True)` or,
-      on torch, a subclass that overrides `generate_step` or a module with a hook.
+      on torch, a module with a hook.
 
     Args:
         model: a language model of this package.

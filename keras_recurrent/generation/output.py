@@ -140,11 +140,11 @@ def token_logprobs(params, token_ids, logprobs):
     """Returns the `TokenLogprobs` of one sequence.
 
     Args:
-        params: its `SamplingParams`, or None.
+        params: its `SamplingParams`.
         token_ids: its new tokens.
         logprobs: the `Logprobs` of these tokens, `[N]` and `[N, K]`, or None.
     """
-    number = getattr(params, "logprobs", None)
+    number = params.logprobs
     if number is None or logprobs is None:
         return []
     top_ids, top = logprobs.token_ids[:, :number], logprobs.top[:, :number]

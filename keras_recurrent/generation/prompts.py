@@ -11,7 +11,6 @@ from keras_recurrent.checks.arguments import (
     check_positive_integer,
     check_tensor,
     check_unicode,
-    is_finite_number,
     is_integer,
 )
 from keras_recurrent.checks.dtypes import check_dtype
@@ -248,38 +247,6 @@ def check_prompt_tokens(inputs, vocabulary_size, allow_empty=False):
         )
     token_ids = gather_to_numpy(inputs["token_ids"])
     check_token_ids("token_ids", token_ids, vocabulary_size, mask)
-
-
-def as_batch(token_ids, lengths):
-    """Returns the dictionary of `token_ids` and `padding_mask` `[B, T]`."""
-    return {
-        "token_ids": token_ids,
-        "padding_mask": np.arange(token_ids.shape[1]) < lengths[:, None],
-    }
-
-
-def check_sampler(sampler, vocabulary_size):
-    """Validates the sampler, and `k`, `p` and `temperature` of KerasHub's samplers."""
-    kind = type(sampler).__name__
-    if isinstance(sampler, type) or not hasattr(sampler, "get_next_token"):
-        raise ValueError(
-            "`sampler` must be a `keras_hub.samplers.Sampler`, such as `TopKSampler(k=5)`, or the "
-            f"name of one, such as 'top_k'; got {sampler!r}."
-        )
-    if not type(sampler).__module__.startswith("keras_hub."):
-        return
-    up_to_vocabulary = f"an integer from 1 to {vocabulary_size}, the size of the vocabulary"
-    for name, is_valid, maximum, description in (
-        ("k", is_integer, vocabulary_size, up_to_vocabulary),
-        ("temperature", is_finite_number, np.inf, "a number above 0"),
-        ("p", is_finite_number, 1, "a number above 0, at most 1"),
-    ):
-        number = getattr(sampler, name, None)
-        if number is not None and not (is_valid(number) and 0 < number <= maximum):
-            raise ValueError(
-                f"`sampler`: `{name}` of {kind} must be {description}; got {number!r}. Use "
-                "'greedy' for the most probable token."
-            )
 
 
 def check_stop_tokens(ids, vocabulary_size):

@@ -1,16 +1,17 @@
-"""Properties of samplers: whether they have a custom loop, and KerasHub's as `SamplingParams`."""
+"""Samplers of KerasHub as `SamplingParams`."""
 
 import keras_hub
+import numpy as np
 
+from keras_recurrent.checks.arguments import is_finite_number, is_integer
+from keras_recurrent.generation.beam_sampler import BeamSampler
 from keras_recurrent.generation.sampling_params import SamplingParams
 
-Sampler = keras_hub.samplers.Sampler
-
-
-def has_base_loop(sampler):
-    """Returns True if a sampler only samples from probabilities, in the loop of the base class."""
-    names = "__call__", "run_loop"
-    return all(getattr(type(sampler), name) is getattr(Sampler, name) for name in names)
+SAMPLERS = "'greedy', 'top_k', 'top_p', 'random' or 'beam'"
+CUSTOM_LOOP = (
+    "For another choice of tokens, write a loop over `call_with_cache`, which continues from "
+    "`backbone.get_initial_state`."
+)
 
 
 def _greedy(sampler):
@@ -31,6 +32,7 @@ def _top_p(sampler):
 
 
 _CONVERSIONS = {
+    BeamSampler: _greedy,  # its search does not sample
     keras_hub.samplers.GreedySampler: _greedy,
     keras_hub.samplers.RandomSampler: _random,
     keras_hub.samplers.TopKSampler: _top_k,
@@ -38,11 +40,42 @@ _CONVERSIONS = {
 }
 
 
-def as_sampling_params(sampler):
-    """Returns the `SamplingParams` of a sampler of KerasHub, without its seed.
-
-    None: a sampler of another class, or one with a replaced method.
-    """
-    convert = _CONVERSIONS.get(type(sampler))
+def check_sampler(sampler, vocabulary_size):
+    """Raises an error unless a sampler is supported, and `k`, `p` and `temperature` are valid."""
+    kind = type(sampler).__name__
+    if isinstance(sampler, type) or not hasattr(sampler, "get_next_token"):
+        raise ValueError(
+            "`sampler` must be a `keras_hub.samplers.Sampler`, such as `TopKSampler(k=5)`, or the "
+            f"name of one, such as 'top_k'; got {sampler!r}."
+        )
     replaced = any(callable(getattr(type(sampler), name, None)) for name in vars(sampler))
-    return None if convert is None or replaced else convert(sampler)
+    if type(sampler) not in _CONVERSIONS or replaced:
+        raise ValueError(
+            f"`sampler` must be {SAMPLERS} or one of these classes, without a replaced method; got "
+            f"a {kind}. `SamplingParams` has more options. {CUSTOM_LOOP}"
+        )
+    up_to_vocabulary = f"an integer from 1 to {vocabulary_size}, the size of the vocabulary"
+    for name, is_valid, maximum, description in (
+        ("k", _is_positive_integer, vocabulary_size, up_to_vocabulary),
+        ("temperature", _is_positive_number, np.inf, "a number above 0"),
+        ("p", _is_positive_number, 1, "a number above 0, at most 1"),
+    ):
+        number = getattr(sampler, name, None)
+        if number is not None and not (is_valid(number) and number <= maximum):
+            raise ValueError(
+                f"`sampler`: `{name}` of {kind} must be {description}; got {number!r}. Use "
+                "'greedy' for the most probable token."
+            )
+
+
+def _is_positive_integer(number):
+    return is_integer(number) and number >= 1
+
+
+def _is_positive_number(number):
+    return is_finite_number(number) and number > 0
+
+
+def as_sampling_params(sampler):
+    """Returns the `SamplingParams` of a sampler, without its seed."""
+    return _CONVERSIONS[type(sampler)](sampler)

@@ -13,6 +13,7 @@ from keras import ops
 
 from keras_recurrent import dispatch
 from keras_recurrent.devices.jax_layouts import apply_layout
+from keras_recurrent.generation.beam_sampler import BeamSampler
 from keras_recurrent.generation.samplers import as_sampling_params
 from keras_recurrent.generation.sampling_params import SamplingParams
 
@@ -78,26 +79,21 @@ class Sampling:
     """Options and random numbers of one call, by which its tokens are chosen.
 
     Args:
-        params: a list of `SamplingParams`, one for each sequence. None: `sampler` chooses.
-        sampler: the sampler of the model, for `params` of None.
+        params: a list of `SamplingParams`, one for each sequence.
         seeds: a list of `numpy.random.SeedSequence`, one for each sequence.
         vocabulary_size: integer.
         tokens: a list of integer arrays, the tokens of each sequence so far.
 
     Attributes:
         batch_size: integer.
-        params: a list of the `SamplingParams` of each sequence, each None with a custom sampler.
-        custom: the sampler, if its `get_next_token` chooses, or None.
-        features: the `Features`, None for a custom sampler.
+        params: a list of the `SamplingParams` of each sequence.
+        features: the `Features`.
         arguments: `{name: array [B] or [B, vocabulary_size]}`, those that the features need.
     """
 
-    def __init__(self, params, sampler, seeds, vocabulary_size, tokens):
-        self.batch_size, self.params = len(tokens), params or [None] * len(tokens)
-        self.custom = sampler if params is None else None
-        self.features, self.arguments, self._generators = None, {}, []
-        if params is None:
-            return
+    def __init__(self, params, seeds, vocabulary_size, tokens):
+        self.batch_size, self.params = len(tokens), params
+        self.arguments, self._generators = {}, []
         self.features = features = features_of(params, vocabulary_size)
         for name in argument_names(features):
             if name in ("in_prompt", "logit_bias"):
@@ -138,25 +134,23 @@ def make_sampling(model, params, tokens):
 
     Raises:
         ValueError: `params` are of another type or number, an id or number exceeds the vocabulary,
-            or the sampler of the model has its own choice of tokens.
+            or the sampler of the model is beam search.
     """
     size, batch_size = model.backbone.vocabulary_size, len(tokens)
-    default = as_sampling_params(model.sampler)
-    if params is None and default is None:
-        return Sampling(None, model.sampler, None, size, tokens)
     if params is None:
-        return Sampling([default] * batch_size, None, _seeds(model.sampler, tokens), size, tokens)
+        params = [as_sampling_params(model.sampler)] * batch_size
+        return Sampling(params, _seeds(model.sampler, tokens), size, tokens)
     params = _as_list(params, batch_size)
     for p in params:
         p.check_vocabulary(size)
-    if default is None:
+    if isinstance(model.sampler, BeamSampler):
         raise ValueError(
-            f"`sampling` cannot be combined with the sampler {type(model.sampler).__name__}. "
-            "Compile with 'greedy', 'top_k', 'top_p' or 'random', which `sampling` replaces."
+            "`sampling` cannot be combined with the sampler BeamSampler. Compile with 'greedy', "
+            "'top_k', 'top_p' or 'random', which `sampling` replaces."
         )
     seeds = [random.getrandbits(64) if p.seed is None else p.seed for p in params]
     seeds = list(map(np.random.SeedSequence, seeds))
-    return Sampling(params, None, seeds, size, tokens)
+    return Sampling(params, seeds, size, tokens)
 
 
 def _as_list(params, batch_size):

@@ -17,7 +17,7 @@ from keras_recurrent.devices.jax_processes import gather_to_numpy
 from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.generation import beam_search, loop
 from keras_recurrent.generation.lengths import bucket, initial_cache
-from keras_recurrent.generation.modes import record_mode
+from keras_recurrent.generation.modes import RUN_EAGERLY, record_mode
 from keras_recurrent.generation.recent_tokens import apply_recent_tokens
 from keras_recurrent.generation.request import Ended, Result
 from keras_recurrent.generation.sampling import STOPS_PER_STEP, next_tokens
@@ -34,16 +34,19 @@ class Programs:
     """Programs of a language model.
 
     Args:
-        model: the language model, whose sampler only samples from probabilities.
-        compiled: boolean, True compiles with XLA on TensorFlow, as always on JAX. None: where XLA
-            supports the model.
-        snapshot: the `Snapshot` of the model.
+        model: the language model. With `run_eagerly=True`, the functions of its programs run
+            without being compiled.
     """
 
-    def __init__(self, model, compiled, snapshot):
-        self._model, self.compiled, self.snapshot = model, compiled, snapshot
-        programs = _programs(model, snapshot, compiled)
-        self._prefill, self._generate, self._decoder, self._search = programs
+    def __init__(self, model):
+        self._model = model
+        self._prefill, self._generate, self._decoder, self._search = _programs(model)
+
+    def _record_mode(self, name):
+        if self._model.run_eagerly:
+            record_mode(self._model, "eager", {name: RUN_EAGERLY})
+        else:
+            record_mode(self._model, name)
 
     def prefill(self, token_ids, lengths, cache=None, max_length=None):
         """Returns the cache after the first `lengths` tokens of each sequence.
@@ -69,7 +72,7 @@ class Programs:
             return Result(request.token_ids, request.lengths, cache, None)
         if request.stop_strings is not None:
             return self._generate_in_blocks(request, cache, keep)
-        record_mode(self._model, "program")
+        self._record_mode("program")
         token_ids, lengths = _pad_to_bucket(request.token_ids, request.lengths)
         call, max_tokens = Call(self._model, request), int(free_length.max())
         cache, generated, counts, logprobs = self._generate(
@@ -79,19 +82,16 @@ class Programs:
         logprobs = keras.tree.map_structure(gather_to_numpy, logprobs) or None
         return request.result(new, counts, cache if keep else None, logprobs)
 
-    def search(self, request, cache=None):
+    def search(self, request, sampler, cache=None):
         """Returns the `Hypotheses` of beam search, as `torch.loop.Loop.search`."""
-        record_mode(self._model, "program")
+        self._record_mode("program")
         prompts = _pad_to_bucket(request.token_ids, request.lengths)
-        found = self._search(*prompts, cache, Call(self._model, request), request.sampling.custom)
+        found = self._search(*prompts, cache, Call(self._model, request), sampler)
         return keras.tree.map_structure(gather_to_numpy, found)
 
     def _generate_in_blocks(self, request, cache, keep):
         """Generates blocks of tokens, between which the host searches for stop strings."""
-        record_mode(self._model, "steps")
-        # The state of a custom sampler must not be ahead of a stop string.
-        num_tokens = 1 if keep and request.sampling.custom else TOKENS_PER_GROUP
-        steps, ended = self._begin(request, cache, num_tokens, keep), Ended(request)
+        steps, ended = self._begin(request, cache, TOKENS_PER_GROUP, keep), Ended(request)
         blocks, logprobs, has_ended = [], [], False
         while not has_ended:
             blocks.append(steps.block())
@@ -106,15 +106,14 @@ class Programs:
 
     def steps(self, request, cache=None):
         """Returns the `Steps` that generate token by token, as `torch.loop.Loop.steps`."""
-        record_mode(self._model, "steps")
-        num_tokens = 1 if request.sampling.custom else TOKENS_PER_STEP
-        return self._begin(request, cache, num_tokens, keep=True)
+        return self._begin(request, cache, TOKENS_PER_STEP, keep=True)
 
     def _begin(self, request, cache, num_tokens, keep):
         """Returns the `Steps` after the prompts.
 
         keep: boolean, True if their cache is read.
         """
+        self._record_mode("steps")
         token_ids, lengths = request.token_ids, request.lengths
         if cache is None:
             cache = initial_cache(self._model, len(lengths), token_ids.shape[1], keep=keep)
@@ -144,9 +143,6 @@ class Call:
         padded = STOPS_PER_STEP * max(1, math.ceil(len(stops) / STOPS_PER_STEP))
         self.stops = ops.convert_to_tensor((*stops, *(-1,) * (padded - len(stops))), "int32")
         self.arguments = keras.tree.map_structure(_distribute, sampling.arguments)
-        # The state of a custom sampler on TensorFlow may be more than its random number generators.
-        is_custom = sampling.custom is not None and keras.config.backend() == "jax"
-        self._generators = sampling.custom.variables if is_custom else []
         self._counts_shape = len(request.lengths), model.backbone.vocabulary_size
 
     def limit(self, counts):
@@ -160,22 +156,16 @@ class Call:
 
     def uniform(self, num_tokens, num_columns):
         """Returns random numbers of the next tokens, padded to `num_columns`; None if not used."""
-        if self.features is None or not self.features.is_random:
+        if not self.features.is_random:
             return None
         numbers = self._sampling.uniform(num_tokens)
         return _distribute(np.pad(numbers, ((0, 0), (0, num_columns - num_tokens))))
 
     def memory(self):
         """Returns what sampling keeps, before the first token."""
-        if self.features is not None and self.features.has_penalties:
-            return _distribute(np.zeros(self._counts_shape, "int32"))
-        return [v.value for v in self._generators]
-
-    def store(self, memory):
-        """Assigns the states of a custom sampler's random number generators."""
-        if self._generators:
-            for variable, value in zip(self._generators, memory, strict=True):
-                variable.assign(value)
+        if not self.features.has_penalties:
+            return ()
+        return _distribute(np.zeros(self._counts_shape, "int32"))
 
 
 def _pad_to_bucket(token_ids, lengths):
@@ -199,23 +189,22 @@ def _prefill(model, token_ids, mask, cache):
 
 
 def _step(model, token_ids, mask, cache):
-    with decoding_scope():
+    with contextlib.nullcontext() if model.run_eagerly else decoding_scope():
         logits, _, cache = model.call_with_cache(token_ids, cache, padding_mask=mask)
     return logits[:, 0], cache
 
 
-def make_network(model, snapshot, weights, call=None):
+def make_network(model, weights, call=None):
     """Returns the `loop.Network` of a program that is being traced.
 
     Args:
         model: the language model.
-        snapshot: its `Snapshot`.
         weights: values for the variables of the model. None: TensorFlow's programs read the
             variables.
         call: a tuple `(features, stops, arguments)` of a `Call`. None: no tokens are sampled.
     """
-    snapshot.verify()
-    announce("Compiling generation, once for a batch size and a range of lengths")
+    if not model.run_eagerly:
+        announce("Compiling generation, once for a batch size and a range of lengths")
     values = list(zip(model.variables, weights, strict=True)) if weights else []
     features, stops, arguments = call or (None, None, None)
 
@@ -227,34 +216,17 @@ def make_network(model, snapshot, weights, call=None):
         return call
 
     def sample(logits, count, uniform, memory):
-        if features is None:
-            return *_sample_by(model.sampler, logits, memory), ()
         return next_tokens(features, logits, stops, count, uniform, memory, arguments)
 
     number = features and features.num_logprobs
     return loop.Network(stateless(_prefill), stateless(_step), sample, number)
 
 
-def _sample_by(sampler, logits, memory):
-    """Returns tokens chosen by a custom sampler, and the states of its generators."""
-
-    def sample():
-        return sampler.get_next_token(sampler.compute_probabilities(logits))
-
-    if not memory:
-        return sample(), memory
-    generators = list(zip(sampler.variables, memory, strict=True))
-    with keras.StatelessScope(generators) as scope:
-        tokens = sample()
-    pairs = ((scope.get_current_value(v), value) for v, value in generators)
-    return tokens, [value if new is None else new for new, value in pairs]
-
-
 def delay_writes(model, cache):
     """Returns the cache, with recent tokens if JAX's steps write large states every few tokens."""
     backbone, batch_size = model.backbone, cache["segment"].shape[0]
     is_large = keras.config.backend() == "jax" and batch_size >= MIN_DELAYED_ROWS
-    if not is_large or not backbone.takes_fused_steps(batch_size):
+    if model.run_eagerly or not is_large or not backbone.takes_fused_steps(batch_size):
         return cache
     return backbone.add_recent_tokens(cache)
 
@@ -276,11 +248,13 @@ def program_weights(model):
     return [v.value for v in model.variables] if keras.config.backend() == "jax" else None
 
 
-def _programs(model, snapshot, compiled):
+def _programs(model):
     """Returns the functions `prefill`, `generate`, `decoder` and `search` of `Programs`."""
     on_jax = keras.config.backend() == "jax"
-    function = _jit if on_jax else _tensorflow_function(model, compiled)
-    network = functools.partial(make_network, model, snapshot)
+    function = _jit if on_jax else _tensorflow_function(model)
+    if model.run_eagerly:
+        function = _unchanged
+    network = functools.partial(make_network, model)
 
     @function
     def prefill_program(token_ids, lengths, cache, weights, variant):
@@ -303,14 +277,14 @@ def _programs(model, snapshot, compiled):
         options = free_length, stops, uniform, keep, token_ids.shape[1], True
         state, tokens, logprobs = loop.decode(functions, state, *options)
         cache = apply_recent_tokens(state.cache) if keep else ()
-        return cache, tokens, state.count, logprobs, state.memory
+        return cache, tokens, state.count, logprobs
 
     @function
-    def decode_program(state, memory, weights, inputs, features, keep, num_tokens, variant):
+    def decode_program(state, weights, inputs, features, keep, num_tokens, variant):
         free_length, stops, uniform, arguments = inputs
         functions = network(weights, (features, stops, arguments))
         options = free_length, stops, uniform, keep, num_tokens, False
-        return loop.decode(functions, state._replace(memory=memory), *options)
+        return loop.decode(functions, state, *options)
 
     @function
     def copy_program(original):
@@ -334,14 +308,12 @@ def _programs(model, snapshot, compiled):
     def generate(token_ids, lengths, max_tokens, cache, call, keep):
         memory, uniform = call.memory(), call.uniform(max_tokens, token_ids.shape[1])
         inputs = call.free_length, call.stops, uniform, memory, call.arguments
-        *results, memory = generate_program(
+        return generate_program(
             *(token_ids, lengths, cache, weights(), inputs),
             features=call.features,
             keep=keep,
             variant=variant(),
         )
-        call.store(memory)
-        return results
 
     def decoder(call, keep):
         """Returns the functions `decode`, `copy` and `finish` of `Steps`."""
@@ -351,9 +323,7 @@ def _programs(model, snapshot, compiled):
 
         def decode(state, uniform, free_length, num_tokens):
             inputs = free_length, call.stops, uniform, call.arguments
-            # Not overwritten: the states of a custom sampler are also those of its variables.
-            state, memory = state._replace(memory=()), state.memory
-            return decode_program(state, memory, values, inputs, num_tokens=num_tokens, **options)
+            return decode_program(state, values, inputs, num_tokens=num_tokens, **options)
 
         if on_jax:
             return decode, copy_program, finish_program
@@ -376,9 +346,14 @@ def _jit(function):
     return jax.jit(function, static_argnames=names & STATIC, donate_argnames=overwritten)
 
 
-def _tensorflow_function(model, compiled):
+def _unchanged(function):
+    return function
+
+
+def _tensorflow_function(model):
     import tensorflow as tf
 
+    compiled = model._compiles_generation
     compiled = _supports_xla(model) if compiled is None else compiled
     return functools.partial(tf.function, jit_compile=compiled)
 

@@ -37,8 +37,6 @@ class Steps:
     def __init__(self, call, decode, copy, finish, state, num_tokens, keep):
         self._call, self._decode, self._copy, self._finish = call, decode, copy, finish
         self._num_tokens, self._keep, self._state = num_tokens, keep, copy(state)
-        # A custom sampler on TensorFlow would choose other tokens the second time.
-        self._group = num_tokens if call.features is None else TOKENS_PER_GROUP
         self._starts: dict[int, Any] = {}  # states, by the number of tokens before a group
         self._uniform: dict[int, Any] = {}  # random numbers, by the number of tokens before a block
         # Numbers of tokens of each sequence: in launched blocks, in blocks that the host has, and
@@ -52,7 +50,7 @@ class Steps:
         position = self._num_launched
         if position >= self._call.limits.max():
             return
-        if self._keep and position % self._group == 0:
+        if self._keep and position % TOKENS_PER_GROUP == 0:
             self._starts[position] = self._copy(self._state)
         if position not in self._uniform:
             self._uniform[position] = self._call.uniform(self._num_tokens, self._num_tokens)
@@ -68,7 +66,6 @@ class Steps:
         tokens, logprobs = self._ahead
         self._forget(self._num_fetched)
         self._num_fetched = self._num_launched
-        self._call.store(self._state.memory)
         # Launched before the host waits for the device. If all sequences have just ended at stop
         # tokens, this block changes nothing.
         self._launch()
@@ -77,7 +74,7 @@ class Steps:
 
     def _forget(self, position):
         """Drops what only the states before `position` tokens need."""
-        first = position - position % self._group
+        first = position - position % TOKENS_PER_GROUP
         for kept in (self._starts, self._uniform):
             for key in [key for key in kept if key < first]:
                 del kept[key]
@@ -119,7 +116,7 @@ class Steps:
 
     def _replay(self, first, end, free_length):
         """Returns the state after `end` tokens, computed from a copy at `first` or before."""
-        first -= first % self._group
+        first -= first % TOKENS_PER_GROUP
         state = self._copy(self._starts[first])
         for position in range(first, end, self._num_tokens):
             state, *_ = self._advance(state, position, free_length)

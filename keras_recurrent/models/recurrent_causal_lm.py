@@ -13,6 +13,7 @@ from keras_recurrent.checks.shapes import check_rank_known
 from keras_recurrent.checks.token_ids import check_token_ids
 from keras_recurrent.generation.beam_sampler import convert_beam_sampler
 from keras_recurrent.generation.causal_lm import GeneratingCausalLM
+from keras_recurrent.generation.samplers import SAMPLERS
 from keras_recurrent.models.calibration import layer_structure
 from keras_recurrent.models.parts import check_parts
 from keras_recurrent.models.recurrent_backbone import token_input
@@ -136,28 +137,25 @@ class RecurrentCausalLM(
         `Perplexity`, `fit` and `evaluate` do not compute the logits of all tokens;
         `keras_recurrent.which_loss` returns the reason if they do.
 
-        The sampler `"beam"` is `keras_recurrent.samplers.BeamSampler`, to which KerasHub's
-        `BeamSampler` is converted.
+        The sampler is `"greedy"`, `"top_k"`, `"top_p"`, `"random"` or `"beam"`, or one of these
+        classes of KerasHub; `generate` raises an error for others. `"beam"` is
+        `keras_recurrent.samplers.BeamSampler`, to which KerasHub's `BeamSampler` is converted.
+
+        `generate` traces its programs again after each `compile`. With `run_eagerly=True`, it runs
+        the layers at each token.
 
         Raises:
             ValueError: the optimizer cannot train weights stored in 16 bits, such as Adam with the
-                policy `"bfloat16"`; the sampler is unknown; it is the speculative sampler, which
-                needs a rollback that recurrent states do not support; or it is KerasHub's
-                `BeamSampler` with a `temperature`, or of a subclass.
+                policy `"bfloat16"`; the sampler is unknown; or it is KerasHub's `BeamSampler` with
+                a `temperature`, or of a subclass.
         """
         # KerasHub returns an unknown name unchanged, or raises KeyError for its lower case.
         with contextlib.suppress(KeyError):
             sampler = keras_hub.samplers.get(sampler)
         if isinstance(sampler, str):
             raise ValueError(
-                "`sampler` must be 'top_k', 'top_p', 'random', 'greedy', 'beam', 'contrastive' or "
-                f"a sampler of KerasHub; got {sampler!r}."
-            )
-        if isinstance(sampler, keras_hub.samplers.SpeculativeSampler):
-            raise ValueError(
-                f"`sampler`: `{type(self).__name__}` does not support the speculative sampler, "
-                "which rejects tokens that a recurrent state cannot undo. Use 'top_k', 'top_p', "
-                "'random', 'greedy', 'beam' or 'contrastive'."
+                f"`sampler` must be {SAMPLERS}, or one of these samplers of KerasHub; got "
+                f"{sampler!r}."
             )
         sampler = convert_beam_sampler(sampler)
         if isinstance(loss, str) and loss == "auto":
@@ -166,6 +164,7 @@ class RecurrentCausalLM(
             optimizer, loss, weighted_metrics=weighted_metrics, sampler=sampler, **kwargs
         )
         wanted = kwargs.get("jit_compile", "auto")
+        self._decoding_loops = None
         self._compiles_generation = None if wanted == "auto" else bool(wanted)
 
     def get_compile_config(self):

@@ -15,8 +15,9 @@ from keras_recurrent.checks.arguments import (
     is_integer,
 )
 from keras_recurrent.checks.token_ids import check_token_ids
+from keras_recurrent.generation.beam_sampler import BeamSampler
 from keras_recurrent.generation.chat import is_messages, start_turn
-from keras_recurrent.generation.samplers import as_sampling_params
+from keras_recurrent.generation.modes import RUN_EAGERLY
 from keras_recurrent.generation.sampling import make_sampling
 from keras_recurrent.generation.sampling_params import explains_options
 from keras_recurrent.generation.stop_strings import StreamedText, check_stop_strings
@@ -311,7 +312,7 @@ class Engine:
 
 def _check_model(model):
     """Returns the decoding loops of a language model, or raises an error."""
-    if not hasattr(model, "_require_loops"):
+    if not hasattr(model, "prefill"):
         raise ValueError(
             "`model` must be a language model of keras_recurrent, such as `GriffinCausalLM`; got a "
             f"{type(model).__name__}."
@@ -326,11 +327,13 @@ def _check_model(model):
             "`Engine` runs on one device; a `keras.distribution` is set. Start one engine for each "
             "device instead."
         )
-    loops = model._require_loops("Engine")
-    if as_sampling_params(model.sampler) is None:
+    loops = model._loops()
+    if model.run_eagerly:
+        raise ValueError(f"`Engine` needs compiled steps, and {RUN_EAGERLY}. Compile without it.")
+    if isinstance(model.sampler, BeamSampler):
         raise ValueError(
-            f"`Engine` cannot use the sampler {type(model.sampler).__name__}. Compile the model "
-            "with 'greedy', 'top_k', 'top_p' or 'random'."
+            "`Engine` cannot use the sampler BeamSampler. Compile the model with 'greedy', "
+            "'top_k', 'top_p' or 'random'."
         )
     return loops
 

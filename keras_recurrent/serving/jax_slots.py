@@ -78,7 +78,7 @@ class JaxRows:
     def __init__(self, model, loops, num_slots, max_length, num_prompts):
         self._model, self._max_length = model, max_length
         if loops not in _known:
-            _known[loops] = _programs(model, loops.snapshot)
+            _known[loops] = _programs(model)
         self._process, self._step, self._insert = _known[loops]
         # On the host; `_limits` has both on the device, None after a change.
         self._free_length = np.zeros(num_slots, "int32")
@@ -214,8 +214,8 @@ def _shape(array):
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
 
-def _programs(model, snapshot):
-    network = functools.partial(make_network, model, snapshot)
+def _programs(model):
+    network = functools.partial(make_network, model)
 
     @functools.partial(jax.jit, static_argnames=("layout", "variant"))
     def process(rows, tokens, mask, weights, layout, variant):

@@ -140,7 +140,6 @@ class _Sampler:
         sequences: the `_Sequences` of the decoder.
     """
 
-    is_capturable = True
     sequences: Any = None
     counts: Any = None
 

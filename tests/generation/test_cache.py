@@ -16,6 +16,7 @@ from tests.generation.test_programs import prompts
 from tests.models.tiny import (
     FAMILIES,
     FEWER_LAYERS,
+    NIGHTLY_IF_COMPILED,
     SHARED,
     VOCABULARY,
     shared_by_families,
@@ -257,18 +258,33 @@ def test_what_no_cache_goes_with(family):
     ):
         with pytest.raises(ValueError, match=words):
             call()
-    for how, words in (
-        ({"sampler": "contrastive"}, "ContrastiveSampler has a custom loop"),
-        ({"sampler": "greedy", "run_eagerly": True}, "run_eagerly"),
+    model.compile(sampler="contrastive")
+    for call in (
+        lambda: model.generate(None, 3, None, cache=cache),
+        lambda: model.stream(None, 3, None, cache=cache),
+        lambda: prefill(model, given()),
     ):
-        model.compile(**how)
-        for call in (
-            lambda: model.generate(None, 3, None, cache=cache),
-            lambda: model.stream(None, 3, None, cache=cache),
-            lambda: prefill(model, given()),
-        ):
-            with pytest.raises(ValueError, match=words):
-                call()
+        with pytest.raises(ValueError, match="got a ContrastiveSampler"):
+            call()
+
+
+@pytest.mark.parametrize("family", [pytest.param("griffin", marks=NIGHTLY_IF_COMPILED)])
+def test_run_eagerly_generates_the_same_tokens_and_caches(family):
+    """Fails if steps without compilation differ, in `generate`, `stream`, or after a cache."""
+    model, found = tiny_causal_lm(family=family, **FEWER_LAYERS), []
+    rows, more = given((3, 5)), given((2, 2), seed=5)
+    sampling = [SamplingParams(temperature=0), SamplingParams(seed=1, presence_penalty=1.0)]
+    for run_eagerly in (False, True):
+        model.compile(sampler="greedy", run_eagerly=run_eagerly)
+        whole, cache = generate(model, rows, 9, return_cache=True, sampling=sampling)
+        continued = generate(model, more, 5, cache=cache)
+        streamed = [*model.stream(tokens(more, 5), 5, None, cache=cache)]
+        assert (keras_recurrent.which_generation(model).name == "eager") == run_eagerly
+        found.append((whole, continued, streamed, keras.tree.flatten(cache.state)))
+    assert found[0][:3] == found[1][:3]
+    for a, b in zip(found[0][3], found[1][3], strict=True):
+        arrays = map(keras.ops.convert_to_numpy, (a, b))
+        np.testing.assert_allclose(*arrays, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -279,10 +295,9 @@ def test_what_no_cache_goes_with(family):
         for arguments in (
             {"sampler": "greedy"},
             {"sampler": "greedy", "run_eagerly": True},
-            {"sampler": "contrastive"},
         )
     ],
-    ids=["package loop", "eager", "KerasHub's loop"],
+    ids=["compiled", "eager"],
 )
 def test_max_length_of_tokens(arguments):
     """Fails if the columns of `inputs` take the place of `max_length`, in any mode."""

@@ -223,8 +223,7 @@ def test_options_that_do_not_fit_the_call():
     size = model.backbone.vocabulary_size
     prompt = {"token_ids": np.ones((2, 4), "int32"), "padding_mask": np.ones((2, 4), bool)}
 
-    def generate(sampling, sampler="greedy"):
-        model.compile(sampler=sampler)
+    def generate(sampling):
         arguments = {"stop_token_ids": None, "max_new_tokens": 1}
         model.generate(prompt, sampling=sampling, **arguments)
 
@@ -236,11 +235,3 @@ def test_options_that_do_not_fit_the_call():
         generate(SamplingParams(logit_bias={size: 1.0}))
     with pytest.raises(ValueError, match=rf"`logprobs` must be at most {size}"):
         generate(SamplingParams(logprobs=size + 1))
-    with pytest.raises(ValueError, match="`sampling` requires the decoding loop"):
-        generate(SamplingParams(), "contrastive")
-
-    class Custom(keras_hub.samplers.GreedySampler):
-        pass
-
-    with pytest.raises(ValueError, match="`sampling` cannot be combined with the sampler Custom"):
-        generate(SamplingParams(), Custom())

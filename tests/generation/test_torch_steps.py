@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from keras_recurrent import dispatch, implementation, which_generation
 from keras_recurrent.generation.recent_tokens import apply_recent_tokens
 from keras_recurrent.generation.request import Request
-from keras_recurrent.generation.snapshot import Snapshot
 from keras_recurrent.generation.torch import runner, step
 from keras_recurrent.generation.torch.cuda_graph import (
     CapturedStep,
@@ -118,7 +117,7 @@ def test_what_is_captured_writes_what_the_loop_writes(family, with_sequences):
     loop = _FunctionDecoder(
         step, lambda t, f: step.traced(*prepared, t, *f), token, flat, sampler, sequences
     )
-    replayed = _GraphDecoder(step, captured, same)
+    replayed = _GraphDecoder(step, captured)
     found, expected = token.new_zeros(2, 2 * RECENT), token.new_zeros(2, 2 * RECENT)
     for start, stop in ((0, RECENT), (RECENT, RECENT + 5)):
         replayed.generate(found, start, stop)
@@ -142,7 +141,7 @@ def test_a_graph_that_found_no_memory_is_tried_again(error, tried, monkeypatch):
 
     monkeypatch.setattr(runner, "CapturedStep", captured)
     monkeypatch.setattr(runner.Runner, "_graph_reason", lambda self, device: None)
-    model_runner = runner.Runner(model, None, Snapshot(model))
+    model_runner = runner.Runner(model)
     cache = model.backbone.get_initial_state(1)
     token = torch.ones((1, 1), dtype=torch.int32, device=keras.tree.flatten(cache)[0].device)
     for _ in range(2):
@@ -228,7 +227,7 @@ def operators(function):
 def test_slots_change_without_waiting():
     """Fails if an engine that inserts a sequence waits for the step that runs."""
     model = tiny_causal_lm(family="hgrn2", num_layers=1)
-    rows = TorchRows(model, model._require_loops("Engine"), 2, 64, num_prompts=1)
+    rows = TorchRows(model, model._loops(), 2, 64, num_prompts=1)
 
     def change():
         rows.insert(1, rows.initial_row, np.int32(3), 9, np.full(4, -1, "int32"))

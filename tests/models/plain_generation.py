@@ -4,7 +4,6 @@ Written apart from the samplers' loops, for the tests to compare with. Each func
 the least margin of its decisions: where it is well above rounding, tokens must be equal.
 """
 
-import keras
 import numpy as np
 
 from keras_recurrent.generation.samplers import as_sampling_params
@@ -12,20 +11,9 @@ from tests.generation import numpy_sampling
 from tests.models.tiny import forward
 
 
-def logits_before(model, prompt, index):
-    """The logits of the token at `index`, from the tokens before it."""
-    places = np.arange(prompt.shape[1])
-    real = np.broadcast_to(places < index, prompt.shape)
-    return forward(model, prompt, real)[:, index - 1]
-
-
 def log_softmax(logits):
     logits = logits - logits.max(axis=-1, keepdims=True)
     return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-
-
-def all_stopped(prompt, given, stop_ids):
-    return bool(stop_ids) and (np.isin(prompt, stop_ids) & ~given).any(axis=1).all()
 
 
 def sample(model, sampler, prompt, given, stop_ids=()):
@@ -116,39 +104,3 @@ def search_of_one(num_beams, free_length, stop_ids, penalty, early):
         if gap <= 0:
             break
     return ended, min(margin)
-
-
-def contrastive(model, k, alpha, prompt, given, stop_ids=()):
-    """Contrastive search: probable tokens whose hidden state is unlike all those before."""
-    batch, length = prompt.shape
-    prompt, margin = prompt.copy(), np.inf
-    for index in range(given.sum(axis=1).min(), length):
-        if all_stopped(prompt, given, stop_ids):
-            break
-        log_probabilities = log_softmax(logits_before(model, prompt, index))
-        order = np.argsort(-log_probabilities, axis=1)
-        ranked = np.take_along_axis(log_probabilities, order, axis=1)
-        candidates = order[:, :k]
-        scores = np.empty((batch, k))
-        for j in range(k):
-            tried = prompt.copy()
-            tried[:, index] = np.where(given[:, index], prompt[:, index], candidates[:, j])
-            hidden = hidden_states(model, tried, index + 1)
-            hidden /= np.linalg.norm(hidden, axis=-1, keepdims=True)
-            likeness = np.einsum("bti,bi->bt", hidden[:, :index], hidden[:, index]).max(axis=1)
-            scores[:, j] = (1 - alpha) * np.exp(ranked[:, j]) - alpha * likeness
-        best = np.sort(scores, axis=1)
-        free = ~given[:, index]
-        if free.any():
-            gap = np.minimum(best[:, -1] - best[:, -2], ranked[:, k - 1] - ranked[:, k])
-            margin = min(margin, gap[free].min())
-        token = candidates[np.arange(batch), scores.argmax(axis=1)]
-        prompt[:, index] = np.where(given[:, index], prompt[:, index], token)
-    return prompt, margin
-
-
-def hidden_states(model, token_ids, length):
-    """The hidden states of the first `length` tokens of rows, by a plain call."""
-    real = np.broadcast_to(np.arange(token_ids.shape[1]) < length, token_ids.shape)
-    x = {"token_ids": token_ids.astype("int32"), "padding_mask": real.astype("int32")}
-    return keras.ops.convert_to_numpy(model.backbone.predict_on_batch(x)).astype("float64")

@@ -129,18 +129,6 @@ def test_beam_search_with_cache_writes_what_it_writes_without(family, model, pla
 
 
 @beyond_sampling
-def test_contrastive_search_with_cache_writes_what_it_writes_without(family, model, plain):
-    """Likeness counts for most here, and the last hidden state before the first token with it."""
-    for lengths in prompt_lengths(family):
-        prompt, given = ragged(*lengths, seed=11)
-        sampler = keras_hub.samplers.ContrastiveSampler(k=4, alpha=0.9)
-        written = generate(model, sampler, prompt, given)["token_ids"]
-        wanted, margin = plain_generation.contrastive(plain, 4, 0.9, prompt, given)
-        assert margin > MARGIN
-        np.testing.assert_array_equal(written, wanted)
-
-
-@beyond_sampling
 def test_generation_ends_where_every_row_has_stopped(family, model, plain):
     prompt, given = ragged(*PROMPTS["longer"])
     free, _ = plain_generation.sample(plain, SAMPLERS["greedy"](), prompt, given)

@@ -53,8 +53,8 @@ class CapturedStep:
 
     Args:
         run: a function of `prepared`, a token [B, 1], a mask [B, 1] if there are `sequences`, and
-            the tensors of a cache. It returns logits [B, vocabulary], hidden states
-            [B, hidden_dim] and the tensors of the next cache.
+            the tensors of a cache. It returns logits [B, vocabulary] and the tensors of the next
+            cache.
         weights: the tensors of the model's weights.
         prepared: tensors that depend only on weights; some of them may be weights.
         token, cache: example inputs.
@@ -75,7 +75,7 @@ class CapturedStep:
         self._graphs[self._settings] = self._capture()
         addresses = {t.untyped_storage().data_ptr() for t in weights}
         owned = [t for t in self._prepared if t.untyped_storage().data_ptr() not in addresses]
-        self._owned_bytes = sum(t.nbytes for t in (*owned, *self.cache, self.logits, self.hidden))
+        self._owned_bytes = sum(t.nbytes for t in (*owned, *self.cache, self.logits))
 
     @property
     def bytes(self):
@@ -98,39 +98,33 @@ class CapturedStep:
         if self.sequences:
             self.sequences.active.zero_()
         try:
-            graph, results = capture(self._step, self.token.device, self.pool)
+            graph, logits = capture(self._step, self.token.device, self.pool)
         finally:
             for t, value in zip(changed, before, strict=True):
                 t.copy_(value)
-        (self.logits, self.hidden), self.pool = results, graph.pool()
+        self.logits, self.pool = logits, graph.pool()
         return graph
 
     def _step(self):
         """Computes one token, and overwrites the buffers of the cache and the token."""
         sampler = self.sampler
         mask = (self.sequences.active,) if self.sequences else ()
-        logits, hidden, *after = self._run(*self._prepared, self.token, *mask, *self.cache)
+        logits, *after = self._run(*self._prepared, self.token, *mask, *self.cache)
         tensors, after = list(self.cache), list(after)
         # Sampling precedes the copies: its kernel directly follows that of the logits, and may
         # begin before that has ended.
         stored = self.recent is not None and sampler.store_argmax(logits, self.token, self.recent)
         if sampler is not None and not stored:
-            token = self._next(sampler(logits))
+            token = sampler(logits).to(self.token.dtype)[:, None]
+            if self.sequences:
+                token = self.sequences.advance(self.token, token)
             tensors.append(self.token)
             after.append(token)
             if self.recent is not None:
                 tensors.append(self.recent)
                 after.append(torch.cat((self.recent[:, 1:], token), dim=1))
         overwrite(tensors, after, self.stacks)
-        return logits, hidden
-
-    def set_token(self, sampled):
-        """Sets the next tokens to `sampled` [B], except in sequences that have ended."""
-        self.token.copy_(self._next(sampled))
-
-    def _next(self, sampled):
-        sampled = sampled.to(self.token.dtype)[:, None]
-        return self.sequences.advance(self.token, sampled) if self.sequences else sampled
+        return logits
 
     def begin(self, prepared, token, cache, sampler, sequences):
         """Copies the initial values of a call, and the current weights, to the buffers."""
@@ -176,7 +170,7 @@ class CapturedStep:
         """Returns copies of the results of the step for a token and a cache."""
         self._copy_inputs(token, cache)
         self.replay()
-        return [t.clone() for t in (self.logits, self.hidden, *self.cache)]
+        return [t.clone() for t in (self.logits, *self.cache)]
 
 
 @contextlib.contextmanager

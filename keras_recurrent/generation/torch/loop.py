@@ -21,14 +21,11 @@ class Loop:
     """Prompt processing and decoding of a language model.
 
     Args:
-        model: the language model, whose sampler only samples from probabilities.
-        compiled: `jit_compile` of `model.compile`, None for "auto".
-        snapshot: the `Snapshot` of the model.
+        model: the language model.
     """
 
-    def __init__(self, model, compiled, snapshot):
-        self.compiled, self.snapshot = compiled, snapshot
-        self._model, self.runner = model, Runner(model, compiled, snapshot)
+    def __init__(self, model):
+        self._model, self.runner = model, Runner(model)
 
     @torch.no_grad()
     def prefill(self, token_ids, lengths, cache=None, max_length=None):
@@ -112,16 +109,17 @@ class Loop:
         return request.result(new, ended.counts(new), cache, logprobs or None)
 
     @torch.no_grad()
-    def search(self, request, cache=None):
+    def search(self, request, sampler, cache=None):
         """Returns the `Hypotheses` of beam search, NumPy arrays.
 
         Args:
-            request: the `Request`, with a `BeamSampler`.
+            request: the `Request`.
+            sampler: the `BeamSampler`.
             cache: as in `generate`.
         """
         cache = self._process_prompts(request, cache, keep=False)
         with self.runner.step_function() as step:
-            return search_request(lambda token, _, cache: step(token, cache)[::2], cache, request)
+            return search_request(step, cache, request, sampler)
 
     def _begin(self, request):
         """Returns the last token of each prompt [B, 1], and the `TokenSampler`."""

@@ -1,11 +1,13 @@
 """Runs decoding steps on torch: as a CUDA graph, else compiled, else as traced.
 
-If a module has a hook, each step runs eagerly through the layers, which call the hook.
+If a module has a hook, or with `run_eagerly=True`, each step runs eagerly through the layers, which
+call the hook.
 """
 
 import collections
 import contextlib
 import threading
+from typing import Any
 
 import keras
 import torch
@@ -13,7 +15,7 @@ import torch
 from keras_recurrent.backends.constants import MIN_DELAYED_ROWS
 from keras_recurrent.backends.torch._hooks import hook_reason
 from keras_recurrent.dispatch import chosen_name
-from keras_recurrent.generation.modes import record_mode
+from keras_recurrent.generation.modes import RUN_EAGERLY, record_mode
 from keras_recurrent.generation.torch.chunks import Chunks
 from keras_recurrent.generation.torch.cuda_graph import CapturedStep, GraphPool
 from keras_recurrent.generation.torch.rows import Rows
@@ -29,12 +31,11 @@ class Runner:
 
     Args:
         model: the language model.
-        compiled: `jit_compile` of `model.compile`, None for "auto".
-        snapshot: the `Snapshot` of the model.
     """
 
-    def __init__(self, model, compiled, snapshot):
-        self._model, self._compiled, self._snapshot = model, compiled, snapshot
+    def __init__(self, model):
+        self._model, self._compiled = model, model._compiles_generation
+        self._eager_reason = RUN_EAGERLY if model.run_eagerly else None
         self._steps: collections.OrderedDict = collections.OrderedDict()
         self._graphs, self._lock = GraphPool(), threading.Lock()
 
@@ -54,34 +55,29 @@ class Runner:
         with self._fastest(step, token, flat, sampler, sequences) as (graph, run):
             if graph:
                 del cache, flat  # the graph has copies
-                yield _GraphDecoder(step, graph, sampler)
+                yield _GraphDecoder(step, graph)
             else:
                 yield _FunctionDecoder(step, run, token, flat, sampler, sequences)
 
     @contextlib.contextmanager
     def step_function(self):
-        """Context manager that yields a function of a token [B, 1] and a cache.
+        """Context manager that yields the step of `beam_search.search`.
 
-        It returns logits [B, vocabulary], hidden states [B, hidden_dim] and the next cache, for
-        samplers with a custom loop.
+        The shapes of its first call are those of all calls. A call may overwrite its cache.
         """
-        by_batch_size: dict = {}
+        step: Any = None
+        run: Any = None
         with contextlib.ExitStack() as stack:
 
-            def begin(token, cache):
-                step = self._step(cache)
-                flat = step.flatten_cache(cache)
-                graph, run = stack.enter_context(self._fastest(step, token, flat))
-                return step, graph.run if graph else run
-
-            def step_function(token, cache):
-                if len(token) not in by_batch_size:
-                    by_batch_size[len(token)] = begin(token, cache)
-                step, run = by_batch_size[len(token)]
-                # The sampler may continue from this cache again; a step may overwrite its input.
-                flat = [t.clone() for t in keras.tree.flatten(cache)]
-                logits, hidden, *flat = run(token, flat)
-                return logits, hidden, step.cache(flat)
+            def step_function(token, mask, cache):
+                nonlocal step, run
+                if step is None:
+                    step = self._step(cache)
+                    fastest = self._fastest(step, token, step.flatten_cache(cache))
+                    graph, run = stack.enter_context(fastest)
+                    run = graph.run if graph else run
+                logits, *flat = run(token, step.flatten_cache(cache))
+                return logits, step.cache(flat)
 
             yield step_function
 
@@ -93,18 +89,18 @@ class Runner:
     def _step(self, cache, masked=False, chunk=None, delays_writes=False):
         """Returns the `Step` for a cache, or for a number of tokens the `Chunk`."""
         tensors = [*keras.tree.flatten(cache), *(v.value for v in self._model.variables)]
-        hooked = hook_reason(_modules(self._model))
-        delays_writes = delays_writes and not hooked
+        eager_reason = self._eager_reason or hook_reason(_modules(self._model))
+        delays_writes = delays_writes and not eager_reason
         unfused = tuple(unfused_blocks(self._model))
         signature = ((t.shape, t.dtype, t.device) for t in tensors)
-        key = hooked, unfused, chosen_name(), masked, chunk, delays_writes, *signature
+        key = eager_reason, unfused, chosen_name(), masked, chunk, delays_writes, *signature
         with self._lock:
             if key not in self._steps:
-                self._snapshot.verify()
+                options = masked, eager_reason, delays_writes
                 self._steps[key] = (
-                    Chunk(self._model, cache, chunk, hooked)
+                    Chunk(self._model, cache, chunk, eager_reason)
                     if chunk
-                    else Step(*(self._model, cache, self._compiled, masked, hooked, delays_writes))
+                    else Step(self._model, cache, self._compiled, *options)
                 )
             self._steps.move_to_end(key)
             while len(self._steps) > MAX_STEPS:
@@ -117,11 +113,9 @@ class Runner:
         """Context manager that yields `(graph, None)` or `(None, function)`.
 
         The graph is a `CapturedStep` that starts from `token` and `flat`, reserved for one call;
-        the function takes a token and a flat cache. The graph also samples the next token, unless
-        the sampler is a custom one.
+        the function takes a token and a flat cache. The graph also samples the next token if there
+        is a sampler.
         """
-        if sampler is not None and not sampler.is_capturable:
-            sampler = None
         prepared, graph, key = step.prepared(), None, None
         reason = self._graph_reason(token.device) or step.not_captured_reason
         if reason is None:
@@ -181,9 +175,9 @@ class Runner:
 class _GraphDecoder:
     """Decodes by replaying a CUDA graph."""
 
-    def __init__(self, step, graph, sampler):
-        self.step, self._graph, self.sequences = step, graph, graph.sequences
-        self.sampler = graph.sampler or sampler
+    def __init__(self, step, graph):
+        self.step, self._graph = step, graph
+        self.sampler, self.sequences = graph.sampler, graph.sequences
         self._rows = Rows(graph.cache, graph.stacks)
 
     @property
@@ -199,8 +193,6 @@ class _GraphDecoder:
         """Returns the next tokens [B, 1], which the next call may overwrite."""
         self.sampler.prepare()
         self._graph.replay()
-        if self._graph.sampler is None:
-            self._graph.set_token(self.sampler(self._graph.logits))
         return self._graph.token
 
     def generate(self, generated, start, stop):
@@ -237,7 +229,7 @@ class _FunctionDecoder:
         """Returns the next tokens [B, 1]."""
         self.sampler.prepare()
         mask = (self.sequences.active,) if self.sequences else ()
-        logits, _, *self._flat = self._run(self._token, [*mask, *self._flat])
+        logits, *self._flat = self._run(self._token, [*mask, *self._flat])
         sampled = self.sampler(logits).to(self._token.dtype)[:, None]
         if self.sequences:
             sampled = self.sequences.advance(self._token, sampled)

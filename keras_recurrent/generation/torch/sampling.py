@@ -21,19 +21,16 @@ class TokenSampler:
         vocabulary_size: integer.
 
     Attributes:
-        is_capturable: boolean, True if a call can be captured in a CUDA graph, unlike those of a
-            custom sampler.
         settings: properties that captured calls depend on, beyond the shape of the logits.
         buffers: `{name: tensor}`, which calls read and overwrite.
     """
 
     def __init__(self, sampling, stops, vocabulary_size):
-        self._sampling, self._custom, self._features = sampling, sampling.custom, sampling.features
-        self.is_capturable = self._custom is None
+        self._sampling, self._features = sampling, sampling.features
         self.settings = self._features, len(stops)
         self.buffers: dict[str, torch.Tensor] = {}
         self._num_tokens = 0  # number of tokens so far
-        if not self.is_capturable or self._features == Features():
+        if self._features == Features():
             return
         device, features = stops.device, self._features
         arguments = sampling.arguments
@@ -85,8 +82,6 @@ class TokenSampler:
 
     def __call__(self, logits):
         """Returns tokens [B]."""
-        if self._custom is not None:
-            return self._custom.get_next_token(self._custom.compute_probabilities(logits))
         if not self.buffers:
             return dispatch.run("argmax", {"x": logits})
         buffers, index = self.buffers, self.buffers["index"]

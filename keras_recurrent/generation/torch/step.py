@@ -77,12 +77,12 @@ class Step:
         mask, cache = (cache[0], cache[1:]) if self._masked else (None, cache)
         fused = contextlib.nullcontext() if self.not_traced_reason else decoding_scope()
         with keras.StatelessScope(mapping), fused, inplace_states():
-            logits, hidden, cache = self._model.call_with_cache(
+            logits, _, cache = self._model.call_with_cache(
                 token, self._pack(cache), padding_mask=mask
             )
         # Contiguous like the given cache: a compiled step only takes tensors of these strides.
         flat = (t.contiguous() for t in keras.tree.flatten(cache))
-        return logits[:, 0].contiguous(), hidden[:, 0].contiguous(), *flat
+        return logits[:, 0].contiguous(), *flat
 
     def _run_layers(self, *inputs):
         count = len(self._model.variables)
