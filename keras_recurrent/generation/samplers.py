@@ -56,24 +56,16 @@ def check_sampler(sampler, vocabulary_size):
         )
     up_to_vocabulary = f"an integer from 1 to {vocabulary_size}, the size of the vocabulary"
     for name, is_valid, maximum, description in (
-        ("k", _is_positive_integer, vocabulary_size, up_to_vocabulary),
-        ("temperature", _is_positive_number, np.inf, "a number above 0"),
-        ("p", _is_positive_number, 1, "a number above 0, at most 1"),
+        ("k", is_integer, vocabulary_size, up_to_vocabulary),
+        ("temperature", is_finite_number, np.inf, "a number above 0"),
+        ("p", is_finite_number, 1, "a number above 0, at most 1"),
     ):
         number = getattr(sampler, name, None)
-        if number is not None and not (is_valid(number) and number <= maximum):
+        if number is not None and not (is_valid(number) and 0 < number <= maximum):
             raise ValueError(
                 f"`sampler`: `{name}` of {kind} must be {description}; got {number!r}. Use "
                 "'greedy' for the most probable token."
             )
-
-
-def _is_positive_integer(number):
-    return is_integer(number) and number >= 1
-
-
-def _is_positive_number(number):
-    return is_finite_number(number) and number > 0
 
 
 def as_sampling_params(sampler):
