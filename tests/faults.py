@@ -321,6 +321,16 @@ FAULTS = [
         tests={"torch": "ops/test_ops.py::test_whole_is_left_and_right[sliding_window_attention]"},
     ),
     Fault(
+        "choice_of_tokens_traced_at_any_time",
+        "keras_recurrent/generation/torch/sampling.py",
+        old="with tracing, torch.no_grad():",
+        new="with torch.no_grad():",
+        tests={
+            "torch": "generation/test_torch_steps.py"
+            "::test_choice_of_tokens_waits_for_other_tracing"
+        },
+    ),
+    Fault(
         "prefill_from_an_empty_state",
         "keras_recurrent/generation/torch/loop.py",
         old="tokens, mask, cache=cache, return_cache=True, max_length=max_length",

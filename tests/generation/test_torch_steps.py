@@ -1,6 +1,7 @@
 """What a step on torch becomes before it is captured, on any device."""
 
 import collections
+import threading
 from types import SimpleNamespace
 
 import keras
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from keras_recurrent import dispatch, implementation, which_generation
 from keras_recurrent.generation.recent_tokens import apply_recent_tokens
 from keras_recurrent.generation.request import Request
+from keras_recurrent.generation.sampling import features_of
 from keras_recurrent.generation.torch import runner, step
 from keras_recurrent.generation.torch.cuda_graph import (
     CapturedStep,
@@ -26,7 +28,7 @@ from keras_recurrent.generation.torch.cuda_graph import (
 )
 from keras_recurrent.generation.torch.loop import ActiveSequences
 from keras_recurrent.generation.torch.runner import _FunctionDecoder, _GraphDecoder
-from keras_recurrent.generation.torch.sampling import RECENT
+from keras_recurrent.generation.torch.sampling import RECENT, choose_tokens, tracing
 from keras_recurrent.generation.torch.step import Step, _inline_scalars
 from keras_recurrent.layers import hgrn2
 from keras_recurrent.models import SamplingParams
@@ -270,3 +272,17 @@ def test_a_step_does_not_compute_lower_bounds(monkeypatch):
     cache = model.backbone.get_initial_state(2)
     prepared = step.Step(model, cache, compiled=False, masked=False).prepared()
     assert logits.data_ptr() not in {t.data_ptr() for t in prepared}
+
+
+def test_choice_of_tokens_waits_for_other_tracing():
+    """Two threads trace at once, such as an engine and `generate`: torch raises an error."""
+    features, logits = features_of([SamplingParams(top_k=3)], 61), torch.zeros(1, 61)
+    arguments = {"temperature": torch.ones(1), "top_k": torch.tensor([3])}
+    inputs = torch.zeros(0, dtype=torch.int32), torch.zeros(1), torch.zeros(1), None, arguments
+    thread = threading.Thread(target=choose_tokens, args=(features, logits, *inputs))
+    with tracing:
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive()
+    thread.join(60)
+    assert not thread.is_alive()

@@ -1,6 +1,7 @@
 """The choice of tokens on torch, in buffers that a CUDA graph may own."""
 
 import functools
+import threading
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -10,6 +11,8 @@ from keras_recurrent.generation.sampling import Features, Logprobs, next_tokens
 
 # Number of latest tokens of each sequence that are stored, to be fetched at once; a power of 2.
 RECENT = 16
+
+tracing = threading.RLock()  # tracing in Keras and torch uses global state of the process
 
 
 class TokenSampler:
@@ -159,7 +162,7 @@ def _traced(features, names, *specs):
 
     used = filter(None, specs)
     examples = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in used]
-    with torch.no_grad():
+    with tracing, torch.no_grad():
         graph = make_fx(choose)(*examples)
     graph.graph.eliminate_dead_code()  # such as the log sum of `top_logits`
     graph.recompile()

@@ -14,13 +14,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from keras_recurrent.backends.torch._states import inplace_states
 from keras_recurrent.generation.recent_tokens import apply_recent_tokens
+from keras_recurrent.generation.torch.sampling import tracing
 from keras_recurrent.layers.decoding import decoding_scope
 from keras_recurrent.progress import announce
 
 MAX_GROWN = 2**20  # bytes of a stored result that is larger than the weights it depends on
 COMPILED_AFTER = 2000  # tokens; the traced graph takes as long for these as torch's compiler
-
-_tracing = threading.Lock()
 
 
 class Step:
@@ -60,8 +59,7 @@ class Step:
         token = torch.ones(size, dtype=torch.int32, device=flat[0].device)
         weights = self.weights()
         mask = (torch.ones_like(token, dtype=torch.bool),) if masked else ()
-        # Tracing in Keras and torch uses global state of the thread and the process.
-        with _tracing, torch.no_grad():
+        with tracing, torch.no_grad():
             traced = make_fx(self._call)(weights, token, *mask, *flat)
         self._prepare, self.traced = _split(_inline_scalars(traced), len(weights))
 
@@ -128,7 +126,7 @@ class Step:
             if self._compiled is None and self._no_compiler_reason is None:
                 announce("Compiling generation, once for a batch size and a range of lengths")
                 try:
-                    with torch.no_grad():
+                    with tracing, torch.no_grad():
                         graph = make_fx(self.traced, _SINGLE_ROW)(*inputs)
                         self._compiled = inductor.compile(graph, list(inputs))
                 except InvalidCxxCompiler as error:
