@@ -326,8 +326,7 @@ FAULTS = [
         old="with tracing, torch.no_grad():",
         new="with torch.no_grad():",
         tests={
-            "torch": "generation/test_torch_steps.py"
-            "::test_choice_of_tokens_waits_for_other_tracing"
+            "torch": "generation/test_torch_steps.py::test_choice_of_tokens_waits_for_other_tracing"
         },
     ),
     Fault(

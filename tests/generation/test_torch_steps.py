@@ -276,9 +276,10 @@ def test_a_step_does_not_compute_lower_bounds(monkeypatch):
 
 def test_choice_of_tokens_waits_for_other_tracing():
     """Two threads trace at once, such as an engine and `generate`: torch raises an error."""
-    features, logits = features_of([SamplingParams(top_k=3)], 61), torch.zeros(1, 61)
-    arguments = {"temperature": torch.ones(1), "top_k": torch.tensor([3])}
-    inputs = torch.zeros(0, dtype=torch.int32), torch.zeros(1), torch.zeros(1), None, arguments
+    features, logits = features_of([SamplingParams(top_k=3)], 61), keras.ops.zeros((1, 61))
+    arguments = {"temperature": keras.ops.ones(1), "top_k": keras.ops.array([3])}
+    stops, count = keras.ops.zeros(0, "int32"), keras.ops.zeros(1, "int32")
+    inputs = stops, count, keras.ops.zeros(1), None, arguments
     thread = threading.Thread(target=choose_tokens, args=(features, logits, *inputs))
     with tracing:
         thread.start()
