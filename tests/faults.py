@@ -767,14 +767,8 @@ FAULTS = [
     Fault(
         "continuation_stop_string",
         "keras_recurrent/continuations.py",
-        old=(
-            "before, self._text = len(self._text), self._text + chunk\n"
-            "        starts = (max(0, before - len(stop) + 1) for stop in self._until)"
-        ),
-        new=(
-            "before, self._text = len(self._text), self._text + chunk\n"
-            "        starts = (before for stop in self._until)"
-        ),
+        old="preprocessor, last_token, until, [end_token_id]",
+        new="preprocessor, last_token, until[:1], [end_token_id]",
         tests={
             "torch": (
                 "test_continuations.py::test_an_answer_ends_before_the_first_string[xab-until2-x]"
