@@ -4,5 +4,5 @@ Templates come with checkpoints and are not trusted. `worker.py` renders them in
 which `rendering.py` starts and ends.
 """
 
-# Roles of messages. Special tokens may contain a role, such as `<|user|>`, so others are refused.
+# Roles of messages. Special tokens may contain a role, such as `<|user|>`, so others are errors.
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -24,8 +24,8 @@ class ChatPrompt(str):
     `str`, which is plain text throughout.
 
     Attributes:
-        parts: strings, which are the text together: plain text, then alternately a special token
-            and plain text, which may be empty.
+        parts: strings that make up the text: plain text, which may be empty, and special tokens
+            alternately, beginning and ending with plain text.
         token_ids: a list of token ids, if the prompt was tokenized before, or None.
     """
 

@@ -132,9 +132,10 @@ class GenerationCache:
     def save(self, path):
         """Saves the cache in one safetensors file.
 
-        The file is replaced atomically: a temporary file in the same directory, whose name begins
-        with a dot, is written first and then renamed. A symbolic link is followed. A missing
-        directory is created. Only its owner can read the file, which contains the conversation.
+        The file is replaced in one step: it is first written to a temporary folder in the same
+        directory, whose name begins with a dot. A symbolic link is followed. A missing directory is
+        created. Only its owner can read a new file, which contains the conversation; an existing
+        file keeps its permissions.
 
         Args:
             path: string, the file.

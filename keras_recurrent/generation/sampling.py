@@ -18,7 +18,7 @@ from keras_recurrent.generation.samplers import as_sampling_params
 from keras_recurrent.generation.sampling_params import SamplingParams
 
 MIN_CANDIDATES, MAX_CANDIDATES = 8, 64
-ALL_PER_SORTED = 8  # with fewer tokens for each sorted one, to sort these by id takes longer
+ALL_PER_SORTED = 8  # with fewer tokens per sorted token, sorting these by id takes longer
 STOPS_PER_STEP = 4  # stop tokens are padded to a multiple, so that others take the same program
 # Weights of candidates are integers up to this number: their sums are exact in any order, so that
 # the options of other sequences do not change a token.

@@ -145,7 +145,7 @@ class SamplingParams:
 
 
 def explains_options(method):
-    """Decorates a method, whose error for an unknown keyword argument then names the right one."""
+    """Decorates a method so that errors for unknown keyword arguments name those to use."""
     names = inspect.signature(method).parameters
     others = {"max_tokens": "max_new_tokens", "eos_token_id": "stop_token_ids"}
 
@@ -153,9 +153,9 @@ def explains_options(method):
     def call(self, *args, **kwargs):
         for name in [name for name in kwargs if name not in names]:
             option = "min_new_tokens" if name == "min_tokens" else name
-            remedy = f"It takes {', '.join(f'`{name}`' for name in list(names)[1:])}"
+            remedy = f"Its arguments are {', '.join(f'`{name}`' for name in list(names)[1:])}"
             if "sampling" not in names:
-                remedy = "It generates no tokens: pass options of generation to `generate`"
+                remedy = f"{remedy}; options of generation belong to `generate`"
             elif option in SamplingParams.__dataclass_fields__:
                 remedy = f"Pass `sampling=SamplingParams({option}={kwargs[name]!r:.80})`"
             elif name in others:

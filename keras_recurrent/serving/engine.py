@@ -151,9 +151,9 @@ class Engine:
             max_new_tokens: integer. None: up to `max_length` of the engine.
             stop, stop_token_ids: as in `generate`.
             timeout: number, seconds from now, after which the request ends. None: no limit.
-            cache_salt: string. Only requests with the same salt share states of the prefix cache,
-                whose number of cached tokens and speed tell about earlier prompts. None: shares
-                with all requests without a salt.
+            cache_salt: string that other users do not know. Only requests with the same salt share
+                prefix states: counts of cached tokens and response times would otherwise reveal the
+                prompts of others. None: states are shared among requests without a salt.
 
         Returns:
             An `EngineRequest`.
@@ -166,7 +166,9 @@ class Engine:
         """
         check_process(self._pid)
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
-            raise ValueError(f"`cache_salt` must be a string of text, or None; got {cache_salt!r}.")
+            raise ValueError(
+                f"`cache_salt` must be a string with text, or None; got {cache_salt!r}."
+            )
         check_unicode("cache_salt", cache_salt or "")
         tokens, turn = self._tokenize(prompt)
         free_length = self.max_length - len(tokens)

@@ -254,7 +254,7 @@ def test_unknown_options_name_the_right_ones(model):
             ({"temperature": 0.5}, r"`sampling=SamplingParams\(temperature=0\.5\)`"),
             ({"min_tokens": 3}, r"`sampling=SamplingParams\(min_new_tokens=3\)`"),
             ({"max_tokens": 3}, "Pass `max_new_tokens`"),
-            ({"other": 3}, "has no argument `other`. It takes .*`stop_token_ids`"),
+            ({"other": 3}, "has no argument `other`. Its arguments are .*`stop_token_ids`"),
         ):
             with pytest.raises(TypeError, match=words):
                 method("a", **options)
