@@ -1173,7 +1173,7 @@ FAULTS = [
     ),
     Fault(
         "metrics_without_cancelled_requests",
-        "keras_recurrent/serving/generation.py",
+        "keras_recurrent/serving/mailbox.py",
         old="            self._metrics.end(self._requests[index])",
         new="            pass",
         tests={"torch": "serving/test_server.py::test_a_client_that_disconnects_frees_its_slot"},

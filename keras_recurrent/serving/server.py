@@ -16,7 +16,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from keras_recurrent.serving.gate import Gate, shutting_down
-from keras_recurrent.serving.generation import Generation, Mailbox
+from keras_recurrent.serving.mailbox import Mailbox, RequestGroup
 from keras_recurrent.serving.metrics import Metrics
 from keras_recurrent.serving.protocol import ApiError, ChatBody, CompletionBody, value_error
 from keras_recurrent.serving.request import EngineClosed, EngineFull
@@ -53,8 +53,8 @@ class Service:
         self.connections: Any = ()  # this and the next one are set by `Server`
         self.max_connections = None
         self.body_deadlines = set()  # an `asyncio.Timeout` for each body that arrives
-        # {id of a response: its `Generation`, None before it is submitted}
-        self.generations = {}
+        # {id of a response: its `RequestGroup`, None before it is submitted}
+        self.groups = {}
         self.mailbox = None
 
     def check_model(self, name):
@@ -63,20 +63,20 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def start(self, body, form):
-        """Submits the prompts of a request and returns their `Generation`."""
+        """Submits the prompts of a request and returns their `RequestGroup`."""
         if self.is_draining:  # since the body was read
             raise shutting_down()
         if self.mailbox is None:
             self.mailbox = Mailbox(asyncio.get_running_loop())
-        self.generations[form.id] = None
+        self.groups[form.id] = None
         try:
             requests = await run_in_threadpool(self._submit, body)
         except BaseException:
-            del self.generations[form.id]
+            del self.groups[form.id]
             raise
-        generation = Generation(requests, self.mailbox, self.metrics)
-        self.generations[form.id] = generation
-        return generation
+        group = RequestGroup(requests, self.mailbox, self.metrics)
+        self.groups[form.id] = group
+        return group
 
     def _submit(self, body):
         preprocessor = self.engine.model.preprocessor
@@ -94,10 +94,10 @@ class Service:
                 request.cancel()
             raise _api_error(error, body) from error
 
-    def end(self, form, generation):
+    def end(self, form, group):
         """Cancels what has not ended of a response."""
-        generation.cancel()
-        self.generations.pop(form.id, None)
+        group.cancel()
+        self.groups.pop(form.id, None)
 
     def check(self, completion):
         """Raises an `ApiError` if a request ended without a whole answer."""
@@ -115,13 +115,13 @@ class Service:
         for deadline in self.body_deadlines:
             if not deadline.expired():
                 deadline.reschedule(0)
-        started, end = set(self.generations), time.monotonic() + seconds
-        while self.generations and time.monotonic() < end and not is_forced():
+        started, end = set(self.groups), time.monotonic() + seconds
+        while self.groups and time.monotonic() < end and not is_forced():
             await asyncio.sleep(0.02)
-            started |= set(self.generations)
-        cancelled = sorted(self.generations)
-        for generation in filter(None, self.generations.values()):
-            generation.cancel()
+            started |= set(self.groups)
+        cancelled = sorted(self.groups)
+        for group in filter(None, self.groups.values()):
+            group.cancel()
         log.warning(
             "Shutdown: %d requests finished; %d cancelled%s",
             len(started) - len(cancelled),
@@ -142,26 +142,26 @@ def _api_error(error, body):
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of one generation, which ends with the response."""
+    """Server-sent events of one group of requests, which ends with the response."""
 
-    def __init__(self, service, generation, form, body):
-        self._arguments = service, generation, form, body
+    def __init__(self, service, group, form, body):
+        self._arguments = service, group, form, body
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no", "x-request-id": form.id}
         super().__init__(self._stream_events(), headers=headers, media_type="text/event-stream")
 
     async def __call__(self, scope, receive, send):
-        service, generation, form, _ = self._arguments
+        service, group, form, _ = self._arguments
         try:
             await super().__call__(scope, receive, send)
         finally:  # also if the client disconnects before the first event
-            service.end(form, generation)
+            service.end(form, group)
 
     async def _stream_events(self):
-        service, generation, form, body = self._arguments
+        service, group, form, body = self._arguments
         if isinstance(form, ChatFormat):
             yield _event(form.first_chunk())
         try:
-            async for event in generation.events():
+            async for event in group.events():
                 index, text, logprobs, completion = event
                 if text or logprobs:
                     yield _event(form.chunk(index, text, logprobs))
@@ -176,7 +176,7 @@ class EventStream(StreamingResponse):
             yield _event(INTERNAL_ERROR.body)
             return
         if body.includes_usage:
-            yield _event(form.usage_chunk(generation.completions))
+            yield _event(form.usage_chunk(group.completions))
         yield "data: [DONE]\n\n"
 
 
@@ -200,28 +200,28 @@ async def _respond(service, request, body_type, form_type):
     body = await _parse(request, body_type)
     service.check_model(body.model)
     form = form_type(body.model, service.tokens, bool(body.logprobs))
-    generation = await service.start(body, form)
+    group = await service.start(body, form)
     if body.stream:
-        return EventStream(service, generation, form, body)
-    watch = asyncio.ensure_future(_cancel_on_disconnect(request, generation))
+        return EventStream(service, group, form, body)
+    watch = asyncio.ensure_future(_cancel_on_disconnect(request, group))
     try:
-        async for _ in generation.events():
+        async for _ in group.events():
             pass
-        for completion in generation.completions:
+        for completion in group.completions:
             service.check(completion)
     except ApiError as error:
         error.headers["x-request-id"] = form.id
         raise
     finally:
         watch.cancel()
-        service.end(form, generation)
-    return JSONResponse(form.completion(generation.completions), headers={"x-request-id": form.id})
+        service.end(form, group)
+    return JSONResponse(form.completion(group.completions), headers={"x-request-id": form.id})
 
 
-async def _cancel_on_disconnect(request, generation):
+async def _cancel_on_disconnect(request, group):
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    generation.cancel()
+    group.cancel()
 
 
 def create_app(engine, model_name, *, api_key=None, max_body=MAX_BODY, timeout=600):

@@ -47,7 +47,7 @@ def test_streamed_log_probabilities_are_those_of_the_whole_answer(name):
         streamed, withheld = [], []
         for n, (chunk, token) in enumerate(zip(chunks, token_ids, strict=True)):
             withheld += logprobs_of([token], [(token, -1.0)])
-            if chunk or streamed or n == 11:  # as `Generation.events`
+            if chunk or streamed or n == 11:  # as `RequestGroup.events`
                 streamed.append(form.chunk(2 * index, chunk, withheld))
                 withheld = []
         parts = [body["choices"][0]["logprobs"] for body in streamed]

@@ -459,9 +459,9 @@ def test_stalled_connections_are_closed(small_model, monkeypatch):
         for text in ("", head, unread):
             connection = stack.enter_context(socket.create_connection((url.host, url.port)))
             connection.sendall(text.encode())
-        wait_for(lambda: service.generations)
+        wait_for(lambda: service.groups)
         wait_for(lambda: not server.server_state.connections)
-        wait_for(lambda: not service.generations)
+        wait_for(lambda: not service.groups)
 
 
 def test_shutdown_while_a_body_arrives_is_an_error(small_model, caplog):
@@ -500,7 +500,7 @@ def test_shutdown_finishes_or_cancels(small_model, caplog, monkeypatch):
         threads = [threading.Thread(target=ask, args=[n]) for n in (60, 90_000)]
         for thread in threads:
             thread.start()
-        wait_for(lambda: len(list(filter(None, service.generations.values()))) == 2)
+        wait_for(lambda: len(list(filter(None, service.groups.values()))) == 2)
         server.should_exit = True
         wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 503)
         assert post(server, prompt="a").json()["error"]["code"] == "shutting_down"

@@ -1,4 +1,4 @@
-"""Generation for one HTTP request: hands results of the engine's thread to the event loop."""
+"""Results of one HTTP request, which the engine's thread passes to the event loop."""
 
 import asyncio
 import collections
@@ -50,8 +50,8 @@ class Mailbox:
             function(*item)
 
 
-class Generation:
-    """Requests of the engine that answer one HTTP request, one for each prompt.
+class RequestGroup:
+    """Group of the engine's requests that answer one HTTP request, one for each prompt.
 
     Args:
         requests: a list of requests of the engine.
@@ -101,7 +101,7 @@ class Generation:
         sent = [0] * len(self._requests)
         withheld = [[] for _ in self._requests]
         while None in self.completions:
-            for index, deltas, is_done in self._group([await self._queue.get()]):
+            for index, deltas, is_done in self._collect([await self._queue.get()]):
                 text = "".join(delta.text or "" for delta in deltas)
                 logprobs = withheld[index] + [x for delta in deltas for x in delta.logprobs]
                 sent[index] += len(text)
@@ -115,7 +115,7 @@ class Generation:
                 elif text or (logprobs and has_begun):
                     yield Event(index, text, logprobs)
 
-    def _group(self, items):
+    def _collect(self, items):
         """Returns `(index, deltas, is_done)` of each request with items in the queue."""
         while not self._queue.empty():
             items.append(self._queue.get_nowait())
