@@ -8,11 +8,11 @@ import numpy as np
 from keras import ops
 
 from keras_recurrent.checks.arguments import check_positive_integer
-from keras_recurrent.checks.token_ids import check_token_ids
 from keras_recurrent.devices.jax_processes import gather_to_numpy
 from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.evaluation import no_gradients
 from keras_recurrent.generation.lengths import capacity
+from keras_recurrent.generation.prompts import pad_prompts, parse_token_ids
 from keras_recurrent.generation.stop_strings import StreamedText
 from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
@@ -146,13 +146,10 @@ class Continuations:
 
         num_new: integer, number of processed tokens after the context. None: len(continuation) - 1.
         """
-        context = _check_tokens("context", context)
-        continuation = _check_tokens("continuation", continuation)
-        if not context:
-            raise ValueError("Every context needs at least one token, such as a start token.")
         vocabulary_size = self._model.backbone.vocabulary_size
-        check_token_ids("context", np.array(context), vocabulary_size)
-        check_token_ids("continuation", np.array(continuation, "int64"), vocabulary_size)
+        kinds = "a list of token ids, at least one"
+        context = parse_token_ids("context", context, vocabulary_size, kinds, 1).tolist()
+        continuation = parse_token_ids("continuation", continuation, vocabulary_size).tolist()
         if self.max_length is not None:
             # The last token of a continuation is not processed.
             num_new = max(len(continuation) - 1, 0) if num_new is None else num_new
@@ -178,16 +175,8 @@ class Continuations:
 
     def _prefill(self, contexts, num_new):
         """Returns the cache after contexts, padded with repeats, for `num_new` more tokens."""
-        longest = len(contexts[0])
-        token_ids = np.zeros((len(contexts), longest), "int32")
-        for row, context in zip(token_ids, contexts, strict=True):
-            row[: len(context)] = context
-        lengths = np.array([len(context) for context in contexts])
-        rows = self._pad_indices(range(len(contexts)))
-        prompts = {
-            "token_ids": token_ids[rows],
-            "padding_mask": (np.arange(longest) < lengths[:, None])[rows],
-        }
+        longest, rows = len(contexts[0]), self._pad_indices(range(len(contexts)))
+        prompts = pad_prompts([contexts[row] for row in rows], longest)
         keeps_state = self._model.backbone.keeps_state
         return self._model.prefill(
             prompts, None if keeps_state else capacity(self._model, longest + num_new)
@@ -238,15 +227,6 @@ def _check_pair(request):
         return request
     raise ValueError(
         f"`requests` must be pairs of a context and a continuation; got {request!r} among them."
-    )
-
-
-def _check_tokens(name, tokens):
-    ids = np.asarray(tokens)
-    if ids.ndim == 1 and (ids.dtype.kind in "iu" or not ids.size):
-        return ids.astype("int64").tolist()
-    raise ValueError(
-        f"`{name}` must be a list of token ids, integers, as from a tokenizer; got {tokens!r}."
     )
 
 

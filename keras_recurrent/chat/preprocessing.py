@@ -2,16 +2,11 @@
 
 from typing import Any
 
-import numpy as np
-
-from keras_recurrent import compat
 from keras_recurrent.chat.templates import (
-    ChatPrompt,
     apply_template,
     check_chat_template,
     check_messages,
     end_of_turn,
-    tokenize_prompts,
 )
 from keras_recurrent.checks.arguments import check_boolean, is_integer
 
@@ -28,21 +23,6 @@ class ChatPreprocessing:
         self.chat_template = chat_template
         self.extra_stop_token_ids = tuple(map(int, extra_stop_token_ids))
         self._end_of_turn: Any = (None, None)  # a template, and the id of its token
-
-    def _preprocess_chat_prompts(self, x, max_length):
-        rows = tokenize_prompts(
-            self.tokenizer, [x] if isinstance(x, str) else x, self.add_start_token
-        )
-        for number, row in enumerate(rows):
-            check_length(number, len(row), max_length)
-        token_ids = np.full((len(rows), max_length), self.tokenizer.pad_token_id, "int32")
-        for tokens, row in zip(token_ids, rows, strict=True):
-            tokens[: len(row)] = row
-        padding_mask = np.arange(max_length) < np.array([[len(row)] for row in rows])
-        inputs = {"token_ids": token_ids, "padding_mask": padding_mask}
-        if isinstance(x, str):
-            inputs = {name: array[0] for name, array in inputs.items()}
-        return compat.convert_preprocessing_outputs_python(inputs)
 
     def apply_chat_template(self, messages, add_generation_prompt=True):
         """Renders messages as a prompt, with the chat template, as transformers does.
@@ -112,18 +92,3 @@ class ChatPreprocessing:
 def _check_token_ids(name, ids):
     if not isinstance(ids, (list, tuple)) or not all(is_integer(id) and id >= 0 for id in ids):
         raise ValueError(f"`{name}` must be a tuple of integers of at least 0; got {ids!r}.")
-
-
-def has_chat_prompt(x):
-    """Returns True for a `ChatPrompt`, or a list with one."""
-    texts = x if isinstance(x, (list, tuple)) else [x]
-    return any(isinstance(text, ChatPrompt) for text in texts)
-
-
-def check_length(number, length, max_length):
-    """Raises a `ValueError` if a prompt of `length` tokens exceeds `max_length`."""
-    if length > max_length:
-        raise ValueError(
-            f"`max_length` is {max_length} tokens, including prompt and answer, and prompt "
-            f"{number} has {length}. Pass a larger `max_length`, or shorten the prompt."
-        )

@@ -12,14 +12,13 @@ from keras_recurrent.generation.chat import ChatGeneration, is_messages, start_t
 from keras_recurrent.generation.lengths import cache_max_length
 from keras_recurrent.generation.loops import Loops, generate
 from keras_recurrent.generation.output import concatenate_results, format_result
-from keras_recurrent.generation.prompts import check_stop_tokens, parse_prompts
+from keras_recurrent.generation.prompts import check_no_text, check_stop_tokens, parse_prompts
 from keras_recurrent.generation.request import Request
 from keras_recurrent.generation.samplers import CUSTOM_LOOP, check_sampler
 from keras_recurrent.generation.sampling import make_sampling
 from keras_recurrent.generation.sampling_params import explains_options
 from keras_recurrent.generation.stop_strings import StopStrings, check_stop_strings
 from keras_recurrent.generation.stream import Stream
-from keras_recurrent.training.samples import check_no_text
 
 
 class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
@@ -190,7 +189,7 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
             )
         prompts = parse_prompts(self, inputs, None, cache, generates=False)
         limit = self._cache_max_length(cache, max_length, exact=True)
-        tokens = prompts.tokens
+        tokens = prompts.all_tokens
         num_tokens = np.array(list(map(len, tokens)))
         if limit is not None and (num_tokens > limit).any():
             longest = int(np.argmax(num_tokens))
@@ -284,7 +283,7 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
             strings = StopStrings(strings, self.preprocessor, prompts.last_token)
         return prompts, Request(
             *(prompts.token_ids, prompts.lengths, prompts.limits, stops or ()),
-            make_sampling(self, sampling, prompts.tokens),
+            make_sampling(self, sampling, prompts.all_tokens),
             strings or None,
         )
 

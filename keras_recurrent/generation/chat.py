@@ -8,7 +8,7 @@ from keras_recurrent.chat.templates import ChatPrompt, tokenize_prompt, tokenize
 from keras_recurrent.generation.cache import GenerationCache
 from keras_recurrent.generation.conversation import Conversation, text_after, tokens_after
 from keras_recurrent.generation.output import GenerationOutput
-from keras_recurrent.generation.prompts import check_is_cache
+from keras_recurrent.generation.prompts import check_batch_size, check_cache
 from keras_recurrent.generation.sampling_params import explains_options
 from keras_recurrent.generation.text import hidden_stop_tokens, text_of
 
@@ -86,37 +86,30 @@ def start_turn(model, messages, cache):
     conversations = list(messages) if is_batch else [messages]
     prompts = [preprocessor.apply_chat_template(each) for each in conversations]
     conversations = [json.loads(json.dumps(each)) for each in conversations]  # as from a file
-    add_start_token = preprocessor.add_start_token
-    if cache is None:
-        rows = tokenize_prompts(preprocessor.tokenizer, prompts, add_start_token)
-        inputs = [ChatPrompt([p], ids) for p, ids in zip(prompts, rows, strict=True)]
-        lengths = list(map(len, rows))
-    else:
-        check_is_cache(cache)
-        if cache.batch_size != len(prompts):
-            raise ValueError(
-                "`messages` must be one conversation for each sequence of `cache`, "
-                f"{cache.batch_size}; got {len(prompts)}. Select sequences with `cache.select`."
-            )
-        inputs, kept = [], []
-        for number, (each, prompt) in enumerate(zip(conversations, prompts, strict=True)):
-            name = f"`messages[{number}]`" if is_batch else "`messages`"
-            known, ids = cache.conversations[number], cache.token_ids[number].tolist()
-            if known is None:
-                text = prompt
-                (tokens,) = tokenize_prompts(preprocessor.tokenizer, [prompt], add_start_token)
-                new = tokens_after(preprocessor, ids, tokens, name)
-            else:
-                text = text_after(known, each, prompt, name)
-                new = tokenize_prompt(preprocessor.tokenizer, text)
-                without_text = {*hidden_stop_tokens(preprocessor), *_special_ids(preprocessor)}
-                if new and ids[-1] in without_text:
-                    # The state is that before the last token, which the template replaces.
-                    ids, new = [*ids[:-1], new[0]], new[1:]
-            kept.append(ids)
-            inputs.append(ChatPrompt([text], new))
+    if cache is not None:
+        check_cache(cache)
+        check_batch_size(cache, len(prompts), "messages", "conversation")
+    inputs, kept, lengths = [], [], []
+    for number, (each, prompt) in enumerate(zip(conversations, prompts, strict=True)):
+        name = f"`messages[{number}]`" if is_batch else "`messages`"
+        known = None if cache is None else cache.conversations[number]
+        ids = [] if cache is None else cache.token_ids[number].tolist()
+        if known is None:
+            text, add_start_token = prompt, preprocessor.add_start_token
+            (tokens,) = tokenize_prompts(preprocessor.tokenizer, [prompt], add_start_token)
+            new = tokens_after(preprocessor, ids, tokens, name)
+        else:
+            text = text_after(known, each, prompt, name)
+            new = tokenize_prompt(preprocessor.tokenizer, text)
+            without_text = {*hidden_stop_tokens(preprocessor), *_special_ids(preprocessor)}
+            if new and ids[-1] in without_text:
+                # The state is that before the last token, which the template replaces.
+                ids, new = [*ids[:-1], new[0]], new[1:]
+        kept.append(ids)
+        inputs.append(ChatPrompt([text], new))
+        lengths.append(len(ids) + len(new))
+    if cache is not None:
         cache = type(cache)(cache.state, kept, cache.max_length, cache.key)
-        lengths = [len(ids) + len(p.token_ids or ()) for ids, p in zip(kept, inputs, strict=True)]
     return Turn(inputs if is_batch else inputs[0], cache, conversations, prompts, lengths)
 
 

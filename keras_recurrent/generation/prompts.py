@@ -1,57 +1,75 @@
-"""Validation and tokenization of prompts, and checks of samplers and stop tokens."""
+"""Validation and tokenization of prompts, and checks of caches and stop tokens."""
 
 from typing import Any, NamedTuple
 
-import keras
 import numpy as np
-from keras import ops
 
-from keras_recurrent.chat.templates import ChatPrompt, tokenize_prompts
-from keras_recurrent.checks.arguments import (
-    check_positive_integer,
-    check_tensor,
-    check_unicode,
-    is_integer,
-)
+from keras_recurrent.chat.templates import tokenize_prompts
+from keras_recurrent.checks.arguments import check_positive_integer, check_tensor, check_unicode
 from keras_recurrent.checks.dtypes import check_dtype
 from keras_recurrent.checks.token_ids import check_token_ids
 from keras_recurrent.devices.jax_processes import gather_to_numpy
 from keras_recurrent.generation.cache import GenerationCache
-from keras_recurrent.training.samples import check_prompts
+from keras_recurrent.training.samples import (
+    as_texts,
+    describe,
+    is_empty,
+    is_text,
+    no_preprocessor_error,
+)
+
+PADDED = "a dictionary of `token_ids` and `padding_mask`, each [batch, time]"
 
 
 class Prompts(NamedTuple):
-    """Tokens of the prompts of one call, with space for new tokens.
+    """Tokens of the prompts of one call, and the maximum numbers of new tokens.
 
     Attributes:
-        token_ids: int32 `[B, T]`, a NumPy array, padded to the maximum length. With a cache, each
-            sequence begins with the last token of the cache, which its state does not contain yet.
-        lengths: int32 `[B]`, at least 1.
-        limits: int32 `[B]`, maximum length of each sequence, at most T.
+        tokens: a list of int32 arrays, the tokens to process, at least one of each sequence. With
+            a cache, the first is the last token of the cache, which its state does not contain yet.
+        remaining_tokens: int32 `[B]`, maximum number of new tokens of each sequence.
+        max_length: integer, padded length T of the sequences: at least that of `tokens` and
+            `remaining_tokens` together.
         num_context: int32 `[B]`, number of tokens that belong to an earlier call: 1 with a cache,
             else 0.
         cached: a list of int32 arrays, the tokens in the state of the cache.
         is_single: boolean, True if the input was one string and not a list.
     """
 
-    token_ids: Any
-    lengths: Any
-    limits: Any
+    tokens: Any
+    remaining_tokens: Any
+    max_length: int
     num_context: Any
     cached: Any
     is_single: bool
 
     @property
-    def last_token(self):
-        return self.token_ids[np.arange(len(self.lengths)), self.lengths - 1]
+    def lengths(self):
+        """Numbers of `tokens`, int32 `[B]`."""
+        return np.array(list(map(len, self.tokens)), "int32")
 
     @property
-    def tokens(self):
-        """All tokens of each sequence, with those of the cache, a list of arrays."""
-        return self.with_tokens(self.token_ids, self.lengths)
+    def limits(self):
+        """Maximum length of each sequence, int32 `[B]`, at most T."""
+        return self.lengths + self.remaining_tokens
+
+    @property
+    def token_ids(self):
+        """`tokens`, int32 `[B, T]`, padded with space for new tokens."""
+        return pad_prompts(self.tokens, self.max_length)["token_ids"]
+
+    @property
+    def last_token(self):
+        """Last token of each prompt, int32 `[B]`."""
+        return np.array([ids[-1] for ids in self.tokens], "int32")
+
+    @property
+    def all_tokens(self):
+        """All tokens of each sequence, with those of the cache, a list of int32 arrays."""
+        return self.with_tokens(self.tokens, self.lengths)
 
     def with_tokens(self, token_ids, lengths):
-        """As `tokens`, with other tokens `[B, T]` of these lengths in place of the prompts."""
+        """As `all_tokens`, with other tokens `[B, T]` of these lengths in place of the prompts."""
         rows = zip(self.cached, token_ids, lengths, strict=True)
         return [np.concatenate((cached, row[:length])) for cached, row, length in rows]
 
@@ -76,60 +94,136 @@ def parse_prompts(model, inputs, max_length, cache=None, generates=True, max_new
             `cache`; a prompt is empty, without a cache; a prompt is longer than `max_length`, or
             new tokens would exceed the `max_length` of the cache; `cache` belongs to another model.
     """
-    if max_length is not None:
-        check_positive_integer("max_length", max_length)
-    if max_new_tokens is not None:
-        check_positive_integer("max_new_tokens", max_new_tokens)
-    check_cache(model, cache)
-    length = max_length
-    if length is None and inputs is None and model.preprocessor is None:
-        length = max_new_tokens
-    parse = _parse_tokens if model.preprocessor is None else _parse_texts
-    prompts, limit, is_single = parse(model, inputs, length, cache)
-    num_context, cached = int(cache is not None), [np.zeros(0, "int32")] * len(prompts)
+    for name, value in (("max_length", max_length), ("max_new_tokens", max_new_tokens)):
+        if value is not None:
+            check_positive_integer(name, value)
     if cache is not None:
-        if cache.batch_size != len(prompts):
-            raise ValueError(
-                f"`inputs` must be one text for each sequence of `cache`, {cache.batch_size}; got "
-                f"{len(prompts)}. Change the number of sequences with `cache.select`, "
-                "`cache.repeat` or `GenerationCache.join`."
-            )
-        prompts = [[last, *tokens] for last, tokens in zip(cache.last_token, prompts, strict=True)]
-        cached = [ids[:-1] for ids in cache.token_ids]
-    lengths = np.array([len(tokens) for tokens in prompts], "int32")
-    if not generates:
-        limit = lengths.max()
-    elif max_length is None and max_new_tokens is not None:
-        limit = lengths.max() + max_new_tokens
-    else:
-        limit += num_context
-    for number, length in enumerate(lengths):
-        if length > limit:
-            raise ValueError(
-                f"`max_length` is {limit - num_context} tokens, including the prompt, and prompt "
-                f"{number} alone has {length - num_context}. Pass a larger `max_length`, or "
-                "truncate the prompt."
-            )
-    limits = np.full_like(lengths, limit)
-    if max_new_tokens is not None:
-        limits = np.minimum(limits, lengths + max_new_tokens)
-    if generates:
-        _check_free_length(limits, cache)
-    token_ids = np.zeros((len(prompts), limit), "int32")
-    for row, tokens in zip(token_ids, prompts, strict=True):
-        row[: len(tokens)] = tokens
-    context = np.full(len(prompts), num_context, "int32")
-    return Prompts(token_ids, lengths, limits, context, cached, is_single)
-
-
-def check_cache(model, cache):
-    """Raises a `ValueError` unless `cache` is None or a `GenerationCache` of the model."""
-    if cache is not None:
-        check_is_cache(cache)
+        check_cache(cache)
         cache.check(model)
+    parse = _parse_padded if model.preprocessor is None else _parse_texts
+    prompts, default_length, is_single = parse(model, inputs, cache)
+    context, cached = np.zeros((len(prompts), 0), "int32"), [np.zeros(0, "int32")] * len(prompts)
+    if cache is not None:
+        check_batch_size(cache, len(prompts))
+        context, cached = cache.last_token[:, None], [ids[:-1] for ids in cache.token_ids]
+    pairs = zip(context, prompts, strict=True)  # a token of the cache, and the prompt
+    tokens = [np.concatenate(pair).astype("int32") for pair in pairs]
+    lengths, num_context = np.array(list(map(len, tokens))), context.shape[1]
+    if max_length is None and (max_new_tokens is not None or not generates):
+        length = int(lengths.max()) + (max_new_tokens or 0)
+    elif max_length is None and default_length is None:
+        raise ValueError(
+            "`max_length` or `max_new_tokens` must be the number of tokens to generate if there "
+            "are no `inputs`; got None."
+        )
+    else:
+        length = int(max_length or default_length) + num_context
+    check_lengths(lengths - num_context, length - num_context)
+    remaining_tokens = length - lengths
+    if max_new_tokens is not None:
+        remaining_tokens = np.minimum(remaining_tokens, max_new_tokens)
+    if generates and cache is not None and cache.max_length is not None:
+        _check_remaining_tokens(cache, lengths - 1 + remaining_tokens)
+    remaining_tokens = remaining_tokens.astype("int32")
+    context_lengths = np.full(len(tokens), num_context, "int32")
+    return Prompts(tokens, remaining_tokens, length, context_lengths, cached, is_single)
 
 
-def check_is_cache(cache):
+def parse_prompt(model, prompt):
+    """Returns the tokens of one prompt, an int32 array; `prompt` is a string or token ids.
+
+    Raises:
+        ValueError: `prompt` has another type or no tokens, or is text without a preprocessor.
+    """
+    if not isinstance(prompt, str):
+        kinds = "a string, a list of messages, or a list of at least one token id"
+        return parse_token_ids("prompt", prompt, model.backbone.vocabulary_size, kinds, 1)
+    if model.preprocessor is None:
+        raise no_preprocessor_error("prompt", model.preprocessor_cls, "pass token ids")
+    prompts, _ = tokenize_texts(model.preprocessor, prompt, name="prompt")
+    _check_not_empty("prompt", prompts)
+    return np.array(prompts[0], "int32")
+
+
+def parse_token_ids(name, ids, vocabulary_size, kinds="a list of token ids", min_length=0):
+    """Validates token ids.
+
+    Args:
+        name: string, the argument.
+        ids: a list or an array of integers.
+        vocabulary_size: integer.
+        kinds: string, the accepted kinds of values, for the error.
+        min_length: integer, minimum number of ids.
+
+    Returns:
+        An int32 array.
+
+    Raises:
+        ValueError: `ids` are not integers of one dimension, are fewer than `min_length`, or outside
+            the vocabulary.
+    """
+    try:
+        tokens = np.array(ids)
+    except ValueError:  # lists of different lengths
+        tokens = np.array(None)
+    is_list = tokens.ndim == 1 and (not tokens.size or tokens.dtype.kind in "iu")
+    if not is_list or len(tokens) < min_length:
+        raise ValueError(f"`{name}` must be {kinds}; got {ids!r:.200}.")
+    check_token_ids(name, tokens, vocabulary_size)
+    return tokens.astype("int32")
+
+
+def check_stop_tokens(ids, vocabulary_size):
+    """Raises a `ValueError` unless `ids` is None or a tuple of token ids of the vocabulary."""
+    if ids is not None:
+        kinds = "a tuple of one or more token ids, or None to generate up to the maximum length"
+        parse_token_ids("stop_token_ids", ids, vocabulary_size, kinds, 1)
+
+
+def tokenize_texts(preprocessor, inputs, name="inputs", has_cache=False):
+    """Validates and tokenizes prompts.
+
+    Args:
+        preprocessor: the preprocessor of the model.
+        inputs: a string or several strings, as in `generate`.
+        name: string, the argument.
+        has_cache: boolean, True if the texts follow a cache and get no start token.
+
+    Returns:
+        A list of token ids for each prompt, and a boolean, True for one string.
+
+    Raises:
+        ValueError: `inputs` have another type, are none, or are not valid Unicode.
+    """
+    if is_empty(inputs):
+        raise ValueError(f"`{name}` must hold at least one prompt; got none.")
+    if not isinstance(inputs, str) and not is_text(inputs):
+        raise ValueError(
+            f"`{name}` must be one or several strings if the model has a preprocessor; got "
+            f"{describe(inputs)}. Pass tokens to a model with `preprocessor=None`; decode bytes "
+            "with `bytes.decode`."
+        )
+    is_single = isinstance(inputs, str) or getattr(inputs, "ndim", 1) == 0
+    texts = [inputs] if isinstance(inputs, str) else np.ravel(inputs) if is_single else inputs
+    texts = as_texts(texts)
+    for text in texts:
+        check_unicode(name, text)
+    add_start_token = preprocessor.add_start_token and not has_cache
+    return tokenize_prompts(preprocessor.tokenizer, texts, add_start_token), is_single
+
+
+def pad_prompts(tokens, length, pad_token_id=0):
+    """Returns a dictionary of `token_ids` and `padding_mask`, `[B, length]`.
+
+    tokens: lists or arrays of at most `length` token ids.
+    """
+    padding_mask = np.arange(length) < np.array(list(map(len, tokens)))[:, None]
+    token_ids = np.full(padding_mask.shape, pad_token_id, "int32")
+    token_ids[padding_mask] = np.concatenate(tokens)
+    return {"token_ids": token_ids, "padding_mask": padding_mask}
+
+
+def check_cache(cache):
     """Raises a `ValueError` unless `cache` is a `GenerationCache`."""
     if not isinstance(cache, GenerationCache):
         raise ValueError(
@@ -138,133 +232,93 @@ def check_is_cache(cache):
         )
 
 
-def _check_free_length(limits, cache):
-    if cache is None or cache.max_length is None:
-        return
-    over = cache.num_tokens - 1 + limits - cache.max_length
-    longest = int(np.argmax(over))
-    if over[longest] > 0:
-        used = int(cache.num_tokens[longest])
+def check_batch_size(cache, num_prompts, name="inputs", kind="text"):
+    """Raises a `ValueError` unless there is one prompt for each sequence of `cache`."""
+    if cache.batch_size != num_prompts:
         raise ValueError(
-            f"`cache` has a `max_length` of {cache.max_length} tokens, of which sequence {longest} "
-            f"has used {used}: {cache.max_length - used} are left, and this call may need "
-            f"{limits[longest] - 1}. Pass a smaller `max_length`, or a larger one to `prefill`."
+            f"`{name}` must be one {kind} for each sequence of `cache`, {cache.batch_size}; got "
+            f"{num_prompts}. Change the number of sequences with `cache.select`, `cache.repeat` or "
+            "`GenerationCache.join`."
         )
 
 
-def _parse_texts(model, inputs, max_length, cache):
-    preprocessor = model.preprocessor
-    limit = max_length or preprocessor.sequence_length
+def check_lengths(lengths, max_length):
+    """Raises a `ValueError` if a prompt has more than `max_length` tokens."""
+    for number, length in enumerate(lengths):
+        if length > max_length:
+            raise ValueError(
+                f"`max_length` is {max_length} tokens, including prompt and answer, and prompt "
+                f"{number} alone has {length}. Pass a larger `max_length`, or shorten the prompt."
+            )
+
+
+def check_no_text(inputs, preprocessor_cls):
+    """Raises a `ValueError` if `inputs`, the argument of `generate`, are text."""
+    if not is_empty(inputs) and (isinstance(inputs, (str, bytes)) or is_text(inputs)):
+        raise no_preprocessor_error("inputs", preprocessor_cls, f"pass {PADDED}")
+
+
+def _check_remaining_tokens(cache, num_tokens):
+    """Raises a `ValueError` if the cache has no space for `num_tokens` further tokens, `[B]`."""
+    left = cache.max_length - cache.num_tokens
+    row = int(np.argmax(num_tokens - left))
+    if num_tokens[row] > left[row]:
+        raise ValueError(
+            f"`cache` has a `max_length` of {cache.max_length} tokens, of which sequence {row} has "
+            f"used {cache.num_tokens[row]}: {left[row]} are left, and this call may need "
+            f"{num_tokens[row]}. Pass a smaller `max_length`, or a larger one to `prefill`."
+        )
+
+
+def _check_not_empty(name, prompts):
+    """Raises a `ValueError` if a prompt has no tokens."""
+    lengths = list(map(len, prompts))
+    if 0 in lengths:
+        raise ValueError(
+            f"`{name}` must have at least one token; prompt {lengths.index(0)} has none. A "
+            "preprocessor with `add_start_token=True` adds one, also to an empty string."
+        )
+
+
+def _parse_texts(model, inputs, cache):
+    """Returns the tokens of texts, the default of `max_length`, and `Prompts.is_single`."""
     if inputs is None and cache is not None:
         inputs = "" if cache.batch_size == 1 else [""] * cache.batch_size
-    check_prompts(inputs)
-    is_single = isinstance(inputs, str) or getattr(inputs, "ndim", 1) == 0
-    # NumPy converts the strings of TensorFlow's tensors to bytes.
-    texts = [inputs] if isinstance(inputs, str) else np.ravel(np.asarray(inputs, object)).tolist()
-    if is_single and cache is not None and cache.batch_size > 1:
-        raise ValueError(
-            "`inputs` must be a list of one text for each sequence of `cache`, "
-            f"{cache.batch_size}; got one string."
-        )
-    texts = list(map(_as_text, texts))
-    for text in texts:
-        check_unicode("inputs", text)
-    tokenizer = preprocessor.tokenizer
-    add_start_token = cache is None and preprocessor.add_start_token
-    prompts = tokenize_prompts(tokenizer, texts, add_start_token)
+    prompts, is_single = tokenize_texts(model.preprocessor, inputs, has_cache=cache is not None)
     if cache is None:
-        _check_not_empty(map(len, prompts))
-    return prompts, limit, is_single
+        _check_not_empty("inputs", prompts)
+    return prompts, model.preprocessor.sequence_length, is_single
 
 
-def _as_text(text):
-    if isinstance(text, ChatPrompt):
-        return text
-    return text.decode() if isinstance(text, bytes) else str(text)
-
-
-def _parse_tokens(model, inputs, max_length, cache):
+def _parse_padded(model, inputs, cache):
+    """Returns the tokens of padded prompts, the default of `max_length` or None, and False."""
     if inputs is None and cache is not None:
-        if max_length is None:
-            raise ValueError(
-                "`max_length` or `max_new_tokens` must be the number of tokens to generate if "
-                "there are no `inputs`; got None."
-            )
-        return [[] for _ in range(cache.batch_size)], max_length, False
-    check_prompt_tokens(inputs, model.backbone.vocabulary_size, allow_empty=cache is not None)
-    token_ids, lengths = tokens_and_lengths(inputs)
-    prompts = [row[:length].tolist() for row, length in zip(token_ids, lengths, strict=True)]
-    return prompts, max_length or token_ids.shape[1], False
-
-
-def _check_not_empty(lengths):
-    for number, length in enumerate(lengths):
-        if not length:
-            raise ValueError(
-                f"Every prompt must have at least one token; prompt {number} has none. A "
-                "preprocessor with `add_start_token=True` adds one, also to an empty string."
-            )
-
-
-def check_prompt_tokens(inputs, vocabulary_size, allow_empty=False):
-    """Validates prompts of tokens.
-
-    Args:
-        inputs: the `inputs` of `generate`.
-        vocabulary_size: integer.
-        allow_empty: boolean, True allows prompts without tokens.
-
-    Raises:
-        ValueError: `inputs` are not a dictionary of `token_ids` and `padding_mask` `[B, T]`, with
-            at least one prompt, ids of the vocabulary and padding only after the prompts.
-    """
+        return [[]] * cache.batch_size, None, False
+    check_no_text(inputs, model.preprocessor_cls)
     if not isinstance(inputs, dict) or set(inputs) != {"token_ids", "padding_mask"}:
-        got = sorted(inputs) if isinstance(inputs, dict) else type(inputs).__name__
         raise ValueError(
-            "Without a preprocessor, prompts must be a dictionary of `token_ids` and "
-            f"`padding_mask`, each [batch, time], one prompt per sequence; got {got}."
+            f"`inputs` must be {PADDED}, one prompt per sequence, if the model has no "
+            f"preprocessor; got {describe(inputs)}."
         )
-    for name in ("token_ids", "padding_mask"):
-        check_tensor(name, inputs[name])
-    dtype = keras.backend.standardize_dtype(inputs["token_ids"].dtype)
-    if "int" not in dtype:
-        raise ValueError(f"`token_ids` must be integers; got {dtype}. Cast them first.")
-    dtype = keras.backend.standardize_dtype(inputs["padding_mask"].dtype)
-    check_dtype("generate", "padding_mask", dtype)
-    mask = gather_to_numpy(inputs["padding_mask"]).astype("bool")
-    shapes = [tuple(ops.shape(inputs["token_ids"])), mask.shape]
-    if shapes[0] != shapes[1] or len(shapes[0]) != 2 or not shapes[0][0]:
+    for name, value in inputs.items():
+        check_tensor(name, value)
+    token_ids, mask = (gather_to_numpy(inputs[name]) for name in ("token_ids", "padding_mask"))
+    check_dtype("generate", "padding_mask", mask.dtype.name)
+    if token_ids.dtype.kind not in "iu":
+        raise ValueError(f"`token_ids` must be integers; got {token_ids.dtype}. Cast them first.")
+    if token_ids.shape != mask.shape or mask.ndim != 2 or not len(mask):
         raise ValueError(
             "`token_ids` and `padding_mask` must both have the shape [batch, time], with at least "
-            f"one prompt; got {shapes[0]} and {shapes[1]}."
+            f"one prompt; got {token_ids.shape} and {mask.shape}."
         )
-    if not allow_empty:
-        _check_not_empty(mask.sum(axis=1))
+    mask = mask.astype("bool")
+    prompts = [ids[real] for ids, real in zip(token_ids, mask, strict=True)]
+    if cache is None:
+        _check_not_empty("inputs", prompts)
     if (mask[:, 1:] > mask[:, :-1]).any():
         raise ValueError(
             "`padding_mask` must be False only after the prompts; got padding before or inside a "
             "prompt. Move the padding to the right, where new tokens are inserted."
         )
-    token_ids = gather_to_numpy(inputs["token_ids"])
-    check_token_ids("token_ids", token_ids, vocabulary_size, mask)
-
-
-def check_stop_tokens(ids, vocabulary_size):
-    """Raises a `ValueError` unless `ids` is None or a tuple of token ids of the vocabulary."""
-    if ids is not None and (not isinstance(ids, (tuple, list)) or not ids):
-        raise ValueError(
-            "`stop_token_ids` must be a tuple of one or more token ids, or None to generate up to "
-            f"the maximum length; got {ids!r}."
-        )
-    for number in ids or ():
-        if not is_integer(number) or not 0 <= number < vocabulary_size:
-            raise ValueError(
-                "`stop_token_ids` must be token ids, integers from 0 to "
-                f"{vocabulary_size - 1}; got {number!r} among them."
-            )
-
-
-def tokens_and_lengths(inputs):
-    """Returns the tokens [B, T] of prompts and their lengths [B], as NumPy arrays."""
-    token_ids, mask = (gather_to_numpy(inputs[name]) for name in ("token_ids", "padding_mask"))
-    return token_ids.astype("int32"), mask.astype("bool").sum(axis=1).astype("int32")
+    check_token_ids("token_ids", token_ids, model.backbone.vocabulary_size, mask)
+    return prompts, mask.shape[1], False

@@ -122,7 +122,7 @@ class Stream:
         """
         if self._final_cache is not None:
             return self._final_cache
-        prompts = zip(self._prompts.tokens, self._new, strict=True)
+        prompts = zip(self._prompts.all_tokens, self._new, strict=True)
         tokens = [np.concatenate((prompt, np.array(new, "int32"))) for prompt, new in prompts]
         state = self._open_steps().cache()
         conversations = None

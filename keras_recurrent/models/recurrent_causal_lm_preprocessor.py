@@ -2,20 +2,20 @@
 
 import functools
 
-import keras
 import keras_hub
 import numpy as np
 
 from keras_recurrent import compat
 from keras_recurrent.atomic_files import AtomicPreset
-from keras_recurrent.chat.preprocessing import ChatPreprocessing, check_length, has_chat_prompt
+from keras_recurrent.chat.preprocessing import ChatPreprocessing
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
+from keras_recurrent.generation.prompts import check_lengths, pad_prompts, tokenize_texts
 from keras_recurrent.models import responses
 from keras_recurrent.models.packing import pack_documents, pad_documents
 from keras_recurrent.progress import progress
 from keras_recurrent.tokenizers.checkpoint_files import tokenize_parts
 from keras_recurrent.training import dialogues
-from keras_recurrent.training.samples import as_texts, check_prompts
+from keras_recurrent.training.samples import as_texts
 
 TEXTS_PER_CALL = 4096
 
@@ -170,22 +170,15 @@ class RecurrentCausalLMPreprocessor(
         # as a number of tokens to cut off at the end, and 0 as None.
         if sequence_length is not None:
             check_positive_integer("max_length", sequence_length)
-        check_prompts(x)
-        if has_chat_prompt(x):
-            return self._preprocess_chat_prompts(x, sequence_length or self.sequence_length)
-        inputs = super().generate_preprocess(x, sequence_length=sequence_length)
-        if not compat.in_tf_function():
-            limit = sequence_length or self.sequence_length
-            self._check_prompts_are_whole(x, inputs["padding_mask"], limit)
-        return inputs
-
-    def _check_prompts_are_whole(self, x, padding_mask, max_length):
-        """Raises an error for a prompt that was truncated."""
-        single = _is_single(x)
-        full = np.atleast_2d(keras.ops.convert_to_numpy(padding_mask)).all(axis=1)
-        for row in np.flatnonzero(full):  # usually empty
-            tokens = self.tokenizer(x) if single else self.tokenizer(x[row : row + 1])[0]
-            check_length(row, len(self._start_token_ids()) + len(tokens), max_length)
+        if compat.in_tf_function():
+            return super().generate_preprocess(x, sequence_length=sequence_length)
+        max_length = sequence_length or self.sequence_length
+        prompts, is_single = tokenize_texts(self, x)
+        check_lengths(map(len, prompts), max_length)
+        inputs = pad_prompts(prompts, max_length, self.tokenizer.pad_token_id)
+        if is_single:
+            inputs = {name: array[0] for name, array in inputs.items()}
+        return compat.convert_preprocessing_outputs_python(inputs)
 
     def pack(self, texts, sequence_length=None):
         """Packs samples, like a call with `packed=True`, into NumPy arrays.

@@ -5,19 +5,17 @@ import threading
 import weakref
 
 import keras
-import numpy as np
 
-from keras_recurrent.chat.templates import tokenize_prompts
 from keras_recurrent.checks.arguments import (
     check_number,
     check_positive_integer,
     check_unicode,
     is_integer,
 )
-from keras_recurrent.checks.token_ids import check_token_ids
 from keras_recurrent.generation.beam_sampler import BeamSampler
 from keras_recurrent.generation.chat import is_messages, start_turn
 from keras_recurrent.generation.modes import RUN_EAGERLY
+from keras_recurrent.generation.prompts import parse_prompt
 from keras_recurrent.generation.sampling import make_sampling
 from keras_recurrent.generation.sampling_params import explains_options
 from keras_recurrent.generation.stop_strings import StreamedText, check_stop_strings
@@ -170,22 +168,13 @@ class Engine:
                 f"`cache_salt` must be a string with text, or None; got {cache_salt!r}."
             )
         check_unicode("cache_salt", cache_salt or "")
-        tokens, turn = self._tokenize(prompt)
-        free_length = self.max_length - len(tokens)
+        turn = start_turn(self.model, prompt, None) if is_messages(prompt) else None
+        tokens = parse_prompt(self.model, turn.inputs if turn else prompt)
         if max_new_tokens is not None:
             check_positive_integer("max_new_tokens", max_new_tokens)
-        if free_length < (max_new_tokens or 1):
-            given, mend = "", ""
-            if max_new_tokens is not None:
-                given = f", and `max_new_tokens` is {max_new_tokens}"
-                mend = ", reduce `max_new_tokens`"
-            raise PromptTooLong(
-                f"`max_length` of the engine is {self.max_length} tokens; the prompt has "
-                f"{len(tokens)}{given}. Shorten the prompt{mend}, or create the engine with a "
-                "larger `max_length`.",
-                len(tokens),
-                self.max_length,
-            )
+        remaining_tokens = self.max_length - len(tokens)
+        if remaining_tokens < (max_new_tokens or 1):
+            raise PromptTooLong(len(tokens), max_new_tokens, self.max_length)
         if timeout is not None:
             check_number("timeout", timeout)
         preprocessor, text = self.model.preprocessor, None
@@ -204,7 +193,7 @@ class Engine:
             text = StreamedText(preprocessor, tokens[-1], strings, hidden)
         ends = self._message_ends.find(turn) if turn and self._prefixes.is_enabled else ()
         request = EngineRequest(len(tokens))
-        options = max_new_tokens or free_length, stops, text, timeout, ends, cache_salt
+        options = max_new_tokens or remaining_tokens, stops, text, timeout, ends, cache_salt
         sequence = Sequence(request, tokens, sampling, *options)
         with self._changed:
             if self.is_closed:
@@ -217,40 +206,6 @@ class Engine:
             self._num_requests += 1
             self._changed.notify_all()
         return request
-
-    def _tokenize(self, prompt):
-        """Returns the tokens of a prompt, and the `Turn` of messages or None."""
-        model, preprocessor, turn = self.model, self.model.preprocessor, None
-        if is_messages(prompt):
-            turn = start_turn(model, prompt, None)
-            prompt = turn.inputs
-        if isinstance(prompt, str):
-            check_unicode("prompt", prompt)
-            if preprocessor is None:
-                raise ValueError(
-                    "`prompt` must be token ids: the model has no preprocessor; got a string. Load "
-                    f"the model with a `{model.preprocessor_cls.__name__}`, or tokenize the text."
-                )
-            add_start_token = preprocessor.add_start_token
-            (tokens,) = tokenize_prompts(preprocessor.tokenizer, [prompt], add_start_token)
-        else:
-            tokens = prompt
-            if isinstance(prompt, (list, tuple)):
-                # NumPy makes floats of an empty list.
-                tokens = np.asarray(prompt, None if prompt else "int32")
-            is_row = isinstance(tokens, np.ndarray) and tokens.ndim == 1
-            if not is_row or tokens.dtype.kind not in "iu":
-                raise ValueError(
-                    "`prompt` must be a string, a list of messages, or a list of token ids; got "
-                    f"{prompt!r:.200}."
-                )
-            check_token_ids("prompt", tokens, model.backbone.vocabulary_size)
-        if not len(tokens):
-            raise ValueError(
-                "`prompt` must have at least one token; got none. A preprocessor with "
-                "`add_start_token=True` adds one, also to an empty string."
-            )
-        return np.array(tokens, "int32"), turn
 
     @property
     def is_closed(self):

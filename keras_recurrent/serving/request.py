@@ -32,13 +32,17 @@ class PromptTooLong(ValueError):
     """Error of `Engine.submit` for a prompt that leaves too few tokens for the answer.
 
     Args:
-        message: string.
         num_tokens: integer, number of tokens of the prompt.
+        max_new_tokens: integer, number of tokens of the answer, or None.
         max_length: integer, `max_length` of the engine.
     """
 
-    def __init__(self, message, num_tokens, max_length):
-        super().__init__(message)
+    def __init__(self, num_tokens, max_new_tokens, max_length):
+        super().__init__(
+            f"`max_length` of the engine is {max_length} tokens, including prompt and answer; got "
+            f"a prompt of {num_tokens} and {max_new_tokens or 'at least 1'} new. Shorten the "
+            "prompt, generate fewer tokens, or create the engine with a larger `max_length`."
+        )
         self.num_tokens, self.max_length = num_tokens, max_length
 
 

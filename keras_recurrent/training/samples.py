@@ -1,4 +1,4 @@
-"""Kinds of training samples and prompts: strings or tokens, with their checks."""
+"""Kinds of training samples: strings or tokens, with their checks."""
 
 import numpy as np
 
@@ -71,11 +71,11 @@ def check_samples(name, x, preprocessor_cls, has_preprocessor):
     """
     if is_tokens(x):
         return
-    if _is_empty(x):
+    if is_empty(x):
         raise ValueError(f"`{name}` must hold at least one string; got none.")
     if is_text(x):
         if not has_preprocessor:
-            raise _no_preprocessor(name, preprocessor_cls, "train on tokens")
+            raise no_preprocessor_error(name, preprocessor_cls, "train on tokens")
         if getattr(x, "ndim", 1) == 0:
             raise ValueError(
                 f"`{name}` must be several strings; got one, without an axis. A dataset of strings "
@@ -91,40 +91,13 @@ def check_samples(name, x, preprocessor_cls, has_preprocessor):
         )
 
 
-def check_no_text(inputs, preprocessor_cls):
-    """Raises an error for text prompts to a model without a preprocessor.
-
-    Raises:
-        ValueError: `inputs`, the argument of `generate`, is text.
-    """
-    if not _is_empty(inputs) and (isinstance(inputs, (str, bytes)) or is_text(inputs)):
-        instead = "pass a dictionary of `token_ids` and `padding_mask`, each [batch, time]"
-        raise _no_preprocessor("inputs", preprocessor_cls, instead)
-
-
-def _no_preprocessor(name, preprocessor_cls, instead):
+def no_preprocessor_error(name, preprocessor_cls, instead):
     """Returns the error for text without a preprocessor."""
     return ValueError(
         f"`{name}` is text, and the model has no preprocessor to tokenize it. Pass "
         f"`preprocessor=`, such as a `{preprocessor_cls.__name__}`, when you make the model, or "
         f"{instead}."
     )
-
-
-def check_prompts(inputs):
-    """Raises an error for prompts that are neither one string nor several.
-
-    Raises:
-        ValueError: `inputs`, the argument of `generate`, has another type or is empty.
-    """
-    if _is_empty(inputs):
-        raise ValueError("`inputs` must hold at least one prompt; got none.")
-    if not isinstance(inputs, str) and not is_text(inputs):
-        raise ValueError(
-            "`inputs` must be one or several strings if the model has a preprocessor; got "
-            f"{describe(inputs)}. Pass tokens to a model with `preprocessor=None`; decode bytes "
-            "with `bytes.decode`."
-        )
 
 
 def describe(x):
@@ -140,5 +113,6 @@ def describe(x):
     return type(x).__name__
 
 
-def _is_empty(x):
+def is_empty(x):
+    """Returns True for an array, a list or a tuple without elements."""
     return not x.size if isinstance(x, np.ndarray) else isinstance(x, (list, tuple)) and not x

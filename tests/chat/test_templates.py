@@ -233,7 +233,7 @@ def test_models_take_prompts_with_their_special_tokens_and_one_start_token():
     assert [row[m].tolist() for row, m in zip(tokens, mask, strict=True)] == [ids, plain]
     single = model.preprocessor.generate_preprocess(text, sequence_length=30)
     np.testing.assert_array_equal(keras.ops.convert_to_numpy(single["token_ids"]), tokens[0])
-    with pytest.raises(ValueError, match=f"prompt 0 has {len(ids)}"):
+    with pytest.raises(ValueError, match=f"prompt 0 alone has {len(ids)}"):
         model.preprocessor.generate_preprocess([text], sequence_length=20)
 
 

@@ -500,7 +500,7 @@ def test_features_that_keep_all_tokens_are_not_covered_by_sorted_ones():
 @pytest.mark.parametrize(
     ("prompt", "options", "match"),
     [
-        ([], {}, "at least one token"),
+        ([], {}, "`prompt` must be .* at least one token id"),
         (["text"], {}, "`prompt` must be a string"),
         ([1, 9999], {}, "`prompt` must be ids from 0"),
         ("a", {"max_new_tokens": 2000}, "`max_length` of the engine is 2000"),
