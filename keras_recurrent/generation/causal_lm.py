@@ -131,7 +131,7 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
         result = generate(self, loops, request, cache and cache.state, return_cache)
         new_cache = None
         if return_cache:
-            tokens = prompts.with_tokens(result.token_ids, result.lengths)
+            tokens = prompts.join_cached(result.token_ids, result.lengths)
             limit = self._cache_max_length(cache, result.token_ids.shape[1])
             key = next_cache_key(self, cache)
             new_cache = GenerationCache(result.cache, tokens, limit, key)

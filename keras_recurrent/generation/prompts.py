@@ -66,10 +66,10 @@ class Prompts(NamedTuple):
     @property
     def all_tokens(self):
         """All tokens of each sequence, with those of the cache, a list of int32 arrays."""
-        return self.with_tokens(self.tokens, self.lengths)
+        return self.join_cached(self.tokens, self.lengths)
 
-    def with_tokens(self, token_ids, lengths):
-        """As `all_tokens`, with other tokens `[B, T]` of these lengths in place of the prompts."""
+    def join_cached(self, token_ids, lengths):
+        """Returns the cached tokens followed by others `[B, T]`, a list of int32 arrays."""
         rows = zip(self.cached, token_ids, lengths, strict=True)
         return [np.concatenate((cached, row[:length])) for cached, row, length in rows]
 

@@ -502,6 +502,7 @@ def test_features_that_keep_all_tokens_are_not_covered_by_sorted_ones():
     [
         ([], {}, "`prompt` must be .* at least one token id"),
         (["text"], {}, "`prompt` must be a string"),
+        ([[1, 2], [3]], {}, "`prompt` must be a string"),
         ([1, 9999], {}, "`prompt` must be ids from 0"),
         ("a", {"max_new_tokens": 2000}, "`max_length` of the engine is 2000"),
         ("a" * 2000, {}, "`max_length` of the engine is 2000"),

@@ -375,7 +375,7 @@ def test_texts_without_start_token():
     ] == tokens
     x = as_numpy(GriffinTextClassifierPreprocessor(tokenizer, sequence_length=12)(["Before we"]))
     assert x["token_ids"][0][x["padding_mask"][0]].tolist() == tokens[0]
-    with pytest.raises(ValueError, match="prompt 0 has 3"):
+    with pytest.raises(ValueError, match="prompt 0 alone has 3"):
         padded.generate_preprocess(["Before we"], sequence_length=2)
 
 
