@@ -675,7 +675,7 @@ FAULTS = [
     ),
     Fault(
         "sampler_seed_not_advanced",
-        "keras_recurrent/generation/sampling.py",
+        "keras_recurrent/generation/samplers.py",
         old="generator.state.assign([seed, count + 1])",
         new="pass",
         tests={
@@ -722,8 +722,8 @@ FAULTS = [
     Fault(
         "options_of_neighbors",
         "keras_recurrent/generation/sampling.py",
-        old='kept = rank < arguments["top_k"][:, None]\n    if features.has_min_p',
-        new='kept = rank < ops.min(arguments["top_k"])\n    if features.has_min_p',
+        old='kept = rank < inputs["top_k"][:, None]\n    weights',
+        new='kept = rank < ops.min(inputs["top_k"])\n    weights',
         tests={
             "jax": (
                 "generation/test_sampling.py::"

@@ -1,7 +1,11 @@
-"""Samplers of KerasHub as `SamplingParams`."""
+"""`SamplingParams` and random numbers of a call, which may be those of a sampler of KerasHub."""
+
+import random
+import threading
 
 import keras_hub
 import numpy as np
+from keras import ops
 
 from keras_recurrent.checks.arguments import is_finite_number, is_integer
 from keras_recurrent.generation.beam_sampler import BeamSampler
@@ -12,6 +16,10 @@ CUSTOM_LOOP = (
     "For another choice of tokens, write a loop over `call_with_cache`, which continues from "
     "`backbone.get_initial_state`."
 )
+
+LARGEST_UNIFORM = np.float32(1 - 2**-23)  # times a sum, it is below this sum in float32
+# Held from reading the state of a sampler's generator to assigning the next one.
+_state_lock = threading.Lock()
 
 
 def _greedy(sampler):
@@ -71,3 +79,67 @@ def check_sampler(sampler, vocabulary_size):
 def as_sampling_params(sampler):
     """Returns the `SamplingParams` of a sampler, without its seed."""
     return _CONVERSIONS[type(sampler)](sampler)
+
+
+def resolve_sampling(model, sampling, batch_size):
+    """Returns a `SamplingParams` and a `numpy.random.SeedSequence` for each sequence, two lists.
+
+    Args:
+        model: the language model.
+        sampling: one `SamplingParams`, or a list of one for each sequence. None: the sampler of the
+            model.
+        batch_size: integer, number of sequences.
+
+    Raises:
+        ValueError: `sampling` is of another type or length, an id or number exceeds the vocabulary,
+            or the sampler of the model is beam search.
+    """
+    if sampling is None:
+        return [as_sampling_params(model.sampler)] * batch_size, _seeds(model.sampler, batch_size)
+    params = _as_list(sampling, batch_size)
+    for p in params:
+        p.check_vocabulary(model.backbone.vocabulary_size)
+    if isinstance(model.sampler, BeamSampler):
+        raise ValueError(
+            "`sampling` cannot be combined with the sampler BeamSampler. Compile with 'greedy', "
+            "'top_k', 'top_p' or 'random', which `sampling` replaces."
+        )
+    seeds = [random.getrandbits(64) if p.seed is None else p.seed for p in params]
+    return params, list(map(np.random.SeedSequence, seeds))
+
+
+def _as_list(params, batch_size):
+    if isinstance(params, SamplingParams):
+        return [params] * batch_size
+    params = list(params) if isinstance(params, (list, tuple)) else params
+    if not isinstance(params, list) or not all(isinstance(p, SamplingParams) for p in params):
+        raise ValueError(
+            "`sampling` must be a `SamplingParams`, or a list of one for each prompt; got "
+            f"{params!r}."
+        )
+    if len(params) != batch_size:
+        raise ValueError(
+            f"`sampling` must have one `SamplingParams` for each of the {batch_size} prompts; got "
+            f"{len(params)}."
+        )
+    return params
+
+
+def _seeds(sampler, batch_size):
+    """Returns a seed for each sequence, and advances the generator of a sampler of KerasHub."""
+    seed, count = 0, 0  # of samplers that are not random
+    if (generator := getattr(sampler, "seed_generator", None)) is not None:
+        with _state_lock:
+            seed, count = (int(number) for number in ops.convert_to_numpy(generator.state.value))
+            generator.state.assign([seed, count + 1])
+    return [np.random.SeedSequence([seed, count, row]) for row in range(batch_size)]
+
+
+def make_generator(seed):
+    """Returns the generator of the random numbers of a sequence."""
+    return np.random.Generator(np.random.Philox(seed))
+
+
+def uniform_numbers(generator, count):
+    """Returns the next `count` random numbers of a sequence, float32 `[count]`."""
+    return np.minimum(generator.random(count, "float32"), LARGEST_UNIFORM)

@@ -1,11 +1,10 @@
 """The choice of the next token of each sequence, from logits and `SamplingParams`.
 
-`Sampling` prepares arguments and random numbers of one call on the host. `next_tokens` chooses
-tokens on the device, in the programs of all backends. A program depends only on the `Features`.
+`option_arrays` prepares arguments on the host. `next_tokens` chooses tokens on the device, in the
+programs of all backends. A program depends only on the `Features`.
 """
 
-import random
-import threading
+import operator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,8 +12,6 @@ from keras import ops
 
 from keras_recurrent import dispatch
 from keras_recurrent.devices.jax_layouts import apply_layout
-from keras_recurrent.generation.beam_sampler import BeamSampler
-from keras_recurrent.generation.samplers import as_sampling_params
 from keras_recurrent.generation.sampling_params import SamplingParams
 
 MIN_CANDIDATES, MAX_CANDIDATES = 8, 64
@@ -24,10 +21,81 @@ STOPS_PER_STEP = 4  # stop tokens are padded to a multiple, so that others take 
 # the options of other sequences do not change a token.
 LARGEST_WEIGHT = 2**24
 ROUNDING = 1e-6  # of sums of probabilities in float32, relative
-LARGEST_UNIFORM = np.float32(1 - 2**-23)  # times a sum, it is below this sum in float32
 
-# Held from reading the state of a sampler's generator to assigning the next one.
-_state_lock = threading.Lock()
+# {name of an option: (its function, names of the function's inputs)}, in the order of application
+BEFORE_TEMPERATURE: dict[str, tuple] = {}
+AFTER_TEMPERATURE: dict[str, tuple] = {}
+
+
+def option(stage, *inputs):
+    """Decorates the function `(logits, *inputs) -> logits` of a sampling option.
+
+    Functions run in the order of their definitions, each only if a sequence uses its option. They
+    must return logits unchanged for the default of the option.
+
+    Args:
+        stage: `BEFORE_TEMPERATURE`, or `AFTER_TEMPERATURE` for a function that runs only if a
+            sequence is random. Its logits are divided by the temperature, and may be those of the
+            most probable tokens alone, the first of which it must keep.
+        *inputs: names of inputs. The first is the option, a field of `SamplingParams`. Others are
+            further fields, `in_prompt`, a boolean array of the tokens that each sequence begins
+            with, or `stops`, `count` and `counts` as in `next_tokens`.
+    """
+
+    def add(change):
+        stage[inputs[0]] = change, inputs
+        return change
+
+    return add
+
+
+@option(BEFORE_TEMPERATURE, "logit_bias")
+def _add_bias(logits, bias):
+    return logits + bias
+
+
+@option(BEFORE_TEMPERATURE, "min_new_tokens", "stops", "count")
+def _exclude_stops(logits, min_new_tokens, stops, count):
+    ids = ops.arange(logits.shape[-1], dtype="int32")
+    is_stop, is_early = ops.equal(ids, stops[:, :, None]), (count < min_new_tokens)[:, None]
+    return ops.where(ops.logical_and(ops.any(is_stop, axis=1), is_early), -np.inf, logits)
+
+
+@option(BEFORE_TEMPERATURE, "repetition_penalty", "in_prompt", "counts")
+def _penalize_repetition(logits, penalty, in_prompt, counts):
+    penalty, is_known = penalty[:, None], ops.logical_or(in_prompt, ops.greater(counts, 0))
+    factor = ops.where(ops.greater(logits, 0), 1 / penalty, penalty)
+    return ops.where(is_known, logits * factor, logits)
+
+
+@option(BEFORE_TEMPERATURE, "frequency_penalty", "counts")
+def _penalize_frequency(logits, penalty, counts):
+    return logits - penalty[:, None] * ops.cast(counts, "float32")
+
+
+@option(BEFORE_TEMPERATURE, "presence_penalty", "counts")
+def _penalize_presence(logits, penalty, counts):
+    return ops.where(ops.greater(counts, 0), logits - penalty[:, None], logits)
+
+
+@option(AFTER_TEMPERATURE, "min_p")
+def _exclude_improbable(logits, min_p):
+    lowest = ops.max(logits, axis=-1, keepdims=True) + ops.log(min_p[:, None])
+    return ops.where(logits < lowest, -np.inf, logits)
+
+
+def _changed(logits, stage, features, inputs):
+    """Returns logits after the active options of a stage."""
+    for name, (change, names) in stage.items():
+        if name in features.options:
+            logits = change(logits, *(inputs[n] for n in names))
+    return logits
+
+
+def _inputs(options):
+    """Returns the set of the names of the inputs of options."""
+    stages = {**BEFORE_TEMPERATURE, **AFTER_TEMPERATURE}
+    return {name for option in options for name in stages[option][1]}
 
 
 class Features(NamedTuple):
@@ -41,8 +109,10 @@ class Features(NamedTuple):
         has_others: boolean, another sequence with a temperature above 0 draws among all tokens.
         num_sorted: integer, number of most probable tokens that are sorted to find those that the
             latter sequences keep. 0: they keep all.
-        has_top_p, has_min_p, has_penalties, has_bias, has_minimum: booleans.
-        uses_counts: boolean, a penalty is one of presence or frequency.
+        has_top_p: boolean, a sequence has a `top_p` below 1.
+        options: a frozenset of the names of active options that are functions of logits.
+        has_penalties: boolean, an option needs the counts of generated tokens.
+        has_minimum: boolean, an option needs the number of new tokens.
         num_logprobs: integer, number of most probable tokens whose log probabilities are returned.
             None: no log probabilities.
     """
@@ -53,12 +123,15 @@ class Features(NamedTuple):
     has_others: bool = False
     num_sorted: int = 0
     has_top_p: bool = False
-    has_min_p: bool = False
+    options: frozenset[str] = frozenset()
     has_penalties: bool = False
-    uses_counts: bool = False
-    has_bias: bool = False
     has_minimum: bool = False
     num_logprobs: int | None = None
+
+    @property
+    def cost(self):
+        """Integer, number of active options, which orders programs by time."""
+        return sum(map(bool, self)) + len(self.options)
 
 
 class Logprobs(NamedTuple):
@@ -75,116 +148,10 @@ class Logprobs(NamedTuple):
     token_ids: Any
 
 
-class Sampling:
-    """Options and random numbers of one call, by which its tokens are chosen.
-
-    Args:
-        params: a list of `SamplingParams`, one for each sequence.
-        seeds: a list of `numpy.random.SeedSequence`, one for each sequence.
-        vocabulary_size: integer.
-        tokens: a list of integer arrays, the tokens of each sequence so far.
-
-    Attributes:
-        batch_size: integer.
-        params: a list of the `SamplingParams` of each sequence.
-        features: the `Features`.
-        arguments: `{name: array [B] or [B, vocabulary_size]}`, those that the features need.
-    """
-
-    def __init__(self, params, seeds, vocabulary_size, tokens):
-        self.batch_size, self.params = len(tokens), params
-        self.arguments, self._generators = {}, []
-        self.features = features = features_of(params, vocabulary_size)
-        for name in argument_names(features):
-            if name in ("in_prompt", "logit_bias"):
-                continue
-            values = [getattr(p, name) for p in params]
-            if name == "top_k":
-                values = [min(v, vocabulary_size) if v > 0 else vocabulary_size for v in values]
-            integers = name in ("top_k", "min_new_tokens")
-            self.arguments[name] = np.array(values, "int32" if integers else "float32")
-        if features.has_bias:
-            bias = np.zeros((len(params), vocabulary_size), "float32")
-            for row, p in zip(bias, params, strict=True):
-                for token, number in (p.logit_bias or {}).items():
-                    row[token] = number
-            self.arguments["logit_bias"] = bias
-        if features.has_penalties:
-            known = np.zeros((len(params), vocabulary_size), bool)
-            for row, ids in zip(known, tokens, strict=True):
-                row[ids] = True
-            self.arguments["in_prompt"] = known
-        if features.is_random:
-            self._generators = [np.random.Generator(np.random.Philox(seed)) for seed in seeds]
-
-    def uniform(self, count):
-        """Returns the next `count` random numbers of each sequence, float32 `[B, count]`."""
-        numbers = [generator.random(count, "float32") for generator in self._generators]
-        return np.minimum(numbers, LARGEST_UNIFORM)
-
-
-def make_sampling(model, params, tokens):
-    """Returns the `Sampling` of one call.
-
-    Args:
-        model: the language model.
-        params: one `SamplingParams`, or a list of one for each sequence. None: the sampler of the
-            model.
-        tokens: a list of integer arrays, the tokens of each sequence so far.
-
-    Raises:
-        ValueError: `params` are of another type or number, an id or number exceeds the vocabulary,
-            or the sampler of the model is beam search.
-    """
-    size, batch_size = model.backbone.vocabulary_size, len(tokens)
-    if params is None:
-        params = [as_sampling_params(model.sampler)] * batch_size
-        return Sampling(params, _seeds(model.sampler, tokens), size, tokens)
-    params = _as_list(params, batch_size)
-    for p in params:
-        p.check_vocabulary(size)
-    if isinstance(model.sampler, BeamSampler):
-        raise ValueError(
-            "`sampling` cannot be combined with the sampler BeamSampler. Compile with 'greedy', "
-            "'top_k', 'top_p' or 'random', which `sampling` replaces."
-        )
-    seeds = [random.getrandbits(64) if p.seed is None else p.seed for p in params]
-    seeds = list(map(np.random.SeedSequence, seeds))
-    return Sampling(params, seeds, size, tokens)
-
-
-def _as_list(params, batch_size):
-    if isinstance(params, SamplingParams):
-        return [params] * batch_size
-    params = list(params) if isinstance(params, (list, tuple)) else params
-    if not isinstance(params, list) or not all(isinstance(p, SamplingParams) for p in params):
-        raise ValueError(
-            "`sampling` must be a `SamplingParams`, or a list of one for each prompt; got "
-            f"{params!r}."
-        )
-    if len(params) != batch_size:
-        raise ValueError(
-            f"`sampling` must have one `SamplingParams` for each of the {batch_size} prompts; got "
-            f"{len(params)}."
-        )
-    return params
-
-
-def _seeds(sampler, tokens):
-    """Returns a seed for each sequence, and advances the generator of a sampler of KerasHub."""
-    generator = getattr(sampler, "seed_generator", None)
-    if generator is None:
-        return []
-    with _state_lock:
-        seed, count = (int(number) for number in ops.convert_to_numpy(generator.state.value))
-        generator.state.assign([seed, count + 1])
-    return [np.random.SeedSequence([seed, count, row]) for row in range(len(tokens))]
-
-
 def features_of(params, vocabulary_size):
     """Returns the `Features` of a list of `SamplingParams`, one for each sequence."""
     sampled = [p for p in params if not p.is_greedy]
-    limits = [p.top_k if p.top_k > 0 else vocabulary_size for p in sampled]
+    limits = _limits(sampled, vocabulary_size)
     few = [limit for limit in limits if limit <= MAX_CANDIDATES]
     others = [p for p, limit in zip(sampled, limits, strict=True) if limit > MAX_CANDIDATES]
     num_sorted = 0
@@ -193,6 +160,9 @@ def features_of(params, vocabulary_size):
     num_logprobs = max((p.logprobs for p in params if p.logprobs is not None), default=None)
     if num_logprobs:
         num_logprobs = min(_power_of_two(num_logprobs, 1), vocabulary_size)
+    options = {n for p in params for n in p.active_options & BEFORE_TEMPERATURE.keys()}
+    options |= {n for p in sampled for n in p.active_options & AFTER_TEMPERATURE.keys()}
+    inputs = _inputs(options)
     return Features(
         is_random=bool(sampled),
         has_greedy=0 < len(sampled) < len(params),
@@ -200,30 +170,69 @@ def features_of(params, vocabulary_size):
         has_others=bool(others),
         num_sorted=num_sorted,
         has_top_p=any(p.top_p < 1 for p in sampled),
-        has_min_p=any(p.min_p for p in sampled),
-        has_penalties=any(p.has_penalties for p in params),
-        uses_counts=any(p.presence_penalty or p.frequency_penalty for p in params),
-        has_bias=any(p.logit_bias for p in params),
-        has_minimum=any(p.min_new_tokens for p in params),
+        options=frozenset(options),
+        has_penalties="counts" in inputs,
+        has_minimum="count" in inputs,
         num_logprobs=num_logprobs,
     )
 
 
+def covers(features, needed, vocabulary_size):
+    """Returns True if a program with `features` also serves sequences that need `needed`."""
+    if needed.has_others and features.num_sorted and not needed.num_sorted:
+        needed = needed._replace(num_sorted=vocabulary_size)  # its sequences keep all tokens
+    if features.is_random and not needed.is_random:
+        needed = needed._replace(has_greedy=True)
+    found, least = ([-1 if v is None else v for v in values] for values in (features, needed))
+    return all(map(operator.ge, found, least))
+
+
 def argument_names(features):
-    """Returns the sorted names of the `Sampling.arguments` that `Features` need."""
-    names = {
-        "temperature": features.is_random,
-        "min_p": features.has_min_p,
-        "top_k": features.num_candidates or features.num_sorted,
-        "top_p": features.has_top_p,
-        "repetition_penalty": features.has_penalties,
-        "in_prompt": features.has_penalties,
-        "presence_penalty": features.uses_counts,
-        "frequency_penalty": features.uses_counts,
-        "min_new_tokens": features.has_minimum,
-        "logit_bias": features.has_bias,
-    }
-    return sorted(name for name, is_used in names.items() if is_used)
+    """Returns the sorted names of the arrays that `Features` need."""
+    names = _inputs(features.options) - {"stops", "count", "counts"}
+    names |= {"temperature"} if features.is_random else set()
+    names |= {"top_k"} if features.num_candidates or features.num_sorted else set()
+    names |= {"top_p"} if features.has_top_p else set()
+    return sorted(names)
+
+
+def option_arrays(params, tokens, vocabulary_size):
+    """Returns `{name: array [B] or [B, vocabulary_size]}` for the names of `argument_names`.
+
+    Args:
+        params: a list of `SamplingParams`, one for each sequence.
+        tokens: a list of integer arrays, the tokens of each sequence so far.
+        vocabulary_size: integer.
+    """
+    arrays, size = {}, (len(params), vocabulary_size)
+    for name in argument_names(features_of(params, vocabulary_size)):
+        if name == "in_prompt":
+            arrays[name] = np.zeros(size, bool)
+            for row, ids in zip(arrays[name], tokens, strict=True):
+                row[ids] = True
+        elif name == "logit_bias":
+            arrays[name] = np.zeros(size, "float32")
+            for row, p in zip(arrays[name], params, strict=True):
+                for token, bias in (p.logit_bias or {}).items():
+                    row[token] = bias
+        elif name == "top_k":
+            arrays[name] = np.array(_limits(params, vocabulary_size), "int32")
+        else:
+            is_integer = params[0].__dataclass_fields__[name].type is int
+            values = [getattr(p, name) for p in params]
+            arrays[name] = np.array(values, "int32" if is_integer else "float32")
+    return arrays
+
+
+def neutral_value(name, vocabulary_size):
+    """Returns the number in an array of `option_arrays` that has no effect."""
+    values = {"temperature": 0, "top_k": vocabulary_size}
+    return values.get(name, getattr(SamplingParams, name, 0) or 0)
+
+
+def _limits(params, vocabulary_size):
+    """Returns a list of the numbers of tokens that `top_k` keeps."""
+    return [min(p.top_k if p.top_k > 0 else vocabulary_size, vocabulary_size) for p in params]
 
 
 def _power_of_two(number, least):
@@ -236,12 +245,12 @@ def next_tokens(features, logits, stops, count, uniform, counts, arguments):
     Args:
         features: the `Features`.
         logits: `[B, vocabulary_size]`.
-        stops: int32 `[S]` or `[B, S]`, the stop tokens, of all or of each sequence.
+        stops: int32 `[B, S]`, the stop tokens of each sequence, padded by -1.
         count: int32 `[B]`, number of tokens generated before.
         uniform: float32 `[B]`, random numbers in [0, 1). None: no sequence is random.
         counts: int32 `[B, vocabulary_size]`, how often each token was generated, with penalties;
             else it is returned as it is.
-        arguments: as in `Sampling`.
+        arguments: the arrays of `option_arrays`.
 
     Returns:
         `(tokens, counts, logprobs)`: int32 `[B]`, the new counts, and the `Logprobs` or ().
@@ -249,22 +258,15 @@ def next_tokens(features, logits, stops, count, uniform, counts, arguments):
     if features == Features():
         return ops.argmax(logits, axis=-1), counts, ()
     model_logits = logits
-    ids = ops.arange(logits.shape[-1], dtype="int32")
-    if features.has_bias or features.has_minimum or features.has_penalties:
-        logits = ops.cast(logits, "float32")
-    if features.has_bias:
-        logits = logits + arguments["logit_bias"]
-    if features.has_minimum:
-        is_stop = ops.any(ops.equal(ids, stops[..., None]), axis=-2)
-        is_early = (count < arguments["min_new_tokens"])[:, None]
-        logits = ops.where(ops.logical_and(is_stop, is_early), -np.inf, logits)
-    if features.has_penalties:
-        logits = _penalize(features, logits, counts, arguments)
+    inputs = {**arguments, "stops": stops, "count": count, "counts": counts}
+    if not features.options.isdisjoint(BEFORE_TEMPERATURE):
+        logits = _changed(ops.cast(logits, "float32"), BEFORE_TEMPERATURE, features, inputs)
     if features.is_random:
-        token = _draw(features, logits, uniform, arguments)
+        token = _draw(features, logits, uniform, inputs)
     else:
         token = ops.cast(ops.argmax(logits, axis=-1), "int32")
     if features.has_penalties:
+        ids = ops.arange(logits.shape[-1], dtype="int32")
         counts = counts + ops.cast(ops.equal(ids, token[:, None]), "int32")
     logprobs: Any = ()
     if features.num_logprobs is not None:
@@ -280,28 +282,15 @@ def empty_logprobs(num_logprobs, size):
     return Logprobs(ops.zeros(size), ops.zeros(top), ops.zeros(top, "int32"))
 
 
-def _penalize(features, logits, counts, arguments):
-    generated = ops.greater(counts, 0)
-    known = ops.logical_or(arguments["in_prompt"], generated)
-    repetition = arguments["repetition_penalty"][:, None]
-    factor = ops.where(ops.greater(logits, 0), 1 / repetition, repetition)
-    logits = ops.where(known, logits * factor, logits)
-    if not features.uses_counts:
-        return logits
-    presence, frequency = (arguments[f"{name}_penalty"] for name in ("presence", "frequency"))
-    counts, generated = ops.cast(counts, "float32"), ops.cast(generated, "float32")
-    return logits - frequency[:, None] * counts - presence[:, None] * generated
-
-
-def _draw(features, logits, uniform, arguments):
-    temperature = arguments["temperature"]
+def _draw(features, logits, uniform, inputs):
+    temperature = inputs["temperature"]
     divisor = ops.where(ops.greater(temperature, 0), temperature, 1.0)[:, None]
     token = None
     if features.has_others:
-        token = _draw_among_all(features, logits, divisor, uniform, arguments)
+        token = _draw_among_all(features, logits, divisor, uniform, inputs)
     if features.num_candidates:
-        few = _draw_among_candidates(features, logits, divisor, uniform, arguments)
-        is_few = arguments["top_k"] <= MAX_CANDIDATES
+        few = _draw_among_candidates(features, logits, divisor, uniform, inputs)
+        is_few = inputs["top_k"] <= MAX_CANDIDATES
         token = few if token is None else ops.where(is_few, few, token)
     if not features.has_greedy:
         return token
@@ -312,20 +301,18 @@ def _draw(features, logits, uniform, arguments):
 # Both functions below assign intervals of random numbers to tokens in the order of their ids.
 
 
-def _draw_among_candidates(features, logits, divisor, uniform, arguments):
+def _draw_among_candidates(features, logits, divisor, uniform, inputs):
     """Draws tokens [B] of sequences with a `top_k` of up to `MAX_CANDIDATES`."""
     options = {"x": logits, "count": features.num_candidates}
     candidates, ids, _ = dispatch.run("top_logits", options)
     scaled = candidates / divisor
-    below_best = scaled - scaled[:, :1]
+    below_best = _changed(scaled, AFTER_TEMPERATURE, features, inputs) - scaled[:, :1]
     rank = ops.arange(features.num_candidates, dtype="int32")
-    kept = rank < arguments["top_k"][:, None]
-    if features.has_min_p:
-        kept = ops.logical_and(kept, below_best >= ops.log(arguments["min_p"][:, None]))
+    kept = rank < inputs["top_k"][:, None]
     weights = ops.where(kept, ops.exp(below_best), 0.0)
     weights = ops.cast(ops.round(weights * LARGEST_WEIGHT), "int32")
     if features.has_top_p:
-        top_p = arguments["top_p"][:, None]
+        top_p = inputs["top_p"][:, None]
         more_probable = ops.cast(ops.cumsum(weights, axis=-1) - weights, "float32")
         total = ops.cast(ops.sum(weights, axis=-1, keepdims=True), "float32")
         dropped = ops.logical_and(top_p < 1, more_probable >= top_p * total)
@@ -338,25 +325,23 @@ def _draw_among_candidates(features, logits, divisor, uniform, arguments):
     return ops.min(ops.where(is_above, ids, logits.shape[-1] - 1), axis=-1)
 
 
-def _draw_among_all(features, logits, divisor, uniform, arguments):
+def _draw_among_all(features, logits, divisor, uniform, inputs):
     """Draws tokens [B] of the other sequences."""
     logits = apply_layout(logits, "sampled_logits")  # gathered once, not by several operations
     scaled = ops.cast(logits, "float32") / divisor
-    if features.has_min_p:
-        lowest = ops.max(scaled, axis=-1, keepdims=True) + ops.log(arguments["min_p"][:, None])
-        scaled = ops.where(ops.less(scaled, lowest), -np.inf, scaled)
+    scaled = _changed(scaled, AFTER_TEMPERATURE, features, inputs)
     if not features.num_sorted:
         return _index_of(ops.softmax(scaled, axis=-1), uniform)
     if features.num_sorted <= scaled.shape[-1] // ALL_PER_SORTED:
         options = {"x": scaled, "count": features.num_sorted}
         values, ids, _ = dispatch.run("top_logits", options)
-        kept, order = _kept(features, values, arguments), ops.argsort(ids, axis=-1)
+        kept, order = _kept(features, values, inputs), ops.argsort(ids, axis=-1)
         weights = ops.softmax(ops.where(kept, values, -np.inf), axis=-1)
         index = _index_of(ops.take_along_axis(weights, order, axis=-1), uniform)
         rank = ops.take_along_axis(order, index[:, None], axis=-1)
         return ops.take_along_axis(ids, rank, axis=-1)[:, 0]
     values, _ = ops.top_k(scaled, features.num_sorted, sorted=True)
-    kept = _kept(features, values, arguments)
+    kept = _kept(features, values, inputs)
     lowest = ops.min(ops.where(kept, values, np.inf), axis=-1, keepdims=True)
     # Of the tokens with the lowest logit that is kept, those of the first ids are kept.
     num_equal = ops.sum(ops.cast(kept, "int32"), axis=-1, keepdims=True)
@@ -374,11 +359,11 @@ def _index_of(probabilities, uniform):
     return ops.sum(ops.cast(reached, "int32"), axis=-1)
 
 
-def _kept(features, values, arguments):
+def _kept(features, values, inputs):
     """Returns True for those of the sorted logits that `top_k` and `top_p` keep, the first ones."""
-    kept = ops.arange(features.num_sorted, dtype="int32") < arguments["top_k"][:, None]
+    kept = ops.arange(features.num_sorted, dtype="int32") < inputs["top_k"][:, None]
     if features.has_top_p:
-        top_p = arguments["top_p"][:, None]
+        top_p = inputs["top_p"][:, None]
         probabilities = ops.softmax(ops.where(kept, values, -np.inf), axis=-1)
         more_probable = ops.cumsum(probabilities, axis=-1) - probabilities
         reached = more_probable >= top_p * (1 - ROUNDING)

@@ -12,32 +12,29 @@ MAX_BIAS = 100
 MAX_SEED = 2**64 - 1
 
 
-def _number(description, is_valid):
-    return description, lambda value: is_finite_number(value) and is_valid(value)
+def number(default, description, is_valid):
+    """Returns the field of an option that is a finite number.
+
+    Args:
+        default: number with which the option has no effect.
+        description: string, what values must be, for error messages.
+        is_valid: a function that returns True if a finite number is in range.
+    """
+    return _field(default, description, lambda value: is_finite_number(value) and is_valid(value))
 
 
-def _integer(description, is_valid):
-    return description, lambda value: is_integer(value) and is_valid(value)
+def integer(default, description, is_valid):
+    """Returns the field of an option that is an integer, as `number`, or a default of None."""
+    return _field(default, description, lambda value: is_integer(value) and is_valid(value))
+
+
+def _field(default, description, is_valid):
+    metadata = {"description": description, "is_valid": is_valid}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def _is_moderate(value):
     return LEAST <= value <= 1 / LEAST
-
-
-# {name: (what it must be, whether a value is that)}
-RANGES = {
-    "temperature": _number("0, or a number from 1e-6 to 1e6", lambda v: v == 0 or _is_moderate(v)),
-    "top_k": _integer("an integer of at least 0, or -1 for all tokens", lambda v: v >= -1),
-    "top_p": _number("a number from 1e-6 to 1", lambda v: LEAST <= v <= 1),
-    "min_p": _number("a number from 0 to 1", lambda v: 0 <= v <= 1),
-    "repetition_penalty": _number("a number from 1e-6 to 1e6", _is_moderate),
-    "presence_penalty": _number("a number from -2 to 2", lambda v: -2 <= v <= 2),
-    "frequency_penalty": _number("a number from -2 to 2", lambda v: -2 <= v <= 2),
-    "min_new_tokens": _integer("an integer from 0 to 2**31 - 1", lambda v: 0 <= v < 2**31),
-    "seed": _integer("an integer from 0 to 2**64 - 1, or None", lambda v: 0 <= v <= MAX_SEED),
-    "logprobs": _integer("an integer of at least 0, or None", lambda v: v >= 0),
-}
-OPTIONAL = {"seed", "logprobs"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,23 +83,29 @@ class SamplingParams:
     True
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: float = number(
+        1.0, "0, or a number from 1e-6 to 1e6", lambda v: v == 0 or _is_moderate(v)
+    )
+    top_k: int = integer(0, "an integer of at least 0, or -1 for all tokens", lambda v: v >= -1)
+    top_p: float = number(1.0, "a number from 1e-6 to 1", lambda v: LEAST <= v <= 1)
+    min_p: float = number(0.0, "a number from 0 to 1", lambda v: 0 <= v <= 1)
+    repetition_penalty: float = number(1.0, "a number from 1e-6 to 1e6", _is_moderate)
+    presence_penalty: float = number(0.0, "a number from -2 to 2", lambda v: -2 <= v <= 2)
+    frequency_penalty: float = number(0.0, "a number from -2 to 2", lambda v: -2 <= v <= 2)
     logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
-    min_new_tokens: int = 0
-    seed: int | None = None
-    logprobs: int | None = None
+    min_new_tokens: int = integer(0, "an integer from 0 to 2**31 - 1", lambda v: 0 <= v < 2**31)
+    seed: int | None = integer(
+        None, "an integer from 0 to 2**64 - 1, or None", lambda v: 0 <= v <= MAX_SEED
+    )
+    logprobs: int | None = integer(None, "an integer of at least 0, or None", lambda v: v >= 0)
 
     def __post_init__(self):
-        for name, (description, is_valid) in RANGES.items():
-            value = getattr(self, name)
-            if not (is_valid(value) or (value is None and name in OPTIONAL)):
-                raise ValueError(f"`{name}` must be {description}; got {value!r}.")
+        for field in dataclasses.fields(self):
+            value, is_valid = getattr(self, field.name), field.metadata.get("is_valid")
+            is_absent = value is None and field.default is None
+            if is_valid is not None and not is_absent and not is_valid(value):
+                description = field.metadata["description"]
+                raise ValueError(f"`{field.name}` must be {description}; got {value!r}.")
         if self.logit_bias is None:
             return
         if not isinstance(self.logit_bias, Mapping):
@@ -118,16 +121,17 @@ class SamplingParams:
                     f"`logit_bias` must have numbers from -{MAX_BIAS} to {MAX_BIAS} as values; "
                     f"got {bias!r} for token {token}."
                 )
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias) or None)
 
     @property
     def is_greedy(self):
         return self.temperature == 0
 
-    @property
-    def has_penalties(self):
-        penalties = self.presence_penalty, self.frequency_penalty
-        return self.repetition_penalty != 1 or any(penalties)
+    @functools.cached_property
+    def active_options(self):
+        """Set of the names of options whose values are not the defaults."""
+        fields = dataclasses.fields(self)
+        return {field.name for field in fields if getattr(self, field.name) != field.default}
 
     def check_vocabulary(self, vocabulary_size):
         """Raises a `ValueError` if `logit_bias` or `logprobs` exceed the vocabulary of a model."""

@@ -1,18 +1,20 @@
 """Request bodies of OpenAI's API, and the errors that answer invalid ones."""
 
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 import pydantic
 
 from keras_recurrent.chat import ROLES
-from keras_recurrent.generation.sampling_params import RANGES, SamplingParams
+from keras_recurrent.generation.sampling_params import SamplingParams
 from keras_recurrent.generation.stop_strings import MAX_LENGTH, MAX_STRINGS
 from keras_recurrent.serving.request import PromptTooLong
 
 MAX_PROMPTS, MAX_MESSAGES, MAX_PARTS, MAX_BIASES = 2048, 4096, 1024, 1024
 MAX_ERROR = 1000  # characters of an error, which may quote the request
 SEEDS = 2**64  # OpenAI's seeds are signed
+# Fields of `SamplingParams` that requests have in another form, or not at all.
+CONVERTED = {"logit_bias", "logprobs", "min_new_tokens", "seed"}
 
 
 class ApiError(Exception):
@@ -71,7 +73,16 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class SamplingBody(Body):
+# {name: (type, default)} of the options of OpenAI's and vLLM's APIs that `SamplingParams` has.
+OPTIONS: dict[str, Any] = {
+    name: (kind | None, None)
+    for name, kind in get_type_hints(SamplingParams).items()
+    if name not in CONVERTED
+}
+OptionsBody: Any = pydantic.create_model("OptionsBody", __base__=Body, **OPTIONS)
+
+
+class SamplingBody(OptionsBody):
     """Fields of both kinds of completions. None: the default of OpenAI's API."""
 
     model: str
@@ -81,14 +92,7 @@ class SamplingBody(Body):
     n: Literal[1] | None = None
     stop: StopString | Annotated[list[StopString], limited(MAX_STRINGS)] | None = None
     seed: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], limited(MAX_BIASES)] | None = None
-    top_k: int | None = None  # this and the next two are not OpenAI's, but vLLM's
-    min_p: float | None = None
-    repetition_penalty: float | None = None
     # As in vLLM: only requests with the same text share prefix states.
     cache_salt: str | None = pydantic.Field(default=None, min_length=1, max_length=1024)
     # Accepted without effect.
@@ -125,7 +129,7 @@ class SamplingBody(Body):
         Args:
             logprobs: integer, as in `SamplingParams`, or None.
         """
-        values = {name: getattr(self, name, None) for name in RANGES} | {"logprobs": logprobs}
+        values = {name: getattr(self, name) for name in OPTIONS} | {"logprobs": logprobs}
         options: dict[str, Any] = {k: value for k, value in values.items() if value is not None}
         if self.logit_bias:
             options["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}

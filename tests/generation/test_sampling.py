@@ -1,14 +1,25 @@
 """Tokens chosen by `SamplingParams`, compared with a loop in NumPy float64."""
 
+import dataclasses
+
 import keras
 import keras_hub
 import numpy as np
 import pytest
 
-from keras_recurrent.generation.sampling import next_tokens
+from keras_recurrent.generation.samplers import make_generator, uniform_numbers
+from keras_recurrent.generation.sampling import (
+    AFTER_TEMPERATURE,
+    covers,
+    features_of,
+    next_tokens,
+    option,
+    option_arrays,
+)
+from keras_recurrent.generation.sampling_params import number
 from keras_recurrent.models import SamplingParams
 from tests.generation import numpy_sampling
-from tests.generation.token_samplers import sampling_of
+from tests.generation.token_samplers import resolved
 from tests.models.tiny import tiny_causal_lm
 
 VOCABULARY, STEPS, STOPS = 100, 20, (3, 7)
@@ -33,41 +44,23 @@ CASES = {
 
 def chosen(params, logits, prompts=PROMPTS):
     """Tokens [B, T] after logits [T, B, vocabulary], and their log probabilities."""
-    sampling = sampling_of(params, [np.array(p) for p in prompts], logits.shape[-1])
-    if keras.config.backend() == "torch":
-        return chosen_by_torch(sampling, logits)
-    features, arguments = sampling.features, sampling.arguments
-    batch_size = len(prompts)
-    counts = keras.ops.zeros((batch_size, logits.shape[-1]), "int32")
+    size, tensor = logits.shape[-1], keras.ops.convert_to_tensor
+    params, seeds = resolved(params, len(prompts), size)
+    features = features_of(params, size)
+    arguments = option_arrays(params, [np.array(p) for p in prompts], size)
+    arguments = {name: tensor(array) for name, array in arguments.items()}
+    uniform = [uniform_numbers(make_generator(seed), len(logits)) for seed in seeds]
+    uniform = np.transpose(uniform) if features.is_random else [None] * len(logits)
+    stops = tensor(np.tile(np.array([*STOPS, -1], "int32"), (len(prompts), 1)))
+    counts = keras.ops.zeros((len(prompts), size), "int32") if features.has_penalties else None
     tokens, logprobs = [], []
-    uniform = sampling.uniform(len(logits)) if features.is_random else None
     for t, each in enumerate(logits):
         token, counts, new = next_tokens(
-            *(features, keras.ops.convert_to_tensor(each), np.array(STOPS, "int32")),
-            keras.ops.full((batch_size,), t, "int32"),
-            None if uniform is None else uniform[:, t],
-            *(counts, arguments),
+            *(features, tensor(each), stops, keras.ops.full((len(prompts),), t, "int32")),
+            *(None if uniform[t] is None else tensor(uniform[t]), counts, arguments),
         )
         tokens.append(keras.ops.convert_to_numpy(token))
         logprobs.append(keras.tree.map_structure(keras.ops.convert_to_numpy, new))
-    return np.stack(tokens, axis=1), logprobs
-
-
-def chosen_by_torch(sampling, logits):
-    import torch
-
-    from keras_recurrent.generation.torch.sampling import TokenSampler
-
-    device = keras.ops.zeros(1).device
-    stops = torch.tensor(STOPS, dtype=torch.int32, device=device)
-    sampler = TokenSampler(sampling, stops, logits.shape[-1])
-    sampler = sampler.copy()  # as a CUDA graph does
-    tokens, logprobs = [], []
-    for each in logits:
-        sampler.prepare()
-        tokens.append(sampler(torch.tensor(each, device=device)).cpu().numpy())
-        new = keras.tree.map_structure(lambda t: t[:, 0].cpu().numpy(), sampler.logprobs(1))
-        logprobs.append(new)
     return np.stack(tokens, axis=1), logprobs
 
 
@@ -134,8 +127,7 @@ def test_log_probabilities_are_those_before_the_options(number):
     ],
 )
 def test_samplers_of_keras_hub(sampler, params):
-    sampling = sampling_of(sampler, [np.array([1])], 50)
-    assert sampling.params == [SamplingParams(**params)]
+    assert resolved(sampler, 1, 50)[0] == [SamplingParams(**params)]
 
 
 @pytest.mark.once
@@ -143,7 +135,8 @@ def test_a_sampler_of_keras_hub_continues_its_random_numbers():
     """Two calls draw other numbers; a new sampler with the seed draws those of the first."""
 
     def numbers(sampler):
-        return sampling_of(sampler, [np.array([1])] * 2, 50).uniform(3).tolist()
+        _, seeds = resolved(sampler, 2, 50)
+        return [uniform_numbers(make_generator(seed), 3).tolist() for seed in seeds]
 
     sampler, again = (keras_hub.samplers.RandomSampler(seed=3) for _ in range(2))
     first, second = numbers(sampler), numbers(sampler)
@@ -163,6 +156,19 @@ def test_random_tokens_have_the_probabilities_of_the_model():
     assert np.abs(frequency - probabilities).max() < 4 * np.sqrt(0.25 / count)
 
 
+def drawn(params, row):
+    """One token of each sequence for the same logits, from evenly spaced random numbers."""
+    count, size, tensor = len(params), len(row), keras.ops.convert_to_tensor
+    arguments = option_arrays(params, [np.array([0])] * count, size)
+    uniform = ((np.arange(count) + 0.5) / count).astype("float32")
+    token, _, _ = next_tokens(
+        *(features_of(params, size), tensor(np.tile(row, (count, 1)))),
+        *(np.full((count, 1), -1, "int32"), keras.ops.zeros(count, "int32"), tensor(uniform)),
+        *(None, {name: tensor(array) for name, array in arguments.items()}),
+    )
+    return keras.ops.convert_to_numpy(token)
+
+
 @pytest.mark.parametrize("top_p", [1.0, 0.5])
 @pytest.mark.parametrize("top_k", [0, 10, 40, 64, 70, 199, 2**31, 2**70])
 def test_equal_logits_are_kept_by_id(top_k, top_p):
@@ -172,19 +178,56 @@ def test_equal_logits_are_kept_by_id(top_k, top_p):
     for levels in (1, 5):
         order = np.random.default_rng(levels).permutation(size)
         row = (0.3 * (np.arange(size) % levels))[order].astype("float32")
-        sampling = sampling_of([params] * count, [np.array([0])] * count, size)
-        uniform = ((np.arange(count) + 0.5) / count).astype("float32")
-        arguments = {n: keras.ops.convert_to_tensor(a) for n, a in sampling.arguments.items()}
-        token, _, _ = next_tokens(
-            *(sampling.features, keras.ops.convert_to_tensor(np.tile(row, (count, 1)))),
-            *(np.array([-1], "int32"), keras.ops.zeros(count, "int32")),
-            *(keras.ops.convert_to_tensor(uniform), None, arguments),
-        )
+        tokens = drawn([params] * count, row)
         best = np.argsort(-row, kind="stable")[: top_k or size]
         weights = np.exp(row[best].astype("float64"))
         before = np.cumsum(weights) - weights
         best = best[before < top_p * weights.sum() * (1 - 1e-6)]
-        assert {*keras.ops.convert_to_numpy(token).tolist()} == {*best.tolist()}
+        assert {*tokens.tolist()} == {*best.tolist()}
+
+
+@pytest.mark.once
+def test_top_k_above_a_small_vocabulary_keeps_all_tokens():
+    """A neighbor's `top_k` cuts the tokens of a sequence whose own is above 64."""
+    params = [SamplingParams(top_k=70)] * 256 + [SamplingParams(top_k=5)]
+    assert {*drawn(params, np.zeros(50, "float32"))[:256].tolist()} == {*range(50)}
+
+
+def test_a_new_option_is_one_field_and_one_function():
+    """An option that docs/adding.md describes has no effect, or needs edits elsewhere."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Params(SamplingParams):
+        max_distance: float = number(1e30, "a number from 0 to 1e30", lambda v: 0 <= v <= 1e30)
+
+    @option(AFTER_TEMPERATURE, "max_distance")
+    def exclude_distant(logits, max_distance):
+        distance = keras.ops.max(logits, axis=-1, keepdims=True) - logits
+        return keras.ops.where(distance > max_distance[:, None], -np.inf, logits)
+
+    logits = np.linspace(1, 0, 101, dtype="float32")
+    for top_k in (0, 40):  # each takes another program
+        params = [Params(max_distance=0.205, top_k=top_k), Params(top_k=top_k)]
+        tokens = drawn(params * 512, logits)
+        assert {*tokens[0::2].tolist()} == {*range(21)}
+        assert {*tokens[1::2].tolist()} == {*range(top_k or 101)}
+        features = [features_of(p, 101) for p in ([params[0]], [params[1]])]
+        assert covers(*features, 101)
+        assert not covers(*reversed(features), 101)
+    with pytest.raises(ValueError, match="`max_distance` must be a number from 0 to 1e30; got -1"):
+        Params(max_distance=-1)
+
+
+@pytest.mark.once
+def test_features_that_keep_all_tokens_are_not_covered_by_sorted_ones():
+    """`SamplingParams()` runs in a step for `top_k=100`, and loses its less probable tokens."""
+    few, every = SamplingParams(top_k=100), SamplingParams()
+    known, both = (features_of(params, 1000) for params in ([few], [few, every]))
+    needed = features_of([every], 1000)
+    assert not covers(known, needed, 1000)
+    assert covers(both, needed, 1000)
+    assert covers(both, known, 1000)
+    assert not covers(needed, known, 1000)
 
 
 @pytest.mark.once

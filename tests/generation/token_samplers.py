@@ -1,13 +1,14 @@
-"""`Sampling` without a model, and the sampler of decoding steps on torch."""
+"""Sampling without a model, and the sampler of decoding steps on torch."""
 
 import keras_hub
 import numpy as np
 
-from keras_recurrent.generation.sampling import make_sampling
+from keras_recurrent.generation.samplers import resolve_sampling
+from keras_recurrent.generation.sampling_call import Sampling
 
 
-def sampling_of(params, prompts, vocabulary_size):
-    """The `Sampling` of prompts.
+def resolved(params, batch_size, vocabulary_size):
+    """The `SamplingParams` and seeds of sequences.
 
     params: a `SamplingParams`, a list of them, or a sampler of KerasHub or a user.
     """
@@ -21,15 +22,16 @@ def sampling_of(params, prompts, vocabulary_size):
     Model.backbone.vocabulary_size = vocabulary_size
     if isinstance(params, keras_hub.samplers.Sampler):
         Model.sampler, params = params, None
-    return make_sampling(Model, params, prompts)
+    return resolve_sampling(Model, params, batch_size)
 
 
 def token_sampler(params, batch_size=2, vocabulary_size=50, stops=(), device="cpu"):
-    """A `TokenSampler` of torch; `params` as for `sampling_of`."""
+    """A `TokenSampler` of torch; `params` as for `resolved`."""
     import torch
 
     from keras_recurrent.generation.torch.sampling import TokenSampler
 
     stops = torch.tensor(stops, dtype=torch.int32, device=device)
-    sampling = sampling_of(params, [np.array([1])] * batch_size, vocabulary_size)
+    params, seeds = resolved(params, batch_size, vocabulary_size)
+    sampling = Sampling(params, seeds, vocabulary_size, [np.array([1])] * batch_size)
     return TokenSampler(sampling, stops, vocabulary_size)

@@ -14,12 +14,10 @@ import numpy as np
 import pytest
 
 from keras_recurrent import dispatch, which_generation
-from keras_recurrent.generation.sampling import features_of
 from keras_recurrent.layers import hgrn2
 from keras_recurrent.models import GriffinCausalLM, HGRN2CausalLM, SamplingParams
 from keras_recurrent.serving import Engine, EngineClosed, EngineFull, scheduler
 from keras_recurrent.serving.scheduler import Scheduler
-from keras_recurrent.serving.slots import covers
 from tests.generation.captures import capture_on_cpu
 from tests.models.tiny import HYBRID, NIGHTLY_IF_COMPILED, tiny_causal_lm
 
@@ -482,18 +480,6 @@ def test_the_prefix_cache_stays_within_its_bytes(model):
             prompt = [token, token + 1, token + 2]
             engine.submit(prompt, max_new_tokens=2, sampling=PARAMS[1]).result(60)
         assert engine._prefixes._nbytes == 3 * size
-
-
-@pytest.mark.once
-def test_features_that_keep_all_tokens_are_not_covered_by_sorted_ones():
-    """`SamplingParams()` runs in a step for `top_k=100`, and loses its less probable tokens."""
-    few, every = SamplingParams(top_k=100), SamplingParams()
-    known, both = (features_of(params, 1000) for params in ([few], [few, every]))
-    needed = features_of([every], 1000)
-    assert not covers(known, needed, 1000)
-    assert covers(both, needed, 1000)
-    assert covers(both, known, 1000)
-    assert not covers(needed, known, 1000)
 
 
 @needs_engine
