@@ -15,7 +15,7 @@ from keras_recurrent.generation.output import concatenate_results, format_result
 from keras_recurrent.generation.prompts import check_no_text, check_stop_tokens, parse_prompts
 from keras_recurrent.generation.request import Request
 from keras_recurrent.generation.samplers import CUSTOM_LOOP, check_sampler
-from keras_recurrent.generation.sampling import make_sampling
+from keras_recurrent.generation.sampling_call import make_sampling
 from keras_recurrent.generation.sampling_params import explains_options
 from keras_recurrent.generation.stop_strings import StopStrings, check_stop_strings
 from keras_recurrent.generation.stream import Stream

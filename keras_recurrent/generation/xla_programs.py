@@ -206,6 +206,8 @@ def make_network(model, weights, call=None):
     if not model.run_eagerly:
         announce("Compiling generation, once for a batch size and a range of lengths")
     values = list(zip(model.variables, weights, strict=True)) if weights else []
+    features: Any
+    stops: Any
     features, stops, arguments = call or (None, None, None)
 
     def stateless(function):
@@ -216,7 +218,8 @@ def make_network(model, weights, call=None):
         return call
 
     def sample(logits, count, uniform, memory):
-        return next_tokens(features, logits, stops, count, uniform, memory, arguments)
+        rows = ops.reshape(stops, (-1, stops.shape[-1]))
+        return next_tokens(features, logits, rows, count, uniform, memory, arguments)
 
     number = features and features.num_logprobs
     return loop.Network(stateless(_prefill), stateless(_step), sample, number)

@@ -16,7 +16,7 @@ from keras_recurrent.generation.beam_sampler import BeamSampler
 from keras_recurrent.generation.chat import is_messages, start_turn
 from keras_recurrent.generation.modes import RUN_EAGERLY
 from keras_recurrent.generation.prompts import parse_prompt
-from keras_recurrent.generation.sampling import make_sampling
+from keras_recurrent.generation.sampling_call import make_sampling
 from keras_recurrent.generation.sampling_params import explains_options
 from keras_recurrent.generation.stop_strings import StreamedText, check_stop_strings
 from keras_recurrent.generation.text import hidden_stop_tokens

@@ -8,7 +8,13 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_recurrent.generation.sampling import STOPS_PER_STEP, Features, features_of
+from keras_recurrent.generation.sampling import (
+    STOPS_PER_STEP,
+    Features,
+    covers,
+    features_of,
+    neutral_value,
+)
 
 MIN_CHUNK = 32  # tokens
 MAX_DELAY = 0.43  # of a step, by parts of chunks before it
@@ -156,7 +162,7 @@ class Slots:
         sequence.row, self.sequences[slot] = None, sequence
         given = sequence.sampling.arguments
         for name, array in self._values.items():
-            value = given[name][0] if name in given else self._neutral(name)
+            value = given[name][0] if name in given else neutral_value(name, self._vocabulary_size)
             self._values[name] = self._rows.set_row(array, slot, value)
         self._set_owners()
 
@@ -169,7 +175,7 @@ class Slots:
         for name, array in sequence.sampling.arguments.items():
             if name not in self._values:
                 shape = len(self.sequences), *array.shape[1:]
-                neutral = np.full(shape, self._neutral(name), array.dtype)
+                neutral = np.full(shape, neutral_value(name, self._vocabulary_size), array.dtype)
                 self._values[name] = self._rows.asarray(neutral)
 
     def is_ready(self, sequence):
@@ -199,9 +205,6 @@ class Slots:
         """Returns the number of stop tokens of each slot with this sequence in one."""
         needed = STOPS_PER_STEP * math.ceil(len(sequence.stop_token_ids) / STOPS_PER_STEP)
         return max(self._num_stops, needed)
-
-    def _neutral(self, name):
-        return {"top_k": self._vocabulary_size, "top_p": 1, "repetition_penalty": 1}.get(name, 0)
 
     def remove(self, sequence, is_active):
         """Frees the slot of a sequence.
@@ -248,7 +251,7 @@ class Slots:
         if not known:
             known = [features_of(params, self._vocabulary_size)]
             self._known[self._num_stops] += known
-        return min(known, key=lambda features: sum(map(bool, features)))
+        return min(known, key=lambda features: features.cost)
 
     def _covering(self, params, num_stops):
         """Returns a list of those known `Features` that serve all params."""
@@ -273,22 +276,3 @@ def chunk_sizes(max_chunk):
     if max_chunk >= 4 * MIN_CHUNK:
         sizes = sorted({*sizes, 3 * max_chunk // 4})
     return [*sizes, max_chunk]
-
-
-def covers(features, needed, vocabulary_size):
-    """Returns True if a step with `features` also chooses tokens of sequences that need `needed`.
-
-    vocabulary_size: integer.
-    """
-    if needed.has_others and features.num_sorted and not needed.num_sorted:
-        needed = needed._replace(num_sorted=vocabulary_size)  # its sequences keep all tokens
-    if needed.num_sorted and not features.num_sorted:
-        return False
-    has_greedy = not needed.is_random and features.is_random
-    needed = needed._replace(has_greedy=needed.has_greedy or has_greedy)
-    pairs = zip(features, needed, strict=True)
-    return all(_rank(known) >= _rank(value) for known, value in pairs)
-
-
-def _rank(value):
-    return -1 if value is None else int(value)

@@ -12,7 +12,8 @@ import keras
 import numpy as np
 
 from keras_recurrent import dispatch, which_generation
-from keras_recurrent.generation.sampling import make_sampling, next_tokens
+from keras_recurrent.generation.sampling import next_tokens
+from keras_recurrent.generation.sampling_call import make_sampling
 from keras_recurrent.generation.sampling_params import SamplingParams
 from keras_recurrent.layers.decoding import decoding_scope
 from tests.devices.jax_layouts import SIZES
@@ -61,7 +62,7 @@ def messages(model, params):
     def step(weights, token, state, uniform):
         with keras.StatelessScope(zip(model.variables, weights, strict=True)), decoding_scope():
             logits, _, state = model.call_with_cache(token, state)
-        arguments = sampling.features, logits[:, 0], np.array([-1]), np.zeros(BATCH, "int32")
+        arguments = sampling.features, logits[:, 0], np.array([[-1]]), np.zeros(BATCH, "int32")
         return next_tokens(*arguments, uniform, (), sampling.arguments)[0], state
 
     weights, token = [v.value for v in model.variables], np.ones((BATCH, 1), "int32")

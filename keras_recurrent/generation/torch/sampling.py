@@ -39,7 +39,7 @@ class TokenSampler:
         arguments = sampling.arguments
         self._arguments = sorted(arguments)
         tensors = {name: torch.as_tensor(arguments[name], device=device) for name in arguments}
-        tensors["stops"] = stops.clone()
+        tensors["stops"] = stops[None].clone()
         tensors["index"] = torch.zeros(1, dtype=torch.int64, device=device)
         batch_size = sampling.batch_size
         zeros = functools.partial(torch.zeros, device=device)
