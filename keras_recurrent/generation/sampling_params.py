@@ -128,8 +128,7 @@ class SamplingParams:
         return self.temperature == 0
 
     @functools.cached_property
-    def active_options(self):
-        """Set of the names of options whose values are not the defaults."""
+    def active_options(self):  # a set of the names of options whose values are not the defaults
         fields = dataclasses.fields(self)
         return {field.name for field in fields if getattr(self, field.name) != field.default}
 
