@@ -97,6 +97,8 @@ def _top_logits(function, mesh, batch_axis, x, count):
 
     def local(x):
         values, ids, log_sum = function(x=x, count=count)
+        if num_devices == 1:
+            return values, ids, log_sum
         parts = values, ids + jax.lax.axis_index(axes) * size, log_sum[:, None]
         # One message, of integers with the bits of the floats.
         bits = [jax.lax.bitcast_convert_type(part, jnp.int32) for part in parts]

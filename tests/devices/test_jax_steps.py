@@ -87,6 +87,14 @@ def test_an_embedding_sends_one_sum_per_token(mesh):
     assert sent(traced.jaxpr) == [("psum", (1, 1, backbone.hidden_dim))]
 
 
+def test_top_logits_under_data_parallelism_are_the_largest():
+    """Fails if `top_k` and `logprobs` raise an error where no mesh axis splits the vocabulary."""
+    x = keras.ops.arange(6.0)[None]
+    with keras.distribution.DataParallel(devices=["cpu:0"]).scope():
+        values, ids, _ = dispatch.run("top_logits", {"x": x, "count": 2})
+    assert (values.tolist(), ids.tolist()) == ([[5, 4]], [[5, 4]])
+
+
 def test_blocks_that_devices_cannot_share_say_why(mesh):
     """Fails if a step computes queries with the keys of other heads, or gathers FSDP's weights."""
     backbone = tiny_backbone()
