@@ -14,6 +14,8 @@ Argument: a model of `benchmarks.writing`, with random weights. Decoding is gree
 - latency: requests arrive at random (a Poisson process) at `--load` times the rate of the
   saturated engine. The first fifth of the time is not counted.
 
+With `--turns`, a process compiles and `benchmarks.in_turns` then measures the throughput in turns.
+
 On a CPU, as a check:
 
     KERAS_BACKEND=torch python -m benchmarks.serving hawk_tiny --dtype float32 --slots 2 \
@@ -37,6 +39,7 @@ from benchmarks.decoding import (
     seconds_of_call,
     warm_up,
 )
+from benchmarks.in_turns import answer_turns
 from benchmarks.writing import MODELS, make_model
 from guides.papers.runs import machine, table
 from keras_recurrent import which_generation
@@ -118,6 +121,18 @@ def saturated(engine, arguments):
     return per_second, per_second / statistics.mean(map(len, load.times))
 
 
+def measure_in_turns(model, engine, arguments):
+    """Measures the throughput of `generate` and of a saturated engine for `benchmarks.in_turns`."""
+
+    def measure():
+        static, tokens = static_throughput(model, arguments), saturated(engine, arguments)[0]
+        speeds = {"generate, tokens/s": static, "engine, tokens/s": tokens}
+        return {**speeds, "engine / generate": tokens / static}
+
+    measure()
+    answer_turns(measure)
+
+
 def latency(engine, arguments, rate):
     """Returns seconds to the first token, and between two tokens, of requests at a rate."""
     load, begin = Requests(engine, arguments), time.perf_counter()
@@ -156,6 +171,7 @@ def main():
     parser.add_argument("--load", type=float, default=0.7, help="share of the saturated rate")
     parser.add_argument("--seconds", type=float, default=60, help="duration of the latency run")
     parser.add_argument("--temperature", type=float, default=0)
+    parser.add_argument("--turns", action="store_true", help="of `benchmarks.in_turns`")
     parser.add_argument("--prefill-chunk", type=int, help="`prefill_chunk` of the engine")
     arguments = parser.parse_args()
     if min(arguments.requests - 2, arguments.prompt, arguments.answer) < 2:
@@ -163,16 +179,21 @@ def main():
 
     model = make_model(arguments.model, dtype=arguments.dtype)
     model.compile(sampler="greedy")
+    chunk = {} if arguments.prefill_chunk is None else {"prefill_chunk": arguments.prefill_chunk}
+    max_length = 3 * arguments.prompt // 2 + 3 * arguments.answer // 2
+    options = {"max_queued": arguments.requests, "prefix_cache_bytes": 0, **chunk}
+    if arguments.turns:
+        static_throughput(model, arguments)
+        with Engine(model, arguments.slots, max_length, **options) as engine:
+            return measure_in_turns(model, engine, arguments)
+
     versions = {n: importlib.metadata.version(n) for n in ("keras", keras.config.backend())}
     print(f"{machine()}, {arguments.dtype}, {datetime.date.today()}, {versions}")
     tables = {"decoding": decoding(model, arguments, device_rates(arguments.dtype))}
     static = static_throughput(model, arguments)
     print(f"generate: {which_generation(model)}", flush=True)
 
-    chunk = {} if arguments.prefill_chunk is None else {"prefill_chunk": arguments.prefill_chunk}
-    max_length = 3 * arguments.prompt // 2 + 3 * arguments.answer // 2
     start = time.perf_counter()
-    options = {"max_queued": arguments.requests, "prefix_cache_bytes": 0, **chunk}
     with Engine(model, arguments.slots, max_length, **options) as engine:
         print(f"The engine started in {time.perf_counter() - start:.1f} s: ", end="")
         print(which_generation(model), flush=True)

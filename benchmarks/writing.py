@@ -11,14 +11,13 @@ per token is the difference between two calls that generate different numbers of
 contains neither prefill nor the start of a call. A stream is timed between the same tokens. The
 floor is `decoding_time` at the rates of a copy and of a matrix product in the same process.
 
-With `--turn FOLDER` a process compiles, makes `FOLDER/ready`, and times once `FOLDER/go` exists:
-`benchmarks/writing_in_turns.sh` compiles several in parallel and times one after the other.
+With `--turns`, a process compiles and is then measured in turns by `benchmarks.in_turns`, with the
+last of the quantizations only.
 """
 
 import argparse
 import contextlib
 import json
-import pathlib
 import statistics
 import time
 
@@ -26,6 +25,7 @@ import keras
 import numpy as np
 
 from benchmarks.decoding import device_rates, least_seconds_a_token
+from benchmarks.in_turns import answer_turns
 from keras_recurrent import which_generation
 from keras_recurrent.layers.decoding import decoding_scope
 from keras_recurrent.models import GriffinCausalLM, HGRN2CausalLM, LightningHybridCausalLM
@@ -50,6 +50,7 @@ MODELS: dict = {
 }
 PROMPT, FEW, MANY = 16, 64, 1088  # tokens
 RUNS = 5
+TIMES = ("generate, ms a token", "stream, ms a token", "stream, ms to the first token")
 
 
 def make_model(name, preprocessor=None, dtype="bfloat16"):
@@ -93,13 +94,7 @@ def logits_apart(model):
     return float(np.abs(fused - expected).max() / np.abs(expected).max())
 
 
-def wait_for_turn(folder):
-    (folder / "ready").touch()
-    while not (folder / "go").exists():
-        time.sleep(0.1)
-
-
-def measure(name, batch, quantization=None, turn=None):
+def measure(name, batch, quantization=None, turns=False):
     model = make_model(name)
     apart = None
     if quantization is not None:
@@ -120,18 +115,26 @@ def measure(name, batch, quantization=None, turn=None):
         return time.perf_counter() - start
 
     def seconds_of_stream():
+        """Returns the seconds of a token after the first ones, and those to the first one."""
+        start = time.perf_counter()
         stream = model.stream(prompts(vocabulary, batch, MANY), stop_token_ids=None)
         times = [time.perf_counter() for _ in stream]
-        return (times[-1] - times[FEW - 1]) / (MANY - FEW)
+        return (times[-1] - times[FEW - 1]) / (MANY - FEW), times[0] - start
+
+    def measure_turn():
+        token = (seconds(MANY) - seconds(FEW)) / (MANY - FEW)
+        way = str(which_generation(model))
+        times = zip(TIMES, (token, *seconds_of_stream()), strict=True)
+        return {**{name: 1000 * value for name, value in times}, "way": way}
 
     first = seconds(MANY)
     seconds(FEW)
     seconds_of_stream()
-    if turn is not None:
-        wait_for_turn(turn)
-    times = [(seconds(MANY) - seconds(FEW)) / (MANY - FEW) for _ in range(RUNS)]
-    way = which_generation(model)
-    streamed = [seconds_of_stream() for _ in range(RUNS)]
+    if turns:
+        return answer_turns(measure_turn)
+    measured = [measure_turn() for _ in range(RUNS)]
+    token, streamed, to_first = (sorted(turn[name] for turn in measured) for name in TIMES)
+    median = statistics.median(token) / 1000
     rates = device_rates("bfloat16")
     floor = least_seconds_a_token(model, batch, MANY - FEW, PROMPT + FEW, **rates)
     return {
@@ -140,14 +143,15 @@ def measure(name, batch, quantization=None, turn=None):
         "logits apart": apart,
         "backend": keras.config.backend(),
         "batch": batch,
-        "ms a token": [round(1000 * t, 3) for t in sorted(times)],
+        "ms a token": [round(t, 3) for t in token],
         "floor ms": round(1000 * floor, 3),
-        "share of floor": round(floor / statistics.median(times), 3),
+        "share of floor": round(floor / median, 3),
         "copy TB/s": round(rates["bytes_per_second"] / 1e12, 2),
-        "tokens/s": round(batch / statistics.median(times)),
-        "stream tokens/s": round(batch / statistics.median(streamed)),
+        "tokens/s": round(batch / median),
+        "stream tokens/s": round(1000 * batch / statistics.median(streamed)),
+        "stream ms to the first token": round(statistics.median(to_first), 1),
         "first call s": round(first, 1),
-        "way": str(way),
+        "way": measured[-1]["way"],
     }
 
 
@@ -156,12 +160,15 @@ def main():
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("batch", type=int)
     parser.add_argument("quantizations", nargs="*", help=", ".join(quantizations()))
-    parser.add_argument("--turn", type=pathlib.Path, metavar="FOLDER")
+    parser.add_argument("--turns", action="store_true", help="of `benchmarks.in_turns`")
     arguments = parser.parse_args()
     if unknown := set(arguments.quantizations) - set(quantizations()):
         parser.error(f"there is no quantization {sorted(unknown)}")
-    for quantization in [None, *arguments.quantizations]:
-        found = measure(arguments.model, arguments.batch, quantization, arguments.turn)
+    modes = [None, *arguments.quantizations]
+    if arguments.turns:
+        return measure(arguments.model, arguments.batch, modes[-1], turns=True)
+    for quantization in modes:
+        found = measure(arguments.model, arguments.batch, quantization)
         print(json.dumps(found), flush=True)
 
 
