@@ -18,7 +18,7 @@ from keras_recurrent.models import GriffinCausalLM, SamplingParams
 TEXT = "What is the time o' the day? Past the mid season. At least two glasses."
 NEW_TOKENS, RUNS = 64, 3
 GREEDY = SamplingParams(temperature=0)
-RANDOM = SamplingParams(temperature=1, top_k=40, seed=0)
+RANDOM = {"sampling": SamplingParams(temperature=1, top_k=40, seed=0)}
 
 
 def cpu_seconds():
@@ -27,7 +27,6 @@ def cpu_seconds():
 
 
 def cpu_milliseconds(function):
-    """Returns the CPU time of a call."""
     start = cpu_seconds()
     function()
     return 1000 * (cpu_seconds() - start)
@@ -38,7 +37,6 @@ def main():
     load = 1000 * cpu_seconds()
     options = {"max_new_tokens": NEW_TOKENS, "stop_token_ids": None, "sampling": GREEDY}
     generate = functools.partial(model.generate, **options)
-    prompts = [TEXT[: 4 + 4 * row] for row in range(16)]
     first_tokens = []
 
     def stream():
@@ -49,15 +47,12 @@ def main():
         for _ in chunks:
             pass
 
-    cases = {
-        "generate, batch size 1": lambda: generate(TEXT),
-        "generate, batch size 16": lambda: generate(prompts),
-        "generate, batch size 1, top_k": lambda: generate(TEXT, sampling=RANDOM),
-        "generate, batch size 16, top_k": lambda: generate(prompts, sampling=RANDOM),
-        "generate, a stop string": lambda: generate(TEXT, stop=["\n\n"]),
-        "generate, return_cache": lambda: generate(TEXT, return_cache=True),
-        "stream": stream,
-    }
+    cases = {"stream": stream}
+    for size, inputs in ((1, TEXT), (16, [TEXT[: 4 + 4 * row] for row in range(16)])):
+        cases[f"generate, batch size {size}"] = functools.partial(generate, inputs)
+        cases[f"generate, batch size {size}, top_k"] = functools.partial(generate, inputs, **RANDOM)
+    cases["generate, a stop string"] = functools.partial(generate, TEXT, stop=["\n\n"])
+    cases["generate, return_cache"] = functools.partial(generate, TEXT, return_cache=True)
     found = {"import and load": load, "first call": cpu_milliseconds(lambda: generate(TEXT))}
     for name, function in cases.items():
         function()

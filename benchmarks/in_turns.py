@@ -9,7 +9,6 @@ on every tree. All processes compile in parallel; then one after the other is me
 
 import argparse
 import collections
-import concurrent.futures
 import contextlib
 import json
 import os
@@ -18,7 +17,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 ORIGIN = "import importlib.util as u; print(u.find_spec('keras_recurrent').origin)"
@@ -53,15 +51,11 @@ def start(folder, work, *options):
         return subprocess.Popen(command, cwd=folder, env=env, stderr=log, **pipes)
 
 
-def read(process, seconds=threading.TIMEOUT_MAX):
-    """Returns the next dictionary that a process prints, or None if it ends or is too slow."""
-    timer = threading.Timer(seconds, process.kill)
-    timer.daemon = True
-    timer.start()
+def read(process):
+    """Returns the next dictionary that a process prints, or None if it has ended."""
     line = next((line for line in process.stdout if line.startswith("{")), None)
-    timer.cancel()
     if line is None:
-        print(f"{process.args}: failed or was not ready", file=sys.stderr, flush=True)
+        print(f"{process.args} failed", file=sys.stderr, flush=True)
     return line and json.loads(line)
 
 
@@ -73,9 +67,7 @@ def measurements(arguments):
     processes = {}
     if not arguments.fresh:
         processes = {pair: start(folders[pair[1]], pair[0], "--turns") for pair in pairs}
-        with concurrent.futures.ThreadPoolExecutor(len(pairs)) as pool:
-            ready = pool.map(lambda pair: read(processes[pair], arguments.seconds), pairs)
-            pairs = [pair for pair, line in zip(pairs, ready, strict=True) if line is not None]
+        pairs = [pair for pair in pairs if read(processes[pair]) is not None]
     for _ in range(arguments.runs):
         for work, tree in pairs:
             process = start(folders[tree], work) if arguments.fresh else processes[work, tree]
@@ -109,7 +101,6 @@ def main():
     parser.add_argument("works", nargs="+", metavar='"BACKEND SCRIPT ARGUMENTS"')
     parser.add_argument("--trees", nargs="+", default=["."], help="checkouts, the older one first")
     parser.add_argument("--runs", type=int, default=5, help="number of turns")
-    parser.add_argument("--seconds", type=float, default=240, help="limit of compilation")
     parser.add_argument("--fresh", action="store_true", help="a new process for each measurement")
     parser.add_argument("--results", metavar="FILE", help="append to it, and print all its results")
     arguments = parser.parse_args()
