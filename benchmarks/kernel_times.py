@@ -25,9 +25,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.decoding import seconds_a_token, warm_up
 from benchmarks.writing import MODELS, make_model
+from keras_recurrent.generation.batch import Batch
+from keras_recurrent.generation.scheduler import Scheduler
 from keras_recurrent.serving import Engine
-from keras_recurrent.serving.scheduler import Scheduler
-from keras_recurrent.serving.slots import Slots
 
 PROMPT, ANSWER = (256, 768), (128, 384)  # tokens, the ranges of random lengths
 STEPS, KERNELS, GAPS = 64, 16, 8  # steps of a trace, and lines of the tables
@@ -111,8 +111,8 @@ def main():
     parser.add_argument("--seconds", type=float, default=0.5, help="duration of the engine's trace")
     arguments = parser.parse_args()
     for cls, name in (
-        *((Scheduler, name) for name in ("_process_chunks", "_finish", "_receive", "_end")),
-        *((Slots, name) for name in ("insert", "step")),
+        *((Scheduler, name) for name in ("_process_chunks", "_finish", "_process", "_end")),
+        *((Batch, name) for name in ("insert", "step")),
     ):
         annotate(cls, name)
     model = make_model(arguments.model)
@@ -124,12 +124,12 @@ def main():
     length = PROMPT[1] + ANSWER[1]
     options = {"prefill_chunk": arguments.prefill_chunk, "prefix_cache_bytes": 0}
     with Engine(model, arguments.slots, length, max_queued=10**4, **options) as engine:
-        slots = engine._slots
-        for size in slots._chunk_sizes:
-            run = functools.partial(slots.process_example, size)
-            print_kernels(f"a program of {slots.num_prompts}x{size} tokens", trace(run), 1)
+        chunks = engine._chunks
+        for size in chunks._sizes:
+            run = functools.partial(chunks._run_example, size)
+            print_kernels(f"a program of {chunks.num_prompts}x{size} tokens", trace(run), 1)
             print(
-                f"alone {milliseconds(run):.3f} ms, share of the bound per part", slots.cost(size)
+                f"alone {milliseconds(run):.3f} ms, share of the bound per part", chunks.cost(size)
             )
         rng, vocabulary = np.random.default_rng(0), model.backbone.vocabulary_size
         for _ in range(4 * arguments.slots):

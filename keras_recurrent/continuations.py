@@ -1,24 +1,17 @@
 """Scores and generates continuations of contexts, processing each context once."""
 
-import functools
-from collections.abc import Callable
-
-import keras
 import numpy as np
-from keras import ops
 
 from keras_recurrent.checks.arguments import check_positive_integer
-from keras_recurrent.devices.jax_processes import gather_to_numpy
-from keras_recurrent.dispatch import chosen_name
-from keras_recurrent.evaluation import no_gradients
+from keras_recurrent.generation.decoding_loop import start_decoding
 from keras_recurrent.generation.lengths import capacity
 from keras_recurrent.generation.prompts import pad_prompts, parse_token_ids
+from keras_recurrent.generation.sampling_params import SamplingParams
+from keras_recurrent.generation.sequence import Sequence
 from keras_recurrent.generation.stop_strings import StreamedText
 from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
-from keras_recurrent.ops.token_crossentropy import token_crossentropy
 
 TOKENS_PER_CALL = 2048  # tokens of a batch whose logits are in memory at a time
-NEW_TOKENS_PER_CALL = 32  # generated tokens before texts are searched for stop strings
 
 
 class Continuations:
@@ -66,7 +59,6 @@ class Continuations:
         # A model of the same backbone that takes tokens and has its own sampler.
         self._model = type(model)(model.backbone, preprocessor=None, compile=False)
         self._model.compile(sampler="greedy")
-        self._scorer = _make_scorer(self._model)
 
     def score(self, requests):
         """Computes log probabilities of continuations.
@@ -197,29 +189,27 @@ class Continuations:
             part = slice(first, first + size)
             if not real[:, part].any():
                 break
-            loss, best, state = self._scorer(
-                inputs[:, part], targets[:, part], real[:, part], state
-            )
-            total -= np.where(real[:, part], loss, 0.0).sum(axis=1)
+            arrays = inputs[:, part], targets[:, part], real[:, part]
+            loss, best, state = self._model._programs().score(*arrays, state)
+            total -= np.where(real[:, part], loss.astype("float64"), 0.0).sum(axis=1)
             greedy &= (best | ~real[:, part]).all(axis=1)
         found = zip(total.tolist(), greedy.tolist(), strict=True)
         return [score for score, _ in zip(found, continuations, strict=False)]
 
     def _generate_texts(self, cache, until, max_new_tokens, end_token_id):
-        options = until, end_token_id
-        answers = [Answer(self._preprocessor, token, *options) for token in cache.last_token]
-        remaining = max_new_tokens
-        while remaining and not all(answer.ended for answer in answers):
-            count = min(remaining, NEW_TOKENS_PER_CALL)
-            remaining -= count
-            # Generation continues for answers that have ended: batches of one size share a program.
-            generated, cache = self._model.generate(
-                None, count, (end_token_id,), cache=cache, return_cache=True
-            )
-            rows = zip(answers, generated["token_ids"], generated["padding_mask"], strict=True)
-            for answer, tokens, real in rows:
-                answer.add(tokens[real])
-        return [answer.end() for answer in answers]
+        texts = [
+            StreamedText(self._preprocessor, token, until, [end_token_id])
+            for token in cache.last_token
+        ]
+        options = SamplingParams(temperature=0), None, max_new_tokens, [end_token_id]
+        pairs = zip(cache.token_ids, texts, strict=True)
+        sequences = [Sequence(ids, *options, text.read) for ids, text in pairs]
+        programs = self._model._programs()
+        loop = start_decoding(self._model, programs, sequences, cache.state)
+        while loop.advance():
+            pass
+        loop.batch.close()
+        return [text.shown for text in texts]
 
 
 def _check_pair(request):
@@ -230,73 +220,5 @@ def _check_pair(request):
     )
 
 
-class Answer:
-    """Text of one answer, which ends before the first stop string or the end token.
-
-    Args:
-        preprocessor: the preprocessor of the model, which detokenizes.
-        last_token: integer, the last token of the context.
-        until: a list of stop strings.
-        end_token_id: integer.
-    """
-
-    def __init__(self, preprocessor, last_token, until, end_token_id):
-        self._text = StreamedText(preprocessor, last_token, until, [end_token_id])
-        self._end_token_id, self.ended = end_token_id, False
-
-    def add(self, tokens):
-        """Appends tokens, up to an end token."""
-        for token in tokens:
-            if self.ended:
-                return
-            is_last = token == self._end_token_id
-            self._text.add(token, is_last)
-            self.ended = is_last or self._text.is_stopped
-
-    def end(self):
-        """Returns the text."""
-        self.add([self._end_token_id])
-        return self._text.shown
-
-
 def _power_of_two(number):
     return 1 << max(number - 1, 0).bit_length()
-
-
-def _make_scorer(model):
-    """Returns a function of `token_ids`, `targets` and `real`, all `[B, T]`, and `state`.
-
-    It returns the losses of the targets and True where a target is the most probable token, both
-    NumPy arrays `[B, T]`, and the state after the real tokens.
-    """
-
-    def score_tokens(token_ids, targets, real, state):
-        hidden_states, state = model.backbone.hidden_states(token_ids, real, cache=state)
-        logits = model.backbone.token_embedding(hidden_states, reverse=True)
-        best = ops.equal(ops.cast(ops.argmax(logits, axis=-1), targets.dtype), targets)
-        return token_crossentropy(logits, targets), best, state
-
-    on_jax = keras.config.backend() == "jax"
-    run: Callable = _compile_with_jax(model, score_tokens) if on_jax else score_tokens
-
-    def run_on_host(token_ids, targets, real, state):
-        with no_gradients():
-            loss, best, state = run(*map(ops.convert_to_tensor, (token_ids, targets, real)), state)
-        return gather_to_numpy(loss).astype("float64"), gather_to_numpy(best), state
-
-    return run_on_host
-
-
-def _compile_with_jax(model, function):
-    import jax
-
-    # The choice of `implementation` is a static argument of the program.
-    @functools.partial(jax.jit, static_argnames="implementation")
-    def program(weights, arguments, implementation):
-        with keras.StatelessScope(list(zip(model.variables, weights, strict=True))):
-            return function(*arguments)
-
-    def run(*arguments):
-        return program([v.value for v in model.variables], arguments, implementation=chosen_name())
-
-    return run

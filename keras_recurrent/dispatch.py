@@ -182,10 +182,10 @@ def choose(operation, arguments, implementation=None):
     arguments: the keyword arguments of an implementation, a dict.
     """
     name = implementation or (PORTABLE if exports() else chosen_name())
-    refused = {}
+    refused, checks_platform = {}, BACKEND == "jax" and not name
     for candidate in (_check_name(name),) if name else serving():
         reason = _unsupported_reason(operation, candidate, arguments)
-        if reason is None and not name:
+        if reason is None and checks_platform:
             reason = _platform_reason(candidate, arguments)
         if reason is None:
             return Choice(operation, candidate, refused)
@@ -217,7 +217,7 @@ def exports():
 
 def _platform_reason(name, arguments):
     """Reason why an implementation for one platform cannot run with these arguments, or None."""
-    if BACKEND == "jax" and name in _platforms.PLATFORMS:
+    if name in _platforms.PLATFORMS:
         return _platforms.platform_reason(arguments, _platforms.PLATFORMS[name])
     return None
 

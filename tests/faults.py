@@ -322,16 +322,16 @@ FAULTS = [
     ),
     Fault(
         "choice_of_tokens_traced_at_any_time",
-        "keras_recurrent/generation/torch/sampling.py",
+        "keras_recurrent/generation/torch/decoder.py",
         old="with tracing, torch.no_grad():",
         new="with torch.no_grad():",
         tests={
-            "torch": "generation/test_torch_steps.py::test_choice_of_tokens_waits_for_other_tracing"
+            "torch": "generation/test_torch_steps.py::test_choice_of_tokens_is_traced_by_one_thread"
         },
     ),
     Fault(
         "prefill_from_an_empty_state",
-        "keras_recurrent/generation/torch/loop.py",
+        "keras_recurrent/generation/torch/programs.py",
         old="tokens, mask, cache=cache, return_cache=True, max_length=max_length",
         new="tokens, mask, cache=cache or backbone.get_initial_state(len(lengths), max_length)",
         tests={
@@ -611,36 +611,29 @@ FAULTS = [
     ),
     # Generation
     Fault(
-        "jax_programs_stop",
-        "keras_recurrent/generation/loop.py",
-        old="done = ops.logical_or(state.done, count >= free_length)",
-        new="done = ops.logical_or(state.done, count > free_length)",
+        "sequences_end_late",
+        "keras_recurrent/generation/device_state.py",
+        old="remaining[:, None] > 0",
+        new="remaining[:, None] >= 0",
         tests={
             "jax": (
                 "generation/test_cache.py::test_going_on_neither_drops_nor_repeats_a_token[hgrn2]"
-            )
+            ),
+            "torch": (
+                "generation/test_cache.py::"
+                "test_going_on_neither_drops_nor_repeats_a_token[transnormer]"
+            ),
         },
     ),
     Fault(
         "stream_cache_ahead",
-        "keras_recurrent/generation/xla_steps.py",
-        old="            state = self._replay(end, end, self._call.limited(end))",
-        new="            pass",
+        "keras_recurrent/generation/xla_batch.py",
+        old="        if not any(is_ahead):",
+        new="        if True:",
         tests={
             "jax": (
-                "generation/test_cache.py::test_a_stream_continues_after_its_cache_is_read[hgrn2]"
-            )
-        },
-    ),
-    Fault(
-        "rows_stop_late",
-        "keras_recurrent/generation/torch/loop.py",
-        old="continues = (self.free_length[:, None] > 0)",
-        new="continues = (self.free_length[:, None] >= 0)",
-        tests={
-            "torch": (
-                "generation/test_cache.py::"
-                "test_going_on_neither_drops_nor_repeats_a_token[transnormer]"
+                "generation/test_options.py::"
+                "test_cache_while_device_is_ahead_has_state_of_its_tokens"
             )
         },
     ),
@@ -712,12 +705,11 @@ FAULTS = [
     Fault(
         "beams_of_neighbors",
         "keras_recurrent/generation/beam_search.py",
-        old="(count >= free_length)[:, None])",
-        new="(count >= ops.max(free_length))[:, None])",
-        tests={
-            "torch": "generation/test_beam_search.py::test_a_row_gets_what_it_gets_alone",
-            "jax": "generation/test_beam_search.py::test_rules_and_limits[sums]",
-        },
+        old="(count >= remaining_tokens)[:, None])",
+        new="(count >= ops.max(remaining_tokens))[:, None])",
+        tests=dict.fromkeys(
+            ("jax", "torch"), "generation/test_beam_search.py::test_rules_and_limits[sums]"
+        ),
     ),
     Fault(
         "options_of_neighbors",
@@ -739,7 +731,7 @@ FAULTS = [
         tests={
             "torch": (
                 "generation/test_options.py::"
-                "test_stop_strings_are_found_wherever_they_are_cut[replace]"
+                "test_stop_strings_are_found_at_their_last_token[replace]"
             )
         },
     ),
@@ -757,22 +749,34 @@ FAULTS = [
     ),
     Fault(
         "cache_ahead_of_a_stop_string",
-        "keras_recurrent/generation/torch/loop.py",
-        old="block = 1 if keep and request.stop_strings else RECENT",
-        new="block = RECENT",
+        "keras_recurrent/generation/torch_batch.py",
+        old="tokens_per_step = 1 if is_exact else TOKENS_AHEAD",
+        new="tokens_per_step = TOKENS_AHEAD",
         tests={
-            "torch": "generation/test_options.py::test_a_stop_string_ends_its_sequence_only[True]"
+            "torch": (
+                "generation/test_options.py::"
+                "test_cache_while_device_is_ahead_has_state_of_its_tokens"
+            )
         },
+    ),
+    Fault(
+        "tokens_of_steps_ahead_lost",
+        "keras_recurrent/generation/decoding_loop.py",
+        old="launched = self._launched or self.batch.step()",
+        new="launched = self.batch.step()",
+        tests=dict.fromkeys(
+            ("jax", "torch"),
+            "generation/test_options.py::"
+            "test_accelerator_settings_generate_tokens_of_prompts_alone[length-False]",
+        ),
     ),
     Fault(
         "continuation_stop_string",
         "keras_recurrent/continuations.py",
-        old="preprocessor, last_token, until, [end_token_id]",
-        new="preprocessor, last_token, until[:1], [end_token_id]",
+        old="StreamedText(self._preprocessor, token, until, [end_token_id])",
+        new="StreamedText(self._preprocessor, token, until[:1], [end_token_id])",
         tests={
-            "torch": (
-                "test_continuations.py::test_an_answer_ends_before_the_first_string[xab-until2-x]"
-            )
+            "torch": "test_continuations.py::test_what_is_written_is_what_generate_writes[griffin]"
         },
     ),
     # Checkpoints, conversion and tokenizers
@@ -986,8 +990,8 @@ FAULTS = [
     Fault(
         "stale_program_reused",
         "keras_recurrent/models/recurrent_causal_lm.py",
-        old="self._decoding_loops = None",
-        new='self._decoding_loops = getattr(self, "_decoding_loops", None)',
+        old="self._decoding_programs = None",
+        new='self._decoding_programs = getattr(self, "_decoding_programs", None)',
         tests={
             "torch": "generation/test_programs.py::"
             "test_compile_after_a_change_of_a_layer_traces_again"
@@ -995,7 +999,7 @@ FAULTS = [
     ),
     Fault(
         "run_eagerly_ignored",
-        "keras_recurrent/generation/torch/runner.py",
+        "keras_recurrent/generation/torch/programs.py",
         old="RUN_EAGERLY if model.run_eagerly else None",
         new="None",
         tests={
@@ -1006,8 +1010,8 @@ FAULTS = [
     Fault(
         "custom_sampler_ignored",
         "keras_recurrent/generation/samplers.py",
-        old="if type(sampler) not in _CONVERSIONS or replaced:",
-        new="if type(sampler) not in _CONVERSIONS:",
+        old="if type(sampler) not in GREEDY + RANDOM or replaced:",
+        new="if type(sampler) not in GREEDY + RANDOM:",
         tests={
             "torch": "generation/test_programs.py::test_samplers_that_choose_no_token"
             "[sampler2-without a replaced method; got a GreedySampler]"
@@ -1167,7 +1171,7 @@ FAULTS = [
     Fault(
         "dropped_engine_keeps_its_thread",
         "keras_recurrent/serving/engine.py",
-        old="weakref.finalize(self, self._scheduler.close).atexit = False",
+        old="weakref.finalize(self, self._worker.close).atexit = False",
         new="",
         tests={"torch": "serving/test_engine.py::test_an_engine_that_is_dropped_finishes_and_ends"},
     ),
@@ -1176,7 +1180,9 @@ FAULTS = [
         "keras_recurrent/serving/mailbox.py",
         old="            self._metrics.end(self._requests[index])",
         new="            pass",
-        tests={"torch": "serving/test_server.py::test_a_client_that_disconnects_frees_its_slot"},
+        tests={
+            "torch": "serving/test_server.py::test_a_client_that_disconnects_frees_its_slot[True]"
+        },
     ),
     Fault(
         "all_errors_of_a_body_recorded",
@@ -1213,7 +1219,7 @@ FAULTS = [
     Fault(
         "server_listens_before_it_compiles",
         "keras_recurrent/serving/__main__.py",
-        old="        warm_up(engine)",
+        old="        engine.warm_up()",
         new="        pass",
         tests={
             "torch": "serving/test_main.py::"
@@ -1227,22 +1233,28 @@ FAULTS = [
         new="                pass",
         tests={
             "torch": "serving/test_engine.py::"
-            "test_captured_steps_and_chunks_change_only_their_buffers"
+            "test_engine_with_random_requests_answers_as_generate[griffin-True]"
         },
     ),
     Fault(
         "prompts_of_a_program_exchanged",
-        "keras_recurrent/serving/jax_slots.py",
+        "keras_recurrent/generation/jax_slots.py",
         old="        return [list(row) for row in zip(*parts, strict=True)]",
         new="        return [list(row) for row in zip(*parts, strict=True)][::-1]",
-        tests={"jax": "serving/test_engine.py::test_a_program_processes_several_prompts"},
+        tests={
+            "jax": "serving/test_engine.py::"
+            "test_engine_with_random_requests_answers_as_generate[griffin-True]"
+        },
     ),
     Fault(
         "recent_tokens_of_an_earlier_request",
-        "keras_recurrent/serving/jax_slots.py",
-        old="lambda a, r: a.at[slot].set(r[0])",
-        new="lambda a, r: a.at[slot].set(r[0]) if a.ndim > 1 else a",
-        tests={"jax": "serving/test_engine.py::test_slots_write_states_every_few_tokens"},
+        "keras_recurrent/generation/jax_slots.py",
+        old="set_slot(array, value[0])",
+        new="set_slot(array, value[0]) if array.ndim > 1 else array",
+        tests={
+            "jax": "serving/test_engine.py::"
+            "test_engine_with_random_requests_answers_as_generate[hgrn2-True]"
+        },
     ),
     Fault(
         "recent_tokens_lost_in_caches",
@@ -1251,14 +1263,42 @@ FAULTS = [
         new='        return {"memory": part["memory"]}',
         tests={
             "jax": "generation/test_programs.py::test_programs_write_states_every_few_tokens",
-            "torch": "serving/test_engine.py::test_slots_write_states_every_few_tokens",
+            "torch": "serving/test_engine.py::"
+            "test_engine_with_random_requests_answers_as_generate[hgrn2-True]",
         },
+    ),
+    Fault(
+        "counts_of_an_earlier_request",
+        "keras_recurrent/generation/torch_batch.py",
+        old='tensors["counts"][slot].zero_()',
+        new="pass",
+        tests={
+            "torch": "serving/test_engine.py::"
+            "test_engine_with_random_requests_answers_as_generate[griffin-False]"
+        },
+    ),
+    Fault(
+        "state_ahead_of_a_stop_string",
+        "keras_recurrent/serving/sequence.py",
+        old="len(self.token_ids) if self.ends_on_device else self.num_launched",
+        new="len(self.token_ids)",
+        tests={
+            "jax": "serving/test_engine.py::"
+            "test_engine_with_random_requests_answers_as_generate[griffin-True]"
+        },
+    ),
+    Fault(
+        "failed_removal_loses_a_request",
+        "keras_recurrent/generation/batch.py",
+        old="            self._stop(slot)  # it may fail",
+        new="            self.owners = []\n            self._stop(slot)",
+        tests={"torch": "serving/test_engine.py::test_a_failed_engine_ends_all_requests"},
     ),
     Fault(
         "cache_of_generate_with_recent_tokens",
         "keras_recurrent/generation/xla_programs.py",
-        old="cache = apply_recent_tokens(state.cache) if keep else ()",
-        new="cache = state.cache if keep else ()",
+        old="self.finish = function(apply_recent_tokens) if on_jax else _unchanged",
+        new="self.finish = _unchanged",
         tests={"jax": "generation/test_programs.py::test_programs_write_states_every_few_tokens"},
     ),
     Fault(

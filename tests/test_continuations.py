@@ -5,7 +5,10 @@ import numpy as np
 import pytest
 
 from keras_recurrent import continuations
-from keras_recurrent.continuations import Answer, Continuations
+from keras_recurrent.continuations import Continuations
+from keras_recurrent.generation.sequence import Sequence
+from keras_recurrent.generation.stop_strings import StreamedText
+from keras_recurrent.models import SamplingParams
 from keras_recurrent.tokenizers import ByteTokenizer
 from tests.models.tiny import FAMILIES, VOCABULARY, any_family, tiny_causal_lm
 
@@ -91,10 +94,7 @@ def test_each_context_is_read_once(monkeypatch):
 
 @pytest.mark.once
 @any_family
-def test_what_is_written_is_what_generate_writes(family, monkeypatch):
-    monkeypatch.setattr(
-        continuations, "NEW_TOKENS_PER_CALL", 5
-    )  # stop strings lie across two of them
+def test_what_is_written_is_what_generate_writes(family):
     model = byte_model(family)
     model.compile(sampler="greedy")
     contexts = ["It was", "Call me Ishmael", "All", "It was"]
@@ -129,15 +129,14 @@ def test_what_is_written_is_what_generate_writes(family, monkeypatch):
 )
 def test_an_answer_ends_before_the_first_string(written, until, wanted):
     preprocessor = FAMILIES["hgrn2"].preprocessor(ByteTokenizer())
-    tokens = preprocessor.tokenizer(written)
-    for size in (1, 2, 100):
-        answer = Answer(preprocessor, 100, until, end_token_id=2)
-        for first in range(0, len(tokens), size):
-            answer.add(tokens[first : first + size])
-        assert answer.end() == wanted
-    answer = Answer(preprocessor, 100, until, end_token_id=2)
-    answer.add([*tokens, 2, *preprocessor.tokenizer("behind the end")])
-    assert answer.end() == wanted
+    tokens = [*preprocessor.tokenizer(written), 2, *preprocessor.tokenizer("behind the end")]
+    text = StreamedText(preprocessor, 100, until, [2])
+    greedy = SamplingParams(temperature=0)
+    sequence = Sequence(np.array([100]), greedy, None, len(tokens), [2], text.read)
+    for token in tokens:
+        if sequence.finish_reason is None:
+            sequence.add(token)
+    assert text.shown == wanted
 
 
 @pytest.mark.once

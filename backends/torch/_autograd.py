@@ -43,7 +43,7 @@ def is_eager(inputs):
 
     No compiler, tracer, mode, transform, meta tensor or tensor subclass is involved.
     """
-    first = next((x for x in inputs if x is not None), None)
+    first = next(iter([x for x in inputs if x is not None]), None)
     return (
         not torch.compiler.is_compiling()
         and _EAGER_TYPES.issuperset(map(type, inputs))

@@ -13,8 +13,8 @@ from ._autograd import call_without_gradient, register_autograd
 
 def accumulation_dtype(*tensors):
     """The dtype of states and sums: float64 if any tensor is float64, else float32."""
-    given = [t for t in tensors if t is not None]
-    return torch.float64 if any(t.dtype == torch.float64 for t in given) else torch.float32
+    dtypes = [t.dtype for t in tensors if t is not None]
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 _capabilities: dict = {}

@@ -2,14 +2,17 @@
 
 from torch.nn.modules import module as torch_module
 
-_FORWARD = ("_forward_hooks", "_forward_pre_hooks")
-_ALL = (*_FORWARD, "_backward_hooks", "_backward_pre_hooks")
-_REPLACED = ("call", "forward")  # on an instance, as accelerate does
+_ALL = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+_REPLACED = {"call", "forward"}  # on an instance, as accelerate does
 
 
 def has_hooks(module):
     """Returns True if the module has a hook, or torch has one for all modules."""
-    return _has(module, _ALL) or torch_module._has_any_global_hook()
+    found = vars(module)
+    for kind in _ALL:
+        if found[kind]:
+            return True
+    return torch_module._has_any_global_hook()
 
 
 def hook_reason(modules):
@@ -17,12 +20,9 @@ def hook_reason(modules):
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "torch has a hook for all modules"
     for module in modules:
-        if _has(module, _FORWARD) or any(name in vars(module) for name in _REPLACED):
+        found = vars(module)
+        has_hook = found["_forward_hooks"] or found["_forward_pre_hooks"]
+        if has_hook or not _REPLACED.isdisjoint(found):
             name = getattr(module, "name", type(module).__name__)
             return f"`{name}` has a hook, or an instance attribute `call` or `forward`"
     return None
-
-
-def _has(module, kinds):
-    found = vars(module)
-    return any(found[kind] for kind in kinds)

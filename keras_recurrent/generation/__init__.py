@@ -1,13 +1,13 @@
-"""Text generation: prompt processing, decoding loops and caches of the language models.
+"""Text generation: prompt processing, decoding and caches of the language models.
 
 A decoding step processes one token of each sequence and updates the cache.
 
-- `causal_lm.py` has `generate`, `prefill` and `stream`; `loops.py` has the function for one batch.
-- `loop.py` is the loop for JAX and TensorFlow, which `xla_programs.py` compiles; `xla_steps.py`
-  runs programs of a few tokens for `stream`.
-- `torch/loop.py` is the loop for torch, in Python, over a step that `torch/step.py` traces.
-  `torch/runner.py` runs the step as a CUDA graph (`torch/cuda_graph.py`), compiled or as traced;
-  `torch/sampling.py` chooses tokens without waiting for the device.
+- `causal_lm.py` has `generate`, `prefill` and `stream`.
+- `decoding_loop.py` is the loop of these and of the engine, whose `scheduler.py` also processes
+  prompts between steps. A `Sequence` decides on the host when it ends, `device_state.py` on the
+  device.
+- A `Batch` launches steps of the `Programs` of a model: `torch_batch.py` and `torch/programs.py`,
+  which runs steps as CUDA graphs, compiled or as traced, or `xla_batch.py` and `xla_programs.py`.
 - `lengths.py` defines which lengths share a program, and `modes.py` records the mode of the last
   call for `which_generation`.
 """

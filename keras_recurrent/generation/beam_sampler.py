@@ -75,12 +75,8 @@ class BeamSampler(keras_hub.samplers.Sampler):
         )
 
     def get_config(self):
-        return {
-            "num_beams": self.num_beams,
-            "length_penalty": self.length_penalty,
-            "early_stopping": self.early_stopping,
-            "return_all_beams": self.return_all_beams,
-        }
+        names = "num_beams", "length_penalty", "early_stopping", "return_all_beams"
+        return {name: getattr(self, name) for name in names}
 
 
 def convert_beam_sampler(sampler):

@@ -50,7 +50,7 @@ class SearchState(NamedTuple):
     ended: Hypotheses
 
 
-def initial_state(cache, token, free_length, num_beams, size):
+def initial_state(cache, token, remaining_tokens, num_beams, size):
     """Returns the `SearchState` after the prompts; arguments as in `search`."""
     batch_size = token.shape[0]
     cache, token = keras.tree.map_structure(
@@ -59,16 +59,16 @@ def initial_state(cache, token, free_length, num_beams, size):
     tokens = ops.zeros((batch_size, num_beams, size), "int32")
     counts = ops.zeros((batch_size, num_beams), "int32")
     is_first = ops.equal(ops.arange(num_beams, dtype="int32"), 0)
-    done = free_length <= 0
+    done = remaining_tokens <= 0
     # The N copies of a prompt are one sequence.
     scores = ops.where(is_first, _float(0), _float(-np.inf))
     scores = ops.broadcast_to(scores, (batch_size, num_beams))
-    # A prompt without free length is its own best sequence.
+    # A prompt without remaining tokens is its own best sequence.
     ended = Hypotheses(tokens, counts, ops.where(done[:, None], scores, _float(-np.inf)))
     return SearchState(ops.zeros((), "int32"), done, token, cache, tokens, scores, ended)
 
 
-def advance(step, state, free_length, stops, length_penalty, early_stopping):
+def advance(step, state, remaining_tokens, stops, length_penalty, early_stopping):
     """Returns the `SearchState` after one more token; arguments as in `search`."""
     batch_size, num_beams, size = state.tokens.shape
     logits, cache = step(state.token, None, state.cache)
@@ -101,7 +101,7 @@ def advance(step, state, free_length, stops, length_penalty, early_stopping):
     candidates = ops.concatenate((running_scores, ops.reshape(stop_scores, shape)), axis=1)
     best_scores, best = _top_k(candidates, num_beams)
     index = ops.take_along_axis(ops.concatenate((running, with_stop), axis=1), best, axis=1)
-    ends = ops.logical_or(best >= num_beams, (count >= free_length)[:, None])
+    ends = ops.logical_or(best >= num_beams, (count >= remaining_tokens)[:, None])
     ends = ops.logical_and(ends, ops.logical_not(state.done)[:, None])
     length_scores = best_scores / _weight(count, length_penalty)
     new = Hypotheses(
@@ -113,12 +113,12 @@ def advance(step, state, free_length, stops, length_penalty, early_stopping):
 
     # A running sequence cannot exceed this score, by the rule of `early_stopping`.
     at_once, never = (ops.equal(early_stopping, EARLY_STOPPING.index(x)) for x in (True, "never"))
-    length = ops.where(ops.logical_and(never, length_penalty > 0), free_length, count)
+    length = ops.where(ops.logical_and(never, length_penalty > 0), remaining_tokens, count)
     bound = running_scores[:, 0] / _weight(length, length_penalty)
     is_over = ops.logical_or(at_once, bound <= ended.scores[:, -1])
     is_over = ops.logical_and(is_over, ops.all(ended.scores > -np.inf, axis=1))
     is_over = ops.logical_or(is_over, ops.equal(running_scores[:, 0], -np.inf))
-    is_over = ops.logical_or(is_over, count >= free_length)
+    is_over = ops.logical_or(is_over, count >= remaining_tokens)
 
     first = num_beams * ops.arange(batch_size, dtype="int32")
     rows = ops.reshape(first[:, None] + parents, (-1,))
@@ -133,19 +133,21 @@ def advance(step, state, free_length, stops, length_penalty, early_stopping):
     )
 
 
-def search(step, cache, token, free_length, stops, length_penalty, early_stopping, num_beams, size):
+def search(
+    step, cache, token, remaining_tokens, stops, length_penalty, early_stopping, num_beams, size
+):
     """Searches for the best sequences after each prompt.
 
     Args:
-        step: that of a `loop.Network`, for B * N sequences.
+        step: a function `(token, mask, cache) -> (logits, cache)`, for B * N sequences.
         cache: the cache after all tokens of the prompts but the last.
         token: integers [B, 1], the last token of each prompt.
-        free_length: int32 [B], maximum number of new tokens.
+        remaining_tokens: int32 [B], maximum number of new tokens.
         stops: int32 [S], the stop tokens, each once; -1 is ignored.
         length_penalty: float32, that of the `BeamSampler`.
         early_stopping: int32, index in `EARLY_STOPPING` of that of the sampler.
         num_beams: integer, that of the sampler.
-        size: integer, at least the maximum of `free_length`.
+        size: integer, at least the maximum of `remaining_tokens`.
 
     Returns:
         The `Hypotheses`.
@@ -155,30 +157,61 @@ def search(step, cache, token, free_length, stops, length_penalty, early_stoppin
         return ops.logical_not(ops.all(state.done))
 
     def one(state):
-        return (advance(step, state, free_length, stops, length_penalty, early_stopping),)
+        return (advance(step, state, remaining_tokens, stops, length_penalty, early_stopping),)
 
-    state = initial_state(cache, token, free_length, num_beams, size)
+    state = initial_state(cache, token, remaining_tokens, num_beams, size)
     return ops.while_loop(any_active, one, (state,))[0].ended
 
 
-def options_of(sampler):
-    """Returns `length_penalty` and `early_stopping` of a `BeamSampler` as `search` takes them."""
-    early_stopping = EARLY_STOPPING.index(sampler.early_stopping)
-    return np.float32(sampler.length_penalty), np.int32(early_stopping)
+def search_inputs(sequences, sampler):
+    """Returns `token` to `early_stopping` as `search` takes them, NumPy arrays.
 
-
-def search_request(step, cache, request, sampler):
-    """Returns the `Hypotheses` of a `Request`, NumPy arrays, by single steps.
-
-    step, cache: as in `search`.
-    sampler: the `BeamSampler`.
+    Args:
+        sequences: a list of the `Sequence` of each prompt, with the same stop tokens.
+        sampler: the `BeamSampler`.
     """
-    free_length = request.free_length
-    stops = np.array(request.stop_token_ids, "int32")
-    arrays = request.last_token, free_length, stops, *options_of(sampler)
-    options = *map(ops.convert_to_tensor, arrays), sampler.num_beams, int(free_length.max())
-    found = search(step, cache, *options)
-    return keras.tree.map_structure(ops.convert_to_numpy, found)
+    return (
+        np.array([[s.prompt[-1]] for s in sequences], "int32"),
+        np.array([s.max_new_tokens for s in sequences], "int32"),
+        np.array(sorted(sequences[0].stop_token_ids), "int32"),
+        np.float32(sampler.length_penalty),
+        np.int32(EARLY_STOPPING.index(sampler.early_stopping)),
+    )
+
+
+class Beams(NamedTuple):
+    """Results of beam search for each prompt.
+
+    Attributes:
+        sequences: a list of lists of `Sequence`s, N for each prompt, the best first.
+        scores: a list of lists of floats, at most N for each prompt.
+    """
+
+    sequences: Any
+    scores: Any
+
+    @property
+    def best(self):
+        """A list of the best `Sequence` of each prompt."""
+        return [found[0] for found in self.sequences]
+
+
+def search_beams(programs, cache, sequences, sampler):
+    """Returns the `Beams`.
+
+    Args:
+        programs: the `Programs` of the model.
+        cache: the cache before the last token of each prompt. None: no prompt has new tokens.
+        sequences, sampler: as in `search_inputs`.
+    """
+    if not any(s.max_new_tokens for s in sequences):
+        return Beams([[s] for s in sequences], [[0.0] for _ in sequences])
+    found = programs.search(cache, sequences, sampler)
+    beams = []
+    for sequence, tokens, counts in zip(sequences, found.tokens, found.counts, strict=True):
+        rows = zip(tokens.tolist(), counts, strict=True)
+        beams.append([sequence.with_tokens(row[:count]) for row, count in rows])
+    return Beams(beams, [scores[scores > -np.inf].tolist() for scores in found.scores])
 
 
 def _best_of(*hypotheses):

@@ -7,7 +7,7 @@ from keras import ops
 from keras_recurrent.checks.arguments import check_positive_integer
 from keras_recurrent.checks.dtypes import bytes_of
 from keras_recurrent.generation.cache_file import read_file, write_file
-from keras_recurrent.generation.cache_key import cache_key, check_same_model
+from keras_recurrent.generation.cache_key import check_same_model
 
 
 class GenerationCache:
@@ -160,15 +160,12 @@ class GenerationCache:
                 message names the difference: the sizes, the dtype, quantization, low-rank weights
                 (LoRA), or the weights, compared by a hash of about 256 elements of each.
         """
-        key, read_tensors = read_file(path)
         if not hasattr(getattr(model, "backbone", None), "cache_spec"):
             raise ValueError(
                 "`model` must be a language model of `keras_recurrent.models`; got a "
                 f"{type(model).__name__}."
             )
-        check_same_model(key, model, "path")
-        state, token_ids, max_length, conversations = read_tensors(model)
-        return cls(state, token_ids, max_length, key, conversations)
+        return cls(*read_file(path, model))
 
     def check(self, model):
         """Raises a `ValueError` if the cache belongs to another model, as `load` does."""
@@ -178,10 +175,5 @@ class GenerationCache:
     def _sequences(self):
         return list(zip(self.token_ids, self.conversations, strict=True))
 
-    def _replace(self, state, token_ids, conversations):
+    def _replace(self, state, token_ids, conversations=None):
         return type(self)(state, token_ids, self.max_length, self.key, conversations)
-
-
-def next_cache_key(model, cache):
-    """Returns the key of the cache after `cache`, which was checked, or of a first one for None."""
-    return cache_key(model) if cache is None else cache.key

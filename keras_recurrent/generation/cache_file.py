@@ -1,6 +1,7 @@
 """Safetensors files of a `GenerationCache`."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -13,7 +14,7 @@ from keras_recurrent import atomic_files
 from keras_recurrent.chat.templates import check_messages
 from keras_recurrent.checkpoints import files
 from keras_recurrent.devices.jax_processes import gather_to_numpy
-from keras_recurrent.generation.cache_key import CacheKey
+from keras_recurrent.generation.cache_key import CacheKey, check_same_model
 from keras_recurrent.generation.conversation import Conversation
 
 FORMAT, VERSION = "keras_recurrent.generation_cache", 3
@@ -21,10 +22,7 @@ TOKEN_IDS, NUM_TOKENS, STATE = "token_ids", "num_tokens", "state"
 
 
 def write_file(cache, path):
-    """Writes a cache to a file, whose directory is created, in one step.
-
-    Only its owner can read a new file, which has the tokens of users.
-    """
+    """Writes a cache to a file, as described in `GenerationCache.save`."""
     to_bytes = files.require("safetensors.numpy", "Saving a cache").save
     path = os.path.realpath(os.fspath(path))
     if os.path.isdir(path):
@@ -43,25 +41,13 @@ def write_file(cache, path):
     metadata = {"format": FORMAT, "content": json.dumps(content, sort_keys=True)}
     metadata["sha256"] = _checksum(tensors)
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    with atomic_files.replace(path) as new, open(new, "xb", opener=_open_private) as file:
+    open_private = functools.partial(os.open, mode=0o600)
+    with atomic_files.replace(path) as new, open(new, "xb", opener=open_private) as file:
         file.write(to_bytes(tensors, metadata=metadata))
 
 
-def _open_private(path, flags):
-    return os.open(path, flags, 0o600)
-
-
-def read_file(path):
-    """Reads a file of `write_file`.
-
-    Returns:
-        The `CacheKey` of the cache, and a function that takes the model of this key and returns
-        `(state, token_ids, max_length, conversations)`.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the file is damaged, or is not a cache of this version.
-    """
+def read_file(path, model):
+    """Returns the arguments of the `GenerationCache` in a file, as described in its `load`."""
     package = files.require("safetensors", "Loading a cache")
     path = os.fspath(path)
     if not os.path.isfile(path):
@@ -86,19 +72,17 @@ def read_file(path):
         key, max_length = CacheKey(**content["key"]), content["max_length"]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} does not name the model it belongs to ({error}).") from error
-
-    def read_tensors(model):
-        token_ids, num_tokens = (tensors.pop(name, None) for name in (TOKEN_IDS, NUM_TOKENS))
-        if num_tokens is None or num_tokens.ndim != 1 or not num_tokens.size:
-            raise ValueError(f"{path} must have {NUM_TOKENS!r} of at least one sequence.")
-        is_right = token_ids is not None and num_tokens.min() > 0
-        if not is_right or token_ids.shape != (num_tokens.sum(),):
-            raise ValueError(f"{path} must have {TOKEN_IDS!r} of each sequence.")
-        state = _pack_state(model, tensors, len(num_tokens), path)
-        conversations = _read_conversations(content, len(num_tokens), path)
-        return state, np.split(token_ids, np.cumsum(num_tokens)[:-1]), max_length, conversations
-
-    return key, read_tensors
+    check_same_model(key, model, "path")
+    token_ids, num_tokens = (tensors.pop(name, None) for name in (TOKEN_IDS, NUM_TOKENS))
+    if num_tokens is None or num_tokens.ndim != 1 or not num_tokens.size:
+        raise ValueError(f"{path} must have {NUM_TOKENS!r} of at least one sequence.")
+    is_right = token_ids is not None and num_tokens.min() > 0
+    if not is_right or token_ids.shape != (num_tokens.sum(),):
+        raise ValueError(f"{path} must have {TOKEN_IDS!r} of each sequence.")
+    state = _pack_state(model, tensors, len(num_tokens), path)
+    conversations = _read_conversations(content, len(num_tokens), path)
+    token_ids = np.split(token_ids, np.cumsum(num_tokens)[:-1])
+    return state, token_ids, max_length, key, conversations
 
 
 def _read_conversations(content, batch_size, path):
@@ -108,8 +92,7 @@ def _read_conversations(content, batch_size, path):
         known = [each and Conversation(**each) for each in saved]
         for each in filter(None, known):
             check_messages(each.messages)
-            is_text = isinstance(each.prompt, str) and isinstance(each.ending, str)
-            if not is_text:
+            if not isinstance(each.prompt, str) or not isinstance(each.ending, str):
                 raise ValueError("the prompt is not a string")
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} must have 'conversations' as saved ({error}).") from error

@@ -56,45 +56,35 @@ def cache_key(model):
 
 
 def check_same_model(key, model, name="cache"):
-    """Raises an error if a `CacheKey` belongs to another model.
+    """Raises a `ValueError` that names the difference if a `CacheKey` belongs to another model.
 
-    Args:
-        key: the `CacheKey` of a cache.
-        model: the language model that the cache is used with.
-        name: string, the argument that the error names.
-
-    Raises:
-        ValueError: the key differs from that of `model`; the message names the difference.
+    name: string, the argument that the error names.
     """
     current = cache_key(model)
     if key == current:
         return
-    mend = "Process the text again with `prefill`."
+    remedy = "Process the text again with `prefill`."
     if key.backbone != current.backbone:
         raise ValueError(
-            f"`{name}` belongs to a `{key.backbone}`; this is a `{current.backbone}`. {mend}"
+            f"`{name}` belongs to a `{key.backbone}`; this is a `{current.backbone}`. {remedy}"
         )
-    for property_name, before, after in (
-        ("dtype", key.dtype, current.dtype),
-        ("quantization", key.quantization or None, current.quantization or None),
-        ("low-rank weights (LoRA)", key.lora or None, current.lora or None),
-    ):
+    saved, configured = key.configuration, current.configuration
+    properties = [
+        ("the dtype ", key.dtype, current.dtype),
+        ("the quantization ", key.quantization or None, current.quantization or None),
+        ("the low-rank weights (LoRA) ", key.lora or None, current.lora or None),
+    ]
+    for option in sorted(saved.keys() | configured.keys()):
+        properties.append((f"{option}=", repr(saved.get(option)), repr(configured.get(option))))
+    for description, before, after in properties:
         if before != after:
             raise ValueError(
-                f"`{name}` belongs to a model with the {property_name} {before}; this one has "
-                f"{after}. {mend}"
+                f"`{name}` belongs to a model with {description}{before}; this one has {after}. "
+                f"{remedy}"
             )
-    if key.configuration != current.configuration:
-        saved, configured = key.configuration, current.configuration
-        names = sorted(saved.keys() | configured.keys())
-        option = next(n for n in names if saved.get(n) != configured.get(n))
-        raise ValueError(
-            f"`{name}` belongs to a model with {option}={saved.get(option)!r}; this one has "
-            f"{configured.get(option)!r}. {mend}"
-        )
     raise ValueError(
         f"`{name}` belongs to a model with other weights, such as before training or before "
-        f"weights were loaded. {mend}"
+        f"weights were loaded. {remedy}"
     )
 
 

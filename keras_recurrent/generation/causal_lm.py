@@ -1,30 +1,34 @@
 """`generate`, `prefill` and `stream` of the language models."""
 
+import functools
 from typing import Any
 
 import keras_hub
 import numpy as np
 
 from keras_recurrent.checks.arguments import check_boolean
+from keras_recurrent.generation.batch import process_new_tokens
 from keras_recurrent.generation.beam_sampler import BeamSampler
-from keras_recurrent.generation.cache import GenerationCache, next_cache_key
+from keras_recurrent.generation.beam_search import search_beams
+from keras_recurrent.generation.cache import GenerationCache
+from keras_recurrent.generation.cache_key import cache_key
 from keras_recurrent.generation.chat import ChatGeneration, is_messages, start_turn
+from keras_recurrent.generation.decoding_loop import Programs, start_decoding
 from keras_recurrent.generation.lengths import cache_max_length
-from keras_recurrent.generation.loops import Loops, generate
-from keras_recurrent.generation.output import concatenate_results, format_result
-from keras_recurrent.generation.prompts import check_no_text, check_stop_tokens, parse_prompts
-from keras_recurrent.generation.request import Request
-from keras_recurrent.generation.samplers import CUSTOM_LOOP, check_sampler
-from keras_recurrent.generation.sampling_call import make_sampling
+from keras_recurrent.generation.output import concatenate_results, format_beams, format_result
+from keras_recurrent.generation.prompts import check_no_text, parse_prompts, parse_token_ids
+from keras_recurrent.generation.samplers import CUSTOM_LOOP, check_sampler, resolve_sampling
 from keras_recurrent.generation.sampling_params import explains_options
-from keras_recurrent.generation.stop_strings import StopStrings, check_stop_strings
+from keras_recurrent.generation.sequence import Sequence
+from keras_recurrent.generation.stop_strings import StreamedText, check_stop_strings
 from keras_recurrent.generation.stream import Stream
+from keras_recurrent.generation.text import hidden_stop_tokens
 
 
 class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
     """Base class of `RecurrentCausalLM` with its text generation."""
 
-    _decoding_loops: Any = None
+    _decoding_programs: Any = None
 
     def call_with_cache(self, token_ids, cache, cache_update_index=None, padding_mask=None):
         """Computes next-token logits for `token_ids`, and the cache after `token_ids`.
@@ -126,17 +130,30 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
             batches = inputs.as_numpy_iterator()  # of a `tf.data.Dataset`
             arguments = max_length, stop_token_ids, strip_prompt
             return concatenate_results([self.generate(b, *arguments, **options) for b in batches])
-        loops = self._loops()
-        prompts, request = self._request(inputs, max_length, stop_token_ids, cache, **options)
-        result = generate(self, loops, request, cache and cache.state, return_cache)
-        new_cache = None
-        if return_cache:
-            tokens = prompts.join_cached(result.token_ids, result.lengths)
-            limit = self._cache_max_length(cache, result.token_ids.shape[1])
-            key = next_cache_key(self, cache)
-            new_cache = GenerationCache(result.cache, tokens, limit, key)
-        inputs = prompts, request, result, strip_prompt, new_cache
-        return format_result(self.preprocessor, *inputs)
+        programs = self._programs()
+        call = inputs, max_length, stop_token_ids, cache, options
+        prompts, sequences, texts = self._parse(*call)
+        has_work, state, beams = any(s.max_new_tokens for s in sequences), None, None
+        if has_work or return_cache:
+            state = self._process_prompts(programs, prompts, cache, return_cache)
+        if isinstance(self.sampler, BeamSampler):
+            beams = search_beams(programs, state, sequences, self.sampler)
+            sequences = beams.best
+            if return_cache:
+                state = process_new_tokens(programs, state, sequences)
+        elif has_work:
+            is_exact = return_cache and texts is not None
+            loop = start_decoding(self, programs, sequences, state, return_cache, is_exact)
+            del state
+            while loop.advance():
+                pass
+            state = loop.batch.state(sequences) if return_cache else None
+            loop.batch.close()
+        new_cache = self._make_cache(prompts, cache, state, sequences) if return_cache else None
+        form = self.preprocessor, prompts, strip_prompt, new_cache
+        if beams is not None and self.sampler.return_all_beams:
+            return format_beams(*form, beams)
+        return format_result(*form, sequences, texts)
 
     @explains_options
     def prefill(self, inputs, max_length=None, cache=None):
@@ -170,9 +187,7 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
         >>> [answer[:4] for answer in answers]
         ['Hell', 'Who?']
         """
-        if self.preprocessor is None:
-            check_no_text(inputs, self.preprocessor_cls)
-        loops = self._loops()
+        programs = self._programs()
         if inputs is None:
             raise ValueError("`inputs` must be prompts, text or tokens; got None.")
         if cache is not None and max_length is not None:
@@ -180,15 +195,14 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
                 "`max_length` must be passed only to the first `prefill` of a sequence. Leave it "
                 "out together with `cache`."
             )
-        needed = not self.backbone.keeps_state
-        if cache is None and max_length is None and needed:
+        if cache is None and max_length is None and not self.backbone.keeps_state:
             raise ValueError(
                 "`max_length` must be the maximum number of tokens of a sequence, including the "
                 "prompt and all later calls: the model attends to all tokens, and its KV cache has "
                 "this capacity. Got None."
             )
         prompts = parse_prompts(self, inputs, None, cache, generates=False)
-        limit = self._cache_max_length(cache, max_length, exact=True)
+        limit = max_length if cache is None else cache.max_length
         tokens = prompts.all_tokens
         num_tokens = np.array(list(map(len, tokens)))
         if limit is not None and (num_tokens > limit).any():
@@ -198,9 +212,10 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
                 f"{int(num_tokens[longest])} already. Pass a larger `max_length`."
             )
         state = cache and cache.state
-        state = loops.prefill(prompts.token_ids, prompts.lengths - 1, state, max_length)
-        key = next_cache_key(self, cache)
-        return GenerationCache(state, tokens, limit, key)
+        state = programs.prefill(prompts.token_ids, prompts.lengths - 1, state, max_length)
+        if cache is not None:
+            return cache._replace(state, tokens)
+        return GenerationCache(state, tokens, max_length, cache_key(self))
 
     @explains_options
     def stream(
@@ -248,7 +263,7 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
         ...     print(chunk, end="")  # doctest: +SKIP
         >>> more = model.generate(" But", max_length=10, cache=stream.cache)
         """
-        loops = self._loops()
+        programs = self._programs()
         if isinstance(self.sampler, BeamSampler):
             raise ValueError(
                 "`stream` cannot be combined with beam search, which chooses among whole sequences "
@@ -259,36 +274,68 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
         if is_messages(inputs):
             turn = start_turn(self, inputs, cache)
             inputs, cache = turn.inputs, turn.cache
-        prompts, request = self._request(inputs, max_length, stop_token_ids, cache, **options)
-        steps = loops.steps(request, cache and cache.state)
-        limit = self._cache_max_length(cache, request.token_ids.shape[1])
-        key = next_cache_key(self, cache)
-        return Stream(steps, prompts, request, self.preprocessor, limit, key, turn)
+        call = inputs, max_length, stop_token_ids, cache, options
+        prompts, sequences, texts = self._parse(*call, reads_text=True)
+        state = self._process_prompts(programs, prompts, cache, keep=True)
+        loop = start_decoding(self, programs, sequences, state, keep=True, is_exact=True)
+        make_cache = functools.partial(self._make_cache, prompts, cache, turn=turn)
+        return Stream(loop, sequences, texts, prompts.is_single, make_cache)
 
-    def _request(
-        self, inputs, max_length, stop_token_ids, cache, *, max_new_tokens, stop, sampling
-    ):
-        """Returns the `Prompts` and the `Request` of a call of `generate` or `stream`."""
+    def _parse(self, inputs, max_length, stop_token_ids, cache, options, reads_text=False):
+        """Validates the arguments of `generate` or `stream`.
+
+        options: a dictionary of `max_new_tokens`, `stop` and `sampling`.
+        reads_text: boolean, True if the text of each new token is read, not only of stop strings.
+
+        Returns:
+            The `Prompts`, a list of the `Sequence`s, and a list of the `StreamedText` of each. The
+            latter is None without stop strings and `reads_text`, or without a preprocessor.
+        """
         if self.preprocessor is None and inputs is not None:
             check_no_text(inputs, self.preprocessor_cls)
-        stops = self._stop_token_ids(stop_token_ids)
-        strings = check_stop_strings(stop, self.preprocessor)
+        stops, max_new_tokens = self._stop_token_ids(stop_token_ids), options["max_new_tokens"]
+        strings = check_stop_strings(options["stop"], self.preprocessor)
         if strings and isinstance(self.sampler, BeamSampler):
             raise ValueError(
                 "`stop` cannot be combined with beam search, whose sequences only end at tokens. "
                 "Pass `stop_token_ids`."
             )
         prompts = parse_prompts(self, inputs, max_length, cache, max_new_tokens=max_new_tokens)
-        if strings:
-            strings = StopStrings(strings, self.preprocessor, prompts.last_token)
-        return prompts, Request(
-            *(prompts.token_ids, prompts.lengths, prompts.limits, stops or ()),
-            make_sampling(self, sampling, prompts.all_tokens),
-            strings or None,
-        )
+        tokens, texts = prompts.all_tokens, None
+        params, seeds = resolve_sampling(self, options["sampling"], len(tokens))
+        listeners: list[Any] = [None] * len(tokens)
+        if self.preprocessor is not None and (strings or reads_text):
+            hidden = [id for id in hidden_stop_tokens(self.preprocessor) if id in stops]
+            texts = [StreamedText(self.preprocessor, ids[-1], strings, hidden) for ids in tokens]
+            listeners = [text.read for text in texts]
+        rows = zip(tokens, params, seeds, prompts.remaining_tokens, listeners, strict=True)
+        sequences = [Sequence(*row[:3], int(row[3]), stops, row[4]) for row in rows]
+        return prompts, sequences, texts
 
-    def _loops(self):
-        """Returns the decoding loops of the backend, with the programs traced since `compile`."""
+    def _process_prompts(self, programs, prompts, cache, keep):
+        """Returns the state before the last token of each prompt, which steps may overwrite."""
+        if cache is None:
+            state, max_length = None, cache_max_length(self, prompts.max_length, keep)
+        else:
+            state, max_length = cache.state, None
+        return programs.prefill(prompts.token_ids, prompts.lengths - 1, state, max_length)
+
+    def _make_cache(self, prompts, cache, state, sequences, texts=None, turn=None):
+        """Returns the `GenerationCache` after the tokens of sequences.
+
+        cache: the `GenerationCache` that they continue, or None.
+        state: the state before the last token of each sequence.
+        texts, turn: the texts of the answers in a conversation, and its `Turn`, or None.
+        """
+        tokens = [np.append(s.prompt, np.array(s.token_ids, "int32")) for s in sequences]
+        conversations = turn and turn.conversations(self.preprocessor, tokens, texts)
+        if cache is not None:
+            return cache._replace(state, tokens, conversations)
+        limit = cache_max_length(self, prompts.max_length, keep=True)
+        return GenerationCache(state, tokens, limit, cache_key(self), conversations)
+
+    def _programs(self):
+        """Returns the `Programs` of the backend, which were traced since `compile`."""
         if not hasattr(self, "sampler"):
             raise ValueError(
                 "The model was created or loaded with `compile=False`, and has no sampler. "
@@ -300,11 +347,12 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
                 f"call. {CUSTOM_LOOP}"
             )
         check_sampler(self.sampler, self.backbone.vocabulary_size)
-        if self._decoding_loops is None:
-            self._decoding_loops = Loops(self)
-        return self._decoding_loops
+        if self._decoding_programs is None:
+            self._decoding_programs = Programs(self)
+        return self._decoding_programs
 
     def _stop_token_ids(self, ids):
+        """Returns `stop_token_ids` of `generate` as a tuple, which is empty for None."""
         if isinstance(ids, str) and ids == "auto":
             if self.preprocessor is None:
                 raise ValueError(
@@ -316,17 +364,9 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
             ids = [tokenizer.end_token_id]
             if hasattr(tokenizer, "end_token2_id"):  # as in KerasHub's `generate`
                 ids.append(tokenizer.end_token2_id)
-            ids = list(dict.fromkeys([*ids, *getattr(self.preprocessor, "stop_token_ids", ())]))
-        check_stop_tokens(ids, self.backbone.vocabulary_size)
-        return None if ids is None else tuple(int(i) for i in ids)
-
-    def _cache_max_length(self, cache, length, exact=False):
-        """Returns the `max_length` of the cache after a call with sequences of `length` tokens.
-
-        exact: boolean, True uses `length` itself, False a bucket of lengths or None (no limit).
-        """
-        if cache is not None:
-            return cache.max_length
-        if exact or length is None:
-            return length
-        return cache_max_length(self, length, keep=True)
+            ids = list(dict.fromkeys([*ids, *hidden_stop_tokens(self.preprocessor)]))
+        if ids is None:
+            return ()
+        kinds = "a tuple of one or more token ids, or None to generate up to the maximum length"
+        size = self.backbone.vocabulary_size
+        return tuple(parse_token_ids("stop_token_ids", ids, size, kinds, 1).tolist())

@@ -5,7 +5,6 @@ import json
 from typing import Any, NamedTuple
 
 from keras_recurrent.chat.templates import ChatPrompt, tokenize_prompt, tokenize_prompts
-from keras_recurrent.generation.cache import GenerationCache
 from keras_recurrent.generation.conversation import Conversation, text_after, tokens_after
 from keras_recurrent.generation.output import GenerationOutput
 from keras_recurrent.generation.prompts import check_batch_size, check_cache
@@ -33,10 +32,7 @@ class Turn(NamedTuple):
     def conversations(self, preprocessor, token_ids, contents):
         """Returns the `Conversation` of each sequence, None for one without an answer.
 
-        Args:
-            preprocessor: the preprocessor, which detokenizes.
-            token_ids: a list of all tokens of each sequence.
-            contents: a list of strings, the answers.
+        token_ids, contents: lists of all tokens, and of the text of the answer, of each sequence.
         """
         hidden = hidden_stop_tokens(preprocessor)
         rows = zip(self.messages, self.prompts, self.lengths, token_ids, contents, strict=True)
@@ -61,18 +57,7 @@ def is_messages(inputs):
 
 
 def start_turn(model, messages, cache):
-    """Returns the `Turn` of messages.
-
-    Args:
-        model: the language model.
-        messages: a list of dictionaries, or a list of such lists.
-        cache: a `GenerationCache` of the conversations up to an earlier message, or None.
-
-    Raises:
-        ValueError: the model has no chat template; `messages` have another form, or the template
-            rejects them; their number is not that of the sequences in `cache`; `cache` is of other
-            messages, or cannot be continued with this template.
-    """
+    """Returns the `Turn` of messages; arguments and errors as in `chat`."""
     preprocessor = model.preprocessor
     if not hasattr(preprocessor, "apply_chat_template"):
         kind = type(preprocessor).__name__
@@ -101,15 +86,15 @@ def start_turn(model, messages, cache):
         else:
             text = text_after(known, each, prompt, name)
             new = tokenize_prompt(preprocessor.tokenizer, text)
-            without_text = {*hidden_stop_tokens(preprocessor), *_special_ids(preprocessor)}
-            if new and ids[-1] in without_text:
+            special = getattr(preprocessor.tokenizer, "special_token_ids", ())
+            if new and ids[-1] in (*hidden_stop_tokens(preprocessor), *special):
                 # The state is that before the last token, which the template replaces.
                 ids, new = [*ids[:-1], new[0]], new[1:]
         kept.append(ids)
         inputs.append(ChatPrompt([text], new))
         lengths.append(len(ids) + len(new))
     if cache is not None:
-        cache = type(cache)(cache.state, kept, cache.max_length, cache.key)
+        cache = cache._replace(cache.state, kept)
     return Turn(inputs if is_batch else inputs[0], cache, conversations, prompts, lengths)
 
 
@@ -191,30 +176,21 @@ class ChatGeneration:
             stop=stop,
             sampling=sampling,
         )
-        if isinstance(result, GenerationOutput):
-            new_cache = result.cache and self._record_turn(result.cache, turn, result.texts)
-            return dataclasses.replace(result, cache=new_cache)
-        texts, new_cache = result if return_cache else (result, None)
-        answer = _answers(texts)
-        return (answer, self._record_turn(new_cache, turn, texts)) if return_cache else answer
-
-    def _record_turn(self, cache, turn, texts):
+        has_output = isinstance(result, GenerationOutput)
+        if has_output:
+            texts, new_cache = result.texts, result.cache
+        else:
+            texts, new_cache = result if return_cache else (result, None)
         contents = [texts] if isinstance(texts, str) else texts
-        conversations = turn.conversations(self.preprocessor, cache.token_ids, contents)
-        return GenerationCache(
-            cache.state, cache.token_ids, cache.max_length, cache.key, conversations
-        )
-
-
-def _answers(texts):
-    """Returns the message of a string, or a list of those of several strings."""
-    if isinstance(texts, str):
-        return {"role": "assistant", "content": texts}
-    return list(map(_answers, texts))
-
-
-def _special_ids(preprocessor):
-    return getattr(preprocessor.tokenizer, "special_token_ids", ())
+        if new_cache is not None:
+            token_ids = new_cache.token_ids
+            conversations = turn.conversations(self.preprocessor, token_ids, contents)
+            new_cache = new_cache._replace(new_cache.state, token_ids, conversations)
+        if has_output:
+            return dataclasses.replace(result, cache=new_cache)
+        answers = [{"role": "assistant", "content": content} for content in contents]
+        answer = answers[0] if isinstance(texts, str) else answers
+        return (answer, new_cache) if return_cache else answer
 
 
 def _is_list(value):

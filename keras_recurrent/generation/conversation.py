@@ -29,8 +29,7 @@ def tokens_after(preprocessor, cached, tokens, name):
     """Returns the tokens of a prompt after those in a cache that has no `Conversation`."""
     if tokens[: len(cached)] == cached:
         return tokens[len(cached) :]
-    pairs = zip(cached, tokens, strict=False)
-    same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(cached), len(tokens)))
+    same = _common_length(cached, tokens)
     texts = [text_of(preprocessor, ids[same : same + 20]) for ids in (cached, tokens)]
     raise ValueError(
         f"{name} must begin with the tokens in `cache`. They differ from token {same} on: the "
@@ -42,8 +41,7 @@ def text_after(known, messages, prompt, name):
     """Returns the part of a prompt that follows a `Conversation`, a `ChatPrompt`."""
     _check_continues(known.messages, messages, name)
     if not prompt.startswith(known.prompt):
-        pairs = zip(known.prompt, prompt, strict=False)
-        same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(prompt))
+        same = _common_length(known.prompt, prompt)
         raise _not_prefix_preserving("the messages before the answer", known.prompt, prompt, same)
     rest = prompt[len(known.prompt) :]
     content = known.messages[-1]["content"]
@@ -52,6 +50,11 @@ def text_after(known, messages, prompt, name):
         raise _not_prefix_preserving("the answer", content, rest, 0)
     rest = rest[length:]
     return rest[len(known.ending) :] if rest.startswith(known.ending) else rest
+
+
+def _common_length(first, second):
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _check_continues(cached, messages, name):

@@ -9,8 +9,7 @@ MODES = {
     "cuda_graph": "each step is one CUDA graph launch, which includes sampling",
     "compiled": "each token is a step compiled by torch's compiler",
     "traced": "each token is a step that was traced once and runs kernel by kernel",
-    "program": "all tokens are one compiled program of the framework",
-    "steps": "a compiled program of the framework generates a few tokens at a time",
+    "program": "a compiled program of the framework generates a few tokens at a time",
     "eager": "each token runs through Keras's layers",
 }
 
@@ -20,13 +19,7 @@ _last: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 class GenerationMode(NamedTuple):
-    """Result of `which_generation`.
-
-    Attributes:
-        name: string, the mode.
-        refused: `{faster mode: reason}`.
-        unfused: `{block: reason}` of the blocks that run layer by layer.
-    """
+    """Result of `which_generation`, which describes the attributes."""
 
     name: str
     refused: dict[str, str]
@@ -49,9 +42,7 @@ def which_generation(model):
       includes sampling but not the choices of beam search;
     - `"compiled"`: on torch and CPUs, the step was compiled by torch's compiler;
     - `"traced"`: on torch, the step was traced once and runs kernel by kernel;
-    - `"program"`: on JAX and TensorFlow, all tokens are one program;
-    - `"steps"`: on JAX and TensorFlow, a program generates a few tokens: 2 of a `stream`, 16 with
-      `stop`;
+    - `"program"`: on JAX and TensorFlow, a compiled program generates a few tokens at a time;
     - `"eager"`: each token runs through Keras's layers, because of `compile(run_eagerly=True)` or,
       on torch, a module with a hook.
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_recurrent.generation.sampling import Logprobs
+from keras_recurrent.generation.text import hidden_stop_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,58 +55,56 @@ class GenerationOutput:
     scores: list[list[float]] | None = None
 
 
-def format_result(preprocessor, prompts, request, result, strip_prompt, cache=None):
-    """Returns the result of `generate`.
+def format_result(preprocessor, prompts, strip_prompt, cache, sequences, texts):
+    """Returns the result of `generate` from `Prompts` and their `Sequence`s.
 
-    Args:
-        preprocessor: that of the model, or None.
-        prompts: the `Prompts`.
-        request: the `Request`.
-        result: the `Result`.
-        strip_prompt: boolean, True leaves out the prompts.
-        cache: the `GenerationCache` after the last token, or None.
+    cache: the `GenerationCache` after the last token, or None.
+    texts: a list of the `StreamedText` of each sequence, or None without stop strings.
     """
-
-    def sequences(result):
-        return _sequences(preprocessor, prompts, request, result, strip_prompt)
-
-    if result.hypotheses is not None:
-        texts = None
-        if preprocessor is not None:
-            texts = zip(*map(sequences, request.results_of_ranks(result.hypotheses)), strict=True)
-        output = request.output_of_beams(result.hypotheses, texts, cache)
-        is_single = texts is not None and prompts.is_single
-        return dataclasses.replace(output, texts=output.texts[0]) if is_single else output
-    generated = sequences(result)
+    generated = continued_prompts(preprocessor, prompts, strip_prompt, sequences, texts)
     generated = generated[0] if prompts.is_single else generated
-    if result.logprobs is not None:
-        return request.output(result, None if preprocessor is None else generated, cache)
+    if any(s.params.logprobs is not None for s in sequences):
+        return generation_output(sequences, None if preprocessor is None else generated, cache)
     return generated if cache is None else (generated, cache)
 
 
-def _sequences(preprocessor, prompts, request, result, strip_prompt):
-    """Returns a list of texts, or without a preprocessor a dictionary of tokens."""
-    token_ids, lengths = result[:2]
-    first = prompts.lengths if strip_prompt else prompts.num_context
-    counts, width = lengths - first, token_ids.shape[1] - int(prompts.num_context[0])
-    output = slice_rows(token_ids, first, counts, width)
+def format_beams(preprocessor, prompts, strip_prompt, cache, beams):
+    """Returns the `GenerationOutput` of `Beams`; other arguments as in `format_result`."""
+    texts: Any = None
+    counts = list(map(len, beams.scores))
     if preprocessor is not None:
-        counts = request.shown_lengths(result, preprocessor) - first
-    batch = {"token_ids": output, "padding_mask": np.arange(width) < counts[:, None]}
+        ranks = zip(*beams.sequences, strict=True)
+        options = preprocessor, prompts, strip_prompt
+        texts = zip(*(continued_prompts(*options, rank, None) for rank in ranks), strict=True)
+        texts = [list(row[:count]) for row, count in zip(texts, counts, strict=True)]
+        texts = texts[0] if prompts.is_single else texts
+    found = [row[:count] for row, count in zip(beams.sequences, counts, strict=True)]
+    token_ids = [[s.token_ids for s in sequences] for sequences in found]
+    reasons = [[s.finish_reason for s in sequences] for sequences in found]
+    return GenerationOutput(texts, token_ids, [[] for _ in found], reasons, cache, beams.scores)
+
+
+def continued_prompts(preprocessor, prompts, strip_prompt, sequences, texts):
+    """Returns a list of texts, or without a preprocessor a dictionary of tokens."""
+    width = prompts.max_length - prompts.num_context
+    token_ids, lengths = np.zeros((len(sequences), width), "int32"), []
+    for number, sequence in enumerate(sequences):
+        before = [] if strip_prompt else prompts.tokens[number][prompts.num_context :]
+        ids = [*before, *sequence.token_ids]
+        token_ids[number, : len(ids)] = ids
+        is_cut = texts is not None and texts[number].is_stopped
+        lengths.append(len(ids) - (not is_cut and _ends_in_hidden_token(preprocessor, sequence)))
+    batch = {"token_ids": token_ids, "padding_mask": np.arange(width) < np.c_[lengths]}
     if preprocessor is None:
         return batch
-    texts = preprocessor.generate_postprocess(batch)
-    if request.stop_strings is not None:
-        texts = request.stop_strings.trim(texts, lengths - prompts.lengths)
-    return texts
+    found = preprocessor.generate_postprocess(batch)
+    cuts = [text.num_cut() for text in texts] if texts else [0] * len(found)
+    return [text[: len(text) - cut] for text, cut in zip(found, cuts, strict=True)]
 
 
-def slice_rows(token_ids, starts, counts, width):
-    """Returns `counts[i]` tokens of each row i from `starts[i]` on, int32 `[B, width]`, padded."""
-    output = np.zeros((len(counts), width), "int32")
-    for row, start, count, tokens in zip(output, starts, counts, token_ids, strict=True):
-        row[:count] = tokens[start : start + count]
-    return output
+def _ends_in_hidden_token(preprocessor, sequence):
+    last = sequence.token_ids[-1] if sequence.token_ids else None
+    return last in hidden_stop_tokens(preprocessor) and last in sequence.stop_token_ids
 
 
 def concatenate_results(results):
@@ -121,19 +119,10 @@ def concatenate_results(results):
     return [text for texts in results for text in texts]
 
 
-def generation_output(params, token_ids, logprobs, texts, finish_reason, cache=None):
-    """Returns a `GenerationOutput`.
-
-    Args:
-        params: a list of the `SamplingParams` of each sequence.
-        token_ids, texts, finish_reason, cache: as in `GenerationOutput`.
-        logprobs: the `Logprobs` of NumPy arrays `[B, N]` and `[B, N, K]`, or None.
-    """
-    rows: list = []
-    for number, (row_params, ids) in enumerate(zip(params, token_ids, strict=True)):
-        row = logprobs and Logprobs(*(each[number, : len(ids)] for each in logprobs))
-        rows.append(token_logprobs(row_params, ids, row))
-    return GenerationOutput(texts, [list(ids) for ids in token_ids], rows, finish_reason, cache)
+def generation_output(sequences, texts, cache=None):
+    """Returns a `GenerationOutput` of the new tokens of `Sequence`s; texts and cache as there."""
+    token_ids, logprobs = [list(s.token_ids) for s in sequences], [s.logprobs for s in sequences]
+    return GenerationOutput(texts, token_ids, logprobs, [s.finish_reason for s in sequences], cache)
 
 
 def token_logprobs(params, token_ids, logprobs):

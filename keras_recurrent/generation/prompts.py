@@ -30,8 +30,8 @@ class Prompts(NamedTuple):
         remaining_tokens: int32 `[B]`, maximum number of new tokens of each sequence.
         max_length: integer, padded length T of the sequences: at least that of `tokens` and
             `remaining_tokens` together.
-        num_context: int32 `[B]`, number of tokens that belong to an earlier call: 1 with a cache,
-            else 0.
+        num_context: integer, number of tokens of each sequence that belong to an earlier call: 1
+            with a cache, else 0.
         cached: a list of int32 arrays, the tokens in the state of the cache.
         is_single: boolean, True if the input was one string and not a list.
     """
@@ -39,7 +39,7 @@ class Prompts(NamedTuple):
     tokens: Any
     remaining_tokens: Any
     max_length: int
-    num_context: Any
+    num_context: int
     cached: Any
     is_single: bool
 
@@ -49,50 +49,21 @@ class Prompts(NamedTuple):
         return np.array(list(map(len, self.tokens)), "int32")
 
     @property
-    def limits(self):
-        """Maximum length of each sequence, int32 `[B]`, at most T."""
-        return self.lengths + self.remaining_tokens
-
-    @property
     def token_ids(self):
         """`tokens`, int32 `[B, T]`, padded with space for new tokens."""
         return pad_prompts(self.tokens, self.max_length)["token_ids"]
 
     @property
-    def last_token(self):
-        """Last token of each prompt, int32 `[B]`."""
-        return np.array([ids[-1] for ids in self.tokens], "int32")
-
-    @property
     def all_tokens(self):
         """All tokens of each sequence, with those of the cache, a list of int32 arrays."""
-        return self.join_cached(self.tokens, self.lengths)
-
-    def join_cached(self, token_ids, lengths):
-        """Returns the cached tokens followed by others `[B, T]`, a list of int32 arrays."""
-        rows = zip(self.cached, token_ids, lengths, strict=True)
-        return [np.concatenate((cached, row[:length])) for cached, row, length in rows]
+        return list(map(np.concatenate, zip(self.cached, self.tokens, strict=True)))
 
 
 def parse_prompts(model, inputs, max_length, cache=None, generates=True, max_new_tokens=None):
-    """Validates the arguments of a call and returns its `Prompts`.
+    """Returns the `Prompts` of a call; arguments and errors as in `generate`.
 
-    Args:
-        model: the language model.
-        inputs: strings, or tokens if the model has no preprocessor. None: nothing is
-            appended to the cache; requires `cache`.
-        max_length: integer, maximum number of tokens of a sequence in this call, including the
-            prompt. None: the `sequence_length` of the preprocessor, or without a preprocessor the
-            padded length T of `inputs`. With `max_new_tokens`, None is no maximum.
-        cache: the `GenerationCache` to continue from, or None.
-        generates: boolean. False: no tokens are generated, and sequences are padded to the longest
-            prompt.
-        max_new_tokens: integer, maximum number of new tokens of each sequence, or None.
-
-    Raises:
-        ValueError: `inputs` have another type, or their number differs from the sequences of
-            `cache`; a prompt is empty, without a cache; a prompt is longer than `max_length`, or
-            new tokens would exceed the `max_length` of the cache; `cache` belongs to another model.
+    generates: boolean. False: no tokens are generated, and sequences are padded to the longest
+    prompt.
     """
     for name, value in (("max_length", max_length), ("max_new_tokens", max_new_tokens)):
         if value is not None:
@@ -102,13 +73,15 @@ def parse_prompts(model, inputs, max_length, cache=None, generates=True, max_new
         cache.check(model)
     parse = _parse_padded if model.preprocessor is None else _parse_texts
     prompts, default_length, is_single = parse(model, inputs, cache)
-    context, cached = np.zeros((len(prompts), 0), "int32"), [np.zeros(0, "int32")] * len(prompts)
-    if cache is not None:
+    if cache is None:
+        _check_not_empty("inputs", prompts)
+        context = cached = [np.zeros(0, "int32")] * len(prompts)
+    else:
         check_batch_size(cache, len(prompts))
         context, cached = cache.last_token[:, None], [ids[:-1] for ids in cache.token_ids]
     pairs = zip(context, prompts, strict=True)  # a token of the cache, and the prompt
     tokens = [np.concatenate(pair).astype("int32") for pair in pairs]
-    lengths, num_context = np.array(list(map(len, tokens))), context.shape[1]
+    lengths, num_context = np.array(list(map(len, tokens))), len(context[0])
     if max_length is None and (max_new_tokens is not None or not generates):
         length = int(lengths.max()) + (max_new_tokens or 0)
     elif max_length is None and default_length is None:
@@ -125,16 +98,11 @@ def parse_prompts(model, inputs, max_length, cache=None, generates=True, max_new
     if generates and cache is not None and cache.max_length is not None:
         _check_remaining_tokens(cache, lengths - 1 + remaining_tokens)
     remaining_tokens = remaining_tokens.astype("int32")
-    context_lengths = np.full(len(tokens), num_context, "int32")
-    return Prompts(tokens, remaining_tokens, length, context_lengths, cached, is_single)
+    return Prompts(tokens, remaining_tokens, length, num_context, cached, is_single)
 
 
 def parse_prompt(model, prompt):
-    """Returns the tokens of one prompt, an int32 array; `prompt` is a string or token ids.
-
-    Raises:
-        ValueError: `prompt` has another type or no tokens, or is text without a preprocessor.
-    """
+    """Returns the tokens of one prompt, an int32 array; `prompt` is a string or token ids."""
     if not isinstance(prompt, str):
         kinds = "a string, a list of messages, or a list of at least one token id"
         return parse_token_ids("prompt", prompt, model.backbone.vocabulary_size, kinds, 1)
@@ -146,17 +114,14 @@ def parse_prompt(model, prompt):
 
 
 def parse_token_ids(name, ids, vocabulary_size, kinds="a list of token ids", min_length=0):
-    """Validates token ids.
+    """Returns token ids as an int32 array.
 
     Args:
-        name: string, the argument.
+        name: string, the argument that errors name.
         ids: a list or an array of integers.
         vocabulary_size: integer.
         kinds: string, the accepted kinds of values, for the error.
         min_length: integer, minimum number of ids.
-
-    Returns:
-        An int32 array.
 
     Raises:
         ValueError: `ids` are not integers of one dimension, are fewer than `min_length`, or outside
@@ -173,27 +138,17 @@ def parse_token_ids(name, ids, vocabulary_size, kinds="a list of token ids", min
     return tokens.astype("int32")
 
 
-def check_stop_tokens(ids, vocabulary_size):
-    """Raises a `ValueError` unless `ids` is None or a tuple of token ids of the vocabulary."""
-    if ids is not None:
-        kinds = "a tuple of one or more token ids, or None to generate up to the maximum length"
-        parse_token_ids("stop_token_ids", ids, vocabulary_size, kinds, 1)
-
-
 def tokenize_texts(preprocessor, inputs, name="inputs", has_cache=False):
     """Validates and tokenizes prompts.
 
     Args:
         preprocessor: the preprocessor of the model.
         inputs: a string or several strings, as in `generate`.
-        name: string, the argument.
+        name: string, the argument that errors name.
         has_cache: boolean, True if the texts follow a cache and get no start token.
 
     Returns:
         A list of token ids for each prompt, and a boolean, True for one string.
-
-    Raises:
-        ValueError: `inputs` have another type, are none, or are not valid Unicode.
     """
     if is_empty(inputs):
         raise ValueError(f"`{name}` must hold at least one prompt; got none.")
@@ -271,7 +226,6 @@ def _check_remaining_tokens(cache, num_tokens):
 
 
 def _check_not_empty(name, prompts):
-    """Raises a `ValueError` if a prompt has no tokens."""
     lengths = list(map(len, prompts))
     if 0 in lengths:
         raise ValueError(
@@ -285,8 +239,6 @@ def _parse_texts(model, inputs, cache):
     if inputs is None and cache is not None:
         inputs = "" if cache.batch_size == 1 else [""] * cache.batch_size
     prompts, is_single = tokenize_texts(model.preprocessor, inputs, has_cache=cache is not None)
-    if cache is None:
-        _check_not_empty("inputs", prompts)
     return prompts, model.preprocessor.sequence_length, is_single
 
 
@@ -313,8 +265,6 @@ def _parse_padded(model, inputs, cache):
         )
     mask = mask.astype("bool")
     prompts = [ids[real] for ids, real in zip(token_ids, mask, strict=True)]
-    if cache is None:
-        _check_not_empty("inputs", prompts)
     if (mask[:, 1:] > mask[:, :-1]).any():
         raise ValueError(
             "`padding_mask` must be False only after the prompts; got padding before or inside a "

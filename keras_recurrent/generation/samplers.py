@@ -22,30 +22,12 @@ LARGEST_UNIFORM = np.float32(1 - 2**-23)  # times a sum, it is below this sum in
 _state_lock = threading.Lock()
 
 
-def _greedy(sampler):
-    return SamplingParams(temperature=0)
-
-
-def _random(sampler):
-    return SamplingParams(temperature=sampler.temperature)
-
-
-def _top_k(sampler):
-    return SamplingParams(temperature=sampler.temperature, top_k=sampler.k)
-
-
-def _top_p(sampler):
-    top_k = 0 if sampler.k is None else sampler.k
-    return SamplingParams(temperature=sampler.temperature, top_p=sampler.p, top_k=top_k)
-
-
-_CONVERSIONS = {
-    BeamSampler: _greedy,  # its search does not sample
-    keras_hub.samplers.GreedySampler: _greedy,
-    keras_hub.samplers.RandomSampler: _random,
-    keras_hub.samplers.TopKSampler: _top_k,
-    keras_hub.samplers.TopPSampler: _top_p,
-}
+GREEDY = (BeamSampler, keras_hub.samplers.GreedySampler)  # beam search does not sample
+RANDOM = (
+    keras_hub.samplers.RandomSampler,
+    keras_hub.samplers.TopKSampler,
+    keras_hub.samplers.TopPSampler,
+)
 
 
 def check_sampler(sampler, vocabulary_size):
@@ -57,7 +39,7 @@ def check_sampler(sampler, vocabulary_size):
             f"name of one, such as 'top_k'; got {sampler!r}."
         )
     replaced = any(callable(getattr(type(sampler), name, None)) for name in vars(sampler))
-    if type(sampler) not in _CONVERSIONS or replaced:
+    if type(sampler) not in GREEDY + RANDOM or replaced:
         raise ValueError(
             f"`sampler` must be {SAMPLERS} or one of these classes, without a replaced method; got "
             f"a {kind}. `SamplingParams` has more options. {CUSTOM_LOOP}"
@@ -78,21 +60,18 @@ def check_sampler(sampler, vocabulary_size):
 
 def as_sampling_params(sampler):
     """Returns the `SamplingParams` of a sampler, without its seed."""
-    return _CONVERSIONS[type(sampler)](sampler)
+    if isinstance(sampler, GREEDY):
+        return SamplingParams(temperature=0)
+    top_k, top_p = getattr(sampler, "k", None) or 0, getattr(sampler, "p", 1.0)
+    return SamplingParams(temperature=sampler.temperature, top_k=top_k, top_p=top_p)
 
 
 def resolve_sampling(model, sampling, batch_size):
     """Returns a `SamplingParams` and a `numpy.random.SeedSequence` for each sequence, two lists.
 
-    Args:
-        model: the language model.
-        sampling: one `SamplingParams`, or a list of one for each sequence. None: the sampler of the
-            model.
-        batch_size: integer, number of sequences.
-
     Raises:
-        ValueError: `sampling` is of another type or length, an id or number exceeds the vocabulary,
-            or the sampler of the model is beam search.
+        ValueError: `sampling`, as in `generate`, is of another type or length, an id or number
+            exceeds the vocabulary, or the sampler of the model is beam search.
     """
     if sampling is None:
         return [as_sampling_params(model.sampler)] * batch_size, _seeds(model.sampler, batch_size)

@@ -1,15 +1,10 @@
 """Stop strings: generation ends at the first of them, which is not part of the text."""
 
 import bisect
-import contextlib
-from typing import Any
-
-import numpy as np
 
 from keras_recurrent.checks.arguments import check_unicode
 from keras_recurrent.generation.text import IncrementalDetokenizer, token_bytes
 
-NOT_FOUND = np.iinfo("int32").max
 MAX_STRINGS, MAX_LENGTH = 16, 1024  # of stop strings, and of each in characters
 
 
@@ -44,55 +39,6 @@ def check_stop_strings(stop, preprocessor):
     return tuple(strings)
 
 
-class StopStrings:
-    """Searches the generated tokens of several sequences for stop strings.
-
-    Args:
-        strings: a tuple of strings.
-        preprocessor: the preprocessor of the model, which detokenizes.
-        last_token: integers `[B]`, the last token of each prompt.
-
-    Attributes:
-        strings: the argument.
-        num_tokens: integer, number of tokens searched so far.
-        counts: int32 `[B]`, number of tokens up to the one that completes a stop string.
-            `NOT_FOUND` for sequences without one.
-    """
-
-    def __init__(self, strings, preprocessor, last_token):
-        self.strings, self.num_tokens = strings, 0
-        self._texts = [StreamedText(preprocessor, token, strings) for token in last_token]
-        self.counts = np.full(len(self._texts), NOT_FOUND, "int32")
-        self._num_cut = np.zeros_like(self.counts)
-
-    def add(self, new):
-        """Searches more tokens, integers `[B, N]`.
-
-        Returns:
-            Boolean `[B]`, True for sequences that have a stop string.
-        """
-        for row in np.flatnonzero(self.counts == NOT_FOUND):
-            text = self._texts[row]
-            # A strict tokenizer rejects the tokens, which may follow the end of the sequence.
-            with contextlib.suppress(UnicodeDecodeError):
-                for count, token in enumerate(new[row].tolist(), self.num_tokens + 1):
-                    text.add(token)
-                    if text.is_stopped:
-                        self.counts[row], self._num_cut[row] = count, len(text.end())
-                        break
-        self.num_tokens += new.shape[1]
-        return self.counts < NOT_FOUND
-
-    def end(self, counts):
-        """Returns True for sequences of `counts` tokens that end in a stop string, `[B]`."""
-        return counts == self.counts
-
-    def trim(self, texts, counts):
-        """Returns texts without the stop strings at the ends of sequences of `counts` tokens."""
-        ends = np.where(self.end(counts), self._num_cut, 0)
-        return [text[: len(text) - end] for text, end in zip(texts, ends, strict=True)]
-
-
 class StreamedText:
     """Text of one sequence, which ends before the first stop string.
 
@@ -109,9 +55,9 @@ class StreamedText:
     def __init__(self, preprocessor, last_token, strings, hidden=()):
         known = token_bytes(preprocessor)
         self._detokenizer = IncrementalDetokenizer(preprocessor, last_token, known)
-        self._hidden = set(hidden)
-        self._filter: Any = StopFilter(strings) if strings else None
+        self._hidden, self._filter = set(hidden), StopFilter(strings)
         self._shown: list[str] = []
+        self._num_tokens = self._num_taken = 0
         self.is_stopped = False
 
     @property
@@ -119,26 +65,37 @@ class StreamedText:
         """All text so far."""
         return "".join(self._shown)
 
+    def read(self, sequence):
+        """Adds the text of the new tokens of a `Sequence`, which ends at a stop string."""
+        for token in sequence.token_ids[self._num_tokens :]:
+            self._num_tokens += 1
+            has_ended = sequence.finish_reason is not None
+            self.add(token, has_ended and self._num_tokens == len(sequence.token_ids))
+            if self.is_stopped:
+                sequence.stop(self._num_tokens)
+                break
+
+    def take(self):
+        """Returns the text since the last call."""
+        first, self._num_taken = self._num_taken, len(self._shown)
+        return "".join(self._shown[first:])
+
     def add(self, token, is_last=False):
         """Returns the text that may be shown after one more token."""
         text = "" if int(token) in self._hidden else self._detokenizer.add(token)
         if is_last:
             text += self._detokenizer.end()
-        if self._filter is not None:
-            text, self.is_stopped = self._filter.add(text, is_last)
+        text, self.is_stopped = self._filter.add(text, is_last)
         self._shown.append(text)
         return text
 
-    def end(self):
-        """Ends the text at its stop string; returns this string and what follows it."""
-        return self._filter.held + self._detokenizer.end()
+    def num_cut(self):
+        """Returns the number of characters from the stop string on. It may be called once."""
+        return len(self._filter.held + self._detokenizer.end()) if self.is_stopped else 0
 
 
 class StopFilter:
     """Withholds streamed text that may be part of a stop string.
-
-    Args:
-        strings: a tuple of strings, which may be empty.
 
     Attributes:
         held: string, the text that is not shown yet, or from the stop string on.
@@ -148,12 +105,7 @@ class StopFilter:
         self._strings, self.held = sorted(strings), ""
 
     def add(self, text, is_last):
-        """Returns the text that may be shown, and True if a stop string was found.
-
-        Args:
-            text: string, the next text.
-            is_last: boolean, True if no more text follows.
-        """
+        """Adds text; returns the text that may be shown, and True if a stop string was found."""
         before, text = len(self.held), self.held + text
         starts = [text.find(s, max(0, before + 1 - len(s))) for s in self._strings]
         is_stopped = any(start >= 0 for start in starts)

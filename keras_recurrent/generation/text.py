@@ -66,9 +66,6 @@ def token_bytes(preprocessor):
 class TokenBytes(dict):
     """Bytes that tokens add to a text after another token, `{id: bytes}`, found when first used.
 
-    Args:
-        preprocessor: the preprocessor of the model.
-
     Attributes:
         tokenizer: that of the preprocessor.
         errors: string, the error handler of the codec that converts the bytes of all tokens to

@@ -164,7 +164,7 @@ class RecurrentCausalLM(
             optimizer, loss, weighted_metrics=weighted_metrics, sampler=sampler, **kwargs
         )
         wanted = kwargs.get("jit_compile", "auto")
-        self._decoding_loops = None
+        self._decoding_programs = None
         self._compiles_generation = None if wanted == "auto" else bool(wanted)
 
     def get_compile_config(self):

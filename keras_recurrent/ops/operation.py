@@ -173,8 +173,8 @@ def _signature(function, tensors, context, options):
         return None
     return (
         *(function, global_state.get_global_attribute("torch_device"), *tensors, *context),
-        *((x.shape, x.dtype, x.device) if hasattr(x, "shape") else x for x in given),
-        *((type(value), value) for value in options.values()),
+        *[(x.shape, x.dtype, x.device) if hasattr(x, "shape") else x for x in given],
+        *[(type(value), value) for value in options.values()],
     )
 
 

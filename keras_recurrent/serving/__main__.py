@@ -15,7 +15,6 @@ import time
 import keras
 
 from keras_recurrent import serving
-from keras_recurrent.generation.sampling_params import SamplingParams
 
 log = logging.getLogger("keras_recurrent.serving")
 KEY_VARIABLE = "KERAS_RECURRENT_API_KEY"
@@ -41,13 +40,11 @@ def number(minimum, maximum=math.inf, kind=int):
 
 
 def dtype_policy(name):
-    """Returns the name of a dtype policy."""
-    keras.dtype_policies.get(name)  # raises a ValueError
+    keras.dtype_policies.get(name)  # raises a ValueError for another name
     return name
 
 
 def file_text(path):
-    """Returns the text of a file."""
     try:
         return pathlib.Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
@@ -55,7 +52,6 @@ def file_text(path):
 
 
 def make_parser():
-    """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m keras_recurrent.serving",
         description="Serves a language model with OpenAI's HTTP API.",
@@ -94,7 +90,6 @@ def make_parser():
 
 
 def load_model(arguments):
-    """Returns the model of the preset."""
     import keras_hub
 
     options = {"dtype": arguments.dtype} if arguments.dtype else {}
@@ -104,7 +99,6 @@ def load_model(arguments):
 
 
 def make_engine(arguments):
-    """Returns the engine with the model of the preset."""
     return serving.Engine(
         load_model(arguments),
         num_slots=arguments.slots,
@@ -124,16 +118,6 @@ def log_compilations():
             log.info("Compiled the program %s in %.1f s", labels.get("fun_name"), duration_secs)
 
     jax.monitoring.register_event_duration_secs_listener(write)
-
-
-def warm_up(engine):
-    """Runs chunks of prompts and requests, so that no client waits for their compilation."""
-    start = time.monotonic()
-    for size in engine._slots._chunk_sizes:
-        engine._slots.process_example(size)
-    for options in ({"temperature": 0}, {}, {"top_p": 0.9}, {"top_p": 0.9, "top_k": 40}):
-        engine.submit([1, 1], SamplingParams(**options), max_new_tokens=1).result()
-    log.info("Prepared common options in %.1f s", time.monotonic() - start)
 
 
 def is_loopback(host):
@@ -174,7 +158,9 @@ def main():
             engine = make_engine(arguments)
         except (ValueError, NotImplementedError) as error:  # an argument is wrong for the model
             parser.error(str(error))
-        warm_up(engine)
+        start = time.monotonic()
+        engine.warm_up()
+        log.info("Prepared common options in %.1f s", time.monotonic() - start)
         gc.collect()
         gc.freeze()  # a collection stops all threads; without these objects it is short
         app = create_app(

@@ -9,15 +9,20 @@ import keras
 from keras_recurrent.checks.arguments import (
     check_number,
     check_positive_integer,
+    check_positive_integers,
     check_unicode,
     is_integer,
 )
+from keras_recurrent.generation.batch import is_on_cpu
 from keras_recurrent.generation.beam_sampler import BeamSampler
 from keras_recurrent.generation.chat import is_messages, start_turn
+from keras_recurrent.generation.decoding_loop import BackendBatch
 from keras_recurrent.generation.modes import RUN_EAGERLY
+from keras_recurrent.generation.prompt_chunks import PromptChunks, num_prompts_of
 from keras_recurrent.generation.prompts import parse_prompt
-from keras_recurrent.generation.sampling_call import make_sampling
-from keras_recurrent.generation.sampling_params import explains_options
+from keras_recurrent.generation.samplers import resolve_sampling
+from keras_recurrent.generation.sampling_params import SamplingParams, explains_options
+from keras_recurrent.generation.scheduler import Scheduler
 from keras_recurrent.generation.stop_strings import StreamedText, check_stop_strings
 from keras_recurrent.generation.text import hidden_stop_tokens
 from keras_recurrent.serving.message_ends import MessageEnds
@@ -29,9 +34,8 @@ from keras_recurrent.serving.request import (
     PromptTooLong,
     check_process,
 )
-from keras_recurrent.serving.scheduler import Scheduler
-from keras_recurrent.serving.sequence import Sequence
-from keras_recurrent.serving.slots import Slots
+from keras_recurrent.serving.sequence import RequestSequence
+from keras_recurrent.serving.worker import Worker
 
 MAX_LOGPROBS = 20  # of a token, as in OpenAI's API
 
@@ -40,18 +44,10 @@ class Engine:
     """Generates for many requests at once, which join and leave at any token.
 
     One thread launches all work on the device. All active requests decode in one step of
-    `num_slots` sequences. Prompts are processed in chunks between two steps. On torch on an NVIDIA
-    GPU and on JAX on a GPU or TPU, one program processes a chunk of each of several prompts: one
-    prompt per 16 slots, at least one and at most eight (torch) or four (JAX). Chunks delay a step
-    by about 43 % of its time on average: torch splits a program into many parts, and on JAX, steps
-    without chunks follow a program that takes longer. Elsewhere, a program processes one chunk, and
-    the chunks between two steps have at most 4/3 of `prefill_chunk` tokens. The engine starts twice
-    as many prompts at a time as a program processes. With two, four or six further requests that
-    are queued for free slots, the limits of chunks are two, three or four times as high.
-
-    Prompts are started in the order of `submit`. They are cut into chunks at fixed positions and at
-    ends of messages, so that the tokens of a request do not depend on other requests, except
-    through the prefix cache, which changes rounding.
+    `num_slots` sequences. Prompts are processed in chunks between two steps, in the order of
+    `submit`; docs/serving.md has the number and the delay of chunks. Prompts are cut at fixed
+    positions and at ends of messages, so that the tokens of a request do not depend on other
+    requests, except through the prefix cache, which changes rounding.
 
     On GPUs and TPUs, the programs of chunks and of a greedy step are compiled before the
     constructor returns. A step with other sampling options is compiled when a request first uses
@@ -100,10 +96,9 @@ class Engine:
         prefix_cache_bytes=2**30,
         prefix_cache_dir=None,
     ):
-        loops = _check_model(model)
+        programs = _check_model(model)
         limits = {"num_slots": num_slots, "prefill_chunk": prefill_chunk, "max_queued": max_queued}
-        for name, value in limits.items():
-            check_positive_integer(name, value)
+        check_positive_integers(**limits)
         if not is_integer(prefix_cache_bytes) or prefix_cache_bytes < 0:
             raise ValueError(
                 f"`prefix_cache_bytes` must be an integer, at least 0; got {prefix_cache_bytes!r}."
@@ -118,15 +113,18 @@ class Engine:
         self._prefixes, self._num_requests = prefixes, 0
         self._message_ends = MessageEnds(model.preprocessor)
         try:
-            self._slots = Slots(model, loops, num_slots, self.max_length, prefill_chunk)
+            batch = BackendBatch(model, programs, num_slots, keep=True)
+            batch.prepare_slots(self.max_length, num_prompts_of(model, num_slots))
+            self._chunks = PromptChunks(batch, prefill_chunk, is_timed=not is_on_cpu(model))
         except BaseException:
             prefixes.close()
             raise
-        self._scheduler = Scheduler(self._slots, prefixes)
-        self._changed, self._pid = self._scheduler.changed, os.getpid()
+        self._scheduler = Scheduler(batch, self._chunks, prefixes)
+        self._worker = Worker(self._scheduler, prefixes)
+        self._changed, self._pid = self._worker.changed, os.getpid()
         # The thread has no reference to this object. Without one, it finishes all requests.
-        weakref.finalize(self, self._scheduler.close).atexit = False
-        self._thread = threading.Thread(target=self._scheduler.run, name="engine", daemon=True)
+        weakref.finalize(self, self._worker.close).atexit = False
+        self._thread = threading.Thread(target=self._worker.run, name="engine", daemon=True)
         self._thread.start()
 
     @explains_options
@@ -178,26 +176,27 @@ class Engine:
         if timeout is not None:
             check_number("timeout", timeout)
         preprocessor, text = self.model.preprocessor, None
-        stops = self.model._stop_token_ids(stop_token_ids) or ()
+        stops = self.model._stop_token_ids(stop_token_ids)
         strings = check_stop_strings(stop, preprocessor)
         if isinstance(sampling, (list, tuple)):
             raise ValueError(f"`sampling` must be one `SamplingParams` or None; got {sampling!r}.")
-        sampling = make_sampling(self.model, sampling, [tokens])
-        if (sampling.params[0].logprobs or 0) > MAX_LOGPROBS:
+        (params,), (seed,) = resolve_sampling(self.model, sampling, 1)
+        if (params.logprobs or 0) > MAX_LOGPROBS:
             raise ValueError(
                 f"`logprobs` must be at most {MAX_LOGPROBS} in an engine; got "
-                f"{sampling.params[0].logprobs}. Pass fewer, or use `generate`."
+                f"{params.logprobs}. Pass fewer, or use `generate`."
             )
         if preprocessor is not None:
             hidden = [id for id in hidden_stop_tokens(preprocessor) if id in stops]
             text = StreamedText(preprocessor, tokens[-1], strings, hidden)
         ends = self._message_ends.find(turn) if turn and self._prefixes.is_enabled else ()
         request = EngineRequest(len(tokens))
-        options = max_new_tokens or remaining_tokens, stops, text, timeout, ends, cache_salt
-        sequence = Sequence(request, tokens, sampling, *options)
+        arguments = tokens, params, seed, max_new_tokens or remaining_tokens, stops
+        options = {"text": text, "timeout": timeout, "ends": ends, "salt": cache_salt}
+        sequence = RequestSequence(request, *arguments, **options)
         with self._changed:
             if self.is_closed:
-                raise EngineClosed("The engine is closed.") from self._scheduler.error
+                raise EngineClosed("The engine is closed.") from self._worker.error
             if not self._scheduler.add(sequence, self.max_queued):
                 raise EngineFull(
                     f"{self.max_queued} requests are waiting, the maximum (`max_queued`). Try "
@@ -210,7 +209,7 @@ class Engine:
     @property
     def is_closed(self):
         """True after `close`, and after a failure."""
-        return self._scheduler.is_closed
+        return self._worker.is_closed
 
     def stats(self):
         """Returns a dictionary of the current load, and of counts since the engine was created.
@@ -234,6 +233,15 @@ class Engine:
             "prefix_tokens": prefixes.num_tokens,
         }
 
+    def warm_up(self):
+        """Runs chunks of prompts and requests with common options, which compiles them.
+
+        Later requests with such options do not wait for compilation.
+        """
+        self._chunks.warm_up()
+        for options in ({"temperature": 0}, {}, {"top_p": 0.9}, {"top_p": 0.9, "top_k": 40}):
+            self.submit([1, 1], SamplingParams(**options), max_new_tokens=1).result()
+
     def close(self, wait=True):
         """Ends the engine; `submit` raises `EngineClosed` from now on.
 
@@ -248,7 +256,7 @@ class Engine:
             A list of the `EngineRequest`s that had not ended, each with its `finish_reason`.
         """
         with self._changed:
-            self._scheduler.close()
+            self._worker.close()
             requests = [sequence.request for sequence in self._scheduler.sequences]
         may_wait = threading.current_thread() is not self._thread
         if wait is not True:
@@ -268,7 +276,7 @@ class Engine:
 
 
 def _check_model(model):
-    """Returns the decoding loops of a language model, or raises an error."""
+    """Returns the `Programs` of a language model, or raises an error."""
     if not hasattr(model, "prefill"):
         raise ValueError(
             "`model` must be a language model of keras_recurrent, such as `GriffinCausalLM`; got a "
@@ -284,7 +292,7 @@ def _check_model(model):
             "`Engine` runs on one device; a `keras.distribution` is set. Start one engine for each "
             "device instead."
         )
-    loops = model._loops()
+    programs = model._programs()
     if model.run_eagerly:
         raise ValueError(f"`Engine` needs compiled steps, and {RUN_EAGERLY}. Compile without it.")
     if isinstance(model.sampler, BeamSampler):
@@ -292,7 +300,7 @@ def _check_model(model):
             "`Engine` cannot use the sampler BeamSampler. Compile the model with 'greedy', "
             "'top_k', 'top_p' or 'random'."
         )
-    return loops
+    return programs
 
 
 def _max_length(model, max_length):

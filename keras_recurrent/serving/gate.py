@@ -17,8 +17,7 @@ class Gate:
     Args:
         app: the ASGI application.
         service: the `Service`, which has the connections and tells if the server shuts down.
-        api_key: string, or None for no authentication.
-        max_body: integer, maximum number of bytes of a body.
+        api_key, max_body: as in `create_app`.
     """
 
     def __init__(self, app, service, api_key, max_body):
@@ -58,8 +57,7 @@ class Gate:
         if limit is not None and len(self._service.connections) > limit:
             message = f"The server has more than {limit} connections. Try again later."
             headers = {"retry-after": "1", "connection": "close"}
-            code = "too_many_connections"
-            raise ApiError(503, message, "server_error", code=code, headers=headers)
+            raise ApiError(503, message, "too_many_connections", headers=headers)
         if self._key is not None:
             header = dict(scope["headers"]).get(b"authorization", b"")
             scheme, _, key = header.partition(b" ")
@@ -69,7 +67,7 @@ class Gate:
                     "Bearer KEY'."
                 )
                 headers = {"www-authenticate": "Bearer"}
-                raise ApiError(401, message, code="invalid_api_key", headers=headers)
+                raise ApiError(401, message, "invalid_api_key", headers=headers)
         if self._service.is_draining and scope["method"] == "POST":
             raise shutting_down()
 
@@ -97,12 +95,12 @@ class Gate:
                 raise shutting_down() from None
             message = f"The body of the request took more than {BODY_SECONDS} s."
             headers = {"connection": "close"}
-            raise ApiError(408, message, code="timeout", headers=headers) from None
+            raise ApiError(408, message, "timeout", headers=headers) from None
         finally:
             deadlines.discard(deadline)
         if size > self._max_body:
             message = f"The body has {size} bytes; the maximum is {self._max_body}."
-            raise ApiError(413, message, code="request_too_large")
+            raise ApiError(413, message, "request_too_large")
         return b"".join(chunks)
 
 
@@ -110,4 +108,4 @@ def shutting_down():
     """Returns the error of a server that takes no more requests."""
     message = "The server is shutting down. Send the request to another replica, or again later."
     headers = {"retry-after": "5", "connection": "close"}
-    return ApiError(503, message, "server_error", code="shutting_down", headers=headers)
+    return ApiError(503, message, "shutting_down", headers=headers)

@@ -4,23 +4,6 @@ import asyncio
 import collections
 import contextlib
 import time
-from typing import Any, NamedTuple
-
-
-class Event(NamedTuple):
-    """New text of one choice, or its end.
-
-    Attributes:
-        choice: integer, index of the choice.
-        text: string, the new text.
-        logprobs: a list of `TokenLogprobs` of the new tokens.
-        completion: the `Completion` if the choice has ended, else None.
-    """
-
-    choice: int
-    text: str
-    logprobs: list[Any]
-    completion: Any = None
 
 
 class Mailbox:
@@ -51,18 +34,13 @@ class Mailbox:
 
 
 class RequestGroup:
-    """Group of the engine's requests that answer one HTTP request, one for each prompt.
-
-    Args:
-        requests: a list of requests of the engine.
-        mailbox: the `Mailbox`.
-        metrics: the `Metrics`.
-    """
+    """Group of the engine's requests that answer one HTTP request, one for each prompt."""
 
     def __init__(self, requests, mailbox, metrics):
         self._requests = requests
         self._metrics = metrics
-        self._queue = asyncio.Queue()
+        self._received = {}  # {index of a request: its new deltas, and None at its end}
+        self._has_received = asyncio.Event()
         self._times = [None] * len(requests)  # of the last token of each request
         self.completions = [None] * len(requests)
 
@@ -81,7 +59,8 @@ class RequestGroup:
             if self._times[index] is not None:
                 self._metrics.token_time(now - self._times[index], len(delta.token_ids))
             self._times[index] = now
-        self._queue.put_nowait((index, delta))
+        self._received.setdefault(index, []).append(delta)
+        self._has_received.set()
 
     def cancel(self):
         """Cancels the requests that have not ended."""
@@ -90,10 +69,14 @@ class RequestGroup:
                 request.cancel()
 
     async def events(self):
-        """Yields the `Event`s of all requests, until they have ended.
+        """Yields new text and log probabilities of all requests, until they have ended.
 
         Deltas that arrive while the client is slow are one event. The first log probabilities are
         sent with the first text, which shows whether the tokenizer dropped a space before it.
+
+        Yields:
+            The index of a request, a string, a list of `TokenLogprobs`, and the `Completion` if the
+            request has ended, else None.
 
         Raises:
             Exception: the error with which the engine ended a request.
@@ -101,7 +84,12 @@ class RequestGroup:
         sent = [0] * len(self._requests)
         withheld = [[] for _ in self._requests]
         while None in self.completions:
-            for index, deltas, is_done in self._collect([await self._queue.get()]):
+            await self._has_received.wait()
+            self._has_received.clear()
+            received, self._received = self._received, {}
+            for index, deltas in received.items():
+                if is_done := deltas[-1] is None:
+                    deltas.pop()
                 text = "".join(delta.text or "" for delta in deltas)
                 logprobs = withheld[index] + [x for delta in deltas for x in delta.logprobs]
                 sent[index] += len(text)
@@ -111,18 +99,6 @@ class RequestGroup:
                     completion = self._requests[index].result(timeout=0)
                     self.completions[index] = completion
                     text += (completion.text or "")[sent[index] :]
-                    yield Event(index, text, logprobs, completion)
+                    yield index, text, logprobs, completion
                 elif text or (logprobs and has_begun):
-                    yield Event(index, text, logprobs)
-
-    def _collect(self, items):
-        """Returns `(index, deltas, is_done)` of each request with items in the queue."""
-        while not self._queue.empty():
-            items.append(self._queue.get_nowait())
-        groups = {}
-        for index, delta in items:
-            deltas, is_done = groups.get(index, ([], False))
-            if delta is not None:
-                deltas.append(delta)
-            groups[index] = deltas, is_done or delta is None
-        return [(index, *group) for index, group in groups.items()]
+                    yield index, text, logprobs, None

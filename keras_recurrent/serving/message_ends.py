@@ -3,7 +3,7 @@
 import time
 
 from keras_recurrent.chat.templates import tokenize_prompt, tokenize_prompts
-from keras_recurrent.serving.prefix_cache import MIN_TOKENS
+from keras_recurrent.generation.scheduler import MIN_TOKENS
 
 # A rendering longer than SLOW seconds pauses further ones for PAUSE seconds.
 SLOW, PAUSE = 0.5, 60.0
@@ -15,9 +15,6 @@ class MessageEnds:
     There are two: the end of the messages that precede the first user message, such as the system
     message, and the end of the message before the last. An end within `MIN_TOKENS` of the previous
     end is omitted.
-
-    Args:
-        preprocessor: a preprocessor with a chat template.
     """
 
     def __init__(self, preprocessor):
@@ -25,11 +22,7 @@ class MessageEnds:
         self._resume = 0.0  # time before which nothing is rendered
 
     def find(self, turn):
-        """Returns a tuple of the numbers of tokens up to these ends.
-
-        Args:
-            turn: the `Turn` of one conversation without a cache.
-        """
+        """Returns the numbers of tokens up to these ends, for a `Turn` of one conversation."""
         (messages,), (prompt,), tokens = turn.messages, turn.prompts, turn.inputs.token_ids
         roles = [message["role"] for message in messages]
         num_leading = roles.index("user") if "user" in roles else 0

@@ -23,11 +23,7 @@ COUNTERS = {
 
 
 class Metrics:
-    """Metrics of one server, in a separate registry.
-
-    Args:
-        engine: the `Engine`.
-    """
+    """Metrics of one server and its engine, in a separate registry."""
 
     def __init__(self, engine):
         self._engine, self._before = engine, engine.stats()
@@ -55,12 +51,11 @@ class Metrics:
     def collect(self):
         """Yields the metrics of the engine; called by the registry."""
         stats = self._engine.stats()
-        for key in COUNTERS:  # requests before the server started are not counted
-            stats[key] -= self._before[key]
-        for families, family in ((GAUGES, GaugeMetricFamily), (COUNTERS, CounterMetricFamily)):
-            for key, (name, description) in families.items():
-                if key in stats:
-                    yield family(PREFIX + name, description, value=stats[key])
+        for key, (name, description) in GAUGES.items():
+            yield GaugeMetricFamily(PREFIX + name, description, value=stats[key])
+        for key, (name, description) in COUNTERS.items():
+            value = stats[key] - self._before[key]  # since the server started
+            yield CounterMetricFamily(PREFIX + name, description, value=value)
 
     def response(self, status):
         """Counts an HTTP response."""

@@ -10,8 +10,6 @@ import numpy as np
 from keras_recurrent.checks.dtypes import bytes_of
 from keras_recurrent.serving.prefix_files import PrefixFiles
 
-MIN_TOKENS = 32  # the end of a message is not worth a state this close after another one
-
 
 class Prefix(NamedTuple):
     """Tokens, an int32 array, and the state of the backbone after them, of batch size 1."""
@@ -26,10 +24,8 @@ class PrefixCache:
 
     Args:
         model: the language model.
-        max_bytes: integer, maximum size of all states. 0: no states are stored.
+        max_bytes, folder: `prefix_cache_bytes` and `prefix_cache_dir` of the `Engine`.
         max_length: integer, the capacity of a state.
-        folder: string, a directory of at most `max_bytes` of states, which a later engine reads.
-            None: states are only in memory.
 
     Attributes:
         num_hits, num_tokens: integers, numbers of restored states and of their tokens.
@@ -63,19 +59,17 @@ class PrefixCache:
                 found = name
         if found is not None:
             self._use(found)
-            sequence.row, length = self._prefixes[found].state, len(self._prefixes[found].token_ids)
-            sequence.num_cached = sequence.num_processed = length
+            prefix = self._prefixes[found]
+            sequence.row = prefix.state
+            sequence.num_cached = sequence.num_processed = len(prefix.token_ids)
             self.num_hits += 1
-            self.num_tokens += length
+            self.num_tokens += sequence.num_cached
 
     def add(self, token_ids, state, salt=None):
-        """Stores the state after some tokens, unless it is stored.
+        """Stores the state after tokens, unless it is stored; arguments as in `Prefix`.
 
-        Args:
-            token_ids: an int32 array.
-            state: the state of the backbone after them, of batch size 1.
-            salt: string; only sequences with this salt start from the state. None: only sequences
-                without a salt.
+        salt: string; only sequences with this salt start from the state. None: only sequences
+        without a salt.
         """
         if self.is_enabled and len(token_ids):
             checksum = _checksum(salt)
@@ -84,27 +78,21 @@ class PrefixCache:
 
     def _add(self, name, token_ids, state):
         if name not in self._prefixes:
-            self._store(name, np.array(token_ids), state)
-        if name in self._prefixes:
+            nbytes = sum(map(bytes_of, keras.tree.flatten(state)))
+            self._prefixes[name] = Prefix(np.array(token_ids), state, nbytes)
+            self._lengths[len(token_ids)] += 1
+            self._nbytes += nbytes
+            while self._nbytes > self._max_bytes:
+                _, dropped = self._prefixes.popitem(last=False)
+                self._nbytes -= dropped.nbytes
+                self._lengths -= collections.Counter([len(dropped.token_ids)])
+        if name in self._prefixes:  # unless it is too large
             self._use(name)
 
     def _use(self, name):
         self._prefixes.move_to_end(name)
         if self._files is not None:
             self._files.use(name)
-
-    def _store(self, name, token_ids, state):
-        prefix = Prefix(token_ids, state, sum(map(bytes_of, keras.tree.flatten(state))))
-        self._prefixes[name] = prefix
-        self._lengths[len(token_ids)] += 1
-        self._nbytes += prefix.nbytes
-        while self._nbytes > self._max_bytes:
-            _, dropped = self._prefixes.popitem(last=False)
-            self._nbytes -= dropped.nbytes
-            length = len(dropped.token_ids)
-            self._lengths[length] -= 1
-            if not self._lengths[length]:
-                del self._lengths[length]
 
     def close(self):
         """Waits until all files are written."""

@@ -33,16 +33,9 @@ class PrefixFiles:
     are not read. Files with other names are left alone.
 
     Args:
-        model: the language model.
-        max_bytes: integer, maximum size of all files.
-        max_length: integer, the capacity of a state.
-        folder: string, the directory, which is created.
+        model, max_bytes, max_length, folder: as in `PrefixCache`.
         find: function that returns the `Prefix` of a name, or None if it is dropped. A state that
             is dropped before its turn is not written.
-
-    Raises:
-        ValueError: the directory cannot be created or read.
-        ImportError: safetensors is not installed.
     """
 
     def __init__(self, model, max_bytes, max_length, folder, find):
@@ -59,7 +52,7 @@ class PrefixFiles:
         try:
             self._folder = os.fspath(folder)
             os.makedirs(self._folder, mode=0o700, exist_ok=True)  # files have tokens of users
-            self._others = self._scan()
+            self._scan()
         except (OSError, TypeError) as error:
             raise ValueError(
                 "`prefix_cache_dir` must be a directory that can be created and read; got "
@@ -67,7 +60,7 @@ class PrefixFiles:
             ) from error
 
     def _scan(self):
-        """Lists the files, the least recently used first; returns the number of others."""
+        """Lists the files, the least recently used first."""
         remove_temporary_folders(self._folder)
         found, num_others = [], 0
         with os.scandir(self._folder) as entries:
@@ -80,7 +73,13 @@ class PrefixFiles:
         for _, name, size in sorted(found):
             self._sizes[name] = size
             self._nbytes += size
-        return num_others
+        if num_others:
+            log.warning(
+                "%d files in %r are not used: they belong to other weights or another maximum "
+                "length, or are not prefix states.",
+                num_others,
+                self._folder,
+            )
 
     def _is_own(self, name):
         return name.startswith(self._model) and name.endswith(SUFFIX)
@@ -94,13 +93,6 @@ class PrefixFiles:
         Files that are damaged or belong to other models are left out with a warning.
         """
         self._delete()
-        if self._others:
-            log.warning(
-                "%d files in %r are not used: they belong to other weights or another maximum "
-                "length, or are not prefix states.",
-                self._others,
-                self._folder,
-            )
         for name in filter(self._is_own, list(self._sizes)):
             try:
                 cache = GenerationCache.load(self._path(name), model)

@@ -21,19 +21,18 @@ class ApiError(Exception):
     """An error with its HTTP status and the body that OpenAI's API has.
 
     Args:
-        status: integer, the HTTP status.
+        status: integer, the HTTP status, which also gives the `type` of OpenAI's errors.
         message: string.
-        kind: string, the `type` of OpenAI's errors.
-        param: string, the parameter of the request that is invalid, or None.
         code: string for programs, or None.
+        param: string, the parameter of the request that is invalid, or None.
         headers: a dictionary of additional HTTP headers.
     """
 
-    def __init__(
-        self, status, message, kind="invalid_request_error", param=None, code=None, headers=None
-    ):
+    def __init__(self, status, message, code=None, *, param=None, headers=None):
         super().__init__(message)
         self.status, self.headers = status, headers or {}
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        kind = "requests" if status == 429 else kind
         error = {"message": message[:MAX_ERROR], "type": kind, "param": param, "code": code}
         self.body = {"error": error}
 
@@ -62,10 +61,10 @@ class Body(pydantic.BaseModel):
             if name not in self.neutral:
                 name = name[:100]
                 message = f"Unrecognized request argument supplied: {name}"
-                raise ApiError(400, message, param=name, code="unknown_parameter")
+                raise ApiError(400, message, "unknown_parameter", param=name)
             if value is not None and value not in self.neutral[name]:
                 message = f"The option '{name}' of OpenAI's API is not supported by this server."
-                raise ApiError(400, message, param=name, code="unsupported_parameter")
+                raise ApiError(400, message, "unsupported_parameter", param=name)
         return self
 
 
@@ -123,13 +122,11 @@ class SamplingBody(OptionsBody):
     def includes_usage(self):
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def sampling_params(self, logprobs):
-        """Returns the `SamplingParams`.
-
-        Args:
-            logprobs: integer, as in `SamplingParams`, or None.
-        """
-        values = {name: getattr(self, name) for name in OPTIONS} | {"logprobs": logprobs}
+    @property
+    def sampling(self):
+        """The `SamplingParams`."""
+        values = {name: getattr(self, name) for name in OPTIONS}
+        values["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
         options: dict[str, Any] = {k: value for k, value in values.items() if value is not None}
         if self.logit_bias:
             options["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
@@ -166,10 +163,6 @@ class CompletionBody(SamplingBody):
     @property
     def max_new_tokens(self):
         return 16 if self.max_tokens is None else self.max_tokens
-
-    @property
-    def sampling(self):
-        return self.sampling_params(self.top_logprobs)
 
 
 class TextPart(Body):
@@ -241,10 +234,6 @@ class ChatBody(SamplingBody):
     def max_new_tokens(self):
         return getattr(self, self.limit_name)
 
-    @property
-    def sampling(self):
-        return self.sampling_params((self.top_logprobs or 0) if self.logprobs else None)
-
 
 def validation_error(errors):
     """Returns the `ApiError` of pydantic's errors in a request body."""
@@ -258,24 +247,19 @@ def validation_error(errors):
     param = str(path[0]) + "".join(f"[{part}]" for part in path[1:2] if isinstance(part, int))
     if kind == "missing":
         message = f"Missing required parameter: '{path[-1]}'."
-        return ApiError(400, message, param=param, code="missing_required_parameter")
+        return ApiError(400, message, "missing_required_parameter", param=param)
     same = [first] if specific else [error for error in errors if error["loc"][:1] == path[:1]]
     reasons = dict.fromkeys(error["msg"].removeprefix("Value error, ") for error in same)
     message = f"Invalid value for '{param}': {', or '.join(reasons)}."
-    return ApiError(400, message, param=param, code="invalid_value")
+    return ApiError(400, message, "invalid_value", param=param)
 
 
 def value_error(error, body):
-    """Returns the `ApiError` of a `ValueError` about an argument of the engine.
-
-    Args:
-        error: the `ValueError`, whose message begins with the name of the argument.
-        body: the `SamplingBody`.
-    """
+    """Returns the `ApiError` of a `ValueError`, whose message begins with the engine's argument."""
     prompt = "messages" if "messages" in type(body).model_fields else "prompt"
     if isinstance(error, PromptTooLong):
         message = _length_message(error, body)
-        return ApiError(400, message, param=prompt, code="context_length_exceeded")
+        return ApiError(400, message, "context_length_exceeded", param=prompt)
     message = str(error).replace("`max_new_tokens`", f"`{body.limit_name}`")
     name = re.match(r"`(\w+)`", message)
     param = name and name[1]
@@ -283,7 +267,7 @@ def value_error(error, body):
         param = prompt
     elif param not in type(body).model_fields:
         param = None
-    return ApiError(400, message, param=param, code="invalid_value")
+    return ApiError(400, message, "invalid_value", param=param)
 
 
 def _length_message(error, body):

@@ -1,6 +1,7 @@
 """Requests of an engine, as callers see them, and their results."""
 
 import collections
+import concurrent.futures
 import dataclasses
 import logging
 import os
@@ -29,13 +30,7 @@ def check_process(pid):
 
 
 class PromptTooLong(ValueError):
-    """Error of `Engine.submit` for a prompt that leaves too few tokens for the answer.
-
-    Args:
-        num_tokens: integer, number of tokens of the prompt.
-        max_new_tokens: integer, number of tokens of the answer, or None.
-        max_length: integer, `max_length` of the engine.
-    """
+    """Error of `Engine.submit` for a prompt that leaves too few tokens for the answer."""
 
     def __init__(self, num_tokens, max_new_tokens, max_length):
         super().__init__(
@@ -66,7 +61,8 @@ class Completion:
     """Answer to a request.
 
     Attributes:
-        text: string, the text without stop string and stop token. None without a preprocessor.
+        text: string, the text before the stop string, and without an end token of the
+            preprocessor. None without a preprocessor.
         token_ids: a list of integers, the new tokens, including those of a stop.
         logprobs: a list of `TokenLogprobs`, one for each new token; empty if not requested.
         finish_reason: `"stop"` at a stop token or string, `"length"` at the maximum number of
@@ -98,12 +94,9 @@ class EngineRequest:
     def __init__(self, num_prompt_tokens):
         self.num_prompt_tokens, self._pid = num_prompt_tokens, os.getpid()
         self._begin, self._first = time.monotonic(), None
-        self._logprobs: list[TokenLogprobs] = []
         self._deltas: collections.deque[Delta] = collections.deque()
-        self._completion: Completion | None = None
-        self._error: BaseException | None = None
+        self._future: concurrent.futures.Future[Completion] = concurrent.futures.Future()
         self._listener: Any = None
-        self._callbacks: list[Any] = []
         self._is_cancelled, self._changed = False, threading.Condition()
 
     def __iter__(self):
@@ -115,19 +108,19 @@ class EngineRequest:
             self._changed.wait_for(lambda: self._deltas or self.done)
             if self._deltas:
                 return self._deltas.popleft()
-        if self._error is not None:
-            raise self._error
+        self._future.result()  # raises the error of a failed engine
         raise StopIteration
 
     @property
     def done(self):
         """True if the request has ended."""
-        return self._completion is not None or self._error is not None
+        return self._future.done()
 
     @property
     def finish_reason(self):
         """As in `Completion`, or None while the request runs or if its engine failed."""
-        return self._completion and self._completion.finish_reason
+        has_ended = self.done and self._future.exception() is None
+        return self._future.result().finish_reason if has_ended else None
 
     def result(self, timeout=None):
         """Waits for the `Completion`.
@@ -141,12 +134,9 @@ class EngineRequest:
         """
         check_process(self._pid)
         seconds = None if timeout is None else min(timeout, threading.TIMEOUT_MAX)
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.done, seconds):
-                raise TimeoutError(f"The request has not ended after {timeout} seconds.")
-        if self._error is not None:
-            raise self._error
-        return self._completion
+        if not concurrent.futures.wait([self._future], seconds).done:
+            raise TimeoutError(f"The request has not ended after {timeout} seconds.")
+        return self._future.result()
 
     def cancel(self):
         """Ends the request, at the latest after two more tokens; later calls have no effect."""
@@ -158,11 +148,7 @@ class EngineRequest:
         It runs in the engine's thread, which it must not block, or in the calling thread if the
         request has already ended. Its errors are logged, `SystemExit` as well.
         """
-        with self._changed:
-            if not self.done:
-                self._callbacks.append(function)
-                return
-        self._call(function, self)
+        self._future.add_done_callback(lambda future: self._call(function, self))
 
     def set_listener(self, function):
         """Passes deltas to `function(delta)` instead of the iterator.
@@ -181,26 +167,22 @@ class EngineRequest:
         with self._changed:
             if self._first is None:
                 self._first = time.monotonic() - self._begin
-            self._logprobs += delta.logprobs
             if self._listener is not None:
                 self._call(self._listener, delta)
             else:
                 self._deltas.append(delta)
                 self._changed.notify_all()
 
-    def _end(self, finish_reason, text, token_ids, num_cached_tokens, error=None):
-        """Ends the request; only the engine calls it."""
+    def _end(self, sequence, text):
+        """Ends the request with its `RequestSequence`; only the engine calls it."""
+        if sequence.error is None:
+            answer = text, sequence.token_ids, sequence.logprobs, sequence.finish_reason
+            counts = self.num_prompt_tokens, sequence.num_cached
+            self._future.set_result(Completion(*answer, *counts, self._first))
+        else:
+            self._future.set_exception(sequence.error)
         with self._changed:
-            self._error = error
-            if error is None:
-                self._completion = Completion(
-                    *(text, token_ids, self._logprobs, finish_reason),
-                    *(self.num_prompt_tokens, num_cached_tokens, self._first),
-                )
-            callbacks, self._callbacks = self._callbacks, []
             self._changed.notify_all()
-        for function in callbacks:
-            self._call(function, self)
 
     def _call(self, function, argument):
         """Calls a function of the caller, whose error must not end the engine."""

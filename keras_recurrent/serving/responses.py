@@ -9,16 +9,13 @@ LEAST_LOGPROB = -9999.0  # for tokens of probability 0, as in OpenAI's API
 
 
 class LogprobTexts:
-    """Texts of single tokens, for log probabilities.
-
-    The text of a token that is not whole characters is `bytes:` and its bytes, as in OpenAI's API.
-    """
+    """Texts of single tokens, for log probabilities."""
 
     def __init__(self, preprocessor):
         self.known = preprocessor and token_bytes(preprocessor)
 
     def text(self, token):
-        """Returns the text of a token."""
+        """Returns the text of a token, or `bytes:` and its bytes, as in OpenAI's API."""
         if self.known is None:
             return str(token)
         text = self.known[token].decode(errors="replace")
@@ -33,11 +30,9 @@ class LogprobTexts:
         return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": data}
 
     def top(self, logprobs):
-        """Returns `{text: log probability}`, as completions have it.
+        """Returns `{text: log probability}` for `{token: log probability}`, as completions have it.
 
-        Args:
-            logprobs: `{token: log probability}`, the most probable first. The others with its text
-                are `token_id:` and their id, as in vLLM.
+        Tokens with the text of a more probable one are `token_id:` and their id, as in vLLM.
         """
         found = {}
         for token, value in logprobs.items():
@@ -48,13 +43,7 @@ class LogprobTexts:
 
 
 class CompletionFormat:
-    """Bodies of the response to one request to `/v1/completions`.
-
-    Args:
-        model: string, the name of the model.
-        tokens: the `LogprobTexts`.
-        has_logprobs: boolean.
-    """
+    """Bodies of the response to one request to `/v1/completions`."""
 
     id_prefix, object, chunk_object = "cmpl-", "text_completion", "text_completion"
 

@@ -1,6 +1,7 @@
 """HTTP server with OpenAI's API: the FastAPI application and its graceful shutdown."""
 
 import asyncio
+import functools
 import json
 import logging
 import pathlib
@@ -29,20 +30,14 @@ MAX_READ = 2**14  # bytes
 STALL_SECONDS, STALL_BYTES = 30, 2**14  # a client must read so many bytes in this time
 NO_TEMPLATE = "The model has no chat template. Use `/v1/completions`, or start the server with "
 NO_TEMPLATE += "`--chat-template`."
-INTERNAL_ERROR = ApiError(500, "The server had an error; its log has the cause.", "server_error")
+INTERNAL_ERROR = ApiError(500, "The server had an error; its log has the cause.")
 PAGE = pathlib.Path(__file__).with_name("chat.html")
 PAGE_POLICY = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
 PAGE_POLICY += "style-src 'unsafe-inline'; frame-ancestors 'none'"
 
 
 class Service:
-    """State of a server: its engine, metrics and the responses in progress.
-
-    Args:
-        engine: the `Engine`.
-        model_name: string, the name of the model in the API.
-        timeout: number of seconds after which a request ends, or None.
-    """
+    """Engine, metrics and responses in progress of a server; arguments as in `create_app`."""
 
     def __init__(self, engine, model_name, timeout):
         self.engine, self.model_name, self.timeout = engine, model_name, timeout
@@ -55,28 +50,29 @@ class Service:
         self.body_deadlines = set()  # an `asyncio.Timeout` for each body that arrives
         # {id of a response: its `RequestGroup`, None before it is submitted}
         self.groups = {}
-        self.mailbox = None
+
+    @functools.cached_property
+    def mailbox(self):
+        """The `Mailbox` of the event loop, which runs when a request arrives."""
+        return Mailbox(asyncio.get_running_loop())
 
     def check_model(self, name):
         if name != self.model_name:
             message = f"The model '{name}' does not exist; this server has '{self.model_name}'."
-            raise ApiError(404, message, param="model", code="model_not_found")
+            raise ApiError(404, message, "model_not_found", param="model")
 
     async def start(self, body, form):
         """Submits the prompts of a request and returns their `RequestGroup`."""
         if self.is_draining:  # since the body was read
             raise shutting_down()
-        if self.mailbox is None:
-            self.mailbox = Mailbox(asyncio.get_running_loop())
         self.groups[form.id] = None
         try:
             requests = await run_in_threadpool(self._submit, body)
         except BaseException:
             del self.groups[form.id]
             raise
-        group = RequestGroup(requests, self.mailbox, self.metrics)
-        self.groups[form.id] = group
-        return group
+        self.groups[form.id] = RequestGroup(requests, self.mailbox, self.metrics)
+        return self.groups[form.id]
 
     def _submit(self, body):
         preprocessor = self.engine.model.preprocessor
@@ -103,11 +99,11 @@ class Service:
         """Raises an `ApiError` if a request ended without a whole answer."""
         if completion.finish_reason == "timeout":
             message = f"The request took more than {self.timeout:g} s."
-            raise ApiError(504, message, "server_error", code="timeout")
+            raise ApiError(504, message, "timeout")
         if completion.finish_reason == "cancelled":
             if self.is_draining:
                 raise shutting_down()
-            raise ApiError(499, "The client closed the connection.", code="client_closed_request")
+            raise ApiError(499, "The client closed the connection.", "client_closed_request")
 
     async def drain(self, seconds, is_forced):
         """Refuses new requests, waits for those in progress, and cancels the rest."""
@@ -134,8 +130,7 @@ def _api_error(error, body):
     """Returns the exception to raise for an exception of `Engine.submit`."""
     if isinstance(error, EngineFull):
         message = "The server has too many requests. Send the request again later."
-        code = "rate_limit_exceeded"
-        return ApiError(429, message, "requests", code=code, headers={"retry-after": "1"})
+        return ApiError(429, message, "rate_limit_exceeded", headers={"retry-after": "1"})
     if isinstance(error, EngineClosed):
         return shutting_down()
     return value_error(error, body) if isinstance(error, ValueError) else error
@@ -161,8 +156,7 @@ class EventStream(StreamingResponse):
         if isinstance(form, ChatFormat):
             yield _event(form.first_chunk())
         try:
-            async for event in group.events():
-                index, text, logprobs, completion = event
+            async for index, text, logprobs, completion in group.events():
                 if text or logprobs:
                     yield _event(form.chunk(index, text, logprobs))
                 if completion is not None:
@@ -185,11 +179,10 @@ def _event(body):
 
 
 async def _parse(request, body_type):
-    """Returns the body of a request."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         message = "The header 'Content-Type' of the request must be 'application/json'."
-        raise ApiError(415, message, code="unsupported_media_type")
+        raise ApiError(415, message, "unsupported_media_type")
     data = await request.body()
     if len(data) <= SMALL_BODY:
         return body_type.parse(data)

@@ -12,8 +12,7 @@ import keras
 import numpy as np
 
 from keras_recurrent import dispatch, which_generation
-from keras_recurrent.generation.sampling import next_tokens
-from keras_recurrent.generation.sampling_call import make_sampling
+from keras_recurrent.generation.sampling import features_of, next_tokens, option_arrays
 from keras_recurrent.generation.sampling_params import SamplingParams
 from keras_recurrent.layers.decoding import decoding_scope
 from tests.devices.jax_layouts import SIZES
@@ -56,14 +55,15 @@ def generate(model, names):
 
 def messages(model, params):
     """The collectives of the program of one token."""
-    sampling = make_sampling(model, params, [[1]] * BATCH)
+    params, size = [params] * BATCH, model.backbone.vocabulary_size
+    features, options = features_of(params, size), option_arrays(params, [[1]] * BATCH, size)
     state = model.backbone.get_initial_state(BATCH, LENGTH)
 
     def step(weights, token, state, uniform):
         with keras.StatelessScope(zip(model.variables, weights, strict=True)), decoding_scope():
             logits, _, state = model.call_with_cache(token, state)
-        arguments = sampling.features, logits[:, 0], np.array([[-1]]), np.zeros(BATCH, "int32")
-        return next_tokens(*arguments, uniform, (), sampling.arguments)[0], state
+        arguments = features, logits[:, 0], np.array([[-1]]), np.zeros(BATCH, "int32")
+        return next_tokens(*arguments, uniform, (), options)[0], state
 
     weights, token = [v.value for v in model.variables], np.ones((BATCH, 1), "int32")
     arguments = weights, token, state, np.zeros(BATCH, "float32")

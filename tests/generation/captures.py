@@ -6,11 +6,12 @@ from types import SimpleNamespace
 def capture_on_cpu(monkeypatch):
     """Makes torch's steps and chunks capture; a replay runs the function.
 
-    Returns lists of the functions that were captured, and of their memory pools.
+    Models with `compile(jit_compile=False)` capture nothing. Returns lists of the functions that
+    were captured, and of their memory pools.
     """
     import torch
 
-    from keras_recurrent.generation.torch import chunks, cuda_graph, runner
+    from keras_recurrent.generation.torch import chunks, decoder, programs
 
     captured, pools = [], []
     # On a GPU, real captures of the same model get the pool after the test.
@@ -22,9 +23,13 @@ def capture_on_cpu(monkeypatch):
         pool = pool or new_pool
         return SimpleNamespace(replay=function, pool=lambda: pool), function()
 
-    for module in (cuda_graph, chunks):
+    for module in (decoder, chunks):
         monkeypatch.setattr(module, "capture", capture)
-    monkeypatch.setattr(runner.Runner, "_graph_reason", lambda self, device: None)
+    monkeypatch.setattr(
+        programs.Programs,
+        "_graph_reason",
+        lambda self, device: "`jit_compile=False`" if self._compiled is False else None,
+    )
     if not torch.cuda.is_available():
         memory = SimpleNamespace(total_memory=2**40)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)

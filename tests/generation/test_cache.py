@@ -1,9 +1,6 @@
 """A cache that is kept: going on from it is what reading and writing all at once is."""
 
-import gc
 import itertools
-import os
-import pathlib
 
 import keras
 import keras_hub
@@ -13,22 +10,16 @@ import pytest
 import keras_recurrent
 from keras_recurrent.models import GenerationCache, SamplingParams
 from tests.generation.test_programs import prompts
-from tests.models.tiny import (
-    FAMILIES,
-    FEWER_LAYERS,
-    NIGHTLY_IF_COMPILED,
-    SHARED,
-    VOCABULARY,
-    shared_by_families,
-    tiny_causal_lm,
-)
+from tests.generation.test_text import text_model
+from tests.models import tiny
+from tests.models.tiny import FEWER_LAYERS, VOCABULARY, shared_by_families, tiny_causal_lm
 
 BACKEND = keras.config.backend()
 ROOM = 64  # what attention to all tokens has room for, as `generate` makes it for short rows
 ROWS = (5, 9, 2)  # the lengths of prompts
 
 
-@pytest.fixture(scope="module", params=SHARED)
+@pytest.fixture(scope="module", params=tiny.SHARED)
 def model(request):
     model = tiny_causal_lm(family=request.param, **FEWER_LAYERS)
     model.compile(sampler="greedy")
@@ -92,23 +83,6 @@ def assert_same(a, b):
         np.testing.assert_allclose(x.astype("f8"), y.astype("f8"), rtol=2e-4, atol=2e-5)
 
 
-def test_prompts_may_be_cut_anywhere(model):
-    rows = given()
-    whole = generate(model, rows, 16)
-    ahead = [len(row) for row in rows]
-    assert joined(rows, more(model, prefill(model, rows), 4)) == [
-        row[: n + 4] for row, n in zip(whole, ahead, strict=True)
-    ]
-    for cuts in ((1, 1, 1), (4, 2, 2), (5, 8, 1)):
-        first = [row[:cut] for row, cut in zip(rows, cuts, strict=True)]
-        rest = [row[cut:] for row, cut in zip(rows, cuts, strict=True)]
-        cache = prefill(model, first)
-        np.testing.assert_array_equal(cache.num_tokens, cuts)
-        found = joined(first, generate(model, rest, 8, cache=cache))
-        assert found == [row[: cut + 8] for row, cut in zip(whole, cuts, strict=True)]
-        assert_same(prefill(model, rest, cache=cache), prefill(model, rows))
-
-
 def test_going_on_neither_drops_nor_repeats_a_token(model):
     rows = given()
     whole = generate(model, rows, 20)
@@ -120,20 +94,6 @@ def test_going_on_neither_drops_nor_repeats_a_token(model):
         found, cache = more(model, cache, count, return_cache=True)
         written = joined(written, found)
     assert written == whole
-
-
-def test_a_row_that_stopped_has_the_state_after_its_stop_token(model):
-    rows = given()
-    whole = generate(model, rows, 20)
-    # A token that the second row writes early, and another one late or never.
-    stop = whole[1][len(rows[1]) + 1]
-    written, cache = generate(model, rows, 20, (stop,), return_cache=True)
-    assert len({len(row) for row in written}) > 1
-    assert_same(cache, prefill(model, written))
-    alone = [prefill(model, [row]) for row in written]
-    for i, of_row in enumerate(alone):
-        assert_same(cache.select([i]), of_row)
-    assert more(model, cache, 5) == [more(model, of_row, 5)[0] for of_row in alone]
 
 
 def test_a_cache_never_changes(model):
@@ -180,7 +140,7 @@ def test_rows_are_selected_repeated_and_joined(model):
 
 
 def other_model(model, **kwargs):
-    family = next(name for name, row in FAMILIES.items() if isinstance(model, row.causal_lm))
+    family = next(name for name, row in tiny.FAMILIES.items() if isinstance(model, row.causal_lm))
     other = tiny_causal_lm(family=family, **{"seed": 1, **FEWER_LAYERS, **kwargs})
     other.compile(sampler="greedy")
     return other
@@ -258,17 +218,9 @@ def test_what_no_cache_goes_with(family):
     ):
         with pytest.raises(ValueError, match=words):
             call()
-    model.compile(sampler="contrastive")
-    for call in (
-        lambda: model.generate(None, 3, None, cache=cache),
-        lambda: model.stream(None, 3, None, cache=cache),
-        lambda: prefill(model, given()),
-    ):
-        with pytest.raises(ValueError, match="got a ContrastiveSampler"):
-            call()
 
 
-@pytest.mark.parametrize("family", [pytest.param("griffin", marks=NIGHTLY_IF_COMPILED)])
+@pytest.mark.parametrize("family", [pytest.param("griffin", marks=tiny.NIGHTLY_IF_COMPILED)])
 def test_run_eagerly_generates_the_same_tokens_and_caches(family):
     """Fails if steps without compilation differ, in `generate`, `stream`, or after a cache."""
     model, found = tiny_causal_lm(family=family, **FEWER_LAYERS), []
@@ -278,7 +230,7 @@ def test_run_eagerly_generates_the_same_tokens_and_caches(family):
         model.compile(sampler="greedy", run_eagerly=run_eagerly)
         whole, cache = generate(model, rows, 9, return_cache=True, sampling=sampling)
         continued = generate(model, more, 5, cache=cache)
-        streamed = [*model.stream(tokens(more, 5), 5, None, cache=cache)]
+        streamed = list(model.stream(tokens(more, 5), 5, None, cache=cache))
         assert (keras_recurrent.which_generation(model).name == "eager") == run_eagerly
         found.append((whole, continued, streamed, keras.tree.flatten(cache.state)))
     assert found[0][:3] == found[1][:3]
@@ -287,50 +239,29 @@ def test_run_eagerly_generates_the_same_tokens_and_caches(family):
         np.testing.assert_allclose(*arrays, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        # XLA compiles each of them.
-        pytest.param(arguments, marks=() if BACKEND == "torch" else pytest.mark.nightly)
-        for arguments in (
-            {"sampler": "greedy"},
-            {"sampler": "greedy", "run_eagerly": True},
-        )
-    ],
-    ids=["compiled", "eager"],
-)
-def test_max_length_of_tokens(arguments):
-    """Fails if the columns of `inputs` take the place of `max_length`, in any mode."""
-    model = tiny_causal_lm(family="hgrn2", num_layers=1)
-    model.compile(**arguments)
-    rows = given((3, 3))
-    wanted = generate(model, rows, 8)
-    stop = wanted[0][5]
-    assert {len(row) for row in wanted} == {8}
-    for columns in (3, 8, 12):
-        assert generate(model, rows, columns, max_length=8) == wanted
-        stopped = generate(model, rows, columns, (stop,), max_length=8)
-        assert stopped[0] == wanted[0][: wanted[0].index(stop, 3) + 1]
-        new = model.generate(tokens(rows, columns), 8, None, strip_prompt=True)
-        assert lists(new) == [row[3:] for row in wanted]
-        with pytest.raises(ValueError, match=r"`max_length` is 2 tokens, .* prompt 0 alone has 3"):
-            generate(model, rows, columns, max_length=2)
-
-
 @pytest.mark.once
-def test_max_length_of_tokens_with_a_cache():
-    """Fails if padding columns count as new tokens, or `max_length` differs between the calls."""
+def test_max_length_of_tokens_ignores_padding_columns():
+    """Padding columns count as tokens, or `max_length` differs between calls."""
     model = tiny_causal_lm(family="hgrn2", num_layers=1)
     model.compile(sampler="greedy")
     first, second = given((3, 3)), given((2, 2), seed=5)
-    wanted = generate(model, first, 8, return_cache=True)[0]
+    wanted = generate(model, first, 8)
+    assert {len(row) for row in wanted} == {8}
+    stop = wanted[0][5]
     cache = model.prefill(tokens(first), max_length=8)
-    for columns in (2, 5, 9):
-        assert generate(model, first, columns + 1, max_length=8, return_cache=True)[0] == wanted
+    for columns in (3, 8, 12):
+        assert generate(model, first, columns, max_length=8) == wanted
+        assert generate(model, first, columns, max_length=8, return_cache=True)[0] == wanted
+        stopped = generate(model, first, columns, (stop,), max_length=8)
+        assert stopped[0] == wanted[0][: wanted[0].index(stop, 3) + 1]
+        new = model.generate(tokens(first, columns), 8, None, strip_prompt=True)
+        assert lists(new) == [row[3:] for row in wanted]
+        with pytest.raises(ValueError, match=r"`max_length` is 2 tokens, .* prompt 0 alone has 3"):
+            generate(model, first, columns, max_length=2)
         more = generate(model, second, columns, max_length=5, cache=cache)
         assert {len(row) for row in more} == {5}
         stream = model.stream(tokens(second, columns), 5, None, cache=cache)
-        assert joined(second, [list(row) for row in zip(*stream, strict=True)]) == more
+        assert joined(second, streamed_tokens(stream)) == more
 
 
 @pytest.mark.once
@@ -349,144 +280,87 @@ def test_max_length_of_a_dataset_of_tokens():
 
 @shared_by_families
 def test_random_tokens_are_those_of_one_call(family):
-    """The same seed, batch and row give the same draws, whether the cache is kept or not."""
-    model = tiny_causal_lm(family=family, **FEWER_LAYERS)
+    """Fails if draws depend on more than seed, batch and row, such as whether a cache is kept."""
+    model, rows = tiny_causal_lm(family=family, **FEWER_LAYERS), given((4, 4))
 
-    def with_seed(write):
+    def seeded(write):
         keras.utils.set_random_seed(5)
-        model.compile(sampler=random_sampler(seed=11))
+        model.compile(sampler=keras_hub.samplers.RandomSampler(seed=11))
         return write(), write()
 
-    rows = given((4, 4))
-    plain = with_seed(lambda: generate(model, rows, 12))
+    def stream():
+        return model.stream(tokens(rows, 12), stop_token_ids=None)
+
+    def part_of_a_stream():
+        next(stream())
+        return int(keras.ops.convert_to_numpy(model.sampler.variables[0])[1])
+
+    plain = seeded(lambda: generate(model, rows, 12))
     assert plain[0] != plain[1]
-    assert with_seed(lambda: generate(model, rows, 12, return_cache=True)[0]) == plain
-    streamed = with_seed(lambda: streamed_tokens(model, rows, 12))
-    assert streamed == plain
-
-    def half_of_a_stream():
-        stream = model.stream(tokens(rows, 12), stop_token_ids=None)
-        next(stream)
-        stream.close()
-        return [int(t) for t in keras.ops.convert_to_numpy(model.sampler.variables[0])]
-
+    assert seeded(lambda: generate(model, rows, 12, return_cache=True)[0]) == plain
+    assert seeded(lambda: joined(rows, streamed_tokens(stream()))) == plain
     # Each call takes one state of the sampler's generator, whatever it draws.
-    assert [counter for _, counter in with_seed(half_of_a_stream)] == [1, 2]
+    assert seeded(part_of_a_stream) == (1, 2)
 
 
-def random_sampler(seed):
-    return keras_hub.samplers.RandomSampler(seed=seed)
+def streamed_tokens(stream):
+    """The new tokens of each row."""
+    return [[token for token in row if token is not None] for row in zip(*stream, strict=True)]
 
 
-def streamed_tokens(model, rows, count, **kwargs):
-    steps = model.stream(tokens(rows, count), **{"stop_token_ids": None, **kwargs})
-    found = [list(row) for row in rows]
-    for step in steps:
-        for row, token in zip(found, step, strict=True):
-            row.extend([] if token is None else [token])
-    return found
-
-
-def test_a_stream_writes_what_generate_writes(model):
+def test_rows_that_stop_have_tokens_and_states_of_each_alone(model):
+    """A state has tokens after a stop token, or those of `stream` and `generate` differ."""
     rows = given()
-    whole = generate(model, rows, 14)
-    assert streamed_tokens(model, rows, 14) == whole
-    stop = whole[1][len(rows[1]) + 1]
-    stopped, cache = generate(model, rows, 14, (stop,), return_cache=True)
-    assert streamed_tokens(model, rows, 14, stop_token_ids=(stop,)) == stopped
-    stream = model.stream(tokens(rows, 14), stop_token_ids=(stop,))
+    # A token that the second row generates early, and another one late or never.
+    stop = generate(model, rows, 20)[1][len(rows[1]) + 1]
+    stopped, cache = generate(model, rows, 20, (stop,), return_cache=True)
+    assert len({len(row) for row in stopped}) > 1
+    stream = model.stream(tokens(rows, 20), stop_token_ids=(stop,))
     assert_same(stream.cache, prefill(model, rows))
-    list(stream)
-    assert_same(stream.cache, cache)
-    with pytest.raises(StopIteration):
-        next(stream)
-    left = model.stream(tokens(rows, 14), stop_token_ids=None)
-    next(left)
-    left.close()
+    assert joined(rows, streamed_tokens(stream)) == stopped
+    for found in (cache, stream.cache):
+        assert_same(found, prefill(model, stopped))
+    assert more(model, cache, 5) == [more(model, prefill(model, [row]), 5)[0] for row in stopped]
+
+
+@pytest.mark.once
+def test_stream_that_was_closed_or_has_no_new_tokens_ends(model):
+    closed = model.stream(tokens(given(), 14), stop_token_ids=None)
+    next(closed)
+    closed.close()
     with pytest.raises(RuntimeError, match="was closed"):
-        _ = left.cache
-    with pytest.raises(StopIteration):
-        next(left)
+        _ = closed.cache
+    assert list(closed) == []
     full = model.stream(tokens(given((4, 4))), stop_token_ids=None)
     assert list(full) == []
     assert_same(full.cache, prefill(model, given((4, 4))))
 
 
-def test_a_stream_continues_after_its_cache_is_read(model):
-    """A state is one token ahead, or the tokens after it get other random numbers."""
-    rows = given((4, 2))
-    sampling = [SamplingParams(seed=seed, temperature=2.0) for seed in (1, 2)]
-    stream = model.stream(tokens(rows, 24), stop_token_ids=None, sampling=sampling)
-    found = [list(row) for row in rows]
-    for count, step in enumerate(stream, 1):
-        for row, token in zip(found, step, strict=True):
-            row.extend([] if token is None else [token])
-        if count in (1, 16, 17, 21):
-            assert_same(stream.cache, prefill(model, found))
-    assert found == generate(model, rows, 24, sampling=sampling)
-
-
-@shared_by_families
-def test_a_stream_tells_how_it_writes(family):
-    model = tiny_causal_lm(family=family, **FEWER_LAYERS)
-    model.compile(sampler="greedy")
-    next(model.stream(tokens(given((3,)), 8), stop_token_ids=None))
-    name = keras_recurrent.which_generation(model).name
-    assert name in (("traced", "cuda_graph") if BACKEND == "torch" else ("steps",))
-
-
-def resident():
-    """The bytes of this process in memory."""
-    gc.collect()
-    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(not pathlib.Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
-@pytest.mark.parametrize("part", [5, pytest.param(1, marks=pytest.mark.nightly)])
-def test_memory_is_flat(part):
-    """Over 5,000 tokens and over 500 calls, or a part of them."""
-    model = tiny_causal_lm(num_layers=1, block_types=("recurrent",))
-    model.compile(sampler="greedy", jit_compile=False if BACKEND == "torch" else "auto")
-    rows = given((3, 2))
-
-    def tokens_one_by_one(count):
-        for _ in model.stream(tokens(rows, max(map(len, rows)) + count), stop_token_ids=None):
-            pass
-
-    def calls(count):
-        cache = prefill(model, rows)
-        for _ in range(count):
-            _, cache = more(model, cache, 2, return_cache=True)
-
-    for work, times in ((tokens_one_by_one, 5000 // part), (calls, 500 // part)):
-        work(times // 2)
-        before = resident()
-        work(times // 2)
-        assert resident() - before < 16e6
-
-
 @pytest.mark.once
-def test_a_stream_that_is_broken_off_inside_a_step():
-    """Its state may be a token further than its cache would say."""
+def test_stream_after_an_interrupted_step_has_no_cache(monkeypatch):
+    """Its state may be a token ahead of the tokens of its cache."""
     model = tiny_causal_lm(family="hgrn2", num_layers=1)
     model.compile(sampler="greedy")
     stream = model.stream(tokens([[5, 6]], 9), stop_token_ids=None)
     next(stream)
-    step = stream._steps
+    batch = stream._loop.batch
 
-    class Interrupted:
-        def __call__(self):
-            step()
-            raise KeyboardInterrupt
+    def interrupted(*arguments, launch=batch._launch):
+        launch(*arguments)
+        raise KeyboardInterrupt
 
-        def close(self):
-            step.close()
-
-    stream._steps = Interrupted()
+    monkeypatch.setattr(batch, "_launch", interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(stream)
     with pytest.raises(RuntimeError, match="an exception interrupted a step"):
         stream.cache  # noqa: B018
     assert list(stream) == []
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="tensors of TensorFlow")
+def test_prefill_accepts_tensors_of_strings():
+    import tensorflow as tf
+
+    model = text_model()
+    assert model.prefill(tf.constant(["abc", "d"])).num_tokens.tolist() == [4, 2]
+    assert model.prefill(tf.constant("abc")).num_tokens.tolist() == [4]

@@ -10,15 +10,18 @@ from keras_recurrent.generation import cache_file, cache_key
 from keras_recurrent.generation.cache_key import SAMPLED, _fingerprint
 from keras_recurrent.models import GenerationCache
 from tests.generation.test_cache import arrays, generate, given, more, other_model, prefill, tokens
-from tests.models.tiny import FAMILIES, SHARED, shared_by_families, tiny_causal_lm
+from tests.models.tiny import shared_by_families, tiny_causal_lm
 
 safetensors = pytest.importorskip("safetensors.numpy")
-FAMILY = SHARED[0]
+FAMILY = "griffin"
 
 
 @pytest.fixture
 def model():
-    model = tiny_causal_lm(family=FAMILY)
+    return greedy(tiny_causal_lm(family=FAMILY))
+
+
+def greedy(model):
     model.compile(sampler="greedy")
     return model
 
@@ -71,43 +74,25 @@ def test_a_file_takes_the_place_of_another_or_leaves_it(model, tmp_path, monkeyp
 def test_other_models_are_refused_by_name(model, tmp_path):
     cache = prefill(model, given())
     cache.save(tmp_path / "cache")
-    size = {"griffin": "lru_width", "hgrn2": "expand_ratio", "transnormer": "head_dim"}[FAMILY]
-    value = {"griffin": 16, "hgrn2": 2, "transnormer": 8}[FAMILY]
-    family = next(name for name in FAMILIES if name != FAMILY)
     low_rank, quantized = tiny_causal_lm(family=FAMILY), tiny_causal_lm(family=FAMILY)
     low_rank.backbone.enable_lora(2)
     quantized.quantize("int8")
     for other, words in (
-        (tiny_causal_lm(family=family), f"to a `{type(model.backbone).__name__}`; this is a"),
-        (other_model(model, **{size: value}), f"{size}=.*; this one has {value}"),
-        (
-            other_model(model, seed=0, dtype="mixed_bfloat16"),
-            "the dtype float32; .* mixed_bfloat16",
-        ),
+        (tiny_causal_lm(family="hgrn2"), "to a `GriffinBackbone`; this is a"),
+        (other_model(model, lru_width=16), "lru_width=.*; this one has 16"),
+        (other_model(model, seed=0, dtype="mixed_bfloat16"), "the dtype float32; .* mixed_bf"),
         (low_rank, r"low-rank weights \(LoRA\) None; this one has \[2\]"),
         (quantized, r"the quantization None; this one has \['int8'\]"),
         (other_model(model), "other weights"),
     ):
-        other.compile(sampler="greedy")
         with pytest.raises(ValueError, match=words):
-            GenerationCache.load(tmp_path / "cache", other)
-        for call in (
-            lambda other=other: more(other, cache, 3),
-            lambda other=other: other.stream(None, 3, None, cache=cache),
-            lambda other=other: other.prefill(tokens(given()), cache=cache),
-        ):
-            with pytest.raises(ValueError, match=words):
-                call()
-
-
-@pytest.mark.once
-def test_a_model_that_learned_is_another(model):
-    cache = prefill(model, given())
-    x = tokens(given((8, 8)), 8)
-    model.compile("sgd", sampler="greedy")
-    model.fit(x, x["token_ids"], verbose=0)
-    with pytest.raises(ValueError, match="other weights"):
-        more(model, cache, 3)
+            GenerationCache.load(tmp_path / "cache", greedy(other))
+        with pytest.raises(ValueError, match=words):
+            more(other, cache, 3)
+        with pytest.raises(ValueError, match=words):
+            other.stream(None, 3, None, cache=cache)
+        with pytest.raises(ValueError, match=words):
+            other.prefill(tokens(given()), cache=cache)
 
 
 @pytest.mark.once
@@ -140,8 +125,8 @@ def test_what_is_no_cache(model, tmp_path):
         (lambda: written(content=json.dumps({**content, "version": 1})), "of version 1"),
         (lambda: written(content="["), "not JSON"),
         (
-            lambda: written(content=json.dumps({"version": cache_file.VERSION})),
-            "name the model it belongs to",
+            lambda: written(content=f'{{"version": {cache_file.VERSION}}}'),
+            "name the model it belongs",
         ),
         (lambda: written(without(name)), "must hold the state"),
         (lambda: written({**tensors, name: tensors[name][:1]}), "must be .* of shape"),
@@ -176,9 +161,8 @@ def test_weights_are_compared_from_few_numbers(model):
             cache.check(model)
         weight.assign(value)
     cache.check(model)
-    same = type(model).from_config(model.get_config())
+    same = greedy(type(model).from_config(model.get_config()))
     same.set_weights(model.get_weights())
-    same.compile(sampler="greedy")
     assert more(same, cache, 4) == more(model, cache, 4)
     assert generate(same, given(), 12) == generate(model, given(), 12)
 

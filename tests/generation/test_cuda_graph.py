@@ -1,48 +1,42 @@
-"""On an NVIDIA GPU with torch: steps that are captured as CUDA graphs."""
+"""CUDA graphs of decoding steps on torch. Without an NVIDIA GPU, a replay runs the function."""
 
 import gc
-import threading
 
 import keras
-import keras_hub
 import numpy as np
 import pytest
 
-from keras_recurrent import which_generation
-from keras_recurrent.generation.torch.sampling import TokenSampler
+from keras_recurrent import dispatch, implementation, which_generation
 from keras_recurrent.layers import hgrn2
 from keras_recurrent.models import SamplingParams
-from keras_recurrent.serving import Engine
-from tests.generation.test_programs import CHANGES, generate, prompts
+from tests.generation.captures import capture_on_cpu
+from tests.generation.test_programs import CHANGES, check_threads, generate, prompts
 from tests.gpu import has_gpu
-from tests.models import plain_generation
-from tests.models.test_generation import MARGIN
-from tests.models.tiny import HYBRID, any_family, tiny_causal_lm
+from tests.models.tiny import FAMILIES, HYBRID, VOCABULARY, tiny_causal_lm
 
 if keras.config.backend() != "torch":
     pytest.skip("torch captures CUDA graphs", allow_module_level=True)
 
-if not has_gpu():
-    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
-
 import torch
 
+from keras_recurrent.generation import torch_batch
+from keras_recurrent.generation.torch import decoder
+
+needs_gpu = pytest.mark.skipif(not has_gpu(), reason="needs an NVIDIA GPU")
 LENGTHS, TOTAL = (4, 9), 40
-SAMPLERS = {
-    "greedy": keras_hub.samplers.GreedySampler,
-    "top_k": lambda: keras_hub.samplers.TopKSampler(k=7, seed=5, temperature=2.0),
-    "top_p": lambda: keras_hub.samplers.TopPSampler(p=0.8, seed=5, temperature=2.0),
-    "random": lambda: keras_hub.samplers.RandomSampler(seed=5, temperature=2.0),
-}
 OPTIONS = {
-    "seed": 5,
-    "min_p": 0.1,
-    "logprobs": 3,
-    "repetition_penalty": 1.2,
-    "frequency_penalty": 0.3,
-    "logit_bias": {5: 2.0},
-    "min_new_tokens": 10,
+    **{"seed": 5, "min_p": 0.1, "logprobs": 3, "min_new_tokens": 10},
+    **{"repetition_penalty": 1.2, "frequency_penalty": 0.3, "logit_bias": {5: 2.0}},
 }
+
+
+@pytest.fixture(autouse=True)
+def _graphs(monkeypatch):
+    """Runs as on a GPU."""
+    if not has_gpu():
+        capture_on_cpu(monkeypatch)
+        monkeypatch.setattr(torch_batch, "runs_ahead", lambda model: True)
+        monkeypatch.setattr(dispatch, "decodes_with_kernels", lambda tensor: True)
 
 
 def compiled(sampler="greedy", family="hgrn2", jit_compile="auto", **kwargs):
@@ -51,44 +45,43 @@ def compiled(sampler="greedy", family="hgrn2", jit_compile="auto", **kwargs):
     return model
 
 
-@any_family
-def test_greedy_tokens_are_those_of_the_traced_step(family):
-    model = compiled(family=family)
+def compiled_and_traced(sampler="greedy", **kwargs):
+    return [compiled(sampler, jit_compile=mode, **kwargs) for mode in ("auto", False)]
+
+
+@pytest.mark.parametrize(
+    ("family", "sampler"), [*((family, "greedy") for family in FAMILIES), ("hgrn2", "beam")]
+)
+def test_cuda_graph_generates_tokens_of_traced_step(family, sampler):
+    model, traced = compiled_and_traced(sampler, family=family)
     found = [generate(model, LENGTHS, TOTAL)["token_ids"] for _ in range(3)]
     assert which_generation(model)[:2] == ("cuda_graph", {})
-    traced = compiled(family=family, jit_compile=False)
     expected = generate(traced, LENGTHS, TOTAL)["token_ids"]
     assert which_generation(traced).name == "traced"
     for rows in found:
         np.testing.assert_array_equal(rows, expected)
 
 
-def test_rows_end_at_stop_tokens_as_those_of_the_traced_step():
-    model, traced = (compiled(jit_compile=c) for c in ("auto", False))
-    whole = generate(traced, LENGTHS, TOTAL)["token_ids"]
-    for column in (LENGTHS[1] + 1, 24, TOTAL - 1):
-        stops = tuple({int(row[column]) for row in keras.ops.convert_to_numpy(whole)})
-        found, expected = (
-            generate(m, LENGTHS, TOTAL, stop_token_ids=stops) for m in (model, traced)
-        )
-        for name, rows in expected.items():
-            np.testing.assert_array_equal(found[name], rows)
-    assert which_generation(model).name == "cuda_graph"
-
-
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_random_tokens_are_those_of_the_traced_step(name):
-    model, traced = (compiled(SAMPLERS[name](), jit_compile=c) for c in ("auto", False))
-    for total in (TOTAL, 17, TOTAL):  # the second and third go on with the generator's state
-        found, expected = (generate(m, LENGTHS, total)["token_ids"] for m in (model, traced))
-        np.testing.assert_array_equal(found, expected)
-    assert which_generation(model).name == "cuda_graph"
+def test_step_after_a_row_with_other_options_ended_is_not_captured_again():
+    """Another capture, in the middle of a call, computes a token twice."""
+    model, traced = (compiled(jit_compile=c, num_layers=1) for c in ("auto", False))
+    sampling = [SamplingParams(temperature=0, logprobs=n) for n in (1, 8)]
+    options = {"sampling": sampling, "max_new_tokens": 20}
+    whole = generate(traced, LENGTHS, 9, **options).token_ids
+    stop = next(token for token in whole[1] if token not in whole[0])
+    # More stop tokens than fit into one group.
+    unused = sorted({*range(VOCABULARY)} - {*whole[0], *whole[1]})[:6]
+    options["stop_token_ids"] = (stop, *unused)
+    found, expected = (generate(m, LENGTHS, 9, **options).logprobs[0] for m in (model, traced))
+    assert len(found) == 20
+    for a, b in zip(found, expected, strict=True):
+        assert abs(a.logprob - b.logprob) < 1e-5
 
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_all_options_as_in_the_traced_step(cached):
     """Buffers of a reused graph must start as those of a new call."""
-    model, traced = (compiled(jit_compile=c) for c in ("auto", False))
+    model, traced = compiled_and_traced()
     for seed in (1, 2):
         sampling = [SamplingParams(**{**OPTIONS, "seed": s}) for s in (seed, 9)]
         arguments = {"stop_token_ids": (1,), "sampling": sampling, "return_cache": cached}
@@ -103,14 +96,19 @@ def test_all_options_as_in_the_traced_step(cached):
 
 def while_capturing(monkeypatch, action):
     """Runs `action` while a step with sampling is captured."""
-    sample = TokenSampler.__call__
+    make_choice = decoder.make_choice
 
-    def sampled(self, logits):
-        if torch.cuda.is_current_stream_capturing():
-            action()
-        return sample(self, logits)
+    def make(*arguments):
+        choose = make_choice(*arguments)
 
-    monkeypatch.setattr(TokenSampler, "__call__", sampled)
+        def run(logits, tensors):
+            if torch.cuda.is_current_stream_capturing():
+                action()
+            return choose(logits, tensors)
+
+        return run
+
+    monkeypatch.setattr(decoder, "make_choice", make)
 
 
 def captured():
@@ -120,6 +118,7 @@ def captured():
     return graph
 
 
+@needs_gpu
 def test_a_graph_that_is_garbage_outlives_a_capture(monkeypatch):
     def garbage():
         cycle = [graphs.pop()]
@@ -128,26 +127,10 @@ def test_a_graph_that_is_garbage_outlives_a_capture(monkeypatch):
         for _ in range(3 * gc.get_threshold()[0]):
             kept.append([])  # collects garbage, if that is enabled
 
-    kept, graphs, model = [], [captured()], compiled(SAMPLERS["top_k"]())
+    kept, graphs, model = [], [captured()], compiled("top_k")
     while_capturing(monkeypatch, garbage)
     generate(model, LENGTHS, TOTAL)
     assert which_generation(model)[:2] == ("cuda_graph", {})
-
-
-def test_random_tokens_after_a_capture_that_failed(monkeypatch):
-    model, traced = (compiled(SAMPLERS["top_k"](), jit_compile=c) for c in ("auto", False))
-    graphs = [captured()]
-    while_capturing(monkeypatch, graphs.clear)  # no graph can be destroyed during a capture
-    found, expected = (generate(m, LENGTHS, TOTAL)["token_ids"] for m in (model, traced))
-    assert "could not capture" in which_generation(model).refused["cuda_graph"]
-    np.testing.assert_array_equal(found, expected)
-
-
-def test_beam_search_is_that_of_the_traced_step():
-    model, traced = (compiled("beam", jit_compile=c) for c in ("auto", False))
-    found, expected = (generate(m, LENGTHS, TOTAL)["token_ids"] for m in (model, traced))
-    assert which_generation(model).name == "cuda_graph"
-    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning")
@@ -166,40 +149,45 @@ def test_the_weights_are_those_of_now(name, dtype):
 
 def test_threads_do_not_share_buffers():
     model = compiled(num_layers=1)
-    lengths = [(4, 6), (7, 2), (3, 3)]
-    expected = [generate(model, pair, 200)["token_ids"] for pair in lengths]
-    found = [None] * 3
-
-    def run(i):
-        for _ in range(3):
-            found[i] = generate(model, lengths[i], 200)["token_ids"]
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    np.testing.assert_array_equal(found, expected)
+    check_threads(model, [(4, 6), (7, 2), (3, 3)])
     assert which_generation(model).name == "cuda_graph"
 
 
 def test_after_an_exception(monkeypatch):
-    """Fails if a graph whose call raised an exception serves another call as it is."""
-    model, prepare, calls = compiled(), TokenSampler.prepare, []
+    """Fails if a decoder whose call raised an exception serves another call as it is."""
+    model, advance, calls = compiled(), decoder.CapturedDecoder.advance, []
     expected = generate(model, LENGTHS, TOTAL)["token_ids"]
 
-    def prepare_or_fail(sampler):
-        calls.append(sampler)
+    def advance_or_fail(self, features):
+        calls.append(self)
         if len(calls) == 5:
             raise ArithmeticError
-        prepare(sampler)
+        advance(self, features)
 
-    monkeypatch.setattr(TokenSampler, "prepare", prepare_or_fail)
+    monkeypatch.setattr(decoder.CapturedDecoder, "advance", advance_or_fail)
     with pytest.raises(ArithmeticError):
         generate(model, LENGTHS, TOTAL)
     np.testing.assert_array_equal(generate(model, LENGTHS, TOTAL)["token_ids"], expected)
+    assert calls[-1] is not calls[0]
 
 
+def test_sampling_whose_capture_fails_runs_kernel_by_kernel(monkeypatch):
+    """The step of a decoder that has another graph advances a state twice, or never."""
+    model, traced = compiled_and_traced()
+    generate(model, LENGTHS, TOTAL, return_cache=True)
+
+    def capture(function, *arguments):
+        function()
+        raise RuntimeError("no capture")
+
+    monkeypatch.setattr(decoder, "capture", capture)
+    options = {"sampling": SamplingParams(**OPTIONS), "return_cache": True}
+    with pytest.warns(UserWarning, match="Steps run kernel by kernel: .*no capture"):
+        found = generate(model, LENGTHS, TOTAL, **options)
+    assert found.token_ids == generate(traced, LENGTHS, TOTAL, **options).token_ids
+
+
+@needs_gpu
 def test_memory_is_flat():
     model = compiled(num_layers=1)
 
@@ -213,70 +201,30 @@ def test_memory_is_flat():
     assert allocated(20) <= before
 
 
-def test_tokens_are_those_of_plain_passes():
-    model = compiled()
-    prompt = prompts(LENGTHS, TOTAL)
-    found = generate(model, LENGTHS, TOTAL)["token_ids"]
-    expected, margin = plain_generation.sample(
-        model, model.sampler, prompt["token_ids"], prompt["padding_mask"]
-    )
-    assert margin > MARGIN
-    np.testing.assert_array_equal(found, expected)
-
-
 MANY = tuple(1 + i % 7 for i in range(20))  # lengths of more prompts than `MIN_DELAYED_ROWS`
 
 
-@pytest.mark.parametrize(("sizes", "seed"), [({}, 5), (HYBRID, 3)], ids=["hgrn2", "hybrid"])
-@pytest.mark.parametrize("cached", [False, True])
-def test_many_sequences_generate_the_tokens_of_plain_passes(sizes, seed, cached, monkeypatch):
-    """Fails if a state that is written every few tokens lacks one of them."""
-    model, prompt = compiled(**sizes), prompts(MANY, 24, seed)
-    monkeypatch.setattr(hgrn2, "hgrn2_step", None)
-    for _ in range(2):  # the second call copies its state to the buffers of a captured step
-        found = model.generate(prompt, stop_token_ids=None, return_cache=cached)
-        found = (found[0] if cached else found)["token_ids"]
-        assert which_generation(model)[:2] == ("cuda_graph", {})
-        expected, margin = plain_generation.sample(
-            model, model.sampler, prompt["token_ids"], prompt["padding_mask"]
-        )
-        assert margin > MARGIN
-        np.testing.assert_array_equal(found, expected)
-
-
-@pytest.mark.parametrize("sizes", [{}, HYBRID], ids=["hgrn2", "hybrid"])
-def test_a_cache_of_many_sequences_continues(sizes):
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [({}, None), (HYBRID, None), pytest.param({}, "triton", marks=pytest.mark.nightly)],
+    ids=["hgrn2", "hybrid", "interpreted"],
+)
+def test_a_cache_of_many_sequences_continues(sizes, name, monkeypatch):
+    """Fails if tokens or a kept cache lack recent tokens, or padding counts as one of them."""
     results = []
-    for jit_compile in ("auto", False):
+    for jit_compile in (False, "auto"):
         model, cache = compiled(jit_compile=jit_compile, **sizes), None
         for total, lengths in ((13, MANY), (6, (2,) * 20), (9, (1,) * 20)):
-            output, cache = model.generate(
-                prompts(lengths, total), cache=cache, stop_token_ids=None, return_cache=True
-            )
+            with implementation(name if jit_compile else None):
+                output, cache = model.generate(
+                    prompts(lengths, total), cache=cache, stop_token_ids=None, return_cache=True
+                )
             results.append((output["token_ids"], keras.tree.flatten(cache.state)))
-    for (found, state), (expected, other) in zip(results[:3], results[3:], strict=True):
+        monkeypatch.setattr(hgrn2, "STATE_WRITE_INTERVAL", 3)
+        monkeypatch.setattr(hgrn2, "hgrn2_step", None)
+    assert which_generation(model).name == "cuda_graph"
+    for (expected, other), (found, state) in zip(results[:3], results[3:], strict=True):
         np.testing.assert_array_equal(found, expected)
         for a, b in zip(state, other, strict=True):
             assert a.shape == b.shape
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-
-
-def test_many_slots_answer_as_one_alone(monkeypatch):
-    """Fails if the tokens since a state was written are those of another request."""
-    monkeypatch.setattr(hgrn2, "hgrn2_step", None)
-    model = tiny_causal_lm(family="hgrn2")
-    options = {"sampling": SamplingParams(temperature=0, logprobs=0), "stop_token_ids": None}
-    requests = [([1 + i, 2 + i, 3 + i][: 1 + i % 3], 5 + i % 17) for i in range(40)]
-    with Engine(model, num_slots=20, max_length=200, prefix_cache_bytes=0) as engine:
-
-        def submit(prompt, count):
-            return engine.submit(prompt, max_new_tokens=count, **options)
-
-        together = [submit(*request) for request in requests]
-        together = [request.result(60) for request in together]
-        alone = [submit(*request).result(60) for request in requests]
-    assert which_generation(model).name == "cuda_graph"
-    for found, expected in zip(together, alone, strict=True):
-        assert found.token_ids == expected.token_ids
-        for a, b in zip(found.logprobs, expected.logprobs, strict=True):
-            assert abs(a.logprob - b.logprob) < 1e-5

@@ -1,15 +1,20 @@
 """Options of `generate` and `stream`: stop strings, numbers of tokens, log probabilities."""
 
+import importlib
+
 import keras
 import numpy as np
 import pytest
 
-from keras_recurrent.generation.stop_strings import NOT_FOUND, StopFilter, StopStrings
+from keras_recurrent.generation.sequence import Sequence
+from keras_recurrent.generation.stop_strings import StopFilter, StreamedText
 from keras_recurrent.models import HGRN2CausalLMPreprocessor, SamplingParams
 from keras_recurrent.tokenizers import ByteTokenizer
 from tests.generation.numpy_sampling import log_softmax
 from tests.models.tiny import forward, tiny_causal_lm
 
+BACKEND = keras.config.backend()
+nightly_on_tensorflow = pytest.mark.nightly if BACKEND == "tensorflow" else lambda test: test
 LETTERS = {3 + byte: 100.0 for byte in b"abcd"}
 PROMPTS, NEW = ["ab", "abcde"], 24
 SAMPLING = [SamplingParams(seed=seed, logit_bias=LETTERS) for seed in (1, 2)]
@@ -84,30 +89,90 @@ def test_max_new_tokens_of_prompts_of_different_lengths(model, texts):
     assert found.finish_reason == ["length", "length"]
 
 
+def assert_cache_after(model, cache, prompts, texts):
+    """Asserts that a cache has the tokens and state after the prompts and new texts."""
+    whole = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
+    fresh = model.prefill(whole)
+    for found, expected in zip(cache.token_ids, fresh.token_ids, strict=True):
+        assert found.tolist() == expected.tolist()
+    for pair in zip(*map(keras.tree.flatten, (cache.state, fresh.state)), strict=True):
+        np.testing.assert_allclose(*map(keras.ops.convert_to_numpy, pair), atol=1e-4)
+
+
+def test_cache_while_device_is_ahead_has_state_of_its_tokens(model, texts):
+    """A cache contains tokens that the device has computed ahead, or a later step changes it."""
+    stream = model.stream(PROMPTS, max_new_tokens=NEW, sampling=SAMPLING)
+    caches = []
+    for _ in range(5):
+        next(stream)
+        caches.append(stream.cache)
+    shown = ["".join(column) for column in zip(*stream, strict=True)]
+    assert shown == [text[5:] for text in texts]
+    for count, cache in enumerate(caches, 1):
+        assert_cache_after(model, cache, PROMPTS, [text[:count] for text in texts])
+    assert_cache_after(model, stream.cache, PROMPTS, texts)
+    for count in (11, 12, NEW):  # the first and the last token of a step, and of all steps
+        stop = texts[0][count - 5 : count]
+        assert texts[0].find(stop) == count - 5
+        assert stop not in texts[1]
+        found = generate(model, stop=stop, return_cache=True)
+        assert found.texts == [texts[0][: count - 5], texts[1]]
+        assert_cache_after(model, found.cache, PROMPTS, [texts[0][:count], texts[1]])
+
+
+NUM_MIXED = 11  # of new tokens: the last step of an accelerator has one less than others
+MIXED = {
+    "ab": SamplingParams(temperature=0, logit_bias=LETTERS, logprobs=0),
+    "abcde": SamplingParams(seed=1, logit_bias=LETTERS, logprobs=2),
+    "c": SamplingParams(seed=2, logit_bias=LETTERS, frequency_penalty=0.9, logprobs=0),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    """The output for each of three prompts alone, with the settings of CPUs."""
+    options = {"max_new_tokens": NUM_MIXED, "stop_token_ids": None, "strip_prompt": True}
+    return [model.generate(p, sampling=params, **options) for p, params in MIXED.items()]
+
+
+@nightly_on_tensorflow
 @pytest.mark.parametrize("return_cache", [False, True])
-def test_a_stop_string_ends_its_sequence_only(model, texts, return_cache):
-    """Fails if the stop string is in the text, or the cache is ahead of it."""
-    stop = [only_in_the_first(texts), "zzz"]
-    end = texts[0].find(stop[0])
-    found = generate(model, stop=stop, return_cache=return_cache)
-    assert found.texts == [texts[0][:end], texts[1]]
-    assert found.finish_reason == ["stop", "length"]
-    tokens = [3 + ord(letter) for letter in texts[0][: end + 3]]
-    assert found.token_ids[0] == tokens
-    assert [len(row) for row in found.logprobs] == [len(tokens), NEW]
-    if not return_cache:
-        return
-    # The state is that after the tokens of the cache, none more.
-    cache, more = found.cache, {"max_new_tokens": 4, "strip_prompt": True}
-    assert cache.token_ids[0].tolist() == [1, *(3 + ord(c) for c in PROMPTS[0]), *tokens]
-    fresh = model.prefill(PROMPTS[0] + texts[0][: end + 3])
-    for array, expected in zip(
-        keras.tree.flatten(cache.select([0]).state), keras.tree.flatten(fresh.state), strict=True
-    ):
-        np.testing.assert_allclose(*map(keras.ops.convert_to_numpy, (array, expected)), atol=1e-4)
-    continued = model.generate("", cache=cache.select([0]), sampling=SAMPLING[:1], **more)
-    expected = model.generate("", cache=fresh, sampling=SAMPLING[:1], **more)
-    assert continued == expected
+@pytest.mark.parametrize("end", ["length", "stop token", "stop string"])
+def test_accelerator_settings_generate_tokens_of_prompts_alone(
+    model, alone, end, return_cache, monkeypatch
+):
+    """A step that runs ahead drops or exchanges tokens, or changes the state of an ended one."""
+    names = ["torch_batch"] if BACKEND == "torch" else ["xla_batch", "xla_programs"]
+    for name in names:
+        module = importlib.import_module(f"keras_recurrent.generation.{name}")
+        monkeypatch.setattr(module, "runs_ahead", lambda model: True)
+    texts = [output.texts for output in alone]
+    stop = {"length": "none", "stop token": max(texts[1], key=texts[1].find)}.get(
+        end, texts[1][4:7]
+    )
+    counts = [t.find(stop) + len(stop) if stop in t else NUM_MIXED for t in texts]
+    assert (min(counts) < NUM_MIXED) == (end != "length")
+    found = model.generate(
+        list(MIXED),
+        max_new_tokens=NUM_MIXED,
+        stop_token_ids=(3 + ord(stop),) if end == "stop token" else None,
+        stop=stop if end == "stop string" else None,
+        sampling=list(MIXED.values()),
+        return_cache=return_cache,
+        strip_prompt=True,
+    )
+    assert found.token_ids == [
+        output.token_ids[0][:count] for output, count in zip(alone, counts, strict=True)
+    ]
+    reasons = ["stop" if stop in text else "length" for text in texts]
+    assert found.finish_reason == reasons
+    for row, output in zip(found.logprobs, alone, strict=True):
+        for new, expected in zip(row, output.logprobs[0], strict=False):
+            assert abs(new.logprob - expected.logprob) < 1e-4
+            assert list(new.top) == list(expected.top)
+    if return_cache:
+        new = [text[:count] for text, count in zip(texts, counts, strict=True)]
+        assert_cache_after(model, found.cache, list(MIXED), new)
 
 
 def test_a_stream_shows_no_part_of_a_stop_string(model, texts):
@@ -124,23 +189,6 @@ def test_a_stream_shows_no_part_of_a_stop_string(model, texts):
     assert output.finish_reason == ["stop", "length"]
     lengths = [1 + len(p) + len(ids) for p, ids in zip(PROMPTS, found.token_ids, strict=True)]
     assert stream.cache.num_tokens.tolist() == lengths
-
-
-@pytest.mark.parametrize("count", [11, 16])
-def test_a_stream_ends_at_any_token_of_a_block(model, texts, count):
-    """A sequence ends only at the end of a block, or not at the end of a group of blocks."""
-    stop = texts[0][count - 5 : count]
-    assert texts[0].find(stop) == count - 5
-    assert stop not in texts[1]
-    stream = model.stream(PROMPTS, max_new_tokens=NEW, stop=stop, sampling=SAMPLING)
-    for _ in stream:
-        pass
-    assert stream.output.texts == [texts[0][: count - 5], texts[1]]
-    fresh = model.prefill([PROMPTS[0] + texts[0][:count], PROMPTS[1] + texts[1]])
-    for array, expected in zip(
-        keras.tree.flatten(stream.cache.state), keras.tree.flatten(fresh.state), strict=True
-    ):
-        np.testing.assert_allclose(*map(keras.ops.convert_to_numpy, (array, expected)), atol=1e-4)
 
 
 def test_log_probabilities_of_generated_tokens(model, texts):
@@ -164,86 +212,53 @@ def test_log_probabilities_of_generated_tokens(model, texts):
 
 @pytest.mark.once
 @pytest.mark.parametrize("errors", ["replace", "strict"])
-def test_stop_strings_are_found_wherever_they_are_cut(errors):
-    """Compared with a search in the text of every number of tokens."""
+def test_stop_strings_are_found_at_their_last_token(errors):
+    """A stop string that begins or ends inside a token's text is missed, or stays in the text."""
     rng = np.random.default_rng(0)
     preprocessor = HGRN2CausalLMPreprocessor(ByteTokenizer(errors=errors))
     strings = ("ab€", "éé", "a" * 5)
     for _ in range(20):
-        text = "".join(rng.choice(list("aab€é"), size=40)).encode()
-        tokens = np.array([3 + byte for byte in text])
-        search = StopStrings(strings, preprocessor, [99])
-        first = next(
-            (n for n in range(len(text) + 1) for s in strings if s.encode() in text[:n]), NOT_FOUND
-        )
-        start = 0
-        while start < len(tokens):
-            size = rng.integers(1, 20)
-            search.add(tokens[None, start : start + size])
-            start += size
-        assert search.counts[0] == first
-        if first < NOT_FOUND:
-            whole = text[:first].decode()
-            expected = min(whole.find(s) for s in strings if s in whole)
-            assert search.trim([whole], np.array([first])) == [whole[:expected]]
-
-
-@pytest.mark.once
-def test_stop_strings_after_invalid_bytes_of_an_ended_sequence_end_the_others():
-    """Tokens that a strict tokenizer rejects, after a stop token of one sequence, fail the call."""
-    search = StopStrings(("ab",), HGRN2CausalLMPreprocessor(ByteTokenizer(errors="strict")), [9, 9])
-    rows = [[2, 3 + 0xFF, 3 + 0xFF], [3 + ord(letter) for letter in "cab"]]
-    assert search.add(np.array(rows)).tolist() == [False, True]
-    assert search.counts.tolist() == [NOT_FOUND, 3]
-
-
-@pytest.mark.once
-def test_the_filter_withholds_as_little_as_possible():
-    rng, strings = np.random.default_rng(0), ("abc", "ca", "bb")
-    for _ in range(300):
-        text = "".join(rng.choice(list("abcd"), size=12))
-        # Text before the first string that is complete, in the order of characters.
-        ends = [(text.find(s) + len(s), text.find(s)) for s in strings if s in text]
-        expected = text[: min(ends)[1]] if ends else text
-        shown, found, search = "", False, StopFilter(strings)
-        for n, letter in enumerate(text, start=1):
-            piece, found = search.add(letter, n == len(text))
-            shown += piece
-            if found:
-                break
-            held = len(text[:n]) - len(shown)
-            assert not held or any(s.startswith(text[n - held : n]) for s in strings)
-        assert (shown, found) == (expected, bool(ends))
-
-
-@pytest.mark.once
-def test_stop_strings_that_cannot_be(model):
-    for stop in ("", [], ["a", ""], [1]):
-        with pytest.raises(ValueError, match="`stop` must be a string, or a list of strings"):
-            model.generate("a", stop=stop)
-    tokens_only = type(model)(model.backbone)
-    prompt = {"token_ids": np.ones((1, 2), "int32"), "padding_mask": np.ones((1, 2), bool)}
-    with pytest.raises(ValueError, match="`stop` needs a preprocessor"):
-        tokens_only.generate(prompt, stop_token_ids=None, stop="a")
-    for number in (0, 2.5):
-        with pytest.raises(ValueError, match="`max_new_tokens` must be an integer, at least 1"):
-            model.generate("a", max_new_tokens=number)
+        data = "".join(rng.choice(list("aab€é"), size=40)).encode()
+        streamed = StreamedText(preprocessor, 99, strings)
+        options = SamplingParams(temperature=0), None, len(data)
+        sequence = Sequence(np.array([99]), *options, listener=streamed.read)
+        while sequence.finish_reason is None:
+            sequence.add(3 + data[len(sequence.token_ids)])
+        counts = [n for n in range(len(data)) for s in strings if s.encode() in data[: n + 1]]
+        count = min(counts, default=len(data) - 1) + 1
+        assert sequence.token_ids == [3 + byte for byte in data[:count]]
+        assert sequence.finish_reason == ("stop" if counts else "length")
+        whole = data[:count].decode()
+        starts = [whole.find(s) for s in strings if s in whole]
+        assert streamed.shown == whole[: min(starts, default=None)]
+        assert streamed.num_cut() == (len(whole) - min(starts) if starts else 0)
 
 
 @pytest.mark.once
 @pytest.mark.parametrize(
-    ("stop", "words"),
+    ("options", "words"),
     [
-        (["a"] * 17, "at most 16 strings of at most 1024 characters; got 17"),
-        ("a" * 1025, "at most 16 strings .* got 1, the longest of 1025"),
-        (["a", "\ud800"], "`stop` must be valid Unicode"),
+        *[({"stop": s}, "must be a string, or a list of") for s in ("", [], ["a", ""], [1])],
+        *[({"max_new_tokens": n}, "must be an integer, at least 1") for n in (0, 2.5)],
+        ({"stop": ["a"] * 17}, "must have at most 16 strings of at most 1024 .*; got 17"),
+        ({"stop": "a" * 1025}, "must have at most 16 strings .* got 1, the longest of 1025"),
+        ({"stop": ["a", "\ud800"]}, "must be valid Unicode"),
     ],
 )
-def test_stop_strings_beyond_their_limits_are_refused(model, stop, words):
-    """Stop strings slow down every token of all requests, or an error does not name `stop`."""
+def test_options_that_are_not_valid_raise(model, options, words):
+    """Stop strings slow down every token of all requests, or an error does not name the option."""
+    (name,) = options
     for method in (model.generate, model.stream):
-        with pytest.raises(ValueError, match=words):
-            method("a", stop=stop)
+        with pytest.raises(ValueError, match=f"`{name}` {words}"):
+            method("a", **options)
+
+
+@pytest.mark.once
+def test_stop_strings_without_a_preprocessor_raise(model):
+    tokens_only = type(model)(model.backbone)
+    prompt = {"token_ids": np.ones((1, 2), "int32"), "padding_mask": np.ones((1, 2), bool)}
+    with pytest.raises(ValueError, match="`stop` needs a preprocessor"):
+        tokens_only.generate(prompt, stop_token_ids=None, stop="a")
 
 
 @pytest.mark.once

@@ -1,6 +1,6 @@
 """How many programs or traced steps generation makes, and that they all write the same."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import keras
 import keras_hub
@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 
 from keras_recurrent import dispatch, which_generation
-from keras_recurrent.generation import loop, xla_programs
+from keras_recurrent.generation import xla_programs
 from keras_recurrent.generation.lengths import bucket, chunk_length
 from keras_recurrent.layers import hgrn2
 from keras_recurrent.models import SamplingParams
 from tests.models import plain_generation
 from tests.models.test_generation import MARGIN
-from tests.models.tiny import FEWER_LAYERS, VOCABULARY, shared_by_families, tiny_causal_lm
+from tests.models.tiny import FAMILIES, FEWER_LAYERS, VOCABULARY, shared_by_families, tiny_causal_lm
 
 BACKEND = keras.config.backend()
-on_torch = pytest.mark.skipif(BACKEND != "torch", reason="steps are traced on torch")
 on_a_cpu = pytest.mark.skipif(
     keras.ops.convert_to_tensor(0).device.type != "cpu" if BACKEND == "torch" else True,
     reason="torch's compiler is asked on CPUs alone",
@@ -47,6 +46,13 @@ def test_buckets():
 
 
 @pytest.fixture
+def model():
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    model.compile(sampler="greedy")
+    return model
+
+
+@pytest.fixture
 def traced(monkeypatch):
     """Counts the programs or steps that are traced."""
     found = []
@@ -55,9 +61,7 @@ def traced(monkeypatch):
 
         name = "make_fx"
     else:
-        from keras_recurrent.generation import loop as module
-
-        name = "decode"
+        module, name = xla_programs.Network, "decode"
     original = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *args: found.append(args) or original(*args))
     return found
@@ -72,7 +76,7 @@ def test_lengths_of_a_bucket_share_a_program_and_others_write_the_same(family, t
     written = [generate(model, (5, 9), total)["token_ids"] for total in totals]
     # A step depends on lengths where there is global attention alone.
     has_global_attention = family in ("griffin", "lightning_hybrid")
-    wanted = 1 if BACKEND == "torch" and not has_global_attention else 2
+    wanted = 2 if has_global_attention else 1
     assert len(traced) == wanted
     generate(model, (3, 4), 50)
     assert len(traced) == wanted
@@ -80,22 +84,9 @@ def test_lengths_of_a_bucket_share_a_program_and_others_write_the_same(family, t
         np.testing.assert_array_equal(rows, written[-1][:, :total])
 
 
-@shared_by_families
-def test_prompts_are_read_in_pieces(family, monkeypatch):
-    model = tiny_causal_lm(family=family, num_layers=1)
-    model.compile(sampler="greedy")
-    expected = generate(model, (50, 3, 31), 60)["token_ids"]
-    monkeypatch.setattr("keras_recurrent.generation.lengths.MIN_CHUNK", 16)
-    monkeypatch.setattr("keras_recurrent.generation.lengths.TOKENS_PER_CHUNK", 16)
-    model = tiny_causal_lm(family=family, num_layers=1)
-    model.compile(sampler="greedy")
-    np.testing.assert_array_equal(generate(model, (50, 3, 31), 60)["token_ids"], expected)
-
-
 @pytest.mark.parametrize("sampler", ["greedy", "beam"])
-def test_nothing_left_to_generate_runs_no_program(sampler, traced):
+def test_nothing_left_to_generate_runs_no_program(model, sampler, traced):
     """JAX compiled 29 seconds for a call that returned its prompts."""
-    model = tiny_causal_lm(family="hgrn2", num_layers=1)
     model.compile(sampler=sampler)
     found = generate(model, (9, 9), 9)
     assert len(traced) == 0
@@ -103,9 +94,7 @@ def test_nothing_left_to_generate_runs_no_program(sampler, traced):
     assert np.asarray(found["padding_mask"]).all()
 
 
-def test_compile_after_a_change_of_a_layer_traces_again(traced):
-    model = tiny_causal_lm(family="hgrn2", num_layers=1)
-    model.compile(sampler="greedy")
+def test_compile_after_a_change_of_a_layer_traces_again(model, traced):
     before = generate(model, (4, 6), 14)["token_ids"]
     model.backbone.transformer_layers[0].mlp.down_proj.activation = keras.activations.exponential
     model.compile(sampler="greedy")
@@ -129,19 +118,13 @@ def quantize(model):
     model.quantize(config=keras.quantizers.Int8QuantizationConfig(activation_quantizer=None))
 
 
-CHANGES = {
-    "trained": change_weights,
-    "adapted": change_lora,
-    "quantized": quantize,
-}
+CHANGES = {"trained": change_weights, "adapted": change_lora, "quantized": quantize}
 
 
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*The use of `x.T` on tensors:UserWarning")
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_the_weights_are_those_of_now(change):
-    model = tiny_causal_lm(family="hgrn2", num_layers=1)
-    model.compile(sampler="greedy")
+def test_the_weights_are_those_of_now(model, change):
     generate(model, (4, 6), 14)
     change(model)
     found = generate(model, (4, 6), 14)["token_ids"]
@@ -153,29 +136,20 @@ def test_the_weights_are_those_of_now(change):
     np.testing.assert_array_equal(found, expected)
 
 
-def test_two_threads():
-    model = tiny_causal_lm(family="hgrn2", num_layers=1)
-    model.compile(sampler="greedy")
-    lengths = [(4, 6), (7, 2)]
-    expected = [generate(model, pair, 40)["token_ids"] for pair in lengths]
-    found = [None, None]
-
-    def run(i):
-        for _ in range(3):
-            found[i] = generate(model, lengths[i], 40)["token_ids"]
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    np.testing.assert_array_equal(found, expected)
+def check_threads(model, lengths):
+    """Asserts that threads which call `generate` at once get the tokens of separate calls."""
+    expected = [generate(model, each, 40)["token_ids"] for each in lengths]
+    with ThreadPoolExecutor(len(lengths)) as threads:
+        found = threads.map(lambda each: generate(model, each, 40)["token_ids"], lengths * 3)
+        np.testing.assert_array_equal([*found], expected * 3)
 
 
-def test_other_values_of_sampling_share_a_program(traced):
+def test_two_threads(model):
+    check_threads(model, [(4, 6), (7, 2)])
+
+
+def test_other_values_of_sampling_share_a_program(model, traced):
     """Values that are constants of a program would compile it again for each request."""
-    model = tiny_causal_lm(family="hgrn2", num_layers=1)
-    model.compile(sampler="greedy")
     found = []
     for values in (
         {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "seed": 1, "frequency_penalty": 0.5},
@@ -190,28 +164,23 @@ def test_other_values_of_sampling_share_a_program(traced):
 
 
 @pytest.mark.skipif(BACKEND != "jax", reason="reads a program of JAX")
-def test_the_host_does_not_wait_for_a_loop_of_steps():
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_loop_on_accelerators_has_a_known_trip_count(model, on_cpu, monkeypatch):
     """On GPUs, XLA waits for the condition of each iteration of a loop of unknown length."""
     import jax
 
-    def step(token, mask, cache):
-        return jax.nn.one_hot(token[:, 0] + cache, 7), cache + 1
+    monkeypatch.setattr(xla_programs, "runs_ahead", lambda model: not on_cpu)
+    programs, texts = model._programs(), []
+    original = programs.decode
 
-    def sample(logits, count, uniform, memory):
-        return logits.argmax(axis=-1), memory, ()
+    def decode(*arguments, **static):
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+        texts.append(original.lower(*shapes, **static).compile().as_text())
+        return original(*arguments, **static)
 
-    zeros = np.zeros(3, "int32")
-    state = loop.initial_state(zeros[0], zeros[:, None], zeros + 4, ())
-
-    def program(state, ends_early):
-        network = loop.Network(None, step, sample, None)
-        return loop.decode(network, state, zeros + 4, zeros[:1] - 1, None, True, 2, ends_early)
-
-    for ends_early in (True, False):
-        jitted = jax.jit(program, static_argnums=1)
-        text = jitted.lower(state, ends_early).compile().as_text()
-        assert ("known_trip_count" in text) is not ends_early
-        assert jitted(state, ends_early)[1].tolist() == [[0, 1]] * 3
+    monkeypatch.setattr(programs, "decode", decode)
+    generate(model, (5, 9), 12)
+    assert ("known_trip_count" in texts[0]) is not on_cpu
 
 
 @pytest.mark.skipif(BACKEND != "jax", reason="programs of JAX")
@@ -242,23 +211,27 @@ def test_programs_write_states_every_few_tokens(monkeypatch):
 
 @pytest.mark.nightly
 @on_a_cpu
-def test_compiled():
-    """By torch's compiler, from the first token on."""
+@pytest.mark.parametrize("jit_compile", [True, "auto"])
+def test_generate_with_torch_compiler_generates_the_same_tokens(model, jit_compile, monkeypatch):
+    """Fails if steps are compiled from another token on, or generate other tokens."""
     from torch._inductor import metrics
 
-    model = tiny_causal_lm(family="hgrn2", num_layers=1)
-    model.compile(sampler="greedy")
+    from keras_recurrent.generation.torch import step
+
+    monkeypatch.setattr(step, "COMPILED_AFTER", 30)
     expected = generate(model, (4, 9), 20)["token_ids"]
-    model.compile(sampler="greedy", jit_compile=True)
+    model.compile(sampler="greedy", jit_compile=jit_compile)
     metrics.reset()
-    np.testing.assert_array_equal(generate(model, (4, 9), 20)["token_ids"], expected)
-    assert metrics.generated_kernel_count
+    for number in range(3):  # of 16 tokens each
+        np.testing.assert_array_equal(generate(model, (4, 9), 20)["token_ids"], expected)
+        is_compiled = jit_compile is True or number > 1
+        assert bool(metrics.generated_kernel_count) == is_compiled
     assert set(which_generation(model).refused) == {"cuda_graph"}
     assert which_generation(model).name == "compiled"
 
 
 @on_a_cpu
-def test_without_a_compiler_for_cpp_the_traced_step_runs(monkeypatch):
+def test_without_a_compiler_for_cpp_the_traced_step_runs(model, monkeypatch):
     import torch
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -266,79 +239,50 @@ def test_without_a_compiler_for_cpp_the_traced_step_runs(monkeypatch):
         raise InvalidCxxCompiler
 
     monkeypatch.setattr(torch._inductor, "compile", compiler_is_missing)
-    model = tiny_causal_lm(family="hgrn2", num_layers=1)
-    model.compile(sampler="greedy")
     expected = generate(model, (4, 9), 20)["token_ids"]
     model.compile(sampler="greedy", jit_compile=True)
     np.testing.assert_array_equal(generate(model, (4, 9), 20)["token_ids"], expected)
     assert "C++" in which_generation(model).refused["compiled"]
 
 
-@pytest.mark.nightly
-@on_a_cpu
-def test_compiled_after_many_tokens(monkeypatch):
-    import torch
-
-    from keras_recurrent.generation.torch import step
-
-    compiled = []
-    monkeypatch.setattr(step, "COMPILED_AFTER", 30)
-    monkeypatch.setattr(
-        torch._inductor, "compile", lambda graph, inputs: compiled.append(graph) or graph
-    )
-    model = tiny_causal_lm(family="hgrn2", num_layers=1)
-    model.compile(sampler="greedy")
-    for _ in range(2):
-        generate(model, (4, 9), 20)  # 16 tokens
-        assert not compiled
-    for _ in range(2):
-        generate(model, (4, 9), 20)
-        assert len(compiled) == 1
-
-
-WAYS = {
-    "chosen by logits": ({"sampler": "greedy"}, {"torch": "traced"}, "program"),
-    "eager": ({"sampler": "greedy", "run_eagerly": True}, {}, "eager"),
-}
-
-
-@pytest.mark.parametrize("case", WAYS)
-def test_which_generation(case):
-    arguments, special, way = WAYS[case]
-    model = tiny_causal_lm(family="hgrn2", num_layers=1)
-    model.compile(**arguments)
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_which_generation(model, run_eagerly):
+    """Fails if the mode of `generate` or `stream`, or the reason for a slow one, is wrong."""
+    model.compile(sampler="greedy", run_eagerly=run_eagerly)
     assert which_generation(model) is None
-    generate(model, (4, 4), 20)
+    next(model.stream(prompts((4, 4), 20), stop_token_ids=None))
     found = which_generation(model)
-    if BACKEND == "torch" and found.name == "cuda_graph":
-        return  # tests/generation/test_cuda_graph.py
-    assert found.name == special.get(BACKEND, way)
-    assert bool(found.refused) == (found.name != "program")
+    generate(model, (4, 4), 20)
+    assert which_generation(model) == found
+    names = ("traced", "cuda_graph") if BACKEND == "torch" else ("program",)
+    assert found.name in (("eager",) if run_eagerly else names)
+    assert bool(found.refused) == (found.name not in ("program", "cuda_graph"))
     assert found.name in str(found)
     with pytest.raises(TypeError, match="must be a language model"):
         which_generation(model.backbone)
 
 
-@pytest.mark.once
-def test_a_sampler_of_more_tokens_than_there_are():
-    model = tiny_causal_lm(family="hgrn2", num_layers=1)
-    for k in (VOCABULARY + 1, 0):
-        model.compile(sampler=keras_hub.samplers.TopKSampler(k=k))
-        with pytest.raises(ValueError, match=f"`k` of TopKSampler must be .* {VOCABULARY}, .* {k}"):
-            generate(model, (4, 9), 20)
-        with pytest.raises(ValueError, match="`sampler`: `k`"):
-            model.stream(prompts((4, 9), 20), stop_token_ids=None)
-    model.compile(sampler=keras_hub.samplers.TopKSampler(k=VOCABULARY))
-    generate(model, (4, 9), 12)
+class CustomStep(FAMILIES["hgrn2"].causal_lm):
+    """A model of a user."""
+
+    def generate_step(self, inputs, stop_token_ids=None):
+        return inputs
 
 
 @pytest.mark.once
-def test_without_a_sampler_there_is_nothing_to_write_by():
-    model = tiny_causal_lm(family="hgrn2", num_layers=1)
-    model = type(model)(model.backbone, compile=False)
-    for write in (lambda: generate(model, (4,), 9), lambda: model.stream(prompts((4,), 9))):
-        with pytest.raises(ValueError, match=r"`compile=False`, and has no sampler.*compile\(samp"):
-            write()
+@pytest.mark.parametrize(
+    ("cls", "options", "words"),
+    [
+        (CustomStep, {}, "overrides `generate_step`.*`call_with_cache`"),
+        (CustomStep.__base__, {"compile": False}, r"`compile=False`, and .* no sampler.*compile\("),
+    ],
+)
+def test_generate_without_a_known_choice_of_tokens_raises(cls, options, words):
+    """`generate` ignores a `generate_step` of a user, or fails without the remedy."""
+    model = cls(tiny_causal_lm(family="hgrn2", num_layers=1).backbone, **options)
+    for call in (lambda: generate(model, (4,), 9), lambda: model.stream(prompts((4,), 9))):
+        with pytest.raises(ValueError, match=words):
+            call()
 
 
 class Custom(keras_hub.samplers.GreedySampler):
@@ -361,24 +305,14 @@ def replaced_method():
         (None, "must be a `keras_hub.samplers.Sampler`.* got None"),
         (keras_hub.samplers.GreedySampler, "must be a `keras_hub.samplers.Sampler`.* got <class"),
         (keras_hub.samplers.TopKSampler(k=2.5), "`k` of TopKSampler must be an integer"),
+        (keras_hub.samplers.TopKSampler(k=0), f"`k` of TopKSampler .* {VOCABULARY}, .* got 0"),
+        (keras_hub.samplers.TopKSampler(k=62), f"`k` of TopKSampler .* {VOCABULARY}, .* got 62"),
         (keras_hub.samplers.RandomSampler(temperature=0.0), "`temperature` of .* above 0; got 0.0"),
         (keras_hub.samplers.RandomSampler(temperature=np.nan), "`temperature` of .* got nan"),
         (keras_hub.samplers.TopPSampler(p=1.5), "`p` of TopPSampler .* at most 1; got 1.5"),
     ],
 )
-def test_samplers_that_choose_no_token(sampler, words):
-    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+def test_samplers_that_choose_no_token(model, sampler, words):
     model.compile(sampler=sampler)
     with pytest.raises(ValueError, match=f"`sampler`.*{words}"):
         generate(model, (4, 9), 20)
-
-
-@pytest.mark.once
-def test_generate_with_overridden_generate_step_raises():
-    """Fails if `generate` ignores a `generate_step` of a user."""
-    model = tiny_causal_lm(family="hgrn2", num_layers=1)
-    custom = type("Custom", (type(model),), {"generate_step": lambda self, inputs: inputs})
-    model = custom(model.backbone)
-    for generate_text in (lambda: generate(model, (4,), 9), lambda: model.stream(prompts((4,), 9))):
-        with pytest.raises(ValueError, match=r"overrides `generate_step`.*`call_with_cache`"):
-            generate_text()

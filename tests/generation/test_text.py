@@ -2,7 +2,6 @@
 
 import codecs
 
-import keras
 import numpy as np
 import pytest
 
@@ -14,14 +13,32 @@ from tests.models.tiny import tiny_causal_lm
 from tests.tokenizers import bpe
 from tests.tokenizers.sentence_piece import train
 
+pytestmark = pytest.mark.once
+BYTE_FALLBACK = {"byte_fallback": True, "pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3}
+TOKENIZERS = {
+    "bytes": ByteTokenizer,
+    "sentence_piece": lambda: SentencePieceTokenizer(train(300, **BYTE_FALLBACK)),
+    "bpe": bpe.tokenizer,
+    "suffix": lambda: bpe.llama(bpe.DECODERS["suffix"]),
+    "fallback": lambda: bpe.llama(bpe.DECODERS["fallback"]),
+}
+
 
 def pieces_of(preprocessor, tokens, last_token, known=None):
     detokenizer = IncrementalDetokenizer(preprocessor, last_token, known)
     return [*(detokenizer.add(token) for token in tokens), detokenizer.end()]
 
 
-def preprocessor_of(tokenizer):
-    return GriffinCausalLMPreprocessor(tokenizer, sequence_length=64)
+def preprocessor_of(tokenizer, **options):
+    return GriffinCausalLMPreprocessor(tokenizer, sequence_length=64, **options)
+
+
+def text_model(**options):
+    """A model of bytes, compiled for greedy sampling."""
+    sizes = {"vocabulary_size": 259, "num_layers": 1, "block_types": ("recurrent",)}
+    model = tiny_causal_lm(preprocessor=preprocessor_of(ByteTokenizer(), **options), **sizes)
+    model.compile(sampler="greedy")
+    return model
 
 
 def text_of(preprocessor, tokens):
@@ -30,15 +47,6 @@ def text_of(preprocessor, tokens):
     return preprocessor.generate_postprocess(rows)[0]
 
 
-@pytest.mark.once
-def test_characters_come_whole():
-    preprocessor = preprocessor_of(ByteTokenizer())
-    tokens = preprocessor.tokenizer("aé€😀b")
-    found = pieces_of(preprocessor, tokens, 1)
-    assert found == ["a", "", "é", "", "", "€", "", "", "", "😀", "b", ""]
-
-
-@pytest.mark.once
 @pytest.mark.parametrize("errors", ["replace", "ignore"])
 def test_any_bytes(errors):
     """What is no text comes as the whole row would give it, and soon."""
@@ -62,7 +70,6 @@ def test_any_bytes(errors):
         assert len(expected) - len(told) <= 3
 
 
-@pytest.mark.once
 def test_bytes_that_must_be_text():
     """A character after one of several bytes is an error, or an incomplete one is not."""
     preprocessor = preprocessor_of(ByteTokenizer(errors="strict"))
@@ -75,7 +82,6 @@ def test_bytes_that_must_be_text():
             pieces_of(preprocessor, [3 + 0xE2], 1, known)
 
 
-@pytest.mark.once
 def test_spaces_of_sentence_piece():
     tokenizer = SentencePieceTokenizer(train(), pad_token_id=0)
     preprocessor = preprocessor_of(tokenizer)
@@ -90,27 +96,14 @@ def test_spaces_of_sentence_piece():
     assert TokenBytes(preprocessor_of(suffixed)).errors is None
 
 
-@pytest.mark.once
-def test_token_bytes_of_incomplete_characters_are_those_of_the_vocabulary():
+@pytest.mark.parametrize("name", ["bytes", "sentence_piece", "bpe", "fallback"])
+def test_token_bytes_of_incomplete_characters_are_those_of_the_vocabulary(name):
     """The log probabilities of a part of a character have no bytes, or wrong ones."""
-    characters, options = (
-        "é€😀",
-        {"byte_fallback": True, "pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3},
-    )
-    sentence_piece = SentencePieceTokenizer(train(300, **options))
-    tokenizers = (
-        ByteTokenizer(),
-        sentence_piece,
-        bpe.tokenizer(),
-        bpe.llama(bpe.DECODERS["fallback"]),
-    )
-    for tokenizer in tokenizers:
-        known = TokenBytes(preprocessor_of(tokenizer))
-        found = b"".join(known[int(token)] for token in tokenizer(characters))
-        assert found.strip() == characters.encode()
+    tokenizer, characters = TOKENIZERS[name](), "é€😀"
+    known = TokenBytes(preprocessor_of(tokenizer))
+    assert b"".join(known[int(t)] for t in tokenizer(characters)).strip() == characters.encode()
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("errors", ["replace", "ignore"])
 def test_bytes_without_text_are_not_converted_again(errors, monkeypatch):
     """A token takes longer the more invalid bytes were generated before it."""
@@ -127,21 +120,8 @@ def test_bytes_without_text_are_not_converted_again(errors, monkeypatch):
     assert max(sizes) <= text.MAX_TOKENS + 1
 
 
-@pytest.mark.once
-def test_prompt_and_pieces_are_what_generate_returns():
-    model = tiny_causal_lm(preprocessor=preprocessor_of(ByteTokenizer()), vocabulary_size=259)
-    model.compile(sampler="greedy")
-    prompts = ["All happy", "é"]
-    whole = model.generate(prompts, max_length=30)
-    stream = model.stream(prompts, max_length=30)
-    found = list(stream)
-    assert all(any(texts) for texts in found)
-    assert [a + "".join(b) for a, b in zip(prompts, zip(*found, strict=True), strict=True)] == whole
-    one = model.stream(prompts[0], max_length=30)
-    found = list(one)
-    assert all(found)
-    assert prompts[0] + "".join(found) == model.generate(prompts[0], max_length=30)
-    # The tokens of a text that follows have no start token before them.
+def test_text_that_continues_a_cache_has_no_start_token():
+    model = text_model()
     _, cache = model.generate("All", max_length=12, stop_token_ids=None, return_cache=True)
     assert cache.num_tokens[0] == 12
     options = {"max_length": 5, "cache": cache, "stop_token_ids": None}
@@ -154,37 +134,14 @@ def test_prompt_and_pieces_are_what_generate_returns():
     assert cache.num_tokens.tolist() == [2, 3]
 
 
-@pytest.mark.once
-def test_a_start_token_is_added_where_the_preprocessor_says_so():
-    for add in (True, False):
-        preprocessor = GriffinCausalLMPreprocessor(
-            ByteTokenizer(), sequence_length=64, add_start_token=add
-        )
-        model = tiny_causal_lm(
-            preprocessor=preprocessor,
-            vocabulary_size=259,
-            num_layers=1,
-            block_types=("recurrent",),
-        )
-        model.compile(sampler="greedy")
-        options = {"max_length": 9, "stop_token_ids": None}
-        whole = model.generate("abc", **options)
-        assert model.generate("abc", **options, return_cache=True)[0] == whole
-        assert "abc" + "".join(model.stream("abc", **options)) == whole
-        assert model.prefill("abc").num_tokens.tolist() == [3 + add]
-        assert model.generate("abc", max_length=3 + add) == "abc"
-
-
-@pytest.mark.skipif(keras.config.backend() != "tensorflow", reason="tensors of TensorFlow")
-def test_tensors_of_strings():
-    import tensorflow as tf
-
-    model = tiny_causal_lm(
-        preprocessor=preprocessor_of(ByteTokenizer()),
-        vocabulary_size=259,
-        num_layers=1,
-        block_types=("recurrent",),
-    )
-    model.compile(sampler="greedy")
-    assert model.prefill(tf.constant(["abc", "d"])).num_tokens.tolist() == [4, 2]
-    assert model.prefill(tf.constant("abc")).num_tokens.tolist() == [4]
+@pytest.mark.parametrize("add", [True, False])
+def test_a_start_token_is_added_where_the_preprocessor_says_so(add):
+    model = text_model(add_start_token=add)
+    options = {"max_length": 9, "stop_token_ids": None}
+    whole = model.generate("abc", **options)
+    assert model.generate("abc", **options, return_cache=True)[0] == whole
+    pieces = list(model.stream("abc", **options))
+    assert all(pieces)
+    assert "abc" + "".join(pieces) == whole
+    assert model.prefill("abc").num_tokens.tolist() == [3 + add]
+    assert model.generate("abc", max_length=3 + add) == "abc"

@@ -12,15 +12,13 @@ import contextlib
 import json
 import os
 import pathlib
-import queue
 import random
 import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import httpx
 
@@ -48,24 +46,17 @@ SERVER = {
 }
 NUM_CONNECTIONS = 32
 # Kinds of requests, and how often they are sent.
-KINDS = {
-    "whole": 20,
-    "chat": 15,
-    "stream": 20,
-    "cancel": 10,
-    "impatient": 10,
-    "killed": 10,
-    "malformed": 6,
-    "too long": 3,
-    "wrong key": 3,
-    "late": 1,
-}
-MALFORMED = {
+KINDS = {"whole": 20, "chat": 15, "stream": 20, "cancel": 10, "impatient": 10, "killed": 10}
+KINDS |= {"refused": 12, "late": 1}
+WRONG_KEY = b"wrong key"
+REFUSED = {
     b"{": 400,
     b"[]": 400,
     b'{"model": "%s", "prompt": 1}' % NAME.encode(): 400,
+    b'{"model": "%s", "prompt": "%s"}' % (NAME.encode(), b"a" * MAX_LENGTH): 400,
     b'{"model": "x", "prompt": "a"}': 404,
     b'{"prompt": "%s"}' % (b"a" * MAX_BODY): 413,
+    WRONG_KEY: 401,
 }
 REFUSALS = (429, 503)  # full queue, shutdown
 
@@ -97,26 +88,12 @@ def expected_answers():
     return answers
 
 
-class Resources(NamedTuple):
-    """Resident memory in MiB, and numbers of threads and open files of a process."""
-
-    memory: float
-    threads: int
-    files: int
-
-
 class Clients:
     """Clients of a server, which check every response.
 
-    Args:
-        url: string, the address of the server.
-        answers: request bodies and texts of `expected_answers`.
-        seed: integer.
-
-    Attributes:
-        outcomes: a `Counter` of (kind of request, outcome).
-        ids: a list of the ids of all whole answers.
-        cancelled: the list of ids of requests that the server cancelled at its shutdown.
+    url: address of the server. answers: request bodies and texts of `expected_answers`.
+    outcomes: a `Counter` of (kind of request, outcome). ids: the ids of whole answers.
+    cancelled: ids of requests that the server cancelled at its shutdown.
     """
 
     def __init__(self, url, answers, seed=0):
@@ -132,7 +109,7 @@ class Clients:
         async def one(kind):
             async with limit:
                 try:
-                    outcome = await getattr(self, f"_{kind.replace(' ', '_')}")()
+                    outcome = await getattr(self, f"_{kind}")()
                 except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError):
                     assert is_ending(), f"{kind}: the server closed a connection"
                     outcome = "connection refused"
@@ -234,22 +211,13 @@ class Clients:
         writer.transport.abort()
         return "client left"
 
-    async def _malformed(self):
-        content, status = self._rng.choice(list(MALFORMED.items()))
+    async def _refused(self):
+        content, status = self._rng.choice(list(REFUSED.items()))
         headers = {"content-type": "application/json"}
+        if content == WRONG_KEY:
+            headers["authorization"] = "Bearer wrong"
         response = await self._client.post("completions", content=content, headers=headers)
         return await self._error(response, status)
-
-    async def _too_long(self):
-        body, _ = self._request(prompt="a" * MAX_LENGTH)
-        response = await self._client.post("completions", json=body)
-        return await self._error(response, 400)
-
-    async def _wrong_key(self):
-        body, _ = self._request()
-        headers = {"authorization": "Bearer wrong"}
-        response = await self._client.post("completions", json=body, headers=headers)
-        return await self._error(response, 401)
 
     async def _late(self):
         """Requests more tokens than the server generates before the timeout."""
@@ -260,43 +228,36 @@ class Clients:
 
 @contextlib.contextmanager
 def server(folder):
-    """Starts a server; yields its process, address and a function that returns its log."""
-    template = pathlib.Path(folder) / "template.jinja"
+    """Starts a server; yields its process and the path of its log."""
+    template, log = folder / "template.jinja", folder / "log"
     template.write_text(TEMPLATE)
     options = {**SERVER, "--chat-template": template}
     command = [sys.executable, "-m", "keras_recurrent.serving"]
     command += [str(each) for pair in options.items() for each in pair]
     environment = {**os.environ, "KERAS_RECURRENT_API_KEY": KEY}
-    pipes = {"stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
-    lines, address = [], queue.Queue()
-
-    def read():
-        for line in process.stderr:
-            lines.append(line)
-            if match := re.search(r"Listening on (http://\S+)", line):
-                address.put(match[1])
-        address.put(None)
-
-    thread = threading.Thread(target=read)
-    thread.start()
+    with log.open("w") as file:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=file)
     try:
-        yield process, address, lambda: "".join(lines)
+        yield process, log
     finally:
         process.kill()
         process.wait()
-        thread.join()
-        process.stderr.close()
+
+
+def wait_for_address(process, log):
+    """Returns the address of a server, once it listens."""
+    while not (match := re.search(r"Listening on (http://\S+)", log.read_text())):
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.1)
+    return match[1]
 
 
 def resources(process):
-    """Returns the `Resources` that a process uses."""
+    """Returns resident memory in MiB, and numbers of threads and open files of a process."""
     folder = pathlib.Path(f"/proc/{process.pid}")
-    text = (folder / "status").read_text()
-    memory, threads = (
-        int(re.search(rf"{name}:\s+(\d+)", text)[1]) for name in ("VmRSS", "Threads")
-    )
-    return Resources(memory / 1024, threads, len(list((folder / "fd").iterdir())))
+    values = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+    memory, files = int(values["VmRSS"].split()[0]) / 1024, len(list((folder / "fd").iterdir()))
+    return SimpleNamespace(memory=memory, threads=int(values["Threads"]), files=files)
 
 
 def metrics(url):
@@ -351,21 +312,21 @@ async def run_clients(url, process, answers, num_requests):
 
 def run(num_requests):
     """Runs server and clients; returns the figures, after checks that hold for any number."""
-    with tempfile.TemporaryDirectory() as folder, server(folder) as (process, address, log):
+    with tempfile.TemporaryDirectory() as folder, server(pathlib.Path(folder)) as (process, log):
         answers = expected_answers()  # while the server starts
-        url = address.get()
-        assert url, log()
+        url = wait_for_address(process, log)
         figures, clients, last = asyncio.run(run_clients(url, process, answers, num_requests))
         process.wait(30)
-        figures["outcomes"], figures["last outcomes"] = clients.outcomes, last.outcomes
-    (line,) = re.findall(r"Shutdown: .*", log())
+        text = log.read_text()
+    figures["outcomes"], figures["last outcomes"] = clients.outcomes, last.outcomes
+    (line,) = re.findall(r"Shutdown: .*", text)
     figures["shutdown"] = re.sub(r": cmpl.*|: chatcmpl.*", "", line)
     # Clients have the answers, or timeouts, that the server sent, and know all others.
     cancelled = re.findall(r"(?:chat)?cmpl-\w+", line)
     assert sorted(cancelled) == sorted(last.cancelled), (line, last.cancelled)
     num_late = sum(n for (_, outcome), n in last.outcomes.items() if outcome == 504)
     assert int(re.match(r"Shutdown: (\d+)", line)[1]) <= len(last.ids) + num_late, figures
-    assert "Traceback" not in log(), log()
+    assert "Traceback" not in text, text
     answered = {kind for kind, outcome in clients.outcomes if outcome == "whole answer"}
     assert {"whole", "chat", "stream"} <= answered
     return figures

@@ -48,10 +48,8 @@ def test_wrong_options_are_errors(monkeypatch, capsys, options, message):
 def test_an_address_in_use_is_an_error(monkeypatch):
     """The server loads its model before it finds that it cannot listen."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        assert f"127.0.0.1, port {port}: Address already in use" in run(
-            monkeypatch, "--port", str(port)
-        )
+        port = str(listener.getsockname()[1])
+        assert f"127.0.0.1, port {port}: Address already" in run(monkeypatch, "--port", port)
     assert "cannot listen on a.invalid" in run(monkeypatch, "--host", "a.invalid")
     with bind("::1", 0) as listener:
         assert listener.getsockname()[0] == "::1"
@@ -59,9 +57,8 @@ def test_an_address_in_use_is_an_error(monkeypatch):
 
 def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr(command, "PACKAGES", (*command.PACKAGES, "missing_package"))
-    assert run(monkeypatch) == (
-        "The server requires the extra `serve`: pip install missing-package"
-    )
+    message = "The server requires the extra `serve`: pip install missing-package"
+    assert run(monkeypatch) == message
 
 
 def test_a_preset_that_does_not_exist_is_an_error(monkeypatch, capsys):

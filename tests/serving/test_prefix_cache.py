@@ -15,13 +15,12 @@ from keras_recurrent.chat.templates import tokenize_prompts
 from keras_recurrent.checks.dtypes import bytes_of
 from keras_recurrent.generation.cache import GenerationCache
 from keras_recurrent.generation.chat import start_turn
-from keras_recurrent.models import GriffinCausalLM, GriffinCausalLMPreprocessor
-from keras_recurrent.serving import Engine, message_ends
+from keras_recurrent.models import GriffinCausalLMPreprocessor
+from keras_recurrent.serving import message_ends
 from keras_recurrent.serving.message_ends import MessageEnds
 from keras_recurrent.serving.prefix_cache import PrefixCache
 from keras_recurrent.tokenizers import ByteTokenizer
 from tests.models.tiny import tiny_causal_lm
-from tests.serving.test_server import MODEL, client_of, running
 from tests.tokenizers import bpe
 
 pytestmark = pytest.mark.once
@@ -94,6 +93,16 @@ def test_files_are_the_last_used_states(model, tmp_path, monkeypatch, logs):
     assert len(list(tmp_path.iterdir())) == 4
 
 
+def test_prefix_cache_that_is_full_drops_the_oldest_states(model):
+    """Memory grows with the number of requests."""
+    names = [(number, number) for number in range(5)]
+    cache = PrefixCache(model, 10**6, MAX_LENGTH)
+    add(cache, model, names[0])
+    cache = PrefixCache(model, 3 * cache._nbytes, MAX_LENGTH)
+    add(cache, model, *names)
+    assert find_stored(cache, *names) == names[2:]
+
+
 def test_prefix_cache_with_salt_shares_no_states(model, tmp_path):
     """A client finds out which prompts others have sent, or other users can read the files."""
     folder, a = tmp_path / "new", (1, 1)
@@ -155,22 +164,6 @@ def test_damaged_files_and_those_of_other_models_are_left_out(model, tmp_path, l
     cache = PrefixCache(model, 10**6, MAX_LENGTH, tmp_path)
     assert find_stored(cache, a) == [a]
     cache.close()
-
-
-def test_a_chat_continues_after_a_restart(tmp_path):
-    """The files are states after other tokens than the next message follows."""
-    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    model = GriffinCausalLM.from_preset("hawk_tiny", num_layers=1, chat_template=template)
-    bias = {str(byte + 3): 100 for byte in b"abcde"}  # other answers may be invalid UTF-8
-    messages, options = [], {**MODEL, "temperature": 0, "logit_bias": bias, "max_tokens": 12}
-    for question in ("Once upon a time", " And then?"):
-        messages.append({"role": "user", "content": question})
-        engine = Engine(model, num_slots=2, max_length=200, prefix_cache_dir=tmp_path)
-        with running(engine) as server:
-            answer = client_of(server).chat.completions.create(**options, messages=messages)
-        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
-    assert engine.stats()["prompt_tokens"] == len(" And then?")
-    assert engine.stats()["prefix_hits"] == 1
 
 
 LINES = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"

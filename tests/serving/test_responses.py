@@ -8,19 +8,10 @@ from keras_recurrent.generation.stop_strings import StreamedText
 from keras_recurrent.generation.text import TokenBytes
 from keras_recurrent.models import GriffinCausalLMPreprocessor
 from keras_recurrent.serving.responses import ChatFormat, CompletionFormat, LogprobTexts
-from keras_recurrent.tokenizers import ByteTokenizer, SentencePieceTokenizer
+from tests.generation.test_text import TOKENIZERS
 from tests.tokenizers import bpe
-from tests.tokenizers.sentence_piece import train
 
 pytestmark = pytest.mark.once
-
-BYTE_FALLBACK = {"byte_fallback": True, "pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3}
-TOKENIZERS = {
-    "bytes": ByteTokenizer,
-    "sentence_piece": lambda: SentencePieceTokenizer(train(300, **BYTE_FALLBACK)),
-    "bpe": bpe.tokenizer,
-    "suffix": lambda: bpe.llama(bpe.DECODERS["suffix"]),
-}
 
 
 def logprobs_of(token_ids, top=()):
@@ -31,7 +22,7 @@ def completion_format(tokenizer, form=CompletionFormat):
     return form("tiny", LogprobTexts(GriffinCausalLMPreprocessor(tokenizer)), True)
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("name", ["bytes", "sentence_piece", "bpe", "suffix"])
 def test_streamed_log_probabilities_are_those_of_the_whole_answer(name):
     """An offset is wrong after a character of several tokens, or while text is withheld."""
     tokenizer, rng = TOKENIZERS[name](), np.random.default_rng(0)

@@ -1,11 +1,10 @@
-"""The HTTP server with real clients: the `openai` package and curl."""
+"""The HTTP server with real clients: the `openai` package and httpx."""
 
 import asyncio
 import contextlib
 import functools
 import json
 import socket
-import subprocess
 import threading
 import time
 
@@ -28,7 +27,6 @@ pytestmark = pytest.mark.once
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 MODEL = {"model": "tiny"}
-MESSAGES = [{"role": "user", "content": "Hello"}]
 GREEDY = {"temperature": 0, "logit_bias": {"2": -100}}  # without the end token
 LONG = {**GREEDY, "max_tokens": 900}
 DEEP = functools.reduce(lambda value, _: [value], range(300), 1)
@@ -87,6 +85,11 @@ def client(server):
     return client_of(server)
 
 
+def say(content="Hello", role="user"):
+    """Fields of a chat request."""
+    return {"messages": [{"role": role, "content": content}]}
+
+
 def post(server, path="completions", **fields):
     return post_bytes(server, json.dumps({**MODEL, **fields}).encode(), path)
 
@@ -98,10 +101,18 @@ def post_bytes(server, body, path="completions"):
 
 def wait_for(condition):
     """Waits until `condition()` is true."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < end, condition
         time.sleep(0.005)
+
+
+def connect(server, text=""):
+    """Opens a connection and sends a part of a request."""
+    url = httpx.URL(server.url)
+    connection = socket.create_connection((url.host, url.port))
+    connection.sendall(text.encode())
+    return connection
 
 
 def num_cancelled(server):
@@ -115,7 +126,7 @@ def test_models(client):
 
 def test_chat(client, text):
     options = {"max_completion_tokens": 9, "logprobs": True, "top_logprobs": 2, "seed": -1}
-    answer = client.chat.completions.create(**MODEL, messages=MESSAGES, **options, **GREEDY)
+    answer = client.chat.completions.create(**MODEL, **say(), **options, **GREEDY)
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", text[:9])
     assert choice.finish_reason == "length"
@@ -127,17 +138,9 @@ def test_chat(client, text):
 
 def test_chat_streams(client, text):
     """Text is lost, or the role, the finish reason or the usage is missing."""
-    chunks = list(
-        client.chat.completions.create(
-            **MODEL,
-            messages=[{"role": "user", "content": [{"type": "text", "text": "Hello"}]}],
-            **GREEDY,
-            max_tokens=60,
-            stream=True,
-            logprobs=True,
-            stream_options={"include_usage": True},
-        )
-    )
+    options = {"max_tokens": 60, "stream_options": {"include_usage": True}, "logprobs": True}
+    options |= {**MODEL, **GREEDY, **say([{"type": "text", "text": "Hello"}])}
+    chunks = list(client.chat.completions.create(**options, stream=True))
     choices = [chunk.choices[0] for chunk in chunks[:-1]]
     assert choices[0].delta.role == "assistant"
     assert "".join(choice.delta.content or "" for choice in choices) == text
@@ -166,9 +169,10 @@ def test_completions_of_several_prompts(client, text):
 
 
 def test_completions_without_top_have_log_probabilities(server):
-    """`"logprobs": 0` is taken as false."""
+    """`"logprobs": 0` is taken as false, or a stream has no end."""
     for stream in (True, False):
         body = post(server, prompt="a", max_tokens=2, logprobs=0, stream=stream, **GREEDY).text
+        assert body.endswith("data: [DONE]\n\n") == stream
         found = json.loads(body.removeprefix("data: ").partition("\n")[0])["choices"][0]
         assert len(found["logprobs"]["token_logprobs"]) > 0
         assert set(map(len, found["logprobs"]["top_logprobs"])) == {0}
@@ -208,22 +212,44 @@ def test_a_client_that_disconnects_frees_its_slot(server, stream):
         ({"prompt": "a", "stream_options": {"x": 1}}, 400, "x", "Unrecognized request"),
         ({"prompt": "a", "logit_bias": {"a": 1}}, 400, "logit_bias", "must be token ids"),
         ({"prompt": "a", "logit_bias": {"999": 1}}, 400, "logit_bias", "vocabulary"),
-        (
-            {"prompt": "a" * 1001},
-            400,
-            "prompt",
-            "`max_tokens` (16, the default) exceed 1000 tokens",
-        ),
+        ({"prompt": "a" * 1001}, 400, "prompt", "(16, the default) exceed 1000 tokens"),
         ({"prompt": []}, 400, "prompt", "at least one token"),
         ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "`max_tokens` must be"),
         ({"prompt": "a", "echo": True}, 400, "echo", "not supported by this server"),
         ({"prompt": "a", "best_of": 2}, 400, "best_of", "not supported by this server"),
         ({"prompt": "a" * 10_000}, 413, None, "the maximum is 10000"),
         ({"prompt": "a", "model": "gpt"}, 404, "model", "does not exist"),
+        (
+            *(say() | {"max_completion_tokens": 0}, 400, "max_completion_tokens"),
+            "`max_completion_tokens` must be",
+        ),
+        (
+            *(say() | {"max_completion_tokens": 995}, 400, "messages"),
+            "The prompt (6 tokens) and `max_completion_tokens` (995) exceed 1000 tokens, the "
+            "server's `--max-length`. ",
+        ),
+        (say("a" * 1000), 400, "messages", "(1001 tokens) leaves no tokens for the answer within"),
+        (
+            {"messages": [*say()["messages"], *say([{"type": "image_url"}])["messages"]]},
+            *(400, "messages[1]"),
+            "Invalid value for 'messages[1]': only text parts are supported; got 'image_url'.",
+        ),
+        (say() | {"tools": [{"type": "function"}]}, 400, "tools", "not supported by this server"),
+        (
+            *(say() | {"response_format": {"type": "json_object"}}, 400, "response_format"),
+            "not supported by this server",
+        ),
+        (say() | {"audio": {"voice": "a"}}, 400, "audio", "not supported by this server"),
+        ({"messages": []}, 400, "messages", "'messages': List should have at least 1"),
+        (say(role="wizard"), 400, "messages[0]", "'assistant' or 'tool'"),
+        (say([{"type": "text"}]), 400, "messages[0]", "'text'"),
+        (say() | {"max_tokens": 1, "max_completion_tokens": 2}, 400, None, "differ; send one of"),
+        (say() | {"top_logprobs": 1}, 400, None, "requires 'logprobs' to be true"),
     ],
 )
 def test_errors_have_the_form_of_openai(server, fields, status, param, message):
-    response = post(server, **fields)
+    """An error names an argument of Python, or lists alternatives of the types of messages."""
+    response = post(server, "chat/completions" if "messages" in fields else "completions", **fields)
     assert response.status_code == status
     error = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
@@ -231,53 +257,10 @@ def test_errors_have_the_form_of_openai(server, fields, status, param, message):
     assert error["param"] == param
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "message"),
-    [
-        ({"max_completion_tokens": 0}, "max_completion_tokens", "`max_completion_tokens` must be"),
-        (
-            {"max_completion_tokens": 995},
-            "messages",
-            "The prompt (6 tokens) and `max_completion_tokens` (995) exceed 1000 tokens, the "
-            "server's `--max-length`. ",
-        ),
-        (
-            {"messages": [{"role": "user", "content": "a" * 1000}]},
-            "messages",
-            "The prompt (1001 tokens) leaves no tokens for the answer within 1000 tokens",
-        ),
-        (
-            {"messages": [*MESSAGES, {"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[1]",
-            "Invalid value for 'messages[1]': only text parts are supported; got 'image_url'.",
-        ),
-        ({"tools": [{"type": "function"}]}, "tools", "not supported by this server"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported by this"),
-        ({"audio": {"voice": "alloy"}}, "audio", "not supported by this server"),
-        ({"messages": []}, "messages", "Invalid value for 'messages': List should have at least 1"),
-        (
-            {"messages": [{"role": "wizard", "content": "a"}]},
-            "messages[0]",
-            "'assistant' or 'tool'",
-        ),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0]", "'text'"),
-        ({"max_tokens": 1, "max_completion_tokens": 2}, None, "differ; send one of them"),
-        ({"top_logprobs": 1}, None, "requires 'logprobs' to be true"),
-    ],
-)
-def test_errors_of_chat_name_options_of_the_request(server, fields, param, message):
-    """An error names an argument of Python, or lists alternatives of the types of messages."""
-    response = post(server, "chat/completions", **{"messages": MESSAGES, **fields})
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert message in error["message"]
-    assert error["param"] == param
-
-
 def test_chat_without_a_template_names_the_option_of_the_server(server, model, monkeypatch):
     """The error tells a client of HTTP to pass an argument to `from_preset`."""
     monkeypatch.setattr(model.preprocessor, "chat_template", None)
-    response = post(server, "chat/completions", messages=MESSAGES)
+    response = post(server, "chat/completions", **say())
     assert response.status_code == 400
     assert "`--chat-template`" in response.json()["error"]["message"]
 
@@ -286,15 +269,9 @@ def test_neutral_values_of_unsupported_options_are_accepted(client):
     """A client that sends all options with their defaults gets status 400."""
     shared = {**MODEL, **GREEDY, "max_tokens": 1, "n": 1, "user": "a"}
     client.completions.create(**shared, prompt="a", echo=False, best_of=1, suffix=None)
-    client.chat.completions.create(
-        **shared,
-        messages=MESSAGES,
-        response_format={"type": "text"},
-        tools=[],
-        tool_choice="none",
-        metadata={"a": "b"},
-        store=False,
-    )
+    neutral = {"tools": [], "tool_choice": "none", "metadata": {"a": "b"}, "store": False}
+    text_format = {"type": "text"}
+    client.chat.completions.create(**shared, **say(), **neutral, response_format=text_format)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'{"n": 1' + b"0" * 5000, b"[" * 9000])
@@ -315,8 +292,8 @@ def test_malformed_bodies(server, body):
         {"prompt": "a", "stream_options": NUMBERED},
         {"prompt": "a", **NUMBERED},
         {"messages": [{}] * 20_000},
-        {"messages": [{"role": "user", "content": [{}] * 20_000}]},
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", **NUMBERED}]}]},
+        say([{}] * 20_000),
+        say([{"type": "text", "text": "a", **NUMBERED}]),
     ],
 )
 def test_parse_many_errors_ends_at_the_first(fields, monkeypatch):
@@ -386,13 +363,6 @@ def test_requests_that_clients_and_monitors_send(server):
         assert httpx.head(server.url + path).status_code == 200
 
 
-def test_the_client_raises_errors(client):
-    with pytest.raises(openai.BadRequestError, match="Unrecognized"):
-        client.completions.create(**MODEL, prompt="a", extra_body={"tool": 1})
-    with pytest.raises(openai.NotFoundError, match="does not exist"):
-        client.completions.create(model="gpt", prompt="a")
-
-
 def test_limits_and_key(small_model):
     """A full queue, a request that takes too long and a wrong key have their own statuses."""
     engine = Engine(small_model, num_slots=1, max_queued=1, max_length=100_000)
@@ -428,8 +398,7 @@ def test_limits_and_key(small_model):
 def test_too_many_connections_are_an_error(small_model):
     """The response is not JSON, or hides the health of the server."""
     with running(Engine(small_model, num_slots=1), max_connections=1) as server:
-        url = httpx.URL(server.url)
-        with socket.create_connection((url.host, url.port)):
+        with connect(server):
             response = post(server, prompt="a")
             assert response.status_code == 503
             assert response.json()["error"]["code"] == "too_many_connections"
@@ -454,11 +423,9 @@ def test_stalled_connections_are_closed(small_model, monkeypatch):
                 await asyncio.sleep(0)
 
         monkeypatch.setattr(server_module.EventStream, "_stream_events", send_forever)
-        url = httpx.URL(server.url)
         unread = f"{head}Content-Type: application/json\r\n\r\n{body}"
         for text in ("", head, unread):
-            connection = stack.enter_context(socket.create_connection((url.host, url.port)))
-            connection.sendall(text.encode())
+            stack.enter_context(connect(server, text))
         wait_for(lambda: service.groups)
         wait_for(lambda: not server.server_state.connections)
         wait_for(lambda: not service.groups)
@@ -467,10 +434,8 @@ def test_stalled_connections_are_closed(small_model, monkeypatch):
 def test_shutdown_while_a_body_arrives_is_an_error(small_model, caplog):
     """The connection is cut, with a traceback in the log, or the shutdown takes 30 s."""
     with running(Engine(small_model, num_slots=1)) as server:
-        url = httpx.URL(server.url)
-        with socket.create_connection((url.host, url.port)) as connection:
-            head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{"
-            connection.sendall(head.encode())
+        head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{"
+        with connect(server, head) as connection:
             wait_for(lambda: server.config.app.state.service.body_deadlines)
             server.should_exit = True
             connection.settimeout(20)
@@ -487,8 +452,9 @@ def test_shutdown_finishes_or_cancels(small_model, caplog, monkeypatch):
     sampling = SamplingParams(temperature=0, logit_bias={ByteTokenizer().end_token_id: -100})
     expected = engine.submit("Hello", sampling, max_new_tokens=60).result()
     # No step ends before the shutdown has begun, and the grace period ends on a signal.
-    may_step, is_over, step = threading.Event(), threading.Event(), engine._slots.step
-    monkeypatch.setattr(engine._slots, "step", lambda: may_step.wait() and step())
+    may_step, is_over, batch = threading.Event(), threading.Event(), engine._scheduler.batch
+    step = batch.step
+    monkeypatch.setattr(batch, "step", lambda: may_step.wait() and step())
     with running(engine) as server:
         service = server.config.app.state.service
         drain = service.drain
@@ -526,15 +492,6 @@ def test_a_failed_engine_is_an_error(small_model, monkeypatch):
         assert post(server, prompt="a").status_code == 500
         assert httpx.get(f"{server.url}/health").status_code == 503
         assert post(server, prompt="a").status_code == 503
-
-
-def test_curl_streams(server, text):
-    body = json.dumps({**MODEL, **GREEDY, "prompt": "Hello", "max_tokens": 60, "stream": True})
-    command = ["curl", "-sN", "--json", body, f"{server.url}/v1/completions"]
-    lines = subprocess.run(command, capture_output=True, check=True).stdout.decode().splitlines()
-    assert [line for line in lines if line][-1] == "data: [DONE]"
-    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
 
 
 def test_the_page_makes_no_external_request(server):

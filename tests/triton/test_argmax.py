@@ -1,5 +1,7 @@
 """The argmax kernels return the same index as `torch.argmax`."""
 
+from types import SimpleNamespace
+
 import keras
 import pytest
 
@@ -11,8 +13,9 @@ import torch
 from keras_recurrent import implementation
 from keras_recurrent.backends.triton import argmax as _argmax
 from keras_recurrent.backends.triton._device.common import INTERPRETED
+from keras_recurrent.generation.sampling import features_of
+from keras_recurrent.generation.torch.decoder import Decoder
 from keras_recurrent.models import SamplingParams
-from tests.generation.token_samplers import token_sampler
 
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs an NVIDIA GPU or Triton's interpreter", allow_module_level=True)
@@ -56,36 +59,48 @@ def test_rows_that_it_refuses():
     assert "got 3000000" in _argmax.unsupported(torch.zeros(1, 3_000_000, device=DEVICE))
 
 
-def test_greedy_choices_are_made_by_it(monkeypatch):
-    calls = []
-    argmax = _argmax.argmax
-    monkeypatch.setattr(_argmax, "argmax", lambda x: calls.append(x) or argmax(x))
-    logits = torch.randn(2, 50, device=DEVICE)
-    choice = token_sampler(SamplingParams(temperature=0), device=DEVICE)
-    with implementation("triton"):
-        chosen = choice(logits)
-    assert len(calls) == 1
-    with implementation("torch"):
-        assert choice(logits).tolist() == chosen.tolist()
-    assert len(calls) == 1
+def decode(logits, params, recent):
+    """Returns the `Decoder` after steps with the given logits and `SamplingParams`."""
+    logits, size = [t.to(DEVICE) for t in logits], len(recent)
+    step = SimpleNamespace(masked=False, count=0)
+    tensors = {
+        "token": recent[:, -1:].clone(),
+        "active": torch.ones(size, 1, dtype=torch.bool, device=DEVICE),
+        "remaining_tokens": torch.full((size,), 9, device=DEVICE),
+        "count": torch.zeros(size, dtype=torch.int32, device=DEVICE),
+        "stops": torch.full((size, 1), -1, device=DEVICE),
+        "temperature": torch.ones(size, device=DEVICE),
+        "recent": recent.clone(),
+    }
+    decoder = Decoder(step, lambda token: (logits.pop(0),), (), (), tensors, recent.shape[1])
+    features = features_of([params], 5000)
+    decoder.prepare(features, 5000)
+    while logits:
+        decoder.advance(features)
+    return decoder.tensors
 
 
-def test_greedy_choices_are_written_behind_others():
+def random_logits(count, size):
+    return [
+        torch.randn(size, 5000, generator=torch.Generator().manual_seed(seed))
+        for seed in range(count)
+    ]
+
+
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0), SamplingParams()])
+def test_kernel_of_decoding_steps_chooses_only_greedy_tokens(params, monkeypatch):
+    """The kernel leaves out a token, or overwrites those of sampling."""
+    calls, write = [], _argmax.write_argmax
+    monkeypatch.setattr(_argmax, "write_argmax", lambda *x: calls.append(x) or write(*x))
     recent = torch.arange(8, dtype=torch.int32, device=DEVICE).reshape(2, 4)
-    expected, token = recent.clone(), recent[:, -1:].clone()
-    choice = token_sampler(SamplingParams(temperature=0), device=DEVICE)
-    for seed in range(3):
-        logits = torch.randn(2, 5000, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-        with implementation("triton"):
-            assert choice.store_argmax(logits, token, recent)
-        expected = torch.cat((expected[:, 1:], logits.argmax(dim=-1)[:, None]), dim=1)
-        assert recent.tolist() == expected.tolist()
-        assert token.tolist() == expected[:, -1:].tolist()
-
-
-def test_others_are_not_written_by_it():
-    token = torch.tensor([[3]], device=DEVICE)
-    choice = token_sampler(SamplingParams(), 1, 5, device=DEVICE)
-    with implementation("triton"):
-        assert not choice.store_argmax(torch.zeros(1, 5, device=DEVICE), token, token.clone())
-    assert token.item() == 3
+    found = []
+    for name in ("triton", "torch"):
+        with implementation(name):
+            found.append(decode(random_logits(3, 2), params, recent))
+    assert len(calls) == (3 if params.is_greedy else 0)
+    for name in ("token", "recent"):
+        assert found[0][name].tolist() == found[1][name].tolist()
+    assert found[0]["recent"][:, -1:].tolist() == found[0]["token"].tolist()
+    if params.is_greedy:
+        expected = torch.stack([t.argmax(dim=-1) for t in random_logits(3, 2)], dim=1)
+        assert found[0]["recent"].tolist() == torch.cat((recent[:, 3:].cpu(), expected), 1).tolist()

@@ -14,11 +14,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from keras_recurrent.backends.torch._states import inplace_states
 from keras_recurrent.generation.recent_tokens import apply_recent_tokens
-from keras_recurrent.generation.torch.sampling import tracing
 from keras_recurrent.layers.decoding import decoding_scope
 from keras_recurrent.progress import announce
 
 MAX_GROWN = 2**20  # bytes of a stored result that is larger than the weights it depends on
+tracing = threading.RLock()  # tracing in Keras and torch uses global state of the process
 COMPILED_AFTER = 2000  # tokens; the traced graph takes as long for these as torch's compiler
 
 
@@ -46,7 +46,7 @@ class Step:
             cache = backbone.add_recent_tokens(cache)
         self._model, self._structure = model, keras.tree.map_structure(lambda t: None, cache)
         self._use_compiler, self._lock, self.count = compiled, threading.Lock(), 0
-        self._masked = masked
+        self.masked = masked
         self.not_traced_reason = not_traced_reason
         self._compiled = None
         self._no_compiler_reason: str | None = None
@@ -72,7 +72,7 @@ class Step:
 
     def _call(self, weights, token, *cache):
         mapping = list(zip(self._model.variables, weights, strict=True))
-        mask, cache = (cache[0], cache[1:]) if self._masked else (None, cache)
+        mask, cache = (cache[0], cache[1:]) if self.masked else (None, cache)
         fused = contextlib.nullcontext() if self.not_traced_reason else decoding_scope()
         with keras.StatelessScope(mapping), fused, inplace_states():
             logits, _, cache = self._model.call_with_cache(

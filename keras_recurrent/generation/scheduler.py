@@ -5,44 +5,39 @@ import threading
 import time
 from typing import Any
 
-import numpy as np
-
-from keras_recurrent.serving.prefix_cache import MIN_TOKENS
-from keras_recurrent.serving.request import EngineClosed
+from keras_recurrent.generation.decoding_loop import DecodingLoop
 
 # While n requests are queued although slots are free, the bound on delays of steps is multiplied by
 # 1 + n // `WAITING_PER_FACTOR`, at most by `MAX_FACTOR`.
 WAITING_PER_FACTOR, MAX_FACTOR = 2, 4
 SECONDS_PER_SEARCH = 0.02  # between two searches of the queue for ended requests
+MIN_TOKENS = 32  # the end of a message is not worth a state this close after another one
 
 
-class Scheduler:
+class Scheduler(DecodingLoop):
     """Sequences from the queue to their end. Other threads may call `add` and read properties.
 
     Args:
-        slots: the `Slots`.
+        batch: the `Batch`, after `prepare_slots`.
+        chunks: its `PromptChunks`.
         prefixes: the `PrefixCache`.
 
     Attributes:
         num_tokens, num_prompt_tokens: integers, numbers of generated tokens and of processed tokens
             of prompts.
-        changed: a `threading.Condition`, which is notified of new sequences and of `close`.
-        is_closed: boolean, True after `close` and after a failure.
-        error: the `EngineClosed` of a failure, or None.
     """
 
-    def __init__(self, slots, prefixes):
-        self._slots, self._prefixes = slots, prefixes
+    def __init__(self, batch, chunks, prefixes):
+        super().__init__(batch)
+        self._chunks, self._prefixes = chunks, prefixes
         self._queue: collections.deque[Any] = collections.deque()
         self._lock = threading.Lock()
-        self.changed, self.is_closed, self.error = threading.Condition(), False, None
         self._prompts: list[Any] = []  # sequences whose prompts are being processed
         self._ready: list[Any] = []  # sequences that wait for a slot
-        self._program: Any = None  # remaining parts of a program, and the cost of one part
-        self._excess = 0  # of a long part above the bound on delays; the bound is 1
-        self._ahead: Any = None  # owners and results of the step that runs
+        self._running_chunks: Any = None  # remaining parts of chunks, and the cost of one part
+        self._debt = 0  # of a part whose cost exceeded the budget, 1 for each step
         self._next_search = 0.0
-        self.num_tokens, self.num_prompt_tokens = 0, 0
+        self.num_prompt_tokens = 0
 
     def add(self, sequence, max_queued):
         """Appends a sequence to the queue; returns False if `max_queued` sequences wait."""
@@ -55,12 +50,14 @@ class Scheduler:
     @property
     def num_queued(self):
         """Number of sequences that are not started, or started but without a free slot."""
-        return len(self._queue) + max(0, self._num_started - self._slots.num_free)
+        return len(self._queue) + max(0, self._num_started - self.batch.num_free)
 
     @property
     def num_active(self):
         """Number of sequences in slots, or with a free slot and a started prompt."""
-        return self._slots.num_active + min(self._num_started, self._slots.num_free)
+        # A request ends before its sequence leaves the slot.
+        running = sum(sequence.finish_reason is None for sequence in self.batch.active)
+        return running + min(self._num_started, self.batch.num_free)
 
     @property
     def _num_started(self):
@@ -74,50 +71,19 @@ class Scheduler:
         with self._lock:
             queued = list(self._queue)
         prompts, ready = [*self._prompts], [*self._ready]
-        return list(dict.fromkeys([*self._slots.active, *ready, *prompts, *queued]))
+        return list(dict.fromkeys([*self.batch.active, *ready, *prompts, *queued]))
 
     @property
     def is_idle(self):
         waiting = self._queue or self._prompts or self._ready
-        return not (waiting or self._program or self._ahead or self._slots.num_active)
-
-    def run(self):
-        """Runs the device until `close` and the end of all sequences."""
-        try:
-            while True:
-                with self.changed:
-                    while self.is_idle and not self.is_closed:
-                        self.changed.wait()
-                if self.is_idle:
-                    break
-                self.advance()
-        except BaseException as error:
-            failure = EngineClosed(f"The engine failed: {error!r}")
-            failure.__cause__ = error
-            with self.changed:
-                self.is_closed, self.error = True, failure
-            self.fail(failure)
-        finally:
-            self._slots.close()
-            self._prefixes.close()
-
-    def close(self):
-        """Ends `run` after the last sequence; no sequences are added from now on."""
-        with self.changed:
-            self.is_closed = True
-            self.changed.notify_all()
+        return not (waiting or self._running_chunks or self.batch.num_active)
 
     def advance(self):
         """Processes chunks of prompts, and one token of each sequence in a slot."""
         self._end_from_outside()
         self._process_chunks()
-        launched = self._slots.step() if self._slots.num_active else None
-        # While the device computes this step, the host processes the tokens of the previous one.
-        before, self._ahead = self._ahead, launched
-        if before is not None:
-            self._receive(*before)
-        elif launched is None:
-            self._slots.wait()  # a request that arrives meanwhile joins the next program
+        if not super().advance():
+            self.batch.wait()  # a request that arrives meanwhile joins the next program
 
     def _end_from_outside(self):
         """Ends sequences that are cancelled or past their timeout."""
@@ -128,59 +94,62 @@ class Scheduler:
             waiting.append(self._queue)
         for sequences in waiting:
             with self._lock:
-                ended = [s for s in sequences if s.end_reason(now)]
-                for sequence in ended:
+                ended = [(s, reason) for s in sequences if (reason := s.end_reason(now))]
+                for sequence, _ in ended:
                     sequences.remove(sequence)
-            for sequence in ended:
-                sequence.end(sequence.end_reason(now))
-        for sequence in self._slots.active:
+            for sequence, reason in ended:
+                sequence.end(reason)
+        for sequence in self.batch.active:
             if reason := sequence.end_reason(now):
-                self._slots.remove(sequence, is_active=True)  # it may fail
+                self.batch.remove(sequence)  # it may fail
                 sequence.end(reason)
 
     def _process_chunks(self):
         """Processes parts of chunks, which delay steps by a bounded time on average."""
         self._start_prompts()
-        num_waiting = min(len(self._queue), self._slots.num_free)
-        rest = min(MAX_FACTOR, 1 + num_waiting // WAITING_PER_FACTOR)
-        if self._slots.num_active:
-            rest -= self._excess
-        self._excess, is_first = max(0, -rest), True
-        while self._program or (sequences := self._next_chunks()):
-            if self._program:
-                parts, cost = self._program
+        num_waiting = min(len(self._queue), self.batch.num_free)
+        budget = min(MAX_FACTOR, 1 + num_waiting // WAITING_PER_FACTOR)
+        if self.batch.num_active:
+            budget -= self._debt
+        self._debt, is_first = max(0, -budget), True
+        while self._running_chunks or (sequences := self._next_chunks()):
+            if self._running_chunks:
+                parts, cost = self._running_chunks
             else:
                 longest = max(self._chunk_end(s) - s.num_processed for s in sequences)
-                parts, cost = None, self._slots.cost(longest)
-            # Takes the number of parts whose cost is closest to the bound, but at least one.
-            if rest <= (0 if is_first else cost / 2):
+                parts, cost = None, self._chunks.cost(longest)
+            # Takes the number of parts whose cost is closest to the budget, but at least one.
+            if budget <= (0 if is_first else cost / 2):
                 break
             if is_first:
-                self._excess, is_first = max(0, cost - rest), False
-            rest -= cost
+                self._debt, is_first = max(0, cost - budget), False
+            budget -= cost
             if parts is None:
-                parts = self._process(sequences)
+                parts = self._process_next(sequences)
             if next(parts, None):
-                self._program = parts, cost
+                self._running_chunks = parts, cost
             else:
-                self._program = None
+                self._running_chunks = None
                 self._start_prompts()  # its sequences may be ready
 
     def _next_chunks(self):
         """Returns a list of the sequences whose chunks are processed next, in one program."""
         # A program takes equally long for any number of prompts. While no slot is free, it runs
         # only if it is full.
-        fewest = 1 if self._slots.num_free else self._slots.num_prompts
-        return self._prompts[: self._slots.num_prompts] if len(self._prompts) >= fewest else []
+        fewest = 1 if self.batch.num_free else self._chunks.num_prompts
+        return self._prompts[: self._chunks.num_prompts] if len(self._prompts) >= fewest else []
 
     def _start_prompts(self):
         """Takes sequences from the queue, and moves those that are ready to free slots."""
         while True:
-            while self._ready and self._slots.num_free and self._slots.is_ready(self._ready[0]):
-                self._slots.insert(self._ready[0])
+            while self._ready and self.batch.num_free and self.batch.is_ready(self._ready[0]):
+                sequence = self._ready[0]
+                row = self.batch.initial_row if sequence.row is None else sequence.row
+                self.batch.insert(sequence, row)
+                sequence.row = None
                 del self._ready[0]
             # More prompts are started than fit into a program, so that slots need not wait.
-            limit = 2 * self._slots.num_prompts
+            limit = 2 * self._chunks.num_prompts
             if not self._queue or self._num_started >= limit:
                 return
             with self._lock:
@@ -197,7 +166,7 @@ class Scheduler:
         and where states are saved.
         """
         begin, last = sequence.num_processed, len(sequence.prompt) - 1
-        chunk = self._slots.max_chunk
+        chunk = self._chunks.max_chunk
         return min(begin - begin % chunk + chunk, last, *self._saved_ends(sequence))
 
     def _saved_ends(self, sequence):
@@ -208,12 +177,12 @@ class Scheduler:
         ends = [end for end in sequence.ends if end - sequence.num_cached >= MIN_TOKENS]
         return [end for end in (*ends, last) if sequence.num_processed < end <= last]
 
-    def _process(self, sequences):
+    def _process_next(self, sequences):
         """Generator that processes the next chunk of each sequence, one part whenever resumed."""
         stops = [self._chunk_end(sequence) for sequence in sequences]
         are_saved = [e in self._saved_ends(s) for s, e in zip(sequences, stops, strict=True)]
         self.num_prompt_tokens += sum(stops) - sum(s.num_processed for s in sequences)
-        for _ in self._slots.process(sequences, stops):
+        for _ in self._chunks.process(sequences, stops):
             yield True
         rows = [s.row if saved else None for s, saved in zip(sequences, are_saved, strict=True)]
         self._finish(zip(sequences, stops, rows, strict=True))
@@ -224,45 +193,23 @@ class Scheduler:
             if sequence not in self._prompts:  # it has ended
                 continue
             if row is not None:
-                state = self._slots.prompt_state(row)
+                state = self.batch.prompt_state(row)
                 self._prefixes.add(sequence.prompt[:stop], state, sequence.salt)
             if stop == len(sequence.prompt) - 1:
                 self._ready.append(sequence)
                 self._prompts.remove(sequence)
 
-    def _receive(self, owners, results):
-        tokens, logprobs = results()
-        tokens, row, ended = tokens.tolist(), None, []
-        for slot, sequence in owners:
-            if sequence.request.done:
-                continue
-            if logprobs:
-                row = type(logprobs)(*(a[slot : slot + 1] for a in logprobs))
-            self.num_tokens += 1
-            try:
-                reason = sequence.add(tokens[slot], row)
-            except UnicodeDecodeError as error:  # of a strict tokenizer
-                self._slots.remove(sequence, is_active=True)
-                sequence.end(error=error)
-                continue
-            if reason is not None:
-                ended.append((sequence, reason))
-        for sequence, reason in ended:  # last, so that no token waits for it
-            self._end(sequence, reason)
-
-    def _end(self, sequence, reason):
-        # The next step has already processed the last token, unless the device knew the end.
-        is_ahead = not sequence.ends_on_device
-        if self._prefixes.is_enabled:
-            new = sequence.token_ids if is_ahead else sequence.token_ids[:-1]
-            consumed = np.append(sequence.prompt, np.array(new, "int32"))
-            self._prefixes.add(consumed, self._slots.state(sequence), sequence.salt)
-        self._slots.remove(sequence, is_active=is_ahead)
-        sequence.end(reason)
+    def _end(self, sequence):
+        if self._prefixes.is_enabled and sequence.error is None:
+            consumed = sequence.tokens_in_state
+            if consumed is not None:
+                state = self.batch.slot_state(self.batch.sequences.index(sequence))
+                self._prefixes.add(consumed, state, sequence.salt)
+        super()._end(sequence)
 
     def fail(self, error):
         """Ends all sequences with an error, and drops what is in progress on the device."""
-        self._program = self._ahead = None
+        self._running_chunks = self._launched = None
         for sequence in self.sequences:
-            if not sequence.request.done:
-                sequence.end(error=error)
+            if sequence.finish_reason is None:
+                sequence.fail(error)

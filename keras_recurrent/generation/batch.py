@@ -1,0 +1,313 @@
+"""Batches: sequences that decode together, one in each slot."""
+
+import collections
+import math
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_recurrent.generation.prompts import pad_prompts
+from keras_recurrent.generation.sampling import (
+    STOPS_PER_STEP,
+    Features,
+    covers,
+    features_of,
+    neutral_value,
+    option_arrays,
+)
+from keras_recurrent.generation.sampling_params import SamplingParams
+from keras_recurrent.generation.sequence import Sequence
+
+# Tokens that one step computes. An accelerator computes the next step while the host processes the
+# tokens of the last one: after the end of a sequence, at most seven tokens are computed in vain.
+# CPUs compute no step ahead.
+TOKENS_AHEAD, TOKENS_ON_CPU = 4, 8
+
+
+class Batch:
+    """Sequences that decode together, one in each slot. Base class of the batches of backends.
+
+    Args of subclasses:
+        model: the language model.
+        programs: its `Programs`.
+        num_slots: integer.
+        keep: boolean, True if the state of a sequence is unchanged after its end.
+        is_exact: boolean, True if `state` is called before the sequences have ended on the device:
+            in a stream, or with stop strings.
+
+    Args:
+        model, num_slots: as above.
+        tokens_per_step: integer, number of tokens of each sequence that a step computes.
+        runs_ahead: boolean, True if the next step is launched before the tokens of the last one
+            are processed.
+
+    Attributes:
+        runs_ahead: as above.
+        initial_row: the state of a sequence before all tokens, as `process` takes it.
+        sequences: a list of the `Sequence` in each slot, or None.
+        owners: a list of `(slot, sequence)` for the sequences in slots.
+    """
+
+    initial_row: Any
+
+    def __init__(self, model, num_slots, tokens_per_step, runs_ahead):
+        self._model, self._vocabulary_size = model, model.backbone.vocabulary_size
+        self._tokens_per_step, self.runs_ahead = tokens_per_step, runs_ahead
+        self.sequences: list[Any] = [None] * num_slots
+        self.owners: list[Any] = []
+        self._num_stops = STOPS_PER_STEP
+        self._options: set[str] = set()  # names of the sampling options that slots have
+        self._features: Any = None  # of the sequences in slots; None after a change
+        # `Features` of steps that have run or are compiled, by number of stop tokens.
+        self._known: Any = collections.defaultdict(list)
+
+    @property
+    def num_slots(self):
+        return len(self.sequences)
+
+    @property
+    def num_active(self):
+        return len(self.owners)
+
+    @property
+    def num_free(self):
+        return self.num_slots - self.num_active
+
+    @property
+    def active(self):
+        """The sequences in slots."""
+        return [sequence for _, sequence in self.owners]
+
+    @property
+    def has_work(self):
+        """True if a sequence may need more tokens than were launched."""
+        return any(s.num_launched < s.max_new_tokens for _, s in self.owners)
+
+    def insert_all(self, sequences, state):
+        """Puts a sequence into each slot, after the prompts without their last tokens.
+
+        Args:
+            sequences: a list of `Sequence`s, one for each slot.
+            state: the state of the backbone before the last token of each prompt. The batch may
+                overwrite it.
+        """
+        self.sequences = list(sequences)
+        self._set_owners()
+        arrays = self._arrays(sequences)
+        self._features = self._choose_features(sequences)
+        self._write_all(arrays, self._features, state)
+
+    def insert(self, sequence, row):
+        """Puts a sequence into a free slot, after its prompt without the last token.
+
+        row: the state before that token, as `process` returns it.
+        """
+        slot = self.sequences.index(None)
+        self.sequences[slot] = sequence
+        self._set_owners()
+        self._write(slot, self._arrays([sequence]), row)
+
+    def _arrays(self, sequences):
+        """Returns `{name: array}` of a `DeviceState`, stop tokens and options, a row for each.
+
+        sequences: a list of `Sequence`s, or None for free slots.
+        """
+        known = [s for s in sequences if s is not None]
+        self._num_stops = max([self._num_stops, *map(num_stops, known)])
+        arrays = {
+            "token": np.zeros((len(sequences), 1), "int32"),
+            "active": np.zeros((len(sequences), 1), bool),
+            "remaining_tokens": np.zeros(len(sequences), "int32"),
+            "count": np.zeros(len(sequences), "int32"),
+            "stops": np.full((len(sequences), self._num_stops), -1, "int32"),
+        }
+        for row, sequence in enumerate(known):
+            arrays["token"][row] = sequence.prompt[-1]
+            arrays["active"][row] = sequence.finish_reason is None
+            arrays["remaining_tokens"][row] = sequence.max_new_tokens
+            arrays["stops"][row, : len(sequence.stop_token_ids)] = sorted(sequence.stop_token_ids)
+        params, prompts = [s.params for s in known], [s.prompt for s in known]
+        options = option_arrays(params, prompts, self._vocabulary_size) if known else {}
+        for name in self._options - options.keys():
+            options[name] = self._neutral_array(name, len(sequences), None)
+        self._options |= options.keys()
+        return arrays | options
+
+    def _neutral_array(self, name, shape, dtype):
+        """Returns the array of an option in free slots."""
+        return np.full(shape, neutral_value(name, self._vocabulary_size), dtype)
+
+    def _set_owners(self):
+        running = [(n, s) for n, s in enumerate(self.sequences) if s is not None]
+        self.owners = [(n, s) for n, s in running if s.finish_reason is None]
+        self._features = None
+
+    def remove(self, sequence):
+        """Frees the slot of a sequence. Its state can be read until the next step or `insert`."""
+        slot = self.sequences.index(sequence)
+        if not sequence.ends_on_device:
+            self._stop(slot)  # it may fail
+        self.sequences[slot] = None
+        self._set_owners()
+
+    def step(self):
+        """Launches a step of all slots: the next tokens of each sequence.
+
+        Returns:
+            The `owners`, and a function that waits for the tokens `[num_slots, N]` and their
+            `Logprobs`, or (): NumPy arrays.
+        """
+        if self._features is None:
+            self._features = self._choose_features(self.active)
+        features, owners = self._features, self.owners
+        left = max(s.max_new_tokens - s.num_launched for _, s in owners)
+        count = max(1, min(self._tokens_per_step, left))
+        numbers = None
+        if features.is_random:
+            numbers = np.zeros((self.num_slots, count), "float32")
+            for slot, sequence in owners:
+                numbers[slot] = sequence.uniform(count)
+        for _, sequence in owners:
+            sequence.num_launched += count
+        return owners, self._launch(features, numbers, count)
+
+    def _choose_features(self, sequences):
+        """Returns the cheapest known `Features` that serve all sequences, else new ones.
+
+        A step depends on features, and must not be compiled for each combination of requests.
+        """
+        needed = features_of([s.params for s in sequences], self._vocabulary_size)
+        known = self._covering(needed, self._num_stops)
+        if not known:
+            known = [needed]
+            self._known[self._num_stops] += known
+        return min(known, key=lambda features: features.cost)
+
+    def _covering(self, needed, num_stops):
+        """Returns a list of those known `Features` that also serve what `needed` serves."""
+        return [f for f in self._known[num_stops] if covers(f, needed, self._vocabulary_size)]
+
+    def _write_all(self, arrays, features, state):
+        """Overwrites all slots; `features` are those of the first steps."""
+        raise NotImplementedError
+
+    def _write(self, slot, arrays, row):
+        """Overwrites a slot by arrays with one row."""
+        raise NotImplementedError
+
+    def _launch(self, features, numbers, count):
+        """Launches `count` tokens of each slot; returns the function that `step` returns.
+
+        numbers: float32 `[num_slots, count]`, random numbers, or None.
+        """
+        raise NotImplementedError
+
+    def _stop(self, slot):
+        """Makes later steps leave the state of a slot unchanged."""
+        raise NotImplementedError
+
+    def state(self, sequences):
+        """Returns the state of the backbone before the last token of each of all sequences."""
+        raise NotImplementedError
+
+    def close(self):
+        """Releases the memory of the device."""
+        raise NotImplementedError
+
+    # The engine inserts sequences one by one, after chunks of their prompts.
+
+    def prepare_slots(self, max_length, num_prompts):
+        """Prepares free slots, each with a capacity of `max_length` tokens.
+
+        num_prompts: integer, the wanted maximum number of prompts of `process`.
+        """
+        raise NotImplementedError
+
+    def _prepare(self, max_length):
+        """Fills the slots with initial states; returns the initial state of one sequence."""
+        self._tokens_per_step, self.runs_ahead = 1, True
+        arrays, backbone = self._arrays([None] * self.num_slots), self._model.backbone
+        state = backbone.get_initial_state(self.num_slots, max_length=max_length)
+        self._write_all(arrays, Features(), state)
+        return backbone.get_initial_state(1, max_length=max_length)
+
+    def is_ready(self, sequence):
+        """Returns True if a step of the sequences in slots and this one needs no compilation."""
+        return True
+
+    def warm_up(self):
+        """Runs what the first sequence needs: `insert`, a greedy step, `slot_state`, `remove`."""
+        sequence = Sequence(np.zeros(1, "int32"), SamplingParams(temperature=0), None, 1)
+        self.insert(sequence, self.initial_row)
+        self.slot_state(0)
+        self.remove(sequence)
+        self._known[self._num_stops].append(Features())
+        self.run_empty_step(Features())
+
+    def run_empty_step(self, features):
+        """Computes a step without sequences."""
+        self._launch(features, None, 1)()
+
+    @property
+    def num_prompts(self):
+        """Maximum number of prompts in one call of `process`."""
+        raise NotImplementedError
+
+    def process(self, rows, tokens, mask):
+        """Generator that processes a chunk of each of some prompts, one part whenever resumed.
+
+        No other call may begin before the generator has returned.
+
+        Args:
+            rows: a list of their states, which are not changed: results of this method,
+                `initial_row`, or states of the backbone.
+            tokens, mask: int32 and boolean `[num_prompts, T]`, NumPy arrays.
+
+        Returns:
+            A list of the next states.
+        """
+        raise NotImplementedError
+
+    def prompt_state(self, row):
+        """Returns the state of the backbone, of batch size 1, from a result of `process`."""
+        raise NotImplementedError
+
+    def slot_state(self, slot):
+        """Returns a copy of the state of a slot, of batch size 1."""
+        raise NotImplementedError
+
+    def wait(self):
+        """Waits until the device has done all work."""
+        raise NotImplementedError
+
+
+def process_new_tokens(programs, state, sequences):
+    """Returns the state before the last token of each sequence.
+
+    Args:
+        programs: the `Programs` of the model.
+        state: the state before the last tokens of the prompts.
+        sequences: a list of `Sequence`s.
+    """
+    tokens = [[s.prompt[-1], *s.token_ids][: len(s.token_ids)] for s in sequences]
+    lengths = np.array(list(map(len, tokens)), "int32")
+    token_ids = pad_prompts(tokens, max(1, lengths.max()))["token_ids"]
+    return programs.prefill(token_ids, lengths, state)
+
+
+def num_stops(sequence):
+    """Returns the number of stop tokens of a sequence, rounded up."""
+    return STOPS_PER_STEP * math.ceil(len(sequence.stop_token_ids) / STOPS_PER_STEP)
+
+
+def runs_ahead(model):
+    """Returns True if the device of a model computes while the host does other work."""
+    return keras.config.backend() != "tensorflow" and not is_on_cpu(model)
+
+
+def is_on_cpu(model):
+    """Returns True if the weights of a model are in the memory of the host."""
+    device = model.variables[0].value.device
+    # A device of torch has a type, one of JAX has a platform.
+    return getattr(device, "type", None) == "cpu" or getattr(device, "platform", None) == "cpu"

@@ -1,0 +1,111 @@
+"""Chunks of prompts, processed between the steps of a batch."""
+
+import time
+
+import numpy as np
+
+from keras_recurrent.generation.batch import is_on_cpu
+from keras_recurrent.generation.sampling import Features
+
+MIN_CHUNK = 32  # tokens
+MAX_DELAY = 0.43  # of a step, by parts of chunks before it
+TIMED_RUNS = 3
+# A program of chunks has one prompt for each `SLOTS_PER_PROMPT` slots. With more prompts, a token
+# takes less time, but the program takes more. CPUs gain nothing.
+SLOTS_PER_PROMPT = 16
+
+
+class PromptChunks:
+    """Chunks of the prompts of sequences that wait for a slot, and their costs.
+
+    Args:
+        batch: a `Batch` after `prepare_slots`.
+        max_chunk: integer, maximum number of tokens of a chunk.
+        is_timed: boolean. False, such as on a CPU, where compilation takes longer than what it
+            saves: costs are estimated from lengths, and no program runs before the first request.
+    """
+
+    def __init__(self, batch, max_chunk, is_timed):
+        self._batch, self.max_chunk = batch, max_chunk
+        # The chunks of prompts that share a program are padded to one size.
+        self._sizes = [max_chunk] if self.num_prompts > 1 else chunk_sizes(max_chunk)
+        # The share of the bound on delays that one part takes.
+        self._costs = {size: max(size / max_chunk, 1 / 2) for size in self._sizes}
+        if is_timed:
+            self._time_programs()
+
+    @property
+    def num_prompts(self):
+        """Maximum number of prompts in one call of `process`."""
+        return self._batch.num_prompts
+
+    def warm_up(self):
+        """Runs a program of chunks of each size, which compiles it."""
+        for size in self._sizes:
+            self._run_example(size)
+
+    def _time_programs(self):
+        """Compiles chunks and a greedy step, so that no request waits for them, and times them."""
+        self._batch.warm_up()
+        for size in self._sizes:
+            self._time_step(size)  # compiles
+        step = min(self._time_step() for _ in range(TIMED_RUNS))[0]
+        for size in self._sizes:
+            seconds, num_parts = min(self._time_step(size) for _ in range(TIMED_RUNS))
+            cost = (seconds - step) / num_parts / (MAX_DELAY * step)
+            self._costs[size] = max(cost, 1 / num_parts)  # a time may be wrong
+
+    def _time_step(self, chunk_size=None):
+        """Runs a program of chunks if their size is given, then a greedy step, without sequences.
+
+        Returns:
+            The time in seconds, and the number of parts of the program.
+        """
+        start = time.perf_counter()
+        num_parts = 0 if chunk_size is None else self._run_example(chunk_size)
+        self._batch.run_empty_step(Features())
+        return time.perf_counter() - start, num_parts
+
+    def _run_example(self, size):
+        """Processes chunks of as many prompts as fit into a program; returns its parts."""
+        rows, shape = [self._batch.initial_row] * self.num_prompts, (self.num_prompts, size)
+        parts = self._batch.process(rows, np.ones(shape, "int32"), np.ones(shape, bool))
+        return 1 + sum(1 for _ in parts)
+
+    def _padded_size(self, num_tokens):
+        """Returns the number of tokens to which a chunk is padded."""
+        return min(size for size in self._sizes if size >= num_tokens)
+
+    def cost(self, num_tokens):
+        """Returns the share of the bound on delays that a part of a program of chunks takes."""
+        return self._costs[self._padded_size(num_tokens)]
+
+    def process(self, sequences, stops):
+        """Generator that processes a chunk of each sequence's prompt, one part whenever resumed.
+
+        A chunk ends before the token `stop` of its sequence. No other call may begin before the
+        generator has returned.
+        """
+        parts = [s.prompt[s.num_processed : e] for s, e in zip(sequences, stops, strict=True)]
+        size = self._padded_size(max(map(len, parts)))
+        tokens = np.zeros((self.num_prompts, size), "int32")
+        mask = np.zeros(tokens.shape, bool)
+        for i, part in enumerate(parts):
+            tokens[i, : len(part)], mask[i, : len(part)] = part, True
+        rows = [self._batch.initial_row if s.row is None else s.row for s in sequences]
+        after = yield from self._batch.process(rows, tokens, mask)
+        for sequence, stop, row in zip(sequences, stops, after, strict=True):
+            sequence.row, sequence.num_processed = row, stop
+
+
+def chunk_sizes(max_chunk):
+    """Returns the numbers of tokens to which chunks are padded, in ascending order."""
+    sizes = [MIN_CHUNK << n for n in range(max_chunk.bit_length()) if MIN_CHUNK << n < max_chunk]
+    if max_chunk >= 4 * MIN_CHUNK:
+        sizes = sorted({*sizes, 3 * max_chunk // 4})
+    return [*sizes, max_chunk]
+
+
+def num_prompts_of(model, num_slots):
+    """Returns the wanted number of prompts of a program of chunks."""
+    return 1 if is_on_cpu(model) else max(num_slots // SLOTS_PER_PROMPT, 1)

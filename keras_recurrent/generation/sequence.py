@@ -1,0 +1,92 @@
+"""Sequence of one prompt and its new tokens, which decides when it ends."""
+
+from keras_recurrent.generation.output import token_logprobs
+from keras_recurrent.generation.samplers import make_generator, uniform_numbers
+
+
+class Sequence:
+    """Prompt, options and new tokens of one answer, as token ids; text is not part of it.
+
+    Args:
+        prompt: int32 array, all tokens so far, at least one.
+        params: the `SamplingParams`.
+        seed: a `numpy.random.SeedSequence`.
+        max_new_tokens: integer.
+        stop_token_ids: a tuple of integers, which may be empty.
+        listener: a function of this sequence, which is called after each new token and by `end`.
+            It may call `stop`. None: no function.
+
+    Attributes:
+        token_ids: a list of integers, the new tokens.
+        logprobs: a list of the `TokenLogprobs` of the new tokens; empty without `params.logprobs`.
+        finish_reason: `"stop"` after a stop token or stop string, `"length"` after the maximum
+            number of tokens, another reason after `end`, or None.
+        num_launched: integer, number of new tokens whose steps were launched.
+    """
+
+    def __init__(self, prompt, params, seed, max_new_tokens, stop_token_ids=(), listener=None):
+        self.prompt, self.params, self.max_new_tokens = prompt, params, max_new_tokens
+        self.stop_token_ids, self._listener = frozenset(stop_token_ids), listener
+        self._generator = None if params.is_greedy else make_generator(seed)
+        self.token_ids: list[int] = []
+        self.logprobs: list = []
+        self.finish_reason: str | None = None if max_new_tokens else "length"
+        self.num_launched = 0
+
+    @property
+    def has_listener(self):
+        return self._listener is not None
+
+    @property
+    def remaining_tokens(self):
+        """Maximum number of further tokens."""
+        return self.max_new_tokens - len(self.token_ids)
+
+    @property
+    def ends_on_device(self):
+        """True if steps no longer change the state: after a stop token or the last token."""
+        is_stopped = bool(self.token_ids) and self.token_ids[-1] in self.stop_token_ids
+        return is_stopped or not self.remaining_tokens
+
+    def uniform(self, count):
+        """Returns random numbers of the next tokens, float32 `[count]`; 0 if it is greedy."""
+        return 0 if self._generator is None else uniform_numbers(self._generator, count)
+
+    def add(self, token, logprobs=None):
+        """Appends a token, after which the sequence may have ended.
+
+        Args:
+            token: integer.
+            logprobs: its `Logprobs` as NumPy arrays [1] and [1, K], or None.
+        """
+        self.token_ids.append(token)
+        if logprobs is not None:
+            self.logprobs += token_logprobs(self.params, [token], logprobs)
+        if token in self.stop_token_ids:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) == self.max_new_tokens:
+            self.finish_reason = "length"
+        self._notify()
+
+    def with_tokens(self, token_ids):
+        """Returns a sequence of this prompt with new tokens, a list, which may have ended."""
+        options = self.params, None, self.max_new_tokens, self.stop_token_ids
+        sequence = Sequence(self.prompt, *options)
+        for token in token_ids:
+            sequence.add(token)
+        return sequence
+
+    def stop(self, num_tokens):
+        """Ends the sequence after `num_tokens` new tokens, which complete a stop string."""
+        del self.token_ids[num_tokens:], self.logprobs[num_tokens:]
+        self.finish_reason = "stop"
+
+    def end(self, reason):
+        """Ends the sequence from outside, such as at a timeout, for a reason, a string."""
+        self.finish_reason = reason
+        self._notify()
+
+    def _notify(self):
+        """Tells the listener of new tokens, or of the end."""
+        if self._listener is not None:
+            self._listener(self)

@@ -1,0 +1,336 @@
+"""Decoding steps of a batch on torch: the step of the model, the choice of tokens, and their ends.
+
+A `Decoder` runs function by function. A `CapturedDecoder` owns tensors at fixed addresses and
+replays CUDA graphs, one for each choice of sampling options.
+"""
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from keras_recurrent import dispatch
+from keras_recurrent.generation.device_state import DeviceState, advance
+from keras_recurrent.generation.sampling import Features, Logprobs, argument_names, next_tokens
+from keras_recurrent.generation.torch.cuda_graph import capture, clone_stacked, overwrite
+from keras_recurrent.generation.torch.rows import Rows
+from keras_recurrent.generation.torch.step import tracing
+
+
+class Decoder:
+    """Decodes a batch, function by function.
+
+    Args:
+        step: the `Step` of the model.
+        run: the function of `step`, as it runs fastest.
+        prepared: the tensors of `step.prepared()`.
+        cache: a list of the tensors of a cache, as the step takes them.
+        tensors: `{name: tensor}`: those of a `DeviceState`, `stops` `[B, S]`, and the arguments of
+            sampling.
+        tokens_per_step: integer R, maximum number of tokens between two calls of `latest`.
+
+    Attributes:
+        step, cache, tensors: as above, after the latest token. Sampling adds `recent` `[B, R]`,
+            `uniform` `[B, R]`, `counts` `[B, vocabulary]` and log probabilities `[B, R, ...]`.
+    """
+
+    def __init__(self, step, run, prepared, cache, tensors, tokens_per_step):
+        self.step, self._run, self._prepared = step, run, prepared
+        self.cache, self.tensors = list(cache), dict(tensors)
+        self._tokens_per_step = tokens_per_step
+        self._choices: dict = {}  # the functions that choose tokens, by `Features`
+        if tokens_per_step > 1:
+            self.allocate("recent", (tokens_per_step,), torch.int32)
+
+    @property
+    def batch_size(self):
+        return len(self.tensors["token"])
+
+    @property
+    def rows(self):
+        """The `Rows` of the cache, until the next step."""
+        return Rows(self.cache)
+
+    def allocate(self, name, shape, dtype=torch.float32):
+        """Adds a tensor of zeros `[B, *shape]`, unless there is one of this name."""
+        if name not in self.tensors:
+            size, device = (self.batch_size, *shape), self.tensors["token"].device
+            self.tensors[name] = torch.zeros(size, dtype=dtype, device=device)
+
+    def set_tensor(self, name, value):
+        """Replaces a tensor, by one of another shape if need be."""
+        self.tensors[name] = value
+        self._choices.clear()
+
+    def prepare(self, features, vocabulary_size):
+        """Makes the tensors that steps with these `Features` need; None: steps without sampling."""
+        size = self._tokens_per_step
+        if features is None:
+            return
+        if features.is_random:
+            self.allocate("uniform", (size,))
+        if features.has_penalties:
+            self.allocate("counts", (vocabulary_size,), torch.int32)
+        if features.num_logprobs is not None:
+            names = logprob_names(features)
+            self.allocate(names[0], (size,))
+            self.allocate(names[1], (size, features.num_logprobs))
+            self.allocate(names[2], (size, features.num_logprobs), torch.int32)
+
+    def advance(self, features):
+        """Decodes the next token of each sequence, for which `prepare` was called."""
+        self.step.count += 1
+        self._advance(features)
+
+    def _advance(self, features):
+        """Decodes the next token. With `features` None, only stores the logits."""
+        tensors = self.tensors
+        mask = (tensors["active"],) if self.step.masked else ()
+        logits, *cache = self._run(*self._prepared, tensors["token"], *mask, *self.cache)
+        # Sampling precedes the copies: its kernel directly follows that of the logits, and may
+        # begin before that has ended.
+        if features is None:
+            self.logits, new = logits, {}
+        else:
+            if features not in self._choices:
+                self._choices[features] = make_choice(features, self.step.masked, logits, tensors)
+            new = self._choices[features](logits, tensors)
+        self._store(cache, new)
+
+    def _store(self, cache, new):
+        """Replaces the tensors of the cache, and those in `{name: tensor}`."""
+        self.cache = cache
+        self.tensors.update(new)
+
+    def latest(self, features, count):
+        """Returns the `count` latest tokens `[B, count]`, and their `Logprobs` or ()."""
+        tokens = self.tensors["token"]
+        if "recent" in self.tensors:
+            tokens = self.tensors["recent"][:, -count:]
+        names = [] if features.num_logprobs is None else logprob_names(features)
+        logprobs = [self.tensors[name][:, -count:] for name in names]
+        return tokens, Logprobs(*logprobs) if logprobs else ()
+
+    def logits_of(self, token, cache):
+        """Returns the logits after a token of each sequence, and the next cache."""
+        self._store(cache, {"token": token})
+        self._advance(None)
+        return self.logits, self.cache
+
+
+class CapturedDecoder(Decoder):
+    """Decodes a batch by CUDA graphs. It serves one call of `generate`, or an engine, at a time.
+
+    Args: as in `Decoder`, and
+
+        weights: the tensors of the model's weights.
+        key: the key in the `DecoderPool`.
+
+    Attributes:
+        stacks: as in `Rows`, of the cache.
+        logits: the logits of the latest captured step.
+    """
+
+    logits: Any = None
+
+    def __init__(self, step, weights, prepared, cache, tensors, tokens_per_step, key):
+        cache, self.stacks = clone_stacked(cache)
+        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        super().__init__(step, step.traced, list(prepared), cache, tensors, tokens_per_step)
+        self._rows = Rows(self.cache, self.stacks)
+        self.key, self._pool = key, None
+        self._graphs: dict[Any, Any] = {}
+        addresses = {t.untyped_storage().data_ptr() for t in weights}
+        owned = [t for t in prepared if t.untyped_storage().data_ptr() not in addresses]
+        self._owned_bytes = sum(t.nbytes for t in (*owned, *self.cache))
+
+    @property
+    def rows(self):
+        return self._rows
+
+    @property
+    def bytes(self):
+        """Number of bytes of the tensors, without the temporary memory of a step."""
+        logits = () if self.logits is None else (self.logits,)
+        return self._owned_bytes + sum(t.nbytes for t in (*self.tensors.values(), *logits))
+
+    def begin(self, prepared, cache, tensors, features, vocabulary_size):
+        """Copies the initial values of a call, and the current weights, to the own tensors.
+
+        A graph for `features`, if there is none, is captured before: without a mask, the step would
+        change the cache.
+        """
+        for buffer, value in zip(self._prepared, prepared, strict=True):
+            if buffer.data_ptr() != value.data_ptr():
+                buffer.copy_(value)
+        for name, value in tensors.items():
+            self.set_tensor(name, value)
+        self.prepare(features, vocabulary_size)
+        if "counts" in self.tensors:
+            self.tensors["counts"].zero_()
+        for buffer, value in zip(self.cache, cache, strict=True):
+            buffer.copy_(value)
+
+    def set_tensor(self, name, value):
+        """Overwrites a tensor. One of another shape replaces it, and all graphs."""
+        known = self.tensors.get(name)
+        if known is not None and known.shape == value.shape:
+            known.copy_(value)
+            return
+        super().set_tensor(name, value.clone())
+        if known is not None:
+            self._graphs, self._pool = {}, None  # nothing may use the pool of deleted graphs
+
+    def prepare(self, features, vocabulary_size):
+        super().prepare(features, vocabulary_size)
+        self._graph(features)
+
+    def _graph(self, features):
+        """Returns the graph for `features`; None if it cannot be captured, of which it warns."""
+        if features not in self._graphs:
+            try:
+                self.capture(features)
+            except RuntimeError as error:
+                text = f"Steps run kernel by kernel: no CUDA graph: {error}"
+                warnings.warn(text, stacklevel=4)
+                self._graphs[features] = None
+        return self._graphs[features]
+
+    def capture(self, features):
+        """Captures the graph for `features`; changes no tensors, but the cache without a mask."""
+        before = {name: t.clone() for name, t in self.tensors.items()}
+        if "active" in self.tensors:  # a step without active sequences changes no state
+            self.tensors["active"].zero_()
+        try:
+            step = functools.partial(self._advance, features)
+            graph, _ = capture(step, self.tensors["token"].device, self._pool)
+        finally:
+            for name, value in before.items():
+                self.tensors[name].copy_(value)
+        self._pool, self._graphs[features] = graph.pool(), graph
+
+    def advance(self, features):
+        graph = self._graph(features)
+        if graph is None:
+            self._advance(features)
+        else:
+            graph.replay()
+
+    def _store(self, cache, new):
+        tensors = [*self.cache, *(self.tensors[name] for name in new)]
+        overwrite(tensors, [*cache, *new.values()], self.stacks)
+
+    def logits_of(self, token, cache):
+        """Returns copies of the logits after a token of each sequence, and of the next cache."""
+        self.tensors["token"].copy_(token)
+        for buffer, value in zip(self.cache, cache, strict=True):
+            buffer.copy_(value)
+        self.advance(None)
+        return self.logits.clone(), [t.clone() for t in self.cache]
+
+
+def logprob_names(features):
+    """Returns the names of the tensors of `Logprobs`, in the order of its fields."""
+    return [f"{name}_{features.num_logprobs}" for name in Logprobs._fields]
+
+
+def make_choice(features, masked, logits, tensors):
+    """Returns a function `(logits, tensors)` that chooses the next tokens, without Keras.
+
+    It is a graph of torch that is traced once for each shape, or a kernel. It returns the tensors
+    that change as `{name: tensor}`, or has overwritten them.
+
+    Args:
+        features: the `Features`.
+        masked: boolean, True if sequences end on the device.
+        logits: example logits `[B, vocabulary]`.
+        tensors: as in `Decoder`.
+    """
+    is_argmax = features == Features() and not masked
+    if is_argmax and "recent" in tensors:
+        kernels = dispatch.chosen_module("argmax", {"x": logits})
+        if hasattr(kernels, "write_argmax"):
+            return functools.partial(_write_argmax, kernels.write_argmax)
+    names = ["token"]
+    if not is_argmax:
+        names = [*DeviceState._fields, "stops", *argument_names(features)]
+    if features.is_random:
+        names.append("uniform")
+    if features.has_penalties:
+        names.append("counts")
+    if features.num_logprobs is not None:
+        names += logprob_names(features)
+    if "recent" in tensors:
+        names.append("recent")
+    inputs = [logits, *(tensors[name] for name in names)]
+    specs = tuple((tuple(t.shape), t.dtype, t.device) for t in inputs)
+    choose, changed = _traced(features, is_argmax, tuple(names), specs, dispatch.chosen_name())
+
+    def run(logits, tensors):
+        new = choose(logits, *[tensors[name] for name in names])
+        return dict(zip(changed, new, strict=True))
+
+    return run
+
+
+def _write_argmax(write, logits, tensors):
+    """Overwrites `token` and `recent` by one kernel."""
+    write(logits, tensors["token"], tensors["recent"])
+    return {}
+
+
+def _append(tensors, latest):
+    """Returns those tensors `[B, R, ...]` of which there is a new value `[B, 1, ...]`, with it."""
+    known = [name for name in latest if name in tensors]
+    return {name: torch.cat((tensors[name][:, 1:], latest[name]), dim=1) for name in known}
+
+
+def _choose(features, is_argmax, logits, tensors):
+    """Returns the tensors that change, as the function of `make_choice`."""
+    uniform, counts = tensors.get("uniform"), tensors.get("counts")
+    if features == Features():
+        token, logprobs = dispatch.run("argmax", {"x": logits}), ()
+    else:
+        first = None if uniform is None else uniform[:, 0]
+        arguments = {name: tensors[name] for name in argument_names(features)}
+        inputs = tensors["stops"], tensors["count"], first, counts, arguments
+        token, counts, logprobs = next_tokens(features, logits, *inputs)
+    if is_argmax:
+        new = {"token": token.to(tensors["token"].dtype)[:, None]}
+    else:
+        state = DeviceState(*(tensors[name] for name in DeviceState._fields))
+        new = advance(state, token, tensors["stops"])._asdict()
+    latest = {"recent": new["token"]}
+    if uniform is not None and uniform.shape[1] > 1:
+        latest["uniform"] = uniform[:, :1]  # the next number becomes the first
+    if logprobs:
+        latest |= dict(zip(logprob_names(features), (t[:, None] for t in logprobs), strict=True))
+    new |= _append(tensors, latest)
+    return new if counts is None else {**new, "counts": counts}
+
+
+@functools.lru_cache(maxsize=32)
+def _traced(features, is_argmax, names, specs, implementation):
+    """Returns the traced `_choose`, a function of logits and tensors, and the names of its results.
+
+    Args:
+        features, is_argmax: as in `_choose`.
+        names: a tuple of the names of the tensors.
+        specs: shape, dtype and device of the logits and of each tensor.
+        implementation: the name that `dispatch.choose` takes, or None.
+    """
+    changed: list[str] = []
+
+    def choose(logits, *tensors):
+        new = _choose(features, is_argmax, logits, dict(zip(names, tensors, strict=True)))
+        changed[:] = new
+        return tuple(new.values())
+
+    examples = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in specs]
+    with tracing, torch.no_grad():
+        graph = make_fx(choose)(*examples)
+    graph.graph.eliminate_dead_code()  # such as the log sum of `top_logits`
+    graph.recompile()
+    return graph, changed

@@ -1,0 +1,213 @@
+"""Prompt processing and decoding steps of a language model on torch.
+
+Steps run as CUDA graphs, else compiled, else as traced. If a module has a hook, or with
+`run_eagerly=True`, each step runs eagerly through the layers, which call the hook.
+"""
+
+import collections
+import threading
+
+import keras
+import torch
+
+from keras_recurrent.backends.constants import MIN_DELAYED_ROWS
+from keras_recurrent.backends.torch._hooks import hook_reason
+from keras_recurrent.dispatch import chosen_name
+from keras_recurrent.generation import beam_search
+from keras_recurrent.generation.lengths import max_chunk_length
+from keras_recurrent.generation.modes import RUN_EAGERLY, record_mode
+from keras_recurrent.generation.scores import score_tokens
+from keras_recurrent.generation.torch.chunks import Chunks
+from keras_recurrent.generation.torch.cuda_graph import DecoderPool
+from keras_recurrent.generation.torch.decoder import CapturedDecoder, Decoder
+from keras_recurrent.generation.torch.step import Chunk, Step
+from keras_recurrent.layers.decoding import unfused_blocks
+
+# Traced steps of a model, one for each batch size and capacity of its cache, and chunks.
+MAX_STEPS = 16
+
+
+class Programs:
+    """Traced steps and CUDA graphs of a model, by the shapes of its cache and weights.
+
+    Args:
+        model: the language model.
+    """
+
+    def __init__(self, model):
+        self._model, self._compiled = model, model._compiles_generation
+        self._eager_reason = RUN_EAGERLY if model.run_eagerly else None
+        self._steps: collections.OrderedDict = collections.OrderedDict()
+        self._pool, self._lock = DecoderPool(), threading.Lock()
+
+    @torch.no_grad()
+    def prefill(self, token_ids, lengths, cache=None, max_length=None):
+        """Returns the cache after the first `lengths` tokens of each sequence, in new tensors.
+
+        Args:
+            token_ids: integers `[B, T]`, a NumPy array.
+            lengths: integers `[B]`, a NumPy array.
+            cache: the cache before these tokens. None: the first chunk starts without a state, as a
+                forward pass, which attention computes faster than a chunk after an empty cache.
+            max_length: integer or None, the `max_length` of a new cache.
+        """
+        backbone, given = self._model.backbone, cache
+        for tokens, mask in self._chunks(token_ids, lengths):
+            _, cache = backbone.hidden_states(
+                tokens, mask, cache=cache, return_cache=True, max_length=max_length
+            )
+        if cache is None:
+            return backbone.get_initial_state(len(lengths), max_length=max_length)
+        if given is None:
+            return cache
+        addresses = {t.data_ptr() for t in keras.tree.flatten(given)}
+        return keras.tree.map_structure(
+            lambda t: t.clone() if t.data_ptr() in addresses else t, cache
+        )
+
+    def _chunks(self, token_ids, lengths):
+        """Yields the tokens and mask of each chunk of the first `lengths` tokens."""
+        token_ids = keras.ops.convert_to_tensor(token_ids)
+        ends = torch.as_tensor(lengths, device=token_ids.device)[:, None]
+        size = max_chunk_length(len(lengths))
+        for start in range(0, int(lengths.max()), size):
+            stop = min(start + size, int(lengths.max()))
+            mask = None
+            if stop > lengths.min():
+                mask = torch.arange(start, stop, device=token_ids.device) < ends
+            yield token_ids[:, start:stop], mask
+
+    @torch.no_grad()
+    def score(self, token_ids, targets, mask, cache):
+        """Returns the results of `score_tokens`, the first two as NumPy arrays."""
+        tokens, targets, mask = map(keras.ops.convert_to_tensor, (token_ids, targets, mask))
+        loss, best, cache = score_tokens(self._model.backbone, tokens, targets, mask, cache)
+        return loss.cpu().numpy(), best.cpu().numpy(), cache
+
+    @torch.no_grad()
+    def search(self, cache, sequences, sampler):
+        """Returns the `Hypotheses` of beam search, NumPy arrays.
+
+        Args:
+            cache: the cache before the last token of each prompt.
+            sequences, sampler: as in `beam_search.search_inputs`.
+        """
+        inputs = [*map(keras.ops.convert_to_tensor, beam_search.search_inputs(sequences, sampler))]
+        inputs += [sampler.num_beams, max(s.max_new_tokens for s in sequences)]
+        decoder = None
+
+        def step(token, mask, cache):
+            nonlocal decoder
+            if decoder is None:
+                decoder = self.decoder(cache, {"token": token}, None)
+            logits, cache = decoder.logits_of(token, decoder.step.flatten_cache(cache))
+            return logits, decoder.step.cache(cache)
+
+        found = beam_search.search(step, cache, *inputs)
+        self.release(decoder)
+        return keras.tree.map_structure(keras.ops.convert_to_numpy, found)
+
+    def chunks(self, cache, num_prompts):
+        """Returns a `Chunks` of at most `num_prompts` prompts, from an initial cache of one."""
+        reason = self._graph_reason(cache["segment"].device)
+        return Chunks(self._model, self._step, reason, num_prompts, cache)
+
+    def decoder(self, cache, tensors, features, tokens_per_step=1, masked=False):
+        """Returns a decoder, which one call uses until `release`.
+
+        Args:
+            cache: a cache, which the decoder may overwrite.
+            tensors, tokens_per_step: as in `Decoder`.
+            features: the `Features` of the first steps. None: the decoder only computes logits.
+            masked: boolean, True if the cache of a sequence is unchanged after its end.
+        """
+        device, size = tensors["token"].device, self._model.backbone.vocabulary_size
+        reason = self._graph_reason(device)
+        delays_writes = features is not None and reason is None
+        delays_writes = delays_writes and len(tensors["token"]) >= MIN_DELAYED_ROWS
+        step = self._step(cache, masked, delays_writes=delays_writes)
+        prepared, flat = step.prepared(), step.flatten_cache(cache)
+        reason, weights = reason or step.not_captured_reason, step.weights()
+        if reason is None:
+            key = step, *[t.data_ptr() for t in weights], tokens_per_step, features is None
+            decoder = self._pool.acquire(key)
+            try:
+                if decoder is None:
+                    inputs = weights, prepared, flat, tensors, tokens_per_step, key
+                    decoder = CapturedDecoder(step, *inputs)
+                    Decoder.prepare(decoder, features, size)
+                    decoder.capture(features)
+            except torch.OutOfMemoryError as error:  # memory may suffice in a later call
+                reason = f"another CUDA graph did not fit into memory: {error}"
+            except RuntimeError as error:
+                reason = step.not_captured_reason = f"torch could not capture the step: {error}"
+            else:
+                record_mode(self._model, "cuda_graph")
+                decoder.begin(prepared, flat, tensors, features, size)
+                return decoder
+        mask = (tensors["active"],) if masked else ()
+        run = step.fastest_function(*prepared, tensors["token"], *mask, *flat)
+        self._record_mode(step, device, reason)
+        return Decoder(step, run, prepared, flat, tensors, tokens_per_step)
+
+    def release(self, decoder):
+        """Makes a decoder available to other calls, at the end of one without an error."""
+        if isinstance(decoder, CapturedDecoder):
+            self._pool.release(decoder)
+
+    def _step(self, cache, masked=False, chunk=None, delays_writes=False):
+        """Returns the `Step` for a cache, or for a number of tokens the `Chunk`."""
+        tensors = [*keras.tree.flatten(cache), *[v.value for v in self._model.variables]]
+        eager_reason = self._eager_reason or hook_reason(_modules(self._model))
+        delays_writes = delays_writes and not eager_reason
+        unfused = tuple(unfused_blocks(self._model))
+        signature = [(t.shape, t.dtype, t.device) for t in tensors]
+        key = eager_reason, unfused, chosen_name(), masked, chunk, delays_writes, *signature
+        with self._lock:
+            if key not in self._steps:
+                options = masked, eager_reason, delays_writes
+                self._steps[key] = (
+                    Chunk(self._model, cache, chunk, eager_reason)
+                    if chunk
+                    else Step(self._model, cache, self._compiled, *options)
+                )
+            self._steps.move_to_end(key)
+            while len(self._steps) > MAX_STEPS:
+                _, step = self._steps.popitem(last=False)
+                self._pool.drop(step)
+            return self._steps[key]
+
+    def _record_mode(self, step, device, graph_reason):
+        compiler_reason = step.not_compiled_reason(device)
+        reasons = {
+            "cuda_graph": graph_reason,
+            "compiled": compiler_reason,
+            "traced": step.not_traced_reason,
+        }
+        if step.not_traced_reason:
+            mode = "eager"
+        else:
+            mode = "traced" if compiler_reason else "compiled"
+        record_mode(self._model, mode, {name: reason for name, reason in reasons.items() if reason})
+
+    def _graph_reason(self, device):
+        """Reason no CUDA graph can be captured, or None."""
+        if device.type != "cuda":
+            return f"the model must be on an NVIDIA GPU; it is on {device.type!r}"
+        if self._compiled is False:
+            return "`compile` got `jit_compile=False`"
+        if torch.cuda.is_current_stream_capturing():
+            return "another capture is in progress"
+        return None
+
+
+def _modules(model):
+    """Returns the torch modules of a model once each: its layers and their submodules."""
+    found: dict = {}
+    pending = list(model._flatten_layers())
+    while pending:
+        module = pending.pop()
+        if module is not None and module not in found:
+            found[module] = None
+            pending.extend(module._modules.values())
+    return found

@@ -1,0 +1,136 @@
+"""Batches on torch: steps and chunks are CUDA graphs on NVIDIA GPUs."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+
+from keras_recurrent.generation.batch import TOKENS_AHEAD, TOKENS_ON_CPU, Batch, runs_ahead
+from keras_recurrent.generation.sampling import Logprobs
+from keras_recurrent.generation.torch.chunks import upload
+from keras_recurrent.generation.torch.rows import Extension, Row, Rows
+
+MAX_PROMPTS = 8  # of a program of chunks: a request waits for it
+
+
+class TorchBatch(Batch):
+    """Batch on torch. Arguments as in `Batch`."""
+
+    _decoder: Any = None
+    _chunks: Any = None
+
+    def __init__(self, model, programs, num_slots, keep, is_exact=False):
+        ahead = runs_ahead(model) and not is_exact
+        tokens_per_step = 1 if is_exact else TOKENS_AHEAD if ahead else TOKENS_ON_CPU
+        super().__init__(model, num_slots, tokens_per_step, ahead)
+        self._programs, self._keep = programs, keep
+        self._device = model.variables[0].value.device
+
+    @torch.no_grad()
+    def prepare_slots(self, max_length, num_prompts):
+        initial = self._prepare(max_length)
+        self._chunks = self._programs.chunks(initial, min(num_prompts, MAX_PROMPTS))
+        self.initial_row = self._chunks.row(initial)
+        # A step's cache may also have recent tokens, of which a new sequence has none.
+        tensors = self._decoder.step.flatten_cache(initial)
+        given = {id(t) for t in keras.tree.flatten(initial)}
+        indices = [index for index, t in enumerate(tensors) if id(t) in given]
+        rows = Rows(tensors)
+        self._extend = Extension(rows, rows.copy(0), self._chunks.rows, indices)
+
+    @torch.no_grad()
+    def _write_all(self, arrays, features, state):
+        tensors = {n: torch.as_tensor(array, device=self._device) for n, array in arrays.items()}
+        options = self._tokens_per_step, self._keep
+        self._decoder = self._programs.decoder(state, tensors, features, *options)
+
+    @torch.no_grad()
+    def _write(self, slot, arrays, state):
+        tensors = self._decoder.tensors
+        for name, array in arrays.items():
+            if name not in tensors:
+                shape = self.num_slots, *array.shape[1:]
+                neutral = torch.as_tensor(self._neutral_array(name, shape, array.dtype))
+                tensors[name] = neutral.to(self._device)
+            elif tensors[name].shape[1:] < array.shape[1:]:  # more stop tokens
+                more = array.shape[1] - tensors[name].shape[1]
+                padded = torch.nn.functional.pad(tensors[name], (0, more), value=-1)
+                self._decoder.set_tensor(name, padded)
+            _set_row(tensors[name], slot, array[0])
+        if "counts" in tensors:
+            tensors["counts"][slot].zero_()
+        self._decoder.rows.set(slot, self._extend(self._row(state)))
+
+    @torch.no_grad()
+    def _launch(self, features, numbers, count):
+        decoder = self._decoder
+        decoder.prepare(features, self._vocabulary_size)
+        if numbers is not None:
+            upload(decoder.tensors["uniform"][:, :count], numbers)
+        for _ in range(count):
+            decoder.advance(features)
+        tokens, logprobs = decoder.latest(features, count)
+        tokens, logprobs = Fetch(tokens), [Fetch(t) for t in logprobs]
+
+        def results():
+            return tokens(), Logprobs(*(fetch() for fetch in logprobs)) if logprobs else ()
+
+        return results
+
+    def _stop(self, slot):
+        self._decoder.tensors["active"][slot].zero_()
+
+    @torch.no_grad()
+    def state(self, sequences):
+        return self._decoder.step.cache(t.clone() for t in self._decoder.cache)
+
+    @torch.no_grad()
+    def slot_state(self, slot):
+        rows = self._decoder.rows
+        return self._decoder.step.cache(rows.tensors(rows.copy(slot)))
+
+    @property
+    def num_prompts(self):
+        return self._chunks.num_prompts
+
+    def process(self, rows, tokens, mask):
+        return self._chunks([self._row(row) for row in rows], tokens, mask)
+
+    def _row(self, row):
+        return row if isinstance(row, Row) else self._chunks.row(row)
+
+    def prompt_state(self, row):
+        return self._chunks.cache(row)
+
+    def wait(self):
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def close(self):
+        if self._decoder is not None:
+            self._programs.release(self._decoder)
+        self._decoder = self._chunks = None
+
+
+class Fetch:
+    """Copies a tensor to the host; a call waits for the NumPy array."""
+
+    def __init__(self, tensor):
+        self._copy = tensor.to("cpu", non_blocking=True, copy=True)
+        self._event = torch.cuda.Event() if tensor.is_cuda else None
+        if self._event:
+            self._event.record()
+
+    def __call__(self):
+        if self._event:
+            self._event.synchronize()
+        return self._copy.numpy()
+
+
+def _set_row(tensor, slot, value):
+    """Sets a row to a NumPy array or number of any dtype, without waiting for the device."""
+    if np.size(value) > 1:
+        upload(tensor[slot], np.asarray(value))
+    else:
+        tensor[slot].fill_(np.asarray(value).item())  # an assignment waits for a GPU

@@ -1,0 +1,239 @@
+"""Batches on JAX and TensorFlow. Each step is one program, which overwrites the state on JAX."""
+
+import threading
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_recurrent.devices.jax_processes import begin_gathering, gather_to_numpy
+from keras_recurrent.generation.batch import (
+    TOKENS_AHEAD,
+    TOKENS_ON_CPU,
+    Batch,
+    num_stops,
+    process_new_tokens,
+    runs_ahead,
+)
+from keras_recurrent.generation.device_state import DeviceState
+from keras_recurrent.generation.sampling import argument_names, features_of, option_arrays
+from keras_recurrent.generation.xla_programs import BatchState, distribute
+
+if keras.config.backend() == "jax":
+    import jax
+    import jax.numpy as jnp
+
+    from keras_recurrent.generation import jax_slots
+
+TOKENS_OF_STREAM = 2  # of a step: a token is returned at most one token late
+# Of a step on CPUs without stop strings. It ends with the last sequence, and a launch takes as long
+# as one or two tokens of a small model.
+TOKENS_WITHOUT_LISTENERS = 64
+MAX_PROMPTS = 4  # of a program of chunks: a step waits for it
+
+
+class XlaBatch(Batch):
+    """Batch on JAX or TensorFlow. Arguments as in `Batch`."""
+
+    _state: Any = None
+
+    def __init__(self, model, programs, num_slots, keep, is_exact=False):
+        ahead = runs_ahead(model)
+        tokens_per_step = TOKENS_AHEAD if ahead else TOKENS_ON_CPU
+        if is_exact:
+            ahead, tokens_per_step = keras.config.backend() == "jax", TOKENS_OF_STREAM
+        super().__init__(model, num_slots, tokens_per_step, ahead)
+        self._programs, self._keep, self._is_exact = programs, keep, is_exact
+        programs.record_mode()
+        # Collected once: for each step, they would take longer than the device.
+        self._weights, self._variant = programs.weights(), programs.variant()
+        self._inputs: dict[str, Any] = {}  # stop tokens and options on the device
+        self._first: Any = None  # the state before the first step, if `is_exact`
+        self._counts: Any = None
+
+    def _write_all(self, arrays, features, state):
+        on_device = {name: distribute(array) for name, array in arrays.items()}
+        sequences = DeviceState(*(on_device.pop(name) for name in DeviceState._fields))
+        self._inputs = on_device
+        has_listeners = any(s is not None and s.has_listener for s in self.sequences)
+        if not (self.runs_ahead or self._is_exact or has_listeners):
+            self._tokens_per_step = TOKENS_WITHOUT_LISTENERS
+        if self._is_exact:
+            self._first, state = state, self._programs.copy(state)
+        self._state = BatchState(sequences, self._programs.begin(state), ())
+
+    def _launch(self, features, numbers, count):
+        self._state, tokens, logprobs = self._programs.decode(
+            *self._arguments(features, numbers, self._inputs["stops"]), **self._static(features)
+        )
+        if features.has_penalties:
+            self._counts = self._state.counts
+        self._state = self._state._replace(counts=())
+        begin_gathering((tokens, logprobs))
+        return lambda: keras.tree.map_structure(gather_to_numpy, (tokens, logprobs))
+
+    def _arguments(self, features, numbers, stops):
+        """Returns the arguments of a step; those that it does not depend on are left out."""
+        counts = ()
+        if features.has_penalties:
+            if self._counts is None:
+                shape = self.num_slots, self._vocabulary_size
+                self._counts = distribute(np.zeros(shape, "int32"))
+            counts = self._counts
+        if numbers is not None:
+            missing = self._tokens_per_step - numbers.shape[1]
+            numbers = distribute(np.pad(numbers, ((0, 0), (0, missing))))
+        options = {name: self._inputs[name] for name in argument_names(features)}
+        return self._state._replace(counts=counts), self._weights, (stops, numbers, options)
+
+    def _static(self, features):
+        return {
+            "features": features,
+            "keep": self._keep,
+            "num_tokens": self._tokens_per_step,
+            "variant": self._variant,
+        }
+
+    def _stop(self, slot):
+        others = np.arange(self.num_slots)[:, None] != slot
+        sequences = self._state.sequences
+        active = ops.logical_and(sequences.active, distribute(others))
+        self._state = self._state._replace(sequences=sequences._replace(active=active))
+
+    def state(self, sequences):
+        """As `Batch.state`; computes it from the first state if the device is ahead."""
+        is_ahead = [not s.ends_on_device and s.num_launched > len(s.token_ids) for s in sequences]
+        if not any(is_ahead):
+            cache = self._state.cache
+            return self._programs.finish(self._programs.copy(cache) if self._is_exact else cache)
+        return process_new_tokens(self._programs, self._first, sequences)
+
+    def close(self):
+        self._state = self._first = None
+        self._inputs.clear()
+
+
+class JaxBatch(XlaBatch):
+    """Batch on JAX, into which sequences can be inserted one by one."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self._compiling: dict[Any, Any] = {}  # threads, by features and number of stop tokens
+
+    def prepare_slots(self, max_length, num_prompts):
+        self._max_prompts = min(num_prompts, MAX_PROMPTS)
+        self._slots = self._programs.slots
+        self._latest: Any = ()  # the latest result of `process`
+        self._kinds: list[Any] = []  # `SamplingParams` for which steps were compiled
+        self._waiting: Any = (None, None)  # the `Sequence` that waits, and `Features`
+        initial = self._prepare(max_length)
+        self._layout = jax_slots.make_layout(initial)
+        self.initial_row = self._row(initial)
+
+    @property
+    def num_prompts(self):
+        return self._max_prompts
+
+    def process(self, rows, tokens, mask):
+        yield from ()  # one part
+        rows, num_rows = [*map(self._row, rows)], len(rows)
+        rows += [self.initial_row] * (self.num_prompts - num_rows)
+        static = {"layout": self._layout, "variant": self._variant}
+        self._latest = self._slots.process(rows, tokens, mask, self._weights, **static)
+        return self._latest[:num_rows]
+
+    def _row(self, row):
+        return row if isinstance(row, list) else jax_slots.stack(row, layout=self._layout)
+
+    def wait(self):
+        jax.block_until_ready(self._latest)
+
+    def prompt_state(self, row):
+        return jax_slots.unstack(row, layout=self._layout)
+
+    def _write(self, slot, arrays, row):
+        first = {name: array[0] for name, array in arrays.items()}
+        sequence = DeviceState(*(first.pop(name) for name in DeviceState._fields))
+        row = self._row(row)
+        self._state = self._slots.insert(self._state, slot, sequence, row, layout=self._layout)
+        self._reserve(first)
+        more = self._num_stops - self._inputs["stops"].shape[1]
+        if more:
+            wide = jnp.pad(self._inputs["stops"], ((0, 0), (0, more)), constant_values=-1)
+            self._inputs["stops"] = wide
+        for name, value in first.items():
+            array = self._inputs[name]
+            self._inputs[name] = jax_slots.set_row(array, slot, np.asarray(value, array.dtype))
+        if self._counts is not None:
+            self._counts = jax_slots.set_row(self._counts, slot, np.int32(0))
+
+    def _reserve(self, options):
+        """Makes room for the options of one sequence in all slots."""
+        for name, value in options.items():
+            if name not in self._inputs:
+                shape = self.num_slots, *np.shape(value)
+                neutral = self._neutral_array(name, shape, value.dtype)
+                self._inputs[name] = jnp.asarray(neutral)
+
+    def is_ready(self, sequence):
+        """As `Batch.is_ready`. Otherwise, a background thread compiles one step.
+
+        That step covers these options and all earlier ones, which keeps the number of steps small.
+        If all slots are free, waits up to 50 ms.
+        """
+        needed_stops = max(self._num_stops, num_stops(sequence))
+        if self._waiting[0] is not sequence:
+            params = [s.params for s in (*self.active, sequence)]
+            if self._covering(features_of(params, self._vocabulary_size), needed_stops):
+                return True
+            self._kinds.append(sequence.params)
+            features = features_of([*self._kinds, *params], self._vocabulary_size)
+            self._waiting = sequence, features
+        _, features = self._waiting
+        key = features, needed_stops
+        if key not in self._compiling:
+            self._compiling[key] = self._compile(features, sequence, needed_stops)
+        self._compiling[key].join(0 if self.active else 0.05)
+        if self._compiling[key].is_alive():
+            return False
+        self._known[needed_stops].append(features)
+        return True
+
+    def _compile(self, features, sequence, num_stops):
+        """Starts and returns a thread that compiles a step, which later calls find.
+
+        Args:
+            features: the `Features`, which also serve the sequences in slots.
+            sequence: the `Sequence` that needs the step.
+            num_stops: integer, number of stop tokens of a slot.
+        """
+        options = option_arrays([sequence.params], [sequence.prompt], self._vocabulary_size)
+        self._reserve({name: array[0] for name, array in options.items()})
+        numbers = np.zeros((self.num_slots, 1), "float32") if features.is_random else None
+        stops = np.zeros((self.num_slots, num_stops), "int32")
+        arguments, static = self._arguments(features, numbers, stops), self._static(features)
+        # Lowered from shapes: the step that runs overwrites these arrays.
+        shapes = jax.tree.map(_shape, arguments)
+        program = self._programs.decode
+        thread = threading.Thread(
+            target=lambda: program.lower(*shapes, **static).compile(), daemon=True
+        )
+        thread.start()
+        return thread
+
+    def slot_state(self, slot):
+        return jax_slots.extract(self._state.cache, slot)
+
+    def close(self):
+        for thread in self._compiling.values():
+            thread.join()
+        self._latest = None
+        super().close()
+
+
+def _shape(array):
+    """Returns the shape and dtype of an array, and its device if the user chose it."""
+    is_committed = isinstance(array, jax.Array) and array.committed
+    sharding = array.sharding if is_committed else None
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
