@@ -19,9 +19,9 @@ from keras_recurrent.generation.sampling import (
 from keras_recurrent.generation.sampling_params import SamplingParams
 from keras_recurrent.generation.sequence import Sequence
 
-# Tokens that one step computes. An accelerator computes the next step while the host processes the
-# tokens of the last one: after the end of a sequence, at most seven tokens are computed in vain.
-# CPUs compute no step ahead.
+# Tokens of each sequence in one step. With `TOKENS_AHEAD`, an accelerator computes the next step
+# while the host processes the tokens of the last one: at most seven tokens of a sequence that has
+# ended are unused. CPUs and TensorFlow do not run ahead, and use `TOKENS_ON_CPU`.
 TOKENS_AHEAD, TOKENS_ON_CPU = 4, 8
 
 
@@ -46,7 +46,7 @@ class Batch:
         runs_ahead: as above.
         initial_row: the state of a sequence before all tokens, as `process` takes it.
         sequences: a list of the `Sequence` in each slot, or None.
-        owners: a list of `(slot, sequence)` for the sequences in slots.
+        owners: a list of `(slot, sequence)` for the sequences that are still decoding.
     """
 
     initial_row: Any
@@ -76,7 +76,7 @@ class Batch:
 
     @property
     def active(self):
-        """The sequences in slots."""
+        """The sequences that are still decoding."""
         return [sequence for _, sequence in self.owners]
 
     @property
@@ -85,7 +85,7 @@ class Batch:
         return any(s.num_launched < s.max_new_tokens for _, s in self.owners)
 
     def insert_all(self, sequences, state):
-        """Puts a sequence into each slot, after the prompts without their last tokens.
+        """Puts a sequence into each slot.
 
         Args:
             sequences: a list of `Sequence`s, one for each slot.
@@ -99,9 +99,9 @@ class Batch:
         self._write_all(arrays, self._features, state)
 
     def insert(self, sequence, row):
-        """Puts a sequence into a free slot, after its prompt without the last token.
+        """Puts a sequence into a free slot.
 
-        row: the state before that token, as `process` returns it.
+        row: the state before the last token of its prompt, as `process` takes it.
         """
         slot = self.sequences.index(None)
         self.sequences[slot] = sequence
@@ -109,9 +109,9 @@ class Batch:
         self._write(slot, self._arrays([sequence]), row)
 
     def _arrays(self, sequences):
-        """Returns `{name: array}` of a `DeviceState`, stop tokens and options, a row for each.
+        """Returns `{name: array}` of a `DeviceState`, stop tokens and options.
 
-        sequences: a list of `Sequence`s, or None for free slots.
+        sequences: a list of `Sequence`s, or of None for free slots, one for each row.
         """
         known = [s for s in sequences if s is not None]
         self._num_stops = max([self._num_stops, *map(num_stops, known)])
@@ -135,7 +135,7 @@ class Batch:
         return arrays | options
 
     def _neutral_array(self, name, shape, dtype):
-        """Returns the array of an option in free slots."""
+        """Returns an array of an option with the value that has no effect."""
         return np.full(shape, neutral_value(name, self._vocabulary_size), dtype)
 
     def _set_owners(self):
@@ -175,7 +175,8 @@ class Batch:
     def _choose_features(self, sequences):
         """Returns the cheapest known `Features` that serve all sequences, else new ones.
 
-        A step depends on features, and must not be compiled for each combination of requests.
+        A step is compiled for each `Features`. Reusing known ones avoids a compilation for each
+        combination of requests.
         """
         needed = features_of([s.params for s in sequences], self._vocabulary_size)
         known = self._covering(needed, self._num_stops)
@@ -185,7 +186,7 @@ class Batch:
         return min(known, key=lambda features: features.cost)
 
     def _covering(self, needed, num_stops):
-        """Returns a list of those known `Features` that also serve what `needed` serves."""
+        """Returns a list of the known `Features` that cover `needed`."""
         return [f for f in self._known[num_stops] if covers(f, needed, self._vocabulary_size)]
 
     def _write_all(self, arrays, features, state):
@@ -193,11 +194,11 @@ class Batch:
         raise NotImplementedError
 
     def _write(self, slot, arrays, row):
-        """Overwrites a slot by arrays with one row."""
+        """Overwrites a slot with arrays of one row."""
         raise NotImplementedError
 
     def _launch(self, features, numbers, count):
-        """Launches `count` tokens of each slot; returns the function that `step` returns.
+        """Launches at least `count` tokens of each slot; returns the function of `step`.
 
         numbers: float32 `[num_slots, count]`, random numbers, or None.
         """
@@ -208,7 +209,10 @@ class Batch:
         raise NotImplementedError
 
     def state(self, sequences):
-        """Returns the state of the backbone before the last token of each of all sequences."""
+        """Returns the state of the backbone before the last token of each of the sequences.
+
+        sequences: the `Sequence`s of all slots.
+        """
         raise NotImplementedError
 
     def close(self):
@@ -220,7 +224,7 @@ class Batch:
     def prepare_slots(self, max_length, num_prompts):
         """Prepares free slots, each with a capacity of `max_length` tokens.
 
-        num_prompts: integer, the wanted maximum number of prompts of `process`.
+        num_prompts: integer, the preferred maximum number of prompts of `process`.
         """
         raise NotImplementedError
 
@@ -246,7 +250,7 @@ class Batch:
         self.run_empty_step(Features())
 
     def run_empty_step(self, features):
-        """Computes a step without sequences."""
+        """Computes a step while all slots are free."""
         self._launch(features, None, 1)()
 
     @property
@@ -255,12 +259,12 @@ class Batch:
         raise NotImplementedError
 
     def process(self, rows, tokens, mask):
-        """Generator that processes a chunk of each of some prompts, one part whenever resumed.
+        """Generator that processes a chunk of each prompt, one part each time it is resumed.
 
         No other call may begin before the generator has returned.
 
         Args:
-            rows: a list of their states, which are not changed: results of this method,
+            rows: a list of the states of the prompts, which do not change: results of this method,
                 `initial_row`, or states of the backbone.
             tokens, mask: int32 and boolean `[num_prompts, T]`, NumPy arrays.
 
@@ -297,7 +301,7 @@ def process_new_tokens(programs, state, sequences):
 
 
 def num_stops(sequence):
-    """Returns the number of stop tokens of a sequence, rounded up."""
+    """Returns the number of stop tokens of a sequence, as padded for a step."""
     return STOPS_PER_STEP * math.ceil(len(sequence.stop_token_ids) / STOPS_PER_STEP)
 
 

@@ -285,7 +285,7 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
         """Validates the arguments of `generate` or `stream`.
 
         options: a dictionary of `max_new_tokens`, `stop` and `sampling`.
-        reads_text: boolean, True if the text of each new token is read, not only of stop strings.
+        reads_text: boolean, True if the text is read even without stop strings.
 
         Returns:
             The `Prompts`, a list of the `Sequence`s, and a list of the `StreamedText` of each. The
@@ -335,7 +335,7 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
         return GenerationCache(state, tokens, limit, cache_key(self), conversations)
 
     def _programs(self):
-        """Returns the `Programs` of the backend, which were traced since `compile`."""
+        """Returns the `Programs` of the model, which `compile` discards."""
         if not hasattr(self, "sampler"):
             raise ValueError(
                 "The model was created or loaded with `compile=False`, and has no sampler. "

@@ -88,7 +88,7 @@ def start_turn(model, messages, cache):
             new = tokenize_prompt(preprocessor.tokenizer, text)
             special = getattr(preprocessor.tokenizer, "special_token_ids", ())
             if new and ids[-1] in (*hidden_stop_tokens(preprocessor), *special):
-                # The state is that before the last token, which the template replaces.
+                # The state precedes the last token, which the template replaces.
                 ids, new = [*ids[:-1], new[0]], new[1:]
         kept.append(ids)
         inputs.append(ChatPrompt([text], new))

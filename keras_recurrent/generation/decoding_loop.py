@@ -35,7 +35,7 @@ class DecodingLoop:
     def __init__(self, batch):
         self.batch, self.num_tokens = batch, 0
         self._launched = None  # owners and results of the latest step, until it is fetched
-        self._columns = iter(())  # owners, tokens and log probabilities that the host has
+        self._columns = iter(())  # owners, tokens and log probabilities on the host
 
     def advance(self):
         """Processes the next token of each sequence; returns False if all have ended.
@@ -67,7 +67,7 @@ class DecodingLoop:
             sequence.add(tokens[slot], row)
             if sequence.finish_reason is not None:
                 ended.append(sequence)
-        for sequence in ended:  # last, so that no token waits for it
+        for sequence in ended:  # last, so that no token waits for the removal
             self._end(sequence)
 
     def _end(self, sequence):
@@ -75,7 +75,7 @@ class DecodingLoop:
 
 
 def _columns(owners, results):
-    """Yields the tokens of a step one by one, each with the sequences in slots."""
+    """Waits for a step; yields `owners`, tokens [B] and `Logprobs` for each of its positions."""
     tokens, logprobs = results()
     for t, column in enumerate(tokens.T.tolist()):
         yield owners, column, logprobs and Logprobs(*(array[:, t] for array in logprobs))

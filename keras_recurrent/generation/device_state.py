@@ -1,4 +1,4 @@
-"""State of sequences on the device, and its change by one token, on all backends."""
+"""State of sequences on the device, and its update after a token, for all backends."""
 
 from typing import Any, NamedTuple
 
@@ -24,12 +24,12 @@ class DeviceState(NamedTuple):
 def advance(state, sampled, stops):
     """Returns the `DeviceState` after one more token of each active sequence.
 
-    It mirrors `Sequence.ends_on_device`: a sequence ends at a stop token or its last token.
+    A sequence ends at a stop token or its last token, as in `Sequence.ends_on_device`.
 
     Args:
         state: the `DeviceState`.
         sampled: integers `[B]`, the next token of each sequence, unused if it is not active.
-        stops: int32 `[B, S]`, the stop tokens of each sequence, padded by -1.
+        stops: int32 `[B, S]`, the stop tokens of each sequence, padded with -1.
     """
     sampled = ops.cast(sampled, "int32")[:, None]
     token = ops.where(state.active, sampled, state.token)

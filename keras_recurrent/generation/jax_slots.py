@@ -1,4 +1,4 @@
-"""Programs of JAX that change one slot of a batch, or process chunks of prompts for slots."""
+"""Programs of JAX that change one slot of a batch or process chunks of prompts."""
 
 import functools
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from keras_recurrent.generation.recent_tokens import apply_recent_tokens
 
 
 class Layout(NamedTuple):
-    """Groups in which the arrays of a cache are stacked: the host needs time for each array.
+    """Groups of arrays of a cache, stacked because each argument of a program takes host time.
 
     Attributes:
         structure: the tree of a cache.
@@ -48,7 +48,7 @@ class SlotPrograms(NamedTuple):
         process: a function `(rows, tokens [P, T], mask, weights, layout=, variant=)`, which
             returns the next rows. A row is the cache of one sequence, stacked as in `Layout`.
         insert: a function `(state, slot, sequence, row, layout=)`, which overwrites a slot of a
-            `BatchState` by a `DeviceState` of one sequence, and a row.
+            `BatchState` with the `DeviceState` of one sequence and a row.
     """
 
     process: Any
@@ -86,7 +86,7 @@ def slot_programs(model, network):
 
 @functools.partial(jax.jit, donate_argnums=0)
 def set_row(array, slot, value):
-    """Returns the array with another row, which overwrites it."""
+    """Returns the array with a new value of one row; the given array is overwritten."""
     return array.at[slot].set(value)
 
 

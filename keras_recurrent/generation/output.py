@@ -42,7 +42,7 @@ class GenerationOutput:
             string, `"length"` for one that reached its maximum number of tokens, and None, in a
             stream, for one that has not ended.
         cache: the `GenerationCache` after the last token, if `return_cache` is True, else None.
-            With several sequences of a prompt, it is that of the best one.
+            With several sequences of a prompt, it is the cache of the best one.
         scores: a list of lists of floats, the scores of the sequences of each prompt, as
             `BeamSampler` defines them. None: no beam search.
     """
@@ -120,7 +120,7 @@ def concatenate_results(results):
 
 
 def generation_output(sequences, texts, cache=None):
-    """Returns a `GenerationOutput` of the new tokens of `Sequence`s; texts and cache as there."""
+    """Returns the `GenerationOutput` of `Sequence`s, with the given texts and cache."""
     token_ids, logprobs = [list(s.token_ids) for s in sequences], [s.logprobs for s in sequences]
     return GenerationOutput(texts, token_ids, logprobs, [s.finish_reason for s in sequences], cache)
 

@@ -8,10 +8,10 @@ from keras_recurrent.generation.batch import is_on_cpu
 from keras_recurrent.generation.sampling import Features
 
 MIN_CHUNK = 32  # tokens
-MAX_DELAY = 0.43  # of a step, by parts of chunks before it
+MAX_DELAY = 0.43  # of a step by chunks, on average, as a fraction of the step time
 TIMED_RUNS = 3
-# A program of chunks has one prompt for each `SLOTS_PER_PROMPT` slots. With more prompts, a token
-# takes less time, but the program takes more. CPUs gain nothing.
+# A program of chunks has one prompt for each `SLOTS_PER_PROMPT` slots. More prompts reduce the time
+# per token, but the program takes longer. On CPUs, they do not reduce the time per token.
 SLOTS_PER_PROMPT = 16
 
 
@@ -21,15 +21,15 @@ class PromptChunks:
     Args:
         batch: a `Batch` after `prepare_slots`.
         max_chunk: integer, maximum number of tokens of a chunk.
-        is_timed: boolean. False, such as on a CPU, where compilation takes longer than what it
-            saves: costs are estimated from lengths, and no program runs before the first request.
+        is_timed: boolean, True measures costs, which compiles programs before the first request.
+            False estimates costs from lengths, as on CPUs, where compilation would take too long.
     """
 
     def __init__(self, batch, max_chunk, is_timed):
         self._batch, self.max_chunk = batch, max_chunk
         # The chunks of prompts that share a program are padded to one size.
         self._sizes = [max_chunk] if self.num_prompts > 1 else chunk_sizes(max_chunk)
-        # The share of the bound on delays that one part takes.
+        # The cost of one part, as a share of the bound on delays.
         self._costs = {size: max(size / max_chunk, 1 / 2) for size in self._sizes}
         if is_timed:
             self._time_programs()
@@ -53,7 +53,7 @@ class PromptChunks:
         for size in self._sizes:
             seconds, num_parts = min(self._time_step(size) for _ in range(TIMED_RUNS))
             cost = (seconds - step) / num_parts / (MAX_DELAY * step)
-            self._costs[size] = max(cost, 1 / num_parts)  # a time may be wrong
+            self._costs[size] = max(cost, 1 / num_parts)  # a measured time may be too short
 
     def _time_step(self, chunk_size=None):
         """Runs a program of chunks if their size is given, then a greedy step, without sequences.
@@ -67,7 +67,7 @@ class PromptChunks:
         return time.perf_counter() - start, num_parts
 
     def _run_example(self, size):
-        """Processes chunks of as many prompts as fit into a program; returns its parts."""
+        """Processes chunks of as many prompts as fit into a program; returns the part count."""
         rows, shape = [self._batch.initial_row] * self.num_prompts, (self.num_prompts, size)
         parts = self._batch.process(rows, np.ones(shape, "int32"), np.ones(shape, bool))
         return 1 + sum(1 for _ in parts)
@@ -77,14 +77,14 @@ class PromptChunks:
         return min(size for size in self._sizes if size >= num_tokens)
 
     def cost(self, num_tokens):
-        """Returns the share of the bound on delays that a part of a program of chunks takes."""
+        """Returns the cost of a part of a program of chunks, as a share of the bound on delays."""
         return self._costs[self._padded_size(num_tokens)]
 
     def process(self, sequences, stops):
-        """Generator that processes a chunk of each sequence's prompt, one part whenever resumed.
+        """Generator that processes a chunk of each prompt, one part each time it is resumed.
 
-        A chunk ends before the token `stop` of its sequence. No other call may begin before the
-        generator has returned.
+        Chunks end before the positions in `stops`. No other call may begin before the generator has
+        returned.
         """
         parts = [s.prompt[s.num_processed : e] for s, e in zip(sequences, stops, strict=True)]
         size = self._padded_size(max(map(len, parts)))
@@ -99,7 +99,7 @@ class PromptChunks:
 
 
 def chunk_sizes(max_chunk):
-    """Returns the numbers of tokens to which chunks are padded, in ascending order."""
+    """Returns the sizes to which chunks are padded, in ascending order."""
     sizes = [MIN_CHUNK << n for n in range(max_chunk.bit_length()) if MIN_CHUNK << n < max_chunk]
     if max_chunk >= 4 * MIN_CHUNK:
         sizes = sorted({*sizes, 3 * max_chunk // 4})
@@ -107,5 +107,5 @@ def chunk_sizes(max_chunk):
 
 
 def num_prompts_of(model, num_slots):
-    """Returns the wanted number of prompts of a program of chunks."""
+    """Returns the preferred number of prompts of a program of chunks."""
     return 1 if is_on_cpu(model) else max(num_slots // SLOTS_PER_PROMPT, 1)

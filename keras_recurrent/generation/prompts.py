@@ -28,8 +28,8 @@ class Prompts(NamedTuple):
         tokens: a list of int32 arrays, the tokens to process, at least one of each sequence. With
             a cache, the first is the last token of the cache, which its state does not contain yet.
         remaining_tokens: int32 `[B]`, maximum number of new tokens of each sequence.
-        max_length: integer, padded length T of the sequences: at least that of `tokens` and
-            `remaining_tokens` together.
+        max_length: integer, padded length T of the sequences: at least the length of each
+            prompt plus its `remaining_tokens`.
         num_context: integer, number of tokens of each sequence that belong to an earlier call: 1
             with a cache, else 0.
         cached: a list of int32 arrays, the tokens in the state of the cache.
@@ -45,7 +45,7 @@ class Prompts(NamedTuple):
 
     @property
     def lengths(self):
-        """Numbers of `tokens`, int32 `[B]`."""
+        """Lengths of `tokens`, int32 `[B]`."""
         return np.array(list(map(len, self.tokens)), "int32")
 
     @property
@@ -55,7 +55,7 @@ class Prompts(NamedTuple):
 
     @property
     def all_tokens(self):
-        """All tokens of each sequence, with those of the cache, a list of int32 arrays."""
+        """Cached and new tokens of each prompt, a list of int32 arrays."""
         return list(map(np.concatenate, zip(self.cached, self.tokens, strict=True)))
 
 

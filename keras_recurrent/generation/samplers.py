@@ -1,4 +1,4 @@
-"""`SamplingParams` and random numbers of a call, which may be those of a sampler of KerasHub."""
+"""`SamplingParams` and random numbers of a call, from `sampling` or a sampler of KerasHub."""
 
 import random
 import threading
@@ -17,7 +17,7 @@ CUSTOM_LOOP = (
     "`backbone.get_initial_state`."
 )
 
-LARGEST_UNIFORM = np.float32(1 - 2**-23)  # times a sum, it is below this sum in float32
+LARGEST_UNIFORM = np.float32(1 - 2**-23)  # its product with a sum is below the sum in float32
 # Held from reading the state of a sampler's generator to assigning the next one.
 _state_lock = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""The choice of the next token of each sequence, from logits and `SamplingParams`.
+"""Choice of the next token of each sequence, from logits and `SamplingParams`.
 
 `option_arrays` prepares arguments on the host. `next_tokens` chooses tokens on the device, in the
 programs of all backends. A program depends only on the `Features`.
@@ -15,12 +15,12 @@ from keras_recurrent.devices.jax_layouts import apply_layout
 from keras_recurrent.generation.sampling_params import SamplingParams
 
 MIN_CANDIDATES, MAX_CANDIDATES = 8, 64
-ALL_PER_SORTED = 8  # with fewer tokens per sorted token, sorting these by id takes longer
-STOPS_PER_STEP = 4  # stop tokens are padded to a multiple, so that others take the same program
+ALL_PER_SORTED = 8  # with a smaller vocabulary per sorted token, sorting by id takes longer
+STOPS_PER_STEP = 4  # stop tokens are padded to a multiple, so that several numbers share a program
 # Weights of candidates are integers up to this number: their sums are exact in any order, so that
 # the options of other sequences do not change a token.
 LARGEST_WEIGHT = 2**24
-ROUNDING = 1e-6  # of sums of probabilities in float32, relative
+ROUNDING = 1e-6  # relative error of sums of probabilities in float32
 
 # {name of an option: (its function, names of the function's inputs)}, in the order of application
 BEFORE_TEMPERATURE: dict[str, tuple] = {}
@@ -35,11 +35,11 @@ def option(stage, *inputs):
 
     Args:
         stage: `BEFORE_TEMPERATURE`, or `AFTER_TEMPERATURE` for a function that runs only if a
-            sequence is random. Its logits are divided by the temperature, and may be those of the
-            most probable tokens alone, the first of which it must keep.
+            sequence is random. Its logits are divided by the temperature, and may be only those of
+            the most probable tokens. It must keep the most probable token.
         *inputs: names of inputs. The first is the option, a field of `SamplingParams`. Others are
-            further fields, `in_prompt`, a boolean array of the tokens that each sequence begins
-            with, or `stops`, `count` and `counts` as in `next_tokens`.
+            further fields, `in_prompt` (boolean `[B, vocabulary_size]`, True for the tokens of the
+            prompt), or `stops`, `count` and `counts` as in `next_tokens`.
     """
 
     def add(change):
@@ -107,8 +107,8 @@ class Features(NamedTuple):
         num_candidates: integer, number of most probable tokens among which sequences with a `top_k`
             of up to `MAX_CANDIDATES` draw. 0: there is no such sequence.
         has_others: boolean, another sequence with a temperature above 0 draws among all tokens.
-        num_sorted: integer, number of most probable tokens that are sorted to find those that the
-            latter sequences keep. 0: they keep all.
+        num_sorted: integer, number of most probable tokens that are sorted to find those that
+            these other sequences keep. 0: they keep all tokens.
         has_top_p: boolean, a sequence has a `top_p` below 1.
         options: a frozenset of the names of active options that are functions of logits.
         has_penalties: boolean, an option needs the counts of generated tokens.
@@ -225,13 +225,13 @@ def option_arrays(params, tokens, vocabulary_size):
 
 
 def neutral_value(name, vocabulary_size):
-    """Returns the number in an array of `option_arrays` that has no effect."""
+    """Returns the value of an array of `option_arrays` with which the option has no effect."""
     values = {"temperature": 0, "top_k": vocabulary_size}
     return values.get(name, getattr(SamplingParams, name, 0) or 0)
 
 
 def _limits(params, vocabulary_size):
-    """Returns a list of the numbers of tokens that `top_k` keeps."""
+    """Returns a list of the number of tokens that each `top_k` keeps."""
     return [min(p.top_k if p.top_k > 0 else vocabulary_size, vocabulary_size) for p in params]
 
 
@@ -245,11 +245,11 @@ def next_tokens(features, logits, stops, count, uniform, counts, arguments):
     Args:
         features: the `Features`.
         logits: `[B, vocabulary_size]`.
-        stops: int32 `[B, S]`, the stop tokens of each sequence, padded by -1.
+        stops: int32 `[B, S]`, the stop tokens of each sequence, padded with -1.
         count: int32 `[B]`, number of tokens generated before.
         uniform: float32 `[B]`, random numbers in [0, 1). None: no sequence is random.
-        counts: int32 `[B, vocabulary_size]`, how often each token was generated, with penalties;
-            else it is returned as it is.
+        counts: int32 `[B, vocabulary_size]`, how often each token was generated. Without penalties,
+            any value, which is returned unchanged.
         arguments: the arrays of `option_arrays`.
 
     Returns:
@@ -298,7 +298,7 @@ def _draw(features, logits, uniform, inputs):
     return ops.where(ops.greater(temperature, 0), token, best)
 
 
-# Both functions below assign intervals of random numbers to tokens in the order of their ids.
+# Both functions below assign intervals of [0, 1) to tokens in the order of their ids.
 
 
 def _draw_among_candidates(features, logits, divisor, uniform, inputs):
@@ -321,12 +321,12 @@ def _draw_among_candidates(features, logits, divisor, uniform, inputs):
     cumulative = ops.sum(weights[:, None, :] * is_counted, axis=-1)
     total = ops.cast(ops.sum(weights, axis=-1), "float32")
     is_above = ops.cast(cumulative, "float32") > (uniform * total)[:, None]
-    # Logits of NaN have no interval; the last token is one that the model knows.
+    # Logits of NaN have no interval; the last token id is at least valid.
     return ops.min(ops.where(is_above, ids, logits.shape[-1] - 1), axis=-1)
 
 
 def _draw_among_all(features, logits, divisor, uniform, inputs):
-    """Draws tokens [B] of the other sequences."""
+    """Draws tokens [B] of sequences without a `top_k` of up to `MAX_CANDIDATES`."""
     logits = apply_layout(logits, "sampled_logits")  # gathered once, not by several operations
     scaled = ops.cast(logits, "float32") / divisor
     scaled = _changed(scaled, AFTER_TEMPERATURE, features, inputs)
@@ -343,7 +343,7 @@ def _draw_among_all(features, logits, divisor, uniform, inputs):
     values, _ = ops.top_k(scaled, features.num_sorted, sorted=True)
     kept = _kept(features, values, inputs)
     lowest = ops.min(ops.where(kept, values, np.inf), axis=-1, keepdims=True)
-    # Of the tokens with the lowest logit that is kept, those of the first ids are kept.
+    # Among tokens that share the lowest kept logit, the smallest ids are kept.
     num_equal = ops.sum(ops.cast(kept, "int32"), axis=-1, keepdims=True)
     num_equal = num_equal - ops.sum(ops.cast(values > lowest, "int32"), axis=-1, keepdims=True)
     is_equal = ops.equal(scaled, lowest)
@@ -353,14 +353,14 @@ def _draw_among_all(features, logits, divisor, uniform, inputs):
 
 
 def _index_of(probabilities, uniform):
-    """Returns the index `[B]` whose interval has the random number."""
+    """Returns the index `[B]` whose interval contains the random number."""
     cumulative = ops.cumsum(probabilities, axis=-1)
     reached = ops.less_equal(cumulative, uniform[:, None] * cumulative[:, -1:])
     return ops.sum(ops.cast(reached, "int32"), axis=-1)
 
 
 def _kept(features, values, inputs):
-    """Returns True for those of the sorted logits that `top_k` and `top_p` keep, the first ones."""
+    """Returns a mask of the sorted logits, True for the first ones, which `top_k`, `top_p` keep."""
     kept = ops.arange(features.num_sorted, dtype="int32") < inputs["top_k"][:, None]
     if features.has_top_p:
         top_p = inputs["top_p"][:, None]

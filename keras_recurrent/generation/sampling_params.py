@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from keras_recurrent.checks.arguments import is_finite_number, is_integer
 
-LEAST = 1e-6  # of factors; float32 has no much smaller ones
+LEAST = 1e-6  # minimum of factors, so that products are far from 0 and inf
 MAX_BIAS = 100
 MAX_SEED = 2**64 - 1
 
@@ -42,8 +42,8 @@ class SamplingParams:
     """Options of sampling. Names and defaults follow vLLM; its `min_tokens` is `min_new_tokens`.
 
     The options apply in this order: `logit_bias`, `min_new_tokens`, the penalties, `temperature`,
-    `min_p`, `top_k`, `top_p`. Changing the values does not recompile programs or recapture CUDA
-    graphs.
+    `min_p`, `top_k`, `top_p`. A program or CUDA graph serves all values of the options in use;
+    only `top_k` and `logprobs` need one for each power of two.
 
     With a `seed`, a prompt gets the same random numbers on all backends, whatever else is in its
     batch. Without one, the seed comes from Python's `random`, which `keras.utils.set_random_seed`
@@ -148,7 +148,7 @@ class SamplingParams:
 
 
 def explains_options(method):
-    """Decorates a method so that errors for unknown keyword arguments name those to use."""
+    """Decorates a method so that errors for unknown keyword arguments name the right ones."""
     names = inspect.signature(method).parameters
     others = {"max_tokens": "max_new_tokens", "eos_token_id": "stop_token_ids"}
 

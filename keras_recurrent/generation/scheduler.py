@@ -11,11 +11,11 @@ from keras_recurrent.generation.decoding_loop import DecodingLoop
 # 1 + n // `WAITING_PER_FACTOR`, at most by `MAX_FACTOR`.
 WAITING_PER_FACTOR, MAX_FACTOR = 2, 4
 SECONDS_PER_SEARCH = 0.02  # between two searches of the queue for ended requests
-MIN_TOKENS = 32  # the end of a message is not worth a state this close after another one
+MIN_TOKENS = 32  # minimum distance of saved ends of messages from the previous saved state
 
 
 class Scheduler(DecodingLoop):
-    """Sequences from the queue to their end. Other threads may call `add` and read properties.
+    """Decodes the sequences of a queue. Other threads may call `add` and read properties.
 
     Args:
         batch: the `Batch`, after `prepare_slots`.
@@ -23,8 +23,8 @@ class Scheduler(DecodingLoop):
         prefixes: the `PrefixCache`.
 
     Attributes:
-        num_tokens, num_prompt_tokens: integers, numbers of generated tokens and of processed tokens
-            of prompts.
+        num_tokens, num_prompt_tokens: integers, numbers of generated tokens and of processed prompt
+            tokens.
     """
 
     def __init__(self, batch, chunks, prefixes):
@@ -35,7 +35,7 @@ class Scheduler(DecodingLoop):
         self._prompts: list[Any] = []  # sequences whose prompts are being processed
         self._ready: list[Any] = []  # sequences that wait for a slot
         self._running_chunks: Any = None  # remaining parts of chunks, and the cost of one part
-        self._debt = 0  # of a part whose cost exceeded the budget, 1 for each step
+        self._debt = 0  # cost beyond the budget, subtracted from later budgets
         self._next_search = 0.0
         self.num_prompt_tokens = 0
 
@@ -66,8 +66,8 @@ class Scheduler(DecodingLoop):
     @property
     def sequences(self):
         """All sequences that have not ended. May be read from any thread."""
-        # In the order in which they move; each is added to its next list before it is removed from
-        # the last one, so that none is missed.
+        # The lists are read in the order in which sequences move through them. A sequence is added
+        # to the next list before it is removed from the last one, so that none is missed.
         with self._lock:
             queued = list(self._queue)
         prompts, ready = [*self._prompts], [*self._ready]
@@ -101,7 +101,7 @@ class Scheduler(DecodingLoop):
                 sequence.end(reason)
         for sequence in self.batch.active:
             if reason := sequence.end_reason(now):
-                self.batch.remove(sequence)  # it may fail
+                self.batch.remove(sequence)  # before `end`: it may raise
                 sequence.end(reason)
 
     def _process_chunks(self):
@@ -118,7 +118,8 @@ class Scheduler(DecodingLoop):
             else:
                 longest = max(self._chunk_end(s) - s.num_processed for s in sequences)
                 parts, cost = None, self._chunks.cost(longest)
-            # Takes the number of parts whose cost is closest to the budget, but at least one.
+            # Runs the number of parts whose cost is closest to the budget, at least one if it is
+            # above 0.
             if budget <= (0 if is_first else cost / 2):
                 break
             if is_first:
@@ -163,14 +164,14 @@ class Scheduler(DecodingLoop):
         """Returns the position at which the next chunk of a prompt ends.
 
         Chunks end at multiples of `max_chunk` from the start of the prompt, whatever was cached,
-        and where states are saved.
+        and at positions whose states are saved.
         """
         begin, last = sequence.num_processed, len(sequence.prompt) - 1
         chunk = self._chunks.max_chunk
         return min(begin - begin % chunk + chunk, last, *self._saved_ends(sequence))
 
     def _saved_ends(self, sequence):
-        """Returns the further positions of a prompt at which its state is saved."""
+        """Returns the remaining positions of a prompt at which its state is saved."""
         last = len(sequence.prompt) - 1
         if not self._prefixes.is_enabled:
             return []
@@ -178,7 +179,7 @@ class Scheduler(DecodingLoop):
         return [end for end in (*ends, last) if sequence.num_processed < end <= last]
 
     def _process_next(self, sequences):
-        """Generator that processes the next chunk of each sequence, one part whenever resumed."""
+        """Generator that processes a chunk of each sequence, one part each time it is resumed."""
         stops = [self._chunk_end(sequence) for sequence in sequences]
         are_saved = [e in self._saved_ends(s) for s, e in zip(sequences, stops, strict=True)]
         self.num_prompt_tokens += sum(stops) - sum(s.num_processed for s in sequences)
@@ -188,7 +189,7 @@ class Scheduler(DecodingLoop):
         self._finish(zip(sequences, stops, rows, strict=True))
 
     def _finish(self, parts):
-        """Saves states after chunks, and moves sequences whose prompt is processed."""
+        """Saves states after chunks, and moves sequences with processed prompts to `_ready`."""
         for sequence, stop, row in parts:
             if sequence not in self._prompts:  # it has ended
                 continue

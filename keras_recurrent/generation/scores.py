@@ -6,12 +6,12 @@ from keras_recurrent.ops.token_crossentropy import token_crossentropy
 
 
 def score_tokens(backbone, token_ids, targets, mask, cache):
-    """Computes how probable the tokens after others are.
+    """Computes the losses of target tokens.
 
     Args:
         backbone: the backbone of a language model.
         token_ids: integers `[B, T]`.
-        targets: integers `[B, T]`, the token after each of them.
+        targets: integers `[B, T]`, the token after each of `token_ids`.
         mask: boolean `[B, T]`, False at padding.
         cache: the cache before `token_ids`.
 

@@ -1,4 +1,4 @@
-"""Sequence of one prompt and its new tokens, which decides when it ends."""
+"""Sequence of a prompt and its new tokens, with the rules for its end."""
 
 from keras_recurrent.generation.output import token_logprobs
 from keras_recurrent.generation.samplers import make_generator, uniform_numbers
@@ -44,12 +44,12 @@ class Sequence:
 
     @property
     def ends_on_device(self):
-        """True if steps no longer change the state: after a stop token or the last token."""
+        """True if the sequence has ended on the device: after a stop token or the last token."""
         is_stopped = bool(self.token_ids) and self.token_ids[-1] in self.stop_token_ids
         return is_stopped or not self.remaining_tokens
 
     def uniform(self, count):
-        """Returns random numbers of the next tokens, float32 `[count]`; 0 if it is greedy."""
+        """Returns random numbers for the next tokens, float32 `[count]`; 0 if greedy."""
         return 0 if self._generator is None else uniform_numbers(self._generator, count)
 
     def add(self, token, logprobs=None):
@@ -69,7 +69,7 @@ class Sequence:
         self._notify()
 
     def with_tokens(self, token_ids):
-        """Returns a sequence of this prompt with new tokens, a list, which may have ended."""
+        """Returns a sequence of this prompt with a list of new tokens; it may have ended."""
         options = self.params, None, self.max_new_tokens, self.stop_token_ids
         sequence = Sequence(self.prompt, *options)
         for token in token_ids:
@@ -82,11 +82,11 @@ class Sequence:
         self.finish_reason = "stop"
 
     def end(self, reason):
-        """Ends the sequence from outside, such as at a timeout, for a reason, a string."""
+        """Ends the sequence for a reason from outside, such as `"timeout"`."""
         self.finish_reason = reason
         self._notify()
 
     def _notify(self):
-        """Tells the listener of new tokens, or of the end."""
+        """Calls the listener after a new token or the end."""
         if self._listener is not None:
             self._listener(self)

@@ -46,7 +46,7 @@ class StreamedText:
         preprocessor: the preprocessor of the model.
         last_token: integer, the last token of the prompt.
         strings: a tuple of stop strings, which may be empty.
-        hidden: token ids that the text does not show.
+        hidden: token ids without text.
 
     Attributes:
         is_stopped: boolean, True after a stop string.
@@ -90,7 +90,7 @@ class StreamedText:
         return text
 
     def num_cut(self):
-        """Returns the number of characters from the stop string on. It may be called once."""
+        """Returns the number of characters from the stop string on. It may be called only once."""
         return len(self._filter.held + self._detokenizer.end()) if self.is_stopped else 0
 
 
@@ -98,7 +98,7 @@ class StopFilter:
     """Withholds streamed text that may be part of a stop string.
 
     Attributes:
-        held: string, the text that is not shown yet, or from the stop string on.
+        held: string, the text that is withheld; after a stop, the text from the stop string on.
     """
 
     def __init__(self, strings):

@@ -17,8 +17,8 @@ class Stream:
     Args:
         loop: the `DecodingLoop`.
         sequences: a list of the `Sequence`s.
-        texts: a list of the `StreamedText` of each sequence. None: yields tokens.
-        is_single: boolean, True yields the text of one sequence, not a list.
+        texts: a list of the `StreamedText` of each sequence. If None, tokens are yielded.
+        is_single: boolean, True yields one text instead of a list.
         make_cache: a function of a state, the sequences and their texts, which returns the
             `GenerationCache`.
     """

@@ -11,7 +11,7 @@ from keras_recurrent.generation.sampling import Logprobs
 from keras_recurrent.generation.torch.chunks import upload
 from keras_recurrent.generation.torch.rows import Extension, Row, Rows
 
-MAX_PROMPTS = 8  # of a program of chunks: a request waits for it
+MAX_PROMPTS = 8  # in a program of chunks; a request waits for the whole program
 
 
 class TorchBatch(Batch):
@@ -32,7 +32,7 @@ class TorchBatch(Batch):
         initial = self._prepare(max_length)
         self._chunks = self._programs.chunks(initial, min(num_prompts, MAX_PROMPTS))
         self.initial_row = self._chunks.row(initial)
-        # A step's cache may also have recent tokens, of which a new sequence has none.
+        # The cache of a step may also have tensors of recent tokens, which `initial` lacks.
         tensors = self._decoder.step.flatten_cache(initial)
         given = {id(t) for t in keras.tree.flatten(initial)}
         indices = [index for index, t in enumerate(tensors) if id(t) in given]

@@ -1,4 +1,4 @@
-"""Batches on JAX and TensorFlow. Each step is one program, which overwrites the state on JAX."""
+"""Batches on JAX and TensorFlow. Each step is one program; on JAX, it overwrites the state."""
 
 import threading
 from typing import Any
@@ -26,11 +26,11 @@ if keras.config.backend() == "jax":
 
     from keras_recurrent.generation import jax_slots
 
-TOKENS_OF_STREAM = 2  # of a step: a token is returned at most one token late
-# Of a step on CPUs without stop strings. It ends with the last sequence, and a launch takes as long
-# as one or two tokens of a small model.
+TOKENS_OF_STREAM = 2  # of a step if `is_exact`: a token is returned at most one token late
+# Of a step without stop strings that does not run ahead. The step ends with its last sequence, and
+# its launch takes as long as one or two tokens of a small model.
 TOKENS_WITHOUT_LISTENERS = 64
-MAX_PROMPTS = 4  # of a program of chunks: a step waits for it
+MAX_PROMPTS = 4  # in a program of chunks; a step waits for the whole program
 
 
 class XlaBatch(Batch):
@@ -46,7 +46,7 @@ class XlaBatch(Batch):
         super().__init__(model, num_slots, tokens_per_step, ahead)
         self._programs, self._keep, self._is_exact = programs, keep, is_exact
         programs.record_mode()
-        # Collected once: for each step, they would take longer than the device.
+        # Collected once: collecting them takes longer than a step on the device.
         self._weights, self._variant = programs.weights(), programs.variant()
         self._inputs: dict[str, Any] = {}  # stop tokens and options on the device
         self._first: Any = None  # the state before the first step, if `is_exact`
@@ -74,7 +74,7 @@ class XlaBatch(Batch):
         return lambda: keras.tree.map_structure(gather_to_numpy, (tokens, logprobs))
 
     def _arguments(self, features, numbers, stops):
-        """Returns the arguments of a step; those that it does not depend on are left out."""
+        """Returns the arguments of a step, without arrays that its features do not use."""
         counts = ()
         if features.has_penalties:
             if self._counts is None:
@@ -126,7 +126,7 @@ class JaxBatch(XlaBatch):
         self._slots = self._programs.slots
         self._latest: Any = ()  # the latest result of `process`
         self._kinds: list[Any] = []  # `SamplingParams` for which steps were compiled
-        self._waiting: Any = (None, None)  # the `Sequence` that waits, and `Features`
+        self._waiting: Any = (None, None)  # the next `Sequence`, and the `Features` of its step
         initial = self._prepare(max_length)
         self._layout = jax_slots.make_layout(initial)
         self.initial_row = self._row(initial)
@@ -169,7 +169,7 @@ class JaxBatch(XlaBatch):
             self._counts = jax_slots.set_row(self._counts, slot, np.int32(0))
 
     def _reserve(self, options):
-        """Makes room for the options of one sequence in all slots."""
+        """Adds arrays for the options of one sequence, with no effect on other slots."""
         for name, value in options.items():
             if name not in self._inputs:
                 shape = self.num_slots, *np.shape(value)
@@ -177,10 +177,10 @@ class JaxBatch(XlaBatch):
                 self._inputs[name] = jnp.asarray(neutral)
 
     def is_ready(self, sequence):
-        """As `Batch.is_ready`. Otherwise, a background thread compiles one step.
+        """As `Batch.is_ready`. If False, a background thread compiles one step.
 
-        That step covers these options and all earlier ones, which keeps the number of steps small.
-        If all slots are free, waits up to 50 ms.
+        The step covers these options and all earlier ones, which keeps the number of steps small.
+        If all slots are free, this method waits for the thread, at most 50 ms.
         """
         needed_stops = max(self._num_stops, num_stops(sequence))
         if self._waiting[0] is not sequence:
@@ -201,7 +201,7 @@ class JaxBatch(XlaBatch):
         return True
 
     def _compile(self, features, sequence, num_stops):
-        """Starts and returns a thread that compiles a step, which later calls find.
+        """Starts and returns a thread that compiles a step, which later calls reuse.
 
         Args:
             features: the `Features`, which also serve the sequences in slots.
@@ -213,7 +213,7 @@ class JaxBatch(XlaBatch):
         numbers = np.zeros((self.num_slots, 1), "float32") if features.is_random else None
         stops = np.zeros((self.num_slots, num_stops), "int32")
         arguments, static = self._arguments(features, numbers, stops), self._static(features)
-        # Lowered from shapes: the step that runs overwrites these arrays.
+        # Lowers from shapes, because a running step may overwrite these arrays.
         shapes = jax.tree.map(_shape, arguments)
         program = self._programs.decode
         thread = threading.Thread(
@@ -233,7 +233,7 @@ class JaxBatch(XlaBatch):
 
 
 def _shape(array):
-    """Returns the shape and dtype of an array, and its device if the user chose it."""
+    """Returns the shape and dtype of an array, and its sharding if the array is committed."""
     is_committed = isinstance(array, jax.Array) and array.committed
     sharding = array.sharding if is_committed else None
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)

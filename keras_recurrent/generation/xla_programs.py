@@ -1,4 +1,4 @@
-"""Programs of JAX or TensorFlow for prompts and decoding, one per batch size and bucket."""
+"""Programs of JAX or TensorFlow for prompts and decoding, by batch size and length bucket."""
 
 import contextlib
 import functools
@@ -25,7 +25,7 @@ from keras_recurrent.generation.scores import score_tokens
 from keras_recurrent.layers.decoding import decoding_scope, unfused_blocks
 from keras_recurrent.progress import announce
 
-# Arguments that a program depends on.
+# Static arguments: each combination of their values is another program.
 STATIC = {"features", "keep", "num_tokens", "num_beams", "max_length", "variant"}
 
 
@@ -57,7 +57,7 @@ class Programs:
             random numbers `[B, N]` or None, and `{name: array}`, the arguments of sampling. It
             returns the next state, tokens `[B, N]`, and their `Logprobs` or ().
         finish: a function that returns the cache of a `BatchState` as the backbone takes it.
-        copy: a function that returns a cache that `decode` does not overwrite.
+        copy: a function that copies a cache, which `decode` would otherwise overwrite.
     """
 
     def __init__(self, model):
@@ -127,7 +127,8 @@ class Programs:
     def begin(self, cache):
         """Returns a cache as steps take it; `finish` is the inverse function.
 
-        It has recent tokens if JAX's steps write large states every few tokens.
+        On JAX, it also stores recent tokens at large batch sizes, where steps write large states
+        only every few tokens.
         """
         backbone, batch_size = self._model.backbone, cache["segment"].shape[0]
         is_large = keras.config.backend() == "jax" and batch_size >= MIN_DELAYED_ROWS
@@ -200,7 +201,7 @@ class Network:
         return keras.StatelessScope(self._values) if self._values else contextlib.nullcontext()
 
     def prefill(self, token_ids, mask, cache):
-        """Returns the cache after tokens `[B, T]`, at padding where the mask is False."""
+        """Returns the cache after tokens `[B, T]`; the mask is False at padding."""
         with self._scope():
             return self._model.backbone.hidden_states(token_ids, mask, cache=cache)[1]
 
@@ -298,7 +299,7 @@ def _tensorflow_function(model):
 
 
 def _supports_xla(model):
-    """Returns True if XLA compiles the model on TensorFlow, on CPUs as well, unlike Keras's fit."""
+    """Returns True if XLA compiles the model on TensorFlow; also on CPUs, unlike Keras's `fit`."""
     import tensorflow as tf
 
     layers = model.backbone._flatten_layers()

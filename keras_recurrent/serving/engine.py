@@ -122,7 +122,8 @@ class Engine:
         self._scheduler = Scheduler(batch, self._chunks, prefixes)
         self._worker = Worker(self._scheduler, prefixes)
         self._changed, self._pid = self._worker.changed, os.getpid()
-        # The thread has no reference to this object. Without one, it finishes all requests.
+        # The thread does not reference the engine: after garbage collection of the engine, it
+        # finishes all requests and ends.
         weakref.finalize(self, self._worker.close).atexit = False
         self._thread = threading.Thread(target=self._worker.run, name="engine", daemon=True)
         self._thread.start()
@@ -234,9 +235,10 @@ class Engine:
         }
 
     def warm_up(self):
-        """Runs chunks of prompts and requests with common options, which compiles them.
+        """Compiles the programs of prompts and of common sampling options.
 
-        Later requests with such options do not wait for compilation.
+        Later requests with such options do not wait for compilation. It must be called before the
+        first `submit`, because it processes prompts in the calling thread.
         """
         self._chunks.warm_up()
         for options in ({"temperature": 0}, {}, {"top_p": 0.9}, {"top_p": 0.9, "top_k": 40}):

@@ -63,7 +63,7 @@ class Completion:
     Attributes:
         text: string, the text before the stop string, and without an end token of the
             preprocessor. None without a preprocessor.
-        token_ids: a list of integers, the new tokens, including those of a stop.
+        token_ids: a list of integers, the new tokens, including a stop token or string.
         logprobs: a list of `TokenLogprobs`, one for each new token; empty if not requested.
         finish_reason: `"stop"` at a stop token or string, `"length"` at the maximum number of
             tokens, `"cancelled"`, or `"timeout"`. In the last two cases, the answer is incomplete.
@@ -130,7 +130,7 @@ class EngineRequest:
 
         Raises:
             TimeoutError: the request has not ended; it continues.
-            EngineClosed: the engine failed, or this process is a fork of that of the engine.
+            EngineClosed: the engine failed, or this process is a fork of the engine's process.
         """
         check_process(self._pid)
         seconds = None if timeout is None else min(timeout, threading.TIMEOUT_MAX)

@@ -1,4 +1,4 @@
-"""Sequence of one request of an engine, as the engine's thread generates it."""
+"""Sequence of one request of an engine, which the engine's thread generates."""
 
 import time
 from threading import TIMEOUT_MAX
@@ -46,7 +46,7 @@ class RequestSequence(Sequence):
 
     @property
     def tokens_in_state(self):
-        """The tokens of which its slot has the state; None if it has more than the sequence."""
+        """Tokens in the state of the slot; None if it contains tokens beyond the sequence."""
         count = len(self.token_ids) if self.ends_on_device else self.num_launched
         if count > len(self.token_ids) + 1:
             return None

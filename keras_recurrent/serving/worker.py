@@ -6,10 +6,10 @@ from keras_recurrent.serving.request import EngineClosed
 
 
 class Worker:
-    """Runs a `Scheduler` until it is closed and all sequences have ended, then closes the prefixes.
+    """Runs a `Scheduler` until `close` is called and all sequences have ended.
 
     Attributes:
-        changed: a `threading.Condition`, which is notified of new sequences and of `close`.
+        changed: a `threading.Condition` that is notified of new sequences and of `close`.
         is_closed: boolean, True after `close` and after a failure.
         error: the `EngineClosed` of a failure, or None.
     """

@@ -56,13 +56,12 @@ def _no_garbage_collection():
 
 
 def clone_stacked(tensors):
-    """Copies tensors, with those of equal shape and dtype in one stacked tensor.
+    """Copies tensors; copies of equal shape and dtype are views of one stacked tensor.
 
-    One launch overwrites a stacked tensor.
+    A stacked tensor is overwritten by one launch.
 
     Returns:
-        The list of copies, and a list of `(indices, stacked tensor)`, of which the copies are
-        views.
+        The list of copies, and a list of `(indices, stacked tensor)`.
     """
     copies, stacks = {}, []
     for indices in group_equal(tensors):

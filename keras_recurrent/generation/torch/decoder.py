@@ -1,7 +1,7 @@
-"""Decoding steps of a batch on torch: the step of the model, the choice of tokens, and their ends.
+"""Decoding steps of a batch on torch: the model, sampling and the ends of sequences.
 
-A `Decoder` runs function by function. A `CapturedDecoder` owns tensors at fixed addresses and
-replays CUDA graphs, one for each choice of sampling options.
+A `Decoder` calls the functions of a step one by one. A `CapturedDecoder` owns tensors at fixed
+addresses and replays CUDA graphs, one for each `Features`.
 """
 
 import functools
@@ -20,15 +20,15 @@ from keras_recurrent.generation.torch.step import tracing
 
 
 class Decoder:
-    """Decodes a batch, function by function.
+    """Decodes a batch by calling the functions of a step one by one.
 
     Args:
         step: the `Step` of the model.
-        run: the function of `step`, as it runs fastest.
+        run: the fastest function of `step`.
         prepared: the tensors of `step.prepared()`.
         cache: a list of the tensors of a cache, as the step takes them.
-        tensors: `{name: tensor}`: those of a `DeviceState`, `stops` `[B, S]`, and the arguments of
-            sampling.
+        tensors: `{name: tensor}`, the fields of a `DeviceState`, `stops` `[B, S]`, and the
+            arguments of sampling.
         tokens_per_step: integer R, maximum number of tokens between two calls of `latest`.
 
     Attributes:
@@ -60,12 +60,12 @@ class Decoder:
             self.tensors[name] = torch.zeros(size, dtype=dtype, device=device)
 
     def set_tensor(self, name, value):
-        """Replaces a tensor, by one of another shape if need be."""
+        """Replaces a tensor; the shape may change."""
         self.tensors[name] = value
         self._choices.clear()
 
     def prepare(self, features, vocabulary_size):
-        """Makes the tensors that steps with these `Features` need; None: steps without sampling."""
+        """Allocates the tensors for steps with these `Features`; None is without sampling."""
         size = self._tokens_per_step
         if features is None:
             return
@@ -85,12 +85,12 @@ class Decoder:
         self._advance(features)
 
     def _advance(self, features):
-        """Decodes the next token. With `features` None, only stores the logits."""
+        """Decodes the next token. If `features` is None, updates only the logits and the cache."""
         tensors = self.tensors
         mask = (tensors["active"],) if self.step.masked else ()
         logits, *cache = self._run(*self._prepared, tensors["token"], *mask, *self.cache)
-        # Sampling precedes the copies: its kernel directly follows that of the logits, and may
-        # begin before that has ended.
+        # Sampling precedes the copies, so that its kernel directly follows the kernel of the
+        # logits, and may begin before this has ended (PDL).
         if features is None:
             self.logits, new = logits, {}
         else:
@@ -100,7 +100,7 @@ class Decoder:
         self._store(cache, new)
 
     def _store(self, cache, new):
-        """Replaces the tensors of the cache, and those in `{name: tensor}`."""
+        """Replaces the tensors of the cache, and `tensors` by `new`, `{name: tensor}`."""
         self.cache = cache
         self.tensors.update(new)
 
@@ -157,10 +157,9 @@ class CapturedDecoder(Decoder):
         return self._owned_bytes + sum(t.nbytes for t in (*self.tensors.values(), *logits))
 
     def begin(self, prepared, cache, tensors, features, vocabulary_size):
-        """Copies the initial values of a call, and the current weights, to the own tensors.
+        """Copies the initial values of a call and the current weights to this decoder's tensors.
 
-        A graph for `features`, if there is none, is captured before: without a mask, the step would
-        change the cache.
+        The cache is copied last, because without a mask, capturing a graph changes it.
         """
         for buffer, value in zip(self._prepared, prepared, strict=True):
             if buffer.data_ptr() != value.data_ptr():
@@ -174,7 +173,7 @@ class CapturedDecoder(Decoder):
             buffer.copy_(value)
 
     def set_tensor(self, name, value):
-        """Overwrites a tensor. One of another shape replaces it, and all graphs."""
+        """Overwrites a tensor. A value of another shape replaces it, and discards all graphs."""
         known = self.tensors.get(name)
         if known is not None and known.shape == value.shape:
             known.copy_(value)
@@ -188,7 +187,7 @@ class CapturedDecoder(Decoder):
         self._graph(features)
 
     def _graph(self, features):
-        """Returns the graph for `features`; None if it cannot be captured, of which it warns."""
+        """Returns the graph for `features`; warns and returns None if it cannot be captured."""
         if features not in self._graphs:
             try:
                 self.capture(features)
@@ -199,7 +198,7 @@ class CapturedDecoder(Decoder):
         return self._graphs[features]
 
     def capture(self, features):
-        """Captures the graph for `features`; changes no tensors, but the cache without a mask."""
+        """Captures the graph for `features`, which changes the cache if there is no mask."""
         before = {name: t.clone() for name, t in self.tensors.items()}
         if "active" in self.tensors:  # a step without active sequences changes no state
             self.tensors["active"].zero_()
@@ -237,10 +236,10 @@ def logprob_names(features):
 
 
 def make_choice(features, masked, logits, tensors):
-    """Returns a function `(logits, tensors)` that chooses the next tokens, without Keras.
+    """Returns a function `(logits, tensors)` that chooses the next tokens without calling Keras.
 
-    It is a graph of torch that is traced once for each shape, or a kernel. It returns the tensors
-    that change as `{name: tensor}`, or has overwritten them.
+    The function is a torch graph that was traced once for each shape, or a kernel. It returns the
+    tensors that change as `{name: tensor}`, or overwrites them and returns an empty dictionary.
 
     Args:
         features: the `Features`.
@@ -276,13 +275,13 @@ def make_choice(features, masked, logits, tensors):
 
 
 def _write_argmax(write, logits, tensors):
-    """Overwrites `token` and `recent` by one kernel."""
+    """Overwrites `token` and `recent` with one kernel."""
     write(logits, tensors["token"], tensors["recent"])
     return {}
 
 
 def _append(tensors, latest):
-    """Returns those tensors `[B, R, ...]` of which there is a new value `[B, 1, ...]`, with it."""
+    """Returns the tensors `[B, R, ...]` in `latest`, shifted to end with its `[B, 1, ...]`."""
     known = [name for name in latest if name in tensors]
     return {name: torch.cat((tensors[name][:, 1:], latest[name]), dim=1) for name in known}
 

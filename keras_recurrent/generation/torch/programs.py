@@ -1,7 +1,7 @@
 """Prompt processing and decoding steps of a language model on torch.
 
-Steps run as CUDA graphs, else compiled, else as traced. If a module has a hook, or with
-`run_eagerly=True`, each step runs eagerly through the layers, which call the hook.
+Steps run as CUDA graphs if possible, else compiled, else as traced. With `run_eagerly=True`, or if
+a module has a hook, steps run eagerly through the layers, which call the hook.
 """
 
 import collections
@@ -48,7 +48,7 @@ class Programs:
             token_ids: integers `[B, T]`, a NumPy array.
             lengths: integers `[B]`, a NumPy array.
             cache: the cache before these tokens. None: the first chunk starts without a state, as a
-                forward pass, which attention computes faster than a chunk after an empty cache.
+                forward pass; attention computes it faster than a chunk after an empty cache.
             max_length: integer or None, the `max_length` of a new cache.
         """
         backbone, given = self._model.backbone, cache
@@ -151,12 +151,12 @@ class Programs:
         return Decoder(step, run, prepared, flat, tensors, tokens_per_step)
 
     def release(self, decoder):
-        """Makes a decoder available to other calls, at the end of one without an error."""
+        """Makes a decoder available to other calls, at the end of a call without an error."""
         if isinstance(decoder, CapturedDecoder):
             self._pool.release(decoder)
 
     def _step(self, cache, masked=False, chunk=None, delays_writes=False):
-        """Returns the `Step` for a cache, or for a number of tokens the `Chunk`."""
+        """Returns the `Step` for a cache, or the `Chunk` if `chunk` is its number of tokens."""
         tensors = [*keras.tree.flatten(cache), *[v.value for v in self._model.variables]]
         eager_reason = self._eager_reason or hook_reason(_modules(self._model))
         delays_writes = delays_writes and not eager_reason
