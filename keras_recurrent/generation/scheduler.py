@@ -82,8 +82,10 @@ class Scheduler(DecodingLoop):
         """Processes chunks of prompts, and one token of each sequence in a slot."""
         self._end_from_outside()
         self._process_chunks()
-        if not super().advance():
+        has_advanced = super().advance()
+        if not has_advanced:
             self.batch.wait()  # a request that arrives meanwhile joins the next program
+        return has_advanced
 
     def _end_from_outside(self):
         """Ends sequences that are cancelled or past their timeout."""
