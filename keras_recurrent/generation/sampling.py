@@ -36,7 +36,7 @@ def option(stage, *inputs):
     Args:
         stage: `BEFORE_TEMPERATURE`, or `AFTER_TEMPERATURE` for a function that runs only if a
             sequence is random. Its logits are divided by the temperature, and may be only those of
-            the most probable tokens. It must keep the most probable token.
+            the most probable tokens. It must keep the most probable one, and its inputs are `[B]`.
         *inputs: names of inputs. The first is the option, a field of `SamplingParams`. Others are
             further fields, `in_prompt` (boolean `[B, vocabulary_size]`, True for the tokens of the
             prompt), or `stops`, `count` and `counts` as in `next_tokens`.
