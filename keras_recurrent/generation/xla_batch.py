@@ -88,8 +88,9 @@ class XlaBatch(Batch):
         return self._state._replace(counts=counts), self._weights, (stops, numbers, options)
 
     def _static(self, features):
+        # TensorFlow compares sets by identity, and would trace the program for each of them.
         return {
-            "features": features,
+            "features": features._replace(options=tuple(sorted(features.options))),
             "keep": self._keep,
             "num_tokens": self._tokens_per_step,
             "variant": self._variant,

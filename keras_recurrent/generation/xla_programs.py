@@ -234,6 +234,7 @@ class Network:
     def decode(self, state, inputs, features, keep, num_tokens):
         """Generates up to `num_tokens` tokens of each sequence, as `Programs.decode`."""
         stops, uniform, arguments = inputs
+        features = features._replace(options=frozenset(features.options))
 
         def one(state, uniform):
             sequences, cache, counts = state

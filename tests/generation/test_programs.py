@@ -84,6 +84,16 @@ def test_lengths_of_a_bucket_share_a_program_and_others_write_the_same(family, t
         np.testing.assert_array_equal(rows, written[-1][:, :total])
 
 
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="programs of TensorFlow")
+def test_program_of_tensorflow_in_a_second_call_is_not_traced_again():
+    """TensorFlow compares some static arguments by identity: each call would take seconds."""
+    model = tiny_causal_lm(family="transnormer", num_layers=1)
+    model.compile(sampler="greedy")
+    for _ in range(2):
+        generate(model, (5, 9), 12)
+    assert model._programs().decode.experimental_get_tracing_count() == 1
+
+
 @pytest.mark.parametrize("sampler", ["greedy", "beam"])
 def test_nothing_left_to_generate_runs_no_program(model, sampler, traced):
     """JAX compiled 29 seconds for a call that returned its prompts."""
