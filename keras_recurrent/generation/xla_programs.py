@@ -115,8 +115,8 @@ class Programs:
         """
         layers: Any = unfused_blocks(self._model)
         if keras.config.backend() != "jax":
-            layers = ((v.path, tuple(v.shape), v.dtype) for v in self._model.variables)
-        return chosen_name(), tuple(layers)
+            layers = [(v.path, tuple(v.shape), v.dtype) for v in self._model.variables]
+        return chosen_name(), str(layers)  # TensorFlow would flatten a tuple in each call
 
     def record_mode(self):
         if self._model.run_eagerly:
