@@ -50,8 +50,8 @@ class Prompts(NamedTuple):
 
     @property
     def token_ids(self):
-        """`tokens`, int32 `[B, T]`, padded with space for new tokens."""
-        return pad_prompts(self.tokens, self.max_length)["token_ids"]
+        """`tokens`, int32 `[B, T]`, padded to the longest."""
+        return pad_prompts(self.tokens, self.lengths.max())["token_ids"]
 
     @property
     def all_tokens(self):
