@@ -92,7 +92,8 @@ class Batch:
             state: the state of the backbone before the last token of each prompt. The batch may
                 overwrite it.
         """
-        self.sequences = list(sequences)
+        # One without room for new tokens needs no slot.
+        self.sequences = [s if s.finish_reason is None else None for s in sequences]
         self._set_owners()
         arrays = self._arrays(sequences)
         self._features = self._choose_features(sequences)
@@ -139,8 +140,7 @@ class Batch:
         return np.full(shape, neutral_value(name, self._vocabulary_size), dtype)
 
     def _set_owners(self):
-        running = [(n, s) for n, s in enumerate(self.sequences) if s is not None]
-        self.owners = [(n, s) for n, s in running if s.finish_reason is None]
+        self.owners = [(n, s) for n, s in enumerate(self.sequences) if s is not None]
         self._features = None
 
     def remove(self, sequence):
