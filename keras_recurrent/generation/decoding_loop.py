@@ -57,12 +57,13 @@ class DecodingLoop:
 
     def _process(self, owners, tokens, logprobs):
         """Passes the tokens [B] and `Logprobs` of a column to the sequences that have not ended."""
-        ended, row = [], None
+        ended = []
         for slot, sequence in owners:
             if sequence.finish_reason is not None:
                 continue
-            if logprobs:
-                row = Logprobs(*(array[slot : slot + 1] for array in logprobs))
+            row = None
+            if logprobs and sequence.params.logprobs is not None:
+                row = Logprobs(*(array[slot] for array in logprobs))
             self.num_tokens += 1
             sequence.add(tokens[slot], row)
             if sequence.finish_reason is not None:

@@ -1,6 +1,7 @@
 """Results of `generate`: text, tokens, or a `GenerationOutput`, which `stream` has too."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -125,20 +126,8 @@ def generation_output(sequences, texts, cache=None):
     return GenerationOutput(texts, token_ids, logprobs, [s.finish_reason for s in sequences], cache)
 
 
-def token_logprobs(params, token_ids, logprobs):
-    """Returns the `TokenLogprobs` of one sequence.
-
-    Args:
-        params: its `SamplingParams`.
-        token_ids: its new tokens.
-        logprobs: the `Logprobs` of these tokens, `[N]` and `[N, K]`, or None.
-    """
-    number = params.logprobs
-    if number is None or logprobs is None:
-        return []
-    top_ids, top = logprobs.token_ids[:, :number], logprobs.top[:, :number]
-    rows = zip(token_ids, logprobs.chosen, top_ids, top, strict=True)
-    return [
-        TokenLogprobs(int(token), float(chosen), dict(zip(ids.tolist(), top.tolist(), strict=True)))
-        for token, chosen, ids, top in rows
-    ]
+def token_logprobs(params, token, logprobs):
+    """Returns the `TokenLogprobs` of a token from its `Logprobs`, a number and two arrays [K]."""
+    pairs = zip(logprobs.token_ids.tolist(), logprobs.top.tolist(), strict=True)
+    top = dict(itertools.islice(pairs, params.logprobs))
+    return TokenLogprobs(token, float(logprobs.chosen), top)

@@ -57,11 +57,11 @@ class Sequence:
 
         Args:
             token: integer.
-            logprobs: its `Logprobs` as NumPy arrays [1] and [1, K], or None.
+            logprobs: its `Logprobs`, a number and two NumPy arrays [K], or None.
         """
         self.token_ids.append(token)
         if logprobs is not None:
-            self.logprobs += token_logprobs(self.params, [token], logprobs)
+            self.logprobs.append(token_logprobs(self.params, token, logprobs))
         if token in self.stop_token_ids:
             self.finish_reason = "stop"
         elif len(self.token_ids) == self.max_new_tokens:

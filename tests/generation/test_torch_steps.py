@@ -89,7 +89,7 @@ def test_capture_that_fails_is_repeated_only_without_memory(error, num_captures,
 
 
 def test_pool_after_drop_has_only_decoders_of_other_steps(monkeypatch):
-    """Decoders of steps that are no longer in use keep the memory of the device."""
+    """Unused decoders keep memory of the device after their step was dropped."""
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1)
     )
