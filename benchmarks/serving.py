@@ -14,7 +14,8 @@ Argument: a model of `benchmarks.writing`, with random weights. Decoding is gree
 - latency: requests arrive at random (a Poisson process) at `--load` times the rate of the
   saturated engine. The first fifth of the time is not counted.
 
-With `--turns`, a process compiles and `benchmarks.in_turns` then measures the throughput in turns.
+With `--turns`, a process compiles, and `benchmarks.in_turns` then measures throughput and latency
+in turns. `--rate` compares versions of different speed at one rate of requests.
 
 On a CPU, as a check:
 
@@ -24,6 +25,7 @@ On a CPU, as a check:
 
 import argparse
 import datetime
+import functools
 import importlib.metadata
 import json
 import statistics
@@ -121,12 +123,19 @@ def saturated(engine, arguments):
     return per_second, per_second / statistics.mean(map(len, load.times))
 
 
-def measure_in_turns(model, engine, arguments):
-    """Measures the tokens/s of `generate` and of a saturated engine for `benchmarks.in_turns`."""
+def measure_in_turns(model, make_engine, arguments):
+    """Measures throughput and the 95th percentiles of latencies for `benchmarks.in_turns`."""
 
     def measure():
-        static, tokens = static_throughput(model, arguments), saturated(engine, arguments)[0]
-        return {"generate": static, "engine": tokens, "engine / generate": tokens / static}
+        static = static_throughput(model, arguments)
+        with make_engine() as engine:  # it times chunks while no other process runs
+            tokens, rate = saturated(engine, arguments)
+            times = latency(engine, arguments, arguments.rate or arguments.load * rate)
+        first, between = (1000 * np.quantile(part, 0.95) for part in times)
+        return {
+            **{"generate": static, "engine": tokens, "engine / generate": tokens / static},
+            **{"first token, ms": first, "between tokens, ms": between},
+        }
 
     measure()
     answer_turns(measure)
@@ -168,6 +177,7 @@ def main():
         "--requests", type=int, default=1024, help="number of requests in the throughput run"
     )
     parser.add_argument("--load", type=float, default=0.7, help="share of the saturated rate")
+    parser.add_argument("--rate", type=float, help="requests/s in turns, instead of `--load`")
     parser.add_argument("--seconds", type=float, default=60, help="duration of the latency run")
     parser.add_argument("--temperature", type=float, default=0)
     parser.add_argument("--turns", action="store_true", help="of `benchmarks.in_turns`")
@@ -181,10 +191,10 @@ def main():
     chunk = {} if arguments.prefill_chunk is None else {"prefill_chunk": arguments.prefill_chunk}
     max_length = 3 * arguments.prompt // 2 + 3 * arguments.answer // 2
     options = {"max_queued": arguments.requests, "prefix_cache_bytes": 0, **chunk}
+    make_engine = functools.partial(Engine, model, arguments.slots, max_length, **options)
     if arguments.turns:
         static_throughput(model, arguments)
-        with Engine(model, arguments.slots, max_length, **options) as engine:
-            return measure_in_turns(model, engine, arguments)
+        return measure_in_turns(model, make_engine, arguments)
 
     versions = {n: importlib.metadata.version(n) for n in ("keras", keras.config.backend())}
     print(f"{machine()}, {arguments.dtype}, {datetime.date.today()}, {versions}")
@@ -193,7 +203,7 @@ def main():
     print(f"generate: {which_generation(model)}", flush=True)
 
     start = time.perf_counter()
-    with Engine(model, arguments.slots, max_length, **options) as engine:
+    with make_engine() as engine:
         print(f"The engine started in {time.perf_counter() - start:.1f} s: ", end="")
         print(which_generation(model), flush=True)
         tokens, rate = saturated(engine, arguments)

@@ -43,17 +43,19 @@ class Batch:
             are processed.
 
     Attributes:
-        runs_ahead: as above.
+        tokens_per_step, runs_ahead: as above.
+        num_prompts: integer, maximum number of prompts in one call of `process`.
         initial_row: the state of a sequence before all tokens, as `process` takes it.
         sequences: a list of the `Sequence` in each slot, or None.
         owners: a list of `(slot, sequence)` for the sequences that are still decoding.
     """
 
     initial_row: Any
+    num_prompts: int
 
     def __init__(self, model, num_slots, tokens_per_step, runs_ahead):
         self._model, self._vocabulary_size = model, model.backbone.vocabulary_size
-        self._tokens_per_step, self.runs_ahead = tokens_per_step, runs_ahead
+        self.tokens_per_step, self.runs_ahead = tokens_per_step, runs_ahead
         self.sequences: list[Any] = [None] * num_slots
         self.owners: list[Any] = []
         self._num_stops = STOPS_PER_STEP
@@ -162,7 +164,7 @@ class Batch:
             self._features = self._choose_features(self.active)
         features, owners = self._features, self.owners
         left = max(s.max_new_tokens - s.num_launched for _, s in owners)
-        count = max(1, min(self._tokens_per_step, left))
+        count = max(1, min(self.tokens_per_step, left))
         numbers = None
         if features.is_random:
             numbers = np.zeros((self.num_slots, count), "float32")
@@ -224,13 +226,13 @@ class Batch:
     def prepare_slots(self, max_length, num_prompts):
         """Prepares free slots, each with a capacity of `max_length` tokens.
 
-        num_prompts: integer, the preferred maximum number of prompts of `process`.
+        num_prompts: integer, the preferred `num_prompts` of this batch.
         """
         raise NotImplementedError
 
-    def _prepare(self, max_length):
+    def _prepare(self, max_length, tokens_per_step=1):
         """Fills the slots with initial states; returns the initial state of one sequence."""
-        self._tokens_per_step, self.runs_ahead = 1, True
+        self.tokens_per_step, self.runs_ahead = tokens_per_step, True
         arrays, backbone = self._arrays([None] * self.num_slots), self._model.backbone
         state = backbone.get_initial_state(self.num_slots, max_length=max_length)
         self._write_all(arrays, Features(), state)
@@ -252,11 +254,6 @@ class Batch:
     def run_empty_step(self, features):
         """Computes a step while all slots are free."""
         self._launch(features, None, 1)()
-
-    @property
-    def num_prompts(self):
-        """Maximum number of prompts in one call of `process`."""
-        raise NotImplementedError
 
     def process(self, rows, tokens, mask):
         """Generator that processes a chunk of each prompt, one part each time it is resumed.

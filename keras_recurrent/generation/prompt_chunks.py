@@ -11,8 +11,9 @@ MIN_CHUNK = 32  # tokens
 MAX_DELAY = 0.43  # of a step by chunks, on average, as a fraction of the step time
 TIMED_RUNS = 3
 # A program of chunks has one prompt for each `SLOTS_PER_PROMPT` slots. More prompts reduce the time
-# per token, but the program takes longer. On CPUs, they do not reduce the time per token.
-SLOTS_PER_PROMPT = 16
+# per token, but a request waits for the whole program. On CPUs, they do not reduce the time per
+# token.
+SLOTS_PER_PROMPT, MAX_PROMPTS = 16, 8
 
 
 class PromptChunks:
@@ -52,7 +53,8 @@ class PromptChunks:
         step = min(self._time_step() for _ in range(TIMED_RUNS))[0]
         for size in self._sizes:
             seconds, num_parts = min(self._time_step(size) for _ in range(TIMED_RUNS))
-            cost = (seconds - step) / num_parts / (MAX_DELAY * step)
+            of_token = step / self._batch.tokens_per_step
+            cost = (seconds - step) / num_parts / (MAX_DELAY * of_token)
             self._costs[size] = max(cost, 1 / num_parts)  # a measured time may be too short
 
     def _time_step(self, chunk_size=None):
@@ -107,5 +109,5 @@ def chunk_sizes(max_chunk):
 
 
 def num_prompts_of(model, num_slots):
-    """Returns the preferred number of prompts of a program of chunks."""
-    return 1 if is_on_cpu(model) else max(num_slots // SLOTS_PER_PROMPT, 1)
+    """Returns the number of prompts of a program of chunks."""
+    return 1 if is_on_cpu(model) else min(max(num_slots // SLOTS_PER_PROMPT, 1), MAX_PROMPTS)

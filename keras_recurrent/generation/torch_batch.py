@@ -11,8 +11,6 @@ from keras_recurrent.generation.sampling import Logprobs
 from keras_recurrent.generation.torch.chunks import upload
 from keras_recurrent.generation.torch.rows import Extension, Row, Rows
 
-MAX_PROMPTS = 8  # in a program of chunks; a request waits for the whole program
-
 
 class TorchBatch(Batch):
     """Batch on torch. Arguments as in `Batch`."""
@@ -30,7 +28,8 @@ class TorchBatch(Batch):
     @torch.no_grad()
     def prepare_slots(self, max_length, num_prompts):
         initial = self._prepare(max_length)
-        self._chunks = self._programs.chunks(initial, min(num_prompts, MAX_PROMPTS))
+        self._chunks = self._programs.chunks(initial, num_prompts)
+        self.num_prompts = self._chunks.num_prompts
         self.initial_row = self._chunks.row(initial)
         # The cache of a step may also have tensors of recent tokens, which `initial` lacks.
         tensors = self._decoder.step.flatten_cache(initial)
@@ -42,7 +41,7 @@ class TorchBatch(Batch):
     @torch.no_grad()
     def _write_all(self, arrays, features, state):
         tensors = {n: torch.as_tensor(array, device=self._device) for n, array in arrays.items()}
-        options = self._tokens_per_step, self._keep
+        options = self.tokens_per_step, self._keep
         self._decoder = self._programs.decoder(state, tensors, features, *options)
 
     @torch.no_grad()
@@ -89,10 +88,6 @@ class TorchBatch(Batch):
     def slot_state(self, slot):
         rows = self._decoder.rows
         return self._decoder.step.cache(rows.tensors(rows.copy(slot)))
-
-    @property
-    def num_prompts(self):
-        return self._chunks.num_prompts
 
     def process(self, rows, tokens, mask):
         return self._chunks([self._row(row) for row in rows], tokens, mask)

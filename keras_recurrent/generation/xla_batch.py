@@ -26,11 +26,12 @@ if keras.config.backend() == "jax":
 
     from keras_recurrent.generation import jax_slots
 
-TOKENS_OF_STREAM = 2  # of a step if `is_exact`: a token is returned at most one token late
+# Of a step whose tokens should come soon: of a stream on a CPU, and of the engine on accelerators,
+# where the launch of a program takes about half as long as a token of 128 sequences.
+TOKENS_OF_STREAM = 2
 # Of a step without stop strings that does not run ahead. The step ends with its last sequence, and
 # its launch takes as long as one or two tokens of a small model.
 TOKENS_WITHOUT_LISTENERS = 64
-MAX_PROMPTS = 4  # in a program of chunks; a step waits for the whole program
 
 
 class XlaBatch(Batch):
@@ -41,7 +42,7 @@ class XlaBatch(Batch):
     def __init__(self, model, programs, num_slots, keep, is_exact=False):
         ahead = runs_ahead(model)
         tokens_per_step = TOKENS_AHEAD if ahead else TOKENS_ON_CPU
-        if is_exact:
+        if is_exact and not ahead:
             ahead, tokens_per_step = keras.config.backend() == "jax", TOKENS_OF_STREAM
         super().__init__(model, num_slots, tokens_per_step, ahead)
         self._programs, self._keep, self._is_exact = programs, keep, is_exact
@@ -58,7 +59,7 @@ class XlaBatch(Batch):
         self._inputs = on_device
         has_listeners = any(s is not None and s.has_listener for s in self.sequences)
         if not (self.runs_ahead or self._is_exact or has_listeners):
-            self._tokens_per_step = TOKENS_WITHOUT_LISTENERS
+            self.tokens_per_step = TOKENS_WITHOUT_LISTENERS
         if self._is_exact:
             self._first, state = state, self._programs.copy(state)
         self._state = BatchState(sequences, self._programs.begin(state), ())
@@ -82,7 +83,7 @@ class XlaBatch(Batch):
                 self._counts = distribute(np.zeros(shape, "int32"))
             counts = self._counts
         if numbers is not None:
-            missing = self._tokens_per_step - numbers.shape[1]
+            missing = self.tokens_per_step - numbers.shape[1]
             numbers = distribute(np.pad(numbers, ((0, 0), (0, missing))))
         options = {name: self._inputs[name] for name in argument_names(features)}
         return self._state._replace(counts=counts), self._weights, (stops, numbers, options)
@@ -92,7 +93,7 @@ class XlaBatch(Batch):
         return {
             "features": features._replace(options=tuple(sorted(features.options))),
             "keep": self._keep,
-            "num_tokens": self._tokens_per_step,
+            "num_tokens": self.tokens_per_step,
             "variant": self._variant,
         }
 
@@ -123,18 +124,14 @@ class JaxBatch(XlaBatch):
         self._compiling: dict[Any, Any] = {}  # threads, by features and number of stop tokens
 
     def prepare_slots(self, max_length, num_prompts):
-        self._max_prompts = min(num_prompts, MAX_PROMPTS)
-        self._slots = self._programs.slots
+        self._slots, self.num_prompts = self._programs.slots, num_prompts
         self._latest: Any = ()  # the latest result of `process`
         self._kinds: list[Any] = []  # `SamplingParams` for which steps were compiled
         self._waiting: Any = (None, None)  # the next `Sequence`, and the `Features` of its step
-        initial = self._prepare(max_length)
+        tokens_per_step = TOKENS_OF_STREAM if runs_ahead(self._model) else 1
+        initial = self._prepare(max_length, tokens_per_step)
         self._layout = jax_slots.make_layout(initial)
         self.initial_row = self._row(initial)
-
-    @property
-    def num_prompts(self):
-        return self._max_prompts
 
     def process(self, rows, tokens, mask):
         yield from ()  # one part
@@ -156,13 +153,16 @@ class JaxBatch(XlaBatch):
     def _write(self, slot, arrays, row):
         first = {name: array[0] for name, array in arrays.items()}
         sequence = DeviceState(*(first.pop(name) for name in DeviceState._fields))
-        row = self._row(row)
-        self._state = self._slots.insert(self._state, slot, sequence, row, layout=self._layout)
-        self._reserve(first)
         more = self._num_stops - self._inputs["stops"].shape[1]
         if more:
             wide = jnp.pad(self._inputs["stops"], ((0, 0), (0, more)), constant_values=-1)
             self._inputs["stops"] = wide
+        before = self._state, self._inputs["stops"]
+        after = sequence, first.pop("stops")
+        self._state, self._inputs["stops"] = self._slots.insert(
+            before, slot, after, self._row(row), layout=self._layout
+        )
+        self._reserve(first)
         for name, value in first.items():
             array = self._inputs[name]
             self._inputs[name] = jax_slots.set_row(array, slot, np.asarray(value, array.dtype))

@@ -99,7 +99,8 @@ class Programs:
         """The `SlotPrograms`, on JAX."""
         from keras_recurrent.generation.jax_slots import slot_programs
 
-        return slot_programs(self._model, functools.partial(Network, self._model))
+        options = compiler_options_of_prompts()
+        return slot_programs(self._model, functools.partial(Network, self._model), options)
 
     def weights(self):
         """Returns the weights, arguments of a program on JAX; None on TensorFlow."""
@@ -279,8 +280,25 @@ def _jit(function):
     import jax
 
     names = inspect.signature(function).parameters.keys()
-    overwritten = names & {"state"}
-    return jax.jit(function, static_argnames=names & STATIC, donate_argnames=overwritten)
+    options = compiler_options_of_prompts() if "token_ids" in names else None
+    return jax.jit(
+        function,
+        static_argnames=names & STATIC,
+        donate_argnames=names & {"state"},
+        compiler_options=options,
+    )
+
+
+def compiler_options_of_prompts():
+    """Returns the options of XLA for programs that process prompts, which use no CUDA graphs.
+
+    Each call has other buffers, so that XLA would update every kernel of a graph before the first
+    one could run. This took longer than launching the kernels one by one.
+    """
+    import jax
+
+    on_gpu = jax.default_backend() == "gpu"
+    return {"xla_gpu_graph_min_graph_size": 2**20} if on_gpu else None
 
 
 def _copy(cache):

@@ -193,6 +193,16 @@ def test_loop_on_accelerators_has_a_known_trip_count(model, on_cpu, monkeypatch)
     assert ("known_trip_count" in texts[0]) is not on_cpu
 
 
+@pytest.mark.skipif(BACKEND != "jax", reason="options of XLA")
+def test_xla_accepts_the_compiler_options_of_prompts(model, monkeypatch):
+    """Without this test, only users of GPUs would notice that XLA has renamed an option."""
+    import jax
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert xla_programs.compiler_options_of_prompts()
+    assert model.prefill(prompts((3, 5), 5)).batch_size == 2
+
+
 @pytest.mark.skipif(BACKEND != "jax", reason="programs of JAX")
 def test_programs_write_states_every_few_tokens(monkeypatch):
     """Fails if a returned cache misses recent tokens, or padding counts as one of them."""

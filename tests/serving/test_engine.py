@@ -88,13 +88,11 @@ def emulate_accelerator(monkeypatch):
     for module in (batch, prompt_chunks, engine_module):
         monkeypatch.setattr(module, "is_on_cpu", lambda model: False)
     monkeypatch.setattr(prompt_chunks, "SLOTS_PER_PROMPT", 1)
+    monkeypatch.setattr(prompt_chunks, "MAX_PROMPTS", 2)
     if BACKEND == "torch":
-        from keras_recurrent.generation import torch_batch as batches
         from keras_recurrent.generation.torch import programs
     else:
-        from keras_recurrent.generation import xla_batch as batches
         from keras_recurrent.generation import xla_programs as programs
-    monkeypatch.setattr(batches, "MAX_PROMPTS", 2)
     # HGRN2 writes its states every few tokens.
     monkeypatch.setattr(programs, "MIN_DELAYED_ROWS", 2)
     monkeypatch.setattr(dispatch, "decodes_with_kernels", lambda tensor: True)
