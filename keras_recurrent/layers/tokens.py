@@ -230,9 +230,10 @@ def token_position(inputs, kind=None, first=None):
     """
     batch, length = ops.shape(inputs)[:2]
     first = ops.zeros((batch,), "int32") if first is None else ops.cast(first, "int32")
+    if inputs.shape[1] == 1:  # a step of decoding
+        first = first[:, None]
+        return first if kind is None else ops.where(kind == STARTS, ops.zeros_like(first), first)
     if kind is None:
-        if inputs.shape[1] == 1:
-            return first[:, None]
         return first[:, None] + ops.arange(0, length, dtype="int32")
     if dispatch.exports():
         return positions(kind, first)
