@@ -107,7 +107,12 @@ for _operation, _row in IMPLEMENTATIONS.items():
 if BACKEND == "jax":
     from keras_recurrent.backends.jax import _gpu, _layouts, _platforms, _shards
 if BACKEND == "torch":
-    from keras_recurrent.backends.torch import _common as torch_common
+    from keras_recurrent.backends.torch._common import is_exporting
+else:
+
+    def is_exporting():
+        return False
+
 
 _chosen = threading.local()  # has `name`; torch.compile can trace it, unlike a ContextVar
 
@@ -166,7 +171,8 @@ class Choice(NamedTuple):
         runs = "nothing runs"
         if self.implementation:
             folder = f"backends/{self.implementation}"
-            if _implemented(self.operation, self.implementation) is portable_module(self.operation):
+            module = IMPLEMENTATIONS[self.operation].get(self.implementation)
+            if module in (None, portable_module(self.operation)):
                 folder = "keras_recurrent/portable"
             runs = f"{folder}/{self.operation}.py runs"
         elif BACKEND not in PREFERENCE:
@@ -181,45 +187,40 @@ def choose(operation, arguments, implementation=None):
 
     arguments: the keyword arguments of an implementation, a dict.
     """
-    name = implementation or (PORTABLE if exports() else chosen_name())
-    refused, checks_platform = {}, BACKEND == "jax" and not name
-    for candidate in (_check_name(name),) if name else serving():
-        reason = _unsupported_reason(operation, candidate, arguments)
-        if reason is None and checks_platform:
-            reason = _platform_reason(candidate, arguments)
+    name, _, refused = _find(operation, arguments, implementation)
+    return Choice(operation, name, refused)
+
+
+def _find(operation, arguments, implementation):
+    """Returns the name and module of an implementation, or None twice; and `Choice.refused`."""
+    chosen = implementation or chosen_name()
+    if not chosen and is_exporting():
+        chosen = PORTABLE
+    refused = {}
+    for name in (_check_name(chosen),) if chosen else serving():
+        module = IMPLEMENTATIONS[operation].get(name) or portable_module(operation)
+        reason = _reason(name, module, arguments, checks_platform=not chosen)
         if reason is None:
-            return Choice(operation, candidate, refused)
-        refused[candidate] = reason
-    return Choice(operation, None, refused)
+            return name, module, refused
+        refused[name] = reason
+    return None, None, refused
 
 
-def _unsupported_reason(operation, name, arguments):
-    """Reason why an implementation does not support these arguments or is missing, or None."""
-    module = _implemented(operation, name)
+def _reason(name, module, arguments, checks_platform):
+    """Returns why an implementation cannot run: missing, or it rejects the arguments; or None."""
     if isinstance(module, str):
         return module
     unsupported = getattr(module, "unsupported", None)
-    return unsupported(**arguments) if unsupported else None
-
-
-def _implemented(operation, name):
-    """Returns the module of an implementation, or the reason if it is missing."""
-    return portable_module(operation) if name == PORTABLE else IMPLEMENTATIONS[operation][name]
+    reason = unsupported(**arguments) if unsupported else None
+    if reason is None and checks_platform and BACKEND == "jax" and name in _platforms.PLATFORMS:
+        return _platforms.platform_reason(arguments, _platforms.PLATFORMS[name])
+    return reason
 
 
 def exports():
     """Returns True if a graph is being exported, with "portable" or by `torch.export`."""
     name = chosen_name()
-    if name or BACKEND != "torch":
-        return name == PORTABLE
-    return torch_common.is_exporting()
-
-
-def _platform_reason(name, arguments):
-    """Reason why an implementation for one platform cannot run with these arguments, or None."""
-    if name in _platforms.PLATFORMS:
-        return _platforms.platform_reason(arguments, _platforms.PLATFORMS[name])
-    return None
+    return name == PORTABLE if name else is_exporting()
 
 
 def decodes_with_kernels(tensor):
@@ -258,26 +259,28 @@ def resolve(operation, arguments, implementation=None):
     Raises:
         NotImplementedError: no implementation accepts them.
     """
-    choice = choose(operation, arguments, implementation)
-    name = choice.implementation
+    name, module, refused = _find(operation, arguments, implementation)
     if name is None:
-        raise NotImplementedError(str(choice))
-    row = IMPLEMENTATIONS[operation]
-    module = _implemented(operation, name)
-    function = getattr(module, operation)
+        raise NotImplementedError(str(Choice(operation, None, refused)))
     shards = split_time.active_shards()
     if shards is not None:
         return lambda **arguments: shards.run(operation, arguments, module)
     if BACKEND != "jax":
-        return function
+        return getattr(module, operation)
+    is_chosen = bool(implementation or chosen_name())
+    return _resolve_on_jax(operation, name, module, arguments, is_chosen)
+
+
+def _resolve_on_jax(operation, name, module, arguments, is_chosen):
+    """Returns a function that also chooses a kernel by platform, and splits work by devices."""
     _shards.check_axes(operation, arguments)
-    if name in _platforms.PLATFORMS and not (implementation or chosen_name()):
+    function = getattr(module, operation)
+    if name in _platforms.PLATFORMS and not is_chosen:
+        row = IMPLEMENTATIONS[operation]
         kernels = {
             platform: row[name]
             for name, platform in _platforms.PLATFORMS.items()
-            if not (
-                _unsupported_reason(operation, name, arguments) or _platform_reason(name, arguments)
-            )
+            if _reason(name, row[name], arguments, checks_platform=True) is None
         }
         function = _platforms.choose_at_lowering(row["jax"], **kernels)
     distribution = keras.distribution.distribution()
@@ -289,8 +292,7 @@ def resolve(operation, arguments, implementation=None):
 
 def chosen_module(operation, arguments):
     """Returns the module of the implementation that `choose` returns, or None."""
-    name = choose(operation, arguments).implementation
-    return None if name is None else _implemented(operation, name)
+    return _find(operation, arguments, None)[1]
 
 
 def _check_name(name):
