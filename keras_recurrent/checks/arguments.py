@@ -35,6 +35,12 @@ def check_boolean(name, value):
         raise ValueError(f"`{name}` must be True or False; got {value!r}.")
 
 
+def check_booleans(**values):
+    """Raises an error unless all values are booleans."""
+    for name, value in values.items():
+        check_boolean(name, value)
+
+
 def check_unicode(name, text):
     """Raises an error if a string has surrogates, which UTF-8 cannot represent."""
     try:

@@ -4,7 +4,7 @@ import keras
 from keras import ops
 
 from keras_recurrent.checks.arguments import (
-    check_boolean,
+    check_booleans,
     check_divides,
     check_number,
     check_positive_integer,
@@ -168,20 +168,8 @@ class LightningAttention(StreamingLayer):
         if num_key_value_heads is not None:
             check_positive_integer("num_key_value_heads", num_key_value_heads)
             check_divides("num_key_value_heads", num_key_value_heads, "`num_heads`", num_heads)
-        for name, value in (
-            ("use_lrpe", use_lrpe),
-            ("use_qk_norm", use_qk_norm),
-            ("use_norm_weight", use_norm_weight),
-        ):
-            check_boolean(name, value)
-        if rope_max_wavelength is not None:
-            check_number("rope_max_wavelength", rope_max_wavelength, above=0)
-            if use_lrpe or head_dim % 2:
-                raise ValueError(
-                    "`rope_max_wavelength` needs an even `head_dim`, and `use_lrpe=False`, which "
-                    f"has other positions; got {head_dim} and {use_lrpe}. Leave "
-                    "`rope_max_wavelength` out, or change these arguments."
-                )
+        check_booleans(use_lrpe=use_lrpe, use_qk_norm=use_qk_norm, use_norm_weight=use_norm_weight)
+        _check_rope(rope_max_wavelength, head_dim, use_lrpe)
         if query_scale is not None:
             check_number("query_scale", query_scale, above=0)
         self.log_decay = log_decay(decay_schedule, num_heads, layer_index, num_layers)
@@ -375,3 +363,15 @@ def alibi_slopes(num_heads):
     slopes = [2 ** (-8 * h / power) for h in range(1, power + 1)]
     others = alibi_slopes(2 * power)[::2] if power < num_heads else []
     return slopes + others[: num_heads - power]
+
+
+def _check_rope(max_wavelength, head_dim, use_lrpe):
+    if max_wavelength is None:
+        return
+    check_number("rope_max_wavelength", max_wavelength, above=0)
+    if use_lrpe or head_dim % 2:
+        raise ValueError(
+            "`rope_max_wavelength` needs an even `head_dim`, and `use_lrpe=False`, which has other "
+            f"positions; got {head_dim} and {use_lrpe}. Leave `rope_max_wavelength` out, or change "
+            "these arguments."
+        )

@@ -6,9 +6,11 @@ import keras
 from keras import ops
 
 from keras_recurrent.checks.arguments import (
-    check_boolean,
+    check_booleans,
+    check_divides,
     check_number,
     check_positive_integer,
+    check_positive_integers,
     is_finite_number,
 )
 from keras_recurrent.checks.dtypes import cast
@@ -157,48 +159,24 @@ class LocalAttention(StreamingLayer):
         **kwargs,
     ):
         super().__init__(return_state=return_state, **kwargs)
-        check_positive_integer("num_query_heads", num_query_heads)
-        check_positive_integer("num_key_value_heads", num_key_value_heads)
-        check_positive_integer("head_dim", head_dim)
+        heads = {"num_query_heads": num_query_heads, "num_key_value_heads": num_key_value_heads}
+        check_positive_integers(**heads, head_dim=head_dim)
+        check_divides(
+            "num_key_value_heads", num_key_value_heads, "`num_query_heads`", num_query_heads
+        )
         if sliding_window is None:
             check_whole_sequences("`LocalAttention` without a `sliding_window`")
-        else:
-            check_positive_integer("sliding_window", sliding_window)
-            sliding_window = int(sliding_window)
-        if max_length is not None:
-            check_positive_integer("max_length", max_length)
-            max_length = int(max_length)
-        if num_query_heads % num_key_value_heads:
-            raise ValueError(
-                "`num_key_value_heads` must divide `num_query_heads`, because equal groups of "
-                "query heads share keys and values; got "
-                f"{num_key_value_heads} for {num_query_heads}."
-            )
-        in_bounds = is_finite_number(partial_rotary_factor) and 0 <= partial_rotary_factor <= 1
-        self.rotary_dim = int(partial_rotary_factor * head_dim) if in_bounds else 0
-        if not in_bounds or self.rotary_dim % 2:
-            raise ValueError(
-                "`partial_rotary_factor` must be between 0 and 1, and this fraction of `head_dim`, "
-                f"{head_dim}, an even number of channels; got {partial_rotary_factor!r}."
-            )
+        self.rotary_dim = _rotary_dim(partial_rotary_factor, head_dim)
         check_number("rope_max_wavelength", rope_max_wavelength, above=0)
-        check_boolean("use_qkv_bias", use_qkv_bias)
-        check_boolean("use_output_bias", use_output_bias)
-        check_boolean("use_qk_norm", use_qk_norm)
-        check_boolean("use_output_gate", use_output_gate)
+        check_booleans(use_qkv_bias=use_qkv_bias, use_output_bias=use_output_bias)
+        check_booleans(use_qk_norm=use_qk_norm, use_output_gate=use_output_gate)
         check_number("layer_norm_epsilon", layer_norm_epsilon)
-        if logit_scaling is not None and not (
-            is_finite_number(logit_scaling) and logit_scaling >= 2
-        ):
-            raise ValueError(
-                "`logit_scaling` must be a finite number a of at least 2, for the factor "
-                f"ln(t + a) / ln(floor(a)) at position t, or None; got {logit_scaling!r}."
-            )
+        _check_logit_scaling(logit_scaling)
         self.num_query_heads = num_query_heads
         self.num_key_value_heads = num_key_value_heads
         self.head_dim = head_dim
-        self.sliding_window = sliding_window
-        self.max_length = max_length
+        self.sliding_window = _integer_or_none("sliding_window", sliding_window)
+        self.max_length = _integer_or_none("max_length", max_length)
         self.rope_max_wavelength = rope_max_wavelength
         self.partial_rotary_factor = partial_rotary_factor
         self.use_qkv_bias = use_qkv_bias
@@ -356,3 +334,31 @@ class LocalAttention(StreamingLayer):
             "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
             "bias_initializer": keras.initializers.serialize(self.bias_initializer),
         }
+
+
+def _integer_or_none(name, size):
+    """Returns a size as an integer of Python, which is part of the configuration."""
+    if size is None:
+        return None
+    check_positive_integer(name, size)
+    return int(size)
+
+
+def _rotary_dim(factor, head_dim):
+    """Returns the number of rotated channels of a head; checks `partial_rotary_factor`."""
+    in_bounds = is_finite_number(factor) and 0 <= factor <= 1
+    rotary_dim = int(factor * head_dim) if in_bounds else 0
+    if not in_bounds or rotary_dim % 2:
+        raise ValueError(
+            "`partial_rotary_factor` must be between 0 and 1, and this fraction of `head_dim`, "
+            f"{head_dim}, an even number of channels; got {factor!r}."
+        )
+    return rotary_dim
+
+
+def _check_logit_scaling(number):
+    if number is not None and not (is_finite_number(number) and number >= 2):
+        raise ValueError(
+            "`logit_scaling` must be a finite number a of at least 2, for the factor "
+            f"ln(t + a) / ln(floor(a)) at position t, or None; got {number!r}."
+        )

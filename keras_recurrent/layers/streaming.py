@@ -4,7 +4,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from keras_recurrent.checks.arguments import check_boolean
+from keras_recurrent.checks.arguments import check_boolean, check_booleans
 from keras_recurrent.checks.dtypes import cast
 from keras_recurrent.checks.states import check_per_token, check_state, one_state
 from keras_recurrent.devices import split_time
@@ -160,8 +160,7 @@ class StreamingLayer(StatefulLayer):
     ):
         # Keras would cast a float32 state to the compute dtype of a mixed policy.
         super().__init__(autocast=False, **kwargs)
-        check_boolean("return_state", return_state)
-        check_boolean("return_sequences", return_sequences)
+        check_booleans(return_state=return_state, return_sequences=return_sequences)
         check_boolean("go_backwards", go_backwards)
         if zero_output_for_mask is not None:
             check_boolean("zero_output_for_mask", zero_output_for_mask)

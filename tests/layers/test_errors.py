@@ -124,7 +124,7 @@ def test_wrong_width(name):
         (
             lambda: layers.LocalAttention(4, num_key_value_heads=3),
             8,
-            r"`num_key_value_heads` must divide .*got 3 for 4",
+            r"`num_key_value_heads` must divide `num_query_heads`, 4; got 3",
         ),
         (lambda: layers.LocalAttention(4, sliding_window=0), 8, r"`sliding_window` must be"),
         (lambda: layers.LocalAttention(4, max_length=2.5), 8, r"`max_length` must be an integer"),
