@@ -5,7 +5,9 @@ so that derivatives are zero, and rejects `torch.func.grad`. The kernel here rai
 tangents, and computes gradients at each level of nested transforms.
 
 In eager mode, operators are called without torch's dispatcher, which takes longer on the host than
-most launches of an operator.
+most launches of an operator. `RecurrentBlock(32)` on 8×8 tokens takes 2.2 ms forward on one busy
+CPU core. If `is_eager` returns False, it takes 3.0 ms; only in the argument checks of
+`ops/operation.py`, 2.9 ms.
 """
 
 import torch
