@@ -90,7 +90,7 @@ class Stream:
             self._loop.batch.close()
         self._loop = None
 
-    def __del__(self):
+    def __del__(self, is_finalizing=is_finalizing):  # the module may have lost its names
         # At interpreter shutdown there is nothing to release.
         if getattr(self, "_loop", None) is not None and not is_finalizing():
             self._loop.batch.close()
