@@ -1,5 +1,6 @@
 """Batches on JAX and TensorFlow. Each step is one program; on JAX, it overwrites the state."""
 
+import functools
 import threading
 from typing import Any
 
@@ -64,6 +65,13 @@ class XlaBatch(Batch):
             self._first, state = state, self._programs.copy(state)
         self._state = BatchState(sequences, self._programs.begin(state), ())
 
+    @property
+    def weights(self):
+        """The weights, arguments of programs on JAX."""
+        if self._weights and self._weights[0].is_deleted():  # Keras's `predict` replaces them
+            self._weights = self._programs.weights()
+        return self._weights
+
     def _launch(self, features, numbers, count):
         self._state, tokens, logprobs = self._programs.decode(
             *self._arguments(features, numbers, self._inputs["stops"]), **self._static(features)
@@ -86,7 +94,7 @@ class XlaBatch(Batch):
             missing = self.tokens_per_step - numbers.shape[1]
             numbers = distribute(np.pad(numbers, ((0, 0), (0, missing))))
         options = {name: self._inputs[name] for name in argument_names(features)}
-        return self._state._replace(counts=counts), self._weights, (stops, numbers, options)
+        return self._state._replace(counts=counts), self.weights, (stops, numbers, options)
 
     def _static(self, features):
         # TensorFlow compares sets by identity, and would trace the program for each of them.
@@ -138,7 +146,7 @@ class JaxBatch(XlaBatch):
         rows, num_rows = [*map(self._row, rows)], len(rows)
         rows += [self.initial_row] * (self.num_prompts - num_rows)
         static = {"layout": self._layout, "variant": self._variant}
-        self._latest = self._slots.process(rows, tokens, mask, self._weights, **static)
+        self._latest = self._slots.process(rows, tokens, mask, self.weights, **static)
         return self._latest[:num_rows]
 
     def _row(self, row):
@@ -202,7 +210,7 @@ class JaxBatch(XlaBatch):
         return True
 
     def _compile(self, features, sequence, num_stops):
-        """Starts and returns a thread that compiles a step, which later calls reuse.
+        """Starts and returns a thread that compiles what a sequence needs; later calls reuse it.
 
         Args:
             features: the `Features`, which also serve the sequences in slots.
@@ -216,10 +224,21 @@ class JaxBatch(XlaBatch):
         arguments, static = self._arguments(features, numbers, stops), self._static(features)
         # Lowers from shapes, because a running step may overwrite these arrays.
         shapes = jax.tree.map(_shape, arguments)
-        program = self._programs.decode
-        thread = threading.Thread(
-            target=lambda: program.lower(*shapes, **static).compile(), daemon=True
-        )
+        calls = [functools.partial(self._programs.decode.lower, *shapes, **static)]
+        if num_stops > self._num_stops:  # `insert` has an argument of this width
+            before = jax.tree.map(_shape, (self._state, distribute(stops)))
+            after = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), before)
+            after = after[0].sequences, after[1]
+            row, options = jax.tree.map(_shape, self.initial_row), {"layout": self._layout}
+            calls.append(
+                functools.partial(self._slots.insert.lower, before, 0, after, row, **options)
+            )
+
+        def compile_all():
+            for lower in calls:
+                lower().compile()
+
+        thread = threading.Thread(target=compile_all, daemon=True)
         thread.start()
         return thread
 

@@ -338,6 +338,13 @@ def test_another_call_of_close_cancels(model, in_listener):
 
 
 @pytest.mark.once
+def test_engine_after_predict_answers_as_before(model, engine):
+    """Keras's `predict` on JAX replaces the arrays of all weights, which the engine had stored."""
+    expected = _submit(engine).result().token_ids
+    model.predict_on_batch({"token_ids": np.ones((1, 4), "int32"), "padding_mask": np.ones((1, 4))})
+    assert _submit(engine).result().token_ids == expected
+
+
 def test_a_failed_engine_ends_all_requests(model, monkeypatch):
     """A request that was on its way to a slot never ends."""
     engine = Engine(model, num_slots=1, max_length=200, prefix_cache_bytes=0)
