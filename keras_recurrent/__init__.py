@@ -19,19 +19,16 @@ from keras_recurrent import (
     conversion,
     datasets,
     evaluation,
-    first_use,
     layers,
     metrics,
     ops,
     schedules,
     testing,
+    upstream,
 )
 from keras_recurrent import exporting as exporting
-from keras_recurrent.devices import jax_processes
 from keras_recurrent.dispatch import implementation
-from keras_recurrent.export import exporters
 from keras_recurrent.generation.modes import which_generation
-from keras_recurrent.layers import both_directions, integer_products, saved_quantization
 from keras_recurrent.ops.operation import which_implementation
 from keras_recurrent.training.loss_without_logits import which_loss
 from keras_recurrent.training.weight_decay import exclude_from_weight_decay
@@ -40,12 +37,7 @@ from keras_recurrent.tuning import autotune
 if TYPE_CHECKING:
     from keras_recurrent import models, samplers, tokenizers
 
-exporters.install()
-both_directions.install()
-first_use.install()
-integer_products.install()
-jax_processes.install()
-saved_quantization.install()
+upstream.install()
 
 __version__ = "0.2.0"
 

@@ -1,9 +1,8 @@
-"""Private names of Keras and KerasHub that this package imports or replaces.
+"""Private names of Keras and KerasHub that this package imports; `upstream.py` has replaced ones.
 
 `tests/models/private_attributes.py` lists the private attributes that it uses.
 """
 
-import functools
 import importlib
 
 # {name: module of Keras or KerasHub}, private or slow to import. It is imported at the first
@@ -44,28 +43,23 @@ SOURCE_NAMES = {
     "restore_outer_shape": "keras_hub.src.utils.tensor_utils",
 }
 
-# Modules of KerasHub with a `from_preset`; `first_use.py` replaces their functions.
-PRESET_MODULES = {
-    "backbone": "keras_hub.src.models.backbone",
-    "preprocessor": "keras_hub.src.models.preprocessor",
-    "task": "keras_hub.src.models.task",
-    "tokenizer": "keras_hub.src.tokenizers.tokenizer",
-}
-
-# Modules of Keras in which other files replace functions.
-EXPORT = "keras.src.export"
-JAX_OPERATIONS = "keras.src.backend.jax.numpy"
-REGISTRY_MODULES = ("keras.saving", "keras.utils", "keras.src.saving.object_registration")
-SAVING = "keras.src.saving.saving_lib"
+TOKENIZER_MODULE = "keras_hub.src.tokenizers.tokenizer"
+# Modules of KerasHub with a `from_preset`; `upstream.py` replaces their functions.
+PRESET_MODULES = (
+    "keras_hub.src.models.backbone",
+    "keras_hub.src.models.preprocessor",
+    "keras_hub.src.models.task",
+    TOKENIZER_MODULE,
+)
 
 
 def __getattr__(name):
     if name not in SOURCE_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(_import_whole(SOURCE_NAMES[name]), name)
+    return getattr(import_whole(SOURCE_NAMES[name]), name)
 
 
-def _import_whole(module):
+def import_whole(module):
     """Imports a module after its package, which another thread may still be importing."""
     importlib.import_module(module.partition(".")[0])
     return importlib.import_module(module)
@@ -100,30 +94,6 @@ def use_public_optimizers(config):
     return config
 
 
-def replace_names(module, **replacements):
-    """Replaces functions of a module of KerasHub."""
-    for name, replacement in replacements.items():
-        setattr(_import_whole(module), name, replacement)
-
-
 def installed_preset_loader(preset):
     """Returns the loader of a preset from the function that `Tokenizer.from_preset` calls."""
-    return importlib.import_module(PRESET_MODULES["tokenizer"]).get_preset_loader(preset)
-
-
-def replace_function(owner, name, make):
-    """Replaces a function of a class of Keras, or of a module by its name, by `make(function)`."""
-    owner = importlib.import_module(owner) if isinstance(owner, str) else owner
-    setattr(owner, name, make(getattr(owner, name)))
-
-
-def check_before_calls(cls, check):
-    """Calls `check(layer, args, kwargs)` before each call of a layer of one of Keras's classes."""
-    original = cls.__call__
-
-    @functools.wraps(original)
-    def call(self, *args, **kwargs):
-        check(self, args, kwargs)
-        return original(self, *args, **kwargs)
-
-    cls.__call__ = call
+    return importlib.import_module(TOKENIZER_MODULE).get_preset_loader(preset)

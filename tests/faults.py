@@ -906,7 +906,7 @@ FAULTS = [
     ),
     Fault(
         "saved_models_not_registered",
-        "keras_recurrent/first_use.py",
+        "keras_recurrent/upstream.py",
         old='("keras_recurrent.gqa.uptraining", MODELS, ',
         new='("keras_recurrent.gqa.uptraining", ',
         tests={
@@ -915,9 +915,9 @@ FAULTS = [
     ),
     Fault(
         "kerashub_imported_later_is_unchanged",
-        "keras_recurrent/first_use.py",
-        old="        self._loader.exec_module(module)\n        _replace_hub_functions()\n",
-        new="        self._loader.exec_module(module)\n",
+        "keras_recurrent/upstream.py",
+        old="                execute(module)\n                _change_hub()\n",
+        new="                execute(module)\n",
         tests={"torch": "test_imports.py::test_kerashub_is_changed_at_each_import"},
     ),
     Fault(

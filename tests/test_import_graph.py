@@ -10,7 +10,7 @@ import re
 
 import pytest
 
-from keras_recurrent import compat, first_use
+from keras_recurrent import compat, upstream
 
 pytestmark = pytest.mark.once
 
@@ -236,13 +236,13 @@ def test_the_package_and_its_layers_import_no_kerashub(sources):
     names = ("conversion", "exporting", "serving.__main__")
     modules, users = imported_modules(sources, [f"{PACKAGE}.{name}" for name in names])
     assert users == set()
-    assert {f"{PACKAGE}.layers.rg_lru", f"{PACKAGE}.first_use"} < modules
+    assert {f"{PACKAGE}.layers.rg_lru", f"{PACKAGE}.upstream"} < modules
     assert imported_modules(sources, [f"{PACKAGE}.samplers"])[1]  # it finds KerasHub
 
 
 def test_registered_classes_are_imported_for_saved_models(sources):
     """A saved model does not load after `import keras_recurrent`."""
-    modules, _ = imported_modules(sources, [PACKAGE, *first_use.REGISTERING_MODULES])
+    modules, _ = imported_modules(sources, [PACKAGE, *upstream.REGISTERING_MODULES])
     registering = {
         name for name, (_, source) in sources.items() if "register_keras_serializable" in source
     }

@@ -17,7 +17,7 @@ import keras_hub
 import pytest
 
 import keras_recurrent
-from keras_recurrent import first_use, import_order
+from keras_recurrent import import_order, upstream
 
 ROOT = pathlib.Path(__file__).parents[1]
 GUIDES = ROOT / "guides"
@@ -157,7 +157,7 @@ def test_a_language_model_loads_after_this_import_alone(tmp_path):
 def test_kerashub_is_changed_at_each_import(monkeypatch):
     """KerasHub does not find this package's presets if it is imported after this package."""
     replaced = []
-    monkeypatch.setattr(first_use, "_replace_hub_functions", lambda: replaced.append(True))
+    monkeypatch.setattr(upstream, "_change_hub", lambda: replaced.append(True))
     finder = next(f for f in sys.meta_path if type(f).__name__ == "_HubFinder")
     assert finder.find_spec("keras", None) is None
     for count in (1, 2):
@@ -179,15 +179,15 @@ def test_a_class_that_is_not_imported_is_found_by_its_registered_name(monkeypatc
 
     def import_module(module):
         imported.append(module)
-        if module == first_use.MODELS:
+        if module == upstream.MODELS:
             objects[name] = cls
 
     importer = types.SimpleNamespace(import_module=import_module)
-    monkeypatch.setattr(first_use, "importlib", importer)
+    monkeypatch.setattr(upstream, "importlib", importer)
     assert keras.saving.get_registered_object("another>GriffinCausalLM") is None
     assert imported == []
     assert keras.saving.get_registered_object(name) is cls
-    assert imported[-1] == first_use.MODELS
+    assert imported[-1] == upstream.MODELS
     assert keras.saving.get_registered_object("keras_recurrent>Missing") is None
 
 

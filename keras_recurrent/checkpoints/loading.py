@@ -97,7 +97,7 @@ def find_class(preset, cls, backbone_cls):
     Raises:
         ValueError: there is none; the message names the classes that take the backbone.
     """
-    root = next(c for c in cls.__mro__ if c.__module__ in compat.PRESET_MODULES.values())
+    root = next(c for c in cls.__mro__ if c.__module__ in compat.PRESET_MODULES)
     fitting = [c for c in compat.list_subclasses(root) if c.backbone_cls == backbone_cls]
     if not any(issubclass(c, cls) for c in fitting):
         # Name language models for a language model, and classifiers for a classifier.

@@ -93,17 +93,12 @@ class SavedByAllProcesses(AtomicPreset):
             return super().save_to_preset(path, *args, **kwargs)
 
 
-def install():
-    """Makes Keras save `SavedByAllProcesses` in all processes, and replace files in one step.
+def save_atomically(save):
+    """Returns a function of Keras that saves `SavedByAllProcesses` in all processes, in one step.
 
     Streams, remote files and sharded weights outside of presets are written in place.
     """
-    # All functions and callbacks of Keras that save a model call these two.
-    compat.replace_function(compat.SAVING, "save_model", _save_atomically)
-    compat.replace_function(compat.SAVING, "save_weights_only", _save_atomically)
 
-
-def _save_atomically(save):
     @functools.wraps(save)
     def save_model(model, filepath, *args, **kwargs):
         if not isinstance(model, SavedByAllProcesses):

@@ -3,7 +3,7 @@
 Keras's exporters run with the portable operations (`keras_recurrent.portable`). On torch, sizes of
 batch and time that are None in the model's inputs stay dynamic; Keras itself would make a graph for
 a batch and a time of 1. Models without a layer of this package are exported by Keras unchanged.
-`install` replaces Keras's functions.
+`upstream.py` replaces Keras's functions.
 
 A SavedModel keeps the operations of the backend, which TensorFlow runs. The SavedModel of a
 language model on TensorFlow has a signature `step` in addition to `serve`: it takes `token_ids`
@@ -30,14 +30,8 @@ from keras_recurrent import compat, dispatch
 from keras_recurrent.portable import _opset_27
 
 
-def install():
-    """Replaces Keras's exporters by those of this module."""
-    for name, export in EXPORTERS.items():
-        make = functools.partial(_wrap_exporter, export)
-        compat.replace_function(compat.EXPORT, name, make)
-
-
-def _wrap_exporter(export_function, original):
+def wrap_exporter(export_function, original):
+    """Returns an exporter that calls a function of `EXPORTERS` for models with our layers."""
     parameters = inspect.signature(original)
 
     @functools.wraps(original)

@@ -1,31 +1,20 @@
-"""Exact products of int8 tensors on JAX with NVIDIA GPUs."""
+"""Exact products of int8 tensors on JAX with NVIDIA GPUs.
+
+XLA doubles some of them (`upstream.py`). Converted to int32, they are multiplied by another kernel
+of XLA. The result is the same on other platforms.
+"""
 
 import functools
 import math
 
 import keras
 
-from keras_recurrent import compat
-from keras_recurrent.dispatch import BACKEND
-
 EXACT_MULTIPLE = 4  # XLA is exact if the contracted size is a multiple of this
 
 
-def install():
-    """Replaces Keras's `matmul` and `einsum` on JAX by versions that are exact for int8.
+def exact_matmul(matmul):
+    """Returns a `matmul` of Keras that is exact for int8."""
 
-    Where the number of contracted elements is not a multiple of 4, XLA for NVIDIA GPUs doubles the
-    product of two int8 tensors (H100, JAX 0.11.2). Keras multiplies int8 tensors in layers after
-    `quantize("int8")`. Converted to int32, they are multiplied by another kernel of XLA. The result
-    is the same on other platforms.
-    """
-    if BACKEND != "jax":
-        return
-    compat.replace_function(compat.JAX_OPERATIONS, "matmul", _exact_matmul)
-    compat.replace_function(compat.JAX_OPERATIONS, "einsum", _exact_einsum)
-
-
-def _exact_matmul(matmul):
     @functools.wraps(matmul)
     def call(x1, x2):
         if _are_int8(x1, x2) and x1.shape[-1] % EXACT_MULTIPLE:
@@ -35,7 +24,9 @@ def _exact_matmul(matmul):
     return call
 
 
-def _exact_einsum(einsum):
+def exact_einsum(einsum):
+    """Returns an `einsum` of Keras that is exact for int8."""
+
     @functools.wraps(einsum)
     def call(subscripts, *operands, **kwargs):
         if _are_int8(*operands) and contracted_size(subscripts, *operands) % EXACT_MULTIPLE:

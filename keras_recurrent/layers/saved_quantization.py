@@ -1,30 +1,9 @@
 """Quantized sublayers in the configuration of a layer or backbone."""
 
-import functools
 import re
 
-import keras
 from keras.dtype_policies import DTypePolicy, DTypePolicyMap, deserialize
 from keras.saving import deserialize_keras_object, serialize_keras_object
-
-from keras_recurrent import compat
-
-
-def install():
-    """Makes layers save the zero points of GPTQ and AWQ, which Keras 3.15.1 leaves out."""
-    for cls in (keras.layers.Dense, keras.layers.EinsumDense):
-        compat.replace_function(cls, "_get_kernel_with_merged_lora", _add_zero_point)
-
-
-def _add_zero_point(saved_kernel):
-    @functools.wraps(saved_kernel)
-    def call(layer):
-        kernel, scale, zero_point = saved_kernel(layer)
-        if zero_point is None and layer.quantization_mode in ("gptq", "awq"):
-            zero_point = layer.kernel_zero
-        return kernel, scale, zero_point
-
-    return call
 
 
 class SavedQuantization:

@@ -388,24 +388,15 @@ def test_hgrn2_with_a_bound_in_both_directions():
     for x in (inputs(), keras.Input((None, WIDTH))):
         with pytest.raises(ValueError, match=r"keras_recurrent.layers.BidirectionalHGRN2"):
             layer(x, lower_bound=bound)
-        with pytest.raises(ValueError, match=r"keras_recurrent.layers.BidirectionalHGRN2"):
-            keras.layers.Bidirectional(layers.HGRN2(expand_ratio=4))(x, lower_bound=bound)
 
 
 @pytest.mark.once
-def test_what_bidirectional_does_not_hand_on():
-    """The error says how both directions are had, and that is so."""
+def test_segments_backwards_equal_reversed_inputs():
+    """The alternative of the manual to `Bidirectional`, which refuses `segment_ids`, is wrong."""
     x, given = inputs(), {"segment_ids": SEGMENTS["documents"]}
-    forward, backward = built("RGLRU"), built("RGLRU", go_backwards=True)
-    both = keras.layers.Bidirectional(forward, backward_layer=backward)
-    for arguments, message in (
-        (given, r"got `segment_ids=...`.* Call two layers.*RGLRU.*go_backwards=True.*flip"),
-        ({"return_state": True}, r"to the wrapped layer: `RGLRU\(..., return_state=True"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            both(x, **arguments)
-    with pytest.raises(TypeError, match="`RGLRU` got the call argument 'scale'"):
-        both(x, scale=2)
+    backward = built("RGLRU", go_backwards=True)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'segment_ids'"):
+        keras.layers.Bidirectional(built("RGLRU"))(x, **given)
     (ids,) = turned(*given.values())
     outputs = backward(x, **given)
     assert_close(outputs, like(backward, go_backwards=False)(*turned(x), segment_ids=ids))

@@ -1,0 +1,100 @@
+"""Each change to Keras and KerasHub is needed: the original function is wrong.
+
+If a test fails with a new version of Keras, KerasHub or JAX, remove the change from
+`keras_recurrent/upstream.py`, and the test.
+"""
+
+import importlib
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+from keras_hub.src.models import task
+
+from keras_recurrent import compat, layers, models, upstream
+from tests.gpu import has_gpu
+
+BACKEND = keras.backend.backend()
+
+
+def original(name):
+    """Returns the function of Keras that the first change with this name replaces."""
+    owner = next(change.owner for change in upstream.CHANGES if change.name == name)
+    owner = importlib.import_module(owner) if isinstance(owner, str) else owner
+    return getattr(owner, name).__wrapped__
+
+
+@pytest.mark.once
+def test_keras_finds_no_class_that_is_not_imported(monkeypatch):
+    name = "keras_recurrent>GriffinCausalLM"
+    monkeypatch.setitem(keras.saving.get_custom_objects(), name, models.GriffinCausalLM)
+    assert keras.saving.get_registered_object(name) is models.GriffinCausalLM
+    monkeypatch.delitem(keras.saving.get_custom_objects(), name)
+    assert original("get_registered_object")(name) is None
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="a format of torch")
+@pytest.mark.filterwarnings("ignore")
+def test_keras_exports_batches_of_1(tmp_path):
+    """Only the wrapped function makes sizes of None dynamic."""
+    import torch
+
+    inputs = keras.Input((None, 4))
+    model = keras.Model(inputs, layers.RMSNorm()(inputs))
+    path = str(tmp_path / "model.pt2")
+    x = torch.ones(2, 3, 4)
+    model.export(path, format="torch", verbose=False)
+    torch.export.load(path).module()(x)
+    original("export_torch")(model, path, verbose=False)
+    with pytest.raises(AssertionError, match="Guard failed"):
+        torch.export.load(path).module()(x)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("name", ["save_model", "save_weights_only"])
+def test_keras_writes_files_in_place(tmp_path, name):
+    class Failing(keras.layers.Dense):
+        def save_own_variables(self, store):
+            raise OSError("no space left on device")
+
+    model = keras.Sequential([keras.Input((2,)), Failing(2)])
+    path = tmp_path / ("model.keras" if name == "save_model" else "model.weights.h5")
+    path.write_text("old")
+    with pytest.raises(OSError, match="no space left"):
+        original(name)(model, path)
+    assert not path.exists() or path.read_bytes() != b"old"
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("mode", ["gptq", "awq"])
+def test_keras_saves_no_zero_points(mode):
+    layer = keras.layers.Dense(8, dtype=f"{mode}/4/8_from_float32")
+    layer.build((None, 8))
+    assert original("_get_kernel_with_merged_lora")(layer)[2] is None
+    assert layer._get_kernel_with_merged_lora()[2] is layer.kernel_zero
+
+
+@pytest.mark.skipif(BACKEND != "jax" or not has_gpu(), reason="a fault of XLA for NVIDIA GPUs")
+@pytest.mark.parametrize("name", ["matmul", "einsum"])
+def test_xla_doubles_products_of_int8(name):
+    equation = ["nk,ko->no"] if name == "einsum" else []
+    a, b = np.ones((7, 6), "int8"), np.ones((6, 5), "int8")
+    product = original(name)(*equation, keras.ops.array(a), keras.ops.array(b))
+    assert not np.array_equal(product, a.astype("int32") @ b)
+
+
+@pytest.mark.once
+def test_kerashub_finds_no_presets_of_other_packages():
+    """Nor the preprocessor of a network that takes the inputs of another class."""
+    assert "hawk_tiny" in models.GriffinCausalLM.presets  # KerasHub knows the name
+    with pytest.raises(KeyError, match="kaggle_handle"):
+        compat.get_preset_loader("hawk_tiny")
+
+    class Converted(models.GriffinBackbone):
+        preprocessed_as = models.GriffinBackbone
+
+    arguments = "converted", keras_hub.models.CausalLMPreprocessor, Converted
+    assert task.find_subclass(*arguments) is models.GriffinCausalLMPreprocessor
+    with pytest.raises(ValueError, match="Unable to find a subclass"):
+        compat.find_subclass(*arguments)
