@@ -16,7 +16,9 @@ import keras_hub
 import numpy as np
 from keras import ops
 
-from keras_recurrent import evaluation, models, testing
+from keras_recurrent import models
+from keras_recurrent.evaluation import cached_generation as testing
+from keras_recurrent.evaluation import position_loss as evaluation
 
 VOCABULARY = 61
 LENGTHS = (11, 7, 2)  # prompts

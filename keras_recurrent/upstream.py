@@ -139,8 +139,8 @@ class _HubFinder(importlib.abc.MetaPathFinder):
 def _change_hub():
     """Makes `from_preset` and `presets` of KerasHub find the presets of this package.
 
-    KerasHub looks for a preset's name among its own, on Kaggle and on the Hugging Face Hub, and
-    converts checkpoints of its own models only. Its preprocessors belong to one class of backbone.
+    KerasHub downloads a preset by its name and converts checkpoints, both for the models that it
+    defines. It finds preprocessors by the class of the backbone, not of a base class.
 
     This function runs while KerasHub is being imported, maybe by a module that the models need. So
     the models are imported when one of the replacements is first called.

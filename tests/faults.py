@@ -604,7 +604,7 @@ FAULTS = [
     ),
     Fault(
         "schedule_rsqrt",
-        "keras_recurrent/schedules.py",
+        "keras_recurrent/training/inverse_square_root.py",
         old="ops.rsqrt(ops.maximum(share, 1.0))",
         new="1 / ops.maximum(share, 1.0)",
         tests={"torch": "test_schedules.py::test_it_is_the_equation[7]"},
@@ -772,7 +772,7 @@ FAULTS = [
     ),
     Fault(
         "continuation_stop_string",
-        "keras_recurrent/continuations.py",
+        "keras_recurrent/evaluation/continuations.py",
         old="StreamedText(self._preprocessor, token, until, [end_token_id])",
         new="StreamedText(self._preprocessor, token, until[:1], [end_token_id])",
         tests={
@@ -899,7 +899,7 @@ FAULTS = [
     ),
     Fault(
         "kerashub_imported_by_layers",
-        "keras_recurrent/testing.py",
+        "keras_recurrent/evaluation/cached_generation.py",
         old="import keras\n",
         new="import keras\nimport keras_hub\n",
         tests={"torch": "test_import_graph.py::test_the_package_and_its_layers_import_no_kerashub"},
@@ -922,7 +922,7 @@ FAULTS = [
     ),
     Fault(
         "evaluation_counts",
-        "keras_recurrent/evaluation.py",
+        "keras_recurrent/evaluation/position_loss.py",
         old="counts = mask[:, 1:] & mask[:, :-1]",
         new="counts = mask[:, 1:]",
         tests={"torch": "test_evaluation.py::test_tokens_after_padding_do_not_count"},

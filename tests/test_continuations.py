@@ -4,8 +4,8 @@ import keras
 import numpy as np
 import pytest
 
-from keras_recurrent import continuations
 from keras_recurrent.continuations import Continuations
+from keras_recurrent.evaluation import continuations
 from keras_recurrent.generation.sequence import Sequence
 from keras_recurrent.generation.stop_strings import StreamedText
 from keras_recurrent.models import SamplingParams

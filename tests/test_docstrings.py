@@ -18,12 +18,12 @@ BLOCK = re.compile(r"```python\n(\s*(?:import|from) .*?)```", re.DOTALL)
 WITHOUT_EXAMPLES = (
     "keras_recurrent.backends",
     "keras_recurrent.devices.torch",
+    "keras_recurrent.evaluation.lm_evaluation_harness",
     "keras_recurrent.generation.torch",
     "keras_recurrent.lm_evaluation_harness",
     "keras_recurrent.serving.gate",
     "keras_recurrent.serving.metrics",
     "keras_recurrent.serving.server",
-    "keras_recurrent.training.torch_modules",
 )
 
 

@@ -4,8 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_recurrent import evaluation
-from keras_recurrent.evaluation import loss_by_position
+from keras_recurrent.evaluation import loss_by_position, position_loss
 from tests.models.tiny import VOCABULARY, any_family, tiny_causal_lm
 
 pytestmark = pytest.mark.once
@@ -20,8 +19,11 @@ def test_it_is_the_mean_of_what_score_gives(family, monkeypatch):
     model, token_ids = tiny_causal_lm(family=family), texts()
     wanted = model.score(token_ids[:, :-1], scoring_mode="loss", target_ids=token_ids[:, 1:])
     wanted = keras.ops.convert_to_numpy(wanted).astype("float64")
-    for piece in (evaluation.TOKENS_PER_CALL, 6):  # all logits at once, and those of three places
-        monkeypatch.setattr(evaluation, "TOKENS_PER_CALL", piece)
+    for piece in (
+        position_loss.TOKENS_PER_CALL,
+        6,
+    ):  # in one chunk and in several
+        monkeypatch.setattr(position_loss, "TOKENS_PER_CALL", piece)
         found = loss_by_position(model, token_ids, batch_size=2)
         np.testing.assert_allclose(found.loss, wanted.mean(0), rtol=1e-5)
         np.testing.assert_array_equal(found.num_texts, np.full(8, 5))

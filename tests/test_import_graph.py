@@ -24,16 +24,16 @@ FLOORS = [
     "checks",
     "portable devices",
     "dispatch",
-    "ops",
+    "ops tuning",
     "layers tokenizers datasets",
     "training gqa export chat",
     "checkpoints",
     "generation",
     "models",
-    "serving",
+    "serving evaluation",
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms.split()}
-TOP = len(FLOORS)  # the other modules at the root of the package, and faces anywhere
+TOP = len(FLOORS)  # the other modules at the root of the package
 
 PACKAGE_MISSING = "imports a package that may be missing"
 LAZY_FACE = "a public name that is imported when it is first used"
@@ -69,19 +69,15 @@ class Graph:
     Attributes:
         files: `{module: its file}`.
         imports: `{module: {(imported module, whether a function imports it)}}`.
-        faces: the modules of a docstring, imports and `__all__` alone that import from other rooms.
     """
 
     def __init__(self, sources):
         """sources: `{module: (its file, its source)}`."""
         self.files = {name: file for name, (file, _) in sources.items()}
-        self.imports, self.faces = {}, set()
-        for name, (_, source) in sources.items():
-            tree = ast.parse(source)
-            self.imports[name] = self._imports(name, tree, bool(NAMES_MODULES.search(source)))
-            others = any(room(target) != room(name) for target, _ in self.imports[name])
-            if others and all(map(_is_of_a_face, tree.body)):
-                self.faces.add(name)
+        self.imports = {
+            name: self._imports(name, ast.parse(source), bool(NAMES_MODULES.search(source)))
+            for name, (_, source) in sources.items()
+        }
 
     def _imports(self, name, tree, with_strings):
         found = set()
@@ -121,17 +117,14 @@ class Graph:
         names = {f"{base}.{alias.name}" for alias in node.names}
         return {target if target in self.files else base for target in names} & self.files.keys()
 
-    def floor(self, name):
-        return TOP if name in self.faces else FLOOR.get(room(name), TOP)
-
     def upward(self):
         """`(module, imported module)` of the imports that do not run downward."""
         return sorted(
             (name, target)
             for name, imports in self.imports.items()
             for target, _ in imports
-            if self.floor(target) > self.floor(name)
-            or (self.floor(target) == self.floor(name) < TOP and room(target) != room(name))
+            if floor(target) > floor(name)
+            or (floor(target) == floor(name) < TOP and room(target) != room(name))
         )
 
     def circles(self):
@@ -172,6 +165,10 @@ def room(name):
     return name.split(".")[1] if "." in name else ""
 
 
+def floor(name):
+    return FLOOR.get(room(name), TOP)
+
+
 def imported_modules(sources, first):
     """Finds the modules that are imported together with some modules.
 
@@ -204,13 +201,6 @@ def _import_statements(node):
     if not isinstance(node, FUNCTIONS) and not is_for_types:
         for child in ast.iter_child_nodes(node):
             yield from _import_statements(child)
-
-
-def _is_of_a_face(node):
-    if isinstance(node, ast.Assign):
-        return [getattr(target, "id", None) for target in node.targets] == ["__all__"]
-    is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    return is_docstring or isinstance(node, (ast.Import, ast.ImportFrom))
 
 
 @pytest.fixture(scope="module")
@@ -263,14 +253,13 @@ def test_imports_inside_functions_are_listed(graph):
         ("compat", 'def f():\n    return importlib.import_module("keras_recurrent.layers.remat")'),
         ("compat", '_MODULES = {"remat": "keras_recurrent.layers.remat"}'),
         ("backends.torch._circular_buffer", "from ...layers import remat"),
-        ("layers.remat", "from keras_recurrent.devices.torch_modules import TorchModule"),
     ],
-    ids=["module", "function", "importlib", "table", "relative", "face"],
+    ids=["module", "function", "importlib", "table", "relative"],
 )
 def test_an_upward_import_is_found(sources, name, line):
-    name, face = f"{PACKAGE}.{name}", f"{PACKAGE}.devices.torch_modules"
-    planted = {n: (file, "") for n, (file, _) in sources.items()} | {face: sources[face]}
-    planted[name] = sources[name][0], f"{line}\nX = 1"  # of imports alone, it would be a face
+    name = f"{PACKAGE}.{name}"
+    planted = {n: (file, "") for n, (file, _) in sources.items()}
+    planted[name] = sources[name][0], line
     assert [source for source, _ in Graph(planted).upward()] == [name]
 
 

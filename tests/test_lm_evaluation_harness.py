@@ -19,7 +19,8 @@ SENTENCES = ["All happy families are alike.", "Call me Ishmael.", "It was the be
 
 
 def test_without_the_harness_an_import_says_what_is_missing(monkeypatch):
-    monkeypatch.delitem(sys.modules, "keras_recurrent.lm_evaluation_harness", raising=False)
+    for module in "keras_recurrent", "keras_recurrent.evaluation":
+        monkeypatch.delitem(sys.modules, f"{module}.lm_evaluation_harness", raising=False)
     for module in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "lm_eval", None)  # what is None cannot be imported

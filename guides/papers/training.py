@@ -5,7 +5,7 @@ import numpy as np
 from keras import ops
 
 from keras_recurrent import exclude_from_weight_decay
-from keras_recurrent.evaluation import no_gradients
+from keras_recurrent.evaluation.position_loss import no_gradients
 from keras_recurrent.ops import token_crossentropy
 
 

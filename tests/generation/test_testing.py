@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent import testing
+from keras_recurrent.evaluation.cached_generation import _Checker
 from keras_recurrent.models import GenerationCache
 from tests.models.tiny import (
     VOCABULARY,
@@ -84,7 +85,7 @@ def test_a_model_that_generates_from_more(monkeypatch):
 
 def test_the_wrong_one_of_two_is_named():
     model = tiny_causal_lm(family="griffin")
-    checked = testing._Checker(model, ROWS, 3, None)
+    checked = _Checker(model, ROWS, 3, None)
     with checked.greedy() as generate:
         right = generate(ROWS)
     other = [list(row) for row in right]
@@ -147,7 +148,11 @@ def mask_softmax(forward, checker, inputs):
 def test_checks_find_wrong_models(fault, name, check, words, monkeypatch):
     # HGRN2 of this size hardly remembers the few tokens of padding: its best tokens stay the same.
     model = tiny_causal_lm(family="griffin")
-    owners = {"hidden_states": model.backbone, "prefill": model, "_forward": testing._Checker}
+    owners = {
+        "hidden_states": model.backbone,
+        "prefill": model,
+        "_forward": _Checker,
+    }
     right = getattr(owners[name], name)
     monkeypatch.setattr(owners[name], name, lambda *args, **kwargs: fault(right, *args, **kwargs))
     with pytest.raises(AssertionError, match=words):

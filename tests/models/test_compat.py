@@ -85,7 +85,11 @@ def package_of(cls):
 
 
 # They have no classes of Keras's: kernels, and what cannot be imported without another package.
-NOT_OF_KERAS = ("keras_recurrent.backends", "keras_recurrent.lm_evaluation_harness")
+NOT_OF_KERAS = (
+    "keras_recurrent.backends",
+    "keras_recurrent.evaluation.lm_evaluation_harness",
+    "keras_recurrent.lm_evaluation_harness",
+)
 
 
 def shared_with_keras():

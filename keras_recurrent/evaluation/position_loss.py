@@ -11,8 +11,6 @@ from keras_recurrent.checks.dtypes import check_dtype
 from keras_recurrent.checks.token_ids import check_token_ids
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
 
-__all__ = ["LossByPosition", "loss_by_position"]
-
 TOKENS_PER_CALL = 1024  # tokens of a batch whose logits are in memory at a time
 
 
