@@ -16,7 +16,6 @@ warn_about_disabled_kernels()
 
 from keras_recurrent import (
     callbacks,
-    conversion,
     datasets,
     evaluation,
     layers,
@@ -35,7 +34,7 @@ from keras_recurrent.training.weight_decay import exclude_from_weight_decay
 from keras_recurrent.tuning import autotune
 
 if TYPE_CHECKING:
-    from keras_recurrent import models, samplers, tokenizers
+    from keras_recurrent import conversion, models, samplers, tokenizers
 
 upstream.install()
 
@@ -62,7 +61,8 @@ __all__ = [
     "which_loss",
 ]
 
-USING_KERAS_HUB = ("models", "samplers", "tokenizers")  # imported when they are first used
+# Imported when they are first used.
+USING_KERAS_HUB = ("conversion", "models", "samplers", "tokenizers")
 
 
 def __getattr__(name):

@@ -223,7 +223,7 @@ def test_no_import_runs_upward(graph):
 
 def test_the_package_and_its_layers_import_no_kerashub(sources):
     """Importing a layer imports KerasHub and TensorFlow, which takes seconds."""
-    names = ("conversion", "exporting", "serving.__main__")
+    names = ("exporting", "serving.__main__")
     modules, users = imported_modules(sources, [f"{PACKAGE}.{name}" for name in names])
     assert users == set()
     assert {f"{PACKAGE}.layers.rg_lru", f"{PACKAGE}.upstream"} < modules
