@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent import atomic_files
-from keras_recurrent.callbacks import write_backup
+from keras_recurrent.callbacks.training_backup import write_backup
 from keras_recurrent.models import HGRN2CausalLM
 from tests.models.tiny import FAMILIES, tiny_causal_lm
 from tests.processes import ROOT

@@ -12,8 +12,8 @@ import keras
 import numpy as np
 import pytest
 
-from keras_recurrent import callbacks
 from keras_recurrent.callbacks import TrainingBackup
+from keras_recurrent.callbacks import training_backup as callbacks
 from tests import resumed
 from tests.models.tiny import FAMILIES
 from tests.processes import ROOT, fresh_process

@@ -26,7 +26,7 @@ FLOORS = [
     "dispatch",
     "ops tuning",
     "layers tokenizers datasets",
-    "training gqa export chat",
+    "training gqa export chat callbacks",
     "checkpoints",
     "generation",
     "models",

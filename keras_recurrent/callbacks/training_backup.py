@@ -8,7 +8,8 @@ import zipfile
 import keras
 import numpy as np
 
-from keras_recurrent import atomic_files, callback_memory
+from keras_recurrent import atomic_files
+from keras_recurrent.callbacks import callback_memory
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
 from keras_recurrent.devices.jax_processes import gather_to_numpy, shared_output_path
 
