@@ -21,7 +21,8 @@ from keras_recurrent.devices.jax_processes import SavedByAllProcesses
 from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.inner_streaming import stream_inner
-from keras_recurrent.layers.reversible_embedding import ReversibleEmbedding
+from keras_recurrent.layers.remat import no_further_remat
+from keras_recurrent.layers.reversible_embedding import ReversibleEmbedding, reversible_embedding
 from keras_recurrent.layers.saved_quantization import SavedQuantization
 from keras_recurrent.layers.tokens import find_tokens, initial_places, place_specs
 from keras_recurrent.models.lora import LoraBackbone
@@ -44,9 +45,9 @@ class RecurrentBackbone(
     """Base class of the networks: from token ids to the hidden states before the logits.
 
     A network is an embedding, residual blocks (see `keras_recurrent.layers.StreamingLayer`) and a
-    final norm. The constructor of a family makes these, passes them to this class, and calls
-    `store_arguments(cls, locals())`. A family also defines `default_lora_layer_names` and
-    `weight_layout`.
+    final norm. The constructor of a family calls `store_arguments(cls, locals())`, and passes the
+    result of `make_layers` to this class. A family also defines `make_mixer`,
+    `default_lora_layer_names` and `weight_layout`.
 
     Args:
         token_embedding: a `keras.layers.ReversibleEmbedding`, which also computes the logits.
@@ -107,6 +108,60 @@ class RecurrentBackbone(
         super().__init__(
             inputs=inputs, outputs=outputs, dtype=dtype, name=name, trainable=trainable
         )
+
+    def make_layers(
+        self, block_cls, dtype, tie_word_embeddings=True, logit_soft_cap=None, **kwargs
+    ):
+        """Makes the layers of a network from the stored arguments.
+
+        Args:
+            block_cls: the class of the residual blocks, whose norm is also the final norm.
+            dtype: as in the constructor.
+            tie_word_embeddings: boolean. True: the embedding's weights compute the logits.
+            logit_soft_cap: float, as in `ReversibleEmbedding`.
+            **kwargs: further arguments of the blocks.
+
+        Returns:
+            A dictionary of `token_embedding`, `transformer_layers` and `final_norm`.
+        """
+        # Only blocks are recomputed under a `keras.RematScope`.
+        with no_further_remat():
+            token_embedding = reversible_embedding(
+                *(self.vocabulary_size, self.hidden_dim, tie_word_embeddings),
+                logit_soft_cap=logit_soft_cap,
+                dtype=dtype,
+            )
+            mixers = [
+                self.make_mixer(i, dtype=dtype, name="temporal_block")
+                for i in range(self.num_layers)
+            ]
+        kwargs |= {"layer_norm_epsilon": self.layer_norm_epsilon, "dtype": dtype}
+        blocks = [
+            block_cls(mixer, self.intermediate_dim, name=f"block_{i}", **kwargs)
+            for i, mixer in enumerate(mixers)
+        ]
+        with no_further_remat():
+            final_norm = blocks[0].make_norm("final_norm")
+        return {
+            "token_embedding": token_embedding,
+            "transformer_layers": blocks,
+            "final_norm": final_norm,
+        }
+
+    def make_mixer(self, i, **kwargs):
+        """Returns the layer that mixes tokens in block i; `kwargs` are its dtype and its name."""
+        raise NotImplementedError
+
+    def check_split(self, i, **sizes):
+        """Raises an error if the active distribution cannot split layers that mix tokens.
+
+        Args:
+            i: integer, the index of the block.
+            **sizes: `{linear layer: {argument: number of units of its output}}`.
+        """
+        for layer, units in sizes.items():
+            path = f"block_{i}/temporal_block/{layer}/kernel"
+            check_layout(path, hidden_dim=self.hidden_dim, **units)
 
     @classmethod
     def from_preset(cls, preset, load_weights=None, **kwargs):

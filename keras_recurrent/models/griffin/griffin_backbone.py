@@ -4,9 +4,7 @@ import keras
 
 from keras_recurrent.checks.arguments import check_boolean, check_number, check_positive_integer
 from keras_recurrent.devices.jax_layouts import check_layout
-from keras_recurrent.layers import LocalAttention, RecurrentBlock, RMSNorm
-from keras_recurrent.layers.remat import no_further_remat
-from keras_recurrent.layers.reversible_embedding import reversible_embedding
+from keras_recurrent.layers import LocalAttention, RecurrentBlock
 from keras_recurrent.models.griffin.griffin_residual_block import GriffinResidualBlock
 from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, check_network_sizes
 
@@ -133,30 +131,6 @@ class GriffinBackbone(RecurrentBackbone):
         if embedding_scale is not None:
             check_number("embedding_scale", embedding_scale, above=0)
         check_boolean("scale_first_input", scale_first_input)
-
-        def make_mixer(block_type):
-            if block_type == "recurrent":
-                check_positive_integer("num_blocks", num_blocks)
-                return RecurrentBlock(
-                    lru_width,
-                    num_blocks=num_blocks,
-                    a_initializer=a_initializer,
-                    scale_first_input=scale_first_input,
-                    recurrence=recurrence,
-                    dtype=dtype,
-                    name="temporal_block",
-                )
-            return LocalAttention(
-                num_query_heads,
-                num_key_value_heads=num_key_value_heads,
-                head_dim=head_dim,
-                sliding_window=sliding_window if block_type == "local_attention" else None,
-                rope_max_wavelength=rope_max_wavelength,
-                partial_rotary_factor=partial_rotary_factor,
-                dtype=dtype,
-                name="temporal_block",
-            )
-
         # A string would be a pattern of its letters.
         block_types = (block_types,) if isinstance(block_types, str) else tuple(block_types)
         _check_block_types(
@@ -166,46 +140,44 @@ class GriffinBackbone(RecurrentBackbone):
             num_query_heads=num_query_heads,
             sliding_window=sliding_window,
         )
-
-        for i, block_type in enumerate(block_types[:num_layers]):
-            path = f"block_{i}/temporal_block"
-            if block_type == "recurrent":
-                gate = f"{path}/{recurrence}/recurrence_gate/kernel"
-                check_layout(f"{path}/linear_x/kernel", hidden_dim=hidden_dim, lru_width=lru_width)
-                check_layout(gate, num_blocks=num_blocks)
-            else:
-                heads = {"num_query_heads": num_query_heads}
-                check_layout(f"{path}/q_proj/kernel", hidden_dim=hidden_dim, **heads)
-                heads = {"num_key_value_heads": num_key_value_heads}
-                check_layout(f"{path}/k_proj/kernel", hidden_dim=hidden_dim, **heads)
-
-        # Only blocks are recomputed under a `keras.RematScope`.
-        with no_further_remat():
-            token_embedding = reversible_embedding(
-                vocabulary_size, hidden_dim, logit_soft_cap=final_logit_soft_cap, dtype=dtype
-            )
-            mixers = [make_mixer(block_types[i % len(block_types)]) for i in range(num_layers)]
-            final_norm = RMSNorm(epsilon=layer_norm_epsilon, dtype=dtype, name="final_norm")
-        blocks = [
-            GriffinResidualBlock(
-                mixer,
-                intermediate_dim,
-                layer_norm_epsilon=layer_norm_epsilon,
-                dtype=dtype,
-                name=f"block_{i}",
-            )
-            for i, mixer in enumerate(mixers)
-        ]
+        self.store_arguments(GriffinBackbone, locals())
         super().__init__(
-            token_embedding,
-            blocks,
-            final_norm,
+            **self.make_layers(GriffinResidualBlock, dtype, logit_soft_cap=final_logit_soft_cap),
             embedding_scale=embedding_scale,
             dtype=dtype,
             name=name,
             trainable=trainable,
         )
-        self.store_arguments(GriffinBackbone, locals())
+
+    def make_mixer(self, i, **kwargs):
+        block_type = self.block_types[i % len(self.block_types)]
+        if block_type == "recurrent":
+            check_positive_integer("num_blocks", self.num_blocks)
+            self.check_split(i, linear_x={"lru_width": self.lru_width})
+            gate = f"block_{i}/temporal_block/{self.recurrence}/recurrence_gate/kernel"
+            check_layout(gate, num_blocks=self.num_blocks)
+            return RecurrentBlock(
+                self.lru_width,
+                num_blocks=self.num_blocks,
+                a_initializer=self.a_initializer,
+                scale_first_input=self.scale_first_input,
+                recurrence=self.recurrence,
+                **kwargs,
+            )
+        self.check_split(
+            i,
+            q_proj={"num_query_heads": self.num_query_heads},
+            k_proj={"num_key_value_heads": self.num_key_value_heads},
+        )
+        return LocalAttention(
+            self.num_query_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            sliding_window=self.sliding_window if block_type == "local_attention" else None,
+            rope_max_wavelength=self.rope_max_wavelength,
+            partial_rotary_factor=self.partial_rotary_factor,
+            **kwargs,
+        )
 
     def default_lora_layer_names(self):
         """Returns the names of the layers that `enable_lora` adapts, those that mix tokens."""

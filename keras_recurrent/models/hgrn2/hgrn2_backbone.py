@@ -3,10 +3,8 @@
 import keras
 
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer, is_integer
-from keras_recurrent.devices.jax_layouts import check_layout
-from keras_recurrent.layers import HGRN2, LocalAttention, LowerBounds, RMSNorm
+from keras_recurrent.layers import HGRN2, LocalAttention, LowerBounds
 from keras_recurrent.layers.remat import no_further_remat
-from keras_recurrent.layers.reversible_embedding import reversible_embedding
 from keras_recurrent.models.hgrn2.hgrn2_residual_block import HGRN2ResidualBlock
 from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, check_network_sizes
 
@@ -113,69 +111,44 @@ class HGRN2Backbone(RecurrentBackbone):
         check_positive_integer("expand_ratio", expand_ratio)
         check_boolean("use_lower_bounds", use_lower_bounds)
         check_boolean("tie_word_embeddings", tie_word_embeddings)
-        num_heads = hidden_dim // expand_ratio
-        check_layout(
-            "block_0/temporal_block/q_proj/kernel", hidden_dim=hidden_dim, num_heads=num_heads
-        )
         attention_layers = _check_attention_layers(attention_layers, num_layers)
         if num_key_value_heads is None:
             num_key_value_heads = num_query_heads
         if attention_layers:
             _check_query_heads(num_query_heads, hidden_dim)
-            path = f"block_{attention_layers[0]}/temporal_block"
-            heads = {"num_query_heads": num_query_heads}
-            check_layout(f"{path}/q_proj/kernel", hidden_dim=hidden_dim, **heads)
-            heads = {"num_key_value_heads": num_key_value_heads}
-            check_layout(f"{path}/k_proj/kernel", hidden_dim=hidden_dim, **heads)
-
-        def make_mixer(i):
-            if i in attention_layers:
-                return LocalAttention(
-                    num_query_heads,
-                    num_key_value_heads=num_key_value_heads,
-                    head_dim=hidden_dim // num_query_heads,
-                    sliding_window=sliding_window,
-                    rope_max_wavelength=rope_max_wavelength,
-                    use_qkv_bias=use_qkv_bias,
-                    use_output_bias=False,
-                    dtype=dtype,
-                    name="temporal_block",
-                )
-            return HGRN2(
-                expand_ratio=expand_ratio,
-                gate_activation=gate_activation,
-                input_activation=input_activation,
-                conv_size=conv_size,
-                dtype=dtype,
-                name="temporal_block",
-            )
-
-        # Only blocks are recomputed under a `keras.RematScope`.
-        with no_further_remat():
-            token_embedding = reversible_embedding(
-                vocabulary_size, hidden_dim, tie_word_embeddings, dtype=dtype
-            )
-            self.lower_bounds = None
-            if use_lower_bounds and bounded_layers(num_layers, attention_layers):
-                self.lower_bounds = LowerBounds(num_layers, dtype=dtype, name="lower_bounds")
-            mixers = [make_mixer(i) for i in range(num_layers)]
-            final_norm = RMSNorm(
-                epsilon=layer_norm_epsilon, zero_centered=False, dtype=dtype, name="final_norm"
-            )
-        blocks = [
-            HGRN2ResidualBlock(
-                mixer,
-                intermediate_dim,
-                layer_norm_epsilon=layer_norm_epsilon,
-                dtype=dtype,
-                name=f"block_{i}",
-            )
-            for i, mixer in enumerate(mixers)
-        ]
-        super().__init__(
-            token_embedding, blocks, final_norm, dtype=dtype, name=name, trainable=trainable
-        )
         self.store_arguments(HGRN2Backbone, locals())
+        layers = self.make_layers(HGRN2ResidualBlock, dtype, tie_word_embeddings)
+        self.lower_bounds = None
+        if use_lower_bounds and bounded_layers(num_layers, attention_layers):
+            with no_further_remat():
+                self.lower_bounds = LowerBounds(num_layers, dtype=dtype, name="lower_bounds")
+        super().__init__(**layers, dtype=dtype, name=name, trainable=trainable)
+
+    def make_mixer(self, i, **kwargs):
+        if i not in self.attention_layers:
+            self.check_split(i, q_proj={"num_heads": self.hidden_dim // self.expand_ratio})
+            return HGRN2(
+                expand_ratio=self.expand_ratio,
+                gate_activation=self.gate_activation,
+                input_activation=self.input_activation,
+                conv_size=self.conv_size,
+                **kwargs,
+            )
+        self.check_split(
+            i,
+            q_proj={"num_query_heads": self.num_query_heads},
+            k_proj={"num_key_value_heads": self.num_key_value_heads},
+        )
+        return LocalAttention(
+            self.num_query_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            head_dim=self.hidden_dim // self.num_query_heads,
+            sliding_window=self.sliding_window,
+            rope_max_wavelength=self.rope_max_wavelength,
+            use_qkv_bias=self.use_qkv_bias,
+            use_output_bias=False,
+            **kwargs,
+        )
 
     def block_arguments(self, embeddings):
         arguments = super().block_arguments(embeddings)

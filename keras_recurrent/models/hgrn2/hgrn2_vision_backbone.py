@@ -87,31 +87,20 @@ class HGRN2VisionBackbone(
         name=None,
         trainable=True,
     ):
-        if not isinstance(image_shape, (tuple, list)) or len(image_shape) != 3:
-            raise ValueError(
-                f"`image_shape` must be (height, width, channels) in pixels; got {image_shape}."
-            )
-        image_shape = height, width, channels = tuple(image_shape)
         check_positive_integers(
-            **{"image_shape[0]": height, "image_shape[1]": width, "image_shape[2]": channels},
             patch_size=patch_size,
             num_layers=num_layers,
             hidden_dim=hidden_dim,
             intermediate_dim=intermediate_dim,
             expand_ratio=expand_ratio,
         )
-        if height % patch_size or width % patch_size:
-            raise ValueError(
-                f"`image_shape` must be a multiple of `patch_size`, {patch_size} pixels; got "
-                f"{image_shape}. Resize or crop the images first."
-            )
-        rows, columns = height // patch_size, width // patch_size
+        image_shape = _check_image_shape(image_shape, patch_size)
+        rows, columns = image_shape[0] // patch_size, image_shape[1] // patch_size
 
         def norm(name):
             return RMSNorm(epsilon=layer_norm_epsilon, zero_centered=False, dtype=dtype, name=name)
 
-        # === Functional model ===
-        inputs = keras.Input((height, width, channels), name="images")
+        inputs = keras.Input(image_shape, name="images")
         x = keras.layers.Conv2D(
             hidden_dim,
             patch_size,
@@ -163,3 +152,19 @@ class HGRN2VisionBackbone(
     def default_lora_layer_names(self):
         """Returns the names of the layers that `enable_lora` adapts, those that mix patches."""
         return ["q_proj", "f_proj", "i_proj", "o_proj"]
+
+
+def _check_image_shape(image_shape, patch_size):
+    """Returns the shape of images as a tuple."""
+    if not isinstance(image_shape, (tuple, list)) or len(image_shape) != 3:
+        raise ValueError(
+            f"`image_shape` must be (height, width, channels) in pixels; got {image_shape}."
+        )
+    check_positive_integers(**{f"image_shape[{i}]": size for i, size in enumerate(image_shape)})
+    height, width, _ = image_shape
+    if height % patch_size or width % patch_size:
+        raise ValueError(
+            f"`image_shape` must be a multiple of `patch_size`, {patch_size} pixels; got "
+            f"{tuple(image_shape)}. Resize or crop the images first."
+        )
+    return tuple(image_shape)

@@ -3,10 +3,7 @@
 import keras
 
 from keras_recurrent.checks.arguments import check_boolean, check_number, check_positive_integer
-from keras_recurrent.devices.jax_layouts import check_layout
-from keras_recurrent.layers import LightningAttention, LocalAttention, RMSNorm
-from keras_recurrent.layers.remat import no_further_remat
-from keras_recurrent.layers.reversible_embedding import reversible_embedding
+from keras_recurrent.layers import LightningAttention, LocalAttention
 from keras_recurrent.models.lightning_hybrid.lightning_hybrid_residual_block import (
     LightningHybridResidualBlock,
 )
@@ -134,72 +131,14 @@ class LightningHybridBackbone(RecurrentBackbone):
         if dense_length is not None:
             check_positive_integer("dense_length", dense_length)
         block_types = _expand(block_types, num_layers)
-
-        def make_mixer(block_type):
-            if block_type == LIGHTNING:
-                return LightningAttention(
-                    num_query_heads if num_lightning_heads is None else num_lightning_heads,
-                    num_key_value_heads=num_lightning_key_value_heads,
-                    head_dim=head_dim if lightning_head_dim is None else lightning_head_dim,
-                    decay_schedule="alibi",
-                    rope_max_wavelength=rope_max_wavelength,
-                    query_scale=lightning_query_scale,
-                    use_qk_norm=True,
-                    use_norm_weight=True,
-                    query_key_activation="linear",
-                    gate_activation="sigmoid",
-                    layer_norm_epsilon=layer_norm_epsilon,
-                    dtype=dtype,
-                    name="temporal_block",
-                )
-            return LocalAttention(
-                num_query_heads,
-                num_key_value_heads=num_key_value_heads,
-                head_dim=head_dim,
-                partial_rotary_factor=0,
-                use_output_bias=False,
-                use_qk_norm=use_qk_norm,
-                use_output_gate=True,
-                logit_scaling=attention_logit_scaling,
-                layer_norm_epsilon=layer_norm_epsilon,
-                dtype=dtype,
-                name="temporal_block",
-            )
-
-        # Only blocks are recomputed under a `keras.RematScope`.
-        with no_further_remat():
-            token_embedding = reversible_embedding(
-                vocabulary_size, hidden_dim, tie_word_embeddings, dtype=dtype
-            )
-            mixers = [make_mixer(block_type) for block_type in block_types]
-            for i, mixer in enumerate(mixers):
-                query, kind = ("", "lightning_") if block_types[i] == LIGHTNING else ("query_", "")
-                number = getattr(mixer, f"num_{query}heads")
-                heads = {
-                    "q": {f"num_{kind}{query}heads": number},
-                    "k": {f"num_{kind}key_value_heads": mixer.num_key_value_heads or number},
-                }
-                for letter, split in heads.items():
-                    path = f"block_{i}/temporal_block/{letter}_proj/kernel"
-                    check_layout(path, hidden_dim=hidden_dim, **split)
-            final_norm = RMSNorm(
-                epsilon=layer_norm_epsilon, zero_centered=False, dtype=dtype, name="final_norm"
-            )
-        blocks = [
-            LightningHybridResidualBlock(
-                mixer,
-                intermediate_dim,
-                layer_norm_epsilon=layer_norm_epsilon,
-                residual_scale=residual_scale,
-                dtype=dtype,
-                name=f"block_{i}",
-            )
-            for i, mixer in enumerate(mixers)
-        ]
+        self.store_arguments(LightningHybridBackbone, locals())
         super().__init__(
-            token_embedding,
-            blocks,
-            final_norm,
+            **self.make_layers(
+                LightningHybridResidualBlock,
+                dtype,
+                tie_word_embeddings,
+                residual_scale=residual_scale,
+            ),
             embedding_scale=embedding_scale,
             output_scale=output_scale,
             max_num_tokens=None if dense_length is None else dense_length - 1,
@@ -207,7 +146,50 @@ class LightningHybridBackbone(RecurrentBackbone):
             name=name,
             trainable=trainable,
         )
-        self.store_arguments(LightningHybridBackbone, locals())
+
+    def make_mixer(self, i, **kwargs):
+        kwargs["layer_norm_epsilon"] = self.layer_norm_epsilon
+        if self.block_types[i] == GLOBAL:
+            mixer = LocalAttention(
+                self.num_query_heads,
+                num_key_value_heads=self.num_key_value_heads,
+                head_dim=self.head_dim,
+                partial_rotary_factor=0,
+                use_output_bias=False,
+                use_qk_norm=self.use_qk_norm,
+                use_output_gate=True,
+                logit_scaling=self.attention_logit_scaling,
+                **kwargs,
+            )
+            self.check_split(
+                i,
+                q_proj={"num_query_heads": self.num_query_heads},
+                k_proj={"num_key_value_heads": self.num_key_value_heads},
+            )
+            return mixer
+        num_heads = self.num_lightning_heads
+        num_heads = self.num_query_heads if num_heads is None else num_heads
+        head_dim = self.head_dim if self.lightning_head_dim is None else self.lightning_head_dim
+        mixer = LightningAttention(
+            num_heads,
+            num_key_value_heads=self.num_lightning_key_value_heads,
+            head_dim=head_dim,
+            decay_schedule="alibi",
+            rope_max_wavelength=self.rope_max_wavelength,
+            query_scale=self.lightning_query_scale,
+            use_qk_norm=True,
+            use_norm_weight=True,
+            query_key_activation="linear",
+            gate_activation="sigmoid",
+            **kwargs,
+        )
+        num_key_value_heads = self.num_lightning_key_value_heads or num_heads
+        self.check_split(
+            i,
+            q_proj={"num_lightning_heads": num_heads},
+            k_proj={"num_lightning_key_value_heads": num_key_value_heads},
+        )
+        return mixer
 
     def too_long_reason(self):
         return (

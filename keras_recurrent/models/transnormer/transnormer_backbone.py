@@ -3,10 +3,7 @@
 import keras
 
 from keras_recurrent.checks.arguments import check_boolean
-from keras_recurrent.devices.jax_layouts import check_layout
-from keras_recurrent.layers import LightningAttention, SimpleRMSNorm
-from keras_recurrent.layers.remat import no_further_remat
-from keras_recurrent.layers.reversible_embedding import reversible_embedding
+from keras_recurrent.layers import LightningAttention
 from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, check_network_sizes
 from keras_recurrent.models.transnormer.transnormer_residual_block import TransNormerResidualBlock
 
@@ -89,48 +86,26 @@ class TransNormerBackbone(RecurrentBackbone):
     ):
         check_network_sizes(vocabulary_size, num_layers, hidden_dim, intermediate_dim)
         check_boolean("tie_word_embeddings", tie_word_embeddings)
-        check_layout(
-            "block_0/temporal_block/q_proj/kernel", hidden_dim=hidden_dim, num_heads=num_heads
-        )
-        # Only blocks are recomputed under a `keras.RematScope`.
-        with no_further_remat():
-            token_embedding = reversible_embedding(
-                vocabulary_size, hidden_dim, tie_word_embeddings, dtype=dtype
-            )
-            mixers = [
-                LightningAttention(
-                    num_heads,
-                    head_dim=head_dim,
-                    decay_schedule=decay_schedule,
-                    layer_index=i,
-                    num_layers=num_layers,
-                    use_lrpe=i == 0,
-                    dtype=dtype,
-                    name="temporal_block",
-                )
-                for i in range(num_layers)
-            ]
-            final_norm = SimpleRMSNorm(epsilon=layer_norm_epsilon, dtype=dtype, name="final_norm")
-        blocks = [
-            TransNormerResidualBlock(
-                mixer,
-                intermediate_dim,
-                layer_norm_epsilon=layer_norm_epsilon,
-                dtype=dtype,
-                name=f"block_{i}",
-            )
-            for i, mixer in enumerate(mixers)
-        ]
+        self.store_arguments(TransNormerBackbone, locals())
         super().__init__(
-            token_embedding,
-            blocks,
-            final_norm,
+            **self.make_layers(TransNormerResidualBlock, dtype, tie_word_embeddings),
             embedding_scale=hidden_dim**0.5,
             dtype=dtype,
             name=name,
             trainable=trainable,
         )
-        self.store_arguments(TransNormerBackbone, locals())
+
+    def make_mixer(self, i, **kwargs):
+        self.check_split(i, q_proj={"num_heads": self.num_heads})
+        return LightningAttention(
+            self.num_heads,
+            head_dim=self.head_dim,
+            decay_schedule=self.decay_schedule,
+            layer_index=i,
+            num_layers=self.num_layers,
+            use_lrpe=i == 0,
+            **kwargs,
+        )
 
     def default_lora_layer_names(self):
         """Returns the names of the layers that `enable_lora` adapts, those that mix tokens."""
