@@ -7,6 +7,7 @@ import pkgutil
 import re
 import textwrap
 
+import keras
 import pytest
 
 import keras_recurrent
@@ -80,6 +81,19 @@ def test_every_public_name_has_an_example(room):
     returned = {"DecodingTime", "GenerationOutput", "MemorySizes", "TokenLogprobs", "TrainingSizes"}
     returned |= {"Completion", "Delta", "EngineClosed", "EngineFull", "EngineRequest"}
     assert set(without) <= {"StreamingLayer", *returned}
+
+
+@pytest.mark.once
+def test_models_explain_every_argument():
+    """A class explains its arguments in order, including those that its base class explains."""
+    classes = [item for item in vars(keras_recurrent.models).values() if inspect.isclass(item)]
+    for cls in (cls for cls in classes if issubclass(cls, keras.Layer)):
+        arguments = re.search(r"^Args:\n(.*?)\n\n", inspect.getdoc(cls), re.DOTALL | re.MULTILINE)[
+            1
+        ]
+        explained = re.findall(r"^ {4}(\*\*\w+|\w+(?:, \w+)*):", arguments, re.MULTILINE)
+        names = ", ".join(explained).replace("**", "").split(", ")
+        assert names == list(inspect.signature(cls.__init__).parameters)[1:], cls
 
 
 def shared(name):

@@ -76,11 +76,11 @@ def base_classes(module, node):
 
 
 def docstring(module, node):
-    """The docstring, also where a class takes another's: `__doc__ = Other.__doc__`."""
-    for statement in node.body:
-        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__doc__":
-            return docstring(*find(module, statement.value.value.id))
-    return ast.get_docstring(node) or ""
+    """The docstring of a definition, or, for a class without one, that of a base class."""
+    for _, found in base_classes(module, node) if isinstance(node, ast.ClassDef) else [(0, node)]:
+        if text := ast.get_docstring(found):
+            return text
+    return ""
 
 
 def module_docstring(name):

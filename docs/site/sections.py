@@ -1,23 +1,52 @@
 """Griffe extension that adapts the docstrings of this package to mkdocstrings.
 
+- Classes with the decorator `inherits_docstring` have the sections of their base class.
 - `Call arguments:` of layers becomes a list next to that of the constructor.
 - `Returns:` becomes text. mkdocstrings would parse the words before a colon as a type.
 - `>>>` examples become code blocks.
 """
 
+import pathlib
 import re
+import runpy
 import textwrap
 
 import griffe
 
 SECTION = re.compile(r"^(Returns|Yields):\n((?:(?: {4}.*)?\n)*)", re.MULTILINE)
 EXAMPLE = re.compile(r"^( *)>>> .*(?:\n(?!\s*$).+)*", re.MULTILINE)
+MODELS = pathlib.Path(__file__).parents[2] / "keras_recurrent/models"
+complete_docstring = runpy.run_path(str(MODELS / "inherited_docstrings.py"))["complete_docstring"]
 
 
 class Docstrings(griffe.Extension):
+    def on_package(self, *, pkg, **kwargs):
+        for cls in iterate_classes(pkg):
+            if any(str(decorator.value) == "inherits_docstring" for decorator in cls.decorators):
+                complete(cls)
+
     def on_object(self, *, obj, **kwargs):
         if obj.docstring:
             obj.docstring.value = convert_docstring(obj.docstring.value)
+
+
+def iterate_classes(module):
+    for member in module.members.values():
+        if not member.is_alias and member.is_class:
+            yield member
+        elif not member.is_alias and member.is_module:
+            yield from iterate_classes(member)
+
+
+def complete(cls):
+    """Completes the docstring of a class, as the decorator does when the class is defined."""
+    inherited = cls.resolved_bases[-1].docstring
+    own = cls.docstring and cls.docstring.value
+    names = [parameter.name for parameter in cls.parameters]
+    text = complete_docstring(own, inherited.value, names)
+    cls.docstring = griffe.Docstring(
+        text, parent=cls, parser=inherited.parser, parser_options=inherited.parser_options
+    )
 
 
 def convert_docstring(docstring):

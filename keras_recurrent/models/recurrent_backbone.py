@@ -59,7 +59,10 @@ class RecurrentBackbone(
         max_num_tokens: integer, the largest number of tokens of a sequence, with its padding and
             all documents of a packed one. Longer ones raise an error, with the reason of
             `too_long_reason`. None: no limit.
-        dtype, name, trainable: as in `keras_hub.models.Backbone`.
+        dtype: a dtype, policy or its name; `"mixed_bfloat16"` computes in bfloat16 but keeps
+            weights, gates of recurrences and states in float32.
+        name: string.
+        trainable: boolean.
 
     Call arguments:
         inputs: a dictionary of `token_ids` `[B, T]`, `padding_mask` `[B, T]` (True or 1 at real

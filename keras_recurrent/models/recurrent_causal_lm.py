@@ -46,16 +46,19 @@ class RecurrentCausalLM(
     LoRA weights.
 
     Args:
-        backbone: a `RecurrentBackbone`.
-        preprocessor: a `RecurrentCausalLMPreprocessor`. None: inputs are tokens.
+        backbone: the network, a backbone of the same family.
+        preprocessor: a preprocessor of the same family. None: inputs are tokens.
         compile: boolean, compiles with KerasHub's defaults, which suit fine-tuning (Adam at 2e-5).
             To train from scratch, compile with another optimizer.
         name: string.
         trainable: boolean.
 
+    KerasHub's API of causal language models applies: `fit` and `evaluate` on strings or tokens,
+    `generate`, `score`, `save_to_preset`, LoRA by `backbone.enable_lora`, and `quantize("int8")`.
+
     Call arguments:
         inputs: a dictionary of `token_ids`, `padding_mask` and optionally `segment_ids`, all
-            `[B, T]`, as `RecurrentBackbone` takes them.
+            `[B, T]`, as the backbone takes them.
 
     Returns:
         Logits `[B, T, vocabulary_size]`, in the compute dtype.

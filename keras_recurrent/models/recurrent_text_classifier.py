@@ -30,10 +30,12 @@ class RecurrentTextClassifier(
     and `preprocessor_cls`, and registers its class with Keras.
 
     Args:
-        backbone: a `RecurrentBackbone`. Separate weights of its logits
-            (`tie_word_embeddings=False` in HGRN2) are not used and are frozen.
+        backbone: the network, a backbone of the same family. Separate weights of its logits
+            (`tie_word_embeddings=False` in HGRN2) are not used and are frozen: set
+            `backbone.token_embedding.trainable = True` before training a language model with the
+            same backbone.
         num_classes: integer, the number of outputs; 1 for regression.
-        preprocessor: a `RecurrentTextClassifierPreprocessor`. None: inputs are tokens.
+        preprocessor: a preprocessor of the same family. None: inputs are tokens.
         bidirectional: boolean, also runs the network over each text in reverse. Both directions use
             the same weights, so every preset works. A text begins with the start token in one
             direction and with the end token in the other. A step takes twice the time.
@@ -44,6 +46,10 @@ class RecurrentTextClassifier(
             5e-5). To train from scratch, compile with another optimizer.
         name: string.
         trainable: boolean.
+
+    KerasHub's API of text classifiers applies: `fit`, `evaluate` and `predict` on strings and
+    labels or on tokens, `save_to_preset`, LoRA by `backbone.enable_lora`, and `quantize("int8")`,
+    which does not quantize the last layer.
 
     Call arguments:
         inputs: a dictionary of `token_ids` and `padding_mask`, both `[B, T]`, as for the backbone.

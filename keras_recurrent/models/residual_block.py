@@ -27,18 +27,18 @@ class ResidualBlock(StreamingLayer):
     are not RMSNorms or its channels are not mixed by a SwiGLU. Further call arguments (see
     `StreamingLayer.check_arguments`) are passed to the layer that mixes tokens.
 
-    Made inside a `keras.RematScope`, the block saves only its inputs for the backward pass and
-    recomputes the rest. Its sublayers are not rematerialized separately.
-
     Args:
         temporal_block: the layer that mixes tokens: any `StreamingLayer` whose output has the
             shape of its input.
         intermediate_dim: integer, the width inside the layer that mixes channels.
         layer_norm_epsilon: float, ε of the norms.
-        residual_scale: number, r. None: 1.
+        residual_scale: number r, the factor of the outputs of both layers. None: 1.
         return_state: boolean. True: a call returns `(output, state)`.
         **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
             `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
+
+    Made inside a `keras.RematScope`, the block saves only its inputs for the backward pass and
+    recomputes the rest. Its sublayers are not rematerialized separately.
 
     Call arguments:
         inputs: `[B, T, D]`.

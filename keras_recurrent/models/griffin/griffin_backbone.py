@@ -6,6 +6,7 @@ from keras_recurrent.checks.arguments import check_boolean, check_number, check_
 from keras_recurrent.devices.jax_layouts import check_layout
 from keras_recurrent.layers import LocalAttention, RecurrentBlock
 from keras_recurrent.models.griffin.griffin_residual_block import GriffinResidualBlock
+from keras_recurrent.models.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, check_network_sizes
 
 # {block type: arguments that it needs in addition to those of all types}
@@ -17,6 +18,7 @@ NEEDS = {
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
 class GriffinBackbone(RecurrentBackbone):
     """Network of Hawk, Griffin and the MQA Transformer, from tokens to hidden states.
 
@@ -48,7 +50,6 @@ class GriffinBackbone(RecurrentBackbone):
         rope_max_wavelength: number, the base of the rotary positions' wavelengths.
         partial_rotary_factor: float, the fraction of each head with rotary positions. 0: none
             (NoPE).
-        embedding_scale: float, factor of the embeddings. None: 1.
         final_logit_soft_cap: float, s in logits `s tanh(z / s)`. None: no soft cap.
         a_initializer: initializer of the recurrences' decays; see `keras_recurrent.layers.RGLRU`.
         layer_norm_epsilon: float, ε of all RMSNorms.
@@ -56,22 +57,9 @@ class GriffinBackbone(RecurrentBackbone):
             paper's equation 4; see `keras_recurrent.layers.RGLRU`. False in all presets.
         recurrence: `"rg_lru"`, or `"cg_lru"`, its complex variant, with an even `lru_width`; see
             `keras_recurrent.layers.RecurrentBlock`. `"rg_lru"` in all presets.
-        dtype: a dtype, policy or its name; `"mixed_bfloat16"` computes in bfloat16 but keeps
-            weights, recurrences and their states in float32.
-        name: string.
-        trainable: boolean.
 
     Linear layers and convolutions are initialized LeCun-normal, with biases of 0. RecurrentGemma's
     released code uses smaller values for some of them.
-
-    Call arguments:
-        inputs: a dictionary of `token_ids` `[B, T]`, `padding_mask` `[B, T]` (True or 1 at real
-            tokens; padding may be at any position and does not change the results), and optionally
-            `segment_ids` `[B, T]`, at least 0, one number for each document of a packed sequence.
-            Documents do not affect each other; see `keras_recurrent.layers.StreamingLayer`.
-
-    Returns:
-        `[B, T, hidden_dim]`, in the compute dtype.
 
     Raises:
         ValueError: a size is below 1, a block type is unknown, the pattern is empty or has blocks

@@ -4,38 +4,19 @@ import keras
 
 from keras_recurrent.models.griffin.griffin_backbone import GriffinBackbone
 from keras_recurrent.models.griffin.text import GriffinCausalLMPreprocessor
+from keras_recurrent.models.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
 class GriffinCausalLM(RecurrentCausalLM):
     """Language model with Hawk or Griffin.
 
     A `GriffinBackbone`, and logits of the next token computed by its embedding's weights. De et al.
-    2024, arXiv:2402.19427. The class supports KerasHub's causal language model API: `fit` and
-    `evaluate` on strings or tokens, `generate`, `score`, `save_to_preset`, LoRA by
-    `backbone.enable_lora`, and `quantize("int8")`. With recurrent blocks and local attention, time
-    and memory of a decoding step do not depend on the length of the text; global attention caches
-    the keys and values of the whole text.
-
-    Args:
-        backbone: a `GriffinBackbone`.
-        preprocessor: a `GriffinCausalLMPreprocessor`; None: inputs are tokens.
-        compile: boolean, compiles with KerasHub's defaults, which suit fine-tuning (Adam at 2e-5).
-            To train from scratch, compile with another optimizer.
-        name: string.
-        trainable: boolean.
-
-    Call arguments:
-        inputs: a dictionary of `token_ids`, `padding_mask` and optionally `segment_ids`, all
-            `[B, T]`, as `GriffinBackbone` takes them.
-
-    Returns:
-        Logits `[B, T, vocabulary_size]`, in the compute dtype.
-
-    Raises:
-        ValueError: the backbone or preprocessor is of another class, or the tokenizer has more
-            tokens than the backbone.
+    2024, arXiv:2402.19427. With recurrent blocks and local attention, time and memory of a decoding
+    step do not depend on the length of the text; global attention caches the keys and values of the
+    whole text.
 
     Example: a small Hawk learns a text and continues it.
 

@@ -3,6 +3,7 @@
 import keras
 
 from keras_recurrent.models.griffin.griffin_backbone import GriffinBackbone
+from keras_recurrent.models.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.recurrent_causal_lm_preprocessor import RecurrentCausalLMPreprocessor
 from keras_recurrent.models.recurrent_text_classifier_preprocessor import (
     RecurrentTextClassifierPreprocessor,
@@ -11,6 +12,7 @@ from keras_recurrent.tokenizers.byte_tokenizer import ByteTokenizer
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
 class GriffinTokenizer(ByteTokenizer):
     """Byte tokenizer of Griffin presets.
 
@@ -30,14 +32,14 @@ class GriffinTokenizer(ByteTokenizer):
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
 class GriffinCausalLMPreprocessor(RecurrentCausalLMPreprocessor):
-    __doc__ = RecurrentCausalLMPreprocessor.__doc__
     backbone_cls = GriffinBackbone
     tokenizer_cls = GriffinTokenizer
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
 class GriffinTextClassifierPreprocessor(RecurrentTextClassifierPreprocessor):
-    __doc__ = RecurrentTextClassifierPreprocessor.__doc__
     backbone_cls = GriffinBackbone
     tokenizer_cls = GriffinTokenizer

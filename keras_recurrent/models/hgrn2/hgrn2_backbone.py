@@ -6,10 +6,12 @@ from keras_recurrent.checks.arguments import check_boolean, check_positive_integ
 from keras_recurrent.layers import HGRN2, LocalAttention, LowerBounds
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.models.hgrn2.hgrn2_residual_block import HGRN2ResidualBlock
+from keras_recurrent.models.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, check_network_sizes
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
 class HGRN2Backbone(RecurrentBackbone):
     """Network of HGRN2 and its hybrids with attention, from tokens to hidden states.
 
@@ -47,19 +49,6 @@ class HGRN2Backbone(RecurrentBackbone):
             None: all earlier tokens and itself.
         rope_max_wavelength: number, the base of the rotary positions' wavelengths.
         use_qkv_bias: boolean, whether queries, keys and values have biases.
-        dtype: a dtype, policy or its name; `"mixed_bfloat16"` computes in bfloat16 but keeps
-            weights, forget gates, recurrences and their states in float32.
-        name: string.
-        trainable: boolean.
-
-    Call arguments:
-        inputs: a dictionary of `token_ids` `[B, T]`, `padding_mask` `[B, T]` (True or 1 at real
-            tokens; padding may be at any position and does not change the results), and optionally
-            `segment_ids` `[B, T]`, at least 0, one number for each document of a packed sequence.
-            Documents do not affect each other; see `keras_recurrent.layers.StreamingLayer`.
-
-    Returns:
-        `[B, T, hidden_dim]`, in the compute dtype.
 
     Raises:
         ValueError: a size is below 1, `expand_ratio` does not divide `hidden_dim`, `conv_size` is

@@ -3,6 +3,7 @@
 import keras
 
 from keras_recurrent.models.hgrn2.hgrn2_backbone import HGRN2Backbone
+from keras_recurrent.models.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.recurrent_causal_lm_preprocessor import RecurrentCausalLMPreprocessor
 from keras_recurrent.models.recurrent_text_classifier_preprocessor import (
     RecurrentTextClassifierPreprocessor,
@@ -11,6 +12,7 @@ from keras_recurrent.tokenizers.byte_tokenizer import ByteTokenizer
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
 class HGRN2Tokenizer(ByteTokenizer):
     """Byte tokenizer of HGRN2 presets.
 
@@ -31,14 +33,14 @@ class HGRN2Tokenizer(ByteTokenizer):
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
 class HGRN2CausalLMPreprocessor(RecurrentCausalLMPreprocessor):
-    __doc__ = RecurrentCausalLMPreprocessor.__doc__
     backbone_cls = HGRN2Backbone
     tokenizer_cls = HGRN2Tokenizer
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
 class HGRN2TextClassifierPreprocessor(RecurrentTextClassifierPreprocessor):
-    __doc__ = RecurrentTextClassifierPreprocessor.__doc__
     backbone_cls = HGRN2Backbone
     tokenizer_cls = HGRN2Tokenizer

@@ -4,6 +4,7 @@ import keras
 
 from keras_recurrent.checks.arguments import check_boolean, check_number, check_positive_integer
 from keras_recurrent.layers import LightningAttention, LocalAttention
+from keras_recurrent.models.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.lightning_hybrid.lightning_hybrid_residual_block import (
     LightningHybridResidualBlock,
 )
@@ -13,6 +14,7 @@ LIGHTNING, GLOBAL = "lightning_attention", "global_attention"
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
 class LightningHybridBackbone(RecurrentBackbone):
     """Network of HypeNet and MiniCPM-SALA, from tokens to hidden states.
 
@@ -45,9 +47,7 @@ class LightningHybridBackbone(RecurrentBackbone):
         attention_logit_scaling: number a of at least 2. In attention blocks, logits at position t
             are multiplied by ln(t + a) / ln(floor(a)); see `keras_recurrent.layers.LocalAttention`.
             None: 1.
-        embedding_scale: number, factor of the embeddings. None: 1.
         residual_scale: number, factor of the outputs of both layers of a residual block. None: 1.
-        output_scale: number, factor of the final norm's output. None: 1.
         tie_word_embeddings: boolean. True: the embedding's weights compute the logits.
         dense_length: integer. A sequence of this many tokens or more raises an error, because the
             attention of MiniCPM-SALA is then block-sparse, which is not implemented. Tokens in a
@@ -55,21 +55,8 @@ class LightningHybridBackbone(RecurrentBackbone):
             earlier tokens at any length. This matches MiniCPM-SALA for fewer than 8,192 tokens, and
             differs from it for longer texts.
         layer_norm_epsilon: float, ε of all norms.
-        dtype: a dtype, policy or its name; `"mixed_bfloat16"` computes in bfloat16 but keeps
-            weights and recurrent states in float32.
-        name: string.
-        trainable: boolean.
 
     All linear layers are initialized LeCun-normal.
-
-    Call arguments:
-        inputs: a dictionary of `token_ids` `[B, T]`, `padding_mask` `[B, T]` (True or 1 at real
-            tokens; padding may be at any position and does not change the results), and optionally
-            `segment_ids` `[B, T]`, at least 0, one number for each document of a packed sequence.
-            Documents do not affect each other; see `keras_recurrent.layers.StreamingLayer`.
-
-    Returns:
-        `[B, T, hidden_dim]`, in the compute dtype.
 
     Raises:
         ValueError: a size is below 1, a block type is unknown, the pattern is empty,

@@ -2,6 +2,7 @@
 
 import keras
 
+from keras_recurrent.models.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.lightning_hybrid.lightning_hybrid_backbone import (
     LightningHybridBackbone,
 )
@@ -10,33 +11,13 @@ from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
 class LightningHybridCausalLM(RecurrentCausalLM):
     """Language model with HypeNet or MiniCPM-SALA.
 
     A `LightningHybridBackbone`, and logits of the next token. Chen et al. 2026 (arXiv:2601.22156)
-    and MiniCPM Team 2026 (arXiv:2602.11761). The class supports KerasHub's causal language model
-    API: `fit` and `evaluate` on strings or tokens, `generate`, `score`, `save_to_preset`, LoRA by
-    `backbone.enable_lora`, and `quantize("int8")`. Blocks of attention cache the keys and values of
-    the whole text; the state of the other blocks has a fixed size.
-
-    Args:
-        backbone: a `LightningHybridBackbone`.
-        preprocessor: a `LightningHybridCausalLMPreprocessor`; None: inputs are tokens.
-        compile: boolean, compiles with KerasHub's defaults, which suit fine-tuning (Adam at 2e-5).
-            To train from scratch, compile with another optimizer.
-        name: string.
-        trainable: boolean.
-
-    Call arguments:
-        inputs: a dictionary of `token_ids`, `padding_mask` and optionally `segment_ids`, all
-            `[B, T]`, as `LightningHybridBackbone` takes them.
-
-    Returns:
-        Logits `[B, T, vocabulary_size]`, in the compute dtype.
-
-    Raises:
-        ValueError: the backbone or preprocessor is of another class, or the tokenizer has more
-            tokens than the backbone.
+    and MiniCPM Team 2026 (arXiv:2602.11761). Blocks of attention cache the keys and values of the
+    whole text; the state of the other blocks has a fixed size.
 
     Example: a small HypeNet learns a text and continues it.
 

@@ -2,6 +2,7 @@
 
 import keras
 
+from keras_recurrent.models.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.lightning_hybrid.lightning_hybrid_backbone import (
     LightningHybridBackbone,
 )
@@ -10,6 +11,7 @@ from keras_recurrent.tokenizers.byte_tokenizer import ByteTokenizer
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
 class LightningHybridTokenizer(ByteTokenizer):
     """Byte tokenizer of presets of HypeNet and MiniCPM-SALA without weights.
 
@@ -28,7 +30,7 @@ class LightningHybridTokenizer(ByteTokenizer):
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
 class LightningHybridCausalLMPreprocessor(RecurrentCausalLMPreprocessor):
-    __doc__ = RecurrentCausalLMPreprocessor.__doc__
     backbone_cls = LightningHybridBackbone
     tokenizer_cls = LightningHybridTokenizer

@@ -2,12 +2,14 @@
 
 import keras
 
+from keras_recurrent.models.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.recurrent_causal_lm_preprocessor import RecurrentCausalLMPreprocessor
 from keras_recurrent.models.transnormer.transnormer_backbone import TransNormerBackbone
 from keras_recurrent.tokenizers.byte_tokenizer import ByteTokenizer
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
 class TransNormerTokenizer(ByteTokenizer):
     """Byte tokenizer of TransNormerLLM presets.
 
@@ -28,7 +30,7 @@ class TransNormerTokenizer(ByteTokenizer):
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
 class TransNormerCausalLMPreprocessor(RecurrentCausalLMPreprocessor):
-    __doc__ = RecurrentCausalLMPreprocessor.__doc__
     backbone_cls = TransNormerBackbone
     tokenizer_cls = TransNormerTokenizer

@@ -4,11 +4,13 @@ import keras
 
 from keras_recurrent.checks.arguments import check_boolean
 from keras_recurrent.layers import LightningAttention
+from keras_recurrent.models.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, check_network_sizes
 from keras_recurrent.models.transnormer.transnormer_residual_block import TransNormerResidualBlock
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
 class TransNormerBackbone(RecurrentBackbone):
     """Network of TransNormerLLM, from tokens to hidden states.
 
@@ -31,22 +33,9 @@ class TransNormerBackbone(RecurrentBackbone):
         tie_word_embeddings: boolean. True: the embedding's weights compute the logits. Defaults to
             False: logits have separate weights, as in the published models.
         layer_norm_epsilon: float, ε of the norms of the residual stream.
-        dtype: a dtype, policy or its name; `"mixed_bfloat16"` computes in bfloat16 but keeps
-            weights and states in float32.
-        name: string.
-        trainable: boolean.
 
     All linear layers are initialized LeCun-normal, and embeddings such that their products with
     sqrt(D), and the logits, have about unit variance.
-
-    Call arguments:
-        inputs: a dictionary of `token_ids` `[B, T]`, `padding_mask` `[B, T]` (True or 1 at real
-            tokens; padding may be at any position and does not change the results), and optionally
-            `segment_ids` `[B, T]`, at least 0, one number for each document of a packed sequence.
-            Documents do not affect each other; see `keras_recurrent.layers.StreamingLayer`.
-
-    Returns:
-        `[B, T, hidden_dim]`, in the compute dtype.
 
     Raises:
         ValueError: `decay_schedule` is unknown, or a size is below 1.

@@ -3,10 +3,12 @@
 import keras
 
 from keras_recurrent.layers import SGLU, SimpleRMSNorm
+from keras_recurrent.models.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.residual_block import ResidualBlock
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
 class TransNormerResidualBlock(ResidualBlock):
     """Residual block of TransNormerLLM, which mixes tokens and then channels.
 
@@ -17,26 +19,9 @@ class TransNormerResidualBlock(ResidualBlock):
 
     Qin et al. 2023 (arXiv:2307.14995, section 3.1).
 
-    Made inside a `keras.RematScope`, the block saves only its inputs for the backward pass and
-    recomputes the rest. Its sublayers are not rematerialized separately.
-
     Args:
         temporal_block: the layer that mixes tokens, a `keras_recurrent.layers.LightningAttention`
             in TransNormerLLM: any `StreamingLayer` whose output has the shape of its input.
-        intermediate_dim: integer, the width inside the SGLU.
-        layer_norm_epsilon: float, ε of the norms.
-        return_state: boolean. True: a call returns `(output, state)`.
-        **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
-            `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
-
-    Call arguments:
-        inputs: `[B, T, D]`.
-        mask, segment_ids, initial_state, return_state, tokens: as in
-            `keras_recurrent.layers.StreamingLayer`.
-
-    Returns:
-        `[B, T, D]` in the compute dtype. With `return_state` also the state:
-        `{"temporal_block": its part, "segment": [B] int32}`, with `"position"` if it has positions.
 
     Example:
 

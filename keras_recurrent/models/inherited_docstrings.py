@@ -1,0 +1,61 @@
+"""Docstrings of families, completed by the docstrings of their base classes.
+
+docs/site/sections.py loads this file without the package, so it imports only the standard library.
+"""
+
+import inspect
+import re
+
+SECTIONS = ("", "Args", "Call arguments", "Returns", "Raises", "Example")
+HEADING = re.compile(rf"^({'|'.join(SECTIONS[1:])}):", re.MULTILINE)
+ENTRY = re.compile(r"\n(?= {4}\S)")
+
+
+def inherits_docstring(cls):
+    """Decorates a class whose docstring lacks sections or arguments of that of its last base."""
+    parameters = list(inspect.signature(cls.__init__).parameters)
+    cls.__doc__ = complete_docstring(cls.__doc__, cls.__bases__[-1].__doc__, parameters)
+    return cls
+
+
+def complete_docstring(docstring, inherited, parameters):
+    """Returns a docstring with the missing sections and arguments of another one.
+
+    A section replaces the section of `inherited` with the same heading; the text before the first
+    heading is a section, too. In `Args`, entries are replaced one by one, and text after the
+    entries is kept.
+
+    Args:
+        docstring: string, or None.
+        inherited: string, the docstring of the base class. None if Python omits docstrings.
+        parameters: list of strings, the names of the parameters of the constructor, in order.
+            Other entries of `inherited` are left out.
+    """
+    own, base = _sections(docstring), _sections(inherited)
+    merged = base | own
+    if "Args" in base:
+        merged["Args"] = _merge_arguments(own.get("Args", ""), base["Args"], parameters)
+    return "\n\n".join(merged[name] for name in SECTIONS if name in merged)
+
+
+def _sections(docstring):
+    """Returns `{heading: text with its heading}`."""
+    text, *parts = HEADING.split(inspect.cleandoc(docstring or ""))
+    sections = {"": text, **dict(zip(parts[::2], parts[1::2], strict=True))}
+    headings = {name: f"{name}:{text}" if name else text for name, text in sections.items()}
+    return {name: text.strip() for name, text in headings.items() if text}
+
+
+def _merge_arguments(own, base, parameters):
+    own, _, own_text = own.partition("\n\n")
+    base, _, base_text = base.partition("\n\n")
+    entries = {name: e for name, e in _entries(base).items() if name in parameters} | _entries(own)
+    names = sorted(entries, key=parameters.index)
+    section = "\n".join(["Args:", *(entries[name] for name in names)])
+    return "\n\n".join(filter(None, [section, base_text, own_text]))
+
+
+def _entries(section):
+    """Returns `{first name: entry}` of the arguments of a section."""
+    entries = ENTRY.split(section)[1:]
+    return {re.split(r"\W", entry.lstrip(" *"), maxsplit=1)[0]: entry for entry in entries}
