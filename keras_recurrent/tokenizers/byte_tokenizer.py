@@ -29,6 +29,9 @@ class ByteTokenizer(AtomicPreset, keras_hub.tokenizers.ByteTokenizer):
         dtype: integer dtype of the tokens. Defaults to `"int32"`.
         **kwargs: `name`, as for any layer.
 
+    KerasHub finds tokenizers by their backbone, so each family of models has a subclass. Code may
+    also pass a `ByteTokenizer`.
+
     Call arguments:
         inputs: a string, or a list, array or tensor of strings.
 

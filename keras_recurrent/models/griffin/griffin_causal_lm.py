@@ -1,11 +1,27 @@
-"""Language model with Hawk or Griffin."""
+"""Language model with Hawk or Griffin, and its tokenizer and preprocessor."""
 
 import keras
 
 from keras_recurrent.models.griffin.griffin_backbone import GriffinBackbone
-from keras_recurrent.models.griffin.text import GriffinCausalLMPreprocessor
 from keras_recurrent.models.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
+from keras_recurrent.models.recurrent_causal_lm_preprocessor import RecurrentCausalLMPreprocessor
+from keras_recurrent.tokenizers.byte_tokenizer import ByteTokenizer
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
+class GriffinTokenizer(ByteTokenizer):
+    """Byte tokenizer of Griffin presets. Checkpoints have a `SentencePieceTokenizer`."""
+
+    backbone_cls = GriffinBackbone
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
+class GriffinCausalLMPreprocessor(RecurrentCausalLMPreprocessor):
+    backbone_cls = GriffinBackbone
+    tokenizer_cls = GriffinTokenizer
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")

@@ -1,11 +1,21 @@
-"""Text classifier with Hawk or Griffin."""
+"""Text classifier with Hawk or Griffin, and its preprocessor."""
 
 import keras
 
 from keras_recurrent.models.griffin.griffin_backbone import GriffinBackbone
-from keras_recurrent.models.griffin.text import GriffinTextClassifierPreprocessor
+from keras_recurrent.models.griffin.griffin_causal_lm import GriffinTokenizer
 from keras_recurrent.models.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.recurrent_text_classifier import RecurrentTextClassifier
+from keras_recurrent.models.recurrent_text_classifier_preprocessor import (
+    RecurrentTextClassifierPreprocessor,
+)
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
+class GriffinTextClassifierPreprocessor(RecurrentTextClassifierPreprocessor):
+    backbone_cls = GriffinBackbone
+    tokenizer_cls = GriffinTokenizer
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")

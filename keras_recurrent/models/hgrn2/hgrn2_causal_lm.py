@@ -1,11 +1,27 @@
-"""Language model with HGRN2."""
+"""Language model with HGRN2, and its tokenizer and preprocessor."""
 
 import keras
 
 from keras_recurrent.models.hgrn2.hgrn2_backbone import HGRN2Backbone
-from keras_recurrent.models.hgrn2.text import HGRN2CausalLMPreprocessor
 from keras_recurrent.models.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
+from keras_recurrent.models.recurrent_causal_lm_preprocessor import RecurrentCausalLMPreprocessor
+from keras_recurrent.tokenizers.byte_tokenizer import ByteTokenizer
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
+class HGRN2Tokenizer(ByteTokenizer):
+    """Byte tokenizer of HGRN2 presets. Checkpoints have a `SentencePieceTokenizer`."""
+
+    backbone_cls = HGRN2Backbone
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
+class HGRN2CausalLMPreprocessor(RecurrentCausalLMPreprocessor):
+    backbone_cls = HGRN2Backbone
+    tokenizer_cls = HGRN2Tokenizer
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")

@@ -1,11 +1,21 @@
-"""Text classifier with HGRN2."""
+"""Text classifier with HGRN2, and its preprocessor."""
 
 import keras
 
 from keras_recurrent.models.hgrn2.hgrn2_backbone import HGRN2Backbone
-from keras_recurrent.models.hgrn2.text import HGRN2TextClassifierPreprocessor
+from keras_recurrent.models.hgrn2.hgrn2_causal_lm import HGRN2Tokenizer
 from keras_recurrent.models.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.recurrent_text_classifier import RecurrentTextClassifier
+from keras_recurrent.models.recurrent_text_classifier_preprocessor import (
+    RecurrentTextClassifierPreprocessor,
+)
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
+class HGRN2TextClassifierPreprocessor(RecurrentTextClassifierPreprocessor):
+    backbone_cls = HGRN2Backbone
+    tokenizer_cls = HGRN2Tokenizer
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")

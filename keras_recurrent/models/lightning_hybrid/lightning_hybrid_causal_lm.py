@@ -1,4 +1,4 @@
-"""Language model with HypeNet or MiniCPM-SALA."""
+"""Language model with HypeNet or MiniCPM-SALA, and its tokenizer and preprocessor."""
 
 import keras
 
@@ -6,8 +6,27 @@ from keras_recurrent.models.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.lightning_hybrid.lightning_hybrid_backbone import (
     LightningHybridBackbone,
 )
-from keras_recurrent.models.lightning_hybrid.text import LightningHybridCausalLMPreprocessor
 from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
+from keras_recurrent.models.recurrent_causal_lm_preprocessor import RecurrentCausalLMPreprocessor
+from keras_recurrent.tokenizers.byte_tokenizer import ByteTokenizer
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
+class LightningHybridTokenizer(ByteTokenizer):
+    """Byte tokenizer of HypeNet and MiniCPM-SALA presets.
+
+    Checkpoints have a `BPETokenizer` or a `SentencePieceTokenizer`.
+    """
+
+    backbone_cls = LightningHybridBackbone
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
+class LightningHybridCausalLMPreprocessor(RecurrentCausalLMPreprocessor):
+    backbone_cls = LightningHybridBackbone
+    tokenizer_cls = LightningHybridTokenizer
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")

@@ -1,11 +1,27 @@
-"""Language model with TransNormerLLM."""
+"""Language model with TransNormerLLM, and its tokenizer and preprocessor."""
 
 import keras
 
 from keras_recurrent.models.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
-from keras_recurrent.models.transnormer.text import TransNormerCausalLMPreprocessor
+from keras_recurrent.models.recurrent_causal_lm_preprocessor import RecurrentCausalLMPreprocessor
 from keras_recurrent.models.transnormer.transnormer_backbone import TransNormerBackbone
+from keras_recurrent.tokenizers.byte_tokenizer import ByteTokenizer
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
+class TransNormerTokenizer(ByteTokenizer):
+    """Byte tokenizer of TransNormerLLM presets. Checkpoints have a `SentencePieceTokenizer`."""
+
+    backbone_cls = TransNormerBackbone
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
+class TransNormerCausalLMPreprocessor(RecurrentCausalLMPreprocessor):
+    backbone_cls = TransNormerBackbone
+    tokenizer_cls = TransNormerTokenizer
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
