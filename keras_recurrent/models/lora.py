@@ -9,7 +9,7 @@ from keras_recurrent.checks.arguments import check_positive_integer
 class LoraBackbone:
     """Mixin that extends KerasHub's `enable_lora` and `save_lora_weights`.
 
-    A family defines `default_lora_layer_names`.
+    A family defines `default_lora_layer_names`, the layers that mix tokens.
     """
 
     def enable_lora(self, rank, target_layer_names=None):

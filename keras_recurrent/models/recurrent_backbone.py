@@ -4,7 +4,6 @@ import keras
 import keras_hub
 from keras import ops
 
-from keras_recurrent.checkpoints import loading
 from keras_recurrent.checkpoints.export import export
 from keras_recurrent.checks.arguments import check_positive_integers
 from keras_recurrent.checks.shapes import check_rank_known
@@ -26,6 +25,7 @@ from keras_recurrent.layers.reversible_embedding import ReversibleEmbedding, rev
 from keras_recurrent.layers.saved_quantization import SavedQuantization
 from keras_recurrent.layers.tokens import find_tokens, initial_places, place_specs
 from keras_recurrent.models.lora import LoraBackbone
+from keras_recurrent.models.preset_loading import PresetLoading
 from keras_recurrent.models.residual_block import can_chain_steps, chain_steps
 from keras_recurrent.models.segments import SegmentsOptional
 from keras_recurrent.models.stored_arguments import StoredArguments
@@ -40,6 +40,7 @@ class RecurrentBackbone(
     LoraBackbone,
     StoredArguments,
     SavedQuantization,
+    PresetLoading,
     keras_hub.models.Backbone,
 ):
     """Base class of the networks: from token ids to the hidden states before the logits.
@@ -165,23 +166,6 @@ class RecurrentBackbone(
         for layer, units in sizes.items():
             path = f"block_{i}/temporal_block/{layer}/kernel"
             check_layout(path, hidden_dim=self.hidden_dim, **units)
-
-    @classmethod
-    def from_preset(cls, preset, load_weights=None, **kwargs):
-        """Loads a backbone by name, from a checkpoint, or from a directory of `save_to_preset`.
-
-        Takes the same presets as `from_preset` of its language model, and arguments of the backbone
-        only.
-
-        Example:
-
-        >>> import keras_recurrent
-        >>> backbone = keras_recurrent.models.GriffinBackbone.from_preset("hawk_tiny")
-        >>> backbone.count_params()
-        921088
-        """
-        loader, load_weights, kwargs = loading.resolve_backbone(cls, preset, load_weights, kwargs)
-        return super().from_preset(loader, load_weights, **kwargs)
 
     def call_with_segments(self, token_ids, padding_mask, segment_ids):
         return self.hidden_states(token_ids, padding_mask, segment_ids)[0]

@@ -7,7 +7,6 @@ import keras_hub
 import numpy as np
 from keras import ops
 
-from keras_recurrent.checkpoints import loading
 from keras_recurrent.checkpoints.export import export
 from keras_recurrent.checks.shapes import check_rank_known
 from keras_recurrent.checks.token_ids import check_token_ids
@@ -16,6 +15,7 @@ from keras_recurrent.generation.causal_lm import GeneratingCausalLM
 from keras_recurrent.generation.samplers import SAMPLERS
 from keras_recurrent.models.calibration import layer_structure
 from keras_recurrent.models.parts import check_parts
+from keras_recurrent.models.preset_loading import PresetLoading
 from keras_recurrent.models.recurrent_backbone import token_input
 from keras_recurrent.models.segments import SegmentsOptional
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
@@ -34,6 +34,7 @@ class RecurrentCausalLM(
     TorchTraining,
     TextTraining,
     SavedTraining,
+    PresetLoading,
     GeneratingCausalLM,
 ):
     """Base class of the language models: a `RecurrentBackbone`, and logits from its embedding.
@@ -66,6 +67,25 @@ class RecurrentCausalLM(
     Raises:
         ValueError: the backbone or preprocessor is of another class, or the tokenizer has more
             tokens than the backbone.
+
+    Example: a small Hawk learns a text and continues it.
+
+    >>> import keras, keras_recurrent
+    >>> model = keras_recurrent.models.GriffinCausalLM.from_preset("hawk_tiny", num_layers=1)
+    >>> model.compile(keras.optimizers.Adam(1e-3), model.loss, sampler="greedy")
+    >>> history = model.fit(["All happy families are alike."] * 4, batch_size=2, verbose=0)
+    >>> text = model.generate("All happy", max_length=20)
+    >>> text.startswith("All happy")
+    True
+
+    Without a preprocessor, a prompt is an array of tokens with padding at its right for the answer:
+
+    >>> import numpy as np
+    >>> model = keras_recurrent.models.GriffinCausalLM(model.backbone)
+    >>> token_ids = np.array([[1, 68, 111, 0, 0, 0]])
+    >>> prompt = {"token_ids": token_ids, "padding_mask": token_ids > 0}
+    >>> model.generate(prompt, stop_token_ids=None)["token_ids"].shape
+    (1, 6)
     """
 
     def __init__(self, backbone, preprocessor=None, compile=True, name=None, trainable=True):
@@ -85,50 +105,6 @@ class RecurrentCausalLM(
     def call_with_segments(self, token_ids, padding_mask, segment_ids):
         hidden_states = self.backbone.call_with_segments(token_ids, padding_mask, segment_ids)
         return self.backbone.token_embedding(hidden_states, reverse=True)
-
-    @classmethod
-    def from_preset(cls, preset, load_weights=None, **kwargs):
-        """Loads a model by name, from a checkpoint, or from a directory of `save_to_preset`.
-
-        `presets` of the class lists the names. Presets without published weights start from fresh
-        initialization, with one message. The weights of `griffin_tiny_text` are in this package;
-        other weights are fetched from the Hugging Face Hub.
-
-        A checkpoint is a directory of `config.json` and `.safetensors` files as saved by
-        transformers, or a repository on the Hub, such as `"hf://google/recurrentgemma-2b"` (with
-        the extra `huggingface` of this package). Its `tokenizer.model`, or else `tokenizer.json`,
-        makes the preprocessor; without these files, `preprocessor` is None and the model takes
-        tokens. Weights are converted to the dtype of the Keras policy or of `dtype=` one tensor at
-        a time: memory holds neither a second copy of the model nor one in a larger dtype.
-
-        Args:
-            preset: string, a name, a directory, or `hf://owner/repository`.
-            load_weights: boolean. None, the default: loads weights if the preset has any, that is
-                all but names without published weights. True: raises an error if it has none.
-                False: starts from fresh initialization.
-            **kwargs: arguments of the backbone (`vocabulary_size=`, `dtype=`), the preprocessor
-                (`sequence_length=`, `packed=`) and the model (`preprocessor=`, `compile=`), which
-                override those of the preset.
-
-        Raises:
-            ValueError: the name is unknown or of another class, `load_weights=True` and there are
-                no weights, an argument is unknown, the configuration of a checkpoint is not
-                supported, or its tensors are missing, unknown, misshapen or damaged. All errors are
-                raised before a model is built.
-            FileNotFoundError: a checkpoint has no `.safetensors` files (pickled weights are not
-                read), or a directory of `save_to_preset` has no `.weights.h5`.
-
-        Example:
-
-        >>> import keras_recurrent
-        >>> model = keras_recurrent.models.GriffinCausalLM.from_preset(
-        ...     "hawk_tiny", num_layers=2, dtype="mixed_bfloat16", sequence_length=64, packed=True
-        ... )
-        >>> model.backbone.num_layers, model.preprocessor.sequence_length
-        (2, 64)
-        """
-        loader, load_weights, kwargs = loading.resolve_task(cls, preset, load_weights, kwargs)
-        return super().from_preset(loader, load_weights, **kwargs)
 
     def compile(
         self, optimizer="auto", loss="auto", *, weighted_metrics="auto", sampler="top_k", **kwargs
@@ -186,22 +162,7 @@ class RecurrentCausalLM(
         folder in the parent directory, which is moved to `path` at the end, so `path` is always
         complete. The next export to `path` removes a temporary folder that a killed process left.
 
-        Requirements on the backbone:
-
-        - Griffin: `block_types` of `"recurrent"` and `"local_attention"`; `lru_width`,
-          `num_query_heads`, `sliding_window` and `final_logit_soft_cap` that are not None, even
-          if no block uses them; `num_blocks` equal to `num_query_heads`; `embedding_scale`
-          equal to `float(ml_dtypes.bfloat16(hidden_dim**0.5))`, the square root in bfloat16;
-          `scale_first_input=False` and `recurrence="rg_lru"`; `partial_rotary_factor` and
-          `layer_norm_epsilon` above 0.
-        - HGRN2: `gate_activation="silu"`, `input_activation="linear"` and `layer_norm_epsilon`
-          above 0.
-        - HypeNet: `use_qk_norm=True`, and None for `embedding_scale`, `residual_scale`,
-          `output_scale` and `dense_length`. MiniCPM-SALA: `use_qk_norm=False`, numbers for these
-          scales, attention in the first block, and equal heads in both kinds of blocks. Both: the
-          sizes of Lightning Attention as numbers.
-        - TransNormerLLM: `decay_schedule="checkpoints"`, `tie_word_embeddings=False` and
-          `layer_norm_epsilon=1e-6`.
+        A layout restricts some arguments of the backbone; docs/checkpoints.md lists them.
 
         Args:
             path: string, a directory that does not exist yet or is empty.
@@ -211,7 +172,7 @@ class RecurrentCausalLM(
                 separate file.
 
         Raises:
-            ValueError: the model does not meet the requirements, all of which are named; it is
+            ValueError: the layout cannot store some arguments, all of which are named; the model is
                 quantized; `dtype` is not one of these or too narrow for a weight; or
                 `max_shard_size` is not above 0.
             FileExistsError: `path` is a symbolic link, or exists and is not empty, possibly because

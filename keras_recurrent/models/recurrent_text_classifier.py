@@ -5,10 +5,10 @@ import keras_hub
 import numpy as np
 from keras import ops
 
-from keras_recurrent.checkpoints import loading
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
 from keras_recurrent.models.classifier_head import LastToken, Logits
 from keras_recurrent.models.parts import check_parts
+from keras_recurrent.models.preset_loading import PresetLoading
 from keras_recurrent.training.samples import is_text, is_tokens
 from keras_recurrent.training.saved_training import SavedTraining
 from keras_recurrent.training.text_training import TextTraining
@@ -16,7 +16,11 @@ from keras_recurrent.training.torch_training import CheckedTorchTraining
 
 
 class RecurrentTextClassifier(
-    CheckedTorchTraining, TextTraining, SavedTraining, keras_hub.models.TextClassifier
+    CheckedTorchTraining,
+    TextTraining,
+    SavedTraining,
+    PresetLoading,
+    keras_hub.models.TextClassifier,
 ):
     """Base class of the text classifiers: a network, and a linear layer on its last token.
 
@@ -63,6 +67,18 @@ class RecurrentTextClassifier(
         ValueError: the backbone or preprocessor is of another class, the tokenizer has more tokens
             than the backbone, `num_classes` is not an integer of at least 1, or `bidirectional` is
             not a boolean.
+
+    Example: texts about ticking.
+
+    >>> import keras, keras_recurrent
+    >>> model = keras_recurrent.models.GriffinTextClassifier.from_preset(
+    ...     "hawk_tiny", num_layers=1, num_classes=2, sequence_length=16
+    ... )
+    >>> model.compile(keras.optimizers.Adam(1e-3), model.loss, metrics=["accuracy"])
+    >>> texts, labels = ["tick tick", "boom"] * 4, [1, 0] * 4
+    >>> history = model.fit(texts, labels, batch_size=4, epochs=5, verbose=0)
+    >>> model.predict(texts, verbose=0).argmax(axis=1)[:2].tolist()
+    [1, 0]
     """
 
     def __init__(
@@ -113,42 +129,6 @@ class RecurrentTextClassifier(
         for weight in backbone.token_embedding.weights:
             if weight.name == "reverse_embeddings":
                 weight.trainable = False
-
-    @classmethod
-    def from_preset(cls, preset, load_weights=None, **kwargs):
-        """Loads a classifier by name, from a checkpoint, or from a directory of `save_to_preset`.
-
-        Takes the same presets as `from_preset` of a language model, including directories of a
-        saved language model; the network then has its weights, and the weights of the classes are
-        fresh. A directory of a saved classifier also has the weights of the classes, which are
-        loaded unless `num_classes` is passed.
-
-        Args:
-            preset: string, a name, a directory, or `hf://owner/repository`.
-            load_weights: boolean. None, the default: loads weights if the preset has any, that is
-                all but names without published weights. True: raises an error if it has none.
-                False: starts from fresh initialization.
-            **kwargs: arguments of the backbone (`dtype=`), the preprocessor (`sequence_length=`)
-                and the classifier (`num_classes=`, `bidirectional=`, `dropout=`), which override
-                those of the preset.
-
-        Raises:
-            ValueError: the name is unknown or of another class, `num_classes` is missing,
-                `load_weights=True` and there are no weights, an argument is unknown, or a
-                checkpoint does not fit.
-            FileNotFoundError: a directory of `save_to_preset` has no `.weights.h5` files.
-
-        Example:
-
-        >>> import keras_recurrent
-        >>> model = keras_recurrent.models.HGRN2TextClassifier.from_preset(
-        ...     "hgrn2_tiny", num_classes=3, num_layers=1, sequence_length=64, bidirectional=True
-        ... )
-        >>> model.output_shape, model.preprocessor.sequence_length
-        ((None, 3), 64)
-        """
-        loader, load_weights, kwargs = loading.resolve_task(cls, preset, load_weights, kwargs)
-        return super().from_preset(loader, load_weights, **kwargs)
 
     def compile(self, optimizer="auto", loss="auto", *, metrics="auto", **kwargs):
         """Configures training; see `keras_hub.models.TextClassifier.compile`.

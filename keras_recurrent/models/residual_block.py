@@ -48,6 +48,15 @@ class ResidualBlock(StreamingLayer):
     Returns:
         `[B, T, D]` in the compute dtype. With `return_state` also the state:
         `{"temporal_block": its part, "segment": [B] int32}`, with `"position"` if it has positions.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from keras_recurrent.layers import RecurrentBlock
+    >>> from keras_recurrent.models import GriffinResidualBlock
+    >>> block = GriffinResidualBlock(RecurrentBlock(16, num_blocks=4), intermediate_dim=24)
+    >>> tuple(block(np.ones((2, 5, 8))).shape)
+    (2, 5, 8)
     """
 
     def __init__(

@@ -325,7 +325,7 @@ def test_what_the_layout_cannot_hold_is_said_before_anything_is_written(tmp_path
 
 @pytest.mark.once
 def test_all_that_the_layout_cannot_hold_is_said_at_once(tmp_path):
-    """What the docstring of `export_to_transformers` lists."""
+    """The error leaves out a restriction that docs/checkpoints.md lists."""
     unfit = {
         "lru_width": None,
         "sliding_window": None,

@@ -168,7 +168,6 @@ class GriffinBackbone(RecurrentBackbone):
         )
 
     def default_lora_layer_names(self):
-        """Returns the names of the layers that `enable_lora` adapts, those that mix tokens."""
         return ["linear_x", "linear_y", "linear_out", "q_proj", "k_proj", "v_proj", "o_proj"]
 
     @staticmethod

@@ -33,25 +33,6 @@ class GriffinCausalLM(RecurrentCausalLM):
     2024, arXiv:2402.19427. With recurrent blocks and local attention, time and memory of a decoding
     step do not depend on the length of the text; global attention caches the keys and values of the
     whole text.
-
-    Example: a small Hawk learns a text and continues it.
-
-    >>> import keras, keras_recurrent
-    >>> model = keras_recurrent.models.GriffinCausalLM.from_preset("hawk_tiny", num_layers=1)
-    >>> model.compile(keras.optimizers.Adam(1e-3), model.loss, sampler="greedy")
-    >>> history = model.fit(["All happy families are alike."] * 4, batch_size=2, verbose=0)
-    >>> text = model.generate("All happy", max_length=20)
-    >>> text.startswith("All happy")
-    True
-
-    Without a preprocessor, a prompt is an array of tokens with padding at its right for the answer:
-
-    >>> import numpy as np
-    >>> model = keras_recurrent.models.GriffinCausalLM(model.backbone)
-    >>> token_ids = np.array([[1, 68, 111, 0, 0, 0]])
-    >>> prompt = {"token_ids": token_ids, "padding_mask": token_ids > 0}
-    >>> model.generate(prompt, stop_token_ids=None)["token_ids"].shape
-    (1, 6)
     """
 
     backbone_cls = GriffinBackbone

@@ -24,15 +24,6 @@ class GriffinResidualBlock(ResidualBlock):
         temporal_block: the layer that mixes tokens, such as a
             `keras_recurrent.layers.RecurrentBlock` or `LocalAttention`: any `StreamingLayer` whose
             output has the shape of its input.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_recurrent.layers import RecurrentBlock
-    >>> from keras_recurrent.models import GriffinResidualBlock
-    >>> block = GriffinResidualBlock(RecurrentBlock(16, num_blocks=4), intermediate_dim=24)
-    >>> tuple(block(np.ones((2, 5, 8))).shape)
-    (2, 5, 8)
     """
 
     def make_norm(self, name):

@@ -25,18 +25,6 @@ class GriffinTextClassifier(RecurrentTextClassifier):
 
     A `GriffinBackbone`, and a linear layer on the hidden state of each text's last real token. The
     network is that of De et al. 2024, arXiv:2402.19427.
-
-    Example: texts about ticking.
-
-    >>> import keras, keras_recurrent
-    >>> model = keras_recurrent.models.GriffinTextClassifier.from_preset(
-    ...     "hawk_tiny", num_layers=1, num_classes=2, sequence_length=16
-    ... )
-    >>> model.compile(keras.optimizers.Adam(1e-3), model.loss, metrics=["accuracy"])
-    >>> texts, labels = ["tick tick", "boom"] * 4, [1, 0] * 4
-    >>> history = model.fit(texts, labels, batch_size=4, epochs=5, verbose=0)
-    >>> model.predict(texts, verbose=0).argmax(axis=1)[:2].tolist()
-    [1, 0]
     """
 
     backbone_cls = GriffinBackbone

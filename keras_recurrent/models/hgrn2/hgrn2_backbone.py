@@ -149,7 +149,6 @@ class HGRN2Backbone(RecurrentBackbone):
         return arguments
 
     def default_lora_layer_names(self):
-        """Returns the names of the layers that `enable_lora` adapts, those that mix tokens."""
         return ["q_proj", "f_proj", "i_proj", "k_proj", "v_proj", "o_proj"]
 
     @staticmethod

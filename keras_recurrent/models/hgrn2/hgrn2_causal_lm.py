@@ -31,18 +31,7 @@ class HGRN2CausalLM(RecurrentCausalLM):
 
     An `HGRN2Backbone`, and logits of the next token. Qin et al. 2024, arXiv:2404.07904. Time and
     memory of a decoding step do not depend on the length of the text, except in hybrids with
-    attention to all tokens.
-
-    Example: a small HGRN2 learns a text and continues it. `"hgrn2_1.3b_100b"` has weights on the
-    Hugging Face Hub.
-
-    >>> import keras, keras_recurrent
-    >>> model = keras_recurrent.models.HGRN2CausalLM.from_preset("hgrn2_tiny", num_layers=1)
-    >>> model.compile(keras.optimizers.Adam(1e-3), model.loss, sampler="greedy")
-    >>> history = model.fit(["All happy families are alike."] * 4, batch_size=2, verbose=0)
-    >>> text = model.generate("All happy", max_length=20)
-    >>> text.startswith("All happy")
-    True
+    attention to all tokens. `"hgrn2_1.3b_100b"` has weights on the Hugging Face Hub.
     """
 
     backbone_cls = HGRN2Backbone

@@ -3,14 +3,16 @@
 import keras
 import keras_hub
 
-from keras_recurrent.checkpoints import loading
 from keras_recurrent.models.hgrn2.hgrn2_vision_backbone import HGRN2VisionBackbone
+from keras_recurrent.models.preset_loading import PresetLoading
 from keras_recurrent.training.saved_training import SavedTraining
 from keras_recurrent.training.torch_training import CheckedTorchTraining
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class HGRN2ImageClassifier(CheckedTorchTraining, SavedTraining, keras_hub.models.ImageClassifier):
+class HGRN2ImageClassifier(
+    CheckedTorchTraining, SavedTraining, PresetLoading, keras_hub.models.ImageClassifier
+):
     """Image classifier with HGRN2.
 
     An `HGRN2VisionBackbone`, the mean over patches, and a linear layer with one logit per class.
@@ -94,23 +96,3 @@ class HGRN2ImageClassifier(CheckedTorchTraining, SavedTraining, keras_hub.models
 
     def _trainer(self):
         return keras.Model if self.preprocessor is None else keras_hub.models.ImageClassifier
-
-    @classmethod
-    def from_preset(cls, preset, load_weights=None, **kwargs):
-        """Loads a classifier by name, or from a directory of `save_to_preset`.
-
-        Args:
-            preset: string, one of `presets` of the class, or a directory.
-            load_weights: boolean. None, the default: loads weights if the preset has any, that is
-                all but names without published weights. True: raises an error if it has none.
-                False: starts from fresh initialization.
-            **kwargs: arguments of the backbone (`image_shape=`, `dtype=`) and the classifier
-                (`num_classes=`, `dropout=`), which override those of the preset.
-
-        Raises:
-            ValueError: the name is unknown or of another class, `load_weights=True` and there are
-                no weights, or an argument is unknown.
-            FileNotFoundError: a directory of `save_to_preset` without its `.weights.h5` files.
-        """
-        loader, load_weights, kwargs = loading.resolve_task(cls, preset, load_weights, kwargs)
-        return super().from_preset(loader, load_weights, **kwargs)

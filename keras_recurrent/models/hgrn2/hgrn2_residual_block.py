@@ -29,13 +29,4 @@ class HGRN2ResidualBlock(BoundedLayer, ResidualBlock):
             `keras_recurrent.layers.LowerBounds`; None: β is 0. Attention has none.
         mask, segment_ids, initial_state, return_state, tokens: as in
             `keras_recurrent.layers.StreamingLayer`.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_recurrent.layers import HGRN2
-    >>> from keras_recurrent.models import HGRN2ResidualBlock
-    >>> block = HGRN2ResidualBlock(HGRN2(expand_ratio=4), intermediate_dim=24)
-    >>> tuple(block(np.ones((2, 5, 8))).shape)
-    (2, 5, 8)
     """

@@ -25,18 +25,6 @@ class HGRN2TextClassifier(RecurrentTextClassifier):
 
     An `HGRN2Backbone`, and a linear layer on the hidden state of each text's last real token. The
     network is that of Qin et al. 2024, arXiv:2404.07904.
-
-    Example: regression of the number of letters in a text.
-
-    >>> import keras, keras_recurrent
-    >>> model = keras_recurrent.models.HGRN2TextClassifier.from_preset(
-    ...     "hgrn2_tiny", num_layers=1, num_classes=1, sequence_length=16
-    ... )
-    >>> model.compile(keras.optimizers.Adam(1e-3), model.loss)
-    >>> texts = ["a" * length for length in range(1, 9)]
-    >>> history = model.fit(texts, [float(len(text)) for text in texts], epochs=5, verbose=0)
-    >>> model.predict(texts, verbose=0).shape
-    (8, 1)
     """
 
     backbone_cls = HGRN2Backbone

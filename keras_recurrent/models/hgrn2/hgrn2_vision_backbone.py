@@ -3,13 +3,13 @@
 import keras
 import keras_hub
 
-from keras_recurrent.checkpoints import loading
 from keras_recurrent.checks.arguments import check_positive_integers
 from keras_recurrent.compat import BackendNeutralCompileConfig
 from keras_recurrent.devices.jax_processes import SavedByAllProcesses
 from keras_recurrent.layers import BidirectionalHGRN2, LowerBounds, RMSNorm, SwiGLU
 from keras_recurrent.layers.saved_quantization import SavedQuantization
 from keras_recurrent.models.lora import LoraBackbone
+from keras_recurrent.models.preset_loading import PresetLoading
 from keras_recurrent.models.stored_arguments import StoredArguments
 from keras_recurrent.training.torch_training import CheckedTorchTraining
 
@@ -22,6 +22,7 @@ class HGRN2VisionBackbone(
     LoraBackbone,
     StoredArguments,
     SavedQuantization,
+    PresetLoading,
     keras_hub.models.Backbone,
 ):
     """Network of HGRN2 for images: patches are tokens, mixed in both directions.
@@ -134,23 +135,7 @@ class HGRN2VisionBackbone(
         self.store_arguments(HGRN2VisionBackbone, locals())
         self.data_format = "channels_last"  # of the outputs, for KerasHub's tasks
 
-    @classmethod
-    def from_preset(cls, preset, load_weights=None, **kwargs):
-        """Loads a network by name, or from a directory of `save_to_preset`.
-
-        Example:
-
-        >>> import keras_recurrent
-        >>> keras_recurrent.models.HGRN2VisionBackbone.from_preset(
-        ...     "hgrn2_vision_tiny", num_layers=1
-        ... ).output_shape
-        (None, 14, 14, 192)
-        """
-        loader, load_weights, kwargs = loading.resolve_backbone(cls, preset, load_weights, kwargs)
-        return super().from_preset(loader, load_weights, **kwargs)
-
     def default_lora_layer_names(self):
-        """Returns the names of the layers that `enable_lora` adapts, those that mix patches."""
         return ["q_proj", "f_proj", "i_proj", "o_proj"]
 
 

@@ -187,10 +187,7 @@ class LightningHybridBackbone(RecurrentBackbone):
         )
 
     def default_lora_layer_names(self):
-        """Returns the names of the layers that `enable_lora` adapts, those that mix tokens.
-
-        The gate of attention is left out: it has the name of another layer, inside the SwiGLU.
-        """
+        # Without the gate of attention, which has the name of another layer, inside the SwiGLU.
         return ["q_proj", "k_proj", "v_proj", "u_proj", "o_proj"]
 
     @staticmethod

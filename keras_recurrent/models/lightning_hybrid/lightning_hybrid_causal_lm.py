@@ -37,18 +37,6 @@ class LightningHybridCausalLM(RecurrentCausalLM):
     A `LightningHybridBackbone`, and logits of the next token. Chen et al. 2026 (arXiv:2601.22156)
     and MiniCPM Team 2026 (arXiv:2602.11761). Blocks of attention cache the keys and values of the
     whole text; the state of the other blocks has a fixed size.
-
-    Example: a small HypeNet learns a text and continues it.
-
-    >>> import keras, keras_recurrent
-    >>> model = keras_recurrent.models.LightningHybridCausalLM.from_preset(
-    ...     "hypenet_tiny", num_layers=1
-    ... )
-    >>> model.compile(keras.optimizers.Adam(1e-3), model.loss, sampler="greedy")
-    >>> history = model.fit(["All happy families are alike."] * 4, batch_size=2, verbose=0)
-    >>> text = model.generate("All happy", max_length=20)
-    >>> text.startswith("All happy")
-    True
     """
 
     backbone_cls = LightningHybridBackbone

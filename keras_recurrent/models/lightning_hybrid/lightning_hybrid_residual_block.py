@@ -22,14 +22,4 @@ class LightningHybridResidualBlock(ResidualBlock):
         temporal_block: the layer that mixes tokens, such as a
             `keras_recurrent.layers.LightningAttention` or `LocalAttention`: any `StreamingLayer`
             whose output has the shape of its input.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_recurrent.layers import LightningAttention
-    >>> from keras_recurrent.models import LightningHybridResidualBlock
-    >>> mixer = LightningAttention(2, head_dim=4, decay_schedule="alibi")
-    >>> block = LightningHybridResidualBlock(mixer, intermediate_dim=24, residual_scale=0.5)
-    >>> tuple(block(np.ones((2, 5, 8))).shape)
-    (2, 5, 8)
     """

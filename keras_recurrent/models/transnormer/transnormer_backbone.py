@@ -97,7 +97,6 @@ class TransNormerBackbone(RecurrentBackbone):
         )
 
     def default_lora_layer_names(self):
-        """Returns the names of the layers that `enable_lora` adapts, those that mix tokens."""
         return ["q_proj", "k_proj", "v_proj", "u_proj", "o_proj"]
 
     @staticmethod

@@ -32,16 +32,6 @@ class TransNormerCausalLM(RecurrentCausalLM):
     A `TransNormerBackbone`, and logits of the next token computed by separate weights. Qin et al.
     2023 (arXiv:2307.14995) and 2024 (arXiv:2405.17381). The time per token in training and in
     decoding does not depend on the length of the text.
-
-    Example: a small TransNormerLLM learns a text and continues it.
-
-    >>> import keras, keras_recurrent
-    >>> model = keras_recurrent.models.TransNormerCausalLM.from_preset("tnl_tiny", num_layers=1)
-    >>> model.compile(keras.optimizers.Adam(1e-3), model.loss, sampler="greedy")
-    >>> history = model.fit(["All happy families are alike."] * 4, batch_size=2, verbose=0)
-    >>> text = model.generate("All happy", max_length=20)
-    >>> text.startswith("All happy")
-    True
     """
 
     backbone_cls = TransNormerBackbone

@@ -22,15 +22,6 @@ class TransNormerResidualBlock(ResidualBlock):
     Args:
         temporal_block: the layer that mixes tokens, a `keras_recurrent.layers.LightningAttention`
             in TransNormerLLM: any `StreamingLayer` whose output has the shape of its input.
-
-    Example:
-
-    >>> import numpy as np
-    >>> from keras_recurrent.layers import LightningAttention
-    >>> from keras_recurrent.models import TransNormerResidualBlock
-    >>> block = TransNormerResidualBlock(LightningAttention(2, head_dim=4), intermediate_dim=24)
-    >>> tuple(block(np.ones((2, 5, 8))).shape)
-    (2, 5, 8)
     """
 
     def make_norm(self, name):
