@@ -1,14 +1,12 @@
 """Base class of the networks of all families, from tokens to hidden states, and their cache."""
 
 import keras
-import keras_hub
 from keras import ops
 
 from keras_recurrent.checkpoints.export import export
-from keras_recurrent.checks.arguments import check_positive_integers
+from keras_recurrent.checks.arguments import check_boolean, check_positive_integers
 from keras_recurrent.checks.shapes import check_rank_known
 from keras_recurrent.checks.states import check_per_token, check_sizes_of_state, check_state
-from keras_recurrent.compat import BackendNeutralCompileConfig
 from keras_recurrent.devices.jax_layouts import (
     apply_state_layout,
     axis_size,
@@ -16,33 +14,19 @@ from keras_recurrent.devices.jax_layouts import (
     get_weight_axis,
     make_layout_map,
 )
-from keras_recurrent.devices.jax_processes import SavedByAllProcesses
 from keras_recurrent.dispatch import BACKEND
-from keras_recurrent.layers import decoding
+from keras_recurrent.layers import LocalAttention, decoding
 from keras_recurrent.layers.inner_streaming import stream_inner
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.reversible_embedding import ReversibleEmbedding, reversible_embedding
-from keras_recurrent.layers.saved_quantization import SavedQuantization
 from keras_recurrent.layers.tokens import find_tokens, initial_places, place_specs
-from keras_recurrent.models.lora import LoraBackbone
-from keras_recurrent.models.preset_loading import PresetLoading
+from keras_recurrent.models.network import Network
 from keras_recurrent.models.residual_block import can_chain_steps, chain_steps
 from keras_recurrent.models.segments import SegmentsOptional
-from keras_recurrent.models.stored_arguments import StoredArguments
 from keras_recurrent.training.torch_training import TorchTraining
 
 
-class RecurrentBackbone(
-    BackendNeutralCompileConfig,
-    SavedByAllProcesses,
-    SegmentsOptional,
-    TorchTraining,
-    LoraBackbone,
-    StoredArguments,
-    SavedQuantization,
-    PresetLoading,
-    keras_hub.models.Backbone,
-):
+class RecurrentBackbone(SegmentsOptional, TorchTraining, Network):
     """Base class of the networks: from token ids to the hidden states before the logits.
 
     A network is an embedding, residual blocks (see `keras_recurrent.layers.StreamingLayer`) and a
@@ -128,6 +112,7 @@ class RecurrentBackbone(
         Returns:
             A dictionary of `token_embedding`, `transformer_layers` and `final_norm`.
         """
+        check_boolean("tie_word_embeddings", tie_word_embeddings)
         # Only blocks are recomputed under a `keras.RematScope`.
         with no_further_remat():
             token_embedding = reversible_embedding(
@@ -155,6 +140,18 @@ class RecurrentBackbone(
     def make_mixer(self, i, **kwargs):
         """Returns the layer that mixes tokens in block i; `kwargs` are its dtype and its name."""
         raise NotImplementedError
+
+    def make_attention(self, i, **kwargs):
+        """Returns the attention of block i, with the stored numbers of heads."""
+        attention = LocalAttention(
+            self.num_query_heads, num_key_value_heads=self.num_key_value_heads, **kwargs
+        )
+        self.check_split(
+            i,
+            q_proj={"num_query_heads": self.num_query_heads},
+            k_proj={"num_key_value_heads": self.num_key_value_heads},
+        )
+        return attention
 
     def check_split(self, i, **sizes):
         """Raises an error if the active distribution cannot split layers that mix tokens.

@@ -4,7 +4,7 @@ import keras
 
 from keras_recurrent.checks.arguments import check_boolean, check_number, check_positive_integer
 from keras_recurrent.devices.jax_layouts import check_layout
-from keras_recurrent.layers import LocalAttention, RecurrentBlock
+from keras_recurrent.layers import RecurrentBlock
 from keras_recurrent.models.griffin.griffin_residual_block import GriffinResidualBlock
 from keras_recurrent.models.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, check_network_sizes
@@ -121,14 +121,8 @@ class GriffinBackbone(RecurrentBackbone):
         check_boolean("scale_first_input", scale_first_input)
         # A string would be a pattern of its letters.
         block_types = (block_types,) if isinstance(block_types, str) else tuple(block_types)
-        _check_block_types(
-            block_types,
-            num_layers,
-            lru_width=lru_width,
-            num_query_heads=num_query_heads,
-            sliding_window=sliding_window,
-        )
         self.store_arguments(GriffinBackbone, locals())
+        _check_block_types(self, block_types)
         super().__init__(
             **self.make_layers(GriffinResidualBlock, dtype, logit_soft_cap=final_logit_soft_cap),
             embedding_scale=embedding_scale,
@@ -152,14 +146,8 @@ class GriffinBackbone(RecurrentBackbone):
                 recurrence=self.recurrence,
                 **kwargs,
             )
-        self.check_split(
+        return self.make_attention(
             i,
-            q_proj={"num_query_heads": self.num_query_heads},
-            k_proj={"num_key_value_heads": self.num_key_value_heads},
-        )
-        return LocalAttention(
-            self.num_query_heads,
-            num_key_value_heads=self.num_key_value_heads,
             head_dim=self.head_dim,
             sliding_window=self.sliding_window if block_type == "local_attention" else None,
             rope_max_wavelength=self.rope_max_wavelength,
@@ -187,13 +175,13 @@ class GriffinBackbone(RecurrentBackbone):
         }
 
 
-def _check_block_types(block_types, num_layers, **arguments):
+def _check_block_types(backbone, block_types):
     known = ", ".join(map(repr, NEEDS))
     if not block_types or not set(block_types) <= set(NEEDS):
         raise ValueError(f"`block_types` must be a pattern of {known}. Received: {block_types}")
-    for block_type in block_types[:num_layers]:
+    for block_type in block_types[: backbone.num_layers]:
         for name in NEEDS[block_type]:
-            if arguments[name] is None:
+            if getattr(backbone, name) is None:
                 raise ValueError(
                     f"`{name}` is needed for the {block_type!r} blocks of `block_types`, "
                     f"{block_types}. Received: None"

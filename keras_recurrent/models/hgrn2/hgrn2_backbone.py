@@ -99,7 +99,6 @@ class HGRN2Backbone(RecurrentBackbone):
         check_network_sizes(vocabulary_size, num_layers, hidden_dim, intermediate_dim)
         check_positive_integer("expand_ratio", expand_ratio)
         check_boolean("use_lower_bounds", use_lower_bounds)
-        check_boolean("tie_word_embeddings", tie_word_embeddings)
         attention_layers = _check_attention_layers(attention_layers, num_layers)
         if num_key_value_heads is None:
             num_key_value_heads = num_query_heads
@@ -123,14 +122,8 @@ class HGRN2Backbone(RecurrentBackbone):
                 conv_size=self.conv_size,
                 **kwargs,
             )
-        self.check_split(
+        return self.make_attention(
             i,
-            q_proj={"num_query_heads": self.num_query_heads},
-            k_proj={"num_key_value_heads": self.num_key_value_heads},
-        )
-        return LocalAttention(
-            self.num_query_heads,
-            num_key_value_heads=self.num_key_value_heads,
             head_dim=self.hidden_dim // self.num_query_heads,
             sliding_window=self.sliding_window,
             rope_max_wavelength=self.rope_max_wavelength,

@@ -4,27 +4,13 @@ import keras
 import keras_hub
 
 from keras_recurrent.checks.arguments import check_positive_integers
-from keras_recurrent.compat import BackendNeutralCompileConfig
-from keras_recurrent.devices.jax_processes import SavedByAllProcesses
 from keras_recurrent.layers import BidirectionalHGRN2, LowerBounds, RMSNorm, SwiGLU
-from keras_recurrent.layers.saved_quantization import SavedQuantization
-from keras_recurrent.models.lora import LoraBackbone
-from keras_recurrent.models.preset_loading import PresetLoading
-from keras_recurrent.models.stored_arguments import StoredArguments
+from keras_recurrent.models.network import Network
 from keras_recurrent.training.torch_training import CheckedTorchTraining
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class HGRN2VisionBackbone(
-    BackendNeutralCompileConfig,
-    SavedByAllProcesses,
-    CheckedTorchTraining,
-    LoraBackbone,
-    StoredArguments,
-    SavedQuantization,
-    PresetLoading,
-    keras_hub.models.Backbone,
-):
+class HGRN2VisionBackbone(CheckedTorchTraining, Network):
     """Network of HGRN2 for images: patches are tokens, mixed in both directions.
 
     ```

@@ -2,8 +2,8 @@
 
 import keras
 
-from keras_recurrent.checks.arguments import check_boolean, check_number, check_positive_integer
-from keras_recurrent.layers import LightningAttention, LocalAttention
+from keras_recurrent.checks.arguments import check_number, check_positive_integer
+from keras_recurrent.layers import LightningAttention
 from keras_recurrent.models.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.lightning_hybrid.lightning_hybrid_residual_block import (
     LightningHybridResidualBlock,
@@ -111,7 +111,6 @@ class LightningHybridBackbone(RecurrentBackbone):
         trainable=True,
     ):
         check_network_sizes(vocabulary_size, num_layers, hidden_dim, intermediate_dim)
-        check_boolean("tie_word_embeddings", tie_word_embeddings)
         for argument, scale in (("embedding", embedding_scale), ("output", output_scale)):
             if scale is not None:
                 check_number(f"{argument}_scale", scale, above=0)
@@ -137,9 +136,8 @@ class LightningHybridBackbone(RecurrentBackbone):
     def make_mixer(self, i, **kwargs):
         kwargs["layer_norm_epsilon"] = self.layer_norm_epsilon
         if self.block_types[i] == GLOBAL:
-            mixer = LocalAttention(
-                self.num_query_heads,
-                num_key_value_heads=self.num_key_value_heads,
+            return self.make_attention(
+                i,
                 head_dim=self.head_dim,
                 partial_rotary_factor=0,
                 use_output_bias=False,
@@ -148,12 +146,6 @@ class LightningHybridBackbone(RecurrentBackbone):
                 logit_scaling=self.attention_logit_scaling,
                 **kwargs,
             )
-            self.check_split(
-                i,
-                q_proj={"num_query_heads": self.num_query_heads},
-                k_proj={"num_key_value_heads": self.num_key_value_heads},
-            )
-            return mixer
         num_heads = self.num_lightning_heads
         num_heads = self.num_query_heads if num_heads is None else num_heads
         head_dim = self.head_dim if self.lightning_head_dim is None else self.lightning_head_dim

@@ -50,13 +50,6 @@ class TransNormer(Layout):
             "layer_norm_epsilon": 1e-6,
         }
 
-    def requirements(self, arguments):
-        return {
-            "decay_schedule": (arguments["decay_schedule"] == "checkpoints", "'checkpoints'"),
-            "tie_word_embeddings": (not arguments["tie_word_embeddings"], "False"),
-            "layer_norm_epsilon": (arguments["layer_norm_epsilon"] == 1e-6, "1e-06"),
-        }
-
     def write_config(self, arguments):
         return {
             "vocab_size": arguments["vocabulary_size"],

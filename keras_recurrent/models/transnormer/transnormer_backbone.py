@@ -2,7 +2,6 @@
 
 import keras
 
-from keras_recurrent.checks.arguments import check_boolean
 from keras_recurrent.layers import LightningAttention
 from keras_recurrent.models.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, check_network_sizes
@@ -74,7 +73,6 @@ class TransNormerBackbone(RecurrentBackbone):
         trainable=True,
     ):
         check_network_sizes(vocabulary_size, num_layers, hidden_dim, intermediate_dim)
-        check_boolean("tie_word_embeddings", tie_word_embeddings)
         self.store_arguments(TransNormerBackbone, locals())
         super().__init__(
             **self.make_layers(TransNormerResidualBlock, dtype, tie_word_embeddings),

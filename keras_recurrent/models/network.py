@@ -1,14 +1,28 @@
-"""Constructor arguments of a backbone as attributes and in its configuration."""
+"""Base class of all networks, which stores the arguments of constructors."""
 
 import inspect
 
 import keras
+import keras_hub
+
+from keras_recurrent.compat import BackendNeutralCompileConfig
+from keras_recurrent.devices.jax_processes import SavedByAllProcesses
+from keras_recurrent.layers.saved_quantization import SavedQuantization
+from keras_recurrent.models.lora import LoraBackbone
+from keras_recurrent.models.preset_loading import PresetLoading
 
 PLAIN = (str, int, float, tuple, type(None))
 
 
-class StoredArguments:
-    """Mixin that stores constructor arguments as attributes and returns them in `get_config`."""
+class Network(
+    BackendNeutralCompileConfig,
+    SavedByAllProcesses,
+    LoraBackbone,
+    SavedQuantization,
+    PresetLoading,
+    keras_hub.models.Backbone,
+):
+    """Base class of all networks, with the arguments of `store_arguments` in `get_config`."""
 
     _argument_names: tuple = ()
 
@@ -27,7 +41,7 @@ class StoredArguments:
         self._argument_names = tuple(names)
 
     def get_config(self):
-        config = super().get_config()  # type: ignore[misc]
+        config = super().get_config()
         for name in self._argument_names:
             value = getattr(self, name)
             plain = isinstance(value, PLAIN)
