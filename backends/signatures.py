@@ -38,7 +38,6 @@ class Signature(NamedTuple):
             split them; those named after the first are split together with it.
         optional: names of the tensors that may be None.
         is_over_time: boolean, whether it takes an initial state and token kinds.
-        alternatives: `{name: {tensor: dimensions}}`, other dimensions that options select.
     """
 
     tensors: dict[str, str]
@@ -46,7 +45,6 @@ class Signature(NamedTuple):
     channels: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     is_over_time: bool = False
-    alternatives: dict[str, dict[str, str]] = {}
 
     @property
     def output(self):
@@ -89,28 +87,8 @@ def _over_time(tensors, output, state, channels=("D",), optional=()):
 
 _HEADS = "q: B T H K, k: B T H K, v: B T H V"
 _LINEAR_ATTENTION = Result("B T H V", "v"), Result("B H K V"), ("H",)
-_WIDTHS, _PACKED_WIDTHS = "NMLJ", "PQRS"  # of up to four kernels; a byte of P is one or two of N
 
 
-def _each(name, widths, before=""):
-    """The dimensions of a tensor of each kernel."""
-    ends = ("", "_2", "_3", "_4")
-    return {f"{name}{end}": f"{before}{width}" for end, width in zip(ends, widths, strict=True)}
-
-
-def _of_kernels(required, alternatives, further="", **of_each):
-    """The signature of a product with up to four kernels; `of_each`: their tensors."""
-    tensors = {"x": "B K", "scale": "K"}
-    for dimensions in of_each.values():
-        tensors |= dimensions
-    tensors |= {**_each("bias", _WIDTHS), "residual": "B N", "squares": "B U"}
-    tensors |= _named(further) if further else {}
-    results = tuple(Result(f"B {width}", "x") for width in _WIDTHS)
-    optional = tuple(name for name in tensors if name not in required)
-    return Signature(tensors, results, (), optional, False, alternatives)
-
-
-# In the order of the manual: decoding steps come last.
 SIGNATURES = {
     "causal_conv1d": _over_time(
         "x: B T D, kernel: W D, bias: D",
@@ -153,70 +131,10 @@ SIGNATURES = {
         channels=("H", "G"),
     ),
     "token_crossentropy": Signature(_named("logits: ... V, tokens: ..."), (Result("..."),)),
-    "norm_linear": _of_kernels(
-        ("x", "kernel"),
-        # A third kernel may take what a gate between the first two gives.
-        {"gate": _named("kernel_3: N L, residual: B L, next_scale: L")},
-        "next_scale: N",
-        kernel=_each("kernel", _WIDTHS, "K "),
-    ),
-    "norm_quantized_linear": _of_kernels(
-        ("x", "kernel", "kernel_scale"),
-        {"blocks": _each("kernel_scale", _WIDTHS, "G ")},
-        kernel=_each("kernel", _PACKED_WIDTHS, "K "),
-        scale=_each("kernel_scale", _WIDTHS),
-        zero=_each("kernel_zero", _WIDTHS, "G "),
-    ),
-    "hgrn2_step": Signature(
-        _named("q: B D, f: B D, v: B E, memory: B H K V, lower_bound: 2 D, norm_scale: E"),
-        (Result("B E", "v"), Result("B H U"), Result("B H K V")),
-        optional=("lower_bound", "norm_scale"),
-    ),
-    "hgrn2_delayed_step": Signature(
-        _named(
-            "q: B D, f: B D, v: B E, memory: B H K V, recent: B N R, count: B, lower_bound: 2 D, "
-            "norm_scale: E"
-        ),
-        (
-            *(Result("B E", "v"), Result("B H U"), Result("B", "int32")),
-            *(Result("B H K V"), Result("B N R")),
-        ),
-        optional=("lower_bound", "norm_scale"),
-    ),
-    "lightning_step": Signature(
-        _named(
-            "q: B H K, k: B G K, v: B G V, memory: B H K V, log_decay: H, position: B, q_scale: K, "
-            "k_scale: K, frequencies: R, norm_scale: E, output_gate: B H V"
-        ),
-        (Result("B H V", "v"), Result("B H U"), Result("B H K V")),
-        optional=("position", "q_scale", "k_scale", "frequencies", "norm_scale", "output_gate"),
-    ),
-    "rg_lru_step": Signature(
-        _named(
-            "x: B D, gate: B D, window: B W-1 D, hidden: B D, conv_kernel: W D, conv_bias: D, "
-            "kernel_a: N C C, bias_a: N C, kernel_x: N C C, bias_x: N C, a_logit: D"
-        ),
-        (Result("B D", "x"), Result("B W-1 D"), Result("B D")),
-    ),
-    "local_attention_step": Signature(
-        _named(
-            "q: B H K, k: B G K, v: B G V, key: B C G K, value: B C G V, position: B, "
-            "frequencies: R, q_scale: K, k_scale: K, output_gate: B H V"
-        ),
-        (Result("B H V", "q"), Result("B C G K", "k"), Result("B C G V", "v")),
-        optional=("frequencies", "q_scale", "k_scale", "output_gate"),
-    ),
-    "embedding_step": Signature(
-        _named("table: V D, token_ids: B, segment: B, position: B"),
-        (
-            Result("B D"),
-            *(Result("B", dtype) for dtype in ("int8", "int32", "int32", "int32")),
-        ),
-        optional=("segment", "position"),
-    ),
-    "soft_cap": Signature(_named("x: B V"), (Result("B V", "x"),)),
-    "argmax": Signature(_named("x: B V"), (Result("B", "int32"),)),
-    "top_logits": Signature(
-        _named("x: B V"), (Result("B N", "float32"), Result("B N", "int32"), Result("B", "float32"))
-    ),
 }
+
+# Operations that take one token of each sequence, [B, D]; `reference/` defines their arguments.
+DECODING_STEPS = (
+    *("norm_linear", "norm_quantized_linear", "hgrn2_step", "hgrn2_delayed_step", "lightning_step"),
+    *("rg_lru_step", "local_attention_step", "embedding_step", "soft_cap", "argmax", "top_logits"),
+)

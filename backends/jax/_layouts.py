@@ -37,8 +37,8 @@ def run(operation, function, arguments, mesh, batch_axis):
         return linear_crossentropy.run_sharded(mesh, batch_axis, **arguments)
     if operation == "top_logits" and is_free:
         return _top_logits(function, mesh, batch_axis, **arguments)
-    signature = SIGNATURES[operation]
-    if not signature.is_over_time or not is_free:
+    signature = SIGNATURES.get(operation)
+    if signature is None or not signature.is_over_time or not is_free:
         with over(mesh):
             return function(**arguments)
     if batch_axis == SEQUENCE_AXIS:

@@ -9,7 +9,7 @@ current. A table follows a comment with its name and ends at the next empty line
 import pathlib
 import re
 
-from keras_recurrent.backends.signatures import SIGNATURES
+from keras_recurrent.backends.signatures import DECODING_STEPS, SIGNATURES
 from keras_recurrent.models import (
     GriffinCausalLM,
     HGRN2CausalLM,
@@ -139,8 +139,9 @@ def make_implementations_table():
 def _format_operations(implementation):
     """Returns "all", "all but" the missing operations, or the present ones if they are fewer."""
     folder = PORTABLE if implementation == PORTABLE.name else BACKENDS / implementation
-    present = [name for name in SIGNATURES if (folder / f"{name}.py").exists()]
-    missing = [name for name in SIGNATURES if name not in present]
+    operations = *SIGNATURES, *DECODING_STEPS
+    present = [name for name in operations if (folder / f"{name}.py").exists()]
+    missing = [name for name in operations if name not in present]
     if not missing:
         return "all"
     shorter, prefix = (missing, "all but ") if len(missing) < len(present) else (present, "")

@@ -43,12 +43,10 @@ def sum_dtype(*tensors):
     return accumulation_dtype(*(dtype_of(t) for t in tensors if t is not None))
 
 
-def accepted_dtypes(name, int8=False):
+def accepted_dtypes(name):
     """Returns the dtypes that an argument of this name may have, as a frozenset and in words."""
     good: tuple[str, ...]
-    if int8:
-        good, wanted = ("int8",), "int8"
-    elif name in ("mask", "padding_mask"):
+    if name in ("mask", "padding_mask"):
         good = ("bool", *_INTEGER_DTYPES)
         wanted = "boolean, True at real tokens, or integers, 0 at padding"
     elif name == "token_kind":

@@ -47,9 +47,9 @@ def _term(name):
     return name, letter, int(factor or 1), int(offset or 0)
 
 
-def argument(name, dimensions, int8=False):
+def argument(name, dimensions):
     """Returns the `Argument` of a tensor with dimensions such as "B T D"."""
-    return Argument(name, parse(dimensions), *accepted_dtypes(name, int8))
+    return Argument(name, parse(dimensions), *accepted_dtypes(name))
 
 
 def shape_of(dimensions, sizes):

@@ -230,13 +230,12 @@ class HGRN2(ForgetGateLayer):
             lower_bound = jax_steps.local_part(ops.cast(lower_bound, self.state_dtype), f.shape[-1])
         kinds = decoding.token_kinds(tokens)
         weight = jax_steps.local_part(self.norm.factor(), f.shape[-1])
+        step, names = hgrn2_step, ("memory",)
         if "recent" in state:
-            further = {**state, "lower_bound": lower_bound, "norm_scale": weight}
-            o, squares, *after = hgrn2_delayed_step(q=q, f=f, v=v, token_kind=kinds, **further)
-            after = dict(zip(("count", "memory", "recent"), after, strict=True))
-        else:
-            o, squares, memory = hgrn2_step(q, f, v, state["memory"], lower_bound, weight, kinds)
-            after = {"memory": memory}
+            step, names = hgrn2_delayed_step, ("count", "memory", "recent")
+        further = {**state, "lower_bound": lower_bound, "norm_scale": weight, "token_kind": kinds}
+        o, squares, *after = step(q=q, f=f, v=v, **further)
+        after = dict(zip(names, after, strict=True))
         x = decoding.add_linear(x, o, [self.o_proj], self.norm, squares=squares, **ends)
         return x, after
 

@@ -28,19 +28,15 @@ class Operation(keras.Operation):
         options: `{name: default}` of further arguments of an implementation, which are not tensors
             and are known when a graph is made.
         context: `{name: dimensions}` of further tensors, which `lower` may change.
-        int8: the names of int8 tensors.
-        signature, arguments, alternatives, required: derived from the signature when the class is
-            defined, so that calls do not parse it. `arguments` has an `Argument` for each tensor,
-            `alternatives` has those with other dimensions.
+        signature, arguments, required: derived from the signature when the class is defined, so
+            that calls do not parse it. `arguments` has an `Argument` for each tensor.
     """
 
     function: str
     options: dict = {}
     context: dict[str, str] = {}
-    int8: tuple[str, ...] = ()
     signature: Signature
     arguments: dict[str, tensor_checks.Argument]
-    alternatives: dict[str, dict[str, tensor_checks.Argument]]
     required: frozenset[str]
 
     def __init_subclass__(cls, **kwargs):
@@ -51,17 +47,10 @@ class Operation(keras.Operation):
         cls.signature = signature = SIGNATURES[cls.function]
         cls.required = frozenset(signature.tensors) - {*signature.optional}
         cls.arguments = cls._parse({**signature.tensors, **cls.context})
-        cls.alternatives = {
-            name: {**cls.arguments, **cls._parse(dimensions)}
-            for name, dimensions in signature.alternatives.items()
-        }
 
     @classmethod
     def _parse(cls, dimensions):
-        return {
-            name: tensor_checks.argument(name, text, name in cls.int8)
-            for name, text in dimensions.items()
-        }
+        return {name: tensor_checks.argument(name, text) for name, text in dimensions.items()}
 
     def __init__(self, implementation=None, name=None, **options):
         super().__init__(name=name)

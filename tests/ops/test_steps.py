@@ -14,9 +14,6 @@ import pytest
 
 from keras_recurrent import dispatch
 from keras_recurrent.backends.constants import PADDING, STARTS
-from keras_recurrent.backends.signatures import SIGNATURES
-from keras_recurrent.ops import decoding_steps
-from keras_recurrent.ops.operation import OPERATIONS
 from keras_recurrent.portable.hgrn2_delayed_step import current_memory
 from tests.ops import native
 from tests.ops.cases import unit
@@ -320,37 +317,15 @@ def test_kernels_refuse_tensors_that_need_gradients(operation):
     assert "has no gradients" in reason
 
 
-def test_in_a_graph():
-    """Models that were saved with these operations as nodes load: their classes are registered."""
-    x, kernel = keras.Input((3,), batch_size=2), np.ones((3, 4), "float32")
-    given = dict.fromkeys(SIGNATURES["norm_linear"].tensors)
-    given |= {"x": x, "kernel": kernel, "kernel_2": kernel, "kernel_3": np.ones((4, 1), "float32")}
-    operation = decoding_steps.NormLinearOperation(gate="silu")
-    (output,) = operation(**given)
-    assert output.shape == (2, 1)
-    model = keras.Model(x, output)
-    model = keras.Model.from_config(model.get_config())
-    (expected,) = decoding_steps.norm_linear(
-        np.ones((2, 3), "float32"), [kernel, kernel, given["kernel_3"]], [], gate="silu"
-    )
-    found = model(np.ones((2, 3), "float32"))
-    np.testing.assert_allclose(*map(keras.ops.convert_to_numpy, (found, expected)), rtol=1e-6)
-    for operation in STATES:
-        assert keras.saving.get_registered_object(
-            f"keras_recurrent>{OPERATIONS[operation].__name__}"
-        )
-
-
 class TestTokens:
     """`argmax`, `top_logits`, `soft_cap` and `embedding_step`, against the definitions."""
 
     X = np.random.default_rng(0).normal(size=(3, 50)).astype("float32")
 
-    def check(self, operation, *arguments, tolerance=0.0, **options):
-        given = [keras.ops.convert_to_tensor(a) for a in arguments]
-        names = SIGNATURES[operation].tensors
-        found = dispatch.run(operation, {**dict(zip(names, given, strict=False)), **options})
-        expected = definition(operation)(*arguments, **options)
+    def check(self, operation, options=None, tolerance=0.0, **arrays):
+        tensors = {name: keras.ops.convert_to_tensor(a) for name, a in arrays.items()}
+        found = dispatch.run(operation, tensors | (options or {}))
+        expected = definition(operation)(**arrays, **(options or {}))
         results = zip(*map(keras.tree.flatten, (found, expected)), strict=True)
         for a, b in ((a, b) for a, b in results if b is not None):
             np.testing.assert_allclose(keras.ops.convert_to_numpy(a), b, rtol=0, atol=tolerance)
@@ -358,18 +333,20 @@ class TestTokens:
     def test_argmax(self):
         x = self.X.copy()
         x[1, [7, 9]] = 100
-        self.check("argmax", x)
+        self.check("argmax", x=x)
 
     def test_top_logits(self):
         x = self.X.copy()
         x[1] = -np.inf
         x[1, [7, 3]] = 100, 99
-        self.check("top_logits", x, tolerance=2e-6, count=2)
+        self.check("top_logits", {"count": 2}, tolerance=2e-6, x=x)
 
     def test_soft_cap(self):
-        self.check("soft_cap", self.X, tolerance=1e-6, cap=0.5)
+        self.check("soft_cap", {"cap": 0.5}, tolerance=1e-6, x=self.X)
 
     def test_embedding_step(self):
         tokens, segment, position = np.array([[2, 0], [-1, 3], [0, 5]], "int32")
-        self.check("embedding_step", self.X, tokens, scale=2.0, dtype="float32")
-        self.check("embedding_step", self.X, tokens, segment, position, dtype="float32")
+        given, places = {"table": self.X, "token_ids": tokens}, {"segment": segment}
+        places["position"] = position
+        self.check("embedding_step", {"scale": 2.0, "dtype": "float32"}, **given)
+        self.check("embedding_step", {"dtype": "float32"}, **given, **places)

@@ -67,8 +67,8 @@ STEP = ROW, SQUARE, SQUARE, array(1, H, D // H, D // H, dtype="float32")
 
 def hgrn2_step(x, kernel, kernel_2, memory):
     """A part of a step of generation, which has no gradient."""
-    q, f = decoding_steps.norm_linear(x, [kernel, kernel_2], [], epsilon=1e-5)
-    return decoding_steps.hgrn2_step(q, f, x, memory)
+    q, f = decoding_steps.norm_linear(x, [kernel, kernel_2], [None, None], epsilon=1e-5)
+    return decoding_steps.hgrn2_step(q=q, f=f, v=x, memory=memory)
 
 
 def traced(operation, tensors, others=None):
