@@ -52,7 +52,7 @@ def choose_at_lowering(plain, **kernels):
 
 
 def _choose_forward(functions):
-    """Platform-dependent function of keyword arguments; all but arrays are constants."""
+    """Platform-dependent function of keyword arguments; all but arrays, or lists, are constants."""
 
     @functools.partial(jax.jit, static_argnums=1)
     def program(arrays, others):
@@ -65,7 +65,7 @@ def _choose_forward(functions):
         )
 
     def function(**arguments):
-        arrays = {name: x for name, x in arguments.items() if hasattr(x, "dtype")}
+        arrays = {n: x for n, x in arguments.items() if hasattr(x, "dtype") or isinstance(x, list)}
         others = {name: x for name, x in arguments.items() if name not in arrays}
         return program(arrays, tuple(others.items()))
 

@@ -16,15 +16,9 @@ from .rms_norm import rms_norm
 
 def norm_linear(
     x,
-    scale,
-    kernel,
-    kernel_2=None,
-    kernel_3=None,
-    kernel_4=None,
-    bias=None,
-    bias_2=None,
-    bias_3=None,
-    bias_4=None,
+    kernels,
+    biases,
+    scale=None,
     residual=None,
     squares=None,
     next_scale=None,
@@ -33,10 +27,11 @@ def norm_linear(
     output_scale=None,
     dtype=np.float64,
 ):
-    """Returns a tuple of [B, N], one for each kernel, or one with `gate`.
+    """kernels: a list of [K, N]; biases: a list of [N] or None. scale: [K] or None.
 
-    With `next_scale`, [N], of a single output y, it ends with y * next_scale and the sums of the
-    squares of groups of columns of y, [B, ceil(N / 256)].
+    Returns a tuple of [B, N], one for each kernel, or one with `gate`. With `next_scale`,
+    [N], of a single output y, it ends with y * next_scale and the sums of the squares of groups of
+    columns of y, [B, ceil(N / 256)].
     """
     (x,) = cast(dtype, x)
     if epsilon is not None:
@@ -46,12 +41,11 @@ def norm_linear(
         y = product(x, *cast(dtype, weight))
         return y if offset is None else y + cast(dtype, offset)[0]
 
+    products = [*zip(kernels, biases, strict=True)]
     if gate is not None:
-        x = gated_linear_unit(linear(x, kernel, bias), linear(x, kernel_2, bias_2), gate, dtype)
-        outputs = [x if kernel_3 is None else linear(x, kernel_3, bias_3)]
-    else:
-        maps = (kernel, bias), (kernel_2, bias_2), (kernel_3, bias_3), (kernel_4, bias_4)
-        outputs = [linear(x, *weights) for weights in maps if weights[0] is not None]
+        to_gate, to_up, *products = products
+        x = gated_linear_unit(linear(x, *to_gate), linear(x, *to_up), gate, dtype)
+    outputs = [linear(x, *weights) for weights in products] or [x]
     if output_scale is not None:
         outputs = [x.dtype.type(output_scale) * y for y in outputs]
     if residual is not None:

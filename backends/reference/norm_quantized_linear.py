@@ -23,23 +23,11 @@ from .norm_linear import normalize
 
 def norm_quantized_linear(
     x,
-    scale,
-    kernel,
-    kernel_2=None,
-    kernel_3=None,
-    kernel_4=None,
-    kernel_scale=None,
-    kernel_scale_2=None,
-    kernel_scale_3=None,
-    kernel_scale_4=None,
-    kernel_zero=None,
-    kernel_zero_2=None,
-    kernel_zero_3=None,
-    kernel_zero_4=None,
-    bias=None,
-    bias_2=None,
-    bias_3=None,
-    bias_4=None,
+    kernels,
+    kernel_scales,
+    kernel_zeros,
+    biases,
+    scale=None,
     residual=None,
     squares=None,
     epsilon=None,
@@ -50,7 +38,10 @@ def norm_quantized_linear(
     row_dtype=None,
     dtype=np.float64,
 ):
-    """Returns a tuple of [B, N], one for each kernel, or one with `gate`."""
+    """x: [B, K]; kernels, kernel_scales, kernel_zeros and biases: lists, one entry per matrix.
+
+    Returns a tuple of [B, N], one for each kernel, or one with `gate`.
+    """
     (x,) = cast(dtype, x)
     factor = np.ones((len(x), 1), dtype)
     if epsilon is not None:
@@ -58,15 +49,8 @@ def norm_quantized_linear(
     if row_dtype is not None:
         x, factor = cast(dtype, *quantized_row(rounded_row(x, row_dtype)))
     outputs = []
-    for weight, divisor, zero, offset in zip(
-        (kernel, kernel_2, kernel_3, kernel_4),
-        (kernel_scale, kernel_scale_2, kernel_scale_3, kernel_scale_4),
-        (kernel_zero, kernel_zero_2, kernel_zero_3, kernel_zero_4),
-        (bias, bias_2, bias_3, bias_4),
-        strict=True,
-    ):
-        if weight is None:
-            continue
+    matrices = zip(kernels, kernel_scales, kernel_zeros, biases, strict=True)
+    for weight, divisor, zero, offset in matrices:
         weight, divisor = cast(dtype, _integers(weight, divisor.shape[-1], bits), divisor)
         if block_size is None:
             y = product(x, weight) / (divisor * factor)

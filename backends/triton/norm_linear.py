@@ -20,7 +20,13 @@ Products of more rows are those of the framework; one launch after a product doe
 from ..constants import ROW_SQUARES_GROUP, max_fused_rows
 from . import rms_norm
 from ._decoding.norm_linear_kernels import columns_kernel, gate_kernel, sum_kernel
-from ._decoding.norm_linear_tiles import is_split, squares_options, tile_options
+from ._decoding.norm_linear_tiles import (
+    is_split,
+    padded,
+    squares_options,
+    tile_options,
+    width_options,
+)
 from ._runtime.framework import (
     compute_capability,
     forward_operation,
@@ -37,15 +43,9 @@ _BLOCK = ROW_SQUARES_GROUP  # numbers of a program that applies a gate or adds p
 
 def unsupported(
     x,
-    scale,
-    kernel,
-    kernel_2=None,
-    kernel_3=None,
-    kernel_4=None,
-    bias=None,
-    bias_2=None,
-    bias_3=None,
-    bias_4=None,
+    kernels,
+    biases,
+    scale=None,
     residual=None,
     squares=None,
     next_scale=None,
@@ -54,28 +54,19 @@ def unsupported(
     output_scale=None,
 ) -> str | None:
     """Reason why this implementation cannot take these arguments, or None."""
-    if next_scale is not None and (kernel_2 is not None if gate is None else kernel_3 is None):
+    if next_scale is not None and len(kernels) != (1 if gate is None else 3):
         return "takes `next_scale` with a single product, or with a third one after a gate"
-    kernels = [k for k in (kernel, kernel_2, kernel_3, kernel_4) if k is not None]
     dtypes = {dtype_name(t) for t in (x, *kernels)}
     if dtypes not in ({"float32"}, {"bfloat16"}):
         return f"needs `x` and kernels all in float32 or all in bfloat16, got {sorted(dtypes)}"
-    return step_unsupported_reason(
-        x, scale, *kernels, bias, bias_2, bias_3, bias_4, residual, squares, next_scale
-    )
+    return step_unsupported_reason(x, *kernels, *biases, scale, residual, squares, next_scale)
 
 
 def norm_linear(
     x,
-    scale,
-    kernel,
-    kernel_2=None,
-    kernel_3=None,
-    kernel_4=None,
-    bias=None,
-    bias_2=None,
-    bias_3=None,
-    bias_4=None,
+    kernels,
+    biases,
+    scale=None,
     residual=None,
     squares=None,
     next_scale=None,
@@ -83,48 +74,35 @@ def norm_linear(
     gate=None,
     output_scale=None,
 ):
-    """x: [B, K]; scale: [K]; kernels: [K, N] each. Returns a tuple of [B, N] in x's dtype.
+    """x: [B, K]; kernels: a list of [K, N]; biases: a list of [N] or None; scale: [K] or None.
 
-    With `next_scale`, [N], it ends with y * next_scale and sums of squares of y, [B, U].
+    Returns a tuple of [B, N] in x's dtype. With `next_scale`, [N], it ends with y * next_scale and
+    sums of squares of y, [B, U].
     """
-    kernels, biases = (kernel, kernel_2, kernel_3, kernel_4), (bias, bias_2, bias_3, bias_4)
-    count = 1 if gate else sum(k is not None for k in kernels)
     outputs = _norm_linear(
-        *(x, scale, *kernels, *biases, residual, squares, next_scale),
+        *(x, kernels, biases, scale, residual, squares, next_scale),
         epsilon=-1.0 if epsilon is None else float(epsilon),
         gate=_GATES.index(gate),
         output_scale=1.0 if output_scale is None else float(output_scale),
     )
-    return tuple(outputs[:count]) + (() if next_scale is None else tuple(outputs[4:]))
+    return tuple(outputs)
 
 
-def results(x, scale, kernel, kernel_2, kernel_3, kernel_4, *others, gate: int, **_):
-    def output(weight):
-        if weight is None:
-            return None
-        return Array((x.shape[0], weight.shape[1]), dtype_name(x))
-
-    weights = kernel, kernel_2, kernel_3, kernel_4
+def results(x, kernels, biases, scale, residual, squares, next_scale, *, gate: int, **_):
     if gate:
-        weights = (kernel if kernel_3 is None else kernel_3), None, None, None
-    scaled = squares = None
-    if others[-1] is not None:
-        scaled = output(weights[0])
-        squares = Array((x.shape[0], cdiv(scaled.shape[1], ROW_SQUARES_GROUP)), "float32")
-    return *map(output, weights), scaled, squares
+        kernels = kernels[2:] or kernels[:1]
+    outputs = [Array((x.shape[0], kernel.shape[1]), dtype_name(x)) for kernel in kernels]
+    if next_scale is None:
+        return outputs
+    (y,) = outputs
+    return [y, y, Array((x.shape[0], cdiv(y.shape[1], ROW_SQUARES_GROUP)), "float32")]
 
 
 def forward(
     x,
+    kernels: list,
+    biases: list,
     scale,
-    kernel,
-    kernel_2,
-    kernel_3,
-    kernel_4,
-    bias,
-    bias_2,
-    bias_3,
-    bias_4,
     residual,
     squares,
     next_scale,
@@ -133,70 +111,73 @@ def forward(
     gate: int,
     output_scale: float,
 ):
-    tensors = x, scale, kernel, kernel_2, kernel_3, kernel_4, bias, bias_2, bias_3, bias_4
-    outputs = results(*tensors, next_scale, gate=gate)
+    outputs = results(x, kernels, biases, scale, residual, squares, next_scale, gate=gate)
     rows = x.shape[0]
+    norm = {"scale": scale, "squares": squares, "epsilon": epsilon}
     ends = {"residual": residual, "next_scale": next_scale, "output_scale": output_scale}
     if rows > max_fused_rows(dtype_name(x)):
-        return _many_rows(tensors, outputs, squares=squares, epsilon=epsilon, gate=gate, **ends)
-    if gate and kernel_3 is not None:
-        gate_tensors = x, scale, kernel, kernel_2, None, None, bias, bias_2, None, None
-        down_arguments = None, kernel_3, None, None, None, bias_3, None, None, None
-        if rows == 1 and is_split(1, *kernel_3.shape):
-            gate_total, up_total = _gate_and_up(gate_tensors, squares, epsilon)
-            return _launch((gate_total, *down_arguments), outputs, gate=gate, x_2=up_total, **ends)
-        y, *_ = forward(
-            *(*gate_tensors, None, squares, None), epsilon=epsilon, gate=gate, output_scale=1.0
-        )
-        return _launch((y, *down_arguments), outputs, **ends)
+        return _many_rows(x, kernels, biases, outputs, gate=gate, **norm, **ends)
+    if gate and len(kernels) == 3:
+        projections, down = (kernels[:2], biases[:2]), (kernels[2:], biases[2:])
+        if rows == 1 and is_split(1, *kernels[2].shape):
+            gate_total, up_total = _gate_and_up(x, *projections, **norm)
+            return _launch(gate_total, *down, outputs, gate=gate, x_2=up_total, **ends)
+        tensors = x, *projections, scale, None, squares, None
+        (y,) = forward(*tensors, epsilon=epsilon, gate=gate, output_scale=1.0)
+        return _launch(y, *down, outputs, **ends)
     if rows == 1 and gate:
-        totals = _gate_and_up(tensors, squares, epsilon)
-        y = _gate(*totals, outputs[0], gate, residual=residual, output_scale=output_scale)
-        return y, *[None] * 5
+        totals = _gate_and_up(x, kernels, biases, **norm)
+        return _gate(*totals, outputs[0], gate, residual=residual, output_scale=output_scale)
     if rows > 1 and squares is None and epsilon >= 0:
         (x,) = rms_norm.forward(x, scale, epsilon=epsilon)
-        tensors, epsilon = (x, None, *tensors[2:]), -1.0
-    return _launch(tensors, outputs, squares=squares, epsilon=epsilon, gate=gate, **ends)
+        norm = {}
+    return _launch(x, kernels, biases, outputs, gate=gate, **norm, **ends)
 
 
-def _gate_and_up(tensors, squares, epsilon):
+def _gate_and_up(x, kernels, biases, **norm):
     """The gate and up projections of one row, in float32, before the gate is applied."""
-    whole = Array((1, tensors[2].shape[1]), "float32")
-    outputs = whole, whole, *[None] * 4
-    return _launch(tensors, outputs, squares=squares, epsilon=epsilon)[:2]
+    whole = Array((1, kernels[0].shape[1]), "float32")
+    return _launch(x, kernels, biases, (whole, whole), **norm)
 
 
-def _many_rows(tensors, outputs, *, squares, epsilon, gate, residual, next_scale, output_scale):
+def _many_rows(
+    x,
+    kernels,
+    biases,
+    outputs,
+    *,
+    scale,
+    squares,
+    epsilon,
+    gate,
+    residual,
+    next_scale,
+    output_scale,
+):
     """Products of the framework; a launch after each applies gate, norm's factor, bias and ends."""
-    (x, scale), kernels, biases = tensors[:2], tensors[2:6], tensors[6:]
     norm = {"squares": squares, "epsilon": epsilon, "channels": x.shape[1]}
     ends = {"residual": residual, "output_scale": output_scale}
     if squares is None and epsilon >= 0:
         (x,) = rms_norm.forward(x, scale, epsilon=epsilon)
     if gate:
         totals = [matrix_product(x, kernel, "float32") for kernel in kernels[:2]]
-        if kernels[2] is None:
-            return _gate(*totals, outputs[0], gate, *biases[:2], **norm, **ends), *[None] * 5
-        x = _gate(*totals, like(totals[0]).astype(dtype_name(x)), gate, *biases[:2], **norm)
+        if len(kernels) == 2:
+            return _gate(*totals, outputs[0], gate, *biases, **norm, **ends)
+        gated = like(totals[0]).astype(dtype_name(x))
+        (x,) = _gate(*totals, gated, gate, *biases[:2], **norm)
         kernels, biases, norm = kernels[2:], biases[2:], {}
-    elif (
-        squares is not None
-        and kernels[1] is not None
-        and any(k is not None and b is None for k, b in zip(kernels, biases, strict=True))
-    ):
+    elif squares is not None and len(kernels) > 1 and any(bias is None for bias in biases):
         # One launch before the products, instead of one after each.
-        (x, *_), norm = _add_parts(x, (like(x), None, None), **norm), {}
-    found = [None] * 6
+        (x,), norm = _add_parts(x, (like(x),), **norm), {}
+    found = []
     for i, (kernel, bias) in enumerate(zip(kernels, biases, strict=True)):
-        if kernel is None:
-            continue
         added = norm.get("squares"), bias, next_scale, ends["residual"]
         if output_scale == 1.0 and all(tensor is None for tensor in added):
-            found[i] = matrix_product(x, kernel, dtype_name(x))
+            found.append(matrix_product(x, kernel, dtype_name(x)))
             continue
         total = matrix_product(x, kernel, "float32")
-        results = outputs[i], *outputs[4:]
-        found[i], *found[4:] = _add_parts(total, results, bias, next_scale, **norm, **ends)
+        results = outputs[i : i + 1] if next_scale is None else outputs
+        found += _add_parts(total, results, bias, next_scale, **norm, **ends)
         ends["residual"] = None  # which is added to the first output
     return found
 
@@ -215,7 +196,7 @@ def _gate(
 ):
     """activation(gate_total) * up_total, both in float32, after the norm's factor and biases."""
     arrays = gate_total, up_total, squares, bias, bias_2, residual
-    return _finish(gate_kernel, arrays, (output,), squares, GATE=gate, **ends)[0]
+    return _finish(gate_kernel, arrays, (output,), squares, GATE=gate, **ends)
 
 
 def _add_parts(
@@ -226,7 +207,8 @@ def _add_parts(
     outputs: the output, and with `next_scale` the next norm's input and sums of squares.
     """
     arrays = sums, squares, bias, residual, next_scale
-    return _finish(sum_kernel, arrays, outputs, squares, PARTS=parts, **ends)
+    count, outputs = len(outputs), padded(outputs, 3)
+    return _finish(sum_kernel, arrays, outputs, squares, PARTS=parts, **ends)[:count]
 
 
 def _finish(
@@ -241,9 +223,12 @@ def _finish(
 
 
 def _launch(
-    tensors,
+    x,
+    kernels,
+    biases,
     outputs,
     *,
+    scale=None,
     residual=None,
     squares=None,
     next_scale=None,
@@ -257,32 +242,31 @@ def _launch(
     With a gate, several rows take it between two projections; one row takes it between x and x_2,
     before a single projection. A launch that adds partial sums also prepares the norm that follows.
     """
-    x, _, kernel, kernel_2, kernel_3, kernel_4, bias, *_ = tensors
     rows, channels = x.shape
-    widths = [0 if w is None else w.shape[1] for w in (kernel, kernel_2, kernel_3, kernel_4)]
+    widths = [kernel.shape[1] for kernel in kernels]
     norm = epsilon >= 0 and squares is None
     # One row with a norm is not split: another launch would take longer.
-    parts = kernel_2 is None and not norm and (rows > 1 or squares is None)
-    sizes = rows, channels, sum(widths), dtype_name(kernel)
+    parts = len(kernels) == 1 and not norm and (rows > 1 or squares is None)
+    sizes = rows, channels, sum(widths), dtype_name(kernels[0])
     options = tile_options(*sizes, gate, parts, compute_capability(x))
-    columns = [widths[0], 0 if gate else widths[1], *widths[2:]]
+    columns = widths[:1] if gate else widths
     programs = sum(cdiv(n, options["BLOCK_N"]) for n in columns)
-    options |= dict(zip(("K", "N", "N_2", "N_3", "N_4"), (channels, *widths), strict=True))
-    options |= {"NORM": norm, "GATE": gate, "SHORT": dtype_name(kernel) == "bfloat16"}
+    options |= {"K": channels, **width_options(widths)}
+    options |= {"NORM": norm, "GATE": gate, "SHORT": dtype_name(kernels[0]) == "bfloat16"}
     options |= {"OUTPUT_SCALE": output_scale, **squares_options(squares), **pdl_options(x)}
     count = cdiv(channels, options["LENGTH"])
     if count == 1 and next_scale is None:
-        inputs, outputs = (x, x_2, squares, *tensors[1:], residual), outputs[:4]
-        outputs = run(Launch(columns_kernel, programs, inputs, outputs, (rows, epsilon), options))
-        return *outputs, None, None
-    inputs = x, x_2, None, tensors[1], kernel, *[None] * 8
-    sums = Array((count, rows, widths[0]), "float32"), None, None, None
+        inputs = x, x_2, squares, scale, *padded(kernels), *padded(biases), residual
+        arrays = columns_kernel, programs, inputs, padded(outputs)
+        return run(Launch(*arrays, (rows, epsilon), options))[: len(outputs)]
+    inputs = x, x_2, None, scale, *padded(kernels), *padded([]), None
+    sums = Array((count, rows, widths[0]), "float32")
     options["OUTPUT_SCALE"] = 1.0
-    sums, *_ = run(Launch(columns_kernel, programs * count, inputs, sums, (rows, epsilon), options))
+    arrays = columns_kernel, programs * count, inputs, padded([sums])
+    sums, *_ = run(Launch(*arrays, (rows, epsilon), options))
     norm = {"squares": squares, "epsilon": epsilon, "channels": channels, "parts": count}
     ends = {"residual": residual, "output_scale": output_scale}
-    y, *prepared = _add_parts(sums, (outputs[0], *outputs[4:]), bias, next_scale, **norm, **ends)
-    return y, None, None, None, *prepared
+    return _add_parts(sums, outputs, biases[0], next_scale, **norm, **ends)
 
 
-_norm_linear = forward_operation("norm_linear", forward, results, count=6)
+_norm_linear = forward_operation("norm_linear", forward, results)

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from ..constants import MIN_SCALE_BLOCK
 from ._decoding.norm_linear_products import apply_gate
-from ._decoding.norm_linear_tiles import squares_options
+from ._decoding.norm_linear_tiles import padded, squares_options
 from ._device.common import IN_INTERPRETER
 from ._device.pdl import launch_dependents
 from ._quantized import quantized_interpreted
@@ -44,23 +44,11 @@ _interpreted_project_row = quantized_interpreted.project_row
 
 def unsupported(
     x,
-    scale,
-    kernel,
-    kernel_2=None,
-    kernel_3=None,
-    kernel_4=None,
-    kernel_scale=None,
-    kernel_scale_2=None,
-    kernel_scale_3=None,
-    kernel_scale_4=None,
-    kernel_zero=None,
-    kernel_zero_2=None,
-    kernel_zero_3=None,
-    kernel_zero_4=None,
-    bias=None,
-    bias_2=None,
-    bias_3=None,
-    bias_4=None,
+    kernels,
+    kernel_scales,
+    kernel_zeros,
+    biases,
+    scale=None,
     residual=None,
     squares=None,
     epsilon=None,
@@ -81,37 +69,20 @@ def unsupported(
     least = MIN_SCALE_BLOCK
     if block_size is not None and (block_size < least or block_size & (block_size - 1)):
         return f"takes block sizes that are powers of 2, at least {least}, got {block_size}"
-    scales = [
-        s for s in (kernel_scale, kernel_scale_2, kernel_scale_3, kernel_scale_4) if s is not None
-    ]
-    odd = [s.shape[-1] for s in scales if s.shape[-1] * bits % 32]
+    odd = [s.shape[-1] for s in kernel_scales if s.shape[-1] * bits % 32]
     if odd:
         return f"needs multiples of {32 // bits} columns, one 32-bit word, got {odd[0]}"
     # On JAX, this check accepts float and integer dtypes alike.
-    return step_unsupported_reason(
-        x, scale, *scales, bias, bias_2, bias_3, bias_4, residual, squares
-    )
+    return step_unsupported_reason(x, *kernel_scales, *biases, scale, residual, squares)
 
 
 def norm_quantized_linear(
     x,
-    scale,
-    kernel,
-    kernel_2=None,
-    kernel_3=None,
-    kernel_4=None,
-    kernel_scale=None,
-    kernel_scale_2=None,
-    kernel_scale_3=None,
-    kernel_scale_4=None,
-    kernel_zero=None,
-    kernel_zero_2=None,
-    kernel_zero_3=None,
-    kernel_zero_4=None,
-    bias=None,
-    bias_2=None,
-    bias_3=None,
-    bias_4=None,
+    kernels,
+    kernel_scales,
+    kernel_zeros,
+    biases,
+    scale=None,
     residual=None,
     squares=None,
     epsilon=None,
@@ -121,15 +92,12 @@ def norm_quantized_linear(
     block_size=None,
     row_dtype=None,
 ):
-    """x: [1, K]; kernels: [K, N] of int8, or int4 packed along N. Returns [1, N] each, in a tuple.
+    """x: [1, K]; kernels: a list of [K, N] of int8, or int4 packed along N. Returns [1, N] each.
 
-    `keras_recurrent.ops.norm_quantized_linear` describes all arguments. Results have x's dtype.
+    `backends/reference/norm_quantized_linear.py` describes all arguments. Results have x's dtype.
     """
     outputs = _norm_quantized_linear(
-        *(x, scale, kernel, kernel_2, kernel_3, kernel_4),
-        *(kernel_scale, kernel_scale_2, kernel_scale_3, kernel_scale_4),
-        *(kernel_zero, kernel_zero_2, kernel_zero_3, kernel_zero_4),
-        *(bias, bias_2, bias_3, bias_4, residual, squares),
+        *(x, kernels, kernel_scales, kernel_zeros, biases, scale, residual, squares),
         epsilon=-1.0 if epsilon is None else float(epsilon),
         gate=_GATES.index(gate),
         output_scale=1.0 if output_scale is None else float(output_scale),
@@ -137,8 +105,7 @@ def norm_quantized_linear(
         block_size=block_size or 0,
         quantized=row_dtype is not None,
     )
-    count = 1 if gate else sum(k is not None for k in (kernel, kernel_2, kernel_3, kernel_4))
-    return tuple(outputs[:count])
+    return tuple(outputs)
 
 
 @triton.jit
@@ -289,35 +256,19 @@ def _kernel(
         tl.store(y + n[u], total, n[u] < columns)
 
 
-def results(x, scale, kernel, kernel_2, kernel_3, *others, gate: int, **_):
-    first, second, *rest = _output_arrays(x, others[1:5], dtype_name(x))
-    return first, None if gate else second, *rest
-
-
-def _output_arrays(x, scales, dtype):
-    """The output `Array` of each projection, None for an absent one."""
-    return tuple(None if s is None else Array((x.shape[0], s.shape[-1]), dtype) for s in scales)
+def results(x, kernels, kernel_scales, *others, gate: int, **_):
+    """The output `Array` of each projection, or of the gated unit."""
+    scales = kernel_scales[:1] if gate else kernel_scales
+    return [Array((x.shape[0], scale.shape[-1]), dtype_name(x)) for scale in scales]
 
 
 def forward(
     x,
+    kernels: list,
+    kernel_scales: list,
+    kernel_zeros: list,
+    biases: list,
     scale,
-    kernel,
-    kernel_2,
-    kernel_3,
-    kernel_4,
-    kernel_scale,
-    kernel_scale_2,
-    kernel_scale_3,
-    kernel_scale_4,
-    kernel_zero,
-    kernel_zero_2,
-    kernel_zero_3,
-    kernel_zero_4,
-    bias,
-    bias_2,
-    bias_3,
-    bias_4,
     residual,
     squares,
     *,
@@ -328,22 +279,17 @@ def forward(
     block_size: int,
     quantized: bool,
 ):
-    scales = kernel_scale, kernel_scale_2, kernel_scale_3, kernel_scale_4
-    zeros = kernel_zero, kernel_zero_2, kernel_zero_3, kernel_zero_4
-    weights = kernel, kernel_2, kernel_3, kernel_4, *scales, *zeros
-    outputs = _output_arrays(x, scales, dtype_name(x))
-    if gate:
-        outputs = outputs[0], None, None, None
+    outputs = results(x, kernels, kernel_scales, gate=gate)
     channels, short = x.shape[1], dtype_name(x) == "bfloat16"
-    widths = tuple(0 if s is None else s.shape[-1] for s in scales)
+    widths = [s.shape[-1] for s in kernel_scales]
     limbs = 1 if quantized else 2 if short else 3
     options = tile_options(channels, widths, bits, gate, limbs, block_size)
     options |= {"NORM": epsilon >= 0, "GATE": gate, "LIMBS": limbs, "QUANTIZED": quantized}
     options |= squares_options(squares)
     options |= {
         "BLOCK_SIZE": block_size,
-        "VECTORS": vectors_usable(widths, bits, block_size, kernel_scale, options["WORDS"])
-        and are_aligned(*weights),
+        "VECTORS": vectors_usable(widths, bits, block_size, kernel_scales[0], options["WORDS"])
+        and are_aligned(*kernels, *kernel_scales, *kernel_zeros),
         "WHOLE": channels % 4 == 0
         and are_aligned(x, scale)
         and (scale is None or dtype_name(scale) in ("float32", "bfloat16")),
@@ -352,8 +298,11 @@ def forward(
     }
     columns = options["ACROSS"] * options["WORDS"] * 32 // bits
     programs = sum(cdiv(n, columns) for n in (widths[:1] if gate else widths))
-    inputs = x, scale, *weights, bias, bias_2, bias_3, bias_4, residual, squares
-    return run(Launch(_kernel, programs, inputs, outputs, (epsilon,), options))
+    lists = kernels, kernel_scales, kernel_zeros, biases
+    inputs = x, scale, *(tensor for tensors in lists for tensor in padded(tensors))
+    inputs = *inputs, residual, squares
+    launch = Launch(_kernel, programs, inputs, padded(outputs), (epsilon,), options)
+    return run(launch)[: len(outputs)]
 
 
 def vectors_usable(widths, bits, block_size, kernel_scale, words):
@@ -365,4 +314,4 @@ def vectors_usable(widths, bits, block_size, kernel_scale, words):
     return whole and (not block_size or dtype_name(kernel_scale) == "bfloat16")
 
 
-_norm_quantized_linear = forward_operation("norm_quantized_linear", forward, results, count=4)
+_norm_quantized_linear = forward_operation("norm_quantized_linear", forward, results)

@@ -210,7 +210,7 @@ def _linear(
         further = {"next_scale": next_norm.factor()}
     if x.shape[0] <= max_rows:
         return operation(
-            x,
+            x=x,
             **weights(layers),
             biases=biases,
             scale=None if norm is None or squares is not None else norm.factor(),

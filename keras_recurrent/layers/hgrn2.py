@@ -230,9 +230,9 @@ class HGRN2(ForgetGateLayer):
             lower_bound = jax_steps.local_part(ops.cast(lower_bound, self.state_dtype), f.shape[-1])
         kinds = decoding.token_kinds(tokens)
         weight = jax_steps.local_part(self.norm.factor(), f.shape[-1])
-        step, names = hgrn2_step, ("memory",)
+        step, names = hgrn2_step, ["memory"]
         if "recent" in state:
-            step, names = hgrn2_delayed_step, ("count", "memory", "recent")
+            step, names = hgrn2_delayed_step, ["count", "memory", "recent"]
         further = {**state, "lower_bound": lower_bound, "norm_scale": weight, "token_kind": kinds}
         o, squares, *after = step(q=q, f=f, v=v, **further)
         after = dict(zip(names, after, strict=True))

@@ -62,7 +62,7 @@ def weights(layers):
     return {
         "kernels": [ops.convert_to_tensor(dense._kernel) for dense in layers],
         "kernel_scales": [ops.cast(dense.kernel_scale, dense.compute_dtype) for dense in layers],
-        "kernel_zeros": None if size is None else [dense.kernel_zero for dense in layers],
+        "kernel_zeros": [None if size is None else dense.kernel_zero for dense in layers],
         "bits": BITS[layers[0].quantization_mode],
         "block_size": size,
         "quantize_row": layers[0].inputs_quantizer is not None,
@@ -88,7 +88,7 @@ def logits_weights(layer):
     return {
         "kernels": [ops.convert_to_tensor(layer.reverse_embeddings)],
         "kernel_scales": [scale],
-        "kernel_zeros": None,
+        "kernel_zeros": [None],
         "biases": [None],
         "quantize_row": layer.inputs_quantizer is not None,
     }

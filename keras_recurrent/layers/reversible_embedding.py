@@ -88,7 +88,7 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
             if hidden_states.shape[0] > 1 or quantized.logits_reason(self) is not None:
                 return None
             hidden = ops.cast(hidden_states[:, 0], self.compute_dtype)
-            (logits,) = norm_quantized_linear(hidden, **quantized.logits_weights(self))
+            (logits,) = norm_quantized_linear(x=hidden, **quantized.logits_weights(self))
         else:
             dtype = self.reverse_dtype or self.compute_dtype
             hidden = ops.cast(hidden_states[:, 0], dtype)

@@ -11,10 +11,8 @@ from keras import ops
 from keras_recurrent import dispatch
 from keras_recurrent.checks.dtypes import dtype_of
 
-ENDS = ("", "_2", "_3", "_4")  # of the names of up to four kernels and their biases
 
-
-def norm_linear(x, kernels, biases, scale=None, **others):
+def norm_linear(**arguments):
     """Applies RMSNorm and up to four linear layers to x [B, D], with optional gates and residual.
 
     With `squares`, sums of squares of rows, x has been multiplied by the norm's weight. With
@@ -27,38 +25,17 @@ def norm_linear(x, kernels, biases, scale=None, **others):
         `next_scale`, the weight of the norm that follows, it ends with the product of the output
         and this weight, and with sums of squares of the output [B, U].
     """
-    lists = _named(kernel=kernels, bias=biases)
-    return list(_run("norm_linear", x=x, scale=scale, **lists, **others))
+    return list(_run("norm_linear", **arguments))
 
 
-def norm_quantized_linear(
-    x,
-    kernels,
-    kernel_scales,
-    kernel_zeros,
-    biases,
-    scale=None,
-    quantize_row=True,
-    **others,
-):
+def norm_quantized_linear(x, quantize_row=True, **others):
     """Counterpart of `norm_linear` for quantized kernels of `keras.layers.Dense`.
 
     See `backends/reference/norm_quantized_linear.py`. With `quantize_row`, the normalized input is
     also quantized.
     """
-    lists = _named(kernel=kernels, kernel_scale=kernel_scales, bias=biases)
-    if kernel_zeros is not None:
-        lists |= _named(kernel_zero=kernel_zeros)
     others["row_dtype"] = dtype_of(x) if quantize_row else None
-    return list(_run("norm_quantized_linear", x=x, scale=scale, **lists, **others))
-
-
-def _named(**lists):
-    return {
-        f"{name}{end}": t
-        for name, of in lists.items()
-        for end, t in zip(ENDS[: len(of)], of, strict=True)
-    }
+    return list(_run("norm_quantized_linear", x=x, **others))
 
 
 def hgrn2_step(**arguments):
@@ -116,4 +93,6 @@ def _run(operation, **arguments):
 
 
 def _value(x):
+    if isinstance(x, list):
+        return [_value(tensor) for tensor in x]
     return x.value if isinstance(x, keras.Variable) else x

@@ -10,15 +10,9 @@ from keras_recurrent.portable.rms_norm import rms_norm
 
 def norm_linear(
     x,
-    scale,
-    kernel,
-    kernel_2=None,
-    kernel_3=None,
-    kernel_4=None,
-    bias=None,
-    bias_2=None,
-    bias_3=None,
-    bias_4=None,
+    kernels,
+    biases,
+    scale=None,
     residual=None,
     squares=None,
     next_scale=None,
@@ -26,11 +20,11 @@ def norm_linear(
     gate=None,
     output_scale=None,
 ):
-    """x: [B, K]; scale: [K]; kernels: [K, N] each. Returns a tuple of [B, N] in x's dtype.
+    """x: [B, K]; kernels: a list of [K, N]; biases: a list of [N] or None; scale: [K] or None.
 
-    With `next_scale`, [N], it ends with y * next_scale and sums of squares of y, [B, U].
+    Returns a tuple of [B, N] in x's dtype. With `next_scale`, [N], it ends with y * next_scale and
+    sums of squares of y, [B, U].
     """
-    kernels, biases = (kernel, kernel_2, kernel_3, kernel_4), (bias, bias_2, bias_3, bias_4)
     dtype = sum_dtype(x, scale, *kernels, *biases, residual, squares, next_scale)
     y = ops.cast(x, dtype)
     if epsilon is not None:
@@ -40,12 +34,11 @@ def norm_linear(
         y = matmul(x, ops.cast(weight, dtype))
         return y if offset is None else y + ops.cast(offset, dtype)
 
+    products = [*zip(kernels, biases, strict=True)]
     if gate is not None:
-        y = gated_linear_unit(linear(y, kernel, bias), linear(y, kernel_2, bias_2), gate)
-        outputs = [y if kernel_3 is None else linear(y, kernel_3, bias_3)]
-    else:
-        pairs = zip(kernels, biases, strict=True)
-        outputs = [linear(y, *pair) for pair in pairs if pair[0] is not None]
+        to_gate, to_up, *products = products
+        y = gated_linear_unit(linear(y, *to_gate), linear(y, *to_up), gate)
+    outputs = [linear(y, *weights) for weights in products] or [y]
     if output_scale is not None:
         outputs = [output_scale * output for output in outputs]
     if residual is not None:

@@ -14,23 +14,11 @@ from keras_recurrent.portable.norm_linear import normalize
 
 def norm_quantized_linear(
     x,
-    scale,
-    kernel,
-    kernel_2=None,
-    kernel_3=None,
-    kernel_4=None,
-    kernel_scale=None,
-    kernel_scale_2=None,
-    kernel_scale_3=None,
-    kernel_scale_4=None,
-    kernel_zero=None,
-    kernel_zero_2=None,
-    kernel_zero_3=None,
-    kernel_zero_4=None,
-    bias=None,
-    bias_2=None,
-    bias_3=None,
-    bias_4=None,
+    kernels,
+    kernel_scales,
+    kernel_zeros,
+    biases,
+    scale=None,
     residual=None,
     squares=None,
     epsilon=None,
@@ -40,10 +28,11 @@ def norm_quantized_linear(
     block_size=None,
     row_dtype=None,
 ):
-    """Returns a tuple of [B, N] in x's dtype, one for each kernel, or one with `gate`."""
-    scales = kernel_scale, kernel_scale_2, kernel_scale_3, kernel_scale_4
-    biases = bias, bias_2, bias_3, bias_4
-    dtype = sum_dtype(x, scale, *scales, *biases, residual, squares)
+    """Returns a tuple of [B, N] in x's dtype, one for each kernel, or one with `gate`.
+
+    kernels, kernel_scales, kernel_zeros and biases: lists, with one entry per matrix.
+    """
+    dtype = sum_dtype(x, scale, *kernel_scales, *biases, residual, squares)
     y, factor = ops.cast(x, dtype), None
     if epsilon is not None:
         y = normalize(y, scale, epsilon, squares)
@@ -61,9 +50,8 @@ def norm_quantized_linear(
             product = matmul(y, weight) / (divisor if factor is None else divisor * factor)
         return product if offset is None else product + ops.cast(offset, dtype)
 
-    zeros = kernel_zero, kernel_zero_2, kernel_zero_3, kernel_zero_4
-    matrices = zip((kernel, kernel_2, kernel_3, kernel_4), scales, zeros, biases, strict=True)
-    outputs = [linear(*matrix) for matrix in matrices if matrix[0] is not None]
+    matrices = zip(kernels, kernel_scales, kernel_zeros, biases, strict=True)
+    outputs = [linear(*matrix) for matrix in matrices]
     if gate is not None:
         outputs = [gated_linear_unit(outputs[0], outputs[1], gate)]
     if output_scale is not None:

@@ -1,5 +1,6 @@
 """Inputs for tests of operations for a step of generation: `DRAW` has a function of each."""
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -135,16 +136,15 @@ def _numbers(rng, case, *shape):
 
 
 def norm_linear(rng, case):
-    names = ("", "_2", "_3", "_4")[: len(case.widths)]
     tensors = {"x": _numbers(rng, case, case.rows, case.channels), "scale": None}
     if case.norm and case.parameters and not case.delayed_norm:
         tensors["scale"] = rng.normal(size=case.channels)
-    for name, width in zip(names, case.widths, strict=True):
-        behind = name == "_3" and case.gate is not None
-        channels = case.widths[0] if behind else case.channels
-        tensors[f"kernel{name}"] = rng.normal(size=(channels, width)) / channels**0.5
-        if case.parameters and name != "_2":
-            tensors[f"bias{name}"] = rng.normal(size=width)
+    tensors |= {"kernels": [], "biases": []}
+    for i, width in enumerate(case.widths):
+        channels = case.widths[0] if i == 2 and case.gate is not None else case.channels
+        tensors["kernels"].append(rng.normal(size=(channels, width)) / channels**0.5)
+        has_bias = case.parameters and i != 1
+        tensors["biases"].append(rng.normal(size=width) if has_bias else None)
     if case.residual:
         width = case.widths[-1 if case.gate else 0]
         tensors["residual"] = rng.normal(size=(case.rows, width))
@@ -176,17 +176,14 @@ def norm_quantized_linear(rng, case):
     while case.quantize_row and not _rounds_surely(tensors, options["epsilon"], case.dtype):
         tensors["x"] = _numbers(rng, case, case.rows, case.channels)
     blocks = case.block_size and -(-case.channels // case.block_size)
-    for name, width in zip(("", "_2", "_3", "_4"), case.widths, strict=False):
+    tensors |= {"kernels": [], "kernel_scales": [], "kernel_zeros": []}
+    for width in case.widths:
         columns = width if case.bits == 8 else (width + 1) // 2
         scales = (blocks, width) if blocks else (width,)
-        tensors |= {
-            f"kernel{name}": rng.integers(-128, 128, size=(case.channels, columns)),
-            f"kernel_scale{name}": rng.uniform(0.01, 0.1, size=scales),
-        }
-        if blocks:
-            tensors[f"kernel_zero{name}"] = rng.integers(-128, 128, size=scales)
-        else:
-            tensors[f"kernel_scale{name}"] *= 2**case.bits
+        tensors["kernels"].append(rng.integers(-128, 128, size=(case.channels, columns)))
+        divisors = rng.uniform(0.01, 0.1, size=scales)
+        tensors["kernel_scales"].append(divisors if blocks else divisors * 2**case.bits)
+        tensors["kernel_zeros"].append(rng.integers(-128, 128, size=scales) if blocks else None)
     row_dtype = case.dtype if case.quantize_row else None
     of_weights = {"bits": case.bits, "block_size": case.block_size}
     return tensors, options | of_weights | {"row_dtype": row_dtype}
@@ -340,7 +337,8 @@ WRITTEN_OVER = {
 
 
 class Drawn(NamedTuple):
-    tensors: dict  # float64 arrays that hold numbers of the case's dtypes; None where one is absent
+    # float64 arrays that hold numbers of the case's dtypes, or lists; None where one is absent
+    tensors: dict
     options: dict
     dtypes: dict  # of the tensors that there are
 
@@ -349,6 +347,13 @@ def dtype_of_integers(operation, name):
     """The dtype of a tensor that holds integers; None for others."""
     quantized = operation == "norm_quantized_linear" and name.startswith("kernel")
     return "int8" if quantized and "scale" not in name else INTEGERS.get(name)
+
+
+def apply(function, tensors):
+    """Returns function(tensor), for each one of a list; None where there is none."""
+    if isinstance(tensors, list):
+        return [apply(function, tensor) for tensor in tensors]
+    return None if tensors is None else function(tensors)
 
 
 def draw(operation, case, seed=0):
@@ -360,5 +365,7 @@ def draw(operation, case, seed=0):
         for name, tensor in tensors.items()
         if tensor is not None
     }
-    given = {n: t if t is None else round_to(dtypes[n], t) for n, t in tensors.items()}
+    given = {
+        name: apply(functools.partial(round_to, dtypes.get(name)), t) for name, t in tensors.items()
+    }
     return Drawn(given, options, dtypes)

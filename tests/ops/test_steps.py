@@ -34,6 +34,7 @@ from tests.ops.steps import (
     WITH_SQUARES,
     WRITTEN_OVER,
     Case,
+    apply,
     draw,
     token_kinds,
 )
@@ -48,13 +49,17 @@ quantized_maps = pytest.mark.parametrize(
 every_kernel = pytest.mark.parametrize(("operation", "implementation"), KERNELS)
 
 
+def native_tensors(drawn):
+    return {
+        name: apply(functools.partial(native.tensor, dtype=drawn.dtypes.get(name)), t)
+        for name, t in drawn.tensors.items()
+    }
+
+
 def run(operation, implementation, drawn):
     """The results, in float64, and their dtypes."""
     module = dispatch.IMPLEMENTATIONS[operation][implementation]
-    arguments = {
-        name: None if t is None else native.tensor(t, drawn.dtypes[name])
-        for name, t in drawn.tensors.items()
-    }
+    arguments = native_tensors(drawn)
     reason = native.refusal(module, {**arguments, **drawn.options})
     if reason is not None:
         pytest.skip(f"{implementation} refuses: {reason}")
@@ -128,11 +133,12 @@ def test_weights_that_begin_at_no_multiple_of_16_bytes(implementation):
     x, kernel = np.ones((1, 8), "float32"), np.arange(9 * 24).reshape(9, 24) % 100
     kernel, scale = native.tensor(kernel, "int8"), native.tensor(np.ones(24), "float32")
     module = dispatch.IMPLEMENTATIONS["norm_quantized_linear"][implementation]
-    given = {"x": native.tensor(x, "float32"), "scale": None, "kernel_scale": scale}
-    if native.refusal(module, {**given, "kernel": kernel}):
+    given = {"x": native.tensor(x, "float32"), "kernel_scales": [scale]}
+    given |= {"kernel_zeros": [None], "biases": [None]}
+    if native.refusal(module, {**given, "kernels": [kernel]}):
         pytest.skip(f"{implementation} is not here")
-    (found,) = module.norm_quantized_linear(**given, kernel=kernel[1:])
-    (expected,) = module.norm_quantized_linear(**given, kernel=kernel[1:].clone())
+    (found,) = module.norm_quantized_linear(**given, kernels=[kernel[1:]])
+    (expected,) = module.norm_quantized_linear(**given, kernels=[kernel[1:].clone()])
     np.testing.assert_array_equal(found.cpu(), expected.cpu())
 
 
@@ -153,7 +159,10 @@ def check(operation, implementation, case):
             if np.all(wrong <= allowed):
                 break
             rng = np.random.default_rng(seed)
-            near = {n: moved(rng, t, drawn.dtypes.get(n)) for n, t in drawn.tensors.items()}
+            near = {
+                name: apply(functools.partial(moved, rng, dtype=drawn.dtypes.get(name)), t)
+                for name, t in drawn.tensors.items()
+            }
             near = drawn._replace(tensors=near)
             more = tolerances(operation, implementation, case, near, dtypes)
             allowed = np.maximum(allowed, more)
@@ -305,10 +314,7 @@ def test_a_state_is_written_over_where_it_is_owned_alone(operation, implementati
 @pytest.mark.parametrize("operation", [o for o, i in KERNELS if i == "triton"])
 def test_kernels_refuse_tensors_that_need_gradients(operation):
     drawn = draw(operation, Case(1, widths=(16, 16)))
-    given = {
-        name: None if t is None else native.tensor(t, drawn.dtypes[name])
-        for name, t in drawn.tensors.items()
-    }
+    given = native_tensors(drawn)
     first = next(iter(given))
     given[first].requires_grad_()
     reason = native.refusal(

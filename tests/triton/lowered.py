@@ -65,9 +65,10 @@ ROW, SQUARE = array(1, D), array(D, D)
 STEP = ROW, SQUARE, SQUARE, array(1, H, D // H, D // H, dtype="float32")
 
 
-def hgrn2_step(x, kernel, kernel_2, memory):
+def hgrn2_step(x, q_kernel, f_kernel, memory):
     """A part of a step of generation, which has no gradient."""
-    q, f = decoding_steps.norm_linear(x, [kernel, kernel_2], [None, None], epsilon=1e-5)
+    kernels = {"kernels": [q_kernel, f_kernel], "biases": [None, None]}
+    q, f = decoding_steps.norm_linear(x=x, **kernels, epsilon=1e-5)
     return decoding_steps.hgrn2_step(q=q, f=f, v=x, memory=memory)
 
 

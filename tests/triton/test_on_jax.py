@@ -58,7 +58,7 @@ def test_a_step_runs_outside_of_programs():
     of = {name: dispatch.IMPLEMENTATIONS["norm_linear"][name] for name in ("jax", "triton")}
     function = _platforms.choose_at_lowering(of["jax"], cuda=of["triton"])
     x, kernel = np.ones((3, 2), "float32"), jax.numpy.ones((2, 5))
-    (y,) = function(x=jax.numpy.asarray(x), scale=None, kernel=kernel, epsilon=None, gate=None)
+    (y,) = function(x=jax.numpy.asarray(x), kernels=[kernel], biases=[None], gate=None)
     np.testing.assert_array_equal(y, x @ np.ones((2, 5)))
 
 

@@ -6,6 +6,7 @@ several rows, by timing the layers of HGRN2 1.3B on an H100 and an H200.
 
 from .._runtime.launch import cdiv, next_power_of_2
 
+MAX_KERNELS = 4  # of a launch
 _NO_LIMIT = 2**31
 # One row takes the first tile whose columns, summed over all weights, and channels fit. With many
 # columns, programs read whole lines of memory; with fewer, such tiles would be too few for all
@@ -69,6 +70,17 @@ def tile_options(rows, channels, columns, dtype, gate, parts, capability):
         least = _PROGRAMS.get(tile["BLOCK_B"], _MANY_ROWS_PROGRAMS)
         length = block * (blocks // _num_parts(blocks, tiles, least))
     return tile | {"BLOCK_K": block, "LENGTH": min(length, channels)}
+
+
+def padded(tensors, count=MAX_KERNELS):
+    """The tensors of all kernels as arguments of a launch: Nones follow those that are present."""
+    return (*tensors, *[None] * (count - len(tensors)))
+
+
+def width_options(widths):
+    """Options of a launch that name the number of columns of each kernel, 0 for an absent one."""
+    names = "N", "N_2", "N_3", "N_4"
+    return dict.fromkeys(names, 0) | dict(zip(names, widths, strict=False))
 
 
 def squares_options(squares):

@@ -1,5 +1,6 @@
 """Tile sizes of `norm_quantized_linear`, by the sizes of its weights."""
 
+from .._decoding.norm_linear_tiles import width_options
 from .._runtime.launch import cdiv, next_power_of_2
 from .quantized_products import WARP_CHANNELS
 
@@ -36,7 +37,8 @@ def tile_options(channels, widths, bits, gate, limbs, block_size):
     warps = _warps(channels, across)
     limited = bits == 4 and limbs < 3 and (not block_size or block_size >= WARP_CHANNELS)
     return {
-        **dict(zip(("K", "N", "N_2", "N_3", "N_4"), (channels, *widths), strict=True)),
+        "K": channels,
+        **width_options(widths),
         "ROW": next_power_of_2(channels),
         "BITS": bits,
         "WARPS": warps,

@@ -284,7 +284,7 @@ if INTERPRETED:
     mlir.register_lowering(_launch, _interpret, platform="cpu")
 
 
-def forward_operation(name, forward, results, count, updates=()):
+def forward_operation(name, forward, results, count=None, updates=()):
     """Makes the forward of a decoding step a function of tensors and options, without gradients."""
     del name, results, count, updates  # launches contain all of this
     return jax.jit(forward, static_argnames=tuple(options_of(forward)))

@@ -80,6 +80,12 @@ def tensors_of(forward):
     return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
+def lists_of(forward):
+    """The names of a forward's tensors that are lists of tensors or Nones, annotated `list`."""
+    parameters = inspect.signature(forward).parameters.values()
+    return [p.name for p in parameters if p.annotation is list]
+
+
 def options_of(forward):
     """{name: annotation} of a forward's options."""
     parameters = inspect.signature(forward).parameters.values()

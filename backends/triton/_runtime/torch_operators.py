@@ -17,7 +17,7 @@ from ...torch._autograd import call_without_gradient, register_autograd
 from ...torch._common import capability, capability_reason, has_capability, product
 from ...torch._states import inplace_states_allowed
 from .._device.common import INTERPRETED, assembler_error_note
-from .operation import options_of, tensors_of
+from .operation import lists_of, options_of, tensors_of
 
 _PDL_CAPABILITY = (9, 0)  # lowest compute capability with programmatic dependent launch
 _SCHEMA_TYPES: dict = {float: "float", bool: "bool", int: "int", str: "str"}
@@ -189,11 +189,13 @@ def milliseconds(call, warmup, repetition):
     return triton.testing.do_bench(call, warmup, repetition, return_mode="median")
 
 
-def _operator(name, function, fake, names, options, count, updates=()):
+def _operator(name, function, fake, names, options, count, updates=(), lists=()):
     """Registers a custom operator for a function that returns `count` arrays.
 
     fake: the function of the same arguments that returns `Array`s. names: the names of the tensors.
-    options: {name: annotation} of the options. updates: the names of tensors updated in place.
+    options: {name: annotation} of the options. count: None if it depends on the arguments; the
+    results are then a list. updates: the names of tensors updated in place. lists: the names of
+    lists of tensors.
     """
 
     def split_arguments(arguments):
@@ -204,40 +206,43 @@ def _operator(name, function, fake, names, options, count, updates=()):
         tensors, chosen = split_arguments(arguments)
         with device_guard(_first_tensor(tensors)):
             outputs = function(*contiguous(*tensors), **chosen)[:count]
-            return _operator_outputs(outputs, lambda x: x, tensors)
+            return _operator_outputs(outputs, count, lambda x: x, tensors)
 
     def call_fake(*arguments):
         tensors, chosen = split_arguments(arguments)
         outputs = fake(*tensors, **chosen)[:count]
-        return _operator_outputs(
-            outputs, lambda array: allocate(array, _first_tensor(tensors)), tensors
-        )
+        first = _first_tensor(tensors)
+        return _operator_outputs(outputs, count, lambda array: allocate(array, first), tensors)
 
-    results = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
-    schema = f"({_parameters(names, options, updates)}) -> {results}"
+    results = f"({', '.join(['Tensor'] * (count or 0))})"
+    results = {None: "Tensor[]", 1: "Tensor"}.get(count, results)
+    schema = f"({_parameters(names, options, updates, lists)}) -> {results}"
     operator = torch.library.custom_op(name, call, mutates_args=updates, schema=schema)
     operator.register_fake(call_fake)
     return operator
 
 
-def _parameters(names, options, updated):
+def _parameters(names, options, updated, lists):
     """The parameters in the schema of a custom operator."""
-    tensors = [f"Tensor({n}!)? {n}" if n in updated else f"Tensor? {n}" for n in names]
+    types = dict.fromkeys(names, "Tensor?") | dict.fromkeys(lists, "Tensor?[]")
+    types |= {name: f"Tensor({name}!)?" for name in updated}
+    tensors = [f"{kind} {name}" for name, kind in types.items()]
     scalars = [f"{_SCHEMA_TYPES[kind]} {option}" for option, kind in options.items()]
     return ", ".join(tensors + scalars)
 
 
-def forward_operation(name, forward, results, count, updates=()):
+def forward_operation(name, forward, results, count=None, updates=()):
     """Makes a decoding step a function of tensors and options, as a custom operator.
 
-    It has no gradients. forward and results are like those of an `Operation`, and return `count`
-    arrays, of which the last ones are the new values of the tensors named in `updates`. Where
-    states may be overwritten (`backends/torch/_states.py`), a second operator updates these tensors
-    in place.
+    It has no gradients. forward and results are like those of an `Operation`; parameters annotated
+    `list` are lists of tensors. They return `count` arrays, or, if it is None, a list of any
+    length. The last ones are the new values of the tensors named in `updates`. Where states may be
+    overwritten (`backends/torch/_states.py`), a second operator updates these tensors in place.
     """
     tensors, options = tensors_of(forward), options_of(forward)
     operator = _operator(
-        f"keras_recurrent::triton_{name}", forward, results, tensors, options, count
+        *(f"keras_recurrent::triton_{name}", forward, results, tensors, options, count),
+        lists=lists_of(forward),
     )
     if not updates:
         return lambda *given, **chosen: operator(*given, *(chosen[name] for name in options))
@@ -345,13 +350,15 @@ def _first_tensor(tensors):
 
 
 def contiguous(*tensors):
-    """The tensors in the contiguous layout that kernels expect; None stays None.
+    """The tensors, and those in lists, in the contiguous layout that kernels expect, or None.
 
     Kernels read the memory of a tensor, so a view with torch's negative bit is copied.
     """
-    return [
-        None if x is None else (x.resolve_neg() if x.is_neg() else x).contiguous() for x in tensors
-    ]
+    return [contiguous(*x) if isinstance(x, list) else _contiguous(x) for x in tensors]
+
+
+def _contiguous(x):
+    return None if x is None else (x.resolve_neg() if x.is_neg() else x).contiguous()
 
 
 def are_aligned(*tensors):
@@ -364,7 +371,9 @@ def device_guard(tensor):
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
-def _operator_outputs(outputs, tensor, given):
+def _operator_outputs(outputs, count, tensor, given):
     """The outputs of an operator; None, the gradient of an absent tensor, becomes an empty one."""
-    outputs = tuple(_first_tensor(given).new_empty(0) if x is None else tensor(x) for x in outputs)
-    return outputs if len(outputs) > 1 else outputs[0]
+    outputs = [_first_tensor(given).new_empty(0) if x is None else tensor(x) for x in outputs]
+    if count is None:
+        return outputs
+    return tuple(outputs) if count > 1 else outputs[0]
