@@ -9,8 +9,9 @@ of these unchanged.
 
 import numpy as np
 
-from ..constants import PADDING
+from ..constants import CONTINUES, PADDING, STARTS
 from ._common import cast
+from ._matrix_state import forward
 from .hgrn2_step import hgrn2_step, operands
 
 
@@ -33,19 +34,22 @@ def hgrn2_delayed_step(
     o in groups [B, H, ceil(V / 32)], count, memory, recent).
     """
     stored, recent = cast(dtype, memory, recent)
-    memory, (batch, heads, keys, _), limit = stored, stored.shape, recent.shape[1]
-    for i in range(limit):
-        parts = np.split(recent[:, i], [heads * keys, 2 * heads * keys], axis=1)
-        decay, key, value = (x.reshape(batch, heads, -1) for x in parts)
-        after = decay[..., None] * memory + key[..., None] * value[..., None, :]
-        memory = np.where((i < count)[:, None, None, None], after, memory)
-    _, *token, _ = operands(dtype, q, f, v, memory, lower_bound, token_kind)
+    (batch, heads, keys, _), limit = stored.shape, recent.shape[1]
+    index = np.arange(limit)
+    parts = np.split(recent, [heads * keys, 2 * heads * keys], axis=2)
+    f_i, k_i, v_i = (x.reshape(batch, limit, heads, -1) for x in parts)
+    kinds = np.where(index < count[:, None], CONTINUES, PADDING)
+    _, memory = forward(k_i, k_i, v_i, f_i, stored, kinds)
+    _, key, value, decay = operands(dtype, q, f, v, memory, lower_bound)
+    if token_kind is not None:
+        decay = np.where(np.asarray(token_kind)[:, None, None] == STARTS, 0, decay)
     y, squares, memory = hgrn2_step(
         q, f, v, memory, lower_bound, norm_scale, token_kind, dtype=dtype
     )
     real = np.ones(batch, bool) if token_kind is None else np.asarray(token_kind) != PADDING
-    token = np.concatenate([x.reshape(batch, 1, -1) for x in token], axis=2)
-    is_next = real[:, None] & (np.arange(limit) == count[:, None])
+    parts = [x.reshape(batch, 1, -1) for x in (decay, key, value)]
+    token = np.concatenate(parts, axis=2)
+    is_next = real[:, None] & (index == count[:, None])
     recent = np.where(is_next[..., None], token, recent)
     memory = np.where((real & (count == limit))[:, None, None, None], memory, stored)
     return y, squares, np.where(real, (count + 1) % (limit + 1), count), memory, recent

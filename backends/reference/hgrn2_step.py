@@ -8,8 +8,9 @@ At the start of a document S is 0; padding leaves S unchanged.
 
 import numpy as np
 
-from ..constants import PADDING, SQUARES_GROUP, STARTS
+from ..constants import SQUARES_GROUP
 from ._common import cast, group_squares, sigmoid
+from ._matrix_state import forward
 
 
 def hgrn2_step(
@@ -20,31 +21,25 @@ def hgrn2_step(
     norm_scale: [H V] or None; token_kind: [B] or None. Returns (y [B, H V], the sums of squares of
     o in groups [B, H, ceil(V / 32)], memory).
     """
-    q, decay, key, value, memory = operands(dtype, q, f, v, memory, lower_bound, token_kind)
-    memory = decay[..., None] * memory + key[..., None] * value[..., None, :]
-    o = np.einsum("bhk,bhkv->bhv", q, memory)
+    token = operands(dtype, q, f, v, memory, lower_bound)
+    query, key, value, decay = (x[:, None] for x in token)
+    kinds = None if token_kind is None else np.asarray(token_kind)[:, None]
+    o, memory = forward(query, key, value, decay, memory, kinds)
+    o = o[:, 0]
     y = o.reshape(len(o), -1)
     if norm_scale is not None:
         y = y * cast(dtype, norm_scale)[0]
     return y, group_squares(o, SQUARES_GROUP), memory
 
 
-def operands(dtype, q, f, v, memory, lower_bound, token_kind):
-    """The query, the decay of the memory, the key and the value, by heads, and the memory."""
-    q, f, v, memory = cast(dtype, q, f, v, memory)
-    batch, heads, keys, values = memory.shape
+def operands(dtype, q, f, v, memory, lower_bound):
+    """The query, the key, the value and the decay of the memory, by heads."""
+    q, f, v = cast(dtype, q, f, v)
+    batch, heads, keys, _ = memory.shape
     rest = 1.0 if lower_bound is None else np.exp(cast(dtype, lower_bound)[0][1])
     bound = 0.0 if lower_bound is None else np.exp(cast(dtype, lower_bound)[0][0])
     forgets, decay = rest * sigmoid(-f), bound + rest * sigmoid(f)
     # Rounded β and 1 - β do not add up to 1; β may be NaN.
     decay = np.where((forgets <= 0.5) & ~np.isnan(decay), 1 - forgets, decay)
-    q, key, decay = (
-        x.reshape(batch, heads, keys) for x in (q * sigmoid(q) * keys**-0.5, forgets, decay)
-    )
-    v = v.reshape(batch, heads, values)
-    kind = np.zeros(batch) - 1 if token_kind is None else np.asarray(token_kind)
-    kind = kind[:, None, None]
-    key = np.where(kind == PADDING, 0, key)
-    v = np.where(kind == PADDING, 0, v)
-    decay = np.where(kind == STARTS, 0, np.where(kind == PADDING, 1, decay))
-    return q, decay, key, v, memory
+    q = q * sigmoid(q) * keys**-0.5
+    return [x.reshape(batch, heads, -1) for x in (q, forgets, v, decay)]

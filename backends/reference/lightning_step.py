@@ -10,9 +10,10 @@ At the start of a document S is 0; padding leaves S unchanged.
 
 import numpy as np
 
-from ..constants import PADDING, SQUARES_GROUP, STARTS
+from ..constants import SQUARES_GROUP, STARTS
 from ._common import cast, group_squares, sigmoid
 from ._heads import prepare_heads
+from .lightning_attention import lightning_attention
 
 
 def lightning_step(
@@ -39,19 +40,18 @@ def lightning_step(
     [B, H, ceil(V / 32)], memory).
     """
     q, k, v, memory, log_decay = cast(dtype, q, k, v, memory, log_decay)
-    kind = np.zeros(len(q)) - 1 if token_kind is None else np.asarray(token_kind)
-    if position is not None:
-        position = np.where(kind == STARTS, 0, position)
+    kinds = None if token_kind is None else np.asarray(token_kind)[:, None]
+    if position is not None and kinds is not None:
+        position = np.where(kinds[:, 0] == STARTS, 0, position)
     q = prepare_heads(q, position, frequencies, q_scale, epsilon)
     k = prepare_heads(k, position, frequencies, k_scale, epsilon)
     if query_scale is not None:
         q = q * q.dtype.type(query_scale)
     k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
-    kind = kind[:, None, None, None]
-    updated = np.exp(log_decay)[:, None, None] * np.where(kind == STARTS, 0, memory)
-    updated = updated + k[..., None] * v[:, :, None]
-    memory = np.where(kind == PADDING, memory, updated)
-    o = y = np.einsum("bhk,bhkv->bhv", q, memory)
+    o, memory = lightning_attention(
+        q[:, None], k[:, None], v[:, None], log_decay, memory, kinds, dtype
+    )
+    o = y = o[:, 0]
     if norm_scale is not None:
         y = y * cast(dtype, norm_scale)[0].reshape(y.shape[1:])
     if output_gate is not None:

@@ -10,8 +10,8 @@ At the start of a document the window and h are 0, and h = i c; padding leaves b
 
 import numpy as np
 
-from ..constants import PADDING, STARTS
 from ._common import cast
+from .causal_conv1d import causal_conv1d
 from .gated_linear_unit import gated_linear_unit
 from .rg_lru import rg_lru
 
@@ -36,21 +36,14 @@ def rg_lru_step(
     conv_kernel: [W, D]; conv_bias, a_logit: [D]; bias_a, bias_x: [n, D / n]; token_kind: [B] or
     None. Returns (y [B, D], window, hidden).
     """
-    x, gate, window, hidden = cast(dtype, x, gate, window, hidden)
-    conv_kernel, conv_bias, kernel_a, bias_a, kernel_x, bias_x = cast(
-        dtype, conv_kernel, conv_bias, kernel_a, bias_a, kernel_x, bias_x
-    )
-    batch = len(x)
-    kind = np.zeros(batch) - 1 if token_kind is None else np.asarray(token_kind)
-    starts, padding = (kind == STARTS)[:, None], (kind == PADDING)[:, None]
-    x = np.where(padding, 0, x)
-    seen = np.concatenate((np.where(starts[..., None], 0, window), x[:, None]), axis=1)
-    c = np.einsum("bwd,wd->bd", seen, conv_kernel) + conv_bias
+    kernel_a, bias_a, kernel_x, bias_x = cast(dtype, kernel_a, bias_a, kernel_x, bias_x)
+    kinds = None if token_kind is None else np.asarray(token_kind)[:, None]
+    token = np.asarray(x)[:, None]
+    c, window = causal_conv1d(token, conv_kernel, conv_bias, window, kinds, dtype=dtype)
+    blocks = c.reshape(len(c), *bias_a.shape)
     gate_a, gate_x = (
-        (np.einsum("bni,nij->bnj", c.reshape(batch, *bias.shape), kernel) + bias).reshape(x.shape)
+        (np.einsum("bni,nij->bnj", blocks, kernel) + bias).reshape(c.shape)
         for kernel, bias in ((kernel_a, bias_a), (kernel_x, bias_x))
     )
-    kinds = None if token_kind is None else np.asarray(token_kind)[:, None]
-    h, after = rg_lru(c[:, None], gate_a[:, None], gate_x[:, None], a_logit, hidden, kinds, dtype)
-    window = np.where(padding[..., None], window, seen[:, 1:])
-    return gated_linear_unit(gate, h[:, 0], "gelu", dtype), window, after
+    h, hidden = rg_lru(c, gate_a, gate_x, a_logit, hidden, kinds, dtype)
+    return gated_linear_unit(gate, h[:, 0], "gelu", dtype), window, hidden

@@ -37,8 +37,8 @@ def linear_attention(q, k, v, log_f, initial_state, starts, padding):
     if q.shape[1] == 1 or _loop.is_needed(q):
         f = ops.exp(log_f) if keep is None else ops.exp(log_f) * keep
         if q.shape[1] != 1:
-            return _loop.loop(_step, state, (q, k, v, f))
-        state, output = _step(state, *(x[:, 0] for x in (q, k, v, f)))
+            return _loop.loop(step, state, (q, k, v, f))
+        state, output = step(state, *(x[:, 0] for x in (q, k, v, f)))
         return output[:, None], state
     if keep is None:
         keep = ops.ones((batch, length, 1, 1), q.dtype)
@@ -63,10 +63,14 @@ def linear_attention(q, k, v, log_f, initial_state, starts, padding):
     )
 
 
-def _step(state, q, k, v, f):
-    """Computes one token: q, k, f [B, H, K], v [B, H, V]."""
-    state = f[..., None] * state + k[..., None] * v[:, :, None]
+def step(state, q, k, v, f):
+    """Computes one token: q, k, f [B, H, K], v [B, H, V]. Returns the next state and the output."""
+    state = next_state(state, k, v, f)
     return state, ops.sum(q[..., None] * state, axis=2)
+
+
+def next_state(state, k, v, f):
+    return f[..., None] * state + k[..., None] * v[:, :, None]
 
 
 def _split_heads(x, size):

@@ -29,6 +29,8 @@ def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, act
         return ops.cast(y, x.dtype), after
     if _loop.is_needed(x):
         y, after = _loop_over_time(ops.cast(x, dtype), kernel, state, token_kind)
+    elif x.shape[1] == 1:
+        y, after = _convolve_one_token(ops.cast(x, dtype), kernel, state, token_kind)
     elif token_kind is None:
         inputs = ops.concatenate([state, ops.cast(x, dtype)], axis=1)
         y = inputs[:, taps:] * kernel[taps]
@@ -57,6 +59,14 @@ def _loop_over_time(x, kernel, state, token_kind):
     # from outside.
     inputs, after = _loop.loop(step, state, (x, *masks))
     return ops.sum(inputs * kernel, axis=2), after
+
+
+def _convolve_one_token(x, kernel, state, token_kind):
+    starts, padding = token_masks(token_kind, 3)
+    inputs = [fill_where(starts, 0.0, state), fill_where(padding, 0.0, x)]
+    inputs = ops.concatenate(inputs, axis=1)
+    after = inputs[:, 1:] if padding is None else ops.where(padding, state, inputs[:, 1:])
+    return ops.sum(inputs * kernel, axis=1, keepdims=True), after
 
 
 def _convolve_with_kinds(x, kernel, state, token_kind):

@@ -3,7 +3,8 @@
 from keras import ops
 
 from keras_recurrent.backends.constants import PADDING
-from keras_recurrent.portable.hgrn2_step import hgrn2_step, operands, updated
+from keras_recurrent.portable._linear_attention import next_state
+from keras_recurrent.portable.hgrn2_step import hgrn2_step, operands
 
 
 def hgrn2_delayed_step(
@@ -17,8 +18,9 @@ def hgrn2_delayed_step(
     limit, current = recent.shape[1], current_memory(memory, recent, count)
     output, squares, after = hgrn2_step(q, f, v, current, lower_bound, norm_scale, token_kind)
     real = ops.ones_like(count, "bool") if token_kind is None else token_kind != PADDING
-    _, *token = operands(q, f, v, memory, lower_bound, token_kind)
-    token = ops.concatenate([ops.reshape(x, (x.shape[0], 1, -1)) for x in token], axis=2)
+    _, key, value, decay = operands(q, f, v, memory, lower_bound, token_kind)
+    parts = [ops.reshape(x, (x.shape[0], 1, -1)) for x in (decay, key, value)]
+    token = ops.concatenate(parts, axis=2)
     is_next = real[:, None] & (ops.arange(limit, dtype="int32") == count[:, None])
     recent = ops.where(is_next[:, :, None], token, recent)
     writes = real & (count == limit)
@@ -37,5 +39,5 @@ def current_memory(memory, recent, count):
     present = (ops.where(missing, fill(x), x) for fill, x in zip(fills, parts, strict=True))
     decays, keys, values = (ops.reshape(x, (batch, limit, heads, -1)) for x in present)
     for i in range(limit):
-        memory = updated(memory, decays[:, i], keys[:, i], values[:, i])
+        memory = next_state(memory, keys[:, i], values[:, i], decays[:, i])
     return memory

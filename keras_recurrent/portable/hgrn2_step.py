@@ -10,6 +10,7 @@ from keras_recurrent.portable._common import (
     sum_dtype,
     token_masks,
 )
+from keras_recurrent.portable._linear_attention import step
 
 
 def hgrn2_step(q, f, v, memory, lower_bound=None, norm_scale=None, token_kind=None):
@@ -18,8 +19,7 @@ def hgrn2_step(q, f, v, memory, lower_bound=None, norm_scale=None, token_kind=No
     Returns ([B, H V], sums of squares [B, H, U], the next memory).
     """
     query, *token = operands(q, f, v, memory, lower_bound, token_kind)
-    memory = updated(ops.cast(memory, query.dtype), *token)
-    output = ops.sum(query[..., None] * memory, axis=2)
+    memory, output = step(ops.cast(memory, query.dtype), query, *token)
     squares = group_squares(output, SQUARES_GROUP)
     output = ops.reshape(output, v.shape)
     if norm_scale is not None:
@@ -28,7 +28,7 @@ def hgrn2_step(q, f, v, memory, lower_bound=None, norm_scale=None, token_kind=No
 
 
 def operands(q, f, v, memory, lower_bound, token_kind):
-    """Returns the query, the decay of the memory, the key and the value, by heads."""
+    """Returns the query, the key, the value and the decay of the memory, by heads."""
     dtype = sum_dtype(q, f, v, memory, lower_bound)
     batch, heads, keys, values = memory.shape
     query, logits, value = (ops.cast(x, dtype) for x in (q, f, v))
@@ -43,9 +43,4 @@ def operands(q, f, v, memory, lower_bound, token_kind):
     value = ops.reshape(value, (batch, heads, values))
     starts, padding = token_masks(None if token_kind is None else token_kind[:, None], 3)
     key, value = fill_where(padding, 0.0, key), fill_where(padding, 0.0, value)
-    return query, applied_decay(decay, starts, padding), key, value
-
-
-def updated(memory, decay, key, value):
-    """Returns the memory [B, H, K, V] after a token: decay and key [B, H, K], value [B, H, V]."""
-    return decay[..., None] * memory + key[..., None] * value[:, :, None]
+    return query, key, value, applied_decay(decay, starts, padding)

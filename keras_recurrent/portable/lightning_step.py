@@ -11,6 +11,7 @@ from keras_recurrent.portable._common import (
     token_masks,
 )
 from keras_recurrent.portable._heads import prepare_heads
+from keras_recurrent.portable._linear_attention import step
 
 
 def lightning_step(
@@ -47,8 +48,7 @@ def lightning_step(
         key, value = ops.repeat(key, share, axis=1), ops.repeat(value, share, axis=1)
     decay = ops.exp(ops.cast(log_decay, dtype))[None, :, None]
     decay = applied_decay(decay, starts, padding)
-    memory = decay[..., None] * ops.cast(memory, dtype) + key[..., None] * value[:, :, None]
-    output = ops.sum(query[..., None] * memory, axis=2)
+    memory, output = step(ops.cast(memory, dtype), query, key, value, decay)
     squares = group_squares(output, SQUARES_GROUP)
     if norm_scale is not None:
         output = output * ops.reshape(ops.cast(norm_scale, dtype), output.shape[1:])
