@@ -9,7 +9,7 @@
 - `cudnn/` is softmax attention from NVIDIA's library, on torch, for sequences no longer than the
   window.
 
-`signatures.py` has one entry for each operation: its tensors and results with their dimensions.
+`signatures.py` has the dimensions of the tensors and results of all operations but decoding steps.
 Argument checks, sharding rules and custom operators are made from it.
 
 Functions here take and return tensors of their framework. They do not depend on layers or Keras:

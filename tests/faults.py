@@ -481,10 +481,8 @@ FAULTS = [
     Fault(
         "quantized_zero_dropped",
         "keras_recurrent/layers/quantized.py",
-        old='"kernel_zeros": None if size is None else [dense.kernel_zero for dense in layers],',
-        new=(
-            '"kernel_zeros": None if size is None else [0 * dense.kernel_zero for dense in layers],'
-        ),
+        old="[None if size is None else dense.kernel_zero for dense in layers]",
+        new="[None if size is None else dense.kernel_zero * 0 for dense in layers]",
         tests={"torch": "generation/test_fused_steps.py::test_the_same_tokens_quantized[int4]"},
     ),
     Fault(
