@@ -1,14 +1,13 @@
-"""Counts Python calls of this package's functions in a layer call and a `generate` on torch.
+"""Counts Python calls of this package's functions in layer calls, training and `generate`.
 
-    KERAS_BACKEND=torch python benchmarks/calls.py             # --functions lists the functions
+    python -m benchmarks.calls --backend torch             # --functions lists the functions
 
 Each case is called three times, and `sys.setprofile` counts the third call. Python 3.12
-and later make no calls for list comprehensions, so counts are lower there. `generate` makes 16
-greedy tokens with two layers. The last line counts the package's frames on the stack from
-`generate` to the first kernel of the prompt.
+and later make no calls for list comprehensions, so counts are lower there. A step of `fit` trains
+two layers on two sequences, and `generate` makes 16 greedy tokens with them. The last line counts
+the package's frames on the stack from `generate` to the first kernel of the prompt.
 """
 
-import argparse
 import collections
 import functools
 import pathlib
@@ -19,6 +18,7 @@ import keras
 import numpy as np
 
 import keras_recurrent
+from benchmarks import make_parser
 from keras_recurrent import dispatch
 from keras_recurrent.layers import HGRN2, RGLRU
 from keras_recurrent.models import GriffinCausalLM
@@ -58,7 +58,7 @@ def package_file(name):
 
 def make_model(num_layers):
     model = GriffinCausalLM.from_preset("hawk_tiny", num_layers=num_layers)
-    model.compile(sampler="greedy")
+    model.compile("sgd", weighted_metrics=[], sampler="greedy")
     return model
 
 
@@ -95,13 +95,19 @@ def cases():
         context = {"mask": mask, "initial_state": state, "return_state": True}
         found[f"{name}(x)"] = functools.partial(layer, x)
         found[f"{name}(x), mask and state"] = functools.partial(layer, x, **context)
+    token_ids = np.ones((BATCH, LENGTH), "int32")
+    found["step of fit"] = functools.partial(
+        make_model(num_layers=2).train_on_batch,
+        {"token_ids": token_ids, "padding_mask": token_ids},
+        token_ids,
+    )
     options = {"max_new_tokens": NEW_TOKENS, "stop_token_ids": None}
     found["generate"] = functools.partial(make_model(num_layers=2).generate, "hello", **options)
     return found
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--functions", action="store_true", help="also list calls by function")
     arguments = parser.parse_args()
     for name, function in cases().items():

@@ -1,38 +1,51 @@
-"""Measures decoding of Hawk, Griffin and MQA in large batches.
+"""Times decoding in large batches, and single steps with long caches.
 
-    KERAS_BACKEND=torch python -m benchmarks.decoding
+    python -m benchmarks.decoding batches --backend torch    # GPU
+    python -m benchmarks.decoding cache --backend torch      # CPU
+    python -m benchmarks.decoding heads --backend jax        # CPU, two minutes
 
-Figures 1b and 4 of De et al. 2024 (arXiv:2402.19427), with `generate`, random weights and greedy
-decoding. Throughput: sequences of 512 to 4,096 tokens from an empty prompt, here a start token; the
-batch is doubled until memory is exhausted or a call would take longer than `--seconds`. Latency:
-the time per token at batch size 16, from an empty prompt and after a prompt of 4,096 tokens. The
-roofline of each is the least time that its bytes and operations can take (the paper's appendix F,
-`keras_recurrent.models.decoding_time`) at the measured rates of this device.
-
-The KV cache of global attention has the capacity that `generate` allocates: 64, 256, 1,024 tokens
-and then powers of two, so 1,024 for sequences of 512. With `--memory`, the batch is the largest
-power of two whose weights and caches fit; on a CPU, this argument is required.
+- batches: figures 1b and 4 of De et al. 2024 (arXiv:2402.19427), for Hawk, Griffin and MQA, with
+  `generate`, random weights and greedy decoding. Throughput: sequences of 512 to 4,096 tokens from
+  an empty prompt, here a start token; the batch is doubled until memory is exhausted or a call
+  would take longer than `--seconds`. Latency: the time per token at batch size 16, from an empty
+  prompt and after a prompt of 4,096 tokens. The roofline of each is the least time that its bytes
+  and operations can take (the paper's appendix F, `keras_recurrent.models.decoding_time`) at the
+  measured rates of this device. The KV cache of global attention has the capacity that `generate`
+  allocates: 64, 256, 1,024 tokens and then powers of two. With `--memory`, the batch is the largest
+  power of two whose weights and caches fit; on a CPU, this argument is required.
+- cache: a step of the same models, layer by layer, by the number of tokens in the cache.
+- heads: figure 6 of arXiv:2305.13245 for KerasHub's GPT-2, converted to fewer key and value heads:
+  a step by the number of heads, in turns, and the bytes of the cache.
 """
 
 import argparse
-import datetime
-import gc
-import importlib.metadata
-import json
+import functools
+import math
 import statistics
 import time
 
 import keras
+import keras_hub
 import numpy as np
 from keras import ops
 
-from guides.papers.runs import machine, table
+from benchmarks import OPTIONS
+from benchmarks.timing import (
+    BACKEND,
+    device_rates,
+    is_out_of_memory,
+    medians,
+    on_gpu,
+    print_header,
+    print_results,
+    random_tokens,
+)
 from keras_recurrent import which_generation
+from keras_recurrent.conversion import convert_to_gqa
 from keras_recurrent.generation.lengths import bucket
 from keras_recurrent.models import GriffinCausalLM, decoding_time, memory_sizes
 
 KINDS = {"hawk": "Hawk", "griffin": "Griffin", "mqa": "MQA"}
-CALLS = 10  # of an operation whose rate is measured
 PLACES = 4  # positions in a sequence; the roofline is their mean, as caches grow linearly
 
 
@@ -50,13 +63,12 @@ def build(kind, size, dtype=None, **sizes):
 
 def seconds_of_call(model, batch, given, length, clock=time.perf_counter):
     """Times `generate` for sequences with `given` of `length` tokens."""
-    vocabulary = model.backbone.vocabulary_size
-    token_ids = np.random.default_rng(0).integers(1, vocabulary, (batch, length))
+    token_ids = random_tokens(model.backbone.vocabulary_size, batch, length)
     mask = np.broadcast_to(np.arange(length) < given, token_ids.shape)
-    inputs = {"token_ids": (token_ids * mask).astype("int32"), "padding_mask": mask}
+    inputs = {"token_ids": token_ids * mask, "padding_mask": mask}
     start = clock()
-    written = model.generate(inputs, stop_token_ids=None)
-    ops.convert_to_numpy(written["token_ids"])
+    results = model.generate(inputs, stop_token_ids=None)
+    ops.convert_to_numpy(results["token_ids"])
     return clock() - start
 
 
@@ -81,6 +93,13 @@ def seconds_a_token(model, batch, tokens, prompt=0, clock=time.perf_counter):
     if prompt:
         seconds -= seconds_of_call(model, batch, given, given + 1, clock)
     return seconds / (tokens - 1)
+
+
+def least_seconds_a_token(model, batch, tokens, prompt=0, **rates):
+    """Returns the roofline, the mean of `decoding_time` along the sequence."""
+    places = prompt + tokens * (np.arange(PLACES) + 0.5) / PLACES
+    times = (decoding_time(model, batch, max(1, int(place)), **rates) for place in places)
+    return statistics.mean(found.total for found in times)
 
 
 # --- Batch size ---
@@ -130,63 +149,36 @@ def doubled(model, tokens, first, longest):
 
 def device_memory():
     """Returns the bytes of the GPU's memory, or None if unknown."""
-    if "CPU" in machine():
-        return None
-    if keras.config.backend() == "torch":
+    if BACKEND == "torch" and on_gpu():
         import torch
 
         return torch.cuda.get_device_properties().total_memory
-    if keras.config.backend() == "jax":
+    if BACKEND == "jax" and on_gpu():
         import jax
 
         return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     return None
 
 
-def is_out_of_memory(error):
-    """Returns True for the out-of-memory errors of all frameworks."""
-    said = f"{type(error).__name__}: {error}"
-    return any(word in said for word in ("OutOfMemory", "out of memory", "RESOURCE_EXHAUSTED"))
-
-
-# --- The roofline ---
-
-
-def device_rates(dtype="float32"):
-    """Measures the bytes per second of a copy and the FLOP/s of a large product."""
-    on_gpu = "CPU" not in machine()
-    n = 8192 if on_gpu else 1024
-    x = ops.cast(keras.random.normal((n, n)), dtype)
-    long = ops.zeros((2**28 if on_gpu else 2**24,), "float32")
-
-    def best(function):
-        times = []
-        for _ in range(6):
-            start = time.perf_counter()
-            for _ in range(CALLS):  # the device is not idle in between
-                result = function()
-            ops.convert_to_numpy(result[:1])
-            times.append((time.perf_counter() - start) / CALLS)
-        return min(times)
-
-    return {
-        "bytes_per_second": 2 * 4 * long.shape[0] / best(lambda: long + 1.0),
-        "flops_per_second": 2 * n**3 / best(lambda: ops.matmul(x, x)),
-    }
-
-
-def least_seconds_a_token(model, batch, tokens, prompt=0, **rates):
-    """Returns the mean of `decoding_time` along the sequence."""
-    places = prompt + tokens * (np.arange(PLACES) + 0.5) / PLACES
-    times = (decoding_time(model, batch, max(1, int(place)), **rates) for place in places)
-    return statistics.mean(found.total for found in times)
-
-
-# --- The paper's tables ---
+def measure_batches(arguments):
+    rates = device_rates(arguments.dtype)
+    print(
+        f"It copies at {rates['bytes_per_second'] / 1e9:,.0f} GB/s and multiplies at "
+        f"{rates['flops_per_second'] / 1e12:,.2f} TFLOP/s."
+    )
+    for kind in arguments.kinds:
+        model = build(kind, arguments.size, arguments.dtype)
+        name = f"{KINDS[kind]} {arguments.size}"
+        for tokens in arguments.tokens:
+            yield {"model": name, **throughput(model, tokens, arguments, rates)}
+        for prompt in arguments.prompts:
+            for tokens in arguments.tokens:
+                yield {"model": name, **latency(model, prompt, tokens, arguments, rates)}
+        print(f"{name}: {which_generation(model)}")
 
 
 def throughput(model, tokens, arguments, rates):
-    """Returns a table line: the batch with the highest tokens/s, the largest one, the roofline."""
+    """Returns the batch with the highest tokens/s, the largest one, and the roofline."""
     if arguments.memory:
         batch = largest_batch(model, tokens, arguments.memory * 2**30)
         warm_up(model, batch, tokens)
@@ -206,7 +198,7 @@ def throughput(model, tokens, arguments, rates):
 
 
 def latency(model, prompt, tokens, arguments, rates):
-    """Returns a table line: median milliseconds per token, and the roofline."""
+    """Returns the median milliseconds per token, and the roofline."""
     batch = arguments.latency_rows
     warm_up(model, batch, tokens, prompt)
     times = [seconds_a_token(model, batch, tokens, prompt) for _ in range(arguments.repeats)]
@@ -220,51 +212,172 @@ def latency(model, prompt, tokens, arguments, rates):
     }
 
 
-def measured(model, arguments, rates):
-    """Yields the lines of both tables for a model, each with the name of its table."""
-    for tokens in arguments.tokens:
-        yield "throughput", throughput(model, tokens, arguments, rates)
-    for prompt in arguments.prompts:
-        for tokens in arguments.tokens:
-            yield "latency", latency(model, prompt, tokens, arguments, rates)
+# --- Single steps ---
+
+
+def compile_step(model, donate=()):
+    """Returns a step from tokens, cache and further arguments to logits and cache.
+
+    It is compiled on JAX and TensorFlow, and eager on torch. `donate`: 2 if JAX may overwrite the
+    cache.
+    """
+
+    def step(*arguments):
+        logits, _, cache = model.call_with_cache(*arguments)
+        return logits, cache
+
+    if BACKEND == "jax":
+        import jax
+
+        def step_of_weights(weights, *arguments):
+            with keras.StatelessScope(zip(model.variables, weights, strict=True)):
+                return step(*arguments)
+
+        # Weights are arguments, because a compiler would copy constants of gigabytes.
+        weights = [variable.value for variable in model.variables]
+        return functools.partial(jax.jit(step_of_weights, donate_argnums=donate), weights)
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        return tf.function(step, jit_compile=True)
+    import torch
+
+    return torch.no_grad()(step)
+
+
+def full_cache(model, length):
+    """Returns a cache that claims to hold `length` - 1 tokens, which changes no timing."""
+    cache = model.backbone.get_initial_state(1, max_length=length)
+    rng = np.random.default_rng(0)
+    values = {"position": length - 1, "segment": 0}
+
+    def fill(path, array):
+        if path[-1] in values:
+            return ops.full_like(array, values[path[-1]])
+        return ops.convert_to_tensor(0.1 * rng.normal(size=array.shape), array.dtype)
+
+    filled = [fill(path, array) for path, array in keras.tree.flatten_with_path(cache)]
+    return keras.tree.pack_sequence_as(cache, filled)
+
+
+def measure_cache(arguments):
+    """Yields tokens/s of a step at batch size 1 by the number of tokens in the cache."""
+    tokens = ops.ones((1, 1), "int32")
+
+    def run(step, cache):
+        return ops.convert_to_numpy(step(tokens, cache)[0])
+
+    for kind in arguments.kinds:
+        model = GriffinCausalLM.from_preset(f"{kind}_{arguments.size}", preprocessor=None)
+        step = compile_step(model)
+        caches = {length: full_cache(model, length) for length in arguments.tokens}
+        steps = {length: functools.partial(run, step, cache) for length, cache in caches.items()}
+        for length, seconds in medians(steps).items():
+            mebibytes = memory_sizes(model, 1, length).cache / 2**20
+            yield {
+                "preset": f"{kind}_{arguments.size}",
+                "tokens": length,
+                "tokens/s": round(1 / seconds, 1),
+                "cache, MiB": round(mebibytes, 1),
+            }
+
+
+def multi_head_model(arguments):
+    backbone = keras_hub.models.GPT2Backbone(
+        vocabulary_size=256,
+        num_layers=arguments.layers,
+        num_heads=arguments.heads,
+        hidden_dim=arguments.width,
+        intermediate_dim=arguments.width,
+        max_sequence_length=arguments.length,
+    )
+    return keras_hub.models.GPT2CausalLM(backbone)
+
+
+def convert_to_groups(model, num_heads):
+    """Returns `{groups: model}` for all heads, then half as many until one is left."""
+    groups = [num_heads >> i for i in range(num_heads.bit_length())]
+    return {count: convert_to_gqa(model, count) for count in groups}
+
+
+def seconds_by_groups(models, arguments, clock=time.perf_counter):
+    """Returns `[(groups, seconds, bytes of the cache), ...]`; models take turns."""
+    tokens = ops.zeros((arguments.batch, 1), "int32")
+    index = ops.convert_to_tensor(arguments.length - 1)
+    steps, caches, times = {}, {}, {groups: [] for groups in models}
+    for groups, model in models.items():
+        steps[groups] = compile_step(model, donate=2)
+        # A cache of the model's layout and this length; zeros, as values change no timing.
+        _, cache = model._build_cache(ops.zeros((arguments.batch, 2), "int32"))
+        full = (*cache.shape[:3], arguments.length, *cache.shape[4:])
+        caches[groups] = ops.zeros(full, cache.dtype)
+    for repeat in range(arguments.repeats + 2):  # the first two compile and warm up
+        for groups, step in steps.items():
+            start = clock()
+            logits, caches[groups] = step(tokens, caches[groups], index)
+            ops.convert_to_numpy(logits)
+            if repeat >= 2:
+                times[groups].append(clock() - start)
+    sizes = {groups: 4 * math.prod(cache.shape) for groups, cache in caches.items()}  # float32
+    whole = sizes[arguments.heads]
+    assert all(size * arguments.heads == whole * groups for groups, size in sizes.items()), sizes
+    return [(groups, statistics.median(times[groups]), sizes[groups]) for groups in models]
+
+
+def measure_heads(arguments):
+    models = convert_to_groups(multi_head_model(arguments), arguments.heads)
+    found = seconds_by_groups(models, arguments)
+    for groups, seconds, size in found:
+        yield {
+            "key-value heads": groups,
+            "ms a token and sample": round(1000 * seconds / arguments.batch, 2),
+            "times faster": round(found[0][1] / seconds, 2),
+            "cache, MiB": round(size / 2**20, 2),
+        }
+
+
+# --- Main program ---
+
+
+def read_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    works = parser.add_subparsers(dest="work", required=True)
+    batches, cache, heads = (
+        works.add_parser(work, parents=[OPTIONS]) for work in ("batches", "cache", "heads")
+    )
+    for work in batches, cache:
+        work.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+        work.add_argument("--size", help="of the presets, such as tiny or 100m")
+        work.add_argument("--tokens", type=int, nargs="+")
+    batches.set_defaults(measure=measure_batches, size="1.3b", tokens=[512, 1024, 2048, 4096])
+    batches.add_argument("--dtype", default="bfloat16")
+    batches.add_argument("--prompts", type=int, nargs="*", default=[0, 4096], help="of latency")
+    batches.add_argument("--latency-rows", type=int, default=16)
+    batches.add_argument("--rows", type=int, default=64, help="batch size to start doubling at")
+    batches.add_argument("--seconds", type=float, default=60, help="limit of a call")
+    batches.add_argument("--memory", type=float, help="GiB, instead of what the device has")
+    batches.add_argument("--repeats", type=int, default=3, help="of latency")
+    tokens = [1024, 2048, 4096, 8192, 16384]
+    cache.set_defaults(measure=measure_cache, size="100m", tokens=tokens, dtype="float32")
+    heads.set_defaults(measure=measure_heads, dtype="float32")
+    heads.add_argument("--length", type=int, default=4096, help="tokens in the cache")
+    heads.add_argument("--batch", type=int, default=8)
+    heads.add_argument("--heads", type=int, default=16, help="of queries, a power of two")
+    heads.add_argument("--layers", type=int, default=4)
+    heads.add_argument("--width", type=int, default=512)
+    heads.add_argument("--repeats", type=int, default=20)
+    arguments = parser.parse_args()
+    if arguments.work == "batches" and min(arguments.tokens) < 2:
+        parser.error("--tokens must be at least 2, of which the first is given")
+    if arguments.work == "batches" and not arguments.memory and not on_gpu():
+        parser.error("on a CPU, --memory must say how much of it to take, in GiB")
+    return arguments
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--size", default="1.3b", help="of the presets, such as tiny or 100m")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048, 4096])
-    parser.add_argument("--prompts", type=int, nargs="*", default=[0, 4096], help="of latency")
-    parser.add_argument("--latency-rows", type=int, default=16)
-    parser.add_argument("--rows", type=int, default=64, help="batch size to start doubling at")
-    parser.add_argument("--seconds", type=float, default=60, help="limit of a call")
-    parser.add_argument("--memory", type=float, help="GiB, instead of what the device has")
-    parser.add_argument("--repeats", type=int, default=3, help="of latency")
-    arguments = parser.parse_args()
-    if min(arguments.tokens) < 2:
-        parser.error("--tokens must be at least 2, of which the first is given")
-    if not arguments.memory and "CPU" in machine():
-        parser.error("on a CPU, --memory must say how much of it to take, in GiB")
-    rates = device_rates(arguments.dtype)
-    versions = {n: importlib.metadata.version(n) for n in ("keras", keras.config.backend())}
-    print(f"{machine()}, {arguments.dtype}, {datetime.date.today()}, {versions}")
-    print(
-        f"It copies at {rates['bytes_per_second'] / 1e9:,.0f} GB/s and multiplies at "
-        f"{rates['flops_per_second'] / 1e12:,.2f} TFLOP/s."
-    )
-    tables: dict = {"throughput": [], "latency": []}
-    for kind in arguments.kinds:
-        model = build(kind, arguments.size, arguments.dtype)
-        name = f"{KINDS[kind]} {arguments.size}"
-        for what, line in measured(model, arguments, rates):
-            tables[what].append({"model": name, **line})
-            print(json.dumps(tables[what][-1]), flush=True)
-        print(f"{name} wrote by: {which_generation(model)}")
-        del model
-        gc.collect()
-    for lines in filter(None, tables.values()):
-        print("\n" + table(list(lines[0]), [list(line.values()) for line in lines]))
+    arguments = read_arguments()
+    print_header(arguments.dtype)
+    print_results(arguments.measure(arguments))
 
 
 if __name__ == "__main__":

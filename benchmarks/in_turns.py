@@ -1,6 +1,6 @@
 """Runs scripts of this folder on one or two checkouts in turns; prints medians and their ratio.
 
-    python -m benchmarks.in_turns --trees ../old . -- "torch writing hgrn2 1" "jax writing hgrn2 1"
+    python -m benchmarks.in_turns --trees ../old . -- {torch,jax}" generation hgrn2 1"
 
 Arguments: works, each of them a backend, a script of this folder and its arguments. Scripts are
 those of this checkout, and the package is that of a tree. In each turn, every work is measured once

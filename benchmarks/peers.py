@@ -1,6 +1,7 @@
-"""Calls the baselines of the GPU benchmarks, as their documentation does.
+"""Calls the baselines of operations, as their documentation does.
 
 Functions take the tensors of this package's implementations and return the output.
+A library is imported where it is called, and is no baseline if it is not installed.
 """
 
 import concurrent.futures
@@ -8,14 +9,102 @@ import functools
 import importlib
 import importlib.util
 
-import torch
-import torch.nn.attention
-from triton.runtime import Autotuner
-from triton.runtime._async_compile import AsyncCompileMode
+from keras import ops
 
-HAS_FLA = importlib.util.find_spec("fla") is not None
-WINDOW = 2048
-EPSILON = 1e-6
+from benchmarks.timing import BACKEND, on_gpu
+from keras_recurrent import dispatch
+
+if BACKEND == "torch":
+    import torch
+elif BACKEND == "jax":
+    import jax
+
+LOOP_LENGTH = 2048  # tokens of the longest loop
+
+
+def is_installed(module):
+    package = module.partition(".")[0]
+    return bool(importlib.util.find_spec(package)) and bool(importlib.util.find_spec(module))
+
+
+def operation_baselines(operation, shape, options):
+    """Returns `{name: function}` of an operation on the current backend and device."""
+    if not on_gpu():
+        is_linear = operation in ("gated_linear_attention", "lightning_attention")
+        has_loop = is_linear and "k" not in options and shape[1] <= LOOP_LENGTH
+        return {"loop over tokens": token_loop} if has_loop else {}
+    if BACKEND == "jax":
+        return jax_baselines(operation) if is_installed("jla") else {}
+    found = {}
+    if is_installed("fla") and (function := fla_baseline(operation, options)):
+        found["FLA"] = function
+    if operation == "rms_norm":
+        found["torch's own"] = functools.partial(torch_rms_norm, **options)
+    if operation == "token_crossentropy":
+        found["torch's own"] = torch_crossentropy
+    if operation == "linear_crossentropy":
+        found |= loss_baselines(**options)
+    if operation == "sliding_window_attention":
+        found |= attention_baselines(shape[1], **options)
+    return found
+
+
+# --- The definition of linear attention, token by token ---
+
+
+def token_loop(q, k, v, log_decay):
+    """Computes linear attention in a loop that the backend compiles like the operation."""
+    if len(log_decay.shape) == 1:  # a constant for each head
+        log_decay = ops.stop_gradient(log_decay)[:, None]
+    log_decay = ops.broadcast_to(log_decay, k.shape)
+    state = ops.zeros((q.shape[0], *q.shape[2:], v.shape[3]))
+    if BACKEND == "tensorflow":
+        return tensorflow_loop(q, k, v, log_decay, state)
+
+    def step(state, token):
+        q, k, v, log_decay = token
+        state = ops.exp(log_decay)[..., None] * state + k[..., None] * v[..., None, :]
+        return state, ops.matmul(q[..., None, :], state)[..., 0, :]
+
+    tokens = [ops.moveaxis(x, 1, 0) for x in (q, k, v, log_decay)]
+    return ops.moveaxis(ops.scan(step, state, tokens)[1], 0, 1)
+
+
+def tensorflow_loop(q, k, v, log_decay, state):
+    import tensorflow as tf
+
+    length, decay = q.shape[1], tf.exp(log_decay)
+
+    def step(t, state, output):
+        state = decay[:, t, :, :, None] * state + k[:, t, :, :, None] * v[:, t, :, None]
+        return t + 1, state, output.write(t, tf.matmul(q[:, t, :, None], state)[:, :, 0])
+
+    start = (0, state, tf.TensorArray("float32", length))
+    *_, output = tf.while_loop(lambda t, *_: t < length, step, start, maximum_iterations=length)
+    return tf.transpose(output.stack(), [1, 0, 2, 3])
+
+
+# --- Operations on JAX ---
+
+
+def jax_baselines(operation):
+    """Returns the Pallas Mosaic kernels of jax-linear-attention (0.1.0)."""
+    from jla import ops as jla_ops
+
+    attend = functools.partial(jla_ops.linear_attention, scale=1.0, impl="mosaic_gpu")
+
+    def gated(q, k, v, log_f):
+        return attend("gla", q, k, v, g=log_f)[0]
+
+    def lightning(q, k, v, log_decay):
+        log_decay = jax.numpy.broadcast_to(log_decay, q.shape[:3])
+        return attend("simple_gla", q, k, v, g=log_decay)[0]
+
+    functions = {"gated_linear_attention": gated, "lightning_attention": lightning}
+    return {"jax-linear-attention": functions[operation]} if operation in functions else {}
+
+
+# --- Operations on torch ---
 
 
 def compile_side_by_side():
@@ -23,6 +112,9 @@ def compile_side_by_side():
 
     flash-linear-attention tries hundreds, which takes minutes. The choice is the same.
     """
+    from triton.runtime import Autotuner
+    from triton.runtime._async_compile import AsyncCompileMode
+
     prune, bench = Autotuner.prune_configs, Autotuner._bench
 
     def prune_and_remember(tuner, options):
@@ -42,6 +134,23 @@ def compile_side_by_side():
 
     Autotuner.prune_configs = prune_and_remember
     Autotuner._bench = compile_and_bench
+
+
+def fla_baseline(operation, options):
+    """Returns the function of flash-linear-attention, or None."""
+    if operation == "linear_crossentropy" and options.get("soft_cap"):
+        return None
+    functions = {
+        "linear_scan": fla_scan,
+        "rg_lru": fla_rg_lru,
+        "causal_conv1d": functools.partial(fla_conv, **options),
+        "gated_linear_attention": fla_tied if "k" in options else fla_gated,
+        "lightning_attention": fla_lightning,
+        "gated_linear_unit": fla_swiglu,
+        "token_crossentropy": fla_crossentropy,
+        "linear_crossentropy": fla_linear_crossentropy,
+    }
+    return functions.get(operation)
 
 
 def fla_scan(x, log_a):
@@ -96,58 +205,75 @@ def fla_crossentropy(logits, tokens):
     return cross_entropy_loss(logits, tokens)[0]
 
 
+def fla_linear_crossentropy(x, embedding, tokens):
+    from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
+
+    return fused_linear_cross_entropy_loss(x, tokens, embedding, reduction="sum")
+
+
 def torch_crossentropy(logits, tokens):
     """Computes and returns losses in the dtype of the logits."""
     return torch.nn.functional.cross_entropy(logits, tokens, reduction="none")
 
 
-def torch_rms_norm(x, scale):
-    return torch.nn.functional.rms_norm(x, scale.shape, scale, EPSILON)
+def torch_rms_norm(x, scale, epsilon):
+    return torch.nn.functional.rms_norm(x, scale.shape, scale, epsilon)
 
 
-def fla(function):
-    """Returns a function of flash-linear-attention as a baseline for every shape, if installed."""
-    return lambda *shape: {"FLA": function} if HAS_FLA else {}
+def loss_baselines(soft_cap=None):
+    """Returns losses of hidden states: from the logits of all tokens, and Liger's."""
+
+    def loss_of_logits(x, embedding, tokens):
+        logits = x @ embedding.T
+        if soft_cap is not None:
+            logits = soft_cap * torch.tanh(logits / soft_cap)
+        arguments = {"logits": logits, "tokens": tokens}
+        return dispatch.run("token_crossentropy", arguments, "triton").sum()
+
+    def liger(x, embedding, tokens):
+        from liger_kernel.transformers import functional
+
+        loss = functional.liger_fused_linear_cross_entropy
+        return loss(x, embedding, tokens, reduction="sum", softcap=soft_cap)
+
+    found = {"logits, then token_crossentropy": loss_of_logits}
+    return {**found, "Liger": liger} if is_installed("liger_kernel") else found
 
 
-def attention_baselines(b, t, h, k):
+def attention_baselines(length, sliding_window=None):
     """Returns flex_attention, FlashAttention 3 and 4 if installed, and torch's SDPA.
 
     SDPA has no window, so it is compared only on sequences that fit into the window.
     """
-    peers = {"flex_attention": flex(t)}
+    found = {"flex_attention": flex(length, sliding_window or length)}
     for version, module in (("3", "flash_attn_interface"), ("4", "flash_attn.cute")):
-        if _is_installed(module):
-            peers[f"FlashAttention {version}"] = functools.partial(flash_attention, module)
-    if t <= WINDOW:
+        if is_installed(module):
+            window = sliding_window or length
+            found[f"FlashAttention {version}"] = functools.partial(flash_attention, module, window)
+    if length <= (sliding_window or length):
         backends = torch.nn.attention.SDPBackend
-        peers["SDPA, flash"] = torch_attention(backends.FLASH_ATTENTION)
-        peers["SDPA, cuDNN"] = torch_attention(backends.CUDNN_ATTENTION)
-        peers["SDPA, cuDNN, keys repeated"] = torch_attention(
+        found["SDPA, flash"] = torch_attention(backends.FLASH_ATTENTION)
+        found["SDPA, cuDNN"] = torch_attention(backends.CUDNN_ATTENTION)
+        found["SDPA, cuDNN, keys repeated"] = torch_attention(
             backends.CUDNN_ATTENTION, repeated=True
         )
-    return peers
+    return found
 
 
-def flex(t):
+def flex(length, window):
     from torch.nn.attention import flex_attention as flex
 
     def seen(b, h, query, key):
-        return (query >= key) & (query - key < WINDOW)
+        return (query >= key) & (query - key < window)
 
-    mask = flex.create_block_mask(seen, None, None, t, t, device="cuda")
+    mask = flex.create_block_mask(seen, None, None, length, length, device="cuda")
     compiled = functools.partial(torch.compile(flex.flex_attention), block_mask=mask)
     return swap_heads(compiled, scale=1.0, enable_gqa=True)
 
 
-def _is_installed(module):
-    package = module.partition(".")[0]
-    return bool(importlib.util.find_spec(package)) and bool(importlib.util.find_spec(module))
-
-
-def flash_attention(module, q, k, v):
+def flash_attention(module, window, q, k, v):
     attend = importlib.import_module(module).flash_attn_func
-    output = attend(q, k, v, softmax_scale=1.0, causal=True, window_size=(WINDOW - 1, 0))
+    output = attend(q, k, v, softmax_scale=1.0, causal=True, window_size=(window - 1, 0))
     return output[0] if isinstance(output, tuple) else output
 
 

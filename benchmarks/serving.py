@@ -1,8 +1,8 @@
 """Measures an engine that serves requests, next to `generate` of one batch.
 
-    KERAS_BACKEND=torch python -m benchmarks.serving hgrn2
+    python -m benchmarks.serving hgrn2 --backend torch
 
-Argument: a model of `benchmarks.writing`, with random weights. Decoding is greedy unless
+Argument: a model of `benchmarks.models`, with random weights. Decoding is greedy unless
 `--temperature` is given, and there is no text. Tables:
 
 - decoding: the step time at half and at all slots, and the lower bound of `decoding_time` (from
@@ -19,31 +19,26 @@ in turns. `--rate` compares versions of different speed at one rate of requests.
 
 On a CPU, as a check:
 
-    KERAS_BACKEND=torch python -m benchmarks.serving hawk_tiny --dtype float32 --slots 2 \
+    python -m benchmarks.serving hawk_tiny --backend torch --dtype float32 --slots 2 \
         --prompt 16 --answer 8 --requests 8 --seconds 1
 """
 
-import argparse
-import datetime
 import functools
-import importlib.metadata
-import json
 import statistics
 import time
 
-import keras
 import numpy as np
 
+from benchmarks import make_parser
 from benchmarks.decoding import (
-    device_rates,
     least_seconds_a_token,
     seconds_a_token,
     seconds_of_call,
     warm_up,
 )
 from benchmarks.in_turns import answer_turns
-from benchmarks.writing import MODELS, make_model
-from guides.papers.runs import machine, table
+from benchmarks.models import MODELS, make_model
+from benchmarks.timing import device_rates, print_header, print_results
 from keras_recurrent import which_generation
 from keras_recurrent.models import SamplingParams
 from keras_recurrent.serving import Engine
@@ -55,8 +50,7 @@ MIN_SHARE, MIN_ROOF, MAX_FIRST, MAX_STEPS = 0.85, 0.6, 0.25, 1.5
 
 
 def decoding(model, arguments, rates):
-    """Returns table lines for the steps of two batch sizes."""
-    lines = []
+    """Yields the step times of two batch sizes."""
     for batch in sorted({max(1, arguments.slots // 2), arguments.slots}):
         warm_up(model, batch, arguments.answer, arguments.prompt)
         times = [
@@ -65,8 +59,7 @@ def decoding(model, arguments, rates):
         step = statistics.median(times)
         least = least_seconds_a_token(model, batch, arguments.answer, arguments.prompt, **rates)
         share = {"share of roof": round(least / step, 3), "bar": MIN_ROOF}
-        lines.append({"batch size": batch, "step ms": round(1000 * step, 3), **share})
-    return lines
+        yield {"batch size": batch, "step ms": round(1000 * step, 3), **share}
 
 
 def static_throughput(model, arguments):
@@ -166,8 +159,27 @@ def latency_line(name, times, bar):
     return {"time": name, **found, "bar of p95": round(1000 * bar, 2)}
 
 
+def measure_all(model, make_engine, arguments):
+    steps = list(decoding(model, arguments, device_rates(arguments.dtype)))
+    yield from steps
+    static = static_throughput(model, arguments)
+    yield {"call": "generate", "tokens/s": round(static), "share": 1, "bar": ""}
+    print(f"generate: {which_generation(model)}", flush=True)
+    start = time.perf_counter()
+    with make_engine() as engine:
+        print(f"The engine started in {time.perf_counter() - start:.1f} s: ", end="")
+        print(which_generation(model), flush=True)
+        tokens, rate = saturated(engine, arguments)
+        share = {"share": round(tokens / static, 3), "bar": MIN_SHARE}
+        yield {"call": "engine", "tokens/s": round(tokens), **share}
+        first, between = latency(engine, arguments, arguments.load * rate)
+    yield latency_line(f"first token, {arguments.load * rate:.1f} requests/s", first, MAX_FIRST)
+    step = steps[-1]["step ms"] / 1000
+    yield latency_line("between two tokens", between, MAX_STEPS * step)
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--slots", type=int, default=128)
@@ -196,33 +208,8 @@ def main():
         static_throughput(model, arguments)
         return measure_in_turns(model, make_engine, arguments)
 
-    versions = {n: importlib.metadata.version(n) for n in ("keras", keras.config.backend())}
-    print(f"{machine()}, {arguments.dtype}, {datetime.date.today()}, {versions}")
-    tables = {"decoding": decoding(model, arguments, device_rates(arguments.dtype))}
-    static = static_throughput(model, arguments)
-    print(f"generate: {which_generation(model)}", flush=True)
-
-    start = time.perf_counter()
-    with make_engine() as engine:
-        print(f"The engine started in {time.perf_counter() - start:.1f} s: ", end="")
-        print(which_generation(model), flush=True)
-        tokens, rate = saturated(engine, arguments)
-        share = {"share": round(tokens / static, 3), "bar": MIN_SHARE}
-        tables["throughput"] = [
-            {"call": "generate", "tokens/s": round(static), "share": 1, "bar": ""},
-            {"call": "engine", "tokens/s": round(tokens), **share},
-        ]
-        first, between = latency(engine, arguments, arguments.load * rate)
-    step = tables["decoding"][-1]["step ms"] / 1000
-    tables["latency"] = [
-        latency_line(f"first token, {arguments.load * rate:.1f} requests/s", first, MAX_FIRST),
-        latency_line("between two tokens", between, MAX_STEPS * step),
-    ]
-    for name, lines in tables.items():
-        for line in lines:
-            print(json.dumps({"table": name, "model": arguments.model, **line}))
-    for lines in tables.values():
-        print("\n" + table(list(lines[0]), [list(line.values()) for line in lines]))
+    print_header(arguments.dtype)
+    print_results(measure_all(model, make_engine, arguments))
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ continue training for a fraction of its original steps. Mean pooling is better t
 which is better than random heads; 5 % of the steps help, and beyond 10 % little is gained. With 64
 heads, 1 to 8 groups take nearly the same time per token.
 
-The byte-level model is that of guides/gqa_uptraining.py. Times are measured with benchmarks/gqa.py
-on a GPT-2 with random weights and a full cache; on a CPU they are process time, because other
-programs may run.
+The byte-level model is that of guides/gqa_uptraining.py. Times are measured with
+benchmarks/decoding.py on a GPT-2 with random weights and a full cache; on a CPU they are process
+time, because other programs may run.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from runs import (
     with_error,
 )
 
-from benchmarks import gqa
+from benchmarks import decoding
 from keras_recurrent.conversion import convert_to_gqa, uptraining
 
 MULTI_HEAD, SHARE, LARGEST_SHARE = "all heads", 0.05, 0.1
@@ -178,21 +178,20 @@ def measure_times(size, seeds, results):
         repeats=size.repeats,
     )
     on_cpu = "CPU" in machine()
-    model = gqa.multi_head_model(asked)
-    models = {groups: convert_to_gqa(model, groups) for groups in gqa.groups_of(size.heads)}
+    clock = time.process_time if on_cpu else time.perf_counter
+    models = decoding.convert_to_groups(decoding.multi_head_model(asked), size.heads)
     for seed in missing:
-        rows = gqa.measure(models, asked, time.process_time if on_cpu else time.perf_counter)
-        for row in rows:
+        for groups, seconds, num_bytes in decoding.seconds_by_groups(models, asked, clock):
             results.append(
                 **times_key(size),
                 seed=seed,
-                groups=row["groups"],
-                ms_a_token=round(1000 * row["seconds"] / size.batch, 4),
-                bytes=row["bytes"],
+                groups=groups,
+                ms_a_token=round(1000 * seconds / size.batch, 4),
+                bytes=num_bytes,
                 time="of the CPUs" if on_cpu else "that passed",
                 machine=machine(),
             )
-            print(f"{row['groups']} groups of {size.heads}: {results.lines[-1]['ms_a_token']} ms")
+            print(f"{groups} groups of {size.heads}: {results.lines[-1]['ms_a_token']} ms")
 
 
 def times(results, size):

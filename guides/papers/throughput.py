@@ -46,13 +46,13 @@ from benchmarks.decoding import (
     KINDS,
     PLACES,
     build,
-    device_rates,
     doubled,
     largest_batch,
     least_seconds_a_token,
     seconds_a_token,
     warm_up,
 )
+from benchmarks.timing import device_rates
 from keras_recurrent.models import decoding_time, memory_sizes
 
 TPU_V3 = {"bytes_per_second": 900e9, "flops_per_second": 123e12}  # the paper's table 3

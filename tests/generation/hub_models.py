@@ -1,12 +1,15 @@
-"""Checks cached generation on one backend, for `cached_generation.py`.
+"""Checks cached generation of language models in KerasHub and in this package.
 
-    python -m benchmarks.cached_generation_checks
+    KERAS_BACKEND=torch python -m tests.generation.hub_models           # two minutes; JAX: 20
+    KERAS_BACKEND=jax python -m tests.generation.hub_models GPT-NeoX "Qwen MoE, window"
 
-Prints a line of JSON for each family; names of families as arguments choose some of them.
+Runs the three checks of `keras_recurrent.testing` on tiny models with random weights, for all
+families or those of the arguments. A failed check names the first wrong token and by how much its
+logit is below the best one of a plain forward pass; "alone" and "uncut" say that the token is right
+here, and wrong for the prompt alone or in the uncut sequence.
 """
 
 import inspect
-import json
 import re
 import sys
 from typing import Any, NamedTuple
@@ -16,6 +19,7 @@ import keras_hub
 import numpy as np
 from keras import ops
 
+from benchmarks.timing import print_header, print_results
 from keras_recurrent import models
 from keras_recurrent.evaluation import cached_generation as testing
 from keras_recurrent.evaluation import position_loss as evaluation
@@ -24,11 +28,11 @@ VOCABULARY = 61
 LENGTHS = (11, 7, 2)  # prompts
 NEW_TOKENS = 8  # after the longest prompt
 WINDOW = 4
-CHECKS = (
-    testing.assert_cached_equals_plain,
-    testing.assert_padding_changes_nothing,
-    testing.assert_cuts_change_nothing,
-)
+CHECKS = {
+    "cached equals plain": testing.assert_cached_equals_plain,
+    "padding changes nothing": testing.assert_padding_changes_nothing,
+    "cuts change nothing": testing.assert_cuts_change_nothing,
+}
 
 
 class Family(NamedTuple):
@@ -234,14 +238,13 @@ FAMILIES = [
     Family("TransNormer (ours)", "TransNormer", {**HEADS, "head_dim": 4}),
 ]
 # Language models whose inputs are not `token_ids` and `padding_mask` alone.
-LEFT_OUT = {
-    "RWKV7CausalLM": "its `generate_step` takes a prompt padded at the left, without its last "
-    "token, and `predict_token_ids`, which begin with that",
-    "Gemma4AssistantCausalLM": "drafts tokens from the state of another model, and takes its cache",
-    "BLIP2CausalLM": "takes `images`",
-    "PaliGemmaCausalLM": "takes `images` and `response_mask`",
-    "PARSeqCausalLM": "takes `images`",
-}
+LEFT_OUT = (
+    "RWKV7CausalLM",  # takes prompts padded at the left, without their last token
+    "Gemma4AssistantCausalLM",  # drafts tokens from the state of another model
+    "BLIP2CausalLM",
+    "PaliGemmaCausalLM",
+    "PARSeqCausalLM",
+)
 
 
 def hub_models():
@@ -367,29 +370,34 @@ def brief(words):
 
 
 def measure(family):
+    """Returns the results of a family, a dictionary."""
     rows, model = prompts(), build(family)
-    checked = testing._Checker(model, rows, NEW_TOKENS, None)
-    plain = checked.logits(rows[:1])[0]
-    results = {"name": family.name, "logits": plain.tolist()}
-    results["new"] = sum(max(LENGTHS) + NEW_TOKENS - length for length in LENGTHS)
-    results["checks"] = [outcome(check, model, rows) for check in CHECKS]
-    results["cached"], results["wrong"] = cached_logits(model, rows)
+    plain = testing._Checker(model, rows, NEW_TOKENS, None).logits(rows[:1])[0]
+    outcomes = {name: outcome(check, model, rows) or "right" for name, check in CHECKS.items()}
+    furthest, wrong = cached_logits(model, rows)
+    counted = sum(max(LENGTHS) + NEW_TOKENS - length for length in LENGTHS)
+    found = {"model": family.name, **outcomes}
+    found["cached logits off by"] = float(f"{furthest:.1g}")
+    found["wrong tokens"] = f"{wrong} of {counted}"
+    found["a cache that loses a tenth"] = ""
     if keras.backend.backend() == "torch":  # eager
-        results["blind"] = outcome(CHECKS[0], forgetful(build(family)), rows) is None
+        failure = outcome(testing.assert_cached_equals_plain, forgetful(build(family)), rows)
+        found["a cache that loses a tenth"] = "found" if failure else "not found"
+    found["window moves logits by"] = ""
     if family.window:
         wide = testing._Checker(build(family, 64), rows, NEW_TOKENS, None).logits(rows[:1])[0]
-        results["window"] = float(np.abs(wide - plain)[-1].max() / np.ptp(plain[-1]))
-    return results
+        moved = np.abs(wide - plain)[-1].max() / np.ptp(plain[-1])
+        found["window moves logits by"] = round(float(moved), 2)
+    return found
 
 
 def main():
     done = {classes(family)[1].__name__ for family in FAMILIES} | set(LEFT_OUT)
     missing = {cls.__name__ for cls in hub_models()} - done
     assert not missing, missing
-    for family in FAMILIES:
-        if not sys.argv[1:] or family.name in sys.argv[1:]:
-            print(f"{family.name} ...", file=sys.stderr, flush=True)
-            print(json.dumps(measure(family)), flush=True)
+    families = [f for f in FAMILIES if not sys.argv[1:] or f.name in sys.argv[1:]]
+    print_header("float32")
+    print_results(map(measure, families))
 
 
 if __name__ == "__main__":

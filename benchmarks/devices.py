@@ -1,6 +1,6 @@
 """Compares all GPUs of a host with one.
 
-    KERAS_BACKEND=torch python -m benchmarks.many_devices rows
+    python -m benchmarks.devices rows --backend torch
 
 The argument selects a layout; the backend is JAX or torch:
 
@@ -32,6 +32,8 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 import keras
 import numpy as np
 
+from benchmarks import make_parser
+from benchmarks.timing import print_results
 from keras_recurrent import exclude_from_weight_decay, implementation, which_generation
 from keras_recurrent.models import GriffinBackbone, GriffinCausalLM, HGRN2Backbone, HGRN2CausalLM
 
@@ -189,7 +191,7 @@ def measure_torch(arguments, count):
 
 def measure_in_processes(arguments, count):
     """Measures `count` devices in fresh processes; returns the JSON of the first."""
-    script = ("benchmarks.many_devices", *sys.argv[1:], "--measure", str(count))
+    script = ("benchmarks.devices", *sys.argv[1:], "--measure", str(count))
     launch = ["-m"]
     if BACKEND == "torch":
         launch += ["torch.distributed.run", "--standalone", f"--nproc-per-node={count}", "-m"]
@@ -198,23 +200,21 @@ def measure_in_processes(arguments, count):
     return json.loads(lines[-1]) if done.returncode == 0 else None
 
 
-def cells(found):
-    if found is None:
-        return "failed", ""
-    low, high = min(found["speeds"]), max(found["speeds"])
-    return f"{low:,.0f} to {high:,.0f}", f"{found['bytes'] / 2**30:.3f}"
-
-
-def ratios(one, all_):
-    """Returns bytes per device and speed, relative to one device."""
-    if one is None or all_ is None:
-        return "", ""
-    speeds = (np.median(found["speeds"]) for found in (all_, one))
-    return f"{all_['bytes'] / one['bytes']:.3f}", f"{np.divide(*speeds):.2f}"
+def compare(one, all_):
+    """Returns the table line of one device and all: speeds, and bytes of weights and slots."""
+    line = {}
+    for name, found in (("one", one), ("all", all_)):
+        if found is None:
+            return {**line, f"tokens/s, {name}": "failed"}
+        line[f"tokens/s, {name}"] = f"{min(found['speeds']):,.0f} to {max(found['speeds']):,.0f}"
+        line[f"GiB a device, {name}"] = round(found["bytes"] / 2**30, 3)
+    speeds = [np.median(found["speeds"]) for found in (all_, one)]
+    line["times the memory"] = round(all_["bytes"] / one["bytes"], 3)
+    return {**line, "times the speed": round(float(np.divide(*speeds)), 2)}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("split", choices=("rows", "weights", "heads", "time"))
     parser.add_argument("--devices", type=int, default=2)
     policies = ("float32", "mixed_bfloat16", "bfloat16")
@@ -234,13 +234,8 @@ def main():
             print(json.dumps(found))
         return
     one, all_ = (measure_in_processes(arguments, n) for n in (1, arguments.devices))
-    print(
-        "| split | backend | dtype policy | tokens/s, one | GiB of weights and slots "
-        "| tokens/s, all | GiB a device | times the memory | times the speed |"
-    )
-    print("| --- | --- | --- |" + " ---: |" * 6)
-    row = (arguments.split, BACKEND, arguments.dtype, *cells(one), *cells(all_))
-    print("|", " | ".join((*row, *ratios(one, all_))), "|")
+    key = {"split": arguments.split, "backend": BACKEND, "dtype policy": arguments.dtype}
+    print_results([{**key, **compare(one, all_)}])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Counts the bytes that the TPU kernels move, relative to the floor. Compiled, not run.
 
-    python -m benchmarks.tpu_bytes
+    python -m tests.pallas.traffic
 
 The floor is each tensor read once and each result written once. Bytes of a kernel are counted by
 walking its grid through its index maps: a block that stays is not fetched again. Bytes that XLA
@@ -134,7 +134,7 @@ def main():
     mesh = targets.mesh(TOPOLOGY, 1)
     print("# Bytes moved on TPU\n")
     print(f"Compiled for {TOPOLOGY}, not run: no TPU was at hand. B, T = {targets.B}, {targets.T};")
-    print("hawk_1.3b's width, the heads of hgrn2_1b and tnl_1b; made by benchmarks/tpu_bytes.py.")
+    print("hawk_1.3b's width, the heads of hgrn2_1b and tnl_1b; made by tests/pallas/traffic.py.")
     print("As many tokens for attention, of two presets, all in front of the padding: rows with")
     print("padding between them cost more, for XLA moves their tokens together first.\n")
     print("Times the floor, which is every tensor read once and every result written once. The")
