@@ -67,7 +67,7 @@ RUNS = 5
 GREEDY = SamplingParams(temperature=0)
 
 
-def in_milliseconds(times, digits=3):
+def to_milliseconds(times, digits=3):
     return [round(1000 * t, digits) for t in sorted(times)]
 
 
@@ -213,7 +213,7 @@ def measure_baseline(arguments, few=16, many=48, runs=3):
     yield {
         "model": f"{baseline.library}: {arguments.model}",
         "batch": arguments.batch,
-        "ms a token": in_milliseconds(times),
+        "ms a token": to_milliseconds(times),
         "tokens/s": round(arguments.batch / statistics.median(times)),
         "first call s": round(first, 1),
     }
@@ -319,7 +319,7 @@ def measure_options(arguments):
     base = statistics.median(found["greedy"])
     for case, times in found.items():
         ratio = round(statistics.median(times) / base, 3)
-        yield {"options": case, "ms a token": in_milliseconds(times), "times greedy": ratio}
+        yield {"options": case, "ms a token": to_milliseconds(times), "times greedy": ratio}
     yield from measure_chat(model)
 
 
@@ -343,7 +343,7 @@ def measure_chat(model):
         for name, inputs in turns.items():
             found[name].append(time_of(*inputs))
     for name, times in found.items():
-        yield {"chat": name, "ms to the first token": in_milliseconds(times[1:], 1)}
+        yield {"chat": name, "ms to the first token": to_milliseconds(times[1:], 1)}
 
 
 # --- CPU time of calls ---
@@ -412,6 +412,10 @@ def main():
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--turns", action="store_true", help="of `benchmarks.in_turns`")
     arguments = parser.parse_args()
+    if arguments.model not in MODELS and arguments.measure not in ("options", "cpu"):
+        parser.error("griffin_tiny_text is a model for --measure options and cpu")
+    if arguments.measure == "baseline" and not MODELS[arguments.model].baseline:
+        parser.error(f"{arguments.model} has no baseline")
     if arguments.turns:
         model, _ = prepare(arguments, [None, *arguments.quantizations][-1])
         return answer_turns(Speed(model, arguments.batch).measure)

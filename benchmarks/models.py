@@ -47,10 +47,10 @@ class Model(NamedTuple):
         baseline: its `Baseline`, or None.
     """
 
-    family: type
+    family: Any
     preset: Any
     sizes: dict = {}
-    baseline: Baseline | None = None
+    baseline: Any = None
 
 
 def small_griffin():

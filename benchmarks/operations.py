@@ -12,7 +12,7 @@ attention next to a loop over tokens.
 Before it is timed, each implementation is compared with the plain one in float64, in memory full of
 NaN. "Error" is the largest error relative to the tolerance of the tests: twice the error of the
 plain implementation in the dtype of the tensors, plus two units in the last place. Baselines round
-at other places and may exceed it; those with a large error of a whole result are not timed.
+at other places and may exceed it; they are not timed if a whole result has a large error.
 
 The floor is the time that the same device takes, in the same run, to copy what must be read and
 written once or, if longer, to multiply matrices with the operation's products.
@@ -57,8 +57,10 @@ MAX_POISON = 24 * 2**30  # bytes to fill with NaN
 UNITS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}
 WINDOW = 2048
 # The tolerance of their results has units of each result's dtype, else of the coarsest dtype.
-TOKEN_WISE = ("rms_norm", "gated_linear_unit", "log_forget_gate", "token_crossentropy")
-TOKEN_WISE += ("linear_crossentropy",)
+TOKEN_WISE = (
+    *("rms_norm", "gated_linear_unit", "log_forget_gate"),
+    *("token_crossentropy", "linear_crossentropy"),
+)
 
 # --- Work ---
 
@@ -325,9 +327,9 @@ def add_gradients(function):
     elif BACKEND == "torch":
 
         def both(d_output, *tensors):
-            tensors = [t.detach().requires_grad_(is_float(t)) for t in tensors]
-            output = function(*tensors)
-            leaves, d_output = [t for t in tensors if t.requires_grad], d_output.to(output.dtype)
+            inputs = [t.detach().requires_grad_(is_float(t)) for t in tensors]
+            output = function(*inputs)
+            leaves, d_output = [t for t in inputs if t.requires_grad], d_output.to(output.dtype)
             # Some baselines ignore the decays, which then have no gradient.
             gradients = torch.autograd.grad(output, leaves, d_output, allow_unused=True)
             return output.detach(), *gradients
@@ -367,7 +369,7 @@ def poison():
         wait(jax.numpy.full((2**32,), jax.numpy.nan, "float32"))
 
 
-def in_double_precision():
+def double_precision():
     return jax.enable_x64(True) if BACKEND == "jax" else contextlib.nullcontext()
 
 
@@ -386,7 +388,7 @@ class Judge:
     """
 
     def __init__(self, plain, arguments, own_units):
-        with in_double_precision():
+        with double_precision():
             double = [to_double(tensor) for tensor in arguments]
             self._truth = compile_both(plain, False, double)(*double)
             self._sizes = [float(ops.max(ops.abs(truth))) for truth in self._truth]
@@ -403,7 +405,7 @@ class Judge:
 
     def _errors(self, results):
         """Yields the largest error of each result, and the error of the whole, over its size."""
-        with in_double_precision():
+        with double_precision():
             for result, truth in zip(results, self._truth, strict=True):
                 if result is None:  # a gradient that a baseline does not compute
                     yield 0.0, 0.0

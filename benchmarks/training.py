@@ -49,7 +49,7 @@ BETA_2 = 0.99  # in bfloat16, 0.999 rounds to 1, and Keras's AdamW changes no we
 
 
 class LossOfLogits(TokenCrossentropy):
-    """The same loss, which is not fused, because only `TokenCrossentropy` itself is."""
+    """A `TokenCrossentropy` from logits, as the fused loss is for that very class only."""
 
 
 def is_small(name):
@@ -87,7 +87,7 @@ def gradient_step(model, loss, update=None):
 def our_loss(model, token_ids, of_logits=False):
     """Returns a function without arguments: the loss on torch."""
     compute = TokenCrossentropy()
-    inputs = {"token_ids": token_ids, "padding_mask": torch.ones_like(token_ids, dtype=bool)}
+    inputs = {"token_ids": token_ids, "padding_mask": torch.ones_like(token_ids, dtype=torch.bool)}
     labels = token_ids.roll(-1, 1)  # the label of the last token changes no timing
 
     def loss():
