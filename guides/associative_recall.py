@@ -18,9 +18,9 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import keras
 import matplotlib.figure
+from synthetic.associative_recall import associative_recall
 
 from keras_recurrent import exclude_from_weight_decay
-from keras_recurrent.datasets import associative_recall
 from keras_recurrent.layers import HGRN, HGRN2, CausalConv1D, LowerBounds, RMSNorm, StreamingLayer
 from keras_recurrent.models import HGRN2ResidualBlock
 

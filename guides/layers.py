@@ -24,8 +24,8 @@ import keras
 import keras_hub
 import matplotlib.figure
 import numpy as np
+from synthetic.list_ops import list_ops
 
-from keras_recurrent.datasets import list_ops
 from keras_recurrent.layers import HGRN2, RecurrentBlock
 
 BLOCKS, HEADS = 2, 4
@@ -141,7 +141,7 @@ class Forecast:
 
 
 class ListOps:
-    """ListOps with lengths from a quarter of the maximum on; see `datasets.list_ops`."""
+    """ListOps with lengths from a quarter of the maximum on; see `synthetic/list_ops.py`."""
 
     score_name = "accuracy"
     batch_size = 16

@@ -2,6 +2,8 @@
 
 import importlib.util
 
+import pytest
+
 from tests.processes import ROOT
 
 
@@ -10,5 +12,7 @@ def load(path):
     path = ROOT / path
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(path.parent)  # where Python searches when it runs the script
+        spec.loader.exec_module(module)
     return module

@@ -37,10 +37,9 @@ from runs import (
     table,
     yes,
 )
+from synthetic.associative_recall import associative_recall
 from tasks import final_shares, learn
 from training import adamw
-
-from keras_recurrent.datasets import associative_recall
 
 models_of = guide_above("associative_recall")
 MODELS = "HGRN", "HGRN2"

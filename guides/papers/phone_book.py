@@ -34,10 +34,9 @@ from runs import (
     table,
     yes,
 )
+from synthetic.phone_book import phone_book
 from tasks import final_shares, griffin, learn
 from training import adamw
-
-from keras_recurrent.datasets import phone_book
 
 MODELS = "Hawk", "Griffin", "MQA"
 

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import pydoc_data.topics
+import sys
 import types
 from typing import Any
 
@@ -14,6 +15,8 @@ import keras
 import numpy as np
 
 PASSES = 2  # maximum number of passes over the text
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))  # for the folder `synthetic`
 
 
 # --- The command line ---

@@ -37,10 +37,10 @@ from runs import (
     with_error,
     yes,
 )
+from synthetic.induction_heads import induction_heads
+from synthetic.selective_copying import selective_copying
 from tasks import final_shares, griffin, learn, right
 from training import adamw, predictor
-
-from keras_recurrent.datasets import induction_heads, selective_copying
 
 TASKS = "copying", "induction"
 MODELS = "Hawk", "Griffin", "MQA"

@@ -1,21 +1,8 @@
-"""Packed text for training, and synthetic tasks that measure a model's memory."""
+"""Packed text from files for training."""
 
 import importlib
 
-from keras_recurrent.datasets.associative_recall import associative_recall
-from keras_recurrent.datasets.induction_heads import induction_heads
-from keras_recurrent.datasets.list_ops import list_ops
-from keras_recurrent.datasets.phone_book import phone_book
-from keras_recurrent.datasets.selective_copying import selective_copying
-
-__all__ = [
-    "PackedText",
-    "associative_recall",
-    "induction_heads",
-    "list_ops",
-    "phone_book",
-    "selective_copying",
-]
+__all__ = ["PackedText"]
 
 
 def __getattr__(name):

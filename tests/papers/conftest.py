@@ -11,7 +11,8 @@ from tests.papers.running import PAPERS
 def guide(monkeypatch):
     """A function that imports a guide by its name."""
     pytest.importorskip("matplotlib")
-    monkeypatch.syspath_prepend(PAPERS)
+    for folder in (PAPERS.parent, PAPERS):  # `runs` adds the first one, once in a process
+        monkeypatch.syspath_prepend(folder)
 
     def load(name):
         return importlib.import_module(name)

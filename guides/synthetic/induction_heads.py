@@ -38,7 +38,6 @@ def induction_heads(num_examples, *, sequence_length=256, vocabulary_size=16, se
 
     Example:
 
-    >>> from keras_recurrent.datasets import induction_heads
     >>> tokens, labels, _ = induction_heads(1, sequence_length=8)
     >>> row = list(tokens[0])
     >>> int(row[row.index(15) + 1]) == int(labels[0, -1])

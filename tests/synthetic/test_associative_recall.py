@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from keras_recurrent.datasets import associative_recall
+from guides.synthetic.associative_recall import associative_recall
 
 pytestmark = pytest.mark.once
 

@@ -59,7 +59,6 @@ def list_ops(num_examples, *, min_length=500, max_length=2000, max_depth=10, max
 
     Example:
 
-    >>> from keras_recurrent.datasets import list_ops
     >>> tokens, labels = list_ops(2, min_length=5, max_length=8, max_depth=3, seed=2)
     >>> names = ["", *"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]"]
     >>> for row, label in zip(tokens, labels):

@@ -60,7 +60,6 @@ def phone_book(
 
     Example:
 
-    >>> from keras_recurrent.datasets import phone_book
     >>> tokens, labels, weights = phone_book(1, num_names=4, num_queries=1, number_length=3)
     >>> book, query = tokens[0, :24].reshape(4, 6), tokens[0, 24:]
     >>> (line,) = [line for line in book if list(line[:3]) == list(query[:3])]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from keras_recurrent.datasets import list_ops
+from guides.synthetic.list_ops import list_ops
 
 pytestmark = pytest.mark.once
 

@@ -5,7 +5,9 @@ import collections
 import numpy as np
 import pytest
 
-from keras_recurrent.datasets import induction_heads, phone_book, selective_copying
+from guides.synthetic.induction_heads import induction_heads
+from guides.synthetic.phone_book import phone_book
+from guides.synthetic.selective_copying import selective_copying
 
 pytestmark = pytest.mark.once
 

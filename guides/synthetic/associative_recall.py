@@ -54,7 +54,6 @@ def associative_recall(
     Example:
 
     >>> import numpy as np
-    >>> from keras_recurrent.datasets import associative_recall
     >>> tokens, labels, weights = associative_recall(
     ...     num_examples=1, num_pairs=3, sequence_length=16, vocabulary_size=16, power=1.0
     ... )

@@ -43,7 +43,6 @@ def selective_copying(
 
     Example:
 
-    >>> from keras_recurrent.datasets import selective_copying
     >>> tokens, labels, weights = selective_copying(1, num_data=3, sequence_length=12)
     >>> data = tokens[0, :9]
     >>> list(data[data > 0]) == list(labels[0, weights[0] > 0])
