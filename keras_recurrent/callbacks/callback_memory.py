@@ -36,14 +36,14 @@ def collect_memory(callbacks):
         values = {name: getattr(callback, name, None) for name in _attribute_names(callback)}
         values = {name: None if v is None else float(v) for name, v in values.items()}
         weights = getattr(callback, BEST_WEIGHTS, None)
-        content.append({"class": _class_name(callback), "values": values})
+        content.append({"class": type(callback).__name__, "values": values})
         arrays[part_name(i)] = [] if weights is None else weights
     return content, arrays
 
 
 def describe(callbacks):
     """Returns the class names of callbacks, for comparison with a file."""
-    return [_class_name(callback) for callback in callbacks]
+    return [type(callback).__name__ for callback in callbacks]
 
 
 def restore(callbacks, content, arrays):
@@ -68,11 +68,4 @@ def part_name(i):
 
 
 def _attribute_names(callback):
-    for cls, names in REMEMBERED.items():
-        if isinstance(callback, cls):
-            return names
-    return None
-
-
-def _class_name(callback):
-    return type(callback).__name__
+    return next((names for cls, names in REMEMBERED.items() if isinstance(callback, cls)), None)

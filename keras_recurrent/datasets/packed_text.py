@@ -117,8 +117,8 @@ class PackedText(grain.IterDataset):
             "passes": passes,
             "seed": seed,
         }
-        self._next_start = None  # (state, skip) of the next iterator, or None for the beginning
-        self._trained = None  # the iterator that was made with it
+        self._tracked: Any = None  # iterator that `start_at` made
+        self._next: Any = None  # `_tracked`, until it is requested
 
     def _make_groups(self, documents, passes, seed) -> tuple[Any, Any]:
         """Returns a dataset of lists of packed sequences, and a description of the documents."""
@@ -155,6 +155,7 @@ class PackedText(grain.IterDataset):
 
     def _pack(self, texts, rng):
         """Packs texts into a list of sequences, each `(x, y, sample_weight)`."""
+        # `grain.experimental.FirstFitPackIterDataset` takes 1.3 to 1.7 times the CPU time.
         if self._shuffles:
             texts = [texts[i] for i in rng.permutation(len(texts))]
         x, y, sample_weight = self._preprocessor.pack(texts)
@@ -166,19 +167,8 @@ class PackedText(grain.IterDataset):
         ]
 
     def __iter__(self):
-        if self._next_start is None:
-            return PackedTextIterator(iter(self._batches))
-        (state, skip), self._next_start = self._next_start, None
-        self._trained = PackedTextIterator(iter(self._batches), skip, self._padding_batch, True)
-        if state is not None:
-            self._trained.set_state(state)
-        return self._trained
-
-    def _padding_batch(self):
-        """Returns a batch of padding, with the shape of all others."""
-        size, length = self.description["batch_size"], self.description["sequence_length"]
-        x, y, sample_weight = self._preprocessor.pack([], length)
-        return keras.tree.map_structure(lambda a: np.repeat(a, size, 0), (x, y, sample_weight))
+        tracked, self._next = self._next, None
+        return iter(self._batches) if tracked is None else tracked
 
     # Called by `keras_recurrent.callbacks.TrainingBackup`.
 
@@ -187,33 +177,39 @@ class PackedText(grain.IterDataset):
 
         Keras counts the batches of an epoch and takes those again that it has trained.
         """
-        self._next_start, self._trained = (state, skip), None
+        length = self.description["sequence_length"]
+        padding = keras.tree.map_structure(
+            lambda row: np.repeat(row, self.description["batch_size"], 0),
+            self._preprocessor.pack([], length),
+        )
+        batches = iter(self._batches)
+        if state is not None:
+            batches.set_state(state)
+        self._tracked = self._next = TrackedIterator(batches, skip, padding)
 
     def state_after(self, number):
         """Returns the state after `number` batches of that iterator, including padding."""
-        if self._trained is None:  # no batch was read yet
-            return self._next_start and self._next_start[0]
-        return self._trained.state_after(number)
+        return self._tracked.state_after(number)
 
 
-class PackedTextIterator(grain.DatasetIterator):
-    """Iterator of batches. Keeps the state after each until a later one is requested."""
+class TrackedIterator(grain.DatasetIterator):
+    """Iterator that keeps the state after each batch until that of a later one is requested.
 
-    def __init__(self, batches, skip=0, padding_batch=None, keeps_positions=False):
+    Keras reads batches before they are trained.
+    """
+
+    def __init__(self, batches, skip, padding):
         super().__init__()
-        self._batches, self._skip, self._padding_batch = batches, skip, padding_batch
-        self._given, self._keeps_positions = 0, keeps_positions
-        # (number of batches, state after them), as batches are read before they are trained.
-        self._positions = collections.deque([(0, batches.get_state())])
+        self._batches, self._skip, self._padding = batches, skip, padding
+        self._count = 0
+        self._states = collections.deque([(0, batches.get_state())])  # (number of batches, state)
 
     def __next__(self):
-        if self._given < self._skip:
-            self._given += 1
-            return self._padding_batch()
+        self._count += 1
+        if self._count <= self._skip:
+            return self._padding
         batch = next(self._batches)
-        self._given += 1
-        if self._keeps_positions:
-            self._positions.append((self._given, self._batches.get_state()))
+        self._states.append((self._count, self._batches.get_state()))
         return batch
 
     def get_state(self):
@@ -221,12 +217,12 @@ class PackedTextIterator(grain.DatasetIterator):
 
     def set_state(self, state):
         self._batches.set_state(state)
-        self._positions = collections.deque([(self._given, state)])
+        self._states = collections.deque([(self._count, state)])
 
     def state_after(self, number):
-        while len(self._positions) > 1 and self._positions[1][0] <= number:
-            self._positions.popleft()
-        return self._positions[0][1]
+        while len(self._states) > 1 and self._states[1][0] <= number:
+            self._states.popleft()
+        return self._states[0][1]
 
 
 def _read_chunks(chunks):

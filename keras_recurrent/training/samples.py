@@ -16,7 +16,7 @@ def as_texts(x):
     if isinstance(x, Texts) or getattr(x, "ndim", 1) == 0:
         return x
     texts = x
-    if getattr(getattr(x, "dtype", None), "name", None) == "string":  # a tensor of TensorFlow
+    if _is_string_tensor(x):
         texts = x.numpy()
     if isinstance(texts, np.ndarray) and texts.dtype.kind in "OUS":
         texts = np.ravel(texts).tolist()
@@ -35,25 +35,16 @@ def is_tokens(x):
     return isinstance(x, dict) and "token_ids" in x
 
 
-def is_strings(x):
-    """Returns True for strings in memory, in a list, a tuple or an array."""
-    return isinstance(x, (list, tuple, np.ndarray)) and is_text(x)
-
-
 def is_text(x):
     """Returns True for several strings, in memory or in a tensor of TensorFlow."""
-    if isinstance(x, (str, bytes)):
-        return False
-    if isinstance(x, Texts):
+    if _is_string_tensor(x):
         return True
-    dtype = getattr(x, "dtype", None)
-    if isinstance(dtype, np.dtype):
-        if dtype.kind != "O":
-            return dtype.kind in "US"
-        x = np.ravel(x).tolist()
-    elif dtype is not None:
-        return getattr(dtype, "name", None) == "string"
-    return isinstance(x, (list, tuple)) and all(isinstance(text, (str, bytes)) for text in x)
+    return isinstance(as_texts(np.ravel(x) if isinstance(x, np.ndarray) else x), Texts)
+
+
+def _is_string_tensor(x):
+    """Returns True for strings in a tensor of TensorFlow."""
+    return getattr(getattr(x, "dtype", None), "name", None) == "string"
 
 
 def check_samples(name, x, preprocessor_cls, has_preprocessor):

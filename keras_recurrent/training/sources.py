@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from keras_recurrent.training.dialogues import is_conversation, is_conversations
-from keras_recurrent.training.samples import Texts, as_texts, is_text, is_tokens
+from keras_recurrent.training.samples import Texts, as_texts, is_tokens
 
 # Number of threads that read a dataset of grain, and of batches read ahead.
 THREADS = 4
@@ -254,7 +254,8 @@ def _tokenize_batch(batch, preprocess):
             "`dataset.batch(8)`."
         )
     # Torch and generators yield strings as a list or tuple, which Keras would take for (x, y).
-    parts = (batch,) if is_text(batch) or is_conversations(batch) else batch
+    batch = as_texts(batch)
+    parts = (batch,) if isinstance(batch, Texts) or is_conversations(batch) else batch
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(parts)
     y, sample_weight = as_arrays(y, sample_weight)
     if not is_tokens(x):

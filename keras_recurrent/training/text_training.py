@@ -10,14 +10,7 @@ from keras import ops
 from keras_recurrent.checks.token_ids import check_segment_ids, check_token_ids
 from keras_recurrent.training import sources
 from keras_recurrent.training.dialogues import has_responses
-from keras_recurrent.training.samples import (
-    Texts,
-    as_texts,
-    check_samples,
-    is_strings,
-    is_text,
-    is_tokens,
-)
+from keras_recurrent.training.samples import Texts, as_texts, check_samples, is_tokens
 
 
 class TextTraining:
@@ -80,42 +73,29 @@ class TextTraining:
                 segment below 0; an endless `PackedText` without `steps_per_epoch`.
         """
         self.check_class_weight(**kwargs)
-        x = as_texts(self.as_samples(x))
-        self._check_samples(x, y, sample_weight)
-        if is_strings(validation_data) or has_responses(validation_data):
-            validation_data = (validation_data,)
-        if isinstance(validation_data, (tuple, list)):
-            held_out, *labels = keras.utils.unpack_x_y_sample_weight(tuple(validation_data))
-            held_out = as_texts(self.as_samples(held_out, name="validation_data"))
-            validation_data = (held_out, *labels)
-            self._check_samples(*validation_data, name="validation_data")
-        elif validation_data is not None:
-            self._check_samples(validation_data, name="validation_data")
-            validation_data = (validation_data, None, None)
+        samples = self._as_samples(x, y, sample_weight)
+        if validation_data is not None:
+            validation_data = self._as_samples(*_unpack(validation_data), name="validation_data")
         steps = kwargs.pop("steps_per_epoch", None)
-        if is_text(x):
-            parts = self._pack(x, y, sample_weight)
+        if isinstance(samples[0], Texts):
+            samples = self._pack(*samples)
             if validation_split and validation_data is None:
-                parts, held_out = sources.split(parts, validation_split)
-                validation_data = (self._make_in_memory_source(held_out, batch_size), None, None)
-            validation_split = y = sample_weight = None
-            # The source shuffles by itself.
-            x = self._make_in_memory_source(parts, batch_size, kwargs.get("shuffle", True), steps)
-            kwargs["shuffle"], steps = False, None
-        elif is_tokens(x):
-            y, sample_weight = sources.as_arrays(y, sample_weight)
+                samples, validation_data = sources.split(samples, validation_split)
+            shuffle = kwargs.get("shuffle", True)
+            x = self._make_in_memory_source(samples, batch_size, shuffle, steps)
+            y = sample_weight = validation_split = steps = None
+            kwargs["shuffle"] = False  # the source shuffles by itself
         else:
-            if not isinstance(x, keras.utils.PyDataset):
+            if not (is_tokens(samples[0]) or isinstance(x, keras.utils.PyDataset)):
                 kwargs.setdefault("shuffle", False)  # Keras cannot shuffle sources, and would warn
-            x, steps = sources.as_source(x, self.preprocess_samples, steps)
+            (x, y, sample_weight), steps = self._make_data(samples, batch_size, steps)
         if isinstance(x, sources.IndexedBatches):
             callback = keras.callbacks.LambdaCallback(on_epoch_begin=x.start_epoch)
             kwargs["callbacks"] = _prepend_callback(callback, kwargs.get("callbacks"))
         if validation_data is not None:
             size = kwargs.get("validation_batch_size") or batch_size
-            validation_data, kwargs["validation_steps"] = self._make_validation_data(
-                validation_data, size, kwargs.get("validation_steps")
-            )
+            data = self._make_data(validation_data, size, kwargs.get("validation_steps"))
+            validation_data, kwargs["validation_steps"] = data
         with _ignore_end_of_data(x, validation_data):
             return keras.Model.fit(
                 self,
@@ -136,12 +116,9 @@ class TextTraining:
     def evaluate(self, x=None, y=None, batch_size=None, sample_weight=None, **kwargs):
         """Evaluates the model as `keras.Model.evaluate`, on the same inputs as `fit`."""
         if not kwargs.get("_use_cached_eval_dataset"):  # set in calls by `fit`
-            x = as_texts(self.as_samples(x))
-            self._check_samples(x, y, sample_weight)
-            steps = kwargs.get("steps")
-            (x, y, sample_weight), kwargs["steps"] = self._make_validation_data(
-                (x, y, sample_weight), batch_size, steps
-            )
+            samples = self._as_samples(x, y, sample_weight)
+            data = self._make_data(samples, batch_size, kwargs.get("steps"))
+            (x, y, sample_weight), kwargs["steps"] = data
         with _ignore_end_of_data(x):
             return keras.Model.evaluate(
                 self, x=x, y=y, batch_size=batch_size, sample_weight=sample_weight, **kwargs
@@ -151,10 +128,10 @@ class TextTraining:
         """Returns logits as `keras.Model.predict`, for the same inputs as `fit`."""
         steps, x = kwargs.pop("steps", None), as_texts(self.as_samples(x))
         check_samples("x", x, self.preprocessor_cls, self.preprocessor is not None)
-        if is_text(x):
+        if isinstance(x, Texts):  # each batch is packed separately
             x, steps = self._make_in_memory_source((x, None, None), batch_size, steps=steps), None
-        elif not is_tokens(x):
-            x, steps = sources.as_source(x, self.preprocess_samples, steps)
+        else:
+            (x, _, _), steps = self._make_data((x, None, None), batch_size, steps)
         return keras.Model.predict(self, x=x, batch_size=batch_size, steps=steps, **kwargs)
 
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
@@ -171,14 +148,19 @@ class TextTraining:
             iterator = None
         super()._maybe_symbolic_build(iterator, data_batch)  # type: ignore[misc]
 
-    def _check_samples(self, x, y=None, sample_weight=None, *, name="x"):
-        """Raises an error for samples of a wrong kind and for invalid ids in NumPy arrays."""
+    def _as_samples(self, x, y, sample_weight, *, name="x"):
+        """Converts strings in memory to `Texts`, and checks samples and ids in NumPy arrays.
+
+        Returns `(x, y, sample_weight)`. `x` is `Texts`, tokens, or a source of either.
+        """
+        x = as_texts(self.as_samples(x, name=name))
         check_samples(name, x, self.preprocessor_cls, self.preprocessor is not None)
         if is_tokens(x):
             size = self.backbone.vocabulary_size
             check_token_ids("token_ids", x["token_ids"], size, x.get("padding_mask"))
             check_segment_ids(x.get("segment_ids"), x.get("padding_mask"))
         self.check_labels(name, x, y, sample_weight)
+        return x, y, sample_weight
 
     def as_samples(self, x, name="x"):
         """Converts further inputs of a model to strings or tokens. Returns others unchanged."""
@@ -191,19 +173,14 @@ class TextTraining:
     def check_class_weight(self, class_weight=None, **kwargs):
         """Raises an error for a `class_weight` if samples have several labels."""
 
-    def _make_validation_data(self, parts, batch_size, steps):
-        """Returns `(x, y, sample_weight)` for evaluation by Keras, and the number of steps."""
-        x, *labels = parts
-        if is_text(x):
-            x, labels = (
-                self._make_in_memory_source(self._pack(*parts), batch_size, steps=steps),
-                (None, None),
-            )
-            return (x, *labels), None
+    def _make_data(self, samples, batch_size, steps):
+        """Returns `(x, y, sample_weight)` and the number of steps for Keras, in order."""
+        x, *labels = samples
+        if isinstance(x, Texts):
+            packed = self._pack(*samples)
+            return (self._make_in_memory_source(packed, batch_size, steps=steps), None, None), None
         if is_tokens(x):
             return (x, *sources.as_arrays(*labels)), steps
-        if isinstance(x, sources.IndexedBatches):
-            return parts, steps
         x, steps = sources.as_source(x, self.preprocess_samples, steps)
         return (x, *labels), steps
 
@@ -226,6 +203,14 @@ class TextTraining:
         return super().preprocess_samples(x, y, sample_weight)  # type: ignore[misc]
 
 
+def _unpack(validation_data):
+    """Returns `(x, y, sample_weight)`, of which `validation_data` may be only `x`."""
+    x = as_texts(validation_data)
+    if isinstance(x, Texts) or has_responses(x) or not isinstance(x, (tuple, list)):
+        return x, None, None
+    return keras.utils.unpack_x_y_sample_weight(tuple(x))
+
+
 @contextlib.contextmanager
 def _ignore_end_of_data(*data):
     """Silences Keras's warning at the end of data, which is expected of a finite `PackedText`."""
@@ -240,9 +225,7 @@ def _ignore_end_of_data(*data):
 
 def _prepend_callback(callback, callbacks):
     """Adds a callback to the `callbacks` argument of `fit`, in any of its forms."""
-    if callbacks is None:
-        return [callback]
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks.append(callback)
         return callbacks
-    return [callback, *(callbacks if isinstance(callbacks, (list, tuple)) else [callbacks])]
+    return [callback, *keras.tree.flatten(callbacks or [])]
