@@ -525,8 +525,8 @@ FAULTS = [
     Fault(
         "class_weight_of_tokens",
         "keras_recurrent/training/text_training.py",
-        old="        self.check_class_weight(**kwargs)\n        x = as_texts",
-        new="        x = as_texts",
+        old="        self.check_class_weight(**kwargs)\n        samples =",
+        new="        samples =",
         tests={"torch": "models/test_sources.py::test_class_weight_with_token_labels_raises"},
     ),
     Fault(
