@@ -1289,7 +1289,7 @@ FAULTS = [
         "failed_removal_loses_a_request",
         "keras_recurrent/generation/batch.py",
         old="            self._stop(slot)  # it may fail",
-        new="            self.owners = []\n            self._stop(slot)",
+        new="            self.active_slots = []\n            self._stop(slot)",
         tests={"torch": "serving/test_engine.py::test_a_failed_engine_ends_all_requests"},
     ),
     Fault(

@@ -33,8 +33,8 @@ class Batch:
         programs: its `Programs`.
         num_slots: integer.
         keep: boolean, True if the state of a sequence is unchanged after its end.
-        is_exact: boolean, True if `state` is called before the sequences have ended on the device:
-            in a stream, or with stop strings.
+        reads_tokens: boolean, True if tokens are read before the sequences have ended on the
+            device: in a stream, or with stop strings. `state` is then also called before that.
 
     Args:
         model, num_slots: as above.
@@ -47,7 +47,7 @@ class Batch:
         num_prompts: integer, maximum number of prompts in one call of `process`.
         initial_row: the state of a sequence before all tokens, as `process` takes it.
         sequences: a list of the `Sequence` in each slot, or None.
-        owners: a list of `(slot, sequence)` for the sequences that are still decoding.
+        active_slots: a list of `(slot, sequence)` for the sequences that are still decoding.
     """
 
     initial_row: Any
@@ -57,7 +57,7 @@ class Batch:
         self._model, self._vocabulary_size = model, model.backbone.vocabulary_size
         self.tokens_per_step, self.runs_ahead = tokens_per_step, runs_ahead
         self.sequences: list[Any] = [None] * num_slots
-        self.owners: list[Any] = []
+        self.active_slots: list[Any] = []
         self._num_stops = STOPS_PER_STEP
         self._options: set[str] = set()  # names of the sampling options that slots have
         self._features: Any = None  # of the sequences in slots; None after a change
@@ -70,7 +70,7 @@ class Batch:
 
     @property
     def num_active(self):
-        return len(self.owners)
+        return len(self.active_slots)
 
     @property
     def num_free(self):
@@ -79,12 +79,12 @@ class Batch:
     @property
     def active(self):
         """The sequences that are still decoding."""
-        return [sequence for _, sequence in self.owners]
+        return [sequence for _, sequence in self.active_slots]
 
     @property
     def has_work(self):
         """True if a sequence may need more tokens than were launched."""
-        return any(s.num_launched < s.max_new_tokens for _, s in self.owners)
+        return any(s.num_launched < s.max_new_tokens for _, s in self.active_slots)
 
     def insert_all(self, sequences, state):
         """Puts a sequence into each slot.
@@ -96,7 +96,7 @@ class Batch:
         """
         # One without room for new tokens needs no slot.
         self.sequences = [s if s.finish_reason is None else None for s in sequences]
-        self._set_owners()
+        self._set_active_slots()
         arrays = self._arrays(sequences)
         self._features = self._choose_features(sequences)
         self._write_all(arrays, self._features, state)
@@ -108,7 +108,7 @@ class Batch:
         """
         slot = self.sequences.index(None)
         self.sequences[slot] = sequence
-        self._set_owners()
+        self._set_active_slots()
         self._write(slot, self._arrays([sequence]), row)
 
     def _arrays(self, sequences):
@@ -141,8 +141,8 @@ class Batch:
         """Returns an array of an option with the value that has no effect."""
         return np.full(shape, neutral_value(name, self._vocabulary_size), dtype)
 
-    def _set_owners(self):
-        self.owners = [(n, s) for n, s in enumerate(self.sequences) if s is not None]
+    def _set_active_slots(self):
+        self.active_slots = [(n, s) for n, s in enumerate(self.sequences) if s is not None]
         self._features = None
 
     def remove(self, sequence):
@@ -151,28 +151,28 @@ class Batch:
         if not sequence.ends_on_device:
             self._stop(slot)  # it may fail
         self.sequences[slot] = None
-        self._set_owners()
+        self._set_active_slots()
 
     def step(self):
         """Launches a step of all slots: the next tokens of each sequence.
 
         Returns:
-            The `owners`, and a function that waits for the tokens `[num_slots, N]` and their
+            The `active_slots`, and a function that waits for the tokens `[num_slots, N]` and their
             `Logprobs`, or (): NumPy arrays.
         """
         if self._features is None:
             self._features = self._choose_features(self.active)
-        features, owners = self._features, self.owners
-        left = max(s.max_new_tokens - s.num_launched for _, s in owners)
+        features, slots = self._features, self.active_slots
+        left = max(s.max_new_tokens - s.num_launched for _, s in slots)
         count = max(1, min(self.tokens_per_step, left))
-        numbers = None
+        uniform = None
         if features.is_random:
-            numbers = np.zeros((self.num_slots, count), "float32")
-            for slot, sequence in owners:
-                numbers[slot] = sequence.uniform(count)
-        for _, sequence in owners:
+            uniform = np.zeros((self.num_slots, count), "float32")
+            for slot, sequence in slots:
+                uniform[slot] = sequence.uniform(count)
+        for _, sequence in slots:
             sequence.num_launched += count
-        return owners, self._launch(features, numbers, count)
+        return slots, self._launch(features, uniform, count)
 
     def _choose_features(self, sequences):
         """Returns the cheapest known `Features` that serve all sequences, else new ones.
@@ -199,10 +199,10 @@ class Batch:
         """Overwrites a slot with arrays of one row."""
         raise NotImplementedError
 
-    def _launch(self, features, numbers, count):
+    def _launch(self, features, uniform, count):
         """Launches at least `count` tokens of each slot; returns the function of `step`.
 
-        numbers: float32 `[num_slots, count]`, random numbers, or None.
+        uniform: float32 `[num_slots, count]`, random numbers, or None.
         """
         raise NotImplementedError
 

@@ -16,7 +16,7 @@ from keras_recurrent.generation.chat import ChatGeneration, is_messages, start_t
 from keras_recurrent.generation.decoding_loop import Programs, start_decoding
 from keras_recurrent.generation.lengths import cache_max_length
 from keras_recurrent.generation.output import concatenate_results, format_beams, format_result
-from keras_recurrent.generation.prompts import check_no_text, parse_prompts, parse_token_ids
+from keras_recurrent.generation.prompts import parse_prompts, parse_token_ids
 from keras_recurrent.generation.samplers import CUSTOM_LOOP, check_sampler, resolve_sampling
 from keras_recurrent.generation.sampling_params import explains_options
 from keras_recurrent.generation.sequence import Sequence
@@ -142,8 +142,8 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
             if return_cache:
                 state = process_new_tokens(programs, state, sequences)
         elif has_work:
-            is_exact = return_cache and texts is not None
-            loop = start_decoding(self, programs, sequences, state, return_cache, is_exact)
+            keep, reads_tokens = return_cache, texts is not None
+            loop = start_decoding(self, programs, sequences, state, keep, reads_tokens)
             del state
             while loop.advance():
                 pass
@@ -277,7 +277,7 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
         call = inputs, max_length, stop_token_ids, cache, options
         prompts, sequences, texts = self._parse(*call, reads_text=True)
         state = self._process_prompts(programs, prompts, cache, keep=True)
-        loop = start_decoding(self, programs, sequences, state, keep=True, is_exact=True)
+        loop = start_decoding(self, programs, sequences, state, keep=True, reads_tokens=True)
         make_cache = functools.partial(self._make_cache, prompts, cache, turn=turn)
         return Stream(loop, sequences, texts, prompts.is_single, make_cache)
 
@@ -291,17 +291,15 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
             The `Prompts`, a list of the `Sequence`s, and a list of the `StreamedText` of each. The
             latter is None without stop strings and `reads_text`, or without a preprocessor.
         """
-        if self.preprocessor is None and inputs is not None:
-            check_no_text(inputs, self.preprocessor_cls)
-        stops, max_new_tokens = self._stop_token_ids(stop_token_ids), options["max_new_tokens"]
+        max_new_tokens = options["max_new_tokens"]
+        prompts = parse_prompts(self, inputs, max_length, cache, max_new_tokens=max_new_tokens)
+        stops, tokens, texts = self._stop_token_ids(stop_token_ids), prompts.all_tokens, None
         strings = check_stop_strings(options["stop"], self.preprocessor)
         if strings and isinstance(self.sampler, BeamSampler):
             raise ValueError(
                 "`stop` cannot be combined with beam search, whose sequences only end at tokens. "
                 "Pass `stop_token_ids`."
             )
-        prompts = parse_prompts(self, inputs, max_length, cache, max_new_tokens=max_new_tokens)
-        tokens, texts = prompts.all_tokens, None
         params, seeds = resolve_sampling(self, options["sampling"], len(tokens))
         listeners: list[Any] = [None] * len(tokens)
         if self.preprocessor is not None and (strings or reads_text):

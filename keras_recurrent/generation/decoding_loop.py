@@ -34,8 +34,8 @@ class DecodingLoop:
 
     def __init__(self, batch):
         self.batch, self.num_tokens = batch, 0
-        self._launched = None  # owners and results of the latest step, until it is fetched
-        self._columns = iter(())  # owners, tokens and log probabilities on the host
+        self._launched = None  # slots and results of the latest step, until it is fetched
+        self._columns = iter(())  # slots, tokens and log probabilities on the host
 
     def advance(self):
         """Processes the next token of each sequence; returns False if all have ended.
@@ -43,7 +43,7 @@ class DecodingLoop:
         If the batch runs ahead, the device computes the next step while the host processes the
         tokens of the previous one.
         """
-        if not self.batch.owners:
+        if not self.batch.active_slots:
             return False
         column = next(self._columns, None)
         if column is None:
@@ -55,10 +55,10 @@ class DecodingLoop:
         self._process(*column)
         return True
 
-    def _process(self, owners, tokens, logprobs):
+    def _process(self, slots, tokens, logprobs):
         """Passes the tokens [B] and `Logprobs` of a column to the sequences that have not ended."""
         ended = []
-        for slot, sequence in owners:
+        for slot, sequence in slots:
             if sequence.finish_reason is not None:
                 continue
             row = None
@@ -75,14 +75,14 @@ class DecodingLoop:
         self.batch.remove(sequence)
 
 
-def _columns(owners, results):
-    """Waits for a step; yields `owners`, tokens [B] and `Logprobs` for each of its positions."""
+def _columns(slots, results):
+    """Waits for a step; yields slots, tokens [B] and `Logprobs` for each of its positions."""
     tokens, logprobs = results()
     for t, column in enumerate(tokens.T.tolist()):
-        yield owners, column, logprobs and Logprobs(*(array[:, t] for array in logprobs))
+        yield slots, column, logprobs and Logprobs(*(array[:, t] for array in logprobs))
 
 
-def start_decoding(model, programs, sequences, state, keep=False, is_exact=False):
+def start_decoding(model, programs, sequences, state, keep=False, reads_tokens=False):
     """Returns the `DecodingLoop` of the sequences of one call of `generate` or `stream`.
 
     Args:
@@ -90,8 +90,8 @@ def start_decoding(model, programs, sequences, state, keep=False, is_exact=False
         programs: its `Programs`.
         sequences: a list of the `Sequence`s.
         state: the state before the last token of each prompt, which is overwritten.
-        keep, is_exact: as in `Batch`.
+        keep, reads_tokens: as in `Batch`.
     """
-    batch = BackendBatch(model, programs, len(sequences), keep, is_exact)
+    batch = BackendBatch(model, programs, len(sequences), keep, reads_tokens)
     batch.insert_all(sequences, state)
     return DecodingLoop(batch)

@@ -207,12 +207,6 @@ def check_lengths(lengths, max_length):
             )
 
 
-def check_no_text(inputs, preprocessor_cls):
-    """Raises a `ValueError` if `inputs`, the argument of `generate`, are text."""
-    if not is_empty(inputs) and (isinstance(inputs, (str, bytes)) or is_text(inputs)):
-        raise no_preprocessor_error("inputs", preprocessor_cls, f"pass {PADDED}")
-
-
 def _check_remaining_tokens(cache, num_tokens):
     """Raises a `ValueError` if the cache has no space for `num_tokens` further tokens, `[B]`."""
     left = cache.max_length - cache.num_tokens
@@ -246,7 +240,8 @@ def _parse_padded(model, inputs, cache):
     """Returns the tokens of padded prompts, the default of `max_length` or None, and False."""
     if inputs is None and cache is not None:
         return [[]] * cache.batch_size, None, False
-    check_no_text(inputs, model.preprocessor_cls)
+    if not is_empty(inputs) and (isinstance(inputs, (str, bytes)) or is_text(inputs)):
+        raise no_preprocessor_error("inputs", model.preprocessor_cls, f"pass {PADDED}")
     if not isinstance(inputs, dict) or set(inputs) != {"token_ids", "padding_mask"}:
         raise ValueError(
             f"`inputs` must be {PADDED}, one prompt per sequence, if the model has no "

@@ -17,7 +17,6 @@ CUSTOM_LOOP = (
     "`backbone.get_initial_state`."
 )
 
-LARGEST_UNIFORM = np.float32(1 - 2**-23)  # its product with a sum is below the sum in float32
 # Held from reading the state of a sampler's generator to assigning the next one.
 _state_lock = threading.Lock()
 
@@ -112,13 +111,3 @@ def _seeds(sampler, batch_size):
             seed, count = (int(number) for number in ops.convert_to_numpy(generator.state.value))
             generator.state.assign([seed, count + 1])
     return [np.random.SeedSequence([seed, count, row]) for row in range(batch_size)]
-
-
-def make_generator(seed):
-    """Returns the generator of the random numbers of a sequence."""
-    return np.random.Generator(np.random.Philox(seed))
-
-
-def uniform_numbers(generator, count):
-    """Returns the next `count` random numbers of a sequence, float32 `[count]`."""
-    return np.minimum(generator.random(count, "float32"), LARGEST_UNIFORM)

@@ -106,7 +106,7 @@ class Features(NamedTuple):
         has_greedy: boolean, another sequence has a temperature of 0.
         num_candidates: integer, number of most probable tokens among which sequences with a `top_k`
             of up to `MAX_CANDIDATES` draw. 0: there is no such sequence.
-        has_others: boolean, another sequence with a temperature above 0 draws among all tokens.
+        draws_among_all: boolean, another sequence with a temperature above 0 draws among all.
         num_sorted: integer, number of most probable tokens that are sorted to find those that
             these other sequences keep. 0: they keep all tokens.
         has_top_p: boolean, a sequence has a `top_p` below 1.
@@ -120,7 +120,7 @@ class Features(NamedTuple):
     is_random: bool = False
     has_greedy: bool = False
     num_candidates: int = 0
-    has_others: bool = False
+    draws_among_all: bool = False
     num_sorted: int = 0
     has_top_p: bool = False
     options: frozenset[str] = frozenset()
@@ -167,7 +167,7 @@ def features_of(params, vocabulary_size):
         is_random=bool(sampled),
         has_greedy=0 < len(sampled) < len(params),
         num_candidates=min(_power_of_two(max(few), MIN_CANDIDATES), vocabulary_size) if few else 0,
-        has_others=bool(others),
+        draws_among_all=bool(others),
         num_sorted=num_sorted,
         has_top_p=any(p.top_p < 1 for p in sampled),
         options=frozenset(options),
@@ -179,7 +179,7 @@ def features_of(params, vocabulary_size):
 
 def covers(features, needed, vocabulary_size):
     """Returns True if a program with `features` also serves sequences that need `needed`."""
-    if needed.has_others and features.num_sorted and not needed.num_sorted:
+    if needed.draws_among_all and features.num_sorted and not needed.num_sorted:
         needed = needed._replace(num_sorted=vocabulary_size)  # its sequences keep all tokens
     if features.is_random and not needed.is_random:
         needed = needed._replace(has_greedy=True)
@@ -286,7 +286,7 @@ def _draw(features, logits, uniform, inputs):
     temperature = inputs["temperature"]
     divisor = ops.where(ops.greater(temperature, 0), temperature, 1.0)[:, None]
     token = None
-    if features.has_others:
+    if features.draws_among_all:
         token = _draw_among_all(features, logits, divisor, uniform, inputs)
     if features.num_candidates:
         few = _draw_among_candidates(features, logits, divisor, uniform, inputs)

@@ -1,7 +1,12 @@
 """Sequence of a prompt and its new tokens, with the rules for its end."""
 
+from typing import Any
+
+import numpy as np
+
 from keras_recurrent.generation.output import token_logprobs
-from keras_recurrent.generation.samplers import make_generator, uniform_numbers
+
+LARGEST_UNIFORM = np.float32(1 - 2**-23)  # its product with a sum is below the sum in float32
 
 
 class Sequence:
@@ -27,15 +32,13 @@ class Sequence:
     def __init__(self, prompt, params, seed, max_new_tokens, stop_token_ids=(), listener=None):
         self.prompt, self.params, self.max_new_tokens = prompt, params, max_new_tokens
         self.stop_token_ids, self._listener = frozenset(stop_token_ids), listener
-        self._generator = None if params.is_greedy else make_generator(seed)
+        self._generator: Any = None
+        if not params.is_greedy:
+            self._generator = np.random.Generator(np.random.Philox(seed))
         self.token_ids: list[int] = []
         self.logprobs: list = []
         self.finish_reason: str | None = None if max_new_tokens else "length"
         self.num_launched = 0
-
-    @property
-    def has_listener(self):
-        return self._listener is not None
 
     @property
     def remaining_tokens(self):
@@ -50,7 +53,9 @@ class Sequence:
 
     def uniform(self, count):
         """Returns random numbers for the next tokens, float32 `[count]`; 0 if greedy."""
-        return 0 if self._generator is None else uniform_numbers(self._generator, count)
+        if self._generator is None:
+            return 0
+        return np.minimum(self._generator.random(count, "float32"), LARGEST_UNIFORM)
 
     def add(self, token, logprobs=None):
         """Appends a token, after which the sequence may have ended.

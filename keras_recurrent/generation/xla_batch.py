@@ -30,9 +30,9 @@ if keras.config.backend() == "jax":
 # Of a step whose tokens should come soon: of a stream on a CPU, and of the engine on accelerators,
 # where the launch of a program takes about half as long as a token of 128 sequences.
 TOKENS_OF_STREAM = 2
-# Of a step without stop strings that does not run ahead. The step ends with its last sequence, and
-# its launch takes as long as one or two tokens of a small model.
-TOKENS_WITHOUT_LISTENERS = 64
+# Of a step whose tokens are only read at its end, on a device that does not run ahead. The step ends
+# with its last sequence, and its launch takes as long as one or two tokens of a small model.
+MOST_TOKENS = 64
 
 
 class XlaBatch(Batch):
@@ -40,11 +40,14 @@ class XlaBatch(Batch):
 
     _state: Any = None
 
-    def __init__(self, model, programs, num_slots, keep, is_exact=False):
-        ahead = runs_ahead(model)
-        tokens_per_step = TOKENS_AHEAD if ahead else TOKENS_ON_CPU
-        if is_exact and not ahead:
+    def __init__(self, model, programs, num_slots, keep, reads_tokens=False):
+        is_exact, ahead = keep and reads_tokens, runs_ahead(model)
+        if ahead:
+            tokens_per_step = TOKENS_AHEAD
+        elif is_exact:
             ahead, tokens_per_step = keras.config.backend() == "jax", TOKENS_OF_STREAM
+        else:
+            tokens_per_step = TOKENS_ON_CPU if reads_tokens else MOST_TOKENS
         super().__init__(model, num_slots, tokens_per_step, ahead)
         self._programs, self._keep, self._is_exact = programs, keep, is_exact
         programs.record_mode()
@@ -58,9 +61,6 @@ class XlaBatch(Batch):
         on_device = {name: distribute(array) for name, array in arrays.items()}
         sequences = DeviceState(*(on_device.pop(name) for name in DeviceState._fields))
         self._inputs = on_device
-        has_listeners = any(s is not None and s.has_listener for s in self.sequences)
-        if not (self.runs_ahead or self._is_exact or has_listeners):
-            self.tokens_per_step = TOKENS_WITHOUT_LISTENERS
         if self._is_exact:
             self._first, state = state, self._programs.copy(state)
         self._state = BatchState(sequences, self._programs.begin(state), ())
@@ -72,9 +72,9 @@ class XlaBatch(Batch):
             self._weights = self._programs.weights()
         return self._weights
 
-    def _launch(self, features, numbers, count):
+    def _launch(self, features, uniform, count):
         self._state, tokens, logprobs = self._programs.decode(
-            *self._arguments(features, numbers, self._inputs["stops"]), **self._static(features)
+            *self._arguments(features, uniform, self._inputs["stops"]), **self._static(features)
         )
         if features.has_penalties:
             self._counts = self._state.counts
@@ -82,7 +82,7 @@ class XlaBatch(Batch):
         begin_gathering((tokens, logprobs))
         return lambda: keras.tree.map_structure(gather_to_numpy, (tokens, logprobs))
 
-    def _arguments(self, features, numbers, stops):
+    def _arguments(self, features, uniform, stops):
         """Returns the arguments of a step, without arrays that its features do not use."""
         counts = ()
         if features.has_penalties:
@@ -90,11 +90,11 @@ class XlaBatch(Batch):
                 shape = self.num_slots, self._vocabulary_size
                 self._counts = distribute(np.zeros(shape, "int32"))
             counts = self._counts
-        if numbers is not None:
-            missing = self.tokens_per_step - numbers.shape[1]
-            numbers = distribute(np.pad(numbers, ((0, 0), (0, missing))))
+        if uniform is not None:
+            missing = self.tokens_per_step - uniform.shape[1]
+            uniform = distribute(np.pad(uniform, ((0, 0), (0, missing))))
         options = {name: self._inputs[name] for name in argument_names(features)}
-        return self._state._replace(counts=counts), self.weights, (stops, numbers, options)
+        return self._state._replace(counts=counts), self.weights, (stops, uniform, options)
 
     def _static(self, features):
         # TensorFlow compares sets by identity, and would trace the program for each of them.
@@ -219,9 +219,9 @@ class JaxBatch(XlaBatch):
         """
         options = option_arrays([sequence.params], [sequence.prompt], self._vocabulary_size)
         self._reserve({name: array[0] for name, array in options.items()})
-        numbers = np.zeros((self.num_slots, 1), "float32") if features.is_random else None
+        uniform = np.zeros((self.num_slots, 1), "float32") if features.is_random else None
         stops = np.zeros((self.num_slots, num_stops), "int32")
-        arguments, static = self._arguments(features, numbers, stops), self._static(features)
+        arguments, static = self._arguments(features, uniform, stops), self._static(features)
         # Lowers from shapes, because a running step may overwrite these arrays.
         shapes = jax.tree.map(_shape, arguments)
         calls = [functools.partial(self._programs.decode.lower, *shapes, **static)]

@@ -205,7 +205,7 @@ def test_what_no_cache_goes_with(family):
     cache, rows = prefill(model, given()), tokens(given((3, 3)), 8)
     for call, words in (
         (lambda: model.generate(rows, stop_token_ids=None, cache=cache), "text for each sequence"),
-        (lambda: model.generate(rows, stop_token_ids="auto", cache=cache), "`stop_token_ids` must"),
+        (lambda: model.generate(None, 3, "auto", cache=cache), "`stop_token_ids` must"),
         (lambda: model.generate(None, None, None, cache=cache), "must be the number of tokens"),
         (lambda: model.generate(None, 3, (VOCABULARY,), cache=cache), "from 0 to"),
         (lambda: model.generate(None, 0, None, cache=cache), "`max_length`"),

@@ -8,7 +8,7 @@ import keras_hub
 import numpy as np
 import pytest
 
-from keras_recurrent.generation.samplers import make_generator, resolve_sampling, uniform_numbers
+from keras_recurrent.generation.samplers import resolve_sampling
 from keras_recurrent.generation.sampling import (
     AFTER_TEMPERATURE,
     covers,
@@ -18,6 +18,7 @@ from keras_recurrent.generation.sampling import (
     option_arrays,
 )
 from keras_recurrent.generation.sampling_params import number
+from keras_recurrent.generation.sequence import Sequence
 from keras_recurrent.models import SamplingParams
 from tests.generation import numpy_sampling
 from tests.models.tiny import tiny_causal_lm
@@ -50,6 +51,10 @@ def resolved(params, batch_size, vocabulary_size):
     return resolve_sampling(model, None if is_sampler else params, batch_size)
 
 
+def uniform_numbers(seed, count):
+    return Sequence([1], SamplingParams(), seed, count).uniform(count)
+
+
 def chosen(params, logits, prompts=PROMPTS, uniform=None):
     """Tokens [B, T] after logits [T, B, vocabulary]."""
     size, tensor = logits.shape[-1], keras.ops.convert_to_tensor
@@ -58,7 +63,7 @@ def chosen(params, logits, prompts=PROMPTS, uniform=None):
     arguments = option_arrays(params, [np.array(p) for p in prompts], size)
     arguments = {name: tensor(array) for name, array in arguments.items()}
     if uniform is None:
-        uniform = [uniform_numbers(make_generator(seed), len(logits)) for seed in seeds]
+        uniform = [uniform_numbers(seed, len(logits)) for seed in seeds]
         uniform = np.transpose(uniform) if features.is_random else [None] * len(logits)
     stops = tensor(np.tile(np.array([*STOPS, -1], "int32"), (len(prompts), 1)))
     counts = keras.ops.zeros((len(prompts), size), "int32") if features.has_penalties else None
@@ -128,7 +133,7 @@ def test_a_sampler_of_keras_hub_continues_its_random_numbers():
 
     def numbers(sampler):
         _, seeds = resolved(sampler, 2, 50)
-        return [uniform_numbers(make_generator(seed), 3).tolist() for seed in seeds]
+        return [uniform_numbers(seed, 3).tolist() for seed in seeds]
 
     sampler, again = (keras_hub.samplers.RandomSampler(seed=3) for _ in range(2))
     first, second = numbers(sampler), numbers(sampler)

@@ -173,7 +173,7 @@ def test_engine_with_random_requests_answers_as_generate(family, is_accelerated,
         options = {"prefill_chunk": chunk, "prefix_cache_bytes": max_bytes}
         with Engine(model, num_slots, max_length=256, **options) as engine:
             assert engine._chunks.num_prompts == 1 + is_accelerated
-            for _ in range(num_slots):  # prompts that are ready wait in the buffers of chunks
+            for _ in range(num_slots):  # prompts that are ready wait for a slot
                 _submit(engine, 100, stop_token_ids=None)
             requests = []
             for number, (arguments, expected) in enumerate([*cases, *rng.sample(cases, 12)]):
@@ -478,7 +478,7 @@ class Device:
     max_chunk = CHUNK
     is_ready = staticmethod(lambda sequence: True)
     wait = staticmethod(lambda: None)
-    active, owners, initial_row = (), (), None
+    active, active_slots, initial_row = (), (), None
 
     def __init__(self, num_free, num_prompts=1, num_parts=1, cost=None, num_active=0):
         self.num_free, self.num_prompts, self.num_active = num_free, num_prompts, num_active
