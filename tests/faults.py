@@ -1236,9 +1236,9 @@ FAULTS = [
     ),
     Fault(
         "prompts_of_a_program_exchanged",
-        "keras_recurrent/generation/jax_slots.py",
-        old="        return [list(row) for row in zip(*parts, strict=True)]",
-        new="        return [list(row) for row in zip(*parts, strict=True)][::-1]",
+        "keras_recurrent/generation/xla_programs.py",
+        old="            return [list(stack) for stack in zip(*parts, strict=True)]",
+        new="            return [list(stack) for stack in zip(*parts, strict=True)][::-1]",
         tests={
             "jax": "serving/test_engine.py::"
             "test_engine_with_random_requests_answers_as_generate[griffin-True]"
@@ -1246,7 +1246,7 @@ FAULTS = [
     ),
     Fault(
         "recent_tokens_of_an_earlier_request",
-        "keras_recurrent/generation/jax_slots.py",
+        "keras_recurrent/generation/xla_programs.py",
         old="set_slot(array, value[0])",
         new="set_slot(array, value[0]) if array.ndim > 1 else array",
         tests={

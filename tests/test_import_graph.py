@@ -41,7 +41,6 @@ LAZY_FACE = "a public name that is imported when it is first used"
 INSIDE_FUNCTIONS = {
     ("keras_recurrent/datasets/__init__.py", "datasets.packed_text"): LAZY_FACE,
     ("keras_recurrent/dispatch.py", "backends"): PACKAGE_MISSING,
-    ("keras_recurrent/generation/xla_programs.py", "generation.jax_slots"): PACKAGE_MISSING,
     ("keras_recurrent/serving/__main__.py", "serving.server"): PACKAGE_MISSING,
     ("keras_recurrent/training/sources.py", "training.grain_loader"): PACKAGE_MISSING,
     ("keras_recurrent/tuning.py", "backends.triton._runtime.search"): PACKAGE_MISSING,

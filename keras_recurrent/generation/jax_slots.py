@@ -1,4 +1,4 @@
-"""Programs of JAX that change one slot of a batch or process chunks of prompts."""
+"""Stacked caches on JAX, and programs for one slot of a batch."""
 
 import functools
 from typing import Any, NamedTuple
@@ -39,54 +39,6 @@ def make_layout(cache):
     """Returns the `Layout` of a cache."""
     arrays, structure = jax.tree.flatten(cache)
     return Layout(structure, tuple(map(tuple, group_equal(arrays))))
-
-
-class SlotPrograms(NamedTuple):
-    """Programs of a language model.
-
-    Attributes:
-        process: a function `(rows, tokens [P, T], mask, weights, layout=, variant=)`, which
-            returns the next rows. A row is the cache of one sequence, stacked as in `Layout`.
-        insert: a function `((state, stops), slot, (sequence, its_stops), row, layout=)`, which
-            overwrites a slot of a `BatchState` and of the stop tokens `[B, S]` with the
-            `DeviceState`, the stop tokens `[S]` and the row of one sequence.
-    """
-
-    process: Any
-    insert: Any
-
-
-def slot_programs(model, network, compiler_options):
-    """Returns `SlotPrograms` of a language model.
-
-    Args:
-        model: the language model.
-        network: a function of weights, which returns the `Network`.
-        compiler_options: as in `jax.jit`.
-    """
-    jit = functools.partial(jax.jit, compiler_options=compiler_options)
-
-    @functools.partial(jit, static_argnames=("layout", "variant"))
-    def process(rows, tokens, mask, weights, layout, variant):
-        stacks = [jnp.concatenate(group, axis=1) for group in zip(*rows, strict=True)]
-        cache = network(weights).prefill(tokens, mask, layout.unstack(stacks))
-        parts = [jnp.split(stacked, len(rows), axis=1) for stacked in layout.stack(cache)]
-        return [list(row) for row in zip(*parts, strict=True)]
-
-    @functools.partial(jit, static_argnames="layout", donate_argnums=0)
-    def insert(before, slot, after, row, layout):
-        def set_slot(array, value):
-            return array.at[slot].set(value)
-
-        state, stops = before
-        given = layout.unstack(row)
-        if jax.tree.structure(state.cache) != layout.structure:  # it has recent tokens
-            given = model.backbone.add_recent_tokens(given)
-        cache = jax.tree.map(lambda array, value: set_slot(array, value[0]), state.cache, given)
-        sequences, stops = jax.tree.map(set_slot, (state.sequences, stops), after)
-        return state._replace(sequences=sequences, cache=cache), stops
-
-    return SlotPrograms(process, insert)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -42,12 +42,6 @@ def capacity(model, length):
     return bucket(length) if limit is None else min(bucket(length), limit)
 
 
-def initial_cache(model, batch_size, length, keep):
-    """Returns the cache before the first token; arguments as in `cache_max_length`."""
-    max_length = cache_max_length(model, length, keep)
-    return model.backbone.get_initial_state(batch_size, max_length=max_length)
-
-
 def cache_max_length(model, length, keep):
     """Returns the `max_length` of a new cache, or None.
 

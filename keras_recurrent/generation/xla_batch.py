@@ -30,8 +30,8 @@ if keras.config.backend() == "jax":
 # Of a step whose tokens should come soon: of a stream on a CPU, and of the engine on accelerators,
 # where the launch of a program takes about half as long as a token of 128 sequences.
 TOKENS_OF_STREAM = 2
-# Of a step whose tokens are only read at its end, on a device that does not run ahead. The step ends
-# with its last sequence, and its launch takes as long as one or two tokens of a small model.
+# Of a step whose tokens are only read at its end, on a device that does not run ahead. The step
+# ends with its last sequence, and its launch takes as long as one or two tokens of a small model.
 MOST_TOKENS = 64
 
 
@@ -132,7 +132,7 @@ class JaxBatch(XlaBatch):
         self._compiling: dict[Any, Any] = {}  # threads, by features and number of stop tokens
 
     def prepare_slots(self, max_length, num_prompts):
-        self._slots, self.num_prompts = self._programs.slots, num_prompts
+        self.num_prompts = num_prompts
         self._latest: Any = ()  # the latest result of `process`
         self._kinds: list[Any] = []  # `SamplingParams` for which steps were compiled
         self._waiting: Any = (None, None)  # the next `Sequence`, and the `Features` of its step
@@ -146,7 +146,7 @@ class JaxBatch(XlaBatch):
         rows, num_rows = [*map(self._row, rows)], len(rows)
         rows += [self.initial_row] * (self.num_prompts - num_rows)
         static = {"layout": self._layout, "variant": self._variant}
-        self._latest = self._slots.process(rows, tokens, mask, self.weights, **static)
+        self._latest = self._programs.process(rows, tokens, mask, self.weights, **static)
         return self._latest[:num_rows]
 
     def _row(self, row):
@@ -167,7 +167,7 @@ class JaxBatch(XlaBatch):
             self._inputs["stops"] = wide
         before = self._state, self._inputs["stops"]
         after = sequence, first.pop("stops")
-        self._state, self._inputs["stops"] = self._slots.insert(
+        self._state, self._inputs["stops"] = self._programs.insert(
             before, slot, after, self._row(row), layout=self._layout
         )
         self._reserve(first)
@@ -231,7 +231,7 @@ class JaxBatch(XlaBatch):
             after = after[0].sequences, after[1]
             row, options = jax.tree.map(_shape, self.initial_row), {"layout": self._layout}
             calls.append(
-                functools.partial(self._slots.insert.lower, before, 0, after, row, **options)
+                functools.partial(self._programs.insert.lower, before, 0, after, row, **options)
             )
 
         def compile_all():

@@ -26,7 +26,7 @@ from keras_recurrent.layers.decoding import decoding_scope, unfused_blocks
 from keras_recurrent.progress import announce
 
 # Static arguments: each combination of their values is another program.
-STATIC = {"features", "keep", "num_tokens", "num_beams", "max_length", "variant"}
+STATIC = {"features", "keep", "num_tokens", "num_beams", "max_length", "variant", "layout"}
 
 
 class BatchState(NamedTuple):
@@ -56,6 +56,12 @@ class Programs:
             `state` is a `BatchState`, which JAX overwrites; `inputs` are stop tokens `[B, S]`,
             random numbers `[B, N]` or None, and `{name: array}`, the arguments of sampling. It
             returns the next state, tokens `[B, N]`, and their `Logprobs` or ().
+        process: a function `(stacks, token_ids [P, T], mask, weights, layout=, variant=)` of JAX,
+            which processes a chunk of P prompts. `stacks` is a list of the stacked state of each
+            prompt, as in `jax_slots.Layout`. It returns the next ones.
+        insert: a function `(state, slot, sequence, stacks, layout=)` of JAX. Its `state` is a
+            `BatchState` and stop tokens `[B, S]`, of which it overwrites a slot with the
+            `DeviceState`, the stop tokens `[S]` and the stacked state of a sequence.
         finish: a function that returns the cache of a `BatchState` as the backbone takes it.
         copy: a function that copies a cache, which `decode` would otherwise overwrite.
     """
@@ -88,19 +94,34 @@ class Programs:
             options = *inputs, num_beams, max_length
             return beam_search.search(network(weights).step, cache, token, *options)
 
+        @function
+        def process(stacks, token_ids, mask, weights, layout, variant):
+            joined = [ops.concatenate(group, axis=1) for group in zip(*stacks, strict=True)]
+            cache = network(weights).prefill(token_ids, mask, layout.unstack(joined))
+            parts = [ops.split(group, len(stacks), axis=1) for group in layout.stack(cache)]
+            return [list(stack) for stack in zip(*parts, strict=True)]
+
+        @function
+        def insert(state, slot, sequence, stacks, layout):
+            def set_slot(array, value):
+                return array.at[slot].set(value)
+
+            batch, stops = state
+            cache, map_structure = layout.unstack(stacks), keras.tree.map_structure
+            if len(keras.tree.flatten(cache)) != len(keras.tree.flatten(batch.cache)):
+                cache = model.backbone.add_recent_tokens(cache)
+            cache = map_structure(
+                lambda array, value: set_slot(array, value[0]), batch.cache, cache
+            )
+            sequences, stops = map_structure(set_slot, (batch.sequences, stops), sequence)
+            return batch._replace(sequences=sequences, cache=cache), stops
+
         self.decode, self._prefill, self._score, self._search = decode, prefill, score, search
+        self.process, self.insert = process, insert
         self._add_recent_tokens = function(model.backbone.add_recent_tokens)
         # Programs of TensorFlow overwrite nothing, and its caches have no recent tokens.
         self.finish = function(apply_recent_tokens) if on_jax else _unchanged
         self.copy = function(_copy) if on_jax else _unchanged
-
-    @functools.cached_property
-    def slots(self):
-        """The `SlotPrograms`, on JAX."""
-        from keras_recurrent.generation.jax_slots import slot_programs
-
-        options = compiler_options_of_prompts()
-        return slot_programs(self._model, functools.partial(Network, self._model), options)
 
     def weights(self):
         """Returns the weights, arguments of a program on JAX; None on TensorFlow."""
@@ -280,7 +301,7 @@ def _jit(function):
     import jax
 
     names = inspect.signature(function).parameters.keys()
-    options = compiler_options_of_prompts() if "token_ids" in names else None
+    options = compiler_options_of_prompts() if names & {"token_ids", "slot"} else None
     return jax.jit(
         function,
         static_argnames=names & STATIC,
