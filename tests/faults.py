@@ -1169,7 +1169,7 @@ FAULTS = [
     Fault(
         "dropped_engine_keeps_its_thread",
         "keras_recurrent/serving/engine.py",
-        old="weakref.finalize(self, self._worker.close).atexit = False",
+        old="weakref.finalize(self, self._scheduler.close).atexit = False",
         new="",
         tests={"torch": "serving/test_engine.py::test_an_engine_that_is_dropped_finishes_and_ends"},
     ),

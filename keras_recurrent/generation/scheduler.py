@@ -15,7 +15,9 @@ MIN_TOKENS = 32  # minimum distance of saved ends of messages from the previous 
 
 
 class Scheduler(DecodingLoop):
-    """Decodes the sequences of a queue. Other threads may call `add` and read properties.
+    """Decodes the sequences of a queue, on the thread that calls `run`.
+
+    Other threads may call `add` and `close`, and read properties.
 
     Args:
         batch: the `Batch`, after `prepare_slots`.
@@ -25,13 +27,17 @@ class Scheduler(DecodingLoop):
     Attributes:
         num_tokens, num_prompt_tokens: integers, numbers of generated tokens and of processed prompt
             tokens.
+        changed: a `threading.Condition` that is notified of new sequences and of `close`.
+        is_closed: boolean, True after `close` and after a failure.
+        error: the error of a failure, or None.
     """
 
     def __init__(self, batch, chunks, prefixes):
         super().__init__(batch)
         self._chunks, self._prefixes = chunks, prefixes
         self._queue: collections.deque[Any] = collections.deque()
-        self._lock = threading.Lock()
+        self.changed, self.is_closed = threading.Condition(), False
+        self.error: BaseException | None = None
         self._prompts: list[Any] = []  # sequences whose prompts are being processed
         self._ready: list[Any] = []  # sequences that wait for a slot
         self._running_chunks: Any = None  # remaining parts of chunks, and the cost of one part
@@ -41,11 +47,35 @@ class Scheduler(DecodingLoop):
 
     def add(self, sequence, max_queued):
         """Appends a sequence to the queue; returns False if `max_queued` sequences wait."""
-        with self._lock:
+        with self.changed:
             if self.num_queued >= max_queued:
                 return False
             self._queue.append(sequence)
+            self.changed.notify_all()
             return True
+
+    def run(self):
+        """Decodes until `close` is called and all sequences have ended, or until an error."""
+        try:
+            while True:
+                with self.changed:
+                    self.changed.wait_for(lambda: self.is_closed or not self.is_idle)
+                if self.is_idle:
+                    break
+                self.advance()
+        except BaseException as error:
+            with self.changed:
+                self.is_closed, self.error = True, error
+            self._fail(error)
+        finally:
+            self.batch.close()
+            self._prefixes.close()
+
+    def close(self):
+        """Ends `run` after the last sequence; no sequences may be added from now on."""
+        with self.changed:
+            self.is_closed = True
+            self.changed.notify_all()
 
     @property
     def num_queued(self):
@@ -68,7 +98,7 @@ class Scheduler(DecodingLoop):
         """All sequences that have not ended. May be read from any thread."""
         # The lists are read in the order in which sequences move through them. A sequence is added
         # to the next list before it is removed from the last one, so that none is missed.
-        with self._lock:
+        with self.changed:
             queued = list(self._queue)
         prompts, ready = [*self._prompts], [*self._ready]
         return list(dict.fromkeys([*self.batch.active, *ready, *prompts, *queued]))
@@ -95,7 +125,7 @@ class Scheduler(DecodingLoop):
             self._next_search = now + SECONDS_PER_SEARCH
             waiting.append(self._queue)
         for sequences in waiting:
-            with self._lock:
+            with self.changed:
                 ended = [(s, reason) for s in sequences if (reason := s.end_reason(now))]
                 for sequence, _ in ended:
                     sequences.remove(sequence)
@@ -155,7 +185,7 @@ class Scheduler(DecodingLoop):
             limit = 2 * self._chunks.num_prompts
             if not self._queue or self._num_started >= limit:
                 return
-            with self._lock:
+            with self.changed:
                 sequence = self._queue.popleft()
                 self._prompts.append(sequence)
             self._prefixes.restore(sequence)
@@ -210,7 +240,7 @@ class Scheduler(DecodingLoop):
                 self._prefixes.add(consumed, state, sequence.salt)
         super()._end(sequence)
 
-    def fail(self, error):
+    def _fail(self, error):
         """Ends all sequences with an error, and drops what is in progress on the device."""
         self._running_chunks = self._launched = None
         for sequence in self.sequences:

@@ -35,7 +35,6 @@ from keras_recurrent.serving.request import (
     check_process,
 )
 from keras_recurrent.serving.sequence import RequestSequence
-from keras_recurrent.serving.worker import Worker
 
 MAX_LOGPROBS = 20  # of a token, as in OpenAI's API
 
@@ -120,12 +119,11 @@ class Engine:
             prefixes.close()
             raise
         self._scheduler = Scheduler(batch, self._chunks, prefixes)
-        self._worker = Worker(self._scheduler, prefixes)
-        self._changed, self._pid = self._worker.changed, os.getpid()
+        self._changed, self._pid = self._scheduler.changed, os.getpid()
         # The thread does not reference the engine: after garbage collection of the engine, it
         # finishes all requests and ends.
-        weakref.finalize(self, self._worker.close).atexit = False
-        self._thread = threading.Thread(target=self._worker.run, name="engine", daemon=True)
+        weakref.finalize(self, self._scheduler.close).atexit = False
+        self._thread = threading.Thread(target=self._scheduler.run, name="engine", daemon=True)
         self._thread.start()
 
     @explains_options
@@ -197,20 +195,19 @@ class Engine:
         sequence = RequestSequence(request, *arguments, **options)
         with self._changed:
             if self.is_closed:
-                raise EngineClosed("The engine is closed.") from self._worker.error
+                raise EngineClosed("The engine is closed.") from self._scheduler.error
             if not self._scheduler.add(sequence, self.max_queued):
                 raise EngineFull(
                     f"{self.max_queued} requests are waiting, the maximum (`max_queued`). Try "
                     "again later."
                 )
             self._num_requests += 1
-            self._changed.notify_all()
         return request
 
     @property
     def is_closed(self):
         """True after `close`, and after a failure."""
-        return self._worker.is_closed
+        return self._scheduler.is_closed
 
     def stats(self):
         """Returns a dictionary of the current load, and of counts since the engine was created.
@@ -258,7 +255,7 @@ class Engine:
             A list of the `EngineRequest`s that had not ended, each with its `finish_reason`.
         """
         with self._changed:
-            self._worker.close()
+            self._scheduler.close()
             requests = [sequence.request for sequence in self._scheduler.sequences]
         may_wait = threading.current_thread() is not self._thread
         if wait is not True:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from keras_recurrent.generation.sequence import Sequence
-from keras_recurrent.serving.request import Delta
+from keras_recurrent.serving.request import Delta, EngineClosed
 
 
 class RequestSequence(Sequence):
@@ -53,8 +53,9 @@ class RequestSequence(Sequence):
         return np.append(self.prompt, np.array(self.token_ids[: count - 1], "int32"))
 
     def fail(self, error):
-        """Ends the sequence with an error."""
-        self.error = error
+        """Ends the sequence because of an error in the engine."""
+        self.error = EngineClosed(f"The engine failed: {error!r}")
+        self.error.__cause__ = error
         self.end("error")
 
     def _notify(self):

@@ -358,7 +358,7 @@ def test_a_failed_engine_ends_all_requests(model, monkeypatch):
     monkeypatch.setattr(scheduler, "SECONDS_PER_SEARCH", 0)
     monkeypatch.setattr(engine._scheduler.batch, "_stop", None)
     time.sleep(0.1)
-    with engine._scheduler._lock:  # the engine waits for it, then finds both
+    with engine._scheduler.changed:  # the engine waits for it, then finds both
         time.sleep(0.1)
         running.cancel()
         queued.cancel()
