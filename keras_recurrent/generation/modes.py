@@ -3,8 +3,6 @@
 import weakref
 from typing import NamedTuple
 
-from keras_recurrent.layers.decoding import unfused_blocks
-
 MODES = {
     "cuda_graph": "each step is one CUDA graph launch, which includes sampling",
     "compiled": "each token is a step compiled by torch's compiler",
@@ -75,9 +73,9 @@ def which_generation(model):
     return _last.get(model)
 
 
-def record_mode(model, name, refused=None):
+def record_mode(model, name, refused, unfused):
     """Sets the result of `which_generation`."""
-    _last[model] = GenerationMode(name, refused or {}, unfused_blocks(model))
+    _last[model] = GenerationMode(name, refused, unfused)
 
 
 def add_reason(model, name, reason):

@@ -141,10 +141,9 @@ class Programs:
         return chosen_name(), str(layers)  # TensorFlow would flatten a tuple in each call
 
     def record_mode(self):
-        if self._model.run_eagerly:
-            record_mode(self._model, "eager", {"program": RUN_EAGERLY})
-        else:
-            record_mode(self._model, "program")
+        is_eager = self._model.run_eagerly
+        name, refused = ("eager", {"program": RUN_EAGERLY}) if is_eager else ("program", {})
+        record_mode(self._model, name, refused, unfused_blocks(self._model))
 
     def begin(self, cache):
         """Returns a cache as steps take it; `finish` is the inverse function.

@@ -142,7 +142,7 @@ class Programs:
             except RuntimeError as error:
                 reason = step.not_captured_reason = f"torch could not capture the step: {error}"
             else:
-                record_mode(self._model, "cuda_graph")
+                record_mode(self._model, "cuda_graph", {}, step.unfused)
                 decoder.begin(prepared, flat, tensors, features, size)
                 return decoder
         mask = (tensors["active"],) if masked else ()
@@ -160,9 +160,9 @@ class Programs:
         tensors = [*keras.tree.flatten(cache), *[v.value for v in self._model.variables]]
         eager_reason = self._eager_reason or hook_reason(_modules(self._model))
         delays_writes = delays_writes and not eager_reason
-        unfused = tuple(unfused_blocks(self._model))
+        unfused = unfused_blocks(self._model)
         signature = [(t.shape, t.dtype, t.device) for t in tensors]
-        key = eager_reason, unfused, chosen_name(), masked, chunk, delays_writes, *signature
+        key = eager_reason, tuple(unfused), chosen_name(), masked, chunk, delays_writes, *signature
         with self._lock:
             if key not in self._steps:
                 options = masked, eager_reason, delays_writes
@@ -175,6 +175,7 @@ class Programs:
             while len(self._steps) > MAX_STEPS:
                 _, step = self._steps.popitem(last=False)
                 self._pool.drop(step)
+            self._steps[key].unfused = unfused
             return self._steps[key]
 
     def _record_mode(self, step, device, graph_reason):
@@ -188,7 +189,8 @@ class Programs:
             mode = "eager"
         else:
             mode = "traced" if compiler_reason else "compiled"
-        record_mode(self._model, mode, {name: reason for name, reason in reasons.items() if reason})
+        refused = {name: reason for name, reason in reasons.items() if reason}
+        record_mode(self._model, mode, refused, step.unfused)
 
     def _graph_reason(self, device):
         """Reason no CUDA graph can be captured, or None."""

@@ -35,8 +35,12 @@ class Step:
         not_traced_reason: reason to run each step through the layers, or None.
         delays_writes: boolean, True if fused steps write large states only every few tokens. The
             step then takes a cache with recent tokens: see `flatten_cache` and `cache`.
+
+    Attributes:
+        unfused: the `unfused_blocks` of the model at the latest use.
     """
 
+    unfused: dict
     _num_tokens = 1
 
     def __init__(self, model, cache, compiled, masked, not_traced_reason=None, delays_writes=False):
