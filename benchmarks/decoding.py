@@ -33,9 +33,9 @@ from benchmarks import OPTIONS
 from benchmarks.timing import (
     BACKEND,
     device_rates,
+    has_gpu,
     is_out_of_memory,
     medians,
-    on_gpu,
     print_header,
     print_results,
     random_tokens,
@@ -149,11 +149,11 @@ def doubled(model, tokens, first, longest):
 
 def device_memory():
     """Returns the bytes of the GPU's memory, or None if unknown."""
-    if BACKEND == "torch" and on_gpu():
+    if BACKEND == "torch" and has_gpu():
         import torch
 
         return torch.cuda.get_device_properties().total_memory
-    if BACKEND == "jax" and on_gpu():
+    if BACKEND == "jax" and has_gpu():
         import jax
 
         return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
@@ -369,7 +369,7 @@ def read_arguments():
     arguments = parser.parse_args()
     if arguments.work == "batches" and min(arguments.tokens) < 2:
         parser.error("--tokens must be at least 2, of which the first is given")
-    if arguments.work == "batches" and not arguments.memory and not on_gpu():
+    if arguments.work == "batches" and not arguments.memory and not has_gpu():
         parser.error("on a CPU, --memory must say how much of it to take, in GiB")
     return arguments
 

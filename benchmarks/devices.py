@@ -150,17 +150,17 @@ def measure_torch(arguments, count):
     from keras_recurrent.devices.torch_modules import TorchModule
     from keras_recurrent.devices.torch_sequence import sequence_parallel
 
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
+    has_gpu = torch.cuda.is_available()
+    if has_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    dist.init_process_group("nccl" if has_gpu else "gloo")
     module = TorchModule(make(arguments))
     called: Any = module
     if arguments.split == "weights" and count > 1:
         called = module.fully_shard()
     elif count > 1:
         called = DistributedDataParallel(module, gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(module.parameters(), 1e-5, fused=on_gpu)
+    optimizer = torch.optim.AdamW(module.parameters(), 1e-5, fused=has_gpu)
     x, y = batch(arguments, count)
     axis = 1 if arguments.split == "time" else 0
     device = next(module.parameters()).device
@@ -176,7 +176,7 @@ def measure_torch(arguments, count):
             called(inputs, labels=labels).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if on_gpu:
+        if has_gpu:
             torch.cuda.synchronize()
 
     speeds = repeated(step, y.size, arguments.steps)

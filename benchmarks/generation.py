@@ -44,7 +44,7 @@ from benchmarks.models import MODELS, make_model
 from benchmarks.timing import (
     BACKEND,
     device_rates,
-    on_gpu,
+    has_gpu,
     peak_bytes,
     print_header,
     print_results,
@@ -247,7 +247,7 @@ def measure_prefill(arguments, runs=3):
             "GiB in addition to weights and state": round(peak / 2**30, 2),
             "bytes of state": cache.nbytes,
         }
-    rows = np.ones((8, 2048) if on_gpu() else (8, 64), "int32")  # as in training
+    rows = np.ones((8, 2048) if has_gpu() else (8, 64), "int32")  # as in training
     passes = times_of_forward(model.backbone, {"token_ids": rows, "padding_mask": rows}, runs)
     yield {"forward pass, tokens/s": round(rows.size / statistics.median(passes))}
 

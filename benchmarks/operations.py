@@ -34,7 +34,7 @@ from benchmarks.timing import (
     BACKEND,
     device_ms,
     device_rates,
-    on_gpu,
+    has_gpu,
     peak_bytes,
     print_header,
     print_results,
@@ -296,7 +296,7 @@ def run_by(name, work):
 
 def supported_implementations(work, tensors):
     """Returns the names of implementations that accept the tensors, the plain one last."""
-    names = [name for name in dispatch.serving() if on_gpu() and name not in (BACKEND, "pallas")]
+    names = [name for name in dispatch.serving() if has_gpu() and name not in (BACKEND, "pallas")]
     arguments = {**tensors, **work.options}
     names = [n for n in names if dispatch.choose(work.operation, arguments, n).implementation]
     return [*names, BACKEND]
@@ -359,13 +359,13 @@ def compile_both(function, xla, arguments):
 
 def poison():
     """Fills the memory of the next tensors with NaN."""
-    if on_gpu() and BACKEND == "torch":
+    if has_gpu() and BACKEND == "torch":
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
         sizes = [min(MAX_POISON, free // 2) // 4, *(2**k for k in range(7, 18) for _ in range(4))]
         held = [torch.full((size,), math.nan, device="cuda") for size in sizes]
         del held
-    elif on_gpu() and BACKEND == "jax":
+    elif has_gpu() and BACKEND == "jax":
         wait(jax.numpy.full((2**32,), jax.numpy.nan, "float32"))
 
 
@@ -445,7 +445,7 @@ def measure(function, arguments, judge, xla):
     del results
     if far > FAR_OFF:
         raise ValueError(f"wrong by {far:.1%} of the results' size")
-    if BACKEND == "jax" and on_gpu():
+    if BACKEND == "jax" and has_gpu():
         memory = both.memory_analysis()
         peak = memory.temp_size_in_bytes + memory.output_size_in_bytes
     else:
@@ -483,7 +483,7 @@ def measure_shape(label, work, shape, arguments, rates):
     given = d_output, *tensors.values()
     judge = Judge(plain, given, own_units=work.operation in TOKEN_WISE)
     names = supported_implementations(work, tensors)
-    if BACKEND == "torch" and on_gpu() and shape != work.shapes[0]:
+    if BACKEND == "torch" and has_gpu() and shape != work.shapes[0]:
         names.remove(BACKEND)
     functions = {
         name: functools.partial(run_by(name, work), names=tuple(tensors)) for name in names
@@ -513,7 +513,7 @@ def measure_all(arguments):
     for label, work in WORK.items():
         if arguments.operations and work.operation not in arguments.operations:
             continue
-        for shape in arguments.shapes or (work.shapes if on_gpu() else work.cpu_shapes):
+        for shape in arguments.shapes or (work.shapes if has_gpu() else work.cpu_shapes):
             if time.monotonic() > end:
                 print(f"not begun as time is up: {label} {shape}", file=sys.stderr)
                 continue
@@ -531,8 +531,8 @@ def main():
     arguments = parser.parse_args()
     if unknown := set(arguments.operations) - names:
         parser.error(f"there is no operation {', '.join(sorted(unknown))}")
-    arguments.dtype = arguments.dtype or ("bfloat16" if on_gpu() else "float32")
-    if BACKEND == "torch" and on_gpu():
+    arguments.dtype = arguments.dtype or ("bfloat16" if has_gpu() else "float32")
+    if BACKEND == "torch" and has_gpu():
         peers.compile_side_by_side()
     print_header(arguments.dtype)
     print_results(measure_all(arguments))

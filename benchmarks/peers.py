@@ -11,7 +11,7 @@ import importlib.util
 
 from keras import ops
 
-from benchmarks.timing import BACKEND, on_gpu
+from benchmarks.timing import BACKEND, has_gpu
 from keras_recurrent import dispatch
 
 if BACKEND == "torch":
@@ -29,7 +29,7 @@ def is_installed(module):
 
 def operation_baselines(operation, shape, options):
     """Returns `{name: function}` of an operation on the current backend and device."""
-    if not on_gpu():
+    if not has_gpu():
         is_linear = operation in ("gated_linear_attention", "lightning_attention")
         has_loop = is_linear and "k" not in options and shape[1] <= LOOP_LENGTH
         return {"loop over tokens": token_loop} if has_loop else {}

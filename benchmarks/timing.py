@@ -67,7 +67,7 @@ def quartiles(values):
 # --- Times ---
 
 
-def on_gpu():
+def has_gpu():
     return "CPU" not in machine()
 
 
@@ -117,7 +117,7 @@ def wall_ms(call):
 def device_ms(call):
     """Returns the device's time for one call, without launches; on a CPU, the wall time."""
     wait(call())
-    if not on_gpu() or BACKEND == "tensorflow":
+    if not has_gpu() or BACKEND == "tensorflow":
         return wall_ms(call)
     return _event_ms(call) if BACKEND == "torch" else _profiler_ms(call)
 
@@ -172,7 +172,7 @@ def _profiler_ms(call, calls=5):
 def reset_peak():
     """Starts a measurement of `peak_bytes`; returns the bytes in use."""
     gc.collect()  # only the garbage collector frees a Keras model's reference cycles
-    if not on_gpu():
+    if not has_gpu():
         ctypes.CDLL(None).malloc_trim(0)  # returns free memory to the system
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")  # resets the peak
@@ -187,7 +187,7 @@ def reset_peak():
 
 def peak_bytes():
     """Returns the peak of the bytes in use; on JAX and a GPU since the process started."""
-    if not on_gpu():
+    if not has_gpu():
         return _process_bytes("VmHWM")
     if BACKEND == "torch":
         torch.cuda.synchronize()
@@ -216,9 +216,9 @@ def is_out_of_memory(error):
 
 def device_rates(dtype="float32"):
     """Measures the bytes per second of a copy and the FLOP/s of a large product."""
-    n = 8192 if on_gpu() else 1024
+    n = 8192 if has_gpu() else 1024
     x = ops.cast(keras.random.normal((n, n)), dtype)
-    long = ops.zeros((2**28 if on_gpu() else 2**24,), "float32")
+    long = ops.zeros((2**28 if has_gpu() else 2**24,), "float32")
 
     def best(function):
         times = []

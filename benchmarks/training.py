@@ -29,8 +29,8 @@ from benchmarks import make_parser, peers
 from benchmarks.models import MODELS, make_model
 from benchmarks.timing import (
     BACKEND,
+    has_gpu,
     is_out_of_memory,
-    on_gpu,
     peak_bytes,
     print_header,
     print_results,
@@ -119,7 +119,7 @@ def baseline_step(model, token_ids, arguments):
     if arguments.update and is_small(arguments.model):
         update = torch.optim.SGD(model.parameters(), 1e-3).step
     elif arguments.update:
-        update = torch.optim.AdamW(model.parameters(), 1e-4, fused=on_gpu()).step
+        update = torch.optim.AdamW(model.parameters(), 1e-4, fused=has_gpu()).step
     token_ids = token_ids.long()
     return gradient_step(model, lambda: model(input_ids=token_ids, labels=token_ids).loss, update)
 
@@ -264,7 +264,7 @@ def main():
     parser.add_argument("--only", choices=("ours", "baseline"))
     arguments = parser.parse_args()
     arguments.sizes = arguments.sizes or [(8, 2048), (1, 2048)]
-    if BACKEND == "torch" and on_gpu():
+    if BACKEND == "torch" and has_gpu():
         peers.compile_side_by_side()
     print_header("float32" if is_small(arguments.model) else "bfloat16")
     print_results(measure_all(arguments))

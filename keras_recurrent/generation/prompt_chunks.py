@@ -53,8 +53,8 @@ class PromptChunks:
         step = min(self._time_step() for _ in range(TIMED_RUNS))[0]
         for size in self._sizes:
             seconds, num_parts = min(self._time_step(size) for _ in range(TIMED_RUNS))
-            of_token = step / self._batch.tokens_per_step
-            cost = (seconds - step) / num_parts / (MAX_DELAY * of_token)
+            token_seconds = step / self._batch.tokens_per_step
+            cost = (seconds - step) / num_parts / (MAX_DELAY * token_seconds)
             self._costs[size] = max(cost, 1 / num_parts)  # a measured time may be too short
 
     def _time_step(self, chunk_size=None):

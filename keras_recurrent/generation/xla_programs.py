@@ -317,8 +317,8 @@ def compiler_options_of_prompts():
     """
     import jax
 
-    on_gpu = jax.default_backend() == "gpu"
-    return {"xla_gpu_graph_min_graph_size": 2**20} if on_gpu else None
+    has_gpu = jax.default_backend() == "gpu"
+    return {"xla_gpu_graph_min_graph_size": 2**20} if has_gpu else None
 
 
 def _copy(cache):
