@@ -91,9 +91,10 @@ def check_same_model(key, model, name="cache"):
 def _fingerprint(weights):
     """Returns a hash of evenly spaced elements of each weight; only these go to the host."""
     values = [w.value if isinstance(w, keras.Variable) else w for w in weights]
-    # With several processes, concatenating in one program was observed to deadlock on CPUs.
-    parts = [*map(_sample, values)] if is_multi_process() else [_samples(values)] if values else []
-    numbers = np.concatenate([np.zeros(0, "float32"), *map(gather_to_numpy, parts)])
+    if is_multi_process():  # concatenating in one program was observed to deadlock on CPUs
+        numbers = np.concatenate([gather_to_numpy(_sample(value)) for value in values])
+    else:
+        numbers = gather_to_numpy(_samples(values))
     shapes = json.dumps([list(weight.shape) for weight in weights])
     return hashlib.sha256(shapes.encode() + numbers.astype("<f4").tobytes()).hexdigest()
 

@@ -310,7 +310,7 @@ def _jit(function):
 
 
 def compiler_options_of_prompts():
-    """Returns the options of XLA for programs that process prompts, which use no CUDA graphs.
+    """Returns the options of XLA for programs that process or insert prompts, without CUDA graphs.
 
     Each call has other buffers, so that XLA would update every kernel of a graph before the first
     one could run. This took longer than launching the kernels one by one.

@@ -160,8 +160,11 @@ class StreamingLayer(StatefulLayer):
     ):
         # Keras would cast a float32 state to the compute dtype of a mixed policy.
         super().__init__(autocast=False, **kwargs)
-        check_booleans(return_state=return_state, return_sequences=return_sequences)
-        check_boolean("go_backwards", go_backwards)
+        check_booleans(
+            return_state=return_state,
+            return_sequences=return_sequences,
+            go_backwards=go_backwards,
+        )
         if zero_output_for_mask is not None:
             check_boolean("zero_output_for_mask", zero_output_for_mask)
         self.return_state = return_state
