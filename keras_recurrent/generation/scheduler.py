@@ -80,18 +80,23 @@ class Scheduler(DecodingLoop):
     @property
     def num_queued(self):
         """Number of sequences that are not started, or started but without a free slot."""
-        return len(self._queue) + max(0, self._num_started - self.batch.num_free)
+        started, free = self._num_started_and_free()
+        return len(self._queue) + max(0, started - free)
 
     @property
     def num_active(self):
         """Number of sequences in slots, or with a free slot and a started prompt."""
         # A request ends before its sequence leaves the slot.
         running = sum(sequence.finish_reason is None for sequence in self.batch.active)
-        return running + min(self._num_started, self.batch.num_free)
+        return running + min(self._num_started_and_free())
 
-    @property
-    def _num_started(self):
-        return len(self._prompts) + len(self._ready)
+    def _num_started_and_free(self):
+        """Returns the numbers of started sequences without a slot, and of free slots."""
+        # Other threads read these numbers while a sequence moves, and is in two lists. The lists
+        # are read in the order in which it moves, and it is counted in the last one.
+        started = dict.fromkeys([*self._prompts, *self._ready])
+        active = self.batch.active
+        return len(started.keys() - set(active)), self.batch.num_slots - len(active)
 
     @property
     def sequences(self):
@@ -183,7 +188,7 @@ class Scheduler(DecodingLoop):
                 del self._ready[0]
             # More prompts are started than fit into a program, so that slots need not wait.
             limit = 2 * self._chunks.num_prompts
-            if not self._queue or self._num_started >= limit:
+            if not self._queue or len(self._prompts) + len(self._ready) >= limit:
                 return
             with self.changed:
                 sequence = self._queue.popleft()

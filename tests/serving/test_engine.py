@@ -478,9 +478,10 @@ class Device:
     max_chunk = CHUNK
     is_ready = staticmethod(lambda sequence: True)
     wait = staticmethod(lambda: None)
-    active, active_slots, initial_row = (), (), None
+    active_slots, initial_row = (), None
 
     def __init__(self, num_free, num_prompts=1, num_parts=1, cost=None, num_active=0):
+        self.active = []
         self.num_free, self.num_prompts, self.num_active = num_free, num_prompts, num_active
         self.num_parts, self.processed, self._cost = num_parts, [], cost
 
@@ -496,8 +497,19 @@ class Device:
         for sequence, stop in pairs:
             sequence.num_processed = stop
 
+    @property
+    def num_slots(self):
+        return self.num_free + len(self.active)
+
     def insert(self, sequence, row):
         self.num_free -= 1
+        self.active.append(sequence)
+
+
+class QueuedPrompt(SimpleNamespace):
+    """Sequence that waits; equal to itself only."""
+
+    __hash__ = object.__hash__
 
 
 def make_scheduler(device, lengths):
@@ -506,7 +518,8 @@ def make_scheduler(device, lengths):
     found = scheduler.Scheduler(device, device, prefixes)
     for length in lengths:
         given = {"prompt": [1] * length, "ends": (), "row": None, "end_reason": lambda now: None}
-        found.add(SimpleNamespace(num_processed=0, num_cached=0, **given), 100)
+        given["finish_reason"] = None
+        found.add(QueuedPrompt(num_processed=0, num_cached=0, **given), 100)
     return found
 
 
@@ -549,3 +562,18 @@ def test_a_free_slot_does_not_wait_for_chunks():
     device.num_free = 1
     scheduler.advance()  # the program still runs
     assert device.num_free == 0
+
+
+@pytest.mark.once
+def test_sequence_that_moves_into_a_slot_is_not_queued(monkeypatch):
+    """A request is refused while the queue is empty and the engine fills a slot."""
+    device, counts = Device(1), []
+    scheduler = make_scheduler(device, (1,))
+
+    def insert(sequence, row):
+        Device.insert(device, sequence, row)
+        counts.append((scheduler.num_queued, scheduler.num_active))
+
+    monkeypatch.setattr(device, "insert", insert)
+    scheduler.advance()
+    assert counts == [(0, 1)]
