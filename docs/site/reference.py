@@ -104,9 +104,10 @@ def signature(arguments):
 
 def class_signature(classes):
     for _, node in classes:
-        if "NamedTuple" in map(ast.unparse, node.bases):
-            fields = [s for s in node.body if isinstance(s, ast.AnnAssign)]
-            return f"({', '.join(field.target.id for field in fields)})"
+        decorators = " ".join(map(ast.unparse, node.decorator_list))
+        if "NamedTuple" in map(ast.unparse, node.bases) or "dataclass" in decorators:
+            fields = [s.target.id for s in node.body if isinstance(s, ast.AnnAssign)]
+            return f"({', '.join(['*'] * ('kw_only=True' in decorators) + fields)})"
         for statement in node.body:
             if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
                 return signature(statement.args)
