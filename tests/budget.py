@@ -1,13 +1,11 @@
 """CPU seconds of each test file, child processes included, checked against `durations.json`.
 
-`--budget=check` fails the run if a file takes more than twice its entry plus 10 seconds, or all
-files together more than 1.3 times their entries. A file alone may take longer by chance: the first
-to start a process compiles the bytecode, and the first to call a function its program, that others
-share with it. Where only a part of the tests runs, the sum is not checked.
-`--budget=write` updates the entries of the files that ran, on the current backend. Nightly tests
-are not counted. Times are multiplied by the recorded time of a fixed computation over the measured
-one, which compensates for slower or busy machines: it is measured between tests, while other
-workers run theirs, since two workers share the units of one core on many machines.
+`--budget=check` fails the run if a file takes more than twice its entry (5 s without one) plus 10
+seconds: the first file that uses a program compiles it for others. If all tests ran, their sum must
+be at most 1.3 times its entry. `--budget=write` updates the entries of the files that ran.
+
+Nightly tests are not counted. Times are scaled by the time of a fixed computation, measured between
+tests, relative to its recorded time, which compensates for slower or busy machines.
 """
 
 import collections
@@ -22,7 +20,8 @@ import time
 import pytest
 
 DURATIONS = pathlib.Path(__file__).with_name("durations.json")
-FACTOR, SLACK = 2, 10  # of a file; seconds
+ALL = "all files"
+FACTOR, SLACK, NO_ENTRY = 2, 10, 5  # of a file; seconds
 FACTOR_OF_SUM = 1.3
 PROBE_INTERVAL = 20  # seconds between two probes of a worker
 
@@ -44,37 +43,17 @@ def probe():
     return min(measure() for _ in range(3))
 
 
-def over_budget(files, entries, scale, complete=False):
-    """Messages for files over budget; measured seconds are multiplied by `scale`.
-
-    If `files` are `complete`, their sum is checked, too.
-    """
-    messages = []
-    total, allowed = sum(files.values()) * scale, FACTOR_OF_SUM * sum(entries.values())
-    if complete and total > allowed:
-        messages.append(
-            f"all files: {total:.0f} CPU s (scaled by {scale:.2f}), limit {allowed:.0f}: "
-            "make tests cheaper or nightly, or run `make durations`"
-        )
-    for file, seconds in sorted(files.items()):
-        allowed = FACTOR * entries.get(file, 0) + SLACK
-        if seconds * scale > allowed:
-            messages.append(
-                f"{file}: {seconds * scale:.1f} CPU s (scaled by {scale:.2f}), limit "
-                f"{allowed:.1f}: make its tests cheaper or nightly, or run `make durations`"
-            )
-    return messages
-
-
-def read_durations(backend):
-    """The entries of a backend. Raises `pytest.UsageError` if there are none."""
-    try:
-        return json.loads(DURATIONS.read_text())[backend]
-    except (OSError, ValueError, KeyError) as error:
-        raise pytest.UsageError(
-            f"--budget=check needs the entries of {backend} in {DURATIONS}, which `make durations` "
-            f"writes: {error!r}"
-        ) from error
+def over_budget(seconds, entries):
+    """Messages for files over budget, of `{file: scaled CPU seconds}` and their sum, if given."""
+    limits = {file: FACTOR * entries.get(file, NO_ENTRY) + SLACK for file in seconds}
+    if ALL in seconds:
+        limits[ALL] = FACTOR_OF_SUM * entries[ALL]
+    return [
+        f"{file}: {value:.1f} CPU s, limit {limits[file]:.1f}: "
+        "make tests cheaper or nightly, or run `make durations`"
+        for file, value in sorted(seconds.items())
+        if value > limits[file]
+    ]
 
 
 class Budget:
@@ -84,21 +63,17 @@ class Budget:
         self.config = config
         self.backend = os.environ["KERAS_BACKEND"]
         self.is_controller = "PYTEST_XDIST_WORKER" not in os.environ
-        self.runs_tests = not (self.is_controller and getattr(config.option, "numprocesses", None))
         self.probes, self.last_probe = [], time.monotonic()
-        self.seconds = collections.defaultdict(float)  # test id → CPU seconds
+        self.seconds = collections.Counter()  # file → CPU seconds
         self.messages = []
-        if config.option.budget == "check":
-            self.row = read_durations(self.backend)
-
-    def pytest_sessionstart(self):
-        if self.runs_tests:
-            # Or the first test would pay for it.
-            importlib.import_module("keras_recurrent")
+        self.durations = json.loads(DURATIONS.read_text())  # {file: {backend: seconds}}
+        rows = self.durations.items()
+        self.entries = {file: row[self.backend] for file, row in rows if self.backend in row}
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item):
         if not self.probes or time.monotonic() - self.last_probe > PROBE_INTERVAL:
+            importlib.import_module("keras_recurrent")  # or the first test would pay for it
             self.probes.append(probe())
             self.last_probe = time.monotonic()
         self.before = cpu_seconds()
@@ -115,10 +90,7 @@ class Budget:
     def pytest_runtest_logreport(self, report):
         if self.is_controller and "nightly" not in report.keywords:
             # A report on a worker that crashed has no seconds.
-            self.seconds[report.nodeid] += getattr(report, "cpu_seconds", 0)
-            if self.config.option.budget_tests and report.when == "teardown":
-                with open(self.config.option.budget_tests, "a") as file:
-                    file.write(f"{self.seconds[report.nodeid]:.3f} {report.nodeid}\n")
+            self.seconds[report.nodeid.partition("::")[0]] += getattr(report, "cpu_seconds", 0)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node):
@@ -127,53 +99,43 @@ class Budget:
     def pytest_sessionfinish(self, session, exitstatus):
         if not self.is_controller:
             self.config.workeroutput["probes"] = self.probes
-            return
-        if exitstatus != pytest.ExitCode.OK or not self.probes:
-            return  # files may not have run to their ends
-        files = collections.defaultdict(float)
-        for test, seconds in self.seconds.items():
-            files[test.partition("::")[0]] += seconds
-        measured = statistics.median(self.probes)
-        complete = self.config.args == self.config.getini("testpaths")
-        if self.config.option.budget == "write":
-            self.write(files, measured, complete)
-        elif self.config.option.budget == "check":
-            scale = self.row["probe"] / measured
-            self.messages = over_budget(files, self.row["files"], scale, complete)
+        elif exitstatus == pytest.ExitCode.OK and self.probes:  # else files may be incomplete
+            measured = statistics.median(self.probes)
+            complete = self.config.args == self.config.getini("testpaths")
+            if self.config.option.budget == "write":
+                self.write(measured, complete)
+                return
+            scale = self.entries["probe"] / measured
+            seconds = {file: scale * value for file, value in self.seconds.items()}
+            if complete:
+                seconds[ALL] = sum(seconds.values())
+            self.messages = over_budget(seconds, self.entries)
             if self.messages:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    def write(self, files, measured, complete):
+    def write(self, measured, complete):
         """Replace all entries of the backend, or after a part of the tests those of its files."""
-        durations = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
-        row = durations.setdefault(self.backend, {"probe": measured, "files": {}})
         if complete:
-            row.update(probe=round(measured, 4), files={})
-        scale = row["probe"] / measured
-        row["files"] |= {file: round(seconds * scale, 1) for file, seconds in files.items()}
-        DURATIONS.write_text(json.dumps(durations, indent=1, sort_keys=True) + "\n")
+            self.entries = {"probe": round(measured, 4), ALL: round(sum(self.seconds.values()), 1)}
+            for row in self.durations.values():
+                row.pop(self.backend, None)
+        scale = self.entries["probe"] / measured
+        for file, seconds in {**self.entries, **self.seconds}.items():
+            value = round(seconds * scale, 1) if file in self.seconds else seconds
+            if value > NO_ENTRY or file == "probe":
+                self.durations.setdefault(file, {})[self.backend] = value
+        rows = [
+            f" {json.dumps(file)}: {json.dumps(row)}"
+            for file, row in sorted(self.durations.items())
+            if row
+        ]
+        DURATIONS.write_text("{\n" + ",\n".join(rows) + "\n}\n")
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_terminal_summary(self, terminalreporter):
         """Report below the skipped tests, where the end of a long log shows it."""
         yield
-        if self.seconds:
-            terminalreporter.write_line(
-                f"CPU seconds: {sum(self.seconds.values()):.0f} in tests (nightly excluded)"
-            )
+        seconds = sum(self.seconds.values())
+        terminalreporter.write_line(f"CPU seconds: {seconds:.0f} in tests (nightly excluded)")
         for message in self.messages:
             terminalreporter.write_line(f"over budget: {message}", red=True)
-
-
-def addoption(parser):
-    group = parser.getgroup("budget", "CPU seconds of each test file")
-    group.addoption(
-        "--budget", choices=("check", "write"), help="check against, or update, durations.json"
-    )
-    group.addoption(
-        "--budget-tests", metavar="FILE", help="append the CPU seconds of each test to FILE"
-    )
-
-
-def configure(config):
-    config.pluginmanager.register(Budget(config), "budget")

@@ -1,4 +1,4 @@
-"""Setup of all tests: the backend, caches of compiled programs, seeds, tiers and budget."""
+"""Setup of all tests: the backend, caches of compiled programs, seeds, markers and budget."""
 
 import gc
 import importlib.metadata
@@ -8,7 +8,7 @@ import pathlib
 
 import pytest
 
-from tests import budget, tiers
+from tests.budget import Budget
 from tests.selection import BACKENDS
 
 INSTALLED = [name for name in BACKENDS if importlib.util.find_spec(name)]
@@ -74,21 +74,52 @@ else:
 
 
 def pytest_addoption(parser):
-    budget.addoption(parser)
-    tiers.addoption(parser)
-    group = parser.getgroup("fuzz", "random inputs (tests/fuzz)")
+    group = parser.getgroup("keras_recurrent")
     group.addoption(
-        "--draws", default="few", help="inputs per test: a number, few (default) or many"
+        "--nightly",
+        default="",
+        metavar="PATHS",
+        help="also run nightly tests in these comma-separated files and folders",
     )
-    group.addoption("--start", type=int, default=0, help="index of the first input")
+    group.addoption(
+        "--budget",
+        choices=("check", "write"),
+        help="check CPU seconds by, or write, durations.json",
+    )
+    group.addoption(
+        "--draws", default="few", help="random inputs per test: a number, few (default) or many"
+    )
+    group.addoption("--start", type=int, default=0, help="index of the first random input")
 
 
 def pytest_configure(config):
-    budget.configure(config)
-    tiers.configure(config, ONCE)
+    if config.option.budget:
+        config.pluginmanager.register(Budget(config), "budget")
     # Incomplete cache entries (still being written, or interrupted) are recompiled.
     message = "Error reading persistent compilation cache entry"
     config.addinivalue_line("filterwarnings", f"ignore:{message}:UserWarning")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Deselects nightly tests unless requested, and tests marked `once` on all but one backend.
+
+    `--nightly=PATHS` requests the nightly tests of files and folders, `file::name` a single one.
+    """
+    paths = [config.invocation_params.dir / p for p in config.option.nightly.split(",") if p]
+    names = tuple(argument for argument in config.args if "::" in argument)
+    if missing := [str(path) for path in paths if not path.exists()]:
+        raise pytest.UsageError(f"--nightly must name files and folders; missing: {missing}")
+
+    def runs(item):
+        marks = {mark.name for mark in item.iter_markers()}
+        is_requested = item.nodeid.startswith(names) or any(
+            item.path.is_relative_to(path) for path in paths
+        )
+        is_backend = "once" not in marks or os.environ["KERAS_BACKEND"] == ONCE
+        return is_backend and (is_requested or "nightly" not in marks)
+
+    config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
+    items[:] = [item for item in items if runs(item)]
 
 
 def pytest_report_header():

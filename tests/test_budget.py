@@ -4,36 +4,24 @@ import json
 
 import pytest
 
-from tests.budget import DURATIONS, over_budget
+from tests.budget import ALL, DURATIONS, over_budget
 from tests.selection import BACKENDS, ROOT
 
-pytestmark = pytest.mark.once
+ENTRIES = {ALL: 100.0, "tests/a.py": 10.0}
 
 
-def test_limit_is_twice_the_entry_plus_10_seconds():
-    entries = {"tests/a.py": 10.0}
-    assert over_budget({"tests/a.py": 29.9, "tests/new.py": 9.9}, entries, scale=1) == []
-    (line,) = over_budget({"tests/a.py": 30.1}, entries, scale=1)
-    assert line.startswith("tests/a.py: 30.1 CPU s (scaled by 1.00), limit 30.0: make")
-    (line,) = over_budget({"tests/new.py": 10.1}, entries, scale=1)
-    assert line.startswith("tests/new.py: 10.1 CPU s (scaled by 1.00), limit 10.0")
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("file", "limit"), [("tests/a.py", 30), ("tests/without_entry.py", 20), (ALL, 130)]
+)
+def test_over_budget_names_files_above_their_limit(file, limit):
+    assert over_budget({file: limit - 0.1}, ENTRIES) == []
+    (message,) = over_budget({file: limit + 0.1}, ENTRIES)
+    assert message.startswith(f"{file}: {limit}.1 CPU s, limit {limit}.0: make tests cheaper")
 
 
-def test_limit_of_all_files_is_1_3_times_their_entries():
-    entries = {"tests/a.py": 50.0, "tests/b.py": 50.0}
-    assert over_budget(dict.fromkeys(entries, 64.9), entries, scale=1, complete=True) == []
-    (line,) = over_budget(dict.fromkeys(entries, 65.1), entries, scale=1, complete=True)
-    assert line.startswith("all files: 130 CPU s (scaled by 1.00), limit 130: make")
-
-
-def test_limit_scales_with_machine_speed():
-    assert over_budget({"tests/a.py": 40.0}, {"tests/a.py": 10.0}, scale=0.5) == []
-    assert over_budget({"tests/a.py": 40.0}, {"tests/a.py": 10.0}, scale=1) != []
-
-
-def test_entries_name_existing_files():
+@pytest.mark.once
+def test_durations_name_existing_files():
     durations = json.loads(DURATIONS.read_text())
-    assert set(durations) == set(BACKENDS)
-    for row in durations.values():
-        assert row["probe"] > 0
-        assert [file for file in row["files"] if not (ROOT / file).exists()] == []
+    assert set(durations.pop("probe")) == set(durations.pop(ALL)) == set(BACKENDS)
+    assert [file for file in durations if not (ROOT / file).exists()] == []
