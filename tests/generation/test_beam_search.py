@@ -71,6 +71,44 @@ def test_rules_and_limits(model, plain, case):
     assert BACKEND == "torch" or mode in ("eager", "program")
 
 
+@pytest.mark.once
+@pytest.mark.parametrize("early_stopping", beam_search.EARLY_STOPPING)
+def test_search_of_random_logits_finds_the_sequences_of_transformers(early_stopping):
+    """A search ends too early or too late, which few models with real weights show."""
+    num_searches, num_beams, size, stop_ids = 40, 3, 6, [1, 3]
+    rng, convert = np.random.default_rng(0), keras.ops.convert_to_tensor
+    tables = rng.normal(scale=2, size=(num_searches, size, 7, 7)).astype("float32")
+    zeros = convert(np.zeros((num_searches, 1), "int32"))
+
+    def step(token, mask, cache):
+        """Looks up the logits of a position and the last token."""
+        table, position = cache
+        rows = keras.ops.reshape(table, (len(position), -1, 7))
+        index = 7 * position + token
+        return keras.ops.take_along_axis(rows, index[:, :, None], axis=1), (table, position + 1)
+
+    found = beam_search.search(
+        *(step, (convert(tables), zeros), zeros),
+        *(convert(np.full(num_searches, size, "int32")), convert(np.array(stop_ids, "int32"))),
+        *(1.0, beam_search.EARLY_STOPPING.index(early_stopping), num_beams, size),
+    )
+    tokens, counts = (keras.ops.convert_to_numpy(x) for x in (found.tokens, found.counts))
+    log_p = plain_generation.log_softmax(tables.astype("float64"))
+    for table, row, lengths in zip(log_p, tokens, counts, strict=True):
+        plain = plain_generation.search_of_one(num_beams, size, stop_ids, 1.0, early_stopping)
+        running, result = next(plain), None
+        while result is None:
+            try:
+                running = plain.send([table[len(ids), ids[-1] if ids else 0] for _, ids in running])
+            except StopIteration as end:
+                result = end.value
+        ended, margin = result
+        assert margin > 1e-5
+        assert [ids[:n].tolist() for ids, n in zip(row, lengths, strict=True)] == [
+            ids for _, ids in ended
+        ]
+
+
 @pytest.mark.skipif(BACKEND == "torch", reason="torch compiles no search")
 def test_other_rules_and_stop_tokens_run_the_same_program(model, monkeypatch):
     search(model)

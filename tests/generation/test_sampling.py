@@ -25,18 +25,27 @@ from tests.models.tiny import tiny_causal_lm
 
 VOCABULARY, STEPS, STOPS = 100, 20, (3, 7)
 PROMPTS = [[1, 5, 5], [2, 9, 30, 31], [4]]
+LIKELY = dict.fromkeys([1, 2, 4, 5, 9, 30, 31, 50, 51], 4.0)
 CASES = {
     "greedy": SamplingParams(temperature=0),
     "all tokens": SamplingParams(seed=1),
     "temperature": SamplingParams(seed=2, temperature=0.3),
     "top_k": SamplingParams(seed=3, top_k=5),
     "a large top_k": SamplingParams(seed=9, top_k=80, temperature=5.0),
-    "top_p": SamplingParams(seed=4, top_p=0.6),
+    "top_p": SamplingParams(seed=4, top_p=0.6, temperature=1.3),
     "top_p of top_k": SamplingParams(seed=5, top_k=12, top_p=0.7, temperature=1.5),
-    "min_p": SamplingParams(seed=6, min_p=0.2),
+    "min_p": SamplingParams(seed=6, min_p=0.2, temperature=1.5),
+    # The bias makes tokens of the prompts the most probable ones, so that the penalties decide.
     "penalties": SamplingParams(
-        temperature=0, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.6
+        temperature=0,
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=0.6,
+        logit_bias=LIKELY,
     ),
+    "repetition penalty": SamplingParams(temperature=0, repetition_penalty=1.3, logit_bias=LIKELY),
+    "presence penalty": SamplingParams(temperature=0, presence_penalty=2, logit_bias=LIKELY),
+    "frequency penalty": SamplingParams(temperature=0, frequency_penalty=0.7, logit_bias=LIKELY),
     "negative penalties": SamplingParams(seed=7, repetition_penalty=0.8, frequency_penalty=-0.5),
     "bias": SamplingParams(seed=8, logit_bias={0: 3.0, 99: -100}),
     "no stop token": SamplingParams(temperature=0, min_new_tokens=9, logit_bias={3: 50, 7: 49}),
@@ -125,6 +134,14 @@ def test_rows_of_different_options_are_those_of_each_alone():
 )
 def test_samplers_of_keras_hub(sampler, params):
     assert resolved(sampler, 1, 50)[0] == [SamplingParams(**params)]
+
+
+@pytest.mark.once
+def test_sampling_params_with_seed_zero_are_reproducible():
+    """A seed of 0 counts as no seed."""
+    seeds = [resolved(SamplingParams(seed=seed), 1, 50)[1][0] for seed in (0, 0, None)]
+    first, again, other = (uniform_numbers(seed, 3).tolist() for seed in seeds)
+    assert first == again != other
 
 
 @pytest.mark.once

@@ -148,6 +148,29 @@ def test_recent_tokens_are_applied_without_waiting():
     assert not WAITING & {*called}
 
 
+def test_recent_tokens_of_several_layers_are_applied_to_their_own_states():
+    """A state that is saved has the recent tokens of another layer or sequence."""
+    backbone = tiny_causal_lm(family="hgrn2", num_layers=3).backbone
+    rng = np.random.default_rng(0)
+    cache = keras.tree.map_structure(
+        lambda x: (
+            torch.asarray(rng.uniform(0.1, 1, x.shape), dtype=x.dtype)
+            if x.is_floating_point()
+            else x
+        ),
+        backbone.add_recent_tokens(backbone.get_initial_state(2)),
+    )
+    found = keras.tree.flatten(apply_recent_tokens(cache))
+    alone = [
+        keras.tree.flatten(
+            apply_recent_tokens(keras.tree.map_structure(lambda x, i=i: x[i : i + 1], cache))
+        )
+        for i in range(2)
+    ]
+    for whole, *rows in zip(found, *alone, strict=True):
+        np.testing.assert_allclose(whole, np.concatenate(rows), rtol=1e-6)
+
+
 def test_a_step_keeps_no_larger_copies_of_weights(monkeypatch):
     """A step of several rows keeps a float32 copy of each int8 kernel, four times its bytes."""
     model = tiny_causal_lm(family="hgrn2", num_layers=1)

@@ -106,3 +106,6 @@ def test_quantized_layers_reload_in_a_sequential_model(name, tmp_path):
     model.save(tmp_path / "model.keras")
     again = keras.saving.load_model(tmp_path / "model.keras")
     np.testing.assert_array_equal(numpy(again(x)), wanted)
+    clone = keras.models.clone_model(model)
+    clone.set_weights(model.get_weights())
+    np.testing.assert_array_equal(numpy(clone(x)), wanted)

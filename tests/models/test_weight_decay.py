@@ -152,6 +152,18 @@ def test_compile_warns_once_and_changes_nothing(family):
         model.compile(keras.optimizers.LossScaleOptimizer(optimizer))
 
 
+@pytest.mark.once
+def test_excluded_paths_of_several_optimizers_are_excluded_by_all():
+    """A weight that only one optimizer excludes is excluded by all after a file is loaded."""
+    model, optimizer = tiny_causal_lm(family="hgrn2", num_layers=1), OPTIMIZERS["several"]()
+    optimizer.build(model.trainable_variables)
+    first, *others = optimizer.optimizers
+    for inner, names in [(first, ["scale", "bias"]), *((one, ["bias"]) for one in others)]:
+        inner.exclude_from_weight_decay(var_names=names)
+    model.compile(optimizer)
+    assert exclude_paths(model) == [v.path for v in model.weights if "bias" in v.path]
+
+
 def exclude_paths(model):
     return model.get_compile_config()["config"]["excluded_from_weight_decay"]
 

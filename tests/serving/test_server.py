@@ -161,11 +161,15 @@ def test_completions_of_several_prompts(client, text):
         assert choice.logprobs.text_offset[:3] == [0, 1, 2]
     assert answer.usage.prompt_tokens == 12
     tokens = [1, *(byte + 3 for byte in b"Hello")]
-    stream = client.completions.create(**options, prompt=[tokens] * 2, stream=True)
-    texts = ["", ""]
-    for chunk in stream:
-        texts[chunk.choices[0].index] += chunk.choices[0].text
-    assert texts == [text] * 2
+    stream = client.completions.create(**options, prompt=[tokens, [1, 70]], logprobs=0, stream=True)
+    choices = [chunk.choices[0] for chunk in stream]
+    other = client.completions.create(**options, prompt=[[1, 70]], logprobs=0).choices[0]
+    for index, wanted in enumerate((text, other.text)):
+        chunks = [choice for choice in choices if choice.index == index]
+        assert "".join(chunk.text for chunk in chunks) == wanted
+        assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["length"]
+        assert sum(len(chunk.logprobs.tokens) for chunk in chunks if chunk.logprobs) == 60
+    assert other.text != text
 
 
 def test_completions_without_top_have_log_probabilities(server):
@@ -192,6 +196,15 @@ def test_a_client_that_disconnects_frees_its_slot(server, stream):
     wait_for(lambda: num_cancelled(server) > before)
     found = metrics(server.url)
     assert (found["slots_active"], found["requests_queued"]) == (0, 0)
+
+
+def test_request_with_an_invalid_prompt_cancels_its_other_prompts(server):
+    """Prompts that were accepted before the invalid one keep running."""
+    engine = server.config.app.state.service.engine
+    num_tokens = engine.stats()["tokens"]
+    assert post(server, prompt=["Hello", "x" * 2000], **LONG).status_code == 400
+    wait_for(lambda: engine.stats()["active"] == engine.stats()["queued"] == 0)
+    assert engine.stats()["tokens"] - num_tokens < LONG["max_tokens"]
 
 
 @pytest.mark.parametrize(
