@@ -1,32 +1,32 @@
-"""Triton's interpreter without work that it repeats: the results are the same, to the bit.
+"""Triton's interpreter without repeated work; the results are bit-identical.
 
-At a launch it replaces Triton's functions by those of NumPy, and puts them back at the end. Between
-these it does so again at each call of another function, `tl.sum` among them: it looks through
-hundreds of names that are replaced by then, which takes half of its time and more. It also writes
-the table of all dtypes anew whenever it looks for one.
+At each launch the interpreter replaces Triton's functions by functions of NumPy, and restores them
+at the end. In between, each call of another function, such as `tl.sum`, searches hundreds of names
+that are replaced already, which takes more than half of the time. Each lookup of a dtype builds the
+table of all dtypes.
 """
 
 import functools
 
 from triton.runtime import interpreter
 
-AS_IT_CAME = []  # [(what holds it, its name, what Triton had there)]
+ORIGINALS = []  # [(owner, name, original function)]
 
 
 def spare_repeated_work():
     replace, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     look_up = interpreter._get_np_dtype
     look_up_once = functools.cache(look_up)
-    replaced = set()  # the functions, since the launch, for which names were replaced
+    replaced = set()  # functions whose names were replaced since the launch began
 
     def replace_once(function):
         if function in replaced:
-            return None  # only a launch, which comes first, puts names back
+            return None  # only a launch, which is the first call, restores names
         replaced.add(function)
         return replace(function)
 
     @functools.wraps(launch)
-    def launch_anew(self, *arguments, **options):
+    def launch_once(self, *arguments, **options):
         replaced.clear()
         try:
             return launch(self, *arguments, **options)
@@ -37,10 +37,10 @@ def spare_repeated_work():
         element = tensor_type.scalar
         return look_up(element) if element.is_ptr() else look_up_once(element)
 
-    for holder, name, better in (
+    for owner, name, faster in (
         (interpreter, "_patch_lang", replace_once),
-        (interpreter.GridExecutor, "__call__", launch_anew),
+        (interpreter.GridExecutor, "__call__", launch_once),
         (interpreter, "_get_np_dtype", dtype_of),
     ):
-        AS_IT_CAME.append((holder, name, getattr(holder, name)))
-        setattr(holder, name, better)
+        ORIGINALS.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, faster)

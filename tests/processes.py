@@ -1,4 +1,4 @@
-"""Tests that need a process of their own."""
+"""Processes of Python for tests that need a new one."""
 
 import json
 import os
@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def fresh_process(*command, **environment):
-    """The JSON that a fresh process of Python prints last. A variable that is None is not set."""
+    """Returns the JSON that a process prints last. An environment variable of None is not set."""
     environment = {**os.environ, **environment}
     done = subprocess.run(
         [sys.executable, *command],

@@ -1,6 +1,7 @@
-"""A training run that may be killed at any moment: `python -m tests.resumed FOLDER [BATCH]`.
+"""A training run that resumes from a backup: `python -m tests.resumed FOLDER [BATCH]`.
 
-It kills itself when it begins BATCH, counted over all epochs, and otherwise prints what it ends in.
+If BATCH is given, the process kills itself when this batch begins, counted over all epochs.
+Otherwise it prints a digest of the trained weights.
 """
 
 import hashlib
@@ -40,14 +41,7 @@ def packed_text(paths, batch_size=4, seed=1, **arguments):
 def model_with_dropout(steps_per_execution=1):
     """A model that draws random numbers, with slots and metrics."""
     keras.utils.set_random_seed(0)
-    inputs = {
-        name: keras.Input((None,), dtype=dtype, name=name)
-        for name, dtype in [
-            ("token_ids", "int32"),
-            ("padding_mask", "bool"),
-            ("segment_ids", "int32"),
-        ]
-    }
+    inputs = {name: keras.Input((None,), dtype=dtype, name=name) for name, dtype in DTYPES.items()}
     x = keras.layers.Embedding(259, 8)(inputs["token_ids"])
     x = keras.layers.Dropout(0.5)(x)
     model = keras.Model(inputs, keras.layers.Dense(259)(x))
@@ -78,7 +72,7 @@ def digest(model):
 
 
 class AtBatch(keras.callbacks.Callback):
-    """Does something when a batch begins, counted over all epochs."""
+    """Calls a function when a batch begins, counted over all epochs."""
 
     def __init__(self, batch, action, steps=STEPS):
         super().__init__()
@@ -108,7 +102,7 @@ def train(model, folder, *callbacks, steps=STEPS, epochs=EPOCHS, save_freq=2, pa
 
 
 def main(folder, batch=None):
-    """A run that kills itself when it begins a batch."""
+    """Trains; the process kills itself when a batch begins."""
     model = model_with_dropout()
     kill = AtBatch(batch and int(batch), lambda: os.kill(os.getpid(), signal.SIGKILL))
     train(model, folder, kill)
@@ -116,13 +110,15 @@ def main(folder, batch=None):
 
 
 def report(folder, steps, connection):
-    """A run that says when its first steps are done, and what it ends in."""
+    """Trains; sends a message after the first step, and the digest of the trained weights."""
     model = model_with_dropout()
-    train(model, folder, Steps(connection), steps=steps)
+    train(model, folder, FirstStep(connection), steps=steps)
     connection.send(digest(model))
 
 
-class Steps(keras.callbacks.Callback):
+class FirstStep(keras.callbacks.Callback):
+    """Sends "trains" after the first step."""
+
     def __init__(self, connection):
         super().__init__()
         self.connection, self.iterations = connection, None

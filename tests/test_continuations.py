@@ -1,4 +1,4 @@
-"""Scores and continuations of many contexts, beside those of one text at a time."""
+"""`Continuations` of many contexts, compared with one text at a time."""
 
 import keras
 import numpy as np
@@ -27,8 +27,8 @@ def draw(*lengths, vocabulary=VOCABULARY):
     return [rng.integers(0, vocabulary, length).tolist() for length in lengths]
 
 
-def by_hand(model, context, continuation):
-    """The same from the logits of the whole text, by NumPy."""
+def expected_score(model, context, continuation):
+    """Returns the log probability from the logits of the whole text, and whether it is greedy."""
     context, continuation = list(context), list(continuation)
     logits = model.score(np.array([context + continuation]))
     logits = keras.ops.convert_to_numpy(logits)[0, len(context) - 1 : -1].astype("float64")
@@ -37,8 +37,8 @@ def by_hand(model, context, continuation):
     return log_probability, logits.argmax(axis=-1).tolist() == continuation
 
 
-def requests(model):
-    """Several continuations of some contexts; one is the most probable."""
+def make_requests(model):
+    """Returns continuations of several contexts; the fifth one is the most probable."""
     a, b, c, *new = draw(5, 9, 1, 3, 1, 6, 2, 7)
     best = []
     for _ in range(4):
@@ -47,138 +47,120 @@ def requests(model):
     return [(a, new[0]), (b, new[1]), (a, new[2]), (c, new[3]), (b, best), (a, new[4]), (a, [])]
 
 
-def check_scores(model, found, asked):
-    for (score, greedy), (context, continuation) in zip(found, asked, strict=True):
+def check_scores(model, found, requests):
+    for (score, greedy), (context, continuation) in zip(found, requests, strict=True):
         if continuation:
-            wanted = by_hand(model, context, continuation)
-            np.testing.assert_allclose(score, wanted[0], rtol=1e-5)
-            assert greedy is wanted[1]
+            expected = expected_score(model, context, continuation)
+            np.testing.assert_allclose(score, expected[0], rtol=1e-5)
+            assert greedy is expected[1]
         else:
             assert (score, greedy) == (0.0, True)
 
 
-def test_scores_are_those_of_whole_texts():
-    model = tiny_causal_lm(family="hgrn2", num_layers=1)
-    asked = requests(model)
-    found = Continuations(model, batch_size=8).score(asked)
-    check_scores(model, found, asked)
-    assert [greedy for _, greedy in found] == [False, False, False, False, True, False, True]
-
-
-@pytest.mark.once
 @any_family
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_scores_are_the_same_in_any_batches_and_pieces(family, batch_size, monkeypatch):
+def test_score_does_not_depend_on_batches_and_chunks(family, batch_size, monkeypatch):
     monkeypatch.setattr(continuations, "TOKENS_PER_CALL", 4)
     model = tiny_causal_lm(family=family)
-    asked = requests(model)
-    check_scores(model, Continuations(model, batch_size).score(asked), asked)
+    requests = make_requests(model)
+    check_scores(model, Continuations(model, batch_size).score(requests), requests)
 
 
-@pytest.mark.once
-def test_each_context_is_read_once(monkeypatch):
+def test_score_processes_each_context_once(monkeypatch):
     model = tiny_causal_lm(family="hgrn2")
     seen = Continuations(model, batch_size=4)
-    hidden_states, read = type(model.backbone).hidden_states, []
+    hidden_states, counts = type(model.backbone).hidden_states, []
 
-    def counted(self, token_ids, padding_mask=None, **kwargs):
+    def count_tokens(self, token_ids, padding_mask=None, **kwargs):
         real = np.ones(token_ids.shape) if padding_mask is None else padding_mask
-        read.append(int(np.sum(keras.ops.convert_to_numpy(real))))
+        counts.append(int(np.sum(keras.ops.convert_to_numpy(real))))
         return hidden_states(self, token_ids, padding_mask, **kwargs)
 
-    monkeypatch.setattr(type(model.backbone), "hidden_states", counted)
+    monkeypatch.setattr(type(model.backbone), "hidden_states", count_tokens)
     context, *new = draw(100, 3, 2, 4, 1)
     seen.score([(context, continuation) for continuation in new])
-    assert sum(read) == 99 + (3 + 2 + 4 + 1)  # behind the last token but one of the context
+    assert sum(counts) == 99 + (3 + 2 + 4 + 1)  # after all but the last token of the context
 
 
-@pytest.mark.once
 @any_family
-def test_what_is_written_is_what_generate_writes(family):
+def test_generate_of_continuations_equals_generate_of_the_model(family):
     model = byte_model(family)
     model.compile(sampler="greedy")
     contexts = ["It was", "Call me Ishmael", "All", "It was"]
     tokens = [[1, *model.preprocessor.tokenizer(text)] for text in contexts]
-    wanted = [
+    expected = [
         model.generate(text, max_length=len(row) + 23, strip_prompt=True)
         for text, row in zip(contexts, tokens, strict=True)
     ]
     several = Continuations(model, batch_size=2)
-    assert several.generate(tokens, ["\x00no\x00"], 23, end_token_id=2) == wanted
+    assert several.generate(tokens, ["\x00no\x00"], 23, end_token_id=2) == expected
     # Random weights may end a text at once.
-    for stop in filter(None, (wanted[0][3:6], wanted[1][9:11], wanted[2][:1])):
+    for stop in filter(None, (expected[0][3:6], expected[1][9:11], expected[2][:1])):
         found = several.generate(tokens, ["\x00no\x00", stop], 23, end_token_id=2)
-        assert found == [text.partition(stop)[0] for text in wanted]
-    last = next(letter for letter in reversed(wanted[1]) if letter.isascii())
+        assert found == [text.partition(stop)[0] for text in expected]
+    last = next(letter for letter in reversed(expected[1]) if letter.isascii())
     (end,) = model.preprocessor.tokenizer(last)
     found = several.generate(tokens[1:2], [], 23, end_token_id=end)
-    assert found == [wanted[1].partition(last)[0]]
+    assert found == [expected[1].partition(last)[0]]
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
-    ("written", "until", "wanted"),
+    ("written", "until", "expected"),
     [
         ("one. two", ["."], "one"),
         ("one\n\ntwo", ["\n\n", "\n"], "one"),
         ("xab", ["b", "ab"], "x"),
         ("a\nb", ["\n\n"], "a\nb"),
         ("é.é", ["é."], ""),
-        ("nothing ends it", [], "nothing ends it"),
+        ("no stop string", [], "no stop string"),
     ],
 )
-def test_an_answer_ends_before_the_first_string(written, until, wanted):
+def test_streamed_text_ends_before_the_first_stop_string(written, until, expected):
     preprocessor = FAMILIES["hgrn2"].preprocessor(ByteTokenizer())
-    tokens = [*preprocessor.tokenizer(written), 2, *preprocessor.tokenizer("behind the end")]
+    tokens = [*preprocessor.tokenizer(written), 2, *preprocessor.tokenizer("after the end")]
     text = StreamedText(preprocessor, 100, until, [2])
     greedy = SamplingParams(temperature=0)
     sequence = Sequence(np.array([100]), greedy, None, len(tokens), [2], text.read)
     for token in tokens:
         if sequence.finish_reason is None:
             sequence.add(token)
-    assert text.shown == wanted
+    assert text.shown == expected
 
 
-@pytest.mark.once
-def test_longer_contexts_lose_their_oldest_tokens():
+def test_score_of_a_long_context_drops_its_oldest_tokens():
     model = byte_model()
     several = Continuations(model, batch_size=4, max_length=10)
     context, new = draw(30, 4)
     (found,) = several.score([(context, new)])
-    np.testing.assert_allclose(found[0], by_hand(model, context[-7:], new)[0], rtol=1e-5)
+    np.testing.assert_allclose(found[0], expected_score(model, context[-7:], new)[0], rtol=1e-5)
     assert several.generate([context], [], 6, 2) == several.generate([context[-4:]], [], 6, 2)
     assert several.generate([context], [], 6, 2) != several.generate([context[-3:]], [], 6, 2)
 
 
-@pytest.mark.once
-def test_what_cannot_be_done_is_an_error():
+def test_continuations_wrong_arguments_raise():
     model = byte_model()
-    several = Continuations(model, max_length=8)
+    short = Continuations(model, max_length=8)
+    without_preprocessor = Continuations(tiny_causal_lm(family="hgrn2"))
     with pytest.raises(TypeError, match=r"`model` must be a language model .*; got Dense"):
         Continuations(keras.layers.Dense(1))
-    with pytest.raises(ValueError, match="`batch_size` must be an integer, at least 1; got 0"):
-        Continuations(model, batch_size=0)
-    with pytest.raises(ValueError, match="`max_length` must be an integer, at least 1; got 0"):
-        Continuations(model, max_length=0)
-    with pytest.raises(ValueError, match=r"`context` must be .* at least one; got \[\]"):
-        several.score([([], [1])])
-    for requests in ([[1, 2, 3]], [4], ["one"]):
-        with pytest.raises(ValueError, match="`requests` must be pairs of a context and a"):
-            several.score(requests)
-    with pytest.raises(ValueError, match=r"`context` must be a list of token ids.* got 'one'"):
-        several.score([("one", "two")])
-    for new in (2, [1.5], ["7"]):
-        with pytest.raises(ValueError, match=r"`continuation` must be a list of token ids.* got"):
-            several.score([([1], new)])
-    with pytest.raises(ValueError, match=r"`context` must be a list of token ids.* got 'one'"):
-        several.generate(["one"], [], 4, 2)
-    with pytest.raises(ValueError, match="`continuation` must be ids from 0 to 258"):
-        several.score([([1], [259])])
-    with pytest.raises(ValueError, match=r"`max_length` is 8 tokens, and a continuation .* 9"):
-        several.score([([1], [5] * 9)])
-    with pytest.raises(ValueError, match="`max_new_tokens` must be below `max_length`, 8"):
-        several.generate([[1]], [], 8, 2)
-    with pytest.raises(ValueError, match="`until` must be non-empty strings"):
-        several.generate([[1]], [""], 4, 2)
-    with pytest.raises(ValueError, match="must have a preprocessor"):
-        Continuations(tiny_causal_lm(family="hgrn2")).generate([[1]], [], 4, 2)
+    score = [([[1, 2, 3]], "`requests` must be pairs of a context and a")]
+    score += [([4], "`requests` must be pairs"), (["one"], "`requests` must be pairs")]
+    score += [([([], [1])], r"`context` must be .* at least one; got \[\]")]
+    score += [([("one", "two")], "`context` must be a list of token ids.* got 'one'")]
+    score += [
+        ([([1], new)], "`continuation` must be a list of token ids.* got")
+        for new in (2, [1.5], ["7"])
+    ]
+    score += [([([1], [259])], "`continuation` must be ids from 0 to 258")]
+    score += [([([1], [5] * 9)], "`max_length` is 8 tokens, and a continuation .* 9")]
+    for call, arguments, message in [
+        (Continuations, (model, 0), "`batch_size` must be an integer, at least 1; got 0"),
+        (Continuations, (model, 1, 0), "`max_length` must be an integer, at least 1; got 0"),
+        *((short.score, (requests,), message) for requests, message in score),
+        (short.generate, (["one"], [], 4, 2), "`context` must be a list of token ids.* got 'one'"),
+        (short.generate, ([[1]], [], 8, 2), "`max_new_tokens` must be below `max_length`, 8"),
+        (short.generate, ([[1]], [""], 4, 2), "`until` must be non-empty strings"),
+        (without_preprocessor.generate, ([[1]], [], 4, 2), "must have a preprocessor"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call(*arguments)

@@ -1,7 +1,6 @@
-"""Statements, examples and links of README and of the manual hold."""
+"""Statements, examples and links of README and the manual."""
 
 import csv
-import itertools
 import os
 import pathlib
 import pydoc
@@ -32,12 +31,13 @@ PAGES = {
         *DOCS.rglob("*.md"),
         *ROOT.glob("guides/**/*.md"),
         *ROOT.glob("benchmarks/**/*.md"),
+        *ROOT.glob("tests/*.md"),
     )
 }
 
 
-def rows(page, first_header):
-    """The cells of a table's rows, its header first."""
+def table_cells(page, first_header):
+    """Returns lists of the cells of a table's lines, the header first."""
     _, _, table = PAGES[page].partition(f"\n| {first_header} |")
     lines = f"| {first_header} |{table}".partition("\n\n")[0].splitlines()
     cells = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines]
@@ -51,57 +51,30 @@ def tables():
 
 
 @pytest.mark.once
-def test_support_matrix():
-    _, *lines = rows("docs/implementations.md", "implementation")
-    said, known = set(), {*SIGNATURES, *DECODING_STEPS}
-    for implementations, _, cell in lines:
-        listed = known & {*re.findall(r"\w+", cell)}
-        operations = known - listed if cell.startswith("all") else listed
-        said.update(itertools.product(re.findall(r"\w+", implementations), operations))
-    files = [*(ROOT / "backends").glob("*/[!_]*.py")]
-    files += (ROOT / "keras_recurrent").glob("portable/[!_]*.py")
-    files = [file for file in files if file.stem in known]
-    assert said == {(file.parent.name, file.stem) for file in files}
-
-
-@pytest.mark.once
-@pytest.mark.parametrize(
-    ("name", "cls"),
-    [
-        ("griffin", GriffinCausalLM),
-        ("hgrn2", HGRN2CausalLM),
-        ("transnormer", TransNormerCausalLM),
-        ("lightning_hybrid", LightningHybridCausalLM),
-    ],
-)
-def test_presets(tables, name, cls):
-    (table,) = tables.table_pattern(name).findall(PAGES["docs/api/presets.md"])
-    header, _, *lines = (line.strip("| ").split(" | ") for line in table.splitlines())
-    at = header.index("parameters")
-    said = {line[0].strip("`"): int(line[at].replace(",", "")) for line in lines}
-    assert said == {name: row["metadata"]["params"] for name, row in cls.presets.items()}
+def test_table_of_implementations_has_every_folder(tables):
+    operations = {*SIGNATURES, *DECODING_STEPS}
+    files = [file for file in ROOT.glob("backends/*/*.py") if file.stem in operations]
+    listed = {name for names in tables.FOLDERS for name in names}
+    assert listed == {"portable", *(file.parent.name for file in files)}
 
 
 @pytest.mark.once
 @pytest.mark.parametrize(
     "name", ["griffin", "hgrn2", "transnormer", "lightning_hybrid", "vision", "implementations"]
 )
-def test_tables_are_what_the_package_says(tables, name, monkeypatch):
-    """`make tables` updates them. Two models of each family are built for the last column."""
-    families = (
-        *(GriffinCausalLM, HGRN2CausalLM, TransNormerCausalLM),
-        LightningHybridCausalLM,
-    )
+def test_generated_tables_are_current(tables, name, monkeypatch):
+    """A table differs from the output of `make tables`. Two models of each family are built."""
+    families = GriffinCausalLM, HGRN2CausalLM, TransNormerCausalLM, LightningHybridCausalLM
     presets = {k: row["metadata"]["params"] for cls in families for k, row in cls.presets.items()}
     built = {k for cls in families for k in [*cls.presets][:: len(cls.presets) - 1]}
     memory_sizes = tables.memory_sizes
 
-    def sizes(preset, **arguments):
+    def sizes_of_built_models(preset, **arguments):
         if preset in built:
             return memory_sizes(preset, **arguments)
         return types.SimpleNamespace(parameters=2 * presets[preset], cache=0)  # in bfloat16
 
-    monkeypatch.setattr(tables, "memory_sizes", sizes)
+    monkeypatch.setattr(tables, "memory_sizes", sizes_of_built_models)
     ((page, table),) = (
         (page, makes[name]) for page, makes in tables.TABLES.items() if name in makes
     )
@@ -113,33 +86,30 @@ def test_tables_are_what_the_package_says(tables, name, monkeypatch):
 
 
 def examples(on_jax=False):
-    """Yields the examples of README and the manual, with `fit` once, as XLA compiles slowly."""
+    """Yields the examples of README and the manual, or those that import JAX."""
     for page, text in PAGES.items():
         if page == "README.md" or page.startswith("docs/"):
             for number, example in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL)):
-                marks = [pytest.mark.once] if ".fit(" in example else []
-                if ("import jax" in example) != on_jax:
-                    continue
-                yield pytest.param(example, id=f"{page}-{number}", marks=marks)
+                if ("import jax" in example) == on_jax:
+                    yield pytest.param(example, id=f"{page}-{number}")
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("example", list(examples()))
-def test_examples(example, tmp_path, monkeypatch):
+def test_example_of_the_manual_runs(example, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some write files
     exec(re.sub(r"\bepochs=\d+", "epochs=1", example), {})
 
 
 @pytest.mark.skipif(keras.config.backend() != "jax", reason="the examples are of JAX")
 @pytest.mark.parametrize("example", list(examples(on_jax=True)))
-def test_jax_examples_run(example):
-    """The example that compiles a step does not run."""
+def test_example_of_jax_runs(example):
     exec(example, {})
 
 
 @pytest.mark.once
 def test_alerts_are_known_to_github_and_the_site():
-    """docs/site/hooks.py converts these alerts, alone on a line, to admonitions."""
+    """docs/site/hooks.py does not convert an alert to an admonition."""
     alert = re.compile(r"> \[!(NOTE|TIP|IMPORTANT|WARNING|CAUTION)\]")
     for page, text in PAGES.items():
         for line in re.findall(r"^[ \t]*>[ \t]*\[!.*$", text, re.MULTILINE):
@@ -147,15 +117,15 @@ def test_alerts_are_known_to_github_and_the_site():
 
 
 def headings(text):
-    """The anchors that GitHub gives a page, and the site as well."""
+    """Returns the anchors of a page on GitHub and on the site."""
     text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).replace("`", "") for title in titles)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in plain}
 
 
-def explained(text):
-    """The names that a page of the reference takes from docstrings."""
+def documented_names(text):
+    """Returns the names that a page of the reference takes from docstrings."""
     return re.findall(r"^::: (\S+)$", text, re.MULTILINE)
 
 
@@ -168,27 +138,27 @@ def dead_links(page, text):
         elif anchor and name not in PAGES:
             yield f"{page}: {target}#{anchor} is in no page"
         elif anchor and anchor not in headings(PAGES[name]):
-            within = [n for n in explained(PAGES[name]) if f"{anchor}.".startswith(f"{n}.")]
-            if not within or pydoc.locate(anchor) is None:
+            parents = [n for n in documented_names(PAGES[name]) if f"{anchor}.".startswith(f"{n}.")]
+            if not parents or pydoc.locate(anchor) is None:
                 yield f"{page}: {target}#{anchor} is not there"
 
 
 @pytest.mark.once
-def test_links():
+def test_links_of_all_pages_lead_to_files_and_headings():
     assert [dead for page, text in PAGES.items() for dead in dead_links(page, text)] == []
 
 
 @pytest.mark.once
-def test_a_dead_link_is_found():
+def test_dead_links_finds_missing_files_and_anchors():
     text = (
         "[a](docs/nowhere.md) [b](docs/data.md#nothing) [c](LICENSE#x) [d](#here)\n"
         "[e](docs/api/layers.md#keras_recurrent.layers.Nothing) "
         "[f](docs/data.md#resume-training)\n# Here\n"
     )
-    assert len(list(dead_links("README.md", text))) == 5  # this text is not README's
+    assert len(list(dead_links("README.md", text))) == 5
 
 
-def located(name):
+def find_object(name):
     """Returns an object by its name, or None. An attribute precedes a module of the same name."""
     module, _, attribute = name.rpartition(".")
     public = getattr(sys.modules.get(module), attribute, None)
@@ -197,24 +167,20 @@ def located(name):
 
 @pytest.mark.once
 def test_every_public_name_is_in_the_reference():
-    """Each once, under its own name or that of its module, and nothing that is not there."""
-    listed = [name for path in REFERENCE for name in explained(path.read_text())]
+    """A public name is missing, is listed twice, or does not exist."""
+    listed = [name for path in REFERENCE for name in documented_names(path.read_text())]
     assert len(listed) == len(set(listed))
     names = [name for name in listed if "torch_" not in name and "harness" not in name]
-    found = [located(name) for name in names]
+    found = [find_object(name) for name in names]
     assert None not in found
-    rooms = [keras_recurrent]
-    rooms += [
-        room
-        for name in keras_recurrent.__all__
-        if isinstance(room := getattr(keras_recurrent, name), types.ModuleType)
-    ]
+    public = [getattr(keras_recurrent, name) for name in keras_recurrent.__all__]
+    modules = [keras_recurrent, *(item for item in public if isinstance(item, types.ModuleType))]
     assert [
-        f"{room.__name__}.{name}"
-        for room in rooms
-        for name in room.__all__
-        if not isinstance(public := getattr(room, name), types.ModuleType)
-        and not any(public is one for one in found)
+        f"{module.__name__}.{name}"
+        for module in modules
+        for name in module.__all__
+        if not isinstance(item := getattr(module, name), types.ModuleType)
+        and not any(item is one for one in found)
     ] == []
 
 
@@ -230,10 +196,10 @@ def test_site_has_signatures_only_in_the_docstrings():
 
 
 @pytest.mark.once
-def test_names_of_the_manual_are_in_the_files_that_it_says():
+def test_names_of_the_manual_are_in_their_files():
     """A page says "`NAME` in `FILE`", but the file does not have the name."""
-    said = re.compile(r"`([^`\n]+)`\s(?:in|of|to)\s`(\w[\w/]*/\w+\.(?:py|toml|yml|md))`")
-    found = [(page, *match) for page, text in PAGES.items() for match in said.findall(text)]
+    pattern = re.compile(r"`([^`\n]+)`\s(?:in|of|to)\s`(\w[\w/]*/\w+\.(?:py|toml|yml|md))`")
+    found = [(page, *match) for page, text in PAGES.items() for match in pattern.findall(text)]
     assert len(found) > 5
     assert [
         (page, name, file)
@@ -246,7 +212,7 @@ def test_names_of_the_manual_are_in_the_files_that_it_says():
 @pytest.mark.once
 def test_choosing_has_figures_of_the_presets_and_experiments():
     """The table of docs/choosing.md has a figure that has changed at its source."""
-    header, *lines = rows("docs/choosing.md", "family | mixes tokens by")
+    header, *lines = table_cells("docs/choosing.md", "family | mixes tokens by")
     for line in lines:
         cells = dict(zip(header, line, strict=True))
         assert f"| {cells['state']} |" in PAGES["docs/api/presets.md"]
@@ -255,7 +221,7 @@ def test_choosing_has_figures_of_the_presets_and_experiments():
 
 
 @pytest.mark.once
-def test_versions_are_those_of_the_package():
+def test_citation_and_pages_have_the_version_of_the_package():
     version = keras_recurrent.__version__
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     for page in ("install", "cite", "stability"):
@@ -270,7 +236,7 @@ def test_kernel_variants_are_in_the_raw_file(page):
         measured = {float(line["value"]) for line in csv.DictReader(file)}
     _, variants = PAGES[f"docs/kernels/{page}.md"].split("\n## Variants tried\n")
     _, _, *lines = re.findall(r"^\|.*\|$", variants, re.MULTILINE)
-    # Neither dates, shapes, tiles nor names of types and devices.
+    # Dates, shapes, tiles, and names of types and devices are no figures.
     others = r"2026-\d\d-\d\d|\d+×[\d×]+|\(.*?\)|\bb\d+\b|b?float\d+|int\d|H\d+"
     cells = [re.sub(others, "", cell) for line in lines for cell in line.split("|")[3:]]
     figures = [n.replace(",", "") for cell in cells for n in re.findall(r"\d[\d,.]*\d|\d", cell)]

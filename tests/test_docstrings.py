@@ -1,4 +1,4 @@
-"""The examples in public docstrings run."""
+"""Examples and arguments in public docstrings."""
 
 import doctest
 import importlib
@@ -12,10 +12,10 @@ import pytest
 
 import keras_recurrent
 
-# Two styles: `>>>` with what comes out, and a fenced program. Without imports it is a fragment.
+# Examples are lines after `>>>` with their results, or programs, which begin with imports.
 BLOCK = re.compile(r"```python\n(\s*(?:import|from) .*?)```", re.DOTALL)
 
-# Users call none of these, or need more than a backend, and not all can be imported everywhere.
+# Users do not call these modules, or they need further packages.
 WITHOUT_EXAMPLES = (
     "keras_recurrent.backends",
     "keras_recurrent.devices.torch",
@@ -29,7 +29,7 @@ WITHOUT_EXAMPLES = (
 
 
 def documented():
-    """{name: docstring} of what the modules define and show to users."""
+    """Returns `{name: docstring}` of the public functions and classes of all modules."""
     found = {}
     for info in pkgutil.walk_packages(keras_recurrent.__path__, "keras_recurrent."):
         if not info.name.startswith(WITHOUT_EXAMPLES):
@@ -56,24 +56,13 @@ EXAMPLES = {
 }
 
 
-ROOMS = [
-    "callbacks",
-    "datasets",
-    "layers",
-    "metrics",
-    "models",
-    "ops",
-    "samplers",
-    "schedules",
-    "serving",
-]
-ROOMS += ["tokenizers"]
+MODULES = "callbacks datasets layers metrics models ops samplers schedules serving tokenizers"
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("room", ROOMS)
-def test_every_public_name_has_an_example(room):
-    public = getattr(keras_recurrent, room)
+@pytest.mark.parametrize("module", MODULES.split())
+def test_every_public_name_has_an_example(module):
+    public = getattr(keras_recurrent, module)
     homes = {name: getattr(public, name).__module__ for name in public.__all__}
     keys = {name: f"{home}:{name}".removeprefix("keras_recurrent.") for name, home in homes.items()}
     without = [name for name, key in keys.items() if key not in EXAMPLES]
@@ -84,7 +73,7 @@ def test_every_public_name_has_an_example(room):
 
 
 @pytest.mark.once
-def test_models_explain_every_argument():
+def test_docstring_of_a_model_explains_every_argument():
     """A class explains its arguments in order, including those that its base class explains."""
     classes = [item for item in vars(keras_recurrent.models).values() if inspect.isclass(item)]
     for cls in (cls for cls in classes if issubclass(cls, keras.Layer)):
@@ -96,17 +85,11 @@ def test_models_explain_every_argument():
         assert names == list(inspect.signature(cls.__init__).parameters)[1:], cls
 
 
-def shared(name):
-    """XLA compiles each layer and model anew, and they have tests of their own on every backend."""
-    once = name.startswith(("layers.", "models.", "checkpoints.", "gqa."))
-    return pytest.param(name, marks=pytest.mark.once) if once else name
-
-
 @pytest.mark.once
-@pytest.mark.parametrize("name", [shared(name) for name in EXAMPLES])
-def test_example(name):
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_of_a_docstring_runs(name):
     text = inspect.cleandoc(EXAMPLES[name])
-    # No names but those that it imports itself: it is there to be copied.
+    # An example imports all that it needs, so that users can copy it.
     test = doctest.DocTestParser().get_doctest(text, {}, name, None, 0)
     report = []
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

@@ -1,4 +1,4 @@
-"""The loss by position: beside `score`, with padding, in pieces."""
+"""`loss_by_position`, compared with `score`, with padding and in chunks."""
 
 import keras
 import numpy as np
@@ -15,23 +15,20 @@ def texts(rows=5, length=9):
 
 
 @any_family
-def test_it_is_the_mean_of_what_score_gives(family, monkeypatch):
+def test_loss_by_position_is_the_mean_of_the_losses_of_score(family, monkeypatch):
     model, token_ids = tiny_causal_lm(family=family), texts()
-    wanted = model.score(token_ids[:, :-1], scoring_mode="loss", target_ids=token_ids[:, 1:])
-    wanted = keras.ops.convert_to_numpy(wanted).astype("float64")
-    for piece in (
-        position_loss.TOKENS_PER_CALL,
-        6,
-    ):  # in one chunk and in several
-        monkeypatch.setattr(position_loss, "TOKENS_PER_CALL", piece)
+    expected = model.score(token_ids[:, :-1], scoring_mode="loss", target_ids=token_ids[:, 1:])
+    expected = keras.ops.convert_to_numpy(expected).astype("float64")
+    for tokens_per_call in (position_loss.TOKENS_PER_CALL, 6):  # in one chunk and in several
+        monkeypatch.setattr(position_loss, "TOKENS_PER_CALL", tokens_per_call)
         found = loss_by_position(model, token_ids, batch_size=2)
-        np.testing.assert_allclose(found.loss, wanted.mean(0), rtol=1e-5)
+        np.testing.assert_allclose(found.loss, expected.mean(0), rtol=1e-5)
         np.testing.assert_array_equal(found.num_texts, np.full(8, 5))
-    running = [wanted[:, : t + 1].mean() for t in range(8)]
+    running = [expected[:, : t + 1].mean() for t in range(8)]
     np.testing.assert_allclose(found.running_mean, running, rtol=1e-5)
 
 
-def test_padding_does_not_count():
+def test_loss_by_position_with_padding_counts_real_tokens_only():
     model, token_ids = tiny_causal_lm(family="hgrn2"), texts(rows=3)
     mask = np.arange(9) < np.array([[4], [7], [2]])
     found = loss_by_position(model, np.where(mask, token_ids, -1), mask)
@@ -40,16 +37,15 @@ def test_padding_does_not_count():
     alone = [
         loss_by_position(model, row[None, :n]) for row, n in zip(token_ids, (4, 7, 2), strict=True)
     ]
-    for place in range(6):
-        wanted = np.mean([a.loss[place] for a in alone if len(a.loss) > place])
-        np.testing.assert_allclose(found.loss[place], wanted, rtol=1e-5)
+    for position in range(6):
+        expected = np.mean([a.loss[position] for a in alone if len(a.loss) > position])
+        np.testing.assert_allclose(found.loss[position], expected, rtol=1e-5)
     total = sum(a.loss.sum() for a in alone)
     np.testing.assert_allclose(found.running_mean[-1], total / 10, rtol=1e-5)
 
 
-@pytest.mark.once
-def test_tokens_after_padding_do_not_count():
-    """Fails if the first token after padding counts, in front of a text or inside it."""
+def test_loss_by_position_leaves_out_the_first_token_after_padding():
+    """The first token after padding counts, before a text or inside it."""
     model, token_ids = tiny_causal_lm(family="hgrn2"), texts(rows=3)
     mask = np.ones((3, 9), bool)
     mask[0, :4] = mask[1, :1] = mask[1, 3:5] = False
@@ -64,8 +60,7 @@ def test_tokens_after_padding_do_not_count():
     np.testing.assert_allclose(found.loss, total / count, rtol=1e-5)
 
 
-@pytest.mark.once
-def test_what_cannot_be_measured_is_an_error():
+def test_loss_by_position_wrong_arguments_raise():
     model, token_ids = tiny_causal_lm(family="hgrn2"), texts()
     with pytest.raises(TypeError, match=r"`model` must be a language model .*; got Dense"):
         loss_by_position(keras.layers.Dense(1), token_ids)

@@ -11,12 +11,27 @@ import pytest
 from tests import scripts
 
 ROOT = pathlib.Path(__file__).parents[1]
+pytestmark = pytest.mark.once
+
 BITS = r"Validation, bits per byte: Hawk ([\d.]+), bigrams ([\d.]+), unigrams ([\d.]+)"
 
 
 def load(name):
     pytest.importorskip("matplotlib")
     return scripts.load(f"guides/{name}.py")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """A function that runs a guide with arguments, and returns what it prints."""
+
+    def run(guide, *arguments):
+        arguments = (guide.__name__, *arguments, "--output", tmp_path)
+        monkeypatch.setattr(sys, "argv", [*map(str, arguments)])
+        guide.main()
+        return capsys.readouterr().out
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -29,20 +44,15 @@ def constant_speed():
     return load("constant_speed")
 
 
-@pytest.mark.once
-def test_quickstart(quickstart, tmp_path, monkeypatch, capsys):
-    arguments = ("--epochs", 2, "--topics", 2, "--sample", 20, "--output", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["quickstart", *map(str, arguments)])
-    quickstart.main()
-    written = capsys.readouterr().out
-    assert len(re.findall(BITS, written)) == 2
-    assert "Before training it writes:\nThe statement" in written
-    assert "After training it writes:\nThe statement" in written
-    assert "the logits differ by 0.0\n" in written
+def test_quickstart_trains_and_writes_losses_and_a_figure(quickstart, run, tmp_path):
+    printed = run(quickstart, "--epochs", 2, "--topics", 2, "--sample", 20)
+    assert len(re.findall(BITS, printed)) == 2
+    assert "Before training it writes:\nThe statement" in printed
+    assert "After training it writes:\nThe statement" in printed
+    assert "the logits differ by 0.0\n" in printed
     assert (tmp_path / "loss.png").stat().st_size > 0
 
 
-@pytest.mark.once
 def test_quickstart_shares_no_text_between_training_and_validation(quickstart):
     training, validation = (
         [paragraph for document in documents for paragraph in document.split("\n\n")]
@@ -53,9 +63,8 @@ def test_quickstart_shares_no_text_between_training_and_validation(quickstart):
     assert 0.05 < len("".join(validation)) / len("".join(paragraphs)) < 0.2
 
 
-@pytest.mark.once
-def test_quickstart_counts_as_by_hand(quickstart):
-    """After "ab" and "aa": a 3 times, b once; a begins twice, is followed by b and by a."""
+def test_quickstart_unigram_and_bigram_have_the_bits_of_the_equation(quickstart):
+    """Text "ab", "aa" has a 3 times and b once; a begins twice, and b and a follow it once each."""
     unigram, bigram = quickstart.unigram_and_bigram(["ab", "aa"], ["ab"])
     a, b = 4 / 260, 2 / 260
     assert unigram == pytest.approx(-(np.log2(a) + np.log2(b)) / 2)
@@ -64,22 +73,17 @@ def test_quickstart_counts_as_by_hand(quickstart):
 
 
 @pytest.mark.nightly
-@pytest.mark.once
-def test_constant_speed(constant_speed, tmp_path, monkeypatch, capsys):
-    arguments = ("--tokens", 128, "--shortest", 64, "--width", 16, "--output", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["constant_speed", *map(str, arguments)])
-    constant_speed.main()
-    written = capsys.readouterr().out
+def test_constant_speed_prints_a_speed_for_each_length(constant_speed, run, tmp_path):
+    printed = run(constant_speed, "--tokens", 128, "--shortest", 64, "--width", 16)
     for name in ("Lightning Attention", "softmax attention"):
         for length in (64, 128):
-            assert re.search(rf"^{name}, {length} tokens a row: [\d,]+ a second", written, re.M)
-    assert re.search(r"^At 128 tokens a row: [\d.]+ times the speed$", written, re.M)
+            assert re.search(rf"^{name}, {length} tokens a row: [\d,]+ a second", printed, re.M)
+    assert re.search(r"^At 128 tokens a row: [\d.]+ times the speed$", printed, re.M)
     assert (tmp_path / "speed.png").stat().st_size > 0
 
 
-@pytest.mark.once
-def test_constant_speed_goes_on_while_there_is_time_and_room(constant_speed, monkeypatch):
-    """A step that takes a second and 100 bytes at 64 tokens a row, in proportion at others."""
+def test_constant_speed_doubles_lengths_while_time_and_memory_suffice(constant_speed, monkeypatch):
+    """A step takes a second and 100 bytes at 64 tokens, and in proportion at other lengths."""
     monkeypatch.setattr(constant_speed, "language_model", lambda mixer, width: None)
     monkeypatch.setattr(
         constant_speed, "measure", lambda model, length, tokens: (length / 64, 100 * length // 64)
@@ -96,7 +100,6 @@ def test_constant_speed_goes_on_while_there_is_time_and_room(constant_speed, mon
 
 
 @pytest.mark.nightly
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("speed", "room", "tokens"),
     [
@@ -107,45 +110,39 @@ def test_constant_speed_goes_on_while_there_is_time_and_room(constant_speed, mon
         (1e15, math.inf, 131_072),  # at most
     ],
 )
-def test_constant_speed_fits_the_machine(constant_speed, monkeypatch, speed, room, tokens):
+def test_constant_speed_chooses_tokens_by_speed_and_memory(
+    constant_speed, monkeypatch, speed, room, tokens
+):
     monkeypatch.setattr(constant_speed, "multiplications_a_second", lambda: speed)
     monkeypatch.setattr(constant_speed, "room", lambda: room)
     assert constant_speed.tokens_a_batch(256) == tokens
 
 
 @pytest.mark.nightly
-@pytest.mark.once
-def test_associative_recall(tmp_path, monkeypatch, capsys):
-    guide = load("associative_recall")
-    arguments = ("--pairs", 2, "--length", 8, "--rows", 128, "--epochs", 2, "--output", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["associative_recall", *map(str, arguments)])
-    guide.main()
-    written = capsys.readouterr().out
+def test_associative_recall_guide_prints_accuracies(run, tmp_path):
+    arguments = ("--pairs", 2, "--length", 8, "--rows", 128, "--epochs", 2)
+    printed = run(load("associative_recall"), *arguments)
     for name, state in (("HGRN", "128"), ("HGRN2", "4,096")):
-        assert f"parameters, {state} numbers in its state" in written
-        assert len(re.findall(rf"^{name}, epoch [12]: [\d.]+% right$", written, re.M)) == 2
+        assert f"parameters, {state} numbers in its state" in printed
+        assert len(re.findall(rf"^{name}, epoch [12]: [\d.]+% right$", printed, re.M)) == 2
     assert (tmp_path / "accuracy.png").stat().st_size > 0
 
 
 @pytest.mark.nightly
-@pytest.mark.once
-def test_layers(tmp_path, monkeypatch, capsys):
+def test_layers_guide_compares_models_of_equal_size(run, tmp_path, monkeypatch):
     guide = load("layers")
     monkeypatch.setattr(guide.Forecast, "LENGTH", 24)
     arguments = ("--rows", 16, "--epochs", 2, "--seeds", 1, "--length", 24, "--width", 16)
-    monkeypatch.setattr(sys, "argv", ["layers", *map(str, arguments), "--output", str(tmp_path)])
-    guide.main()
-    written = capsys.readouterr().out
+    printed = run(guide, *arguments)
     for name in guide.LAYERS:
-        rows = re.findall(rf"^\| {name} \| ([\d,]+) \| [\d.]+ ± [\d.]+ \| [\d.]+ \|", written, re.M)
+        rows = re.findall(rf"^\| {name} \| ([\d,]+) \| [\d.]+ ± [\d.]+ \| [\d.]+ \|", printed, re.M)
         assert len(rows) == 2
-        # 16 times the width squared in each of two blocks, and little beside them.
+        # Each of two blocks has 16 times the width squared, and few other parameters.
         assert all(8192 < int(parameters.replace(",", "")) < 9300 for parameters in rows)
     assert (tmp_path / "layers.png").stat().st_size > 0
 
 
-@pytest.mark.once
-def test_layers_sees_the_series_and_no_future():
+def test_layers_guide_forecasts_from_the_past_alone():
     guide = load("layers")
     task = guide.Forecast(rows=3, epochs=1, held_out=2, width=16)
     x, y = task.training
@@ -165,8 +162,7 @@ def test_layers_sees_the_series_and_no_future():
         assert np.abs(after[:, 60:] - before[:, 60:]).max() > 1e-3
 
 
-@pytest.mark.once
-def test_layers_takes_no_notice_of_padding():
+def test_layers_guide_ignores_padding():
     guide = load("layers")
     task = guide.ListOps(rows=4, epochs=1, held_out=2, width=16, length=24)
     rows = task.training[0]
@@ -179,22 +175,20 @@ def test_layers_takes_no_notice_of_padding():
 
 
 @pytest.mark.nightly
-@pytest.mark.once
-def test_conversation(tmp_path, monkeypatch, capfd):
+def test_conversation_guide_restores_states_of_constant_size(tmp_path, monkeypatch, capfd):
     guide = load("conversation")
     monkeypatch.setattr(sys, "argv", ["conversation", "--steps", "2", "--output", str(tmp_path)])
-    # Two steps of learning write noise, of which not all is text: only ASCII comes back as it was.
-    monkeypatch.setenv("PYTHONIOENCODING", "utf-8")
+    monkeypatch.setenv("PYTHONIOENCODING", "utf-8")  # the untrained model generates any bytes
     guide.main()
-    written = capfd.readouterr().out
-    assert written.count("from the whole text the last answer is the same") == 2
-    assert written.count("that were not read again]") == 6
+    printed = capfd.readouterr().out
+    assert printed.count("from the whole text the last answer is the same") == 2
+    assert printed.count("that were not read again]") == 6
     assert len({path.stat().st_size for path in tmp_path.glob("*.safetensors")}) == 1
 
 
 @pytest.fixture(scope="module")
 def train_preset():
-    sys.path.insert(0, str(ROOT / "guides"))  # it reads the documentation by the quickstart
+    sys.path.insert(0, str(ROOT / "guides"))  # it imports the quickstart
     try:
         return load("train_preset")
     finally:
@@ -202,22 +196,17 @@ def train_preset():
 
 
 @pytest.mark.nightly
-@pytest.mark.once
-def test_train_preset(train_preset, tmp_path, monkeypatch, capsys):
+def test_train_preset_writes_weights_that_load(train_preset, run, tmp_path):
     (tmp_path / "play.txt").write_text("ALL:\nSpeak, speak.\n\n" * 200)
-    arguments = ["--topics", 3, "--steps", 2, "--decay-steps", 1, "--sample", 20]
-    arguments += ["--text", tmp_path / "play.txt", "--output", tmp_path]
-    monkeypatch.setattr(sys, "argv", ["train_preset", *map(str, arguments)])
-    train_preset.main()
-    written = capsys.readouterr().out
+    arguments = ("--topics", 3, "--steps", 2, "--decay-steps", 1, "--sample", 20)
+    printed = run(train_preset, *arguments, "--text", tmp_path / "play.txt")
     for name in ("griffin_tiny_text", "n-grams of 1", "n-grams of 7", "gzip", "xz, alone"):
-        assert len(re.findall(rf"^{name} +([\d.]+) +([\d.]+)$", written, re.M)) == 1, name
-    assert "\nROMEO:\n" in written
+        assert len(re.findall(rf"^{name} +([\d.]+) +([\d.]+)$", printed, re.M)) == 1, name
+    assert "\nROMEO:\n" in printed
     backbone = train_preset.GriffinCausalLM.from_preset("griffin_tiny_text").backbone
-    backbone.load_weights(tmp_path / "griffin_tiny_text.weights.h5")  # it fits
+    backbone.load_weights(tmp_path / "griffin_tiny_text.weights.h5")
 
 
-@pytest.mark.once
 def test_train_preset_keeps_paragraphs_whole(train_preset):
     text = "\n\n".join(f"{i} {'a' * 190}" for i in range(10)) + f"\n\n{'b' * 600}\n"
     documents = train_preset.documents_of(text)
@@ -225,9 +214,8 @@ def test_train_preset_keeps_paragraphs_whole(train_preset):
     assert [document.count("\n\n") for document in documents] == [1, 1, 1, 1, 1, 0]
 
 
-@pytest.mark.once
-def test_train_preset_counts_as_by_hand(train_preset):
-    """After "ab" and "aa": of a 3 and of b 1; a begins twice, is followed by b and by a."""
+def test_train_preset_n_grams_have_the_bits_of_the_equation(train_preset):
+    """Text "ab", "aa" has a 3 times and b once; a begins twice, and b and a follow it once each."""
     a, b = (3 + 2 / 256) / 6, (1 + 2 / 256) / 6
     assert train_preset.n_gram_bits(["ab", "aa"], ["ab"], 1) == pytest.approx(
         -(np.log2(a) + np.log2(b)) / 2
@@ -236,14 +224,13 @@ def test_train_preset_counts_as_by_hand(train_preset):
     assert train_preset.n_gram_bits(["ab", "aa"], ["ab"], 2) == pytest.approx(
         -(np.log2(first) + np.log2(second)) / 2
     )
-    # Of three bytes, the beginning is one; "ab" was seen once behind it, and "c" never.
+    # The beginning counts as one of three bytes; "ab" followed it once, and "c" never.
     assert train_preset.n_gram_bits(["ab", "aa"], ["c"], 3) == pytest.approx(
         -np.log2(2 / 256 / 6 / 3)
     )
 
 
-@pytest.mark.once
-def test_train_preset_rate(train_preset):
+def test_train_preset_learning_rate_rises_stays_and_falls(train_preset):
     rate = train_preset.ConstantThenLinear(2.0, warmup_steps=4, steps=20, decay_steps=10)
     steps = (0, 1, 3, 4, 10, 15, 19, 20, 30)
     expected = [0.5, 1.0, 2.0, 2.0, 2.0, 1.0, 0.2, 0.0, 0.0]

@@ -1,10 +1,11 @@
-"""Imports run downward: no file imports from a room above its own, and there is no circle.
+"""The imports of the package have no circle, and no folder imports from one above it.
 
-The graph is built from the syntax trees: imports at the top of a file and inside functions, and the
-modules that are named by strings, which `importlib` and a module's `__getattr__` take.
+The graph is built from syntax trees: imports at the top of a file and inside functions, and names
+of modules in strings, for `importlib` and a module's `__getattr__`.
 """
 
 import ast
+import graphlib
 import pathlib
 import re
 
@@ -16,8 +17,8 @@ pytestmark = pytest.mark.once
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = "keras_recurrent"
-# From the ground up. A room imports from itself and from the rooms in lines above its own, but not
-# from its neighbors in a line.
+# A folder or module imports from itself and from lines above its own, not from its neighbors in a
+# line.
 FLOORS = [
     "backends presets import_order atomic_files",
     "compat progress",
@@ -33,13 +34,13 @@ FLOORS = [
     "serving evaluation",
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms.split()}
-TOP = len(FLOORS)  # the other modules at the root of the package
+TOP = len(FLOORS)  # other modules at the root of the package
 
 PACKAGE_MISSING = "imports a package that may be missing"
-LAZY_FACE = "a public name that is imported when it is first used"
+LAZY_NAME = "a public name that is imported when it is first used"
 # {(file, module that is imported inside one of its functions): reason}
 INSIDE_FUNCTIONS = {
-    ("keras_recurrent/datasets/__init__.py", "datasets.packed_text"): LAZY_FACE,
+    ("keras_recurrent/datasets/__init__.py", "datasets.packed_text"): LAZY_NAME,
     ("keras_recurrent/dispatch.py", "backends"): PACKAGE_MISSING,
     ("keras_recurrent/serving/__main__.py", "serving.server"): PACKAGE_MISSING,
     ("keras_recurrent/training/sources.py", "training.grain_loader"): PACKAGE_MISSING,
@@ -87,7 +88,7 @@ class Graph:
                 found.update((target, inside) for target in self._targets(name, node))
             elif isinstance(node, ast.Constant):
                 if isinstance(node.value, str) and imported:
-                    # Of a formatted string, it is the part in front of the first brace.
+                    # A formatted string has the name before its first brace.
                     target = node.value.removesuffix(".")
                     found.update({(target, inside)} if target in self.files else ())
                 return
@@ -126,28 +127,14 @@ class Graph:
             or (floor(target) == floor(name) < TOP and room(target) != room(name))
         )
 
-    def circles(self):
-        """Lists of modules that import each other (strongly connected components, Tarjan)."""
-        index, low, stack, found = {}, {}, [], []
-
-        def visit(name):
-            index[name] = low[name] = len(index)
-            stack.append(name)
-            for target in sorted({target for target, _ in self.imports[name]}):
-                if target not in index:
-                    visit(target)
-                if target in stack:
-                    low[name] = min(low[name], low[target])
-            if low[name] == index[name]:
-                circle = stack[stack.index(name) :]
-                del stack[stack.index(name) :]
-                if len(circle) > 1:
-                    found.append(sorted(circle))
-
-        for name in self.imports:
-            if name not in index:
-                visit(name)
-        return found
+    def circle(self):
+        """Returns a list of modules that import each other, or an empty one."""
+        targets = {name: {t for t, _ in imports} for name, imports in self.imports.items()}
+        try:
+            graphlib.TopologicalSorter(targets).prepare()
+        except graphlib.CycleError as error:
+            return error.args[1]
+        return []
 
     def inside_functions(self):
         """`(file, imported module)` of the imports inside functions."""
@@ -212,15 +199,15 @@ def graph(sources):
     return Graph(sources)
 
 
-def test_there_is_no_circle(graph):
-    assert graph.circles() == []
+def test_imports_of_the_package_have_no_circle(graph):
+    assert graph.circle() == []
 
 
-def test_no_import_runs_upward(graph):
+def test_imports_of_the_package_run_downward(graph):
     assert graph.upward() == []
 
 
-def test_the_package_and_its_layers_import_no_kerashub(sources):
+def test_import_of_the_package_and_layers_does_not_import_kerashub(sources):
     """Importing a layer imports KerasHub and TensorFlow, which takes seconds."""
     names = ("exporting", "serving.__main__")
     modules, users = imported_modules(sources, [f"{PACKAGE}.{name}" for name in names])
@@ -240,7 +227,7 @@ def test_registered_classes_are_imported_for_saved_models(sources):
 
 def test_imports_inside_functions_are_listed(graph):
     assert graph.inside_functions() == set(INSIDE_FUNCTIONS)
-    assert set(INSIDE_FUNCTIONS.values()) == {PACKAGE_MISSING, LAZY_FACE}
+    assert set(INSIDE_FUNCTIONS.values()) == {PACKAGE_MISSING, LAZY_NAME}
     assert len(INSIDE_FUNCTIONS) <= 8
 
 
@@ -255,15 +242,15 @@ def test_imports_inside_functions_are_listed(graph):
     ],
     ids=["module", "function", "importlib", "table", "relative"],
 )
-def test_an_upward_import_is_found(sources, name, line):
+def test_graph_finds_an_upward_import(sources, name, line):
     name = f"{PACKAGE}.{name}"
     planted = {n: (file, "") for n, (file, _) in sources.items()}
     planted[name] = sources[name][0], line
     assert [source for source, _ in Graph(planted).upward()] == [name]
 
 
-def test_a_circle_is_found(sources):
+def test_graph_finds_a_circle(sources):
     below, above = (f"{PACKAGE}.layers.{name}" for name in ("rms_norm", "hgrn2"))
     planted = {n: (file, "") for n, (file, _) in sources.items()} | {above: sources[above]}
     planted[below] = sources[below][0], f"def f():\n    from {above} import HGRN2"
-    assert Graph(planted).circles() == [[above, below]]
+    assert {*Graph(planted).circle()} == {above, below}

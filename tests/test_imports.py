@@ -1,9 +1,8 @@
-"""`import keras_recurrent`: its time, what it loads, and that one framework suffices."""
+"""`import keras_recurrent`: its time, the modules it loads, and a single installed framework."""
 
 import importlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import pathlib
 import subprocess
@@ -18,40 +17,35 @@ import pytest
 
 import keras_recurrent
 from keras_recurrent import import_order, upstream
+from tests.processes import ROOT, fresh_process
 
-ROOT = pathlib.Path(__file__).parents[1]
 GUIDES = ROOT / "guides"
 BACKEND = os.environ["KERAS_BACKEND"]
-# What each framework puts into site-packages.
-FRAMEWORKS = {
+FRAMEWORKS = {  # and the packages that each one installs
     "jax": {"jax", "jaxlib"},
     "torch": {"torch", "functorch", "torchgen"},
     "tensorflow": {"tensorflow", "tensorflow_text"},
 }
+ALL_ON_TORCH = BACKEND == "torch" and all(map(importlib.util.find_spec, ("tensorflow", "triton")))
 
 
-def run(code, *options, path=(), **environment):
-    path = os.pathsep.join(map(str, [*path, ROOT]))
-    return subprocess.run(
-        [sys.executable, *options, "-c", code],
-        env={**os.environ, "PYTHONPATH": path, **environment},
+def failing_import(*command, **environment):
+    """Returns the last line of the error of a process of Python that must fail."""
+    done = subprocess.run(
+        [sys.executable, *command],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
         timeout=300,
     )
-
-
-def python(code, *options, path=(), **environment):
-    """The JSON that a fresh process prints last."""
-    done = run(code, *options, path=path, **environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stderr.splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
 def one_framework(tmp_path_factory):
-    """A folder of links to every installed package but those of the other two frameworks."""
-    hidden = set().union(*(names for name, names in FRAMEWORKS.items() if name != BACKEND))
+    """A folder of links to all installed packages except those of the other two frameworks."""
+    hidden = set().union(*FRAMEWORKS.values()) - FRAMEWORKS[BACKEND]
     folder = tmp_path_factory.mktemp("site-packages")
     for package in pathlib.Path(sysconfig.get_paths()["purelib"]).iterdir():
         if package.name.partition("-")[0] not in hidden and package.suffix != ".pth":
@@ -60,10 +54,11 @@ def one_framework(tmp_path_factory):
 
 
 @pytest.mark.nightly
-def test_import_adds_no_framework_and_little_time():
+def test_import_of_a_layer_loads_no_other_framework_in_a_second():
     """Processor seconds of an import, the least of several processes: the machine may be busy."""
     for _ in range(5):
-        before, after, seconds = python(
+        before, after, seconds = fresh_process(
+            "-c",
             "import json, sys, time\n"
             "import keras\n"
             "before, start = set(sys.modules), time.process_time()\n"
@@ -71,7 +66,7 @@ def test_import_adds_no_framework_and_little_time():
             "seconds = time.process_time() - start\n"
             "tops = [sorted({m.partition('.')[0] for m in s})"
             " for s in (before, set(sys.modules))]\n"
-            "print(json.dumps([*tops, seconds]))"
+            "print(json.dumps([*tops, seconds]))",
         )
         if seconds < 1:
             break
@@ -83,9 +78,10 @@ def test_import_adds_no_framework_and_little_time():
 
 @pytest.mark.nightly
 @pytest.mark.once
-def test_what_is_not_asked_for_is_not_imported():
+def test_import_of_the_package_loads_no_gqa_or_optional_packages():
     """GQA code or optional packages are imported early, or KerasHub lacks the presets."""
-    optional, imported, public, later = python(
+    optional, imported, public, later = fresh_process(
+        "-c",
         "import json, sys\n"
         "import keras\n"
         "loaded = set(sys.modules)\n"
@@ -100,7 +96,7 @@ def test_what_is_not_asked_for_is_not_imported():
         "from keras_hub.models import CausalLM\n"
         "causal_lm = CausalLM.from_preset('hawk_tiny', num_layers=1)\n"
         "assert type(causal_lm).__name__ == 'GriffinCausalLM'\n"
-        "print(json.dumps([optional, before, public, later]))"
+        "print(json.dumps([optional, before, public, later]))",
     )
     assert optional == []
     assert imported == []
@@ -110,12 +106,13 @@ def test_what_is_not_asked_for_is_not_imported():
 
 @pytest.mark.nightly
 @pytest.mark.once
-def test_presets_of_kerashub_imported_first():
+def test_kerashub_imported_first_finds_the_presets():
     """KerasHub does not find this package's presets if it is imported before this package.
 
     On torch, KerasHub may import TensorFlow before this package, as it imports Keras before that.
     """
-    names, imported, kind, tokenizer = python(
+    names, imported, kind, tokenizer = fresh_process(
+        "-c",
         "import json, sys\n"
         "import keras_hub\n"
         "import keras_recurrent\n"
@@ -124,31 +121,15 @@ def test_presets_of_kerashub_imported_first():
         "names = sorted(models.CausalLM.presets)\n"
         "kind = type(models.Backbone.from_preset('hawk_tiny', load_weights=False)).__name__\n"
         "tokenizer = keras_hub.tokenizers.Tokenizer.from_preset('hawk_tiny')\n"
-        "print(json.dumps([names, imported, kind, type(tokenizer).__name__]))"
+        "print(json.dumps([names, imported, kind, type(tokenizer).__name__]))",
     )
     assert {"hawk_tiny", "bert_base_en", "gemma_2b_en"} - set(names) == {"bert_base_en"}
     assert not imported
     assert (kind, tokenizer) == ("GriffinBackbone", "GriffinTokenizer")
 
 
-@pytest.mark.nightly
-def test_a_language_model_loads_after_this_import_alone(tmp_path):
-    """A `.keras` file of a language model does not load unless its class was imported."""
-    model = keras_recurrent.models.HGRN2CausalLM.from_preset("hgrn2_tiny", num_layers=1)
-    model.compile(sampler=keras_recurrent.samplers.BeamSampler(num_beams=2))
-    model.save(tmp_path / "model.keras")
-    before, *found = python(
-        "import json, sys, keras, keras_recurrent\n"
-        "before = 'keras_hub' in sys.modules\n"
-        f"model = keras.models.load_model({str(tmp_path / 'model.keras')!r})\n"
-        "print(json.dumps([before, type(model).__name__, type(model.sampler).__name__]))"
-    )
-    assert not before
-    assert found == ["HGRN2CausalLM", "BeamSampler"]
-
-
 @pytest.mark.once
-def test_kerashub_is_changed_at_each_import(monkeypatch):
+def test_hub_finder_changes_kerashub_at_each_import(monkeypatch):
     """KerasHub does not find this package's presets if it is imported after this package."""
     replaced = []
     monkeypatch.setattr(upstream, "_change_hub", lambda: replaced.append(True))
@@ -165,7 +146,7 @@ def test_kerashub_is_changed_at_each_import(monkeypatch):
 
 
 @pytest.mark.once
-def test_a_class_that_is_not_imported_is_found_by_its_registered_name(monkeypatch):
+def test_registered_name_imports_the_module_of_its_class(monkeypatch):
     """A `.keras` file of a language model does not load unless its class was imported."""
     name, cls = "keras_recurrent>GriffinCausalLM", keras_recurrent.models.GriffinCausalLM
     objects, imported = keras.saving.get_custom_objects(), []
@@ -186,7 +167,7 @@ def test_a_class_that_is_not_imported_is_found_by_its_registered_name(monkeypatc
 
 
 @pytest.mark.once
-def test_backends_have_one_name():
+def test_import_of_backends_at_top_level_raises():
     """`import backends` would make a second module object of each file."""
     with pytest.raises(ImportError, match=r"`keras_recurrent\.backends`, not `backends`"):
         importlib.import_module("backends")
@@ -194,8 +175,8 @@ def test_backends_have_one_name():
 
 
 @pytest.fixture
-def crashes(monkeypatch):
-    """Makes `check_import_order` see the situation in which Keras on torch would crash."""
+def crashing_imports(monkeypatch):
+    """Imported modules with which Keras on torch crashes, as `check_import_order` sees them."""
     modules = {k: v for k, v in sys.modules.items() if k not in ("keras", "triton")}
     modules["tensorflow"] = types.ModuleType("tensorflow")
     monkeypatch.setattr(import_order.sys, "modules", modules)
@@ -205,16 +186,17 @@ def crashes(monkeypatch):
 
 
 @pytest.mark.once
-def test_the_order_of_imports_that_crashes_is_an_error(crashes):
+def test_check_import_order_with_tensorflow_before_triton_raises(crashing_imports):
     with pytest.raises(ImportError, match=r"triton 3.7.1.*Import keras_recurrent before tensorfl"):
         import_order.check_import_order()
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("gpu", [True, False])
-def test_kernels_that_an_order_of_imports_leaves_out_on_jax(crashes, monkeypatch, gpu):
+def test_warn_about_disabled_kernels_warns_with_a_gpu_only(crashing_imports, monkeypatch, gpu):
+    """TensorFlow before Triton disables kernels on JAX without a warning."""
     monkeypatch.setenv("KERAS_BACKEND", "jax")
-    crashes["jax_cuda13_plugin"] = types.ModuleType("jax_cuda13_plugin")
+    crashing_imports["jax_cuda13_plugin"] = types.ModuleType("jax_cuda13_plugin")
     monkeypatch.setattr(import_order.os.path, "exists", lambda path: gpu)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -224,17 +206,17 @@ def test_kernels_that_an_order_of_imports_leaves_out_on_jax(crashes, monkeypatch
 
 @pytest.mark.once
 @pytest.mark.parametrize("file", sorted([*GUIDES.rglob("*.py"), *GUIDES.parent.rglob("docs/*.md")]))
-def test_guides_and_pages_import_keras_hub_after_this_package(file):
+def test_guides_and_manual_import_keras_hub_after_this_package(file):
     lines = [line.strip() for line in file.read_text().splitlines()]
 
-    def first(package):
+    def line_of_import(package):
         begins = f"import {package}", f"from {package}"
         return next((i for i, line in enumerate(lines) if line.startswith(begins)), len(lines))
 
-    assert first("keras_recurrent") <= first("keras_hub")
+    assert line_of_import("keras_recurrent") <= line_of_import("keras_hub")
 
 
-def no_triton(package):
+def raise_not_found(package):
     raise importlib.metadata.PackageNotFoundError(package)
 
 
@@ -246,17 +228,19 @@ def no_triton(package):
         lambda modules, patch: modules.update(triton=types.ModuleType("triton")),
         lambda modules, patch: patch.setenv("KERAS_BACKEND", "jax"),
         lambda modules, patch: patch.setattr(importlib.metadata, "version", lambda p: "3.6.0"),
-        lambda modules, patch: patch.setattr(importlib.metadata, "version", no_triton),
+        lambda modules, patch: patch.setattr(importlib.metadata, "version", raise_not_found),
     ],
     ids=["no tensorflow", "triton first", "another backend", "older triton", "no triton"],
 )
-def test_other_orders_of_imports_pass(crashes, monkeypatch, change):
-    change(crashes, monkeypatch)
+def test_check_import_order_without_the_crash_passes(crashing_imports, monkeypatch, change):
+    change(crashing_imports, monkeypatch)
     import_order.check_import_order()
 
 
 @pytest.mark.once
-def test_the_backend_is_known_without_keras(crashes, monkeypatch, tmp_path):
+def test_keras_backend_reads_the_environment_and_keras_json(
+    crashing_imports, monkeypatch, tmp_path
+):
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
     assert import_order.keras_backend() == "torch"
     monkeypatch.delenv("KERAS_BACKEND")
@@ -268,7 +252,7 @@ def test_the_backend_is_known_without_keras(crashes, monkeypatch, tmp_path):
     ]:
         (tmp_path / "keras.json").write_text(content)
         assert import_order.keras_backend() == backend
-    crashes["keras"] = keras  # as it runs, whatever is configured
+    crashing_imports["keras"] = keras  # the backend that runs, whatever is configured
     assert import_order.keras_backend() == BACKEND
 
 
@@ -277,11 +261,7 @@ def test_the_backend_is_known_without_keras(crashes, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("backend", "installed", "match"),
     [
-        (
-            None,
-            ("jax", "torch"),
-            r"'tensorflow', which is not installed \(KERAS_BACKEND is not set",
-        ),
+        (None, ("jax", "torch"), r"'tensorflow', which is not installed \(KERAS_BACKEND is not s"),
         ("jax", ("torch",), r"'jax', which is not installed.*KERAS_BACKEND to 'torch', installed"),
         ("pytorch", ("torch", "jax"), r"'pytorch', which is not a backend.* to 'jax' or 'torch'"),
         ("torch", (), r"'torch', which is not installed.*extra `jax` .*, or pip install jax"),
@@ -289,7 +269,9 @@ def test_the_backend_is_known_without_keras(crashes, monkeypatch, tmp_path):
         ("numpy", (), None),
     ],
 )
-def test_a_backend_that_is_not_there(monkeypatch, tmp_path, backend, installed, match):
+def test_check_backend_names_missing_and_installed_backends(
+    monkeypatch, tmp_path, backend, installed, match
+):
     frameworks = (*import_order.FRAMEWORKS, "keras")
     modules = {name: module for name, module in sys.modules.items() if name not in frameworks}
     monkeypatch.setattr(import_order.sys, "modules", modules)
@@ -307,36 +289,28 @@ def test_a_backend_that_is_not_there(monkeypatch, tmp_path, backend, installed, 
 
 
 @pytest.mark.nightly
-def test_the_backend_is_checked_before_keras_is_imported(one_framework):
+def test_import_with_a_missing_backend_says_which_one_is_installed(one_framework):
+    """Keras fails with an error that does not name the remedy."""
     missing = next(name for name in FRAMEWORKS if name != BACKEND)
-    done = run("import keras_recurrent", "-S", path=[one_framework], KERAS_BACKEND=missing)
-    assert done.returncode == 1
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith(f"ImportError: Keras would run on {missing!r}, which is not installed")
-    assert f"Set the environment variable KERAS_BACKEND to {BACKEND!r}" in last
-
-
-on_torch_with_all = pytest.mark.skipif(
-    BACKEND != "torch" or not all(map(importlib.util.find_spec, ("tensorflow", "triton"))),
-    reason="shown on torch, with TensorFlow and triton installed",
-)
+    path = os.pathsep.join([str(one_framework), str(ROOT)])
+    # `-S` hides the real site-packages.
+    command = "-S", "-c", "import keras_recurrent"
+    error = failing_import(*command, PYTHONPATH=path, KERAS_BACKEND=missing)
+    assert error.startswith(f"ImportError: Keras would run on {missing!r}, which is not installed")
+    assert f"Set the environment variable KERAS_BACKEND to {BACKEND!r}" in error
 
 
 @pytest.mark.nightly
-@on_torch_with_all
-def test_tensorflow_before_this_package_on_torch():
-    """TensorFlow by itself imports Keras, and crashes on torch; not so with Keras 2 as its own."""
-    code = "import {}, keras_recurrent\nprint('imported')"
-    done = run(code.format("tensorflow"), TF_USE_LEGACY_KERAS="1")
-    assert done.returncode == 1
-    assert "ImportError: TensorFlow was imported before triton" in done.stderr.splitlines()[-1]
-    done = run(code.format("triton, tensorflow"))
-    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["imported"]), done.stderr
+@pytest.mark.skipif(not ALL_ON_TORCH, reason="needs torch with TensorFlow and triton installed")
+def test_import_after_tensorflow_on_torch_raises_unless_triton_is_imported():
+    """TensorFlow imports Keras, which crashes on torch; with Keras 2 as its Keras it does not."""
+    error = failing_import("-c", "import tensorflow, keras_recurrent", TF_USE_LEGACY_KERAS="1")
+    assert "ImportError: TensorFlow was imported before triton" in error
+    assert fresh_process("-c", "import triton, tensorflow, keras_recurrent\nprint(1)") == 1
 
 
 @pytest.mark.nightly
-def test_one_framework_is_enough(one_framework):
-    """`-S` keeps the true site-packages out of sight."""
+def test_layer_runs_with_a_single_framework_installed(one_framework):
     code = (
         "import json, sys\n"
         "import numpy as np, keras, keras_recurrent\n"
@@ -344,14 +318,15 @@ def test_one_framework_is_enough(one_framework):
         "y = keras_recurrent.layers.RecurrentBlock(32)(x)\n"
         "print(json.dumps([list(y.shape), sorted({m.partition('.')[0] for m in sys.modules})]))"
     )
-    shape, loaded = python(code, "-S", path=[one_framework])
+    path = os.pathsep.join([str(one_framework), str(ROOT)])
+    shape, loaded = fresh_process("-S", "-c", code, PYTHONPATH=path)
     assert shape == [2, 5, 16]
     assert set(FRAMEWORKS) & set(loaded) == {BACKEND}
 
 
 @pytest.mark.nightly
-def test_users_of_keras_nlp_are_served():
-    """`keras-nlp` is now another name for KerasHub: the same classes, so ours are theirs."""
+def test_keras_nlp_finds_the_presets():
+    """KerasNLP, another name of KerasHub, does not find this package's presets."""
     keras_nlp = pytest.importorskip("keras_nlp")
     assert keras_nlp.models.CausalLM is keras_hub.models.CausalLM
     causal_lm = keras_nlp.models.CausalLM.from_preset("hawk_tiny")

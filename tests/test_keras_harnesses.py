@@ -1,6 +1,6 @@
-"""Layers and models in the test harnesses by which Keras and KerasHub judge their own.
+"""Layers and models in the test harnesses of Keras and KerasHub.
 
-No other test imports from inside these packages.
+Other tests do not import private modules of these packages.
 """
 
 from typing import Any, NamedTuple
@@ -58,23 +58,16 @@ LAYERS = {name: Layer(row.make) for name, row in ROWS.items()} | {
 
 
 @pytest.mark.once
-def test_every_layer_is_here():
+def test_table_of_harnesses_has_every_public_layer():
     here = {type(row.make()).__name__ for row in LAYERS.values()}
     public = {name: getattr(layers, name) for name in layers.__all__}
     every = {name for name, cls in public.items() if issubclass(cls, keras.Layer)}
     assert here == every - {"StreamingLayer"}
 
 
-# The harness asks Keras's questions of a layer, whose answers depend on no backend; these three
-# have sublayers, a ring buffer and a matrix for a state.
-EVERYWHERE = ("RecurrentBlock", "LocalAttention", "HGRN2")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [n if n in EVERYWHERE else pytest.param(n, marks=pytest.mark.once) for n in LAYERS],
-)
-def test_layer(name):
+@pytest.mark.once  # tests/layers has all backends
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer_passes_keras_run_layer_test(name):
     from keras.src.testing import TestCase
 
     case, row = TestCase("run_layer_test"), LAYERS[name]
@@ -97,7 +90,7 @@ IN_FLOAT32 = ("a_logit", "conv1d/kernel", "conv1d/bias", "lower_bounds/logits", 
 
 
 def harness(name):
-    """A method of KerasHub's, bound. The module is imported here as it imports TensorFlow."""
+    """Returns a method of KerasHub's `TestCase`, whose module imports TensorFlow."""
     pytest.importorskip("tensorflow", reason="KerasHub's tests import it")
     from keras_hub.src.tests import test_case
 
@@ -110,7 +103,7 @@ def harness(name):
 
 
 @shared_by_families
-def test_backbone(family):
+def test_backbone_passes_kerashub_run_backbone_test(family):
     sizes = SIZES[family]
     rng = np.random.default_rng(0)
     harness("run_backbone_test")(
@@ -125,7 +118,7 @@ def test_backbone(family):
 
 
 @pytest.mark.once
-def test_vision_backbone():
+def test_vision_backbone_passes_kerashub_run_vision_backbone_test():
     height, width, _ = VISION_SIZES["image_shape"]
     patch = VISION_SIZES["patch_size"]
     harness("run_vision_backbone_test")(
@@ -141,13 +134,14 @@ def test_vision_backbone():
     )
 
 
-# KerasHub itself calls what Keras calls deprecated.
+# KerasHub calls a deprecated function of Keras.
 task = pytest.mark.filterwarnings("ignore:The `check_types` argument is deprecated")
 
 
+@pytest.mark.once
 @task
 @shared_by_families
-def test_causal_lm(family):
+def test_causal_lm_passes_kerashub_run_task_test(family):
     row, tokenizer = FAMILIES[family], ByteTokenizer()
     vocabulary = tokenizer.vocabulary_size()
     harness("run_task_test")(
@@ -163,7 +157,7 @@ def test_causal_lm(family):
 
 @pytest.mark.once
 @task
-def test_text_classifier():
+def test_text_classifier_passes_kerashub_run_task_test():
     row, tokenizer = FAMILIES["hgrn2"], ByteTokenizer()
     sizes = {**SIZES["hgrn2"], "vocabulary_size": tokenizer.vocabulary_size(), "num_layers": 1}
     harness("run_task_test")(
@@ -181,7 +175,7 @@ def test_text_classifier():
 
 @pytest.mark.once
 @task
-def test_image_classifier():
+def test_image_classifier_passes_kerashub_run_task_test():
     harness("run_task_test")(
         models.HGRN2ImageClassifier,
         init_kwargs={

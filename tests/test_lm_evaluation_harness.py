@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.test_continuations import by_hand, byte_model
+from tests.test_continuations import byte_model, expected_score
 
 INSTALLED = importlib.util.find_spec("lm_eval") is not None
 # Its packages warn of each other; what this package warns of is an error in all other tests.
@@ -18,7 +18,7 @@ needs_harness = pytest.mark.skipif(not INSTALLED, reason="lm_eval is not install
 SENTENCES = ["All happy families are alike.", "Call me Ishmael.", "It was the best of times."]
 
 
-def test_without_the_harness_an_import_says_what_is_missing(monkeypatch):
+def test_import_without_the_harness_names_the_missing_package(monkeypatch):
     for module in "keras_recurrent", "keras_recurrent.evaluation":
         monkeypatch.delitem(sys.modules, f"{module}.lm_evaluation_harness", raising=False)
     for module in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:
@@ -73,11 +73,11 @@ def tasks(tmp_path, monkeypatch):
 
 def text_score(model, context, continuation):
     ids = [[1, *model.preprocessor.tokenizer(context)], model.preprocessor.tokenizer(continuation)]
-    return by_hand(model, *ids)
+    return expected_score(model, *ids)
 
 
 @needs_harness
-def test_tasks_of_local_text(tasks):
+def test_evaluation_of_local_tasks_has_the_scores_of_the_model(tasks):
     import lm_eval
 
     from keras_recurrent.lm_evaluation_harness import HarnessLM
@@ -105,7 +105,7 @@ def test_tasks_of_local_text(tasks):
 
 
 @needs_harness
-def test_longer_texts_are_scored_in_windows():
+def test_loglikelihood_rolling_scores_long_texts_in_windows():
     from lm_eval.api.instance import Instance
 
     from keras_recurrent.lm_evaluation_harness import HarnessLM
@@ -116,12 +116,12 @@ def test_longer_texts_are_scored_in_windows():
     tokens = model.preprocessor.tokenizer("abcdefghij")
     # Four tokens behind the start token, four behind the last of these, and two behind three more.
     windows = [([1], tokens[:4]), (tokens[3:4], tokens[4:8]), (tokens[5:8], tokens[8:])]
-    wanted = sum(by_hand(model, *window)[0] for window in windows)
+    wanted = sum(expected_score(model, *window)[0] for window in windows)
     np.testing.assert_allclose(found, [wanted, 0.0], rtol=1e-5)
 
 
 @needs_harness
-def test_the_command_line_finds_a_model_by_name(tmp_path):
+def test_command_line_finds_a_model_by_name(tmp_path):
     from keras_recurrent.lm_evaluation_harness import HarnessLM
 
     byte_model().save_to_preset(tmp_path / "preset")
@@ -133,7 +133,7 @@ def test_the_command_line_finds_a_model_by_name(tmp_path):
 
 
 @needs_harness
-def test_what_cannot_be_done_is_an_error():
+def test_language_model_wrong_arguments_raise():
     from lm_eval.api.instance import Instance
 
     from keras_recurrent.lm_evaluation_harness import HarnessLM

@@ -1,4 +1,4 @@
-"""A wheel, an sdist and an editable install each contain the files of the source tree."""
+"""A wheel, an sdist and an editable installation have the files of the source tree."""
 
 import os
 import pathlib
@@ -21,8 +21,8 @@ TOP = {"keras_recurrent": "keras_recurrent"} | {
 }
 
 
-def tree(suffixes=(".py", ".typed", ".h5", ".md", ".html")):
-    """{path in an installation: file of the tree}."""
+def files_of_tree(suffixes=(".py", ".typed", ".h5", ".md", ".html")):
+    """Returns `{path in an installation: file of the tree}`."""
     return {
         f"{installed}/{file.relative_to(ROOT / folder).as_posix()}": file
         for installed, folder in TOP.items()
@@ -32,7 +32,7 @@ def tree(suffixes=(".py", ".typed", ".h5", ".md", ".html")):
 
 
 def walk(folder):
-    """Every file below a folder, links not followed."""
+    """Yields all files below a folder, without following links."""
     for path in sorted(folder.iterdir()):
         if path.is_symlink() or path.name == "__pycache__":
             continue
@@ -61,7 +61,7 @@ def copy(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wheel(copy):
-    """Built from an sdist, which therefore holds all that is needed."""
+    """A wheel that is built from an sdist, which must have all files."""
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist"]
     run(command, cwd=copy)
     (path,) = (copy / "dist").glob("*.whl")
@@ -75,9 +75,9 @@ def run(command, **kwargs):
 
 
 def import_from(folder, code):
-    """Run code where `folder` is installed and an installation of this tree is not seen.
+    """Runs code that finds `folder` and other packages, but no installation of this tree.
 
-    `-S` keeps the site-packages' .pth files from running; the packages themselves are wanted.
+    With `-S`, the .pth files of site-packages have no effect.
     """
     path = os.pathsep.join([str(folder), sysconfig.get_paths()["purelib"]])
     return run(
@@ -85,8 +85,8 @@ def import_from(folder, code):
     )
 
 
-# KerasHub, not Keras, would import TensorFlow where it is installed, which takes seconds.
-WHERE = (
+# KerasHub imports TensorFlow if it is installed, which takes seconds.
+PRINT_PATHS = (
     "import keras, sys; sys.modules['tensorflow'] = sys.modules['tensorflow_text'] = None\n"
     "import keras_recurrent as k, keras_recurrent.presets as p\n"
     "import keras_recurrent.backends.reference.linear_scan as r\n"
@@ -95,41 +95,37 @@ WHERE = (
 )
 
 
-def test_every_package_is_listed(project):
-    folders = {name.rpartition("/")[0] for name in tree(suffixes=(".py",))}
+def test_pyproject_lists_every_package(project):
+    folders = {name.rpartition("/")[0] for name in files_of_tree(suffixes=(".py",))}
     listed = project["tool"]["setuptools"]["packages"]
     assert set(listed) == {name.replace("/", ".") for name in folders}
     assert len(listed) == len(set(listed))
 
 
-def test_every_package_has_an_init():
-    names = tree()
+def test_every_folder_with_modules_has_an_init():
+    names = files_of_tree()
     folders = {name.rpartition("/")[0] for name in names}
     assert [f for f in sorted(folders) if f"{f}/__init__.py" not in names] == []
 
 
 @pytest.mark.nightly
-def test_wheel_holds_the_tree(wheel):
+def test_wheel_has_the_version_and_the_files_of_the_tree(wheel, project):
+    assert wheel.name.split("-")[1] == keras_recurrent.__version__
+    assert "version" not in project["project"]  # setuptools reads the attribute
     with zipfile.ZipFile(wheel) as archive:
         built = {
             name: archive.read(name)
             for name in archive.namelist()
             if ".dist-info/" not in name and not name.endswith("/")
         }
-    assert built == {name: file.read_bytes() for name, file in tree().items()}
+    assert built == {name: file.read_bytes() for name, file in files_of_tree().items()}
 
 
 @pytest.mark.nightly
-def test_version_stands_in_one_place(wheel):
-    assert wheel.name.split("-")[1] == keras_recurrent.__version__
-    assert "version" not in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-
-
-@pytest.mark.nightly
-def test_wheel_imports(wheel, tmp_path):
+def test_wheel_imports_its_own_files(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
-    files = import_from(tmp_path, WHERE).split()
+    files = import_from(tmp_path, PRINT_PATHS).split()
     assert [pathlib.Path(f).relative_to(tmp_path).as_posix() for f in files] == [
         "keras_recurrent/__init__.py",
         "keras_recurrent/backends/reference/linear_scan.py",
@@ -139,12 +135,12 @@ def test_wheel_imports(wheel, tmp_path):
 
 @pytest.mark.nightly
 def test_editable_install_imports_the_tree(copy, tmp_path):
-    """By setuptools' own hook, unpacked by hand: pip would want a network."""
+    """An editable installation, built without pip, imports a copy of a file."""
     code = f"import setuptools.build_meta as b; print(b.build_editable({str(tmp_path)!r}))"
     name = run([sys.executable, "-c", code], cwd=copy).split()[-1]
     with zipfile.ZipFile(tmp_path / name) as archive:
         archive.extractall(tmp_path)
-    code = f"import site; site.addsitedir({str(tmp_path)!r})\n{WHERE}"
+    code = f"import site; site.addsitedir({str(tmp_path)!r})\n{PRINT_PATHS}"
     files = import_from(tmp_path, code).split()
     assert [pathlib.Path(f).resolve() for f in files] == [
         copy / "keras_recurrent/__init__.py",

@@ -17,7 +17,7 @@ def watch(monkeypatch, large=1):
 
 
 def work(folder):
-    """Exports, reads, converts and packs, each of which says so."""
+    """Exports, reads, converts and packs; yields the title and size of each progress bar."""
     model = tiny_causal_lm(family="hgrn2", vocabulary_size=259)
     path = str(folder / "checkpoint")
     model.export_to_transformers(path)
@@ -35,7 +35,7 @@ def work(folder):
 
 
 @pytest.mark.once
-def test_long_work_counts_bytes_to_the_last(monkeypatch, tmp_path, capsys):
+def test_progress_of_large_work_ends_at_its_size(monkeypatch, tmp_path, capsys):
     watch(monkeypatch)
     for what, size in work(tmp_path):
         printed = capsys.readouterr().out
@@ -47,7 +47,9 @@ def test_long_work_counts_bytes_to_the_last(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.once
 @pytest.mark.parametrize("why", ["short", "a file", "asked for"])
-def test_it_is_silent_where_nobody_looks(monkeypatch, tmp_path, capsys, why):
+def test_progress_without_a_terminal_or_of_small_work_prints_nothing(
+    monkeypatch, tmp_path, capsys, why
+):
     watch(monkeypatch, large=10**6 if why == "short" else 1)
     if why == "a file":
         monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
@@ -59,7 +61,7 @@ def test_it_is_silent_where_nobody_looks(monkeypatch, tmp_path, capsys, why):
 
 @pytest.mark.once
 @pytest.mark.parametrize("is_watched", [True, False])
-def test_compilation_prints_a_line_only_in_interactive_sessions(monkeypatch, capsys, is_watched):
+def test_announce_prints_in_interactive_sessions_only(monkeypatch, capsys, is_watched):
     """The first `generate` printed nothing for up to half a minute."""
     if is_watched:
         watch(monkeypatch)

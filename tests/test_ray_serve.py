@@ -44,7 +44,7 @@ def url(tmp_path):
         process.wait(60)
 
 
-def test_sessions_stay_on_a_replica(url):
+def test_ray_serve_sends_each_session_to_one_replica(url):
     """Replicas do not answer, one gets all sessions, or the next turn goes to another one."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60)
 

@@ -1,4 +1,4 @@
-"""The scripts below guides/recipes run, at tiny sizes, and their notebooks are made of them."""
+"""The scripts of guides/recipes, at tiny sizes, and their notebooks."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ RECIPES = ROOT / "guides/recipes"
 
 
 def run(monkeypatch, name, *arguments):
-    """The names of a script after it has run."""
+    """Runs a script; returns its global variables."""
     monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
     return runpy.run_path(str(RECIPES / f"{name}.py"), run_name="__main__")
 
@@ -36,7 +36,7 @@ class Stop(Exception):
 
 
 class StopsAt(keras_recurrent.callbacks.TrainingBackup):
-    """A backup whose run is broken off when a step of its second epoch begins."""
+    """A backup that interrupts the run when a step of its second epoch begins."""
 
     def on_train_batch_begin(self, batch, logs=None):
         super().on_train_batch_begin(batch, logs)
@@ -54,19 +54,21 @@ def published(tmp_path):
 
 
 @pytest.mark.once
-def test_fine_tuning(published, tmp_path, monkeypatch, capsys):
-    """What is broken off and started again ends in the same low-rank weights."""
+def test_fine_tuning_interrupted_run_ends_with_equal_weights(
+    published, tmp_path, monkeypatch, capsys
+):
+    """A run that is interrupted and resumed ends with other low-rank weights."""
     text = tmp_path / "text.txt"
     text.write_text("all happy families are alike\nare all alike happy\n" * 6)
     options = ("--sequence-length", 16, "--batch-size", 4, "--rank", 2, "--epochs", 2)
     arguments = ("--model", published, "--text", text, *options)
     arguments += ("--learning-rate", 1e-2, "--prompt", "all", "--output")
     whole = run(monkeypatch, "fine_tuning", *arguments, tmp_path / "whole")
-    written = capsys.readouterr().out
-    before, after = map(float, re.findall(r"training: loss ([\d.]+)", written))
+    printed = capsys.readouterr().out
+    before, after = map(float, re.findall(r"training: loss ([\d.]+)", printed))
     assert after < before
-    assert "10 documents to learn, 2 held out" in written
-    assert "Loaded again it writes the same." in written
+    assert "10 documents to learn, 2 held out" in printed
+    assert "Loaded again it writes the same." in printed
 
     with monkeypatch.context() as patch:
         patch.setattr(keras_recurrent.callbacks, "TrainingBackup", StopsAt)
@@ -82,7 +84,7 @@ def test_fine_tuning(published, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.once
-def test_from_files(tmp_path, monkeypatch, capsys):
+def test_from_files_trains_a_tokenizer_and_a_model(tmp_path, monkeypatch, capsys):
     text, held_out = tmp_path / "text.txt", tmp_path / "more.jsonl"
     text.write_text("all happy families are alike\n\nare  all alike, happy?\n" * 20)
     held_out.write_text(json.dumps({"text": "families\n  are happy é"}) + "\n")
@@ -90,10 +92,10 @@ def test_from_files(tmp_path, monkeypatch, capsys):
     sizes += ("--epochs", 2, "--steps-per-epoch", 2, "--batch-size", 2)
     arguments = ("--text", text, "--held-out", held_out, "--prompt", "all", "--output", tmp_path)
     found = run(monkeypatch, "from_files", *sizes, *arguments)
-    written = capsys.readouterr().out
-    assert "290 tokens" in written
-    assert len(re.findall(r"Epoch [12]: [\d.]+ bits a byte", written)) == 2
-    assert "as it was: True" in written
+    printed = capsys.readouterr().out
+    assert "290 tokens" in printed
+    assert len(re.findall(r"Epoch [12]: [\d.]+ bits a byte", printed)) == 2
+    assert "as it was: True" in printed
     # The loss of one document is its mean over all of its tokens and the end.
     nats = found["history"].history["val_nats"][-1]
     count = len(found["tokens"][0]) + 1
@@ -101,23 +103,23 @@ def test_from_files(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.once
-def test_from_files_needs_both_kinds_of_files(tmp_path, monkeypatch):
+def test_from_files_without_held_out_files_raises(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="--text and --held-out: give both"):
         run(monkeypatch, "from_files", "--text", "x", "--output", tmp_path)
 
 
 @pytest.mark.once
-def test_classifier(tmp_path, monkeypatch, capsys):
+def test_classifier_learns_two_words_and_saves_their_names(tmp_path, monkeypatch, capsys):
     data = tmp_path / "data.csv"
     rows = [f'"{word * 3}, {i}",{word}\n' for word in ("tick", "boom") for i in range(20)]
     data.write_text("text,label\n" + "".join(rows))
     options = ("--sequence-length", 12, "--batch-size", 8, "--epochs", 3, "--output", tmp_path)
     found = run(monkeypatch, "classifier", "--data", data, *options)
-    written = capsys.readouterr().out
-    assert "32 texts to learn, 8 held out" in written
-    assert "Naive Bayes: 100.0% right" in written
-    assert len(re.findall(r"of held-out texts right", written)) == 2
-    assert "the logits differ by 0.0\n" in written
+    printed = capsys.readouterr().out
+    assert "32 texts to learn, 8 held out" in printed
+    assert "Naive Bayes: 100.0% right" in printed
+    assert len(re.findall(r"of held-out texts right", printed)) == 2
+    assert "the logits differ by 0.0\n" in printed
     assert found["names"] == ["boom", "tick"]
     assert (tmp_path / "classifier/classes.txt").read_text() == "boom\ntick"
     data.write_text("words,label\nx,y\n")
@@ -126,7 +128,7 @@ def test_classifier(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.once
-def test_forecasting(monkeypatch, capsys):
+def test_forecasting_with_a_state_equals_forecasting_from_the_whole_past(monkeypatch, capsys):
     arguments = ("--width", 8, "--rows", 16, "--epochs", 1, "--hours", 3)
     run(monkeypatch, "forecasting", *arguments)
     assert len(re.findall(r"^  .*: \d\.\d{3}$", capsys.readouterr().out, re.M)) == 3
@@ -135,7 +137,7 @@ def test_forecasting(monkeypatch, capsys):
     samples, calendar = recipe["series"](2, 43, seed=2)
     past = samples[:, :40]
     found = recipe["forecast"](model, past, calendar, 3)
-    # The same by reading everything again for each hour.
+    # For each hour, the model processes all earlier hours again.
     for hour in (40, 41, 42):
         following = model(recipe["inputs_of"](past, calendar[:, : hour + 1]))
         past = np.concatenate([past, keras.ops.convert_to_numpy(following)[:, -1:]], axis=1)
@@ -143,27 +145,29 @@ def test_forecasting(monkeypatch, capsys):
 
 
 @pytest.mark.once
-def test_long_documents(tmp_path, monkeypatch, capsys):
+def test_long_documents_are_read_in_chunks_with_a_state_of_constant_size(
+    tmp_path, monkeypatch, capsys
+):
     document = tmp_path / "long.txt"
     document.write_text("All happy families are alike. " * 30)
     arguments = ("--topics", 1, "--epochs", 1, "--sequence-length", 64, "--document", document)
     sizes = ("--piece", 300, "--most", 100, "--output", tmp_path)
     found = run(monkeypatch, "long_documents", *arguments, *sizes)
-    written = capsys.readouterr().out
-    read = re.findall(r"([\d,]+) tokens read, ([\d,]+) bytes kept", written)
+    printed = capsys.readouterr().out
+    read = re.findall(r"([\d,]+) tokens read, ([\d,]+) bytes kept", printed)
     assert [tokens for tokens, _ in read] == ["301", "601", "901"]
     assert len({size for _, size in read}) == 1
-    assert written.count("After '") == 3
-    places = re.findall(r"to +([\d,]+): [\d.]+", written)
+    assert printed.count("After '") == 3
+    places = re.findall(r"to +([\d,]+): [\d.]+", printed)
     assert places == ["2", "4", "8", "16", "32", "64", "100"]
     assert list(found["pieces_of"](document, 400)) == [
         document.read_text()[i : i + 400] for i in (0, 400, 800)
     ]
 
 
-# A model's step takes long to export to ONNX: `make test-export` does that.
+# Exporting a step to ONNX takes long: `make test-export` does it.
 @pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="what TensorFlow exports")
-def test_serving(tmp_path, monkeypatch, capsys):
+def test_serving_answers_requests_and_names_wrong_fields(tmp_path, monkeypatch, capsys):
     model = keras_recurrent.models.HGRN2CausalLM.from_preset("hgrn2_tiny", num_layers=1)
     model.save_to_preset(str(tmp_path / "model"))
     arguments = ("--model", tmp_path / "model", "--max-tokens", 12, "--output", tmp_path / "served")
@@ -191,8 +195,8 @@ def test_serving(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.once
-def test_serving_shows_whole_characters():
-    """Bytes of a character come together, and those that are none as U+FFFD."""
+def test_serving_streams_whole_characters():
+    """A character is cut, or invalid bytes raise an error."""
     recipe = load("serving")
     writer = object.__new__(recipe["Writer"])
     writer.about = {"tokenizer": "bytes", "start": [1], "end": 2, "reads_at_once": True}
@@ -211,7 +215,7 @@ def test_serving_shows_whole_characters():
 
 @pytest.mark.once
 @pytest.mark.parametrize("name", ["fine_tuning", "from_files", "classifier"])
-def test_notebooks_are_what_the_scripts_make(name):
+def test_notebook_is_generated_from_its_script(name):
     made = load("notebooks")["notebook"]((RECIPES / f"{name}.py").read_text(encoding="utf-8"))
     found = (RECIPES / f"{name}.ipynb").read_text(encoding="utf-8")
     assert found == made, "run `make notebooks`"
@@ -224,7 +228,7 @@ def test_notebooks_are_what_the_scripts_make(name):
 
 
 @pytest.mark.once
-def test_a_notebook_of_something_else_is_an_error():
+def test_notebook_of_a_script_without_text_raises():
     notebook = load("notebooks")["notebook"]
     for script, match in [
         ("x = 1\n", "must begin with a docstring"),
@@ -236,7 +240,7 @@ def test_a_notebook_of_something_else_is_an_error():
 
 
 @pytest.mark.once
-def test_the_table_has_every_recipe_and_no_dead_links():
+def test_table_of_recipes_links_every_script():
     table = (RECIPES / "README.md").read_text()
     links = re.findall(r"\]\(([^)#:]+)\)", table)
     assert [link for link in links if not (RECIPES / link).exists()] == []

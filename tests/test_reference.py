@@ -13,7 +13,7 @@ def reference():
 
 
 @pytest.mark.once
-def test_lists_are_current(reference):
+def test_lists_of_the_reference_are_current(reference):
     outdated = [
         page.name for page in reference.PAGES if reference.generate(page) != page.read_text()
     ]

@@ -177,7 +177,7 @@ def test_each_raw_file_has_the_same_columns_and_a_page():
         assert (RESULTS / f"{path.stem}.md").exists(), path.name
 
 
-def test_a_wrong_figure_is_found():
+def test_missing_finds_a_wrong_figure():
     table = "| work | this package | baseline | factor |\n| --- | --- | --- | --- |\n"
     line = "| HGRN2 1.3B, 8×2048 | 62,900 | FLA 48,190 to 48,327 on H200 | 1.30× |\n"
     measured = {62877.0, 48190.0, 48327.0}

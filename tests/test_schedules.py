@@ -1,4 +1,4 @@
-"""The schedule, beside its equation, in files and in training."""
+"""`InverseSquareRoot`, compared with its equation, in files and in training."""
 
 import keras
 import numpy as np
@@ -9,38 +9,37 @@ from keras_recurrent.schedules import InverseSquareRoot
 pytestmark = pytest.mark.once
 
 
-def by_hand(step, peak, warmup):
+def expected_rate(step, peak, warmup):
     step = np.float64(step)
     return peak * (step / warmup if step < warmup else np.sqrt(warmup / step))
 
 
 @pytest.mark.parametrize("warmup", [1, 7, 4000])
-def test_it_is_the_equation(warmup):
+def test_inverse_square_root_equals_its_equation(warmup):
     schedule = InverseSquareRoot(5e-4, warmup)
     steps = [0, 1, 2, 6, 7, 8, 3999, 4000, 4001, 50_000, 10_000_000]
     for step in steps:
         found = keras.ops.convert_to_numpy(schedule(keras.ops.convert_to_tensor(step, "int32")))
-        np.testing.assert_allclose(found, by_hand(step, 5e-4, warmup), rtol=1e-6)
+        np.testing.assert_allclose(found, expected_rate(step, 5e-4, warmup), rtol=1e-6)
         assert found.dtype == "float32"
     found = keras.ops.convert_to_numpy(schedule(np.array(steps)))
-    np.testing.assert_allclose(found, [by_hand(s, 5e-4, warmup) for s in steps], rtol=1e-6)
+    np.testing.assert_allclose(found, [expected_rate(s, 5e-4, warmup) for s in steps], rtol=1e-6)
 
 
-def test_an_optimizer_follows_it():
-    """With plain SGD and a gradient of 1, a weight has gone the sum of all rates."""
+def test_inverse_square_root_is_the_rate_of_an_optimizer():
+    """A weight with gradients of 1 does not move by the sum of the learning rates."""
     schedule = InverseSquareRoot(0.1, 3)
     weight = keras.Variable(0.0)
     optimizer = keras.optimizers.SGD(schedule)
     optimizer.build([weight])
-    gone = 0.0
+    moved = 0.0
     for step in range(8):
         optimizer.apply([keras.ops.convert_to_tensor(1.0)])
-        gone -= by_hand(step, 0.1, 3)
-        np.testing.assert_allclose(keras.ops.convert_to_numpy(weight.value), gone, rtol=1e-5)
+        moved -= expected_rate(step, 0.1, 3)
+        np.testing.assert_allclose(keras.ops.convert_to_numpy(weight.value), moved, rtol=1e-5)
 
 
-@pytest.mark.once
-def test_it_comes_back_from_configurations_and_files(tmp_path):
+def test_inverse_square_root_is_restored_from_configs_and_files(tmp_path):
     schedule = InverseSquareRoot(3e-3, np.int64(5), name="rise_and_fall")
     schedules = keras.optimizers.schedules
     again = schedules.deserialize(schedules.serialize(schedule))
@@ -52,11 +51,10 @@ def test_it_comes_back_from_configurations_and_files(tmp_path):
     model.save(tmp_path / "model.keras")
     optimizer = keras.models.load_model(tmp_path / "model.keras").optimizer
     np.testing.assert_allclose(
-        keras.ops.convert_to_numpy(optimizer.learning_rate), by_hand(4, 3e-3, 5), rtol=1e-6
+        keras.ops.convert_to_numpy(optimizer.learning_rate), expected_rate(4, 3e-3, 5), rtol=1e-6
     )
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
@@ -66,6 +64,6 @@ def test_it_comes_back_from_configurations_and_files(tmp_path):
         ((1e-3, 2.5), "`warmup_steps` must be an integer, at least 1; got 2.5"),
     ],
 )
-def test_what_is_no_schedule_is_an_error(arguments, match):
+def test_inverse_square_root_wrong_arguments_raise(arguments, match):
     with pytest.raises(ValueError, match=match):
         InverseSquareRoot(*arguments)

@@ -26,7 +26,7 @@ def original(name):
 
 
 @pytest.mark.once
-def test_keras_finds_no_class_that_is_not_imported(monkeypatch):
+def test_get_registered_object_of_keras_finds_no_class_that_is_not_imported(monkeypatch):
     name = "keras_recurrent>GriffinCausalLM"
     monkeypatch.setitem(keras.saving.get_custom_objects(), name, models.GriffinCausalLM)
     assert keras.saving.get_registered_object(name) is models.GriffinCausalLM
@@ -36,7 +36,7 @@ def test_keras_finds_no_class_that_is_not_imported(monkeypatch):
 
 @pytest.mark.skipif(BACKEND != "torch", reason="a format of torch")
 @pytest.mark.filterwarnings("ignore")
-def test_keras_exports_batches_of_1(tmp_path):
+def test_export_torch_of_keras_fixes_the_batch_size(tmp_path):
     """Only the wrapped function makes sizes of None dynamic."""
     import torch
 
@@ -53,7 +53,7 @@ def test_keras_exports_batches_of_1(tmp_path):
 
 @pytest.mark.once
 @pytest.mark.parametrize("name", ["save_model", "save_weights_only"])
-def test_keras_writes_files_in_place(tmp_path, name):
+def test_saving_by_keras_destroys_the_old_file(tmp_path, name):
     class Failing(keras.layers.Dense):
         def save_own_variables(self, store):
             raise OSError("no space left on device")
@@ -68,7 +68,7 @@ def test_keras_writes_files_in_place(tmp_path, name):
 
 @pytest.mark.once
 @pytest.mark.parametrize("mode", ["gptq", "awq"])
-def test_keras_saves_no_zero_points(mode):
+def test_merged_kernel_of_keras_has_no_zero_points(mode):
     layer = keras.layers.Dense(8, dtype=f"{mode}/4/8_from_float32")
     layer.build((None, 8))
     assert original("_get_kernel_with_merged_lora")(layer)[2] is None
@@ -77,7 +77,7 @@ def test_keras_saves_no_zero_points(mode):
 
 @pytest.mark.skipif(BACKEND != "jax" or not has_gpu(), reason="a fault of XLA for NVIDIA GPUs")
 @pytest.mark.parametrize("name", ["matmul", "einsum"])
-def test_xla_doubles_products_of_int8(name):
+def test_int8_product_of_keras_on_a_gpu_is_wrong(name):
     equation = ["nk,ko->no"] if name == "einsum" else []
     a, b = np.ones((7, 6), "int8"), np.ones((6, 5), "int8")
     product = original(name)(*equation, keras.ops.array(a), keras.ops.array(b))
@@ -85,8 +85,8 @@ def test_xla_doubles_products_of_int8(name):
 
 
 @pytest.mark.once
-def test_kerashub_finds_no_presets_of_other_packages():
-    """Nor the preprocessor of a network that takes the inputs of another class."""
+def test_kerashub_without_changes_finds_no_presets_of_other_packages():
+    """KerasHub finds no preset, or no preprocessor of a backbone with inputs of another class."""
     assert "hawk_tiny" in models.GriffinCausalLM.presets  # KerasHub knows the name
     with pytest.raises(KeyError, match="kaggle_handle"):
         compat.get_preset_loader("hawk_tiny")

@@ -1,4 +1,4 @@
-"""Text from files into packed rows: nothing lost, shuffled, and resumed anywhere."""
+"""`PackedText`: text of files, shuffled and packed, which resumes after any batch."""
 
 import itertools
 import json
@@ -16,9 +16,11 @@ from keras_recurrent.tokenizers import ByteTokenizer
 from tests.models.tiny import FAMILIES, tiny_causal_lm
 from tests.resumed import packed_text, write_text
 
+pytestmark = pytest.mark.once
+
 
 def documents_in(batches):
-    """The texts of rows whose documents are all shorter than a row."""
+    """Returns the texts of batches whose documents are all shorter than a sequence."""
     found = []
     for x, _, _ in batches:
         for tokens, segments in zip(x["token_ids"], x["segment_ids"], strict=True):
@@ -36,24 +38,22 @@ def lines(path):
     return [line for line in text.split("\n") if line.strip()]
 
 
-@pytest.mark.once
-@pytest.mark.parametrize("piece", [1, 7, 64, 10**6])
+@pytest.mark.parametrize("chunk", [1, 7, 64, 10**6])
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_every_line_is_read_once_wherever_pieces_begin(monkeypatch, tmp_path, piece, end):
-    monkeypatch.setattr(text_files, "CHUNK_BYTES", piece)
+def test_split_files_with_any_chunk_size_reads_each_line_once(monkeypatch, tmp_path, chunk, end):
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", chunk)
     path = tmp_path / "text.txt"
     texts = ["first", "", "é" * 20, "  ", "x", "last without an end"]
     path.write_bytes(end.join(texts).encode())
-    found = [text_files.read_documents(piece) for piece in text_files.split_files([str(path)])]
+    found = [text_files.read_documents(chunk) for chunk in text_files.split_files([str(path)])]
     assert [text for texts in found for text in texts] == [text for text in texts if text.strip()]
 
 
-@pytest.mark.once
-def test_objects_of_json(tmp_path):
+def test_read_documents_of_json_lines_reads_their_text(tmp_path):
     path = tmp_path / "text.jsonl"
     path.write_text('{"text": "one\\ntwo", "id": 3}\n{"text": "é"}\n', encoding="utf-8")
-    (piece,) = text_files.split_files([str(path)])
-    assert text_files.read_documents(piece) == ["one\ntwo", "é"]
+    (chunk,) = text_files.split_files([str(path)])
+    assert text_files.read_documents(chunk) == ["one\ntwo", "é"]
     for line, match in [
         ('{"txt": "a"}', 'begins at byte 0 must be an object with a string "text"'),
         ('["text"]', 'must be an object with a string "text"'),
@@ -64,84 +64,79 @@ def test_objects_of_json(tmp_path):
             text_files.read_documents(*text_files.split_files([str(path)]))
 
 
-def rows_of_all(texts):
-    return GriffinCausalLMPreprocessor(ByteTokenizer(), sequence_length=64, packed=True).pack(texts)
+def make_preprocessor():
+    return GriffinCausalLMPreprocessor(ByteTokenizer(), sequence_length=64, packed=True)
 
 
-def rows_of(paths, **arguments):
-    preprocessor = GriffinCausalLMPreprocessor(ByteTokenizer(), sequence_length=64, packed=True)
-    return PackedText(paths, preprocessor, 4, **arguments)
+def long_packed_text(documents, **arguments):
+    return PackedText(documents, make_preprocessor(), 4, **arguments)
 
 
-@pytest.mark.once
-def test_a_pass_has_all_documents_once_and_each_pass_its_own_order(tmp_path, monkeypatch):
+def test_packed_text_pass_has_each_document_once_in_a_new_order(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "CHUNK_BYTES", 64)
     paths = write_text(tmp_path, lines=200)
-    wanted = [text for path in paths for text in lines(path)]
-    in_order = documents_in(rows_of(paths, passes=1))
-    assert sorted(in_order) == sorted(wanted)
-    first, second = (documents_in(rows_of(paths, passes=1, seed=seed)) for seed in (1, 2))
-    assert sorted(first) == sorted(second) == sorted(wanted)
+    expected = [text for path in paths for text in lines(path)]
+    in_order = documents_in(long_packed_text(paths, passes=1))
+    assert sorted(in_order) == sorted(expected)
+    first, second = (documents_in(long_packed_text(paths, passes=1, seed=seed)) for seed in (1, 2))
+    assert sorted(first) == sorted(second) == sorted(expected)
     assert len({tuple(order) for order in (in_order, first, second)}) == 3
-    assert documents_in(rows_of(paths, passes=1, seed=1)) == first
-    twice = documents_in(rows_of(paths, passes=2, seed=1))
-    assert sorted(twice) == sorted(wanted * 2)
+    assert documents_in(long_packed_text(paths, passes=1, seed=1)) == first
+    twice = documents_in(long_packed_text(paths, passes=2, seed=1))
+    assert sorted(twice) == sorted(expected * 2)
     assert twice[: len(first)] != twice[len(first) :]
-    # Neighbours in a file are no neighbours in the rows.
-    places = [first.index(text) for text in lines(paths[0])[:40]]
-    assert np.median(np.abs(np.diff(places))) > 20
+    # Neighbors in a file are far from each other after shuffling.
+    positions = [first.index(text) for text in lines(paths[0])[:40]]
+    assert np.median(np.abs(np.diff(positions))) > 20
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("number", [0, 1, 30, 61])
-def test_it_goes_on_where_it_stopped(tmp_path, monkeypatch, number):
+def test_packed_text_set_state_resumes_at_the_next_batch(tmp_path, monkeypatch, number):
     monkeypatch.setattr(text_files, "CHUNK_BYTES", 64)
     paths = write_text(tmp_path)
-    batches = iter(rows_of(paths, seed=3))
+    batches = iter(long_packed_text(paths, seed=3))
     list(itertools.islice(batches, number))
     state = json.loads(json.dumps(batches.get_state()))
-    again = iter(rows_of(paths, seed=3))
+    again = iter(long_packed_text(paths, seed=3))
     again.set_state(state)
     for _ in range(20):
         keras.tree.map_structure(np.testing.assert_array_equal, next(batches), next(again))
 
 
-@pytest.mark.once
-def test_the_place_after_a_batch_is_not_that_after_those_read_ahead(tmp_path):
+def test_packed_text_state_after_a_batch_ignores_batches_read_ahead(tmp_path):
     rows = packed_text(write_text(tmp_path))
     plain = list(itertools.islice(iter(rows), 12))
     rows.start_at()
     assert rows.state_after(0) == iter(packed_text(write_text(tmp_path))).get_state()
     ahead = iter(rows)
     list(itertools.islice(ahead, 9))
-    places = [rows.state_after(number) for number in (0, 4, 7)]
-    for number, place in zip((0, 4, 7), places, strict=True):
-        rows.start_at(place, skip=2)
+    states = [rows.state_after(number) for number in (0, 4, 7)]
+    for number, state in zip((0, 4, 7), states, strict=True):
+        rows.start_at(state, skip=2)
         resumed = iter(rows)
-        for nothing in (next(resumed), next(resumed)):
-            assert not nothing[0]["padding_mask"].any()
-            assert shapes(nothing) == shapes(plain[0])
-        assert rows.state_after(1) == place
+        for skipped in (next(resumed), next(resumed)):
+            assert not skipped[0]["padding_mask"].any()
+            assert shapes(skipped) == shapes(plain[0])
+        assert rows.state_after(1) == state
         keras.tree.map_structure(np.testing.assert_array_equal, next(resumed), plain[number])
 
 
-@pytest.mark.once
-def test_datasets_of_grain(tmp_path):
+def test_packed_text_of_a_grain_dataset_has_its_documents(tmp_path):
     texts = ["tick", "tock tock", "tick tick tick"] * 5
     known = grain.MapDataset.source(texts)
-    assert documents_in(rows_of(known, passes=1)) == documents_in([rows_of_all(texts)])
-    shuffled = documents_in(rows_of(known, passes=1, seed=0))
+    in_order = documents_in([make_preprocessor().pack(texts)])
+    assert documents_in(long_packed_text(known, passes=1)) == in_order
+    shuffled = documents_in(long_packed_text(known, passes=1, seed=0))
     assert shuffled != texts
     assert sorted(shuffled) == sorted(texts)
-    stream = rows_of(known.to_iter_dataset())
+    stream = long_packed_text(known.to_iter_dataset())
     assert not stream.is_endless
-    assert documents_in(stream) == documents_in([rows_of_all(texts)])
+    assert documents_in(stream) == in_order
     with pytest.raises(ValueError, match=r"`seed` and `passes`: a `grain.IterDataset` has an ord"):
-        rows_of(known.to_iter_dataset(), seed=1)
+        long_packed_text(known.to_iter_dataset(), seed=1)
 
 
-@pytest.mark.once
-def test_a_language_model_trains_and_is_evaluated_on_it(tmp_path):
+def test_packed_text_trains_and_evaluates_like_texts_in_memory(tmp_path):
     paths = write_text(tmp_path)
     endless, held_out = packed_text(paths), packed_text(paths[:1], seed=None, passes=1)
     family = FAMILIES["hgrn2"]
@@ -158,10 +153,9 @@ def test_a_language_model_trains_and_is_evaluated_on_it(tmp_path):
             endless, validation_data=held_out, steps_per_epoch=5, epochs=2, verbose=0
         ).history
     assert history["loss"][1] < history["loss"][0]
-    # All of its text, as if it were in memory.
-    wanted = model.evaluate(lines(paths[0]), batch_size=4, verbose=0)
-    np.testing.assert_allclose(float(history["val_loss"][1]), float(wanted[0]), rtol=1e-4)
-    np.testing.assert_allclose(model.evaluate(held_out, verbose=0), wanted, rtol=1e-4)
+    expected = model.evaluate(lines(paths[0]), batch_size=4, verbose=0)
+    np.testing.assert_allclose(float(history["val_loss"][1]), float(expected[0]), rtol=1e-4)
+    np.testing.assert_allclose(model.evaluate(held_out, verbose=0), expected, rtol=1e-4)
     for use in (model.fit, model.evaluate, model.predict):
         with pytest.raises(
             ValueError,
@@ -170,8 +164,7 @@ def test_a_language_model_trains_and_is_evaluated_on_it(tmp_path):
             use(endless, verbose=0)
 
 
-@pytest.mark.once
-def test_what_cannot_be_read_is_an_error(tmp_path):
+def test_packed_text_wrong_files_and_arguments_raise(tmp_path):
     paths = write_text(tmp_path)
     preprocessor = GriffinCausalLMPreprocessor(ByteTokenizer(), sequence_length=16)
     with pytest.raises(ValueError, match=r"`preprocessor` must be one that packs.*packed=True"):

@@ -18,18 +18,21 @@ TOY = {
 }
 
 
+def words_of(toy):
+    return [word for name, values in toy.items() for word in (name, *values)]
+
+
 def call(guide, monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", [guide.__name__, *map(str, arguments)])
     guide.main()
 
 
-def run_anew(guide, module, monkeypatch, capsys, folder, toy):
-    """Runs a guide at toy size, then what is missing after its last line is lost.
+def run_twice(guide, module, monkeypatch, capsys, folder, toy):
+    """Runs a guide at toy size, deletes its last result, and runs it again.
 
-    Returns the lines of results, and what the second run wrote.
+    Returns the lines of results, and the output of the second run.
     """
-    words = [word for name, values in toy.items() for word in (name, *values)]
-    words += ["--output", folder, "--seeds", 0]
+    words = [*words_of(toy), "--output", folder, "--seeds", 0]
     call(module, monkeypatch, *words)
     path = folder / f"{module.__name__}.jsonl"
     *kept, lost = path.read_text().splitlines()

@@ -1,15 +1,16 @@
-"""Griffin's figures 5 to 7 and 10: the guides run, and count and judge as by hand."""
+"""Guides of Griffin's figures 5 to 7 and 10: runs at tiny sizes, counts and verdicts."""
 
 import dataclasses
 
 import numpy as np
 import pytest
 
-from tests.papers.running import TOY, call, run_anew
+from tests.papers.running import TOY, call, run_twice, words_of
+
+pytestmark = pytest.mark.once
 
 
-@pytest.mark.once
-def test_gates(guide, tmp_path, monkeypatch, capsys):
+def test_gates_guide_finds_a_wrong_gate(guide, tmp_path, monkeypatch, capsys):
     gates = guide("gates")
     call(gates, monkeypatch, "--output", tmp_path)
     written = capsys.readouterr().out
@@ -17,24 +18,21 @@ def test_gates(guide, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "gates.png").stat().st_size > 0
     lines = guide("runs").Results(tmp_path / "gates.jsonl").lines
     assert [line["decay"] for line in lines] == [0.5, 0.9, 0.99]
-    # A gate that is measured wrongly is told.
     monkeypatch.setitem(gates.MEASURED, "Mamba", lambda a, r: (1 - r, r))
     (tmp_path / "gates.jsonl").unlink()
     call(gates, monkeypatch, "--output", tmp_path)
     assert "DO NOT AGREE" in capsys.readouterr().out
 
 
-@pytest.mark.once
-def test_extrapolation(guide, tmp_path, monkeypatch, capsys):
+def test_extrapolation_guide_runs_the_missing_experiments(guide, tmp_path, monkeypatch, capsys):
     extrapolation = guide("extrapolation")
     text = tmp_path / "text"
     text.write_bytes(bytes(range(32, 127)) * 20)
-    toy = [word for name, values in TOY.items() for word in (name, *values)]
-    arguments = (*toy, "--text", text, "--output", tmp_path, "--seeds", 0)
+    arguments = (*words_of(TOY), "--text", text, "--output", tmp_path, "--seeds", 0)
     call(extrapolation, monkeypatch, *arguments, "--lengths", 8)
     first = (tmp_path / "extrapolation.jsonl").read_text()
     capsys.readouterr()
-    # A later sitting runs what is missing.
+    # A second run runs the missing experiments alone.
     call(extrapolation, monkeypatch, *arguments)
     lines = (tmp_path / "extrapolation.jsonl").read_text()
     assert lines.startswith(first)
@@ -47,25 +45,21 @@ def test_extrapolation(guide, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "extrapolation.png").stat().st_size > 0
 
 
-@pytest.mark.once
-def test_verdicts_are_what_the_claims_say(guide):
-    judge = guide("extrapolation").judge
-    rope = np.array([1.0, 1.1, 0.9])
-    assert judge("Hawk", np.array([-0.1, 0.0, 0.1]), rope) == (
-        "yes: at most 0; beyond 2 deviations of RoPE"
-    )
-    assert judge("Hawk", np.array([0.1, 0.0, 0.1]), rope).startswith("NO: at most 0")
-    assert judge("Griffin", np.array([0.0, 0.01, 0.01]), rope).startswith("yes: at most .01")
-    assert judge("Griffin", np.array([0.0, 0.8, -0.8]), rope).endswith(
-        "NOT beyond 2 deviations of RoPE"
-    )
-    assert judge("MQA RoPE", rope, rope) == "yes: at least .3"
-    assert judge("MQA RoPE", rope / 5, rope) == "NO: at least .3"
-    assert judge("MQA NoPE", rope, rope) == "told"
+def test_extrapolation_judge_compares_losses_with_the_claims(guide):
+    judge, rope = guide("extrapolation").judge, np.array([1.0, 1.1, 0.9])
+    for model, losses, verdict in [
+        ("Hawk", [-0.1, 0.0, 0.1], "yes: at most 0; beyond 2 deviations of RoPE"),
+        ("Hawk", [0.1, 0.0, 0.1], "NO: at most 0; beyond 2 deviations of RoPE"),
+        ("Griffin", [0.0, 0.01, 0.01], "yes: at most .01; beyond 2 deviations of RoPE"),
+        ("Griffin", [0.0, 0.8, -0.8], "yes: at most .01; NOT beyond 2 deviations of RoPE"),
+        ("MQA RoPE", rope, "yes: at least .3"),
+        ("MQA RoPE", rope / 5, "NO: at least .3"),
+        ("MQA NoPE", rope, "told"),
+    ]:
+        assert judge(model, np.array(losses), rope) == verdict
 
 
-@pytest.mark.once
-def test_synthetic_tasks(guide, tmp_path, monkeypatch, capsys):
+def test_synthetic_tasks_guide_prints_accuracies_and_verdicts(guide, tmp_path, monkeypatch, capsys):
     synthetic = guide("synthetic_tasks")
     toy = {
         **{"--width": [16], "--num-layers": [2], "--rows": [4], "--test-rows": [8]},
@@ -73,7 +67,7 @@ def test_synthetic_tasks(guide, tmp_path, monkeypatch, capsys):
         **{"--induction-length": [8], "--induction-window": [4], "--longest": [32]},
         **{"--copying-steps": [2], "--induction-steps": [2], "--every": [1], "--warmup": [1]},
     }
-    lines, written = run_anew(guide, synthetic, monkeypatch, capsys, tmp_path, toy)
+    lines, written = run_twice(guide, synthetic, monkeypatch, capsys, tmp_path, toy)
     assert [line["model"] for line in lines] == [*synthetic.MODELS] * 2
     assert all(list(line["right_after"]) == ["1", "2"] for line in lines)
     assert all(list(line["right_at"]) == ["4", "8", "16", "32"] for line in lines[3:])
@@ -81,8 +75,7 @@ def test_synthetic_tasks(guide, tmp_path, monkeypatch, capsys):
     assert "NO: at least 99 % right" in written
 
 
-@pytest.mark.once
-def test_tasks_count_and_end_as_by_hand(guide):
+def test_synthetic_tasks_guide_counts_steps_and_judges_speed(guide):
     synthetic, tasks = guide("synthetic_tasks"), guide("tasks")
     predicted = np.array([[1, 2, 3], [4, 5, 6]])
     labels = np.array([[1, 0, 3], [0, 5, 0]])
@@ -90,29 +83,31 @@ def test_tasks_count_and_end_as_by_hand(guide):
     assert tasks.right(predicted, labels, weights) == 0.75
     assert synthetic.steps_to({"2": 0.5, "4": 0.9, "6": 0.8}, 0.9) == 4
     assert synthetic.steps_to({"2": 0.5}, 0.9) is None
-    # A curve that was ended goes on as it was.
+    # A curve that ended early continues with its last value.
     curves = synthetic.curves_of([{"right_after": {"2": 0.5, "4": 1.0}}], (2, 4, 6))
     assert curves.tolist() == [[0.5, 1.0, 1.0]]
-    compare = synthetic.compare_speed
     slower, near = ": slower than MQA by more than 2 deviations", ": within 2 deviations of MQA"
-    assert compare("Hawk", [200, 220], [100, 110], 500) == (
-        *("210 ± 14", "2.00 ± 0.00"),
-        "yes" + slower,
-    )
-    assert compare("Hawk", [100, 120], [100, 110], 500)[2] == "NO" + slower
-    assert compare("Griffin", [120, 130], [100, 110], 500)[2].startswith("yes" + near)
-    assert compare("Griffin", [50, 60], [100, 110], 500)[2].startswith("yes" + near)
-    assert compare("Griffin", [200, 220], [100, 110], 500)[2].startswith("NO" + near)
-    # A seed that was not there by the last step counts as that, and for nobody's good.
-    steps = "375 ± 177 at least: 1 of 2 not within 500"
-    assert compare("Hawk", [250, None], [100, 100], 500) == (steps, "≥ 3.75 ± 1.77", "NO" + slower)
-    assert compare("Hawk", [490, None], [100, 100], 500)[2] == "yes" + slower
-    assert compare("Hawk", [490, None], [100, None], 500)[1:] == ("-", "NO" + slower)
-    assert compare("Griffin", [300, None], [500, 500], 500)[2].startswith("NO" + near)
-    assert compare("Griffin", [250, 250], [500, None], 500)[1:] == (
-        "≤ 0.50 ± 0.00",
-        f"yes{near}, or a quarter, or faster",
-    )
+    # A seed that did not reach the accuracy, None, counts as the last step, against the claim.
+    for model, steps, baseline, expected in [
+        ("Hawk", [200, 220], [100, 110], ("210 ± 14", "2.00 ± 0.00", f"yes{slower}")),
+        ("Hawk", [100, 120], [100, 110], (f"NO{slower}",)),
+        ("Griffin", [120, 130], [100, 110], (f"yes{near}, or a quarter, or faster",)),
+        ("Griffin", [50, 60], [100, 110], (f"yes{near}, or a quarter, or faster",)),
+        ("Griffin", [200, 220], [100, 110], (f"NO{near}, or a quarter, or faster",)),
+        (
+            *("Hawk", [250, None], [100, 100]),
+            ("375 ± 177 at least: 1 of 2 not within 500", "≥ 3.75 ± 1.77", f"NO{slower}"),
+        ),
+        ("Hawk", [490, None], [100, 100], (f"yes{slower}",)),
+        ("Hawk", [490, None], [100, None], ("-", f"NO{slower}")),
+        ("Griffin", [300, None], [500, 500], (f"NO{near}, or a quarter, or faster",)),
+        (
+            *("Griffin", [250, 250], [500, None]),
+            ("≤ 0.50 ± 0.00", f"yes{near}, or a quarter, or faster"),
+        ),
+    ]:
+        found = synthetic.compare_speed(model, steps, baseline, 500)
+        assert found[-len(expected) :] == expected
     assert synthetic.judge_reading_on("MQA", [1.0, 0.99], [0.4, 0.6]) == (
         "yes: at least 99 % right; yes: at most 50 % of the longest"
     )
@@ -121,8 +116,7 @@ def test_tasks_count_and_end_as_by_hand(guide):
     )
 
 
-@pytest.mark.once
-def test_phone_book(guide, tmp_path, monkeypatch, capsys):
+def test_phone_book_guide_prints_accuracies_and_verdicts(guide, tmp_path, monkeypatch, capsys):
     book = guide("phone_book")
     toy = {
         **{"--width": [16], "--num-layers": [2], "--window": [12], "--queries": [1]},
@@ -130,14 +124,13 @@ def test_phone_book(guide, tmp_path, monkeypatch, capsys):
         **{"--steps": [2], "--every": [1], "--warmup": [1]},
         **{"--name-length": [1], "--number-length": [2]},
     }
-    lines, written = run_anew(guide, book, monkeypatch, capsys, tmp_path, toy)
+    lines, written = run_twice(guide, book, monkeypatch, capsys, tmp_path, toy)
     assert [line["tokens_of_a_row"] for line in lines] == [12] * 3 + [28] * 3
     assert "| 2 names, 0.666667 windows | 6 names, 2 windows |" in written
     assert "NO: at least 95 % inside its window; NO: 30 points less of 6 names" in written
 
 
-@pytest.mark.once
-def test_numbers_of_phone_books_count_as_by_hand(guide):
+def test_phone_book_guide_counts_whole_numbers_and_judges_models(guide):
     book = guide("phone_book")
     labels = np.array([[0, 1, 2, 0, 3, 4], [0, 5, 6, 0, 7, 8]])
     predicted = np.array([[9, 1, 2, 9, 3, 9], [9, 5, 6, 9, 9, 8]])

@@ -1,4 +1,4 @@
-"""HGRN2's figures 2 and 3 and its table 1: the guides run, and count as by hand."""
+"""Guides of HGRN2's figures 2 and 3 and table 1: runs at tiny sizes, counts and layers."""
 
 import itertools
 
@@ -6,19 +6,20 @@ import keras
 import numpy as np
 import pytest
 
-from tests.papers.running import run_anew
+from tests.papers.running import run_twice
+
+pytestmark = pytest.mark.once
 
 
-@pytest.mark.once
-def test_associative_recall(guide, tmp_path, monkeypatch, capsys):
+def test_associative_recall_guide_trains_each_task_and_model(guide, tmp_path, monkeypatch, capsys):
     recall = guide("associative_recall")
     toy = {
         **{"--lengths": [8, 16], "--pairs": [2, 3], "--vocabulary": [16], "--widths": [8]},
         **{"--expansions": [4, 16], "--rates": [0.01, 0.02], "--rows": [4], "--test-rows": [8]},
         **{"--steps": [2], "--every": [1]},
     }
-    lines, written = run_anew(guide, recall, monkeypatch, capsys, tmp_path, toy)
-    # A line a task and model; an expansion that does not divide the width is left out.
+    lines, written = run_twice(guide, recall, monkeypatch, capsys, tmp_path, toy)
+    # There is a line for each task and model; expansions that do not divide the width are left out.
     assert [(line["pairs"], line["model"], line["expansion"]) for line in lines] == [
         (pairs, *model)
         for pairs in (2, 3)
@@ -29,8 +30,7 @@ def test_associative_recall(guide, tmp_path, monkeypatch, capsys):
     assert "| 3 pairs in 16 tokens, width 8 |" in written
 
 
-@pytest.mark.once
-def test_the_best_setting_of_recall_counts(guide, tmp_path):
+def test_associative_recall_guide_takes_the_best_learning_rate(guide, tmp_path):
     recall = guide("associative_recall")
     size = recall.Size((8,), (2,), 16, (8,), (4,), (0.1, 0.2), 4, 8, 4, 2, 1.0)
     results = guide("runs").Results(tmp_path / "lines")
@@ -46,8 +46,7 @@ def test_the_best_setting_of_recall_counts(guide, tmp_path):
     assert recall.judge(np.array([0.99, 1.0]), np.array([1.0, 1.0])) == "yes: both at least 99 %"
 
 
-@pytest.mark.once
-def test_state_size(guide, tmp_path, monkeypatch, capsys):
+def test_state_size_guide_compares_models_of_equal_size(guide, tmp_path, monkeypatch, capsys):
     state_size = guide("state_size")
     text = tmp_path / "text"
     text.write_bytes(bytes(range(32, 127)) * 8)
@@ -55,7 +54,7 @@ def test_state_size(guide, tmp_path, monkeypatch, capsys):
         **{"--text": [text], "--width": [12], "--num-layers": [2], "--ratios": [1, 4, 5]},
         **{"--length": [8], "--tokens": [16], "--steps": [2], "--windows": [8]},
     }
-    lines, written = run_anew(guide, state_size, monkeypatch, capsys, tmp_path, toy)
+    lines, written = run_twice(guide, state_size, monkeypatch, capsys, tmp_path, toy)
     # A ratio that does not divide the width is left out.
     assert [line["setting"] for line in lines] == [1, 4, *state_size.FORMS]
     parameters = [line["parameters"] for line in lines]
@@ -64,12 +63,11 @@ def test_state_size(guide, tmp_path, monkeypatch, capsys):
     assert "| HGRN | complex, 2 d |" in written
     assert state_size.better(np.array([1.0, 1.1]), np.array([1.5, 1.6])) == "yes"
     assert state_size.better(np.array([1.0, 1.1]), np.array([1.1, 1.2])) == "NO"
-    assert state_size.better(np.array([1.0]), np.array([1.5])) == "NO"  # one seed says nothing
+    assert state_size.better(np.array([1.0]), np.array([1.5])) == "NO"  # one seed has no deviation
 
 
-@pytest.mark.once
-def test_states_of_hgrn_are_what_the_forms_say(guide):
-    """Against a loop over time in NumPy, with a bound, and a sequence in two parts."""
+def test_state_hgrn_equals_a_loop_over_time(guide):
+    """A form differs from a loop in NumPy, or a sequence in two parts from the whole."""
     state_size = guide("state_size")
     x = np.random.default_rng(0).normal(size=(2, 6, 4)).astype("float32")
     bound = np.log(np.array([[0.3] * 4, [0.7] * 4], "float32"))
@@ -101,9 +99,8 @@ def test_states_of_hgrn_are_what_the_forms_say(guide):
         np.testing.assert_allclose(right, found[:, 3:], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("ratio", [1, 2])
-def test_a_scan_of_small_heads_is_hgrn2(guide, ratio):
+def test_scanned_hgrn2_equals_hgrn2(guide, ratio):
     state_size = guide("state_size")
     x = np.random.default_rng(0).normal(size=(2, 6, 4)).astype("float32")
     bound = np.log(np.array([[0.3] * 4, [0.7] * 4], "float32"))

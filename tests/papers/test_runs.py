@@ -1,4 +1,4 @@
-"""What the guides of papers share."""
+"""Modules that the guides of papers share."""
 
 import functools
 
@@ -13,7 +13,7 @@ from keras_recurrent.models import (
 
 
 @pytest.mark.once
-def test_text_windows_errors_and_tables(guide, tmp_path):
+def test_runs_reads_windows_of_text_and_formats_tables(guide, tmp_path):
     runs = guide("runs")
     file = tmp_path / "text"
     file.write_bytes(bytes(range(100)))
@@ -56,18 +56,18 @@ def tiny(seed):
 
 @pytest.mark.nightly
 @pytest.mark.skipif(keras.backend.backend() != "jax", reason="a program of JAX")
-def test_models_side_by_side_learn_as_by_keras(guide):
-    """In one program or in turns, each on its own rows, as Keras's own training step has it."""
+def test_runs_trains_several_models_as_keras_trains_one(guide):
+    """Models that train in one program get other weights than with Keras's training step."""
     counts = np.random.default_rng(1).integers(0, 3, (2, 2, 5)).astype("float32")
     training, factors = guide("training"), [1.0, 0.5]
     rows = np.random.default_rng(0).integers(0, 7, (2, 2, 2, 6))  # steps, models, rows, tokens
-    ways = {
+    trainings = {
         "by Keras": training._by_keras,
         "in turns": functools.partial(training._in_one_program, side_by_side=False),
         "side by side": functools.partial(training._in_one_program, side_by_side=True),
     }
     found = {}
-    for name, start in ways.items():
+    for name, start in trainings.items():
         models = [tiny(0), tiny(1)]
         optimizers = [training.adamw(0.01, 1, 2) for _ in models]
         for model, optimizer in zip(models, optimizers, strict=True):

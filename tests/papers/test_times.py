@@ -1,4 +1,4 @@
-"""What the papers say of time and memory: the guides run, and judge as by hand."""
+"""Guides of the papers' claims on time and memory: runs at tiny sizes and verdicts."""
 
 import functools
 import importlib
@@ -12,11 +12,10 @@ from keras_recurrent.models import (
 )
 from tests.papers.running import call
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.once]
 
 
-@pytest.mark.once
-def test_throughput(guide, tmp_path, monkeypatch, capsys):
+def test_throughput_guide_prints_tokens_per_second(guide, tmp_path, monkeypatch, capsys):
     throughput = guide("throughput")
     monkeypatch.setattr(throughput, "compute", functools.cache(throughput.compute))
     monkeypatch.setattr(throughput, "LENGTHS", [512, 1024, 2048, 4096])
@@ -28,7 +27,7 @@ def test_throughput(guide, tmp_path, monkeypatch, capsys):
     *first, last = file.read_text().splitlines(keepends=True)
     assert len(first) == 5
     assert '"model": "mqa"' in last
-    # A later sitting measures what is missing.
+    # A second run measures what the file does not have.
     file.write_text("".join(first))
     call(throughput, monkeypatch, *toy)
     lines = file.read_text().splitlines(keepends=True)
@@ -47,8 +46,7 @@ def test_throughput(guide, tmp_path, monkeypatch, capsys):
 OUT_OF_MEMORY = MemoryError("CUDA out of memory")
 
 
-@pytest.mark.once
-def test_rows_are_doubled_until_memory_or_time_ends(monkeypatch):
+def test_throughput_guide_doubles_the_batch_until_memory_or_time_ends(monkeypatch):
     decoding = importlib.import_module("benchmarks.decoding")
     monkeypatch.setattr(decoding, "warm_up", lambda model, rows, tokens: None)
 
@@ -70,17 +68,15 @@ def test_rows_are_doubled_until_memory_or_time_ends(monkeypatch):
         take(4, 1, ZeroDivisionError())
 
 
-@pytest.mark.once
-def test_as_many_rows_as_memory_holds():
+def test_throughput_guide_chooses_the_batch_by_memory():
     decoding = importlib.import_module("benchmarks.decoding")
-    sizes = memory_sizes("mqa_tiny", 1, 256)  # the room of 100 tokens
+    sizes = memory_sizes("mqa_tiny", 1, 256)  # whose cache has 100 tokens
     for rows, found in ((1, 1), (2, 2), (3.99, 2), (4, 4)):
         memory = sizes.parameters + rows * sizes.cache
         assert decoding.largest_batch("mqa_tiny", 100, memory) == found
 
 
-@pytest.mark.once
-def test_grouped_queries(guide, tmp_path, monkeypatch, capsys):
+def test_grouped_queries_guide_prints_times(guide, tmp_path, monkeypatch, capsys):
     grouped_queries = guide("grouped_queries")
     toy = ("--width", 16, "--head-dim", 2, "--length", 8, "--steps", 8, "--rows", 8)
     toy = (*toy, "--heads", 4, "--timed-width", 16, "--timed-length", 16, "--repeats", 1)
@@ -88,8 +84,8 @@ def test_grouped_queries(guide, tmp_path, monkeypatch, capsys):
     call(grouped_queries, monkeypatch, *toy)
     file = tmp_path / "grouped_queries.jsonl"
     lines = file.read_text()
-    assert len(lines.splitlines()) == 3 + 4  # times by groups, and all that is trained
-    # A later sitting finds everything there.
+    assert len(lines.splitlines()) == 3 + 4  # times by groups, and trained models
+    # A second run finds all measurements.
     call(grouped_queries, monkeypatch, *toy)
     assert file.read_text() == lines
     written = capsys.readouterr().out
@@ -99,8 +95,7 @@ def test_grouped_queries(guide, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "grouped_queries.png").stat().st_size > 0
 
 
-@pytest.mark.once
-def test_verdicts_on_times_by_groups(guide):
+def test_grouped_queries_guide_judges_times(guide):
     judge_times = guide("grouped_queries").judge_times
     found = {1: [1.0], 8: [1.2], 64: [3.0]}
     assert [line.split(": ")[1] for line in judge_times(found, 64)] == ["yes"] * 3
@@ -108,15 +103,14 @@ def test_verdicts_on_times_by_groups(guide):
     assert [line.split(": ")[1] for line in judge_times(found, 64)] == ["NO"] * 3
 
 
-@pytest.mark.once
-def test_training_speed(guide, tmp_path, monkeypatch, capsys):
+def test_training_speed_guide_prints_times(guide, tmp_path, monkeypatch, capsys):
     speed = guide("training_speed")
     toy = ("--lengths", 8, 16, "--tokens", 16, "--window", 4, "--output", tmp_path)
     call(speed, monkeypatch, *toy, "--seeds", 0)
     file = tmp_path / "training_speed.jsonl"
     lines = file.read_text()
     assert len(lines.splitlines()) == len(speed.MODELS) * 2
-    # A later sitting finds everything there.
+    # A second run finds all measurements.
     call(speed, monkeypatch, *toy, "--seeds", 0)
     assert file.read_text() == lines
     written = capsys.readouterr().out
@@ -126,18 +120,17 @@ def test_training_speed(guide, tmp_path, monkeypatch, capsys):
         call(speed, monkeypatch, "--lengths", 8, 12, "--tokens", 16)
 
 
-@pytest.mark.once
-def test_verdicts_on_training_speed(guide):
+def test_training_speed_guide_judges_times(guide):
     judge, lengths = guide("training_speed").judge, (8, 16, 32, 64)
 
-    def found(*ratios):
+    def times(*ratios):
         return {n: np.array([ratio]) for n, ratio in zip(lengths, ratios, strict=False)}
 
-    assert judge("Griffin", found(1, 1.02, 1.04, 1.07), lengths) == (
+    assert judge("Griffin", times(1, 1.02, 1.04, 1.07), lengths) == (
         "yes: within 5 % to 32; yes: within 8 % to 64"
     )
-    assert judge("Griffin", found(1, 1.06, 1.04, 1.09), lengths) == (
+    assert judge("Griffin", times(1, 1.06, 1.04, 1.09), lengths) == (
         "NO: within 5 % to 32; NO: within 8 % to 64"
     )
-    assert judge("MQA", found(1, 1.1, 1.3), lengths) == "rises: yes"
-    assert judge("MQA", found(1, 1.1, 1.05), lengths) == "rises: NO"
+    assert judge("MQA", times(1, 1.1, 1.3), lengths) == "rises: yes"
+    assert judge("MQA", times(1, 1.1, 1.05), lengths) == "rises: NO"

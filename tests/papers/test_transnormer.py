@@ -1,4 +1,4 @@
-"""TransNormerLLM's ablations: the guide runs, and its variants are what they say."""
+"""Guide of TransNormerLLM's ablations: a run at tiny sizes, and each variant."""
 
 import keras
 import numpy as np
@@ -10,9 +10,10 @@ from keras_recurrent.models import (
 )
 from tests.papers.running import call
 
+pytestmark = pytest.mark.once
 
-@pytest.mark.once
-def test_lightning_ablations(guide, tmp_path, monkeypatch, capsys):
+
+def test_lightning_ablations_guide_trains_every_variant(guide, tmp_path, monkeypatch, capsys):
     ablations = guide("lightning_ablations")
     toy = ("--width", 8, "--num-heads", 2, "--num-layers", 2, "--length", 8, "--tokens", 16)
     toy = (*toy, "--steps", 2, "--windows", 4, "--output", tmp_path)
@@ -32,8 +33,7 @@ def test_lightning_ablations(guide, tmp_path, monkeypatch, capsys):
     assert ablations.judge(np.array([0.1, -0.05])) == "within 2 deviations"
 
 
-@pytest.mark.once
-def test_variants_of_transnormer_differ_where_they_say(guide):
+def test_lightning_ablations_variant_changes_its_part_only(guide):
     ablations = guide("lightning_ablations")
     size = ablations.Size(8, 2, 3, 8, 16, 1, 4, 1e-3)
     released = TransNormerCausalLM(
@@ -59,7 +59,7 @@ def test_variants_of_transnormer_differ_where_they_say(guide):
         logits[name] = model({"token_ids": rows, "padding_mask": np.ones_like(rows)})
         logits[name] = keras.ops.convert_to_numpy(logits[name])
         if name == ablations.RELEASED:
-            # The same network as the package's, with its weights.
+            # The released variant is the network of the package.
             released.set_weights(model.get_weights())
             same = released({"token_ids": rows, "padding_mask": np.ones_like(rows)})
             same = keras.ops.convert_to_numpy(same)

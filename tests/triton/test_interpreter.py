@@ -15,7 +15,7 @@ if not judge.INTERPRETED:
 
 from tests import interpreter
 
-if not interpreter.AS_IT_CAME:
+if not interpreter.ORIGINALS:
     pytest.skip("runs as it came", allow_module_level=True)
 
 
@@ -23,7 +23,7 @@ if not interpreter.AS_IT_CAME:
 def test_the_same_bits_as_it_came(operation, monkeypatch):
     drawn = draw(operation, Case(2, 20, 5, "bfloat16", kinds=True, state=True))
     found = judge.run(operation, "triton", drawn)
-    for holder, name, original in interpreter.AS_IT_CAME:
+    for holder, name, original in interpreter.ORIGINALS:
         monkeypatch.setattr(holder, name, original)
     for name, expected in judge.run(operation, "triton", drawn).items():
         np.testing.assert_array_equal(found[name], expected, err_msg=name)
