@@ -45,12 +45,12 @@ class Batch:
     Attributes:
         tokens_per_step, runs_ahead: as above.
         num_prompts: integer, maximum number of prompts in one call of `process`.
-        initial_row: the state of a sequence before all tokens, as `process` takes it.
+        initial_state: the state of a sequence before all tokens, as `process` takes it.
         sequences: a list of the `Sequence` in each slot, or None.
         active_slots: a list of `(slot, sequence)` for the sequences that are still decoding.
     """
 
-    initial_row: Any
+    initial_state: Any
     num_prompts: int
 
     def __init__(self, model, num_slots, tokens_per_step, runs_ahead):
@@ -101,15 +101,15 @@ class Batch:
         self._features = self._choose_features(sequences)
         self._write_all(arrays, self._features, state)
 
-    def insert(self, sequence, row):
+    def insert(self, sequence, state):
         """Puts a sequence into a free slot.
 
-        row: the state before the last token of its prompt, as `process` takes it.
+        state: the state before the last token of its prompt, as `process` takes it.
         """
         slot = self.sequences.index(None)
         self.sequences[slot] = sequence
         self._set_active_slots()
-        self._write(slot, self._arrays([sequence]), row)
+        self._write(slot, self._arrays([sequence]), state)
 
     def _arrays(self, sequences):
         """Returns `{name: array}` of a `DeviceState`, stop tokens and options.
@@ -195,8 +195,8 @@ class Batch:
         """Overwrites all slots; `features` are those of the first steps."""
         raise NotImplementedError
 
-    def _write(self, slot, arrays, row):
-        """Overwrites a slot with arrays of one row."""
+    def _write(self, slot, arrays, state):
+        """Overwrites a slot with arrays of one row, and a state as `process` takes it."""
         raise NotImplementedError
 
     def _launch(self, features, uniform, count):
@@ -245,7 +245,7 @@ class Batch:
     def warm_up(self):
         """Runs what the first sequence needs: `insert`, a greedy step, `slot_state`, `remove`."""
         sequence = Sequence(np.zeros(1, "int32"), SamplingParams(temperature=0), None, 1)
-        self.insert(sequence, self.initial_row)
+        self.insert(sequence, self.initial_state)
         self.slot_state(0)
         self.remove(sequence)
         self._known[self._num_stops].append(Features())
@@ -255,14 +255,14 @@ class Batch:
         """Computes a step while all slots are free."""
         self._launch(features, None, 1)()
 
-    def process(self, rows, tokens, mask):
+    def process(self, states, tokens, mask):
         """Generator that processes a chunk of each prompt, one part each time it is resumed.
 
         No other call may begin before the generator has returned.
 
         Args:
-            rows: a list of the states of the prompts, which do not change: results of this method,
-                `initial_row`, or states of the backbone.
+            states: a list of the states of the prompts, which do not change: results of this
+                method, `initial_state`, or states of the backbone.
             tokens, mask: int32 and boolean `[num_prompts, T]`, NumPy arrays.
 
         Returns:
@@ -270,9 +270,9 @@ class Batch:
         """
         raise NotImplementedError
 
-    def prompt_state(self, row):
+    def backbone_state(self, state):
         """Returns the state of the backbone, of batch size 1, from a result of `process`."""
-        raise NotImplementedError
+        return state
 
     def slot_state(self, slot):
         """Returns a copy of the state of a slot, of batch size 1."""

@@ -70,8 +70,8 @@ class PromptChunks:
 
     def _run_example(self, size):
         """Processes chunks of as many prompts as fit into a program; returns the part count."""
-        rows, shape = [self._batch.initial_row] * self.num_prompts, (self.num_prompts, size)
-        parts = self._batch.process(rows, np.ones(shape, "int32"), np.ones(shape, bool))
+        states, shape = [self._batch.initial_state] * self.num_prompts, (self.num_prompts, size)
+        parts = self._batch.process(states, np.ones(shape, "int32"), np.ones(shape, bool))
         return 1 + sum(1 for _ in parts)
 
     def _padded_size(self, num_tokens):
@@ -94,10 +94,10 @@ class PromptChunks:
         mask = np.zeros(tokens.shape, bool)
         for i, part in enumerate(parts):
             tokens[i, : len(part)], mask[i, : len(part)] = part, True
-        rows = [self._batch.initial_row if s.row is None else s.row for s in sequences]
-        after = yield from self._batch.process(rows, tokens, mask)
-        for sequence, stop, row in zip(sequences, stops, after, strict=True):
-            sequence.row, sequence.num_processed = row, stop
+        states = [self._batch.initial_state if s.state is None else s.state for s in sequences]
+        after = yield from self._batch.process(states, tokens, mask)
+        for sequence, stop, state in zip(sequences, stops, after, strict=True):
+            sequence.state, sequence.num_processed = state, stop
 
 
 def chunk_sizes(max_chunk):

@@ -182,9 +182,9 @@ class Scheduler(DecodingLoop):
         while True:
             while self._ready and self.batch.num_free and self.batch.is_ready(self._ready[0]):
                 sequence = self._ready[0]
-                row = self.batch.initial_row if sequence.row is None else sequence.row
-                self.batch.insert(sequence, row)
-                sequence.row = None
+                state = self.batch.initial_state if sequence.state is None else sequence.state
+                self.batch.insert(sequence, state)
+                sequence.state = None
                 del self._ready[0]
             # More prompts are started than fit into a program, so that slots need not wait.
             limit = 2 * self._chunks.num_prompts
@@ -222,16 +222,16 @@ class Scheduler(DecodingLoop):
         self.num_prompt_tokens += sum(stops) - sum(s.num_processed for s in sequences)
         for _ in self._chunks.process(sequences, stops):
             yield True
-        rows = [s.row if saved else None for s, saved in zip(sequences, are_saved, strict=True)]
-        self._finish(zip(sequences, stops, rows, strict=True))
+        states = [s.state if saved else None for s, saved in zip(sequences, are_saved, strict=True)]
+        self._finish(zip(sequences, stops, states, strict=True))
 
     def _finish(self, parts):
         """Saves states after chunks, and moves sequences with processed prompts to `_ready`."""
-        for sequence, stop, row in parts:
+        for sequence, stop, state in parts:
             if sequence not in self._prompts:  # it has ended
                 continue
-            if row is not None:
-                state = self.batch.prompt_state(row)
+            if state is not None:
+                state = self.batch.backbone_state(state)
                 self._prefixes.add(sequence.prompt[:stop], state, sequence.salt)
             if stop == len(sequence.prompt) - 1:
                 self._ready.append(sequence)

@@ -9,7 +9,7 @@ import torch
 from keras_recurrent.generation.batch import TOKENS_AHEAD, TOKENS_ON_CPU, Batch, runs_ahead
 from keras_recurrent.generation.sampling import Logprobs
 from keras_recurrent.generation.torch.chunks import upload
-from keras_recurrent.generation.torch.rows import Extension, Row, Rows
+from keras_recurrent.generation.torch.cuda_graph import clone_all, copy_all, slot_of
 
 
 class TorchBatch(Batch):
@@ -27,16 +27,13 @@ class TorchBatch(Batch):
 
     @torch.no_grad()
     def prepare_slots(self, max_length, num_prompts):
-        initial = self._prepare(max_length)
+        self.initial_state = initial = self._prepare(max_length)
         self._chunks = self._programs.chunks(initial, num_prompts)
         self.num_prompts = self._chunks.num_prompts
-        self.initial_row = self._chunks.row(initial)
         # The cache of a step may also have tensors of recent tokens, which `initial` lacks.
-        tensors = self._decoder.step.flatten_cache(initial)
+        self._initial = self._decoder.step.flatten_cache(initial)
         given = {id(t) for t in keras.tree.flatten(initial)}
-        indices = [index for index, t in enumerate(tensors) if id(t) in given]
-        rows = Rows(tensors)
-        self._extend = Extension(rows, rows.copy(0), self._chunks.rows, indices)
+        self._given = [index for index, t in enumerate(self._initial) if id(t) in given]
 
     @torch.no_grad()
     def _write_all(self, arrays, features, state):
@@ -59,7 +56,10 @@ class TorchBatch(Batch):
             _set_row(tensors[name], slot, array[0])
         if "counts" in tensors:
             tensors["counts"][slot].zero_()
-        self._decoder.rows.set(slot, self._extend(self._row(state)))
+        values = list(self._initial)
+        for index, value in zip(self._given, keras.tree.flatten(state), strict=True):
+            values[index] = value
+        copy_all(slot_of(self._decoder.cache, slot), values)
 
     @torch.no_grad()
     def _launch(self, features, numbers, count):
@@ -82,21 +82,14 @@ class TorchBatch(Batch):
 
     @torch.no_grad()
     def state(self, sequences):
-        return self._decoder.step.cache(t.clone() for t in self._decoder.cache)
+        return self._decoder.step.cache(clone_all(self._decoder.cache))
 
     @torch.no_grad()
     def slot_state(self, slot):
-        rows = self._decoder.rows
-        return self._decoder.step.cache(rows.tensors(rows.copy(slot)))
+        return self._decoder.step.cache(clone_all(slot_of(self._decoder.cache, slot)))
 
-    def process(self, rows, tokens, mask):
-        return self._chunks([self._row(row) for row in rows], tokens, mask)
-
-    def _row(self, row):
-        return row if isinstance(row, Row) else self._chunks.row(row)
-
-    def prompt_state(self, row):
-        return self._chunks.cache(row)
+    def process(self, states, tokens, mask):
+        return self._chunks(states, tokens, mask)
 
     def wait(self):
         if self._device.type == "cuda":

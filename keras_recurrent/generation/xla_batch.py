@@ -139,26 +139,27 @@ class JaxBatch(XlaBatch):
         tokens_per_step = TOKENS_OF_STREAM if runs_ahead(self._model) else 1
         initial = self._prepare(max_length, tokens_per_step)
         self._layout = jax_slots.make_layout(initial)
-        self.initial_row = self._row(initial)
+        self.initial_state = self._stacked(initial)
 
-    def process(self, rows, tokens, mask):
+    def process(self, states, tokens, mask):
         yield from ()  # one part
-        rows, num_rows = [*map(self._row, rows)], len(rows)
-        rows += [self.initial_row] * (self.num_prompts - num_rows)
+        unused = [self.initial_state] * (self.num_prompts - len(states))
+        stacks = [*map(self._stacked, states), *unused]
         static = {"layout": self._layout, "variant": self._variant}
-        self._latest = self._programs.process(rows, tokens, mask, self.weights, **static)
-        return self._latest[:num_rows]
+        self._latest = self._programs.process(stacks, tokens, mask, self.weights, **static)
+        return self._latest[: len(states)]
 
-    def _row(self, row):
-        return row if isinstance(row, list) else jax_slots.stack(row, layout=self._layout)
+    def _stacked(self, state):
+        """Returns the list of stacked arrays of a state, as `process` returns it."""
+        return state if isinstance(state, list) else jax_slots.stack(state, layout=self._layout)
 
     def wait(self):
         jax.block_until_ready(self._latest)
 
-    def prompt_state(self, row):
-        return jax_slots.unstack(row, layout=self._layout)
+    def backbone_state(self, state):
+        return jax_slots.unstack(state, layout=self._layout)
 
-    def _write(self, slot, arrays, row):
+    def _write(self, slot, arrays, state):
         first = {name: array[0] for name, array in arrays.items()}
         sequence = DeviceState(*(first.pop(name) for name in DeviceState._fields))
         more = self._num_stops - self._inputs["stops"].shape[1]
@@ -168,7 +169,7 @@ class JaxBatch(XlaBatch):
         before = self._state, self._inputs["stops"]
         after = sequence, first.pop("stops")
         self._state, self._inputs["stops"] = self._programs.insert(
-            before, slot, after, self._row(row), layout=self._layout
+            before, slot, after, self._stacked(state), layout=self._layout
         )
         self._reserve(first)
         for name, value in first.items():
@@ -229,7 +230,7 @@ class JaxBatch(XlaBatch):
             before = jax.tree.map(_shape, (self._state, distribute(stops)))
             after = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), before)
             after = after[0].sequences, after[1]
-            row, options = jax.tree.map(_shape, self.initial_row), {"layout": self._layout}
+            row, options = jax.tree.map(_shape, self.initial_state), {"layout": self._layout}
             calls.append(
                 functools.partial(self._programs.insert.lower, before, 0, after, row, **options)
             )

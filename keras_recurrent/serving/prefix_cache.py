@@ -60,7 +60,7 @@ class PrefixCache:
         if found is not None:
             self._use(found)
             prefix = self._prefixes[found]
-            sequence.row = prefix.state
+            sequence.state = prefix.state
             sequence.num_cached = sequence.num_processed = len(prefix.token_ids)
             self.num_hits += 1
             self.num_tokens += sequence.num_cached

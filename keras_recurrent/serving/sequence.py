@@ -24,8 +24,8 @@ class RequestSequence(Sequence):
     Attributes:
         num_cached: integer, number of tokens of the prompt from the prefix cache.
         num_processed: integer, number of tokens of the prompt whose state is known.
-        row: the state after these tokens, until the sequence has a slot: from the prefix cache, or
-            as `Batch.process` returns it. None: before all tokens.
+        state: the state after these tokens, until the sequence has a slot: from the prefix cache,
+            or as `Batch.process` returns it. None: before all tokens.
         error: the error that ended the sequence, or None.
     """
 
@@ -33,7 +33,7 @@ class RequestSequence(Sequence):
         super().__init__(*arguments)
         self.request, self.ends, self.salt = request, ends, salt
         self.num_cached, self.num_processed, self._num_sent = 0, 0, 0
-        self.row: Any = None
+        self.state: Any = None
         self.error: BaseException | None = None
         self._text = text
         self._deadline = None if timeout is None else time.monotonic() + min(timeout, TIMEOUT_MAX)

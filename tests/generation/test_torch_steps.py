@@ -19,7 +19,7 @@ from keras_recurrent.generation.recent_tokens import apply_recent_tokens
 from keras_recurrent.generation.sampling import features_of
 from keras_recurrent.generation.sequence import Sequence
 from keras_recurrent.generation.torch import decoder, step
-from keras_recurrent.generation.torch.cuda_graph import DecoderPool, clone_stacked, overwrite
+from keras_recurrent.generation.torch.cuda_graph import DecoderPool, clone_all, overwrite
 from keras_recurrent.generation.torch.step import _inline_scalars, tracing
 from keras_recurrent.generation.torch_batch import TorchBatch
 from keras_recurrent.models import SamplingParams
@@ -28,20 +28,12 @@ from tests.generation.test_programs import generate
 from tests.models.tiny import tiny_causal_lm
 
 
-def test_overwrite_of_stacked_and_other_tensors_reads_them_first():
-    tensors = [torch.full((2, 4), float(i)) for i in range(4)] + [torch.ones(3), torch.zeros(3)]
-    copies, stacks = clone_stacked(tensors)
-    assert [indices for indices, _ in stacks] == [[0, 1, 2, 3]]  # three numbers are not aligned
-    for found, given in zip(copies, tensors, strict=True):
-        assert torch.equal(found, given)
-        assert found.data_ptr() != given.data_ptr()
-    (_, stack) = stacks[0]
-    new = [copies[1], copies[0], torch.full((2, 4), 7.0), copies[2] + 1, copies[5], copies[4]]
-    overwrite(copies, new, stacks)
-    assert stack[:, 0, 0].tolist() == [1, 0, 7, 3]
-    assert [copy.tolist() for copy in copies[4:]] == [[0, 0, 0], [1, 1, 1]]
-    overwrite(copies, [copies[0], *(torch.zeros(2, 4) for _ in range(3)), *copies[4:]], stacks)
-    assert stack[:, 0, 0].tolist() == [1, 0, 0, 0]  # the first was written over already
+def test_overwrite_reads_views_of_the_tensors_first():
+    tensors = clone_all([torch.zeros(3), torch.ones(3), torch.tensor(7)])
+    addresses = [t.data_ptr() for t in tensors]
+    overwrite(tensors, [tensors[1], tensors[0][:1].expand(3), tensors[2]])
+    assert [t.tolist() for t in tensors] == [[1, 1, 1], [0, 0, 0], 7]
+    assert [t.data_ptr() for t in tensors] == addresses
 
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -129,7 +121,7 @@ def test_slots_change_without_waiting():
     sequence = Sequence(np.array([3]), SamplingParams(temperature=0), None, 9)
 
     def change():
-        batch.insert(sequence, batch.initial_row)
+        batch.insert(sequence, batch.initial_state)
         batch.remove(sequence)
 
     called = operators(change)

@@ -478,7 +478,7 @@ class Device:
     max_chunk = CHUNK
     is_ready = staticmethod(lambda sequence: True)
     wait = staticmethod(lambda: None)
-    active_slots, initial_row = (), None
+    active_slots, initial_state = (), None
 
     def __init__(self, num_free, num_prompts=1, num_parts=1, cost=None, num_active=0):
         self.active = []
@@ -501,7 +501,7 @@ class Device:
     def num_slots(self):
         return self.num_free + len(self.active)
 
-    def insert(self, sequence, row):
+    def insert(self, sequence, state):
         self.num_free -= 1
         self.active.append(sequence)
 
@@ -517,7 +517,7 @@ def make_scheduler(device, lengths):
     prefixes = SimpleNamespace(restore=lambda sequence: None, is_enabled=False)
     found = scheduler.Scheduler(device, device, prefixes)
     for length in lengths:
-        given = {"prompt": [1] * length, "ends": (), "row": None, "end_reason": lambda now: None}
+        given = {"prompt": [1] * length, "ends": (), "state": None, "end_reason": lambda now: None}
         given["finish_reason"] = None
         found.add(QueuedPrompt(num_processed=0, num_cached=0, **given), 100)
     return found

@@ -56,10 +56,10 @@ def add(cache, model, *names):
 def find_stored(cache, *names, salt=None):
     """Returns the names of which there is a state."""
     prompts = [np.array([*name, 0], "int32") for name in names]
-    sequences = [types.SimpleNamespace(prompt=p, row=None, salt=salt) for p in prompts]
+    sequences = [types.SimpleNamespace(prompt=p, state=None, salt=salt) for p in prompts]
     for sequence in sequences:
         cache.restore(sequence)
-    return [n for n, sequence in zip(names, sequences, strict=True) if sequence.row is not None]
+    return [n for n, sequence in zip(names, sequences, strict=True) if sequence.state is not None]
 
 
 def test_files_are_the_last_used_states(model, tmp_path, monkeypatch, logs):

@@ -2,16 +2,19 @@
 
 import functools
 import math
-import weakref
 from typing import Any
 
 import keras
-import numpy as np
 import torch
 
 from keras_recurrent.generation.modes import add_reason
-from keras_recurrent.generation.torch.cuda_graph import capture, clone_stacked, overwrite
-from keras_recurrent.generation.torch.rows import Rows
+from keras_recurrent.generation.torch.cuda_graph import (
+    capture,
+    clone_all,
+    copy_all,
+    overwrite,
+    slot_of,
+)
 
 # Maximum number of parts of a program on a GPU, and minimum number of operations of a part. In one
 # part, a program would delay a decoding step by the time of several steps.
@@ -19,7 +22,7 @@ MAX_PARTS, MIN_OPERATIONS = 48, 16
 
 
 class Chunks:
-    """Processes chunks of some prompts. A call is a generator, which returns the next rows.
+    """Processes chunks of some prompts. A call is a generator, which returns the next states.
 
     On NVIDIA GPUs, a program is made for each number of tokens. It processes `num_prompts` prompts
     in several parts. Elsewhere, a call is one part. The weights must not change between calls.
@@ -34,7 +37,6 @@ class Chunks:
 
     Attributes:
         num_prompts: integer, maximum number of prompts of a call; 1 without CUDA graphs.
-        rows: the `Rows` of a program's cache.
     """
 
     def __init__(self, model, make_chunk, graph_reason, num_prompts, cache):
@@ -44,80 +46,53 @@ class Chunks:
         self._programs: dict = {}  # {number of tokens: _Program}
         self._prepared: list = []
         # The buffers that all programs read and overwrite.
-        self._buffers = clone_stacked(keras.tree.flatten(self._batch(self.num_prompts)))
-        self.rows, self._pool = Rows(*self._buffers), None
-        # The results of the latest program, by position in the buffers, while they are used.
-        self._results: Any = weakref.WeakValueDictionary()
+        self._buffers = clone_all(keras.tree.flatten(self._batch(self.num_prompts)))
+        self._pool = None
 
     def _batch(self, size):
         return keras.tree.map_structure(lambda t: t.repeat_interleave(size, 0), self._example)
 
-    def row(self, cache):
-        """Returns the `Row` of a cache of one sequence."""
-        return Rows(keras.tree.flatten(cache)).copy(0)
-
-    def cache(self, row):
-        """Returns the cache of a `Row`."""
-        row.materialize()
-        return keras.tree.pack_sequence_as(self._example, self.rows.tensors(row))
-
     @torch.no_grad()
-    def __call__(self, rows, tokens, mask):
-        """Generator that launches one part each time it is resumed, and returns the new rows.
+    def __call__(self, states, tokens, mask):
+        """Generator that launches one part each time it is resumed, and returns the new states.
 
-        No other call may begin before the generator has returned. A result is a view of the
-        buffers until the next call, to which it may be passed once.
+        No other call may begin before the generator has returned.
 
         Args:
-            rows: a list of at most `num_prompts` `Row`s.
+            states: a list of at most `num_prompts` caches of one sequence each.
             tokens: int32 [num_prompts, T], a NumPy array.
             mask: boolean [num_prompts, T], a NumPy array, False at padding.
         """
         if not self._uses_graphs:
-            return [self.row(self._run_layers(self.cache(rows[0]), tokens, mask))]
+            return [self._run_layers(states[0], tokens, mask)]
         num_tokens = tokens.shape[1]
         if num_tokens not in self._programs:
             self._programs[num_tokens] = self._make_program(num_tokens)
-        program, positions = self._programs[num_tokens], self._place(rows)
-        sources = np.argsort(positions)
-        upload(program.tokens, tokens[sources])
-        upload(program.mask, mask[sources])
+        program = self._programs[num_tokens]
+        slots = [slot_of(self._buffers, index) for index in range(len(states))]
+        for slot, state in zip(slots, states, strict=True):
+            copy_all(slot, keras.tree.flatten(state))
+        upload(program.tokens, tokens)
+        upload(program.mask, mask)
         for run in program.parts:
             yield
             run()
-        results = [self.rows.view(position) for position in positions[: len(rows)]]
-        self._results = weakref.WeakValueDictionary({row.position: row for row in results})
-        return results
+        return [self._new_state(slot) for slot in slots]
 
-    def _place(self, rows):
-        """Copies rows to the buffers, unless they are there.
-
-        Before, copies those results of the latest program from the buffers that are not among
-        `rows`.
-
-        Returns:
-            A list of the position of each row in the buffers, and of the free positions.
-        """
-        positions = [row.position for row in rows]
-        free = [p for p in range(self.num_prompts) if p not in positions]
-        for position in free:
-            if position in self._results:
-                self._results[position].materialize()
-        for number, row in enumerate(rows):
-            if row.position is None:
-                positions[number] = free.pop()
-                self.rows.set(positions[number], row)
-        return [*positions, *free]
+    def _new_state(self, tensors):
+        """Returns a cache that shares no memory with the given tensors."""
+        return keras.tree.pack_sequence_as(self._example, clone_all(tensors))
 
     def _run_layers(self, cache, tokens, mask):
         """Runs the layers on the tokens without padding, on a CPU as fast as a program."""
         tokens = keras.ops.convert_to_tensor(tokens[:, : mask.sum()])
-        return self._model.backbone.hidden_states(tokens, cache=cache)[1]
+        _, cache = self._model.backbone.hidden_states(tokens, cache=cache)
+        return self._new_state(keras.tree.flatten(cache))
 
     def _make_program(self, num_tokens):
         chunk = self._make_chunk(self._batch(self.num_prompts), chunk=num_tokens)
         prepared, shape = self._shared(chunk.prepared()), (self.num_prompts, num_tokens)
-        program = _Program(chunk.traced, prepared, shape, *self._buffers)
+        program = _Program(chunk.traced, prepared, shape, self._buffers)
         reason = chunk.not_captured_reason
         if reason is None:
             try:
@@ -147,22 +122,22 @@ class _Program:
             which returns the next cache; a `torch.fx.GraphModule` if `capture` is called.
         prepared: a list of tensors.
         shape: the shape of tokens and mask.
-        cache, stacks: as `clone_stacked` returns them. The last part overwrites them.
+        cache: a list of tensors, which the last part overwrites.
 
     Attributes:
         tokens, mask: int32 and boolean tensors, which the caller overwrites.
         parts: a list of functions without arguments, to be called in this order.
     """
 
-    def __init__(self, function, prepared, shape, cache, stacks):
+    def __init__(self, function, prepared, shape, cache):
         self.tokens = torch.ones(shape, dtype=torch.int32, device=cache[0].device)
         self.mask = torch.ones_like(self.tokens, dtype=torch.bool)
-        self._function, self._cache, self._stacks = function, cache, stacks
+        self._function, self._cache = function, cache
         self._arguments = *prepared, self.tokens, self.mask, *cache
         self.parts: list[Any] = [self._run]
 
     def _run(self):
-        overwrite(self._cache, list(self._function(*self._arguments)), self._stacks)
+        overwrite(self._cache, self._function(*self._arguments))
 
     def capture(self, pool):
         """Makes each part a CUDA graph of some nodes; returns their memory pool.
@@ -184,7 +159,7 @@ class _Program:
                     del values[used]
             if part[-1] is nodes[-1]:
                 after = [values[node] for node in graph.output_node().args[0]]
-                overwrite(self._cache, after, self._stacks)
+                overwrite(self._cache, after)
 
         for start in range(0, len(nodes), size):
             run_part = functools.partial(run, nodes[start : start + size])

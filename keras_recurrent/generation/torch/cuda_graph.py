@@ -12,11 +12,8 @@ import threading
 
 import torch
 
-from keras_recurrent.checks.shapes import group_equal
-
 _capturing = threading.Lock()  # torch aborts if two threads capture at once
 
-ALIGNMENT = 16  # bytes, for vectorized loads
 # The tensors of unused decoders take at most 1 / POOL_DIVISOR of the device memory. The most
 # recent shapes are always kept, and temporary memory of a step is not counted.
 POOL_DIVISOR = 16
@@ -55,50 +52,41 @@ def _no_garbage_collection():
             gc.enable()
 
 
-def clone_stacked(tensors):
-    """Copies tensors; copies of equal shape and dtype are views of one stacked tensor.
-
-    A stacked tensor is overwritten by one launch.
-
-    Returns:
-        The list of copies, and a list of `(indices, stacked tensor)`.
-    """
-    copies, stacks = {}, []
-    for indices in group_equal(tensors):
-        group = [tensors[index] for index in indices]
-        if len(indices) > 1 and group[0].nbytes % ALIGNMENT == 0:
-            stack = torch.stack(group)
-            stacks.append((indices, stack))
-            group = [stack[i] for i in range(len(indices))]
-        else:
-            group = [t.clone() for t in group]
-        copies.update(zip(indices, group, strict=True))
-    return [copies[index] for index in range(len(tensors))], stacks
-
-
-def overwrite(tensors, after, stacks=()):
-    """Overwrites tensors with new values, which may be views of the tensors.
-
-    stacks: a list of `(indices, stacked tensor)` of `clone_stacked`.
-    """
+def overwrite(tensors, after):
+    """Overwrites tensors with new values, which may be views of the tensors."""
     addresses = {t.untyped_storage().data_ptr() for t in tensors}
-    changed = {}
-    for index, (t, new) in enumerate(zip(tensors, after, strict=True)):
+    targets, values = [], []
+    for t, new in zip(tensors, after, strict=True):
         # A tensor that the step has overwritten in place is its own new value. Other views of the
         # tensors are copied before any of these is overwritten.
         if new is not t:
             is_view = new.untyped_storage().data_ptr() in addresses
-            changed[index] = new.clone() if is_view else new
-    for indices, stack in stacks:
-        if changed.keys() >= set(indices):
-            torch.stack([changed.pop(index) for index in indices], out=stack)
+            targets.append(t)
+            values.append(new.clone() if is_view else new)
+    copy_all(targets, values)
+
+
+def copy_all(targets, values):
+    """Copies tensors to others by one launch for each dtype."""
     by_dtype: dict = {}
-    for index, new in changed.items():
-        targets, values = by_dtype.setdefault(new.dtype, ([], []))
-        targets.append(tensors[index])
-        values.append(new)
-    for targets, values in by_dtype.values():
-        torch._foreach_copy_(targets, values)  # one launch for all of them
+    for target, value in zip(targets, values, strict=True):
+        pair = by_dtype.setdefault(value.dtype, ([], []))
+        pair[0].append(target)
+        pair[1].append(value)
+    for pair in by_dtype.values():
+        torch._foreach_copy_(*pair)
+
+
+def clone_all(tensors):
+    """Returns contiguous copies of tensors, as `copy_all`."""
+    copies = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+    copy_all(copies, tensors)
+    return copies
+
+
+def slot_of(tensors, index):
+    """Returns views of one sequence, of batch size 1."""
+    return [t[index : index + 1] for t in tensors]
 
 
 class DecoderPool:

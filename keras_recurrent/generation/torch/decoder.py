@@ -14,8 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from keras_recurrent import dispatch
 from keras_recurrent.generation.device_state import DeviceState, advance
 from keras_recurrent.generation.sampling import Features, Logprobs, argument_names, next_tokens
-from keras_recurrent.generation.torch.cuda_graph import capture, clone_stacked, overwrite
-from keras_recurrent.generation.torch.rows import Rows
+from keras_recurrent.generation.torch.cuda_graph import capture, clone_all, copy_all, overwrite
 from keras_recurrent.generation.torch.step import tracing
 
 
@@ -47,11 +46,6 @@ class Decoder:
     @property
     def batch_size(self):
         return len(self.tensors["token"])
-
-    @property
-    def rows(self):
-        """The `Rows` of the cache, until the next step."""
-        return Rows(self.cache)
 
     def allocate(self, name, shape, dtype=torch.float32):
         """Adds a tensor of zeros `[B, *shape]`, unless there is one of this name."""
@@ -129,26 +123,20 @@ class CapturedDecoder(Decoder):
         key: the key in the `DecoderPool`.
 
     Attributes:
-        stacks: as in `Rows`, of the cache.
         logits: the logits of the latest captured step.
     """
 
     logits: Any = None
 
     def __init__(self, step, weights, prepared, cache, tensors, tokens_per_step, key):
-        cache, self.stacks = clone_stacked(cache)
+        cache = clone_all(cache)
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         super().__init__(step, step.traced, list(prepared), cache, tensors, tokens_per_step)
-        self._rows = Rows(self.cache, self.stacks)
         self.key, self._pool = key, None
         self._graphs: dict[Any, Any] = {}
         addresses = {t.untyped_storage().data_ptr() for t in weights}
         owned = [t for t in prepared if t.untyped_storage().data_ptr() not in addresses]
         self._owned_bytes = sum(t.nbytes for t in (*owned, *self.cache))
-
-    @property
-    def rows(self):
-        return self._rows
 
     @property
     def bytes(self):
@@ -169,8 +157,7 @@ class CapturedDecoder(Decoder):
         self.prepare(features, vocabulary_size)
         if "counts" in self.tensors:
             self.tensors["counts"].zero_()
-        for buffer, value in zip(self.cache, cache, strict=True):
-            buffer.copy_(value)
+        copy_all(self.cache, cache)
 
     def set_tensor(self, name, value):
         """Overwrites a tensor. A value of another shape replaces it, and discards all graphs."""
@@ -219,15 +206,14 @@ class CapturedDecoder(Decoder):
 
     def _store(self, cache, new):
         tensors = [*self.cache, *(self.tensors[name] for name in new)]
-        overwrite(tensors, [*cache, *new.values()], self.stacks)
+        overwrite(tensors, [*cache, *new.values()])
 
     def logits_of(self, token, cache):
         """Returns copies of the logits after a token of each sequence, and of the next cache."""
         self.tensors["token"].copy_(token)
-        for buffer, value in zip(self.cache, cache, strict=True):
-            buffer.copy_(value)
+        copy_all(self.cache, cache)
         self.advance(None)
-        return self.logits.clone(), [t.clone() for t in self.cache]
+        return self.logits.clone(), clone_all(self.cache)
 
 
 def logprob_names(features):
