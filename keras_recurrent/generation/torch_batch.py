@@ -18,7 +18,8 @@ class TorchBatch(Batch):
     _decoder: Any = None
     _chunks: Any = None
 
-    def __init__(self, model, programs, num_slots, keep, is_exact=False):
+    def __init__(self, model, programs, num_slots, keep, reads_tokens=False):
+        is_exact = keep and reads_tokens  # the device must not be ahead when `state` is called
         ahead = runs_ahead(model) and not is_exact
         tokens_per_step = 1 if is_exact else TOKENS_AHEAD if ahead else TOKENS_ON_CPU
         super().__init__(model, num_slots, tokens_per_step, ahead)
@@ -62,13 +63,13 @@ class TorchBatch(Batch):
         copy_all(slot_of(self._decoder.cache, slot), values)
 
     @torch.no_grad()
-    def _launch(self, features, numbers, count):
+    def _launch(self, features, uniform, count):
         decoder = self._decoder
-        decoder.prepare(features, self._vocabulary_size)
-        if numbers is not None:
-            upload(decoder.tensors["uniform"][:, :count], numbers)
+        advance = decoder.prepare(features)
+        if uniform is not None:
+            upload(decoder.tensors["uniform"][:, :count], uniform)
         for _ in range(count):
-            decoder.advance(features)
+            advance()
         tokens, logprobs = decoder.latest(features, count)
         tokens, logprobs = Fetch(tokens), [Fetch(t) for t in logprobs]
 

@@ -155,36 +155,41 @@ def test_threads_do_not_share_buffers():
 
 def test_after_an_exception(monkeypatch):
     """Fails if a decoder whose call raised an exception serves another call as it is."""
-    model, advance, calls = compiled(), decoder.CapturedDecoder.advance, []
+    model, prepare, calls = compiled(), decoder.CapturedDecoder.prepare, []
     expected = generate(model, LENGTHS, TOTAL)["token_ids"]
 
-    def advance_or_fail(self, features):
+    def prepare_or_fail(self, features):
         calls.append(self)
         if len(calls) == 5:
             raise ArithmeticError
-        advance(self, features)
+        return prepare(self, features)
 
-    monkeypatch.setattr(decoder.CapturedDecoder, "advance", advance_or_fail)
+    monkeypatch.setattr(decoder.CapturedDecoder, "prepare", prepare_or_fail)
     with pytest.raises(ArithmeticError):
         generate(model, LENGTHS, TOTAL)
     np.testing.assert_array_equal(generate(model, LENGTHS, TOTAL)["token_ids"], expected)
     assert calls[-1] is not calls[0]
 
 
-def test_sampling_whose_capture_fails_runs_kernel_by_kernel(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "num_captures"), [(RuntimeError, 1), (torch.OutOfMemoryError, 2)]
+)
+def test_sampling_whose_capture_fails_runs_kernel_by_kernel(error, num_captures, monkeypatch):
     """The step of a decoder that has another graph advances a state twice, or never."""
-    model, traced = compiled_and_traced()
+    (model, traced), captures = compiled_and_traced(), []
     generate(model, LENGTHS, TOTAL, return_cache=True)
 
     def capture(function, *arguments):
+        captures.append(function)
         function()
-        raise RuntimeError("no capture")
+        raise error("no capture")
 
     monkeypatch.setattr(decoder, "capture", capture)
     options = {"sampling": SamplingParams(**OPTIONS), "return_cache": True}
     with pytest.warns(UserWarning, match="Steps run kernel by kernel: .*no capture"):
-        found = generate(model, LENGTHS, TOTAL, **options)
-    assert found.token_ids == generate(traced, LENGTHS, TOTAL, **options).token_ids
+        found = [generate(model, LENGTHS, TOTAL, **options).token_ids for _ in range(2)]
+    assert found == [generate(traced, LENGTHS, TOTAL, **options).token_ids] * 2
+    assert len(captures) == num_captures
 
 
 @needs_gpu

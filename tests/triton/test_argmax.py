@@ -62,7 +62,7 @@ def test_rows_that_it_refuses():
 def decode(logits, params, recent):
     """Returns the `Decoder` after steps with the given logits and `SamplingParams`."""
     logits, size = [t.to(DEVICE) for t in logits], len(recent)
-    step = SimpleNamespace(masked=False, count=0)
+    step = SimpleNamespace(masked=False, count=0, vocabulary_size=5000)
     tensors = {
         "token": recent[:, -1:].clone(),
         "active": torch.ones(size, 1, dtype=torch.bool, device=DEVICE),
@@ -74,9 +74,9 @@ def decode(logits, params, recent):
     }
     decoder = Decoder(step, lambda token: (logits.pop(0),), (), (), tensors, recent.shape[1])
     features = features_of([params], 5000)
-    decoder.prepare(features, 5000)
+    advance = decoder.prepare(features)
     while logits:
-        decoder.advance(features)
+        advance()
     return decoder.tensors
 
 

@@ -43,22 +43,19 @@ class Decoder:
         if tokens_per_step > 1:
             self.allocate("recent", (tokens_per_step,), torch.int32)
 
-    @property
-    def batch_size(self):
-        return len(self.tensors["token"])
-
     def allocate(self, name, shape, dtype=torch.float32):
         """Adds a tensor of zeros `[B, *shape]`, unless there is one of this name."""
         if name not in self.tensors:
-            size, device = (self.batch_size, *shape), self.tensors["token"].device
-            self.tensors[name] = torch.zeros(size, dtype=dtype, device=device)
+            token = self.tensors["token"]
+            size = len(token), *shape
+            self.tensors[name] = torch.zeros(size, dtype=dtype, device=token.device)
 
     def set_tensor(self, name, value):
         """Replaces a tensor; the shape may change."""
         self.tensors[name] = value
         self._choices.clear()
 
-    def prepare(self, features, vocabulary_size):
+    def allocate_for(self, features):
         """Allocates the tensors for steps with these `Features`; None is without sampling."""
         size = self._tokens_per_step
         if features is None:
@@ -66,20 +63,23 @@ class Decoder:
         if features.is_random:
             self.allocate("uniform", (size,))
         if features.has_penalties:
-            self.allocate("counts", (vocabulary_size,), torch.int32)
+            self.allocate("counts", (self.step.vocabulary_size,), torch.int32)
         if features.num_logprobs is not None:
             names = logprob_names(features)
             self.allocate(names[0], (size,))
             self.allocate(names[1], (size, features.num_logprobs))
             self.allocate(names[2], (size, features.num_logprobs), torch.int32)
 
-    def advance(self, features):
-        """Decodes the next token of each sequence, for which `prepare` was called."""
-        self.step.count += 1
-        self._advance(features)
+    def prepare(self, features):
+        """Returns a function without arguments, which decodes the next token of each sequence.
+
+        If `features` is None, the function only updates the logits and the cache.
+        """
+        self.allocate_for(features)
+        return functools.partial(self._advance, features)
 
     def _advance(self, features):
-        """Decodes the next token. If `features` is None, updates only the logits and the cache."""
+        self.step.count += 1
         tensors = self.tensors
         mask = (tensors["active"],) if self.step.masked else ()
         logits, *cache = self._run(*self._prepared, tensors["token"], *mask, *self.cache)
@@ -110,7 +110,7 @@ class Decoder:
     def logits_of(self, token, cache):
         """Returns the logits after a token of each sequence, and the next cache."""
         self._store(cache, {"token": token})
-        self._advance(None)
+        self.prepare(None)()
         return self.logits, self.cache
 
 
@@ -133,6 +133,7 @@ class CapturedDecoder(Decoder):
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         super().__init__(step, step.traced, list(prepared), cache, tensors, tokens_per_step)
         self.key, self._pool = key, None
+        # By `Features`. False: the step cannot be captured. None: memory was short in this call.
         self._graphs: dict[Any, Any] = {}
         addresses = {t.untyped_storage().data_ptr() for t in weights}
         owned = [t for t in prepared if t.untyped_storage().data_ptr() not in addresses]
@@ -144,7 +145,7 @@ class CapturedDecoder(Decoder):
         logits = () if self.logits is None else (self.logits,)
         return self._owned_bytes + sum(t.nbytes for t in (*self.tensors.values(), *logits))
 
-    def begin(self, prepared, cache, tensors, features, vocabulary_size):
+    def begin(self, prepared, cache, tensors, features):
         """Copies the initial values of a call and the current weights to this decoder's tensors.
 
         The cache is copied last, because without a mask, capturing a graph changes it.
@@ -154,7 +155,8 @@ class CapturedDecoder(Decoder):
                 buffer.copy_(value)
         for name, value in tensors.items():
             self.set_tensor(name, value)
-        self.prepare(features, vocabulary_size)
+        self._graphs = {f: graph for f, graph in self._graphs.items() if graph is not None}
+        self.prepare(features)
         if "counts" in self.tensors:
             self.tensors["counts"].zero_()
         copy_all(self.cache, cache)
@@ -169,23 +171,21 @@ class CapturedDecoder(Decoder):
         if known is not None:
             self._graphs, self._pool = {}, None  # nothing may use the pool of deleted graphs
 
-    def prepare(self, features, vocabulary_size):
-        super().prepare(features, vocabulary_size)
-        self._graph(features)
-
-    def _graph(self, features):
-        """Returns the graph for `features`; warns and returns None if it cannot be captured."""
+    def prepare(self, features):
         if features not in self._graphs:
             try:
                 self.capture(features)
             except RuntimeError as error:
                 text = f"Steps run kernel by kernel: no CUDA graph: {error}"
-                warnings.warn(text, stacklevel=4)
-                self._graphs[features] = None
-        return self._graphs[features]
+                warnings.warn(text, stacklevel=3)
+                is_final = not isinstance(error, torch.OutOfMemoryError)
+                self._graphs[features] = False if is_final else None
+        graph = self._graphs[features]
+        return graph.replay if graph else super().prepare(features)
 
     def capture(self, features):
         """Captures the graph for `features`, which changes the cache if there is no mask."""
+        self.allocate_for(features)
         before = {name: t.clone() for name, t in self.tensors.items()}
         if "active" in self.tensors:  # a step without active sequences changes no state
             self.tensors["active"].zero_()
@@ -197,23 +197,14 @@ class CapturedDecoder(Decoder):
                 self.tensors[name].copy_(value)
         self._pool, self._graphs[features] = graph.pool(), graph
 
-    def advance(self, features):
-        graph = self._graph(features)
-        if graph is None:
-            self._advance(features)
-        else:
-            graph.replay()
-
     def _store(self, cache, new):
         tensors = [*self.cache, *(self.tensors[name] for name in new)]
         overwrite(tensors, [*cache, *new.values()])
 
     def logits_of(self, token, cache):
         """Returns copies of the logits after a token of each sequence, and of the next cache."""
-        self.tensors["token"].copy_(token)
-        copy_all(self.cache, cache)
-        self.advance(None)
-        return self.logits.clone(), clone_all(self.cache)
+        logits, cache = super().logits_of(token, cache)
+        return logits.clone(), clone_all(cache)
 
 
 def logprob_names(features):

@@ -121,7 +121,7 @@ class Programs:
             features: the `Features` of the first steps. None: the decoder only computes logits.
             masked: boolean, True if the cache of a sequence is unchanged after its end.
         """
-        device, size = tensors["token"].device, self._model.backbone.vocabulary_size
+        device = tensors["token"].device
         reason = self._graph_reason(device)
         delays_writes = features is not None and reason is None
         delays_writes = delays_writes and len(tensors["token"]) >= MIN_DELAYED_ROWS
@@ -135,7 +135,6 @@ class Programs:
                 if decoder is None:
                     inputs = weights, prepared, flat, tensors, tokens_per_step, key
                     decoder = CapturedDecoder(step, *inputs)
-                    Decoder.prepare(decoder, features, size)
                     decoder.capture(features)
             except torch.OutOfMemoryError as error:  # memory may suffice in a later call
                 reason = f"another CUDA graph did not fit into memory: {error}"
@@ -143,7 +142,7 @@ class Programs:
                 reason = step.not_captured_reason = f"torch could not capture the step: {error}"
             else:
                 record_mode(self._model, "cuda_graph", {}, step.unfused)
-                decoder.begin(prepared, flat, tensors, features, size)
+                decoder.begin(prepared, flat, tensors, features)
                 return decoder
         mask = (tensors["active"],) if masked else ()
         run = step.fastest_function(*prepared, tensors["token"], *mask, *flat)

@@ -45,6 +45,7 @@ class Step:
 
     def __init__(self, model, cache, compiled, masked, not_traced_reason=None, delays_writes=False):
         backbone, batch_size = model.backbone, cache["segment"].shape[0]
+        self.vocabulary_size = backbone.vocabulary_size
         self._delays_writes = delays_writes and backbone.takes_fused_steps(batch_size)
         if self._delays_writes:
             cache = backbone.add_recent_tokens(cache)
