@@ -112,7 +112,7 @@ class Batch:
         self._write(slot, self._arrays([sequence]), state)
 
     def _arrays(self, sequences):
-        """Returns `{name: array}` of a `DeviceState`, stop tokens and options.
+        """Returns `{name: array}` of a `DeviceState` and options.
 
         sequences: a list of `Sequence`s, or of None for free slots, one for each row.
         """

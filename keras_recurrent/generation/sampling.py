@@ -39,7 +39,8 @@ def option(stage, *inputs):
             the most probable tokens. It must keep the most probable one, and its inputs are `[B]`.
         *inputs: names of inputs. The first is the option, a field of `SamplingParams`. Others are
             further fields, `in_prompt` (boolean `[B, vocabulary_size]`, True for the tokens of the
-            prompt), or `stops`, `count` and `counts` as in `next_tokens`.
+            prompt), or `stops` and `count` of the `DeviceState`, or `counts` as in
+            `next_tokens`.
     """
 
     def add(change):
@@ -239,14 +240,13 @@ def _power_of_two(number, least):
     return max(least, 1 << (number - 1).bit_length())
 
 
-def next_tokens(features, logits, stops, count, uniform, counts, arguments):
+def next_tokens(features, logits, state, uniform, counts, arguments):
     """Chooses the next token of each sequence.
 
     Args:
         features: the `Features`.
         logits: `[B, vocabulary_size]`.
-        stops: int32 `[B, S]`, the stop tokens of each sequence, padded with -1.
-        count: int32 `[B]`, number of tokens generated before.
+        state: the `DeviceState`.
         uniform: float32 `[B]`, random numbers in [0, 1). None: no sequence is random.
         counts: int32 `[B, vocabulary_size]`, how often each token was generated. Without penalties,
             any value, which is returned unchanged.
@@ -258,7 +258,7 @@ def next_tokens(features, logits, stops, count, uniform, counts, arguments):
     if features == Features():
         return ops.argmax(logits, axis=-1), counts, ()
     model_logits = logits
-    inputs = {**arguments, "stops": stops, "count": count, "counts": counts}
+    inputs = {**arguments, "stops": state.stops, "count": state.count, "counts": counts}
     if not features.options.isdisjoint(BEFORE_TEMPERATURE):
         logits = _changed(ops.cast(logits, "float32"), BEFORE_TEMPERATURE, features, inputs)
     if features.is_random:

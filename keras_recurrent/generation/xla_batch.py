@@ -1,6 +1,5 @@
 """Batches on JAX and TensorFlow. Each step is one program; on JAX, it overwrites the state."""
 
-import functools
 import threading
 from typing import Any
 
@@ -53,14 +52,14 @@ class XlaBatch(Batch):
         programs.record_mode()
         # Collected once: collecting them takes longer than a step on the device.
         self._weights, self._variant = programs.weights(), programs.variant()
-        self._inputs: dict[str, Any] = {}  # stop tokens and options on the device
+        self._options_on_device: dict[str, Any] = {}
         self._first: Any = None  # the state before the first step, if `is_exact`
         self._counts: Any = None
 
     def _write_all(self, arrays, features, state):
         on_device = {name: distribute(array) for name, array in arrays.items()}
         sequences = DeviceState(*(on_device.pop(name) for name in DeviceState._fields))
-        self._inputs = on_device
+        self._options_on_device = on_device
         if self._is_exact:
             self._first, state = state, self._programs.copy(state)
         self._state = BatchState(sequences, self._programs.begin(state), ())
@@ -74,7 +73,7 @@ class XlaBatch(Batch):
 
     def _launch(self, features, uniform, count):
         self._state, tokens, logprobs = self._programs.decode(
-            *self._arguments(features, uniform, self._inputs["stops"]), **self._static(features)
+            *self._arguments(features, uniform), **self._static(features)
         )
         if features.has_penalties:
             self._counts = self._state.counts
@@ -82,7 +81,7 @@ class XlaBatch(Batch):
         begin_gathering((tokens, logprobs))
         return lambda: keras.tree.map_structure(gather_to_numpy, (tokens, logprobs))
 
-    def _arguments(self, features, uniform, stops):
+    def _arguments(self, features, uniform):
         """Returns the arguments of a step, without arrays that its features do not use."""
         counts = ()
         if features.has_penalties:
@@ -93,8 +92,8 @@ class XlaBatch(Batch):
         if uniform is not None:
             missing = self.tokens_per_step - uniform.shape[1]
             uniform = distribute(np.pad(uniform, ((0, 0), (0, missing))))
-        options = {name: self._inputs[name] for name in argument_names(features)}
-        return self._state._replace(counts=counts), self.weights, (stops, uniform, options)
+        options = {name: self._options_on_device[name] for name in argument_names(features)}
+        return self._state._replace(counts=counts), self.weights, (uniform, options)
 
     def _static(self, features):
         # TensorFlow compares sets by identity, and would trace the program for each of them.
@@ -121,7 +120,7 @@ class XlaBatch(Batch):
 
     def close(self):
         self._state = self._first = None
-        self._inputs.clear()
+        self._options_on_device.clear()
 
 
 class JaxBatch(XlaBatch):
@@ -162,29 +161,33 @@ class JaxBatch(XlaBatch):
     def _write(self, slot, arrays, state):
         first = {name: array[0] for name, array in arrays.items()}
         sequence = DeviceState(*(first.pop(name) for name in DeviceState._fields))
-        more = self._num_stops - self._inputs["stops"].shape[1]
-        if more:
-            wide = jnp.pad(self._inputs["stops"], ((0, 0), (0, more)), constant_values=-1)
-            self._inputs["stops"] = wide
-        before = self._state, self._inputs["stops"]
-        after = sequence, first.pop("stops")
-        self._state, self._inputs["stops"] = self._programs.insert(
-            before, slot, after, self._stacked(state), layout=self._layout
+        self._widen_stops()
+        self._state = self._programs.insert(
+            self._state, slot, sequence, self._stacked(state), layout=self._layout
         )
         self._reserve(first)
         for name, value in first.items():
-            array = self._inputs[name]
-            self._inputs[name] = jax_slots.set_row(array, slot, np.asarray(value, array.dtype))
+            array = self._options_on_device[name]
+            value = np.asarray(value, array.dtype)
+            self._options_on_device[name] = jax_slots.set_row(array, slot, value)
         if self._counts is not None:
             self._counts = jax_slots.set_row(self._counts, slot, np.int32(0))
+
+    def _widen_stops(self):
+        """Makes space for the stop tokens of a new sequence in all slots."""
+        sequences = self._state.sequences
+        more = self._num_stops - sequences.stops.shape[1]
+        if more:
+            stops = jnp.pad(sequences.stops, ((0, 0), (0, more)), constant_values=-1)
+            self._state = self._state._replace(sequences=sequences._replace(stops=stops))
 
     def _reserve(self, options):
         """Adds arrays for the options of one sequence, with no effect on other slots."""
         for name, value in options.items():
-            if name not in self._inputs:
+            if name not in self._options_on_device:
                 shape = self.num_slots, *np.shape(value)
                 neutral = self._neutral_array(name, shape, value.dtype)
-                self._inputs[name] = jnp.asarray(neutral)
+                self._options_on_device[name] = jnp.asarray(neutral)
 
     def is_ready(self, sequence):
         """As `Batch.is_ready`. If False, a background thread compiles one step.
@@ -221,25 +224,23 @@ class JaxBatch(XlaBatch):
         options = option_arrays([sequence.params], [sequence.prompt], self._vocabulary_size)
         self._reserve({name: array[0] for name, array in options.items()})
         uniform = np.zeros((self.num_slots, 1), "float32") if features.is_random else None
+        state, *others = self._arguments(features, uniform)
         stops = np.zeros((self.num_slots, num_stops), "int32")
-        arguments, static = self._arguments(features, uniform, stops), self._static(features)
+        state = state._replace(sequences=state.sequences._replace(stops=stops))
         # Lowers from shapes, because a running step may overwrite these arrays.
-        shapes = jax.tree.map(_shape, arguments)
-        calls = [functools.partial(self._programs.decode.lower, *shapes, **static)]
-        if num_stops > self._num_stops:  # `insert` has an argument of this width
-            before = jax.tree.map(_shape, (self._state, distribute(stops)))
-            after = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), before)
-            after = after[0].sequences, after[1]
-            row, options = jax.tree.map(_shape, self.initial_state), {"layout": self._layout}
-            calls.append(
-                functools.partial(self._programs.insert.lower, before, 0, after, row, **options)
-            )
+        state, *others, stacks = jax.tree.map(_shape, (state, *others, self.initial_state))
+        static, has_more_stops = self._static(features), num_stops > self._num_stops
 
-        def compile_all():
-            for lower in calls:
-                lower().compile()
+        def compile_programs():
+            self._programs.decode.lower(state, *others, **static).compile()
+            if has_more_stops:
+                row = jax.tree.map(
+                    lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.sequences
+                )
+                arguments = state._replace(counts=()), 0, row, stacks
+                self._programs.insert.lower(*arguments, layout=self._layout).compile()
 
-        thread = threading.Thread(target=compile_all, daemon=True)
+        thread = threading.Thread(target=compile_programs, daemon=True)
         thread.start()
         return thread
 

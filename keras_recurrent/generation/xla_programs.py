@@ -53,15 +53,14 @@ class Programs:
 
     Attributes:
         decode: a function `(state, weights, inputs, features=, keep=, num_tokens=, variant=)`. Its
-            `state` is a `BatchState`, which JAX overwrites; `inputs` are stop tokens `[B, S]`,
-            random numbers `[B, N]` or None, and `{name: array}`, the arguments of sampling. It
-            returns the next state, tokens `[B, N]`, and their `Logprobs` or ().
+            `state` is a `BatchState`, which JAX overwrites; `inputs` are random numbers `[B, N]` or
+            None, and `{name: array}`, the arguments of sampling. It returns the next state, tokens
+            `[B, N]`, and their `Logprobs` or ().
         process: a function `(stacks, token_ids [P, T], mask, weights, layout=, variant=)` of JAX,
             which processes a chunk of P prompts. `stacks` is a list of the stacked state of each
             prompt, as in `jax_slots.Layout`. It returns the next ones.
-        insert: a function `(state, slot, sequence, stacks, layout=)` of JAX. Its `state` is a
-            `BatchState` and stop tokens `[B, S]`, of which it overwrites a slot with the
-            `DeviceState`, the stop tokens `[S]` and the stacked state of a sequence.
+        insert: a function `(state, slot, sequence, stacks, layout=)` of JAX, which overwrites a
+            slot of a `BatchState` with the `DeviceState` and the stacked state of a sequence.
         finish: a function that returns the cache of a `BatchState` as the backbone takes it.
         copy: a function that copies a cache, which `decode` would otherwise overwrite.
     """
@@ -106,15 +105,14 @@ class Programs:
             def set_slot(array, value):
                 return array.at[slot].set(value)
 
-            batch, stops = state
             cache, map_structure = layout.unstack(stacks), keras.tree.map_structure
-            if len(keras.tree.flatten(cache)) != len(keras.tree.flatten(batch.cache)):
+            if len(keras.tree.flatten(cache)) != len(keras.tree.flatten(state.cache)):
                 cache = model.backbone.add_recent_tokens(cache)
             cache = map_structure(
-                lambda array, value: set_slot(array, value[0]), batch.cache, cache
+                lambda array, value: set_slot(array, value[0]), state.cache, cache
             )
-            sequences, stops = map_structure(set_slot, (batch.sequences, stops), sequence)
-            return batch._replace(sequences=sequences, cache=cache), stops
+            sequences = map_structure(set_slot, state.sequences, sequence)
+            return state._replace(sequences=sequences, cache=cache)
 
         self.decode, self._prefill, self._score, self._search = decode, prefill, score, search
         self.process, self.insert = process, insert
@@ -254,16 +252,16 @@ class Network:
 
     def decode(self, state, inputs, features, keep, num_tokens):
         """Generates up to `num_tokens` tokens of each sequence, as `Programs.decode`."""
-        stops, uniform, arguments = inputs
+        uniform, arguments = inputs
         features = features._replace(options=frozenset(features.options))
 
         def one(state, uniform):
             sequences, cache, counts = state
             mask = sequences.active if keep else None
             logits, cache = self.step(sequences.token, mask, cache)
-            inputs = stops, sequences.count, uniform, counts, arguments
+            inputs = sequences, uniform, counts, arguments
             token, counts, logprobs = next_tokens(features, logits, *inputs)
-            return BatchState(advance(sequences, token, stops), cache, counts), logprobs
+            return BatchState(advance(sequences, token), cache, counts), logprobs
 
         if num_tokens == 1:
             state, logprobs = one(state, None if uniform is None else uniform[:, 0])

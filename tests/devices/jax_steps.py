@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from keras_recurrent import dispatch, which_generation
+from keras_recurrent.generation.device_state import DeviceState
 from keras_recurrent.generation.sampling import features_of, next_tokens, option_arrays
 from keras_recurrent.generation.sampling_params import SamplingParams
 from keras_recurrent.layers.decoding import decoding_scope
@@ -62,8 +63,8 @@ def messages(model, params):
     def step(weights, token, state, uniform):
         with keras.StatelessScope(zip(model.variables, weights, strict=True)), decoding_scope():
             logits, _, state = model.call_with_cache(token, state)
-        arguments = features, logits[:, 0], np.array([[-1]]), np.zeros(BATCH, "int32")
-        return next_tokens(*arguments, uniform, (), options)[0], state
+        sequences = DeviceState(*[None] * 5)
+        return next_tokens(features, logits[:, 0], sequences, uniform, (), options)[0], state
 
     weights, token = [v.value for v in model.variables], np.ones((BATCH, 1), "int32")
     arguments = weights, token, state, np.zeros(BATCH, "float32")

@@ -8,6 +8,7 @@ import keras_hub
 import numpy as np
 import pytest
 
+from keras_recurrent.generation.device_state import DeviceState
 from keras_recurrent.generation.samplers import resolve_sampling
 from keras_recurrent.generation.sampling import (
     AFTER_TEMPERATURE,
@@ -78,10 +79,10 @@ def chosen(params, logits, prompts=PROMPTS, uniform=None):
     counts = keras.ops.zeros((len(prompts), size), "int32") if features.has_penalties else None
     tokens = []
     for t, each in enumerate(logits):
-        token, counts, _ = next_tokens(
-            *(features, tensor(each), stops, keras.ops.full((len(prompts),), t, "int32")),
-            *(None if uniform[t] is None else tensor(uniform[t]), counts, arguments),
-        )
+        count = keras.ops.full((len(prompts),), t, "int32")
+        state = DeviceState(None, None, None, count, stops)
+        numbers = None if uniform[t] is None else tensor(uniform[t])
+        token, counts, _ = next_tokens(features, tensor(each), state, numbers, counts, arguments)
         tokens.append(keras.ops.convert_to_numpy(token))
     return np.stack(tokens, axis=1)
 

@@ -26,8 +26,7 @@ class Decoder:
         run: the fastest function of `step`.
         prepared: the tensors of `step.prepared()`.
         cache: a list of the tensors of a cache, as the step takes them.
-        tensors: `{name: tensor}`, the fields of a `DeviceState`, `stops` `[B, S]`, and the
-            arguments of sampling.
+        tensors: `{name: tensor}`, the fields of a `DeviceState` and the arguments of sampling.
         tokens_per_step: integer R, maximum number of tokens between two calls of `latest`.
 
     Attributes:
@@ -231,7 +230,7 @@ def make_choice(features, masked, logits, tensors):
             return functools.partial(_write_argmax, kernels.write_argmax)
     names = ["token"]
     if not is_argmax:
-        names = [*DeviceState._fields, "stops", *argument_names(features)]
+        names = [*DeviceState._fields, *argument_names(features)]
     if features.is_random:
         names.append("uniform")
     if features.has_penalties:
@@ -266,18 +265,18 @@ def _append(tensors, latest):
 def _choose(features, is_argmax, logits, tensors):
     """Returns the tensors that change, as the function of `make_choice`."""
     uniform, counts = tensors.get("uniform"), tensors.get("counts")
+    state = None if is_argmax else DeviceState(*(tensors[name] for name in DeviceState._fields))
     if features == Features():
         token, logprobs = dispatch.run("argmax", {"x": logits}), ()
     else:
         first = None if uniform is None else uniform[:, 0]
         arguments = {name: tensors[name] for name in argument_names(features)}
-        inputs = tensors["stops"], tensors["count"], first, counts, arguments
-        token, counts, logprobs = next_tokens(features, logits, *inputs)
+        token, counts, logprobs = next_tokens(features, logits, state, first, counts, arguments)
     if is_argmax:
         new = {"token": token.to(tensors["token"].dtype)[:, None]}
     else:
-        state = DeviceState(*(tensors[name] for name in DeviceState._fields))
-        new = advance(state, token, tensors["stops"])._asdict()
+        new = advance(state, token)._asdict()
+        del new["stops"]  # which do not change
     latest = {"recent": new["token"]}
     if uniform is not None and uniform.shape[1] > 1:
         latest["uniform"] = uniform[:, :1]  # the next number becomes the first
