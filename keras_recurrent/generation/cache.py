@@ -1,5 +1,7 @@
 """Generation cache: the state of sequences between calls of `generate`."""
 
+from collections.abc import Iterable
+
 import keras
 import numpy as np
 from keras import ops
@@ -112,8 +114,9 @@ class GenerationCache:
         Raises:
             ValueError: the list is empty, or the caches differ in model or `max_length`.
         """
-        caches = list(caches)
-        if not caches or not all(isinstance(cache, cls) for cache in caches):
+        is_iterable = isinstance(caches, Iterable)
+        caches = list(caches) if is_iterable else caches
+        if not is_iterable or not caches or not all(isinstance(cache, cls) for cache in caches):
             raise ValueError(f"`caches` must be a list of `GenerationCache`s; got {caches!r}.")
         first = caches[0]
         for cache in caches[1:]:

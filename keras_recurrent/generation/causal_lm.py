@@ -16,7 +16,7 @@ from keras_recurrent.generation.chat import ChatGeneration, is_messages, start_t
 from keras_recurrent.generation.decoding_loop import Programs, start_decoding
 from keras_recurrent.generation.lengths import cache_max_length
 from keras_recurrent.generation.output import concatenate_results, format_beams, format_result
-from keras_recurrent.generation.prompts import parse_prompts, parse_token_ids
+from keras_recurrent.generation.prompts import check_token_count, parse_prompts, parse_token_ids
 from keras_recurrent.generation.samplers import CUSTOM_LOOP, check_sampler, resolve_sampling
 from keras_recurrent.generation.sampling_params import explains_options
 from keras_recurrent.generation.sequence import Sequence
@@ -83,8 +83,9 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
                 prompt but not the tokens in the cache. None: no maximum if `max_new_tokens` is
                 given; otherwise the preprocessor's `sequence_length`, or T without a preprocessor.
                 Padding is added or removed to give `max_length` columns.
-            stop_token_ids: a tuple of token ids, each of which ends a sequence. None: sequences end
-                at `max_length`. `"auto"`: `stop_token_ids` of the preprocessor, its end tokens.
+            stop_token_ids: a tuple of token ids, each of which ends a sequence. Texts do not show
+                those that are in `stop_token_ids` of the preprocessor, its end tokens; the text of
+                other ones remains. None: sequences end at `max_length`. `"auto"`: the end tokens.
             strip_prompt: boolean, True returns only new tokens, without the prompt.
             cache: a `GenerationCache` to continue from, such as `prefill` returns. None: new
                 sequences.
@@ -105,12 +106,13 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
         Raises:
             ValueError: `inputs` is text and the model has no preprocessor; there is no prompt, or
                 one is empty (the preprocessor's start token counts) or longer than `max_length`;
-                a token id or stop token is outside the vocabulary; `k`, `p` or `temperature` of
-                the sampler are out of range; `stop` is empty or the sampler is beam search, which
-                only ends at tokens; `sampling` is not one `SamplingParams` for each prompt, or the
-                sampler is beam search; `cache` belongs to another model, has another number of
-                sequences, or would exceed its `max_length`; the sampler is not one of those in
-                `compile`; or the class of the model overrides `generate_step`.
+                `max_length` or `max_new_tokens` is above 2**31 - 1; a token id or stop token is
+                outside the vocabulary; `k`, `p` or `temperature` of the sampler are out of range;
+                `stop` is empty or the sampler is beam search, which only ends at tokens; `sampling`
+                is not one `SamplingParams` for each prompt, or the sampler is beam search; `cache`
+                belongs to another model, has another number of sequences, or would exceed its
+                `max_length`; the sampler is not one of those in `compile`; or the class of the
+                model overrides `generate_step`.
 
         Example: two turns of a conversation.
 
@@ -201,6 +203,8 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
                 "prompt and all later calls: the model attends to all tokens, and its KV cache has "
                 "this capacity. Got None."
             )
+        if max_length is not None:
+            check_token_count("max_length", max_length)
         prompts = parse_prompts(self, inputs, None, cache, generates=False)
         limit = max_length if cache is None else cache.max_length
         tokens = prompts.all_tokens

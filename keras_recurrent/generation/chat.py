@@ -139,7 +139,8 @@ class ChatGeneration:
             `{"role": "assistant", "content": ...}`, or a list of these. The content is the
             generated text without the token that ends the turn or the stop string. With
             `return_cache`, a pair of this and the new `GenerationCache`. With
-            `SamplingParams(logprobs=...)`, a `GenerationOutput` whose `texts` are the contents.
+            `SamplingParams(logprobs=...)` or `BeamSampler(return_all_beams=True)`, a
+            `GenerationOutput` whose `texts` are the contents.
 
         Raises:
             ValueError: as in `generate` and `apply_chat_template`; the model has no preprocessor
@@ -181,7 +182,9 @@ class ChatGeneration:
             texts, new_cache = result.texts, result.cache
         else:
             texts, new_cache = result if return_cache else (result, None)
-        contents = [texts] if isinstance(texts, str) else texts
+        contents = texts if isinstance(turn.inputs, list) else [texts]
+        if has_output and result.scores is not None:  # several beams
+            contents = [beams[0] for beams in contents]
         if new_cache is not None:
             token_ids = new_cache.token_ids
             conversations = turn.conversations(self.preprocessor, token_ids, contents)
@@ -189,7 +192,7 @@ class ChatGeneration:
         if has_output:
             return dataclasses.replace(result, cache=new_cache)
         answers = [{"role": "assistant", "content": content} for content in contents]
-        answer = answers[0] if isinstance(texts, str) else answers
+        answer = answers if isinstance(turn.inputs, list) else answers[0]
         return (answer, new_cache) if return_cache else answer
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_recurrent.generation.prompts import pad_prompts
 from keras_recurrent.generation.text import hidden_stop_tokens
 
 
@@ -87,18 +88,15 @@ def format_beams(preprocessor, prompts, strip_prompt, cache, beams):
 
 def continued_prompts(preprocessor, prompts, strip_prompt, sequences, texts):
     """Returns a list of texts, or without a preprocessor a dictionary of tokens."""
-    width = prompts.max_length - prompts.num_context
-    token_ids, lengths = np.zeros((len(sequences), width), "int32"), []
+    tokens = []
     for number, sequence in enumerate(sequences):
-        before = [] if strip_prompt else prompts.tokens[number][prompts.num_context :]
-        ids = [*before, *sequence.token_ids]
-        token_ids[number, : len(ids)] = ids
+        prompt = [] if strip_prompt else prompts.tokens[number][prompts.num_context :]
         is_cut = texts is not None and texts[number].is_stopped
-        lengths.append(len(ids) - (not is_cut and _ends_in_hidden_token(preprocessor, sequence)))
-    batch = {"token_ids": token_ids, "padding_mask": np.arange(width) < np.c_[lengths]}
+        is_hidden = not is_cut and _ends_in_hidden_token(preprocessor, sequence)
+        tokens.append([*prompt, *sequence.token_ids][: -1 if is_hidden else None])
     if preprocessor is None:
-        return batch
-    found = preprocessor.generate_postprocess(batch)
+        return pad_prompts(tokens, prompts.max_length - prompts.num_context)
+    found = preprocessor.generate_postprocess(pad_prompts(tokens, max(1, *map(len, tokens))))
     cuts = [text.num_cut() for text in texts] if texts else [0] * len(found)
     return [text[: len(text) - cut] for text, cut in zip(found, cuts, strict=True)]
 

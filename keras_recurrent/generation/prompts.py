@@ -18,6 +18,7 @@ from keras_recurrent.training.samples import (
     no_preprocessor_error,
 )
 
+MAX_TOKENS = 2**31 - 1  # of a sequence; the device counts them in 32 bits
 PADDED = "a dictionary of `token_ids` and `padding_mask`, each [batch, time]"
 
 
@@ -67,7 +68,7 @@ def parse_prompts(model, inputs, max_length, cache=None, generates=True, max_new
     """
     for name, value in (("max_length", max_length), ("max_new_tokens", max_new_tokens)):
         if value is not None:
-            check_positive_integer(name, value)
+            check_token_count(name, value)
     if cache is not None:
         check_cache(cache)
         cache.check(model)
@@ -176,6 +177,13 @@ def pad_prompts(tokens, length, pad_token_id=0):
     token_ids = np.full(padding_mask.shape, pad_token_id, "int32")
     token_ids[padding_mask] = np.concatenate(tokens)
     return {"token_ids": token_ids, "padding_mask": padding_mask}
+
+
+def check_token_count(name, count):
+    """Raises a `ValueError` unless `count` is a possible number of tokens of a sequence."""
+    check_positive_integer(name, count)
+    if count > MAX_TOKENS:
+        raise ValueError(f"`{name}` must be at most {MAX_TOKENS} tokens; got {count}.")
 
 
 def check_cache(cache):

@@ -10,6 +10,10 @@ from keras_recurrent.checks.arguments import is_finite_number, is_integer
 LEAST = 1e-6  # minimum of factors, so that products are far from 0 and inf
 MAX_BIAS = 100
 MAX_SEED = 2**64 - 1
+# Names in other packages, and options that belong to a call.
+RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
+RENAMED["eos_token_id"] = "stop_token_ids"
+OPTIONS_OF_CALLS = "max_new_tokens", "max_length", "stop", "stop_token_ids"
 
 
 def number(default, description, is_valid):
@@ -150,20 +154,26 @@ class SamplingParams:
 def explains_options(method):
     """Decorates a method so that errors for unknown keyword arguments name the right ones."""
     names = inspect.signature(method).parameters
-    others = {"max_tokens": "max_new_tokens", "eos_token_id": "stop_token_ids"}
 
     @functools.wraps(method)
     def call(self, *args, **kwargs):
         for name in [name for name in kwargs if name not in names]:
-            option = "min_new_tokens" if name == "min_tokens" else name
-            remedy = f"Its arguments are {', '.join(f'`{name}`' for name in list(names)[1:])}"
-            if "sampling" not in names:
-                remedy = f"{remedy}; options of generation belong to `generate`"
-            elif option in SamplingParams.__dataclass_fields__:
+            option = RENAMED.get(name, name)
+            if option in names:
+                remedy = f"Pass `{option}`"
+            elif "sampling" in names and option in SamplingParams.__dataclass_fields__:
                 remedy = f"Pass `sampling=SamplingParams({option}={kwargs[name]!r:.80})`"
-            elif name in others:
-                remedy = f"Pass `{others[name]}`"
-            raise TypeError(f"`{method.__name__}` has no argument `{name}`. {remedy}.")
+            elif "sampling" not in names and option in OPTIONS_OF_CALLS:
+                remedy = f"Pass `{option}` to `generate`"
+            else:
+                remedy = f"Its arguments are {', '.join(f'`{name}`' for name in list(names)[1:])}"
+                if "inputs" in names and "sampling" not in names:
+                    remedy += "; options of generation belong to `generate`"
+            owner = type(self).__name__ if method.__name__ == "__init__" else method.__name__
+            raise TypeError(f"`{owner}` has no argument `{name}`. {remedy}.")
         return method(self, *args, **kwargs)
 
     return call
+
+
+SamplingParams.__init__ = explains_options(SamplingParams.__init__)  # type: ignore[method-assign]

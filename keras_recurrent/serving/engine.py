@@ -19,7 +19,7 @@ from keras_recurrent.generation.chat import is_messages, start_turn
 from keras_recurrent.generation.decoding_loop import BackendBatch
 from keras_recurrent.generation.modes import RUN_EAGERLY
 from keras_recurrent.generation.prompt_chunks import PromptChunks, num_prompts_of
-from keras_recurrent.generation.prompts import parse_prompt
+from keras_recurrent.generation.prompts import check_token_count, parse_prompt
 from keras_recurrent.generation.samplers import resolve_sampling
 from keras_recurrent.generation.sampling_params import SamplingParams, explains_options
 from keras_recurrent.generation.scheduler import Scheduler
@@ -310,6 +310,6 @@ def _max_length(model, max_length):
                 "preprocessor, whose `sequence_length` is the default. Got None."
             )
         max_length = model.preprocessor.sequence_length
-    check_positive_integer("max_length", max_length)
+    check_token_count("max_length", max_length)
     model.backbone.check_num_tokens(max_length)
     return max_length

@@ -14,6 +14,7 @@ from keras_recurrent.models import (
     SamplingParams,
 )
 from keras_recurrent.presets.griffin import RECURRENT_GEMMA_CHAT_TEMPLATE
+from keras_recurrent.samplers import BeamSampler
 from keras_recurrent.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from tests.models.tiny import tiny_causal_lm
 from tests.tokenizers import bpe
@@ -158,6 +159,20 @@ def test_log_probabilities(model):
     assert output.texts == model.chat([HELLO], **NEW)["content"]
     assert output.cache.conversations[0].messages[1] == answer(output.texts)
     assert model.chat([HELLO], **options).cache is None
+
+
+@pytest.mark.once
+def test_chat_with_all_beams_returns_the_cache_of_the_best_answer():
+    """The cache records the answers of all beams as if each were of one conversation."""
+    model = GriffinCausalLM.from_preset("hawk_tiny", num_layers=1, chat_template=LINES)
+    chats = {"return_cache": True, "max_new_tokens": 4}
+    model.compile(sampler=BeamSampler(2))
+    answers, cache = model.chat([[HELLO], [AND]], **chats)
+    model.compile(sampler=BeamSampler(2, return_all_beams=True))
+    found = model.chat([[HELLO], [AND]], **chats)
+    assert found.cache.conversations == cache.conversations
+    assert [beams[0] for beams in found.texts] == [each["content"] for each in answers]
+    assert model.chat([HELLO], **chats).texts == found.texts[0]
 
 
 @pytest.mark.once

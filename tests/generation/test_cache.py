@@ -133,6 +133,7 @@ def test_rows_are_selected_repeated_and_joined(model):
         (lambda: cache.select([]), "list of integers"),
         (lambda: cache.repeat(0), "`times`"),
         (lambda: GenerationCache.join([]), "`caches`"),
+        (lambda: GenerationCache.join(cache), "`caches` must be a list"),
         (lambda: GenerationCache.join([cache, prefill(other_model(model), rows)]), "of one model"),
     ):
         with pytest.raises(ValueError, match=words):

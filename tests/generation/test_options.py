@@ -164,6 +164,12 @@ def test_accelerator_settings_generate_tokens_of_prompts_alone(
     assert found.token_ids == [
         output.token_ids[0][:count] for output, count in zip(alone, counts, strict=True)
     ]
+    # The text of an ordinary stop token remains, unlike a stop string.
+    shown = [
+        t.partition(stop)[0] if end == "stop string" else t[:n]
+        for t, n in zip(texts, counts, strict=True)
+    ]
+    assert found.texts == shown
     reasons = ["stop" if stop in text else "length" for text in texts]
     assert found.finish_reason == reasons
     for row, output in zip(found.logprobs, alone, strict=True):
@@ -240,6 +246,10 @@ def test_stop_strings_are_found_at_their_last_token(errors):
     [
         *[({"stop": s}, "must be a string, or a list of") for s in ("", [], ["a", ""], [1])],
         *[({"max_new_tokens": n}, "must be an integer, at least 1") for n in (0, 2.5)],
+        *[
+            ({name: 2**40}, "must be at most 2147483647")
+            for name in ("max_length", "max_new_tokens")
+        ],
         ({"stop": ["a"] * 17}, "must have at most 16 strings of at most 1024 .*; got 17"),
         ({"stop": "a" * 1025}, "must have at most 16 strings .* got 1, the longest of 1025"),
         ({"stop": ["a", "\ud800"]}, "must be valid Unicode"),
@@ -275,6 +285,17 @@ def test_unknown_options_name_the_right_ones(model):
                 method("a", **options)
     with pytest.raises(TypeError, match=r"`prefill` has no argument `top_k`.*to `generate`"):
         model.prefill("a", top_k=3)
+    for options, words in (
+        ({"stop": "a"}, "`SamplingParams` has no argument `stop`. Pass `stop` to `generate`"),
+        ({"max_tokens": 3}, "Pass `max_new_tokens` to `generate`"),
+        ({"min_tokens": 3}, "Pass `min_new_tokens`."),
+        (
+            {"best_of": 3},
+            "`SamplingParams` has no argument `best_of`. Its arguments are `temperature`",
+        ),
+    ):
+        with pytest.raises(TypeError, match=words):
+            SamplingParams(**options)
 
 
 @pytest.mark.once

@@ -449,6 +449,7 @@ def test_bad_engines_are_refused():
         return
     for causal_lm, options, match in (
         (model, {"num_slots": 0}, "`num_slots`"),
+        (model, {"max_length": 2**40}, "`max_length` must be at most"),
         (model, {"prefix_cache_bytes": -1}, "`prefix_cache_bytes`"),
         (model, {"prefix_cache_bytes": 0, "prefix_cache_dir": "x"}, "if `prefix_cache_dir` is set"),
         (model, {"prefix_cache_dir": __file__}, "`prefix_cache_dir` must be a directory"),
