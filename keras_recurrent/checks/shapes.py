@@ -36,11 +36,3 @@ def reshape(tensor, shape):
     """Reshapes a tensor: on torch, `keras.ops.reshape` takes longer than a small matrix product."""
     is_native = keras.config.backend() == "torch" and not isinstance(tensor, keras.KerasTensor)
     return tensor.reshape(shape) if is_native else ops.reshape(tensor, shape)
-
-
-def group_equal(arrays):
-    """Returns lists of the indices of those arrays or tensors that have equal shapes and dtypes."""
-    groups: dict = {}
-    for index, array in enumerate(arrays):
-        groups.setdefault((array.shape, array.dtype), []).append(index)
-    return list(groups.values())

@@ -45,7 +45,7 @@ class Batch:
     Attributes:
         tokens_per_step, runs_ahead: as above.
         num_prompts: integer, maximum number of prompts in one call of `process`.
-        initial_state: the state of a sequence before all tokens, as `process` takes it.
+        initial_state: the state of the backbone before all tokens, of batch size 1.
         sequences: a list of the `Sequence` in each slot, or None.
         active_slots: a list of `(slot, sequence)` for the sequences that are still decoding.
     """
@@ -104,7 +104,7 @@ class Batch:
     def insert(self, sequence, state):
         """Puts a sequence into a free slot.
 
-        state: the state before the last token of its prompt, as `process` takes it.
+        state: the state of the backbone before the last token of its prompt, of batch size 1.
         """
         slot = self.sequences.index(None)
         self.sequences[slot] = sequence
@@ -196,7 +196,7 @@ class Batch:
         raise NotImplementedError
 
     def _write(self, slot, arrays, state):
-        """Overwrites a slot with arrays of one row, and a state as `process` takes it."""
+        """Overwrites a slot with arrays of one row, and a state of batch size 1."""
         raise NotImplementedError
 
     def _launch(self, features, uniform, count):
@@ -261,18 +261,14 @@ class Batch:
         No other call may begin before the generator has returned.
 
         Args:
-            states: a list of the states of the prompts, which do not change: results of this
-                method, `initial_state`, or states of the backbone.
+            states: a list of the states of the backbone of each prompt, of batch size 1, which do
+                not change.
             tokens, mask: int32 and boolean `[num_prompts, T]`, NumPy arrays.
 
         Returns:
             A list of the next states.
         """
         raise NotImplementedError
-
-    def backbone_state(self, state):
-        """Returns the state of the backbone, of batch size 1, from a result of `process`."""
-        return state
 
     def slot_state(self, slot):
         """Returns a copy of the state of a slot, of batch size 1."""

@@ -231,7 +231,6 @@ class Scheduler(DecodingLoop):
             if sequence not in self._prompts:  # it has ended
                 continue
             if state is not None:
-                state = self.batch.backbone_state(state)
                 self._prefixes.add(sequence.prompt[:stop], state, sequence.salt)
             if stop == len(sequence.prompt) - 1:
                 self._ready.append(sequence)

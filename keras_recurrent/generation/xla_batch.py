@@ -24,8 +24,6 @@ if keras.config.backend() == "jax":
     import jax
     import jax.numpy as jnp
 
-    from keras_recurrent.generation import jax_slots
-
 # Of a step whose tokens should come soon: of a stream on a CPU, and of the engine on accelerators,
 # where the launch of a program takes about half as long as a token of 128 sequences.
 TOKENS_OF_STREAM = 2
@@ -136,42 +134,30 @@ class JaxBatch(XlaBatch):
         self._kinds: list[Any] = []  # `SamplingParams` for which steps were compiled
         self._waiting: Any = (None, None)  # the next `Sequence`, and the `Features` of its step
         tokens_per_step = TOKENS_OF_STREAM if runs_ahead(self._model) else 1
-        initial = self._prepare(max_length, tokens_per_step)
-        self._layout = jax_slots.make_layout(initial)
-        self.initial_state = self._stacked(initial)
+        self.initial_state = self._prepare(max_length, tokens_per_step)
 
     def process(self, states, tokens, mask):
         yield from ()  # one part
         unused = [self.initial_state] * (self.num_prompts - len(states))
-        stacks = [*map(self._stacked, states), *unused]
-        static = {"layout": self._layout, "variant": self._variant}
-        self._latest = self._programs.process(stacks, tokens, mask, self.weights, **static)
+        arguments = [*states, *unused], tokens, mask, self.weights
+        self._latest = self._programs.process(*arguments, variant=self._variant)
         return self._latest[: len(states)]
-
-    def _stacked(self, state):
-        """Returns the list of stacked arrays of a state, as `process` returns it."""
-        return state if isinstance(state, list) else jax_slots.stack(state, layout=self._layout)
 
     def wait(self):
         jax.block_until_ready(self._latest)
-
-    def backbone_state(self, state):
-        return jax_slots.unstack(state, layout=self._layout)
 
     def _write(self, slot, arrays, state):
         first = {name: array[0] for name, array in arrays.items()}
         sequence = DeviceState(*(first.pop(name) for name in DeviceState._fields))
         self._widen_stops()
-        self._state = self._programs.insert(
-            self._state, slot, sequence, self._stacked(state), layout=self._layout
-        )
+        self._state = self._programs.insert(self._state, slot, sequence, state)
         self._reserve(first)
         for name, value in first.items():
             array = self._options_on_device[name]
             value = np.asarray(value, array.dtype)
-            self._options_on_device[name] = jax_slots.set_row(array, slot, value)
+            self._options_on_device[name] = self._programs.set_row(array, slot, value)
         if self._counts is not None:
-            self._counts = jax_slots.set_row(self._counts, slot, np.int32(0))
+            self._counts = self._programs.set_row(self._counts, slot, np.int32(0))
 
     def _widen_stops(self):
         """Makes space for the stop tokens of a new sequence in all slots."""
@@ -228,7 +214,7 @@ class JaxBatch(XlaBatch):
         stops = np.zeros((self.num_slots, num_stops), "int32")
         state = state._replace(sequences=state.sequences._replace(stops=stops))
         # Lowers from shapes, because a running step may overwrite these arrays.
-        state, *others, stacks = jax.tree.map(_shape, (state, *others, self.initial_state))
+        state, *others, cache = jax.tree.map(_shape, (state, *others, self.initial_state))
         static, has_more_stops = self._static(features), num_stops > self._num_stops
 
         def compile_programs():
@@ -237,15 +223,14 @@ class JaxBatch(XlaBatch):
                 row = jax.tree.map(
                     lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.sequences
                 )
-                arguments = state._replace(counts=()), 0, row, stacks
-                self._programs.insert.lower(*arguments, layout=self._layout).compile()
+                self._programs.insert.lower(state._replace(counts=()), 0, row, cache).compile()
 
         thread = threading.Thread(target=compile_programs, daemon=True)
         thread.start()
         return thread
 
     def slot_state(self, slot):
-        return jax_slots.extract(self._state.cache, slot)
+        return self._programs.extract(self._state.cache, slot)
 
     def close(self):
         for thread in self._compiling.values():

@@ -25,8 +25,11 @@ from keras_recurrent.generation.scores import score_tokens
 from keras_recurrent.layers.decoding import decoding_scope, unfused_blocks
 from keras_recurrent.progress import announce
 
+if keras.config.backend() == "jax":
+    import jax
+
 # Static arguments: each combination of their values is another program.
-STATIC = {"features", "keep", "num_tokens", "num_beams", "max_length", "variant", "layout"}
+STATIC = {"features", "keep", "num_tokens", "num_beams", "max_length", "variant"}
 
 
 class BatchState(NamedTuple):
@@ -56,11 +59,14 @@ class Programs:
             `state` is a `BatchState`, which JAX overwrites; `inputs` are random numbers `[B, N]` or
             None, and `{name: array}`, the arguments of sampling. It returns the next state, tokens
             `[B, N]`, and their `Logprobs` or ().
-        process: a function `(stacks, token_ids [P, T], mask, weights, layout=, variant=)` of JAX,
-            which processes a chunk of P prompts. `stacks` is a list of the stacked state of each
-            prompt, as in `jax_slots.Layout`. It returns the next ones.
-        insert: a function `(state, slot, sequence, stacks, layout=)` of JAX, which overwrites a
-            slot of a `BatchState` with the `DeviceState` and the stacked state of a sequence.
+        process: a function `(states, token_ids [P, T], mask, weights, variant=)` of JAX, which
+            processes a chunk of P prompts. `states` is a list of the states of the backbone, of
+            batch size 1, after which the chunks begin. It returns a list of the next ones.
+        insert: a function `(state, slot, sequence, cache)` of JAX, which overwrites a slot of a
+            `BatchState` with the `DeviceState` of a sequence and its state of the backbone.
+        extract: a function `(cache, slot)` of JAX, which returns the state of the backbone of a
+            slot from the cache of a `BatchState`.
+        set_row: a function `(state, slot, value)` of JAX, which overwrites a row of an array.
         finish: a function that returns the cache of a `BatchState` as the backbone takes it.
         copy: a function that copies a cache, which `decode` would otherwise overwrite.
     """
@@ -71,6 +77,7 @@ class Programs:
         if model.run_eagerly:
             self._function = _unchanged
         function, network = self._function, functools.partial(Network, model)
+        map_structure = keras.tree.map_structure
 
         @function
         def prefill(token_ids, lengths, cache, weights, max_length, variant):
@@ -94,18 +101,16 @@ class Programs:
             return beam_search.search(network(weights).step, cache, token, *options)
 
         @function
-        def process(stacks, token_ids, mask, weights, layout, variant):
-            joined = [ops.concatenate(group, axis=1) for group in zip(*stacks, strict=True)]
-            cache = network(weights).prefill(token_ids, mask, layout.unstack(joined))
-            parts = [ops.split(group, len(stacks), axis=1) for group in layout.stack(cache)]
-            return [list(stack) for stack in zip(*parts, strict=True)]
+        def process(states, token_ids, mask, weights, variant):
+            joined = map_structure(lambda *parts: ops.concatenate(parts, axis=0), *states)
+            cache = network(weights).prefill(token_ids, mask, joined)
+            return [_select(cache, row) for row in range(len(states))]
 
         @function
-        def insert(state, slot, sequence, stacks, layout):
+        def insert(state, slot, sequence, cache):
             def set_slot(array, value):
                 return array.at[slot].set(value)
 
-            cache, map_structure = layout.unstack(stacks), keras.tree.map_structure
             if len(keras.tree.flatten(cache)) != len(keras.tree.flatten(state.cache)):
                 cache = model.backbone.add_recent_tokens(cache)
             cache = map_structure(
@@ -114,8 +119,17 @@ class Programs:
             sequences = map_structure(set_slot, state.sequences, sequence)
             return state._replace(sequences=sequences, cache=cache)
 
+        @function
+        def extract(cache, slot):
+            return apply_recent_tokens(_select(cache, slot))
+
+        @function
+        def set_row(state, slot, value):
+            return state.at[slot].set(value)
+
         self.decode, self._prefill, self._score, self._search = decode, prefill, score, search
         self.process, self.insert = process, insert
+        self.extract, self.set_row = extract, set_row
         self._add_recent_tokens = function(model.backbone.add_recent_tokens)
         # Programs of TensorFlow overwrite nothing, and its caches have no recent tokens.
         self.finish = function(apply_recent_tokens) if on_jax else _unchanged
@@ -295,8 +309,6 @@ class Network:
 
 
 def _jit(function):
-    import jax
-
     names = inspect.signature(function).parameters.keys()
     options = compiler_options_of_prompts() if names & {"token_ids", "slot"} else None
     return jax.jit(
@@ -313,10 +325,13 @@ def compiler_options_of_prompts():
     Each call has other buffers, so that XLA would update every kernel of a graph before the first
     one could run. This took longer than launching the kernels one by one.
     """
-    import jax
-
     has_gpu = jax.default_backend() == "gpu"
     return {"xla_gpu_graph_min_graph_size": 2**20} if has_gpu else None
+
+
+def _select(cache, row):
+    """Returns the part of a cache for one sequence, of batch size 1."""
+    return keras.tree.map_structure(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), cache)
 
 
 def _copy(cache):

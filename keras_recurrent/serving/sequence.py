@@ -24,8 +24,8 @@ class RequestSequence(Sequence):
     Attributes:
         num_cached: integer, number of tokens of the prompt from the prefix cache.
         num_processed: integer, number of tokens of the prompt whose state is known.
-        state: the state after these tokens, until the sequence has a slot: from the prefix cache,
-            or as `Batch.process` returns it. None: before all tokens.
+        state: the state of the backbone after these tokens, until the sequence has a slot. None:
+            before all tokens.
         error: the error that ended the sequence, or None.
     """
 
