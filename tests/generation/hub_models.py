@@ -39,204 +39,97 @@ class Family(NamedTuple):
     name: str
     cls: str  # the model is `<cls>CausalLM`
     sizes: dict[str, Any]
-    window: str | None = None  # name of the argument for the sliding window
+    window: str | None  # name of the argument for the sliding window
 
 
-SIZES = {
-    "vocabulary_size": VOCABULARY,
-    "num_layers": 2,
-    "hidden_dim": 16,
-    "intermediate_dim": 24,
-}
+FAMILIES: list[Family] = []
+
+
+def add(name, cls, *sizes, window=None, **options):
+    """Adds a family; `sizes` are dictionaries of arguments of the backbone, such as `options`."""
+    FAMILIES.append(
+        Family(name, cls, {k: v for s in (*sizes, options) for k, v in s.items()}, window)
+    )
+
+
+# Options that change caching are on.
+SIZES = {"vocabulary_size": VOCABULARY, "num_layers": 2, "hidden_dim": 16, "intermediate_dim": 24}
 HEADS = {**SIZES, "num_heads": 4}
 GROUPS = {**SIZES, "num_query_heads": 4, "num_key_value_heads": 2}
 EXPERTS = {"num_experts": 4, "top_k": 2}
 GEMMA = {**GROUPS, "head_dim": 8}
-GEMMA_2 = {
-    **GEMMA,
-    "use_post_ffw_norm": True,
-    "use_post_attention_norm": True,
-    "use_sliding_window_attention": True,
+LOCAL = {"use_sliding_window_attention": True}
+GEMMA_2 = {**GEMMA, **LOCAL, "use_post_ffw_norm": True, "use_post_attention_norm": True}
+add("GPT-2", "GPT2", HEADS, max_sequence_length=64)
+add("GPT-NeoX", "GPTNeoX", HEADS, rotary_percentage=0.5)
+add("OPT", "OPT", HEADS, max_sequence_length=64)
+add("Bloom", "Bloom", HEADS)
+add("Falcon", "Falcon", SIZES, num_attention_heads=4)
+add("Llama", "Llama", GROUPS)
+FREQUENCIES = {"rope_frequency_adjustment_factor": 8.0, "rope_pretraining_sequence_length": 16}
+FREQUENCIES |= {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0}
+add("Llama 3", "Llama3", GROUPS, FREQUENCIES)
+add("Mistral", "Mistral", GROUPS, window="sliding_window")
+add("Mixtral", "Mixtral", GROUPS, EXPERTS, window="sliding_window")
+add("Gemma", "Gemma", GEMMA)
+CAPS = {"attention_logit_soft_cap": 50.0, "final_logit_soft_cap": 30.0}
+add("Gemma 2", "Gemma", GEMMA_2, CAPS, window="sliding_window_size")
+# Every sixth layer has global attention.
+IMAGES = {"image_size": 16, "global_rope_scaling_factor": 8.0}
+add("Gemma 3", "Gemma3", GEMMA_2, IMAGES, num_layers=6, window="sliding_window_size")
+GEMMA_3N = {
+    **{"text_vocab_size": VOCABULARY, "text_hidden_size": 16, "num_hidden_layers": 4},
+    **{"pad_token_id": 0, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+    **{"intermediate_size": [24] * 4, "hidden_activation": "gelu_approximate"},
+    **{"layer_types": ["sliding_attention", "full_attention"] * 2, "rope_theta": 10000.0},
+    **{"max_position_embeddings": 64, "vocab_size_per_layer_input": VOCABULARY},
+    **{"hidden_size_per_layer_input": 4, "altup_num_inputs": 2, "laurel_rank": 4},
+    **{"num_kv_shared_layers": 2, "final_logit_soft_cap": 30.0},
 }
+add("Gemma 3n", "Gemma3n", GEMMA_3N, window="sliding_window")
+GEMMA_4 = {
+    **{"num_layers": 4, "image_size": 16, "sliding_window_pattern": 2, "global_head_dim": 16},
+    **{"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 4},
+    **{"vocab_size_per_layer_input": VOCABULARY},
+}
+add("Gemma 4", "Gemma4", GEMMA, GEMMA_4, window="sliding_window_size")
+SU = {"rope_scaling_type": "su", "max_sequence_length": 64}
+SU |= {"rope_scaling_short_factor": [1.0, 1.5], "rope_scaling_long_factor": [2.0, 4.0]}
+add("Phi-3", "Phi3", GROUPS)
+add("Phi-3, `su`, short", "Phi3", GROUPS, SU, pretraining_sequence_length=32)
+add("Phi-3, `su`, long", "Phi3", GROUPS, SU, pretraining_sequence_length=16)
+MOE = {"moe_intermediate_dim": 12, "shared_expert_intermediate_dim": 12}
+add("Qwen", "Qwen", GROUPS)
+add("Qwen, window", "Qwen", GROUPS, LOCAL, window="sliding_window_size")
+add("Qwen MoE", "QwenMoe", GROUPS, EXPERTS, MOE)
+add("Qwen MoE, window", "QwenMoe", GROUPS, EXPERTS, MOE, LOCAL, window="sliding_window_size")
+add("Qwen 3", "Qwen3", GEMMA, window="sliding_window_size")
+QWEN_3_MOE = {**GEMMA, **EXPERTS, "moe_intermediate_dim": 12}
+add("Qwen 3 MoE", "Qwen3Moe", QWEN_3_MOE, window="sliding_window_size")
 LINEAR = {
-    **GEMMA,
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    **{**GEMMA, "layer_types": ["linear_attention", "full_attention"]},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
 }
-QWEN_3_5_EXPERTS = {
-    **EXPERTS,
-    "moe_intermediate_dim": 12,
-    "shared_expert_intermediate_size": 12,
+FULL = {"layer_types": ["full_attention"] * 2}
+add("Qwen 3.5", "Qwen3_5", LINEAR)
+add("Qwen 3.5, attention alone", "Qwen3_5", LINEAR, FULL, window="sliding_window_size")
+SHARED = {**QWEN_3_MOE, **LINEAR, "shared_expert_intermediate_size": 12}
+del SHARED["intermediate_dim"]
+add("Qwen 3.5 MoE", "Qwen3_5Moe", SHARED)
+SMOL = {
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": False},
+    **{"attention_dropout": 0.0, "rope_layer_enabled_list": [True, False], "mlp_bias": False},
+    **{"layer_types": ["attention"] * 2, "layer_norm_epsilon": 1e-5, "rope_theta": 10000.0},
+    **{"max_position_embeddings": 64, "partial_rotary_factor": 1.0},
 }
-SU = {
-    "rope_scaling_type": "su",
-    "rope_scaling_short_factor": [1.0, 1.5],
-    "rope_scaling_long_factor": [2.0, 4.0],
-    "max_sequence_length": 64,
-}
-# Options that change caching are on.
-FAMILIES = [
-    Family("GPT-2", "GPT2", {**HEADS, "max_sequence_length": 64}),
-    Family("GPT-NeoX", "GPTNeoX", {**HEADS, "rotary_percentage": 0.5}),
-    Family("OPT", "OPT", {**HEADS, "max_sequence_length": 64}),
-    Family("Bloom", "Bloom", HEADS),
-    Family("Falcon", "Falcon", {**SIZES, "num_attention_heads": 4}),
-    Family("Llama", "Llama", GROUPS),
-    Family(
-        "Llama 3",
-        "Llama3",
-        {
-            **GROUPS,
-            "rope_frequency_adjustment_factor": 8.0,
-            "rope_low_freq_factor": 1.0,
-            "rope_high_freq_factor": 4.0,
-            "rope_pretraining_sequence_length": 16,
-        },
-    ),
-    Family("Mistral", "Mistral", GROUPS, "sliding_window"),
-    Family("Mixtral", "Mixtral", {**GROUPS, **EXPERTS}, "sliding_window"),
-    Family("Gemma", "Gemma", GEMMA),
-    Family(
-        "Gemma 2",
-        "Gemma",
-        {**GEMMA_2, "attention_logit_soft_cap": 50.0, "final_logit_soft_cap": 30.0},
-        "sliding_window_size",
-    ),
-    Family(
-        "Gemma 3",
-        "Gemma3",
-        # Every sixth layer has global attention.
-        {**GEMMA_2, "num_layers": 6, "image_size": 16, "global_rope_scaling_factor": 8.0},
-        "sliding_window_size",
-    ),
-    Family(
-        "Gemma 3n",
-        "Gemma3n",
-        {
-            "text_vocab_size": VOCABULARY,
-            "text_hidden_size": 16,
-            "num_hidden_layers": 4,
-            "pad_token_id": 0,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "intermediate_size": [24] * 4,
-            "hidden_activation": "gelu_approximate",
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "rope_theta": 10000.0,
-            "max_position_embeddings": 64,
-            "vocab_size_per_layer_input": VOCABULARY,
-            "hidden_size_per_layer_input": 4,
-            "altup_num_inputs": 2,
-            "laurel_rank": 4,
-            "num_kv_shared_layers": 2,
-            "final_logit_soft_cap": 30.0,
-        },
-        "sliding_window",
-    ),
-    Family(
-        "Gemma 4",
-        "Gemma4",
-        {
-            **GEMMA,
-            "num_layers": 4,
-            "image_size": 16,
-            "sliding_window_pattern": 2,
-            "num_kv_shared_layers": 2,
-            "global_head_dim": 16,
-            "hidden_size_per_layer_input": 4,
-            "vocab_size_per_layer_input": VOCABULARY,
-        },
-        "sliding_window_size",
-    ),
-    Family("Phi-3", "Phi3", GROUPS),
-    Family("Phi-3, `su`, short", "Phi3", {**GROUPS, **SU, "pretraining_sequence_length": 32}),
-    Family("Phi-3, `su`, long", "Phi3", {**GROUPS, **SU, "pretraining_sequence_length": 16}),
-    Family("Qwen", "Qwen", GROUPS),
-    Family(
-        "Qwen, window",
-        "Qwen",
-        {**GROUPS, "use_sliding_window_attention": True},
-        "sliding_window_size",
-    ),
-    Family(
-        "Qwen MoE",
-        "QwenMoe",
-        {
-            **GROUPS,
-            **EXPERTS,
-            "moe_intermediate_dim": 12,
-            "shared_expert_intermediate_dim": 12,
-        },
-    ),
-    Family(
-        "Qwen MoE, window",
-        "QwenMoe",
-        {
-            **GROUPS,
-            **EXPERTS,
-            "moe_intermediate_dim": 12,
-            "shared_expert_intermediate_dim": 12,
-            "use_sliding_window_attention": True,
-        },
-        "sliding_window_size",
-    ),
-    Family("Qwen 3", "Qwen3", GEMMA, "sliding_window_size"),
-    Family(
-        "Qwen 3 MoE",
-        "Qwen3Moe",
-        {**GEMMA, **EXPERTS, "moe_intermediate_dim": 12},
-        "sliding_window_size",
-    ),
-    Family("Qwen 3.5", "Qwen3_5", LINEAR),
-    Family(
-        "Qwen 3.5, attention alone",
-        "Qwen3_5",
-        {**LINEAR, "layer_types": ["full_attention"] * 2},
-        "sliding_window_size",
-    ),
-    Family(
-        "Qwen 3.5 MoE",
-        "Qwen3_5Moe",
-        {k: v for k, v in {**LINEAR, **QWEN_3_5_EXPERTS}.items() if k != "intermediate_dim"},
-    ),
-    Family(
-        "SmolLM3",
-        "SmolLM3",
-        {
-            **SIZES,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "rope_layer_enabled_list": [True, False],
-            "layer_types": ["attention"] * 2,
-            "mlp_bias": False,
-            "layer_norm_epsilon": 1e-5,
-            "max_position_embeddings": 64,
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 1.0,
-        },
-    ),
-    Family("GPT-OSS", "GptOss", {**GEMMA, **EXPERTS}, "sliding_window"),
-    Family(
-        "Griffin (ours)",
-        "Griffin",
-        {
-            **GEMMA,
-            "num_layers": 3,
-            "lru_width": 24,
-            "num_blocks": 4,
-            "block_types": ("recurrent", "local_attention", "global_attention"),
-        },
-        "sliding_window",
-    ),
-    Family("HGRN2 (ours)", "HGRN2", {**SIZES, "expand_ratio": 4}),
-    Family("TransNormer (ours)", "TransNormer", {**HEADS, "head_dim": 4}),
-]
+add("SmolLM3", "SmolLM3", SIZES, SMOL)
+add("GPT-OSS", "GptOss", GEMMA, EXPERTS, window="sliding_window")
+GRIFFIN = {"num_layers": 3, "lru_width": 24, "num_blocks": 4}
+GRIFFIN["block_types"] = "recurrent", "local_attention", "global_attention"
+add("Griffin (ours)", "Griffin", GEMMA, GRIFFIN, window="sliding_window")
+add("HGRN2 (ours)", "HGRN2", SIZES, expand_ratio=4)
+add("TransNormer (ours)", "TransNormer", HEADS, head_dim=4)
 # Language models whose inputs are not `token_ids` and `padding_mask` alone.
 LEFT_OUT = (
     "RWKV7CausalLM",  # takes prompts padded at the left, without their last token
