@@ -1,4 +1,4 @@
-"""Conversations: answers, the tokens that the next turn processes, and caches of other messages."""
+"""`chat`: answers, the tokens that the next turn processes, and caches of other messages."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ PLAIN_AND = "user: And?\nassistant: "
 GEMMA_AND = "<end_of_turn>\n<start_of_turn>user\nAnd?<end_of_turn>\n<start_of_turn>model\n"
 CHATML_AND = "<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
 SMALL = {"vocabulary_size": 259, "num_layers": 1, "block_types": ("recurrent",)}
-# Random weights write letters only: a special token at the end of an answer would be replaced.
+# Letters only: the next turn would replace a special token at the end of an answer.
 LETTERS = SamplingParams(temperature=0, logit_bias={3 + byte: 100.0 for byte in b"abcd"})
 NEW = {"max_new_tokens": 6, "sampling": LETTERS}
 
@@ -48,35 +48,36 @@ def answer(content):
     return {"role": "assistant", "content": content}
 
 
-def gemma(template=RECURRENT_GEMMA_CHAT_TEMPLATE, **kwargs):
+def make_gemma(template=RECURRENT_GEMMA_CHAT_TEMPLATE, **kwargs):
     symbols = ["<start_of_turn>", "<end_of_turn>"]
     ids = {"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3, "add_dummy_prefix": False}
     tokenizer = SentencePieceTokenizer(train(**ids, user_defined_symbols=symbols))
     return GriffinCausalLMPreprocessor(tokenizer, chat_template=template, **kwargs)
 
 
-def lines(template=LINES):
+def make_lines(template=LINES):
     return GriffinCausalLMPreprocessor(ByteTokenizer(), chat_template=template)
 
 
-def chatml():
+def make_chatml():
     return GriffinCausalLMPreprocessor(bpe.tokenizer(), chat_template=CHATML)
 
 
-def added():
+def make_added():
+    """Returns a preprocessor with added special tokens."""
     added_tokens = {"<|im_end|>": 50, "<|im_start|>": 51}
     tokenizer = SentencePieceTokenizer(train(add_dummy_prefix=False), added_tokens=added_tokens)
     return GriffinCausalLMPreprocessor(tokenizer, chat_template=CHATML)
 
 
-def model_of(preprocessor):
-    """A model that renders and tokenizes, and cannot generate."""
+def make_renderer(preprocessor):
+    """Returns a model that renders and tokenizes, and cannot generate."""
     return SimpleNamespace(preprocessor=preprocessor, preprocessor_cls=GriffinCausalLMPreprocessor)
 
 
-def cache_of(preprocessor, content, ids, messages=(HELLO,)):
-    """The cache after an answer of these tokens."""
-    turn = start_turn(model_of(preprocessor), list(messages), None)
+def make_cache(preprocessor, content, ids):
+    """Returns the cache after an answer of these tokens to `HELLO`."""
+    turn = start_turn(make_renderer(preprocessor), [HELLO], None)
     tokens = [[*turn.inputs.token_ids, *ids]]
     known = turn.conversations(preprocessor, tokens, [content])
     return GenerationCache(None, tokens, None, None, known)
@@ -92,8 +93,8 @@ def model():
 # === Turns ===
 
 
-def test_a_conversation(tmp_path, model):
-    """Also from a saved cache, and of answers cut by `max_new_tokens`."""
+def test_chat_with_a_saved_cache_processes_only_the_new_message(tmp_path, model):
+    """The second turn repeats or loses tokens, or `stream` answers differently."""
     messages = [HELLO]
     first, cache = model.chat(messages, return_cache=True, **NEW)
     assert first == {"role": "assistant", "content": first["content"]}
@@ -116,8 +117,8 @@ def test_a_conversation(tmp_path, model):
 
 
 @pytest.mark.once
-def test_several_conversations(model):
-    """A batch has the answers of each conversation; selected sequences keep their messages."""
+def test_chat_with_several_conversations_matches_each_alone(model):
+    """A conversation gets the answer of another one, or selected caches lose their messages."""
     pair = [[HELLO], [AND]]
     answers, cache = model.chat(pair, return_cache=True, **NEW)
     assert answers == [model.chat(each, **NEW) for each in pair]
@@ -134,8 +135,8 @@ def test_several_conversations(model):
 
 
 @pytest.mark.once
-def test_caches_of_other_text(model):
-    """A prompt of `prefill` is continued; a cache that `generate` continued is not."""
+def test_chat_continues_prompts_of_prefill_but_no_other_text(model):
+    """The beginning of a conversation is processed again, or messages follow other text."""
     system = {"role": "system", "content": "Be brief."}
     start = model.prefill(model.preprocessor.apply_chat_template([system], False))
     whole, cache = model.chat([system, HELLO], return_cache=True, **NEW)
@@ -153,7 +154,7 @@ def test_caches_of_other_text(model):
 
 
 @pytest.mark.once
-def test_log_probabilities(model):
+def test_chat_with_logprobs_returns_an_output_and_a_cache_with_messages(model):
     options = {**NEW, "sampling": dataclasses.replace(LETTERS, logprobs=1)}
     output = model.chat([HELLO], return_cache=True, **options)
     assert output.texts == model.chat([HELLO], **NEW)["content"]
@@ -179,20 +180,20 @@ def test_chat_with_all_beams_returns_the_cache_of_the_best_answer():
 @pytest.mark.parametrize(
     ("preprocessor", "content", "tokens", "num_dropped", "rest"),
     [
-        (lines, " Hi\n", " Hi\n<end>", 1, f"<end>\n{LINES_AND}"),
-        (lines, " Hi\n", " Hi\n", 0, f"<end>\n{LINES_AND}"),
-        (lambda: lines(SPACE), " Hi", " Hi<end>", 1, f"<end>\n{LINES_AND[:-1]}"),
-        (lambda: lines(PLAIN), "Hi", "Hi<end>", 1, f"\n{PLAIN_AND}"),
-        (lambda: lines(PLAIN), "", "<end>", 1, f"\n{PLAIN_AND}"),
-        (lambda: lines(PLAIN), "Hi", "Hi\nuser:", 0, PLAIN_AND[5:]),
-        (lambda: lines(PLAIN), "Hi", "Hi. ", 0, f"\n{PLAIN_AND}"),
-        (lambda: lines(STRIP), " Hi\n", " Hi\n", 0, PLAIN_AND),
-        (gemma, " happy\n", " happy\n<end_of_turn>", 1, GEMMA_AND),
-        (gemma, " happy\n", " happy\n</s>", 1, GEMMA_AND),
-        (gemma, " happy\n", " happy\n", 0, GEMMA_AND),
-        (chatml, "Hi <|im_end|>", ["Hi <|", "im_end|>"], 0, CHATML_AND),
-        (added, "happy", ["hap", "py<|im_end|>"], 1, CHATML_AND),
-        (chatml, "Hi there", ["H", "i th", "er", "e<|im_end|>"], 1, CHATML_AND),
+        (make_lines, " Hi\n", " Hi\n<end>", 1, f"<end>\n{LINES_AND}"),
+        (make_lines, " Hi\n", " Hi\n", 0, f"<end>\n{LINES_AND}"),
+        (lambda: make_lines(SPACE), " Hi", " Hi<end>", 1, f"<end>\n{LINES_AND[:-1]}"),
+        (lambda: make_lines(PLAIN), "Hi", "Hi<end>", 1, f"\n{PLAIN_AND}"),
+        (lambda: make_lines(PLAIN), "", "<end>", 1, f"\n{PLAIN_AND}"),
+        (lambda: make_lines(PLAIN), "Hi", "Hi\nuser:", 0, PLAIN_AND[5:]),
+        (lambda: make_lines(PLAIN), "Hi", "Hi. ", 0, f"\n{PLAIN_AND}"),
+        (lambda: make_lines(STRIP), " Hi\n", " Hi\n", 0, PLAIN_AND),
+        (make_gemma, " happy\n", " happy\n<end_of_turn>", 1, GEMMA_AND),
+        (make_gemma, " happy\n", " happy\n</s>", 1, GEMMA_AND),
+        (make_gemma, " happy\n", " happy\n", 0, GEMMA_AND),
+        (make_chatml, "Hi <|im_end|>", ["Hi <|", "im_end|>"], 0, CHATML_AND),
+        (make_added, "happy", ["hap", "py<|im_end|>"], 1, CHATML_AND),
+        (make_chatml, "Hi there", ["H", "i th", "er", "e<|im_end|>"], 1, CHATML_AND),
     ],
     ids=[
         *("end", "cut", "space of template", "end not in template", "empty"),
@@ -201,13 +202,15 @@ def test_chat_with_all_beams_returns_the_cache_of_the_best_answer():
         "other merges",
     ],
 )
-def test_new_tokens_follow_the_answer(preprocessor, content, tokens, num_dropped, rest):
-    """A stop token is replaced by the tokens of the template."""
+def test_turn_after_an_answer_begins_with_the_end_of_the_template(
+    preprocessor, content, tokens, num_dropped, rest
+):
+    """The cache repeats or lacks the token that ends an answer, or the text after it."""
     preprocessor = preprocessor()
     tokenize = preprocessor.tokenizer.tokenize_with_special_tokens
     ids = [i for part in ([tokens] if isinstance(tokens, str) else tokens) for i in tokenize(part)]
-    cache = cache_of(preprocessor, content, ids)
-    turn = start_turn(model_of(preprocessor), [HELLO, answer(content), AND], cache)
+    cache = make_cache(preprocessor, content, ids)
+    turn = start_turn(make_renderer(preprocessor), [HELLO, answer(content), AND], cache)
     (kept,) = cache.token_ids
     expected = [*kept[: len(kept) - num_dropped], *tokenize(rest)]
     assert [*turn.cache.token_ids[0], *turn.inputs.token_ids] == expected
@@ -226,15 +229,15 @@ def test_new_tokens_follow_the_answer(preprocessor, content, tokens, num_dropped
         ([HELLO, answer("Hi")], "got 2 messages"),
     ],
 )  # fmt: skip
-def test_messages_that_differ_from_those_in_the_cache(messages, match):
-    cache = cache_of(lines(), "Hi", ByteTokenizer()("Hi"))
+def test_messages_that_differ_from_those_in_the_cache_raise(messages, match):
+    cache = make_cache(make_lines(), "Hi", ByteTokenizer()("Hi"))
     with pytest.raises(ValueError, match=match):
-        start_turn(model_of(lines()), messages, cache)
+        start_turn(make_renderer(make_lines()), messages, cache)
 
 
 @pytest.mark.once
-def test_templates_that_are_not_prefix_preserving():
-    """Of earlier answers, this template drops the thoughts; the other counts the messages."""
+def test_template_that_renders_earlier_messages_differently_raises():
+    """A cache continues with tokens that the template no longer renders."""
     thoughts = LINES.replace("message.content }}", "message.content.split('</think>')[-1] }}")
     count = "{{ messages | length }}" + LINES
     for template, content, match in [
@@ -245,48 +248,48 @@ def test_templates_that_are_not_prefix_preserving():
         ),
         (count, "Hi", "renders the messages before the answer as '3<.*' instead of '1.*'."),
     ]:
-        preprocessor = lines(template)
-        cache = cache_of(preprocessor, content, ByteTokenizer()(content))
+        preprocessor = make_lines(template)
+        cache = make_cache(preprocessor, content, ByteTokenizer()(content))
         with pytest.raises(
             ValueError, match=f"not prefix-preserving: .*{match} Call without `cache`"
         ):
-            start_turn(model_of(preprocessor), [HELLO, answer(content), AND], cache)
+            start_turn(make_renderer(preprocessor), [HELLO, answer(content), AND], cache)
 
 
 @pytest.mark.once
-def test_models_without_a_template():
+def test_chat_without_a_template_or_messages_raises():
     model = tiny_causal_lm(preprocessor=None, **SMALL)
     for function in (model.chat, model.stream):
         with pytest.raises(ValueError, match="with a chat template; the model has no preprocessor"):
             function([HELLO])
-    model = tiny_causal_lm(preprocessor=lines(None), **SMALL)
+    model = tiny_causal_lm(preprocessor=make_lines(None), **SMALL)
     with pytest.raises(ValueError, match="The preprocessor has no chat template"):
         model.chat([HELLO])
     for messages in ("Hello", [], [[]], [[HELLO], "a"]):
         with pytest.raises(ValueError, match="`messages`"):
-            start_turn(model_of(lines()), messages, None)
+            start_turn(make_renderer(make_lines()), messages, None)
     with pytest.raises(ValueError, match="`cache` must be a `GenerationCache`"):
-        start_turn(model_of(lines()), [HELLO], "cache")
+        start_turn(make_renderer(make_lines()), [HELLO], "cache")
 
 
 # === Text ===
 
 
 @pytest.mark.once
-def test_text_does_not_show_the_token_that_ends_a_turn():
-    """SentencePiece files have these tokens as pieces with text."""
-    sizes = {**SMALL, "vocabulary_size": gemma().tokenizer.vocabulary_size()}
-    model = tiny_causal_lm(preprocessor=gemma(), **sizes)
+def test_texts_do_not_show_the_token_that_ends_a_turn():
+    """A text ends with the text that SentencePiece has for an end token."""
+    sizes = {**SMALL, "vocabulary_size": make_gemma().tokenizer.vocabulary_size()}
+    model = tiny_causal_lm(preprocessor=make_gemma(), **sizes)
     model.compile(sampler="greedy")
     prompt = model.preprocessor.apply_chat_template([HELLO])
     sampling = {"sampling": SamplingParams(temperature=50, seed=1), "max_new_tokens": 6}
     options = {"strip_prompt": True, **sampling}
     shown, cache = model.generate(prompt, return_cache=True, stop_token_ids=None, **options)
     new = cache.token_ids[0][-6:].tolist()
-    # A token of the answer with text becomes the token that ends it.
+    # A token of the answer that has text becomes an end token.
     end = next(i for i in new[1:] if i != new[0] and model.preprocessor.tokenizer.detokenize([i]))
     text = model.preprocessor.tokenizer.detokenize(new[: new.index(end)])
-    model.preprocessor = gemma(extra_stop_token_ids=(end,))
+    model.preprocessor = make_gemma(extra_stop_token_ids=(end,))
     piece = model.preprocessor.tokenizer.detokenize([end])
     assert shown.startswith(text)
     assert model.generate(prompt, **options) == text

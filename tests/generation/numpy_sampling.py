@@ -1,4 +1,4 @@
-"""The choice of tokens by `SamplingParams` in NumPy float64, for one sequence.
+"""Choice of tokens by `SamplingParams` in NumPy float64, for one sequence.
 
 Written from the docstring of `SamplingParams`, apart from the package's programs.
 """
@@ -12,8 +12,8 @@ def log_softmax(logits):
 
 
 def choose(params, logits, uniform, prompt, generated, stops):
-    """The next token, and how far the random number lies from that of another token."""
-    logits = processed(params, logits, prompt, generated, stops)
+    """Returns the next token and its margin: the distance of `uniform` from another token."""
+    logits = change_logits(params, logits, prompt, generated, stops)
     if params.temperature == 0:
         ranked = np.sort(logits)
         return int(logits.argmax()), ranked[-1] - ranked[-2]
@@ -32,7 +32,7 @@ def choose(params, logits, uniform, prompt, generated, stops):
     return int(ids[np.searchsorted(cumulative, uniform, "right")]), abs(cumulative - uniform).min()
 
 
-def processed(params, logits, prompt, generated, stops):
+def change_logits(params, logits, prompt, generated, stops):
     logits = np.array(logits, "float64")
     for token, bias in (params.logit_bias or {}).items():
         logits[token] += bias
@@ -48,6 +48,6 @@ def processed(params, logits, prompt, generated, stops):
 
 
 def uniform(seed, count):
-    """The random numbers of a sequence with a `seed`."""
+    """Returns the random numbers of a sequence with a `seed`."""
     generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed)))
     return np.minimum(generator.random(count, "float32"), np.float32(1 - 2**-23))

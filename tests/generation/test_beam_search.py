@@ -1,4 +1,4 @@
-"""Beam search: its options, limits and results, against plain forward passes."""
+"""Beam search: options, limits and results, compared with plain forward passes."""
 
 import keras
 import keras_hub
@@ -9,14 +9,15 @@ from keras_recurrent import which_generation
 from keras_recurrent.generation import beam_search
 from keras_recurrent.models import SamplingParams
 from keras_recurrent.samplers import BeamSampler
-from tests.generation.test_programs import prompts
 from tests.generation.test_text import text_model
+from tests.generation.tokens import pad, random_prompts
 from tests.models import plain_generation
 from tests.models.test_generation import MARGIN
 from tests.models.tiny import VOCABULARY, tiny_causal_lm
 
 BACKEND = keras.config.backend()
 LENGTHS, TOTAL, STOPS = (3, 9, 6), 14, (3, 9, 53, 20)
+PROMPTS = random_prompts(LENGTHS, seed=4)
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +31,11 @@ def plain():
     return tiny_causal_lm(family="hgrn2", num_layers=1)
 
 
-def given():
-    return prompts(LENGTHS, TOTAL, seed=4)
-
-
-def search(model, x=None, *, num_beams=3, run_eagerly=False, max_new_tokens=None, **options):
+def search(model, *, num_beams=3, run_eagerly=False, max_new_tokens=None, **options):
     sampler = BeamSampler(num_beams, return_all_beams=True, **options)
     model.compile(sampler=sampler, run_eagerly=run_eagerly)
-    x = given() if x is None else x
-    return model.generate(x, stop_token_ids=STOPS * 2, max_new_tokens=max_new_tokens)
+    inputs = pad(PROMPTS, TOTAL)
+    return model.generate(inputs, stop_token_ids=STOPS * 2, max_new_tokens=max_new_tokens)
 
 
 RULES = {
@@ -51,23 +48,23 @@ RULES = {
 
 
 @pytest.mark.parametrize("case", RULES)
-def test_rules_and_limits(model, plain, case):
-    """Fails if a rule is not that of transformers, or a row has the length or end of another."""
-    rules = RULES[case]
-    limit = rules.get("max_new_tokens")
+def test_search_matches_beam_search_of_transformers(model, plain, case):
+    """A stopping rule or a score differs, or a prompt has the length or end of another one."""
+    options = RULES[case]
+    limit = options.get("max_new_tokens")
     limits = limit and np.minimum(np.add(LENGTHS, limit), TOTAL)
-    numbers = rules.get("length_penalty", 1.0), rules.get("early_stopping", False)
-    x = given()
-    wanted, margin = plain_generation.beam(plain, 3, *x.values(), STOPS, limits, *numbers)
+    rules = options.get("length_penalty", 1.0), options.get("early_stopping", False)
+    inputs = pad(PROMPTS, TOTAL).values()
+    expected, margin = plain_generation.beam(plain, 3, *inputs, STOPS, limits, *rules)
     assert margin > MARGIN
-    output = search(model, x, **rules)
-    assert output.token_ids == [[tokens for _, tokens in row] for row in wanted]
-    scores = [[score for score, _ in row] for row in wanted]
+    output = search(model, **options)
+    assert output.token_ids == [[tokens for _, tokens in row] for row in expected]
+    scores = [[score for score, _ in row] for row in expected]
     np.testing.assert_allclose(output.scores, scores, atol=1e-4)
-    reasons = [["stop" if ids[-1] in STOPS else "length" for _, ids in row] for row in wanted]
+    reasons = [["stop" if ids[-1] in STOPS else "length" for _, ids in row] for row in expected]
     assert output.finish_reason == reasons
     mode = which_generation(model).name
-    assert (mode == "eager") == ("run_eagerly" in rules)
+    assert (mode == "eager") == ("run_eagerly" in options)
     assert BACKEND == "torch" or mode in ("eager", "program")
 
 
@@ -110,7 +107,8 @@ def test_search_of_random_logits_finds_the_sequences_of_transformers(early_stopp
 
 
 @pytest.mark.skipif(BACKEND == "torch", reason="torch compiles no search")
-def test_other_rules_and_stop_tokens_run_the_same_program(model, monkeypatch):
+def test_rules_and_stop_tokens_share_a_program(model, monkeypatch):
+    """Each value of a rule is compiled."""
     search(model)
     monkeypatch.setattr(beam_search, "search", None)
     monkeypatch.setattr(model, "compile", lambda sampler, **_: setattr(model, "sampler", sampler))
@@ -119,11 +117,11 @@ def test_other_rules_and_stop_tokens_run_the_same_program(model, monkeypatch):
 
 
 @pytest.mark.once
-def test_one_beam_is_greedy_and_few_sequences_leave_beams_empty(model):
+def test_one_beam_is_greedy_and_more_beams_than_tokens_are_all_tokens(model):
     output = search(model, num_beams=1)
     model.compile(sampler="greedy")
     sampling = SamplingParams(temperature=0, logprobs=0)
-    greedy = model.generate(given(), stop_token_ids=STOPS, sampling=sampling)
+    greedy = model.generate(pad(PROMPTS, TOTAL), stop_token_ids=STOPS, sampling=sampling)
     assert [row[0] for row in output.token_ids] == greedy.token_ids
     means = [np.mean([t.logprob for t in row]) for row in greedy.logprobs]
     np.testing.assert_allclose(np.ravel(output.scores), means, atol=1e-5)
@@ -134,10 +132,10 @@ def test_one_beam_is_greedy_and_few_sequences_leave_beams_empty(model):
 
 @pytest.mark.once
 @pytest.mark.parametrize("family", ["griffin", "hgrn2"])
-def test_caches_before_and_after(family):
-    """Fails if a cache is that of another beam, or contains a token twice or never."""
+def test_beam_search_from_a_cache_matches_one_call(family):
+    """A cache has the state of another beam, or contains a token twice or never."""
     model = tiny_causal_lm(family=family)
-    rows, limit = given(), {"max_length": 64} if family == "griffin" else {}
+    rows, limit = pad(PROMPTS, TOTAL), {"max_length": 64} if family == "griffin" else {}
     length = min(LENGTHS)
     first = {name: array[:, :length] for name, array in rows.items()}
     rest = {name: array[:, length:] for name, array in rows.items()}
@@ -145,20 +143,19 @@ def test_caches_before_and_after(family):
     cache = model.prefill(first, **limit)
     with_cache, cache = model.generate(rest, None, STOPS, cache=cache, return_cache=True)
     whole, after = model.generate(rows, TOTAL, STOPS, return_cache=True)
-    mask = np.asarray(whole["padding_mask"])
-    np.testing.assert_array_equal(np.asarray(with_cache["padding_mask"]), mask[:, length:])
-    np.testing.assert_array_equal(with_cache["token_ids"], whole["token_ids"][:, length:])
-    wanted = model.prefill(whole, **limit)
+    for name in ("token_ids", "padding_mask"):
+        np.testing.assert_array_equal(with_cache[name], np.asarray(whole[name])[:, length:])
+    expected = model.prefill(whole, **limit)
     for found in (cache, after):
-        for ids, expected in zip(found.token_ids, wanted.token_ids, strict=True):
-            np.testing.assert_array_equal(ids, expected)
-        arrays = (keras.tree.flatten(each.state) for each in (found, wanted))
+        for a, b in zip(found.token_ids, expected.token_ids, strict=True):
+            np.testing.assert_array_equal(a, b)
+        arrays = (keras.tree.flatten(each.state) for each in (found, expected))
         for pair in zip(*arrays, strict=True):
             np.testing.assert_allclose(*map(keras.ops.convert_to_numpy, pair), atol=1e-4)
 
 
 @pytest.mark.once
-def test_texts_of_all_beams():
+def test_texts_of_all_beams_are_lists_for_each_prompt():
     model = text_model()
     model.compile(sampler=BeamSampler(2, return_all_beams=True))
     texts = ["ab", "abcd"]
@@ -176,39 +173,40 @@ def test_texts_of_all_beams():
 
 
 @pytest.mark.once
-def test_all_beams_of_a_dataset(model):
-    """Fails if results of several batches are concatenated as texts."""
+def test_all_beams_of_a_dataset_are_concatenated(model):
+    """Results of several batches are concatenated as texts."""
     tf = pytest.importorskip("tensorflow")
     model.compile(sampler=BeamSampler(3, return_all_beams=True))
-    x = given()
-    dataset = tf.data.Dataset.from_tensor_slices(x).batch(2)
-    found, wanted = (model.generate(i, TOTAL, STOPS) for i in (dataset, x))
-    assert found.token_ids == wanted.token_ids
-    assert found.finish_reason == wanted.finish_reason
+    inputs = pad(PROMPTS, TOTAL)
+    dataset = tf.data.Dataset.from_tensor_slices(inputs).batch(2)
+    found, expected = (model.generate(x, TOTAL, STOPS) for x in (dataset, inputs))
+    assert found.token_ids == expected.token_ids
+    assert found.finish_reason == expected.finish_reason
     assert (found.texts, len(found.scores), len(found.logprobs)) == (None, 3, 3)
 
 
 @pytest.mark.once
-def test_names_and_samplers_of_keras_hub_mean_it(model):
+def test_compile_converts_and_saves_beam_samplers(model):
+    """The name "beam", KerasHub's class or a saved model has another search."""
     for sampler, expected in (
         ("beam", BeamSampler()),
         (keras_hub.samplers.BeamSampler(4), BeamSampler(4)),
         (BeamSampler(2, length_penalty=0.5, early_stopping="never"), None),
     ):
         model.compile(sampler=sampler)
-        again = tiny_causal_lm(family="hgrn2", num_layers=1)
-        again.compile_from_config(model.get_compile_config()["config"])
-        for found in (model.sampler, again.sampler):
+        other = tiny_causal_lm(family="hgrn2", num_layers=1)
+        other.compile_from_config(model.get_compile_config()["config"])
+        for found in (model.sampler, other.sampler):
             assert isinstance(found, BeamSampler)
             assert found.get_config() == (expected or sampler).get_config()
 
 
 class Subclass(keras_hub.samplers.BeamSampler):
-    """A beam search of a user, in the loop of KerasHub."""
+    """A beam search of a user."""
 
 
 @pytest.mark.once
-def test_what_beam_search_cannot_do_is_refused(model):
+def test_options_that_beam_search_does_not_support_raise(model):
     for arguments, words in (
         ({"num_beams": 0}, "`num_beams` must be an integer, at least 1; got 0"),
         ({"length_penalty": np.nan}, "`length_penalty` must be a finite number; got nan"),
@@ -217,20 +215,20 @@ def test_what_beam_search_cannot_do_is_refused(model):
     ):
         with pytest.raises(ValueError, match=words):
             BeamSampler(**arguments)
-    for sampler, words in (
-        (keras_hub.samplers.BeamSampler(temperature=0.5), "`temperature` of BeamSampler must be 1"),
-        (Subclass(), "must not be of a subclass .* got a Subclass"),
+    texts, prompts = text_model(), pad(PROMPTS)
+    for each in (model, texts):
+        each.compile(sampler="beam")
+    sampler = keras_hub.samplers.BeamSampler(temperature=0.5)
+    for call, words in (
+        (lambda: model.compile(sampler=sampler), "`temperature` of BeamSampler must be 1"),
+        (lambda: model.compile(sampler=Subclass()), "must not be of a subclass .* got a Subclass"),
+        (lambda: BeamSampler()(None, None), "works in `generate`"),
+        (lambda: model.stream(prompts), "`stream` cannot be combined with beam search"),
+        (
+            lambda: model.generate(prompts, 20, None, sampling=SamplingParams()),
+            "`sampling` cannot be combined with .* BeamS",
+        ),
+        (lambda: texts.generate("ab", stop="c"), "`stop` cannot be combined with beam search"),
     ):
         with pytest.raises(ValueError, match=words):
-            model.compile(sampler=sampler)
-    with pytest.raises(ValueError, match="works in `generate`"):
-        BeamSampler()(None, None)
-    model.compile(sampler="beam")
-    with pytest.raises(ValueError, match="`stream` cannot be combined with beam search"):
-        model.stream(given(), stop_token_ids=None)
-    with pytest.raises(ValueError, match=r"`sampling` cannot be combined with .* BeamS"):
-        model.generate(given(), stop_token_ids=None, sampling=SamplingParams())
-    model = text_model()
-    model.compile(sampler="beam")
-    with pytest.raises(ValueError, match="`stop` cannot be combined with beam search"):
-        model.generate("ab", stop="c")
+            call()

@@ -1,4 +1,4 @@
-"""A cache that is kept: going on from it is what reading and writing all at once is."""
+"""Generation caches: a call that continues from a cache matches one call without a cache."""
 
 import itertools
 
@@ -9,14 +9,13 @@ import pytest
 
 import keras_recurrent
 from keras_recurrent.models import GenerationCache, SamplingParams
-from tests.generation.test_programs import prompts
 from tests.generation.test_text import text_model
+from tests.generation.tokens import pad, random_prompts, unpad
 from tests.models import tiny
 from tests.models.tiny import FEWER_LAYERS, VOCABULARY, shared_by_families, tiny_causal_lm
 
 BACKEND = keras.config.backend()
-ROOM = 64  # what attention to all tokens has room for, as `generate` makes it for short rows
-ROWS = (5, 9, 2)  # the lengths of prompts
+MAX_LENGTH = 64  # of the KV caches, as `generate` chooses for short sequences
 
 
 @pytest.fixture(scope="module", params=tiny.SHARED)
@@ -26,194 +25,190 @@ def model(request):
     return model
 
 
-def tokens(rows, width=None):
-    """Lists of token ids as the inputs of a model."""
-    width = width or max(1, *map(len, rows))
-    found = {"token_ids": np.zeros((len(rows), width), "int32")}
-    found["padding_mask"] = np.arange(width) < np.array([len(row) for row in rows])[:, None]
-    for place, row in zip(found["token_ids"], rows, strict=True):
-        place[: len(row)] = row
-    return found
+@pytest.fixture
+def hgrn2():
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    model.compile(sampler="greedy")
+    return model
 
 
-def lists(written):
-    """The tokens of each row."""
-    pairs = zip(written["token_ids"], written["padding_mask"], strict=True)
-    return [ids[np.asarray(mask, bool)].tolist() for ids, mask in pairs]
+def prefill(model, rows, **options):
+    if not model.backbone.keeps_state and "cache" not in options:
+        options["max_length"] = MAX_LENGTH
+    return model.prefill(pad(rows), **options)
 
 
-def given(lengths=ROWS, seed=3):
-    return lists(prompts(lengths, max(lengths), seed))
+def generate(model, rows, count, stop_token_ids=None, **options):
+    """Returns the prompts, continued to `count` tokens; with `return_cache`, also the cache."""
+    found = model.generate(pad(rows, count), stop_token_ids=stop_token_ids, **options)
+    return (unpad(found[0]), found[1]) if options.get("return_cache") else unpad(found)
 
 
-def attends_to_all(model):
-    return not all(block.keeps_state for block in model.backbone.transformer_layers)
+def continue_cache(model, cache, count, **options):
+    """Returns `count` more tokens of each sequence; with `return_cache`, also the cache."""
+    found = model.generate(None, count, None, cache=cache, **options)
+    return (unpad(found[0]), found[1]) if options else unpad(found)
 
 
-def prefill(model, rows, **kwargs):
-    room = {"max_length": ROOM} if attends_to_all(model) and "cache" not in kwargs else {}
-    return model.prefill(tokens(rows), **room, **kwargs)
-
-
-def generate(model, rows, count, stop_token_ids=None, **kwargs):
-    """Rows of `count` tokens, those given with them; with `return_cache` the cache, too."""
-    inputs = tokens(rows, count)
-    found = model.generate(inputs, stop_token_ids=stop_token_ids, **kwargs)
-    return (lists(found[0]), found[1]) if kwargs.get("return_cache") else lists(found)
-
-
-def more(model, cache, count, stop_token_ids=None, **kwargs):
-    """`count` more tokens of each row."""
-    found = model.generate(None, count, stop_token_ids, cache=cache, **kwargs)
-    return (lists(found[0]), found[1]) if kwargs else lists(found)
-
-
-def joined(*parts):
+def concatenate(*parts):
+    """Concatenates the token ids of each sequence."""
     return [list(itertools.chain(*row)) for row in zip(*parts, strict=True)]
 
 
-def arrays(cache):
-    found = [keras.ops.convert_to_numpy(a) for a in keras.tree.flatten(cache.state)]
-    return [np.array(a) for a in (*found, cache.last_token, cache.num_tokens)]
+def collect_tokens(stream):
+    """Returns the token ids of each sequence of a stream."""
+    return [[token for token in row if token is not None] for row in zip(*stream, strict=True)]
 
 
-def assert_same(a, b):
-    """Two caches, to rounding."""
-    for x, y in zip(arrays(a), arrays(b), strict=True):
-        np.testing.assert_allclose(x.astype("f8"), y.astype("f8"), rtol=2e-4, atol=2e-5)
+def to_arrays(cache):
+    """Returns copies of the arrays of a cache."""
+    state = map(keras.ops.convert_to_numpy, keras.tree.flatten(cache.state))
+    return [np.array(array) for array in (*state, cache.last_token, cache.num_tokens)]
 
 
-def test_going_on_neither_drops_nor_repeats_a_token(model):
-    rows = given()
-    whole = generate(model, rows, 20)
-    written, cache = generate(model, rows, 12, return_cache=True)
+def assert_caches_close(found, expected):
+    for a, b in zip(to_arrays(found), to_arrays(expected), strict=True):
+        np.testing.assert_allclose(a.astype("f8"), b.astype("f8"), rtol=2e-4, atol=2e-5)
+
+
+def make_other_model(model, **options):
+    """Returns a model of the same family with other weights."""
+    family = next(name for name, row in tiny.FAMILIES.items() if isinstance(model, row.causal_lm))
+    other = tiny_causal_lm(family=family, **{"seed": 1, **FEWER_LAYERS, **options})
+    other.compile(sampler="greedy")
+    return other
+
+
+def test_generate_from_a_cache_matches_one_call(model):
+    """A continuation drops or repeats a token, or a returned cache lacks the last token."""
+    prompts = random_prompts()
+    expected = generate(model, prompts, 20)
+    rows, cache = generate(model, prompts, 12, return_cache=True)
     for count in (1, 3, 4):
-        np.testing.assert_array_equal(cache.num_tokens, [len(row) for row in written])
-        np.testing.assert_array_equal(cache.last_token, [row[-1] for row in written])
-        assert_same(cache, prefill(model, written))
-        found, cache = more(model, cache, count, return_cache=True)
-        written = joined(written, found)
-    assert written == whole
+        np.testing.assert_array_equal(cache.num_tokens, [len(row) for row in rows])
+        np.testing.assert_array_equal(cache.last_token, [row[-1] for row in rows])
+        assert_caches_close(cache, prefill(model, rows))
+        new, cache = continue_cache(model, cache, count, return_cache=True)
+        rows = concatenate(rows, new)
+    assert rows == expected
 
 
-def test_a_cache_never_changes(model):
-    """Also where two streams, and what other calls write, go on from it in turns."""
-    cache = prefill(model, given((4,)))
-    before = arrays(cache)
-    expected = generate(model, given((4,)), 14)[0][4:]
-    other = generate(model, [given((4,))[0] + [7]], 15)[0][5:]
+def test_cache_is_not_changed_by_calls_that_continue_it(model):
+    """Two streams and a call from one cache overwrite its state, or the state of each other."""
+    prompt = random_prompts((4,))
+    cache = prefill(model, prompt)
+    expected = generate(model, prompt, 14)[0][4:]
+    other = generate(model, [prompt[0] + [7]], 15)[0][5:]
     first = model.stream(None, 10, None, cache=cache)
-    second = model.stream(tokens([[7]], 11), stop_token_ids=None, cache=cache)
-    found, kept = ([], []), []
+    second = model.stream(pad([[7]], 11), stop_token_ids=None, cache=cache)
+    tokens, caches = ([], []), [(cache, to_arrays(cache))]
     for _ in range(10):
-        for texts, stream in zip(found, (first, second), strict=True):
-            texts.extend(next(stream))
-        kept.append((first.cache, arrays(first.cache)))
-        more(model, cache, 2)
-    assert found == (expected, other)
-    for cache_then, then in [(cache, before), *kept]:
-        for a, b in zip(arrays(cache_then), then, strict=True):
+        for new, stream in zip(tokens, (first, second), strict=True):
+            new.extend(next(stream))
+        caches.append((first.cache, to_arrays(first.cache)))
+        continue_cache(model, cache, 2)
+    assert tokens == (expected, other)
+    for each, before in caches:
+        for a, b in zip(to_arrays(each), before, strict=True):
             np.testing.assert_array_equal(a, b)
-    assert [int(c.num_tokens[0]) for c, _ in kept] == list(range(5, 15))
-    assert more(model, kept[3][0], 6)[0] == expected[4:]
+    assert [int(each.num_tokens[0]) for each, _ in caches] == list(range(4, 15))
+    assert continue_cache(model, caches[4][0], 6)[0] == expected[4:]
 
 
-def test_rows_are_selected_repeated_and_joined(model):
-    rows = given()
-    whole = [row[len(p) :] for row, p in zip(generate(model, rows, 16), rows, strict=True)]
-    cache = prefill(model, rows)
-    assert more(model, cache.select([2, 0, 2]), 7) == [whole[i][:7] for i in (2, 0, 2)]
-    assert more(model, cache.repeat(2), 3) == [whole[i][:3] for i in (0, 0, 1, 1, 2, 2)]
-    alone = [prefill(model, [row]) for row in reversed(rows)]
-    together = GenerationCache.join(alone)
-    assert more(model, together, 7) == [row[:7] for row in reversed(whole)]
-    assert together.nbytes == cache.nbytes == 3 * alone[0].nbytes
-    for wrong, words in (
+def test_select_repeat_and_join_keep_the_states_of_sequences(model):
+    """A sequence of the new cache has the tokens or the state of another one."""
+    prompts = random_prompts()
+    whole = generate(model, prompts, 16)
+    new = [row[len(prompt) :] for row, prompt in zip(whole, prompts, strict=True)]
+    cache = prefill(model, prompts)
+    assert continue_cache(model, cache.select([2, 0, 2]), 7) == [new[i][:7] for i in (2, 0, 2)]
+    assert continue_cache(model, cache.repeat(2), 3) == [new[i][:3] for i in (0, 0, 1, 1, 2, 2)]
+    alone = [prefill(model, [prompt]) for prompt in reversed(prompts)]
+    joined = GenerationCache.join(alone)
+    assert continue_cache(model, joined, 7) == [row[:7] for row in reversed(new)]
+    assert joined.nbytes == cache.nbytes == 3 * alone[0].nbytes
+    other = prefill(make_other_model(model), prompts)
+    for call, words in (
         (lambda: cache.select([3]), "from 0 to 2"),
         (lambda: cache.select([]), "list of integers"),
         (lambda: cache.repeat(0), "`times`"),
         (lambda: GenerationCache.join([]), "`caches`"),
         (lambda: GenerationCache.join(cache), "`caches` must be a list"),
-        (lambda: GenerationCache.join([cache, prefill(other_model(model), rows)]), "of one model"),
+        (lambda: GenerationCache.join([cache, other]), "of one model"),
     ):
         with pytest.raises(ValueError, match=words):
-            wrong()
-
-
-def other_model(model, **kwargs):
-    family = next(name for name, row in tiny.FAMILIES.items() if isinstance(model, row.causal_lm))
-    other = tiny_causal_lm(family=family, **{"seed": 1, **FEWER_LAYERS, **kwargs})
-    other.compile(sampler="greedy")
-    return other
+            call()
 
 
 @shared_by_families
-def test_long_prompts_are_read_in_pieces(family, monkeypatch):
+def test_prefill_in_chunks_matches_single_prompts(family, monkeypatch):
+    """A chunk of a long prompt is lost, or shorter prompts of the batch process its padding."""
     monkeypatch.setattr("keras_recurrent.generation.lengths.MIN_CHUNK", 4)
     monkeypatch.setattr("keras_recurrent.generation.lengths.TOKENS_PER_CHUNK", 4)
     model = tiny_causal_lm(family=family, **FEWER_LAYERS)
-    rows = given((30, 11, 4))
+    prompts = random_prompts((30, 11, 4))
     lengths, states, hidden_states = [], [], type(model.backbone).hidden_states
 
-    def counted(self, token_ids, *args, **kwargs):
+    def record(self, token_ids, *args, **kwargs):
         lengths.append(token_ids.shape[1])
         states.append(kwargs["cache"])
         return hidden_states(self, token_ids, *args, **kwargs)
 
-    monkeypatch.setattr(type(model.backbone), "hidden_states", counted)
-    cache = prefill(model, rows)
+    monkeypatch.setattr(type(model.backbone), "hidden_states", record)
+    cache = prefill(model, prompts)
     assert max(lengths) == 4
-    if BACKEND == "torch":  # an empty state would make attention read empty slots
+    if BACKEND == "torch":  # attention would read the empty positions of an initial state
         assert states[0] is None
         assert None not in states[1:]
-    for i, row in enumerate(rows):
-        assert_same(cache.select([i]), prefill(model, [row]))
+    for row, prompt in enumerate(prompts):
+        assert_caches_close(cache.select([row]), prefill(model, [prompt]))
 
 
 @pytest.mark.once
-def test_the_room_ends(model):
-    rows = given()
-    if not attends_to_all(model):
-        assert prefill(model, rows).max_length is None
-        assert prefill(model, rows).nbytes == prefill(model, given((30, 4, 4))).nbytes
+def test_cache_without_space_for_tokens_raises(model):
+    """A KV cache drops its first tokens, or an error does not name the sequence."""
+    prompts = random_prompts()
+    if model.backbone.keeps_state:
+        cache, longer = prefill(model, prompts), prefill(model, random_prompts((30, 4, 4)))
+        assert (cache.max_length, cache.nbytes) == (None, longer.nbytes)
         return
     with pytest.raises(ValueError, match="`max_length` must be the maximum number of tokens"):
-        model.prefill(tokens(rows))
+        model.prefill(pad(prompts))
     with pytest.raises(ValueError, match="`max_length` is 8 tokens, and sequence 1 has 9"):
-        model.prefill(tokens(rows), max_length=8)
-    cache = model.prefill(tokens(rows), max_length=12)
+        model.prefill(pad(prompts), max_length=8)
+    cache = model.prefill(pad(prompts), max_length=12)
     assert cache.max_length == 12
-    _, cache = more(model, cache, 2, return_cache=True)
+    _, cache = continue_cache(model, cache, 2, return_cache=True)
     with pytest.raises(ValueError, match=r"sequence 1 has used 11: 1 are left.*may need 2"):
-        more(model, cache, 2)
-    assert more(model, cache, 1) == [
-        row[n + 2 : n + 3] for row, n in zip(generate(model, rows, 12), ROWS, strict=True)
-    ]
-    uneven = model.prefill(tokens([[5] * 9, [6, 7]]), max_length=12)
-    uneven = model.prefill(tokens([[8], [9] * 7]), cache=uneven)
+        continue_cache(model, cache, 2)
+    whole = generate(model, prompts, 12)
+    last = [row[len(p) + 2 : len(p) + 3] for row, p in zip(whole, prompts, strict=True)]
+    assert continue_cache(model, cache, 1) == last
+    uneven = model.prefill(pad([[5] * 9, [6, 7]]), max_length=12)
+    uneven = model.prefill(pad([[8], [9] * 7]), cache=uneven)
     assert uneven.num_tokens.tolist() == [10, 9]
     with pytest.raises(ValueError, match="`max_length` is 12 tokens, and sequence 0 has 13"):
-        model.prefill(tokens([[8] * 3, [9]]), cache=uneven)
+        model.prefill(pad([[8] * 3, [9]]), cache=uneven)
     with pytest.raises(ValueError, match="only to the first `prefill`"):
-        model.prefill(tokens(rows), max_length=20, cache=cache)
+        model.prefill(pad(prompts), max_length=20, cache=cache)
 
 
 @pytest.mark.once
 @shared_by_families
-def test_what_no_cache_goes_with(family):
+def test_arguments_that_do_not_fit_a_cache_raise(family):
     model = tiny_causal_lm(family=family, **FEWER_LAYERS)
     model.compile(sampler="greedy")
-    cache, rows = prefill(model, given()), tokens(given((3, 3)), 8)
+    cache, two = prefill(model, random_prompts()), pad(random_prompts((3, 3)), 8)
     for call, words in (
-        (lambda: model.generate(rows, stop_token_ids=None, cache=cache), "text for each sequence"),
+        (lambda: model.generate(two, stop_token_ids=None, cache=cache), "text for each sequence"),
         (lambda: model.generate(None, 3, "auto", cache=cache), "`stop_token_ids` must"),
         (lambda: model.generate(None, None, None, cache=cache), "must be the number of tokens"),
         (lambda: model.generate(None, 3, (VOCABULARY,), cache=cache), "from 0 to"),
         (lambda: model.generate(None, 0, None, cache=cache), "`max_length`"),
         (lambda: model.generate("text", 3, None, cache=cache), "no preprocessor"),
-        (lambda: model.stream(tokens([[], []], 5), stop_token_ids=None), "at least one token"),
-        (lambda: model.generate(rows, return_cache=1), "`return_cache`"),
-        (lambda: model.generate(rows, strip_prompt="yes"), "`strip_prompt`"),
+        (lambda: model.stream(pad([[], []], 5), stop_token_ids=None), "at least one token"),
+        (lambda: model.generate(two, return_cache=1), "`return_cache`"),
+        (lambda: model.generate(two, strip_prompt="yes"), "`strip_prompt`"),
         (lambda: model.generate(None, 3, None, cache=cache.state), "must be a `GenerationCache`"),
         (lambda: cache.num_tokens.sort(), "read-only"),
     ):
@@ -223,134 +218,124 @@ def test_what_no_cache_goes_with(family):
 
 @pytest.mark.parametrize("family", [pytest.param("griffin", marks=tiny.NIGHTLY_IF_COMPILED)])
 def test_run_eagerly_generates_the_same_tokens_and_caches(family):
-    """Fails if steps without compilation differ, in `generate`, `stream`, or after a cache."""
+    """Steps without compilation differ, in `generate`, `stream` or after a cache."""
     model, found = tiny_causal_lm(family=family, **FEWER_LAYERS), []
-    rows, more = given((3, 5)), given((2, 2), seed=5)
+    prompts, more = random_prompts((3, 5)), random_prompts((2, 2), seed=5)
     sampling = [SamplingParams(temperature=0), SamplingParams(seed=1, presence_penalty=1.0)]
     for run_eagerly in (False, True):
         model.compile(sampler="greedy", run_eagerly=run_eagerly)
-        whole, cache = generate(model, rows, 9, return_cache=True, sampling=sampling)
+        whole, cache = generate(model, prompts, 9, return_cache=True, sampling=sampling)
         continued = generate(model, more, 5, cache=cache)
-        streamed = list(model.stream(tokens(more, 5), 5, None, cache=cache))
+        streamed = list(model.stream(pad(more, 5), 5, None, cache=cache))
         assert (keras_recurrent.which_generation(model).name == "eager") == run_eagerly
-        found.append((whole, continued, streamed, keras.tree.flatten(cache.state)))
+        found.append((whole, continued, streamed, to_arrays(cache)))
     assert found[0][:3] == found[1][:3]
     for a, b in zip(found[0][3], found[1][3], strict=True):
-        arrays = map(keras.ops.convert_to_numpy, (a, b))
-        np.testing.assert_allclose(*arrays, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.once
-def test_max_length_of_tokens_ignores_padding_columns():
+def test_max_length_does_not_count_padding_columns(hgrn2):
     """Padding columns count as tokens, or `max_length` differs between calls."""
-    model = tiny_causal_lm(family="hgrn2", num_layers=1)
-    model.compile(sampler="greedy")
-    first, second = given((3, 3)), given((2, 2), seed=5)
-    wanted = generate(model, first, 8)
-    assert {len(row) for row in wanted} == {8}
-    stop = wanted[0][5]
-    cache = model.prefill(tokens(first), max_length=8)
+    first, second = random_prompts((3, 3)), random_prompts((2, 2), seed=5)
+    expected = generate(hgrn2, first, 8)
+    assert {len(row) for row in expected} == {8}
+    stop = expected[0][5]
+    cache = hgrn2.prefill(pad(first), max_length=8)
     for columns in (3, 8, 12):
-        assert generate(model, first, columns, max_length=8) == wanted
-        assert generate(model, first, columns, max_length=8, return_cache=True)[0] == wanted
-        stopped = generate(model, first, columns, (stop,), max_length=8)
-        assert stopped[0] == wanted[0][: wanted[0].index(stop, 3) + 1]
-        new = model.generate(tokens(first, columns), 8, None, strip_prompt=True)
-        assert lists(new) == [row[3:] for row in wanted]
+        assert generate(hgrn2, first, columns, max_length=8) == expected
+        assert generate(hgrn2, first, columns, max_length=8, return_cache=True)[0] == expected
+        stopped = generate(hgrn2, first, columns, (stop,), max_length=8)
+        assert stopped[0] == expected[0][: expected[0].index(stop, 3) + 1]
+        new = hgrn2.generate(pad(first, columns), 8, None, strip_prompt=True)
+        assert unpad(new) == [row[3:] for row in expected]
         with pytest.raises(ValueError, match=r"`max_length` is 2 tokens, .* prompt 0 alone has 3"):
-            generate(model, first, columns, max_length=2)
-        more = generate(model, second, columns, max_length=5, cache=cache)
+            generate(hgrn2, first, columns, max_length=2)
+        more = generate(hgrn2, second, columns, max_length=5, cache=cache)
         assert {len(row) for row in more} == {5}
-        stream = model.stream(tokens(second, columns), 5, None, cache=cache)
-        assert joined(second, streamed_tokens(stream)) == more
+        stream = hgrn2.stream(pad(second, columns), 5, None, cache=cache)
+        assert concatenate(second, collect_tokens(stream)) == more
 
 
 @pytest.mark.once
-def test_max_length_of_a_dataset_of_tokens():
-    """Fails if KerasHub's loop gets a dataset, of which it ignores `max_length`."""
+@pytest.mark.parametrize("sampler", ["greedy", "beam"])
+def test_generate_on_a_dataset_of_tokens_matches_one_batch(hgrn2, sampler):
+    """`max_length` has no effect on the batches of a dataset."""
     tf = pytest.importorskip("tensorflow")
-    model = tiny_causal_lm(family="hgrn2", num_layers=1)
-    batch = tokens(given((3, 3, 3)))
-    for sampler in ("greedy", "beam"):
-        model.compile(sampler=sampler)
-        wanted = lists(model.generate(batch, 8, None))
-        assert {len(row) for row in wanted} == {8}
-        dataset = tf.data.Dataset.from_tensor_slices(batch).batch(2)
-        assert lists(model.generate(dataset, 8, None)) == wanted
+    hgrn2.compile(sampler=sampler)
+    batch = pad(random_prompts((3, 3, 3)))
+    expected = unpad(hgrn2.generate(batch, 8, None))
+    assert {len(row) for row in expected} == {8}
+    dataset = tf.data.Dataset.from_tensor_slices(batch).batch(2)
+    assert unpad(hgrn2.generate(dataset, 8, None)) == expected
 
 
 @shared_by_families
-def test_random_tokens_are_those_of_one_call(family):
-    """Fails if draws depend on more than seed, batch and row, such as whether a cache is kept."""
-    model, rows = tiny_causal_lm(family=family, **FEWER_LAYERS), given((4, 4))
+def test_random_tokens_do_not_depend_on_the_kind_of_call(family):
+    """Random numbers depend on more than seed, call and row, such as on a returned cache."""
+    model, prompts = tiny_causal_lm(family=family, **FEWER_LAYERS), random_prompts((4, 4))
 
-    def seeded(write):
+    def call_twice(function):
         keras.utils.set_random_seed(5)
         model.compile(sampler=keras_hub.samplers.RandomSampler(seed=11))
-        return write(), write()
+        return function(), function()
 
     def stream():
-        return model.stream(tokens(rows, 12), stop_token_ids=None)
+        return model.stream(pad(prompts, 12), stop_token_ids=None)
 
-    def part_of_a_stream():
+    def begin_stream():
         next(stream())
         return int(keras.ops.convert_to_numpy(model.sampler.variables[0])[1])
 
-    plain = seeded(lambda: generate(model, rows, 12))
-    assert plain[0] != plain[1]
-    assert seeded(lambda: generate(model, rows, 12, return_cache=True)[0]) == plain
-    assert seeded(lambda: joined(rows, streamed_tokens(stream()))) == plain
-    # Each call takes one state of the sampler's generator, whatever it draws.
-    assert seeded(part_of_a_stream) == (1, 2)
+    expected = call_twice(lambda: generate(model, prompts, 12))
+    assert expected[0] != expected[1]
+    assert call_twice(lambda: generate(model, prompts, 12, return_cache=True)[0]) == expected
+    assert call_twice(lambda: concatenate(prompts, collect_tokens(stream()))) == expected
+    # Each call advances the sampler's generator by one state, however many tokens it draws.
+    assert call_twice(begin_stream) == (1, 2)
 
 
-def streamed_tokens(stream):
-    """The new tokens of each row."""
-    return [[token for token in row if token is not None] for row in zip(*stream, strict=True)]
-
-
-def test_rows_that_stop_have_tokens_and_states_of_each_alone(model):
-    """A state has tokens after a stop token, or those of `stream` and `generate` differ."""
-    rows = given()
-    # A token that the second row generates early, and another one late or never.
-    stop = generate(model, rows, 20)[1][len(rows[1]) + 1]
-    stopped, cache = generate(model, rows, 20, (stop,), return_cache=True)
-    assert len({len(row) for row in stopped}) > 1
-    stream = model.stream(tokens(rows, 20), stop_token_ids=(stop,))
-    assert_same(stream.cache, prefill(model, rows))
-    assert joined(rows, streamed_tokens(stream)) == stopped
+def test_sequences_that_stop_early_match_single_sequences(model):
+    """A state has tokens after a stop token, or tokens of `stream` and `generate` differ."""
+    prompts = random_prompts()
+    # A token that the second sequence generates early, and another one late or never.
+    stop = generate(model, prompts, 20)[1][len(prompts[1]) + 1]
+    rows, cache = generate(model, prompts, 20, (stop,), return_cache=True)
+    assert len({len(row) for row in rows}) > 1
+    stream = model.stream(pad(prompts, 20), stop_token_ids=(stop,))
+    assert_caches_close(stream.cache, prefill(model, prompts))
+    assert concatenate(prompts, collect_tokens(stream)) == rows
     for found in (cache, stream.cache):
-        assert_same(found, prefill(model, stopped))
-    assert more(model, cache, 5) == [more(model, prefill(model, [row]), 5)[0] for row in stopped]
+        assert_caches_close(found, prefill(model, rows))
+    alone = [continue_cache(model, prefill(model, [row]), 5)[0] for row in rows]
+    assert continue_cache(model, cache, 5) == alone
 
 
 @pytest.mark.once
 def test_stream_that_was_closed_or_has_no_new_tokens_ends(model):
-    closed = model.stream(tokens(given(), 14), stop_token_ids=None)
+    closed = model.stream(pad(random_prompts(), 14), stop_token_ids=None)
     next(closed)
     closed.close()
     with pytest.raises(RuntimeError, match="was closed"):
         _ = closed.cache
     assert list(closed) == []
-    full = model.stream(tokens(given((4, 4))), stop_token_ids=None)
+    full = model.stream(pad(random_prompts((4, 4))), stop_token_ids=None)
     assert list(full) == []
-    assert_same(full.cache, prefill(model, given((4, 4))))
+    assert_caches_close(full.cache, prefill(model, random_prompts((4, 4))))
 
 
 @pytest.mark.once
-def test_stream_after_an_interrupted_step_has_no_cache(monkeypatch):
-    """Its state may be a token ahead of the tokens of its cache."""
-    model = tiny_causal_lm(family="hgrn2", num_layers=1)
-    model.compile(sampler="greedy")
-    stream = model.stream(tokens([[5, 6]], 9), stop_token_ids=None)
+def test_stream_after_an_interrupted_step_has_no_cache(hgrn2, monkeypatch):
+    """A cache has the state after a token that it does not list."""
+    stream = hgrn2.stream(pad([[5, 6]], 9), stop_token_ids=None)
     next(stream)
     batch = stream._loop.batch
 
-    def interrupted(*arguments, launch=batch._launch):
+    def interrupt(*arguments, launch=batch._launch):
         launch(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(batch, "_launch", interrupted)
+    monkeypatch.setattr(batch, "_launch", interrupt)
     with pytest.raises(KeyboardInterrupt):
         next(stream)
     with pytest.raises(RuntimeError, match="an exception interrupted a step"):

@@ -10,7 +10,8 @@ from keras_recurrent import dispatch, implementation, which_generation
 from keras_recurrent.layers import hgrn2
 from keras_recurrent.models import SamplingParams
 from tests.generation.captures import capture_on_cpu
-from tests.generation.test_programs import CHANGES, check_threads, generate, prompts
+from tests.generation.test_programs import CHANGES, check_threads
+from tests.generation.tokens import generate, pad, random_prompts
 from tests.gpu import has_gpu
 from tests.models.tiny import FAMILIES, HYBRID, VOCABULARY, tiny_causal_lm
 
@@ -39,21 +40,26 @@ def _graphs(monkeypatch):
         monkeypatch.setattr(dispatch, "decodes_with_kernels", lambda tensor: True)
 
 
-def compiled(sampler="greedy", family="hgrn2", jit_compile="auto", **kwargs):
-    model = tiny_causal_lm(family=family, **kwargs)
+def make_model(sampler="greedy", family="hgrn2", jit_compile="auto", **options):
+    model = tiny_causal_lm(family=family, **options)
     model.compile(sampler=sampler, jit_compile=jit_compile)
     return model
 
 
-def compiled_and_traced(sampler="greedy", **kwargs):
-    return [compiled(sampler, jit_compile=mode, **kwargs) for mode in ("auto", False)]
+def make_captured_and_traced(sampler="greedy", **options):
+    return [make_model(sampler, jit_compile=mode, **options) for mode in ("auto", False)]
+
+
+def assert_logprobs_close(found, expected, atol):
+    for pair in zip(found, expected, strict=True):
+        np.testing.assert_allclose(*([each.logprob for each in row] for row in pair), atol=atol)
 
 
 @pytest.mark.parametrize(
     ("family", "sampler"), [*((family, "greedy") for family in FAMILIES), ("hgrn2", "beam")]
 )
 def test_cuda_graph_generates_tokens_of_traced_step(family, sampler):
-    model, traced = compiled_and_traced(sampler, family=family)
+    model, traced = make_captured_and_traced(sampler, family=family)
     found = [generate(model, LENGTHS, TOTAL)["token_ids"] for _ in range(3)]
     assert which_generation(model)[:2] == ("cuda_graph", {})
     expected = generate(traced, LENGTHS, TOTAL)["token_ids"]
@@ -62,9 +68,9 @@ def test_cuda_graph_generates_tokens_of_traced_step(family, sampler):
         np.testing.assert_array_equal(rows, expected)
 
 
-def test_step_after_a_row_with_other_options_ended_is_not_captured_again():
+def test_step_after_the_end_of_a_sequence_with_other_options_is_not_captured_again():
     """Another capture, in the middle of a call, computes a token twice."""
-    model, traced = (compiled(jit_compile=c, num_layers=1) for c in ("auto", False))
+    model, traced = make_captured_and_traced(num_layers=1)
     sampling = [SamplingParams(temperature=0, logprobs=n) for n in (1, 8)]
     options = {"sampling": sampling, "max_new_tokens": 20}
     whole = generate(traced, LENGTHS, 9, **options).token_ids
@@ -72,63 +78,52 @@ def test_step_after_a_row_with_other_options_ended_is_not_captured_again():
     # More stop tokens than fit into one group.
     unused = sorted({*range(VOCABULARY)} - {*whole[0], *whole[1]})[:6]
     options["stop_token_ids"] = (stop, *unused)
-    found, expected = (generate(m, LENGTHS, 9, **options).logprobs[0] for m in (model, traced))
-    assert len(found) == 20
-    for a, b in zip(found, expected, strict=True):
-        assert abs(a.logprob - b.logprob) < 1e-5
+    found, expected = (generate(m, LENGTHS, 9, **options).logprobs[:1] for m in (model, traced))
+    assert len(found[0]) == 20
+    assert_logprobs_close(found, expected, 1e-5)
 
 
-@pytest.mark.parametrize("cached", [False, True])
-def test_all_options_as_in_the_traced_step(cached):
-    """Buffers of a reused graph must start as those of a new call."""
-    model, traced = compiled_and_traced()
+@pytest.mark.parametrize("return_cache", [False, True])
+def test_cuda_graph_with_all_options_matches_traced_step(return_cache):
+    """Buffers of a graph that an earlier call has used keep its values."""
+    model, traced = make_captured_and_traced()
     for seed in (1, 2):
         sampling = [SamplingParams(**{**OPTIONS, "seed": s}) for s in (seed, 9)]
-        arguments = {"stop_token_ids": (1,), "sampling": sampling, "return_cache": cached}
-        found, expected = (generate(m, LENGTHS, TOTAL, **arguments) for m in (model, traced))
+        options = {"stop_token_ids": (1,), "sampling": sampling, "return_cache": return_cache}
+        found, expected = (generate(m, LENGTHS, TOTAL, **options) for m in (model, traced))
         assert found.token_ids == expected.token_ids
         assert found.finish_reason == expected.finish_reason
-        for row, rows in zip(found.logprobs, expected.logprobs, strict=True):
-            for a, b in zip(row, rows, strict=True):
-                assert abs(a.logprob - b.logprob) < 1e-4
+        assert_logprobs_close(found.logprobs, expected.logprobs, 1e-4)
     assert which_generation(model).name == "cuda_graph"
 
 
-def while_capturing(monkeypatch, action):
-    """Runs `action` while a step with sampling is captured."""
-    make_choice = decoder.make_choice
-
-    def make(*arguments):
-        choose = make_choice(*arguments)
-
-        def run(logits, tensors):
-            if torch.cuda.is_current_stream_capturing():
-                action()
-            return choose(logits, tensors)
-
-        return run
-
-    monkeypatch.setattr(decoder, "make_choice", make)
-
-
-def captured():
+@needs_gpu
+def test_garbage_collection_of_a_graph_does_not_end_a_capture(monkeypatch):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         torch.ones(1, device="cuda")
-    return graph
+    kept, graphs, make_choice = [], [graph], decoder.make_choice
+    del graph
 
-
-@needs_gpu
-def test_a_graph_that_is_garbage_outlives_a_capture(monkeypatch):
-    def garbage():
+    def collect_graph():
         cycle = [graphs.pop()]
         cycle.append(cycle)
         del cycle
         for _ in range(3 * gc.get_threshold()[0]):
             kept.append([])  # collects garbage, if that is enabled
 
-    kept, graphs, model = [], [captured()], compiled("top_k")
-    while_capturing(monkeypatch, garbage)
+    def make(*arguments):
+        choose = make_choice(*arguments)
+
+        def run(logits, tensors):
+            if torch.cuda.is_current_stream_capturing():
+                collect_graph()
+            return choose(logits, tensors)
+
+        return run
+
+    monkeypatch.setattr(decoder, "make_choice", make)
+    model = make_model("top_k")
     generate(model, LENGTHS, TOTAL)
     assert which_generation(model)[:2] == ("cuda_graph", {})
 
@@ -137,8 +132,8 @@ def test_a_graph_that_is_garbage_outlives_a_capture(monkeypatch):
 @pytest.mark.filterwarnings("ignore:.*The use of `x.T` on tensors:UserWarning")
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
-def test_the_weights_are_those_of_now(name, dtype):
-    model = compiled(num_layers=1, dtype=dtype)
+def test_cuda_graph_after_a_change_of_weights_uses_the_new_ones(name, dtype):
+    model = make_model(num_layers=1, dtype=dtype)
     generate(model, LENGTHS, TOTAL)
     CHANGES[name](model)
     found = generate(model, LENGTHS, TOTAL)["token_ids"]
@@ -147,15 +142,15 @@ def test_the_weights_are_those_of_now(name, dtype):
     np.testing.assert_array_equal(found, generate(model, LENGTHS, TOTAL)["token_ids"])
 
 
-def test_threads_do_not_share_buffers():
-    model = compiled(num_layers=1)
+def test_threads_do_not_share_captured_decoders():
+    model = make_model(num_layers=1)
     check_threads(model, [(4, 6), (7, 2), (3, 3)])
     assert which_generation(model).name == "cuda_graph"
 
 
-def test_after_an_exception(monkeypatch):
-    """Fails if a decoder whose call raised an exception serves another call as it is."""
-    model, prepare, calls = compiled(), decoder.CapturedDecoder.prepare, []
+def test_decoder_whose_call_raised_an_exception_is_not_used_again(monkeypatch):
+    """A later call begins with tensors between two tokens."""
+    model, prepare, calls = make_model(), decoder.CapturedDecoder.prepare, []
     expected = generate(model, LENGTHS, TOTAL)["token_ids"]
 
     def prepare_or_fail(self, features):
@@ -176,7 +171,7 @@ def test_after_an_exception(monkeypatch):
 )
 def test_sampling_whose_capture_fails_runs_kernel_by_kernel(error, num_captures, monkeypatch):
     """The step of a decoder that has another graph advances a state twice, or never."""
-    (model, traced), captures = compiled_and_traced(), []
+    (model, traced), captures = make_captured_and_traced(), []
     generate(model, LENGTHS, TOTAL, return_cache=True)
 
     def capture(function, *arguments):
@@ -193,20 +188,17 @@ def test_sampling_whose_capture_fails_runs_kernel_by_kernel(error, num_captures,
 
 
 @needs_gpu
-def test_memory_is_flat():
-    model = compiled(num_layers=1)
+def test_device_memory_does_not_grow_with_calls():
+    model = make_model(num_layers=1)
 
-    def allocated(calls):
+    def measure(calls):
         for _ in range(calls):
             generate(model, LENGTHS, TOTAL)
         gc.collect()
         return torch.cuda.memory_allocated()
 
-    before = allocated(3)
-    assert allocated(20) <= before
-
-
-MANY = tuple(1 + i % 7 for i in range(20))  # lengths of more prompts than `MIN_DELAYED_ROWS`
+    before = measure(3)
+    assert measure(20) <= before
 
 
 @pytest.mark.parametrize(
@@ -214,15 +206,17 @@ MANY = tuple(1 + i % 7 for i in range(20))  # lengths of more prompts than `MIN_
     [({}, None), (HYBRID, None), pytest.param({}, "triton", marks=pytest.mark.nightly)],
     ids=["hgrn2", "hybrid", "interpreted"],
 )
-def test_a_cache_of_many_sequences_continues(sizes, name, monkeypatch):
-    """Fails if tokens or a kept cache lack recent tokens, or padding counts as one of them."""
+def test_delayed_writes_of_many_sequences_match_the_traced_step(sizes, name, monkeypatch):
+    """Tokens or a returned cache lack recent tokens, or padding counts as one of them."""
+    lengths = tuple(1 + i % 7 for i in range(20))  # of more prompts than `MIN_DELAYED_ROWS`
     results = []
     for jit_compile in (False, "auto"):
-        model, cache = compiled(jit_compile=jit_compile, **sizes), None
-        for total, lengths in ((13, MANY), (6, (2,) * 20), (9, (1,) * 20)):
+        model, cache = make_model(jit_compile=jit_compile, **sizes), None
+        for lengths_of_call, total in ((lengths, 13), ((2,) * 20, 6), ((1,) * 20, 9)):
+            inputs = pad(random_prompts(lengths_of_call), total)
             with implementation(name if jit_compile else None):
                 output, cache = model.generate(
-                    prompts(lengths, total), cache=cache, stop_token_ids=None, return_cache=True
+                    inputs, cache=cache, stop_token_ids=None, return_cache=True
                 )
             results.append((output["token_ids"], keras.tree.flatten(cache.state)))
         monkeypatch.setattr(hgrn2, "STATE_WRITE_INTERVAL", 3)

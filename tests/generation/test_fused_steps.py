@@ -1,4 +1,4 @@
-"""Steps of generation by fused operations: taken where a block is as its family made it."""
+"""Fused decoding steps of blocks: their results, and the blocks that are not fused."""
 
 import pathlib
 
@@ -21,7 +21,7 @@ from keras_recurrent.layers import (
 from keras_recurrent.layers import reversible_embedding as embeddings
 from keras_recurrent.models import GriffinResidualBlock, HGRN2ResidualBlock, LightningHybridCausalLM
 from keras_recurrent.models.residual_block import ResidualBlock
-from tests.generation.test_programs import generate
+from tests.generation.tokens import generate
 from tests.models.tiny import HYBRID, tiny_causal_lm
 
 if dispatch.BACKEND != "torch" or "triton" not in dispatch.serving():
@@ -39,18 +39,19 @@ LENGTHS, TOTAL = (4, 6), 9
 
 @pytest.fixture
 def fused(monkeypatch):
-    """Counts the fused steps of blocks."""
+    """Returns a list of the blocks whose fused steps were called."""
     found, step = [], ResidualBlock.step
 
-    def counted(self, *args, **kwargs):
+    def record(self, *args, **kwargs):
         found.append(self)
         return step(self, *args, **kwargs)
 
-    monkeypatch.setattr(ResidualBlock, "step", counted)
+    monkeypatch.setattr(ResidualBlock, "step", record)
     return found
 
 
-def written(model, lengths=LENGTHS, name="triton"):
+def generate_with(name, model, lengths=LENGTHS):
+    """Returns the tokens that `generate` returns with an implementation."""
     model.compile(sampler="greedy")
     with keras_recurrent.implementation(name):
         return generate(model, lengths, TOTAL)["token_ids"]
@@ -66,27 +67,25 @@ def written(model, lengths=LENGTHS, name="triton"):
         pytest.param("hgrn2", LENGTHS * 9, HYBRID, marks=pytest.mark.nightly),
     ],
 )
-def test_the_same_tokens(family, lengths, sizes, fused):
+def test_fused_steps_generate_the_tokens_of_layers(family, lengths, sizes, fused):
     check_tokens(tiny_causal_lm(family=family, **sizes), lengths, fused)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["hypenet_tiny", "minicpm_sala_tiny"])
-def test_the_same_tokens_of_checkpoints(name, fused):
-    """Fails if a fused step is wrong after a prompt: with other positions, or scaled outputs."""
+def test_fused_steps_of_checkpoints_generate_the_tokens_of_layers(name, fused):
+    """A fused step has wrong positions after a prompt, or ignores a scale of outputs."""
     check_tokens(LightningHybridCausalLM.from_preset(str(DATA / name)), LENGTHS, fused)
 
 
 def check_tokens(model, lengths, fused):
-    expected = written(model, lengths, "torch")
+    """Asserts that fused steps generate the tokens of layers, and that all blocks are fused."""
+    expected = generate_with("torch", model, lengths)
     assert not fused
-    np.testing.assert_array_equal(written(model, lengths), expected)
+    np.testing.assert_array_equal(generate_with("triton", model, lengths), expected)
     assert len(fused) == len(model.backbone.transformer_layers)
 
 
-no_words_on_inputs = pytest.mark.filterwarnings(
-    "ignore:Layer .* does not have a `quantize` method:UserWarning"
-)
 QUANTIZATIONS = {
     "int8": Int8QuantizationConfig(),
     "int8, weights alone": Int8QuantizationConfig(activation_quantizer=None),
@@ -95,31 +94,31 @@ QUANTIZATIONS = {
 }
 
 
-@no_words_on_inputs
+@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning")
 @pytest.mark.parametrize(
     ("config", "lengths"),
     [*((config, (5,)) for config in QUANTIZATIONS.values()), (Int8QuantizationConfig(), LENGTHS)],
     ids=[*QUANTIZATIONS, "int8, rows"],
 )
-def test_the_same_tokens_quantized(config, lengths, fused):
+def test_fused_steps_of_quantized_layers_generate_the_tokens_of_layers(config, lengths, fused):
     model = tiny_causal_lm(family="hgrn2", num_layers=1, intermediate_dim=24)
     model.quantize(config=config)
     check_tokens(model, lengths, fused)
     assert not keras_recurrent.which_generation(model).unfused
 
 
-def user_class(cls):
-    """A subclass that a user has defined."""
+def make_user_class(cls):
+    """Returns a subclass, as a user defines it."""
     return type(f"User{cls.__name__}", (cls,), {})
 
 
 CUSTOM_INT8 = Int8QuantizationConfig(
-    activation_quantizer=user_class(keras.quantizers.AbsMaxQuantizer)(axis=-1)
+    activation_quantizer=make_user_class(keras.quantizers.AbsMaxQuantizer)(axis=-1)
 )
 
 
 @pytest.mark.parametrize("rows", [3, 20])
-def test_autocast_of_torch_does_not_change_kernels(rows):
+def test_linear_under_autocast_of_torch_is_bit_identical(rows):
     x, dense = keras.random.normal((rows, 8), seed=0), Dense(8, use_bias=False)
     dense.build((None, 8))
     with torch.no_grad(), keras_recurrent.implementation("triton"):
@@ -130,7 +129,7 @@ def test_autocast_of_torch_does_not_change_kernels(rows):
     assert torch.equal(found, expected)
 
 
-# {name: (what is quantized by, the embedding's arguments, the number of rows, whether it is fused)}
+# {name: (quantization, arguments of the embedding, number of rows, True if it is fused)}
 LOGITS = {
     "int8": (Int8QuantizationConfig(), {}, 1, True),
     "weights alone": (Int8QuantizationConfig(activation_quantizer=None), {}, 1, True),
@@ -145,7 +144,9 @@ LOGITS = {
 
 @pytest.mark.filterwarnings("ignore:.*The use of `x.T` on tensors:UserWarning")
 @pytest.mark.parametrize(("config", "options", "rows", "fused"), LOGITS.values(), ids=LOGITS)
-def test_logits_of_a_quantized_matrix(config, options, rows, fused, monkeypatch):
+def test_fused_logits_of_a_quantized_embedding_match_the_layer(
+    config, options, rows, fused, monkeypatch
+):
     calls, linear = [], embeddings.norm_quantized_linear
     monkeypatch.setattr(
         embeddings, "norm_quantized_linear", lambda *a, **k: calls.append(a) or linear(*a, **k)
@@ -159,7 +160,7 @@ def test_logits_of_a_quantized_matrix(config, options, rows, fused, monkeypatch)
     hidden_states = keras.random.normal((rows, 1, 32), seed=0)
     with torch.no_grad(), keras_recurrent.implementation("triton"):
         expected = layer(hidden_states, reverse=True)
-        assert not calls  # this is no step of generation
+        assert not calls  # outside of a decoding step
         with decoding.decoding_scope():
             found = layer(hidden_states, reverse=True)
     assert len(calls) == fused
@@ -189,7 +190,7 @@ MIXERS = {
     "hgrn2": lambda dtype: HGRN2(expand_ratio=4, dtype=dtype),
     "recurrent block": lambda dtype: RecurrentBlock(8, num_blocks=2, dtype=dtype),
 }
-# {name: (rows, the most that kernels take, dtype)}
+# {name: (number of rows, maximum number of rows of kernels, dtype)}
 ROWS = {
     "row": (1, 16, "float32"),
     "rows": (3, 16, "float32"),
@@ -205,8 +206,8 @@ STEPS = [(mixer, rows) for mixer in MIXERS for rows in ROWS if "options" in mixe
 
 
 @pytest.mark.parametrize(("mixer", "name"), STEPS)
-def test_steps_of_options_equal_layers(mixer, name, fused, monkeypatch):
-    """Fails if a fused step ignores an option of a layer or the scale of the residual branches."""
+def test_fused_steps_with_options_match_layers(mixer, name, fused, monkeypatch):
+    """A fused step ignores an option of a layer, or the scale of the residual branches."""
     rows, most, dtype = ROWS[name]
     for module in (decoding, norm_linear):
         monkeypatch.setattr(module, "max_fused_rows", lambda dtype: most)
@@ -232,7 +233,7 @@ def test_steps_of_options_equal_layers(mixer, name, fused, monkeypatch):
 
 
 def replace_class(layer):
-    layer.__class__ = user_class(type(layer))
+    layer.__class__ = make_user_class(type(layer))
 
 
 def quantize_in_blocks(layer, size, reverse=False):
@@ -283,8 +284,8 @@ def test_block_with_changed_layer_is_not_fused(reason, family):
     assert reason in block.unfused_reason()
 
 
-def test_another_order_of_blocks_is_seen_when_it_comes():
-    """As when weights of another quantization are loaded into a model that has generated."""
+def test_change_of_the_order_of_quantization_blocks_ends_fused_steps():
+    """A step ignores the order of weights that were loaded after an earlier call."""
     model = tiny_causal_lm(family="hgrn2", num_layers=1)
     block = model.backbone.transformer_layers[0]
     block.mlp.down_proj.quantize("int4", config=Int4QuantizationConfig(block_size=16))
@@ -299,10 +300,10 @@ def test_another_order_of_blocks_is_seen_when_it_comes():
         block.mlp.down_proj.g_idx.assign(keras.ops.flip(block.mlp.down_proj.g_idx))
 
 
-def test_which_generation_tells_why():
+def test_which_generation_names_blocks_that_are_not_fused():
     model = tiny_causal_lm(family="hgrn2", num_layers=2)
     model.backbone.transformer_layers[1].mlp.up_proj.enable_lora(2)
-    written(model, (2,))
+    generate_with("triton", model, (2,))
     found = keras_recurrent.which_generation(model)
     name = model.backbone.transformer_layers[1].name
     assert found.unfused == {name: "`up_proj` has a LoRA adapter"}
@@ -329,7 +330,7 @@ def test_block_of_a_variant_is_not_fused(variant):
     assert block.unfused_reason() is not None
 
 
-def test_only_generation_takes_them(fused):
+def test_call_with_cache_runs_layers(fused):
     model = tiny_causal_lm(family="hgrn2", num_layers=1)
     cache = model.backbone.get_initial_state(1)
     with keras_recurrent.implementation("triton"):

@@ -1,11 +1,11 @@
-"""On torch: what users have called around layers is called at each token."""
+"""Hooks of torch, and replaced methods of layers, which act at each generated token."""
 
 import keras
 import numpy as np
 import pytest
 
 from keras_recurrent import which_generation
-from tests.generation.test_programs import generate
+from tests.generation.tokens import generate
 from tests.models.tiny import tiny_causal_lm
 
 if keras.config.backend() != "torch":
@@ -16,25 +16,23 @@ import torch
 LENGTHS, TOTAL = (4, 4), 12
 
 
-def compiled(**kwargs):
+def make_model(**options):
     model = tiny_causal_lm(family="griffin", num_layers=3)
-    model.compile(**{"sampler": "greedy", **kwargs})
+    model.compile(**{"sampler": "greedy", **options})
     return model
 
 
-def other_output(module, arguments, output):
-    return output.flip(-1)
+def add_forward_hook(layer):
+    return layer.register_forward_hook(lambda module, given, output: output.flip(-1)).remove
 
 
-def by_hook(layer):
-    return layer.register_forward_hook(other_output).remove
-
-
-def by_hook_before(layer):
+def add_forward_pre_hook(layer):
     return layer.register_forward_pre_hook(lambda module, given: (given[0].flip(-1),)).remove
 
 
-def replaced(name):
+def replace_method(name):
+    """Returns a function that replaces a method of a layer, and returns one that restores it."""
+
     def replace(layer):
         before = getattr(layer, name)
         setattr(layer, name, lambda *args, **kwargs: before(*args, **kwargs).flip(-1))
@@ -43,14 +41,15 @@ def replaced(name):
     return replace
 
 
-CHANGES = (by_hook, by_hook_before, replaced("forward"), replaced("call"))
+CHANGES = add_forward_hook, add_forward_pre_hook, replace_method("forward"), replace_method("call")
 
 
 @pytest.mark.parametrize(
-    ("sampler", "changes"), [("greedy", CHANGES), ("beam", [by_hook])], ids=["greedy", "beam"]
+    ("sampler", "changes"), [("greedy", CHANGES), ("beam", CHANGES[:1])], ids=["greedy", "beam"]
 )
-def test_they_act_at_each_token_as_long_as_they_are_there(sampler, changes):
-    model, eager = compiled(sampler=sampler), compiled(sampler=sampler, run_eagerly=True)
+def test_hook_acts_at_each_token_until_its_removal(sampler, changes):
+    """A traced step ignores a hook or a replaced method, or keeps its effect."""
+    model, eager = make_model(sampler=sampler), make_model(sampler=sampler, run_eagerly=True)
     plain = generate(model, LENGTHS, TOTAL)["token_ids"]
     layers = [m.backbone.transformer_layers[1].mlp.down_proj for m in (model, eager)]
     for change in changes:
@@ -63,26 +62,24 @@ def test_they_act_at_each_token_as_long_as_they_are_there(sampler, changes):
         np.testing.assert_array_equal(generate(model, LENGTHS, TOTAL)["token_ids"], plain)
 
 
-def test_hooks_count_tokens_and_it_can_be_asked_why():
-    model, calls = compiled(), []
+def test_hook_of_a_layer_is_called_once_per_token_and_reported():
+    model, calls = make_model(), []
     generate(model, LENGTHS, TOTAL)
     layer = model.backbone.transformer_layers[0].temporal_block.unit.input_gate
     handle = layer.register_forward_hook(lambda *_: calls.append(1))
     generate(model, LENGTHS, TOTAL)
-    assert len(calls) == 1 + TOTAL - LENGTHS[0]  # the prompt but for its last token, each token
+    assert len(calls) == 1 + TOTAL - LENGTHS[0]  # one for the prompt, and one for each step
     found = which_generation(model)
     assert found.name == "eager"
-    assert (
-        found.refused["traced"]
-        == f"`{layer.name}` has a hook, or an instance attribute `call` or `forward`"
-    )
+    reason = f"`{layer.name}` has a hook, or an instance attribute `call` or `forward`"
+    assert found.refused["traced"] == reason
     handle.remove()
     generate(model, LENGTHS, TOTAL)
     assert which_generation(model).name != "eager"
 
 
-def test_hooks_for_all_modules():
-    model, calls = compiled(), set()
+def test_hook_of_all_modules_is_called_and_reported():
+    model, calls = make_model(), set()
     register = torch.nn.modules.module.register_module_forward_hook
     handle = register(lambda module, *_: calls.add(module))
     try:

@@ -1,4 +1,4 @@
-"""Kernel launches of a decoding step: each takes microseconds, even if it computes little."""
+"""Number of kernel launches of a decoding step: each takes microseconds on the host."""
 
 import pytest
 
@@ -22,7 +22,7 @@ from keras_recurrent.backends.triton._runtime import torch_operators
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Collects the names of kernels, which are not run: their outputs hold arbitrary numbers."""
+    """Returns a list of the names of launched kernels, which do not run."""
     found = []
 
     def run(launch):
@@ -63,11 +63,11 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(("family", "sizes", "of_blocks"), MODELS.values(), ids=MODELS)
-def test_blocks_take_few_launches(family, sizes, of_blocks, launches):
-    """Fails if a norm, a gate or a residual sum takes a separate launch in a fused step."""
+@pytest.mark.parametrize(("family", "sizes", "block_launches"), MODELS.values(), ids=MODELS)
+def test_fused_step_of_a_block_has_few_launches(family, sizes, block_launches, launches):
+    """A norm, a gate or a residual sum takes a separate launch in a fused step."""
 
-    def step(dtype, rows):
+    def run_step(dtype, rows):
         model = tiny_causal_lm(family=family, **sizes, intermediate_dim=40, dtype=dtype)
         cache = model.backbone.get_initial_state(rows, max_length=40)
         token_ids = torch.ones(rows, 1, dtype=torch.int32)
@@ -76,12 +76,12 @@ def test_blocks_take_few_launches(family, sizes, of_blocks, launches):
             model.backbone.hidden_states(token_ids, cache=cache)
         return list(launches)
 
-    for rows, numbers in of_blocks.items():
-        # Around the blocks: the embedding, the first norm of several rows, the final norm.
-        expected = sum(numbers) + (2 if rows == 1 else 3)
-        found = step("float32", rows)
+    for rows, counts in block_launches.items():
+        # Other launches are the embedding, the first norm of several rows, and the final norm.
+        expected = sum(counts) + (2 if rows == 1 else 3)
+        found = run_step("float32", rows)
         assert len(found) == expected, (rows, found)
-    assert step("bfloat16", 17) == step("bfloat16", 16)
+    assert run_step("bfloat16", 17) == run_step("bfloat16", 16)
 
 
 @pytest.mark.parametrize("gate", [False, True])

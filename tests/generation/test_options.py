@@ -22,7 +22,7 @@ SAMPLING = [SamplingParams(seed=seed, logit_bias=LETTERS) for seed in (1, 2)]
 
 @pytest.fixture(scope="module")
 def model():
-    """A model that writes the letters a to d at random."""
+    """Model of bytes, which generates random letters from a to d with `LETTERS`."""
     preprocessor = HGRN2CausalLMPreprocessor(ByteTokenizer(), sequence_length=32)
     model = tiny_causal_lm(
         preprocessor=preprocessor, family="hgrn2", num_layers=1, vocabulary_size=259
@@ -33,25 +33,25 @@ def model():
 
 @pytest.fixture(scope="module")
 def texts(model):
-    """The new texts without stop strings."""
+    """New texts without stop strings."""
     arguments = {"max_new_tokens": NEW, "sampling": SAMPLING, "strip_prompt": True}
     return model.generate(PROMPTS, **arguments)
 
 
-def only_in_the_first(texts):
-    """Letters of three tokens, after the first few, that the second text does not have."""
+def find_string_of_first_text(texts):
+    """Returns three letters, after the first few, which the second text does not have."""
     parts = [texts[0][i : i + 3] for i in range(6, NEW - 6)]
     return next(part for part in parts if texts[0].find(part) > 5 and part not in texts[1])
 
 
-def generate(model, **kwargs):
+def generate(model, **options):
     logprobs = [SamplingParams(seed=p.seed, logit_bias=LETTERS, logprobs=0) for p in SAMPLING]
     arguments = {"max_new_tokens": NEW, "sampling": logprobs, "strip_prompt": True}
-    return model.generate(PROMPTS, **{**arguments, **kwargs})
+    return model.generate(PROMPTS, **{**arguments, **options})
 
 
 @pytest.mark.once
-def test_stop_filter_stops_where_a_search_of_the_whole_text_does():
+def test_stop_filter_matches_a_search_of_the_whole_text():
     """Text of a stop string is shown, other text is lost, or more strings take more time."""
     rng = np.random.default_rng(0)
     for _ in range(500):
@@ -80,8 +80,8 @@ def test_stop_filter_stops_where_a_search_of_the_whole_text_does():
     assert len(compared) < 1000 + 7 * 500 + 1
 
 
-def test_max_new_tokens_of_prompts_of_different_lengths(model, texts):
-    """Each sequence gets this number; `max_length` may end the longer one before."""
+def test_max_new_tokens_and_max_length_apply_to_each_prompt(model, texts):
+    """The limit of a prompt depends on the length of another one."""
     assert [len(text) for text in texts] == [NEW, NEW]
     found = generate(model, max_length=20)
     lengths = [20 - 1 - len(prompt) for prompt in PROMPTS]  # the start token counts
@@ -130,7 +130,7 @@ MIXED = {
 
 @pytest.fixture(scope="module")
 def alone(model):
-    """The output for each of three prompts alone, with the settings of CPUs."""
+    """Output for each of three prompts alone, with the settings of CPUs."""
     options = {"max_new_tokens": NUM_MIXED, "stop_token_ids": None, "strip_prompt": True}
     return [model.generate(p, sampling=params, **options) for p, params in MIXED.items()]
 
@@ -181,8 +181,8 @@ def test_accelerator_settings_generate_tokens_of_prompts_alone(
         assert_cache_after(model, found.cache, list(MIXED), new)
 
 
-def test_a_stream_shows_no_part_of_a_stop_string(model, texts):
-    stop = only_in_the_first(texts)
+def test_stream_yields_no_part_of_a_stop_string(model, texts):
+    stop = find_string_of_first_text(texts)
     found = generate(model, stop=stop)
     stream = model.stream(PROMPTS, max_new_tokens=NEW, stop=stop, sampling=SAMPLING)
     shown = ["", ""]
@@ -197,8 +197,8 @@ def test_a_stream_shows_no_part_of_a_stop_string(model, texts):
     assert stream.cache.num_tokens.tolist() == lengths
 
 
-def test_log_probabilities_of_generated_tokens(model, texts):
-    """Compared with a plain forward pass, also in a stream, for one of two sequences."""
+def test_logprobs_of_generate_and_stream_match_a_forward_pass(model, texts):
+    """A log probability is of another token or sequence, or after options of sampling."""
     first = SamplingParams(seed=1, logit_bias=LETTERS, logprobs=3)
     arguments = {"max_new_tokens": NEW, "sampling": [first, SAMPLING[1]]}
     found = model.generate(PROMPTS, **arguments)
@@ -255,8 +255,8 @@ def test_stop_strings_are_found_at_their_last_token(errors):
         ({"stop": ["a", "\ud800"]}, "must be valid Unicode"),
     ],
 )
-def test_options_that_are_not_valid_raise(model, options, words):
-    """Stop strings slow down every token of all requests, or an error does not name the option."""
+def test_options_out_of_range_raise(model, options, words):
+    """Stop strings slow down each token of all requests, or an error does not name the option."""
     (name,) = options
     for method in (model.generate, model.stream):
         with pytest.raises(ValueError, match=f"`{name}` {words}"):
@@ -264,7 +264,7 @@ def test_options_that_are_not_valid_raise(model, options, words):
 
 
 @pytest.mark.once
-def test_stop_strings_without_a_preprocessor_raise(model):
+def test_stop_without_a_preprocessor_raises(model):
     tokens_only = type(model)(model.backbone)
     prompt = {"token_ids": np.ones((1, 2), "int32"), "padding_mask": np.ones((1, 2), bool)}
     with pytest.raises(ValueError, match="`stop` needs a preprocessor"):
@@ -272,8 +272,8 @@ def test_stop_strings_without_a_preprocessor_raise(model):
 
 
 @pytest.mark.once
-def test_unknown_options_name_the_right_ones(model):
-    """The error for an option of another package does not name the argument to use instead."""
+def test_unknown_option_raises_an_error_that_names_the_right_one(model):
+    """An option of another package is an error without a remedy."""
     for method in (model.generate, model.stream, model.chat):
         for options, words in (
             ({"temperature": 0.5}, r"`sampling=SamplingParams\(temperature=0\.5\)`"),
@@ -300,7 +300,7 @@ def test_unknown_options_name_the_right_ones(model):
 
 @pytest.mark.once
 @pytest.mark.parametrize("method", ["generate", "stream", "prefill"])
-def test_prompts_with_surrogates_are_refused(model, method):
+def test_prompt_with_surrogates_raises(model, method):
     """A lone surrogate raises an error of the tokenizer that does not name the argument."""
     with pytest.raises(ValueError, match=r"`inputs` must be valid Unicode.*position 1"):
         getattr(model, method)(["b", "a\ud800"])

@@ -1,4 +1,4 @@
-"""How many programs or traced steps generation makes, and that they all write the same."""
+"""Compiled programs and traced steps of generation: their number, weights, and samplers."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,37 +12,17 @@ from keras_recurrent.generation import xla_programs
 from keras_recurrent.generation.lengths import bucket, chunk_length
 from keras_recurrent.layers import hgrn2
 from keras_recurrent.models import SamplingParams
+from tests.generation.tokens import generate, pad, random_prompts
 from tests.models import plain_generation
 from tests.models.test_generation import MARGIN
 from tests.models.tiny import FAMILIES, FEWER_LAYERS, VOCABULARY, shared_by_families, tiny_causal_lm
 
 BACKEND = keras.config.backend()
-on_a_cpu = pytest.mark.skipif(
+on_torch_cpu = pytest.mark.skipif(
     keras.ops.convert_to_tensor(0).device.type != "cpu" if BACKEND == "torch" else True,
-    reason="torch's compiler is asked on CPUs alone",
+    reason="torch's compiler is only used on CPUs",
 )
-
-
-def prompts(lengths, total, seed=3):
-    rng = np.random.default_rng(seed)
-    given = np.arange(total) < np.array(lengths)[:, None]
-    token_ids = np.zeros(given.shape, "int32")
-    token_ids[:, : max(lengths)] = rng.integers(1, VOCABULARY, (len(lengths), max(lengths)))
-    return {"token_ids": np.where(given, token_ids, 0), "padding_mask": given}
-
-
-def generate(model, lengths, total, **kwargs):
-    return model.generate(prompts(lengths, total), **{"stop_token_ids": None, **kwargs})
-
-
-@pytest.mark.once
-def test_buckets():
-    assert len({bucket(n) for n in range(1, 32769)}) == 8
-    for length in (1, 64, 65, 1025, 32768, 100_000):
-        room = bucket(length)
-        assert room >= length
-        assert room % chunk_length(3, room) == 0
-        assert room <= 2 * length or room <= 1024
+on_jax = pytest.mark.skipif(BACKEND != "jax", reason="programs of JAX")
 
 
 @pytest.fixture
@@ -54,7 +34,7 @@ def model():
 
 @pytest.fixture
 def traced(monkeypatch):
-    """Counts the programs or steps that are traced."""
+    """Returns a list that gets an item for each program or step that is traced."""
     found = []
     if BACKEND == "torch":
         from keras_recurrent.generation.torch import step as module
@@ -67,21 +47,30 @@ def traced(monkeypatch):
     return found
 
 
+@pytest.mark.once
+def test_bucket_has_few_values_and_at_most_doubles_long_sequences():
+    assert len({bucket(n) for n in range(1, 32769)}) == 8
+    for length in (1, 64, 65, 1025, 32768, 100_000):
+        padded = bucket(length)
+        assert length <= padded <= max(2 * length, 1024)
+        assert padded % chunk_length(3, padded) == 0
+
+
 @shared_by_families
-def test_lengths_of_a_bucket_share_a_program_and_others_write_the_same(family, traced):
+def test_lengths_of_a_bucket_share_a_program(family, traced):
+    """Each length is compiled, or padding changes tokens."""
     model = tiny_causal_lm(family=family, **FEWER_LAYERS)
     model.compile(sampler="greedy")
-    # A bucket's start, its middle, another prompt's length, its end, and the next bucket.
+    # The start and middle of a bucket, its end, and the next bucket.
     totals = [12, 30, 64, 70]
-    written = [generate(model, (5, 9), total)["token_ids"] for total in totals]
-    # A step depends on lengths where there is global attention alone.
-    has_global_attention = family in ("griffin", "lightning_hybrid")
-    wanted = 2 if has_global_attention else 1
-    assert len(traced) == wanted
-    generate(model, (3, 4), 50)
-    assert len(traced) == wanted
-    for total, rows in zip(totals, written, strict=True):
-        np.testing.assert_array_equal(rows, written[-1][:, :total])
+    found = [generate(model, (5, 9), total)["token_ids"] for total in totals]
+    # Only global attention has a cache that depends on the length.
+    expected = 2 if family in ("griffin", "lightning_hybrid") else 1
+    assert len(traced) == expected
+    generate(model, (3, 4), 50)  # prompts of other lengths
+    assert len(traced) == expected
+    for total, rows in zip(totals, found, strict=True):
+        np.testing.assert_array_equal(rows, found[-1][:, :total])
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="programs of TensorFlow")
@@ -95,12 +84,12 @@ def test_program_of_tensorflow_in_a_second_call_is_not_traced_again():
 
 
 @pytest.mark.parametrize("sampler", ["greedy", "beam"])
-def test_nothing_left_to_generate_runs_no_program(model, sampler, traced):
-    """JAX compiled 29 seconds for a call that returned its prompts."""
+def test_generate_without_new_tokens_runs_no_program(model, sampler, traced):
+    """A call that only returns its prompts compiles for half a minute."""
     model.compile(sampler=sampler)
     found = generate(model, (9, 9), 9)
     assert len(traced) == 0
-    np.testing.assert_array_equal(found["token_ids"], prompts((9, 9), 9)["token_ids"])
+    np.testing.assert_array_equal(found["token_ids"], random_prompts((9, 9)))
     assert np.asarray(found["padding_mask"]).all()
 
 
@@ -112,15 +101,15 @@ def test_compile_after_a_change_of_a_layer_traces_again(model, traced):
     assert len(traced) == 2
 
 
-def change_lora(model):
+def scale_weights(model):
+    for weight in model.weights:
+        weight.assign(weight * 1.5)
+
+
+def add_lora(model):
     model.backbone.enable_lora(2)
     for weight in model.trainable_weights:
         weight.assign(weight + 0.3)
-
-
-def change_weights(model):
-    for weight in model.weights:
-        weight.assign(weight * 1.5)
 
 
 def quantize(model):
@@ -128,20 +117,19 @@ def quantize(model):
     model.quantize(config=keras.quantizers.Int8QuantizationConfig(activation_quantizer=None))
 
 
-CHANGES = {"trained": change_weights, "adapted": change_lora, "quantized": quantize}
+CHANGES = {"trained": scale_weights, "LoRA": add_lora, "quantized": quantize}
 
 
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*The use of `x.T` on tensors:UserWarning")
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_the_weights_are_those_of_now(model, change):
+def test_generate_after_a_change_of_weights_uses_the_new_ones(model, change):
+    """A program has weights as constants."""
     generate(model, (4, 6), 14)
     change(model)
     found = generate(model, (4, 6), 14)["token_ids"]
-    prompt = prompts((4, 6), 14)
-    expected, margin = plain_generation.sample(
-        model, model.sampler, prompt["token_ids"], prompt["padding_mask"]
-    )
+    inputs = pad(random_prompts((4, 6)), 14)
+    expected, margin = plain_generation.sample(model, model.sampler, *inputs.values())
     assert margin > MARGIN
     np.testing.assert_array_equal(found, expected)
 
@@ -154,11 +142,11 @@ def check_threads(model, lengths):
         np.testing.assert_array_equal([*found], expected * 3)
 
 
-def test_two_threads(model):
+def test_generate_in_two_threads_returns_the_tokens_of_separate_calls(model):
     check_threads(model, [(4, 6), (7, 2)])
 
 
-def test_other_values_of_sampling_share_a_program(model, traced):
+def test_values_of_sampling_options_share_a_program(model, traced):
     """Values that are constants of a program would compile it again for each request."""
     found = []
     for values in (
@@ -166,14 +154,15 @@ def test_other_values_of_sampling_share_a_program(model, traced):
         {"temperature": 1.3, "top_k": 7, "top_p": 0.8, "seed": 2, "frequency_penalty": -1.0},
     ):
         sampling = [SamplingParams(**values), SamplingParams(**{**values, "seed": 3})]
-        prompt = prompts((4, 9), 20)
-        found.append(model.generate(prompt, stop_token_ids=(1,), sampling=sampling)["token_ids"])
-        model.generate(prompt, stop_token_ids=(1, 2), sampling=sampling)  # more stop tokens, too
+        for stop_token_ids in ((1, 2), (1,)):
+            options = {"stop_token_ids": stop_token_ids, "sampling": sampling}
+            tokens = generate(model, (4, 9), 20, **options)["token_ids"]
+        found.append(tokens)
     assert len(traced) == 1
     assert not np.array_equal(*found)
 
 
-@pytest.mark.skipif(BACKEND != "jax", reason="reads a program of JAX")
+@on_jax
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_loop_on_accelerators_has_a_known_trip_count(model, on_cpu, monkeypatch):
     """On GPUs, XLA waits for the condition of each iteration of a loop of unknown length."""
@@ -193,24 +182,23 @@ def test_loop_on_accelerators_has_a_known_trip_count(model, on_cpu, monkeypatch)
     assert ("known_trip_count" in texts[0]) is not on_cpu
 
 
-@pytest.mark.skipif(BACKEND != "jax", reason="options of XLA")
+@on_jax
 def test_xla_accepts_the_compiler_options_of_prompts(model, monkeypatch):
     """Without this test, only users of GPUs would notice that XLA has renamed an option."""
     import jax
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert xla_programs.compiler_options_of_prompts()
-    assert model.prefill(prompts((3, 5), 5)).batch_size == 2
+    assert model.prefill(pad(random_prompts((3, 5)))).batch_size == 2
 
 
-@pytest.mark.skipif(BACKEND != "jax", reason="programs of JAX")
-def test_programs_write_states_every_few_tokens(monkeypatch):
-    """Fails if a returned cache misses recent tokens, or padding counts as one of them."""
-    first, second = prompts((3, 7), 13), prompts((1, 1), 4, seed=1)
+@on_jax
+def test_programs_with_delayed_writes_of_states_match_others(monkeypatch):
+    """A returned cache misses recent tokens, or padding counts as one of them."""
+    first, second = pad(random_prompts((3, 7)), 13), pad(random_prompts((1, 1), seed=1), 4)
     models = [tiny_causal_lm(family="hgrn2", num_layers=1) for _ in range(2)]
-    models[1].set_weights(models[0].get_weights())
 
-    def answers(model):
+    def collect(model):
         model.compile(sampler="greedy")
         options = {"return_cache": True, "stop_token_ids": None}
         tokens, cache = model.generate(first, **options)
@@ -220,20 +208,20 @@ def test_programs_write_states_every_few_tokens(monkeypatch):
         found += [next(stream) for _ in range(5)]
         return found + keras.tree.flatten(stream.cache.state)
 
-    expected = answers(models[0])
+    expected = collect(models[0])
     monkeypatch.setattr(xla_programs, "MIN_DELAYED_ROWS", 2)
     monkeypatch.setattr(hgrn2, "STATE_WRITE_INTERVAL", 3)
     monkeypatch.setattr(dispatch, "decodes_with_kernels", lambda tensor: True)
     monkeypatch.setattr(hgrn2, "hgrn2_step", None)
-    for found, wanted in zip(answers(models[1]), expected, strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    for a, b in zip(collect(models[1]), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.nightly
-@on_a_cpu
+@on_torch_cpu
 @pytest.mark.parametrize("jit_compile", [True, "auto"])
 def test_generate_with_torch_compiler_generates_the_same_tokens(model, jit_compile, monkeypatch):
-    """Fails if steps are compiled from another token on, or generate other tokens."""
+    """Steps are compiled from another token on, or generate other tokens."""
     from torch._inductor import metrics
 
     from keras_recurrent.generation.torch import step
@@ -250,15 +238,15 @@ def test_generate_with_torch_compiler_generates_the_same_tokens(model, jit_compi
     assert which_generation(model).name == "compiled"
 
 
-@on_a_cpu
-def test_without_a_compiler_for_cpp_the_traced_step_runs(model, monkeypatch):
+@on_torch_cpu
+def test_generate_without_a_compiler_for_cpp_runs_the_traced_step(model, monkeypatch):
     import torch
     from torch._inductor.exc import InvalidCxxCompiler
 
-    def compiler_is_missing(*arguments):
+    def fail(*arguments):
         raise InvalidCxxCompiler
 
-    monkeypatch.setattr(torch._inductor, "compile", compiler_is_missing)
+    monkeypatch.setattr(torch._inductor, "compile", fail)
     expected = generate(model, (4, 9), 20)["token_ids"]
     model.compile(sampler="greedy", jit_compile=True)
     np.testing.assert_array_equal(generate(model, (4, 9), 20)["token_ids"], expected)
@@ -266,11 +254,11 @@ def test_without_a_compiler_for_cpp_the_traced_step_runs(model, monkeypatch):
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
-def test_which_generation(model, run_eagerly):
-    """Fails if the mode of `generate` or `stream`, or the reason for a slow one, is wrong."""
+def test_which_generation_reports_mode_and_reasons(model, run_eagerly):
+    """The mode of `generate` or `stream`, or the reason for a slow one, is wrong."""
     model.compile(sampler="greedy", run_eagerly=run_eagerly)
     assert which_generation(model) is None
-    next(model.stream(prompts((4, 4), 20), stop_token_ids=None))
+    next(model.stream(pad(random_prompts((4, 4)), 20), stop_token_ids=None))
     found = which_generation(model)
     generate(model, (4, 4), 20)
     assert which_generation(model) == found
@@ -300,16 +288,17 @@ class CustomStep(FAMILIES["hgrn2"].causal_lm):
 def test_generate_without_a_known_choice_of_tokens_raises(cls, options, words):
     """`generate` ignores a `generate_step` of a user, or fails without the remedy."""
     model = cls(tiny_causal_lm(family="hgrn2", num_layers=1).backbone, **options)
-    for call in (lambda: generate(model, (4,), 9), lambda: model.stream(prompts((4,), 9))):
+    for call in (model.generate, model.stream):
         with pytest.raises(ValueError, match=words):
-            call()
+            call(pad(random_prompts((4,)), 9))
 
 
 class Custom(keras_hub.samplers.GreedySampler):
     """A sampler of a user."""
 
 
-def replaced_method():
+def replace_method():
+    """Returns a sampler with a replaced method."""
     sampler = keras_hub.samplers.GreedySampler()
     sampler.get_next_token = lambda probabilities: keras.ops.argmin(probabilities, axis=-1)
     return sampler
@@ -321,7 +310,7 @@ def replaced_method():
     [
         ("contrastive", "must be 'greedy', .* got a ContrastiveSampler"),
         (Custom(), "must be 'greedy', .* got a Custom.*`SamplingParams`.*`call_with_cache`"),
-        (replaced_method(), "without a replaced method; got a GreedySampler"),
+        (replace_method(), "without a replaced method; got a GreedySampler"),
         (None, "must be a `keras_hub.samplers.Sampler`.* got None"),
         (keras_hub.samplers.GreedySampler, "must be a `keras_hub.samplers.Sampler`.* got <class"),
         (keras_hub.samplers.TopKSampler(k=2.5), "`k` of TopKSampler must be an integer"),
@@ -332,7 +321,8 @@ def replaced_method():
         (keras_hub.samplers.TopPSampler(p=1.5), "`p` of TopPSampler .* at most 1; got 1.5"),
     ],
 )
-def test_samplers_that_choose_no_token(model, sampler, words):
+def test_generate_with_an_unsupported_sampler_raises(model, sampler, words):
+    """A sampler of a user, or with values out of range, chooses other tokens without an error."""
     model.compile(sampler=sampler)
     with pytest.raises(ValueError, match=f"`sampler`.*{words}"):
         generate(model, (4, 9), 20)

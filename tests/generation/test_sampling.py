@@ -35,7 +35,8 @@ CASES = {
     "a large top_k": SamplingParams(seed=9, top_k=80, temperature=5.0),
     "top_p": SamplingParams(seed=4, top_p=0.6, temperature=1.3),
     "top_p of top_k": SamplingParams(seed=5, top_k=12, top_p=0.7, temperature=1.5),
-    "min_p": SamplingParams(seed=6, min_p=0.2, temperature=1.5),
+    "min_p": SamplingParams(seed=6, min_p=0.2, temperature=2.0),
+    "min_p of top_k": SamplingParams(seed=6, min_p=0.2, temperature=2.0, top_k=9),
     # The bias makes tokens of the prompts the most probable ones, so that the penalties decide.
     "penalties": SamplingParams(
         temperature=0,
@@ -44,36 +45,36 @@ CASES = {
         frequency_penalty=0.6,
         logit_bias=LIKELY,
     ),
-    "repetition penalty": SamplingParams(temperature=0, repetition_penalty=1.3, logit_bias=LIKELY),
-    "presence penalty": SamplingParams(temperature=0, presence_penalty=2, logit_bias=LIKELY),
-    "frequency penalty": SamplingParams(temperature=0, frequency_penalty=0.7, logit_bias=LIKELY),
+    "repetition_penalty": SamplingParams(temperature=0, repetition_penalty=1.3, logit_bias=LIKELY),
+    "presence_penalty": SamplingParams(temperature=0, presence_penalty=2, logit_bias=LIKELY),
+    "frequency_penalty": SamplingParams(temperature=0, frequency_penalty=0.7, logit_bias=LIKELY),
     "negative penalties": SamplingParams(seed=7, repetition_penalty=0.8, frequency_penalty=-0.5),
     "bias": SamplingParams(seed=8, logit_bias={0: 3.0, 99: -100}),
     "no stop token": SamplingParams(temperature=0, min_new_tokens=9, logit_bias={3: 50, 7: 49}),
 }
 
 
-def resolved(params, batch_size, vocabulary_size):
-    """`SamplingParams` and seeds of sequences; `params` may be a sampler of KerasHub."""
+def resolve(params, batch_size, vocabulary_size):
+    """Returns `SamplingParams` and seeds of sequences; `params` may be a sampler of KerasHub."""
     backbone = SimpleNamespace(vocabulary_size=vocabulary_size)
     is_sampler = isinstance(params, keras_hub.samplers.Sampler)
     model = SimpleNamespace(sampler=params if is_sampler else None, backbone=backbone)
     return resolve_sampling(model, None if is_sampler else params, batch_size)
 
 
-def uniform_numbers(seed, count):
+def draw_uniform(seed, count):
     return Sequence([1], SamplingParams(), seed, count).uniform(count)
 
 
-def chosen(params, logits, prompts=PROMPTS, uniform=None):
-    """Tokens [B, T] after logits [T, B, vocabulary]."""
+def choose_tokens(params, logits, prompts=PROMPTS, uniform=None):
+    """Returns the tokens [B, T] chosen from logits [T, B, vocabulary]."""
     size, tensor = logits.shape[-1], keras.ops.convert_to_tensor
-    params, seeds = resolved(params, len(prompts), size)
+    params, seeds = resolve(params, len(prompts), size)
     features = features_of(params, size)
     arguments = option_arrays(params, [np.array(p) for p in prompts], size)
     arguments = {name: tensor(array) for name, array in arguments.items()}
     if uniform is None:
-        uniform = [uniform_numbers(seed, len(logits)) for seed in seeds]
+        uniform = [draw_uniform(seed, len(logits)) for seed in seeds]
         uniform = np.transpose(uniform) if features.is_random else [None] * len(logits)
     stops = tensor(np.tile(np.array([*STOPS, -1], "int32"), (len(prompts), 1)))
     counts = keras.ops.zeros((len(prompts), size), "int32") if features.has_penalties else None
@@ -87,7 +88,7 @@ def chosen(params, logits, prompts=PROMPTS, uniform=None):
     return np.stack(tokens, axis=1)
 
 
-def logits_of(seed, steps=STEPS, batch_size=3):
+def random_logits(seed, steps=STEPS, batch_size=3):
     rng = np.random.default_rng(seed)
     return (2 * rng.normal(size=(steps, batch_size, VOCABULARY))).astype("float32")
 
@@ -105,19 +106,19 @@ def expected_tokens(params, logits, row):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tokens_are_those_of_numpy(name):
-    """Each option alone, which takes a smaller program than all of them."""
-    params, logits = CASES[name], logits_of(0)
-    for row, found in enumerate(chosen(params, logits)):
+def test_next_tokens_with_one_option_match_numpy(name):
+    """A sampling option has another effect than `SamplingParams` documents."""
+    params, logits = CASES[name], random_logits(0)
+    for row, found in enumerate(choose_tokens(params, logits)):
         assert found.tolist() == expected_tokens(params, logits, row)
 
 
-def test_rows_of_different_options_are_those_of_each_alone():
-    """An option of one sequence must not change the tokens of its neighbors."""
-    logits = logits_of(1, batch_size=len(CASES))
+def test_next_tokens_of_a_batch_with_different_options_match_single_sequences():
+    """An option of one sequence changes the tokens of its neighbors."""
+    logits = random_logits(1, batch_size=len(CASES))
     logits[:] = logits[:, :1]
     prompts = [PROMPTS[0]] * len(CASES)
-    tokens = chosen(list(CASES.values()), logits, prompts)
+    tokens = choose_tokens(list(CASES.values()), logits, prompts)
     for found, params in zip(tokens, CASES.values(), strict=True):
         assert found.tolist() == expected_tokens(params, logits, 0)
 
@@ -133,50 +134,45 @@ def test_rows_of_different_options_are_those_of_each_alone():
         (keras_hub.samplers.TopPSampler(p=0.8, k=9), {"top_p": 0.8, "top_k": 9}),
     ],
 )
-def test_samplers_of_keras_hub(sampler, params):
-    assert resolved(sampler, 1, 50)[0] == [SamplingParams(**params)]
+def test_sampler_of_keras_hub_is_converted_to_sampling_params(sampler, params):
+    assert resolve(sampler, 1, 50)[0] == [SamplingParams(**params)]
 
 
 @pytest.mark.once
-def test_sampling_params_with_seed_zero_are_reproducible():
-    """A seed of 0 counts as no seed."""
-    seeds = [resolved(SamplingParams(seed=seed), 1, 50)[1][0] for seed in (0, 0, None)]
-    first, again, other = (uniform_numbers(seed, 3).tolist() for seed in seeds)
-    assert first == again != other
+@pytest.mark.parametrize("is_sampler", [True, False])
+def test_seed_makes_random_numbers_reproducible(is_sampler):
+    """A seed of 0 counts as no seed, or a sampler draws the same numbers in each call."""
+
+    def make():
+        return keras_hub.samplers.RandomSampler(seed=0) if is_sampler else SamplingParams(seed=0)
+
+    def draw(params):
+        return [draw_uniform(seed, 3).tolist() for seed in resolve(params, 2, 50)[1]]
+
+    params = make()
+    first = draw(params)
+    assert draw(make()) == first
+    assert (draw(params) != first) == is_sampler
+    assert (first[0] != first[1]) == is_sampler
 
 
-@pytest.mark.once
-def test_a_sampler_of_keras_hub_continues_its_random_numbers():
-    """Two calls draw other numbers; a new sampler with the seed draws those of the first."""
-
-    def numbers(sampler):
-        _, seeds = resolved(sampler, 2, 50)
-        return [uniform_numbers(seed, 3).tolist() for seed in seeds]
-
-    sampler, again = (keras_hub.samplers.RandomSampler(seed=3) for _ in range(2))
-    first, second = numbers(sampler), numbers(sampler)
-    assert first != second
-    assert first[0] != first[1]
-    assert numbers(again) == first
-
-
-def drawn(params, row):
-    """One token of each sequence for the same logits, from evenly spaced random numbers."""
+def draw_tokens(params, row):
+    """Draws a token of each sequence from the same logits, with evenly spaced random numbers."""
     count = len(params)
     uniform = ((np.arange(count) + 0.5) / count).astype("float32")
-    return chosen(params, np.tile(row, (1, count, 1)), [[0]] * count, uniform[None])[:, 0]
+    return choose_tokens(params, np.tile(row, (1, count, 1)), [[0]] * count, uniform[None])[:, 0]
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.5])
 @pytest.mark.parametrize("top_k", [0, 10, 40, 64, 70, 199, 2**31, 2**70])
-def test_equal_logits_are_kept_by_id(top_k, top_p):
+def test_top_k_and_top_p_of_equal_logits_keep_the_lowest_ids(top_k, top_p):
     """`top_k` or `top_p` keeps too many of equally probable tokens, or those of higher ids."""
     size, count = 250, 1024
     params = SamplingParams(top_k=top_k, top_p=top_p)
     for levels in (1, 5):
         order = np.random.default_rng(levels).permutation(size)
         row = (0.3 * (np.arange(size) % levels))[order].astype("float32")
-        tokens = drawn([params] * count, row)
+        tokens = draw_tokens([params] * count, row)
         best = np.argsort(-row, kind="stable")[: top_k or size]
         weights = np.exp(row[best].astype("float64"))
         before = np.cumsum(weights) - weights
@@ -185,14 +181,14 @@ def test_equal_logits_are_kept_by_id(top_k, top_p):
 
 
 @pytest.mark.once
-def test_top_k_above_a_small_vocabulary_keeps_all_tokens():
+def test_top_k_above_the_vocabulary_size_keeps_all_tokens():
     """A neighbor's `top_k` cuts the tokens of a sequence whose own is above 64."""
     params = [SamplingParams(top_k=70)] * 256 + [SamplingParams(top_k=5)]
-    assert {*drawn(params, np.zeros(50, "float32"))[:256].tolist()} == {*range(50)}
+    assert {*draw_tokens(params, np.zeros(50, "float32"))[:256].tolist()} == {*range(50)}
 
 
-def test_a_new_option_is_one_field_and_one_function():
-    """An option that docs/adding.md describes has no effect, or needs edits elsewhere."""
+def test_new_sampling_option_needs_one_field_and_one_function():
+    """An option that is added as in docs/adding.md has no effect, or needs edits elsewhere."""
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Params(SamplingParams):
@@ -206,7 +202,7 @@ def test_a_new_option_is_one_field_and_one_function():
     logits = np.linspace(1, 0, 101, dtype="float32")
     for top_k in (0, 40):  # each takes another program
         params = [Params(max_distance=0.205, top_k=top_k), Params(top_k=top_k)]
-        tokens = drawn(params * 512, logits)
+        tokens = draw_tokens(params * 512, logits)
         assert {*tokens[0::2].tolist()} == {*range(21)}
         assert {*tokens[1::2].tolist()} == {*range(top_k or 101)}
         features = [features_of(p, 101) for p in ([params[0]], [params[1]])]
@@ -217,7 +213,7 @@ def test_a_new_option_is_one_field_and_one_function():
 
 
 @pytest.mark.once
-def test_features_that_keep_all_tokens_are_not_covered_by_sorted_ones():
+def test_covers_requires_all_tokens_for_sequences_without_a_limit():
     """`SamplingParams()` runs in a step for `top_k=100`, and loses its less probable tokens."""
     few, every = SamplingParams(top_k=100), SamplingParams()
     known, both = (features_of(params, 1000) for params in ([few], [few, every]))
@@ -250,13 +246,13 @@ def test_features_that_keep_all_tokens_are_not_covered_by_sorted_ones():
         ({"logit_bias": {1: 101}}, "`logit_bias` must have numbers.*got 101 for token 1"),
     ],
 )
-def test_options_out_of_range(arguments, words):
+def test_sampling_params_out_of_range_raise(arguments, words):
     with pytest.raises(ValueError, match=words):
         SamplingParams(**arguments)
 
 
 @pytest.mark.once
-def test_options_that_do_not_fit_the_call():
+def test_generate_with_sampling_of_another_length_or_vocabulary_raises():
     model = tiny_causal_lm(family="hgrn2", num_layers=1)
     size = model.backbone.vocabulary_size
     prompt = {"token_ids": np.ones((2, 4), "int32"), "padding_mask": np.ones((2, 4), bool)}

@@ -1,4 +1,4 @@
-"""The checks for any language model: they pass where it is right, and see what is wrong."""
+"""Checks of `keras_recurrent.testing`: correct models pass, and planted faults are found."""
 
 import keras
 import keras_hub
@@ -22,7 +22,7 @@ CHECKS = [getattr(testing, name) for name in testing.__all__ if name.startswith(
 
 
 @shared_by_families
-def test_our_models_are_right(family):
+def test_models_of_this_package_pass_all_checks(family):
     model = tiny_causal_lm(family=family)
     for check in CHECKS:
         found = check(model, ROWS, new_tokens=3)
@@ -32,13 +32,14 @@ def test_our_models_are_right(family):
 
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*The use of `x.T` on tensors:UserWarning")
-@pytest.mark.parametrize("how", ["bfloat16", "int8", "int4"])
-def test_narrow_numbers(how):
-    model = tiny_causal_lm(family="hgrn2", dtype="bfloat16" if how == "bfloat16" else "float32")
-    if how != "bfloat16":
-        model.quantize(how)
+@pytest.mark.parametrize("mode", ["bfloat16", "int8", "int4"])
+def test_models_with_low_precision_pass_checks(mode):
+    """Rounding counts as a wrong token, or all tokens count as equal."""
+    model = tiny_causal_lm(family="hgrn2", dtype="bfloat16" if mode == "bfloat16" else "float32")
+    if mode != "bfloat16":
+        model.quantize(mode)
     # Each check of quantized weights takes most of a minute.
-    for check in CHECKS if how == "bfloat16" else CHECKS[:1]:
+    for check in CHECKS if mode == "bfloat16" else CHECKS[:1]:
         assert check(model, ROWS, new_tokens=3).clear
 
 
@@ -48,14 +49,14 @@ SIZES = {
 }
 
 
-def llama():
+def make_llama():
     backbone = keras_hub.models.LlamaBackbone(**SIZES)
     set_weights(backbone, 0)
     return keras_hub.models.LlamaCausalLM(backbone)
 
 
-def gemma():
-    """A model that takes positions."""
+def make_gemma():
+    """Returns a model that takes positions."""
     backbone = keras_hub.models.Gemma4Backbone(**SIZES, image_size=16, head_dim=8)
     rng = np.random.default_rng(0)
     for weight in backbone.trainable_weights:
@@ -64,26 +65,26 @@ def gemma():
     return keras_hub.models.Gemma4CausalLM(preprocessor=None, backbone=backbone)
 
 
-@pytest.mark.parametrize("make_model", [llama, gemma])
-def test_models_of_keras_hub(make_model):
+@pytest.mark.parametrize("make_model", [make_llama, make_gemma])
+def test_models_of_keras_hub_pass_checks(make_model):
     for check in CHECKS:
         assert check(make_model(), ROWS, new_tokens=3).clear > 4
 
 
-def test_a_model_that_generates_from_more(monkeypatch):
-    model = llama()
+def test_model_whose_generate_step_needs_other_inputs_raises(monkeypatch):
+    model = make_llama()
     generate_step = model.generate_step
 
-    def asks_for_more(inputs, stop_token_ids=None):
+    def read_more(inputs, stop_token_ids=None):
         inputs["predict_token_ids"]
         return generate_step(inputs, stop_token_ids)
 
-    monkeypatch.setattr(model, "generate_step", asks_for_more)
+    monkeypatch.setattr(model, "generate_step", read_more)
     with pytest.raises(ValueError, match="its `generate_step` also needs 'predict_token_ids'"):
         testing.assert_cached_equals_plain(model, ROWS, new_tokens=3)
 
 
-def test_the_wrong_one_of_two_is_named():
+def test_compare_names_the_wrong_one_of_two_results():
     model = tiny_causal_lm(family="griffin")
     checked = _Checker(model, ROWS, 3, None)
     with checked.greedy() as generate:
@@ -100,7 +101,7 @@ def test_the_wrong_one_of_two_is_named():
 
 
 def forget(hidden_states, token_ids, *args, cache=None, **kwargs):
-    """A token by itself loses a part of the state."""
+    """Halves the state at each single token."""
     hidden, cache = hidden_states(token_ids, *args, cache=cache, **kwargs)
     if token_ids.shape[1] == 1 and cache is not None:
         halved = keras.tree.map_structure(
@@ -120,12 +121,13 @@ def lose_prompt(prefill, inputs, max_length):
     return GenerationCache(state, cache.token_ids, cache.max_length, cache.key)
 
 
-def move(forward, checker, inputs):
+def shift_logits(forward, checker, inputs):
+    """Changes logits by the padded length."""
     return forward(checker, inputs) + np.arange(VOCABULARY) * inputs["token_ids"].shape[1] / 10
 
 
 def mask_softmax(forward, checker, inputs):
-    """As where a whole row of a softmax is masked."""
+    """Returns NaN for padded rows, as a softmax whose row is masked."""
     padded = ~inputs["padding_mask"].astype(bool).all(axis=1)
     return np.where(padded[:, None, None], np.nan, forward(checker, inputs))
 
@@ -137,29 +139,23 @@ def mask_softmax(forward, checker, inputs):
         (ignore_mask, "hidden_states", "padding_changes_nothing", "in a batch, padded with 0,"),
         (lose_prompt, "prefill", "cuts_change_nothing", "from a cache of the first 2 tokens"),
         (
-            move,
-            "_forward",
-            "padding_changes_nothing",
+            *(shift_logits, "_forward", "padding_changes_nothing"),
             "Padding changes a plain forward pass",
         ),
         (mask_softmax, "_forward", "padding_changes_nothing", "not finite, after token 0 of row 1"),
     ],
 )
-def test_checks_find_wrong_models(fault, name, check, words, monkeypatch):
-    # HGRN2 of this size hardly remembers the few tokens of padding: its best tokens stay the same.
+def test_checks_find_faults_of_models(fault, name, check, words, monkeypatch):
+    # An HGRN2 of this size hardly remembers the few tokens of padding: its best tokens stay.
     model = tiny_causal_lm(family="griffin")
-    owners = {
-        "hidden_states": model.backbone,
-        "prefill": model,
-        "_forward": _Checker,
-    }
-    right = getattr(owners[name], name)
-    monkeypatch.setattr(owners[name], name, lambda *args, **kwargs: fault(right, *args, **kwargs))
+    owner = {"hidden_states": model.backbone, "prefill": model, "_forward": _Checker}[name]
+    right = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args, **kwargs: fault(right, *args, **kwargs))
     with pytest.raises(AssertionError, match=words):
         getattr(testing, f"assert_{check}")(model, ROWS, new_tokens=6)
 
 
-def test_what_cannot_be_checked():
+def test_checks_with_invalid_arguments_or_equal_logits_raise():
     model = tiny_causal_lm(family="griffin")
     for check in CHECKS:
         for arguments, words in (

@@ -1,4 +1,4 @@
-"""What a step on torch becomes before it is captured, on any device."""
+"""Steps on torch before they are captured: traced graphs, weights, and waits for the device."""
 
 import collections
 from types import SimpleNamespace
@@ -24,11 +24,18 @@ from keras_recurrent.generation.torch.step import _inline_scalars, tracing
 from keras_recurrent.generation.torch_batch import TorchBatch
 from keras_recurrent.models import SamplingParams
 from tests.generation.captures import capture_on_cpu
-from tests.generation.test_programs import generate
+from tests.generation.tokens import generate
 from tests.models.tiny import tiny_causal_lm
 
 
-def test_overwrite_reads_views_of_the_tensors_first():
+@pytest.fixture
+def model():
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    model.compile(sampler="greedy")
+    return model
+
+
+def test_overwrite_with_views_of_the_tensors_copies_them_first():
     tensors = clone_all([torch.zeros(3), torch.ones(3), torch.tensor(7)])
     addresses = [t.data_ptr() for t in tensors]
     overwrite(tensors, [tensors[1], tensors[0][:1].expand(3), tensors[2]])
@@ -40,14 +47,14 @@ DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("of_constant", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("constant_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_inline_scalars_generates_bit_identical_results(dtype, of_constant, device):
-    def capped(x):
-        return torch.tanh(x / 30.0) * torch.tensor(33.3, dtype=of_constant, device=device)
+def test_inline_scalars_is_bit_identical(dtype, constant_dtype, device):
+    def cap(x):
+        return torch.tanh(x / 30.0) * torch.tensor(33.3, dtype=constant_dtype, device=device)
 
     x = torch.linspace(-200, 200, 999, device=device).to(dtype)
-    plain, found = make_fx(capped)(x), _inline_scalars(make_fx(capped)(x))
+    plain, found = make_fx(cap)(x), _inline_scalars(make_fx(cap)(x))
     assert any(node.op == "get_attr" for node in plain.graph.nodes)
     assert not any(node.op == "get_attr" for node in found.graph.nodes)
     assert found(x).dtype == plain(x).dtype
@@ -62,8 +69,10 @@ def test_inline_scalars_generates_bit_identical_results(dtype, of_constant, devi
     ("error", "num_captures"),
     [(torch.OutOfMemoryError("no room"), 2), (RuntimeError("no capture"), 1)],
 )
-def test_capture_that_fails_is_repeated_only_without_memory(error, num_captures, monkeypatch):
-    """Every call tries an impossible capture again, or none after memory was short once."""
+def test_failed_capture_is_repeated_only_if_memory_was_short(
+    model, error, num_captures, monkeypatch
+):
+    """Each call repeats an impossible capture, or no call captures after memory was short once."""
     captures = []
 
     def capture(*arguments):
@@ -72,15 +81,13 @@ def test_capture_that_fails_is_repeated_only_without_memory(error, num_captures,
 
     capture_on_cpu(monkeypatch)
     monkeypatch.setattr(decoder, "capture", capture)
-    model = tiny_causal_lm(family="hgrn2", num_layers=1)
-    model.compile(sampler="greedy")
     for _ in range(2):
         generate(model, (3,), 6)
         assert str(error) in which_generation(model).refused["cuda_graph"]
     assert len(captures) == num_captures
 
 
-def test_pool_after_drop_has_only_decoders_of_other_steps(monkeypatch):
+def test_decoder_pool_after_drop_has_only_decoders_of_other_steps(monkeypatch):
     """Unused decoders keep memory of the device after their step was dropped."""
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1)
@@ -94,12 +101,12 @@ def test_pool_after_drop_has_only_decoders_of_other_steps(monkeypatch):
     assert pool.acquire((steps[1], "weights")) is unused
 
 
-# Copy from the device and to it: `tensor[i] = number` calls the second.
+# Operators that wait for the device: `tensor[i] = number` calls the second.
 WAITING = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.lift_fresh.default}
 
 
-def operators(function):
-    """Counts torch's operators that a function calls."""
+def count_operators(function):
+    """Returns a `Counter` of torch's operators that a function calls."""
     called = collections.Counter()
 
     class Operators(TorchDispatchMode):
@@ -112,10 +119,8 @@ def operators(function):
     return called
 
 
-def test_slots_change_without_waiting():
-    """Fails if an engine that inserts a sequence waits for the step that runs."""
-    model = tiny_causal_lm(family="hgrn2", num_layers=1)
-    model.compile(sampler="greedy")
+def test_insert_and_remove_do_not_wait_for_the_device(model):
+    """An engine that inserts a sequence waits for the step that runs."""
     batch = TorchBatch(model, model._programs(), 2, keep=True)
     batch.prepare_slots(64, num_prompts=1)
     sequence = Sequence(np.array([3]), SamplingParams(temperature=0), None, 9)
@@ -124,18 +129,17 @@ def test_slots_change_without_waiting():
         batch.insert(sequence, batch.initial_state)
         batch.remove(sequence)
 
-    called = operators(change)
+    called = count_operators(change)
     assert called[torch.ops.aten.fill_.Scalar]
-    # Of the stop tokens, which are copied from pinned memory on a GPU.
+    # Stop tokens, which are copied from pinned memory on a GPU.
     assert {n: called[n] for n in WAITING & {*called}} == {torch.ops.aten.lift_fresh.default: 1}
     batch.close()
 
 
-def test_recent_tokens_are_applied_without_waiting():
-    """Fails if an engine that saves a state waits for the step that runs."""
-    backbone = tiny_causal_lm(family="hgrn2", num_layers=1).backbone
-    cache = backbone.add_recent_tokens(backbone.get_initial_state(2))
-    called = operators(lambda: apply_recent_tokens(cache))
+def test_apply_recent_tokens_does_not_wait_for_the_device(model):
+    """An engine that saves a state waits for the step that runs."""
+    cache = model.backbone.add_recent_tokens(model.backbone.get_initial_state(2))
+    called = count_operators(lambda: apply_recent_tokens(cache))
     assert called[torch.ops.aten.where.self]
     assert not WAITING & {*called}
 
@@ -163,31 +167,31 @@ def test_recent_tokens_of_several_layers_are_applied_to_their_own_states():
         np.testing.assert_allclose(whole, np.concatenate(rows), rtol=1e-6)
 
 
-def test_a_step_keeps_no_larger_copies_of_weights(monkeypatch):
-    """A step of several rows keeps a float32 copy of each int8 kernel, four times its bytes."""
-    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+def test_prepared_tensors_are_not_larger_than_their_weights(model, monkeypatch):
+    """A step of several sequences keeps a float32 copy of each int8 kernel."""
     model.quantize("int8", filters=lambda layer: type(layer) is keras.layers.Dense)
     monkeypatch.setattr(step, "MAX_GROWN", 2**8)
     weights = {t.data_ptr() for t in (v.value for v in model.variables)}
-    found = [t.nbytes for t in prepared_tensors(model) if t.data_ptr() not in weights]
+    found = [t.nbytes for t in prepare_tensors(model) if t.data_ptr() not in weights]
     assert max(found) <= step.MAX_GROWN
 
 
-def test_a_step_does_not_compute_lower_bounds(monkeypatch):
-    """Fails if each step recomputes them, since intermediate results are larger than weights."""
+def test_lower_bounds_are_prepared_once(monkeypatch):
+    """Each step recomputes lower bounds, since intermediate results are larger than weights."""
     model = tiny_causal_lm(family="hgrn2", num_layers=4)
     logits = model.backbone.lower_bounds.logits.value
     monkeypatch.setattr(step, "MAX_GROWN", 2 * logits.nbytes)
-    assert logits.data_ptr() not in {t.data_ptr() for t in prepared_tensors(model)}
+    assert logits.data_ptr() not in {t.data_ptr() for t in prepare_tensors(model)}
 
 
-def prepared_tensors(model):
+def prepare_tensors(model):
+    """Returns the tensors that a step computes from weights only."""
     cache = model.backbone.get_initial_state(2)
     return step.Step(model, cache, compiled=False, masked=False).prepared()
 
 
-def test_choice_of_tokens_is_traced_by_one_thread(monkeypatch):
-    """Two threads trace at once, such as an engine and `generate`: torch raises an error."""
+def test_make_choice_holds_the_lock_of_tracing(monkeypatch):
+    """Two threads trace at once, such as an engine and `generate`, and torch raises an error."""
     features, logits = features_of([SamplingParams(top_k=3)], 61), torch.zeros(1, 61)
     number, ids = torch.ones(1), torch.ones((1, 1), dtype=torch.int32)
     state = {"token": ids, "active": ids > 0, "remaining_tokens": ids[0], "count": ids[0]}

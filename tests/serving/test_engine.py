@@ -1,7 +1,6 @@
-"""Engine: requests that join and leave a running batch."""
+"""Engine: answers of requests that join and leave a batch, its limits and its scheduler."""
 
 import contextlib
-import dataclasses
 import gc
 import importlib
 import os
@@ -28,7 +27,7 @@ BACKEND = keras.config.backend()
 needs_engine = pytest.mark.skipif(BACKEND == "tensorflow", reason="the engine refuses TensorFlow")
 PROMPTS = ["All happy families", "Once upon a time, there was", "x", "The cat sat on the mat and"]
 GREEDY = SamplingParams(temperature=0, logprobs=0)
-# Answers of letters have the same tokens in the prompts of later requests.
+# The text of an answer of letters has the same tokens in the prompt of a later request.
 LETTERS = {byte + 3: 20 for byte in b"abcdefgh"}
 # Sampling options and `stop_token_ids`. Few, because JAX compiles a step for each of them.
 OPTIONS = [
@@ -44,11 +43,10 @@ OPTIONS = [
 CHUNK = 8
 # Numbers of slots, lengths of chunks and bytes of prefix states. JAX compiles each engine.
 ENGINES = [(3, 8, 2**30), (2, 16, 0)][: 2 if BACKEND == "torch" else 1]
-ATOL = 1e-5
 FAMILIES_OF_STATES = ["griffin", "hgrn2"] + [
     pytest.param(name, marks=NIGHTLY_IF_COMPILED) for name in ("hgrn2 hybrid", "lightning_hybrid")
 ]
-# The beginning of an answer is not that of a message: no prompt begins with an earlier one.
+# An answer begins differently from a message, so that no prompt begins with an earlier prompt.
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}answer{% endif %}"
@@ -78,8 +76,7 @@ def engine(model):
         yield engine
 
 
-def _submit(engine, max_new_tokens=10, **options):
-    """Submits a request for a greedy answer."""
+def submit_greedy(engine, max_new_tokens=10, **options):
     return engine.submit("Once upon a time", GREEDY, max_new_tokens, **options)
 
 
@@ -112,29 +109,26 @@ def random_requests(rng, model, count):
             arguments, output = rng.choice(found)
             answer = model.preprocessor.tokenizer.detokenize(output.token_ids[0])
             prompt = arguments["prompt"] + answer + prompt[:4]
-        sampling, stop_token_ids = rng.choice(OPTIONS)
+        (sampling, stop_token_ids), seed = rng.choice(OPTIONS), rng.randrange(2**64)
         arguments = {
             "prompt": prompt,
-            "sampling": SamplingParams(**sampling, seed=rng.randrange(2**64)),
+            "sampling": SamplingParams(**sampling, seed=seed),
             "max_new_tokens": rng.randint(1, 16),
             "stop": rng.choice([None, None, "a", ["bc", "h"]]),
             "stop_token_ids": stop_token_ids,
         }
-        options = dict(arguments, sampling=_with_logprobs(arguments["sampling"]))
+        # `generate` returns a `GenerationOutput` if there are log probabilities.
+        sampling = SamplingParams(**{"logprobs": 0, **sampling}, seed=seed)
+        options = dict(arguments, sampling=sampling)
         output = model.generate(options.pop("prompt"), strip_prompt=True, **options)
         found.append((arguments, output))
     return found
 
 
-def _with_logprobs(sampling):
-    """Returns options with which `generate` returns a `GenerationOutput`."""
-    return dataclasses.replace(sampling, logprobs=sampling.logprobs or 0)
-
-
 def check_answer(request, deltas, expected, may_end):
-    """Compares a request with the output of `generate`, of which it has the beginning at least.
+    """Asserts that a request has the output of `generate`.
 
-    may_end: boolean, True if the request was cancelled or has a timeout.
+    may_end: boolean, True if the request was cancelled or has a timeout, and may have less.
     """
     answer = request.result(60)
     deltas = [*deltas, *request]
@@ -151,10 +145,9 @@ def check_answer(request, deltas, expected, may_end):
     assert logprobs == answer.logprobs
     if logprobs:
         assert [each.token_id for each in logprobs] == token_ids
-        (wanted,) = expected.logprobs
-        for found, each in zip(logprobs, wanted[: len(token_ids)], strict=True):
-            values = ([each.logprob, *each.top.values()] for each in (found, each))
-            np.testing.assert_allclose(*values, atol=ATOL)
+        for pair in zip(logprobs, expected.logprobs[0][: len(token_ids)], strict=True):
+            values = ([each.logprob, *each.top.values()] for each in pair)
+            np.testing.assert_allclose(*values, atol=1e-5)
 
 
 @needs_engine
@@ -163,7 +156,7 @@ def check_answer(request, deltas, expected, may_end):
     [pytest.param("griffin", False, marks=NIGHTLY_IF_COMPILED), ("griffin", True), ("hgrn2", True)],
 )
 def test_engine_with_random_requests_answers_as_generate(family, is_accelerated, monkeypatch):
-    """A slot, chunk or saved state is that of another request, or a token is lost or repeated."""
+    """A slot, chunk or saved state belongs to another request, or a token is lost or repeated."""
     rng = random.Random(0)
     model = make_model(family)
     cases = random_requests(rng, model, 12)
@@ -174,7 +167,7 @@ def test_engine_with_random_requests_answers_as_generate(family, is_accelerated,
         with Engine(model, num_slots, max_length=256, **options) as engine:
             assert engine._chunks.num_prompts == 1 + is_accelerated
             for _ in range(num_slots):  # prompts that are ready wait for a slot
-                _submit(engine, 100, stop_token_ids=None)
+                submit_greedy(engine, 100, stop_token_ids=None)
             requests = []
             for number, (arguments, expected) in enumerate([*cases, *rng.sample(cases, 12)]):
                 timeout, deltas = rng.choice([None] * 9 + [0]), []
@@ -199,22 +192,22 @@ def test_engine_with_random_requests_answers_as_generate(family, is_accelerated,
 
 @pytest.mark.skipif(BACKEND != "torch", reason="CUDA graphs of torch")
 def test_engine_with_fewer_stop_tokens_captures_into_a_new_pool(model, monkeypatch):
-    """The graphs of the earlier shape are deleted: nothing may be captured into their pool."""
+    """A graph is captured into the memory pool of deleted graphs, and torch fails."""
     _, pools = emulate_accelerator(monkeypatch)
     for stop_token_ids in (tuple(range(1, 8)), (1,)):
         del pools[:]
         with Engine(model, num_slots=3, max_length=100, prefill_chunk=CHUNK) as engine:
-            _submit(engine, stop_token_ids=stop_token_ids).result(60)
+            submit_greedy(engine, stop_token_ids=stop_token_ids).result(60)
         assert pools[0] is None
 
 
 @pytest.mark.skipif(BACKEND != "jax", reason="JAX compiles steps")
-def test_compiling_does_not_stop_other_requests(engine, monkeypatch):
-    """Requests wait while a step for other options is compiled, or the first step is."""
+def test_engine_decodes_while_a_step_for_other_options_compiles(engine, monkeypatch):
+    """All requests wait for a compilation that only a queued request needs."""
     from keras_recurrent.generation import xla_programs
 
     may_compile, advance, compiled = threading.Event(), xla_programs.advance, []
-    _submit(engine, 1).result(60)
+    submit_greedy(engine, 1).result(60)
 
     def wait(*arguments, **options):
         compiled.append(may_compile.wait(60))
@@ -222,7 +215,7 @@ def test_compiling_does_not_stop_other_requests(engine, monkeypatch):
 
     monkeypatch.setattr(xla_programs, "advance", wait)
     options = {"max_new_tokens": 5, "stop_token_ids": (1, 2, 3, 4, 5)}
-    running = _submit(engine, 20)
+    running = submit_greedy(engine, 20)
     waiting = engine.submit("a", SamplingParams(min_p=0.5, seed=1), **options)
     try:
         assert running.result(30).token_ids
@@ -236,24 +229,24 @@ def test_compiling_does_not_stop_other_requests(engine, monkeypatch):
 @pytest.mark.once
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit])
 def test_request_that_is_cancelled_or_late_or_has_failing_listener_ends_alone(engine, error):
-    """It keeps its slot, or a listener's error ends the caller, or the engine with all requests."""
+    """A request keeps its slot, or the error of a listener ends the engine and all requests."""
     failures = []
 
     def fail(argument):
         failures.append(argument)
         raise error
 
-    ended = _submit(engine)
+    ended = submit_greedy(engine)
     ended.result(60)
     exits = contextlib.nullcontext() if error is RuntimeError else pytest.raises(error)
     with exits:  # the listener is called in this thread
         ended.set_listener(fail)
     assert len(failures) == 1
-    running = [_submit(engine, 1900, stop_token_ids=None) for _ in range(3)]
-    late = _submit(engine, timeout=0)
+    running = [submit_greedy(engine, 1900, stop_token_ids=None) for _ in range(3)]
+    late = submit_greedy(engine, timeout=0)
     assert (late.result(60).finish_reason, late.result().token_ids) == ("timeout", [])
-    # They have no tokens yet, because all slots are in use: only the engine's thread calls `fail`.
-    waiting = [_submit(engine, 99, stop_token_ids=None) for _ in range(2)]
+    # All slots are in use, so that these have no tokens yet: only the engine calls `fail`.
+    waiting = [submit_greedy(engine, 99, stop_token_ids=None) for _ in range(2)]
     waiting[0].set_listener(fail)
     waiting[1].add_done_callback(fail)
     for request in running:
@@ -264,18 +257,18 @@ def test_request_that_is_cancelled_or_late_or_has_failing_listener_ends_alone(en
 
 
 @pytest.mark.once
-def test_bytes_that_a_tokenizer_rejects_end_their_request_only(engine, monkeypatch):
-    """The text of one request ends the engine, and all requests with it."""
+def test_request_whose_bytes_the_tokenizer_rejects_ends_alone(engine, monkeypatch):
+    """Invalid text of one request ends the engine and all requests."""
     with monkeypatch.context() as patch:
         patch.setattr(StreamedText, "add", lambda *_: b"\xff".decode())
         with pytest.raises(UnicodeDecodeError):
-            _submit(engine, 99).result(60)
-    assert _submit(engine).result(60).token_ids
+            submit_greedy(engine, 99).result(60)
+    assert submit_greedy(engine).result(60).token_ids
 
 
 @pytest.mark.once
-def test_huge_numbers_are_as_no_limit(engine):
-    """A number that does not fit into 32 bits or a timer ends the request with OverflowError."""
+def test_huge_top_k_and_timeout_set_no_limit(engine):
+    """A number that exceeds 32 bits or a timer ends the request with an OverflowError."""
     for top_p in (1.0, 0.9):
         sampling = SamplingParams(top_k=2**31, top_p=top_p, seed=1)
         request = engine.submit("a", sampling, max_new_tokens=2, timeout=10**400)
@@ -285,10 +278,10 @@ def test_huge_numbers_are_as_no_limit(engine):
 
 
 @pytest.mark.once
-def test_an_engine_that_is_dropped_finishes_and_ends(model):
-    """Each engine that a program drops keeps a thread and its memory, or loses requests."""
+def test_engine_after_garbage_collection_finishes_its_requests(model):
+    """An engine without references keeps its thread and memory, or loses requests."""
     engine = Engine(model, num_slots=1, max_length=200)
-    thread, request = engine._thread, _submit(engine)
+    thread, request = engine._thread, submit_greedy(engine)
     del engine
     gc.collect()
     assert request.result(60).token_ids
@@ -297,36 +290,36 @@ def test_an_engine_that_is_dropped_finishes_and_ends(model):
 
 
 @pytest.mark.once
-def test_a_fork_of_an_engine_refuses(engine, monkeypatch):
-    """A request in a fork, which does not have the engine's thread, waits forever."""
-    request = _submit(engine)
+def test_engine_in_a_forked_process_raises(engine, monkeypatch):
+    """A request waits forever for the engine's thread, which a fork does not have."""
+    request = submit_greedy(engine)
     monkeypatch.setattr(os, "getpid", lambda: -1)
-    for call in (lambda: _submit(engine), request.result, lambda: next(request)):
+    for call in (lambda: submit_greedy(engine), request.result, lambda: next(request)):
         with pytest.raises(EngineClosed, match="after the fork"):
             call()
 
 
 @pytest.mark.once
-def test_full_and_closed_engines_refuse(model):
+def test_submit_to_a_full_or_closed_engine_raises(model):
     """A closed engine drops requests, or the queue grows without limit."""
     engine = Engine(model, 1, max_length=200, max_queued=2, prefix_cache_bytes=0)
     with pytest.raises(EngineFull, match="2 requests are waiting"):
-        [_submit(engine, 170, stop_token_ids=None) for _ in range(10)]
+        [submit_greedy(engine, 170, stop_token_ids=None) for _ in range(10)]
     requests = engine.close(wait=False)
     assert requests
     assert {request.finish_reason for request in requests} == {"cancelled"}
     with pytest.raises(EngineClosed, match="closed"):
-        _submit(engine)
+        submit_greedy(engine)
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("in_listener", [False, True])
-def test_another_call_of_close_cancels(model, in_listener):
-    """It does nothing while the first one waits, or the engine's thread waits for itself."""
+def test_second_call_of_close_cancels_requests(model, in_listener):
+    """`close` waits for another call of `close`, or the engine's thread waits for itself."""
     engine, found = Engine(model, 2, max_length=200_000, prefix_cache_bytes=0), []
-    request = _submit(engine, 100_000, stop_token_ids=None)
+    request = submit_greedy(engine, 100_000, stop_token_ids=None)
     if in_listener:
-        short = _submit(engine, 1)
+        short = submit_greedy(engine, 1)
         short.add_done_callback(lambda _: found.extend(engine.close(wait=False)))
     else:
         waiting = threading.Thread(target=engine.close)
@@ -340,21 +333,21 @@ def test_another_call_of_close_cancels(model, in_listener):
 @pytest.mark.once
 def test_engine_after_predict_answers_as_before(model, engine):
     """Keras's `predict` on JAX replaces the arrays of all weights, which the engine had stored."""
-    expected = _submit(engine).result().token_ids
+    expected = submit_greedy(engine).result().token_ids
     model.predict_on_batch({"token_ids": np.ones((1, 4), "int32"), "padding_mask": np.ones((1, 4))})
-    assert _submit(engine).result().token_ids == expected
+    assert submit_greedy(engine).result().token_ids == expected
 
 
-def test_a_failed_engine_ends_all_requests(model, monkeypatch):
-    """A request that was on its way to a slot never ends."""
+def test_failed_engine_ends_all_requests(model, monkeypatch):
+    """A request that moves into a slot during the failure never ends."""
     engine = Engine(model, num_slots=1, max_length=200, prefix_cache_bytes=0)
     monkeypatch.setattr(engine._scheduler.batch, "_write", None)
     with pytest.raises(EngineClosed, match="'NoneType' object is not callable"):
-        _submit(engine).result(5)
+        submit_greedy(engine).result(5)
     engine = Engine(model, num_slots=1, max_length=2000, prefix_cache_bytes=0)
-    running = _submit(engine, 1900, stop_token_ids=None)
+    running = submit_greedy(engine, 1900, stop_token_ids=None)
     next(iter(running))
-    queued = _submit(engine)
+    queued = submit_greedy(engine)
     monkeypatch.setattr(scheduler, "SECONDS_PER_SEARCH", 0)
     monkeypatch.setattr(engine._scheduler.batch, "_stop", None)
     time.sleep(0.1)
@@ -369,8 +362,8 @@ def test_a_failed_engine_ends_all_requests(model, monkeypatch):
 
 @needs_engine
 @pytest.mark.parametrize("family", FAMILIES_OF_STATES)
-def test_a_conversation_continues_from_its_state(tmp_path, family):
-    """A prefix state is one token ahead or behind, or is lost with the engine."""
+def test_prefix_states_continue_a_conversation_after_a_restart(tmp_path, family):
+    """A saved state has one token too many or too few, or is lost with the engine."""
     options = HYBRID if family == "hgrn2 hybrid" else {}
     model = tiny_causal_lm(family=family.partition(" ")[0], **options)
     options = {"num_slots": 3, "max_length": 200, "prefill_chunk": CHUNK}
@@ -389,8 +382,8 @@ def test_a_conversation_continues_from_its_state(tmp_path, family):
             assert engine.submit(prompt, **greedy).result(60).token_ids == answer.token_ids
 
 
-def test_messages_are_processed_once(model, engine):
-    """Only states at ends of prompts are saved, which a template need not continue."""
+def test_engine_processes_messages_once(model, engine):
+    """Messages that several prompts share are processed again for each request."""
     names = ["system", *["user", "assistant"] * 3]
     messages = [
         {"role": name, "content": f"{number} {'and so on ' * (1 if number else 4)}"}
@@ -434,14 +427,14 @@ def test_messages_are_processed_once(model, engine):
         ("a", {"sampling": [SamplingParams()]}, "one `SamplingParams`"),
     ],
 )
-def test_bad_requests_are_refused(engine, prompt, options, match):
-    """A bad argument reaches the thread of the engine, and ends all requests."""
+def test_submit_with_an_invalid_argument_raises(engine, prompt, options, match):
+    """An invalid argument reaches the thread of the engine, and ends all requests."""
     with pytest.raises(ValueError, match=match):
         engine.submit(prompt, **options)
 
 
-def test_bad_engines_are_refused():
-    """An argument is only noticed by the first request."""
+def test_engine_with_an_invalid_argument_raises():
+    """The first request of an engine fails because of an argument of the engine."""
     model = make_model("hgrn2")
     if BACKEND == "tensorflow":
         with pytest.raises(NotImplementedError, match="not on TensorFlow"):
@@ -461,8 +454,8 @@ def test_bad_engines_are_refused():
 
 @pytest.mark.nightly
 @pytest.mark.once
-def test_the_benchmark_runs(monkeypatch, capsys):
-    """An option of the engine or of `generate` is renamed, and the script is not."""
+def test_benchmark_of_serving_runs(monkeypatch, capsys):
+    """The benchmark uses an option of the engine or of `generate` that was renamed."""
     serving = importlib.import_module("benchmarks.serving")
     rates = {"bytes_per_second": 1e9, "flops_per_second": 1e9}
     monkeypatch.setattr(serving, "device_rates", lambda dtype: rates)
@@ -474,7 +467,7 @@ def test_the_benchmark_runs(monkeypatch, capsys):
 
 
 class Device:
-    """Batch and chunks that note the lengths of processed chunks; slots never become free again."""
+    """Batch and chunks that record the lengths of chunks; slots never become free again."""
 
     max_chunk = CHUNK
     is_ready = staticmethod(lambda sequence: True)
@@ -507,44 +500,48 @@ class Device:
         self.active.append(sequence)
 
 
-class QueuedPrompt(SimpleNamespace):
-    """Sequence that waits; equal to itself only."""
+class QueuedPrompt:
+    """Sequence that waits for a slot."""
 
-    __hash__ = object.__hash__
+    ends, state, finish_reason, num_processed, num_cached = (), None, None, 0, 0
+
+    def __init__(self, length):
+        self.prompt = [1] * length
+
+    def end_reason(self, now):
+        return None
 
 
 def make_scheduler(device, lengths):
     """Returns a `Scheduler` with prompts of these lengths in its queue."""
     prefixes = SimpleNamespace(restore=lambda sequence: None, is_enabled=False)
-    found = scheduler.Scheduler(device, device, prefixes)
+    made = scheduler.Scheduler(device, device, prefixes)
     for length in lengths:
-        given = {"prompt": [1] * length, "ends": (), "state": None, "end_reason": lambda now: None}
-        given["finish_reason"] = None
-        found.add(QueuedPrompt(num_processed=0, num_cached=0, **given), 100)
-    return found
+        made.add(QueuedPrompt(length), 100)
+    return made
 
 
 @pytest.mark.once
 @pytest.mark.parametrize(
     ("options", "lengths", "expected"),
     [
-        # A long chunk follows a short one, or short prompts take a step each.
-        # Three requests wait for the free slots before the first two steps.
+        # More chunks share a step while requests wait although slots are free.
         ({"num_free": 8}, (19, 9, 3, 2, 5), [[[8], [8]], [[2], [8], [2]], [[1], [4]], []]),
-        # A program delays one step by all of its parts.
+        # The parts of a program are processed between several steps.
         ({"num_free": 1, "num_parts": 5}, (9, 9), [[[8], [8]]] * 5 + [[]]),
-        # Each step is delayed by a long program.
+        # Some steps follow each other without a chunk, if chunks take long.
         (
             {"num_free": 2, "cost": 2.5, "num_active": 1},
             *((25, 9), [[[8]], [], [[8]], [], [], [[8]], [], [[8]]]),
         ),
-        # Free slots wait.
+        # Chunks run before each step if no sequence decodes.
         ({"num_free": 2, "cost": 2.5}, (25, 9), [[[8]]] * 4 + [[]] * 4),
-        # A program with one prompt takes the place of one with two.
+        # A program with space for two prompts waits for a second one.
         ({"num_free": 0, "num_prompts": 2}, (19, 4, 9, 6), [[[8, 3]], [[8, 8]], [[2, 5]], []]),
     ],
 )
 def test_scheduler_between_two_steps_processes_chunks(options, lengths, expected):
+    """Chunks of prompts delay decoding steps for too long, or prompts wait for no reason."""
     device = Device(**options)
     scheduler, found = make_scheduler(device, lengths), []
     for _ in expected:
@@ -555,7 +552,7 @@ def test_scheduler_between_two_steps_processes_chunks(options, lengths, expected
 
 
 @pytest.mark.once
-def test_a_free_slot_does_not_wait_for_chunks():
+def test_scheduler_fills_a_free_slot_while_chunks_are_processed():
     """A prompt that is ready waits until the chunks of others are finished."""
     device = Device(0, num_prompts=2, num_parts=5)
     scheduler = make_scheduler(device, (1, 9, 9))
@@ -566,13 +563,13 @@ def test_a_free_slot_does_not_wait_for_chunks():
 
 
 @pytest.mark.once
-def test_sequence_that_moves_into_a_slot_is_not_queued(monkeypatch):
-    """A request is refused while the queue is empty and the engine fills a slot."""
+def test_sequence_that_moves_into_a_slot_is_not_counted_as_queued(monkeypatch):
+    """A request is rejected while the queue is empty and the engine fills a slot."""
     device, counts = Device(1), []
     scheduler = make_scheduler(device, (1,))
 
-    def insert(sequence, row):
-        Device.insert(device, sequence, row)
+    def insert(sequence, state):
+        Device.insert(device, sequence, state)
         counts.append((scheduler.num_queued, scheduler.num_active))
 
     monkeypatch.setattr(device, "insert", insert)

@@ -1,4 +1,4 @@
-"""The command line of the server: errors before the model is loaded."""
+"""Command line of the server: errors before the model is loaded, and compilation."""
 
 import gc
 import logging
@@ -39,14 +39,16 @@ def run(monkeypatch, *options):
         (["--model", "a"], "unrecognized arguments: --model a"),
     ],
 )
-def test_wrong_options_are_errors(monkeypatch, capsys, options, message):
-    """The server loads a model for minutes before it tells that an option is wrong."""
+def test_invalid_option_is_an_error_before_the_model_is_loaded(
+    monkeypatch, capsys, options, message
+):
+    """A user waits for minutes until an error names the wrong option."""
     assert run(monkeypatch, *options) == 2
     assert message in capsys.readouterr().err
 
 
-def test_an_address_in_use_is_an_error(monkeypatch):
-    """The server loads its model before it finds that it cannot listen."""
+def test_address_in_use_is_an_error_before_the_model_is_loaded(monkeypatch):
+    """A user waits for minutes until an error tells that the server cannot listen."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
         assert f"127.0.0.1, port {port}: Address already" in run(monkeypatch, "--port", port)
@@ -55,13 +57,13 @@ def test_an_address_in_use_is_an_error(monkeypatch):
         assert listener.getsockname()[0] == "::1"
 
 
-def test_missing_packages_are_named(monkeypatch):
+def test_missing_package_is_an_error_that_names_the_package(monkeypatch):
     monkeypatch.setattr(command, "PACKAGES", (*command.PACKAGES, "missing_package"))
     message = "The server requires the extra `serve`: pip install missing-package"
     assert run(monkeypatch) == message
 
 
-def test_a_preset_that_does_not_exist_is_an_error(monkeypatch, capsys):
+def test_unknown_preset_is_an_error_of_the_command_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["serving", "--preset", "no_preset", "--port", "0"])
     with pytest.raises(SystemExit) as caught:
         command.main()
@@ -69,14 +71,14 @@ def test_a_preset_that_does_not_exist_is_an_error(monkeypatch, capsys):
     assert "Unknown preset 'no_preset'" in capsys.readouterr().err
 
 
-def test_an_empty_key_is_an_error(monkeypatch, capsys):
+def test_empty_key_is_an_error(monkeypatch, capsys):
     """A variable that was left empty by mistake turns the authentication off."""
     monkeypatch.setenv(command.KEY_VARIABLE, " ")
     assert run(monkeypatch) == 2
     assert f"{command.KEY_VARIABLE} must not be empty" in capsys.readouterr().err
 
 
-def test_common_options_are_compiled_before_the_server_listens(monkeypatch, caplog):
+def test_server_compiles_common_options_before_it_listens(monkeypatch, caplog):
     """The first clients wait for compilations, or metrics count the requests of the warm-up."""
     model = GriffinCausalLM.from_preset("hawk_tiny", num_layers=1)
     monkeypatch.setattr(sys, "argv", ["serving", "--preset", "a", "--slots", "1", "--port", "0"])
@@ -98,8 +100,8 @@ def test_common_options_are_compiled_before_the_server_listens(monkeypatch, capl
     assert "Prepared common options in" in caplog.text
 
 
-def test_log_compilations_names_programs_and_seconds(caplog):
-    """A compilation delays requests, and the log does not say so."""
+def test_log_compilations_logs_program_and_seconds(caplog):
+    """The log does not explain why requests wait."""
     jax = pytest.importorskip("jax")
     command.log_compilations()
     with caplog.at_level(logging.INFO, "keras_recurrent.serving"):

@@ -1,4 +1,4 @@
-"""The chat page in headless Chromium."""
+"""Chat page of the server, in headless Chromium."""
 
 import json
 import os
@@ -20,7 +20,7 @@ ANSWER = "[...document.querySelectorAll('.assistant')].at(-1)?.textContent"
 IS_DONE = "document.getElementById('send').textContent === 'Send'"
 
 
-def test_chat(model, tmp_path):
+def test_page_streams_stops_and_continues_a_conversation(model, tmp_path):
     """The page does not stream, stop, continue a conversation, or show errors."""
     engine = Engine(model, num_slots=1, max_length=800)
     with running(engine) as server, browser.opened(server.url) as page:
@@ -48,7 +48,7 @@ def test_chat(model, tmp_path):
         assert all(url.startswith(server.url) for url in urls), urls
 
 
-def test_the_page_asks_for_the_key(model):
+def test_page_asks_for_the_key(model):
     """The page of a server with a key cannot be used."""
     engine = Engine(model, num_slots=1, max_length=100)
     with running(engine, api_key="secret") as server, browser.opened(server.url) as page:

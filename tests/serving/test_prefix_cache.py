@@ -1,4 +1,4 @@
-"""Prefix states: their files, and the ends of messages at which they are saved."""
+"""Prefix states of an engine: their files, and the ends of messages at which they are saved."""
 
 import contextlib
 import itertools
@@ -30,7 +30,7 @@ MAX_LENGTH = 64
 
 @pytest.fixture
 def logs(caplog):
-    """Returns a context that fails unless the log gets a message which matches a pattern."""
+    """Returns a context manager that requires a message in the log which matches a pattern."""
 
     @contextlib.contextmanager
     def check(pattern):
@@ -62,7 +62,7 @@ def find_stored(cache, *names, salt=None):
     return [n for n, sequence in zip(names, sequences, strict=True) if sequence.state is not None]
 
 
-def test_files_are_the_last_used_states(model, tmp_path, monkeypatch, logs):
+def test_prefix_files_keep_the_most_recently_used_states(model, tmp_path, monkeypatch, logs):
     """The directory grows without limit, forgets the use of a state, or deletes other files."""
     a, b, c, d, e = ((number, number) for number in range(5))
     (tmp_path / "mine.safetensors").write_bytes(b"no state")
@@ -93,7 +93,7 @@ def test_files_are_the_last_used_states(model, tmp_path, monkeypatch, logs):
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_prefix_cache_that_is_full_drops_the_oldest_states(model):
+def test_full_prefix_cache_drops_the_oldest_states(model):
     """Memory grows with the number of requests."""
     names = [(number, number) for number in range(5)]
     cache = PrefixCache(model, 10**6, MAX_LENGTH)
@@ -118,8 +118,8 @@ def test_prefix_cache_with_salt_shares_no_states(model, tmp_path):
     assert [path.stat().st_mode & 0o777 for path in (folder, *folder.iterdir())] == [0o700, 0o600]
 
 
-def test_states_that_are_soon_dropped_are_not_written(model, tmp_path, monkeypatch):
-    """Writing slows the engine down for requests that do not return, or keeps their states."""
+def test_prefix_files_do_not_write_states_that_are_soon_dropped(model, tmp_path, monkeypatch):
+    """States of requests that do not continue are written, which slows the engine down."""
     saved = []
     save = GenerationCache.save
     monkeypatch.setattr(GenerationCache, "save", lambda *args: saved.append(1) or save(*args))
@@ -133,8 +133,8 @@ def test_states_that_are_soon_dropped_are_not_written(model, tmp_path, monkeypat
     assert len(saved) == 2
 
 
-def test_damaged_files_and_those_of_other_models_are_left_out(model, tmp_path, logs):
-    """A file fails the start of the server, or gives a model the state of other weights."""
+def test_prefix_files_that_are_damaged_or_of_other_models_are_not_used(model, tmp_path, logs):
+    """A file ends the start of the server, or a model continues the state of other weights."""
     a, b = (1, 1), (2, 2)
     cache = PrefixCache(model, 10**6, MAX_LENGTH, tmp_path)
     add(cache, model, a, b)
@@ -177,7 +177,8 @@ TURNS = [
 LONG = [SYSTEM, *TURNS[:39]]
 
 
-def _length(messages):
+def count_tokens(messages):
+    """Returns the number of tokens of messages that `LINES` renders, with the start token."""
     return 1 + sum(len(f"{each['role']}: {each['content']}\n") for each in messages)
 
 
@@ -189,12 +190,12 @@ def _length(messages):
         (LINES + ANSWER, TURNS[:3], [2]),
         (LINES + ANSWER, TURNS[:1], []),
         (LINES + ANSWER, [{"role": "system", "content": "Brief."}, *TURNS[:1]], []),
-        # The system message is in the last message of the user; the history has no thoughts.
+        # The template renders the system message last, or rejects the beginning.
         ("{{ messages[1:] }}{{ messages[0] }}", [SYSTEM, *TURNS[:3]], []),
         (LINES + "{{ raise_exception('') if messages|length < 3 }}", LONG[:4], [3]),
     ],
 )
-def test_ends_of_messages(template, messages, ends):
+def test_message_ends_are_found_with_few_renderings(template, messages, ends):
     """A state is saved in the middle of a message, or each of many messages is rendered."""
     preprocessor = GriffinCausalLMPreprocessor(ByteTokenizer(), chat_template=template)
     turn = start_turn(types.SimpleNamespace(preprocessor=preprocessor), messages, None)
@@ -203,13 +204,13 @@ def test_ends_of_messages(template, messages, ends):
         calls.append(1) or render(*args, **kwargs)
     )
     assert MessageEnds(preprocessor).find(turn) == tuple(
-        _length(messages[:count]) for count in ends
+        count_tokens(messages[:count]) for count in ends
     )
     assert len(calls) <= 2
 
 
-def test_ends_with_a_tokenizer_that_begins_texts_with_a_space():
-    """The text after a message, tokenized alone, differs from its tokens in the prompt."""
+def test_message_end_with_a_tokenizer_that_begins_texts_with_a_space():
+    """An end is lost because the text after a message has other tokens if tokenized alone."""
     preprocessor = GriffinCausalLMPreprocessor(bpe.llama(None), chat_template=LINES + ANSWER)
     messages = [SYSTEM, {"role": "user", "content": "happy"}]
     turn = start_turn(types.SimpleNamespace(preprocessor=preprocessor), messages, None)
@@ -218,8 +219,8 @@ def test_ends_with_a_tokenizer_that_begins_texts_with_a_space():
     assert MessageEnds(preprocessor).find(turn) == (len(tokens),)
 
 
-def test_a_template_that_delays_only_the_ends_is_rendered_once(monkeypatch):
-    """Each request waits for a template that does not end for the first messages alone."""
+def test_message_ends_of_a_slow_template_are_not_searched_again(monkeypatch):
+    """Each request waits for a template that loops forever without the last message."""
     template = "{% if messages|length < 2 %}" + ENDLESS + "{% endif %}" + LINES
     preprocessor = GriffinCausalLMPreprocessor(ByteTokenizer(), chat_template=template)
     ends, model = MessageEnds(preprocessor), types.SimpleNamespace(preprocessor=preprocessor)

@@ -1,4 +1,4 @@
-"""The HTTP server with real clients: the `openai` package and httpx."""
+"""HTTP server, as the `openai` package and httpx see it."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,6 @@ from keras_recurrent.models import GriffinCausalLM, SamplingParams
 from keras_recurrent.serving import Engine, protocol
 from keras_recurrent.serving import server as server_module
 from keras_recurrent.serving.server import Server, bind, create_app
-from keras_recurrent.tokenizers import ByteTokenizer
 from tests.serving.soak import metrics
 
 pytestmark = pytest.mark.once
@@ -69,24 +68,34 @@ def server(model):
 
 
 @pytest.fixture(scope="module")
-def text(server):
-    """Answer to "Hello" with `GREEDY`."""
+def engine(server):
+    return server.config.app.state.service.engine
+
+
+def submit_greedy(engine, prompt="Hello", max_new_tokens=60):
+    """Submits a request with the options of `GREEDY`."""
     sampling = SamplingParams(temperature=0, logit_bias={2: -100})
-    engine = server.config.app.state.service.engine
-    return engine.submit("Hello", sampling, max_new_tokens=60).result().text
+    return engine.submit(prompt, sampling, max_new_tokens)
 
 
-def client_of(server, **options):
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, **options)
+@pytest.fixture(scope="module")
+def text(engine):
+    """Answer to "Hello" with `GREEDY`."""
+    return submit_greedy(engine).result().text
+
+
+def make_client(server, **options):
+    options = {"api_key": "none", "max_retries": 0, **options}
+    return openai.OpenAI(base_url=f"{server.url}/v1", **options)
 
 
 @pytest.fixture(scope="module")
 def client(server):
-    return client_of(server)
+    return make_client(server)
 
 
-def say(content="Hello", role="user"):
-    """Fields of a chat request."""
+def chat(content="Hello", role="user"):
+    """Returns the fields of a chat request with one message."""
     return {"messages": [{"role": role, "content": content}]}
 
 
@@ -108,25 +117,25 @@ def wait_for(condition):
 
 
 def connect(server, text=""):
-    """Opens a connection and sends a part of a request."""
+    """Returns a connection, over which a part of a request was sent."""
     url = httpx.URL(server.url)
     connection = socket.create_connection((url.host, url.port))
     connection.sendall(text.encode())
     return connection
 
 
-def num_cancelled(server):
+def count_cancelled(server):
     return metrics(server.url).get('requests_total{finish_reason="cancelled"}', 0)
 
 
-def test_models(client):
+def test_models_lists_the_model(client):
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").object == "model"
 
 
-def test_chat(client, text):
+def test_chat_returns_answer_log_probabilities_and_usage(client, text):
     options = {"max_completion_tokens": 9, "logprobs": True, "top_logprobs": 2, "seed": -1}
-    answer = client.chat.completions.create(**MODEL, **say(), **options, **GREEDY)
+    answer = client.chat.completions.create(**MODEL, **chat(), **options, **GREEDY)
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", text[:9])
     assert choice.finish_reason == "length"
@@ -136,10 +145,10 @@ def test_chat(client, text):
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (6, 9)
 
 
-def test_chat_streams(client, text):
+def test_chat_streams_answer_and_usage(client, text):
     """Text is lost, or the role, the finish reason or the usage is missing."""
     options = {"max_tokens": 60, "stream_options": {"include_usage": True}, "logprobs": True}
-    options |= {**MODEL, **GREEDY, **say([{"type": "text", "text": "Hello"}])}
+    options |= {**MODEL, **GREEDY, **chat([{"type": "text", "text": "Hello"}])}
     chunks = list(client.chat.completions.create(**options, stream=True))
     choices = [chunk.choices[0] for chunk in chunks[:-1]]
     assert choices[0].delta.role == "assistant"
@@ -150,7 +159,8 @@ def test_chat_streams(client, text):
     assert chunks[-1].usage.total_tokens == 66
 
 
-def test_completions_of_several_prompts(client, text):
+def test_completions_of_several_prompts_have_indices(client, engine, text):
+    """A text, finish reason or log probability has the index of another prompt."""
     stop = text[20:24]
     options = {**MODEL, **GREEDY, "max_tokens": 60}
     answer = client.completions.create(**options, prompt=["Hello"] * 2, stop=[stop], logprobs=1)
@@ -160,20 +170,26 @@ def test_completions_of_several_prompts(client, text):
         assert len(choice.logprobs.tokens) == text.index(stop) + 4
         assert choice.logprobs.text_offset[:3] == [0, 1, 2]
     assert answer.usage.prompt_tokens == 12
-    tokens = [1, *(byte + 3 for byte in b"Hello")]
-    stream = client.completions.create(**options, prompt=[tokens, [1, 70]], logprobs=0, stream=True)
-    choices = [chunk.choices[0] for chunk in stream]
-    other = client.completions.create(**options, prompt=[[1, 70]], logprobs=0).choices[0]
-    for index, wanted in enumerate((text, other.text)):
-        chunks = [choice for choice in choices if choice.index == index]
-        assert "".join(chunk.text for chunk in chunks) == wanted
-        assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["length"]
-        assert sum(len(chunk.logprobs.tokens) for chunk in chunks if chunk.logprobs) == 60
-    assert other.text != text
+    tokens = [[1, *(byte + 3 for byte in prompt)] for prompt in (b"Hello", b"The ")]
+    answers = [text, submit_greedy(engine, "The ").result().text]
+    parts = (answer[i : i + 4] for i in range(56) for answer in answers)
+    stop = next(part for part in parts if (part in answers[0]) != (part in answers[1]))
+    stream = client.completions.create(**options, prompt=tokens, stream=True, stop=stop, logprobs=0)
+    texts, reasons, logprobs = ["", ""], {}, [[], []]
+    for chunk in stream:
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.text
+        logprobs[choice.index] += choice.logprobs.tokens
+        if choice.finish_reason:
+            reasons[choice.index] = choice.finish_reason
+    expected = [answer.partition(stop) for answer in answers]
+    assert texts == [shown for shown, _, _ in expected]
+    assert reasons == {n: "stop" if end else "length" for n, (_, end, _) in enumerate(expected)}
+    assert ["".join(each) for each in logprobs] == [shown + end for shown, end, _ in expected]
 
 
-def test_completions_without_top_have_log_probabilities(server):
-    """`"logprobs": 0` is taken as false, or a stream has no end."""
+def test_completions_with_zero_logprobs_have_those_of_the_tokens(server):
+    """`"logprobs": 0` counts as false, or a stream has no end."""
     for stream in (True, False):
         body = post(server, prompt="a", max_tokens=2, logprobs=0, stream=stream, **GREEDY).text
         assert body.endswith("data: [DONE]\n\n") == stream
@@ -183,9 +199,9 @@ def test_completions_without_top_have_log_probabilities(server):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_disconnects_frees_its_slot(server, stream):
+def test_client_that_disconnects_frees_its_slot(server, stream):
     """A request without a client keeps its slot, or is not in the metrics."""
-    before = num_cancelled(server)
+    before = count_cancelled(server)
     body = {**MODEL, **LONG, "prompt": "Hello", "stream": stream}
     with (
         httpx.Client(timeout=0.2) as connection,
@@ -193,102 +209,122 @@ def test_a_client_that_disconnects_frees_its_slot(server, stream):
         connection.stream("POST", f"{server.url}/v1/completions", json=body) as response,
     ):
         next(response.iter_lines())
-    wait_for(lambda: num_cancelled(server) > before)
+    wait_for(lambda: count_cancelled(server) > before)
     found = metrics(server.url)
     assert (found["slots_active"], found["requests_queued"]) == (0, 0)
 
 
-def test_request_with_an_invalid_prompt_cancels_its_other_prompts(server):
-    """Prompts that were accepted before the invalid one keep running."""
-    engine = server.config.app.state.service.engine
-    num_tokens = engine.stats()["tokens"]
-    assert post(server, prompt=["Hello", "x" * 2000], **LONG).status_code == 400
-    wait_for(lambda: engine.stats()["active"] == engine.stats()["queued"] == 0)
-    assert engine.stats()["tokens"] - num_tokens < LONG["max_tokens"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "status", "param", "message"),
-    [
-        ({}, 400, "prompt", "Missing required parameter: 'prompt'"),
-        ({"prompt": "a", "temperature": 1e9}, 400, "temperature", "must be 0, or a number"),
-        ({"prompt": "a", "top_p": "1"}, 400, "top_p", "should be a valid number"),
-        ({"prompt": "a", "tools": []}, 400, "tools", "Unrecognized request argument"),
-        ({"prompt": "a", "n": 2}, 400, "n", "should be 1"),
-        ({"prompt": "\ud800"}, 400, None, "hex escape at line 1"),
-        ({"prompt": "a", "\ud800": 1}, 400, None, "hex escape at line 1"),
-        ({"prompt": "a", "user": DEEP}, 400, None, "recursion limit exceeded"),
-        ({"prompt": "a", "stop": ["b"] * 17}, 400, "stop", "at most 16 items"),
-        ({"prompt": "a", "stop": "b" * 1025}, 400, "stop", "at most 1024 characters"),
-        ({"prompt": [""] * 2049}, 400, "prompt", "at most 2048 items"),
-        ({"prompt": "a", "cache_salt": ""}, 400, "cache_salt", "at least 1 character"),
-        ({"prompt": "a", "stream_options": {"x": 1}}, 400, "x", "Unrecognized request"),
-        ({"prompt": "a", "logit_bias": {"a": 1}}, 400, "logit_bias", "must be token ids"),
-        ({"prompt": "a", "logit_bias": {"999": 1}}, 400, "logit_bias", "vocabulary"),
-        ({"prompt": "a" * 1001}, 400, "prompt", "(16, the default) exceed 1000 tokens"),
-        ({"prompt": []}, 400, "prompt", "at least one token"),
-        ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "`max_tokens` must be"),
-        ({"prompt": "a", "echo": True}, 400, "echo", "not supported by this server"),
-        ({"prompt": "a", "best_of": 2}, 400, "best_of", "not supported by this server"),
-        ({"prompt": "a" * 10_000}, 413, None, "the maximum is 10000"),
-        ({"prompt": "a", "model": "gpt"}, 404, "model", "does not exist"),
-        (
-            *(say() | {"max_completion_tokens": 0}, 400, "max_completion_tokens"),
-            "`max_completion_tokens` must be",
-        ),
-        (
-            *(say() | {"max_completion_tokens": 995}, 400, "messages"),
-            "The prompt (6 tokens) and `max_completion_tokens` (995) exceed 1000 tokens, the "
-            "server's `--max-length`. ",
-        ),
-        (say("a" * 1000), 400, "messages", "(1001 tokens) leaves no tokens for the answer within"),
-        (
-            {"messages": [*say()["messages"], *say([{"type": "image_url"}])["messages"]]},
-            *(400, "messages[1]"),
-            "Invalid value for 'messages[1]': only text parts are supported; got 'image_url'.",
-        ),
-        (say() | {"tools": [{"type": "function"}]}, 400, "tools", "not supported by this server"),
-        (
-            *(say() | {"response_format": {"type": "json_object"}}, 400, "response_format"),
-            "not supported by this server",
-        ),
-        (say() | {"audio": {"voice": "a"}}, 400, "audio", "not supported by this server"),
-        ({"messages": []}, 400, "messages", "'messages': List should have at least 1"),
-        (say(role="wizard"), 400, "messages[0]", "'assistant' or 'tool'"),
-        (say([{"type": "text"}]), 400, "messages[0]", "'text'"),
-        (say() | {"max_tokens": 1, "max_completion_tokens": 2}, 400, None, "differ; send one of"),
-        (say() | {"top_logprobs": 1}, 400, None, "requires 'logprobs' to be true"),
-    ],
-)
-def test_errors_have_the_form_of_openai(server, fields, status, param, message):
-    """An error names an argument of Python, or lists alternatives of the types of messages."""
-    response = post(server, "chat/completions" if "messages" in fields else "completions", **fields)
+def assert_error(response, status, param, words):
+    """Asserts that a response has the form of OpenAI's errors."""
     assert response.status_code == status
     error = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
-    assert message in error["message"]
+    assert words in error["message"]
     assert error["param"] == param
 
 
-def test_chat_without_a_template_names_the_option_of_the_server(server, model, monkeypatch):
-    """The error tells a client of HTTP to pass an argument to `from_preset`."""
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"temperature": 1e9}, "temperature", "must be 0, or a number"),
+        ({"top_p": "1"}, "top_p", "should be a valid number"),
+        ({"tools": []}, "tools", "Unrecognized request argument"),
+        ({"n": 2}, "n", "should be 1"),
+        ({"prompt": "\ud800"}, None, "hex escape at line 1"),
+        ({"\ud800": 1}, None, "hex escape at line 1"),
+        ({"user": DEEP}, None, "recursion limit exceeded"),
+        ({"stop": ["b"] * 17}, "stop", "at most 16 items"),
+        ({"stop": "b" * 1025}, "stop", "at most 1024 characters"),
+        ({"prompt": [""] * 2049}, "prompt", "at most 2048 items"),
+        ({"cache_salt": ""}, "cache_salt", "at least 1 character"),
+        ({"stream_options": {"x": 1}}, "x", "Unrecognized request"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "must be token ids"),
+        ({"logit_bias": {"999": 1}}, "logit_bias", "vocabulary"),
+        ({"prompt": "a" * 1001}, "prompt", "(16, the default) exceed 1000 tokens"),
+        ({"prompt": []}, "prompt", "at least one token"),
+        ({"max_tokens": 0}, "max_tokens", "`max_tokens` must be"),
+        ({"echo": True}, "echo", "not supported by this server"),
+        ({"best_of": 2}, "best_of", "not supported by this server"),
+    ],
+)
+def test_error_of_completions_names_the_parameter(server, fields, param, words):
+    """An error names an argument of Python, or the wrong parameter."""
+    assert_error(post(server, **{"prompt": "a", **fields}), 400, param, words)
+
+
+LIMIT = (
+    "(6 tokens) and `max_completion_tokens` (995) exceed 1000 tokens, the server's `--max-length`. "
+)
+TWO_TYPES = [*chat()["messages"], *chat([{"type": "image_url"}])["messages"]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "`max_completion_tokens` must be"),
+        ({"max_completion_tokens": 995}, "messages", LIMIT),
+        (chat("a" * 1000), "messages", "(1001 tokens) leaves no tokens for the answer within"),
+        (
+            {"messages": TWO_TYPES},
+            "messages[1]",
+            ": only text parts are supported; got 'image_url'.",
+        ),
+        ({"tools": [{"type": "function"}]}, "tools", "not supported by this server"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not supported by this"),
+        ({"audio": {"voice": "a"}}, "audio", "not supported by this server"),
+        ({"messages": []}, "messages", "'messages': List should have at least 1"),
+        (chat(role="wizard"), "messages[0]", "'assistant' or 'tool'"),
+        (chat([{"type": "text"}]), "messages[0]", "'text'"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, None, "differ; send one of"),
+        ({"top_logprobs": 1}, None, "requires 'logprobs' to be true"),
+    ],
+)
+def test_error_of_chat_names_the_parameter(server, fields, param, words):
+    """An error lists alternatives of the types of messages, or names the wrong parameter."""
+    assert_error(post(server, "chat/completions", **{**chat(), **fields}), 400, param, words)
+
+
+def test_missing_prompt_large_body_and_other_model_are_errors(server):
+    assert_error(post(server), 400, "prompt", "Missing required parameter: 'prompt'")
+    assert_error(post(server, prompt="a" * 10_000), 413, None, "the maximum is 10000")
+    assert_error(post(server, prompt="a", model="gpt"), 404, "model", "does not exist")
+
+
+def test_request_with_a_rejected_prompt_cancels_the_others(server, engine, monkeypatch):
+    """Prompts before a rejected one are answered, although the client gets an error."""
+    requests, submit = [], engine.submit
+
+    def record(*arguments, **options):
+        requests.append(submit(*arguments, **options))
+        return requests[-1]
+
+    monkeypatch.setattr(engine, "submit", record)
+    response = post(server, prompt=["a", "a" * 999], max_tokens=500, **GREEDY)
+    assert response.status_code == 400
+    assert [each.result().finish_reason for each in requests] == ["cancelled"]
+
+
+def test_chat_without_a_template_is_an_error_that_names_the_option(server, model, monkeypatch):
+    """The error asks a client of HTTP to pass an argument of Python."""
     monkeypatch.setattr(model.preprocessor, "chat_template", None)
-    response = post(server, "chat/completions", **say())
+    response = post(server, "chat/completions", **chat())
     assert response.status_code == 400
     assert "`--chat-template`" in response.json()["error"]["message"]
 
 
-def test_neutral_values_of_unsupported_options_are_accepted(client):
-    """A client that sends all options with their defaults gets status 400."""
-    shared = {**MODEL, **GREEDY, "max_tokens": 1, "n": 1, "user": "a"}
-    client.completions.create(**shared, prompt="a", echo=False, best_of=1, suffix=None)
+def test_neutral_values_of_unsupported_options_have_no_effect(client, text):
+    """A client that sends all options with their defaults gets status 400, or another answer."""
+    shared = {**MODEL, **GREEDY, "max_tokens": 5, "n": 1, "user": "a"}
+    options = {"prompt": "Hello", "echo": False, "best_of": 1, "suffix": None}
+    assert client.completions.create(**shared, **options).choices[0].text == text[:5]
     neutral = {"tools": [], "tool_choice": "none", "metadata": {"a": "b"}, "store": False}
     text_format = {"type": "text"}
-    client.chat.completions.create(**shared, **say(), **neutral, response_format=text_format)
+    options = {**shared, **chat(), **neutral, "response_format": text_format}
+    assert client.chat.completions.create(**options).choices[0].message.content == text[:5]
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'{"n": 1' + b"0" * 5000, b"[" * 9000])
-def test_malformed_bodies(server, body):
+def test_malformed_body_is_an_error(server, body):
     response = post_bytes(server, body)
     assert response.status_code == 400
     assert response.json()["error"]["message"]
@@ -305,8 +341,8 @@ def test_malformed_bodies(server, body):
         {"prompt": "a", "stream_options": NUMBERED},
         {"prompt": "a", **NUMBERED},
         {"messages": [{}] * 20_000},
-        say([{}] * 20_000),
-        say([{"type": "text", "text": "a", **NUMBERED}]),
+        chat([{}] * 20_000),
+        chat([{"type": "text", "text": "a", **NUMBERED}]),
     ],
 )
 def test_parse_many_errors_ends_at_the_first(fields, monkeypatch):
@@ -340,10 +376,9 @@ def test_parse_large_body_runs_in_another_thread(server, monkeypatch):
     assert threads[1].startswith("AnyIO")
 
 
-def test_cache_salt_is_passed_to_the_engine(server, monkeypatch):
+def test_cache_salt_is_passed_to_the_engine(server, engine, monkeypatch):
     """Clients with different salts share prefix states."""
-    engine, found = server.config.app.state.service.engine, []
-    submit = engine.submit
+    found, submit = [], engine.submit
 
     def record(prompt, cache_salt=None, **options):
         found.append(cache_salt)
@@ -354,13 +389,13 @@ def test_cache_salt_is_passed_to_the_engine(server, monkeypatch):
     assert found == ["b"]
 
 
-def test_pages_outside_the_api_are_not_served(server):
+def test_descriptions_of_fastapi_are_not_served(server):
     """A client without the key gets a description of the API."""
     for path in ("/openapi.json", "/docs", "/redoc"):
         assert httpx.get(server.url + path).status_code == 404
 
 
-def test_requests_that_clients_and_monitors_send(server):
+def test_wrong_method_or_content_type_is_an_error_and_head_is_served(server):
     """A method or content type has no clear error, or a probe of the health fails."""
     url = f"{server.url}/v1/completions"
     response = httpx.get(url)
@@ -376,18 +411,18 @@ def test_requests_that_clients_and_monitors_send(server):
         assert httpx.head(server.url + path).status_code == 200
 
 
-def test_limits_and_key(small_model):
-    """A full queue, a request that takes too long and a wrong key have their own statuses."""
+def test_full_queue_timeout_and_wrong_key_are_errors(small_model):
+    """A client cannot distinguish a full queue, a timeout and a wrong key."""
     engine = Engine(small_model, num_slots=1, max_queued=1, max_length=100_000)
     options = {**MODEL, **GREEDY, "prompt": "a", "max_tokens": 90_000}
     # On JAX, the first tokens take longer than the timeout.
-    engine.submit("a", SamplingParams(temperature=0, logit_bias={2: -100}), 2).result()
+    submit_greedy(engine, "a", 2).result()
     with running(engine, timeout=0.5, api_key="secret") as server:
         assert post(server, prompt="a").status_code == 401
         headers = {"authorization": "bearer secret"}  # the scheme has no case
         assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200
         assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
-        client = client_of(server).with_options(api_key="secret")
+        client = make_client(server, api_key="secret")
         stream = client.completions.create(**options, stream=True)
         next(iter(stream))
         waiting = client.completions.create(**options, stream=True)
@@ -409,7 +444,7 @@ def test_limits_and_key(small_model):
 
 
 def test_too_many_connections_are_an_error(small_model):
-    """The response is not JSON, or hides the health of the server."""
+    """The error is not JSON, or a probe of the health fails."""
     with running(Engine(small_model, num_slots=1), max_connections=1) as server:
         with connect(server):
             response = post(server, prompt="a")
@@ -458,12 +493,10 @@ def test_shutdown_while_a_body_arrives_is_an_error(small_model, caplog):
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_shutdown_finishes_or_cancels(small_model, caplog, monkeypatch):
-    """An answer that would finish in the grace period is lost, or another one is not reported."""
+def test_shutdown_finishes_or_cancels_requests(small_model, caplog, monkeypatch):
+    """An answer that ends in the grace period is lost, or a cancelled one is not reported."""
     engine, found = Engine(small_model, num_slots=2, max_length=100_000), {}
-    # Without the end token, the long request does not finish before it is cancelled.
-    sampling = SamplingParams(temperature=0, logit_bias={ByteTokenizer().end_token_id: -100})
-    expected = engine.submit("Hello", sampling, max_new_tokens=60).result()
+    expected = submit_greedy(engine).result()
     # No step ends before the shutdown has begun, and the grace period ends on a signal.
     may_step, is_over, batch = threading.Event(), threading.Event(), engine._scheduler.batch
     step = batch.step
@@ -473,10 +506,10 @@ def test_shutdown_finishes_or_cancels(small_model, caplog, monkeypatch):
         drain = service.drain
         monkeypatch.setattr(service, "drain", lambda *_: drain(600, is_over.is_set))
 
-        def ask(number):
+        def request(number):
             found[number] = post(server, prompt="Hello", **GREEDY, max_tokens=number)
 
-        threads = [threading.Thread(target=ask, args=[n]) for n in (60, 90_000)]
+        threads = [threading.Thread(target=request, args=[n]) for n in (60, 90_000)]
         for thread in threads:
             thread.start()
         wait_for(lambda: len(list(filter(None, service.groups.values()))) == 2)
@@ -497,7 +530,7 @@ def test_shutdown_finishes_or_cancels(small_model, caplog, monkeypatch):
     assert engine.is_closed
 
 
-def test_a_failed_engine_is_an_error(small_model, monkeypatch):
+def test_failed_engine_is_an_error_and_unhealthy(small_model, monkeypatch):
     """The server reports health, or hangs, after the engine's thread has failed."""
     engine = Engine(small_model, num_slots=1)
     monkeypatch.setattr(engine._scheduler, "_process_chunks", lambda: 1 / 0)
@@ -507,7 +540,8 @@ def test_a_failed_engine_is_an_error(small_model, monkeypatch):
         assert post(server, prompt="a").status_code == 503
 
 
-def test_the_page_makes_no_external_request(server):
+def test_page_makes_no_external_request(server):
+    """The page loads a resource from another server."""
     response = httpx.get(server.url)
     assert response.headers["content-security-policy"].startswith("default-src 'none'")
     assert "://" not in response.text
