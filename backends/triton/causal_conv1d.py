@@ -72,7 +72,7 @@ def forward(x, kernel, bias, initial_state, token_kind, *, activation: str | Non
         tile = tile.fitted(length + taps - 1, width)
         tiles = cdiv(length + taps - 1, tile.tokens)
         programs = batch * tiles * cdiv(width, tile.BLOCK_D)
-        options = {"W": taps, "SILU": silu, **tile._asdict()}
+        options = {"W": taps, "SILU": silu, **tile.options}
         return run(Launch(forward_kernel, programs, inputs, outputs, (length, width), options))
 
     sizes = {"batch": batch, "length": length, "width": width, "taps": taps, "silu": silu}
@@ -94,7 +94,7 @@ def backward(
         programs = batch * tiles * cdiv(width, tile.BLOCK_D)
         sums = Array((batch * tiles, taps + 1, width), "float32")
         outputs = like(x), sums, _state_array(x, kernel)
-        options = {"W": taps, "SILU": silu, "STEPS": steps, **tile._asdict()}
+        options = {"W": taps, "SILU": silu, "STEPS": steps, **tile.options}
         dx, d_parameters, d_initial = run(
             Launch(backward_kernel, programs, inputs, outputs, (length, width), options)
         )

@@ -122,6 +122,54 @@ def _find_remembered_start(
     return tl.maximum(first, end - 1 - (reach / CHUNK).to(tl.int32))
 
 
+@triton.jit
+def _state_before_segment(
+    state, initial, totals, decays, offsets, valid, segment, subsegments, heads, head, K, V
+):  # fmt: skip
+    """The state before a segment, from the initial one, or from `state`, which is 0."""
+    if initial is not None:
+        state = tl.load(initial + head.to(tl.int64) * K * V + offsets, valid, other=0.0)
+        state = state.to(tl.float32)
+    if totals is not None:
+        for s in tl.range(segment * subsegments, num_stages=3):
+            line = s * heads + head
+            total = tl.load(totals + line.to(tl.int64) * K * V + offsets, valid, other=0.0)
+            state = tl.load(decays + line) * state + total
+    return state
+
+
+@triton.jit
+def _attend(
+    query,
+    key,
+    value,
+    state,
+    state_decay,
+    row,
+    count,
+    document,
+    log_decay,
+    SHORT: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """The output of a chunk, from its tokens and the state before it; after it, if REVERSE.
+
+    state_decay: the decay of the state up to each token; count, document: see `_count_tokens`.
+    """
+    weights = tl.zeros((row.shape[0], row.shape[0]), tl.float32)
+    weights = product(query, tl.trans(key), weights, SHORT)
+    visible = document[:, None] == document[None, :]
+    if REVERSE:
+        visible &= row[:, None] <= row[None, :]
+    else:
+        visible &= row[:, None] >= row[None, :]
+    distance = tl.abs(count[:, None] - count[None, :])
+    weights = tl.where(visible, weights * _power(distance, log_decay, not SHORT), 0.0)
+    result = tl.zeros(value.shape, tl.float32)
+    result = product(query, state, result, SHORT) * state_decay[:, None]
+    return product(weights, value, result, SHORT)
+
+
 @triton.jit(do_not_specialize=["T", "subsegments", "chunks", "segment_chunks"])
 def _walk_kernel(
     q,
@@ -180,14 +228,9 @@ def _walk_kernel(
         )
     else:
         start, end = part * segment_chunks, tl.minimum((part + 1) * segment_chunks, chunks)
-        if initial is not None:
-            state = tl.load(initial + head.to(tl.int64) * K * V + offsets, valid, other=0.0)
-            state = state.to(tl.float32)
-        if totals is not None:
-            for s in tl.range(part * subsegments, num_stages=3):
-                line = s * heads + head
-                total = tl.load(totals + line.to(tl.int64) * K * V + offsets, valid, other=0.0)
-                state = tl.load(decays + line) * state + total
+        state = _state_before_segment(
+            state, initial, totals, decays, offsets, valid, part, subsegments, heads, head, K, V
+        )
 
     for i in range(start, end):
         chunk = chunks - 1 - i if REVERSE else i
@@ -206,19 +249,10 @@ def _walk_kernel(
         value = operand(load_tokens(v + token * V, row, real, e, V, H), SHORT)
         if output is not None:
             query = operand(load_tokens(q + token * K, row, real, d, K, H), SHORT)
-            weights = tl.zeros((CHUNK, CHUNK), tl.float32)
-            weights = product(query, tl.trans(key), weights, SHORT)
-            visible = document[:, None] == document[None, :]
-            if REVERSE:
-                visible &= row[:, None] <= row[None, :]
-            else:
-                visible &= row[:, None] >= row[None, :]
-            distance = tl.abs(count[:, None] - count[None, :])
-            weights = tl.where(visible, weights * _power(distance, head_log_decay, not SHORT), 0.0)
-            result = tl.zeros((CHUNK, BLOCK_V), tl.float32)
-            result = product(query, state, result, SHORT)
-            result *= decay_to_end[:, None] if REVERSE else decay_from_start[:, None]
-            result = product(weights, value, result, SHORT)
+            result = _attend(
+                *(query, key, value, state, decay_to_end if REVERSE else decay_from_start),
+                *(row, count, document, head_log_decay, SHORT, REVERSE),
+            )
             pointers = output + token * V + row[:, None] * (H * V) + e[None, :]
             tl.store(pointers, result, (row < num_tokens)[:, None] & (e < V)[None, :])
         value_decay = decay_from_start if REVERSE else decay_to_end

@@ -4,12 +4,14 @@ Qin et al. 2024, arXiv:2405.17381. A program reads and writes some columns of a 
 All arithmetic is float32.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from ..constants import SQUARES_GROUP
 from ._decoding.heads import load_heads
-from ._device.common import load_float32
+from ._device.common import Constants, load_float32
 from ._device.math import exp_of_decays, sigmoid
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.tokens import CONTINUES, PADDING, STARTS, select_by_kind
@@ -18,6 +20,18 @@ from ._runtime.launch import Array, Launch, cdiv, dtype_name, next_power_of_2
 
 _BLOCK_V, _WARPS = SQUARES_GROUP, 4
 _MAX_KEYS = 256
+
+
+class Heads(NamedTuple):
+    """The constants of a program."""
+
+    SHARE: int  # query heads that share a key head
+    K: int
+    V: int
+    R: int  # pairs of channels that are rotated, or 0
+    EPSILON: float
+    BLOCK_K: int
+    BLOCK_V: int
 
 
 def unsupported(
@@ -90,20 +104,17 @@ def _kernel(
     next_memory,
     H,
     query_scale,
-    SHARE: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    R: tl.constexpr,
-    EPSILON: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    K: tl.constexpr = HEADS.K
+    V: tl.constexpr = HEADS.V
+    BLOCK_V: tl.constexpr = HEADS.BLOCK_V
     if PDL:
         launch_dependents()
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head = (tl.program_id(0) // TILES).to(tl.int64)
-    d = tl.arange(0, BLOCK_K)
+    d = tl.arange(0, HEADS.BLOCK_K)
     e = tl.program_id(0) % TILES * BLOCK_V + tl.arange(0, BLOCK_V)
     offsets = head * (K * V) + d[:, None] * V + e[None, :]
     valid = (d < K)[:, None] & (e < V)[None, :]
@@ -121,9 +132,9 @@ def _kernel(
         token_position = tl.where(kind == STARTS, 0, tl.load(position + head // H))
     row = tl.zeros((1,), tl.int64)
     real = (row == 0) & (kind != PADDING)
-    query = load_heads(q, head + row, real, d, token_position, frequencies, q_scale, EPSILON, K, R)
-    group = head // SHARE
-    key = load_heads(k, group + row, real, d, token_position, frequencies, k_scale, EPSILON, K, R)
+    query = load_heads(q, head + row, real, d, token_position, frequencies, q_scale, HEADS)
+    group = head // HEADS.SHARE
+    key = load_heads(k, group + row, real, d, token_position, frequencies, k_scale, HEADS)
     value = load_float32(v, group * V + e, (e < V) & (kind != PADDING))
     state = select_by_kind(kind, decay, 0.0, 1.0)[:, None] * state
     state += tl.sum(key, 0)[:, None] * value[None, :]
@@ -137,23 +148,7 @@ def _kernel(
     tl.store(output + head * V + e, result, e < V)
 
 
-def results(
-    q,
-    k,
-    v,
-    memory,
-    log_decay,
-    position,
-    q_scale,
-    k_scale,
-    frequencies,
-    norm_scale,
-    output_gate,
-    token_kind,
-    *,
-    epsilon: float,
-    query_scale: float,
-):
+def results(q, k, v, memory, *_, **_options):
     batch, heads, _, values = memory.shape
     output = Array((batch, heads, values), dtype_name(v))
     squares = Array((batch, heads, cdiv(values, SQUARES_GROUP)), "float32")
@@ -182,14 +177,14 @@ def forward(
         *(q, k, v, memory, log_decay, position, q_scale, k_scale, frequencies),
         *(norm_scale, output_gate, token_kind),
     )
-    outputs = results(*tensors, epsilon=epsilon, query_scale=query_scale)
+    outputs = results(q, k, v, memory)
     block_v = min(_BLOCK_V, next_power_of_2(values))
-    options = {
-        **{"SHARE": heads // k.shape[1], "K": keys, "V": values, "EPSILON": epsilon},
-        "R": 0 if frequencies is None else frequencies.shape[0],
-        **{"BLOCK_K": next_power_of_2(keys), "BLOCK_V": block_v},
-        **{"num_warps": _WARPS, **pdl_options(q)},
-    }
+    constants = Heads(
+        **{"SHARE": heads // k.shape[1], "EPSILON": epsilon},
+        **{"K": keys, "BLOCK_K": next_power_of_2(keys), "V": values, "BLOCK_V": block_v},
+        R=0 if frequencies is None else frequencies.shape[0],
+    )
+    options = {"HEADS": Constants(constants), "num_warps": _WARPS, **pdl_options(q)}
     programs = batch * heads * cdiv(values, block_v)
     return run(
         Launch(

@@ -90,13 +90,11 @@ def _forward_kernel(
     T,
     D,
     tiles,
-    BLOCK_D: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    tile, b, d = locate_program(B, D, BLOCK_D)
+    tile, b, d = locate_program(B, D, TILE.BLOCK_D)
     d_valid = (d < D)[None, :]
-    start = tile * (GROUPS * ROWS)
+    start = tile * (TILE.GROUPS * TILE.ROWS)
     token = b.to(tl.int64) * T + start
     x += token * D
     log_a += token * D
@@ -104,21 +102,21 @@ def _forward_kernel(
     if token_kind is not None:
         token_kind += token
 
-    group = tl.arange(0, GROUPS)[:, None]
-    decay = tl.full((GROUPS, BLOCK_D), 1.0, tl.float32)
-    total = tl.zeros((GROUPS, BLOCK_D), tl.float32)
-    for j in tl.static_range(ROWS):
-        row = group * ROWS + j
+    group = tl.arange(0, TILE.GROUPS)[:, None]
+    decay = tl.full((TILE.GROUPS, TILE.BLOCK_D), 1.0, tl.float32)
+    total = tl.zeros((TILE.GROUPS, TILE.BLOCK_D), tl.float32)
+    for j in tl.static_range(TILE.ROWS):
+        row = group * TILE.ROWS + j
         t_valid = start + row < T
         x_t, a = _load_step(x, log_a, token_kind, row, d[None, :], t_valid, d_valid, D, READ_AGAIN)
         decay *= a
         total = a * total + x_t
 
     group, state = states_before_next_groups(
-        decay, total, initial, final, carry, B, D, tile, tiles, b, d, GROUPS
+        decay, total, initial, final, carry, B, D, tile, tiles, b, d, TILE.GROUPS
     )
-    for j in tl.static_range(ROWS):
-        row = group * ROWS + j
+    for j in tl.static_range(TILE.ROWS):
+        row = group * TILE.ROWS + j
         t_valid = start + row < T
         x_t, a = _load_step(x, log_a, token_kind, row, d[None, :], t_valid, d_valid, D, READ_LAST)
         state = a * state + x_t
@@ -142,13 +140,11 @@ def _backward_kernel(
     T,
     D,
     tiles,
-    BLOCK_D: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    tile, b, d = locate_program(B, D, BLOCK_D)
+    tile, b, d = locate_program(B, D, TILE.BLOCK_D)
     d_valid = (d < D)[None, :]
-    start = T - 1 - tile * (GROUPS * ROWS)
+    start = T - 1 - tile * (TILE.GROUPS * TILE.ROWS)
     token = b.to(tl.int64) * T + start
     dh += token * D
     log_a += token * D
@@ -158,11 +154,11 @@ def _backward_kernel(
     if token_kind is not None:
         token_kind += token
 
-    group = tl.arange(0, GROUPS)[:, None]
-    decay = tl.full((GROUPS, BLOCK_D), 1.0, tl.float32)
-    total = tl.zeros((GROUPS, BLOCK_D), tl.float32)
-    for j in tl.static_range(ROWS):
-        row = -(group * ROWS + j)
+    group = tl.arange(0, TILE.GROUPS)[:, None]
+    decay = tl.full((TILE.GROUPS, TILE.BLOCK_D), 1.0, tl.float32)
+    total = tl.zeros((TILE.GROUPS, TILE.BLOCK_D), tl.float32)
+    for j in tl.static_range(TILE.ROWS):
+        row = -(group * TILE.ROWS + j)
         t_valid = start + row >= 0
         offsets = row * D + d[None, :]
         valid = t_valid & d_valid
@@ -174,10 +170,10 @@ def _backward_kernel(
         total = a * (total + dh_t)
 
     group, c = states_before_next_groups(
-        decay, total, d_final, d_initial, carry, B, D, tile, tiles, b, d, GROUPS
+        decay, total, d_final, d_initial, carry, B, D, tile, tiles, b, d, TILE.GROUPS
     )
-    for j in tl.static_range(ROWS):
-        row = -(group * ROWS + j)
+    for j in tl.static_range(TILE.ROWS):
+        row = -(group * TILE.ROWS + j)
         t_valid = start + row >= 0
         offsets = row * D + d[None, :]
         valid = t_valid & d_valid

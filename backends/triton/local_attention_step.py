@@ -10,12 +10,13 @@ split into two bfloat16 parts, so that only queries and keys are rounded to 16 b
 """
 
 import math
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from ._decoding.heads import load_heads
-from ._device.common import MULTIPROCESSORS, load_float32
+from ._device.common import MULTIPROCESSORS, Constants, load_float32
 from ._device.math import exp, sigmoid
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.products import operand, product
@@ -98,6 +99,81 @@ def _round_operand(x, SHORT: tl.constexpr):
     return x
 
 
+class AttentionHeads(NamedTuple):
+    """The constants of a program of `_partial_kernel`."""
+
+    SHARE: int  # query heads that share a key head
+    K: int
+    V: int
+    R: int  # pairs of channels that are rotated, or 0
+    EPSILON: float
+    LOGIT_SCALING: float  # 0: logits are not scaled
+    LOG_SCALING: float
+    BLOCK_H: int
+    BLOCK_K: int
+    BLOCK_V: int
+    SLOTS: int
+    PARTS: int
+    SHORT: bool
+
+
+@triton.jit
+def _attend_to_slots(
+    query,
+    peak,
+    total,
+    weighted,
+    key,
+    value,
+    b,
+    g,
+    part,
+    token_position,
+    C,
+    G,
+    window,
+    HEADS: tl.constexpr,
+):
+    """Adds the filled slots of a part to an online softmax: its peak, total and weighted sum."""
+    SHORT: tl.constexpr = HEADS.SHORT
+    K: tl.constexpr = HEADS.K
+    V: tl.constexpr = HEADS.V
+    c, e = tl.arange(0, HEADS.BLOCK_K), tl.arange(0, HEADS.BLOCK_V)
+    filled_tiles = tl.cdiv(tl.minimum(token_position, C), HEADS.SLOTS)
+    for i in range(part, filled_tiles, HEADS.PARTS):
+        slot = i * HEADS.SLOTS + tl.arange(0, HEADS.SLOTS)
+        age = (token_position - 1 - slot + C) % C
+        visible = (slot < C) & (age < token_position) & (age < window - 1)
+        rows = b * C * G + g + slot.to(tl.int64) * G
+        in_key, in_value = visible[:, None] & (c < K)[None, :], visible[:, None] & (e < V)[None, :]
+        keys = load_float32(key, rows[:, None] * K + c[None, :], in_key)
+        logits = tl.zeros((HEADS.BLOCK_H, HEADS.SLOTS), tl.float32)
+        logits = product(query, tl.trans(keys), logits, SHORT)
+        logits = tl.where(visible[None, :], logits, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(logits, 1))
+        weights, shrink = exp(logits - new_peak[:, None], True), exp(peak - new_peak, True)
+        weights = tl.where(visible[None, :], weights, 0.0)
+        total = total * shrink + tl.sum(weights, 1)
+        values = load_float32(value, rows[:, None] * V + e[None, :], in_value)
+        weighted = product(weights, values, weighted * shrink[:, None], SHORT)
+        if SHORT:
+            weighted = product(weights - _round_operand(weights, True), values, weighted, True)
+        peak = new_peak
+    return peak, total, weighted
+
+
+@triton.jit
+def _clear_slots(next_key, next_value, b, g, part, tiles, C, G, HEADS: tl.constexpr):
+    """Stores zeros in all slots of a part, filled or not."""
+    c, e = tl.arange(0, HEADS.BLOCK_K), tl.arange(0, HEADS.BLOCK_V)
+    for i in range(part, tiles, HEADS.PARTS):
+        slot = i * HEADS.SLOTS + tl.arange(0, HEADS.SLOTS)
+        rows, valid = (b * C * G + g + slot.to(tl.int64) * G)[:, None], (slot < C)[:, None]
+        in_key, in_value = valid & (c < HEADS.K)[None, :], valid & (e < HEADS.V)[None, :]
+        tl.store(next_key + rows * HEADS.K + c[None, :], 0.0, in_key)
+        tl.store(next_value + rows * HEADS.V + e[None, :], 0.0, in_value)
+
+
 @triton.jit(do_not_specialize=["C", "window", "tiles"])
 def _partial_kernel(
     q,
@@ -111,9 +187,7 @@ def _partial_kernel(
     k_scale,
     output_gate,
     token_kind,
-    sums,
-    peaks,
-    totals,
+    partial,
     output,
     next_key,
     next_value,
@@ -122,24 +196,17 @@ def _partial_kernel(
     window,
     tiles,
     root,
-    SHARE: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    R: tl.constexpr,
-    EPSILON: tl.constexpr,
-    LOGIT_SCALING: tl.constexpr,
-    LOG_SCALING: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    SLOTS: tl.constexpr,
-    PARTS: tl.constexpr,
-    SHORT: tl.constexpr,
+    HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Stores the output if there is a single part, else `partial`: sums, peaks and totals."""
     if PDL:
         launch_dependents()
         wait_for_previous_launch()
+    SHARE: tl.constexpr = HEADS.SHARE
+    PARTS: tl.constexpr = HEADS.PARTS
+    K: tl.constexpr = HEADS.K
+    V: tl.constexpr = HEADS.V
     part, group = tl.program_id(0) % PARTS, (tl.program_id(0) // PARTS).to(tl.int64)
     b, g = group // G, group % G
     kind = CONTINUES
@@ -148,21 +215,21 @@ def _partial_kernel(
     real = kind != PADDING
     token_position = tl.where(kind == STARTS, 0, tl.load(position + b)).to(tl.int32)
 
-    h, c, e = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    h, c = tl.arange(0, HEADS.BLOCK_H), tl.arange(0, HEADS.BLOCK_K)
+    e = tl.arange(0, HEADS.BLOCK_V)
     heads = group * SHARE + h
     query = load_heads(
-        *(q, heads, real & (h < SHARE), c, token_position, frequencies, q_scale, EPSILON, K, R)
+        *(q, heads, real & (h < SHARE), c, token_position, frequencies, q_scale, HEADS)
     )
-    if LOGIT_SCALING > 0:
-        root *= tl.log(token_position + LOGIT_SCALING) / LOG_SCALING
+    if HEADS.LOGIT_SCALING > 0:
+        root *= tl.log(token_position + HEADS.LOGIT_SCALING) / HEADS.LOG_SCALING
     query *= root
-    query = _round_operand(query, SHORT)
+    query = _round_operand(query, HEADS.SHORT)
     group_row = group + tl.arange(0, 1)
     token_key = load_heads(
-        *(k, group_row, real & (group_row >= 0), c, token_position, frequencies, k_scale),
-        *(EPSILON, K, R),
+        *(k, group_row, real & (group_row >= 0), c, token_position, frequencies, k_scale, HEADS)
     )
-    token_key = _round_operand(token_key, SHORT)
+    token_key = _round_operand(token_key, HEADS.SHORT)
     token_value = load_float32(v, group * V + e, real & (e < V))
 
     in_output = heads[:, None] * V + e[None, :]
@@ -174,37 +241,19 @@ def _partial_kernel(
     peak = tl.where(part == 0, tl.sum(query * token_key, 1), _LOWEST)
     total = tl.where((part == 0) & (h >= 0), 1.0, 0.0)
     weighted = tl.where((part == 0) & (h >= 0)[:, None], token_value[None, :], 0.0)
-    filled_tiles = tl.cdiv(tl.minimum(token_position, C), SLOTS)
-    for i in range(part, filled_tiles, PARTS):
-        slot = i * SLOTS + tl.arange(0, SLOTS)
-        age = (token_position - 1 - slot + C) % C
-        visible = (slot < C) & (age < token_position) & (age < window - 1)
-        rows = b * C * G + g + slot.to(tl.int64) * G
-        in_key, in_value = visible[:, None] & (c < K)[None, :], visible[:, None] & (e < V)[None, :]
-        keys = load_float32(key, rows[:, None] * K + c[None, :], in_key)
-        logits = product(query, tl.trans(keys), tl.zeros((BLOCK_H, SLOTS), tl.float32), SHORT)
-        logits = tl.where(visible[None, :], logits, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(logits, 1))
-        weights, shrink = exp(logits - new_peak[:, None], True), exp(peak - new_peak, True)
-        weights = tl.where(visible[None, :], weights, 0.0)
-        total = total * shrink + tl.sum(weights, 1)
-        values = load_float32(value, rows[:, None] * V + e[None, :], in_value)
-        weighted = product(weights, values, weighted * shrink[:, None], SHORT)
-        if SHORT:
-            weighted = product(weights - _round_operand(weights, True), values, weighted, True)
-        peak = new_peak
+    peak, total, weighted = _attend_to_slots(
+        *(query, peak, total, weighted, key, value, b, g, part, token_position),
+        *(C, G, window, HEADS),
+    )
     if kind == STARTS:  # no slot is filled
-        for i in range(part, tiles, PARTS):
-            slot = i * SLOTS + tl.arange(0, SLOTS)
-            rows, target = b * C * G + g + slot.to(tl.int64) * G, (slot < C)[:, None]
-            tl.store(next_key + rows[:, None] * K + c[None, :], 0.0, target & (c < K)[None, :])
-            tl.store(next_value + rows[:, None] * V + e[None, :], 0.0, target & (e < V)[None, :])
+        _clear_slots(next_key, next_value, b, g, part, tiles, C, G, HEADS)
     if PARTS == 1:
         weighted /= total[:, None]
         if output_gate is not None:
             weighted *= gate
         tl.store(output + in_output, weighted, stored)
     else:
+        sums, peaks, totals = partial
         target = heads * PARTS + part
         tl.store(peaks + target, peak, h < SHARE)
         tl.store(totals + target, total, h < SHARE)
@@ -213,7 +262,7 @@ def _partial_kernel(
     # The token is stored in a slot that this program has finished reading.
     tl.debug_barrier()
     slot = token_position % C
-    stores_token = real & (slot // SLOTS % PARTS == part)
+    stores_token = real & (slot // HEADS.SLOTS % PARTS == part)
     row = b * C * G + slot * G + g
     tl.store(next_key + row * K + c[None, :], token_key, stores_token & (c < K)[None, :])
     tl.store(next_value + row * V + e, token_value, stores_token & (e < V))
@@ -249,23 +298,7 @@ def _combine_kernel(
     tl.store(output + head * V + e, result, e < V)
 
 
-def results(
-    q,
-    k,
-    v,
-    key,
-    value,
-    position,
-    frequencies,
-    q_scale,
-    k_scale,
-    output_gate,
-    token_kind,
-    *,
-    sliding_window: int | None,
-    epsilon: float,
-    logit_scaling: float,
-):
+def results(q, k, v, key, value, *_, **_options):
     return Array((*q.shape[:2], v.shape[2]), dtype_name(q)), like(key), like(value)
 
 
@@ -295,36 +328,36 @@ def forward(
     parts = min(num_tiles, max(1, 2 * MULTIPROCESSORS // (batch * groups)))
     parts = 1 if num_tiles <= _UNDIVIDED_TILES else parts
     block_k, block_v = (max(16, next_power_of_2(n)) for n in (keys, values))
-    tensors = q, k, v, key, value, position, frequencies, q_scale, k_scale, output_gate, token_kind
-    options = {
-        "SHARE": heads // groups,
-        **{"K": keys, "V": values, "R": 0 if frequencies is None else frequencies.shape[0]},
-        **{"EPSILON": epsilon, "LOGIT_SCALING": logit_scaling},
-        "LOG_SCALING": math.log(math.floor(logit_scaling)) if logit_scaling else 1.0,
-        "BLOCK_H": max(16, next_power_of_2(heads // groups)),
-        **{"BLOCK_K": block_k, "BLOCK_V": block_v, "PARTS": parts},
-        **{"SHORT": short, **tile, **pdl_options(q)},
-    }
+    constants = AttentionHeads(
+        **{"SHARE": heads // groups, "BLOCK_H": max(16, next_power_of_2(heads // groups))},
+        **{"K": keys, "BLOCK_K": block_k, "V": values, "BLOCK_V": block_v},
+        **{"R": 0 if frequencies is None else frequencies.shape[0], "EPSILON": epsilon},
+        LOGIT_SCALING=logit_scaling,
+        LOG_SCALING=math.log(math.floor(logit_scaling)) if logit_scaling else 1.0,
+        **{"SLOTS": tile["SLOTS"], "PARTS": parts, "SHORT": short},
+    )
+    options = {"HEADS": Constants(constants), **tile, **pdl_options(q)}
+    del options["SLOTS"]
     window = _NO_WINDOW if sliding_window is None else min(sliding_window, _NO_WINDOW)
-    shape = batch, heads, parts
-    output = Array((batch, heads, values), dtype_name(q))
-    outputs = None, None, None, output
+    output, *buffers = results(q, k, v, key, value)
+    partial, shape = None, (batch, heads, parts)
     if parts > 1:
-        outputs = Array((*shape, values), "float32"), *[Array(shape, "float32")] * 2, None
-    *partial_outputs, result, next_key, next_value = run(
+        partial = Array((*shape, values), "float32"), *[Array(shape, "float32")] * 2
+    partial, result, next_key, next_value = run(
         Launch(
-            *(_partial_kernel, batch * groups * parts, tensors),
-            (*outputs, like(key), like(value)),
+            *(_partial_kernel, batch * groups * parts),
+            (q, k, v, key, value, position, frequencies, q_scale, k_scale, output_gate, token_kind),
+            (partial, output if parts == 1 else None, *buffers),
             (capacity, groups, window, num_tiles, keys**-0.5),
             options,
-            updates=((3, 4), (4, 5)),
+            updates=((3, 2), (4, 3)),
         )
     )
     if parts == 1:
         return result, next_key, next_value
     options = {"V": values, "BLOCK_V": block_v, "PARTS": parts, **pdl_options(q)}
     options |= {"BLOCK_P": next_power_of_2(parts)}
-    inputs = *partial_outputs, output_gate
+    inputs = *partial, output_gate
     (output,) = run(Launch(_combine_kernel, batch * heads, inputs, (output,), (), options))
     return output, next_key, next_value
 

@@ -21,12 +21,13 @@ from ..constants import ROW_SQUARES_GROUP, max_fused_rows
 from . import rms_norm
 from ._decoding.norm_linear_kernels import columns_kernel, gate_kernel, sum_kernel
 from ._decoding.norm_linear_tiles import (
+    Product,
     is_split,
-    padded,
-    squares_options,
+    num_squares,
     tile_options,
-    width_options,
+    tile_starts,
 )
+from ._device.common import Constants
 from ._runtime.framework import (
     compute_capability,
     forward_operation,
@@ -207,7 +208,7 @@ def _add_parts(
     outputs: the output, and with `next_scale` the next norm's input and sums of squares.
     """
     arrays = sums, squares, bias, residual, next_scale
-    count, outputs = len(outputs), padded(outputs, 3)
+    count, outputs = len(outputs), (*outputs, None, None)[:3]
     return _finish(sum_kernel, arrays, outputs, squares, PARTS=parts, **ends)[:count]
 
 
@@ -217,7 +218,7 @@ def _finish(
     """Runs a kernel that follows products, with a program for each block of columns of a row."""
     rows, columns = outputs[0].shape
     options = {"K": channels, "N": columns, "OUTPUT_SCALE": output_scale, "BLOCK": _BLOCK}
-    options |= {**constants, **squares_options(squares), **pdl_options(arrays[0])}
+    options |= {**constants, "NUM_SQUARES": num_squares(squares), **pdl_options(arrays[0])}
     programs = rows * cdiv(columns, _BLOCK)
     return run(Launch(kernel, programs, arrays, outputs, (rows, epsilon), options))
 
@@ -243,28 +244,31 @@ def _launch(
     before a single projection. A launch that adds partial sums also prepares the norm that follows.
     """
     rows, channels = x.shape
-    widths = [kernel.shape[1] for kernel in kernels]
+    widths, dtype = tuple(kernel.shape[1] for kernel in kernels), dtype_name(kernels[0])
     norm = epsilon >= 0 and squares is None
     # One row with a norm is not split: another launch would take longer.
-    parts = len(kernels) == 1 and not norm and (rows > 1 or squares is None)
-    sizes = rows, channels, sum(widths), dtype_name(kernels[0])
-    options = tile_options(*sizes, gate, parts, compute_capability(x))
-    columns = widths[:1] if gate else widths
-    programs = sum(cdiv(n, options["BLOCK_N"]) for n in columns)
-    options |= {"K": channels, **width_options(widths)}
-    options |= {"NORM": norm, "GATE": gate, "SHORT": dtype_name(kernels[0]) == "bfloat16"}
-    options |= {"OUTPUT_SCALE": output_scale, **squares_options(squares), **pdl_options(x)}
-    count = cdiv(channels, options["LENGTH"])
-    if count == 1 and next_scale is None:
-        inputs = x, x_2, squares, scale, *padded(kernels), *padded(biases), residual
-        arrays = columns_kernel, programs, inputs, padded(outputs)
-        return run(Launch(*arrays, (rows, epsilon), options))[: len(outputs)]
-    inputs = x, x_2, None, scale, *padded(kernels), *padded([]), None
-    sums = Array((count, rows, widths[0]), "float32")
+    is_single = len(kernels) == 1 and not norm and (rows > 1 or squares is None)
+    sizes = rows, channels, sum(widths), dtype
+    tile = tile_options(*sizes, gate, is_single, compute_capability(x))
+    product = Product(
+        **{"K": channels, "NORM": norm, "GATE": gate, "NUM_SQUARES": num_squares(squares)},
+        **{"SHORT": dtype == "bfloat16", **tile},
+    )
+    tiles = tile_starts(widths[:1] if gate else widths, product.BLOCK_N)
+    options = {"WIDTHS": widths, "TILE_STARTS": tiles, "PRODUCT": Constants(product)}
+    options |= {**product.launch_options, **pdl_options(x)}
+    numbers, parts = (rows, epsilon), cdiv(channels, product.LENGTH)
+    if parts == 1 and next_scale is None:
+        inputs = x, x_2, squares, scale, tuple(kernels), tuple(biases), residual
+        options["OUTPUT_SCALE"] = output_scale
+        launch = Launch(columns_kernel, tiles[-1], inputs, (tuple(outputs),), numbers, options)
+        return run(launch)[0]
+    inputs = x, x_2, None, scale, tuple(kernels), (None,), None
+    sums = Array((parts, rows, widths[0]), "float32")
     options["OUTPUT_SCALE"] = 1.0
-    arrays = columns_kernel, programs * count, inputs, padded([sums])
-    sums, *_ = run(Launch(*arrays, (rows, epsilon), options))
-    norm = {"squares": squares, "epsilon": epsilon, "channels": channels, "parts": count}
+    launch = Launch(columns_kernel, tiles[-1] * parts, inputs, ((sums,),), numbers, options)
+    ((sums,),) = run(launch)
+    norm = {"squares": squares, "epsilon": epsilon, "channels": channels, "parts": parts}
     ends = {"residual": residual, "output_scale": output_scale}
     return _add_parts(sums, outputs, biases[0], next_scale, **norm, **ends)
 

@@ -21,13 +21,13 @@ import triton.language as tl
 
 from ..constants import MIN_SCALE_BLOCK
 from ._decoding.norm_linear_products import apply_gate
-from ._decoding.norm_linear_tiles import padded, squares_options
-from ._device.common import IN_INTERPRETER
+from ._decoding.norm_linear_tiles import num_squares, tile_starts
+from ._device.common import IN_INTERPRETER, Constants
 from ._device.pdl import launch_dependents
 from ._quantized import quantized_interpreted
 from ._quantized.quantized_columns import column_indices
 from ._quantized.quantized_products import project_row
-from ._quantized.quantized_tiles import tile_options
+from ._quantized.quantized_tiles import choose_tile
 from ._runtime.framework import (
     are_aligned,
     forward_operation,
@@ -35,7 +35,7 @@ from ._runtime.framework import (
     run,
     step_unsupported_reason,
 )
-from ._runtime.launch import Array, Launch, cdiv, dtype_name
+from ._runtime.launch import Array, Launch, dtype_name
 
 _GATES = (None, "silu", "gelu")
 _MAX_WIDTH = 32768  # the registers of one program hold a row
@@ -124,130 +124,100 @@ def _add_bias(total, bias, n, valid):
 
 
 @triton.jit
+def _weight_of_tile(
+    is_after, kernels, kernel_scales, kernel_zeros, outputs, WIDTHS, TILE_STARTS
+):  # fmt: skip
+    """A tile's weight, its scales and zero points, and output; its first tile, and its columns.
+
+    One code path serves all projections; the compiler knows the columns if they are equal.
+    """
+    kernel, scales, zeros, y = kernels[0], kernel_scales[0], kernel_zeros[0], outputs[0]
+    first, columns = 0, WIDTHS[0]
+    for i in tl.static_range(1, len(outputs)):
+        if is_after[i - 1]:
+            kernel, scales, y = kernels[i], kernel_scales[i], outputs[i]
+            first, columns = TILE_STARTS[i], WIDTHS[i]
+            if zeros is not None:
+                zeros = kernel_zeros[i]
+    return kernel, scales, zeros, y, first, columns
+
+
+@triton.jit
+def _load_offsets(biases, n, valid, is_after, GATE: tl.constexpr):
+    """The bias of columns n of this tile's projection; with a gate, of both projections."""
+    if GATE:
+        offsets = _add_bias(0.0, biases[0], n, valid), _add_bias(0.0, biases[1], n, valid)
+    else:
+        offset = 0.0
+        for i in tl.static_range(len(biases)):
+            inside = valid
+            if i > 0:
+                inside &= is_after[i - 1]
+            if i < 2 or i + 1 < len(biases):  # a third or fourth projection is the last one
+                inside &= is_after[i] == 0
+            offset = _add_bias(offset, biases[i], n, inside)
+        offsets = (offset,)
+    return offsets
+
+
+@triton.jit
 def _kernel(
     x,
     scale,
-    kernel,
-    kernel_2,
-    kernel_3,
-    kernel_4,
-    kernel_scale,
-    kernel_scale_2,
-    kernel_scale_3,
-    kernel_scale_4,
-    kernel_zero,
-    kernel_zero_2,
-    kernel_zero_3,
-    kernel_zero_4,
-    bias,
-    bias_2,
-    bias_3,
-    bias_4,
+    kernels,
+    kernel_scales,
+    kernel_zeros,
+    biases,
     residual,
     squares,
-    y,
-    y_2,
-    y_3,
-    y_4,
+    outputs,
     epsilon,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    N_2: tl.constexpr,
-    N_3: tl.constexpr,
-    N_4: tl.constexpr,
-    ROW: tl.constexpr,
-    NORM: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    TILE_STARTS: tl.constexpr,
+    PRODUCT: tl.constexpr,
     GATE: tl.constexpr,
-    NUM_SQUARES: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    LIMBS: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WARPS: tl.constexpr,
-    ACROSS: tl.constexpr,
-    WORDS: tl.constexpr,
-    STEPS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    VECTORS: tl.constexpr,
-    WHOLE: tl.constexpr,
     OUTPUT_SCALE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    COLUMNS: tl.constexpr = ACROSS * WORDS * 32 // BITS
-    TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
-    TILES_2: tl.constexpr = TILES + (N_2 + COLUMNS - 1) // COLUMNS
-    TILES_3: tl.constexpr = TILES_2 + (N_3 + COLUMNS - 1) // COLUMNS
+    """kernels, ..., outputs: tuples of one to four pointers; see `columns_kernel`."""
     tile = tl.program_id(0)
     if PDL:
         launch_dependents()
-    # One code path serves all projections; the compiler knows the columns if they are equal.
-    first, columns = 0, N
-    second, third, fourth = tile >= TILES, tile >= TILES_2, tile >= TILES_3
-    only_third = third
-    if kernel_2 is not None and GATE == 0:  # noqa: SIM102
-        if second:
-            kernel, kernel_scale, y = kernel_2, kernel_scale_2, y_2
-            first, columns = TILES, N_2
-            if BLOCK_SIZE:
-                kernel_zero = kernel_zero_2
-    if kernel_3 is not None:  # noqa: SIM102
-        if third:
-            kernel, kernel_scale, y = kernel_3, kernel_scale_3, y_3
-            first, columns = TILES_2, N_3
-            if BLOCK_SIZE:
-                kernel_zero = kernel_zero_3
-    if kernel_4 is not None:
-        if fourth:
-            kernel, kernel_scale, y = kernel_4, kernel_scale_4, y_4
-            first, columns = TILES_3, N_4
-            if BLOCK_SIZE:
-                kernel_zero = kernel_zero_4
-        only_third = third & (fourth == 0)
+    is_after = ()  # booleans: the tile comes after those of a projection
+    for i in tl.static_range(len(outputs)):
+        is_after = is_after + (tile >= TILE_STARTS[i + 1],)
+    kernel, scales, zeros, y, first, columns = _weight_of_tile(
+        is_after, kernels, kernel_scales, kernel_zeros, outputs, WIDTHS, TILE_STARTS
+    )
     tile -= first
-    kernels, scales, zeros = (kernel,), (kernel_scale,), (kernel_zero,)
-    if GATE:
-        kernels, scales = (kernel, kernel_2), (kernel_scale, kernel_scale_2)
-        zeros = (kernel_zero, kernel_zero_2)
+    if GATE == 0:
+        kernels, kernel_scales, kernel_zeros = (kernel,), (scales,), (zeros,)
     if IN_INTERPRETER:
-        n = (tile * COLUMNS + tl.arange(0, COLUMNS),)
+        n = (tile * PRODUCT.COLUMNS + tl.arange(0, PRODUCT.COLUMNS),)
     else:
-        n = column_indices(tile, BITS, ACROSS, WORDS)
+        n = column_indices(tile, PRODUCT)
     # The previous launch does not write these, so their loads start before it has ended.
     divisors, offsets = (), ()
     for u in tl.static_range(len(n)):
         for i in tl.static_range(len(kernels)):
-            divisors = divisors + (_load_divisors(scales[i], n[u], columns, BLOCK_SIZE),)
+            divisor = _load_divisors(kernel_scales[i], n[u], columns, PRODUCT.BLOCK_SIZE)
+            divisors = divisors + (divisor,)
         valid = n[u] < columns
-        if GATE:
-            offsets = offsets + (
-                _add_bias(0.0, bias, n[u], valid),
-                _add_bias(0.0, bias_2, n[u], valid),
-            )
-        else:
-            offset = _add_bias(0.0, bias, n[u], valid & (second == 0))
-            offset = _add_bias(offset, bias_2, n[u], valid & second & (third == 0))
-            offset = _add_bias(offset, bias_3, n[u], valid & only_third)
-            offsets = offsets + (_add_bias(offset, bias_4, n[u], valid & fourth),)
+        offsets = offsets + _load_offsets(biases, n[u], valid, is_after, GATE)
+    weights = kernels, kernel_scales, kernel_zeros
     if IN_INTERPRETER:
         totals, unit, before = _interpreted_project_row(
-            *(x, scale, squares, kernels, scales, zeros, residual, n[0], columns, epsilon),
-            *(K, NORM, NUM_SQUARES, BLOCK_S, LIMBS, QUANTIZED, BITS, BLOCK_SIZE, ROW),
+            *(x, scale, squares), *weights, *(residual, n[0], columns, epsilon, PRODUCT)
         )
     else:
         totals, unit, before = project_row(
-            *(x, scale, squares, kernels, scales, zeros, residual, tile, n, columns, epsilon),
-            *(K, NORM, NUM_SQUARES, BLOCK_S, LIMBS, QUANTIZED, BITS, BLOCK_SIZE),
-            *(WARPS, ACROSS, WORDS, STEPS, DEPTH, VECTORS, WHOLE, PDL),
+            *(x, scale, squares), *weights, *(residual, tile, n, columns, epsilon, PRODUCT, PDL)
         )
     PROJECTIONS: tl.constexpr = len(kernels)
     for u in tl.static_range(len(n)):
         total = totals[u] * (unit / divisors[PROJECTIONS * u]) + offsets[PROJECTIONS * u]
         if GATE:
-            up = (
-                totals[len(n) + u] * (unit / divisors[PROJECTIONS * u + 1])
-                + offsets[PROJECTIONS * u + 1]
-            )
+            up = totals[len(n) + u] * (unit / divisors[2 * u + 1]) + offsets[2 * u + 1]
             total = apply_gate(total, up, GATE)
         if OUTPUT_SCALE != 1.0:
             total *= OUTPUT_SCALE
@@ -281,37 +251,31 @@ def forward(
 ):
     outputs = results(x, kernels, kernel_scales, gate=gate)
     channels, short = x.shape[1], dtype_name(x) == "bfloat16"
-    widths = [s.shape[-1] for s in kernel_scales]
+    widths = tuple(s.shape[-1] for s in kernel_scales)
     limbs = 1 if quantized else 2 if short else 3
-    options = tile_options(channels, widths, bits, gate, limbs, block_size)
-    options |= {"NORM": epsilon >= 0, "GATE": gate, "LIMBS": limbs, "QUANTIZED": quantized}
-    options |= squares_options(squares)
-    options |= {
-        "BLOCK_SIZE": block_size,
-        "VECTORS": vectors_usable(widths, bits, block_size, kernel_scales[0], options["WORDS"])
+    product = choose_tile(
+        *(channels, widths, bits, gate, limbs, block_size),
+        NORM=epsilon >= 0,
+        NUM_SQUARES=num_squares(squares),
+        QUANTIZED=quantized,
+        VECTORS=(not block_size or dtype_name(kernel_scales[0]) == "bfloat16")
         and are_aligned(*kernels, *kernel_scales, *kernel_zeros),
-        "WHOLE": channels % 4 == 0
+        WHOLE=channels % 4 == 0
         and are_aligned(x, scale)
         and (scale is None or dtype_name(scale) in ("float32", "bfloat16")),
+    )
+    tiles = tile_starts(widths[: len(outputs)], product.COLUMNS)
+    options = {"WIDTHS": widths, "TILE_STARTS": tiles, "PRODUCT": Constants(product)}
+    options |= {
+        "GATE": gate,
         "OUTPUT_SCALE": output_scale,
+        **product.launch_options,
         **pdl_options(x),
     }
-    columns = options["ACROSS"] * options["WORDS"] * 32 // bits
-    programs = sum(cdiv(n, columns) for n in (widths[:1] if gate else widths))
-    lists = kernels, kernel_scales, kernel_zeros, biases
-    inputs = x, scale, *(tensor for tensors in lists for tensor in padded(tensors))
-    inputs = *inputs, residual, squares
-    launch = Launch(_kernel, programs, inputs, padded(outputs), (epsilon,), options)
-    return run(launch)[: len(outputs)]
-
-
-def vectors_usable(widths, bits, block_size, kernel_scale, words):
-    """Returns True if a thread may load its words, scales and zero points as vectors.
-
-    The words of a thread must belong to one channel, and scales of blocks must be bfloat16.
-    """
-    whole = all(n * bits % (32 * words) == 0 for n in widths)
-    return whole and (not block_size or dtype_name(kernel_scale) == "bfloat16")
+    lists = map(tuple, (kernels, kernel_scales, kernel_zeros, biases))
+    inputs = x, scale, *lists, residual, squares
+    launch = Launch(_kernel, tiles[-1], inputs, (tuple(outputs),), (epsilon,), options)
+    return run(launch)[0]
 
 
 _norm_quantized_linear = forward_operation("norm_quantized_linear", forward, results)

@@ -94,14 +94,12 @@ def _forward_kernel(
     T,
     D,
     tiles,
-    BLOCK_D: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     FINE: tl.constexpr = gate_a.dtype.element_ty == tl.float32
-    tile, b, d = locate_program(B, D, BLOCK_D)
+    tile, b, d = locate_program(B, D, TILE.BLOCK_D)
     d_valid = (d < D)[None, :]
-    start = tile * (GROUPS * ROWS)
+    start = tile * (TILE.GROUPS * TILE.ROWS)
     token = b.to(tl.int64) * T + start
     x += token * D
     gate_a += token * D
@@ -114,11 +112,11 @@ def _forward_kernel(
 
     decays = ()
     inputs = ()
-    group = tl.arange(0, GROUPS)[:, None]
-    decay = tl.full((GROUPS, BLOCK_D), 1.0, tl.float32)
-    total = tl.zeros((GROUPS, BLOCK_D), tl.float32)
-    for j in tl.static_range(ROWS):
-        row = group * ROWS + j
+    group = tl.arange(0, TILE.GROUPS)[:, None]
+    decay = tl.full((TILE.GROUPS, TILE.BLOCK_D), 1.0, tl.float32)
+    total = tl.zeros((TILE.GROUPS, TILE.BLOCK_D), tl.float32)
+    for j in tl.static_range(TILE.ROWS):
+        row = group * TILE.ROWS + j
         valid = (start + row < T) & d_valid
         kind = read_kind(token_kind, row, start + row < T)
         offsets = row * D + d[None, :]
@@ -138,10 +136,10 @@ def _forward_kernel(
         inputs = inputs + (s_x,)
 
     state = states_before_groups(
-        decay, total, initial, final, carry, B, D, tile, tiles, b, d, GROUPS
+        decay, total, initial, final, carry, B, D, tile, tiles, b, d, TILE.GROUPS
     )
-    for j in tl.static_range(ROWS):
-        row = group * ROWS + j
+    for j in tl.static_range(TILE.ROWS):
+        row = group * TILE.ROWS + j
         state = decays[j] * state + inputs[j]
         valid = (start + row < T) & d_valid
         tl.store(h + row * D + d[None, :], state, valid, cache_modifier=WRITTEN)
@@ -168,14 +166,12 @@ def _backward_kernel(
     T,
     D,
     tiles,
-    BLOCK_D: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     FINE: tl.constexpr = gate_a.dtype.element_ty == tl.float32
-    tile, b, d = locate_program(B, D, BLOCK_D)
+    tile, b, d = locate_program(B, D, TILE.BLOCK_D)
     d_valid = (d < D)[None, :]
-    start = T - 1 - tile * (GROUPS * ROWS)
+    start = T - 1 - tile * (TILE.GROUPS * TILE.ROWS)
     token = b.to(tl.int64) * T + start
     dh += token * D
     x += token * D
@@ -190,11 +186,11 @@ def _backward_kernel(
     logit = tl.load(a_logit + d, d < D, other=0.0).to(tl.float32)
     strongest = softplus(-logit)[None, :] * -_C
 
-    group = tl.arange(0, GROUPS)[:, None]
-    decay = tl.full((GROUPS, BLOCK_D), 1.0, tl.float32)
-    total = tl.zeros((GROUPS, BLOCK_D), tl.float32)
-    for j in tl.static_range(ROWS):
-        row = -(group * ROWS + j)
+    group = tl.arange(0, TILE.GROUPS)[:, None]
+    decay = tl.full((TILE.GROUPS, TILE.BLOCK_D), 1.0, tl.float32)
+    total = tl.zeros((TILE.GROUPS, TILE.BLOCK_D), tl.float32)
+    for j in tl.static_range(TILE.ROWS):
+        row = -(group * TILE.ROWS + j)
         valid = (start + row >= 0) & d_valid
         kind = read_kind(token_kind, row, start + row >= 0)
         offsets = row * D + d[None, :]
@@ -207,11 +203,11 @@ def _backward_kernel(
         total = a * (total + tl.load(dh + offsets, valid, other=0.0).to(tl.float32))
 
     group, c = states_before_next_groups(
-        decay, total, d_final, d_initial, carry, B, D, tile, tiles, b, d, GROUPS
+        decay, total, d_final, d_initial, carry, B, D, tile, tiles, b, d, TILE.GROUPS
     )
-    d_strongest = tl.zeros((GROUPS, BLOCK_D), tl.float32)
-    for j in tl.static_range(ROWS):
-        row = -(group * ROWS + j)
+    d_strongest = tl.zeros((TILE.GROUPS, TILE.BLOCK_D), tl.float32)
+    for j in tl.static_range(TILE.ROWS):
+        row = -(group * TILE.ROWS + j)
         valid = (start + row >= 0) & d_valid
         kind = read_kind(token_kind, row, start + row >= 0)
         offsets = row * D + d[None, :]

@@ -47,11 +47,16 @@ from keras_recurrent.backends.triton._attention import (
 )
 from keras_recurrent.backends.triton._convolution import convolution_positions
 from keras_recurrent.backends.triton._crossentropy import crossentropy_kernel
-from keras_recurrent.backends.triton._decoding.norm_linear_tiles import tile_options
+from keras_recurrent.backends.triton._decoding.norm_linear_tiles import (
+    Product,
+    tile_options,
+    tile_starts,
+)
 from keras_recurrent.backends.triton._decoding.rg_lru_step_batch import batch_kernel
 from keras_recurrent.backends.triton._decoding.rg_lru_step_batch import (
     tile_options as rg_lru_tile_options,
 )
+from keras_recurrent.backends.triton._device.common import Constants, Tiling
 from keras_recurrent.backends.triton._linear_attention import (
     gated_chunks,
     gated_gradients,
@@ -135,7 +140,8 @@ step = linear_attention_step._step_kernel
 
 def every(*candidates):
     """The configurations of several tuples of candidates, each once."""
-    return [c._asdict() for c in dict.fromkeys(itertools.chain(*candidates))]
+    candidates = dict.fromkeys(itertools.chain(*candidates))
+    return [c.options if isinstance(c, Tiling) else c._asdict() for c in candidates]
 
 
 ATTENTION = {
@@ -147,15 +153,21 @@ ATTENTION = {
 def attention(result, size, dtype=tl.bfloat16, kinds=False):
     """Ten heads of queries share one of keys, as in recurrentgemma_2b, whose heads are of 256."""
     kernel = ATTENTION.get(result, attention_kernels.keys_kernel)
-    constants = banded_attention.constants(10, size, size, dtype) | {"G": 1, "parts": 1}
-    absent = {"d_k": ("d_values",), "d_v": ("d_keys",)}
-    constants |= dict.fromkeys(absent.get(result, ()))
-    constants["rest" if dtype == tl.float32 else "total"] = None
-    if not kinds:
-        constants |= dict.fromkeys(
-            ("token_kind", "first_key", "last_key", "first_query", "query_end")
-        )
-    configurations = every(banded_attention.candidates(result, size, size, dtype))
+    visible, queries = ("token_kind", "first_key", "last_key"), ("first_query", "query_end")
+    constants = {
+        **{"G": 1, "parts": 1, "rest" if dtype == tl.float32 else "total": None},
+        "visible": visible if kinds else (None,) * 3,
+        "queries": queries if kinds else (None,) * 2,
+        "d_buffers": ("d_key_buffer", "d_value_buffer", "position", "end"),
+        **dict.fromkeys({"d_k": ("d_values",), "d_v": ("d_keys",)}.get(result, ())),
+    }
+    configurations = [
+        {
+            "TILE": Constants(banded_attention.attention_tile(tiles, 10, size, size, dtype)),
+            **{"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
+        }
+        for tiles in dict.fromkeys(banded_attention.candidates(result, size, size, dtype))
+    ]
     return kernel, constants, configurations[:1] if kinds else configurations
 
 
@@ -245,34 +257,63 @@ TOKEN_WISE = {
 }
 
 
-NO_SQUARES = {"NUM_SQUARES": 0, "BLOCK_S": 1}
-SQUARES = {"squares": "given", "NUM_SQUARES": 64, "BLOCK_S": 64}  # of 2,048 channels
+SQUARES = 64  # sums of squares of 2,048 channels
 
 
-def of_rows_through_maps(rows, channels, dtype="bfloat16", **constants):
-    """The kernel of rows through maps of 2048 columns; those that are absent are None."""
-    absent = [f"{name}_{i}" for name in ("kernel", "bias", "y") for i in (2, 3, 4)]
-    absent += ["x_2", "bias", "residual", "squares"] + ["scale"] * (rows > 1)
-    sizes = dict.fromkeys(("N", "N_2", "N_3", "N_4"), 2048)
-    sizes |= {"K": channels, "NORM": rows == 1, "GATE": 0, **NO_SQUARES}
-    columns = 2048 * (1 + sum(f"kernel_{i}" in constants for i in (2, 3, 4)))
-    sizes |= {"SHORT": dtype == "bfloat16", "OUTPUT_SCALE": 1.0, "PDL": True}
-    constants = dict.fromkeys(absent) | sizes | constants
-    parts = constants["kernel_2"] is None and not constants["NORM"]
-    tile = tile_options(rows, channels, columns, dtype, constants["GATE"], parts, (9, 0))
-    constants["LENGTH"] = tile.pop("LENGTH")
-    constants = {name: value for name, value in constants.items() if value != "given"}
-    return norm_linear.columns_kernel, constants, [tile]
+def columns_kernel(
+    rows,
+    channels,
+    count=1,
+    dtype="bfloat16",
+    *,
+    given=(),
+    width=2048,
+    norm=None,
+    gate=0,
+    squares=0,
+    output_scale=1.0,
+):
+    """The kernel of `count` projections to `width` columns; `given`: names of optional tensors."""
+    norm = rows == 1 if norm is None else norm
+    sizes = rows, channels, width * count, dtype, gate, count == 1 and not norm
+    product = Product(
+        **{"K": channels, "NORM": norm, "GATE": gate, "NUM_SQUARES": squares},
+        **{"SHORT": dtype == "bfloat16", **tile_options(*sizes, (9, 0))},
+    )
+    outputs = 1 if gate else count
+    present = {"scale": norm, "squares": squares, "x_2": False, "residual": False}
+    present |= dict.fromkeys(given, True)
+    constants = {name: None for name, is_present in present.items() if not is_present} | {
+        "kernels": ("kernel",) * count,
+        "biases": ("bias" if "bias" in given else None, *[None] * (count - 1)),
+        "outputs": ("y",) * outputs,
+        "WIDTHS": (width,) * count,
+        "TILE_STARTS": tile_starts((width,) * outputs, product.BLOCK_N),
+        "PRODUCT": Constants(product),
+        "OUTPUT_SCALE": output_scale,
+        "PDL": True,
+    }
+    return norm_linear.columns_kernel, constants, [product.launch_options]
 
 
-ATTENTION_STEP = {
-    **{"K": 256, "V": 256, "R": 64, "BLOCK_K": 256, "BLOCK_V": 256},
-    **{"PARTS": 16, "EPSILON": 0.0, "LOGIT_SCALING": 0.0, "LOG_SCALING": 1.0, "PDL": True},
-    **dict.fromkeys(("q_scale", "k_scale", "output_gate", "output")),
-}
-ALL_SLOTS = dict.fromkeys(("sums", "peaks", "totals")) | {"PARTS": 1}
+def attention_step(tile, short=True, **sizes):
+    """The kernel of a token's attention; with a single part, it stores the output."""
+    heads = {"SHARE": 10, "K": 256, "V": 256, "R": 64, "EPSILON": 0.0, "PARTS": 16}
+    heads |= {"LOGIT_SCALING": 0.0, "LOG_SCALING": 1.0, "BLOCK_H": 16, "SHORT": short, **sizes}
+    heads |= {"BLOCK_K": heads["K"], "BLOCK_V": heads["V"], "SLOTS": tile["SLOTS"]}
+    is_single = heads["PARTS"] == 1
+    absent = ["q_scale", "k_scale"] + ["frequencies"] * (not heads["R"])
+    absent += ["partial"] if is_single else ["output", "output_gate"]
+    constants = {"partial": ("sums", "peaks", "totals"), **dict.fromkeys(absent), "PDL": True}
+    constants["HEADS"] = Constants(local_attention_step.AttentionHeads(**heads))
+    options = {name: tile[name] for name in ("num_warps", "num_stages")}
+    return local_attention_step._partial_kernel, constants, [options]
+
+
 # Heads of HypeNet 2B: lightning attention, and softmax attention without positions.
-HEADS = {"K": 128, "V": 128, "R": 64, "BLOCK_K": 128, "EPSILON": 1e-6, "PDL": True}
+HEADS = {"SHARE": 2, "K": 128, "V": 128, "EPSILON": 1e-6}
+NO_POSITIONS = {**HEADS, "R": 0, "LOGIT_SCALING": 500.0, "LOG_SCALING": 6.2}
+LIGHTNING_HEADS = {**HEADS, "R": 64, "BLOCK_K": 128, "BLOCK_V": lightning_step._BLOCK_V}
 HGRN2_STEP = {"K": 128, "V": 128, "BLOCK_K": 128, "BLOCK_V": hgrn2_step._BLOCK_V, "PDL": True}
 GATE_KERNEL = {"BLOCK": norm_linear._BLOCK, "OUTPUT_SCALE": 1.0, "PDL": True}
 OF_A_STEP = {
@@ -318,7 +359,7 @@ OF_A_STEP = {
     ),
     "lightning step of heads": (
         lightning_step._kernel,
-        HEADS | {"SHARE": 2, "BLOCK_V": lightning_step._BLOCK_V},
+        {"HEADS": Constants(lightning_step.Heads(**LIGHTNING_HEADS)), "PDL": True},
         [{"num_warps": lightning_step._WARPS}],
     ),
     "rg_lru step": (
@@ -335,164 +376,130 @@ OF_A_STEP = {
         )
         for rows in (16, 64)
     },
-    "local_attention step, partial": (
-        local_attention_step._partial_kernel,
-        ATTENTION_STEP | {"SHARE": 10, "BLOCK_H": 16, "SHORT": True},
-        [local_attention_step._TILE],
+    "local_attention step, partial": attention_step(local_attention_step._TILE),
+    "local_attention step, partial, float32": attention_step(
+        local_attention_step._FLOAT32_TILE, False, SHARE=4
     ),
-    "local_attention step, partial, float32": (
-        local_attention_step._partial_kernel,
-        ATTENTION_STEP | {"SHARE": 4, "BLOCK_H": 16, "SHORT": False},
-        [local_attention_step._FLOAT32_TILE],
+    "local_attention step, scaled logits": attention_step(
+        local_attention_step._TILE, **NO_POSITIONS, PARTS=32
     ),
-    "local_attention step, scaled logits": (
-        local_attention_step._partial_kernel,
-        ATTENTION_STEP
-        | HEADS
-        | {"SHARE": 2, "BLOCK_H": 16, "BLOCK_V": 128, "SHORT": True, "PARTS": 32}
-        | {"frequencies": None, "R": 0, "LOGIT_SCALING": 500.0, "LOG_SCALING": 6.2},
-        [local_attention_step._TILE],
-    ),
-    "local_attention step, one part": (
-        local_attention_step._partial_kernel,
-        {n: c for n, c in ATTENTION_STEP.items() if n not in ("output_gate", "output")}
-        | HEADS
-        | {"SHARE": 2, "BLOCK_H": 16, "BLOCK_V": 128, "SHORT": True, **ALL_SLOTS}
-        | {"frequencies": None, "R": 0, "LOGIT_SCALING": 500.0, "LOG_SCALING": 6.2},
-        [local_attention_step._TILE],
+    "local_attention step, one part": attention_step(
+        local_attention_step._TILE, **NO_POSITIONS, PARTS=1
     ),
     "local_attention step, combine": (
         local_attention_step._combine_kernel,
         {"V": 256, "BLOCK_V": 256, "PARTS": 32, "BLOCK_P": 32, "PDL": True},
         [{}],
     ),
-    "norm_linear of three": of_rows_through_maps(
-        1, 2048, kernel_2="given", kernel_3="given", y_2="given", y_3="given"
-    ),
-    "norm_linear of two": of_rows_through_maps(1, 2560, kernel_2="given", y_2="given"),
-    "norm_linear of 12,288 columns": (
-        norm_linear.columns_kernel,
-        of_rows_through_maps(1, 2048, kernel_2="given", y_2="given", N=6144, N_2=6144)[1],
-        [
-            {
-                n: v
-                for n, v in tile_options(1, 2048, 12288, "bfloat16", 0, False, (9, 0)).items()
-                if n != "LENGTH"
-            }
-        ],
-    ),
-    "norm_linear of two, float32": of_rows_through_maps(
-        1, 2560, "float32", kernel_2="given", bias="given", y_2="given"
-    ),
+    "norm_linear of three": columns_kernel(1, 2048, 3),
+    "norm_linear of two": columns_kernel(1, 2560, 2),
+    "norm_linear of 12,288 columns": columns_kernel(1, 2048, 2, width=6144),
+    "norm_linear of two, float32": columns_kernel(1, 2560, 2, "float32", given=["bias"]),
     "norm_linear, silu": (
         norm_linear.gate_kernel,
         GATE_KERNEL
-        | NO_SQUARES
-        | {"K": 1, "N": 5632, "GATE": 1}
+        | {"K": 1, "N": 5632, "GATE": 1, "NUM_SQUARES": 0}
         | dict.fromkeys(("squares", "gate_bias", "up_bias", "residual")),
         [{}],
     ),
     "norm_linear of many rows, gelu": (
         norm_linear.gate_kernel,
-        GATE_KERNEL
-        | {"K": 2560, "N": 7680, "GATE": 2, "NUM_SQUARES": 5, "BLOCK_S": 8, "PDL": False},
+        GATE_KERNEL | {"K": 2560, "N": 7680, "GATE": 2, "NUM_SQUARES": 5, "PDL": False},
         [{}],
     ),
     "norm_linear, sum of parts": (
         norm_linear.sum_kernel,
         GATE_KERNEL
-        | NO_SQUARES
-        | {"K": 5632, "N": 2048, "PARTS": 11, "bias": None, "squares": None}
+        | {"K": 5632, "N": 2048, "PARTS": 11, "NUM_SQUARES": 0, "bias": None, "squares": None}
         | dict.fromkeys(("next_scale", "scaled", "next_squares")),
         [{}],
     ),
     "norm_linear, sum of parts, squares": (
         norm_linear.sum_kernel,
-        GATE_KERNEL | {"K": 2048, "N": 2048, "PARTS": 8, "NUM_SQUARES": 64, "BLOCK_S": 64},
+        GATE_KERNEL | {"K": 2048, "N": 2048, "PARTS": 8, "NUM_SQUARES": SQUARES},
         [{}],
     ),
-    "norm_linear of 16 rows, silu": of_rows_through_maps(16, 2048, kernel_2="given", GATE=1),
-    "norm_linear of 16 rows of three": of_rows_through_maps(
-        16, 2048, kernel_2="given", kernel_3="given", y_2="given", y_3="given", bias="given"
+    "norm_linear of 16 rows, silu": columns_kernel(16, 2048, 2, gate=1),
+    "norm_linear of 16 rows of three": columns_kernel(16, 2048, 3, given=["bias"]),
+    "norm_linear of 16 rows, in parts": columns_kernel(16, 5632),
+    "norm_linear of 128 rows, silu": columns_kernel(128, 2048, 2, gate=1, squares=SQUARES),
+    "norm_linear of 128 rows of three": columns_kernel(128, 2048, 3, squares=SQUARES),
+    "norm_linear of 128 rows, in parts": columns_kernel(128, 5632),
+    "norm_linear of 16 rows, gelu, float32": columns_kernel(16, 2560, 2, "float32", gate=2),
+    "norm_linear of four": columns_kernel(1, 2048, 4),
+    "norm_linear of squares": columns_kernel(
+        1, 2048, given=["residual"], norm=False, squares=SQUARES, output_scale=0.25
     ),
-    "norm_linear of 16 rows, in parts": of_rows_through_maps(16, 5632),
-    "norm_linear of 128 rows, silu": of_rows_through_maps(
-        128, 2048, kernel_2="given", GATE=1, **SQUARES
-    ),
-    "norm_linear of 128 rows of three": of_rows_through_maps(
-        *(128, 2048), kernel_2="given", kernel_3="given", y_2="given", y_3="given", **SQUARES
-    ),
-    "norm_linear of 128 rows, in parts": of_rows_through_maps(128, 5632),
-    "norm_linear of 16 rows, gelu, float32": of_rows_through_maps(
-        16, 2560, "float32", kernel_2="given", GATE=2
-    ),
-    "norm_linear of four": of_rows_through_maps(
-        1, 2048, **{f"{name}_{i}": "given" for name in ("kernel", "y") for i in (2, 3, 4)}
-    ),
-    "norm_linear of squares": of_rows_through_maps(
-        1, 2048, scale=None, NORM=False, residual="given", OUTPUT_SCALE=0.25, **SQUARES
-    ),
-    "norm_linear of squares of 16 rows, silu": of_rows_through_maps(
-        16, 2048, kernel_2="given", GATE=1, **SQUARES
-    ),
-    "norm_linear, in parts": of_rows_through_maps(1, 5632, scale=None, NORM=False),
-    "norm_linear, in parts, of what is gated": of_rows_through_maps(
-        1, 5632, x_2="given", GATE=1, scale=None, NORM=False
+    "norm_linear of squares of 16 rows, silu": columns_kernel(16, 2048, 2, gate=1, squares=SQUARES),
+    "norm_linear, in parts": columns_kernel(1, 5632, norm=False),
+    "norm_linear, in parts, of what is gated": columns_kernel(
+        1, 5632, given=["x_2"], gate=1, norm=False
     ),
 }
 
 
-def of_quantized_maps(channels, widths, bits, block_size=0, limbs=None, **constants):
+def quantized_kernel(
+    channels,
+    widths,
+    bits,
+    block_size=0,
+    limbs=None,
+    *,
+    given=(),
+    norm=True,
+    gate=0,
+    squares=0,
+    output_scale=1.0,
+    vectors=True,
+):
     """The kernel of one row through quantized maps; int8 quantizes the row, too."""
-    widths, limbs = (*widths, 0, 0, 0)[:4], limbs or (1 if bits == 8 else 2)
-    absent = ["residual", "squares"]
-    for end, width in zip(("", "_2", "_3", "_4"), widths, strict=True):
-        absent.append(f"bias{end}")
-        absent += [f"{name}{end}" for name in ("kernel", "kernel_scale", "y") if not width]
-        absent += [f"kernel_zero{end}"] * (not width or not block_size)
-    gate = constants.get("GATE", 0)
-    options = norm_quantized_linear.tile_options(channels, widths, bits, gate, limbs, block_size)
-    options |= {"LIMBS": limbs, "QUANTIZED": limbs == 1, "BLOCK_SIZE": block_size}
-    options |= {"NORM": True, "GATE": 0, "VECTORS": True, "WHOLE": True, "PDL": True}
-    options |= {"OUTPUT_SCALE": 1.0, **NO_SQUARES}
-    options |= dict.fromkeys(absent) | constants
-    if gate:
-        options["y_2"] = None
-    if not options["NORM"]:
-        options["scale"] = None
-    options = {name: value for name, value in options.items() if value != "given"}
-    configuration = {name: options.pop(name) for name in OPTIONS if name in options}
-    return norm_quantized_linear._kernel, options, [configuration]
+    limbs = limbs or (1 if bits == 8 else 2)
+    product = norm_quantized_linear.choose_tile(
+        *(channels, widths, bits, gate, limbs, block_size, vectors),
+        **{"NORM": norm, "NUM_SQUARES": squares, "QUANTIZED": limbs == 1, "WHOLE": vectors},
+    )
+    outputs = widths[:1] if gate else widths
+    present = {"scale": norm and not squares, "squares": squares, "residual": "residual" in given}
+    constants = {name: None for name, is_present in present.items() if not is_present} | {
+        "kernels": ("kernel",) * len(widths),
+        "kernel_scales": ("kernel_scale",) * len(widths),
+        "kernel_zeros": ("kernel_zero" if block_size else None,) * len(widths),
+        "biases": ("bias" if "bias" in given else None, *[None] * (len(widths) - 1)),
+        "outputs": ("y",) * len(outputs),
+        "WIDTHS": widths,
+        "TILE_STARTS": tile_starts(outputs, product.COLUMNS),
+        "PRODUCT": Constants(product),
+        **{"GATE": gate, "OUTPUT_SCALE": output_scale, "PDL": True},
+    }
+    return norm_quantized_linear._kernel, constants, [product.launch_options]
 
 
 # The maps of hgrn2_1b.
-DOWN = {"residual": "given", "NORM": False}
+DOWN = {"given": ["residual"], "norm": False}
 QUANTIZED_MAPS = {
-    "norm_quantized_linear of three": of_quantized_maps(2048, (2048,) * 3, 8),
-    "norm_quantized_linear, silu": of_quantized_maps(2048, (5632,) * 2, 8, GATE=1),
-    "norm_quantized_linear, out": of_quantized_maps(2048, (2048,), 8, residual="given"),
-    "norm_quantized_linear, down": of_quantized_maps(5632, (2048,), 8, **DOWN),
-    "norm_quantized_linear of three widths, 2 limbs": of_quantized_maps(
-        2048, (2048, 1024, 512), 8, limbs=2, bias="given"
+    "norm_quantized_linear of three": quantized_kernel(2048, (2048,) * 3, 8),
+    "norm_quantized_linear, silu": quantized_kernel(2048, (5632,) * 2, 8, gate=1),
+    "norm_quantized_linear, out": quantized_kernel(2048, (2048,), 8, given=["residual"]),
+    "norm_quantized_linear, down": quantized_kernel(5632, (2048,), 8, **DOWN),
+    "norm_quantized_linear of three widths, 2 limbs": quantized_kernel(
+        2048, (2048, 1024, 512), 8, limbs=2, given=["bias"]
     ),
-    "norm_quantized_linear, silu, 2 limbs": of_quantized_maps(
-        2048, (5632,) * 2, 8, limbs=2, GATE=1
+    "norm_quantized_linear, silu, 2 limbs": quantized_kernel(2048, (5632,) * 2, 8, limbs=2, gate=1),
+    "norm_quantized_linear, down, 2 limbs": quantized_kernel(5632, (2048,), 8, limbs=2, **DOWN),
+    "norm_quantized_linear of three, 4 bits": quantized_kernel(2048, (2048,) * 3, 4, 128),
+    "norm_quantized_linear, silu, 4 bits": quantized_kernel(2048, (5632,) * 2, 4, 128, gate=1),
+    "norm_quantized_linear, down, 4 bits": quantized_kernel(5632, (2048,), 4, 128, **DOWN),
+    "norm_quantized_linear of 4 bits, 1 limb": quantized_kernel(2048, (2048,), 4, limbs=1),
+    "norm_quantized_linear of four": quantized_kernel(2048, (2048, 1024, 1024, 2048), 8),
+    "norm_quantized_linear of squares": quantized_kernel(
+        2048, (2048,), 8, given=["residual"], output_scale=0.25, squares=SQUARES
     ),
-    "norm_quantized_linear, down, 2 limbs": of_quantized_maps(5632, (2048,), 8, limbs=2, **DOWN),
-    "norm_quantized_linear of three, 4 bits": of_quantized_maps(2048, (2048,) * 3, 4, 128),
-    "norm_quantized_linear, silu, 4 bits": of_quantized_maps(2048, (5632,) * 2, 4, 128, GATE=1),
-    "norm_quantized_linear, down, 4 bits": of_quantized_maps(5632, (2048,), 4, 128, **DOWN),
-    "norm_quantized_linear of 4 bits, 1 limb": of_quantized_maps(2048, (2048,), 4, limbs=1),
-    "norm_quantized_linear of four": of_quantized_maps(2048, (2048, 1024, 1024, 2048), 8),
-    "norm_quantized_linear of squares": of_quantized_maps(
-        2048, (2048,), 8, scale=None, residual="given", OUTPUT_SCALE=0.25, **SQUARES
+    "norm_quantized_linear of squares, 4 bits": quantized_kernel(
+        2048, (2048,), 4, 128, given=["residual"], output_scale=0.25, squares=SQUARES
     ),
-    "norm_quantized_linear of squares, 4 bits": of_quantized_maps(
-        2048, (2048,), 4, 128, scale=None, residual="given", OUTPUT_SCALE=0.25, **SQUARES
-    ),
-    "norm_quantized_linear of 4 bits, blocks of 16": of_quantized_maps(2048, (2048,), 4, 16),
-    "norm_quantized_linear, float32": of_quantized_maps(
-        2048, (2048,), 4, 32, limbs=3, VECTORS=False, WHOLE=False
+    "norm_quantized_linear of 4 bits, blocks of 16": quantized_kernel(2048, (2048,), 4, 16),
+    "norm_quantized_linear, float32": quantized_kernel(
+        2048, (2048,), 4, 32, limbs=3, vectors=False
     ),
 }
 
@@ -653,7 +660,7 @@ def dtype(argument, name):
         return "*i64" if argument == "best" else "*i32"
     if name.startswith("top logits") and argument != "x":
         return {"best": "*i64", "indices": "*i32"}.get(argument, "*fp32")
-    if name in QUANTIZED_MAPS and argument.startswith("kernel") and "scale" not in argument:
+    if name in QUANTIZED_MAPS and argument in ("kernel", "kernel_zero"):
         return "*i8"
     if name.endswith("gated") and argument in ("x", "x_2"):
         return "*fp32"
@@ -671,15 +678,28 @@ def compile_for_hopper(name, number):
     kernel, constants, configurations = KERNELS[name]
     constants = {**constants, **configurations[number]}
     options = {n: constants[n] for n in OPTIONS if constants.get(n)}
-    constants = {n: c for n, c in constants.items() if n in kernel.arg_names}
-    signature = {a: "constexpr" if a in constants else dtype(a, name) for a in kernel.arg_names}
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, argument in enumerate(kernel.arg_names)
-        if signature[argument].startswith("*")
-        or (argument in MULTIPLES_OF_16 and argument not in constants)
-    }
-    source = ASTSource(kernel, signature, constants, aligned)
+    signature, values, aligned = {}, {}, {}
+
+    def type_of(value, path):
+        """The type of an argument, whose name is a string; all others are constants."""
+        if type(value) is tuple:
+            return tuple(type_of(x, (*path, i)) for i, x in enumerate(value))
+        if not isinstance(value, str):
+            values[path] = value
+            return "constexpr"
+        kind = dtype(value, name)
+        if kind.startswith("*") or value in MULTIPLES_OF_16:
+            aligned[path] = [["tt.divisibility", 16]]
+        return kind
+
+    for i, parameter in enumerate(kernel.params):
+        argument = parameter.name
+        value = constants.get(argument, argument)
+        if parameter.is_constexpr:
+            signature[argument], values[i,] = "constexpr", value
+        else:
+            signature[argument] = type_of(value, (i,))
+    source = ASTSource(kernel, signature, values, aligned)
     return triton.compile(source, target=HOPPER, options=options)
 
 

@@ -13,7 +13,13 @@ import triton
 
 from keras_recurrent.backends.triton._device.common import INTERPRETED
 from keras_recurrent.backends.triton._runtime import interpreter, torch_operators
-from keras_recurrent.backends.triton._runtime.launch import Launch, like, next_power_of_2
+from keras_recurrent.backends.triton._runtime.launch import (
+    Launch,
+    flat,
+    like,
+    map_arrays,
+    next_power_of_2,
+)
 from tests.ops import judge, token_wise
 from tests.ops.cases import Case, draw
 
@@ -55,10 +61,10 @@ def test_numpy_arrays_give_the_same_bits(operation, monkeypatch):
         names = launch.kernel.arg_names
         numbers = len(launch.inputs) + len(launch.outputs) + len(launch.numbers)
         assert numbers <= len(names)
-        given = [x for x in launch.inputs if x is not None]
-        static = launch._replace(inputs=tuple(x is not None for x in launch.inputs))
+        given = [x for x in flat(launch.inputs) if x is not None]
+        static = launch._replace(inputs=map_arrays(lambda x: x is not None, launch.inputs))
         found = iter(interpreter.run(static, *map(to_numpy, given)))
-        for array, expected in zip(launch.outputs, outputs, strict=True):
+        for array, expected in zip(flat(launch.outputs), flat(outputs), strict=True):
             if array is None:
                 assert expected is None
                 continue

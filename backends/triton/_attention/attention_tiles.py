@@ -36,17 +36,18 @@ def key_rows(begin, b, g, S, G, KEYS: tl.constexpr):
 
 
 @triton.jit
-def real_queries(token_kind, t, b, T):
+def real_queries(visible, t, b, T):
     """Mask of the tokens t that exist and are not padding."""
-    real = t < T
+    real, token_kind = t < T, visible[0]
     if token_kind is not None:
         real = tl.load(token_kind + b.to(tl.int64) * T + t, real, other=PADDING) != PADDING
     return real
 
 
 @triton.jit
-def visible_keys(t, b, first_key, last_key, T, window):
+def visible_keys(visible, t, b, T, window):
     """The first and the last key that each token sees."""
+    first_key, last_key = visible[1], visible[2]
     t = tl.minimum(t, T - 1)
     if first_key is None:
         low, high = tl.maximum(t - window + 1, 0), t

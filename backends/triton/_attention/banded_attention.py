@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from .._device.common import MULTIPROCESSORS
+from .._device.common import MULTIPROCESSORS, Constants
 from .._runtime import search
 from .._runtime.framework import run, search_sorted_rows
 from .._runtime.launch import Array, Launch, cdiv, dtype_name, like, next_power_of_2
@@ -41,6 +41,19 @@ class VisibleKeys(NamedTuple):
             search_sorted_rows(self.last_key, length),
             search_sorted_rows(self.first_key, length, right=True),
         )
+
+
+class AttentionTile(NamedTuple):
+    """The constants of a program; `SHARE` query heads share a key head."""
+
+    SHARE: int
+    K: int
+    V: int
+    BLOCK_K: int
+    BLOCK_V: int
+    ROWS: int
+    KEYS: int
+    TYPE: Any  # dtype of operands
 
 
 class Tiles(NamedTuple):
@@ -118,16 +131,10 @@ def _is_wide(keys, values):
     return max(keys, values) > 128
 
 
-def constants(share, keys, values, dtype):
-    """The constants of all kernels; `share` query heads share a key head."""
-    return {
-        "SHARE": share,
-        "K": keys,
-        "V": values,
-        "BLOCK_K": max(16, next_power_of_2(keys)),
-        "BLOCK_V": max(16, next_power_of_2(values)),
-        "TYPE": dtype,
-    }
+def attention_tile(tiles, share, keys, values, dtype):
+    """The `AttentionTile` with the rows of `tiles`."""
+    blocks = (max(16, next_power_of_2(size)) for size in (keys, values))
+    return AttentionTile(share, keys, values, *blocks, tiles.ROWS, tiles.KEYS, dtype)
 
 
 def _dtype(*tensors):
@@ -169,14 +176,15 @@ def backward(d_output, d_buffers, output, residuals, q, k, v, visible, position=
 
     length, heads = q.shape[1:3]
     batch, num_positions, groups, _ = k.shape
-    inputs = *visible[:3], *visible.queries_of_keys(num_positions), origin, total, d_output, delta
-    inputs = q, k, v, *inputs, *d_buffers, position, end
-    capacity = 0 if d_buffers[0] is None else d_buffers[0].shape[1]
+    inputs = visible[:3], visible.queries_of_keys(num_positions), origin, total, d_output, delta
+    has_buffers = d_buffers[0] is not None
+    inputs = q, k, v, *inputs, (*d_buffers, position, end) if has_buffers else None
+    capacity = d_buffers[0].shape[1] if has_buffers else 0
 
-    def launch(results, options):
-        programs = batch * groups * cdiv(num_positions, options["KEYS"])
+    def launch(results, tile, options):
+        programs = batch * groups * cdiv(num_positions, tile.KEYS)
         parts = _num_parts(heads // groups, programs)
-        options["SHARE"] //= parts
+        tile = tile._replace(SHARE=tile.SHARE // parts)
         outputs = [
             Array((parts, *x.shape), "float32" if parts > 1 else dtype_name(x))
             if name in results
@@ -184,6 +192,7 @@ def backward(d_output, d_buffers, output, residuals, q, k, v, visible, position=
             for name, x in (("d_k", k), ("d_v", v))
         ]
         numbers = length, num_positions, groups, visible.window, capacity, parts
+        options["TILE"] = Constants(tile)
         arrays = run(
             Launch(keys_kernel, programs * parts, inputs, tuple(outputs), numbers, options)
         )
@@ -200,27 +209,32 @@ def _run_query_kernel(result, kernel, q, k, v, visible, inputs, outputs):
     batch, length = q.shape[:2]
     num_positions, groups = k.shape[1:3]
     inputs, numbers = (
-        (q, k, v, *visible[:3], *inputs),
+        (q, k, v, visible[:3], *inputs),
         (length, num_positions, groups, visible.window),
     )
 
-    def launch(options):
-        programs = batch * groups * cdiv(length * options["SHARE"], options["ROWS"])
+    def launch(tile, options):
+        programs = batch * groups * cdiv(length * tile.SHARE, tile.ROWS)
+        options["TILE"] = Constants(tile)
         return run(Launch(kernel, programs, inputs, outputs, numbers, options))
 
     return _run_search(result, launch, q, k, v, visible)
 
 
 def _run_search(result, launch, q, k, v, visible):
-    """Calls `launch` with the constants and the chosen tile of the kernel for a result."""
+    """Calls `launch` with the chosen tile of the kernel for a result, and its launch options."""
     batch, length, heads, keys = q.shape
     _, num_positions, groups, values = v.shape
     dtype = _dtype(q, k, v)
-    kernel_constants = constants(heads // groups, keys, values, dtype)
+
+    def launch_tile(tiles):
+        options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+        return launch(attention_tile(tiles, heads // groups, keys, values, dtype), options)
+
     return search.run(
         f"sliding_window_attention {result}",
         candidates(result, keys, values, dtype),
-        lambda tiles: launch({**kernel_constants, **tiles._asdict()}),
+        launch_tile,
         (q, k, v, visible.first_key, visible.token_kind),
         {
             "batch": batch,

@@ -68,12 +68,10 @@ def forward_kernel(
     D,
     W: tl.constexpr,
     SILU: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     FINE: tl.constexpr = x.dtype.element_ty == tl.float32
-    tile, _, b, d = locate_program(T, D, BLOCK_D, GROUPS * ROWS, W)
+    tile, _, b, d = locate_program(T, D, TILE.BLOCK_D, TILE.GROUPS * TILE.ROWS, W)
     d_valid = d < D
     row, state = b.to(tl.int64) * T, b.to(tl.int64) * (W - 1) * D
     x += row * D
@@ -85,15 +83,15 @@ def forward_kernel(
         token_at += row
         document_at += row
     num_real, last_document = sequence_sizes(b, T, real_counts, start_counts)
-    tile_begin = tile * (GROUPS * ROWS) - (W - 1)
-    begin = tile_begin + tl.arange(0, GROUPS)[:, None] * ROWS
+    tile_begin = tile * (TILE.GROUPS * TILE.ROWS) - (W - 1)
+    begin = tile_begin + tl.arange(0, TILE.GROUPS)[:, None] * TILE.ROWS
 
     weights, bias_value = load_parameters(kernel, bias, d, D, W)
 
     values = ()
     tokens = ()
     documents = ()
-    for j in tl.static_range(ROWS + W - 1):
+    for j in tl.static_range(TILE.ROWS + W - 1):
         position = begin + j - (W - 1)
         t, document = load_token_and_document(position, T, token_at, document_at, False)
         offsets = t.to(tl.int64) * D + d
@@ -101,7 +99,7 @@ def forward_kernel(
         tokens = tokens + (t,)
         documents = documents + (document,)
     # The compiler does not move loads before stores: all loads come first.
-    for j in tl.static_range(ROWS):
+    for j in tl.static_range(TILE.ROWS):
         position = begin + j
         total = apply_filter(
             values[j : j + W], documents[j : j + W], weights, bias_value, token_at, W
@@ -110,7 +108,7 @@ def forward_kernel(
             total *= sigmoid(total, FINE)[0]
         offsets = tokens[j + W - 1].to(tl.int64) * D + d
         tl.store(y + offsets, total, (position >= 0) & (position < T) & d_valid)
-        if tile_begin + GROUPS * ROWS > num_real - (W - 1):
+        if tile_begin + TILE.GROUPS * TILE.ROWS > num_real - (W - 1):
             slot = position - num_real + W - 1
             in_state = (slot >= 0) & (slot < W - 1) & d_valid
             value = tl.where(documents[j + W - 1] == last_document, values[j + W - 1], 0.0)

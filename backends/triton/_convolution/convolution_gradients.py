@@ -44,6 +44,45 @@ def _load_gradient(
 
 
 @triton.jit
+def _load_position(
+    values,
+    documents,
+    gradients,
+    tokens,
+    i,
+    begin,
+    d,
+    T,
+    D,
+    sequence,
+    filter,
+    WITH_GRADIENT: tl.constexpr,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    INSIDE: tl.constexpr,
+):
+    """Appends the position `begin` + i to tuples of inputs, documents, gradients and tokens.
+
+    The gradient, of the filter's result at the position, depends on the last W inputs.
+    """
+    dy, x, initial, token_at, document_at, num_real = sequence
+    weights, bias_value = filter
+    position, origin = begin + i, begin.to(tl.int64) * D + d
+    t, document = load_token_and_document(position, T, token_at, document_at, INSIDE)
+    offsets = token_offsets(origin, i, t, D, d, token_at)
+    values = values + (load_input(x, initial, position, offsets, num_real, d, D, W, INSIDE),)
+    documents = documents + (document,)
+    if WITH_GRADIENT:
+        z = bias_value
+        if SILU:
+            z = apply_filter(values, documents, weights, bias_value, token_at, W)
+        FINE: tl.constexpr = x.dtype.element_ty == tl.float32
+        gradient = _load_gradient(dy, z, position, offsets, num_real, d < D, SILU, FINE, INSIDE)
+        gradients, tokens = gradients + (gradient,), tokens + (t,)
+    return values, documents, gradients, tokens
+
+
+@triton.jit
 def _sequence_gradients(
     dy,
     d_final,
@@ -64,9 +103,7 @@ def _sequence_gradients(
     D,
     W: tl.constexpr,
     SILU: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
     STEPS: tl.constexpr,
     INSIDE: tl.constexpr,
 ):
@@ -74,66 +111,42 @@ def _sequence_gradients(
 
     INSIDE: all positions that are read are real tokens, whose inputs are not in the final state.
     """
-    FINE: tl.constexpr = x.dtype.element_ty == tl.float32
     HISTORY: tl.constexpr = W - 1 if SILU else 0  # inputs that the first z needs
     d_valid = d < D
     origin = begin.to(tl.int64) * D + d
     weights, bias_value = load_parameters(kernel, bias, d, D, W)
     sums = ()
     for _ in tl.static_range(W):
-        sums = sums + (tl.zeros((GROUPS, BLOCK_D), tl.float32),)
-    d_bias = tl.zeros((GROUPS, BLOCK_D), tl.float32)
+        sums = sums + (tl.zeros((TILE.GROUPS, TILE.BLOCK_D), tl.float32),)
+    d_bias = tl.zeros((TILE.GROUPS, TILE.BLOCK_D), tl.float32)
 
-    values = ()
-    gradients = ()
-    tokens = ()
-    documents = ()
+    sequence, filter = (dy, x, initial, token_at, document_at, num_real), (weights, bias_value)
+    values, documents, gradients, tokens = (), (), (), ()
     for j in tl.static_range(HISTORY + W - 1):
-        position = begin + (j - HISTORY)
-        t, document = load_token_and_document(position, T, token_at, document_at, INSIDE)
-        offsets = token_offsets(origin, j - HISTORY, t, D, d, token_at)
-        values = values + (load_input(x, initial, position, offsets, num_real, d, D, W, INSIDE),)
-        documents = documents + (document,)
-        if j >= HISTORY:
-            z = bias_value
-            if SILU:
-                z = apply_filter(values, documents, weights, bias_value, token_at, W)
-            gradient = _load_gradient(
-                dy, z, position, offsets, num_real, d_valid, SILU, FINE, INSIDE
-            )
-            gradients = gradients + (gradient,)
-            tokens = tokens + (t,)
+        values, documents, gradients, tokens = _load_position(
+            *(values, documents, gradients, tokens, j - HISTORY, begin, d, T, D, sequence, filter),
+            *(j >= HISTORY, W, SILU, INSIDE),
+        )
     values, documents = values[HISTORY:], documents[HISTORY:]
     num_steps = STEPS
     if not INSIDE:  # the steps of the last tile may end early
-        num_steps = tl.minimum(STEPS, tl.cdiv(T - tl.min(begin), ROWS))
+        num_steps = tl.minimum(STEPS, tl.cdiv(T - tl.min(begin), TILE.ROWS))
     # Loads are not pipelined with tables of positions, where registers would spill, nor with
     # states, where shared memory would be needed.
     STATES: tl.constexpr = initial is not None or d_final is not None
     STAGES: tl.constexpr = 1 if token_at is not None or (STATES and not INSIDE) else _STAGES
     for step in tl.range(0, num_steps, num_stages=STAGES):
-        for j in tl.static_range(ROWS):
-            i = step * ROWS + j + W - 1
-            position = begin + i
-            t, document = load_token_and_document(position, T, token_at, document_at, INSIDE)
-            offsets = token_offsets(origin, i, t, D, d, token_at)
-            values = values + (
-                load_input(x, initial, position, offsets, num_real, d, D, W, INSIDE),
+        for j in tl.static_range(TILE.ROWS):
+            i = step * TILE.ROWS + j + W - 1
+            values, documents, gradients, tokens = _load_position(
+                *(values, documents, gradients, tokens, i, begin, d, T, D, sequence, filter),
+                *(True, W, SILU, INSIDE),
             )
-            documents = documents + (document,)
-            z = bias_value
-            if SILU:
-                z = apply_filter(values, documents, weights, bias_value, token_at, W)
-            gradient = _load_gradient(
-                dy, z, position, offsets, num_real, d_valid, SILU, FINE, INSIDE
-            )
-            gradients = gradients + (gradient,)
-            tokens = tokens + (t,)
         # The compiler does not move loads before stores: all loads of a step come first.
-        for j in tl.static_range(ROWS):
-            i = step * ROWS + j
+        for j in tl.static_range(TILE.ROWS):
+            i = step * TILE.ROWS + j
             position = begin + i
-            d_value = tl.zeros((GROUPS, BLOCK_D), tl.float32)
+            d_value = tl.zeros((TILE.GROUPS, TILE.BLOCK_D), tl.float32)
             if not INSIDE and d_final is not None:
                 slot = position - num_real + W - 1
                 in_state = (slot >= 0) & (slot < W - 1) & (documents[j] == last_document) & d_valid
@@ -154,8 +167,8 @@ def _sequence_gradients(
                 tl.store(dx + offsets, d_value, (position >= 0) & (position < T) & d_valid)
                 slot = position + W - 1
                 tl.store(d_initial + (slot * D + d), d_value, (position < 0) & d_valid)
-        values, gradients = values[ROWS:], gradients[ROWS:]
-        tokens, documents = tokens[ROWS:], documents[ROWS:]
+        values, gradients = values[TILE.ROWS :], gradients[TILE.ROWS :]
+        tokens, documents = tokens[TILE.ROWS :], documents[TILE.ROWS :]
 
     for k in tl.static_range(W):
         tl.store(d_parameters + (W - 1 - k) * D + d, tl.sum(sums[k], 0)[None, :], d_valid)
@@ -181,9 +194,7 @@ def backward_kernel(
     D,
     W: tl.constexpr,
     SILU: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
     STEPS: tl.constexpr,
 ):
     """Stores dx and d_initial, and each program's sums of the gradients of kernel and bias.
@@ -192,8 +203,8 @@ def backward_kernel(
     them, and, for the gradient of an activation, the W - 1 positions before them.
     d_parameters: [B, tiles, W + 1, D], W lines for the kernel and one for the bias.
     """
-    GROUP_POSITIONS: tl.constexpr = STEPS * ROWS  # positions whose dx a group stores
-    tile, tiles, b, d = locate_program(T, D, BLOCK_D, GROUPS * GROUP_POSITIONS, W)
+    GROUP_POSITIONS: tl.constexpr = STEPS * TILE.ROWS  # positions whose dx a group stores
+    tile, tiles, b, d = locate_program(T, D, TILE.BLOCK_D, TILE.GROUPS * GROUP_POSITIONS, W)
     row, state = b.to(tl.int64) * T, b.to(tl.int64) * (W - 1) * D
     x += row * D
     dy += row * D
@@ -209,15 +220,11 @@ def backward_kernel(
     d_parameters += (b.to(tl.int64) * tiles + tile) * (W + 1) * D
     num_real, last_document = sequence_sizes(b, T, real_counts, start_counts)
 
-    first = tile * (GROUPS * GROUP_POSITIONS) - (W - 1)
-    begin = first + tl.arange(0, GROUPS)[:, None] * GROUP_POSITIONS
+    first = tile * (TILE.GROUPS * GROUP_POSITIONS) - (W - 1)
+    begin = first + tl.arange(0, TILE.GROUPS)[:, None] * GROUP_POSITIONS
     pointers = dy, d_final, x, kernel, bias, initial, token_at, document_at, num_real, last_document
     results = dx, d_parameters, d_initial
-    if (first >= W - 1) & (first + GROUPS * GROUP_POSITIONS + W - 1 <= num_real):
-        _sequence_gradients(
-            *pointers, *results, begin, d, T, D, W, SILU, BLOCK_D, GROUPS, ROWS, STEPS, True
-        )
+    if (first >= W - 1) & (first + TILE.GROUPS * GROUP_POSITIONS + W - 1 <= num_real):
+        _sequence_gradients(*pointers, *results, begin, d, T, D, W, SILU, TILE, STEPS, True)
     else:
-        _sequence_gradients(
-            *pointers, *results, begin, d, T, D, W, SILU, BLOCK_D, GROUPS, ROWS, STEPS, False
-        )
+        _sequence_gradients(*pointers, *results, begin, d, T, D, W, SILU, TILE, STEPS, False)

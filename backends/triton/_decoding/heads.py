@@ -16,19 +16,20 @@ def load_heads(
     token_position,
     frequencies,
     norm_scale,
-    EPSILON: tl.constexpr,
-    K: tl.constexpr,
-    R: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
     """Loads `rows` [N] of K channels c [BLOCK_K]: RMSNorm over channels, then rotary embedding.
 
     norm_scale: [K], or None: no norm. frequencies: [R], or None: no rotation; pairs are j, j + R.
+    HEADS: constants with K, R and the norm's EPSILON.
     """
+    K: tl.constexpr = HEADS.K
+    R: tl.constexpr = HEADS.R
     offsets = rows[:, None] * K + c[None, :]
     valid = valid[:, None] & (c < K)[None, :]
     heads = load_float32(x, offsets, valid)
     if norm_scale is not None:
-        root = reciprocal_root(tl.sum(heads * heads, 1) / K + EPSILON)[:, None]
+        root = reciprocal_root(tl.sum(heads * heads, 1) / K + HEADS.EPSILON)[:, None]
         heads *= root * load_float32(norm_scale, c, c < K)[None, :]
     if frequencies is not None:
         turned = c < 2 * R

@@ -28,12 +28,21 @@ def _store_columns(
 ):  # fmt: skip
     row = tl.arange(0, total.shape[0])
     offsets, valid = row[:, None] * N + n[None, :], (row < rows)[:, None] & (n < N)[None, :]
-    if bias is not None:
-        total += tl.load(bias + n, n < N, other=0.0).to(tl.float32)[None, :]
-    total = _scale_output(total, OUTPUT_SCALE)
+    total = _scale_output(_add_columns(total, bias, n, N), OUTPUT_SCALE)
     if residual is not None:
         total += tl.load(residual + offsets, valid, other=0.0).to(tl.float32)
     tl.store(y + offsets, operand(total, y.dtype.element_ty == tl.bfloat16), valid)
+
+
+@triton.jit
+def _load_columns(tensor, n, N: tl.constexpr):
+    return tl.load(tensor + n, n < N, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _add_columns(total, bias, n, N: tl.constexpr):
+    """Adds a bias [N], if there is one, to the columns n of all rows."""
+    return total if bias is None else total + _load_columns(bias, n, N)[None, :]
 
 
 @triton.jit
@@ -41,39 +50,26 @@ def _project(
     x,
     x_2,
     squares,
+    scale,
     kernel,
     up_kernel,
-    n,
-    scale,
     first_channel,
+    n,
     rows,
     epsilon,
-    K: tl.constexpr,
     N: tl.constexpr,
-    GATE: tl.constexpr,
-    LENGTH: tl.constexpr,
-    NORM: tl.constexpr,
-    NUM_SQUARES: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    SHORT: tl.constexpr,
-    SUM_AT_END: tl.constexpr,
+    PRODUCT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Columns n of the product; with a gate and several rows, those of `up_kernel`, too."""
-    if BLOCK_B == 1:
+    """Columns n of the product, and, for several rows, those of the product with `up_kernel`."""
+    if PRODUCT.BLOCK_B == 1:
         total = project_row(
-            *(x, x_2, squares, scale, kernel, first_channel, n, epsilon, K, N, LENGTH),
-            *(NORM, GATE, NUM_SQUARES, BLOCK_S, BLOCK_N, BLOCK_K, SUM_AT_END, PDL),
+            x, x_2, squares, scale, kernel, first_channel, n, epsilon, N, PRODUCT, PDL
         )
         up = total
     else:
         total, up = project_rows(
-            *(x, squares, kernel, up_kernel, first_channel, n, rows, epsilon),
-            *(K, N, LENGTH, GATE, NUM_SQUARES, BLOCK_S, BLOCK_B, BLOCK_K, STAGES, SHORT),
+            x, squares, kernel, up_kernel, first_channel, n, rows, epsilon, N, PRODUCT
         )
     return total, up
 
@@ -84,103 +80,55 @@ def columns_kernel(
     x_2,
     squares,
     scale,
-    kernel,
-    kernel_2,
-    kernel_3,
-    kernel_4,
-    bias,
-    bias_2,
-    bias_3,
-    bias_4,
+    kernels,
+    biases,
     residual,
-    y,
-    y_2,
-    y_3,
-    y_4,
+    outputs,
     rows,
     epsilon,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    N_2: tl.constexpr,
-    N_3: tl.constexpr,
-    N_4: tl.constexpr,
-    LENGTH: tl.constexpr,
-    NORM: tl.constexpr,
-    GATE: tl.constexpr,
-    NUM_SQUARES: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    SHORT: tl.constexpr,
-    SUM_AT_END: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    TILE_STARTS: tl.constexpr,
+    PRODUCT: tl.constexpr,
     OUTPUT_SCALE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    TILES_2: tl.constexpr = 0 if GATE else (N_2 + BLOCK_N - 1) // BLOCK_N
-    TILES_3: tl.constexpr = (N_3 + BLOCK_N - 1) // BLOCK_N
+    """Columns of one of the products; with a gate and several rows, of the gated unit.
+
+    kernels, biases, outputs: pointers of all products. WIDTHS: the columns of each kernel.
+    TILE_STARTS: the first tile of each kernel, and the number of tiles.
+    """
+    BLOCK_N: tl.constexpr = PRODUCT.BLOCK_N
+    GATED: tl.constexpr = PRODUCT.GATE > 0 and PRODUCT.BLOCK_B > 1
     tile = tl.program_id(0)
     first_channel = 0
-    if LENGTH < K:
-        part = tile // TILES
-        tile %= TILES
-        first_channel = part * LENGTH
-        y += part * rows * N
+    if PRODUCT.LENGTH < PRODUCT.K:
+        part = tile // TILE_STARTS[1]
+        tile %= TILE_STARTS[1]
+        first_channel = part * PRODUCT.LENGTH
+        outputs = (outputs[0] + part * rows * WIDTHS[0],)
     # With several rows, dependents may not start early: they would take the shared memory that
     # this launch's own next programs need. These programs wait before their first load, which is x.
-    if PDL and BLOCK_B == 1:
+    if PDL and PRODUCT.BLOCK_B == 1:
         launch_dependents()
-    if PDL and BLOCK_B > 1:
+    if PDL and PRODUCT.BLOCK_B > 1:
         wait_for_previous_launch()
-    if tile < TILES:
-        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        total, up = _project(
-            *(x, x_2, squares, kernel, kernel_2, n, scale, first_channel, rows, epsilon),
-            *(K, N, GATE, LENGTH, NORM, NUM_SQUARES, BLOCK_S),
-            *(BLOCK_B, BLOCK_N, BLOCK_K, STAGES, SHORT, SUM_AT_END, PDL),
-        )
-        if GATE and BLOCK_B > 1:
-            if bias is not None:
-                total += tl.load(bias + n, n < N, other=0.0).to(tl.float32)[None, :]
-            if bias_2 is not None:
-                up += tl.load(bias_2 + n, n < N, other=0.0).to(tl.float32)[None, :]
-            total = apply_gate(total, up, GATE)
-            _store_columns(total, None, residual, y, n, rows, N, OUTPUT_SCALE)
-        else:
-            _store_columns(total, bias, residual, y, n, rows, N, OUTPUT_SCALE)
-    # Nested conditions: the compiler knows the outer one.
-    if kernel_2 is not None and GATE == 0:  # noqa: SIM102
-        if tile >= TILES and tile < TILES + TILES_2:
-            n = (tile - TILES) * BLOCK_N + tl.arange(0, BLOCK_N)
-            total, _ = _project(
-                *(x, None, squares, kernel_2, None, n, scale, 0, rows, epsilon),
-                *(K, N_2, 0, LENGTH, NORM, NUM_SQUARES, BLOCK_S),
-                *(BLOCK_B, BLOCK_N, BLOCK_K, STAGES, SHORT, SUM_AT_END, PDL),
+    for i in tl.static_range(len(outputs)):
+        # Of two weights, the second one's last tile is compared, too: so the kernel was timed.
+        if tile >= TILE_STARTS[i] and (
+            (i > 1 and i + 1 == len(outputs)) or tile < TILE_STARTS[i + 1]
+        ):
+            n = (tile - TILE_STARTS[i]) * BLOCK_N + tl.arange(0, BLOCK_N)
+            total, up = _project(
+                *(x, x_2, squares, scale, kernels[i], kernels[1] if GATED else None),
+                *(first_channel, n, rows, epsilon, WIDTHS[i], PRODUCT, PDL),
             )
-            _store_columns(total, bias_2, None, y_2, n, rows, N_2, OUTPUT_SCALE)
-    if kernel_3 is not None:
-        third = tile >= TILES + TILES_2
-        if kernel_4 is not None:
-            third &= tile < TILES + TILES_2 + TILES_3
-        if third:
-            n = (tile - TILES - TILES_2) * BLOCK_N + tl.arange(0, BLOCK_N)
-            total, _ = _project(
-                *(x, None, squares, kernel_3, None, n, scale, 0, rows, epsilon),
-                *(K, N_3, 0, LENGTH, NORM, NUM_SQUARES, BLOCK_S),
-                *(BLOCK_B, BLOCK_N, BLOCK_K, STAGES, SHORT, SUM_AT_END, PDL),
+            if GATED:
+                total = _add_columns(total, biases[0], n, WIDTHS[0])
+                total = apply_gate(total, _add_columns(up, biases[1], n, WIDTHS[0]), PRODUCT.GATE)
+            _store_columns(
+                *(total, None if GATED else biases[i], residual if i == 0 else None),
+                *(outputs[i], n, rows, WIDTHS[i], OUTPUT_SCALE),
             )
-            _store_columns(total, bias_3, None, y_3, n, rows, N_3, OUTPUT_SCALE)
-    if kernel_4 is not None:  # noqa: SIM102
-        if tile >= TILES + TILES_2 + TILES_3:
-            n = (tile - TILES - TILES_2 - TILES_3) * BLOCK_N + tl.arange(0, BLOCK_N)
-            total, _ = _project(
-                *(x, None, squares, kernel_4, None, n, scale, 0, rows, epsilon),
-                *(K, N_4, 0, LENGTH, NORM, NUM_SQUARES, BLOCK_S),
-                *(BLOCK_B, BLOCK_N, BLOCK_K, STAGES, SHORT, SUM_AT_END, PDL),
-            )
-            _store_columns(total, bias_4, None, y_4, n, rows, N_4, OUTPUT_SCALE)
 
 
 @triton.jit
@@ -198,7 +146,6 @@ def gate_kernel(
     N: tl.constexpr,
     GATE: tl.constexpr,
     NUM_SQUARES: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     OUTPUT_SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -213,14 +160,14 @@ def gate_kernel(
     gate = tl.load(gate_total + row * N + n, n < N, other=0.0)
     up = tl.load(up_total + row * N + n, n < N, other=0.0)
     if squares is not None:
-        row_squares = load_squares(squares, row + tl.arange(0, 1), rows, NUM_SQUARES, BLOCK_S)
+        row_squares = load_squares(squares, row + tl.arange(0, 1), rows, NUM_SQUARES)
         factor = norm_factors(row_squares, epsilon, K)
         gate *= factor
         up *= factor
     if gate_bias is not None:
-        gate += tl.load(gate_bias + n, n < N, other=0.0).to(tl.float32)
+        gate += _load_columns(gate_bias, n, N)
     if up_bias is not None:
-        up += tl.load(up_bias + n, n < N, other=0.0).to(tl.float32)
+        up += _load_columns(up_bias, n, N)
     value = _scale_output(apply_gate(gate, up, GATE), OUTPUT_SCALE)
     if residual is not None:
         value += tl.load(residual + row * N + n, n < N, other=0.0).to(tl.float32)
@@ -243,7 +190,6 @@ def sum_kernel(
     N: tl.constexpr,
     PARTS: tl.constexpr,
     NUM_SQUARES: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     OUTPUT_SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -259,13 +205,13 @@ def sum_kernel(
     if PDL:
         launch_dependents()
     if bias is not None:
-        offset = tl.load(bias + n, n < N, other=0.0).to(tl.float32)
+        offset = _load_columns(bias, n, N)
     if next_scale is not None:
-        weight = tl.load(next_scale + n, n < N, other=0.0).to(tl.float32)
+        weight = _load_columns(next_scale, n, N)
     if PDL:
         wait_for_previous_launch()
     if squares is not None:
-        row_squares = load_squares(squares, row + tl.arange(0, 1), rows, NUM_SQUARES, BLOCK_S)
+        row_squares = load_squares(squares, row + tl.arange(0, 1), rows, NUM_SQUARES)
     value = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):
         value += tl.load(sums + (part * rows + row) * N + n, n < N, other=0.0)

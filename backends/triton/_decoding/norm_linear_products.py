@@ -8,7 +8,7 @@ has multiplied it by s.
 import triton
 import triton.language as tl
 
-from .._device.common import load_float32
+from .._device.common import load_float32, next_power_of_2_in_kernel
 from .._device.math import gelu, reciprocal_root, silu
 from .._device.pdl import wait_for_previous_launch
 from .._device.products import product
@@ -21,9 +21,9 @@ def apply_gate(gate, x, GATE: tl.constexpr):
 
 
 @triton.jit
-def load_squares(squares, row, rows, NUM_SQUARES: tl.constexpr, BLOCK_S: tl.constexpr):
-    """The sums of squares of groups of channels, [rows, BLOCK_S], for `norm_factors`."""
-    group = tl.arange(0, BLOCK_S)
+def load_squares(squares, row, rows, NUM_SQUARES: tl.constexpr):
+    """The sums of squares of groups of channels, [rows, groups], for `norm_factors`."""
+    group = tl.arange(0, next_power_of_2_in_kernel(NUM_SQUARES))
     valid = (row < rows)[:, None] & (group < NUM_SQUARES)[None, :]
     return load_float32(squares, row[:, None] * NUM_SQUARES + group[None, :], valid)
 
@@ -54,16 +54,8 @@ def project_row(
     first_channel,
     n,
     epsilon,
-    K: tl.constexpr,
     N: tl.constexpr,
-    LENGTH: tl.constexpr,
-    NORM: tl.constexpr,
-    GATE: tl.constexpr,
-    NUM_SQUARES: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SUM_AT_END: tl.constexpr,
+    PRODUCT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Columns n [BLOCK_N] of RMSNorm(x) W in float32, over LENGTH channels from `first_channel` on.
@@ -72,7 +64,11 @@ def project_row(
     x is available. With SUM_AT_END, channels are summed once after the last step, which takes more
     registers and fewer barriers. With x_2, the row is activation(x) * x_2.
     """
-    total = tl.zeros((BLOCK_K, BLOCK_N) if SUM_AT_END else (BLOCK_N,), tl.float32)
+    K: tl.constexpr = PRODUCT.K
+    LENGTH: tl.constexpr = PRODUCT.LENGTH
+    BLOCK_N: tl.constexpr = PRODUCT.BLOCK_N
+    BLOCK_K: tl.constexpr = PRODUCT.BLOCK_K
+    total = tl.zeros((BLOCK_K, BLOCK_N) if PRODUCT.SUM_AT_END else (BLOCK_N,), tl.float32)
     channel_squares = tl.zeros((BLOCK_K,), tl.float32)
     for i in tl.static_range((LENGTH + BLOCK_K - 1) // BLOCK_K):
         k = first_channel + i * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -84,16 +80,16 @@ def project_row(
         if PDL and i == 0:
             wait_for_previous_launch()
         if squares is not None and i == 0:
-            row_squares = load_squares(squares, tl.arange(0, 1), 1, NUM_SQUARES, BLOCK_S)
+            row_squares = load_squares(squares, tl.arange(0, 1), 1, PRODUCT.NUM_SQUARES)
         value = tl.load(x + k, k < K, other=0.0).to(tl.float32)
         if x_2 is not None:
-            value = apply_gate(value, tl.load(x_2 + k, k < K, other=0.0), GATE)
+            value = apply_gate(value, tl.load(x_2 + k, k < K, other=0.0), PRODUCT.GATE)
         channel_squares += value * value
         products = (value * scales)[:, None] * weight.to(tl.float32)
-        total += products if SUM_AT_END else tl.sum(products, 0)
-    if SUM_AT_END:
+        total += products if PRODUCT.SUM_AT_END else tl.sum(products, 0)
+    if PRODUCT.SUM_AT_END:
         total = tl.sum(total, 0)
-    if NORM:
+    if PRODUCT.NORM:
         total *= reciprocal_root(tl.sum(channel_squares, 0) / K + epsilon)
     total = total[None, :]
     if squares is not None:
@@ -111,34 +107,28 @@ def project_rows(
     n,
     rows,
     epsilon,
-    K: tl.constexpr,
     N: tl.constexpr,
-    LENGTH: tl.constexpr,
-    GATE: tl.constexpr,
-    NUM_SQUARES: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    SHORT: tl.constexpr,
+    PRODUCT: tl.constexpr,
 ):
     """Columns n of x W for the first BLOCK_B rows of x; with a GATE, of x times `up_kernel`, too.
 
     Sums over LENGTH channels from `first_channel` on, a multiple of BLOCK_K or all channels. Tensor
     cores multiply while the next channels are loaded into shared memory.
     """
+    K: tl.constexpr = PRODUCT.K
+    BLOCK_B: tl.constexpr = PRODUCT.BLOCK_B
     row = tl.arange(0, BLOCK_B)
     total = tl.zeros((BLOCK_B, n.shape[0]), tl.float32)
     up = tl.zeros((BLOCK_B, n.shape[0]), tl.float32)
     if squares is not None:  # loaded here, so that the products do not end with a wait for them
-        row_squares = load_squares(squares, row, rows, NUM_SQUARES, BLOCK_S)
-    for start in tl.range(0, LENGTH, BLOCK_K, num_stages=STAGES):
-        k = first_channel + start + tl.arange(0, BLOCK_K)
+        row_squares = load_squares(squares, row, rows, PRODUCT.NUM_SQUARES)
+    for start in tl.range(0, PRODUCT.LENGTH, PRODUCT.BLOCK_K, num_stages=PRODUCT.STAGES):
+        k = first_channel + start + tl.arange(0, PRODUCT.BLOCK_K)
         valid = (row < rows)[:, None] & (k < K)[None, :]
         value = tl.load(x + row[:, None] * K + k[None, :], valid, other=0.0)
-        total = product(value, _load_weights(kernel, k, n, K, N), total, SHORT)
-        if GATE:
-            up = product(value, _load_weights(up_kernel, k, n, K, N), up, SHORT)
+        total = product(value, _load_weights(kernel, k, n, K, N), total, PRODUCT.SHORT)
+        if PRODUCT.GATE:
+            up = product(value, _load_weights(up_kernel, k, n, K, N), up, PRODUCT.SHORT)
     if squares is not None:
         factors = norm_factors(row_squares, epsilon, K)[:, None]
         total *= factors

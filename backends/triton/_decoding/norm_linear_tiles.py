@@ -4,9 +4,11 @@ They were chosen by timing whole decoding steps of HGRN2 1.3B and RecurrentGemma
 several rows, by timing the layers of HGRN2 1.3B on an H100 and an H200.
 """
 
+import itertools
+from typing import NamedTuple
+
 from .._runtime.launch import cdiv, next_power_of_2
 
-MAX_KERNELS = 4  # of a launch
 _NO_LIMIT = 2**31
 # One row takes the first tile whose columns, summed over all weights, and channels fit. With many
 # columns, programs read whole lines of memory; with fewer, such tiles would be too few for all
@@ -36,6 +38,28 @@ _LITTLE_MEMORY, _BYTES_OF_LITTLE_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1)), 99
 # Channels are split into the fewest equal parts that make so many programs: {BLOCK_B: number}, and
 # the number with a larger BLOCK_B.
 _PROGRAMS, _MANY_ROWS_PROGRAMS, _MAX_PARTS = {1: 160, 16: 240}, 110, 16
+
+
+class Product(NamedTuple):
+    """The constants of a program of `columns_kernel`, and its launch options."""
+
+    K: int  # channels of x
+    LENGTH: int  # channels that a program reads
+    BLOCK_B: int
+    BLOCK_N: int
+    BLOCK_K: int
+    STAGES: int
+    SUM_AT_END: bool
+    NORM: bool
+    GATE: int  # 0, or 1 for silu and 2 for gelu
+    NUM_SQUARES: int  # sums of squares of a row, or 0
+    SHORT: bool
+    num_warps: int
+    maxnreg: int | None = None
+
+    @property
+    def launch_options(self):
+        return {"num_warps": self.num_warps, "maxnreg": self.maxnreg}
 
 
 def is_split(rows, channels, columns):
@@ -72,21 +96,14 @@ def tile_options(rows, channels, columns, dtype, gate, parts, capability):
     return tile | {"BLOCK_K": block, "LENGTH": min(length, channels)}
 
 
-def padded(tensors, count=MAX_KERNELS):
-    """The tensors of all kernels as arguments of a launch: Nones follow those that are present."""
-    return (*tensors, *[None] * (count - len(tensors)))
+def tile_starts(widths, block):
+    """The first tile of `block` columns of each kernel, and the number of tiles of all kernels."""
+    return tuple(itertools.accumulate((cdiv(n, block) for n in widths), initial=0))
 
 
-def width_options(widths):
-    """Options of a launch that name the number of columns of each kernel, 0 for an absent one."""
-    names = "N", "N_2", "N_3", "N_4"
-    return dict.fromkeys(names, 0) | dict(zip(names, widths, strict=False))
-
-
-def squares_options(squares):
-    """The constants of a program that reads sums of squares [B, NUM_SQUARES], or None."""
-    groups = 0 if squares is None else squares.shape[1]
-    return {"NUM_SQUARES": groups, "BLOCK_S": next_power_of_2(groups)}
+def num_squares(squares):
+    """The number of sums of squares of a row, [B, NUM_SQUARES]; 0 for None."""
+    return 0 if squares is None else squares.shape[1]
 
 
 def _num_parts(blocks, tiles, least):

@@ -1,6 +1,6 @@
 """Tiles and loads of kernels, the interpreter's flag, and a note for the assembler's errors."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -11,6 +11,20 @@ INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1
 IN_INTERPRETER = tl.constexpr(INTERPRETED)  # as a constant for kernels
 MULTIPROCESSORS = 128  # approximate number in a large GPU
 _MANY_CHAINS = MULTIPROCESSORS
+next_power_of_2_in_kernel = triton.next_power_of_2  # noqa: TID251
+
+
+class Constants(NamedTuple):
+    """A named tuple of constants as one argument of a kernel, which reads its fields as attributes.
+
+    The fields become `tl.constexpr`: Triton rejects other numbers in tuples and as bounds of loops.
+    """
+
+    record: Any
+
+    def __getattr__(self, name):
+        value = getattr(self.record, name)
+        return value if INTERPRETED else tl.constexpr(value)
 
 
 @triton.jit
@@ -49,6 +63,11 @@ class Tiling(NamedTuple):
     @property
     def tokens(self):
         return self.GROUPS * self.ROWS
+
+    @property
+    def options(self):
+        """The options of a launch: the tile as a constant, warps and registers."""
+        return {"TILE": Constants(self), "num_warps": self.num_warps, "maxnreg": self.maxnreg}
 
     def fitted(self, length, width):
         """Shrinks the tile for short sequences or few channels."""

@@ -50,6 +50,19 @@ FLAGGED_BLOCKS = Blocks(64, 64, 4)
 HALF = 32  # tokens of half a chunk, whose products are not asynchronous
 
 
+@triton.jit
+def _apply_decays(d_query, d_key, log_decay, flag):
+    """The gradients of q and k from those of Q' and K'."""
+    end = tl.sum(log_decay, 0)
+    several = flag & SEVERAL != 0
+    from_start = tl.cumsum(log_decay, 0)
+    reference = tl.where(several, 0.0, 0.5 * end)
+    d_query *= exp_of_difference(from_start, reference[None, :], False)
+    reference = tl.where(several, end, reference)
+    d_key *= exp_of_difference(-from_start, -reference[None, :], False)
+    return d_query, d_key
+
+
 @triton.jit(do_not_specialize=["T", "chunks"])
 def chunk_kernel(
     queries,
@@ -123,13 +136,7 @@ def chunk_kernel(
 
     given_log_f = load_tokens(log_f + token * K, row, real, d, K, H)
     log_decay = finite_decays(given_log_f, starts)
-    end = tl.sum(log_decay, 0)
-    several = flag & SEVERAL != 0
-    from_start = tl.cumsum(log_decay, 0)
-    reference = tl.where(several, 0.0, 0.5 * end)
-    d_query *= exp_of_difference(from_start, reference[None, :], False)
-    reference = tl.where(several, end, reference)
-    d_key *= exp_of_difference(-from_start, -reference[None, :], False)
+    d_query, d_key = _apply_decays(d_query, d_key, log_decay, flag)
     if token_kind is not None:
         document, last_document = count_documents(starts)
         d_query = tl.where((document == 0)[:, None], d_query, 0.0)
@@ -143,6 +150,52 @@ def chunk_kernel(
     else:
         tl.store(d_k + offsets, d_key, valid)
     tl.store(d_log_f + offsets, tl.where(real[:, None], d_log_decay, 0.0), valid)
+
+
+@triton.jit
+def _mask_documents(d_weights, d_across, starts, other_starts, later):
+    """Sets gradients of pairs in different documents to 0; also returns `document_ends`."""
+    document, last_document = count_documents(starts)
+    document_end = document_ends(document)
+    d_weights = tl.where(document[:, None] == document[None, :], d_weights, 0.0)
+    other_document, other_last = count_documents(other_starts)
+    meets = document == tl.where(later, 0, last_document)
+    other_meets = other_document == tl.where(later, other_last, 0)
+    d_across = tl.where(meets[:, None] & other_meets[None, :], d_across, 0.0)
+    return d_weights, d_across, document_end
+
+
+@triton.jit
+def _gradients_across_halves(
+    d_across, query, key, log_decay, other_query, other_key, other_decay, later, row, one,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """Gradients of q, k and log f of half a chunk, from pairs of its tokens and the other half's.
+
+    d_across: the gradients of the pairs' weights. later: boolean, whether this is the later half.
+    """
+    # Spans of decays: from the boundary to a token of the later half, or from a token of the
+    # earlier half to the boundary.
+    forth, back = row[:, None] >= row[None, :], row[:, None] < row[None, :]
+    span = as_matrix(tl.where(later, forth, back), one)
+    decay = exp_of_decays(sum_rows(span, log_decay, PARTS), False)
+    span = as_matrix(tl.where(later, back, forth), one)
+    other_decay = exp_of_decays(sum_rows(span, other_decay, PARTS), False)
+    across = tl.where(later, other_key, other_query) * other_decay
+    d_y = product(d_across, across, tl.zeros_like(query), True) * decay
+    d_query = tl.where(later, d_y, 0.0)
+    d_key = tl.where(later, 0.0, d_y)
+    forth, back = row[:, None] <= row[None, :], row[:, None] > row[None, :]
+    takers = as_matrix(tl.where(later, forth, back), one)
+    d_log_decay = sum_rows(takers, tl.where(later, query, key) * d_y, 1)
+    return d_query, d_key, d_log_decay
+
+
+@triton.jit
+def _store_sum(tensor, given, offsets, valid, x):
+    """Stores the sum of a given tensor and x, which may replace the given one."""
+    x += tl.load(given + offsets, valid, other=0.0).to(tl.float32)
+    tl.store(tensor + offsets, x, valid)
 
 
 @triton.jit(do_not_specialize=["T", "chunks"])
@@ -205,13 +258,9 @@ def flagged_kernel(
         d_weights = tl.where(row[:, None] >= row[None, :], d_lower, d_upper)
         document_end = None
         if token_kind is not None:
-            document, last_document = count_documents(starts)
-            document_end = document_ends(document)
-            d_weights = tl.where(document[:, None] == document[None, :], d_weights, 0.0)
-            other_document, other_last = count_documents(other_starts)
-            meets = document == tl.where(later, 0, last_document)
-            other_meets = other_document == tl.where(later, other_last, 0)
-            d_across = tl.where(meets[:, None] & other_meets[None, :], d_across, 0.0)
+            d_weights, d_across, document_end = _mask_documents(
+                d_weights, d_across, starts, other_starts, later
+            )
 
         one = ones(d_weights)
         query, key, given_log_f, log_decay = load_chunk(
@@ -220,20 +269,10 @@ def flagged_kernel(
         other_query, other_key, _log_f, other_decay = load_chunk(
             q, k, log_f, other_token, row, other_real, other_starts, d, K, H, True
         )
-        # Spans of decays: from the boundary to a token of the later half, or from a token of the
-        # earlier half to the boundary.
-        forth, back = row[:, None] >= row[None, :], row[:, None] < row[None, :]
-        span = as_matrix(tl.where(later, forth, back), one)
-        decay = exp_of_decays(sum_rows(span, log_decay, PARTS), False)
-        span = as_matrix(tl.where(later, back, forth), one)
-        other_decay = exp_of_decays(sum_rows(span, other_decay, PARTS), False)
-        across = tl.where(later, other_key, other_query) * other_decay
-        d_y = product(d_across, across, tl.zeros_like(query), True) * decay
-        d_query = tl.where(later, d_y, 0.0)
-        d_key = tl.where(later, 0.0, d_y)
-        forth, back = row[:, None] <= row[None, :], row[:, None] > row[None, :]
-        takers = as_matrix(tl.where(later, forth, back), one)
-        d_log_decay = sum_rows(takers, tl.where(later, query, key) * d_y, 1)
+        d_query, d_key, d_log_decay = _gradients_across_halves(
+            *(d_across, query, key, log_decay, other_query, other_key, other_decay, later, row),
+            *(one, PARTS),
+        )
         d_query, d_key, d_log_decay = add_pair_gradients(
             d_query, d_key, d_log_decay, d_weights, query, key, log_decay, row, document_end,
             LEVELS, True, PARTS, 1,
@@ -243,16 +282,13 @@ def flagged_kernel(
             d_log_decay = tl.where(starts[:, None], 0.0, d_log_decay)
         offsets = token * K + row[:, None] * (H * K) + d[None, :]
         valid = (half * HALF + row < T)[:, None] & (d < K)[None, :]
-        d_query += tl.load(given_d_q + offsets, valid, other=0.0).to(tl.float32)
-        tl.store(d_q + offsets, d_query, valid)
+        _store_sum(d_q, given_d_q, offsets, valid, d_query)
         if k is None:
             d_log_decay -= d_key * exp_of_decays(given_log_f, False)
         else:
-            d_key += tl.load(given_d_k + offsets, valid, other=0.0).to(tl.float32)
-            tl.store(d_k + offsets, d_key, valid)
+            _store_sum(d_k, given_d_k, offsets, valid, d_key)
         d_log_decay = tl.where(real[:, None], d_log_decay, 0.0)
-        d_log_decay += tl.load(given_d_log_f + offsets, valid, other=0.0).to(tl.float32)
-        tl.store(d_log_f + offsets, d_log_decay, valid)
+        _store_sum(d_log_f, given_d_log_f, offsets, valid, d_log_decay)
 
 
 def differentiate(sizes, q, k, v, initial, pairs, d_output, d_final, *, log_f, token_kind, parts):

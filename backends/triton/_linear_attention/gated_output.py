@@ -31,7 +31,15 @@ from .._device.products import operand, product
 from .._runtime import search
 from .._runtime.launch import Array, cdiv, like
 from .gated_operands import any_flag
-from .linear_attention import Blocks, gradient_of_state, locate_segment, real_tokens, walk_segments
+from .linear_attention import (
+    Blocks,
+    gradient_of_state,
+    locate_segment,
+    real_tokens,
+    state_before_segment,
+    store_after_segment,
+    walk_segments,
+)
 
 MAX_KEYS = 128  # channels: with more, too many products are asynchronous (`products.py`)
 # Candidates, the default first, so that two programs run on a multiprocessor.
@@ -101,15 +109,9 @@ def stream_kernel(
     state = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
     decay = tl.full((BLOCK_K,), 1.0, tl.float32)
     if ALL:
-        if initial is not None:
-            state = tl.load(initial + head.to(tl.int64) * K * V + offsets, valid, other=0.0)
-            state = state.to(tl.float32)
-        if totals is not None:
-            for s in range(segment):
-                line = (s * heads + head).to(tl.int64) * K
-                segment_decay = tl.load(decays + line + d, d < K, other=0.0)
-                total = tl.load(totals + line * V + offsets, valid, other=0.0)
-                state = segment_decay[None, :] * state + total
+        state = state_before_segment(
+            *(initial, totals, decays, offsets, valid, segment, heads, head, d, K, V, 0)
+        )
 
     scale = tl.full((BLOCK_K,), 1.0, tl.float32)  # pending factor of the state
     for i in range(segment * segment_chunks, tl.minimum((segment + 1) * segment_chunks, chunks)):
@@ -150,12 +152,10 @@ def stream_kernel(
         state = product(tl.trans(value), key, state * between[None, :], True)
 
     state *= scale[None, :]
-    if not ALL:
-        line = (segment * heads + head).to(tl.int64) * K
-        tl.store(totals + line * V + offsets, state, valid)
-        tl.store(decays + line + d, decay, d < K)
-    elif final is not None and segment == segments - 1:
-        tl.store(final + head.to(tl.int64) * K * V + offsets, state, valid)
+    store_after_segment(
+        *(state, decay, final, totals, decays, offsets, valid, segment, segments, heads, head),
+        *(d, K, V, ALL),
+    )
 
 
 def stream(sizes, prepared, v, initial, token_kind):

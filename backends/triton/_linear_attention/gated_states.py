@@ -24,6 +24,8 @@ from .linear_attention import (
     load_tokens,
     locate_segment,
     real_tokens,
+    state_before_segment,
+    store_after_segment,
     walk_segments,
 )
 
@@ -96,15 +98,9 @@ def _walk_kernel(
     state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
     decay = tl.full((BLOCK_K,), 1.0, tl.float32)
     if states is not None:
-        if initial is not None:
-            head_offset = head.to(tl.int64) * K * V
-            state = tl.load(initial + head_offset + offsets, valid, other=0.0).to(tl.float32)
-        if totals is not None:
-            for s in range(segment):
-                line = (s * heads + head).to(tl.int64) * K
-                segment_decay = tl.load(decays + line + d, d < K, other=0.0)
-                total = tl.load(totals + line * V + offsets, valid, other=0.0)
-                state = segment_decay[:, None] * state + total
+        state = state_before_segment(
+            *(initial, totals, decays, offsets, valid, segment, heads, head, d, K, V, 1)
+        )
 
     for i in range(segment * segment_chunks, tl.minimum((segment + 1) * segment_chunks, chunks)):
         chunk = chunks - 1 - i if REVERSE else i
@@ -129,12 +125,10 @@ def _walk_kernel(
         value = load_tokens(v + token * V, row, real, e, V, H)
         state = product(key, value, state * chunk_decay[:, None], SHORT)
 
-    if states is None:
-        line = (segment * heads + head).to(tl.int64) * K
-        tl.store(totals + line * V + offsets, state, valid)
-        tl.store(decays + line + d, decay, d < K)
-    elif final is not None and segment == segments - 1:
-        tl.store(final + head.to(tl.int64) * K * V + offsets, state, valid)
+    store_after_segment(
+        *(state, decay, final, totals, decays, offsets, valid, segment, segments, heads, head),
+        *(d, K, V, states is not None),
+    )
 
 
 def walk(sizes, k, v, initial, *, log_f, token_kind, parts, reverse=False, ends=True):

@@ -183,6 +183,42 @@ def locate_segment(tiles, chunks, segment_chunks, ALL: tl.constexpr, subsegments
 
 
 @triton.jit
+def state_before_segment(
+    initial, totals, decays, offsets, valid, segment, heads, head, d, K, V, AXIS: tl.constexpr
+):  # fmt: skip
+    """The state before a segment, in float32, from the initial one and earlier segments, or Nones.
+
+    totals, decays: [segments, heads, K, V] and [segments, heads, K]. offsets, valid: addresses of a
+    tile of the state, and a mask. AXIS: the axis along which its decays are equal.
+    """
+    state = tl.zeros(offsets.shape, tl.float32)
+    if initial is not None:
+        state = tl.load(initial + head.to(tl.int64) * K * V + offsets, valid, other=0.0)
+        state = state.to(tl.float32)
+    if totals is not None:
+        for s in range(segment):
+            line = (s * heads + head).to(tl.int64) * K
+            segment_decay = tl.load(decays + line + d, d < K, other=0.0)
+            total = tl.load(totals + line * V + offsets, valid, other=0.0)
+            state = tl.expand_dims(segment_decay, AXIS) * state + total
+    return state
+
+
+@triton.jit
+def store_after_segment(
+    state, decay, final, totals, decays, offsets, valid, segment, segments, heads, head, d, K, V,
+    ALL: tl.constexpr,
+):  # fmt: skip
+    """Stores the final state, or, unless ALL, the total and the decay of a segment."""
+    if not ALL:
+        line = (segment * heads + head).to(tl.int64) * K
+        tl.store(totals + line * V + offsets, state, valid)
+        tl.store(decays + line + d, decay, d < K)
+    elif final is not None and segment == segments - 1:
+        tl.store(final + head.to(tl.int64) * K * V + offsets, state, valid)
+
+
+@triton.jit
 def real_tokens(chunk, token_kind, b, T, CHUNK: tl.constexpr):
     """Masks of the tokens of a chunk that exist and are not padding, and that start a document."""
     t = chunk * CHUNK + tl.arange(0, CHUNK)

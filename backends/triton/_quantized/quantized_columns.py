@@ -9,14 +9,14 @@ import triton.language as tl
 
 
 @triton.jit
-def _scale_total(total, thread, SETS: tl.constexpr, LIMBS: tl.constexpr):
+def _scale_total(total, thread, PRODUCT: tl.constexpr):
     """A thread's total in units of the row's lowest byte; 0 if its channels do not belong to it."""
     lower = (thread & 2) == 0  # has the sums of the lower half of the warp
-    if SETS == 2:
+    if PRODUCT.SETS == 2:
         total = tl.where(lower == ((thread & 16) == 0), total, total * 0)
-    elif LIMBS == 2:
+    elif PRODUCT.LIMBS == 2:
         total = tl.where(lower, total * 256.0, total)
-    elif LIMBS == 3:
+    elif PRODUCT.LIMBS == 3:
         total = tl.where(lower, total, total * (1.0 / 256))
     return total
 
@@ -45,26 +45,20 @@ def _shuffle_half(value):
 
 
 @triton.jit
-def block_sum(
-    sums,
-    thread,
-    WARPS: tl.constexpr,
-    ACROSS: tl.constexpr,
-    LIMBS: tl.constexpr,
-    SIXTEENTHS: tl.constexpr,
-):
+def block_sum(sums, thread, PRODUCT: tl.constexpr):
     """Sums over the threads of a block: float32 [4 ACROSS] each, of the `column_indices`.
-
-    SIXTEENTHS: boolean, whether the sums of odd columns are 16 times too large.
 
     Threads that are not neighbors exchange their sums first: in Triton 3.7.1, sums along an axis
     made of non-consecutive bits of the lane number were wrong.
     """
+    # The sums of odd 4-bit columns are 16 times too large, unless blocks were scaled.
+    SIXTEENTHS: tl.constexpr = PRODUCT.BITS == 4 and PRODUCT.BLOCK_SIZE == 0
+    ROWS: tl.constexpr = PRODUCT.WARPS * PRODUCT.SETS
     partial = ()
     for u in tl.static_range(len(sums)):
-        scaled = _scale_total(sums[u], thread, 8 // ACROSS, LIMBS)
+        scaled = _scale_total(sums[u], thread, PRODUCT)
         pair_sum = scaled + _shuffle_half(scaled)
-        partial = partial + (tl.reshape(pair_sum, (WARPS * 8 // ACROSS, 4 * ACROSS)),)
+        partial = partial + (tl.reshape(pair_sum, (ROWS, 4 * PRODUCT.ACROSS)),)
     # Up to eight in one reduction, so that threads synchronize once.
     totals = ()
     if len(sums) == 4:
@@ -83,12 +77,12 @@ def block_sum(
 
 
 @triton.jit
-def column_indices(tile, BITS: tl.constexpr, ACROSS: tl.constexpr, WORDS: tl.constexpr):
+def column_indices(tile, PRODUCT: tl.constexpr):
     """The columns that `project_row` computes: a tuple of int32 [4 ACROSS], each column twice."""
-    WORD_COLUMNS: tl.constexpr = 16 // BITS  # columns of each half of a word
-    slot = tl.arange(0, 4 * ACROSS)
-    half = (tile * ACROSS + slot // 4) * (2 * WORDS) + slot % 2
+    WORD_COLUMNS: tl.constexpr = 16 // PRODUCT.BITS  # columns of each half of a word
+    slot = tl.arange(0, 4 * PRODUCT.ACROSS)
+    half = (tile * PRODUCT.ACROSS + slot // 4) * (2 * PRODUCT.WORDS) + slot % 2
     results = ()
-    for u in tl.static_range(WORDS * WORD_COLUMNS):
+    for u in tl.static_range(PRODUCT.WORDS * WORD_COLUMNS):
         results = results + ((half + 2 * (u // WORD_COLUMNS)) * WORD_COLUMNS + u % WORD_COLUMNS,)
     return results

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from .._decoding.norm_linear_products import load_squares
+from .._device.common import next_power_of_2_in_kernel
 from .quantized_row import block_sum_and_max, quantize, row_scales
 
 
@@ -19,18 +20,13 @@ def project_row(
     n,
     columns,
     epsilon,
-    K: tl.constexpr,
-    NORM: tl.constexpr,
-    NUM_SQUARES: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    LIMBS: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROW: tl.constexpr,
+    PRODUCT: tl.constexpr,
 ):
     """Returns the sums of the columns n of each weight in float32, their unit, and the residual."""
     SHORT: tl.constexpr = x.dtype.element_ty == tl.bfloat16
+    K: tl.constexpr = PRODUCT.K
+    BITS: tl.constexpr = PRODUCT.BITS
+    ROW: tl.constexpr = next_power_of_2_in_kernel(K)
     k = tl.arange(0, ROW)
     value = tl.load(x + k, k < K, other=0.0).to(tl.float32)
     row_squares = value * value
@@ -38,12 +34,10 @@ def project_row(
         value *= tl.load(scale + k, k < K, other=0.0).to(tl.float32)
     row_squares, largest = block_sum_and_max(row_squares, tl.abs(value))
     if squares is not None:
-        row_squares = tl.sum(load_squares(squares, tl.arange(0, 1), 1, NUM_SQUARES, BLOCK_S))
-    norm, factor, unit = row_scales(
-        *(row_squares, largest, epsilon, K, NORM, LIMBS, QUANTIZED, SHORT)
-    )
+        row_squares = tl.sum(load_squares(squares, tl.arange(0, 1), 1, PRODUCT.NUM_SQUARES))
+    norm, factor, unit = row_scales(row_squares, largest, epsilon, SHORT, PRODUCT)
     row = tl.zeros((ROW,), tl.int64)
-    for limb in quantize(value, norm, factor, LIMBS, QUANTIZED, SHORT):
+    for limb in quantize(value, norm, factor, SHORT, PRODUCT):
         row = row * 256 + ((limb << 24) >> 24)
     valid = (k < K)[:, None] & (n < columns)[None, :]
     results = ()
@@ -52,8 +46,8 @@ def project_row(
         weight = tl.load(kernels[i] + offsets, valid, other=0).to(tl.int32)
         if BITS == 4:
             weight = (weight << (28 - 4 * (n % 2))[None, :]) >> 28
-        if BLOCK_SIZE:
-            offsets = (k // BLOCK_SIZE)[:, None] * columns + n[None, :]
+        if PRODUCT.BLOCK_SIZE:
+            offsets = (k // PRODUCT.BLOCK_SIZE)[:, None] * columns + n[None, :]
             weight -= tl.load(kernel_zeros[i] + offsets, valid, other=0)
             factors = tl.load(kernel_scales[i] + offsets, valid, other=0.0).to(tl.float32)
             products = (row[:, None] * weight).to(tl.float32) * factors

@@ -86,9 +86,7 @@ def _multiply_four_channels(
     h: tl.constexpr,
     selections,
     sums,
-    GROUPS: tl.constexpr,
-    WORDS: tl.constexpr,
-    BITS: tl.constexpr,
+    PRODUCT: tl.constexpr,
 ):
     """Adds the products of the h-th four channels of a thread to the sums of each round."""
     for i in tl.static_range(0, 4, 2):
@@ -98,10 +96,11 @@ def _multiply_four_channels(
             zero = word * 0
             first = permute_bytes(word, zero, selections[i])
             second = permute_bytes(word, zero, selections[i + 1])
-            for g in tl.static_range(GROUPS):
-                a, b = _mma_rows(weights, i * WORDS, g, BITS)
-                c, d = _mma_rows(weights, (i + 1) * WORDS, g, BITS)
-                new_sums = new_sums + (_mma(a, b, c, d, first, second, sums[m * GROUPS + g]),)
+            for g in tl.static_range(PRODUCT.GROUPS):
+                a, b = _mma_rows(weights, i * PRODUCT.WORDS, g, PRODUCT.BITS)
+                c, d = _mma_rows(weights, (i + 1) * PRODUCT.WORDS, g, PRODUCT.BITS)
+                before = sums[m * PRODUCT.GROUPS + g]
+                new_sums = new_sums + (_mma(a, b, c, d, first, second, before),)
         sums = new_sums
     return sums
 
@@ -146,54 +145,39 @@ def _order_columns(four, BITS: tl.constexpr):
 
 
 @triton.jit
-def _column_sums(
-    sums,
-    row_sums,
-    SETS: tl.constexpr,
-    LIMBS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BITS: tl.constexpr,
-):
+def _column_sums(sums, row_sums, PRODUCT: tl.constexpr):
     """A thread's sums in the order of columns: int32 for one limb, else float32."""
-    BETWEEN: tl.constexpr = 256.0 if SETS == 2 else 65536.0
+    BETWEEN: tl.constexpr = 256.0 if PRODUCT.SETS == 2 else 65536.0
     columns = ()
-    for g in tl.static_range(GROUPS):
+    for g in tl.static_range(PRODUCT.GROUPS):
         for i in tl.static_range(4):
             rounds = ()
             for m in tl.static_range(len(row_sums)):
-                total = _order_columns(sums[m * GROUPS + g], BITS)[i]
-                if BITS == 4:
+                total = _order_columns(sums[m * PRODUCT.GROUPS + g], PRODUCT.BITS)[i]
+                if PRODUCT.BITS == 4:
                     total -= _excess(0, row_sums[m][0], i)
-                rounds = rounds + (total if LIMBS == 1 else total.to(tl.float32),)
+                rounds = rounds + (total if PRODUCT.LIMBS == 1 else total.to(tl.float32),)
             columns = columns + (_combine_rounds(rounds, BETWEEN),)
     return columns
 
 
 @triton.jit
-def _add_block(
-    sums,
-    row_sums,
-    numbers,
-    totals,
-    SETS: tl.constexpr,
-    LIMBS: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
+def _add_block(sums, row_sums, numbers, totals, PRODUCT: tl.constexpr):
     """Adds a block of channels, times its scales, to the totals of a thread's columns, float32.
 
     64 products of a 16-bit number and the difference of a 4-bit and an 8-bit number fit in int32;
     with 24-bit numbers they do not. Sums of odd columns are 16 times too large, and shifted right.
     """
-    BETWEEN: tl.constexpr = 256 if SETS == 2 else 65536
+    BETWEEN: tl.constexpr = 256 if PRODUCT.SETS == 2 else 65536
     new_totals = ()
-    for g in tl.static_range(GROUPS):
+    for g in tl.static_range(PRODUCT.GROUPS):
         for i in tl.static_range(4):
             scale, zero = scale_and_zero(numbers[g][0], numbers[g][1], i)
             rounds, row_rounds = (), ()
             for m in tl.static_range(len(row_sums)):
-                rounds = rounds + (_order_columns(sums[m * GROUPS + g], 4)[i],)
+                rounds = rounds + (_order_columns(sums[m * PRODUCT.GROUPS + g], 4)[i],)
                 row_rounds = row_rounds + (row_sums[m][0],)
-            if LIMBS < 3:
+            if PRODUCT.LIMBS < 3:
                 excess = _excess(zero, _combine_rounds(row_rounds, BETWEEN), i)
                 total = _combine_rounds(rounds, BETWEEN) >> 4 * (i % 2)
                 total = (total - excess).to(tl.float32)
@@ -205,6 +189,122 @@ def _add_block(
                 total = _combine_rounds(corrected, BETWEEN * 1.0)
             new_totals = new_totals + (totals[4 * g + i] + total * scale,)
     return new_totals
+
+
+@triton.jit
+def _load_steps(tensor, channel, PRODUCT: tl.constexpr):
+    """Loads a thread's four numbers of each step, from its first channel on."""
+    values = ()
+    for step in tl.static_range(PRODUCT.STEPS):
+        step_channel = channel + step * PRODUCT.SPAN
+        values = values + load_four(tensor, step_channel, PRODUCT.K, PRODUCT.WHOLE)
+    return values
+
+
+@triton.jit
+def _load_residuals(residual, n, columns):
+    """The residual in each of the columns n; 0 without one."""
+    residuals = ()
+    for u in tl.static_range(len(n)):
+        number = 0.0
+        if residual is not None:
+            number = tl.load(residual + n[u], n[u] < columns, other=0.0)
+        residuals = residuals + (number,)
+    return residuals
+
+
+@triton.jit
+def _load_weights(addresses, channel, columns, TILE: tl.constexpr, h, PRODUCT: tl.constexpr):
+    """Loads the h-th four of a thread's channels in a weight tile."""
+    offset: tl.constexpr = TILE // len(addresses) * PRODUCT.SPAN
+    return load_four_channels(
+        addresses[TILE % len(addresses)], channel, columns, offset, h, PRODUCT
+    )
+
+
+@triton.jit
+def _sum_row_of_step(words, row_sums, PRODUCT: tl.constexpr):
+    """Adds a step to the sums of the row. Also returns its sums in the blocks of the step."""
+    block_row_sums = ()
+    if PRODUCT.BITS == 4:
+        for h in tl.static_range(0, 4, PRODUCT.FOURS):
+            if PRODUCT.BLOCK_SIZE:
+                row_sums = _zeros(words[0][0], PRODUCT.ROUNDS)
+            row_sums = _sum_row(words, h, PRODUCT.FOURS, row_sums)
+            block_row_sums = block_row_sums + (row_sums,)
+    return row_sums, block_row_sums
+
+
+@triton.jit
+def _multiply_tile(
+    weights,
+    words,
+    block_row_sums,
+    selections,
+    sums,
+    totals,
+    addresses,
+    channel,
+    columns,
+    NEXT_TILE: tl.constexpr,
+    PRODUCT: tl.constexpr,
+):
+    """Adds the products of a weight tile to its sums, or, of blocks, to its totals.
+
+    Also returns the weights of the next tile, which are loaded between the products.
+    """
+    next_weights = ()
+    for h in tl.static_range(4):
+        sums = _multiply_four_channels(weights[h][0], words, h, selections, sums, PRODUCT)
+        if len(addresses) * PRODUCT.STEPS > NEXT_TILE:
+            four = _load_weights(addresses, channel, columns, NEXT_TILE, h, PRODUCT)
+            next_weights = next_weights + (four,)
+        if PRODUCT.BLOCK_SIZE > 0 and h % PRODUCT.FOURS == PRODUCT.FOURS - 1:
+            numbers = weights[h // PRODUCT.FOURS * PRODUCT.FOURS][1]
+            totals = _add_block(sums, block_row_sums[h // PRODUCT.FOURS], numbers, totals, PRODUCT)
+            sums = _zeros(channel, PRODUCT.GROUPS * PRODUCT.ROUNDS)
+    return sums, totals, next_weights
+
+
+@triton.jit
+def _multiply_row(pending, row, lane, addresses, channel, columns, PRODUCT: tl.constexpr):
+    """Multiplies the words of the row by all weight tiles, the first of which are `pending`.
+
+    Returns a thread's sums of the columns of each weight, in float32, or int32 for one limb.
+    """
+    PROJECTIONS: tl.constexpr = len(addresses)
+    # Selectors for `permute_bytes`: they move a byte to the position of this thread's column, and
+    # set the other bytes to 0.
+    selections = ()
+    for i in tl.static_range(4):
+        selections = selections + (0x4444 - ((4 - i) << (lane // 4 % 4 * 4)),)
+    sums, totals, row_sums = (), (), _zeros(lane, PRODUCT.ROUNDS)
+    for _ in tl.static_range(PROJECTIONS):
+        sums = sums + (_zeros(lane, PRODUCT.GROUPS * PRODUCT.ROUNDS),)
+        column_zeros = ()
+        for _ in tl.static_range(4 * PRODUCT.GROUPS):
+            column_zeros = column_zeros + (lane * 0.0,)
+        totals = totals + (column_zeros,)
+    for step in tl.static_range(PRODUCT.STEPS):
+        words = gather_four_lanes(row[step], lane)
+        row_sums, block_row_sums = _sum_row_of_step(words, row_sums, PRODUCT)
+        next_sums, next_totals = (), ()
+        for projection in tl.static_range(PROJECTIONS):
+            new_sums, new_totals, next_weights = _multiply_tile(
+                *(pending[0], words, block_row_sums, selections),
+                *(sums[projection], totals[projection], addresses, channel, columns),
+                *(step * PROJECTIONS + projection + PRODUCT.DEPTH, PRODUCT),
+            )
+            next_sums, next_totals = next_sums + (new_sums,), next_totals + (new_totals,)
+            pending = pending[1:] + (next_weights,)
+        sums, totals = next_sums, next_totals
+    column_sums = ()
+    for projection in tl.static_range(PROJECTIONS):
+        if PRODUCT.BLOCK_SIZE:
+            column_sums = column_sums + totals[projection]
+        else:
+            column_sums = column_sums + _column_sums(sums[projection], row_sums, PRODUCT)
+    return column_sums
 
 
 @triton.jit
@@ -220,21 +320,7 @@ def project_row(
     n,
     columns,
     epsilon,
-    K: tl.constexpr,
-    NORM: tl.constexpr,
-    NUM_SQUARES: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    LIMBS: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WARPS: tl.constexpr,
-    ACROSS: tl.constexpr,
-    WORDS: tl.constexpr,
-    STEPS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    VECTORS: tl.constexpr,
-    WHOLE: tl.constexpr,
+    PRODUCT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Returns the sums of the columns n of each weight in float32, their unit, and the residual.
@@ -245,132 +331,38 @@ def project_row(
     channels of the row. Without blocks, the sums over each byte of the row are exact.
     """
     SHORT: tl.constexpr = x.dtype.element_ty == tl.bfloat16
-    SETS: tl.constexpr = 8 // ACROSS
-    ROUNDS: tl.constexpr = LIMBS if SETS == 2 else (LIMBS + 1) // 2
-    SPAN: tl.constexpr = WARPS * SETS * _WARP_CHANNELS
-    GROUPS: tl.constexpr = WORDS * 4 // BITS  # a thread's `mma` instructions per pair of channels
-    # Number of fours of a thread's channels that share a scale and zero point.
-    FOURS: tl.constexpr = BLOCK_SIZE // 16 if BLOCK_SIZE > 0 and BLOCK_SIZE < 64 else 4
-    PROJECTIONS: tl.constexpr = len(kernels)
-    WEIGHT_TILES: tl.constexpr = PROJECTIONS * STEPS
-    thread = tl.arange(0, WARPS * 32)
+    thread = tl.arange(0, PRODUCT.WARPS * 32)
     lane = thread % 32
     # The first of a thread's channels: fours of channels, 16 apart.
-    channel = thread // 32 * SETS * _WARP_CHANNELS + lane % 4 * 4
-    if SETS == 2:
+    channel = thread // 32 * PRODUCT.SETS * _WARP_CHANNELS + lane % 4 * 4
+    if PRODUCT.SETS == 2:
         channel += lane // 16 * _WARP_CHANNELS
-    column_thread = lane // 4 % ACROSS
-    word = (tile * ACROSS + column_thread) * WORDS
+    column_thread = lane // 4 % PRODUCT.ACROSS
+    word = (tile * PRODUCT.ACROSS + column_thread) * PRODUCT.WORDS
     column = word * 8 + lane % 2 * 4  # the first column whose block scales the thread loads
     addresses = ()
-    for projection in tl.static_range(PROJECTIONS):
+    for i in tl.static_range(len(kernels)):
+        weight = kernels[i], kernel_scales[i], kernel_zeros[i]
         addresses = addresses + (
-            weight_addresses(
-                *(kernels[projection], kernel_scales[projection], kernel_zeros[projection]),
-                *(channel, word, column, columns, BITS, BLOCK_SIZE, WORDS, VECTORS),
-            ),
+            weight_addresses(*weight, channel, word, column, columns, PRODUCT),
         )
     pending = ()  # the next weight tiles: four times four channels of a thread each
-    for weight_tile in tl.static_range(min(DEPTH, WEIGHT_TILES)):
+    for weight_tile in tl.static_range(min(PRODUCT.DEPTH, len(kernels) * PRODUCT.STEPS)):
         fours = ()
         for h in tl.static_range(4):
-            fours = fours + (
-                load_four_channels(
-                    *(
-                        addresses[weight_tile % PROJECTIONS],
-                        channel,
-                        columns,
-                        weight_tile // PROJECTIONS * SPAN,
-                        h,
-                    ),
-                    *(K, SPAN, BITS, BLOCK_SIZE, WORDS),
-                ),
-            )
+            fours = fours + (_load_weights(addresses, channel, columns, weight_tile, h, PRODUCT),)
         pending = pending + (fours,)
     row_channel = channel + lane // 4 % 4 * 16  # the first channel that the thread quantizes
     factors = ()
     if scale is not None:
-        for step in tl.static_range(STEPS):
-            factors = factors + load_four(scale, row_channel + step * SPAN, K, WHOLE)
+        factors = _load_steps(scale, row_channel, PRODUCT)
     if PDL:
         wait_for_previous_launch()
-    residuals = ()
-    for u in tl.static_range(len(n)):
-        number = 0.0
-        if residual is not None:
-            number = tl.load(residual + n[u], n[u] < columns, other=0.0)
-        residuals = residuals + (number,)
-    values = ()
-    for step in tl.static_range(STEPS):
-        values = values + load_four(x, row_channel + step * SPAN, K, WHOLE)
+    residuals = _load_residuals(residual, n, columns)
+    values = _load_steps(x, row_channel, PRODUCT)
     row_squares = ()
     if squares is not None:
-        row_squares = (load_squares(squares, tl.arange(0, 1), 1, NUM_SQUARES, BLOCK_S),)
-    row, unit = quantize_row(
-        *(values, factors, row_squares, epsilon, lane),
-        *(K, NORM, STEPS, SETS, LIMBS, QUANTIZED, SHORT),
-    )
-    # Selectors for `permute_bytes`: they move a byte to the position of this thread's column, and
-    # set the other bytes to 0.
-    selections = ()
-    for i in tl.static_range(4):
-        selections = selections + (0x4444 - ((4 - i) << (lane // 4 % 4 * 4)),)
-    sums, totals, row_sums = (), (), _zeros(lane, ROUNDS)
-    for _ in tl.static_range(PROJECTIONS):
-        sums = sums + (_zeros(lane, GROUPS * ROUNDS),)
-        column_zeros = ()
-        for _ in tl.static_range(4 * GROUPS):
-            column_zeros = column_zeros + (lane * 0.0,)
-        totals = totals + (column_zeros,)
-    for step in tl.static_range(STEPS):
-        words = gather_four_lanes(row[step], lane)
-        block_row_sums = ()  # the row's sums within the blocks of this step
-        if BITS == 4:
-            for h in tl.static_range(0, 4, FOURS):
-                if BLOCK_SIZE:
-                    row_sums = _zeros(lane, ROUNDS)
-                row_sums = _sum_row(words, h, FOURS, row_sums)
-                block_row_sums = block_row_sums + (row_sums,)
-        next_sums, next_totals = (), ()
-        for projection in tl.static_range(PROJECTIONS):
-            fours, next_weights = pending[0], ()
-            new_sums, new_totals = sums[projection], totals[projection]
-            for h in tl.static_range(4):
-                new_sums = _multiply_four_channels(
-                    fours[h][0], words, h, selections, new_sums, GROUPS, WORDS, BITS
-                )
-                if step * PROJECTIONS + projection + DEPTH < WEIGHT_TILES:
-                    next_weights = next_weights + (
-                        load_four_channels(
-                            *(addresses[(projection + DEPTH) % PROJECTIONS], channel, columns),
-                            *((step + (projection + DEPTH) // PROJECTIONS) * SPAN, h, K, SPAN),
-                            *(BITS, BLOCK_SIZE, WORDS),
-                        ),
-                    )
-                if BLOCK_SIZE > 0 and h % FOURS == FOURS - 1:
-                    new_totals = _add_block(
-                        *(
-                            new_sums,
-                            block_row_sums[h // FOURS],
-                            fours[h // FOURS * FOURS][1],
-                            new_totals,
-                        ),
-                        *(SETS, LIMBS, GROUPS),
-                    )
-                    new_sums = _zeros(lane, GROUPS * ROUNDS)
-            next_sums, next_totals = next_sums + (new_sums,), next_totals + (new_totals,)
-            queue = ()
-            for position in tl.static_range(1, len(pending)):
-                queue = queue + (pending[position],)
-            pending = queue + (next_weights,)
-        sums, totals = next_sums, next_totals
-    column_sums = ()
-    for projection in tl.static_range(PROJECTIONS):
-        if BLOCK_SIZE:
-            column_sums = column_sums + totals[projection]
-        else:
-            column_sums = column_sums + _column_sums(
-                sums[projection], row_sums, SETS, LIMBS, GROUPS, BITS
-            )
-    SIXTEENTHS: tl.constexpr = BITS == 4 and BLOCK_SIZE == 0
-    return block_sum(column_sums, thread, WARPS, ACROSS, LIMBS, SIXTEENTHS), unit, residuals
+        row_squares = (load_squares(squares, tl.arange(0, 1), 1, PRODUCT.NUM_SQUARES),)
+    row, unit = quantize_row(values, factors, row_squares, epsilon, lane, SHORT, PRODUCT)
+    sums = _multiply_row(pending, row, lane, addresses, channel, columns, PRODUCT)
+    return block_sum(sums, thread, PRODUCT), unit, residuals

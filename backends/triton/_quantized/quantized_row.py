@@ -61,25 +61,24 @@ def row_scales(
     squares,
     largest,
     epsilon,
-    K: tl.constexpr,
-    NORM: tl.constexpr,
-    LIMBS: tl.constexpr,
-    QUANTIZED: tl.constexpr,
     SHORT: tl.constexpr,
+    PRODUCT: tl.constexpr,
 ):
     """Returns the norm's factor, the factor from numbers to integers, and the lowest byte's unit.
 
     Integers cannot be NaN or infinite: if a number of the row is, the unit is NaN.
     """
     norm = 1.0
-    if NORM:
-        mean = squares / K + epsilon
-        if SHORT and not QUANTIZED:  # one instruction on the critical path, with an error of 2e-7
+    if PRODUCT.NORM:
+        mean = squares / PRODUCT.K + epsilon
+        if (
+            SHORT and not PRODUCT.QUANTIZED
+        ):  # one instruction on the critical path, with an error of 2e-7
             norm = tl.where(mean > 0.0, tl.rsqrt(mean), mean * 0.0)
         else:
             norm = reciprocal_root(mean)
     nan_or_zero = largest * 0.0
-    if QUANTIZED:
+    if PRODUCT.QUANTIZED:
         # Rounding is monotonic, so rounding the maximum gives the maximum of rounded numbers.
         largest = _round_to_dtype(largest * norm, SHORT)
         factor = _round_to_dtype(
@@ -87,7 +86,7 @@ def row_scales(
         )
         unit = tl.div_rn(1.0, factor)
     else:
-        limit: tl.constexpr = _MAX_OF_2_LIMBS if LIMBS == 2 else _MAX_OF_3_LIMBS
+        limit: tl.constexpr = _MAX_OF_2_LIMBS if PRODUCT.LIMBS == 2 else _MAX_OF_3_LIMBS
         largest = tl.maximum(largest, _SMALLEST_MAX)
         factor = limit / largest
         unit = largest * (1.0 / limit) * norm
@@ -95,17 +94,15 @@ def row_scales(
 
 
 @triton.jit
-def quantize(
-    value, norm, factor, LIMBS: tl.constexpr, QUANTIZED: tl.constexpr, SHORT: tl.constexpr
-):  # fmt: skip
+def quantize(value, norm, factor, SHORT: tl.constexpr, PRODUCT: tl.constexpr):
     """LIMBS bytes of each number, highest first, each in the lowest bits of an int32."""
-    if QUANTIZED:
+    if PRODUCT.QUANTIZED:
         value = _round_to_dtype(_round_to_dtype(value * norm, SHORT) * factor, SHORT)
         limbs = (_round_to_int(tl.minimum(tl.maximum(value, -127.0), 127.0)),)
     else:
         high = value * factor
         last = ()
-        if LIMBS == 3:
+        if PRODUCT.LIMBS == 3:
             value = high
             high = (value * (1.0 / 256) + _ROUNDING_OFFSET) - _ROUNDING_OFFSET
             last = (_round_to_int(tl.minimum(value - high * 256.0, 127.0)),)
@@ -199,13 +196,8 @@ def quantize_row(
     row_squares,
     epsilon,
     lane,
-    K: tl.constexpr,
-    NORM: tl.constexpr,
-    STEPS: tl.constexpr,
-    SETS: tl.constexpr,
-    LIMBS: tl.constexpr,
-    QUANTIZED: tl.constexpr,
     SHORT: tl.constexpr,
+    PRODUCT: tl.constexpr,
 ):
     """Quantizes the row. Returns, per step and round, a word of a thread's four channels; the unit.
 
@@ -213,33 +205,32 @@ def quantize_row(
     of the same channels. values, factors: numbers of the row, and their factors or (). row_squares:
     a tuple of the result of `load_squares`, or (): the squares of `values` are summed.
     """
-    ROUNDS: tl.constexpr = LIMBS if SETS == 2 else (LIMBS + 1) // 2
     squares, largest = lane * 0.0, lane * 0.0
     scaled = ()
-    for i in tl.static_range(4 * STEPS):
+    for i in tl.static_range(4 * PRODUCT.STEPS):
         squares += values[i] * values[i]
         number = values[i] * factors[i] if len(factors) > 0 else values[i]
         largest = tl.maximum(largest, tl.abs(number), propagate_nan=tl.PropagateNan.ALL)
         scaled = scaled + (number,)
     squares, largest = block_sum_and_max(squares, largest)
-    squares *= SETS / 2  # with one set, two threads have each value
+    squares *= PRODUCT.SETS / 2  # with one set, two threads have each value
     if len(row_squares) > 0:
         squares = tl.sum(row_squares[0])
-    norm, factor, unit = row_scales(*(squares, largest, epsilon, K, NORM, LIMBS, QUANTIZED, SHORT))
+    norm, factor, unit = row_scales(squares, largest, epsilon, SHORT, PRODUCT)
     row_words = ()
-    for step in tl.static_range(STEPS):
+    for step in tl.static_range(PRODUCT.STEPS):
         words, four, step_words = (), (), ()
         for i in tl.static_range(4):
             number = scaled[4 * step + i]
-            four = four + (quantize(number, norm, factor, LIMBS, QUANTIZED, SHORT),)
-        for limb in tl.static_range(LIMBS):
+            four = four + (quantize(number, norm, factor, SHORT, PRODUCT),)
+        for limb in tl.static_range(PRODUCT.LIMBS):
             low = permute_bytes(four[0][limb], four[1][limb], 0x40)
             high = permute_bytes(four[2][limb], four[3][limb], 0x40)
             words = words + (permute_bytes(low, high, 0x5410),)
-        for m in tl.static_range(ROUNDS):
-            if SETS == 2:
+        for m in tl.static_range(PRODUCT.ROUNDS):
+            if PRODUCT.SETS == 2:
                 word = words[m]
-            elif 2 * m + 1 < LIMBS:
+            elif 2 * m + 1 < PRODUCT.LIMBS:
                 word = tl.where(lane < 16, words[2 * m], words[2 * m + 1])
             else:
                 word = tl.where(lane < 16, words[2 * m], 0)

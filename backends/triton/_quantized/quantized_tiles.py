@@ -1,7 +1,8 @@
 """Tile sizes of `norm_quantized_linear`, by the sizes of its weights."""
 
-from .._decoding.norm_linear_tiles import width_options
-from .._runtime.launch import cdiv, next_power_of_2
+from typing import NamedTuple
+
+from .._runtime.launch import cdiv
 from .quantized_products import WARP_CHANNELS
 
 # By bits, the wide and the narrow tile (ACROSS, WORDS): threads that read neighboring words of a
@@ -17,10 +18,45 @@ _PENDING_WORDS = 4
 _REGISTERS = 128
 
 
-def tile_options(channels, widths, bits, gate, limbs, block_size):
-    """The constants and launch options for a row of `channels` and weights of `widths` columns.
+class QuantizedProduct(NamedTuple):
+    """The constants of a program of `norm_quantized_linear`, and its launch options.
 
-    With a gate, a program computes columns of both projections.
+    Host code computes all of them, also those that follow from others: Triton's cache of compiled
+    kernels depends on the fields.
+    """
+
+    K: int  # channels of the row
+    NORM: bool
+    NUM_SQUARES: int  # sums of squares of the row, or 0
+    LIMBS: int
+    QUANTIZED: bool
+    BITS: int
+    BLOCK_SIZE: int  # channels that share a scale, or 0
+    VECTORS: bool  # a thread loads its words, scales and zero points as vectors
+    WHOLE: bool  # a thread loads four numbers of the row as a vector
+    WARPS: int
+    ACROSS: int
+    WORDS: int
+    STEPS: int
+    DEPTH: int
+    COLUMNS: int  # of a program
+    SETS: int  # sets of different channels in the halves of a warp, 1 or 2
+    ROUNDS: int  # `mma` instructions for all limbs of a number
+    SPAN: int  # channels of a program in a step
+    GROUPS: int  # a thread's `mma` instructions for a pair of channels
+    FOURS: int  # fours of a thread's channels that share a scale and zero point
+    maxnreg: int | None
+
+    @property
+    def launch_options(self):
+        return {"num_warps": self.WARPS, "maxnreg": self.maxnreg}
+
+
+def choose_tile(channels, widths, bits, gate, limbs, block_size, VECTORS, **constants):
+    """The `QuantizedProduct` for a row of `channels` and weights of `widths` columns.
+
+    With a gate, a program computes columns of both projections. constants: its other fields;
+    VECTORS is set to False if the words of a thread belong to several channels.
     """
     columns = widths[:1] if gate else widths
 
@@ -36,19 +72,21 @@ def tile_options(channels, widths, bits, gate, limbs, block_size):
         depth = 1
     warps = _warps(channels, across)
     limited = bits == 4 and limbs < 3 and (not block_size or block_size >= WARP_CHANNELS)
-    return {
-        "K": channels,
-        **width_options(widths),
-        "ROW": next_power_of_2(channels),
-        "BITS": bits,
-        "WARPS": warps,
-        "ACROSS": across,
-        "WORDS": words,
-        "DEPTH": depth,
-        "STEPS": cdiv(channels, _span(warps, across)),
-        "num_warps": warps,
-        **({"maxnreg": _REGISTERS} if limited else {}),
-    }
+    sets = 8 // across
+    return QuantizedProduct(
+        **{"K": channels, "LIMBS": limbs, "BITS": bits, "BLOCK_SIZE": block_size},
+        **{"WARPS": warps, "ACROSS": across, "WORDS": words, "DEPTH": depth},
+        STEPS=cdiv(channels, _span(warps, across)),
+        COLUMNS=across * words * 32 // bits,
+        SETS=sets,
+        ROUNDS=limbs if sets == 2 else cdiv(limbs, 2),
+        SPAN=_span(warps, across),
+        GROUPS=words * 4 // bits,
+        FOURS=block_size // 16 if 0 < block_size < WARP_CHANNELS else 4,
+        maxnreg=_REGISTERS if limited else None,
+        VECTORS=VECTORS and all(n * bits % (32 * words) == 0 for n in widths),
+        **constants,
+    )
 
 
 def _warps(channels, across):

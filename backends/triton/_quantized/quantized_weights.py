@@ -43,29 +43,22 @@ def weight_addresses(
     word,
     column,
     columns,
-    BITS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WORDS: tl.constexpr,
-    VECTORS: tl.constexpr,
+    PRODUCT: tl.constexpr,
 ):
     """Addresses of a thread's words in its first channel, and of their scales and zero points."""
-    row_words = columns // (32 // BITS)
+    VECTOR: tl.constexpr = 4 if PRODUCT.VECTORS else 1
+    row_words = columns // (32 // PRODUCT.BITS)
     words = kernel.to(tl.pointer_type(tl.int32)) + channel * row_words
-    words = _addresses(words, word, row_words, WORDS if VECTORS else 1, WORDS)
+    words = _addresses(
+        *(words, word, row_words, PRODUCT.WORDS if PRODUCT.VECTORS else 1, PRODUCT.WORDS)
+    )
     numbers = ()
-    if BLOCK_SIZE:
-        block_offset = channel // BLOCK_SIZE * columns
-        for w in tl.static_range(WORDS):
-            numbers = numbers + (
-                (
-                    _addresses(
-                        scales + block_offset, column + 8 * w, columns, 4 if VECTORS else 1, 4
-                    ),
-                    _addresses(
-                        zeros + block_offset, column + 8 * w, columns, 4 if VECTORS else 1, 4
-                    ),
-                ),
-            )
+    if PRODUCT.BLOCK_SIZE:
+        block_offset = channel // PRODUCT.BLOCK_SIZE * columns
+        for w in tl.static_range(PRODUCT.WORDS):
+            word_scales = _addresses(scales + block_offset, column + 8 * w, columns, VECTOR, 4)
+            word_zeros = _addresses(zeros + block_offset, column + 8 * w, columns, VECTOR, 4)
+            numbers = numbers + ((word_scales, word_zeros),)
     return words, numbers
 
 
@@ -115,38 +108,33 @@ def load_four_channels(
     columns,
     offset: tl.constexpr,
     h: tl.constexpr,
-    K: tl.constexpr,
-    SPAN: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WORDS: tl.constexpr,
+    PRODUCT: tl.constexpr,
 ):
     """Loads a thread's words of the h-th four of its channels in the step at `offset` channels.
 
     Where these channels begin a block, also loads its scales and zero points, a pair per word.
     """
-    WITHIN: tl.constexpr = offset + SPAN <= K
-    row_words = columns // (32 // BITS)
+    K: tl.constexpr = PRODUCT.K
+    BLOCK_SIZE: tl.constexpr = PRODUCT.BLOCK_SIZE
+    WITHIN: tl.constexpr = offset + PRODUCT.SPAN <= K
+    row_words = columns // (32 // PRODUCT.BITS)
     words, numbers = (), ()
     for i in tl.static_range(4):
         for w in tl.static_range(len(addresses[0])):
             address = _row_address(
                 addresses[0][w], channel, offset, 16 * h + i, row_words, K, WITHIN
             )
-            words = words + _stream_words(address, WORDS // len(addresses[0]))
+            words = words + _stream_words(address, PRODUCT.WORDS // len(addresses[0]))
     if BLOCK_SIZE > 0 and h * 16 % min(BLOCK_SIZE, 64) == 0:
-        if WITHIN and BLOCK_SIZE <= SPAN:
+        if WITHIN and BLOCK_SIZE <= PRODUCT.SPAN:
             blocks = (offset + 16 * h) // BLOCK_SIZE
         else:
             blocks = tl.minimum((channel + offset + 16 * h) // BLOCK_SIZE, (K - 1) // BLOCK_SIZE)
             blocks -= channel // BLOCK_SIZE
-        for w in tl.static_range(WORDS):
-            numbers = numbers + (
-                (
-                    _load_columns(addresses[1][w][0], blocks * columns, 2),
-                    _load_columns(addresses[1][w][1], blocks * columns, 1),
-                ),
-            )
+        for w in tl.static_range(PRODUCT.WORDS):
+            scales = _load_columns(addresses[1][w][0], blocks * columns, 2)
+            zeros = _load_columns(addresses[1][w][1], blocks * columns, 1)
+            numbers = numbers + ((scales, zeros),)
     return words, numbers
 
 

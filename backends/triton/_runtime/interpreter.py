@@ -4,6 +4,8 @@ import threading
 
 import numpy as np
 
+from .launch import flat, map_arrays
+
 _lock = threading.Lock()  # the interpreter stores the program id globally in the process
 
 
@@ -48,14 +50,18 @@ def run(launch, *arrays):
     The inputs of the launch are booleans: True for each of the given `arrays`.
     """
     rest = iter(arrays)
-    inputs = [np.ascontiguousarray(next(rest)) if is_given else None for is_given in launch.inputs]
-    outputs = [None if a is None else np.zeros(a.shape, dtype(a.dtype)) for a in launch.outputs]
+    inputs = map_arrays(
+        lambda given: np.ascontiguousarray(next(rest)) if given else None, launch.inputs
+    )
+    outputs = map_arrays(
+        lambda a: a if a is None else np.zeros(a.shape, dtype(a.dtype)), launch.outputs
+    )
     for index, out in launch.updates:
         outputs[out][...] = inputs[index]
-    tensors = [None if x is None else _Pointer(x) for x in (*inputs, *outputs)]
+    tensors = map_arrays(lambda x: x if x is None else _Pointer(x), (*inputs, *outputs))
     with _lock:
         launch.kernel[(launch.programs,)](*tensors, *launch.numbers, **dict(launch.options))
-    return tuple(x for x in outputs if x is not None)
+    return tuple(x for x in flat(outputs) if x is not None)
 
 
 def dtype(name):

@@ -11,6 +11,7 @@ purpose, and needs JAX 0.11.
 import functools
 import importlib
 import zlib
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from ...jax import _gpu, _shards
 from ...jax._common import size_reason
 from .._device.common import INTERPRETED, assembler_error_note
 from . import interpreter
+from .launch import flat, map_arrays
 from .operation import options_of
 
 zeros_like = jnp.zeros_like
@@ -101,13 +103,13 @@ def search_sorted_rows(rows, count, right=False):
 
 def run(launch):
     """Adds a launch to the program that is being traced; returns its outputs."""
-    present = [x for x in launch.inputs if x is not None]
+    present = [x for x in flat(launch.inputs) if x is not None]
     static = launch._replace(
-        inputs=tuple(x is not None for x in launch.inputs),
+        inputs=map_arrays(lambda x: x is not None, launch.inputs),
         options=tuple(sorted(launch.options.items())),
     )
     results = iter(_launch.bind(*present, launch=static))
-    return tuple(None if array is None else next(results) for array in launch.outputs)
+    return map_arrays(lambda array: array if array is None else next(results), launch.outputs)
 
 
 NAME = "keras_recurrent_triton"  # the primitive of a launch
@@ -116,7 +118,7 @@ _launch.multiple_results = True
 
 
 def _present_outputs(launch):
-    return [array for array in launch.outputs if array is not None]
+    return [array for array in flat(launch.outputs) if array is not None]
 
 
 @_launch.def_abstract_eval
@@ -190,8 +192,17 @@ def _lower(ctx, *operands, launch):
 
 def _aliases(launch):
     """{index of an operand: index of the result that reuses its memory}; XLA copies if needed."""
-    written = [array is not None for array in launch.outputs]
-    return {sum(launch.inputs[:i]): sum(written[:out]) for i, out in launch.updates} or None
+    written = map_arrays(lambda array: array is not None, launch.outputs)
+    return {
+        sum(flat(launch.inputs[:i])): sum(flat(written[:out])) for i, out in launch.updates
+    } or None
+
+
+class _Array(NamedTuple):
+    """An array as an argument of a kernel: the name of its dtype, and the bytes to zero first."""
+
+    dtype: str
+    zeroed: int = 0
 
 
 def compile_launch(launch, inputs, target):
@@ -201,31 +212,48 @@ def compile_launch(launch, inputs, target):
     inputs: shapes and dtypes of the given arrays, in order.
     """
     inputs = iter(inputs)
-    arrays = [(next(inputs).dtype.name, 0) if is_given else None for is_given in launch.inputs]
-    for array in launch.outputs:
-        arrays.append(None if array is None else (array.dtype, _num_bytes(array) * array.zeros))
+    arrays = (
+        *map_arrays(
+            lambda given: _Array(next(inputs).dtype.name) if given else None, launch.inputs
+        ),
+        *map_arrays(_output_array, launch.outputs),
+    )
     options = dict(launch.options)
     names = launch.kernel.arg_names
     values = dict(zip(names, [*arrays, *launch.numbers], strict=False))
     unspecialized = {p.name for p in launch.kernel.params if p.do_not_specialize}
-    signature, aligned, constants, arguments = {}, {}, {}, []
+    aligned, constants, arguments = {}, {}, []
+
+    def type_of(value, path, is_specialized):
+        """The type of an argument, which is added to the constants or to the arguments."""
+        if type(value) is tuple:
+            return tuple(type_of(x, (*path, i), True) for i, x in enumerate(value))
+        if value is None or (value == 1 and is_specialized):
+            constants[path] = value
+            return "constexpr"
+        if isinstance(value, _Array):
+            aligned[path] = [list(_ALIGNED)]
+            arguments.append(("array", value.zeroed))
+            return f"*{_TYPES[value.dtype]}"
+        if isinstance(value, int) and value % 16 == 0 and is_specialized:
+            aligned[path] = [list(_ALIGNED)]
+        arguments.append((_scalar_type(value), value))
+        return _scalar_type(value)
+
+    signature = {}
     for i, name in enumerate(names):
-        value = values[name] if name in values else options.pop(name)
-        if isinstance(value, tuple):
-            dtype, zeroed = value
-            signature[name] = f"*{_TYPES[dtype]}"
-            aligned[(i,)] = [list(_ALIGNED)]
-            arguments.append(("array", zeroed))
-        elif name not in values or value is None or (value == 1 and name not in unspecialized):
-            signature[name] = "constexpr"
-            constants[(i,)] = value
+        if name in values:
+            signature[name] = type_of(values[name], (i,), name not in unspecialized)
         else:
-            signature[name] = _scalar_type(value)
-            if isinstance(value, int) and value % 16 == 0 and name not in unspecialized:
-                aligned[(i,)] = [list(_ALIGNED)]
-            arguments.append((signature[name], value))
+            signature[name], constants[(i,)] = "constexpr", options.pop(name)
     key = tuple(signature.items()), tuple(constants.items()), tuple(aligned), tuple(options.items())
     return _compile(launch.kernel, *key, target), arguments
+
+
+def _output_array(array):
+    if array is None:
+        return None
+    return _Array(array.dtype, _num_bytes(array) * array.zeros)
 
 
 def _num_bytes(array):

@@ -44,10 +44,26 @@ def next_power_of_2(number):
     return 1 << max(0, number - 1).bit_length()
 
 
+def flat(arguments):
+    """The arrays of a launch's inputs or outputs in order, including those in tuples."""
+    return [
+        x for argument in arguments for x in (argument if type(argument) is tuple else [argument])
+    ]
+
+
+def map_arrays(function, arguments):
+    """Applies a function to all arrays (or Nones) of a launch's inputs or outputs."""
+    return tuple(
+        tuple(map(function, argument)) if type(argument) is tuple else function(argument)
+        for argument in arguments
+    )
+
+
 class Launch(NamedTuple):
     """A kernel, its one-dimensional grid, and its arguments in order.
 
-    JAX passes inputs before outputs, so every kernel takes them in this order.
+    JAX passes inputs before outputs, so every kernel takes them in this order. A tuple of arrays is
+    one argument of a kernel.
     """
 
     kernel: triton.runtime.jit.KernelInterface

@@ -17,6 +17,7 @@ from ...torch._autograd import call_without_gradient, register_autograd
 from ...torch._common import capability, capability_reason, has_capability, product
 from ...torch._states import inplace_states_allowed
 from .._device.common import INTERPRETED, assembler_error_note
+from .launch import flat
 from .operation import lists_of, options_of, tensors_of
 
 _PDL_CAPABILITY = (9, 0)  # lowest compute capability with programmatic dependent launch
@@ -66,25 +67,29 @@ def _dual_candidates(tensors):
 
 def run(launch):
     """Runs a launch on the device of its inputs; returns its outputs."""
-    first, before = _first_tensor(launch.inputs), {out: index for index, out in launch.updates}
-
-    def output(i, array):
-        if array is None:
-            return None
-        if i not in before:
-            return allocate(array, first)
-        updated = launch.inputs[before[i]]
-        return (
-            updated if launch.in_place or _in_place_updates.enabled else cast(updated, array.dtype)
-        )
-
-    outputs = tuple(output(i, array) for i, array in enumerate(launch.outputs))
+    outputs = make_outputs(launch, launch.in_place or _in_place_updates.enabled)
     try:
         start(launch, (*launch.inputs, *outputs))
     except triton.runtime.errors.PTXASError as error:
         error.add_note(assembler_error_note(launch.kernel, "torch"))
         raise
     return outputs
+
+
+def make_outputs(launch, in_place):
+    """The outputs before a launch. in_place: boolean, whether updated inputs are their outputs."""
+    first, updated = _first_tensor(launch.inputs), {out: index for index, out in launch.updates}
+
+    def new(array):
+        return None if array is None else allocate(array, first)
+
+    def output(i, array):
+        if i not in updated:
+            return tuple(map(new, array)) if type(array) is tuple else new(array)
+        x = launch.inputs[updated[i]]
+        return x if in_place else cast(x, array.dtype)
+
+    return tuple(output(i, array) for i, array in enumerate(launch.outputs))
 
 
 # {key of a launch: (compiled kernel, constants, kernel)}. An entry keeps the kernel in memory, so
@@ -101,7 +106,7 @@ def start(launch, tensors):
     specialized on, and all numbers.
     """
     kernel, arguments = launch.kernel, (*tensors, *launch.numbers)
-    types = (None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors)
+    types = (None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in flat(tensors))
     device = _first_tensor(tensors).device
     key = id(kernel), device, *launch.options.items(), *launch.numbers, *types
     found = _compiled.get(key)  # looked up once: another thread may clear the entries

@@ -56,7 +56,7 @@ def launch_chained_scan(name, kernel, tilings, tensors, outputs, channel_sums=Fa
                 tensors,
                 (*outputs, *sums, carry),
                 (batch, length, width, tiles),
-                tile._asdict(),
+                tile.options,
             )
         )
         return (*arrays[:-1], arrays[-1].sum(0)) if channel_sums else tuple(arrays)
