@@ -11,7 +11,7 @@ import triton.language as tl
 from ._device.order import LOWEST, packed, position_of
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._runtime.framework import (
-    forward_operation,
+    decoding_step,
     fusible_unsupported_reason,
     pdl_options,
     run,
@@ -69,7 +69,9 @@ def results(x):
     return (Array((x.shape[0],), "int32"),)
 
 
-def forward(x):
+@decoding_step(results, count=1, name="largest")  # the name in exported programs
+def argmax(x):
+    """x: [B, V]. Returns int32 [B]: in each row the index of the first NaN or largest number."""
     best, options = _partial_argmax(x)
     outputs = *results(x), None
     return run(Launch(_combine_kernel, x.shape[0], (best,), outputs, (), options))[:1]
@@ -89,15 +91,6 @@ def _partial_argmax(x):
         **pdl_options(x),
     }
     return best, options
-
-
-# `triton_largest` is the name of the registered operator.
-_argmax = forward_operation("largest", forward, results, count=1)
-
-
-def argmax(x):
-    """x: [B, V]. Returns int32 [B]: in each row the index of the first NaN or largest number."""
-    return _argmax(x)
 
 
 def write_argmax(x, index, recent):

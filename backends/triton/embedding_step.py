@@ -12,7 +12,7 @@ import triton.language as tl
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.tokens import CONTINUES, STARTS
 from ._runtime.framework import (
-    forward_operation,
+    decoding_step,
     fusible_unsupported_reason,
     pdl_options,
     run,
@@ -74,7 +74,7 @@ def _kernel(
         tl.store(next_position + row, row_position + 1, first_tile)
 
 
-def results(table, tokens, segment, position, *, scale: float, dtype: str):
+def results(table, tokens, segment, position, scale, dtype):
     rows = tokens.shape[0]
 
     def per_row(given, name):
@@ -85,23 +85,19 @@ def results(table, tokens, segment, position, *, scale: float, dtype: str):
     return y, *current, per_row(segment, "int32"), per_row(position, "int32")
 
 
-def forward(table, tokens, segment, position, *, scale: float, dtype: str):
+@decoding_step(results, count=5, updates=("segment", "position"))
+def embedding(table, tokens, segment, position, scale: float, dtype: str):
     vocabulary, width = table.shape
     block = min(_BLOCK, next_power_of_2(width))
     options = {"D": width, "SCALED": scale != 1.0, "BLOCK": block, "num_warps": _WARPS}
     inputs = table, tokens, segment, position
-    outputs = results(*inputs, scale=scale, dtype=dtype)
+    outputs = results(*inputs, scale, dtype)
     programs = tokens.shape[0] * cdiv(width, block)
     # The first launch of a step: its dependents may start early, it does not start early itself.
     options |= {"PDL": pdl_options(table)["PDL"]}
     numbers = vocabulary, scale
     updates = tuple((i, i + 1) for i in (2, 3) if inputs[i] is not None)
     return run(Launch(_kernel, programs, inputs, outputs, numbers, options, updates))
-
-
-_embedding = forward_operation(
-    "embedding", forward, results, count=5, updates=("segment", "position")
-)
 
 
 def embedding_step(table, token_ids, segment=None, position=None, scale=1.0, dtype="float32"):
@@ -111,7 +107,7 @@ def embedding_step(table, token_ids, segment=None, position=None, scale=1.0, dty
     None for those whose argument is None. The next segments and positions may overwrite the given
     ones: see `backends/torch/_states.py`.
     """
-    arrays = _embedding(table, token_ids, segment, position, scale=float(scale), dtype=dtype)
+    arrays = embedding(table, token_ids, segment, position, scale=float(scale), dtype=dtype)
     arguments = table, segment, position, segment, position
     return tuple(
         None if argument is None else t for t, argument in zip(arrays, arguments, strict=True)

@@ -5,7 +5,7 @@ it moves are writes of the memory.
 """
 
 from . import hgrn2_step as every_token
-from ._runtime.framework import forward_operation, run
+from ._runtime.framework import decoding_step, run
 from ._runtime.launch import Array
 
 
@@ -16,17 +16,6 @@ def unsupported(
     return every_token.unsupported(q, f, v, memory, lower_bound, norm_scale, token_kind)
 
 
-def hgrn2_delayed_step(
-    q, f, v, memory, recent, count, lower_bound=None, norm_scale=None, token_kind=None
-):
-    """q, f: [B, H K]; v: [B, H V]; memory: [B, H, K, V]; recent: [B, N, H (2 K + V)]; count: [B].
-
-    norm_scale: [H V]. Returns ([B, H V], sums of squares [B, H, U], the next count, memory and
-    recent tokens).
-    """
-    return _hgrn2_delayed_step(q, f, v, memory, recent, count, lower_bound, norm_scale, token_kind)
-
-
 def results(q, f, v, memory, recent, count, lower_bound, norm_scale, token_kind):
     output, squares, next_memory = every_token.results(
         q, f, v, memory, lower_bound, norm_scale, token_kind
@@ -35,11 +24,14 @@ def results(q, f, v, memory, recent, count, lower_bound, norm_scale, token_kind)
     return output, squares, Array(tuple(count.shape), "int32"), next_memory, next_recent
 
 
-def forward(q, f, v, memory, recent, count, lower_bound, norm_scale, token_kind):
+@decoding_step(results, count=5, updates=("memory", "recent"))
+def hgrn2_delayed_step(
+    q, f, v, memory, recent, count, lower_bound=None, norm_scale=None, token_kind=None
+):
+    """q, f: [B, H K]; v: [B, H V]; memory: [B, H, K, V]; recent: [B, N, H (2 K + V)]; count: [B].
+
+    norm_scale: [H V]. Returns ([B, H V], sums of squares [B, H, U], the next count, memory and
+    recent tokens).
+    """
     tensors = q, f, v, memory, recent, count, lower_bound, norm_scale, token_kind
     return run(every_token.launch(tensors, results(*tensors), updates=((3, 3), (4, 4))))
-
-
-_hgrn2_delayed_step = forward_operation(
-    "hgrn2_delayed_step", forward, results, count=5, updates=("memory", "recent")
-)

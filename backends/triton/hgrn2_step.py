@@ -13,7 +13,7 @@ from ._device.common import load_float32
 from ._device.math import exp, sigmoid
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.tokens import CONTINUES, PADDING, select_by_kind
-from ._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
+from ._runtime.framework import decoding_step, pdl_options, run, step_unsupported_reason
 from ._runtime.launch import Array, Launch, cdiv, like, next_power_of_2
 
 _BLOCK_V, _WARPS = SQUARES_GROUP, 4
@@ -27,14 +27,6 @@ def unsupported(q, f, v, memory, lower_bound=None, norm_scale=None, token_kind=N
     if memory.shape[2] > MAX_STEP_KEYS:
         return f"takes keys of up to {MAX_STEP_KEYS} channels, got {memory.shape[2]}"
     return step_unsupported_reason(q, f, v, memory, lower_bound, norm_scale, token_kind)
-
-
-def hgrn2_step(q, f, v, memory, lower_bound=None, norm_scale=None, token_kind=None):
-    """q, f: [B, H K]; v: [B, H V]; memory: [B, H, K, V]; norm_scale: [H V].
-
-    Returns ([B, H V], sums of squares [B, H, U], the next memory).
-    """
-    return _hgrn2_step(q, f, v, memory, lower_bound, norm_scale, token_kind)
 
 
 @triton.jit
@@ -133,7 +125,12 @@ def results(q, f, v, memory, lower_bound, norm_scale, token_kind):
     return like(v), squares, Array(tuple(memory.shape), "float32")
 
 
-def forward(q, f, v, memory, lower_bound, norm_scale, token_kind):
+@decoding_step(results, count=3, updates=("memory",))
+def hgrn2_step(q, f, v, memory, lower_bound=None, norm_scale=None, token_kind=None):
+    """q, f: [B, H K]; v: [B, H V]; memory: [B, H, K, V]; norm_scale: [H V].
+
+    Returns ([B, H V], sums of squares [B, H, U], the next memory).
+    """
     output, squares, next_memory = results(q, f, v, memory, lower_bound, norm_scale, token_kind)
     tensors = q, f, v, memory, None, None, lower_bound, norm_scale, token_kind
     outputs = output, squares, None, next_memory, None
@@ -158,6 +155,3 @@ def launch(tensors, outputs, updates):
 def delayed_warps(block_k, block_v):
     """Number of warps of a program of `hgrn2_delayed_step`."""
     return max(1, block_k * block_v // (32 * _DELAYED_SIZE))
-
-
-_hgrn2_step = forward_operation("hgrn2_step", forward, results, count=3, updates=("memory",))

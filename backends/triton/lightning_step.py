@@ -15,7 +15,7 @@ from ._device.common import Constants, load_float32
 from ._device.math import exp_of_decays, sigmoid
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.tokens import CONTINUES, PADDING, STARTS, select_by_kind
-from ._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
+from ._runtime.framework import decoding_step, pdl_options, run, step_unsupported_reason
 from ._runtime.launch import Array, Launch, cdiv, dtype_name, next_power_of_2
 
 _BLOCK_V, _WARPS = SQUARES_GROUP, 4
@@ -55,34 +55,6 @@ def unsupported(
         return f"takes keys of up to {_MAX_KEYS} channels, got {q.shape[2]}"
     tensors = q, k, v, memory, log_decay, position, q_scale, k_scale, frequencies
     return step_unsupported_reason(*tensors, norm_scale, output_gate, token_kind)
-
-
-def lightning_step(
-    q,
-    k,
-    v,
-    memory,
-    log_decay,
-    position=None,
-    q_scale=None,
-    k_scale=None,
-    frequencies=None,
-    norm_scale=None,
-    output_gate=None,
-    token_kind=None,
-    epsilon=None,
-    query_scale=None,
-):
-    """q: [B, H, K]; k: [B, G, K]; v: [B, G, V]; memory: [B, H, K, V]; log_decay: [H].
-
-    Returns (y [B, H, V], sums of squares [B, H, U], the next memory).
-    """
-    return _lightning_step(
-        *(q, k, v, memory, log_decay, position, q_scale, k_scale, frequencies),
-        *(norm_scale, output_gate, token_kind),
-        epsilon=0.0 if epsilon is None else float(epsilon),
-        query_scale=1.0 if query_scale is None else float(query_scale),
-    )
 
 
 @triton.jit
@@ -155,23 +127,27 @@ def results(q, k, v, memory, *_, **_options):
     return output, squares, Array(tuple(memory.shape), "float32")
 
 
-def forward(
+@decoding_step(results, count=3, updates=("memory",))
+def lightning_step(
     q,
     k,
     v,
     memory,
     log_decay,
-    position,
-    q_scale,
-    k_scale,
-    frequencies,
-    norm_scale,
-    output_gate,
-    token_kind,
-    *,
-    epsilon: float,
-    query_scale: float,
+    position=None,
+    q_scale=None,
+    k_scale=None,
+    frequencies=None,
+    norm_scale=None,
+    output_gate=None,
+    token_kind=None,
+    epsilon: float | None = None,
+    query_scale: float | None = None,
 ):
+    """q: [B, H, K]; k: [B, G, K]; v: [B, G, V]; memory: [B, H, K, V]; log_decay: [H].
+
+    Returns (y [B, H, V], sums of squares [B, H, U], the next memory).
+    """
     batch, heads, keys, values = memory.shape
     tensors = (
         *(q, k, v, memory, log_decay, position, q_scale, k_scale, frequencies),
@@ -180,7 +156,7 @@ def forward(
     outputs = results(q, k, v, memory)
     block_v = min(_BLOCK_V, next_power_of_2(values))
     constants = Heads(
-        **{"SHARE": heads // k.shape[1], "EPSILON": epsilon},
+        **{"SHARE": heads // k.shape[1], "EPSILON": epsilon or 0.0},
         **{"K": keys, "BLOCK_K": next_power_of_2(keys), "V": values, "BLOCK_V": block_v},
         R=0 if frequencies is None else frequencies.shape[0],
     )
@@ -188,13 +164,14 @@ def forward(
     programs = batch * heads * cdiv(values, block_v)
     return run(
         Launch(
-            *(_kernel, programs, tensors, outputs, (heads, query_scale)),
+            *(
+                _kernel,
+                programs,
+                tensors,
+                outputs,
+                (heads, 1.0 if query_scale is None else query_scale),
+            ),
             options,
             updates=((3, 2),),
         )
     )
-
-
-_lightning_step = forward_operation(
-    "lightning_step", forward, results, count=3, updates=("memory",)
-)

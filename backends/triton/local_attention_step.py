@@ -21,7 +21,7 @@ from ._device.math import exp, sigmoid
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.products import operand, product
 from ._device.tokens import CONTINUES, PADDING, STARTS
-from ._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
+from ._runtime.framework import decoding_step, pdl_options, run, step_unsupported_reason
 from ._runtime.launch import Array, Launch, cdiv, dtype_name, like, next_power_of_2
 
 _LOWEST = tl.constexpr(-1e30)  # below any logit; finite, so that a difference of two is 0
@@ -62,34 +62,6 @@ def unsupported(
         return f"takes tensors of one dtype, got {sorted(dtypes)}"
     tensors = q, k, v, key, value, position, frequencies, q_scale, k_scale, output_gate, token_kind
     return step_unsupported_reason(*tensors)
-
-
-def local_attention_step(
-    q,
-    k,
-    v,
-    key,
-    value,
-    position,
-    frequencies=None,
-    q_scale=None,
-    k_scale=None,
-    output_gate=None,
-    token_kind=None,
-    sliding_window=None,
-    epsilon=None,
-    logit_scaling=None,
-):
-    """q: [B, H, K]; k: [B, G, K]; v: [B, G, V]; key, value: [B, C, G, ...]; position: [B].
-
-    Returns (y [B, H, V], the next key and value).
-    """
-    return _local_attention_step(
-        *(q, k, v, key, value, position, frequencies, q_scale, k_scale, output_gate, token_kind),
-        sliding_window=sliding_window,
-        epsilon=0.0 if epsilon is None else float(epsilon),
-        logit_scaling=0.0 if logit_scaling is None else float(logit_scaling),
-    )
 
 
 @triton.jit
@@ -302,23 +274,27 @@ def results(q, k, v, key, value, *_, **_options):
     return Array((*q.shape[:2], v.shape[2]), dtype_name(q)), like(key), like(value)
 
 
-def forward(
+@decoding_step(results, count=3, updates=("key", "value"))
+def local_attention_step(
     q,
     k,
     v,
     key,
     value,
     position,
-    frequencies,
-    q_scale,
-    k_scale,
-    output_gate,
-    token_kind,
-    *,
-    sliding_window: int | None,
-    epsilon: float,
-    logit_scaling: float,
+    frequencies=None,
+    q_scale=None,
+    k_scale=None,
+    output_gate=None,
+    token_kind=None,
+    sliding_window: int | None = None,
+    epsilon: float | None = None,
+    logit_scaling: float | None = None,
 ):
+    """q: [B, H, K]; k: [B, G, K]; v: [B, G, V]; key, value: [B, C, G, ...]; position: [B].
+
+    Returns (y [B, H, V], the next key and value).
+    """
     batch, heads, keys = q.shape
     groups, values, capacity = v.shape[1], v.shape[2], key.shape[1]
     short = dtype_name(q) == "bfloat16"
@@ -331,8 +307,8 @@ def forward(
     constants = AttentionHeads(
         **{"SHARE": heads // groups, "BLOCK_H": max(16, next_power_of_2(heads // groups))},
         **{"K": keys, "BLOCK_K": block_k, "V": values, "BLOCK_V": block_v},
-        **{"R": 0 if frequencies is None else frequencies.shape[0], "EPSILON": epsilon},
-        LOGIT_SCALING=logit_scaling,
+        **{"R": 0 if frequencies is None else frequencies.shape[0], "EPSILON": epsilon or 0.0},
+        LOGIT_SCALING=logit_scaling or 0.0,
         LOG_SCALING=math.log(math.floor(logit_scaling)) if logit_scaling else 1.0,
         **{"SLOTS": tile["SLOTS"], "PARTS": parts, "SHORT": short},
     )
@@ -360,8 +336,3 @@ def forward(
     inputs = *partial, output_gate
     (output,) = run(Launch(_combine_kernel, batch * heads, inputs, (output,), (), options))
     return output, next_key, next_value
-
-
-_local_attention_step = forward_operation(
-    "local_attention_step", forward, results, count=3, updates=("key", "value")
-)

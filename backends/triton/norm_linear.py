@@ -30,7 +30,7 @@ from ._decoding.norm_linear_tiles import (
 from ._device.common import Constants
 from ._runtime.framework import (
     compute_capability,
-    forward_operation,
+    decoding_step,
     matrix_product,
     pdl_options,
     run,
@@ -63,33 +63,7 @@ def unsupported(
     return step_unsupported_reason(x, *kernels, *biases, scale, residual, squares, next_scale)
 
 
-def norm_linear(
-    x,
-    kernels,
-    biases,
-    scale=None,
-    residual=None,
-    squares=None,
-    next_scale=None,
-    epsilon=None,
-    gate=None,
-    output_scale=None,
-):
-    """x: [B, K]; kernels: a list of [K, N]; biases: a list of [N] or None; scale: [K] or None.
-
-    Returns a tuple of [B, N] in x's dtype. With `next_scale`, [N], it ends with y * next_scale and
-    sums of squares of y, [B, U].
-    """
-    outputs = _norm_linear(
-        *(x, kernels, biases, scale, residual, squares, next_scale),
-        epsilon=-1.0 if epsilon is None else float(epsilon),
-        gate=_GATES.index(gate),
-        output_scale=1.0 if output_scale is None else float(output_scale),
-    )
-    return tuple(outputs)
-
-
-def results(x, kernels, biases, scale, residual, squares, next_scale, *, gate: int, **_):
+def results(x, kernels, biases, scale, residual, squares, next_scale, *, gate, **_options):
     if gate:
         kernels = kernels[2:] or kernels[:1]
     outputs = [Array((x.shape[0], kernel.shape[1]), dtype_name(x)) for kernel in kernels]
@@ -99,40 +73,53 @@ def results(x, kernels, biases, scale, residual, squares, next_scale, *, gate: i
     return [y, y, Array((x.shape[0], cdiv(y.shape[1], ROW_SQUARES_GROUP)), "float32")]
 
 
-def forward(
+@decoding_step(results)
+def norm_linear(
     x,
     kernels: list,
     biases: list,
-    scale,
-    residual,
-    squares,
-    next_scale,
-    *,
-    epsilon: float,
-    gate: int,
-    output_scale: float,
+    scale=None,
+    residual=None,
+    squares=None,
+    next_scale=None,
+    epsilon: float | None = None,
+    gate: str | None = None,
+    output_scale: float | None = None,
 ):
+    """x: [B, K]; kernels: a list of [K, N]; biases: a list of [N] or None; scale: [K] or None.
+
+    Returns [B, N] each in x's dtype. With `next_scale`, [N], they end with y * next_scale and sums
+    of squares of y, [B, U].
+    """
     outputs = results(x, kernels, biases, scale, residual, squares, next_scale, gate=gate)
-    rows = x.shape[0]
-    norm = {"scale": scale, "squares": squares, "epsilon": epsilon}
-    ends = {"residual": residual, "next_scale": next_scale, "output_scale": output_scale}
+    rows, gate = x.shape[0], _GATES.index(gate)
+    norm = {"scale": scale, "squares": squares, "epsilon": -1.0 if epsilon is None else epsilon}
+    ends = {"residual": residual, "next_scale": next_scale}
+    ends["output_scale"] = 1.0 if output_scale is None else output_scale
     if rows > max_fused_rows(dtype_name(x)):
-        return _many_rows(x, kernels, biases, outputs, gate=gate, **norm, **ends)
-    if gate and len(kernels) == 3:
-        projections, down = (kernels[:2], biases[:2]), (kernels[2:], biases[2:])
-        if rows == 1 and is_split(1, *kernels[2].shape):
-            gate_total, up_total = _gate_and_up(x, *projections, **norm)
-            return _launch(gate_total, *down, outputs, gate=gate, x_2=up_total, **ends)
-        tensors = x, *projections, scale, None, squares, None
-        (y,) = forward(*tensors, epsilon=epsilon, gate=gate, output_scale=1.0)
-        return _launch(y, *down, outputs, **ends)
-    if rows == 1 and gate:
-        totals = _gate_and_up(x, kernels, biases, **norm)
-        return _gate(*totals, outputs[0], gate, residual=residual, output_scale=output_scale)
-    if rows > 1 and squares is None and epsilon >= 0:
-        (x,) = rms_norm.forward(x, scale, epsilon=epsilon)
+        return _many_rows(x, kernels, biases, outputs, gate, **norm, **ends)
+    if not gate or len(kernels) == 2:
+        return _few_rows(x, kernels, biases, outputs, gate, norm, **ends)
+    projections, down = (kernels[:2], biases[:2]), (kernels[2:], biases[2:])
+    if rows == 1 and is_split(1, *kernels[2].shape):
+        gate_total, up_total = _gate_and_up(x, *projections, **norm)
+        return _launch(gate_total, *down, outputs, gate=gate, x_2=up_total, **ends)
+    gated = Array((rows, kernels[0].shape[1]), dtype_name(x))
+    (y,) = _few_rows(x, *projections, [gated], gate, norm)
+    return _launch(y, *down, outputs, **ends)
+
+
+def _few_rows(
+    x, kernels, biases, outputs, gate, norm, residual=None, next_scale=None, output_scale=1.0
+):
+    """Products that are fused with their norm or gate, by one or two launches."""
+    ends = {"residual": residual, "output_scale": output_scale}
+    if x.shape[0] == 1 and gate:
+        return _gate(*_gate_and_up(x, kernels, biases, **norm), outputs[0], gate, **ends)
+    if x.shape[0] > 1 and norm["squares"] is None and norm["epsilon"] >= 0:
+        (x,) = rms_norm.forward(x, norm["scale"], epsilon=norm["epsilon"])
         norm = {}
-    return _launch(x, kernels, biases, outputs, gate=gate, **norm, **ends)
+    return _launch(x, kernels, biases, outputs, gate=gate, next_scale=next_scale, **norm, **ends)
 
 
 def _gate_and_up(x, kernels, biases, **norm):
@@ -146,11 +133,11 @@ def _many_rows(
     kernels,
     biases,
     outputs,
+    gate,
     *,
     scale,
     squares,
     epsilon,
-    gate,
     residual,
     next_scale,
     output_scale,
@@ -271,6 +258,3 @@ def _launch(
     norm = {"squares": squares, "epsilon": epsilon, "channels": channels, "parts": parts}
     ends = {"residual": residual, "output_scale": output_scale}
     return _add_parts(sums, outputs, biases[0], next_scale, **norm, **ends)
-
-
-_norm_linear = forward_operation("norm_linear", forward, results)

@@ -30,7 +30,7 @@ from ._quantized.quantized_products import project_row
 from ._quantized.quantized_tiles import choose_tile
 from ._runtime.framework import (
     are_aligned,
-    forward_operation,
+    decoding_step,
     pdl_options,
     run,
     step_unsupported_reason,
@@ -74,38 +74,6 @@ def unsupported(
         return f"needs multiples of {32 // bits} columns, one 32-bit word, got {odd[0]}"
     # On JAX, this check accepts float and integer dtypes alike.
     return step_unsupported_reason(x, *kernel_scales, *biases, scale, residual, squares)
-
-
-def norm_quantized_linear(
-    x,
-    kernels,
-    kernel_scales,
-    kernel_zeros,
-    biases,
-    scale=None,
-    residual=None,
-    squares=None,
-    epsilon=None,
-    gate=None,
-    output_scale=None,
-    bits=8,
-    block_size=None,
-    row_dtype=None,
-):
-    """x: [1, K]; kernels: a list of [K, N] of int8, or int4 packed along N. Returns [1, N] each.
-
-    `backends/reference/norm_quantized_linear.py` describes all arguments. Results have x's dtype.
-    """
-    outputs = _norm_quantized_linear(
-        *(x, kernels, kernel_scales, kernel_zeros, biases, scale, residual, squares),
-        epsilon=-1.0 if epsilon is None else float(epsilon),
-        gate=_GATES.index(gate),
-        output_scale=1.0 if output_scale is None else float(output_scale),
-        bits=bits,
-        block_size=block_size or 0,
-        quantized=row_dtype is not None,
-    )
-    return tuple(outputs)
 
 
 @triton.jit
@@ -226,36 +194,41 @@ def _kernel(
         tl.store(y + n[u], total, n[u] < columns)
 
 
-def results(x, kernels, kernel_scales, *others, gate: int, **_):
+def results(x, kernels, kernel_scales, *_, gate, **_options):
     """The output `Array` of each projection, or of the gated unit."""
     scales = kernel_scales[:1] if gate else kernel_scales
     return [Array((x.shape[0], scale.shape[-1]), dtype_name(x)) for scale in scales]
 
 
-def forward(
+@decoding_step(results)
+def norm_quantized_linear(
     x,
     kernels: list,
     kernel_scales: list,
     kernel_zeros: list,
     biases: list,
-    scale,
-    residual,
-    squares,
-    *,
-    epsilon: float,
-    gate: int,
-    output_scale: float,
-    bits: int,
-    block_size: int,
-    quantized: bool,
+    scale=None,
+    residual=None,
+    squares=None,
+    epsilon: float | None = None,
+    gate: str | None = None,
+    output_scale: float | None = None,
+    bits: int = 8,
+    block_size: int | None = None,
+    row_dtype: str | None = None,
 ):
+    """x: [1, K]; kernels: a list of [K, N] of int8, or int4 packed along N. Returns [1, N] each.
+
+    `backends/reference/norm_quantized_linear.py` describes all arguments. Results have x's dtype.
+    """
     outputs = results(x, kernels, kernel_scales, gate=gate)
+    block_size, quantized = block_size or 0, row_dtype is not None
     channels, short = x.shape[1], dtype_name(x) == "bfloat16"
     widths = tuple(s.shape[-1] for s in kernel_scales)
     limbs = 1 if quantized else 2 if short else 3
     product = choose_tile(
         *(channels, widths, bits, gate, limbs, block_size),
-        NORM=epsilon >= 0,
+        NORM=epsilon is not None,
         NUM_SQUARES=num_squares(squares),
         QUANTIZED=quantized,
         VECTORS=(not block_size or dtype_name(kernel_scales[0]) == "bfloat16")
@@ -268,14 +241,11 @@ def forward(
     options = {"WIDTHS": widths, "TILE_STARTS": tiles, "PRODUCT": Constants(product)}
     options |= {
         "GATE": gate,
-        "OUTPUT_SCALE": output_scale,
+        "OUTPUT_SCALE": 1.0 if output_scale is None else output_scale,
         **product.launch_options,
         **pdl_options(x),
     }
     lists = map(tuple, (kernels, kernel_scales, kernel_zeros, biases))
     inputs = x, scale, *lists, residual, squares
-    launch = Launch(_kernel, tiles[-1], inputs, (tuple(outputs),), (epsilon,), options)
+    launch = Launch(_kernel, tiles[-1], inputs, (tuple(outputs),), (epsilon or 0.0,), options)
     return run(launch)[0]
-
-
-_norm_quantized_linear = forward_operation("norm_quantized_linear", forward, results)

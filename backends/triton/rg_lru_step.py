@@ -13,7 +13,7 @@ from ._device.common import load_float32
 from ._device.math import decay, gelu, sigmoid, softplus
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.tokens import CONTINUES, PADDING, STARTS, select_by_kind
-from ._runtime.framework import forward_operation, pdl_options, run, step_unsupported_reason
+from ._runtime.framework import decoding_step, pdl_options, run, step_unsupported_reason
 from ._runtime.launch import Array, Launch, cdiv, dtype_name, like, next_power_of_2
 
 _BLOCK_N, _WARPS = 32, 4
@@ -39,27 +39,6 @@ def unsupported(
         return f"takes blocks of up to {_MAX_CHANNELS} channels, got {kernel_a.shape[1]}"
     tensors = x, gate, window, hidden, conv_kernel, conv_bias, kernel_a, bias_a, kernel_x, bias_x
     return step_unsupported_reason(*tensors, a_logit, token_kind)
-
-
-def rg_lru_step(
-    x,
-    gate,
-    window,
-    hidden,
-    conv_kernel,
-    conv_bias,
-    kernel_a,
-    bias_a,
-    kernel_x,
-    bias_x,
-    a_logit,
-    token_kind=None,
-):
-    """x, gate, hidden: [B, D]; window: [B, W-1, D]. Returns (y [B, D], window, hidden)."""
-    return _rg_lru_step(
-        *(x, gate, window, hidden, conv_kernel, conv_bias),
-        *(kernel_a, bias_a, kernel_x, bias_x, a_logit, token_kind),
-    )
 
 
 @triton.jit
@@ -161,7 +140,8 @@ def results(x, gate, window, hidden, *_):
     return like(x), *(Array(tuple(state.shape), "float32") for state in (window, hidden))
 
 
-def forward(
+@decoding_step(results, count=3, updates=("hidden",))
+def rg_lru_step(
     x,
     gate,
     window,
@@ -173,8 +153,9 @@ def forward(
     kernel_x,
     bias_x,
     a_logit,
-    token_kind,
+    token_kind=None,
 ):
+    """x, gate, hidden: [B, D]; window: [B, W-1, D]. Returns (y [B, D], window, hidden)."""
     tensors = x, gate, window, hidden, conv_kernel, conv_bias
     tensors += kernel_a, bias_a, kernel_x, bias_x, a_logit, token_kind
     rows, width = x.shape
@@ -194,6 +175,3 @@ def forward(
     outputs = results(*tensors)
     # The window is not updated in place: other programs read it for their channels.
     return run(Launch(kernel, programs, tensors, outputs, numbers, options, updates=((3, 2),)))
-
-
-_rg_lru_step = forward_operation("rg_lru_step", forward, results, count=3, updates=("hidden",))

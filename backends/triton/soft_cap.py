@@ -12,7 +12,7 @@ from ._device.common import IN_INTERPRETER
 from ._device.math import tanh
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._runtime.framework import (
-    forward_operation,
+    decoding_step,
     fusible_unsupported_reason,
     pdl_options,
     run,
@@ -45,20 +45,14 @@ def _kernel(x, y, n, cap, BLOCK: tl.constexpr, PDL: tl.constexpr):
     tl.store(y + index, value, index < n)
 
 
-def results(x, *, cap: float):
+def results(x, cap):
     return (like(x),)
 
 
-def forward(x, *, cap: float):
+@decoding_step(results, count=1)
+def soft_cap(x, cap: float):
+    """x: [B, V]; cap: a number above 0. Returns [B, V] in x's dtype."""
     count = x.shape[0] * x.shape[1]
     options = {"BLOCK": _BLOCK, "num_warps": _WARPS, **pdl_options(x)}
     programs = cdiv(count, _BLOCK)
-    return run(Launch(_kernel, programs, (x,), results(x, cap=cap), (count, cap), options))
-
-
-_soft_cap = forward_operation("soft_cap", forward, results, count=1)
-
-
-def soft_cap(x, cap):
-    """x: [B, V]; cap: a number above 0. Returns [B, V] in x's dtype."""
-    return _soft_cap(x, cap=float(cap))
+    return run(Launch(_kernel, programs, (x,), results(x, cap), (count, cap), options))

@@ -12,7 +12,7 @@ from ._device.math import exp
 from ._device.order import LOWEST, number_of, packed, position_of
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._runtime.framework import (
-    forward_operation,
+    decoding_step,
     fusible_unsupported_reason,
     pdl_options,
     run,
@@ -100,12 +100,17 @@ def _combine_kernel(
         key = tl.where(key == largest, LOWEST, key)
 
 
-def results(x, *, count: int):
+def results(x, count):
     row = (x.shape[0], count)
     return Array(row, "float32"), Array(row, "int32"), Array(row[:1], "float32")
 
 
-def forward(x, *, count: int):
+@decoding_step(results, count=3)
+def top_logits(x, count: int):
+    """x: [B, V]; count: 1 to 16. Returns (float32 values [B, count], int32 indices, log sum [B]).
+
+    Equal numbers are in the order of their indices, and NaN is largest.
+    """
     rows, width = x.shape
     parts = cdiv(width, _BLOCK)
     options = {"PARTS": parts, "COUNT": count, **pdl_options(x)}
@@ -118,15 +123,4 @@ def forward(x, *, count: int):
     options["BLOCK"] = block = next_power_of_2(parts * count)
     options["num_warps"] = 1 if block <= _MAX_PER_WARP else _WARPS
     options["BLOCK_PARTS"] = next_power_of_2(parts)
-    return run(Launch(_combine_kernel, rows, partial, results(x, count=count), (), options))
-
-
-_top_logits = forward_operation("top_logits", forward, results, count=3)
-
-
-def top_logits(x, count):
-    """x: [B, V]; count: 1 to 16. Returns (float32 values [B, count], int32 indices, log sum [B]).
-
-    Equal numbers are in the order of their indices, and NaN is largest.
-    """
-    return _top_logits(x, count=int(count))
+    return run(Launch(_combine_kernel, rows, partial, results(x, count), (), options))

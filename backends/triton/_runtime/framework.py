@@ -2,7 +2,7 @@
 
 - `run(launch)` runs a launch and returns its outputs in order, None for an output that is None.
 - `operation(definition)` makes an `Operation` a differentiable function.
-- `forward_operation(...)` makes a function without gradients, for decoding steps.
+- `decoding_step(...)` decorates a function without gradients, for decoding steps.
 - `compute_capability(x)` returns that of the GPU that runs kernels on x, such as (9, 0), or None.
 - `matrix_product(a, b, dtype)` returns a b in a dtype of at least theirs, by the framework.
 - `*_unsupported_reason(*tensors)` return the reason why kernels cannot take tensors, or None.
@@ -21,7 +21,7 @@ else:
 are_aligned = framework.are_aligned
 cast = framework.cast
 compute_capability = framework.compute_capability
-forward_operation = framework.forward_operation
+decoding_step = framework.decoding_step
 matrix_product = framework.matrix_product
 operation = framework.operation
 pdl_options = framework.pdl_options

@@ -312,10 +312,10 @@ if INTERPRETED:
     mlir.register_lowering(_launch, _interpret, platform="cpu")
 
 
-def forward_operation(name, forward, results, count=None, updates=()):
-    """Makes the forward of a decoding step a function of tensors and options, without gradients."""
-    del name, results, count, updates  # launches contain all of this
-    return jax.jit(forward, static_argnames=tuple(options_of(forward)))
+def decoding_step(results, count=None, updates=(), name=None):
+    """The JAX version of `torch_operators.decoding_step`; launches contain all of its arguments."""
+    del results, count, updates, name
+    return lambda forward: jax.jit(forward, static_argnames=tuple(options_of(forward)))
 
 
 def operation(definition):

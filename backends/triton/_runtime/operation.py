@@ -75,9 +75,10 @@ class Operation(NamedTuple):
 
 
 def tensors_of(forward):
-    """The names of a forward's tensors."""
-    parameters = inspect.signature(forward).parameters.values()
-    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    """The names of a forward's tensors, and of lists of tensors: all parameters but the options."""
+    return [
+        name for name in inspect.signature(forward).parameters if name not in options_of(forward)
+    ]
 
 
 def lists_of(forward):
@@ -87,6 +88,12 @@ def lists_of(forward):
 
 
 def options_of(forward):
-    """{name: annotation} of a forward's options."""
+    """{name: annotation} of a forward's options, which are its other annotated parameters."""
     parameters = inspect.signature(forward).parameters.values()
-    return {p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY}
+    return {p.name: p.annotation for p in parameters if p.annotation not in (p.empty, list)}
+
+
+def defaults_of(forward):
+    """{name: default} of a forward's parameters."""
+    parameters = inspect.signature(forward).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}

@@ -5,6 +5,7 @@ An operation is a custom operator of torch with a custom operator for its gradie
 """
 
 import contextlib
+import functools
 import threading
 
 import torch
@@ -18,11 +19,11 @@ from ...torch._common import capability, capability_reason, has_capability, prod
 from ...torch._states import inplace_states_allowed
 from .._device.common import INTERPRETED, assembler_error_note
 from .launch import flat
-from .operation import lists_of, options_of, tensors_of
+from .operation import defaults_of, lists_of, options_of, tensors_of
 
 _PDL_CAPABILITY = (9, 0)  # lowest compute capability with programmatic dependent launch
 _SCHEMA_TYPES: dict = {float: "float", bool: "bool", int: "int", str: "str"}
-_SCHEMA_TYPES |= {str | None: "str?", int | None: "int?"}
+_SCHEMA_TYPES |= {str | None: "str?", int | None: "int?", float | None: "float?"}
 
 
 def unsupported_reason(*tensors):
@@ -194,18 +195,22 @@ def milliseconds(call, warmup, repetition):
     return triton.testing.do_bench(call, warmup, repetition, return_mode="median")
 
 
-def _operator(name, function, fake, names, options, count, updates=(), lists=()):
+def _operator(
+    name, function, fake, names, options, count, updates=(), lists=(), defaults=()
+):  # fmt: skip
     """Registers a custom operator for a function that returns `count` arrays.
 
     fake: the function of the same arguments that returns `Array`s. names: the names of the tensors.
     options: {name: annotation} of the options. count: None if it depends on the arguments; the
     results are then a list. updates: the names of tensors updated in place. lists: the names of
-    lists of tensors.
+    lists of tensors. defaults: {name: default} of parameters.
     """
+    defaults = dict(defaults)
 
     def split_arguments(arguments):
-        tensors = arguments[: len(names)]
-        return tensors, dict(zip(options, arguments[len(names) :], strict=True))
+        # PyTorch leaves out the last arguments if they equal their defaults.
+        values = {**defaults, **dict(zip((*names, *options), arguments, strict=False))}
+        return [values[name] for name in names], {name: values[name] for name in options}
 
     def call(*arguments):
         tensors, chosen = split_arguments(arguments)
@@ -221,58 +226,66 @@ def _operator(name, function, fake, names, options, count, updates=(), lists=())
 
     results = f"({', '.join(['Tensor'] * (count or 0))})"
     results = {None: "Tensor[]", 1: "Tensor"}.get(count, results)
-    schema = f"({_parameters(names, options, updates, lists)}) -> {results}"
+    schema = f"({_parameters(names, options, updates, lists, defaults)}) -> {results}"
     operator = torch.library.custom_op(name, call, mutates_args=updates, schema=schema)
     operator.register_fake(call_fake)
     return operator
 
 
-def _parameters(names, options, updated, lists):
+def _parameters(names, options, updated, lists, defaults):
     """The parameters in the schema of a custom operator."""
     types = dict.fromkeys(names, "Tensor?") | dict.fromkeys(lists, "Tensor?[]")
     types |= {name: f"Tensor({name}!)?" for name in updated}
-    tensors = [f"{kind} {name}" for name, kind in types.items()]
-    scalars = [f"{_SCHEMA_TYPES[kind]} {option}" for option, kind in options.items()]
-    return ", ".join(tensors + scalars)
+    types |= {name: _SCHEMA_TYPES[kind] for name, kind in options.items()}
+    return ", ".join(
+        f"{kind} {name}={defaults[name]}" if name in defaults else f"{kind} {name}"
+        for name, kind in types.items()
+    )
 
 
-def forward_operation(name, forward, results, count=None, updates=()):
-    """Makes a decoding step a function of tensors and options, as a custom operator.
+def decoding_step(results, count=None, updates=(), name=None):
+    """Decorator that makes the function of a decoding step a custom operator, without gradients.
 
-    It has no gradients. forward and results are like those of an `Operation`; parameters annotated
-    `list` are lists of tensors. They return `count` arrays, or, if it is None, a list of any
-    length. The last ones are the new values of the tensors named in `updates`. Where states may be
-    overwritten (`backends/torch/_states.py`), a second operator updates these tensors in place.
+    The function takes tensors (or Nones), lists of tensors, annotated `list`, and options, which
+    have other annotations. It returns `count` arrays, or, if that is None, a list of any length;
+    `results` takes the same arguments and returns `Array`s. The last ones are the new values of the
+    tensors named in `updates`. Where states may be overwritten (`backends/torch/_states.py`), a
+    second operator updates these tensors in place. name: the operator's; None for the function's.
     """
-    tensors, options = tensors_of(forward), options_of(forward)
-    operator = _operator(
-        *(f"keras_recurrent::triton_{name}", forward, results, tensors, options, count),
-        lists=lists_of(forward),
-    )
-    if not updates:
-        return lambda *given, **chosen: operator(*given, *(chosen[name] for name in options))
-    update_indices, num_new = [tensors.index(updated) for updated in updates], count - len(updates)
 
-    def overwrite(*given, **chosen):
-        _in_place_updates.enabled = True
-        try:
-            return forward(*given, **chosen)
-        finally:
-            _in_place_updates.enabled = False
+    def decorate(forward):
+        tensors, options = tensors_of(forward), options_of(forward)
+        operator_name = f"keras_recurrent::triton_{name or forward.__name__}"
+        kinds = {"lists": lists_of(forward), "defaults": defaults_of(forward)}
+        operator = _operator(operator_name, forward, results, tensors, options, count, **kinds)
+        if not updates:
+            return functools.wraps(forward)(lambda *given, **named: operator(*given, **named))
 
-    in_place = _operator(
-        f"keras_recurrent::triton_{name}_", overwrite, results, tensors, options, num_new, updates
-    )
+        def overwrite(*given, **chosen):
+            _in_place_updates.enabled = True
+            try:
+                return forward(*given, **chosen)
+            finally:
+                _in_place_updates.enabled = False
 
-    def call(*given, **chosen):
-        arguments = *given, *(chosen[name] for name in options)
-        updated = [given[i] for i in update_indices if given[i] is not None]
-        if not inplace_states_allowed() or not all(t.is_contiguous() for t in updated):
-            return operator(*arguments)
-        outputs = in_place(*arguments)
-        return *(outputs if num_new > 1 else (outputs,)), *(given[i] for i in update_indices)
+        num_new = count - len(updates)
+        in_place = _operator(
+            *(f"{operator_name}_", overwrite, results, tensors, options, num_new, updates), **kinds
+        )
 
-    return call
+        @functools.wraps(forward)
+        def call(*given, **named):
+            arguments = dict(zip(tensors, given, strict=False)) | named
+            states = [arguments[name] for name in updates]
+            present = [state for state in states if state is not None]
+            if not inplace_states_allowed() or not all(t.is_contiguous() for t in present):
+                return operator(*given, **named)
+            outputs = in_place(*given, **named)
+            return *(outputs if num_new > 1 else (outputs,)), *states
+
+        return call
+
+    return decorate
 
 
 def operation(definition):
