@@ -23,12 +23,9 @@ from ._runtime.launch import Array, Launch, cdiv, next_power_of_2
 _BLOCK, _WARPS = 512, 4  # channels and warps of a program
 
 
-def unsupported(
-    table, token_ids, segment=None, position=None, scale=1.0, dtype="float32"
-) -> str | None:
+def unsupported(table, **others) -> str | None:
     """Reason why this implementation cannot take these arguments, or None."""
-    tensors = table, token_ids, segment, position
-    return fusible_unsupported_reason(*tensors) or step_unsupported_reason(*tensors)
+    return fusible_unsupported_reason(table) or step_unsupported_reason(table, **others)
 
 
 @triton.jit

@@ -9,11 +9,9 @@ from ._runtime.framework import decoding_step, run
 from ._runtime.launch import Array
 
 
-def unsupported(
-    q, f, v, memory, recent, count, lower_bound=None, norm_scale=None, token_kind=None
-) -> str | None:
+def unsupported(**arguments) -> str | None:
     """Reason why this implementation cannot take these arguments, or None."""
-    return every_token.unsupported(q, f, v, memory, lower_bound, norm_scale, token_kind)
+    return every_token.unsupported(**arguments)
 
 
 def results(q, f, v, memory, recent, count, lower_bound, norm_scale, token_kind):

@@ -22,11 +22,11 @@ _BLOCK_V, _WARPS = SQUARES_GROUP, 4
 _DELAYED_SIZE = 128
 
 
-def unsupported(q, f, v, memory, lower_bound=None, norm_scale=None, token_kind=None) -> str | None:
+def unsupported(memory, **others) -> str | None:
     """Reason why this implementation cannot take these arguments, or None."""
     if memory.shape[2] > MAX_STEP_KEYS:
         return f"takes keys of up to {MAX_STEP_KEYS} channels, got {memory.shape[2]}"
-    return step_unsupported_reason(q, f, v, memory, lower_bound, norm_scale, token_kind)
+    return step_unsupported_reason(memory, **others)
 
 
 @triton.jit

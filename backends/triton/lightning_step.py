@@ -34,27 +34,11 @@ class Heads(NamedTuple):
     BLOCK_V: int
 
 
-def unsupported(
-    q,
-    k,
-    v,
-    memory,
-    log_decay,
-    position=None,
-    q_scale=None,
-    k_scale=None,
-    frequencies=None,
-    norm_scale=None,
-    output_gate=None,
-    token_kind=None,
-    epsilon=None,
-    query_scale=None,
-) -> str | None:
+def unsupported(q, **others) -> str | None:
     """Reason why this implementation cannot take these arguments, or None."""
     if q.shape[2] > _MAX_KEYS:
         return f"takes keys of up to {_MAX_KEYS} channels, got {q.shape[2]}"
-    tensors = q, k, v, memory, log_decay, position, q_scale, k_scale, frequencies
-    return step_unsupported_reason(*tensors, norm_scale, output_gate, token_kind)
+    return step_unsupported_reason(q, **others)
 
 
 @triton.jit

@@ -33,22 +33,7 @@ _MAX_HEADS = 64  # query heads that share a key head
 _NO_WINDOW = 2**31 - 1  # a window without a limit
 
 
-def unsupported(
-    q,
-    k,
-    v,
-    key,
-    value,
-    position,
-    frequencies=None,
-    q_scale=None,
-    k_scale=None,
-    output_gate=None,
-    token_kind=None,
-    sliding_window=None,
-    epsilon=None,
-    logit_scaling=None,
-) -> str | None:
+def unsupported(q, k, v, key, value, **others) -> str | None:
     """Reason why this implementation cannot take these arguments, or None."""
     if max(k.shape[2], v.shape[2]) > _MAX_CHANNELS:
         return f"takes heads of up to {_MAX_CHANNELS} channels, got {max(k.shape[2], v.shape[2])}"
@@ -60,8 +45,7 @@ def unsupported(
     dtypes = {dtype_name(t) for t in (q, k, v, key, value)}
     if len(dtypes) > 1:
         return f"takes tensors of one dtype, got {sorted(dtypes)}"
-    tensors = q, k, v, key, value, position, frequencies, q_scale, k_scale, output_gate, token_kind
-    return step_unsupported_reason(*tensors)
+    return step_unsupported_reason(q, k, v, key, value, **others)
 
 
 @triton.jit

@@ -42,25 +42,14 @@ _GATES = (None, "silu", "gelu")
 _BLOCK = ROW_SQUARES_GROUP  # numbers of a program that applies a gate or adds partial sums
 
 
-def unsupported(
-    x,
-    kernels,
-    biases,
-    scale=None,
-    residual=None,
-    squares=None,
-    next_scale=None,
-    epsilon=None,
-    gate=None,
-    output_scale=None,
-) -> str | None:
+def unsupported(x, kernels, next_scale=None, gate=None, **others) -> str | None:
     """Reason why this implementation cannot take these arguments, or None."""
     if next_scale is not None and len(kernels) != (1 if gate is None else 3):
         return "takes `next_scale` with a single product, or with a third one after a gate"
     dtypes = {dtype_name(t) for t in (x, *kernels)}
     if dtypes not in ({"float32"}, {"bfloat16"}):
         return f"needs `x` and kernels all in float32 or all in bfloat16, got {sorted(dtypes)}"
-    return step_unsupported_reason(x, *kernels, *biases, scale, residual, squares, next_scale)
+    return step_unsupported_reason(x, kernels, next_scale, **others)
 
 
 def results(x, kernels, biases, scale, residual, squares, next_scale, *, gate, **_options):

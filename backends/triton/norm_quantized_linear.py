@@ -43,20 +43,7 @@ _interpreted_project_row = quantized_interpreted.project_row
 
 
 def unsupported(
-    x,
-    kernels,
-    kernel_scales,
-    kernel_zeros,
-    biases,
-    scale=None,
-    residual=None,
-    squares=None,
-    epsilon=None,
-    gate=None,
-    output_scale=None,
-    bits=8,
-    block_size=None,
-    row_dtype=None,
+    x, kernels, kernel_scales, kernel_zeros, bits=8, block_size=None, **others
 ) -> str | None:
     """Reason why this implementation cannot take these arguments, or None."""
     rows, channels = x.shape
@@ -73,7 +60,7 @@ def unsupported(
     if odd:
         return f"needs multiples of {32 // bits} columns, one 32-bit word, got {odd[0]}"
     # On JAX, this check accepts float and integer dtypes alike.
-    return step_unsupported_reason(x, *kernel_scales, *biases, scale, residual, squares)
+    return step_unsupported_reason(x, kernel_scales, **others)
 
 
 @triton.jit
@@ -240,7 +227,7 @@ def norm_quantized_linear(
     tiles = tile_starts(widths[: len(outputs)], product.COLUMNS)
     options = {"WIDTHS": widths, "TILE_STARTS": tiles, "PRODUCT": Constants(product)}
     options |= {
-        "GATE": gate,
+        "GATE": _GATES.index(gate),
         "OUTPUT_SCALE": 1.0 if output_scale is None else output_scale,
         **product.launch_options,
         **pdl_options(x),

@@ -20,25 +20,11 @@ _BLOCK_N, _WARPS = 32, 4
 _MAX_CHANNELS = 512  # of a block; a program holds them and two tiles of gate weights
 
 
-def unsupported(
-    x,
-    gate,
-    window,
-    hidden,
-    conv_kernel,
-    conv_bias,
-    kernel_a,
-    bias_a,
-    kernel_x,
-    bias_x,
-    a_logit,
-    token_kind=None,
-) -> str | None:
+def unsupported(kernel_a, **others) -> str | None:
     """Reason why this implementation cannot take these arguments, or None."""
     if kernel_a.shape[1] > _MAX_CHANNELS:
         return f"takes blocks of up to {_MAX_CHANNELS} channels, got {kernel_a.shape[1]}"
-    tensors = x, gate, window, hidden, conv_kernel, conv_bias, kernel_a, bias_a, kernel_x, bias_x
-    return step_unsupported_reason(*tensors, a_logit, token_kind)
+    return step_unsupported_reason(kernel_a, **others)
 
 
 @triton.jit

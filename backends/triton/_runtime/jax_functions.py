@@ -25,7 +25,7 @@ from ...jax._common import size_reason
 from .._device.common import INTERPRETED, assembler_error_note
 from . import interpreter
 from .launch import flat, map_arrays
-from .operation import options_of
+from .operation import options_of, tensors_among
 
 zeros_like = jnp.zeros_like
 
@@ -62,9 +62,15 @@ def unsupported_reason(*tensors):
     return None
 
 
-# Where a decoding step is differentiated, plain JAX replaces the kernel.
-step_unsupported_reason = unsupported_reason
 token_wise_unsupported_reason = unsupported_reason
+
+
+def step_unsupported_reason(*arguments, **others):
+    """Reason why kernels cannot take the tensors among these arguments, or None.
+
+    Where a decoding step is differentiated, plain JAX replaces the kernel.
+    """
+    return unsupported_reason(*tensors_among((*arguments, *others.values())))
 
 
 def fusible_unsupported_reason(*tensors):

@@ -81,6 +81,12 @@ def tensors_of(forward):
     ]
 
 
+def tensors_among(arguments):
+    """The tensors among arguments and lists of them; the others are options and Nones."""
+    listed = (x for a in arguments for x in (a if isinstance(a, list) else (a,)))
+    return [x for x in listed if hasattr(x, "dtype")]
+
+
 def lists_of(forward):
     """The names of a forward's tensors that are lists of tensors or Nones, annotated `list`."""
     parameters = inspect.signature(forward).parameters.values()

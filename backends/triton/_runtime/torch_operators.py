@@ -19,7 +19,7 @@ from ...torch._common import capability, capability_reason, has_capability, prod
 from ...torch._states import inplace_states_allowed
 from .._device.common import INTERPRETED, assembler_error_note
 from .launch import flat
-from .operation import defaults_of, lists_of, options_of, tensors_of
+from .operation import defaults_of, lists_of, options_of, tensors_among, tensors_of
 
 _PDL_CAPABILITY = (9, 0)  # lowest compute capability with programmatic dependent launch
 _SCHEMA_TYPES: dict = {float: "float", bool: "bool", int: "int", str: "str"}
@@ -51,14 +51,14 @@ def token_wise_unsupported_reason(*tensors):
 fusible_unsupported_reason = token_wise_unsupported_reason  # on JAX, XLA fuses these operations
 
 
-def step_unsupported_reason(*tensors):
-    """Reason why kernels without gradients cannot take these tensors, or None."""
-    present = [t for t in tensors if t is not None]
+def step_unsupported_reason(*arguments, **others):
+    """Reason why kernels without gradients cannot take the tensors among arguments, or None."""
+    present = tensors_among((*arguments, *others.values()))
     if torch.is_grad_enabled() and any(t.requires_grad for t in present):
         return "has no gradients, but a tensor requires one (plain torch has them)"
     if any(forward_ad.unpack_dual(t).tangent is not None for t in _dual_candidates(present)):
         return "has no derivative in forward mode (plain torch has it)"
-    return token_wise_unsupported_reason(*tensors)
+    return token_wise_unsupported_reason(*present)
 
 
 def _dual_candidates(tensors):
