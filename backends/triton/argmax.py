@@ -32,9 +32,8 @@ def unsupported(x) -> str | None:
 
 @triton.jit
 def _partial_kernel(x, best, V, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        launch_dependents()
-        wait_for_previous_launch()
+    launch_dependents(PDL)
+    wait_for_previous_launch(PDL)
     row, part = (tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(0) % PARTS
     index = part * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + row * V + index, index < V, other=0.0).to(tl.float32)
@@ -51,9 +50,8 @@ def _combine_kernel(
     RECENT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        launch_dependents()
-        wait_for_previous_launch()
+    launch_dependents(PDL)
+    wait_for_previous_launch(PDL)
     row, part = tl.program_id(0), tl.arange(0, BLOCK)
     key = tl.max(tl.load(best + row * PARTS + part, part < PARTS, other=LOWEST), 0)
     row_argmax = position_of(key)

@@ -46,9 +46,8 @@ def _kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        launch_dependents()
-        wait_for_previous_launch()
+    launch_dependents(PDL)
+    wait_for_previous_launch(PDL)
     TILES: tl.constexpr = (D + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // TILES).to(tl.int64)
     d = tl.program_id(0) % TILES * BLOCK + tl.arange(0, BLOCK)

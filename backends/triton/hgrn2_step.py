@@ -54,8 +54,7 @@ def _kernel(
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        launch_dependents()
+    launch_dependents(PDL)
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head = (tl.program_id(0) // TILES).to(tl.int64)
     d = tl.arange(0, BLOCK_K)
@@ -77,8 +76,7 @@ def _kernel(
             token_offset += token_size
     if norm_scale is not None:
         scale = load_float32(norm_scale, head % H * V + e, e < V)
-    if PDL:
-        wait_for_previous_launch()
+    wait_for_previous_launch(PDL)
     kind = CONTINUES
     if token_kind is not None:
         kind = tl.load(token_kind + head // H)

@@ -66,8 +66,7 @@ def _kernel(
     K: tl.constexpr = HEADS.K
     V: tl.constexpr = HEADS.V
     BLOCK_V: tl.constexpr = HEADS.BLOCK_V
-    if PDL:
-        launch_dependents()
+    launch_dependents(PDL)
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     head = (tl.program_id(0) // TILES).to(tl.int64)
     d = tl.arange(0, HEADS.BLOCK_K)
@@ -78,8 +77,7 @@ def _kernel(
     decay = exp_of_decays(tl.load(log_decay + head % H + tl.zeros((1,), tl.int64)), True)
     if norm_scale is not None:
         scale = load_float32(norm_scale, head % H * V + e, e < V)
-    if PDL:
-        wait_for_previous_launch()
+    wait_for_previous_launch(PDL)
     kind = CONTINUES
     if token_kind is not None:
         kind = tl.load(token_kind + head // H)

@@ -156,9 +156,8 @@ def _partial_kernel(
     PDL: tl.constexpr,
 ):
     """Stores the output if there is a single part, else `partial`: sums, peaks and totals."""
-    if PDL:
-        launch_dependents()
-        wait_for_previous_launch()
+    launch_dependents(PDL)
+    wait_for_previous_launch(PDL)
     SHARE: tl.constexpr = HEADS.SHARE
     PARTS: tl.constexpr = HEADS.PARTS
     K: tl.constexpr = HEADS.K
@@ -237,9 +236,8 @@ def _combine_kernel(
     BLOCK_P: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        launch_dependents()
-        wait_for_previous_launch()
+    launch_dependents(PDL)
+    wait_for_previous_launch(PDL)
     head = tl.program_id(0).to(tl.int64)
     part, e = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_V)
     rows = head * PARTS + part

@@ -136,8 +136,7 @@ def _kernel(
 ):
     """kernels, ..., outputs: tuples of one to four pointers; see `columns_kernel`."""
     tile = tl.program_id(0)
-    if PDL:
-        launch_dependents()
+    launch_dependents(PDL)
     is_after = ()  # booleans: the tile comes after those of a projection
     for i in tl.static_range(len(outputs)):
         is_after = is_after + (tile >= TILE_STARTS[i + 1],)

@@ -66,8 +66,7 @@ def _kernel(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        launch_dependents()
+    launch_dependents(PDL)
     TILES: tl.constexpr = (C + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // TILES % (D // C)
     row = (tl.program_id(0) // TILES // (D // C)).to(tl.int64)
@@ -98,8 +97,7 @@ def _kernel(
     )
     previous = load_float32(last_inputs, slot_offsets, slot_valid)
     moved = load_float32(last_inputs, slot_offsets + D, slot_valid & (i < W - 2))
-    if PDL:
-        wait_for_previous_launch()
+    wait_for_previous_launch(PDL)
     kind = CONTINUES
     if token_kind is not None:
         kind = tl.load(token_kind + row)

@@ -70,9 +70,8 @@ def _forward_kernel(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        launch_dependents()
-        wait_for_previous_launch()
+    launch_dependents(PDL)
+    wait_for_previous_launch(PDL)
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]

@@ -30,9 +30,8 @@ def unsupported(x, cap) -> str | None:
 
 @triton.jit
 def _kernel(x, y, n, cap, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        launch_dependents()
-        wait_for_previous_launch()
+    launch_dependents(PDL)
+    wait_for_previous_launch(PDL)
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + index, index < n, other=0.0).to(tl.float32)
     # On a GPU, torch divides by a scalar by multiplying by its reciprocal.

@@ -48,9 +48,8 @@ def _partial_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        launch_dependents()
-        wait_for_previous_launch()
+    launch_dependents(PDL)
+    wait_for_previous_launch(PDL)
     row, part = (tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(0) % PARTS
     index = part * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + row * V + index, index < V, other=float("-inf")).to(tl.float32)
@@ -80,9 +79,8 @@ def _combine_kernel(
     BLOCK_PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        launch_dependents()
-        wait_for_previous_launch()
+    launch_dependents(PDL)
+    wait_for_previous_launch(PDL)
     row = tl.program_id(0)
     part = tl.arange(0, BLOCK_PARTS)
     peaks = tl.load(highest + row * PARTS + part, part < PARTS, other=float("-inf"))

@@ -108,10 +108,8 @@ def columns_kernel(
         outputs = (outputs[0] + part * rows * WIDTHS[0],)
     # With several rows, dependents may not start early: they would take the shared memory that
     # this launch's own next programs need. These programs wait before their first load, which is x.
-    if PDL and PRODUCT.BLOCK_B == 1:
-        launch_dependents()
-    if PDL and PRODUCT.BLOCK_B > 1:
-        wait_for_previous_launch()
+    launch_dependents(PDL and PRODUCT.BLOCK_B == 1)
+    wait_for_previous_launch(PDL and PRODUCT.BLOCK_B > 1)
     for i in tl.static_range(len(outputs)):
         # Of two weights, the second one's last tile is compared, too: so the kernel was timed.
         if tile >= TILE_STARTS[i] and (
@@ -154,9 +152,8 @@ def gate_kernel(
     TILES: tl.constexpr = (N + BLOCK - 1) // BLOCK
     row = tl.program_id(0) // TILES
     n = tl.program_id(0) % TILES * BLOCK + tl.arange(0, BLOCK)
-    if PDL:
-        launch_dependents()
-        wait_for_previous_launch()
+    launch_dependents(PDL)
+    wait_for_previous_launch(PDL)
     gate = tl.load(gate_total + row * N + n, n < N, other=0.0)
     up = tl.load(up_total + row * N + n, n < N, other=0.0)
     if squares is not None:
@@ -202,14 +199,12 @@ def sum_kernel(
     TILES: tl.constexpr = (N + BLOCK - 1) // BLOCK
     row = tl.program_id(0) // TILES
     n = tl.program_id(0) % TILES * BLOCK + tl.arange(0, BLOCK)
-    if PDL:
-        launch_dependents()
+    launch_dependents(PDL)
     if bias is not None:
         offset = _load_columns(bias, n, N)
     if next_scale is not None:
         weight = _load_columns(next_scale, n, N)
-    if PDL:
-        wait_for_previous_launch()
+    wait_for_previous_launch(PDL)
     if squares is not None:
         row_squares = load_squares(squares, row + tl.arange(0, 1), rows, NUM_SQUARES)
     value = tl.zeros((BLOCK,), tl.float32)

@@ -77,8 +77,7 @@ def project_row(
         scales = 1.0
         if scale is not None:
             scales = tl.load(scale + k, k < K, other=0.0).to(tl.float32)
-        if PDL and i == 0:
-            wait_for_previous_launch()
+        wait_for_previous_launch(PDL and i == 0)
         if squares is not None and i == 0:
             row_squares = load_squares(squares, tl.arange(0, 1), 1, PRODUCT.NUM_SQUARES)
         value = tl.load(x + k, k < K, other=0.0).to(tl.float32)

@@ -94,8 +94,7 @@ def batch_kernel(
     SHORT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        launch_dependents()
+    launch_dependents(PDL)
     TILES: tl.constexpr = (C + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // TILES % (D // C)
     row = tl.program_id(0) // TILES // (D // C) * BLOCK_B + tl.arange(0, BLOCK_B).to(tl.int64)
@@ -121,8 +120,7 @@ def batch_kernel(
             last_inputs, conv_kernel, conv_bias, c < C, row, d, valid, D, W
         )
         if i == 0:
-            if PDL:
-                wait_for_previous_launch()
+            wait_for_previous_launch(PDL)
             if token_kind is not None:
                 kind = read_kind(token_kind, row, row < rows)
         weight = load_float32(conv_kernel, (W - 1) * D + d, c < C)[None, :]

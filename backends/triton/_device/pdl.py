@@ -2,20 +2,24 @@
 
 Before `wait_for_previous_launch` a kernel may read only what no launch of the same step writes,
 such as weights; after it, all previous launches are complete. Every kernel that starts early also
-waits, so launches before the previous one are complete, too.
+waits, so launches before the previous one are complete, too. PDL: boolean, whether the launch has
+it; otherwise these functions do nothing.
 """
 
 import triton
+import triton.language as tl
 from triton.language.extra import cuda
 
 
 @triton.jit
-def launch_dependents():
+def launch_dependents(PDL: tl.constexpr):
     """Allows the next kernel of the stream to start."""
-    cuda.gdc_launch_dependents()
+    if PDL:
+        cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def wait_for_previous_launch():
+def wait_for_previous_launch(PDL: tl.constexpr):
     """Waits until the previous launch is complete and its results are visible."""
-    cuda.gdc_wait()
+    if PDL:
+        cuda.gdc_wait()

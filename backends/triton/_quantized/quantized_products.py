@@ -356,8 +356,7 @@ def project_row(
     factors = ()
     if scale is not None:
         factors = _load_steps(scale, row_channel, PRODUCT)
-    if PDL:
-        wait_for_previous_launch()
+    wait_for_previous_launch(PDL)
     residuals = _load_residuals(residual, n, columns)
     values = _load_steps(x, row_channel, PRODUCT)
     row_squares = ()
