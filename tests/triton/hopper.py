@@ -2,7 +2,7 @@
 
 No GPU is needed. Prints JSON: for each kernel, the resources that its configurations take.
 
-This runs in a process of its own: where Triton's interpreter is on, Triton compiles nothing.
+This file runs in a separate process: where Triton's interpreter is on, Triton compiles nothing.
 """
 
 import itertools
@@ -190,7 +190,7 @@ GRADIENTS = {of: every(blocks) for of, blocks in gated_linear_attention.GRADIENT
 LIGHTNING = {of: every(blocks) for of, blocks in lightning_attention.BLOCKS.items()}
 
 
-def of_rows(module, direction, width, **constants):
+def token_wise_kernel(module, direction, width, **constants):
     """The kernel of an operation without a state, on rows of this width."""
     kernel = getattr(module, f"_{direction}_kernel")
     tile = module._tile(width)
@@ -198,18 +198,18 @@ def of_rows(module, direction, width, **constants):
     return kernel, tile._asdict() | sizes | constants, [{"num_warps": tile.num_warps}]
 
 
-def of_elements(kernel, gelu):
+def elementwise_kernel(kernel, gelu):
     tile = gated_linear_unit._TILE
     return kernel, {"GELU": gelu}, [tile]
 
 
-def of_vocabulary(kernel, tile_size, vocabulary):
+def token_crossentropy_kernel(kernel, tile_size, vocabulary):
     tile = token_crossentropy._tile(vocabulary, tile_size)
     constants = {"V": vocabulary, "STAGES": token_crossentropy._STAGES}
     return kernel, constants | {"LANE_SIZE": token_crossentropy._LANE_SIZE}, [tile]
 
 
-def of_piece(vocabulary, fine=False, capped=True, **constants):
+def linear_crossentropy_kernel(vocabulary, fine=False, capped=True, **constants):
     """The kernel of `linear_crossentropy`, whose logits are float32."""
     options = crossentropy_kernel.options(vocabulary, capped, fine)
     return crossentropy_kernel.chunk_kernel, options | constants, [{}]
@@ -223,37 +223,45 @@ TOKEN_WISE = {
     f"{name}, {dtype}": kernel
     for dtype in ("bfloat16", "float32")
     for name, kernel in {
-        "rms_norm forward": of_rows(rms_norm, "forward", 2048),
-        "rms_norm forward of few rows": of_rows(rms_norm, "forward", 2048, PDL=True),
-        "rms_norm forward of 16384": of_rows(rms_norm, "forward", 16384),
-        "rms_norm backward": of_rows(rms_norm, "backward", 2048),
-        "rms_norm backward of 2560": of_rows(rms_norm, "backward", 2560),
-        "rms_norm backward of 8192": of_rows(rms_norm, "backward", 8192),
-        "rms_norm backward of 16384": of_rows(rms_norm, "backward", 16384),
-        "rms_norm backward, no scale": of_rows(rms_norm, "backward", 2048, scale=None),
-        "log_forget_gate forward": of_rows(log_forget_gate, "forward", 2048),
-        "log_forget_gate backward": of_rows(log_forget_gate, "backward", 2048),
-        "log_forget_gate backward of 1": of_rows(log_forget_gate, "backward", 1),
-        "log_forget_gate backward, no bound": of_rows(
+        "rms_norm forward": token_wise_kernel(rms_norm, "forward", 2048),
+        "rms_norm forward of few rows": token_wise_kernel(rms_norm, "forward", 2048, PDL=True),
+        "rms_norm forward of 16384": token_wise_kernel(rms_norm, "forward", 16384),
+        "rms_norm backward": token_wise_kernel(rms_norm, "backward", 2048),
+        "rms_norm backward of 2560": token_wise_kernel(rms_norm, "backward", 2560),
+        "rms_norm backward of 8192": token_wise_kernel(rms_norm, "backward", 8192),
+        "rms_norm backward of 16384": token_wise_kernel(rms_norm, "backward", 16384),
+        "rms_norm backward, no scale": token_wise_kernel(rms_norm, "backward", 2048, scale=None),
+        "log_forget_gate forward": token_wise_kernel(log_forget_gate, "forward", 2048),
+        "log_forget_gate backward": token_wise_kernel(log_forget_gate, "backward", 2048),
+        "log_forget_gate backward of 1": token_wise_kernel(log_forget_gate, "backward", 1),
+        "log_forget_gate backward, no bound": token_wise_kernel(
             log_forget_gate, "backward", 2048, lower_bound=None
         ),
-        "gated_linear_unit forward, silu": of_elements(gated_linear_unit._forward_kernel, False),
-        "gated_linear_unit forward, gelu": of_elements(gated_linear_unit._forward_kernel, True),
-        "gated_linear_unit backward, silu": of_elements(gated_linear_unit._backward_kernel, False),
-        "gated_linear_unit backward, gelu": of_elements(gated_linear_unit._backward_kernel, True),
-        "token_crossentropy forward": of_vocabulary(*LOSSES, 50304),
-        "token_crossentropy forward of 50257": of_vocabulary(*LOSSES, 50257),
-        "token_crossentropy forward of 7": of_vocabulary(*LOSSES, 7),
-        "token_crossentropy backward": of_vocabulary(*D_LOGITS, 50304),
-        "token_crossentropy backward of 50257": of_vocabulary(*D_LOGITS, 50257),
-        "token_crossentropy backward of 7": of_vocabulary(*D_LOGITS, 7),
+        "gated_linear_unit forward, silu": elementwise_kernel(
+            gated_linear_unit._forward_kernel, False
+        ),
+        "gated_linear_unit forward, gelu": elementwise_kernel(
+            gated_linear_unit._forward_kernel, True
+        ),
+        "gated_linear_unit backward, silu": elementwise_kernel(
+            gated_linear_unit._backward_kernel, False
+        ),
+        "gated_linear_unit backward, gelu": elementwise_kernel(
+            gated_linear_unit._backward_kernel, True
+        ),
+        "token_crossentropy forward": token_crossentropy_kernel(*LOSSES, 50304),
+        "token_crossentropy forward of 50257": token_crossentropy_kernel(*LOSSES, 50257),
+        "token_crossentropy forward of 7": token_crossentropy_kernel(*LOSSES, 7),
+        "token_crossentropy backward": token_crossentropy_kernel(*D_LOGITS, 50304),
+        "token_crossentropy backward of 50257": token_crossentropy_kernel(*D_LOGITS, 50257),
+        "token_crossentropy backward of 7": token_crossentropy_kernel(*D_LOGITS, 7),
     }.items()
 } | {
-    "linear_crossentropy, bfloat16": of_piece(256_000),
-    "linear_crossentropy, no cap, bfloat16": of_piece(256_000, capped=False),
-    "linear_crossentropy of 50257, bfloat16": of_piece(50257, capped=False),
-    "linear_crossentropy, float32": of_piece(256_000, fine=True),
-    "linear_crossentropy without gradients": of_piece(256_000, d_logits=None),
+    "linear_crossentropy, bfloat16": linear_crossentropy_kernel(256_000),
+    "linear_crossentropy, no cap, bfloat16": linear_crossentropy_kernel(256_000, capped=False),
+    "linear_crossentropy of 50257, bfloat16": linear_crossentropy_kernel(50257, capped=False),
+    "linear_crossentropy, float32": linear_crossentropy_kernel(256_000, fine=True),
+    "linear_crossentropy without gradients": linear_crossentropy_kernel(256_000, d_logits=None),
 }
 
 
@@ -316,7 +324,7 @@ NO_POSITIONS = {**HEADS, "R": 0, "LOGIT_SCALING": 500.0, "LOG_SCALING": 6.2}
 LIGHTNING_HEADS = {**HEADS, "R": 64, "BLOCK_K": 128, "BLOCK_V": lightning_step._BLOCK_V}
 HGRN2_STEP = {"K": 128, "V": 128, "BLOCK_K": 128, "BLOCK_V": hgrn2_step._BLOCK_V, "PDL": True}
 GATE_KERNEL = {"BLOCK": norm_linear._BLOCK, "OUTPUT_SCALE": 1.0, "PDL": True}
-OF_A_STEP = {
+STEP_KERNELS = {
     "embedding": (
         embedding_step._kernel,
         {"D": 2560, "SCALED": True, "BLOCK": embedding_step._BLOCK, "PDL": True},
@@ -452,7 +460,7 @@ def quantized_kernel(
     output_scale=1.0,
     vectors=True,
 ):
-    """The kernel of one row through quantized maps; int8 quantizes the row, too."""
+    """The kernel of one row and quantized linear layers; int8 quantizes the row, too."""
     limbs = limbs or (1 if bits == 8 else 2)
     product = norm_quantized_linear.choose_tile(
         *(channels, widths, bits, gate, limbs, block_size, vectors),
@@ -474,9 +482,9 @@ def quantized_kernel(
     return norm_quantized_linear._kernel, constants, [product.launch_options]
 
 
-# The maps of hgrn2_1b.
+# The linear layers of hgrn2_1b.
 DOWN = {"given": ["residual"], "norm": False}
-QUANTIZED_MAPS = {
+QUANTIZED_KERNELS = {
     "norm_quantized_linear of three": quantized_kernel(2048, (2048,) * 3, 8),
     "norm_quantized_linear, silu": quantized_kernel(2048, (5632,) * 2, 8, gate=1),
     "norm_quantized_linear, out": quantized_kernel(2048, (2048,), 8, given=["residual"]),
@@ -507,8 +515,8 @@ QUANTIZED_MAPS = {
 # another one that is compiled in all configurations, the default is the only one.
 KERNELS = {
     **TOKEN_WISE,
-    **OF_A_STEP,
-    **QUANTIZED_MAPS,
+    **STEP_KERNELS,
+    **QUANTIZED_KERNELS,
     # Triton makes a size of 1 a constant, which lacks what a number in a register has.
     **{f"{name}, one row": (of, {"B": 1}, tiles[:1]) for name, (of, tiles) in SCANS.items()},
     **{name: (of, {}, tiles) for name, (of, tiles) in SCANS.items()},
@@ -630,7 +638,7 @@ KERNELS = {
 
 # Of these, another one has the same code and more, or larger heads; a search may choose them, too,
 # so that they are compiled among all configurations, and not among the defaults.
-SEEN_ELSEWHERE = (
+COVERED_BY_OTHERS = (
     "causal_conv1d forward",
     "causal_conv1d backward",
     "attention of 256",
@@ -639,7 +647,7 @@ SEEN_ELSEWHERE = (
     "attention of 128, float32",
     "attention of 128 d_q, float32",
 )
-DEFAULTS = {name: row for name, row in KERNELS.items() if name not in SEEN_ELSEWHERE}
+DEFAULTS = {name: row for name, row in KERNELS.items() if name not in COVERED_BY_OTHERS}
 
 
 def dtype(argument, name):
@@ -660,7 +668,7 @@ def dtype(argument, name):
         return "*i64" if argument == "best" else "*i32"
     if name.startswith("top logits") and argument != "x":
         return {"best": "*i64", "indices": "*i32"}.get(argument, "*fp32")
-    if name in QUANTIZED_MAPS and argument in ("kernel", "kernel_zero"):
+    if name in QUANTIZED_KERNELS and argument in ("kernel", "kernel_zero"):
         return "*i8"
     if name.endswith("gated") and argument in ("x", "x_2"):
         return "*fp32"
@@ -704,7 +712,7 @@ def compile_for_hopper(name, number):
 
 
 def resources(compiled):
-    """What a program takes: registers and bytes spilled from them of a thread, shared memory."""
+    """The resources of a program: registers and spilled bytes of a thread, shared memory."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()

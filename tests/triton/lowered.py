@@ -1,6 +1,6 @@
 """Programs of JAX with Triton kernels, lowered for GPUs on a machine without one. Prints JSON.
 
-A process of its own: the variable that names the GPU is read once.
+Runs in a separate process: the variable that names the GPU is read once.
 """
 
 import json
@@ -82,7 +82,7 @@ def traced(operation, tensors, others=None):
 
 
 def calls(program):
-    """How many kernels of Triton and of Pallas a program has."""
+    """Numbers of Triton and of Pallas kernels in a program."""
     text = program.as_text()
     return text.count("triton_kernel_call"), text.count("tpu_custom_call")
 

@@ -1,6 +1,6 @@
 """The Triton kernels in programs of JAX, in Triton's interpreter. Prints JSON, {test: its error}.
 
-A process of its own: where Triton's interpreter is on, nothing can be lowered for a GPU.
+Runs in a separate process: where Triton's interpreter is on, nothing can be lowered for a GPU.
 """
 
 import functools
@@ -82,7 +82,7 @@ def check_vmap(operation, mapped):
 
 
 def launches_in_loops(jaxpr, in_loop=False):
-    """How many launches stand in loops."""
+    """Number of launches in loops."""
     count = 0
     for equation in jaxpr.eqns:
         name = equation.primitive.name

@@ -36,25 +36,25 @@ def found(rows, dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 17), (2, 2048), (2, 2049), (1, 9001)])
-def test_random_numbers(shape, dtype):
+def test_argmax_of_random_logits_matches_torch(shape, dtype):
     generator = torch.Generator().manual_seed(0)
     found(torch.randn(shape, generator=generator), dtype)
 
 
-def test_the_first_of_several():
+def test_argmax_of_equal_logits_is_the_first_index():
     many = torch.zeros(2, 5000)
     many[0, [4999, 2047, 2050]] = 1.0  # in three parts of a row
     assert found(many, torch.bfloat16) == [2047, 0]
     assert found(-many - 1.0) == [0, 0]
 
 
-def test_numbers_that_are_none():
+def test_argmax_with_nan_is_the_first_nan():
     rows = [[-INF, -INF, -INF], [0.0, NAN, INF], [-NAN, 1.0, NAN], [-INF, INF, INF]]
     assert found(rows) == [0, 1, 0, 1]
     assert found([[-1.0, -0.0, 0.0]]) == [1]
 
 
-def test_rows_that_it_refuses():
+def test_argmax_rejects_empty_and_too_long_rows():
     assert "got 0" in _argmax.unsupported(torch.zeros(1, 0, device=DEVICE))
     assert "got 3000000" in _argmax.unsupported(torch.zeros(1, 3_000_000, device=DEVICE))
 

@@ -96,7 +96,7 @@ def scan(length=9, dtype="float32", **sizes):
     return _search.run("scan", candidates, lambda tile: tile.GROUPS, (x, None), sizes)
 
 
-def test_tiles_that_wait_have_a_thread_at_most_for_each_number():
+def test_chained_scan_tiles_have_at_most_one_thread_for_each_number():
     """See `chained_scan._wait_for`: even with the fewest channels that a tile may have."""
     for module in (linear_scan, rg_lru):
         for name in ("TILINGS", "BACKWARD_TILINGS"):
@@ -104,7 +104,7 @@ def test_tiles_that_wait_have_a_thread_at_most_for_each_number():
                 assert tile.num_warps * 32 <= tile.GROUPS * 16, f"{module.__name__}: {tile}"
 
 
-def test_the_fastest_is_kept(clock):
+def test_search_keeps_the_fastest_candidate(clock):
     assert scan() == 16
     with keras_recurrent.autotune() as found:
         assert scan() == 8
@@ -122,7 +122,7 @@ def test_the_fastest_is_kept(clock):
     )
 
 
-def test_what_shares_a_search(clock):
+def test_search_key_rounds_lengths_and_separates_dtypes(clock):
     with keras_recurrent.autotune() as found:
         for length in (9, 16, 12):
             scan(length)
@@ -143,7 +143,7 @@ def test_what_shares_a_search(clock):
     assert scan(129) == 16  # not searched: no block is open
 
 
-def test_no_room_for_some(clock):
+def test_search_skips_candidates_without_resources(clock):
     clock[:] = [OutOfResources(300_000, 200_000, "shared memory"), 2.0, 1.0]
     with keras_recurrent.autotune() as found:
         assert scan() == 32
@@ -152,7 +152,7 @@ def test_no_room_for_some(clock):
 
 
 @pytest.mark.parametrize("error", [OutOfResources(3, 2, "registers"), RuntimeError("a bug")])
-def test_an_error_is_not_covered_up(clock, error):
+def test_search_raises_if_all_candidates_fail(clock, error):
     clock[:] = [error]
     with keras_recurrent.autotune() as found, pytest.raises(type(error)):
         scan()
@@ -160,7 +160,7 @@ def test_an_error_is_not_covered_up(clock, error):
     assert scan() == 16
 
 
-def test_a_graph_that_is_captured_waits_for_nothing(monkeypatch):
+def test_search_during_graph_capture_raises(monkeypatch):
     monkeypatch.setattr(_search, "unavailable_reason", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with keras_recurrent.autotune(), pytest.raises(RuntimeError, match="before the capture"):
@@ -169,7 +169,7 @@ def test_a_graph_that_is_captured_waits_for_nothing(monkeypatch):
 
 @pytest.mark.nightly
 @every_operation
-def test_every_operation_is_searched_forwards_and_backwards(operation, clock):
+def test_autotune_searches_forward_and_backward_of_each_operation(operation, clock):
     drawn = draw(operation, Case(1, 40, 20, "bfloat16", kinds=True, state=True))
     with keras_recurrent.autotune() as found:
         judge.check(operation, "triton", drawn)
@@ -182,7 +182,7 @@ def test_every_operation_is_searched_forwards_and_backwards(operation, clock):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("operation", "case"), CASES)
-def test_candidates_compute_the_same(operation, case, clock, monkeypatch):
+def test_candidates_match_the_reference(operation, case, clock, monkeypatch):
     """In the interpreter, which ignores warps and registers, only those with different tiles."""
     monkeypatch.setattr(common, "_MANY_CHAINS", 2)
     most = 2  # different candidates of a kernel, as far as seen
@@ -211,7 +211,7 @@ def test_candidates_compute_the_same(operation, case, clock, monkeypatch):
 
 
 @pytest.mark.parametrize("operation", ["linear_scan", "rg_lru"])
-def test_every_launch_makes_its_own_carry(operation, clock, monkeypatch):
+def test_search_allocates_carry_for_each_launch(operation, clock, monkeypatch):
     """On a GPU, a launch would take states that an earlier one left there for its own."""
     allocate, made = torch_operators.allocate, []
 
@@ -225,7 +225,7 @@ def test_every_launch_makes_its_own_carry(operation, clock, monkeypatch):
     assert len(made) == sum(2 * len(search.timings) + 1 for search in found)
 
 
-def test_the_backward_in_another_thread(clock):
+def test_search_in_the_backward_thread_is_shared(clock):
     """As autograd runs it on a GPU."""
     tensors = {n: t.requires_grad_() for n, t in arguments("rg_lru", 20).items()}
     with keras_recurrent.autotune() as found:
@@ -236,7 +236,7 @@ def test_the_backward_in_another_thread(clock):
     assert [search.kernel for search in found] == ["rg_lru", "rg_lru backward"]
 
 
-def test_what_is_compiled_is_searched(clock):
+def test_search_runs_in_compiled_functions(clock):
     def function(x, log_a):
         return keras_recurrent.ops.linear_scan(x, log_a, implementation="triton")[0]
 
@@ -249,7 +249,7 @@ def test_what_is_compiled_is_searched(clock):
     torch.testing.assert_close(result, expected)
 
 
-def test_a_layer_that_is_fitted(clock):
+def test_search_runs_in_fit(clock):
     model = keras.Sequential([RecurrentBlock(lru_width=16)])
     model.compile("sgd", "mse", jit_compile=False)
     x = np.ones((2, 6, 4), "float32")
@@ -265,7 +265,7 @@ def test_a_layer_that_is_fitted(clock):
 
 @pytest.mark.skipif(not ON_GPU, reason="times on a GPU")
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_search_on_a_gpu(operation):
+def test_search_on_a_gpu_times_all_candidates(operation):
     drawn = draw(operation, Case(2, 500, 64, "bfloat16", kinds=True, state=True))
     with keras_recurrent.autotune() as found:
         judge.check(operation, "triton", drawn)

@@ -26,7 +26,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 @pytest.mark.parametrize("of_table", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("width", "scale"), [(6, 1.0), (512, 1.0), (700, 50.596)])
-def test_rows_of_a_table(width, scale, dtype, of_table):
+def test_embedding_step_matches_embedding_layer(width, scale, dtype, of_table):
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(11, width, generator=generator).to(DEVICE, of_table)
     tokens = torch.tensor([0, 10, 3, -1], dtype=torch.int32, device=DEVICE)
@@ -35,17 +35,17 @@ def test_rows_of_a_table(width, scale, dtype, of_table):
     as_given = getattr(torch, dtype)
     expected = table[tokens.long()].to(as_given)
     # Of a number in the dtype of x, torch rounds on a CPU as on a GPU.
-    same(found, expected * torch.tensor(scale, dtype=as_given).item())
+    assert_equal(found, expected * torch.tensor(scale, dtype=as_given).item())
 
 
-def same(found, expected):
-    """The same bits; the interpreter cuts off what it should round to bfloat16."""
+def assert_equal(found, expected):
+    """Asserts equal bits; the interpreter truncates to bfloat16 instead of rounding."""
     cut = 2**-6 if INTERPRETED and found.dtype == torch.bfloat16 else 0
     torch.testing.assert_close(found, expected, rtol=cut, atol=0)
 
 
 @pytest.mark.parametrize("uses_position", [False, True])
-def test_where_rows_are_is_what_layers_find(uses_position):
+def test_embedding_step_positions_match_tokens_of_layers(uses_position):
     token_ids, segment, position = (
         torch.tensor(n, dtype=torch.int32, device=DEVICE)
         for n in ([[1]] * 3, [-1, 0, 4], [0, 7, 2])
@@ -58,16 +58,16 @@ def test_where_rows_are_is_what_layers_find(uses_position):
     _, kind, here, *after = _embedding.embedding_step(
         table, token_ids[:, 0], segment, state.get("position")
     )
-    same(kind[:, None], expected.kind)
+    assert_equal(kind[:, None], expected.kind)
     assert here is None or torch.equal(here, position)
     for found, name in zip(after, ("segment", "position"), strict=True):
         assert (found is None) == (name not in places)
         if found is not None:
-            same(found, places[name])
+            assert_equal(found, places[name])
 
 
 @pytest.mark.parametrize("uses_position", [False, True])
-def test_places_are_written_over_where_they_may_be(uses_position):
+def test_embedding_step_updates_state_in_place_where_allowed(uses_position):
     segment = torch.tensor([-1, 4], dtype=torch.int32, device=DEVICE)
     position = torch.tensor([0, 7], dtype=torch.int32, device=DEVICE)
     given = segment, position if uses_position else None
@@ -99,7 +99,7 @@ def embedded(model, token_ids):
 
 @pytest.mark.parametrize("family", ["hgrn2", "griffin"])
 @pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
-def test_a_step_takes_it(family, dtype, launches):
+def test_decoding_step_uses_embedding_step(family, dtype, launches):
     scale = {"embedding_scale": 2.0} if family == "griffin" else {}
     model = tiny_causal_lm(family=family, num_layers=1, dtype=dtype, **scale)
     plain = embedded(model, [[3], [0]])
@@ -108,11 +108,11 @@ def test_a_step_takes_it(family, dtype, launches):
         found = embedded(model, [[3], [0]])
         embedded(model, [[3, 4]])
     assert len(launches) == 1
-    same(found, plain)
+    assert_equal(found, plain)
 
 
 @pytest.mark.parametrize("change", ["lora", "call", "quantized"])
-def test_what_it_does_not_compute(change, launches):
+def test_decoding_step_without_embedding_step(change, launches):
     model = tiny_causal_lm(family="hgrn2", num_layers=1)
     layer = model.backbone.token_embedding
     if change == "lora":

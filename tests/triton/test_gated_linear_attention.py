@@ -58,8 +58,8 @@ def stretches(*means, channels=1):
     return (np.reshape(means, (-1, 1, 1)) * noise).reshape(-1, channels)
 
 
-SIDE_BY_SIDE = -0.01, -5, -0.5, -40, -3000, -0.01
-OF_SEVERAL = [0, 1, 0, 1, 1, 0]
+CHUNK_MEANS = -0.01, -5, -0.5, -40, -3000, -0.01
+CHUNK_FLAGS = [0, 1, 0, 1, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ OF_SEVERAL = [0, 1, 0, 1, 1, 0]
         pytest.param("float32", False, True, marks=pytest.mark.nightly),
     ],
 )
-def test_chunks_of_both_kinds_in_one_row(decay_dtype, tied, kinds):
-    log_f = stretches(*SIDE_BY_SIDE, channels=20)[:-10]
+def test_flagged_and_unflagged_chunks_in_one_sequence(decay_dtype, tied, kinds):
+    log_f = stretches(*CHUNK_MEANS, channels=20)[:-10]
     case = Case(1, 0, 20, "bfloat16", decay_dtype, kinds=kinds, state=True, tied=tied)
     drawn = drawn_with(log_f, case)
     if kinds:  # else many documents start, whose first decays do not count
@@ -80,7 +80,7 @@ def test_chunks_of_both_kinds_in_one_row(decay_dtype, tied, kinds):
         drawn.token_kind[:, [5, 64, 100, 101, 200, 290]] = STARTS
         drawn.token_kind[:, [20, 150, 151]] = PADDING
         drawn.d_output[:, [20, 150, 151]] = 0
-    assert flags(drawn) == ([1, 1, 0, 1, 1, 0] if kinds else OF_SEVERAL)
+    assert flags(drawn) == ([1, 1, 0, 1, 1, 0] if kinds else CHUNK_FLAGS)
     judge.check(OPERATION, "triton", drawn)
 
 
@@ -88,7 +88,7 @@ def test_chunks_of_both_kinds_in_one_row(decay_dtype, tied, kinds):
     ("tokens", "lowest"),
     [(CHUNK, LOWEST), (CHUNK, LOWEST_OF_PAIRS), (32, LOWEST_OF_PAIRS), (8, LOWEST_OF_PAIRS)],
 )
-def test_sums_at_the_threshold(tokens, lowest):
+def test_sums_of_decays_at_the_flag_threshold(tokens, lowest):
     """On both sides of it, for a chunk forwards, its weights, a chunk backwards, and 8 tokens."""
     near = np.repeat(lowest / tokens * np.array([0.999, 1.001]), CHUNK)
     drawn = drawn_with(near, Case(1, 0, 18, "bfloat16", "float32", state=True))
@@ -97,7 +97,7 @@ def test_sums_at_the_threshold(tokens, lowest):
 
 
 @pytest.mark.parametrize("mean", [LOWEST / CHUNK * 0.999, -1.95])
-def test_the_state_between_chunks_of_fast_decays(mean):
+def test_state_between_chunks_with_fast_decays(mean):
     """A chunk's first token sees the last one before it, however far both chunks decay."""
     log_f = np.full(3 * CHUNK, mean)
     judge.check(OPERATION, "triton", drawn_with(log_f, Case(1, 0, 18, "bfloat16", "float32")))
@@ -105,8 +105,8 @@ def test_the_state_between_chunks_of_fast_decays(mean):
 
 @pytest.mark.parametrize("lowest", [LOWEST, LOWEST_OF_PAIRS])
 @pytest.mark.parametrize("side", ["first", "last"])
-def test_decays_of_one_half(side, lowest):
-    """Whatever lies on one side of the reference, no exponent exceeds its bound."""
+def test_fast_decays_in_one_half_of_a_chunk(side, lowest):
+    """An exponent exceeds its bound where one side of the reference has most of the decay."""
     log_f = np.zeros((CHUNK, 18))
     log_f[slice(8) if side == "first" else slice(-8, None)] = lowest / 8 * 0.999
     drawn = drawn_with(log_f, Case(1, 0, 18, "bfloat16", "float32", state=True))
@@ -116,7 +116,7 @@ def test_decays_of_one_half(side, lowest):
     judge.check(OPERATION, "triton", drawn)
 
 
-def test_documents_that_start_inside_a_chunk():
+def test_documents_start_inside_a_chunk():
     """Their pairs are stored, and what happens before them does not matter."""
     drawn = drawn_with(
         stretches(-0.1, -0.1, -0.1, channels=18), Case(1, 0, 18, "bfloat16", kinds=True, state=True)
@@ -128,31 +128,31 @@ def test_documents_that_start_inside_a_chunk():
     judge.check(OPERATION, "triton", drawn)
 
 
-def test_heads_whose_states_are_stored():
-    """Those of more channels of keys than the output's walk takes."""
+def test_wide_heads_store_states():
+    """Heads with more channels of keys than `gated_output.py` supports give wrong results."""
     case = Case(1, 0, gated_output.MAX_KEYS + 2, "bfloat16", values=18, state=True)
     judge.check(OPERATION, "triton", drawn_with(stretches(-0.01, -5), case))
 
 
-def test_segments_of_time_with_both_kinds_of_chunks(monkeypatch):
+def test_time_segments_with_flagged_and_unflagged_chunks(monkeypatch):
     monkeypatch.setattr(linear_attention, "_SHORTEST_SEGMENT", 1)
     drawn = drawn_with(
-        stretches(*SIDE_BY_SIDE[:4], channels=18),
+        stretches(*CHUNK_MEANS[:4], channels=18),
         Case(1, 0, 18, "bfloat16", kinds=True, state=True),
     )
     judge.check(OPERATION, "triton", drawn)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_tiles_of_both_kinds_in_one_chunk(tied):
-    """Of 80 channels, the last 16 have flags of their own, and so have their gradients."""
+def test_flagged_and_unflagged_tiles_in_one_chunk(tied):
+    """The last 16 of 80 channels read the flag of the others, or their gradients do."""
     log_f = stretches(-0.3, -0.02, channels=80)
     log_f[:, 64:] *= 20
     case = Case(1, 0, 80, "bfloat16", "float32", values=34, state=True, tied=tied)
     judge.check(OPERATION, "triton", drawn_with(log_f, case))
 
 
-def test_pairs_of_flagged_chunks_are_made_once(monkeypatch):
+def test_pairs_of_flagged_chunks_are_computed_once(monkeypatch):
     """The backward takes them from the forward."""
     kernels, run = [], torch_operators.run
     monkeypatch.setattr(
@@ -165,13 +165,13 @@ def test_pairs_of_flagged_chunks_are_made_once(monkeypatch):
 
 
 @pytest.mark.parametrize("tokens", [5, 20, 40, 64 + 20, 64 + 40])
-def test_halves_of_chunks_that_tokens_end_in(tokens):
+def test_last_chunk_ends_in_either_half(tokens):
     log_f = stretches(-4, -4, channels=18)[:tokens]
     judge.check(OPERATION, "triton", drawn_with(log_f, Case(1, 0, 18, "bfloat16", state=True)))
 
 
 @pytest.mark.parametrize("starts", [[], [32], [10, 40], [70]])
-def test_documents_across_the_halves_of_chunks(starts):
+def test_documents_cross_the_halves_of_a_chunk(starts):
     """Fast and slow decays: pairs of both halves meet within a document, and only there."""
     log_f = stretches(-4, -0.1, channels=18)
     drawn = drawn_with(log_f, Case(1, 0, 18, "bfloat16", "float32", kinds=True, state=True))
@@ -191,7 +191,7 @@ def test_documents_across_the_halves_of_chunks(starts):
         for case in ((20, 16), (20, 160), (40, 160), (70, 160))
     ],
 )
-def test_what_later_documents_gain_stays_there(place, channels):
+def test_gradients_of_a_document_stay_in_the_document(place, channels):
     """Decays before it whose outputs are not used have gradients of 0, not rounding errors."""
     drawn = drawn_with(np.full(128, -0.05), Case(1, 128, channels, "bfloat16", "float32"))
     drawn.d_output[:, :place] = 0
@@ -205,15 +205,15 @@ def test_what_later_documents_gain_stays_there(place, channels):
 
 
 @pytest.mark.parametrize("mean", [-1.5, -3])
-def test_gradients_of_fast_decays_are_no_worse_than_operands(mean):
+def test_gradients_with_fast_decays_are_as_exact_as_operands(mean):
     drawn = drawn_with(np.full(128, mean), Case(1, 128, 32, "bfloat16", "float32"))
     found = judge.run(OPERATION, "triton", drawn)["gradient of log_f"]
     truth = judge.reference(OPERATION, drawn, "float64")["gradient of log_f"]
     assert np.sqrt(np.mean((found - truth) ** 2)) < 4e-3 * np.sqrt(np.mean(truth**2))
 
 
-def test_few_tokens_of_fast_decays_in_one_chunk():
-    """Gradients of logarithms are small here, beside what keys and their gradients make."""
+def test_few_tokens_with_fast_decays_in_one_chunk():
+    """Gradients of logarithms lose their digits in a sum with far larger terms."""
     log_f = np.full(5, LOWEST / 5 * 0.99)
     drawn = drawn_with(log_f, Case(1, 0, 18, "bfloat16", "float32", state=True))
     assert flags(drawn) == [0]
@@ -229,8 +229,8 @@ def test_few_tokens_of_fast_decays_in_one_chunk():
         pytest.param(False, -5, marks=pytest.mark.nightly),
     ],
 )
-def test_gradients_beside_padding_that_is_not_finite(mean, tied):
-    """As beside zeros, and those of padding are 0."""
+def test_gradients_with_infinite_padding_are_finite(mean, tied):
+    """Values of padding change other gradients, or padding has gradients."""
     case = Case(1, 0, 18, "bfloat16", kinds=True, state=True, tied=tied)
     drawn = drawn_with(stretches(mean, mean, channels=18), case)
     drawn.token_kind[:] = CONTINUES
@@ -248,7 +248,7 @@ def test_gradients_beside_padding_that_is_not_finite(mean, tied):
             assert not zeros[:, padding].any(), name
 
 
-def test_padding_may_hold_anything():
+def test_contents_of_padding_do_not_matter():
     """A row of padding alone, which is not finite, leaves its state at 0."""
     drawn = draw(OPERATION, Case(2, 5, 8, dtype="bfloat16", kinds=True))
     tensors = {name: native.tensor(drawn.tensors[name], drawn.dtypes[name]) for name in "qkv"}
@@ -268,7 +268,7 @@ def test_padding_may_hold_anything():
 @pytest.mark.parametrize(
     ("dtype", "starts", "limit"), [("float32", [], 1e-6), ("bfloat16", [100], 1e-2)]
 )
-def test_the_effect_of_tokens_on_a_state(monkeypatch, dtype, starts, limit):
+def test_effect_on_state_matches_the_final_state(monkeypatch, dtype, starts, limit):
     """Shards exchange states that lack a segment, padding that decays, or another gradient."""
     monkeypatch.setattr(linear_attention, "_SHORTEST_SEGMENT", 1)
     case = Case(1, 0, 18, dtype, "float32", kinds=True, tied=bool(starts))

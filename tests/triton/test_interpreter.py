@@ -20,7 +20,7 @@ if not interpreter.ORIGINALS:
 
 
 @pytest.mark.parametrize("operation", ["linear_scan", "lightning_attention"])
-def test_the_same_bits_as_it_came(operation, monkeypatch):
+def test_patched_interpreter_matches_the_original(operation, monkeypatch):
     drawn = draw(operation, Case(2, 20, 5, "bfloat16", kinds=True, state=True))
     found = judge.run(operation, "triton", drawn)
     for holder, name, original in interpreter.ORIGINALS:

@@ -45,7 +45,7 @@ DRAWN = {
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
 @pytest.mark.parametrize("operation", DRAWN)
-def test_numpy_arrays_give_the_same_bits(operation, monkeypatch):
+def test_launch_on_numpy_arrays_matches_torch(operation, monkeypatch):
     launches = []
     run = torch_operators.run
 
@@ -83,7 +83,7 @@ def to_numpy(tensor):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_what_an_update_writes_to(in_place):
+def test_launch_update_writes_to_input_only_in_place(in_place):
     """The input itself if the launch is in place, else a copy of it."""
 
     class Kernel:
@@ -99,7 +99,7 @@ def test_what_an_update_writes_to(in_place):
     assert x.tolist() == ([1, 1] if in_place else [0, 0])
 
 
-def test_a_failed_assembler_says_what_to_do():
+def test_assembler_error_names_the_remedy():
     class Kernel:
         __name__ = "scan_kernel"
 
@@ -133,7 +133,7 @@ class Kernel:
         return lambda *arguments, **options: Compiled(self.calls)
 
 
-def test_a_compiled_kernel_is_started_again_only_for_equal_types(monkeypatch):
+def test_compiled_kernel_is_reused_only_for_equal_types(monkeypatch):
     """A kernel compiled for aligned pointers reads wrong addresses of other tensors."""
     monkeypatch.setattr(torch_operators, "_compiled", {})
     kernel, x = Kernel(), torch.ones(64)
@@ -152,7 +152,7 @@ def test_a_compiled_kernel_is_started_again_only_for_equal_types(monkeypatch):
         assert not compiled_before(**{"x": x, **different})
 
 
-def test_a_compiled_kernel_stays_in_memory_with_its_key(monkeypatch):
+def test_compiled_kernel_keeps_its_kernel_in_memory(monkeypatch):
     """Fails if a later kernel may get the `id` of one that was deleted."""
     monkeypatch.setattr(torch_operators, "_compiled", {})
     kernel, x = Kernel(), torch.ones(4)
@@ -162,7 +162,7 @@ def test_a_compiled_kernel_stays_in_memory_with_its_key(monkeypatch):
     assert found() is not None
 
 
-def test_another_thread_clears_the_compiled_kernels_during_a_launch(monkeypatch):
+def test_launch_while_another_thread_clears_compiled_kernels(monkeypatch):
     """Fails with a KeyError if a launch looks a compiled kernel up twice."""
 
     class Cleared(dict):

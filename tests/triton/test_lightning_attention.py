@@ -47,7 +47,7 @@ def split_by(split, monkeypatch):
 
 
 def drawn_with(log_decay, case):
-    """What is drawn for this case, with these decays, and kinds that go on everywhere."""
+    """Draws a case with these decays, and tokens that continue one document."""
     drawn = draw(OPERATION, case)
     dtype = drawn.dtypes["log_decay"]
     drawn.tensors["log_decay"][:] = round_to(dtype, np.array(log_decay, "float64"))
@@ -72,7 +72,9 @@ def pad(drawn, *places):
         for j, decay in enumerate(DECAYS)
     ],
 )
-def test_decays_beside_each_other(kinds, dtype, length, split, log_decay, monkeypatch):
+def test_heads_with_different_decays_match_the_reference(
+    kinds, dtype, length, split, log_decay, monkeypatch
+):
     batch = 2 if kinds == "documents" else 1
     case = Case(batch, length, 6, dtype, "float32", kinds=kinds != "none", state=True)
     drawn = drawn_with(log_decay, case)
@@ -91,8 +93,8 @@ SLOW_IN_NUMPY = pytest.mark.nightly if judge.INTERPRETED else ()
 
 
 @pytest.mark.parametrize("at_once", [128, pytest.param(4096, marks=SLOW_IN_NUMPY)])
-def test_kinds_that_are_loaded_in_several_parts(at_once, monkeypatch):
-    """Behind its first tokens a segment has padding alone: all parts of that are to be counted."""
+def test_token_kinds_loaded_in_several_blocks(at_once, monkeypatch):
+    """A block of padding at the end of a segment is not counted as padding."""
     if judge.INTERPRETED:  # compiled kernels keep the number that they were compiled with
         monkeypatch.setattr(lightning_attention, "_KINDS", tl.constexpr(at_once))
     elif at_once != lightning_attention._KINDS.value:
@@ -111,8 +113,8 @@ def empty(totals):
     return (~totals[:, 0].any((2, 3))).tolist()
 
 
-def test_what_is_forgotten_is_not_read(monkeypatch):
-    """What 104 / -log_decay tokens follow, forwards and backwards in time."""
+def test_sums_of_subsegments_skip_forgotten_tokens(monkeypatch):
+    """A launch reads tokens whose decay up to the end of the segment is 0 in float32."""
     found = split_by(TimeSplit(2, 6, 3), monkeypatch)
     judge.run(OPERATION, "triton", drawn_with((0, -5, -2.6), Case(1, 192, 6)))
     never, quick, slow = [False] * 3, [True, True, False], [True, False, False]
@@ -120,7 +122,7 @@ def test_what_is_forgotten_is_not_read(monkeypatch):
     assert [empty(launch) for launch in found] == [expected] * 4
 
 
-def test_what_is_forgotten_beside_padding_and_documents(monkeypatch):
+def test_forgotten_tokens_with_padding_and_documents(monkeypatch):
     """Padding decays nothing, so that older tokens are remembered; documents forget at once."""
     found = split_by(TimeSplit(2, 6, 3), monkeypatch)
     drawn = drawn_with((0, -1e4, -2.6), Case(1, 192, 6, kinds=True))
@@ -136,7 +138,7 @@ def test_what_is_forgotten_beside_padding_and_documents(monkeypatch):
 @pytest.mark.parametrize("programs", [1, 3, 16, 32, 40, 48, 64, 80, 96, 127, 128, 4096])
 @pytest.mark.parametrize("chunks", [1, 7, 16, 130, 512, 2048, 20_000])
 @pytest.mark.parametrize("concurrent", [1, 2])
-def test_cuts_cover_time(programs, chunks, concurrent):
+def test_time_splits_cover_all_chunks(programs, chunks, concurrent):
     segments, segment_chunks, subsegments = lightning_attention._choose_split(
         programs, chunks, concurrent
     )
@@ -146,7 +148,7 @@ def test_cuts_cover_time(programs, chunks, concurrent):
         assert segments == 1
 
 
-def test_one_turn_of_all_multiprocessors():
+def test_time_split_fills_multiprocessors_once():
     """16 heads of 128 channels are 32 programs a row."""
     assert lightning_attention._choose_split(32, 2048) == TimeSplit(4, 512, 8)
     assert lightning_attention._choose_split(64, 1024) == TimeSplit(2, 512, 16)

@@ -29,7 +29,7 @@ without_gpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="there i
 @pytest.mark.nightly
 @with_triton
 @without_gpu
-def test_kernels_in_the_interpreter():
+def test_interpreted_kernels_match_the_reference():
     """Each operation with its gradients, and under `jax.vmap`."""
     errors = fresh_process("-m", "tests.triton.on_jax", TRITON_INTERPRET="1", JAX_PLATFORMS="cpu")
     assert len(errors) > 10
@@ -38,7 +38,7 @@ def test_kernels_in_the_interpreter():
 
 @with_triton
 @with_plugin
-def test_a_failed_assembler_says_what_to_do(monkeypatch):
+def test_assembler_error_names_the_remedy(monkeypatch):
     import triton
 
     def fail(*arguments, **options):
@@ -53,8 +53,8 @@ def test_a_failed_assembler_says_what_to_do(monkeypatch):
 
 
 @with_triton
-def test_a_step_runs_outside_of_programs():
-    """Where a GPU might serve, what runs is chosen in a program, also for a call outside of one."""
+def test_decoding_step_runs_outside_of_jit():
+    """A call outside of `jit` fails to choose an implementation when it is lowered."""
     of = {name: dispatch.IMPLEMENTATIONS["norm_linear"][name] for name in ("jax", "triton")}
     function = _platforms.choose_at_lowering(of["jax"], cuda=of["triton"])
     x, kernel = np.ones((3, 2), "float32"), jax.numpy.ones((2, 5))
@@ -65,7 +65,7 @@ def test_a_step_runs_outside_of_programs():
 @pytest.mark.nightly
 @with_triton
 @without_gpu
-def test_shards_of_eight_devices():
+def test_kernels_on_shards_of_eight_devices():
     """Under `keras.distribution`, in the interpreter: as on one device, and nothing is gathered."""
     reports = fresh_process(
         *("-m", "tests.ops.shards", "triton", "model"),
@@ -85,7 +85,7 @@ def test_shards_of_eight_devices():
 @with_triton
 @with_plugin
 @without_gpu
-def test_lowered_for_gpus():
+def test_programs_lowered_for_gpus_contain_kernels():
     """Each program is traced once and has the kernels of the platform that it is lowered for."""
     reports = fresh_process(
         "-m", "tests.triton.lowered", JAX_PLATFORMS="cpu", **{_gpu.OVERRIDE: "90"}
@@ -122,7 +122,7 @@ def test_lowered_for_gpus():
 @with_triton
 @with_plugin
 @without_gpu
-def test_which_implementation_tells():
+def test_which_implementation_on_a_cpu_names_the_reason():
     choice = keras_recurrent.which_implementation("linear_scan", X, -X)
     assert choice.implementation == "jax"
     assert "lowered for CUDA; these tensors are on cpu" in choice.refused["triton"]
@@ -137,14 +137,14 @@ def test_which_implementation_tells():
 @with_triton
 @with_plugin
 @without_gpu
-def test_named_without_a_gpu():
+def test_triton_requested_without_a_gpu_raises():
     with pytest.raises(NotImplementedError, match="lowered for CUDA, got one for cpu"):
         keras_recurrent.ops.linear_scan(X, -X, implementation="triton")
 
 
 @with_triton
 @with_plugin
-def test_what_is_refused():
+def test_unsupported_names_the_dtype():
     unsupported = dispatch.IMPLEMENTATIONS["linear_scan"]["triton"].unsupported
     assert unsupported(X, X) is None
     assert "not empty, got (1, 0, 2)" in unsupported(X[:, :0], X[:, :0])
@@ -152,18 +152,18 @@ def test_what_is_refused():
     assert "got complex64" in unsupported(X.astype("complex64"), X)
 
 
-def test_which_implementation_is_not_known_of_a_traced_program():
+def test_which_implementation_in_a_traced_program_raises():
     with pytest.raises(ValueError, match="chosen when it is lowered for a platform"):
         jax.jit(lambda x: keras_recurrent.which_implementation("linear_scan", x, x))(X)
 
 
-def test_the_variable_is_a_number(monkeypatch):
+def test_capability_variable_must_be_a_number(monkeypatch):
     monkeypatch.setenv(_gpu.OVERRIDE, "9.0")
     with pytest.raises(ValueError, match=f"{_gpu.OVERRIDE} must be a number.*got '9.0'"):
         _gpu.capability.__wrapped__()
 
 
-def test_what_is_missing_is_a_reason(monkeypatch):
+def test_missing_plugin_is_a_reason(monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(_gpu, "plugin", lambda: None)
     monkeypatch.setattr(
@@ -176,7 +176,7 @@ def test_what_is_missing_is_a_reason(monkeypatch):
     assert "the extra `jax-cuda` of keras-recurrent installs it" in triton.unavailable()
 
 
-def test_explicit_axes_are_refused_by_name():
+def test_explicit_mesh_axes_are_rejected_by_name():
     """`jax.make_mesh` makes them by default."""
     mesh = jax.make_mesh((1,), ("rows",))
     x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("rows")))

@@ -22,7 +22,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 
 @pytest.mark.parametrize("cap", [30.0, 0.7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_numbers(dtype, cap):
+def test_soft_cap_matches_torch(dtype, cap):
     """On a GPU the bits of torch; the interpreter has no libdevice and cuts off bfloat16."""
     x = torch.linspace(-200, 200, 6003).reshape(3, 2001).to(DEVICE, dtype)
     found, expected = _soft_cap.soft_cap(x, cap), torch.tanh(x / cap) * cap
@@ -34,7 +34,7 @@ def test_numbers(dtype, cap):
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize("tie_weights", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
-def test_a_step_takes_it(dtype, tie_weights, cap, monkeypatch):
+def test_decoding_step_uses_soft_cap(dtype, tie_weights, cap, monkeypatch):
     calls, soft_cap = [], _soft_cap.soft_cap
     monkeypatch.setattr(_soft_cap, "soft_cap", lambda **a: calls.append(a) or soft_cap(**a))
     layer = reversible_embedding(61, 16, tie_weights, cap, dtype)

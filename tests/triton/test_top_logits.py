@@ -32,19 +32,19 @@ def check(x, count, dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("shape", "count"), [((1, 1), 1), ((3, 17), 16), ((2, 4100), 8)])
-def test_random_logits(shape, count, dtype):
+def test_top_logits_of_random_logits_match_torch(shape, count, dtype):
     """In bfloat16, many logits of a row are equal."""
     check(10 * torch.randn(shape, generator=torch.Generator().manual_seed(0)), count, dtype)
 
 
-def test_parts_without_a_finite_logit():
+def test_top_logits_with_parts_of_minus_infinity():
     x = torch.full((2, 5000), -INF)
     x[0, [4999, 3000]] = torch.tensor([1.0, 2.0])
     x[1] = -3.0
     check(x, 4)
 
 
-def test_numbers_that_are_none():
+def test_top_logits_with_nan():
     x = torch.tensor([[0.0, NAN, 1.0, NAN]], device=DEVICE)
     values, indices, log_sum = _top_logits.top_logits(x, 3)
     assert indices.tolist() == [[1, 3, 2]]
@@ -53,7 +53,7 @@ def test_numbers_that_are_none():
     assert log_sum.isnan().all()
 
 
-def test_arguments_that_it_refuses():
+def test_top_logits_rejects_counts_and_lengths():
     x = torch.zeros(1, 10, device=DEVICE)
     assert "got 17" in _top_logits.unsupported(torch.zeros(1, 20, device=DEVICE), 17)
     assert "got 10" in _top_logits.unsupported(x, 12)

@@ -22,7 +22,7 @@ from tests.ops import judge, native, token_wise
 from tests.ops.cases import DRAW, Case, draw
 from tests.ops.test_ops import OPTIONS
 from tests.processes import fresh_process
-from tests.triton.hopper import DEFAULTS, KERNELS, OF_A_STEP, QUANTIZED_MAPS, TOKEN_WISE
+from tests.triton.hopper import DEFAULTS, KERNELS, QUANTIZED_KERNELS, STEP_KERNELS, TOKEN_WISE
 
 OPERATIONS = [o for o in DRAW if not isinstance(dispatch.IMPLEMENTATIONS[o]["triton"], str)]
 every_operation = pytest.mark.parametrize("operation", OPERATIONS)
@@ -43,7 +43,7 @@ def arguments(operation, length, dtype="float32"):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("defaults", [True, pytest.param(False, marks=pytest.mark.nightly)])
-def test_compiled_for_hopper_without_a_gpu(defaults, tmp_path):
+def test_kernels_compiled_for_hopper_fit_its_resources(defaults, tmp_path):
     """Every code of a kernel in its default configuration, or all that a search may choose."""
     kernels = fresh_process(
         *("-m", "tests.triton.hopper", *["--defaults"] * defaults),
@@ -54,7 +54,9 @@ def test_compiled_for_hopper_without_a_gpu(defaults, tmp_path):
     for name, configurations in kernels.items():
         for kernel, given in zip(configurations, KERNELS[name][2], strict=not defaults):
             limited = given.get("maxnreg") is not None
-            fits(name, kernel, limited, configurations[0]["asynchronous"], f"{name}: {given}")
+            assert_fits(
+                name, kernel, limited, configurations[0]["asynchronous"], f"{name}: {given}"
+            )
 
 
 # Of these, a GPU was faster with some spills than with smaller tiles; of the pairs of documents, no
@@ -69,7 +71,7 @@ SPILLS = {
     "gated output, 256 channels": 320,
 }
 # CUDA's sines keep 32 bytes in memory, for angles of more than 1e5; products of float32 spill some,
-# and so do many rows of RG-LRU, for which a GPU was slower with eleven other tiles. Maps of 4 bits
+# as does RG-LRU at batch size 64, for which a GPU was slower with eleven other tiles. 4-bit layers
 # keep four words until they are needed, so that two programs fit a multiprocessor.
 IN_MEMORY = {
     "norm_quantized_linear, silu, 4 bits": 16,
@@ -80,15 +82,15 @@ IN_MEMORY = {
 }
 
 
-def fits(name, kernel, limited, asynchronous, message):
+def assert_fits(name, kernel, limited, asynchronous, message):
     """asynchronous: how many such products the default has, which was run on a GPU."""
     assert kernel["spilled"] <= 512, message
     if name in TOKEN_WISE:
         assert kernel["spilled"] <= (96 if "16384" in name else 0), message
         assert kernel["shared"] <= 227 * 1024, message
-    elif name in OF_A_STEP or name in QUANTIZED_MAPS:
+    elif name in STEP_KERNELS or name in QUANTIZED_KERNELS:
         assert kernel["spilled"] <= IN_MEMORY.get(name, 0), message
-        assert kernel["tensor cores"] or name not in QUANTIZED_MAPS, message
+        assert kernel["tensor cores"] or name not in QUANTIZED_KERNELS, message
     elif name.startswith(("gated", "lightning")):
         # With fewer registers, more programs run at a time, which may be worth some spills.
         assert kernel["spilled"] <= SPILLS.get(name, 256 if limited else 128), message
@@ -106,7 +108,7 @@ def fits(name, kernel, limited, asynchronous, message):
         assert "float32" in name or not kernel["transposed"], message
 
 
-def test_taken_on_cuda_and_on_request():
+def test_which_implementation_is_triton_on_cuda_or_on_request():
     x = native.tensor([[[1.0, 2.0]]], "float32")
     choice = keras_recurrent.which_implementation("linear_scan", x, -x)
     assert choice.implementation == ("triton" if ON_GPU else "torch")
@@ -116,7 +118,7 @@ def test_taken_on_cuda_and_on_request():
 
 
 @every_operation
-def test_what_is_refused(operation, monkeypatch):
+def test_unsupported_names_float64_and_cpu_tensors(operation, monkeypatch):
     unsupported = dispatch.IMPLEMENTATIONS[operation]["triton"].unsupported
     for dtype in ("float16", "bfloat16", "float32"):
         assert unsupported(**arguments(operation, 5, dtype)) is None
@@ -126,7 +128,7 @@ def test_what_is_refused(operation, monkeypatch):
     assert "needs CUDA tensors, got one on cpu" in unsupported(**tensors)
 
 
-def test_older_gpus_are_refused(monkeypatch):
+def test_unsupported_names_older_gpus(monkeypatch):
     tensor = types.SimpleNamespace(dtype=torch.float32, is_cuda=True, device="cuda:0")
     for capability, reason in (((9, 0), None), ((7, 5), "8.0 or later, got one of 7.5")):
         found = {"cuda:0": capability}
@@ -135,7 +137,7 @@ def test_older_gpus_are_refused(monkeypatch):
         assert refused is None if reason is None else reason in refused
 
 
-def test_a_long_kernel_is_refused():
+def test_unsupported_names_long_convolution_kernels():
     x = native.tensor([[[1.0]] * 40], "float32")
     choice = keras_recurrent.which_implementation(
         ops.causal_conv1d, x, x[0, :17], implementation="triton"
@@ -152,7 +154,7 @@ def test_a_long_kernel_is_refused():
         (33, "float32", None),
     ],
 )
-def test_heads_that_are_refused(operation, channels, dtype, reason):
+def test_unsupported_names_head_sizes(operation, channels, dtype, reason):
     drawn = draw(operation, Case(1, 2, channels, dtype))
     tensors = {n: native.tensor(t, drawn.dtypes[n]) for n, t in drawn.tensors.items()}
     refused = dispatch.IMPLEMENTATIONS[operation]["triton"].unsupported(**tensors)
@@ -160,14 +162,14 @@ def test_heads_that_are_refused(operation, channels, dtype, reason):
 
 
 @linear_attention
-def test_heads_of_several_tiles(operation):
+def test_linear_attention_with_heads_of_several_tiles(operation):
     """Tiles of bfloat16 are larger than those of float32; decays are float32, as in HGRN2."""
     case = Case(1, 70, 130, "bfloat16", "float32", kinds=True, state=True)
     judge.check(operation, "triton", draw(operation, case))
 
 
 @linear_attention
-def test_segments_of_time(operation, monkeypatch):
+def test_linear_attention_in_time_segments(operation, monkeypatch):
     """Few heads are cut along time, where rows are long; here, into segments of a chunk or two."""
     module, name = {
         "gated_linear_attention": (_linear_attention, "even_split"),
@@ -189,7 +191,7 @@ def test_segments_of_time(operation, monkeypatch):
 
 
 @pytest.mark.parametrize("programs", [1, 256])
-def test_heads_that_share_keys(programs, monkeypatch):
+def test_attention_with_shared_key_heads(programs, monkeypatch):
     """In one part or in several; some tiles of keys are seen by all rows, without a mask."""
     monkeypatch.setattr(banded_attention, "_MANY_PROGRAMS", programs)
     drawn = draw(
@@ -204,7 +206,7 @@ def test_heads_that_share_keys(programs, monkeypatch):
 
 @every_operation
 @pytest.mark.parametrize("length", [1, 150])
-def test_tiles_that_are_not_full(operation, length):
+def test_operations_with_partial_tiles(operation, length):
     """Two blocks of channels, the second one partial; one token, or several tiles of time."""
     if operation.endswith("attention"):
         length = min(length, 70 if operation.startswith("sliding") else 40)  # three chunks
@@ -213,8 +215,8 @@ def test_tiles_that_are_not_full(operation, length):
 
 
 @every_operation
-def test_programs_have_one_number(operation, monkeypatch):
-    """Of its second and third a GPU has no more than 65,535: fewer than rows or tiles of tokens."""
+def test_grids_have_one_dimension(operation, monkeypatch):
+    """A second grid dimension ends at 65,535, below the number of rows or tiles of tokens."""
     grids, kernel = [], type(causal_conv1d.forward_kernel)
     launch = kernel.__getitem__
 
@@ -229,7 +231,7 @@ def test_programs_have_one_number(operation, monkeypatch):
 
 
 @every_operation
-def test_layouts_in_memory_do_not_matter(operation):
+def test_operations_with_strided_tensors(operation):
     implementation = getattr(dispatch.IMPLEMENTATIONS[operation]["triton"], operation)
     tensors = arguments(operation, 20)
     expected = implementation(**tensors)
@@ -239,7 +241,7 @@ def test_layouts_in_memory_do_not_matter(operation):
 
 
 @pytest.mark.parametrize("used", ["output", "key", "value"])
-def test_gradients_of_one_result_of_attention(used):
+def test_attention_gradients_of_a_single_result(used):
     """Nothing is computed for results that are not used, and the others' gradients are the same."""
     found = []
     for implementation in ("triton", "torch"):
@@ -256,7 +258,7 @@ def test_gradients_of_one_result_of_attention(used):
 
 @pytest.mark.skipif(not ON_GPU, reason="programs run at the same time on a GPU only")
 @every_operation
-def test_the_same_bits_again(operation):
+def test_operations_are_bit_identical_when_repeated(operation):
     channels = 128 if operation.endswith("attention") else 700
     drawn = draw(operation, Case(2, 7001, channels, kinds=True))
     once, again = (judge.run(operation, "triton", drawn) for _ in range(2))
@@ -265,7 +267,7 @@ def test_the_same_bits_again(operation):
 
 
 @every_operation
-def test_compiled_without_graph_breaks(operation):
+def test_compiled_operations_have_one_graph(operation):
     """Forward and backward are one graph each, for any length."""
     implementation = getattr(dispatch.IMPLEMENTATIONS[operation]["triton"], operation)
     graphs = []
@@ -290,7 +292,7 @@ def test_compiled_without_graph_breaks(operation):
 
 
 def without_a_state(operation, case):
-    """Its implementation, and its tensors; those that are differentiated are leaves."""
+    """Its implementation, and its tensors; differentiated tensors are leaves."""
     drawn = token_wise.draw(operation, case)
     implementation = getattr(dispatch.IMPLEMENTATIONS[operation]["triton"], operation)
     tensors = {n: native.tensor(drawn.tensors[n], dtype) for n, dtype in drawn.dtypes.items()}
@@ -304,7 +306,7 @@ def leaves(tensors):
 
 
 @every_operation_without_a_state
-def test_what_is_refused_without_a_state(operation, monkeypatch):
+def test_unsupported_of_token_wise_operations_names_the_reason(operation, monkeypatch):
     unsupported = dispatch.IMPLEMENTATIONS[operation]["triton"].unsupported
     for dtypes in (("float32",), ("bfloat16", "float32"), ("float16", "bfloat16")):
         _, tensors = without_a_state(operation, token_wise.Case((5, 4), *dtypes))
@@ -316,7 +318,7 @@ def test_what_is_refused_without_a_state(operation, monkeypatch):
     assert "needs CUDA tensors" in unsupported(**{n: t.cpu() for n, t in tensors.items()})
 
 
-def test_long_rows_are_refused():
+def test_unsupported_names_long_rms_norm_rows():
     for width, reason in ((16384, None), (16385, "up to 16384 channels, got 16385")):
         x = native.tensor([[0.0] * width], "float32")
         refused = dispatch.IMPLEMENTATIONS["rms_norm"]["triton"].unsupported(x, None, 1e-6)
@@ -327,7 +329,7 @@ def test_long_rows_are_refused():
 @pytest.mark.parametrize("operation", [o for o in token_wise.DRAW if o != "token_crossentropy"])
 @pytest.mark.parametrize("shape", [(3, 16384), (1100, 40), (300, 260)], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_programs_that_walk(operation, shape, dtype, monkeypatch):
+def test_token_wise_programs_with_several_tiles(operation, shape, dtype, monkeypatch):
     """The longest rows, and so few programs that each goes through several tiles."""
     monkeypatch.setattr("keras_recurrent.backends.triton._device.token_wise._WARPS", 12)
     drawn = token_wise.draw(operation, token_wise.Case(shape, dtype, "float32"))
@@ -335,7 +337,7 @@ def test_programs_that_walk(operation, shape, dtype, monkeypatch):
 
 
 @every_operation_without_a_state
-def test_layouts_in_memory_do_not_matter_without_a_state(operation):
+def test_token_wise_operations_with_strided_tensors(operation):
     implementation, tensors = without_a_state(operation, token_wise.Case((4, 5, 6)))
     scattered = {n: t.mT.contiguous().mT if t.ndim > 1 else t for n, t in tensors.items()}
     results = []
@@ -348,7 +350,7 @@ def test_layouts_in_memory_do_not_matter_without_a_state(operation):
 
 
 @every_operation_without_a_state
-def test_only_arguments_are_kept(operation):
+def test_token_wise_operations_save_only_their_arguments(operation):
     implementation, tensors = without_a_state(operation, token_wise.Case((4, 6)))
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -361,7 +363,7 @@ def test_only_arguments_are_kept(operation):
 
 @every_operation_without_a_state
 @pytest.mark.parametrize("parameter", [True, False])
-def test_compiled_without_graph_breaks_without_a_state(operation, parameter):
+def test_compiled_token_wise_operations_have_one_graph(operation, parameter):
     graphs = []
 
     def count(graph, example_inputs):
@@ -385,7 +387,7 @@ def test_compiled_without_graph_breaks_without_a_state(operation, parameter):
 
 @pytest.mark.skipif(not ON_GPU, reason="programs run at the same time on a GPU only")
 @every_operation_without_a_state
-def test_the_same_bits_again_without_a_state(operation):
+def test_token_wise_operations_are_bit_identical_when_repeated(operation):
     drawn = token_wise.draw(operation, token_wise.Case((9001, 700), "bfloat16", "float32"))
     once, again = (judge.run(operation, "triton", drawn) for _ in range(2))
     for name in once:
