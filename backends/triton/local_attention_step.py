@@ -287,12 +287,19 @@ def local_attention_step(
     parts = 1 if num_tiles <= _UNDIVIDED_TILES else parts
     block_k, block_v = (max(16, next_power_of_2(n)) for n in (keys, values))
     constants = AttentionHeads(
-        **{"SHARE": heads // groups, "BLOCK_H": max(16, next_power_of_2(heads // groups))},
-        **{"K": keys, "BLOCK_K": block_k, "V": values, "BLOCK_V": block_v},
-        **{"R": 0 if frequencies is None else frequencies.shape[0], "EPSILON": epsilon or 0.0},
+        SHARE=heads // groups,
+        K=keys,
+        V=values,
+        R=0 if frequencies is None else frequencies.shape[0],
+        EPSILON=epsilon or 0.0,
         LOGIT_SCALING=logit_scaling or 0.0,
         LOG_SCALING=math.log(math.floor(logit_scaling)) if logit_scaling else 1.0,
-        **{"SLOTS": tile["SLOTS"], "PARTS": parts, "SHORT": short},
+        BLOCK_H=max(16, next_power_of_2(heads // groups)),
+        BLOCK_K=block_k,
+        BLOCK_V=block_v,
+        SLOTS=tile["SLOTS"],
+        PARTS=parts,
+        SHORT=short,
     )
     options = {"HEADS": Constants(constants), **tile, **pdl_options(q)}
     del options["SLOTS"]

@@ -133,8 +133,8 @@ def _is_wide(keys, values):
 
 def attention_tile(tiles, share, keys, values, dtype):
     """The `AttentionTile` with the rows of `tiles`."""
-    blocks = (max(16, next_power_of_2(size)) for size in (keys, values))
-    return AttentionTile(share, keys, values, *blocks, tiles.ROWS, tiles.KEYS, dtype)
+    block_k, block_v = (max(16, next_power_of_2(size)) for size in (keys, values))
+    return AttentionTile(share, keys, values, block_k, block_v, tiles.ROWS, tiles.KEYS, dtype)
 
 
 def _dtype(*tensors):
