@@ -108,7 +108,8 @@ def _load_offsets(biases, n, valid, is_after, GATE: tl.constexpr):
             inside = valid
             if i > 0:
                 inside &= is_after[i - 1]
-            if i < 2 or i + 1 < len(biases):  # a third or fourth projection is the last one
+            # A third or fourth projection that is the last one has all remaining tiles.
+            if i < 2 or i + 1 < len(biases):
                 inside &= is_after[i] == 0
             offset = _add_bias(offset, biases[i], n, inside)
         offsets = (offset,)

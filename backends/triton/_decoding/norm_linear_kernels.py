@@ -111,7 +111,7 @@ def columns_kernel(
     launch_dependents(PDL and PRODUCT.BLOCK_B == 1)
     wait_for_previous_launch(PDL and PRODUCT.BLOCK_B > 1)
     for i in tl.static_range(len(outputs)):
-        # Of two weights, the second one's last tile is compared, too: so the kernel was timed.
+        # A third or fourth kernel that is the last one has all remaining tiles.
         if tile >= TILE_STARTS[i] and (
             (i > 1 and i + 1 == len(outputs)) or tile < TILE_STARTS[i + 1]
         ):
