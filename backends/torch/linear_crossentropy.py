@@ -119,12 +119,8 @@ def _supports_float32_addmm(device, dtype):
     return True
 
 
-def operation(name, chunk_losses):
-    """Builds the operation that computes losses from logits with `chunk_losses`.
-
-    name: string, prefix of its custom operators.
-    """
-    compute = functools.partial(_compute, chunk_losses)
+def _sum_operator(name, compute):
+    """Registers the operator of summed losses, whose forward pass also computes gradients."""
 
     @torch.library.custom_op(f"keras_recurrent::{name}", mutates_args=())
     def summed(
@@ -164,6 +160,11 @@ def operation(name, chunk_losses):
         return *scale_gradients(d_loss, *ctx.saved_tensors), None, None, None
 
     register_autograd(summed, gradients_of_sum, save_gradients, scale_gradients)
+    return summed
+
+
+def _single_operator(name, compute):
+    """Registers the operator of single losses, whose gradient recomputes the logits."""
 
     @torch.library.custom_op(f"keras_recurrent::{name}_each", mutates_args=())
     def single(
@@ -201,6 +202,16 @@ def operation(name, chunk_losses):
         return *recompute_gradients(d_losses, *ctx.saved_tensors, ctx.cap), None, None
 
     register_autograd(single, gradients_of_each, save, recompute_gradients)
+    return single
+
+
+def operation(name, chunk_losses):
+    """Builds the operation that computes losses from logits with `chunk_losses`.
+
+    name: string, prefix of its custom operators.
+    """
+    compute = functools.partial(_compute, chunk_losses)
+    summed, single = _sum_operator(name, compute), _single_operator(name, compute)
 
     def linear_crossentropy(
         x, embedding, tokens, sample_weight=None, soft_cap=None, reduction="sum"
