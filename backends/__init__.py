@@ -31,12 +31,14 @@ Shapes are written with these letters:
 
 ## What a file contains
 
-A function of the file's name, which takes tensors and returns `(output, final_state)`, and, if some
-arguments are unsupported, a function `unsupported` with the same parameters:
+A function of the file's name, which takes tensors by keyword and returns `(output, final_state)`.
+If some arguments are unsupported, it is a `Kernel` (`kernel.py`), which has a function
+`unsupported` of the same parameters:
 
     def unsupported(x, log_a, initial_state=None, token_kind=None) -> str | None:
         """Reason these arguments are unsupported, or None."""
 
+    @as_kernel(unsupported)
     def linear_scan(x, log_a, initial_state=None, token_kind=None):
         """x, log_a: [B, T, D]. Returns ([B, T, D] in x's dtype, [B, D] in float32)."""
 
@@ -86,10 +88,13 @@ also needs an entry in `signatures.py` and a file in `reference/`.) For example,
 
     KERAS_BACKEND=torch python -m pytest tests/ops -k "linear_scan and torch"
 
-runs them for one operation and implementation. Gradients are defined with `jax.custom_vjp`,
-`tf.custom_gradient`, or `define_operator` of `torch/_common.py`. A file of `triton/` serves two
-frameworks: its `forward` and `backward` are framework-independent launches (`_runtime/launch.py`),
-from which an `Operation` (`_runtime/operation.py`) builds a torch operator and a JAX function.
+runs them for one operation and implementation. Gradients are defined with `kernel_over_time` of
+`jax/_operation.py` or `torch/_common.py`, or with `tf.custom_gradient`. On JAX, a `Kernel` also has
+its passes, `forward` and `backward`; with others, the same operation is
+`plain.linear_scan.replace_passes(forward, backward, unsupported)`. Each pass is chosen when a
+program is lowered for a platform (`jax/_platforms.py`). A file of `triton/` serves two frameworks:
+its `forward` and `backward` are framework-independent launches (`_runtime/launch.py`), from which
+an `Operation` (`_runtime/operation.py`) builds a torch operator and the passes on JAX.
 
 A new folder must also be listed in `preference` of `keras_recurrent/dispatch.py` and among the
 packages in pyproject.toml. If it requires a package or a device that may be missing, its

@@ -65,8 +65,8 @@ def make_model(num_layers):
 def frames_to_first_kernel():
     """Returns `[(file, function)]` on the stack in the first RG-LRU kernel of `generate`."""
     model = make_model(num_layers=1)
-    kernels, found = dispatch.IMPLEMENTATIONS["rg_lru"][dispatch.BACKEND], []
-    kernel = kernels.rg_lru
+    row, found = dispatch.IMPLEMENTATIONS["rg_lru"], []
+    kernel = row[dispatch.BACKEND]
 
     def record(**arguments):
         if not found:
@@ -74,14 +74,14 @@ def frames_to_first_kernel():
                 (package_file(frame.filename), frame.name) for frame in traceback.extract_stack()
             ]
             found.extend((file, name) for file, name in stack[:-1] if file is not None)
-            found.append((kernels.__file__, "rg_lru"))
+            found.append((kernel.function.__code__.co_filename, "rg_lru"))
         return kernel(**arguments)
 
-    kernels.rg_lru = record
+    row[dispatch.BACKEND] = kernel._replace(function=record)
     try:
         model.generate("hello", max_length=12)
     finally:
-        kernels.rg_lru = kernel
+        row[dispatch.BACKEND] = kernel
     return found
 
 

@@ -1,8 +1,9 @@
 """Choice of the implementation that runs an operation.
 
-A folder below `backends/` is an implementation, a file in it is an operation. `PREFERENCE` lists
-the folders for each Keras backend, fastest first; the first that accepts the arguments runs. If the
-backend's folder has no file for an operation, `portable/` implements it.
+A folder below `backends/` is an implementation. Its file `<operation>.py` defines the `Kernel` of
+an operation. `PREFERENCE` lists the folders for each Keras backend, fastest first; the first that
+accepts the arguments runs. If the backend's folder has no file for an operation, `portable/`
+implements it.
 
 - An implementation that is missing, or rejects the arguments by its `unsupported`, gives a reason,
   and the next one is tried.
@@ -18,8 +19,8 @@ lowered: all candidates are traced, and one is compiled.
 """
 
 import contextlib
+import functools
 import importlib
-import importlib.util
 import os
 import pkgutil
 import threading
@@ -29,6 +30,7 @@ import keras
 
 from keras_recurrent import import_order, portable
 from keras_recurrent.backends import host, reference
+from keras_recurrent.backends.kernel import load_kernel
 from keras_recurrent.devices import split_time
 
 BACKEND = keras.config.backend()
@@ -68,41 +70,41 @@ def _names(package):
     return [name for name in names if not name.startswith("_")]
 
 
-def _operations(package):
-    """Returns {operation: its module} of a package."""
-    return {n: importlib.import_module(f"{package.__name__}.{n}") for n in _names(package)}
-
-
 def _implementation(name, operations):
-    """Returns {operation: its module in a folder of backends/, or the reason if it is missing}."""
+    """Returns {operation: its `Kernel` in a folder of backends/, or why it is missing}."""
     folder = importlib.import_module(f"keras_recurrent.backends.{name}")
     unavailable = getattr(folder, "unavailable", None)
-    reason = unavailable() if unavailable else None
-    found = dict.fromkeys(_names(folder), reason) if reason else _operations(folder)
-    return {o: found.get(o, f"there is no backends/{name}/{o}.py") for o in operations}
+    reason, files = unavailable() if unavailable else None, _names(folder)
+
+    def find(operation):
+        if operation not in files:
+            return f"there is no backends/{name}/{operation}.py"
+        return reason or load_kernel(folder.__name__, operation)
+
+    return {operation: find(operation) for operation in operations}
 
 
-# {operation: {implementation: its module, or the reason if it is missing}}
-IMPLEMENTATIONS: dict = {operation: {} for operation in _operations(reference)}
+# {operation: {implementation: its `Kernel`, or the reason if it is missing}}
+IMPLEMENTATIONS: dict = {operation: {} for operation in _names(reference)}
 for _name in serving():
-    for _operation, _module in _implementation(_name, IMPLEMENTATIONS).items():
-        IMPLEMENTATIONS[_operation][_name] = _module
+    for _operation, _kernel in _implementation(_name, IMPLEMENTATIONS).items():
+        IMPLEMENTATIONS[_operation][_name] = _kernel
 
 # Name of the implementation for exporters and for operations without a file for this backend.
 PORTABLE = "portable"
 
 
-def portable_module(operation):
-    """Returns the portable implementation of an operation, or the reason if it is missing."""
-    found = f"{portable.__name__}.{operation}"
-    if importlib.util.find_spec(found) is None:
+@functools.cache
+def portable_kernel(operation):
+    """Returns the portable `Kernel` of an operation, or the reason if it is missing."""
+    if operation not in _names(portable):
         return f"there is no keras_recurrent/portable/{operation}.py"
-    return importlib.import_module(found)
+    return load_kernel(portable.__name__, operation)
 
 
 for _operation, _row in IMPLEMENTATIONS.items():
     if isinstance(_row.get(BACKEND), str):
-        _row[BACKEND] = portable_module(_operation)
+        _row[BACKEND] = portable_kernel(_operation)
 
 if BACKEND == "jax":
     from keras_recurrent.backends.jax import _gpu, _layouts, _platforms, _shards
@@ -171,8 +173,8 @@ class Choice(NamedTuple):
         runs = "nothing runs"
         if self.implementation:
             folder = f"backends/{self.implementation}"
-            module = IMPLEMENTATIONS[self.operation].get(self.implementation)
-            if module in (None, portable_module(self.operation)):
+            kernel = IMPLEMENTATIONS[self.operation].get(self.implementation)
+            if kernel in (None, portable_kernel(self.operation)):
                 folder = "keras_recurrent/portable"
             runs = f"{folder}/{self.operation}.py runs"
         elif BACKEND not in PREFERENCE:
@@ -192,26 +194,23 @@ def choose(operation, arguments, implementation=None):
 
 
 def _find(operation, arguments, implementation):
-    """Returns the name and module of an implementation, or None twice; and `Choice.refused`."""
+    """Returns the name and `Kernel` of an implementation, or None twice; and `Choice.refused`."""
     chosen = implementation or chosen_name()
     if not chosen and is_exporting():
         chosen = PORTABLE
     refused = {}
     for name in (_check_name(chosen),) if chosen else serving():
-        module = IMPLEMENTATIONS[operation].get(name) or portable_module(operation)
-        reason = _reason(name, module, arguments, checks_platform=not chosen)
+        kernel = IMPLEMENTATIONS[operation].get(name) or portable_kernel(operation)
+        reason = kernel if isinstance(kernel, str) else _reason(name, kernel, arguments, not chosen)
         if reason is None:
-            return name, module, refused
+            return name, kernel, refused
         refused[name] = reason
     return None, None, refused
 
 
-def _reason(name, module, arguments, checks_platform):
-    """Returns why an implementation cannot run: missing, or it rejects the arguments; or None."""
-    if isinstance(module, str):
-        return module
-    unsupported = getattr(module, "unsupported", None)
-    reason = unsupported(**arguments) if unsupported else None
+def _reason(name, kernel, arguments, checks_platform):
+    """Returns the reason why a kernel cannot run on these arguments, or None."""
+    reason = kernel.unsupported(**arguments) if kernel.unsupported else None
     if reason is None and checks_platform and BACKEND == "jax" and name in _platforms.PLATFORMS:
         return _platforms.platform_reason(arguments, _platforms.PLATFORMS[name])
     return reason
@@ -229,8 +228,8 @@ def decodes_with_kernels(tensor):
     True on an NVIDIA GPU that the kernels support, and in an `implementation("triton")` block.
     False in a block of another implementation, and under `keras.distribution` on torch.
     """
-    kernels = IMPLEMENTATIONS["soft_cap"].get("triton", "")
-    if isinstance(kernels, str):
+    kernel = IMPLEMENTATIONS["soft_cap"].get("triton", "")
+    if isinstance(kernel, str):
         return False
     if BACKEND != "jax" and keras.distribution.distribution() is not None:
         return False
@@ -240,7 +239,7 @@ def decodes_with_kernels(tensor):
         import jax
 
         return jax.default_backend() == "gpu" and _gpu.capability() >= _gpu.MIN_CAPABILITY
-    return tensor.is_cuda and kernels.unsupported(tensor.detach(), cap=1.0) is None
+    return tensor.is_cuda and kernel.unsupported(tensor.detach(), cap=1.0) is None
 
 
 def is_traced(arguments):
@@ -259,28 +258,28 @@ def resolve(operation, arguments, implementation=None):
     Raises:
         NotImplementedError: no implementation accepts them.
     """
-    name, module, refused = _find(operation, arguments, implementation)
+    name, kernel, refused = _find(operation, arguments, implementation)
     if name is None:
         raise NotImplementedError(str(Choice(operation, None, refused)))
     shards = split_time.active_shards()
     if shards is not None:
-        return lambda **arguments: shards.run(operation, arguments, module)
+        return lambda **arguments: shards.run(operation, arguments, kernel)
     if BACKEND != "jax":
-        return getattr(module, operation)
+        return kernel.function
     is_chosen = bool(implementation or chosen_name())
-    return _resolve_on_jax(operation, name, module, arguments, is_chosen)
+    return _resolve_on_jax(operation, name, kernel, arguments, is_chosen)
 
 
-def _resolve_on_jax(operation, name, module, arguments, is_chosen):
+def _resolve_on_jax(operation, name, kernel, arguments, is_chosen):
     """Returns a function that also chooses a kernel by platform, and splits work by devices."""
     _shards.check_axes(operation, arguments)
-    function = getattr(module, operation)
+    function = kernel.function
     if name in _platforms.PLATFORMS and not is_chosen:
         row = IMPLEMENTATIONS[operation]
         kernels = {
             platform: row[name]
             for name, platform in _platforms.PLATFORMS.items()
-            if _reason(name, row[name], arguments, checks_platform=True) is None
+            if not isinstance(row[name], str) and _reason(name, row[name], arguments, True) is None
         }
         function = _platforms.choose_at_lowering(row["jax"], **kernels)
     distribution = keras.distribution.distribution()
@@ -288,11 +287,6 @@ def _resolve_on_jax(operation, name, module, arguments, is_chosen):
         return function
     mesh, axis = distribution.device_mesh.backend_mesh, distribution.batch_dim_name
     return lambda **arguments: _layouts.run(operation, function, arguments, mesh, axis)
-
-
-def chosen_module(operation, arguments):
-    """Returns the module of the implementation that `choose` returns, or None."""
-    return _find(operation, arguments, None)[1]
 
 
 def _check_name(name):

@@ -42,6 +42,7 @@ LAZY_NAME = "a public name that is imported when it is first used"
 INSIDE_FUNCTIONS = {
     ("keras_recurrent/datasets/__init__.py", "datasets.packed_text"): LAZY_NAME,
     ("keras_recurrent/dispatch.py", "backends"): PACKAGE_MISSING,
+    ("keras_recurrent/generation/torch/decoder.py", "backends.triton.argmax"): PACKAGE_MISSING,
     ("keras_recurrent/serving/__main__.py", "serving.server"): PACKAGE_MISSING,
     ("keras_recurrent/training/sources.py", "training.grain_loader"): PACKAGE_MISSING,
     ("keras_recurrent/tuning.py", "backends.triton._runtime.search"): PACKAGE_MISSING,

@@ -5,6 +5,7 @@ torch does not pass a window to cuDNN, so sequences must be no longer than the w
 
 import torch
 
+from ..kernel import as_kernel
 from ..torch import _circular_buffer
 from ..torch._attention_inputs import attend
 from ..torch._common import capability_reason, forward_mode_active, has_capability
@@ -54,6 +55,7 @@ def unsupported(
     return None
 
 
+@as_kernel(unsupported)
 def sliding_window_attention(
     q, k, v, sliding_window=None, initial_state=None, token_kind=None, capacity=None
 ):

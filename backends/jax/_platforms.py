@@ -21,38 +21,28 @@ PLATFORMS = {"pallas": "tpu", "triton": "cuda"}  # of implementations that run o
 def choose_at_lowering(plain, **kernels):
     """Returns an operation that runs the kernel for the platform it is lowered for, else plain JAX.
 
+    Each pass is chosen independently, or the whole operation if plain JAX has no passes.
+
     Args:
-        plain: a module of plain JAX, in one of three forms: `forward`, `backward` and `operation`;
-            the function of the operation only; or `choose_kernels(kernels)`, which builds the
-            operation. If it sets `HAS_RESIDUALS`, the last result of `forward` is residuals, which
-            only the `backward` of the same implementation reads.
-        kernels: {platform: a module with `forward` and `backward`, itself or in its `kernels`}.
+        plain: the `Kernel` of plain JAX.
+        kernels: {platform: another `Kernel` of the operation}.
     """
-    if hasattr(plain, "choose_kernels"):
-        return plain.choose_kernels(kernels)
-    if not hasattr(plain, "backward"):
-        name = plain.__name__.rpartition(".")[2]
-        return _choose_forward(
-            {
-                platform: getattr(module, name)
-                for platform, module in {**kernels, "default": plain}.items()
-            }
+    candidates = {**kernels, "default": plain}
+    if plain.build is None:
+        return _choose_function({name: kernel.function for name, kernel in candidates.items()})
+    choosers: tuple = (_choose_pass,) * len(plain.passes)
+    if plain.has_residuals:
+        choosers = _collect_residuals, _select_residual
+    return plain.build(
+        *(
+            choose({name: kernel.passes[i] for name, kernel in candidates.items()})
+            for i, choose in enumerate(choosers)
         )
-    forwards, backwards = (
-        {
-            platform: getattr(getattr(module, "kernels", module), name)
-            for platform, module in kernels.items()
-        }
-        | {"default": getattr(plain, name)}
-        for name in ("forward", "backward")
     )
-    if getattr(plain, "HAS_RESIDUALS", False):
-        return plain.operation(_with_residuals(forwards), _select_residual(backwards))
-    return plain.operation(_choose_pass(forwards), _choose_pass(backwards))
 
 
-def _choose_forward(functions):
-    """Platform-dependent function of keyword arguments; all but arrays, or lists, are constants."""
+def _choose_function(functions):
+    """Function of keyword arguments for each platform; all but arrays and lists are constants."""
 
     @functools.partial(jax.jit, static_argnums=1)
     def program(arrays, others):
@@ -82,7 +72,7 @@ def _choose_pass(functions):
     return function
 
 
-def _with_residuals(functions):
+def _collect_residuals(functions):
     """Forward pass that also returns {platform: residuals}, zeros for those that do not run."""
 
     def function(*arguments, **options):
@@ -104,7 +94,7 @@ def _with_residuals(functions):
 
 
 def _select_residual(functions):
-    """Backward counterpart of `_with_residuals`: passes on the residuals of its platform."""
+    """Backward counterpart of `_collect_residuals`: passes on the residuals of its platform."""
 
     def function(*arguments, **options):
         def run(platform, *arguments):

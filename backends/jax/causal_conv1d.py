@@ -7,19 +7,16 @@ to the front, where the filter is a sum of shifted sequences, and the outputs ar
 backward pass recomputes the argument of the activation.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
 from ._common import (
-    cast_state,
     default_zero_state,
     default_zero_state_gradient,
-    define_gradient,
     sum_over_tokens,
     take,
 )
+from ._operation import kernel_over_time
 from ._real_tokens import RealTokens
 from ._time_chunks import elements_before, scan_chunks
 
@@ -104,28 +101,9 @@ def backward(x, kernel, bias, initial_state, token_kind, _, d_output, d_final, a
     )
 
 
-def operation(forward, backward):
-    """Builds the operation from passes with the parameters of `forward` and `backward`."""
-
-    @functools.partial(jax.jit, static_argnames="activation")
-    def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, activation=None):
-        """x: [B, T, D]; kernel: [W, D]; bias: [D]; activation: None or "silu".
-
-        Returns ([B, T, D] in x's dtype, the last W - 1 real inputs [B, W - 1, D] in float32, or
-        float64 if an argument is float64).
-        """
-        state = cast_state(initial_state, x, kernel, bias)
-        run = define_gradient(
-            functools.partial(forward, activation=activation),
-            functools.partial(backward, activation=activation),
-            keep_output=False,
-        )
-        return run(x, kernel, bias, state, token_kind)
-
-    return causal_conv1d
-
-
-causal_conv1d = operation(forward, backward)
+causal_conv1d = kernel_over_time(
+    "causal_conv1d", forward, backward, options=("activation",), keep_output=False
+)
 
 
 def _tokens(token_kind):

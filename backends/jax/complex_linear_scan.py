@@ -1,41 +1,24 @@
-"""h_t = exp(log_a_t + i phase_t) * h_{t-1} + x_t.  De et al. 2024, arXiv:2402.19427, appendix B.
-
-In x and h the first half of the channels is the real part, the second half the imaginary part.
-With a_t = exp(log_a_t + i phase_t) and g_t = dh_t + conj(a_{t+1}) g_{t+1} the gradients are
-dx_t = g_t and dlog_a_t - i dphase_t = conj(g_t) a_t h_{t-1}.
-"""
+"""`linear_scan` of complex numbers; `backends/reference/complex_linear_scan.py` has equations."""
 
 import jax
 import jax.numpy as jnp
 
 from ._common import (
     applied_decay,
-    cast_state,
     default_zero_state,
     default_zero_state_gradient,
-    define_gradient,
     filled,
     kind_masks,
     to_complex,
     to_real,
 )
+from ._operation import kernel_over_time
 from ._scan import adjoint_scan, previous, scan
 from ._time_chunks import elements_before, scan_chunks
 
 
-@jax.jit
-def complex_linear_scan(x, log_a, phase, initial_state=None, token_kind=None):
-    """x: [B, T, 2D]; log_a, phase: [B, T, D].
-
-    Returns ([B, T, 2D] in x's dtype, [B, 2D] in float32, or float64 if an argument is float64).
-    """
-    state = cast_state(initial_state, x, log_a, phase)
-    run = define_gradient(_forward, _backward, dropped=(0,))
-    return run(x, log_a, phase, state, token_kind)
-
-
 @default_zero_state(lambda x, *_: (x.shape[0], x.shape[2]))
-def _forward(x, log_a, phase, initial_state, token_kind):
+def forward(x, log_a, phase, initial_state, token_kind):
     dtype = initial_state.dtype
 
     def step(state, start, x, log_a, phase, token_kind):
@@ -50,7 +33,7 @@ def _forward(x, log_a, phase, initial_state, token_kind):
 
 
 @default_zero_state_gradient
-def _backward(_, log_a, phase, initial_state, token_kind, output, d_output, d_final):
+def backward(_, log_a, phase, initial_state, token_kind, output, d_output, d_final):
     # A gradient g of complex numbers is d/d real + i d/d imaginary.
     dtype = initial_state.dtype
 
@@ -72,6 +55,9 @@ def _backward(_, log_a, phase, initial_state, token_kind, output, d_output, d_fi
     tensors = (d_output, log_a, phase, token_kind, output)
     d_initial, d_tensors = scan_chunks(step, d_final, tensors, reverse=True)
     return *d_tensors, d_initial, None
+
+
+complex_linear_scan = kernel_over_time("complex_linear_scan", forward, backward, dropped=(0,))
 
 
 def _decay(log_a, phase, dtype):

@@ -21,10 +21,8 @@ import jax.numpy as jnp
 from . import _token_loop
 from ._common import (
     applied_decay,
-    cast_state,
     default_zero_state,
     default_zero_state_gradient,
-    define_gradient,
     filled,
     kind_masks,
 )
@@ -41,11 +39,11 @@ from ._linear_attention import (
     transposed,
     unchunked,
 )
+from ._operation import kernel_over_time
 
 CHUNK = 64
 # Largest K * V of the token loop, on CPUs.
 LARGEST_STATE_OF_TOKEN_LOOP = 256
-HAS_RESIDUALS = True  # for Triton; None in this implementation
 
 
 class Form(NamedTuple):
@@ -126,24 +124,9 @@ def backward(q, k, v, log_f, initial_state, token_kind, _, d_output, d_final):
     return *gradients, d_initial, None
 
 
-def operation(forward, backward):
-    """Builds the operation from passes with the parameters of `forward` and `backward`."""
-    run = define_gradient(forward, backward, has_residuals=True)
-
-    @jax.jit
-    def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
-        """q, k, log_f: [B, T, H, K]; v: [B, T, H, V]; k None: 1 - exp(log_f).
-
-        Returns ([B, T, H, V] in v's dtype, [B, H, K, V] in float32, or float64 if an argument is
-        float64).
-        """
-        state = cast_state(initial_state, q, k, v, log_f)
-        return run(q, k, v, log_f, state, token_kind)
-
-    return gated_linear_attention
-
-
-gated_linear_attention = operation(forward, backward)
+gated_linear_attention = kernel_over_time(
+    "gated_linear_attention", forward, backward, has_residuals=True
+)
 
 
 def _prepared(dtype, q, k, v, log_f, token_kind):

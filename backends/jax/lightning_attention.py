@@ -11,10 +11,8 @@ import jax.numpy as jnp
 
 from ..constants import CONTINUES, PADDING, STARTS
 from ._common import (
-    cast_state,
     default_zero_state,
     default_zero_state_gradient,
-    define_gradient,
     filled,
     kind_masks,
 )
@@ -30,6 +28,7 @@ from ._linear_attention import (
     transposed,
     unchunked,
 )
+from ._operation import kernel_over_time
 
 CHUNK = 64
 
@@ -102,24 +101,7 @@ def backward(q, k, v, log_decay, initial_state, token_kind, _, d_output, d_final
     return *gradients, jnp.zeros_like(log_decay), d_initial, None
 
 
-def operation(forward, backward):
-    """Builds the operation from passes with the parameters of `forward` and `backward`."""
-    run = define_gradient(forward, backward, keep_output=False)
-
-    @jax.jit
-    def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None):
-        """q, k: [B, T, H, K]; v: [B, T, H, V]; log_decay: [H], a constant, whose gradient is 0.
-
-        Returns ([B, T, H, V] in v's dtype, [B, H, K, V] in float32, or float64 if an argument is
-        float64).
-        """
-        state = cast_state(initial_state, q, k, v, log_decay)
-        return run(q, k, v, log_decay, state, token_kind)
-
-    return lightning_attention
-
-
-lightning_attention = operation(forward, backward)
+lightning_attention = kernel_over_time("lightning_attention", forward, backward, keep_output=False)
 
 
 def _padded_kinds(token_kind, q, cut):

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ..constants import CROSSENTROPY_CHUNK, SEQUENCE_AXIS
-from . import _platforms
+from ..kernel import Kernel
 from ._common import accumulation_dtype
 
 
@@ -52,28 +52,6 @@ def operation(chunk_losses=None):
         return _compiled(x, embedding, tokens, sample_weight, config, reduction)
 
     return linear_crossentropy
-
-
-linear_crossentropy = operation()
-
-
-def choose_kernels(kernels):
-    """Builds the operation with the kernel for the platform that it is lowered for.
-
-    kernels: {platform: a module that defines `chunk_losses`}.
-    """
-    candidates = {platform: module.chunk_losses for platform, module in kernels.items()}
-    return operation(
-        functools.partial(_choose_chunk_losses, candidates | {"default": _plain_chunk_losses})
-    )
-
-
-def _choose_chunk_losses(candidates, z, weights, tokens, *options):
-    def bind_options(function):
-        return lambda *tensors: function(*tensors, *options)
-
-    functions = {platform: bind_options(function) for platform, function in candidates.items()}
-    return _platforms.switch_platform(functions, (z, weights, tokens))
 
 
 def run_sharded(mesh, batch_axis, x, embedding, tokens, **others):
@@ -261,8 +239,12 @@ def _compute_chunk(config, vocabulary, chunk, with_gradients):
     losses_from_logits = functools.partial(_losses_from_logits, vocabulary)
     if config.chunk_losses is not None and not vocabulary.axes:
         losses_from_logits = config.chunk_losses
-    options = config.soft_cap, jnp.promote_types(x.dtype, embedding.dtype), with_gradients
-    losses, best, *gradient = losses_from_logits(z, weights, tokens, *options)
+    losses, best, *gradient = losses_from_logits(
+        *(z, weights, tokens),
+        soft_cap=config.soft_cap,
+        dtype=jnp.promote_types(x.dtype, embedding.dtype),
+        with_gradients=with_gradients,
+    )
     if not with_gradients:
         return losses, best, None, None
     d_z, factors = gradient
@@ -308,3 +290,6 @@ def _losses_from_logits(vocabulary, z, weights, tokens, soft_cap, dtype, with_gr
     if soft_cap is not None:
         d_z = d_z * (1 - jnp.square(z / soft_cap))
     return losses, best, d_z.astype(dtype), None
+
+
+linear_crossentropy = Kernel(operation(), forward=_plain_chunk_losses, build=operation)

@@ -1,21 +1,15 @@
-"""h_t = exp(log_a_t) * h_{t-1} + x_t.  De et al. 2024, arXiv:2402.19427, section 2.4.
+"""h_t = exp(log_a_t) * h_{t-1} + x_t, with the gradients of `backends/reference/linear_scan.py`."""
 
-With a_t = exp(log_a_t) and g_t = dh_t + a_{t+1} g_{t+1} the gradients are
-dx_t = g_t, dlog_a_t = g_t a_t h_{t-1}.
-"""
-
-import jax
 import jax.numpy as jnp
 
 from ._common import (
     applied_decay,
-    cast_state,
     default_zero_state,
     default_zero_state_gradient,
-    define_gradient,
     filled,
     kind_masks,
 )
+from ._operation import kernel_over_time
 from ._scan import adjoint_scan, previous, scan
 from ._time_chunks import elements_before, scan_chunks
 
@@ -57,20 +51,4 @@ def backward(_, log_a, initial_state, token_kind, output, d_output, d_final):
     return d_x, d_log_a, d_initial, None
 
 
-def operation(forward, backward):
-    """Builds the operation from passes with the parameters of `forward` and `backward`."""
-    run = define_gradient(forward, backward, dropped=(0,))
-
-    @jax.jit
-    def linear_scan(x, log_a, initial_state=None, token_kind=None):
-        """x, log_a: [B, T, D].
-
-        Returns ([B, T, D] in x's dtype, [B, D] in float32, or float64 if an argument is float64).
-        """
-        state = cast_state(initial_state, x, log_a)
-        return run(x, log_a, state, token_kind)
-
-    return linear_scan
-
-
-linear_scan = operation(forward, backward)
+linear_scan = kernel_over_time("linear_scan", forward, backward, dropped=(0,))

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from ._common import accumulation_dtype
+from ._operation import token_wise_kernel
 
 
 def forward(logits, lower_bound):
@@ -21,30 +22,6 @@ def backward(logits, lower_bound, _, d_log_f):
     _, pull_back = jax.vjp(lambda *given: forward(given[0], *given[1:] or [None])[0], *given)
     d_logits, *d_bound = pull_back(d_log_f)
     return d_logits, d_bound[0] if d_bound else None
-
-
-def operation(forward, backward):
-    """Builds the operation from passes with the parameters of `forward` and `backward`."""
-
-    @jax.custom_vjp
-    def run(logits, lower_bound):
-        return forward(logits, lower_bound)[0]
-
-    def gradients(saved, d_log_f):
-        # Without the barrier XLA would share and save what both passes compute.
-        return backward(*jax.lax.optimization_barrier(saved), None, d_log_f)
-
-    run.defvjp(lambda *given: (forward(*given)[0], given), gradients)
-
-    @jax.jit
-    def log_forget_gate(logits, lower_bound=None):
-        """logits: [..., D]; lower_bound: [2, D], log β and log(1 - β), or None, β = 0.
-
-        Returns [..., D] in float32, or float64 if an argument is float64.
-        """
-        return run(logits, lower_bound)
-
-    return log_forget_gate
 
 
 @jax.custom_jvp
@@ -78,4 +55,4 @@ def _(primals, tangents):
     return _bounded(*primals), tangent
 
 
-log_forget_gate = operation(forward, backward)
+log_forget_gate = token_wise_kernel("log_forget_gate", forward, backward)

@@ -1,15 +1,4 @@
-"""The real-gated linear recurrent unit.  De et al. 2024, arXiv:2402.19427, section 2.4.
-
-    r_t = σ(gate_a_t),  i_t = σ(gate_x_t),  log a_t = -8 softplus(-a_logit) r_t
-    h_t = a_t h_{t-1} + s_t i_t x_t,  s_t = sqrt(1 - a_t²); a_t = 0, s_t = 1 at a start
-
-With g_t = dh_t + a_{t+1} g_{t+1} the gradients are
-
-    dx = g s i,  di = g s x,  dlog a = a g h_{t-1} - a² g i x / s
-    dr = -8 softplus(-a_logit) dlog a,  da_logit = 8 σ(-a_logit) Σ r dlog a
-
-where 1 / s is bounded by `MAX_SQRT_GRADIENT`.
-"""
+"""The real-gated linear recurrent unit, with the equations of `backends/reference/rg_lru.py`."""
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +6,13 @@ import jax.numpy as jnp
 from ..constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
 from ._common import (
     applied_decay,
-    cast_state,
     default_zero_state,
     default_zero_state_gradient,
-    define_gradient,
     filled,
     kind_masks,
     sum_over_tokens,
 )
+from ._operation import kernel_over_time
 from ._scan import adjoint_scan, previous, scan
 from ._time_chunks import elements_before, scan_chunks
 
@@ -90,23 +78,7 @@ def backward(x, gate_a, gate_x, a_logit, initial_state, token_kind, output, d_ou
     return *d_tensors, d_a_logit.astype(a_logit.dtype), d_initial, None
 
 
-def operation(forward, backward):
-    """Builds the operation from passes with the parameters of `forward` and `backward`."""
-    run = define_gradient(forward, backward)
-
-    @jax.jit
-    def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
-        """x, gate_a, gate_x: [B, T, D]; a_logit: [D].
-
-        Returns ([B, T, D] in x's dtype, [B, D] in float32, or float64 if an argument is float64).
-        """
-        state = cast_state(initial_state, x, gate_a, gate_x, a_logit)
-        return run(x, gate_a, gate_x, a_logit, state, token_kind)
-
-    return rg_lru
-
-
-rg_lru = operation(forward, backward)
+rg_lru = kernel_over_time("rg_lru", forward, backward)
 
 
 def _log_decay(r, a_logit):

@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from ..constants import CONTINUES, PADDING, STARTS
+from ..kernel import make_kernel
 from . import _banded_attention, _circular_buffer
 from ._attention_inputs import AttentionInputs, attend_real_tokens_first, grouped
 from ._common import accumulation_dtype, filled
-
-HAS_RESIDUALS = True
 
 
 def forward(q, k, v, of_queries, of_keys, *, window, dtype, one_document):
@@ -133,7 +132,7 @@ def operation(forward, backward):
     return sliding_window_attention
 
 
-sliding_window_attention = operation(forward, backward)
+sliding_window_attention = make_kernel(operation, forward, backward, has_residuals=True)
 
 
 def _zero_without_token(documents, x):

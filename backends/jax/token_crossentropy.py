@@ -5,10 +5,10 @@ own derivative would save the softmax in float32. XLA casts the logits as it rea
 their gradient is written at their size (except for 16-bit logits on a CPU).
 """
 
-import jax
 import jax.numpy as jnp
 
 from ._common import accumulation_dtype
+from ._operation import token_wise_kernel
 
 
 def forward(logits, tokens):
@@ -29,36 +29,7 @@ def backward(logits, tokens, _, largest, total, d_losses):
     return d_logits.astype(logits.dtype), None
 
 
-def operation(forward, backward):
-    """Builds the operation from passes with the parameters of `forward` and `backward`."""
-
-    @jax.custom_vjp
-    def run(logits, tokens):
-        return forward(logits, tokens)[0]
-
-    def save(logits, tokens):
-        losses, *sums = forward(logits, tokens)
-        return losses, (logits, tokens, *sums)
-
-    def gradients(saved, d_losses):
-        # Without the barrier XLA would share the exponentials with the forward pass and save them.
-        logits, tokens, *sums = jax.lax.optimization_barrier(saved)
-        return backward(logits, tokens, None, *sums, d_losses)
-
-    run.defvjp(save, gradients)
-
-    @jax.jit
-    def token_crossentropy(logits, tokens):
-        """logits: [..., V]; tokens: [...], integers.
-
-        Returns [...] in float32, or float64 if logits are float64; NaN for a token not in 0..V-1.
-        """
-        return run(logits, tokens.astype(int))
-
-    return token_crossentropy
-
-
-token_crossentropy = operation(forward, backward)
+token_crossentropy = token_wise_kernel("token_crossentropy", forward, backward)
 
 
 def _label_mask(logits, tokens):

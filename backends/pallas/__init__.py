@@ -5,7 +5,7 @@ the backward pass from the last to the first. The state stays in VMEM between bl
 tensor is read or written once.
 
 A file defines `forward` and `backward` with the parameters of those in the file of the same name
-in `backends/jax`. The `operation` of that file builds the differentiable function from them.
+in `backends/jax`. `replace_passes` of the `Kernel` in that file makes a `Kernel` from them.
 """
 
 from ._platform import unavailable as unavailable

@@ -1,10 +1,4 @@
-"""S_t = exp(log_decay) S_{t-1} + k_t v_t^T,  o_t = S_t^T q_t,  in every head.
-
-Qin et al. 2024, arXiv:2405.17381 (Lightning Attention), and 2023, arXiv:2307.14995
-(TransNormerLLM): inside a chunk (Q K^T * M) V with M_us = decay^(u - s), across chunks Q (K^T V).
-Padding does not decay the state: the exponent counts the real tokens between s and u, and M_us is 0
-where a document starts between them.
-"""
+"""S_t = exp(log_decay) S_{t-1} + k_t v_t^T,  o_t = S_t^T q_t, as in `backends/jax`."""
 
 import jax.numpy as jnp
 
@@ -98,4 +92,4 @@ class _Chunk:
         return [self.mask_padding(d) for d in (d_q, d_k, d_v)], g
 
 
-lightning_attention = plain.operation(forward, backward)
+lightning_attention = plain.lightning_attention.replace_passes(forward, backward, unsupported)

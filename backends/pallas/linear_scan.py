@@ -112,4 +112,4 @@ _TENSORS, _RESULTS, _CHANNELS = SIGNATURES["linear_scan"].layout
 _forward = per_shard(_forward, _TENSORS, _RESULTS, _CHANNELS)
 _backward = per_shard(_backward, (*_TENSORS[1:], _RESULTS[0], *_RESULTS), _TENSORS[:-1], _CHANNELS)
 
-linear_scan = plain.operation(forward, backward)
+linear_scan = plain.linear_scan.replace_passes(forward, backward, unsupported)

@@ -1,15 +1,7 @@
-"""The real-gated linear recurrent unit.  De et al. 2024, arXiv:2402.19427, section 2.4.
-
-    r_t = σ(gate_a_t),  i_t = σ(gate_x_t),  log a_t = -8 softplus(-a_logit) r_t
-    h_t = a_t h_{t-1} + s_t i_t x_t,  s_t = sqrt(1 - a_t²); a_t = 0, s_t = 1 at a start
+"""The real-gated linear recurrent unit, with the equations of `backends/reference/rg_lru.py`.
 
 Gates, square root and scan are one kernel, which reads three tensors and writes one. The backward
-pass runs from the last token to the first, with the state c_t = a_t g_t, g_t = dh_t + c_{t+1}:
-
-    dx = g s i,  di = g s x,  dlog a = c h_{t-1} - g i x a² / s
-    dr = -8 softplus(-a_logit) dlog a,  da_logit = 8 σ(-a_logit) Σ r dlog a
-
-where 1 / s is bounded by `MAX_SQRT_GRADIENT`.
+pass runs from the last token to the first, with the state c_t = a_t g_t, g_t = dh_t + c_{t+1}.
 """
 
 import jax
@@ -182,4 +174,4 @@ _backward = per_shard(
     _CHANNELS,
 )
 
-rg_lru = plain.operation(forward, backward)
+rg_lru = plain.rg_lru.replace_passes(forward, backward, unsupported)

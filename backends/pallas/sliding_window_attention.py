@@ -169,4 +169,6 @@ def _backward(window, q, k, v, query_documents, key_documents, d_output):
     return _window.undo_head_layout(d_q, q.shape), d_k, d_v
 
 
-sliding_window_attention = plain.operation(forward, backward)
+sliding_window_attention = plain.sliding_window_attention.replace_passes(
+    forward, backward, unsupported
+)

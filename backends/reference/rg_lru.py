@@ -1,10 +1,17 @@
 """The real-gated linear recurrent unit.  De et al. 2024, arXiv:2402.19427, section 2.4.
 
-    r_t = sigmoid(gate_a_t)        i_t = sigmoid(gate_x_t)
-    log a_t = -8 softplus(-a_logit) r_t
-    h_t = a_t h_{t-1} + sqrt(1 - a_t^2) i_t x_t
+    r_t = sigmoid(gate_a_t)                     i_t = sigmoid(gate_x_t)
+    log a_t = -8 softplus(-a_logit) r_t         s_t = sqrt(1 - a_t^2)
+    h_t = a_t h_{t-1} + s_t i_t x_t
 
-Equation 6 of the paper has softplus(a_logit); with a = sigmoid(a_logit) it is softplus(-a_logit).
+Where a document starts, a_t = 0 and s_t = 1. Equation 6 of the paper has softplus(a_logit); with
+a = sigmoid(a_logit) it is softplus(-a_logit). With g_t = dh_t + a_{t+1} g_{t+1} the gradients are
+
+    dx = g s i                                  di = g s x
+    dlog a = a g h_{t-1} - a^2 g i x / s        dr = -8 softplus(-a_logit) dlog a
+    da_logit = 8 sigmoid(-a_logit) sum(r dlog a)
+
+where 1 / s is bounded by `MAX_SQRT_GRADIENT`.
 """
 
 import numpy as np

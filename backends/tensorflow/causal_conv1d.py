@@ -1,11 +1,6 @@
 """y_t = bias + sum_j kernel[j] * x_{t-W+1+j}: one filter a channel, over a document's real tokens.
 
-De et al. 2024, arXiv:2402.19427, section 2.3 (the temporal convolution before the recurrence).
-
-Padding may be anywhere in a sequence, and the filter skips it. So the real tokens are first moved
-to the front, after the W - 1 tokens of the state, and padding to the end. Then the filter is a sum
-of shifted slices, one for each tap, masked to inputs of the same document. The gradient is the same
-with opposite shifts. The argument of the activation is recomputed.
+The slices are those of `backends/torch`. The gradient is the same filter with opposite shifts.
 """
 
 import tensorflow as tf

@@ -1,9 +1,4 @@
-"""h_t = exp(log_a_t + i phase_t) * h_{t-1} + x_t.  De et al. 2024, arXiv:2402.19427, appendix B.
-
-In x and h the first half of the channels is the real part, the second half the imaginary part.
-With a_t = exp(log_a_t + i phase_t) and g_t = dh_t + conj(a_{t+1}) g_{t+1} the gradients are
-dx_t = g_t and dlog_a_t + i dphase_t = g_t conj(a_t h_{t-1}).
-"""
+"""`linear_scan` of complex numbers; `backends/reference/complex_linear_scan.py` has equations."""
 
 import tensorflow as tf
 

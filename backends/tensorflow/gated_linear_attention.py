@@ -1,15 +1,4 @@
-"""S_t = diag(exp(log_f_t)) S_{t-1} + k_t v_t^T,  o_t = S_t^T q_t,  in every head.
-
-Qin et al. 2024, arXiv:2404.07904, section 3 (HGRN2, where k_t = 1 - exp(log_f_t)); Yang et al.
-2023, arXiv:2312.06635, section 4 (gated linear attention).
-
-Tokens before a chunk contribute through the state. Inside a chunk, token u attends to an earlier
-token s with the weight a_us = sum_k q_u f_{s+1} ... f_u k_s. To compute these weights as matrix
-products, the decays are split between q_u and k_s: the chunk is halved recursively, and where u is
-in a right half and s in the adjacent left half, q_u is multiplied by the decays from the boundary
-to u and k_s by the decays from s to the boundary. Decays are only multiplied, never divided by one
-another, so any decay is safe. A start is a decay of 0, which needs no special case.
-"""
+"""S_t = diag(exp(log_f_t)) S_{t-1} + k_t v_t^T,  o_t = S_t^T q_t, as in `backends/jax`."""
 
 import tensorflow as tf
 

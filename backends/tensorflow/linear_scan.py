@@ -1,8 +1,4 @@
-"""h_t = exp(log_a_t) * h_{t-1} + x_t.  De et al. 2024, arXiv:2402.19427, section 2.4.
-
-With a_t = exp(log_a_t) and g_t = dh_t + a_{t+1} g_{t+1} the gradients are
-dx_t = g_t, dlog_a_t = g_t a_t h_{t-1}.
-"""
+"""h_t = exp(log_a_t) * h_{t-1} + x_t, with the gradients of `backends/reference/linear_scan.py`."""
 
 import tensorflow as tf
 

@@ -1,15 +1,4 @@
-"""The real-gated linear recurrent unit.  De et al. 2024, arXiv:2402.19427, section 2.4.
-
-    r_t = σ(gate_a_t),  i_t = σ(gate_x_t),  log a_t = -8 softplus(-a_logit) r_t
-    h_t = a_t h_{t-1} + s_t i_t x_t,  s_t = sqrt(1 - a_t²); a_t = 0, s_t = 1 at a start
-
-With g_t = dh_t + a_{t+1} g_{t+1} the gradients are
-
-    dx = g s i,  di = g s x,  dlog a = a g h_{t-1} - a² g i x / s
-    dr = -8 softplus(-a_logit) dlog a,  da_logit = 8 σ(-a_logit) Σ r dlog a
-
-where 1 / s is bounded by `MAX_SQRT_GRADIENT`.
-"""
+"""The real-gated linear recurrent unit, with the equations of `backends/reference/rg_lru.py`."""
 
 import tensorflow as tf
 

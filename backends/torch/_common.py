@@ -6,6 +6,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ..constants import PADDING, STARTS
+from ..kernel import Kernel
 from ..signatures import SIGNATURES, TOKENS
 from . import _sharding
 from ._autograd import call_without_gradient, register_autograd
@@ -180,10 +181,17 @@ def applied_decay_(a, starts, padding):
     return fill_(fill_(a, starts, 0), padding, 1)
 
 
-def define_operator(
-    operation, forward, backward, state_shape, keep_output=True, dropped=(), options=None
+def kernel_over_time(
+    operation,
+    forward,
+    backward,
+    state_shape,
+    step=None,
+    keep_output=True,
+    dropped=(),
+    options=None,
 ):
-    """Makes two functions of an operation over time a custom operator that has a gradient.
+    """Returns the `Kernel` of an operation over time: a custom operator that has a gradient.
 
     The schemas and the fake results of the operator and of its gradient follow from the
     operation's signature. `register_gradient` describes the arguments that are not listed here.
@@ -194,6 +202,7 @@ def define_operator(
         backward: a function `(d_output, d_final_state, output, *inputs)` that returns a gradient
             for each tensor and the initial state, empty for a tensor that is None.
         state_shape: a function of the tensors that returns the shape of the state.
+        step: a function like `forward`, of torch's own operators, for a single token; or None.
         options: `{name: type}` of the parameters after the token kinds, with types of schemas.
     """
     signature, options = SIGNATURES[operation], options or {}
@@ -226,7 +235,15 @@ def define_operator(
 
     operator = define(operation, forward, fake_results, 2)
     gradient = define(f"{operation}_backward", backward, fake_gradients, len(names) + 1)
-    return register_gradient(operation, operator, gradient, keep_output, dropped, len(options))
+    apply = register_gradient(operation, operator, gradient, keep_output, dropped, len(options))
+
+    def function(initial_state=None, token_kind=None, **arguments):
+        tensors = *[arguments.get(name) for name in names], initial_state
+        others = [arguments.get(name) for name in options]
+        run = step if step is not None and is_one_token(*tensors) else apply
+        return run(*tensors, token_kind, *others)
+
+    return Kernel(function)
 
 
 def _parameters(function):

@@ -1,9 +1,8 @@
 """Rules by which an operation over time continues from the chunks of previous devices.
 
-A rule takes `Shards`, the arguments of an implementation, and the implementation, and returns the
-results of the implementation. That of `matrix_recurrence` also takes the function `effect_on_state`
-of the implementation's module, if there is one: it returns the decay and the total by which a shard
-changes a state, or, with the gradient of the output, the gradient of a state.
+A rule takes `Shards`, the arguments of an implementation, and its `Kernel`, and returns the results
+of the implementation. `matrix_recurrence` uses `effect_on_state` of the kernel, if there is one:
+given the gradient of the output, this function returns the gradient of a state.
 """
 
 import torch
@@ -24,10 +23,10 @@ def recurrence(log_decays):
     """
     log_of_tokens, apply_decay = log_decays
 
-    def rule(shards, arguments, function):
+    def rule(shards, arguments, kernel):
         state = arguments["initial_state"]
         zeros = {**arguments, "initial_state": None if state is None else torch.zeros_like(state)}
-        added = function(**zeros)[1]
+        added = kernel(**zeros)[1]
         first = torch.zeros_like(added) if state is None else state.to(added.dtype)
         log_decays = log_of_tokens(arguments, added.dtype)
         logs = _sum_over_time(log_decays, arguments["token_kind"], added.dtype)
@@ -39,7 +38,7 @@ def recurrence(log_decays):
             return [(state,) for state in states]
 
         (before,) = shards.state_before(fold, (*logs, added, first))
-        return function(**{**arguments, "initial_state": before})
+        return kernel(**{**arguments, "initial_state": before})
 
     return rule
 
@@ -56,7 +55,8 @@ def matrix_recurrence(name, log_of_tokens, gradient_of_state):
     and the token kinds; it returns what the output adds to the gradient of the initial state.
     """
 
-    def rule(shards, arguments, function, effect_on_state=None):
+    def rule(shards, arguments, kernel):
+        effect_on_state = kernel.effect_on_state
         state, kind = arguments["initial_state"], arguments["token_kind"]
         tensors = [arguments[of] for of in ("q", "k", "v", name)]
         with torch.no_grad():
@@ -64,7 +64,7 @@ def matrix_recurrence(name, log_of_tokens, gradient_of_state):
                 decay, added = _call(effect_on_state, *tensors, kind)
                 decay = decay[..., None]
             else:
-                added = function(**{**arguments, "initial_state": None})[1]
+                added = kernel(**{**arguments, "initial_state": None})[1]
                 logs = _sum_over_time(log_of_tokens(arguments, added.dtype), kind, added.dtype)
                 decay = _scale(logs, torch.ones_like(added[..., :1]))
             decays = shards.gather(decay)
@@ -77,12 +77,12 @@ def matrix_recurrence(name, log_of_tokens, gradient_of_state):
             # Not `torch.tensor`, whose copy to a GPU waits for the GPU.
             is_first = torch.full((), shards.rank == 0, device=state.device)
             before = torch.where(is_first, state.to(before.dtype), before)
-        output, final = function(**{**arguments, "initial_state": before})
+        output, final = kernel(**{**arguments, "initial_state": before})
 
         def gradient(d_output, q, k, v, log_decay, token_kind):
             if effect_on_state is not None:
                 return _call(effect_on_state, q, k, v, log_decay, token_kind, d_output)[1]
-            return gradient_of_state(function, d_output, q, log_decay, token_kind)
+            return gradient_of_state(kernel, d_output, q, log_decay, token_kind)
 
         return _AddGradient.apply(
             shards, gradient, output, final, torch.stack(decays), *tensors, kind
@@ -119,7 +119,7 @@ class _AddGradient(torch.autograd.Function):
         return None, None, d_output, d_final + d_state, *[None] * (1 + len(tensors))
 
 
-def _gated_gradient(function, d_output, q, log_f, token_kind):
+def _gated_gradient(kernel, d_output, q, log_f, token_kind):
     """Σ_t f_1 ... f_t q_t d_output_t^T, a state of the same recurrence from the last token on."""
     padding, (q, d_output) = _before_first_start(token_kind, q, d_output)
     if padding is not None:
@@ -127,11 +127,11 @@ def _gated_gradient(function, d_output, q, log_f, token_kind):
     shifted = torch.cat((log_f[:, 1:], torch.zeros_like(log_f[:, :1])), dim=1)
     q, d_output, shifted = (x.flip(1) for x in (q, d_output, shifted))
     tensors = {"q": q, "k": q, "v": d_output, "log_f": shifted}
-    state = function(**tensors, initial_state=None, token_kind=None)[1]
+    state = kernel(**tensors, initial_state=None, token_kind=None)[1]
     return log_f[:, 0].to(state.dtype).exp()[..., None] * state
 
 
-def _lightning_gradient(function, d_output, q, log_decay, token_kind):
+def _lightning_gradient(kernel, d_output, q, log_decay, token_kind):
     """Σ_t f^t q_t d_output_t^T for real tokens t = 1, 2 ...; see `_gated_gradient`."""
     padding, (q, d_output) = _before_first_start(token_kind, q, d_output)
     q, d_output = q.flip(1), d_output.flip(1)
@@ -139,7 +139,7 @@ def _lightning_gradient(function, d_output, q, log_decay, token_kind):
     if padding is not None:
         kind = torch.where(padding[..., 0, 0], PADDING, CONTINUES).flip(1).to(token_kind.dtype)
     tensors = {"q": q, "k": q, "v": d_output, "log_decay": log_decay}
-    state = function(**tensors, initial_state=None, token_kind=kind)[1]
+    state = kernel(**tensors, initial_state=None, token_kind=kind)[1]
     return log_decay.to(state.dtype).exp()[:, None, None] * state
 
 
@@ -201,18 +201,18 @@ def _log_decay(arguments, dtype):
     return (log_decay.expand(*arguments["q"].shape[:2], -1),)
 
 
-def causal_conv1d(shards, arguments, function):
+def causal_conv1d(shards, arguments, kernel):
     """Rule that receives the last taps - 1 real tokens before a chunk."""
     state, kind, x = (arguments[name] for name in ("initial_state", "token_kind", "x"))
     shape = x.shape[0], arguments["kernel"].shape[0] - 1, x.shape[2]
     dtype = accumulation_dtype(x, arguments["kernel"], arguments["bias"], state)
     if shape[1] == 0:
-        return function(**arguments)
+        return kernel(**arguments)
     nothing = torch.zeros(shape, dtype=dtype, device=x.device)
     if kind is None:
         last = torch.cat((nothing, x.to(dtype)), dim=1)[:, x.shape[1] :]
     else:
-        last = function(**{**arguments, "initial_state": nothing})[1]
+        last = kernel(**{**arguments, "initial_state": nothing})[1]
     first = nothing if state is None else state.to(dtype)
 
     def fold(chunks, kinds):
@@ -222,10 +222,10 @@ def causal_conv1d(shards, arguments, function):
         return [(state,) for state in states]
 
     (before,) = shards.state_before(fold, (last, first), _count_tokens(x, kind))
-    return function(**{**arguments, "initial_state": before})
+    return kernel(**{**arguments, "initial_state": before})
 
 
-def sliding_window_attention(shards, arguments, function):
+def sliding_window_attention(shards, arguments, kernel):
     """Rule that receives the keys and values of the window before a chunk."""
     window = arguments["sliding_window"]
     for name, wrong in (
@@ -239,7 +239,7 @@ def sliding_window_attention(shards, arguments, function):
             )
     room = window - 1
     if room == 0:
-        return function(**arguments)
+        return kernel(**arguments)
     q, k, v, kind = (arguments[name] for name in ("q", "k", "v", "token_kind"))
     inputs = AttentionInputs(q, k, v, None, None, None, kind, window)
     lasts = [
@@ -271,7 +271,7 @@ def sliding_window_attention(shards, arguments, function):
         for x in sequences
     )
     state = {"key": key, "value": value, "position": position.int()}
-    return function(**{**arguments, "initial_state": state})
+    return kernel(**{**arguments, "initial_state": state})
 
 
 def _count_tokens(x, kind):

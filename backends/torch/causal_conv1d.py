@@ -15,11 +15,10 @@ from torch import Tensor
 
 from ._common import (
     accumulation_dtype,
-    define_operator,
     fill_,
     filled,
     fresh,
-    is_one_token,
+    kernel_over_time,
     kind_masks,
     slope_of_gated,
     spans,
@@ -28,16 +27,6 @@ from ._common import (
     total_,
     where,
 )
-
-
-def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, activation=None):
-    """x: [B, T, D]; kernel: [W, D]; bias: [D]; activation: None or "silu".
-
-    Returns ([B, T, D] in x's dtype, [B, W - 1, D] in float32, or float64 if an argument is
-    float64).
-    """
-    tensors = x, kernel, bias, initial_state
-    return (_step if is_one_token(*tensors) else _operator)(*tensors, token_kind, activation)
 
 
 def _step(x, kernel, bias, initial_state, token_kind, activation):
@@ -184,11 +173,12 @@ def _backward(dy, d_state, x, kernel, bias, initial_state, token_kind, activatio
     )
 
 
-_operator = define_operator(
+causal_conv1d = kernel_over_time(
     "causal_conv1d",
     _forward,
     _backward,
     lambda x, kernel, *_: (x.shape[0], kernel.shape[0] - 1, x.shape[2]),
+    _step,
     keep_output=False,
     options={"activation": "str?"},
 )

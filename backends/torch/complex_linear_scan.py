@@ -1,30 +1,17 @@
-"""h_t = exp(log_a_t + i phase_t) * h_{t-1} + x_t.  De et al. 2024, arXiv:2402.19427, appendix B.
-
-In x and h the first half of the channels is the real part, the second half the imaginary part.
-With a_t = exp(log_a_t + i phase_t) and g_t = dh_t + conj(a_{t+1}) g_{t+1} the gradients are
-dx_t = g_t and dlog_a_t + i dphase_t = g_t conj(a_t h_{t-1}).
-"""
+"""`linear_scan` of complex numbers; `backends/reference/complex_linear_scan.py` has equations."""
 
 import torch
 
 from ._common import (
     accumulation_dtype,
     applied_decay_,
-    define_operator,
     fill_,
     fresh,
+    kernel_over_time,
     kind_masks,
     state_or_zeros,
 )
 from ._scan import adjoint_scan, scan_, times_previous_
-
-
-def complex_linear_scan(x, log_a, phase, initial_state=None, token_kind=None):
-    """x: [B, T, 2D]; log_a, phase: [B, T, D], log_a <= 0.
-
-    Returns ([B, T, 2D] in x's dtype, [B, 2D] in float32, or float64 if an argument is float64).
-    """
-    return _operator(x, log_a, phase, initial_state, token_kind)
 
 
 def _to_complex(tensor, dtype):
@@ -71,6 +58,6 @@ def _backward(dh, d_state, h, x, log_a, phase, initial_state, token_kind):
     )
 
 
-_operator = define_operator(
+complex_linear_scan = kernel_over_time(
     "complex_linear_scan", _forward, _backward, lambda x, *_: (x.shape[0], x.shape[2])
 )

@@ -1,25 +1,13 @@
-"""S_t = diag(exp(log_f_t)) S_{t-1} + k_t v_t^T,  o_t = S_t^T q_t,  in every head.
-
-Qin et al. 2024, arXiv:2404.07904, section 3 (HGRN2, where k_t = 1 - exp(log_f_t)); Yang et al.
-2023, arXiv:2312.06635, section 4 (gated linear attention).
-
-Tokens before a chunk contribute through the state. Inside a chunk, token u attends to an earlier
-token s with the weight a_us = sum_k q_u f_{s+1} ... f_u k_s. To compute these weights as matrix
-products, the decays are split between q_u and k_s: the chunk is halved recursively, and where u is
-in a right half and s in the adjacent left half, q_u is multiplied by the decays from the boundary
-to u and k_s by the decays from s to the boundary. Decays are only multiplied, never divided by one
-another, so any decay is safe. A start is a decay of 0, which needs no special case.
-"""
+"""S_t = diag(exp(log_f_t)) S_{t-1} + k_t v_t^T,  o_t = S_t^T q_t, as in `backends/jax`."""
 
 import torch
 
 from ._common import (
     accumulation_dtype,
     applied_decay_,
-    define_operator,
     fill_,
     fresh,
-    is_one_token,
+    kernel_over_time,
     state_or_zeros,
     step_masks,
     where,
@@ -38,16 +26,6 @@ from ._linear_attention import (
 )
 
 CHUNK = 64
-
-
-def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
-    """q, k, log_f: [B, T, H, K]; v: [B, T, H, V]; log_f <= 0; k None: 1 - exp(log_f).
-
-    Returns ([B, T, H, V] in v's dtype, [B, H, K, V] in float32, or float64 if an argument is
-    float64).
-    """
-    tensors = q, k, v, log_f, initial_state
-    return (_step if is_one_token(*tensors) else _operator)(*tensors, token_kind)
 
 
 def _step(q, k, v, log_f, initial_state, token_kind):
@@ -104,11 +82,12 @@ def _backward(d_output, d_final_state, q, k, v, log_f, initial_state, token_kind
     return d_q, d_k, d_v, d_log_f, fresh(g.view(d_final_state.shape), dtype)
 
 
-_operator = define_operator(
+gated_linear_attention = kernel_over_time(
     "gated_linear_attention",
     _forward,
     _backward,
     lambda q, k, v, *_: state_shape(q, v),
+    _step,
     keep_output=False,
 )
 

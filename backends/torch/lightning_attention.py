@@ -1,19 +1,12 @@
-"""S_t = exp(log_decay) S_{t-1} + k_t v_t^T,  o_t = S_t^T q_t,  in every head.
-
-Qin et al. 2024, arXiv:2405.17381 (Lightning Attention), and 2023, arXiv:2307.14995
-(TransNormerLLM): inside a chunk (Q K^T * M) V with M_us = decay^(u - s), across chunks Q (K^T V).
-Padding does not decay the state: the exponent counts the real tokens between s and u, and M_us is 0
-where a document starts between them.
-"""
+"""S_t = exp(log_decay) S_{t-1} + k_t v_t^T,  o_t = S_t^T q_t, as in `backends/jax`."""
 
 import torch
 
 from ._common import (
     accumulation_dtype,
-    define_operator,
     fill_,
     fresh,
-    is_one_token,
+    kernel_over_time,
     kind_masks,
     state_or_zeros,
     step_masks,
@@ -33,16 +26,6 @@ from ._linear_attention import (
 )
 
 CHUNK = 64
-
-
-def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None):
-    """q, k: [B, T, H, K]; v: [B, T, H, V]; log_decay: [H], a constant, whose gradient is 0.
-
-    Returns ([B, T, H, V] in v's dtype, [B, H, K, V] in float32, or float64 if an argument is
-    float64).
-    """
-    tensors = q, k, v, log_decay, initial_state
-    return (_step if is_one_token(*tensors) else _operator)(*tensors, token_kind)
 
 
 def _step(q, k, v, log_decay, initial_state, token_kind):
@@ -103,11 +86,12 @@ def _backward(d_output, d_final_state, q, k, v, log_decay, initial_state, token_
     return d_q, d_k, d_v, torch.zeros_like(log_decay), fresh(g.view(d_final_state.shape), dtype)
 
 
-_operator = define_operator(
+lightning_attention = kernel_over_time(
     "lightning_attention",
     _forward,
     _backward,
     lambda q, k, v, *_: state_shape(q, v),
+    _step,
     keep_output=False,
 )
 

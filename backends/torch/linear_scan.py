@@ -1,34 +1,20 @@
-"""h_t = exp(log_a_t) * h_{t-1} + x_t.  De et al. 2024, arXiv:2402.19427, section 2.4.
-
-With a_t = exp(log_a_t) and g_t = dh_t + a_{t+1} g_{t+1} the gradients are
-dx_t = g_t, dlog_a_t = g_t a_t h_{t-1}.
-"""
+"""h_t = exp(log_a_t) * h_{t-1} + x_t, with the gradients of `backends/reference/linear_scan.py`."""
 
 import torch
 
 from ._common import (
     accumulation_dtype,
     applied_decay_,
-    define_operator,
     fill_,
     filled,
     fresh,
-    is_one_token,
+    kernel_over_time,
     kind_masks,
     state_or_zeros,
     step_masks,
     where,
 )
 from ._scan import adjoint_scan, scan_, times_previous_
-
-
-def linear_scan(x, log_a, initial_state=None, token_kind=None):
-    """x, log_a: [B, T, D], log_a <= 0.
-
-    Returns ([B, T, D] in x's dtype, [B, D] in float32, or float64 if an argument is float64).
-    """
-    one = is_one_token(x, log_a, initial_state)
-    return (_step if one else _operator)(x, log_a, initial_state, token_kind)
 
 
 def _step(x, log_a, initial_state, token_kind):
@@ -73,6 +59,6 @@ def _backward(dh, d_state, h, log_a, initial_state, token_kind):
     )
 
 
-_operator = define_operator(
-    "linear_scan", _forward, _backward, lambda x, *_: (x.shape[0], x.shape[2]), dropped=(0,)
+linear_scan = kernel_over_time(
+    "linear_scan", _forward, _backward, lambda x, *_: (x.shape[0], x.shape[2]), _step, dropped=(0,)
 )

@@ -1,15 +1,4 @@
-"""The real-gated linear recurrent unit.  De et al. 2024, arXiv:2402.19427, section 2.4.
-
-    r_t = σ(gate_a_t),  i_t = σ(gate_x_t),  log a_t = -8 softplus(-a_logit) r_t
-    h_t = a_t h_{t-1} + s_t i_t x_t,  s_t = sqrt(1 - a_t²); a_t = 0, s_t = 1 at a start
-
-With g_t = dh_t + a_{t+1} g_{t+1} the gradients are
-
-    dx = g s i,  di = g s x,  dlog a = a (g h_{t-1} - a g i x / s)
-    dr = -8 softplus(-a_logit) dlog a,  da_logit = 8 σ(-a_logit) Σ r dlog a
-
-where 1 / s is bounded by `MAX_SQRT_GRADIENT`.
-"""
+"""The real-gated linear recurrent unit, with the equations of `backends/reference/rg_lru.py`."""
 
 import torch
 
@@ -17,10 +6,9 @@ from ..constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
 from ._common import (
     accumulation_dtype,
     blocks,
-    define_operator,
     fill_,
     fresh,
-    is_one_token,
+    kernel_over_time,
     masks_of_tokens,
     state_or_zeros,
     step_masks,
@@ -31,15 +19,6 @@ from ._scan import adjoint_scan, scan_, times_previous_
 
 # Lower bound of s as a divisor, which bounds the derivative of the root, 1 / (2 s).
 SMALLEST_DIVISOR = 1 / (2 * MAX_SQRT_GRADIENT)
-
-
-def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
-    """x, gate_a, gate_x: [B, T, D]; a_logit: [D].
-
-    Returns ([B, T, D] in x's dtype, [B, D] in float32, or float64 if an argument is float64).
-    """
-    arguments = x, gate_a, gate_x, a_logit, initial_state
-    return (_step if is_one_token(*arguments) else _operator)(*arguments, token_kind)
 
 
 def _step(x, gate_a, gate_x, a_logit, initial_state, token_kind):
@@ -132,4 +111,6 @@ def _backward(dh, d_state, h, x, gate_a, gate_x, a_logit, initial_state, token_k
     return dx, d_gate_a, d_gate_x, d_logit.to(a_logit.dtype), d_initial
 
 
-_operator = define_operator("rg_lru", _forward, _backward, lambda x, *_: (x.shape[0], x.shape[2]))
+rg_lru = kernel_over_time(
+    "rg_lru", _forward, _backward, lambda x, *_: (x.shape[0], x.shape[2]), _step
+)

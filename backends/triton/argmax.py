@@ -67,7 +67,7 @@ def results(x):
     return (Array((x.shape[0],), "int32"),)
 
 
-@decoding_step(results, count=1, name="largest")  # the name in exported programs
+@decoding_step(unsupported, results, count=1, name="largest")  # the name in exported programs
 def argmax(x):
     """x: [B, V]. Returns int32 [B]: in each row the index of the first NaN or largest number."""
     best, options = _partial_argmax(x)

@@ -38,14 +38,6 @@ def unsupported(
     return unsupported_reason(x, kernel, bias, initial_state, token_kind)
 
 
-def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, activation=None):
-    """x: [B, T, D]; kernel: [W, D]; bias: [D]; activation: None or "silu".
-
-    Returns ([B, T, D] in x's dtype, [B, W - 1, D] in float32).
-    """
-    return kernels(x, kernel, bias, initial_state, token_kind, activation=activation)
-
-
 def _state_array(x, kernel):
     return Array((x.shape[0], kernel.shape[0] - 1, x.shape[2]), "float32")
 
@@ -109,12 +101,6 @@ def backward(
     return dx, d_kernel, d_bias, d_initial, None
 
 
-kernels = operation(
-    Operation(
-        "causal_conv1d",
-        forward,
-        results,
-        backward,
-        gradients,
-    )
+causal_conv1d = operation(
+    Operation("causal_conv1d", forward, results, backward, gradients, unsupported)
 )

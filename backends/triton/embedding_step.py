@@ -9,6 +9,7 @@ kernel does all of this. The state is overwritten where that is allowed.
 import triton
 import triton.language as tl
 
+from ..kernel import as_kernel
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.tokens import CONTINUES, STARTS
 from ._runtime.framework import (
@@ -81,7 +82,7 @@ def results(table, tokens, segment, position, scale, dtype):
     return y, *current, per_row(segment, "int32"), per_row(position, "int32")
 
 
-@decoding_step(results, count=5, updates=("segment", "position"))
+@decoding_step(None, results, count=5, updates=("segment", "position"))
 def embedding(table, tokens, segment, position, scale: float, dtype: str):
     vocabulary, width = table.shape
     block = min(_BLOCK, next_power_of_2(width))
@@ -96,6 +97,7 @@ def embedding(table, tokens, segment, position, scale: float, dtype: str):
     return run(Launch(_kernel, programs, inputs, outputs, numbers, options, updates))
 
 
+@as_kernel(unsupported)
 def embedding_step(table, token_ids, segment=None, position=None, scale=1.0, dtype="float32"):
     """table: [V, D]; token_ids: integers [B]; segment, position: int32 [B].
 

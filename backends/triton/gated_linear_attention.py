@@ -45,14 +45,6 @@ def unsupported(q, k, v, log_f, initial_state=None, token_kind=None) -> str | No
     return unsupported_reason(q, k, v, log_f, initial_state, token_kind)
 
 
-def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
-    """q, k, log_f: [B, T, H, K]; v: [B, T, H, V]; log_f <= 0. If k is None, it is 1 - exp(log_f).
-
-    Returns ([B, T, H, V] in v's dtype, [B, H, K, V] in float32).
-    """
-    return kernels(q, k, v, log_f, initial_state, token_kind)
-
-
 def effect_on_state(q, k, v, log_f, token_kind=None, d_output=None):
     """Returns the decay [B, H, K] and the total [B, H, K, V] by which the tokens change a state.
 
@@ -165,13 +157,15 @@ def backward(q, k, v, log_f, initial_state, token_kind, output, pairs, d_output,
     return d_q, d_k, d_v, d_log_f, d_initial, None
 
 
-kernels = operation(
+gated_linear_attention = operation(
     Operation(
         "gated_linear_attention",
         forward,
         results,
         backward,
         gradients,
+        unsupported,
         residuals=("B H P",),
+        effect_on_state=effect_on_state,
     )
 )

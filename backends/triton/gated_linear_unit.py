@@ -10,6 +10,7 @@ import math
 import triton
 import triton.language as tl
 
+from ..kernel import as_kernel
 from ._device.math import sigmoid
 from ._runtime.framework import fusible_unsupported_reason, operation, run
 from ._runtime.launch import Launch, cdiv, like
@@ -25,9 +26,10 @@ def unsupported(gate, x, activation="silu") -> str | None:
     return fusible_unsupported_reason(gate, x)
 
 
+@as_kernel(unsupported)
 def gated_linear_unit(gate, x, activation="silu"):
     """gate, x: [...], of one shape; activation: "silu" or "gelu". Returns [...] in x's dtype."""
-    return kernels(gate, x, gelu=activation == "gelu")
+    return _gated_linear_unit(gate=gate, x=x, gelu=activation == "gelu")
 
 
 @triton.jit
@@ -94,6 +96,6 @@ def _launch(kernel, tensors, outputs, gelu):
     return run(Launch(kernel, programs, tensors, outputs, (n,), {"GELU": gelu, **_TILE}))
 
 
-kernels = operation(
+_gated_linear_unit = operation(
     Operation("gated_linear_unit", forward, results, backward, gradients, on_jax=False)
-)
+).function

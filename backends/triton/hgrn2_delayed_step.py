@@ -22,7 +22,7 @@ def results(q, f, v, memory, recent, count, lower_bound, norm_scale, token_kind)
     return output, squares, Array(tuple(count.shape), "int32"), next_memory, next_recent
 
 
-@decoding_step(results, count=5, updates=("memory", "recent"))
+@decoding_step(unsupported, results, count=5, updates=("memory", "recent"))
 def hgrn2_delayed_step(
     q, f, v, memory, recent, count, lower_bound=None, norm_scale=None, token_kind=None
 ):

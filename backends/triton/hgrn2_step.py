@@ -123,7 +123,7 @@ def results(q, f, v, memory, lower_bound, norm_scale, token_kind):
     return like(v), squares, Array(tuple(memory.shape), "float32")
 
 
-@decoding_step(results, count=3, updates=("memory",))
+@decoding_step(unsupported, results, count=3, updates=("memory",))
 def hgrn2_step(q, f, v, memory, lower_bound=None, norm_scale=None, token_kind=None):
     """q, f: [B, H K]; v: [B, H V]; memory: [B, H, K, V]; norm_scale: [H V].
 

@@ -69,14 +69,6 @@ def unsupported(q, k, v, log_decay, initial_state=None, token_kind=None) -> str 
     return unsupported_reason(q, k, v, log_decay, initial_state, token_kind)
 
 
-def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None):
-    """q, k: [B, T, H, K]; v: [B, T, H, V]; log_decay: [H], a constant, whose gradient is 0.
-
-    Returns ([B, T, H, V] in v's dtype, [B, H, K, V] in float32).
-    """
-    return kernels(q, k, v, log_decay, initial_state, token_kind)
-
-
 @triton.jit
 def _power(exponent, log_decay, FINE: tl.constexpr):
     """decay ** exponent, 1 if the exponent is 0: 0 * log_decay would be NaN for a decay of 0."""
@@ -355,12 +347,13 @@ def backward(q, k, v, log_decay, initial_state, token_kind, output, d_output, d_
     return d_q, d_k, d_v, zeros_like(log_decay), d_initial, None
 
 
-kernels = operation(
+lightning_attention = operation(
     Operation(
         "lightning_attention",
         forward,
         results,
         backward,
         gradients,
+        unsupported,
     )
 )

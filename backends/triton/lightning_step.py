@@ -109,7 +109,7 @@ def results(q, k, v, memory, *_, **_options):
     return output, squares, Array(tuple(memory.shape), "float32")
 
 
-@decoding_step(results, count=3, updates=("memory",))
+@decoding_step(unsupported, results, count=3, updates=("memory",))
 def lightning_step(
     q,
     k,

@@ -16,8 +16,6 @@ if host.framework == "jax":
 else:
     from ._crossentropy import torch_crossentropy as kernels
 
-linear_crossentropy, chunk_losses = kernels.linear_crossentropy, kernels.chunk_losses
-
 
 def unsupported(
     x, embedding, tokens, sample_weight=None, soft_cap=None, reduction="sum"
@@ -34,3 +32,6 @@ def unsupported(
             "exceeds"
         )
     return kernels.unsupported_reason(x, embedding, tokens, sample_weight)
+
+
+linear_crossentropy = kernels.linear_crossentropy._replace(unsupported=unsupported)

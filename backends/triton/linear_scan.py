@@ -47,11 +47,6 @@ def unsupported(x, log_a, initial_state=None, token_kind=None) -> str | None:
     return unsupported_reason(x, log_a, initial_state, token_kind)
 
 
-def linear_scan(x, log_a, initial_state=None, token_kind=None):
-    """x, log_a: [B, T, D], log_a <= 0. Returns ([B, T, D] in x's dtype, [B, D] in float32)."""
-    return kernels(x, log_a, initial_state, token_kind)
-
-
 @triton.jit
 def _decay(log_a, kind):
     """exp(log_a); 0 for a token that starts a document, and 1 for padding."""
@@ -213,13 +208,14 @@ def backward(x, log_a, initial_state, token_kind, h, dh, d_final):
     return *computed, None
 
 
-kernels = operation(
+linear_scan = operation(
     Operation(
         "linear_scan",
         forward,
         results,
         backward,
         gradients,
+        unsupported,
         saves_output=True,
         unused_in_backward=("x",),
     )

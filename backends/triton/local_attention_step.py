@@ -256,7 +256,7 @@ def results(q, k, v, key, value, *_, **_options):
     return Array((*q.shape[:2], v.shape[2]), dtype_name(q)), like(key), like(value)
 
 
-@decoding_step(results, count=3, updates=("key", "value"))
+@decoding_step(unsupported, results, count=3, updates=("key", "value"))
 def local_attention_step(
     q,
     k,

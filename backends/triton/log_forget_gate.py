@@ -27,14 +27,6 @@ def unsupported(logits, lower_bound=None) -> str | None:
     return token_wise_unsupported_reason(logits, lower_bound)
 
 
-def log_forget_gate(logits, lower_bound=None):
-    """logits: [..., D]; lower_bound: [2, D], log β and log(1 - β), or None for β = 0.
-
-    Returns [..., D] in float32.
-    """
-    return kernels(logits, lower_bound)
-
-
 def _tile(width):
     block_d = min(256, next_power_of_2(width))
     return Tile(block_d, _TILE_SIZE // block_d, 4)
@@ -189,12 +181,6 @@ def _sizes(logits):
     return tile, num_rows(logits), cdiv(logits.shape[-1], tile.BLOCK_D)
 
 
-kernels = operation(
-    Operation(
-        "log_forget_gate",
-        forward,
-        results,
-        backward,
-        gradients,
-    )
+log_forget_gate = operation(
+    Operation("log_forget_gate", forward, results, backward, gradients, unsupported)
 )

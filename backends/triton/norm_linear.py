@@ -62,7 +62,7 @@ def results(x, kernels, biases, scale, residual, squares, next_scale, *, gate, *
     return [y, y, Array((x.shape[0], cdiv(y.shape[1], ROW_SQUARES_GROUP)), "float32")]
 
 
-@decoding_step(results)
+@decoding_step(unsupported, results)
 def norm_linear(
     x,
     kernels: list,

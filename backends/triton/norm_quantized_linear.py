@@ -187,7 +187,7 @@ def results(x, kernels, kernel_scales, *_, gate, **_options):
     return [Array((x.shape[0], scale.shape[-1]), dtype_name(x)) for scale in scales]
 
 
-@decoding_step(results)
+@decoding_step(unsupported, results)
 def norm_quantized_linear(
     x,
     kernels: list,

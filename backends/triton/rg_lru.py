@@ -59,14 +59,6 @@ def unsupported(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None)
     return unsupported_reason(x, gate_a, gate_x, a_logit, initial_state, token_kind)
 
 
-def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
-    """x, gate_a, gate_x: [B, T, D]; a_logit: [D].
-
-    Returns ([B, T, D] in x's dtype, [B, D] in float32).
-    """
-    return kernels(x, gate_a, gate_x, a_logit, initial_state, token_kind)
-
-
 @triton.jit
 def _load(tensor, offsets, valid, kind, CACHED: tl.constexpr):
     """Loads elements as float32; 0 for padding, which may contain NaN.
@@ -260,13 +252,6 @@ def backward(x, gate_a, gate_x, a_logit, initial_state, token_kind, h, dh, d_fin
     return *d_tensors, cast(d_logit, dtype_name(a_logit)), d_initial, None
 
 
-kernels = operation(
-    Operation(
-        "rg_lru",
-        forward,
-        results,
-        backward,
-        gradients,
-        saves_output=True,
-    )
+rg_lru = operation(
+    Operation("rg_lru", forward, results, backward, gradients, unsupported, saves_output=True)
 )

@@ -124,7 +124,7 @@ def results(x, gate, window, hidden, *_):
     return like(x), *(Array(tuple(state.shape), "float32") for state in (window, hidden))
 
 
-@decoding_step(results, count=3, updates=("hidden",))
+@decoding_step(unsupported, results, count=3, updates=("hidden",))
 def rg_lru_step(
     x,
     gate,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from ..constants import SMALLEST_SCALED_EPSILON, SQUARES_SCALE
+from ..kernel import as_kernel
 from ._device.math import reciprocal_root
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.token_wise import Tile, num_rows
@@ -30,9 +31,10 @@ def unsupported(x, scale=None, epsilon=0.0) -> str | None:
     return fusible_unsupported_reason(x, scale)
 
 
+@as_kernel(unsupported)
 def rms_norm(x, scale=None, epsilon=0.0):
     """x: [..., D]; scale: [D] or None. Returns [..., D] in x's dtype."""
-    return kernels(x, scale, epsilon=float(epsilon))
+    return _rms_norm(x=x, scale=scale, epsilon=float(epsilon))
 
 
 def _tile(width):
@@ -161,4 +163,6 @@ def backward(x, scale, y, dy, *, epsilon: float):
     return dx, None if scale is None else cast(d_scale.sum(0), dtype_name(scale))
 
 
-kernels = operation(Operation("rms_norm", forward, results, backward, gradients, on_jax=False))
+_rms_norm = operation(
+    Operation("rms_norm", forward, results, backward, gradients, on_jax=False)
+).function

@@ -25,13 +25,4 @@ def unsupported(
     return linear_attention.unsupported_reason(q, k, v, token_kind, *state)
 
 
-def sliding_window_attention(
-    q, k, v, sliding_window=None, initial_state=None, token_kind=None, capacity=None
-):
-    """q: [B, T, H, K]; k: [B, T, G, K]; v: [B, T, G, V].
-
-    Returns ([B, T, H, V] in q's dtype, {"key": [B, C, G, K], "value": [B, C, G, V], "position":
-    int32 [B]}, keys and values in their dtypes). C is that of the initial state, else `capacity`,
-    else `sliding_window` - 1; without any of them the state is an empty dict.
-    """
-    return kernels.attention(q, k, v, sliding_window, initial_state, token_kind, capacity)
+sliding_window_attention = kernels.sliding_window_attention._replace(unsupported=unsupported)

@@ -48,7 +48,7 @@ def results(x, cap):
     return (like(x),)
 
 
-@decoding_step(results, count=1)
+@decoding_step(unsupported, results, count=1)
 def soft_cap(x, cap: float):
     """x: [B, V]; cap: a number above 0. Returns [B, V] in x's dtype."""
     count = x.shape[0] * x.shape[1]

@@ -26,14 +26,6 @@ def unsupported(logits, tokens) -> str | None:
     return token_wise_unsupported_reason(logits, tokens)
 
 
-def token_crossentropy(logits, tokens):
-    """logits: [..., V]; tokens: [...], integers.
-
-    Returns [...] in float32; NaN for a token not in 0..V-1.
-    """
-    return kernels(logits, tokens)
-
-
 def _tile(vocabulary, tile_size):
     """The number of logits of a tile, and the warps of a program."""
     block = max(_LANE_SIZE, min(tile_size, next_power_of_2(vocabulary)))
@@ -128,13 +120,14 @@ def backward(logits, tokens, losses, largest, total, d_losses):
     return *run(Launch(_backward_kernel, programs, tensors, (like(logits),), (), options)), None
 
 
-kernels = operation(
+token_crossentropy = operation(
     Operation(
         "token_crossentropy",
         forward,
         results,
         backward,
         gradients,
+        unsupported,
         residuals=("...", "..."),
     )
 )

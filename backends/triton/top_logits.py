@@ -103,7 +103,7 @@ def results(x, count):
     return Array(row, "float32"), Array(row, "int32"), Array(row[:1], "float32")
 
 
-@decoding_step(results, count=3)
+@decoding_step(unsupported, results, count=3)
 def top_logits(x, count: int):
     """x: [B, V]; count: 1 to 16. Returns (float32 values [B, count], int32 indices, log sum [B]).
 

@@ -93,17 +93,14 @@ class Shards:
         with split_time.activate(None):
             return self.local_part(function(like, *whole))
 
-    def run(self, operation, arguments, module):
-        """Runs an implementation of an operation, a module, on this process's shard."""
-        function = getattr(module, operation)
+    def run(self, operation, arguments, kernel):
+        """Runs the `Kernel` of an operation on this process's shard."""
         if operation.endswith("_step"):
             split_time.check_not_split(f"`{operation}`")
         rule = _sequence.RULES.get(operation)
         if rule is None:
-            return function(**arguments)
-        effect = getattr(module, "effect_on_state", None)
-        options = {} if effect is None else {"effect_on_state": effect}
-        return rule(self, arguments, function, **options)
+            return kernel.function(**arguments)
+        return rule(self, arguments, kernel)
 
     def state_before(self, fold, floats, integers=()):
         """Returns the state before this process's shard, with gradients.

@@ -63,13 +63,13 @@ def run(operation, implementation, drawn, compiled=False):
 @functools.cache
 def kernel_of(operation, implementation):
     """A function that computes an operation, or skips the test with the reason that it refuses."""
-    module = dispatch.IMPLEMENTATIONS[operation][implementation]
+    row = dispatch.IMPLEMENTATIONS[operation]
 
     def kernel(**arguments):
-        reason = native.refusal(module, arguments)
+        reason = native.refusal(row[implementation], arguments)
         if reason is not None:
             pytest.skip(f"{implementation} refuses: {reason}")
-        return getattr(module, operation)(**arguments)
+        return row[implementation].function(**arguments)
 
     return kernel
 

@@ -92,10 +92,9 @@ def forget_programs():
     gc.collect()
 
 
-def refusal(module, arguments):
-    """Why a module refuses arguments; None if it accepts them or has no `unsupported`."""
-    unsupported = getattr(module, "unsupported", None)
-    return unsupported(**arguments) if unsupported else None
+def refusal(kernel, arguments):
+    """Returns the reason why a kernel refuses arguments, or None."""
+    return kernel.unsupported(**arguments) if kernel.unsupported else None
 
 
 def dtype(t):

@@ -122,7 +122,7 @@ elif BACKEND == "torch":
     def test_compile_without_graph_breaks(operation):
         """The kernels, forward and backward: one graph, and one graph for every length."""
         kernel = functools.partial(
-            getattr(dispatch.IMPLEMENTATIONS[operation]["torch"], operation),
+            dispatch.IMPLEMENTATIONS[operation]["torch"].function,
             **OPTIONS.get(operation, {}),
         )
         graphs = []
@@ -162,10 +162,10 @@ elif BACKEND == "torch":
     @pytest.mark.parametrize("implementation", ["torch", "triton"])
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_compilers_are_told_the_shapes_and_dtypes_of_results(operation, implementation, dtype):
-        module = dispatch.IMPLEMENTATIONS[operation][implementation]
-        if isinstance(module, str):
-            pytest.skip(module)
-        kernel = functools.partial(getattr(module, operation), **OPTIONS.get(operation, {}))
+        kernel = dispatch.IMPLEMENTATIONS[operation][implementation]
+        if isinstance(kernel, str):
+            pytest.skip(kernel)
+        kernel = functools.partial(kernel.function, **OPTIONS.get(operation, {}))
         drawn = draw(operation, Case(2, 5, 3, dtype))
         tensors = {n: tensor(t, drawn.dtypes[n]) for n, t in drawn.tensors.items()}
         with FakeTensorMode() as mode:

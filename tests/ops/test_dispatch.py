@@ -10,6 +10,7 @@ import pytest
 
 import keras_recurrent
 from keras_recurrent import dispatch, ops
+from keras_recurrent.backends.kernel import Kernel
 
 X = np.ones((1, 4, 2), "float32")
 
@@ -50,12 +51,12 @@ def picky(monkeypatch):
     def linear_scan(x, log_a, initial_state=None, token_kind=None):
         return "picky", "ran"
 
-    module = types.SimpleNamespace(unsupported=unsupported, linear_scan=linear_scan)
+    kernel = Kernel(linear_scan, unsupported)
     backend = dispatch.BACKEND
     monkeypatch.setitem(dispatch.PREFERENCE, backend, ("picky", backend))
     for operation, row in dispatch.IMPLEMENTATIONS.items():
         reason = f"there is no backends/picky/{operation}.py"
-        monkeypatch.setitem(row, "picky", module if operation == "linear_scan" else reason)
+        monkeypatch.setitem(row, "picky", kernel if operation == "linear_scan" else reason)
 
 
 def test_the_first_willing_one_runs(picky):
@@ -80,7 +81,7 @@ def test_an_error_inside_a_kernel_is_not_covered_up(picky, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(dispatch.IMPLEMENTATIONS["linear_scan"]["picky"], "linear_scan", broken)
+    monkeypatch.setitem(dispatch.IMPLEMENTATIONS["linear_scan"], "picky", Kernel(broken))
     with pytest.raises(RuntimeError, match="a bug"):
         ops.linear_scan(X, -X)
 
@@ -142,7 +143,8 @@ def test_an_error_in_an_import_is_not_covered_up(folder, tmp_path):
 
 
 def test_an_implementation_without_a_rule_takes_everything(picky, monkeypatch):
-    monkeypatch.delattr(dispatch.IMPLEMENTATIONS["linear_scan"]["picky"], "unsupported")
+    row = dispatch.IMPLEMENTATIONS["linear_scan"]
+    monkeypatch.setitem(row, "picky", row["picky"]._replace(unsupported=None))
     assert ops.linear_scan(X[:, :3], -X[:, :3]) == ("picky", "ran")
 
 

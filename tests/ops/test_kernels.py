@@ -3,6 +3,8 @@
 How wrong they may be is said and decided in `judge`.
 """
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -81,10 +83,11 @@ def test_all_operations_have_a_plain_implementation():
 @pytest.mark.skipif(PLAIN != "jax", reason="other backends have one form")
 def test_chunks_of_gated_linear_attention_on_jax(monkeypatch):
     """On CPUs a loop over tokens computes the small heads of the cases, never the chunks."""
-    plain = dispatch.IMPLEMENTATIONS["gated_linear_attention"]["jax"]
-    traced_anew = plain.operation(plain.forward, plain.backward)
-    monkeypatch.setattr(plain, "LARGEST_STATE_OF_TOKEN_LOOP", 0)
-    monkeypatch.setattr(plain, "gated_linear_attention", traced_anew)
+    row = dispatch.IMPLEMENTATIONS["gated_linear_attention"]
+    traced_anew = row["jax"].replace_passes(row["jax"].forward, row["jax"].backward)
+    module = sys.modules["keras_recurrent.backends.jax.gated_linear_attention"]
+    monkeypatch.setattr(module, "LARGEST_STATE_OF_TOKEN_LOOP", 0)
+    monkeypatch.setitem(row, "jax", traced_anew)
     check("gated_linear_attention", "jax", draw("gated_linear_attention", CASES["prime sizes"]))
 
 

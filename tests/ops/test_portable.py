@@ -15,7 +15,7 @@ from tests.ops.judge import reference
 pytestmark = pytest.mark.once
 
 EXPORTED = sorted(
-    name for name in dispatch.IMPLEMENTATIONS if not isinstance(dispatch.portable_module(name), str)
+    name for name in dispatch.IMPLEMENTATIONS if not isinstance(dispatch.portable_kernel(name), str)
 )
 SOME = ("one token, state", "one document a row", "prime sizes", "near one", "all but forgotten")
 LONG = {"two blocks of chunks": cases.Case(1, 700, 2, kinds=True, state=True)}

@@ -7,6 +7,7 @@ result to be too wrong.
 
 import functools
 import importlib
+import sys
 
 import keras
 import numpy as np
@@ -63,7 +64,7 @@ def run(operation, implementation, drawn):
     reason = native.refusal(module, {**arguments, **drawn.options})
     if reason is not None:
         pytest.skip(f"{implementation} refuses: {reason}")
-    function = functools.partial(getattr(module, operation), **drawn.options)
+    function = functools.partial(module.function, **drawn.options)
     if implementation == "jax":  # one program is cheaper to compile than each of its operations
         function = jax.jit(function)
     results = function(**arguments)
@@ -137,8 +138,8 @@ def test_weights_that_begin_at_no_multiple_of_16_bytes(implementation):
     given |= {"kernel_zeros": [None], "biases": [None]}
     if native.refusal(module, {**given, "kernels": [kernel]}):
         pytest.skip(f"{implementation} is not here")
-    (found,) = module.norm_quantized_linear(**given, kernels=[kernel[1:]])
-    (expected,) = module.norm_quantized_linear(**given, kernels=[kernel[1:].clone()])
+    (found,) = module.function(**given, kernels=[kernel[1:]])
+    (expected,) = module.function(**given, kernels=[kernel[1:].clone()])
     np.testing.assert_array_equal(found.cpu(), expected.cpu())
 
 
@@ -281,7 +282,7 @@ def test_rows_do_not_depend_on_others(operation, implementation):
 @pytest.mark.parametrize("implementation", [i for o, i in KERNELS if i == "triton"][:1])
 def test_programs_take_several_tiles_of_slots_in_turn(implementation, monkeypatch):
     """Fails if a tile of a long buffer belongs to no program, or a token to a wrong one."""
-    module = dispatch.IMPLEMENTATIONS["local_attention_step"][implementation]
+    module = sys.modules[f"keras_recurrent.backends.{implementation}.local_attention_step"]
     monkeypatch.setattr(module, "MULTIPROCESSORS", 9)  # two programs for seven tiles
     check("local_attention_step", implementation, Case(9, channels=202, kinds=True))
 
@@ -296,7 +297,7 @@ def test_a_state_is_written_over_where_it_is_owned_alone(operation, implementati
         n: native.tensor(t, drawn.dtypes[n]) for n, t in drawn.tensors.items() if t is not None
     }
     before = {name: given[name].clone() for name in STATES[operation]}
-    step = getattr(dispatch.IMPLEMENTATIONS[operation][implementation], operation)
+    step = dispatch.IMPLEMENTATIONS[operation][implementation].function
     step = functools.partial(step, **drawn.options)
     expected = step(**given)
     for name, state in before.items():

@@ -44,7 +44,7 @@ MAPPED = {
 
 def gradients(operation, implementation, tensors, **options):
     """Of a sum of all results, and the sum."""
-    function = getattr(dispatch.IMPLEMENTATIONS[operation][implementation], operation)
+    function = dispatch.IMPLEMENTATIONS[operation][implementation].function
 
     def loss(tensors):
         results = jax.tree.leaves(function(**tensors, **options))
@@ -136,8 +136,8 @@ def check_pieces():
     given = [jnp.asarray(t, "float32") for t in tensors.values()]
 
     def loss(implementation, x, embedding, weight, tokens):
-        function = dispatch.IMPLEMENTATIONS["linear_crossentropy"][implementation]
-        return function.linear_crossentropy(x, embedding, tokens, weight)[0]
+        kernel = dispatch.IMPLEMENTATIONS["linear_crossentropy"][implementation]
+        return kernel.function(x, embedding, tokens, weight)[0]
 
     for mapped in ((0, None, 0, 0), (0, None, None, 0)):
         found, expected = (

@@ -9,7 +9,7 @@ if keras.config.backend() != "torch":
 
 import torch
 
-from keras_recurrent import implementation
+from keras_recurrent import dispatch, implementation
 from keras_recurrent.backends.torch._states import inplace_states
 from keras_recurrent.backends.triton import embedding_step as _embedding
 from keras_recurrent.backends.triton._device.common import INTERPRETED
@@ -87,7 +87,8 @@ def test_embedding_step_updates_state_in_place_where_allowed(uses_position):
 @pytest.fixture
 def launches(monkeypatch):
     found, embedding = [], _embedding.embedding_step
-    monkeypatch.setattr(_embedding, "embedding_step", lambda **a: found.append(a) or embedding(**a))
+    recorded = embedding._replace(function=lambda **a: found.append(a) or embedding(**a))
+    monkeypatch.setitem(dispatch.IMPLEMENTATIONS["embedding_step"], "triton", recorded)
     return found
 
 

@@ -8,7 +8,7 @@ if keras.config.backend() != "torch":
 
 import torch
 
-from keras_recurrent import implementation
+from keras_recurrent import dispatch, implementation
 from keras_recurrent.backends.triton import soft_cap as _soft_cap
 from keras_recurrent.backends.triton._device.common import INTERPRETED
 from keras_recurrent.layers.decoding import decoding_scope
@@ -36,7 +36,8 @@ def test_soft_cap_matches_torch(dtype, cap):
 @pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
 def test_decoding_step_uses_soft_cap(dtype, tie_weights, cap, monkeypatch):
     calls, soft_cap = [], _soft_cap.soft_cap
-    monkeypatch.setattr(_soft_cap, "soft_cap", lambda **a: calls.append(a) or soft_cap(**a))
+    recorded = soft_cap._replace(function=lambda **a: calls.append(a) or soft_cap(**a))
+    monkeypatch.setitem(dispatch.IMPLEMENTATIONS["soft_cap"], "triton", recorded)
     layer = reversible_embedding(61, 16, tie_weights, cap, dtype)
     layer.build()
     hidden_states = keras.random.normal((2, 1, 16), dtype=layer.compute_dtype, seed=0)

@@ -232,7 +232,7 @@ def test_grids_have_one_dimension(operation, monkeypatch):
 
 @every_operation
 def test_operations_with_strided_tensors(operation):
-    implementation = getattr(dispatch.IMPLEMENTATIONS[operation]["triton"], operation)
+    implementation = dispatch.IMPLEMENTATIONS[operation]["triton"].function
     tensors = arguments(operation, 20)
     expected = implementation(**tensors)
     scattered = {n: t.mT.contiguous().mT if t.ndim > 1 else t for n, t in tensors.items()}
@@ -269,7 +269,7 @@ def test_operations_are_bit_identical_when_repeated(operation):
 @every_operation
 def test_compiled_operations_have_one_graph(operation):
     """Forward and backward are one graph each, for any length."""
-    implementation = getattr(dispatch.IMPLEMENTATIONS[operation]["triton"], operation)
+    implementation = dispatch.IMPLEMENTATIONS[operation]["triton"].function
     graphs = []
 
     def count(graph, example_inputs):
@@ -294,7 +294,7 @@ def test_compiled_operations_have_one_graph(operation):
 def without_a_state(operation, case):
     """Its implementation, and its tensors; differentiated tensors are leaves."""
     drawn = token_wise.draw(operation, case)
-    implementation = getattr(dispatch.IMPLEMENTATIONS[operation]["triton"], operation)
+    implementation = dispatch.IMPLEMENTATIONS[operation]["triton"].function
     tensors = {n: native.tensor(drawn.tensors[n], dtype) for n, dtype in drawn.dtypes.items()}
     for name in drawn.differentiated:
         tensors[name].requires_grad_()

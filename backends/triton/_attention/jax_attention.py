@@ -86,4 +86,4 @@ def _visible(q, k, v, query_segments, key_segments, *, window, one_document, **_
     return k, v, banded_attention.VisibleKeys(kind, first, last, window or total)
 
 
-attention = plain.operation(forward, backward)
+sliding_window_attention = plain.sliding_window_attention.replace_passes(forward, backward)

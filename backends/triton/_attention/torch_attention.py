@@ -7,6 +7,7 @@ heads share keys, are not moved.
 
 import torch
 
+from ...kernel import Kernel
 from ...torch import sliding_window_attention as plain
 from ...torch._attention_inputs import AttentionInputs, attend, fake_gradients, fake_results, schema
 from ...torch._autograd import call_without_gradient, register_autograd
@@ -15,7 +16,10 @@ from .._runtime.torch_operators import allocate, contiguous, device_guard
 from . import banded_attention, circular_buffer
 
 
-def attention(q, k, v, sliding_window=None, initial_state=None, token_kind=None, capacity=None):
+@Kernel
+def sliding_window_attention(
+    q, k, v, sliding_window=None, initial_state=None, token_kind=None, capacity=None
+):
     """Sliding window attention; DTensors and single tokens with a state go to `backends/torch`."""
     if (initial_state is not None and q.shape[1] == 1) or is_sharded(q):
         return plain.sliding_window_attention(

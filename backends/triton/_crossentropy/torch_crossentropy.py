@@ -2,6 +2,7 @@
 
 import torch
 
+from ...kernel import Kernel
 from ...torch.linear_crossentropy import operation
 from .._runtime import torch_operators
 from .._runtime.launch import Launch
@@ -22,4 +23,4 @@ def chunk_losses(z, weights, tokens, cap, dtype, d_z):
     return losses, best, factors
 
 
-linear_crossentropy = operation("triton_linear_crossentropy", chunk_losses)
+linear_crossentropy = Kernel(operation("triton_linear_crossentropy", chunk_losses))

@@ -1,8 +1,8 @@
 """Functions of the running Keras backend, torch or JAX, for the files of `backends/triton`.
 
 - `run(launch)` runs a launch and returns its outputs in order, None for an output that is None.
-- `operation(definition)` makes an `Operation` a differentiable function.
-- `decoding_step(...)` decorates a function without gradients, for decoding steps.
+- `operation(definition)` makes an `Operation` a differentiable `Kernel`.
+- `decoding_step(...)` makes a function without gradients the `Kernel` of a decoding step.
 - `compute_capability(x)` returns that of the GPU that runs kernels on x, such as (9, 0), or None.
 - `matrix_product(a, b, dtype)` returns a b in a dtype of at least theirs, by the framework.
 - `*_unsupported_reason(*tensors)` return the reason why kernels cannot take tensors, or None.

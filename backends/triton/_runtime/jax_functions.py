@@ -9,7 +9,6 @@ purpose, and needs JAX 0.11.
 """
 
 import functools
-import importlib
 import zlib
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 
 from ...jax import _gpu, _shards
 from ...jax._common import size_reason
+from ...kernel import Kernel, load_kernel
 from .._device.common import INTERPRETED, assembler_error_note
 from . import interpreter
 from .launch import flat, map_arrays
@@ -318,30 +318,25 @@ if INTERPRETED:
     mlir.register_lowering(_launch, _interpret, platform="cpu")
 
 
-def decoding_step(results, count=None, updates=(), name=None):
-    """The JAX version of `torch_operators.decoding_step`; launches contain all of its arguments."""
+def decoding_step(unsupported, results, count=None, updates=(), name=None):
+    """The JAX version of `torch_operators.decoding_step`; launches contain all other arguments."""
     del results, count, updates, name
-    return lambda forward: jax.jit(forward, static_argnames=tuple(options_of(forward)))
+
+    def decorate(forward):
+        return Kernel(jax.jit(forward, static_argnames=tuple(options_of(forward))), unsupported)
+
+    return decorate
 
 
 def operation(definition):
-    """Makes an `Operation` a function of tensors and options; None where XLA does as well."""
-    return _Kernels(definition) if definition.on_jax else None
+    """Makes an `Operation` a `Kernel` of passes; without any where XLA replaces the kernels.
 
-
-class _Kernels:
-    """The forward and backward of an operation, and the differentiable function made of them.
-
-    `forward` and `backward` have the parameters of those in the operation's file in `backends/jax`.
+    The passes have the parameters of those in the operation's file in `backends/jax`.
     """
-
-    def __init__(self, definition):
-        self.forward, self.backward = _passes(definition)
-        plain = importlib.import_module(f"...jax.{definition.name}", __package__)
-        self._run = plain.operation(self.forward, self.backward)
-
-    def __call__(self, *tensors, **options):
-        return self._run(*tensors, **options)
+    plain = load_kernel("keras_recurrent.backends.jax", definition.name)
+    if not definition.on_jax:
+        return plain._replace(unsupported=definition.unsupported)
+    return plain.replace_passes(*_passes(definition), definition.unsupported)
 
 
 def _passes(definition):

@@ -19,6 +19,7 @@ class Operation(NamedTuple):
       tensor, None for one that is absent or has no gradient. All d_results but the first may be
       None if nothing depends on that result; this is so on torch, while JAX passes zeros.
     - results and gradients take the arguments of forward and backward, and return `Array`s.
+    - unsupported and effect_on_state are those of the `Kernel`.
 
     Tensors may be None. Options are keyword arguments, numbers or strings.
     """
@@ -28,10 +29,12 @@ class Operation(NamedTuple):
     results: Callable
     backward: Callable
     gradients: Callable
+    unsupported: Callable | None = None
     saves_output: bool = False  # False: the backward gets None in place of the output
     unused_in_backward: tuple = ()  # tensors for which the backward gets None
     residuals: tuple = ()  # names of the dimensions of the last results, only for the backward
     on_jax: bool = True  # False where XLA replaces the kernels on JAX
+    effect_on_state: Callable | None = None
 
     @property
     def dimensions(self):

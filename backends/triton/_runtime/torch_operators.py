@@ -5,7 +5,6 @@ An operation is a custom operator of torch with a custom operator for its gradie
 """
 
 import contextlib
-import functools
 import threading
 
 import torch
@@ -13,6 +12,7 @@ import triton
 from torch.autograd import forward_ad
 
 from ...constants import LOWEST_CAPABILITY
+from ...kernel import Kernel
 from ...torch import _sharding
 from ...torch._autograd import call_without_gradient, register_autograd
 from ...torch._common import capability, capability_reason, has_capability, product
@@ -243,8 +243,10 @@ def _parameters(names, options, updated, lists, defaults):
     )
 
 
-def decoding_step(results, count=None, updates=(), name=None):
-    """Decorator that makes the function of a decoding step a custom operator, without gradients.
+def decoding_step(unsupported, results, count=None, updates=(), name=None):
+    """Decorator that makes the function of a decoding step a `Kernel`, without gradients.
+
+    The kernel calls a custom operator; `unsupported` is that of the kernel.
 
     The function takes tensors (or Nones), lists of tensors, annotated `list`, and options, which
     have other annotations. It returns `count` arrays, or, if that is None, a list of any length;
@@ -259,7 +261,7 @@ def decoding_step(results, count=None, updates=(), name=None):
         kinds = {"lists": lists_of(forward), "defaults": defaults_of(forward)}
         operator = _operator(operator_name, forward, results, tensors, options, count, **kinds)
         if not updates:
-            return functools.wraps(forward)(lambda *given, **named: operator(*given, **named))
+            return Kernel(lambda *given, **named: operator(*given, **named), unsupported)
 
         def overwrite(*given, **chosen):
             _in_place_updates.enabled = True
@@ -273,7 +275,6 @@ def decoding_step(results, count=None, updates=(), name=None):
             *(f"{operator_name}_", overwrite, results, tensors, options, num_new, updates), **kinds
         )
 
-        @functools.wraps(forward)
         def call(*given, **named):
             arguments = dict(zip(tensors, given, strict=False)) | named
             states = [arguments[name] for name in updates]
@@ -283,13 +284,13 @@ def decoding_step(results, count=None, updates=(), name=None):
             outputs = in_place(*given, **named)
             return *(outputs if num_new > 1 else (outputs,)), *states
 
-        return call
+        return Kernel(call, unsupported)
 
     return decorate
 
 
 def operation(definition):
-    """Makes an `Operation` a differentiable function of tensors and options: custom operators."""
+    """Makes an `Operation` a differentiable `Kernel`, of two custom operators."""
     tensors, options = definition.tensors, definition.options
     num_differentiable = len(definition.differentiable)
     num_results = definition.num_results
@@ -337,13 +338,16 @@ def operation(definition):
     if not definition.is_token_wise:
         _register_sharding(definition, forward, backward)
 
-    def call(*tensors, **chosen):
-        outputs = apply(*tensors, *(chosen[name] for name in options))
+    parameters = *tensors, *options
+
+    def function(**arguments):
+        outputs = apply(*[arguments.get(name) for name in parameters])
         if not residuals:
             return outputs
         return outputs[0] if num_results == 1 else outputs[:num_results]
 
-    return call
+    effect = definition.effect_on_state
+    return Kernel(function, definition.unsupported, effect_on_state=effect)
 
 
 def _register_sharding(definition, forward, backward):

@@ -224,10 +224,11 @@ def make_choice(features, masked, logits, tensors):
         tensors: as in `Decoder`.
     """
     is_argmax = features == Features() and not masked
-    if is_argmax and "recent" in tensors:
-        kernels = dispatch.chosen_module("argmax", {"x": logits})
-        if hasattr(kernels, "write_argmax"):
-            return functools.partial(_write_argmax, kernels.write_argmax)
+    chosen = dispatch.choose("argmax", {"x": logits}).implementation
+    if is_argmax and "recent" in tensors and chosen == "triton":
+        from keras_recurrent.backends.triton.argmax import write_argmax
+
+        return functools.partial(_write_argmax, write_argmax)
     names = ["token"]
     if not is_argmax:
         names = [*DeviceState._fields, *argument_names(features)]
