@@ -10,8 +10,11 @@ from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.remat import no_further_remat
 
 if BACKEND == "torch":
-    from keras_recurrent.backends.torch._hooks import has_hooks
-    from keras_recurrent.layers.torch_calls import block_diagonal_products, multiplies_directly
+    from keras_recurrent.layers.torch_calls import (
+        block_diagonal_products,
+        has_hooks,
+        multiplies_directly,
+    )
 
 WIDEST_WHOLE_MATRIX = 64  # widest inputs of layers that multiply by a matrix with zeros
 

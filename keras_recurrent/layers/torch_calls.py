@@ -8,12 +8,14 @@ import keras
 import numpy as np
 import torch
 from keras import ops
+from torch.nn.modules import module as torch_module
 
-from keras_recurrent.backends.torch._hooks import has_hooks
 from keras_recurrent.layers.autocast import weights_scope
 
 _PACKAGE = "keras_recurrent."
 _CALL = keras.layers.Dense.call
+_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+_REPLACED = {"call", "forward"}  # on an instance, as accelerate does
 
 
 def is_plain(outer, layer, inputs):
@@ -125,3 +127,25 @@ def _weight(weight, dtype):
 def copy_to_device(numbers, dtype, device):
     """Returns a tensor of a few numbers, without waiting for the GPU as `torch.tensor` does."""
     return torch.from_numpy(np.array(numbers, dtype)).to(device, non_blocking=True)
+
+
+def has_hooks(module):
+    """Returns True if the module has a hook, or torch has one for all modules."""
+    found = vars(module)
+    for kind in _HOOKS:
+        if found[kind]:
+            return True
+    return torch_module._has_any_global_hook()
+
+
+def hook_reason(modules):
+    """Reason other code runs before, after or in place of a call of these modules, or None."""
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return "torch has a hook for all modules"
+    for module in modules:
+        found = vars(module)
+        has_hook = found["_forward_hooks"] or found["_forward_pre_hooks"]
+        if has_hook or not _REPLACED.isdisjoint(found):
+            name = getattr(module, "name", type(module).__name__)
+            return f"`{name}` has a hook, or an instance attribute `call` or `forward`"
+    return None

@@ -11,7 +11,6 @@ import keras
 import torch
 
 from keras_recurrent.backends.constants import MIN_DELAYED_ROWS
-from keras_recurrent.backends.torch._hooks import hook_reason
 from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.generation import beam_search
 from keras_recurrent.generation.lengths import max_chunk_length
@@ -22,6 +21,7 @@ from keras_recurrent.generation.torch.cuda_graph import DecoderPool
 from keras_recurrent.generation.torch.decoder import CapturedDecoder, Decoder
 from keras_recurrent.generation.torch.step import Chunk, Step
 from keras_recurrent.layers.decoding import unfused_blocks
+from keras_recurrent.layers.torch_calls import hook_reason
 
 # Traced steps of a model, one for each batch size and capacity of its cache, and chunks.
 MAX_STEPS = 16
