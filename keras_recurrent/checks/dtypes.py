@@ -25,7 +25,8 @@ def dtype_of(tensor):
 
 def cast(tensor, dtype):
     """Casts a tensor unless it has this dtype: `keras.ops.cast` takes long on the host."""
-    return tensor if dtype_of(tensor) == dtype else ops.cast(tensor, dtype)
+    same = keras.backend.standardize_dtype(tensor.dtype) == dtype
+    return tensor if same else ops.cast(tensor, dtype)
 
 
 def bytes_of(array):

@@ -143,7 +143,7 @@ def apply_layout(tensor, name):
 
     A dimension that the devices do not divide, such as a batch of one sequence, stays whole.
     """
-    layout = _layout(name)
+    layout = _layout(name) if ON_JAX else None
     if layout is None or isinstance(tensor, keras.KerasTensor):
         return tensor
     return keras.distribution.distribute_tensor(tensor, drop_uneven_axes(layout, tensor.shape))

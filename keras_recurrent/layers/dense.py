@@ -3,8 +3,12 @@
 import keras
 
 from keras_recurrent.devices.jax_layouts import flatten_tokens
+from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.remat import no_further_remat
+
+if BACKEND == "torch":
+    from keras_recurrent.layers.torch_calls import call_plain, is_plain
 
 
 def inner_dense(layer, units, name, use_bias=False):
@@ -29,13 +33,15 @@ def inner_dense(layer, units, name, use_bias=False):
 
 
 def project(layer, dense, inputs):
-    """Applies a `Dense` inside `layer` to `[B, T, D]`, as one matrix `[B * T, D]`.
+    """Applies a `Dense` inside `layer` to `[B, T, D]`, called with one matrix `[B * T, D]`.
 
     The gradient of the weight is a sum over all tokens. With two axes of tokens, XLA on CPUs
     would first copy the gradient of the output to transpose it. Inputs of variable sizes, as in an
     export, are not reshaped.
     """
+    if BACKEND == "torch" and is_plain(layer, dense, inputs):
+        return call_plain(dense, inputs)  # torch's product reshapes its inputs
     if not all(isinstance(size, int) for size in inputs.shape):
-        return layer.inner(dense, inputs)
+        return dense(inputs)
     tokens, restore_time = flatten_tokens(inputs)
-    return restore_time(layer.inner(dense, tokens))
+    return restore_time(dense(tokens))

@@ -12,7 +12,6 @@ from keras_recurrent.layers.causal_conv1d import CausalConv1D
 from keras_recurrent.layers.default_sizes import default_expand_ratio
 from keras_recurrent.layers.dense import inner_dense, project
 from keras_recurrent.layers.initializers import clone_initializer
-from keras_recurrent.layers.inner_streaming import stream_inner
 from keras_recurrent.layers.lower_bounds import ForgetGateLayer
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.rms_norm import RMSNorm
@@ -177,9 +176,8 @@ class HGRN2(ForgetGateLayer):
             "i": project(self, self.i_proj, inputs),
         }
         for name, convolution in self.convolutions.items():
-            projected[name[0]], after[name] = stream_inner(
-                self, convolution, projected[name[0]], tokens, state.get(name)
-            )
+            further = {"tokens": tokens, "initial_state": state.get(name), "return_state": True}
+            projected[name[0]], after[name] = self.inner(convolution, projected[name[0]], **further)
         q, v, log_f = self.gates(**projected, lower_bound=lower_bound)
         o, after["memory"] = gated_linear_attention(
             *(q, None, v, log_f),

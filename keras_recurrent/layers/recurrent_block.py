@@ -10,7 +10,6 @@ from keras_recurrent.layers.cg_lru import CGLRU, check_complex_channels
 from keras_recurrent.layers.dense import inner_dense, project
 from keras_recurrent.layers.gru_arguments import ALTERNATIVES
 from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
-from keras_recurrent.layers.inner_streaming import stream_inner
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.rg_lru import RGLRU
 from keras_recurrent.layers.streaming import StreamingLayer
@@ -188,7 +187,8 @@ class RecurrentBlock(StreamingLayer):
     def stream(self, inputs, tokens, state):
         x, after = project(self, self.linear_x, inputs), {}
         for name, layer in self.streaming_sublayers().items():
-            x, after[name] = stream_inner(self, layer, x, tokens, state.get(name))
+            further = {"tokens": tokens, "initial_state": state.get(name), "return_state": True}
+            x, after[name] = self.inner(layer, x, **further)
         return x, after
 
     def finish(self, output, inputs):

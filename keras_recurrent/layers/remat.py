@@ -11,16 +11,15 @@ from keras_recurrent.compat import AutocastScope, get_autocast_scope, get_curren
 from keras_recurrent.devices.torch_processes import check_not_sharded
 from keras_recurrent.dispatch import BACKEND, chosen_name, implementation
 from keras_recurrent.layers import gru_arguments
+from keras_recurrent.layers.inner_calls import InnerCalls
 from keras_recurrent.layers.loss_scale import warn_if_unscaled
 from keras_recurrent.layers.saved_quantization import SavedQuantization
 
 if BACKEND == "tensorflow":
     from keras_recurrent.backends.tensorflow import _recompute
-elif BACKEND == "torch":
-    from keras_recurrent.layers.torch_calls import call_plain, is_plain
 
 
-class RecomputableLayer(SavedQuantization, keras.layers.Layer):
+class RecomputableLayer(SavedQuantization, InnerCalls, keras.layers.Layer):
     """Base class of layers: checks of their arguments, and `keras.RematScope` by `recompute`."""
 
     # {name: alternative} of arguments of `keras.layers.GRU` that the layer does not support.
@@ -51,17 +50,6 @@ class RecomputableLayer(SavedQuantization, keras.layers.Layer):
             warn_if_unscaled(self)
         return kwargs
 
-    def inner(self, layer, inputs, **kwargs):
-        """Calls a layer inside this one, `layer(inputs, **kwargs)`, with little overhead.
-
-        On torch, Keras's `__call__` takes 50 microseconds of host time, a launch of a matrix
-        product 10. A block has twelve calls, which would dominate steps of few tokens. If
-        `torch_calls.is_plain` allows it, the layer is called without this overhead.
-        """
-        if is_called_directly(self, layer, inputs):
-            return call_plain(layer, inputs, **kwargs)
-        return layer(inputs, **kwargs)
-
     @property
     def state_dtype(self):
         """The dtype of states, angles and the weights of decays: at least float32."""
@@ -81,17 +69,6 @@ class RecomputableLayer(SavedQuantization, keras.layers.Layer):
         if super().rematerialized_call(layer_call, *args, **kwargs) is layer_call:
             return layer_call  # created outside a `keras.RematScope`, or in one for other layers
         return recompute(layer_call)
-
-
-def is_called_directly(outer, layer, inputs):
-    """Returns True if `inner` calls `layer` without Keras's `__call__`."""
-    return BACKEND == "torch" and not _recomputes(layer) and is_plain(outer, layer, inputs)
-
-
-def _recomputes(layer):
-    """Returns True if the layer was created in a `keras.RematScope` that may recompute it."""
-    remat = layer._remat_mode
-    return remat is not None and remat.mode is not None
 
 
 def no_further_remat():

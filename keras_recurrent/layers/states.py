@@ -110,4 +110,4 @@ class StatefulLayer(RecomputableLayer):
 
 def in_order(state):
     """Sorts a dict by name, the order in which Keras flattens it."""
-    return {name: state[name] for name in sorted(state)}
+    return dict(sorted(state.items()))

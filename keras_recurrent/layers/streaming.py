@@ -259,11 +259,12 @@ class StreamingLayer(StatefulLayer):
         inputs_mask=None,
         **kwargs,
     ):
-        return_state, places = self._returns_state(return_state), {}
-        mask = inputs_mask if mask is None and tokens is None else mask
-        initial_state = one_state(initial_state)
+        return_state = self.return_state if return_state is None else return_state
+        outermost, places = tokens is None, {}
+        if outermost:
+            mask = inputs_mask if mask is None else mask
+            initial_state = one_state(initial_state)
         self._check(inputs, mask, segment_ids, initial_state, return_state, tokens, kwargs)
-        outermost = tokens is None
         if outermost:
             if self.go_backwards:
                 inputs, mask, segment_ids = reverse(inputs, mask, segment_ids)
@@ -317,10 +318,10 @@ class StreamingLayer(StatefulLayer):
         inputs_mask=None,
         **kwargs,
     ):
-        return_state = self._returns_state(return_state)
+        return_state = self.return_state if return_state is None else return_state
         mask = inputs_mask if mask is None and tokens is None else mask
-        initial_state = one_state(initial_state)
-        self._check(inputs, mask, segment_ids, initial_state, return_state, tokens, kwargs)
+        state = one_state(initial_state)
+        self._check(inputs, mask, segment_ids, state, return_state, tokens, kwargs)
         output = keras.KerasTensor(self._output_shape(inputs.shape), dtype=self.compute_dtype)
         if not return_state:
             return output
@@ -366,17 +367,12 @@ class StreamingLayer(StatefulLayer):
             "`return_state`, `initial_state` and `go_backwards` as in a GRU."
         )
 
-    def _returns_state(self, return_state):
-        if return_state is None:
-            return self.return_state
-        check_boolean("return_state", return_state)
-        return return_state
-
     def _check(self, inputs, mask, segment_ids, state, return_state, tokens, arguments):
         """Checks the call arguments. Inside another layer, only those that `tokens` replaces."""
         if tokens is not None:
             check_handed_down(self, tokens, mask, segment_ids, state)
             return
+        check_boolean("return_state", return_state)
         self.check_arguments(inputs, **arguments)
         batch, length = inputs.shape[:2]
         if length == 0:

@@ -189,14 +189,17 @@ def initial_places(batch_size, uses_position):
 
 
 def check_handed_down(layer, tokens, mask, segment_ids, own_state):
-    """Raises an error if call arguments of an inner layer contradict the tokens passed to it."""
+    """Raises an error if call arguments of an inner layer contradict the tokens passed to it.
+
+    Positions are checked only in layers without sublayers, which are the ones that read them.
+    """
     name = type(layer).__name__
     if not isinstance(tokens, Tokens):
         raise ValueError(
             f"`{name}`: `tokens` must be the `Tokens` that the outer layer's `stream` got; got "
             f"a {type(tokens).__name__}. Outside another layer, pass `mask` and `segment_ids`."
         )
-    if tokens.position is None and layer.uses_position:
+    if tokens.position is None and not layer.streaming_sublayers() and layer.uses_position:
         raise ValueError(
             f"`{name}`: `tokens` have no `position`, which this layer uses. Return the layer from "
             "the outer layer's `streaming_sublayers`, so that positions are computed."

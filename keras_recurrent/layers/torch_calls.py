@@ -22,9 +22,11 @@ def is_plain(outer, layer, inputs):
     """Returns True if `call_plain(layer, inputs)` is equivalent to `layer(inputs)` in `outer`.
 
     Other layers may need `training` or a mask from Keras, or override `__call__`: only layers of
-    this package and `keras.layers.Dense` are plain, if they have the dtypes of the outer layer. The
-    dtypes are read from `layer`, because a `DTypePolicyMap` has policies by path.
+    this package and `keras.layers.Dense` are plain, if they have the dtypes of the outer layer and
+    are not recomputed. The dtypes are read from `layer`, because a `DTypePolicyMap` has policies by
+    path.
     """
+    remat = layer._remat_mode  # the `keras.RematScope` in which the layer was created
     return (
         type(inputs) is torch.Tensor
         and (type(layer) is keras.layers.Dense or type(layer).__module__.startswith(_PACKAGE))
@@ -34,6 +36,7 @@ def is_plain(outer, layer, inputs):
         and inputs.dtype is getattr(torch, layer.compute_dtype)
         and layer.quantization_mode is None
         and layer.activity_regularizer is None
+        and (remat is None or remat.mode is None)
         and not has_hooks(layer)
         and "forward" not in vars(layer)  # replaced by accelerate
         and keras.distribution.distribution() is None
@@ -79,14 +82,14 @@ def matrix_product(dense, x):
     a time. In decoding at batch size 1, it takes a third of the time of the products. `keras.ops`
     would take more host time than the launch.
     """
-    kernel, x = _kernel_and_inputs(dense, x)
-    if dense.bias is None:
+    kernel, bias, x = _weights_and_inputs(dense, x)
+    if bias is None:
         y = torch.matmul(x, kernel)
     elif x.ndim == 2:
-        y = torch.addmm(_weight(dense.bias, x.dtype), x, kernel)
+        y = torch.addmm(bias, x, kernel)
     else:
         # Without `contiguous`, torch adds the bias in a separate step.
-        y = torch.nn.functional.linear(x.contiguous(), kernel.T, _weight(dense.bias, x.dtype))
+        y = torch.nn.functional.linear(x.contiguous(), kernel.T, bias)
     return y if dense.activation is None else dense.activation(y)
 
 
@@ -101,27 +104,23 @@ def block_diagonal_products(denses, x):
     denses: `EinsumDense` layers with kernels [blocks, block width, units], in the dtype of x.
     Returns [layers, N, blocks * units].
     """
-    kernels, xs = zip(*(_kernel_and_inputs(dense, x) for dense in denses), strict=True)
+    kernels, biases, xs = zip(*(_weights_and_inputs(dense, x) for dense in denses), strict=True)
     kernel, x = torch.stack(kernels), xs[0]
     count, num_blocks, width, units = kernel.shape
     diagonal = torch.eye(num_blocks, dtype=x.dtype, device=kernel.device)
     blocks = kernel.unsqueeze(3) * diagonal.view(num_blocks, 1, num_blocks, 1)
     matrices = blocks.view(count, num_blocks * width, num_blocks * units)
-    bias = torch.stack([_weight(dense.bias, x.dtype).view(1, -1) for dense in denses])
+    bias = torch.stack(biases).view(count, 1, -1)
     return torch.baddbmm(bias, x.expand(count, -1, -1), matrices)
 
 
-def _kernel_and_inputs(dense, x):
-    """The kernel of a layer in the dtype of x, and x, moved to Keras's device if they differ."""
+def _weights_and_inputs(dense, x):
+    """Returns a layer's kernel and bias, or None, in the dtype of x, and x on Keras's device."""
     # Keras's property takes as long as a launch, to look for quantization.
-    is_stored = dense.quantization_mode is None and not dense.lora_enabled
-    kernel = _weight(dense._kernel if is_stored else dense.kernel, x.dtype)
-    return kernel, x if x.device == kernel.device else ops.convert_to_tensor(x)
-
-
-def _weight(weight, dtype):
-    """The tensor of a variable or of its sum with LoRA weights, in a dtype of torch."""
-    return (weight.value if isinstance(weight, keras.Variable) else weight).to(dtype)
+    kernel = dense.kernel if dense.lora_enabled else dense._kernel.value
+    bias = None if dense.bias is None else dense.bias.value.to(x.dtype)
+    x = x if x.device == kernel.device else ops.convert_to_tensor(x)
+    return kernel.to(x.dtype), bias, x
 
 
 def copy_to_device(numbers, dtype, device):

@@ -16,7 +16,7 @@ from keras_recurrent.devices.jax_layouts import (
 )
 from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.layers import LocalAttention, decoding
-from keras_recurrent.layers.inner_streaming import stream_inner
+from keras_recurrent.layers.inner_calls import InnerCalls
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.reversible_embedding import ReversibleEmbedding, reversible_embedding
 from keras_recurrent.layers.tokens import find_tokens, initial_places, place_specs
@@ -26,7 +26,7 @@ from keras_recurrent.models.segments import SegmentsOptional
 from keras_recurrent.training.torch_training import TorchTraining
 
 
-class RecurrentBackbone(SegmentsOptional, TorchTraining, Network):
+class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, Network):
     """Base class of the networks: from token ids to the hidden states before the logits.
 
     A network is an embedding, residual blocks (see `keras_recurrent.layers.StreamingLayer`) and a
@@ -168,7 +168,7 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, Network):
         return self.hidden_states(token_ids, padding_mask, segment_ids)[0]
 
     def _bypasses_graph(self, inputs):
-        # On torch, the graph would call blocks by Keras's `__call__`; `stream_inner` avoids it.
+        # On torch, the graph would call blocks by Keras's `__call__`; `inner` avoids it.
         on_torch = BACKEND == "torch" and isinstance(inputs, dict)
         return super()._bypasses_graph(inputs) or (on_torch and inputs.keys() == self.input.keys())
 
@@ -265,9 +265,12 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, Network):
             intercept = intercept or (lambda x, i: x)
             x, states = intercept(x, -1), []
             for i, further in enumerate(self.block_arguments(x)):
-                block, state = self.transformer_layers[i], cache and cache["blocks"][i]
-                x, state = stream_inner(self, block, x, tokens, state, return_cache, **further)
-                states.append(state)
+                further |= {"tokens": tokens, "return_state": return_cache}
+                state = cache and cache["blocks"][i]
+                x = self.inner(self.transformer_layers[i], x, initial_state=state, **further)
+                if return_cache:
+                    x, state = x
+                    states.append(state)
                 x = intercept(x, i)
         x = self.final_norm(x)
         if self.output_scale is not None:

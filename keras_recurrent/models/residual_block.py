@@ -10,9 +10,11 @@ from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.layers import RMSNorm, StreamingLayer, SwiGLU, decoding
 from keras_recurrent.layers.autocast import weights_scope
 from keras_recurrent.layers.gated_linear_unit import GatedLinearUnit
-from keras_recurrent.layers.inner_streaming import stream_inner
-from keras_recurrent.layers.remat import is_called_directly, no_further_remat
+from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.states import in_order
+
+if BACKEND == "torch":
+    from keras_recurrent.layers.torch_calls import is_plain
 
 
 class ResidualBlock(StreamingLayer):
@@ -139,7 +141,8 @@ class ResidualBlock(StreamingLayer):
             x, after = jax_steps.run(self, inputs[:, 0], tokens, before, **kwargs)
             return x[:, None], {"temporal_block": after}
         x = self.inner(self.temporal_norm, inputs)
-        x, after = stream_inner(self, self.temporal_block, x, tokens, before, **kwargs)
+        kwargs |= {"tokens": tokens, "initial_state": before, "return_state": True}
+        x, after = self.inner(self.temporal_block, x, **kwargs)
         x = self._add(inputs, x)
         x = self._add(x, self.inner(self.mlp, self.inner(self.channel_norm, x)))
         return x, {"temporal_block": after}
@@ -177,7 +180,7 @@ def _steps_directly(outer, block, x):
     if "call" in vars(block):
         return False
     if BACKEND == "torch":
-        return is_called_directly(outer, block, x)
+        return is_plain(outer, block, x)
     return (
         type(block).__module__.startswith("keras_recurrent.")
         and dtype_of(x) == block.compute_dtype  # Keras would cast x

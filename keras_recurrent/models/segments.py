@@ -40,11 +40,11 @@ class SegmentsOptional:
         if isinstance(inputs, dict) and "token_ids" in inputs:
             self.check_num_tokens(inputs["token_ids"].shape[1])
         if self._bypasses_graph(inputs):
-            names = ("token_ids", "padding_mask", "segment_ids")
-            tensors = (inputs.get(name) for name in names)
-            return self.call_with_segments(
-                *(t if t is None else ops.convert_to_tensor(t, "int32") for t in tensors)
-            )
+            given = dict.fromkeys(("token_ids", "padding_mask", "segment_ids"))
+            for name in given.keys() & inputs.keys():
+                if inputs[name] is not None:
+                    given[name] = ops.convert_to_tensor(inputs[name], "int32")
+            return self.call_with_segments(**given)
         return super().call(inputs, training=training, mask=mask)  # type: ignore[misc]
 
     def compute_output_spec(self, inputs, training=None, mask=None):
@@ -68,11 +68,13 @@ class SegmentsOptional:
 
 
 def _check_padding_mask(inputs):
-    names = "token_ids", "padding_mask"
-    tensors = [inputs.get(name) for name in names] if isinstance(inputs, dict) else []
-    shapes = [tuple(t.shape) for t in tensors if t is not None and hasattr(t, "shape")]
-    if len(shapes) == 2 and not fits(*shapes):
+    if not isinstance(inputs, dict):
+        return
+    token_ids, padding_mask = inputs.get("token_ids"), inputs.get("padding_mask")
+    if not (hasattr(token_ids, "shape") and hasattr(padding_mask, "shape")):
+        return
+    if not fits(token_ids.shape, padding_mask.shape):
         raise ValueError(
             "`padding_mask` must have the shape [batch, time] of `token_ids`, "
-            f"{shapes[0]}; got {shapes[1]}."
+            f"{tuple(token_ids.shape)}; got {tuple(padding_mask.shape)}."
         )
