@@ -105,13 +105,3 @@ class CausalConv1D(StreamingLayer):
     def own_state_spec(self, batch_size=None):
         self._check_built()
         return {"inputs": self.array_spec(batch_size, self.kernel_size - 1, self.width)}
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "kernel_size": self.kernel_size,
-            "use_bias": self.use_bias,
-            "activation": self.activation,
-            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
-            "bias_initializer": keras.initializers.serialize(self.bias_initializer),
-        }

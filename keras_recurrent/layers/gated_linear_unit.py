@@ -29,17 +29,13 @@ class GatedLinearUnit(RecomputableLayer):
         intermediate_dim,
         *,
         kernel_initializer="lecun_normal",
-        bias_initializer="zeros",
         **kwargs,
     ):
         super().__init__(**kwargs)
         check_positive_integer("intermediate_dim", intermediate_dim)
         self.intermediate_dim = intermediate_dim
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
-        self.bias_initializer = keras.initializers.get(bias_initializer)
         self.supports_masking = True
-        self.gate_proj = inner_dense(self, intermediate_dim, "gate_proj", self.use_bias)
-        self.up_proj = inner_dense(self, intermediate_dim, "up_proj", self.use_bias)
 
     def gated(self, gate, x):
         """Computes activation(gate) * x."""
@@ -54,7 +50,9 @@ class GatedLinearUnit(RecomputableLayer):
                 f"two axes; got the shape {tuple(input_shape)}."
             )
         check_width_known(self, input_shape)
+        self.gate_proj = inner_dense(self, self.intermediate_dim, "gate_proj", self.use_bias)
         self.gate_proj.build(input_shape)
+        self.up_proj = inner_dense(self, self.intermediate_dim, "up_proj", self.use_bias)
         self.up_proj.build(input_shape)
         self.down_proj = inner_dense(self, input_shape[-1], "down_proj", self.use_bias)
         self.down_proj.build((*input_shape[:-1], self.intermediate_dim))
@@ -87,10 +85,3 @@ class GatedLinearUnit(RecomputableLayer):
 
     def compute_output_shape(self, input_shape):
         return tuple(input_shape)
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "intermediate_dim": self.intermediate_dim,
-            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
-        }

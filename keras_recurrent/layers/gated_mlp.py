@@ -46,8 +46,13 @@ class GatedMLP(GatedLinearUnit):
     use_bias = True
     gate_activation = "gelu"
 
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "bias_initializer": keras.initializers.serialize(self.bias_initializer),
-        }
+    def __init__(
+        self,
+        intermediate_dim,
+        *,
+        kernel_initializer="lecun_normal",
+        bias_initializer="zeros",
+        **kwargs,
+    ):
+        super().__init__(intermediate_dim, kernel_initializer=kernel_initializer, **kwargs)
+        self.bias_initializer = keras.initializers.get(bias_initializer)

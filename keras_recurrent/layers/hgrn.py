@@ -87,9 +87,3 @@ class HGRN(ForgetGateLayer):
     def own_state_spec(self, batch_size=None):
         self._check_built()
         return {"hidden": self.array_spec(batch_size, self.width)}
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
-        }

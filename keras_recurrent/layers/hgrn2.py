@@ -254,11 +254,4 @@ class HGRN2(ForgetGateLayer):
         return {"memory": self.array_spec(batch_size, heads, size, size), **convolutions}
 
     def get_config(self):
-        return {
-            **super().get_config(),
-            "expand_ratio": self._expand_ratio_given,
-            "gate_activation": keras.activations.serialize(self.gate_activation),
-            "input_activation": keras.activations.serialize(self.input_activation),
-            "conv_size": self.conv_size,
-            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
-        }
+        return {**super().get_config(), "expand_ratio": self._expand_ratio_given}

@@ -315,27 +315,6 @@ class LightningAttention(StreamingLayer):
         keys = 2 * self.head_dim if self.use_lrpe else self.head_dim
         return {"memory": self.array_spec(batch_size, self.num_heads, keys, self.head_dim)}
 
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "num_heads": self.num_heads,
-            "head_dim": self.head_dim,
-            "decay_schedule": self.decay_schedule,
-            "layer_index": self.layer_index,
-            "num_layers": self.num_layers,
-            "use_lrpe": self.use_lrpe,
-            "num_key_value_heads": self.num_key_value_heads,
-            "rope_max_wavelength": self.rope_max_wavelength,
-            "query_scale": self.query_scale,
-            "use_qk_norm": self.use_qk_norm,
-            "use_norm_weight": self.use_norm_weight,
-            "layer_norm_epsilon": self.layer_norm_epsilon,
-            "gate_activation": keras.activations.serialize(self.gate_activation),
-            "value_activation": keras.activations.serialize(self.value_activation),
-            "query_key_activation": keras.activations.serialize(self.query_key_activation),
-            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
-        }
-
 
 def log_decay(schedule, num_heads, layer_index, num_layers):
     """Returns log λ of each head, `num_heads` numbers below 0; see `LightningAttention`."""

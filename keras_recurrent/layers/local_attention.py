@@ -315,26 +315,6 @@ class LocalAttention(StreamingLayer):
         x = decoding.add_linear(x, ops.reshape(o, (o.shape[0], -1)), [self.o_proj], **ends)
         return x, {"key": key, "value": value}
 
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "num_query_heads": self.num_query_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
-            "sliding_window": self.sliding_window,
-            "max_length": self.max_length,
-            "rope_max_wavelength": self.rope_max_wavelength,
-            "partial_rotary_factor": self.partial_rotary_factor,
-            "use_qkv_bias": self.use_qkv_bias,
-            "use_output_bias": self.use_output_bias,
-            "use_qk_norm": self.use_qk_norm,
-            "use_output_gate": self.use_output_gate,
-            "logit_scaling": self.logit_scaling,
-            "layer_norm_epsilon": self.layer_norm_epsilon,
-            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
-            "bias_initializer": keras.initializers.serialize(self.bias_initializer),
-        }
-
 
 def _integer_or_none(name, size):
     """Returns a size as an integer of Python, which is part of the configuration."""

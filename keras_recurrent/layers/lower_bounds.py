@@ -99,9 +99,6 @@ class LowerBounds(RecomputableLayer):
         shape = (self.num_layers - 1, 2, inputs.shape[-1])
         return keras.KerasTensor(shape, dtype=self.state_dtype)
 
-    def get_config(self):
-        return {**super().get_config(), "num_layers": self.num_layers}
-
 
 class BoundedLayer(StreamingLayer):
     """Base class of streaming layers whose forget gates have a lower bound.
@@ -141,10 +138,6 @@ class ForgetGateLayer(BoundedLayer):
         if self.f_bias is not None:
             logits = cast(logits, self.state_dtype) + self.f_bias
         return log_forget_gate(logits, lower_bound)
-
-    def get_config(self):
-        initializer = keras.initializers.serialize(self.f_bias_initializer)
-        return {**super().get_config(), "f_bias_initializer": initializer}
 
 
 def check_lower_bound(lower_bound, width):

@@ -56,14 +56,7 @@ class GatedLRU(StreamingLayer):
         return {"hidden": self.array_spec(batch_size, self.width)}
 
     def get_config(self):
-        return {
-            **super().get_config(),
-            "num_blocks": self._num_blocks_given,
-            "a_initializer": keras.initializers.serialize(self.a_initializer),
-            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
-            "bias_initializer": keras.initializers.serialize(self.bias_initializer),
-            "scale_first_input": self.scale_first_input,
-        }
+        return {**super().get_config(), "num_blocks": self._num_blocks_given}
 
 
 def input_multiplier(log_a):

@@ -233,14 +233,4 @@ class RecurrentBlock(StreamingLayer):
         return x, {"conv1d": {"inputs": window}, "rg_lru": {"hidden": hidden}}
 
     def get_config(self):
-        return {
-            **super().get_config(),
-            "lru_width": self.lru_width,
-            "kernel_size": self.kernel_size,
-            "num_blocks": self._num_blocks_given,
-            "scale_first_input": self.scale_first_input,
-            "recurrence": self.recurrence,
-            "a_initializer": keras.initializers.serialize(self.a_initializer),
-            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
-            "bias_initializer": keras.initializers.serialize(self.bias_initializer),
-        }
+        return {**super().get_config(), "num_blocks": self._num_blocks_given}

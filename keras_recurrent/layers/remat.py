@@ -1,6 +1,7 @@
 """Rematerialization: recomputes a layer in the backward pass instead of saving activations."""
 
 import contextlib
+import inspect
 
 import keras
 from keras import tree
@@ -50,6 +51,16 @@ class RecomputableLayer(SavedQuantization, InnerCalls, keras.layers.Layer):
             warn_if_unscaled(self)
         return kwargs
 
+    def get_config(self):
+        """Returns the arguments of the constructor that are attributes of the same name."""
+        config = super().get_config()
+        classes = type(self).__mro__[: type(self).__mro__.index(RecomputableLayer)]
+        names = [n for cls in classes for n in inspect.signature(cls.__init__).parameters]
+        for name in dict.fromkeys(names):
+            if hasattr(self, name) and name not in config:
+                config[name] = _serialize_argument(name, getattr(self, name))
+        return config
+
     @property
     def state_dtype(self):
         """The dtype of states, angles and the weights of decays: at least float32."""
@@ -69,6 +80,15 @@ class RecomputableLayer(SavedQuantization, InnerCalls, keras.layers.Layer):
         if super().rematerialized_call(layer_call, *args, **kwargs) is layer_call:
             return layer_call  # created outside a `keras.RematScope`, or in one for other layers
         return recompute(layer_call)
+
+
+def _serialize_argument(name, value):
+    """Returns an argument of a layer for its configuration: a number, string or dictionary."""
+    if not callable(value):
+        return value
+    if name.endswith("activation"):
+        return keras.activations.serialize(value)
+    return keras.saving.serialize_keras_object(value)
 
 
 def no_further_remat():

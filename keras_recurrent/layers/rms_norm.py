@@ -75,6 +75,3 @@ class RMSNorm(SimpleRMSNorm):
             # In 16 bits, 1 + scale would lose small values of scale.
             scale = 1 + ops.cast(scale, self.state_dtype)
         return scale
-
-    def get_config(self):
-        return {**super().get_config(), "zero_centered": self.zero_centered}

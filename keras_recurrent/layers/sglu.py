@@ -46,6 +46,3 @@ class SGLU(GatedLinearUnit):
 
     use_bias = False
     gate_activation = None
-
-    def __init__(self, intermediate_dim, *, kernel_initializer="lecun_normal", **kwargs):
-        super().__init__(intermediate_dim, kernel_initializer=kernel_initializer, **kwargs)

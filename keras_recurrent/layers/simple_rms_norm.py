@@ -58,6 +58,3 @@ class SimpleRMSNorm(RecomputableLayer):
 
     def compute_output_shape(self, input_shape):
         return tuple(input_shape)
-
-    def get_config(self):
-        return {**super().get_config(), "epsilon": self.epsilon}

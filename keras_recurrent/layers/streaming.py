@@ -45,7 +45,8 @@ class StreamingLayer(StatefulLayer):
     `tokens.position`, also `uses_position = True`. Final token-wise computations can be in
     `finish`, and `last_output` can return the output from the state. A subclass with streaming
     sublayers returns them from `streaming_sublayers`, which defines its state, and calls each with
-    `tokens=tokens`, its part of the state as `initial_state`, and `return_state=True`.
+    `tokens=tokens`, its part of the state as `initial_state`, and `return_state=True`. Arguments
+    of its constructor that are attributes of the same name are part of its configuration.
 
     Args:
         return_state: boolean, whether a call returns `(output, state)` or only the output.
@@ -136,9 +137,6 @@ class StreamingLayer(StatefulLayer):
                 inputs, tokens=tokens, initial_state=state.get("rg_lru"), return_state=True
             )
             return inputs + x, {"rg_lru": after}
-
-        def get_config(self):
-            return {**super().get_config(), "num_blocks": self.num_blocks}
 
     layer = ResidualRGLRU()
     y, state = layer(np.ones((2, 5, 8), "float32"), return_state=True)
@@ -343,15 +341,6 @@ class StreamingLayer(StatefulLayer):
         if not self.return_sequences:
             return None
         return reverse(previous_mask)[0] if self.go_backwards else previous_mask
-
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "return_state": self.return_state,
-            "return_sequences": self.return_sequences,
-            "zero_output_for_mask": self.zero_output_for_mask,
-            "go_backwards": self.go_backwards,
-        }
 
     # === Attributes that `keras.layers.Bidirectional` and `keras.layers.RNN` read ===
 

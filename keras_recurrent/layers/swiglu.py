@@ -44,6 +44,3 @@ class SwiGLU(GatedLinearUnit):
 
     use_bias = False
     gate_activation = "silu"
-
-    def __init__(self, intermediate_dim, *, kernel_initializer="lecun_normal", **kwargs):
-        super().__init__(intermediate_dim, kernel_initializer=kernel_initializer, **kwargs)

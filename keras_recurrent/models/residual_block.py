@@ -152,15 +152,6 @@ class ResidualBlock(StreamingLayer):
         y = y if self.residual_scale is None else y * self.residual_scale
         return apply_layout(x + y, "hidden_states")
 
-    def get_config(self):
-        return {
-            **super().get_config(),
-            "temporal_block": keras.layers.serialize(self.temporal_block),
-            "intermediate_dim": self.intermediate_dim,
-            "layer_norm_epsilon": self.layer_norm_epsilon,
-            "residual_scale": self.residual_scale,
-        }
-
     @classmethod
     def from_config(cls, config):
         temporal_block = keras.layers.deserialize(config["temporal_block"])
