@@ -82,7 +82,9 @@ def test_docstring_of_a_model_explains_every_argument():
         ]
         explained = re.findall(r"^ {4}(\*\*\w+|\w+(?:, \w+)*):", arguments, re.MULTILINE)
         names = ", ".join(explained).replace("**", "").split(", ")
-        assert names == list(inspect.signature(cls.__init__).parameters)[1:], cls
+        parameters = list(inspect.signature(cls.__init__).parameters)[1:]
+        assert [name for name in names if name in parameters] == parameters, cls
+        assert names == parameters or "kwargs" in parameters, cls
 
 
 @pytest.mark.once

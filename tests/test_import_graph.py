@@ -21,7 +21,7 @@ PACKAGE = "keras_recurrent"
 # line.
 FLOORS = [
     "backends presets import_order atomic_files",
-    "compat progress",
+    "compat progress inherited_docstrings",
     "checks",
     "portable devices",
     "dispatch",

@@ -15,15 +15,15 @@ import griffe
 
 SECTION = re.compile(r"^(Returns|Yields):\n((?:(?: {4}.*)?\n)*)", re.MULTILINE)
 EXAMPLE = re.compile(r"^( *)>>> .*(?:\n(?!\s*$).+)*", re.MULTILINE)
-MODELS = pathlib.Path(__file__).parents[2] / "keras_recurrent/models"
-complete_docstring = runpy.run_path(str(MODELS / "inherited_docstrings.py"))["complete_docstring"]
+PACKAGE = pathlib.Path(__file__).parents[2] / "keras_recurrent"
+complete_docstring = runpy.run_path(str(PACKAGE / "inherited_docstrings.py"))["complete_docstring"]
 
 
 class Docstrings(griffe.Extension):
     def on_package(self, *, pkg, **kwargs):
+        completed: set[str] = set()
         for cls in iterate_classes(pkg):
-            if any(str(decorator.value) == "inherits_docstring" for decorator in cls.decorators):
-                complete(cls)
+            complete(cls, completed)
 
     def on_object(self, *, obj, **kwargs):
         if obj.docstring:
@@ -38,8 +38,16 @@ def iterate_classes(module):
             yield from iterate_classes(member)
 
 
-def complete(cls):
-    """Completes the docstring of a class, as the decorator does when the class is defined."""
+def complete(cls, completed):
+    """Completes the docstring of a class, as the decorator does when the class is defined.
+
+    `completed`: the paths of the classes that are completed, each after its base class.
+    """
+    is_decorated = any(str(decorator.value) == "inherits_docstring" for decorator in cls.decorators)
+    if not is_decorated or cls.path in completed:
+        return
+    completed.add(cls.path)
+    complete(cls.resolved_bases[-1], completed)
     inherited = cls.resolved_bases[-1].docstring
     own = cls.docstring and cls.docstring.value
     names = [parameter.name for parameter in cls.parameters]

@@ -3,12 +3,14 @@
 import keras
 
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
+from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops.causal_conv1d import causal_conv1d, check_activation
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
 class CausalConv1D(StreamingLayer):
     """Causal depthwise convolution over time, with a state for streaming.
 
@@ -28,14 +30,6 @@ class CausalConv1D(StreamingLayer):
         activation: None, or `"silu"`, fused with the convolution.
         kernel_initializer: initializer of the kernel, whose fan-in is W.
         bias_initializer: initializer of the bias.
-        return_state: boolean, whether a call returns `(output, state)`.
-        **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
-            `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
-
-    Call arguments:
-        inputs: `[B, T, D]`.
-        mask, segment_ids, initial_state, return_state, tokens: as in
-            `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
         y as `[B, T, D]` in the compute dtype; sums are float32 (float64 under a float64 policy).

@@ -7,6 +7,7 @@ from keras import ops
 
 from keras_recurrent.backends.constants import DECAY_EXPONENT, STARTS
 from keras_recurrent.checks.arguments import check_num_blocks
+from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers.block_diagonal import apply_blocks
 from keras_recurrent.layers.default_sizes import default_num_blocks
 from keras_recurrent.layers.lru import GatedLRU, input_multiplier
@@ -14,6 +15,7 @@ from keras_recurrent.ops import complex_linear_scan, token_kind
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
 class CGLRU(GatedLRU):
     """Complex-gated linear recurrent unit (CG-LRU), Griffin's complex variant of the RG-LRU.
 
@@ -36,20 +38,9 @@ class CGLRU(GatedLRU):
     Args:
         num_blocks: integer, blocks on the diagonal of W_a and W_x; must divide the width into
             blocks of even width. None: as in `keras_recurrent.layers.RGLRU`, in even blocks.
-        a_initializer: initializer of Λ: `"griffin"`, `"recurrentgemma"`, or a Keras initializer;
-            see `keras_recurrent.layers.RGLRU`.
-        kernel_initializer: initializer of W_a and W_x, whose fan-in is the width of a block.
-        bias_initializer: initializer of b_a and b_x.
-        return_state: boolean, whether a call returns `(output, state)`.
-        scale_first_input: boolean, whether the square root multiplies the input of a document's
-            first token, too; see `keras_recurrent.layers.RGLRU`.
-        **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
-            `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
 
     Call arguments:
         inputs: `[B, T, D]`, D even.
-        mask, segment_ids, initial_state, return_state, tokens: as in
-            `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
         y as `[B, T, D]` in the compute dtype. With `return_state` also the state:

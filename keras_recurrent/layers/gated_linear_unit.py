@@ -14,11 +14,27 @@ from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
 class GatedLinearUnit(RecomputableLayer):
     """Base class of gated multilayer perceptrons: `W_down gated(W_gate x, W_up x)`.
 
-    Shazeer 2020 (arXiv:2002.05202). The sublayers are `gate_proj`, `up_proj` and `down_proj`, all
-    `Dense`. Subclasses set the attributes:
+    Shazeer 2020 (arXiv:2002.05202). Subclasses set the attributes:
 
     - `use_bias`: boolean, whether the sublayers have biases;
     - `gate_activation`: the activation of the gate, "gelu", "silu" or None.
+
+    Args:
+        intermediate_dim: integer, the inner width.
+        kernel_initializer: initializer of the three kernels.
+        **kwargs: `name`, `dtype`, `trainable`.
+
+    Call arguments:
+        inputs: `[B, ..., D]`, with at least two axes.
+
+    Returns:
+        `[B, ..., D]` in the compute dtype.
+
+    Sublayers: `gate_proj`, `up_proj`, `down_proj`, all `Dense`.
+
+    Raises:
+        ValueError: `intermediate_dim` is below 1, or the inputs have fewer than two axes or an
+            unknown width.
     """
 
     use_bias: bool

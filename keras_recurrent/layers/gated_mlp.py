@@ -2,10 +2,12 @@
 
 import keras
 
+from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers.gated_linear_unit import GatedLinearUnit
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
 class GatedMLP(GatedLinearUnit):
     """Gated multilayer perceptron (GeGLU) of Griffin and Hawk.
 
@@ -17,21 +19,7 @@ class GatedMLP(GatedLinearUnit):
 
     Args:
         intermediate_dim: integer, the inner width; three times that of the inputs in the paper.
-        kernel_initializer: initializer of the three kernels.
         bias_initializer: initializer of the three biases.
-        **kwargs: `name`, `dtype`, `trainable`.
-
-    Call arguments:
-        inputs: `[B, ..., D]`, with at least two axes.
-
-    Returns:
-        `[B, ..., D]` in the compute dtype.
-
-    Sublayers: `gate_proj`, `up_proj`, `down_proj`, all `Dense`.
-
-    Raises:
-        ValueError: `intermediate_dim` is below 1, or the inputs have fewer than two axes or an
-            unknown width.
 
     Example:
 

@@ -3,12 +3,14 @@
 import keras
 from keras import ops
 
+from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers.dense import inner_dense
 from keras_recurrent.layers.lower_bounds import ForgetGateLayer
 from keras_recurrent.ops import linear_scan
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
 class HGRN(ForgetGateLayer):
     """Hierarchically gated linear recurrence (HGRN), the predecessor of HGRN2.
 
@@ -24,17 +26,6 @@ class HGRN(ForgetGateLayer):
 
     Args:
         kernel_initializer: initializer of the three kernels.
-        return_state: boolean, whether a call returns `(output, state)`.
-        **kwargs: `f_bias_initializer`, as in `keras_recurrent.layers.HGRN2`; `return_sequences`,
-            `zero_output_for_mask` and `go_backwards`, as in
-            `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
-
-    Call arguments:
-        inputs: `[B, T, D]`.
-        lower_bound: `[2, D]`, log β and log(1 - β), one entry of the output of
-            `keras_recurrent.layers.LowerBounds`; None: β is 0.
-        mask, segment_ids, initial_state, return_state, tokens: as in
-            `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
         y as `[B, T, D]` in the compute dtype. With `return_state` also the state:

@@ -7,6 +7,7 @@ from keras_recurrent.backends.constants import MAX_STEP_KEYS, STATE_WRITE_INTERV
 from keras_recurrent.checks.arguments import check_divides, check_positive_integer
 from keras_recurrent.checks.shapes import reshape
 from keras_recurrent.devices import jax_steps
+from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
 from keras_recurrent.layers.default_sizes import default_expand_ratio
@@ -22,6 +23,7 @@ NORM_EPSILON = 1e-5
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
 class HGRN2(ForgetGateLayer):
     """Gated linear recurrence of HGRN2: an HGRN whose state is expanded to a matrix per head.
 
@@ -52,17 +54,11 @@ class HGRN2(ForgetGateLayer):
             with which channels initially keep 0.1 to 0.9 of this influence over 64 tokens, similar
             to Tallec & Ollivier 2018 (arXiv:1804.11188, section 2), and a `conv_size`, such as 8.
         kernel_initializer: initializer of all kernels.
-        return_state: boolean, whether a call returns `(output, state)`.
-        **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
-            `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
 
     Call arguments:
-        inputs: `[B, T, D]`.
         lower_bound: `[2, D]`, log β and log(1 - β), one entry of the output of
             `keras_recurrent.layers.LowerBounds`; None: β is 0. Not supported with `go_backwards`:
             for both directions with a bound, use `keras_recurrent.layers.BidirectionalHGRN2`.
-        mask, segment_ids, initial_state, return_state, tokens: as in
-            `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
         y as `[B, T, D]` in the compute dtype. With `return_state` also the state:

@@ -14,6 +14,7 @@ from keras_recurrent.checks.dtypes import cast
 from keras_recurrent.checks.shapes import reshape
 from keras_recurrent.devices import jax_steps
 from keras_recurrent.dispatch import BACKEND
+from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.dense import inner_dense
 from keras_recurrent.layers.lrpe import LRPE
@@ -30,6 +31,7 @@ if BACKEND == "torch":
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
 class LightningAttention(StreamingLayer):
     """Linear attention with a constant decay per head, in linear time with a state of fixed size.
 
@@ -97,14 +99,6 @@ class LightningAttention(StreamingLayer):
         value_activation: activation of the values v; `"linear"`, in MiniMax-01 `"silu"`.
         query_key_activation: activation of the queries q and keys k; `"silu"` in both.
         kernel_initializer: initializer of the five kernels.
-        return_state: boolean, whether a call returns `(output, state)`.
-        **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
-            `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
-
-    Call arguments:
-        inputs: `[B, T, D]`.
-        mask, segment_ids, initial_state, return_state, tokens: as in
-            `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
         y as `[B, T, D]` in the compute dtype; the memory and its sums are float32 (float64 under a

@@ -16,6 +16,7 @@ from keras_recurrent.checks.arguments import (
 from keras_recurrent.checks.dtypes import cast
 from keras_recurrent.checks.shapes import reshape
 from keras_recurrent.devices.jax_layouts import check_whole_sequences
+from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.dense import inner_dense
 from keras_recurrent.layers.remat import no_further_remat
@@ -27,6 +28,7 @@ from keras_recurrent.ops.sliding_window_attention import capacity, sliding_windo
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
 class LocalAttention(StreamingLayer):
     """Causal multi-query or grouped-query attention with rotary positions and a KV cache.
 
@@ -85,14 +87,6 @@ class LocalAttention(StreamingLayer):
         layer_norm_epsilon: float, ε of the norms of queries and keys.
         kernel_initializer: initializer of the kernels.
         bias_initializer: initializer of the biases.
-        return_state: boolean, whether a call returns `(output, state)`.
-        **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
-            `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
-
-    Call arguments:
-        inputs: `[B, T, D]`.
-        mask, segment_ids, initial_state, return_state, tokens: as in
-            `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
         y as `[B, T, D]` in the compute dtype. With `return_state` also the state: `{"key",

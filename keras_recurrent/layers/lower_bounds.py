@@ -5,6 +5,7 @@ from keras import ops
 
 from keras_recurrent.checks.arguments import check_positive_integer, check_tensor, check_width_known
 from keras_recurrent.checks.dtypes import cast
+from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.remat import RecomputableLayer
 from keras_recurrent.layers.streaming import StreamingLayer
@@ -100,14 +101,13 @@ class LowerBounds(RecomputableLayer):
         return keras.KerasTensor(shape, dtype=self.state_dtype)
 
 
+@inherits_docstring
 class BoundedLayer(StreamingLayer):
     """Base class of streaming layers whose forget gates have a lower bound.
 
     Call arguments:
-        lower_bound: `[2, D]`, log β and log(1 - β), one entry of the output of `LowerBounds`; None:
-            β is 0.
-        inputs, mask, segment_ids, initial_state, return_state, tokens: as in
-            `keras_recurrent.layers.StreamingLayer`.
+        lower_bound: `[2, D]`, log β and log(1 - β), one entry of the output of
+            `keras_recurrent.layers.LowerBounds`; None: β is 0.
     """
 
     def check_arguments(self, inputs, lower_bound=None, **kwargs):
@@ -115,8 +115,14 @@ class BoundedLayer(StreamingLayer):
         check_lower_bound(lower_bound, inputs.shape[-1])
 
 
+@inherits_docstring
 class ForgetGateLayer(BoundedLayer):
-    """Base class of `HGRN` and `HGRN2`, whose forget gates may have a bias, `f_bias`."""
+    """Base class of `HGRN` and `HGRN2`, whose forget gates may have a bias, `f_bias`.
+
+    Args:
+        f_bias_initializer: initializer of the bias, as in `keras_recurrent.layers.HGRN2`. None: no
+            bias.
+    """
 
     def __init__(self, *, f_bias_initializer=None, **kwargs):
         super().__init__(**kwargs)

@@ -5,13 +5,26 @@ from keras import ops
 
 from keras_recurrent.backends.constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
+from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers.block_diagonal import block_diagonal_dense
 from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
 from keras_recurrent.layers.streaming import StreamingLayer
 
 
+@inherits_docstring
 class GatedLRU(StreamingLayer):
-    """Base class of `RGLRU` and `CGLRU`, with their arguments, gates, decays and state."""
+    """Base class of `RGLRU` and `CGLRU`, with their arguments, gates, decays and state.
+
+    Args:
+        a_initializer: initializer of Λ: `"griffin"` (the paper: a^8 uniform in [0.9, 0.999]),
+            `"recurrentgemma"` (the released code: a^2 uniform in [0.9^2, 0.999^2]), or a Keras
+            initializer.
+        kernel_initializer: initializer of W_a and W_x, whose fan-in is the width of a block.
+        bias_initializer: initializer of b_a and b_x.
+        scale_first_input: boolean, whether the square root also multiplies the input of a
+            document's first token, as in equation 4 of the paper. False: h = i x for that token, as
+            in DeepMind's released code, with which RecurrentGemma was trained.
+    """
 
     def __init__(
         self,

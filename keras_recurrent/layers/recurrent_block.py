@@ -4,6 +4,7 @@ import keras
 from keras import ops
 
 from keras_recurrent.checks.arguments import check_boolean, check_num_blocks, check_positive_integer
+from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
 from keras_recurrent.layers.cg_lru import CGLRU, check_complex_channels
@@ -20,6 +21,7 @@ RECURRENCES = {"rg_lru": RGLRU, "cg_lru": CGLRU}
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
 class RecurrentBlock(StreamingLayer):
     """Recurrent block of Griffin and Hawk, the token-mixing layer in place of attention.
 
@@ -39,18 +41,10 @@ class RecurrentBlock(StreamingLayer):
         a_initializer: see `keras_recurrent.layers.RGLRU`.
         kernel_initializer: initializer of the kernels of the linear layers and the gates.
         bias_initializer: initializer of all biases.
-        return_state: boolean, whether a call returns `(output, state)`.
         scale_first_input: boolean; see `keras_recurrent.layers.RGLRU`.
         recurrence: `"rg_lru"`, or `"cg_lru"`, the complex variant of the paper's appendix B
             (`keras_recurrent.layers.CGLRU`), which was not better in the paper; `lru_width` must
             then be even.
-        **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
-            `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
-
-    Call arguments:
-        inputs: `[B, T, D]`.
-        mask, segment_ids, initial_state, return_state, tokens: as in
-            `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
         `[B, T, D]` in the compute dtype. With `return_state` also the state:

@@ -5,6 +5,7 @@ from keras import ops
 
 from keras_recurrent.backends.constants import STARTS
 from keras_recurrent.checks.arguments import check_num_blocks
+from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers.block_diagonal import apply_blocks
 from keras_recurrent.layers.default_sizes import default_num_blocks
 from keras_recurrent.layers.lru import GatedLRU, input_multiplier
@@ -12,6 +13,7 @@ from keras_recurrent.ops import rg_lru, token_kind
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
 class RGLRU(GatedLRU):
     """Real-gated linear recurrent unit (RG-LRU) of Griffin and Hawk.
 
@@ -30,22 +32,6 @@ class RGLRU(GatedLRU):
             as in the paper if that divides it, else the largest smaller divisor with blocks of at
             least 4 channels, or 1 if there is none. After `build`, the attribute of this name is
             the resolved number.
-        a_initializer: initializer of Λ: `"griffin"` (the paper: a^8 uniform in [0.9, 0.999]),
-            `"recurrentgemma"` (the released code: a^2 uniform in [0.9^2, 0.999^2]), or a Keras
-            initializer.
-        kernel_initializer: initializer of W_a and W_x, whose fan-in is the width of a block.
-        bias_initializer: initializer of b_a and b_x.
-        return_state: boolean, whether a call returns `(output, state)`.
-        scale_first_input: boolean, whether the square root also multiplies the input of a
-            document's first token, as in equation 4 of the paper. False: h = i x for that token, as
-            in DeepMind's released code, with which RecurrentGemma was trained.
-        **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
-            `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
-
-    Call arguments:
-        inputs: `[B, T, D]`.
-        mask, segment_ids, initial_state, return_state, tokens: as in
-            `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
         h as `[B, T, D]` in the compute dtype; everything after the linear layers of the gates is

@@ -5,11 +5,13 @@ from keras import ops
 
 from keras_recurrent.checks.arguments import check_boolean, check_width_known
 from keras_recurrent.checks.dtypes import cast
+from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers.simple_rms_norm import SimpleRMSNorm
 from keras_recurrent.ops.rms_norm import rms_norm
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
 class RMSNorm(SimpleRMSNorm):
     """Root mean square normalization, with a weight that is centered at 0 or 1.
 
@@ -24,15 +26,7 @@ class RMSNorm(SimpleRMSNorm):
     computes in float32 (float64 for float64 inputs).
 
     Args:
-        epsilon: float, ε.
         zero_centered: boolean, whether the weight is stored as its difference from 1.
-        **kwargs: `name`, `dtype`, `trainable`.
-
-    Call arguments:
-        inputs: `[..., D]`.
-
-    Returns:
-        `[..., D]` in the compute dtype.
 
     Raises:
         ValueError: the width of the inputs is unknown, `epsilon` is not a finite number of at least

@@ -2,10 +2,12 @@
 
 import keras
 
+from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers.gated_linear_unit import GatedLinearUnit
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
 class SGLU(GatedLinearUnit):
     """Simple gated linear unit, the channel-mixing layer of TransNormerLLM.
 
@@ -19,20 +21,6 @@ class SGLU(GatedLinearUnit):
     Args:
         intermediate_dim: integer, the inner width; 2.75 times that of the inputs in the published
             models.
-        kernel_initializer: initializer of the three kernels.
-        **kwargs: `name`, `dtype`, `trainable`.
-
-    Call arguments:
-        inputs: `[B, ..., D]`, with at least two axes.
-
-    Returns:
-        `[B, ..., D]` in the compute dtype.
-
-    Sublayers: `gate_proj`, `up_proj`, `down_proj`, all `Dense`.
-
-    Raises:
-        ValueError: `intermediate_dim` is below 1, or the inputs have fewer than two axes or an
-            unknown width.
 
     Example:
 

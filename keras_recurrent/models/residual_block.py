@@ -7,6 +7,7 @@ from keras_recurrent.checks.dtypes import dtype_of
 from keras_recurrent.devices import jax_steps
 from keras_recurrent.devices.jax_layouts import apply_layout
 from keras_recurrent.dispatch import BACKEND
+from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers import RMSNorm, StreamingLayer, SwiGLU, decoding
 from keras_recurrent.layers.autocast import weights_scope
 from keras_recurrent.layers.gated_linear_unit import GatedLinearUnit
@@ -17,6 +18,7 @@ if BACKEND == "torch":
     from keras_recurrent.layers.torch_calls import is_plain
 
 
+@inherits_docstring
 class ResidualBlock(StreamingLayer):
     """Base class of residual blocks, which mix tokens and then channels, each after a norm.
 
@@ -35,17 +37,9 @@ class ResidualBlock(StreamingLayer):
         intermediate_dim: integer, the width inside the layer that mixes channels.
         layer_norm_epsilon: float, ε of the norms.
         residual_scale: number r, the factor of the outputs of both layers. None: 1.
-        return_state: boolean. True: a call returns `(output, state)`.
-        **kwargs: `return_sequences`, `zero_output_for_mask` and `go_backwards`, as in
-            `keras_recurrent.layers.StreamingLayer`; `name`, `dtype`, `trainable`.
 
     Made inside a `keras.RematScope`, the block saves only its inputs for the backward pass and
     recomputes the rest. Its sublayers are not rematerialized separately.
-
-    Call arguments:
-        inputs: `[B, T, D]`.
-        mask, segment_ids, initial_state, return_state, tokens: as in
-            `keras_recurrent.layers.StreamingLayer`.
 
     Returns:
         `[B, T, D]` in the compute dtype. With `return_state` also the state:

@@ -4,9 +4,9 @@ import keras
 
 from keras_recurrent.checks.arguments import check_boolean, check_number, check_positive_integer
 from keras_recurrent.devices.jax_layouts import check_layout
+from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers import RecurrentBlock
 from keras_recurrent.models.griffin.griffin_residual_block import GriffinResidualBlock
-from keras_recurrent.models.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, check_network_sizes
 
 # {block type: arguments that it needs in addition to those of all types}

@@ -2,9 +2,9 @@
 
 import keras
 
+from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.griffin.griffin_backbone import GriffinBackbone
 from keras_recurrent.models.griffin.griffin_causal_lm import GriffinTokenizer
-from keras_recurrent.models.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.recurrent_text_classifier import RecurrentTextClassifier
 from keras_recurrent.models.recurrent_text_classifier_preprocessor import (
     RecurrentTextClassifierPreprocessor,

@@ -3,10 +3,10 @@
 import keras
 
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer, is_integer
+from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers import HGRN2, LocalAttention, LowerBounds
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.models.hgrn2.hgrn2_residual_block import HGRN2ResidualBlock
-from keras_recurrent.models.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, check_network_sizes
 
 

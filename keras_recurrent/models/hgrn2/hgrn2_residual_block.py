@@ -2,8 +2,8 @@
 
 import keras
 
+from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers.lower_bounds import BoundedLayer
-from keras_recurrent.models.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.residual_block import ResidualBlock
 
 
@@ -24,9 +24,6 @@ class HGRN2ResidualBlock(BoundedLayer, ResidualBlock):
             `LocalAttention`.
 
     Call arguments:
-        inputs: `[B, T, D]`.
         lower_bound: `[2, D]`, log β and log(1 - β), one entry of the output of
             `keras_recurrent.layers.LowerBounds`; None: β is 0. Attention has none.
-        mask, segment_ids, initial_state, return_state, tokens: as in
-            `keras_recurrent.layers.StreamingLayer`.
     """

@@ -2,9 +2,9 @@
 
 import keras
 
+from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.hgrn2.hgrn2_backbone import HGRN2Backbone
 from keras_recurrent.models.hgrn2.hgrn2_causal_lm import HGRN2Tokenizer
-from keras_recurrent.models.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.recurrent_text_classifier import RecurrentTextClassifier
 from keras_recurrent.models.recurrent_text_classifier_preprocessor import (
     RecurrentTextClassifierPreprocessor,

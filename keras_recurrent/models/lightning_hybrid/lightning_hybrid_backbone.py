@@ -3,8 +3,8 @@
 import keras
 
 from keras_recurrent.checks.arguments import check_number, check_positive_integer
+from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers import LightningAttention
-from keras_recurrent.models.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.lightning_hybrid.lightning_hybrid_residual_block import (
     LightningHybridResidualBlock,
 )

@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_recurrent.models.inherited_docstrings import inherits_docstring
+from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.residual_block import ResidualBlock
 
 

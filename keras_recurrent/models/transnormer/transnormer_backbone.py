@@ -2,8 +2,8 @@
 
 import keras
 
+from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers import LightningAttention
-from keras_recurrent.models.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, check_network_sizes
 from keras_recurrent.models.transnormer.transnormer_residual_block import TransNormerResidualBlock
 

@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_recurrent.models.inherited_docstrings import inherits_docstring
+from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
 from keras_recurrent.models.recurrent_causal_lm_preprocessor import RecurrentCausalLMPreprocessor
 from keras_recurrent.models.transnormer.transnormer_backbone import TransNormerBackbone

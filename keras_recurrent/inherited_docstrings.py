@@ -1,4 +1,4 @@
-"""Docstrings of families, completed by the docstrings of their base classes.
+"""Docstrings of classes, completed by the docstrings of their base classes.
 
 docs/site/sections.py loads this file without the package, so it imports only the standard library.
 """
@@ -22,19 +22,24 @@ def complete_docstring(docstring, inherited, parameters):
     """Returns a docstring with the missing sections and arguments of another one.
 
     A section replaces the section of `inherited` with the same heading; the text before the first
-    heading is a section, too. In `Args`, entries are replaced one by one, and text after the
-    entries is kept.
+    heading is a section, too. In `Args` and `Call arguments`, entries are replaced one by one, and
+    text after the entries is kept.
 
     Args:
         docstring: string, or None.
         inherited: string, the docstring of the base class. None if Python omits docstrings.
         parameters: list of strings, the names of the parameters of the constructor, in order.
-            Other entries of `inherited` are left out.
+            Entries of the `Args` of `inherited` that it does not take are left out. With
+            `kwargs`, it takes all of them.
     """
     own, base = _sections(docstring), _sections(inherited)
     merged = base | own
     if "Args" in base:
-        merged["Args"] = _merge_arguments(own.get("Args", ""), base["Args"], parameters)
+        taken = None if "kwargs" in parameters else parameters
+        merged["Args"] = _merge_entries(own.get("Args", ""), base["Args"], parameters, taken)
+    if "Call arguments" in base:
+        mine, theirs = own.get("Call arguments", ""), base["Call arguments"]
+        merged["Call arguments"] = _merge_entries(mine, theirs, ["inputs", *_entries(mine)])
     return "\n\n".join(merged[name] for name in SECTIONS if name in merged)
 
 
@@ -46,12 +51,23 @@ def _sections(docstring):
     return {name: text.strip() for name, text in headings.items() if text}
 
 
-def _merge_arguments(own, base, parameters):
+def _merge_entries(own, base, order, taken=None):
+    """Merges two sections.
+
+    Args:
+        own, base: strings. Entries of `own` replace those of `base`.
+        order: list of strings, the names of the first entries. Others follow before `kwargs`.
+        taken: list of strings, the names of the entries of `base` to keep. None: all.
+    """
     own, _, own_text = own.partition("\n\n")
     base, _, base_text = base.partition("\n\n")
-    entries = {name: e for name, e in _entries(base).items() if name in parameters} | _entries(own)
-    names = sorted(entries, key=parameters.index)
-    section = "\n".join(["Args:", *(entries[name] for name in names)])
+    entries = _entries(base)
+    heading = base.partition("\n")[0]
+    entries = {n: e for n, e in entries.items() if taken is None or n in taken} | _entries(own)
+    first = [name for name in order if name in entries and name != "kwargs"]
+    others = [name for name in entries if name not in (*first, "kwargs")]
+    names = first + others + [name for name in ("kwargs",) if name in entries]
+    section = "\n".join([heading, *(entries[name] for name in names)])
     return "\n\n".join(filter(None, [section, base_text, own_text]))
 
 
