@@ -17,12 +17,10 @@ from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.dense import inner_dense
+from keras_recurrent.layers.heads import HeadsLayer
 from keras_recurrent.layers.lrpe import LRPE
 from keras_recurrent.layers.remat import no_further_remat
-from keras_recurrent.layers.rms_norm import RMSNorm
 from keras_recurrent.layers.rotary import frequencies, rotate
-from keras_recurrent.layers.simple_rms_norm import SimpleRMSNorm
-from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops import lightning_attention
 from keras_recurrent.ops.decoding_steps import lightning_step
 
@@ -32,7 +30,7 @@ if BACKEND == "torch":
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 @inherits_docstring
-class LightningAttention(StreamingLayer):
+class LightningAttention(HeadsLayer):
     """Linear attention with a constant decay per head, in linear time with a state of fixed size.
 
     ```
@@ -188,29 +186,17 @@ class LightningAttention(StreamingLayer):
         self.k_proj = inner_dense(self, shared, "k_proj")
         self.v_proj = inner_dense(self, shared, "v_proj")
         self.u_proj = inner_dense(self, inner, "u_proj")
+        self.norm = self.make_norm("norm", use_norm_weight)
+        self.q_norm = self.make_norm("q_norm") if use_qk_norm else None
+        self.k_norm = self.make_norm("k_norm") if use_qk_norm else None
         with no_further_remat():
-            self.norm = self._make_norm("norm", use_norm_weight)
-            self.q_norm = self._make_norm("q_norm") if use_qk_norm else None
-            self.k_norm = self._make_norm("k_norm") if use_qk_norm else None
             self.lrpe = LRPE(dtype=self.dtype_policy, name="lrpe") if use_lrpe else None
-
-    def _make_norm(self, name, has_weight=True):
-        arguments = {"epsilon": self.layer_norm_epsilon, "dtype": self.dtype_policy, "name": name}
-        if has_weight:
-            return RMSNorm(zero_centered=False, **arguments)
-        return SimpleRMSNorm(**arguments)
 
     def build(self, input_shape):
         super().build(input_shape)
-        for projection in self._projections():
-            projection.build(input_shape)
-        inner_shape = (*input_shape[:2], self.num_heads * self.head_dim)
-        self.norm.build(inner_shape)
-        for layer in (self.q_norm, self.k_norm, self.lrpe):
-            if layer:
-                layer.build((*input_shape[:2], self.num_heads, self.head_dim))
-        self.o_proj = inner_dense(self, self.width, "o_proj")
-        self.o_proj.build(inner_shape)
+        self.norm.build((*input_shape[:2], self.num_heads * self.head_dim))
+        if self.lrpe:
+            self.lrpe.build((*input_shape[:2], self.num_heads, self.head_dim))
 
     @property
     def uses_position(self):
@@ -257,10 +243,8 @@ class LightningAttention(StreamingLayer):
         return self.inner(self.o_proj, ops.multiply(gate, self.inner(self.norm, o)))
 
     def _heads(self, x, inputs):
-        # The shape of x would not do: tf2onnx takes it from inside `Dense`, without the time axis.
-        heads = x.shape[-1] // self.head_dim
-        x = reshape(x, (*ops.shape(inputs)[:2], heads, self.head_dim))
-        return cast(x, self.compute_dtype)  # Keras on torch multiplies float64 as float32
+        # Keras on torch multiplies float64 as float32.
+        return cast(self.split_heads(x, inputs), self.compute_dtype)
 
     def unfused_reason(self):
         if self.use_lrpe:
@@ -271,16 +255,16 @@ class LightningAttention(StreamingLayer):
             return f"`{self.name}` must have linear queries, keys and values, and a sigmoid gate"
         return decoding.first_reason(
             decoding.class_reason(self, LightningAttention),
-            decoding.denses_reason(self._projections(), [self.o_proj]),
+            decoding.denses_reason(self.projections(), [self.o_proj]),
             decoding.split_heads_reason(self, self.num_key_value_heads or self.num_heads),
             *(decoding.norm_reason(n) for n in (self.norm, self.q_norm, self.k_norm) if n),
         )
 
-    def _projections(self):
+    def projections(self):
         return [self.q_proj, self.k_proj, self.v_proj, self.u_proj]
 
     def fused_step(self, x, norm, tokens, state, **ends):
-        qkvu = decoding.linear(x, self._projections(), norm)
+        qkvu = decoding.linear(x, self.projections(), norm)
         q, k, v, gate = (decoding.heads(y, self.head_dim, self.compute_dtype) for y in qkvu)
         positions = {}
         if self.rope_max_wavelength is not None:

@@ -19,17 +19,15 @@ from keras_recurrent.devices.jax_layouts import check_whole_sequences
 from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.dense import inner_dense
-from keras_recurrent.layers.remat import no_further_remat
-from keras_recurrent.layers.rms_norm import RMSNorm
+from keras_recurrent.layers.heads import HeadsLayer
 from keras_recurrent.layers.rotary import frequencies, rotate
-from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops.decoding_steps import local_attention_step
 from keras_recurrent.ops.sliding_window_attention import capacity, sliding_window_attention
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 @inherits_docstring
-class LocalAttention(StreamingLayer):
+class LocalAttention(HeadsLayer):
     """Causal multi-query or grouped-query attention with rotary positions and a KV cache.
 
     ```
@@ -186,27 +184,8 @@ class LocalAttention(StreamingLayer):
         self.k_proj = inner_dense(self, key_value, "k_proj", use_bias=use_qkv_bias)
         self.v_proj = inner_dense(self, key_value, "v_proj", use_bias=use_qkv_bias)
         self.gate_proj = inner_dense(self, inner, "gate_proj") if use_output_gate else None
-        self.q_norm = self._make_norm("q_norm") if use_qk_norm else None
-        self.k_norm = self._make_norm("k_norm") if use_qk_norm else None
-
-    def _make_norm(self, name):
-        with no_further_remat():
-            return RMSNorm(
-                epsilon=self.layer_norm_epsilon,
-                zero_centered=False,
-                dtype=self.dtype_policy,
-                name=name,
-            )
-
-    def build(self, input_shape):
-        super().build(input_shape)
-        for projection in self._projections():
-            projection.build(input_shape)
-        for norm in (self.q_norm, self.k_norm):
-            if norm is not None:
-                norm.build((*input_shape[:2], None, self.head_dim))
-        self.o_proj = inner_dense(self, self.width, "o_proj", use_bias=self.use_output_bias)
-        self.o_proj.build((*input_shape[:2], self.num_query_heads * self.head_dim))
+        self.q_norm = self.make_norm("q_norm") if use_qk_norm else None
+        self.k_norm = self.make_norm("k_norm") if use_qk_norm else None
 
     def stream(self, inputs, tokens, state):
         q, k, v = (self.inner(layer, inputs) for layer in (self.q_proj, self.k_proj, self.v_proj))
@@ -224,7 +203,7 @@ class LocalAttention(StreamingLayer):
             self._rotated(q, position, self.q_norm, self._logit_scale(position)),
             self._rotated(k, position, self.k_norm),
             # Keras on torch multiplies float64 as float32.
-            cast(self._heads(v, position), self.compute_dtype),
+            cast(self.split_heads(v, position), self.compute_dtype),
             self.sliding_window,
             max_length=self.max_length if tokens.slots is None else tokens.slots.shape[1],
             # If the first token starts a document, the state is ignored and the position is 0.
@@ -235,14 +214,8 @@ class LocalAttention(StreamingLayer):
         inner = self.num_query_heads * self.head_dim
         return reshape(output, (*ops.shape(position), inner)), after
 
-    def _heads(self, x, position):
-        # With -1, TensorFlow would lose the static size if the time is unknown.
-        heads = x.shape[-1] // self.head_dim
-        # The shape of x would not do: tf2onnx takes it from inside `Dense`, without the time axis.
-        return reshape(x, (*ops.shape(position), heads, self.head_dim))
-
     def _rotated(self, x, position, norm, scale=1.0):
-        x = self._heads(x, position)
+        x = self.split_heads(x, position)
         x = x if norm is None else self.inner(norm, x)
         x = ops.cast(x, self.state_dtype)
         x = rotate(x, position, self.rope_max_wavelength, self.rotary_dim)
@@ -285,17 +258,17 @@ class LocalAttention(StreamingLayer):
     def unfused_reason(self):
         return decoding.first_reason(
             decoding.class_reason(self, LocalAttention),
-            decoding.denses_reason(self._projections(), [self.o_proj]),
+            decoding.denses_reason(self.projections(), [self.o_proj]),
             decoding.split_heads_reason(self, self.num_key_value_heads),
             *(decoding.norm_reason(norm) for norm in (self.q_norm, self.k_norm) if norm),
         )
 
-    def _projections(self):
+    def projections(self):
         projections = self.q_proj, self.k_proj, self.v_proj, self.gate_proj
         return [projection for projection in projections if projection is not None]
 
     def fused_step(self, x, norm, tokens, state, **ends):
-        projected = decoding.linear(x, self._projections(), norm)
+        projected = decoding.linear(x, self.projections(), norm)
         q, k, v, *gate = (decoding.heads(y, self.head_dim, self.compute_dtype) for y in projected)
         o, key, value = local_attention_step(
             **{"q": q, "k": k, "v": v, **state, "position": tokens.position[:, 0]},
