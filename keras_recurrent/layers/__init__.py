@@ -3,7 +3,7 @@
 from keras_recurrent.layers.bidirectional_hgrn2 import BidirectionalHGRN2
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
 from keras_recurrent.layers.cg_lru import CGLRU
-from keras_recurrent.layers.gated_mlp import GatedMLP
+from keras_recurrent.layers.gated_linear_unit import SGLU, GatedMLP, SwiGLU
 from keras_recurrent.layers.hgrn import HGRN
 from keras_recurrent.layers.hgrn2 import HGRN2
 from keras_recurrent.layers.initializers import DecayLogit
@@ -13,11 +13,8 @@ from keras_recurrent.layers.lower_bounds import LowerBounds
 from keras_recurrent.layers.lrpe import LRPE
 from keras_recurrent.layers.recurrent_block import RecurrentBlock
 from keras_recurrent.layers.rg_lru import RGLRU
-from keras_recurrent.layers.rms_norm import RMSNorm
-from keras_recurrent.layers.sglu import SGLU
-from keras_recurrent.layers.simple_rms_norm import SimpleRMSNorm
+from keras_recurrent.layers.rms_norm import RMSNorm, SimpleRMSNorm
 from keras_recurrent.layers.streaming import StreamingLayer
-from keras_recurrent.layers.swiglu import SwiGLU
 from keras_recurrent.layers.tokens import Tokens
 
 __all__ = [

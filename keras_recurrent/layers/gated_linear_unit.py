@@ -1,10 +1,11 @@
-"""Base class of gated multilayer perceptrons: three linear layers and a product."""
+"""Gated multilayer perceptrons: three linear layers and a product."""
 
 import keras
 from keras import ops
 
 from keras_recurrent.checks.arguments import check_positive_integer, check_width_known
 from keras_recurrent.checks.dtypes import cast
+from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.dense import inner_dense
 from keras_recurrent.layers.remat import RecomputableLayer
@@ -40,13 +41,7 @@ class GatedLinearUnit(RecomputableLayer):
     use_bias: bool
     gate_activation: str | None
 
-    def __init__(
-        self,
-        intermediate_dim,
-        *,
-        kernel_initializer="lecun_normal",
-        **kwargs,
-    ):
+    def __init__(self, intermediate_dim, *, kernel_initializer="lecun_normal", **kwargs):
         super().__init__(**kwargs)
         check_positive_integer("intermediate_dim", intermediate_dim)
         self.intermediate_dim = intermediate_dim
@@ -101,3 +96,101 @@ class GatedLinearUnit(RecomputableLayer):
 
     def compute_output_shape(self, input_shape):
         return tuple(input_shape)
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
+class GatedMLP(GatedLinearUnit):
+    """Gated multilayer perceptron (GeGLU) of Griffin and Hawk.
+
+    ```
+    y = W_down (gelu(W_gate x + b_gate) * (W_up x + b_up)) + b_down
+    ```
+
+    De et al. 2024 (arXiv:2402.19427, section 2.2), with the tanh-approximated gelu.
+
+    Args:
+        intermediate_dim: integer, the inner width; three times that of the inputs in the paper.
+        bias_initializer: initializer of the three biases.
+
+    Example:
+
+    ```python
+    import numpy as np
+    from keras_recurrent.layers import GatedMLP
+
+    assert GatedMLP(24)(np.ones((2, 5, 8))).shape == (2, 5, 8)
+    ```
+    """
+
+    use_bias = True
+    gate_activation = "gelu"
+
+    def __init__(
+        self,
+        intermediate_dim,
+        *,
+        kernel_initializer="lecun_normal",
+        bias_initializer="zeros",
+        **kwargs,
+    ):
+        super().__init__(intermediate_dim, kernel_initializer=kernel_initializer, **kwargs)
+        self.bias_initializer = keras.initializers.get(bias_initializer)
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
+class SwiGLU(GatedLinearUnit):
+    """Gated multilayer perceptron (SwiGLU), the channel-mixing layer of HGRN2.
+
+    ```
+    y = W_down (silu(W_gate x) * W_up x)
+    ```
+
+    Shazeer 2020 (arXiv:2002.05202), without biases.
+
+    Args:
+        intermediate_dim: integer, the inner width; about 8/3 of that of the inputs in HGRN2.
+
+    Example:
+
+    ```python
+    import numpy as np
+    from keras_recurrent.layers import SwiGLU
+
+    assert SwiGLU(24)(np.ones((2, 5, 8))).shape == (2, 5, 8)
+    ```
+    """
+
+    use_bias = False
+    gate_activation = "silu"
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
+class SGLU(GatedLinearUnit):
+    """Simple gated linear unit, the channel-mixing layer of TransNormerLLM.
+
+    ```
+    y = W_down (W_gate x * W_up x)
+    ```
+
+    Qin et al. 2023 (arXiv:2307.14995, section 3.1). There is no activation, because the product is
+    nonlinear, and there are no biases.
+
+    Args:
+        intermediate_dim: integer, the inner width; 2.75 times that of the inputs in the published
+            models.
+
+    Example:
+
+    ```python
+    import numpy as np
+    from keras_recurrent.layers import SGLU
+
+    assert SGLU(24)(np.ones((2, 5, 8))).shape == (2, 5, 8)
+    ```
+    """
+
+    use_bias = False
+    gate_activation = None

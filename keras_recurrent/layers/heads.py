@@ -5,8 +5,7 @@ from keras import ops
 from keras_recurrent.checks.shapes import reshape
 from keras_recurrent.layers.dense import inner_dense
 from keras_recurrent.layers.remat import no_further_remat
-from keras_recurrent.layers.rms_norm import RMSNorm
-from keras_recurrent.layers.simple_rms_norm import SimpleRMSNorm
+from keras_recurrent.layers.rms_norm import RMSNorm, SimpleRMSNorm
 from keras_recurrent.layers.streaming import StreamingLayer
 
 

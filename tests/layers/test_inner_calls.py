@@ -26,7 +26,7 @@ from keras_recurrent.layers import (
     RecurrentBlock,
 )
 from keras_recurrent.layers.block_diagonal import apply_blocks
-from keras_recurrent.layers.swiglu import SwiGLU
+from keras_recurrent.layers.gated_linear_unit import SwiGLU
 from keras_recurrent.layers.torch_calls import call_plain, is_plain
 from tests.models.tiny import VOCABULARY, tiny_causal_lm
 

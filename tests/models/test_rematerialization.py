@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent.layers import HGRN2, RecurrentBlock
-from keras_recurrent.layers.swiglu import SwiGLU
+from keras_recurrent.layers.gated_linear_unit import SwiGLU
 from tests.models.tiny import VOCABULARY, any_family, shared_by_families, tiny_causal_lm
 
 BACKEND = keras.config.backend()
