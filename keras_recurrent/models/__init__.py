@@ -3,25 +3,23 @@
 from keras_recurrent.generation.cache import GenerationCache
 from keras_recurrent.generation.output import GenerationOutput, TokenLogprobs
 from keras_recurrent.generation.sampling_params import SamplingParams
-from keras_recurrent.models.griffin.griffin_backbone import GriffinBackbone
+from keras_recurrent.models.griffin.griffin_backbone import GriffinBackbone, GriffinResidualBlock
 from keras_recurrent.models.griffin.griffin_causal_lm import (
     GriffinCausalLM,
     GriffinCausalLMPreprocessor,
     GriffinTokenizer,
 )
-from keras_recurrent.models.griffin.griffin_residual_block import GriffinResidualBlock
 from keras_recurrent.models.griffin.griffin_text_classifier import (
     GriffinTextClassifier,
     GriffinTextClassifierPreprocessor,
 )
-from keras_recurrent.models.hgrn2.hgrn2_backbone import HGRN2Backbone
+from keras_recurrent.models.hgrn2.hgrn2_backbone import HGRN2Backbone, HGRN2ResidualBlock
 from keras_recurrent.models.hgrn2.hgrn2_causal_lm import (
     HGRN2CausalLM,
     HGRN2CausalLMPreprocessor,
     HGRN2Tokenizer,
 )
 from keras_recurrent.models.hgrn2.hgrn2_image_classifier import HGRN2ImageClassifier
-from keras_recurrent.models.hgrn2.hgrn2_residual_block import HGRN2ResidualBlock
 from keras_recurrent.models.hgrn2.hgrn2_text_classifier import (
     HGRN2TextClassifier,
     HGRN2TextClassifierPreprocessor,
@@ -29,14 +27,12 @@ from keras_recurrent.models.hgrn2.hgrn2_text_classifier import (
 from keras_recurrent.models.hgrn2.hgrn2_vision_backbone import HGRN2VisionBackbone
 from keras_recurrent.models.lightning_hybrid.lightning_hybrid_backbone import (
     LightningHybridBackbone,
+    LightningHybridResidualBlock,
 )
 from keras_recurrent.models.lightning_hybrid.lightning_hybrid_causal_lm import (
     LightningHybridCausalLM,
     LightningHybridCausalLMPreprocessor,
     LightningHybridTokenizer,
-)
-from keras_recurrent.models.lightning_hybrid.lightning_hybrid_residual_block import (
-    LightningHybridResidualBlock,
 )
 from keras_recurrent.models.memory import (
     MemorySizes,
@@ -45,13 +41,15 @@ from keras_recurrent.models.memory import (
     training_sizes,
 )
 from keras_recurrent.models.roofline import DecodingTime, decoding_time
-from keras_recurrent.models.transnormer.transnormer_backbone import TransNormerBackbone
+from keras_recurrent.models.transnormer.transnormer_backbone import (
+    TransNormerBackbone,
+    TransNormerResidualBlock,
+)
 from keras_recurrent.models.transnormer.transnormer_causal_lm import (
     TransNormerCausalLM,
     TransNormerCausalLMPreprocessor,
     TransNormerTokenizer,
 )
-from keras_recurrent.models.transnormer.transnormer_residual_block import TransNormerResidualBlock
 from keras_recurrent.training.token_crossentropy import TokenCrossentropy
 
 __all__ = [

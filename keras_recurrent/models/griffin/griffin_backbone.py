@@ -1,13 +1,13 @@
-"""Network of Hawk, Griffin and the MQA Transformer, from tokens to hidden states."""
+"""Network of Hawk, Griffin and the MQA Transformer, and its residual block."""
 
 import keras
 
 from keras_recurrent.checks.arguments import check_boolean, check_number, check_positive_integer
 from keras_recurrent.devices.jax_layouts import check_layout
 from keras_recurrent.inherited_docstrings import inherits_docstring
-from keras_recurrent.layers import RecurrentBlock
-from keras_recurrent.models.griffin.griffin_residual_block import GriffinResidualBlock
+from keras_recurrent.layers import GatedMLP, RecurrentBlock, RMSNorm
 from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, check_network_sizes
+from keras_recurrent.models.residual_block import ResidualBlock
 
 # {block type: arguments that it needs in addition to those of all types}
 NEEDS = {
@@ -15,6 +15,32 @@ NEEDS = {
     "local_attention": ("num_query_heads", "sliding_window"),
     "global_attention": ("num_query_heads",),
 }
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
+class GriffinResidualBlock(ResidualBlock):
+    """Residual block of Griffin and Hawk, which mixes tokens and then channels.
+
+    ```
+    x = x + temporal_block(RMSNorm(x))
+    x = x + GatedMLP(RMSNorm(x))
+    ```
+
+    De et al. 2024 (arXiv:2402.19427, section 2.1). The norms multiply by 1 + `scale`, as in
+    DeepMind's released code.
+
+    Args:
+        temporal_block: the layer that mixes tokens, such as a
+            `keras_recurrent.layers.RecurrentBlock` or `LocalAttention`: any `StreamingLayer` whose
+            output has the shape of its input.
+    """
+
+    def make_norm(self, name):
+        return RMSNorm(epsilon=self.layer_norm_epsilon, dtype=self.dtype_policy, name=name)
+
+    def make_mlp(self, name):
+        return GatedMLP(self.intermediate_dim, dtype=self.dtype_policy, name=name)
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")

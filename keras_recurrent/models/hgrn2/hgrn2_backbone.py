@@ -1,13 +1,36 @@
-"""Network of HGRN2 and its hybrids with attention, from tokens to hidden states."""
+"""Network of HGRN2 and its hybrids with attention, and its residual block."""
 
 import keras
 
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer, is_integer
 from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers import HGRN2, LocalAttention, LowerBounds
+from keras_recurrent.layers.lower_bounds import BoundedLayer
 from keras_recurrent.layers.remat import no_further_remat
-from keras_recurrent.models.hgrn2.hgrn2_residual_block import HGRN2ResidualBlock
 from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, check_network_sizes
+from keras_recurrent.models.residual_block import ResidualBlock
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+@inherits_docstring
+class HGRN2ResidualBlock(BoundedLayer, ResidualBlock):
+    """Residual block of HGRN2, which mixes tokens and then channels.
+
+    ```
+    x = x + temporal_block(RMSNorm(x))
+    x = x + SwiGLU(RMSNorm(x))
+    ```
+
+    Qin et al. 2024 (arXiv:2404.07904, section 3).
+
+    Args:
+        temporal_block: the layer that mixes tokens, a `keras_recurrent.layers.HGRN2`, `HGRN` or
+            `LocalAttention`.
+
+    Call arguments:
+        lower_bound: `[2, D]`, log β and log(1 - β), one entry of the output of
+            `keras_recurrent.layers.LowerBounds`; None: β is 0. Attention has none.
+    """
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
