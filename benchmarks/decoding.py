@@ -9,7 +9,7 @@
   an empty prompt, here a start token; the batch is doubled until memory is exhausted or a call
   would take longer than `--seconds`. Latency: the time per token at batch size 16, from an empty
   prompt and after a prompt of 4,096 tokens. The roofline of each is the least time that its bytes
-  and operations can take (the paper's appendix F, `keras_recurrent.models.decoding_time`) at the
+  and operations can take (the paper's appendix F, `decoding_time`) at the
   measured rates of this device. The KV cache of global attention has the capacity that `generate`
   allocates: 64, 256, 1,024 tokens and then powers of two. With `--memory`, the batch is the largest
   power of two whose weights and caches fit; on a CPU, this argument is required.
@@ -41,9 +41,12 @@ from benchmarks.timing import (
     random_tokens,
 )
 from keras_recurrent import which_generation
+from keras_recurrent.checks.dtypes import bytes_of
 from keras_recurrent.conversion import convert_to_gqa
 from keras_recurrent.generation.lengths import bucket
-from keras_recurrent.models import GriffinCausalLM, decoding_time, memory_sizes
+from keras_recurrent.layers import LocalAttention
+from keras_recurrent.models import GriffinCausalLM, memory_sizes
+from keras_recurrent.models.memory import get_backbone
 
 KINDS = {"hawk": "Hawk", "griffin": "Griffin", "mqa": "MQA"}
 PLACES = 4  # positions in a sequence; the roofline is their mean, as caches grow linearly
@@ -95,11 +98,42 @@ def seconds_a_token(model, batch, tokens, prompt=0, clock=time.perf_counter):
     return seconds / (tokens - 1)
 
 
+def decoding_time(model, batch_size, length, *, bytes_per_second, flops_per_second):
+    """Returns lower bounds of the seconds of a decoding step, for weights and for the cache.
+
+    De et al. 2024 (arXiv:2402.19427, section 4.2 and appendix F): a step reads each weight and the
+    cache of each sequence once, and takes two operations per weight and sequence, per number of a
+    recurrent state, and per query head of a number of a key or value. Writes, norms, activations
+    and an embedding that is not shared with the logits are not counted.
+
+    Args:
+        model: a language model, a backbone or the name of a preset, as in `memory_sizes`.
+        batch_size, length: integers, sequences, and tokens of each before the step.
+        bytes_per_second, flops_per_second: numbers, the rates of the device.
+    """
+    model, operations = get_backbone(model, None), 0
+    weights, embedding = list(model.weights), model.token_embedding
+    if not embedding.tie_weights:
+        weights = [w for w in weights if w is not embedding.embeddings]
+    for block in model.transformer_layers:
+        mixer, state = block.temporal_block, block.own_initial_state(1, length)
+        is_shared = isinstance(mixer, LocalAttention)
+        uses = mixer.num_query_heads // mixer.num_key_value_heads if is_shared else 1
+        operations += uses * sum(math.prod(array.shape) for array in keras.tree.flatten(state))
+    return tuple(
+        max(size / bytes_per_second, 2 * batch_size * count / flops_per_second)
+        for size, count in (
+            (sum(map(bytes_of, weights)), sum(math.prod(w.shape) for w in weights)),
+            (memory_sizes(model, batch_size, length).cache, operations),
+        )
+    )
+
+
 def least_seconds_a_token(model, batch, tokens, prompt=0, **rates):
     """Returns the roofline, the mean of `decoding_time` along the sequence."""
     places = prompt + tokens * (np.arange(PLACES) + 0.5) / PLACES
     times = (decoding_time(model, batch, max(1, int(place)), **rates) for place in places)
-    return statistics.mean(found.total for found in times)
+    return statistics.mean(map(sum, times))
 
 
 # --- Batch size ---

@@ -46,6 +46,7 @@ from benchmarks.decoding import (
     KINDS,
     PLACES,
     build,
+    decoding_time,
     doubled,
     largest_batch,
     least_seconds_a_token,
@@ -53,7 +54,7 @@ from benchmarks.decoding import (
     warm_up,
 )
 from benchmarks.timing import device_rates
-from keras_recurrent.models import decoding_time, memory_sizes
+from keras_recurrent.models import memory_sizes
 
 TPU_V3 = {"bytes_per_second": 900e9, "flops_per_second": 123e12}  # the paper's table 3
 BYTES_ALONE = {**TPU_V3, "flops_per_second": 1e30}
@@ -116,7 +117,7 @@ def _compute(preset):
         places = tokens * (np.arange(PLACES) + 0.5) / PLACES
         found["rows"][tokens] = rows
         for name, rates in (("tokens_a_second", TPU_V3), ("by_bytes_alone", BYTES_ALONE)):
-            times = [decoding_time(preset, rows, int(place), **rates).total for place in places]
+            times = [sum(decoding_time(preset, rows, int(place), **rates)) for place in places]
             found[name][tokens] = rows / np.mean(times)
     return found
 

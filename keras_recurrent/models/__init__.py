@@ -40,7 +40,6 @@ from keras_recurrent.models.memory import (
     memory_sizes,
     training_sizes,
 )
-from keras_recurrent.models.roofline import DecodingTime, decoding_time
 from keras_recurrent.models.transnormer.transnormer_backbone import (
     TransNormerBackbone,
     TransNormerResidualBlock,
@@ -53,7 +52,6 @@ from keras_recurrent.models.transnormer.transnormer_causal_lm import (
 from keras_recurrent.training.token_crossentropy import TokenCrossentropy
 
 __all__ = [
-    "DecodingTime",
     "GenerationCache",
     "GenerationOutput",
     "GriffinBackbone",
@@ -87,7 +85,6 @@ __all__ = [
     "TransNormerCausalLMPreprocessor",
     "TransNormerResidualBlock",
     "TransNormerTokenizer",
-    "decoding_time",
     "memory_sizes",
     "training_sizes",
 ]
