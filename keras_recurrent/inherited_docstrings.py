@@ -23,7 +23,7 @@ def complete_docstring(docstring, inherited, parameters):
 
     A section replaces the section of `inherited` with the same heading; the text before the first
     heading is a section, too. In `Args` and `Call arguments`, entries are replaced one by one, and
-    text after the entries is kept.
+    text after the entries is kept. Errors are added to those of `inherited`.
 
     Args:
         docstring: string, or None.
@@ -40,6 +40,8 @@ def complete_docstring(docstring, inherited, parameters):
     if "Call arguments" in base:
         mine, theirs = own.get("Call arguments", ""), base["Call arguments"]
         merged["Call arguments"] = _merge_entries(mine, theirs, ["inputs", *_entries(mine)])
+    if "Raises" in base and "Raises" in own:
+        merged["Raises"] = own["Raises"] + base["Raises"].removeprefix("Raises:")
     return "\n\n".join(merged[name] for name in SECTIONS if name in merged)
 
 

@@ -39,8 +39,7 @@ class CausalConv1D(StreamingLayer):
     Weights: `kernel` `[W, D]` and `bias` `[D]`, float32 even under a 16-bit policy.
 
     Raises:
-        ValueError: `kernel_size` is below 1, `activation` is unsupported, the inputs are not
-            `[B, T, D]`, or the state has another structure or shape.
+        ValueError: `kernel_size` is below 1, or `activation` is unsupported.
 
     Example:
 

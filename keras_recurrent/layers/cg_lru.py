@@ -51,9 +51,8 @@ class CGLRU(GatedLRU):
     radians, `[D / 2]`, float32 even under a 16-bit policy.
 
     Raises:
-        ValueError: the inputs are not `[B, T, D]`, D is odd, `num_blocks` does not divide D into
-            blocks of even width, `a_initializer` is unknown, or the state has another structure or
-            shape.
+        ValueError: D is odd, `num_blocks` does not divide D into blocks of even width, or
+            `a_initializer` is unknown.
 
     Example:
 

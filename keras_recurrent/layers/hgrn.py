@@ -34,10 +34,6 @@ class HGRN(ForgetGateLayer):
     Sublayers: `f_proj`, `i_proj`, `o_proj`, all `Dense` without bias. Forget gates and the
     recurrence are computed in float32 even under a 16-bit policy.
 
-    Raises:
-        ValueError: the inputs are not `[B, T, D]`, or the lower bound or the state has another
-            structure or shape.
-
     Example:
 
     ```python

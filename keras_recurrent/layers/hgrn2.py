@@ -72,10 +72,9 @@ class HGRN2(ForgetGateLayer):
     bias, the forget gates and the memory are float32 even under a 16-bit policy.
 
     Raises:
-        ValueError: the inputs are not `[B, T, D]`; `expand_ratio` does not divide D, or is None
-            and no number from 8 to 128 divides a D above 128; `conv_size` is not an integer of at
-            least 1; a lower bound is passed with `go_backwards`; or the lower bound or the state
-            has another structure or shape.
+        ValueError: `expand_ratio` does not divide D, or is None and no number from 8 to 128 divides
+            a D above 128; `conv_size` is not an integer of at least 1; or a lower bound is passed
+            with `go_backwards`.
 
     Example:
 

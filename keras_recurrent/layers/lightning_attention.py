@@ -111,10 +111,9 @@ class LightningAttention(HeadsLayer):
     that queries and keys share.
 
     Raises:
-        ValueError: the inputs are not `[B, T, D]`, `num_key_value_heads` does not divide
-            `num_heads`, `decay_schedule` is unknown, `layer_index` is not below `num_layers`, both
-            kinds of positions are given, `head_dim` is odd with rotary positions, or the state has
-            another structure or shape.
+        ValueError: `num_key_value_heads` does not divide `num_heads`, `decay_schedule` is unknown,
+            `layer_index` is not below `num_layers`, both kinds of positions are given, or
+            `head_dim` is odd with rotary positions.
 
     Example:
 

@@ -100,10 +100,9 @@ class LocalAttention(HeadsLayer):
     with weights around 1.
 
     Raises:
-        ValueError: the inputs are not `[B, T, D]`; `num_key_value_heads` does not divide
-            `num_query_heads`; `partial_rotary_factor` is not between 0 and 1, or the number of
-            rotated channels is odd; `logit_scaling` is below 2; a number or boolean has another
-            type; the state has another structure or shape; or a state is requested but neither
+        ValueError: `num_key_value_heads` does not divide `num_query_heads`; `partial_rotary_factor`
+            is not between 0 and 1, or the number of rotated channels is odd; `logit_scaling` is
+            below 2; a number or boolean has another type; or a state is requested but neither
             `sliding_window` nor `max_length` limits it.
         NotImplementedError: `sliding_window` is None and a distribution splits sequences (see
             `keras_recurrent.devices.jax_layouts`).

@@ -108,6 +108,9 @@ class BoundedLayer(StreamingLayer):
     Call arguments:
         lower_bound: `[2, D]`, log β and log(1 - β), one entry of the output of
             `keras_recurrent.layers.LowerBounds`; None: β is 0.
+
+    Raises:
+        ValueError: the lower bound has another shape than `[2, D]`.
     """
 
     def check_arguments(self, inputs, lower_bound=None, **kwargs):

@@ -57,10 +57,9 @@ class RecurrentBlock(StreamingLayer):
     this shape.
 
     Raises:
-        ValueError: the inputs are not `[B, T, D]`; `num_blocks` does not divide `lru_width`;
-            `kernel_size` is not an integer of at least 1; `a_initializer` or `recurrence` is
-            unknown; `CGLRU` does not support the `lru_width` or `num_blocks`; or the state has
-            another structure or shape.
+        ValueError: `num_blocks` does not divide `lru_width`; `kernel_size` is not an integer of at
+            least 1; `a_initializer` or `recurrence` is unknown; or `CGLRU` does not support the
+            `lru_width` or `num_blocks`.
 
     Example: truncated backpropagation through time. A text is split into chunks of 32 bytes; the
     state is passed from one chunk to the next, the gradient is not.

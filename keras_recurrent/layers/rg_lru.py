@@ -43,8 +43,7 @@ class RGLRU(GatedLRU):
     quantization), and `a_logit`, Λ, `[D]`, float32 even under a 16-bit policy.
 
     Raises:
-        ValueError: the inputs are not `[B, T, D]`, `num_blocks` does not divide D, `a_initializer`
-            is unknown, or the state has another structure or shape.
+        ValueError: `num_blocks` does not divide D, or `a_initializer` is unknown.
 
     Example: a sequence in two chunks.
 

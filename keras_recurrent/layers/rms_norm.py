@@ -81,8 +81,7 @@ class RMSNorm(SimpleRMSNorm):
         zero_centered: boolean, whether the weight is stored as its difference from 1.
 
     Raises:
-        ValueError: the width of the inputs is unknown, `epsilon` is not a finite number of at least
-            0, or `zero_centered` is not a boolean.
+        ValueError: the width of the inputs is unknown, or `zero_centered` is not a boolean.
 
     Example:
 
