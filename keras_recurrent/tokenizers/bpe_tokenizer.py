@@ -8,20 +8,15 @@ import keras_hub
 import numpy as np
 
 from keras_recurrent import compat
-from keras_recurrent.atomic_files import AtomicPreset
 from keras_recurrent.tokenizers.bpe_file import BPEFile, read_bpe_file
-from keras_recurrent.tokenizers.checkpoint_files import (
-    describe_errors,
-    load_from_preset,
-    tokenize_with_special_tokens,
-)
+from keras_recurrent.tokenizers.checkpoint_files import CheckpointTokenizer, describe_errors
 
 FILE = "tokenizer.json"
 SPECIAL_TOKENS = ("start_token", "end_token", "pad_token")
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class BPETokenizer(AtomicPreset, keras_hub.tokenizers.Tokenizer):
+class BPETokenizer(CheckpointTokenizer, keras_hub.tokenizers.Tokenizer):
     """Byte-pair encoding from the `tokenizer.json` of a checkpoint, run by Hugging Face tokenizers.
 
     KerasHub's `BytePairTokenizer` takes a vocabulary and merges and splits words as GPT-2; this
@@ -75,6 +70,7 @@ class BPETokenizer(AtomicPreset, keras_hub.tokenizers.Tokenizer):
     (5, [0])
     """
 
+    file_argument = "tokenizer_json"
     file_description = FILE
 
     def __init__(
@@ -102,15 +98,6 @@ class BPETokenizer(AtomicPreset, keras_hub.tokenizers.Tokenizer):
             self.set_tokenizer_json(tokenizer_json)
         # There are no weights to build, but `quantize` of a model rejects layers not built.
         self.built = True
-
-    @classmethod
-    def from_preset(cls, preset, **kwargs):
-        """Loads the tokenizer of a checkpoint or of a directory of `save_to_preset`.
-
-        Raises:
-            ValueError: the preset has another tokenizer, or none.
-        """
-        return load_from_preset(cls, preset, "tokenizer_json", **kwargs)
 
     @classmethod
     def from_config(cls, config):
@@ -224,16 +211,9 @@ class BPETokenizer(AtomicPreset, keras_hub.tokenizers.Tokenizer):
             return np.array(ids[0], self.compute_dtype)
         return ids if shape is None else compat.restore_outer_shape(ids, shape)
 
-    def tokenize_with_special_tokens(self, text):
-        """Tokenizes a trusted text, such as a rendered chat template, with its special tokens.
-
-        Args:
-            text: a string, or a list of strings.
-
-        Returns:
-            A list of ids, or a list of lists.
-        """
-        return tokenize_with_special_tokens(self, text, self.special_tokens)
+    @property
+    def _template_tokens(self):
+        return self.special_tokens
 
     @property
     def _private_names(self):

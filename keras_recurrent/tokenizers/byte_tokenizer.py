@@ -5,8 +5,7 @@ import keras_hub
 import numpy as np
 
 from keras_recurrent import compat
-from keras_recurrent.atomic_files import AtomicPreset
-from keras_recurrent.tokenizers.checkpoint_files import tokenize_with_special_tokens
+from keras_recurrent.tokenizers.checkpoint_files import TrustedTexts
 
 SPECIAL_TOKENS = ("<pad>", "<start>", "<end>")
 FIRST_BYTE = len(SPECIAL_TOKENS)
@@ -14,7 +13,7 @@ VOCABULARY_SIZE = FIRST_BYTE + 256
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class ByteTokenizer(AtomicPreset, keras_hub.tokenizers.ByteTokenizer):
+class ByteTokenizer(TrustedTexts, keras_hub.tokenizers.ByteTokenizer):
     """Tokenizes text as UTF-8 bytes, without a vocabulary file and without unknown tokens.
 
     Tokens are 0 for padding, 1 for the start and 2 for the end of a document, and 3 to 258 for the
@@ -55,6 +54,8 @@ class ByteTokenizer(AtomicPreset, keras_hub.tokenizers.ByteTokenizer):
     (1, 2, 0)
     """
 
+    _template_tokens = SPECIAL_TOKENS
+
     def __init__(self, errors="replace", dtype="int32", **kwargs):
         self._add_special_token("<start>", "start_token")
         self._add_special_token("<end>", "end_token")
@@ -90,17 +91,6 @@ class ByteTokenizer(AtomicPreset, keras_hub.tokenizers.ByteTokenizer):
 
     def tokenize(self, inputs):
         return _shift(super().tokenize(inputs))
-
-    def tokenize_with_special_tokens(self, text):
-        """Tokenizes a trusted text, in which `<start>`, `<end>` and `<pad>` are special tokens.
-
-        Args:
-            text: a string, or a list of strings.
-
-        Returns:
-            A list of ids, or a list of lists.
-        """
-        return tokenize_with_special_tokens(self, text, SPECIAL_TOKENS)
 
     def _encode(self, text, positions):
         codes = np.frombuffer(text.encode("utf-8"), "uint8").astype("int32")

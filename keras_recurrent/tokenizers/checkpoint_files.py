@@ -1,4 +1,4 @@
-"""Functions shared by the tokenizers that are a file of a checkpoint."""
+"""Base classes of tokenizers, and functions shared by those that are a file of a checkpoint."""
 
 import bisect
 import contextlib
@@ -7,8 +7,10 @@ import itertools
 import operator
 import re
 import secrets
+from typing import Any
 
 from keras_recurrent import compat
+from keras_recurrent.atomic_files import AtomicPreset
 
 
 @contextlib.contextmanager
@@ -20,27 +22,6 @@ def describe_errors(path):
         raise
     except Exception as error:
         raise ValueError(f"No tokenizer can be made of {path}: {error}") from error
-
-
-def load_from_preset(cls, preset, argument, **kwargs):
-    """Returns the tokenizer of a preset, which must be a `cls` that has its file.
-
-    Args:
-        cls: class of the tokenizer.
-        preset: string, a name, a directory or `hf://owner/repository`.
-        argument: string, the attribute of `cls` for the file, and the argument of `cls` that sets
-            it.
-        **kwargs: arguments of `cls`.
-
-    Raises:
-        ValueError: the preset has another tokenizer, or none.
-    """
-    tokenizer = compat.installed_preset_loader(preset).load_tokenizer(cls, **kwargs)
-    if not isinstance(tokenizer, cls):
-        raise ValueError(f"The tokenizer of {preset!r} is a `{type(tokenizer).__name__}`.")
-    if getattr(tokenizer, argument) is None:
-        raise ValueError(f"{preset!r} has no {cls.file_description}. Pass one as `{argument}`.")
-    return tokenizer
 
 
 # Shorter names of random characters could be guessed.
@@ -56,13 +37,6 @@ def names_pattern(names):
 def private_name(token):
     """Returns a new name for a special token: as many random private characters."""
     return "".join(chr(0x100000 + secrets.randbelow(0xFFFE)) for _ in token)
-
-
-def tokenize_with_special_tokens(tokenizer, text, names):
-    """Tokenizes a trusted text, or a list of texts, in which `names` are special tokens."""
-    if not isinstance(text, str):
-        return [tokenize_with_special_tokens(tokenizer, each, names) for each in text]
-    return tokenize_parts(tokenizer, re.split(f"({names_pattern(names)})", text))[0]
 
 
 def tokenize_parts(tokenizer, parts, positions=()):
@@ -120,3 +94,51 @@ def _encode_pieces(tokenizer, text, positions):
             ids += map(int, tokenizer.tokenize([text[begin:end]])[0])
         indices.append(len(ids))
     return ids, indices[:-1]
+
+
+class TrustedTexts(AtomicPreset):
+    """Mixin of tokenizers that find special tokens in trusted texts.
+
+    A tokenizer defines `_template_tokens`, the special tokens of such texts.
+    """
+
+    _template_tokens: Any
+
+    def tokenize_with_special_tokens(self, text):
+        """Tokenizes a trusted text, such as a rendered chat template, with its special tokens.
+
+        Args:
+            text: a string, or a list of strings.
+
+        Returns:
+            A list of ids, or a list of lists.
+        """
+        if not isinstance(text, str):
+            return [self.tokenize_with_special_tokens(each) for each in text]
+        return tokenize_parts(self, re.split(f"({names_pattern(self._template_tokens)})", text))[0]
+
+
+class CheckpointTokenizer(TrustedTexts):
+    """Mixin of tokenizers that are a file of a checkpoint.
+
+    `file_argument` is the attribute for the file, and the argument of the constructor that sets it.
+    """
+
+    file_argument: str
+    file_description: str
+
+    @classmethod
+    def from_preset(cls, preset, **kwargs):
+        """Loads the tokenizer of a checkpoint or of a directory of `save_to_preset`.
+
+        Raises:
+            ValueError: the preset has another tokenizer, or none.
+        """
+        tokenizer = compat.installed_preset_loader(preset).load_tokenizer(cls, **kwargs)
+        if not isinstance(tokenizer, cls):
+            raise ValueError(f"The tokenizer of {preset!r} is a `{type(tokenizer).__name__}`.")
+        if getattr(tokenizer, cls.file_argument) is None:
+            raise ValueError(
+                f"{preset!r} has no {cls.file_description}. Pass one as `{cls.file_argument}`."
+            )
+        return tokenizer

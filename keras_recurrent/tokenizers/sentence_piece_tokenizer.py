@@ -9,14 +9,12 @@ import keras_hub
 import sentencepiece
 
 from keras_recurrent import compat
-from keras_recurrent.atomic_files import AtomicPreset
 from keras_recurrent.checks.arguments import is_integer
 from keras_recurrent.tokenizers.checkpoint_files import (
+    CheckpointTokenizer,
     describe_errors,
     find_tokens,
-    load_from_preset,
     private_name,
-    tokenize_with_special_tokens,
 )
 
 SPECIAL_TOKENS = ("start_token", "end_token", "pad_token")
@@ -25,11 +23,16 @@ SYMBOL = re.compile(r"<[^<>\s'\"{}]+>|\[[^\[\]\s'\"{}]+\]")
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class SentencePieceTokenizer(AtomicPreset, keras_hub.tokenizers.SentencePieceTokenizer):
+class SentencePieceTokenizer(CheckpointTokenizer, keras_hub.tokenizers.SentencePieceTokenizer):
     """SentencePiece tokenizer of a checkpoint, for any family of models.
 
     KerasHub's tokenizers identify special tokens by name, with one class per family. This class
     identifies them by id, as `config.json` of a checkpoint and the SentencePiece file do.
+
+    Special tokens of `tokenize_with_special_tokens` are the start, end and padding token, the
+    control tokens of the file and the added tokens, and user-defined tokens in brackets, such as
+    Gemma's `<start_of_turn>`. User-defined tokens are single tokens in other texts, too, except the
+    messages of chat prompts.
 
     Args:
         proto: path or bytes of a SentencePiece file. None: it is loaded later.
@@ -70,6 +73,7 @@ class SentencePieceTokenizer(AtomicPreset, keras_hub.tokenizers.SentencePieceTok
     (2, 1, 0)
     """
 
+    file_argument = "proto"
     file_description = "SentencePiece file"
 
     def __init__(
@@ -92,15 +96,6 @@ class SentencePieceTokenizer(AtomicPreset, keras_hub.tokenizers.SentencePieceTok
         super().__init__(proto=proto, dtype=dtype, **kwargs)
         # There are no weights to build, but `quantize` of a model rejects layers not built.
         self.built = True
-
-    @classmethod
-    def from_preset(cls, preset, **kwargs):
-        """Loads the tokenizer of a checkpoint or of a directory of `save_to_preset`.
-
-        Raises:
-            ValueError: the preset has another tokenizer, or none.
-        """
-        return load_from_preset(cls, preset, "proto", **kwargs)
 
     def load_assets(self, dir_path):
         (name,) = self.file_assets
@@ -180,22 +175,6 @@ class SentencePieceTokenizer(AtomicPreset, keras_hub.tokenizers.SentencePieceTok
 
     # === Text to tokens ===
 
-    def tokenize_with_special_tokens(self, text):
-        """Tokenizes a trusted text, such as a rendered chat template, with its special tokens.
-
-        Special tokens are the start, end and padding token, the control tokens of the file and the
-        added tokens, and user-defined tokens in brackets, such as Gemma's `<start_of_turn>`. User-
-        defined tokens are single tokens in other texts, too, except the messages of chat prompts.
-
-        Args:
-            text: a string, or a list of strings.
-
-        Returns:
-            A list of ids, or a list of lists.
-        """
-        self._check_vocabulary()
-        return tokenize_with_special_tokens(self, text, self._template_tokens)
-
     @functools.cached_property
     def _private_file(self):
         """The file with private names for the symbols, and `{symbol: private name}`."""
@@ -218,6 +197,7 @@ class SentencePieceTokenizer(AtomicPreset, keras_hub.tokenizers.SentencePieceTok
     @functools.cached_property
     def _template_tokens(self):
         """Set of the special tokens, the control tokens of the file, and the symbols."""
+        self._check_vocabulary()
         file = self._sentence_piece_spm
         control = (id for id in range(super().vocabulary_size()) if file.IsControl(id))
         return {*self.special_tokens, *map(self.id_to_token, control), *self._private_names}
