@@ -5,7 +5,6 @@ from keras import ops
 
 from keras_recurrent.devices.jax_layouts import flatten_tokens
 from keras_recurrent.dispatch import BACKEND
-from keras_recurrent.layers import decoding
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.remat import no_further_remat
 
@@ -51,13 +50,12 @@ def apply_blocks(denses, inputs):
     stride.
     """
     num_blocks, _, units = denses[0].bias.shape
+    is_narrow = inputs.shape[-1] <= WIDEST_WHOLE_MATRIX and all(map(_is_affine, denses))
+    if is_narrow and BACKEND == "torch" and multiplies_directly(inputs):
+        return block_diagonal_products(denses, inputs)
     tokens, restore_time = flatten_tokens(inputs)
-    if inputs.shape[-1] <= WIDEST_WHOLE_MATRIX and all(map(_is_affine, denses)):
-        if BACKEND == "torch" and multiplies_directly(tokens):
-            outputs = block_diagonal_products(denses, tokens)
-        else:
-            outputs = [_multiply_whole_matrix(dense, tokens) for dense in denses]
-        return [restore_time(output) for output in outputs]
+    if is_narrow:
+        return [restore_time(_multiply_whole_matrix(dense, tokens)) for dense in denses]
     width = inputs.shape[-1] // num_blocks
     blocks = ops.transpose(ops.reshape(tokens, (-1, num_blocks, width)), (1, 0, 2))
     outputs = [ops.transpose(dense(blocks), (1, 0, 2)) for dense in denses]
@@ -78,7 +76,10 @@ def _multiply_whole_matrix(dense, tokens):
 def _is_affine(dense):
     """Returns True if a call of the layer only multiplies and adds its weights, in float32."""
     return (
-        decoding.dense_reason(dense, keras.layers.EinsumDense) is None
+        type(dense) is keras.layers.EinsumDense
+        and "call" not in vars(dense)
+        and not dense.lora_enabled
+        and dense.quantization_mode is None
         and dense.compute_dtype == dense.variable_dtype == "float32"
         and dense.activity_regularizer is None
         and keras.distribution.distribution() is None

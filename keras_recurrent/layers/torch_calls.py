@@ -99,19 +99,20 @@ def multiplies_directly(x):
 
 
 def block_diagonal_products(denses, x):
-    """Computes block-diagonal layers of x [N, D] as products with whole matrices.
+    """Computes block-diagonal layers of x [..., D] as products with whole matrices.
 
     denses: `EinsumDense` layers with kernels [blocks, block width, units], in the dtype of x.
-    Returns [layers, N, blocks * units].
+    Returns a tensor [..., blocks * units] for each layer.
     """
     kernels, biases, xs = zip(*(_weights_and_inputs(dense, x) for dense in denses), strict=True)
-    kernel, x = torch.stack(kernels), xs[0]
+    kernel, x = torch.stack(kernels), xs[0].reshape(-1, xs[0].shape[-1])
     count, num_blocks, width, units = kernel.shape
     diagonal = torch.eye(num_blocks, dtype=x.dtype, device=kernel.device)
     blocks = kernel.unsqueeze(3) * diagonal.view(num_blocks, 1, num_blocks, 1)
     matrices = blocks.view(count, num_blocks * width, num_blocks * units)
     bias = torch.stack(biases).view(count, 1, -1)
-    return torch.baddbmm(bias, x.expand(count, -1, -1), matrices)
+    products = torch.baddbmm(bias, x.expand(count, -1, -1), matrices)
+    return products.view(count, *xs[0].shape[:-1], -1).unbind()
 
 
 def _weights_and_inputs(dense, x):
