@@ -29,9 +29,14 @@ def cast(tensor, dtype):
     return tensor if same else ops.cast(tensor, dtype)
 
 
+def item_size(array):
+    """Returns the bytes of an element of an array, a tensor or a variable."""
+    return np.dtype(dtype_of(array)).itemsize
+
+
 def bytes_of(array):
     """Returns the size of an array, a tensor or a variable in bytes."""
-    return math.prod(array.shape) * np.dtype(dtype_of(array)).itemsize
+    return math.prod(array.shape) * item_size(array)
 
 
 def accumulation_dtype(*dtypes):

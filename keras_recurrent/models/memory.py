@@ -6,12 +6,12 @@ import math
 from typing import NamedTuple
 
 import keras
-import numpy as np
-from keras import backend, tree
+from keras import tree
 
 from keras_recurrent import compat
 from keras_recurrent.checkpoints import loading
 from keras_recurrent.checks.arguments import check_positive_integers
+from keras_recurrent.checks.dtypes import item_size
 from keras_recurrent.devices.jax_layouts import axis_size, drop_uneven_axes
 from keras_recurrent.layers.tokens import initial_places
 from keras_recurrent.models.recurrent_backbone import RecurrentBackbone
@@ -128,7 +128,7 @@ def memory_sizes(model, batch_size, length, *, dtype=None, layout_map=None):
     for path, array in _iterate_arrays(backbone, length):
         shape = (batch_size, *array.shape[1:])
         part = _shard_shape(_state_layout(layout_map, path, shape), shape)
-        sizes[PARTS.get(path[-1], "recurrent_state")] += math.prod(part) * _item_size(array)
+        sizes[PARTS.get(path[-1], "recurrent_state")] += math.prod(part) * item_size(array)
     return MemorySizes(**sizes)
 
 
@@ -189,7 +189,7 @@ def _weight_bytes(weights, layout_map):
                 f"{tuple(layout.axes)} over a mesh of {layout.device_mesh.shape}, which does not "
                 "divide it. Use a mesh with fewer devices along this axis."
             )
-        total += math.prod(_shard_shape(layout, weight.shape)) * _item_size(weight)
+        total += math.prod(_shard_shape(layout, weight.shape)) * item_size(weight)
     return total
 
 
@@ -292,7 +292,3 @@ def _iterate_arrays(backbone, length):
     for i, block in enumerate(backbone.transformer_layers):
         for path, array in tree.flatten_with_path(block.own_initial_state(1, length)):
             yield ("blocks", i, *path), array
-
-
-def _item_size(array):
-    return np.dtype(backend.standardize_dtype(array.dtype)).itemsize
