@@ -129,12 +129,17 @@ def check_known_arguments(cls, kwargs):
         raise ValueError(f"`{cls.__name__}`: {_unknown_arguments(cls, unknown)}")
 
 
-def _unknown_arguments(cls, unknown):
+def constructor_arguments(cls):
+    """Returns the names of the arguments of a layer's constructor, except those of every layer."""
     bases = [base for base in cls.__mro__ if "__init__" in vars(base)]
     bases = bases[: bases.index(keras.Layer)]
     parameters = [p for b in bases for p in inspect.signature(b.__init__).parameters.values()]
     names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    names = [name for name in dict.fromkeys(names) if name != "self"]
+    return [name for name in dict.fromkeys(names) if name != "self"]
+
+
+def _unknown_arguments(cls, unknown):
+    names = constructor_arguments(cls)
     similar = [close for name in unknown for close in difflib.get_close_matches(name, names, 1)]
     mend = f"Did you mean {_quoted(similar)}? " if similar else ""
     return (

@@ -1,7 +1,6 @@
 """Rematerialization: recomputes a layer in the backward pass instead of saving activations."""
 
 import contextlib
-import inspect
 
 import keras
 from keras import tree
@@ -54,9 +53,7 @@ class RecomputableLayer(SavedQuantization, InnerCalls, keras.layers.Layer):
     def get_config(self):
         """Returns the arguments of the constructor that are attributes of the same name."""
         config = super().get_config()
-        classes = type(self).__mro__[: type(self).__mro__.index(RecomputableLayer)]
-        names = [n for cls in classes for n in inspect.signature(cls.__init__).parameters]
-        for name in dict.fromkeys(names):
+        for name in gru_arguments.constructor_arguments(type(self)):
             if hasattr(self, name) and name not in config:
                 config[name] = _serialize_argument(name, getattr(self, name))
         return config
