@@ -7,7 +7,6 @@ import itertools
 import operator
 import re
 import secrets
-from typing import Any
 
 from keras_recurrent import compat
 from keras_recurrent.atomic_files import AtomicPreset
@@ -97,12 +96,12 @@ def _encode_pieces(tokenizer, text, positions):
 
 
 class TrustedTexts(AtomicPreset):
-    """Mixin of tokenizers that find special tokens in trusted texts.
+    """Mixin of tokenizers that find special tokens in trusted texts."""
 
-    A tokenizer defines `_template_tokens`, the special tokens of such texts.
-    """
-
-    _template_tokens: Any
+    @property
+    def _template_tokens(self):
+        """Special tokens of such texts, strings."""
+        raise NotImplementedError
 
     def tokenize_with_special_tokens(self, text):
         """Tokenizes a trusted text, such as a rendered chat template, with its special tokens.
