@@ -1,4 +1,4 @@
-"""The gradient of a function of tensors, on the current backend: NumPy in and out."""
+"""Gradients of functions of tensors on the current backend, with NumPy arrays in and out."""
 
 import keras
 
@@ -8,13 +8,13 @@ BACKEND = keras.config.backend()
 
 
 def gradients(function, arrays):
-    """d function(arrays) / d arrays; `function` returns a scalar, `arrays` is nested float32."""
+    """Returns the gradient of a scalar `function` by each of its nested float32 arrays."""
     tensors = keras.tree.map_structure(lambda a: keras.ops.convert_to_tensor(a, "float32"), arrays)
     return numpy(_gradients(function, tensors))
 
 
 def call_with(layer, values, *args, **kwargs):
-    """A layer's call with `values` in the place of its trainable weights."""
+    """Calls a layer with `values` as its trainable weights."""
     mapping = list(zip(layer.trainable_variables, values, strict=True))
     with keras.StatelessScope(state_mapping=mapping):
         return layer(*args, **kwargs)

@@ -1,15 +1,17 @@
-"""The layers as loops over tokens in NumPy float64, written from the papers, not from our code.
+"""Layers as loops over tokens in NumPy float64, written from the papers and not from our code.
 
-Each is a class with `step(x)` for one token of one row; a new object is a document's start.
-`run` feeds it the real tokens of a batch.
+Each unit is a class with `step(x)` for one token of one sequence; a new object begins a document.
+`run` calls it for the real tokens of a batch.
 """
+
+import functools
 
 import keras
 import numpy as np
 
 
 def run(make, x, mask=None, segment_ids=None):
-    """`make()` gives the unit at a document's start. Outputs at padding are 0."""
+    """Outputs of the units that `make()` returns, one for each document; 0 at padding."""
     x = np.asarray(x, "float64")
     output = np.zeros_like(x)
     for row in range(x.shape[0]):
@@ -25,49 +27,39 @@ def run(make, x, mask=None, segment_ids=None):
 
 
 def unit(layer, values=None):
-    """A function that makes the unit of a layer, with its weights or with the values given."""
+    """Returns a function that makes the unit of a layer, with its weights or the given values."""
     if values is None:
         values = [keras.ops.convert_to_numpy(weight.value) for weight in layer.weights]
     weights = {
         weight.path.split("/", 1)[1]: np.asarray(value).astype("float64")
         for weight, value in zip(layer.weights, values, strict=True)
     }
-    config = layer.get_config()
-    make = UNITS[type(layer).__name__]
-    options = [config] if make is LightningAttention else []
-    options += [config[name] for name in OPTIONS.get(make, ())]
-    return lambda: make(weights, *options)
+    make, config = UNITS[type(layer).__name__], layer.get_config()
+    return lambda: make(weights, config)
 
 
 class RGLRU:
-    def __init__(self, weights, scale_first_input=False):
-        self.w, self.h, self.scale_first = weights, None, scale_first_input
+    """With a weight `theta`, the complex CG-LRU: halves of x and h are real and imaginary parts."""
+
+    def __init__(self, weights, config):
+        self.w, self.h, self.scale_first = weights, None, config["scale_first_input"]
 
     def step(self, x):
         r, i = sigmoid(gate(self.w, "recurrence_gate", x)), sigmoid(gate(self.w, "input_gate", x))
         a = sigmoid(self.w["a_logit"]) ** (8 * r)
-        scale = 1 if self.h is None and not self.scale_first else np.sqrt(1 - a**2)
-        self.h = scale * i * x + (0 if self.h is None else a * self.h)
-        return self.h
-
-
-class CGLRU:
-    def __init__(self, weights, scale_first_input=False):
-        self.w, self.h, self.scale_first = weights, None, scale_first_input
-
-    def step(self, x):
-        r, i = sigmoid(gate(self.w, "recurrence_gate", x)), sigmoid(gate(self.w, "input_gate", x))
-        u = x[: len(x) // 2] + 1j * x[len(x) // 2 :]
-        a = sigmoid(self.w["a_logit"]) ** (8 * r) * np.exp(1j * self.w["theta"] * 8 * r)
+        is_complex = "theta" in self.w
+        if is_complex:
+            a = a * np.exp(1j * self.w["theta"] * 8 * r)
+            x = x[: len(x) // 2] + 1j * x[len(x) // 2 :]
         scale = 1 if self.h is None and not self.scale_first else np.sqrt(1 - np.abs(a) ** 2)
-        self.h = scale * i * u + (0 if self.h is None else a * self.h)
-        return np.concatenate([self.h.real, self.h.imag])
+        self.h = scale * i * x + (0 if self.h is None else a * self.h)
+        return np.concatenate([self.h.real, self.h.imag]) if is_complex else self.h
 
 
 class CausalConv1D:
-    def __init__(self, weights, activation=None):
+    def __init__(self, weights, config):
         self.w, self.seen = weights, []
-        self.activation = ACTIVATIONS[activation or "linear"]
+        self.activation = ACTIVATIONS[config.get("activation") or "linear"]
 
     def step(self, x):
         self.seen.append(x)
@@ -79,51 +71,32 @@ class CausalConv1D:
 
 
 class RecurrentBlock:
-    def __init__(self, weights, scale_first_input, recurrence):
-        self.w = weights
-        self.conv1d = CausalConv1D(below(weights, "conv1d"))
-        cls = {"rg_lru": RGLRU, "cg_lru": CGLRU}[recurrence]
-        self.unit = cls(below(weights, recurrence), scale_first_input)
+    def __init__(self, weights, config):
+        self.w, self.conv1d = weights, CausalConv1D(below(weights, "conv1d"), {})
+        self.unit = RGLRU(below(weights, config["recurrence"]), config)
 
     def step(self, x):
         recurrent = self.unit.step(self.conv1d.step(linear(self.w, "linear_x", x)))
         return linear(self.w, "linear_out", recurrent * gelu(linear(self.w, "linear_y", x)))
 
 
-ATTENTION_CONFIG = (
-    "num_query_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "sliding_window",
-    "rope_max_wavelength",
-    "partial_rotary_factor",
-    "logit_scaling",
-    "layer_norm_epsilon",
-)
-
-
 class LocalAttention:
-    def __init__(
-        self, weights, heads, groups, head_dim, window, wavelength, rotary_factor, scaling, epsilon
-    ):
-        self.w, self.keys, self.values = weights, [], []
-        self.heads, self.groups, self.window = heads, groups, window
-        self.scaling, self.epsilon = scaling, epsilon
-        turning = int(head_dim * rotary_factor)
-        self.turn = wavelength ** (-np.arange(0, turning, 2) / max(turning, 1))
+    def __init__(self, weights, config):
+        self.w, self.c, self.keys, self.values = weights, config, [], []
 
     def step(self, x):
-        w, t = self.w, len(self.keys)
-        queries = np.split(linear(w, "q_proj", x), self.heads)
-        queries = [self.rotated(self.norm("q", q), t) for q in queries]
-        keys = np.split(linear(w, "k_proj", x), self.groups)
-        self.keys.append([self.rotated(self.norm("k", k), t) for k in keys])
-        self.values.append(np.split(linear(w, "v_proj", x), self.groups))
-        growth = np.log(t + self.scaling) / np.log(int(self.scaling)) if self.scaling else 1
+        w, c, t = self.w, self.c, len(self.keys)
+        heads, groups = c["num_query_heads"], c["num_key_value_heads"] or 1
+        queries = [self.norm_and_rotate("q", q, t) for q in np.split(linear(w, "q_proj", x), heads)]
+        keys = np.split(linear(w, "k_proj", x), groups)
+        self.keys.append([self.norm_and_rotate("k", k, t) for k in keys])
+        self.values.append(np.split(linear(w, "v_proj", x), groups))
+        scaling, window = c["logit_scaling"], c["sliding_window"] or t + 1
+        growth = np.log(t + scaling) / np.log(int(scaling)) if scaling else 1
         outputs = []
         for head, q in enumerate(queries):
-            group = head * self.groups // self.heads
-            seen = range(max(0, t + 1 - (self.window or t + 1)), t + 1)
+            group = head * groups // heads
+            seen = range(max(0, t + 1 - window), t + 1)
             logits = [growth * (q @ self.keys[s][group]) / np.sqrt(len(q)) for s in seen]
             p = np.exp(logits - np.max(logits))
             outputs.append(p / p.sum() @ [self.values[s][group] for s in seen])
@@ -132,47 +105,40 @@ class LocalAttention:
             output = output * sigmoid(linear(w, "gate_proj", x))
         return linear(w, "o_proj", output)
 
-    def norm(self, name, x):
-        """The norm of a head, if the layer has norms."""
-        if f"{name}_norm/scale" not in self.w:
-            return x
-        return x / np.sqrt((x**2).mean() + self.epsilon) * self.w[f"{name}_norm/scale"]
-
-    def rotated(self, x, t):
-        """Complex numbers that turn: a pair's parts lie half the turning channels apart."""
-        half = len(self.turn)
-        z = (x[:half] + 1j * x[half : 2 * half]) * np.exp(1j * self.turn * t)
-        return np.concatenate([z.real, z.imag, x[2 * half :]])
+    def norm_and_rotate(self, name, x, t):
+        if f"{name}_norm/scale" in self.w:
+            x = norm(x, self.c["layer_norm_epsilon"]) * self.w[f"{name}_norm/scale"]
+        rotated = int(len(x) * self.c["partial_rotary_factor"])
+        return rotate(x, t, rotated, self.c["rope_max_wavelength"])
 
 
 class HGRN2:
-    def __init__(self, weights, size, gate_activation, input_activation):
-        self.w, self.size, self.s = weights, size, 0
-        self.activations = ACTIVATIONS[gate_activation], ACTIVATIONS[input_activation]
+    def __init__(self, weights, config, lower_bound=0):
+        self.w, self.size, self.s, self.bound = weights, config["expand_ratio"], 0, lower_bound
+        names = "gate_activation", "input_activation"
+        self.gate, self.activate = (ACTIVATIONS[config[name]] for name in names)
         self.convolutions = {
-            name: CausalConv1D(below(weights, f"{name}_conv1d"))
+            name: CausalConv1D(below(weights, f"{name}_conv1d"), {})
             for name in "qfi"
             if f"{name}_conv1d/kernel" in weights
         }
 
     def step(self, x):
-        maps = {name: x @ self.w[f"{name}_proj/kernel"] for name in "qfi"}
+        return norm(self.recall(x), 1e-5) * self.w["norm/scale"] @ self.w["o_proj/kernel"]
+
+    def recall(self, x):
+        y = {name: x @ self.w[f"{name}_proj/kernel"] for name in "qfi"}
         for name, convolution in self.convolutions.items():
-            maps[name] = convolution.step(maps[name])
-        maps["f"] = maps["f"] + self.w.get("f_bias", 0)
-        gate, activate = self.activations
-        q, f, v = (
-            np.reshape(part, (-1, self.size))
-            for part in (gate(maps["q"]), sigmoid(maps["f"]), activate(maps["i"]))
-        )
+            y[name] = convolution.step(y[name])
+        f = self.bound + (1 - self.bound) * sigmoid(y["f"] + self.w.get("f_bias", 0))
+        parts = self.gate(y["q"]), f, self.activate(y["i"])
+        q, f, v = (np.reshape(part, (-1, self.size)) for part in parts)
         self.s = f[..., None] * self.s + (1 - f)[..., None] * v[:, None]
-        o = np.einsum("hkv,hk->hv", self.s, q).ravel() / np.sqrt(self.size)
-        o = o / np.sqrt((o**2).mean() + 1e-5) * self.w["norm/scale"]
-        return o @ self.w["o_proj/kernel"]
+        return np.einsum("hkv,hk->hv", self.s, q).ravel() / np.sqrt(self.size)
 
 
 class HGRN:
-    def __init__(self, weights):
+    def __init__(self, weights, config):
         self.w, self.h = weights, 0
 
     def step(self, x):
@@ -182,18 +148,16 @@ class HGRN:
 
 
 class LightningAttention:
-    def __init__(self, weights, c):
-        self.w, self.c, self.s, self.t = weights, c, 0, 0
+    def __init__(self, weights, config):
+        self.w, self.c, self.s, self.t = weights, config, 0, 0
         names = "gate_activation", "value_activation", "query_key_activation"
-        self.gate, self.value, self.feature = (ACTIVATIONS[c[name]] for name in names)
-        # The schedules, for heads that are a power of two.
-        heads, layer, layers = c["num_heads"], c["layer_index"], c["num_layers"]
-        h = np.arange(1, heads + 1)
+        self.gate, self.value, self.feature = (ACTIVATIONS[config[name]] for name in names)
+        heads, layer, layers = config["num_heads"], config["layer_index"], config["num_layers"]
         log_decay = {
-            "paper": lambda: -(8 * h / heads) * (1 - layer / layers),
-            "alibi": lambda: -(2.0 ** (-8 * h / heads)),
-            "checkpoints": lambda: -(2.0 ** (-8 * h / heads)) * (1 - layer / (layers - 1) + 1e-5),
-        }[c["decay_schedule"]]()
+            "paper": -(8 * np.arange(1, heads + 1) / heads) * (1 - layer / layers),
+            "alibi": -alibi_slopes(heads),
+            "checkpoints": -alibi_slopes(heads) * (1 - layer / max(layers - 1, 1) + 1e-5),
+        }[config["decay_schedule"]]
         self.decay = np.exp(log_decay)[:, None, None]
 
     def step(self, x):
@@ -201,97 +165,78 @@ class LightningAttention:
         q, k, v, u = (x @ w[f"{name}_proj/kernel"] for name in "qkvu")
         q, k, v = self.feature(q), self.feature(k), self.value(v)
         q, k, v = (np.reshape(part, (-1, c["head_dim"])) for part in (q, k, v))
+        epsilon = c["layer_norm_epsilon"]
         if c["use_qk_norm"]:
-            q, k = (
-                self.norm(part) * w[f"{name}_norm/scale"] for part, name in ((q, "q"), (k, "k"))
-            )
+            q, k = norm(q, epsilon) * w["q_norm/scale"], norm(k, epsilon) * w["k_norm/scale"]
         if "lrpe/theta" in w:
             angle = w["lrpe/theta"] * self.t
             turn = np.concatenate([np.cos(angle), np.sin(angle)], axis=-1)
             q, k = np.tile(q, 2) * turn, np.tile(k, 2) * turn
         if c["rope_max_wavelength"]:
-            q, k = self.rotated(q), self.rotated(k)
+            q, k = (rotate(z, self.t, z.shape[-1], c["rope_max_wavelength"]) for z in (q, k))
         k, v = (np.repeat(part, len(q) // len(part), axis=0) for part in (k, v))
         self.s, self.t = self.decay * self.s + k[..., None] * v[:, None], self.t + 1
         o = np.einsum("hkv,hk->hv", self.s, q * (c["query_scale"] or 1)).ravel()
-        return self.gate(u) * self.norm(o) * w.get("norm/scale", 1) @ w["o_proj/kernel"]
-
-    def norm(self, x):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + self.c["layer_norm_epsilon"])
-
-    def rotated(self, x):
-        half = x.shape[-1] // 2
-        turn = self.c["rope_max_wavelength"] ** (-np.arange(half) / half)
-        z = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * turn * self.t)
-        return np.concatenate([z.real, z.imag], axis=-1)
+        return self.gate(u) * norm(o, epsilon) * w.get("norm/scale", 1) @ w["o_proj/kernel"]
 
 
 class GatedMLP:
-    def __init__(self, weights):
-        self.w = weights
+    def __init__(self, weights, config, activation="gelu"):
+        self.w, self.activation = weights, ACTIVATIONS[activation]
 
     def step(self, x):
-        inside = gelu(linear(self.w, "gate_proj", x)) * linear(self.w, "up_proj", x)
-        return linear(self.w, "down_proj", inside)
-
-
-class SwiGLU:
-    def __init__(self, weights):
-        self.w = weights
-
-    def step(self, x):
-        gate, up = x @ self.w["gate_proj/kernel"], x @ self.w["up_proj/kernel"]
-        return silu(gate) * up @ self.w["down_proj/kernel"]
-
-
-class SGLU:
-    def __init__(self, weights):
-        self.w = weights
-
-    def step(self, x):
-        gate, up = x @ self.w["gate_proj/kernel"], x @ self.w["up_proj/kernel"]
-        return gate * up @ self.w["down_proj/kernel"]
-
-
-class SimpleRMSNorm:
-    def __init__(self, weights):
-        assert not weights
-
-    def step(self, x):
-        return x / np.sqrt((x**2).mean() + 1e-6)
+        gate = self.activation(linear(self.w, "gate_proj", x))
+        return linear(self.w, "down_proj", gate * linear(self.w, "up_proj", x))
 
 
 class RMSNorm:
-    def __init__(self, weights, zero_centered):
-        self.scale = weights["scale"] + zero_centered
+    def __init__(self, weights, config):
+        self.scale = weights.get("scale", 1) + config.get("zero_centered", False)
 
     def step(self, x):
-        return x / np.sqrt((x**2).mean() + 1e-6) * self.scale
+        return norm(x, 1e-6) * self.scale
 
 
+# The loop of each layer: a class that is called with the layer's weights and configuration.
 UNITS = {
-    cls.__name__: cls
-    for cls in (
-        *(RGLRU, CGLRU, CausalConv1D, RecurrentBlock, LocalAttention),
-        *(HGRN2, HGRN, GatedMLP, SwiGLU, RMSNorm),
-        *(LightningAttention, SGLU, SimpleRMSNorm),
-    )
+    "RGLRU": RGLRU,
+    "CGLRU": RGLRU,
+    "CausalConv1D": CausalConv1D,
+    "RecurrentBlock": RecurrentBlock,
+    "LocalAttention": LocalAttention,
+    "HGRN2": HGRN2,
+    "HGRN": HGRN,
+    "LightningAttention": LightningAttention,
+    "GatedMLP": GatedMLP,
+    "SwiGLU": functools.partial(GatedMLP, activation="silu"),
+    "SGLU": functools.partial(GatedMLP, activation="linear"),
+    "RMSNorm": RMSNorm,
+    "SimpleRMSNorm": RMSNorm,
 }
-OPTIONS = {
-    RGLRU: ("scale_first_input",),
-    CGLRU: ("scale_first_input",),
-    RecurrentBlock: ("scale_first_input", "recurrence"),
-    CausalConv1D: ("activation",),
-    LocalAttention: ATTENTION_CONFIG,
-    HGRN2: ("expand_ratio", "gate_activation", "input_activation"),
-    RMSNorm: ("zero_centered",),
-}
+
+
+def alibi_slopes(heads):
+    """Heads beyond a power of two have every second slope of the next power."""
+    power = 2 ** int(np.log2(heads))
+    further = 2.0 ** (-4 * np.arange(1, 2 * power, 2) / power)
+    return np.concatenate([2.0 ** (-8 * np.arange(1, power + 1) / power), further[: heads - power]])
+
+
+def norm(x, epsilon):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon)
+
+
+def rotate(x, t, channels, wavelength):
+    """Multiplies complex numbers by powers of i; their parts are half of `channels` apart."""
+    half = channels // 2
+    angle = t * wavelength ** (-np.arange(half) / max(half, 1))
+    z = (x[..., :half] + 1j * x[..., half:channels]) * np.exp(1j * angle)
+    return np.concatenate([z.real, z.imag, x[..., channels:]], axis=-1)
 
 
 def below(weights, name):
-    return {
-        path.removeprefix(f"{name}/"): w for path, w in weights.items() if path.startswith(name)
-    }
+    prefix = f"{name}/"
+    return {path.removeprefix(prefix): w for path, w in weights.items() if path.startswith(prefix)}
 
 
 def linear(weights, name, x):
@@ -313,8 +258,8 @@ def silu(z):
     return z * sigmoid(z)
 
 
-ACTIVATIONS = {"sigmoid": sigmoid, "silu": silu, "linear": lambda z: z}
-
-
 def gelu(z):
     return z / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)))
+
+
+ACTIVATIONS = {"sigmoid": sigmoid, "silu": silu, "gelu": gelu, "linear": lambda z: z}

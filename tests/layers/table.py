@@ -1,8 +1,7 @@
-"""Layers under test, one row each."""
+"""The layers under test, one row each, and helpers of all tests of layers and models."""
 
 import itertools
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -12,136 +11,115 @@ from keras_recurrent import layers
 
 
 class Row(NamedTuple):
-    make: Callable[..., keras.layers.Layer]  # keyword arguments of the layer → the layer
-    # The shapes of its state's arrays without their batch dimension; None: it has no state.
+    cls: type[keras.layers.Layer]
+    arguments: dict[str, Any] = {}
+    # Shapes of the state's arrays without the batch axis. If None, the layer has no state.
     state: dict | None = None
 
+    def make(self, **kwargs):
+        return self.cls(**{**self.arguments, **kwargs})
 
-WIDTH = 8  # of all inputs: layers that share their shapes share what XLA compiles
+
+WIDTH = 8  # width of all inputs; equal shapes share XLA programs
+WINDOW = {
+    "num_query_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "sliding_window": 4,
+    "partial_rotary_factor": 0.5,
+}
+WINDOW_STATE = {"key": (3, 2, 4), "value": (3, 2, 4), "position": (), "segment": ()}
+BLOCK = {"lru_width": 12, "kernel_size": 3}
+BLOCK_STATE = {"conv1d": {"inputs": (2, 12)}, "segment": ()}
 ROWS = {
-    "RGLRU": Row(
-        lambda **kwargs: layers.RGLRU(num_blocks=4, **kwargs),
-        state={"hidden": (8,), "segment": ()},
-    ),
-    "CGLRU": Row(
-        lambda **kwargs: layers.CGLRU(num_blocks=2, **kwargs),
-        state={"hidden": (8,), "segment": ()},
-    ),
-    "CausalConv1D": Row(
-        lambda **kwargs: layers.CausalConv1D(kernel_size=4, **kwargs),
-        state={"inputs": (3, 8), "segment": ()},
-    ),
+    "RGLRU": Row(layers.RGLRU, {"num_blocks": 4}, {"hidden": (8,), "segment": ()}),
+    "CGLRU": Row(layers.CGLRU, {"num_blocks": 2}, {"hidden": (8,), "segment": ()}),
+    "CausalConv1D": Row(layers.CausalConv1D, {"kernel_size": 4}, {"inputs": (3, 8), "segment": ()}),
     "CausalConv1D with silu": Row(
-        lambda **kwargs: layers.CausalConv1D(kernel_size=4, activation="silu", **kwargs),
-        state={"inputs": (3, 8), "segment": ()},
+        layers.CausalConv1D,
+        {"kernel_size": 4, "activation": "silu"},
+        {"inputs": (3, 8), "segment": ()},
     ),
     "CausalConv1D of one token": Row(
-        lambda **kwargs: layers.CausalConv1D(kernel_size=1, use_bias=False, **kwargs),
-        state={"inputs": (0, 8), "segment": ()},
+        layers.CausalConv1D,
+        {"kernel_size": 1, "use_bias": False},
+        {"inputs": (0, 8), "segment": ()},
     ),
     "RecurrentBlock": Row(
-        lambda **kwargs: layers.RecurrentBlock(12, kernel_size=3, num_blocks=4, **kwargs),
-        state={
-            "conv1d": {"inputs": (2, 12)},
-            "rg_lru": {"hidden": (12,)},
-            "segment": (),
-        },
+        layers.RecurrentBlock,
+        {**BLOCK, "num_blocks": 4},
+        {**BLOCK_STATE, "rg_lru": {"hidden": (12,)}},
     ),
     "RecurrentBlock with CGLRU": Row(
-        lambda **kwargs: layers.RecurrentBlock(
-            12, kernel_size=3, num_blocks=3, recurrence="cg_lru", **kwargs
-        ),
-        state={
-            "conv1d": {"inputs": (2, 12)},
-            "cg_lru": {"hidden": (12,)},
-            "segment": (),
-        },
+        layers.RecurrentBlock,
+        {**BLOCK, "num_blocks": 3, "recurrence": "cg_lru"},
+        {**BLOCK_STATE, "cg_lru": {"hidden": (12,)}},
     ),
-    "LocalAttention": Row(
-        lambda **kwargs: layers.LocalAttention(
-            4,
-            num_key_value_heads=2,
-            head_dim=4,
-            sliding_window=4,
-            partial_rotary_factor=0.5,
-            **kwargs,
-        ),
-        state={"key": (3, 2, 4), "value": (3, 2, 4), "position": (), "segment": ()},
-    ),
+    "LocalAttention": Row(layers.LocalAttention, WINDOW, WINDOW_STATE),
     "LocalAttention to all": Row(
-        lambda **kwargs: layers.LocalAttention(2, head_dim=4, max_length=12, **kwargs),
-        state={"key": (12, 1, 4), "value": (12, 1, 4), "position": (), "segment": ()},
+        layers.LocalAttention,
+        {"num_query_heads": 2, "head_dim": 4, "max_length": 12},
+        {"key": (12, 1, 4), "value": (12, 1, 4), "position": (), "segment": ()},
     ),
     "LocalAttention with all options": Row(
-        lambda **kwargs: layers.LocalAttention(
-            4,
-            num_key_value_heads=2,
-            head_dim=4,
-            sliding_window=4,
-            partial_rotary_factor=0.5,
-            use_qkv_bias=True,
-            use_output_bias=False,
-            use_qk_norm=True,
-            use_output_gate=True,
-            logit_scaling=2.5,
-            layer_norm_epsilon=1e-2,
-            **kwargs,
-        ),
-        state={"key": (3, 2, 4), "value": (3, 2, 4), "position": (), "segment": ()},
+        layers.LocalAttention,
+        {
+            **WINDOW,
+            "use_qkv_bias": True,
+            "use_output_bias": False,
+            "use_qk_norm": True,
+            "use_output_gate": True,
+            "logit_scaling": 2.5,
+            "layer_norm_epsilon": 1e-2,
+        },
+        WINDOW_STATE,
     ),
-    "HGRN2": Row(
-        lambda **kwargs: layers.HGRN2(expand_ratio=4, **kwargs),
-        state={"memory": (2, 4, 4), "segment": ()},
-    ),
+    "HGRN2": Row(layers.HGRN2, {"expand_ratio": 4}, {"memory": (2, 4, 4), "segment": ()}),
     "HGRN2 of the paper, with convolutions": Row(
-        lambda **kwargs: layers.HGRN2(
-            expand_ratio=2,
-            gate_activation="sigmoid",
-            input_activation="silu",
-            conv_size=3,
-            f_bias_initializer="ones",
-            **kwargs,
-        ),
-        state={
+        layers.HGRN2,
+        {
+            "expand_ratio": 2,
+            "gate_activation": "sigmoid",
+            "input_activation": "silu",
+            "conv_size": 3,
+            "f_bias_initializer": "ones",
+        },
+        {
             "memory": (4, 2, 2),
             "segment": (),
             **{f"{name}_conv1d": {"inputs": (2, 8)} for name in "qfi"},
         },
     ),
-    "HGRN": Row(
-        lambda **kwargs: layers.HGRN(**kwargs),
-        state={"hidden": (8,), "segment": ()},
-    ),
+    "HGRN": Row(layers.HGRN, {}, {"hidden": (8,), "segment": ()}),
     "LightningAttention": Row(
-        # With positions; the models have layers without.
-        lambda **kwargs: layers.LightningAttention(
-            4, head_dim=2, layer_index=1, num_layers=3, use_lrpe=True, **kwargs
-        ),
-        state={"memory": (4, 4, 2), "segment": (), "position": ()},
+        layers.LightningAttention,
+        # With positions; most blocks of the models have none.
+        {"num_heads": 4, "head_dim": 2, "layer_index": 1, "num_layers": 3, "use_lrpe": True},
+        {"memory": (4, 4, 2), "segment": (), "position": ()},
     ),
     "LightningAttention of HypeNet": Row(
-        lambda **kwargs: layers.LightningAttention(
-            4,
-            num_key_value_heads=2,
-            head_dim=2,
-            decay_schedule="alibi",
-            rope_max_wavelength=100,
-            query_scale=0.5,
-            use_qk_norm=True,
-            use_norm_weight=True,
-            layer_norm_epsilon=1e-2,
-            query_key_activation="linear",
-            gate_activation="sigmoid",
-            **kwargs,
-        ),
-        state={"memory": (4, 2, 2), "segment": (), "position": ()},
+        layers.LightningAttention,
+        {
+            "num_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 2,
+            "decay_schedule": "alibi",
+            "rope_max_wavelength": 100,
+            "query_scale": 0.5,
+            "use_qk_norm": True,
+            "use_norm_weight": True,
+            "layer_norm_epsilon": 1e-2,
+            "query_key_activation": "linear",
+            "gate_activation": "sigmoid",
+        },
+        {"memory": (4, 2, 2), "segment": (), "position": ()},
     ),
-    "GatedMLP": Row(lambda **kwargs: layers.GatedMLP(12, **kwargs)),
-    "SwiGLU": Row(lambda **kwargs: layers.SwiGLU(12, **kwargs)),
-    "SGLU": Row(lambda **kwargs: layers.SGLU(12, **kwargs)),
-    "SimpleRMSNorm": Row(lambda **kwargs: layers.SimpleRMSNorm(**kwargs)),
-    "RMSNorm": Row(lambda **kwargs: layers.RMSNorm(**kwargs)),
-    "RMSNorm around 0": Row(lambda **kwargs: layers.RMSNorm(zero_centered=False, **kwargs)),
+    "GatedMLP": Row(layers.GatedMLP, {"intermediate_dim": 12}),
+    "SwiGLU": Row(layers.SwiGLU, {"intermediate_dim": 12}),
+    "SGLU": Row(layers.SGLU, {"intermediate_dim": 12}),
+    "SimpleRMSNorm": Row(layers.SimpleRMSNorm),
+    "RMSNorm": Row(layers.RMSNorm),
+    "RMSNorm around 0": Row(layers.RMSNorm, {"zero_centered": False}),
 }
 STREAMING = [name for name, row in ROWS.items() if row.state]
 ATTENTION = [
@@ -161,6 +139,9 @@ WITH_SUBLAYERS = [
 SHARED = STREAMING
 if keras.config.backend() != "torch":
     SHARED = ["RecurrentBlock", "LocalAttention", "HGRN2"]
+
+# Compilers other than JAX's take longer than the training of these tests.
+JIT = "auto" if keras.config.backend() == "jax" else False
 
 any_layer = pytest.mark.parametrize("name", ROWS)
 streaming_layer = pytest.mark.parametrize("name", STREAMING)
@@ -195,7 +176,7 @@ def parametrize_layers(names, default=STREAMING, **axes):
 
 
 def built(name, **kwargs):
-    """The built layer of a row, with random weights: zero-initialized biases included."""
+    """Returns the built layer of a row with random weights, biases included."""
     layer = ROWS[name].make(**kwargs)
     layer.build((None, None, WIDTH))
     rng = np.random.default_rng(0)
@@ -211,15 +192,21 @@ def inputs(batch=3, length=8, seed=1):
 
 
 def numpy(x):
-    """Tensors, nested or not, as arrays."""
+    """Returns tensors, nested or not, as arrays."""
     return keras.tree.map_structure(keras.ops.convert_to_numpy, x)
 
 
-def assert_close(got, wanted, where=None):
-    """Equal to float32's last digits, on numbers around 1; `where` selects `[B, T]`."""
-    got, wanted = numpy(got), numpy(wanted)
-    keras.tree.assert_same_structure(got, wanted)
-    for g, w in zip(keras.tree.flatten(got), keras.tree.flatten(wanted), strict=True):
+def assert_rejects(match, function, *args, **kwargs):
+    """Asserts that a call raises a ValueError whose message matches."""
+    with pytest.raises(ValueError, match=match):
+        function(*args, **kwargs)
+
+
+def assert_close(found, expected, where=None, rtol=1e-5, atol=3e-6):
+    """Asserts that nested tensors are equal up to rounding; `where` selects `[B, T]`."""
+    found, expected = numpy(found), numpy(expected)
+    keras.tree.assert_same_structure(found, expected)
+    for f, e in zip(keras.tree.flatten(found), keras.tree.flatten(expected), strict=True):
         if where is not None:
-            g, w = g[where], w[where]
-        np.testing.assert_allclose(g, w, rtol=1e-5, atol=3e-6)
+            f, e = f[where], e[where]
+        np.testing.assert_allclose(f, e, rtol=rtol, atol=atol)

@@ -1,4 +1,4 @@
-"""Layers in the place of a GRU, beside `keras.layers.GRU` itself: what they return."""
+"""Arguments and outputs that streaming layers share with `keras.layers.GRU`."""
 
 import keras
 import numpy as np
@@ -13,6 +13,7 @@ from tests.layers.table import (
     STREAMING,
     WIDTH,
     assert_close,
+    assert_rejects,
     built,
     inputs,
     numpy,
@@ -25,277 +26,252 @@ from tests.layers.test_streaming import MASKS, SEGMENTS
 OUTPUT_IS_STATE = ["RGLRU", "CGLRU"]
 LEARNING = ["RecurrentBlock", "RGLRU", "HGRN2", "LightningAttention"]
 PADDING = {name: mask for name, mask in MASKS.items() if mask is not None}
-padding = pytest.mark.parametrize("mask", PADDING.values(), ids=PADDING)
+ANYWHERE = MASKS["padding anywhere"]
 
 
-def like(layer, **arguments):
-    """A layer with the same weights and other arguments."""
+def copy_layer(layer, **arguments):
+    """Returns a layer with the same weights and other arguments."""
     config = {name: value for name, value in layer.get_config().items() if name != "name"}
-    other = type(layer).from_config({**config, **arguments})
-    other.build((None, None, WIDTH))
-    other.set_weights(layer.get_weights())
-    return other
+    copy = type(layer).from_config({**config, **arguments})
+    copy.build((None, None, WIDTH))
+    copy.set_weights(layer.get_weights())
+    return copy
 
 
-def last(output, mask, before=None):
-    """Outputs `[B, T, D]` at the last real token of each row; `before` where there is none."""
+def last_real(output, mask, before=None):
+    """Outputs `[B, T, D]` at the last real token of each sequence; `before` where none is real."""
     before = np.zeros_like(output[:, 0]) if before is None else before
     rows = zip(output, mask, before, strict=True)
     return np.stack([o[real].T[:, -1] if real.any() else b for o, real, b in rows])
 
 
-def repeated(output, mask, before=None):
-    parts = [last(output[:, : t + 1], mask[:, : t + 1], before) for t in range(output.shape[1])]
-    return np.stack(parts, axis=1)
+def repeat_last_real(output, mask, before=None):
+    """Outputs with each one at padding replaced by the last one at a real token before."""
+    ends = range(1, output.shape[1] + 1)
+    return np.stack([last_real(output[:, :t], mask[:, :t], before) for t in ends], axis=1)
 
 
-def turned(*arrays):
+def flip(*arrays):
+    """Returns arrays in reversed order of time; None stays None."""
     return [None if a is None else np.flip(numpy(a), axis=1).copy() for a in arrays]
 
 
-def gru(**arguments):
-    layer = keras.layers.GRU(WIDTH, return_sequences=True)
+@pytest.mark.parametrize("mask", PADDING.values(), ids=PADDING)
+def test_keras_gru_has_the_outputs_that_these_tests_expect(mask):
+    """Keras changes what a GRU returns at padding; our layers follow it."""
+    x, layer = inputs(), keras.layers.GRU(WIDTH, return_sequences=True)
     layer.build((None, None, WIDTH))
-    return like(layer, **arguments)
-
-
-@padding
-def test_a_gru_itself(mask):
-    """What is asked of our layers below is what Keras's own layer does."""
-    x, layer = inputs(), gru()
-    rows = [numpy(layer(x[i : i + 1, mask[i]])) if mask[i].any() else None for i in range(3)]
     output = np.zeros_like(x)
-    for i, row in enumerate(rows):
-        if row is not None:
-            output[i, mask[i]] = row[0]
-    assert_close(layer(x, mask=mask), repeated(output, mask))
-    assert_close(like(layer, zero_output_for_mask=True)(x, mask=mask), output)
-    assert_close(like(layer, return_sequences=False)(x, mask=mask), last(output, mask))
-    backwards = like(layer, go_backwards=True)
-    assert_close(backwards(x, mask=mask), layer(*turned(x), mask=turned(mask)[0]))
-
-
-@parametrize_layers(STREAMING, default=SHARED, mask=PADDING, segment_ids=SEGMENTS)
-def test_outputs_wanted(name, mask, segment_ids):
-    layer, x = built(name), inputs()
-    _, state = layer(inputs(seed=7), segment_ids=segment_ids, return_state=True)
-    for initial_state in (None, state):
-        given = {"mask": mask, "segment_ids": segment_ids, "initial_state": initial_state}
-        output, after = numpy(layer(x, **given, return_state=True))
-        before = None
-        if initial_state is not None and name in OUTPUT_IS_STATE:
-            before = numpy(state["hidden"])
-
-        def check(wanted, given=given, after=after, **arguments):
-            got = like(layer, **arguments)(x, **given, return_state=True)
-            assert_close(got, (wanted, after))
-
-        check(last(output, mask, before), return_sequences=False)
-        check(last(output, mask, before), return_sequences=False, zero_output_for_mask=True)
-        check(repeated(output, mask, before), zero_output_for_mask=False)
-        check(np.where(mask[..., None], output, 0), zero_output_for_mask=True)
-
-
-@shared_by_layers
-def test_gradients(name):
-    layer, x, mask = built(name), inputs(length=4), np.array([[1, 1, 1, 1], [0, 1, 1, 0], [0] * 4])
-    weights = numpy([weight.value for weight in layer.trainable_variables])
-    chosen = np.zeros((3, 4, 1), "float32")
-    chosen[0, 3] = chosen[1, 2] = 1
-
-    only = like(layer, return_sequences=False)
-
-    def loss_of_last(values):
-        return keras.ops.sum(keras.ops.sin(call_with(only, values[0], values[1], mask=mask)))
-
-    def loss_of_all(values):
-        y = call_with(layer, values[0], values[1], mask=mask)
-        return keras.ops.sum(keras.ops.multiply(keras.ops.sin(y), chosen))
-
-    got, wanted = (gradients(loss, [weights, x]) for loss in (loss_of_last, loss_of_all))
-    for g, w in zip(keras.tree.flatten(got), keras.tree.flatten(wanted), strict=True):
-        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5 * (1 + np.abs(w).max(initial=0)))
-    np.testing.assert_array_equal(got[1][mask == 0], 0)
-
-
-@shared_by_layers
-def test_outputs_wanted_without_padding(name):
-    layer, x = built(name), inputs()
-    output = numpy(layer(x))
-    assert_close(like(layer, return_sequences=False)(x), output[:, -1])
-    assert_close(like(layer, return_sequences=False)(x[:, :1]), output[:, 0])
-    for value in (True, False):
-        assert_close(like(layer, zero_output_for_mask=value)(x), output)
+    for i in range(3):
+        if mask[i].any():
+            output[i, mask[i]] = numpy(layer(x[i : i + 1, mask[i]]))[0]
+    assert_close(layer(x, mask=mask), repeat_last_real(output, mask))
+    assert_close(copy_layer(layer, zero_output_for_mask=True)(x, mask=mask), output)
+    last = copy_layer(layer, return_sequences=False)
+    assert_close(last(x, mask=mask), last_real(output, mask))
+    backwards = copy_layer(layer, go_backwards=True)
+    assert_close(backwards(x, mask=mask), layer(*flip(x), mask=flip(mask)[0]))
 
 
 @parametrize_layers(STREAMING, default=SHARED, mask=MASKS, segment_ids=SEGMENTS)
-def test_go_backwards(name, mask, segment_ids):
+def test_return_sequences_and_zero_output_for_mask_choose_outputs(name, mask, segment_ids):
     layer, x = built(name), inputs()
-    backwards = like(layer, go_backwards=True, zero_output_for_mask=True)
-    forwards = like(layer, zero_output_for_mask=True)
-    given = {"mask": mask, "segment_ids": segment_ids}
-    (x_turned, *others) = turned(x, mask, segment_ids)
-    given_turned = dict(zip(given, others, strict=True))
-    state = other = None
-    for _ in range(2):  # from no state, then from one
-        wanted, other = forwards(x_turned, **given_turned, initial_state=other, return_state=True)
-        got, state = backwards(x, **given, initial_state=state, return_state=True)
-        assert_close((got, state), (wanted, other))
-    only = like(backwards, return_sequences=False)
-    assert_close(only(x, **given), like(layer, return_sequences=False)(x_turned, **given_turned))
+    _, state = layer(inputs(seed=7), segment_ids=segment_ids, return_state=True)
+    for initial_state in (None, state):
+        call = {"mask": mask, "segment_ids": segment_ids, "initial_state": initial_state}
+        output, after = numpy(layer(x, **call, return_state=True))
+        before = None
+        if initial_state is not None and name in OUTPUT_IS_STATE:
+            before = numpy(state["hidden"])
+        real = np.ones((3, 8), bool) if mask is None else mask
+        last = last_real(output, real, before)
+        for arguments, expected in (
+            ({"return_sequences": False}, last),
+            ({"return_sequences": False, "zero_output_for_mask": True}, last),
+            ({"zero_output_for_mask": False}, repeat_last_real(output, real, before)),
+            ({"zero_output_for_mask": True}, np.where(real[..., None], output, 0)),
+        ):
+            found = copy_layer(layer, **arguments)(x, **call, return_state=True)
+            assert_close(found, (expected, after))
 
 
 @shared_by_layers
-def test_parts_from_the_end_equal_the_whole(name):
-    layer, x, mask = built(name, go_backwards=True), inputs(), MASKS["padding anywhere"]
-    ids = SEGMENTS["documents"]
-    whole, after = layer(x, mask, ids, return_state=True)
-    right, state = layer(x[:, 5:], mask[:, 5:], ids[:, 5:], return_state=True)
-    left, state = layer(x[:, :5], mask[:, :5], ids[:, :5], initial_state=state, return_state=True)
-    parts = np.concatenate(numpy([right, left]), axis=1)
-    assert_close(parts, numpy(whole), where=mask[:, ::-1])
-    assert_close(state, after)
+def test_gradients_of_the_last_output_equal_those_of_all_outputs(name):
+    layer, x, mask = built(name), inputs(length=4), np.array([[1, 1, 1, 1], [0, 1, 1, 0], [0] * 4])
+    weights = numpy([weight.value for weight in layer.trainable_variables])
+    is_last = np.zeros((3, 4, 1), "float32")
+    is_last[0, 3] = is_last[1, 2] = 1
+    last = copy_layer(layer, return_sequences=False)
+
+    def loss_of_last(values):
+        return keras.ops.sum(keras.ops.sin(call_with(last, values[0], values[1], mask=mask)))
+
+    def loss_of_all(values):
+        y = call_with(layer, values[0], values[1], mask=mask)
+        return keras.ops.sum(keras.ops.multiply(keras.ops.sin(y), is_last))
+
+    found, expected = (gradients(loss, [weights, x]) for loss in (loss_of_last, loss_of_all))
+    for f, e in zip(keras.tree.flatten(found), keras.tree.flatten(expected), strict=True):
+        np.testing.assert_allclose(f, e, rtol=1e-4, atol=1e-5 * (1 + np.abs(e).max(initial=0)))
+    np.testing.assert_array_equal(found[1][mask == 0], 0)
+
+
+@parametrize_layers(STREAMING, default=SHARED, mask=MASKS, segment_ids=SEGMENTS)
+def test_go_backwards_equals_reversed_inputs(name, mask, segment_ids):
+    layer, x = built(name), inputs()
+    backwards = copy_layer(layer, go_backwards=True, zero_output_for_mask=True)
+    forwards = copy_layer(layer, zero_output_for_mask=True)
+    x_flipped, mask_flipped, ids_flipped = flip(x, mask, segment_ids)
+    call = {"mask": mask, "segment_ids": segment_ids}
+    flipped = {"mask": mask_flipped, "segment_ids": ids_flipped}
+    state = other = None
+    for _ in range(2):  # first without a state, then from one
+        expected, other = forwards(x_flipped, **flipped, initial_state=other, return_state=True)
+        found, state = backwards(x, **call, initial_state=state, return_state=True)
+        assert_close((found, state), (expected, other))
+    last, last_forwards = (copy_layer(one, return_sequences=False) for one in (backwards, layer))
+    assert_close(last(x, **call), last_forwards(x_flipped, **flipped))
 
 
 @parametrize_layers(STREAMING, default=SHARED, mask=PADDING)
-def test_bidirectional(name, mask, tmp_path):
+def test_bidirectional_combines_both_directions_and_saves(name, mask, tmp_path):
     layer, x = built(name, zero_output_for_mask=True), inputs()
-    both = keras.layers.Bidirectional(layer)
-    both.build((None, None, WIDTH))
-    both.set_weights(2 * layer.get_weights())
-    backwards = like(layer, go_backwards=True)
-    wanted = [numpy(layer(x, mask=mask)), *turned(backwards(x, mask=mask))]
-    assert_close(both(x, mask=mask), np.concatenate(wanted, axis=-1))
+    backwards = copy_layer(layer, go_backwards=True)
 
-    only = keras.layers.Bidirectional(like(layer, return_sequences=False), merge_mode="sum")
-    only.build((None, None, WIDTH))
-    only.set_weights(2 * layer.get_weights())
-    ends = [like(one, return_sequences=False)(x, mask=mask) for one in (layer, backwards)]
-    assert_close(only(x, mask=mask), sum(numpy(ends)))
+    def bidirectional(layer, **arguments):
+        both = keras.layers.Bidirectional(layer, **arguments)
+        both.build((None, None, WIDTH))
+        both.set_weights(2 * layer.get_weights())
+        return both
 
-    model = keras.Sequential([keras.Input((None, WIDTH)), only])
+    outputs = [numpy(layer(x, mask=mask)), *flip(backwards(x, mask=mask))]
+    assert_close(bidirectional(layer)(x, mask=mask), np.concatenate(outputs, axis=-1))
+    last, last_backwards = (copy_layer(one, return_sequences=False) for one in (layer, backwards))
+    sums = bidirectional(last, merge_mode="sum")
+    assert_close(
+        sums(x, mask=mask), numpy(last(x, mask=mask)) + numpy(last_backwards(x, mask=mask))
+    )
+
+    model = keras.Sequential([keras.Input((None, WIDTH)), sums])
     assert model.output_shape == (None, WIDTH)
     model.save(tmp_path / "model.keras")
-    assert_close(keras.models.load_model(tmp_path / "model.keras")(x), only(x))
+    assert_close(keras.models.load_model(tmp_path / "model.keras")(x), sums(x))
 
 
 @shared_by_layers
-def test_bidirectional_states(name):
-    both = keras.layers.Bidirectional(built(name, return_state=True))
-    x, mask = inputs(), MASKS["padding anywhere"]
-    _, *states = both(x, mask=mask)
-    y, forward, backward = both(x, mask=mask, initial_state=states)
-    first, second = both.forward_layer, both.backward_layer
-    wanted, after = first(x, mask=mask, initial_state=states[0])
-    assert_close(y[..., :WIDTH], wanted, where=mask)
-    assert_close(forward, after)
-    wanted, after = second(x, mask=mask, initial_state=states[1])
-    assert_close(y[..., WIDTH:], turned(wanted)[0], where=mask)
-    assert_close(backward, after)
+def test_bidirectional_passes_a_state_to_each_direction(name):
+    both, x = keras.layers.Bidirectional(built(name, return_state=True)), inputs()
+    _, *states = both(x, mask=ANYWHERE)
+    y, *after = both(x, mask=ANYWHERE, initial_state=states)
+    directions = both.forward_layer, both.backward_layer
+    outputs = [
+        layer(x, mask=ANYWHERE, initial_state=state)
+        for layer, state in zip(directions, states, strict=True)
+    ]
+    (forward, forward_state), (backward, backward_state) = outputs
+    assert_close(y[..., :WIDTH], forward, where=ANYWHERE)
+    assert_close(y[..., WIDTH:], flip(backward)[0], where=ANYWHERE)
+    assert_close(after, [forward_state, backward_state])
 
 
 @shared_by_layers
-def test_masks_and_shapes_in_a_graph(name, tmp_path):
-    """Of Keras, as an embedding makes them, with a time that is not known."""
+def test_functional_model_passes_embedding_masks_and_infers_shapes(name, tmp_path):
     ids = np.array([[3, 1, 2, 0, 0], [0, 1, 0, 2, 2], [0] * 5], "int32")
     tokens, embedding = keras.Input((None,), dtype="int32"), keras.layers.Embedding(4, WIDTH)
     embedding.mask_zero = embedding.supports_masking = True
-    layer = built(name)
-    ways = [{"return_sequences": False}, {"zero_output_for_mask": False}, {"go_backwards": True}]
-    ways = [{"zero_output_for_mask": True, **way} for way in ways]
-    made = [like(layer, **way) for way in ways]
-    outputs = [one(embedding(tokens)) for one in made]
-    assert [y.shape for y in outputs] == [
-        one.compute_output_shape((None, None, WIDTH)) for one in made
-    ]
+    options = {"return_sequences": False}, {"zero_output_for_mask": False}, {"go_backwards": True}
+    copies = [copy_layer(built(name), **{"zero_output_for_mask": True, **o}) for o in options]
+    outputs = [layer(embedding(tokens)) for layer in copies]
+    shapes = [layer.compute_output_shape((None, None, WIDTH)) for layer in copies]
+    assert [y.shape for y in outputs] == shapes
     assert outputs[0].shape == (None, WIDTH)
     assert getattr(outputs[0], "_keras_mask", None) is None
     model = keras.Model(tokens, outputs)
     model.save(tmp_path / "model.keras")
-    model.compile(jit_compile=False)
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    loaded.compile(jit_compile=False)
     x = numpy(embedding(ids))
-    wanted = [one(x, mask=ids != 0) for one in made]
-    assert_close(keras.models.load_model(tmp_path / "model.keras")(ids), wanted)
-    assert_close(model.predict(ids, verbose=0), wanted)
-    passed_on = made[2](embedding(ids))._keras_mask
-    np.testing.assert_array_equal(numpy(passed_on), (ids != 0)[:, ::-1])
-    assert not hasattr(made[0](embedding(ids)), "_keras_mask")
+    expected = [layer(x, mask=ids != 0) for layer in copies]
+    assert_close(loaded.predict(ids, verbose=0), expected)
+    output_mask = copies[2](embedding(ids))._keras_mask
+    np.testing.assert_array_equal(numpy(output_mask), (ids != 0)[:, ::-1])
+    assert not hasattr(copies[0](embedding(ids)), "_keras_mask")
 
 
 @pytest.mark.skipif(keras.config.backend() != "tensorflow", reason="a graph of TensorFlow")
 @streaming_layer
-def test_lengths_that_are_known_stay_known(name):
-    """What `TimeDistributed` behind a layer needs, for batches of more than one size."""
+def test_static_lengths_stay_known_in_a_graph(name):
+    """`TimeDistributed` after a layer needs the length, for batches of several sizes."""
     import tensorflow as tf
 
-    for go_backwards in (False, True):
-        layer = built(name, go_backwards=go_backwards)
-        # Each layer has a mask in one direction, neighbors in the table in opposite ones.
-        masked = go_backwards == STREAMING.index(name) % 2
-        mask = tf.TensorSpec((None, 24), "bool") if masked else None
-        call = tf.function(lambda x, mask, layer=layer: layer(x, mask=mask))
-        graph = call.get_concrete_function(tf.TensorSpec((None, 24, WIDTH)), mask)
-        assert graph.structured_outputs.shape[1] == 24
+    # Neighbors in the table have other directions, every second pair has masks.
+    index = STREAMING.index(name)
+    layer = built(name, go_backwards=bool(index % 2))
+    mask = tf.TensorSpec((None, 24), "bool") if index // 2 % 2 else None
+    call = tf.function(lambda x, mask: layer(x, mask=mask))
+    graph = call.get_concrete_function(tf.TensorSpec((None, 24, WIDTH)), mask)
+    assert graph.structured_outputs.shape[1] == 24
 
 
-FINISHING = {
-    "RecurrentBlock": ["linear_y", "linear_out"],
-    "HGRN": ["o_proj"],
-    "HGRN2": ["norm", "o_proj"],
-    "LightningAttention": ["u_proj", "norm", "o_proj"],
-    "LocalAttention": ["o_proj"],
-    "LocalAttention with all options": ["gate_proj", "o_proj"],
+# Sublayers after the recurrence.
+OUTPUT_SUBLAYERS = {
+    "RecurrentBlock": {"linear_y", "linear_out"},
+    "HGRN": {"o_proj"},
+    "HGRN2": {"norm", "o_proj"},
+    "LightningAttention": {"u_proj", "norm", "o_proj"},
+    "LocalAttention": {"o_proj"},
+    "LocalAttention with all options": {"gate_proj", "o_proj"},
 }
 
 
-@pytest.mark.parametrize("name", FINISHING)
-@pytest.mark.parametrize("mask", [None, MASKS["padding anywhere"]], ids=["all real", "padding"])
-def test_only_the_last_token_is_finished(name, mask):
-    """Gates, norms and linear maps behind the recurrence see one token a row."""
-    layer, seen = built(name, return_sequences=False), {}
+@pytest.mark.parametrize("name", OUTPUT_SUBLAYERS)
+@pytest.mark.parametrize("mask", [None, ANYWHERE], ids=["all real", "padding"])
+def test_output_sublayers_compute_only_the_last_token_if_it_alone_is_returned(name, mask):
+    """Gates, norms and linear layers after the recurrence compute outputs that are discarded."""
+    layer, num_tokens = built(name, return_sequences=False), {}
 
-    def spied(one):
-        call = one.call
+    def record_tokens(sublayer):
+        call = sublayer.call
 
-        def spy(x, *args, **kwargs):
-            seen[one.name] = int(np.prod(x.shape[:-1]))
+        def recorded(x, *args, **kwargs):
+            num_tokens[sublayer.name] = int(np.prod(x.shape[:-1]))
             return call(x, *args, **kwargs)
 
-        one.call = spy
+        sublayer.call = recorded
 
-    for one in layer._flatten_layers(include_self=False):
-        spied(one)
+    for sublayer in layer._flatten_layers(include_self=False):
+        record_tokens(sublayer)
     layer(inputs(), mask=mask)
-    assert {one for one, tokens in seen.items() if tokens == 3} == set(FINISHING[name])
+    assert {name for name, n in num_tokens.items() if n == 3} == OUTPUT_SUBLAYERS[name]
 
 
-@shared_by_layers
-def test_mixed_precision(name):
-    layer, x, mask = built(name, dtype="mixed_bfloat16"), inputs(), MASKS["padding anywhere"]
-    output = numpy(layer(x, mask=mask)).astype("float32")
-    for way, wanted in (
-        ({"return_sequences": False}, last(output, mask)),
-        ({"zero_output_for_mask": False}, repeated(output, mask)),
-        ({"zero_output_for_mask": True}, np.where(mask[..., None], output, 0)),
+@pytest.mark.once
+@streaming_layer
+def test_mixed_precision_outputs_are_bfloat16_and_states_stay_float32(name):
+    layer, x = built(name, dtype="mixed_bfloat16"), inputs()
+    output = numpy(layer(x, mask=ANYWHERE)).astype("float32")
+    for arguments, expected in (
+        ({"return_sequences": False}, last_real(output, ANYWHERE)),
+        ({"zero_output_for_mask": False}, repeat_last_real(output, ANYWHERE)),
+        ({"zero_output_for_mask": True}, np.where(ANYWHERE[..., None], output, 0)),
     ):
-        got = like(layer, **way)(x, mask=mask)
-        assert keras.backend.standardize_dtype(got.dtype) == "bfloat16"
-        np.testing.assert_allclose(numpy(got).astype("float32"), wanted, rtol=0.02, atol=0.02)
+        found = copy_layer(layer, **arguments)(x, mask=ANYWHERE)
+        assert keras.backend.standardize_dtype(found.dtype) == "bfloat16"
+        np.testing.assert_allclose(numpy(found).astype("float32"), expected, rtol=0.02, atol=0.02)
     # Keras casts states that pass through `Bidirectional` to its own compute dtype.
-    both = keras.layers.Bidirectional(like(layer, return_state=True), dtype="float32")
-    _, *states = both(x, mask=mask)
-    _, forward, _ = both(x, mask=mask, initial_state=states)
-    assert_close(forward, both.forward_layer(x, mask=mask, initial_state=states[0])[1])
+    both = keras.layers.Bidirectional(copy_layer(layer, return_state=True), dtype="float32")
+    _, *states = both(x, mask=ANYWHERE)
+    _, forward, _ = both(x, mask=ANYWHERE, initial_state=states)
+    assert_close(forward, both.forward_layer(x, mask=ANYWHERE, initial_state=states[0])[1])
 
 
 @parametrize_layers(
     LEARNING,
-    # Elsewhere one layer fits: `test_any_layer.py::test_gradients` compares gradients of all.
+    # `test_any_layer.py::test_gradients` compares the gradients of all layers on all backends.
     default=LEARNING if keras.config.backend() == "torch" else ["HGRN2"],
     wrap={"alone": lambda layer: layer, "bidirectional": keras.layers.Bidirectional},
 )
-def test_fit(name, wrap):
-    """A classifier of padded rows learns the first token, from either end."""
+def test_fit_of_a_classifier_learns_the_first_token(name, wrap):
     ids = np.random.default_rng(0).integers(1, 4, (32, 6))
     ids[np.arange(6)[None] >= np.arange(32)[:, None] % 5 + 2] = 0
     layers_of_model = [
@@ -311,22 +287,19 @@ def test_fit(name, wrap):
 
 
 @shared_by_layers
-def test_inside_another_layer(name):
-    """Padding is left as it is there; the order and the number of tokens are the network's."""
-    layer, x, mask = built(name), inputs(), MASKS["padding anywhere"]
-    tokens, _ = find_tokens(x, mask, uses_position=layer.uses_position)
-    inside = like(layer, zero_output_for_mask=True)
-    np.testing.assert_array_equal(numpy(inside(x, tokens=tokens)), numpy(layer(x, tokens=tokens)))
+def test_layer_inside_another_ignores_zero_output_and_rejects_other_options(name):
+    """The outermost layer decides about padding, order and number of outputs."""
+    layer, x = built(name), inputs()
+    tokens, _ = find_tokens(x, ANYWHERE, uses_position=layer.uses_position)
+    inner = copy_layer(layer, zero_output_for_mask=True)
+    np.testing.assert_array_equal(numpy(inner(x, tokens=tokens)), numpy(layer(x, tokens=tokens)))
     for argument, value in (("return_sequences", False), ("go_backwards", True)):
-        with pytest.raises(ValueError, match=f"`{argument}={value}`, which is for the outermost"):
-            like(layer, **{argument: value})(x, tokens=tokens)
+        match = f"`{argument}={value}`, which is for the outermost"
+        assert_rejects(match, copy_layer(layer, **{argument: value}), x, tokens=tokens)
 
 
-REFUSED = [
-    (
-        {"dropout": 0.1},
-        r"`dropout=0.1`: Add `keras.layers.SpatialDropout1D\(rate\)`",
-    ),
+UNSUPPORTED = [
+    ({"dropout": 0.1}, r"`dropout=0.1`: Add `keras.layers.SpatialDropout1D\(rate\)`"),
     ({"recurrent_dropout": 0.1}, r"`recurrent_dropout=0.1`: .*`keras.layers.Dropout"),
     ({"kernel_regularizer": "l2"}, r"`weight_decay`.*`weight.regularizer = ...`"),
     ({"recurrent_constraint": "max_norm"}, r"`weight.constraint = ...`"),
@@ -342,7 +315,7 @@ REFUSED = [
     ({"recurrent_initializer": "zeros"}, r"no recurrent kernel"),
     ({"recurrent_activation": "sigmoid"}, r"equation"),
 ]
-NOTHING = {
+NEUTRAL = {
     **{"dropout": 0.0, "recurrent_dropout": 0, "stateful": False, "unroll": False, "seed": None},
     **{"kernel_regularizer": None, "bias_constraint": None, "use_cudnn": "auto"},
 }
@@ -350,25 +323,25 @@ NOTHING = {
 
 @pytest.mark.once
 @streaming_layer
-def test_arguments_of_a_gru(name):
+def test_gru_arguments_are_accepted_only_with_neutral_values(name):
     make = ROWS[name].make
-    for arguments, message in REFUSED:
-        with pytest.raises(ValueError, match=f"`{name.split()[0]}` does not support.*{message}"):
-            make(**arguments)
-    assert make(**NOTHING).get_config().keys() == make().get_config().keys()
+    for arguments, message in UNSUPPORTED:
+        match = f"`{name.split()[0]}` does not support.*{message}"
+        assert_rejects(match, make, **arguments)
+    assert make(**NEUTRAL).get_config().keys() == make().get_config().keys()
     assert make().stateful is False
     for value in ("yes", 1, 0.0):
         for argument in ("return_sequences", "go_backwards", "zero_output_for_mask"):
-            with pytest.raises(ValueError, match=f"`{argument}` must be True or False; got"):
-                make(**{argument: value})
+            match = f"`{argument}` must be True or False; got"
+            assert_rejects(match, make, **{argument: value})
     for cell in (make(), [make()]):
-        with pytest.raises(ValueError, match=r"`keras.layers.RNN` requires a cell.*`return_state`"):
-            keras.layers.RNN(cell)
+        match = r"`keras.layers.RNN` requires a cell.*`return_state`"
+        assert_rejects(match, keras.layers.RNN, cell)
 
 
 @pytest.mark.once
-def test_regularizers_and_constraints_of_weights():
-    """What the error says works."""
+def test_regularizers_and_constraints_assigned_to_weights_take_effect():
+    """The remedy that the error about `kernel_regularizer` names does not work."""
     layer = built("RecurrentBlock")
     assert not layer.losses
     layer.linear_x.kernel.regularizer = keras.regularizers.L2(0.5)
@@ -382,36 +355,36 @@ def test_regularizers_and_constraints_of_weights():
     assert norms.max() < 0.1001
 
 
-def test_hgrn2_with_a_bound_in_both_directions():
+def test_backward_hgrn2_rejects_lower_bounds():
     bound = np.log(np.full((2, WIDTH), 0.5, "float32"))
     layer = layers.HGRN2(expand_ratio=4, go_backwards=True)
     for x in (inputs(), keras.Input((None, WIDTH))):
-        with pytest.raises(ValueError, match=r"keras_recurrent.layers.BidirectionalHGRN2"):
-            layer(x, lower_bound=bound)
+        match = r"keras_recurrent.layers.BidirectionalHGRN2"
+        assert_rejects(match, layer, x, lower_bound=bound)
 
 
 @pytest.mark.once
-def test_segments_backwards_equal_reversed_inputs():
-    """The alternative of the manual to `Bidirectional`, which refuses `segment_ids`, is wrong."""
-    x, given = inputs(), {"segment_ids": SEGMENTS["documents"]}
+def test_go_backwards_with_segment_ids_replaces_bidirectional():
+    """`Bidirectional` rejects `segment_ids`; the manual's alternative gives other outputs."""
+    x, segment_ids = inputs(), SEGMENTS["documents"]
     backward = built("RGLRU", go_backwards=True)
     with pytest.raises(TypeError, match="unexpected keyword argument 'segment_ids'"):
-        keras.layers.Bidirectional(built("RGLRU"))(x, **given)
-    (ids,) = turned(*given.values())
-    outputs = backward(x, **given)
-    assert_close(outputs, like(backward, go_backwards=False)(*turned(x), segment_ids=ids))
+        keras.layers.Bidirectional(built("RGLRU"))(x, segment_ids=segment_ids)
+    x_flipped, ids_flipped = flip(x, segment_ids)
+    expected = copy_layer(backward, go_backwards=False)(x_flipped, segment_ids=ids_flipped)
+    assert_close(backward(x, segment_ids=segment_ids), expected)
 
 
 @pytest.mark.once
-def test_a_mask_of_the_parts_of_each_token():
-    """Keras's `TimeDistributed` hands on that of what is inside: words of sentences, say."""
+def test_masks_of_time_distributed_must_be_reduced_to_one_value_per_token():
+    """`TimeDistributed` passes on its inner mask, such as of the words of sentences."""
     words, embedding = keras.Input((5, 7), dtype="int32"), keras.layers.Embedding(4, WIDTH)
     embedding.mask_zero = embedding.supports_masking = True
     of_words, of_sentences = (built(n, return_sequences=False) for n in ("RGLRU", "HGRN2"))
     sentences = keras.layers.TimeDistributed(of_words)(embedding(words))
     mask = sentences._keras_mask
-    with pytest.raises(ValueError, match=r"`mask` must have.*`keras.ops.any\(mask, axis=-1\)`"):
-        of_sentences(sentences)
+    match = r"`mask` must have.*`keras.ops.any\(mask, axis=-1\)`"
+    assert_rejects(match, of_sentences, sentences)
     model = keras.Model(words, of_sentences(sentences, mask=keras.ops.any(mask, axis=-1)))
     ids = np.random.default_rng(0).integers(1, 4, (2, 5, 7))
     ids[:, 3:] = ids[1, 2, 4:] = 0
@@ -420,13 +393,10 @@ def test_a_mask_of_the_parts_of_each_token():
 
 
 @pytest.mark.once
-def test_bidirectional_hgrn2_is_no_gru():
+def test_bidirectional_hgrn2_rejects_gru_arguments():
     make = layers.BidirectionalHGRN2
     for arguments in ({"return_sequences": False}, {"go_backwards": True}, {"return_state": True}):
-        with pytest.raises(
-            ValueError, match=r"`BidirectionalHGRN2` does not support.* has seen all tok"
-        ):
-            make(expand_ratio=4, **arguments)
-    with pytest.raises(ValueError, match=r"`dropout=0.5`"):
-        make(expand_ratio=4, dropout=0.5)
+        match = r"`BidirectionalHGRN2` does not support.* has seen all tok"
+        assert_rejects(match, make, expand_ratio=4, **arguments)
+    assert_rejects(r"`dropout=0.5`", make, expand_ratio=4, dropout=0.5)
     make(expand_ratio=4, return_sequences=True, go_backwards=False, zero_output_for_mask=None)

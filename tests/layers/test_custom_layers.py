@@ -1,4 +1,4 @@
-"""Streaming layers of one's own, written from what the docstring of `StreamingLayer` says."""
+"""Custom streaming layers, written by the docstring of `StreamingLayer`."""
 
 import keras
 import numpy as np
@@ -8,13 +8,13 @@ from keras_recurrent.layers import HGRN2, RGLRU, LocalAttention, StreamingLayer,
 from keras_recurrent.layers.tokens import find_tokens
 from keras_recurrent.ops import linear_scan
 from tests.layers import loops
-from tests.layers.table import WIDTH, assert_close, inputs, numpy
-from tests.layers.test_streaming import MASKS, SEGMENTS, in_parts
+from tests.layers.table import WIDTH, assert_close, assert_rejects, inputs, numpy
+from tests.layers.test_streaming import MASKS, SEGMENTS, assert_parts_equal_the_whole
 
 
 @keras.saving.register_keras_serializable("tests")
 class Composite(StreamingLayer):
-    """Layers of several kinds, one behind the other."""
+    """Layers of several kinds, one after the other."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -43,7 +43,7 @@ class Composite(StreamingLayer):
 
 @keras.saving.register_keras_serializable("tests")
 class RunningMean(StreamingLayer):
-    """The mean of a document's tokens so far, times a `scale` that is an argument of the call."""
+    """Mean of a document's tokens so far, times the call argument `scale`."""
 
     uses_position = True
 
@@ -75,26 +75,22 @@ class RunningMeanLoop:
         return np.mean(self.seen, axis=0)
 
 
-def check_streaming(layer):
-    """Parts equal the whole, with masks and segments, from a state and from none."""
+def assert_streams(layer):
+    """Asserts that parts equal the whole, and that no state equals the initial state."""
     x = inputs()
     for mask in (None, MASKS["padding anywhere"]):
         for segment_ids in SEGMENTS.values():
-            whole = layer(x, mask=mask, segment_ids=segment_ids, return_state=True)
-            output, state = in_parts(layer, x, mask, segment_ids, [4])
-            assert_close(output, numpy(whole[0]), where=mask)
-            assert_close(state, whole[1])
-            initial = layer.get_initial_state(3, max_length=6)
-            again = layer(x, mask=mask, segment_ids=segment_ids, initial_state=initial)
-            assert_close(again, numpy(whole[0]), where=mask)
+            assert_parts_equal_the_whole(layer, x, mask, segment_ids, [4])
             output = layer(x, mask=mask, segment_ids=segment_ids)
-            assert_close(output, numpy(whole[0]), where=mask)
+            state = layer.get_initial_state(3, max_length=6)
+            again = layer(x, mask=mask, segment_ids=segment_ids, initial_state=state)
+            assert_close(again, output, where=mask)
 
 
 @pytest.mark.once
-def test_a_composite_layer(tmp_path):
+def test_layer_of_streaming_sublayers_streams_and_saves(tmp_path):
     layer = Composite()
-    check_streaming(layer)
+    assert_streams(layer)
     names = ["attention", "hgrn2", "position", "rg_lru", "segment"]
     assert list(layer.state_spec()) == list(layer.get_initial_state(1)) == names
     model = keras.Sequential([keras.Input((None, WIDTH)), layer])
@@ -103,34 +99,33 @@ def test_a_composite_layer(tmp_path):
     assert_close(keras.models.load_model(tmp_path / "model.keras")(x), numpy(layer(x)))
 
 
-def test_a_layer_with_positions_and_arguments():
+def test_layer_with_positions_and_call_arguments_streams_and_checks_them():
     layer, x, mask = RunningMean(), inputs(), MASKS["padding anywhere"]
     for segment_ids in SEGMENTS.values():
-        wanted = loops.run(RunningMeanLoop, x, mask, segment_ids).astype("float32")
-        assert_close(layer(x, mask=mask, segment_ids=segment_ids), wanted, where=mask)
+        expected = loops.run(RunningMeanLoop, x, mask, segment_ids).astype("float32")
+        assert_close(layer(x, mask=mask, segment_ids=segment_ids), expected, where=mask)
         doubled = layer(x, mask=mask, segment_ids=segment_ids, scale=2.0)
-        assert_close(doubled, 2 * wanted, where=mask)
-    check_streaming(layer)
+        assert_close(doubled, 2 * expected, where=mask)
+    assert_streams(layer)
     for sequence in (x, keras.Input((None, WIDTH))):
-        with pytest.raises(ValueError, match="`scale` must be above 0; got -1"):
-            layer(sequence, scale=-1.0)
+        assert_rejects("`scale` must be above 0; got -1", layer, sequence, scale=-1.0)
         with pytest.raises(TypeError, match="`RunningMean` got the call argument 'shift'"):
             layer(sequence, shift=1.0)
 
 
 @pytest.mark.once
-def test_what_is_handed_down_is_checked():
+def test_streaming_layer_rejects_invalid_tokens_states_and_definitions():
     layer, x = LocalAttention(2, head_dim=4, sliding_window=3), inputs()
     tokens, _ = find_tokens(x, uses_position=True)
-    with pytest.raises(ValueError, match="`tokens` must be the `Tokens` that the outer layer"):
-        layer(x, tokens=np.zeros((3, 8)))
-    with pytest.raises(ValueError, match=r"`tokens` have no `position`.*`streaming_sublayers`"):
-        layer(x, tokens=Tokens())
-    with pytest.raises(ValueError, match="`initial_state` must be the layer's part"):
-        layer(x, tokens=tokens, initial_state=layer.get_initial_state(3))
+    assert_rejects(
+        "`tokens` must be the `Tokens` that the outer layer", layer, x, tokens=np.zeros((3, 8))
+    )
+    match, position = "`initial_state` must be the layer's part", r"`tokens` have no `position`"
+    assert_rejects(rf"{position}.*`streaming_sublayers`", layer, x, tokens=Tokens())
+    state = layer.get_initial_state(3)
+    assert_rejects(match, layer, x, tokens=tokens, initial_state=state)
     for sizes in ((0,), (-1,), (2, 0), (2, 1.5)):
-        with pytest.raises(ValueError, match="must be an integer, at least 1"):
-            layer.get_initial_state(*sizes)
+        assert_rejects("must be an integer, at least 1", layer.get_initial_state, *sizes)
 
     class WithoutState(StreamingLayer):
         def stream(self, inputs, tokens, state):
@@ -147,7 +142,7 @@ def test_what_is_handed_down_is_checked():
 
 
 @pytest.mark.once
-def test_a_layer_without_a_part_of_its_own():
+def test_layer_without_state_arrays_keeps_the_segment():
     class Doubled(StreamingLayer):
         def stream(self, inputs, tokens, state):
             return 2 * inputs, {}

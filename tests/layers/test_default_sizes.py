@@ -1,4 +1,4 @@
-"""Sizes that follow from the width: the rule, and a file that relies on it."""
+"""Default numbers of blocks and head sizes, which follow from the width."""
 
 import pathlib
 
@@ -8,45 +8,43 @@ import pytest
 
 from keras_recurrent import layers
 from keras_recurrent.models import GriffinBackbone, HGRN2Backbone, HGRN2VisionBackbone
-from tests.layers.table import inputs, numpy
+from tests.layers.table import assert_rejects, inputs, numpy
 from tests.models.test_hgrn2_image_classifier import SIZES as VISION_SIZES
 from tests.models.tiny import FAMILIES
 
 pytestmark = pytest.mark.once
 
 SAVED = pathlib.Path(__file__).parents[1] / "data" / "saved_models"
-# {width: the number of blocks or the size of a head}
+# {width: number of blocks}, for even widths of a complex layer too; {width: size of a head}.
 NUM_BLOCKS = {1: 1, 2: 1, 3: 1, 4: 1, 7: 1, 8: 2, 10: 2, 12: 3, 16: 16, 20: 5, 24: 6, 32: 16}
 NUM_BLOCKS |= {44: 11, 53: 1, 60: 15, 64: 16, 90: 15, 176: 16, 260: 13, 2560: 16}
-OF_EVEN_WIDTH = {2: 1, 6: 1, 8: 2, 10: 1, 16: 4, 24: 6, 32: 16, 36: 9, 48: 12, 2560: 16}
+COMPLEX_NUM_BLOCKS = {2: 1, 6: 1, 8: 2, 10: 1, 16: 4, 24: 6, 32: 16, 36: 9, 48: 12, 2560: 16}
 EXPAND_RATIO = {1: 1, 3: 3, 7: 7, 8: 8, 64: 64, 100: 100, 127: 127, 128: 128, 130: 65, 132: 66}
 EXPAND_RATIO |= {192: 96, 256: 128, 384: 128, 136: 68, 2560: 128, 8 * 131: 8, 258: 86}
 
 
-@pytest.mark.once
-def test_numbers_of_blocks():
+def test_default_number_of_blocks_follows_from_the_width():
     for width, number in NUM_BLOCKS.items():
         layer, block = layers.RGLRU(), layers.RecurrentBlock(width)
         layer.build((None, None, width))
         block.build((None, None, 3))
         assert layer.num_blocks == block.num_blocks == number, width
         assert block.rg_lru.recurrence_gate.kernel.shape[0] == number
-    for width, number in OF_EVEN_WIDTH.items():
+    for width, number in COMPLEX_NUM_BLOCKS.items():
         layer = layers.CGLRU()
         layer.build((None, None, width))
         assert layer.num_blocks == number, width
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("make", [layers.HGRN2, layers.BidirectionalHGRN2])
-def test_sizes_of_heads(make):
+def test_default_expand_ratio_follows_from_the_width(make):
     for width, ratio in EXPAND_RATIO.items():
         layer = make()
         layer.build((None, None, width))
         assert getattr(layer, "hgrn2", layer).expand_ratio == ratio, width
-    for width, good in ((131, "128 or 192"), (262, "256 or 320")):
-        with pytest.raises(ValueError, match=f"divisor of {width} .* such as {good}, or pass"):
-            make().build((None, None, width))
+    for width, advice in ((131, "128 or 192"), (262, "256 or 320")):
+        match = f"divisor of {width} .* such as {advice}, or pass"
+        assert_rejects(match, make().build, (None, None, width))
         make(expand_ratio=1).build((None, None, width))
 
 
@@ -57,8 +55,7 @@ def test_sizes_of_heads(make):
         lambda **kwargs: layers.RecurrentBlock(24, **kwargs),
     ],
 )
-def test_configurations(make):
-    """None comes back, also once the layer is built; a number in a configuration stays."""
+def test_config_keeps_a_default_size_as_none_and_an_explicit_size(make):
     layer, x = make(), np.tile(inputs(), 3)
     name = "num_blocks" if hasattr(layer, "num_blocks") else "expand_ratio"
     output = layer(x)
@@ -73,19 +70,21 @@ def test_configurations(make):
     assert explicit.get_config()[name] == 4
 
 
-def test_a_saved_model():
-    """Made on torch when the rule was new, of widths whose sizes no one gave."""
+def test_saved_model_of_default_sizes_loads():
+    """A changed default breaks files that were saved before, here on torch."""
     model = keras.models.load_model(SAVED / "default_sizes.keras")
-    then = np.load(SAVED / "default_sizes.npz")
-    for name, output in model(then["x"]).items():
-        np.testing.assert_allclose(numpy(output), then[name], rtol=1e-4, atol=1e-5, err_msg=name)
+    saved = np.load(SAVED / "default_sizes.npz")
+    for name, output in model(saved["x"]).items():
+        np.testing.assert_allclose(numpy(output), saved[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.once
-def test_backbones_have_numbers():
-    with pytest.raises(ValueError, match="`num_blocks` must be an integer"):
-        GriffinBackbone(**{**FAMILIES["griffin"].sizes, "num_blocks": None})
-    with pytest.raises(ValueError, match="`expand_ratio` must be an integer"):
-        HGRN2Backbone(**{**FAMILIES["hgrn2"].sizes, "expand_ratio": None})
-    with pytest.raises(ValueError, match="`expand_ratio` must be an integer"):
-        HGRN2VisionBackbone(**{**VISION_SIZES, "expand_ratio": None})
+@pytest.mark.parametrize(
+    ("cls", "sizes", "name"),
+    [
+        (GriffinBackbone, FAMILIES["griffin"].sizes, "num_blocks"),
+        (HGRN2Backbone, FAMILIES["hgrn2"].sizes, "expand_ratio"),
+        (HGRN2VisionBackbone, VISION_SIZES, "expand_ratio"),
+    ],
+)
+def test_backbones_require_explicit_sizes(cls, sizes, name):
+    assert_rejects(f"`{name}` must be an integer", cls, **{**sizes, name: None})

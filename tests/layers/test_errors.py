@@ -1,4 +1,4 @@
-"""What cannot work is refused with the argument's name and the mend, before any work."""
+"""Invalid arguments raise errors that name the argument and the remedy, before any computation."""
 
 import functools
 import inspect
@@ -9,188 +9,151 @@ import numpy as np
 import pytest
 
 from keras_recurrent import layers
-from tests.layers.table import ATTENTION, ROWS, STREAMING, WIDTH, built, inputs, streaming_layer
+from tests.layers.table import (
+    ATTENTION,
+    ROWS,
+    STREAMING,
+    WIDTH,
+    assert_rejects,
+    built,
+    inputs,
+    streaming_layer,
+)
+
+RecurrentBlock = functools.partial(layers.RecurrentBlock, 8)
+LocalAttention = functools.partial(layers.LocalAttention, 4)
+LightningAttention = functools.partial(layers.LightningAttention, 4)
 
 
 @pytest.mark.once
 @streaming_layer
 @pytest.mark.parametrize("shape", [(8,), (2, 8), (2, 3, 4, 8), (2, 3, None)])
-def test_wrong_rank(name, shape):
-    layer = ROWS[name].make()
-    with pytest.raises(ValueError, match=r"needs inputs of shape \[batch, time, width\]"):
-        layer.build(shape)
+def test_build_rejects_shapes_other_than_batch_time_width(name, shape):
+    match = r"needs inputs of shape \[batch, time, width\]"
+    assert_rejects(match, ROWS[name].make().build, shape)
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("make", [layers.GatedMLP, layers.SGLU, layers.SwiGLU])
-def test_a_vector_without_a_batch(make):
+def test_gated_layers_reject_vectors_without_a_batch(make):
     for x in (np.ones(8, "float32"), keras.Input(batch_shape=(8,))):
-        with pytest.raises(ValueError, match=r"\[batch, ..., width\].* got the shape \(8,\)"):
-            make(4)(x)
+        match = r"\[batch, ..., width\].* got the shape \(8,\)"
+        assert_rejects(match, make(4), x)
     assert make(4)(np.ones((1, 8), "float32")).shape == (1, 8)
 
 
 @pytest.mark.skipif(keras.config.backend() != "tensorflow", reason="TensorFlow alone has them")
 @pytest.mark.parametrize("name", ROWS)
-def test_unknown_ranks(name):
+def test_call_rejects_tensors_of_unknown_rank(name):
     import tensorflow as tf
 
-    def trace(call):
-        spec = tf.TensorSpec(None, "float32")
-        with pytest.raises(ValueError, match=r"must have a known number of dim.*`set_shape`"):
-            tf.function(call, autograph=False).get_concrete_function(spec)
+    def assert_trace_fails(call):
+        graph = tf.function(call, autograph=False)
+        match = r"must have a known number of dim.*`set_shape`"
+        assert_rejects(match, graph.get_concrete_function, tf.TensorSpec(None, "float32"))
 
-    trace(ROWS[name].make())
+    assert_trace_fails(ROWS[name].make())
     if name in STREAMING:
         layer = built(name)
-        trace(lambda mask: layer(inputs(), mask=mask))
+        assert_trace_fails(lambda mask: layer(inputs(), mask=mask))
 
 
 @pytest.mark.once
 @streaming_layer
-def test_no_tokens(name):
+def test_call_rejects_inputs_without_tokens_or_of_another_width(name):
     layer = built(name)
     for x in (inputs()[:, :0], keras.Input((0, WIDTH))):
-        with pytest.raises(
-            ValueError, match=r"`inputs` must have at least one token; got .*, 0, 8"
-        ):
-            layer(x)
+        assert_rejects(r"`inputs` must have at least one token; got .*, 0, 8", layer, x)
+    match = "expected axis -1 of input shape to have value 8"
+    assert_rejects(match, layer, np.zeros((2, 3, 6), "float32"))
+
+
+SIZE = "must be .*at least 1; got 0"
+INVALID_ARGUMENTS = [
+    (layers.RGLRU, {"num_blocks": 5}, r"`num_blocks` must divide .*, 8; got 5.*is 4"),
+    (layers.RGLRU, {"num_blocks": 16}, r"must divide .*, 8; got 16.*not set the width"),
+    (layers.RGLRU, {"num_blocks": 0}, f"`num_blocks` {SIZE}"),
+    (layers.RGLRU, {"num_blocks": 2.0}, "`num_blocks` must be an integer"),
+    (layers.RGLRU, {"a_initializer": "hawk"}, '`a_initializer` must be "griffin"'),
+    (layers.CGLRU, {"a_initializer": "hawk"}, '`a_initializer` must be "griffin"'),
+    (layers.CGLRU, {"num_blocks": 3}, "`num_blocks` must divide"),
+    (layers.CGLRU, {"num_blocks": 8}, "into blocks of even width; got 8"),
+    (layers.CausalConv1D, {"kernel_size": 0}, f"`kernel_size` {SIZE}"),
+    (layers.CausalConv1D, {"kernel_size": (4,)}, "`kernel_size` must be an integer"),
+    (layers.CausalConv1D, {"activation": "relu"}, "`activation` must be None or 'silu"),
+    (layers.RecurrentBlock, {"lru_width": 10, "num_blocks": 4}, "`num_blocks` must divide"),
+    (layers.RecurrentBlock, {"lru_width": 0}, f"`lru_width` {SIZE}"),
+    (
+        layers.RecurrentBlock,
+        {"lru_width": 7, "recurrence": "cg_lru"},
+        "`lru_width` must be even; got 7",
+    ),
+    (RecurrentBlock, {"kernel_size": -1, "num_blocks": 2}, "`kernel_size` must be"),
+    (RecurrentBlock, {"recurrence": "lru"}, '`recurrence` must be "rg_lru" or'),
+    (
+        RecurrentBlock,
+        {"num_blocks": 8, "recurrence": "cg_lru"},
+        "divide `lru_width`, 8, into blocks of even width; got 8",
+    ),
+    (layers.HGRN2, {"expand_ratio": 3}, "`expand_ratio` must divide the width .*, 8; got 3.*is 2"),
+    (layers.HGRN2, {"expand_ratio": 0}, f"`expand_ratio` {SIZE}"),
+    (layers.HGRN2, {"expand_ratio": 4, "conv_size": 0}, f"`conv_size` {SIZE}"),
+    (layers.LowerBounds, {"num_layers": 0}, f"`num_layers` {SIZE}"),
+    (layers.LowerBounds, {"num_layers": 1}, "`num_layers` must be at least 2"),
+    (layers.SwiGLU, {"intermediate_dim": 0}, f"`intermediate_dim` {SIZE}"),
+    (layers.GatedMLP, {"intermediate_dim": 0}, f"`intermediate_dim` {SIZE}"),
+    (layers.SGLU, {"intermediate_dim": 0}, f"`intermediate_dim` {SIZE}"),
+    (layers.LocalAttention, {"num_query_heads": 0}, f"`num_query_heads` {SIZE}"),
+    (LocalAttention, {"num_key_value_heads": 3}, "must divide `num_query_heads`, 4; got 3"),
+    (LocalAttention, {"sliding_window": 0}, "`sliding_window` must be"),
+    (LocalAttention, {"max_length": 2.5}, "`max_length` must be an integer"),
+    (LocalAttention, {"head_dim": 6, "partial_rotary_factor": 0.5}, "even number"),
+    (LocalAttention, {"partial_rotary_factor": 1.5}, "between 0 and 1"),
+    (LocalAttention, {"partial_rotary_factor": "half"}, "got 'half'"),
+    (LocalAttention, {"rope_max_wavelength": 0}, "finite number above 0; got 0"),
+    (LocalAttention, {"logit_scaling": 1.5}, "`logit_scaling` must be .*at least 2, .*got 1.5"),
+    (layers.RMSNorm, {"epsilon": -1.0}, "`epsilon` must be a finite .*at least 0; got -1"),
+    (layers.SimpleRMSNorm, {"epsilon": -1}, "`epsilon` must be a finite .*at least 0"),
+    (layers.LightningAttention, {"num_heads": 0}, f"`num_heads` {SIZE}"),
+    (LightningAttention, {"gate_activation": "sigma"}, "sigma"),
+    (LightningAttention, {"head_dim": 0}, "`head_dim` must be"),
+    (LightningAttention, {"decay_schedule": "slopes"}, "`decay_schedule` must be .*'slopes"),
+    (LightningAttention, {"num_key_value_heads": 3}, "must divide `num_heads`, 4; got 3"),
+    (
+        LightningAttention,
+        {"head_dim": 3, "rope_max_wavelength": 10},
+        "even `head_dim`.* got 3 and False",
+    ),
+    (
+        LightningAttention,
+        {"use_lrpe": True, "rope_max_wavelength": 10},
+        "needs .*`use_lrpe=False`.* and True",
+    ),
+    (LightningAttention, {"layer_index": 3, "num_layers": 3}, "to .*, 2; got 3"),
+    (LightningAttention, {"layer_index": 0.5}, "integer from 0.*got 0.5"),
+]
 
 
 @pytest.mark.once
-@streaming_layer
-def test_wrong_width(name):
-    with pytest.raises(ValueError, match="expected axis -1 of input shape to have value 8"):
-        built(name)(np.zeros((2, 3, 6), "float32"))
+@pytest.mark.parametrize(("make", "arguments", "match"), INVALID_ARGUMENTS)
+def test_constructor_or_build_rejects_invalid_arguments(make, arguments, match):
+    assert_rejects(match, lambda: make(**arguments).build((None, None, 8)))
 
 
 @pytest.mark.once
 @pytest.mark.parametrize(
-    ("make", "width", "message"),
+    ("layer", "width", "match"),
     [
-        (lambda: layers.RGLRU(num_blocks=5), 8, r"`num_blocks` must divide .*, 8; got 5.*is 4"),
-        (
-            lambda: layers.RGLRU(num_blocks=16),
-            8,
-            r"`num_blocks` must divide .*, 8; got 16.*not set the width",
+        (layers.LRPE(), 8, r"needs inputs of shape \[batch, time, heads, head size\]"),
+        (layers.CGLRU(num_blocks=1), 7, "must be even; got 7"),
+        *(
+            (layer, None, "width, is known")
+            for layer in (layers.LowerBounds(2), layers.GatedMLP(8), layers.RMSNorm())
         ),
-        (lambda: layers.CGLRU(num_blocks=3), 8, r"`num_blocks` must divide"),
-        (lambda: layers.CGLRU(num_blocks=8), 8, r"into blocks of even width; got 8"),
-        (lambda: layers.CGLRU(num_blocks=1), 7, r"must be even; got 7"),
-        (lambda: layers.RecurrentBlock(10, num_blocks=4), 8, r"`num_blocks` must divide"),
-        (lambda: layers.RGLRU(num_blocks=0), 8, r"`num_blocks` must be .*at least 1; got 0"),
-        (lambda: layers.RGLRU(num_blocks=2.0), 8, r"`num_blocks` must be an integer"),
-        (lambda: layers.CausalConv1D(0), 8, r"`kernel_size` must be .*at least 1; got 0"),
-        (lambda: layers.CausalConv1D((4,)), 8, r"`kernel_size` must be an integer"),
-        (lambda: layers.CausalConv1D(activation="relu"), 8, r"`activation` must be None or 'silu"),
-        (
-            lambda: layers.RecurrentBlock(8, kernel_size=-1, num_blocks=2),
-            8,
-            r"`kernel_size` must be",
-        ),
-        (
-            lambda: layers.RecurrentBlock(8, recurrence="lru"),
-            8,
-            r"`recurrence` must be \"rg_lru\" or",
-        ),
-        (
-            lambda: layers.RecurrentBlock(7, recurrence="cg_lru"),
-            8,
-            r"`lru_width` must be even; got 7",
-        ),
-        (
-            lambda: layers.RecurrentBlock(8, num_blocks=8, recurrence="cg_lru"),
-            8,
-            r"divide `lru_width`, 8, into blocks of even width; got 8",
-        ),
-        (lambda: layers.LightningAttention(2, gate_activation="sigma"), 8, r"sigma"),
-        (lambda: layers.RecurrentBlock(0), 8, r"`lru_width` must be .*at least 1; got 0"),
-        (
-            lambda: layers.HGRN2(expand_ratio=3),
-            8,
-            r"`expand_ratio` must divide the width .*, 8; got 3.*is 2",
-        ),
-        (lambda: layers.HGRN2(expand_ratio=0), 8, r"`expand_ratio` must be .*at least 1; got 0"),
-        (
-            lambda: layers.HGRN2(expand_ratio=4, conv_size=0),
-            8,
-            r"`conv_size` must be .*at least 1; got 0",
-        ),
-        (lambda: layers.LowerBounds(0), 8, r"`num_layers` must be .*at least 1; got 0"),
-        (lambda: layers.LowerBounds(1), 8, r"`num_layers` must be at least 2"),
-        (lambda: layers.LowerBounds(2), None, r"width, is known"),
-        (lambda: layers.SwiGLU(0), 8, r"`intermediate_dim` must be .*at least 1; got 0"),
-        (lambda: layers.LocalAttention(0), 8, r"`num_query_heads` must be .*at least 1; got 0"),
-        (
-            lambda: layers.LocalAttention(4, num_key_value_heads=3),
-            8,
-            r"`num_key_value_heads` must divide `num_query_heads`, 4; got 3",
-        ),
-        (lambda: layers.LocalAttention(4, sliding_window=0), 8, r"`sliding_window` must be"),
-        (lambda: layers.LocalAttention(4, max_length=2.5), 8, r"`max_length` must be an integer"),
-        (
-            lambda: layers.LocalAttention(4, head_dim=6, partial_rotary_factor=0.5),
-            8,
-            r"even number",
-        ),
-        (lambda: layers.LocalAttention(4, partial_rotary_factor=1.5), 8, r"between 0 and 1"),
-        (lambda: layers.LocalAttention(4, partial_rotary_factor="half"), 8, r"got 'half'"),
-        (
-            lambda: layers.LocalAttention(4, rope_max_wavelength=0),
-            8,
-            r"finite number above 0; got 0",
-        ),
-        (
-            lambda: layers.LocalAttention(4, logit_scaling=1.5),
-            8,
-            r"`logit_scaling` must be .*at least 2, .*got 1.5",
-        ),
-        (lambda: layers.GatedMLP(0), 8, r"`intermediate_dim` must be .*at least 1; got 0"),
-        (lambda: layers.GatedMLP(8), None, r"width, is known"),
-        (lambda: layers.RMSNorm(), None, r"width, is known"),
-        (
-            lambda: layers.RMSNorm(epsilon=-1.0),
-            8,
-            r"`epsilon` must be a finite .*at least 0; got -1",
-        ),
-        (lambda: layers.SimpleRMSNorm(epsilon=-1), 8, r"`epsilon` must be a finite .*at least 0"),
-        (lambda: layers.SGLU(0), 8, r"`intermediate_dim` must be .*at least 1; got 0"),
-        (lambda: layers.LightningAttention(0), 8, r"`num_heads` must be .*at least 1; got 0"),
-        (lambda: layers.LightningAttention(2, head_dim=0), 8, r"`head_dim` must be"),
-        (
-            lambda: layers.LightningAttention(2, decay_schedule="slopes"),
-            8,
-            r"`decay_schedule` must be .*'slopes",
-        ),
-        (
-            lambda: layers.LightningAttention(4, num_key_value_heads=3),
-            8,
-            r"`num_key_value_heads` must divide `num_heads`, 4; got 3",
-        ),
-        (
-            lambda: layers.LightningAttention(2, head_dim=3, rope_max_wavelength=10),
-            8,
-            r"even `head_dim`.* got 3 and False",
-        ),
-        (
-            lambda: layers.LightningAttention(2, use_lrpe=True, rope_max_wavelength=10),
-            8,
-            r"needs .*`use_lrpe=False`.* and True",
-        ),
-        (
-            lambda: layers.LightningAttention(2, layer_index=3, num_layers=3),
-            8,
-            r"to .*, 2; got 3",
-        ),
-        (lambda: layers.LightningAttention(2, layer_index=0.5), 8, r"integer from 0.*got 0.5"),
-        (lambda: layers.LRPE(), 8, r"needs inputs of shape \[batch, time, heads, head size\]"),
-        (lambda: layers.RGLRU(a_initializer="hawk"), 8, r"`a_initializer` must be \"griffin\""),
-        (lambda: layers.CGLRU(a_initializer="hawk"), 8, r"`a_initializer` must be \"griffin\""),
     ],
 )
-def test_bad_arguments(make, width, message):
-    with pytest.raises(ValueError, match=message):
-        make().build((None, None, width))
+def test_build_rejects_unknown_or_odd_widths(layer, width, match):
+    assert_rejects(match, layer.build, (None, None, width))
 
 
 LAYERS = [
@@ -202,8 +165,8 @@ LAYERS = [
 
 @pytest.mark.once
 @pytest.mark.parametrize("name", LAYERS)
-def test_the_size_of_a_gru(name):
-    """`RGLRU(16)` set `num_blocks`, and `RecurrentBlock(units=16)` had Python's error alone."""
+def test_units_of_a_gru_are_rejected(name):
+    """`RGLRU(16)` sets `num_blocks`, or `units=16` raises Python's error without a remedy."""
     layer = getattr(layers, name)
     parameters = inspect.signature(layer).parameters.values()
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -214,39 +177,46 @@ def test_the_size_of_a_gru(name):
     with pytest.raises(TypeError, match=f"`{name}` {message}"):
         layer(*arguments, 16)
     for required in ({}, dict.fromkeys(positional, 8)):
-        with pytest.raises(ValueError, match=f"`{name}` does not support.*`units=16`: The output"):
-            layer(units=16, **required)
+        match = f"`{name}` does not support.*`units=16`: The output"
+        assert_rejects(match, layer, units=16, **required)
 
 
 @pytest.mark.once
-def test_surplus_positional_arguments_are_named():
-    message = r"got 16, 'zeros'.* as wide as .*by keyword: `num_blocks`, `a_initializer`, "
-    with pytest.raises(TypeError, match=message):
-        layers.RGLRU(16, "zeros")
-    with pytest.raises(TypeError, match=r"positional arguments; got 0\.1\. Pass"):
-        layers.RMSNorm(0.1)  # no width, hence no advice about `units`
+@pytest.mark.parametrize(
+    ("layer", "arguments", "options", "match"),
+    [
+        (
+            layers.RGLRU,
+            (16, "zeros"),
+            {},
+            r"got 16, 'zeros'.* as wide as .*by keyword: `num_blocks`, `a_initializer`, ",
+        ),
+        # This layer has no width, hence no advice about `units`.
+        (layers.RMSNorm, (0.1,), {}, r"positional arguments; got 0\.1\. Pass"),
+        (
+            layers.LocalAttention,
+            (),
+            {"num_heads": 4, "name": "attention"},
+            r"needs `num_query_heads`\. .* no argument `num_heads`. Did you mean `num_query_heads`",
+        ),
+        (layers.RecurrentBlock, (), {}, r"`RecurrentBlock` needs `lru_width`\.$"),
+    ],
+)
+def test_type_errors_name_surplus_and_missing_arguments(layer, arguments, options, match):
+    with pytest.raises(TypeError, match=match):
+        layer(*arguments, **options)
 
 
 @pytest.mark.once
-def test_names_of_other_libraries_are_answered_with_similar_ones():
-    """`LocalAttention(num_heads=4)` got Python's error, which did not show the mistake."""
-    message = (
-        r"needs `num_query_heads`\. .* no argument `num_heads`. Did you mean `num_query_heads`"
-    )
-    with pytest.raises(TypeError, match=message):
-        layers.LocalAttention(num_heads=4, name="attention")
-    with pytest.raises(TypeError, match=r"`RecurrentBlock` needs `lru_width`\.$"):
-        layers.RecurrentBlock()
-    with pytest.raises(ValueError, match=r"`window`\. Did you mean `sliding_window`"):
-        layers.LocalAttention(4, window=8)
-    with pytest.raises(ValueError, match="Did you mean `return_sequences`"):
-        layers.RecurrentBlock(4, return_sequence=True)
+def test_misspelled_arguments_are_answered_with_similar_ones():
+    match = r"`window`\. Did you mean `sliding_window`"
+    assert_rejects(match, layers.LocalAttention, 4, window=8)
+    match = "Did you mean `return_sequences`"
+    assert_rejects(match, layers.RecurrentBlock, 4, return_sequence=True)
 
 
 @pytest.mark.once
-def test_arguments_of_custom_layers():
-    """The check of arguments by their names refused names that a custom layer takes itself."""
-
+def test_subclass_of_a_layer_may_have_arguments_that_the_layer_rejects():
     class WithDropout(layers.RGLRU):
         def __init__(self, units, *sizes, **kwargs):
             self.units, self.sizes, self.rate = units, sizes, kwargs.pop("dropout")
@@ -258,22 +228,19 @@ def test_arguments_of_custom_layers():
 
 NUMBERS = [
     *((layers.RMSNorm, "epsilon"), (layers.SimpleRMSNorm, "epsilon")),
-    (functools.partial(layers.LocalAttention, 4), "rope_max_wavelength"),
-    (functools.partial(layers.LocalAttention, 4), "partial_rotary_factor"),
-    (functools.partial(layers.LocalAttention, 4), "layer_norm_epsilon"),
+    *(
+        (LocalAttention, name)
+        for name in ("rope_max_wavelength", "partial_rotary_factor", "layer_norm_epsilon")
+    ),
     *((layers.DecayLogit, name) for name in ("minval", "maxval", "power")),
 ]
 BOOLEANS = [
     (layers.RMSNorm, "zero_centered"),
-    *((layer, "scale_first_input") for layer in (layers.RGLRU, layers.CGLRU)),
-    (functools.partial(layers.RecurrentBlock, 16), "scale_first_input"),
+    *((make, "scale_first_input") for make in (layers.RGLRU, layers.CGLRU, RecurrentBlock)),
     (layers.CausalConv1D, "use_bias"),
+    *((LightningAttention, name) for name in ("use_lrpe", "use_qk_norm", "use_norm_weight")),
     *(
-        (functools.partial(layers.LightningAttention, 4), name)
-        for name in ("use_lrpe", "use_qk_norm", "use_norm_weight")
-    ),
-    *(
-        (functools.partial(layers.LocalAttention, 4), f"use_{name}")
+        (LocalAttention, f"use_{name}")
         for name in ("qkv_bias", "output_bias", "qk_norm", "output_gate")
     ),
     *((ROWS[name].make, "return_state") for name in STREAMING),
@@ -283,97 +250,82 @@ BOOLEANS = [
 @pytest.mark.once
 @pytest.mark.parametrize(("make", "name"), NUMBERS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), True, "1", None, 1j])
-def test_what_is_no_number(make, name, value):
-    with pytest.raises(ValueError, match=f"`{name}`.* got .*{re.escape(repr(value))}"):
-        make(**{name: value})
+def test_real_arguments_must_be_finite_numbers(make, name, value):
+    assert_rejects(f"`{name}`.* got .*{re.escape(repr(value))}", make, **{name: value})
 
 
 @pytest.mark.once
 @pytest.mark.parametrize(("make", "name"), BOOLEANS)
 @pytest.mark.parametrize("value", ["yes", 1, 0.0, None])
-def test_what_is_no_boolean(make, name, value):
-    with pytest.raises(ValueError, match=f"`{name}` must be True or False; got {value!r}"):
-        make(**{name: value})
+def test_boolean_arguments_must_be_booleans(make, name, value):
+    assert_rejects(f"`{name}` must be True or False; got {value!r}", make, **{name: value})
     assert make(**{name: np.bool_(True)})
 
 
 @pytest.mark.once
 @streaming_layer
 @pytest.mark.parametrize("value", ["yes", 1, 0.0])
-def test_a_call_returns_a_state_or_not(name, value):
+def test_return_state_of_a_call_must_be_a_boolean(name, value):
     layer = built(name)
     for x in (inputs(), keras.Input((None, WIDTH))):
-        with pytest.raises(
-            ValueError, match=f"`return_state` must be True or False; got {value!r}"
-        ):
-            layer(x, return_state=value)
+        match = f"`return_state` must be True or False; got {value!r}"
+        assert_rejects(match, layer, x, return_state=value)
     assert isinstance(layer(inputs(), return_state=np.bool_(True)), tuple)
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("name", [name for name in STREAMING if name not in ATTENTION])
-def test_a_state_before_the_width_is_known(name):
-    layer = ROWS[name].make()
-    with pytest.raises(ValueError, match=r"layer.build\(\(None, None, width\)\)"):
-        layer.get_initial_state(2)
+def test_get_initial_state_before_build_names_the_remedy(name):
+    match = r"layer.build\(\(None, None, width\)\)"
+    assert_rejects(match, ROWS[name].make().get_initial_state, 2)
 
 
 @pytest.mark.once
 @streaming_layer
-def test_wrong_states(name):
+def test_call_rejects_states_of_other_structures_and_shapes(name):
     layer, x = built(name), inputs()
-    state = layer.get_initial_state(3)
-    symbolic = keras.Input((None, WIDTH))
-
-    def refuses(state, message):
-        for sequence in (x, symbolic):
-            with pytest.raises(ValueError, match=message):
-                layer(sequence, initial_state=state)
-
-    refuses({}, r"`initial_state` must be a dict of")
-    refuses(keras.tree.flatten(state), r"`initial_state` must be a dict of .*got list")
-    refuses({**state, "more": x}, r"`initial_state` must be a dict of")
-    with pytest.raises(ValueError, match=r"`initial_state\[.*must have the shape \(3"):
-        layer(x, initial_state=layer.get_initial_state(2))
-    refuses(
-        keras.tree.map_structure(lambda a: keras.ops.concatenate([a, a], axis=-1), state)
-        if name != "CausalConv1D of one token"
-        else {**state, "inputs": x},
-        r"`initial_state\[.*must have the shape",
-    )
+    state, structure = layer.get_initial_state(3), r"`initial_state` must be a dict of"
+    if name == "CausalConv1D of one token":
+        wider = {**state, "inputs": x}
+    else:
+        wider = keras.tree.map_structure(lambda a: keras.ops.concatenate([a, a], axis=-1), state)
+    for sequence in (x, keras.Input((None, WIDTH))):
+        for bad, match in (
+            ({}, structure),
+            (keras.tree.flatten(state), f"{structure} .*got list"),
+            ({**state, "more": x}, structure),
+            (wider, r"`initial_state\[.*must have the shape"),
+        ):
+            assert_rejects(match, layer, sequence, initial_state=bad)
+    match = r"`initial_state\[.*must have the shape \(3"
+    assert_rejects(match, layer, x, initial_state=layer.get_initial_state(2))
 
 
 @pytest.mark.once
 @streaming_layer
-def test_masks_and_segments_of_another_shape(name):
+def test_call_rejects_masks_and_segment_ids_of_other_shapes_and_types(name):
     layer, x = built(name), inputs()
     for bad in (np.ones((3, 7), "int32"), np.ones((3, 8, 1), "int32"), np.ones(3, "int32")):
-        with pytest.raises(ValueError, match=r"`mask` must have the shape \[batch, time\]"):
-            layer(x, mask=bad.astype("bool"))
-        with pytest.raises(ValueError, match=r"`segment_ids` must have the shape \[batch, time\]"):
-            layer(x, segment_ids=bad)
-    with pytest.raises(ValueError, match=r"`segment_ids` must be integers"):
-        layer(x, segment_ids=np.ones((3, 8), "float32"))
-    with pytest.raises(ValueError, match=r"`mask` must be boolean.*got float32"):
-        layer(x, mask=np.zeros((3, 8), "float32"))  # to be added to logits, as elsewhere
-    with pytest.raises(ValueError, match=r"`mask` must be a tensor or an array; got a list"):
-        layer(x, mask=[[True] * 8] * 3)
+        match = r"must have the shape \[batch, time\]"
+        assert_rejects(f"`mask` {match}", layer, x, mask=bad.astype("bool"))
+        assert_rejects(f"`segment_ids` {match}", layer, x, segment_ids=bad)
+    # A float mask would be one that is added to logits.
+    ones = np.ones((3, 8), "float32")
+    assert_rejects("`segment_ids` must be integers", layer, x, segment_ids=ones)
+    assert_rejects("`mask` must be boolean.*got float32", layer, x, mask=ones)
+    match = "`mask` must be a tensor or an array; got a list"
+    assert_rejects(match, layer, x, mask=ones.tolist())
 
 
 @pytest.mark.once
-def test_bounds_and_positions_of_another_shape():
-    with pytest.raises(ValueError, match=r"`lower_bound` must be a tensor or an array; got a floa"):
-        layers.HGRN2(expand_ratio=4)(inputs(), lower_bound=0.5)
-    with pytest.raises(ValueError, match=r"`positions` must have the shape .*\(2, 5\); got \(2, 4"):
-        layers.LRPE()(np.zeros((2, 5, 1, 4), "float32"), positions=np.zeros((2, 4), "int32"))
-
-
-@pytest.mark.once
-def test_positions_that_are_no_integers():
+def test_lower_bounds_and_positions_must_be_tensors_of_fitting_shape_and_type():
+    match = "`lower_bound` must be a tensor or an array; got a floa"
+    assert_rejects(match, layers.HGRN2(expand_ratio=4), inputs(), lower_bound=0.5)
     x, positions = np.zeros((2, 5, 1, 4), "float32"), np.zeros((2, 5), "float32")
-    symbolic = keras.Input((5,), batch_size=2)
-    for bad in (positions, symbolic):
-        with pytest.raises(ValueError, match=r"`positions` must be integers; got float32"):
-            layers.LRPE()(x, positions=bad)
-    with pytest.raises(ValueError, match=r"`positions` must be a tensor or an array; got a list"):
-        layers.LRPE()(x, positions=positions.tolist())
+    for bad, match in (
+        (np.zeros((2, 4), "int32"), r"must have the shape .*\(2, 5\); got \(2, 4"),
+        (positions, "must be integers; got float32"),
+        (keras.Input((5,), batch_size=2), "must be integers; got float32"),
+        (positions.tolist(), "must be a tensor or an array; got a list"),
+    ):
+        assert_rejects(f"`positions` {match}", layers.LRPE(), x, positions=bad)

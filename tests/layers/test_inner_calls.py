@@ -1,5 +1,6 @@
-"""On torch, layers inside of a layer are called without Keras where nothing else would happen."""
+"""On torch, layers call inner layers without Keras's `__call__` where that is safe."""
 
+import contextlib
 import functools
 import threading
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 if keras.config.backend() != "torch":
-    pytest.skip("elsewhere Keras is in every call", allow_module_level=True)
+    pytest.skip("Keras traces every call on other backends", allow_module_level=True)
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,13 +47,21 @@ def swiglu(dtype=None):
     return layer, torch.ones(2, 3, 8, dtype=getattr(torch, layer.compute_dtype))
 
 
-def seen_by_all(hook):
-    return torch.nn.modules.module.register_module_forward_hook(hook)
+@contextlib.contextmanager
+def calls_by_keras():
+    """Makes all calls go through Keras, with a hook of all modules; yields the called layers."""
+    calls = []
+    register = torch.nn.modules.module.register_module_forward_hook
+    handle = register(lambda module, *_: calls.append(module))
+    try:
+        yield calls
+    finally:
+        handle.remove()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16", "bfloat16"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_the_same_results_as_by_keras(name, dtype):
+def test_outputs_and_gradients_equal_those_of_calls_by_keras(name, dtype):
     layer = LAYERS[name](dtype)
     x = keras.random.normal((2, 7, 8), seed=1)
     layer(x)
@@ -63,24 +72,20 @@ def test_the_same_results_as_by_keras(name, dtype):
         weights = [v.value for v in layer.trainable_variables]
         return [output, *torch.autograd.grad(output.float().square().sum(), [leaf, *weights])]
 
-    directly = results()
-    calls = []
-    handle = seen_by_all(lambda module, *_: calls.append(module))
-    try:
-        by_keras = results()
-    finally:
-        handle.remove()
-    assert len(calls) > 1  # of the layer and of those inside
+    direct = results()
+    with calls_by_keras() as calls:
+        expected = results()
+    assert len(calls) > 1  # the layer and its sublayers
     biased = any(type(s) is keras.layers.Dense and s.use_bias for s in layer._flatten_layers())
-    for found, expected in zip(directly, by_keras, strict=True):
-        assert found.dtype == expected.dtype
-        units = 4 if biased else 0  # in the last place, as a product adds its bias
-        most = units * torch.finfo(found.dtype).eps * expected.abs().max().item()
-        torch.testing.assert_close(found, expected, rtol=0, atol=most)
+    for a, b in zip(direct, expected, strict=True):
+        assert a.dtype == b.dtype
+        # Products that add their bias differ in the last digits.
+        error = (4 if biased else 0) * torch.finfo(a.dtype).eps * b.abs().max().item()
+        torch.testing.assert_close(a, b, rtol=0, atol=error)
 
 
-class Products(TorchDispatchMode):
-    """Notes the dtypes of matrices that are multiplied, but for those of operations over time."""
+class ProductDtypes(TorchDispatchMode):
+    """Records the dtypes of all matrix products except those of operations over time."""
 
     def __init__(self):
         super().__init__()
@@ -94,15 +99,15 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("mode", [None, "full"])
 @pytest.mark.parametrize("family", ["griffin", "hgrn2"])
-def test_mixed_precision_multiplies_in_bfloat16(family, mode):
-    """In models, whose blocks cast no weights, and where blocks are computed again."""
+def test_training_step_in_mixed_precision_multiplies_in_bfloat16(family, mode):
+    """A block multiplies float32 weights, in the forward pass or where it is recomputed."""
     with keras.RematScope(mode=mode):
         model = tiny_causal_lm(family=family, dtype="mixed_bfloat16")
     model.compile("sgd")
     token_ids = np.random.default_rng(0).integers(3, VOCABULARY, (2, 9)).astype("int32")
     x = {"token_ids": token_ids[:, :-1], "padding_mask": np.ones((2, 8), "int32")}
-    model.train_on_batch(x, token_ids[:, 1:])  # Keras's first looks at shapes, in float32
-    with Products() as products:
+    model.train_on_batch(x, token_ids[:, 1:])  # Keras computes shapes in float32 here
+    with ProductDtypes() as products:
         model.train_on_batch(x, token_ids[:, 1:])
     assert products.dtypes == {torch.bfloat16}
 
@@ -118,7 +123,7 @@ def dense_with_bias(dtype, **options):
 
 @pytest.mark.parametrize("activation", [None, "relu"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "mixed_bfloat16"])
-def test_a_product_adds_its_bias_before_it_rounds(dtype, activation):
+def test_call_plain_rounds_the_sum_of_product_and_bias_once(dtype, activation):
     dense, x = dense_with_bias(dtype, activation=activation)
     found = call_plain(dense, x)
     rounded = getattr(torch, dense.compute_dtype)
@@ -126,59 +131,54 @@ def test_a_product_adds_its_bias_before_it_rounds(dtype, activation):
     exact = x.double() @ kernel + bias
     exact = exact if activation is None else exact.relu()
     assert found.dtype is rounded
-    once = torch.finfo(rounded).eps / 2 * exact.abs()  # a half of a unit in the last place
-    of_sums = 32 * torch.finfo(torch.float32).eps * (x.double().abs() @ kernel.abs() + bias.abs())
-    assert ((found.double() - exact).abs() <= once + of_sums).all()
+    rounding = torch.finfo(rounded).eps / 2 * exact.abs()  # half a unit in the last place
+    sums = 32 * torch.finfo(torch.float32).eps * (x.double().abs() @ kernel.abs() + bias.abs())
+    assert ((found.double() - exact).abs() <= rounding + sums).all()
 
 
 @pytest.mark.parametrize("rank", [None, 2])
-def test_gradients_of_a_product_that_adds_its_bias(rank):
+def test_gradients_of_call_plain_equal_those_of_keras(rank):
     dense, x = dense_with_bias("float32")
     if rank is not None:
         dense.enable_lora(rank)
         dense.lora_kernel_b.assign(keras.random.normal((rank, 16), seed=2))
-    found, expected = (
-        torch.autograd.grad(
-            output.square().sum(), [x, *(v.value for v in dense.trainable_variables)]
-        )
+    inputs = [x, *(v.value for v in dense.trainable_variables)]
+    direct, expected = (
+        torch.autograd.grad(output.square().sum(), inputs)
         for output in (call_plain(dense, x), dense(x))
     )
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
+    for a, b in zip(direct, expected, strict=True):
+        torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float16"])
-def test_dtypes_in_which_keras_multiplies_as_float32(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "options", "scope"),
+    [
+        ("float64", {}, contextlib.nullcontext),
+        ("float16", {}, contextlib.nullcontext),
+        ("float32", {}, lambda: torch.autocast("cpu", torch.bfloat16)),
+        ("mixed_bfloat16", {"autocast": False}, lambda: AutocastScope("bfloat16")),
+    ],
+    ids=["float64", "float16", "autocast of torch", "layer without autocast"],
+)
+def test_call_plain_equals_keras_where_casts_differ(dtype, options, scope):
+    """Keras multiplies float64 and float16 in float32, and casts by its own scopes alone."""
     if dtype == "float16" and torch.cuda.is_available():
-        pytest.skip("on CPUs alone")
-    dense, x = dense_with_bias(dtype)
-    found, expected = call_plain(dense, x), dense(x)
+        pytest.skip("only CPUs multiply float16 in float32")
+    dense, x = dense_with_bias(dtype, **options)
+    with scope():
+        found, expected = call_plain(dense, x), dense(x)
     assert found.dtype is expected.dtype
+    assert dtype in ("float64", "float16") or found.dtype is torch.float32
     assert torch.equal(found, expected)
 
 
-def test_autocast_of_torch():
-    dense, x = dense_with_bias("float32")
-    with torch.autocast("cpu", torch.bfloat16):
-        found, expected = call_plain(dense, x), dense(x)
-    assert found.dtype is expected.dtype is torch.float32
-    assert torch.equal(found, expected)
-
-
-def test_a_layer_that_casts_nothing():
-    dense, x = dense_with_bias("mixed_bfloat16", autocast=False)
-    with AutocastScope("bfloat16"):
-        found, expected = call_plain(dense, x), dense(x)
-    assert found.dtype is expected.dtype is torch.float32
-    assert torch.equal(found, expected)
-
-
-def test_parts_of_a_sequence_are_rounded_as_copies_of_them():
+def test_call_plain_of_a_slice_equals_that_of_its_copy():
     dense, x = dense_with_bias("bfloat16")
     assert torch.equal(call_plain(dense, x[:, -3:]), call_plain(dense, x[:, -3:].contiguous()))
 
 
-def test_inputs_are_moved_to_the_device_of_keras():
+def test_call_plain_moves_inputs_to_the_device_of_keras():
     _, x = dense_with_bias("float32")
     with keras.device("meta"):
         dense, _ = dense_with_bias("float32")
@@ -191,62 +191,57 @@ def test_inputs_are_moved_to_the_device_of_keras():
 
 
 @pytest.mark.parametrize("owner", ["layer", "class"])
-def test_a_call_of_others_is_called(owner, monkeypatch):
+def test_call_plain_calls_a_replaced_method(owner, monkeypatch):
     dense, x = dense_with_bias("float32")
     call, calls = keras.layers.Dense.call, []
 
-    def noted(layer, x):
+    def recorded(layer, x):
         calls.append(layer)
         return call(layer, x)
 
     if owner == "layer":
-        dense.call = functools.partial(noted, dense)
+        dense.call = functools.partial(recorded, dense)
     else:
-        monkeypatch.setattr(keras.layers.Dense, "call", noted)
+        monkeypatch.setattr(keras.layers.Dense, "call", recorded)
     call_plain(dense, x)
     assert calls == [dense]
 
 
-def test_what_is_plain():
+class SubclassedDense(keras.layers.Dense):
+    pass
+
+
+def test_is_plain_only_for_built_dense_layers_and_tensors_of_the_compute_dtype():
     layer, x = swiglu()
     assert is_plain(layer, layer.gate_proj, x)
-    assert not is_plain(layer, layer.gate_proj, x.half())
-    assert not is_plain(layer, layer.gate_proj, np.ones((2, 3, 8), "float32"))
-    assert not is_plain(layer, layer.gate_proj, keras.KerasTensor((2, 3, 8)))
+    for other in (x.half(), np.ones((2, 3, 8), "float32"), keras.KerasTensor((2, 3, 8))):
+        assert not is_plain(layer, layer.gate_proj, other)
     assert not is_plain(swiglu("mixed_bfloat16")[0], layer.gate_proj, x)
-
-    class Other(keras.layers.Dense):
-        pass
-
-    other = Other(4)
-    other.build((None, None, 8))
-    assert not is_plain(layer, other, x)
     assert not is_plain(layer, keras.layers.Dense(4), x)  # not built
-    noted = keras.layers.Dense(4, activity_regularizer="l2")
-    noted.build((None, None, 8))
-    assert not is_plain(layer, noted, x)
+    for inner in (SubclassedDense(4), keras.layers.Dense(4, activity_regularizer="l2")):
+        inner.build((None, None, 8))
+        assert not is_plain(layer, inner, x)
 
 
-def test_blocks_of_a_network_are_called_directly(monkeypatch):
-    """The graph of a network would call each block by Keras's `__call__`."""
+def test_network_calls_its_blocks_without_keras_unless_they_have_hooks(monkeypatch):
     backbone = tiny_causal_lm(family="hgrn2").backbone
     x = {name: torch.ones(2, 5, dtype=torch.int64) for name in ("token_ids", "padding_mask")}
     calls, call = [], keras.layers.Layer.__call__
 
-    def noted(layer, *args, **kwargs):
+    def recorded(layer, *args, **kwargs):
         calls.append(layer)
         return call(layer, *args, **kwargs)
 
-    monkeypatch.setattr(keras.layers.Layer, "__call__", noted)
-    directly, block = backbone(x), backbone.transformer_layers[1]
+    monkeypatch.setattr(keras.layers.Layer, "__call__", recorded)
+    direct, block = backbone(x), backbone.transformer_layers[1]
     assert not {*calls} & {*backbone.transformer_layers}
     handle = block.register_forward_hook(lambda *_: None)
-    assert torch.equal(backbone(x), directly)
+    assert torch.equal(backbone(x), direct)
     assert block in calls
     handle.remove()
 
 
-def test_hooks_of_torch_are_called():
+def test_hooks_and_replaced_forward_methods_of_inner_layers_are_called():
     layer, x = swiglu()
     calls = []
     handle = layer.up_proj.register_forward_hook(lambda module, *_: calls.append(module))
@@ -255,45 +250,37 @@ def test_hooks_of_torch_are_called():
     handle.remove()
     layer(x)
     assert len(calls) == 1
-
-
-def test_a_forward_of_others_is_called():
-    layer, x = swiglu()
-    forward, calls = layer.up_proj.forward, []
+    forward = layer.up_proj.forward
     layer.up_proj.forward = lambda x: calls.append(x) or forward(x)  # as accelerate does
     layer(x)
-    assert len(calls) == 1
+    assert len(calls) == 2
 
 
-def test_layers_in_float32_inside_of_mixed_ones_keep_their_weights():
-    """A layer may call methods of one inside of it, and then its own scope is around."""
+def test_float32_layers_in_a_mixed_precision_layer_keep_their_weights():
+    """A call of an inner layer's method computes in the policy of the outer layer."""
     policies = keras.dtype_policies.DTypePolicyMap(default_policy="mixed_bfloat16")
-    policies["mine/.*"] = keras.DTypePolicy("float32")
-    layer = BidirectionalHGRN2(expand_ratio=4, dtype=policies, name="mine")
+    policies["outer/.*"] = keras.DTypePolicy("float32")
+    layer = BidirectionalHGRN2(expand_ratio=4, dtype=policies, name="outer")
     x = keras.random.normal((2, 7, 8), seed=1)
-    directly = layer(x)
-    handle = seen_by_all(lambda *_: None)
-    try:
-        by_keras = layer(x)
-    finally:
-        handle.remove()
-    assert torch.equal(directly, by_keras)
+    direct = layer(x)
+    with calls_by_keras():
+        assert torch.equal(direct, layer(x))
 
 
-@pytest.mark.parametrize("around", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("outer_dtype", ["mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "mixed_bfloat16"])
-def test_weights_have_the_dtype_of_their_layer_whatever_is_around(dtype, around):
+def test_layer_inside_a_layer_of_another_dtype_keeps_its_dtype(dtype, outer_dtype):
     layer, x = swiglu(dtype)
 
     class Outer(keras.layers.Layer):
         def call(self, inputs):
             return layer.call(x)
 
-    assert torch.equal(Outer(dtype=around)(x), layer(x))
+    assert torch.equal(Outer(dtype=outer_dtype)(x), layer(x))
 
 
-def test_what_is_computed_again_takes_the_implementation_that_was_named():
-    """On a GPU, torch computes again in a thread of its own."""
+def test_recomputation_in_another_thread_uses_the_named_implementation():
+    """On a GPU, torch recomputes in its own thread."""
     with keras.RematScope(mode="full"):
         layer = SwiGLU(16)
     x = keras.random.normal((2, 3, 8), seed=1)
@@ -309,7 +296,7 @@ def test_what_is_computed_again_takes_the_implementation_that_was_named():
     assert chosen_name() is None
 
 
-def test_quantized_layers_are_called_by_keras():
+def test_quantized_inner_layer_is_called_by_keras():
     layer, x = swiglu()
     exact = layer(x)
     layer.down_proj.quantize("int8")
@@ -319,7 +306,7 @@ def test_quantized_layers_are_called_by_keras():
     torch.testing.assert_close(found, exact, rtol=0.05, atol=0.02)
 
 
-def test_a_layer_that_recomputes_still_does():
+def test_inner_layer_with_rematerialization_is_recomputed():
     layer, x = swiglu()
     with keras.RematScope(mode="full"):
         dense = keras.layers.Dense(4)

@@ -1,10 +1,11 @@
-"""Products of int8 tensors, which XLA for NVIDIA GPUs doubles for some sizes."""
+"""Products of int8 tensors, which XLA for NVIDIA GPUs doubles at some sizes."""
 
 import keras
 import numpy as np
 import pytest
 
 from keras_recurrent.layers.integer_products import contracted_size
+from tests.layers.table import numpy
 
 EQUATIONS = {
     "nk,ko->no": ((7, -1), (-1, 5)),
@@ -16,22 +17,21 @@ EQUATIONS = {
 
 @pytest.mark.parametrize("equation", EQUATIONS)
 @pytest.mark.parametrize("size", [3, 4, 6])
-def test_products_of_int8_are_exact(equation, size):
-    """On JAX with an NVIDIA GPU, the product is doubled unless the size is a multiple of 4."""
+def test_matmul_and_einsum_of_int8_are_exact(equation, size):
+    """On JAX with an NVIDIA GPU, a product is doubled unless the size is a multiple of 4."""
     rng = np.random.default_rng(0)
     shapes = [tuple(size if n == -1 else n for n in shape) for shape in EQUATIONS[equation]]
     a, b = (rng.integers(-127, 128, shape).astype("int8") for shape in shapes)
-    wanted = np.einsum(equation, a.astype("int64"), b.astype("int64"))
-    found = keras.ops.convert_to_numpy(keras.ops.einsum(equation, *map(keras.ops.array, (a, b))))
-    np.testing.assert_array_equal(found, wanted)
+    expected = np.einsum(equation, a.astype("int64"), b.astype("int64"))
+    tensors = keras.ops.array(a), keras.ops.array(b)
+    np.testing.assert_array_equal(numpy(keras.ops.einsum(equation, *tensors)), expected)
     if equation == "nk,ko->no":
-        found = keras.ops.convert_to_numpy(keras.ops.matmul(*map(keras.ops.array, (a, b))))
-        np.testing.assert_array_equal(found, wanted)
+        np.testing.assert_array_equal(numpy(keras.ops.matmul(*tensors)), expected)
 
 
 @pytest.mark.skipif(keras.config.backend() != "jax", reason="a guard for XLA")
 def test_xla_multiplies_int32_where_int8_is_inexact():
-    """Detects the doubled products without a GPU, from the dtype that XLA multiplies."""
+    """A GPU doubles products; this test sees it on a CPU by the dtype that XLA multiplies."""
     import jax
 
     for product in (keras.ops.matmul, lambda a, b: keras.ops.einsum("nk,ko->no", a, b)):
@@ -43,7 +43,7 @@ def test_xla_multiplies_int32_where_int8_is_inexact():
 
 
 @pytest.mark.once
-def test_sizes_of_contracted_axes():
+def test_contracted_size_multiplies_all_contracted_axes():
     a, b = np.zeros((2, 3, 5, 7)), np.zeros((3, 7, 5))
     assert contracted_size("abcd,bdc->ab", a, b) == 35
     assert contracted_size("...cd,adc->...c", a, b) == 7

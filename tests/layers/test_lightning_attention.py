@@ -1,4 +1,4 @@
-"""The decays and positions of TransNormerLLM, by themselves."""
+"""Decays, positions and activations of `LightningAttention`."""
 
 import keras
 import numpy as np
@@ -14,8 +14,8 @@ def decays(num_heads, **kwargs):
 
 
 @pytest.mark.once
-def test_decays_of_the_paper():
-    """exp(-(8 h / H) (1 - l / L)), h from 1, l from 0."""
+def test_decay_schedule_of_the_paper():
+    """Decays are exp(-(8 h / H) (1 - l / L)) of head h = 1 ... H and layer l = 0 ... L - 1."""
     found = decays(3, decay_schedule="paper", layer_index=2, num_layers=4)
     np.testing.assert_allclose(found, np.exp([-4 / 3, -8 / 3, -4]))
     found = decays(2, decay_schedule="paper", layer_index=0, num_layers=1)
@@ -28,12 +28,12 @@ def test_decays_of_the_paper():
     [
         (1, [2**-8]),
         (4, [2**-2, 2**-4, 2**-6, 2**-8]),
-        # Those of two heads, then the first of the first, third ... of four.
+        # Slopes of two heads, then the first and third of four heads.
         (3, [2**-4, 2**-8, 2**-2]),
         (6, [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]),
     ],
 )
-def test_decays_of_the_checkpoints(num_heads, slopes):
+def test_decay_schedule_of_the_checkpoints(num_heads, slopes):
     slopes = np.array(slopes)
     for layer, factor in [(0, 1.00001), (1, 0.50001), (2, 0.00001)]:
         found = decays(num_heads, layer_index=layer, num_layers=3)
@@ -42,29 +42,29 @@ def test_decays_of_the_checkpoints(num_heads, slopes):
 
 
 @pytest.mark.once
-def test_forty_heads():
-    """Those of TransNormerLLM-15B: 32 slopes, and 8 of those of 64 heads."""
+def test_forty_heads_have_the_slopes_of_transnormer_15b():
+    """TransNormerLLM-15B has the slopes of 32 heads and eight slopes of 64 heads."""
     slopes = -np.log(decays(40)) / 1.00001
     np.testing.assert_allclose(slopes[:32], 2.0 ** (-np.arange(1, 33) / 4))
     np.testing.assert_allclose(slopes[32:], 2.0 ** (-np.arange(1, 17, 2) / 8))
 
 
-def test_positions_tell_the_distance_alone():
+def test_lrpe_products_depend_on_the_distance_of_positions_alone():
     layer = LRPE()
     rng = np.random.default_rng(0)
     q, k = (np.tile(rng.normal(size=(1, 1, 2, 3)), (1, 2, 1, 1)) for _ in range(2))
-    # The same distance of 5, early and late.
+    # A distance of 5 at early and at late positions.
     turned_q = numpy(layer(q, positions=np.array([[5, 105]])))
     turned_k = numpy(layer(k, positions=np.array([[0, 100]])))
     products = (turned_q * turned_k).sum(-1)
     theta = numpy(layer.theta)
     np.testing.assert_allclose(products[0, 0], products[0, 1], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(products[0, 0], (q * k * np.cos(5 * theta)).sum(-1)[0, 0], atol=1e-5)
-    # Over all heads, as published.
+    # The published angles, over all heads.
     np.testing.assert_allclose(theta.ravel(), 10_000.0 ** (-np.arange(6) / 3), rtol=1e-6)
 
 
-def test_positions_keep_their_digits_in_16_bits():
+def test_lrpe_in_bfloat16_computes_angles_in_float32():
     layer = LRPE(dtype="bfloat16")
     x = np.ones((1, 1, 1, 4), "float32")
     turned = layer(x, positions=np.array([[1001]]))
@@ -76,17 +76,15 @@ def test_positions_keep_their_digits_in_16_bits():
     np.testing.assert_allclose(found, wanted, atol=2**-8)
 
 
-def test_gates_of_minimax_01():
-    layer = built("LightningAttention", gate_activation="sigmoid", value_activation="silu")
-    x = inputs()
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gate_activation": "sigmoid", "value_activation": "silu"},  # MiniMax-01
+        {"query_key_activation": "sigmoid"},
+    ],
+)
+def test_activations_match_a_loop_and_serialize(options):
+    layer, x = built("LightningAttention", **options), inputs()
     assert_close(layer(x), loops.run(loops.unit(layer), x).astype("float32"))
     again = type(layer).from_config(layer.get_config())
-    assert again.get_config() == layer.get_config()
-    assert layer.get_config()["gate_activation"] == "sigmoid"
-
-
-def test_another_activation_of_queries_and_keys():
-    layer = built("LightningAttention", query_key_activation="sigmoid")
-    x = inputs()
-    assert_close(layer(x), loops.run(loops.unit(layer), x).astype("float32"))
-    assert layer.get_config()["query_key_activation"] == "sigmoid"
+    assert again.get_config() == layer.get_config() | options

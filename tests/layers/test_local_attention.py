@@ -1,4 +1,4 @@
-"""`LocalAttention`: its weights, its rotary positions, the sizes of its states."""
+"""`LocalAttention`: weights, rotary positions and capacities of states."""
 
 import keras
 import numpy as np
@@ -6,7 +6,7 @@ import pytest
 
 from keras_recurrent import layers
 from tests.layers import loops
-from tests.layers.table import WIDTH, assert_close, inputs, numpy
+from tests.layers.table import WIDTH, assert_close, assert_rejects, inputs, numpy
 
 
 def make(**kwargs):
@@ -16,7 +16,7 @@ def make(**kwargs):
 
 
 @pytest.mark.once
-def test_weights():
+def test_weights_of_grouped_heads_have_their_shapes():
     layer = make(num_query_heads=6, num_key_value_heads=2)
     shapes = {weight.path.split("/", 1)[1]: tuple(weight.shape) for weight in layer.weights}
     assert shapes == {
@@ -29,13 +29,12 @@ def test_weights():
 
 
 @pytest.mark.parametrize("factor", [0.0, 1.0])
-def test_positions_on_a_part_of_a_head(factor):
-    """Also where they are large: angles are float32 whatever the policy."""
+def test_partial_rotary_factor_matches_a_loop(factor):
     layer, x = make(partial_rotary_factor=factor, rope_max_wavelength=100), inputs(length=40)
     assert_close(layer(x), loops.run(loops.unit(layer), x).astype("float32"))
 
 
-def test_without_positions_the_order_does_not_matter():
+def test_attention_without_positions_ignores_the_order_of_tokens():
     layer, x = make(partial_rotary_factor=0), inputs()
     turned = np.concatenate([x[:, 6::-1], x[:, 7:]], axis=1)
     assert_close(layer(turned)[:, 7], layer(x)[:, 7])
@@ -43,16 +42,15 @@ def test_without_positions_the_order_does_not_matter():
     assert np.abs(numpy(layer(turned))[:, 7] - numpy(layer(x))[:, 7]).max() > 1e-3
 
 
-def test_global_attention_streams_where_its_length_is_told():
+def test_global_attention_streams_only_with_a_max_length():
     layer, x = make(), inputs()
     whole = layer(x)
-    for refused in (
+    for call in (
         lambda: layer(x, return_state=True),
         lambda: layer(keras.Input((None, WIDTH)), return_state=True),
         lambda: layer.get_initial_state(3),
     ):
-        with pytest.raises(ValueError, match=r"Give the layer a `max_length`"):
-            refused()
+        assert_rejects(r"Give the layer a `max_length`", call)
     assert not layer.keeps_state
 
     state = layer.get_initial_state(3, max_length=8)
@@ -65,21 +63,24 @@ def test_global_attention_streams_where_its_length_is_told():
 
 
 @pytest.mark.once
-def test_room_of_states():
+def test_capacity_of_a_state_is_the_smaller_of_window_and_max_length():
     window, both = make(sliding_window=6), make(sliding_window=6, max_length=4)
-    told = make(max_length=30)
+    global_attention = make(max_length=30)
 
-    def room(layer, max_length=None):
+    def capacity(layer, max_length=None):
         return layer.get_initial_state(2, max_length)["key"].shape[1]
 
-    assert [room(window), room(window, 3), room(window, 100)] == [5, 3, 5]
-    assert [room(both), room(both, 100)] == [4, 5]
-    assert [room(told), room(told, 3), room(told, 100)] == [30, 3, 100]
-    assert told(inputs(), return_state=True)[1]["key"].shape[1] == 30
+    assert [capacity(window), capacity(window, 3), capacity(window, 100)] == [5, 3, 5]
+    assert [capacity(both), capacity(both, 100)] == [4, 5]
+    assert [
+        capacity(global_attention),
+        capacity(global_attention, 3),
+        capacity(global_attention, 100),
+    ] == [30, 3, 100]
+    assert global_attention(inputs(), return_state=True)[1]["key"].shape[1] == 30
 
 
-def test_generation_far_past_the_window():
-    """Each step takes a state and gives one of the same size; what lies in it changes place."""
+def test_decoding_past_the_window_matches_a_loop():
     layer, x = make(sliding_window=3), inputs(length=30)
     whole, state = loops.run(loops.unit(layer), x).astype("float32"), layer.get_initial_state(3)
     shapes = keras.tree.map_structure(lambda t: tuple(t.shape), state)
@@ -89,7 +90,7 @@ def test_generation_far_past_the_window():
         assert keras.tree.map_structure(lambda t: tuple(t.shape), state) == shapes
 
 
-def test_a_global_state_that_is_full_keeps_the_last_tokens():
+def test_full_state_of_global_attention_keeps_the_last_tokens():
     layer, x = make(partial_rotary_factor=0), inputs(length=12)
     state = layer.get_initial_state(3, max_length=4)
     for t in range(12):

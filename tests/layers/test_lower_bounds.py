@@ -1,4 +1,4 @@
-"""The table of lower bounds, and the layers that take one."""
+"""`LowerBounds`, and layers with a lower bound of their forget gates."""
 
 import keras
 import numpy as np
@@ -8,7 +8,7 @@ from keras_recurrent import layers
 from keras_recurrent.ops import log_forget_gate
 from tests.layers import loops
 from tests.layers.gradients import call_with, gradients
-from tests.layers.table import WIDTH, assert_close, inputs, numpy
+from tests.layers.table import WIDTH, assert_close, assert_rejects, inputs, numpy
 from tests.ops.native import precision
 
 BETA = np.linspace(0.05, 0.95, WIDTH)
@@ -18,34 +18,34 @@ def bound(beta=BETA):
     return np.log(np.stack([beta, 1 - beta])).astype("float32")
 
 
-def shares(logits):
+def softmax(logits):
     logits = np.asarray(logits, "float64")
     exp = np.exp(logits - logits.max(axis=0))
     return exp / exp.sum(axis=0)
 
 
 @pytest.mark.once
-def test_the_table_is_that_of_the_paper():
+def test_lower_bounds_are_cumulative_sums_of_a_softmax():
     layer = layers.LowerBounds(4)
     bounds = numpy(layer(inputs()))
     np.testing.assert_allclose(np.exp(bounds[:, 0, 0]), [1 / 4, 2 / 4, 3 / 4], rtol=1e-6)
     logits = np.random.default_rng(0).normal(size=(4, WIDTH))
     layer.logits.assign(logits)
-    beta = (np.cumsum(shares(logits), axis=0) - shares(logits)[0])[1:]
+    beta = (np.cumsum(softmax(logits), axis=0) - softmax(logits)[0])[1:]
     bounds = numpy(layer(inputs()))
     np.testing.assert_allclose(bounds, np.log(np.stack([beta, 1 - beta], axis=1)), rtol=1e-5)
     assert layer(keras.Input((None, WIDTH))).shape == (3, 2, WIDTH)
 
 
 @pytest.mark.parametrize("row", [0, 1, 2])
-def test_neither_side_loses_its_digits(row):
-    """One layer's share is almost all: bounds near 0 or near 1 by 1e-20."""
+def test_lower_bounds_near_0_and_1_keep_their_digits(row):
+    """A bound, or 1 minus a bound, of 1e-20 is rounded to 0."""
     layer = layers.LowerBounds(3)
     layer.build((None, None, WIDTH))
     logits = np.zeros((3, WIDTH))
     logits[row] = 46.0
     layer.logits.assign(logits)
-    p = shares(logits)
+    p = softmax(logits)
     wanted = np.log([[p[1], p[0] + p[2]], [p[1] + p[2], p[0]]])
     np.testing.assert_allclose(numpy(layer(inputs())), wanted, rtol=1e-5, atol=1e-19)
 
@@ -57,7 +57,7 @@ def test_neither_side_loses_its_digits(row):
     assert np.abs(gradient).max() > 0
 
 
-def test_bounds_stay_float32():
+def test_lower_bounds_are_float32_under_16_bit_policies():
     for policy in ("mixed_bfloat16", "bfloat16"):
         layer = layers.LowerBounds(2, dtype=policy)
         assert keras.backend.standardize_dtype(layer(inputs()).dtype) == "float32"
@@ -68,7 +68,7 @@ def test_bounds_stay_float32():
         assert keras.backend.standardize_dtype(layer(inputs()).dtype) == "float64"
 
 
-def test_forget_gates_lie_between_their_bound_and_one():
+def test_forget_gates_are_between_their_bound_and_1():
     logits = np.array([[-1e30, -90, -1, 0, 1, 15, 90, 1e30]], "float32")
 
     def log_f(logits):
@@ -82,50 +82,44 @@ def test_forget_gates_lie_between_their_bound_and_one():
 
 
 @pytest.mark.parametrize("make", [lambda: layers.HGRN2(expand_ratio=4), layers.HGRN])
-def test_layers_keep_what_their_bound_says(make):
-    """Gates that forget as much as they may keep β of the state, channel by channel."""
+def test_layers_keep_at_least_their_bound_of_the_state(make):
+    """A gate at its minimum decays a channel of the state by another factor than its bound."""
     layer = make()
     layer.build((None, None, WIDTH))
     layer.f_proj.kernel.assign(-60.0 * np.eye(WIDTH))
     state = numpy(layer.get_initial_state(1))
     key = "memory" if "memory" in state else "hidden"
     state[key], state["segment"] = np.ones_like(state[key]), np.zeros_like(state["segment"])
-    layer.i_proj.kernel.assign(np.zeros((WIDTH, WIDTH)))  # nothing comes in
+    layer.i_proj.kernel.assign(np.zeros((WIDTH, WIDTH)))  # no inputs
     x = np.ones((1, 2, WIDTH), "float32")
     _, after = layer(x, lower_bound=bound(), initial_state=state, return_state=True)
-    kept = numpy(after[key]).reshape(WIDTH, -1)
-    np.testing.assert_allclose(kept, np.broadcast_to(BETA[:, None] ** 2, kept.shape), rtol=1e-5)
+    state = numpy(after[key]).reshape(WIDTH, -1)
+    np.testing.assert_allclose(state, np.broadcast_to(BETA[:, None] ** 2, state.shape), rtol=1e-5)
 
 
-@pytest.mark.parametrize("mask", [None, np.arange(8) % 3 < [[2], [1], [3]]], ids=["", "masked"])
-def test_bidirectional_is_the_sum_of_both_directions(mask):
-    layer = layers.BidirectionalHGRN2(expand_ratio=4)
-    x = inputs()
+@pytest.mark.parametrize(
+    "mask", [None, np.arange(8) % 3 < [[2], [1], [3]]], ids=["all real", "padding"]
+)
+def test_bidirectional_hgrn2_sums_both_directions(mask):
+    layer, x = layers.BidirectionalHGRN2(expand_ratio=4), inputs()
     y = layer(x, lower_bound=bound(), mask=mask)
     w = {weight.path.split("/", 2)[2]: numpy(weight.value) for weight in layer.weights}
-    wanted = np.zeros(x.shape)
+    config = {"expand_ratio": 4, "gate_activation": "silu", "input_activation": "linear"}
+
+    def recall(tokens):
+        unit = loops.HGRN2(w, config, BETA)
+        return np.stack([unit.recall(token) for token in tokens])
+
+    expected = np.zeros(x.shape)
     for row in range(3):
         real = np.ones(8, bool) if mask is None else mask[row]
-        sides = [both_ways(w, x[row, real].astype("float64")[::step])[::step] for step in (1, -1)]
-        o = sides[0] + sides[1]
-        o = o / np.sqrt((o**2).mean(-1, keepdims=True) + 1e-5) * w["norm/scale"]
-        wanted[row, real] = o @ w["o_proj/kernel"]
-    assert_close(y, wanted.astype("float32"), where=mask)
+        tokens = x[row, real].astype("float64")
+        o = loops.norm(recall(tokens) + recall(tokens[::-1])[::-1], 1e-5)
+        expected[row, real] = o * w["norm/scale"] @ w["o_proj/kernel"]
+    assert_close(y, expected.astype("float32"), where=mask)
 
 
-def both_ways(w, x):
-    """What one direction recalls, before the norm."""
-    q, v = loops.silu(x @ w["q_proj/kernel"]), x @ w["i_proj/kernel"]
-    f = BETA + (1 - BETA) * loops.sigmoid(x @ w["f_proj/kernel"])
-    q, f, v = (part.reshape(len(x), -1, 4) for part in (q, f, v))
-    state, outputs = 0, []
-    for t in range(len(x)):
-        state = f[t, ..., None] * state + (1 - f[t])[..., None] * v[t][:, None]
-        outputs.append(np.einsum("hkv,hk->hv", state, q[t]).ravel() / 2)
-    return np.stack(outputs)
-
-
-def test_bidirectional_is_a_keras_layer(tmp_path):
+def test_bidirectional_hgrn2_serializes_and_saves(tmp_path):
     layer = layers.BidirectionalHGRN2(
         expand_ratio=4, gate_activation="sigmoid", input_activation="silu", dtype="mixed_bfloat16"
     )
@@ -146,8 +140,12 @@ def test_bidirectional_is_a_keras_layer(tmp_path):
     [layers.HGRN2(expand_ratio=4), layers.HGRN(), layers.BidirectionalHGRN2(expand_ratio=4)],
     ids=str,
 )
-def test_a_bound_of_another_shape(layer):
+def test_layers_reject_lower_bounds_of_other_shapes(layer):
     for x in (inputs(), keras.Input((None, WIDTH))):
         for shape in ((WIDTH,), (3, 2, WIDTH), (2, WIDTH + 1)):
-            with pytest.raises(ValueError, match=r"`lower_bound` must have the shape \(2, 8\)"):
-                layer(x, lower_bound=np.zeros(shape, "float32"))
+            assert_rejects(
+                r"`lower_bound` must have the shape \(2, 8\)",
+                layer,
+                x,
+                lower_bound=np.zeros(shape, "float32"),
+            )

@@ -1,4 +1,4 @@
-"""The input multiplier of the linear recurrent units, and its derivative."""
+"""Input multiplier of the linear recurrent units, and its derivative."""
 
 import keras
 import numpy as np
@@ -8,23 +8,23 @@ from keras_recurrent.layers.block_diagonal import apply_blocks
 from tests.layers import loops
 from tests.layers.gradients import call_with, gradients
 from tests.layers.table import assert_close, built, inputs, numpy
-from tests.layers.test_streaming import MASKS, SEGMENTS, in_parts
+from tests.layers.test_streaming import MASKS, SEGMENTS, call_in_parts
 
 
 @pytest.mark.parametrize("name", ["RGLRU", "CGLRU", "RecurrentBlock", "RecurrentBlock with CGLRU"])
-def test_the_first_input_may_be_scaled(name):
+def test_scaled_first_input_matches_a_loop(name):
     layer, x, mask = built(name, scale_first_input=True), inputs(), MASKS["padding anywhere"]
     unit = loops.unit(layer)
     for given in ({}, {"mask": mask, "segment_ids": SEGMENTS["documents"]}):
         wanted = loops.run(unit, x, **given).astype("float32")
         assert_close(layer(x, **given), wanted, where=given.get("mask"))
     x = np.where(mask[..., None], x, np.nan)
-    output, _ = in_parts(layer, x, mask, SEGMENTS["documents"], [1, 4])
+    output, _ = call_in_parts(layer, x, mask, SEGMENTS["documents"], [1, 4])
     assert_close(output, wanted, where=mask)
 
 
-def test_gradients_of_a_scaled_first_input():
-    """Where every token starts a document, h = sqrt(1 - a^2) i x; padding does nothing."""
+def test_gradient_of_a_scaled_first_input_matches_finite_differences():
+    """The derivative of h = sqrt(1 - a^2) i x at the first token of a document is wrong."""
     layer, x = built("RGLRU", scale_first_input=True), inputs(length=4)
     mask = np.array([[1, 1, 0, 1]] * 3) > 0
     x = np.where(mask[..., None], x, 1e4)
@@ -50,8 +50,8 @@ def test_gradients_of_a_scaled_first_input():
 
 
 @pytest.mark.parametrize("a_logit", [-100.0, 0.0, 10.0, 14.0, 20.0, 100.0])
-def test_decays_from_zero_to_one(a_logit):
-    """1 - |a|^2 keeps its digits, and the root's derivative stays finite at |a| = 1 exactly."""
+def test_input_multiplier_is_exact_for_decays_from_0_to_1(a_logit):
+    """1 - |a|^2 loses its digits, or the derivative of its root is infinite at |a| = 1."""
     layer, x = built("CGLRU"), inputs(length=4)
     layer.a_logit.assign(np.full(4, a_logit))
     weights = numpy([weight.value for weight in layer.trainable_variables])
@@ -61,16 +61,12 @@ def test_decays_from_zero_to_one(a_logit):
 
     assert all(np.isfinite(gradient).all() for gradient in gradients(loss, weights))
 
-    # With one input alone that is not 0, the gates and the multiplier are what is left of it.
-    # At 100 the decay is within 1e-43 of 1, where float32 ends.
+    # With a single nonzero input, h is the product of gate, multiplier and input. At 100 the decay
+    # is within 1e-43 of 1, the smallest difference in float32.
     alone = np.zeros_like(x)
     alone[:, 2] = x[:, 2]
-    gates = map(numpy, apply_blocks(linear_maps(layer), alone[:, 2:3]))
+    gates = map(numpy, apply_blocks((layer.recurrence_gate, layer.input_gate), alone[:, 2:3]))
     r, i = (1 / (1 + np.exp(-gate.reshape(3, 4).astype("float64"))) for gate in gates)
     multiplier = np.sqrt(-np.expm1(-16 * np.logaddexp(0, -a_logit) * r))
     wanted = np.tile(multiplier * i, 2) * alone[:, 2]
     np.testing.assert_allclose(numpy(layer(alone))[:, 2], wanted, rtol=1e-5, atol=1e-20)
-
-
-def linear_maps(layer):
-    return layer.recurrence_gate, layer.input_gate

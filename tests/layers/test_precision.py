@@ -1,7 +1,7 @@
 """Under a policy of 16 bits, layers compute in float32 and round once.
 
-Inputs and weights of linear layers are such that nothing else rounds: outputs must be the numbers
-of 16 bits next to the exact ones.
+Nothing else rounds with these inputs and weights of linear layers: outputs must be the 16-bit
+numbers closest to the exact ones.
 """
 
 import re
@@ -19,7 +19,7 @@ WIDTH = 32
 
 
 def assert_rounded_once(found, exact, dtype, error=0.0):
-    """At most half a unit in the last place from `exact`, and what float32 may add to it."""
+    """Allows half a unit in the last place of `exact`, the error of float32, and `error`."""
     assert keras.backend.standardize_dtype(found.dtype) == dtype
     found = numpy(keras.ops.cast(found, "float32")).astype("float64")
     half_unit = EPSILON[dtype] * 2.0 ** np.floor(np.log2(np.abs(exact))) / 2
@@ -34,8 +34,8 @@ def inputs(dtype, length=3):
 @pytest.mark.parametrize(
     ("zero_centered", "policy"), [(True, "{}"), (True, "mixed_{}"), (False, "mixed_{}")]
 )
-def test_rms_norm(zero_centered, policy, dtype):
-    """Fails if a factor within one rounding of 1 is computed or read in 16 bits."""
+def test_rms_norm_rounds_once(zero_centered, policy, dtype):
+    """A factor within one rounding of 1 is computed or used in 16 bits."""
     layer = layers.RMSNorm(zero_centered=zero_centered, dtype=policy.format(dtype))
     x = inputs(dtype)
     layer.build(x.shape)
@@ -46,8 +46,8 @@ def test_rms_norm(zero_centered, policy, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_simple_rms_norm(dtype):
-    """Fails if the mean or the root is computed in 16 bits."""
+def test_simple_rms_norm_rounds_once(dtype):
+    """The mean or the root is computed in 16 bits."""
     x = inputs(dtype)
     exact = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
     assert_rounded_once(layers.SimpleRMSNorm(dtype=dtype)(x), exact, dtype)
@@ -55,8 +55,8 @@ def test_simple_rms_norm(dtype):
 
 @pytest.mark.parametrize("policy", ["bfloat16", "mixed_bfloat16"])
 @pytest.mark.parametrize("cls", [layers.RGLRU, layers.CGLRU])
-def test_scaled_first_input(cls, policy):
-    """Fails if the multiplier of a first input, or a decay, is computed in 16 bits."""
+def test_scaled_first_input_rounds_once(cls, policy):
+    """The multiplier of a first input, or a decay, is computed in 16 bits."""
     layer, x = cls(num_blocks=1, scale_first_input=True, dtype=policy), inputs("bfloat16", 1)
     layer.build(x.shape)
     logit = np.random.default_rng(1).uniform(3, 7, layer.a_logit.shape)
@@ -70,8 +70,8 @@ def test_scaled_first_input(cls, policy):
     assert_rounded_once(layer(x), exact, "bfloat16")
 
 
-def test_inputs_of_hgrn():
-    """Fails if the share of an input that is kept is computed in 16 bits."""
+def test_hgrn_input_gate_rounds_once():
+    """The factor 1 - f of an input is computed in 16 bits."""
     layer = layers.HGRN(dtype="bfloat16")
     layer.build((None, None, WIDTH))
     for projection in (layer.f_proj, layer.o_proj):  # forget gates from the bound, an output of 1/2
@@ -85,8 +85,8 @@ def test_inputs_of_hgrn():
     assert_rounded_once(found, (1 - bound) / 4 * x, "bfloat16")
 
 
-def test_rotated_keys():
-    """Fails if positions, angles or their sines are computed in 16 bits, which end at 256."""
+def test_rotated_keys_round_once():
+    """Positions, angles or sines are computed in 16 bits, which represent integers up to 256."""
     layer = layers.LocalAttention(
         1, head_dim=WIDTH, sliding_window=2, partial_rotary_factor=1.0, dtype="bfloat16"
     )
@@ -113,8 +113,8 @@ def test_rotated_keys():
         ("mixed_bfloat16", False, None),
     ],
 )
-def test_float16_layer_in_a_float32_model(policy, scaled, expected):
-    """Weights became NaN without a warning: Keras scales the loss only for a model's own policy."""
+def test_float16_layer_in_a_float32_model_warns_without_loss_scaling(policy, scaled, expected):
+    """Weights become NaN without a warning: Keras scales the loss by the policy of the model."""
     layer = layers.RMSNorm(dtype=policy)
     model = keras.Sequential([keras.Input((2, 4)), layer, keras.layers.Dense(1)])
     optimizer = keras.optimizers.SGD()

@@ -1,4 +1,4 @@
-"""Layers with a state: a sequence computed in parts equals the sequence computed at once."""
+"""Layers with a state: a sequence computed in parts equals the sequence computed as a whole."""
 
 import keras
 import numpy as np
@@ -10,9 +10,11 @@ from tests.layers import loops
 from tests.layers.gradients import call_with, gradients
 from tests.layers.table import (
     ROWS,
+    SHARED,
     STREAMING,
     WIDTH,
     assert_close,
+    assert_rejects,
     built,
     inputs,
     numpy,
@@ -22,29 +24,32 @@ from tests.layers.table import (
 )
 
 LENGTH = 8
-PLACE = np.arange(LENGTH)
-MASKS = {  # a row each of what the names tell
+POSITION = np.arange(LENGTH)
+MASKS = {  # the name describes the three sequences in their order
     "all real": None,
     "padding at the end, at the beginning, in the middle": np.array(
-        [PLACE < 5, PLACE >= 5, np.abs(PLACE - 4) >= 2]
+        [POSITION < 5, POSITION >= 5, np.abs(POSITION - 4) >= 2]
     ),
-    "all real, padding alone, one token": np.array([PLACE >= 0, PLACE < 0, PLACE == LENGTH - 1]),
+    "all real, padding alone, one token": np.array(
+        [POSITION >= 0, POSITION < 0, POSITION == LENGTH - 1]
+    ),
     "padding anywhere": np.random.default_rng(5).permuted([[0, 1] * 4] * 3, axis=1) > 0,
 }
+ANYWHERE = MASKS["padding anywhere"]
 SEGMENTS = {
     "one document": None,
     "documents": np.array([[0] * 4 + [1] * 4, [3] * 5 + [1] + [3] * 2, [0, 1, 2] + [7] * 5]),
 }
 CUTS = {  # parts of few different lengths, as XLA compiles each
     "one token at a time": range(1, LENGTH),
-    "on a border of documents in one row, inside documents in others": [4],
+    "at the end of a document in one sequence, inside documents in others": [4],
 }
 GARBAGE = {"zeros": 0.0, "large numbers": 1e4, "NaN": np.nan, "infinity": np.inf}
 
 
-def in_parts(layer, x, mask, segment_ids, cuts, state=None):
-    """The outputs of all parts side by side, and the last state."""
-    outputs = []
+def call_in_parts(layer, x, mask, segment_ids, cuts):
+    """Returns the concatenated outputs of all parts, and the last state."""
+    outputs, state = [], None
     for start, stop in zip([0, *cuts], [*cuts, x.shape[1]], strict=True):
         output, state = layer(
             x[:, start:stop],
@@ -57,181 +62,165 @@ def in_parts(layer, x, mask, segment_ids, cuts, state=None):
     return np.concatenate(outputs, axis=1), state
 
 
+def assert_parts_equal_the_whole(layer, x, mask, segment_ids, cuts):
+    whole, whole_state = layer(x, mask=mask, segment_ids=segment_ids, return_state=True)
+    output, state = call_in_parts(layer, x, mask, segment_ids, cuts)
+    assert_close(output, numpy(whole), where=mask)
+    assert_close(state, whole_state)
+
+
 @parametrize_layers(STREAMING, mask=MASKS, segment_ids=SEGMENTS)
-def test_equals_a_loop(name, mask, segment_ids):
+def test_outputs_match_a_loop_in_numpy(name, mask, segment_ids):
     layer, x = built(name), inputs()
     output = layer(x, mask=mask, segment_ids=segment_ids)
-    wanted = loops.run(loops.unit(layer), x, mask, segment_ids)
-    assert_close(output, wanted.astype("float32"), where=mask)
+    expected = loops.run(loops.unit(layer), x, mask, segment_ids)
+    assert_close(output, expected.astype("float32"), where=mask)
 
 
 @parametrize_layers(STREAMING, mask=MASKS, segment_ids=SEGMENTS)
 def test_parts_equal_the_whole(name, mask, segment_ids):
-    layer, x = built(name), inputs()
-    whole = layer(x, mask=mask, segment_ids=segment_ids, return_state=True)
     for cuts in CUTS.values():
-        output, state = in_parts(layer, x, mask, segment_ids, cuts)
-        assert_close(output, numpy(whole[0]), where=mask)
-        assert_close(state, whole[1])
+        assert_parts_equal_the_whole(built(name), inputs(), mask, segment_ids, cuts)
 
 
-@parametrize_layers(STREAMING, segment_ids=SEGMENTS)
-def test_tokens_are_handed_down(name, segment_ids):
-    """A layer inside another gets its tokens and its own part of the state, and returns that."""
-    layer, x, mask = built(name), inputs(), MASKS["padding anywhere"]
-    given, state, own = {"mask": mask, "segment_ids": segment_ids}, None, None
+@parametrize_layers(STREAMING, default=SHARED, segment_ids=SEGMENTS)
+def test_layer_called_with_tokens_equals_a_call_with_mask_and_segment_ids(name, segment_ids):
+    """A layer inside another one returns other outputs or another part of the state."""
+    layer, x = built(name), inputs()
+    call, state, inner_state = {"mask": ANYWHERE, "segment_ids": segment_ids}, None, None
     for _ in range(2):
-        wanted = layer(x, **given, initial_state=state, return_state=True)
-        tokens, places = find_tokens(
-            x, **given, state=state, uses_position=layer.uses_position, return_state=True
+        expected = layer(x, **call, initial_state=state, return_state=True)
+        tokens, position = find_tokens(
+            x, **call, state=state, uses_position=layer.uses_position, return_state=True
         )
-        output, own = layer(x, tokens=tokens, initial_state=own, return_state=True)
-        state = {**own, **places}
-        keras.tree.map_structure(
-            np.testing.assert_array_equal, numpy((output, state)), numpy(wanted)
-        )
+        output, inner_state = layer(x, tokens=tokens, initial_state=inner_state, return_state=True)
+        state = {**inner_state, **position}
+        found = numpy((output, state))
+        keras.tree.map_structure(np.testing.assert_array_equal, found, numpy(expected))
     for argument in ("mask", "segment_ids"):
-        with pytest.raises(ValueError, match=f"`tokens` and `{argument}`. Leave one of them"):
-            layer(x, tokens=tokens, **{argument: mask})
+        match = f"`tokens` and `{argument}`. Leave one of them"
+        assert_rejects(match, layer, x, tokens=tokens, **{argument: ANYWHERE})
 
 
 @streaming_layer
-def test_random_parts_equal_the_whole(name):
-    layer, x = built(name), inputs()
-    rng = np.random.default_rng(2)
+def test_random_parts_masks_and_documents_equal_the_whole(name):
+    layer, x, rng = built(name), inputs(), np.random.default_rng(2)
     # TensorFlow and JAX dispatch or compile each part; `test_parts_equal_the_whole` has more.
     for _ in range(6 if keras.config.backend() == "torch" else 3):
         mask = rng.random(x.shape[:2]) < 0.7
         segment_ids = np.cumsum(rng.random(x.shape[:2]) < 0.3, axis=1)
         cuts = np.cumsum(rng.permutation([1, 1, 1, 1, 4]))[:-1]
-        whole = layer(x, mask=mask, segment_ids=segment_ids, return_state=True)
-        parts = in_parts(layer, x, mask, segment_ids, cuts)
-        assert_close(parts[0], numpy(whole[0]), where=mask)
-        assert_close(parts[1], whole[1])
+        assert_parts_equal_the_whole(layer, x, mask, segment_ids, cuts)
 
 
 @streaming_layer
-def test_packed_documents_equal_separate_ones(name):
+def test_packed_documents_leave_the_state_of_the_last_one(name):
     layer, x = built(name), inputs()
     segment_ids = np.array([[0] * 4 + [1] * 4, [4] * 4 + [2] * 4, [6] * 4 + [9] * 4])
     packed, state = layer(x, segment_ids=segment_ids, return_state=True)
-    assert_close(packed[:, :4], layer(x[:, :4]))
-    second, second_state = layer(x[:, 4:], segment_ids=segment_ids[:, 4:], return_state=True)
-    assert_close(packed[:, 4:], second)
-    assert_close(state, second_state)
+    last, last_state = layer(x[:, 4:], segment_ids=segment_ids[:, 4:], return_state=True)
+    assert_close(packed[:, 4:], last)
+    assert_close(state, last_state)
 
 
 @parametrize_layers(STREAMING, garbage=GARBAGE)
-def test_padded_rows_equal_unpadded_ones(name, garbage):
+def test_inputs_at_padding_change_no_outputs_and_states(name, garbage):
     layer, x = built(name), inputs()
-    mask = MASKS["padding anywhere"]
-    padded, state = layer(np.where(mask[..., None], x, garbage), mask=mask, return_state=True)
-    for row in range(3):
-        real = mask[row]
-        output, row_state = layer(x[row : row + 1, real], return_state=True)
-        assert_close(padded[row][real], output[0])
-        assert_close(
-            keras.tree.map_structure(lambda a, row=row: a[row : row + 1], state), row_state
-        )
+    x_padded = np.where(ANYWHERE[..., None], x, garbage)
+    padded, state = numpy(layer(x_padded, mask=ANYWHERE, return_state=True))
+    for row, real in enumerate(ANYWHERE):
+        one = slice(row, row + 1)
+        output, state_of_one = layer(x[one, real], return_state=True)
+        assert_close(padded[one, real], output)
+        assert_close(keras.tree.map_structure(lambda a, one=one: a[one], state), state_of_one)
 
 
 @streaming_layer
-def test_padding_alone_leaves_the_state(name):
+def test_padding_alone_keeps_the_state(name):
     layer, x = built(name), inputs()
     segment_ids = np.full((3, LENGTH), 4)
     _, state = layer(x, segment_ids=segment_ids, return_state=True)
-    nothing = np.zeros((3, LENGTH), bool)
-    for other in (None, segment_ids + 1):
-        _, after = layer(x, mask=nothing, segment_ids=other, initial_state=state, return_state=True)
+    mask = np.zeros((3, LENGTH), bool)
+    for ids in (None, segment_ids + 1):
+        _, after = layer(x, mask=mask, segment_ids=ids, initial_state=state, return_state=True)
         np.testing.assert_equal(numpy(after), numpy(state))
 
 
-@parametrize_layers(STREAMING, mask=MASKS)
-def test_no_state_is_the_initial_state(name, mask):
+@parametrize_layers(STREAMING, mask={"all real": None, "padding anywhere": ANYWHERE})
+def test_call_without_state_equals_a_call_with_the_initial_state(name, mask):
     layer, x = built(name), inputs()
-    nothing = layer(x, mask=mask, return_state=True)
-    initial = layer(
-        x, mask=mask, initial_state=layer.get_initial_state(batch_size=3), return_state=True
-    )
-    assert_close(initial[0], nothing[0], where=mask)
-    assert_close(initial[1], nothing[1])
+    expected = layer(x, mask=mask, return_state=True)
+    state = layer.get_initial_state(batch_size=3)
+    output, state = layer(x, mask=mask, initial_state=state, return_state=True)
+    assert_close(output, expected[0], where=mask)
+    assert_close(state, expected[1])
 
 
 @shared_by_layers
-def test_a_state_kept_by_a_layer(name):
-    """Keras turns a dict that becomes an attribute of a layer into one of its own."""
-    layer, x, keeper = built(name), inputs(), keras.layers.Layer()
-    whole = layer(x)
-    _, keeper.state = layer(x[:, :4], return_state=True)
-    assert_close(layer(x[:, 4:], initial_state=keeper.state), whole[:, 4:])
+def test_state_stored_as_an_attribute_of_a_layer_can_be_passed(name):
+    """Keras wraps a dict that becomes an attribute of a layer."""
+    layer, x, owner = built(name), inputs(), keras.layers.Layer()
+    _, owner.state = layer(x[:, :4], return_state=True)
+    assert_close(layer(x[:, 4:], initial_state=owner.state), layer(x)[:, 4:])
 
 
 @shared_by_layers
-def test_a_document_goes_on_without_ids(name):
-    """Segment ids may be left out for a part: it belongs to the document before."""
+def test_part_without_segment_ids_continues_the_document(name):
     layer, x = built(name), inputs()
-    whole = layer(x, segment_ids=np.full((3, LENGTH), 6), return_state=True)
-    left = layer(x[:, :4], segment_ids=np.full((3, 4), 6), return_state=True)
-    right = layer(x[:, 4:], initial_state=left[1], return_state=True)
-    assert_close(right[0], whole[0][:, 4:])
-    assert_close(right[1], whole[1])
+    ids = np.full((3, LENGTH), 6)
+    whole, whole_state = layer(x, segment_ids=ids, return_state=True)
+    _, state = layer(x[:, :4], segment_ids=ids[:, :4], return_state=True)
+    right, state = layer(x[:, 4:], initial_state=state, return_state=True)
+    assert_close(right, whole[:, 4:])
+    assert_close(state, whole_state)
 
 
+@pytest.mark.once
 @streaming_layer
-@pytest.mark.parametrize(
-    "policy",
-    ["float32", "mixed_bfloat16"]
-    + [pytest.param(policy, marks=pytest.mark.once) for policy in ("bfloat16", "mixed_float16")],
-)
-def test_dtypes_of_states(name, policy):
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "bfloat16", "mixed_float16"])
+def test_states_have_the_dtypes_and_shapes_of_their_specification(name, policy):
     layer = built(name, dtype=policy, return_state=True)
     spec = layer(keras.Input((None, WIDTH)))[1]
     _, state = layer(inputs(length=2))
     _, state = layer(inputs(length=2), initial_state=state)
     initial = layer.get_initial_state(3)
+    # Attention stores keys and values as it computes them; sums are stored in float32.
+    dtypes = {"key": layer.compute_dtype, "value": layer.compute_dtype}
+    dtypes |= {"segment": "int32", "position": "int32"}
     for found in (spec, state, initial):
         keras.tree.assert_same_structure(found, spec)
         for path, array in keras.tree.flatten_with_path(found):
-            # What keys and values were computed in; integers; and float32 for all that adds up.
-            wanted = {"key": layer.compute_dtype, "value": layer.compute_dtype}
-            wanted |= {"segment": "int32", "position": "int32"}
             dtype = keras.backend.standardize_dtype(array.dtype)
-            assert dtype == wanted.get(path[-1], "float32"), path
-    for array, drawn in zip(keras.tree.flatten(initial), keras.tree.flatten(state), strict=True):
-        assert tuple(array.shape) == tuple(drawn.shape)
+            assert dtype == dtypes.get(path[-1], "float32"), path
+    pairs = zip(keras.tree.flatten(initial), keras.tree.flatten(state), strict=True)
+    assert all(tuple(a.shape) == tuple(b.shape) for a, b in pairs)
 
 
 @pytest.mark.once
 @streaming_layer
-def test_state_shapes(name):
+def test_states_have_the_shapes_of_the_table(name):
     layer = built(name, return_state=True)
-
-    def check(shapes, state):
-        if isinstance(shapes, dict):
-            assert set(shapes) == set(state)
-            for key in shapes:
-                check(shapes[key], state[key])
-        else:
-            assert tuple(state.shape) == (3, *shapes)
-
-    check(ROWS[name].state, layer(inputs())[1])
+    expected = keras.tree.map_structure_up_to(
+        layer.state_spec(), lambda shape: (3, *shape), ROWS[name].state
+    )
+    _, state = layer(inputs())
+    assert keras.tree.map_structure(lambda array: tuple(array.shape), state) == expected
     output_shape, state_shapes = layer.compute_output_shape((3, None, WIDTH))
     assert output_shape == (3, None, WIDTH)
-    assert state_shapes == keras.tree.map_structure(
-        lambda spec: spec.shape, layer.state_spec(batch_size=3)
-    )
+    spec = layer.state_spec(batch_size=3)
+    assert state_shapes == keras.tree.map_structure(lambda array: array.shape, spec)
 
 
 @shared_by_layers
-def test_return_state_of_the_call_goes_first(name):
-    row = ROWS[name]
-    assert isinstance(row.make(return_state=True)(inputs()), tuple)
-    assert not isinstance(row.make(return_state=True)(inputs(), return_state=False), tuple)
-    assert isinstance(row.make()(inputs(), return_state=True), tuple)
+def test_return_state_of_a_call_overrides_the_constructor(name):
+    make = ROWS[name].make
+    assert isinstance(make(return_state=True)(inputs()), tuple)
+    assert not isinstance(make(return_state=True)(inputs(), return_state=False), tuple)
+    assert isinstance(make()(inputs(), return_state=True), tuple)
 
 
-@streaming_layer
-def test_functional_model_with_states(name, tmp_path):
+@shared_by_layers
+def test_functional_model_with_states_as_inputs_and_outputs_saves(name, tmp_path):
     layer = built(name)
     sequence, segment_ids = keras.Input((None, WIDTH)), keras.Input((None,), dtype="int32")
     before = keras.tree.map_structure(
@@ -245,18 +234,17 @@ def test_functional_model_with_states(name, tmp_path):
     model.save(tmp_path / "model.keras")
 
     x, ids = inputs(), SEGMENTS["documents"].astype("int32")
-    wanted = layer(x, segment_ids=ids, return_state=True)
-    for runs in (model, keras.models.load_model(tmp_path / "model.keras")):
-        _, state = runs([x[:, :4], ids[:, :4], numpy(layer.get_initial_state(3))])
-        output, state = runs([x[:, 4:], ids[:, 4:], numpy(state)])
-        assert_close(output, wanted[0][:, 4:])
-        assert_close(state, wanted[1])
+    expected = layer(x, segment_ids=ids, return_state=True)
+    for call in (model, keras.models.load_model(tmp_path / "model.keras")):
+        _, state = call([x[:, :4], ids[:, :4], numpy(layer.get_initial_state(3))])
+        output, state = call([x[:, 4:], ids[:, 4:], numpy(state)])
+        assert_close(output, expected[0][:, 4:])
+        assert_close(state, expected[1])
 
 
 @shared_by_layers
 @pytest.mark.parametrize("packed", [False, True])
-def test_keras_masks_arrive(name, packed):
-    """An embedding's mask comes along, also beside other tensors, and in a Functional model."""
+def test_mask_of_an_embedding_is_used_in_eager_and_functional_calls(name, packed):
     layer = built(name)
     tokens = np.array(
         [[3, 1, 2, 0, 0, 5, 0, 1], [0, 1, 0, 0, 4, 2, 2, 2], [1, 1, 0, 0, 0, 0, 0, 0]]
@@ -264,30 +252,30 @@ def test_keras_masks_arrive(name, packed):
     ids = np.array([[0, 0, 1, 1, 1, 1, 2, 2]] * 3)
     embedding = keras.layers.Embedding(6, WIDTH, mask_zero=True)
 
-    token_input, id_input = keras.Input((None,), dtype="int32"), keras.Input((None,), dtype="int32")
-    others = {"segment_ids": id_input} if packed else {}
-    functional = keras.Model(
-        [token_input, id_input], layer(embedding(token_input), return_state=True, **others)
-    )
-    others = {"segment_ids": ids} if packed else {}
-    eager = layer(embedding(tokens), return_state=True, **others)
-    wanted = layer(numpy(embedding(tokens)), mask=tokens != 0, return_state=True, **others)
-    for output, state in (eager, functional([tokens, ids])):
-        assert_close(output, wanted[0], where=tokens != 0)
-        assert_close(state, wanted[1])
+    def call(x, segment_ids, **arguments):
+        if packed:
+            arguments["segment_ids"] = segment_ids
+        return layer(x, return_state=True, **arguments)
+
+    symbols = [keras.Input((None,), dtype="int32") for _ in range(2)]
+    functional = keras.Model(symbols, call(embedding(symbols[0]), symbols[1]))
+    expected = call(numpy(embedding(tokens)), ids, mask=tokens != 0)
+    for output, state in (call(embedding(tokens), ids), functional([tokens, ids])):
+        assert_close(output, expected[0], where=tokens != 0)
+        assert_close(state, expected[1])
 
 
 @shared_by_layers
-def test_a_mask_of_integers(name):
-    layer, x, mask = built(name), inputs(), MASKS["padding anywhere"]
-    ids = SEGMENTS["documents"]
-    for others in ({}, {"segment_ids": ids}):
-        wanted = layer(x, mask=mask, return_state=True, **others)
-        assert_close(layer(x, mask=mask.astype("int32"), return_state=True, **others), wanted)
+def test_mask_of_integers_equals_a_boolean_mask(name):
+    layer, x = built(name), inputs()
+    for segment_ids in SEGMENTS.values():
+        call = {"segment_ids": segment_ids, "return_state": True}
+        expected = layer(x, mask=ANYWHERE, **call)
+        assert_close(layer(x, mask=ANYWHERE.astype("int32"), **call), expected)
 
 
 @shared_by_layers
-def test_an_explicit_mask_goes_first(name):
+def test_explicit_mask_overrides_the_mask_of_an_embedding(name):
     layer = built(name)
     tokens = np.array([[0, 1, 2, 3] * 2] * 3)
     x = keras.layers.Embedding(4, WIDTH, mask_zero=True)(tokens)
@@ -296,8 +284,8 @@ def test_an_explicit_mask_goes_first(name):
 
 
 @shared_by_layers
-def test_gradients_flow_through_states(name):
-    """The gradient of a whole equals that of its parts, by inputs, weights and the first state."""
+def test_gradients_through_states_equal_those_of_the_whole(name):
+    """Gradients by inputs, weights or the first state are lost between two parts."""
     layer, x = built(name), inputs(length=4)
     weights = numpy([weight.value for weight in layer.trainable_variables])
     _, state = layer(inputs(seed=9), return_state=True)
@@ -314,20 +302,16 @@ def test_gradients_flow_through_states(name):
         )
         outputs = []
         for start, stop in zip([0, *cuts], [*cuts, 4], strict=True):
-            output, before = call_with(
-                layer,
-                weights,
-                x[:, start:stop],
-                mask=mask[:, start:stop],
-                initial_state=before,
-                return_state=True,
-            )
+            part = {"mask": mask[:, start:stop], "initial_state": before, "return_state": True}
+            output, before = call_with(layer, weights, x[:, start:stop], **part)
             outputs.append(output)
         y = keras.ops.concatenate(outputs, axis=1)
         return keras.ops.sum(keras.ops.multiply(keras.ops.sin(3 * y), real))
 
-    whole = gradients(lambda values: loss(values, []), [weights, x, floats])
-    parts = gradients(lambda values: loss(values, [2]), [weights, x, floats])
+    values = [weights, x, floats]
+    whole, parts = (
+        gradients(lambda values, cuts=cuts: loss(values, cuts), values) for cuts in ([], [2])
+    )
     for w, p in zip(keras.tree.flatten(whole), keras.tree.flatten(parts), strict=True):
         np.testing.assert_allclose(p, w, rtol=1e-4, atol=1e-5 * (1 + np.abs(w).max(initial=0)))
     for gradient in whole[2]:
@@ -344,7 +328,7 @@ def test_gradients_flow_through_states(name):
         (lambda **options: LocalAttention(2, head_dim=4, sliding_window=3, **options), "o_proj"),
     ],
 )
-def test_outputs_have_the_compute_dtype_whatever_a_sublayer_has(layer, inner):
+def test_outputs_have_the_compute_dtype_if_the_last_sublayer_has_another(layer, inner):
     policies = keras.dtype_policies.DTypePolicyMap(default_policy="mixed_bfloat16")
     policies[f"outer/{inner}"] = "float32"
     block = layer(name="outer", dtype=policies)
