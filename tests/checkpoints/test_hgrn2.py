@@ -16,7 +16,7 @@ from keras_recurrent.models import HGRN2Backbone, HGRN2CausalLM
 from keras_recurrent.models.hgrn2.checkpoint import HGRN2Layout
 from keras_recurrent.presets.hgrn2 import SIZES
 from tests.checkpoints import golden
-from tests.models import numpy_hgrn2
+from tests.models import reference
 from tests.models.tiny import HYBRID, tiny_backbone
 
 PATH = pathlib.Path(__file__).parents[1] / "data" / "hgrn2_tiny"
@@ -55,7 +55,7 @@ def test_greedy_continuation(model, wanted):
     np.testing.assert_array_equal(found, written)
 
 
-# {name in a block of the file: path in a block of `numpy_hgrn2`}; vectors and matrices [out, in].
+# {name in a block of the file: path in a block of the package}; vectors and matrices [out, in].
 BLOCK = {
     "attn_norm": "temporal_norm/scale",
     **{f"attn.{name}_proj": f"temporal_block/{name}_proj/kernel" for name in "qfio"},
@@ -92,7 +92,7 @@ def random_tensors(rng, width, inside, vocabulary, taps):
 
 
 def numpy_logits(tensors, token_ids, expand_ratio):
-    """float64 logits of the tensors of a file, by `numpy_hgrn2`."""
+    """float64 logits of the tensors of a file, by `tests.models.reference`."""
     tensors = {name: tensor.astype("float64") for name, tensor in tensors.items()}
     weights = {
         "token_embedding/embeddings": tensors["model.embeddings.weight"],
@@ -111,7 +111,8 @@ def numpy_logits(tensors, token_ids, expand_ratio):
         "input_activation": "linear",
         "tie_word_embeddings": True,
     }
-    return np.stack([numpy_hgrn2.document(weights, config, row) for row in token_ids])
+    rows = [reference.document_logits("hgrn2", weights, config, row) for row in token_ids]
+    return np.stack(rows)
 
 
 @pytest.mark.once

@@ -1,7 +1,7 @@
-"""Generation without a cache: each new token costs a plain forward pass over the whole rows.
+"""Generation without a cache: a forward pass over whole sequences for each new token.
 
-Written apart from the samplers' loops, for the tests to compare with. Each function also returns
-the least margin of its decisions: where it is well above rounding, tokens must be equal.
+A reference for the decoding loops, written independently. Each function also returns the least
+margin of its decisions: if the margin is well above rounding, tokens must be equal.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ def log_softmax(logits):
 def sample(model, sampler, prompt, given, stop_ids=()):
     """Greedy, top-k, top-p and random samplers of KerasHub.
 
-    Each row goes on from its own end, until it is full or has a stop token.
+    Each sequence continues after its prompt until it is full or has a stop token.
     """
     prompt, margin = prompt.copy(), np.inf
     rows, lengths = np.arange(len(prompt)), given.sum(axis=1)
@@ -49,7 +49,7 @@ def beam(model, num_beams, prompt, given, stop_ids=(), limits=None, penalty=1.0,
     limits = np.full(len(prompt), prompt.shape[1]) if limits is None else limits
     lengths = given.sum(axis=1)
     free = limits - lengths
-    searches = [search_of_one(num_beams, n, stop_ids, penalty, early) for n in free]
+    searches = [beam_search(num_beams, n, stop_ids, penalty, early) for n in free]
     running = {row: next(searches[row]) for row in np.flatnonzero(free)}
     found = {row: ([(0.0, [])], np.inf) for row in np.flatnonzero(free == 0)}
     texts = np.repeat(prompt[:, None], num_beams, axis=1)
@@ -73,8 +73,8 @@ def beam(model, num_beams, prompt, given, stop_ids=(), limits=None, penalty=1.0,
     return list(found), min(margins)
 
 
-def search_of_one(num_beams, free_length, stop_ids, penalty, early):
-    """Yields the running beams, gets log probabilities, and returns the ended ones and a margin."""
+def beam_search(num_beams, free_length, stop_ids, penalty, early):
+    """Yields running beams, receives their log probabilities; returns ended beams and a margin."""
     margin, running, ended = [np.inf], [(0.0, [])], []
 
     def best(scored):

@@ -1,4 +1,4 @@
-"""Trains and saves a model, or loads it, in a process with its own backend.
+"""Program that trains and saves a model, or loads it, on the backend of its process.
 
 `python -m tests.models.saved_on_another_backend save|load PATH FAMILY DTYPE` prints, as JSON, the
 variables of the optimizer and the loss of the next batch; `load` also the imported frameworks.

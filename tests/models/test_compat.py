@@ -16,19 +16,20 @@ from keras_recurrent import compat, models
 from keras_recurrent.checkpoints import loading
 from keras_recurrent.checkpoints.loaders import NamedPresetLoader
 from keras_recurrent.tokenizers import ByteTokenizer
+from tests.layers.table import assert_rejects
 from tests.models.private_attributes import PRIVATE_ATTRIBUTES
 
 PACKAGE = pathlib.Path(keras_recurrent.__file__).parent
 INSIDE = ("keras.src", "keras_hub.src")
-# Kernels use no Keras. They have a folder of their own.
+# All files but kernels, which do not use Keras.
 FILES = {
     path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text())
     for path in sorted(PACKAGE.rglob("*.py"))
     if path.relative_to(PACKAGE).parts[0] != "backends"
 }
-OF_NAMED_TUPLES = {"_asdict", "_fields", "_replace"}
-# Copies of many tensors in one launch; a number that changes when a tensor is overwritten.
-OF_TORCH = {"_execution_engine", "_foreach_copy_", "_version"}
+NAMED_TUPLE_NAMES = {"_asdict", "_fields", "_replace"}
+# `_foreach_copy_` copies many tensors in one launch; `_version` counts changes of a tensor.
+TORCH_NAMES = {"_execution_engine", "_foreach_copy_", "_version"}
 
 
 def private(names):
@@ -36,7 +37,7 @@ def private(names):
 
 
 def attributes(tree, stored=(True, False)):
-    """Private attributes in code, those of `getattr` and `hasattr` by a string included."""
+    """Returns private attributes in code, including names in calls of `getattr` and `hasattr`."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) in stored:
@@ -49,7 +50,7 @@ def attributes(tree, stored=(True, False)):
 
 
 def definitions(tree):
-    """Private names that code gives to functions, classes, variables and attributes."""
+    """Returns private names of functions, classes, variables and attributes defined in code."""
     found = attributes(tree, stored=(True,))
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -68,14 +69,14 @@ def strings(tree):
 
 @functools.cache
 def classes_of(module):
-    """`{name: syntax tree}` of the classes of a module."""
+    """Returns `{name: syntax tree}` of the classes of a module."""
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
 
 @functools.cache
 def names_in(cls):
-    """Private names that a class defines, or uses anywhere in its code."""
+    """Returns private names that a class defines or uses."""
     tree = classes_of(cls.__module__).get(cls.__name__)
     return attributes(tree) | definitions(tree) if tree else set()
 
@@ -84,8 +85,8 @@ def package_of(cls):
     return cls.__module__.partition(".")[0]
 
 
-# They have no classes of Keras's: kernels, and what cannot be imported without another package.
-NOT_OF_KERAS = (
+# Modules without classes of Keras, and modules that need another package.
+MODULES_WITHOUT_KERAS = (
     "keras_recurrent.backends",
     "keras_recurrent.evaluation.lm_evaluation_harness",
     "keras_recurrent.lm_evaluation_harness",
@@ -93,10 +94,10 @@ NOT_OF_KERAS = (
 
 
 def shared_with_keras():
-    """Private names of classes here that a class of Keras has on which they are built."""
+    """Returns private names that a class here shares with its base classes in Keras."""
     shared = set()
     for info in pkgutil.walk_packages([str(PACKAGE)], "keras_recurrent."):
-        if info.name.startswith(NOT_OF_KERAS):
+        if info.name.startswith(MODULES_WITHOUT_KERAS):
             continue
         for cls in vars(importlib.import_module(info.name)).values():
             if not inspect.isclass(cls) or cls.__module__ != info.name:
@@ -108,33 +109,33 @@ def shared_with_keras():
 
 
 @pytest.mark.once
-def test_private_attributes_are_listed():
-    """Those that are not defined here, or that are here and in a base class of Keras."""
+def test_private_attributes_of_keras_are_listed():
+    """The package uses a private attribute of Keras, or overrides one, that the list lacks."""
     pytest.importorskip("tensorflow", reason="a module of the package imports it")
-    listed = set(PRIVATE_ATTRIBUTES)
+    listed = set().union(*PRIVATE_ATTRIBUTES.values())
     used = set().union(*(attributes(tree) for tree in FILES.values()))
     defined = set().union(*(definitions(tree) for tree in FILES.values()))
-    of_keras = (used - defined - OF_NAMED_TUPLES - OF_TORCH) | shared_with_keras()
-    assert sorted(of_keras - listed) == [], "used, but not in `PRIVATE_ATTRIBUTES`"
-    # A class may have an attribute's name in a string.
+    used_of_keras = (used - defined - NAMED_TUPLE_NAMES - TORCH_NAMES) | shared_with_keras()
+    assert sorted(used_of_keras - listed) == [], "used, but not in `PRIVATE_ATTRIBUTES`"
+    # A class may have the name of an attribute in a string.
     quoted = set().union(*(strings(tree) for tree in FILES.values()))
-    assert sorted(listed - of_keras - used - quoted) == [], "listed, but not used"
+    assert sorted(listed - used_of_keras - used - quoted) == [], "listed, but not used"
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("name", PRIVATE_ATTRIBUTES)
-def test_private_attributes_exist(name):
-    if "tensorflow" in str(PRIVATE_ATTRIBUTES[name]):
+@pytest.mark.parametrize("path", PRIVATE_ATTRIBUTES)
+def test_listed_private_attributes_exist_in_keras(path):
+    if "tensorflow" in path:
         pytest.importorskip("tensorflow")
-    for path in PRIVATE_ATTRIBUTES[name]:
-        module, _, cls = path.rpartition(".")
-        cls = getattr(importlib.import_module(module), cls)
-        bases = [c for c in cls.__mro__ if package_of(c) in ("keras", "keras_hub")]
+    module, _, cls = path.rpartition(".")
+    cls = getattr(importlib.import_module(module), cls)
+    bases = [c for c in cls.__mro__ if package_of(c) in ("keras", "keras_hub")]
+    for name in PRIVATE_ATTRIBUTES[path]:
         assert any(name in vars(c) or name in names_in(c) for c in bases), f"{path} has no {name}"
 
 
 @pytest.mark.once
-def test_two_files_name_private_modules_and_only_what_they_use():
+def test_only_compat_and_upstream_import_private_modules():
     inside = set()
     for path, tree in FILES.items():
         for node in ast.walk(tree):
@@ -143,44 +144,42 @@ def test_two_files_name_private_modules_and_only_what_they_use():
             elif isinstance(node, ast.ImportFrom):
                 modules = [f"{node.module}.{alias.name}" for alias in node.names]
             else:
-                modules = [getattr(node, "value", None)]  # as `importlib` takes it
+                modules = [getattr(node, "value", None)]  # an argument of `importlib`
             if any(isinstance(m, str) and m.startswith(INSIDE) for m in modules):
                 inside.add(path)
     assert inside == {"compat.py", "upstream.py"}
-    asked = {
+    used = {
         n.attr for tree in FILES.values() for n in ast.walk(tree) if isinstance(n, ast.Attribute)
     }
     for tree in FILES.values():
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module == "keras_recurrent.compat":
-                asked |= {alias.name for alias in node.names}
+                used |= {alias.name for alias in node.names}
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "__getattr__":
-                asked.add(node.args[0].value)
+                used.add(node.args[0].value)
     for name, module in compat.SOURCE_NAMES.items():
         assert getattr(compat, name) is getattr(importlib.import_module(module), name)
-        assert name in asked, f"{name} is listed, but not used"
+        assert name in used, f"{name} is listed, but not used"
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = compat.nothing
 
 
-def test_every_class_with_presets_asks_our_loader():
+def test_from_preset_of_every_keras_hub_class_uses_the_loader_of_this_package():
     for cls in (
         keras_hub.models.Backbone,
         keras_hub.models.Task,
         keras_hub.models.Preprocessor,
         keras_hub.tokenizers.Tokenizer,
     ):
-        known = cls.from_preset.__func__.__globals__
-        assert isinstance(known["get_preset_loader"]("hawk_tiny"), NamedPresetLoader), cls
+        names = cls.from_preset.__func__.__globals__
+        assert isinstance(names["get_preset_loader"]("hawk_tiny"), NamedPresetLoader), cls
 
 
-def test_other_presets_are_kerashubs_business(tmp_path):
-    with pytest.raises(ValueError, match=r"has no config.json"):
-        keras_hub.models.CausalLM.from_preset(str(tmp_path))
-    # A near name that is a directory is a directory.
+def test_directories_without_our_files_are_loaded_by_keras_hub(tmp_path):
+    assert_rejects(r"has no config.json", keras_hub.models.CausalLM.from_preset, str(tmp_path))
+    # The directory has a name similar to that of a preset.
     (tmp_path / "hawk_10m").mkdir()
-    with pytest.raises(ValueError, match=r"has no config.json"):
-        loading.get_loader(str(tmp_path / "hawk_10m"))
+    assert_rejects(r"has no config.json", loading.get_loader, str(tmp_path / "hawk_10m"))
 
 
 LANGUAGE_MODELS = {
@@ -196,21 +195,19 @@ CLASSES = {name: f"{family}CausalLM" for name, family in LANGUAGE_MODELS.items()
 
 @pytest.mark.once
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_preset_of_another_class_is_refused_by_naming_its_own(name):
-    wanted = f"'{name}' is no preset of .*Call `from_preset` of `{CLASSES[name]}"
-    for other in set(CLASSES.values()) - {CLASSES[name]}:
-        with pytest.raises(ValueError, match=f"{wanted}` .*instead"):
-            getattr(models, other).from_preset(name)
+def test_preset_of_another_class_is_rejected_with_the_name_of_its_class(name):
+    match = f"'{name}' is no preset of .*Call `from_preset` of `{CLASSES[name]}"
     base = keras_hub.models.CausalLM if "vision" in name else keras_hub.models.ImageClassifier
-    with pytest.raises(ValueError, match=f"{wanted}` .*instead"):
-        base.from_preset(name)
+    others = set(CLASSES.values()) - {CLASSES[name]}
+    for cls in (base, *(getattr(models, other) for other in others)):
+        assert_rejects(f"{match}` .*instead", cls.from_preset, name)
     if name in LANGUAGE_MODELS:
         for family in set(LANGUAGE_MODELS.values()) - {LANGUAGE_MODELS[name]}:
-            with pytest.raises(ValueError, match=f"{wanted}Preprocessor`"):
-                getattr(models, f"{family}CausalLMPreprocessor").from_preset(name)
-            with pytest.raises(ValueError, match=f"of `{LANGUAGE_MODELS[name]}Tokenizer`"):
-                getattr(models, f"{family}Tokenizer").from_preset(name)
+            preprocessor = getattr(models, f"{family}CausalLMPreprocessor")
+            assert_rejects(f"{match}Preprocessor`", preprocessor.from_preset, name)
+            tokenizer = getattr(models, f"{family}Tokenizer")
+            assert_rejects(f"of `{LANGUAGE_MODELS[name]}Tokenizer`", tokenizer.from_preset, name)
 
 
-def test_a_tokenizer_by_the_name_of_a_model():
+def test_keras_hub_loads_a_tokenizer_by_the_name_of_a_model():
     assert isinstance(keras_hub.tokenizers.Tokenizer.from_preset("hgrn2_tiny"), ByteTokenizer)

@@ -1,4 +1,4 @@
-"""Training steps compiled as a whole, and laid over several devices."""
+"""Training steps and networks compiled as a whole."""
 
 import functools
 import os
@@ -16,7 +16,7 @@ BACKEND = keras.config.backend()
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-# torch looks at Keras's whole step for a minute, and Inductor takes another one for its C++.
+# torch traces a step of Keras for a minute, and Inductor compiles its C++ for another minute.
 COMPILERS = ["default"]
 if BACKEND == "torch":
     COMPILERS = [pytest.param(of, marks=pytest.mark.nightly) for of in ("aot_eager", "default")]
@@ -24,7 +24,7 @@ if BACKEND == "torch":
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("compiler", COMPILERS)
-def test_a_compiled_step_is_a_plain_step(compiler, monkeypatch):
+def test_compiled_training_step_equals_an_eager_step(compiler, monkeypatch):
     if compiler != "default":
         import torch
 
@@ -35,9 +35,9 @@ def test_a_compiled_step_is_a_plain_step(compiler, monkeypatch):
     token_ids = rng.integers(3, VOCABULARY, (2, 9)).astype("int32")
     x = {"token_ids": token_ids[:, :-1], "padding_mask": np.ones((2, 8), "int32")}
     weights = []
-    for how in ({"jit_compile": True}, {"run_eagerly": True}):
+    for options in ({"jit_compile": True}, {"run_eagerly": True}):
         model = tiny_causal_lm(num_layers=1)
-        model.compile(keras.optimizers.SGD(0.1), **how)
+        model.compile(keras.optimizers.SGD(0.1), **options)
         model.fit(x, token_ids[:, 1:], batch_size=2, verbose=0)
         weights.append(model.get_weights())
     for compiled, plain in zip(*weights, strict=True):
@@ -59,8 +59,8 @@ print("done")
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(BACKEND == "tensorflow", reason="it is TensorFlow's absence that is tested")
-def test_strings_need_no_tensorflow():
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="the test removes TensorFlow")
+def test_training_and_generation_on_strings_need_no_tensorflow():
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TENSORFLOW],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
@@ -73,8 +73,11 @@ def test_strings_need_no_tensorflow():
 
 @pytest.mark.skipif(BACKEND != "torch", reason="JAX and TensorFlow trace what they compile")
 @any_family
-def test_torch_traces_a_step_of_generation(family):
-    """`torch.compile` stops in Keras's call of a layer that is given a dict; `make_fx` does not."""
+def test_make_fx_traces_a_decoding_step(family):
+    """A decoding step depends on values of tensors.
+
+    `torch.compile` breaks the graph in Keras's call of a layer with a dict; `make_fx` does not.
+    """
     import torch
     from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -1,4 +1,4 @@
-"""Cached generation writes what plain repeated forward passes write."""
+"""Generation with a cache equals generation by repeated forward passes."""
 
 import keras
 import keras_hub
@@ -30,9 +30,9 @@ def family(request):
 
 
 def tiny_model(family):
-    """The family that meets all samplers has fewer layers where XLA compiles each of them.
+    """Families that run all samplers have fewer layers where XLA compiles each sampler.
 
-    TransNormer of one layer decides within `MARGIN` with other seeds.
+    A TransNormer of one layer with another seed has decisions within `MARGIN`.
     """
     if family == "hgrn2 hybrid":
         return tiny_causal_lm(family="hgrn2", **HYBRID)
@@ -48,41 +48,24 @@ def model(family):
 
 @pytest.fixture(scope="module")
 def plain(family):
-    """The same model, never compiled anew, so that its forward pass is compiled once."""
+    """A second, equal model. It is never recompiled, so its forward pass is compiled once."""
     return tiny_model(family)
 
 
 def ragged(*lengths, seed=4):
-    """Prompts of these lengths at the left of their rows, and where they are."""
+    """Returns prompts of these lengths at the left of their sequences, and their mask."""
     rng = np.random.default_rng(seed)
     given = np.arange(LENGTH) < np.array(lengths)[:, None]
     return np.where(given, rng.integers(3, VOCABULARY, given.shape), 0).astype("int32"), given
 
 
-PROMPTS = {"one token, and a full row": (1, 4, LENGTH), "longer": (5, 9, 6)}
+PROMPTS = {"one token, and a full sequence": (1, 4, LENGTH), "longer": (5, 9, 6)}
 
 
-def prompt_lengths(family, name=None):
-    """All of them for one family; each makes XLA compile every sampler anew.
-
-    How a prompt is read does not depend on how a token is drawn from probabilities.
-    """
-    every = family == SHARED[0] and name not in ("top_k", "top_p", "random")
+def prompt_lengths(family, name="greedy"):
+    """Returns all lengths for greedy sampling with one family; XLA compiles a program for each."""
+    every = family == SHARED[0] and name == "greedy"
     return list(PROMPTS.values()) if every else [PROMPTS["longer"]]
-
-
-def every_sampler(names):
-    """Every sampler with one family, on torch with all; greedy sampling with all everywhere.
-
-    A hybrid of HGRN2, whose cache has states and keys, samples greedily.
-    """
-    return pytest.mark.parametrize(
-        ("family", "name"),
-        [(f, n) for f in FAMILIES for n in names if f in SHARED or n == "greedy"]
-        + [pytest.param("hgrn2 hybrid", "greedy", marks=NIGHTLY_IF_COMPILED)],
-        indirect=["family"],
-        scope="module",
-    )
 
 
 beyond_sampling = pytest.mark.parametrize("family", SHARED, indirect=True, scope="module")
@@ -101,64 +84,76 @@ def generate(model, sampler, prompt, given, stop_ids=None):
     return model.generate(x, stop_token_ids=stop_ids)
 
 
-@every_sampler(SAMPLERS)
-def test_samplers_with_cache_write_what_they_write_without(family, model, plain, name):
+# Greedy sampling with all families, the others with one. The hybrid has both states and keys.
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        *((family, "greedy") for family in FAMILIES),
+        *((SHARED[0], name) for name in SAMPLERS if name != "greedy"),
+        pytest.param("hgrn2 hybrid", "greedy", marks=NIGHTLY_IF_COMPILED),
+    ],
+    indirect=["family"],
+    scope="module",
+)
+def test_sampling_with_cache_equals_sampling_by_forward_passes(family, model, plain, name):
     for lengths in prompt_lengths(family, name):
         prompt, given = ragged(*lengths)
-        written = generate(model, SAMPLERS[name](), prompt, given)["token_ids"]
-        wanted, margin = plain_generation.sample(plain, SAMPLERS[name](), prompt, given)
-        assert margin > (MARGIN if name == "greedy" else 1e-6)  # the others draw by probabilities
-        np.testing.assert_array_equal(written, wanted)
-        np.testing.assert_array_equal(written[given], prompt[given])
+        generated = generate(model, SAMPLERS[name](), prompt, given)["token_ids"]
+        expected, margin = plain_generation.sample(plain, SAMPLERS[name](), prompt, given)
+        # Samplers other than greedy compare probabilities.
+        assert margin > (MARGIN if name == "greedy" else 1e-6)
+        np.testing.assert_array_equal(generated, expected)
+        np.testing.assert_array_equal(generated[given], prompt[given])
 
 
 @beyond_sampling
-def test_beam_search_with_cache_writes_what_it_writes_without(family, model, plain):
-    """Fails if a row depends on its neighbors, or a beam continues from the cache of another."""
+def test_beam_search_with_cache_equals_beam_search_by_forward_passes(family, model, plain):
+    """A sequence depends on another one, or a beam continues from the cache of another beam."""
     stop_ids = 7, 11
     model.compile(sampler=BeamSampler(3, return_all_beams=True))
     for lengths in prompt_lengths(family):
         prompt, given = ragged(*lengths, seed=5)
         x = {"token_ids": prompt, "padding_mask": given}
         output = model.generate(x, stop_token_ids=stop_ids)
-        wanted, margin = plain_generation.beam(plain, 3, prompt, given, stop_ids)
+        expected, margin = plain_generation.beam(plain, 3, prompt, given, stop_ids)
         assert margin > MARGIN
-        assert output.token_ids == [[tokens for _, tokens in row] for row in wanted]
-        for scores, row in zip(output.scores, wanted, strict=True):
+        assert output.token_ids == [[tokens for _, tokens in row] for row in expected]
+        for scores, row in zip(output.scores, expected, strict=True):
             np.testing.assert_allclose(scores, [score for score, _ in row], atol=1e-4)
 
 
 @beyond_sampling
-def test_generation_ends_where_every_row_has_stopped(family, model, plain):
+def test_generation_ends_when_every_sequence_has_a_stop_token(family, model, plain):
     prompt, given = ragged(*PROMPTS["longer"])
     free, _ = plain_generation.sample(plain, SAMPLERS["greedy"](), prompt, given)
     stop_ids = (int(free[0, 6]), int(free[1, 10]), int(free[2, 8]))
-    written = generate(model, "greedy", prompt, given, stop_ids)
-    wanted, _ = plain_generation.sample(plain, SAMPLERS["greedy"](), prompt, given, stop_ids)
-    np.testing.assert_array_equal(written["token_ids"], wanted)
+    generated = generate(model, "greedy", prompt, given, stop_ids)
+    expected, _ = plain_generation.sample(plain, SAMPLERS["greedy"](), prompt, given, stop_ids)
+    np.testing.assert_array_equal(generated["token_ids"], expected)
     for row in range(3):
-        new = np.isin(wanted[row], stop_ids) & ~given[row]
-        upto = np.argmax(new) + 1 if new.any() else LENGTH
-        np.testing.assert_array_equal(written["padding_mask"][row], np.arange(LENGTH) < upto)
-    assert (wanted[:, -1] == 0).any()  # it did end early
+        new = np.isin(expected[row], stop_ids) & ~given[row]
+        length = np.argmax(new) + 1 if new.any() else LENGTH
+        mask = np.arange(LENGTH) < length
+        np.testing.assert_array_equal(generated["padding_mask"][row], mask)
+    assert (expected[:, -1] == 0).any()  # a sequence ended early
 
 
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*The use of `x.T` on tensors:UserWarning")
 @shared_by_families
-def test_a_quantized_model_writes_what_its_own_plain_passes_write(family):
+def test_int8_generation_with_cache_equals_forward_passes_of_the_int8_model(family):
     model = tiny_causal_lm(family=family, num_layers=1)
     model.quantize("int8")
     prompt, given = ragged(*PROMPTS["longer"])
-    wanted, margin = plain_generation.sample(model, SAMPLERS["greedy"](), prompt, given)
-    assert margin > 10 * MARGIN  # activations round to 8 bits, either way where they are between
-    np.testing.assert_array_equal(generate(model, "greedy", prompt, given)["token_ids"], wanted)
+    expected, margin = plain_generation.sample(model, SAMPLERS["greedy"](), prompt, given)
+    assert margin > 10 * MARGIN  # an activation between two 8-bit values may round either way
+    np.testing.assert_array_equal(generate(model, "greedy", prompt, given)["token_ids"], expected)
 
 
 @beyond_sampling
-def test_the_cache_has_one_size_and_takes_tokens_in_any_portions(model, plain):
+def test_cache_keeps_its_shapes_and_accepts_parts_of_any_length(model, plain):
     prompt, _ = ragged(LENGTH, LENGTH)
-    wanted = forward(plain, prompt, np.ones_like(prompt))
+    expected = forward(plain, prompt, np.ones_like(prompt))
     cache = model.backbone.get_initial_state(2, max_length=LENGTH)
     shapes = keras.tree.map_structure(lambda array: tuple(array.shape), cache)
     logits = []
@@ -167,4 +162,4 @@ def test_the_cache_has_one_size_and_takes_tokens_in_any_portions(model, plain):
         assert tuple(hidden_states.shape) == (2, end - begin, 16)
         assert keras.tree.map_structure(lambda array: tuple(array.shape), cache) == shapes
         logits.append(keras.ops.convert_to_numpy(some))
-    np.testing.assert_allclose(np.concatenate(logits, axis=1), wanted, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(np.concatenate(logits, axis=1), expected, rtol=1e-4, atol=1e-4)

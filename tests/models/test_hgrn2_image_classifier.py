@@ -1,4 +1,4 @@
-"""HGRN2 on images."""
+"""Image classifiers of HGRN2."""
 
 import keras
 import keras_hub
@@ -7,6 +7,7 @@ import pytest
 
 from keras_recurrent.models import HGRN2ImageClassifier, HGRN2VisionBackbone
 from keras_recurrent.presets.hgrn2 import VISION_SIZES
+from tests.layers.table import JIT, assert_rejects
 from tests.models.test_presets import count_without_memory
 from tests.models.tiny import set_weights
 
@@ -18,32 +19,29 @@ SIZES = {
     "intermediate_dim": 32,
     "expand_ratio": 8,
 }
-# The segments of a clock's digits: top, upper left, upper right, middle, lower left, lower right,
-# bottom.
-SEGMENTS = (
+# Segments of a clock's digits, and the pixels of each segment: top, upper left, upper right,
+# middle, lower left, lower right, bottom.
+DIGITS = (
     *("1110111", "0010010", "1011101", "1011011", "0111010"),
     *("1101011", "1101111", "1010010", "1111111", "1111011"),
+)
+ACROSS, UPPER, LOWER = slice(1, 5), slice(1, 4), slice(5, 8)
+SEGMENTS = (
+    *((0, ACROSS), (UPPER, 0), (UPPER, 5), (4, ACROSS)),
+    *((LOWER, 0), (LOWER, 5), (8, ACROSS)),
 )
 
 
 def digits(count, seed):
-    """Images of a clock's digits, here and there in noise, and what they show."""
+    """Images of a clock's digits at random positions in noise, and their labels."""
     rng = np.random.default_rng(seed)
     labels = rng.integers(10, size=count)
     images = rng.normal(size=(count, 10, 8, 1)).astype("float32") * 0.2
     for image, label in zip(images[..., 0], labels, strict=True):
         y, x = rng.integers(2, size=2)
         digit = image[y : y + 9, x : x + 6]
-        top, upper_left, upper_right, middle, lower_left, lower_right, bottom = (
-            float(segment) for segment in SEGMENTS[label]
-        )
-        digit[0, 1:5] += top
-        digit[1:4, 0] += upper_left
-        digit[1:4, 5] += upper_right
-        digit[4, 1:5] += middle
-        digit[5:8, 0] += lower_left
-        digit[5:8, 5] += lower_right
-        digit[8, 1:5] += bottom
+        for pixels, is_on in zip(SEGMENTS, DIGITS[label], strict=True):
+            digit[pixels] += float(is_on)
     return images, labels
 
 
@@ -52,23 +50,15 @@ def classifier(**kwargs):
 
 
 @pytest.mark.once
-def test_it_learns_digits():
+def test_fit_learns_digits():
     model = classifier()
-    model.compile(
-        keras.optimizers.Adam(1e-2), model.loss, metrics=["accuracy"], jit_compile=jit_compile()
-    )
+    model.compile(keras.optimizers.Adam(1e-2), model.loss, metrics=["accuracy"], jit_compile=JIT)
     model.fit(*digits(1000, seed=0), batch_size=50, epochs=5, verbose=0)
     _, accuracy = model.evaluate(*digits(200, seed=1), batch_size=50, verbose=0)
     assert accuracy > 0.9
 
 
-def jit_compile():
-    # XLA and torch.compile take longer than the training.
-    return "auto" if keras.config.backend() == "jax" else False
-
-
-def test_every_patch_sees_every_other():
-    """The derivative of each output by each patch, by moving the patch."""
+def test_every_output_depends_on_every_patch():
     backbone = HGRN2VisionBackbone(**SIZES)
     set_weights(backbone, seed=0)
     image = digits(1, seed=0)[0]
@@ -84,7 +74,7 @@ def test_every_patch_sees_every_other():
 
 @pytest.mark.once
 @pytest.mark.parametrize(("name", "millions"), [("tiny", 6.1), ("small", 23.8)])
-def test_parameters_are_those_of_the_paper(name, millions):
+def test_preset_has_as_many_parameters_as_in_the_paper(name, millions):
     size = VISION_SIZES[f"hgrn2_vision_{name}"]
     d, m = size.hidden_dim, size.intermediate_dim
     patches = (size.image_size // size.patch_size) ** 2
@@ -101,40 +91,37 @@ def test_parameters_are_those_of_the_paper(name, millions):
 
 
 @pytest.mark.once
-def test_names_load_through_our_class_and_kerashubs():
+def test_preset_loads_through_this_package_and_keras_hub():
     kwargs = {"num_layers": 1, "image_shape": (32, 32, 3), "num_classes": 7}
     for cls in (HGRN2ImageClassifier, keras_hub.models.ImageClassifier):
         model = cls.from_preset("hgrn2_vision_tiny", **kwargs)
         assert type(model) is HGRN2ImageClassifier
         assert model.output_shape == (None, 7)
         assert model.backbone.output_shape == (None, 2, 2, 192)
-    with pytest.raises(ValueError, match="'image_size', which nothing takes"):
-        HGRN2ImageClassifier.from_preset("hgrn2_vision_tiny", image_size=32)
-    with pytest.raises(ValueError, match="no published weights"):
-        HGRN2ImageClassifier.from_preset("hgrn2_vision_tiny", load_weights=True)
+    load, name = HGRN2ImageClassifier.from_preset, "hgrn2_vision_tiny"
+    assert_rejects("'image_size', which nothing takes", load, name, image_size=32)
+    assert_rejects("no published weights", load, name, load_weights=True)
 
 
 @pytest.mark.once
-def test_it_saves(tmp_path):
+def test_saved_classifier_gives_equal_outputs(tmp_path):
     images, _ = digits(3, seed=2)
     for dtype, name in [("float32", "preset"), ("mixed_bfloat16", "model.keras")]:
         model = classifier(dtype=dtype)
         set_weights(model, seed=0)
         if name == "preset":
             model.save_to_preset(str(tmp_path / name))
-            again = HGRN2ImageClassifier.from_preset(str(tmp_path / name))
+            loaded = HGRN2ImageClassifier.from_preset(str(tmp_path / name))
         else:
             model.save(tmp_path / name)
-            again = keras.saving.load_model(tmp_path / name)
-        assert again.backbone.get_config() == model.backbone.get_config()
-        wanted, found = (
-            keras.ops.convert_to_numpy(m.predict_on_batch(images)) for m in (model, again)
-        )
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+            loaded = keras.saving.load_model(tmp_path / name)
+        assert loaded.backbone.get_config() == model.backbone.get_config()
+        expected, found = (m.predict_on_batch(images) for m in (model, loaded))
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.once
-def test_missing_weights_of_the_classes_are_an_error(tmp_path):
+def test_from_preset_names_missing_files(tmp_path):
     classifier().save_to_preset(str(tmp_path))
     (tmp_path / "task.weights.h5").unlink()
     with pytest.raises(FileNotFoundError, match=r"no task.weights.h5.*`num_classes=`"):
@@ -146,7 +133,7 @@ def test_missing_weights_of_the_classes_are_an_error(tmp_path):
 
 
 @pytest.mark.once
-def test_a_clone_is_compiled_as_the_original():
+def test_clone_has_the_optimizer_of_the_original():
     model = classifier()
     model.compile(keras.optimizers.SGD(0.5), model.loss)
     clone = keras.models.clone_model(model)
@@ -155,7 +142,7 @@ def test_a_clone_is_compiled_as_the_original():
 
 
 @pytest.mark.once
-def test_lora_trains_its_own_weights_alone():
+def test_enable_lora_trains_only_low_rank_weights():
     model = classifier()
     model.backbone.enable_lora(2)
     trainable = {weight.path.rsplit("/", 2)[1] for weight in model.backbone.trainable_weights}
@@ -164,14 +151,16 @@ def test_lora_trains_its_own_weights_alone():
 
 
 @pytest.mark.once
-def test_bad_sizes():
-    for name, value, match in [
+@pytest.mark.parametrize(
+    ("name", "value", "match"),
+    [
         ("image_shape", (9, 8, 1), "`image_shape` must be a multiple of `patch_size`"),
         ("image_shape", (8, 8), "`image_shape` must be "),
         ("image_shape", (None, 8, 1), r"`image_shape\[0\]` must be an integer"),
         ("patch_size", 0, "`patch_size` must be an integer, at least 1; got 0"),
         ("num_layers", 0, "`num_layers` must be an integer, at least 1; got 0"),
         ("expand_ratio", 5, "`expand_ratio` must divide"),
-    ]:
-        with pytest.raises(ValueError, match=match):
-            HGRN2VisionBackbone(**{**SIZES, name: value})
+    ],
+)
+def test_backbone_rejects_invalid_sizes(name, value, match):
+    assert_rejects(match, HGRN2VisionBackbone, **{**SIZES, name: value})

@@ -1,4 +1,4 @@
-"""A training step that makes no logits is the step that makes them."""
+"""Training steps without logits equal steps with logits."""
 
 import keras
 import keras_hub
@@ -13,8 +13,8 @@ BACKEND = keras.config.backend()
 BATCH, LENGTH = 5, 12
 
 
-class OfLogits(keras.metrics.SparseCategoricalAccuracy):
-    """The default metric under another class, which is one of the user's own."""
+class AccuracyOfLogits(keras.metrics.SparseCategoricalAccuracy):
+    """A user's metric, for which a step must compute logits."""
 
 
 def data(seed=0):
@@ -25,8 +25,8 @@ def data(seed=0):
     return {"token_ids": token_ids, "padding_mask": mask}, labels, mask.astype("float32")
 
 
-def trained(model, weights=..., **compiled):
-    """What `fit` and `evaluate` say, and the weights."""
+def train(model, weights=..., **compiled):
+    """Returns the results of `fit` and `evaluate`, and the weights."""
     metric = compiled.pop("metric", keras.metrics.SparseCategoricalAccuracy)
     model.compile(
         keras.optimizers.SGD(0.05, **compiled.pop("optimizer", {})),
@@ -46,73 +46,69 @@ def trained(model, weights=..., **compiled):
     return history | held_out, [keras.ops.convert_to_numpy(w) for w in model.weights]
 
 
-def compare(make, weights=..., **compiled):
+def assert_trains_as_with_logits(make, weights=..., **compiled):
     models = make(), make()
     models[1].set_weights(models[0].get_weights())
-    found, after = trained(models[0], weights, **compiled)
-    expected, wanted = trained(models[1], weights, metric=OfLogits, **compiled)
-    ways = [keras_recurrent.which_loss(model).source for model in models]
-    assert ways == ["hidden states", "logits"]
+    found, found_weights = train(models[0], weights, **compiled)
+    expected, expected_weights = train(models[1], weights, metric=AccuracyOfLogits, **compiled)
+    sources = [keras_recurrent.which_loss(model).source for model in models]
+    assert sources == ["hidden states", "logits"]
     assert found.keys() == expected.keys()
     for name in expected:
         np.testing.assert_allclose(found[name], expected[name], rtol=2e-5, err_msg=name)
-    for a, b in zip(after, wanted, strict=True):
+    for a, b in zip(found_weights, expected_weights, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-6)
 
 
 @shared_by_families
-def test_fit_and_evaluate_give_the_same(family):
-    compare(lambda: tiny_causal_lm(family=family, **FEWER_LAYERS))
+def test_fit_and_evaluate_without_logits_equal_those_with_logits(family):
+    assert_trains_as_with_logits(lambda: tiny_causal_lm(family=family, **FEWER_LAYERS))
 
 
 @pytest.mark.once
-@pytest.mark.parametrize(
-    "weights",
-    [None, data()[2][..., None]],
-    ids=["none", "an axis more"],
-)
-def test_weights_as_keras_takes_them(weights):
-    compare(tiny_causal_lm, weights)
+@pytest.mark.parametrize("weights", [None, data()[2][..., None]], ids=["none", "one more axis"])
+def test_fit_without_logits_accepts_sample_weights_as_keras(weights):
+    assert_trains_as_with_logits(tiny_causal_lm, weights)
 
 
 @pytest.mark.once
-def test_the_mean_over_weights():
-    """Fails if the loss is divided by the number of tokens, padding included."""
+def test_mean_with_sample_weight_divides_by_the_sum_of_weights():
+    """The loss is divided by the number of tokens, padding included."""
     loss = TokenCrossentropy(reduction="mean_with_sample_weight")
     sizes = {"num_layers": 1, "block_types": ("recurrent",)}
-    compare(lambda: tiny_causal_lm(**sizes), data()[2] / 2, loss=loss)
+    assert_trains_as_with_logits(lambda: tiny_causal_lm(**sizes), data()[2] / 2, loss=loss)
     model = tiny_causal_lm(**sizes)
     model.compile(loss=loss)
     x, y, weights = data()
     assert model.evaluate(x, y, sample_weight=0 * weights, verbose=0)[0] == 0
 
 
-def test_token_loss_and_perplexity_are_numpys():
-    """Fails if batches count by their number of sequences, or if padding counts."""
+def test_token_loss_and_perplexity_match_numpy():
+    """Batches are weighted by their number of sequences, or padding counts."""
     model = tiny_causal_lm(**FEWER_LAYERS)
     x, y, weights = data()
     weights = weights / 2
     logits = model.predict(x, batch_size=2, verbose=0).astype("float64")
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     losses = -np.take_along_axis(log_p, np.maximum(y, 0)[..., None], -1)[..., 0]
-    wanted = (losses * weights).sum() / weights.sum()
+    expected = (losses * weights).sum() / weights.sum()
     metrics = [keras_recurrent.metrics.TokenLoss(), keras_recurrent.metrics.Perplexity()]
     model.compile(weighted_metrics=metrics)
     assert keras_recurrent.which_loss(model).source == "hidden states"
     found = model.evaluate(x, y, sample_weight=weights, batch_size=2, verbose=0, return_dict=True)
-    np.testing.assert_allclose(found["token_loss"], wanted, rtol=1e-5)
-    np.testing.assert_allclose(found["perplexity"], np.exp(wanted), rtol=1e-4)
-    for metric in metrics:  # from logits
+    np.testing.assert_allclose(found["token_loss"], expected, rtol=1e-5)
+    np.testing.assert_allclose(found["perplexity"], np.exp(expected), rtol=1e-4)
+    for metric in metrics:  # metrics of logits
         metric = type(metric).from_config(metric.get_config())
-        for rows in (slice(0, 2), slice(2, None)):
-            metric.update_state(y[rows], logits[rows].astype("float32"), weights[rows, :, None])
+        for part in (slice(0, 2), slice(2, None)):
+            metric.update_state(y[part], logits[part].astype("float32"), weights[part, :, None])
         np.testing.assert_allclose(float(metric.result()), found[metric.name], rtol=1e-5)
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 3)])
-def test_weights_of_sequences_are_those_of_their_tokens(shape):
-    """The mean was T times too large with one weight for each sequence."""
+def test_weight_of_a_sequence_is_the_weight_of_each_token(shape):
+    """The mean is T times too large with one weight for each sequence."""
     y, logits = np.zeros((3, 3), "int32"), np.random.default_rng(0).normal(size=(3, 3, 7))
     weights = np.array([1.0, 0.5, 0.0], "float32").reshape(3, -1)
     losses = np.log(np.exp(logits).sum(-1)) - logits[..., 0]
@@ -126,7 +122,7 @@ def test_weights_of_sequences_are_those_of_their_tokens(shape):
 
 
 @pytest.mark.once
-def test_saved_metrics_need_no_logits(tmp_path):
+def test_loaded_loss_and_metrics_need_no_logits(tmp_path):
     model = tiny_causal_lm(num_layers=1)
     model.compile(
         loss=TokenCrossentropy(reduction="mean_with_sample_weight"),
@@ -143,25 +139,24 @@ def test_saved_metrics_need_no_logits(tmp_path):
 
 
 @pytest.mark.once
-def test_gradients_that_are_accumulated():
-    compare(tiny_causal_lm, optimizer={"gradient_accumulation_steps": 2})
+def test_gradient_accumulation_without_logits_equals_that_with_logits():
+    assert_trains_as_with_logits(tiny_causal_lm, optimizer={"gradient_accumulation_steps": 2})
 
 
-def test_packed_rows():
-    def with_segments(model):
+def test_packed_loss_equals_that_with_logits():
+    def evaluate_packed(model):
         x, y, weights = data()
         segments = (np.arange(LENGTH) // 5).astype("int32") * np.ones((BATCH, 1), "int32")
         return model.evaluate({**x, "segment_ids": segments}, y, sample_weight=weights, verbose=0)
 
     model = tiny_causal_lm(**FEWER_LAYERS)
     model.compile()
-    found = with_segments(model)
-    model.compile(weighted_metrics=[OfLogits()])
-    np.testing.assert_allclose(found, with_segments(model), rtol=1e-5)
+    found = evaluate_packed(model)
+    model.compile(weighted_metrics=[AccuracyOfLogits()])
+    np.testing.assert_allclose(found, evaluate_packed(model), rtol=1e-5)
 
 
-def test_soft_cap():
-    """Fails if the loss of hidden states leaves out the soft cap of the logits."""
+def test_loss_of_hidden_states_includes_the_soft_cap():
     model = tiny_causal_lm(num_layers=1, block_types=("recurrent",), final_logit_soft_cap=2.0)
     _, y, weights = data()
     hidden = np.random.default_rng(1).normal(size=(BATCH, LENGTH, 16)).astype("float32")
@@ -176,56 +171,46 @@ def test_soft_cap():
 
 
 @pytest.mark.once
-def test_low_rank_weights_and_frozen_ones():
+def test_lora_without_logits_equals_lora_with_logits():
     def make():
         model = tiny_causal_lm()
         model.backbone.enable_lora(2)
         return model
 
-    compare(make)
+    assert_trains_as_with_logits(make)
 
 
 @pytest.mark.once
-def test_outside_of_a_step_there_are_logits():
+def test_which_loss_gives_the_reason_for_logits():
     model = tiny_causal_lm()
-    x, y, weights = data()
-    model.compile()
-    model.train_on_batch(x, y, sample_weight=weights)
-    assert tuple(model(x).shape) == (BATCH, LENGTH, VOCABULARY)
-    assert model.predict(x, verbose=0).shape == (BATCH, LENGTH, VOCABULARY)
-
-
-@pytest.mark.once
-def test_what_asks_for_logits_says_so():
-    model = tiny_causal_lm()
-    ask = keras_recurrent.which_loss
-    assert ask(model) == ("hidden states", None)
+    which_loss = keras_recurrent.which_loss
+    assert which_loss(model) == ("hidden states", None)
     model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    assert "the loss is not the default" in ask(model).reason
+    assert "the loss is not the default" in which_loss(model).reason
     model.compile(loss_weights=[1.0])
-    assert ask(model).reason == "`compile` got `loss_weights`"
+    assert which_loss(model).reason == "`compile` got `loss_weights`"
     model.compile(weighted_metrics=["accuracy"])
-    assert "the metric 'accuracy' reads logits" in str(ask(model))
+    assert "the metric 'accuracy' reads logits" in str(which_loss(model))
     model.compile(weighted_metrics=None)
-    assert ask(model).source == "hidden states"
+    assert which_loss(model).source == "hidden states"
 
-    class Own(type(model)):
+    class CustomLM(type(model)):
         def compute_loss(self, *args, **kwargs):
             return super().compute_loss(*args, **kwargs)
 
-    own = Own(model.backbone)
-    own.compile()
-    assert "`Own` overrides `compute_loss`" in ask(own).reason
-    assert ask(tiny_causal_lm(dtype="float16")).source == "logits"
+    custom = CustomLM(model.backbone)
+    custom.compile()
+    assert "`CustomLM` overrides `compute_loss`" in which_loss(custom).reason
+    assert which_loss(tiny_causal_lm(dtype="float16")).source == "logits"
     uncompiled = type(model)(model.backbone, compile=False)
-    assert "not compiled" in ask(uncompiled).reason
+    assert "not compiled" in which_loss(uncompiled).reason
     with pytest.raises(TypeError, match=r"takes a language model.*got Dense"):
-        ask(keras.layers.Dense(1))
+        which_loss(keras.layers.Dense(1))
 
 
 @pytest.mark.once
-def test_a_metric_that_reads_logits_is_named():
-    """Fails if the argument, a container or only another reason is named, and not the metric."""
+def test_which_loss_names_the_metric_that_reads_logits():
+    """The reason names an argument or a container in place of the metric."""
     model, accuracy = tiny_causal_lm(num_layers=1), keras.metrics.SparseCategoricalAccuracy
     perplexity = keras_hub.metrics.Perplexity
     for arguments in (
@@ -237,10 +222,10 @@ def test_a_metric_that_reads_logits_is_named():
     ):
         model.compile(**arguments)
         name = "mean_squared_error" if "function" in str(arguments) else "Perplexity"
-        because = f"the metric {name!r} reads logits"
+        reason = f"the metric {name!r} reads logits"
         if name == "Perplexity":
-            because += "; `keras_recurrent.metrics.Perplexity()` does not"
-        assert keras_recurrent.which_loss(model) == ("logits", because)
+            reason += "; `keras_recurrent.metrics.Perplexity()` does not"
+        assert keras_recurrent.which_loss(model) == ("logits", reason)
     for loss in (keras.losses.MeanSquaredError(), TokenCrossentropy(reduction="sum")):
         model.compile(loss=loss, weighted_metrics=[perplexity()])
         reason = keras_recurrent.which_loss(model).reason
@@ -256,18 +241,21 @@ def test_a_metric_that_reads_logits_is_named():
 
 
 @pytest.mark.once
-def test_an_error_inside_a_step_leaves_logits_outside():
+def test_call_and_predict_return_logits_after_a_step_and_after_an_error_in_a_step():
     model = tiny_causal_lm()
     model.compile(run_eagerly=True)
-    x, y, _ = data()
-    with pytest.raises(RuntimeError, match="must match the existing size"):
+    x, y, weights = data()
+    model.train_on_batch(x, y, sample_weight=weights)
+    assert model.predict(x, verbose=0).shape == (BATCH, LENGTH, VOCABULARY)
+    assert tuple(model(x).shape) == (BATCH, LENGTH, VOCABULARY)
+    with pytest.raises(RuntimeError, match="must match the"):
         model.train_on_batch(x, np.maximum(y, 0), sample_weight=np.ones((BATCH, 3)))
     assert tuple(model(x).shape) == (BATCH, LENGTH, VOCABULARY)
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(BACKEND != "jax", reason="XLA tells the memory of a program")
-def test_a_step_keeps_no_logits():
+@pytest.mark.skipif(BACKEND != "jax", reason="only XLA reports the memory of a program")
+def test_training_step_allocates_no_logits():
     import jax
 
     def bytes_of_a_step(**compiled):
@@ -287,5 +275,5 @@ def test_a_step_keeps_no_logits():
         return step.memory_analysis().temp_size_in_bytes
 
     logits = 2000 * BATCH * LENGTH * 20_000 * 4
-    spared = bytes_of_a_step(weighted_metrics=[OfLogits()]) - bytes_of_a_step()
-    assert spared > logits
+    with_logits = bytes_of_a_step(weighted_metrics=[AccuracyOfLogits()])
+    assert with_logits - bytes_of_a_step() > logits

@@ -1,4 +1,4 @@
-"""On an NVIDIA GPU: whole models with the Triton kernels, beside the same without them."""
+"""Models with Triton kernels on an NVIDIA GPU, compared with models without kernels."""
 
 import contextlib
 import hashlib
@@ -25,8 +25,8 @@ if not has_gpu():
 BATCH, LENGTH, STEPS = 4, 70, 3
 
 
-def trained(family, dtype, rematerialized=False):
-    """The losses of a few steps of `fit`, and the weights after them."""
+def train(family, dtype, rematerialized=False):
+    """Returns the losses of a few steps of `fit`, and the weights."""
     scope = keras.RematScope("full") if rematerialized else contextlib.nullcontext()
     with scope:
         model = tiny_causal_lm(family=family, dtype=dtype)
@@ -36,7 +36,7 @@ def trained(family, dtype, rematerialized=False):
     mask = np.arange(LENGTH) < np.array([[LENGTH], [LENGTH - 1], [33], [5]])
     x, y = {"token_ids": token_ids, "padding_mask": mask}, np.roll(token_ids, -1, 1)
     weights = mask.astype("float32")
-    # Rows in another order would be added in another order.
+    # Shuffled sequences would be added in another order.
     history = model.fit(
         x, y, sample_weight=weights, batch_size=BATCH, epochs=STEPS, shuffle=False, verbose=0
     )
@@ -45,23 +45,23 @@ def trained(family, dtype, rematerialized=False):
 
 @any_family
 @pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
-def test_fit(family, dtype):
-    found, _ = trained(family, dtype)
+def test_fit_with_kernels_has_the_losses_without_kernels(family, dtype):
+    found, _ = train(family, dtype)
     with keras_recurrent.implementation(BACKEND):
-        expected, _ = trained(family, dtype)
+        expected, _ = train(family, dtype)
     assert expected[-1] < expected[0]
     np.testing.assert_allclose(found, expected, rtol={"float32": 1e-4}.get(dtype, 1e-2))
 
 
 @any_family
-def test_fit_with_rematerialization(family):
-    found, _ = trained(family, "mixed_bfloat16", rematerialized=True)
-    expected, _ = trained(family, "mixed_bfloat16")
+def test_fit_with_rematerialization_has_the_losses_without_it(family):
+    found, _ = train(family, "mixed_bfloat16", rematerialized=True)
+    expected, _ = train(family, "mixed_bfloat16")
     np.testing.assert_allclose(found, expected, rtol=1e-3)
 
 
 @any_family
-def test_generate(family):
+def test_generate_with_kernels_has_the_tokens_of_forward_passes(family):
     model = tiny_causal_lm(family=family)
     model.compile(sampler="greedy")
     prompt, given = ragged(5, 9, 6)
@@ -75,11 +75,11 @@ def test_generate(family):
 
 
 @any_family
-def test_fit_gives_the_same_bits_twice(family, tmp_path):
-    """In processes whose caches are empty, then full, once the framework itself is deterministic.
+def test_fit_is_bit_identical_in_two_processes(family, tmp_path):
+    """A kernel is non-deterministic, or depends on empty caches of the first process.
 
-    By default XLA adds the gradients of embeddings in any order, and takes the products of matrices
-    that were the fastest when it compiled.
+    By default, XLA adds gradients of embeddings in any order, and chooses matrix products by their
+    measured times.
     """
     environment = {
         "TRITON_CACHE_DIR": str(tmp_path / "triton"),
@@ -92,7 +92,7 @@ def test_fit_gives_the_same_bits_twice(family, tmp_path):
 
 
 def digest(family):
-    losses, weights = trained(family, "mixed_bfloat16")
+    losses, weights = train(family, "mixed_bfloat16")
     bits = hashlib.sha256(b"".join(w.astype("float32").tobytes() for w in weights))
     return [*losses, bits.hexdigest()]
 

@@ -8,15 +8,16 @@ import keras_hub
 import numpy as np
 import pytest
 
-import keras_recurrent
 from keras_recurrent.checkpoints import loaders
 from keras_recurrent.models import (
     GriffinBackbone,
     GriffinCausalLM,
     GriffinCausalLMPreprocessor,
     GriffinTokenizer,
+    HGRN2CausalLM,
 )
-from tests.models.tiny import VOCABULARY
+from tests.layers.table import assert_rejects
+from tests.models.tiny import FAMILIES, VOCABULARY, any_family
 
 pytestmark = pytest.mark.once
 
@@ -30,26 +31,60 @@ PAPER = {
     "7b": (4096, 5632, 32, 32),
     "14b": (5120, 8192, 40, 40),
 }
-OURS = {"tiny": (128, 176, 4, 4), "tiny_text": (128, 176, 6, 4)}
+TINY = {"tiny": (128, 176, 4, 4), "tiny_text": (128, 176, 6, 4)}
 GEMMA = {"2b": (2560, 2560, 26, 10), "9b": (4096, 4096, 38, 16)}
 PATTERNS = {"hawk": "r", "griffin": "rra", "mqa": "a", "recurrentgemma": "rra"}
-NAMES = [
-    *(f"hawk_{size}" for size in ("tiny", *PAPER) if size != "14b"),
-    *(f"griffin_{size}" for size in (*OURS, *PAPER)),
-    *(f"mqa_{size}" for size in ("tiny", *PAPER) if size != "14b"),
-    *(f"recurrentgemma_{size}" for size in ("2b", "2b_it", "9b", "9b_it")),
-]
+# Blocks, D, width of SwiGLU, vocabulary, and the number of vocabulary matrices.
+HGRN2 = {
+    "hgrn2_tiny": (4, 128, 352, 259, 2),
+    "hgrn2_44m": (6, 512, 1376, 50_265, 1),
+    "hgrn2_150m": (15, 768, 2048, 32_000, 2),
+    "hgrn2_385m": (26, 1024, 2816, 32_000, 2),
+    "hgrn2_1b": (18, 2048, 5632, 32_000, 2),
+    "hgrn2_2.9b": (36, 2560, 6912, 32_000, 2),
+    "hgrn2_7b": (32, 4096, 11_008, 32_000, 2),
+    "hgrn2_1.3b_100b": (24, 2048, 5632, 32_000, 2),
+    "hgrn2_2.7b_100b": (32, 2560, 6912, 32_000, 2),
+}
+# Blocks, D, width of SGLU, vocabulary, and the number of vocabulary matrices.
+TRANSNORMER = {
+    "tnl_tiny": (4, 128, 352, 259, 2),
+    "tnl_44m": (6, 512, 1152, 50_265, 1),
+    "tnl_385m": (24, 1024, 2816, 64_000, 2),
+    "tnl_1b": (16, 2048, 5632, 64_000, 2),
+    "tnl_7b": (30, 4096, 11_264, 64_000, 2),
+    "tnl_15b": (42, 5120, 13_824, 100_000, 2),
+}
+# D, blocks, attention blocks, heads, key-value heads, head size, SwiGLU, vocabulary, its matrices.
+LIGHTNING_HYBRID = {
+    "hypenet_tiny": (128, 4, 1, 4, 2, 32, 352, 259, 1),
+    "hypenet_2b": (2048, 28, 7, 16, 8, 128, 6144, 151_936, 1),
+    "hypenet_5b": (2560, 36, 9, 32, 8, 128, 9728, 151_936, 1),
+    "hypenet_9b": (4096, 36, 9, 32, 8, 128, 12_288, 151_936, 1),
+    "minicpm_sala": (4096, 32, 8, 32, 2, 128, 16_384, 73_448, 2),
+}
+NAMES = {
+    "griffin": [
+        *(f"hawk_{size}" for size in ("tiny", *PAPER) if size != "14b"),
+        *(f"griffin_{size}" for size in (*TINY, *PAPER)),
+        *(f"mqa_{size}" for size in ("tiny", *PAPER) if size != "14b"),
+        *(f"recurrentgemma_{size}" for size in ("2b", "2b_it", "9b", "9b_it")),
+    ],
+    "hgrn2": list(HGRN2),
+    "transnormer": list(TRANSNORMER),
+    "lightning_hybrid": list(LIGHTNING_HYBRID),
+}
 
 
-def parameters(name):
-    """Counted off the paper: section 2 (blocks), 2.4 and appendix A (RG-LRU), C (sizes)."""
+def griffin_parameters(name):
+    """Section 2 of the paper (blocks), 2.4 and appendix A (RG-LRU), appendix C (sizes)."""
     kind, size = name.removesuffix("_it").split("_", 1)
     if kind == "recurrentgemma":
         d, d_rnn, depth, heads = GEMMA[size]
         vocabulary, head, blocks = 256_000, 256, heads
     else:
-        d, d_rnn, depth, heads = (PAPER | OURS)[size]
-        vocabulary, head, blocks = (259, 32, 16) if size in OURS else (32_000, 128, 16)
+        d, d_rnn, depth, heads = (PAPER | TINY)[size]
+        vocabulary, head, blocks = (259, 32, 16) if size in TINY else (32_000, 128, 16)
     norm, m, taps = d, 3, 4
     gate = blocks * (d_rnn // blocks) ** 2 + d_rnn
     rg_lru = 2 * gate + d_rnn
@@ -64,36 +99,123 @@ def parameters(name):
     return vocabulary * d + mixing + depth * (2 * norm + mlp) + norm
 
 
+def hgrn2_parameters(name):
+    depth, d, m, vocabulary, matrices = HGRN2[name]
+    mixing, mlp, norms, bound = 4 * d * d, 3 * d * m, 3 * d, d
+    return depth * (mixing + mlp + norms + bound) + d + matrices * vocabulary * d
+
+
+def transnormer_parameters(name):
+    """Section 3.1 of the paper: norms have no weights, and all heads together have width D."""
+    depth, d, sglu, vocabulary, matrices = TRANSNORMER[name]
+    attention, positions = 5 * d * d, d
+    return matrices * vocabulary * d + depth * (attention + 3 * d * sglu) + positions
+
+
+def lightning_hybrid_parameters(name):
+    d, depth, attention, heads, keys, size, m, vocabulary, matrices = LIGHTNING_HYBRID[name]
+    norms = 0 if name == "minicpm_sala" else 2 * size
+    total = matrices * vocabulary * d + d + depth * (2 * d + 3 * d * m)
+    total += attention * (d * size * (3 * heads + 2 * keys) + norms)
+    return total + (depth - attention) * (5 * d * size * heads + size * (heads + 2))
+
+
+PARAMETERS = {
+    "griffin": griffin_parameters,
+    "hgrn2": hgrn2_parameters,
+    "transnormer": transnormer_parameters,
+    "lightning_hybrid": lightning_hybrid_parameters,
+}
+
+
 def count_without_memory(name, cls=GriffinBackbone, **kwargs):
-    """Builds a model whose weights have shapes but no values."""
+    """Counts the parameters of a model whose weights have shapes but no values."""
     with keras.StatelessScope(initialize_variables=False):
         model = cls.from_preset(name, **kwargs)
         parameters = sum(int(np.prod(weight.shape)) for weight in model.weights)
-    # Keras would still give them values at the end of the next scope.
+    # Keras would give the weights values at the end of the next scope.
     keras.utils.clear_session(free_memory=False)
     return parameters
 
 
-@pytest.mark.once
-@pytest.mark.parametrize("name", NAMES)
-def test_parameters_follow_from_the_sizes_in_the_paper(name):
-    listed = GriffinCausalLM.presets[name]["metadata"]["params"]
-    assert listed == parameters(name)
-    assert count_without_memory(name, load_weights=False) == listed
+@pytest.mark.parametrize(
+    ("family", "name"), [(family, name) for family, names in NAMES.items() for name in names]
+)
+def test_preset_has_as_many_parameters_as_the_sizes_in_the_paper_give(family, name):
+    expected, cls = PARAMETERS[family](name), FAMILIES[family]
+    assert cls.causal_lm.presets[name]["metadata"]["params"] == expected
+    assert count_without_memory(name, cls.backbone, load_weights=False) == expected
 
 
-@pytest.mark.once
-def test_named_sizes():
-    listed = {name: row["metadata"]["params"] for name, row in GriffinCausalLM.presets.items()}
+def test_preset_parameters_equal_the_published_numbers():
+    """A formula for parameters and the sizes of a preset have the same error."""
+    presets = GriffinCausalLM.presets | HGRN2CausalLM.presets
+    listed = {name: preset["metadata"]["params"] for name, preset in presets.items()}
     assert round(listed["hawk_1.3b"] / 1e6, 1) == 1369.8
     assert round(listed["griffin_1.3b"] / 1e6, 1) == 1308.5
     assert round(listed["mqa_1.3b"] / 1e6, 1) == 1185.9
     assert listed["recurrentgemma_2b"] == listed["recurrentgemma_2b_it"] == 2_682_862_080
     assert listed["recurrentgemma_9b"] == listed["recurrentgemma_9b_it"] == 8_579_977_216
+    assert listed["hgrn2_1.3b_100b"] == 1_364_396_032
+    # Table 4 of HGRN2, WikiText-103; the paper prints neither depth nor widths of this model.
+    assert listed["hgrn2_44m"] == pytest.approx(44.66e6, rel=2e-3)
 
 
-@pytest.mark.once
-def test_patterns_windows_and_positions():
+DESCRIPTIONS = {
+    "hawk_7b": "no weights",
+    "griffin_tiny_text": "in this package",
+    "recurrentgemma_9b_it": "hf://google/recurrentgemma-9b-it",
+    "hgrn2_1.3b_100b": "hf://fla-hub/hgrn2-1.3B-100B",
+    "hgrn2_2.7b_100b": "hf://fla-hub/hgrn2-2.7B-100B",
+    **{name: "no weights are published" for name in HGRN2 if not name.endswith("_100b")},
+    "tnl_7b": "hf://OpenNLPLab/TransNormerLLM-7B",
+    "tnl_15b": "no weights",
+}
+
+
+def test_descriptions_of_presets_name_the_source_of_weights():
+    for name, text in DESCRIPTIONS.items():
+        assert text in keras_hub.models.CausalLM.presets[name]["metadata"]["description"], name
+
+
+@any_family
+def test_presets_are_listed_by_all_classes_of_a_family_and_by_keras_hub(family):
+    cls = FAMILIES[family]
+    for part in (cls.causal_lm, cls.backbone, cls.tokenizer, cls.preprocessor):
+        assert list(part.presets) == NAMES[family]
+    assert set(NAMES[family]) < set(keras_hub.models.CausalLM.presets)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "sequence_length"),
+    [
+        ("griffin", "hawk_tiny", 256),
+        ("hgrn2", "hgrn2_tiny", 1024),
+        ("transnormer", "tnl_tiny", 256),
+        ("lightning_hybrid", "hypenet_tiny", 1024),
+    ],
+)
+def test_keras_hub_loads_the_model_and_backbone_of_a_preset_name(family, name, sequence_length):
+    cls = FAMILIES[family]
+    model, other = (c.from_preset(name) for c in (cls.causal_lm, keras_hub.models.CausalLM))
+    assert type(other) is cls.causal_lm
+    assert other.backbone.get_config() | {"name": ""} == model.backbone.get_config() | {"name": ""}
+    assert type(other.preprocessor.tokenizer) is cls.tokenizer
+    lengths = [m.preprocessor.sequence_length for m in (model, other)]
+    assert lengths == [sequence_length, sequence_length]
+    backbone = keras_hub.models.Backbone.from_preset(name)
+    assert type(backbone) is cls.backbone
+    assert backbone.count_params() == cls.causal_lm.presets[name]["metadata"]["params"]
+
+
+def test_keras_hub_loads_preprocessors_and_tokenizers_of_preset_names():
+    preprocessor = keras_hub.models.CausalLMPreprocessor.from_preset("hawk_100m", packed=True)
+    assert type(preprocessor) is GriffinCausalLMPreprocessor
+    assert (preprocessor.packed, preprocessor.sequence_length) == (True, 1024)
+    assert type(keras_hub.tokenizers.Tokenizer.from_preset("hawk_7b")) is GriffinTokenizer
+
+
+def test_presets_of_griffin_have_the_published_patterns_windows_and_scales():
     def config(name, **kwargs):
         with keras.StatelessScope(initialize_variables=False):
             small = {"num_layers": 3, "vocabulary_size": 300, **kwargs}
@@ -114,48 +236,22 @@ def test_patterns_windows_and_positions():
     assert (gemma["embedding_scale"], gemma["final_logit_soft_cap"]) == (50.5, 30.0)
 
 
-def test_names_are_listed_everywhere():
-    for cls in (GriffinCausalLM, GriffinBackbone, GriffinTokenizer, GriffinCausalLMPreprocessor):
-        assert list(cls.presets) == NAMES
-    assert set(NAMES) < set(keras_hub.models.CausalLM.presets)
-    descriptions = {
-        name: row["metadata"]["description"] for name, row in GriffinCausalLM.presets.items()
-    }
-    assert "no weights" in descriptions["hawk_7b"]
-    assert "in this package" in descriptions["griffin_tiny_text"]
-    assert "hf://google/recurrentgemma-9b-it" in descriptions["recurrentgemma_9b_it"]
-
-
-def test_a_name_gives_the_same_model_through_kerashub():
-    ours = GriffinCausalLM.from_preset("hawk_tiny", num_layers=1)
-    theirs = keras_hub.models.CausalLM.from_preset("hawk_tiny", num_layers=1)
-    assert type(theirs) is GriffinCausalLM
-    assert theirs.backbone.get_config() | {"name": ""} == ours.backbone.get_config() | {"name": ""}
-    assert type(theirs.preprocessor.tokenizer) is GriffinTokenizer
-    assert theirs.preprocessor.sequence_length == ours.preprocessor.sequence_length == 256
-    backbone = keras_hub.models.Backbone.from_preset("hawk_tiny")
-    assert type(backbone) is GriffinBackbone
-    assert backbone.count_params() == GriffinCausalLM.presets["hawk_tiny"]["metadata"]["params"]
-    preprocessor = keras_hub.models.CausalLMPreprocessor.from_preset("hawk_100m", packed=True)
-    assert type(preprocessor) is GriffinCausalLMPreprocessor
-    assert (preprocessor.packed, preprocessor.sequence_length) == (True, 1024)
-    assert type(keras_hub.tokenizers.Tokenizer.from_preset("hawk_7b")) is GriffinTokenizer
-
-
-def test_fresh_initialization_is_said_once(caplog, monkeypatch):
+def test_fresh_initialization_is_logged_once(caplog, monkeypatch):
     monkeypatch.setattr(loaders, "_announced", set())
     with caplog.at_level(logging.WARNING, "keras_recurrent"):
         for _ in range(2):
             GriffinBackbone.from_preset("hawk_tiny", num_layers=1)
             keras_hub.models.Backbone.from_preset("hawk_tiny", num_layers=1)
-    said = [record.getMessage() for record in caplog.records if record.name == "keras_recurrent"]
-    assert said == ["hawk_tiny has no published weights: it starts from fresh initialization."]
+    messages = [
+        record.getMessage() for record in caplog.records if record.name == "keras_recurrent"
+    ]
+    assert messages == ["hawk_tiny has no published weights: it starts from fresh initialization."]
 
 
-def test_asking_for_weights_is_an_error_that_says_what_to_do():
+def test_load_weights_of_a_preset_without_weights_is_rejected():
     for cls in (GriffinCausalLM, GriffinBackbone):
-        with pytest.raises(ValueError, match=r"no published weights.*save_to_preset"):
-            cls.from_preset("hawk_tiny", load_weights=True)
+        match = r"no published weights.*save_to_preset"
+        assert_rejects(match, cls.from_preset, "hawk_tiny", load_weights=True)
         assert cls.from_preset("hawk_tiny", load_weights=False, num_layers=1)
 
 
@@ -179,10 +275,10 @@ def test_overrides_reach_backbone_preprocessor_and_model():
     assert (model.name, model.compiled) == ("small", False)
     small = {"num_layers": 1, "vocabulary_size": VOCABULARY}
     assert GriffinCausalLM.from_preset("hawk_tiny", preprocessor=None, **small).preprocessor is None
-    with pytest.raises(ValueError, match="`preprocessor`: its tokenizer has 259 tokens"):
-        GriffinCausalLM.from_preset("hawk_tiny", **small)
-    with pytest.raises(ValueError, match="'packed': belongs to the preprocessor"):
-        GriffinCausalLM.from_preset("hawk_tiny", preprocessor=None, packed=True, **small)
+    load, match = GriffinCausalLM.from_preset, "`preprocessor`: its tokenizer has 259 tokens"
+    assert_rejects(match, load, "hawk_tiny", **small)
+    match = "'packed': belongs to the preprocessor"
+    assert_rejects(match, load, "hawk_tiny", preprocessor=None, packed=True, **small)
 
 
 @pytest.mark.parametrize(
@@ -195,34 +291,30 @@ def test_overrides_reach_backbone_preprocessor_and_model():
         keras_hub.models.CausalLMPreprocessor.from_preset,
     ],
 )
-def test_no_override_is_ignored(load):
-    with pytest.raises(ValueError, match=r"'(vocab_size|sequence_len)', which nothing takes"):
-        load("hawk_tiny", **{"vocab_size": 7, "sequence_len": 3})
+def test_from_preset_rejects_unknown_overrides(load):
+    match = r"'(vocab_size|sequence_len)', which nothing takes"
+    assert_rejects(match, load, "hawk_tiny", vocab_size=7, sequence_len=3)
 
 
-def test_unknown_names_list_near_ones():
+def test_from_preset_of_an_unknown_name_suggests_similar_ones():
     for load in (
         GriffinCausalLM.from_preset,
         GriffinBackbone.from_preset,
         keras_hub.models.CausalLM.from_preset,
         keras_hub.models.Backbone.from_preset,
     ):
-        with pytest.raises(ValueError, match="hawk_100m"):
-            load("hawk_10m")
-        with pytest.raises(ValueError, match=r"[Uu]nknown preset"):
-            load("something_else")
+        assert_rejects("hawk_100m", load, "hawk_10m")
+        assert_rejects(r"[Uu]nknown preset", load, "something_else")
         with pytest.raises(ValueError, match=r"there is no '/.*nope'.*hf://owner") as error:
             load("./nope")
         assert "bert" not in str(error.value)
-        with pytest.raises(ValueError, match=r"`preset` must be a string.*`str\(path\)`"):
-            load(pathlib.Path("something"))
+        match = r"`preset` must be a string.*`str\(path\)`"
+        assert_rejects(match, load, pathlib.Path("something"))
 
 
-def test_a_paper_size_trains_on_strings_out_of_the_box():
-    """But for its size, which is made small here, as are its rows."""
+def test_preset_with_small_widths_trains_and_generates_on_strings():
     sizes = {"hidden_dim": 16, "lru_width": 16, "intermediate_dim": 16, "num_layers": 1}
     model = GriffinCausalLM.from_preset("hawk_100m", sequence_length=8, **sizes)
     assert model.backbone.vocabulary_size == 32_000
     model.train_on_batch(["to be", "or not to be"])
     assert isinstance(model.generate("to", max_length=8), str)
-    assert keras_recurrent.models.GriffinCausalLM is GriffinCausalLM

@@ -1,4 +1,4 @@
-"""`keras.RematScope`: blocks are recomputed in the backward pass, with unchanged results."""
+"""`keras.RematScope`: the backward pass recomputes blocks with unchanged results."""
 
 import functools
 
@@ -29,11 +29,11 @@ def batch(length):
 
 
 def training_step(mode, dtype, family="griffin", **kwargs):
-    """All that one step adds to the weights, as one vector."""
-    return training_step_of(model_in(mode, dtype=dtype, family=family, **kwargs))
+    return update_of_weights(model_in(mode, dtype=dtype, family=family, **kwargs))
 
 
-def training_step_of(model):
+def update_of_weights(model):
+    """Returns the changes of all weights in one training step, as one vector."""
     before = model.get_weights()
     model.compile(keras.optimizers.SGD(0.1))
     model.train_on_batch(*batch(length=8))
@@ -42,14 +42,14 @@ def training_step_of(model):
 
 
 @shared_by_families
-def test_a_training_step_is_the_same(family):
+def test_training_step_with_recomputation_equals_a_plain_step(family):
     plain, recomputed = (training_step(mode, "float32", family) for mode in (None, "full"))
     assert np.linalg.norm(recomputed - plain) < 1e-5 * np.linalg.norm(plain)
 
 
 @pytest.mark.nightly
-def test_a_training_step_in_bfloat16_is_as_exact():
-    """XLA rounds the two programs in different places: each is compared with float32."""
+def test_recomputation_in_bfloat16_is_as_exact_as_a_plain_step():
+    """XLA rounds the two programs differently, so each is compared with float32."""
     exact = training_step(None, "float32", num_layers=2)
     plain, recomputed = (
         np.linalg.norm(training_step(mode, "mixed_bfloat16", num_layers=2) - exact)
@@ -58,7 +58,7 @@ def test_a_training_step_in_bfloat16_is_as_exact():
     assert recomputed < 2 * plain < 0.1 * np.linalg.norm(exact)
 
 
-def test_the_scope_chooses_blocks_by_name():
+def test_remat_scope_selects_blocks_by_name():
     with keras.RematScope(mode="list_of_layers", layer_names=["block_1"]):
         model = tiny_causal_lm()
     blocks = model.backbone.transformer_layers
@@ -69,8 +69,8 @@ def test_the_scope_chooses_blocks_by_name():
 
 @pytest.mark.nightly
 @any_family
-def test_the_scope_may_name_what_is_inside_of_blocks(family):
-    # Keras's own layers cannot be recomputed in a graph of TensorFlow, which refuses keywords.
+def test_remat_scope_selects_sublayers_of_blocks_by_name(family):
+    # Layers of Keras cannot be recomputed in a TensorFlow graph, which rejects keyword arguments.
     names = ["mlp"] if BACKEND == "tensorflow" else ["mlp", "down_proj"]
     with keras.RematScope(mode="list_of_layers", layer_names=names):
         model = tiny_causal_lm(family=family)
@@ -82,13 +82,13 @@ def test_the_scope_may_name_what_is_inside_of_blocks(family):
     assert recomputed == set(names)
     expected = training_step(None, "float32", family)
     with keras.RematScope(mode="list_of_layers", layer_names=names):
-        found = training_step_of(tiny_causal_lm(family=family, dtype="float32"))
+        found = update_of_weights(tiny_causal_lm(family=family, dtype="float32"))
     assert np.linalg.norm(found - expected) < 1e-5 * np.linalg.norm(expected)
 
 
 @pytest.mark.nightly
 @any_family
-def test_nothing_inside_a_block_recomputes_by_itself(family):
+def test_sublayers_of_a_recomputed_block_are_not_recomputed_again(family):
     model = model_in("full", family=family)
     modes = {
         layer.name: layer._remat_mode.mode if layer._remat_mode else None
@@ -103,11 +103,11 @@ LAYERS = {"RecurrentBlock": lambda: RecurrentBlock(16), "HGRN2": lambda: HGRN2(e
 @pytest.mark.nightly
 @pytest.mark.skipif(BACKEND != "torch", reason="a compiler of torch")
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
-def test_with_the_compiler_of_torch(layer, monkeypatch):
-    """It runs backwards of what is computed again outside of its graphs."""
+def test_compiled_torch_step_with_recomputation_equals_a_plain_step(layer, monkeypatch):
+    """Backward passes of recomputed layers run outside of the compiled graphs."""
     import torch
 
-    # Up to the C++ of Inductor, which takes a minute.
+    # The C++ compiler of Inductor takes a minute.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     x = np.random.default_rng(0).normal(size=(2, 8, 16)).astype("float32")
     losses, weights = [], None
@@ -124,19 +124,19 @@ def test_with_the_compiler_of_torch(layer, monkeypatch):
 
 
 @pytest.mark.nightly
-def test_generation_and_scores_go_on():
+def test_generation_is_unchanged_by_a_remat_scope():
     plain, recomputing = tiny_causal_lm(num_layers=2), model_in("full", num_layers=2)
     token_ids = np.array([[5, 7, 9, 0, 0, 0], [8, 0, 0, 0, 0, 0]], "int32")
     prompt = {"token_ids": token_ids, "padding_mask": token_ids > 0}
-    written = []
+    generated = []
     for model in (plain, recomputing):
         model.compile(sampler="greedy")
-        written.append(model.generate(dict(prompt), stop_token_ids=None)["token_ids"])
-    np.testing.assert_array_equal(*written)
+        generated.append(model.generate(dict(prompt), stop_token_ids=None)["token_ids"])
+    np.testing.assert_array_equal(*generated)
 
 
-def held_between_passes(model, x, y):
-    """Bytes that the forward pass leaves for the backward pass."""
+def residual_bytes(model, x, y):
+    """Returns the bytes that the forward pass saves for the backward pass."""
     if BACKEND == "jax":
         import jax
 
@@ -146,32 +146,33 @@ def held_between_passes(model, x, y):
                 keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
             )
 
-        def held(weights):
+        def residuals(weights):
             return jax.vjp(loss, weights)[1]
 
-        # Not the memory of a compiled step: XLA makes one of equal computations on a CPU.
-        leaves = jax.tree.leaves(jax.eval_shape(held, [w.value for w in model.trainable_variables]))
+        # On a CPU, XLA merges equal computations of a compiled step.
+        leaves = jax.tree.leaves(
+            jax.eval_shape(residuals, [w.value for w in model.trainable_variables])
+        )
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     import torch
 
-    held = {}
+    saved = {}
 
     def pack(tensor):
-        held[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        saved[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(x)
-    return sum(held.values())
+    return sum(saved.values())
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(BACKEND == "tensorflow", reason="TensorFlow does not tell what it holds")
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="TensorFlow does not report residuals")
 @any_family
-def test_less_is_held_between_forward_and_backward_pass(family):
+def test_recomputation_saves_less_for_the_backward_pass(family):
     x, y = batch(length=512)
     plain, recomputing = (
-        held_between_passes(model_in(mode, num_layers=4, family=family), x, y)
-        for mode in (None, "full")
+        residual_bytes(model_in(mode, num_layers=4, family=family), x, y) for mode in (None, "full")
     )
     assert recomputing < 0.2 * plain

@@ -9,7 +9,9 @@ import torch
 from keras_recurrent.chat.templates import tokenize_prompts
 from keras_recurrent.datasets import PackedText
 from keras_recurrent.tokenizers import ByteTokenizer, SentencePieceTokenizer
-from tests.models.tiny import FAMILIES, set_weights
+from tests.layers.table import assert_rejects
+from tests.models.data_sources import make_sources
+from tests.models.tiny import FAMILIES, tiny_text_model
 from tests.tokenizers import bpe, sentence_piece
 
 BACKEND = keras.backend.backend()
@@ -17,18 +19,15 @@ PAD, START, END = 0, 1, 2
 PROMPTS, RESPONSES = ["tick ", "tock tick ", "é", ""], ["tock", "é", "", "tick tock"]
 SAMPLES = {"prompts": PROMPTS, "responses": RESPONSES}
 LENGTH = 14
-CONVERSATIONS = [
-    [
-        {"role": "user", "content": "tick"},
-        {"role": "assistant", "content": "tock"},
-        {"role": "user", "content": "t"},
-        {"role": "assistant", "content": "o"},
-        {"role": "user", "content": "left out"},
-    ],
-    [{"role": "user", "content": "x"}, {"role": "assistant", "content": "é"}],
-]
 
 
+def conversation(*contents):
+    """Messages of a user and the assistant in turn."""
+    roles = "user", "assistant"
+    return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+CONVERSATIONS = [conversation("tick", "tock", "t", "o", "left out"), conversation("x", "é")]
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message.role[0] }}{{ message.content }}"
     "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
@@ -41,11 +40,8 @@ def preprocessor(tokenizer=None, **kwargs):
 
 
 def causal_lm(**kwargs):
-    family = FAMILIES["hgrn2"]
-    sizes = {**family.sizes, "vocabulary_size": 259, "num_layers": 1}
-    model = family.causal_lm(family.backbone(**sizes), preprocessor(**kwargs))
-    set_weights(model, 0)
-    return model
+    options = {"sequence_length": LENGTH, "chat_template": TEMPLATE, **kwargs}
+    return tiny_text_model("hgrn2", options, num_layers=1)
 
 
 def arrays(sample):
@@ -56,55 +52,54 @@ def arrays(sample):
 
 
 def hand_built_batch(packed):
-    """The samples as tokens, labels and weights, put together by loops.
+    """Tokens, labels and weights of the samples, built by loops.
 
-    Packed, the first three documents fill a sequence, and the last one is in another.
+    Packed, the first two documents share a sequence, and the last two share another.
     """
-    rows = [[0, 1], [2, 3]] if packed else [[0], [1], [2], [3]]
-    length = LENGTH if not packed else 28
-    shape = (len(rows), length)
-    ids, segments, y = np.zeros(shape, "int32"), np.zeros(shape, "int32"), np.zeros(shape, "int32")
+    sequences = [[0, 1], [2, 3]] if packed else [[0], [1], [2], [3]]
+    shape = len(sequences), 28 if packed else LENGTH
+    ids, segments, y = (np.zeros(shape, "int32") for _ in range(3))
     weights = np.zeros(shape, "float32")
-    for row, documents in enumerate(rows):
-        at = 0
+    for row, documents in enumerate(sequences):
+        position = 0
         for segment, d in enumerate(documents, start=1):
             prompt = [START, *(3 + byte for byte in PROMPTS[d].encode())]
             response = [*(3 + byte for byte in RESPONSES[d].encode()), END]
             for i, token in enumerate(prompt + response):
-                ids[row, at], segments[row, at] = token, segment
+                ids[row, position], segments[row, position] = token, segment
                 if i > 0:
-                    y[row, at - 1] = token
-                    weights[row, at - 1] = i >= len(prompt)
-                at += 1
+                    y[row, position - 1] = token
+                    weights[row, position - 1] = i >= len(prompt)
+                position += 1
     x = {"token_ids": ids, "padding_mask": segments > 0}
     return {**x, "segment_ids": segments} if packed else x, y, weights
 
 
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.once), True])
-def test_a_step_on_responses_is_that_of_a_batch_built_manually(packed):
-    """Fails if the loss includes prompts or lacks end tokens, or packing changes the mask."""
+def test_fit_on_responses_equals_fit_on_a_batch_built_by_hand(packed):
+    """The loss includes prompts or lacks end tokens, or packing changes the mask."""
     x, y, weights = hand_built_batch(packed)
     model = causal_lm(packed=packed, sequence_length=y.shape[1])
     model.compile(keras.optimizers.SGD(0.05), run_eagerly=BACKEND == "tensorflow")
-    before, found = model.get_weights(), []
-    for given in ({"x": SAMPLES}, {"x": x, "y": y, "sample_weight": weights}):
+    before, results = model.get_weights(), []
+    for data in ({"x": SAMPLES}, {"x": x, "y": y, "sample_weight": weights}):
         model.set_weights(before)
-        history = model.fit(**given, batch_size=4, shuffle=False, verbose=0).history
-        found.append([history["loss"], *model.get_weights()])
-    for a, b in zip(*found, strict=True):
+        history = model.fit(**data, batch_size=4, shuffle=False, verbose=0).history
+        results.append([history["loss"], *model.get_weights()])
+    for a, b in zip(*results, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
-    assert max(abs(a - b).max() for a, b in zip(found[0][1:], before, strict=True)) > 1e-3
+    assert max(abs(a - b).max() for a, b in zip(results[0][1:], before, strict=True)) > 1e-3
 
 
 @pytest.mark.once
-def test_padded_tokens_are_those_of_the_whole_text():
-    """Fails if truncation differs from plain text's, or the loss includes a lost response's end."""
+def test_truncated_responses_have_the_tokens_of_truncated_text_and_warn():
+    """Truncation differs from plain text's, or the loss includes the end of a lost response."""
     prompts, answers = ["ab", "abcde"], ["cdefgh", "gh"]
     pairs = {"prompts": prompts, "responses": answers}
-    with pytest.warns(UserWarning, match=r"no token of a response .*`sequence_length=6`") as shown:
-        found = preprocessor(sequence_length=6)(pairs)
-    x, y, weights = arrays(found)
-    assert sum("of a response" in str(warning.message) for warning in shown) == 1
+    match = r"no token of a response .*`sequence_length=6`"
+    with pytest.warns(UserWarning, match=match) as warnings:
+        x, y, weights = arrays(preprocessor(sequence_length=6)(pairs))
+    assert sum("of a response" in str(warning.message) for warning in warnings) == 1
     texts = [a + b for a, b in zip(prompts, answers, strict=True)]
     plain_x, plain_y, _ = arrays(preprocessor(sequence_length=6)(texts))
     keras.tree.map_structure(np.testing.assert_array_equal, (x, y), (plain_x, plain_y))
@@ -118,32 +113,19 @@ def test_padded_tokens_are_those_of_the_whole_text():
     assert sorted(y[weights]) == sorted([*(3 + ord(c) for c in "cdefghgh"), END, END])
 
 
-def batches():
-    return [{name: part[i : i + 2] for name, part in SAMPLES.items()} for i in (0, 2)]
-
-
-def tensorflow_dataset():
-    tf = pytest.importorskip("tensorflow")
-    return tf.data.Dataset.from_tensor_slices(SAMPLES).batch(2)
-
-
 SINGLE = [{"prompts": p, "responses": r} for p, r in zip(PROMPTS, RESPONSES, strict=True)]
-SOURCES = {
-    "arrays": lambda: {name: np.array(part) for name, part in SAMPLES.items()},
-    "tf.data": tensorflow_dataset,
-    "grain": lambda: grain.MapDataset.source(SINGLE).batch(2),
-    "grain, by the preprocessor": lambda: (
+COLUMNS = {name: np.array(column) for name, column in SAMPLES.items()}
+SOURCES = make_sources(SINGLE, COLUMNS, batch_size=2) | {
+    "arrays": lambda: COLUMNS,
+    "grain, preprocessed": lambda: (
         grain.MapDataset.source(SINGLE).map(lambda x: arrays(preprocessor()(x))).batch(2)
     ),
-    "torch": lambda: torch.utils.data.DataLoader(SINGLE, batch_size=2),
-    "a generator": lambda: (batch for _ in range(3) for batch in batches()),
 }
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("source", SOURCES)
-def test_sources_of_responses(source):
-    """Fails if batches of a source are taken for something else, or keep no mask."""
+def test_responses_of_every_source_give_the_loss_of_a_batch_built_by_hand(source):
     model = causal_lm()
     arguments = {"verbose": 0, "steps": 2 if "generator" in source else None}
     arguments["batch_size"] = 2 if source == "arrays" else None
@@ -154,7 +136,7 @@ def test_sources_of_responses(source):
 
 
 @pytest.mark.once
-def test_tensorflow_graphs_make_the_same_samples():
+def test_preprocessor_in_tensorflow_graphs_makes_equal_samples():
     tf = pytest.importorskip("tensorflow")
     for packed in (False, True):
         layer = preprocessor(packed=packed)
@@ -166,22 +148,19 @@ def test_tensorflow_graphs_make_the_same_samples():
 
 
 @pytest.mark.once
-def test_packed_text_keeps_the_mask_of_responses():
+def test_packed_text_keeps_the_loss_mask_of_responses_and_conversations():
     layer = preprocessor(packed=True, sequence_length=28)
-    for samples, wanted in (
+    for samples, expected in (
         (SINGLE, hand_built_batch(packed=True)),
         (CONVERSATIONS, arrays(layer(CONVERSATIONS))),
     ):
-        found = next(iter(PackedText(grain.MapDataset.source(samples), layer, 4, passes=1)))
-        keras.tree.map_structure(np.testing.assert_array_equal, arrays(found), wanted)
+        batch = next(iter(PackedText(grain.MapDataset.source(samples), layer, 4, passes=1)))
+        keras.tree.map_structure(np.testing.assert_array_equal, arrays(batch), expected)
 
 
 @pytest.mark.once
-def test_the_loss_includes_every_turn_of_the_assistant():
-    """Fails if a turn or its end-of-turn token is missed, or special tokens are added twice.
-
-    Also if the loss includes the period that the template writes after the end of a turn.
-    """
+def test_loss_mask_includes_every_turn_of_the_assistant():
+    """The loss lacks a turn or its end token, has one twice, or includes the template's text."""
     template = TEMPLATE.replace("{{ eos_token }}", "{{ eos_token }}.")
     options = {"sequence_length": 36, "chat_template": template}
     for packed in (False, True):
@@ -197,7 +176,7 @@ def test_the_loss_includes_every_turn_of_the_assistant():
 
 
 @pytest.mark.once
-def test_conversations_train_from_every_source():
+def test_conversations_of_every_source_give_equal_losses():
     model = causal_lm()
     wanted = model.evaluate(CONVERSATIONS, verbose=0)
     x, y, weights = arrays(model.preprocessor(CONVERSATIONS))
@@ -213,9 +192,9 @@ def test_conversations_train_from_every_source():
 
 
 @pytest.mark.once
-def test_special_tokens_in_conversations_are_plain_text():
-    """Or a message could begin a turn of the assistant in the training data."""
-    messages = [{"role": "user", "content": "<end>a"}, {"role": "assistant", "content": "<end>"}]
+def test_special_tokens_inside_messages_are_plain_text():
+    """A message begins a turn of the assistant in the training data."""
+    messages = conversation("<end>a", "<end>")
     x, y, weights = arrays(preprocessor(sequence_length=28)([messages]))
     assert (x["token_ids"] == END).sum() == 2
     assert y[weights].tolist() == [*(3 + ord(c) for c in "<end>"), END]
@@ -260,15 +239,11 @@ def num_shared(a, b):
 @pytest.mark.once
 @pytest.mark.parametrize("make", TOKENIZERS.values(), ids=TOKENIZERS)
 @pytest.mark.parametrize("template", [TEMPLATE, SPACES, CHATML], ids=["tight", "spaces", "chatml"])
-def test_a_conversation_has_the_tokens_of_its_prompt(make, template):
+def test_conversation_for_training_has_the_tokens_of_the_prompt_for_generation(make, template):
     """The model is trained on other tokens than it generates, such as a space between turns."""
     options = {"tokenizer": make(), "chat_template": template}
     layer = preprocessor(sequence_length=300, **options)
-    contents = ["all happy", "families are", "are", " alike families\n", "y", "a"]
-    messages = [
-        {"role": ("user", "assistant")[number % 2], "content": content}
-        for number, content in enumerate(contents)
-    ]
+    messages = conversation("all happy", "families are", "are", " alike families\n", "y", "a")
 
     def tokens(*arguments):
         return tokenize_prompts(layer.tokenizer, [layer.apply_chat_template(*arguments)], True)[0]
@@ -298,17 +273,11 @@ def test_a_conversation_has_the_tokens_of_its_prompt(make, template):
 
 @pytest.mark.once
 @pytest.mark.parametrize("make", TOKENIZERS.values(), ids=TOKENIZERS)
-def test_a_prompt_with_its_response_has_the_tokens_of_the_joined_text(make):
+def test_prompt_and_response_have_the_tokens_of_the_joined_text(make):
     """The model is trained on a space, or on merges, that it does not see when it generates."""
     tokenizer = make()
-    pairs = [
-        ("all hap", "py families"),
-        ("all ", "happy"),
-        ("are", " alike"),
-        ("", "a"),
-        ("a", ""),
-        ("a", "ll"),
-    ]
+    pairs = [("all hap", "py families"), ("all ", "happy"), ("are", " alike")]
+    pairs += [("", "a"), ("a", ""), ("a", "ll")]
     x = {part: list(texts) for part, texts in zip(SAMPLES, zip(*pairs, strict=True), strict=True)}
     start = [] if tokenizer.start_token_id is None else [tokenizer.start_token_id]
     expected = [], []
@@ -319,7 +288,7 @@ def test_a_prompt_with_its_response_has_the_tokens_of_the_joined_text(make):
         # The text has at most one space, where SentencePiece adds or removes no further one.
         ends = np.cumsum([len(tokenizer.id_to_token(id)) for id in ids])
         in_response = (ends - (ends[-1] - len(text)) > len(prompt)).tolist()
-        # The first token is no label.
+        # The first token is not a label.
         expected[1].append([False, *[*[False] * len(start), *in_response, True][1:]])
     assert documents(preprocessor(tokenizer=tokenizer, sequence_length=40)(x)) == expected
     longest = max(map(len, expected[0]))
@@ -329,18 +298,17 @@ def test_a_prompt_with_its_response_has_the_tokens_of_the_joined_text(make):
 
 
 @pytest.mark.once
-def test_a_template_that_changes_earlier_text_is_an_error():
+def test_templates_that_change_earlier_text_are_rejected():
     shortening = TEMPLATE.replace("message.content", "message.content[: none if loop.last else 1]")
     layer = preprocessor(chat_template=shortening)
     match = (
         r"prefix-preserving.* 2 messages of conversation 0.* from '<start>utick<.* to '<start>ut<"
     )
-    with pytest.raises(ValueError, match=match):
-        layer(CONVERSATIONS)
+    assert_rejects(match, layer, CONVERSATIONS)
 
 
 @pytest.mark.once
-def test_wrong_responses_are_errors_before_training():
+def test_fit_rejects_malformed_responses_and_conversations():
     model = causal_lm()
     for x, match in (
         ({"prompts": ["a"]}, r"`x` must have the keys .*got \['prompts'\]"),
@@ -354,15 +322,15 @@ def test_wrong_responses_are_errors_before_training():
         ([CONVERSATIONS[0][1:]], "conversation 0 begins with a message of the role 'assistant'"),
         (CONVERSATIONS[0], "or a list of conversations; got a list with dict"),
     ):
-        with pytest.raises(ValueError, match=match):
-            model.fit(x, verbose=0)
-    with pytest.raises(ValueError, match="`validation_data` must have a response for each"):
-        model.fit(SAMPLES, validation_data={"prompts": ["a"], "responses": []}, verbose=0)
-    with pytest.raises(ValueError, match="`y` and `sample_weight` are made from"):
-        model.fit(SAMPLES, np.zeros(4), verbose=0)
-    with pytest.raises(ValueError, match="several conversations; got one conversation"):
-        model.fit((c for c in CONVERSATIONS), steps_per_epoch=1, verbose=0)
+        assert_rejects(match, model.fit, x, verbose=0)
+    match = "`validation_data` must have a response for each"
+    missing = {"prompts": ["a"], "responses": []}
+    assert_rejects(match, model.fit, SAMPLES, validation_data=missing, verbose=0)
+    match = "`y` and `sample_weight` are made from"
+    assert_rejects(match, model.fit, SAMPLES, np.zeros(4), verbose=0)
+    match = "several conversations; got one conversation"
+    assert_rejects(match, model.fit, (c for c in CONVERSATIONS), steps_per_epoch=1, verbose=0)
     tokens_only = type(model)(model.backbone)
     for source in (SAMPLES, CONVERSATIONS, torch.utils.data.DataLoader(SINGLE)):
-        with pytest.raises(ValueError, match="`x` is text, and the model has no preprocessor"):
-            tokens_only.fit(source, verbose=0)
+        match = "`x` is text, and the model has no preprocessor"
+        assert_rejects(match, tokens_only.fit, source, verbose=0)

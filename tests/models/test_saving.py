@@ -1,4 +1,4 @@
-"""Saved models load with equal configuration, weights and outputs."""
+"""Saved and quantized models load with equal configuration, weights and outputs."""
 
 import json
 
@@ -9,18 +9,21 @@ import pytest
 
 import keras_recurrent
 from keras_recurrent.models import GriffinCausalLM, HGRN2TextClassifier
+from tests.layers.table import assert_rejects, numpy
 from tests.models.tiny import (
-    FAMILIES,
     FEWER_LAYERS,
     SHARED,
-    set_weights,
+    any_family,
     shared_by_families,
     tiny_causal_lm,
+    tiny_text_model,
+    weights_of,
 )
 from tests.processes import fresh_process
 
 TEXTS = ["to be", "or not"]
-# Linear maps that low-rank weights go beside, in two blocks, and that mix tokens in int8.
+# Number of linear layers, in two blocks, that have low-rank weights; names of those that mix tokens
+# and are quantized.
 LORA = {"griffin": 3 + 4, "hgrn2": 2 * 4, "transnormer": 2 * 5, "lightning_hybrid": 4 + 5}
 INT8 = {
     "griffin": (
@@ -34,17 +37,17 @@ INT8 = {
 
 
 def language_model(family="griffin", **kwargs):
-    cls = FAMILIES[family]
     # Two blocks: in a Griffin, one of them is local attention.
-    backbone = cls.backbone(**{**cls.sizes, "vocabulary_size": 259, "num_layers": 2, **kwargs})
-    set_weights(backbone, seed=0)
-    preprocessor = cls.preprocessor(cls.tokenizer(), sequence_length=8, packed=True)
-    return cls.causal_lm(backbone, preprocessor)
+    return tiny_text_model(family, {"packed": True}, **{"num_layers": 2, **kwargs})
 
 
 def logits(model):
     tokens, _, _ = model.preprocessor(TEXTS)
-    return keras.ops.convert_to_numpy(keras.ops.cast(model(tokens), "float32"))
+    return numpy(keras.ops.cast(model(tokens), "float32"))
+
+
+def assert_logits_close(a, b, rtol=1e-5, atol=1e-5):
+    np.testing.assert_allclose(logits(a), logits(b), rtol=rtol, atol=atol)
 
 
 @pytest.fixture(scope="module", params=SHARED)
@@ -57,18 +60,13 @@ def saved(request, tmp_path_factory):
 
 
 @pytest.mark.once
-def test_a_preset_directory_loads_through_our_class_and_kerashubs(saved):
+def test_preset_directory_loads_a_model_and_its_parts_through_keras_hub_too(saved):
     model, path = saved
     for cls in (type(model), keras_hub.models.CausalLM):
-        again = cls.from_preset(path)
-        assert type(again) is type(model)
-        np.testing.assert_allclose(logits(again), logits(model), rtol=1e-5, atol=1e-5)
-        assert (again.preprocessor.packed, again.preprocessor.sequence_length) == (True, 8)
-
-
-@pytest.mark.once
-def test_the_parts_of_a_preset_directory_load_by_themselves(saved):
-    model, path = saved
+        loaded = cls.from_preset(path)
+        assert type(loaded) is type(model)
+        assert_logits_close(loaded, model)
+        assert (loaded.preprocessor.packed, loaded.preprocessor.sequence_length) == (True, 8)
     for cls in (type(model.backbone), keras_hub.models.Backbone):
         backbone = cls.from_preset(path)
         for a, b in zip(backbone.get_weights(), model.backbone.get_weights(), strict=True):
@@ -81,8 +79,8 @@ def test_the_parts_of_a_preset_directory_load_by_themselves(saved):
 
 
 @pytest.mark.once
-def test_weights_of_a_preset_directory_are_not_drawn_first(saved, monkeypatch):
-    """Random numbers for a large embedding take several times its memory."""
+def test_from_preset_with_weights_calls_no_initializer(saved, monkeypatch):
+    """Random numbers for a large embedding need several times its memory."""
     model, path = saved
 
     def draw(self, *arguments, **options):
@@ -97,7 +95,7 @@ def test_weights_of_a_preset_directory_are_not_drawn_first(saved, monkeypatch):
 
 
 @pytest.mark.once
-def test_overrides_of_a_preset_directory(saved):
+def test_from_preset_of_a_directory_applies_or_rejects_overrides(saved):
     model, path = saved
     causal_lm, backbone = type(model), type(model.backbone)
     model = causal_lm.from_preset(path, sequence_length=4, dtype="bfloat16", name="hawk")
@@ -105,43 +103,36 @@ def test_overrides_of_a_preset_directory(saved):
     assert (model.backbone.dtype_policy.name, model.name) == ("bfloat16", "hawk")
     fresh = causal_lm.from_preset(path, load_weights=False, num_layers=1)
     assert len(fresh.backbone.transformer_layers) == 1
-    with pytest.raises(ValueError, match="'num_layers': the weights in"):
-        causal_lm.from_preset(path, num_layers=1)
+    assert_rejects("'num_layers': the weights in", causal_lm.from_preset, path, num_layers=1)
     for cls in (causal_lm, backbone):
-        with pytest.raises(ValueError, match="'num_layer', which nothing takes"):
-            cls.from_preset(path, num_layer=2)
+        assert_rejects("'num_layer', which nothing takes", cls.from_preset, path, num_layer=2)
     with pytest.raises(TypeError, match="num_layer"):
         keras_hub.models.CausalLM.from_preset(path, num_layer=2)
 
 
 @pytest.mark.once
-def test_missing_weights_are_an_error(saved, tmp_path):
+def test_from_preset_names_missing_files(saved, tmp_path):
     model, _ = saved
-    for part in (model.backbone, model.preprocessor):
-        part.save_to_preset(str(tmp_path))
-    (tmp_path / "model.weights.h5").unlink()
-    for cls in (type(model), type(model.backbone)):
-        for load_weights in (None, True):
-            with pytest.raises(FileNotFoundError, match=r"neither model.weights.h5.*load_weights="):
-                cls.from_preset(str(tmp_path), load_weights)
-    fresh = type(model).from_preset(str(tmp_path), load_weights=False)
-    assert fresh.backbone.count_params() == model.backbone.count_params()
-
-
-@pytest.mark.once
-def test_a_directory_of_a_backbone_alone(tmp_path):
-    model = language_model()
+    causal_lm, backbone = type(model), type(model.backbone)
     model.backbone.save_to_preset(str(tmp_path))
     for arguments in ({}, {"sequence_length": 4}):
         with pytest.raises(FileNotFoundError, match=r"only a backbone. .*`preprocessor=None`"):
-            type(model).from_preset(str(tmp_path), **arguments)
-    again = type(model).from_preset(str(tmp_path), preprocessor=None)
-    assert again.preprocessor is None
-    again = type(model).from_preset(str(tmp_path), preprocessor=model.preprocessor)
-    np.testing.assert_array_equal(logits(again), logits(model))
+            causal_lm.from_preset(str(tmp_path), **arguments)
+    assert causal_lm.from_preset(str(tmp_path), preprocessor=None).preprocessor is None
+    loaded = causal_lm.from_preset(str(tmp_path), preprocessor=model.preprocessor)
+    np.testing.assert_array_equal(logits(loaded), logits(model))
+
+    model.preprocessor.save_to_preset(str(tmp_path))
+    (tmp_path / "model.weights.h5").unlink()
+    for cls in (causal_lm, backbone):
+        for load_weights in (None, True):
+            with pytest.raises(FileNotFoundError, match=r"neither model.weights.h5.*load_weights="):
+                cls.from_preset(str(tmp_path), load_weights)
+    fresh = causal_lm.from_preset(str(tmp_path), load_weights=False)
+    assert fresh.backbone.count_params() == model.backbone.count_params()
 
 
-def test_keras_files_and_training_goes_on(tmp_path):
+def test_keras_file_keeps_optimizer_and_sampler(tmp_path):
     model = language_model(**FEWER_LAYERS)
     sampler = keras_hub.samplers.TopKSampler(k=3, seed=1)
     optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.5)
@@ -149,16 +140,16 @@ def test_keras_files_and_training_goes_on(tmp_path):
     model.compile(optimizer, sampler=sampler)
     model.train_on_batch(TEXTS)
     model.save(tmp_path / "hawk.keras")
-    again = keras.saving.load_model(tmp_path / "hawk.keras")
-    assert type(again) is GriffinCausalLM
-    np.testing.assert_allclose(logits(again), logits(model), rtol=1e-5, atol=1e-5)
-    assert again.preprocessor.packed
-    assert again.sampler.get_config() == model.sampler.get_config()
-    # Keras keeps what "auto" means for `fit` here, which says nothing of generation.
-    assert again._compiles_generation is None
-    for one in (model, again):
+    loaded = keras.saving.load_model(tmp_path / "hawk.keras")
+    assert type(loaded) is GriffinCausalLM
+    assert_logits_close(loaded, model)
+    assert loaded.preprocessor.packed
+    assert loaded.sampler.get_config() == model.sampler.get_config()
+    # Keras saves what "auto" means for `fit` here, which does not decide about generation.
+    assert loaded._compiles_generation is None
+    for one in (model, loaded):
         one.train_on_batch(TEXTS)
-    np.testing.assert_allclose(logits(again), logits(model), rtol=1e-4, atol=1e-4)
+    assert_logits_close(loaded, model, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.once
@@ -173,8 +164,8 @@ def test_keras_files_and_training_goes_on(tmp_path):
     ],
     ids=["Adam", "LossScaleOptimizer", "MultiOptimizer"],
 )
-def test_a_compile_config_names_no_backend(make_optimizer):
-    """Fails if it names torch's class of an optimizer, which would import torch to load it."""
+def test_compile_config_names_optimizers_by_public_modules(make_optimizer):
+    """A compile config names torch's class of an optimizer, so that loading imports torch."""
     model = tiny_causal_lm(family="hgrn2", num_layers=1)
     for one in (model, HGRN2TextClassifier(model.backbone, num_classes=2), model.backbone):
         one.compile(make_optimizer(), "mse")
@@ -182,14 +173,14 @@ def test_a_compile_config_names_no_backend(make_optimizer):
         assert "keras.src" not in json.dumps(config)
         arguments = config.get("config", config)
         assert "config" not in config or arguments["jit_compile"] == "auto"
-        # As in files that name the class, here one that cannot be imported.
+        # Older files name private modules, here one that cannot be imported.
         arguments["optimizer"] = _replace_module(arguments["optimizer"])
         one.compile_from_config(config)
         assert type(one.optimizer) is type(make_optimizer())
 
 
 def _replace_module(config):
-    """Replaces the public modules of optimizers by one that does not exist, but looks private."""
+    """Replaces the public modules of optimizers by a private one that does not exist."""
     text = json.dumps(config)
     for name in ("Adam", "AdamW", "SGD"):
         public = f'"module": "keras.optimizers", "class_name": "{name}"'
@@ -210,8 +201,10 @@ def _replace_module(config):
         ("transnormer", "mixed_float16", "jax", "torch"),
     ],
 )
-def test_training_continues_on_another_backend(family, dtype, saved_on, loaded_on, tmp_path):
-    """Fails if the file imports the first backend, or optimizer state or compilation differ."""
+def test_keras_file_continues_training_on_another_backend(
+    family, dtype, saved_on, loaded_on, tmp_path
+):
+    """A loaded file imports the first backend, or its optimizer state or compilation differs."""
     for backend in (saved_on, loaded_on):
         pytest.importorskip(backend)
     arguments = str(tmp_path / "model.keras"), family, dtype
@@ -230,7 +223,7 @@ def test_training_continues_on_another_backend(family, dtype, saved_on, loaded_o
 
 
 @pytest.mark.once
-def test_a_clone_is_compiled_as_the_original(tmp_path):
+def test_clone_has_the_optimizer_and_loss_of_the_original(tmp_path):
     model = language_model()
     model.compile(keras.optimizers.Lion(0.01), sampler="greedy")
     clone = keras.models.clone_model(model)
@@ -240,21 +233,19 @@ def test_a_clone_is_compiled_as_the_original(tmp_path):
     assert np.isfinite(clone.train_on_batch(x, y, sample_weight)).all()
     clone.save(tmp_path / "clone.keras")
     keras.saving.load_model(tmp_path / "clone.keras")
-    # Files of before had the arguments by themselves.
-    again = type(model)(model.backbone)
-    again.compile_from_config(model.get_compile_config()["config"])
-    assert again.optimizer.get_config() == model.optimizer.get_config()
-    assert isinstance(again.sampler, keras_hub.samplers.GreedySampler)
+    # Older files have the arguments of `compile` at the top level.
+    older = type(model)(model.backbone)
+    older.compile_from_config(model.get_compile_config()["config"])
+    assert older.optimizer.get_config() == model.optimizer.get_config()
+    assert isinstance(older.sampler, keras_hub.samplers.GreedySampler)
     assert not keras.models.clone_model(type(model)(model.backbone, compile=False)).compiled
 
 
 @pytest.mark.skipif(keras.config.backend() != "tensorflow", reason="a format of TensorFlow")
-def test_an_exported_program_takes_what_the_preprocessor_makes(tmp_path):
+def test_exported_saved_model_accepts_preprocessed_texts(tmp_path):
     import tensorflow as tf
 
-    backbone = language_model("hgrn2", num_layers=1).backbone
-    cls = FAMILIES["hgrn2"]
-    model = cls.causal_lm(backbone, cls.preprocessor(cls.tokenizer(), sequence_length=8))
+    model = tiny_text_model("hgrn2", num_layers=1)
     model.export(str(tmp_path), format="tf_saved_model", verbose=False)
     x = {name: tf.cast(x, "int32") for name, x in model.preprocessor(TEXTS)[0].items()}
     program = tf.saved_model.load(str(tmp_path))
@@ -262,62 +253,57 @@ def test_an_exported_program_takes_what_the_preprocessor_makes(tmp_path):
 
 
 @pytest.mark.once
-def test_keras_files_of_a_backbone(saved, tmp_path):
-    model, _ = saved
-    model.backbone.save(tmp_path / "backbone.keras")
-    assert type(keras.saving.load_model(tmp_path / "backbone.keras")) is type(model.backbone)
-
-
-@pytest.mark.once
 @shared_by_families
-def test_mixed_precision_survives(family, tmp_path):
+def test_keras_files_keep_mixed_precision(family, tmp_path):
     model = language_model(family, dtype="mixed_bfloat16")
-    model.save(tmp_path / "hawk.keras")
-    again = keras.saving.load_model(tmp_path / "hawk.keras")
-    assert again.backbone.dtype_policy.name == "mixed_bfloat16"
-    np.testing.assert_array_equal(logits(again), logits(model))
+    for part in (model, model.backbone):
+        part.save(tmp_path / "part.keras")
+        loaded = keras.saving.load_model(tmp_path / "part.keras")
+        assert type(loaded) is type(part)
+        assert getattr(loaded, "backbone", loaded).dtype_policy.name == "mixed_bfloat16"
+        if part is model:
+            np.testing.assert_array_equal(logits(loaded), logits(model))
 
 
 @pytest.mark.once
 @shared_by_families
-def test_lora_trains_its_own_weights_alone_and_saves_them(family, tmp_path):
+def test_lora_trains_only_low_rank_weights_and_saves_them(family, tmp_path):
     model = language_model(family)
-    linear_maps = LORA[family]
     model.backbone.enable_lora(2)
     trainable = {weight.path.rsplit("/", 1)[1] for weight in model.trainable_weights}
     assert trainable == {"lora_kernel_a", "lora_kernel_b"}
-    assert len(model.trainable_weights) == 2 * linear_maps
-    before = {w.path: keras.ops.convert_to_numpy(w) for w in model.backbone.weights}
+    assert len(model.trainable_weights) == 2 * LORA[family]
+    before = weights_of(model.backbone)
     model.compile(keras.optimizers.Adam(0.1))
     model.train_on_batch(TEXTS)
-    changed = [w.path for w in model.backbone.weights if (before[w.path] != w).any()]
-    assert sum("lora_kernel_b" in path for path in changed) == linear_maps
+    changed = [path for path, w in weights_of(model.backbone).items() if (before[path] != w).any()]
+    assert sum("lora_kernel_b" in path for path in changed) == LORA[family]
     assert all("lora_kernel" in path for path in changed)
 
     model.backbone.save_lora_weights(str(tmp_path / "hawk.lora.h5"))
-    again = language_model(family)
-    again.backbone.load_lora_weights(str(tmp_path / "hawk.lora.h5"))
-    np.testing.assert_allclose(logits(again), logits(model), rtol=1e-4, atol=1e-5)
+    loaded = language_model(family)
+    loaded.backbone.load_lora_weights(str(tmp_path / "hawk.lora.h5"))
+    assert_logits_close(loaded, model, rtol=1e-4)
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("family", FAMILIES)
-def test_lora_beside_the_embedding(family, tmp_path):
+@any_family
+def test_lora_of_the_embedding_changes_no_logits_and_cannot_be_saved_alone(family, tmp_path):
     model = language_model(family)
-    exact = logits(model)
+    before = logits(model)
     model.backbone.enable_lora(2, target_layer_names=["token_embedding", "o_proj"])
-    np.testing.assert_allclose(logits(model), exact, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(logits(model), before, rtol=1e-4, atol=1e-4)
     trainable = {weight.path.rsplit("/", 1)[1] for weight in model.trainable_weights}
     assert {"lora_embeddings_a", "lora_embeddings_b"} < trainable
     assert all("lora" in name for name in trainable)
-    with pytest.raises(ValueError, match="cannot hold the low-rank weights of 'token_embedding'"):
-        model.backbone.save_lora_weights(str(tmp_path / "hawk.lora.h5"))
+    match = "cannot hold the low-rank weights of 'token_embedding'"
+    assert_rejects(match, model.backbone.save_lora_weights, str(tmp_path / "hawk.lora.h5"))
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("family", FAMILIES)
-def test_low_rank_weights_that_were_there_before_train_on(family, tmp_path):
-    model = language_model(family)
+@any_family
+def test_lora_weights_enabled_on_single_layers_stay_trainable(family, tmp_path):
+    model, file = language_model(family), str(tmp_path / "hawk.lora.h5")
     model.backbone.token_embedding.enable_lora(3)
     model.backbone.transformer_layers[0].mlp.gate_proj.enable_lora(3)
     model.backbone.enable_lora(2, ["o_proj"])
@@ -325,20 +311,19 @@ def test_low_rank_weights_that_were_there_before_train_on(family, tmp_path):
     assert all("lora" in path for path in trainable)
     for layer in ("token_embedding", "gate_proj", "o_proj"):
         assert sum(f"{layer}/lora" in path for path in trainable) >= 2, layer
-    with pytest.raises(ValueError, match="cannot hold the low-rank weights"):
-        model.backbone.save_lora_weights(str(tmp_path / "hawk.lora.h5"))
+    match = "cannot hold the low-rank weights"
+    assert_rejects(match, model.backbone.save_lora_weights, file)
     model = language_model(family)
     model.backbone.transformer_layers[0].mlp.gate_proj.enable_lora(3)
     model.backbone.enable_lora(2)
-    with pytest.raises(ValueError, match="cannot hold the low-rank weights of 'gate_proj'"):
-        model.backbone.save_lora_weights(str(tmp_path / "hawk.lora.h5"))
+    assert_rejects(f"{match} of 'gate_proj'", model.backbone.save_lora_weights, file)
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("family", FAMILIES)
-def test_lora_says_what_it_needs_before_it_freezes_anything(family):
+@any_family
+def test_enable_lora_with_invalid_arguments_freezes_nothing(family):
     backbone = language_model(family).backbone
-    wanted = len(backbone.trainable_weights)
+    trainable = len(backbone.trainable_weights)
     for arguments, match in [
         ((0,), "`rank` must be an integer, at least 1; got 0"),
         ((True,), "`rank` must be an integer, at least 1; got True"),
@@ -347,19 +332,18 @@ def test_lora_says_what_it_needs_before_it_freezes_anything(family):
         ((2, ["o_proj", "oproj"]), "`target_layer_names` must be .*'o_proj'.*; got 'oproj'"),
         ((2, ["final_norm"]), "`target_layer_names` must be .*; got 'final_norm'"),
     ]:
-        with pytest.raises(ValueError, match=match):
-            backbone.enable_lora(*arguments)
-        assert len(backbone.trainable_weights) == wanted
+        assert_rejects(match, backbone.enable_lora, *arguments)
+        assert len(backbone.trainable_weights) == trainable
     backbone.enable_lora(2, ["o_proj"])
-    wanted = len(backbone.trainable_weights)
+    trainable = len(backbone.trainable_weights)
     for names in (None, ["o_proj"]):
-        with pytest.raises(ValueError, match=r"`target_layer_names`: .*o_proj' has LoRA already"):
-            backbone.enable_lora(2, names)
-        assert len(backbone.trainable_weights) == wanted
+        match = r"`target_layer_names`: .*o_proj' has LoRA already"
+        assert_rejects(match, backbone.enable_lora, 2, names)
+        assert len(backbone.trainable_weights) == trainable
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("family", FAMILIES)
+@any_family
 def test_copies_and_clones_have_no_low_rank_weights(family):
     model = language_model(family)
     count = len(model.weights)
@@ -376,7 +360,7 @@ def test_copies_and_clones_have_no_low_rank_weights(family):
 
 
 # Keras warns of every layer that a mode does not quantize, input layers included.
-quiet = pytest.mark.filterwarnings(
+ignore_quantize_warnings = pytest.mark.filterwarnings(
     "ignore:Layer .* does not have a `quantize` method:UserWarning",
     "ignore:Invalid quantization mode:UserWarning",
     "ignore:.*The use of `x.T` on tensors:UserWarning",
@@ -384,10 +368,10 @@ quiet = pytest.mark.filterwarnings(
 
 
 @pytest.mark.once
-@quiet
+@ignore_quantize_warnings
 @shared_by_families
-def test_int8_stays_near(family):
-    language_model(family).quantize("int8")  # also before the preprocessor was ever called
+def test_int8_quantizes_all_linear_layers_and_approximates_logits(family):
+    language_model(family).quantize("int8")  # before the first call of the preprocessor
     model = language_model(family)
     exact = logits(model)
     model.quantize("int8")
@@ -423,26 +407,24 @@ QUANTIZED = {
 
 
 @pytest.mark.once
-@quiet
+@ignore_quantize_warnings
 @pytest.mark.parametrize("case", QUANTIZED)
-def test_quantized_models_reload_as_they_were_saved(case, tmp_path):
-    """Reloaded layers quantized their inputs by default, and a bfloat16 model became float32."""
+def test_quantized_models_give_equal_logits_after_loading(case, tmp_path):
+    """A loaded model quantizes its inputs by default, or a bfloat16 model becomes float32."""
     family, config = QUANTIZED[case]
-    model = language_model(family, dtype="bfloat16")
+    model, path = language_model(family, dtype="bfloat16", num_layers=1), str(tmp_path / "preset")
     model.quantize(config=config())
-    wanted = logits(model)
+    expected = logits(model)
     model.save(tmp_path / "model.keras")
-    again = keras.saving.load_model(tmp_path / "model.keras")
-    np.testing.assert_array_equal(logits(again), wanted)
-    again.save_to_preset(str(tmp_path / "preset"))  # a loaded model is saved once more
-    again = type(model).from_preset(str(tmp_path / "preset"))
-    np.testing.assert_array_equal(logits(again), wanted)
-    again.save_weights(tmp_path / "model.weights.h5")
-    alike = type(model).from_config(model.get_config())
-    alike.load_weights(tmp_path / "model.weights.h5")
-    np.testing.assert_array_equal(logits(alike), wanted)
-    np.testing.assert_array_equal(logits(model), wanted)  # saving changes nothing
-    backbone = type(model.backbone).from_preset(str(tmp_path / "preset"))
-    loaded, saved = ({w.path: w.numpy() for w in net.weights} for net in (backbone, model.backbone))
-    assert loaded.keys() == saved.keys()
-    assert all(np.array_equal(loaded[path], saved[path]) for path in saved)
+    from_file = keras.saving.load_model(tmp_path / "model.keras")
+    from_file.save_to_preset(path)  # a loaded model is saved once more
+    from_preset = type(model).from_preset(path)
+    from_preset.save_weights(tmp_path / "model.weights.h5")
+    from_weights = type(model).from_config(model.get_config())
+    from_weights.load_weights(tmp_path / "model.weights.h5")
+    for one in (from_file, from_preset, from_weights, model):  # saving does not change a model
+        np.testing.assert_array_equal(logits(one), expected)
+    backbone = weights_of(type(model.backbone).from_preset(path))
+    expected = weights_of(model.backbone)
+    assert backbone.keys() == expected.keys()
+    assert all(np.array_equal(backbone[path], expected[path]) for path in expected)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from keras import optimizers
 
+from tests.layers.table import assert_rejects
 from tests.models.tiny import VOCABULARY, tiny_backbone, tiny_causal_lm
 
 OPTIMIZERS = {
@@ -60,7 +61,7 @@ def value(variable):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_update_of_bfloat16_weight_moves_it_unless_listed_as_failing(name):
-    """The check has a wrong list of the optimizers of Keras that fail in bfloat16."""
+    """The check of `compile` has a wrong list of optimizers that fail in bfloat16."""
     variable = keras.Variable(np.ones(8), dtype="bfloat16", name="scale")
     optimizer, rng = OPTIMIZERS[name](), np.random.default_rng(0)
     optimizer.build([variable])
@@ -99,8 +100,7 @@ def test_fit_with_adam_that_compile_does_not_check_raises(kind):
         model = one_block("bfloat16")
         model.compile()  # as the constructor: the model may only generate
     for train in (model.fit, model.train_on_batch):
-        with pytest.raises(ValueError, match=REMEDY):
-            train(x, y)
+        assert_rejects(REMEDY, train, x, y)
 
 
 def test_keras_file_with_bfloat16_weights_loads_with_its_optimizer(tmp_path):
@@ -113,17 +113,17 @@ def test_keras_file_with_bfloat16_weights_loads_with_its_optimizer(tmp_path):
         loaded.fit(*samples(1))
 
 
-class OwnUpdate(keras.optimizers.Adam):
+class CustomAdam(keras.optimizers.Adam):
     def update_step(self, gradient, variable, learning_rate):
         raise NotImplementedError
 
 
 def test_compile_with_float32_and_frozen_16_bit_weights_does_not_warn():
-    """The check refuses LoRA, or optimizers that update no 16-bit weight by Keras's code."""
+    """The check rejects LoRA, or optimizers that update no 16-bit weight by code of Keras."""
     model = tiny_causal_lm(num_layers=1, block_types=("recurrent",), dtype="bfloat16")
-    model.compile(OwnUpdate())
-    adam, own = optimizers.Adam(), OwnUpdate()
-    model.compile(optimizers.MultiOptimizer(lambda v: own if v.dtype == "bfloat16" else adam))
+    model.compile(CustomAdam())
+    adam, custom = optimizers.Adam(), CustomAdam()
+    model.compile(optimizers.MultiOptimizer(lambda v: custom if v.dtype == "bfloat16" else adam))
     model.compile(None)
     model.backbone.enable_lora(2)
     model.compile(optimizers.AdamW())

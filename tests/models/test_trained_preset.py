@@ -1,4 +1,4 @@
-"""The preset whose weights come with the package: it writes, and is the same on every backend."""
+"""`griffin_tiny_text`, the preset whose weights come with the package."""
 
 import math
 import pydoc_data.topics
@@ -14,11 +14,12 @@ import pytest
 from keras_recurrent import presets
 from keras_recurrent.evaluation import loss_by_position
 from keras_recurrent.models import GriffinBackbone, GriffinCausalLM, GriffinTextClassifier
+from tests.layers.table import assert_rejects
 
 NAME = "griffin_tiny_text"
 FILE = presets.path_of_weights(f"{NAME}.weights.h5")
 
-# From the tenth of the plays that was held out.
+# From the plays that were held out from training.
 HELD_OUT = """\
 PROSPERO:
 Of the king's ship
@@ -61,13 +62,13 @@ def weights(backbone):
     return [keras.ops.convert_to_numpy(weight) for weight in backbone.weights]
 
 
-def test_it_knows_how_text_goes_on(model):
+def test_trained_preset_has_its_loss_on_held_out_text(model):
     assert bits_per_byte(model, HELD_OUT) == pytest.approx(BITS_PER_BYTE, abs=1e-3)
 
 
 @pytest.mark.once
-def test_it_writes_words(model):
-    """Those of the documentation. Some texts may be lines of asterisks, as it has them."""
+def test_trained_preset_generates_words(model):
+    """Generated letters do not form words that occur in Python's documentation."""
     known = set(re.findall(r"[a-z]+", " ".join(pydoc_data.topics.topics.values()).lower()))
     model.compile(sampler=keras_hub.samplers.TopPSampler(p=0.9, temperature=0.7, seed=0))
     nouns = ("statement", "value", "object", "method", "name", "class")
@@ -79,29 +80,29 @@ def test_it_writes_words(model):
 
 
 @pytest.mark.once
-def test_without_weights_it_is_noise():
+def test_trained_preset_without_weights_predicts_noise():
     model = GriffinCausalLM.from_preset(NAME, load_weights=False)
     assert bits_per_byte(model, HELD_OUT) > 6
 
 
 @pytest.mark.once
-def test_every_way_to_load_it_gives_the_same_weights(model, monkeypatch):
-    """Without the packages that read checkpoints, as they come with an extra alone."""
+def test_trained_preset_loads_equal_weights_through_every_class(model, monkeypatch):
+    """Loading needs a package that only an extra installs."""
     for package in ("safetensors", "huggingface_hub"):
         monkeypatch.setitem(sys.modules, package, None)
-    for found in (
+    for backbone in (
         keras_hub.models.CausalLM.from_preset(NAME).backbone,
         GriffinBackbone.from_preset(NAME, load_weights=True),
         GriffinTextClassifier.from_preset(NAME, num_classes=2).backbone,
     ):
-        for ours, theirs in zip(weights(model.backbone), weights(found), strict=True):
-            np.testing.assert_array_equal(ours, theirs)
+        for expected, found in zip(weights(model.backbone), weights(backbone), strict=True):
+            np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.once
-def test_the_weights_are_those_of_the_file_in_any_dtype(model):
+def test_trained_preset_has_exact_weights_in_bfloat16(model):
     narrow = GriffinBackbone.from_preset(NAME, dtype="bfloat16")
-    # Decays and filters are float32 beside it, as in every Griffin.
+    # Decays and filters of every Griffin are float32.
     dtypes = {keras.backend.standardize_dtype(weight.dtype) for weight in narrow.weights}
     assert dtypes == {"bfloat16", "float32"}
     for wide, weight in zip(weights(model.backbone), narrow.weights, strict=True):
@@ -110,7 +111,7 @@ def test_the_weights_are_those_of_the_file_in_any_dtype(model):
 
 
 @pytest.mark.once
-def test_the_file_is_small():
+def test_weights_of_the_trained_preset_are_stored_in_bfloat16():
     dtypes = []
     with h5py.File(FILE) as file:
         file.visititems(lambda _, item: dtypes.append(item.attrs.get("dtype", "none")))
@@ -126,6 +127,5 @@ def test_the_file_is_small():
         ({"dtype": "int8_from_float32"}, "`dtype` must not be a quantized policy; got 'int8_from"),
     ],
 )
-def test_what_the_weights_do_not_fit_is_an_error(overrides, message):
-    with pytest.raises(ValueError, match=message):
-        GriffinCausalLM.from_preset(NAME, **overrides)
+def test_trained_preset_rejects_overrides_that_its_weights_do_not_fit(overrides, message):
+    assert_rejects(message, GriffinCausalLM.from_preset, NAME, **overrides)

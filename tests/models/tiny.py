@@ -1,9 +1,8 @@
-"""A model of a few thousand weights for each family, whose numbers are the same on every backend.
+"""A model of a few thousand weights for each family, with equal weights on every backend.
 
-Tests of `any_family` hold for each row of `FAMILIES`; what a family adds has tests of its own.
-Tests of `shared_by_families` are about code that the families have in common: every family meets
-them on torch, which compiles nothing, and one family each on JAX and on TensorFlow, which compile
-each model anew, for most of a minute.
+Tests marked `any_family` run for each row of `FAMILIES`. Tests marked `shared_by_families` are
+about code that all families share: they run for every family on torch, which compiles nothing, and
+for one family each on JAX and TensorFlow, which compile each model for most of a minute.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ class Family(NamedTuple):
     causal_lm: type
     preprocessor: type
     tokenizer: type
-    sizes: dict[str, Any]  # the arguments of the backbone
+    sizes: dict[str, Any]  # arguments of the backbone
 
 
 FAMILIES = {
@@ -31,7 +30,7 @@ FAMILIES = {
         models.GriffinCausalLM,
         models.GriffinCausalLMPreprocessor,
         models.GriffinTokenizer,
-        # One block of every type, so that all that holds for models is shown for all of them.
+        # One block of every type, so that tests of models cover all blocks.
         {
             "vocabulary_size": VOCABULARY,
             "num_layers": 3,
@@ -115,7 +114,7 @@ SHARED = SHARED[keras.backend.backend()]
 shared_by_families = pytest.mark.parametrize("family", SHARED)
 # Where XLA compiles each model, costly tests with additional models are nightly.
 NIGHTLY_IF_COMPILED = () if keras.backend.backend() == "torch" else (pytest.mark.nightly,)
-# XLA's time grows with the number of layers: a test about code around the layers takes these sizes.
+# XLA's compile time grows with the number of layers: tests of code around layers use these sizes.
 FEWER_LAYERS = {} if keras.backend.backend() == "torch" else {"num_layers": 1}
 
 
@@ -131,6 +130,13 @@ def tiny_causal_lm(seed=0, preprocessor=None, family="griffin", **kwargs):
     return FAMILIES[family].causal_lm(tiny_backbone(seed, family, **kwargs), preprocessor)
 
 
+def tiny_text_model(family="griffin", preprocessor=None, **kwargs):
+    """A causal LM on bytes; `preprocessor` holds arguments of its preprocessor."""
+    cls, options = FAMILIES[family], {"sequence_length": 8, **(preprocessor or {})}
+    made = cls.preprocessor(cls.tokenizer(), **options)
+    return tiny_causal_lm(0, made, family, **{"vocabulary_size": 259, **kwargs})
+
+
 def set_weights(model, seed):
     """Draws each weight from NumPy, by its path."""
     rng = np.random.default_rng(seed)
@@ -143,7 +149,7 @@ def draw(rng, path, shape):
     if path.endswith("embeddings"):
         return noise
     if path.endswith("a_logit"):
-        return 2.0 + noise  # memories of a few to a hundred tokens
+        return 2.0 + noise  # decays over a few to a hundred tokens
     if path.endswith(("bias", "scale", "cg_lru/theta")):
         return 0.3 * noise
     return noise / np.sqrt(shape[-2])
@@ -154,6 +160,6 @@ def weights_of(model):
 
 
 def forward(model, token_ids, real):
-    """Logits by a plain call on whole rows."""
+    """Logits of a forward pass over whole sequences."""
     x = {"token_ids": np.asarray(token_ids, "int32"), "padding_mask": np.asarray(real, "int32")}
     return keras.ops.convert_to_numpy(model.predict_on_batch(x)).astype("float32")
