@@ -258,7 +258,7 @@ def test_mixed_precision_outputs_are_bfloat16_and_states_stay_float32(name):
         found = copy_layer(layer, **arguments)(x, mask=ANYWHERE)
         assert keras.backend.standardize_dtype(found.dtype) == "bfloat16"
         np.testing.assert_allclose(numpy(found).astype("float32"), expected, rtol=0.02, atol=0.02)
-    # Keras casts states that pass through `Bidirectional` to its own compute dtype.
+    # Keras casts states that pass through `Bidirectional` to the dtype of the wrapper.
     both = keras.layers.Bidirectional(copy_layer(layer, return_state=True), dtype="float32")
     _, *states = both(x, mask=ANYWHERE)
     _, forward, _ = both(x, mask=ANYWHERE, initial_state=states)

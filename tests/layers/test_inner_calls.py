@@ -280,7 +280,7 @@ def test_layer_inside_a_layer_of_another_dtype_keeps_its_dtype(dtype, outer_dtyp
 
 
 def test_recomputation_in_another_thread_uses_the_named_implementation():
-    """On a GPU, torch recomputes in its own thread."""
+    """On a GPU, torch recomputes in a separate thread."""
     with keras.RematScope(mode="full"):
         layer = SwiGLU(16)
     x = keras.random.normal((2, 3, 8), seed=1)

@@ -71,9 +71,9 @@ def test_lrpe_in_bfloat16_computes_angles_in_float32():
     assert keras.backend.standardize_dtype(turned.dtype) == "bfloat16"
     assert layer(keras.Input((5, 1, 4)), keras.Input((5,), dtype="int32")).dtype == "bfloat16"
     angle = 1001 * 10_000.0 ** (-np.arange(4) / 2)
-    wanted = np.concatenate([np.cos(angle), np.sin(angle)])
+    expected = np.concatenate([np.cos(angle), np.sin(angle)])
     found = numpy(keras.ops.cast(turned, "float32")).ravel()
-    np.testing.assert_allclose(found, wanted, atol=2**-8)
+    np.testing.assert_allclose(found, expected, atol=2**-8)
 
 
 @pytest.mark.parametrize(

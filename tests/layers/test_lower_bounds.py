@@ -46,8 +46,8 @@ def test_lower_bounds_near_0_and_1_keep_their_digits(row):
     logits[row] = 46.0
     layer.logits.assign(logits)
     p = softmax(logits)
-    wanted = np.log([[p[1], p[0] + p[2]], [p[1] + p[2], p[0]]])
-    np.testing.assert_allclose(numpy(layer(inputs())), wanted, rtol=1e-5, atol=1e-19)
+    expected = np.log([[p[1], p[0] + p[2]], [p[1] + p[2], p[0]]])
+    np.testing.assert_allclose(numpy(layer(inputs())), expected, rtol=1e-5, atol=1e-19)
 
     def loss(tensors):
         return keras.ops.sum(keras.ops.sin(call_with(layer, tensors, inputs())))
@@ -74,8 +74,10 @@ def test_forget_gates_are_between_their_bound_and_1():
     def log_f(logits):
         return log_forget_gate(keras.ops.convert_to_tensor(logits), bound())
 
-    wanted = np.log(BETA + (1 - BETA) / (1 + np.exp(-np.clip(logits, -200, 200).astype("float64"))))
-    np.testing.assert_allclose(numpy(log_f(logits)), wanted, rtol=1e-6, atol=2e-7)
+    expected = np.log(
+        BETA + (1 - BETA) / (1 + np.exp(-np.clip(logits, -200, 200).astype("float64")))
+    )
+    np.testing.assert_allclose(numpy(log_f(logits)), expected, rtol=1e-6, atol=2e-7)
     assert (numpy(log_f(np.random.default_rng(0).normal(size=(1000, WIDTH)) * 20)) <= 0).all()
     (gradient,) = gradients(lambda tensors: keras.ops.sum(log_f(tensors[0])), [logits])
     assert np.isfinite(gradient).all()

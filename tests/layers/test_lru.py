@@ -16,11 +16,11 @@ def test_scaled_first_input_matches_a_loop(name):
     layer, x, mask = built(name, scale_first_input=True), inputs(), MASKS["padding anywhere"]
     unit = loops.unit(layer)
     for given in ({}, {"mask": mask, "segment_ids": SEGMENTS["documents"]}):
-        wanted = loops.run(unit, x, **given).astype("float32")
-        assert_close(layer(x, **given), wanted, where=given.get("mask"))
+        expected = loops.run(unit, x, **given).astype("float32")
+        assert_close(layer(x, **given), expected, where=given.get("mask"))
     x = np.where(mask[..., None], x, np.nan)
     output, _ = call_in_parts(layer, x, mask, SEGMENTS["documents"], [1, 4])
-    assert_close(output, wanted, where=mask)
+    assert_close(output, expected, where=mask)
 
 
 def test_gradient_of_a_scaled_first_input_matches_finite_differences():
@@ -68,5 +68,5 @@ def test_input_multiplier_is_exact_for_decays_from_0_to_1(a_logit):
     gates = map(numpy, apply_blocks((layer.recurrence_gate, layer.input_gate), alone[:, 2:3]))
     r, i = (1 / (1 + np.exp(-gate.reshape(3, 4).astype("float64"))) for gate in gates)
     multiplier = np.sqrt(-np.expm1(-16 * np.logaddexp(0, -a_logit) * r))
-    wanted = np.tile(multiplier * i, 2) * alone[:, 2]
-    np.testing.assert_allclose(numpy(layer(alone))[:, 2], wanted, rtol=1e-5, atol=1e-20)
+    expected = np.tile(multiplier * i, 2) * alone[:, 2]
+    np.testing.assert_allclose(numpy(layer(alone))[:, 2], expected, rtol=1e-5, atol=1e-20)

@@ -112,13 +112,13 @@ def test_weight_of_a_sequence_is_the_weight_of_each_token(shape):
     y, logits = np.zeros((3, 3), "int32"), np.random.default_rng(0).normal(size=(3, 3, 7))
     weights = np.array([1.0, 0.5, 0.0], "float32").reshape(3, -1)
     losses = np.log(np.exp(logits).sum(-1)) - logits[..., 0]
-    wanted = (losses * weights).sum() / (3 * weights.sum())
+    expected = (losses * weights).sum() / (3 * weights.sum())
     given = weights[:, 0] if shape == (3,) else np.broadcast_to(weights, shape)
     loss = TokenCrossentropy(reduction="mean_with_sample_weight")
     metric = keras_recurrent.metrics.TokenLoss()
     metric.update_state(y, logits, given)
     for found in (loss(y, logits, given), metric.result()):
-        assert float(found) == pytest.approx(wanted, rel=1e-5)
+        assert float(found) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.once
@@ -129,13 +129,13 @@ def test_loaded_loss_and_metrics_need_no_logits(tmp_path):
         weighted_metrics=[keras_recurrent.metrics.Perplexity(name="p")],
     )
     x, y, weights = data()
-    wanted = model.evaluate(x, y, sample_weight=weights, verbose=0, return_dict=True)
+    expected = model.evaluate(x, y, sample_weight=weights, verbose=0, return_dict=True)
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     assert keras_recurrent.which_loss(loaded).source == "hidden states"
     found = loaded.evaluate(x, y, sample_weight=weights, verbose=0, return_dict=True)
-    assert found == pytest.approx(wanted)
-    assert wanted["p"] == pytest.approx(np.exp(wanted["loss"]), rel=1e-5)
+    assert found == pytest.approx(expected)
+    assert expected["p"] == pytest.approx(np.exp(expected["loss"]), rel=1e-5)
 
 
 @pytest.mark.once

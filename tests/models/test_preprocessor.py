@@ -96,8 +96,8 @@ def test_pack_documents_fills_sequences_and_accepts_no_documents():
     token_ids, mask, *_ = packing.pack_documents(documents, 16, pad_token_id=0)
     assert mask.sum() == sum(map(len, documents))
     assert mask.mean() > 0.9
-    for nothing in ([], [np.array([], "int32")]):
-        token_ids, mask, *_ = packing.pack_documents(nothing, 16, pad_token_id=0)
+    for documents in ([], [np.array([], "int32")]):
+        token_ids, mask, *_ = packing.pack_documents(documents, 16, pad_token_id=0)
         assert token_ids.shape == (1, 16)
         assert not mask.any()
 

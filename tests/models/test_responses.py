@@ -131,8 +131,8 @@ def test_responses_of_every_source_give_the_loss_of_a_batch_built_by_hand(source
     arguments["batch_size"] = 2 if source == "arrays" else None
     found = model.evaluate(SOURCES[source](), **arguments)
     x, y, weights = hand_built_batch(packed=False)
-    wanted = model.evaluate(x, y, sample_weight=weights, batch_size=2, verbose=0)
-    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    expected = model.evaluate(x, y, sample_weight=weights, batch_size=2, verbose=0)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 @pytest.mark.once
@@ -178,15 +178,15 @@ def test_loss_mask_includes_every_turn_of_the_assistant():
 @pytest.mark.once
 def test_conversations_of_every_source_give_equal_losses():
     model = causal_lm()
-    wanted = model.evaluate(CONVERSATIONS, verbose=0)
+    expected = model.evaluate(CONVERSATIONS, verbose=0)
     x, y, weights = arrays(model.preprocessor(CONVERSATIONS))
-    np.testing.assert_allclose(model.evaluate(x, y, sample_weight=weights, verbose=0), wanted)
+    np.testing.assert_allclose(model.evaluate(x, y, sample_weight=weights, verbose=0), expected)
     for source in (
         (batch for _ in range(3) for batch in [CONVERSATIONS]),
         grain.MapDataset.source(CONVERSATIONS).batch(2, batch_fn=list),
         torch.utils.data.DataLoader(CONVERSATIONS, batch_size=2, collate_fn=list),
     ):
-        np.testing.assert_allclose(model.evaluate(source, steps=1, verbose=0), wanted, rtol=1e-6)
+        np.testing.assert_allclose(model.evaluate(source, steps=1, verbose=0), expected, rtol=1e-6)
     model.fit(CONVERSATIONS, validation_data=SAMPLES, verbose=0)
     assert np.isfinite(model.fit(SAMPLES, validation_split=0.5, verbose=0).history["val_loss"])
 
