@@ -1,8 +1,8 @@
-"""Draw inputs of the operations freely, and judge what an implementation makes of them.
+"""Random inputs of operations, and a check of what an implementation computes from them.
 
-A `Sample` is small and plain, so that a counterexample fits on a few lines and can be run again:
-`check(sample, implementation)`. Numbers come from a seed; on top of them whole tensors may be
-scaled, and runs of neighboring numbers may all be the same one, as extreme as the operation allows.
+A `Sample` is small and plain: a counterexample fits on a few lines and can be run again with
+`check(sample, implementation)`. Numbers come from a seed; tensors may be scaled, and runs of
+neighboring elements may have one value, as extreme as the operation allows.
 """
 
 from typing import NamedTuple
@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from tests.ops import cases, judge, native, token_wise
-from tests.ops.cases import DRAW, beside, named, round_to, unit, unnamed
+from tests.ops import cases, judge, token_wise
+from tests.ops.cases import DRAW, align, flatten, nest, round_to, unit
 
 OVER_TIME = list(DRAW)
 TOKEN_WISE = list(token_wise.DRAW)
-# Below them, in bfloat16 as in float32, numbers lose digits, and processors may take them for 0.
+# Smaller numbers lose digits in bfloat16 and float32, and processors may replace them by 0.
 SMALLEST_NORMAL = 2.0**-126
 FLUSHED = {
-    "log_forget_gate": 2 * SMALLEST_NORMAL,  # in Triton, a shut gate ends at exp(-87)
+    "log_forget_gate": 2 * SMALLEST_NORMAL,  # in Triton, a closed gate ends at exp(-87)
 }
 
 
 class Run(NamedTuple):
-    """The numbers of a tensor, in their order in memory, from one to before another."""
+    """Elements `start` to `stop` of a tensor, in memory order, that have one value."""
 
     tensor: str
     start: int
@@ -36,42 +36,38 @@ class Sample(NamedTuple):
     operation: str
     form: cases.Case | token_wise.Case
     seed: int
-    scales: dict  # of tensors: exponents of 2
+    scales: dict  # exponents of 2 by which tensors are scaled
     runs: tuple
-    cut: int | None = None  # the sequence is also computed in two parts, cut before this token
-    poisoned: bool = False  # padding holds what is not finite
+    cut: int | None = None  # If not None, the sequence is also computed in two calls, cut here.
+    poisoned: bool = False  # Padding is NaN or infinite.
     compiled: bool = False  # by JAX or TensorFlow, together with other samples of the form
 
     def drawn(self):
-        """What `judge` takes, made of the sample."""
-        over_time = self.operation in OVER_TIME
-        draw = cases.draw if over_time else token_wise.draw
-        drawn = draw(self.operation, self.form, self.seed)
-        tensors = {name: self._changed(name, t, drawn.dtypes) for name, t in drawn.tensors.items()}
-        drawn = drawn._replace(tensors=tensors)
-        if not over_time:
-            dtypes = {"d_output": drawn.output_dtype}
-            return drawn._replace(d_output=self._changed("d_output", drawn.d_output, dtypes))
-        dtypes = {**drawn.dtypes, "d_output": drawn.dtypes[drawn.output], "token_kind": None}
-        for name in ("d_output", "token_kind"):
-            drawn = drawn._replace(**{name: self._changed(name, getattr(drawn, name), dtypes)})
-        for name in ("initial_state", "d_final_state"):
-            state = getattr(drawn, name)
-            parts = {
-                part: self._changed(name, array, dtypes, part)
-                for part, array in named("state", state).items()
-            }
-            if parts:
-                drawn = drawn._replace(**{name: unnamed("state", parts)})
-        return drawn
+        """The inputs for `judge`."""
+        module = cases if self.operation in OVER_TIME else token_wise
+        drawn = module.draw(self.operation, self.form, self.seed)
 
-    def _changed(self, name, array, dtypes, dtype_name=None):
-        dtype = dtypes.get(dtype_name or name)
-        changes = [run for run in self.runs if run.tensor == name]
-        if array is None or (dtype is None and not changes) or dtype == "int32":
+        def change(name, value):
+            """Scales a tensor or the parts of a state, and writes runs."""
+            flat = flatten({name: value})
+            flat = {n: self._change(n, array, dtype_of(drawn, n)) for n, array in flat.items()}
+            return nest(flat).get(name, value)
+
+        tensors = {name: change(name, t) for name, t in drawn.tensors.items()}
+        others = {"d_output": drawn.d_output}
+        if drawn.has_state:
+            names = ("token_kind", "initial_state", "d_final_state")
+            others |= {name: getattr(drawn, name) for name in names}
+        others = {name: change(name, value) for name, value in others.items()}
+        return drawn._replace(tensors=tensors, **others)
+
+    def _change(self, name, array, dtype):
+        """Changes an array of a flat name, of a dtype or None."""
+        runs = [run for run in self.runs if run.tensor == name]
+        if dtype == "int32" or (dtype is None and not runs):
             return array
-        array = array * 2.0 ** self.scales.get(name, 0) if dtype else array.copy()
-        for _, start, stop, value in changes:
+        array = array * 2.0 ** self.scales.get(name.partition(" ")[0], 0) if dtype else array.copy()
+        for _, start, stop, value in runs:
             array.reshape(-1)[start:stop] = value
         if dtype is None:
             return array
@@ -80,25 +76,17 @@ class Sample(NamedTuple):
         return np.where(np.abs(array) < smallest, 0.0, array)
 
 
-# What a run may hold. A decay is given by its logarithm, a gate by what comes before its sigmoid.
+def dtype_of(drawn, name):
+    """The dtype of an array of floats in `Drawn`, "int32", or None for token kinds."""
+    if name == "token_kind":
+        return None
+    return drawn.dtype_of(name.replace("d_output", "output").replace("d_final", "initial"))
+
+
+# Values of runs. A decay is given by its logarithm, a gate by the argument of its sigmoid.
 ANY = (0.0, 1.0, -1.0, 1e-6, -3e-3, 1e3, -1e5)
-LOGITS = (
-    0.0,
-    1e-6,
-    -1e-3,
-    5.0,
-    -5.0,
-    17.0,
-    -17.0,
-    60.0,
-    -60.0,
-    90.0,
-    -90.0,
-    1e4,
-    -1e4,
-    1e30,
-    -1e30,
-)
+LOGITS = (0.0, 1e-6, -1e-3, 5.0, -5.0, 17.0, -17.0, 60.0, -60.0, 90.0, -90.0, 1e4, -1e4)
+LOGITS += (1e30, -1e30)
 LOG_DECAYS = (0.0, -1e-30, -1e-7, -1e-3, -0.1, -10.0, -17.0, -44.0, -88.0, -104.0, -1e4, -1e30)
 VALUES = {
     "log_a": (*LOG_DECAYS, -np.inf),
@@ -114,27 +102,29 @@ VALUES = {
 }
 SCALES = (0, 0, 0, 0, -30, -12, 5, 12, 30)
 LOGARITHMS = {name for name in VALUES if name not in ("gate", "token_kind")} | {"lower_bound"}
-# A lower bound is a pair of logarithms that belong together, and a token is a number by itself.
-AS_DRAWN = ("lower_bound", "tokens")
+# The two logarithms of a lower bound depend on each other, and a token is an index.
+UNCHANGED = ("lower_bound", "tokens")
+DECAYS = ("mixed", "near zero", "near one", "extreme")
 
 
 @st.composite
 def samples(draw, operation, forms, compiled):
-    """compiled: a strategy for whether JAX or TensorFlow make a program for all samples of a form.
+    """compiled: strategy of booleans; if true, samples of a form share a compiled program.
 
-    Programs are as many as lengths: those samples are cut in the middle, the others anywhere.
+    There is a program for each length: compiled samples are cut in the middle, others anywhere.
     """
     compiled = draw(compiled)
     form = draw(st.sampled_from(forms))
     seed = draw(st.integers(0, 2**32 - 1))
-    if operation in OVER_TIME:
-        form = form._replace(decays=draw(st.sampled_from(DECAY_CHOICES)))
+    over_time = operation in OVER_TIME
+    if over_time:
+        form = form._replace(decays=draw(st.sampled_from(DECAYS)))
     else:
         form = form._replace(scale=draw(st.sampled_from(["normal", "large", "extreme"])))
     plain = Sample(operation, form, seed, {}, ()).drawn()
-    sizes = {n: t.size for n, t in plain.tensors.items() if t is not None and n not in AS_DRAWN}
+    sizes = {n: t.size for n, t in plain.tensors.items() if t is not None and n not in UNCHANGED}
     sizes["d_output"] = plain.d_output.size
-    if operation in OVER_TIME:
+    if over_time:
         sizes["d_final_state"] = sizes["initial_state"] = 1
         if plain.token_kind is not None:
             sizes["token_kind"] = plain.token_kind.size
@@ -150,20 +140,17 @@ def samples(draw, operation, forms, compiled):
         stop = start + draw(st.integers(1, sizes[name] - start))
         runs.append(Run(name, start, stop, draw(st.sampled_from(VALUES.get(name, ANY)))))
     cut, poisoned = None, False
-    # Without a window attention reaches all of a row, but only what a state has room for in parts.
+    # Without a window, attention in two calls sees only tokens for which the state has slots.
     unbounded = operation == "sliding_window_attention" and form.window is None
-    if operation in OVER_TIME and not unbounded and form.length > 1 and draw(st.booleans()):
+    if over_time and not unbounded and form.length > 1 and draw(st.booleans()):
         cut = (form.length + 1) // 2 if compiled else draw(st.integers(1, form.length - 1))
-    if operation in OVER_TIME and form.kinds:
+    if over_time and form.kinds:
         poisoned = draw(st.booleans())
     return Sample(operation, form, seed, scales, tuple(runs), cut, poisoned, compiled)
 
 
-DECAY_CHOICES = ("mixed", "near zero", "near one", "extreme")
-
-
-def beyond_range(operation, drawn):
-    """Whether docs/numerics.md says that gradients overflow in the kernels for bfloat16."""
+def overflows_in_bfloat16(operation, drawn):
+    """Returns True if gradients overflow in the kernels for bfloat16, as docs/numerics.md says."""
     if operation != "gated_linear_attention" or drawn.dtypes["q"] != "bfloat16":
         return False
     largest = {name: np.abs(t).max(initial=0) for name, t in drawn.tensors.items() if t is not None}
@@ -172,131 +159,118 @@ def beyond_range(operation, drawn):
 
 
 def check(sample, implementation):
-    """Raises an AssertionError where an implementation is too wrong.
+    """Raises an AssertionError if an implementation is too wrong.
 
-    Returns whether the sample says anything: its results fit into its dtypes, and the
-    implementation does not refuse it.
+    Returns False if the sample says nothing: results overflow, or the call is unsupported.
     """
     drawn = sample.drawn()
-    if implementation == "triton" and beyond_range(sample.operation, drawn):
+    if implementation == "triton" and overflows_in_bfloat16(sample.operation, drawn):
         return False
-    precision = "float64" if "float64" in drawn.dtypes.values() else "float32"
     defined = judge.definition(sample.operation, drawn)
     with np.errstate(all="ignore"):
-        fits = [defined(p) for p in (precision, judge.exact(drawn))]
-    largest = 2.0**127 if precision == "float32" else 2.0**1023
-    if not all(np.abs(result).max(initial=0) < largest for r in fits for result in r.values()):
+        results = [defined(p) for p in (drawn.precision, judge.exact(drawn))]
+    largest = 2.0**127 if drawn.precision == "float32" else 2.0**1023
+    if not all(np.abs(array).max(initial=0) < largest for r in results for array in r.values()):
         return False
-    with np.errstate(all="ignore"), native.precision(precision):
-        given = poisoned(drawn, sample.seed) if sample.poisoned else drawn
+
+    def compare(results, extra=None):
+        options = {"neighbors": 32, "floor": flushed(sample.operation, drawn), "extra": extra}
+        judge.compare(sample.operation, implementation, drawn, results, defined=defined, **options)
+
+    with np.errstate(all="ignore"):
+        inputs = poison(drawn, sample.seed) if sample.poisoned else drawn
         try:
-            results = judge.run(sample.operation, implementation, given, sample.compiled)
-        except pytest.skip.Exception:  # the implementation refuses
+            results = judge.run(sample.operation, implementation, inputs, sample.compiled)
+        except pytest.skip.Exception:  # The call is unsupported.
             return False
         if sample.poisoned:
-            real = beside(results["output"], drawn.token_kind) != 2
-            results["output"] = np.where(real, results["output"], 0)
-        compare(sample.operation, implementation, drawn, results, defined)
+            padding = align(drawn.padding, results["output"])
+            results["output"] = np.where(padding, 0, results["output"])
+        compare(results)
         if sample.cut is not None:
-            results, extra = in_parts(sample, implementation, drawn)
-            compare(sample.operation, implementation, drawn, results, defined, extra)
+            compare(*run_in_two_calls(sample, implementation, drawn))
     return True
 
 
-def compare(operation, implementation, drawn, results, defined, extra=None):
-    judge.compare(
-        operation,
-        implementation,
-        drawn,
-        results,
-        neighbors=32,
-        floor=flushed(operation, drawn),
-        extra=extra,
-        defined=defined,
-    )
-
-
 def flushed(operation, drawn):
-    """How much results may change where numbers on the way to them are taken for 0."""
-    given = [t for n, t in drawn.tensors.items() if t is not None and n not in LOGARITHMS]
-    given.append(drawn.d_output)
-    if operation in OVER_TIME:
-        states = named("", drawn.initial_state), named("", drawn.d_final_state)
-        given += [
-            part for state in states for name, part in state.items() if "position" not in name
-        ]
-    largest = [max(1.0, float(np.abs(t).max(initial=0))) for t in given]
+    """The error of results if small numbers on the way to them are replaced by 0."""
+    arrays = [t for n, t in drawn.tensors.items() if t is not None and n not in LOGARITHMS]
+    states = flatten({"initial": drawn.initial_state, "d_final": drawn.d_final_state})
+    arrays += [part for name, part in states.items() if "position" not in name]
+    largest = [max(1.0, float(np.abs(t).max(initial=0))) for t in (*arrays, drawn.d_output)]
     smallest = FLUSHED.get(operation, SMALLEST_NORMAL)
-    if operation == "rg_lru":  # the root is taken of log a = -8 softplus(-a_logit) r
+    if operation == "rg_lru":  # The root is taken of log a = -8 softplus(-a_logit) r.
         lost = SMALLEST_NORMAL
-        if drawn.tensors["gate_a"].min() < np.log(SMALLEST_NORMAL):  # r is below it, too
+        if drawn.tensors["gate_a"].min() < np.log(SMALLEST_NORMAL):  # r is smaller, too.
             lost *= max(1.0, 8 * np.logaddexp(0, -drawn.tensors["a_logit"]).max())
         smallest = (2 * lost) ** 0.5
     return smallest * float(np.prod(largest))
 
 
-def poisoned(drawn, seed):
-    """NaN and infinities at padding, in every tensor over time."""
+def poison(drawn, seed):
+    """The inputs with NaN and infinities at padding, in every tensor over time."""
     rng = np.random.default_rng(seed)
-    padding = drawn.token_kind == 2
-
-    def poison(tensor):
-        if tensor is None or tensor.ndim < 3:
-            return tensor
-        noise = rng.choice([np.nan, np.inf, -np.inf], tensor.shape)
-        return np.where(beside(tensor, padding), noise, tensor)
-
-    return drawn._replace(tensors={name: poison(t) for name, t in drawn.tensors.items()})
+    tensors = dict(drawn.tensors)
+    for name, t in tensors.items():
+        if t is not None and t.ndim >= 3:
+            noise = rng.choice([np.nan, np.inf, -np.inf], t.shape)
+            tensors[name] = np.where(align(drawn.padding, t), noise, t)
+    return drawn._replace(tensors=tensors)
 
 
-def in_parts(sample, implementation, drawn):
-    """The results of the sequence in two parts, and what rounding between them may add."""
-    cut = sample.cut
+def run_in_two_calls(sample, implementation, drawn):
+    """Results of the sequence in two calls, and the errors that rounding between them may add."""
 
-    def part(where, **changes):
-        def of(array):
+    def run(where, **changes):
+        def select(array):
             return array if array is None or array.ndim < 3 else array[:, where]
 
-        kind = None if drawn.token_kind is None else drawn.token_kind[:, where]
         part = drawn._replace(
-            tensors={name: of(t) for name, t in drawn.tensors.items()},
-            token_kind=kind,
+            tensors={name: select(t) for name, t in drawn.tensors.items()},
+            token_kind=None if drawn.token_kind is None else drawn.token_kind[:, where],
             d_output=drawn.d_output[:, where],
             **changes,
         )
         return judge.run(sample.operation, implementation, part, sample.compiled)
 
     def state_of(results, name):
-        return unnamed(name, {n: r for n, r in results.items() if n.startswith(name)})
+        parts = {n.removeprefix(name).strip(): r for n, r in results.items() if n.startswith(name)}
+        return parts.get("", parts)
 
-    left = part(slice(0, cut))
-    right = part(slice(cut, None), initial_state=state_of(left, "final_state"))
+    first, second = slice(0, sample.cut), slice(sample.cut, None)
+    left = run(first)
+    right = run(second, initial_state=state_of(left, "final_state"))
     d_state = state_of(right, "gradient of initial_state")
-    left = part(slice(0, cut), d_final_state=d_state)
+    left = run(first, d_final_state=d_state)
     results, extra = {}, {}
-    handed = max(np.abs(d).max(initial=0) for d in named("", d_state).values())
+    largest = max(np.abs(d).max(initial=0) for d in flatten({"state": d_state}).values())
     for name in right:
-        dtype = judge.dtype_of(drawn, name)
         tensor = drawn.tensors.get(name.removeprefix("gradient of "))
         if name == "output" or (tensor is not None and tensor.ndim >= 3):
             results[name] = np.concatenate([left[name], right[name]], axis=1)
         elif tensor is not None:
             results[name] = left[name] + right[name]
-            largest = max(np.abs(p[name]).max(initial=0) for p in (left, right))
-            extra[name] = unit(dtype, largest)
+            sizes = (np.abs(part[name]).max(initial=0) for part in (left, right))
+            extra[name] = unit(drawn.dtype_of(name), max(sizes))
         elif name.startswith("final_state"):
             results[name] = right[name]
         elif name in left:
             results[name] = left[name]
         if name.startswith("gradient") and name in results:
-            extra[name] = extra.get(name, 0) + unit(judge.dtype_of_last_place(drawn, name), handed)
+            dtype = judge.dtype_of_last_place(drawn, name)
+            extra[name] = extra.get(name, 0) + unit(dtype, largest)
     return results, extra
 
 
-def forms(operation):
-    """What samples may look like, but for their numbers: JAX compiles programs for each of these.
+NUMBER_OF_FORMS = 40
+LENGTHS = (1, 2, 3, 7, 16, 17, 31, 40, 64, 65, 130)
+TOKEN_WISE_SHAPES = ((1,), (7,), (5, 1), (3, 11, 97), (2, 3, 5, 16), (130, 3), (2, 520), (4, 40))
 
-    The suite draws from the first, with documents, padding and a state, on JAX.
+
+def forms(operation):
+    """The shapes, dtypes and options of samples; JAX compiles programs for each of them.
+
+    On JAX, the suite draws from the first one, with documents, padding and a state.
     """
     rng = np.random.default_rng([*operation.encode()])
     dtypes = [("float32", None), ("bfloat16", None), ("float32", None), ("bfloat16", "float32")]
@@ -328,12 +302,8 @@ def forms(operation):
     return found
 
 
-NUMBER_OF_FORMS = 40
-LENGTHS = (1, 2, 3, 7, 16, 17, 31, 40, 64, 65, 130)
-TOKEN_WISE_SHAPES = ((1,), (7,), (5, 1), (3, 11, 97), (2, 3, 5, 16), (130, 3), (2, 520), (4, 40))
-
-
 def size(form):
+    """The number of elements, by which forms are sorted."""
     if isinstance(form, cases.Case):
         return form.batch * form.length * form.channels
     return int(np.prod(form.shape))

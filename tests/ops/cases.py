@@ -1,24 +1,144 @@
-"""Inputs for tests of operations: `DRAW` has a function per operation, `CASES` the situations."""
+"""Random inputs of operations over time: `CASES` has situations, `draw` makes the `Drawn` inputs.
 
+`Drawn` and the functions below it are shared by all operations.
+"""
+
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+
+from keras_recurrent.backends.constants import PADDING
+
+EPSILON = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
+EPSILON["int32"] = 0.0
+FLOATS = ("bfloat16", "float16", "float32", "float64")  # from coarse to fine
+
+
+class Drawn(NamedTuple):
+    """Arguments of an operation, and gradients of its results.
+
+    Arrays are float64 and hold numbers that their dtypes represent exactly. A state is an array, or
+    a dict of arrays; in flat names its parts follow: "initial_state key".
+    """
+
+    tensors: dict  # {name: array, list of arrays, or None if an optional tensor is absent}
+    options: dict
+    dtypes: dict  # of tensors, and of the initial state by its flat names
+    result_dtypes: dict  # of the output and of results without a gradient
+    name_results: Callable  # turns what the operation returns into {name: result}
+    d_output: np.ndarray | None = None  # If None, the operation has no gradients.
+    output: str = "x"  # the tensor with the shape and dtype of the output
+    initial_state: np.ndarray | dict | None = None
+    d_final_state: np.ndarray | dict | None = None  # If None, the operation has no state.
+    token_kind: np.ndarray | None = None
+
+    @property
+    def has_state(self):
+        return self.d_final_state is not None
+
+    @property
+    def arguments(self):
+        """All arguments that are arrays, by name."""
+        if not self.has_state:
+            return self.tensors
+        state = {"initial_state": self.initial_state, "token_kind": self.token_kind}
+        return self.tensors | state
+
+    @property
+    def differentiated(self):
+        """{flat name: dtype} of the arguments that have gradients."""
+        names = flatten(self.arguments) if self.d_output is not None else ()
+        return {n: self.dtypes[n] for n in names if self.dtypes[n] in FLOATS}
+
+    @property
+    def cotangents(self):
+        """{flat name of a result: its gradient}, of results that have one."""
+        return flatten({"output": self.d_output, "final_state": self.d_final_state})
+
+    @property
+    def padding(self):
+        """True at padding tokens, or None if all tokens are real."""
+        kind = self.tensors.get("token_kind", self.token_kind)
+        return None if kind is None else np.asarray(kind) == PADDING
+
+    @property
+    def precision(self):
+        """The dtype in which a kernel computes: float64 if an input is, or float32."""
+        return "float64" if "float64" in self.dtypes.values() else "float32"
+
+    def dtype_of(self, result):
+        """The dtype of a result or a gradient, by its flat name."""
+        if (name := result.partition(" ")[0]) in self.result_dtypes:
+            return self.result_dtypes[name]
+        return self.dtypes[result.removeprefix("gradient of ").replace("final_", "initial_")]
+
+
+def flatten(arrays):
+    """Returns `{"state key": array}` of `{"state": {"key": array}}`, without entries of None."""
+    flat = {}
+    for name, value in arrays.items():
+        if isinstance(value, dict):
+            flat |= {f"{name} {part}": array for part, array in value.items()}
+        elif value is not None:
+            flat[name] = value
+    return flat
+
+
+def nest(flat):
+    """The inverse of `flatten`."""
+    arrays = {}
+    for name, value in flat.items():
+        name, _, part = name.partition(" ")
+        if part:
+            arrays.setdefault(name, {})[part] = value
+        else:
+            arrays[name] = value
+    return arrays
+
+
+def map_tensors(function, tensors):
+    """Applies a function to a tensor, or to each one of a list; None remains None."""
+    if isinstance(tensors, list):
+        return [map_tensors(function, tensor) for tensor in tensors]
+    return None if tensors is None else function(tensors)
+
+
+def align(tokens, tensor):
+    """Appends axes of length 1 to an array of tokens, to broadcast against a tensor of them."""
+    return tokens.reshape(*tokens.shape, *[1] * (np.ndim(tensor) - tokens.ndim))
+
+
+def round_to(dtype, array):
+    """The nearest numbers of a dtype, as float64."""
+    array = np.asarray(array, "float64")
+    if dtype == "bfloat16":
+        # Keep 8 of 24 bits; round half to even.
+        bits = array.astype("float32").view("uint32")
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+        return bits.view("float32").astype("float64")
+    return array.astype(dtype).astype("float64")
+
+
+def unit(dtype, magnitude):
+    """One unit in the last place of a number of this magnitude."""
+    return EPSILON[dtype] * 2.0 ** np.floor(np.log2(magnitude)) if magnitude else 0.0
 
 
 class Case(NamedTuple):
     batch: int
     length: int
-    channels: int  # of a head, where there are heads
+    channels: int  # per head, if the operation has heads
     dtype: str = "float32"
-    decay_dtype: str | None = None  # None: as dtype
-    kinds: bool = False  # token kinds of all three sorts
-    state: bool = False  # an initial state
-    decays: str = "mixed"
-    tied: bool = False  # keys made of decays, where there are keys
-    heads: tuple = (4, 2)  # of queries and of keys, where they may differ
-    window: int | None = 6  # where there is one
-    activation: str | None = "silu"  # where there may be one
-    values: int | None = None  # channels of values, where there are heads; None: two more
+    decay_dtype: str | None = None  # If None, `dtype`.
+    kinds: bool = False  # with tokens that continue or start a document, and padding
+    state: bool = False  # with an initial state
+    decays: str = "mixed"  # or "near zero", "near one", "extreme"
+    tied: bool = False  # Keys are 1 - decay, in gated linear attention.
+    heads: tuple = (4, 2)  # of queries and of keys, in softmax attention
+    window: int | None = 6  # of softmax attention
+    activation: str | None = "silu"  # of the convolution
+    values: int | None = None  # value channels per head; if None, two more than `channels`
 
     @property
     def value_size(self):
@@ -27,12 +147,12 @@ class Case(NamedTuple):
 
 CASES = {
     "one token": Case(2, 1, 5, activation=None),
-    "one document a row": Case(2, 45, 5),
+    "one document": Case(2, 45, 5),
     "one token, state": Case(3, 1, 5, kinds=True, state=True),
     "prime sizes": Case(2, 97, 5, kinds=True, state=True, decays="extreme"),
     "even sizes": Case(1, 128, 128, state=True, activation=None),
-    "near one": Case(2, 1031, 3, kinds=True, decays="near one", activation=None),
-    "all but forgotten": Case(1, 67, 3, kinds=True, state=True, decays="near zero", tied=True),
+    "decays near one": Case(2, 1031, 3, kinds=True, decays="near one", activation=None),
+    "decays near zero": Case(1, 67, 3, kinds=True, state=True, decays="near zero", tied=True),
     "bfloat16": Case(2, 97, 5, "bfloat16", kinds=True, state=True, tied=True),
     "bfloat16, decays in float32": Case(
         2, 61, 1, "bfloat16", "float32", state=True, activation=None
@@ -43,7 +163,7 @@ CASES = {
 
 
 def log_decays(rng, shape, decays):
-    """Logarithms of decays: around 0.5; within 1e-6 of 1 or 0; or including exactly 0 and 1."""
+    """Logarithms of decays: about 0.5, within 1e-6 of 1 or 0, or from exactly 0 to exactly 1."""
     log_a = -np.abs(rng.normal(size=shape))
     if decays == "near zero":
         log_a -= 14
@@ -56,7 +176,7 @@ def log_decays(rng, shape, decays):
 
 
 def gates(rng, shape, decays):
-    """Pre-activations, far out on both sides when the decays are to be extreme."""
+    """Inputs of the gates' sigmoids, of large magnitude unless decays are mixed."""
     scale = 1 if decays == "mixed" else rng.choice([1, 10, 100], size=shape)
     return rng.normal(size=shape) * scale - (10 if decays == "near one" else 0)
 
@@ -125,47 +245,34 @@ def lightning_attention(rng, case):
 
 def sliding_window_attention(rng, case):
     heads, groups = case.heads
-    room = 7 if case.window is None else case.window - 1
+    capacity = 7 if case.window is None else case.window - 1
     tensors = {
         "q": rng.normal(size=(case.batch, case.length, heads, case.channels)) * case.channels**-0.5,
         "k": rng.normal(size=(case.batch, case.length, groups, case.channels)),
         "v": rng.normal(size=(case.batch, case.length, groups, case.value_size)),
     }
     return tensors, {
-        "key": (case.batch, room, groups, case.channels),
-        "value": (case.batch, room, groups, case.value_size),
+        "key": (case.batch, capacity, groups, case.channels),
+        "value": (case.batch, capacity, groups, case.value_size),
     }
 
 
-OPERATIONS = (
-    linear_scan,
-    complex_linear_scan,
-    rg_lru,
-    causal_conv1d,
-    gated_linear_attention,
-    lightning_attention,
-    sliding_window_attention,
-)
-DRAW = {operation.__name__: operation for operation in OPERATIONS}
-DECAYS = ("log_a", "gate_a", "a_logit", "phase", "log_f", "log_decay")
-CONSTANTS = ("log_decay",)  # what has no gradient, or one of zeros
-OUTPUT = {  # the tensor whose dtype the output has, and whose shape but for the heads
-    "gated_linear_attention": "v",
-    "lightning_attention": "v",
-    "sliding_window_attention": "v",
+DRAW = {
+    operation.__name__: operation
+    for operation in (
+        *(linear_scan, complex_linear_scan, rg_lru, causal_conv1d),
+        *(gated_linear_attention, lightning_attention, sliding_window_attention),
+    )
 }
-PARTS = {"key": "k", "value": "v"}  # of a state of several arrays: the tensors they are like
+DECAYS = ("log_a", "gate_a", "a_logit", "phase", "log_f", "log_decay")
+CONSTANTS = ("log_decay",)  # tensors without a gradient, or with one of zeros
+# {part of a state: the tensor with its dtype}
+PARTS = {"key": "k", "value": "v"}
 
 
-class Drawn(NamedTuple):
-    tensors: dict  # float64 arrays that hold numbers of the case's dtypes
-    initial_state: np.ndarray | dict | None
-    token_kind: np.ndarray | None
-    d_output: np.ndarray
-    d_final_state: np.ndarray | dict
-    dtypes: dict  # of the tensors, and of the state or its parts, by their names
-    output: str  # the tensor that the output is like
-    options: dict
+def name_results(results):
+    output, final_state = results
+    return {"output": output, "final_state": final_state}
 
 
 def draw(operation, case, seed=0):
@@ -182,79 +289,43 @@ def draw(operation, case, seed=0):
         kind = rng.choice([0, 1, 2], p=[0.7, 0.1, 0.2], size=(case.batch, case.length))
         kind = kind.astype("int8")
     accumulation = "float64" if "float64" in dtypes.values() else "float32"
-    output, options = OUTPUT.get(operation, "x"), {}
+    output, options = "v" if "v" in tensors else "x", {}
     if operation == "causal_conv1d":
         options = {"activation": case.activation}
     output_shape = tensors[output].shape
+    output_dtype = dtypes[output]
+    dtypes["token_kind"] = "int8"
     if isinstance(state_shape, dict):
-        dtypes |= {f"state {part}": dtypes[PARTS[part]] for part in state_shape}
+        dtypes |= {f"initial_state {part}": dtypes[PARTS[part]] for part in state_shape}
+        dtypes["initial_state position"] = "int32"
         options = {"sliding_window": case.window}
         if case.window is None:
             options["capacity"] = state_shape["key"][1]
         output_shape = (*tensors["q"].shape[:3], output_shape[3])
     else:
-        dtypes["state"] = accumulation
+        dtypes["initial_state"] = accumulation
 
     def draw_state():
-        drawn = {n: rng.normal(size=shape) for n, shape in named("state", state_shape).items()}
-        return {name: round_to(dtypes[name], array) for name, array in drawn.items()}
+        shapes = flatten({"initial_state": state_shape})
+        drawn = {n: rng.normal(size=shape) for n, shape in shapes.items()}
+        return nest({n: round_to(dtypes[n], array) for n, array in drawn.items()})["initial_state"]
 
-    state = None
-    if case.state:
-        state = unnamed("state", draw_state())
-        if isinstance(state, dict):
-            fill_ring(rng, state)
+    state = draw_state() if case.state else None
+    if isinstance(state, dict):
+        fill_ring_buffer(rng, state)
     d_output = round_to(case.dtype, rng.normal(size=output_shape))
     return Drawn(
-        tensors, state, kind, d_output, unnamed("state", draw_state()), dtypes, output, options
+        *(tensors, options, dtypes, {"output": output_dtype}, name_results, d_output, output),
+        *(state, draw_state(), kind),
     )
 
 
-def fill_ring(rng, state):
-    """The first row of a ring is full, the others perhaps not, and empty slots are zero."""
-    batch, room = state["key"].shape[:2]
-    position = rng.integers(0, 2 * room + 1, batch)
-    position[0] = room + 3
-    empty = np.arange(room) >= position[:, None]
+def fill_ring_buffer(rng, state):
+    """Fills all slots of the first sequence and random numbers of slots of the others."""
+    batch, capacity = state["key"].shape[:2]
+    position = rng.integers(0, 2 * capacity + 1, batch)
+    position[0] = capacity + 3
+    empty = np.arange(capacity) >= position[:, None]
     for part in state.values():
         part[empty] = 0
     state["position"] = position
-
-
-def named(name, state):
-    """A state, or the parts of one, by their names."""
-    if isinstance(state, dict):
-        return {f"{name} {part}": value for part, value in state.items()}
-    return {} if state is None else {name: state}
-
-
-def unnamed(name, parts):
-    """The inverse of `named`."""
-    if name in parts:
-        return parts[name]
-    return {part.removeprefix(f"{name} "): value for part, value in parts.items()}
-
-
-def beside(tensor, kind):
-    """`[B, T]` with axes of length 1 appended, to broadcast against the tensor."""
-    return kind.reshape(*kind.shape, *[1] * (tensor.ndim - 2))
-
-
-def round_to(dtype, array):
-    """The nearest numbers of a dtype, as float64."""
-    array = np.asarray(array, "float64")
-    if dtype == "bfloat16":
-        # Keep 8 of 24 bits; round half to even.
-        bits = array.astype("float32").view("uint32")
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
-        return bits.view("float32").astype("float64")
-    return array.astype(dtype).astype("float64")
-
-
-EPSILON = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
-EPSILON["int32"] = 0.0
-
-
-def unit(dtype, magnitude):
-    """One unit in the last place of a number of this magnitude."""
-    return EPSILON[dtype] * 2.0 ** np.floor(np.log2(magnitude)) if magnitude else 0.0

@@ -1,11 +1,16 @@
-"""How wrong an implementation of an operation may be, and how wrong it is.
+"""Judges the error of an implementation of an operation by the definition of the operation.
 
-The definition is computed in float64, or in NumPy's longest floats where an input is of float64.
-The plain implementation of a backend may be at most twice as wrong as the definition in float32 (a
-loop over the tokens; in float64 where an input is), plus two units in the last place; any other at
-most twice as wrong as the plain one.
+The truth is the definition, `keras_recurrent.backends.reference`, in float64, or in NumPy's longest
+floats if an input is float64. The largest error of each result and gradient may be at most
 
-Inputs are those of `cases.draw` for operations over time, and of `token_wise.draw` for the others.
+- for the plain implementation of a backend: twice the error of the definition, a loop over the
+  tokens, in float32 (in float64 if an input is float64), plus two units in the last place;
+- for any other implementation: twice the error of the plain one, plus two units in the last place.
+
+    drawn = cases.draw("linear_scan", cases.Case(batch=2, length=97, channels=5))
+    check("linear_scan", "triton", drawn)
+
+raises `AssertionError: gradient of x: error 3e-07, allowed 2e-07` if a gradient is too wrong.
 """
 
 import contextlib
@@ -21,23 +26,25 @@ import pytest
 from keras_recurrent import dispatch
 from tests.gpu import has_gpu
 from tests.ops import cases, native
-from tests.ops.cases import PARTS, beside, named, round_to, unit
-from tests.ops.token_wise import INTEGERS
+from tests.ops.cases import FLOATS, PARTS, align, flatten, map_tensors, nest, round_to, unit
 
-PLAIN = dispatch.BACKEND  # the folder of the plain implementation is named after the backend
-# Where NumPy stands in for a GPU, it rounds a product before adding to it: as the loop does, not as
-# the plain kernels, which like a GPU round once.
+PLAIN = dispatch.BACKEND  # The plain implementation has the name of the backend.
+# Triton's interpreter rounds a product before NumPy adds to it: as the definition does, unlike the
+# plain implementation and GPUs, which round once. Interpreted kernels are judged as plain ones.
 INTERPRETED = ("triton",) if os.environ.get("TRITON_INTERPRET") == "1" else ()
-
-# How exactly an exponential or a sum is rounded depends on the GPU and on the CPU, and so does how
-# lucky the loop was.
+# Operations of which all implementations are judged as plain ones.
+JUDGED_AS_PLAIN = ("linear_crossentropy",)
+# JAX's interpreter of TPU kernels takes up to a minute for a test.
+SLOW = ("pallas",)
+# The definition may be exact by chance, so that the rounding of an exponential or of a sum, which
+# depends on the GPU and the CPU, is an error. Neighboring inputs reveal such chances.
 NEIGHBORS = 4
-# CUDA's are off by up to 2 units in the last place, NumPy's by less than 1.
+# Functions whose error is up to 2 units in the last place in CUDA, and less than 1 in NumPy.
 ELEMENTARY = ("exp", "expm1", "log1p", "logaddexp", "tanh")
 
 
 def kernels(operations):
-    """The pairs of an operation and an implementation that run here, if only interpreted."""
+    """The pairs of an operation and an implementation that this machine runs or interprets."""
     return [
         (operation, implementation)
         for operation in operations
@@ -46,32 +53,63 @@ def kernels(operations):
     ]
 
 
-def check(operation, implementation, drawn):
+def parametrize_kernels(kernels, nightly=lambda kernel: kernel[1] in SLOW):
+    """Parametrizes a test over pairs of an operation and an implementation."""
+    marks = {kernel: pytest.mark.nightly if nightly(kernel) else () for kernel in kernels}
+    params = [pytest.param(*kernel, marks=mark) for kernel, mark in marks.items()]
+    return pytest.mark.parametrize(("operation", "implementation"), params)
+
+
+def every_implementation(operation):
+    """Parametrizes a test over the implementations of one operation."""
+    names = [implementation for _, implementation in kernels([operation])]
+    params = [pytest.param(n, marks=pytest.mark.nightly if n in SLOW else ()) for n in names]
+    return pytest.mark.parametrize("implementation", params)
+
+
+def check(operation, implementation, drawn, defined=None):
+    """Raises an AssertionError if an implementation is too wrong for these inputs."""
+    # Neighbors of a quantized row may be rounded to other integers.
+    neighbors = 0 if operation == "norm_quantized_linear" else NEIGHBORS
     results = run(operation, implementation, drawn)
-    compare(operation, implementation, drawn, results, neighbors=NEIGHBORS)
+    compare(operation, implementation, drawn, results, neighbors, defined=defined)
 
 
 def run(operation, implementation, drawn, compiled=False):
-    """{name: float64 array}: the output, the final state and the gradient of every argument."""
+    """{name: float64 array} of the results and of the gradients of all arguments."""
     kernel = kernel_of(operation, implementation)
-    with native.interpreted(implementation):
-        if isinstance(drawn, cases.Drawn):
-            return native.run(kernel, drawn, compiled)
-        return native.run_token_wise(kernel, drawn, compiled)
+    with native.precision(drawn.precision), native.interpreted(implementation):
+        return native.run(kernel, drawn, compiled)
 
 
 @functools.cache
 def kernel_of(operation, implementation):
-    """A function that computes an operation, or skips the test with the reason that it refuses."""
-    row = dispatch.IMPLEMENTATIONS[operation]
+    """A function that computes an operation. It skips the test if the arguments are unsupported."""
 
     def kernel(**arguments):
-        reason = native.refusal(row[implementation], arguments)
+        reason = unsupported_reason(operation, implementation, arguments)
         if reason is not None:
-            pytest.skip(f"{implementation} refuses: {reason}")
-        return row[implementation].function(**arguments)
+            pytest.skip(f"{implementation} does not run: {reason}")
+        return function_of(operation, implementation)(**arguments)
 
     return kernel
+
+
+def function_of(operation, implementation):
+    """The function of an implementation, which does not check its arguments."""
+    return getattr(dispatch.IMPLEMENTATIONS[operation][implementation], operation)
+
+
+def unsupported_reason(operation, implementation, arguments):
+    """Reason why an implementation does not support arguments, or None."""
+    module = dispatch.IMPLEMENTATIONS[operation][implementation]
+    unsupported = getattr(module, "unsupported", None)
+    return unsupported(**arguments) if unsupported else None
+
+
+def module_of(operation, implementation):
+    """The module of an implementation, whose constants tests may replace."""
+    return importlib.import_module(f"keras_recurrent.backends.{implementation}.{operation}")
 
 
 def compare(
@@ -79,132 +117,78 @@ def compare(
 ):
     """Raises an AssertionError that names the first result that is too wrong.
 
-    neighbors: how many inputs beside the given ones, each number of them at most one unit in the
-        last place away, are computed in the plain way, too, where the given ones alone show a
-        result to be too wrong; and, where these do not help, as many whose gradients of the
-        results are moved as well. The most wrong of them counts: that a sum happened to come out
-        exactly is luck which the rule does not ask for twice.
-    floor: an error below it is none.
-    extra: {name of a result: what is allowed beside the rule}.
-    defined: `definition(operation, drawn)`, where the caller has used it already.
+    neighbors: how many neighbors of the inputs, and of the inputs and the gradients of results,
+        also count if an error exceeds the bound of the inputs themselves. The largest bound holds.
+    floor: errors up to it are allowed.
+    extra: {name of a result: error that is allowed in addition}.
+    defined: `definition(operation, drawn)` of the caller, whose results are reused.
     """
     defined = defined or definition(operation, drawn)
     truth = defined(exact(drawn))
-    for name, expected in truth.items():
-        if name == "final_state position":
-            np.testing.assert_array_equal(results[name], expected, err_msg=name)
-        else:
-            assert np.isfinite(results[name]).all(), f"{name}: not finite"
+    for name in truth:
+        assert np.isfinite(results[name]).all(), f"{name}: not finite"
     wrong = errors(drawn, truth, results)
     allowed = tolerances(operation, implementation, drawn, defined)
-    for seed in range(2 * neighbors):
+    for near in neighbors_of(drawn, neighbors):
         if all(wrong[name] <= allowed[name] + floor for name in wrong):
             break
-        near = neighbor(drawn, seed, d_results=seed >= neighbors)
         more = tolerances(operation, implementation, near, definition(operation, near))
         allowed = {name: max(allowed[name], more[name]) for name in allowed}
     for name in wrong:
-        allowed[name] += floor + (extra or {}).get(name, 0)
-        message = f"{name}: error {wrong[name]:.3g}, allowed {allowed[name]:.3g}"
-        assert wrong[name] <= allowed[name], message
+        bound = allowed[name] + floor + (extra or {}).get(name, 0)
+        assert wrong[name] <= bound, f"{name}: error {wrong[name]:.3g}, allowed {bound:.3g}"
 
 
 def tolerances(operation, implementation, drawn, defined):
-    """How wrong each result may be."""
+    """{name: the largest error that a result may have}."""
     truth = defined(exact(drawn))
-    if implementation == PLAIN or implementation in INTERPRETED:
-        precision = "float64" if "float64" in drawn.dtypes.values() else "float32"
-        yardstick = defined(precision)
+    judged = {name: as_judged(drawn, name, array) for name, array in truth.items()}
+    if implementation in (PLAIN, *INTERPRETED) or operation in JUDGED_AS_PLAIN:
+        known = errors(drawn, truth, defined(drawn.precision))
     else:
-        yardstick = run(operation, PLAIN, drawn)
-    found = errors(drawn, truth, yardstick)
-    path = {}
-    if isinstance(drawn, cases.Drawn):
-        # A state is one point of a path: the whole path says how wrong it may be.
-        path = {"final_state": "output", "gradient of initial_state": f"gradient of {drawn.output}"}
-        path |= {f"gradient of initial_state {p}": f"gradient of {t}" for p, t in PARTS.items()}
+        known = errors(drawn, truth, run(operation, PLAIN, drawn))
+    # A state is one point of a path: it may be as wrong as the whole path.
+    paths = {"final_state": "output", "gradient of initial_state": f"gradient of {drawn.output}"}
+    paths |= {f"gradient of initial_state {part}": f"gradient of {t}" for part, t in PARTS.items()}
     return {
-        name: 2 * max(error, found[path.get(name, name)])
-        + 2 * unit(dtype_of_last_place(drawn, name), np.abs(truth[name]).max(initial=0))
-        for name, error in found.items()
+        name: 2 * max(error, known[paths.get(name, name)])
+        + 2 * unit(dtype_of_last_place(drawn, name), np.abs(judged[name]).max(initial=0))
+        for name, error in known.items()
     }
 
 
 def errors(drawn, truth, results):
-    """{name: the largest difference}, but for positions and what padding gives."""
-    kind = getattr(drawn, "token_kind", None)
-    found = {}
+    """{name: the largest error of a result}."""
+    wrong = {}
     for name, expected in truth.items():
-        if name == "final_state position":
-            continue
-        difference = np.abs(results[name] - expected)
-        if name == "output" and kind is not None:
-            difference = np.where(beside(difference, kind) == 2, 0, difference)
-        found[name] = float(difference.max(initial=0))
-    return found
+        result, expected = (as_judged(drawn, name, array) for array in (results[name], expected))
+        wrong[name] = float(np.abs(result - expected).max(initial=0))
+    return wrong
 
 
-def longer_than(dtype):
-    """The precision of the truth about what is computed in one of 32 or of 64 bits."""
-    if dtype != "float64":
+def as_judged(drawn, name, result):
+    """A result with zeros for outputs at padding, which have no meaning, and norms for squares."""
+    if name == "squares":
+        result = np.sqrt(result)
+    if name.split()[0] in ("output", "squares") and drawn.padding is not None:
+        return np.where(align(drawn.padding, result), 0, result)
+    return result
+
+
+def dtype_of_last_place(drawn, name):
+    """The dtype of the units of an error: of operations with a state, the coarsest one."""
+    dtype = drawn.dtype_of(name)
+    coarsest = min((d for d in drawn.dtypes.values() if d in FLOATS), key=FLOATS.index)
+    return coarsest if drawn.has_state and dtype in FLOATS else dtype
+
+
+def exact(drawn):
+    """The precision of the truth."""
+    if drawn.precision != "float64":
         return "float64"
     if np.finfo("longdouble").nmant <= np.finfo("float64").nmant:
         pytest.skip("NumPy has no floats longer than float64 on this machine")
     return "longdouble"
-
-
-def moved(rng, array, dtype):
-    """Numbers moved by up to one unit in the last place; what has none as it is."""
-    if array is None or dtype not in cases.EPSILON:
-        return array
-    units = rng.integers(-1, 2, np.shape(array))
-    return round_to(dtype, array * (1 + units * cases.EPSILON[dtype]))
-
-
-def neighbor(drawn, seed, d_results):
-    """The same inputs, but each number moved up or down by one unit in the last place, or not.
-
-    d_results: whether those of the gradients of the results are moved, too.
-    """
-    rng = np.random.default_rng(seed)
-
-    def moved_state(state):
-        parts = named("state", state).items()
-        parts = {name: moved(rng, array, drawn.dtypes.get(name)) for name, array in parts}
-        return cases.unnamed("state", parts) if parts else None
-
-    over_time = isinstance(drawn, cases.Drawn)
-    tensors = {n: moved(rng, t, drawn.dtypes.get(n)) for n, t in drawn.tensors.items()}
-    near = drawn._replace(tensors=tensors)
-    if over_time:
-        near = near._replace(initial_state=moved_state(drawn.initial_state))
-    if d_results:
-        dtype = drawn.dtypes[drawn.output] if over_time else drawn.output_dtype
-        near = near._replace(d_output=moved(rng, drawn.d_output, dtype))
-        if over_time:
-            near = near._replace(d_final_state=moved_state(drawn.d_final_state))
-    return near
-
-
-def exact(drawn):
-    """The precision that tells how wrong results are."""
-    return longer_than("float64" if "float64" in drawn.dtypes.values() else "float32")
-
-
-def dtype_of_last_place(drawn, name):
-    """Whose units a result may be off by: of operations over time, the coarsest dtype of all."""
-    if isinstance(drawn, cases.Drawn):
-        return min(drawn.dtypes.values(), key=list(cases.EPSILON).index)
-    return dtype_of(drawn, name)
-
-
-def dtype_of(drawn, name):
-    """The dtype that a kernel returns a result in."""
-    if not isinstance(drawn, cases.Drawn):
-        return drawn.output_dtype if name == "output" else drawn.dtypes[name[len("gradient of ") :]]
-    name = name.removeprefix("gradient of ").replace("final_state", "initial_state")
-    name = drawn.output if name == "output" else name.replace("initial_state", "state")
-    return drawn.dtypes.get(name)
 
 
 def definition(operation, drawn):
@@ -212,17 +196,39 @@ def definition(operation, drawn):
     return functools.cache(functools.partial(reference, operation, drawn))
 
 
+def reference(operation, drawn, precision):
+    """Results and gradients of the definition in a precision, rounded to the dtypes of a kernel."""
+    module = module_of(operation, "reference")
+    arguments = {**drawn.arguments, **drawn.options, "dtype": np.dtype(precision)}
+    with np.errstate(over="ignore"), elementary_functions_of_the_gpu():
+        results = flatten(drawn.name_results(getattr(module, operation)(**arguments)))
+        if drawn.d_output is not None:
+            cotangents = nest(drawn.cotangents).values()
+            gradients = getattr(module, f"{operation}_gradient")(*cotangents, **arguments)
+            names = [*drawn.tensors, *(["initial_state"] if drawn.has_state else [])]
+            results |= flatten(
+                {
+                    f"gradient of {name}": gradient
+                    for name, gradient in zip(names, gradients, strict=True)
+                    if arguments[name] is not None
+                }
+            )
+    if precision == exact(drawn):
+        return results
+    return {name: round_to(drawn.dtype_of(name), result) for name, result in results.items()}
+
+
 @contextlib.contextmanager
 def elementary_functions_of_the_gpu():
-    """Replaces NumPy's in float32, if there is a GPU: the loop errs as a loop on the GPU would."""
+    """Replaces NumPy's functions in float32 by the GPU's, whose errors a loop on it would have."""
     with contextlib.ExitStack() as stack:
         for name in ELEMENTARY if has_gpu() else ():
-            function = functools.partial(on_gpu, name, getattr(np, name))
+            function = functools.partial(call_on_gpu, name, getattr(np, name))
             stack.enter_context(mock.patch.object(np, name, function))
         yield
 
 
-def on_gpu(name, numpy_function, *arrays):
+def call_on_gpu(name, numpy_function, *arrays):
     result = numpy_function(*arrays)
     if result.dtype != "float32":
         return result
@@ -230,32 +236,37 @@ def on_gpu(name, numpy_function, *arrays):
     return keras.ops.convert_to_numpy(getattr(keras.ops, name)(*arrays))
 
 
-def reference(operation, drawn, precision):
-    """What the definition computes in a precision, rounded to the dtypes that a kernel returns."""
-    module = importlib.import_module(f"keras_recurrent.backends.reference.{operation}")
-    arguments = {**drawn.tensors, **drawn.options, "dtype": np.dtype(precision)}
-    given, cotangents = drawn.tensors, [drawn.d_output]
-    if isinstance(drawn, cases.Drawn):
-        context = {"initial_state": drawn.initial_state, "token_kind": drawn.token_kind}
-        arguments |= context
-        given = given | {"initial_state": drawn.initial_state}
-        cotangents.append(drawn.d_final_state)
-    with np.errstate(over="ignore"), elementary_functions_of_the_gpu():
-        output = getattr(module, operation)(**arguments)
-        gradients = getattr(module, f"{operation}_gradient")(*cotangents, **arguments)
-    results = {}
-    if isinstance(drawn, cases.Drawn):
-        output, final_state = output
-        results = named("final_state", final_state)
-    results = {"output": output} | results
-    for (name, argument), gradient in zip(given.items(), gradients, strict=True):
-        if argument is not None and name not in INTEGERS:
-            results |= named(f"gradient of {name}", gradient)
-        elif not isinstance(drawn, cases.Drawn):
-            assert gradient is None
-    if precision == exact(drawn):
-        return results
-    return {
-        name: round_to(dtype_of(drawn, name) or precision, result)
-        for name, result in results.items()
-    }
+def neighbors_of(drawn, count):
+    """Yields neighbors of the arguments, then neighbors of the arguments and of `d_output`."""
+    for seed in range(count):
+        yield neighbor(drawn, seed, move_cotangents=False)
+    for seed in range(count, 2 * count if drawn.d_output is not None else 0):
+        yield neighbor(drawn, seed, move_cotangents=True)
+
+
+def neighbor(drawn, seed, move_cotangents):
+    """The inputs with each number moved by at most one unit in the last place."""
+    rng = np.random.default_rng(seed)
+
+    def move(arrays):
+        flat = flatten(arrays)
+        moved = {n: move_array(rng, array, drawn.dtype_of(n)) for n, array in flat.items()}
+        return arrays | nest(moved)
+
+    near = drawn._replace(tensors=move(drawn.tensors))
+    if drawn.has_state:
+        near = near._replace(**move({"initial_state": drawn.initial_state}))
+    if move_cotangents:
+        moved = move({"output": drawn.d_output, "final_state": drawn.d_final_state})
+        near = near._replace(d_output=moved["output"], d_final_state=moved["final_state"])
+    return near
+
+
+def move_array(rng, tensors, dtype):
+    def move(array):
+        if dtype not in cases.EPSILON:
+            return array
+        units = rng.integers(-1, 2, np.shape(array))
+        return round_to(dtype, array * (1 + units * cases.EPSILON[dtype]))
+
+    return map_tensors(move, tensors)

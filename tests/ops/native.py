@@ -1,100 +1,67 @@
-"""Run a kernel on native tensors of the current backend, with its gradients: NumPy in and out."""
+"""Runs a kernel on tensors of the current backend, and differentiates it: NumPy in and out."""
 
 import contextlib
+import functools
 import gc
 import os
 
 import keras
 import numpy as np
 
-from tests.ops.cases import named, unnamed
+from tests.ops.cases import flatten, map_tensors, nest
 
 BACKEND = keras.config.backend()
-PROGRAMS = {}  # what JAX or TensorFlow have compiled
+PROGRAMS = {}  # programs that JAX or TensorFlow have compiled
 
 
 def run(kernel, drawn, compiled=False):
-    """Returns {name: float64 array}: output, final_state and the gradient of every argument.
+    """Returns {name: float64 array}: results, and gradients of arguments if the kernel has them.
 
-    Where a state has several arrays, their names follow: "final_state key". JAX and TensorFlow may
-    compile the whole, once for inputs alike in shapes and dtypes; torch needs no such thing.
+    Parts of a state have names such as "final_state key". If `compiled`, JAX and TensorFlow compile
+    forward and backward once for inputs of equal shapes and dtypes.
     """
-    arguments = {name: t for name, t in drawn.tensors.items() if t is not None}
-    absent = {name: None for name in drawn.tensors if name not in arguments}
-    dtypes = {name.replace("state", "initial_state"): d for name, d in drawn.dtypes.items()}
-    arguments |= named("initial_state", drawn.initial_state)
-    position = arguments.pop("initial_state position", None)
-    arguments = {name: tensor(a, dtypes[name]) for name, a in arguments.items()}
-    dtypes = {name: dtypes[name] for name in arguments}
-    state_dtypes = {name: d for name, d in drawn.dtypes.items() if name.startswith("state")}
-    cotangents = [
-        tensor(drawn.d_output, drawn.dtypes[drawn.output]),
-        *(tensor(d, state_dtypes[n]) for n, d in named("state", drawn.d_final_state).items()),
-    ]
-    integers = {}
-    if drawn.token_kind is not None:
-        integers["token_kind"] = tensor(drawn.token_kind, "int8")
-    if position is not None:
-        integers["initial_state position"] = tensor(position, "int32")
+    arguments = tensors(drawn)
+    absent = {name: None for name, value in drawn.arguments.items() if value is None}
+    floats = {name: arguments.pop(name) for name in drawn.differentiated}
+    cotangents = drawn.cotangents
 
-    def call(arguments, integers):
-        arguments = {"token_kind": None, **arguments, **integers}
-        parts = {n: a for n, a in arguments.items() if n.startswith("initial_state")}
-        tensors = {n: a for n, a in arguments.items() if n not in parts}
-        state = unnamed("initial_state", parts) if parts else None
-        output, final = kernel(**absent, **tensors, **drawn.options, initial_state=state)
-        final = named("final_state", final)
-        integers = {n: final.pop(n) for n in ("final_state position",) if n in final}
-        return [output, *final.values()], integers
+    def call(floats, others):
+        results = kernel(**absent, **nest(floats | others), **drawn.options)
+        results = flatten(drawn.name_results(results))
+        return [results.pop(name) for name in cotangents], results
 
-    names = ["output", *(n.replace("state", "final_state") for n in state_dtypes)]
-    same = (kernel, *drawn.options.items(), *absent) if compiled else None
-    outputs, integers, found = gradients(call, arguments, integers, cotangents, same)
-    wanted = [drawn.dtypes[drawn.output], *state_dtypes.values()]
-    assert [dtype(o) for o in outputs] == wanted
-    assert {name: dtype(g) for name, g in found.items()} == dtypes
-    assert {dtype(i) for i in integers.values()} <= {"int32"}
-    results = dict(zip(names, outputs, strict=True)) | integers
-    results |= {f"gradient of {name}": g for name, g in found.items()}
+    if not cotangents:
+        _, results = forward(call, floats, arguments)
+    else:
+        key = (kernel, *drawn.options.items(), *absent) if compiled else None
+        d_results = [tensor(d, drawn.dtype_of(name)) for name, d in cotangents.items()]
+        outputs, others, found = gradients(call, floats, arguments, d_results, key)
+        results = dict(zip(cotangents, outputs, strict=True)) | others
+        results |= {f"gradient of {name}": g for name, g in found.items()}
+    assert {n: dtype(r) for n, r in results.items()} == {n: drawn.dtype_of(n) for n in results}
+    assert {f"gradient of {name}" for name in floats} <= results.keys()
     return {name: to_numpy(r) for name, r in results.items()}
 
 
-def run_token_wise(kernel, drawn, compiled=False):
-    """Returns {name: float64 array}: the output, and the gradient of every tensor."""
-    tensors, others = {}, {}
-    for name, array in drawn.tensors.items():
-        given = None if array is None else tensor(array, drawn.dtypes[name])
-        (tensors if name in drawn.differentiated else others)[name] = given
-    absent = {name: others.pop(name) for name in list(others) if others[name] is None}
-
-    def call(tensors, others):
-        return [kernel(**tensors, **others, **absent, **drawn.options)], {}
-
-    cotangents = [tensor(drawn.d_output, drawn.output_dtype)]
-    same = (kernel, *drawn.options.items(), *absent) if compiled else None
-    (output,), _, found = gradients(call, tensors, others, cotangents, same)
-    assert dtype(output) == drawn.output_dtype
-    assert {name: dtype(g) for name, g in found.items()} == drawn.differentiated
-    results = {"output": output} | {f"gradient of {name}": g for name, g in found.items()}
-    return {name: to_numpy(r) for name, r in results.items()}
+def tensors(drawn):
+    """{flat name: tensor} of all arguments that are not None."""
+    return {
+        name: map_tensors(functools.partial(tensor, dtype=drawn.dtypes[name]), value)
+        for name, value in flatten(drawn.arguments).items()
+    }
 
 
 def forget_programs():
-    """Give back the memory of compiled programs."""
+    """Gives back the memory of compiled programs."""
     PROGRAMS.clear()
     if BACKEND == "jax":
         jax.clear_caches()
     if BACKEND == "tensorflow":
-        # Each graph with a `tf.custom_gradient` registers that, and would be kept for it for ever.
+        # TensorFlow registers each graph with a `tf.custom_gradient`, and never frees it.
         for name in list(gradient_registry.list()):
             if name.startswith("CustomGradient-"):
                 del gradient_registry._registry[name]
     gc.collect()
-
-
-def refusal(kernel, arguments):
-    """Returns the reason why a kernel refuses arguments, or None."""
-    return kernel.unsupported(**arguments) if kernel.unsupported else None
 
 
 def dtype(t):
@@ -102,11 +69,27 @@ def dtype(t):
 
 
 def runs(implementation):
-    """Whether it runs on this machine. Programs of JAX can be lowered for others, which is a test
-    of its own (`tests/triton/test_on_jax.py`)."""
+    """Returns True if this machine runs or interprets an implementation.
+
+    `tests/triton/test_on_jax.py` lowers programs of JAX for GPUs on machines without one.
+    """
     if (BACKEND, implementation) != ("jax", "triton"):
         return True
     return os.environ.get("TRITON_INTERPRET") == "1" or jax.default_backend() == "gpu"
+
+
+def precision(dtype):
+    """JAX computes in float64 only if told so."""
+    return contextlib.nullcontext()
+
+
+def interpreted(implementation):
+    """Kernels for TPUs run in JAX's interpreter."""
+    return contextlib.nullcontext()
+
+
+def forward(call, floats, others):
+    return call(floats, others)
 
 
 if BACKEND == "jax":
@@ -122,12 +105,11 @@ if BACKEND == "jax":
         return np.asarray(t).astype("float64")
 
     def precision(dtype):
-        """float64 is off in JAX unless one asks for it."""
         return jax.enable_x64(dtype == "float64")
 
     @contextlib.contextmanager
     def interpreted(implementation):
-        """Kernels for TPU run in JAX's interpreter of them, which finds races, too."""
+        """The interpreter also finds races."""
         if implementation != "pallas":
             yield
             return
@@ -136,23 +118,27 @@ if BACKEND == "jax":
             yield
         assert interpreter.races is None or not interpreter.races.races_found
 
-    def gradients(call, arguments, integers, cotangents, same=None):
-        """same: calls with the same, if that is not None, share a program."""
+    def forward(call, floats, others):
+        # One program compiles faster than each of its operations.
+        return jax.jit(call)(floats, others)
 
-        def forward_and_backward(arguments, integers, cotangents):
-            outputs, pull_back, aside = jax.vjp(
-                lambda arguments: call(arguments, integers), arguments, has_aux=True
+    def gradients(call, floats, others, cotangents, key=None):
+        """Outputs, further results, and gradients. Calls with an equal key share a program."""
+
+        def forward_and_backward(floats, others, cotangents):
+            outputs, pull_back, further = jax.vjp(
+                lambda floats: call(floats, others), floats, has_aux=True
             )
-            return outputs, aside, pull_back(cotangents)[0]
+            return outputs, further, pull_back(cotangents)[0]
 
-        if same is not None:
-            forward_and_backward = PROGRAMS.setdefault(same, jax.jit(forward_and_backward))
-        return forward_and_backward(arguments, integers, cotangents)
+        if key is not None:
+            forward_and_backward = PROGRAMS.setdefault(key, jax.jit(forward_and_backward))
+        return forward_and_backward(floats, others, cotangents)
 
 elif BACKEND == "torch":
     import torch
 
-    DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # as Keras takes it
+    DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the device of Keras's tensors
 
     def tensor(array, dtype):
         return torch.tensor(array, device=DEVICE).to(getattr(torch, dtype))
@@ -160,13 +146,7 @@ elif BACKEND == "torch":
     def to_numpy(t):
         return t.detach().to(torch.float64).cpu().numpy()
 
-    def precision(dtype):
-        return contextlib.nullcontext()
-
-    def interpreted(implementation):
-        return contextlib.nullcontext()
-
-    class _Ends(torch.autograd.Function):
+    class _WithoutGradient(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
             return x.clone()
@@ -175,14 +155,13 @@ elif BACKEND == "torch":
         def backward(ctx, d_x):
             return None
 
-    ends = _Ends.apply  # a copy that gives no gradient back
+    copy_without_gradient = _WithoutGradient.apply
 
-    def gradients(call, arguments, integers, cotangents, same=None):
-        for a in arguments.values():
-            a.requires_grad_()
-        outputs, aside = call(arguments, integers)
-        found = torch.autograd.grad(outputs, list(arguments.values()), cotangents)
-        return outputs, aside, dict(zip(arguments, found, strict=True))
+    def gradients(call, floats, others, cotangents, key=None):
+        leaves = [t.requires_grad_() for t in floats.values()]
+        outputs, further = call(floats, others)
+        found = torch.autograd.grad(outputs, leaves, cotangents)
+        return outputs, further, dict(zip(floats, found, strict=True))
 
 else:
     import tensorflow as tf
@@ -194,29 +173,23 @@ else:
     def to_numpy(t):
         return tf.cast(t, "float64").numpy()
 
-    def precision(dtype):
-        return contextlib.nullcontext()
-
-    def interpreted(implementation):
-        return contextlib.nullcontext()
-
-    def gradients(call, arguments, integers, cotangents, same=None):
-        """same: calls with the same, if that is not None, share a function of TensorFlow.
+    def gradients(call, floats, others, cotangents, key=None):
+        """Outputs, further results, and gradients. Calls with an equal key share a function.
 
         Only the functions of one kernel are kept: a graph takes ten megabytes.
         """
 
-        def forward_and_backward(arguments, integers, cotangents):
+        def forward_and_backward(floats, others, cotangents):
             with tf.GradientTape() as tape:
-                tape.watch(arguments)
-                outputs, aside = call(arguments, integers)
-            found = tape.gradient(outputs, arguments, output_gradients=cotangents)
-            return outputs, aside, found
+                tape.watch(floats)
+                outputs, further = call(floats, others)
+            found = tape.gradient(outputs, floats, output_gradients=cotangents)
+            return outputs, further, found
 
-        if same is not None:
-            if same not in PROGRAMS:
-                if any(known[0] is not same[0] for known in PROGRAMS):
+        if key is not None:
+            if key not in PROGRAMS:
+                if any(known[0] is not key[0] for known in PROGRAMS):
                     forget_programs()
-                PROGRAMS[same] = tf.function(forward_and_backward, autograph=False)
-            forward_and_backward = PROGRAMS[same]
-        return forward_and_backward(arguments, integers, cotangents)
+                PROGRAMS[key] = tf.function(forward_and_backward, autograph=False)
+            forward_and_backward = PROGRAMS[key]
+        return forward_and_backward(floats, others, cotangents)

@@ -1,8 +1,11 @@
 """Operations under `keras.distribution` on eight simulated devices. Prints JSON.
 
-A process of its own, for it has eight devices. Its arguments name the implementation, whose kernels
-are interpreted, and distributions. Those of Pallas run in its general interpreter: that for TPU
-makes its devices wait for each other, and has too few threads for it on two cores.
+    python -m tests.ops.shards pallas|triton [data] [model]
+    python -m tests.ops.shards linear_crossentropy
+
+It runs in a separate process, which has eight devices, and compares gradients with those of one
+device. Pallas kernels run in its general interpreter: the interpreter for TPUs makes devices wait
+for each other, and has too few threads for eight of them on two cores.
 """
 
 import functools
@@ -15,6 +18,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from keras_recurrent import ops
+from keras_recurrent.backends.jax import linear_crossentropy as plain
 
 B, T, D = 8, 20, 256
 DISTRIBUTIONS = {
@@ -25,6 +29,11 @@ DISTRIBUTIONS = {
 }
 
 
+def relative_error(results, expected):
+    errors = [np.abs(r - e).max() / np.abs(e).max() for r, e in zip(results, expected, strict=True)]
+    return float(max(errors))
+
+
 def rg_lru(x, logit, mask, implementation=None):
     gate = 0.5 * x
     h, state = ops.rg_lru(x, gate, gate * 2, logit, mask=mask, implementation=implementation)
@@ -32,7 +41,7 @@ def rg_lru(x, logit, mask, implementation=None):
 
 
 def attention(x, key, mask, implementation=None):
-    """Of four heads that share a key: they are split, and it is not."""
+    """The four heads share one key: heads are split over devices, the key is not."""
     q, k = x.reshape(B, T, 4, -1) / 8, key.reshape(B, T, 1, -1)
     output, _ = ops.sliding_window_attention(
         q, k, 0.5 * k, sliding_window=6, mask=mask, implementation=implementation
@@ -41,23 +50,23 @@ def attention(x, key, mask, implementation=None):
 
 
 def draw():
-    """{operation: its loss, tensors, and where `ModelParallel` splits channels}"""
+    """{operation: its loss, its arrays, and how `ModelParallel` splits them}"""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(B, T, D)).astype("float32")
     logit = rng.normal(size=D).astype("float32")
     mask = rng.random((B, T)) < 0.9
     key = rng.normal(size=(B, T, D // 4)).astype("float32")
-    of_x, of_mask = jax.P("batch", None, "model"), jax.P("batch")
+    x_split, batch_split = jax.P("batch", None, "model"), jax.P("batch")
     return {
-        "rg_lru": (rg_lru, (x, logit, mask), (of_x, jax.P("model"), of_mask)),
-        "attention": (attention, (x, key, mask), (of_x, jax.P("batch"), of_mask)),
+        "rg_lru": (rg_lru, (x, logit, mask), (x_split, jax.P("model"), batch_split)),
+        "attention": (attention, (x, key, mask), (x_split, batch_split, batch_split)),
     }
 
 
-def main(implementation, *distributions):
+def report_kernels(implementation, *distributions):
     drawn = draw()
     expected = {
-        name: jax.grad(loss, (0, 1))(*given, "jax") for name, (loss, given, _) in drawn.items()
+        name: jax.grad(loss, (0, 1))(*arrays, "jax") for name, (loss, arrays, _) in drawn.items()
     }
     pl.pallas_call = functools.partial(pl.pallas_call, interpret=True)
     reports = {}
@@ -65,29 +74,74 @@ def main(implementation, *distributions):
         device_mesh = keras.distribution.DeviceMesh((4, 2), ("batch", "model"))
         distribution = DISTRIBUTIONS[name](device_mesh)
         mesh = distribution.device_mesh.backend_mesh
-        for operation, (loss, given, specs) in drawn.items():
+        for operation, (loss, arrays, specs) in drawn.items():
             if name == "data":
                 specs = [jax.P(*(axis if axis == "batch" else None for axis in s)) for s in specs]
             shards = [
-                jax.device_put(a, jax.NamedSharding(mesh, spec))
-                for a, spec in zip(given, specs, strict=True)
+                jax.device_put(array, jax.NamedSharding(mesh, spec))
+                for array, spec in zip(arrays, specs, strict=True)
             ]
             gradients = functools.partial(jax.grad(loss, (0, 1)), implementation=implementation)
-            keras.distribution.set_distribution(distribution)
-            program = jax.jit(gradients).lower(*shards).compile()
-            results = program(*shards)
-            keras.distribution.set_distribution(None)
-            errors = [
-                np.abs(r - e).max() / np.abs(e).max()
-                for r, e in zip(results, expected[operation], strict=True)
-            ]
+            with distribution.scope():
+                program = jax.jit(gradients).lower(*shards).compile()
+                results = program(*shards)
             reports[f"{operation} {name}"] = {
-                "error": float(max(errors)),
+                "error": relative_error(results, expected[operation]),
                 "gathers": program.as_text().count(" all-gather"),
                 "shard": results[0].addressable_shards[0].data.shape,
             }
-    print(json.dumps(reports))
+    return reports
+
+
+def draw_loss(vocabulary):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(8, 22, 8)).astype("float32")
+    embedding = rng.normal(size=(vocabulary, 8)).astype("float32")
+    weights = rng.random((8, 22)) * (rng.random((8, 22)) < 0.7)
+    tokens = np.where(weights == 0, -100, rng.integers(0, vocabulary, (8, 22)))
+    return x, embedding, weights.astype("float32"), tokens.astype("int32")
+
+
+def compute_loss(x, embedding, weights, tokens, reduction):
+    """The loss and its gradients, and the best tokens."""
+
+    def loss(x, embedding, weights):
+        losses, best = ops.linear_crossentropy(
+            x, embedding, tokens, weights, soft_cap=2.0, reduction=reduction
+        )
+        return (losses * np.float32(0.5)).sum(), (losses, best)
+
+    function = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
+    (_, (losses, best)), gradients = jax.jit(function)(x, embedding, weights)
+    return [np.asarray(a) for a in (losses, *gradients)], np.asarray(best)
+
+
+def report_linear_crossentropy():
+    """Errors of the loss and its gradients, in chunks of 8 tokens, and whether tokens are equal."""
+    plain.CROSSENTROPY_CHUNK = 8
+    meshes = {"all": (2, 2, 2), "rows": (8, 1, 1), "vocabulary": (1, 1, 8)}
+    devices, reports = keras.distribution.list_devices(), {}
+    for reduction in ("sum", None):
+        for name, vocabulary in {"divisible": 48, "indivisible": 47}.items():
+            arrays = draw_loss(vocabulary)
+            expected, best = compute_loss(*arrays, reduction)
+            for split, sizes in meshes.items():
+                mesh = keras.distribution.DeviceMesh(sizes, ("batch", "sequence", "model"), devices)
+                layout_map = keras.distribution.LayoutMap(mesh)
+                with keras.distribution.ModelParallel(layout_map=layout_map).scope():
+                    results, split_best = compute_loss(*arrays, reduction)
+                reports[f"{reduction} {name} {split}"] = {
+                    "error": relative_error(results, expected),
+                    "same": bool((split_best == best).all()),
+                }
+    return reports
+
+
+def main(name, *distributions):
+    if name == "linear_crossentropy":
+        return report_linear_crossentropy()
+    return report_kernels(name, *distributions)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print(json.dumps(main(*sys.argv[1:])))

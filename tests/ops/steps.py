@@ -1,4 +1,4 @@
-"""Inputs for tests of operations for a step of generation: `DRAW` has a function of each."""
+"""Random inputs of decoding steps: `CASES` has situations, `draw` makes the inputs."""
 
 import functools
 from typing import NamedTuple
@@ -8,39 +8,36 @@ import numpy as np
 from keras_recurrent.backends.constants import CONTINUES
 from keras_recurrent.backends.reference.norm_linear import normalize
 from keras_recurrent.backends.reference.norm_quantized_linear import quantized_row, rounded_row
-from tests.ops.cases import round_to
-from tests.ops.token_wise import log_bounds
+from tests.ops.cases import Drawn, map_tensors, round_to
+from tests.ops.token_wise import log_bounds, scaled_normal
 
 
 class Case(NamedTuple):
-    rows: int
+    rows: int  # sequences
     dtype: str = "float32"
     channels: int = 24
-    widths: tuple = (16,)  # of the maps
+    widths: tuple = (16,)  # of the linear layers; other operations derive sizes from their number
     scale: str = "normal"  # of the numbers, or "extreme"
-    parameters: bool = True  # biases, scales and bounds, where there may be some
+    parameters: bool = True  # with optional biases, scales and bounds
     norm: bool = True
     gate: str | None = None
     residual: bool = False
-    # Squares in place of the norm's weight, or weight and gate of the norm after a step; factor of
-    # the outputs of projections, or of lightning queries; RMSNorm of heads; `logit_scaling`.
-    delayed_norm: bool = False
-    next_norm: bool = False  # of `norm_linear`: a norm follows the only output
-    output_scale: float | None = None
+    delayed_norm: bool = False  # The sums of squares of `x` are given, or a step begins a norm.
+    next_norm: bool = False  # `norm_linear` also begins the norm of its only output.
+    output_scale: float | None = None  # of linear layers, or of queries of lightning attention
     head_norm: bool = False
     logit_scaling: float | None = None
-    kinds: bool = False
-    first_kind: int = CONTINUES  # of the first row, where rows have kinds
-    # Of `norm_quantized_linear`: a weight's bits, a block's channels, whether rows are quantized.
-    bits: int = 8
-    block_size: int | None = None
+    kinds: bool = False  # with sequences that continue or start a document, and padding
+    first_kind: int = CONTINUES  # of the first sequence
+    bits: int = 8  # of a quantized weight
+    block_size: int | None = None  # channels that share the scale of a quantized weight
     quantize_row: bool = True
 
 
 EXTRAS = {"delayed_norm": True, "output_scale": 0.3, "head_norm": True, "logit_scaling": 500.5}
 CASES = {
-    "one map": Case(1, residual=True),
-    "three maps": Case(1, widths=(16, 33, 7), channels=70),
+    "one layer": Case(1, residual=True),
+    "three layers": Case(1, widths=(16, 33, 7), channels=70),
     "several rows": Case(3, widths=(16, 33, 7), kinds=True),
     "silu": Case(1, widths=(18, 18), gate="silu", channels=300),
     "gelu": Case(1, widths=(18, 18), gate="gelu", residual=True, scale="extreme"),
@@ -53,18 +50,18 @@ CASES = {
     "many columns": Case(1, "bfloat16", channels=1100, widths=(4200,)),
     "most columns": Case(1, "bfloat16", channels=600, widths=(4128, 4128), gate="silu"),
     "perceptron": Case(1, widths=(18, 18, 7), gate="gelu", residual=True),
-    "perceptron, channels in parts": Case(
+    "perceptron, split channels": Case(
         1, "bfloat16", 90, widths=(4200, 4200, 70), gate="silu", residual=True, **EXTRAS
     ),
     "perceptron, rows": Case(5, "bfloat16", 70, (1100, 1100, 33), gate="gelu", parameters=False),
-    "channels in parts": Case(1, "bfloat16", 4500, (70,), residual=True, norm=False),
-    "rows, channels in parts": Case(5, "bfloat16", 1200, (70,), residual=True),
-    "float32 rows, channels in parts": Case(3, "float32", 1100, (40,), parameters=False),
+    "split channels": Case(1, "bfloat16", 4500, (70,), residual=True, norm=False),
+    "rows, split channels": Case(5, "bfloat16", 1200, (70,), residual=True),
+    "float32 rows, split channels": Case(3, "float32", 1100, (40,), parameters=False),
     "delayed norm": Case(1, channels=70, widths=(16, 33, 7, 20), **EXTRAS),
     "delayed norm, bfloat16": Case(1, "bfloat16", channels=300, widths=(40, 40, 9), **EXTRAS),
     "delayed norm, bare": Case(1, "bfloat16", parameters=False, residual=True, **EXTRAS),
     "delayed norm, rows": Case(5, "bfloat16", 70, (16, 33, 9, 17), kinds=True, **EXTRAS),
-    "delayed norm, channels in parts": Case(1, "bfloat16", 4500, (40,), norm=False, **EXTRAS),
+    "delayed norm, split channels": Case(1, "bfloat16", 4500, (40,), norm=False, **EXTRAS),
     "delayed norm, perceptron": Case(1, channels=70, widths=(18, 18, 7), gate="silu", **EXTRAS),
     "delayed norm, gelu": Case(1, channels=30, widths=(18, 18), gate="gelu", **EXTRAS),
     "next norm": Case(3, "bfloat16", 1200, (300,), residual=True, next_norm=True, **EXTRAS),
@@ -90,53 +87,36 @@ CASES = {
 }
 
 
+FOUR_BITS = {"bits": 4, "quantize_row": False}
 QUANTIZED = {
-    "4 bits, blocks": Case(
-        1, widths=(16, 40, 8), channels=70, bits=4, block_size=32, quantize_row=False
-    ),
-    "4 bits, gelu": Case(
-        1, "bfloat16", 300, (48, 48), gate="gelu", bits=4, block_size=64, quantize_row=False
-    ),
+    "4 bits, blocks": Case(1, widths=(16, 40, 8), channels=70, block_size=32, **FOUR_BITS),
+    "4 bits, gelu": Case(1, "bfloat16", 300, (48, 48), gate="gelu", block_size=64, **FOUR_BITS),
     "4 bits, columns": Case(1, channels=300, widths=(64,), residual=True, bits=4),
-    "4 bits, odd": Case(3, widths=(17, 6), bits=4, block_size=12, quantize_row=False),
+    "4 bits, odd": Case(3, widths=(17, 6), block_size=12, **FOUR_BITS),
     "weights alone": Case(1, "bfloat16", 1100, (64, 32), quantize_row=False),
     "three widths": Case(1, widths=(48, 16, 32), channels=70),
     "four widths": Case(1, widths=(48, 16, 32, 80), channels=70),
-    "four widths, 4 bits": Case(
-        *(1, "bfloat16", 70, (48, 16, 32, 80)),
-        **{"bits": 4, "block_size": 32, "quantize_row": False},
-    ),
-    "several programs a map": Case(1, "bfloat16", 260, (272, 272), parameters=False),
+    "four widths, 4 bits": Case(1, "bfloat16", 70, (48, 16, 32, 80), block_size=32, **FOUR_BITS),
+    "several programs a layer": Case(1, "bfloat16", 260, (272, 272), parameters=False),
     "gated row": Case(1, "bfloat16", 70, (72, 72), gate="silu", **EXTRAS),
     "gated row, float32": Case(1, "float32", 300, (64,), residual=True, **EXTRAS),
     "gated row, 4 bits": Case(
-        *(1, "bfloat16", 260, (64,)),
-        **{"bits": 4, "block_size": 64, "quantize_row": False, "norm": False, **EXTRAS},
+        *(1, "bfloat16", 260, (64,)), norm=False, block_size=64, **FOUR_BITS, **EXTRAS
     ),
-    "4 bits, several programs": Case(
-        1, "bfloat16", 1040, (288, 96), bits=4, block_size=128, quantize_row=False
-    ),
+    "4 bits, several programs": Case(1, "bfloat16", 1040, (288, 96), block_size=128, **FOUR_BITS),
     "4 bits, many channels": Case(
-        *(1, "bfloat16", 4200, (32,)),
-        **{"residual": True, "bits": 4, "block_size": 128, "quantize_row": False},
+        *(1, "bfloat16", 4200, (32,)), residual=True, block_size=128, **FOUR_BITS
     ),
 }
 
 
 def token_kinds(case):
-    """The token kind of each row, in turn from `first_kind` on, or None."""
+    """The token kind of each sequence, in turn from `first_kind` on, or None."""
     return (case.first_kind + np.arange(case.rows)) % 3 if case.kinds else None
 
 
-def _numbers(rng, case, *shape):
-    drawn = rng.normal(size=shape)
-    if case.scale == "extreme":
-        drawn *= rng.choice([1e-3, 1, 10, 100], size=shape)
-    return drawn
-
-
 def norm_linear(rng, case):
-    tensors = {"x": _numbers(rng, case, case.rows, case.channels), "scale": None}
+    tensors = {"x": scaled_normal(rng, (case.rows, case.channels), case.scale), "scale": None}
     if case.norm and case.parameters and not case.delayed_norm:
         tensors["scale"] = rng.normal(size=case.channels)
     tensors |= {"kernels": [], "biases": []}
@@ -156,25 +136,26 @@ def norm_linear(rng, case):
     return tensors, options | {"output_scale": case.output_scale}
 
 
-def _rounds_surely(tensors, epsilon, dtype):
-    """Whether rows become the same integers if their numbers are a little larger or smaller."""
-    x = round_to(dtype, tensors["x"])
-    y = x
+def is_rounded_alike(tensors, epsilon, dtype):
+    """Returns True if slightly larger or smaller rows are quantized to the same integers."""
+    y = x = round_to(dtype, tensors["x"])
     if epsilon is not None:
         y = normalize(x, tensors["scale"], epsilon, tensors.get("squares"), "float64")
-    found = [quantized_row(rounded_row(y * (1 + e), dtype)) for e in (-(2**-20), 0, 2**-20)]
-    (low, below), _, (high, above) = found
-    return (low == high).all() and (dtype not in ("bfloat16", "float16") or (below == above).all())
+    rows = [quantized_row(rounded_row(y * (1 + e), dtype)) for e in (-(2**-20), 0, 2**-20)]
+    (low, scale_below), _, (high, scale_above) = rows
+    same_scale = dtype not in ("bfloat16", "float16") or (scale_below == scale_above).all()
+    return (low == high).all() and same_scale
 
 
 def norm_quantized_linear(rng, case):
-    # Its tiles depend on channels first, and the interpreter takes long for more columns.
-    widths = case.widths[:2] if case.gate else case.widths  # no map is behind a gate
+    # Tiles depend on channels first, and the interpreter takes long for more columns. No third
+    # layer follows a gate.
+    widths = case.widths[:2] if case.gate else case.widths
     case = case._replace(widths=tuple(min(width, 400) for width in widths), next_norm=False)
     tensors, options = norm_linear(rng, case)
-    # One integer more or less is a step that float32 and float64 may take at different numbers.
-    while case.quantize_row and not _rounds_surely(tensors, options["epsilon"], case.dtype):
-        tensors["x"] = _numbers(rng, case, case.rows, case.channels)
+    # Numbers close to a rounding boundary may become different integers in float32 and float64.
+    while case.quantize_row and not is_rounded_alike(tensors, options["epsilon"], case.dtype):
+        tensors["x"] = scaled_normal(rng, (case.rows, case.channels), case.scale)
     blocks = case.block_size and -(-case.channels // case.block_size)
     tensors |= {"kernels": [], "kernel_scales": [], "kernel_zeros": []}
     for width in case.widths:
@@ -185,15 +166,15 @@ def norm_quantized_linear(rng, case):
         tensors["kernel_scales"].append(divisors if blocks else divisors * 2**case.bits)
         tensors["kernel_zeros"].append(rng.integers(-128, 128, size=scales) if blocks else None)
     row_dtype = case.dtype if case.quantize_row else None
-    of_weights = {"bits": case.bits, "block_size": case.block_size}
-    return tensors, options | of_weights | {"row_dtype": row_dtype}
+    options |= {"bits": case.bits, "block_size": case.block_size, "row_dtype": row_dtype}
+    return tensors, options
 
 
 def hgrn2_step(rng, case):
     heads, keys, values = 3, case.channels // 4, len(case.widths) + 5
     tensors = {
         "q": rng.normal(size=(case.rows, heads * keys)),
-        "f": _numbers(rng, case, case.rows, heads * keys),
+        "f": scaled_normal(rng, (case.rows, heads * keys), case.scale),
         "v": rng.normal(size=(case.rows, heads * values)),
         "memory": rng.normal(size=(case.rows, heads, keys, values)),
         "lower_bound": log_bounds(rng, heads * keys, case.scale) if case.parameters else None,
@@ -213,17 +194,19 @@ def hgrn2_delayed_step(rng, case):
     return tensors, options
 
 
-def _head_scales(rng, case, keys):
-    """Scales of the norms of heads, or None, and ε."""
+def head_scales(rng, case, keys):
+    """The scales of the heads' norms, and ε, or Nones."""
     if not case.head_norm:
         return {"q_scale": None, "k_scale": None}, None
     return {name: rng.uniform(0.5, 2, size=keys) for name in ("q_scale", "k_scale")}, 1e-5
 
 
-def _norm_after(rng, case, heads, values):
-    """Weight and gate of a norm that a step begins, or Nones."""
-    # All of about one size: of normal ones, few elements decide the largest error, and the
-    # definition in float32 may happen to be exact there. The mean error of kernels is no larger.
+def norm_parameters(rng, case, heads, values):
+    """Weight and gate of the norm that a step begins, or Nones.
+
+    They have similar sizes: if few elements decide the largest error, the definition in float32
+    may happen to be exact there.
+    """
     shapes = {"norm_scale": (heads * values,), "output_gate": (case.rows, heads, values)}
     return {
         n: rng.uniform(0.5, 2, size=s) if case.delayed_norm else None for n, s in shapes.items()
@@ -232,18 +215,18 @@ def _norm_after(rng, case, heads, values):
 
 def lightning_step(rng, case):
     share, groups = len(case.widths), 1 + case.channels % 2
-    keys, values = min(case.channels, 128), len(case.widths) + 5  # no model has wider heads
-    scales, epsilon = _head_scales(rng, case, keys)
+    keys, values = min(case.channels, 128), len(case.widths) + 5  # No model has wider heads.
+    scales, epsilon = head_scales(rng, case, keys)
     tensors = {
-        "q": _numbers(rng, case, case.rows, share * groups, keys),
-        "k": _numbers(rng, case, case.rows, groups, keys),
+        "q": scaled_normal(rng, (case.rows, share * groups, keys), case.scale),
+        "k": scaled_normal(rng, (case.rows, groups, keys), case.scale),
         "v": rng.normal(size=(case.rows, groups, values)),
         "memory": rng.normal(size=(case.rows, share * groups, keys, values)),
         "log_decay": -(2.0 ** -np.arange(share * groups)),
         "position": rng.integers(0, 100, case.rows) if case.parameters else None,
         **scales,
         "frequencies": 10.0 ** -np.arange(keys // 2) if case.parameters else None,
-        **_norm_after(rng, case, share * groups, values),
+        **norm_parameters(rng, case, share * groups, values),
         "token_kind": token_kinds(case),
     }
     return tensors, {"epsilon": epsilon, "query_scale": case.output_scale}
@@ -253,40 +236,40 @@ def rg_lru_step(rng, case):
     width, blocks, channels = 2 + len(case.widths), 3, case.channels // 4
     rows = case.rows, blocks * channels
     tensors = {
-        "x": _numbers(rng, case, *rows),
-        "gate": _numbers(rng, case, *rows),
+        "x": scaled_normal(rng, rows, case.scale),
+        "gate": scaled_normal(rng, rows, case.scale),
         "window": rng.normal(size=(case.rows, width - 1, rows[1])),
         "hidden": rng.normal(size=rows),
         "conv_kernel": rng.normal(size=(width, rows[1])),
         "conv_bias": rng.normal(size=rows[1]),
     }
-    for of in "ax":
+    for gate in "ax":
         kernel = rng.normal(size=(blocks, channels, channels)) / channels**0.5
-        tensors |= {f"kernel_{of}": kernel, f"bias_{of}": rng.normal(size=(blocks, channels))}
+        tensors |= {f"kernel_{gate}": kernel, f"bias_{gate}": rng.normal(size=(blocks, channels))}
     tensors["a_logit"] = rng.uniform(-2, 7, size=rows[1])
     return tensors | {"token_kind": token_kinds(case)}, {}
 
 
 def local_attention_step(rng, case):
-    # No model has wider heads. Of 1,100 channels, the order of float32's sums alone makes logits
-    # differ by more than the rule of these tests allows.
+    # No model has wider heads. With 1,100 channels, the order of the sums in float32 alone makes
+    # logits differ by more than the judge allows.
     case = case._replace(channels=min(case.channels, 300))
     share, groups, slots = len(case.widths), 1 + case.channels % 2, case.channels // 2
     width, values = case.channels, 5 + len(case.widths)
     position = rng.integers(0, 3 * slots, case.rows)
     filled = (np.arange(slots) < position[:, None])[:, :, None, None]
-    scales, epsilon = _head_scales(rng, case, width)
+    scales, epsilon = head_scales(rng, case, width)
     tensors = {
-        "q": _numbers(rng, case, case.rows, share * groups, width),
-        "k": _numbers(rng, case, case.rows, groups, width),
-        # Of one sign, so that an output is no small difference of large sums.
+        "q": scaled_normal(rng, (case.rows, share * groups, width), case.scale),
+        "k": scaled_normal(rng, (case.rows, groups, width), case.scale),
+        # All values are positive: no output is a small difference of large sums.
         "v": rng.uniform(0.5, 2, size=(case.rows, groups, values)),
         "key": rng.normal(size=(case.rows, slots, groups, width)) * filled,
         "value": rng.uniform(0.5, 2, size=(case.rows, slots, groups, values)) * filled,
         "position": position,
         "frequencies": None,
         **scales,
-        "output_gate": _norm_after(rng, case, share * groups, values)["output_gate"],
+        "output_gate": norm_parameters(rng, case, share * groups, values)["output_gate"],
         "token_kind": token_kinds(case),
     }
     if case.parameters:
@@ -295,26 +278,21 @@ def local_attention_step(rng, case):
     return tensors, options | {"logit_scaling": case.logit_scaling}
 
 
-OPERATIONS = (
-    *(norm_linear, norm_quantized_linear, hgrn2_step, hgrn2_delayed_step, lightning_step),
-    *(rg_lru_step, local_attention_step),
-)
-DRAW = {operation.__name__: operation for operation in OPERATIONS}
-# Weights and states that are float32 beside tensors of 16 bits.
-IN_FLOAT32 = ("scale", "lower_bound", "memory", "window", "hidden", "conv_kernel", "conv_bias")
-IN_FLOAT32 += (
-    "recent",
-    "a_logit",
-    "frequencies",
-    "log_decay",
-    "q_scale",
-    "k_scale",
-    "norm_scale",
-    "squares",
+DRAW = {
+    operation.__name__: operation
+    for operation in (
+        *(norm_linear, norm_quantized_linear, hgrn2_step, hgrn2_delayed_step, lightning_step),
+        *(rg_lru_step, local_attention_step),
+    )
+}
+# Weights and states that are float32 although other tensors have 16 bits.
+IN_FLOAT32 = (
+    *("scale", "lower_bound", "memory", "window", "hidden", "conv_kernel", "conv_bias", "recent"),
+    *("a_logit", "frequencies", "log_decay", "q_scale", "k_scale", "norm_scale", "squares"),
     "next_scale",
 )
 INTEGERS = {"token_kind": "int8", "position": "int32", "count": "int32"}
-# {operation: what is drawn of its states}
+# {operation: the states that it returns, after the outputs}
 STATES = {
     "norm_linear": (),
     "norm_quantized_linear": (),
@@ -324,10 +302,10 @@ STATES = {
     "rg_lru_step": ("window", "hidden"),
     "local_attention_step": ("key", "value"),
 }
-# Operations whose second result is the sums of squares of the first one.
+# Operations that return sums of squares of the output, for the norm that follows.
 WITH_SQUARES = ("hgrn2_step", "hgrn2_delayed_step", "lightning_step")
-# The states that a kernel writes over where it may: on torch, with Triton.
-WRITTEN_OVER = {
+# {operation: the states that Triton kernels on torch update in place, if they may}
+UPDATED_IN_PLACE = {
     "hgrn2_step": ("memory",),
     "hgrn2_delayed_step": ("memory", "recent"),
     "lightning_step": ("memory",),
@@ -336,36 +314,27 @@ WRITTEN_OVER = {
 }
 
 
-class Drawn(NamedTuple):
-    # float64 arrays that hold numbers of the case's dtypes, or lists; None where one is absent
-    tensors: dict
-    options: dict
-    dtypes: dict  # of the tensors that there are
-
-
-def dtype_of_integers(operation, name):
-    """The dtype of a tensor that holds integers; None for others."""
-    quantized = operation == "norm_quantized_linear" and name.startswith("kernel")
-    return "int8" if quantized and "scale" not in name else INTEGERS.get(name)
-
-
-def apply(function, tensors):
-    """Returns function(tensor), for each one of a list; None where there is none."""
-    if isinstance(tensors, list):
-        return [apply(function, tensor) for tensor in tensors]
-    return None if tensors is None else function(tensors)
+def dtype_of(operation, name, case):
+    if operation == "norm_quantized_linear" and name in ("kernels", "kernel_zeros"):
+        return "int8"
+    dtype = "float32" if name in IN_FLOAT32 and case.dtype != "float64" else case.dtype
+    return INTEGERS.get(name, dtype)
 
 
 def draw(operation, case, seed=0):
     rng = np.random.default_rng([seed, *operation.encode()])
     tensors, options = DRAW[operation](rng, case)
-    dtypes = {
-        name: dtype_of_integers(operation, name)
-        or ("float32" if name in IN_FLOAT32 and case.dtype != "float64" else case.dtype)
-        for name, tensor in tensors.items()
-        if tensor is not None
+    dtypes = {n: dtype_of(operation, n, case) for n, t in tensors.items() if t is not None}
+    tensors = {
+        name: map_tensors(functools.partial(round_to, dtypes.get(name)), t)
+        for name, t in tensors.items()
     }
-    given = {
-        name: apply(functools.partial(round_to, dtypes.get(name)), t) for name, t in tensors.items()
-    }
-    return Drawn(given, options, dtypes)
+    squares = "squares" if operation in WITH_SQUARES or "next_scale" in tensors else None
+    last = [name for name in (squares, *STATES[operation]) if name]
+
+    def name_results(results):
+        outputs = [f"output {i}" for i in range(len(results) - len(last))]
+        return dict(zip([*outputs, *last], results, strict=True))
+
+    result_dtypes = {"output": case.dtype, "squares": dtype_of(operation, "squares", case)}
+    return Drawn(tensors, options, dtypes, result_dtypes, name_results)

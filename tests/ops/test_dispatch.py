@@ -1,4 +1,4 @@
-"""Which implementation runs, and how a user steers and asks."""
+"""Dispatch: the implementation that runs, and how to choose it and ask for it."""
 
 import os
 import sys
@@ -10,14 +10,14 @@ import pytest
 
 import keras_recurrent
 from keras_recurrent import dispatch, ops
-from keras_recurrent.backends.kernel import Kernel
+from tests.ops import native, small
 
 X = np.ones((1, 4, 2), "float32")
 
 
 @pytest.mark.once
 def test_kernels_precede_the_plain_implementation():
-    """Fails if a GPU or TPU gets the plain implementation although a kernel is available."""
+    """A GPU or TPU gets the plain implementation although a kernel is available."""
     assert dispatch.preference(interprets_triton=False) == {
         "jax": ("pallas", "triton", "jax"),
         "torch": ("cudnn", "triton", "torch"),
@@ -27,7 +27,7 @@ def test_kernels_precede_the_plain_implementation():
 
 @pytest.mark.once
 def test_interpreted_triton_kernels_come_last():
-    """Fails if Triton's interpreter precedes an implementation that runs compiled code."""
+    """Triton's interpreter precedes an implementation that runs compiled code."""
     assert dispatch.preference(interprets_triton=True) == {
         "jax": ("pallas", "jax", "triton"),
         "torch": ("cudnn", "torch", "triton"),
@@ -35,120 +35,142 @@ def test_interpreted_triton_kernels_come_last():
     }
 
 
-def test_the_environment_tells_whether_triton_is_interpreted():
-    """Fails if `TRITON_INTERPRET` is ignored or misread when the package is imported."""
+def test_serving_implementations_depend_on_triton_interpret():
+    """`TRITON_INTERPRET` is ignored or misread when the package is imported."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     assert dispatch.serving() == dispatch.preference(interpreted)[dispatch.BACKEND]
 
 
 @pytest.fixture
-def picky(monkeypatch):
-    """A faster implementation of `linear_scan` that refuses odd lengths and says who ran."""
+def even_lengths_only(monkeypatch):
+    """A faster implementation of `linear_scan` that supports even lengths, and returns its name."""
 
     def unsupported(x, log_a, initial_state=None, token_kind=None):
         return "needs an even length" if x.shape[1] % 2 else None
 
     def linear_scan(x, log_a, initial_state=None, token_kind=None):
-        return "picky", "ran"
+        return "fast", "ran"
 
-    kernel = Kernel(linear_scan, unsupported)
+    module = types.SimpleNamespace(unsupported=unsupported, linear_scan=linear_scan)
     backend = dispatch.BACKEND
-    monkeypatch.setitem(dispatch.PREFERENCE, backend, ("picky", backend))
+    monkeypatch.setitem(dispatch.PREFERENCE, backend, ("fast", backend))
     for operation, row in dispatch.IMPLEMENTATIONS.items():
-        reason = f"there is no backends/picky/{operation}.py"
-        monkeypatch.setitem(row, "picky", kernel if operation == "linear_scan" else reason)
+        reason = f"there is no backends/fast/{operation}.py"
+        monkeypatch.setitem(row, "fast", module if operation == "linear_scan" else reason)
+    return module
 
 
-def test_the_first_willing_one_runs(picky):
-    assert ops.linear_scan(X, -X) == ("picky", "ran")
-    assert ops.linear_scan(X[:, :3], -X[:, :3])[0].shape == (1, 3, 2)
+def scan(length=4, **options):
+    """Returns "fast" if the faster implementation of `even_lengths_only` ran."""
+    output, _ = ops.linear_scan(X[:, :length], -X[:, :length], **options)
+    if isinstance(output, str):
+        return output
+    assert output.shape == (1, length, 2)
+    return "plain"
 
 
-def test_a_named_one_runs_or_says_why_not(picky):
-    assert ops.linear_scan(X, -X, implementation=dispatch.BACKEND)[0].shape == (1, 4, 2)
+def test_first_implementation_that_supports_the_arguments_runs(even_lengths_only):
+    assert (scan(4), scan(3)) == ("fast", "plain")
+
+
+def test_named_implementation_runs_or_raises_the_unsupported_reason(even_lengths_only):
+    """A name in a call or in a context has no effect, or another implementation replaces it."""
+    assert scan(implementation=dispatch.BACKEND) == "plain"
     with keras_recurrent.implementation(dispatch.BACKEND):
-        assert ops.linear_scan(X, -X)[0].shape == (1, 4, 2)
-        with keras_recurrent.implementation("picky"):
-            assert ops.linear_scan(X, -X) == ("picky", "ran")
-        assert ops.linear_scan(X, -X)[0].shape == (1, 4, 2)
-    with pytest.raises(NotImplementedError, match="not picky: needs an even length"):
-        ops.linear_scan(X[:, :3], -X[:, :3], implementation="picky")
-    with pytest.raises(NotImplementedError, match="there is no backends/picky/causal_conv1d"):
-        ops.causal_conv1d(X, X[0], implementation="picky")
+        assert scan() == "plain"
+        with keras_recurrent.implementation("fast"):
+            assert scan() == "fast"
+        assert scan() == "plain"
+    with pytest.raises(NotImplementedError, match="not fast: needs an even length"):
+        scan(3, implementation="fast")
+    with pytest.raises(NotImplementedError, match="there is no backends/fast/causal_conv1d"):
+        ops.causal_conv1d(X, X[0], implementation="fast")
 
 
-def test_an_error_inside_a_kernel_is_not_covered_up(picky, monkeypatch):
+def test_implementation_without_unsupported_runs_for_all_arguments(even_lengths_only):
+    del even_lengths_only.unsupported
+    assert scan(3) == "fast"
+
+
+def test_error_inside_a_kernel_is_raised(even_lengths_only):
+    """A bug in a kernel makes dispatch choose a slower implementation silently."""
+
     def broken(*args, **kwargs):
         raise RuntimeError("a bug")
 
-    monkeypatch.setitem(dispatch.IMPLEMENTATIONS["linear_scan"], "picky", Kernel(broken))
+    even_lengths_only.linear_scan = broken
     with pytest.raises(RuntimeError, match="a bug"):
-        ops.linear_scan(X, -X)
+        scan()
 
 
-def test_which_implementation_tells(picky):
-    choice = keras_recurrent.which_implementation("linear_scan", X[:, :3], -X[:, :3])
+def test_which_implementation_gives_choice_and_reasons(even_lengths_only):
+    """`which_implementation` reports another implementation than the one that runs."""
+    which = keras_recurrent.which_implementation
+    x = X[:, :3]
+    choice = which("linear_scan", x, -x)
     assert choice.implementation == dispatch.BACKEND
-    assert choice.refused == {"picky": "needs an even length"}
+    assert choice.refused == {"fast": "needs an even length"}
     assert f"backends/{dispatch.BACKEND}/linear_scan.py runs" in str(choice)
-    assert "not picky: needs an even length" in str(choice)
-    assert keras_recurrent.which_implementation(ops.linear_scan, X, -X).implementation == "picky"
-    nothing = keras_recurrent.which_implementation(
-        "linear_scan", X[:, :3], -X[:, :3], implementation="picky"
-    )
-    assert nothing.implementation is None
+    assert "not fast: needs an even length" in str(choice)
+    assert which(ops.linear_scan, X, -X).implementation == "fast"
+    assert which("linear_scan", x, -x, implementation="fast").implementation is None
 
 
-def test_unknown_names():
+@pytest.mark.parametrize("operation", small.OPERATIONS)
+def test_which_implementation_accepts_the_arguments_of_every_operation(operation):
+    """`which_implementation` fails for an operation, or ignores a chosen implementation."""
+    drawn = small.draw(operation)
+    tensors, options = native.tensors(drawn).values(), drawn.options
+    which = keras_recurrent.which_implementation
+    for name in (operation, getattr(ops, operation)):
+        choice = which(name, *tensors, **options)
+        assert choice.implementation in dispatch.PREFERENCE[dispatch.BACKEND]
+    with keras_recurrent.implementation(dispatch.BACKEND):
+        assert which(operation, *tensors, **options).implementation == dispatch.BACKEND
+    with pytest.raises(ValueError, match=f"`{operation}` takes no argument 'heads'"):
+        which(operation, *tensors, **options, heads=None)
+
+
+def test_unknown_names_raise_errors_that_list_the_known():
+    which = keras_recurrent.which_implementation
     with (
         pytest.raises(ValueError, match="`implementation` must be one of"),
         keras_recurrent.implementation("cuda"),
     ):
         pass
     with pytest.raises(ValueError, match="`operation` must be one of causal_conv1d"):
-        keras_recurrent.which_implementation("scan", X)
+        which("scan", X)
     with pytest.raises(ValueError, match="takes 2 tensors, x, log_a; got 3"):
-        keras_recurrent.which_implementation("linear_scan", X, -X, X)
-    with pytest.raises(ValueError, match="takes no argument 'sliding_window'"):
-        keras_recurrent.which_implementation("linear_scan", X, -X, sliding_window=3)
+        which("linear_scan", X, -X, X)
 
 
 @pytest.fixture
-def folder(monkeypatch):
-    """A folder of `backends/` that implements a single operation."""
-    name = "keras_recurrent.backends.picky"
+def backends_folder(monkeypatch, tmp_path):
+    """A folder `backends/fast` with one file, whose import fails."""
+    name = "keras_recurrent.backends.fast"
     package = types.ModuleType(name)
-    package.__path__ = []
+    package.__path__ = [str(tmp_path)]
+    (tmp_path / "linear_scan.py").write_text("import no_such_package")
     monkeypatch.setitem(sys.modules, name, package)
     return package
 
 
-def test_what_a_folder_misses_is_a_reason(folder, tmp_path):
-    """A file of an operation first, then what all of the folder needs."""
-    folder.__path__ = [str(tmp_path)]
-    (tmp_path / "linear_scan.py").write_text("import no_such_package")
-    folder.unavailable = lambda: "the package `no_such_package` is not installed"
-    row = dispatch._implementation("picky", ["linear_scan", "rg_lru"])
-    assert row == {
+def test_missing_file_and_unavailable_folder_are_unsupported_reasons(backends_folder):
+    """An operation without a file, or a folder whose package is missing, raises an error."""
+    backends_folder.unavailable = lambda: "the package `no_such_package` is not installed"
+    assert dispatch._implementation("fast", ["linear_scan", "rg_lru"]) == {
         "linear_scan": "the package `no_such_package` is not installed",
-        "rg_lru": "there is no backends/picky/rg_lru.py",
+        "rg_lru": "there is no backends/fast/rg_lru.py",
     }
 
 
-def test_an_error_in_an_import_is_not_covered_up(folder, tmp_path):
-    (tmp_path / "linear_scan.py").write_text("import no_such_package")
-    folder.__path__ = [str(tmp_path)]
+def test_import_error_of_an_available_folder_is_raised(backends_folder):
+    """A broken import makes dispatch choose a slower implementation silently."""
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):
-        dispatch._implementation("picky", ["linear_scan"])
+        dispatch._implementation("fast", ["linear_scan"])
 
 
-def test_an_implementation_without_a_rule_takes_everything(picky, monkeypatch):
-    row = dispatch.IMPLEMENTATIONS["linear_scan"]
-    monkeypatch.setitem(row, "picky", row["picky"]._replace(unsupported=None))
-    assert ops.linear_scan(X[:, :3], -X[:, :3]) == ("picky", "ran")
-
-
-def test_a_backend_without_implementations_refuses(monkeypatch):
+def test_backend_without_implementations_raises_an_error(monkeypatch):
     monkeypatch.setattr(dispatch, "BACKEND", "numpy")
     with pytest.raises(
         NotImplementedError, match=r"on numpy: nothing runs.* jax, torch, tensorflow"
@@ -158,8 +180,8 @@ def test_a_backend_without_implementations_refuses(monkeypatch):
         ops.linear_scan(X, -X, implementation="torch")
 
 
-def test_checks_of_earlier_calls_hide_no_errors():
-    """On torch, arguments like those of an earlier call are not checked again."""
+def test_cached_checks_of_an_earlier_call_hide_no_errors():
+    """On torch, invalid arguments are accepted after a call with similar, valid ones."""
     x, scale = np.ones((2, 3), "float32"), np.ones(3, "float32")
     x, scale, short = map(keras.ops.convert_to_tensor, (x, scale, scale[:2]))
     for _ in range(2):

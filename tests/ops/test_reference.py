@@ -1,64 +1,104 @@
-"""The definitions' gradients, written out by hand, against differences of the definitions."""
+"""The gradients of the definitions, written by hand, against differences of the definitions.
 
-import importlib
+Also: the judge sees wrong results, and every operation has inputs.
+"""
 
 import numpy as np
 import pytest
 
 from keras_recurrent import dispatch
 from keras_recurrent.backends.reference import log_forget_gate
-from tests.ops import steps, token_wise
-from tests.ops.cases import CONSTANTS, DRAW, Case, beside, draw, named, unnamed
+from tests.ops import cases, losses, small, steps, token_wise
+from tests.ops.cases import CONSTANTS, align, flatten, nest
+from tests.ops.judge import (
+    PLAIN,
+    compare,
+    kernels,
+    module_of,
+    parametrize_kernels,
+    reference,
+    run,
+)
 
-pytestmark = pytest.mark.once
-
-# Their outputs at padding are states, too; those of others mean nothing, and have no gradient.
+# Operations whose outputs at padding are states. Other outputs at padding have no gradient.
 OUTPUTS_ARE_STATES = ("linear_scan", "complex_linear_scan", "rg_lru")
+# {name: operation, case}
+SLOPES = {
+    f"{operation}, {'' if kinds else 'no '}token kinds": (
+        operation,
+        cases.Case(2, 7, 2, "float64", kinds=kinds, state=True),
+    )
+    for operation in cases.DRAW
+    for kinds in (True, False)
+}
+SLOPES |= {
+    "gated_linear_attention, tied": (
+        "gated_linear_attention",
+        cases.Case(2, 7, 2, "float64", kinds=True, state=True, tied=True),
+    ),
+    "linear_crossentropy": (
+        "linear_crossentropy",
+        losses.Case((2, 3), dtype="float64", soft_cap=2.0),
+    ),
+}
+TOKEN_WISE = {
+    "rms_norm": {"scale": {}, "no scale": {"parameter": False}},
+    "log_forget_gate": {"bound": {}, "no bound": {"parameter": False}},
+    "gated_linear_unit": {"silu": {}, "gelu": {"activation": "gelu"}},
+    "token_crossentropy": {"logits": {}},
+}
+SLOPES |= {
+    f"{operation}, {name}": (operation, token_wise.Case((2, 3, 4), "float64", **options))
+    for operation, variants in TOKEN_WISE.items()
+    for name, options in variants.items()
+}
 
 
-def test_every_operation_is_drawn():
-    # Those named here have tests of their own: test_linear_crossentropy.py, test_steps.py.
-    others = "linear_crossentropy", "argmax", "top_logits", "soft_cap", "embedding_step"
-    drawn = [*DRAW, *token_wise.DRAW, *steps.DRAW, *others]
+@pytest.mark.once
+def test_every_operation_has_inputs():
+    """An operation is judged by no test: it is neither drawn nor in `TOKEN_OPERATIONS`."""
+    others = "argmax", "top_logits", "soft_cap", "embedding_step"  # in test_steps.py
+    drawn = [*small.OPERATIONS, *steps.DRAW, *others]
     assert sorted(drawn) == sorted(dispatch.IMPLEMENTATIONS)
 
 
-@pytest.mark.parametrize("operation", DRAW)
-@pytest.mark.parametrize("kinds", [False, True])
-def test_gradients_are_the_slopes(operation, kinds):
-    check_slopes(operation, Case(2, 7, 2, "float64", kinds=kinds, state=True))
-
-
-def test_gradients_are_the_slopes_where_decays_make_the_keys():
-    case = Case(2, 7, 2, "float64", kinds=True, state=True, tied=True)
-    check_slopes("gated_linear_attention", case)
-
-
-@pytest.mark.parametrize("operation", token_wise.DRAW)
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
-@pytest.mark.parametrize("parameter", [True, False])
-def test_gradients_are_the_slopes_without_a_state(operation, activation, parameter):
-    case = token_wise.Case((2, 3, 4), "float64", parameter=parameter, activation=activation)
-    module = importlib.import_module(f"keras_recurrent.backends.reference.{operation}")
-    drawn = token_wise.draw(operation, case, seed=1)
+@pytest.mark.once
+@pytest.mark.parametrize("name", SLOPES)
+def test_gradient_of_definition_equals_its_slope(name):
+    """A gradient of a definition is wrong: a kernel with the same mistake would pass."""
+    operation, case = SLOPES[name]
+    module = {cases.Case: cases, losses.Case: losses, token_wise.Case: token_wise}[type(case)]
+    drawn = module.draw(*([operation] if module is not losses else []), case, seed=1)
+    if operation == "linear_crossentropy":  # A weight of 0 would hide an invalid token.
+        weights = drawn.tensors["sample_weight"]
+        weights[weights == 0] = 0.5
+        drawn.tensors["tokens"] %= case.vocabulary
+    d_results = drawn.cotangents
+    if drawn.padding is not None and operation not in OUTPUTS_ARE_STATES:
+        padding = align(drawn.padding, drawn.d_output)
+        d_results["output"] = np.where(padding, 0, drawn.d_output)
+    definition = getattr(module_of(operation, "reference"), operation)
 
     def loss(arguments):
-        return np.sum(getattr(module, operation)(**arguments, **drawn.options) * drawn.d_output)
+        results = definition(**drawn.arguments | nest(arguments), **drawn.options)
+        results = flatten(drawn.name_results(results))
+        return sum(np.sum(results[name] * d_result) for name, d_result in d_results.items())
 
-    gradients = getattr(module, f"{operation}_gradient")(
-        drawn.d_output, **drawn.tensors, **drawn.options
-    )
-    gradients = dict(zip(drawn.tensors, gradients, strict=True))
-    for name in token_wise.INTEGERS:
-        assert gradients.pop(name, None) is None
-    if operation == "log_forget_gate" and parameter:
-        del gradients["lower_bound"]  # a pair that belongs together: see below
-    check_differences(loss, drawn.tensors, gradients)
+    gradients = reference(operation, drawn, "float64")
+    arguments = flatten(drawn.arguments)
+    for name in drawn.differentiated:
+        gradient = gradients[f"gradient of {name}"]
+        if name in CONSTANTS:
+            assert not gradient.any()
+        elif name != "lower_bound":  # log β and log(1 - β) depend on each other.
+            assert_slope(loss, arguments, name, gradient)
 
 
-def test_gradients_of_a_lower_bound_are_the_slopes():
-    """Of the definition by β, and of its formula by log β and log(1 - β), each by itself."""
-    drawn = token_wise.draw("log_forget_gate", token_wise.Case((2, 3, 4), "float64"), seed=1)
+@pytest.mark.once
+def test_gradient_of_lower_bound_equals_slope_by_beta():
+    """The gradient is wrong by β, or by log β and log(1 - β) in the formula of the docstring."""
+    case = token_wise.Case((2, 3, 4), "float64")
+    drawn = token_wise.draw("log_forget_gate", case, seed=1)
     logits, bound = drawn.tensors.values()
 
     def loss(arguments):
@@ -66,55 +106,39 @@ def test_gradients_of_a_lower_bound_are_the_slopes():
         return np.sum(log_forget_gate.log_forget_gate(logits, pair) * drawn.d_output)
 
     def loss_of_formula(arguments):
-        log_bound, log_rest = arguments["lower_bound"]
-        log_f = np.logaddexp(log_bound, log_rest - np.logaddexp(0, -logits))
+        log_beta, log_rest = arguments["lower_bound"]
+        log_f = np.logaddexp(log_beta, log_rest - np.logaddexp(0, -logits))
         return np.sum(log_f * drawn.d_output)
 
     _, d_bound = log_forget_gate.log_forget_gate_gradient(drawn.d_output, logits, bound)
-    check_differences(loss_of_formula, {"lower_bound": bound}, {"lower_bound": d_bound})
+    assert_slope(loss_of_formula, {"lower_bound": bound}, "lower_bound", d_bound)
     beta = np.exp(bound[0])
-    check_differences(loss, {"beta": beta}, {"beta": d_bound[0] / beta - d_bound[1] / (1 - beta)})
+    assert_slope(loss, {"beta": beta}, "beta", d_bound[0] / beta - d_bound[1] / (1 - beta))
 
 
-def check_slopes(operation, case):
-    module = importlib.import_module(f"keras_recurrent.backends.reference.{operation}")
-    drawn = draw(operation, case, seed=1)
-    options = {**drawn.options, "token_kind": drawn.token_kind}
-    arguments = drawn.tensors | named("initial_state", drawn.initial_state)
-    weights = drawn.d_output
-    if drawn.token_kind is not None and operation not in OUTPUTS_ARE_STATES:
-        weights = np.where(beside(weights, drawn.token_kind) == 2, 0, weights)
-
-    def with_state(arguments):
-        parts = {n: a for n, a in arguments.items() if n.startswith("initial_state")}
-        tensors = {n: a for n, a in arguments.items() if n not in parts}
-        return tensors | {"initial_state": unnamed("initial_state", parts)}
-
-    def loss(arguments):
-        output, final = getattr(module, operation)(**with_state(arguments), **options)
-        final, d_final = (named("", state) for state in (final, drawn.d_final_state))
-        return np.sum(output * weights) + sum(np.sum(final[n] * d_final[n]) for n in d_final)
-
-    *gradients, d_state = getattr(module, f"{operation}_gradient")(
-        drawn.d_output, drawn.d_final_state, **with_state(arguments), **options
-    )
-    gradients = dict(zip(drawn.tensors, gradients, strict=True)) | named("initial_state", d_state)
-    for name in CONSTANTS:
-        if name in gradients:
-            assert not gradients.pop(name).any()
-    check_differences(loss, arguments, gradients)
+def assert_slope(loss, arguments, name, gradient):
+    """Compares a gradient with central differences of the loss."""
+    slopes = np.empty_like(arguments[name])
+    for index in np.ndindex(slopes.shape):
+        step = np.zeros_like(slopes)
+        step[index] = 1e-5
+        right, left = (loss(arguments | {name: arguments[name] + sign * step}) for sign in (1, -1))
+        slopes[index] = (right - left) / 2e-5
+    np.testing.assert_allclose(gradient, slopes, rtol=1e-7, atol=1e-8, err_msg=name)
 
 
-def check_differences(loss, arguments, gradients):
-    for name, gradient in gradients.items():
-        argument = arguments[name]
-        if argument is None:
-            assert gradient is None
-            continue
-        slopes = np.empty_like(argument)
-        for index in np.ndindex(argument.shape):
-            step = np.zeros_like(argument)
-            step[index] = 1e-5
-            ahead, behind = (loss(arguments | {name: argument + sign * step}) for sign in (1, -1))
-            slopes[index] = (ahead - behind) / 2e-5
-        np.testing.assert_allclose(gradient, slopes, rtol=1e-7, atol=1e-8, err_msg=name)
+@parametrize_kernels(
+    kernels([*cases.DRAW, *token_wise.DRAW]),
+    nightly=lambda kernel: kernel not in (("linear_scan", PLAIN), ("rms_norm", PLAIN)),
+)
+def test_judge_detects_wrong_result(operation, implementation):
+    """A kernel with a relative error of 1e-4, or 1e-5 on each token, passes all tests."""
+    if operation in cases.DRAW:
+        relative_error, drawn = 1e-4, cases.draw(operation, cases.CASES["prime sizes"])
+    else:
+        relative_error, drawn = 1e-5, token_wise.draw(operation, token_wise.Case((4, 50)))
+    results = run(operation, implementation, drawn)
+    for name, result in results.items():
+        wrong = np.where(result, result * (1 + relative_error), relative_error)
+        with pytest.raises(AssertionError, match=name):
+            compare(operation, implementation, drawn, {**results, name: wrong})

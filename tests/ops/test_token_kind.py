@@ -1,20 +1,21 @@
-"""`token_kind` from masks, segments and the previous segment, against a loop over the tokens."""
+"""`token_kind` from masks, segments and previous segments, against a loop over the tokens."""
 
 import keras
 import numpy as np
 import pytest
 
+from keras_recurrent.backends.constants import CONTINUES, PADDING, STARTS
 from keras_recurrent.ops import token_kind
 
 
 def walk(mask, segments, previous):
-    """previous: the segment before the row, -1 for none, None to go on."""
+    """The kinds of one sequence. previous: the segment before it, -1 if none, None if any."""
     kinds = []
     for real, segment in zip(mask, segments, strict=True):
         if not real:
-            kinds.append(2)
+            kinds.append(PADDING)
             continue
-        kinds.append(0 if previous is None or previous == segment else 1)
+        kinds.append(CONTINUES if previous is None or previous == segment else STARTS)
         previous = segment
     return kinds
 
@@ -22,87 +23,61 @@ def walk(mask, segments, previous):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("before", ["nothing", "a state", "segments"])
-def test_as_a_walk_along_the_row(masked, packed, before):
+def test_token_kind_equals_a_loop_over_tokens(masked, packed, before):
+    """A token starts a document that it continues, or the reverse, or padding is confused."""
     rng = np.random.default_rng(0)
     batch, length = 20, 9
     mask = rng.random((batch, length)) < 0.6 if masked else None
     segments = np.sort(rng.integers(0, 4, (batch, length)), axis=1) if packed else None
     previous = rng.integers(-1, 2, batch).astype("int32") if before == "segments" else None
-    kinds = token_kind(
-        np.zeros((batch, length, 1)),
-        mask,
-        segments,
-        previous,
-        initial_state=None if before == "nothing" else np.zeros(batch),
-    )
+    state = None if before == "nothing" else np.zeros(batch)
+    x = np.zeros((batch, length, 1))
+    kinds = token_kind(x, mask, segments, previous, initial_state=state)
     assert keras.backend.standardize_dtype(kinds.dtype) == "int8"
-    for row, result in enumerate(keras.ops.convert_to_numpy(kinds)):
-        first = {"nothing": -1, "a state": None, "segments": None}[before]
+    for i, kinds_of_row in enumerate(keras.ops.convert_to_numpy(kinds)):
+        first = -1 if before == "nothing" else None
         if previous is not None:
-            first = previous[row]
-            if not packed and first >= 0:
-                first = 0  # without segments, a row goes on whatever its number was
-        expected = walk(
-            mask[row] if masked else [True] * length,
-            segments[row] if packed else [0] * length,
-            first,
-        )
-        np.testing.assert_array_equal(result, expected)
+            # Without segments, a sequence continues any document.
+            first = previous[i] if packed else min(previous[i], 0)
+        mask_of_row = mask[i] if masked else [True] * length
+        segments_of_row = segments[i] if packed else [0] * length
+        np.testing.assert_array_equal(kinds_of_row, walk(mask_of_row, segments_of_row, first))
 
 
-def test_a_negative_segment_says_that_nothing_was_seen():
-    """As the docstrings of `token_kind` and of `StreamingLayer` have it."""
-    for segments, wanted in [
-        ([[-1, -1, 0, -1]], [[0, 0, 1, 1]]),
-        ([[-2, -2, 0, -2]], [[1, 0, 1, 1]]),
-    ]:
-        kinds = token_kind(np.zeros((1, 4)), segment_ids=np.array(segments))
-        np.testing.assert_array_equal(keras.ops.convert_to_numpy(kinds), wanted)
-    for previous, wanted in ((-2, 1), (-1, 1), (0, 0), (3, 0)):
-        kinds = token_kind(np.zeros((1, 1)), previous_segment_id=np.array([previous], "int32"))
-        assert int(kinds[0, 0]) == wanted
+@pytest.mark.parametrize(
+    ("segments", "kinds"),
+    [([-1, -1, 0, -1], [0, 0, 1, 1]), ([-2, -2, 0, -2], [1, 0, 1, 1])],
+)
+def test_segment_minus_one_continues_the_initial_segment(segments, kinds):
+    """Without a previous segment, whose id is then -1, another id than -1 starts a document."""
+    result = token_kind(np.zeros((1, 4)), segment_ids=np.array([segments]))
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(result), [kinds])
 
 
-def test_sequences_without_tokens():
-    for mask in (None, np.ones((2, 0), bool)):
-        assert token_kind(np.zeros((2, 0, 3)), mask).shape == (2, 0)
+@pytest.mark.parametrize(("previous", "kind"), [(-2, STARTS), (-1, STARTS), (0, 0), (3, 0)])
+def test_negative_previous_segment_means_no_previous_token(previous, kind):
+    """A state is read although its sequence has no token yet, or is reset although it has."""
+    result = token_kind(np.zeros((1, 1)), previous_segment_id=np.array([previous], "int32"))
+    assert int(result[0, 0]) == kind
 
 
-@pytest.mark.once
-@pytest.mark.parametrize("text", ["abc", {"a": 1}])
-def test_what_is_no_tensor(text):
-    x = np.zeros((1, 3, 1))
-    with pytest.raises(ValueError, match="`token_kind`: `like` must be a tensor"):
-        token_kind(text)
-    with pytest.raises(ValueError, match="`token_kind`: `mask` must be"):
-        token_kind(x, mask=text)
+@pytest.mark.parametrize("mask", [None, np.ones((2, 0), bool)])
+def test_token_kind_of_no_tokens_is_empty(mask):
+    assert token_kind(np.zeros((2, 0, 3)), mask).shape == (2, 0)
 
 
-def test_in_a_symbolic_graph(tmp_path):
+def test_token_kind_in_a_saved_model_equals_eager_call(tmp_path):
+    """A functional model has wrong shapes or dtypes, or cannot be saved."""
     mask, segments = (keras.Input((None,), dtype=dtype) for dtype in ("bool", "int32"))
     kinds = token_kind(segments, mask, segments)
     assert kinds.shape == (None, None)
     assert kinds.dtype == "int8"
     keras.Model([mask, segments], kinds).save(tmp_path / "model.keras")
     model = keras.models.load_model(tmp_path / "model.keras")
-    feed = np.array([[True, False, True]]), np.array([[0, 0, 1]], "int32")
-    np.testing.assert_array_equal(keras.ops.convert_to_numpy(model(feed)), [[1, 2, 1]])
+    inputs = np.array([[True, False, True]]), np.array([[0, 0, 1]], "int32")
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(model(inputs)), [[1, 2, 1]])
 
 
-def test_lists_are_taken():
+def test_token_kind_accepts_lists():
     kinds = token_kind(np.zeros((1, 3)), [[True, False, True]], [[0, 0, 1]], [0])
     np.testing.assert_array_equal(keras.ops.convert_to_numpy(kinds), [[0, 2, 1]])
-
-
-@pytest.mark.once
-def test_what_does_not_fit_is_said():
-    x = np.zeros((2, 5, 3), "float32")
-    for name, shape in [("mask", (2, 3)), ("segment_ids", (5,)), ("previous_segment_id", (3,))]:
-        with pytest.raises(ValueError, match=f"`token_kind`: `{name}` must have the shape"):
-            token_kind(x, **{name: np.ones(shape, "int32")})
-    for name in ("mask", "segment_ids", "previous_segment_id"):
-        shape = 2 if name == "previous_segment_id" else (2, 5)
-        with pytest.raises(ValueError, match=f"`token_kind`: `{name}` must be .*; got float32"):
-            token_kind(x, **{name: np.zeros(shape, "float32")})  # a mask to be added to logits
-    with pytest.raises(ValueError, match=r"`like` must have the shape \[batch, time, ...\]; got"):
-        token_kind(np.zeros(5))

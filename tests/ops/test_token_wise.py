@@ -1,70 +1,110 @@
-"""Operations without a state, in every implementation, against their definitions.
+"""Operations on each token: every implementation on this backend, judged by the definition.
 
-How wrong they may be is said and decided in `judge`.
+`judge` defines the bound on errors, `token_wise` has the inputs.
 """
-
-import sys
 
 import keras
 import numpy as np
 import pytest
 
-import keras_recurrent
-from keras_recurrent import dispatch, ops
+from keras_recurrent import ops
 from tests.ops import native
 from tests.ops.cases import round_to, unit
-from tests.ops.judge import INTERPRETED, PLAIN, check, compare, kernels, reference, run
+from tests.ops.judge import (
+    INTERPRETED,
+    PLAIN,
+    check,
+    compare,
+    every_implementation,
+    function_of,
+    kernels,
+    module_of,
+    parametrize_kernels,
+    reference,
+    run,
+)
 from tests.ops.token_wise import CASES, DRAW, Case, draw
 
 KERNELS = kernels(DRAW)
-every_operation = pytest.mark.parametrize("operation", DRAW)
-every_kernel = pytest.mark.parametrize(("operation", "implementation"), KERNELS)
+every_kernel = parametrize_kernels(KERNELS)
+every_activation = pytest.mark.parametrize("activation", ["silu", "gelu"])
+every_dtype = pytest.mark.parametrize("dtype", ["float32", "float64"])
+on_jax = pytest.mark.skipif(PLAIN != "jax", reason="a property of JAX")
+
+
+def draw_values(operation, case, d_output=None, **values):
+    """Random inputs with some tensors replaced by values, rounded to their dtypes."""
+    drawn = draw(operation, case)
+    for name, value in values.items():
+        drawn.tensors[name][:] = round_to(drawn.dtypes[name], value)
+    if d_output is not None:
+        drawn.d_output[:] = d_output
+    return drawn
 
 
 @every_kernel
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_forward_and_gradients(operation, implementation, case):
+def test_kernel_matches_definition(operation, implementation, case):
+    """Results or gradients of a kernel are wrong."""
     if operation == "token_crossentropy" and implementation in INTERPRETED:
-        # A program has one row, and NumPy goes through the programs one by one.
+        # The interpreter runs one program for each token.
         case = case._replace(shape=(min(case.shape[0], 61), *case.shape[1:]))
-    with native.precision("float64" if "float64" in case else case.dtype):
-        check(operation, implementation, draw(operation, case))
+    check(operation, implementation, draw(operation, case))
+
+
+def spread(first, last):
+    return np.linspace(first, last, 160).reshape(4, 40)
+
+
+# {name: operation, case, values of its tensors}
+HARD_INPUTS = {
+    f"{activation} gates that are nearly open, {dtype}": (
+        "gated_linear_unit",
+        Case((4, 40), dtype, activation=activation),
+        {"gate": spread(1, last), "x": np.ones(40)},
+    )
+    for dtype in ("float32", "float64")
+    for activation, last in (("silu", 36), ("gelu", 6))
+}
+HARD_INPUTS |= {
+    f"forget gates of {first} to {last}, {dtype}": (
+        "log_forget_gate",
+        Case((4, 40), dtype, parameter=False),
+        {"logits": spread(first, last)},
+    )
+    for dtype in ("float32", "float64")
+    for first, last in ((-30, -1), (14.56, 14.86))
+}
 
 
 @pytest.mark.parametrize(
-    ("operation", "implementation"),
-    [
-        pytest.param(*kernel, marks=() if kernel == ("rms_norm", PLAIN) else pytest.mark.nightly)
-        for kernel in KERNELS
-    ],
+    ("implementation", "name"),
+    [(i, name) for name, (o, *_) in HARD_INPUTS.items() for of, i in KERNELS if of == o],
 )
-def test_the_check_sees_a_wrong_result(operation, implementation):
-    drawn = draw(operation, Case((4, 50)))
-    results = run(operation, implementation, drawn)
-    for name in results:
-        broken = {**results, name: results[name] * (1 + 1e-5)}
-        with pytest.raises(AssertionError, match=name):
-            compare(operation, implementation, drawn, broken)
+def test_gates_near_their_limits_match_definition(implementation, name):
+    """A gate or its derivative loses the digits by which it differs from its limit."""
+    operation, case, values = HARD_INPUTS[name]
+    check(operation, implementation, draw_values(operation, case, d_output=1, **values))
 
 
-# {operation: {where one number is not finite: {result: how far that reaches}}}, for NaN and, where
-# it differs, for inf; of gradients, as the docstrings have it, those of weights sum over tokens.
+# {operation: {tensor with one NaN: {result: part of it that is NaN}}}; an entry for inf differs.
+# Gradients of weights are sums over tokens. "element" is one channel of one token.
 REACH = {
     "rms_norm": {
         "x": {"output": "token", "gradient of x": "token", "gradient of scale": "all"},
-        "x, inf": {"output": "place", "gradient of x": "token", "gradient of scale": "channel"},
+        "x, inf": {"output": "element", "gradient of x": "token", "gradient of scale": "channel"},
         "scale": {"output": "channel", "gradient of x": "all"},
         "d_output": {"gradient of x": "token", "gradient of scale": "channel"},
     },
     "gated_linear_unit": {
-        "gate": {"output": "place", "gradient of gate": "place", "gradient of x": "place"},
-        "x": {"output": "place", "gradient of gate": "place"},
-        "d_output": {"gradient of gate": "place", "gradient of x": "place"},
+        "gate": {"output": "element", "gradient of gate": "element", "gradient of x": "element"},
+        "x": {"output": "element", "gradient of gate": "element"},
+        "d_output": {"gradient of gate": "element", "gradient of x": "element"},
     },
     "log_forget_gate": {
         "logits": {
-            "output": "place",
-            "gradient of logits": "place",
+            "output": "element",
+            "gradient of logits": "element",
             "gradient of lower_bound": "channel",
         },
         "logits, inf": {},
@@ -73,253 +113,218 @@ REACH = {
             "gradient of logits": "channel",
             "gradient of lower_bound": "channel",
         },
-        "d_output": {"gradient of logits": "place", "gradient of lower_bound": "channel"},
+        "d_output": {"gradient of logits": "element", "gradient of lower_bound": "channel"},
     },
     "token_crossentropy": {
         "logits": {"output": "token", "gradient of logits": "token"},
         "d_output": {"gradient of logits": "token"},
     },
 }
-TOKEN, CHANNEL = 1, 7
+TOKEN, CHANNEL = 1, 7  # of 4 tokens and 50 channels
 
 
 def reached(shape, reach):
-    """Where a result of this shape may not be finite."""
-    found = np.zeros(shape, "bool")
-    by_channel, by_token = shape[-1] == 50, shape[0] == 4
-    token = TOKEN if by_token and reach in ("place", "token") else slice(None)
-    channel = CHANNEL if by_channel and reach in ("place", "channel") else slice(None)
-    found[(token, channel) if len(shape) == 2 else token if by_token else channel] = (
-        reach is not None
-    )
-    return found
+    """A mask of the part of a result: "element", "token", "channel", "all", or None."""
+    index = [slice(None)] * len(shape)
+    if shape[0] == 4 and reach in ("element", "token"):
+        index[0] = TOKEN
+    if shape[-1] == 50 and reach in ("element", "channel"):
+        index[-1] = CHANNEL
+    mask = np.zeros(shape, "bool")
+    mask[tuple(index)] = reach is not None
+    return mask
 
 
 @every_kernel
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
-def test_how_far_what_is_not_finite_reaches(operation, implementation, number):
-    """Exactly so far where it is NaN, and no farther where it is infinite."""
+def test_nonfinite_number_reaches_only_documented_results(operation, implementation, number):
+    """NaN or infinity spreads farther than the docstring of an operation says, or NaN is lost."""
     reaches = REACH[operation]
-    for where in [name for name in reaches if "inf" not in name]:
-        if np.isinf(number) and where == "lower_bound":
+    for name in [name for name in reaches if "inf" not in name]:
+        if np.isinf(number) and name == "lower_bound":
             continue  # log β is at most 0, and may be -inf
-        reach = reaches[where]
+        reach = reaches[name]
         if np.isinf(number):
-            reach = reaches.get(f"{where}, inf", reach)
+            reach = reaches.get(f"{name}, inf", reach)
         drawn = draw(operation, Case((4, 50)))
-        array = drawn.d_output if where == "d_output" else drawn.tensors[where]
+        array = drawn.d_output if name == "d_output" else drawn.tensors[name]
         if array.shape[0] == 4:
             array[(TOKEN, CHANNEL)[: array.ndim]] = number
         else:
             array[..., CHANNEL] = number
-        with np.errstate(all="ignore"):  # where NumPy stands in for a GPU
+        with np.errstate(all="ignore"):  # of the interpreter
             results = run(operation, implementation, drawn)
-        for name, result in results.items():
-            lost, may = ~np.isfinite(result), reached(result.shape, reach.get(name))
-            message = f"{name}, {number} in {where}"
-            assert not (lost & ~may).any(), message
+        for result_name, result in results.items():
+            lost, allowed = ~np.isfinite(result), reached(result.shape, reach.get(result_name))
+            message = f"{result_name}, {number} in {name}"
+            assert not (lost & ~allowed).any(), message
             if np.isnan(number):
-                assert (lost == may).all(), message
+                assert (lost == allowed).all(), message
 
 
-@pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "rms_norm"])
-def test_rows_of_any_size(implementation):
-    """With ε = 0: right where the sum of squares is a number of float32, and finite elsewhere."""
-    drawn = draw("rms_norm", Case((8, 12)))
-    sizes = np.array([1e-17, 1e-13, 1, 1e13, 1e18, 0, 1e-30, 1e30])
-    drawn = drawn._replace(options={"epsilon": 0.0})
-    drawn.tensors["x"][:] = round_to("float32", drawn.tensors["x"] * sizes[:, None])
-    drawn.d_output[5:] = 0  # of the gradient of the scale, too, only rows that are right
-    with np.errstate(all="ignore"):  # where NumPy stands in for a GPU
+@every_implementation("rms_norm")
+def test_rms_norm_without_epsilon_of_rows_of_any_size_is_finite(implementation):
+    """Sums of squares overflow or underflow: results are NaN, or wrong within float32's range."""
+    sizes = np.array([1e-17, 1e-13, 1, 1e13, 1e18, 0, 1e-30, 1e30])[:, None]
+    drawn = draw("rms_norm", Case((8, 12)))._replace(options={"epsilon": 0.0})
+    drawn.tensors["x"][:] = round_to("float32", drawn.tensors["x"] * sizes)
+    # Sums of squares of the first five rows are numbers of float32.
+    representable = {n: t[:5] if n != "scale" else t for n, t in drawn.tensors.items()}
+    representable = drawn._replace(tensors=representable, d_output=drawn.d_output[:5])
+    drawn.d_output[5:] = 0
+    with np.errstate(all="ignore"):  # of the interpreter
         results = run("rms_norm", implementation, drawn)
-    right = {n: t[:5] if n != "scale" else t for n, t in drawn.tensors.items()}
-    right = drawn._replace(tensors=right, d_output=drawn.d_output[:5])
-    for name, truth in reference("rms_norm", right, "float64").items():
-        assert np.isfinite(results[name]).all(), name
-        found, largest = results[name][:5], np.abs(truth).max(-1, keepdims=True)
-        if name == "gradient of scale":
-            found = results[name]
-        np.testing.assert_allclose(found / largest, truth / largest, atol=1e-6, err_msg=name)
-    drawn.d_output[5:] = 1
-    with np.errstate(all="ignore"):
-        results = run("rms_norm", implementation, drawn)
-    for name, result in results.items():
-        assert np.isfinite(result).all(), name
+        drawn.d_output[5:] = 1
+        others = run("rms_norm", implementation, drawn)
+    assert all(np.isfinite(r).all() for r in (*results.values(), *others.values()))
+    results = {n: r if n == "gradient of scale" else r[:5] for n, r in results.items()}
+    assert_close_to_truth("rms_norm", representable, results)
 
 
-@pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "rms_norm"])
+@every_implementation("rms_norm")
 @pytest.mark.parametrize("width", [12, 3000])
 @pytest.mark.parametrize("epsilon", [0.0, 1e-35, 1e-6])
-def test_rows_of_any_mean_square(implementation, width, epsilon):
-    """Right from the smallest mean square of float32 to the largest, whatever squares may be."""
+def test_rms_norm_of_any_mean_square_is_exact(implementation, width, epsilon):
+    """Squares overflow or underflow although their mean is a number of float32."""
     drawn = draw("rms_norm", Case((6, width), parameter=False))
     x = drawn.tensors["x"]
     x[:3] /= np.sqrt(np.mean(x[:3] ** 2, axis=-1, keepdims=True))
-    x[3:] = np.where(np.arange(width) == 1, np.sqrt(width), 0)  # one number makes the mean
+    x[3:] = np.where(np.arange(width) == 1, np.sqrt(width), 0)  # One element makes the mean.
     x[:] = round_to("float32", x * np.array([1.1 * 2.0**-63, 1, 1.8e19] * 2)[:, None])
     drawn = drawn._replace(options={"epsilon": epsilon})
-    results = run("rms_norm", implementation, drawn)
-    for name, truth in reference("rms_norm", drawn, "float64").items():
-        largest = np.abs(truth).max(-1, keepdims=True)
-        np.testing.assert_allclose(
-            results[name] / largest, truth / largest, atol=1e-6, err_msg=name
-        )
+    assert_close_to_truth("rms_norm", drawn, run("rms_norm", implementation, drawn))
 
 
-@pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "log_forget_gate"])
-@pytest.mark.parametrize("bounded", [True, False])
-def test_gates_that_are_shut_or_open(implementation, bounded):
-    """What ends at float32's smallest and largest numbers is finite, and so is its gradient."""
-    drawn = draw("log_forget_gate", Case((6, 4), parameter=bounded))
-    drawn.tensors["logits"][:] = np.array([-1e30, -100, 0, 15, 100, 1e30])[:, None]
-    if bounded:
-        half = round_to("float32", np.log(0.5))
-        drawn.tensors["lower_bound"][:] = [[-np.inf, -90, half, 0], [0, 0, half, -90]]
-    results = run("log_forget_gate", implementation, drawn)
-    truth = reference("log_forget_gate", drawn, "float64")
-    for name in results:
-        np.testing.assert_allclose(results[name], truth[name], rtol=1e-6, atol=1e-6, err_msg=name)
-    assert (results["output"] <= 0).all()
-    # Where β is 0, a gate near 1 keeps its digits.
-    np.testing.assert_allclose(results["output"][3, 0], -np.log1p(np.exp(-15)), rtol=1e-6)
+def assert_close_to_truth(operation, drawn, results):
+    """Compares each row with the definition, relative to its largest element."""
+    for name, truth in reference(operation, drawn, "float64").items():
+        size = np.abs(truth).max(-1, keepdims=True)
+        np.testing.assert_allclose(results[name] / size, truth / size, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "log_forget_gate"])
-@pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")
-def test_a_bound_of_zero_leaves_a_gate_shut(implementation):
-    bound = np.array([[-np.inf, -1], [0, np.log1p(-np.exp(-1))]], "float32")
-    found = ops.log_forget_gate(
-        np.full((1, 2), -np.inf, "float32"), bound, implementation=implementation
-    )
-    np.testing.assert_array_equal(keras.ops.convert_to_numpy(found), [[-np.inf, -1]])
-
-
-@pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "gated_linear_unit"])
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_gates_that_are_nearly_open(implementation, activation, dtype):
-    """There the derivative of the gate depends on the little by which it is not open."""
-    drawn = draw("gated_linear_unit", Case((4, 40), dtype, activation=activation))
-    far = 36 if activation == "silu" else 6
-    drawn.tensors["gate"][:] = round_to(dtype, np.linspace(1, far, 160).reshape(4, 40))
-    drawn.tensors["x"][:] = drawn.d_output[:] = 1
-    with native.precision(dtype):
-        check("gated_linear_unit", implementation, drawn)
-
-
-@pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "gated_linear_unit"])
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_gates_that_are_nearly_shut(implementation, activation, dtype):
-    """What little passes keeps its digits, relative to itself."""
-    drawn = draw("gated_linear_unit", Case((4, 40), dtype, activation=activation))
-    shut = -36 if activation == "silu" else -6
-    drawn.tensors["gate"][:] = round_to(dtype, np.linspace(shut, -1, 160).reshape(4, 40))
-    with native.precision(dtype):
-        results = run("gated_linear_unit", implementation, drawn)
+@every_implementation("gated_linear_unit")
+@every_activation
+@every_dtype
+def test_gated_linear_unit_of_nearly_closed_gates_keeps_digits(implementation, activation, dtype):
+    """A product with a gate near 0 has an error relative to 1, not relative to itself."""
+    case = Case((4, 40), dtype, activation=activation)
+    gate = spread(-36 if activation == "silu" else -6, -1)
+    drawn = draw_values("gated_linear_unit", case, gate=gate)
+    results = run("gated_linear_unit", implementation, drawn)
     tolerance = 100 * np.finfo(dtype).eps  # u is up to 36 and σ(u) nearly its exponential
     for name in ("output", "gradient of x"):
         truth = reference("gated_linear_unit", drawn, "float64")[name]
         np.testing.assert_allclose(results[name], truth, rtol=tolerance, err_msg=name)
 
 
-@pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "gated_linear_unit"])
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_gates_of_any_size(implementation, activation):
-    """gelu takes the third power of the gate."""
-    drawn = draw("gated_linear_unit", Case((2, 6), activation=activation))
+@every_implementation("gated_linear_unit")
+@every_activation
+def test_gated_linear_unit_of_huge_gates_is_finite(implementation, activation):
+    """The third power of a gate, in gelu, or an exponential overflows."""
     sizes = np.array([1e2, 1e4, 1e13, 1e19, 1e26, 3e38])
-    drawn.tensors["gate"][:] = round_to("float32", np.stack([sizes, -sizes]))
-    drawn.tensors["x"][:] = drawn.d_output[:] = 1
-    with np.errstate(all="ignore"):  # where NumPy stands in for a GPU
+    case = Case((2, 6), activation=activation)
+    drawn = draw_values("gated_linear_unit", case, d_output=1, gate=[sizes, -sizes], x=np.ones(6))
+    with np.errstate(all="ignore"):  # of the interpreter
         results = run("gated_linear_unit", implementation, drawn)
-    open_gate, shut = drawn.tensors["gate"][0], np.zeros(6)
-    np.testing.assert_allclose(results["output"], [open_gate, shut], rtol=1e-6)
-    np.testing.assert_allclose(results["gradient of x"], [open_gate, shut], rtol=1e-6)
-    np.testing.assert_allclose(results["gradient of gate"], [shut + 1, shut], rtol=1e-6, atol=1e-30)
+    opened, closed = drawn.tensors["gate"][0], np.zeros(6)
+    np.testing.assert_allclose(results["output"], [opened, closed], rtol=1e-6)
+    np.testing.assert_allclose(results["gradient of x"], [opened, closed], rtol=1e-6)
+    d_gate = results["gradient of gate"]
+    np.testing.assert_allclose(d_gate, [closed + 1, closed], rtol=1e-6, atol=1e-30)
 
 
-@pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "log_forget_gate"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("logits", [(-30, -1), (14.56, 14.86)])
-def test_slopes_of_gates(implementation, dtype, logits):
-    drawn = draw("log_forget_gate", Case((4, 40), dtype, parameter=False))
-    drawn.tensors["logits"][:] = round_to(dtype, np.linspace(*logits, 160).reshape(4, 40))
-    drawn.d_output[:] = 1
-    with native.precision(dtype):
-        check("log_forget_gate", implementation, drawn)
+@every_implementation("log_forget_gate")
+@pytest.mark.parametrize("bounded", [True, False])
+def test_forget_gate_of_extreme_logits_and_bounds_is_finite(implementation, bounded):
+    """A gate at 0 or 1, or a bound at 0 or 1, gives NaN, or an output above 0."""
+    half = np.log(0.5)
+    bound = {"lower_bound": [[-np.inf, -90, half, 0], [0, 0, half, -90]]} if bounded else {}
+    logits = np.array([-1e30, -100, 0, 15, 100, 1e30])[:, None]
+    case = Case((6, 4), parameter=bounded)
+    drawn = draw_values("log_forget_gate", case, logits=logits, **bound)
+    results = run("log_forget_gate", implementation, drawn)
+    for name, truth in reference("log_forget_gate", drawn, "float64").items():
+        np.testing.assert_allclose(results[name], truth, rtol=1e-6, atol=1e-6, err_msg=name)
+    assert (results["output"] <= 0).all()
+    # Where β is 0, a gate near 1 keeps its digits.
+    np.testing.assert_allclose(results["output"][3, 0], -np.log1p(np.exp(-15)), rtol=1e-6)
 
 
-@pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "log_forget_gate"])
-def test_gates_with_a_bound_keep_their_digits(implementation):
-    """Each result relative to itself, for gates that are shut, open and between, and any bound."""
+@every_implementation("log_forget_gate")
+@pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")
+def test_forget_gate_of_logit_minus_infinity_equals_its_bound(implementation):
+    """A gate of 0 with the bound 0 gives NaN instead of log 0."""
+    bound = np.array([[-np.inf, -1], [0, np.log1p(-np.exp(-1))]], "float32")
+    logits = np.full((1, 2), -np.inf, "float32")
+    output = ops.log_forget_gate(logits, bound, implementation=implementation)
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(output), [[-np.inf, -1]])
+
+
+@every_implementation("log_forget_gate")
+def test_forget_gate_with_a_bound_keeps_digits(implementation):
+    """A result near 0 has an error relative to 1, for some gate and some bound."""
     beta, z = np.array([0, 1e-6, 0.5, 0.999])[:, None], np.linspace(-30, 30, 241)
     with np.errstate(divide="ignore"):
         bound = np.log([beta + 0 * z, 1 - beta + 0 * z]).reshape(2, -1)
-    # One row: its channels do not add up in the gradient of the bound.
-    drawn = draw("log_forget_gate", Case((1, bound.shape[1])))
-    drawn.tensors["logits"][:] = round_to("float32", np.tile(z, 4))
-    drawn.tensors["lower_bound"][:] = round_to("float32", bound)
-    drawn.d_output[:] = 1
+    # With one token, the gradient of the bound is no sum.
+    case = Case((1, bound.shape[1]))
+    values = {"logits": np.tile(z, 4), "lower_bound": bound}
+    drawn = draw_values("log_forget_gate", case, d_output=1, **values)
     results = run("log_forget_gate", implementation, drawn)
     forgotten = np.exp(drawn.tensors["lower_bound"][1]) / (1 + np.exp(drawn.tensors["logits"]))
     half_open = forgotten <= 0.5
-    found, wanted = results["output"][half_open], np.log1p(-forgotten[half_open])
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    expected = np.log1p(-forgotten[half_open])
+    np.testing.assert_allclose(results["output"][half_open], expected, rtol=1e-6)
     loop = reference("log_forget_gate", drawn, "float32")
     for name, truth in reference("log_forget_gate", drawn, "float64").items():
         size = np.where(truth == 0, 1, np.abs(truth))
         wrong, allowed = (
-            (np.abs(found[name] - truth) / size).reshape(-1, 4, z.size).max((0, 2))
-            for found in (results, loop)
+            (np.abs(result[name] - truth) / size).reshape(-1, 4, z.size).max((0, 2))
+            for result in (results, loop)
         )
         assert (wrong <= 2 * allowed + 2 * np.finfo("float32").eps).all(), (name, wrong, allowed)
 
 
-@pytest.mark.parametrize("implementation", [i for o, i in KERNELS if o == "log_forget_gate"])
+@every_implementation("log_forget_gate")
 @pytest.mark.parametrize("row", [0, 1])
-def test_either_half_of_a_bound_may_be_nan(implementation, row):
-    drawn = draw("log_forget_gate", Case((6, 4)))
-    drawn.tensors["logits"][:] = np.array([-1e30, -10, 0, 5, 15, 1e30])[:, None]
+def test_forget_gate_with_nan_in_either_row_of_its_bound_is_nan(implementation, row):
+    """NaN in log β or in log(1 - β) is replaced by a number, or reaches another channel."""
+    logits = np.array([-1e30, -10, 0, 5, 15, 1e30])[:, None]
+    drawn = draw_values("log_forget_gate", Case((6, 4)), logits=logits)
     drawn.tensors["lower_bound"][row, 1] = np.nan
     results = run("log_forget_gate", implementation, drawn)
     for name in ("output", "gradient of logits"):
         assert (np.isnan(results[name]) == (np.arange(4) == 1)).all(), name
 
 
-every_crossentropy = pytest.mark.parametrize(
-    "implementation", [i for o, i in KERNELS if o == "token_crossentropy"]
-)
+def draw_crossentropy(logits, tokens, dtype="float32"):
+    case = Case(logits.shape, dtype)
+    return draw_values("token_crossentropy", case, logits=logits, tokens=tokens)
 
 
-def crossentropy(logits, tokens, dtype="float32"):
-    """As `draw` makes it of what is given."""
-    drawn = draw("token_crossentropy", Case(logits.shape, dtype))
-    drawn.tensors.update(logits=round_to(dtype, logits), tokens=np.asarray(tokens))
-    return drawn
-
-
-@every_crossentropy
-def test_tokens_that_are_none(implementation):
-    """Neither read from elsewhere nor looked for before; the rows beside them do not feel it."""
+@every_implementation("token_crossentropy")
+def test_crossentropy_of_token_outside_the_vocabulary_is_nan(implementation):
+    """An invalid label reads other memory, or changes the loss or gradient of other tokens."""
     logits = np.random.default_rng(0).normal(size=(8, 5))
-    drawn = crossentropy(logits, [0, -1, 4, 5, 6, -5, 2**31 - 1, -(2**31)])
-    none = [1, 3, 4, 5, 6, 7]
+    drawn = draw_crossentropy(logits, [0, -1, 4, 5, 6, -5, 2**31 - 1, -(2**31)])
+    is_invalid = ~np.isin(np.arange(8), [0, 2])
     truth = reference("token_crossentropy", drawn, "float64")
     for name, result in run("token_crossentropy", implementation, drawn).items():
-        assert np.isnan(result[none]).all(), name
-        assert np.isnan(truth[name][none]).all(), name
-        found, wanted = (np.delete(r, none, axis=0) for r in (result, truth[name]))
-        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-7, err_msg=name)
+        for found in (result, truth[name]):
+            assert np.isnan(found[is_invalid]).all(), name
+        expected = truth[name][~is_invalid]
+        np.testing.assert_allclose(
+            result[~is_invalid], expected, rtol=1e-6, atol=1e-7, err_msg=name
+        )
 
 
-@every_crossentropy
+@every_implementation("token_crossentropy")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tokens_that_cannot_come(implementation, dtype):
-    """Whole tiles of them, before or behind the others; one that came all the same."""
+def test_crossentropy_with_impossible_tokens_matches_definition(implementation, dtype):
+    """Whole tiles of logits of -inf, or a label with such a logit, give a wrong loss or NaN."""
     logits = np.random.default_rng(0).normal(size=(4, 9000))
     logits[0, :8200] = logits[1, 30:] = logits[2, ::2] = logits[3, 1:] = -np.inf
-    drawn = crossentropy(logits, [8500, 20, 7, 0], dtype)
+    drawn = draw_crossentropy(logits, [8500, 20, 7, 0], dtype)
     results = run("token_crossentropy", implementation, drawn)
     compare("token_crossentropy", implementation, drawn, results)
     assert (results["gradient of logits"][np.isinf(logits)] == 0).all()
@@ -331,186 +336,72 @@ def test_tokens_that_cannot_come(implementation, dtype):
     np.testing.assert_allclose(results["gradient of logits"], truth, rtol=0, atol=tolerance)
 
 
-@every_crossentropy
+@every_implementation("token_crossentropy")
 @pytest.mark.parametrize("size", [-1e30, -1e4, 1e4, 1e30])
-def test_logits_far_from_zero(implementation, size):
-    """Where logits differ by less than their last place, they are the same."""
+def test_crossentropy_of_logits_far_from_zero_matches_definition(implementation, size):
+    """Exponentials of large logits overflow, or differences smaller than their unit count."""
     logits = np.full((3, 7), size)
     logits[1, 2], logits[2, 2] = size * 2, -size
-    drawn = crossentropy(logits, [2, 2, 2])
+    drawn = draw_crossentropy(logits, [2, 2, 2])
     check("token_crossentropy", implementation, drawn)
     losses = run("token_crossentropy", implementation, drawn)["output"]
     np.testing.assert_allclose(losses[0], np.log(7), rtol=1e-6)
 
 
-@every_crossentropy
+@every_implementation("token_crossentropy")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("vocabulary", [257, 50257, 50304])
-def test_vocabularies(implementation, vocabulary, dtype):
+def test_crossentropy_of_large_vocabulary_matches_definition(implementation, vocabulary, dtype):
+    """The tiles of a vocabulary are combined wrongly, or the last, incomplete one is."""
     drawn = draw("token_crossentropy", Case((3, vocabulary), dtype, scale="extreme"))
     check("token_crossentropy", implementation, drawn)
 
 
-@every_crossentropy
+@every_implementation("token_crossentropy")
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int64"])
-def test_tokens_of_any_integers(implementation, dtype):
-    """Also where the vocabulary's size is no such number."""
+def test_crossentropy_of_labels_of_any_integer_dtype_is_exact(implementation, dtype):
+    """Labels of a dtype that cannot hold the size of the vocabulary overflow."""
     tensors = native.tensor(np.eye(3, 300), "float32"), np.array([0, 1, 5], dtype)
     choice = ops.which_implementation("token_crossentropy", *tensors, implementation=implementation)
     if choice.implementation is None:
         pytest.skip(str(choice))
     losses = ops.token_crossentropy(*tensors, implementation=implementation)
     expected = np.log(299 + np.e) - [1, 1, 0]
-    np.testing.assert_allclose(numpy(losses), expected, rtol=1e-6)
+    np.testing.assert_allclose(native.to_numpy(losses), expected, rtol=1e-6)
 
 
-@pytest.mark.skipif(PLAIN != "torch", reason="only torch walks through rows in Python")
-def test_a_few_rows_at_a_time(monkeypatch):
-    module = sys.modules[f"keras_recurrent.backends.{PLAIN}.token_crossentropy"]
+@pytest.mark.skipif(PLAIN != "torch", reason="only torch loops over tokens in Python")
+def test_torch_crossentropy_in_several_launches_matches_definition(monkeypatch):
+    """Tokens that plain torch computes in a second or later launch are wrong."""
+    module = module_of("token_crossentropy", PLAIN)
     monkeypatch.setattr(module, "elements_per_launch", lambda tensor: 100)
     for shape in ((3, 11, 33), (5, 101)):
         check("token_crossentropy", PLAIN, draw("token_crossentropy", Case(shape, "bfloat16")))
 
 
-@every_operation
-def test_agrees_with_the_definition(operation):
-    drawn = draw(operation, Case((2, 3, 8)))
-    output = call(operation, drawn)
-    truth = reference(operation, drawn, "float64")["output"]
-    np.testing.assert_allclose(numpy(output), truth, rtol=1e-5, atol=1e-6)
-
-
-@every_operation
-@pytest.mark.parametrize("parameter", [True, False])
-def test_in_a_symbolic_graph(operation, parameter, tmp_path):
-    drawn = draw(operation, Case((2, 3, 8), "bfloat16", "float32", parameter=parameter))
-    inputs = {
-        name: keras.Input(
-            batch_shape=(None, None, 8) if t.ndim == 3 else t.shape,
-            dtype=drawn.dtypes[name],
-            name=name,
-        )
-        for name, t in drawn.tensors.items()
-        if t is not None
-    }
-    output = getattr(ops, operation)(**inputs, **drawn.options)
-    assert output.shape == (None, None, 8)[: drawn.d_output.ndim]
-    assert output.dtype == drawn.output_dtype
-    model = keras.Model(inputs, output)
-    model.save(tmp_path / "model.keras")
-    expected = numpy(call(operation, drawn))
-    feed = {n: given(drawn, n) for n in inputs}
-    for m in (model, keras.models.load_model(tmp_path / "model.keras")):
-        np.testing.assert_array_equal(numpy(m(feed)), expected)
-
-
-@every_operation
-def test_nothing_comes_of_nothing(operation):
+@pytest.mark.parametrize("operation", DRAW)
+def test_operation_on_no_sequences_returns_no_elements(operation):
+    """A batch of size 0 fails."""
     drawn = draw(operation, Case((0, 3, 8)))
-    assert call(operation, drawn).shape == drawn.d_output.shape
+    output = getattr(ops, operation)(**native.tensors(drawn), **drawn.options)
+    assert output.shape == drawn.d_output.shape
 
 
-@every_operation
-def test_which_implementation_tells(operation):
-    drawn = draw(operation, Case((2, 8)))
-    tensors = [given(drawn, n) for n in drawn.tensors]
-    for name in (operation, getattr(ops, operation)):
-        choice = keras_recurrent.which_implementation(name, *tensors, **drawn.options)
-        assert choice.implementation in dispatch.PREFERENCE[dispatch.BACKEND]
-    with pytest.raises(ValueError, match=f"`{operation}` takes no argument 'mask'"):
-        keras_recurrent.which_implementation(operation, *tensors, **drawn.options, mask=None)
-    with keras_recurrent.implementation(PLAIN):
-        choice = keras_recurrent.which_implementation(operation, *tensors, **drawn.options)
-    assert choice.implementation == PLAIN
-
-
-X = np.ones((2, 3, 8), "float32")
-BAD = {
-    "scale": (lambda: ops.rms_norm(X, X[0], epsilon=0), r"`scale` must have 1 dimension, \[D\]"),
-    "width": (lambda: ops.rms_norm(X, X[0, 0, :4], epsilon=0), "`scale` .* D should be 8, not 4"),
-    "rank": (lambda: ops.rms_norm(X[0, 0, 0], epsilon=0), r"at least 1 dimension, \[..., D\]"),
-    "dtype": (lambda: ops.rms_norm(X.astype("int32"), epsilon=0), "`x` must be one of float16"),
-    "none": (lambda: ops.rms_norm(None, epsilon=0), "needs the argument `x`"),
-    "epsilon": (lambda: ops.rms_norm(X, epsilon=-1.0), "`epsilon` must be .* at least 0; got -1.0"),
-    "nan": (lambda: ops.rms_norm(X, epsilon=np.nan), "`epsilon` must be a finite .*; got nan"),
-    "inf": (lambda: ops.rms_norm(X, epsilon=np.inf), "`epsilon` must be a finite .*; got inf"),
-    "truth": (lambda: ops.rms_norm(X, epsilon=True), "`epsilon` must be a finite .*; got True"),
-    "epsilon kind": (lambda: ops.rms_norm(X, epsilon="0"), "`epsilon` must be a finite number"),
-    "activation": (
-        lambda: ops.gated_linear_unit(X, X, activation="relu"),
-        "`activation` must be 'silu' or 'gelu'; got 'relu'",
-    ),
-    "shapes": (
-        lambda: ops.gated_linear_unit(X, X[:1], activation="silu"),
-        r"`x` must have the shape \[...\], with ... = \(2, 3, 8\); got the shape \(1, 3, 8\)",
-    ),
-    "bound": (
-        lambda: ops.log_forget_gate(X, X[0]),
-        r"`lower_bound` must have the shape \[2, D\], .*D = 8; got the shape \(3, 8\)",
-    ),
-    "tokens": (
-        lambda: ops.token_crossentropy(X, X[..., 0]),
-        "`tokens` must be integers; got float32",
-    ),
-    "token shapes": (
-        lambda: ops.token_crossentropy(X, np.zeros((2, 3, 1), "int32")),
-        r"`tokens` must have the shape \[...\], with ... = \(2, 3\).* got the shape \(2, 3, 1\)",
-    ),
-    "vocabulary": (
-        lambda: ops.token_crossentropy(X[..., :0], np.zeros((2, 3), "int32")),
-        r"a vocabulary of at least one token; got the shape \(2, 3, 0\)",
-    ),
-    "graph": (
-        lambda: ops.gated_linear_unit(
-            keras.Input((None, 4)), keras.Input((None, 5)), activation="silu"
-        ),
-        r"got the shape \(None, None, 5\)",
-    ),
-    "name": (
-        lambda: ops.log_forget_gate(X, implementation="cuda"),
-        "`implementation` must be one of",
-    ),
-}
-
-
-@pytest.mark.once
-@pytest.mark.parametrize(("call", "message"), BAD.values(), ids=BAD.keys())
-def test_bad_arguments_name_themselves(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
-def numpy(tensor):
-    return keras.ops.convert_to_numpy(keras.ops.cast(tensor, "float32"))
-
-
-def given(drawn, name):
-    """A tensor of those drawn, None where there is none."""
-    t = drawn.tensors[name]
-    return None if t is None else native.tensor(t, drawn.dtypes[name])
-
-
-def call(operation, drawn):
-    tensors = {name: given(drawn, name) for name in drawn.tensors}
-    return getattr(ops, operation)(**tensors, **drawn.options)
-
-
-@pytest.mark.skipif(PLAIN != "jax", reason="XLA decides there what is kept")
-def test_the_backward_of_gates_keeps_no_more_than_the_logits():
+@on_jax
+def test_jax_forget_gate_saves_no_more_than_its_arguments():
+    """XLA keeps intermediate results for the backward pass, which cost memory in training."""
     import jax
 
-    kernel = dispatch.IMPLEMENTATIONS["log_forget_gate"]["jax"]
+    gate = function_of("log_forget_gate", "jax")
     logits, bound = jax.numpy.ones((40, 64), "bfloat16"), jax.numpy.zeros((2, 64))
-    _, backward = jax.vjp(
-        lambda logits, bound: kernel.function(logits=logits, lower_bound=bound), logits, bound
-    )
-    kept = sum(x.nbytes for x in jax.tree.leaves(backward))
-    assert kept <= logits.nbytes + bound.nbytes
+    _, backward = jax.vjp(lambda x, b: gate(logits=x, lower_bound=b), logits, bound)
+    saved = sum(x.nbytes for x in jax.tree.leaves(backward))
+    assert saved <= logits.nbytes + bound.nbytes
 
 
-@pytest.mark.skipif(PLAIN != "jax", reason="of JAX's transforms")
-def test_a_hessian_of_gates():
-    """Forward mode over reverse mode, which `jax.hessian` takes."""
+@on_jax
+def test_jax_forget_gate_has_a_hessian():
+    """Forward mode over reverse mode, of which `jax.hessian` consists, fails or is wrong."""
     import jax
 
     z = jax.numpy.array([0.0, 1.0])

@@ -1,11 +1,10 @@
-"""Transforms of functions and higher derivatives on torch: right, or an error that says the way."""
+"""Function transforms and higher derivatives on torch: exact, or an error with an alternative."""
 
 import keras
 import pytest
 
 from keras_recurrent import dispatch, ops
-from tests.ops import cases, test_linear_crossentropy, token_wise
-from tests.ops.test_ops import OPTIONS
+from tests.ops import cases, native, small, token_wise
 
 if keras.config.backend() != "torch":
     pytest.skip("transforms of torch", allow_module_level=True)
@@ -15,77 +14,67 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keras_recurrent.backends.torch._autograd import is_eager
-from tests.ops.judge import kernels
-from tests.ops.native import tensor
+from tests.ops.judge import every_implementation, parametrize_kernels
 
 KERNELS = [
     (operation, implementation)
-    for operation in (*cases.DRAW, *token_wise.DRAW, "linear_crossentropy")
+    for operation in small.OPERATIONS
     for implementation, module in dispatch.IMPLEMENTATIONS[operation].items()
     if not isinstance(module, str) and implementation != "cudnn"  # which needs long sequences
 ]
-# All are registered in one way. In Triton's interpreter most take seconds.
+# All operators are registered by the same code. In Triton's interpreter most take seconds.
 CHEAP = [k for k in KERNELS if k[1] == "torch" or k[0] in (*token_wise.DRAW, "linear_scan")]
-every_kernel = pytest.mark.parametrize(("operation", "implementation"), KERNELS)
-every_cheap_kernel = pytest.mark.parametrize(("operation", "implementation"), CHEAP)
+every_kernel = parametrize_kernels(KERNELS)
+every_cheap_kernel = parametrize_kernels(CHEAP)
 
-# torch takes the rows of `vmap` one by one, and says so once.
+# torch computes members of `vmap` one after another, and warns once.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 
 
-def arguments_of(operation):
-    """`({name: tensor}, options, names of those that have gradients)` of an operation."""
-    if operation == "linear_crossentropy":
-        floats, integers = test_linear_crossentropy.draw(test_linear_crossentropy.Case((2, 3)))
-        given = {n: tensor(t, "float32") for n, t in floats.items()}
-        return given | {n: tensor(t, "int32") for n, t in integers.items()}, {}, [*floats]
-    if operation in token_wise.DRAW:
-        drawn = token_wise.draw(operation, token_wise.Case((2, 5, 8)))
-        options, differentiated = drawn.options, drawn.differentiated
-    else:
-        drawn = cases.draw(operation, cases.Case(2, 5, 3))
-        options = OPTIONS.get(operation, {})
-        differentiated = [n for n in drawn.tensors if n not in cases.CONSTANTS]
-    given = {n: tensor(t, drawn.dtypes[n]) for n, t in drawn.tensors.items() if t is not None}
-    return given, options, differentiated
+def operator_name(operation, implementation):
+    return operation if implementation == "torch" else f"{implementation}_{operation}"
 
 
-def example(operation, implementation):
-    """A function of a dict of tensors with a number as its result, and such a dict."""
-    given, options, differentiated = arguments_of(operation)
-    options = {**options, "implementation": implementation}
+def is_one_operator(operation, implementation):
+    return hasattr(torch.ops.keras_recurrent, operator_name(operation, implementation))
 
-    def loss(tensors):
-        arguments = {**given, **tensors}
-        results = keras.tree.flatten(getattr(ops, operation)(**arguments, **options))
+
+def draw_loss(operation, implementation, drawn=None):
+    """A scalar loss of an operation's results, and the dict of tensors that it differentiates."""
+    drawn = drawn or small.draw(operation)
+    tensors = native.tensors(drawn)
+    floats = {n: tensors.pop(n) for n in drawn.differentiated if n not in cases.CONSTANTS}
+
+    def loss(floats):
+        arguments = {**cases.nest({**tensors, **floats}), **drawn.options}
+        results = getattr(ops, operation)(**arguments, implementation=implementation)
+        results = keras.tree.flatten(results)
         return sum(result.sin().sum() for result in results if result.is_floating_point())
 
-    tensors = {name: given[name] for name in differentiated}
     if operation != "log_forget_gate":
-        return loss, tensors
-    # Steps to all sides would part log β and log(1 - β), which belong together.
-    log_beta, log_rest = tensors.pop("lower_bound")
+        return loss, floats
+    # log β and log(1 - β) depend on each other: differentiate by the logits of β.
+    log_beta, log_rest = floats.pop("lower_bound")
 
-    def loss_of_logits(tensors):
-        p = tensors["logits of beta"]
+    def loss_of_logits(floats):
+        p = floats["logits of beta"]
         bound = torch.stack((torch.nn.functional.logsigmoid(p), torch.nn.functional.logsigmoid(-p)))
-        return loss({"logits": tensors["logits"], "lower_bound": bound})
+        return loss({"logits": floats["logits"], "lower_bound": bound})
 
-    return loss_of_logits, {**tensors, "logits of beta": log_beta - log_rest}
+    return loss_of_logits, {**floats, "logits of beta": log_beta - log_rest}
 
 
-def gradients(loss, tensors, **kwargs):
+def gradients(loss, tensors):
     leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
-    found = torch.autograd.grad(loss(leaves), leaves.values(), **kwargs)
-    return dict(zip(leaves, found, strict=True))
+    return dict(zip(leaves, torch.autograd.grad(loss(leaves), leaves.values()), strict=True))
 
 
 def dot(a, b):
     return sum((a[name] * b[name]).sum() for name in a)
 
 
-class Operators(TorchDispatchMode):
-    """Notes the names of operators."""
+class OperatorNames(TorchDispatchMode):
+    """Collects the names of the operators that are called in a context."""
 
     def __init__(self):
         super().__init__()
@@ -97,8 +86,9 @@ class Operators(TorchDispatchMode):
 
 
 @every_kernel
-def test_forward_mode_is_right_or_refused(operation, implementation):
-    loss, tensors = example(operation, implementation)
+def test_forward_mode_is_exact_or_an_error(operation, implementation):
+    """A derivative in forward mode is wrong or zero, without an error."""
+    loss, tensors = draw_loss(operation, implementation)
     tangents = {name: torch.randn_like(t) for name, t in tensors.items()}
 
     def dual():
@@ -111,144 +101,121 @@ def test_forward_mode_is_right_or_refused(operation, implementation):
             with pytest.raises(NotImplementedError, match=f"`{operation}` .* Use reverse mode"):
                 derivative()
         else:
-            wanted = dot(gradients(loss, tensors), tangents)
-            torch.testing.assert_close(derivative(), wanted, rtol=1e-4, atol=1e-5)
+            expected = dot(gradients(loss, tensors), tangents)
+            torch.testing.assert_close(derivative(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_forward_mode_beside_an_operation_is_not_refused():
-    loss, tensors = example("linear_scan", "torch")
+def test_forward_mode_by_other_tensors_is_exact():
+    """A derivative in forward mode fails although the operation does not depend on the tangent."""
+    loss, tensors = draw_loss("linear_scan", "torch")
     one = torch.ones(())
     _, derivative = torch.func.jvp(lambda scale: scale * loss(tensors), (one,), (one,))
     torch.testing.assert_close(derivative, loss(tensors))
 
 
-def is_one_operator(operation, implementation):
-    name = operation if implementation == "torch" else f"{implementation}_{operation}"
-    return hasattr(torch.ops.keras_recurrent, name)
+@parametrize_kernels([k for k in CHEAP if is_one_operator(*k) and "crossentropy" not in k[0]])
+def test_eager_call_without_dispatcher_equals_operator(operation, implementation, monkeypatch):
+    """Eager calls differ from operators, or bypass a dispatch mode that must see the operator.
 
-
-@pytest.mark.parametrize(
-    ("operation", "implementation"),
-    [k for k in CHEAP if is_one_operator(*k) and "crossentropy" not in k[0]],
-)
-def test_calls_without_the_dispatcher(operation, implementation, monkeypatch):
-    """Eager calls have the results of the operators, which are called where a mode must see them.
-
-    An operator that a mode did not see would be missing in traced programs and FLOP counts.
+    Such an operator would be missing in traced programs and FLOP counts.
     """
-    loss, tensors = example(operation, implementation)
-    with Operators() as operators:
+    loss, tensors = draw_loss(operation, implementation)
+    with OperatorNames() as operators:
         dispatched = gradients(loss, tensors)
-    name = operation if implementation == "torch" else f"{implementation}_{operation}"
+    name = operator_name(operation, implementation)
     assert {name, f"{name}_backward"} <= operators.names
     monkeypatch.setattr(torch.library.CustomOpDef, "__call__", None)
-    directly = gradients(loss, tensors)
-    assert all(torch.equal(directly[n], dispatched[n]) for n in dispatched)
+    direct = gradients(loss, tensors)
+    assert all(torch.equal(direct[n], dispatched[n]) for n in dispatched)
 
 
-@pytest.mark.parametrize(
-    ("operation", "implementation"), [k for k in KERNELS if k[0] == "rms_norm"]
-)
-def test_negative_bit(operation, implementation):
-    """Fails if a kernel reads the memory of a view whose numbers are negated when they are read."""
-    loss, tensors = example(operation, implementation)
+@every_implementation("rms_norm")
+def test_kernel_of_negated_view_equals_kernel_of_tensor(implementation):
+    """A kernel reads the memory of a view whose numbers are negated when they are read."""
+    loss, tensors = draw_loss("rms_norm", implementation)
     expected = gradients(loss, tensors)
-    found = gradients(loss, {n: torch._neg_view(-t) for n, t in tensors.items()})
-    assert all(torch.equal(found[n], expected[n]) for n in found)
+    negated = gradients(loss, {n: torch._neg_view(-t) for n, t in tensors.items()})
+    assert all(torch.equal(negated[n], expected[n]) for n in expected)
 
 
 def test_meta_tensor_after_none_is_not_eager():
-    """Fails if a gradient on meta tensors, whose first input may be None, runs a kernel."""
+    """A gradient on meta tensors, whose first input may be None, runs a kernel."""
     assert is_eager((None, torch.ones(1), 1e-5))
     assert not is_eager((None, torch.ones(1, device="meta"), 1e-5))
 
 
-@every_cheap_kernel
-def test_gradients_of_functions(operation, implementation):
-    loss, tensors = example(operation, implementation)
-    wanted = gradients(loss, tensors)
-    torch.testing.assert_close(torch.func.grad(loss)(tensors), wanted)
-    value, pullback = torch.func.vjp(loss, tensors)
-    torch.testing.assert_close(pullback(torch.ones_like(value))[0], wanted)
-    # A gradient inside a gradient, where only one of them is the operation's.
+def nested_loss(loss):
+    """A loss that contains the gradient of another one, by a scale; it equals the loss."""
     scale = torch.tensor(2.0, requires_grad=True)
+    return lambda tensors: torch.func.grad(lambda scale: scale * loss(tensors))(scale)
 
-    def inner(tensors):
-        return torch.func.grad(lambda scale: scale * loss(tensors))(scale)
 
-    torch.testing.assert_close(torch.func.grad(inner)(tensors), wanted)
-    torch.testing.assert_close(gradients(inner, tensors), wanted)
+@every_cheap_kernel
+def test_functional_gradients_equal_autograd(operation, implementation):
+    """`torch.func.grad` or `vjp` differ, also of a gradient inside of a gradient."""
+    loss, tensors = draw_loss(operation, implementation)
+    expected = gradients(loss, tensors)
+    torch.testing.assert_close(torch.func.grad(loss)(tensors), expected)
+    value, pullback = torch.func.vjp(loss, tensors)
+    torch.testing.assert_close(pullback(torch.ones_like(value))[0], expected)
+    torch.testing.assert_close(torch.func.grad(nested_loss(loss))(tensors), expected)
+    torch.testing.assert_close(gradients(nested_loss(loss), tensors), expected)
 
 
 @pytest.mark.parametrize("operation", cases.DRAW)
-def test_gradients_of_one_token_inside_another_gradient(operation):
-    """Where no gradient is asked for, plain operators compute a token; here one is, further out."""
+def test_nested_gradient_of_single_token_equals_autograd(operation):
+    """The code for a token without gradients runs although an outer gradient needs it."""
     drawn = cases.draw(operation, cases.Case(2, 1, 3, state=True, heads=(2, 1)))
-    given = {n: tensor(t, drawn.dtypes[n]) for n, t in drawn.tensors.items() if t is not None}
-    states = cases.named("state", drawn.initial_state)
-    state = {n: tensor(t, drawn.dtypes.get(n, "int32")) for n, t in states.items()}
-    options = {**drawn.options, "initial_state": cases.unnamed("state", state)}
-    options["implementation"] = "torch"
-    tensors = {n: given[n] for n in given if n not in cases.CONSTANTS}
-
-    def loss(tensors):
-        results = keras.tree.flatten(getattr(ops, operation)(**{**given, **tensors}, **options))
-        return sum(result.sin().sum() for result in results if result.is_floating_point())
-
-    scale = torch.tensor(2.0, requires_grad=True)
-
-    def inner(tensors):
-        return torch.func.grad(lambda scale: scale * loss(tensors))(scale)
-
-    torch.testing.assert_close(torch.func.grad(inner)(tensors), gradients(loss, tensors))
+    loss, tensors = draw_loss(operation, "torch", drawn)
+    expected = gradients(loss, tensors)
+    torch.testing.assert_close(torch.func.grad(nested_loss(loss))(tensors), expected)
 
 
-@pytest.mark.parametrize("implementation", [name for _, name in kernels(["linear_scan"])])
-def test_gradients_row_by_row(implementation):
-    """One gradient for each of a batch of rows, and the Jacobian of their losses."""
-    loss, tensors = example("linear_scan", implementation)
-    rows = {name: t[:, None] for name, t in tensors.items()}
-    found = torch.func.vmap(torch.func.grad(loss))(rows)
-    wanted = gradients(loss, tensors)
-    torch.testing.assert_close({n: t[:, 0] for n, t in found.items()}, wanted)
-    jacobian = torch.func.jacrev(torch.func.vmap(loss))(rows)
+@every_implementation("linear_scan")
+def test_vmap_of_gradients_and_jacobian_equal_autograd(implementation):
+    """Gradients of each sequence of a batch, or the Jacobian of their losses, are wrong."""
+    loss, tensors = draw_loss("linear_scan", implementation)
+    sequences = {name: t[:, None] for name, t in tensors.items()}
+    expected = gradients(loss, tensors)
+    mapped = torch.func.vmap(torch.func.grad(loss))(sequences)
+    torch.testing.assert_close({n: t[:, 0] for n, t in mapped.items()}, expected)
+    jacobian = torch.func.jacrev(torch.func.vmap(loss))(sequences)
     for name, t in jacobian.items():
-        torch.testing.assert_close(t.sum(0)[:, 0], wanted[name])
+        torch.testing.assert_close(t.sum(0)[:, 0], expected[name])
         assert not t[0, 1].any()
 
 
 @every_cheap_kernel
-def test_second_derivatives_are_right_or_refused(operation, implementation):
-    loss, tensors = example(operation, implementation)
-    one = {name: torch.ones_like(t) for name, t in tensors.items()}
+def test_second_derivatives_are_exact_or_an_error(operation, implementation):
+    """A second derivative is wrong or zero, without an error."""
+    loss, tensors = draw_loss(operation, implementation)
+    ones = {name: torch.ones_like(t) for name, t in tensors.items()}
 
     def slope(tensors):
-        return dot(torch.func.grad(loss)(tensors), one)
+        return dot(torch.func.grad(loss)(tensors), ones)
 
     def twice(tensors):
         leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
-        found = torch.autograd.grad(loss(leaves), leaves.values(), create_graph=True)
-        slope = sum(t.sum() for t in found)
-        return dict(zip(leaves, torch.autograd.grad(slope, leaves.values()), strict=True))
+        first = torch.autograd.grad(loss(leaves), leaves.values(), create_graph=True)
+        second = torch.autograd.grad(sum(t.sum() for t in first), leaves.values())
+        return dict(zip(leaves, second, strict=True))
 
-    ways = torch.func.grad(slope), twice, torch.func.jacfwd(torch.func.grad(loss))
     if is_one_operator(operation, implementation):
-        refusal = f"`{operation}` on torch has no (second derivatives|derivative in forward mode)"
-        for derivative in ways:
-            with pytest.raises(NotImplementedError, match=refusal):
+        message = f"`{operation}` on torch has no (second derivatives|derivative in forward mode)"
+        for derivative in (torch.func.grad(slope), twice, torch.func.jacfwd(torch.func.grad(loss))):
+            with pytest.raises(NotImplementedError, match=message):
                 derivative(tensors)
         return
-    step = {name: t + 1e-2 for name, t in tensors.items()}
-    back = {name: t - 1e-2 for name, t in tensors.items()}
-    second = (slope(step) - slope(back)) / 2e-2
-    for derivative in ways[:2]:
-        torch.testing.assert_close(dot(derivative(tensors), one), second, rtol=1e-2, atol=1e-2)
+    right, left = ({n: t + step for n, t in tensors.items()} for step in (1e-2, -1e-2))
+    expected = (slope(right) - slope(left)) / 2e-2
+    for derivative in (torch.func.grad(slope), twice):
+        torch.testing.assert_close(dot(derivative(tensors), ones), expected, rtol=1e-2, atol=1e-2)
 
 
-def test_what_has_no_rule_may_be_given_one():
-    """Inside a function with a forward rule of its own, nothing is refused."""
+def test_forward_mode_rule_of_a_user_is_applied():
+    """An operation inside of a function with a forward-mode rule raises an error."""
 
-    class Shifted(torch.autograd.Function):
+    class Scan(torch.autograd.Function):
         @staticmethod
         def forward(x, log_a):
             return ops.linear_scan(x, log_a)[0]
@@ -261,8 +228,8 @@ def test_what_has_no_rule_may_be_given_one():
         def jvp(ctx, dx, _):
             return ops.linear_scan(dx, *ctx.saved_tensors)[0]
 
-    _, tensors = example("linear_scan", "torch")
+    _, tensors = draw_loss("linear_scan", "torch")
     x, log_a = tensors.values()
     dx = torch.randn_like(x)
-    _, found = torch.func.jvp(lambda x: Shifted.apply(x, log_a), (x,), (dx,))
-    torch.testing.assert_close(found, ops.linear_scan(dx, log_a)[0])
+    _, derivative = torch.func.jvp(lambda x: Scan.apply(x, log_a), (x,), (dx,))
+    torch.testing.assert_close(derivative, ops.linear_scan(dx, log_a)[0])

@@ -1,19 +1,19 @@
-"""Inputs for tests of operations without a state: a `DRAW` function for each, and the cases."""
+"""Random inputs of operations on each token: `CASES` has situations, `draw` makes the inputs."""
 
 from typing import NamedTuple
 
 import numpy as np
 
-from tests.ops.cases import round_to
+from tests.ops.cases import Drawn, round_to
 
 
 class Case(NamedTuple):
     shape: tuple
     dtype: str = "float32"
-    parameter_dtype: str | None = None  # None: as dtype
-    scale: str = "normal"  # of the numbers; "large", or "extreme", from tiny to so large
-    parameter: bool = True  # a scale or a bound, where there may be one
-    activation: str = "silu"  # where there is one
+    parameter_dtype: str | None = None  # If None, `dtype`.
+    scale: str = "normal"  # of the numbers; "large", or "extreme", from tiny to large
+    parameter: bool = True  # with the optional scale or lower bound
+    activation: str = "silu"  # of the gated linear unit
 
 
 CASES = {
@@ -21,12 +21,12 @@ CASES = {
     "one channel": Case((5, 1), activation="gelu"),
     "prime sizes": Case((3, 11, 97), scale="extreme", activation="gelu"),
     "four axes": Case((2, 3, 5, 16), parameter=False),
-    "many rows": Case((1031, 3), activation="gelu"),
-    "wide": Case((2, 2100), parameter=False, scale="large"),
+    "1031 tokens": Case((1031, 3), activation="gelu"),
+    "2100 channels": Case((2, 2100), parameter=False, scale="large"),
     "large": Case((4, 40), scale="large", activation="gelu"),
     "bfloat16": Case((2, 13, 33), "bfloat16", activation="gelu"),
     "bfloat16, float32": Case((2, 13, 64), "bfloat16", "float32", scale="extreme"),
-    "bfloat16, alone": Case((2, 13, 64), "bfloat16", parameter=False, scale="large"),
+    "bfloat16, no parameter": Case((2, 13, 64), "bfloat16", parameter=False, scale="large"),
     "float16": Case((6, 24), "float16", scale="extreme"),
     "float32, bfloat16": Case((60, 24), "float32", "bfloat16"),
     "float64": Case((6, 24), "float64", scale="extreme", activation="gelu"),
@@ -34,26 +34,26 @@ CASES = {
 }
 
 
-def numbers(rng, case):
-    drawn = rng.normal(size=case.shape)
-    if case.scale == "large":
+def scaled_normal(rng, shape, scale):
+    drawn = rng.normal(size=shape)
+    if scale == "large":
         drawn *= 1e4
-    if case.scale == "extreme":
-        drawn *= rng.choice([1e-3, 1, 10, 100], size=case.shape)
+    if scale == "extreme":
+        drawn *= rng.choice([1e-3, 1, 10, 100], size=shape)
     return drawn
 
 
 def rms_norm(rng, case):
-    x = numbers(rng, case)
+    x = scaled_normal(rng, case.shape, case.scale)
     if case.scale == "extreme":
-        x.reshape(-1, case.shape[-1])[0] *= 1e-3  # where ε is felt
+        x.reshape(-1, case.shape[-1])[0] *= 1e-3  # so small that ε counts
     scale = rng.normal(size=case.shape[-1]) if case.parameter else None
     return {"x": x, "scale": scale}, {"epsilon": 1e-5}
 
 
 def gated_linear_unit(rng, case):
-    tensors = {"gate": numbers(rng, case), "x": rng.normal(size=case.shape)}
-    return tensors, {"activation": case.activation}
+    gate = scaled_normal(rng, case.shape, case.scale)
+    return {"gate": gate, "x": rng.normal(size=case.shape)}, {"activation": case.activation}
 
 
 def log_bounds(rng, width, scale):
@@ -67,12 +67,12 @@ def log_bounds(rng, width, scale):
 
 def log_forget_gate(rng, case):
     bound = log_bounds(rng, case.shape[-1], case.scale) if case.parameter else None
-    return {"logits": numbers(rng, case), "lower_bound": bound}, {}
+    return {"logits": scaled_normal(rng, case.shape, case.scale), "lower_bound": bound}, {}
 
 
 def token_crossentropy(rng, case):
-    """Where numbers are extreme, some tokens cannot come, and do not."""
-    logits = numbers(rng, case)
+    """Extreme numbers include logits of -inf, of tokens other than the labels."""
+    logits = scaled_normal(rng, case.shape, case.scale)
     tokens = rng.integers(0, case.shape[-1], case.shape[:-1])
     if case.scale == "extreme":
         banned = rng.random(case.shape) < 0.2
@@ -83,21 +83,8 @@ def token_crossentropy(rng, case):
 
 OPERATIONS = (rms_norm, gated_linear_unit, log_forget_gate, token_crossentropy)
 DRAW = {operation.__name__: operation for operation in OPERATIONS}
-PARAMETERS = ("scale", "lower_bound", "gate")  # whose dtype may be another
-INTEGERS = ("tokens",)  # which have no gradient
-
-
-class Drawn(NamedTuple):
-    tensors: dict  # float64 arrays that hold numbers of the case's dtypes; None where one is absent
-    options: dict
-    d_output: np.ndarray
-    dtypes: dict  # of the tensors that there are
-    output_dtype: str
-
-    @property
-    def differentiated(self):
-        """The dtypes of those that have gradients."""
-        return {name: dtype for name, dtype in self.dtypes.items() if name not in INTEGERS}
+PARAMETERS = ("scale", "lower_bound", "gate")  # tensors of `parameter_dtype`
+INTEGERS = ("tokens",)
 
 
 def draw(operation, case, seed=0):
@@ -116,4 +103,8 @@ def draw(operation, case, seed=0):
     if operation == "token_crossentropy":
         output_shape = case.shape[:-1]
     d_output = round_to(output_dtype, rng.normal(size=output_shape))
-    return Drawn(tensors, options, d_output, dtypes, output_dtype)
+    return Drawn(tensors, options, dtypes, {"output": output_dtype}, name_output, d_output)
+
+
+def name_output(output):
+    return {"output": output}

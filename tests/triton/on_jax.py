@@ -132,8 +132,8 @@ def check_pieces():
     test_linear_crossentropy.PLAIN.CROSSENTROPY_CHUNK = 8
     case = test_linear_crossentropy.Case((3, 17), 6, 31, soft_cap=5.0)
     test_linear_crossentropy.check(case, "sum", "triton")
-    tensors, integers = test_linear_crossentropy.draw(case)
-    given = [jnp.asarray(t, "float32") for t in tensors.values()]
+    drawn = test_linear_crossentropy.draw(case).tensors
+    given = [jnp.asarray(drawn[n], "float32") for n in ("x", "embedding", "sample_weight")]
 
     def loss(implementation, x, embedding, weight, tokens):
         kernel = dispatch.IMPLEMENTATIONS["linear_crossentropy"][implementation]
@@ -142,7 +142,7 @@ def check_pieces():
     for mapped in ((0, None, 0, 0), (0, None, None, 0)):
         found, expected = (
             jax.vmap(jax.grad(functools.partial(loss, of), (0, 1)), mapped)(
-                given[0], given[1], given[2] if mapped[2] == 0 else given[2][0], integers["tokens"]
+                given[0], given[1], given[2] if mapped[2] == 0 else given[2][0], drawn["tokens"]
             )
             for of in ("triton", "jax")
         )
@@ -154,7 +154,7 @@ STEPS = {
     f"{operation}, {name}": functools.partial(test_steps.check, operation, "triton", case)
     for operation in steps.DRAW
     for name, case in steps.CASES.items()
-    if operation != "norm_quantized_linear" and name in ("bfloat16", "gelu", "one map")
+    if operation != "norm_quantized_linear" and name in ("bfloat16", "gelu", "one layer")
 } | {
     f"norm_quantized_linear, {name}": functools.partial(
         test_steps.check, "norm_quantized_linear", "triton", case
