@@ -1,16 +1,11 @@
-"""Random damage to checkpoints: each ends in an error that names a file, or in a right model.
+"""Damages checkpoints randomly: reading must end in an error that names a file, or a right model.
 
-    python -m tests.fuzz.readers --draws 100000 --seed 0
-
-changes headers, configurations and indices of the small checkpoints in `tests/data` and reads them,
-without weights; `--through` loads models and compares their weights with the files. A draw depends
-on the seed and its own number alone: `--start` goes on where another run ended, and `--start N
---draws 1` repeats one. The exit status is 1 if a draw ended in another way, took more than
-`MOST_SECONDS`, or the process more than `MOST_BYTES` beyond what it had at first. A draw takes a
-millisecond where the environment variable TMPDIR names a directory in memory.
+Headers, configurations and indices of the small checkpoints in `tests/data` are changed. Reading
+them needs no weights; loading also builds the models and compares their weights with the files. A
+draw depends only on the seed and its number. It is a fault if a draw ends otherwise, takes more
+than `MAX_SECONDS`, or the process grows by more than `MAX_BYTES`.
 """
 
-import argparse
 import collections
 import contextlib
 import json
@@ -18,7 +13,6 @@ import os
 import pathlib
 import resource
 import signal
-import sys
 import tempfile
 import time
 import warnings
@@ -44,29 +38,25 @@ SOURCES = {
     "minicpm_sala_tiny": LightningHybridCausalLM,
 }
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-MOST_SECONDS = {False: 2, True: 30}
-MOST_BYTES = 300_000_000
+MAX_SECONDS = {"read": 2, "load": 30}
+MAX_BYTES = 300_000_000
 
 
 class Checkpoint:
-    """A sound checkpoint in a folder: its files, as they are whenever a draw begins.
+    """A valid checkpoint in a folder, as it is at the beginning of each draw.
 
     Args:
         folder: where its files are written.
         source: a folder of `tests/data`.
-        shards: of how many files its tensors are; above 1 there is an index.
-        values: whether the tensors have their values; if not, zeros that take no space.
+        shards: number of files of its tensors; if above 1, there is an index.
+        with_values: if False, tensors are sparse files of zeros.
     """
 
-    def __init__(self, folder, source, shards, values):
-        self.folder, self.cls, self.values = folder, SOURCES[source], values
+    def __init__(self, folder, source, shards, with_values):
+        self.folder, self.cls, self.with_values = folder, SOURCES[source], with_values
         folder.mkdir(parents=True)
-        self.config = documents.parse((DATA / source / CONFIG).read_text())
-        content = (DATA / source / WEIGHTS).read_bytes()
-        size = 8 + int.from_bytes(content[:8], "little")
-        entries = json.loads(content[8:size])
-        entries.pop("__metadata__", None)
-        self.documents = {CONFIG: self.config}
+        entries, values = split_safetensors((DATA / source / WEIGHTS).read_bytes())
+        self.documents = {CONFIG: documents.parse((DATA / source / CONFIG).read_text())}
         self.data = {}
         weight_map = documents.Pairs()
         for i, names in enumerate(np.array_split(sorted(entries), shards)):
@@ -76,37 +66,34 @@ class Checkpoint:
                 begin, end = entries[name]["data_offsets"]
                 entry = {**entries[name], "data_offsets": [len(data), len(data) + end - begin]}
                 header.append([name, documents.parse(json.dumps(entry))])
-                data += content[size + begin : size + end]
+                data += values[begin:end]
                 weight_map.append([name, file])
             self.documents[file] = header
-            self.data[file] = data if values else len(data)
+            self.data[file] = data if with_values else len(data)
         if shards > 1:
             index = documents.Pairs([["metadata", documents.Pairs()], ["weight_map", weight_map]])
             self.documents[INDEX] = index
-        self.texts = {
-            file: documents.text_of(document).encode() for file, document in self.documents.items()
-        }
+        self.texts = {f: documents.to_text(d).encode() for f, d in self.documents.items()}
         for file, text in self.texts.items():
             self.write(file, text)
 
     def write(self, file, text, length=None):
-        """Writes a file; a header with what belongs before and behind it."""
+        """Writes a file; a header with its length, or another one, and the tensors."""
         with open(self.folder / file, "wb") as stream:
             if file not in self.data:
                 stream.write(text)
                 return
             length = len(text) if length is None else length
             stream.write(length.to_bytes(8, "little") + text)
-            if self.values:
+            if self.with_values:
                 stream.write(self.data[file])
             else:
                 stream.truncate(8 + len(text) + self.data[file])
 
     @contextlib.contextmanager
     def damaged(self, rng):
-        """The checkpoint with random changes, and as it was afterwards."""
+        """The checkpoint with random changes in this context."""
         files = list(self.documents)
-        # More often what is more than one of many.
         chosen = {CONFIG if rng.random() < 0.4 else files[rng.integers(len(files))]}
         if rng.random() < 0.1:
             chosen.add(files[rng.integers(len(files))])
@@ -124,6 +111,7 @@ class Checkpoint:
                 self.write(file, self.texts[file])
 
     def _damage(self, file, rng):
+        """Removes, replaces, rewrites or truncates a file; mostly, changes its document."""
         kind = rng.integers(24)
         path = self.folder / file
         if kind == 0:
@@ -135,25 +123,32 @@ class Checkpoint:
             return
         if kind > 3:
             document = documents.change(self.documents[file], rng)
-            self.write(file, documents.text_of(document).encode("utf-8", "surrogatepass"))
+            self.write(file, documents.to_text(document).encode("utf-8", "surrogatepass"))
             return
-        text = bytearray(self.texts[file])
+        text, length = bytearray(self.texts[file]), None
         at = int(rng.integers(len(text)))
         if kind == 1:
             for _ in range(1 + int(rng.integers(4))):
                 text[int(rng.integers(len(text)))] = int(rng.integers(256))
         elif kind == 2:
             del text[at : at + 1 + int(rng.integers(20))]
-        length = None
-        if kind == 3:
+        else:
             length = int((0, 1, at, len(text) + 1, 2**27, 2**62, 2**64 - 1)[rng.integers(7)])
         self.write(file, bytes(text), length)
         if rng.random() < 0.2:
             os.truncate(path, int(rng.integers(path.stat().st_size)))
 
 
+def split_safetensors(content):
+    """The header and the data of a file, without the package safetensors."""
+    size = 8 + int.from_bytes(content[:8], "little")
+    entries = json.loads(content[8:size])
+    entries.pop("__metadata__", None)
+    return entries, content[size:]
+
+
 def read(checkpoint):
-    """Reads configuration and headers; nothing is built."""
+    """Reads configuration and headers without building the model."""
     loader = loading.get_loader(str(checkpoint.folder))
     if isinstance(loader, loaders.CheckpointLoader):
         loader.read_headers()
@@ -167,39 +162,37 @@ def load(checkpoint):
     loader = loading.get_loader(str(checkpoint.folder))
     arguments, _, tensors = loader.read_headers()
     weights = {w.path: w.numpy() if hasattr(w, "numpy") else w for w in model.backbone.weights}
-    wanted = _tensors(checkpoint.folder)
+    expected = _read_tensors(checkpoint.folder)
     for tensor in tensors:
-        found = tensor.transform.to_tensor(*(np.asarray(weights[p]) for p in tensor.weights))
-        if tensor.weights and not np.array_equal(found, wanted[tensor.name], equal_nan=True):
-            raise AssertionError(f"{tensor.name} is not what the file holds")
+        loaded = tensor.transform.to_tensor(*(np.asarray(weights[p]) for p in tensor.weights))
+        if tensor.weights and not np.array_equal(loaded, expected[tensor.name], equal_nan=True):
+            raise AssertionError(f"{tensor.name} differs from the file")
     config = model.backbone.get_config()
     for name, value in arguments.items():
         if config[name] != value:
             raise AssertionError(f"{name} is {config[name]!r}, not {value!r}")
 
 
-def _tensors(folder):
-    """The values of all tensors, read without the package safetensors."""
-    found = {}
+def _read_tensors(folder):
+    arrays = {}
     for path in folder.glob("*.safetensors"):
-        content = path.read_bytes()
-        size = 8 + int.from_bytes(content[:8], "little")
-        for name, entry in json.loads(content[8:size]).items():
-            if name == "__metadata__":
-                continue
-            begin, end = (size + offset for offset in entry["data_offsets"])
-            raw = content[begin:end]
+        entries, data = split_safetensors(path.read_bytes())
+        for name, entry in entries.items():
+            raw = data[slice(*entry["data_offsets"])]
             if entry["dtype"] == "BF16":
                 array = (np.frombuffer(raw, "uint16").astype("uint32") << 16).view("float32")
             else:
                 dtype = {"F32": "float32", "F16": "float16"}[entry["dtype"]]
                 array = np.frombuffer(raw, dtype).astype("float32")
-            found[name] = array.reshape(entry["shape"])
-    return found
+            arrays[name] = array.reshape(entry["shape"])
+    return arrays
+
+
+MODES = {"read": read, "load": load}
 
 
 class TooLong(BaseException):
-    """A draw went on for more than it may."""
+    """A draw took ten times as long as it may."""
 
 
 @contextlib.contextmanager
@@ -214,13 +207,13 @@ def _alarm():
         signal.signal(signal.SIGALRM, before)
 
 
-def outcome(checkpoint, rng, through):
-    """ "right", "error", or what went wrong."""
+def outcome(checkpoint, rng, mode):
+    """Returns "right", "error", or a description of the fault."""
     begin = time.perf_counter()
     with checkpoint.damaged(rng):
-        signal.setitimer(signal.ITIMER_REAL, 10 * MOST_SECONDS[through])
+        signal.setitimer(signal.ITIMER_REAL, 10 * MAX_SECONDS[mode])
         try:
-            (load if through else read)(checkpoint)
+            MODES[mode](checkpoint)
             result = "right"
         except (ValueError, OSError) as error:
             named = str(checkpoint.folder) in str(error)
@@ -232,56 +225,34 @@ def outcome(checkpoint, rng, through):
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     seconds = time.perf_counter() - begin
-    if seconds > MOST_SECONDS[through]:
-        result = f"{seconds:.1f} s: {result}"
-    return result
+    return f"{seconds:.1f} s: {result}" if seconds > MAX_SECONDS[mode] else result
 
 
-def run(draws, seed, start=0, through=False, report=print):
-    """`{outcome: how many}`; what went wrong is reported with the number of its draw."""
-    counts = collections.Counter()
+def run(numbers, seed, mode="read"):
+    """Returns `{outcome: count}` of draws with these numbers, and a list of faults."""
+    counts, faults = collections.Counter(), []
     with _alarm(), tempfile.TemporaryDirectory() as folder:
         checkpoints = [
-            Checkpoint(pathlib.Path(folder, f"{source}-{shards}"), source, shards, through)
+            Checkpoint(pathlib.Path(folder, f"{source}-{shards}"), source, shards, mode == "load")
             for source in SOURCES
             for shards in (1, 2)
         ]
-        (load if through else read)(checkpoints[0])  # sound; what is imported late is, now
-        memory = _memory()
-        for i in range(start, start + draws):
+        # A valid checkpoint imports modules, which must not count as memory of a draw.
+        MODES[mode](checkpoints[0])
+        memory = _peak_memory()
+        for i in numbers:
             rng = np.random.default_rng([seed, i])
             checkpoint = checkpoints[rng.integers(len(checkpoints))]
-            result = outcome(checkpoint, rng, through)
-            if _memory() > memory + MOST_BYTES:
-                result, memory = f"memory {_memory() - memory:,} bytes: {result}", _memory()
-            counts[result if result in ("right", "error") else "wrong"] += 1
-            if result not in ("right", "error"):
-                report(f"draw {i} of seed {seed}, {checkpoint.folder.name}: {result}")
-            if i % 10_000 == 9_999:
-                report(f"{i + 1}: {dict(counts)}, {_memory() / 1e6:,.0f} MB at most")
-    return counts
+            result = outcome(checkpoint, rng, mode)
+            if _peak_memory() > memory + MAX_BYTES:
+                result = f"memory {_peak_memory() - memory:,} bytes: {result}"
+                memory = _peak_memory()
+            if result in ("right", "error"):
+                counts[result] += 1
+            else:
+                faults.append(f"draw {i} of seed {seed}, {checkpoint.folder.name}: {result}")
+    return counts, faults
 
 
-def _memory():
-    """The most memory that this process had, in bytes."""
+def _peak_memory():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--draws", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--start", type=int, default=0, help="the number of the first draw")
-    parser.add_argument("--through", action="store_true", help="load models")
-    arguments = parser.parse_args()
-
-    def report(line):
-        print(line, flush=True)
-
-    counts = run(arguments.draws, arguments.seed, arguments.start, arguments.through, report)
-    report(f"{dict(counts)}")
-    sys.exit(bool(counts["wrong"]))
-
-
-if __name__ == "__main__":
-    main()
