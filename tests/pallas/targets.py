@@ -1,7 +1,8 @@
-"""Compile every Pallas kernel for TPUs, which need not be there. Prints JSON.
+"""Compiles every Pallas kernel for TPUs, which the machine need not have. Prints JSON.
 
-A process of its own, `python -m tests.pallas.targets v5e:2x2`: the compiler wants its environment
-before JAX starts.
+    python -m tests.pallas.targets v5e:2x2 1
+
+It runs in a separate process: the compiler needs its environment before JAX starts.
 """
 
 import functools
@@ -9,6 +10,7 @@ import json
 import os
 import re
 import sys
+from typing import NamedTuple
 
 os.environ |= {
     "JAX_PLATFORMS": "cpu",
@@ -26,7 +28,6 @@ from jax.experimental import topologies
 
 from keras_recurrent import dispatch
 from keras_recurrent.backends.jax import _shards
-from tests.pallas import attention
 
 TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 B, T = 4, 2048
@@ -42,58 +43,106 @@ SHAPES: dict[str, tuple[list[tuple], tuple]] = {
     "gated_linear_attention": ([BTHK, BTHK, BTHK, BTHK], (B, HEADS, SIZE, SIZE)),
     "lightning_attention": ([BTHK, BTHK, BTHK, (HEADS,)], (B, HEADS, SIZE, SIZE)),
 }
-# How a mesh of batch and model splits tensors of so many dimensions.
+
+
+class Attention(NamedTuple):
+    batch: int
+    length: int
+    heads: int  # of queries, which share one key
+    size: int
+    window: int
+
+
+ATTENTION = {
+    "sliding_window_attention/griffin_1.3b": Attention(4, 2048, 16, 128, 1024),
+    "sliding_window_attention/recurrentgemma_2b": Attention(2, 4096, 10, 256, 2049),
+}
+# {dimensions of a tensor or a state: its split over a mesh of batch and model}
 TENSORS = {1: jax.P("model"), 2: jax.P(None, "model"), 3: jax.P("batch", None, "model")}
 STATES = {2: jax.P("batch", "model"), 3: jax.P("batch", None, "model"), 4: jax.P("batch", "model")}
 
 
-def mesh(topology, devices):
-    """Of `batch` and `model`, two by the rest, or one device."""
-    found = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+def make_mesh(topology, devices):
+    """A mesh of one device, or of two along `batch` and the rest along `model`."""
+    described = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     shape = (1, 1) if devices == 1 else (2, devices // 2)
-    return jax.sharding.Mesh(np.array(found[:devices]).reshape(shape), ("batch", "model"))
+    return jax.sharding.Mesh(np.array(described[:devices]).reshape(shape), ("batch", "model"))
 
 
 def arguments(operation, mesh, dtype):
-    """What forward takes, and what backward takes: shapes of tensors, flat as models make them."""
-    if operation in attention.ROWS:
-        return attention.arguments(operation, mesh, dtype)
+    """The shapes of the arguments of forward and backward, with heads and channels in one axis."""
+
+    def array(shape, dtype, spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))
+
+    if operation in ATTENTION:
+        batch, length, heads, size, _ = ATTENTION[operation]
+        q = array((batch, length, heads * size), dtype, TENSORS[3])
+        k = v = array((batch, length, size), dtype, jax.P("batch"))
+        documents = array((batch, length), "int32", jax.P("batch"))
+        sums = array((batch, heads, length), "float32", jax.P("batch", "model"))
+        forward = [q, k, v, documents, documents]
+        return forward, [*forward, sums, sums, q]
     module = dispatch.IMPLEMENTATIONS[operation]["pallas"]
     tensors, state_shape = SHAPES[operation]
 
-    def array(shape, dtype, specs):
+    def tensor(shape, dtype):
         shape = (*shape[:2], HEADS * SIZE) if shape == BTHK else shape
-        sharding = jax.NamedSharding(mesh, specs[len(shape)])
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        return array(shape, dtype, TENSORS[len(shape)])
 
-    given = [array(shape, dtype, TENSORS) for shape in tensors]
-    state = array(state_shape, "float32", STATES)
-    given += [state, array((B, T), "int8", {2: jax.P("batch")})]
+    state = array(state_shape, "float32", STATES[len(state_shape)])
+    kinds = array((B, T), "int8", jax.P("batch"))
     shapes = [jax.ShapeDtypeStruct(s, dtype) for s in tensors]
-    output, _ = jax.eval_shape(module.forward, *shapes, *given[-2:])
-    output = array(output.shape, output.dtype, TENSORS)
-    return given, [*given, output, output, state]
+    output, _ = jax.eval_shape(module.forward, *shapes, state, kinds)
+    output = tensor(output.shape, output.dtype)
+    forward = [*(tensor(shape, dtype) for shape in tensors), state, kinds]
+    return forward, [*forward, output, output, state]
 
 
 def kernel(operation, direction, implementation, **options):
-    """A function of tensors as models make them, with heads and their channels in one."""
-    if operation in attention.ROWS:
+    """Forward or backward, as a function of tensors with heads and channels in one axis."""
+    if operation in ATTENTION:
         module = dispatch.IMPLEMENTATIONS["sliding_window_attention"][implementation]
-        return attention.function(operation, direction, module)
+        return attention_kernel(ATTENTION[operation], direction, module)
     function = getattr(dispatch.IMPLEMENTATIONS[operation][implementation], direction)
     function = functools.partial(function, **options)
     flat = (B, T, HEADS * SIZE)
 
-    def reshape(tensors, shape, into):
+    def reshape(tensors, shape, new_shape):
         if BTHK not in SHAPES[operation][0]:
             return tensors
-        return [t.reshape(into) if t is not None and t.shape == shape else t for t in tensors]
+        return [t.reshape(new_shape) if t is not None and t.shape == shape else t for t in tensors]
 
     return lambda *tensors: reshape(function(*reshape(tensors, flat, BTHK)), BTHK, flat)
 
 
+def attention_kernel(case, direction, module):
+    _, _, heads, size, window = case
+    options = {"window": window, "dtype": jnp.float32}
+
+    def split(q, k, v, *documents):
+        q = q.reshape(*q.shape[:2], 1, heads, size)
+        return q, k[:, :, None], v[:, :, None], *documents
+
+    def flatten(x):
+        return x.reshape(*x.shape[:2], -1)
+
+    def forward(*tensors):
+        output, sums = module.forward(*split(*tensors), **options)
+        return flatten(output), *(jnp.swapaxes(x[:, :, 0], 1, 2) for x in sums)
+
+    def backward(*tensors):
+        *tensors, largest, sum_at_largest, d_output = tensors
+        sums = tuple(jnp.swapaxes(x, 1, 2)[:, :, None] for x in (largest, sum_at_largest))
+        d_output = d_output.reshape(*d_output.shape[:2], 1, heads, size)
+        gradients = module.backward(*split(*tensors), sums, d_output, **options)
+        return [flatten(d).astype(d_output.dtype) for d in gradients]
+
+    return {"forward": forward, "backward": backward}[direction]
+
+
 def program(operation, direction, mesh, **options):
-    """One kernel alone, on a mesh."""
+    """One Pallas kernel on a mesh."""
 
     def call(*tensors):
         with _shards.over(mesh):
@@ -102,42 +151,39 @@ def program(operation, direction, mesh, **options):
     return call
 
 
-def compiled(operation, direction, mesh, dtype, **options):
+def compile_program(operation, direction, mesh, dtype, **options):
     forward, backward = arguments(operation, mesh, dtype)
     shapes = forward if direction == "forward" else backward
     return jax.jit(program(operation, direction, mesh, **options)).lower(*shapes).compile()
 
 
 def report(executable):
-    memory = executable.memory_analysis()
-    text = executable.as_text()
-    count = {
-        name: len(re.findall(rf" {name}(?:-start)?\(", text))
-        for name in ("all-gather", "all-to-all", "collective-permute")
-    }
+    """Numbers of kernels and of collective operations, and bytes, of a compiled program."""
+    memory, text = executable.memory_analysis(), executable.as_text()
+    collectives = ("all-gather", "all-to-all", "collective-permute")
     return {
         "kernels": text.count('custom_call_target="tpu_custom_call"'),
         "arguments": memory.argument_size_in_bytes,
         "temporary": memory.temp_size_in_bytes,
         "peak": memory.peak_memory_in_bytes,
         "moved": memory.argument_size_in_bytes + memory.output_size_in_bytes,
-        **count,
+        "collectives": sum(len(re.findall(rf" {name}(?:-start)?\(", text)) for name in collectives),
     }
 
 
 def main(topology, devices):
-    found = mesh(topology, int(devices))
+    mesh, devices = make_mesh(topology, int(devices)), int(devices)
     operations = [o for o in SHAPES if not isinstance(dispatch.IMPLEMENTATIONS[o]["pallas"], str)]
-    operations += [name for name in attention.ROWS if attention.splits(name, found.shape["model"])]
+    operations += [o for o, a in ATTENTION.items() if a.heads % mesh.shape["model"] == 0]
     variants = [(operation, operation, {}) for operation in operations]
     variants.append(("causal_conv1d, silu", "causal_conv1d", {"activation": "silu"}))
     reports = {
         f"{name} {direction} {dtype}": report(
-            compiled(operation, direction, found, dtype, **options)
+            compile_program(operation, direction, mesh, dtype, **options)
         )
         for name, operation, options in variants
         for direction in ("forward", "backward")
-        for dtype in (("bfloat16",) if int(devices) > 1 else ("bfloat16", "float32"))
+        for dtype in (("bfloat16",) if devices > 1 else ("bfloat16", "float32"))
     }
     assert jnp.zeros(()).devices().pop().platform == "cpu"
     print(json.dumps(reports))

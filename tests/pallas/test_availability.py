@@ -1,4 +1,4 @@
-"""Where JAX lacks a part of Pallas, the modules import all the same and the folder says why."""
+"""With a JAX that lacks a part of Pallas, modules import, and the folder gives the reason."""
 
 import ast
 import pathlib
@@ -17,11 +17,11 @@ from tests.processes import fresh_process
 FOLDER = pathlib.Path(pallas.__file__).parent
 MODULES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
 TPU = "jax.experimental.pallas.tpu"
-# Keras itself imports Pallas for TPU: its names are taken away after that.
+# Keras imports Pallas for TPUs; its names are removed afterwards.
 IMPORT_WITHOUT_NAMES = f"""
 import importlib, json, sys, types
 import keras
-sys.modules["tensorflow"] = sys.modules["tensorflow_text"] = None  # which KerasHub would import
+sys.modules["tensorflow"] = sys.modules["tensorflow_text"] = None  # KerasHub would import them.
 for name in ("jax.experimental.pallas", "{TPU}"):
     sys.modules[name] = types.ModuleType(name)
 from keras_recurrent.backends.pallas import _platform
@@ -31,31 +31,32 @@ print(json.dumps(_platform.unavailable()))
 """
 
 
-def test_no_name_of_pallas_is_read_at_import():
+def test_modules_import_without_the_names_of_pallas():
+    """A name that another version of JAX lacks breaks the import of the package."""
     reason = fresh_process("-c", IMPORT_WITHOUT_NAMES)
     assert reason.startswith("needs `jax.experimental.pallas.BlockSpec`, which JAX ")
 
 
-def test_nothing_is_missing():
+def test_pallas_of_the_installed_jax_is_available():
     assert _platform.unavailable() is None
 
 
 @pytest.mark.parametrize("name", ["pallas_call", "tpu.roll", "tpu.VMEM"])
-def test_a_missing_name_is_a_reason(name, monkeypatch):
+def test_missing_name_is_the_reason(name, monkeypatch):
     monkeypatch.delattr(f"jax.experimental.pallas.{name}")
     reason = _platform.unavailable.__wrapped__()
     assert reason.startswith(f"needs `jax.experimental.pallas.{name}`, which JAX ")
 
 
-def test_a_missing_module_is_a_reason(monkeypatch):
+def test_missing_module_is_the_reason(monkeypatch):
     monkeypatch.setitem(sys.modules, TPU, None)
     assert f"cannot import `{TPU}`: " in _platform.unavailable.__wrapped__()
 
 
-def test_the_list_of_names_is_complete():
-    """Each `pl.name` and `pltpu.name` of the folder is in it, and nothing else is."""
+def test_list_of_names_is_complete():
+    """`PALLAS_NAMES` lacks a `pl.name` or `pltpu.name` of the folder, or has another one."""
     prefixes = {"pl": "", "pltpu": "tpu."}
-    read = set()
+    names = set()
     for path in FOLDER.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom | ast.Import):
@@ -64,5 +65,5 @@ def test_the_list_of_names_is_complete():
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 prefix = prefixes.get(node.value.id)
                 if prefix is not None:
-                    read.add(prefix + node.attr)
-    assert read == set(_platform.PALLAS_NAMES)
+                    names.add(prefix + node.attr)
+    assert names == set(_platform.PALLAS_NAMES)

@@ -1,11 +1,11 @@
-"""Counts the bytes that the TPU kernels move, relative to the floor. Compiled, not run.
+"""Counts the bytes that the TPU kernels move, compiled and not run, relative to a floor.
 
     python -m tests.pallas.traffic
 
-The floor is each tensor read once and each result written once. Bytes of a kernel are counted by
-walking its grid through its index maps: a block that stays is not fetched again. Bytes that XLA
-moves around the call are read from the compiled program. For comparison, XLA's count of other
-programs for the same operation is printed.
+The floor is each tensor read once and each result written once. The bytes of a kernel are counted
+along its grid, by its index maps: a block that does not change is not fetched again. Bytes that XLA
+moves around the kernel are read from the compiled program. XLA's counts of other programs for the
+same operation are printed, too.
 """
 
 import math
@@ -18,7 +18,6 @@ import jax.extend
 import jax.numpy as jnp
 
 from keras_recurrent import dispatch
-from tests.pallas import attention
 
 TOPOLOGY = "v5e:2x2"
 DTYPES = ("bfloat16", "float32")
@@ -36,32 +35,32 @@ def kernels(jaxpr):
             yield from kernels(inner)
 
 
-def walked(equation):
+def bytes_of_kernel(equation):
     """Counts bytes between memory and VMEM along the grid."""
     mapping = equation.params["grid_mapping"]
     steps = [axis.ravel() for axis in jnp.meshgrid(*map(jnp.arange, mapping.grid), indexing="ij")]
     total = 0
     for block in mapping.block_mappings:
-        places = jax.vmap(jax.extend.core.jaxpr_as_fun(block.index_map_jaxpr))(*steps)
-        places = list(zip(*(p.tolist() for p in places), strict=True))
+        indices = jax.vmap(jax.extend.core.jaxpr_as_fun(block.index_map_jaxpr))(*steps)
+        indices = list(zip(*(i.tolist() for i in indices), strict=True))
         array = block.array_aval
         sizes = [getattr(size, "block_size", 1) for size in block.block_shape]
-        for before, place in zip([None, *places], places, strict=False):
-            if place != before:
-                ends = zip(place, sizes, array.shape, strict=True)
-                numbers = math.prod(min(size, whole - at * size) for at, size, whole in ends)
-                total += numbers * array.dtype.itemsize
+        for previous, index in zip([None, *indices], indices, strict=False):
+            if index != previous:
+                axes = zip(index, sizes, array.shape, strict=True)
+                count = math.prod(min(size, length - i * size) for i, size, length in axes)
+                total += count * array.dtype.itemsize
     return total
 
 
-def around(text):
+def bytes_around_kernels(text):
     """Counts bytes that a compiled program reads and writes outside its kernels."""
     sizes, total = {}, 0
     for line in text[text.index("\nENTRY") :].splitlines():
-        found = re.match(r"\s+(?:ROOT )?%(\S+) = (.*?) ([\w-]+)\((.*?)\)", line)
-        if not found:
+        match = re.match(r"\s+(?:ROOT )?%(\S+) = (.*?) ([\w-]+)\((.*?)\)", line)
+        if not match:
             continue
-        name, shapes, kind, operands = found.groups()
+        name, shapes, kind, operands = match.groups()
         sizes[name] = sum(
             BYTES[dtype] * math.prod(map(int, filter(None, dims.split(","))))
             for dtype, dims in re.findall(r"\b([a-z]+\d*)\[([\d,]*)\]", shapes)
@@ -71,26 +70,26 @@ def around(text):
     return total
 
 
-def row(operation, direction, dtype, mesh):
+def measure(operation, direction, dtype, mesh):
+    """The floor, and the bytes of the kernel, around it, and of the plain program."""
     shapes = targets.arguments(operation, mesh, dtype)[direction == "backward"]
     traced = jax.jit(targets.program(operation, direction, mesh)).trace(*shapes)
     executable = traced.lower().compile()
     memory = executable.memory_analysis()
     floor = memory.argument_size_in_bytes + memory.output_size_in_bytes
-    inside = sum(map(walked, kernels(traced.jaxpr.jaxpr)))
-    outside = around(executable.as_text())
-    plain = targets.kernel(operation, direction, "jax")
-    other = accessed(jax.jit(plain).lower(*shapes).compile())
-    return floor, inside, outside, other
+    inside = sum(map(bytes_of_kernel, kernels(traced.jaxpr.jaxpr)))
+    outside = bytes_around_kernels(executable.as_text())
+    plain = jax.jit(targets.kernel(operation, direction, "jax"))
+    return floor, inside, outside, bytes_accessed(plain.lower(*shapes).compile())
 
 
-def accessed(compiled):
+def bytes_accessed(compiled):
     """Returns the bytes that a program reads and writes, by XLA's cost analysis."""
     return (compiled.cost_analysis() or {})["bytes accessed"]
 
 
-def others(mesh):
-    """Counts the bytes of JAX's own scans for the recurrence, in float32."""
+def measure_scans_of_jax(mesh):
+    """Yields the bytes of JAX's scans for the recurrence, in float32, relative to the floor."""
 
     def associative(x, log_a):
         def join(left, right):
@@ -110,14 +109,14 @@ def others(mesh):
     floor = 3 * math.prod(shapes[0].shape) * 4
     for name, function in (("associative_scan", associative), ("scan", sequential)):
         compiled = jax.jit(function).lower(*shapes).compile()
-        yield name, accessed(compiled) / floor
+        yield name, bytes_accessed(compiled) / floor
 
 
-def one_token(mesh):
-    """Counts the bytes of a decoding step of linear attention, which is left to XLA."""
-    everywhere = jax.NamedSharding(mesh, jax.P())
+def measure_single_token(mesh):
+    """Yields the bytes of a step of linear attention, which XLA compiles without Pallas."""
+    replicated = jax.NamedSharding(mesh, jax.P())
     token, decay, state = (
-        jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
+        jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)
         for shape, dtype in (
             ((targets.B, 1, targets.HEADS, targets.SIZE), "bfloat16"),
             ((targets.HEADS,), "float32"),
@@ -127,43 +126,37 @@ def one_token(mesh):
     for operation, log_decay in (("gated_linear_attention", token), ("lightning_attention", decay)):
         forward = dispatch.IMPLEMENTATIONS[operation]["jax"].forward
         compiled = jax.jit(forward).lower(token, token, token, log_decay, state, None).compile()
-        yield operation, accessed(compiled) / targets.report(compiled)["moved"]
+        yield operation, bytes_accessed(compiled) / targets.report(compiled)["moved"]
 
 
 def main():
-    mesh = targets.mesh(TOPOLOGY, 1)
-    print("# Bytes moved on TPU\n")
-    print(f"Compiled for {TOPOLOGY}, not run: no TPU was at hand. B, T = {targets.B}, {targets.T};")
-    print("hawk_1.3b's width, the heads of hgrn2_1b and tnl_1b; made by tests/pallas/traffic.py.")
-    print("As many tokens for attention, of two presets, all in front of the padding: rows with")
-    print("padding between them cost more, for XLA moves their tokens together first.\n")
-    print("Times the floor, which is every tensor read once and every result written once. The")
-    print("kernel's bytes are counted along its grid; those around it, and the plain version's,")
-    print("are XLA's.\n")
+    mesh = targets.make_mesh(TOPOLOGY, 1)
+    print(f"Compiled for {TOPOLOGY}. Bytes of the kernel, of XLA around it, their sum, and of the")
+    print("plain program, relative to the floor.\n")
     print("| operation | pass | dtype | floor, MiB | kernel | around it | sum | plain |")
     print("| --- | --- | --- | ---: | ---: | ---: | ---: | ---: |")
-    for operation in (*targets.SHAPES, *attention.ROWS):
+    for operation in (*targets.SHAPES, *targets.ATTENTION):
         for direction in ("forward", "backward"):
             for dtype in DTYPES:
-                floor, *moved = row(operation, direction, dtype, mesh)
+                floor, *moved = measure(operation, direction, dtype, mesh)
                 inside, outside, plain = (bytes_ / floor for bytes_ in moved)
-                numbers = (inside, outside, inside + outside, plain)
-                cells = " | ".join(f"{n:.3f}" for n in numbers)
+                ratios = (inside, outside, inside + outside, plain)
+                cells = " | ".join(f"{ratio:.3f}" for ratio in ratios)
                 line = f"| `{operation}` | {direction} | {dtype} | {floor / 2**20:.0f} | {cells} |"
                 print(line, flush=True)
-    print("\nJAX's own ways to write `linear_scan`'s forward, in float32, as XLA counts them:\n")
-    for name, times in others(mesh):
-        print(f"- `jax.lax.{name}`: {times:.1f} times the floor")
-    print("\nOne token of linear attention, in bfloat16, which the kernels leave to XLA: the plain")
-    print("version reads and writes the state once, and that is most of the floor.\n")
-    for operation, times in one_token(mesh):
-        print(f"- `{operation}`: {times:.2f} times the floor")
+    print("\nScans of JAX for `linear_scan`, forward, float32:\n")
+    for name, ratio in measure_scans_of_jax(mesh):
+        print(f"- `jax.lax.{name}`: {ratio:.1f} times the floor")
+    print("\nA single token of linear attention, which XLA compiles without Pallas, bfloat16:\n")
+    for operation, ratio in measure_single_token(mesh):
+        print(f"- `{operation}`: {ratio:.2f} times the floor")
     report = training.report()
     variables, peak = (report[name] / 2**30 for name in ("arguments", "peak"))
-    print(f"\nA whole training step of hawk_1.3b, {training.B}×{training.T} tokens, compiled for")
-    print(f"{training.TOPOLOGY}, not run: Adam, weights in float32, computed in bfloat16, blocks")
-    print(f"recompute. {report['kernels']} kernels are inside. Of a chip's 16 GiB, weights and")
-    print(f"moments take {variables:.2f}, and {peak:.2f} are the peak.")
+    print(
+        f"\nA training step of hawk_1.3b, {training.B}×{training.T} tokens, on {training.TOPOLOGY}:"
+    )
+    print(f"{report['kernels']} kernels; weights and moments take {variables:.2f} GiB of a chip,")
+    print(f"the peak is {peak:.2f} of 16 GiB.")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Compile a whole training step of hawk_1.3b for eight v5e, which need not be there. Prints JSON.
+"""Compiles a training step of hawk_1.3b for eight v5e chips, which the machine need not have.
 
-Forward, backward and Adam's update, in bfloat16 with weights in float32; blocks recompute. No
-weight is ever made: in a stateless scope Keras leaves variables empty.
+    python -m tests.pallas.training
+
+The step is forward, backward and Adam, in bfloat16 with weights in float32 and recomputed blocks.
+It prints JSON. Weights get no values: in a stateless scope, Keras leaves variables empty.
 """
 
 import json
@@ -18,8 +20,8 @@ TOPOLOGY, MESH = "v5e:2x4", (4, 2)  # batch, model
 B, T = 8, 2048
 
 
-def step_of(model, optimizer):
-    """A step, as a function of the values of its variables, tokens and labels."""
+def make_step(model, optimizer):
+    """A function of the values of variables, of tokens and of labels."""
 
     def step(trainable, others, moments, token_ids, labels):
         x = {"token_ids": token_ids, "padding_mask": token_ids > 0}
@@ -47,30 +49,25 @@ def report():
         layout = distribution.get_variable_layout(variable).backend_layout
         return jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=layout)
 
-    optimizer = keras.optimizers.Adam(1e-4)  # its own few numbers are made, and lie on the CPU
+    optimizer = keras.optimizers.Adam(1e-4)  # Its scalars get values, on the CPU.
     with (
         distribution.scope(),
         keras.StatelessScope(initialize_variables=False),
         keras.RematScope(mode="full"),
     ):
-        model = GriffinCausalLM.from_preset(
-            "hawk_1.3b",
-            load_weights=False,
-            preprocessor=None,
-            compile=False,
-            dtype="mixed_bfloat16",
-        )
+        options = {"load_weights": False, "preprocessor": None, "compile": False}
+        model = GriffinCausalLM.from_preset("hawk_1.3b", dtype="mixed_bfloat16", **options)
         for variable in model.variables:
-            variable._initialize_layout()  # as if it had a value: the moments are laid out alike
+            variable._initialize_layout()  # The moments get the layouts of their variables.
         optimizer.build(model.trainable_variables)
         variables = (
             model.trainable_variables,
             model.non_trainable_variables,
             optimizer.variables,
         )
-        rows = jax.NamedSharding(mesh.backend_mesh, jax.P("batch"))
-        tokens = jax.ShapeDtypeStruct((B, T), "int32", sharding=rows)
-        step = jax.jit(step_of(model, optimizer), donate_argnums=(0, 2))
+        batch = jax.NamedSharding(mesh.backend_mesh, jax.P("batch"))
+        tokens = jax.ShapeDtypeStruct((B, T), "int32", sharding=batch)
+        step = jax.jit(make_step(model, optimizer), donate_argnums=(0, 2))
         executable = step.lower(*jax.tree.map(shape, variables), tokens, tokens).compile()
     return targets.report(executable) | {"parameters": model.count_params()}
 
