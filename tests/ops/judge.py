@@ -97,13 +97,12 @@ def kernel_of(operation, implementation):
 
 def function_of(operation, implementation):
     """The function of an implementation, which does not check its arguments."""
-    return getattr(dispatch.IMPLEMENTATIONS[operation][implementation], operation)
+    return dispatch.IMPLEMENTATIONS[operation][implementation].function
 
 
 def unsupported_reason(operation, implementation, arguments):
     """Reason why an implementation does not support arguments, or None."""
-    module = dispatch.IMPLEMENTATIONS[operation][implementation]
-    unsupported = getattr(module, "unsupported", None)
+    unsupported = dispatch.IMPLEMENTATIONS[operation][implementation].unsupported
     return unsupported(**arguments) if unsupported else None
 
 

@@ -10,6 +10,7 @@ import pytest
 
 import keras_recurrent
 from keras_recurrent import dispatch, ops
+from keras_recurrent.backends.kernel import Kernel
 from tests.ops import native, small
 
 X = np.ones((1, 4, 2), "float32")
@@ -51,13 +52,12 @@ def even_lengths_only(monkeypatch):
     def linear_scan(x, log_a, initial_state=None, token_kind=None):
         return "fast", "ran"
 
-    module = types.SimpleNamespace(unsupported=unsupported, linear_scan=linear_scan)
+    kernel = Kernel(linear_scan, unsupported)
     backend = dispatch.BACKEND
     monkeypatch.setitem(dispatch.PREFERENCE, backend, ("fast", backend))
     for operation, row in dispatch.IMPLEMENTATIONS.items():
         reason = f"there is no backends/fast/{operation}.py"
-        monkeypatch.setitem(row, "fast", module if operation == "linear_scan" else reason)
-    return module
+        monkeypatch.setitem(row, "fast", kernel if operation == "linear_scan" else reason)
 
 
 def scan(length=4, **options):
@@ -87,18 +87,26 @@ def test_named_implementation_runs_or_raises_the_unsupported_reason(even_lengths
         ops.causal_conv1d(X, X[0], implementation="fast")
 
 
-def test_implementation_without_unsupported_runs_for_all_arguments(even_lengths_only):
-    del even_lengths_only.unsupported
+def replace_fields(monkeypatch, **fields):
+    """Changes the `Kernel` of `even_lengths_only`."""
+    row = dispatch.IMPLEMENTATIONS["linear_scan"]
+    monkeypatch.setitem(row, "fast", row["fast"]._replace(**fields))
+
+
+@pytest.mark.usefixtures("even_lengths_only")
+def test_implementation_without_unsupported_runs_for_all_arguments(monkeypatch):
+    replace_fields(monkeypatch, unsupported=None)
     assert scan(3) == "fast"
 
 
-def test_error_inside_a_kernel_is_raised(even_lengths_only):
+@pytest.mark.usefixtures("even_lengths_only")
+def test_error_inside_a_kernel_is_raised(monkeypatch):
     """A bug in a kernel makes dispatch choose a slower implementation silently."""
 
     def broken(*args, **kwargs):
         raise RuntimeError("a bug")
 
-    even_lengths_only.linear_scan = broken
+    replace_fields(monkeypatch, function=broken)
     with pytest.raises(RuntimeError, match="a bug"):
         scan()
 

@@ -17,6 +17,7 @@ from tests.ops.judge import (
     every_implementation,
     kernel_of,
     kernels,
+    module_of,
     parametrize_kernels,
     reference,
     run,
@@ -83,10 +84,11 @@ def test_kernel_matches_definition(operation, implementation, case):
 @pytest.mark.skipif(PLAIN != "jax", reason="other backends have one form")
 def test_jax_gated_linear_attention_in_chunks_matches_definition(monkeypatch):
     """The chunks are wrong: on CPUs, a loop over tokens computes the small heads of the cases."""
-    plain = dispatch.IMPLEMENTATIONS["gated_linear_attention"]["jax"]
-    retraced = plain.operation(plain.forward, plain.backward)
-    monkeypatch.setattr(plain, "LARGEST_STATE_OF_TOKEN_LOOP", 0)
-    monkeypatch.setattr(plain, "gated_linear_attention", retraced)
+    row = dispatch.IMPLEMENTATIONS["gated_linear_attention"]
+    retraced = row["jax"].replace_passes(row["jax"].forward, row["jax"].backward)
+    module = module_of("gated_linear_attention", "jax")
+    monkeypatch.setattr(module, "LARGEST_STATE_OF_TOKEN_LOOP", 0)
+    monkeypatch.setitem(row, "jax", retraced)
     check("gated_linear_attention", "jax", draw("gated_linear_attention", CASES["prime sizes"]))
 
 
