@@ -15,8 +15,8 @@ from tests.tokenizers import bpe
 pytestmark = pytest.mark.once
 
 
-def bpe_checkpoint(folder, config=None, **content):
-    """The golden checkpoint with the recorded `tokenizer.json` and other files, by their names."""
+def write_checkpoint(folder, config=None, **content):
+    """Writes the golden checkpoint with `tokenizer.json` and `content`, {stem of a file: JSON}."""
     golden.copy(folder, config={"vocab_size": 1000, **(config or {})})
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(bpe.PATH / name, folder)
@@ -25,14 +25,17 @@ def bpe_checkpoint(folder, config=None, **content):
     return folder
 
 
-def test_a_bpe_tokenizer_makes_the_preprocessor(tmp_path):
-    """A start token that the file does not add, and files that an export loses."""
-    path = bpe_checkpoint(tmp_path / "bpe", config={"bos_token_id": 980, "eos_token_id": 5})
+def token_ids(tokenizer):
+    return tokenizer.start_token_id, tokenizer.end_token_id, tokenizer.pad_token_id
+
+
+def test_load_with_bpe_file_makes_the_preprocessor(tmp_path):
+    """Saving or export loses the file, or a start token is added that the file does not add."""
+    path = write_checkpoint(tmp_path / "bpe", config={"bos_token_id": 980, "eos_token_id": 5})
     model = golden.model(path, load_weights=False, sequence_length=20)
     tokenizer = model.preprocessor.tokenizer
     assert type(tokenizer) is BPETokenizer
-    ids = (tokenizer.start_token_id, tokenizer.end_token_id, tokenizer.pad_token_id)
-    assert ids == (None, 982, 980)
+    assert token_ids(tokenizer) == (None, 982, 980)
     assert not model.preprocessor.add_start_token
     x = model.preprocessor.generate_preprocess(["hi you"])
     length = keras.ops.convert_to_numpy(x["padding_mask"]).sum()
@@ -45,14 +48,14 @@ def test_a_bpe_tokenizer_makes_the_preprocessor(tmp_path):
     for folder in ("keras", "export"):
         again = BPETokenizer.from_preset(str(tmp_path / folder))
         assert again.tokenizer_json == (bpe.PATH / "tokenizer.json").read_bytes()
-        assert (again.start_token_id, again.end_token_id, again.pad_token_id) == ids
+        assert token_ids(again) == token_ids(tokenizer)
     assert BPETokenizer.from_preset(str(path), end_token_id=5).end_token_id == 5
     with pytest.raises(ValueError, match=r"The tokenizer of .* is a `BPETokenizer`"):
         SentencePieceTokenizer.from_preset(str(path))
 
 
 @pytest.mark.parametrize(
-    ("config", "content", "wanted"),
+    ("config", "content", "expected"),
     [
         ({}, {"tokenizer_config": {"eos_token": {"content": "<|im_end|>"}}}, (None, 982, 982)),
         ({"bos_token_id": 7}, {"tokenizer_config": {"eos_token": "a"}}, (7, 64, 64)),
@@ -60,43 +63,38 @@ def test_a_bpe_tokenizer_makes_the_preprocessor(tmp_path):
         ({"eos_token_id": [4, 5]}, {"tokenizer_config": {"bos_token": "a"}}, (64, 4, 4)),
     ],
 )
-def test_special_tokens_of_bpe_checkpoints(tmp_path, config, content, wanted):
-    """Each of the files that may define them, and their order."""
+def test_special_tokens_come_from_files_in_order_of_precedence(tmp_path, config, content, expected):
     content = {"generation_config": {"eos_token_id": 3}, **content}
     config = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **config}
-    path = bpe_checkpoint(tmp_path / "bpe", config=config, **content)
-    tokenizer = BPETokenizer.from_preset(str(path))
-    ids = (tokenizer.start_token_id, tokenizer.end_token_id, tokenizer.pad_token_id)
-    assert ids == wanted
+    path = write_checkpoint(tmp_path / "bpe", config=config, **content)
+    assert token_ids(BPETokenizer.from_preset(str(path))) == expected
 
 
-def test_a_start_token_that_the_file_adds(tmp_path):
-    def change(content):
-        content["post_processor"] = {
-            "type": "TemplateProcessing",
-            "single": [
-                {"SpecialToken": {"id": "<|im_start|>", "type_id": 0}},
-                {"Sequence": {"id": "A", "type_id": 0}},
-            ],
-            "pair": [],
-            "special_tokens": {
-                "<|im_start|>": {"id": "<|im_start|>", "ids": [981], "tokens": ["<|im_start|>"]}
-            },
-        }
-
-    path = bpe_checkpoint(tmp_path / "bpe", tokenizer_config={"bos_token": "<|im_start|>"})
-    (path / "tokenizer.json").write_bytes(bpe.changed(change))
+def test_preprocessor_adds_start_token_where_the_bpe_file_does(tmp_path):
+    start = "<|im_start|>"
+    template = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": start, "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
+        "pair": [],
+        "special_tokens": {start: {"id": start, "ids": [981], "tokens": [start]}},
+    }
+    path = write_checkpoint(tmp_path / "bpe", tokenizer_config={"bos_token": start})
+    (path / "tokenizer.json").write_bytes(bpe.changed_file({("post_processor",): template}))
     preprocessor = GriffinCausalLMPreprocessor.from_preset(str(path))
     assert preprocessor.add_start_token
     assert preprocessor.tokenizer(["a"]) == [[64]]
-    assert not GriffinCausalLMPreprocessor.from_preset(
-        str(path), add_start_token=False
-    ).add_start_token
+    preprocessor = GriffinCausalLMPreprocessor.from_preset(str(path), add_start_token=False)
+    assert not preprocessor.add_start_token
 
 
-def test_a_bpe_tokenizer_that_is_broken(tmp_path, monkeypatch, sentence_piece):
-    """It is found before weights are read, unless there is a SentencePiece file."""
-    path = bpe_checkpoint(tmp_path / "bpe", tokenizer_config={"eos_token": "<none>"})
+def test_load_with_broken_bpe_file_raises_unless_sentence_piece_exists(
+    tmp_path, monkeypatch, sentence_piece
+):
+    """A broken tokenizer is found only after the weights are read."""
+    path = write_checkpoint(tmp_path / "bpe", tokenizer_config={"eos_token": "<none>"})
     monkeypatch.setattr(loaders.RecurrentPresetLoader, "load_backbone", None)
     with pytest.raises(ValueError, match=r"'eos_token' is '<none>' in tokenizer_config.json of"):
         golden.model(path)

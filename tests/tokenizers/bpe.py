@@ -19,36 +19,44 @@ def tokenizer(**kwargs):
     return BPETokenizer(PATH / "tokenizer.json", **{**ids, **kwargs})
 
 
-def changed(change):
-    """The bytes of the recorded file after `change(content)`."""
+REMOVED = object()
+
+
+def changed_file(changes):
+    """The bytes of the recorded file with other values: `{(key, index, …): value or REMOVED}`."""
     content = json.loads((PATH / "tokenizer.json").read_text())
-    change(content)
+    for (*path, last), value in changes.items():
+        entry = content
+        for key in path:
+            entry = entry[key]
+        if value is REMOVED:
+            del entry[last]
+        else:
+            entry[last] = value
     return json.dumps(content).encode()
 
 
 def llama(decoder):
-    """A file with spaces as ▁ and a token for each byte, as Llama 2 has it."""
+    """A tokenizer with spaces as ▁ and a token for each byte, as in Llama 2."""
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     names += [*"▁ahpy.é", "▁h", "ha", "▁ha", "py"]
     merges = [("▁", "h"), ("h", "a"), ("▁h", "a"), ("p", "y")]
     vocabulary = {name: id for id, name in enumerate(names)}
-    made = tokenizers.Tokenizer(
+    library = tokenizers.Tokenizer(
         models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     )
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     if decoder is not None:
-        made.decoder = decoder
-    made.add_special_tokens(names[:3])
-    return BPETokenizer(made.to_str().encode(), start_token_id=1, end_token_id=2)
+        library.decoder = decoder
+    library.add_special_tokens(names[:3])
+    return BPETokenizer(library.to_str().encode(), start_token_id=1, end_token_id=2)
 
 
 DECODERS = {
     "fallback": decoders.Sequence(
         [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
+            *(decoders.Replace("▁", " "), decoders.ByteFallback()),
+            *(decoders.Fuse(), decoders.Strip(" ", 1, 0)),
         ]
     ),
     "metaspace": decoders.Metaspace(prepend_scheme="first"),

@@ -1,4 +1,4 @@
-"""SentencePiece files, as checkpoints bring them."""
+"""SentencePiece files, as checkpoints have them."""
 
 import io
 
@@ -6,7 +6,7 @@ import sentencepiece
 
 
 def train(vocab_size=30, **ids):
-    """The bytes of a file whose special tokens have these ids, such as `pad_id=0`."""
+    """Returns the bytes of a file; `ids` are ids of special tokens, such as `pad_id=0`."""
     file = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["all happy families are alike"] * 3),

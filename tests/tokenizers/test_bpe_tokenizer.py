@@ -1,4 +1,4 @@
-"""Byte-pair encoding from `tokenizer.json`."""
+"""`BPETokenizer`, byte-pair encoding from `tokenizer.json`."""
 
 import json
 import pickle
@@ -15,17 +15,22 @@ from keras_recurrent.models import (
     GriffinCausalLMPreprocessor,
     GriffinTextClassifierPreprocessor,
 )
-from keras_recurrent.tokenizers import BPETokenizer, ByteTokenizer, SentencePieceTokenizer
+from keras_recurrent.tokenizers import BPETokenizer
 from keras_recurrent.tokenizers import bpe_file as bpe_files
 from tests.models.tiny import tiny_causal_lm
 from tests.tokenizers import bpe
-from tests.tokenizers.sentence_piece import train
 
 once = pytest.mark.once
 
 
-def as_numpy(x):
-    return keras.tree.map_structure(keras.ops.convert_to_numpy, x)
+def preprocess(preprocessor, texts):
+    """Returns the inputs of a preprocessor as NumPy arrays, and the real tokens of each row."""
+    output = preprocessor(texts)
+    x = keras.tree.map_structure(
+        keras.ops.convert_to_numpy, output[0] if isinstance(output, tuple) else output
+    )
+    rows = zip(x["token_ids"], x["padding_mask"], strict=True)
+    return x, [tokens[mask].tolist() for tokens, mask in rows]
 
 
 # === Text and tokens ===
@@ -33,8 +38,8 @@ def as_numpy(x):
 
 @once
 @pytest.mark.parametrize("path", bpe.PATHS, ids=lambda path: path.name)
-def test_recorded_strings(path):
-    """A normalizer, pattern, added token or decoder of the file that is not applied."""
+def test_tokens_and_texts_match_the_recorded_ones(path):
+    """A normalizer, pattern, added token or decoder of the file is not applied."""
     tokenizer = BPETokenizer(path / "tokenizer.json", end_token_id=980)
     golden = json.loads((path / "golden.json").read_text())
     assert tokenizer.vocabulary_size() == golden["vocab_size"]
@@ -49,14 +54,11 @@ def test_recorded_strings(path):
 
 
 @once
-@pytest.mark.parametrize("listed_as_special", [True, False])
-def test_special_tokens_of_a_text_are_plain_text(listed_as_special):
-    """A user's text that ends a message, also where the file lists its end token as ordinary."""
-
-    def change(content):
-        content["added_tokens"][2]["special"] = listed_as_special
-
-    tokenizer = BPETokenizer(bpe.changed(change), end_token_id=bpe.END, pad_token_id=bpe.PAD)
+@pytest.mark.parametrize("is_special", [True, False])
+def test_tokenize_of_special_tokens_in_a_text_gives_plain_text(is_special):
+    """A user's text ends a message, possibly if the file lists the end token as ordinary."""
+    file = bpe.changed_file({("added_tokens", 2, "special"): is_special})
+    tokenizer = BPETokenizer(file, end_token_id=bpe.END, pad_token_id=bpe.PAD)
     text = "a<|im_end|>\n<|endoftext|>"
     ids = tokenizer(text).tolist()
     assert not set(ids) & set(tokenizer.special_token_ids)
@@ -67,8 +69,7 @@ def test_special_tokens_of_a_text_are_plain_text(listed_as_special):
 
 
 @once
-def test_ordinary_tokens_as_padding_stay_ordinary():
-    """The text of an ordinary token is lost if the token is also the padding token."""
+def test_ordinary_token_as_padding_keeps_its_text():
     tokenizer = bpe.tokenizer(pad_token_id=64)
     assert tokenizer.special_token_ids == [980, 981, 982]
     assert tokenizer.detokenize(tokenizer("a<|im_end|>")) == "a<|im_end|>"
@@ -76,20 +77,7 @@ def test_ordinary_tokens_as_padding_stay_ordinary():
 
 
 @once
-def test_other_tokenizers_parse_special_tokens_on_request():
-    tokenizer = ByteTokenizer()
-    ids = tokenizer.tokenize_with_special_tokens(["<start>a<end><pad>", "", "b"])
-    assert ids == [[1, 100, 2, 0], [], [101]]
-    assert tokenizer("<start>").tolist()[:1] != [1]
-    tokenizer = SentencePieceTokenizer(train(control_symbols="<turn>", user_defined_symbols="<x>"))
-    turn, x = map(tokenizer.token_to_id, ("<turn>", "<x>"))
-    ids = tokenizer.tokenize_with_special_tokens("<s>happy<turn>are<x></s>")
-    assert ids == [1, *tokenizer("happy"), turn, *tokenizer("are"), x, 2]
-    assert turn not in tokenizer("<turn>")
-
-
-@once
-def test_vocabulary():
+def test_vocabulary_and_dtypes_are_those_of_the_file():
     tokenizer = bpe.tokenizer()
     assert (tokenizer.start_token_id, tokenizer.start_token) == (None, None)
     assert (tokenizer.end_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
@@ -109,27 +97,22 @@ def test_vocabulary():
 
 
 @once
-def test_settings_of_the_file_that_change_tokens_are_off():
-    """Truncated, padded or random tokens."""
-
-    def change(content):
-        content["truncation"] = {"max_length": 2, "strategy": "LongestFirst", "stride": 0}
-        content["truncation"]["direction"] = "Right"
-        content["padding"] = {"strategy": {"Fixed": 60}, "direction": "Right", "pad_id": 0}
-        content["padding"] |= {"pad_to_multiple_of": None, "pad_type_id": 0, "pad_token": "!"}
-        content["model"]["dropout"] = 0.9
-
+def test_truncation_padding_and_dropout_of_the_file_are_ignored():
+    truncation = {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    padding = {"strategy": {"Fixed": 60}, "direction": "Right", "pad_id": 0, "pad_token": "!"}
+    padding |= {"pad_to_multiple_of": None, "pad_type_id": 0}
+    changes = {("truncation",): truncation, ("padding",): padding, ("model", "dropout"): 0.9}
+    tokenizer = BPETokenizer(bpe.changed_file(changes), end_token_id=980)
     text = "Before we proceed any further, hear me speak."
-    tokenizer = BPETokenizer(bpe.changed(change), end_token_id=980)
-    for special in ([text] * 2, [text]):
-        assert tokenizer(special) == bpe.tokenizer()(special)
+    for texts in ([text] * 2, [text]):
+        assert tokenizer(texts) == bpe.tokenizer()(texts)
     assert tokenizer.tokenize_with_special_tokens(text) == bpe.tokenizer()([text])[0]
 
 
 @once
 @pytest.mark.parametrize("name", ["bytes", *bpe.DECODERS])
-def test_any_tokens_are_streamed_as_their_whole_text(name):
-    """Characters of several tokens, invalid bytes, unknown ids, spaces at the beginning."""
+def test_streamed_text_of_random_tokens_equals_the_whole_text(name):
+    """Characters of several tokens, invalid bytes, unknown ids or leading spaces are wrong."""
     rng = np.random.default_rng(0)
     if name == "bytes":
         tokenizer = bpe.tokenizer()
@@ -141,18 +124,18 @@ def test_any_tokens_are_streamed_as_their_whole_text(name):
         alphabet = [*range(3), *byte_ids, *range(259, tokenizer.vocabulary_size()), 400]
     preprocessor = GriffinCausalLMPreprocessor(tokenizer, sequence_length=64)
 
-    def text_of(tokens):
+    def detokenize(tokens):
         rows = {"token_ids": np.array([tokens]), "padding_mask": np.ones((1, len(tokens)), bool)}
         return preprocessor.generate_postprocess(rows)[0]
 
-    known = TokenBytes(preprocessor)
+    token_bytes = TokenBytes(preprocessor)
     for number in range(100):
         tokens = rng.choice(alphabet, size=16)
-        shared = known if number % 2 else None
+        shared = token_bytes if number % 2 else None
         detokenizer = IncrementalDetokenizer(preprocessor, tokenizer.end_token_id, shared)
         chunks = [detokenizer.add(token) for token in tokens]
-        assert "".join([*chunks, detokenizer.end()]) == text_of(tokens)
-    assert bool(known) == (name in ("bytes", "fallback", "metaspace"))
+        assert "".join([*chunks, detokenizer.end()]) == detokenize(tokens)
+    assert bool(token_bytes) == (name in ("bytes", "fallback", "metaspace"))
     detokenizer = IncrementalDetokenizer(preprocessor, tokenizer.end_token_id)
     chunks = [detokenizer.add(token) for token in byte_ids]
     if name in ("bytes", "fallback"):
@@ -160,7 +143,7 @@ def test_any_tokens_are_streamed_as_their_whole_text(name):
 
 
 @once
-def test_text_is_that_of_the_library():
+def test_detokenize_of_random_tokens_matches_the_tokenizers_library():
     rng = np.random.default_rng(0)
     for path in bpe.PATHS:
         content = (path / "tokenizer.json").read_text()
@@ -175,115 +158,88 @@ def test_text_is_that_of_the_library():
 
 
 @once
-def test_it_is_saved_and_loaded(tmp_path):
+def test_pickle_keeps_file_and_config():
     tokenizer = bpe.tokenizer(name="bpe")
-    again = pickle.loads(pickle.dumps(tokenizer))
-    assert again.tokenizer_json == (bpe.PATH / "tokenizer.json").read_bytes()
-    assert again.get_config() == tokenizer.get_config()
-    assert again("hi").tolist() == tokenizer("hi").tolist()
-    tokenizer.save_to_preset(str(tmp_path))
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    assert copy.tokenizer_json == (bpe.PATH / "tokenizer.json").read_bytes()
+    assert copy.get_config() == tokenizer.get_config()
+    assert copy("hi").tolist() == tokenizer("hi").tolist()
+
+
+@once
+def test_deserialized_tokenizer_has_no_file_until_it_loads_assets(tmp_path):
+    """A configuration makes the tokenizer read any file, or a damaged file is not reported."""
+    tokenizer = bpe.tokenizer()
     empty = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(tokenizer))
     with pytest.raises(ValueError, match="The tokenizer has no file"):
         empty("hi")
     with pytest.raises(ValueError, match="The tokenizer has no file"):
         _ = empty.special_token_ids
-    # A saved configuration must not make a model read any other file.
     config = {**tokenizer.get_config(), "tokenizer_json": str(bpe.PATH / "tokenizer.json")}
     assert BPETokenizer.from_config(config).tokenizer_json is None
+    tokenizer.save_to_preset(str(tmp_path))
     (file,) = tmp_path.glob("assets/*/tokenizer.json")
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ValueError, match=rf"No tokenizer can be made of {file}: it is not JSON"):
         empty.load_assets(str(file.parent))
 
 
-def collide(content):
-    content["added_tokens"][1]["id"] = 5
-
-
-def skip_ids(content):
-    content["added_tokens"][6]["id"] = 990
-
-
-def share_an_id(content):
-    content["model"]["vocab"]["zzz"] = 5
-
-
-def huge_id(content):
-    content["model"]["vocab"]["zzz"] = 2**32 - 1
-
-
-def too_huge_id(content):
-    content["model"]["vocab"]["zzz"] = 2**33
-
-
-def unknown_merge(content):
-    content["model"]["merges"].append(["zq", "zz"])
-
-
-def no_regex(content):
-    content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "(a"
-
-
-def grow(content):
-    replace = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
-    content["normalizer"] = {"type": "Sequence", "normalizers": [replace] * 5}
-
-
-def panic(content):
-    content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
-
-
-def no_model(content):
-    del content["model"]
-
-
-def other_model(content):
-    content["added_tokens"] = []
-    content["model"] = {"type": "WordPiece", "unk_token": "x", "vocab": {"x": 0}}
-    content["model"] |= {"continuing_subword_prefix": "##", "max_input_chars_per_word": 9}
-
-
-def unigram(content):
-    content["added_tokens"] = []
-    content["model"] = {"type": "Unigram", "unk_id": 0, "vocab": [["x", 0.0]]}
-
-
-def empty(content):
-    content["added_tokens"] = []
-    content["model"] |= {"vocab": {}, "merges": []}
+REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
+WORD_PIECE = {"type": "WordPiece", "unk_token": "x", "vocab": {"x": 0}}
+WORD_PIECE |= {"continuing_subword_prefix": "##", "max_input_chars_per_word": 9}
+UNIGRAM = {"type": "Unigram", "unk_id": 0, "vocab": [["x", 0.0]]}
+PATTERN = ("pre_tokenizer", "pretokenizers", 0, "pattern", "Regex")
+NEW_TOKEN = ("model", "vocab", "zzz")
+NO_ADDED_TOKENS = {("added_tokens",): []}
+# {fault: (changes of the file, message)}
+FAULTY_FILES = {
+    "added token with a wrong id": (
+        {("added_tokens", 1, "id"): 5},
+        r"the added token '<\|im_start\|>' has the id 5, where the .* assigns 981",
+    ),
+    "added token after a gap": (
+        {("added_tokens", 6, "id"): 990},
+        "the added token '</tool_call>' has the id 990",
+    ),
+    "two tokens with an id": ({NEW_TOKEN: 5}, "the tokens '&' and 'zzz' have the id 5"),
+    "huge id": ({NEW_TOKEN: 2**32 - 1}, "the id of the token 'zzz' is 4294967295, above"),
+    "id of 34 bits": ({NEW_TOKEN: 2**33}, "the tokenizers library reports: invalid value"),
+    "merge of unknown tokens": (
+        {("model", "merges"): [["zq", "zz"]]},
+        "reports: Token `zq` out of vocabulary",
+    ),
+    "invalid pattern": ({PATTERN: "(a"}, "reports: Oniguruma error"),
+    "long replacements": (
+        {("normalizer",): {"type": "Sequence", "normalizers": [REPLACE] * 5}},
+        "can lengthen a text 10000000000 times",
+    ),
+    "panic of the library": (
+        {("normalizer",): {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        "reports: Precompiled",
+    ),
+    "no model": ({("model",): bpe.REMOVED}, "it has no 'model'.*KerasHub"),
+    "WordPiece": ({**NO_ADDED_TOKENS, ("model",): WORD_PIECE}, "WordPiece, and only BPE"),
+    "Unigram": ({**NO_ADDED_TOKENS, ("model",): UNIGRAM}, "its model is Unigram, and only BPE"),
+    "no tokens": (
+        {**NO_ADDED_TOKENS, ("model", "vocab"): {}, ("model", "merges"): []},
+        "it has no tokens",
+    ),
+}
 
 
 @once
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        (collide, r"the added token '<\|im_start\|>' has the id 5, where the .* assigns 981"),
-        (skip_ids, "the added token '</tool_call>' has the id 990"),
-        (share_an_id, "the tokens '&' and 'zzz' have the id 5"),
-        (huge_id, "the id of the token 'zzz' is 4294967295, above"),
-        (too_huge_id, "the tokenizers library reports: invalid value"),
-        (unknown_merge, "reports: Token `zq` out of vocabulary"),
-        (no_regex, "reports: Oniguruma error"),
-        (grow, "can lengthen a text 10000000000 times"),
-        (panic, "reports: Precompiled"),
-        (no_model, "it has no 'model'.*KerasHub"),
-        (other_model, "its model is WordPiece, and only BPE"),
-        (unigram, "its model is Unigram, and only BPE"),
-        (empty, "it has no tokens"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_files_that_are_refused(change, match):
-    with pytest.raises(
-        ValueError, match=rf"No tokenizer can be made of `tokenizer.json`: .*{match}"
-    ):
-        BPETokenizer(bpe.changed(change), end_token_id=0)
+@pytest.mark.parametrize("fault", FAULTY_FILES)
+def test_faulty_file_raises_with_the_fault(fault):
+    changes, message = FAULTY_FILES[fault]
+    match = rf"No tokenizer can be made of `tokenizer.json`: .*{message}"
+    with pytest.raises(ValueError, match=match):
+        BPETokenizer(bpe.changed_file(changes), end_token_id=0)
 
 
 @once
 @pytest.mark.parametrize("content", [b"", b"[" * 100_000, b"[]", b"\xff", b'{"model": "BPE"}'])
-def test_files_that_are_no_tokenizer(tmp_path, content):
+def test_file_without_a_tokenizer_raises_with_its_path(tmp_path, content):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"No tokenizer can be made of .*/tokenizer.json: it "):
@@ -291,18 +247,15 @@ def test_files_that_are_no_tokenizer(tmp_path, content):
 
 
 @once
-def test_large_files_are_not_read(monkeypatch):
+def test_too_large_file_raises(monkeypatch):
     monkeypatch.setattr(bpe_files, "MAX_BYTES", 50_000)
     with pytest.raises(ValueError, match="it has more than 50,000 bytes"):
         bpe.tokenizer()
 
 
 @once
-def test_a_pattern_that_backtracks_without_end_is_stopped():
-    def change(content):
-        content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "(a+)+$"
-
-    tokenizer = BPETokenizer(bpe.changed(change), end_token_id=980)
+def test_tokenize_with_endless_backtracking_raises():
+    tokenizer = BPETokenizer(bpe.changed_file({PATTERN: "(a+)+$"}), end_token_id=980)
     with pytest.raises(ValueError, match="reports: Onig: Regex search error: retry-limit"):
         tokenizer("a" * 40 + "b")
 
@@ -311,7 +264,7 @@ def test_a_pattern_that_backtracks_without_end_is_stopped():
 @pytest.mark.parametrize(
     "ids", [{}, {"end_token_id": 987}, {"end_token_id": 0, "pad_token_id": -1}]
 )
-def test_ids_must_be_in_the_file(ids):
+def test_special_token_ids_outside_the_file_raise_with_the_special_tokens(ids):
     with pytest.raises(ValueError, match=r"_token_id` must be .* Its special .* 980 \('<\|endof"):
         BPETokenizer(bpe.PATH / "tokenizer.json", **ids)
 
@@ -319,83 +272,78 @@ def test_ids_must_be_in_the_file(ids):
 # === Models ===
 
 
-def model_of(**kwargs):
-    preprocessor = GriffinCausalLMPreprocessor(bpe.tokenizer(), sequence_length=12, **kwargs)
-    model = tiny_causal_lm(
-        preprocessor=preprocessor,
+def make_model(**kwargs):
+    return tiny_causal_lm(
+        preprocessor=GriffinCausalLMPreprocessor(bpe.tokenizer(), sequence_length=12, **kwargs),
         vocabulary_size=bpe.VOCABULARY_SIZE + 5,
         num_layers=1,
         block_types=("recurrent",),
     )
-    return model
 
 
 @once
-def test_a_saved_model_has_its_tokenizer(tmp_path):
-    model_of().save(tmp_path / "model.keras")
-    again = keras.saving.load_model(tmp_path / "model.keras").preprocessor.tokenizer
-    assert again.tokenizer_json == (bpe.PATH / "tokenizer.json").read_bytes()
-    assert (again.end_token_id, again.pad_token_id) == (bpe.END, bpe.PAD)
+def test_keras_file_of_a_model_contains_its_tokenizer(tmp_path):
+    make_model().save(tmp_path / "model.keras")
+    tokenizer = keras.saving.load_model(tmp_path / "model.keras").preprocessor.tokenizer
+    assert tokenizer.tokenizer_json == (bpe.PATH / "tokenizer.json").read_bytes()
+    assert (tokenizer.end_token_id, tokenizer.pad_token_id) == (bpe.END, bpe.PAD)
 
 
 @pytest.mark.nightly
-def test_a_model_generates_and_streams():
-    model = model_of()
+def test_stream_of_a_model_equals_its_generated_text():
+    model = make_model()
     model.compile(sampler="greedy")
     prompts = ["First <|im_end|>", "naïve 🌍"]
     options = {"max_length": 20, "stop_token_ids": None}
-    whole = model.generate(prompts, **options)
+    texts = model.generate(prompts, **options)
     chunks = list(zip(*model.stream(prompts, **options), strict=True))
-    assert [a + "".join(b) for a, b in zip(prompts, chunks, strict=True)] == whole
+    assert [a + "".join(b) for a, b in zip(prompts, chunks, strict=True)] == texts
 
 
 @pytest.mark.nightly
-def test_a_model_is_trained_on_strings(tmp_path):
+def test_fit_on_strings_and_packed_text_lowers_the_loss(tmp_path):
     texts = ["Before we proceed", "any further", "", "hear me speak"]
     (tmp_path / "text.txt").write_text("\n\n".join(texts))
-    model = model_of(packed=True)
-    model.compile(optimizer="sgd", loss=model.loss, run_eagerly=True)
-    model.fit(texts, batch_size=2, verbose=0)
+    model = make_model(packed=True)
+    model.compile(keras.optimizers.SGD(0.1), model.loss, run_eagerly=True)
+    losses = model.fit(texts, batch_size=2, epochs=3, verbose=0).history["loss"]
     source = PackedText(tmp_path / "text.txt", model.preprocessor, batch_size=2, passes=1)
-    model.fit(source, verbose=0)
+    losses += model.fit(source, verbose=0).history["loss"]
+    assert 0 < losses[-1] < losses[-2] < losses[0]
 
 
 @once
-def test_texts_without_start_token():
-    """A start token None in packed, padded or classified texts."""
-    tokenizer = bpe.tokenizer()
-    tokens = [[*row, bpe.END] for row in tokenizer(["Before we", "proceed"])]
+def test_preprocessors_without_start_token_add_none():
+    """A start token None gets into packed, padded or classified texts."""
+    tokenizer, texts = bpe.tokenizer(), ["Before we", "proceed"]
+    tokens = [[*row, bpe.END] for row in tokenizer(texts)]
     packed = GriffinCausalLMPreprocessor(tokenizer, sequence_length=12, packed=True)
-    x, _, _ = as_numpy(packed(["Before we", "proceed"]))
-    assert x["token_ids"][0][x["padding_mask"][0]].tolist() == tokens[0] + tokens[1]
+    assert preprocess(packed, texts)[1] == [tokens[0] + tokens[1]]
     padded = GriffinCausalLMPreprocessor(tokenizer, sequence_length=12)
-    x, _, _ = as_numpy(padded(["Before we", "proceed"]))
-    assert [
-        row[m].tolist() for row, m in zip(x["token_ids"], x["padding_mask"], strict=True)
-    ] == tokens
-    x = as_numpy(GriffinTextClassifierPreprocessor(tokenizer, sequence_length=12)(["Before we"]))
-    assert x["token_ids"][0][x["padding_mask"][0]].tolist() == tokens[0]
+    assert preprocess(padded, texts)[1] == tokens
+    classifier = GriffinTextClassifierPreprocessor(tokenizer, sequence_length=12)
+    assert preprocess(classifier, texts[:1])[1] == tokens[:1]
     with pytest.raises(ValueError, match="prompt 0 alone has 3"):
         padded.generate_preprocess(["Before we"], sequence_length=2)
 
 
 @once
-def test_it_runs_in_pipelines(tmp_path):
+def test_pipelines_of_grain_and_tensorflow_give_the_tokens_of_a_call():
     tokenizer = bpe.tokenizer()
     texts = ["hi you", "", "naïve 🌍"]
-    wanted = tokenizer(texts)
+    expected = tokenizer(texts)
     mapped = grain.MapDataset.source(texts).map(tokenizer)
-    assert [row.tolist() for row in mapped] == wanted
+    assert [tokens.tolist() for tokens in mapped] == expected
     tf = pytest.importorskip("tensorflow")
     dataset = tf.data.Dataset.from_tensor_slices(texts)
-    assert [row.tolist() for row in dataset.map(tokenizer).as_numpy_iterator()] == wanted
+    assert [row.tolist() for row in dataset.map(tokenizer).as_numpy_iterator()] == expected
     (batch,) = dataset.batch(3).map(tokenizer)
-    assert batch.to_list() == wanted
+    assert batch.to_list() == expected
     (nested,) = dataset.batch(3).map(lambda x: tokenizer(x[:, None]))
-    assert nested.to_list() == [[row] for row in wanted]
-    for size in (dataset, dataset.batch(2)):
-        found = size.map(lambda x: tokenizer.detokenize(tokenizer(x))).as_numpy_iterator()
-        assert [text.decode() for texts in found for text in np.ravel(texts)] == texts
+    assert nested.to_list() == [[tokens] for tokens in expected]
+    for source in (dataset, dataset.batch(2)):
+        round_trip = source.map(lambda x: tokenizer.detokenize(tokenizer(x))).as_numpy_iterator()
+        assert [text.decode() for batch in round_trip for text in np.ravel(batch)] == texts
     preprocessor = GriffinCausalLMPreprocessor(tokenizer, sequence_length=12, packed=True)
     ((x, _, _),) = dataset.batch(3).map(preprocessor)
-    np.testing.assert_array_equal(x["token_ids"], as_numpy(preprocessor(texts))[0]["token_ids"])
+    np.testing.assert_array_equal(x["token_ids"], preprocess(preprocessor, texts)[0]["token_ids"])

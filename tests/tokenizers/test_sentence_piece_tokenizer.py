@@ -1,4 +1,4 @@
-"""SentencePiece by ids."""
+"""`SentencePieceTokenizer`, with special tokens by their ids."""
 
 import keras
 import numpy as np
@@ -11,18 +11,17 @@ from tests.tokenizers.sentence_piece import train
 pytestmark = pytest.mark.once
 
 
-def special(tokenizer):
+def special_ids(tokenizer):
     return tokenizer.start_token_id, tokenizer.end_token_id, tokenizer.pad_token_id
 
 
-@pytest.mark.once
-def test_special_tokens_are_those_of_the_file_unless_others_are_given():
+def test_special_tokens_are_from_the_file_or_the_arguments():
     gemma = {"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3}
-    assert special(SentencePieceTokenizer(train(**gemma))) == (2, 1, 0)
+    assert special_ids(SentencePieceTokenizer(train(**gemma))) == (2, 1, 0)
     without_padding = train()  # <unk>, <s>, </s>
-    assert special(SentencePieceTokenizer(without_padding)) == (1, 2, 2)
+    assert special_ids(SentencePieceTokenizer(without_padding)) == (1, 2, 2)
     tokenizer = SentencePieceTokenizer(without_padding, pad_token_id=0, start_token_id=5)
-    assert special(tokenizer) == (5, 2, 0)
+    assert special_ids(tokenizer) == (5, 2, 0)
     assert tokenizer.start_token == tokenizer.id_to_token(5)
     with pytest.raises(ValueError, match="`pad_token_id` must be from 0 to"):
         SentencePieceTokenizer(without_padding, pad_token_id=1000)
@@ -30,34 +29,37 @@ def test_special_tokens_are_those_of_the_file_unless_others_are_given():
         SentencePieceTokenizer(train(bos_id=-1))
 
 
-def test_it_packs_and_comes_back(tmp_path):
+def test_saved_assets_load_as_the_same_tokenizer(tmp_path):
     tokenizer = SentencePieceTokenizer(train(), pad_token_id=0)
     texts = ["all happy families", "are alike", ""]
     assert tokenizer.detokenize(tokenizer(texts)) == texts
     again = SentencePieceTokenizer.from_config(tokenizer.get_config())
     tokenizer.save_assets(str(tmp_path))
     again.load_assets(str(tmp_path))
-    assert special(again) == (1, 2, 0)
-    rows = [
-        keras.tree.map_structure(
-            keras.ops.convert_to_numpy,
-            GriffinCausalLMPreprocessor(one, sequence_length=16, packed=True)(texts),
-        )
-        for one in (tokenizer, again)
-    ]
-    keras.tree.map_structure(np.testing.assert_array_equal, *rows)
-    assert rows[0][0]["token_ids"][0, 0] == 1
+    assert special_ids(again) == (1, 2, 0)
+    preprocessor = GriffinCausalLMPreprocessor(again, sequence_length=16, packed=True)
+    x, _, _ = keras.tree.map_structure(keras.ops.convert_to_numpy, preprocessor(texts))
+    packed = [token for text in texts for token in (1, *tokenizer(text), 2)]
+    np.testing.assert_array_equal(x["token_ids"].ravel()[x["padding_mask"].ravel()], packed)
 
 
-def test_tokens_beyond_the_file_are_unknown():
+def test_detokenize_of_ids_beyond_the_file_keeps_other_text():
     tokenizer = SentencePieceTokenizer(train())
     ids = tokenizer("happy").tolist()
     assert "happy" in tokenizer.detokenize([*ids, 5000])
     assert tokenizer.detokenize([ids, [5000]])[0] == "happy"
 
 
-def test_added_tokens(tmp_path):
-    """They are special: plain text in a text, without text when detokenized, and saved."""
+def test_special_tokens_are_parsed_on_request():
+    tokenizer = SentencePieceTokenizer(train(control_symbols="<turn>", user_defined_symbols="<x>"))
+    turn, x = map(tokenizer.token_to_id, ("<turn>", "<x>"))
+    ids = tokenizer.tokenize_with_special_tokens("<s>happy<turn>are<x></s>")
+    assert ids == [1, *tokenizer("happy"), turn, *tokenizer("are"), x, 2]
+    assert turn not in tokenizer("<turn>")
+
+
+def test_added_tokens_are_special_and_saved(tmp_path):
+    """A user's text contains an added token, or the text of an added token is not empty."""
     size = SentencePieceTokenizer(train()).vocabulary_size()
     added = {"<s>": 1, "<|im_end|>": size, "<|im_start|>": size + 2}
     tokenizer = SentencePieceTokenizer(train(), end_token_id=size, added_tokens=added)
@@ -80,8 +82,7 @@ def test_added_tokens(tmp_path):
             SentencePieceTokenizer(added_tokens=wrong)
 
 
-def test_added_tokens_replace_tokens_of_the_file():
-    """An added token is ignored if the file has its id with another text."""
+def test_added_token_replaces_a_token_of_the_file():
     tokenizer = SentencePieceTokenizer(train(), added_tokens={"<|im_end|>": 7})
     assert tokenizer.id_to_token(7) == "<|im_end|>"
     assert tokenizer.token_to_id("<|im_end|>") == 7
@@ -89,20 +90,25 @@ def test_added_tokens_replace_tokens_of_the_file():
     assert tokenizer.detokenize([[7]]) == [""]
 
 
-def test_it_runs_inside_a_tensorflow_pipeline():
+def test_tensorflow_pipeline_ignores_unknown_and_added_tokens():
     tf = pytest.importorskip("tensorflow")
     pytest.importorskip("tensorflow_text")
     tokenizer = SentencePieceTokenizer(train(), added_tokens={"<end>": 98})
     texts = tf.data.Dataset.from_tensor_slices(["all happy", "families"]).batch(2)
     (tokens,) = texts.map(tokenizer)
     assert tokens.to_list() == [list(row) for row in tokenizer(["all happy", "families"])]
-    (found,) = texts.map(lambda x: tokenizer.detokenize(tf.concat([tokenizer(x), [[99], [99]]], 1)))
-    assert [text.decode().startswith("all happy") for text in found.numpy()] == [True, False]
-    (found,) = texts.map(lambda x: tokenizer.detokenize(tf.concat([tokenizer(x), [[98], [98]]], 1)))
-    assert found.numpy().tolist() == [b"all happy", b"families"]
+
+    def detokenize_with(id):
+        (output,) = texts.map(
+            lambda x: tokenizer.detokenize(tf.concat([tokenizer(x), [[id], [id]]], 1))
+        )
+        return output.numpy().tolist()
+
+    unknown = detokenize_with(99)
+    assert [text.decode().startswith("all happy") for text in unknown] == [True, False]
+    assert detokenize_with(98) == [b"all happy", b"families"]
 
 
-@pytest.mark.once
-def test_a_preset_of_bytes_has_no_file():
+def test_from_preset_of_bytes_raises():
     with pytest.raises(ValueError, match="'hawk_tiny' has no SentencePiece file"):
         SentencePieceTokenizer.from_preset("hawk_tiny")
