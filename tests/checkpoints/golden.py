@@ -1,6 +1,7 @@
-"""A tiny RecurrentGemma in the published layout, with the outputs of independent programs.
+"""Tiny checkpoints in the published layouts, with outputs of independent programs.
 
-`golden.npz` was made with DeepMind's recurrentgemma 1.0.1 on torch, in float32.
+Each folder `tests/data/*_tiny` has a `golden.npz`. That of RecurrentGemma, the default here, was
+made with DeepMind's recurrentgemma 1.0.1 on torch, in float32.
 """
 
 import json
@@ -12,14 +13,25 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from keras_recurrent.models import GriffinCausalLM
+from tests.layers import gradients
 
-PATH = pathlib.Path(__file__).parents[1] / "data" / "recurrentgemma_tiny"
+DATA = pathlib.Path(__file__).parents[1] / "data"
+PATH = DATA / "recurrentgemma_tiny"
 TENSORS = PATH / "model.safetensors"
 
 
-def arrays():
-    with np.load(PATH / "golden.npz") as file:
+def arrays(path=PATH):
+    with np.load(path / "golden.npz") as file:
         return dict(file)
+
+
+def read_config(folder=PATH):
+    return json.loads((folder / "config.json").read_text())
+
+
+def read_tensors(folder):
+    """Returns the tensors of all files of a checkpoint."""
+    return {name: a for file in folder.glob("*.safetensors") for name, a in load_file(file).items()}
 
 
 def model(path=PATH, **kwargs):
@@ -34,17 +46,43 @@ def logits(model, token_ids, **more):
     return keras.ops.convert_to_numpy(model.predict_on_batch(inputs(token_ids, **more)))
 
 
-def relative(found, wanted):
-    """The root mean square of an error, over that of what is wanted."""
-    error = found.astype("float64") - wanted
-    return np.sqrt((error**2).mean() / (wanted.astype("float64") ** 2).mean())
+def loss_gradients(model, token_ids):
+    """Returns {path of a weight: gradient of the mean cross-entropy}."""
+
+    def loss(values):
+        logits = gradients.call_with(model, values, inputs(token_ids[:, :-1]))
+        losses = keras.losses.sparse_categorical_crossentropy(token_ids[:, 1:], logits, True)
+        return keras.ops.mean(losses)
+
+    values = [keras.ops.convert_to_numpy(weight) for weight in model.trainable_variables]
+    paths = [weight.path for weight in model.trainable_variables]
+    return dict(zip(paths, gradients.gradients(loss, values), strict=True))
+
+
+def relative_error(actual, expected):
+    """Root mean square of the error, relative to that of the expected values."""
+    error = actual.astype("float64") - expected
+    return np.sqrt((error**2).mean() / (expected.astype("float64") ** 2).mean())
+
+
+def assert_tensors(folder, expected, dtype):
+    """Asserts that the checkpoint has exactly these tensors, bit by bit, in this dtype."""
+    actual = read_tensors(folder)
+    assert set(actual) == set(expected)
+    for name, array in expected.items():
+        assert actual[name].dtype == dtype, name
+        assert actual[name].tobytes() == array.astype(dtype).tobytes(), name
+
+
+def assert_equal_weights(actual, expected):
+    for a, b in zip(actual.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def copy(folder, config=None, tensors=None, drop=()):
-    """The checkpoint somewhere else, with other configuration keys and tensors (None: none)."""
+    """Copies the checkpoint, with other configuration keys and tensors (None removes a tensor)."""
     folder.mkdir(exist_ok=True)
-    content = {**json.loads((PATH / "config.json").read_text()), **(config or {})}
-    content = {key: value for key, value in content.items() if key not in drop}
+    content = {key: v for key, v in {**read_config(), **(config or {})}.items() if key not in drop}
     (folder / "config.json").write_text(json.dumps(content))
     if tensors is None:
         shutil.copy(TENSORS, folder)

@@ -1,0 +1,335 @@
+"""`config.json` of each published layout: presets, defaults and unsupported values."""
+
+import numpy as np
+import pytest
+
+from keras_recurrent.models.griffin.checkpoint import RecurrentGemma
+from keras_recurrent.models.hgrn2.checkpoint import HGRN2Layout
+from keras_recurrent.models.lightning_hybrid.checkpoint import HypeNet, MiniCPMSALA
+from keras_recurrent.models.transnormer.checkpoint import TransNormer
+from keras_recurrent.presets import griffin, hgrn2, lightning_hybrid, transnormer
+from tests.checkpoints import golden
+
+pytestmark = pytest.mark.once
+
+
+LAYOUTS = {
+    "recurrent_gemma": RecurrentGemma(),
+    "hgrn2": HGRN2Layout(),
+    "transnormer": TransNormer(),
+    "hypenet": HypeNet(),
+    "minicpm_sala": MiniCPMSALA(),
+}
+CONFIGS = {
+    name: golden.read_config(golden.DATA / f"{name}_tiny")
+    for name in ("hgrn2", "transnormer", "hypenet", "minicpm_sala")
+}
+
+
+def recurrent_gemma_config(hidden_size, layers, heads):
+    """Returns the file as transformers 4 wrote it, with keys of that time."""
+    config = golden.read_config()
+    for key in ("rope_parameters", "dtype", "tie_word_embeddings", "window_includes_current_token"):
+        del config[key]
+    return config | {
+        "attention_window_size": 2048,
+        "_block_types": config["block_types"],
+        "embeddings_scale_by_sqrt_dim": True,
+        "head_dim": 256,
+        "hidden_size": hidden_size,
+        "intermediate_size": 6 * hidden_size,
+        "lru_width": hidden_size,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": None,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 10000.0,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 256000,
+    }
+
+
+def hgrn2_config(hidden_size, layers):
+    """Returns the file of the Hub: heads by their size, and no inner width."""
+    return CONFIGS["hgrn2"] | {
+        "hidden_size": hidden_size,
+        "num_hidden_layers": layers,
+        "expand_ratio": 128,
+        "num_heads": hidden_size // 128,
+        "intermediate_size": None,
+        "vocab_size": 32000,
+    }
+
+
+def transnormer_config(size):
+    """Returns the file as the published code writes it, with keys that are not read."""
+    return CONFIGS["transnormer"] | {
+        "_name_or_path": "transnormer",
+        "add_bos_token": False,
+        "auto_map": {"AutoConfig": "configuration_transnormer.TransnormerConfig"},
+        "decoder_attention_heads": size.heads,
+        "decoder_embed_dim": size.hidden_dim,
+        "decoder_layers": size.num_layers,
+        "glu_dim": size.intermediate_dim,
+        "hidden_dim": size.hidden_dim,
+        "linear_act_fun": "swish",
+        "linear_use_lrpe_list": [1, *[0] * (size.num_layers - 1)],
+        "vocab_size": size.vocabulary_size,
+    }
+
+
+# {name: (model type, published configuration, the preset's size)}
+PUBLISHED = {
+    f"recurrentgemma_{name}": (
+        "recurrent_gemma",
+        recurrent_gemma_config(*sizes) | griffin.SIZES[f"recurrentgemma_{name}"].config_defaults,
+        griffin.SIZES[f"recurrentgemma_{name}"],
+    )
+    for name, *sizes in (("2b", 2560, 26, 10), ("9b", 4096, 38, 16))
+}
+for name, *sizes in (("hgrn2_1.3b_100b", 2048, 24), ("hgrn2_2.7b_100b", 2560, 32)):
+    PUBLISHED[name] = ("hgrn2", hgrn2_config(*sizes), hgrn2.SIZES[name])
+for name in ("tnl_385m", "tnl_1b", "tnl_7b"):
+    size = transnormer.SIZES[name]
+    PUBLISHED[name] = ("transnormer", transnormer_config(size), size)
+
+
+def read(model_type, drop=(), **changes):
+    """Returns the backbone's arguments for a configuration with changes."""
+    config = {k: v for k, v in {**CONFIGS[model_type], **changes}.items() if k not in drop}
+    return LAYOUTS[model_type].backbone_arguments(config, "config.json")
+
+
+def count_parameters(model_type, arguments):
+    tensors = LAYOUTS[model_type].tensors(arguments)
+    return sum(int(np.prod(tensor.shape)) for tensor in tensors)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_config_reads_as_the_preset(name):
+    model_type, config, size = PUBLISHED[name]
+    arguments = LAYOUTS[model_type].backbone_arguments(config, "config.json")
+    preset = size.backbone_arguments
+    assert {key: preset.get(key, arguments[key]) for key in arguments} == arguments
+    assert count_parameters(model_type, arguments) == size.parameters
+
+
+@pytest.mark.parametrize("name", lightning_hybrid.SIZES)
+def test_config_written_from_preset_keeps_multipliers_and_parameters(name):
+    """A multiplier of MiniCPM-SALA loses a digit, or a tensor is missing."""
+    model_type, size = "hypenet", lightning_hybrid.SIZES[name]
+    optional = ("attention_logit_scaling", "embedding_scale", "residual_scale", "output_scale")
+    arguments = dict.fromkeys((*optional, "dense_length"))
+    arguments |= {"use_qk_norm": True, "layer_norm_epsilon": 1e-6, **size.backbone_arguments}
+    if name == "minicpm_sala":
+        model_type = name
+        config = LAYOUTS[name].config(arguments)
+        published = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
+        assert {key: config[key] for key in published} == published
+        assert config["sparse_config"]["dense_len"] == 8192
+    else:
+        LAYOUTS[model_type].config(arguments)
+    assert count_parameters(model_type, arguments) == size.parameters
+
+
+def test_embedding_scale_is_rounded_to_bfloat16():
+    assert griffin.embedding_scale(2560) == 50.5
+    assert griffin.embedding_scale(4096) == 64
+
+
+UNSUPPORTED = [
+    ("hgrn2", "hidden_act", "gelu"),
+    ("hgrn2", "elementwise_affine", False),
+    ("hgrn2", "expand_ratio", 48),
+    ("hgrn2", "num_hidden_layers", 10**7),
+    ("hgrn2", "norm_eps", float("inf")),
+    ("hypenet", "lightning_use_short_conv", True),
+    ("hypenet", "lightning_use_qk_norm", False),
+    ("hypenet", "lightning_use_output_norm", False),
+    ("hypenet", "lightning_use_output_gate", False),
+    ("hypenet", "attn_use_output_gate", False),
+    ("hypenet", "attn_use_rope", True),
+    ("hypenet", "rope_scaling", {"type": "yarn"}),
+    ("hypenet", "lightning_rope_scaling", {"type": "yarn"}),
+    ("hypenet", "attention_bias", True),
+    ("hypenet", "hidden_act", "gelu"),
+    ("hypenet", "mixer_types", ["gdn"] * 4),
+    ("hypenet", "mixer_types", ["attn"] * 3),
+    ("hypenet", "attn_logits_scaling", 2.0),
+    ("hypenet", "attn_logits_scaling", "hype 1"),
+    ("hypenet", "num_key_value_heads", 3),
+    ("hypenet", "lightning_nkv", 3),
+    ("hypenet", "lightning_head_dim", 23),
+    ("minicpm_sala", "qk_norm", False),
+    ("minicpm_sala", "attn_use_rope", True),
+    ("minicpm_sala", "lightning_nh", 8),
+    ("minicpm_sala", "lightning_head_dim", 8),
+    ("minicpm_sala", "head_dim", 8),
+    ("minicpm_sala", "pretraining_tp", 2),
+    ("minicpm_sala", "mixer_types", ["lightning-attn"] * 4),
+    ("transnormer", "linear_use_lrpe_list", [0] * 3),
+    ("transnormer", "linear_use_lrpe_list", [1]),
+    ("transnormer", "linear_act_fun", "relu"),
+    ("transnormer", "norm_type", "layernorm"),
+    ("transnormer", "no_scale_embedding", True),
+    ("transnormer", "bias", True),
+    ("transnormer", "tie_word_embeddings", True),
+    ("transnormer", "glu_dim", -2),
+    ("transnormer", "hidden_dim", 1001),
+    ("transnormer", "decoder_layers", 0),
+]
+
+
+@pytest.mark.parametrize(("model_type", "key", "value"), UNSUPPORTED)
+def test_config_with_unsupported_value_names_the_key(model_type, key, value):
+    with pytest.raises(ValueError, match=f"'{key}' is .* in config.json; this version supports"):
+        read(model_type, **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key"),
+    [
+        ("hgrn2", "hidden_size"),
+        ("transnormer", "decoder_embed_dim"),
+        ("transnormer", "decoder_layers"),
+        ("transnormer", "decoder_attention_heads"),
+        ("transnormer", "vocab_size"),
+    ],
+)
+def test_config_without_required_key_names_it(model_type, key):
+    with pytest.raises(ValueError, match=f"has no '{key}'"):
+        read(model_type, drop=[key])
+
+
+@pytest.mark.parametrize(("model_type", "key"), [("hgrn2", "rotary"), ("transnormer", "window")])
+def test_config_with_unknown_key_names_it(model_type, key):
+    with pytest.raises(ValueError, match=f"has '{key}', which this version does not know"):
+        read(model_type, **{key: 7})
+
+
+def test_transnormer_widths_follow_hidden_dim_if_glu_dim_is_negative():
+    arguments = read("transnormer", glu_dim=-1, hidden_dim=512)
+    assert (arguments["intermediate_dim"], arguments["head_dim"]) == (64, 128)
+
+
+@pytest.mark.parametrize(
+    ("drop", "changes", "argument", "value"),
+    [
+        ((), {}, "intermediate_dim", 96),
+        ((), {}, "conv_size", None),
+        ((), {"use_short_conv": True}, "conv_size", 4),
+        ((), {"hidden_size": 64, "intermediate_size": None}, "intermediate_dim", 256),
+        ((), {"hidden_size": 768, "intermediate_size": None}, "intermediate_dim", 2048),
+        ((), {"hidden_size": 1024, "intermediate_size": None}, "intermediate_dim", 2816),
+        ((), {"hidden_size": 2560, "intermediate_size": None}, "intermediate_dim", 6912),
+        (
+            ("intermediate_size",),
+            {"hidden_size": 768, "hidden_ratio": 8},
+            "intermediate_dim",
+            4096,
+        ),
+        # Heads by their size, which takes precedence, or by their count.
+        ((), {}, "expand_ratio", 32),
+        ((), {"expand_ratio": None}, "expand_ratio", 32),
+        ((), {"expand_ratio": 16}, "expand_ratio", 16),
+        (("expand_ratio", "num_heads"), {}, "expand_ratio", 64),
+        ((), {"fuse_norm": True, "share_conv_kernel": True}, "hidden_dim", 64),
+    ],
+)
+def test_hgrn2_config_sets_the_argument(drop, changes, argument, value):
+    assert read("hgrn2", drop, **changes)[argument] == value
+
+
+def test_hgrn2_config_with_shared_convolution_is_unsupported():
+    with pytest.raises(ValueError, match="'share_conv_kernel'"):
+        read("hgrn2", use_short_conv=True, share_conv_kernel=True)
+
+
+ATTENTION = {"layers": [2, 0], "num_heads": 4}  # the object 'attn' of a hybrid HGRN2
+
+
+def read_attention(attn, **changes):
+    """Returns the arguments of attention layers in a hybrid HGRN2 of four blocks."""
+    names = ("attention_layers", "num_query_heads", "num_key_value_heads", "sliding_window")
+    names += ("rope_max_wavelength", "use_qkv_bias")
+    arguments = read("hgrn2", num_hidden_layers=4, attn=attn, **changes)
+    return {name: arguments[name] for name in names if name in arguments}
+
+
+def test_hgrn2_attention_keys_have_the_defaults_of_flash_linear_attention():
+    expected = {
+        "attention_layers": (0, 2),
+        "num_query_heads": 4,
+        "num_key_value_heads": 4,
+        "sliding_window": None,
+        "rope_max_wavelength": 10_000.0,
+        "use_qkv_bias": False,
+    }
+    assert read_attention(None) == read_attention([]) == {"attention_layers": ()}
+    assert read_attention(ATTENTION) == expected
+    assert read_attention({**ATTENTION, "window_size": None, "qk_norm": False}) == expected
+    assert read_attention([{**ATTENTION, "layers": [i]} for i in (2, 0)]) == expected
+    values = {"num_kv_heads": 2, "window_size": 7, "rope_theta": 500.0, "qkv_bias": True}
+    arguments = read_attention({**ATTENTION, **values})
+    assert list(arguments.values()) == [(0, 2), 4, *values.values()]
+
+
+@pytest.mark.parametrize(
+    ("attn", "match"),
+    [
+        (
+            {**ATTENTION, "layers": [4]},
+            "'layers' is .* in 'attn' of config.json.* integers from 0 to 3",
+        ),
+        ({**ATTENTION, "layers": []}, "'layers'"),
+        ({**ATTENTION, "layers": [True]}, "'layers'"),
+        ({**ATTENTION, "layers": [0, 0]}, "'attn' is .*each layer in one of them"),
+        ({**ATTENTION, "num_heads": 3}, "'num_heads' is 3 .*'hidden_size', 64"),
+        ({**ATTENTION, "num_heads": 64}, "'num_heads' is 64 .*heads of an even size"),
+        ({**ATTENTION, "num_kv_heads": 3}, "'num_kv_heads' is 3 .*a divisor of 'num_heads', 4"),
+        ({**ATTENTION, "window_size": 0}, "'window_size' is 0"),
+        ({**ATTENTION, "qkv_bias": 1}, "'qkv_bias' is 1"),
+        ({**ATTENTION, "sinks": 4}, "'attn' of config.json has 'sinks'"),
+        ("all", "'attn' is 'all' .*an object or a list of objects"),
+        ({"num_heads": 4}, "'attn' of config.json has no 'layers'"),
+        ({"layers": [1]}, "'attn' of config.json has no 'num_heads'"),
+        (
+            [ATTENTION, {**ATTENTION, "layers": [1], "window_size": 8}],
+            "'attn' .* differ only in 'layers'",
+        ),
+    ],
+)
+def test_hgrn2_attention_with_unsupported_value_names_the_key(attn, match):
+    with pytest.raises(ValueError, match=match):
+        read_attention(attn)
+
+
+def test_hgrn2_attention_residual_blocks_are_unsupported():
+    with pytest.raises(ValueError, match="'attnres_block_size' is 4"):
+        read_attention(ATTENTION, attnres_block_size=4)
+
+
+@pytest.mark.parametrize("key", ["lightning_use_qk_norm", "attn_use_output_gate"])
+def test_hypenet_norms_and_gates_are_off_by_default(key):
+    with pytest.raises(ValueError, match=f"'{key}' is False"):
+        read("hypenet", drop=[key])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "argument", "value"),
+    [
+        ("hypenet", {"mixer_types": []}, "block_types", ("global_attention",) * 4),
+        ("hypenet", {"attn_logits_scaling": "hype 500"}, "attention_logit_scaling", 500),
+        ("hypenet", {"attn_logits_scaling": "hype"}, "attention_logit_scaling", 362),
+        ("hypenet", {"lightning_scale": "1/d"}, "lightning_query_scale", 1 / 24),
+        ("minicpm_sala", {"sparse_config": None}, "dense_length", None),
+    ],
+)
+def test_lightning_hybrid_config_sets_the_argument(model_type, changes, argument, value):
+    assert read(model_type, **changes)[argument] == value
+
+
+def test_minicpm_sala_sparse_config_with_unsupported_value_names_the_key():
+    sparse = {**CONFIGS["minicpm_sala"]["sparse_config"], "use_nope": True}
+    with pytest.raises(ValueError, match="'use_nope' is True in 'sparse_config'"):
+        read("minicpm_sala", sparse_config=sparse)
