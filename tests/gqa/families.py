@@ -1,8 +1,12 @@
-"""Tiny models of KerasHub's families, and where their weights have the heads of keys and values.
+"""Tiny models of KerasHub's families, and the axes of key and value heads in their weights.
 
 A row is the arguments of a backbone with four key and value heads in its decoder, and
-`{part of the path of a weight: the axis that has the heads}` of what is to be pooled.
+`{part of a weight's path: axis of the heads}` of all weights that are pooled.
 """
+
+import keras_hub
+
+from tests.gqa.oracle import set_weights
 
 HEADS, VOCABULARY = 4, 23
 SIZES = {"vocabulary_size": VOCABULARY, "num_layers": 1, "hidden_dim": 32, "intermediate_dim": 8}
@@ -19,7 +23,7 @@ FLAT = {"k_proj/kernel": 1, "v_proj/kernel": 1, "k_proj/bias": 0, "v_proj/bias":
 
 
 def decoder_only(prefix, axes):
-    """`axes` of the layers whose path goes on from `prefix`, and not of an encoder's."""
+    """`axes` of the layers in a decoder, whose paths begin with `prefix`."""
     return {f"{prefix}{part}": axis for part, axis in axes.items()}
 
 
@@ -32,7 +36,7 @@ def both_attentions(axes):
     return parts
 
 
-# Those that get attention layers of ours.
+# Families whose attention layers are replaced by layers of this package.
 CAUSAL = {
     "GPT2": ({**POSITIONS, "num_layers": 2}, KEY_VALUE),
     "OPT": (POSITIONS, KEY_VALUE),
@@ -40,7 +44,7 @@ CAUSAL = {
     "Bloom": (MULTI_HEAD, DENSE),
 }
 SEQ2SEQ = {
-    # The second layer of T5 takes over positions and mask from the first.
+    # The second layer of T5 gets positions and mask from the first.
     "Bart": ({**POSITIONS, "num_layers": 2}, both_attentions(KEY_VALUE)),
     "T5": (
         {**MULTI_HEAD, "num_layers": 2},
@@ -65,7 +69,7 @@ T5GEMMA = {
     "vocabulary_size": VOCABULARY,
     "query_pre_attn_scalar": 8,
 }
-QWEN3_5 = {  # every second layer has a linear attention with heads of its own
+QWEN3_5 = {  # every second layer has linear attention, whose heads are not pooled
     **HEAD_DIM,
     "num_layers": 2,
     "layer_types": ["linear_attention", "full_attention"],
@@ -75,7 +79,7 @@ QWEN3_5 = {  # every second layer has a linear attention with heads of its own
     "linear_value_head_dim": 4,
 }
 
-# Those with a number of key and value heads in their configuration.
+# Families with a number of key and value heads in their configuration.
 CONFIGURED = {
     "Llama": (QUERIES, KEY_VALUE),
     "Llama3": (QUERIES, KEY_VALUE),
@@ -95,7 +99,7 @@ CONFIGURED = {
             "intermediate_size": [8, 8, 8],
             "hidden_activation": "gelu_approximate",
             "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-            "num_kv_shared_layers": 1,  # the last reads keys and values of the one before
+            "num_kv_shared_layers": 1,  # the last layer reads keys and values of the one before
             "sliding_window": 4,
             "rope_theta": 10_000.0,
             "max_position_embeddings": 16,
@@ -106,7 +110,7 @@ CONFIGURED = {
         },
         FLAT,
     ),
-    "Gemma4": (  # the second layer has keys that are its values, too
+    "Gemma4": (  # the keys of the second layer are its values, too
         {
             **HEAD_DIM,
             "num_layers": 2,
@@ -167,3 +171,38 @@ CONFIGURED = {
         FLAT,
     ),
 }
+
+
+def make_backbone(name, **changes):
+    sizes = {**CAUSAL, **SEQ2SEQ, **CONFIGURED}[name][0]
+    backbone = getattr(keras_hub.models, f"{name}Backbone")(**sizes | changes)
+    set_weights(backbone)
+    return backbone
+
+
+# Backbones of KerasHub that `convert_to_gqa` does not support.
+_NO_CACHE = (
+    *("Albert", "Bert", "DebertaV3", "DistilBert", "Electra", "ESM", "Roberta", "RoformerV2"),
+    *("XLMRoberta", "XLNet", "CLIP", "MetaCLIP2", "SigLIP", "VideoPrism"),
+    *("BASNet", "CSPNet", "DFine", "DINOV2", "DINOV3", "DeepLabV3", "DeiT", "DenseNet"),
+    *("DepthAnything", "EfficientNet", "FeaturePyramid", "Flux", "HGNetV2", "MiT", "MobileNet"),
+    *("MobileNetV5", "ResNet", "RetinaNet", "SAM", "SAM3PromptableConcept", "SegFormer"),
+    *("StableDiffusion3", "SwinTransformer", "VGG", "ViT", "ViTDet", "Xception"),
+    "FNet",  # Fourier transforms
+    "RWKV7",  # recurrent state
+    "PARSeq",  # reads the few characters of one image
+)
+_NO_GROUPED_VERSION = (
+    "Falcon",  # FalconAttention
+    "Whisper",  # WhisperCachedMultiHeadAttention
+    "Moonshine",  # MoonshineMultiHeadAttention
+    "EdRec",  # EdRecDecoderBlock
+    "BLIP2",  # its language model is a layer that its configuration does not open
+)
+# Towers of models above, which KerasHub exports as backbones, too.
+_TOWERS = (
+    f"{name}{tower}Encoder"
+    for name in ("CLIP", "MetaCLIP2", "SigLIP")
+    for tower in ("Text", "Vision")
+)
+UNSUPPORTED = {*(f"{name}Backbone" for name in (*_NO_CACHE, *_NO_GROUPED_VERSION)), *_TOWERS}

@@ -1,6 +1,6 @@
-"""A multi-head model whose heads share keys and values: what a converted model must equal.
+"""The oracle of conversion: a multi-head model in which all heads of a group have equal weights.
 
-Head by head in NumPy, and with all heads kept: each gets what its group has in common.
+It keeps all heads, and pools their weights head by head in NumPy.
 """
 
 import keras
@@ -12,7 +12,7 @@ def numpy(tensor):
 
 
 def share(values, axis, heads, groups, pooling="mean"):
-    """`values`, in which `axis` has the heads one after the other, with those of a group alike."""
+    """Returns `values` with equal heads in each group; `axis` has the heads, one after another."""
     parts = np.split(numpy(values), heads, axis=axis)
     size = heads // groups
     shared = []
@@ -24,7 +24,7 @@ def share(values, axis, heads, groups, pooling="mean"):
 
 
 def share_heads(model, head_axes, heads, groups, pooling="mean"):
-    """Changes all weights of a multi-head model of which a part of `head_axes` is in the path.
+    """Pools the heads in all weights whose path contains a key of `head_axes`.
 
     Args:
         model: the model.
@@ -36,11 +36,11 @@ def share_heads(model, head_axes, heads, groups, pooling="mean"):
             if part in weight.path:
                 weight.assign(share(weight, axis, heads, groups, pooling))
                 changed += 1
-    assert changed  # or the oracle is the model itself
+    assert changed  # otherwise the oracle would be the model itself
 
 
 def set_weights(model, seed=0):
-    """Values under which no two heads, rows or layers are alike; scales stay near 1."""
+    """Sets random weights, which differ between heads and layers; scales stay near 1."""
     rng = np.random.default_rng(seed)
     for weight in model.weights:
         values = rng.normal(size=weight.shape) * 0.3
@@ -48,5 +48,10 @@ def set_weights(model, seed=0):
 
 
 def assert_equal(actual, expected):
-    """Up to the rounding of float32: sums are taken in another order."""
+    """Asserts equality up to the rounding of float32: sums are in another order."""
     np.testing.assert_allclose(numpy(actual), numpy(expected), rtol=1e-4, atol=2e-5)
+
+
+def assert_equal_weights(actual, expected, **tolerance):
+    for a, b in zip(actual.weights, expected.weights, strict=True):
+        np.testing.assert_allclose(numpy(a), numpy(b), **{"rtol": 0, "atol": 0, **tolerance})

@@ -1,4 +1,4 @@
-"""Functional and sequential models with multi-head attention, and layers that hold it."""
+"""Conversion of functional and sequential models, and of layers that contain attention."""
 
 import keras
 import keras_hub
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent.conversion import convert_to_gqa
-from tests.gqa.oracle import assert_equal, numpy, set_weights, share_heads
+from tests.gqa.oracle import assert_equal, assert_equal_weights, numpy, set_weights, share_heads
 
 HEADS, WIDTH, LENGTH = 4, 12, 5
 PROJECTIONS = {"/key/kernel": 1, "/value/kernel": 1, "/key/bias": 0, "/value/bias": 0}
@@ -18,7 +18,7 @@ def attention(name, **kwargs):
 
 @keras.saving.register_keras_serializable("tests.gqa")
 class Block(keras.layers.Layer):
-    """A user's own layer: attention as an attribute, and in a list."""
+    """A custom layer with attention as an attribute and in a list."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -39,7 +39,7 @@ class Block(keras.layers.Layer):
 
 
 def decoder():
-    """Causal attention, an encoder's, and attention to it; one layer is called twice."""
+    """A model of encoder, causal and cross-attention; one layer is called twice."""
     tokens, source = keras.Input((None, WIDTH)), keras.Input((None, WIDTH))
     encoded = attention("encoder")(source, source)
     causal = attention("causal", use_bias=False)
@@ -51,7 +51,8 @@ def decoder():
     return keras.Model([tokens, source], [x, encoded], name="decoder")
 
 
-def holders():
+def layers_with_attention():
+    """A model whose attention is inside a custom layer and KerasHub's layers."""
     tokens, source = keras.Input((None, WIDTH)), keras.Input((None, WIDTH))
     x = Block(name="block")(tokens)
     x = keras_hub.layers.TransformerDecoder(8, HEADS, name="decoder")(x, source)
@@ -68,20 +69,20 @@ def outputs(model, inputs):
     return [numpy(x) for x in keras.tree.flatten(model(inputs))]
 
 
-def made(build):
+def build_model(build):
     model = build()
     set_weights(model)
     return model
 
 
 @pytest.mark.parametrize("pooling", ["mean", pytest.param("first", marks=pytest.mark.once)])
-def test_decoder_equals_shared_heads(pooling):
-    model, oracle = made(decoder), made(decoder)
+def test_converted_decoder_matches_shared_heads_and_keeps_the_rest(pooling):
+    """Pooling is wrong, or conversion changes an encoder, or names and options of layers."""
+    model, oracle = build_model(decoder), build_model(decoder)
     grouped = convert_to_gqa(model, 2, pooling=pooling)
-    chosen = {f"{n}{p}": a for n in ("causal", "inner", "cross") for p, a in PROJECTIONS.items()}
-    share_heads(oracle, chosen, HEADS, 2, pooling)
+    axes = {f"{n}{p}": a for n in ("causal", "inner", "cross") for p, a in PROJECTIONS.items()}
+    share_heads(oracle, axes, HEADS, 2, pooling)
     assert_equal(outputs(grouped, data())[0], outputs(oracle, data())[0])
-    # What is not a decoder's stays, and so do names, number and order of the weights.
     np.testing.assert_array_equal(outputs(grouped, data())[1], outputs(model, data())[1])
     assert [w.path for w in grouped.weights] == [w.path for w in model.weights]
     assert type(grouped.get_layer("causal")) is keras.layers.GroupQueryAttention
@@ -91,17 +92,16 @@ def test_decoder_equals_shared_heads(pooling):
 
 
 @pytest.mark.once
-def test_holders_equal_shared_heads(tmp_path):
-    model, oracle = made(holders), made(holders)
+def test_converted_layers_match_shared_heads_and_are_saved(tmp_path):
+    model, oracle = build_model(layers_with_attention), build_model(layers_with_attention)
     grouped = convert_to_gqa(model, 2, where=lambda layer: "encoder/" not in layer.path)
-    chosen = {
+    axes = {
         f"{n}{p}": a
         for n in ("first", "second", "decoder/self_attention", "decoder/cross_attention")
         for p, a in PROJECTIONS.items()
     }
-    share_heads(oracle, chosen, HEADS, 2)
-    expected = outputs(oracle, data())[0]
-    assert_equal(outputs(grouped, data())[0], expected)
+    share_heads(oracle, axes, HEADS, 2)
+    assert_equal(outputs(grouped, data())[0], outputs(oracle, data())[0])
     assert [w.path for w in grouped.weights] == [w.path for w in model.weights]
     assert type(grouped.get_layer("block")) is Block
 
@@ -109,9 +109,16 @@ def test_holders_equal_shared_heads(tmp_path):
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     np.testing.assert_array_equal(outputs(loaded, data())[0], outputs(grouped, data())[0])
     assert [w.path for w in loaded.weights] == [w.path for w in grouped.weights]
-    # One layer at a time comes to the same, also of a model that was saved.
+
+
+@pytest.mark.once
+def test_conversion_of_some_layers_of_a_saved_model_matches_one_conversion(tmp_path):
+    model = build_model(layers_with_attention)
+    grouped = convert_to_gqa(model, 2, where=lambda layer: "encoder/" not in layer.path)
+    grouped.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
     further = convert_to_gqa(loaded, 1, where=["first", "second"])
-    once = convert_to_gqa(made(holders), 1, where=["first", "second"])
+    once = convert_to_gqa(build_model(layers_with_attention), 1, where=["first", "second"])
     for name in ("first", "second"):
         assert_equal(weight(further, name, "key/kernel"), weight(once, name, "key/kernel"))
     untouched = "decoder/self_attention"
@@ -119,32 +126,29 @@ def test_holders_equal_shared_heads(tmp_path):
 
 
 def weight(model, *parts):
-    (found,) = [w for w in model.weights if "/".join(parts) in w.path]
-    return found
+    (weight,) = [w for w in model.weights if "/".join(parts) in w.path]
+    return weight
 
 
 @pytest.mark.once
-def test_all_groups_change_nothing():
-    model = made(decoder)
-    for actual, expected in zip(
-        outputs(convert_to_gqa(model, HEADS), data()), outputs(model, data()), strict=True
-    ):
+def test_conversion_to_as_many_groups_as_heads_changes_no_output():
+    model = build_model(decoder)
+    converted = convert_to_gqa(model, HEADS)
+    for actual, expected in zip(outputs(converted, data()), outputs(model, data()), strict=True):
         assert_equal(actual, expected)
 
 
 @pytest.mark.once
-def test_grouped_further_is_grouped_at_once():
-    model = made(decoder)
+def test_two_conversions_match_one():
+    model = build_model(decoder)
     twice = convert_to_gqa(convert_to_gqa(model, 2), 1)
-    once = convert_to_gqa(model, 1)
-    for actual, expected in zip(twice.weights, once.weights, strict=True):
-        np.testing.assert_allclose(numpy(actual), numpy(expected), rtol=1e-6, atol=1e-7)
+    assert_equal_weights(twice, convert_to_gqa(model, 1), rtol=1e-6, atol=1e-7)
     assert twice.get_layer("causal").num_key_value_heads == 1
 
 
-# Keras's GroupQueryAttention hands its inputs on with their masks, which it has read by then.
+# Keras's GroupQueryAttention passes its inputs on with their masks.
 @pytest.mark.filterwarnings("ignore:Layer .* \\(of type EinsumDense\\) was passed an input with a")
-def test_sequential_with_masked_tokens_saves(tmp_path):
+def test_converted_sequential_with_masked_tokens_matches_and_is_saved(tmp_path):
     model = keras.Sequential(
         [
             keras.Input((LENGTH,)),
@@ -164,8 +168,8 @@ def test_sequential_with_masked_tokens_saves(tmp_path):
 
 
 @pytest.mark.once
-def test_given_model_is_untouched_and_stays_usable_while_the_new_one_learns():
-    model = made(decoder)
+def test_training_of_the_converted_model_does_not_change_the_original():
+    model = build_model(decoder)
     model.compile("sgd", ["mse", "mse"])
     before = outputs(model, data())
     grouped = convert_to_gqa(model, 2)
@@ -179,8 +183,8 @@ def test_given_model_is_untouched_and_stays_usable_while_the_new_one_learns():
 
 
 @pytest.mark.once
-def test_random_heads_are_drawn_anew_by_the_seed():
-    model = made(decoder)
+def test_random_pooling_depends_on_the_seed_and_the_weight_and_keeps_queries():
+    model = build_model(decoder)
     kernels = {
         seed: numpy(weight(convert_to_gqa(model, 2, "random", seed=seed), "causal", "key/kernel"))
         for seed in (0, 1)
@@ -189,23 +193,23 @@ def test_random_heads_are_drawn_anew_by_the_seed():
     np.testing.assert_array_equal(kernels[0], numpy(weight(again, "causal", "key/kernel")))
     values = numpy(weight(again, "causal", "value/kernel"))
     assert np.abs(kernels[0] - kernels[1]).max() > 0.1
-    assert np.abs(kernels[0] - values).max() > 0.1  # each weight has numbers of its own
-    np.testing.assert_array_equal(  # queries are no heads of keys
+    assert np.abs(kernels[0] - values).max() > 0.1
+    np.testing.assert_array_equal(
         numpy(weight(again, "causal", "query/kernel")),
         numpy(weight(model, "causal", "query/kernel")),
     )
 
 
 @pytest.mark.once
-def test_policy_trainability_window_and_gate_stay():
+def test_conversion_keeps_policy_trainability_window_and_gate():
     tokens = keras.Input((None, WIDTH))
     layer = attention("a", dtype="mixed_bfloat16", sliding_window=2, use_gate=True)
     model = keras.Model(tokens, layer(tokens, tokens, use_causal_mask=True))
     set_weights(model)
     layer.key_dense.trainable = False
     same = convert_to_gqa(model, HEADS)
-    found, expected = (numpy(net(data(LENGTH)[0])) for net in (same, model))
-    assert np.linalg.norm(found - expected) < 2**-7 * np.linalg.norm(expected)  # as bfloat16
+    actual, expected = (numpy(net(data(LENGTH)[0])) for net in (same, model))
+    assert np.linalg.norm(actual - expected) < 2**-7 * np.linalg.norm(expected)
     grouped = convert_to_gqa(model, 2).get_layer("a")
     assert grouped.dtype_policy.name == "mixed_bfloat16"
     assert (grouped.sliding_window, grouped.use_gate) == (2, True)
@@ -213,8 +217,7 @@ def test_policy_trainability_window_and_gate_stay():
 
 
 @pytest.mark.once
-def test_flash_attention_stays_in_all_layers():
-    """Fails if a converted layer or an encoder's loses `flash_attention`."""
+def test_conversion_keeps_flash_attention_of_all_layers():
     x = keras.Input((None, WIDTH))
     encoded = attention("encoder", flash_attention=True)(x, x)
     causal = attention("causal", flash_attention=True)(encoded, encoded, use_causal_mask=True)
@@ -223,31 +226,31 @@ def test_flash_attention_stays_in_all_layers():
     assert flash == {"encoder": True, "causal": True, "plain": False}
 
 
+UNKNOWN = "It is unknown whether"
+
+
 def tril_in_graph(x):
     return keras.ops.tril(keras.ops.ones_like(keras.ops.matmul(x, keras.ops.swapaxes(x, 1, 2))))
 
 
 @pytest.mark.once
 @pytest.mark.parametrize(
-    ("mask", "converted"),
+    ("mask", "message"),
     [
-        (lambda x: np.tril(np.ones((1, LENGTH, LENGTH), bool)), True),
-        (lambda x: keras.ops.logical_and(tril_in_graph(x) > 0, x[:, :, 0][:, None] > 0), False),
-        (lambda x: keras.ops.cast(tril_in_graph(x), "bool"), True),
-        (lambda x: np.ones((1, LENGTH, LENGTH), bool), False),
-        (lambda x: keras.ops.expand_dims(x[:, :, 0] > 0, 1), None),
+        (lambda x: np.tril(np.ones((1, LENGTH, LENGTH), bool)), None),
+        (lambda x: keras.ops.logical_and(tril_in_graph(x) > 0, x[:, :, 0][:, None] > 0), UNKNOWN),
+        (lambda x: keras.ops.cast(tril_in_graph(x), "bool"), None),
+        (lambda x: np.ones((1, LENGTH, LENGTH), bool), UNKNOWN),
+        (lambda x: keras.ops.expand_dims(x[:, :, 0] > 0, 1), "nothing to convert"),
     ],
     ids=["constant", "unknown operation", "tril", "not causal", "padding"],
 )
-def test_masks_that_the_graph_shows(mask, converted):
-    """None: an encoder with padding, and no question; False: it cannot be told."""
+def test_causal_attention_is_recognized_by_its_mask(mask, message):
+    """Attention with a causal mask is left out, or attention with another mask is converted."""
     x = keras.Input((LENGTH, WIDTH))
     model = keras.Model(x, attention("a")(x, x, attention_mask=mask(x)))
-    if converted:
-        assert convert_to_gqa(model, 2).get_layer("a").num_key_value_heads == 2
-    else:
-        message = "nothing to convert" if converted is None else "It is unknown whether"
+    if message is not None:
         with pytest.raises(ValueError, match=message):
             convert_to_gqa(model, 2)
-        grouped = convert_to_gqa(model, 2, where="a")
-        assert grouped.get_layer("a").num_key_value_heads == 2
+    grouped = convert_to_gqa(model, 2, where=None if message is None else "a")
+    assert grouped.get_layer("a").num_key_value_heads == 2

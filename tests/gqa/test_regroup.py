@@ -14,7 +14,7 @@ from tests.gqa.oracle import assert_equal, set_weights
 
 pytestmark = pytest.mark.once
 
-HEADS, WIDTH = 4, 32  # half of a head turns with two frequencies
+HEADS, WIDTH = 4, 32  # rotary positions turn half of a head with two frequencies
 
 
 def serialized(**options):
@@ -42,7 +42,7 @@ KERAS = {
     "sliding_window": 3,
     "seed": 5,
 }
-# {class: (required arguments as the grouped class names them, options, options that are not kept)}
+# {class: (required arguments by their names in the grouped class, options, options that it lacks)}
 CLASSES = {
     keras.layers.MultiHeadAttention: (
         {"num_query_heads": HEADS, "head_dim": 4},
@@ -68,7 +68,7 @@ CLASSES = {
     ),
 }
 RENAMED = {"num_query_heads": "num_heads", "head_dim": "key_dim"}
-of_any_class = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+any_class = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 
 
 def make(cls, **options):
@@ -80,22 +80,21 @@ def make(cls, **options):
     return cls(**{**LAYER, **required, **others, **options})
 
 
-@of_any_class
-def test_options_are_kept(cls):
-    """Fails if a constructor option is lost, or has its default again."""
+@any_class
+def test_regroup_keeps_constructor_options(cls):
     required, options, _ = CLASSES[cls]
     new = regroup(make(cls, dtype="mixed_bfloat16", dropout=0.25), 2)
-    wanted = {**LAYER, **required, **options, "dropout": 0.25, "num_key_value_heads": 2}
+    expected = {**LAYER, **required, **options, "dropout": 0.25, "num_key_value_heads": 2}
     config = new.get_config()
-    assert {name: config[name] for name in wanted} == wanted
+    assert {name: config[name] for name in expected} == expected
     assert new.dtype_policy.name == "mixed_bfloat16"
 
 
-@of_any_class
-def test_every_option_is_known(cls):
-    """Fails if a release of Keras or KerasHub adds an option that is not in `CLASSES`."""
-    required, options, not_kept = CLASSES[cls]
-    known = {*required, *map(RENAMED.get, required), *options, *not_kept, "dropout"}
+@any_class
+def test_classes_list_all_options_of_keras_and_keras_hub(cls):
+    """A new release adds an option that `regroup` loses."""
+    required, options, lost = CLASSES[cls]
+    known = {*required, *map(RENAMED.get, required), *options, *lost, "dropout"}
     parameters = inspect.signature(cls.__init__).parameters.values()
     names = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} - {"self"}
     assert names - {"flash_attention", "num_key_value_heads"} <= known
@@ -106,13 +105,13 @@ def test_every_option_is_known(cls):
     "cls",
     [cls for cls in CLASSES if cls.__module__.startswith("keras.") or "Cached" in cls.__name__],
 )
-def test_flash_attention_is_kept(cls, flash_attention):
-    """Fails if `flash_attention` is lost: `get_config` leaves it out."""
+def test_regroup_keeps_flash_attention(cls, flash_attention):
+    """`flash_attention` is lost, because `get_config` leaves it out."""
     layer = make(cls, flash_attention=flash_attention)
     assert bool(regroup(layer, 2)._flash_attention) is flash_attention
 
 
-def built(cls, **options):
+def make_built(cls, **options):
     layer = make(cls, **options)
     shape = (None, None, WIDTH)
     layer.build(shape, shape) if hasattr(layer, "use_gate") else layer.build(shape)
@@ -120,18 +119,18 @@ def built(cls, **options):
 
 
 @pytest.mark.parametrize("cls", [BloomAttention, GPTNeoXAttention])
-def test_dropout_layers_have_the_rate(cls):
-    """Fails if the grouped layer stores `dropout` and does not apply it."""
+def test_regroup_applies_dropout(cls):
+    """The grouped layer stores `dropout` and does not apply it."""
 
     def rates(layer):
         return {i.rate for i in layer._flatten_layers() if isinstance(i, keras.layers.Dropout)}
 
-    assert rates(regroup_built(built(cls, dropout=0.25), 2)) == {0.25}
+    assert rates(regroup_built(make_built(cls, dropout=0.25), 2)) == {0.25}
 
 
-def test_rotary_positions_are_kept():
-    """Fails if a grouped GPT-NeoX stores its rotary options and does not apply them."""
-    layer = built(GPTNeoXAttention)
+def test_regroup_applies_rotary_options_of_gpt_neox():
+    """The grouped layer stores its rotary options and does not apply them."""
+    layer = make_built(GPTNeoXAttention)
     set_weights(layer)
     same = regroup_built(layer, HEADS)
     transfer(layer, same, Pooling("mean", HEADS, seed=0))

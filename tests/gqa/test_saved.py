@@ -1,4 +1,4 @@
-"""Saved models load where nothing but `import keras_recurrent` was done, those of before, too."""
+"""Saved converted models load after `import keras_recurrent`, also files of version 0.1.0."""
 
 import json
 import pathlib
@@ -12,24 +12,25 @@ from keras_recurrent.conversion import convert_to_gqa, uptraining
 from tests.gqa.oracle import numpy, set_weights
 from tests.processes import fresh_process
 
-# Saved on JAX by version 0.1.0 before `keras_recurrent.conversion.gqa`, which both name as the
-# module of their classes, became `keras_recurrent.gqa`.
-BEFORE = pathlib.Path(__file__).parents[1] / "data" / "converted_models"
-SEQUENCE = np.linspace(-1, 1, 12, dtype="float32").reshape(1, 3, 4)
-TOKENS = {"token_ids": np.array([[1, 4, 2]]), "padding_mask": np.ones((1, 3), "int32")}
+pytestmark = pytest.mark.once
+# Saved on JAX by version 0.1.0, when `keras_recurrent.gqa`, the module of their classes, was
+# `keras_recurrent.conversion.gqa`.
+FILES = pathlib.Path(__file__).parents[1] / "data" / "converted_models"
+INPUTS = {
+    "sequence": np.linspace(-1, 1, 12, dtype="float32").reshape(1, 3, 4),
+    "tokens": {"token_ids": np.array([[1, 4, 2]]), "padding_mask": np.ones((1, 3), "int32")},
+}
 
-# Loads each model of `argv`, and prints what it is and what it gives, before anything imports GQA.
+# Loads each model of `argv`, and prints its class and outputs, before anything imports GQA.
 LOAD = """
 import json, sys
 import keras_recurrent
 import keras, keras_hub
 import numpy as np
 
-loaded = {name for name in sys.modules if name.startswith("keras_recurrent.gqa")}
-assert not loaded
-arguments = json.loads(sys.argv[1])
-loaded = []
-for path, kind, inputs in arguments:
+assert not [name for name in sys.modules if name.startswith("keras_recurrent.gqa")]
+reports = []
+for path, kind, inputs in json.loads(sys.argv[1]):
     if kind == "keras":
         model = keras.saving.load_model(path)
     else:
@@ -44,22 +45,28 @@ for path, kind, inputs in arguments:
     if isinstance(rate, dict):
         schedule = [rate["registered_name"], int(model.optimizer.iterations)]
     registered = keras.saving.get_registered_object(keras.saving.get_registered_name(type(model)))
-    loaded.append([type(model).__name__, outputs, schedule, registered in (None, type(model))])
-print(json.dumps(loaded))
+    reports.append([type(model).__name__, outputs, schedule, registered in (None, type(model))])
+print(json.dumps(reports))
 """
+TAIL = ["keras_recurrent>ScheduleTail", 1]  # the schedule and the iterations of an optimizer
 
 
-def load_in_new_process(arguments):
-    return fresh_process("-c", LOAD, json.dumps(arguments))
+def assert_outputs(actual, expected):
+    np.testing.assert_allclose(np.array(actual), expected, rtol=1e-5, atol=1e-6)
 
 
-def schedule_tail():
-    decay = keras.optimizers.schedules.PolynomialDecay(1.0, 10, 0.5)
-    return uptraining(10, decay, 0.2, tail=True).learning_rate
+def assert_loads_in_new_process(cases):
+    """Each case is (path, "keras" or a class of KerasHub, inputs, class, outputs, schedule)."""
+    reports = fresh_process("-c", LOAD, json.dumps([case[:3] for case in cases]))
+    for report, (*_, cls, outputs, schedule) in zip(reports, cases, strict=True):
+        name, actual, loaded_schedule, is_registered = report
+        assert (name, loaded_schedule) == (cls, schedule)
+        assert is_registered  # the class itself replaces its placeholder in Keras's registry
+        assert_outputs(actual, outputs)
 
 
 def functional():
-    """Its attention stands in the graph, one layer of Keras and one of KerasHub."""
+    """A model with an attention layer of Keras and one of KerasHub in its graph."""
     x = keras.Input((3, 4))
     y = keras.layers.MultiHeadAttention(2, 2)(x, x, use_causal_mask=True)
     mask = np.tril(np.ones((1, 3, 3), "bool"))
@@ -67,89 +74,77 @@ def functional():
     return keras.Model(x, y)
 
 
-def holding():
-    """Its attention is held by a layer."""
+def decoder_layer():
+    """A model whose attention is inside a layer."""
     x = keras.Input((3, 4))
     return keras.Model(x, keras_hub.layers.TransformerDecoder(2, 2)(x))
 
 
-def gpt2():
-    backbone = keras_hub.models.GPT2Backbone(5, 1, 2, 4, 2, max_sequence_length=3)
-    return keras_hub.models.GPT2CausalLM(backbone)
+def save_trained(build, path):
+    """Saves a converted model with the optimizer of its first step; returns its case."""
+    model = build()
+    set_weights(model)
+    grouped = convert_to_gqa(model, 1)
+    decay = keras.optimizers.schedules.PolynomialDecay(1.0, 10, 0.5)
+    tail = uptraining(10, decay, 0.2, tail=True).learning_rate
+    grouped.compile(keras.optimizers.SGD(tail), "mse")
+    grouped.train_on_batch(INPUTS["sequence"], INPUTS["sequence"])
+    grouped.save(path)
+    outputs = numpy(grouped(INPUTS["sequence"]))
+    return str(path), "keras", "sequence", type(grouped).__name__, outputs, TAIL
 
 
 @pytest.mark.nightly
-@pytest.mark.once
-def test_every_kind_of_converted_model_loads_after_importing_the_package(tmp_path):
-    arguments, wanted = [], []
-    for build in (functional, holding):
-        model = build()
-        set_weights(model)
-        grouped = convert_to_gqa(model, 1)
-        grouped.compile(keras.optimizers.SGD(schedule_tail()), "mse")
-        grouped.train_on_batch(SEQUENCE, SEQUENCE)
-        grouped.save(tmp_path / f"{build.__name__}.keras")
-        arguments.append([str(tmp_path / f"{build.__name__}.keras"), "keras", "sequence"])
-        tail = ["keras_recurrent>ScheduleTail", 1]
-        wanted.append([type(grouped).__name__, numpy(grouped(SEQUENCE)), tail])
-
-    task = gpt2()
+def test_converted_models_load_after_importing_only_the_package(tmp_path):
+    """A file of a functional model, a layer or a task needs an import of `gqa` to load."""
+    cases = [
+        save_trained(build, tmp_path / f"{build.__name__}.keras")
+        for build in (functional, decoder_layer)
+    ]
+    backbone = keras_hub.models.GPT2Backbone(5, 1, 2, 4, 2, max_sequence_length=3)
+    task = keras_hub.models.GPT2CausalLM(backbone)
     set_weights(task)
     grouped = convert_to_gqa(task, 1)
-    grouped.save(tmp_path / "task.keras")
-    grouped.save_to_preset(str(tmp_path / "preset"))
-    outputs = numpy(grouped(TOKENS))
-    arguments += [
-        [str(tmp_path / "preset"), "CausalLM", "tokens"],
-        [str(tmp_path / "preset"), "GPT2CausalLM", "tokens"],
-        [str(tmp_path / "task.keras"), "keras", "tokens"],
-        [str(tmp_path / "preset"), "Backbone", "tokens"],
+    file, preset = str(tmp_path / "task.keras"), str(tmp_path / "preset")
+    grouped.save(file)
+    grouped.save_to_preset(preset)
+    expected = "GroupedGPT2CausalLM", numpy(grouped(INPUTS["tokens"])), None
+    hidden_states = numpy(grouped.backbone(INPUTS["tokens"]))
+    cases += [
+        (preset, "CausalLM", "tokens", *expected),
+        (preset, "GPT2CausalLM", "tokens", *expected),
+        (file, "keras", "tokens", *expected),
+        (preset, "Backbone", "tokens", "GroupedGPT2Backbone", hidden_states, None),
     ]
-    wanted += [["GroupedGPT2CausalLM", outputs, None]] * 3
-    wanted.append(["GroupedGPT2Backbone", numpy(grouped.backbone(TOKENS)), None])
-
-    found = load_in_new_process(arguments)
-    for (name, outputs, schedule, own), (kind, expected, tail) in zip(found, wanted, strict=True):
-        assert (name, schedule) == (kind, tail)
-        assert own  # Keras knows the class itself by now, and not its placeholder
-        np.testing.assert_allclose(np.array(outputs), expected, rtol=1e-5, atol=1e-6)
+    assert_loads_in_new_process(cases)
 
 
-@pytest.mark.once
-def test_files_of_before():
-    """Next to `test_files_of_before_load`, without the time to start a process."""
-    grouped, backbone = (
-        keras.saving.load_model(BEFORE / f"{name}.keras")
-        for name in ("grouped_model", "gpt2_backbone")
-    )
-    assert type(grouped).__name__ == "GroupedModel"
-    assert type(backbone).__name__ == "GroupedGPT2Backbone"
-    assert int(grouped.optimizer.iterations) == 1
-    rate = grouped.optimizer.get_config()["learning_rate"]
-    assert rate["registered_name"] == "keras_recurrent>ScheduleTail"
-    with np.load(BEFORE / "outputs.npz") as wanted:
-        for model, given, name in (
-            (grouped, SEQUENCE, "grouped_model"),
-            (backbone, TOKENS, "gpt2_backbone"),
-        ):
-            np.testing.assert_allclose(numpy(model(given)), wanted[name], rtol=1e-5, atol=1e-6)
+def published_cases():
+    """The files of version 0.1.0, with their classes, outputs and schedules."""
+    with np.load(FILES / "outputs.npz") as outputs:
+        return [
+            (
+                *(str(FILES / "grouped_model.keras"), "keras", "sequence"),
+                *("GroupedModel", outputs["grouped_model"], TAIL),
+            ),
+            (
+                *(str(FILES / "gpt2_backbone.keras"), "keras", "tokens"),
+                *("GroupedGPT2Backbone", outputs["gpt2_backbone"], None),
+            ),
+        ]
+
+
+@pytest.mark.parametrize("case", published_cases(), ids=["grouped_model", "gpt2_backbone"])
+def test_files_of_version_0_1_load(case):
+    path, _, inputs, cls, outputs, schedule = case
+    model = keras.saving.load_model(path)
+    assert type(model).__name__ == cls
+    assert_outputs(numpy(model(INPUTS[inputs])), outputs)
+    if schedule:
+        rate = model.optimizer.get_config()["learning_rate"]
+        assert [rate["registered_name"], int(model.optimizer.iterations)] == schedule
 
 
 @pytest.mark.nightly
-@pytest.mark.once
-def test_files_of_before_load():
-    """In a process that has not imported the modules of their classes."""
-    with np.load(BEFORE / "outputs.npz") as file:
-        wanted = dict(file)
-    found = load_in_new_process(
-        [
-            [str(BEFORE / "grouped_model.keras"), "keras", "sequence"],
-            [str(BEFORE / "gpt2_backbone.keras"), "keras", "tokens"],
-        ]
-    )
-    grouped, backbone = found
-    assert grouped[0] == "GroupedModel"
-    assert grouped[2] == ["keras_recurrent>ScheduleTail", 1]
-    assert backbone[0] == "GroupedGPT2Backbone"
-    for (_, outputs, _, _), name in zip(found, ("grouped_model", "gpt2_backbone"), strict=True):
-        np.testing.assert_allclose(np.array(outputs), wanted[name], rtol=1e-5, atol=1e-6)
+def test_files_of_version_0_1_load_after_importing_only_the_package():
+    assert_loads_in_new_process(published_cases())

@@ -14,13 +14,12 @@ schedules = keras.optimizers.schedules
 @pytest.mark.parametrize(
     ("original", "fraction", "steps"), [(10_000, 0.05, 500), (100, 0.07, 7), (30, 0.05, 2)]
 )
-@pytest.mark.once
-def test_steps(original, fraction, steps):
+def test_uptraining_steps_are_a_rounded_fraction(original, fraction, steps):
     plan = uptraining(original, 1e-3, fraction)
     assert (plan.steps, plan.learning_rate) == (steps, 1e-3)
 
 
-def test_rates():
+def test_uptraining_rate_is_the_end_or_the_tail_of_the_schedule():
     decay = schedules.PolynomialDecay(1.0, 100, end_learning_rate=0.5)
     assert uptraining(100, decay).learning_rate == pytest.approx(0.5)
     tail = uptraining(100, decay, fraction=0.2, tail=True).learning_rate
@@ -29,7 +28,7 @@ def test_rates():
     assert float(copy(10)) == pytest.approx(0.55)
 
 
-def test_fit_takes_the_steps():
+def test_fit_with_callbacks_of_uptraining_ends_after_its_steps():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     plan = uptraining(140, 1e-3)
     model.compile(keras.optimizers.SGD(plan.learning_rate), "mse")
@@ -49,13 +48,13 @@ def test_fit_takes_the_steps():
         ((10, schedules.PolynomialDecay(1.0, 10, 0.0)), "ends at a rate of 0"),
     ],
 )
-def test_refusals(arguments, message):
+def test_uptraining_with_invalid_argument_names_it(arguments, message):
     with pytest.raises(ValueError, match=message):
         uptraining(*arguments)
 
 
-def test_report_counts_by_hand():
-    """Two heads of size 3: keys and values of 6 numbers each, in 2 bytes; an encoder's not."""
+def test_report_counts_parameters_and_cache_bytes_of_decoder_layers():
+    """The report counts an encoder's keys and values, or the wrong bytes per element."""
     x, y = keras.Input((None, 4)), keras.Input((None, 4))
 
     def attention(dtype):

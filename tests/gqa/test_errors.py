@@ -1,4 +1,6 @@
-"""What cannot be converted, and what the error says, before anything is built."""
+"""Models that cannot be converted: errors before anything is built, and their remedies."""
+
+import functools
 
 import keras
 import keras_hub
@@ -6,90 +8,80 @@ import numpy as np
 import pytest
 
 from keras_recurrent.conversion import convert_to_gqa, gqa_report
+from tests.gqa.families import make_backbone
 from tests.models.tiny import tiny_backbone
 
 pytestmark = pytest.mark.once
 
 hub = keras_hub.models
+gpt2, llama = (functools.partial(make_backbone, name) for name in ("GPT2", "Llama"))
 WIDTH = 8
-
-
-def model_of(layer, source_width=WIDTH):
-    x, y = keras.Input((3, WIDTH)), keras.Input((3, source_width))
-    return keras.Model([x, y], layer(x, y))
+CUSTOM_GRAPH = "what that class adds to its graph would be lost"
 
 
 def attention(*args, **kwargs):
     return keras.layers.MultiHeadAttention(*(args or (4, 2)), **kwargs)
 
 
-class OwnAttention(keras.layers.MultiHeadAttention):
+def apply(layer):
+    """A functional model that calls a layer, or a model, with one input."""
+    x = keras.Input((3, WIDTH))
+    return keras.Model(x, layer(x))
+
+
+def cross_attention(layer, source_width=WIDTH):
+    x, y = keras.Input((3, WIDTH)), keras.Input((3, source_width))
+    return keras.Model([x, y], layer(x, y))
+
+
+def encoder():
+    return apply(lambda x: attention()(x, x))
+
+
+class CustomAttention(keras.layers.MultiHeadAttention):
     pass
 
 
-class OwnModel(keras.Model):
-    """A functional model of a class of its own."""
-
+class CustomFunctionalModel(keras.Model):
     def __init__(self):
         x = keras.Input((3, WIDTH))
         super().__init__(x, attention()(x, x, use_causal_mask=True))
 
 
-@keras.saving.register_keras_serializable(package="test_refusals")
-class Code(keras.Model):
+@keras.saving.register_keras_serializable(package="test_errors")
+class SubclassedModel(keras.Model):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.attention = attention(name="held")
+        self.attention = attention(name="inner")
 
     def call(self, x):
         return self.attention(x, x)
 
 
-class Holder(keras.layers.Layer):
+class CustomLayer(keras.layers.Layer):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.attention = attention(name="held")
+        self.attention = attention(name="inner")
 
     def call(self, x):
         return self.attention(x, x)
 
 
-def holder():
-    x = keras.Input((3, WIDTH))
-    return keras.Model(x, Holder(name="holder")(x))
-
-
-def encoder():
-    x = keras.Input((3, WIDTH))
-    return keras.Model(x, attention()(x, x))
+def custom_layer():
+    return apply(CustomLayer(name="custom"))
 
 
 def quantized():
-    model = model_of(attention())
+    model = cross_attention(attention())
     model.quantize("int8")
     return model
 
 
-def with_lora():
+def lora():
     layer = attention()
-    model = model_of(layer)
+    model = cross_attention(layer)
     layer.key_dense.enable_lora(1)
     return model
-
-
-def nested(inner):
-    x = keras.Input((3, WIDTH))
-    return keras.Model(x, inner()(x))
-
-
-def gpt2(**kwargs):
-    sizes = {"num_layers": 2, "num_heads": 4, "hidden_dim": 16, "intermediate_dim": 4}
-    return hub.GPT2Backbone(vocabulary_size=5, max_sequence_length=4, **sizes, **kwargs)
-
-
-def llama():
-    sizes = {"num_layers": 1, "hidden_dim": 16, "intermediate_dim": 4}
-    return hub.LlamaBackbone(vocabulary_size=5, num_query_heads=4, num_key_value_heads=4, **sizes)
 
 
 def bert():
@@ -102,12 +94,12 @@ def falcon():
     return hub.FalconBackbone(vocabulary_size=5, **sizes)
 
 
-class OwnLlama(hub.LlamaBackbone):
+class CustomLlama(hub.LlamaBackbone):
     pass
 
 
-def own_llama():
-    return OwnLlama.from_config(llama().get_config())
+def custom_llama():
+    return CustomLlama.from_config(llama().get_config())
 
 
 def gpt2_with_lora():
@@ -116,7 +108,7 @@ def gpt2_with_lora():
     return model
 
 
-class OwnTask(hub.GPT2CausalLM):
+class CustomTask(hub.GPT2CausalLM):
     pass
 
 
@@ -124,32 +116,32 @@ class OwnTask(hub.GPT2CausalLM):
 @pytest.mark.parametrize(
     ("model", "groups", "message"),
     [
-        (lambda: model_of(attention()), 0, "`num_key_value_heads` must be an integer"),
-        (lambda: model_of(attention()), 2.0, "`num_key_value_heads` must be an integer"),
-        (lambda: model_of(attention()), 3, "4 key and value heads, which 3 does not divide"),
-        (lambda: model_of(attention(4, 2, 3)), 2, "`value_dim` is 3"),
-        (lambda: model_of(attention(output_shape=5)), 2, "`output_shape` is \\(5,\\)"),
-        (lambda: model_of(attention(), source_width=6), 2, "width 8 and values 6"),
-        (lambda: model_of(OwnAttention(4, 2)), 2, "OwnAttention is a custom class"),
-        (OwnModel, 2, "what that class adds to its graph would be lost"),
-        (lambda: nested(OwnModel), 2, "what that class adds to its graph would be lost"),
-        (lambda: nested(lambda: keras.layers.Dense(2)), 2, "no attention layers of Keras or Keras"),
-        (Code, 2, r"`Code` is not a .* convert `keras.Model\(x, model\(x\)\)`.* by `where`"),
-        (holder, 2, "is unknown whether 'holder/held' attends causally"),
+        (lambda: cross_attention(attention()), 0, "`num_key_value_heads` must be an integer"),
+        (lambda: cross_attention(attention()), 2.0, "`num_key_value_heads` must be an integer"),
+        (lambda: cross_attention(attention()), 3, "4 key and value heads, which 3 does not divide"),
+        (lambda: cross_attention(attention(4, 2, 3)), 2, "`value_dim` is 3"),
+        (lambda: cross_attention(attention(output_shape=5)), 2, "`output_shape` is \\(5,\\)"),
+        (lambda: cross_attention(attention(), source_width=6), 2, "width 8 and values 6"),
+        (lambda: cross_attention(CustomAttention(4, 2)), 2, "CustomAttention is a custom class"),
+        (CustomFunctionalModel, 2, CUSTOM_GRAPH),
+        (lambda: apply(CustomFunctionalModel()), 2, CUSTOM_GRAPH),
+        (lambda: apply(keras.layers.Dense(2)), 2, "no attention layers of Keras or Keras"),
+        (SubclassedModel, 2, r"is not a .* convert `keras.Model\(x, model\(x\)\)`.* by `where`"),
+        (custom_layer, 2, "is unknown whether 'custom/inner' attends causally"),
         (encoder, 2, "of 1 attention layers none is causal .*Bidirectional .*pass `where`"),
         (quantized, 2, "is quantized \\(int8\\)"),
-        (with_lora, 2, "has LoRA weights"),
+        (lora, 2, "has LoRA weights"),
         (gpt2, 3, "4 key and value heads, which 3 does not divide"),
         (gpt2_with_lora, 2, "has LoRA weights"),
         (llama, 3, "must divide the 4 key and value heads of the LlamaBackbone .*; got 3"),
-        (own_llama, 2, "`OwnLlama` cannot be converted: it is a custom class"),
+        (custom_llama, 2, "`CustomLlama` cannot be converted: it is a custom class"),
         (bert, 1, "`BertBackbone` cannot be converted: it has no cache"),
         (falcon, 1, "`FalconBackbone` cannot be converted: .* its attention has no grouped"),
-        (lambda: OwnTask(gpt2()), 2, "`OwnTask` cannot be converted"),
+        (lambda: CustomTask(gpt2()), 2, "`CustomTask` cannot be converted"),
         (tiny_backbone, 1, "`GriffinBackbone` cannot be converted: build it with"),
     ],
 )
-def test_refused(model, groups, message):
+def test_unsupported_conversion_raises_with_reason_and_keeps_the_model(model, groups, message):
     model = model()
     weights = [id(weight) for weight in model.weights]
     with pytest.raises(ValueError, match=message):
@@ -157,7 +149,7 @@ def test_refused(model, groups, message):
     assert [id(weight) for weight in model.weights] == weights
 
 
-def test_attention_over_images_is_refused():
+def test_conversion_of_attention_over_two_axes_raises():
     x = keras.Input((3, 3, WIDTH))
     model = keras.Model(x, attention(name="a")(x, x))
     with pytest.raises(ValueError, match="more than one axis"):
@@ -173,12 +165,12 @@ def test_attention_over_images_is_refused():
         (gpt2, lambda layer: "layer_0" in layer.path, "chooses 1 of 2 causal attention layers"),
     ],
 )
-def test_where_is_refused(model, where, message):
+def test_invalid_where_raises_with_the_layers(model, where, message):
     with pytest.raises(ValueError, match=message):
         convert_to_gqa(model(), 2, where=where)
 
 
-def test_others_are_refused():
+def test_invalid_model_or_pooling_raises():
     with pytest.raises(TypeError, match="must be a Keras model; got a Dense"):
         convert_to_gqa(keras.layers.Dense(1), 1)
     with pytest.raises(ValueError, match="`pooling` must be one of 'mean', 'first', 'random'"):
@@ -187,20 +179,27 @@ def test_others_are_refused():
         convert_to_gqa(keras.Sequential([keras.layers.Dense(1)]), 1)
 
 
-def test_chosen_layers_are_converted():
-    """What the errors advise works."""
+def remedies():
+    """Models for which the errors above recommend `where` or a functional model."""
+    custom = CustomFunctionalModel()
+    return [
+        (custom_layer(), lambda layer: True),
+        (keras.Model(custom.input, custom.output), None),
+        (apply(SubclassedModel()), lambda layer: True),
+        (encoder(), lambda layer: True),
+    ]
+
+
+def test_remedies_of_the_errors_convert_the_model():
     x = np.zeros((1, 3, WIDTH), "float32")
-    assert convert_to_gqa(holder(), 2, where=lambda layer: True)(x).shape == (1, 3, WIDTH)
-    own = OwnModel()
-    assert convert_to_gqa(keras.Model(own.input, own.output), 2)(x).shape == (1, 3, WIDTH)
-    inputs = keras.Input((3, WIDTH))
-    code = keras.Model(inputs, Code()(inputs))
-    for model in (encoder(), code):
-        grouped = convert_to_gqa(model, 2, where=lambda layer: True)
+    for model, where in remedies():
+        grouped = convert_to_gqa(model, 2, where=where)
         assert grouped(x).shape == (1, 3, WIDTH)
         assert grouped.count_params() < model.count_params()
-    # An encoder has no cache.
+
+
+def test_report_of_encoder_has_no_cache_and_requires_weights():
     with pytest.raises(ValueError, match="`before` has no weights yet"):
-        gqa_report(keras.Sequential([attention()]), encoder())  # an AttributeError of Keras
+        gqa_report(keras.Sequential([attention()]), encoder())
     report = gqa_report(encoder(), convert_to_gqa(encoder(), 2, where=lambda layer: True))
     assert "| key-value bytes a token | 0 | 0 | – |" in report
