@@ -1,12 +1,10 @@
-"""Models of a family on a mesh of eight simulated devices, and on one. Prints JSON.
+"""Asserts that a model on a mesh of eight simulated devices matches the same model on one.
 
-A process of its own, for it has eight devices. Its arguments: the folder into which XLA writes the
-programs that it compiles; "writes" or "trains", whether models write, too; and cases such as
-`griffin:2,4` or `griffin:2,4:8`, a family, the sizes of the mesh for batch and model, or for batch,
-sequence and model, and the heads of keys and values.
+Arguments: the folder into which XLA dumps the programs that it compiles, and a case such as
+`griffin:2,4` or `griffin:2,4:8`: a family, the sizes of the mesh for batch and model, or for batch,
+sequence and model, and the number of key and value heads.
 """
 
-import json
 import math
 import pathlib
 import sys
@@ -15,17 +13,17 @@ import keras
 import numpy as np
 
 from keras_recurrent.models import memory_sizes, training_sizes
+from tests.devices.meshes import device_mesh, model_parallel
 from tests.devices.programs import collectives
 from tests.models.tiny import FAMILIES, set_weights
 
 PROGRAMS = "*train_step*after_optimizations.txt"
 BATCH, LENGTH = 16, 24  # no weight has these sizes
-MOST_BYTES_OF_STATES = 16_384  # of a device's rows; their hidden states are 49,152 bytes
-EVERY = {"vocabulary_size": 160, "hidden_dim": 32, "intermediate_dim": 64}
+MAX_STATE_BYTES = 16_384  # of a device's sequences; their hidden states have 49,152 bytes
+COMMON = {"num_layers": 2, "vocabulary_size": 160, "hidden_dim": 32, "intermediate_dim": 64}
 SIZES = {
     "griffin": {
-        **EVERY,
-        "num_layers": 2,
+        **COMMON,
         "block_types": ("recurrent", "local_attention"),
         "lru_width": 64,
         "num_blocks": 8,
@@ -33,11 +31,10 @@ SIZES = {
         "head_dim": 8,
         "sliding_window": 6,
     },
-    "hgrn2": {**EVERY, "num_layers": 2, "expand_ratio": 4},
-    "transnormer": {**EVERY, "num_layers": 2, "num_heads": 8, "head_dim": 4},
+    "hgrn2": {**COMMON, "expand_ratio": 4},
+    "transnormer": {**COMMON, "num_heads": 8, "head_dim": 4},
     "lightning_hybrid": {
-        **EVERY,
-        "num_layers": 2,
+        **COMMON,
         "block_types": ("lightning_attention", "global_attention"),
         "num_query_heads": 8,
         "head_dim": 4,
@@ -45,137 +42,137 @@ SIZES = {
 }
 
 
-def make(family, **sizes):
-    of = FAMILIES[family]
-    model = of.causal_lm(of.backbone(**{**SIZES[family], **sizes}))
+def make_model(family, **sizes):
+    row = FAMILIES[family]
+    model = row.causal_lm(row.backbone(**{**SIZES[family], **sizes}))
     set_weights(model, seed=0)
-    model.compile(
-        keras.optimizers.SGD(0.1, momentum=0.9), model.loss, weighted_metrics=[], sampler="greedy"
-    )
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    model.compile(optimizer, model.loss, weighted_metrics=[], sampler="greedy")
     return model
 
 
-def batch():
+def training_batch():
+    """Packed documents with padding at the end: inputs, labels and sample weights."""
     rng = np.random.default_rng(0)
-    tokens = rng.integers(1, EVERY["vocabulary_size"], (BATCH, LENGTH + 1)).astype("int32")
+    tokens = rng.integers(1, COMMON["vocabulary_size"], (BATCH, LENGTH + 1)).astype("int32")
     mask = (np.arange(LENGTH) < rng.integers(LENGTH // 2, LENGTH, (BATCH, 1))).astype("int32")
     x = {"token_ids": tokens[:, :-1], "padding_mask": mask}
     x["segment_ids"] = np.sort(rng.integers(3, size=(BATCH, LENGTH)).astype("int32"))
     return x, tokens[:, 1:], mask
 
 
-def observed(model, writes):
-    """Losses of two steps, weights and slots after them, and tokens that it `writes` or not."""
-    x, y, weight = batch()
-    fit = model.fit(
-        x, y, sample_weight=weight, batch_size=BATCH, epochs=2, shuffle=False, verbose=0
-    )
-    losses = fit.history["loss"]
+def generate(model, batch_size, lengths):
+    """Greedy continuations of the first sequences, which begin with prompts of these lengths."""
+    token_ids = training_batch()[0]["token_ids"][:batch_size]
+    mask = (np.arange(LENGTH) < lengths)[:batch_size]
+    output = model.generate({"token_ids": token_ids, "padding_mask": mask}, stop_token_ids=None)
+    return np.asarray(output["token_ids"])
+
+
+def train_and_generate(model):
+    """Losses of two steps, weights and slots after them, and generated tokens."""
+    x, y, weight = training_batch()
+    options = {"batch_size": BATCH, "epochs": 2, "shuffle": False, "verbose": 0}
+    losses = model.fit(x, y, sample_weight=weight, **options).history["loss"]
     variables = (*model.weights, *model.optimizer.variables)
     arrays = [(v.path, np.asarray(v.value)) for v in variables]
-    if not writes:
-        return losses, arrays, x["token_ids"]
     lengths = np.arange(BATCH)[:, None] % 6 + LENGTH - 12
-    prompt = {"token_ids": x["token_ids"], "padding_mask": np.arange(LENGTH) < lengths}
-    # All rows, and one that the devices do not divide.
-    written = [
-        model.generate({name: a[:rows] for name, a in prompt.items()}, stop_token_ids=None)
-        for rows in (BATCH, 1)
-    ]
-    return losses, arrays, np.concatenate([np.asarray(rows["token_ids"]) for rows in written])
+    # The devices do not divide a batch of one.
+    tokens = [generate(model, batch_size, lengths) for batch_size in (BATCH, 1)]
+    return losses, arrays, np.concatenate(tokens)
 
 
-def is_planned(sent, sizes, family, kv_heads):
-    """Whether a step may send this: weights or their gradients, or a device's part of activations.
+def is_expected(message, sizes, family, kv_heads):
+    """Returns True if a training step must send this message between devices.
 
-    Nothing is sent in loops. Embeddings are looked up where their columns are, then sent to where
-    their rows are. Where tokens of a row are on several devices, these send states to the right.
+    Expected are weights and their gradients, or a device's part of activations, outside loops.
+    Embeddings are looked up on the devices that have their columns, then sent to those that have
+    their sequences. If tokens of a sequence are on several devices, states are sent to the right.
     """
-    if sent.in_loop:
+    if message.in_loop:
         return False
     rows, tokens = BATCH // sizes["batch"], LENGTH // sizes.get("sequence", 1)
-    width, size = EVERY["hidden_dim"], math.prod(sent.shape)
-    of_weights = EVERY["vocabulary_size"] * width // sizes["model"]
-    if "token_embedding" in sent.operation and "/jit(_take)/" in sent.operation:
-        return size <= max(rows * tokens * width, of_weights)
-    if sent.kind == "collective-permute" and "/shard_map/ppermute" in sent.operation:
-        return sent.nbytes <= MOST_BYTES_OF_STATES
-    if not {LENGTH, rows * LENGTH, rows * tokens} & {*sent.shape} and sent.shape[1:2] != (tokens,):
-        return sent.kind != "all-to-all" and size <= of_weights
-    allowed = {(rows, tokens), (rows, tokens, 1), (rows, tokens, width), (rows * tokens, width)}
-    allowed |= {(rows, LENGTH), (rows, LENGTH, 1)}  # kinds and positions of tokens
-    allowed.add((rows, tokens, sizes["model"]))  # the largest logit of each part of the vocabulary
+    width, size = COMMON["hidden_dim"], math.prod(message.shape)
+    weight_size = COMMON["vocabulary_size"] * width // sizes["model"]
+    if "token_embedding" in message.operation and "/jit(_take)/" in message.operation:
+        return size <= max(rows * tokens * width, weight_size)
+    if message.kind == "collective-permute" and "/shard_map/ppermute" in message.operation:
+        return message.nbytes <= MAX_STATE_BYTES
+    activation_sizes = {LENGTH, rows * LENGTH, rows * tokens}
+    if not activation_sizes & {*message.shape} and message.shape[1:2] != (tokens,):
+        return message.kind != "all-to-all" and size <= weight_size
+    shapes = {(rows, tokens), (rows, tokens, 1), (rows, tokens, width), (rows * tokens, width)}
+    shapes |= {(rows, LENGTH), (rows, LENGTH, 1)}  # kinds and positions of tokens
+    shapes.add((rows, tokens, sizes["model"]))  # the largest logit of each part of the vocabulary
     if "num_query_heads" in SIZES[family]:
         heads, head_dim = SIZES[family]["num_query_heads"], SIZES[family]["head_dim"]
         if kv_heads % sizes["model"]:  # gradients of keys and values that devices share
-            allowed.add((rows, tokens, kv_heads, head_dim))
+            shapes.add((rows, tokens, kv_heads, head_dim))
             if kv_heads > 1:  # their queries are gathered, too
-                allowed.add((rows, tokens, heads, head_dim))
-    return sent.kind in ("all-reduce", "all-gather") and sent.shape in allowed
+                shapes.add((rows, tokens, heads, head_dim))
+    return message.kind in ("all-reduce", "all-gather") and message.shape in shapes
 
 
-def compare(dump, writes, family, sizes, kv_heads="1"):
-    further = {"num_key_value_heads": int(kv_heads)} if family == "griffin" else {}
-    expected = observed(make(family, **further), writes)
+def compare(dump, family, sizes, kv_heads="1"):
+    """Returns the shapes of a device's part of each state."""
+    kv_heads, sizes = int(kv_heads), tuple(map(int, sizes.split(",")))
+    heads = {"num_key_value_heads": kv_heads} if family == "griffin" else {}
+    losses_of_one, arrays_of_one, tokens_of_one = train_and_generate(make_model(family, **heads))
     before = set(dump.glob(PROGRAMS))
-    sizes = tuple(map(int, sizes.split(",")))
-    names = ("batch", "model") if len(sizes) == 2 else ("batch", "sequence", "model")
-    mesh = keras.distribution.DeviceMesh(sizes, names, keras.distribution.list_devices())
-    layout = {"attention_layers": [1]} if family == "lightning_hybrid" else further
+    mesh = device_mesh(*sizes)
+    layout = {"attention_layers": [1]} if family == "lightning_hybrid" else heads
     layout_map = FAMILIES[family].backbone.get_layout_map(mesh, **layout)
-    with keras.distribution.ModelParallel(layout_map=layout_map).scope():
-        model = make(family, **further)
-        found = observed(model, writes)
+    with model_parallel(layout_map):
+        model = make_model(family, **heads)
+        losses, arrays, tokens = train_and_generate(model)
         state = model.backbone.get_initial_state(BATCH, LENGTH)
     (program,) = set(dump.glob(PROGRAMS)) - before
-    sent = collectives(program.read_text())
-    (losses, arrays, tokens), (losses_of_one, arrays_of_one, tokens_of_one) = found, expected
-    differences = [
-        (float(np.abs(a - b).max()), path)
-        for (path, a), (_, b) in zip(arrays, arrays_of_one, strict=True)
-    ]
+    axes = dict(zip(mesh.axis_names, sizes, strict=True))
+    messages = collectives(program.read_text())
+    assert [m for m in messages if not is_expected(m, axes, family, kv_heads)] == []
+    np.testing.assert_allclose(losses, losses_of_one, rtol=2e-6)
+    for (path, array), (_, expected) in zip(arrays, arrays_of_one, strict=True):
+        np.testing.assert_allclose(array, expected, rtol=0, atol=1e-6, err_msg=path)
+    np.testing.assert_array_equal(tokens, tokens_of_one)
+    assert device_bytes(model, state) == computed_bytes(model, layout_map)
     return {
-        "losses": float(np.abs(np.divide(losses, losses_of_one) - 1).max()),
-        "arrays": max(differences),
-        "same tokens": bool((tokens == tokens_of_one).all()),
-        "unplanned": [
-            c
-            for c in sent
-            if not is_planned(c, dict(zip(names, sizes, strict=True)), family, int(kv_heads))
-        ],
-        "bytes": on_a_device(model, state),
-        "said bytes": said_bytes(model, layout_map),
-        "states": {
-            path[-1]: array.sharding.shard_shape(array.shape)
-            for path, array in keras.tree.flatten_with_path(state)
-        },
+        path[-1]: array.sharding.shard_shape(array.shape)
+        for path, array in keras.tree.flatten_with_path(state)
     }
 
 
-def on_a_device(model, state):
-    """Bytes of what lies on one device; plain SGD with momentum has a slot for each weight."""
+def device_bytes(model, state):
+    """Bytes on one device; SGD with momentum has a slot for each weight."""
     arrays = {
         "parameters": [weight.value for weight in model.weights],
         "slots": [v.value for v in model.optimizer.variables if v.path.endswith("momentum")],
         "cache": keras.tree.flatten(state),
     }
     return {
-        name: sum(array.addressable_shards[0].data.nbytes for array in of_name)
-        for name, of_name in arrays.items()
+        name: sum(array.addressable_shards[0].data.nbytes for array in group)
+        for name, group in arrays.items()
     }
 
 
-def said_bytes(model, layout_map):
-    """The same by arithmetic, and gradients, which are gone after a step."""
+def computed_bytes(model, layout_map):
+    """Bytes on one device by `training_sizes` and `memory_sizes`; gradients equal the slots."""
     training = training_sizes(model, num_slots=1, layout_map=layout_map)
     assert training.gradients == training.slots
     cache = memory_sizes(model, BATCH, LENGTH, layout_map=layout_map).cache
     return {"parameters": training.parameters, "slots": training.slots, "cache": cache}
 
 
-def main(dump, writes, *cases):
-    found = {c: compare(pathlib.Path(dump), writes == "writes", *c.split(":")) for c in cases}
-    print(json.dumps(found))
+# {case: shapes of a device's part of some states}
+STATES: dict = {
+    "griffin:2,2,2": {"hidden": (8, 32), "inputs": (8, 3, 32), "key": (8, 5, 1, 8)},
+    "griffin:4,2:2": {"key": (4, 5, 1, 8)},
+    **{f"{family}:2,4": {"memory": (8, 2, 4, 4)} for family in FAMILIES if family != "griffin"},
+}
+
+
+def main(dump, case):
+    states = compare(pathlib.Path(dump), *case.split(":"))
+    assert states.items() >= STATES.get(case, {}).items(), states
 
 
 if __name__ == "__main__":

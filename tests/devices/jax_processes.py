@@ -1,6 +1,6 @@
-"""One of two processes that train, save and write with one model. Prints JSON.
+"""One of two processes that train, save and generate with one model. Prints losses and tokens.
 
-Its arguments: its number, the port of the first one, and a folder for files.
+Arguments: the number of this process, a folder for files, and the port of the first process.
 """
 
 import importlib.util
@@ -11,7 +11,7 @@ import sys
 import jax
 import numpy as np
 
-number, port, folder = int(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3])
+number, folder, port = int(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 import keras  # noqa: E402
 
@@ -19,91 +19,84 @@ keras.utils.set_random_seed(0)
 keras.distribution.initialize(f"localhost:{port}", num_processes=2, process_id=number)
 
 from keras_recurrent.devices.jax_processes import gather_to_numpy  # noqa: E402
-from tests.devices.jax_layouts import batch, make  # noqa: E402
+from tests.devices.jax_layouts import generate, make_model, training_batch  # noqa: E402
+from tests.devices.meshes import device_mesh, model_parallel  # noqa: E402
 from tests.models.tiny import FAMILIES  # noqa: E402
 
 FAMILY = "hgrn2"
 
 
-def trained(model, callbacks=()):
-    """With each process's rows of the same batch."""
-    x, y, weight = batch()
-    share = slice(number * len(y) // 2, (number + 1) * len(y) // 2)
-    x = {name: array[share] for name, array in x.items()}
-    options = {"batch_size": 8, "callbacks": callbacks, "verbose": 0}
-    history = model.fit(x, y[share], sample_weight=weight[share], **options)
-    return history.history["loss"][0]
-
-
-def written(model):
-    x, _, mask = batch()
-    mask = np.arange(mask.shape[1]) < mask.sum(axis=1, keepdims=True) - 4
-    rows = model.generate({"token_ids": x["token_ids"], "padding_mask": mask}, stop_token_ids=None)
-    return np.asarray(rows["token_ids"]).tolist()
-
-
-def equal(a, b):
-    arrays = [[gather_to_numpy(weight) for weight in model.weights] for model in (a, b)]
-    return all(map(np.array_equal, *arrays))
-
-
-def read_from_shards(model):
-    """Whether Orbax reads what it wrote, each process its shards; None where it is missing."""
-    if importlib.util.find_spec("orbax") is None:
-        return None
-    shards = str(folder / "shards")
-    trained(model, [keras.callbacks.OrbaxCheckpoint(shards, monitor="loss")])
-    again = make(FAMILY)
-    again.load_weights(shards)
-    kernels = [m.backbone.transformer_layers[0].mlp.gate_proj.kernel for m in (model, again)]
-    return equal(model, again) and kernels[0].value.sharding == kernels[1].value.sharding
-
-
-def on_parts_of_rows(devices):
-    """The loss of training with whole rows, whose tokens are split over both processes."""
-    mesh = keras.distribution.DeviceMesh((1, 4, 1), ("batch", "sequence", "model"), devices)
+def split_over(*sizes):
+    """The scope of models on a mesh; each process passes its part of the data."""
+    mesh = device_mesh(*sizes, devices=keras.distribution.list_devices())
     layout_map = FAMILIES[FAMILY].backbone.get_layout_map(mesh)
-    distribution = keras.distribution.ModelParallel(layout_map=layout_map, auto_shard_dataset=False)
-    with distribution.scope():
-        model = make(FAMILY)
-        x, y, weight = batch()
+    return model_parallel(layout_map, auto_shard_dataset=False)
+
+
+def train(model, callbacks=()):
+    """Returns the loss of a batch of which each process passes its half."""
+    x, y, weight = training_batch()
+    half = slice(number * len(y) // 2, (number + 1) * len(y) // 2)
+    x = {name: array[half] for name, array in x.items()}
+    options = {"batch_size": 8, "callbacks": callbacks, "verbose": 0}
+    return model.fit(x, y[half], sample_weight=weight[half], **options).history["loss"][0]
+
+
+def generate_tokens(model):
+    lengths = training_batch()[2].sum(axis=1, keepdims=True) - 4
+    return generate(model, None, lengths).tolist()
+
+
+def assert_equal_weights(actual, expected):
+    for a, b in zip(actual.weights, expected.weights, strict=True):
+        np.testing.assert_array_equal(gather_to_numpy(a), gather_to_numpy(b))
+
+
+def first_kernel(model):
+    return model.backbone.transformer_layers[0].mlp.gate_proj.kernel.value
+
+
+def assert_orbax_loads_shards(model):
+    """Each process saves and loads its shards."""
+    shards = str(folder / "shards")
+    train(model, [keras.callbacks.OrbaxCheckpoint(shards, monitor="loss")])
+    loaded = make_model(FAMILY)
+    loaded.load_weights(shards)
+    assert_equal_weights(loaded, model)
+    assert first_kernel(loaded).sharding == first_kernel(model).sharding
+
+
+def train_on_shards_of_time():
+    """Loss and tokens of a model whose sequences are split over both processes."""
+    with split_over(1, 4, 1):
+        model = make_model(FAMILY)
+        x, y, weight = training_batch()
         history = model.fit(x, y, sample_weight=weight, batch_size=16, verbose=0)
-        return history.history["loss"][0], written(model)
+        return history.history["loss"][0], generate_tokens(model)
 
 
 def main():
-    devices = keras.distribution.list_devices()
-    mesh = keras.distribution.DeviceMesh((2, 2), ("batch", "model"), devices)
-    layout_map = FAMILIES[FAMILY].backbone.get_layout_map(mesh)
-    distribution = keras.distribution.ModelParallel(layout_map=layout_map, auto_shard_dataset=False)
-    with distribution.scope():
-        model = make(FAMILY)
-        loss = trained(model)
-        kernel = model.backbone.transformer_layers[0].mlp.gate_proj.kernel.value
+    with split_over(2, 2):
+        model = make_model(FAMILY)
+        loss = train(model)
+        assert not first_kernel(model).is_fully_addressable
         model.save_weights(folder / "all.weights.h5")
         model.save_to_preset(str(folder / "preset"))
         model.export_to_transformers(str(folder / "exported"))
-        tokens = written(model)
-        x, _, mask = batch()
+        tokens = generate_tokens(model)
+        x, _, mask = training_batch()
         prompt = {"token_ids": x["token_ids"], "padding_mask": np.sort(mask)[:, ::-1]}
-        cache = model.prefill(prompt)
-        stream = model.stream(cache=cache, max_length=2, stop_token_ids=None)
-        ahead = [np.asarray(piece).tolist() for piece in stream]
-        again = make(FAMILY)
-        again.load_weights(folder / "all.weights.h5")
-        preset = type(model).from_preset(str(folder / "preset"))
-        read = [equal(again, model), equal(preset, model)]
-        from_shards = read_from_shards(again)
-    report = {
-        "loss": loss,
-        "of parts": on_parts_of_rows(devices),
-        "spread": not kernel.is_fully_addressable,
-        "tokens": tokens,
-        "ahead": ahead,
-        "read": read,
-        "read from shards": from_shards,
-    }
-    print(json.dumps(report), flush=True)
+        stream = model.stream(cache=model.prefill(prompt), max_length=2, stop_token_ids=None)
+        streamed = [np.asarray(step).tolist() for step in stream]
+        loaded = make_model(FAMILY)
+        loaded.load_weights(folder / "all.weights.h5")
+        assert_equal_weights(loaded, model)
+        assert_equal_weights(type(model).from_preset(str(folder / "preset")), model)
+        if importlib.util.find_spec("orbax"):
+            assert_orbax_loads_shards(loaded)
+    loss_of_shards, tokens_of_shards = train_on_shards_of_time()
+    assert tokens == tokens_of_shards
+    print(json.dumps([loss, loss_of_shards, tokens, streamed]), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What compiled programs send between devices, read from the text that XLA dumps."""
+"""Messages that compiled programs send between devices, from the text that XLA dumps."""
 
 import math
 import re
@@ -13,17 +13,17 @@ class Collective(NamedTuple):
     shape: tuple[int, ...]
     nbytes: int
     in_loop: bool
-    operation: str  # the end of where it comes from, in JAX's words
+    operation: str  # the last characters of JAX's name for its source
 
 
 def collectives(text):
-    """A `Collective` for each array that is sent, from the text of an optimized program.
+    """Returns a `Collective` for each array that is sent, from the text of an optimized program.
 
-    Of groups of one device, along an axis of that size, nothing is sent.
+    Groups of one device, along an axis of size 1, send nothing.
     """
     computations = _computations(text)
-    looped = _reached(computations, re.findall(r"(?:body|condition)=%?([\w.-]+)", text))
-    found = []
+    looped = _called_computations(computations, re.findall(r"(?:body|condition)=%?([\w.-]+)", text))
+    messages = []
     for name, lines in computations.items():
         for line in lines:
             match = re.search(rf"= (.*?) ({KINDS})(?:-start)?\(", line)
@@ -34,23 +34,23 @@ def collectives(text):
                 shape = tuple(map(int, sizes.split(","))) if sizes else ()
                 nbytes = math.prod(shape) * SIZES.get(dtype, 4)
                 where = operation[1][-80:] if operation else ""
-                found.append(Collective(match[2], shape, nbytes, name in looped, where))
-    return found
+                messages.append(Collective(match[2], shape, nbytes, name in looped, where))
+    return messages
 
 
 def _computations(text):
-    """{name of a computation: its lines}"""
-    found, lines = {}, []
+    """Returns {name of a computation: its lines}."""
+    computations, lines = {}, []
     for line in text.splitlines():
         start = re.match(r"(?:ENTRY )?%?([\w.-]+) .*\{$", line)
         if start:
-            lines = found.setdefault(start[1], [])
+            lines = computations.setdefault(start[1], [])
         lines.append(line)
-    return found
+    return computations
 
 
-def _reached(computations, names):
-    """These computations, and all that they call."""
+def _called_computations(computations, names):
+    """Returns the names of these computations and of all that they call."""
     reached, left = set(), list(names)
     while left:
         name = left.pop()

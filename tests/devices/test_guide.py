@@ -1,63 +1,42 @@
-"""The guide to many devices runs, at its tiny size, and what it plans on paper adds up."""
+"""The guide to many devices: training at its tiny size, and the arithmetic of its plans."""
 
 import os
 import re
-import subprocess
-import sys
 
 import keras
 import numpy as np
 import pytest
 
 from tests import scripts
-from tests.processes import ROOT
+from tests.devices.processes import run_script
 
 SCRIPT = "guides/many_devices.py"
 BACKEND = keras.config.backend()
-QUICK = {"jax": "heads", "torch": "weights", "tensorflow": "rows"}[BACKEND]
-OTHERS = [split for split in ("rows", "weights", "heads", "time") if split != QUICK]
-SLOW = [] if BACKEND == "tensorflow" else [(split,) for split in OTHERS]
-SLOW += [(QUICK, "--mixed-precision")]
-ALWAYS = [(QUICK,)]
-if BACKEND == "torch":  # three processes in turn import torch and Keras
-    ALWAYS, SLOW = [], [(QUICK,), *SLOW]
+SPLITS = ["rows", "weights", "heads", "time"] if BACKEND != "tensorflow" else ["rows"]
+MIXED_PRECISION = ({"jax": "heads", "torch": "weights"}.get(BACKEND, "rows"), "--mixed-precision")
 
 
-def run(tmp_path, *arguments):
-    return subprocess.run(
-        [sys.executable, SCRIPT, "--split", *arguments, "--output", str(tmp_path)],
-        cwd=ROOT,
-        # torch on the CPU has fewer threads than processes would take, and no GPU is needed.
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+def run_guide(folder, *arguments):
+    return run_script(SCRIPT, "--split", *arguments, "--output", str(folder))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "arguments", [*ALWAYS, *(pytest.param(a, marks=pytest.mark.nightly) for a in SLOW)]
+    "arguments", [*((split,) for split in SPLITS), MIXED_PRECISION], ids=" ".join
 )
-def test_many_devices_learn_what_one_learns(tmp_path, arguments):
-    done = run(tmp_path, *arguments, "--no-tables")
+def test_guide_on_several_devices_has_the_losses_of_one(tmp_path, arguments):
+    """Losses differ, a device holds more than its share of weights, or no weights are saved."""
+    done = run_guide(tmp_path, *arguments, "--no-tables")
     assert done.returncode == 0, done.stdout + done.stderr
-    mixed = "--mixed-precision" in arguments
-    losses = re.findall(
-        r"^Step \d: loss ([\d.]+) on one device, ([\d.]+) on all", done.stdout, re.M
-    )
-    one, many = np.array(losses, "float64").T
-    np.testing.assert_allclose(many, one, atol=0.02 if mixed else 1e-5)
-    assert one[3] < one[0] - 1  # it learns
-    own, whole = re.search(r"A device has ([\d,]+) of ([\d,]+) numbers", done.stdout).groups()
-    own, whole = (int(number.replace(",", "")) for number in (own, whole))
+    pattern = r"^Step \d: loss ([\d.]+) on one device, ([\d.]+) on all"
+    one, several = np.array(re.findall(pattern, done.stdout, re.M), "float64").T
+    np.testing.assert_allclose(several, one, atol=0.02 if arguments == MIXED_PRECISION else 1e-5)
+    assert one[3] < one[0] - 1
+    sizes = re.search(r"A device has ([\d,]+) of ([\d,]+) numbers", done.stdout).groups()
+    share, whole = (int(size.replace(",", "")) for size in sizes)
     count = 8 if BACKEND == "jax" else 2
     shares = {"weights": 1 / count, "heads": 0.7, "time": 1 / count if BACKEND == "jax" else 1}
-    assert whole / count <= own <= 1.05 * whole * shares.get(arguments[0], 1)
+    assert whole / count <= share <= 1.05 * whole * shares.get(arguments[0], 1)
     assert any(tmp_path.iterdir())
     if BACKEND == "torch":
         loss = re.search(r"One process reads the shards: its loss is ([\d.]+)", done.stdout)
@@ -65,58 +44,60 @@ def test_many_devices_learn_what_one_learns(tmp_path, arguments):
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(BACKEND != "tensorflow", reason="others split all")
-def test_tensorflow_says_what_it_does_not_split(tmp_path):
-    done = run(tmp_path, "heads")
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="other backends support all splits")
+def test_guide_on_tensorflow_names_the_supported_split(tmp_path):
+    done = run_guide(tmp_path, "heads")
     assert done.returncode == 1
     assert "TensorFlow supports only --split rows." in done.stderr
 
 
 @pytest.fixture
 def guide(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # which it changes
+    # The guide changes this variable.
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     return scripts.load(SCRIPT)
 
 
 @pytest.mark.once
-def test_plans_are_sums(guide):
-    """Of 1.3B on 1,024 devices: what FSDP moves, and how long that and arithmetic take."""
+def test_plan_sums_communication_and_arithmetic(guide):
+    """A plan for 1.3B parameters on 1,024 devices has wrong bytes or seconds."""
     n = 1_364_396_032
-    plan = guide.Plan("1.3B", guide.Mesh(1024, 1, 1), 1024, 4096)
-    moved = {what: number for what, number in plan.bytes_moved().items() if number}
+    fsdp = guide.Plan("1.3B", guide.Mesh(1024, 1, 1), 1024, 4096)
+    moved = {key: size for key, size in fsdp.bytes_moved().items() if size}
     assert moved == {("weights", "data"): 8 * n * 1023 / 1024}
-    assert plan.seconds() == {
+    assert fsdp.seconds() == {
         "arithmetic": pytest.approx(8 * n * 4096 / 400e12),
         "weights": pytest.approx(8 * n * 1023 / 1024 / 50e9),
     }
-    assert plan.step() == plan.seconds()["weights"]
+    assert fsdp.step() == fsdp.seconds()["weights"]
     # Heads over a host: activations by NVLink, weights by the slower links, an eighth of them.
-    both = guide.Plan("1.3B", guide.Mesh(128, 1, 8), 1024, 4096)
-    seconds = both.seconds()
-    assert seconds["arithmetic"] == pytest.approx(plan.seconds()["arithmetic"])
+    plan = guide.Plan("1.3B", guide.Mesh(128, 1, 8), 1024, 4096)
+    seconds = plan.seconds()
+    assert seconds["arithmetic"] == pytest.approx(fsdp.seconds()["arithmetic"])
     assert seconds["weights"] == pytest.approx(n * 127 / 128 / 50e9)
     sums = 24 * 6 * 2 * 7 / 8 * (8 * 4096 * 2048 * 2)
     assert seconds["activations"] == pytest.approx(sums / 450e9)
-    assert both.step() == pytest.approx(seconds["arithmetic"] + seconds["activations"])
+    assert plan.step() == pytest.approx(seconds["arithmetic"] + seconds["activations"])
 
 
 @pytest.mark.once
-def test_states_grow_with_devices_and_not_with_rows(guide):
-    def states(mesh, length):
-        return guide.Plan("1.3B", mesh, 1, length).bytes_moved()["states", "sequence"]
+def test_plan_moves_states_by_devices_and_not_by_sequence_length(guide):
+    def state_bytes(devices, length):
+        plan = guide.Plan("1.3B", guide.Mesh(1, devices, 1), 1, length)
+        return plan.bytes_moved()["states", "sequence"]
 
-    assert states(guide.Mesh(1, 8, 1), 2**15) == states(guide.Mesh(1, 8, 1), 2**20)
-    assert 5 * states(guide.Mesh(1, 8, 1), 2**20) == 4 * states(guide.Mesh(1, 16, 1), 2**20)
+    assert state_bytes(8, 2**15) == state_bytes(8, 2**20)
+    assert 5 * state_bytes(8, 2**20) == 4 * state_bytes(16, 2**20)
 
 
 @pytest.mark.once
-def test_the_tables(guide, capsys):
+def test_tables_of_the_guide_list_plans_that_fit(guide, capsys):
     guide.memory_table()
     guide.thousand_devices()
-    written = capsys.readouterr().out
-    # 16 bytes a parameter; rows of a million tokens ask for more than eight devices.
-    assert "| 7B | 8 | 8 × 4,096 | (8, 1, 1) | 13.4 |" in written
-    assert "| 15B | 8 | 1 × 1,048,576 | none |" in written
-    assert "| 15B | (1024, 1, 1) | 123.46 |" in written
-    assert written.count("\n| ") == 2 * 2 + 3 * (4 + 7)
+    output = capsys.readouterr().out
+    # 16 bytes a parameter; sequences of a million tokens need more than eight devices.
+    assert "| 7B | 8 | 8 × 4,096 | (8, 1, 1) | 13.4 |" in output
+    assert "| 15B | 8 | 1 × 1,048,576 | none |" in output
+    assert "| 15B | (1024, 1, 1) | 123.46 |" in output
+    assert output.count("\n| ") == 2 * 2 + 3 * (4 + 7)
     assert guide.best_plan("15B", 1, 1, 4096) is None

@@ -1,4 +1,4 @@
-"""Models as modules of torch, in one process."""
+"""`TorchModule`, a Keras model as a module of torch, in one process."""
 
 import keras
 import numpy as np
@@ -18,86 +18,93 @@ X = {"token_ids": np.arange(10).reshape(2, 5), "padding_mask": np.ones((2, 5), "
 
 
 @any_family
-def test_a_model_has_its_weights_for_parameters(family):
+@pytest.mark.parametrize("has_lora", [False, True], ids=["plain", "lora"])
+def test_parameters_of_model_and_backbone_are_their_weights(family, has_lora):
     model = tiny_causal_lm(family=family)
-    for whole in (model, model.backbone):
-        assert {id(p) for p in whole.parameters()} == {id(v.value) for v in whole.weights}
-    model.backbone.enable_lora(2)
-    for whole in (model, model.backbone):
-        assert {id(p) for p in whole.parameters()} == {id(v.value) for v in whole.weights}
+    if has_lora:
+        model.backbone.enable_lora(2)
+    for network in (model, model.backbone):
+        assert {id(p) for p in network.parameters()} == {id(v.value) for v in network.weights}
 
 
 @any_family
-def test_a_module_has_the_weights_of_its_model_and_computes_by_its_own(family):
-    model = tiny_causal_lm(family=family)
-    wanted = model(X)
-    module = TorchModule(model)
+def test_torch_module_has_the_parameters_and_blocks_of_its_model(family):
+    module = TorchModule(model := tiny_causal_lm(family=family))
     parameters = dict(module.named_parameters())
     assert {id(p) for p in parameters.values()} == {id(v.value) for v in model.weights}
     assert "block_0.mlp.gate_proj.kernel" in parameters or "block_0.mlp.v_proj.kernel" in parameters
     assert module.blocks == [getattr(module, b.name) for b in model.backbone.transformer_layers]
-    # Behind hooks, which a module has, biases are added after a product, not in it.
-    torch.testing.assert_close(module(X), wanted)
-    # As torch's tools do: another parameter takes the place of one.
+
+
+@any_family
+def test_torch_module_computes_with_replaced_parameters(family):
+    """Calls, `find_parameters` or gradients use the weights that torch's tools replaced."""
+    model = tiny_causal_lm(family=family)
+    expected = model(X)
+    module = TorchModule(model)
+    # With hooks, which a module has, biases are added after a product, not in it.
+    torch.testing.assert_close(module(X), expected)
     norm = module.final_norm if len(list(module.final_norm.parameters())) else module.blocks[0]
     owner = next(m for m in norm.modules() if m._parameters)
     name = next(iter(owner._parameters))
     setattr(owner, name, type(next(owner.parameters()))(owner._parameters[name].detach() * 2 + 1))
-    found = module.find_parameters(model.weights)
-    assert {id(p) for p in found} == {id(p) for p in module.parameters()}
+    parameters = module.find_parameters(model.weights)
+    assert {id(p) for p in parameters} == {id(p) for p in module.parameters()}
     changed = module(X)
-    assert not torch.allclose(changed, wanted)
+    assert not torch.allclose(changed, expected)
     assert (model(X) == changed).all()
     changed.sum().backward()
     assert all(p.grad is not None for p in module.parameters())
 
 
 @any_family
-def test_with_labels_a_module_returns_the_loss(family):
-    """That of logits, and its gradients."""
+def test_torch_module_with_labels_returns_the_loss_of_the_logits(family):
     module = TorchModule(model := tiny_causal_lm(family=family))
     labels, weights = X["token_ids"] + 1, np.array([[1.0, 0, 1, 1, 0.5], [0, 1, 1, 0, 0]])
-    found = module(X, labels=labels, sample_weight=weights)
+    loss = module(X, labels=labels, sample_weight=weights)
     expected = model.loss(labels, module(X), weights)
-    torch.testing.assert_close(found, expected)
-    gradients = (torch.autograd.grad(loss, module.parameters()) for loss in (found, expected))
+    torch.testing.assert_close(loss, expected)
+    gradients = (torch.autograd.grad(x, module.parameters()) for x in (loss, expected))
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_labels_are_refused_where_the_loss_is_made_of_logits():
+def test_torch_module_of_other_models_rejects_labels():
     x = keras.Input((2,))
     module = TorchModule(keras.Model(x, keras.layers.Dense(2)(x)))
     with pytest.raises(ValueError, match=r"`Functional` is not a language model.*Leave them out"):
         module(np.ones((1, 2)), labels=np.ones((1, 2)))
     with pytest.raises(ValueError, match="`sample_weight` weighs `labels`"):
         module(np.ones((1, 2)), sample_weight=np.ones(1))
+
+
+def test_torch_module_rejects_labels_of_another_shape_or_for_metrics_of_logits():
     module = TorchModule(model := tiny_causal_lm())
-    for given in ({}, {"sample_weight": torch.ones(2)}):
-        labels = X["token_ids"] if given else torch.ones((2, 4), dtype=torch.int32)
-        name = "sample_weight" if given else "labels"
-        with pytest.raises(ValueError, match=rf"`{name}` must have the shape of the tokens"):
-            module(X, labels=labels, **given)
+    with pytest.raises(ValueError, match="`labels` must have the shape of the tokens"):
+        module(X, labels=torch.ones((2, 4), dtype=torch.int32))
+    with pytest.raises(ValueError, match="`sample_weight` must have the shape of the tokens"):
+        module(X, labels=X["token_ids"], sample_weight=torch.ones(2))
     model.compile(weighted_metrics=["accuracy"])
     with pytest.raises(ValueError, match="the metric 'accuracy' reads logits"):
         module(X, labels=X["token_ids"])
 
 
-def test_only_models_that_are_built_become_modules():
-    for given, name in ((keras.layers.Dense(1), "Dense"), (keras.Sequential(), "Sequential")):
+def test_torch_module_requires_a_built_model_with_unique_names():
+    for value in (keras.layers.Dense(1), keras.Sequential()):
+        name = type(value).__name__
         with pytest.raises(ValueError, match=f"must be a Keras model that is built; got .*{name}"):
-            TorchModule(given)
+            TorchModule(value)
     model = tiny_causal_lm()
     TorchModule(model)
     with pytest.raises(ValueError, match="has a `TorchModule` already"):
         TorchModule(model)
-    part = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, name="same")])
+    inner = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, name="same")])
     x = keras.Input((2,))
     with pytest.raises(ValueError, match="two layers 'same'"):
-        TorchModule(keras.Model(x, keras.layers.Dense(2, name="same")(part(x))))
+        TorchModule(keras.Model(x, keras.layers.Dense(2, name="same")(inner(x))))
 
 
-def test_fit_beside_other_processes_says_the_way(monkeypatch):
+def test_fit_in_several_processes_raises_with_remedy(monkeypatch):
     monkeypatch.setattr("keras_recurrent.training.torch_training.count_processes", lambda: 2)
     model = tiny_causal_lm(family="hgrn2")
     model.compile("adam", model.loss)

@@ -1,28 +1,32 @@
-"""What several processes compute beside what one computes, printed as JSON.
+"""One of several processes, which asserts that they match one process.
 
-Arguments are cases, such as `training:fsdp:griffin` or `sequences:rg_lru`: a file beside this one,
-and what its `compare` takes.
+Arguments: the rank of this process, a folder in which they find each other, the number of
+processes, and cases. The case `training:fsdp:griffin` names the module `torch_training` of this
+folder, and the first arguments of its `check`.
 """
 
 import importlib
-import json
+import pathlib
 import sys
 
-import torch.distributed as dist
+import keras  # noqa: F401
 
-from tests.devices.torch_processes import join
+sys.modules["tensorflow"] = None  # KerasHub would import it, which takes seconds
+
+import torch.distributed as dist  # noqa: E402
 
 
-def main(arguments):
-    rank, processes, folder, cases = join(arguments)
-    found = {}
+def main(rank, folder, processes, *cases):
+    rank, processes = int(rank), int(processes)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=processes)
     for case in cases:
-        name, *what = case.split(":")
+        print(case)
+        name, *arguments = case.split(":")
         module = importlib.import_module(f"tests.devices.torch_{name}")
-        found[case] = module.compare(*what, rank, processes, folder)
+        module.check(*arguments, rank, processes, pathlib.Path(folder))
     dist.destroy_process_group()
-    print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

@@ -1,0 +1,73 @@
+"""Fresh processes of Python for tests that need several devices or several processes.
+
+The programs that they run contain the assertions: a process that fails fails its test.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+from tests.processes import ROOT
+
+
+def run_script(*arguments, cwd=ROOT, **environment):
+    """Runs a script that imports this checkout; returns the completed process."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+        "OMP_NUM_THREADS": "1",  # several processes share the cores
+        **environment,
+    }
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+
+
+def run_on_simulated_devices(count, module, *arguments, flags="", **environment):
+    """Runs a module of this folder in a process with so many devices of XLA."""
+    device_flag = f"--xla_force_host_platform_device_count={count}"
+    done = run_script(
+        *("-m", f"tests.devices.{module}", *map(str, arguments)),
+        XLA_FLAGS=f"{os.environ['XLA_FLAGS']} {device_flag} {flags}",
+        JAX_PLATFORMS="cpu",
+        **environment,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def run_processes(count, folder, module, *arguments, **environment):
+    """Runs a module of this folder in several processes at once; returns what each prints.
+
+    The first arguments are the number of the process and `folder`. If a process fails, the others
+    are killed, because they would wait for it.
+    """
+    outputs = [pathlib.Path(folder, f"output_{i}") for i in range(count)]
+    processes = []
+    for i, path in enumerate(outputs):
+        command = [sys.executable, "-m", f"tests.devices.{module}", str(i), str(folder), *arguments]
+        with path.open("w") as file:
+            environment = {**os.environ, **environment}
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
+            processes.append(process)
+    try:
+        while any(process.poll() is None for process in processes):
+            if any(process.returncode for process in processes):
+                break
+            try:
+                next(p for p in processes if p.returncode is None).wait(timeout=0.1)
+            except subprocess.TimeoutExpired:
+                continue
+        codes = [process.poll() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    texts = [path.read_text() for path in outputs]
+    assert codes == [0] * count, "\n".join(texts)
+    return texts
