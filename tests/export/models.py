@@ -9,14 +9,14 @@ from tests.models.tiny import tiny_causal_lm
 WIDTH = 6
 
 
-def whole(layer):
+def sequence_model(layer):
     """A functional model around one layer, for sequences of any length."""
     x = keras.Input((None, WIDTH), name="x")
     return keras.Model(x, layer(x))
 
 
-def step(layer):
-    """One token, with the state as inputs and outputs."""
+def step_model(layer):
+    """A functional model of one token, with the state as inputs and outputs."""
     layer.build((None, None, WIDTH))
     x = keras.Input((1, WIDTH), name="x")
     state = [
@@ -28,8 +28,8 @@ def step(layer):
     return keras.Model([x, *state], [y, *keras.tree.flatten(after)])
 
 
-def packed(layer):
-    """The same, with the document of each token as a second input."""
+def packed_model(layer):
+    """A functional model with the document of each token as a second input."""
     x = keras.Input((None, WIDTH), name="x")
     segment_ids = keras.Input((None,), name="s", dtype="int32")
     return keras.Model([x, segment_ids], layer(x, segment_ids=segment_ids))
@@ -50,7 +50,7 @@ def image_classifier():
 
 
 def text_classifier():
-    """README's, which takes the output of the last real token."""
+    """The classifier of README, which uses the output of the last real token."""
     ids = keras.Input((None,), dtype="int32", name="x")
     x = keras.layers.Embedding(50, WIDTH, mask_zero=True)(ids)
     x = layers.RecurrentBlock(8, return_sequences=False)(x)
@@ -58,16 +58,16 @@ def text_classifier():
 
 
 MODELS = {
-    "gru": lambda: whole(keras.layers.GRU(4, return_sequences=True)),
+    "gru": lambda: sequence_model(keras.layers.GRU(4, return_sequences=True)),
     "gru, step": gru_step,
-    "block": lambda: whole(layers.RecurrentBlock(8)),
-    "block, step": lambda: step(layers.RecurrentBlock(8)),
-    "hgrn2": lambda: whole(layers.HGRN2(expand_ratio=2)),
-    "hgrn2, step": lambda: step(layers.HGRN2(expand_ratio=2)),
-    "hgrn2, convolutions": lambda: whole(layers.HGRN2(expand_ratio=2, conv_size=3)),
-    "convolution, step": lambda: step(layers.CausalConv1D(4, activation="silu")),
-    "lightning": lambda: whole(layers.LightningAttention(2, head_dim=3)),
-    "lightning, packed": lambda: packed(layers.LightningAttention(2, head_dim=3)),
+    "block": lambda: sequence_model(layers.RecurrentBlock(8)),
+    "block, step": lambda: step_model(layers.RecurrentBlock(8)),
+    "hgrn2": lambda: sequence_model(layers.HGRN2(expand_ratio=2)),
+    "hgrn2, step": lambda: step_model(layers.HGRN2(expand_ratio=2)),
+    "hgrn2, convolutions": lambda: sequence_model(layers.HGRN2(expand_ratio=2, conv_size=3)),
+    "convolution, step": lambda: step_model(layers.CausalConv1D(4, activation="silu")),
+    "lightning": lambda: sequence_model(layers.LightningAttention(2, head_dim=3)),
+    "lightning, packed": lambda: packed_model(layers.LightningAttention(2, head_dim=3)),
     "griffin lm": lambda: tiny_causal_lm(family="griffin"),
     "hgrn2 lm": lambda: tiny_causal_lm(family="hgrn2"),
     "transnormer lm": lambda: tiny_causal_lm(family="transnormer"),
@@ -78,10 +78,10 @@ MODELS = {
 
 
 def draw(model, batch, length, seed=0):
-    """{name: array} for the inputs of a model; padding stands anywhere in a row."""
+    """Returns {name: array} for the inputs of a model; padding may be between real tokens."""
     rng = np.random.default_rng(seed)
 
-    def one(spec):
+    def draw_one(spec):
         shape = [batch, *(length if n is None else n for n in spec.shape[1:])]
         if spec.name == "padding_mask":
             return (rng.random(shape) < 0.8).astype("int32")
@@ -91,18 +91,18 @@ def draw(model, batch, length, seed=0):
             return rng.integers(0, 50, shape).astype(spec.dtype)
         return rng.normal(size=shape).astype(spec.dtype)
 
-    return {spec.name: one(spec) for spec in keras.tree.flatten(model.inputs)}
+    return {spec.name: draw_one(spec) for spec in keras.tree.flatten(model.inputs)}
 
 
-def structured(model, given):
-    """The inputs as the model takes them."""
+def pack_inputs(model, inputs):
+    """Returns `{name: array}` in the structure of the model's inputs."""
     if isinstance(model.input, dict):
-        return given
-    given = [given[spec.name] for spec in model.inputs]
-    return given if len(given) > 1 else given[0]
+        return inputs
+    inputs = [inputs[spec.name] for spec in model.inputs]
+    return inputs if len(inputs) > 1 else inputs[0]
 
 
-def computed(model, given):
-    """The outputs in their order."""
-    outputs = model(structured(model, given), training=False)
+def compute(model, inputs):
+    """Returns the outputs as a list of arrays."""
+    outputs = model(pack_inputs(model, inputs), training=False)
     return [keras.ops.convert_to_numpy(t) for t in keras.tree.flatten(outputs)]
