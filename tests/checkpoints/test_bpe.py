@@ -62,6 +62,7 @@ def test_load_with_bpe_file_makes_the_preprocessor(tmp_path):
         ({}, {"special_tokens_map": {"pad_token": "b"}, "tokenizer_config": {}}, (None, 3, 65)),
         ({"eos_token_id": [4, 5]}, {"tokenizer_config": {"bos_token": "a"}}, (64, 4, 4)),
     ],
+    ids=["tokenizer_config", "config", "special_tokens_map and generation_config", "list of ids"],
 )
 def test_special_tokens_come_from_files_in_order_of_precedence(tmp_path, config, content, expected):
     content = {"generation_config": {"eos_token_id": 3}, **content}
