@@ -79,37 +79,18 @@ def _add_bias(total, bias, n, valid):
 
 
 @triton.jit
-def _weight_of_tile(
-    is_after, kernels, kernel_scales, kernel_zeros, outputs, WIDTHS, TILE_STARTS
-):  # fmt: skip
-    """A tile's weight, its scales and zero points, and output; its first tile, and its columns.
-
-    One code path serves all projections; the compiler knows the columns if they are equal.
-    """
-    kernel, scales, zeros, y = kernels[0], kernel_scales[0], kernel_zeros[0], outputs[0]
-    first, columns = 0, WIDTHS[0]
-    for i in tl.static_range(1, len(outputs)):
-        if is_after[i - 1]:
-            kernel, scales, y = kernels[i], kernel_scales[i], outputs[i]
-            first, columns = TILE_STARTS[i], WIDTHS[i]
-            if zeros is not None:
-                zeros = kernel_zeros[i]
-    return kernel, scales, zeros, y, first, columns
-
-
-@triton.jit
 def _load_offsets(biases, n, valid, is_after, GATE: tl.constexpr):
     """The bias of columns n of this tile's projection; with a gate, of both projections."""
     if GATE:
         offsets = _add_bias(0.0, biases[0], n, valid), _add_bias(0.0, biases[1], n, valid)
     else:
         offset = 0.0
-        for i in tl.static_range(len(biases)):
+        for i in tl.static_range(len(is_after)):
             inside = valid
             if i > 0:
                 inside &= is_after[i - 1]
             # A third or fourth projection that is the last one has all remaining tiles.
-            if i < 2 or i + 1 < len(biases):
+            if i < 2 or i + 1 < len(is_after):
                 inside &= is_after[i] == 0
             offset = _add_bias(offset, biases[i], n, inside)
         offsets = (offset,)
@@ -141,12 +122,21 @@ def _kernel(
     is_after = ()  # booleans: the tile comes after those of a projection
     for i in tl.static_range(len(outputs)):
         is_after = is_after + (tile >= TILE_STARTS[i + 1],)
-    kernel, scales, zeros, y, first, columns = _weight_of_tile(
-        is_after, kernels, kernel_scales, kernel_zeros, outputs, WIDTHS, TILE_STARTS
-    )
+    # One code path serves all projections; the compiler knows the columns if they are equal.
+    kernel, scales = kernels[0], kernel_scales[0]
+    if PRODUCT.BLOCK_SIZE:
+        zeros = kernel_zeros[0]
+    y, first, columns = outputs[0], 0, WIDTHS[0]
+    for i in tl.static_range(1, len(outputs)):
+        if is_after[i - 1]:
+            kernel, scales, y = kernels[i], kernel_scales[i], outputs[i]
+            first, columns = TILE_STARTS[i], WIDTHS[i]
+            if PRODUCT.BLOCK_SIZE:
+                zeros = kernel_zeros[i]
     tile -= first
     if GATE == 0:
-        kernels, kernel_scales, kernel_zeros = (kernel,), (scales,), (zeros,)
+        kernels, kernel_scales = (kernel,), (scales,)
+        kernel_zeros = (zeros,) if PRODUCT.BLOCK_SIZE else kernel_zeros[:1]
     if IN_INTERPRETER:
         n = (tile * PRODUCT.COLUMNS + tl.arange(0, PRODUCT.COLUMNS),)
     else:
