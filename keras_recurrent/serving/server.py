@@ -33,7 +33,7 @@ NO_TEMPLATE += "`--chat-template`."
 INTERNAL_ERROR = ApiError(500, "The server had an error; its log has the cause.")
 PAGE = pathlib.Path(__file__).with_name("chat.html")
 PAGE_POLICY = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
-PAGE_POLICY += "style-src 'unsafe-inline'; frame-ancestors 'none'"
+PAGE_POLICY += "style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
 
 
 class Service:

@@ -72,6 +72,12 @@ class Page:
             key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"}
             self._call("Input.dispatchKeyEvent", type=kind, **key)
 
+    def reload(self):
+        """Loads the page again."""
+        self.evaluate("window.isOld = true")
+        self._call("Page.reload")
+        self.wait_for("!window.isOld && document.readyState === 'complete'")
+
     def screenshot(self, path):
         """Writes a PNG file."""
         data = self._call("Page.captureScreenshot")["data"]

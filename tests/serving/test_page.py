@@ -1,5 +1,6 @@
 """Chat page of the server, in headless Chromium."""
 
+import contextlib
 import json
 import os
 
@@ -17,38 +18,78 @@ pytestmark = [
 ]
 
 ANSWER = "[...document.querySelectorAll('.assistant')].at(-1)?.textContent"
-IS_DONE = "document.getElementById('send').textContent === 'Send'"
+IS_DONE = "document.getElementById('stop').hidden"
+SHOWN = "[...document.querySelectorAll('.user, .assistant')].map(box => box.textContent)"
+INPUT = "document.getElementById('input').value"
 
 
-def test_page_streams_stops_and_continues_a_conversation(model, tmp_path):
-    """The page does not stream, stop, continue a conversation, or show errors."""
+def sent_messages(page):
+    """Returns the contents of the messages in the last request for an answer."""
+    bodies = [json.loads(each["postData"]) for each in page.requests if "postData" in each]
+    return [message["content"] for message in bodies[-1]["messages"]]
+
+
+def click(page, name):
+    page.evaluate(f"document.getElementById('{name}').click()")
+
+
+def test_page_in_a_conversation_sends_what_it_shows(model, tmp_path):
+    """A stopped answer leaves the history, Enter cuts an answer, or a reload loses the text."""
     engine = Engine(model, num_slots=1, max_length=800)
     with running(engine) as server, browser.opened(server.url) as page:
         page.wait_for("document.getElementById('model').textContent === 'tiny'")
         page.type("Hello <b>")
-        assert page.evaluate("document.querySelector('.user').textContent") == "Hello <b>"
         page.wait_for(f"{ANSWER}.length > 10")
-        page.evaluate("document.getElementById('send').click()")  # stop
+        length = page.evaluate(f"{ANSWER}.length")
+        page.type("Why?")  # Enter during the answer
+        page.wait_for(f"{ANSWER}.length > {length + 10}")
+        click(page, "stop")
         page.wait_for(IS_DONE)
         stopped = page.evaluate(ANSWER)
-        assert 10 < len(stopped) < 700
-        page.type("Why?")
+        assert 20 < len(stopped) < 700
+        assert page.evaluate(INPUT) == "Why?"
+        page.type("")
         page.wait_for(f"!({IS_DONE})")
         page.wait_for(IS_DONE)
-        assert page.evaluate(ANSWER) != stopped
-        bodies = [json.loads(each["postData"]) for each in page.requests if "postData" in each]
-        contents = [message["content"] for message in bodies[-1]["messages"]]
-        assert contents == ["Hello <b>", stopped, "Why?"]
-        page.type("More" * 200)
-        assert "--max-length" in page.wait_for("document.querySelector('.error')?.textContent")
+        assert sent_messages(page) == ["Hello <b>", stopped, "Why?"]
+        shown = page.evaluate(SHOWN)
+        assert shown[:3] == ["Hello <b>", stopped, "Why?"]
+        page.reload()
+        assert page.evaluate(SHOWN) == shown
         page.screenshot(os.environ.get("SCREENSHOT") or tmp_path / "page.png")
-        page.evaluate("document.getElementById('clear').click()")
-        assert page.evaluate("document.getElementById('log').children.length") == 0
+        click(page, "clear")
+        assert page.evaluate(SHOWN) == []
+        page.reload()
+        assert page.evaluate(SHOWN) == []
         urls = {request["url"] for request in page.requests} - {"data:,"}
         assert all(url.startswith(server.url) for url in urls), urls
 
 
-def test_page_asks_for_the_key(model):
+def test_page_with_refused_message_returns_it_to_the_input(model):
+    """A message that got no answer stays in the history, or the error is for the operator."""
+    engine = Engine(model, num_slots=1, max_length=300)
+    with running(engine) as server, browser.opened(server.url) as page:
+        page.wait_for("document.getElementById('model').textContent === 'tiny'")
+        page.type("More" * 200)
+        error = page.wait_for("document.querySelector('.error')?.firstChild.textContent")
+        assert error.startswith("The conversation is too long")
+        assert page.evaluate("document.querySelector('.error details').open") is False
+        assert (page.evaluate(SHOWN), page.evaluate(INPUT)) == ([], "More" * 200)
+
+
+def test_page_after_the_server_has_ended_says_so(model):
+    """A network error is shown in the words of the browser, or the message is lost."""
+    with contextlib.ExitStack() as stack:
+        with running(Engine(model, num_slots=1, max_length=300)) as server:
+            page = stack.enter_context(browser.opened(server.url))
+            page.wait_for("document.getElementById('model').textContent === 'tiny'")
+        page.type("Hello")
+        error = page.wait_for("document.querySelector('.error')?.textContent")
+        assert error.startswith("The server cannot be reached")
+        assert page.evaluate(INPUT) == "Hello"
+
+
+def test_page_of_a_server_with_a_key_asks_for_it(model):
     """The page of a server with a key cannot be used."""
     engine = Engine(model, num_slots=1, max_length=100)
     with running(engine, api_key="secret") as server, browser.opened(server.url) as page:
