@@ -1,5 +1,7 @@
 """Optional `segment_ids` input for packed documents."""
 
+from typing import Any
+
 import numpy as np
 from keras import ops
 
@@ -40,11 +42,11 @@ class SegmentsOptional:
         if isinstance(inputs, dict) and "token_ids" in inputs:
             self.check_num_tokens(inputs["token_ids"].shape[1])
         if self._bypasses_graph(inputs):
-            given = dict.fromkeys(("token_ids", "padding_mask", "segment_ids"))
-            for name in given.keys() & inputs.keys():
-                if inputs[name] is not None:
-                    given[name] = ops.convert_to_tensor(inputs[name], "int32")
-            return self.call_with_segments(**given)
+            names = ("token_ids", "padding_mask", "segment_ids")
+            tensors = (inputs.get(name) for name in names)
+            return self.call_with_segments(
+                *(t if t is None else ops.convert_to_tensor(t, "int32") for t in tensors)
+            )
         return super().call(inputs, training=training, mask=mask)  # type: ignore[misc]
 
     def compute_output_spec(self, inputs, training=None, mask=None):
@@ -70,7 +72,8 @@ class SegmentsOptional:
 def _check_padding_mask(inputs):
     if not isinstance(inputs, dict):
         return
-    token_ids, padding_mask = inputs.get("token_ids"), inputs.get("padding_mask")
+    token_ids: Any = inputs.get("token_ids")
+    padding_mask: Any = inputs.get("padding_mask")
     if not (hasattr(token_ids, "shape") and hasattr(padding_mask, "shape")):
         return
     if not fits(token_ids.shape, padding_mask.shape):
