@@ -130,7 +130,7 @@ def test_token_kind_of_random_masks_and_segments_equals_a_loop(request):
     def compare(context, with_state):
         state = np.zeros(SHAPE[0], "float32") if with_state else None
         kinds = ops.token_kind(np.zeros((*SHAPE, 1), "float32"), **context, initial_state=state)
-        mask, segments, previous = context.values()
+        mask, segments, previous = (context[name] for name in CONTEXTS)
         for i, kinds_of_row in enumerate(keras.ops.convert_to_numpy(kinds)):
             before = None if with_state else -1
             if previous is not None:
