@@ -159,8 +159,8 @@ def test_chat_streams_answer_and_usage(client, text):
     assert chunks[-1].usage.total_tokens == 66
 
 
-def test_completions_of_several_prompts_have_indices(client, engine, text):
-    """A text, finish reason or log probability has the index of another prompt."""
+def test_completions_of_several_prompts_have_indices(client, text):
+    """An answer to several prompts lacks a text, an index or log probabilities."""
     stop = text[20:24]
     options = {**MODEL, **GREEDY, "max_tokens": 60}
     answer = client.completions.create(**options, prompt=["Hello"] * 2, stop=[stop], logprobs=1)
@@ -170,22 +170,16 @@ def test_completions_of_several_prompts_have_indices(client, engine, text):
         assert len(choice.logprobs.tokens) == text.index(stop) + 4
         assert choice.logprobs.text_offset[:3] == [0, 1, 2]
     assert answer.usage.prompt_tokens == 12
-    tokens = [[1, *(byte + 3 for byte in prompt)] for prompt in (b"Hello", b"The ")]
-    answers = [text, submit_greedy(engine, "The ").result().text]
-    parts = (answer[i : i + 4] for i in range(56) for answer in answers)
-    stop = next(part for part in parts if (part in answers[0]) != (part in answers[1]))
-    stream = client.completions.create(**options, prompt=tokens, stream=True, stop=stop, logprobs=0)
-    texts, reasons, logprobs = ["", ""], {}, [[], []]
-    for chunk in stream:
-        (choice,) = chunk.choices
-        texts[choice.index] += choice.text
-        logprobs[choice.index] += choice.logprobs.tokens
-        if choice.finish_reason:
-            reasons[choice.index] = choice.finish_reason
-    expected = [answer.partition(stop) for answer in answers]
-    assert texts == [shown for shown, _, _ in expected]
-    assert reasons == {n: "stop" if end else "length" for n, (_, end, _) in enumerate(expected)}
-    assert ["".join(each) for each in logprobs] == [shown + end for shown, end, _ in expected]
+    tokens = [1, *(byte + 3 for byte in b"Hello")]
+    stream = client.completions.create(**options, prompt=[tokens, [1, 70]], logprobs=0, stream=True)
+    choices = [chunk.choices[0] for chunk in stream]
+    other = client.completions.create(**options, prompt=[[1, 70]], logprobs=0).choices[0]
+    for index, expected in enumerate((text, other.text)):
+        chunks = [choice for choice in choices if choice.index == index]
+        assert "".join(chunk.text for chunk in chunks) == expected
+        assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["length"]
+        assert sum(len(chunk.logprobs.tokens) for chunk in chunks if chunk.logprobs) == 60
+    assert other.text != text
 
 
 def test_completions_with_zero_logprobs_have_those_of_the_tokens(server):
