@@ -86,7 +86,7 @@ def test_export_merges_lora_weights(tmp_path):
     [("float16", 1e6, r"1e\+06"), ("bfloat16", 3.4e38, r"3.4e\+38")],
 )
 def test_export_of_value_beyond_the_dtype_names_tensor_and_value(tmp_path, dtype, value, text):
-    """An export overflows to infinity, or leaves files behind when it raises."""
+    """An export overflows to infinity, or writes files before it raises."""
     model = golden.model()
     kernel = model.backbone.transformer_layers[1].mlp.up_proj.kernel
     values = keras.ops.convert_to_numpy(kernel).copy()

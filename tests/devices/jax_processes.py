@@ -52,7 +52,7 @@ def assert_equal_weights(actual, expected):
         np.testing.assert_array_equal(gather_to_numpy(a), gather_to_numpy(b))
 
 
-def first_kernel(model):
+def gate_kernel(model):
     return model.backbone.transformer_layers[0].mlp.gate_proj.kernel.value
 
 
@@ -63,7 +63,7 @@ def assert_orbax_loads_shards(model):
     loaded = make_model(FAMILY)
     loaded.load_weights(shards)
     assert_equal_weights(loaded, model)
-    assert first_kernel(loaded).sharding == first_kernel(model).sharding
+    assert gate_kernel(loaded).sharding == gate_kernel(model).sharding
 
 
 def train_on_shards_of_time():
@@ -79,7 +79,7 @@ def main():
     with split_over(2, 2):
         model = make_model(FAMILY)
         loss = train(model)
-        assert not first_kernel(model).is_fully_addressable
+        assert not gate_kernel(model).is_fully_addressable
         model.save_weights(folder / "all.weights.h5")
         model.save_to_preset(str(folder / "preset"))
         model.export_to_transformers(str(folder / "exported"))
