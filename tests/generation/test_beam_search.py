@@ -92,7 +92,7 @@ def test_search_of_random_logits_finds_the_sequences_of_transformers(early_stopp
     tokens, counts = (keras.ops.convert_to_numpy(x) for x in (found.tokens, found.counts))
     log_p = plain_generation.log_softmax(tables.astype("float64"))
     for table, row, lengths in zip(log_p, tokens, counts, strict=True):
-        plain = plain_generation.search_of_one(num_beams, size, stop_ids, 1.0, early_stopping)
+        plain = plain_generation.beam_search(num_beams, size, stop_ids, 1.0, early_stopping)
         running, result = next(plain), None
         while result is None:
             try:

@@ -115,7 +115,7 @@ def test_next_tokens_with_one_option_match_numpy(name):
 
 def test_next_tokens_of_a_batch_with_different_options_match_single_sequences():
     """An option of one sequence changes the tokens of its neighbors."""
-    logits = random_logits(1, batch_size=len(CASES))
+    logits = random_logits(2, batch_size=len(CASES))
     logits[:] = logits[:, :1]
     prompts = [PROMPTS[0]] * len(CASES)
     tokens = choose_tokens(list(CASES.values()), logits, prompts)

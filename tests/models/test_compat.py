@@ -29,7 +29,9 @@ FILES = {
 }
 NAMED_TUPLE_NAMES = {"_asdict", "_fields", "_replace"}
 # `_foreach_copy_` copies many tensors in one launch; `_version` counts changes of a tensor.
-TORCH_NAMES = {"_execution_engine", "_foreach_copy_", "_version"}
+TORCH_NAMES = {"_execution_engine", "_foreach_copy_", "_version"} | {
+    *("_global_forward_hooks", "_global_forward_pre_hooks", "_has_any_global_hook")
+}
 
 
 def private(names):
