@@ -9,24 +9,10 @@ import numpy as np
 import pytest
 
 from keras_recurrent.conversion import convert_to_gqa, gqa_report
-from keras_recurrent.gqa.hub import CONFIGURABLE, unsupported_class_reason
-from keras_recurrent.gqa.hub_models import GROUPED_MODELS
-from tests.gqa.families import (
-    CAUSAL,
-    CONFIGURED,
-    HEADS,
-    SEQ2SEQ,
-    UNSUPPORTED,
-    VOCABULARY,
-    make_backbone,
-)
-from tests.gqa.oracle import (
-    assert_equal,
-    assert_equal_weights,
-    numpy,
-    share,
-    share_heads,
-)
+from keras_recurrent.gqa.hub import unsupported_class_reason
+from tests.gqa import families
+from tests.gqa.families import CAUSAL, CONFIGURED, HEADS, SEQ2SEQ, make_backbone
+from tests.gqa.oracle import assert_equal, assert_equal_weights, numpy, share, share_heads
 
 # KerasHub's T5 passes its masks explicitly, which Keras does not know.
 pytestmark = pytest.mark.filterwarnings(
@@ -35,8 +21,8 @@ pytestmark = pytest.mark.filterwarnings(
 
 hub = keras_hub.models
 GROUPS = 2
-TOKENS = np.random.default_rng(0).integers(1, VOCABULARY, size=(2, 8)).astype("int32")
-SOURCE = np.random.default_rng(1).integers(1, VOCABULARY, size=(2, 5)).astype("int32")
+TOKENS = np.random.default_rng(0).integers(1, families.VOCABULARY, size=(2, 8)).astype("int32")
+SOURCE = np.random.default_rng(1).integers(1, families.VOCABULARY, size=(2, 5)).astype("int32")
 
 
 def inputs(tokens=TOKENS, seq2seq=False):
@@ -66,47 +52,34 @@ def share_fused(model):
 
 
 once_but_gpt2 = [
-    name if name == "GPT2" else pytest.param(name, marks=pytest.mark.once) for name in CAUSAL
+    name if name == "GPT2" else pytest.param(name, marks=pytest.mark.once)
+    for name in (*CAUSAL, *SEQ2SEQ)
 ]
 
 
 @pytest.mark.parametrize("name", once_but_gpt2)
-def test_converted_causal_lm_matches_shared_heads_with_and_without_cache(name):
-    """Logits are wrong, or the cache does not shrink or lacks the last token."""
-    model = make_task(name)
-    grouped = convert_to_gqa(model, GROUPS)
-    assert gqa_report(model, grouped).splitlines()[3].endswith(" 0.500 |")
-    axes = CAUSAL[name][1]
-    share_fused(model) if axes is None else share_heads(model, axes, HEADS, GROUPS)
-    logits = numpy(grouped(inputs()))
-    assert_equal(logits, model(inputs()))
-
-    prefix = TOKENS.copy()
-    prefix[:, 7] = 0  # the cache must not depend on tokens after the prefix
-    _, cache = grouped._build_cache(prefix)
-    assert tuple(cache.shape) == (2, model.backbone.num_layers, 2, 8, GROUPS, 8)
-    cached, _, cache = grouped.call_with_cache(TOKENS[:, 7:], cache, 7)
-    assert_equal(cached[:, 0], logits[:, 7])
-
-
-@pytest.mark.once
-@pytest.mark.parametrize("name", SEQ2SEQ)
-def test_converted_seq2seq_lm_matches_shared_heads_with_and_without_caches(name):
+def test_converted_task_matches_shared_heads_with_and_without_caches(name):
     """Logits are wrong, or a cache does not shrink or lacks the last token."""
-    model = make_task(name)
+    model, seq2seq = make_task(name), name in SEQ2SEQ
     grouped = convert_to_gqa(model, GROUPS)
-    share_heads(model, SEQ2SEQ[name][1], HEADS, GROUPS)
-    logits = numpy(grouped(inputs(seq2seq=True)))
-    assert_equal(logits, model(inputs(seq2seq=True)))
+    axes = {**CAUSAL, **SEQ2SEQ}[name][1]
+    share_fused(model) if axes is None else share_heads(model, axes, HEADS, GROUPS)
+    logits = numpy(grouped(inputs(seq2seq=seq2seq)))
+    assert_equal(logits, model(inputs(seq2seq=seq2seq)))
 
-    mask = np.ones_like(SOURCE)
-    prefix = TOKENS.copy()
-    prefix[:, 7] = 0
-    _, encoded, cache, cross = grouped._build_cache(SOURCE, mask, prefix)
-    assert tuple(cache.shape) == (2, model.backbone.num_layers, 2, 8, GROUPS, 8)
-    assert tuple(cross.shape) == (2, model.backbone.num_layers, 2, 5, GROUPS, 8)
-    arguments = encoded, mask, TOKENS[:, 7:], cache, 7, cross, None
-    cached, *_ = grouped.call_decoder_with_cache(*arguments)
+    prefix, mask, last = TOKENS.copy(), np.ones_like(SOURCE), TOKENS[:, 7:]
+    prefix[:, 7] = 0  # the cache must not depend on tokens after the prefix
+    shape = (2, model.backbone.num_layers, 2, 8, GROUPS, 8)
+    if seq2seq:
+        _, encoded, cache, cross = grouped._build_cache(SOURCE, mask, prefix)
+        assert tuple(cross.shape) == (*shape[:3], 5, GROUPS, 8)
+        arguments = encoded, mask, last, cache, 7, cross, None
+        cached, *_ = grouped.call_decoder_with_cache(*arguments)
+    else:
+        assert gqa_report(model, grouped).splitlines()[3].endswith(" 0.500 |")
+        _, cache = grouped._build_cache(prefix)
+        cached, *_ = grouped.call_with_cache(last, cache, 7)
+    assert tuple(cache.shape) == shape
     assert_equal(cached[:, 0], logits[:, 7])
 
 
@@ -164,18 +137,14 @@ def test_conversion_of_gemma_4_respects_the_heads_of_global_layers():
 
 
 @pytest.mark.once
-def test_every_backbone_of_keras_hub_is_tested_or_has_an_unsupported_reason():
-    exported = {
-        cls
-        for cls in vars(hub).values()
-        if inspect.isclass(cls) and issubclass(cls, hub.Backbone) and cls is not hub.Backbone
-    }
-    grouped = {cls for cls in GROUPED_MODELS if issubclass(cls, hub.Backbone)}
-    converted = grouped | set(CONFIGURABLE)
-    assert {cls for cls in exported if unsupported_class_reason(cls) is None} == converted
-    assert {cls.__name__ for cls in exported - converted} == UNSUPPORTED
-    tested = (*CAUSAL, *SEQ2SEQ, *CONFIGURED)
-    assert {cls.__name__ for cls in converted} == {f"{name}Backbone" for name in tested}
+def test_every_backbone_of_keras_hub_that_generates_is_tested_or_unsupported():
+    classes = {cls for cls in vars(hub).values() if inspect.isclass(cls)}
+    tasks = {cls for cls in classes if issubclass(cls, (hub.CausalLM, hub.Seq2SeqLM))}
+    generating = {cls.backbone_cls.__name__ for cls in tasks if cls.backbone_cls}
+    backbones = {cls for cls in classes if issubclass(cls, hub.Backbone)} - {hub.Backbone}
+    supported = {cls.__name__ for cls in backbones if unsupported_class_reason(cls) is None}
+    assert supported == {f"{name}Backbone" for name in (*CAUSAL, *SEQ2SEQ, *CONFIGURED)}
+    assert generating - supported == {f"{name}Backbone" for name in families.UNSUPPORTED}
 
 
 def generate_without_cache(model, tokens, start, seq2seq):
