@@ -9,16 +9,26 @@ import sys
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def fresh_process(*command, **environment):
-    """Returns the JSON that a process prints last. An environment variable of None is not set."""
+def run_python(*command, cwd=ROOT, **environment):
+    """Returns the completed process. An environment variable of None is not set."""
     environment = {**os.environ, **environment}
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, *command],
-        cwd=ROOT,
+        cwd=cwd,
         env={name: value for name, value in environment.items() if value is not None},
         capture_output=True,
         text=True,
         timeout=900,
     )
+
+
+def printed(*command, **options):
+    """Returns what a process prints that must succeed."""
+    done = run_python(*command, **options)
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout
+
+
+def fresh_process(*command, **environment):
+    """Returns the JSON that a process prints last."""
+    return json.loads(printed(*command, **environment).splitlines()[-1])

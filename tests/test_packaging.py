@@ -3,8 +3,6 @@
 import os
 import pathlib
 import shutil
-import subprocess
-import sys
 import sysconfig
 import tomllib
 import zipfile
@@ -12,10 +10,10 @@ import zipfile
 import pytest
 
 import keras_recurrent
+from tests.processes import ROOT, printed
 
 pytestmark = pytest.mark.once
 
-ROOT = pathlib.Path(__file__).parents[1]
 TOP = {"keras_recurrent": "keras_recurrent"} | {
     f"keras_recurrent/{name}": name for name in ("backends", "presets")
 }
@@ -62,16 +60,9 @@ def copy(tmp_path_factory):
 @pytest.fixture(scope="module")
 def wheel(copy):
     """A wheel that is built from an sdist, which must have all files."""
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist"]
-    run(command, cwd=copy)
+    printed("-m", "build", "--no-isolation", "--outdir", "dist", cwd=copy)
     (path,) = (copy / "dist").glob("*.whl")
     return path
-
-
-def run(command, **kwargs):
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, **kwargs)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def import_from(folder, code):
@@ -80,9 +71,7 @@ def import_from(folder, code):
     With `-S`, the .pth files of site-packages have no effect.
     """
     path = os.pathsep.join([str(folder), sysconfig.get_paths()["purelib"]])
-    return run(
-        [sys.executable, "-S", "-c", code], cwd=folder, env={**os.environ, "PYTHONPATH": path}
-    )
+    return printed("-S", "-c", code, cwd=folder, PYTHONPATH=path)
 
 
 # KerasHub imports TensorFlow if it is installed, which takes seconds.
@@ -95,17 +84,13 @@ PRINT_PATHS = (
 )
 
 
-def test_pyproject_lists_every_package(project):
-    folders = {name.rpartition("/")[0] for name in files_of_tree(suffixes=(".py",))}
+def test_pyproject_lists_every_package_and_packages_have_an_init(project):
+    names = files_of_tree(suffixes=(".py",))
+    folders = {name.rpartition("/")[0] for name in names}
+    assert [folder for folder in sorted(folders) if f"{folder}/__init__.py" not in names] == []
     listed = project["tool"]["setuptools"]["packages"]
     assert set(listed) == {name.replace("/", ".") for name in folders}
     assert len(listed) == len(set(listed))
-
-
-def test_every_folder_with_modules_has_an_init():
-    names = files_of_tree()
-    folders = {name.rpartition("/")[0] for name in names}
-    assert [f for f in sorted(folders) if f"{f}/__init__.py" not in names] == []
 
 
 @pytest.mark.nightly
@@ -137,7 +122,7 @@ def test_wheel_imports_its_own_files(wheel, tmp_path):
 def test_editable_install_imports_the_tree(copy, tmp_path):
     """An editable installation, built without pip, imports a copy of a file."""
     code = f"import setuptools.build_meta as b; print(b.build_editable({str(tmp_path)!r}))"
-    name = run([sys.executable, "-c", code], cwd=copy).split()[-1]
+    name = printed("-c", code, cwd=copy).split()[-1]
     with zipfile.ZipFile(tmp_path / name) as archive:
         archive.extractall(tmp_path)
     code = f"import site; site.addsitedir({str(tmp_path)!r})\n{PRINT_PATHS}"
