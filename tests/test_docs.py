@@ -185,17 +185,6 @@ def test_every_public_name_is_in_the_reference():
 
 
 @pytest.mark.once
-def test_site_has_signatures_only_in_the_docstrings():
-    """The site has each signature of the reference twice, in the list and in the docstring."""
-    hook = scripts.load("docs/site/reference_hook.py")
-    texts = (path.read_text() for path in REFERENCE)
-    pages = "".join(hook.DIRECTIVES.sub(hook.expand, text) for text in texts)
-    entries = re.findall(r"^- \[`.*?`\]\(#.*?\)(.*)$", pages, re.MULTILINE)
-    assert len(entries) > 100
-    assert [entry for entry in entries if "`" in entry] == []
-
-
-@pytest.mark.once
 def test_names_of_the_manual_are_in_their_files():
     """A page says "`NAME` in `FILE`", but the file does not have the name."""
     pattern = re.compile(r"`([^`\n]+)`\s(?:in|of|to)\s`(\w[\w/]*/\w+\.(?:py|toml|yml|md))`")
