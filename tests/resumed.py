@@ -1,15 +1,8 @@
-"""A training run that resumes from a backup: `python -m tests.resumed FOLDER [BATCH]`.
-
-If BATCH is given, the process kills itself when this batch begins, counted over all epochs.
-Otherwise it prints a digest of the trained weights.
-"""
+"""A training run that resumes from a backup."""
 
 import hashlib
-import json
 import os
 import pathlib
-import signal
-import sys
 
 import keras
 import numpy as np
@@ -101,14 +94,6 @@ def train(model, folder, *callbacks, steps=STEPS, epochs=EPOCHS, save_freq=2, pa
     )
 
 
-def main(folder, batch=None):
-    """Trains; the process kills itself when a batch begins."""
-    model = model_with_dropout()
-    kill = AtBatch(batch and int(batch), lambda: os.kill(os.getpid(), signal.SIGKILL))
-    train(model, folder, kill)
-    print(json.dumps(digest(model)))
-
-
 def report(folder, steps, connection):
     """Trains; sends a message after the first step, and the digest of the trained weights."""
     model = model_with_dropout()
@@ -130,7 +115,3 @@ class FirstStep(keras.callbacks.Callback):
         if self.iterations is not None and int(self.model.optimizer.iterations) > self.iterations:
             self.connection.send("trains")
             self.iterations = None
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

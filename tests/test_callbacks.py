@@ -4,8 +4,6 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import keras
@@ -15,7 +13,6 @@ import pytest
 from keras_recurrent.callbacks import TrainingBackup, training_backup
 from tests import resumed
 from tests.models.tiny import FAMILIES
-from tests.processes import ROOT, fresh_process
 from tests.resumed import STEPS, AtBatch, train
 
 
@@ -50,20 +47,17 @@ def trainee():
 
 @pytest.fixture(scope="module")
 def whole(trainee, tmp_path_factory):
-    """Values and history of a run without interruption, and the digest of a first one.
+    """Values and history of a run without interruption.
 
-    In the first run, Keras builds the metrics of a batch, for which torch draws a random number.
+    In a first run, Keras builds the metrics of a batch, for which torch draws a random number.
     """
-    model = trainee.restart()
-    train(model, str(tmp_path_factory.mktemp("first")))
-    first = resumed.digest(model)
+    train(trainee.restart(), str(tmp_path_factory.mktemp("first")))
     history = train(trainee.restart(), str(tmp_path_factory.mktemp("whole"))).history
-    return resumed.values(model), history, first
+    return resumed.values(trainee.model), history
 
 
 def assert_equal_values(model, expected):
-    for found, value in zip(resumed.values(model), expected, strict=True):
-        np.testing.assert_array_equal(found, value)
+    keras.tree.map_structure(np.testing.assert_array_equal, resumed.values(model), expected)
 
 
 def interrupt(run, *arguments, **options):
@@ -89,7 +83,7 @@ def test_training_backup_interrupted_run_ends_with_equal_weights(trainee, whole,
     is_torch = keras.backend.backend() == "torch"
     model = resumed.model_with_dropout() if is_torch else trainee.restart()
     history = train(model, str(tmp_path)).history
-    values, whole_history, _ = whole
+    values, whole_history = whole
     assert_equal_values(model, values)
     # The loss of the resumed epoch is the mean over all of its batches.
     for name, of_epochs in history.items():
@@ -112,21 +106,6 @@ def test_training_backup_with_steps_of_several_batches_resumes(tmp_path):
         train(other, str(tmp_path), steps=5)
     train(trainee.restart(), str(tmp_path), steps=5)
     assert_equal_values(trainee.model, expected)
-
-
-@pytest.mark.nightly
-@pytest.mark.once
-def test_training_backup_of_a_killed_process_resumes_in_another(whole, tmp_path):
-    command = [sys.executable, "-m", "tests.resumed", str(tmp_path)]
-    killed = subprocess.run([*command, str(STEPS + 3)], cwd=ROOT, capture_output=True, timeout=300)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert "run.backup" in os.listdir(tmp_path)
-    # A process that is killed while it writes leaves such a folder.
-    temporary = tmp_path / ".run.backup-0123abcd.part"
-    temporary.mkdir()
-    (temporary / "run.backup").write_bytes(b"half of a file")
-    assert fresh_process("-m", "tests.resumed", str(tmp_path)) == whole[2]
-    assert not temporary.exists()
 
 
 STRINGS = ["tick tock", "tock", "tick", "tick tock tick", "tock tock"] * 2
@@ -254,8 +233,7 @@ def test_training_backup_restores_the_memory_of_other_callbacks(tmp_path):
         interrupt(monitored_run, folder, stop_at)
         *found, found_weights = monitored_run(folder)
         assert found == [stopped_epoch, rate]
-        for one, other in zip(found_weights, weights, strict=True):
-            np.testing.assert_array_equal(one, other)
+        keras.tree.map_structure(np.testing.assert_array_equal, found_weights, weights)
     interrupt(monitored_run, tmp_path / "other", 3 * STEPS)
     message = r"with the callbacks \['EarlyStopping', .*now they are \[\]"
     with pytest.raises(ValueError, match=message):
