@@ -21,8 +21,8 @@ LAYOUTS = {
     "minicpm_sala": MiniCPMSALA(),
 }
 CONFIGS = {
-    name: golden.read_config(golden.DATA / f"{name}_tiny")
-    for name in ("hgrn2", "transnormer", "hypenet", "minicpm_sala")
+    name: golden.read_config(golden.DATA / f"{name.replace('_gemma', 'gemma')}_tiny")
+    for name in LAYOUTS
 }
 
 
@@ -189,6 +189,7 @@ def test_config_with_unsupported_value_names_the_key(model_type, key, value):
 @pytest.mark.parametrize(
     ("model_type", "key"),
     [
+        ("recurrent_gemma", "hidden_size"),
         ("hgrn2", "hidden_size"),
         ("transnormer", "decoder_embed_dim"),
         ("transnormer", "decoder_layers"),

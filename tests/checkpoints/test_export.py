@@ -33,13 +33,6 @@ def test_export_in_shards_loads_with_the_same_weights(model, tmp_path):
     golden.assert_equal_weights(golden.model(path), model)
 
 
-def test_export_below_max_shard_size_is_one_file_in_an_empty_directory(model, tmp_path):
-    (tmp_path / "empty").mkdir()
-    model.export_to_transformers(tmp_path / "empty")
-    files = [file.name for file in (tmp_path / "empty").glob("*.safetensors*")]
-    assert files == ["model.safetensors"]
-
-
 @pytest.mark.parametrize(
     ("sizes", "most"),
     [

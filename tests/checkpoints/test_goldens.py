@@ -1,6 +1,6 @@
 """Tiny checkpoints in the published layouts, compared with outputs of independent programs.
 
-`golden.npz` holds logits, loss and a greedy continuation, from the recurrence in float64, token by
+`golden.npz` holds logits and a greedy continuation, from the recurrence in float64, token by
 token (flash-linear-attention 0.6.0 agrees on a GPU), or from the original programs in float32, with
 gradients and padded sequences.
 """
@@ -97,14 +97,6 @@ def test_attention_logit_scaling_matches_the_original(path, expected):
 
 
 @pytest.mark.once
-def test_loss_of_checkpoint_matches_the_original(model, expected):
-    token_ids = expected["token_ids"]
-    model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    loss = model.test_on_batch(golden.inputs(token_ids[:, :-1]), token_ids[:, 1:])
-    np.testing.assert_allclose(np.ravel(loss)[0], expected["loss"], rtol=3e-7)
-
-
-@pytest.mark.once
 def test_greedy_continuation_matches_the_original(model, expected):
     length, token_ids = int(expected["greedy_prompt_length"]), expected["greedy_token_ids"]
     is_prompt = np.broadcast_to(np.arange(token_ids.shape[1]) < length, token_ids.shape)
@@ -118,6 +110,8 @@ def test_greedy_continuation_matches_the_original(model, expected):
 def test_export_of_loaded_checkpoint_keeps_every_bit_and_the_config(model, path, tmp_path):
     model.export_to_transformers(tmp_path / "export")
     golden.assert_tensors(tmp_path / "export", golden.read_tensors(path), "float32")
+    files = [file.name for file in (tmp_path / "export").glob("*.safetensors*")]
+    assert files == ["model.safetensors"]  # below `max_shard_size`
     family = layout.get_layout(model.backbone)
     original, exported = (
         family.backbone_arguments(golden.read_config(folder), "config.json")
@@ -139,13 +133,3 @@ def test_bfloat16_checkpoint_survives_loading_and_export(model, path, tmp_path):
     assert keras.backend.standardize_dtype(embeddings.dtype) == "bfloat16"
     reloaded.export_to_transformers(tmp_path / "again")
     golden.assert_tensors(tmp_path / "again", narrow, bfloat16)
-
-
-@pytest.mark.once
-def test_layout_has_a_tensor_of_the_right_shape_for_every_weight(model):
-    tensors = layout.get_layout(model.backbone).tensors(model.backbone.get_config())
-    shapes = {w.path: tuple(w.shape) for w in model.backbone.weights}
-    assert sorted(path for tensor in tensors for path in tensor.weights) == sorted(shapes)
-    for tensor in tensors:
-        values = tensor.transform.to_weights(np.zeros(tensor.shape))
-        assert [value.shape for value in values] == [shapes[path] for path in tensor.weights]
