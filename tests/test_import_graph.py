@@ -36,16 +36,14 @@ FLOORS = [
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms.split()}
 TOP = len(FLOORS)  # other modules at the root of the package
 
-PACKAGE_MISSING = "imports a package that may be missing"
-LAZY_NAME = "a public name that is imported when it is first used"
-# {(file, module that is imported inside one of its functions): reason}
+# (file, module that is imported inside one of its functions, because a package may be missing)
 INSIDE_FUNCTIONS = {
-    ("keras_recurrent/datasets/__init__.py", "datasets.packed_text"): LAZY_NAME,
-    ("keras_recurrent/dispatch.py", "backends"): PACKAGE_MISSING,
-    ("keras_recurrent/generation/torch/decoder.py", "backends.triton.argmax"): PACKAGE_MISSING,
-    ("keras_recurrent/serving/__main__.py", "serving.server"): PACKAGE_MISSING,
-    ("keras_recurrent/training/sources.py", "training.grain_loader"): PACKAGE_MISSING,
-    ("keras_recurrent/tuning.py", "backends.triton._runtime.search"): PACKAGE_MISSING,
+    ("keras_recurrent/datasets/__init__.py", "datasets.packed_text"),  # until its first use
+    ("keras_recurrent/dispatch.py", "backends"),
+    ("keras_recurrent/generation/torch/decoder.py", "backends.triton.argmax"),
+    ("keras_recurrent/serving/__main__.py", "serving.server"),
+    ("keras_recurrent/training/sources.py", "training.grain_loader"),
+    ("keras_recurrent/tuning.py", "backends.triton._runtime.search"),
 }
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 NAMES_MODULES = re.compile(rf'"{PACKAGE}\.[a-z]')  # in the source of a file
@@ -69,12 +67,15 @@ class Graph:
 
     Attributes:
         files: `{module: its file}`.
-        imports: `{module: {(imported module, whether a function imports it)}}`.
+        imports: `{module: {(imported module, kind)}}`. The kind is "import" if the import of the
+            module runs it, "function", "types" (for type checkers), or "string".
+        hub_users: modules whose import imports KerasHub.
     """
 
     def __init__(self, sources):
         """sources: `{module: (its file, its source)}`."""
         self.files = {name: file for name, (file, _) in sources.items()}
+        self.hub_users = set()
         self.imports = {
             name: self._imports(name, ast.parse(source), bool(NAMES_MODULES.search(source)))
             for name, (_, source) in sources.items()
@@ -83,27 +84,32 @@ class Graph:
     def _imports(self, name, tree, with_strings):
         found = set()
 
-        def visit(node, inside, imported):
+        def visit(node, kind, imported):
             """imported: whether strings here name what is imported."""
             if isinstance(node, (ast.Import, ast.ImportFrom)):
-                found.update((target, inside) for target in self._targets(name, node))
+                found.update((target, kind) for target in self._targets(name, node))
+                if kind == "import" and imports_kerashub(node):
+                    self.hub_users.add(name)
             elif isinstance(node, ast.Constant):
                 if isinstance(node.value, str) and imported:
                     # A formatted string has the name before its first brace.
                     target = node.value.removesuffix(".")
-                    found.update({(target, inside)} if target in self.files else ())
+                    string_kind = "string" if kind == "import" else kind
+                    found.update({(target, string_kind)} if target in self.files else ())
                 return
             elif isinstance(node, ast.expr) and not with_strings:
                 return
             elif isinstance(node, FUNCTIONS):
-                inside, imported = True, False
-            elif isinstance(node, ast.Call) and inside:
+                kind, imported = "function", False
+            elif isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+                kind = "types"
+            elif isinstance(node, ast.Call) and kind == "function":
                 imported = getattr(node.func, "attr", "") == "import_module"
             for child in ast.iter_child_nodes(node):
-                visit(child, inside, imported)
+                visit(child, kind, imported)
 
-        visit(tree, False, True)
-        return {(target, inside) for target, inside in found if target not in (name, PACKAGE)}
+        visit(tree, "import", True)
+        return {(target, kind) for target, kind in found if target not in (name, PACKAGE)}
 
     def _targets(self, name, node):
         if isinstance(node, ast.Import):
@@ -142,9 +148,20 @@ class Graph:
         return {
             (self.files[name].relative_to(ROOT).as_posix(), target.removeprefix(f"{PACKAGE}."))
             for name, imports in self.imports.items()
-            for target, inside in imports
-            if inside
+            for target, kind in imports
+            if kind == "function"
         }
+
+    def imported_with(self, names):
+        """Returns the modules that are imported with some modules, except those in `backends`."""
+        found, pending = set(), list(names)
+        while pending:
+            name = pending.pop()
+            if name and name not in found and not name.startswith(f"{PACKAGE}.backends"):
+                found.add(name)
+                pending += [name.rpartition(".")[0]]  # the package of a module
+                pending += [target for target, kind in self.imports[name] if kind == "import"]
+        return found
 
 
 def room(name):
@@ -156,38 +173,12 @@ def floor(name):
     return FLOOR.get(room(name), TOP)
 
 
-def imported_modules(sources, first):
-    """Finds the modules that are imported together with some modules.
-
-    Returns:
-        `(modules, users)`: the set of modules of this package, and the set of those among them
-        that import KerasHub. Implementations in `backends` are left out.
-    """
-    files = Graph({name: (file, "") for name, (file, _) in sources.items()})
-    modules, users, pending = set(), set(), list(first)
-    while pending:
-        name = pending.pop()
-        if name in modules or name.startswith(f"{PACKAGE}.backends"):
-            continue
-        modules.add(name)
-        pending += filter(None, [name.rpartition(".")[0]])  # the package of a module
-        for node in _import_statements(ast.parse(sources[name][1])):
-            pending += files._targets(name, node)
-            source = getattr(node, "module", None) or node.names[0].name
-            slow = [compat.SOURCE_NAMES.get(alias.name, "") for alias in node.names]
-            slow = [source, *(slow if source == f"{PACKAGE}.compat" else ())]
-            users |= {name for module in slow if module.startswith("keras_hub")}
-    return modules, users
-
-
-def _import_statements(node):
-    """Yields the statements that run when a module is imported."""
-    if isinstance(node, (ast.Import, ast.ImportFrom)):
-        yield node
-    is_for_types = isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
-    if not isinstance(node, FUNCTIONS) and not is_for_types:
-        for child in ast.iter_child_nodes(node):
-            yield from _import_statements(child)
+def imports_kerashub(node):
+    """Returns True if an import statement imports KerasHub, also by a name of `compat`."""
+    source = getattr(node, "module", None) or node.names[0].name
+    names = [alias.name for alias in node.names] if source == f"{PACKAGE}.compat" else ()
+    sources = [source, *(compat.SOURCE_NAMES.get(name, "") for name in names)]
+    return any(name.startswith("keras_hub") for name in sources)
 
 
 @pytest.fixture(scope="module")
@@ -208,28 +199,23 @@ def test_imports_of_the_package_run_downward(graph):
     assert graph.upward() == []
 
 
-def test_import_of_the_package_and_layers_does_not_import_kerashub(sources):
+def test_import_of_the_package_and_layers_does_not_import_kerashub(graph):
     """Importing a layer imports KerasHub and TensorFlow, which takes seconds."""
-    names = ("exporting", "serving.__main__")
-    modules, users = imported_modules(sources, [f"{PACKAGE}.{name}" for name in names])
-    assert users == set()
+    modules = graph.imported_with([f"{PACKAGE}.exporting", f"{PACKAGE}.serving.__main__"])
+    assert modules & graph.hub_users == set()
     assert {f"{PACKAGE}.layers.rg_lru", f"{PACKAGE}.upstream"} < modules
-    assert imported_modules(sources, [f"{PACKAGE}.samplers"])[1]  # it finds KerasHub
+    assert graph.imported_with([f"{PACKAGE}.samplers"]) & graph.hub_users
 
 
-def test_registered_classes_are_imported_for_saved_models(sources):
+def test_registered_classes_are_imported_for_saved_models(sources, graph):
     """A saved model does not load after `import keras_recurrent`."""
-    modules, _ = imported_modules(sources, [PACKAGE, *upstream.REGISTERING_MODULES])
-    registering = {
-        name for name, (_, source) in sources.items() if "register_keras_serializable" in source
-    }
-    assert registering - modules == set()
+    modules = graph.imported_with([PACKAGE, *upstream.REGISTERING_MODULES])
+    name = "register_keras_serializable"
+    assert {module for module, (_, source) in sources.items() if name in source} <= modules
 
 
 def test_imports_inside_functions_are_listed(graph):
-    assert graph.inside_functions() == set(INSIDE_FUNCTIONS)
-    assert set(INSIDE_FUNCTIONS.values()) == {PACKAGE_MISSING, LAZY_NAME}
-    assert len(INSIDE_FUNCTIONS) <= 8
+    assert graph.inside_functions() == INSIDE_FUNCTIONS
 
 
 @pytest.mark.parametrize(
