@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.papers.running import TOY, call, run_twice, words_of
+from tests.papers.running import TOY, call, run_twice
 
 pytestmark = pytest.mark.once
 
@@ -24,25 +24,15 @@ def test_gates_guide_finds_a_wrong_gate(guide, tmp_path, monkeypatch, capsys):
     assert "DO NOT AGREE" in capsys.readouterr().out
 
 
-def test_extrapolation_guide_runs_the_missing_experiments(guide, tmp_path, monkeypatch, capsys):
+def test_extrapolation_guide_prints_losses(guide, tmp_path, monkeypatch, capsys):
     extrapolation = guide("extrapolation")
     text = tmp_path / "text"
     text.write_bytes(bytes(range(32, 127)) * 20)
-    arguments = (*words_of(TOY), "--text", text, "--output", tmp_path, "--seeds", 0)
-    call(extrapolation, monkeypatch, *arguments, "--lengths", 8)
-    first = (tmp_path / "extrapolation.jsonl").read_text()
-    capsys.readouterr()
-    # A second run runs the missing experiments alone.
-    call(extrapolation, monkeypatch, *arguments)
-    lines = (tmp_path / "extrapolation.jsonl").read_text()
-    assert lines.startswith(first)
-    assert len(first.splitlines()) == 4
-    assert len(lines.splitlines()) == 8
-    written = capsys.readouterr().out
-    for name in extrapolation.MODELS:
-        assert f"| {name} |" in written
+    toy = {**TOY, "--text": [text]}
+    lines, written = run_twice(guide, extrapolation, monkeypatch, capsys, tmp_path, toy)
+    assert len(lines) == 8
+    assert all(f"| {name} |" in written for name in extrapolation.MODELS)
     assert "4 L less L" in written
-    assert (tmp_path / "extrapolation.png").stat().st_size > 0
 
 
 def test_extrapolation_judge_compares_losses_with_the_claims(guide):

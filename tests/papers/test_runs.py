@@ -6,10 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_recurrent.models import (
-    GriffinBackbone,
-    GriffinCausalLM,
-)
+from keras_recurrent.models import GriffinBackbone, GriffinCausalLM
 
 
 @pytest.mark.once
@@ -42,16 +39,8 @@ def test_runs_reads_windows_of_text_and_formats_tables(guide, tmp_path):
 
 def tiny(seed):
     keras.utils.set_random_seed(seed)
-    return GriffinCausalLM(
-        GriffinBackbone(
-            vocabulary_size=7,
-            num_layers=1,
-            hidden_dim=8,
-            intermediate_dim=8,
-            lru_width=8,
-            num_blocks=2,
-        )
-    )
+    sizes = {"hidden_dim": 8, "intermediate_dim": 8, "lru_width": 8, "num_blocks": 2}
+    return GriffinCausalLM(GriffinBackbone(vocabulary_size=7, num_layers=1, **sizes))
 
 
 @pytest.mark.nightly

@@ -7,10 +7,8 @@ import re
 import numpy as np
 import pytest
 
-from keras_recurrent.models import (
-    memory_sizes,
-)
-from tests.papers.running import call
+from keras_recurrent.models import memory_sizes
+from tests.papers.running import call, run_twice
 
 pytestmark = [pytest.mark.nightly, pytest.mark.once]
 
@@ -20,25 +18,17 @@ def test_throughput_guide_prints_tokens_per_second(guide, tmp_path, monkeypatch,
     monkeypatch.setattr(throughput, "compute", functools.cache(throughput.compute))
     monkeypatch.setattr(throughput, "LENGTHS", [512, 1024, 2048, 4096])
     monkeypatch.setattr(throughput, "build", functools.partial(throughput.build, num_layers=1))
-    toy = ("--tokens", 8, "--latency-tokens", 4, "--prompts", 0, "--latency-rows", 8)
-    toy = (*toy, "--window", 4, "--memory", 12 * 10**5, "--seeds", 0, "--output", tmp_path)
-    call(throughput, monkeypatch, *toy)
-    file = tmp_path / "throughput.jsonl"
-    *first, last = file.read_text().splitlines(keepends=True)
-    assert len(first) == 5
-    assert '"model": "mqa"' in last
-    # A second run measures what the file does not have.
-    file.write_text("".join(first))
-    call(throughput, monkeypatch, *toy)
-    lines = file.read_text().splitlines(keepends=True)
-    assert lines[:-1] == first
-    assert '"model": "mqa"' in lines[-1]
-    written = capsys.readouterr().out
+    toy = {
+        **{"--tokens": [8], "--latency-tokens": [4], "--latency-rows": [8]},
+        **{"--prompts": [0], "--window": [4], "--memory": [12 * 10**5]},
+    }
+    lines, written = run_twice(guide, throughput, monkeypatch, capsys, tmp_path, toy)
+    assert len(lines) == 6
+    assert lines[-1]["model"] == "mqa"
     assert "| Griffin, 4,096 tokens | 4,096 | 38,346 | 1.81 |" in written
     for name in ("Hawk", "Griffin", "MQA"):
         assert f"| {name}, 8 tokens |" in written
     assert "8 tokens: Hawk above Griffin by 2 deviations: " in written
-    assert (tmp_path / "throughput.png").stat().st_size > 0
     with pytest.raises(SystemExit, match="are more than a memory of 1,000 bytes"):
         call(throughput, monkeypatch, "--memory", 1000, "--output", tmp_path / "none")
 
@@ -78,21 +68,16 @@ def test_throughput_guide_chooses_the_batch_by_memory():
 
 def test_grouped_queries_guide_prints_times(guide, tmp_path, monkeypatch, capsys):
     grouped_queries = guide("grouped_queries")
-    toy = ("--width", 16, "--head-dim", 2, "--length", 8, "--steps", 8, "--rows", 8)
-    toy = (*toy, "--heads", 4, "--timed-width", 16, "--timed-length", 16, "--repeats", 1)
-    toy = (*toy, "--groups", 2, "--output", tmp_path, "--seeds", 0)
-    call(grouped_queries, monkeypatch, *toy)
-    file = tmp_path / "grouped_queries.jsonl"
-    lines = file.read_text()
-    assert len(lines.splitlines()) == 3 + 4  # times by groups, and trained models
-    # A second run finds all measurements.
-    call(grouped_queries, monkeypatch, *toy)
-    assert file.read_text() == lines
-    written = capsys.readouterr().out
+    toy = {
+        **{"--width": [16], "--head-dim": [2], "--length": [8], "--steps": [8], "--rows": [8]},
+        **{"--heads": [4], "--timed-width": [16], "--timed-length": [16], "--repeats": [1]},
+        **{"--groups": [2]},
+    }
+    lines, written = run_twice(guide, grouped_queries, monkeypatch, capsys, tmp_path, toy)
+    assert len(lines) == 3 + 4  # times by groups, and trained models
     for name in ("2 groups, mean", "2 groups, first", "2 groups, random", "8 groups, all heads"):
         assert f"| {name} |" in written
     assert re.search(r"\| 4 groups \| [\d.]+ \| [\d.]+ \| 0.00 \|", written)
-    assert (tmp_path / "grouped_queries.png").stat().st_size > 0
 
 
 def test_grouped_queries_guide_judges_times(guide):
@@ -105,17 +90,10 @@ def test_grouped_queries_guide_judges_times(guide):
 
 def test_training_speed_guide_prints_times(guide, tmp_path, monkeypatch, capsys):
     speed = guide("training_speed")
-    toy = ("--lengths", 8, 16, "--tokens", 16, "--window", 4, "--output", tmp_path)
-    call(speed, monkeypatch, *toy, "--seeds", 0)
-    file = tmp_path / "training_speed.jsonl"
-    lines = file.read_text()
-    assert len(lines.splitlines()) == len(speed.MODELS) * 2
-    # A second run finds all measurements.
-    call(speed, monkeypatch, *toy, "--seeds", 0)
-    assert file.read_text() == lines
-    written = capsys.readouterr().out
+    toy = {"--lengths": [8, 16], "--tokens": [16], "--window": [4]}
+    lines, written = run_twice(guide, speed, monkeypatch, capsys, tmp_path, toy)
+    assert len(lines) == len(speed.MODELS) * 2
     assert re.search(r"\| TNL \| 1.00 \| [\d.]+ \| \w+: within 10 % to 16; ", written)
-    assert (tmp_path / "training_speed.png").stat().st_size > 0
     with pytest.raises(SystemExit):
         call(speed, monkeypatch, "--lengths", 8, 12, "--tokens", 16)
 

@@ -4,30 +4,23 @@ import keras
 import numpy as np
 import pytest
 
-from keras_recurrent.models import (
-    TransNormerBackbone,
-    TransNormerCausalLM,
-)
-from tests.papers.running import call
+from keras_recurrent.models import TransNormerBackbone, TransNormerCausalLM
+from tests.papers.running import run_twice
 
 pytestmark = pytest.mark.once
 
 
 def test_lightning_ablations_guide_trains_every_variant(guide, tmp_path, monkeypatch, capsys):
     ablations = guide("lightning_ablations")
-    toy = ("--width", 8, "--num-heads", 2, "--num-layers", 2, "--length", 8, "--tokens", 16)
-    toy = (*toy, "--steps", 2, "--windows", 4, "--output", tmp_path)
-    call(ablations, monkeypatch, *toy, "--seeds", 0, 1, "--variants", "no gate")
-    first = (tmp_path / "lightning_ablations.jsonl").read_text()
-    assert len(first.splitlines()) == 4
-    call(ablations, monkeypatch, *toy, "--seeds", 0, 1, "--variants", "no gate", "LayerNorm")
-    lines = (tmp_path / "lightning_ablations.jsonl").read_text()
-    assert lines.startswith(first)
-    assert len(lines.splitlines()) == 6
-    written = capsys.readouterr().out
+    toy = {
+        **{"--width": [8], "--num-heads": [2], "--num-layers": [2], "--length": [8]},
+        **{"--tokens": [16], "--steps": [2], "--windows": [4]},
+        **{"--variants": ["no gate", "LayerNorm"]},
+    }
+    lines, written = run_twice(guide, ablations, monkeypatch, capsys, tmp_path, toy)
+    assert len(lines) == 3  # one is of the released model
     assert "| worse: 2.263, not 2.248 |" in written
     assert "| LayerNorm |" in written
-    assert (tmp_path / "lightning_ablations.png").stat().st_size > 0
     assert ablations.judge(np.array([0.1, 0.11])) == "worse"
     assert ablations.judge(np.array([-0.1, -0.11])) == "better"
     assert ablations.judge(np.array([0.1, -0.05])) == "within 2 deviations"
