@@ -1,8 +1,6 @@
 """Statements, examples and links of README and the manual."""
 
-import csv
 import os
-import pathlib
 import pydoc
 import re
 import sys
@@ -20,8 +18,8 @@ from keras_recurrent.models import (
     TransNormerCausalLM,
 )
 from tests import scripts
+from tests.processes import ROOT
 
-ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 REFERENCE = sorted(DOCS.glob("api/*.md"))
 PAGES = {
@@ -34,14 +32,6 @@ PAGES = {
         *ROOT.glob("tests/*.md"),
     )
 }
-
-
-def table_cells(page, first_header):
-    """Returns lists of the cells of a table's lines, the header first."""
-    _, _, table = PAGES[page].partition(f"\n| {first_header} |")
-    lines = f"| {first_header} |{table}".partition("\n\n")[0].splitlines()
-    cells = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines]
-    return [cells[0], *cells[2:]]
 
 
 @pytest.fixture(scope="module")
@@ -199,35 +189,8 @@ def test_names_of_the_manual_are_in_their_files():
 
 
 @pytest.mark.once
-def test_choosing_has_figures_of_the_presets_and_experiments():
-    """The table of docs/choosing.md has a figure that has changed at its source."""
-    header, *lines = table_cells("docs/choosing.md", "family | mixes tokens by")
-    for line in lines:
-        cells = dict(zip(header, line, strict=True))
-        assert f"| {cells['state']} |" in PAGES["docs/api/presets.md"]
-        for name in ("loss on long texts", "step time"):
-            assert cells[name].lstrip("+× ") in PAGES["guides/papers/README.md"], cells
-
-
-@pytest.mark.once
 def test_citation_and_pages_have_the_version_of_the_package():
     version = keras_recurrent.__version__
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     for page in ("install", "cite", "stability"):
         assert version in PAGES[f"docs/{page}.md"], page
-
-
-@pytest.mark.once
-@pytest.mark.parametrize("page", ["scans", "linear_attention", "decoding"])
-def test_kernel_variants_are_in_the_raw_file(page):
-    """A figure mistyped in a table of variants is in no line of docs/kernels/variants.csv."""
-    with (DOCS / "kernels/variants.csv").open(newline="") as file:
-        measured = {float(line["value"]) for line in csv.DictReader(file)}
-    _, variants = PAGES[f"docs/kernels/{page}.md"].split("\n## Variants tried\n")
-    _, _, *lines = re.findall(r"^\|.*\|$", variants, re.MULTILINE)
-    # Dates, shapes, tiles, and names of types and devices are no figures.
-    others = r"2026-\d\d-\d\d|\d+×[\d×]+|\(.*?\)|\bb\d+\b|b?float\d+|int\d|H\d+"
-    cells = [re.sub(others, "", cell) for line in lines for cell in line.split("|")[3:]]
-    figures = [n.replace(",", "") for cell in cells for n in re.findall(r"\d[\d,.]*\d|\d", cell)]
-    assert len(figures) > 40
-    assert [figure for figure in figures if float(figure) not in measured] == []

@@ -2,14 +2,14 @@
 
 import csv
 import functools
-import pathlib
 import re
 
 import pytest
 
+from tests.processes import ROOT
+
 pytestmark = pytest.mark.once
 
-ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
 PAGES = sorted(RESULTS.glob("*.md"))
 SUMMARY = ["work", "hardware", "this package", "baseline", "factor", "date"]
@@ -175,6 +175,34 @@ def test_each_raw_file_has_the_same_columns_and_a_page():
         assert header == COLUMNS, path.name
         assert all(len(line) == len(header) for line in lines), path.name
         assert (RESULTS / f"{path.stem}.md").exists(), path.name
+
+
+def test_choosing_has_figures_of_the_presets_and_experiments():
+    """The table of docs/choosing.md has a figure that has changed at its source."""
+    presets, experiments = (
+        (ROOT / page).read_text() for page in ("docs/api/presets.md", "guides/papers/README.md")
+    )
+    lines = lines_with("loss on long texts", "docs/choosing.md")
+    assert lines
+    for _, cells in lines:
+        assert f"| {cells['state'].strip('`')} |" in presets
+        for name in ("loss on long texts", "step time"):
+            assert cells[name].lstrip("+× ") in experiments, cells
+
+
+@pytest.mark.parametrize("page", ["scans", "linear_attention", "decoding"])
+def test_kernel_variants_are_in_the_raw_file(page):
+    """A figure mistyped in a table of variants is in no line of docs/kernels/variants.csv."""
+    with (ROOT / "docs/kernels/variants.csv").open(newline="") as file:
+        measured = {float(line["value"]) for line in csv.DictReader(file)}
+    _, variants = (ROOT / f"docs/kernels/{page}.md").read_text().split("\n## Variants tried\n")
+    _, _, *lines = re.findall(r"^\|.*\|$", variants, re.MULTILINE)
+    # Dates, shapes, tiles, and names of types and devices are no figures.
+    others = r"2026-\d\d-\d\d|\d+×[\d×]+|\(.*?\)|\bb\d+\b|b?float\d+|int\d|H\d+"
+    cells = [re.sub(others, "", cell) for line in lines for cell in line.split("|")[3:]]
+    figures = [n.replace(",", "") for cell in cells for n in re.findall(r"\d[\d,.]*\d|\d", cell)]
+    assert len(figures) > 40
+    assert [figure for figure in figures if float(figure) not in measured] == []
 
 
 def test_missing_finds_a_wrong_figure():
