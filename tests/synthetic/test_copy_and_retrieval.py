@@ -1,10 +1,11 @@
-"""The tasks of copying and looking up: selective copying, induction heads, the phone book."""
+"""Tasks of copying and recall: selective copying, induction heads, phone book, key-value pairs."""
 
 import collections
 
 import numpy as np
 import pytest
 
+from guides.synthetic.associative_recall import associative_recall
 from guides.synthetic.induction_heads import induction_heads
 from guides.synthetic.phone_book import phone_book
 from guides.synthetic.selective_copying import selective_copying
@@ -83,3 +84,40 @@ def test_phone_book_labels_are_the_numbers_of_the_names(parts):
 def test_phone_book_with_long_names_has_distinct_names():
     tokens = phone_book(2, 5, name_length=30, number_length=1)[0].reshape(2, 8, 32)
     assert len({tuple(line[1:31]) for line in tokens[0, :5]}) == 5
+
+
+def test_associative_recall_labels_are_the_values_of_the_keys():
+    arrays = associative_recall(200, 5, 24, 32, num_queries=3, seed=4)
+    tokens, labels, weights = check_arrays(arrays, (200, 24))
+    for row in range(200):
+        keys, values = tokens[row, :10:2], tokens[row, 1:10:2]
+        assert len(set(keys)) == len(set(values)) == 5
+        assert ((keys >= 1) & (keys < 16)).all()
+        assert ((values >= 16) & (values < 32)).all()
+        values_of = dict(zip(keys, values, strict=True))
+        positions = np.flatnonzero(weights[row])
+        assert len(positions) == len(set(tokens[row, positions])) == 3
+        assert (positions >= 10).all()
+        assert [values_of[key] for key in tokens[row, positions]] == list(labels[row, positions])
+        others = np.setdiff1d(np.arange(10, 24), positions)
+        assert not tokens[row, others].any()
+
+
+def test_associative_recall_draws_all_keys_values_and_positions():
+    tokens, _, weights = associative_recall(2000, 3, 14, 12, seed=0)
+    assert set(np.unique(tokens)) == set(range(12))
+    assert weights[:, 6::2].any(axis=0).all()
+    keys, values = tokens[:, :6:2], tokens[:, 1:6:2]
+    assert len(np.unique(16 * keys + values)) == 5 * 6  # every key with every value
+
+
+def test_associative_recall_distances_follow_the_power_law():
+    means = []
+    for power in (0.01, 0.3, 1.0):
+        _, _, weights = associative_recall(4000, 2, 64, 16, num_queries=1, power=power)
+        distance = np.argmax(weights, axis=1) / 2 - 1  # 1 to 30
+        means.append(distance.mean())
+        share = np.bincount(distance.astype(int), minlength=31)[1:] / 4000
+        expected = np.arange(1, 31) ** (power - 1)
+        np.testing.assert_allclose(share, expected / expected.sum(), atol=0.03)
+    assert means[0] < means[1] < means[2]
