@@ -1,7 +1,7 @@
 """The guides run, at tiny sizes."""
 
+import functools
 import math
-import pathlib
 import re
 import sys
 
@@ -10,12 +10,12 @@ import pytest
 
 from tests import scripts
 
-ROOT = pathlib.Path(__file__).parents[1]
 pytestmark = pytest.mark.once
 
 BITS = r"Validation, bits per byte: Hawk ([\d.]+), bigrams ([\d.]+), unigrams ([\d.]+)"
 
 
+@functools.cache
 def load(name):
     pytest.importorskip("matplotlib")
     return scripts.load(f"guides/{name}.py")
@@ -25,8 +25,9 @@ def load(name):
 def run(tmp_path, monkeypatch, capsys):
     """A function that runs a guide with arguments, and returns what it prints."""
 
-    def run(guide, *arguments):
-        arguments = (guide.__name__, *arguments, "--output", tmp_path)
+    def run(name, *arguments):
+        guide = load(name)
+        arguments = (name, *arguments, "--output", tmp_path)
         monkeypatch.setattr(sys, "argv", [*map(str, arguments)])
         guide.main()
         return capsys.readouterr().out
@@ -34,18 +35,8 @@ def run(tmp_path, monkeypatch, capsys):
     return run
 
 
-@pytest.fixture(scope="module")
-def quickstart():
-    return load("quickstart")
-
-
-@pytest.fixture(scope="module")
-def constant_speed():
-    return load("constant_speed")
-
-
-def test_quickstart_trains_and_writes_losses_and_a_figure(quickstart, run, tmp_path):
-    printed = run(quickstart, "--epochs", 2, "--topics", 2, "--sample", 20)
+def test_quickstart_trains_and_writes_losses_and_a_figure(run, tmp_path):
+    printed = run("quickstart", "--epochs", 2, "--topics", 2, "--sample", 20)
     assert len(re.findall(BITS, printed)) == 2
     assert "Before training it writes:\nThe statement" in printed
     assert "After training it writes:\nThe statement" in printed
@@ -53,19 +44,19 @@ def test_quickstart_trains_and_writes_losses_and_a_figure(quickstart, run, tmp_p
     assert (tmp_path / "loss.png").stat().st_size > 0
 
 
-def test_quickstart_shares_no_text_between_training_and_validation(quickstart):
+def test_quickstart_shares_no_text_between_training_and_validation():
     training, validation = (
         [paragraph for document in documents for paragraph in document.split("\n\n")]
-        for documents in quickstart.load_documents(None)
+        for documents in load("quickstart").load_documents(None)
     )
     paragraphs = training + validation
     assert len(set(paragraphs)) == len(paragraphs)
     assert 0.05 < len("".join(validation)) / len("".join(paragraphs)) < 0.2
 
 
-def test_quickstart_unigram_and_bigram_have_the_bits_of_the_equation(quickstart):
+def test_quickstart_unigram_and_bigram_have_the_bits_of_the_equation():
     """Text "ab", "aa" has a 3 times and b once; a begins twice, and b and a follow it once each."""
-    unigram, bigram = quickstart.unigram_and_bigram(["ab", "aa"], ["ab"])
+    unigram, bigram = load("quickstart").unigram_and_bigram(["ab", "aa"], ["ab"])
     a, b = 4 / 260, 2 / 260
     assert unigram == pytest.approx(-(np.log2(a) + np.log2(b)) / 2)
     first, second = (2 + 1 * a) / (2 + 1), (1 + 2 * b) / (2 + 2)
@@ -73,8 +64,8 @@ def test_quickstart_unigram_and_bigram_have_the_bits_of_the_equation(quickstart)
 
 
 @pytest.mark.nightly
-def test_constant_speed_prints_a_speed_for_each_length(constant_speed, run, tmp_path):
-    printed = run(constant_speed, "--tokens", 128, "--shortest", 64, "--width", 16)
+def test_constant_speed_prints_a_speed_for_each_length(run, tmp_path):
+    printed = run("constant_speed", "--tokens", 128, "--shortest", 64, "--width", 16)
     for name in ("Lightning Attention", "softmax attention"):
         for length in (64, 128):
             assert re.search(rf"^{name}, {length} tokens a row: [\d,]+ a second", printed, re.M)
@@ -82,8 +73,9 @@ def test_constant_speed_prints_a_speed_for_each_length(constant_speed, run, tmp_
     assert (tmp_path / "speed.png").stat().st_size > 0
 
 
-def test_constant_speed_doubles_lengths_while_time_and_memory_suffice(constant_speed, monkeypatch):
+def test_constant_speed_doubles_lengths_while_time_and_memory_suffice(monkeypatch):
     """A step takes a second and 100 bytes at 64 tokens, and in proportion at other lengths."""
+    constant_speed = load("constant_speed")
     monkeypatch.setattr(constant_speed, "language_model", lambda mixer, width: None)
     monkeypatch.setattr(
         constant_speed, "measure", lambda model, length, tokens: (length / 64, 100 * length // 64)
@@ -110,9 +102,8 @@ def test_constant_speed_doubles_lengths_while_time_and_memory_suffice(constant_s
         (1e15, math.inf, 131_072),  # at most
     ],
 )
-def test_constant_speed_chooses_tokens_by_speed_and_memory(
-    constant_speed, monkeypatch, speed, room, tokens
-):
+def test_constant_speed_chooses_tokens_by_speed_and_memory(monkeypatch, speed, room, tokens):
+    constant_speed = load("constant_speed")
     monkeypatch.setattr(constant_speed, "multiplications_a_second", lambda: speed)
     monkeypatch.setattr(constant_speed, "room", lambda: room)
     assert constant_speed.tokens_a_batch(256) == tokens
@@ -121,7 +112,7 @@ def test_constant_speed_chooses_tokens_by_speed_and_memory(
 @pytest.mark.nightly
 def test_associative_recall_guide_prints_accuracies(run, tmp_path):
     arguments = ("--pairs", 2, "--length", 8, "--rows", 128, "--epochs", 2)
-    printed = run(load("associative_recall"), *arguments)
+    printed = run("associative_recall", *arguments)
     for name, state in (("HGRN", "128"), ("HGRN2", "4,096")):
         assert f"parameters, {state} numbers in its state" in printed
         assert len(re.findall(rf"^{name}, epoch [12]: [\d.]+% right$", printed, re.M)) == 2
@@ -133,7 +124,7 @@ def test_layers_guide_compares_models_of_equal_size(run, tmp_path, monkeypatch):
     guide = load("layers")
     monkeypatch.setattr(guide.Forecast, "LENGTH", 24)
     arguments = ("--rows", 16, "--epochs", 2, "--seeds", 1, "--length", 24, "--width", 16)
-    printed = run(guide, *arguments)
+    printed = run("layers", *arguments)
     for name in guide.LAYERS:
         rows = re.findall(rf"^\| {name} \| ([\d,]+) \| [\d.]+ ± [\d.]+ \| [\d.]+ \|", printed, re.M)
         assert len(rows) == 2
@@ -190,52 +181,47 @@ def test_conversation_guide_restores_states_of_constant_size(tmp_path, monkeypat
     assert all(sizes == states[0] for sizes in states)
 
 
-@pytest.fixture(scope="module")
-def train_preset():
-    sys.path.insert(0, str(ROOT / "guides"))  # it imports the quickstart
-    try:
-        return load("train_preset")
-    finally:
-        sys.path.pop(0)
-
-
 @pytest.mark.nightly
-def test_train_preset_writes_weights_that_load(train_preset, run, tmp_path):
+def test_train_preset_writes_weights_that_load(run, tmp_path):
     (tmp_path / "play.txt").write_text("ALL:\nSpeak, speak.\n\n" * 200)
     arguments = ("--topics", 3, "--steps", 2, "--decay-steps", 1, "--sample", 20)
-    printed = run(train_preset, *arguments, "--text", tmp_path / "play.txt")
+    printed = run("train_preset", *arguments, "--text", tmp_path / "play.txt")
     for name in ("griffin_tiny_text", "n-grams of 1", "n-grams of 7", "gzip", "xz, alone"):
         assert len(re.findall(rf"^{name} +([\d.]+) +([\d.]+)$", printed, re.M)) == 1, name
     assert "\nROMEO:\n" in printed
-    backbone = train_preset.GriffinCausalLM.from_preset("griffin_tiny_text").backbone
+    backbone = load("train_preset").GriffinCausalLM.from_preset("griffin_tiny_text").backbone
     backbone.load_weights(tmp_path / "griffin_tiny_text.weights.h5")
 
 
-def test_train_preset_keeps_paragraphs_whole(train_preset):
+def test_train_preset_keeps_paragraphs_whole():
     text = "\n\n".join(f"{i} {'a' * 190}" for i in range(10)) + f"\n\n{'b' * 600}\n"
-    documents = train_preset.documents_of(text)
+    documents = load("train_preset").documents_of(text)
     assert "\n\n".join(documents) == text.strip("\n")
     assert [document.count("\n\n") for document in documents] == [1, 1, 1, 1, 1, 0]
 
 
-def test_train_preset_n_grams_have_the_bits_of_the_equation(train_preset):
+def test_train_preset_n_grams_have_the_bits_of_the_equation():
     """Text "ab", "aa" has a 3 times and b once; a begins twice, and b and a follow it once each."""
     a, b = (3 + 2 / 256) / 6, (1 + 2 / 256) / 6
-    assert train_preset.n_gram_bits(["ab", "aa"], ["ab"], 1) == pytest.approx(
-        -(np.log2(a) + np.log2(b)) / 2
-    )
     first, second = (2 + 1 * a) / 3, (1 + 2 * b) / 4
-    assert train_preset.n_gram_bits(["ab", "aa"], ["ab"], 2) == pytest.approx(
-        -(np.log2(first) + np.log2(second)) / 2
-    )
-    # The beginning counts as one of three bytes; "ab" followed it once, and "c" never.
-    assert train_preset.n_gram_bits(["ab", "aa"], ["c"], 3) == pytest.approx(
-        -np.log2(2 / 256 / 6 / 3)
-    )
+    c = 2 / 256 / 6 / 3  # the beginning counts as one of three bytes, which "c" never follows
+    for text, n, probabilities in (("ab", 1, [a, b]), ("ab", 2, [first, second]), ("c", 3, [c])):
+        bits = load("train_preset").n_gram_bits(["ab", "aa"], [text], n)
+        assert bits == pytest.approx(-np.mean(np.log2(probabilities)))
 
 
-def test_train_preset_learning_rate_rises_stays_and_falls(train_preset):
-    rate = train_preset.ConstantThenLinear(2.0, warmup_steps=4, steps=20, decay_steps=10)
+def test_train_preset_learning_rate_rises_stays_and_falls():
+    rate = load("train_preset").ConstantThenLinear(2.0, warmup_steps=4, steps=20, decay_steps=10)
     steps = (0, 1, 3, 4, 10, 15, 19, 20, 30)
     expected = [0.5, 1.0, 2.0, 2.0, 2.0, 1.0, 0.2, 0.0, 0.0]
     assert [float(rate(step)) for step in steps] == pytest.approx(expected)
+
+
+def test_uptraining_guide_prints_losses_and_memory(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(load("gqa_uptraining"), "VALIDATION_ROWS", 32)
+    arguments = ("--seeds", 1, "--steps", 8, "--width", 16, "--layers", 1)
+    printed = run("gqa_uptraining", *arguments, "--topics", 4, "--groups", 2)
+    rows = re.findall(r"\| 2 \| (\w+) \| [\d.]+ ± 0.000 \| [\d.]+ ± 0.000 \|", printed)
+    assert rows == ["mean", "first", "random"]
+    assert "| key-value bytes a token | 2,048 | 512 | 0.250 |" in printed
+    assert (tmp_path / "loss.png").stat().st_size > 0
