@@ -94,9 +94,12 @@ for name in ("tnl_385m", "tnl_1b", "tnl_7b"):
     PUBLISHED[name] = ("transnormer", transnormer_config(size), size)
 
 
-def read(model_type, drop=(), **changes):
+DROP = object()  # in place of a value: the configuration does not have the key
+
+
+def read(model_type, **changes):
     """Returns the backbone's arguments for a configuration with changes."""
-    config = {k: v for k, v in {**CONFIGS[model_type], **changes}.items() if k not in drop}
+    config = {k: v for k, v in {**CONFIGS[model_type], **changes}.items() if v is not DROP}
     return LAYOUTS[model_type].backbone_arguments(config, "config.json")
 
 
@@ -187,63 +190,39 @@ def test_config_with_unsupported_value_names_the_key(model_type, key, value):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "key"),
+    ("model_type", "changes", "argument", "value"),
     [
-        ("recurrent_gemma", "hidden_size"),
-        ("hgrn2", "hidden_size"),
-        ("transnormer", "decoder_embed_dim"),
-        ("transnormer", "decoder_layers"),
-        ("transnormer", "decoder_attention_heads"),
-        ("transnormer", "vocab_size"),
-    ],
-)
-def test_config_without_required_key_names_it(model_type, key):
-    with pytest.raises(ValueError, match=f"has no '{key}'"):
-        read(model_type, drop=[key])
-
-
-@pytest.mark.parametrize(("model_type", "key"), [("hgrn2", "rotary"), ("transnormer", "window")])
-def test_config_with_unknown_key_names_it(model_type, key):
-    with pytest.raises(ValueError, match=f"has '{key}', which this version does not know"):
-        read(model_type, **{key: 7})
-
-
-def test_transnormer_widths_follow_hidden_dim_if_glu_dim_is_negative():
-    arguments = read("transnormer", glu_dim=-1, hidden_dim=512)
-    assert (arguments["intermediate_dim"], arguments["head_dim"]) == (64, 128)
-
-
-@pytest.mark.parametrize(
-    ("drop", "changes", "argument", "value"),
-    [
-        ((), {}, "intermediate_dim", 96),
-        ((), {}, "conv_size", None),
-        ((), {"use_short_conv": True}, "conv_size", 4),
-        ((), {"hidden_size": 64, "intermediate_size": None}, "intermediate_dim", 256),
-        ((), {"hidden_size": 768, "intermediate_size": None}, "intermediate_dim", 2048),
-        ((), {"hidden_size": 1024, "intermediate_size": None}, "intermediate_dim", 2816),
-        ((), {"hidden_size": 2560, "intermediate_size": None}, "intermediate_dim", 6912),
+        ("hgrn2", {}, "intermediate_dim", 96),
+        ("hgrn2", {}, "conv_size", None),
+        ("hgrn2", {"use_short_conv": True}, "conv_size", 4),
+        *(
+            ("hgrn2", {"hidden_size": size, "intermediate_size": None}, "intermediate_dim", width)
+            for size, width in ((64, 256), (768, 2048), (1024, 2816), (2560, 6912))
+        ),
         (
-            ("intermediate_size",),
-            {"hidden_size": 768, "hidden_ratio": 8},
+            "hgrn2",
+            {"hidden_size": 768, "intermediate_size": DROP, "hidden_ratio": 8},
             "intermediate_dim",
             4096,
         ),
         # Heads by their size, which takes precedence, or by their count.
-        ((), {}, "expand_ratio", 32),
-        ((), {"expand_ratio": None}, "expand_ratio", 32),
-        ((), {"expand_ratio": 16}, "expand_ratio", 16),
-        (("expand_ratio", "num_heads"), {}, "expand_ratio", 64),
-        ((), {"fuse_norm": True, "share_conv_kernel": True}, "hidden_dim", 64),
+        ("hgrn2", {}, "expand_ratio", 32),
+        ("hgrn2", {"expand_ratio": None}, "expand_ratio", 32),
+        ("hgrn2", {"expand_ratio": 16}, "expand_ratio", 16),
+        ("hgrn2", {"expand_ratio": DROP, "num_heads": DROP}, "expand_ratio", 64),
+        ("hgrn2", {"fuse_norm": True, "share_conv_kernel": True}, "hidden_dim", 64),
+        # The width of the network replaces a negative width of gated units.
+        ("transnormer", {"glu_dim": -1, "hidden_dim": 512}, "intermediate_dim", 64),
+        ("transnormer", {"glu_dim": -1, "hidden_dim": 512}, "head_dim", 128),
+        ("hypenet", {"mixer_types": []}, "block_types", ("global_attention",) * 4),
+        ("hypenet", {"attn_logits_scaling": "hype 500"}, "attention_logit_scaling", 500),
+        ("hypenet", {"attn_logits_scaling": "hype"}, "attention_logit_scaling", 362),
+        ("hypenet", {"lightning_scale": "1/d"}, "lightning_query_scale", 1 / 24),
+        ("minicpm_sala", {"sparse_config": None}, "dense_length", None),
     ],
 )
-def test_hgrn2_config_sets_the_argument(drop, changes, argument, value):
-    assert read("hgrn2", drop, **changes)[argument] == value
-
-
-def test_hgrn2_config_with_shared_convolution_is_unsupported():
-    with pytest.raises(ValueError, match="'share_conv_kernel'"):
-        read("hgrn2", use_short_conv=True, share_conv_kernel=True)
+def test_config_sets_the_argument(model_type, changes, argument, value):
+    assert read(model_type, **changes)[argument] == value
 
 
 ATTENTION = {"layers": [2, 0], "num_heads": 4}  # the object 'attn' of a hybrid HGRN2
@@ -305,32 +284,33 @@ def test_hgrn2_attention_with_unsupported_value_names_the_key(attn, match):
         read_attention(attn)
 
 
-def test_hgrn2_attention_residual_blocks_are_unsupported():
-    with pytest.raises(ValueError, match="'attnres_block_size' is 4"):
-        read_attention(ATTENTION, attnres_block_size=4)
-
-
-@pytest.mark.parametrize("key", ["lightning_use_qk_norm", "attn_use_output_gate"])
-def test_hypenet_norms_and_gates_are_off_by_default(key):
-    with pytest.raises(ValueError, match=f"'{key}' is False"):
-        read("hypenet", drop=[key])
+SPARSE = CONFIGS["minicpm_sala"]["sparse_config"]
+TRANSNORMER_SIZES = ["decoder_embed_dim", "decoder_layers", "decoder_attention_heads", "vocab_size"]
+REQUIRED = {
+    "recurrent_gemma": ("hidden_size",),
+    "hgrn2": ("hidden_size",),
+    "transnormer": TRANSNORMER_SIZES,
+}
 
 
 @pytest.mark.parametrize(
-    ("model_type", "changes", "argument", "value"),
+    ("model_type", "changes", "match"),
     [
-        ("hypenet", {"mixer_types": []}, "block_types", ("global_attention",) * 4),
-        ("hypenet", {"attn_logits_scaling": "hype 500"}, "attention_logit_scaling", 500),
-        ("hypenet", {"attn_logits_scaling": "hype"}, "attention_logit_scaling", 362),
-        ("hypenet", {"lightning_scale": "1/d"}, "lightning_query_scale", 1 / 24),
-        ("minicpm_sala", {"sparse_config": None}, "dense_length", None),
+        *((name, {key: DROP}, f"has no '{key}'") for name in REQUIRED for key in REQUIRED[name]),
+        ("hgrn2", {"rotary": 7}, "has 'rotary', which this version does not know"),
+        ("transnormer", {"window": 7}, "has 'window', which this version does not know"),
+        ("hgrn2", {"use_short_conv": True, "share_conv_kernel": True}, "'share_conv_kernel'"),
+        ("hgrn2", {"attn": {**ATTENTION, "layers": [0]}, "attnres_block_size": 4}, "size' is 4"),
+        # Norms and gates are off by default.
+        ("hypenet", {"lightning_use_qk_norm": DROP}, "'lightning_use_qk_norm' is False"),
+        ("hypenet", {"attn_use_output_gate": DROP}, "'attn_use_output_gate' is False"),
+        (
+            "minicpm_sala",
+            {"sparse_config": {**SPARSE, "use_nope": True}},
+            "'use_nope' is True in 'sparse_config'",
+        ),
     ],
 )
-def test_lightning_hybrid_config_sets_the_argument(model_type, changes, argument, value):
-    assert read(model_type, **changes)[argument] == value
-
-
-def test_minicpm_sala_sparse_config_with_unsupported_value_names_the_key():
-    sparse = {**CONFIGS["minicpm_sala"]["sparse_config"], "use_nope": True}
-    with pytest.raises(ValueError, match="'use_nope' is True in 'sparse_config'"):
-        read("minicpm_sala", sparse_config=sparse)
+def test_config_with_missing_unknown_or_unsupported_key_names_it(model_type, changes, match):
+    with pytest.raises(ValueError, match=match):
+        read(model_type, **changes)
