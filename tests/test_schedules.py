@@ -26,19 +26,6 @@ def test_inverse_square_root_equals_its_equation(warmup):
     np.testing.assert_allclose(found, [expected_rate(s, 5e-4, warmup) for s in steps], rtol=1e-6)
 
 
-def test_inverse_square_root_is_the_rate_of_an_optimizer():
-    """A weight with gradients of 1 does not move by the sum of the learning rates."""
-    schedule = InverseSquareRoot(0.1, 3)
-    weight = keras.Variable(0.0)
-    optimizer = keras.optimizers.SGD(schedule)
-    optimizer.build([weight])
-    moved = 0.0
-    for step in range(8):
-        optimizer.apply([keras.ops.convert_to_tensor(1.0)])
-        moved -= expected_rate(step, 0.1, 3)
-        np.testing.assert_allclose(keras.ops.convert_to_numpy(weight.value), moved, rtol=1e-5)
-
-
 def test_inverse_square_root_is_restored_from_configs_and_files(tmp_path):
     schedule = InverseSquareRoot(3e-3, np.int64(5), name="rise_and_fall")
     schedules = keras.optimizers.schedules
