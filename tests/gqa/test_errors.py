@@ -149,11 +149,9 @@ def test_unsupported_conversion_raises_with_reason_and_keeps_the_model(model, gr
     assert [id(weight) for weight in model.weights] == weights
 
 
-def test_conversion_of_attention_over_two_axes_raises():
+def attention_over_two_axes():
     x = keras.Input((3, 3, WIDTH))
-    model = keras.Model(x, attention(name="a")(x, x))
-    with pytest.raises(ValueError, match="more than one axis"):
-        convert_to_gqa(model, 2, where="a")
+    return keras.Model(x, attention(name="a")(x, x))
 
 
 @pytest.mark.parametrize(
@@ -161,6 +159,7 @@ def test_conversion_of_attention_over_two_axes_raises():
     [
         (encoder, ["nothing"], "`where` names 'nothing'; the attention layers here are"),
         (encoder, lambda layer: False, "`where` chooses none"),
+        (attention_over_two_axes, "a", "more than one axis"),
         (llama, lambda layer: True, "`where` cannot choose among the layers of a LlamaBackbone"),
         (gpt2, lambda layer: "layer_0" in layer.path, "chooses 1 of 2 causal attention layers"),
     ],

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent.conversion import convert_to_gqa, uptraining
+from tests.gqa.loaded import INPUTS, report
 from tests.gqa.oracle import numpy, set_weights
 from tests.processes import fresh_process
 
@@ -16,53 +17,15 @@ pytestmark = pytest.mark.once
 # Saved on JAX by version 0.1.0, when `keras_recurrent.gqa`, the module of their classes, was
 # `keras_recurrent.conversion.gqa`.
 FILES = pathlib.Path(__file__).parents[1] / "data" / "converted_models"
-INPUTS = {
-    "sequence": np.linspace(-1, 1, 12, dtype="float32").reshape(1, 3, 4),
-    "tokens": {"token_ids": np.array([[1, 4, 2]]), "padding_mask": np.ones((1, 3), "int32")},
-}
-
-# Loads each model of `argv`, and prints its class and outputs, before anything imports GQA.
-LOAD = """
-import json, sys
-import keras_recurrent
-import keras, keras_hub
-import numpy as np
-
-assert not [name for name in sys.modules if name.startswith("keras_recurrent.gqa")]
-reports = []
-for path, kind, inputs in json.loads(sys.argv[1]):
-    if kind == "keras":
-        model = keras.saving.load_model(path)
-    else:
-        model = getattr(keras_hub.models, kind).from_preset(path)
-    if inputs == "sequence":
-        inputs = np.linspace(-1, 1, 12, dtype="float32").reshape(1, 3, 4)
-    else:
-        inputs = {"token_ids": np.array([[1, 4, 2]]), "padding_mask": np.ones((1, 3), "int32")}
-    outputs = keras.ops.convert_to_numpy(model(inputs)).tolist()
-    schedule = None
-    rate = model.optimizer.get_config()["learning_rate"] if model.compiled else None
-    if isinstance(rate, dict):
-        schedule = [rate["registered_name"], int(model.optimizer.iterations)]
-    registered = keras.saving.get_registered_object(keras.saving.get_registered_name(type(model)))
-    reports.append([type(model).__name__, outputs, schedule, registered in (None, type(model))])
-print(json.dumps(reports))
-"""
 TAIL = ["keras_recurrent>ScheduleTail", 1]  # the schedule and the iterations of an optimizer
 
 
-def assert_outputs(actual, expected):
-    np.testing.assert_allclose(np.array(actual), expected, rtol=1e-5, atol=1e-6)
-
-
-def assert_loads_in_new_process(cases):
-    """Each case is (path, "keras" or a class of KerasHub, inputs, class, outputs, schedule)."""
-    reports = fresh_process("-c", LOAD, json.dumps([case[:3] for case in cases]))
-    for report, (*_, cls, outputs, schedule) in zip(reports, cases, strict=True):
-        name, actual, loaded_schedule, is_registered = report
-        assert (name, loaded_schedule) == (cls, schedule)
-        assert is_registered  # the class itself replaces its placeholder in Keras's registry
-        assert_outputs(actual, outputs)
+def assert_loaded(loaded, case):
+    """`case` is (path, "keras" or a class of KerasHub, inputs, class, outputs, schedule)."""
+    (*_, cls, outputs, schedule), (name, actual, loaded_schedule, is_registered) = case, loaded
+    assert (name, loaded_schedule) == (cls, schedule)
+    assert is_registered  # the class itself replaces its placeholder in Keras's registry
+    np.testing.assert_allclose(np.array(actual), outputs, rtol=1e-5, atol=1e-6)
 
 
 def functional():
@@ -96,7 +59,7 @@ def save_trained(build, path):
 
 @pytest.mark.nightly
 def test_converted_models_load_after_importing_only_the_package(tmp_path):
-    """A file of a functional model, a layer or a task needs an import of `gqa` to load."""
+    """A file of a model, a layer, a task or version 0.1.0 needs an import of `gqa` to load."""
     cases = [
         save_trained(build, tmp_path / f"{build.__name__}.keras")
         for build in (functional, decoder_layer)
@@ -116,7 +79,11 @@ def test_converted_models_load_after_importing_only_the_package(tmp_path):
         (file, "keras", "tokens", *expected),
         (preset, "Backbone", "tokens", "GroupedGPT2Backbone", hidden_states, None),
     ]
-    assert_loads_in_new_process(cases)
+    cases += published_cases()
+    arguments = json.dumps([case[:3] for case in cases])
+    reports = fresh_process("-m", "tests.gqa.loaded", arguments)
+    for loaded, case in zip(reports, cases, strict=True):
+        assert_loaded(loaded, case)
 
 
 def published_cases():
@@ -136,15 +103,4 @@ def published_cases():
 
 @pytest.mark.parametrize("case", published_cases(), ids=["grouped_model", "gpt2_backbone"])
 def test_files_of_version_0_1_load(case):
-    path, _, inputs, cls, outputs, schedule = case
-    model = keras.saving.load_model(path)
-    assert type(model).__name__ == cls
-    assert_outputs(numpy(model(INPUTS[inputs])), outputs)
-    if schedule:
-        rate = model.optimizer.get_config()["learning_rate"]
-        assert [rate["registered_name"], int(model.optimizer.iterations)] == schedule
-
-
-@pytest.mark.nightly
-def test_files_of_version_0_1_load_after_importing_only_the_package():
-    assert_loads_in_new_process(published_cases())
+    assert_loaded(report(*case[:3]), case)
