@@ -6,9 +6,6 @@ import pytest
 
 from keras_recurrent.continuations import Continuations
 from keras_recurrent.evaluation import continuations
-from keras_recurrent.generation.sequence import Sequence
-from keras_recurrent.generation.stop_strings import StreamedText
-from keras_recurrent.models import SamplingParams
 from keras_recurrent.tokenizers import ByteTokenizer
 from tests.models.tiny import FAMILIES, VOCABULARY, any_family, tiny_causal_lm
 
@@ -102,29 +99,6 @@ def test_generate_of_continuations_equals_generate_of_the_model(family):
     (end,) = model.preprocessor.tokenizer(last)
     found = several.generate(tokens[1:2], [], 23, end_token_id=end)
     assert found == [expected[1].partition(last)[0]]
-
-
-@pytest.mark.parametrize(
-    ("written", "until", "expected"),
-    [
-        ("one. two", ["."], "one"),
-        ("one\n\ntwo", ["\n\n", "\n"], "one"),
-        ("xab", ["b", "ab"], "x"),
-        ("a\nb", ["\n\n"], "a\nb"),
-        ("é.é", ["é."], ""),
-        ("no stop string", [], "no stop string"),
-    ],
-)
-def test_streamed_text_ends_before_the_first_stop_string(written, until, expected):
-    preprocessor = FAMILIES["hgrn2"].preprocessor(ByteTokenizer())
-    tokens = [*preprocessor.tokenizer(written), 2, *preprocessor.tokenizer("after the end")]
-    text = StreamedText(preprocessor, 100, until, [2])
-    greedy = SamplingParams(temperature=0)
-    sequence = Sequence(np.array([100]), greedy, None, len(tokens), [2], text.read)
-    for token in tokens:
-        if sequence.finish_reason is None:
-            sequence.add(token)
-    assert text.shown == expected
 
 
 def test_score_of_a_long_context_drops_its_oldest_tokens():
