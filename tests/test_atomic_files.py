@@ -34,10 +34,6 @@ def read_all(folder):
 
 @pytest.fixture(scope="module")
 def model():
-    return make_model()
-
-
-def make_model():
     family = FAMILIES["hgrn2"]
     preprocessor = family.preprocessor(family.tokenizer(), sequence_length=8)
     return tiny_causal_lm(0, preprocessor, "hgrn2", vocabulary_size=259)

@@ -19,17 +19,13 @@ X = {"token_ids": np.arange(10).reshape(2, 5), "padding_mask": np.ones((2, 5), "
 
 @any_family
 @pytest.mark.parametrize("has_lora", [False, True], ids=["plain", "lora"])
-def test_parameters_of_model_and_backbone_are_their_weights(family, has_lora):
+def test_parameters_of_model_backbone_and_torch_module_are_their_weights(family, has_lora):
     model = tiny_causal_lm(family=family)
     if has_lora:
         model.backbone.enable_lora(2)
     for network in (model, model.backbone):
         assert {id(p) for p in network.parameters()} == {id(v.value) for v in network.weights}
-
-
-@any_family
-def test_torch_module_has_the_parameters_and_blocks_of_its_model(family):
-    module = TorchModule(model := tiny_causal_lm(family=family))
+    module = TorchModule(model)
     parameters = dict(module.named_parameters())
     assert {id(p) for p in parameters.values()} == {id(v.value) for v in model.weights}
     assert "block_0.mlp.gate_proj.kernel" in parameters or "block_0.mlp.v_proj.kernel" in parameters
