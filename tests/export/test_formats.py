@@ -107,9 +107,10 @@ def test_unsupported_opset_raises_and_writes_nothing(version, tmp_path):
 
 @pytest.mark.skipif(BACKEND != "torch", reason="a format of torch")
 @pytest.mark.parametrize(
-    "name", ["block", "hgrn2, step", "griffin lm", nightly("lightning_hybrid lm")]
+    "name", ["gru, step", "block", "hgrn2, step", "griffin lm", nightly("lightning_hybrid lm")]
 )
 def test_torch_program_has_plain_operators_and_matches_the_model(name, tmp_path):
+    """A file of this package is wrong, or this package breaks Keras's exporter for its layers."""
     import torch
 
     model, path = export(name, tmp_path, "torch", ".pt2")
@@ -121,21 +122,8 @@ def test_torch_program_has_plain_operators_and_matches_the_model(name, tmp_path)
         tensors = keras.tree.map_structure(torch.tensor, pack_inputs(model, inputs))
         return [tensor.detach().numpy() for tensor in keras.tree.flatten(program(tensors))]
 
-    assert_runs(model, run, shapes=((3, 70), (2, 5)))
-
-
-@pytest.mark.skipif(BACKEND != "torch", reason="a format of torch")
-def test_torch_program_of_keras_gru_matches_the_model(tmp_path):
-    """This package breaks Keras's exporter for its own layers, which need a batch of 1."""
-    import torch
-
-    model, path = export("gru, step", tmp_path, "torch", ".pt2")
-    program = torch.export.load(path).module()
-
-    def run(inputs):
-        return [t.detach().numpy() for t in program([torch.tensor(a) for a in inputs.values()])]
-
-    assert_runs(model, run, shapes=((1, 1),))
+    # Keras exports a GRU for a batch of 1.
+    assert_runs(model, run, shapes=((1, 1),) if name == "gru, step" else ((3, 70), (2, 5)))
 
 
 @pytest.mark.skipif(BACKEND == "jax", reason="Keras has no such export from JAX")
