@@ -50,13 +50,11 @@ NAMES_MODULES = re.compile(rf'"{PACKAGE}\.[a-z]')  # in the source of a file
 
 
 def _files():
-    """`{name of a module: its file}`; links to `backends` and `presets` are not followed."""
+    """`{name of a module: its file}`."""
     files = {}
     for folder in (PACKAGE, "backends", "presets"):
-        for file in sorted((ROOT / folder).rglob("*.py")):
+        for file in sorted((ROOT / folder).rglob("*.py")):  # does not follow links
             parts = file.relative_to(ROOT).with_suffix("").parts
-            if parts[:2] in ((PACKAGE, "backends"), (PACKAGE, "presets")):
-                continue
             parts = parts[:-1] if parts[-1] == "__init__" else parts
             files[".".join(parts if folder == PACKAGE else (PACKAGE, *parts))] = file
     return files
@@ -199,10 +197,11 @@ def test_imports_of_the_package_run_downward(graph):
     assert graph.upward() == []
 
 
-def test_import_of_the_package_and_layers_does_not_import_kerashub(graph):
-    """Importing a layer imports KerasHub and TensorFlow, which takes seconds."""
+def test_import_of_the_package_and_layers_does_not_import_kerashub_or_gqa(graph):
+    """Importing a layer imports KerasHub and TensorFlow, which takes seconds, or GQA code."""
     modules = graph.imported_with([f"{PACKAGE}.exporting", f"{PACKAGE}.serving.__main__"])
     assert modules & graph.hub_users == set()
+    assert not [name for name in modules if name.startswith(f"{PACKAGE}.gqa")]
     assert {f"{PACKAGE}.layers.rg_lru", f"{PACKAGE}.upstream"} < modules
     assert graph.imported_with([f"{PACKAGE}.samplers"]) & graph.hub_users
 

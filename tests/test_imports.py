@@ -71,34 +71,6 @@ def test_import_of_a_layer_loads_no_other_framework_in_a_second():
 
 @pytest.mark.nightly
 @pytest.mark.once
-def test_import_of_the_package_loads_no_gqa_or_optional_packages():
-    """GQA code or optional packages are imported early, or KerasHub lacks the presets."""
-    optional, imported, public, later = fresh_process(
-        "-c",
-        "import json, sys\n"
-        "import keras\n"
-        "loaded = set(sys.modules)\n"
-        "import keras_recurrent\n"
-        "packages = {m.partition('.')[0] for m in set(sys.modules) - loaded}\n"
-        "optional = sorted(packages & {'grain', 'huggingface_hub', 'safetensors'})\n"
-        "ours = lambda: sorted(m.removeprefix('keras_recurrent.') for m in sys.modules"
-        " if m.startswith('keras_recurrent.gqa'))\n"
-        "before = ours()\n"
-        "public = keras_recurrent.conversion.__all__\n"
-        "later = ours()\n"
-        "from keras_hub.models import CausalLM\n"
-        "causal_lm = CausalLM.from_preset('hawk_tiny', num_layers=1)\n"
-        "assert type(causal_lm).__name__ == 'GriffinCausalLM'\n"
-        "print(json.dumps([optional, before, public, later]))",
-    )
-    assert optional == []
-    assert imported == []
-    assert {"convert_to_gqa", "gqa_report", "uptraining", "Checkpoint", "Layout"} < set(public)
-    assert {"gqa.convert", "gqa.hub"} < set(later)
-
-
-@pytest.mark.nightly
-@pytest.mark.once
 def test_kerashub_imported_first_finds_the_presets():
     """KerasHub does not find this package's presets if it is imported before this package.
 

@@ -24,20 +24,9 @@ def files_of_tree(suffixes=(".py", ".typed", ".h5", ".md", ".html")):
     return {
         f"{installed}/{file.relative_to(ROOT / folder).as_posix()}": file
         for installed, folder in TOP.items()
-        for file in walk(ROOT / folder)
+        for file in (ROOT / folder).rglob("*")  # does not follow links
         if file.suffix in suffixes
     }
-
-
-def walk(folder):
-    """Yields all files below a folder, without following links."""
-    for path in sorted(folder.iterdir()):
-        if path.is_symlink() or path.name == "__pycache__":
-            continue
-        if path.is_dir():
-            yield from walk(path)
-        else:
-            yield path
 
 
 @pytest.fixture(scope="module")
