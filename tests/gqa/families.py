@@ -81,9 +81,7 @@ QWEN3_5 = {  # every second layer has linear attention, whose heads are not pool
 
 # Families with a number of key and value heads in their configuration.
 CONFIGURED = {
-    "Llama": (QUERIES, KEY_VALUE),
-    "Llama3": (QUERIES, KEY_VALUE),
-    "Mistral": (QUERIES, KEY_VALUE),
+    **dict.fromkeys(("Llama", "Llama3", "Mistral", "Phi3", "Qwen"), (QUERIES, KEY_VALUE)),
     "Mixtral": ({**QUERIES, "num_experts": 2, "top_k": 1}, KEY_VALUE),
     "Gemma": (HEAD_DIM, FIRST_AXIS),
     "Gemma3": ({**HEAD_DIM, "image_size": 16, "vision_encoder": None}, FIRST_AXIS),
@@ -138,8 +136,6 @@ CONFIGURED = {
         | decoder_only("decoder_layer_0/cross_attention", KEY_VALUE),
     ),
     "T5Gemma2": (T5GEMMA, decoder_only("decoder_layer_0/merged_attention", KEY_VALUE)),
-    "Phi3": (QUERIES, KEY_VALUE),
-    "Qwen": (QUERIES, KEY_VALUE),
     "Qwen3": (HEAD_DIM, KEY_VALUE),
     "Qwen3_5": (QWEN3_5, KEY_VALUE),
     "QwenMoe": ({**QUERIES, **MOE, "shared_expert_intermediate_dim": 8}, KEY_VALUE),
