@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 from tests.processes import ROOT, printed, run_python
 
@@ -37,22 +38,17 @@ def run_processes(count, folder, module, *arguments, **environment):
     are killed, because they would wait for it.
     """
     outputs = [pathlib.Path(folder, f"output_{i}") for i in range(count)]
-    processes = []
+    environment, processes = {**os.environ, **environment}, []
     for i, path in enumerate(outputs):
         command = [sys.executable, "-m", f"tests.devices.{module}", str(i), str(folder), *arguments]
         with path.open("w") as file:
-            environment = {**os.environ, **environment}
-            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
-            processes.append(process)
+            options = {"cwd": ROOT, "env": environment, "stdout": file, "stderr": file}
+            processes.append(subprocess.Popen(command, **options))
     try:
-        while any(process.poll() is None for process in processes):
-            if any(process.returncode for process in processes):
-                break
-            try:
-                next(p for p in processes if p.returncode is None).wait(timeout=0.1)
-            except subprocess.TimeoutExpired:
-                continue
-        codes = [process.poll() for process in processes]
+        codes = [None]
+        while None in codes and not any(codes):
+            time.sleep(0.1)
+            codes = [process.poll() for process in processes]
     finally:
         for process in processes:
             process.kill()
