@@ -131,8 +131,11 @@ class LightningHybridBackbone(RecurrentBackbone):
         for argument, scale in (("embedding", embedding_scale), ("output", output_scale)):
             if scale is not None:
                 check_number(f"{argument}_scale", scale, above=0)
-        if dense_length is not None:
-            check_positive_integer("dense_length", dense_length)
+        check_positive_integer("num_query_heads", num_query_heads)
+        optional = {"num_lightning_heads": num_lightning_heads, "dense_length": dense_length}
+        for argument, size in optional.items():
+            if size is not None:
+                check_positive_integer(argument, size)
         block_types = _expand(block_types, num_layers)
         self.store_arguments(LightningHybridBackbone, locals())
         super().__init__(
