@@ -161,11 +161,9 @@ def parametrize_layers(names, default=STREAMING, **axes):
     """
     parameters = []
     for i, name in enumerate(names):
-        for indices in itertools.product(*(range(len(values)) for values in axes.values())):
-            ids = [
-                list(values)[index] for values, index in zip(axes.values(), indices, strict=True)
-            ]
-            values = [values[id] for values, id in zip(axes.values(), ids, strict=True)]
+        for cell in itertools.product(*(enumerate(axis.items()) for axis in axes.values())):
+            indices, items = zip(*cell, strict=True)
+            ids, values = zip(*items, strict=True)
             even = keras.config.backend() == "torch" or (i + sum(indices)) % 2 == 0
             always = even and name in default
             marks = () if always else pytest.mark.nightly

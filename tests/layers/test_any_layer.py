@@ -29,25 +29,9 @@ THROUGH_FLOAT32 = [
     *("RecurrentBlock", "RecurrentBlock with CGLRU", "GatedMLP", "SwiGLU", "HGRN", "HGRN2"),
     *("HGRN2 of the paper, with convolutions", "SGLU", *ATTENTION),
 ]
-POLICIES = {policy: policy for policy in ("mixed_bfloat16", "float64")}
-
-
-@pytest.mark.once
-@any_layer
-def test_output_has_the_shape_of_the_input(name):
-    layer = ROWS[name].make()
-    symbolic = layer(keras.Input((None, WIDTH)))
-    assert symbolic.shape == (None, None, WIDTH)
-    assert symbolic.dtype == "float32"
-    assert layer.compute_output_shape((2, None, WIDTH)) == (2, None, WIDTH)
-    assert tuple(layer(inputs()).shape) == (3, 8, WIDTH)
-    assert tuple(layer(inputs(length=1)).shape) == (3, 1, WIDTH)
-
-
-@any_layer
-def test_outputs_match_a_loop_in_numpy(name):
-    layer, x = built(name), inputs()
-    assert_close(layer(x), loops.run(loops.unit(layer), x))
+POLICIES = ["mixed_bfloat16", "float64"]
+if keras.config.backend() == "torch":
+    POLICIES += ["bfloat16", "mixed_float16"]
 
 
 @pytest.mark.once
@@ -90,19 +74,8 @@ def test_mask_of_an_embedding_reaches_the_next_layer(name):
     np.testing.assert_array_equal(numpy(after.seen), tokens != 0)
 
 
-@parametrize_layers(ROWS, default=ROWS, policy=POLICIES)
+@parametrize_layers(ROWS, default=ROWS, policy={policy: policy for policy in POLICIES})
 def test_outputs_under_a_policy_match_a_loop_in_float64(name, policy):
-    assert_policy_matches_a_loop(name, policy)
-
-
-@pytest.mark.once
-@any_layer
-@pytest.mark.parametrize("policy", ["bfloat16", "mixed_float16"])
-def test_outputs_under_a_further_16_bit_policy_match_a_loop(name, policy):
-    assert_policy_matches_a_loop(name, policy)
-
-
-def assert_policy_matches_a_loop(name, policy):
     compute_dtype = policy.removeprefix("mixed_")
     with precision(policy):
         layer, x = built(name, dtype=policy), inputs(length=2)
@@ -146,9 +119,10 @@ def test_dtype_policy_of_a_layer_reaches_all_sublayers(name, policy):
 
 
 @any_layer
-def test_gradients_match_finite_differences_of_a_loop(name):
+def test_outputs_and_gradients_match_a_loop_and_its_finite_differences(name):
     """A weight has no gradient, or another one than the loop in float64."""
     layer, x = built(name), inputs(length=4)
+    assert_close(layer(x), loops.run(loops.unit(layer), x))
     values = [*numpy([weight.value for weight in layer.trainable_variables]), x]
 
     def loss(tensors):
@@ -230,16 +204,3 @@ def test_remat_scope_reads_weights_before_their_update(name):
     for update in updates:
         weight, earlier = update.input[0], before(update)
         assert all(read.name in earlier for read in reads if read.input[0] == weight), weight
-
-
-@pytest.mark.once
-@pytest.mark.parametrize("name", [name for name in ROWS if name != "SimpleRMSNorm"])
-def test_training_step_changes_every_weight(name):
-    layer = built(name)
-    model = keras.Sequential([keras.Input((None, WIDTH)), layer])
-    model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
-    before = numpy([weight.value for weight in layer.trainable_variables])
-    before = [weight.copy() for weight in before]
-    model.train_on_batch(inputs(), inputs(seed=2))
-    for weight, old in zip(layer.trainable_variables, before, strict=True):
-        assert (numpy(weight.value) != old).any(), weight.path

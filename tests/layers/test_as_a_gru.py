@@ -267,7 +267,7 @@ def test_mixed_precision_outputs_are_bfloat16_and_states_stay_float32(name):
 
 @parametrize_layers(
     LEARNING,
-    # `test_any_layer.py::test_gradients` compares the gradients of all layers on all backends.
+    # `test_any_layer.py` compares the gradients of all layers on all backends.
     default=LEARNING if keras.config.backend() == "torch" else ["HGRN2"],
     wrap={"alone": lambda layer: layer, "bidirectional": keras.layers.Bidirectional},
 )
@@ -361,18 +361,6 @@ def test_backward_hgrn2_rejects_lower_bounds():
     for x in (inputs(), keras.Input((None, WIDTH))):
         match = r"keras_recurrent.layers.BidirectionalHGRN2"
         assert_rejects(match, layer, x, lower_bound=bound)
-
-
-@pytest.mark.once
-def test_go_backwards_with_segment_ids_replaces_bidirectional():
-    """`Bidirectional` rejects `segment_ids`; the manual's alternative gives other outputs."""
-    x, segment_ids = inputs(), SEGMENTS["documents"]
-    backward = built("RGLRU", go_backwards=True)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'segment_ids'"):
-        keras.layers.Bidirectional(built("RGLRU"))(x, segment_ids=segment_ids)
-    x_flipped, ids_flipped = flip(x, segment_ids)
-    expected = copy_layer(backward, go_backwards=False)(x_flipped, segment_ids=ids_flipped)
-    assert_close(backward(x, segment_ids=segment_ids), expected)
 
 
 @pytest.mark.once

@@ -7,10 +7,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent import layers
-from keras_recurrent.models import GriffinBackbone, HGRN2Backbone, HGRN2VisionBackbone
 from tests.layers.table import assert_rejects, inputs, numpy
-from tests.models.test_hgrn2_image_classifier import SIZES as VISION_SIZES
-from tests.models.tiny import FAMILIES
 
 pytestmark = pytest.mark.once
 
@@ -76,15 +73,3 @@ def test_saved_model_of_default_sizes_loads():
     saved = np.load(SAVED / "default_sizes.npz")
     for name, output in model(saved["x"]).items():
         np.testing.assert_allclose(numpy(output), saved[name], rtol=1e-4, atol=1e-5, err_msg=name)
-
-
-@pytest.mark.parametrize(
-    ("cls", "sizes", "name"),
-    [
-        (GriffinBackbone, FAMILIES["griffin"].sizes, "num_blocks"),
-        (HGRN2Backbone, FAMILIES["hgrn2"].sizes, "expand_ratio"),
-        (HGRN2VisionBackbone, VISION_SIZES, "expand_ratio"),
-    ],
-)
-def test_backbones_require_explicit_sizes(cls, sizes, name):
-    assert_rejects(f"`{name}` must be an integer", cls, **{**sizes, name: None})

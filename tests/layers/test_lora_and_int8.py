@@ -37,9 +37,14 @@ def test_enable_lora_changes_no_outputs(name):
     assert_close(layer(x), before)
 
 
-def test_lora_trains_only_low_rank_weights():
-    layer, x = built("RecurrentBlock"), inputs()
-    before = numpy(layer(x))
+@ignore_quantize_warnings
+@pytest.mark.parametrize("is_quantized", [False, True], ids=["float32", "int8"])
+def test_lora_trains_only_low_rank_weights(is_quantized):
+    layer = built("RecurrentBlock")
+    model = functional_model(layer)
+    if is_quantized:
+        model.quantize("int8")
+    before = numpy(model(inputs()))
     for weight in layer.weights:
         weight.trainable = False
     for inner in linear_layers(layer):
@@ -49,7 +54,7 @@ def test_lora_trains_only_low_rank_weights():
     assert all("lora_kernel" in path for path in trained)
 
     frozen = numpy([weight.value for weight in layer.non_trainable_variables])
-    assert_fit_lowers_the_loss(functional_model(layer), before + 1)
+    assert_fit_lowers_the_loss(model, before + 1)
     assert_close([weight.value for weight in layer.non_trainable_variables], frozen)
 
 
@@ -79,16 +84,6 @@ def test_int8_scales_each_block_separately():
     for gate in linear_layers(layer):
         codes = numpy(gate._kernel.value).astype("int32")
         assert (np.abs(codes).max(axis=1) == 127).all()
-
-
-@ignore_quantize_warnings
-def test_lora_trains_on_int8_weights():
-    layer = built("RecurrentBlock")
-    model = functional_model(layer)
-    model.quantize("int8")
-    for inner in linear_layers(layer):
-        inner.enable_lora(2)
-    assert_fit_lowers_the_loss(model, numpy(model(inputs())) + 1)
 
 
 @pytest.mark.once
