@@ -15,6 +15,7 @@ from tests.models import reference
 from tests.models.tiny import (
     FAMILIES,
     FEWER_LAYERS,
+    HYBRID,
     SIZES,
     VOCABULARY,
     any_family,
@@ -84,7 +85,8 @@ def test_call_accepts_arrays_tensors_and_symbolic_inputs(model):
 
 @pytest.mark.once
 @any_family
-def test_clones_and_functional_models_of_a_backbone_accept_inputs_without_segments(family):
+def test_clones_and_functional_models_of_a_backbone_give_its_outputs(family):
+    """A copy requires segments, or a functional model with segments mixes documents."""
     backbone = tiny_backbone(family=family)
     x = {"token_ids": np.arange(6)[None], "padding_mask": np.ones((1, 6), "int32")}
     expected = numpy(backbone(x))
@@ -96,20 +98,13 @@ def test_clones_and_functional_models_of_a_backbone_accept_inputs_without_segmen
         np.testing.assert_array_equal(numpy(model(x)), expected)
     np.testing.assert_array_equal(numpy(backbone({**x, "segment_ids": None})), expected)
 
-
-@pytest.mark.once
-@any_family
-def test_functional_model_with_segment_ids_separates_documents(family):
-    backbone = tiny_backbone(family=family)
-    x = {"token_ids": np.arange(6)[None], "padding_mask": np.ones((1, 6), "int32")}
     packed = {**x, "segment_ids": np.array([[1, 1, 2, 2, 2, 2]])}
-    expected = numpy(backbone(packed))
+    separated = numpy(backbone(packed))
     alone = backbone({name: array[:, 2:] for name, array in x.items()})
-    assert_close(expected[:, 2:], alone, rtol=1e-5, atol=1e-5)
-    assert np.abs(expected - numpy(backbone(x))).max() > 1e-2
+    assert_close(separated[:, 2:], alone, rtol=1e-5, atol=1e-5)
+    assert np.abs(separated - expected).max() > 1e-2
     inputs = {name: keras.Input((None,), dtype="int32", name=name) for name in packed}
-    model = keras.Model(inputs, backbone(inputs))
-    assert_close(model(packed), expected, rtol=1e-5, atol=1e-5)
+    assert_close(keras.Model(inputs, backbone(inputs))(packed), separated, rtol=1e-5, atol=1e-5)
 
 
 def test_outputs_carry_no_keras_mask(model):
@@ -120,36 +115,64 @@ def test_outputs_carry_no_keras_mask(model):
         assert getattr(output, "_keras_mask", None) is None
 
 
+ATTENTION = {"num_layers": 2, "block_types": ("global_attention",)}
+OPTIONS = {
+    "griffin": {
+        "no positions": {**ATTENTION, "partial_rotary_factor": 0.0},
+        "whole heads": {**ATTENTION, "partial_rotary_factor": 1.0, "rope_max_wavelength": 100.0},
+        "soft cap": {**ATTENTION, "embedding_scale": 3.0, "final_logit_soft_cap": 2.0},
+        "complex recurrence": {"recurrence": "cg_lru", "num_layers": 2},
+    },
+    "hgrn2": {
+        "short convolutions": {"conv_size": 3},
+        "activations of the paper, tied": {
+            **{"gate_activation": "sigmoid", "input_activation": "silu"},
+            "tie_word_embeddings": True,
+        },
+        "no lower bounds": {"use_lower_bounds": False},
+    },
+    "transnormer": {
+        "decays of the paper": {"decay_schedule": "paper"},
+        "tied": {"tie_word_embeddings": True},
+        "one layer": {"num_layers": 1},
+    },
+    # The row of `FAMILIES` has the options of MiniCPM-SALA alone.
+    "lightning_hybrid": {
+        "HypeNet": {
+            **{"use_qk_norm": True, "attention_logit_scaling": 2.5, "tie_word_embeddings": True},
+            **dict.fromkeys(("embedding_scale", "residual_scale", "output_scale")),
+        },
+    },
+}
+STREAMED = ("complex recurrence", "short convolutions")
+ON_TORCH = ("complex recurrence", "decays of the paper", "tied", "one layer", "HypeNet")
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("family", "name"),
     [
-        {"partial_rotary_factor": 0.0},
-        {"partial_rotary_factor": 1.0, "rope_max_wavelength": 100.0},
-        {"embedding_scale": 3.0, "final_logit_soft_cap": 2.0},
+        pytest.param(family, name, marks=[pytest.mark.once] if name in ON_TORCH else [])
+        for family, options in OPTIONS.items()
+        for name in options
     ],
-    ids=["no positions", "rotary positions on whole heads", "scale and soft cap"],
 )
-def test_options_of_griffin_and_recurrentgemma_match_the_reference(options):
-    model = tiny_causal_lm(num_layers=2, block_types=("global_attention",), **options)
-    token_ids = tokens()
-    logits = forward(model, token_ids, np.ones_like(token_ids))
-    assert_close(logits, reference.logits(model, token_ids))
+def test_options_match_the_reference(family, name):
+    model, token_ids = tiny_causal_lm(family=family, **OPTIONS[family][name]), tokens()
+    real = np.ones_like(token_ids)
+    real[0, [0, 4]] = 0
+    expected = reference.logits(model, token_ids, real)
+    assert_close(forward(model, token_ids, real)[real > 0], expected[real > 0])
+    if name in STREAMED:
+        assert_streams(model, token_ids[1:], expected[1:])
 
 
-@pytest.mark.once
-def test_complex_recurrence_matches_the_reference_and_streams():
-    model = tiny_causal_lm(recurrence="cg_lru", num_layers=2)
-    token_ids = tokens()
-    expected = reference.logits(model, token_ids)
-    assert_close(forward(model, token_ids, np.ones_like(token_ids)), expected)
-    cache, parts = model.backbone.get_initial_state(len(token_ids), LENGTH), []
+def assert_streams(model, token_ids, expected):
+    """Asserts the logits of parts of sequences, computed with a cache."""
+    cache, logits = model.backbone.get_initial_state(len(token_ids), token_ids.shape[1]), []
     for part in (token_ids[:, :3], token_ids[:, 3:4], token_ids[:, 4:]):
-        logits, _, cache = model.call_with_cache(part, cache)
-        parts.append(numpy(logits))
-    assert_close(np.concatenate(parts, axis=1), expected)
-    assert "cg_lru" in cache["blocks"][0]["temporal_block"]
-    again = GriffinBackbone.from_config(model.backbone.get_config())
-    assert [w.path for w in again.weights] == [w.path for w in model.backbone.weights]
+        some, _, cache = model.call_with_cache(part, cache)
+        logits.append(numpy(some))
+    assert_close(np.concatenate(logits, axis=1), expected)
 
 
 @pytest.mark.once
@@ -160,28 +183,64 @@ def test_block_types_are_repeated_as_a_pattern():
         assert len(backbone.transformer_layers) == 3
 
 
-@pytest.mark.once
-@pytest.mark.parametrize(
-    ("name", "value", "match"),
-    [
+FINITE, POSITIVE = "must be a finite number above 0", "must be an integer, at least 1; got 0"
+INVALID_ARGUMENTS = {
+    "griffin": [
         *(
             ("block_types", pattern, "must be a pattern of 'recurrent'")
             for pattern in (("attention",), ("recurrent", "linear_attention"), ())
         ),
         ("recurrence", "lru", "must be"),
         ("num_blocks", 7, ""),
+        ("num_blocks", None, "must be an integer"),
         ("num_key_value_heads", 3, ""),
         ("sliding_window", 0, ""),
         ("partial_rotary_factor", 1.5, ""),
         *(
-            (name, value, "must be a finite number above 0")
+            (name, value, FINITE)
             for name in ("final_logit_soft_cap", "embedding_scale")
             for value in (0.0, -1.0, float("nan"), float("inf"), "30", True)
         ),
     ],
+    "hgrn2": [
+        ("expand_ratio", 5, ""),
+        ("expand_ratio", None, "must be an integer"),
+        ("conv_size", 0, ""),
+        ("attention_layers", (1, 1), r".*distinct integers from 0 to .*, 2; got \(1, 1\)"),
+        ("attention_layers", (3,), r".*distinct integers .*got \(3,\)"),
+        ("attention_layers", (-1,), r".*distinct integers .*got \(-1,\)"),
+        ("attention_layers", (True,), r".*distinct integers .*got \(True,\)"),
+        ("attention_layers", 1, ".*must be a tuple .*got 1"),
+        ("num_query_heads", None, ".*is needed for the blocks with attention"),
+        ("num_query_heads", 16, ".*must divide `hidden_dim`, 16, .* even size.*got 16"),
+        ("num_key_value_heads", 3, ".*must divide `num_query_heads`"),
+        ("sliding_window", 0, ".*at least 1; got 0"),
+    ],
+    "transnormer": [
+        ("decay_schedule", "slopes", 'must be "checkpoints", "alibi" or'),
+        *((name, 0, POSITIVE) for name in ("num_heads", "head_dim")),
+    ],
+    "lightning_hybrid": [
+        ("block_types", (), "must be a pattern of 'lightning_attention' and 'global_attention'"),
+        ("block_types", ("attention",), r"must be .*got \('attention',\)"),
+        *(
+            (name, 0, POSITIVE)
+            for name in ("num_query_heads", "num_lightning_heads", "head_dim", "dense_length")
+        ),
+        *((name, -1.0, FINITE) for name in ("embedding_scale", "residual_scale", "output_scale")),
+    ],
+}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("family", "name", "value", "match"),
+    [(family, *case) for family, cases in INVALID_ARGUMENTS.items() for case in cases],
 )
-def test_griffin_backbone_rejects_invalid_arguments(name, value, match):
-    assert_rejects(f"`{name}` ?{match}", GriffinBackbone, **{**SIZES, name: value})
+def test_backbone_rejects_invalid_arguments(family, name, value, match):
+    cls, hybrid = FAMILIES[family], HYBRID if family == "hgrn2" else {}
+    match = f"`{name}` ?{match}"
+    assert_rejects(match, cls.backbone, **{**cls.sizes, **hybrid, name: value})
 
 
 @pytest.mark.once
@@ -253,7 +312,7 @@ def test_griffin_backbone_needs_no_arguments_of_absent_block_types():
 @any_family
 def test_from_config_restores_options_dtype_and_shapes(family):
     options = {
-        "griffin": {"a_initializer": "zeros"},
+        "griffin": {"a_initializer": "zeros", "recurrence": "cg_lru"},
         "hgrn2": {"conv_size": 2, "tie_word_embeddings": True},
         "transnormer": {"decay_schedule": "paper", "tie_word_embeddings": True},
         "lightning_hybrid": {"attention_logit_scaling": 9, "dense_length": 64},
@@ -263,7 +322,9 @@ def test_from_config_restores_options_dtype_and_shapes(family):
     again = type(backbone).from_config(backbone.get_config())
     assert again.get_config() == backbone.get_config()
     assert again.name == "one"
-    assert again.dtype_policy.name == "mixed_bfloat16"
+    for layer in (*backbone._flatten_layers(), *again._flatten_layers()):
+        if not isinstance(layer, keras.layers.InputLayer):
+            assert layer.dtype_policy.name == "mixed_bfloat16", layer.path
     assert [w.shape for w in again.weights] == [w.shape for w in backbone.weights]
 
 
@@ -302,15 +363,6 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_states_in_float32(family
     for path, array in keras.tree.flatten_with_path(cache):
         dtype = keras.backend.standardize_dtype(array.dtype)
         assert dtype == dtypes.get(path[-1], "float32"), path
-
-
-@pytest.mark.once
-@any_family
-def test_dtype_policy_of_a_backbone_reaches_all_sublayers(family):
-    backbone = tiny_backbone(family=family, dtype="mixed_bfloat16")
-    for layer in backbone._flatten_layers():
-        if not isinstance(layer, keras.layers.InputLayer):
-            assert layer.dtype_policy.name == "mixed_bfloat16", layer.path
 
 
 @pytest.mark.once

@@ -14,8 +14,6 @@ import pytest
 import keras_recurrent
 from keras_recurrent import compat, models
 from keras_recurrent.checkpoints import loading
-from keras_recurrent.checkpoints.loaders import NamedPresetLoader
-from keras_recurrent.tokenizers import ByteTokenizer
 from tests.layers.table import assert_rejects
 from tests.models.private_attributes import PRIVATE_ATTRIBUTES
 
@@ -166,17 +164,6 @@ def test_only_compat_and_upstream_import_private_modules():
         _ = compat.nothing
 
 
-def test_from_preset_of_every_keras_hub_class_uses_the_loader_of_this_package():
-    for cls in (
-        keras_hub.models.Backbone,
-        keras_hub.models.Task,
-        keras_hub.models.Preprocessor,
-        keras_hub.tokenizers.Tokenizer,
-    ):
-        names = cls.from_preset.__func__.__globals__
-        assert isinstance(names["get_preset_loader"]("hawk_tiny"), NamedPresetLoader), cls
-
-
 def test_directories_without_our_files_are_loaded_by_keras_hub(tmp_path):
     assert_rejects(r"has no config.json", keras_hub.models.CausalLM.from_preset, str(tmp_path))
     # The directory has a name similar to that of a preset.
@@ -209,7 +196,3 @@ def test_preset_of_another_class_is_rejected_with_the_name_of_its_class(name):
             assert_rejects(f"{match}Preprocessor`", preprocessor.from_preset, name)
             tokenizer = getattr(models, f"{family}Tokenizer")
             assert_rejects(f"of `{LANGUAGE_MODELS[name]}Tokenizer`", tokenizer.from_preset, name)
-
-
-def test_keras_hub_loads_a_tokenizer_by_the_name_of_a_model():
-    assert isinstance(keras_hub.tokenizers.Tokenizer.from_preset("hgrn2_tiny"), ByteTokenizer)

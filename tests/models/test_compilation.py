@@ -1,20 +1,15 @@
 """Training steps and networks compiled as a whole."""
 
 import functools
-import os
-import pathlib
-import subprocess
-import sys
 
 import keras
 import numpy as np
 import pytest
 
 from tests.models.tiny import VOCABULARY, any_family, tiny_backbone, tiny_causal_lm
+from tests.processes import fresh_process
 
 BACKEND = keras.config.backend()
-ROOT = pathlib.Path(__file__).parents[2]
-
 
 # torch traces a step of Keras for a minute, and Inductor compiles its C++ for another minute.
 COMPILERS = ["default"]
@@ -54,21 +49,14 @@ for packed in (False, True):
     model.fit(TEXTS, batch_size=6, verbose=0, validation_data=(TEXTS,))
     text = model.generate(["tick", ""], max_length=12)
     assert text[0].startswith("tick"), text
-print("done")
+print('"done"')
 """
 
 
 @pytest.mark.nightly
 @pytest.mark.skipif(BACKEND == "tensorflow", reason="the test removes TensorFlow")
 def test_training_and_generation_on_strings_need_no_tensorflow():
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TENSORFLOW],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.stdout.endswith("done\n"), done.stderr
+    assert fresh_process("-c", WITHOUT_TENSORFLOW) == "done"
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="JAX and TensorFlow trace what they compile")

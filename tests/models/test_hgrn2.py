@@ -1,17 +1,17 @@
-"""HGRN2: its options, lower bounds and hybrids with attention."""
+"""HGRN2: lower bounds and hybrids with attention."""
 
 import keras
 import numpy as np
 import pytest
 
 from keras_recurrent.models import HGRN2Backbone, HGRN2CausalLM
-from tests.layers.table import assert_rejects, numpy
+from tests.layers.table import numpy
 from tests.models import reference
+from tests.models.test_backbone import assert_streams
 from tests.models.tiny import (
     FAMILIES,
     HYBRID,
     VOCABULARY,
-    forward,
     tiny_backbone,
     tiny_causal_lm,
 )
@@ -22,37 +22,6 @@ LENGTH = 8
 
 def tokens():
     return np.random.default_rng(0).integers(3, VOCABULARY, (2, LENGTH)).astype("int32")
-
-
-@pytest.mark.parametrize(
-    "variant",
-    [
-        {"conv_size": 3},
-        {"gate_activation": "sigmoid", "input_activation": "silu", "tie_word_embeddings": True},
-        {"use_lower_bounds": False},
-    ],
-    ids=["short convolutions", "activations of the paper, tied", "no lower bounds"],
-)
-def test_options_match_the_reference(variant):
-    model = tiny_causal_lm(family="hgrn2", **variant)
-    token_ids = tokens()
-    real = np.ones_like(token_ids)
-    real[0, [0, 4]] = 0
-    logits = forward(model, token_ids, real)
-    expected = reference.logits(model, token_ids, real)
-    np.testing.assert_allclose(logits[real > 0], expected[real > 0], rtol=1e-4, atol=1e-4)
-    if "conv_size" in variant:
-        assert_streams(model, token_ids, logits[1:])
-
-
-def assert_streams(model, token_ids, expected):
-    """Asserts the logits of the second sequence, computed in two parts with a cache."""
-    cache = model.backbone.get_initial_state(1, max_length=LENGTH)
-    parts = []
-    for part in (token_ids[1:, :4], token_ids[1:, 4:]):
-        logits, _, cache = model.call_with_cache(part, cache)
-        parts.append(numpy(logits))
-    np.testing.assert_allclose(np.concatenate(parts, axis=1), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_hybrid_with_packed_documents_matches_the_reference():
@@ -66,7 +35,7 @@ def test_hybrid_with_packed_documents_matches_the_reference():
     packed = numpy(model.predict_on_batch(x))
     expected = reference.logits(model, token_ids, real, segment_ids)
     np.testing.assert_allclose(packed[real > 0], expected[real > 0], rtol=1e-4, atol=1e-4)
-    assert_streams(model, token_ids, reference.logits(model, token_ids[1:]))
+    assert_streams(model, token_ids[1:], reference.logits(model, token_ids[1:]))
 
 
 @pytest.mark.once
@@ -98,25 +67,6 @@ def test_backbone_of_one_block_has_no_lower_bounds():
     for backbone in (tiny_backbone(family="hgrn2", num_layers=1), HGRN2Backbone(**SIZES)):
         names = {weight.path.partition("/")[0] for weight in backbone.weights}
         assert ("lower_bounds" in names) == (backbone.num_layers > 1)
-
-
-@pytest.mark.once
-def test_backbone_rejects_invalid_arguments():
-    for name, value in [("expand_ratio", 5), ("conv_size", 0), ("intermediate_dim", 0)]:
-        assert_rejects(f"`{name}`", HGRN2Backbone, **{**SIZES, name: value})
-    for name, value, message in [
-        ("attention_layers", (1, 1), r"distinct integers from 0 to .*, 2; got \(1, 1\)"),
-        ("attention_layers", (3,), r"distinct integers .*got \(3,\)"),
-        ("attention_layers", (-1,), r"distinct integers .*got \(-1,\)"),
-        ("attention_layers", (True,), r"distinct integers .*got \(True,\)"),
-        ("attention_layers", 1, "must be a tuple .*got 1"),
-        ("num_query_heads", None, "is needed for the blocks with attention"),
-        ("num_query_heads", 16, "must divide `hidden_dim`, 16, .* even size.*got 16"),
-        ("num_key_value_heads", 3, "must divide `num_query_heads`"),
-        ("sliding_window", 0, "at least 1; got 0"),
-    ]:
-        sizes = {**SIZES, **HYBRID, name: value}
-        assert_rejects(f"`{name}` .*{message}", HGRN2Backbone, **sizes)
 
 
 @pytest.mark.once

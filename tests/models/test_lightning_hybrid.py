@@ -1,55 +1,12 @@
-"""HypeNet and MiniCPM-SALA: their options, and the limit of dense attention."""
+"""HypeNet and MiniCPM-SALA: the limit of dense attention."""
 
 import numpy as np
 import pytest
 
-from keras_recurrent.models import LightningHybridBackbone
 from tests.layers.table import assert_rejects
-from tests.models import reference
-from tests.models.tiny import FAMILIES, VOCABULARY, forward, tiny_causal_lm
+from tests.models.tiny import tiny_causal_lm
 
 pytestmark = pytest.mark.once
-
-
-def test_options_of_hypenet_match_the_reference():
-    """The row of `FAMILIES` has the options of MiniCPM-SALA alone."""
-    token_ids = np.random.default_rng(0).integers(3, VOCABULARY, (3, 11)).astype("int32")
-    options = {
-        "use_qk_norm": True,
-        "attention_logit_scaling": 2.5,
-        "embedding_scale": None,
-        "residual_scale": None,
-        "output_scale": None,
-        "tie_word_embeddings": True,
-    }
-    model = tiny_causal_lm(family="lightning_hybrid", **options)
-    logits = forward(model, token_ids, np.ones_like(token_ids))
-    np.testing.assert_allclose(logits, reference.logits(model, token_ids), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "match"),
-    [
-        (
-            "block_types",
-            (),
-            r"`block_types` must be a pattern of 'lightning_attention' and 'global_attention'; "
-            r"got \(\)",
-        ),
-        ("block_types", ("attention",), r"`block_types` must be .*got \('attention',\)"),
-        *(
-            (name, 0, "must be an integer, at least 1; got 0")
-            for name in ("num_query_heads", "num_lightning_heads", "head_dim", "dense_length")
-        ),
-        *(
-            (name, -1.0, f"`{name}` must be a finite number above 0")
-            for name in ("embedding_scale", "residual_scale", "output_scale")
-        ),
-    ],
-)
-def test_backbone_rejects_invalid_arguments(name, value, match):
-    sizes = FAMILIES["lightning_hybrid"].sizes
-    assert_rejects(match, LightningHybridBackbone, **{**sizes, name: value})
 
 
 def test_sequences_beyond_dense_attention_are_rejected():

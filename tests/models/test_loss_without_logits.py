@@ -65,10 +65,28 @@ def test_fit_and_evaluate_without_logits_equal_those_with_logits(family):
     assert_trains_as_with_logits(lambda: tiny_causal_lm(family=family, **FEWER_LAYERS))
 
 
+def model_with_lora():
+    model = tiny_causal_lm()
+    model.backbone.enable_lora(2)
+    return model
+
+
 @pytest.mark.once
-@pytest.mark.parametrize("weights", [None, data()[2][..., None]], ids=["none", "one more axis"])
-def test_fit_without_logits_accepts_sample_weights_as_keras(weights):
-    assert_trains_as_with_logits(tiny_causal_lm, weights)
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        pytest.param(tiny_causal_lm, {"weights": None}, id="no sample weights"),
+        pytest.param(tiny_causal_lm, {"weights": data()[2][..., None]}, id="one more axis"),
+        pytest.param(
+            tiny_causal_lm,
+            {"optimizer": {"gradient_accumulation_steps": 2}},
+            id="accumulated gradients",
+        ),
+        pytest.param(model_with_lora, {}, id="LoRA"),
+    ],
+)
+def test_fit_without_logits_under_options_of_keras_equals_fit_with_logits(make, options):
+    assert_trains_as_with_logits(make, **options)
 
 
 @pytest.mark.once
@@ -138,11 +156,6 @@ def test_loaded_loss_and_metrics_need_no_logits(tmp_path):
     assert expected["p"] == pytest.approx(np.exp(expected["loss"]), rel=1e-5)
 
 
-@pytest.mark.once
-def test_gradient_accumulation_without_logits_equals_that_with_logits():
-    assert_trains_as_with_logits(tiny_causal_lm, optimizer={"gradient_accumulation_steps": 2})
-
-
 def test_packed_loss_equals_that_with_logits():
     def evaluate_packed(model):
         x, y, weights = data()
@@ -168,16 +181,6 @@ def test_loss_of_hidden_states_includes_the_soft_cap():
     loss, best = map(keras.ops.convert_to_numpy, (loss, best))
     np.testing.assert_allclose(loss, -(label * weights).sum() / y.size, rtol=1e-5)
     np.testing.assert_array_equal(best, z.argmax(-1))
-
-
-@pytest.mark.once
-def test_lora_without_logits_equals_lora_with_logits():
-    def make():
-        model = tiny_causal_lm()
-        model.backbone.enable_lora(2)
-        return model
-
-    assert_trains_as_with_logits(make)
 
 
 @pytest.mark.once

@@ -256,19 +256,14 @@ def test_load_weights_of_a_preset_without_weights_is_rejected():
 
 
 def test_overrides_reach_backbone_preprocessor_and_model():
-    model = GriffinCausalLM.from_preset(
-        "hawk_100m",
-        vocabulary_size=300,
-        num_layers=2,
-        hidden_dim=16,
-        lru_width=16,
-        intermediate_dim=16,
-        dtype="bfloat16",
-        sequence_length=8,
-        packed=True,
-        name="small",
-        compile=False,
-    )
+    sizes = {"num_layers": 1, "hidden_dim": 16, "lru_width": 16, "intermediate_dim": 16}
+    model = GriffinCausalLM.from_preset("hawk_100m", sequence_length=8, **sizes)
+    assert model.backbone.vocabulary_size == 32_000
+    model.train_on_batch(["to be", "or not to be"])
+    assert isinstance(model.generate("to", max_length=8), str)
+    options = {"dtype": "bfloat16", "packed": True, "name": "small", "compile": False}
+    options |= {"vocabulary_size": 300, "sequence_length": 8}
+    model = GriffinCausalLM.from_preset("hawk_100m", **sizes, **options)
     assert model.backbone.vocabulary_size == 300
     assert model.backbone.dtype_policy.name == "bfloat16"
     assert (model.preprocessor.sequence_length, model.preprocessor.packed) == (8, True)
@@ -310,11 +305,3 @@ def test_from_preset_of_an_unknown_name_suggests_similar_ones():
         assert "bert" not in str(error.value)
         match = r"`preset` must be a string.*`str\(path\)`"
         assert_rejects(match, load, pathlib.Path("something"))
-
-
-def test_preset_with_small_widths_trains_and_generates_on_strings():
-    sizes = {"hidden_dim": 16, "lru_width": 16, "intermediate_dim": 16, "num_layers": 1}
-    model = GriffinCausalLM.from_preset("hawk_100m", sequence_length=8, **sizes)
-    assert model.backbone.vocabulary_size == 32_000
-    model.train_on_batch(["to be", "or not to be"])
-    assert isinstance(model.generate("to", max_length=8), str)

@@ -10,6 +10,7 @@ import pytest
 import keras_recurrent
 from keras_recurrent.models import GriffinCausalLM, HGRN2TextClassifier
 from tests.layers.table import assert_rejects, numpy
+from tests.models.test_hgrn2_image_classifier import classifier as image_classifier
 from tests.models.tiny import (
     FEWER_LAYERS,
     SHARED,
@@ -157,7 +158,7 @@ def test_keras_file_keeps_optimizer_and_sampler(tmp_path):
     "make_optimizer",
     [
         keras.optimizers.Adam,
-        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.AdamW()),
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.AdamW(weight_decay=0.0)),
         lambda: keras.optimizers.MultiOptimizer(
             keras.optimizers.OptimizerMap(keras.optimizers.SGD())
         ),
@@ -167,7 +168,8 @@ def test_keras_file_keeps_optimizer_and_sampler(tmp_path):
 def test_compile_config_names_optimizers_by_public_modules(make_optimizer):
     """A compile config names torch's class of an optimizer, so that loading imports torch."""
     model = tiny_causal_lm(family="hgrn2", num_layers=1)
-    for one in (model, HGRN2TextClassifier(model.backbone, num_classes=2), model.backbone):
+    classifiers = HGRN2TextClassifier(model.backbone, num_classes=2), image_classifier()
+    for one in (model, *classifiers, model.backbone):
         one.compile(make_optimizer(), "mse")
         config = one.get_compile_config()
         assert "keras.src" not in json.dumps(config)
@@ -254,19 +256,6 @@ def test_exported_saved_model_accepts_preprocessed_texts(tmp_path):
 
 @pytest.mark.once
 @shared_by_families
-def test_keras_files_keep_mixed_precision(family, tmp_path):
-    model = language_model(family, dtype="mixed_bfloat16")
-    for part in (model, model.backbone):
-        part.save(tmp_path / "part.keras")
-        loaded = keras.saving.load_model(tmp_path / "part.keras")
-        assert type(loaded) is type(part)
-        assert getattr(loaded, "backbone", loaded).dtype_policy.name == "mixed_bfloat16"
-        if part is model:
-            np.testing.assert_array_equal(logits(loaded), logits(model))
-
-
-@pytest.mark.once
-@shared_by_families
 def test_lora_trains_only_low_rank_weights_and_saves_them(family, tmp_path):
     model = language_model(family)
     model.backbone.enable_lora(2)
@@ -288,35 +277,30 @@ def test_lora_trains_only_low_rank_weights_and_saves_them(family, tmp_path):
 
 @pytest.mark.once
 @any_family
-def test_lora_of_the_embedding_changes_no_logits_and_cannot_be_saved_alone(family, tmp_path):
-    model = language_model(family)
-    before = logits(model)
-    model.backbone.enable_lora(2, target_layer_names=["token_embedding", "o_proj"])
-    np.testing.assert_allclose(logits(model), before, rtol=1e-4, atol=1e-4)
-    trainable = {weight.path.rsplit("/", 1)[1] for weight in model.trainable_weights}
-    assert {"lora_embeddings_a", "lora_embeddings_b"} < trainable
-    assert all("lora" in name for name in trainable)
-    match = "cannot hold the low-rank weights of 'token_embedding'"
-    assert_rejects(match, model.backbone.save_lora_weights, str(tmp_path / "hawk.lora.h5"))
-
-
-@pytest.mark.once
-@any_family
-def test_lora_weights_enabled_on_single_layers_stay_trainable(family, tmp_path):
-    model, file = language_model(family), str(tmp_path / "hawk.lora.h5")
-    model.backbone.token_embedding.enable_lora(3)
-    model.backbone.transformer_layers[0].mlp.gate_proj.enable_lora(3)
-    model.backbone.enable_lora(2, ["o_proj"])
-    trainable = [weight.path for weight in model.trainable_weights]
-    assert all("lora" in path for path in trainable)
-    for layer in ("token_embedding", "gate_proj", "o_proj"):
-        assert sum(f"{layer}/lora" in path for path in trainable) >= 2, layer
-    match = "cannot hold the low-rank weights"
-    assert_rejects(match, model.backbone.save_lora_weights, file)
-    model = language_model(family)
-    model.backbone.transformer_layers[0].mlp.gate_proj.enable_lora(3)
-    model.backbone.enable_lora(2)
-    assert_rejects(f"{match} of 'gate_proj'", model.backbone.save_lora_weights, file)
+def test_lora_outside_of_the_default_layers_is_trainable_and_cannot_be_saved_alone(
+    family, tmp_path
+):
+    embedding, gate_proj = "token_embedding", "gate_proj"
+    for alone, names, expected in (
+        ([], [embedding, "o_proj"], [embedding, "o_proj"]),
+        ([embedding, gate_proj], ["o_proj"], [embedding, gate_proj, "o_proj"]),
+        ([gate_proj], None, [gate_proj, "o_proj"]),
+    ):
+        model = language_model(family)
+        before, backbone = logits(model), model.backbone
+        layers = {embedding: backbone.token_embedding}
+        layers[gate_proj] = backbone.transformer_layers[0].mlp.gate_proj
+        for name in alone:
+            layers[name].enable_lora(3)
+        backbone.enable_lora(2, names)
+        np.testing.assert_allclose(logits(model), before, rtol=1e-4, atol=1e-4)
+        trainable = [weight.path for weight in model.trainable_weights]
+        assert all("lora" in path for path in trainable)
+        for name in expected:
+            assert sum(f"{name}/lora" in path for path in trainable) >= 2, name
+        match = "cannot hold the low-rank weights of "
+        match += f"'{expected[0]}'" if len(alone) < 2 else ""
+        assert_rejects(match, backbone.save_lora_weights, str(tmp_path / "hawk.lora.h5"))
 
 
 @pytest.mark.once
