@@ -1,6 +1,7 @@
 """Gradients of functions of tensors on the current backend, with NumPy arrays in and out."""
 
 import keras
+import numpy as np
 
 from tests.layers.table import numpy
 
@@ -11,6 +12,12 @@ def gradients(function, arrays):
     """Returns the gradient of a scalar `function` by each of its nested float32 arrays."""
     tensors = keras.tree.map_structure(lambda a: keras.ops.convert_to_tensor(a, "float32"), arrays)
     return numpy(_gradients(function, tensors))
+
+
+def assert_gradients_close(found, expected):
+    """Asserts that nested gradients are equal up to rounding of their largest numbers."""
+    for f, e in zip(keras.tree.flatten(found), keras.tree.flatten(expected), strict=True):
+        np.testing.assert_allclose(f, e, rtol=1e-4, atol=1e-5 * (1 + np.abs(e).max(initial=0)))
 
 
 def call_with(layer, values, *args, **kwargs):

@@ -14,9 +14,11 @@ from tests.layers.table import (
     ATTENTION,
     JIT,
     ROWS,
+    STREAMING,
     WIDTH,
     any_layer,
     assert_close,
+    assert_rejects,
     built,
     inputs,
     numpy,
@@ -204,3 +206,19 @@ def test_remat_scope_reads_weights_before_their_update(name):
     for update in updates:
         weight, earlier = update.input[0], before(update)
         assert all(read.name in earlier for read in reads if read.input[0] == weight), weight
+
+
+@pytest.mark.skipif(keras.config.backend() != "tensorflow", reason="TensorFlow alone has them")
+@any_layer
+def test_call_rejects_tensors_of_unknown_rank(name):
+    import tensorflow as tf
+
+    def assert_trace_fails(call):
+        graph = tf.function(call, autograph=False)
+        match = r"must have a known number of dim.*`set_shape`"
+        assert_rejects(match, graph.get_concrete_function, tf.TensorSpec(None, "float32"))
+
+    assert_trace_fails(ROWS[name].make())
+    if name in STREAMING:
+        layer = built(name)
+        assert_trace_fails(lambda mask: layer(inputs(), mask=mask))

@@ -6,7 +6,7 @@ import pytest
 
 from keras_recurrent import layers
 from keras_recurrent.layers.tokens import find_tokens
-from tests.layers.gradients import call_with, gradients
+from tests.layers.gradients import assert_gradients_close, call_with, gradients
 from tests.layers.table import (
     ROWS,
     SHARED,
@@ -111,8 +111,7 @@ def test_gradients_of_the_last_output_equal_those_of_all_outputs(name):
         return keras.ops.sum(keras.ops.multiply(keras.ops.sin(y), is_last))
 
     found, expected = (gradients(loss, [weights, x]) for loss in (loss_of_last, loss_of_all))
-    for f, e in zip(keras.tree.flatten(found), keras.tree.flatten(expected), strict=True):
-        np.testing.assert_allclose(f, e, rtol=1e-4, atol=1e-5 * (1 + np.abs(e).max(initial=0)))
+    assert_gradients_close(found, expected)
     np.testing.assert_array_equal(found[1][mask == 0], 0)
 
 

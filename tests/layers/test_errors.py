@@ -20,12 +20,13 @@ from tests.layers.table import (
     streaming_layer,
 )
 
+pytestmark = pytest.mark.once
+
 RecurrentBlock = functools.partial(layers.RecurrentBlock, 8)
 LocalAttention = functools.partial(layers.LocalAttention, 4)
 LightningAttention = functools.partial(layers.LightningAttention, 4)
 
 
-@pytest.mark.once
 @streaming_layer
 @pytest.mark.parametrize("shape", [(8,), (2, 8), (2, 3, 4, 8), (2, 3, None)])
 def test_build_rejects_shapes_other_than_batch_time_width(name, shape):
@@ -33,7 +34,6 @@ def test_build_rejects_shapes_other_than_batch_time_width(name, shape):
     assert_rejects(match, ROWS[name].make().build, shape)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("make", [layers.GatedMLP, layers.SGLU, layers.SwiGLU])
 def test_gated_layers_reject_vectors_without_a_batch(make):
     for x in (np.ones(8, "float32"), keras.Input(batch_shape=(8,))):
@@ -42,23 +42,6 @@ def test_gated_layers_reject_vectors_without_a_batch(make):
     assert make(4)(np.ones((1, 8), "float32")).shape == (1, 8)
 
 
-@pytest.mark.skipif(keras.config.backend() != "tensorflow", reason="TensorFlow alone has them")
-@pytest.mark.parametrize("name", ROWS)
-def test_call_rejects_tensors_of_unknown_rank(name):
-    import tensorflow as tf
-
-    def assert_trace_fails(call):
-        graph = tf.function(call, autograph=False)
-        match = r"must have a known number of dim.*`set_shape`"
-        assert_rejects(match, graph.get_concrete_function, tf.TensorSpec(None, "float32"))
-
-    assert_trace_fails(ROWS[name].make())
-    if name in STREAMING:
-        layer = built(name)
-        assert_trace_fails(lambda mask: layer(inputs(), mask=mask))
-
-
-@pytest.mark.once
 @streaming_layer
 def test_call_rejects_inputs_without_tokens_or_of_another_width(name):
     layer = built(name)
@@ -134,13 +117,11 @@ INVALID_ARGUMENTS = [
 ]
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(("make", "arguments", "match"), INVALID_ARGUMENTS)
 def test_constructor_or_build_rejects_invalid_arguments(make, arguments, match):
     assert_rejects(match, lambda: make(**arguments).build((None, None, 8)))
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("layer", "width", "match"),
     [
@@ -163,7 +144,6 @@ LAYERS = [
 ]
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", LAYERS)
 def test_units_of_a_gru_are_rejected(name):
     """`RGLRU(16)` sets `num_blocks`, or `units=16` raises Python's error without a remedy."""
@@ -181,7 +161,6 @@ def test_units_of_a_gru_are_rejected(name):
         assert_rejects(match, layer, units=16, **required)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("layer", "arguments", "options", "match"),
     [
@@ -207,7 +186,6 @@ def test_type_errors_name_surplus_and_missing_arguments(layer, arguments, option
         layer(*arguments, **options)
 
 
-@pytest.mark.once
 def test_misspelled_arguments_are_answered_with_similar_ones():
     match = r"`window`\. Did you mean `sliding_window`"
     assert_rejects(match, layers.LocalAttention, 4, window=8)
@@ -215,7 +193,6 @@ def test_misspelled_arguments_are_answered_with_similar_ones():
     assert_rejects(match, layers.RecurrentBlock, 4, return_sequence=True)
 
 
-@pytest.mark.once
 def test_subclass_of_a_layer_may_have_arguments_that_the_layer_rejects():
     class WithDropout(layers.RGLRU):
         def __init__(self, units, *sizes, **kwargs):
@@ -247,14 +224,12 @@ BOOLEANS = [
 ]
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(("make", "name"), NUMBERS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), True, "1", None, 1j])
 def test_real_arguments_must_be_finite_numbers(make, name, value):
     assert_rejects(f"`{name}`.* got .*{re.escape(repr(value))}", make, **{name: value})
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(("make", "name"), BOOLEANS)
 @pytest.mark.parametrize("value", ["yes", 1, 0.0, None])
 def test_boolean_arguments_must_be_booleans(make, name, value):
@@ -262,7 +237,6 @@ def test_boolean_arguments_must_be_booleans(make, name, value):
     assert make(**{name: np.bool_(True)})
 
 
-@pytest.mark.once
 @streaming_layer
 @pytest.mark.parametrize("value", ["yes", 1, 0.0])
 def test_return_state_of_a_call_must_be_a_boolean(name, value):
@@ -273,14 +247,12 @@ def test_return_state_of_a_call_must_be_a_boolean(name, value):
     assert isinstance(layer(inputs(), return_state=np.bool_(True)), tuple)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", [name for name in STREAMING if name not in ATTENTION])
 def test_get_initial_state_before_build_names_the_remedy(name):
     match = r"layer.build\(\(None, None, width\)\)"
     assert_rejects(match, ROWS[name].make().get_initial_state, 2)
 
 
-@pytest.mark.once
 @streaming_layer
 def test_call_rejects_states_of_other_structures_and_shapes(name):
     layer, x = built(name), inputs()
@@ -301,7 +273,6 @@ def test_call_rejects_states_of_other_structures_and_shapes(name):
     assert_rejects(match, layer, x, initial_state=layer.get_initial_state(2))
 
 
-@pytest.mark.once
 @streaming_layer
 def test_call_rejects_masks_and_segment_ids_of_other_shapes_and_types(name):
     layer, x = built(name), inputs()
@@ -317,7 +288,6 @@ def test_call_rejects_masks_and_segment_ids_of_other_shapes_and_types(name):
     assert_rejects(match, layer, x, mask=ones.tolist())
 
 
-@pytest.mark.once
 def test_lower_bounds_and_positions_must_be_tensors_of_fitting_shape_and_type():
     match = "`lower_bound` must be a tensor or an array; got a floa"
     assert_rejects(match, layers.HGRN2(expand_ratio=4), inputs(), lower_bound=0.5)

@@ -29,7 +29,7 @@ from keras_recurrent.layers import (
 from keras_recurrent.layers.block_diagonal import apply_blocks
 from keras_recurrent.layers.gated_linear_unit import SwiGLU
 from keras_recurrent.layers.torch_calls import call_plain, is_plain
-from tests.models.tiny import VOCABULARY, tiny_causal_lm
+from tests.models.tiny import tiny_causal_lm, training_batch
 
 LAYERS = {
     "HGRN": lambda dtype: HGRN(dtype=dtype),
@@ -104,11 +104,9 @@ def test_training_step_in_mixed_precision_multiplies_in_bfloat16(family, mode):
     with keras.RematScope(mode=mode):
         model = tiny_causal_lm(family=family, dtype="mixed_bfloat16")
     model.compile("sgd")
-    token_ids = np.random.default_rng(0).integers(3, VOCABULARY, (2, 9)).astype("int32")
-    x = {"token_ids": token_ids[:, :-1], "padding_mask": np.ones((2, 8), "int32")}
-    model.train_on_batch(x, token_ids[:, 1:])  # Keras computes shapes in float32 here
+    model.train_on_batch(*training_batch())  # Keras computes shapes in float32 here
     with ProductDtypes() as products:
-        model.train_on_batch(x, token_ids[:, 1:])
+        model.train_on_batch(*training_batch())
     assert products.dtypes == {torch.bfloat16}
 
 

@@ -1,12 +1,11 @@
 """`LocalAttention`: weights, rotary positions and capacities of states."""
 
 import keras
-import numpy as np
 import pytest
 
 from keras_recurrent import layers
 from tests.layers import loops
-from tests.layers.table import WIDTH, assert_close, assert_rejects, inputs, numpy
+from tests.layers.table import WIDTH, assert_close, assert_rejects, inputs
 
 
 def make(**kwargs):
@@ -21,9 +20,8 @@ def test_partial_rotary_factor_matches_a_loop(factor):
     assert_close(layer(x), loops.run(loops.unit(layer), x).astype("float32"))
 
 
-def test_global_attention_streams_only_with_a_max_length():
+def test_global_attention_without_a_max_length_has_no_state():
     layer, x = make(), inputs()
-    whole = layer(x)
     for call in (
         lambda: layer(x, return_state=True),
         lambda: layer(keras.Input((None, WIDTH)), return_state=True),
@@ -31,14 +29,6 @@ def test_global_attention_streams_only_with_a_max_length():
     ):
         assert_rejects(r"Give the layer a `max_length`", call)
     assert not layer.keeps_state
-
-    state = layer.get_initial_state(3, max_length=8)
-    assert tuple(state["key"].shape) == (3, 8, 1, 4)
-    left, state = layer(x[:, :4], initial_state=state, return_state=True)
-    right, state = layer(x[:, 4:], initial_state=state, return_state=True)
-    assert_close(left, whole[:, :4])
-    assert_close(right, whole[:, 4:])
-    np.testing.assert_array_equal(numpy(state["position"]), 8)
 
 
 @pytest.mark.once

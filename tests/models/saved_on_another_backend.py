@@ -8,21 +8,14 @@ import json
 import sys
 
 import keras
-import numpy as np
 
 import keras_recurrent
-from tests.models.tiny import VOCABULARY, tiny_causal_lm
+from tests.models.tiny import tiny_causal_lm, training_batch
 
 OPTIMIZERS = {
     "float32": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
     "mixed_float16": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01)),
 }
-
-
-def batch(seed):
-    token_ids = np.random.default_rng(seed).integers(1, VOCABULARY, (2, 9)).astype("int32")
-    x = {"token_ids": token_ids[:, :-1], "padding_mask": np.ones((2, 8), "int32")}
-    return x, token_ids[:, 1:]
 
 
 def make(family, dtype):
@@ -52,7 +45,7 @@ def main(action, path, family, dtype):
 
 
 def train(model, seed):
-    x, y = batch(seed)
+    x, y = training_batch(seed=seed)
     if isinstance(model, keras_recurrent.models.HGRN2TextClassifier):
         y = y[:, 0] % 3
     return float(model.train_on_batch(x, y)[0])

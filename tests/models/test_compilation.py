@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.models.tiny import VOCABULARY, any_family, tiny_backbone, tiny_causal_lm
+from tests.models.tiny import any_family, tiny_backbone, tiny_causal_lm, training_batch
 from tests.processes import fresh_process
 
 BACKEND = keras.config.backend()
@@ -26,14 +26,11 @@ def test_compiled_training_step_equals_an_eager_step(compiler, monkeypatch):
         torch.compiler.reset()
         with_compiler = functools.partial(torch.compile, backend=compiler)
         monkeypatch.setattr(torch, "compile", with_compiler)
-    rng = np.random.default_rng(0)
-    token_ids = rng.integers(3, VOCABULARY, (2, 9)).astype("int32")
-    x = {"token_ids": token_ids[:, :-1], "padding_mask": np.ones((2, 8), "int32")}
     weights = []
     for options in ({"jit_compile": True}, {"run_eagerly": True}):
         model = tiny_causal_lm(num_layers=1)
         model.compile(keras.optimizers.SGD(0.1), **options)
-        model.fit(x, token_ids[:, 1:], batch_size=2, verbose=0)
+        model.fit(*training_batch(), batch_size=2, verbose=0)
         weights.append(model.get_weights())
     for compiled, plain in zip(*weights, strict=True):
         np.testing.assert_allclose(compiled, plain, rtol=1e-3, atol=1e-4)

@@ -8,7 +8,7 @@ import pytest
 from keras import optimizers
 
 from tests.layers.table import assert_rejects
-from tests.models.tiny import VOCABULARY, tiny_backbone, tiny_causal_lm
+from tests.models.tiny import tiny_backbone, tiny_causal_lm, training_batch
 
 OPTIMIZERS = {
     "SGD": lambda: optimizers.SGD(0.1),
@@ -49,12 +49,6 @@ def one_block(dtype):
     return tiny_causal_lm(num_layers=1, block_types=("recurrent",), dtype=dtype)
 
 
-def samples(steps):
-    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (2 * steps, 7)).astype("int32")
-    x = {"token_ids": tokens[:, :-1], "padding_mask": np.ones((2 * steps, 6), "int32")}
-    return x, tokens[:, 1:]
-
-
 def value(variable):
     return np.array(keras.ops.convert_to_numpy(keras.ops.cast(variable, "float32")))
 
@@ -92,7 +86,7 @@ def test_compile_for_16_bit_weights_raises_or_warns(name, dtype):
 @pytest.mark.parametrize("kind", ["language model", "backbone"])
 def test_fit_with_adam_that_compile_does_not_check_raises(kind):
     """`fit` of a backbone, or of a model that its constructor compiled, changes no weight."""
-    x, y = samples(1)
+    x, y = training_batch(2, 6)
     if kind == "backbone":
         model, y = tiny_backbone(dtype="bfloat16"), np.zeros((2, 6, 16))
         model.compile("adam", "mse")
@@ -110,7 +104,7 @@ def test_keras_file_with_bfloat16_weights_loads_with_its_optimizer(tmp_path):
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     assert isinstance(loaded.optimizer, keras.optimizers.Adam)
     with pytest.raises(ValueError, match=REMEDY):
-        loaded.fit(*samples(1))
+        loaded.fit(*training_batch(2, 6))
 
 
 class CustomAdam(keras.optimizers.Adam):
@@ -142,7 +136,7 @@ def test_fit_under_each_policy_moves_every_weight_or_raises(name, dtype):
         return
     model.compile(OPTIMIZERS[name](), model.loss)
     before = [value(v) for v in model.trainable_variables]
-    model.fit(*samples(50), batch_size=2, verbose=0)
+    model.fit(*training_batch(100, 6), batch_size=2, verbose=0)
     for variable, old in zip(model.trainable_variables, before, strict=True):
         assert np.isfinite(value(variable)).all(), variable.path
         assert (value(variable) != old).any(), variable.path

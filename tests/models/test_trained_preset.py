@@ -58,10 +58,6 @@ def bits_per_byte(model, text):
     return loss_by_position(model, [token_ids]).loss.mean() / math.log(2)
 
 
-def weights(backbone):
-    return [keras.ops.convert_to_numpy(weight) for weight in backbone.weights]
-
-
 def test_trained_preset_has_its_loss_on_held_out_text(model):
     assert bits_per_byte(model, HELD_OUT) == pytest.approx(BITS_PER_BYTE, abs=1e-3)
 
@@ -95,7 +91,9 @@ def test_trained_preset_loads_equal_weights_through_every_class(model, monkeypat
         GriffinBackbone.from_preset(NAME, load_weights=True),
         GriffinTextClassifier.from_preset(NAME, num_classes=2).backbone,
     ):
-        for expected, found in zip(weights(model.backbone), weights(backbone), strict=True):
+        for expected, found in zip(
+            model.backbone.get_weights(), backbone.get_weights(), strict=True
+        ):
             np.testing.assert_array_equal(found, expected)
 
 
@@ -105,7 +103,7 @@ def test_trained_preset_has_exact_weights_in_bfloat16(model):
     # Decays and filters of every Griffin are float32.
     dtypes = {keras.backend.standardize_dtype(weight.dtype) for weight in narrow.weights}
     assert dtypes == {"bfloat16", "float32"}
-    for wide, weight in zip(weights(model.backbone), narrow.weights, strict=True):
+    for wide, weight in zip(model.backbone.get_weights(), narrow.weights, strict=True):
         again = keras.ops.convert_to_numpy(keras.ops.cast(weight, "float32"))
         np.testing.assert_array_equal(wide, again)
 

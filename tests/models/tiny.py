@@ -155,6 +155,13 @@ def draw(rng, path, shape):
     return noise / np.sqrt(shape[-2])
 
 
+def training_batch(batch=2, length=8, seed=0):
+    """Random sequences without padding, and the next token of each token."""
+    token_ids = np.random.default_rng(seed).integers(3, VOCABULARY, (batch, length + 1), "int32")
+    x = {"token_ids": token_ids[:, :-1], "padding_mask": np.ones((batch, length), "int32")}
+    return x, token_ids[:, 1:]
+
+
 def weights_of(model):
     return {weight.path: keras.ops.convert_to_numpy(weight) for weight in model.weights}
 
