@@ -1,8 +1,8 @@
 """Backbones: their logits, their inputs, their arguments, and the work of one decoding step."""
 
-import collections
 import functools
 import importlib
+from unittest import mock
 
 import keras
 import numpy as np
@@ -390,29 +390,23 @@ def test_hidden_states_analyzes_padding_and_documents_once(family, monkeypatch):
         importlib.import_module(f"keras_recurrent.{name}")
         for name in ("ops.token_kind", "layers.tokens", "models.recurrent_backbone")
     ]
-    backbone, counts = tiny_backbone(family=family), collections.Counter()
+    backbone, mocks = tiny_backbone(family=family), {}
     for name in ("find_tokens", "kinds_of_whole_sequences", "token_position", "last_segment"):
-        for module in modules:
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, count_calls(counts, getattr(module, name)))
+        for module in (module for module in modules if hasattr(module, name)):
+            mocks.setdefault(name, mock.Mock(wraps=getattr(module, name)))
+            monkeypatch.setattr(module, name, mocks[name])
     cache = backbone.get_initial_state(3, LENGTH)
     for before in (None, cache):
         for token_ids, *others in ((tokens(), tokens() > 4, tokens()), (tokens()[:, :1],)):
-            counts.clear()
+            for function in mocks.values():
+                function.reset_mock()
             backbone.hidden_states(token_ids, *others, cache=before)
+            counts = {name: function.call_count for name, function in mocks.items()}
             assert counts["find_tokens"] == 1
             assert counts["token_position"] == (family != "hgrn2")
             assert counts["last_segment"] == (before is not None)
             if others or before:
                 assert counts["kinds_of_whole_sequences"] == 1
-
-
-def count_calls(counts, function):
-    def counted(*args, **kwargs):
-        counts[function.__name__] += 1
-        return function(*args, **kwargs)
-
-    return counted
 
 
 @any_family
