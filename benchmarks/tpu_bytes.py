@@ -1,6 +1,6 @@
 """Counts the bytes that the TPU kernels move, compiled and not run, relative to a floor.
 
-    python -m tests.pallas.traffic
+    python -m benchmarks.tpu_bytes
 
 The floor is each tensor read once and each result written once. The bytes of a kernel are counted
 along its grid, by its index maps: a block that does not change is not fetched again. Bytes that XLA
