@@ -10,7 +10,6 @@ import json
 import multiprocessing
 import re
 import subprocess
-import sys
 import tempfile
 
 import triton
@@ -636,19 +635,6 @@ KERNELS = {
     "attention of 128 d_k, d_v, float32": attention("d_k, d_v", 128, tl.float32),
 }
 
-# Of these, another one has the same code and more, or larger heads; a search may choose them, too,
-# so that they are compiled among all configurations, and not among the defaults.
-COVERED_BY_OTHERS = (
-    "causal_conv1d forward",
-    "causal_conv1d backward",
-    "attention of 256",
-    "attention of 256 d_k",
-    "attention of 256 d_v",
-    "attention of 128, float32",
-    "attention of 128 d_q, float32",
-)
-DEFAULTS = {name: row for name, row in KERNELS.items() if name not in COVERED_BY_OTHERS}
-
 
 def dtype(argument, name):
     if argument in SIZES:
@@ -734,12 +720,7 @@ def report(name, number):
 
 
 if __name__ == "__main__":
-    defaults = "--defaults" in sys.argv
-    configurations = {
-        name: range(1 if defaults else len(row[2]))
-        for name, row in (DEFAULTS if defaults else KERNELS).items()
-    }
-    compiled = [(name, number) for name, numbers in configurations.items() for number in numbers]
+    compiled = [(name, i) for name, row in KERNELS.items() for i in range(len(row[2]))]
     with multiprocessing.Pool() as pool:
         reports = iter(pool.starmap(report, compiled, chunksize=1))
-    print(json.dumps({name: [next(reports) for _ in n] for name, n in configurations.items()}))
+    print(json.dumps({name: [next(reports) for _ in row[2]] for name, row in KERNELS.items()}))
