@@ -132,10 +132,10 @@ def attention_kernel(case, direction, module):
         return flatten(output), *(jnp.swapaxes(x[:, :, 0], 1, 2) for x in sums)
 
     def backward(*tensors):
-        *tensors, largest, sum_at_largest, d_output = tensors
+        *inputs, largest, sum_at_largest, d_output = tensors
         sums = tuple(jnp.swapaxes(x, 1, 2)[:, :, None] for x in (largest, sum_at_largest))
         d_output = d_output.reshape(*d_output.shape[:2], 1, heads, size)
-        gradients = module.backward(*split(*tensors), sums, d_output, **options)
+        gradients = module.backward(*split(*inputs), sums, d_output, **options)
         return [flatten(d).astype(d_output.dtype) for d in gradients]
 
     return {"forward": forward, "backward": backward}[direction]
