@@ -11,19 +11,18 @@ from keras_recurrent import dispatch, ops
 from tests.gpu import has_gpu
 from tests.ops import cases, small, token_wise
 from tests.ops.cases import unit
-from tests.ops.judge import function_of
+from tests.ops.judge import function_of, kernels
 
 BACKEND = keras.config.backend()
 OPTIONS = {operation: small.draw(operation).options for operation in small.OPERATIONS}
 every_operation = pytest.mark.parametrize("operation", [*cases.DRAW, *token_wise.DRAW])
 every_operation_over_time = pytest.mark.parametrize("operation", cases.DRAW)
-every_operation_on_tokens = pytest.mark.parametrize("operation", token_wise.DRAW)
 
 
-def draw(operation, length, masked=True):
+def draw(operation, length, masked=True, **options):
     """Two dicts of arrays, floats and integers or masks, and a loss of them."""
-    drawn = small.draw(operation, length)
-    arrays = {name: t.astype(drawn.dtypes[name]) for name, t in drawn.tensors.items()}
+    drawn = small.draw(operation, length, **options)
+    arrays = {n: t.astype(drawn.dtypes[n]) for n, t in drawn.tensors.items() if t is not None}
     floats = {name: arrays.pop(name) for name in drawn.differentiated}
     if masked and drawn.has_state:
         arrays["mask"] = np.random.default_rng(length).random((2, length)) < 0.8
@@ -100,6 +99,14 @@ elif BACKEND == "torch":
 
     from tests.ops.native import tensor
 
+    # {name: operation, implementation, further fields of its `Case`}
+    COMPILED = {"-".join(k): (*k, {}) for k in kernels([*cases.DRAW, *token_wise.DRAW])}
+    COMPILED |= {
+        f"{name}, no parameter": (operation, implementation, {"parameter": False})
+        for name, (operation, implementation, _) in COMPILED.items()
+        if operation in ("rms_norm", "log_forget_gate")
+    }
+
     def to_tensors(arrays, requires_grad=False):
         tensors = {name: tensor(array, str(array.dtype)) for name, array in arrays.items()}
         return {n: t.requires_grad_() if requires_grad else t for n, t in tensors.items()}
@@ -122,18 +129,26 @@ elif BACKEND == "torch":
 
         return Graphs()
 
-    @every_operation_over_time
-    def test_compiled_kernel_is_one_graph_for_all_lengths(operation, graphs):
+    # cuDNN needs longer sequences.
+    @pytest.mark.parametrize("name", [n for n in COMPILED if "cudnn" not in n])
+    def test_compiled_kernel_is_one_graph_for_all_lengths(name, graphs):
         """A kernel breaks the graph of `torch.compile`, or is compiled again for each length."""
-        kernel = functools.partial(function_of(operation, "torch"), **OPTIONS[operation])
+        operation, implementation, options = COMPILED[name]
+        kernel = functools.partial(function_of(operation, implementation), **OPTIONS[operation])
         compiled = torch.compile(kernel, fullgraph=True, dynamic=True, backend=graphs.count)
         for length in (11, 23, 40):
-            tensors = to_tensors(draw(operation, length)[0])
-            for result, expected in zip(compiled(**tensors), kernel(**tensors), strict=True):
+            floats, others, _ = draw(operation, length, masked=False, **options)
+            results = []
+            for function in (compiled, kernel):
+                leaves = to_tensors(floats, requires_grad=True)
+                found = keras.tree.flatten(function(**leaves, **to_tensors(others)))
+                loss = sum(x.sin().sum() for x in found if x.requires_grad)
+                results.append((*found, *torch.autograd.grad(loss, list(leaves.values()))))
+            for result, expected in zip(*results, strict=True):
                 torch.testing.assert_close(result, expected, rtol=0, atol=0)
         assert len(graphs) == 1
 
-    @every_operation_over_time
+    @every_operation
     def test_compiled_operation_with_masks_and_segments_is_one_graph(operation):
         """A public operation breaks the graph, or a chosen implementation does."""
 
@@ -149,19 +164,6 @@ elif BACKEND == "torch":
                 results, expected = compiled(*tensors), function(*tensors)
             for result, wanted in zip(results, expected, strict=True):
                 torch.testing.assert_close(result, wanted, rtol=0, atol=0)
-
-    @every_operation_on_tokens
-    def test_compiled_loss_and_gradient_are_one_graph_for_all_lengths(operation, graphs):
-        """The backward of an operation on each token breaks the graph, or differs."""
-        compiled = None
-        for length in (11, 23, 40):
-            floats, others, loss = draw(operation, length)
-            others = to_tensors(others)
-            compiled = compiled or torch.compile(
-                loss, fullgraph=True, dynamic=True, backend=graphs.count
-            )
-            assert_close(backward(compiled, floats, others), backward(loss, floats, others))
-        assert len(graphs) == 1
 
     def test_inductor_gradients_equal_eager_gradients():
         """Inductor, which compiles for CPUs and GPUs, cannot differentiate an operation."""

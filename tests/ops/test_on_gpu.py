@@ -14,10 +14,12 @@ CASES = {
     "bfloat16": cases.Case(4, 300, 64, "bfloat16", kinds=True, state=True),
     "short": cases.Case(4, 70, 16, "bfloat16", "float32", kinds=True),
     "float32": cases.Case(2, 1031, 32, state=True),
+    "long": cases.Case(2, 7001, 128, kinds=True),
 }
 TOKEN_WISE = {
     "bfloat16": token_wise.Case((4, 300, 640), "bfloat16", "float32"),
     "float32": token_wise.Case((2, 1031, 96)),
+    "long": token_wise.Case((9001, 700), "bfloat16", "float32"),
 }
 PARAMS = [
     pytest.param(module, case, *kernel, id=f"{'-'.join(kernel)}-{name}")

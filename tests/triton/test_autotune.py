@@ -58,6 +58,19 @@ CASES = [
     ("sliding_window_attention", Case(1, 70, 18, window=50)),
     pytest.param("sliding_window_attention", Case(1, 40, 130, window=30), marks=SLOW),
 ]
+# On a GPU, also heads of the sizes that models have: keys, values, and a length. Some sequences are
+# long enough to be cut along time, where that does not take the reference too long.
+HEADS = [(16, 16, 1040), (64, 64, 1040), (64, 128, 1040), (64, 66, 1040), (96, 96, 140)]
+HEADS += [(128, 128, 140), (256, 256, 140), (130, 136, 140)]
+# The dtypes of the tensors and of their decays, and whether the tokens have kinds.
+SITUATIONS = [("bfloat16", decay, kinds) for decay in ("bfloat16", "float32") for kinds in (1, 0)]
+SITUATIONS.append(("float32", "float32", 1))
+CASES += [
+    (operation, Case(1, length, keys, *dtypes, kinds, kinds, window=100, values=values))
+    for operation in (o for o in OPERATIONS if o.endswith("attention") and ON_GPU)
+    for keys, values, length in HEADS
+    for *dtypes, kinds in SITUATIONS
+]
 
 
 @pytest.fixture(autouse=True)
