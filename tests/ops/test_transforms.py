@@ -3,7 +3,7 @@
 import keras
 import pytest
 
-from keras_recurrent import dispatch, ops
+from keras_recurrent import ops
 from tests.ops import cases, native, small, token_wise
 
 if keras.config.backend() != "torch":
@@ -14,14 +14,9 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keras_recurrent.backends.torch._autograd import is_eager
-from tests.ops.judge import every_implementation, parametrize_kernels
+from tests.ops.judge import every_implementation, kernels, parametrize_kernels
 
-KERNELS = [
-    (operation, implementation)
-    for operation in small.OPERATIONS
-    for implementation, module in dispatch.IMPLEMENTATIONS[operation].items()
-    if not isinstance(module, str) and implementation != "cudnn"  # which needs long sequences
-]
+KERNELS = [k for k in kernels(small.OPERATIONS) if k[1] != "cudnn"]  # which needs long sequences
 # All operators are registered by the same code. In Triton's interpreter most take seconds.
 CHEAP = [k for k in KERNELS if k[1] == "torch" or k[0] in (*token_wise.DRAW, "linear_scan")]
 every_kernel = parametrize_kernels(KERNELS)

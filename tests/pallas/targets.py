@@ -29,7 +29,6 @@ from jax.experimental import topologies
 from keras_recurrent import dispatch
 from keras_recurrent.backends.jax import _shards
 
-TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 B, T = 4, 2048
 HAWK, TAPS = 2560, 4  # hawk_1.3b
 HEADS, SIZE = 16, 128  # hgrn2_1b and tnl_1b
