@@ -7,7 +7,6 @@ how to continue after a run and how to repeat a counterexample.
 import math
 
 import hypothesis
-import keras
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -17,7 +16,7 @@ from keras_recurrent import ops
 from tests.conftest import memory_is_short
 from tests.fuzz import operations
 from tests.ops import judge, native
-from tests.ops.test_token_kind import walk
+from tests.ops.test_token_kind import assert_equals_loop
 
 pytestmark = pytest.mark.nightly
 
@@ -130,15 +129,6 @@ def test_token_kind_of_random_masks_and_segments_equals_a_loop(request):
     def compare(context, with_state):
         state = np.zeros(SHAPE[0], "float32") if with_state else None
         kinds = ops.token_kind(np.zeros((*SHAPE, 1), "float32"), **context, initial_state=state)
-        mask, segments, previous = (context[name] for name in CONTEXTS)
-        for i, kinds_of_row in enumerate(keras.ops.convert_to_numpy(kinds)):
-            before = None if with_state else -1
-            if previous is not None:
-                # Without segments, a sequence continues any document.
-                before = previous[i] if segments is not None else min(previous[i], 0)
-            mask_of_row = np.ones(SHAPE[1]) if mask is None else mask[i]
-            segments_of_row = np.zeros(SHAPE[1]) if segments is None else segments[i]
-            expected = walk(mask_of_row, segments_of_row, before)
-            np.testing.assert_array_equal(kinds_of_row, expected)
+        assert_equals_loop(kinds, *(context[name] for name in CONTEXTS), has_state=with_state)
 
     compare()

@@ -20,6 +20,18 @@ def walk(mask, segments, previous):
     return kinds
 
 
+def assert_equals_loop(kinds, mask, segments, previous, has_state):
+    """Compares the kinds of a batch with a loop; absent masks and segments are None."""
+    for i, kinds_of_row in enumerate(keras.ops.convert_to_numpy(kinds)):
+        first = None if has_state else -1
+        if previous is not None:
+            # Without segments, a sequence continues any document.
+            first = previous[i] if segments is not None else min(previous[i], 0)
+        mask_of_row = [True] * len(kinds_of_row) if mask is None else mask[i]
+        segments_of_row = [0] * len(kinds_of_row) if segments is None else segments[i]
+        np.testing.assert_array_equal(kinds_of_row, walk(mask_of_row, segments_of_row, first))
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("before", ["nothing", "a state", "segments"])
@@ -34,14 +46,7 @@ def test_token_kind_equals_a_loop_over_tokens(masked, packed, before):
     x = np.zeros((batch, length, 1))
     kinds = token_kind(x, mask, segments, previous, initial_state=state)
     assert keras.backend.standardize_dtype(kinds.dtype) == "int8"
-    for i, kinds_of_row in enumerate(keras.ops.convert_to_numpy(kinds)):
-        first = -1 if before == "nothing" else None
-        if previous is not None:
-            # Without segments, a sequence continues any document.
-            first = previous[i] if packed else min(previous[i], 0)
-        mask_of_row = mask[i] if masked else [True] * length
-        segments_of_row = segments[i] if packed else [0] * length
-        np.testing.assert_array_equal(kinds_of_row, walk(mask_of_row, segments_of_row, first))
+    assert_equals_loop(kinds, mask, segments, previous, has_state=state is not None)
 
 
 @pytest.mark.parametrize(
