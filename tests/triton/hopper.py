@@ -69,37 +69,17 @@ HOPPER = GPUTarget("cuda", 90, 32)
 SIZES = ("B", "T", "D", "H", "K", "V", "tiles", "chunks", "segment_chunks", "state_k", "state_v")
 SIZES += ("subsegments", "S", "G", "C", "window", "parts", "rows", "n")
 MULTIPLES_OF_16 = ("T", "D", "n", "K", "V", "state_k", "state_v")
+# Arguments in float32, whatever the dtype of the others, and arguments in int32.
 FLOATS = ("initial", "final", "d_initial", "d_final", "d_logit", "d_parameters", "a_logit")
-FLOATS += ("scale", "d_scale", "lower_bound", "d_bound", "d_log_f")
-FLOATS += (
-    "losses",
-    "d_losses",
-    "largest",
-    "total",
-    "sums",
-    "peaks",
-    "frequencies",
-    "q_scale",
-    "k_scale",
-    "norm_scale",
-)
-FLOATS += ("totals", "decays", "log_decay", "log_f", "origin", "delta", "d_keys", "d_values")
-FLOATS += ("scales", "squares", "next_squares", "next_scale", "given_d_log_f")
-FLOATS += (
-    "memory",
-    "next_memory",
-    "recent",
-    "next_recent",
-    "next_hidden",
-    "last_inputs",
-    "next_inputs",
-    "hidden",
-    "conv_kernel",
-    "conv_bias",
-)
+FLOATS += ("scale", "d_scale", "lower_bound", "d_bound", "d_log_f", "losses", "d_losses", "largest")
+FLOATS += ("total", "sums", "peaks", "frequencies", "q_scale", "k_scale", "norm_scale", "totals")
+FLOATS += ("decays", "log_decay", "log_f", "origin", "delta", "d_keys", "d_values", "scales")
+FLOATS += ("squares", "next_squares", "next_scale", "given_d_log_f", "memory", "next_memory")
+FLOATS += ("recent", "next_recent", "next_hidden", "last_inputs", "next_inputs", "hidden")
+FLOATS += ("conv_kernel", "conv_bias")
 INTEGERS = ("carry", "token_at", "document_at", "real_counts", "start_counts", "tokens")
-INTEGERS += ("first_key", "last_key", "first_query", "query_end", "position", "end")
-INTEGERS += ("count", "next_count")
+INTEGERS += ("first_key", "last_key", "first_query", "query_end", "position", "end", "count")
+INTEGERS += ("next_count",)
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
@@ -197,15 +177,13 @@ def token_wise_kernel(module, direction, width, **constants):
     return kernel, tile._asdict() | sizes | constants, [{"num_warps": tile.num_warps}]
 
 
-def elementwise_kernel(kernel, gelu):
-    tile = gated_linear_unit._TILE
-    return kernel, {"GELU": gelu}, [tile]
-
-
-def token_crossentropy_kernel(kernel, tile_size, vocabulary):
-    tile = token_crossentropy._tile(vocabulary, tile_size)
+def token_crossentropy_kernel(direction, vocabulary):
+    prefix = {"forward": "", "backward": "_BACKWARD"}[direction]
+    tile_size = getattr(token_crossentropy, f"{prefix}_TILE_SIZE")
     constants = {"V": vocabulary, "STAGES": token_crossentropy._STAGES}
-    return kernel, constants | {"LANE_SIZE": token_crossentropy._LANE_SIZE}, [tile]
+    constants["LANE_SIZE"] = token_crossentropy._LANE_SIZE
+    kernel = getattr(token_crossentropy, f"_{direction}_kernel")
+    return kernel, constants, [token_crossentropy._tile(vocabulary, tile_size)]
 
 
 def linear_crossentropy_kernel(vocabulary, fine=False, capped=True, **constants):
@@ -214,46 +192,42 @@ def linear_crossentropy_kernel(vocabulary, fine=False, capped=True, **constants)
     return crossentropy_kernel.chunk_kernel, options | constants, [{}]
 
 
-LOSSES = token_crossentropy._forward_kernel, token_crossentropy._TILE_SIZE
-D_LOGITS = token_crossentropy._backward_kernel, token_crossentropy._BACKWARD_TILE_SIZE
-
-
+DIRECTIONS = ("forward", "backward")
 TOKEN_WISE = {
     f"{name}, {dtype}": kernel
     for dtype in ("bfloat16", "float32")
     for name, kernel in {
-        "rms_norm forward": token_wise_kernel(rms_norm, "forward", 2048),
-        "rms_norm forward of few rows": token_wise_kernel(rms_norm, "forward", 2048, PDL=True),
-        "rms_norm forward of 16384": token_wise_kernel(rms_norm, "forward", 16384),
-        "rms_norm backward": token_wise_kernel(rms_norm, "backward", 2048),
-        "rms_norm backward of 2560": token_wise_kernel(rms_norm, "backward", 2560),
-        "rms_norm backward of 8192": token_wise_kernel(rms_norm, "backward", 8192),
-        "rms_norm backward of 16384": token_wise_kernel(rms_norm, "backward", 16384),
-        "rms_norm backward, no scale": token_wise_kernel(rms_norm, "backward", 2048, scale=None),
-        "log_forget_gate forward": token_wise_kernel(log_forget_gate, "forward", 2048),
-        "log_forget_gate backward": token_wise_kernel(log_forget_gate, "backward", 2048),
-        "log_forget_gate backward of 1": token_wise_kernel(log_forget_gate, "backward", 1),
-        "log_forget_gate backward, no bound": token_wise_kernel(
-            log_forget_gate, "backward", 2048, lower_bound=None
-        ),
-        "gated_linear_unit forward, silu": elementwise_kernel(
-            gated_linear_unit._forward_kernel, False
-        ),
-        "gated_linear_unit forward, gelu": elementwise_kernel(
-            gated_linear_unit._forward_kernel, True
-        ),
-        "gated_linear_unit backward, silu": elementwise_kernel(
-            gated_linear_unit._backward_kernel, False
-        ),
-        "gated_linear_unit backward, gelu": elementwise_kernel(
-            gated_linear_unit._backward_kernel, True
-        ),
-        "token_crossentropy forward": token_crossentropy_kernel(*LOSSES, 50304),
-        "token_crossentropy forward of 50257": token_crossentropy_kernel(*LOSSES, 50257),
-        "token_crossentropy forward of 7": token_crossentropy_kernel(*LOSSES, 7),
-        "token_crossentropy backward": token_crossentropy_kernel(*D_LOGITS, 50304),
-        "token_crossentropy backward of 50257": token_crossentropy_kernel(*D_LOGITS, 50257),
-        "token_crossentropy backward of 7": token_crossentropy_kernel(*D_LOGITS, 7),
+        **{
+            f"{module.__name__.rpartition('.')[2]} {direction}{of}": token_wise_kernel(
+                module, direction, width, **constants
+            )
+            for module, direction, of, width, constants in (
+                (rms_norm, "forward", "", 2048, {}),
+                (rms_norm, "forward", " of few rows", 2048, {"PDL": True}),
+                (rms_norm, "forward", " of 16384", 16384, {}),
+                (rms_norm, "backward", "", 2048, {}),
+                *((rms_norm, "backward", f" of {n}", n, {}) for n in (2560, 8192, 16384)),
+                (rms_norm, "backward", ", no scale", 2048, {"scale": None}),
+                (log_forget_gate, "forward", "", 2048, {}),
+                (log_forget_gate, "backward", "", 2048, {}),
+                (log_forget_gate, "backward", " of 1", 1, {}),
+                (log_forget_gate, "backward", ", no bound", 2048, {"lower_bound": None}),
+            )
+        },
+        **{
+            f"gated_linear_unit {direction}, {activation}": (
+                getattr(gated_linear_unit, f"_{direction}_kernel"),
+                {"GELU": activation == "gelu"},
+                [gated_linear_unit._TILE],
+            )
+            for direction in DIRECTIONS
+            for activation in ("silu", "gelu")
+        },
+        **{
+            f"token_crossentropy {direction}{of}": token_crossentropy_kernel(direction, vocabulary)
+            for direction in DIRECTIONS
+            for of, vocabulary in (("", 50304), (" of 50257", 50257), (" of 7", 7))
+        },
     }.items()
 } | {
     "linear_crossentropy, bfloat16": linear_crossentropy_kernel(256_000),
@@ -321,59 +295,44 @@ def attention_step(tile, short=True, **sizes):
 HEADS = {"SHARE": 2, "K": 128, "V": 128, "EPSILON": 1e-6}
 NO_POSITIONS = {**HEADS, "R": 0, "LOGIT_SCALING": 500.0, "LOG_SCALING": 6.2}
 LIGHTNING_HEADS = {**HEADS, "R": 64, "BLOCK_K": 128, "BLOCK_V": lightning_step._BLOCK_V}
-HGRN2_STEP = {"K": 128, "V": 128, "BLOCK_K": 128, "BLOCK_V": hgrn2_step._BLOCK_V, "PDL": True}
+HGRN2_STEP = {"K": 128, "V": 128, "BLOCK_K": 128, "BLOCK_V": hgrn2_step._BLOCK_V}
 GATE_KERNEL = {"BLOCK": norm_linear._BLOCK, "OUTPUT_SCALE": 1.0, "PDL": True}
+
+
+def step_kernel(module, kernel="_kernel", **constants):
+    """A kernel of a decoding step, with the warps of its module and dependent launches."""
+    options = {"num_warps": module._WARPS}
+    return getattr(module, kernel), constants | {"PDL": True}, [options]
+
+
+TOP = {"PARTS": 125, "COUNT": 16}
+NOT_DELAYED = dict.fromkeys(("recent", "count", "next_count", "next_recent"))
 STEP_KERNELS = {
-    "embedding": (
-        embedding_step._kernel,
-        {"D": 2560, "SCALED": True, "BLOCK": embedding_step._BLOCK, "PDL": True},
-        [{"num_warps": embedding_step._WARPS}],
-    ),
-    "soft cap": (
-        soft_cap._kernel,
-        {"BLOCK": soft_cap._BLOCK, "PDL": True},
-        [{"num_warps": soft_cap._WARPS}],
-    ),
-    "argmax, partial": (
-        argmax._partial_kernel,
-        {"PARTS": 125, "BLOCK": argmax._BLOCK, "PDL": True},
-        [{"num_warps": argmax._WARPS}],
-    ),
+    "embedding": step_kernel(embedding_step, D=2560, SCALED=True, BLOCK=embedding_step._BLOCK),
+    "soft cap": step_kernel(soft_cap, BLOCK=soft_cap._BLOCK),
+    "argmax, partial": step_kernel(argmax, "_partial_kernel", PARTS=125, BLOCK=argmax._BLOCK),
     "argmax, combine": (
         argmax._combine_kernel,
         {"PARTS": 125, "BLOCK": 128, "RECENT": 16, "PDL": True},
         [{}],
     ),
-    "top logits, partial": (
-        top_logits._partial_kernel,
-        {"PARTS": 125, "COUNT": 16, "BLOCK": top_logits._BLOCK, "PDL": True},
-        [{"num_warps": top_logits._WARPS}],
+    "top logits, partial": step_kernel(
+        top_logits, "_partial_kernel", **TOP, BLOCK=top_logits._BLOCK
     ),
-    "top logits, combine": (
-        top_logits._combine_kernel,
-        {"PARTS": 125, "COUNT": 16, "BLOCK": 2048, "BLOCK_PARTS": 128, "PDL": True},
-        [{"num_warps": top_logits._WARPS}],
+    "top logits, combine": step_kernel(
+        top_logits, "_combine_kernel", **TOP, BLOCK=2048, BLOCK_PARTS=128
     ),
-    "hgrn2 step": (
-        hgrn2_step._kernel,
-        HGRN2_STEP | dict.fromkeys(("recent", "count", "next_count", "next_recent")) | {"N": 0},
-        [{"num_warps": hgrn2_step._WARPS}],
-    ),
+    "hgrn2 step": step_kernel(hgrn2_step, **HGRN2_STEP, **NOT_DELAYED, N=0),
     "hgrn2 delayed step": (
         hgrn2_step._kernel,
-        HGRN2_STEP | {"N": STATE_WRITE_INTERVAL - 1},
+        HGRN2_STEP | {"N": STATE_WRITE_INTERVAL - 1, "PDL": True},
         [{"num_warps": hgrn2_step.delayed_warps(128, hgrn2_step._BLOCK_V)}],
     ),
-    "lightning step of heads": (
-        lightning_step._kernel,
-        {"HEADS": Constants(lightning_step.Heads(**LIGHTNING_HEADS)), "PDL": True},
-        [{"num_warps": lightning_step._WARPS}],
+    "lightning step of heads": step_kernel(
+        lightning_step, HEADS=Constants(lightning_step.Heads(**LIGHTNING_HEADS))
     ),
-    "rg_lru step": (
-        rg_lru_step._kernel,
-        {"W": 4, "C": 256, "BLOCK_W": 4, "BLOCK_C": 256, "BLOCK_N": rg_lru_step._BLOCK_N}
-        | {"PDL": True},
-        [{"num_warps": rg_lru_step._WARPS}],
+    "rg_lru step": step_kernel(
+        rg_lru_step, W=4, C=256, BLOCK_W=4, BLOCK_C=256, BLOCK_N=rg_lru_step._BLOCK_N
     ),
     **{
         f"rg_lru step of {rows} rows": (
@@ -510,6 +469,8 @@ QUANTIZED_KERNELS = {
     ),
 }
 
+# {channels of a head: results of the kernels of attention}
+HEAD_RESULTS = {256: ("output", "d_q", "d_k", "d_v"), 128: ("output", "d_q", "d_k, d_v")}
 # {name: (kernel, constants, configurations)}, the default first. Where a kernel differs little from
 # another one that is compiled in all configurations, the default is the only one.
 KERNELS = {
@@ -616,23 +577,20 @@ KERNELS = {
         },
         [{}],
     ),
-    "attention of 256": attention("output", 256),
-    "attention of 256, kinds": attention("output", 256, kinds=True),
-    "attention of 256 d_q": attention("d_q", 256),
-    "attention of 256 d_k": attention("d_k", 256),
-    "attention of 256 d_k, kinds": attention("d_k", 256, kinds=True),
-    "attention of 256 d_v": attention("d_v", 256),
-    "attention of 256 d_v, kinds": attention("d_v", 256, kinds=True),
-    "attention of 128": attention("output", 128),
-    "attention of 128 d_q": attention("d_q", 128),
-    "attention of 128 d_k, d_v": attention("d_k, d_v", 128),
-    "attention of 256, float32": attention("output", 256, tl.float32),
-    "attention of 256 d_q, float32": attention("d_q", 256, tl.float32),
-    "attention of 256 d_k, float32": attention("d_k", 256, tl.float32),
-    "attention of 256 d_v, float32": attention("d_v", 256, tl.float32),
-    "attention of 128, float32": attention("output", 128, tl.float32),
-    "attention of 128 d_q, float32": attention("d_q", 128, tl.float32),
-    "attention of 128 d_k, d_v, float32": attention("d_k, d_v", 128, tl.float32),
+    **{
+        f"attention of {size}{'' if result == 'output' else ' ' + result}{suffix}": attention(
+            result, size, **options
+        )
+        for size, results in HEAD_RESULTS.items()
+        for result in results
+        for suffix, options in (("", {}), (", float32", {"dtype": tl.float32}))
+    },
+    **{
+        f"attention of 256{' ' * bool(result) + result}, kinds": attention(
+            result or "output", 256, kinds=True
+        )
+        for result in ("", "d_k", "d_v")
+    },
 }
 
 
