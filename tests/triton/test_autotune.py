@@ -24,39 +24,20 @@ from tests.ops.cases import Case, draw
 from tests.triton.hopper import OPTIONS
 from tests.triton.test_triton import ON_GPU, OPERATIONS, arguments, every_operation
 
-SLOW = pytest.mark.nightly
 # Heads of one tile and of several; chains of several tiles, few chains and many.
 CASES = [
-    ("linear_scan", Case(1, 300, 20, kinds=True, state=True)),
-    pytest.param("linear_scan", Case(2, 300, 20, kinds=True, state=True), marks=SLOW),
-    pytest.param("rg_lru", Case(1, 150, 20, kinds=True, state=True), marks=SLOW),
-    ("rg_lru", Case(2, 150, 20, kinds=True, state=True)),
+    *(("linear_scan", Case(batch, 300, 20, kinds=True, state=True)) for batch in (1, 2)),
+    *(("rg_lru", Case(batch, 150, 20, kinds=True, state=True)) for batch in (1, 2)),
     ("causal_conv1d", Case(1, 150, 70, kinds=True, state=True)),
-    pytest.param(
-        "gated_linear_attention",
-        Case(1, 66, 98, "bfloat16", "float32", kinds=True, state=True),
-        marks=SLOW,
-    ),
+    ("gated_linear_attention", Case(1, 66, 98, "bfloat16", "float32", kinds=True, state=True)),
     ("gated_linear_attention", Case(1, 40, 70, kinds=True, state=True)),
-    pytest.param(
-        "lightning_attention",
-        Case(1, 70, 130, "bfloat16", "float32", kinds=True, state=True),
-        marks=SLOW,
-    ),
+    ("lightning_attention", Case(1, 70, 130, "bfloat16", "float32", kinds=True, state=True)),
     ("lightning_attention", Case(1, 70, 70, "bfloat16", kinds=True, state=True)),
-    pytest.param("lightning_attention", Case(1, 40, 70, kinds=True, state=True), marks=SLOW),
-    pytest.param(
-        "sliding_window_attention",
-        Case(1, 130, 130, "bfloat16", window=100, state=True),
-        marks=SLOW,
-    ),
-    pytest.param(
-        "sliding_window_attention",
-        Case(1, 130, 18, "bfloat16", heads=(6, 2), window=100),
-        marks=SLOW,
-    ),
+    ("lightning_attention", Case(1, 40, 70, kinds=True, state=True)),
+    ("sliding_window_attention", Case(1, 130, 130, "bfloat16", window=100, state=True)),
+    ("sliding_window_attention", Case(1, 130, 18, "bfloat16", heads=(6, 2), window=100)),
     ("sliding_window_attention", Case(1, 70, 18, window=50)),
-    pytest.param("sliding_window_attention", Case(1, 40, 130, window=30), marks=SLOW),
+    ("sliding_window_attention", Case(1, 40, 130, window=30)),
 ]
 # On a GPU, also heads of the sizes that models have: keys, values, and a length. Some sequences are
 # long enough to be cut along time, where that does not take the reference too long.
