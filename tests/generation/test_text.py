@@ -1,6 +1,7 @@
 """Text of a token stream: chunks that together are the whole text, and end at whole characters."""
 
 import codecs
+import functools
 
 import numpy as np
 import pytest
@@ -18,10 +19,16 @@ pytestmark = pytest.mark.once
 BYTE_FALLBACK = {"byte_fallback": True, "pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3}
 TOKENIZERS = {
     "bytes": ByteTokenizer,
+    "bytes, ignore": lambda: ByteTokenizer(errors="ignore"),
     "sentence_piece": lambda: SentencePieceTokenizer(train(300, **BYTE_FALLBACK)),
     "bpe": bpe.tokenizer,
-    "suffix": lambda: bpe.llama(bpe.DECODERS["suffix"]),
-    "fallback": lambda: bpe.llama(bpe.DECODERS["fallback"]),
+    **{name: functools.partial(bpe.llama, decoder) for name, decoder in bpe.DECODERS.items()},
+}
+# Tokens besides special ones and bytes of characters: letters, spaces, invalid bytes, unknown ids.
+OTHER_TOKENS = {
+    "bytes": [3 + byte for byte in (0x61, 0xBF, 0xFF)],
+    "bytes, ignore": [3 + byte for byte in (0x61, 0xBF, 0xFF)],
+    "bpe": [0, 64, 220, 378, 983, 990, 5000],
 }
 
 
@@ -48,19 +55,29 @@ def text_model(**options):
     return model
 
 
-@pytest.mark.parametrize("errors", ["replace", "ignore"])
-def test_chunks_of_random_bytes_match_the_whole_text(errors):
-    """Invalid bytes change the text around them, or text is withheld for more than a character."""
-    rng = np.random.default_rng(0)
-    preprocessor = make_preprocessor(ByteTokenizer(errors=errors))
-    alphabet = [0, 1, 2, *(3 + b for b in (0x61, 0x80, 0xBF, 0xC3, 0xE2, 0x82, 0xF0, 0x9F, 0xFF))]
+@pytest.mark.parametrize("name", ["bytes", "bytes, ignore", "bpe", *bpe.DECODERS])
+def test_chunks_of_random_tokens_match_the_whole_text(name):
+    """Invalid bytes, unknown ids or leading spaces change the text around them."""
+    rng, tokenizer, text = np.random.default_rng(0), TOKENIZERS[name](), "é€😀"
+    byte_ids = tokenizer(text).tolist() if name == "bpe" else [3 + b for b in text.encode()]
+    others = OTHER_TOKENS.get(name) or [*range(259, tokenizer.vocabulary_size()), 400]
+    alphabet = [*tokenizer.special_token_ids, *byte_ids, *others]
+    preprocessor, end = make_preprocessor(tokenizer), tokenizer.end_token_id
     known = TokenBytes(preprocessor)
-    for number in range(300):
-        tokens = rng.choice(alphabet, size=12)
-        found = detokenize_chunks(preprocessor, tokens, known=known if number % 2 else None)
+    for number in range(300 if name.startswith("bytes") else 100):
+        tokens = rng.choice(alphabet, size=16)
+        found = detokenize_chunks(preprocessor, tokens, end, known if number % 2 else None)
         assert "".join(found) == detokenize(preprocessor, tokens)
-    assert known[3 + ord("a")] == b"a"
-    # Python's decoder withholds only what may become a character.
+    assert bool(known) == (name not in ("suffix", "none"))
+    if name not in ("metaspace", "suffix", "none"):
+        chunks = detokenize_chunks(preprocessor, byte_ids, end)
+        assert [chunk for chunk in chunks if chunk] == [*text]
+
+
+@pytest.mark.parametrize("errors", ["replace", "ignore"])
+def test_chunks_withhold_only_bytes_that_may_become_a_character(errors):
+    """Text is withheld for more than a character."""
+    rng, preprocessor = np.random.default_rng(0), make_preprocessor(ByteTokenizer(errors=errors))
     data = bytes(rng.choice([0x61, 0xC3, 0xA9, 0xE2, 0x82, 0xAC], size=200).tolist())
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
     found = expected = ""

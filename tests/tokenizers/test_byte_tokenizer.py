@@ -1,9 +1,7 @@
 """`ByteTokenizer`, whose tokens are bytes."""
 
-import grain
 import keras
 import keras_hub
-import numpy as np
 import pytest
 
 from keras_recurrent.tokenizers import ByteTokenizer
@@ -64,21 +62,3 @@ def test_deserialized_tokenizer_has_the_config():
     assert copy.get_config() == tokenizer.get_config()
     assert copy("hi").dtype == "int64"
     assert isinstance(copy, keras_hub.tokenizers.Tokenizer)
-
-
-def test_grain_pipeline_gives_arrays():
-    tokens = list(grain.MapDataset.source(TEXTS[1:]).map(ByteTokenizer()))
-    assert all(isinstance(t, np.ndarray) for t in tokens)
-    assert [ByteTokenizer().detokenize(t) for t in tokens] == TEXTS[1:]
-
-
-def test_tensorflow_pipelines_tokenize_and_detokenize():
-    tf = pytest.importorskip("tensorflow")
-    tokenizer = ByteTokenizer()
-    texts = tf.data.Dataset.from_tensor_slices(TEXTS)
-    for tokens in (texts.map(tokenizer), texts.batch(3).map(tokenizer)):
-        assert tokens.element_spec.dtype == tf.int32
-        round_trip = tokens.map(tokenizer.detokenize)
-        assert [text.decode() for batch in round_trip for text in np.ravel(batch)] == TEXTS
-    invalid = tf.data.Dataset.from_tensors([1, 198, 107, 400, 2, 0]).map(tokenizer.detokenize)
-    assert next(iter(invalid)).numpy().decode() == "\ufffdh\ufffd"

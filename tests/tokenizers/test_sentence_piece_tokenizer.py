@@ -90,25 +90,6 @@ def test_added_token_replaces_a_token_of_the_file():
     assert tokenizer.detokenize([[7]]) == [""]
 
 
-def test_tensorflow_pipeline_ignores_unknown_and_added_tokens():
-    tf = pytest.importorskip("tensorflow")
-    pytest.importorskip("tensorflow_text")
-    tokenizer = SentencePieceTokenizer(train(), added_tokens={"<end>": 98})
-    texts = tf.data.Dataset.from_tensor_slices(["all happy", "families"]).batch(2)
-    (tokens,) = texts.map(tokenizer)
-    assert tokens.to_list() == [list(row) for row in tokenizer(["all happy", "families"])]
-
-    def detokenize_with(id):
-        (output,) = texts.map(
-            lambda x: tokenizer.detokenize(tf.concat([tokenizer(x), [[id], [id]]], 1))
-        )
-        return output.numpy().tolist()
-
-    unknown = detokenize_with(99)
-    assert [text.decode().startswith("all happy") for text in unknown] == [True, False]
-    assert detokenize_with(98) == [b"all happy", b"families"]
-
-
 def test_from_preset_of_bytes_raises():
     with pytest.raises(ValueError, match="'hawk_tiny' has no SentencePiece file"):
         SentencePieceTokenizer.from_preset("hawk_tiny")
