@@ -103,6 +103,7 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """Deselects nightly tests unless requested, and tests marked `once` on all but one backend.
 
+    In a file marked `once`, tests marked `every_backend` still run on all.
     `--nightly=PATHS` requests the nightly tests of files and folders, `file::name` a single one.
     """
     paths = [config.invocation_params.dir / p for p in config.option.nightly.split(",") if p]
@@ -115,7 +116,8 @@ def pytest_collection_modifyitems(config, items):
         is_requested = item.nodeid.startswith(names) or any(
             item.path.is_relative_to(path) for path in paths
         )
-        is_backend = "once" not in marks or os.environ["KERAS_BACKEND"] == ONCE
+        is_once = "once" in marks and "every_backend" not in marks
+        is_backend = not is_once or os.environ["KERAS_BACKEND"] == ONCE
         return is_backend and (is_requested or "nightly" not in marks)
 
     config.hook.pytest_deselected(items=[item for item in items if not runs(item)])

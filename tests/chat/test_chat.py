@@ -20,6 +20,7 @@ from tests.models.tiny import tiny_causal_lm
 from tests.tokenizers import bpe
 from tests.tokenizers.sentence_piece import train
 
+pytestmark = pytest.mark.once
 LINES = (
     "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}"
     "{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
@@ -93,6 +94,7 @@ def model():
 # === Turns ===
 
 
+@pytest.mark.every_backend
 def test_chat_with_a_saved_cache_processes_only_the_new_message(tmp_path, model):
     """The second turn repeats or loses tokens, or `stream` answers differently."""
     messages = [HELLO]
@@ -116,7 +118,6 @@ def test_chat_with_a_saved_cache_processes_only_the_new_message(tmp_path, model)
     assert stream.cache.conversations == after.conversations
 
 
-@pytest.mark.once
 def test_chat_with_several_conversations_matches_each_alone(model):
     """A conversation gets the answer of another one, or selected caches lose their messages."""
     pair = [[HELLO], [AND]]
@@ -134,7 +135,6 @@ def test_chat_with_several_conversations_matches_each_alone(model):
         model.chat([more[0], more[0]], joined)
 
 
-@pytest.mark.once
 def test_chat_continues_prompts_of_prefill_but_no_other_text(model):
     """The beginning of a conversation is processed again, or messages follow other text."""
     system = {"role": "system", "content": "Be brief."}
@@ -153,7 +153,6 @@ def test_chat_continues_prompts_of_prefill_but_no_other_text(model):
     assert model.chat([HELLO], unread.cache, **NEW) == model.chat([HELLO], **NEW)
 
 
-@pytest.mark.once
 def test_chat_with_logprobs_returns_an_output_and_a_cache_with_messages(model):
     options = {**NEW, "sampling": dataclasses.replace(LETTERS, logprobs=1)}
     output = model.chat([HELLO], return_cache=True, **options)
@@ -162,7 +161,6 @@ def test_chat_with_logprobs_returns_an_output_and_a_cache_with_messages(model):
     assert model.chat([HELLO], **options).cache is None
 
 
-@pytest.mark.once
 def test_chat_with_all_beams_returns_the_cache_of_the_best_answer():
     """The cache records the answers of all beams as if each were of one conversation."""
     model = GriffinCausalLM.from_preset("hawk_tiny", num_layers=1, chat_template=LINES)
@@ -176,7 +174,6 @@ def test_chat_with_all_beams_returns_the_cache_of_the_best_answer():
     assert model.chat([HELLO], **chats).texts == found.texts[0]
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("preprocessor", "content", "tokens", "num_dropped", "rest"),
     [
@@ -217,7 +214,6 @@ def test_turn_after_an_answer_begins_with_the_end_of_the_template(
     assert turn.cache.token_ids[0].shape == kept.shape  # the state is that before the last token
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("messages", "match"),
     [
@@ -235,7 +231,6 @@ def test_messages_that_differ_from_those_in_the_cache_raise(messages, match):
         start_turn(make_renderer(make_lines()), messages, cache)
 
 
-@pytest.mark.once
 def test_template_that_renders_earlier_messages_differently_raises():
     """A cache continues with tokens that the template no longer renders."""
     thoughts = LINES.replace("message.content }}", "message.content.split('</think>')[-1] }}")
@@ -256,7 +251,6 @@ def test_template_that_renders_earlier_messages_differently_raises():
             start_turn(make_renderer(preprocessor), [HELLO, answer(content), AND], cache)
 
 
-@pytest.mark.once
 def test_chat_without_a_template_or_messages_raises():
     model = tiny_causal_lm(preprocessor=None, **SMALL)
     for function in (model.chat, model.stream):
@@ -275,7 +269,6 @@ def test_chat_without_a_template_or_messages_raises():
 # === Text ===
 
 
-@pytest.mark.once
 def test_texts_do_not_show_the_token_that_ends_a_turn():
     """A text ends with the text that SentencePiece has for an end token."""
     sizes = {**SMALL, "vocabulary_size": make_gemma().tokenizer.vocabulary_size()}

@@ -1,5 +1,6 @@
 """Special tokens of prompts, which only templates may write, not messages."""
 
+import itertools
 import json
 import re
 
@@ -96,24 +97,16 @@ TOKENIZERS = {
 def make_attacks(tokens):
     """Returns contents that have, split, quote and lower-case each special token."""
     contents = ["user", "im_end", "im", "end", "|"]
+    contents.append("".join(f"&#{0xE000 + number};" for number in range(60)))
     for token in tokens:
         half = len(token) // 2
         begin, end = token[:half], token[half:]
-        contents += [f"x{token}y{token}{token}", begin, end, f"{begin}{token}{end}", token.upper()]
         contents += [
-            f"{begin}\n{end}",
-            f"{begin}-{end}",
-            f"{begin}<b>{end}",
-            f"-{token}-{token[::-1]}",
+            *(f"x{token}y{token}{token}", begin, end, f"{begin}{token}{end}", token.upper()),
+            *(f"{begin}\n{end}", f"{begin}-{end}", f"{begin}<b>{end}", f"-{token}-{token[::-1]}"),
+            *(json.dumps(token), f"</think>{token}", f"\ue000{begin}\ue000{end}", token[1:-1]),
+            token.replace("<", "&lt;").replace(">", "&gt;"),
         ]
-        contents += [
-            json.dumps(token),
-            f"</think>{token}",
-            f"\ue000{begin}\ue000{end}",
-            token[1:-1],
-        ]
-        contents.append(token.replace("<", "&lt;").replace(">", "&gt;"))
-        contents.append("".join(f"&#{0xE000 + number};" for number in range(60)))
     return [f"{text}§" for text in contents]
 
 
@@ -121,12 +114,8 @@ def find_special_tokens(tokenizer, template, contents):
     """Returns the special tokens in the ids of a conversation, sorted."""
     preprocessor = GriffinCausalLMPreprocessor(tokenizer, chat_template=template)
     messages = [
-        {
-            "role": ("user", "assistant")[number % 2],
-            "content": content,
-            "extra": {content: [content]},
-        }
-        for number, content in enumerate(contents)
+        {"role": role, "content": content, "extra": {content: [content]}}
+        for role, content in zip(itertools.cycle(["user", "assistant"]), contents, strict=False)
     ]
     ids = tokenize_prompt(tokenizer, preprocessor.apply_chat_template(messages, False))
     names = {tokenizer.token_to_id(name): name for name in list_special_tokens(tokenizer)}

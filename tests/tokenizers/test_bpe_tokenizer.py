@@ -18,7 +18,7 @@ from keras_recurrent.tokenizers import bpe_file as bpe_files
 from tests.models.tiny import tiny_causal_lm
 from tests.tokenizers import bpe
 
-once = pytest.mark.once
+pytestmark = pytest.mark.once
 
 
 def preprocess(preprocessor, texts):
@@ -34,7 +34,6 @@ def preprocess(preprocessor, texts):
 # === Text and tokens ===
 
 
-@once
 @pytest.mark.parametrize("path", bpe.PATHS, ids=lambda path: path.name)
 def test_tokens_and_texts_match_the_recorded_ones(path):
     """A normalizer, pattern, added token or decoder of the file is not applied."""
@@ -51,7 +50,6 @@ def test_tokens_and_texts_match_the_recorded_ones(path):
         assert tokenizer.tokenize_with_special_tokens([chat["text"]]) == [chat["ids"]]
 
 
-@once
 @pytest.mark.parametrize("is_special", [True, False])
 def test_tokenize_of_special_tokens_in_a_text_gives_plain_text(is_special):
     """A user's text ends a message, possibly if the file lists the end token as ordinary."""
@@ -66,7 +64,6 @@ def test_tokenize_of_special_tokens_in_a_text_gives_plain_text(is_special):
     assert tokenizer(text).tolist() == ids
 
 
-@once
 def test_ordinary_token_as_padding_keeps_its_text():
     tokenizer = bpe.tokenizer(pad_token_id=64)
     assert tokenizer.special_token_ids == [980, 981, 982]
@@ -74,7 +71,6 @@ def test_ordinary_token_as_padding_keeps_its_text():
     assert tokenizer.tokenize_with_special_tokens("a<|im_end|>") == [64, 982]
 
 
-@once
 def test_vocabulary_and_dtypes_are_those_of_the_file():
     tokenizer = bpe.tokenizer()
     assert (tokenizer.start_token_id, tokenizer.start_token) == (None, None)
@@ -94,7 +90,6 @@ def test_vocabulary_and_dtypes_are_those_of_the_file():
         bpe.tokenizer(dtype="float32")
 
 
-@once
 def test_truncation_padding_and_dropout_of_the_file_are_ignored():
     truncation = {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
     padding = {"strategy": {"Fixed": 60}, "direction": "Right", "pad_id": 0, "pad_token": "!"}
@@ -107,7 +102,6 @@ def test_truncation_padding_and_dropout_of_the_file_are_ignored():
     assert tokenizer.tokenize_with_special_tokens(text) == bpe.tokenizer()([text])[0]
 
 
-@once
 def test_detokenize_of_random_tokens_matches_the_tokenizers_library():
     rng = np.random.default_rng(0)
     for path in bpe.PATHS:
@@ -122,7 +116,6 @@ def test_detokenize_of_random_tokens_matches_the_tokenizers_library():
 # === Files ===
 
 
-@once
 def test_pickle_keeps_file_and_config():
     tokenizer = bpe.tokenizer(name="bpe")
     copy = pickle.loads(pickle.dumps(tokenizer))
@@ -131,7 +124,6 @@ def test_pickle_keeps_file_and_config():
     assert copy("hi").tolist() == tokenizer("hi").tolist()
 
 
-@once
 def test_deserialized_tokenizer_has_no_file_until_it_loads_assets(tmp_path):
     """A configuration makes the tokenizer read any file, or a damaged file is not reported."""
     tokenizer = bpe.tokenizer()
@@ -192,7 +184,6 @@ FAULTY_FILES = {
 }
 
 
-@once
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("fault", FAULTY_FILES)
 def test_faulty_file_raises_with_the_fault(fault):
@@ -202,7 +193,6 @@ def test_faulty_file_raises_with_the_fault(fault):
         BPETokenizer(bpe.changed_file(changes), end_token_id=0)
 
 
-@once
 @pytest.mark.parametrize("content", [b"", b"[" * 100_000, b"[]", b"\xff", b'{"model": "BPE"}'])
 def test_file_without_a_tokenizer_raises_with_its_path(tmp_path, content):
     path = tmp_path / "tokenizer.json"
@@ -211,21 +201,18 @@ def test_file_without_a_tokenizer_raises_with_its_path(tmp_path, content):
         BPETokenizer(path, end_token_id=0)
 
 
-@once
 def test_too_large_file_raises(monkeypatch):
     monkeypatch.setattr(bpe_files, "MAX_BYTES", 50_000)
     with pytest.raises(ValueError, match="it has more than 50,000 bytes"):
         bpe.tokenizer()
 
 
-@once
 def test_tokenize_with_endless_backtracking_raises():
     tokenizer = BPETokenizer(bpe.changed_file({PATTERN: "(a+)+$"}), end_token_id=980)
     with pytest.raises(ValueError, match="reports: Onig: Regex search error: retry-limit"):
         tokenizer("a" * 40 + "b")
 
 
-@once
 @pytest.mark.parametrize(
     "ids", [{}, {"end_token_id": 987}, {"end_token_id": 0, "pad_token_id": -1}]
 )
@@ -246,7 +233,6 @@ def make_model(**kwargs):
     )
 
 
-@once
 def test_keras_file_of_a_model_contains_its_tokenizer(tmp_path):
     make_model().save(tmp_path / "model.keras")
     tokenizer = keras.saving.load_model(tmp_path / "model.keras").preprocessor.tokenizer
@@ -254,6 +240,7 @@ def test_keras_file_of_a_model_contains_its_tokenizer(tmp_path):
     assert (tokenizer.end_token_id, tokenizer.pad_token_id) == (bpe.END, bpe.PAD)
 
 
+@pytest.mark.every_backend
 @pytest.mark.nightly
 def test_fit_on_strings_and_packed_text_lowers_the_loss(tmp_path):
     texts = ["Before we proceed", "any further", "", "hear me speak"]
@@ -266,7 +253,6 @@ def test_fit_on_strings_and_packed_text_lowers_the_loss(tmp_path):
     assert 0 < losses[-1] < losses[-2] < losses[0]
 
 
-@once
 def test_preprocessors_without_start_token_add_none():
     """A start token None gets into packed, padded or classified texts."""
     tokenizer, texts = bpe.tokenizer(), ["Before we", "proceed"]
@@ -281,7 +267,6 @@ def test_preprocessors_without_start_token_add_none():
         padded.generate_preprocess(["Before we"], sequence_length=2)
 
 
-@once
 def test_tensorflow_pipeline_packs_texts_as_a_call():
     tf = pytest.importorskip("tensorflow")
     texts = ["hi you", "", "naïve 🌍"]
