@@ -10,11 +10,12 @@ from keras_recurrent.generation import beam_search
 from keras_recurrent.models import SamplingParams
 from keras_recurrent.samplers import BeamSampler
 from tests.generation.test_text import text_model
-from tests.generation.tokens import pad, random_prompts
+from tests.generation.tokens import assert_caches_close, pad, random_prompts
 from tests.models import plain_generation
 from tests.models.test_generation import MARGIN
 from tests.models.tiny import VOCABULARY, tiny_causal_lm
 
+pytestmark = pytest.mark.once
 BACKEND = keras.config.backend()
 LENGTHS, TOTAL, STOPS = (3, 9, 6), 14, (3, 9, 53, 20)
 PROMPTS = random_prompts(LENGTHS, seed=4)
@@ -47,6 +48,7 @@ RULES = {
 }
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("case", RULES)
 def test_search_matches_beam_search_of_transformers(model, plain, case):
     """A stopping rule or a score differs, or a prompt has the length or end of another one."""
@@ -68,7 +70,6 @@ def test_search_matches_beam_search_of_transformers(model, plain, case):
     assert BACKEND == "torch" or mode in ("eager", "program")
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("early_stopping", beam_search.EARLY_STOPPING)
 def test_search_of_random_logits_finds_the_sequences_of_transformers(early_stopping):
     """A search ends too early or too late, which few models with real weights show."""
@@ -106,6 +107,7 @@ def test_search_of_random_logits_finds_the_sequences_of_transformers(early_stopp
         ]
 
 
+@pytest.mark.every_backend
 @pytest.mark.skipif(BACKEND == "torch", reason="torch compiles no search")
 def test_rules_and_stop_tokens_share_a_program(model, monkeypatch):
     """Each value of a rule is compiled."""
@@ -116,7 +118,6 @@ def test_rules_and_stop_tokens_share_a_program(model, monkeypatch):
     assert len({str(output.token_ids) for output in found}) == len(found)
 
 
-@pytest.mark.once
 def test_one_beam_is_greedy_and_more_beams_than_tokens_are_all_tokens(model):
     output = search(model, num_beams=1)
     model.compile(sampler="greedy")
@@ -130,7 +131,6 @@ def test_one_beam_is_greedy_and_more_beams_than_tokens_are_all_tokens(model):
     np.testing.assert_allclose(np.exp(output.scores).sum(axis=1), 1, atol=1e-5)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("family", ["griffin", "hgrn2"])
 def test_beam_search_from_a_cache_matches_one_call(family):
     """A cache has the state of another beam, or contains a token twice or never."""
@@ -147,14 +147,9 @@ def test_beam_search_from_a_cache_matches_one_call(family):
         np.testing.assert_array_equal(with_cache[name], np.asarray(whole[name])[:, length:])
     expected = model.prefill(whole, **limit)
     for found in (cache, after):
-        for a, b in zip(found.token_ids, expected.token_ids, strict=True):
-            np.testing.assert_array_equal(a, b)
-        arrays = (keras.tree.flatten(each.state) for each in (found, expected))
-        for pair in zip(*arrays, strict=True):
-            np.testing.assert_allclose(*map(keras.ops.convert_to_numpy, pair), atol=1e-4)
+        assert_caches_close(found, expected)
 
 
-@pytest.mark.once
 def test_texts_of_all_beams_are_lists_for_each_prompt():
     model = text_model()
     model.compile(sampler=BeamSampler(2, return_all_beams=True))
@@ -172,7 +167,6 @@ def test_texts_of_all_beams_are_lists_for_each_prompt():
     assert model.generate(texts, max_new_tokens=4) == [row[0] for row in output.texts]
 
 
-@pytest.mark.once
 def test_all_beams_of_a_dataset_are_concatenated(model):
     """Results of several batches are concatenated as texts."""
     tf = pytest.importorskip("tensorflow")
@@ -185,7 +179,6 @@ def test_all_beams_of_a_dataset_are_concatenated(model):
     assert (found.texts, len(found.scores), len(found.logprobs)) == (None, 3, 3)
 
 
-@pytest.mark.once
 def test_compile_converts_and_saves_beam_samplers(model):
     """The name "beam", KerasHub's class or a saved model has another search."""
     for sampler, expected in (
@@ -205,7 +198,6 @@ class Subclass(keras_hub.samplers.BeamSampler):
     """A beam search of a user."""
 
 
-@pytest.mark.once
 def test_options_that_beam_search_does_not_support_raise(model):
     for arguments, words in (
         ({"num_beams": 0}, "`num_beams` must be an integer, at least 1; got 0"),

@@ -14,9 +14,8 @@ from tests.generation.test_cache import (
     generate,
     make_other_model,
     prefill,
-    to_arrays,
 )
-from tests.generation.tokens import pad, random_prompts
+from tests.generation.tokens import pad, random_prompts, to_arrays
 from tests.models.tiny import shared_by_families, tiny_causal_lm
 
 safetensors = pytest.importorskip("safetensors.numpy")
@@ -82,8 +81,6 @@ def test_save_replaces_a_file_in_one_step(model, cache, tmp_path, monkeypatch):
 
 
 @pytest.mark.once
-@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*The use of `x.T` on tensors:UserWarning")
 def test_cache_of_another_model_raises_an_error_that_names_the_difference(model, cache, tmp_path):
     cache.save(tmp_path / "cache")
     low_rank, quantized = make_model(), make_model()

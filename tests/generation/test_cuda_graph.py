@@ -41,7 +41,8 @@ def _graphs(monkeypatch):
 
 
 def make_model(sampler="greedy", family="hgrn2", jit_compile="auto", **options):
-    model = tiny_causal_lm(family=family, **options)
+    sizes = {"num_layers": 1} if family in ("hgrn2", "transnormer") else {}
+    model = tiny_causal_lm(family=family, **{**sizes, **options})
     model.compile(sampler=sampler, jit_compile=jit_compile)
     return model
 
@@ -70,7 +71,7 @@ def test_cuda_graph_generates_tokens_of_traced_step(family, sampler):
 
 def test_step_after_the_end_of_a_sequence_with_other_options_is_not_captured_again():
     """Another capture, in the middle of a call, computes a token twice."""
-    model, traced = make_captured_and_traced(num_layers=1)
+    model, traced = make_captured_and_traced()
     sampling = [SamplingParams(temperature=0, logprobs=n) for n in (1, 8)]
     options = {"sampling": sampling, "max_new_tokens": 20}
     whole = generate(traced, LENGTHS, 9, **options).token_ids
@@ -128,12 +129,10 @@ def test_garbage_collection_of_a_graph_does_not_end_a_capture(monkeypatch):
     assert which_generation(model)[:2] == ("cuda_graph", {})
 
 
-@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*The use of `x.T` on tensors:UserWarning")
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
 def test_cuda_graph_after_a_change_of_weights_uses_the_new_ones(name, dtype):
-    model = make_model(num_layers=1, dtype=dtype)
+    model = make_model(dtype=dtype)
     generate(model, LENGTHS, TOTAL)
     CHANGES[name](model)
     found = generate(model, LENGTHS, TOTAL)["token_ids"]
@@ -143,7 +142,7 @@ def test_cuda_graph_after_a_change_of_weights_uses_the_new_ones(name, dtype):
 
 
 def test_threads_do_not_share_captured_decoders():
-    model = make_model(num_layers=1)
+    model = make_model()
     check_threads(model, [(4, 6), (7, 2), (3, 3)])
     assert which_generation(model).name == "cuda_graph"
 
@@ -189,7 +188,7 @@ def test_sampling_whose_capture_fails_runs_kernel_by_kernel(error, num_captures,
 
 @needs_gpu
 def test_device_memory_does_not_grow_with_calls():
-    model = make_model(num_layers=1)
+    model = make_model()
 
     def measure(calls):
         for _ in range(calls):

@@ -62,29 +62,32 @@ def test_hook_acts_at_each_token_until_its_removal(sampler, changes):
         np.testing.assert_array_equal(generate(model, LENGTHS, TOTAL)["token_ids"], plain)
 
 
-def test_hook_of_a_layer_is_called_once_per_token_and_reported():
+# {scope: (a function that registers a hook, reason that the step is not traced)}
+HOOKS = {
+    "layer": (
+        lambda layer, hook: layer.register_forward_hook(hook),
+        "`input_gate` has a hook, or an instance attribute `call` or `forward`",
+    ),
+    "all modules": (
+        lambda _, hook: torch.nn.modules.module.register_module_forward_hook(hook),
+        "torch has a hook for all modules",
+    ),
+}
+
+
+@pytest.mark.parametrize(("register", "reason"), HOOKS.values(), ids=HOOKS)
+def test_hook_is_called_once_per_token_and_reported(register, reason):
     model, calls = make_model(), []
     generate(model, LENGTHS, TOTAL)
     layer = model.backbone.transformer_layers[0].temporal_block.unit.input_gate
-    handle = layer.register_forward_hook(lambda *_: calls.append(1))
-    generate(model, LENGTHS, TOTAL)
-    assert len(calls) == 1 + TOTAL - LENGTHS[0]  # one for the prompt, and one for each step
-    found = which_generation(model)
-    assert found.name == "eager"
-    reason = f"`{layer.name}` has a hook, or an instance attribute `call` or `forward`"
-    assert found.refused["traced"] == reason
-    handle.remove()
-    generate(model, LENGTHS, TOTAL)
-    assert which_generation(model).name != "eager"
-
-
-def test_hook_of_all_modules_is_called_and_reported():
-    model, calls = make_model(), set()
-    register = torch.nn.modules.module.register_module_forward_hook
-    handle = register(lambda module, *_: calls.add(module))
+    handle = register(layer, lambda module, *_: calls.append(module))
     try:
         generate(model, LENGTHS, TOTAL)
     finally:
         handle.remove()
-    assert which_generation(model).refused["traced"] == "torch has a hook for all modules"
-    assert model.backbone.transformer_layers[2].mlp.down_proj in calls
+    # One call for the prompt, and one for each step.
+    assert sum(module is layer for module in calls) == 1 + TOTAL - LENGTHS[0]
+    found = which_generation(model)
+    assert (found.name, found.refused["traced"]) == ("eager", reason)
+    generate(model, LENGTHS, TOTAL)
+    assert which_generation(model).name != "eager"

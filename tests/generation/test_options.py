@@ -1,5 +1,6 @@
 """Options of `generate` and `stream`: stop strings, numbers of tokens, log probabilities."""
 
+import dataclasses
 import importlib
 
 import keras
@@ -11,6 +12,7 @@ from keras_recurrent.generation.stop_strings import StopFilter, StreamedText
 from keras_recurrent.models import HGRN2CausalLMPreprocessor, SamplingParams
 from keras_recurrent.tokenizers import ByteTokenizer
 from tests.generation.numpy_sampling import log_softmax
+from tests.generation.tokens import assert_caches_close, pad
 from tests.models.tiny import forward, tiny_causal_lm
 
 BACKEND = keras.config.backend()
@@ -45,7 +47,7 @@ def find_string_of_first_text(texts):
 
 
 def generate(model, **options):
-    logprobs = [SamplingParams(seed=p.seed, logit_bias=LETTERS, logprobs=0) for p in SAMPLING]
+    logprobs = [dataclasses.replace(params, logprobs=0) for params in SAMPLING]
     arguments = {"max_new_tokens": NEW, "sampling": logprobs, "strip_prompt": True}
     return model.generate(PROMPTS, **{**arguments, **options})
 
@@ -92,11 +94,7 @@ def test_max_new_tokens_and_max_length_apply_to_each_prompt(model, texts):
 def assert_cache_after(model, cache, prompts, texts):
     """Asserts that a cache has the tokens and state after the prompts and new texts."""
     whole = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
-    fresh = model.prefill(whole)
-    for found, expected in zip(cache.token_ids, fresh.token_ids, strict=True):
-        assert found.tolist() == expected.tolist()
-    for pair in zip(*map(keras.tree.flatten, (cache.state, fresh.state)), strict=True):
-        np.testing.assert_allclose(*map(keras.ops.convert_to_numpy, pair), atol=1e-4)
+    assert_caches_close(cache, model.prefill(whole))
 
 
 def test_cache_while_device_is_ahead_has_state_of_its_tokens(model, texts):
@@ -181,38 +179,34 @@ def test_accelerator_settings_generate_tokens_of_prompts_alone(
         assert_cache_after(model, found.cache, list(MIXED), new)
 
 
-def test_stream_yields_no_part_of_a_stop_string(model, texts):
+def test_stream_matches_generate_and_yields_no_part_of_a_stop_string(model, texts):
     stop = find_string_of_first_text(texts)
-    found = generate(model, stop=stop)
-    stream = model.stream(PROMPTS, max_new_tokens=NEW, stop=stop, sampling=SAMPLING)
-    shown = ["", ""]
-    for chunks in stream:
-        shown = [text + chunk for text, chunk in zip(shown, chunks, strict=True)]
-        assert all(text.startswith(s) for text, s in zip(found.texts, shown, strict=True))
-    assert shown == found.texts
-    output = stream.output
-    assert (output.texts, output.token_ids) == (found.texts, found.token_ids)
-    assert output.finish_reason == ["stop", "length"]
+    sampling = [SAMPLING[0], dataclasses.replace(SAMPLING[1], logprobs=3)]
+    options = {"max_new_tokens": NEW, "stop": stop, "sampling": sampling}
+    found = model.generate(PROMPTS, strip_prompt=True, **options)
+    stream = model.stream(PROMPTS, **options)
+    shown, output = ["".join(column) for column in zip(*stream, strict=True)], stream.output
+    assert shown == output.texts == found.texts
+    assert (output.token_ids, output.finish_reason) == (found.token_ids, ["stop", "length"])
     lengths = [1 + len(p) + len(ids) for p, ids in zip(PROMPTS, found.token_ids, strict=True)]
     assert stream.cache.num_tokens.tolist() == lengths
+    assert output.logprobs[0] == []
+    for new, expected in zip(output.logprobs[1], found.logprobs[1], strict=True):
+        assert abs(new.logprob - expected.logprob) < 1e-5
+        assert list(new.top) == list(expected.top)
 
 
-def test_logprobs_of_generate_and_stream_match_a_forward_pass(model, texts):
+def test_logprobs_match_a_forward_pass(model, texts):
     """A log probability is of another token or sequence, or after options of sampling."""
-    first = SamplingParams(seed=1, logit_bias=LETTERS, logprobs=3)
-    arguments = {"max_new_tokens": NEW, "sampling": [first, SAMPLING[1]]}
-    found = model.generate(PROMPTS, **arguments)
-    stream = model.stream(PROMPTS, **arguments)
-    list(stream)
-    assert found.logprobs[1] == stream.output.logprobs[1] == []
+    sampling = [dataclasses.replace(SAMPLING[0], logprobs=3), SAMPLING[1]]
+    found = model.generate(PROMPTS, max_new_tokens=NEW, sampling=sampling)
+    assert found.logprobs[1] == []
     tokens = np.array([[1, *(3 + ord(c) for c in PROMPTS[0] + texts[0])]], "int32")
     logits = forward(model, tokens, np.ones_like(tokens, bool))[0, len(PROMPTS[0]) : -1]
-    rows = zip(found.logprobs[0], stream.output.logprobs[0], logits.astype("float64"), strict=True)
-    for new, streamed, row in rows:
+    for new, row in zip(found.logprobs[0], logits.astype("float64"), strict=True):
         expected = log_softmax(row)
         assert abs(new.logprob - expected[new.token_id]) < 1e-4
-        assert abs(new.logprob - streamed.logprob) < 1e-5
-        assert list(new.top) == np.argsort(-expected)[:3].tolist() == list(streamed.top)
+        assert list(new.top) == np.argsort(-expected)[:3].tolist()
         np.testing.assert_allclose(list(new.top.values()), expected[list(new.top)], atol=1e-4)
 
 
@@ -264,15 +258,7 @@ def test_options_out_of_range_raise(model, options, words):
 
 
 @pytest.mark.once
-def test_stop_without_a_preprocessor_raises(model):
-    tokens_only = type(model)(model.backbone)
-    prompt = {"token_ids": np.ones((1, 2), "int32"), "padding_mask": np.ones((1, 2), bool)}
-    with pytest.raises(ValueError, match="`stop` needs a preprocessor"):
-        tokens_only.generate(prompt, stop_token_ids=None, stop="a")
-
-
-@pytest.mark.once
-def test_unknown_option_raises_an_error_that_names_the_right_one(model):
+def test_unknown_option_or_stop_without_a_preprocessor_raises_an_error_with_a_remedy(model):
     """An option of another package is an error without a remedy."""
     for method in (model.generate, model.stream, model.chat):
         for options, words in (
@@ -283,6 +269,8 @@ def test_unknown_option_raises_an_error_that_names_the_right_one(model):
         ):
             with pytest.raises(TypeError, match=words):
                 method("a", **options)
+    with pytest.raises(ValueError, match="`stop` needs a preprocessor"):
+        type(model)(model.backbone).generate(pad([[1, 1]]), stop_token_ids=None, stop="a")
     with pytest.raises(TypeError, match=r"`prefill` has no argument `top_k`.*to `generate`"):
         model.prefill("a", top_k=3)
     for options, words in (

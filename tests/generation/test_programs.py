@@ -26,13 +26,6 @@ on_jax = pytest.mark.skipif(BACKEND != "jax", reason="programs of JAX")
 
 
 @pytest.fixture
-def model():
-    model = tiny_causal_lm(family="hgrn2", num_layers=1)
-    model.compile(sampler="greedy")
-    return model
-
-
-@pytest.fixture
 def traced(monkeypatch):
     """Returns a list that gets an item for each program or step that is traced."""
     found = []
@@ -84,20 +77,20 @@ def test_program_of_tensorflow_in_a_second_call_is_not_traced_again():
 
 
 @pytest.mark.parametrize("sampler", ["greedy", "beam"])
-def test_generate_without_new_tokens_runs_no_program(model, sampler, traced):
+def test_generate_without_new_tokens_runs_no_program(hgrn2, sampler, traced):
     """A call that only returns its prompts compiles for half a minute."""
-    model.compile(sampler=sampler)
-    found = generate(model, (9, 9), 9)
+    hgrn2.compile(sampler=sampler)
+    found = generate(hgrn2, (9, 9), 9)
     assert len(traced) == 0
     np.testing.assert_array_equal(found["token_ids"], random_prompts((9, 9)))
     assert np.asarray(found["padding_mask"]).all()
 
 
-def test_compile_after_a_change_of_a_layer_traces_again(model, traced):
-    before = generate(model, (4, 6), 14)["token_ids"]
-    model.backbone.transformer_layers[0].mlp.down_proj.activation = keras.activations.exponential
-    model.compile(sampler="greedy")
-    assert (generate(model, (4, 6), 14)["token_ids"] != before).any()
+def test_compile_after_a_change_of_a_layer_traces_again(hgrn2, traced):
+    before = generate(hgrn2, (4, 6), 14)["token_ids"]
+    hgrn2.backbone.transformer_layers[0].mlp.down_proj.activation = keras.activations.exponential
+    hgrn2.compile(sampler="greedy")
+    assert (generate(hgrn2, (4, 6), 14)["token_ids"] != before).any()
     assert len(traced) == 2
 
 
@@ -120,16 +113,14 @@ def quantize(model):
 CHANGES = {"trained": scale_weights, "LoRA": add_lora, "quantized": quantize}
 
 
-@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*The use of `x.T` on tensors:UserWarning")
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_generate_after_a_change_of_weights_uses_the_new_ones(model, change):
+def test_generate_after_a_change_of_weights_uses_the_new_ones(hgrn2, change):
     """A program has weights as constants."""
-    generate(model, (4, 6), 14)
-    change(model)
-    found = generate(model, (4, 6), 14)["token_ids"]
+    generate(hgrn2, (4, 6), 14)
+    change(hgrn2)
+    found = generate(hgrn2, (4, 6), 14)["token_ids"]
     inputs = pad(random_prompts((4, 6)), 14)
-    expected, margin = plain_generation.sample(model, model.sampler, *inputs.values())
+    expected, margin = plain_generation.sample(hgrn2, hgrn2.sampler, *inputs.values())
     assert margin > MARGIN
     np.testing.assert_array_equal(found, expected)
 
@@ -142,11 +133,11 @@ def check_threads(model, lengths):
         np.testing.assert_array_equal([*found], expected * 3)
 
 
-def test_generate_in_two_threads_returns_the_tokens_of_separate_calls(model):
-    check_threads(model, [(4, 6), (7, 2)])
+def test_generate_in_two_threads_returns_the_tokens_of_separate_calls(hgrn2):
+    check_threads(hgrn2, [(4, 6), (7, 2)])
 
 
-def test_values_of_sampling_options_share_a_program(model, traced):
+def test_values_of_sampling_options_share_a_program(hgrn2, traced):
     """Values that are constants of a program would compile it again for each request."""
     found = []
     for values in (
@@ -156,7 +147,7 @@ def test_values_of_sampling_options_share_a_program(model, traced):
         sampling = [SamplingParams(**values), SamplingParams(**{**values, "seed": 3})]
         for stop_token_ids in ((1, 2), (1,)):
             options = {"stop_token_ids": stop_token_ids, "sampling": sampling}
-            tokens = generate(model, (4, 9), 20, **options)["token_ids"]
+            tokens = generate(hgrn2, (4, 9), 20, **options)["token_ids"]
         found.append(tokens)
     assert len(traced) == 1
     assert not np.array_equal(*found)
@@ -164,12 +155,12 @@ def test_values_of_sampling_options_share_a_program(model, traced):
 
 @on_jax
 @pytest.mark.parametrize("on_cpu", [True, False])
-def test_loop_on_accelerators_has_a_known_trip_count(model, on_cpu, monkeypatch):
+def test_loop_on_accelerators_has_a_known_trip_count(hgrn2, on_cpu, monkeypatch):
     """On GPUs, XLA waits for the condition of each iteration of a loop of unknown length."""
     import jax
 
     monkeypatch.setattr(xla_programs, "runs_ahead", lambda model: not on_cpu)
-    programs, texts = model._programs(), []
+    programs, texts = hgrn2._programs(), []
     original = programs.decode
 
     def decode(*arguments, **static):
@@ -178,18 +169,18 @@ def test_loop_on_accelerators_has_a_known_trip_count(model, on_cpu, monkeypatch)
         return original(*arguments, **static)
 
     monkeypatch.setattr(programs, "decode", decode)
-    generate(model, (5, 9), 12)
+    generate(hgrn2, (5, 9), 12)
     assert ("known_trip_count" in texts[0]) is not on_cpu
 
 
 @on_jax
-def test_xla_accepts_the_compiler_options_of_prompts(model, monkeypatch):
+def test_xla_accepts_the_compiler_options_of_prompts(hgrn2, monkeypatch):
     """Without this test, only users of GPUs would notice that XLA has renamed an option."""
     import jax
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert xla_programs.compiler_options_of_prompts()
-    assert model.prefill(pad(random_prompts((3, 5)))).batch_size == 2
+    assert hgrn2.prefill(pad(random_prompts((3, 5)))).batch_size == 2
 
 
 @on_jax
@@ -220,26 +211,26 @@ def test_programs_with_delayed_writes_of_states_match_others(monkeypatch):
 @pytest.mark.nightly
 @on_torch_cpu
 @pytest.mark.parametrize("jit_compile", [True, "auto"])
-def test_generate_with_torch_compiler_generates_the_same_tokens(model, jit_compile, monkeypatch):
+def test_generate_with_torch_compiler_generates_the_same_tokens(hgrn2, jit_compile, monkeypatch):
     """Steps are compiled from another token on, or generate other tokens."""
     from torch._inductor import metrics
 
     from keras_recurrent.generation.torch import step
 
     monkeypatch.setattr(step, "COMPILED_AFTER", 30)
-    expected = generate(model, (4, 9), 20)["token_ids"]
-    model.compile(sampler="greedy", jit_compile=jit_compile)
+    expected = generate(hgrn2, (4, 9), 20)["token_ids"]
+    hgrn2.compile(sampler="greedy", jit_compile=jit_compile)
     metrics.reset()
     for number in range(3):  # of 16 tokens each
-        np.testing.assert_array_equal(generate(model, (4, 9), 20)["token_ids"], expected)
+        np.testing.assert_array_equal(generate(hgrn2, (4, 9), 20)["token_ids"], expected)
         is_compiled = jit_compile is True or number > 1
         assert bool(metrics.generated_kernel_count) == is_compiled
-    assert set(which_generation(model).refused) == {"cuda_graph"}
-    assert which_generation(model).name == "compiled"
+    assert set(which_generation(hgrn2).refused) == {"cuda_graph"}
+    assert which_generation(hgrn2).name == "compiled"
 
 
 @on_torch_cpu
-def test_generate_without_a_compiler_for_cpp_runs_the_traced_step(model, monkeypatch):
+def test_generate_without_a_compiler_for_cpp_runs_the_traced_step(hgrn2, monkeypatch):
     import torch
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -247,27 +238,27 @@ def test_generate_without_a_compiler_for_cpp_runs_the_traced_step(model, monkeyp
         raise InvalidCxxCompiler
 
     monkeypatch.setattr(torch._inductor, "compile", fail)
-    expected = generate(model, (4, 9), 20)["token_ids"]
-    model.compile(sampler="greedy", jit_compile=True)
-    np.testing.assert_array_equal(generate(model, (4, 9), 20)["token_ids"], expected)
-    assert "C++" in which_generation(model).refused["compiled"]
+    expected = generate(hgrn2, (4, 9), 20)["token_ids"]
+    hgrn2.compile(sampler="greedy", jit_compile=True)
+    np.testing.assert_array_equal(generate(hgrn2, (4, 9), 20)["token_ids"], expected)
+    assert "C++" in which_generation(hgrn2).refused["compiled"]
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
-def test_which_generation_reports_mode_and_reasons(model, run_eagerly):
+def test_which_generation_reports_mode_and_reasons(hgrn2, run_eagerly):
     """The mode of `generate` or `stream`, or the reason for a slow one, is wrong."""
-    model.compile(sampler="greedy", run_eagerly=run_eagerly)
-    assert which_generation(model) is None
-    next(model.stream(pad(random_prompts((4, 4)), 20), stop_token_ids=None))
-    found = which_generation(model)
-    generate(model, (4, 4), 20)
-    assert which_generation(model) == found
+    hgrn2.compile(sampler="greedy", run_eagerly=run_eagerly)
+    assert which_generation(hgrn2) is None
+    next(hgrn2.stream(pad(random_prompts((4, 4)), 20), stop_token_ids=None))
+    found = which_generation(hgrn2)
+    generate(hgrn2, (4, 4), 20)
+    assert which_generation(hgrn2) == found
     names = ("traced", "cuda_graph") if BACKEND == "torch" else ("program",)
     assert found.name in (("eager",) if run_eagerly else names)
     assert bool(found.refused) == (found.name not in ("program", "cuda_graph"))
     assert found.name in str(found)
     with pytest.raises(TypeError, match="must be a language model"):
-        which_generation(model.backbone)
+        which_generation(hgrn2.backbone)
 
 
 class CustomStep(FAMILIES["hgrn2"].causal_lm):
@@ -321,8 +312,8 @@ def replace_method():
         (keras_hub.samplers.TopPSampler(p=1.5), "`p` of TopPSampler .* at most 1; got 1.5"),
     ],
 )
-def test_generate_with_an_unsupported_sampler_raises(model, sampler, words):
+def test_generate_with_an_unsupported_sampler_raises(hgrn2, sampler, words):
     """A sampler of a user, or with values out of range, chooses other tokens without an error."""
-    model.compile(sampler=sampler)
+    hgrn2.compile(sampler=sampler)
     with pytest.raises(ValueError, match=f"`sampler`.*{words}"):
-        generate(model, (4, 9), 20)
+        generate(hgrn2, (4, 9), 20)

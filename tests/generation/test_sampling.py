@@ -22,7 +22,7 @@ from keras_recurrent.generation.sampling_params import number
 from keras_recurrent.generation.sequence import Sequence
 from keras_recurrent.models import SamplingParams
 from tests.generation import numpy_sampling
-from tests.models.tiny import tiny_causal_lm
+from tests.generation.tokens import pad
 
 VOCABULARY, STEPS, STOPS = 100, 20, (3, 7)
 PROMPTS = [[1, 5, 5], [2, 9, 30, 31], [4]]
@@ -252,20 +252,13 @@ def test_sampling_params_out_of_range_raise(arguments, words):
 
 
 @pytest.mark.once
-def test_generate_with_sampling_of_another_length_or_vocabulary_raises():
-    model = tiny_causal_lm(family="hgrn2", num_layers=1)
-    size = model.backbone.vocabulary_size
-    prompt = {"token_ids": np.ones((2, 4), "int32"), "padding_mask": np.ones((2, 4), bool)}
-
-    def generate(sampling):
-        arguments = {"stop_token_ids": None, "max_new_tokens": 1}
-        model.generate(prompt, sampling=sampling, **arguments)
-
-    with pytest.raises(ValueError, match="`sampling` must be a `SamplingParams`, or a list"):
-        generate({"temperature": 1.0})
-    with pytest.raises(ValueError, match=r"one `SamplingParams` for each of the 2 prompts; got 1"):
-        generate([SamplingParams()])
-    with pytest.raises(ValueError, match=rf"`logit_bias` must have .* {size - 1}.*got {size}"):
-        generate(SamplingParams(logit_bias={size: 1.0}))
-    with pytest.raises(ValueError, match=rf"`logprobs` must be at most {size}"):
-        generate(SamplingParams(logprobs=size + 1))
+def test_generate_with_sampling_of_another_length_or_vocabulary_raises(hgrn2):
+    size, prompts = hgrn2.backbone.vocabulary_size, pad([[1] * 4] * 2)
+    for sampling, words in (
+        ({"temperature": 1.0}, "`sampling` must be a `SamplingParams`, or a list"),
+        ([SamplingParams()], "one `SamplingParams` for each of the 2 prompts; got 1"),
+        (SamplingParams(logit_bias={size: 1.0}), f"`logit_bias` must have .* {size - 1}.*{size}"),
+        (SamplingParams(logprobs=size + 1), f"`logprobs` must be at most {size}"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            hgrn2.generate(prompts, stop_token_ids=None, max_new_tokens=1, sampling=sampling)

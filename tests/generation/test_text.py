@@ -114,14 +114,6 @@ def test_chunks_of_sentence_piece_keep_spaces():
     assert TokenBytes(make_preprocessor(suffixed)).errors is None
 
 
-@pytest.mark.parametrize("name", ["bytes", "sentence_piece", "bpe", "fallback"])
-def test_token_bytes_of_incomplete_characters_are_those_of_the_vocabulary(name):
-    """The log probabilities of a part of a character have no bytes, or wrong ones."""
-    tokenizer, characters = TOKENIZERS[name](), "é€😀"
-    known = TokenBytes(make_preprocessor(tokenizer))
-    assert b"".join(known[int(t)] for t in tokenizer(characters)).strip() == characters.encode()
-
-
 @pytest.mark.parametrize("errors", ["replace", "ignore"])
 def test_detokenizer_converts_a_limited_number_of_tokens(errors, monkeypatch):
     """A token takes longer the more invalid bytes were generated before it."""

@@ -28,13 +28,6 @@ from tests.generation.tokens import generate
 from tests.models.tiny import tiny_causal_lm
 
 
-@pytest.fixture
-def model():
-    model = tiny_causal_lm(family="hgrn2", num_layers=1)
-    model.compile(sampler="greedy")
-    return model
-
-
 def test_overwrite_with_views_of_the_tensors_copies_them_first():
     tensors = clone_all([torch.zeros(3), torch.ones(3), torch.tensor(7)])
     addresses = [t.data_ptr() for t in tensors]
@@ -70,7 +63,7 @@ def test_inline_scalars_is_bit_identical(dtype, constant_dtype, device):
     [(torch.OutOfMemoryError("no room"), 2), (RuntimeError("no capture"), 1)],
 )
 def test_failed_capture_is_repeated_only_if_memory_was_short(
-    model, error, num_captures, monkeypatch
+    hgrn2, error, num_captures, monkeypatch
 ):
     """Each call repeats an impossible capture, or no call captures after memory was short once."""
     captures = []
@@ -82,8 +75,8 @@ def test_failed_capture_is_repeated_only_if_memory_was_short(
     capture_on_cpu(monkeypatch)
     monkeypatch.setattr(decoder, "capture", capture)
     for _ in range(2):
-        generate(model, (3,), 6)
-        assert str(error) in which_generation(model).refused["cuda_graph"]
+        generate(hgrn2, (3,), 6)
+        assert str(error) in which_generation(hgrn2).refused["cuda_graph"]
     assert len(captures) == num_captures
 
 
@@ -119,9 +112,9 @@ def count_operators(function):
     return called
 
 
-def test_insert_and_remove_do_not_wait_for_the_device(model):
+def test_insert_and_remove_do_not_wait_for_the_device(hgrn2):
     """An engine that inserts a sequence waits for the step that runs."""
-    batch = TorchBatch(model, model._programs(), 2, keep=True)
+    batch = TorchBatch(hgrn2, hgrn2._programs(), 2, keep=True)
     batch.prepare_slots(64, num_prompts=1)
     sequence = Sequence(np.array([3]), SamplingParams(temperature=0), None, 9)
 
@@ -136,9 +129,9 @@ def test_insert_and_remove_do_not_wait_for_the_device(model):
     batch.close()
 
 
-def test_apply_recent_tokens_does_not_wait_for_the_device(model):
+def test_apply_recent_tokens_does_not_wait_for_the_device(hgrn2):
     """An engine that saves a state waits for the step that runs."""
-    cache = model.backbone.add_recent_tokens(model.backbone.get_initial_state(2))
+    cache = hgrn2.backbone.add_recent_tokens(hgrn2.backbone.get_initial_state(2))
     called = count_operators(lambda: apply_recent_tokens(cache))
     assert called[torch.ops.aten.where.self]
     assert not WAITING & {*called}
@@ -167,12 +160,12 @@ def test_recent_tokens_of_several_layers_are_applied_to_their_own_states():
         np.testing.assert_allclose(whole, np.concatenate(rows), rtol=1e-6)
 
 
-def test_prepared_tensors_are_not_larger_than_their_weights(model, monkeypatch):
+def test_prepared_tensors_are_not_larger_than_their_weights(hgrn2, monkeypatch):
     """A step of several sequences keeps a float32 copy of each int8 kernel."""
-    model.quantize("int8", filters=lambda layer: type(layer) is keras.layers.Dense)
+    hgrn2.quantize("int8", filters=lambda layer: type(layer) is keras.layers.Dense)
     monkeypatch.setattr(step, "MAX_GROWN", 2**8)
-    weights = {t.data_ptr() for t in (v.value for v in model.variables)}
-    found = [t.nbytes for t in prepare_tensors(model) if t.data_ptr() not in weights]
+    weights = {t.data_ptr() for t in (v.value for v in hgrn2.variables)}
+    found = [t.nbytes for t in prepare_tensors(hgrn2) if t.data_ptr() not in weights]
     assert max(found) <= step.MAX_GROWN
 
 

@@ -1,5 +1,6 @@
-"""Prompts of token ids, as lists and padded, for tests of generation."""
+"""Prompts of token ids, as lists and padded, and caches, for tests of generation."""
 
+import keras
 import numpy as np
 
 from tests.models.tiny import VOCABULARY
@@ -32,3 +33,16 @@ def generate(model, lengths, total, **options):
     """Generates after random prompts of these lengths, up to `total` tokens of each sequence."""
     inputs = pad(random_prompts(lengths), total)
     return model.generate(inputs, **{"stop_token_ids": None, **options})
+
+
+def to_arrays(cache):
+    """Returns copies of the arrays of a cache."""
+    state = map(keras.ops.convert_to_numpy, keras.tree.flatten(cache.state))
+    return [np.array(array) for array in (*state, cache.last_token, cache.num_tokens)]
+
+
+def assert_caches_close(found, expected):
+    """Asserts that caches have equal tokens and close states."""
+    assert [*map(list, found.token_ids)] == [*map(list, expected.token_ids)]
+    for a, b in zip(to_arrays(found), to_arrays(expected), strict=True):
+        np.testing.assert_allclose(a.astype("f8"), b.astype("f8"), rtol=2e-4, atol=2e-5)
