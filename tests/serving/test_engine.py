@@ -100,7 +100,8 @@ def emulate_accelerator(monkeypatch):
 def random_requests(rng, model, count):
     """Returns pairs of the arguments of `submit` and the `GenerationOutput` of `generate`.
 
-    Most prompts continue the answer to an earlier one.
+    Most prompts continue the answer to an earlier one. On torch, half of the outputs are those of
+    `stream`, whose steps XLA would compile again.
     """
     found = []
     for _ in range(count):
@@ -120,7 +121,13 @@ def random_requests(rng, model, count):
         # `generate` returns a `GenerationOutput` if there are log probabilities.
         sampling = SamplingParams(**{"logprobs": 0, **sampling}, seed=seed)
         options = dict(arguments, sampling=sampling)
-        output = model.generate(options.pop("prompt"), strip_prompt=True, **options)
+        prompt = options.pop("prompt")
+        if BACKEND == "torch" and len(found) % 2:
+            stream = model.stream(prompt, **options)
+            assert "".join(stream) == stream.output.texts
+            output = stream.output
+        else:
+            output = model.generate(prompt, strip_prompt=True, **options)
         found.append((arguments, output))
     return found
 

@@ -37,12 +37,15 @@ def run(monkeypatch, *options):
         (["--chat-template", "/missing"], "--chat-template: cannot be read: [Errno 2]"),
         (["--prefix-cache-dir", "a", "--prefix-cache-bytes", "0"], "above 0"),
         (["--model", "a"], "unrecognized arguments: --model a"),
+        # A variable that was left empty by mistake must not turn the authentication off.
+        ([], f"{command.KEY_VARIABLE} must not be empty"),
     ],
 )
 def test_invalid_option_is_an_error_before_the_model_is_loaded(
     monkeypatch, capsys, options, message
 ):
     """A user waits for minutes until an error names the wrong option."""
+    monkeypatch.setenv(command.KEY_VARIABLE, "secret" if options else " ")
     assert run(monkeypatch, *options) == 2
     assert message in capsys.readouterr().err
 
@@ -69,13 +72,6 @@ def test_unknown_preset_is_an_error_of_the_command_line(monkeypatch, capsys):
         command.main()
     assert caught.value.code == 2
     assert "Unknown preset 'no_preset'" in capsys.readouterr().err
-
-
-def test_empty_key_is_an_error(monkeypatch, capsys):
-    """A variable that was left empty by mistake turns the authentication off."""
-    monkeypatch.setenv(command.KEY_VARIABLE, " ")
-    assert run(monkeypatch) == 2
-    assert f"{command.KEY_VARIABLE} must not be empty" in capsys.readouterr().err
 
 
 def test_server_compiles_common_options_before_it_listens(monkeypatch, caplog):

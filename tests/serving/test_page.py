@@ -23,6 +23,17 @@ SHOWN = "[...document.querySelectorAll('.user, .assistant')].map(box => box.text
 INPUT = "document.getElementById('input').value"
 
 
+@contextlib.contextmanager
+def opened_page(model, max_length, **options):
+    """Serves a model and opens its page in a browser, once both are ready."""
+    engine = Engine(model, num_slots=1, max_length=max_length)
+    with running(engine, **options) as server, browser.opened(server.url) as page:
+        page.url = server.url
+        if not options:
+            page.wait_for("document.getElementById('model').textContent === 'tiny'")
+        yield page
+
+
 def sent_messages(page):
     """Returns the contents of the messages in the last request for an answer."""
     bodies = [json.loads(each["postData"]) for each in page.requests if "postData" in each]
@@ -35,9 +46,7 @@ def click(page, name):
 
 def test_page_in_a_conversation_sends_what_it_shows(model, tmp_path):
     """A stopped answer leaves the history, Enter cuts an answer, or a reload loses the text."""
-    engine = Engine(model, num_slots=1, max_length=800)
-    with running(engine) as server, browser.opened(server.url) as page:
-        page.wait_for("document.getElementById('model').textContent === 'tiny'")
+    with opened_page(model, 800) as page:
         page.type("Hello <b>")
         page.wait_for(f"{ANSWER}.length > 10")
         length = page.evaluate(f"{ANSWER}.length")
@@ -62,14 +71,12 @@ def test_page_in_a_conversation_sends_what_it_shows(model, tmp_path):
         page.reload()
         assert page.evaluate(SHOWN) == []
         urls = {request["url"] for request in page.requests} - {"data:,"}
-        assert all(url.startswith(server.url) for url in urls), urls
+        assert all(url.startswith(page.url) for url in urls), urls
 
 
 def test_page_with_refused_message_returns_it_to_the_input(model):
     """A message that got no answer stays in the history, or the error is for the operator."""
-    engine = Engine(model, num_slots=1, max_length=300)
-    with running(engine) as server, browser.opened(server.url) as page:
-        page.wait_for("document.getElementById('model').textContent === 'tiny'")
+    with opened_page(model, 300) as page:
         page.type("More" * 200)
         error = page.wait_for("document.querySelector('.error')?.firstChild.textContent")
         assert error.startswith("The conversation is too long")
@@ -91,8 +98,7 @@ def test_page_after_the_server_has_ended_says_so(model):
 
 def test_page_of_a_server_with_a_key_asks_for_it(model):
     """The page of a server with a key cannot be used."""
-    engine = Engine(model, num_slots=1, max_length=100)
-    with running(engine, api_key="secret") as server, browser.opened(server.url) as page:
+    with opened_page(model, 100, api_key="secret") as page:
         page.wait_for("!document.getElementById('key').hidden")
         assert "API key" in page.wait_for("document.querySelector('.error')?.textContent")
         page.evaluate("document.getElementById('key').value = 'secret'")

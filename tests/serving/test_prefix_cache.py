@@ -146,19 +146,18 @@ def test_prefix_files_that_are_damaged_or_of_other_models_are_not_used(model, tm
     assert find_stored(cache, a, b) == [b]
     add(cache, model, a)  # replaces the file
     cache.close()
-    for other, max_length in ((tiny_causal_lm(1, family="hgrn2"), MAX_LENGTH), (model, 32)):
+    other_model = tiny_causal_lm(1, family="hgrn2")
+    for each, max_length in ((other_model, MAX_LENGTH), (model, 32)):
         with logs("2 files .* other weights"):
-            cache = PrefixCache(other, 10**6, max_length, tmp_path)
+            cache = PrefixCache(each, 10**6, max_length, tmp_path)
         assert find_stored(cache, a, b) == []
         cache.close()
     # With the name of a file of the other model, but the weights of this one.
-    other = PrefixCache(tiny_causal_lm(1, family="hgrn2"), 10**6, MAX_LENGTH, tmp_path / "other")
+    other = PrefixCache(other_model, 10**6, MAX_LENGTH, tmp_path / "other")
     second.rename(tmp_path / "other" / (other._files._model + second.name[16:]))
     other.close()
     with logs("other weights"):
-        other = PrefixCache(
-            tiny_causal_lm(1, family="hgrn2"), 10**6, MAX_LENGTH, tmp_path / "other"
-        )
+        other = PrefixCache(other_model, 10**6, MAX_LENGTH, tmp_path / "other")
     assert find_stored(other, b) == []
     other.close()
     cache = PrefixCache(model, 10**6, MAX_LENGTH, tmp_path)

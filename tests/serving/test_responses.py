@@ -65,7 +65,7 @@ def test_top_log_probabilities_contain_tokens_of_equal_texts():
     assert choice["logprobs"]["text_offset"] == [0]
 
 
-@pytest.mark.parametrize("name", ["bytes", "sentence_piece", "bpe"])
+@pytest.mark.parametrize("name", ["bytes", "sentence_piece", "bpe", "fallback"])
 def test_bytes_of_chat_tokens_are_the_bytes_of_the_text(name):
     """A client cannot join the parts of a character, because they have no bytes."""
     tokenizer = TOKENIZERS[name]()

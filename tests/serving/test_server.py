@@ -72,6 +72,19 @@ def engine(server):
     return server.config.app.state.service.engine
 
 
+@pytest.fixture
+def submitted(engine, monkeypatch):
+    """Returns a list of the keyword arguments and the request of each call of `submit`."""
+    found, submit = [], engine.submit
+
+    def record(*arguments, **options):
+        found.append((options, submit(*arguments, **options)))
+        return found[-1][1]
+
+    monkeypatch.setattr(engine, "submit", record)
+    return found
+
+
 def submit_greedy(engine, prompt="Hello", max_new_tokens=60):
     """Submits a request with the options of `GREEDY`."""
     sampling = SamplingParams(temperature=0, logit_bias={2: -100})
@@ -284,18 +297,11 @@ def test_missing_prompt_large_body_and_other_model_are_errors(server):
     assert_error(post(server, prompt="a", model="gpt"), 404, "model", "does not exist")
 
 
-def test_request_with_a_rejected_prompt_cancels_the_others(server, engine, monkeypatch):
+def test_request_with_a_rejected_prompt_cancels_the_others(server, submitted):
     """Prompts before a rejected one are answered, although the client gets an error."""
-    requests, submit = [], engine.submit
-
-    def record(*arguments, **options):
-        requests.append(submit(*arguments, **options))
-        return requests[-1]
-
-    monkeypatch.setattr(engine, "submit", record)
     response = post(server, prompt=["a", "a" * 999], max_tokens=500, **GREEDY)
     assert response.status_code == 400
-    assert [each.result().finish_reason for each in requests] == ["cancelled"]
+    assert [request.result().finish_reason for _, request in submitted] == ["cancelled"]
 
 
 def test_chat_without_a_template_is_an_error_that_names_the_option(server, model, monkeypatch):
@@ -370,17 +376,10 @@ def test_parse_large_body_runs_in_another_thread(server, monkeypatch):
     assert threads[1].startswith("AnyIO")
 
 
-def test_cache_salt_is_passed_to_the_engine(server, engine, monkeypatch):
+def test_cache_salt_is_passed_to_the_engine(server, submitted):
     """Clients with different salts share prefix states."""
-    found, submit = [], engine.submit
-
-    def record(prompt, cache_salt=None, **options):
-        found.append(cache_salt)
-        return submit(prompt, **options)
-
-    monkeypatch.setattr(engine, "submit", record)
     assert post(server, prompt="a", max_tokens=1, cache_salt="b").status_code == 200
-    assert found == ["b"]
+    assert [options["cache_salt"] for options, _ in submitted] == ["b"]
 
 
 def test_descriptions_of_fastapi_are_not_served(server):
