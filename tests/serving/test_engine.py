@@ -100,8 +100,7 @@ def emulate_accelerator(monkeypatch):
 def random_requests(rng, model, count):
     """Returns pairs of the arguments of `submit` and the `GenerationOutput` of `generate`.
 
-    Most prompts continue the answer to an earlier one. On torch, half of the outputs are those of
-    `stream`, whose steps XLA would compile again.
+    Most prompts continue the answer to an earlier one.
     """
     found = []
     for _ in range(count):
@@ -121,13 +120,7 @@ def random_requests(rng, model, count):
         # `generate` returns a `GenerationOutput` if there are log probabilities.
         sampling = SamplingParams(**{"logprobs": 0, **sampling}, seed=seed)
         options = dict(arguments, sampling=sampling)
-        prompt = options.pop("prompt")
-        if BACKEND == "torch" and len(found) % 2:
-            stream = model.stream(prompt, **options)
-            assert "".join(stream) == stream.output.texts
-            output = stream.output
-        else:
-            output = model.generate(prompt, strip_prompt=True, **options)
+        output = model.generate(options.pop("prompt"), strip_prompt=True, **options)
         found.append((arguments, output))
     return found
 
