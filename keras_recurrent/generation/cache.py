@@ -114,9 +114,9 @@ class GenerationCache:
         Raises:
             ValueError: the list is empty, or the caches differ in model or `max_length`.
         """
-        is_iterable = isinstance(caches, Iterable)
-        caches = list(caches) if is_iterable else caches
-        if not is_iterable or not caches or not all(isinstance(cache, cls) for cache in caches):
+        caches = list(caches) if isinstance(caches, Iterable) else caches
+        is_list = isinstance(caches, list) and caches
+        if not is_list or not all(isinstance(cache, cls) for cache in caches):
             raise ValueError(f"`caches` must be a list of `GenerationCache`s; got {caches!r}.")
         first = caches[0]
         for cache in caches[1:]:

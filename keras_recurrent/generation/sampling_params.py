@@ -11,8 +11,11 @@ LEAST = 1e-6  # minimum of factors, so that products are far from 0 and inf
 MAX_BIAS = 100
 MAX_SEED = 2**64 - 1
 # Names in other packages, and options that belong to a call.
-RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
-RENAMED["eos_token_id"] = "stop_token_ids"
+RENAMED = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "eos_token_id": "stop_token_ids",
+}
 OPTIONS_OF_CALLS = "max_new_tokens", "max_length", "stop", "stop_token_ids"
 
 

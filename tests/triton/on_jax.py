@@ -69,13 +69,13 @@ def check_vmap(operation, mapped):
     for name in mapped:
         given[name] = given[name] * (1 + 0.1 * rng.normal(size=(3, *given[name].shape)))
     axes = {name: 0 if name in mapped else None for name in given}
-    of = functools.partial(gradients, operation, **options)
-    by_members = jax.vmap(functools.partial(of, "triton"), (axes,))
+    differentiate = functools.partial(gradients, operation, **options)
+    by_members = jax.vmap(functools.partial(differentiate, "triton"), (axes,))
     results = by_members(given)
     assert not launches_in_loops(jax.make_jaxpr(by_members)(given).jaxpr)
     for i in range(3):
         member = {n: x if axes[n] is None else x[i] for n, x in given.items()}
-        expected = jax.tree.leaves(of("jax", member))
+        expected = jax.tree.leaves(differentiate("jax", member))
         for result, wanted in zip(jax.tree.leaves(results), expected, strict=True):
             bound = 1e-5 * (1 + np.abs(wanted).max())
             np.testing.assert_allclose(result[i], wanted, rtol=0, atol=bound)
@@ -101,15 +101,15 @@ def check_one_after_another():
     logit = jnp.asarray(rng.normal(size=(3, 4)), "float32")
     kinds = rng.integers(0, 3, size=(3, 2, 9)).astype("int8")
 
-    def of(implementation, x, logit, kind):
+    def differentiate(implementation, x, logit, kind):
         tensors = {"x": x, "gate_a": x, "gate_x": -x, "a_logit": logit}
         return gradients("rg_lru", implementation, tensors, token_kind=kind)[1]
 
-    by_members = jax.vmap(functools.partial(of, "triton"))
+    by_members = jax.vmap(functools.partial(differentiate, "triton"))
     assert launches_in_loops(jax.make_jaxpr(by_members)(x, logit, kinds).jaxpr) == 2
     results = by_members(x, logit, kinds)
     for i in range(3):
-        for name, wanted in of("jax", x[i], logit[i], kinds[i]).items():
+        for name, wanted in differentiate("jax", x[i], logit[i], kinds[i]).items():
             np.testing.assert_allclose(results[name][i], wanted, rtol=0, atol=1e-5)
 
 

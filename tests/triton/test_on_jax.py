@@ -55,8 +55,8 @@ def test_assembler_error_names_the_remedy(monkeypatch):
 @with_triton
 def test_decoding_step_runs_outside_of_jit():
     """A call outside of `jit` fails to choose an implementation when it is lowered."""
-    of = {name: dispatch.IMPLEMENTATIONS["norm_linear"][name] for name in ("jax", "triton")}
-    function = _platforms.choose_at_lowering(of["jax"], cuda=of["triton"])
+    kernels = dispatch.IMPLEMENTATIONS["norm_linear"]
+    function = _platforms.choose_at_lowering(kernels["jax"], cuda=kernels["triton"])
     x, kernel = np.ones((3, 2), "float32"), jax.numpy.ones((2, 5))
     (y,) = function(x=jax.numpy.asarray(x), kernels=[kernel], biases=[None], gate=None)
     np.testing.assert_array_equal(y, x @ np.ones((2, 5)))

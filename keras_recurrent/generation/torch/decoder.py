@@ -224,8 +224,8 @@ def make_choice(features, masked, logits, tensors):
         tensors: as in `Decoder`.
     """
     is_argmax = features == Features() and not masked
-    chosen = dispatch.choose("argmax", {"x": logits}).implementation
-    if is_argmax and "recent" in tensors and chosen == "triton":
+    writes_argmax = is_argmax and "recent" in tensors
+    if writes_argmax and dispatch.choose("argmax", {"x": logits}).implementation == "triton":
         from keras_recurrent.backends.triton.argmax import write_argmax
 
         return functools.partial(_write_argmax, write_argmax)
