@@ -42,7 +42,8 @@ def takes_argument(cls, name):
 def _parameters(cls):
     if cls is None:  # a task without a preprocessor
         return []
-    parameters = inspect.signature(cls).parameters.values()
+    # Until Python 3.11.4, the signature of the class is that of Keras's `__new__(cls, *args, ...)`.
+    _, *parameters = inspect.signature(cls.__init__).parameters.values()
     return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
 
 

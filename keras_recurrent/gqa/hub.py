@@ -167,7 +167,7 @@ def unsupported_class_reason(cls) -> str | None:
     if cls in CONFIGURABLE or cls in GROUPED_MODELS or cls in GROUPED_CLASSES:
         return None
     if cls.__module__.partition(".")[0] == __name__.partition(".")[0]:
-        if "num_key_value_heads" in inspect.signature(cls).parameters:
+        if "num_key_value_heads" in inspect.signature(cls.__init__).parameters:
             return "build it with `num_key_value_heads` and train it so"
         return "it has no keys and values that query heads could share"
     if not cls.__module__.startswith("keras_hub."):
