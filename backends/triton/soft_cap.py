@@ -40,6 +40,8 @@ def _kernel(x, y, n, cap, BLOCK: tl.constexpr, PDL: tl.constexpr):
         value = tanh(value, True)
     else:
         value = libdevice.tanh(value)
+    # Keras multiplies by an array of the logits' dtype.
+    cap = tl.full([], cap, tl.float32).to(y.dtype.element_ty).to(tl.float32)
     value = value.to(y.dtype.element_ty).to(tl.float32) * cap
     tl.store(y + index, value, index < n)
 
