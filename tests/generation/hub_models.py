@@ -4,15 +4,10 @@
     KERAS_BACKEND=jax python -m tests.generation.hub_models GPT-NeoX "Qwen MoE, window"
 
 Runs the three checks of `keras_recurrent.testing` on tiny models with random weights, for all
-families or those of the arguments. A failed check names the first wrong token and by how much its
-logit is below the best one of a plain forward pass; "alone" and "uncut" say that the token is right
-here, and wrong for the prompt alone or in the uncut sequence.
+families or those of the arguments.
 """
 
-import inspect
-import re
 import sys
-from typing import Any, NamedTuple
 
 import keras
 import keras_hub
@@ -23,32 +18,21 @@ from benchmarks.timing import print_header, print_results
 from keras_recurrent import models
 from keras_recurrent.evaluation import cached_generation as testing
 
-VOCABULARY = 61
-LENGTHS = (11, 7, 2)  # prompts
+VOCABULARY, WINDOW = 61, 4
 NEW_TOKENS = 8  # after the longest prompt
-WINDOW = 4
+RNG = np.random.default_rng(1)
+PROMPTS = [RNG.integers(2, VOCABULARY, length).tolist() for length in (11, 7, 2)]
 CHECKS = {
     "cached equals plain": testing.assert_cached_equals_plain,
     "padding changes nothing": testing.assert_padding_changes_nothing,
     "cuts change nothing": testing.assert_cuts_change_nothing,
 }
+FAMILIES = {}  # {name: (prefix of the classes, sizes, name of the argument for the window)}
 
 
-class Family(NamedTuple):
-    name: str
-    cls: str  # the model is `<cls>CausalLM`
-    sizes: dict[str, Any]
-    window: str | None  # name of the argument for the sliding window
-
-
-FAMILIES: list[Family] = []
-
-
-def add(name, cls, *sizes, window=None, **options):
+def add(name, prefix, *sizes, window=None, **options):
     """Adds a family; `sizes` are dictionaries of arguments of the backbone, such as `options`."""
-    FAMILIES.append(
-        Family(name, cls, {k: v for s in (*sizes, options) for k, v in s.items()}, window)
-    )
+    FAMILIES[name] = prefix, {k: v for s in (*sizes, options) for k, v in s.items()}, window
 
 
 # Options that change caching are on.
@@ -129,36 +113,15 @@ GRIFFIN["block_types"] = "recurrent", "local_attention", "global_attention"
 add("Griffin (ours)", "Griffin", GEMMA, GRIFFIN, window="sliding_window")
 add("HGRN2 (ours)", "HGRN2", SIZES, expand_ratio=4)
 add("TransNormer (ours)", "TransNormer", HEADS, head_dim=4)
-# Language models whose inputs are not `token_ids` and `padding_mask` alone.
-LEFT_OUT = (
-    "RWKV7CausalLM",  # takes prompts padded at the left, without their last token
-    "Gemma4AssistantCausalLM",  # drafts tokens from the state of another model
-    "BLIP2CausalLM",
-    "PaliGemmaCausalLM",
-    "PARSeqCausalLM",
-)
 
 
-def hub_models():
-    """Returns the classes of KerasHub's causal language models without an encoder."""
-    hub = keras_hub.models
-    found = {cls for _, cls in inspect.getmembers(hub, inspect.isclass)}
-    return {
-        cls for cls in found if issubclass(cls, hub.CausalLM) and not issubclass(cls, hub.Seq2SeqLM)
-    } - {hub.CausalLM}
-
-
-def classes(family):
-    package = models if hasattr(models, f"{family.cls}CausalLM") else keras_hub.models
-    return getattr(package, f"{family.cls}Backbone"), getattr(package, f"{family.cls}CausalLM")
-
-
-def build(family, window=WINDOW):
+def build(name, window=WINDOW):
     """Builds a model with weights from NumPy, which depend on neither backend nor window."""
     keras.utils.clear_session()  # resets the names of weights
-    backbone_cls, causal_lm = classes(family)
-    sizes = {**family.sizes, family.window: window} if family.window else family.sizes
-    backbone = backbone_cls(**sizes)
+    prefix, sizes, window_name = FAMILIES[name]
+    package = models if hasattr(models, f"{prefix}CausalLM") else keras_hub.models
+    sizes = {**sizes, window_name: window} if window_name else sizes
+    backbone = getattr(package, f"{prefix}Backbone")(**sizes)
     rng = np.random.default_rng(0)
     for weight in sorted(backbone.trainable_weights, key=lambda weight: weight.path):
         noise = rng.normal(size=weight.shape)
@@ -171,98 +134,56 @@ def build(family, window=WINDOW):
             start = ops.convert_to_numpy(weight)
             # Random initial values, of decays or attention sinks, depend on the backend.
             weight.assign(start + 0.3 * noise if np.ptp(start) == 0 else 2.0 + noise)
-    return causal_lm(backbone=backbone, preprocessor=None)
+    return getattr(package, f"{prefix}CausalLM")(backbone=backbone, preprocessor=None)
 
 
-def prompts():
-    rng = np.random.default_rng(1)
-    return [rng.integers(2, VOCABULARY, length).tolist() for length in LENGTHS]
-
-
-def count_wrong(model, rows, new_tokens):
+def count_wrong(model):
     """Returns the number of generated tokens that a plain forward pass would not choose."""
-    checked = testing._Checker(model, rows, new_tokens, None)
+    checked = testing._Checker(model, PROMPTS, NEW_TOKENS, None)
     with checked.greedy() as generate:
-        generated = generate(rows)
+        generated = generate(PROMPTS)
     wrong = []
-    for logits, tokens, prompt in zip(checked.logits(generated), generated, rows, strict=True):
+    for logits, tokens, prompt in zip(checked.logits(generated), generated, PROMPTS, strict=True):
         for before, token in zip(logits[len(prompt) - 1 :], tokens[len(prompt) :], strict=False):
             allowed = 2 * checked.tolerance * np.ptp(before)
             wrong.append(before.max() - before[token] > allowed)
     return f"{sum(wrong)} of {len(wrong)}"
 
 
-def is_float(x):
-    return keras.backend.is_float_dtype(keras.backend.standardize_dtype(x.dtype))
-
-
-def forgetful(model):
-    """Makes a model lose a tenth of its cache in each step."""
-    ours = hasattr(model.backbone, "hidden_states")
-    owner, name = (model.backbone, "hidden_states") if ours else (model, "call_with_cache")
-    call = getattr(owner, name)
-
-    def loses(token_ids, *args, **kwargs):
-        *outputs, cache = call(token_ids, *args, **kwargs)
-        if token_ids.shape[1] == 1 and cache is not None:
-            cache = keras.tree.map_structure(
-                lambda x: x * ops.cast(0.9, x.dtype) if is_float(x) else x,
-                cache,
-            )
-        return *outputs, cache
-
-    setattr(owner, name, loses)
-    return model
-
-
-def outcome(check, model, rows):
-    """Returns "right" if a model passes a check, else the failure or the result."""
+def outcome(function, *arguments):
+    """Returns the result of a function, "right" for a check that passes, or the failure."""
     try:
-        found = check(model, rows, NEW_TOKENS)
+        found = function(*arguments)
     except AssertionError as error:
-        return brief(str(error))
+        return str(error)
     except Exception as error:  # an error is a result
         return f"{type(error).__name__} on {keras.backend.backend()}"
     return "right" if isinstance(found, testing.Checked) else found
 
 
-def brief(words):
-    """Shortens the message of a failed check."""
-    found = re.search(r"Token (\d+) of row (\d+)(.*) is .* (lower|prefers it) by ([^,]*),", words)
-    if found is None:
-        return words.partition(":")[0]
-    token, row, where, which, by = found.groups()
-    wrong = f"token {token} of row {row}, by {by}"
-    if which == "prefers it":
-        return wrong
-    return f"{wrong}, {'alone' if 'in a batch' in where else 'uncut'}"
+def last_logits(model):
+    return testing._Checker(model, PROMPTS, NEW_TOKENS, None).logits(PROMPTS[:1])[0][-1]
 
 
-def measure(family):
+def measure(name):
     """Returns the results of a family, a dictionary."""
-    rows, model = prompts(), build(family)
-    plain = testing._Checker(model, rows, NEW_TOKENS, None).logits(rows[:1])[0]
-    outcomes = {name: outcome(check, model, rows) for name, check in CHECKS.items()}
-    found = {"model": family.name, **outcomes, "wrong tokens": outcome(count_wrong, model, rows)}
-    found["a cache that loses a tenth"] = ""
-    if keras.backend.backend() == "torch":  # eager
-        failure = outcome(testing.assert_cached_equals_plain, forgetful(build(family)), rows)
-        found["a cache that loses a tenth"] = "not found" if failure == "right" else "found"
+    model = build(name)
+    found = {"model": name}
+    for kind, check in CHECKS.items():
+        found[kind] = outcome(check, model, PROMPTS, NEW_TOKENS)
+    found["wrong tokens"] = outcome(count_wrong, model)
     found["window moves logits by"] = ""
-    if family.window:
-        wide = testing._Checker(build(family, 64), rows, NEW_TOKENS, None).logits(rows[:1])[0]
-        moved = np.abs(wide - plain)[-1].max() / np.ptp(plain[-1])
-        found["window moves logits by"] = round(float(moved), 2)
+    if FAMILIES[name][2]:
+        plain, wide = last_logits(model), last_logits(build(name, window=64))
+        found["window moves logits by"] = round(
+            float(np.abs(wide - plain).max() / np.ptp(plain)), 2
+        )
     return found
 
 
 def main():
-    done = {classes(family)[1].__name__ for family in FAMILIES} | set(LEFT_OUT)
-    missing = {cls.__name__ for cls in hub_models()} - done
-    assert not missing, missing
-    families = [f for f in FAMILIES if not sys.argv[1:] or f.name in sys.argv[1:]]
     print_header("float32")
-    print_results(map(measure, families))
+    print_results(map(measure, sys.argv[1:] or FAMILIES))
 
 
 if __name__ == "__main__":
