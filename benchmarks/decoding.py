@@ -43,7 +43,7 @@ from benchmarks.timing import (
 from keras_recurrent import which_generation
 from keras_recurrent.checks.dtypes import bytes_of
 from keras_recurrent.conversion import convert_to_gqa
-from keras_recurrent.generation.lengths import bucket
+from keras_recurrent.generation.prompts import bucket
 from keras_recurrent.layers import LocalAttention
 from keras_recurrent.models import GriffinCausalLM, memory_sizes
 from keras_recurrent.models.memory import get_backbone

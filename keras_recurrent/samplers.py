@@ -1,5 +1,5 @@
 """Samplers for `compile(sampler=...)`, in addition to those of `keras_hub.samplers`."""
 
-from keras_recurrent.generation.beam_sampler import BeamSampler
+from keras_recurrent.generation.beam_search import BeamSampler
 
 __all__ = ["BeamSampler"]

@@ -4,8 +4,7 @@ import numpy as np
 
 from keras_recurrent.checks.arguments import check_positive_integer
 from keras_recurrent.generation.decoding_loop import start_decoding
-from keras_recurrent.generation.lengths import capacity
-from keras_recurrent.generation.prompts import pad_prompts, parse_token_ids
+from keras_recurrent.generation.prompts import capacity, pad_prompts, parse_token_ids
 from keras_recurrent.generation.sampling_params import SamplingParams
 from keras_recurrent.generation.sequence import Sequence
 from keras_recurrent.generation.stop_strings import StreamedText

@@ -3,11 +3,11 @@
 A decoding step processes one token of each sequence and updates the cache.
 
 - `causal_lm.py` has `generate`, `prefill` and `stream`.
+- `prompts.py` validates prompts and defines which lengths share a program.
+- `sequence.py` decides when a sequence ends, on the host and on the device, and makes results.
 - `decoding_loop.py` is the loop of `generate`, `stream` and the engine, whose `scheduler.py` also
   processes prompts between steps.
-- `sequence.py` decides on the host when a sequence ends, and `device_state.py` on the device.
 - `batch.py` launches steps of the `Programs` of a model: on torch with `torch_batch.py` and
   `torch/programs.py`, else with `xla_batch.py` and `xla_programs.py`.
-- `lengths.py` defines which lengths share a program, and `modes.py` records the mode of the last
-  call for `which_generation`.
+- `modes.py` records the mode of the last call for `which_generation`.
 """

@@ -112,12 +112,8 @@ class Batch:
         self._write(slot, self._arrays([sequence]), state)
 
     def _arrays(self, sequences):
-        """Returns `{name: array}` of a `DeviceState` and options.
-
-        sequences: a list of `Sequence`s, or of None for free slots, one for each row.
-        """
-        known = [s for s in sequences if s is not None]
-        self._num_stops = max([self._num_stops, *map(num_stops, known)])
+        """Returns `{name: array}` of a `DeviceState` and options, a row for each `Sequence`."""
+        self._num_stops = max([self._num_stops, *map(num_stops, sequences)])
         arrays = {
             "token": np.zeros((len(sequences), 1), "int32"),
             "active": np.zeros((len(sequences), 1), bool),
@@ -125,13 +121,13 @@ class Batch:
             "count": np.zeros(len(sequences), "int32"),
             "stops": np.full((len(sequences), self._num_stops), -1, "int32"),
         }
-        for row, sequence in enumerate(known):
+        for row, sequence in enumerate(sequences):
             arrays["token"][row] = sequence.prompt[-1]
             arrays["active"][row] = sequence.finish_reason is None
             arrays["remaining_tokens"][row] = sequence.max_new_tokens
             arrays["stops"][row, : len(sequence.stop_token_ids)] = sorted(sequence.stop_token_ids)
-        params, prompts = [s.params for s in known], [s.prompt for s in known]
-        options = option_arrays(params, prompts, self._vocabulary_size) if known else {}
+        params, prompts = [s.params for s in sequences], [s.prompt for s in sequences]
+        options = option_arrays(params, prompts, self._vocabulary_size)
         for name in self._options - options.keys():
             options[name] = self._neutral_array(name, len(sequences), None)
         self._options |= options.keys()
@@ -233,7 +229,8 @@ class Batch:
     def _prepare(self, max_length, tokens_per_step=1):
         """Fills the slots with initial states; returns the initial state of one sequence."""
         self.tokens_per_step, self.runs_ahead = tokens_per_step, True
-        arrays, backbone = self._arrays([None] * self.num_slots), self._model.backbone
+        arrays = self._arrays([_greedy_sequence(max_new_tokens=0)] * self.num_slots)
+        backbone = self._model.backbone
         state = backbone.get_initial_state(self.num_slots, max_length=max_length)
         self._write_all(arrays, Features(), state)
         return backbone.get_initial_state(1, max_length=max_length)
@@ -244,7 +241,7 @@ class Batch:
 
     def warm_up(self):
         """Runs what the first sequence needs: `insert`, a greedy step, `slot_state`, `remove`."""
-        sequence = Sequence(np.zeros(1, "int32"), SamplingParams(temperature=0), None, 1)
+        sequence = _greedy_sequence(max_new_tokens=1)
         self.insert(sequence, self.initial_state)
         self.slot_state(0)
         self.remove(sequence)
@@ -291,6 +288,10 @@ def process_new_tokens(programs, state, sequences):
     lengths = np.array(list(map(len, tokens)), "int32")
     token_ids = pad_prompts(tokens, max(1, lengths.max()))["token_ids"]
     return programs.prefill(token_ids, lengths, state)
+
+
+def _greedy_sequence(max_new_tokens):
+    return Sequence(np.zeros(1, "int32"), SamplingParams(temperature=0), None, max_new_tokens)
 
 
 def num_stops(sequence):

@@ -8,8 +8,7 @@ from keras import ops
 
 from keras_recurrent.checks.arguments import check_positive_integer
 from keras_recurrent.checks.dtypes import bytes_of
-from keras_recurrent.generation.cache_file import read_file, write_file
-from keras_recurrent.generation.cache_key import check_same_model
+from keras_recurrent.generation.cache_file import check_same_model, read_file, write_file
 
 
 class GenerationCache:

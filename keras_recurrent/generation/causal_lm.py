@@ -5,24 +5,36 @@ from typing import Any
 
 import keras_hub
 import numpy as np
+from keras import ops
 
 from keras_recurrent.checks.arguments import check_boolean
 from keras_recurrent.generation.batch import process_new_tokens
-from keras_recurrent.generation.beam_sampler import BeamSampler
-from keras_recurrent.generation.beam_search import search_beams
+from keras_recurrent.generation.beam_search import BeamSampler, search_beams
 from keras_recurrent.generation.cache import GenerationCache
-from keras_recurrent.generation.cache_key import cache_key
+from keras_recurrent.generation.cache_file import cache_key
 from keras_recurrent.generation.chat import ChatGeneration, is_messages, start_turn
-from keras_recurrent.generation.decoding_loop import Programs, start_decoding
-from keras_recurrent.generation.lengths import cache_max_length
-from keras_recurrent.generation.output import concatenate_results, format_beams, format_result
-from keras_recurrent.generation.prompts import check_token_count, parse_prompts, parse_token_ids
-from keras_recurrent.generation.samplers import CUSTOM_LOOP, check_sampler, resolve_sampling
-from keras_recurrent.generation.sampling_params import explains_options
-from keras_recurrent.generation.sequence import Sequence
+from keras_recurrent.generation.decoding_loop import Programs, Stream, start_decoding
+from keras_recurrent.generation.prompts import (
+    cache_max_length,
+    check_token_count,
+    parse_prompts,
+    parse_token_ids,
+)
+from keras_recurrent.generation.sampling_params import (
+    CUSTOM_LOOP,
+    check_sampler,
+    explains_options,
+    resolve_sampling,
+)
+from keras_recurrent.generation.sequence import (
+    Sequence,
+    concatenate_results,
+    format_beams,
+    format_result,
+)
 from keras_recurrent.generation.stop_strings import StreamedText, check_stop_strings
-from keras_recurrent.generation.stream import Stream
 from keras_recurrent.generation.text import hidden_stop_tokens
+from keras_recurrent.ops.token_crossentropy import token_crossentropy
 
 
 class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
@@ -56,6 +68,17 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
         hidden_states, cache = self.backbone.hidden_states(token_ids, padding_mask, cache=cache)
         logits = self.backbone.token_embedding(hidden_states, reverse=True)
         return logits, hidden_states, cache
+
+    def _score_tokens(self, token_ids, targets, mask, cache):
+        """Computes the losses of `targets`, the token after each of `token_ids`, all `[B, T]`.
+
+        Returns:
+            The losses, in nats, booleans that are True where a target is the most probable token,
+            both `[B, T]`, and the cache after the real tokens.
+        """
+        logits, _, cache = self.call_with_cache(token_ids, cache, padding_mask=mask)
+        is_best = ops.equal(ops.cast(ops.argmax(logits, axis=-1), targets.dtype), targets)
+        return token_crossentropy(logits, targets), is_best, cache
 
     @explains_options
     def generate(
@@ -140,7 +163,7 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
             state = self._process_prompts(programs, prompts, cache, return_cache)
         if isinstance(self.sampler, BeamSampler):
             beams = search_beams(programs, state, sequences, self.sampler)
-            sequences = beams.best
+            sequences = [row[0] for row in beams]
             if return_cache:
                 state = process_new_tokens(programs, state, sequences)
         elif has_work:

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from keras_recurrent.chat.templates import ChatPrompt, tokenize_prompt, tokenize_prompts
 from keras_recurrent.generation.conversation import Conversation, text_after, tokens_after
-from keras_recurrent.generation.output import GenerationOutput
 from keras_recurrent.generation.prompts import check_batch_size, check_cache
 from keras_recurrent.generation.sampling_params import explains_options
+from keras_recurrent.generation.sequence import GenerationOutput
 from keras_recurrent.generation.text import hidden_stop_tokens, text_of
 
 

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 
 from keras_recurrent.generation.batch import TOKENS_AHEAD, TOKENS_ON_CPU, Batch, runs_ahead
-from keras_recurrent.generation.sampling import Logprobs
 from keras_recurrent.generation.torch.chunks import upload
 from keras_recurrent.generation.torch.cuda_graph import clone_all, copy_all, slot_of
 
@@ -70,11 +69,15 @@ class TorchBatch(Batch):
             upload(decoder.tensors["uniform"][:, :count], uniform)
         for _ in range(count):
             advance()
-        tokens, logprobs = decoder.latest(features, count)
-        tokens, logprobs = Fetch(tokens), [Fetch(t) for t in logprobs]
+        copies = keras.tree.map_structure(_copy_to_host, decoder.latest(features, count))
+        event = torch.cuda.Event() if self._device.type == "cuda" else None
+        if event:
+            event.record()
 
         def results():
-            return tokens(), Logprobs(*(fetch() for fetch in logprobs)) if logprobs else ()
+            if event:
+                event.synchronize()
+            return keras.tree.map_structure(torch.Tensor.numpy, copies)
 
         return results
 
@@ -102,19 +105,8 @@ class TorchBatch(Batch):
         self._decoder = self._chunks = None
 
 
-class Fetch:
-    """Copies a tensor to the host; a call waits for the NumPy array."""
-
-    def __init__(self, tensor):
-        self._copy = tensor.to("cpu", non_blocking=True, copy=True)
-        self._event = torch.cuda.Event() if tensor.is_cuda else None
-        if self._event:
-            self._event.record()
-
-    def __call__(self):
-        if self._event:
-            self._event.synchronize()
-        return self._copy.numpy()
+def _copy_to_host(tensor):
+    return tensor.to("cpu", non_blocking=True, copy=True)
 
 
 def _set_row(tensor, slot, value):

@@ -16,8 +16,8 @@ from keras_recurrent.generation.batch import (
     process_new_tokens,
     runs_ahead,
 )
-from keras_recurrent.generation.device_state import DeviceState
 from keras_recurrent.generation.sampling import argument_names, features_of, option_arrays
+from keras_recurrent.generation.sequence import DeviceState
 from keras_recurrent.generation.xla_programs import BatchState, distribute
 
 if keras.config.backend() == "jax":

@@ -16,12 +16,11 @@ from keras_recurrent.devices.jax_processes import gather_to_numpy
 from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.generation import beam_search
 from keras_recurrent.generation.batch import runs_ahead
-from keras_recurrent.generation.device_state import DeviceState, advance
-from keras_recurrent.generation.lengths import bucket, chunk_length
 from keras_recurrent.generation.modes import RUN_EAGERLY, record_mode
+from keras_recurrent.generation.prompts import bucket, chunk_length
 from keras_recurrent.generation.recent_tokens import apply_recent_tokens
 from keras_recurrent.generation.sampling import empty_logprobs, next_tokens
-from keras_recurrent.generation.scores import score_tokens
+from keras_recurrent.generation.sequence import DeviceState, advance
 from keras_recurrent.layers.decoding import decoding_scope, unfused_blocks
 from keras_recurrent.progress import announce
 
@@ -50,9 +49,10 @@ class BatchState(NamedTuple):
 class Programs:
     """Programs of a language model.
 
+    JAX passes the weights as arguments. Programs of TensorFlow read the variables of the model.
+
     Args:
-        model: the language model. With `run_eagerly=True`, the functions of its programs run
-            without being compiled.
+        model: the language model. With `run_eagerly=True`, its programs run without being compiled.
 
     Attributes:
         decode: a function `(state, weights, inputs, features=, keep=, num_tokens=, variant=)`. Its
@@ -73,67 +73,17 @@ class Programs:
 
     def __init__(self, model):
         self._model, on_jax = model, keras.config.backend() == "jax"
-        self._function: Any = _jit if on_jax else _tensorflow_function(model)
+        compiled: Any = _jit if on_jax else _tensorflow_function(model)
         if model.run_eagerly:
-            self._function = _unchanged
-        function, network = self._function, functools.partial(Network, model)
-        map_structure = keras.tree.map_structure
-
-        @function
-        def prefill(token_ids, lengths, cache, weights, max_length, variant):
-            """Returns the cache after the first `lengths` [B] tokens of each sequence."""
-            if cache is None:
-                batch_size = token_ids.shape[0]
-                cache = model.backbone.get_initial_state(batch_size, max_length=max_length)
-            return network(weights).prefill_all(token_ids, lengths, cache)
-
-        @function
-        def decode(state, weights, inputs, features, keep, num_tokens, variant):
-            return network(weights).decode(state, inputs, features, keep, num_tokens)
-
-        @function
-        def score(token_ids, targets, mask, cache, weights, variant):
-            return network(weights).score(token_ids, targets, mask, cache)
-
-        @function
-        def search(cache, token, weights, inputs, num_beams, max_length, variant):
-            options = *inputs, num_beams, max_length
-            return beam_search.search(network(weights).step, cache, token, *options)
-
-        @function
-        def process(states, token_ids, mask, weights, variant):
-            joined = map_structure(lambda *parts: ops.concatenate(parts, axis=0), *states)
-            cache = network(weights).prefill(token_ids, mask, joined)
-            return [_select(cache, row) for row in range(len(states))]
-
-        @function
-        def insert(state, slot, sequence, cache):
-            def set_slot(array, value):
-                return array.at[slot].set(value)
-
-            if len(keras.tree.flatten(cache)) != len(keras.tree.flatten(state.cache)):
-                cache = model.backbone.add_recent_tokens(cache)
-            cache = map_structure(
-                lambda array, value: set_slot(array, value[0]), state.cache, cache
-            )
-            sequences = map_structure(set_slot, state.sequences, sequence)
-            return state._replace(sequences=sequences, cache=cache)
-
-        @function
-        def extract(cache, slot):
-            return apply_recent_tokens(_select(cache, slot))
-
-        @function
-        def set_row(state, slot, value):
-            return state.at[slot].set(value)
-
-        self.decode, self._prefill, self._score, self._search = decode, prefill, score, search
-        self.process, self.insert = process, insert
-        self.extract, self.set_row = extract, set_row
-        self._add_recent_tokens = function(model.backbone.add_recent_tokens)
+            compiled = _unchanged
+        self._prefill, self._score = compiled(self._prefill_chunks), compiled(self._score_tokens)
+        self.decode, self._search = compiled(self._decode), compiled(self._search_beams)
+        self.process, self.insert = compiled(self._process_chunk), compiled(self._insert)
+        self.extract, self.set_row = compiled(_extract), compiled(_set_row)
+        self._add_recent_tokens = compiled(model.backbone.add_recent_tokens)
         # Programs of TensorFlow overwrite nothing, and its caches have no recent tokens.
-        self.finish = function(apply_recent_tokens) if on_jax else _unchanged
-        self.copy = function(_copy) if on_jax else _unchanged
+        self.finish = compiled(apply_recent_tokens) if on_jax else _unchanged
+        self.copy = compiled(_copy) if on_jax else _unchanged
 
     def weights(self):
         """Returns the weights, arguments of a program on JAX; None on TensorFlow."""
@@ -187,7 +137,7 @@ class Programs:
         )
 
     def score(self, token_ids, targets, mask, cache):
-        """Returns the results of `score_tokens`, the first two as NumPy arrays."""
+        """Returns the results of the model's `_score_tokens`, the first two as NumPy arrays."""
         arrays = *map(distribute, (token_ids, targets, mask)), cache, self.weights()
         *scores, cache = self._score(*arrays, variant=self.variant())
         return *map(gather_to_numpy, scores), cache
@@ -205,86 +155,76 @@ class Programs:
         )
         return keras.tree.map_structure(gather_to_numpy, found)
 
+    # Functions of programs, which run while a program is traced.
 
-def distribute(array):
-    """Moves an array to the device, or to the devices of `keras.distribution` if one is set."""
-    distribution = keras.distribution.distribution()
-    if distribution is None:
-        return ops.convert_to_tensor(array)
-    layout = drop_uneven_axes(distribution.get_data_layout(array.shape), array.shape)
-    return keras.distribution.distribute_tensor(array, layout)
-
-
-class Network:
-    """Functions of a language model in a program that is being traced.
-
-    Args:
-        model: the language model.
-        weights: values for the variables of the model. None: TensorFlow's programs read the
-            variables.
-    """
-
-    def __init__(self, model, weights):
-        if not model.run_eagerly:
+    def _scope(self, weights):
+        """Returns a context manager in which the variables of the model have these values."""
+        if not self._model.run_eagerly:
             announce("Compiling generation, once for a batch size and a range of lengths")
-        self._model = model
-        self._values = list(zip(model.variables, weights, strict=True)) if weights else []
+        if weights is None:
+            return contextlib.nullcontext()
+        return keras.StatelessScope(list(zip(self._model.variables, weights, strict=True)))
 
-    def _scope(self):
-        return keras.StatelessScope(self._values) if self._values else contextlib.nullcontext()
-
-    def prefill(self, token_ids, mask, cache):
-        """Returns the cache after tokens `[B, T]`; the mask is False at padding."""
-        with self._scope():
-            return self._model.backbone.hidden_states(token_ids, mask, cache=cache)[1]
-
-    def score(self, token_ids, targets, mask, cache):
-        """Returns the results of `score_tokens`."""
-        with self._scope():
-            return score_tokens(self._model.backbone, token_ids, targets, mask, cache)
-
-    def step(self, token, mask, cache):
-        """Returns the logits `[B, vocabulary]` after tokens `[B, 1]`, and the cache."""
-        fused = contextlib.nullcontext() if self._model.run_eagerly else decoding_scope()
-        with self._scope(), fused:
-            logits, _, cache = self._model.call_with_cache(token, cache, padding_mask=mask)
-        return logits[:, 0], cache
-
-    def prefill_all(self, token_ids, lengths, cache):
-        """Returns the cache after the first `lengths` [B] tokens of each sequence, by chunks."""
-        size = chunk_length(*token_ids.shape)
+    def _prefill_chunks(self, token_ids, lengths, cache, weights, max_length, variant):
+        backbone, (batch_size, padded_length) = self._model.backbone, token_ids.shape
+        size = chunk_length(batch_size, padded_length)
         longest, positions = ops.max(lengths), ops.arange(size, dtype="int32")
+        if cache is None:
+            cache = backbone.get_initial_state(batch_size, max_length=max_length)
 
         def any_left(start, cache):
             return start < longest
 
-        def step(start, cache):
-            tokens = ops.slice(token_ids, (0, start), (token_ids.shape[0], size))
-            return start + size, self.prefill(tokens, start + positions < lengths[:, None], cache)
+        def process(start, cache):
+            tokens = ops.slice(token_ids, (0, start), (batch_size, size))
+            mask = start + positions < lengths[:, None]
+            return start + size, backbone.hidden_states(tokens, mask, cache=cache)[1]
 
-        return ops.while_loop(any_left, step, (ops.zeros((), "int32"), cache))[1]
+        with self._scope(weights):
+            return ops.while_loop(any_left, process, (ops.zeros((), "int32"), cache))[1]
 
-    def decode(self, state, inputs, features, keep, num_tokens):
-        """Generates up to `num_tokens` tokens of each sequence, as `Programs.decode`."""
+    def _process_chunk(self, states, token_ids, mask, weights, variant):
+        cache = keras.tree.map_structure(lambda *parts: ops.concatenate(parts, axis=0), *states)
+        with self._scope(weights):
+            _, cache = self._model.backbone.hidden_states(token_ids, mask, cache=cache)
+        return [_select(cache, row) for row in range(len(states))]
+
+    def _score_tokens(self, token_ids, targets, mask, cache, weights, variant):
+        with self._scope(weights):
+            return self._model._score_tokens(token_ids, targets, mask, cache)
+
+    def _search_beams(self, cache, token, weights, inputs, num_beams, max_length, variant):
+        with self._scope(weights):
+            return beam_search.search(self._step, cache, token, *inputs, num_beams, max_length)
+
+    def _step(self, token, mask, cache):
+        """Returns the logits `[B, vocabulary]` after tokens `[B, 1]`, and the cache."""
+        with contextlib.nullcontext() if self._model.run_eagerly else decoding_scope():
+            logits, _, cache = self._model.call_with_cache(token, cache, padding_mask=mask)
+        return logits[:, 0], cache
+
+    def _decode(self, state, weights, inputs, features, keep, num_tokens, variant):
         uniform, arguments = inputs
+        # XLA on GPUs would wait for any other condition in each iteration.
+        has_fixed_count = runs_ahead(self._model)
         features = features._replace(options=frozenset(features.options))
 
         def one(state, uniform):
             sequences, cache, counts = state
             mask = sequences.active if keep else None
-            logits, cache = self.step(sequences.token, mask, cache)
+            logits, cache = self._step(sequences.token, mask, cache)
             inputs = sequences, uniform, counts, arguments
             token, counts, logprobs = next_tokens(features, logits, *inputs)
             return BatchState(advance(sequences, token), cache, counts), logprobs
 
         if num_tokens == 1:
-            state, logprobs = one(state, None if uniform is None else uniform[:, 0])
+            with self._scope(weights):
+                state, logprobs = one(state, None if uniform is None else uniform[:, 0])
             logprobs = keras.tree.map_structure(lambda array: array[:, None], logprobs)
             return state, state.sequences.token, logprobs
 
         def continues(t, state, generated, logprobs):
-            if runs_ahead(self._model):
-                # XLA on GPUs would wait for any other condition in each iteration.
+            if has_fixed_count:
                 return t < num_tokens
             return ops.logical_and(t < num_tokens, ops.any(state.sequences.active))
 
@@ -305,7 +245,29 @@ class Network:
         size = state.sequences.token.shape[0], num_tokens
         buffers = ops.zeros(size, "int32"), empty_logprobs(features.num_logprobs, size)
         initial = ops.zeros((), "int32"), state, *buffers
-        return ops.while_loop(continues, step, initial)[1:]
+        with self._scope(weights):
+            return ops.while_loop(continues, step, initial)[1:]
+
+    def _insert(self, state, slot, sequence, cache):
+        def set_slot(array, value):
+            return array.at[slot].set(value)
+
+        if len(keras.tree.flatten(cache)) != len(keras.tree.flatten(state.cache)):
+            cache = self._model.backbone.add_recent_tokens(cache)
+        cache = keras.tree.map_structure(
+            lambda array, value: set_slot(array, value[0]), state.cache, cache
+        )
+        sequences = keras.tree.map_structure(set_slot, state.sequences, sequence)
+        return state._replace(sequences=sequences, cache=cache)
+
+
+def distribute(array):
+    """Moves an array to the device, or to the devices of `keras.distribution` if one is set."""
+    distribution = keras.distribution.distribution()
+    if distribution is None:
+        return ops.convert_to_tensor(array)
+    layout = drop_uneven_axes(distribution.get_data_layout(array.shape), array.shape)
+    return keras.distribution.distribute_tensor(array, layout)
 
 
 def _jit(function):
@@ -327,6 +289,14 @@ def compiler_options_of_prompts():
     """
     has_gpu = jax.default_backend() == "gpu"
     return {"xla_gpu_graph_min_graph_size": 2**20} if has_gpu else None
+
+
+def _extract(cache, slot):
+    return apply_recent_tokens(_select(cache, slot))
+
+
+def _set_row(state, slot, value):
+    return state.at[slot].set(value)
 
 
 def _select(cache, row):

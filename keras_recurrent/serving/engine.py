@@ -14,14 +14,17 @@ from keras_recurrent.checks.arguments import (
     is_integer,
 )
 from keras_recurrent.generation.batch import is_on_cpu
-from keras_recurrent.generation.beam_sampler import BeamSampler
+from keras_recurrent.generation.beam_search import BeamSampler
 from keras_recurrent.generation.chat import is_messages, start_turn
 from keras_recurrent.generation.decoding_loop import BackendBatch
 from keras_recurrent.generation.modes import RUN_EAGERLY
 from keras_recurrent.generation.prompt_chunks import PromptChunks, num_prompts_of
 from keras_recurrent.generation.prompts import check_token_count, parse_prompt
-from keras_recurrent.generation.samplers import resolve_sampling
-from keras_recurrent.generation.sampling_params import SamplingParams, explains_options
+from keras_recurrent.generation.sampling_params import (
+    SamplingParams,
+    explains_options,
+    resolve_sampling,
+)
 from keras_recurrent.generation.scheduler import Scheduler
 from keras_recurrent.generation.stop_strings import StreamedText, check_stop_strings
 from keras_recurrent.generation.text import hidden_stop_tokens

@@ -17,7 +17,7 @@ import numpy as np
 from keras_recurrent.atomic_files import remove_temporary_folders
 from keras_recurrent.checkpoints import files
 from keras_recurrent.generation.cache import GenerationCache
-from keras_recurrent.generation.cache_key import cache_key
+from keras_recurrent.generation.cache_file import cache_key
 
 SUFFIX = ".safetensors"
 DELAY = 5.0  # seconds before a state is written; under load, most are dropped before

@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Any, NamedTuple
 
-from keras_recurrent.generation.output import TokenLogprobs
+from keras_recurrent.generation.sequence import TokenLogprobs
 
 
 class EngineFull(RuntimeError):

@@ -11,9 +11,9 @@ import keras
 import numpy as np
 
 from keras_recurrent import dispatch, which_generation
-from keras_recurrent.generation.device_state import DeviceState
 from keras_recurrent.generation.sampling import features_of, next_tokens, option_arrays
 from keras_recurrent.generation.sampling_params import SamplingParams
+from keras_recurrent.generation.sequence import DeviceState
 from keras_recurrent.layers.decoding import decoding_scope
 from tests.devices.jax_layouts import SIZES
 from tests.devices.meshes import device_mesh, model_parallel

@@ -10,7 +10,7 @@ from keras_recurrent.generation import beam_search
 from keras_recurrent.models import SamplingParams
 from keras_recurrent.samplers import BeamSampler
 from tests.generation.test_text import text_model
-from tests.generation.tokens import assert_caches_close, pad, random_prompts
+from tests.generation.tokens import assert_caches_close, pad, random_prompts, unpad
 from tests.models import plain_generation
 from tests.models.test_generation import MARGIN
 from tests.models.tiny import VOCABULARY, tiny_causal_lm
@@ -118,14 +118,7 @@ def test_rules_and_stop_tokens_share_a_program(model, monkeypatch):
     assert len({str(output.token_ids) for output in found}) == len(found)
 
 
-def test_one_beam_is_greedy_and_more_beams_than_tokens_are_all_tokens(model):
-    output = search(model, num_beams=1)
-    model.compile(sampler="greedy")
-    sampling = SamplingParams(temperature=0, logprobs=0)
-    greedy = model.generate(pad(PROMPTS, TOTAL), stop_token_ids=STOPS, sampling=sampling)
-    assert [row[0] for row in output.token_ids] == greedy.token_ids
-    means = [np.mean([t.logprob for t in row]) for row in greedy.logprobs]
-    np.testing.assert_allclose(np.ravel(output.scores), means, atol=1e-5)
+def test_search_with_more_beams_than_tokens_finds_all_tokens(model):
     output = search(model, num_beams=VOCABULARY + 9, max_new_tokens=1)
     assert [sorted(ids for (ids,) in row) for row in output.token_ids] == [[*range(VOCABULARY)]] * 3
     np.testing.assert_allclose(np.exp(output.scores).sum(axis=1), 1, atol=1e-5)
@@ -167,16 +160,20 @@ def test_texts_of_all_beams_are_lists_for_each_prompt():
     assert model.generate(texts, max_new_tokens=4) == [row[0] for row in output.texts]
 
 
-def test_all_beams_of_a_dataset_are_concatenated(model):
-    """Results of several batches are concatenated as texts."""
+@pytest.mark.parametrize("return_all_beams", [False, True])
+def test_beam_search_on_a_dataset_matches_one_batch(model, return_all_beams):
+    """`max_length` has no effect on the batches of a dataset, or their results are lost."""
     tf = pytest.importorskip("tensorflow")
-    model.compile(sampler=BeamSampler(3, return_all_beams=True))
+    model.compile(sampler=BeamSampler(3, return_all_beams=return_all_beams))
     inputs = pad(PROMPTS, TOTAL)
     dataset = tf.data.Dataset.from_tensor_slices(inputs).batch(2)
-    found, expected = (model.generate(x, TOTAL, STOPS) for x in (dataset, inputs))
-    assert found.token_ids == expected.token_ids
-    assert found.finish_reason == expected.finish_reason
-    assert (found.texts, len(found.scores), len(found.logprobs)) == (None, 3, 3)
+    found, expected = (model.generate(x, 13, STOPS) for x in (dataset, inputs))
+    if return_all_beams:
+        assert found.token_ids == expected.token_ids
+        assert found.finish_reason == expected.finish_reason
+        assert (found.texts, len(found.scores), len(found.logprobs)) == (None, 3, 3)
+    else:
+        assert unpad(found) == unpad(expected)
 
 
 def test_compile_converts_and_saves_beam_samplers(model):

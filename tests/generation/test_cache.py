@@ -125,8 +125,8 @@ def test_select_repeat_and_join_keep_the_states_of_sequences(model):
 @shared_by_families
 def test_prefill_in_chunks_matches_single_prompts(family, monkeypatch):
     """A chunk of a long prompt is lost, or shorter prompts of the batch process its padding."""
-    monkeypatch.setattr("keras_recurrent.generation.lengths.MIN_CHUNK", 4)
-    monkeypatch.setattr("keras_recurrent.generation.lengths.TOKENS_PER_CHUNK", 4)
+    monkeypatch.setattr("keras_recurrent.generation.prompts.MIN_CHUNK", 4)
+    monkeypatch.setattr("keras_recurrent.generation.prompts.TOKENS_PER_CHUNK", 4)
     model = tiny_causal_lm(family=family, **FEWER_LAYERS)
     prompts = random_prompts((30, 11, 4))
     lengths, states, hidden_states = [], [], type(model.backbone).hidden_states
@@ -176,22 +176,19 @@ def test_cache_without_space_for_tokens_raises(model):
 
 
 @pytest.mark.once
-@shared_by_families
-def test_arguments_that_do_not_fit_a_cache_raise(family):
-    model = tiny_causal_lm(family=family, **FEWER_LAYERS)
-    model.compile(sampler="greedy")
-    cache, two = prefill(model, random_prompts()), pad(random_prompts((3, 3)), 8)
+def test_arguments_that_do_not_fit_a_cache_raise(hgrn2):
+    cache, two = prefill(hgrn2, random_prompts()), pad(random_prompts((3, 3)), 8)
     for call, words in (
-        (lambda: model.generate(two, stop_token_ids=None, cache=cache), "text for each sequence"),
-        (lambda: model.generate(None, 3, "auto", cache=cache), "`stop_token_ids` must"),
-        (lambda: model.generate(None, None, None, cache=cache), "must be the number of tokens"),
-        (lambda: model.generate(None, 3, (VOCABULARY,), cache=cache), "from 0 to"),
-        (lambda: model.generate(None, 0, None, cache=cache), "`max_length`"),
-        (lambda: model.generate("text", 3, None, cache=cache), "no preprocessor"),
-        (lambda: model.stream(pad([[], []], 5), stop_token_ids=None), "at least one token"),
-        (lambda: model.generate(two, return_cache=1), "`return_cache`"),
-        (lambda: model.generate(two, strip_prompt="yes"), "`strip_prompt`"),
-        (lambda: model.generate(None, 3, None, cache=cache.state), "must be a `GenerationCache`"),
+        (lambda: hgrn2.generate(two, stop_token_ids=None, cache=cache), "text for each sequence"),
+        (lambda: hgrn2.generate(None, 3, "auto", cache=cache), "`stop_token_ids` must"),
+        (lambda: hgrn2.generate(None, None, None, cache=cache), "must be the number of tokens"),
+        (lambda: hgrn2.generate(None, 3, (VOCABULARY,), cache=cache), "from 0 to"),
+        (lambda: hgrn2.generate(None, 0, None, cache=cache), "`max_length`"),
+        (lambda: hgrn2.generate("text", 3, None, cache=cache), "no preprocessor"),
+        (lambda: hgrn2.stream(pad([[], []], 5), stop_token_ids=None), "at least one token"),
+        (lambda: hgrn2.generate(two, return_cache=1), "`return_cache`"),
+        (lambda: hgrn2.generate(two, strip_prompt="yes"), "`strip_prompt`"),
+        (lambda: hgrn2.generate(None, 3, None, cache=cache.state), "must be a `GenerationCache`"),
         (lambda: cache.num_tokens.sort(), "read-only"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -237,19 +234,6 @@ def test_max_length_does_not_count_padding_columns(hgrn2):
         assert {len(row) for row in more} == {5}
         stream = hgrn2.stream(pad(second, columns), 5, None, cache=cache)
         assert concatenate(second, collect_tokens(stream)) == more
-
-
-@pytest.mark.once
-@pytest.mark.parametrize("sampler", ["greedy", "beam"])
-def test_generate_on_a_dataset_of_tokens_matches_one_batch(hgrn2, sampler):
-    """`max_length` has no effect on the batches of a dataset."""
-    tf = pytest.importorskip("tensorflow")
-    hgrn2.compile(sampler=sampler)
-    batch = pad(random_prompts((3, 3, 3)))
-    expected = unpad(hgrn2.generate(batch, 8, None))
-    assert {len(row) for row in expected} == {8}
-    dataset = tf.data.Dataset.from_tensor_slices(batch).batch(2)
-    assert unpad(hgrn2.generate(dataset, 8, None)) == expected
 
 
 @shared_by_families

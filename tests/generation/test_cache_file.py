@@ -6,8 +6,8 @@ import keras
 import numpy as np
 import pytest
 
-from keras_recurrent.generation import cache_file, cache_key
-from keras_recurrent.generation.cache_key import SAMPLED, _fingerprint
+from keras_recurrent.generation import cache_file
+from keras_recurrent.generation.cache_file import SAMPLED, _fingerprint
 from keras_recurrent.models import GenerationCache
 from tests.generation.test_cache import (
     continue_cache,
@@ -149,8 +149,8 @@ def test_load_of_a_damaged_file_raises(model, cache, tmp_path):
 @pytest.mark.once
 def test_generate_from_a_cache_hashes_the_weights_once(model, cache, monkeypatch):
     """A turn of a conversation copies elements of all weights from the device twice."""
-    calls, fingerprint = [], cache_key._fingerprint
-    monkeypatch.setattr(cache_key, "_fingerprint", lambda w: calls.append(w) or fingerprint(w))
+    calls, fingerprint = [], cache_file._fingerprint
+    monkeypatch.setattr(cache_file, "_fingerprint", lambda w: calls.append(w) or fingerprint(w))
     model.generate(None, max_length=2, stop_token_ids=None, cache=cache, return_cache=True)
     assert len(calls) == 1
 

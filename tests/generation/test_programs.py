@@ -1,5 +1,6 @@
 """Compiled programs and traced steps of generation: their number, weights, and samplers."""
 
+import functools
 from concurrent.futures import ThreadPoolExecutor
 
 import keras
@@ -9,7 +10,7 @@ import pytest
 
 from keras_recurrent import dispatch, which_generation
 from keras_recurrent.generation import xla_programs
-from keras_recurrent.generation.lengths import bucket, chunk_length
+from keras_recurrent.generation.prompts import bucket, chunk_length
 from keras_recurrent.layers import hgrn2
 from keras_recurrent.models import SamplingParams
 from tests.generation.tokens import generate, pad, random_prompts
@@ -34,9 +35,15 @@ def traced(monkeypatch):
 
         name = "make_fx"
     else:
-        module, name = xla_programs.Network, "decode"
+        module, name = xla_programs.Programs, "_decode"
     original = getattr(module, name)
-    monkeypatch.setattr(module, name, lambda *args: found.append(args) or original(*args))
+
+    @functools.wraps(original)  # the names of arguments decide which are static
+    def trace(*args, **kwargs):
+        found.append(args)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, trace)
     return found
 
 

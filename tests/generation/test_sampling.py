@@ -8,8 +8,6 @@ import keras_hub
 import numpy as np
 import pytest
 
-from keras_recurrent.generation.device_state import DeviceState
-from keras_recurrent.generation.samplers import resolve_sampling
 from keras_recurrent.generation.sampling import (
     AFTER_TEMPERATURE,
     covers,
@@ -18,8 +16,8 @@ from keras_recurrent.generation.sampling import (
     option,
     option_arrays,
 )
-from keras_recurrent.generation.sampling_params import number
-from keras_recurrent.generation.sequence import Sequence
+from keras_recurrent.generation.sampling_params import number, resolve_sampling
+from keras_recurrent.generation.sequence import DeviceState, Sequence
 from keras_recurrent.models import SamplingParams
 from tests.generation import numpy_sampling
 from tests.generation.tokens import pad

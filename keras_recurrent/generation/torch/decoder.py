@@ -12,8 +12,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from keras_recurrent import dispatch
-from keras_recurrent.generation.device_state import DeviceState, advance
 from keras_recurrent.generation.sampling import Features, Logprobs, argument_names, next_tokens
+from keras_recurrent.generation.sequence import DeviceState, advance
 from keras_recurrent.generation.torch.cuda_graph import capture, clone_all, copy_all, overwrite
 from keras_recurrent.generation.torch.step import tracing
 

@@ -13,9 +13,8 @@ import torch
 from keras_recurrent.backends.constants import MIN_DELAYED_ROWS
 from keras_recurrent.dispatch import chosen_name
 from keras_recurrent.generation import beam_search
-from keras_recurrent.generation.lengths import max_chunk_length
 from keras_recurrent.generation.modes import RUN_EAGERLY, record_mode
-from keras_recurrent.generation.scores import score_tokens
+from keras_recurrent.generation.prompts import max_chunk_length
 from keras_recurrent.generation.torch.chunks import Chunks
 from keras_recurrent.generation.torch.cuda_graph import DecoderPool
 from keras_recurrent.generation.torch.decoder import CapturedDecoder, Decoder
@@ -79,9 +78,9 @@ class Programs:
 
     @torch.no_grad()
     def score(self, token_ids, targets, mask, cache):
-        """Returns the results of `score_tokens`, the first two as NumPy arrays."""
+        """Returns the results of the model's `_score_tokens`, the first two as NumPy arrays."""
         tokens, targets, mask = map(keras.ops.convert_to_tensor, (token_ids, targets, mask))
-        loss, best, cache = score_tokens(self._model.backbone, tokens, targets, mask, cache)
+        loss, best, cache = self._model._score_tokens(tokens, targets, mask, cache)
         return loss.cpu().numpy(), best.cpu().numpy(), cache
 
     @torch.no_grad()
