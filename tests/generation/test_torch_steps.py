@@ -196,3 +196,64 @@ def test_make_choice_holds_the_lock_of_tracing(monkeypatch):
     decoder._traced.cache_clear()
     decoder.make_choice(features, True, logits, state | options)
     assert owned == [True]
+
+
+# === Hooks of torch and replaced methods, with which a step is not traced ===
+
+
+def make_griffin(**options):
+    model = tiny_causal_lm(family="griffin", num_layers=3)
+    model.compile(**{"sampler": "greedy", **options})
+    return model
+
+
+def add_hook_for_all_modules(layer):
+    def flip(module, given, output):
+        return output.flip(-1) if module is layer else output
+
+    return torch.nn.modules.module.register_module_forward_hook(flip).remove
+
+
+def replace_method(name):
+    """Returns a function that replaces a method of a layer, and returns one that restores it."""
+
+    def replace(layer):
+        before = getattr(layer, name)
+        setattr(layer, name, lambda *args, **kwargs: before(*args, **kwargs).flip(-1))
+        return lambda: delattr(layer, name)
+
+    return replace
+
+
+# {change: a function that makes it, and returns a function that undoes it}
+CHANGES = {
+    "hook": lambda layer: layer.register_forward_hook(lambda _, x, y: y.flip(-1)).remove,
+    "pre-hook": lambda layer: layer.register_forward_pre_hook(lambda _, x: (x[0].flip(-1),)).remove,
+    "hook for all modules": add_hook_for_all_modules,
+    "forward": replace_method("forward"),
+    "call": replace_method("call"),
+}
+
+
+@pytest.mark.parametrize(
+    ("sampler", "changes"), [("greedy", CHANGES), ("beam", ["hook"])], ids=["greedy", "beam"]
+)
+def test_hook_acts_at_each_token_until_its_removal(sampler, changes):
+    """A traced step ignores a hook or a replaced method, or keeps its effect."""
+    model, eager = make_griffin(sampler=sampler), make_griffin(sampler=sampler, run_eagerly=True)
+    plain = generate(model, (4, 4), 12)["token_ids"]
+    layers = [m.backbone.transformer_layers[1].mlp.down_proj for m in (model, eager)]
+    for name in changes:
+        undo = [CHANGES[name](layer) for layer in layers]
+        found, expected = (generate(m, (4, 4), 12)["token_ids"] for m in (model, eager))
+        mode = which_generation(model)
+        for each in undo:
+            each()
+        np.testing.assert_array_equal(found, expected)
+        assert not np.array_equal(found, plain)
+        reason = "`down_proj` has a hook, or an instance attribute `call` or `forward`"
+        if "all modules" in name:
+            reason = "torch has a hook for all modules"
+        assert (mode.name, mode.refused["traced"]) == ("eager", reason)
+        np.testing.assert_array_equal(generate(model, (4, 4), 12)["token_ids"], plain)
+        assert which_generation(model).name != "eager"

@@ -228,33 +228,21 @@ def make_choice(features, masked, logits, tensors):
     if writes_argmax and dispatch.choose("argmax", {"x": logits}).implementation == "triton":
         from keras_recurrent.backends.triton.argmax import write_argmax
 
-        return functools.partial(_write_argmax, write_argmax)
-    names = ["token"]
-    if not is_argmax:
-        names = [*DeviceState._fields, *argument_names(features)]
-    if features.is_random:
-        names.append("uniform")
-    if features.has_penalties:
-        names.append("counts")
-    if features.num_logprobs is not None:
-        names += logprob_names(features)
-    if "recent" in tensors:
-        names.append("recent")
+        def overwrite_token(logits, tensors):
+            write_argmax(logits, tensors["token"], tensors["recent"])
+            return {}
+
+        return overwrite_token
+    names = tuple(sorted(tensors))
     inputs = [logits, *(tensors[name] for name in names)]
     specs = tuple((tuple(t.shape), t.dtype, t.device) for t in inputs)
-    choose, changed = _traced(features, is_argmax, tuple(names), specs, dispatch.chosen_name())
+    choose, changed = _traced(features, is_argmax, names, specs, dispatch.chosen_name())
 
     def run(logits, tensors):
         new = choose(logits, *[tensors[name] for name in names])
         return dict(zip(changed, new, strict=True))
 
     return run
-
-
-def _write_argmax(write, logits, tensors):
-    """Overwrites `token` and `recent` with one kernel."""
-    write(logits, tensors["token"], tensors["recent"])
-    return {}
 
 
 def _append(tensors, latest):
@@ -265,7 +253,8 @@ def _append(tensors, latest):
 
 def _choose(features, is_argmax, logits, tensors):
     """Returns the tensors that change, as the function of `make_choice`."""
-    uniform, counts = tensors.get("uniform"), tensors.get("counts")
+    uniform = tensors["uniform"] if features.is_random else None
+    counts = tensors["counts"] if features.has_penalties else None
     state = None if is_argmax else DeviceState(*(tensors[name] for name in DeviceState._fields))
     if features == Features():
         token, logprobs = dispatch.run("argmax", {"x": logits}), ()
