@@ -1,5 +1,6 @@
 """CUDA graphs of decoding steps on torch. Without an NVIDIA GPU, a replay runs the function."""
 
+import contextlib
 import gc
 
 import keras
@@ -165,13 +166,17 @@ def test_decoder_whose_call_raised_an_exception_is_not_used_again(monkeypatch):
     assert calls[-1] is not calls[0]
 
 
+@pytest.mark.parametrize("has_other_graph", [False, True])
 @pytest.mark.parametrize(
     ("error", "num_captures"), [(RuntimeError, 1), (torch.OutOfMemoryError, 2)]
 )
-def test_sampling_whose_capture_fails_runs_kernel_by_kernel(error, num_captures, monkeypatch):
-    """The step of a decoder that has another graph advances a state twice, or never."""
+def test_failed_capture_is_repeated_only_if_memory_was_short(
+    error, num_captures, has_other_graph, monkeypatch
+):
+    """The step after a failed capture advances a state twice, or never."""
     (model, traced), captures = make_captured_and_traced(), []
-    generate(model, LENGTHS, TOTAL, return_cache=True)
+    if has_other_graph:
+        generate(model, LENGTHS, TOTAL, return_cache=True)
 
     def capture(function, *arguments):
         captures.append(function)
@@ -180,8 +185,10 @@ def test_sampling_whose_capture_fails_runs_kernel_by_kernel(error, num_captures,
 
     monkeypatch.setattr(decoder, "capture", capture)
     options = {"sampling": SamplingParams(**OPTIONS), "return_cache": True}
-    with pytest.warns(UserWarning, match="Steps run kernel by kernel: .*no capture"):
+    warning = pytest.warns(UserWarning, match="Steps run kernel by kernel: .*no capture")
+    with warning if has_other_graph else contextlib.nullcontext():
         found = [generate(model, LENGTHS, TOTAL, **options).token_ids for _ in range(2)]
+    assert has_other_graph or "no capture" in which_generation(model).refused["cuda_graph"]
     assert found == [generate(traced, LENGTHS, TOTAL, **options).token_ids] * 2
     assert len(captures) == num_captures
 

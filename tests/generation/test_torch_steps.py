@@ -23,7 +23,6 @@ from keras_recurrent.generation.torch.cuda_graph import DecoderPool, clone_all, 
 from keras_recurrent.generation.torch.step import _inline_scalars, tracing
 from keras_recurrent.generation.torch_batch import TorchBatch
 from keras_recurrent.models import SamplingParams
-from tests.generation.captures import capture_on_cpu
 from tests.generation.tokens import generate
 from tests.models.tiny import tiny_causal_lm
 
@@ -56,28 +55,6 @@ def test_inline_scalars_is_bit_identical(dtype, constant_dtype, device):
     count = torch.arange(3)
     found = _inline_scalars(make_fx(lambda n: n * torch.tensor(0.5, dtype=torch.float64))(count))
     assert torch.equal(found(count), count * torch.tensor(0.5, dtype=torch.float64))
-
-
-@pytest.mark.parametrize(
-    ("error", "num_captures"),
-    [(torch.OutOfMemoryError("no room"), 2), (RuntimeError("no capture"), 1)],
-)
-def test_failed_capture_is_repeated_only_if_memory_was_short(
-    hgrn2, error, num_captures, monkeypatch
-):
-    """Each call repeats an impossible capture, or no call captures after memory was short once."""
-    captures = []
-
-    def capture(*arguments):
-        captures.append(arguments)
-        raise error
-
-    capture_on_cpu(monkeypatch)
-    monkeypatch.setattr(decoder, "capture", capture)
-    for _ in range(2):
-        generate(hgrn2, (3,), 6)
-        assert str(error) in which_generation(hgrn2).refused["cuda_graph"]
-    assert len(captures) == num_captures
 
 
 def test_decoder_pool_after_drop_has_only_decoders_of_other_steps(monkeypatch):
