@@ -16,6 +16,7 @@ from keras_recurrent.models import (
 from keras_recurrent.presets.griffin import RECURRENT_GEMMA_CHAT_TEMPLATE
 from keras_recurrent.samplers import BeamSampler
 from keras_recurrent.tokenizers import ByteTokenizer, SentencePieceTokenizer
+from tests.layers.table import assert_rejects
 from tests.models.tiny import tiny_causal_lm
 from tests.tokenizers import bpe
 from tests.tokenizers.sentence_piece import train
@@ -227,8 +228,7 @@ def test_turn_after_an_answer_begins_with_the_end_of_the_template(
 )  # fmt: skip
 def test_messages_that_differ_from_those_in_the_cache_raise(messages, match):
     cache = make_cache(make_lines(), "Hi", ByteTokenizer()("Hi"))
-    with pytest.raises(ValueError, match=match):
-        start_turn(make_renderer(make_lines()), messages, cache)
+    assert_rejects(match, start_turn, make_renderer(make_lines()), messages, cache)
 
 
 def test_template_that_renders_earlier_messages_differently_raises():
@@ -254,14 +254,11 @@ def test_template_that_renders_earlier_messages_differently_raises():
 def test_chat_without_a_template_or_messages_raises():
     model = tiny_causal_lm(preprocessor=None, **SMALL)
     for function in (model.chat, model.stream):
-        with pytest.raises(ValueError, match="with a chat template; the model has no preprocessor"):
-            function([HELLO])
+        assert_rejects("with a chat template; the model has no preprocessor", function, [HELLO])
     model = tiny_causal_lm(preprocessor=make_lines(None), **SMALL)
-    with pytest.raises(ValueError, match="The preprocessor has no chat template"):
-        model.chat([HELLO])
+    assert_rejects("The preprocessor has no chat template", model.chat, [HELLO])
     for messages in ("Hello", [], [[]], [[HELLO], "a"]):
-        with pytest.raises(ValueError, match="`messages`"):
-            start_turn(make_renderer(make_lines()), messages, None)
+        assert_rejects("`messages`", start_turn, make_renderer(make_lines()), messages, None)
     with pytest.raises(ValueError, match="`cache` must be a `GenerationCache`"):
         start_turn(make_renderer(make_lines()), [HELLO], "cache")
 

@@ -15,6 +15,7 @@ from keras_recurrent.presets.griffin import RECURRENT_GEMMA_CHAT_TEMPLATE
 from keras_recurrent.tokenizers import ByteTokenizer
 from tests.chat.test_chat import make_gemma
 from tests.checkpoints import golden
+from tests.layers.table import assert_rejects
 
 pytestmark = pytest.mark.once
 HELLO = {"role": "user", "content": "Hello"}
@@ -85,8 +86,7 @@ def test_template_of_recurrent_gemma_renders_turns_and_rejects_others(gemma):
         ([system, HELLO], r"rejects the messages: .* user or assistant; got system"),
         ([HELLO, HELLO], r"rejects the messages: .* must alternate"),
     ]:
-        with pytest.raises(ValueError, match=match):
-            render(template, *messages)
+        assert_rejects(match, render, template, *messages)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,7 @@ def test_template_of_recurrent_gemma_renders_turns_and_rejects_others(gemma):
 )  # fmt: skip
 def test_template_that_exceeds_a_limit_or_fails_raises(template, match):
     """A template uses all memory, reads files or attributes, or ends the process."""
-    with pytest.raises(ValueError, match=match):
-        render(template, HELLO)
+    assert_rejects(match, render, template, HELLO)
     assert render("a", HELLO) == "a"
 
 
@@ -167,15 +166,12 @@ def test_rendering_without_jinja2_raises(monkeypatch):
 )
 def test_messages_of_another_form_raise(messages, match):
     preprocessor = GriffinCausalLMPreprocessor(ByteTokenizer(), chat_template="a")
-    with pytest.raises(ValueError, match=match):
-        preprocessor.apply_chat_template(messages)
+    assert_rejects(match, preprocessor.apply_chat_template, messages)
 
 
 def test_chat_arguments_of_a_preprocessor_of_another_form_raise():
-    with pytest.raises(ValueError, match="has no chat template"):
-        render(None, HELLO)
-    with pytest.raises(ValueError, match="`chat_template` must be a string"):
-        render(["a"], HELLO)
+    assert_rejects("has no chat template", render, None, HELLO)
+    assert_rejects("`chat_template` must be a string", render, ["a"], HELLO)
     with pytest.raises(ValueError, match="`extra_stop_token_ids` must be a tuple of integers"):
         GriffinCausalLMPreprocessor(ByteTokenizer(), extra_stop_token_ids=("</s>",))
 
@@ -287,8 +283,7 @@ def test_template_is_read_from_the_files_of_a_checkpoint(tmp_path, gemma):
     assert load("named", tokenizer_config={"chat_template": named}) is None
     with pytest.raises(ValueError, match=r"'chat_template' in tokenizer_config.json .* got 5"):
         load("number", tokenizer_config={"chat_template": 5})
-    with pytest.raises(ValueError, match="more than 1 MB"):
-        load("large", template="a" * 1_000_001)
+    assert_rejects("more than 1 MB", load, "large", template="a" * 1_000_001)
     with pytest.raises(ValueError, match=r"'eos_token_id' is 'x' in generation_config.json"):
         load("ids", generation_config={"eos_token_id": "x"})
 

@@ -10,6 +10,7 @@ from keras_recurrent.checkpoints import loaders
 from keras_recurrent.models import GriffinCausalLMPreprocessor
 from keras_recurrent.tokenizers import BPETokenizer, SentencePieceTokenizer
 from tests.checkpoints import golden
+from tests.layers.table import assert_rejects
 from tests.tokenizers import bpe
 
 pytestmark = pytest.mark.once
@@ -97,11 +98,9 @@ def test_load_with_broken_bpe_file_raises_unless_sentence_piece_exists(
     """A broken tokenizer is found only after the weights are read."""
     path = write_checkpoint(tmp_path / "bpe", tokenizer_config={"eos_token": "<none>"})
     monkeypatch.setattr(loaders.RecurrentPresetLoader, "load_backbone", None)
-    with pytest.raises(ValueError, match=r"'eos_token' is '<none>' in tokenizer_config.json of"):
-        golden.model(path)
+    assert_rejects(r"'eos_token' is '<none>' in tokenizer_config.json of", golden.model, path)
     file = path / "tokenizer.json"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=f"No tokenizer can be made of {file}: it is not JSON"):
-        golden.model(path)
+    assert_rejects(f"No tokenizer can be made of {file}: it is not JSON", golden.model, path)
     (path / "tokenizer.model").write_bytes(sentence_piece)
     assert type(SentencePieceTokenizer.from_preset(str(path))) is SentencePieceTokenizer

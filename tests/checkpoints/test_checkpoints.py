@@ -23,6 +23,7 @@ from keras_recurrent.models import (
 )
 from keras_recurrent.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from tests.checkpoints import golden
+from tests.layers.table import assert_rejects
 
 NORM = "model.final_norm.weight"
 BIAS = "model.layers.0.mlp_block.up_proj.bias"
@@ -77,8 +78,7 @@ def test_load_does_not_initialize_weights_randomly(monkeypatch):
 def test_load_with_wrong_tensors_names_each(tmp_path, no_model_built, tensors, match):
     path = golden.copy(tmp_path / "wrong", tensors=tensors)
     for load in (golden.model, lambda path: GriffinBackbone.from_preset(str(path))):
-        with pytest.raises(ValueError, match=match):
-            load(path)
+        assert_rejects(match, load, path)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 1000, -1])
@@ -86,8 +86,7 @@ def test_load_of_truncated_file_names_the_file(tmp_path, no_model_built, keep):
     path = golden.copy(tmp_path / "cut")
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=r"model.safetensors is damaged or cut off .* Fetch it"):
-        golden.model(path)
+    assert_rejects(r"model.safetensors is damaged or cut off .* Fetch it", golden.model, path)
 
 
 def write_shards(folder):
@@ -205,8 +204,7 @@ def test_load_of_pickled_weights_raises(tmp_path, no_model_built):
 def test_load_with_unsupported_config_names_the_key(tmp_path, no_model_built, config, match):
     path = golden.copy(tmp_path / "wrong", config=config)
     for load_weights in (None, False):
-        with pytest.raises(ValueError, match=match):
-            golden.model(path, load_weights=load_weights)
+        assert_rejects(match, golden.model, path, load_weights=load_weights)
 
 
 def test_config_without_optional_keys_has_the_published_defaults(tmp_path):
@@ -241,21 +239,18 @@ def test_load_of_unreadable_config_names_the_fault(tmp_path, content, match):
     content = content.encode() if isinstance(content, str) else content
     # A content that ends with a comma replaces the first character, the brace.
     file.write_bytes(content + file.read_bytes()[1:] if content.endswith(b",") else content)
-    with pytest.raises(ValueError, match=match):
-        golden.model(file.parent)
+    assert_rejects(match, golden.model, file.parent)
 
 
 def test_load_with_more_blocks_than_tensors_raises(tmp_path, no_model_built):
     path = golden.copy(tmp_path / "deep", config={"num_hidden_layers": 10_000})
-    with pytest.raises(ValueError, match=r"config.json of .* says 10000 blocks, more than the we"):
-        golden.model(path)
+    assert_rejects(r"config.json of .* says 10000 blocks, more than the we", golden.model, path)
 
 
 def test_load_of_too_large_config_raises(tmp_path, monkeypatch):
     path = golden.copy(tmp_path / "large")
     monkeypatch.setattr(files, "MAX_JSON_BYTES", 100)
-    with pytest.raises(ValueError, match=r"config.json has .* bytes and is not read"):
-        golden.model(path)
+    assert_rejects(r"config.json has .* bytes and is not read", golden.model, path)
 
 
 # === Arguments of from_preset ===
@@ -283,8 +278,7 @@ def test_from_preset_applies_overrides():
     ],
 )
 def test_from_preset_with_unsupported_override_names_it(overrides, match):
-    with pytest.raises(ValueError, match=match):
-        golden.model(**overrides)
+    assert_rejects(match, golden.model, **overrides)
 
 
 # === The Hub ===
@@ -475,8 +469,7 @@ def test_load_with_broken_tokenizer_raises_before_reading_weights(
     path = golden.copy(tmp_path / "text", config=config)
     (path / "tokenizer.model").write_bytes(sentence_piece[: len(sentence_piece) - cut])
     monkeypatch.setattr(loaders.RecurrentPresetLoader, "load_backbone", None)
-    with pytest.raises(ValueError, match=match):
-        golden.model(path)
+    assert_rejects(match, golden.model, path)
 
 
 def test_load_with_sentence_piece_file_makes_the_preprocessor(tmp_path, sentence_piece):

@@ -9,6 +9,7 @@ from keras_recurrent.models.lightning_hybrid.checkpoint import HypeNet, MiniCPMS
 from keras_recurrent.models.transnormer.checkpoint import TransNormer
 from keras_recurrent.presets import griffin, hgrn2, lightning_hybrid, transnormer
 from tests.checkpoints import golden
+from tests.layers.table import assert_rejects
 
 pytestmark = pytest.mark.once
 
@@ -280,8 +281,7 @@ def test_hgrn2_attention_keys_have_the_defaults_of_flash_linear_attention():
     ],
 )
 def test_hgrn2_attention_with_unsupported_value_names_the_key(attn, match):
-    with pytest.raises(ValueError, match=match):
-        read_attention(attn)
+    assert_rejects(match, read_attention, attn)
 
 
 SPARSE = CONFIGS["minicpm_sala"]["sparse_config"]
@@ -312,5 +312,4 @@ REQUIRED = {
     ],
 )
 def test_config_with_missing_unknown_or_unsupported_key_names_it(model_type, changes, match):
-    with pytest.raises(ValueError, match=match):
-        read(model_type, **changes)
+    assert_rejects(match, read, model_type, **changes)

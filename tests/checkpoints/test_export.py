@@ -9,6 +9,7 @@ import pytest
 
 from keras_recurrent.checkpoints import export
 from tests.checkpoints import golden
+from tests.layers.table import assert_rejects
 from tests.models.tiny import FAMILIES
 
 pytestmark = pytest.mark.once
@@ -146,8 +147,7 @@ def test_export_of_unsupported_arguments_names_all(tmp_path, family, arguments, 
 def test_export_with_invalid_argument_names_it_and_writes_nothing(
     model, tmp_path, arguments, match
 ):
-    with pytest.raises(ValueError, match=match):
-        model.export_to_transformers(tmp_path / "export", **arguments)
+    assert_rejects(match, model.export_to_transformers, tmp_path / "export", **arguments)
     assert not list(tmp_path.iterdir())
 
 
@@ -179,6 +179,5 @@ def test_export_onto_links_or_files_raises_and_keeps_them(model, tmp_path, monke
 def test_export_of_quantized_model_raises(tmp_path):
     model = golden.model()
     model.quantize("int8")
-    with pytest.raises(ValueError, match="before `quantize`"):
-        model.export_to_transformers(tmp_path / "export")
+    assert_rejects("before `quantize`", model.export_to_transformers, tmp_path / "export")
     assert not list(tmp_path.iterdir())

@@ -9,6 +9,7 @@ import pytest
 
 from keras_recurrent.conversion import convert_to_gqa, gqa_report
 from tests.gqa.families import make_backbone
+from tests.layers.table import assert_rejects
 from tests.models.tiny import tiny_backbone
 
 pytestmark = pytest.mark.once
@@ -144,8 +145,7 @@ class CustomTask(hub.GPT2CausalLM):
 def test_unsupported_conversion_raises_with_reason_and_keeps_the_model(model, groups, message):
     model = model()
     weights = [id(weight) for weight in model.weights]
-    with pytest.raises(ValueError, match=message):
-        convert_to_gqa(model, groups)
+    assert_rejects(message, convert_to_gqa, model, groups)
     assert [id(weight) for weight in model.weights] == weights
 
 
@@ -165,8 +165,7 @@ def attention_over_two_axes():
     ],
 )
 def test_invalid_where_raises_with_the_layers(model, where, message):
-    with pytest.raises(ValueError, match=message):
-        convert_to_gqa(model(), 2, where=where)
+    assert_rejects(message, convert_to_gqa, model(), 2, where=where)
 
 
 def test_invalid_model_or_pooling_raises():

@@ -8,6 +8,8 @@ import pytest
 from keras_recurrent.conversion import convert_to_gqa
 from tests.gqa.oracle import assert_equal, assert_equal_weights, numpy, set_weights, share_heads
 
+pytestmark = pytest.mark.once
+
 HEADS, WIDTH, LENGTH = 4, 12, 5
 PROJECTIONS = {"/key/kernel": 1, "/value/kernel": 1, "/key/bias": 0, "/value/bias": 0}
 
@@ -75,7 +77,9 @@ def build_model(build):
     return model
 
 
-@pytest.mark.parametrize("pooling", ["mean", pytest.param("first", marks=pytest.mark.once)])
+@pytest.mark.parametrize(
+    "pooling", [pytest.param("mean", marks=pytest.mark.every_backend), "first"]
+)
 def test_converted_decoder_matches_shared_heads_and_keeps_the_rest(pooling):
     """Pooling is wrong, or conversion changes an encoder, or names and options of layers."""
     model, oracle = build_model(decoder), build_model(decoder)
@@ -91,7 +95,6 @@ def test_converted_decoder_matches_shared_heads_and_keeps_the_rest(pooling):
     assert grouped.get_layer("causal").use_bias is False
 
 
-@pytest.mark.once
 def test_converted_layers_match_shared_heads_and_convert_again_after_saving(tmp_path):
     model, oracle = build_model(layers_with_attention), build_model(layers_with_attention)
     grouped = convert_to_gqa(model, 2, where=lambda layer: "encoder/" not in layer.path)
@@ -123,7 +126,6 @@ def weight(model, *parts):
     return weight
 
 
-@pytest.mark.once
 def test_two_conversions_match_one():
     model = build_model(decoder)
     twice = convert_to_gqa(convert_to_gqa(model, 2), 1)
@@ -132,6 +134,7 @@ def test_two_conversions_match_one():
 
 
 # Keras's GroupQueryAttention passes its inputs on with their masks.
+@pytest.mark.every_backend
 @pytest.mark.filterwarnings("ignore:Layer .* \\(of type EinsumDense\\) was passed an input with a")
 def test_converted_sequential_with_masked_tokens_matches_and_is_saved(tmp_path):
     model = keras.Sequential(
@@ -152,7 +155,6 @@ def test_converted_sequential_with_masked_tokens_matches_and_is_saved(tmp_path):
     np.testing.assert_array_equal(numpy(loaded(tokens)), numpy(grouped(tokens)))
 
 
-@pytest.mark.once
 def test_training_of_the_converted_model_does_not_change_the_original():
     model = build_model(decoder)
     model.compile("sgd", ["mse", "mse"])
@@ -167,7 +169,6 @@ def test_training_of_the_converted_model_does_not_change_the_original():
         np.testing.assert_array_equal(actual, expected)
 
 
-@pytest.mark.once
 def test_random_pooling_depends_on_the_seed_and_the_weight_and_keeps_queries():
     model = build_model(decoder)
     kernels = {
@@ -185,7 +186,6 @@ def test_random_pooling_depends_on_the_seed_and_the_weight_and_keeps_queries():
     )
 
 
-@pytest.mark.once
 def test_conversion_keeps_policy_trainability_window_and_gate():
     tokens = keras.Input((None, WIDTH))
     layer = attention("a", dtype="mixed_bfloat16", sliding_window=2, use_gate=True)
@@ -201,7 +201,6 @@ def test_conversion_keeps_policy_trainability_window_and_gate():
     assert [w.path for w in grouped.trainable_weights] == [w.path for w in layer.trainable_weights]
 
 
-@pytest.mark.once
 def test_conversion_keeps_flash_attention_of_all_layers():
     x = keras.Input((None, WIDTH))
     encoded = attention("encoder", flash_attention=True)(x, x)
@@ -218,7 +217,6 @@ def tril_in_graph(x):
     return keras.ops.tril(keras.ops.ones_like(keras.ops.matmul(x, keras.ops.swapaxes(x, 1, 2))))
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("mask", "message"),
     [

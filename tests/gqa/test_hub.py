@@ -13,11 +13,15 @@ from keras_recurrent.gqa.hub import unsupported_class_reason
 from tests.gqa import families
 from tests.gqa.families import CAUSAL, CONFIGURED, HEADS, SEQ2SEQ, make_backbone
 from tests.gqa.oracle import assert_equal, assert_equal_weights, numpy, share, share_heads
+from tests.layers.table import assert_rejects
 
 # KerasHub's T5 passes its masks explicitly, which Keras does not know.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Layer '.*attention' \\(of type .*T5.*Attention\\) was passed an input with a mask"
-)
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.filterwarnings(
+        "ignore:Layer '.*attention' \\(of type .*T5.*Attention\\) was passed an input with a mask"
+    ),
+]
 
 hub = keras_hub.models
 GROUPS = 2
@@ -51,13 +55,11 @@ def share_fused(model):
             weight.assign(values)
 
 
-once_but_gpt2 = [
-    name if name == "GPT2" else pytest.param(name, marks=pytest.mark.once)
-    for name in (*CAUSAL, *SEQ2SEQ)
-]
+EVERY_BACKEND = pytest.param("GPT2", marks=pytest.mark.every_backend)
+OTHERS = [name for name in (*CAUSAL, *SEQ2SEQ) if name != "GPT2"]
 
 
-@pytest.mark.parametrize("name", once_but_gpt2)
+@pytest.mark.parametrize("name", [EVERY_BACKEND, *OTHERS])
 def test_converted_task_matches_shared_heads_with_and_without_caches(name):
     """Logits are wrong, or a cache does not shrink or lacks the last token."""
     model, seq2seq = make_task(name), name in SEQ2SEQ
@@ -83,7 +85,6 @@ def test_converted_task_matches_shared_heads_with_and_without_caches(name):
     assert_equal(cached[:, 0], logits[:, 7])
 
 
-@pytest.mark.once
 def test_conversion_of_cross_attention_keeps_self_attention():
     model = make_task("Bart")
     grouped = convert_to_gqa(model, 1, where="cross_attention")
@@ -108,7 +109,6 @@ def backbone_inputs(model):
     return [arrays[tensor.name] for tensor in model.input]
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", CONFIGURED)
 def test_configured_backbone_matches_shared_heads(name):
     """Heads in the first axis of a kernel, in the second, or flattened with the size are mixed."""
@@ -124,19 +124,15 @@ def test_configured_backbone_matches_shared_heads(name):
         assert_equal(actual, expected)
 
 
-@pytest.mark.once
 def test_conversion_of_gemma_4_respects_the_heads_of_global_layers():
     model = make_backbone("Gemma4", num_global_key_value_heads=2)
-    with pytest.raises(ValueError, match=r"the 2 key .*`num_global_key_value_heads`"):
-        convert_to_gqa(model, 4)
+    assert_rejects(r"the 2 key .*`num_global_key_value_heads`", convert_to_gqa, model, 4)
     config = convert_to_gqa(model, 1).get_config()
     assert (config["num_key_value_heads"], config["num_global_key_value_heads"]) == (1, 1)
     all_shared = make_backbone("Gemma4", num_kv_shared_layers=2)
-    with pytest.raises(ValueError, match="read the keys and values of another model"):
-        convert_to_gqa(all_shared, 2)
+    assert_rejects("read the keys and values of another model", convert_to_gqa, all_shared, 2)
 
 
-@pytest.mark.once
 def test_every_backbone_of_keras_hub_that_generates_is_tested_or_unsupported():
     classes = {cls for cls in vars(hub).values() if inspect.isclass(cls)}
     tasks = {cls for cls in classes if issubclass(cls, (hub.CausalLM, hub.Seq2SeqLM))}
@@ -159,7 +155,6 @@ def generate_without_cache(model, tokens, start, seq2seq):
     return tokens
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", ["GPT2", "Llama", "Bart"])
 def test_generate_of_converted_model_matches_generation_without_cache(name):
     seq2seq, start = name == "Bart", 5
@@ -185,7 +180,6 @@ def add_preprocessor(model):
     return type(model)(model.backbone, preprocessor)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", ["GPT2", "Bart"])
 def test_preset_of_converted_task_loads_by_all_classes(name, tmp_path):
     """KerasHub's base classes or the family's load another class, or other weights or strings."""
@@ -222,7 +216,6 @@ def test_preset_of_converted_task_loads_by_all_classes(name, tmp_path):
         assert loaded.get_vocabulary() == tokenizer.get_vocabulary()
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", ["Bart", "T5", "Bloom", "GPTNeoX"])
 def test_keras_file_of_converted_backbone_keeps_weights(name, tmp_path):
     backbone = convert_to_gqa(make_task(name), GROUPS).backbone
@@ -230,7 +223,6 @@ def test_keras_file_of_converted_backbone_keeps_weights(name, tmp_path):
     assert_equal_weights(keras.saving.load_model(tmp_path / "model.keras"), backbone)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("name", ["GPTNeoX", "Llama"])
 def test_two_conversions_match_one(name):
     model = make_task(name)
@@ -240,7 +232,6 @@ def test_two_conversions_match_one(name):
     assert_equal_weights(twice, once, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.once
 def test_random_pooling_of_fused_kernel_keeps_queries_and_zeroes_biases():
     model = make_backbone("GPTNeoX")
     grouped = convert_to_gqa(model, GROUPS, "random")
@@ -254,7 +245,6 @@ def test_random_pooling_of_fused_kernel_keeps_queries_and_zeroes_biases():
             assert not numpy(weight).any()
 
 
-@pytest.mark.once
 def test_attention_scores_of_converted_layer_are_the_weights_of_values():
     model = make_backbone("GPT2", num_layers=1)
     layer = convert_to_gqa(model, GROUPS).transformer_layers[0]._self_attention_layer

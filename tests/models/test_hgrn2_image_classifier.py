@@ -11,6 +11,8 @@ from tests.layers.table import JIT, assert_rejects
 from tests.models.test_presets import count_without_memory
 from tests.models.tiny import set_weights
 
+pytestmark = pytest.mark.once
+
 SIZES = {
     "image_shape": (10, 8, 1),
     "patch_size": 2,
@@ -34,7 +36,6 @@ def classifier(**kwargs):
     return HGRN2ImageClassifier(HGRN2VisionBackbone(**{**SIZES, **kwargs}), num_classes=10)
 
 
-@pytest.mark.once
 def test_fit_learns_patterns():
     model = classifier()
     model.compile(keras.optimizers.Adam(1e-2), model.loss, metrics=["accuracy"], jit_compile=JIT)
@@ -43,6 +44,7 @@ def test_fit_learns_patterns():
     assert accuracy > 0.9
 
 
+@pytest.mark.every_backend
 def test_every_output_depends_on_every_patch():
     backbone = HGRN2VisionBackbone(**SIZES)
     set_weights(backbone, seed=0)
@@ -57,7 +59,6 @@ def test_every_output_depends_on_every_patch():
     assert (change > 1e-5).all()
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(("name", "millions"), [("tiny", 6.1), ("small", 23.8)])
 def test_preset_has_as_many_parameters_as_in_the_paper(name, millions):
     size = VISION_SIZES[f"hgrn2_vision_{name}"]
@@ -75,7 +76,6 @@ def test_preset_has_as_many_parameters_as_in_the_paper(name, millions):
     assert found == counted
 
 
-@pytest.mark.once
 def test_preset_loads_through_this_package_and_keras_hub():
     kwargs = {"num_layers": 1, "image_shape": (32, 32, 3), "num_classes": 7}
     for cls in (HGRN2ImageClassifier, keras_hub.models.ImageClassifier):
@@ -88,7 +88,6 @@ def test_preset_loads_through_this_package_and_keras_hub():
     assert_rejects("no published weights", load, name, load_weights=True)
 
 
-@pytest.mark.once
 def test_saved_classifier_gives_equal_outputs(tmp_path):
     images, _ = patterns(3, seed=2)
     for dtype, name in [("float32", "preset"), ("mixed_bfloat16", "model.keras")]:
@@ -105,7 +104,6 @@ def test_saved_classifier_gives_equal_outputs(tmp_path):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.once
 def test_enable_lora_trains_only_low_rank_weights():
     model = classifier()
     model.backbone.enable_lora(2)
@@ -114,7 +112,6 @@ def test_enable_lora_trains_only_low_rank_weights():
     assert all("lora" in weight.path for weight in model.backbone.trainable_weights)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("name", "value", "match"),
     [

@@ -22,6 +22,8 @@ from tests.models.tiny import (
 )
 from tests.processes import fresh_process
 
+pytestmark = pytest.mark.once
+
 TEXTS = ["to be", "or not"]
 # Number of linear layers, in two blocks, that have low-rank weights; names of those that mix tokens
 # and are quantized.
@@ -60,7 +62,6 @@ def saved(request, tmp_path_factory):
     return model, path
 
 
-@pytest.mark.once
 def test_preset_directory_loads_a_model_and_its_parts_through_keras_hub_too(saved):
     model, path = saved
     for cls in (type(model), keras_hub.models.CausalLM):
@@ -79,7 +80,6 @@ def test_preset_directory_loads_a_model_and_its_parts_through_keras_hub_too(save
         assert json.load(file)["parameter_count"] == model.backbone.count_params()
 
 
-@pytest.mark.once
 def test_from_preset_with_weights_calls_no_initializer(saved, monkeypatch):
     """Random numbers for a large embedding need several times its memory."""
     model, path = saved
@@ -95,7 +95,6 @@ def test_from_preset_with_weights_calls_no_initializer(saved, monkeypatch):
         type(model).from_preset(path, load_weights=False)
 
 
-@pytest.mark.once
 def test_from_preset_of_a_directory_applies_or_rejects_overrides(saved):
     model, path = saved
     causal_lm, backbone = type(model), type(model.backbone)
@@ -111,7 +110,6 @@ def test_from_preset_of_a_directory_applies_or_rejects_overrides(saved):
         keras_hub.models.CausalLM.from_preset(path, num_layer=2)
 
 
-@pytest.mark.once
 def test_from_preset_names_missing_files(saved, tmp_path):
     model, _ = saved
     causal_lm, backbone = type(model), type(model.backbone)
@@ -133,6 +131,7 @@ def test_from_preset_names_missing_files(saved, tmp_path):
     assert fresh.backbone.count_params() == model.backbone.count_params()
 
 
+@pytest.mark.every_backend
 def test_keras_file_keeps_optimizer_and_sampler(tmp_path):
     model = language_model(**FEWER_LAYERS)
     sampler = keras_hub.samplers.TopKSampler(k=3, seed=1)
@@ -153,7 +152,6 @@ def test_keras_file_keeps_optimizer_and_sampler(tmp_path):
     assert_logits_close(loaded, model, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     "make_optimizer",
     [
@@ -193,7 +191,6 @@ def _replace_module(config):
 
 
 @pytest.mark.nightly
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("family", "dtype", "saved_on", "loaded_on"),
     [
@@ -224,7 +221,6 @@ def test_keras_file_continues_training_on_another_backend(
     np.testing.assert_allclose(loaded["losses"], saved["losses"], rtol=tolerance)
 
 
-@pytest.mark.once
 def test_clone_has_the_optimizer_and_loss_of_the_original(tmp_path):
     model = language_model()
     model.compile(keras.optimizers.Lion(0.01), sampler="greedy")
@@ -243,6 +239,7 @@ def test_clone_has_the_optimizer_and_loss_of_the_original(tmp_path):
     assert not keras.models.clone_model(type(model)(model.backbone, compile=False)).compiled
 
 
+@pytest.mark.every_backend
 @pytest.mark.skipif(keras.config.backend() != "tensorflow", reason="a format of TensorFlow")
 def test_exported_saved_model_accepts_preprocessed_texts(tmp_path):
     import tensorflow as tf
@@ -254,7 +251,6 @@ def test_exported_saved_model_accepts_preprocessed_texts(tmp_path):
     np.testing.assert_allclose(program.serve(x), model(x), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.once
 @shared_by_families
 def test_lora_trains_only_low_rank_weights_and_saves_them(family, tmp_path):
     model = language_model(family)
@@ -275,7 +271,6 @@ def test_lora_trains_only_low_rank_weights_and_saves_them(family, tmp_path):
     assert_logits_close(loaded, model, rtol=1e-4)
 
 
-@pytest.mark.once
 @any_family
 def test_lora_outside_of_the_default_layers_is_trainable_and_cannot_be_saved_alone(
     family, tmp_path
@@ -303,7 +298,6 @@ def test_lora_outside_of_the_default_layers_is_trainable_and_cannot_be_saved_alo
         assert_rejects(match, backbone.save_lora_weights, str(tmp_path / "hawk.lora.h5"))
 
 
-@pytest.mark.once
 @any_family
 def test_enable_lora_with_invalid_arguments_freezes_nothing(family):
     backbone = language_model(family).backbone
@@ -326,7 +320,6 @@ def test_enable_lora_with_invalid_arguments_freezes_nothing(family):
         assert len(backbone.trainable_weights) == trainable
 
 
-@pytest.mark.once
 @any_family
 def test_copies_and_clones_have_no_low_rank_weights(family):
     model = language_model(family)
@@ -351,7 +344,6 @@ ignore_quantize_warnings = pytest.mark.filterwarnings(
 )
 
 
-@pytest.mark.once
 @ignore_quantize_warnings
 @shared_by_families
 def test_int8_quantizes_all_linear_layers_and_approximates_logits(family):
@@ -390,7 +382,6 @@ QUANTIZED = {
 }
 
 
-@pytest.mark.once
 @ignore_quantize_warnings
 @pytest.mark.parametrize("case", QUANTIZED)
 def test_quantized_models_give_equal_logits_after_loading(case, tmp_path):

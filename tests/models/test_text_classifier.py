@@ -20,6 +20,8 @@ from tests.models.tiny import (
     weights_of,
 )
 
+pytestmark = pytest.mark.once
+
 CLASSIFIERS = {
     "griffin": (models.GriffinTextClassifier, models.GriffinTextClassifierPreprocessor),
     "hgrn2": (models.HGRN2TextClassifier, models.HGRN2TextClassifierPreprocessor),
@@ -51,6 +53,7 @@ def last_hidden_state(family, backbone, tokens):
     return logits @ np.linalg.pinv(weights.get(name, weights["token_embedding/embeddings"].T))
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("family", CLASSIFIERS)
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_classifier_reads_the_last_real_token_of_each_direction(family, bidirectional):
@@ -79,7 +82,6 @@ def test_classifier_reads_the_last_real_token_of_each_direction(family, bidirect
         np.testing.assert_allclose(output, np.exp(z) / np.exp(z).sum(), rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.once
 def test_bidirectional_classifier_learns_the_first_and_last_letter():
     rng = np.random.default_rng(0)
     texts, labels = [], []
@@ -92,7 +94,6 @@ def test_bidirectional_classifier_learns_the_first_and_last_letter():
     assert (model.predict(texts[200:], verbose=0).argmax(axis=1) == labels[200:]).mean() > 0.9
 
 
-@pytest.mark.once
 def test_regression_learns_the_length_of_texts_by_the_squared_error():
     model = classifier(num_classes=1)
     assert isinstance(model.loss, keras.losses.MeanSquaredError)
@@ -121,7 +122,6 @@ SOURCES = make_sources(
 SOURCES["PyDataset"] = Batches
 
 
-@pytest.mark.once
 def test_labeled_texts_of_every_source_give_the_losses_of_lists():
     model = classifier()
     model.compile(keras.optimizers.SGD(0.1))
@@ -151,7 +151,6 @@ def test_labeled_texts_of_every_source_give_the_losses_of_lists():
     assert losses(TEXTS, LABELS, batch_size=3, **no_class)[0] == 0
 
 
-@pytest.mark.once
 def test_preprocessor_truncates_and_pads_texts_and_pairs():
     make, a, b = models.HGRN2TextClassifierPreprocessor, 100, 101
     preprocessor = make(ByteTokenizer(), sequence_length=7)
@@ -167,7 +166,6 @@ def test_preprocessor_truncates_and_pads_texts_and_pairs():
     np.testing.assert_array_equal(numpy(waterfall["token_ids"]), [1, a, a, a, a, 2, 2])
 
 
-@pytest.mark.once
 def test_pairs_of_texts_train_as_their_tokens():
     pair = TEXTS, TEXTS[::-1]
     model = classifier(sequence_length=12)
@@ -187,7 +185,6 @@ def test_pairs_of_texts_train_as_their_tokens():
     assert np.isfinite(losses[2])
 
 
-@pytest.mark.once
 def test_clones_and_saved_functional_models_of_a_classifier_give_its_outputs(tmp_path):
     model = classifier(bidirectional=True)
     tokens = model.preprocessor(TEXTS)
@@ -199,7 +196,6 @@ def test_clones_and_saved_functional_models_of_a_classifier_give_its_outputs(tmp
         np.testing.assert_array_equal(other.predict(tokens, verbose=0), expected)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("family", "bidirectional", "dtype"),
     [("griffin", True, "float32"), ("hgrn2", False, "mixed_bfloat16")],
@@ -223,7 +219,6 @@ def test_saved_classifier_loads_with_its_outputs_and_options(
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.once
 def test_classifier_loaded_from_a_keras_file_continues_training(tmp_path):
     model = classifier()
     model.fit(TEXTS, LABELS, batch_size=6, verbose=0)
@@ -234,7 +229,6 @@ def test_classifier_loaded_from_a_keras_file_continues_training(tmp_path):
     np.testing.assert_allclose(losses[:2], losses[2:], rtol=1e-5)
 
 
-@pytest.mark.once
 def test_preset_names_load_classifiers_through_this_package_and_keras_hub():
     for name, family in (("griffin_tiny", "griffin"), ("hgrn2_tiny", "hgrn2")):
         cls, preprocessor = CLASSIFIERS[family]
@@ -255,7 +249,6 @@ def test_preset_names_load_classifiers_through_this_package_and_keras_hub():
     assert_rejects(match, load, "hawk_tiny", num_classes=2)
 
 
-@pytest.mark.once
 def test_classifier_loads_the_backbone_of_a_language_model(tmp_path):
     trained = tiny_text_model("hgrn2")
     trained.save_to_preset(str(tmp_path))
@@ -267,7 +260,6 @@ def test_classifier_loads_the_backbone_of_a_language_model(tmp_path):
     assert model.predict(TEXTS, verbose=0).shape == (12, 2)
 
 
-@pytest.mark.once
 def test_preset_directory_of_a_trained_classifier_has_no_optimizer(tmp_path):
     model = classifier()
     model.fit(TEXTS, LABELS, batch_size=4, verbose=0)
@@ -281,7 +273,6 @@ def test_preset_directory_of_a_trained_classifier_has_no_optimizer(tmp_path):
     compiled(loaded).fit(TEXTS, LABELS, batch_size=4, verbose=0)
 
 
-@pytest.mark.once
 def test_from_preset_names_missing_files_of_a_classifier(tmp_path):
     load = models.HGRN2TextClassifier.from_preset
     classifier().save_to_preset(str(tmp_path))
@@ -295,13 +286,13 @@ def test_from_preset_names_missing_files_of_a_classifier(tmp_path):
         load(str(tmp_path), num_classes=5)
 
 
+@pytest.mark.every_backend
 def test_output_matrix_of_the_language_model_is_frozen_in_a_classifier():
     """Fails on JAX, where Keras makes weights trainable that were frozen too early."""
     frozen = [w.name for w in classifier().non_trainable_weights]
     assert frozen == ["reverse_embeddings"]
 
 
-@pytest.mark.once
 @pytest.mark.filterwarnings("error:Gradients do not exist")
 def test_lora_of_a_classifier_trains_low_rank_weights_and_the_output_layer():
     model = classifier()
@@ -316,7 +307,6 @@ def test_lora_of_a_classifier_trains_low_rank_weights_and_the_output_layer():
     assert changed <= low_rank | {"logits/kernel", "logits/bias"}
 
 
-@pytest.mark.once
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning")
 def test_int8_classifier_approximates_the_original_and_saves(tmp_path):
     model = classifier()
@@ -332,7 +322,6 @@ def test_int8_classifier_approximates_the_original_and_saves(tmp_path):
     np.testing.assert_allclose(loaded.predict(TEXTS, verbose=0), found, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.once
 def test_classifier_and_preprocessor_reject_invalid_arguments():
     cls, preprocessor = CLASSIFIERS["hgrn2"]
     backbone = tiny_backbone(0, "hgrn2", num_layers=1)
@@ -355,7 +344,6 @@ def test_classifier_and_preprocessor_reject_invalid_arguments():
         assert_rejects(match, preprocessor, ByteTokenizer(), **kwargs)
 
 
-@pytest.mark.once
 def test_fit_and_evaluate_of_a_classifier_reject_invalid_texts_and_labels():
     model, regression = classifier(), classifier(num_classes=1)
     tokens, one_hot = model.preprocessor(TEXTS), np.eye(3)[LABELS]

@@ -16,6 +16,8 @@ from keras_recurrent.evaluation import loss_by_position
 from keras_recurrent.models import GriffinBackbone, GriffinCausalLM, GriffinTextClassifier
 from tests.layers.table import assert_rejects
 
+pytestmark = pytest.mark.once
+
 NAME = "griffin_tiny_text"
 FILE = presets.path_of_weights(f"{NAME}.weights.h5")
 
@@ -58,11 +60,11 @@ def bits_per_byte(model, text):
     return loss_by_position(model, [token_ids]).loss.mean() / math.log(2)
 
 
+@pytest.mark.every_backend
 def test_trained_preset_has_its_loss_on_held_out_text(model):
     assert bits_per_byte(model, HELD_OUT) == pytest.approx(BITS_PER_BYTE, abs=1e-3)
 
 
-@pytest.mark.once
 def test_trained_preset_generates_words(model):
     """Generated letters do not form words that occur in Python's documentation."""
     known = set(re.findall(r"[a-z]+", " ".join(pydoc_data.topics.topics.values()).lower()))
@@ -75,13 +77,11 @@ def test_trained_preset_generates_words(model):
     assert np.mean([word in known for word in words]) > 0.8
 
 
-@pytest.mark.once
 def test_trained_preset_without_weights_predicts_noise():
     model = GriffinCausalLM.from_preset(NAME, load_weights=False)
     assert bits_per_byte(model, HELD_OUT) > 6
 
 
-@pytest.mark.once
 def test_trained_preset_loads_equal_weights_through_every_class(model, monkeypatch):
     """Loading needs a package that only an extra installs."""
     for package in ("safetensors", "huggingface_hub"):
@@ -97,7 +97,6 @@ def test_trained_preset_loads_equal_weights_through_every_class(model, monkeypat
             np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.once
 def test_trained_preset_has_exact_weights_in_bfloat16(model):
     narrow = GriffinBackbone.from_preset(NAME, dtype="bfloat16")
     # Decays and filters of every Griffin are float32.
@@ -108,7 +107,6 @@ def test_trained_preset_has_exact_weights_in_bfloat16(model):
         np.testing.assert_array_equal(wide, again)
 
 
-@pytest.mark.once
 def test_weights_of_the_trained_preset_are_stored_in_bfloat16():
     dtypes = []
     with h5py.File(FILE) as file:
@@ -117,7 +115,6 @@ def test_weights_of_the_trained_preset_are_stored_in_bfloat16():
     assert FILE.stat().st_size < 4_000_000
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -11,6 +11,8 @@ from keras_recurrent.layers import CGLRU, HGRN, LRPE, RGLRU, LowerBounds, RMSNor
 from tests.layers.table import assert_rejects
 from tests.models.tiny import any_family, tiny_causal_lm
 
+pytestmark = pytest.mark.once
+
 exclude = keras_recurrent.exclude_from_weight_decay
 OPTIMIZERS = {
     "adamw": lambda: keras.optimizers.AdamW(0.1, weight_decay=0.5),
@@ -53,6 +55,7 @@ def rg_lru():
     return keras.Model(x, RMSNorm()(RGLRU(num_blocks=2)(x)))
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_decays_keep_their_values_in_a_step_without_gradients(name):
     """Λ decays if an inner optimizer, or one that overrides `_apply_weight_decay`, ignores it."""
@@ -64,7 +67,6 @@ def test_decays_keep_their_values_in_a_step_without_gradients(name):
     assert set(decayed_names(optimizer, variables)) == {"bias", "kernel"}
 
 
-@pytest.mark.once
 def test_each_layer_names_its_decays():
     """A layer adds a decay, an angle or a lower bound without `weight_decay=False`."""
 
@@ -86,7 +88,6 @@ def test_each_layer_names_its_decays():
     assert found == [["a_logit", "theta"], [], ["theta"], ["rate"], ["logits"]]
 
 
-@pytest.mark.once
 def test_norms_and_biases_are_excluded_on_request():
     """The bias of block-diagonal gates has two axes, and is treated as a kernel."""
     model = rg_lru()
@@ -96,7 +97,6 @@ def test_norms_and_biases_are_excluded_on_request():
     assert len(exclude(None, model, norms_and_biases=True)) == 4
 
 
-@pytest.mark.once
 def test_earlier_exclusions_of_the_user_stay():
     """Keras's `exclude_from_weight_decay` discards earlier exclusions."""
     model = rg_lru()
@@ -108,7 +108,6 @@ def test_earlier_exclusions_of_the_user_stay():
     assert decayed_names(optimizer, model.trainable_variables) == ["bias", "kernel", "bias"]
 
 
-@pytest.mark.once
 def test_exclude_rejects_calls_without_effect():
     """A call that cannot work raises no error, such as one after the first step."""
     model, optimizer = rg_lru(), adamw()
@@ -127,7 +126,6 @@ def test_exclude_rejects_calls_without_effect():
     assert_rejects("norms_and_biases", exclude, None, model, norms_and_biases="both")
 
 
-@pytest.mark.once
 @any_family
 def test_compile_warns_once_and_changes_nothing(family):
     """A model trains with weight decay of its decays without a warning."""
@@ -151,7 +149,6 @@ def test_compile_warns_once_and_changes_nothing(family):
         model.compile(keras.optimizers.LossScaleOptimizer(optimizer))
 
 
-@pytest.mark.once
 def test_excluded_paths_of_several_optimizers_are_excluded_by_all():
     """A weight that only one optimizer excludes is excluded by all after a file is loaded."""
     model, optimizer = tiny_causal_lm(family="hgrn2", num_layers=1), OPTIMIZERS["several"]()
@@ -167,7 +164,6 @@ def exclude_paths(model):
     return model.get_compile_config()["config"]["excluded_from_weight_decay"]
 
 
-@pytest.mark.once
 def test_keras_file_keeps_exclusions(tmp_path):
     """Keras saves no exclusions: a loaded model decays the weights that were excluded."""
     model = tiny_causal_lm(family="hgrn2", num_layers=2)

@@ -15,6 +15,7 @@ from keras_recurrent.models import (
 )
 from keras_recurrent.tokenizers import BPETokenizer
 from keras_recurrent.tokenizers import bpe_file as bpe_files
+from tests.layers.table import assert_rejects
 from tests.models.tiny import tiny_causal_lm
 from tests.tokenizers import bpe
 
@@ -81,13 +82,11 @@ def test_vocabulary_and_dtypes_are_those_of_the_file():
     assert all(tokenizer.id_to_token(id) == token for token, id in vocabulary.items())
     assert tokenizer.token_to_id("<think>") == 983
     for call in (lambda: tokenizer.id_to_token(987), lambda: tokenizer.token_to_id("<no>")):
-        with pytest.raises(ValueError, match=r"must be .* of the file"):
-            call()
+        assert_rejects(r"must be .* of the file", call)
     assert tokenizer("a").dtype == "int32"
     assert bpe.tokenizer(dtype="int64")("a").dtype == "int64"
     assert tokenizer([["a", "b"], ["c"]]) == [[[64], [65]], [[66]]]
-    with pytest.raises(ValueError, match="`dtype` must be an integer"):
-        bpe.tokenizer(dtype="float32")
+    assert_rejects("`dtype` must be an integer", bpe.tokenizer, dtype="float32")
 
 
 def test_truncation_padding_and_dropout_of_the_file_are_ignored():
@@ -128,8 +127,7 @@ def test_deserialized_tokenizer_has_no_file_until_it_loads_assets(tmp_path):
     """A configuration makes the tokenizer read any file, or a damaged file is not reported."""
     tokenizer = bpe.tokenizer()
     empty = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(tokenizer))
-    with pytest.raises(ValueError, match="The tokenizer has no file"):
-        empty("hi")
+    assert_rejects("The tokenizer has no file", empty, "hi")
     with pytest.raises(ValueError, match="The tokenizer has no file"):
         _ = empty.special_token_ids
     config = {**tokenizer.get_config(), "tokenizer_json": str(bpe.PATH / "tokenizer.json")}
@@ -189,8 +187,7 @@ FAULTY_FILES = {
 def test_faulty_file_raises_with_the_fault(fault):
     changes, message = FAULTY_FILES[fault]
     match = rf"No tokenizer can be made of `tokenizer.json`: .*{message}"
-    with pytest.raises(ValueError, match=match):
-        BPETokenizer(bpe.changed_file(changes), end_token_id=0)
+    assert_rejects(match, BPETokenizer, bpe.changed_file(changes), end_token_id=0)
 
 
 @pytest.mark.parametrize("content", [b"", b"[" * 100_000, b"[]", b"\xff", b'{"model": "BPE"}'])
@@ -203,14 +200,12 @@ def test_file_without_a_tokenizer_raises_with_its_path(tmp_path, content):
 
 def test_too_large_file_raises(monkeypatch):
     monkeypatch.setattr(bpe_files, "MAX_BYTES", 50_000)
-    with pytest.raises(ValueError, match="it has more than 50,000 bytes"):
-        bpe.tokenizer()
+    assert_rejects("it has more than 50,000 bytes", bpe.tokenizer)
 
 
 def test_tokenize_with_endless_backtracking_raises():
     tokenizer = BPETokenizer(bpe.changed_file({PATTERN: "(a+)+$"}), end_token_id=980)
-    with pytest.raises(ValueError, match="reports: Onig: Regex search error: retry-limit"):
-        tokenizer("a" * 40 + "b")
+    assert_rejects("reports: Onig: Regex search error: retry-limit", tokenizer, "a" * 40 + "b")
 
 
 @pytest.mark.parametrize(
