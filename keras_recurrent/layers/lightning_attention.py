@@ -155,6 +155,7 @@ class LightningAttention(HeadsLayer):
             check_divides("num_key_value_heads", num_key_value_heads, "`num_heads`", num_heads)
         check_booleans(use_lrpe=use_lrpe, use_qk_norm=use_qk_norm, use_norm_weight=use_norm_weight)
         _check_rope(rope_max_wavelength, head_dim, use_lrpe)
+        check_number("layer_norm_epsilon", layer_norm_epsilon)
         if query_scale is not None:
             check_number("query_scale", query_scale, above=0)
         self.log_decay = log_decay(decay_schedule, num_heads, layer_index, num_layers)

@@ -1,6 +1,8 @@
 """The layers under test, one row each, and helpers of all tests of layers and models."""
 
+import inspect
 import itertools
+import re
 from typing import Any, NamedTuple
 
 import keras
@@ -93,8 +95,11 @@ ROWS = {
     "HGRN": Row(layers.HGRN, {}, {"hidden": (8,), "segment": ()}),
     "LightningAttention": Row(
         layers.LightningAttention,
-        # With positions; most blocks of the models have none.
-        {"num_heads": 4, "head_dim": 2, "layer_index": 1, "num_layers": 3, "use_lrpe": True},
+        # With positions and activations that the models do not have.
+        {
+            **{"num_heads": 4, "head_dim": 2, "layer_index": 1, "num_layers": 3, "use_lrpe": True},
+            **{"value_activation": "silu", "query_key_activation": "sigmoid"},
+        },
         {"memory": (4, 4, 2), "segment": (), "position": ()},
     ),
     "LightningAttention of HypeNet": Row(
@@ -120,6 +125,12 @@ ROWS = {
     "SimpleRMSNorm": Row(layers.SimpleRMSNorm),
     "RMSNorm": Row(layers.RMSNorm),
     "RMSNorm around 0": Row(layers.RMSNorm, {"zero_centered": False}),
+}
+# With the layers that need more than one input, or none.
+ALL_ROWS = {
+    **ROWS,
+    "BidirectionalHGRN2": Row(layers.BidirectionalHGRN2, {"expand_ratio": 4}),
+    "LowerBounds": Row(layers.LowerBounds, {"num_layers": 3}),
 }
 STREAMING = [name for name, row in ROWS.items() if row.state]
 ATTENTION = [
@@ -192,6 +203,24 @@ def inputs(batch=3, length=8, seed=1):
 def numpy(x):
     """Returns tensors, nested or not, as arrays."""
     return keras.tree.map_structure(keras.ops.convert_to_numpy, x)
+
+
+def arguments_of(cls, kind):
+    """Returns the names of the arguments of a constructor that are "size", "number" or "boolean".
+
+    Defaults decide for numbers and booleans; names for sizes, whose default may be None.
+    """
+    names = []
+    for name, parameter in inspect.signature(cls).parameters.items():
+        default = parameter.default
+        kinds = {
+            "size": re.fullmatch(r"num_\w+|(\w+_)?(dim|width|ratio|size|window|length)", name),
+            "number": isinstance(default, float)
+            or (name, default) == ("rope_max_wavelength", 10000),
+            "boolean": isinstance(default, bool) and name != "trainable",
+        }
+        names += [name] if kinds[kind] else []
+    return names
 
 
 def assert_rejects(match, function, *args, **kwargs):

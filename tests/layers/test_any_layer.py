@@ -7,10 +7,10 @@ import keras
 import numpy as np
 import pytest
 
-from keras_recurrent import layers
 from tests.layers import loops
 from tests.layers.gradients import call_with, gradients
 from tests.layers.table import (
+    ALL_ROWS,
     ATTENTION,
     JIT,
     ROWS,
@@ -37,9 +37,9 @@ if keras.config.backend() == "torch":
 
 
 @pytest.mark.once
-@any_layer
+@pytest.mark.parametrize("name", ALL_ROWS)
 def test_config_has_every_argument_and_restores_the_layer(name):
-    layer = ROWS[name].make(name="one", dtype="mixed_bfloat16", trainable=False)
+    layer = ALL_ROWS[name].make(name="one", dtype="mixed_bfloat16", trainable=False)
     config = layer.get_config()
     json.dumps(config)
     _, *parameters = inspect.signature(type(layer).__init__).parameters.values()
@@ -48,18 +48,6 @@ def test_config_has_every_argument_and_restores_the_layer(name):
     assert again.get_config() == config
     again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(layer))
     assert again.get_config() == config
-
-
-@pytest.mark.once
-@any_layer
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
-def test_saved_functional_model_gives_equal_outputs(name, policy, tmp_path):
-    sequence = keras.Input((None, WIDTH))
-    model = keras.Model(sequence, built(name, dtype=policy)(sequence))
-    model.save(tmp_path / "model.keras")
-    again = keras.models.load_model(tmp_path / "model.keras")
-    x = inputs(length=2)
-    np.testing.assert_array_equal(numpy(model(x)), numpy(again(x)))
 
 
 @any_layer
@@ -99,19 +87,12 @@ def test_outputs_under_a_policy_match_a_loop_in_float64(name, policy):
     assert error.max() < max(roundings * np.abs(expected).max(), 2 * inevitable.max())
 
 
-MORE_LAYERS = {
-    "BidirectionalHGRN2": lambda **kwargs: layers.BidirectionalHGRN2(expand_ratio=4, **kwargs),
-    "LowerBounds": lambda **kwargs: layers.LowerBounds(3, **kwargs),
-}
-
-
 @pytest.mark.once
-@pytest.mark.parametrize("name", [*ROWS, *MORE_LAYERS])
+@pytest.mark.parametrize("name", ALL_ROWS)
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "float64"])
 def test_dtype_policy_of_a_layer_reaches_all_sublayers(name, policy):
     """A sublayer has the global policy, float32."""
-    make = MORE_LAYERS.get(name) or ROWS[name].make
-    first = make(dtype=policy)
+    first = ALL_ROWS[name].make(dtype=policy)
     for layer in (first, type(first).from_config(first.get_config())):
         layer.build((None, None, WIDTH))
         for inner in layer._flatten_layers():

@@ -24,7 +24,6 @@ from tests.layers.table import (
 from tests.layers.test_streaming import MASKS, SEGMENTS
 
 OUTPUT_IS_STATE = ["RGLRU", "CGLRU"]
-LEARNING = ["RecurrentBlock", "RGLRU", "HGRN2", "LightningAttention"]
 PADDING = {name: mask for name, mask in MASKS.items() if mask is not None}
 ANYWHERE = MASKS["padding anywhere"]
 
@@ -54,23 +53,6 @@ def repeat_last_real(output, mask, before=None):
 def flip(*arrays):
     """Returns arrays in reversed order of time; None stays None."""
     return [None if a is None else np.flip(numpy(a), axis=1).copy() for a in arrays]
-
-
-@pytest.mark.parametrize("mask", PADDING.values(), ids=PADDING)
-def test_keras_gru_has_the_outputs_that_these_tests_expect(mask):
-    """Keras changes what a GRU returns at padding; our layers follow it."""
-    x, layer = inputs(), keras.layers.GRU(WIDTH, return_sequences=True)
-    layer.build((None, None, WIDTH))
-    output = np.zeros_like(x)
-    for i in range(3):
-        if mask[i].any():
-            output[i, mask[i]] = numpy(layer(x[i : i + 1, mask[i]]))[0]
-    assert_close(layer(x, mask=mask), repeat_last_real(output, mask))
-    assert_close(copy_layer(layer, zero_output_for_mask=True)(x, mask=mask), output)
-    last = copy_layer(layer, return_sequences=False)
-    assert_close(last(x, mask=mask), last_real(output, mask))
-    backwards = copy_layer(layer, go_backwards=True)
-    assert_close(backwards(x, mask=mask), layer(*flip(x), mask=flip(mask)[0]))
 
 
 @parametrize_layers(STREAMING, default=SHARED, mask=MASKS, segment_ids=SEGMENTS)
@@ -264,27 +246,6 @@ def test_mixed_precision_outputs_are_bfloat16_and_states_stay_float32(name):
     assert_close(forward, both.forward_layer(x, mask=ANYWHERE, initial_state=states[0])[1])
 
 
-@parametrize_layers(
-    LEARNING,
-    # `test_any_layer.py` compares the gradients of all layers on all backends.
-    default=LEARNING if keras.config.backend() == "torch" else ["HGRN2"],
-    wrap={"alone": lambda layer: layer, "bidirectional": keras.layers.Bidirectional},
-)
-def test_fit_of_a_classifier_learns_the_first_token(name, wrap):
-    ids = np.random.default_rng(0).integers(1, 4, (32, 6))
-    ids[np.arange(6)[None] >= np.arange(32)[:, None] % 5 + 2] = 0
-    layers_of_model = [
-        keras.layers.Embedding(4, WIDTH, mask_zero=True),
-        wrap(ROWS[name].make(return_sequences=False)),
-        keras.layers.Dense(4),
-    ]
-    model = keras.Sequential(layers_of_model)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(0.05), loss, jit_compile=False)
-    history = model.fit(ids, ids[:, 0], batch_size=32, epochs=12, verbose=0).history["loss"]
-    assert history[-1] < 0.7 * history[0]
-
-
 @shared_by_layers
 def test_layer_inside_another_ignores_zero_output_and_rejects_other_options(name):
     """The outermost layer decides about padding, order and number of outputs."""
@@ -336,22 +297,6 @@ def test_gru_arguments_are_accepted_only_with_neutral_values(name):
     for cell in (make(), [make()]):
         match = r"`keras.layers.RNN` requires a cell.*`return_state`"
         assert_rejects(match, keras.layers.RNN, cell)
-
-
-@pytest.mark.once
-def test_regularizers_and_constraints_assigned_to_weights_take_effect():
-    """The remedy that the error about `kernel_regularizer` names does not work."""
-    layer = built("RecurrentBlock")
-    assert not layer.losses
-    layer.linear_x.kernel.regularizer = keras.regularizers.L2(0.5)
-    kernel = numpy(layer.linear_x.kernel.value)
-    np.testing.assert_allclose(numpy(layer.losses[0]), 0.5 * (kernel**2).sum(), rtol=1e-5)
-    model = keras.Sequential([layer])
-    layer.linear_out.kernel.constraint = keras.constraints.MaxNorm(0.1)
-    model.compile("sgd", "mse", jit_compile=False)
-    model.train_on_batch(inputs(), inputs())
-    norms = np.linalg.norm(numpy(layer.linear_out.kernel.value), axis=0)
-    assert norms.max() < 0.1001
 
 
 def test_backward_hgrn2_rejects_lower_bounds():

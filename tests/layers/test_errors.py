@@ -10,10 +10,12 @@ import pytest
 
 from keras_recurrent import layers
 from tests.layers.table import (
+    ALL_ROWS,
     ATTENTION,
     ROWS,
     STREAMING,
     WIDTH,
+    arguments_of,
     assert_rejects,
     built,
     inputs,
@@ -51,27 +53,20 @@ def test_call_rejects_inputs_without_tokens_or_of_another_width(name):
     assert_rejects(match, layer, np.zeros((2, 3, 6), "float32"))
 
 
-SIZE = "must be .*at least 1; got 0"
 INVALID_ARGUMENTS = [
     (layers.RGLRU, {"num_blocks": 5}, r"`num_blocks` must divide .*, 8; got 5.*is 4"),
     (layers.RGLRU, {"num_blocks": 16}, r"must divide .*, 8; got 16.*not set the width"),
-    (layers.RGLRU, {"num_blocks": 0}, f"`num_blocks` {SIZE}"),
-    (layers.RGLRU, {"num_blocks": 2.0}, "`num_blocks` must be an integer"),
     (layers.RGLRU, {"a_initializer": "hawk"}, '`a_initializer` must be "griffin"'),
     (layers.CGLRU, {"a_initializer": "hawk"}, '`a_initializer` must be "griffin"'),
     (layers.CGLRU, {"num_blocks": 3}, "`num_blocks` must divide"),
     (layers.CGLRU, {"num_blocks": 8}, "into blocks of even width; got 8"),
-    (layers.CausalConv1D, {"kernel_size": 0}, f"`kernel_size` {SIZE}"),
-    (layers.CausalConv1D, {"kernel_size": (4,)}, "`kernel_size` must be an integer"),
     (layers.CausalConv1D, {"activation": "relu"}, "`activation` must be None or 'silu"),
     (layers.RecurrentBlock, {"lru_width": 10, "num_blocks": 4}, "`num_blocks` must divide"),
-    (layers.RecurrentBlock, {"lru_width": 0}, f"`lru_width` {SIZE}"),
     (
         layers.RecurrentBlock,
         {"lru_width": 7, "recurrence": "cg_lru"},
         "`lru_width` must be even; got 7",
     ),
-    (RecurrentBlock, {"kernel_size": -1, "num_blocks": 2}, "`kernel_size` must be"),
     (RecurrentBlock, {"recurrence": "lru"}, '`recurrence` must be "rg_lru" or'),
     (
         RecurrentBlock,
@@ -79,17 +74,8 @@ INVALID_ARGUMENTS = [
         "divide `lru_width`, 8, into blocks of even width; got 8",
     ),
     (layers.HGRN2, {"expand_ratio": 3}, "`expand_ratio` must divide the width .*, 8; got 3.*is 2"),
-    (layers.HGRN2, {"expand_ratio": 0}, f"`expand_ratio` {SIZE}"),
-    (layers.HGRN2, {"expand_ratio": 4, "conv_size": 0}, f"`conv_size` {SIZE}"),
-    (layers.LowerBounds, {"num_layers": 0}, f"`num_layers` {SIZE}"),
     (layers.LowerBounds, {"num_layers": 1}, "`num_layers` must be at least 2"),
-    (layers.SwiGLU, {"intermediate_dim": 0}, f"`intermediate_dim` {SIZE}"),
-    (layers.GatedMLP, {"intermediate_dim": 0}, f"`intermediate_dim` {SIZE}"),
-    (layers.SGLU, {"intermediate_dim": 0}, f"`intermediate_dim` {SIZE}"),
-    (layers.LocalAttention, {"num_query_heads": 0}, f"`num_query_heads` {SIZE}"),
     (LocalAttention, {"num_key_value_heads": 3}, "must divide `num_query_heads`, 4; got 3"),
-    (LocalAttention, {"sliding_window": 0}, "`sliding_window` must be"),
-    (LocalAttention, {"max_length": 2.5}, "`max_length` must be an integer"),
     (LocalAttention, {"head_dim": 6, "partial_rotary_factor": 0.5}, "even number"),
     (LocalAttention, {"partial_rotary_factor": 1.5}, "between 0 and 1"),
     (LocalAttention, {"partial_rotary_factor": "half"}, "got 'half'"),
@@ -97,9 +83,7 @@ INVALID_ARGUMENTS = [
     (LocalAttention, {"logit_scaling": 1.5}, "`logit_scaling` must be .*at least 2, .*got 1.5"),
     (layers.RMSNorm, {"epsilon": -1.0}, "`epsilon` must be a finite .*at least 0; got -1"),
     (layers.SimpleRMSNorm, {"epsilon": -1}, "`epsilon` must be a finite .*at least 0"),
-    (layers.LightningAttention, {"num_heads": 0}, f"`num_heads` {SIZE}"),
     (LightningAttention, {"gate_activation": "sigma"}, "sigma"),
-    (LightningAttention, {"head_dim": 0}, "`head_dim` must be"),
     (LightningAttention, {"decay_schedule": "slopes"}, "`decay_schedule` must be .*'slopes"),
     (LightningAttention, {"num_key_value_heads": 3}, "must divide `num_heads`, 4; got 3"),
     (
@@ -203,34 +187,35 @@ def test_subclass_of_a_layer_may_have_arguments_that_the_layer_rejects():
     assert (layer.units, layer.sizes, layer.rate, layer.num_blocks) == (3, (4,), 0.1, 2)
 
 
-NUMBERS = [
-    *((layers.RMSNorm, "epsilon"), (layers.SimpleRMSNorm, "epsilon")),
-    *(
-        (LocalAttention, name)
-        for name in ("rope_max_wavelength", "partial_rotary_factor", "layer_norm_epsilon")
-    ),
-    *((layers.DecayLogit, name) for name in ("minval", "maxval", "power")),
-]
-BOOLEANS = [
-    (layers.RMSNorm, "zero_centered"),
-    *((make, "scale_first_input") for make in (layers.RGLRU, layers.CGLRU, RecurrentBlock)),
-    (layers.CausalConv1D, "use_bias"),
-    *((LightningAttention, name) for name in ("use_lrpe", "use_qk_norm", "use_norm_weight")),
-    *(
-        (LocalAttention, f"use_{name}")
-        for name in ("qkv_bias", "output_bias", "qk_norm", "output_gate")
-    ),
-    *((ROWS[name].make, "return_state") for name in STREAMING),
-]
+# One row of each class, and the initializer of decays.
+CLASSES = {row.cls: row.make for row in reversed(ALL_ROWS.values())}
+CLASSES[layers.DecayLogit] = layers.DecayLogit
 
 
-@pytest.mark.parametrize(("make", "name"), NUMBERS)
+def each_argument(kind):
+    """Parametrizes a test over all arguments of one kind of all classes."""
+    cases = [
+        pytest.param(make, name, id=f"{cls.__name__}-{name}")
+        for cls, make in CLASSES.items()
+        for name in arguments_of(cls, kind)
+    ]
+    return pytest.mark.parametrize(("make", "name"), cases)
+
+
+@each_argument("size")
+@pytest.mark.parametrize("value", [0, -1, 2.0, "2", True, (4,)])
+def test_sizes_must_be_positive_integers(make, name, value):
+    match = f"`{name}` must be an integer, at least 1; got {re.escape(repr(value))}"
+    assert_rejects(match, lambda: make(**{name: value}).build((None, None, WIDTH)))
+
+
+@each_argument("number")
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), True, "1", None, 1j])
 def test_real_arguments_must_be_finite_numbers(make, name, value):
     assert_rejects(f"`{name}`.* got .*{re.escape(repr(value))}", make, **{name: value})
 
 
-@pytest.mark.parametrize(("make", "name"), BOOLEANS)
+@each_argument("boolean")
 @pytest.mark.parametrize("value", ["yes", 1, 0.0, None])
 def test_boolean_arguments_must_be_booleans(make, name, value):
     assert_rejects(f"`{name}` must be True or False; got {value!r}", make, **{name: value})

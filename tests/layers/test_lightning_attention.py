@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent.layers import LRPE, LightningAttention
-from tests.layers import loops
-from tests.layers.table import assert_close, built, inputs, numpy
+from tests.layers.table import numpy
 
 
 def decays(num_heads, **kwargs):
@@ -68,17 +67,3 @@ def test_lrpe_in_bfloat16_computes_angles_in_float32():
     expected = np.concatenate([np.cos(angle), np.sin(angle)])
     found = numpy(keras.ops.cast(turned, "float32")).ravel()
     np.testing.assert_allclose(found, expected, atol=2**-8)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"gate_activation": "sigmoid", "value_activation": "silu"},  # MiniMax-01
-        {"query_key_activation": "sigmoid"},
-    ],
-)
-def test_activations_match_a_loop_and_serialize(options):
-    layer, x = built("LightningAttention", **options), inputs()
-    assert_close(layer(x), loops.run(loops.unit(layer), x).astype("float32"))
-    again = type(layer).from_config(layer.get_config())
-    assert again.get_config() == layer.get_config() | options

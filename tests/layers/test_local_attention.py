@@ -14,12 +14,6 @@ def make(**kwargs):
     return layer
 
 
-@pytest.mark.parametrize("factor", [0.0, 1.0])
-def test_partial_rotary_factor_matches_a_loop(factor):
-    layer, x = make(partial_rotary_factor=factor, rope_max_wavelength=100), inputs(length=40)
-    assert_close(layer(x), loops.run(loops.unit(layer), x).astype("float32"))
-
-
 def test_global_attention_without_a_max_length_has_no_state():
     layer, x = make(), inputs()
     for call in (

@@ -121,21 +121,6 @@ def test_bidirectional_hgrn2_sums_both_directions(mask):
     assert_close(y, expected.astype("float32"), where=mask)
 
 
-def test_bidirectional_hgrn2_serializes_and_saves(tmp_path):
-    layer = layers.BidirectionalHGRN2(
-        expand_ratio=4, gate_activation="sigmoid", input_activation="silu", dtype="mixed_bfloat16"
-    )
-    again = type(layer).from_config(layer.get_config())
-    assert again.get_config() == layer.get_config()
-    sequence = keras.Input((8, WIDTH))
-    model = keras.Model(sequence, layer(sequence))
-    assert model.output.dtype == "bfloat16"
-    model.save(tmp_path / "model.keras")
-    loaded = keras.models.load_model(tmp_path / "model.keras")
-    a, b = (numpy(keras.ops.cast(m(inputs()), "float32")) for m in (model, loaded))
-    np.testing.assert_array_equal(a, b)
-
-
 @pytest.mark.once
 @pytest.mark.parametrize(
     "layer",

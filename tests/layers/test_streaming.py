@@ -113,16 +113,6 @@ def test_random_parts_masks_and_documents_equal_the_whole(name):
         assert_parts_equal_the_whole(layer, x, mask, segment_ids, cuts)
 
 
-@streaming_layer
-def test_packed_documents_leave_the_state_of_the_last_one(name):
-    layer, x = built(name), inputs()
-    segment_ids = np.array([[0] * 4 + [1] * 4, [4] * 4 + [2] * 4, [6] * 4 + [9] * 4])
-    packed, state = layer(x, segment_ids=segment_ids, return_state=True)
-    last, last_state = layer(x[:, 4:], segment_ids=segment_ids[:, 4:], return_state=True)
-    assert_close(packed[:, 4:], last)
-    assert_close(state, last_state)
-
-
 @parametrize_layers(STREAMING, garbage=GARBAGE)
 def test_inputs_at_padding_change_no_outputs_and_states(name, garbage):
     """Padding is not ignored, here with a mask of integers."""
@@ -145,16 +135,6 @@ def test_padding_alone_keeps_the_state(name):
     for ids in (None, segment_ids + 1):
         _, after = layer(x, mask=mask, segment_ids=ids, initial_state=state, return_state=True)
         np.testing.assert_equal(numpy(after), numpy(state))
-
-
-@parametrize_layers(STREAMING, mask={"all real": None, "padding anywhere": ANYWHERE})
-def test_call_without_state_equals_a_call_with_the_initial_state(name, mask):
-    layer, x = built(name), inputs()
-    expected = layer(x, mask=mask, return_state=True)
-    state = layer.get_initial_state(batch_size=3)
-    output, state = layer(x, mask=mask, initial_state=state, return_state=True)
-    assert_close(output, expected[0], where=mask)
-    assert_close(state, expected[1])
 
 
 @shared_by_layers
@@ -232,7 +212,7 @@ def test_functional_model_with_states_as_inputs_and_outputs_saves(name, tmp_path
 
 @shared_by_layers
 @pytest.mark.parametrize("packed", [False, True])
-def test_mask_of_an_embedding_is_used_in_eager_and_functional_calls(name, packed):
+def test_mask_of_an_embedding_is_used_unless_a_call_has_another(name, packed):
     layer = built(name)
     tokens = np.array(
         [[3, 1, 2, 0, 0, 5, 0, 1], [0, 1, 0, 0, 4, 2, 2, 2], [1, 1, 0, 0, 0, 0, 0, 0]]
@@ -247,19 +227,13 @@ def test_mask_of_an_embedding_is_used_in_eager_and_functional_calls(name, packed
 
     symbols = [keras.Input((None,), dtype="int32") for _ in range(2)]
     functional = keras.Model(symbols, call(embedding(symbols[0]), symbols[1]))
-    expected = call(numpy(embedding(tokens)), ids, mask=tokens != 0)
+    x = numpy(embedding(tokens))
+    expected = call(x, ids, mask=tokens != 0)
     for output, state in (call(embedding(tokens), ids), functional([tokens, ids])):
         assert_close(output, expected[0], where=tokens != 0)
         assert_close(state, expected[1])
-
-
-@shared_by_layers
-def test_explicit_mask_overrides_the_mask_of_an_embedding(name):
-    layer = built(name)
-    tokens = np.array([[0, 1, 2, 3] * 2] * 3)
-    x = keras.layers.Embedding(4, WIDTH, mask_zero=True)(tokens)
-    mask = MASKS["padding at the end, at the beginning, in the middle"]
-    assert_close(layer(x, mask=mask), layer(numpy(x), mask=mask), where=mask)
+    explicit = call(embedding(tokens), ids, mask=ANYWHERE)[0]
+    assert_close(explicit, call(x, ids, mask=ANYWHERE)[0], where=ANYWHERE)
 
 
 @shared_by_layers

@@ -132,7 +132,12 @@ class LightningHybridBackbone(RecurrentBackbone):
             if scale is not None:
                 check_number(f"{argument}_scale", scale, above=0)
         check_positive_integer("num_query_heads", num_query_heads)
-        optional = {"num_lightning_heads": num_lightning_heads, "dense_length": dense_length}
+        optional = {
+            "num_lightning_heads": num_lightning_heads,
+            "num_lightning_key_value_heads": num_lightning_key_value_heads,
+            "lightning_head_dim": lightning_head_dim,
+            "dense_length": dense_length,
+        }
         for argument, size in optional.items():
             if size is not None:
                 check_positive_integer(argument, size)
