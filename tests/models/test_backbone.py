@@ -10,7 +10,7 @@ import pytest
 
 from keras_recurrent.models import GriffinBackbone
 from tests.layers import table
-from tests.layers.table import assert_rejects, numpy
+from tests.layers.table import arguments_of, assert_rejects, numpy
 from tests.models import reference
 from tests.models.tiny import (
     FAMILIES,
@@ -55,6 +55,19 @@ def test_logits_match_the_reference_with_padding_anywhere(family_model):
     logits = forward(family_model, token_ids, real)
     assert_close(logits[real > 0], reference.logits(family_model, token_ids, real)[real > 0])
     assert np.isfinite(logits).all()
+
+
+def test_training_step_moves_all_lower_bounds_of_hgrn2():
+    model, token_ids = tiny_causal_lm(family="hgrn2", num_layers=3), tokens()
+    bounds = model.backbone.lower_bounds.logits
+    before = numpy(bounds).copy()
+    model.compile(keras.optimizers.SGD(1.0))
+    model.train_on_batch({"token_ids": token_ids, "padding_mask": token_ids > 0}, token_ids)
+    step = numpy(bounds) - before
+    assert np.isfinite(step).all()
+    assert (step != 0).all()
+    # The bounds are shares of all layers: gains and losses add up to 0.
+    np.testing.assert_allclose(step.sum(axis=0), 0, atol=1e-5)
 
 
 def test_packed_documents_do_not_influence_each_other(family_model):
@@ -115,7 +128,7 @@ def test_outputs_carry_no_keras_mask(model):
         assert getattr(output, "_keras_mask", None) is None
 
 
-ATTENTION = {"num_layers": 2, "block_types": ("global_attention",)}
+ATTENTION = {"num_layers": 2, "block_types": "global_attention"}
 OPTIONS = {
     "griffin": {
         "no positions": {**ATTENTION, "partial_rotary_factor": 0.0},
@@ -130,6 +143,7 @@ OPTIONS = {
             "tie_word_embeddings": True,
         },
         "no lower bounds": {"use_lower_bounds": False},
+        "hybrid": {**HYBRID, "sliding_window": 3},
     },
     "transnormer": {
         "decays of the paper": {"decay_schedule": "paper"},
@@ -144,7 +158,7 @@ OPTIONS = {
         },
     },
 }
-STREAMED = ("complex recurrence", "short convolutions")
+STREAMED = ("complex recurrence", "short convolutions", "hybrid")
 ON_TORCH = ("complex recurrence", "decays of the paper", "tied", "one layer", "HypeNet")
 
 
@@ -156,14 +170,17 @@ ON_TORCH = ("complex recurrence", "decays of the paper", "tied", "one layer", "H
         for name in options
     ],
 )
-def test_options_match_the_reference(family, name):
+def test_options_with_padding_and_documents_match_the_reference(family, name):
+    """A block has the bound of another one, or attention has wrong positions or documents."""
     model, token_ids = tiny_causal_lm(family=family, **OPTIONS[family][name]), tokens()
     real = np.ones_like(token_ids)
     real[0, [0, 4]] = 0
-    expected = reference.logits(model, token_ids, real)
-    assert_close(forward(model, token_ids, real)[real > 0], expected[real > 0])
+    segment_ids = np.array([[0] * LENGTH, [1] * 3 + [2] * (LENGTH - 3), [4] * LENGTH], "int32")
+    x = {"token_ids": token_ids, "padding_mask": real, "segment_ids": segment_ids}
+    expected = reference.logits(model, token_ids, real, segment_ids)
+    assert_close(numpy(model.predict_on_batch(x))[real > 0], expected[real > 0])
     if name in STREAMED:
-        assert_streams(model, token_ids[1:], expected[1:])
+        assert_streams(model, token_ids[1:], reference.logits(model, token_ids[1:]))
 
 
 def assert_streams(model, token_ids, expected):
@@ -175,15 +192,7 @@ def assert_streams(model, token_ids, expected):
     assert_close(np.concatenate(logits, axis=1), expected)
 
 
-@pytest.mark.once
-def test_block_types_are_repeated_as_a_pattern():
-    for pattern in (["recurrent"] * 2, "recurrent"):
-        backbone = GriffinBackbone(**{**SIZES, "num_layers": 3, "block_types": pattern})
-        assert set(backbone.block_types) == {"recurrent"}
-        assert len(backbone.transformer_layers) == 3
-
-
-FINITE, POSITIVE = "must be a finite number above 0", "must be an integer, at least 1; got 0"
+FINITE, NEEDED = "must be a finite number above 0", "is needed for the '{}' blocks"
 INVALID_ARGUMENTS = {
     "griffin": [
         *(
@@ -194,8 +203,10 @@ INVALID_ARGUMENTS = {
         ("num_blocks", 7, ""),
         ("num_blocks", None, "must be an integer"),
         ("num_key_value_heads", 3, ""),
-        ("sliding_window", 0, ""),
         ("partial_rotary_factor", 1.5, ""),
+        ("lru_width", None, NEEDED.format("recurrent")),
+        ("num_query_heads", None, NEEDED.format("local_attention")),
+        ("sliding_window", None, NEEDED.format("local_attention")),
         *(
             (name, value, FINITE)
             for name in ("final_logit_soft_cap", "embedding_scale")
@@ -205,7 +216,6 @@ INVALID_ARGUMENTS = {
     "hgrn2": [
         ("expand_ratio", 5, ""),
         ("expand_ratio", None, "must be an integer"),
-        ("conv_size", 0, ""),
         ("attention_layers", (1, 1), r".*distinct integers from 0 to .*, 2; got \(1, 1\)"),
         ("attention_layers", (3,), r".*distinct integers .*got \(3,\)"),
         ("attention_layers", (-1,), r".*distinct integers .*got \(-1,\)"),
@@ -214,19 +224,11 @@ INVALID_ARGUMENTS = {
         ("num_query_heads", None, ".*is needed for the blocks with attention"),
         ("num_query_heads", 16, ".*must divide `hidden_dim`, 16, .* even size.*got 16"),
         ("num_key_value_heads", 3, ".*must divide `num_query_heads`"),
-        ("sliding_window", 0, ".*at least 1; got 0"),
     ],
-    "transnormer": [
-        ("decay_schedule", "slopes", 'must be "checkpoints", "alibi" or'),
-        *((name, 0, POSITIVE) for name in ("num_heads", "head_dim")),
-    ],
+    "transnormer": [("decay_schedule", "slopes", 'must be "checkpoints", "alibi" or')],
     "lightning_hybrid": [
         ("block_types", (), "must be a pattern of 'lightning_attention' and 'global_attention'"),
         ("block_types", ("attention",), r"must be .*got \('attention',\)"),
-        *(
-            (name, 0, POSITIVE)
-            for name in ("num_query_heads", "num_lightning_heads", "head_dim", "dense_length")
-        ),
         *((name, -1.0, FINITE) for name in ("embedding_scale", "residual_scale", "output_scale")),
     ],
 }
@@ -244,59 +246,19 @@ def test_backbone_rejects_invalid_arguments(family, name, value, match):
 
 
 @pytest.mark.once
-def test_griffin_backbone_rejects_unknown_arguments():
-    with pytest.raises(TypeError, match="num_head"):
-        GriffinBackbone(**SIZES, num_head=4)
-
-
-@pytest.mark.once
 @any_family
-@pytest.mark.parametrize("value", [0, -1, "8", 1.5, None])
-@pytest.mark.parametrize(
-    "name", ["vocabulary_size", "num_layers", "hidden_dim", "intermediate_dim"]
-)
-def test_sizes_of_a_backbone_must_be_positive_integers(family, name, value):
-    match = f"`{name}` must be an integer, at least 1"
-    assert_rejects(match, FAMILIES[family].backbone, **{**FAMILIES[family].sizes, name: value})
-
-
-BOOLEANS = {
-    "griffin": ("scale_first_input",),
-    "hgrn2": ("use_lower_bounds", "tie_word_embeddings"),
-    "transnormer": ("tie_word_embeddings",),
-    "lightning_hybrid": ("tie_word_embeddings", "use_qk_norm"),
-}
-
-
-@pytest.mark.once
-@any_family
-@pytest.mark.parametrize("value", ["yes", 1, None])
-def test_boolean_arguments_of_backbones_and_preprocessors_must_be_booleans(family, value):
-    cls = FAMILIES[family]
-    for name in BOOLEANS[family]:
-        match = f"`{name}` must be True or False; got"
-        assert_rejects(match, cls.backbone, **{**cls.sizes, name: value})
-    if value is not None:
-        for name in ("packed", "add_start_token", "add_end_token"):
+def test_sizes_and_booleans_of_backbones_are_checked(family):
+    cls, sizes = FAMILIES[family].backbone, FAMILIES[family].sizes
+    sizes = {**sizes, **HYBRID} if family == "hgrn2" else sizes
+    for name in arguments_of(cls, "size"):
+        required = {"vocabulary_size", "num_layers", "hidden_dim", "intermediate_dim"}
+        for value in (0, -1, "8", 1.5, *([None] if name in required else [])):
+            match = f"`{name}` must be an integer, at least 1; got {value!r}"
+            assert_rejects(match, cls, **{**sizes, name: value})
+    for name in arguments_of(cls, "boolean"):
+        for value in ("yes", 1, None):
             match = f"`{name}` must be True or False; got {value!r}"
-            assert_rejects(match, cls.preprocessor, cls.tokenizer(), **{name: value})
-
-
-@pytest.mark.once
-@pytest.mark.parametrize(
-    ("block_type", "name"),
-    [
-        ("recurrent", "lru_width"),
-        ("local_attention", "num_query_heads"),
-        ("local_attention", "sliding_window"),
-        ("global_attention", "num_query_heads"),
-    ],
-)
-def test_griffin_backbone_names_the_missing_argument_of_a_block_type(block_type, name):
-    sizes = {**SIZES, "num_layers": 1, "block_types": (block_type,)}
-    del sizes[name]
-    match = f"`{name}` is needed for the '{block_type}' blocks"
-    assert_rejects(match, GriffinBackbone, **sizes)
+            assert_rejects(match, cls, **{**sizes, name: value})
 
 
 @pytest.mark.once

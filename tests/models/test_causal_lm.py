@@ -56,20 +56,6 @@ def test_fit_on_strings_lowers_the_loss_and_generate_continues_prompts(family, p
     assert model.generate("tick", max_length=12, strip_prompt=True) == generated[0][4:]
 
 
-@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.once)])
-def test_fit_and_evaluate_accept_tensorflow_datasets_of_strings(packed):
-    tf = pytest.importorskip("tensorflow")
-    model = language_model(packed)
-    texts = tf.data.Dataset.from_tensor_slices(TEXTS).batch(len(TEXTS))
-    loss = model.evaluate(texts, verbose=0, return_dict=True)["loss"]
-    expected = model.evaluate(TEXTS, batch_size=len(TEXTS), verbose=0, return_dict=True)["loss"]
-    np.testing.assert_allclose(loss, expected, rtol=1e-4)
-    model.fit(texts, shuffle=False, verbose=0)
-    if packed:
-        samples = texts.map(model.preprocessor).unbatch().batch(2)
-        model.fit(samples, steps_per_epoch=2, shuffle=False, verbose=0)
-
-
 @pytest.mark.once
 def test_generate_stops_at_the_second_end_token_of_a_tokenizer():
     model = language_model()

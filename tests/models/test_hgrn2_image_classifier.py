@@ -61,19 +61,11 @@ def test_every_output_depends_on_every_patch():
 
 @pytest.mark.parametrize(("name", "millions"), [("tiny", 6.1), ("small", 23.8)])
 def test_preset_has_as_many_parameters_as_in_the_paper(name, millions):
-    size = VISION_SIZES[f"hgrn2_vision_{name}"]
-    d, m = size.hidden_dim, size.intermediate_dim
-    patches = (size.image_size // size.patch_size) ** 2
-    embedding = size.patch_size**2 * 3 * d + d + patches * d
-    block = 4 * d * d + 3 * d * m + 3 * d
-    bounds, norm, head = size.num_layers * d, d, 1000 * d + 1000
-    counted = embedding + size.num_layers * block + bounds + norm + head
-    assert size.parameters == counted
-    assert round(counted / 1e6, 1) == millions
-    listed = HGRN2ImageClassifier.presets[f"hgrn2_vision_{name}"]["metadata"]["params"]
-    assert listed == counted
-    found = count_without_memory(f"hgrn2_vision_{name}", HGRN2ImageClassifier, compile=False)
-    assert found == counted
+    name, cls = f"hgrn2_vision_{name}", HGRN2ImageClassifier
+    listed = cls.presets[name]["metadata"]["params"]
+    assert listed == VISION_SIZES[name].parameters
+    assert listed == count_without_memory(name, cls, compile=False)
+    assert round(listed / 1e6, 1) == millions
 
 
 def test_preset_loads_through_this_package_and_keras_hub():

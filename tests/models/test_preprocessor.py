@@ -166,6 +166,12 @@ def test_sequence_length_must_be_a_positive_integer():
     assert_rejects(f"{match}; got 0", preprocessor(packed=True), ["tick"], sequence_length=0)
 
 
+@pytest.mark.parametrize("value", ["yes", 1])
+@pytest.mark.parametrize("name", ["packed", "add_start_token", "add_end_token"])
+def test_boolean_arguments_must_be_booleans(name, value):
+    assert_rejects(f"`{name}` must be True or False; got {value!r}", preprocessor, **{name: value})
+
+
 def test_packing_rejects_labels_next_to_strings():
     match = "`y` and `sample_weight` are made from the strings in `x`"
     assert_rejects(match, preprocessor(packed=True), ["tick"], y=[1])

@@ -16,115 +16,17 @@ from keras_recurrent.models import (
     GriffinTokenizer,
     HGRN2CausalLM,
 )
+from keras_recurrent.presets import griffin, hgrn2, lightning_hybrid, transnormer
 from tests.layers.table import assert_rejects
 from tests.models.tiny import FAMILIES, VOCABULARY, any_family
 
 pytestmark = pytest.mark.once
 
-# Griffin, appendix C: D, D_rnn, depth and heads; M is 3 throughout.
-PAPER = {
-    "100m": (768, 1024, 12, 6),
-    "200m": (1024, 1536, 12, 8),
-    "400m": (1536, 2048, 12, 12),
-    "1.3b": (2048, 2560, 24, 16),
-    "3b": (3072, 4096, 24, 24),
-    "7b": (4096, 5632, 32, 32),
-    "14b": (5120, 8192, 40, 40),
-}
-TINY = {"tiny": (128, 176, 4, 4), "tiny_text": (128, 176, 6, 4)}
-GEMMA = {"2b": (2560, 2560, 26, 10), "9b": (4096, 4096, 38, 16)}
-PATTERNS = {"hawk": "r", "griffin": "rra", "mqa": "a", "recurrentgemma": "rra"}
-# Blocks, D, width of SwiGLU, vocabulary, and the number of vocabulary matrices.
-HGRN2 = {
-    "hgrn2_tiny": (4, 128, 352, 259, 2),
-    "hgrn2_44m": (6, 512, 1376, 50_265, 1),
-    "hgrn2_150m": (15, 768, 2048, 32_000, 2),
-    "hgrn2_385m": (26, 1024, 2816, 32_000, 2),
-    "hgrn2_1b": (18, 2048, 5632, 32_000, 2),
-    "hgrn2_2.9b": (36, 2560, 6912, 32_000, 2),
-    "hgrn2_7b": (32, 4096, 11_008, 32_000, 2),
-    "hgrn2_1.3b_100b": (24, 2048, 5632, 32_000, 2),
-    "hgrn2_2.7b_100b": (32, 2560, 6912, 32_000, 2),
-}
-# Blocks, D, width of SGLU, vocabulary, and the number of vocabulary matrices.
-TRANSNORMER = {
-    "tnl_tiny": (4, 128, 352, 259, 2),
-    "tnl_44m": (6, 512, 1152, 50_265, 1),
-    "tnl_385m": (24, 1024, 2816, 64_000, 2),
-    "tnl_1b": (16, 2048, 5632, 64_000, 2),
-    "tnl_7b": (30, 4096, 11_264, 64_000, 2),
-    "tnl_15b": (42, 5120, 13_824, 100_000, 2),
-}
-# D, blocks, attention blocks, heads, key-value heads, head size, SwiGLU, vocabulary, its matrices.
-LIGHTNING_HYBRID = {
-    "hypenet_tiny": (128, 4, 1, 4, 2, 32, 352, 259, 1),
-    "hypenet_2b": (2048, 28, 7, 16, 8, 128, 6144, 151_936, 1),
-    "hypenet_5b": (2560, 36, 9, 32, 8, 128, 9728, 151_936, 1),
-    "hypenet_9b": (4096, 36, 9, 32, 8, 128, 12_288, 151_936, 1),
-    "minicpm_sala": (4096, 32, 8, 32, 2, 128, 16_384, 73_448, 2),
-}
-NAMES = {
-    "griffin": [
-        *(f"hawk_{size}" for size in ("tiny", *PAPER) if size != "14b"),
-        *(f"griffin_{size}" for size in (*TINY, *PAPER)),
-        *(f"mqa_{size}" for size in ("tiny", *PAPER) if size != "14b"),
-        *(f"recurrentgemma_{size}" for size in ("2b", "2b_it", "9b", "9b_it")),
-    ],
-    "hgrn2": list(HGRN2),
-    "transnormer": list(TRANSNORMER),
-    "lightning_hybrid": list(LIGHTNING_HYBRID),
-}
-
-
-def griffin_parameters(name):
-    """Section 2 of the paper (blocks), 2.4 and appendix A (RG-LRU), appendix C (sizes)."""
-    kind, size = name.removesuffix("_it").split("_", 1)
-    if kind == "recurrentgemma":
-        d, d_rnn, depth, heads = GEMMA[size]
-        vocabulary, head, blocks = 256_000, 256, heads
-    else:
-        d, d_rnn, depth, heads = (PAPER | TINY)[size]
-        vocabulary, head, blocks = (259, 32, 16) if size in TINY else (32_000, 128, 16)
-    norm, m, taps = d, 3, 4
-    gate = blocks * (d_rnn // blocks) ** 2 + d_rnn
-    rg_lru = 2 * gate + d_rnn
-    convolution = (taps + 1) * d_rnn
-    mixers = {
-        "r": 2 * (d * d_rnn + d_rnn) + convolution + rg_lru + (d_rnn * d + d),
-        "a": d * heads * head + 2 * d * head + (heads * head * d + d),
-    }
-    mlp = 2 * (d * m * d + m * d) + (m * d * d + d)
-    pattern = PATTERNS[kind]
-    mixing = sum(mixers[pattern[i % len(pattern)]] for i in range(depth))
-    return vocabulary * d + mixing + depth * (2 * norm + mlp) + norm
-
-
-def hgrn2_parameters(name):
-    depth, d, m, vocabulary, matrices = HGRN2[name]
-    mixing, mlp, norms, bound = 4 * d * d, 3 * d * m, 3 * d, d
-    return depth * (mixing + mlp + norms + bound) + d + matrices * vocabulary * d
-
-
-def transnormer_parameters(name):
-    """Section 3.1 of the paper: norms have no weights, and all heads together have width D."""
-    depth, d, sglu, vocabulary, matrices = TRANSNORMER[name]
-    attention, positions = 5 * d * d, d
-    return matrices * vocabulary * d + depth * (attention + 3 * d * sglu) + positions
-
-
-def lightning_hybrid_parameters(name):
-    d, depth, attention, heads, keys, size, m, vocabulary, matrices = LIGHTNING_HYBRID[name]
-    norms = 0 if name == "minicpm_sala" else 2 * size
-    total = matrices * vocabulary * d + d + depth * (2 * d + 3 * d * m)
-    total += attention * (d * size * (3 * heads + 2 * keys) + norms)
-    return total + (depth - attention) * (5 * d * size * heads + size * (heads + 2))
-
-
-PARAMETERS = {
-    "griffin": griffin_parameters,
-    "hgrn2": hgrn2_parameters,
-    "transnormer": transnormer_parameters,
-    "lightning_hybrid": lightning_hybrid_parameters,
+SIZES = {
+    "griffin": griffin.SIZES,
+    "hgrn2": hgrn2.SIZES,
+    "transnormer": transnormer.SIZES,
+    "lightning_hybrid": lightning_hybrid.SIZES,
 }
 
 
@@ -139,18 +41,17 @@ def count_without_memory(name, cls=GriffinBackbone, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [(family, name) for family, names in NAMES.items() for name in names]
+    ("family", "name"), [(family, name) for family in SIZES for name in SIZES[family]]
 )
-def test_preset_has_as_many_parameters_as_the_sizes_in_the_paper_give(family, name):
-    expected, cls = PARAMETERS[family](name), FAMILIES[family]
+def test_preset_has_as_many_parameters_as_its_size_lists(family, name):
+    expected, cls = SIZES[family][name].parameters, FAMILIES[family]
     assert cls.causal_lm.presets[name]["metadata"]["params"] == expected
     assert count_without_memory(name, cls.backbone, load_weights=False) == expected
 
 
 def test_preset_parameters_equal_the_published_numbers():
-    """A formula for parameters and the sizes of a preset have the same error."""
-    presets = GriffinCausalLM.presets | HGRN2CausalLM.presets
-    listed = {name: preset["metadata"]["params"] for name, preset in presets.items()}
+    """The width or depth of a preset and its number of parameters have the same error."""
+    listed = {n: size.parameters for sizes in SIZES.values() for n, size in sizes.items()}
     assert round(listed["hawk_1.3b"] / 1e6, 1) == 1369.8
     assert round(listed["griffin_1.3b"] / 1e6, 1) == 1308.5
     assert round(listed["mqa_1.3b"] / 1e6, 1) == 1185.9
@@ -167,7 +68,7 @@ DESCRIPTIONS = {
     "recurrentgemma_9b_it": "hf://google/recurrentgemma-9b-it",
     "hgrn2_1.3b_100b": "hf://fla-hub/hgrn2-1.3B-100B",
     "hgrn2_2.7b_100b": "hf://fla-hub/hgrn2-2.7B-100B",
-    **{name: "no weights are published" for name in HGRN2 if not name.endswith("_100b")},
+    **{name: "no weights are published" for name in hgrn2.SIZES if not name.endswith("_100b")},
     "tnl_7b": "hf://OpenNLPLab/TransNormerLLM-7B",
     "tnl_15b": "no weights",
 }
@@ -182,8 +83,8 @@ def test_descriptions_of_presets_name_the_source_of_weights():
 def test_presets_are_listed_by_all_classes_of_a_family_and_by_keras_hub(family):
     cls = FAMILIES[family]
     for part in (cls.causal_lm, cls.backbone, cls.tokenizer, cls.preprocessor):
-        assert list(part.presets) == NAMES[family]
-    assert set(NAMES[family]) < set(keras_hub.models.CausalLM.presets)
+        assert list(part.presets) == list(SIZES[family])
+    assert set(SIZES[family]) < set(keras_hub.models.CausalLM.presets)
 
 
 @pytest.mark.parametrize(
@@ -223,12 +124,12 @@ def test_presets_of_griffin_have_the_published_patterns_windows_and_scales():
         keras.utils.clear_session(free_memory=False)
         return backbone.get_config()
 
-    griffin = config("griffin_1.3b")
-    assert griffin["block_types"] == ("recurrent", "recurrent", "local_attention")
-    assert griffin["sliding_window"] == 1024
-    assert griffin["num_query_heads"] * griffin["head_dim"] == griffin["hidden_dim"] == 2048
-    assert (griffin["num_key_value_heads"], griffin["partial_rotary_factor"]) == (1, 1.0)
-    assert griffin["embedding_scale"] is griffin["final_logit_soft_cap"] is None
+    paper = config("griffin_1.3b")
+    assert paper["block_types"] == ("recurrent", "recurrent", "local_attention")
+    assert paper["sliding_window"] == 1024
+    assert paper["num_query_heads"] * paper["head_dim"] == paper["hidden_dim"] == 2048
+    assert (paper["num_key_value_heads"], paper["partial_rotary_factor"]) == (1, 1.0)
+    assert paper["embedding_scale"] is paper["final_logit_soft_cap"] is None
     assert config("mqa_100m")["block_types"] == ("global_attention",)
     assert config("mqa_100m", partial_rotary_factor=0)["partial_rotary_factor"] == 0
     gemma = config("recurrentgemma_2b")
@@ -246,6 +147,22 @@ def test_fresh_initialization_is_logged_once(caplog, monkeypatch):
         record.getMessage() for record in caplog.records if record.name == "keras_recurrent"
     ]
     assert messages == ["hawk_tiny has no published weights: it starts from fresh initialization."]
+
+
+def test_preset_with_published_weights_fetches_them_by_default(monkeypatch):
+    fetched = []
+
+    def fetch(preset, name):
+        fetched.append((preset, name))
+        raise ConnectionError("no network in tests")
+
+    monkeypatch.setattr("keras_recurrent.checkpoints.files.fetch", fetch)
+    with pytest.raises(ConnectionError, match="no network in tests"):
+        HGRN2CausalLM.from_preset("hgrn2_1.3b_100b")
+    assert fetched[0] == ("hf://fla-hub/hgrn2-1.3B-100B", "config.json")
+    small = {"num_layers": 1, "hidden_dim": 16, "intermediate_dim": 16, "expand_ratio": 4}
+    assert HGRN2CausalLM.from_preset("hgrn2_2.7b_100b", load_weights=False, **small).built
+    assert len(fetched) == 1
 
 
 def test_load_weights_of_a_preset_without_weights_is_rejected():

@@ -13,9 +13,11 @@ from tests.layers.table import assert_rejects, numpy
 from tests.models.test_hgrn2_image_classifier import classifier as image_classifier
 from tests.models.tiny import (
     FEWER_LAYERS,
+    HYBRID,
     SHARED,
     any_family,
     shared_by_families,
+    tiny_backbone,
     tiny_causal_lm,
     tiny_text_model,
     weights_of,
@@ -269,6 +271,15 @@ def test_lora_trains_only_low_rank_weights_and_saves_them(family, tmp_path):
     loaded = language_model(family)
     loaded.backbone.load_lora_weights(str(tmp_path / "hawk.lora.h5"))
     assert_logits_close(loaded, model, rtol=1e-4)
+
+
+def test_enable_lora_includes_keys_and_values_of_attention_in_hybrids():
+    backbone = tiny_backbone(family="hgrn2", **HYBRID)
+    backbone.enable_lora(2)
+    adapted = {w.path.rsplit("/", 1)[0] for w in backbone.trainable_weights if "lora" in w.path}
+    attention = {f"block_1/temporal_block/{name}_proj" for name in "qkvo"}
+    recurrent = {f"block_{i}/temporal_block/{name}_proj" for i in (0, 2) for name in "qfio"}
+    assert adapted == attention | recurrent
 
 
 @any_family

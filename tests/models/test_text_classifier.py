@@ -82,18 +82,6 @@ def test_classifier_reads_the_last_real_token_of_each_direction(family, bidirect
         np.testing.assert_allclose(output, np.exp(z) / np.exp(z).sum(), rtol=1e-3, atol=1e-5)
 
 
-def test_bidirectional_classifier_learns_the_first_and_last_letter():
-    rng = np.random.default_rng(0)
-    texts, labels = [], []
-    for label in rng.integers(4, size=240):
-        between = "".join(rng.choice(list("abc"), rng.integers(0, 12)))
-        texts.append("xy"[label // 2] + between + "xy"[label % 2])
-        labels.append(label)
-    model = classifier(num_classes=4, sequence_length=16, bidirectional=True)
-    model.fit(texts[:200], labels[:200], batch_size=20, epochs=8, verbose=0)
-    assert (model.predict(texts[200:], verbose=0).argmax(axis=1) == labels[200:]).mean() > 0.9
-
-
 def test_regression_learns_the_length_of_texts_by_the_squared_error():
     model = classifier(num_classes=1)
     assert isinstance(model.loss, keras.losses.MeanSquaredError)
@@ -204,6 +192,7 @@ def test_saved_classifier_loads_with_its_outputs_and_options(
     family, bidirectional, dtype, tmp_path
 ):
     model = classifier(family, dtype=dtype, bidirectional=bidirectional, dropout=0.1)
+    model.train_on_batch(TEXTS, np.array(LABELS))
     expected = model.predict_on_batch(TEXTS[:3])
     assert expected.dtype == "float32"
     if family == "griffin":
@@ -217,16 +206,10 @@ def test_saved_classifier_loads_with_its_outputs_and_options(
     assert options == (bidirectional, 0.1, 3)
     found = loaded.predict_on_batch(TEXTS[:3])
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_classifier_loaded_from_a_keras_file_continues_training(tmp_path):
-    model = classifier()
-    model.fit(TEXTS, LABELS, batch_size=6, verbose=0)
-    model.save(tmp_path / "model.keras")
-    loaded = keras.saving.load_model(tmp_path / "model.keras")
-    labels = np.array(LABELS)
-    losses = [m.train_on_batch(TEXTS, labels) for m in (model, loaded) for _ in range(2)]
-    np.testing.assert_allclose(losses[:2], losses[2:], rtol=1e-5)
+    if family == "hgrn2":  # a `.keras` file has the state of the optimizer
+        assert int(loaded.optimizer.iterations) == 1
+        states = (numpy([v.value for v in m.optimizer.variables]) for m in (model, loaded))
+        keras.tree.map_structure(np.testing.assert_array_equal, *states)
 
 
 def test_preset_names_load_classifiers_through_this_package_and_keras_hub():
