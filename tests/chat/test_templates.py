@@ -235,15 +235,12 @@ def test_stop_token_ids_include_the_token_that_ends_a_turn(gemma):
 # === Files ===
 
 
-def write_checkpoint(folder, gemma, **files):
+def write_checkpoint(folder, gemma, template=None, **files):
     """Writes a checkpoint with a tokenizer and further files; returns its folder."""
-    path = golden.copy(folder, config={"eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0})
-    (path / "tokenizer.model").write_bytes(gemma.proto)
-    for name, content in files.items():
-        name = {"template": "chat_template.jinja"}.get(name, f"{name}.json")
-        text = content if isinstance(content, str) else json.dumps(content)
-        (path / name).write_text(text)
-    return path
+    files = {f"{name}.json": content for name, content in files.items()}
+    files |= {} if template is None else {"chat_template.jinja": template}
+    ids = {"eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0}
+    return golden.copy(folder, ids, files={"tokenizer.model": gemma.proto, **files})
 
 
 def test_saved_preprocessors_keep_template_and_end_tokens(tmp_path, gemma):

@@ -79,8 +79,11 @@ def assert_equal_weights(actual, expected):
         np.testing.assert_array_equal(a, b)
 
 
-def copy(folder, config=None, tensors=None, drop=()):
-    """Copies the checkpoint, with other configuration keys and tensors (None removes a tensor)."""
+def copy(folder, config=None, tensors=None, drop=(), files=None):
+    """Copies the checkpoint, with other configuration keys and tensors (None removes a tensor).
+
+    `files` are further ones, `{name: bytes, text or JSON}`.
+    """
     folder.mkdir(exist_ok=True)
     content = {key: v for key, v in {**read_config(), **(config or {})}.items() if key not in drop}
     (folder / "config.json").write_text(json.dumps(content))
@@ -90,4 +93,8 @@ def copy(folder, config=None, tensors=None, drop=()):
         changed = {**load_file(TENSORS), **tensors}
         kept = {name: array for name, array in changed.items() if array is not None}
         save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    for name, content in (files or {}).items():
+        if not isinstance(content, bytes):
+            content = (content if isinstance(content, str) else json.dumps(content)).encode()
+        (folder / name).write_bytes(content)
     return folder

@@ -1,7 +1,6 @@
 """Checkpoints with a `tokenizer.json` whose model is BPE."""
 
 import json
-import shutil
 
 import keras
 import pytest
@@ -18,12 +17,10 @@ pytestmark = pytest.mark.once
 
 def write_checkpoint(folder, config=None, **content):
     """Writes the golden checkpoint with `tokenizer.json` and `content`, {stem of a file: JSON}."""
-    golden.copy(folder, config={"vocab_size": 1000, **(config or {})})
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(bpe.PATH / name, folder)
-    for name, value in content.items():
-        (folder / f"{name}.json").write_text(json.dumps(value))
-    return folder
+    names = "tokenizer.json", "tokenizer_config.json"
+    files = {name: (bpe.PATH / name).read_bytes() for name in names}
+    files |= {f"{name}.json": value for name, value in content.items()}
+    return golden.copy(folder, {"vocab_size": 1000, **(config or {})}, files=files)
 
 
 def token_ids(tokenizer):

@@ -51,19 +51,6 @@ pytestmark = pytest.mark.once
 # === Tensors ===
 
 
-def test_load_does_not_initialize_weights_randomly(monkeypatch):
-    """Loading draws random weights first, which costs time and memory of the model's size."""
-
-    def fail(self, shape, dtype=None, **kwargs):
-        raise AssertionError("random numbers")
-
-    for initializer in (keras.initializers.VarianceScaling, keras.initializers.RandomNormal):
-        monkeypatch.setattr(initializer, "__call__", fail)
-    GriffinBackbone.from_preset(str(golden.PATH))
-    with pytest.raises(AssertionError, match="random numbers"):
-        GriffinBackbone.from_preset(str(golden.PATH), load_weights=False)
-
-
 @pytest.mark.parametrize(
     ("tensors", "match"),
     [
@@ -344,10 +331,10 @@ CHAT = {"chat_template.jinja", SETTINGS, "generation_config.json"}
 def test_from_preset_of_the_hub_fetches_each_file_once_and_loads_the_weights(
     hub_requests, tmp_path, monkeypatch, sentence_piece, load, requested, preset, with_tokenizer
 ):
-    path = golden.copy(tmp_path / "once")
-    if with_tokenizer:
-        (path / TOKENIZER).write_bytes(sentence_piece)
-    elif TOKENIZER in requested:
+    path = golden.copy(
+        tmp_path / "once", files={TOKENIZER: sentence_piece} if with_tokenizer else {}
+    )
+    if TOKENIZER in requested and not with_tokenizer:
         requested = {*requested, BPE}
     monkeypatch.setattr(golden, "PATH", path)
     opened = []
@@ -466,16 +453,16 @@ def test_from_preset_without_packages_names_package_and_extra(monkeypatch):
 def test_load_with_broken_tokenizer_raises_before_reading_weights(
     tmp_path, monkeypatch, sentence_piece, config, cut, match
 ):
-    path = golden.copy(tmp_path / "text", config=config)
-    (path / "tokenizer.model").write_bytes(sentence_piece[: len(sentence_piece) - cut])
+    content = sentence_piece[: len(sentence_piece) - cut]
+    path = golden.copy(tmp_path / "text", config=config, files={TOKENIZER: content})
     monkeypatch.setattr(loaders.RecurrentPresetLoader, "load_backbone", None)
     assert_rejects(match, golden.model, path)
 
 
 def test_load_with_sentence_piece_file_makes_the_preprocessor(tmp_path, sentence_piece):
     """The tokenizer of a checkpoint is lost by loading, saving or export."""
-    path = golden.copy(tmp_path / "text", config={"eos_token_id": [1, 5]})
-    (path / "tokenizer.model").write_bytes(sentence_piece)
+    files_of_text = {TOKENIZER: sentence_piece}
+    path = golden.copy(tmp_path / "text", {"eos_token_id": [1, 5]}, files=files_of_text)
     model = golden.model(path, sequence_length=8, packed=True)
     tokenizer = model.preprocessor.tokenizer
     assert type(tokenizer) is SentencePieceTokenizer

@@ -12,15 +12,12 @@ from keras_recurrent.models import (
     LightningHybridCausalLM,
     SamplingParams,
 )
+from tests.chat.test_chat import CHATML
 from tests.checkpoints import golden
 from tests.tokenizers import bpe
 
 pytestmark = pytest.mark.once
 HYPENET, MINICPM_SALA = golden.DATA / "hypenet_tiny", golden.DATA / "minicpm_sala_tiny"
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def test_second_copy_of_tied_weights_must_be_equal(tmp_path):

@@ -21,6 +21,8 @@ from tests.models.tiny import (
     tiny_text_model,
 )
 
+pytestmark = pytest.mark.once
+
 TEXTS = ["tick tock ", "tick tock tick", "tock"] * 4
 
 
@@ -38,7 +40,7 @@ def tokens_model():
 
 
 @shared_by_families
-@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.once)])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.every_backend), True])
 def test_fit_on_strings_lowers_the_loss_and_generate_continues_prompts(family, packed):
     model = language_model(packed, family=family)
     arguments = {"batch_size": 3, "epochs": 8, "verbose": 0, "shuffle": packed}
@@ -56,13 +58,13 @@ def test_fit_on_strings_lowers_the_loss_and_generate_continues_prompts(family, p
     assert model.generate("tick", max_length=12, strip_prompt=True) == generated[0][4:]
 
 
-@pytest.mark.once
 def test_generate_stops_at_the_second_end_token_of_a_tokenizer():
     model = language_model()
     model.preprocessor.tokenizer.end_token2_id = 70
     assert model._stop_token_ids("auto") == (model.preprocessor.tokenizer.end_token_id, 70)
 
 
+@pytest.mark.every_backend
 def test_preprocessed_tokens_give_the_loss_and_logits_of_their_strings():
     model = language_model()
     x, y, weight = numpy(model.preprocessor(TEXTS))
@@ -77,6 +79,7 @@ def test_preprocessed_tokens_give_the_loss_and_logits_of_their_strings():
     assert history["loss"][-1] < history["loss"][0]
 
 
+@pytest.mark.every_backend
 def test_packed_and_padded_documents_give_equal_losses():
     padded, packed = language_model(sequence_length=32), language_model(True, 32)
     packed.set_weights(padded.get_weights())
@@ -88,6 +91,7 @@ def test_packed_and_padded_documents_give_equal_losses():
     np.testing.assert_allclose(*losses, rtol=1e-4)
 
 
+@pytest.mark.every_backend
 @shared_by_families
 def test_score_returns_logits_and_losses_and_calls_the_intercept_for_each_block(family):
     model = tiny_causal_lm(family=family)
@@ -115,6 +119,7 @@ def test_score_returns_logits_and_losses_and_calls_the_intercept_for_each_block(
     np.testing.assert_array_equal(numpy(silenced), 0)
 
 
+@pytest.mark.every_backend
 def test_token_and_segment_ids_at_padding_change_no_logits():
     model, results = tiny_causal_lm(num_layers=1), []
     for token, segment in ((8, 0), (-1, 1), (-100, -1), (61, -100)):
@@ -126,6 +131,7 @@ def test_token_and_segment_ids_at_padding_change_no_logits():
         np.testing.assert_array_equal(logits, results[0])
 
 
+@pytest.mark.every_backend
 def test_generate_accepts_an_empty_string_only_with_a_start_token():
     model = language_model()
     assert isinstance(model.generate("", max_length=4), str)
@@ -134,6 +140,7 @@ def test_generate_accepts_an_empty_string_only_with_a_start_token():
     assert_rejects(match, model.generate, "", max_length=4)
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum", None])
 @pytest.mark.parametrize("is_masked", [False, True], ids=["no mask", "Keras mask"])
 def test_token_crossentropy_equals_the_loss_of_keras(reduction, is_masked):
@@ -152,6 +159,7 @@ def test_token_crossentropy_equals_the_loss_of_keras(reduction, is_masked):
     assert keras.losses.deserialize(keras.losses.serialize(loss)).reduction == loss.reduction
 
 
+@pytest.mark.every_backend
 @pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
 def test_token_crossentropy_of_bfloat16_logits_is_computed_in_float32(dtype):
     """Token ids are cast to bfloat16, which has no 257, or the loss is rounded too early."""
@@ -170,6 +178,7 @@ def test_token_crossentropy_of_bfloat16_logits_is_computed_in_float32(dtype):
         np.testing.assert_allclose(found, numpy(reference), rtol=tolerance)
 
 
+@pytest.mark.every_backend
 def test_token_crossentropy_ignores_labels_of_weight_0():
     """Labels of -100 or -1, with which other libraries pad, change the loss or its gradients."""
     rng = np.random.default_rng(0)
@@ -183,8 +192,7 @@ def test_token_crossentropy_ignores_labels_of_weight_0():
         loss = model.train_on_batch(x, np.where(weight > 0, y, label), sample_weight=weight)
         results.append([loss, *model.get_weights()])
     for result in results[1:]:
-        for found, expected in zip(result, results[0], strict=True):
-            np.testing.assert_array_equal(found, expected)
+        keras.tree.map_structure(np.testing.assert_array_equal, result, results[0])
     counted = TokenCrossentropy()(np.array([[-100]]), x[:1, :1], np.array([[0.5]]))
     assert np.isnan(numpy(counted))
 
@@ -198,7 +206,6 @@ TEXT_WITHOUT_PREPROCESSOR = (
 )
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("prompt", "match"),
     [
@@ -225,7 +232,6 @@ def test_generate_without_preprocessor_rejects_malformed_prompts(tokens_model, p
         assert_rejects(match, tokens_model.generate, prompt)
 
 
-@pytest.mark.once
 def test_generate_with_preprocessor_rejects_prompts_that_are_not_strings():
     model = language_model()
     for prompts, got in [
@@ -242,17 +248,11 @@ def test_generate_with_preprocessor_rejects_prompts_that_are_not_strings():
         assert_rejects("`inputs` must hold at least one prompt; got none", model.generate, prompts)
 
 
-@pytest.mark.once
-@pytest.mark.parametrize("length", [0, -1, "12", 12.0])
-def test_max_length_must_be_a_positive_integer(length):
+def test_generate_rejects_invalid_max_lengths_and_longer_prompts():
     model, match = language_model(), "`max_length` must be an integer, at least 1"
-    assert_rejects(match, model.generate, "tick", max_length=length)
-    assert_rejects(match, model.backbone.get_initial_state, 1, max_length=length)
-
-
-@pytest.mark.once
-def test_generate_rejects_prompts_longer_than_max_length():
-    model = language_model()
+    for length in (0, -1, "12", 12.0):
+        assert_rejects(match, model.generate, "tick", max_length=length)
+        assert_rejects(match, model.backbone.get_initial_state, 1, max_length=length)
     assert model.generate("tick", max_length=5) == "tick"
     for prompts, row in [("tick", 0), (["t", "tick"], 1), (np.array(["t", "tick"]), 1)]:
         match = f"`max_length` is 4 .*prompt {row} alone has 5"
@@ -261,7 +261,6 @@ def test_generate_rejects_prompts_longer_than_max_length():
     assert_rejects(match, model.generate, "tick tock, tick t")
 
 
-@pytest.mark.once
 def test_generate_rejects_stop_token_ids_outside_the_vocabulary(tokens_model):
     for ids in ([], 2, "end", (1, 1.5), (True,)):
         match = "`stop_token_ids` must be a tuple"
@@ -271,7 +270,6 @@ def test_generate_rejects_stop_token_ids_outside_the_vocabulary(tokens_model):
         assert_rejects(match, tokens_model.generate, PROMPT, stop_token_ids=ids)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("bad", [-1, -100, 61])
 def test_token_ids_outside_the_vocabulary_are_rejected(tokens_model, bad):
     model, match = tokens_model, rf"`token_ids` must be ids from 0 to 60, .*got {bad} at \[1, 2\]"
@@ -290,7 +288,6 @@ def test_token_ids_outside_the_vocabulary_are_rejected(tokens_model, bad):
     assert_rejects(match, model.fit, valid, token_ids, sample_weight=real, verbose=0)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("bad", [-1, -100])
 def test_negative_segment_ids_of_real_tokens_are_rejected(tokens_model, bad):
     model, good = tokens_model, np.full((2, 3), 7)
@@ -305,20 +302,7 @@ def test_negative_segment_ids_of_real_tokens_are_rejected(tokens_model, bad):
     assert np.isfinite(model.evaluate(x, good, verbose=0)).all()
 
 
-@pytest.mark.once
-def test_score_rejects_unknown_modes_missing_targets_and_float_masks(tokens_model):
-    score, ids = tokens_model.score, [[1, 2, 3]]
-    assert_rejects("'logits' or 'loss'", score, ids, scoring_mode="perplexity")
-    assert_rejects("`target_ids`", score, ids, scoring_mode="loss")
-    match = r"`target_ids` must have .*\(1, 3\); got \(1, 2"
-    assert_rejects(match, score, ids, scoring_mode="loss", target_ids=[[2, 3]])
-    for mask in (np.zeros((1, 3), "float32"), [[0.0, 0.0, -np.inf]]):
-        assert_rejects(r"`padding_mask` must be boolean.*; got float32", score, ids, mask)
-    score(ids, [[1, 1, 0]])
-
-
-@pytest.mark.once
-def test_score_rejects_inputs_that_are_not_token_ids():
+def test_score_rejects_inputs_that_are_not_token_ids_and_unknown_modes():
     model = language_model()
     for text in ("tick", ["tick"], np.array(["tick"]), [["tick"]]):
         assert_rejects(r"`token_ids` must be .*got .*`preprocessor", model.score, text)
@@ -336,11 +320,21 @@ def test_score_rejects_inputs_that_are_not_token_ids():
     for ids, got in [([["a", "b"]], "text"), ([[0.5, 1.0]], "float64"), ({}, "a dictionary")]:
         match = f"`target_ids` must be integers .*got .*{got}"
         assert_rejects(match, model.score, [[1, 2]], scoring_mode="loss", target_ids=ids)
+    score, ids = model.score, [[1, 2, 3]]
+    assert_rejects("'logits' or 'loss'", score, ids, scoring_mode="perplexity")
+    assert_rejects("`target_ids`", score, ids, scoring_mode="loss")
+    match = r"`target_ids` must have .*\(1, 3\); got \(1, 2"
+    assert_rejects(match, score, ids, scoring_mode="loss", target_ids=[[2, 3]])
+    for mask in (np.zeros((1, 3), "float32"), [[0.0, 0.0, -np.inf]]):
+        assert_rejects(r"`padding_mask` must be boolean.*; got float32", score, ids, mask)
+    score(ids, [[1, 1, 0]])
 
 
-@pytest.mark.once
-def test_call_with_cache_rejects_caches_of_other_structures_and_shapes():
+def test_calls_reject_masks_and_caches_of_other_structures_and_shapes():
     model = tiny_causal_lm()
+    x = {"token_ids": np.full((1, 4), 7), "padding_mask": np.ones((1, 3))}
+    for part in (model, model.backbone):
+        assert_rejects(r"`padding_mask` must .*\(1, 4\); got \(1, 3\)", part, x)
     cache, token = model.backbone.get_initial_state(1, max_length=4), np.ones((1, 1), "int32")
     match = r"`padding_mask` must have the shape .*\(1, 1\); got \(2"
     assert_rejects(match, model.call_with_cache, token, cache, padding_mask=np.ones((2, 1), "bool"))
@@ -353,7 +347,6 @@ def test_call_with_cache_rejects_caches_of_other_structures_and_shapes():
     assert_rejects(match, model.call_with_cache, np.ones((2, 1), "int32"), cache)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
 def test_single_strings_are_rejected(method):
     tf = pytest.importorskip("tensorflow")
@@ -362,7 +355,6 @@ def test_single_strings_are_rejected(method):
         assert_rejects(match, getattr(model, method), x, verbose=0)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("has_preprocessor", [True, False])
 def test_fit_and_evaluate_reject_data_that_is_neither_strings_nor_tokens(has_preprocessor):
     model = language_model() if has_preprocessor else tiny_causal_lm(num_layers=1)
@@ -397,7 +389,6 @@ def test_fit_and_evaluate_reject_data_that_is_neither_strings_nor_tokens(has_pre
         assert_rejects(match, model.fit, TEXTS, verbose=0)
 
 
-@pytest.mark.once
 def test_constructor_rejects_parts_that_do_not_belong_together():
     backbone, hgrn2 = GriffinBackbone(**SIZES), FAMILIES["hgrn2"]
     match = "`backbone` must be a `HGRN2Backbone`; got a `Griffin"
@@ -412,14 +403,6 @@ def test_constructor_rejects_parts_that_do_not_belong_together():
         GriffinCausalLM(backbone, tokenizer=None)
 
 
-@pytest.mark.once
-def test_padding_mask_of_another_shape_is_rejected(tokens_model):
-    x = {"token_ids": np.full((1, 4), 7), "padding_mask": np.ones((1, 3))}
-    for part in (tokens_model, tokens_model.backbone):
-        assert_rejects(r"`padding_mask` must .*\(1, 4\); got \(1, 3\)", part, x)
-
-
-@pytest.mark.once
 def test_compile_with_unknown_sampler_raises(tokens_model):
     """A misspelled name of a sampler is noticed only at `generate`."""
     match = r"`sampler` must be 'greedy'.*got 'gredy'"

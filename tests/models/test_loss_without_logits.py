@@ -1,5 +1,7 @@
 """Training steps without logits equal steps with logits."""
 
+import re
+
 import keras
 import keras_hub
 import numpy as np
@@ -183,19 +185,53 @@ def test_loss_of_hidden_states_includes_the_soft_cap():
     np.testing.assert_array_equal(best, z.argmax(-1))
 
 
+accuracy, perplexity = keras.metrics.SparseCategoricalAccuracy, keras_hub.metrics.Perplexity
+READS = r"^the metric '{}' reads logits$"
+PERPLEXITY = READS.format("Perplexity")[:-1] + "; `keras_recurrent.metrics.Perplexity.. does not$"
+# Arguments of `compile`, and the reason for logits, or None.
+COMPILED = [
+    (lambda: {"weighted_metrics": None}, None),
+    (lambda: {"metrics": []}, None),
+    (lambda: {"weighted_metrics": [[accuracy()]]}, None),
+    (lambda: {"loss_weights": [1.0]}, "^`compile` got `loss_weights`$"),
+    (lambda: {"metrics": [accuracy()]}, "is in `metrics` and not in `weighted_m"),
+    (lambda: {"weighted_metrics": ["accuracy"]}, READS.format("accuracy")),
+    (
+        lambda: {"weighted_metrics": [keras.metrics.mean_squared_error]},
+        READS.format("mean_squared_error"),
+    ),
+    (lambda: {"metrics": [perplexity()]}, PERPLEXITY),
+    (lambda: {"weighted_metrics": [accuracy(), perplexity()]}, PERPLEXITY),
+    (lambda: {"weighted_metrics": [[accuracy(), perplexity()]]}, PERPLEXITY),
+    (lambda: {"weighted_metrics": {"token_embedding": [perplexity()]}}, PERPLEXITY),
+    *(
+        (
+            lambda loss=loss: {"loss": loss, "weighted_metrics": [perplexity()]},
+            "the loss is not the default.*the metric 'Perplexity'",
+        )
+        for loss in (keras.losses.MeanSquaredError(), TokenCrossentropy(reduction="sum"))
+    ),
+]
+
+
 @pytest.mark.once
-def test_which_loss_gives_the_reason_for_logits():
-    model = tiny_causal_lm()
-    which_loss = keras_recurrent.which_loss
+@pytest.mark.parametrize(("arguments", "reason"), COMPILED)
+def test_which_loss_gives_the_reason_for_logits(arguments, reason):
+    """The reason names an argument or a container in place of the metric."""
+    model = tiny_causal_lm(num_layers=1)
+    model.compile(**arguments())
+    source, found = keras_recurrent.which_loss(model)
+    assert source == ("logits" if reason else "hidden states")
+    assert re.search(reason or "None", str(found)), found
+    if reason is None:
+        x, y, weights = data()
+        assert np.isfinite(model.evaluate(x, y, sample_weight=weights, verbose=0)).all()
+
+
+@pytest.mark.once
+def test_which_loss_of_subclasses_16_bit_models_and_others():
+    model, which_loss = tiny_causal_lm(), keras_recurrent.which_loss
     assert which_loss(model) == ("hidden states", None)
-    model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    assert "the loss is not the default" in which_loss(model).reason
-    model.compile(loss_weights=[1.0])
-    assert which_loss(model).reason == "`compile` got `loss_weights`"
-    model.compile(weighted_metrics=["accuracy"])
-    assert "the metric 'accuracy' reads logits" in str(which_loss(model))
-    model.compile(weighted_metrics=None)
-    assert which_loss(model).source == "hidden states"
 
     class CustomLM(type(model)):
         def compute_loss(self, *args, **kwargs):
@@ -205,42 +241,9 @@ def test_which_loss_gives_the_reason_for_logits():
     custom.compile()
     assert "`CustomLM` overrides `compute_loss`" in which_loss(custom).reason
     assert which_loss(tiny_causal_lm(dtype="float16")).source == "logits"
-    uncompiled = type(model)(model.backbone, compile=False)
-    assert "not compiled" in which_loss(uncompiled).reason
+    assert "not compiled" in which_loss(type(model)(model.backbone, compile=False)).reason
     with pytest.raises(TypeError, match=r"takes a language model.*got Dense"):
         which_loss(keras.layers.Dense(1))
-
-
-@pytest.mark.once
-def test_which_loss_names_the_metric_that_reads_logits():
-    """The reason names an argument or a container in place of the metric."""
-    model, accuracy = tiny_causal_lm(num_layers=1), keras.metrics.SparseCategoricalAccuracy
-    perplexity = keras_hub.metrics.Perplexity
-    for arguments in (
-        {"weighted_metrics": [accuracy(), perplexity()]},
-        {"weighted_metrics": [[accuracy(), perplexity()]]},
-        {"weighted_metrics": {"token_embedding": [perplexity()]}},
-        {"metrics": [perplexity()]},
-        {"weighted_metrics": [keras.metrics.mean_squared_error]},
-    ):
-        model.compile(**arguments)
-        name = "mean_squared_error" if "function" in str(arguments) else "Perplexity"
-        reason = f"the metric {name!r} reads logits"
-        if name == "Perplexity":
-            reason += "; `keras_recurrent.metrics.Perplexity()` does not"
-        assert keras_recurrent.which_loss(model) == ("logits", reason)
-    for loss in (keras.losses.MeanSquaredError(), TokenCrossentropy(reduction="sum")):
-        model.compile(loss=loss, weighted_metrics=[perplexity()])
-        reason = keras_recurrent.which_loss(model).reason
-        assert "loss is not the default" in reason
-        assert "metric 'Perplexity'" in reason
-    model.compile(metrics=[accuracy()])
-    assert "is in `metrics` and not in `weighted_m" in keras_recurrent.which_loss(model).reason
-    for arguments in ({"metrics": []}, {"weighted_metrics": [[accuracy()]]}):
-        model.compile(**arguments)
-        assert keras_recurrent.which_loss(model).source == "hidden states"
-        x, y, weights = data()
-        assert np.isfinite(model.evaluate(x, y, sample_weight=weights, verbose=0)).all()
 
 
 @pytest.mark.once

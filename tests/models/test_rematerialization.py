@@ -47,17 +47,6 @@ def test_training_step_with_recomputation_equals_a_plain_step(family):
     assert np.linalg.norm(recomputed - plain) < 1e-5 * np.linalg.norm(plain)
 
 
-@pytest.mark.nightly
-def test_recomputation_in_bfloat16_is_as_exact_as_a_plain_step():
-    """XLA rounds the two programs differently, so each is compared with float32."""
-    exact = training_step(None, "float32", num_layers=2)
-    plain, recomputed = (
-        np.linalg.norm(training_step(mode, "mixed_bfloat16", num_layers=2) - exact)
-        for mode in (None, "full")
-    )
-    assert recomputed < 2 * plain < 0.1 * np.linalg.norm(exact)
-
-
 def test_remat_scope_selects_blocks_by_name():
     with keras.RematScope(mode="list_of_layers", layer_names=["block_1"]):
         model = tiny_causal_lm()
@@ -135,44 +124,21 @@ def test_generation_is_unchanged_by_a_remat_scope():
     np.testing.assert_array_equal(*generated)
 
 
-def residual_bytes(model, x, y):
-    """Returns the bytes that the forward pass saves for the backward pass."""
-    if BACKEND == "jax":
-        import jax
-
-        def loss(weights):
-            logits, _ = model.stateless_call(weights, [], x)
-            return keras.ops.mean(
-                keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
-            )
-
-        def residuals(weights):
-            return jax.vjp(loss, weights)[1]
-
-        # On a CPU, XLA merges equal computations of a compiled step.
-        leaves = jax.tree.leaves(
-            jax.eval_shape(residuals, [w.value for w in model.trainable_variables])
-        )
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    import torch
-
-    saved = {}
-
-    def pack(tensor):
-        saved[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(x)
-    return sum(saved.values())
-
-
 @pytest.mark.nightly
-@pytest.mark.skipif(BACKEND == "tensorflow", reason="TensorFlow does not report residuals")
+@pytest.mark.skipif(BACKEND != "torch", reason="torch reports which tensors it saves")
 @any_family
 def test_recomputation_saves_less_for_the_backward_pass(family):
-    x, y = batch(length=512)
-    plain, recomputing = (
-        residual_bytes(model_in(mode, num_layers=4, family=family), x, y) for mode in (None, "full")
-    )
-    assert recomputing < 0.2 * plain
+    import torch
+
+    sizes = []
+    for mode in (None, "full"):
+        model, saved = model_in(mode, num_layers=4, family=family), {}
+
+        def pack(tensor, saved=saved):
+            saved[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(batch(length=512)[0])
+        sizes.append(sum(saved.values()))
+    assert sizes[1] < 0.2 * sizes[0]

@@ -9,6 +9,7 @@ import pytest
 
 import keras_recurrent
 from keras_recurrent.models import GriffinCausalLM, HGRN2TextClassifier
+from tests.checkpoints import golden
 from tests.layers.table import assert_rejects, numpy
 from tests.models.test_hgrn2_image_classifier import classifier as image_classifier
 from tests.models.tiny import (
@@ -73,8 +74,7 @@ def test_preset_directory_loads_a_model_and_its_parts_through_keras_hub_too(save
         assert (loaded.preprocessor.packed, loaded.preprocessor.sequence_length) == (True, 8)
     for cls in (type(model.backbone), keras_hub.models.Backbone):
         backbone = cls.from_preset(path)
-        for a, b in zip(backbone.get_weights(), model.backbone.get_weights(), strict=True):
-            np.testing.assert_array_equal(a, b)
+        golden.assert_equal_weights(backbone, model.backbone)
     assert keras_hub.models.CausalLMPreprocessor.from_preset(path).packed
     tokenizer = keras_hub.tokenizers.Tokenizer.from_preset(path)
     assert type(tokenizer) is type(model.preprocessor.tokenizer)
@@ -93,6 +93,7 @@ def test_from_preset_with_weights_calls_no_initializer(saved, monkeypatch):
         monkeypatch.setattr(getattr(keras.initializers, name), "__call__", draw)
     for cls in (type(model), type(model.backbone), keras_hub.models.CausalLM):
         cls.from_preset(path)
+    golden.model()
     with pytest.raises(AssertionError, match="random weights"):
         type(model).from_preset(path, load_weights=False)
 

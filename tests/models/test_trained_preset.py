@@ -12,6 +12,7 @@ import pytest
 from keras_recurrent import presets
 from keras_recurrent.evaluation import loss_by_position
 from keras_recurrent.models import GriffinBackbone, GriffinCausalLM, GriffinTextClassifier
+from tests.checkpoints import golden
 from tests.layers.table import assert_rejects
 
 pytestmark = pytest.mark.once
@@ -77,10 +78,7 @@ def test_trained_preset_loads_equal_weights_through_every_class(model, monkeypat
         GriffinBackbone.from_preset(NAME, load_weights=True),
         GriffinTextClassifier.from_preset(NAME, num_classes=2).backbone,
     ):
-        for expected, found in zip(
-            model.backbone.get_weights(), backbone.get_weights(), strict=True
-        ):
-            np.testing.assert_array_equal(found, expected)
+        golden.assert_equal_weights(backbone, model.backbone)
 
 
 def test_trained_preset_has_exact_weights_in_bfloat16(model):
