@@ -13,12 +13,11 @@ from keras_recurrent.chat import rendering, templates
 from keras_recurrent.models import GriffinCausalLM, GriffinCausalLMPreprocessor
 from keras_recurrent.presets.griffin import RECURRENT_GEMMA_CHAT_TEMPLATE
 from keras_recurrent.tokenizers import ByteTokenizer
-from tests.chat.test_chat import make_gemma
+from tests.chat.test_chat import HELLO, SPACE, make_gemma
 from tests.checkpoints import golden
 from tests.layers.table import assert_rejects
 
 pytestmark = pytest.mark.once
-HELLO = {"role": "user", "content": "Hello"}
 HI = {"role": "assistant", "content": " Hi\n"}
 CHATML = (
     "{%- if messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content + "
@@ -26,10 +25,6 @@ CHATML = (
     "'assistant') %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + "
     "'\\n' }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}"
     "{{- '<|im_start|>assistant\\n' }}{%- endif %}"
-)
-LINES = (
-    "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}"
-    "{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
 
@@ -194,7 +189,7 @@ def test_slice_of_a_prompt_keeps_content_as_plain_text(gemma):
 
 @pytest.mark.every_backend
 def test_models_tokenize_prompts_with_special_tokens_and_one_start_token():
-    model = GriffinCausalLM.from_preset("hawk_tiny", num_layers=1, chat_template=LINES)
+    model = GriffinCausalLM.from_preset("hawk_tiny", num_layers=1, chat_template=SPACE)
     text = model.preprocessor.apply_chat_template([HELLO])
     assert text == "<start>user: Hello<end>\nassistant:"
     ids = [1, *ByteTokenizer()("user: Hello"), 2, *ByteTokenizer()("\nassistant:")]
@@ -220,7 +215,7 @@ def test_stop_token_ids_include_the_token_that_ends_a_turn(gemma):
     end = gemma.token_to_id("<end_of_turn>")
     assert stops() == (1,)
     assert stops(chat_template=RECURRENT_GEMMA_CHAT_TEMPLATE) == (1, end)
-    assert stops(chat_template=LINES) == (1,)
+    assert stops(chat_template=SPACE) == (1,)
     assert stops(chat_template="{{ raise_exception('no') }}") == (1,)
     assert stops(extra_stop_token_ids=[7, 1]) == (1, 7)
     arguments = {"chat_template": RECURRENT_GEMMA_CHAT_TEMPLATE, "extra_stop_token_ids": (7,)}
@@ -247,13 +242,13 @@ def test_saved_preprocessors_keep_template_and_end_tokens(tmp_path, gemma):
     path = write_checkpoint(
         tmp_path / "given",
         gemma,
-        tokenizer_config={"chat_template": [{"name": "default", "template": LINES}]},
+        tokenizer_config={"chat_template": [{"name": "default", "template": SPACE}]},
         generation_config={"eos_token_id": [1, 7]},
     )
     model = golden.model(path)
     model.save_to_preset(str(tmp_path / "preset"))
     model.export_to_transformers(tmp_path / "export")
-    assert (tmp_path / "export/chat_template.jinja").read_bytes() == LINES.encode()
+    assert (tmp_path / "export/chat_template.jinja").read_bytes() == SPACE.encode()
     config = keras.saving.serialize_keras_object(model.preprocessor)  # as in `.keras` files
     for again in (
         model.preprocessor,
@@ -261,7 +256,7 @@ def test_saved_preprocessors_keep_template_and_end_tokens(tmp_path, gemma):
         keras.saving.deserialize_keras_object(json.loads(json.dumps(config))),
         GriffinCausalLMPreprocessor.from_preset(str(tmp_path / "export")),
     ):
-        assert again.chat_template == LINES
+        assert again.chat_template == SPACE
         assert again.extra_stop_token_ids == (7,)
     assert model.preprocessor.stop_token_ids == (1, 7)
 

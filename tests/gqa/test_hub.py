@@ -143,31 +143,6 @@ def test_every_backbone_of_keras_hub_that_generates_is_tested_or_unsupported():
     assert generating - supported == {f"{name}Backbone" for name in families.UNSUPPORTED}
 
 
-def generate_without_cache(model, tokens, start, seq2seq):
-    """Greedy decoding by a full forward pass per token; requires a clear maximum."""
-    tokens = tokens.copy()
-    name = "decoder_token_ids" if seq2seq else "token_ids"
-    for i in range(start, tokens.shape[1]):
-        logits = numpy(model(inputs(seq2seq=seq2seq) | {name: tokens}))[:, i - 1]
-        best = np.sort(logits, axis=-1)
-        assert (best[:, -1] - best[:, -2]).min() > 1e-3
-        tokens[:, i] = logits.argmax(-1)
-    return tokens
-
-
-@pytest.mark.parametrize("name", ["GPT2", "Llama", "Bart"])
-def test_generate_of_converted_model_matches_generation_without_cache(name):
-    seq2seq, start = name == "Bart", 5
-    grouped = convert_to_gqa(make_task(name), GROUPS)
-    grouped.compile(sampler="greedy")
-    batch = inputs(seq2seq=seq2seq)
-    side = "decoder_" if seq2seq else ""
-    batch[f"{side}padding_mask"] = (np.arange(8) < start) * np.ones_like(TOKENS)
-    generated = grouped.generate(batch, stop_token_ids=None)[f"{side}token_ids"]
-    expected = generate_without_cache(grouped, TOKENS, start, seq2seq)
-    np.testing.assert_array_equal(numpy(generated), expected)
-
-
 def add_preprocessor(model):
     """Returns the task with a tokenizer of the letters a to d and the word "ab"."""
     special = ("<s>", "<pad>", "</s>", "<unk>", "<mask>", "<|endoftext|>")

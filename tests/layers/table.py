@@ -35,7 +35,11 @@ BLOCK = {"lru_width": 12, "kernel_size": 3}
 BLOCK_STATE = {"conv1d": {"inputs": (2, 12)}, "segment": ()}
 ROWS = {
     "RGLRU": Row(layers.RGLRU, {"num_blocks": 4}, {"hidden": (8,), "segment": ()}),
-    "CGLRU": Row(layers.CGLRU, {"num_blocks": 2}, {"hidden": (8,), "segment": ()}),
+    "CGLRU": Row(
+        layers.CGLRU,
+        {"num_blocks": 2, "scale_first_input": True},
+        {"hidden": (8,), "segment": ()},
+    ),
     "CausalConv1D": Row(layers.CausalConv1D, {"kernel_size": 4}, {"inputs": (3, 8), "segment": ()}),
     "CausalConv1D with silu": Row(
         layers.CausalConv1D,
@@ -49,7 +53,7 @@ ROWS = {
     ),
     "RecurrentBlock": Row(
         layers.RecurrentBlock,
-        {**BLOCK, "num_blocks": 4},
+        {**BLOCK, "num_blocks": 4, "scale_first_input": True},
         {**BLOCK_STATE, "rg_lru": {"hidden": (12,)}},
     ),
     "RecurrentBlock with CGLRU": Row(

@@ -4,41 +4,12 @@ import keras
 import numpy as np
 import pytest
 
-from keras_recurrent.layers import HGRN2, RGLRU, LocalAttention, StreamingLayer, Tokens
+from keras_recurrent.layers import LocalAttention, StreamingLayer, Tokens
 from keras_recurrent.layers.tokens import find_tokens
 from keras_recurrent.ops import linear_scan
 from tests.layers import loops
-from tests.layers.table import WIDTH, assert_close, assert_rejects, inputs, numpy
+from tests.layers.table import WIDTH, assert_close, assert_rejects, inputs
 from tests.layers.test_streaming import MASKS, SEGMENTS, assert_parts_equal_the_whole
-
-
-@keras.saving.register_keras_serializable("tests")
-class Composite(StreamingLayer):
-    """Layers of several kinds, one after the other."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.inner = {
-            "attention": LocalAttention(2, head_dim=4, sliding_window=3),
-            "rg_lru": RGLRU(num_blocks=2),
-            "hgrn2": HGRN2(expand_ratio=4, conv_size=2),
-        }
-
-    def build(self, input_shape):
-        super().build(input_shape)
-        for layer in self.inner.values():
-            layer.build(input_shape)
-
-    def streaming_sublayers(self):
-        return self.inner
-
-    def stream(self, inputs, tokens, state):
-        x, after = inputs, {}
-        for name, layer in self.inner.items():
-            x, after[name] = layer(
-                x, tokens=tokens, initial_state=state.get(name), return_state=True
-            )
-        return x, after
 
 
 @keras.saving.register_keras_serializable("tests")
@@ -85,18 +56,6 @@ def assert_streams(layer):
             state = layer.get_initial_state(3, max_length=6)
             again = layer(x, mask=mask, segment_ids=segment_ids, initial_state=state)
             assert_close(again, output, where=mask)
-
-
-@pytest.mark.once
-def test_layer_of_streaming_sublayers_streams_and_saves(tmp_path):
-    layer = Composite()
-    assert_streams(layer)
-    names = ["attention", "hgrn2", "position", "rg_lru", "segment"]
-    assert list(layer.state_spec()) == list(layer.get_initial_state(1)) == names
-    model = keras.Sequential([keras.Input((None, WIDTH)), layer])
-    model.save(tmp_path / "model.keras")
-    x = inputs()
-    assert_close(keras.models.load_model(tmp_path / "model.keras")(x), numpy(layer(x)))
 
 
 def test_layer_with_positions_and_call_arguments_streams_and_checks_them():

@@ -13,15 +13,6 @@ def decays(num_heads, **kwargs):
 
 
 @pytest.mark.once
-def test_decay_schedule_of_the_paper():
-    """Decays are exp(-(8 h / H) (1 - l / L)) of head h = 1 ... H and layer l = 0 ... L - 1."""
-    found = decays(3, decay_schedule="paper", layer_index=2, num_layers=4)
-    np.testing.assert_allclose(found, np.exp([-4 / 3, -8 / 3, -4]))
-    found = decays(2, decay_schedule="paper", layer_index=0, num_layers=1)
-    np.testing.assert_allclose(found, np.exp([-4, -8]))
-
-
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("num_heads", "slopes"),
     [

@@ -272,6 +272,7 @@ def test_gradients_through_states_equal_those_of_the_whole(name):
     np.testing.assert_array_equal(whole[1][~mask], 0)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("layer", "inner"),
     [

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import inspect
 from unittest import mock
 
 import keras
@@ -26,11 +27,6 @@ from tests.models.tiny import (
 )
 
 LENGTH = 11
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_causal_lm()
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -84,18 +80,6 @@ def test_packed_documents_do_not_influence_each_other(family_model):
     assert_close(packed[0, 5:], alone[0, :6])
 
 
-def test_call_accepts_arrays_tensors_and_symbolic_inputs(model):
-    token_ids = tokens()
-    arrays = {"token_ids": token_ids, "padding_mask": token_ids > 0}
-    tensors = {key: keras.ops.convert_to_tensor(array) for key, array in arrays.items()}
-    inputs = {key: keras.Input((LENGTH,), dtype="int32", name=key) for key in arrays}
-    functional = keras.Model(inputs, model(inputs))
-    expected = forward(model, token_ids, token_ids > 0)
-    for logits in (model(arrays), model(inputs=tensors), functional(tensors)):
-        assert_close(logits, expected)
-    assert model.output.shape == (None, None, VOCABULARY)
-
-
 @pytest.mark.once
 @any_family
 def test_clones_and_functional_models_of_a_backbone_give_its_outputs(family):
@@ -120,9 +104,10 @@ def test_clones_and_functional_models_of_a_backbone_give_its_outputs(family):
     assert_close(keras.Model(inputs, backbone(inputs))(packed), separated, rtol=1e-5, atol=1e-5)
 
 
-def test_outputs_carry_no_keras_mask(model):
+@pytest.mark.once
+def test_outputs_carry_no_keras_mask():
     """Keras would rescale the loss by a mask that it finds on the logits."""
-    token_ids = tokens()
+    token_ids, model = tokens(), tiny_causal_lm()
     x = {"token_ids": token_ids, "padding_mask": token_ids > 30}
     for output in (model(x), model.backbone(x)):
         assert getattr(output, "_keras_mask", None) is None
@@ -272,22 +257,16 @@ def test_griffin_backbone_needs_no_arguments_of_absent_block_types():
 
 @pytest.mark.once
 @any_family
-def test_from_config_restores_options_dtype_and_shapes(family):
-    options = {
-        "griffin": {"a_initializer": "zeros", "recurrence": "cg_lru"},
-        "hgrn2": {"conv_size": 2, "tie_word_embeddings": True},
-        "transnormer": {"decay_schedule": "paper", "tie_word_embeddings": True},
-        "lightning_hybrid": {"attention_logit_scaling": 9, "dense_length": 64},
-    }[family]
-    options |= {"dtype": "mixed_bfloat16", "name": "one", "layer_norm_epsilon": 1e-5}
+def test_config_of_a_backbone_has_every_argument_and_restores_it(family):
+    options = {"dtype": "mixed_bfloat16", "name": "one", "layer_norm_epsilon": 1e-5}
     backbone = tiny_backbone(family=family, **options)
-    again = type(backbone).from_config(backbone.get_config())
-    assert again.get_config() == backbone.get_config()
-    assert again.name == "one"
+    config = backbone.get_config()
+    assert inspect.signature(type(backbone)).parameters.keys() <= config.keys()
+    again = type(backbone).from_config(config)
+    assert again.get_config() == config
     for layer in (*backbone._flatten_layers(), *again._flatten_layers()):
         if not isinstance(layer, keras.layers.InputLayer):
             assert layer.dtype_policy.name == "mixed_bfloat16", layer.path
-    assert [w.shape for w in again.weights] == [w.shape for w in backbone.weights]
 
 
 @pytest.mark.once
@@ -379,6 +358,7 @@ def test_cache_has_one_segment_and_position_for_all_blocks(family):
     assert shared == ([("segment",)] if family == "hgrn2" else [("position",), ("segment",)])
 
 
+@pytest.mark.once
 def test_decoding_step_sorts_and_sums_no_tokens(family_model, monkeypatch):
     """A step of one token runs operations that only several tokens need."""
     backbone, token_ids = family_model.backbone, tokens()[:, :3]

@@ -1,6 +1,5 @@
 """Generation with a cache equals generation by repeated forward passes."""
 
-import keras
 import keras_hub
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from tests.models.tiny import (
     NIGHTLY_IF_COMPILED,
     SHARED,
     VOCABULARY,
-    forward,
     shared_by_families,
     tiny_causal_lm,
 )
@@ -148,18 +146,3 @@ def test_int8_generation_with_cache_equals_forward_passes_of_the_int8_model(fami
     expected, margin = plain_generation.sample(model, SAMPLERS["greedy"](), prompt, given)
     assert margin > 10 * MARGIN  # an activation between two 8-bit values may round either way
     np.testing.assert_array_equal(generate(model, "greedy", prompt, given)["token_ids"], expected)
-
-
-@beyond_sampling
-def test_cache_keeps_its_shapes_and_accepts_parts_of_any_length(model, plain):
-    prompt, _ = ragged(LENGTH, LENGTH)
-    expected = forward(plain, prompt, np.ones_like(prompt))
-    cache = model.backbone.get_initial_state(2, max_length=LENGTH)
-    shapes = keras.tree.map_structure(lambda array: tuple(array.shape), cache)
-    logits = []
-    for begin, end in [(0, 1), (1, 2), (2, 9), (9, LENGTH)]:
-        some, hidden_states, cache = model.call_with_cache(prompt[:, begin:end], cache)
-        assert tuple(hidden_states.shape) == (2, end - begin, 16)
-        assert keras.tree.map_structure(lambda array: tuple(array.shape), cache) == shapes
-        logits.append(keras.ops.convert_to_numpy(some))
-    np.testing.assert_allclose(np.concatenate(logits, axis=1), expected, rtol=1e-4, atol=1e-4)

@@ -10,7 +10,6 @@ from keras_recurrent.models import GriffinCausalLMPreprocessor, packing
 from keras_recurrent.tokenizers import ByteTokenizer
 from tests.layers.table import assert_rejects
 from tests.models.test_responses import arrays
-from tests.models.tiny import FAMILIES, any_family, tiny_causal_lm
 
 pytestmark = pytest.mark.once
 
@@ -137,19 +136,6 @@ def test_tensorflow_pipelines_give_equal_sequences(packed):
         assert next(iter(again))[1].shape == (4, 16)
         single = tf.data.Dataset.from_tensor_slices(["hello"]).map(process)
         assert_equal(next(iter(single)), process("hello"))
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@any_family
-def test_model_accepts_the_outputs_of_its_preprocessor(family, packed):
-    cls = FAMILIES[family]
-    preprocessor = cls.preprocessor(cls.tokenizer(), sequence_length=8, packed=packed)
-    model = tiny_causal_lm(preprocessor=preprocessor, family=family, vocabulary_size=259)
-    x, _, _ = preprocessor(["one", "two"])
-    keras.tree.assert_same_structure(dict(x), model.input)
-    token_ids = {name: x[name] for name in ("token_ids", "padding_mask")}
-    for inputs in (x, token_ids, {**token_ids, "segment_ids": x["token_ids"] * 0}):
-        assert tuple(model(inputs).shape) == (*x["token_ids"].shape, 259)
 
 
 def test_preprocessor_serializes_with_its_options():

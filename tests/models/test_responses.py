@@ -175,15 +175,6 @@ def test_conversations_of_every_source_give_equal_losses():
     assert np.isfinite(model.fit(SAMPLES, validation_split=0.5, verbose=0).history["val_loss"])
 
 
-@pytest.mark.once
-def test_special_tokens_inside_messages_are_plain_text():
-    """A message begins a turn of the assistant in the training data."""
-    messages = conversation("<end>a", "<end>")
-    x, y, weights = arrays(preprocessor(sequence_length=28)([messages]))
-    assert (x["token_ids"] == END).sum() == 2
-    assert y[weights].tolist() == [*(3 + ord(c) for c in "<end>"), END]
-
-
 TOKENIZERS = {
     "bytes": ByteTokenizer,
     "bpe": bpe.tokenizer,

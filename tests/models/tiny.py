@@ -24,77 +24,46 @@ class Family(NamedTuple):
     sizes: dict[str, Any]  # arguments of the backbone
 
 
+def make_family(name, **sizes):
+    """The classes of a family, whose names begin with `name`, and sizes."""
+    parts = ("Backbone", "CausalLM", "CausalLMPreprocessor", "Tokenizer")
+    classes = [getattr(models, f"{name}{part}") for part in parts]
+    return Family(*classes, {"vocabulary_size": VOCABULARY, "hidden_dim": 16, **sizes})
+
+
+ATTENTION = {"num_query_heads": 4, "num_key_value_heads": 2}
 FAMILIES = {
-    "griffin": Family(
-        models.GriffinBackbone,
-        models.GriffinCausalLM,
-        models.GriffinCausalLMPreprocessor,
-        models.GriffinTokenizer,
-        # One block of every type, so that tests of models cover all blocks.
-        {
-            "vocabulary_size": VOCABULARY,
-            "num_layers": 3,
-            "hidden_dim": 16,
-            "intermediate_dim": 40,
-            "lru_width": 24,
-            "num_blocks": 4,
-            "block_types": ("recurrent", "local_attention", "global_attention"),
-            "num_query_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "sliding_window": 4,
-            "partial_rotary_factor": 0.5,
-        },
+    # One block of every type, so that tests of models cover all blocks.
+    "griffin": make_family(
+        "Griffin",
+        num_layers=3,
+        intermediate_dim=40,
+        lru_width=24,
+        num_blocks=4,
+        block_types=("recurrent", "local_attention", "global_attention"),
+        **ATTENTION,
+        head_dim=8,
+        sliding_window=4,
+        partial_rotary_factor=0.5,
     ),
-    "hgrn2": Family(
-        models.HGRN2Backbone,
-        models.HGRN2CausalLM,
-        models.HGRN2CausalLMPreprocessor,
-        models.HGRN2Tokenizer,
-        {
-            "vocabulary_size": VOCABULARY,
-            "num_layers": 2,
-            "hidden_dim": 16,
-            "intermediate_dim": 20,
-            "expand_ratio": 4,
-        },
+    "hgrn2": make_family("HGRN2", num_layers=2, intermediate_dim=20, expand_ratio=4),
+    "transnormer": make_family(
+        "TransNormer", num_layers=2, intermediate_dim=24, num_heads=3, head_dim=4
     ),
-    "transnormer": Family(
-        models.TransNormerBackbone,
-        models.TransNormerCausalLM,
-        models.TransNormerCausalLMPreprocessor,
-        models.TransNormerTokenizer,
-        {
-            "vocabulary_size": VOCABULARY,
-            "num_layers": 2,
-            "hidden_dim": 16,
-            "intermediate_dim": 24,
-            "num_heads": 3,
-            "head_dim": 4,
-        },
-    ),
-    "lightning_hybrid": Family(
-        models.LightningHybridBackbone,
-        models.LightningHybridCausalLM,
-        models.LightningHybridCausalLMPreprocessor,
-        models.LightningHybridTokenizer,
-        # The options of MiniCPM-SALA, with grouped heads in both kinds of blocks.
-        {
-            "vocabulary_size": VOCABULARY,
-            "num_layers": 2,
-            "hidden_dim": 16,
-            "intermediate_dim": 24,
-            "block_types": ("lightning_attention", "global_attention"),
-            "num_query_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 4,
-            "num_lightning_key_value_heads": 2,
-            "lightning_query_scale": 0.5,
-            "use_qk_norm": False,
-            "embedding_scale": 3.0,
-            "residual_scale": 0.7,
-            "output_scale": 0.5,
-        },
+    # The options of MiniCPM-SALA, with grouped heads in both kinds of blocks.
+    "lightning_hybrid": make_family(
+        "LightningHybrid",
+        num_layers=2,
+        intermediate_dim=24,
+        block_types=("lightning_attention", "global_attention"),
+        **ATTENTION,
+        head_dim=4,
+        num_lightning_key_value_heads=2,
+        lightning_query_scale=0.5,
+        use_qk_norm=False,
+        embedding_scale=3.0,
+        residual_scale=0.7,
+        output_scale=0.5,
     ),
 }
 SIZES = FAMILIES["griffin"].sizes
@@ -102,8 +71,7 @@ SIZES = FAMILIES["griffin"].sizes
 HYBRID = {
     "num_layers": 3,
     "attention_layers": (1,),
-    "num_query_heads": 4,
-    "num_key_value_heads": 2,
+    **ATTENTION,
     "rope_max_wavelength": 100.0,
     "use_qkv_bias": True,
 }
