@@ -187,7 +187,6 @@ def test_slice_of_a_prompt_keeps_content_as_plain_text(gemma):
     assert ids.count(gemma.token_to_id("<end_of_turn>")) == 1
 
 
-@pytest.mark.every_backend
 def test_models_tokenize_prompts_with_special_tokens_and_one_start_token():
     model = GriffinCausalLM.from_preset("hawk_tiny", num_layers=1, chat_template=SPACE)
     text = model.preprocessor.apply_chat_template([HELLO])

@@ -136,11 +136,6 @@ def test_config_written_from_preset_keeps_multipliers_and_parameters(name):
     assert count_parameters(model_type, arguments) == size.parameters
 
 
-def test_embedding_scale_is_rounded_to_bfloat16():
-    assert griffin.embedding_scale(2560) == 50.5
-    assert griffin.embedding_scale(4096) == 64
-
-
 UNSUPPORTED = [
     ("hgrn2", "hidden_act", "gelu"),
     ("hgrn2", "elementwise_affine", False),

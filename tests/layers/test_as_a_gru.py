@@ -308,23 +308,6 @@ def test_backward_hgrn2_rejects_lower_bounds():
 
 
 @pytest.mark.once
-def test_masks_of_time_distributed_must_be_reduced_to_one_value_per_token():
-    """`TimeDistributed` passes on its inner mask, such as of the words of sentences."""
-    words, embedding = keras.Input((5, 7), dtype="int32"), keras.layers.Embedding(4, WIDTH)
-    embedding.mask_zero = embedding.supports_masking = True
-    of_words, of_sentences = (built(n, return_sequences=False) for n in ("RGLRU", "HGRN2"))
-    sentences = keras.layers.TimeDistributed(of_words)(embedding(words))
-    mask = sentences._keras_mask
-    match = r"`mask` must have.*`keras.ops.any\(mask, axis=-1\)`"
-    assert_rejects(match, of_sentences, sentences)
-    model = keras.Model(words, of_sentences(sentences, mask=keras.ops.any(mask, axis=-1)))
-    ids = np.random.default_rng(0).integers(1, 4, (2, 5, 7))
-    ids[:, 3:] = ids[1, 2, 4:] = 0
-    text = [of_words(numpy(embedding(ids[:, i])), mask=ids[:, i] > 0) for i in range(3)]
-    assert_close(model(ids), of_sentences(np.stack(numpy(text), axis=1)))
-
-
-@pytest.mark.once
 def test_bidirectional_hgrn2_rejects_gru_arguments():
     make = layers.BidirectionalHGRN2
     for arguments in ({"return_sequences": False}, {"go_backwards": True}, {"return_state": True}):

@@ -265,6 +265,9 @@ def test_call_rejects_masks_and_segment_ids_of_other_shapes_and_types(name):
         match = r"must have the shape \[batch, time\]"
         assert_rejects(f"`mask` {match}", layer, x, mask=bad.astype("bool"))
         assert_rejects(f"`segment_ids` {match}", layer, x, segment_ids=bad)
+    # `TimeDistributed` passes on its inner mask, such as of the words of sentences.
+    match = r"`mask` must have.*`keras.ops.any\(mask, axis=-1\)`"
+    assert_rejects(match, layer, x, mask=np.ones((3, 8, 1), "bool"))
     # A float mask would be one that is added to logits.
     ones = np.ones((3, 8), "float32")
     assert_rejects("`segment_ids` must be integers", layer, x, segment_ids=ones)

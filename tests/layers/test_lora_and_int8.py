@@ -28,15 +28,6 @@ def assert_fit_lowers_the_loss(model, target):
     assert history[-1] < 0.98 * history[0]
 
 
-@layer_with_sublayers
-def test_enable_lora_changes_no_outputs(name):
-    layer, x = built(name), inputs()
-    before = numpy(layer(x))
-    for inner in linear_layers(layer):
-        inner.enable_lora(2)
-    assert_close(layer(x), before)
-
-
 @ignore_quantize_warnings
 @pytest.mark.parametrize("is_quantized", [False, True], ids=["float32", "int8"])
 def test_lora_trains_only_low_rank_weights(is_quantized):

@@ -24,19 +24,6 @@ def softmax(logits):
     return exp / exp.sum(axis=0)
 
 
-@pytest.mark.once
-def test_lower_bounds_are_cumulative_sums_of_a_softmax():
-    layer = layers.LowerBounds(4)
-    bounds = numpy(layer(inputs()))
-    np.testing.assert_allclose(np.exp(bounds[:, 0, 0]), [1 / 4, 2 / 4, 3 / 4], rtol=1e-6)
-    logits = np.random.default_rng(0).normal(size=(4, WIDTH))
-    layer.logits.assign(logits)
-    beta = (np.cumsum(softmax(logits), axis=0) - softmax(logits)[0])[1:]
-    bounds = numpy(layer(inputs()))
-    np.testing.assert_allclose(bounds, np.log(np.stack([beta, 1 - beta], axis=1)), rtol=1e-5)
-    assert layer(keras.Input((None, WIDTH))).shape == (3, 2, WIDTH)
-
-
 @pytest.mark.parametrize("row", [0, 1, 2])
 def test_lower_bounds_near_0_and_1_keep_their_digits(row):
     """A bound, or 1 minus a bound, of 1e-20 is rounded to 0."""
@@ -81,22 +68,6 @@ def test_forget_gates_are_between_their_bound_and_1():
     assert (numpy(log_f(np.random.default_rng(0).normal(size=(1000, WIDTH)) * 20)) <= 0).all()
     (gradient,) = gradients(lambda tensors: keras.ops.sum(log_f(tensors[0])), [logits])
     assert np.isfinite(gradient).all()
-
-
-@pytest.mark.parametrize("make", [lambda: layers.HGRN2(expand_ratio=4), layers.HGRN])
-def test_layers_keep_at_least_their_bound_of_the_state(make):
-    """A gate at its minimum decays a channel of the state by another factor than its bound."""
-    layer = make()
-    layer.build((None, None, WIDTH))
-    layer.f_proj.kernel.assign(-60.0 * np.eye(WIDTH))
-    state = numpy(layer.get_initial_state(1))
-    key = "memory" if "memory" in state else "hidden"
-    state[key], state["segment"] = np.ones_like(state[key]), np.zeros_like(state["segment"])
-    layer.i_proj.kernel.assign(np.zeros((WIDTH, WIDTH)))  # no inputs
-    x = np.ones((1, 2, WIDTH), "float32")
-    _, after = layer(x, lower_bound=bound(), initial_state=state, return_state=True)
-    state = numpy(after[key]).reshape(WIDTH, -1)
-    np.testing.assert_allclose(state, np.broadcast_to(BETA[:, None] ** 2, state.shape), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

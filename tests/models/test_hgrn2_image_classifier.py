@@ -7,7 +7,7 @@ import pytest
 
 from keras_recurrent.models import HGRN2ImageClassifier, HGRN2VisionBackbone
 from keras_recurrent.presets.hgrn2 import VISION_SIZES
-from tests.layers.table import JIT, assert_rejects
+from tests.layers.table import JIT, arguments_of, assert_rejects
 from tests.models.test_presets import count_without_memory
 from tests.models.tiny import set_weights
 
@@ -110,10 +110,11 @@ def test_enable_lora_trains_only_low_rank_weights():
         ("image_shape", (9, 8, 1), "`image_shape` must be a multiple of `patch_size`"),
         ("image_shape", (8, 8), "`image_shape` must be "),
         ("image_shape", (None, 8, 1), r"`image_shape\[0\]` must be an integer"),
-        ("patch_size", 0, "`patch_size` must be an integer, at least 1; got 0"),
-        ("num_layers", 0, "`num_layers` must be an integer, at least 1; got 0"),
         ("expand_ratio", 5, "`expand_ratio` must divide"),
-        ("expand_ratio", None, "`expand_ratio` must be an integer"),
+        *(
+            (name, 0, f"`{name}` must be an integer, at least 1; got 0")
+            for name in arguments_of(HGRN2VisionBackbone, "size")
+        ),
     ],
 )
 def test_backbone_rejects_invalid_sizes(name, value, match):

@@ -1,5 +1,6 @@
 """`memory_sizes`, `training_sizes` and `decoding_time`."""
 
+import itertools
 import math
 
 import keras
@@ -33,25 +34,6 @@ def test_memory_sizes_equal_the_bytes_of_the_arrays(dtype, length):
     assert sizes.convolution_state == nbytes(recurrent["temporal_block"]["conv1d"])
     assert sizes.keys_and_values == nbytes(attention)
     assert sizes.places == 3 * 2 * 4  # a segment and a position of each sequence
-
-
-def test_memory_sizes_follow_appendix_f_of_the_paper():
-
-    def sizes(block_type, length):
-        backbone = GriffinBackbone(**{**SIZES, "num_layers": 5, "block_types": (block_type,)})
-        return memory_sizes(backbone, batch_size=2, length=length)
-
-    count = 2 * 5 * 4  # sequences, layers, bytes
-    keys_and_values = 2 * 2 * 8  # heads of size 8
-    for length in (10, 1000):
-        recurrent = sizes("recurrent", length)
-        assert recurrent.recurrent_state == count * 24
-        assert recurrent.convolution_state == count * 3 * 24
-        assert recurrent.keys_and_values == 0
-        local_attention = sizes("local_attention", length).keys_and_values
-        assert local_attention == count * keys_and_values * (SIZES["sliding_window"] - 1)
-        global_attention = sizes("global_attention", length).keys_and_values
-        assert global_attention == count * keys_and_values * length
 
 
 def test_memory_sizes_of_a_preset_name_equal_those_of_its_model():
@@ -125,7 +107,7 @@ def test_layout_map_divides_weights_and_caches_by_devices():
     assert 2 * odd.recurrent_state == 5 * one.recurrent_state // 16
 
 
-def test_sizes_reject_invalid_layouts_and_counts():
+def test_sizes_reject_invalid_layouts_counts_and_models_without_state():
     match = r"`token_embedding/embeddings` of shape \(259, 128\)"
     assert_rejects(match, training_sizes, "hgrn2_tiny", layout_map=layout_map("hgrn2", (1, 4)))
     mesh = layout_map("hgrn2", (1, 1)).device_mesh
@@ -136,16 +118,10 @@ def test_sizes_reject_invalid_layouts_and_counts():
     for number in (-1, 1.5):
         match = "`num_slots` must be an integer, at least 0"
         assert_rejects(match, training_sizes, "hgrn2_tiny", num_slots=number)
-
-
-def test_memory_sizes_reject_models_without_state_and_counts_below_1():
-    model = tiny_causal_lm()
-    for name in ("batch_size", "length"):
-        for number in (0, 1.5, "1"):
-            counts = {"batch_size": 1, "length": 1, name: number}
-            assert_rejects(
-                f"`{name}` must be an integer, at least 1", memory_sizes, model, **counts
-            )
+    for name, number in itertools.product(("batch_size", "length"), (0, 1.5, "1")):
+        counts = {"batch_size": 1, "length": 1, name: number}
+        match = f"`{name}` must be an integer, at least 1"
+        assert_rejects(match, memory_sizes, "hgrn2_tiny", **counts)
     assert_rejects("`Sequential`, which has no state", memory_sizes, keras.Sequential(), 1, 1)
 
 

@@ -369,6 +369,22 @@ def test_int8_quantizes_all_linear_layers_and_approximates_logits(family):
     assert np.sqrt((error**2).mean()) < 0.1 * np.sqrt((exact**2).mean())
 
 
+@any_family
+@pytest.mark.parametrize("mode", ["gptq", "awq"])
+def test_quantization_structure_gives_each_block_its_activations(family, mode):
+    """GPTQ and AWQ calibrate on other activations than those of a forward pass."""
+    kwargs = {"embedding_scale": 4.0} if family == "griffin" else {}
+    model, token_ids = tiny_causal_lm(family=family, **kwargs), np.arange(12)[None]
+    structure, expected = model.get_quantization_layer_structure(mode), []
+    (embed,), blocks = structure["pre_block_layers"], structure["sequential_blocks"]
+    found = [embed(token_ids)]
+    for block in blocks:
+        found.append(block(found[-1]))
+    model.score(token_ids, layer_intercept_fn=lambda x, i: expected.append(x) or x)
+    keras.tree.map_structure(np.testing.assert_array_equal, numpy(found), numpy(expected))
+    assert model.get_quantization_layer_structure("int8") is None
+
+
 def calibrated(config_class, **kwargs):
     identity, tokens = keras.layers.Identity(), [np.arange(8)]
     return config_class(tokens, identity, num_samples=1, sequence_length=8, **kwargs)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from keras_recurrent.training import sources
-from tests.layers.table import JIT, assert_rejects, numpy
+from tests.layers.table import JIT, assert_rejects
 from tests.models.data_sources import make_sources
 from tests.models.tiny import tiny_text_model
 
@@ -192,18 +192,3 @@ def test_fit_rejects_sources_of_single_strings_and_other_data(model):
     dictionaries = torch.utils.data.DataLoader([{"text": "tick"}] * 2)
     match = r"`x` must be several .* got a dictionary of \['text'\]"
     assert_rejects(match, model.fit, dictionaries, verbose=0)
-
-
-def test_preprocessed_tokens_of_a_dataset_have_the_loss_of_strings(model, list_results):
-    samples = numpy(model.preprocessor(TEXTS))
-
-    class Tokens(Strings):
-        def __getitem__(self, index):
-            part = slice(3 * index, 3 * index + 3)
-            return keras.tree.map_structure(lambda array: array[part], samples)
-
-    model.set_weights(list_results[0])
-    loss = model.evaluate(TEXTS, batch_size=3, verbose=0)
-    tokens = Tokens()
-    np.testing.assert_allclose(model.evaluate(tokens, verbose=0), loss, rtol=1e-5)
-    model.fit((tokens[i] for i in range(4)), steps_per_epoch=2, verbose=0)

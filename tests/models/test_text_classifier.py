@@ -87,7 +87,8 @@ def test_regression_learns_the_length_of_texts_by_the_squared_error():
     assert isinstance(model.loss, keras.losses.MeanSquaredError)
     texts = ["a" * n for n in range(1, 7)] * 4
     targets = [float(len(text)) - 3 for text in texts]
-    history = model.fit(texts, targets, batch_size=8, epochs=40, verbose=0).history
+    model.compile(keras.optimizers.Adam(0.02), jit_compile=JIT)
+    history = model.fit(texts, targets, batch_size=24, epochs=50, verbose=0).history
     assert list(history) == ["loss", "mean_absolute_error"]
     expected = np.square(model.predict(texts, verbose=0)[:, 0] - targets).mean()
     loss = model.evaluate(texts, targets, verbose=0, return_dict=True)["loss"]
@@ -197,6 +198,8 @@ def test_saved_classifier_loads_with_its_outputs_and_options(
     assert expected.dtype == "float32"
     if family == "griffin":
         model.save_to_preset(str(tmp_path))
+        with h5py.File(tmp_path / "task.weights.h5") as file:
+            assert "optimizer" not in file
         loaded = type(model).from_preset(str(tmp_path))
     else:
         model.save(tmp_path / "model.keras")
@@ -241,19 +244,6 @@ def test_classifier_loads_the_backbone_of_a_language_model(tmp_path):
     for path, array in weights_of(trained.backbone).items():
         np.testing.assert_array_equal(weights_of(model.backbone)[path], array)
     assert model.predict(TEXTS, verbose=0).shape == (12, 2)
-
-
-def test_preset_directory_of_a_trained_classifier_has_no_optimizer(tmp_path):
-    model = classifier()
-    model.fit(TEXTS, LABELS, batch_size=4, verbose=0)
-    model.save_to_preset(str(tmp_path))
-    assert int(model.optimizer.iterations) == 3
-    loaded = models.HGRN2TextClassifier.from_preset(str(tmp_path))
-    expected = model.predict(TEXTS, verbose=0)
-    np.testing.assert_allclose(loaded.predict(TEXTS, verbose=0), expected, rtol=1e-5, atol=1e-6)
-    with h5py.File(tmp_path / "task.weights.h5") as file:
-        assert "optimizer" not in file
-    compiled(loaded).fit(TEXTS, LABELS, batch_size=4, verbose=0)
 
 
 def test_from_preset_names_missing_files_of_a_classifier(tmp_path):

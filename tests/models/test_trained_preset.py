@@ -13,7 +13,6 @@ from keras_recurrent import presets
 from keras_recurrent.evaluation import loss_by_position
 from keras_recurrent.models import GriffinBackbone, GriffinCausalLM, GriffinTextClassifier
 from tests.checkpoints import golden
-from tests.layers.table import assert_rejects
 
 pytestmark = pytest.mark.once
 
@@ -97,14 +96,3 @@ def test_weights_of_the_trained_preset_are_stored_in_bfloat16():
         file.visititems(lambda _, item: dtypes.append(item.attrs.get("dtype", "none")))
     assert set(dtypes) == {"none", "bfloat16"}  # groups and float32 have none
     assert FILE.stat().st_size < 4_000_000
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"num_layers": 2}, "'num_layers': the weights in 'griffin_tiny_text' fit only"),
-        ({"dtype": "int8_from_float32"}, "`dtype` must not be a quantized policy; got 'int8_from"),
-    ],
-)
-def test_trained_preset_rejects_overrides_that_its_weights_do_not_fit(overrides, message):
-    assert_rejects(message, GriffinCausalLM.from_preset, NAME, **overrides)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import tokenizers
 
-from keras_recurrent.datasets import PackedText
 from keras_recurrent.models import (
     GriffinCausalLMPreprocessor,
     GriffinTextClassifierPreprocessor,
@@ -235,19 +234,6 @@ def test_keras_file_of_a_model_contains_its_tokenizer(tmp_path):
     assert (tokenizer.end_token_id, tokenizer.pad_token_id) == (bpe.END, bpe.PAD)
 
 
-@pytest.mark.every_backend
-@pytest.mark.nightly
-def test_fit_on_strings_and_packed_text_lowers_the_loss(tmp_path):
-    texts = ["Before we proceed", "any further", "", "hear me speak"]
-    (tmp_path / "text.txt").write_text("\n\n".join(texts))
-    model = make_model(packed=True)
-    model.compile(keras.optimizers.SGD(0.1), model.loss, run_eagerly=True)
-    losses = model.fit(texts, batch_size=2, epochs=3, verbose=0).history["loss"]
-    source = PackedText(tmp_path / "text.txt", model.preprocessor, batch_size=2, passes=1)
-    losses += model.fit(source, verbose=0).history["loss"]
-    assert 0 < losses[-1] < losses[-2] < losses[0]
-
-
 def test_preprocessors_without_start_token_add_none():
     """A start token None gets into packed, padded or classified texts."""
     tokenizer, texts = bpe.tokenizer(), ["Before we", "proceed"]
@@ -260,11 +246,3 @@ def test_preprocessors_without_start_token_add_none():
     assert preprocess(classifier, texts[:1])[1] == tokens[:1]
     with pytest.raises(ValueError, match="prompt 0 alone has 3"):
         padded.generate_preprocess(["Before we"], sequence_length=2)
-
-
-def test_tensorflow_pipeline_packs_texts_as_a_call():
-    tf = pytest.importorskip("tensorflow")
-    texts = ["hi you", "", "naïve 🌍"]
-    packed = GriffinCausalLMPreprocessor(bpe.tokenizer(), sequence_length=12, packed=True)
-    ((x, _, _),) = tf.data.Dataset.from_tensor_slices(texts).batch(3).map(packed)
-    np.testing.assert_array_equal(x["token_ids"], preprocess(packed, texts)[0]["token_ids"])
