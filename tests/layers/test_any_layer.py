@@ -50,6 +50,7 @@ def test_config_has_every_argument_and_restores_the_layer(name):
     assert again.get_config() == config
 
 
+@pytest.mark.once
 @any_layer
 def test_mask_of_an_embedding_reaches_the_next_layer(name):
     class Next(keras.layers.Layer):

@@ -114,6 +114,7 @@ def test_go_backwards_equals_reversed_inputs(name, mask, segment_ids):
     assert_close(last(x, **call), last_forwards(x_flipped, **flipped))
 
 
+@pytest.mark.once
 @parametrize_layers(STREAMING, default=SHARED, mask=PADDING)
 def test_bidirectional_combines_both_directions_and_saves(name, mask, tmp_path):
     layer, x = built(name, zero_output_for_mask=True), inputs()
@@ -139,6 +140,7 @@ def test_bidirectional_combines_both_directions_and_saves(name, mask, tmp_path):
     assert_close(keras.models.load_model(tmp_path / "model.keras")(x), sums(x))
 
 
+@pytest.mark.once
 @shared_by_layers
 def test_bidirectional_passes_a_state_to_each_direction(name):
     both, x = keras.layers.Bidirectional(built(name, return_state=True)), inputs()
@@ -205,6 +207,7 @@ OUTPUT_SUBLAYERS = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", OUTPUT_SUBLAYERS)
 @pytest.mark.parametrize("mask", [None, ANYWHERE], ids=["all real", "padding"])
 def test_output_sublayers_compute_only_the_last_token_if_it_alone_is_returned(name, mask):
@@ -246,6 +249,7 @@ def test_mixed_precision_outputs_are_bfloat16_and_states_stay_float32(name):
     assert_close(forward, both.forward_layer(x, mask=ANYWHERE, initial_state=states[0])[1])
 
 
+@pytest.mark.once
 @shared_by_layers
 def test_layer_inside_another_ignores_zero_output_and_rejects_other_options(name):
     """The outermost layer decides about padding, order and number of outputs."""

@@ -179,6 +179,7 @@ def test_states_have_the_shapes_of_the_table_and_the_dtypes_of_their_specificati
     assert layer.compute_output_shape((3, None, WIDTH)) == ((3, None, WIDTH), spec)
 
 
+@pytest.mark.once
 @shared_by_layers
 def test_return_state_of_a_call_overrides_the_constructor(name):
     make = ROWS[name].make

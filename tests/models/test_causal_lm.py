@@ -131,7 +131,6 @@ def test_token_and_segment_ids_at_padding_change_no_logits():
         np.testing.assert_array_equal(logits, results[0])
 
 
-@pytest.mark.every_backend
 def test_generate_accepts_an_empty_string_only_with_a_start_token():
     model = language_model()
     assert isinstance(model.generate("", max_length=4), str)
