@@ -16,11 +16,7 @@ from huggingface_hub import errors
 from safetensors.numpy import load_file, save_file
 
 from keras_recurrent.checkpoints import files, loaders
-from keras_recurrent.models import (
-    GriffinBackbone,
-    GriffinCausalLM,
-    GriffinCausalLMPreprocessor,
-)
+from keras_recurrent.models import GriffinBackbone, GriffinCausalLM, GriffinCausalLMPreprocessor
 from keras_recurrent.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from tests.checkpoints import golden
 from tests.layers.table import assert_rejects

@@ -1,5 +1,7 @@
 """Preprocessors: strings to padded or packed sequences of tokens."""
 
+import itertools
+
 import grain
 import keras
 import keras_hub
@@ -145,19 +147,15 @@ def test_preprocessor_serializes_with_its_options():
     assert_equal(again(texts()), process(texts()))
 
 
-def test_sequence_length_must_be_a_positive_integer():
+def test_preprocessor_rejects_invalid_arguments_and_labels_next_to_strings():
     match = "`sequence_length` must be an integer, at least 1"
     for length in (0, -1, "8", 2.5, None):
         assert_rejects(match, preprocessor, sequence_length=length)
     assert_rejects(f"{match}; got 0", preprocessor(packed=True), ["tick"], sequence_length=0)
-
-
-@pytest.mark.parametrize("value", ["yes", 1])
-@pytest.mark.parametrize("name", ["packed", "add_start_token", "add_end_token"])
-def test_boolean_arguments_must_be_booleans(name, value):
-    assert_rejects(f"`{name}` must be True or False; got {value!r}", preprocessor, **{name: value})
-
-
-def test_packing_rejects_labels_next_to_strings():
+    for name, value in itertools.product(
+        ("packed", "add_start_token", "add_end_token"), ("yes", 1)
+    ):
+        match = f"`{name}` must be True or False; got {value!r}"
+        assert_rejects(match, preprocessor, **{name: value})
     match = "`y` and `sample_weight` are made from the strings in `x`"
     assert_rejects(match, preprocessor(packed=True), ["tick"], y=[1])

@@ -26,13 +26,7 @@ TASKS = {
     selective_copying: {"num_examples": 3, "num_data": 4, "sequence_length": 20},
     induction_heads: {"num_examples": 3, "sequence_length": 20},
     phone_book: {"num_examples": 3, "num_names": 7},
-    list_ops: {
-        "num_examples": 3,
-        "min_length": 7,
-        "max_length": 30,
-        "max_depth": 3,
-        "max_args": 4,
-    },
+    list_ops: {"num_examples": 3, "min_length": 7, "max_length": 30, "max_depth": 3, "max_args": 4},
 }
 ERRORS = {
     associative_recall: [

@@ -8,10 +8,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from keras_recurrent.models import (
-    GriffinCausalLMPreprocessor,
-    GriffinTextClassifierPreprocessor,
-)
+from keras_recurrent.models import GriffinCausalLMPreprocessor, GriffinTextClassifierPreprocessor
 from keras_recurrent.tokenizers import BPETokenizer
 from keras_recurrent.tokenizers import bpe_file as bpe_files
 from tests.layers.table import assert_rejects
