@@ -39,7 +39,7 @@ def classifier(**kwargs):
 def test_fit_learns_patterns():
     model = classifier()
     model.compile(keras.optimizers.Adam(1e-2), model.loss, metrics=["accuracy"], jit_compile=JIT)
-    model.fit(*patterns(400, seed=0), batch_size=50, epochs=5, verbose=0)
+    model.fit(*patterns(1000, seed=0), batch_size=50, epochs=5, verbose=0)
     _, accuracy = model.evaluate(*patterns(200, seed=1), batch_size=50, verbose=0)
     assert accuracy > 0.9
 

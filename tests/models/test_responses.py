@@ -214,7 +214,7 @@ def test_conversation_for_training_has_the_tokens_of_the_prompt_for_generation(m
     """The model is trained on other tokens than it generates, such as a space between turns."""
     options = {"tokenizer": make(), "chat_template": template}
     layer = preprocessor(sequence_length=300, **options)
-    # The loss does not include the last message, which is of the user.
+    # The last message, which has no answer, is left out.
     turns = "all happy", "families are", "are", " alike families\n", "y", "a", "all"
     messages = conversation(*turns)
 
@@ -226,7 +226,7 @@ def test_conversation_for_training_has_the_tokens_of_the_prompt_for_generation(m
         # SentencePiece removes a space of the template at the end of a text.
         return index + (whole[index : index + 1] == [space])
 
-    whole = tokens(messages, False)
+    whole = tokens(messages[:-1], False)
     is_piece = isinstance(layer.tokenizer, SentencePieceTokenizer)
     space = layer.tokenizer.token_to_id("▁") if is_piece else None
     in_loss = [False] * len(whole)
