@@ -77,9 +77,7 @@ def build_model(build):
     return model
 
 
-@pytest.mark.parametrize(
-    "pooling", [pytest.param("mean", marks=pytest.mark.every_backend), "first"]
-)
+@pytest.mark.parametrize("pooling", ["mean", "first"])
 def test_converted_decoder_matches_shared_heads_and_keeps_the_rest(pooling):
     """Pooling is wrong, or conversion changes an encoder, or names and options of layers."""
     model, oracle = build_model(decoder), build_model(decoder)
@@ -127,7 +125,6 @@ def weight(model, *parts):
 
 
 # Keras's GroupQueryAttention passes its inputs on with their masks.
-@pytest.mark.every_backend
 @pytest.mark.filterwarnings("ignore:Layer .* \\(of type EinsumDense\\) was passed an input with a")
 def test_converted_sequential_with_masked_tokens_matches_and_is_saved(tmp_path):
     model = keras.Sequential(

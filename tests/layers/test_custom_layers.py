@@ -11,8 +11,9 @@ from tests.layers import loops
 from tests.layers.table import WIDTH, assert_close, assert_rejects, inputs
 from tests.layers.test_streaming import MASKS, SEGMENTS, assert_parts_equal_the_whole
 
+pytestmark = pytest.mark.once
 
-@keras.saving.register_keras_serializable("tests")
+
 class RunningMean(StreamingLayer):
     """Mean of a document's tokens so far, times the call argument `scale`."""
 
@@ -72,7 +73,6 @@ def test_layer_with_positions_and_call_arguments_streams_and_checks_them():
             layer(sequence, shift=1.0)
 
 
-@pytest.mark.once
 def test_streaming_layer_rejects_invalid_tokens_states_and_definitions():
     layer, x = LocalAttention(2, head_dim=4, sliding_window=3), inputs()
     tokens, _ = find_tokens(x, uses_position=True)
@@ -100,7 +100,6 @@ def test_streaming_layer_rejects_invalid_tokens_states_and_definitions():
         WithoutStream()(x)
 
 
-@pytest.mark.once
 def test_layer_without_state_arrays_keeps_the_segment():
     class Doubled(StreamingLayer):
         def stream(self, inputs, tokens, state):

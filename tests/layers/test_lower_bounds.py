@@ -44,6 +44,7 @@ def test_lower_bounds_near_0_and_1_keep_their_digits(row):
     assert np.abs(gradient).max() > 0
 
 
+@pytest.mark.once
 def test_lower_bounds_are_float32_under_16_bit_policies():
     for policy in ("mixed_bfloat16", "bfloat16"):
         layer = layers.LowerBounds(2, dtype=policy)

@@ -53,6 +53,7 @@ def test_logits_match_the_reference_with_padding_anywhere(family_model):
     assert np.isfinite(logits).all()
 
 
+@pytest.mark.once
 def test_training_step_moves_all_lower_bounds_of_hgrn2():
     model, token_ids = tiny_causal_lm(family="hgrn2", num_layers=3), tokens()
     bounds = model.backbone.lower_bounds.logits
@@ -323,6 +324,7 @@ def test_layout_map_splits_every_large_weight(family):
     assert_rejects("`model_parallel_dim_name`", get_layout_map, mesh, model_parallel_dim_name="x")
 
 
+@pytest.mark.once
 @shared_by_families
 def test_hidden_states_analyzes_padding_and_documents_once(family, monkeypatch):
     """Each layer sorts the tokens of masks and segments, which eager calls repeat."""

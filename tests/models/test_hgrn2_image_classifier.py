@@ -44,7 +44,6 @@ def test_fit_learns_patterns():
     assert accuracy > 0.9
 
 
-@pytest.mark.every_backend
 def test_every_output_depends_on_every_patch():
     backbone = HGRN2VisionBackbone(**SIZES)
     set_weights(backbone, seed=0)
