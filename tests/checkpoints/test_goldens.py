@@ -65,6 +65,7 @@ def test_call_with_cache_in_three_chunks_matches_the_original(model, path, expec
     assert golden.relative_error(logits, expected["logits"]) < ROUNDING[path.name]
 
 
+@pytest.mark.once
 @only("hgrn2_hybrid_tiny", "hypenet_tiny", "minicpm_sala_tiny")
 def test_gradients_of_loss_match_the_original(model, expected):
     tensors = layout.get_layout(model.backbone).tensors(model.backbone.get_config())
