@@ -157,6 +157,7 @@ def test_bidirectional_passes_a_state_to_each_direction(name):
     assert_close(after, [forward_state, backward_state])
 
 
+@pytest.mark.once
 @shared_by_layers
 def test_functional_model_passes_embedding_masks_and_infers_shapes(name, tmp_path):
     ids = np.array([[3, 1, 2, 0, 0], [0, 1, 0, 2, 2], [0] * 5], "int32")
