@@ -244,6 +244,7 @@ class Batch:
         sequence = _greedy_sequence(max_new_tokens=1)
         self.insert(sequence, self.initial_state)
         self.slot_state(0)
+        self.prompt_state(self.initial_state)
         self.remove(sequence)
         self._known[self._num_stops].append(Features())
         self.run_empty_step(Features())
@@ -266,6 +267,10 @@ class Batch:
             A list of the next states.
         """
         raise NotImplementedError
+
+    def prompt_state(self, state):
+        """Returns the state of the backbone, of batch size 1, for a result of `process`."""
+        return state
 
     def slot_state(self, slot):
         """Returns a copy of the state of a slot, of batch size 1."""

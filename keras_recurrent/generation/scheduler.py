@@ -231,7 +231,9 @@ class Scheduler(DecodingLoop):
             if sequence not in self._prompts:  # it has ended
                 continue
             if state is not None:
-                self._prefixes.add(sequence.prompt[:stop], state, sequence.salt)
+                self._prefixes.add(
+                    sequence.prompt[:stop], self.batch.prompt_state(state), sequence.salt
+                )
             if stop == len(sequence.prompt) - 1:
                 self._ready.append(sequence)
                 self._prompts.remove(sequence)

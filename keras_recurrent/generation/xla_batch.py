@@ -1,6 +1,7 @@
 """Batches on JAX and TensorFlow. Each step is one program; on JAX, it overwrites the state."""
 
 import threading
+import weakref
 from typing import Any
 
 import keras
@@ -130,27 +131,59 @@ class JaxBatch(XlaBatch):
 
     def prepare_slots(self, max_length, num_prompts):
         self.num_prompts = num_prompts
-        self._latest: Any = ()  # the latest result of `process`
+        self._prompt_rows: Any = weakref.WeakValueDictionary()  # {index: `PromptRow` in use}
         self._kinds: list[Any] = []  # `SamplingParams` for which steps were compiled
         self._waiting: Any = (None, None)  # the next `Sequence`, and the `Features` of its step
         tokens_per_step = TOKENS_OF_STREAM if runs_ahead(self._model) else 1
         self.initial_state = self._prepare(max_length, tokens_per_step)
+        # The engine starts at most twice as many prompts as a program processes.
+        self._prompts = keras.tree.map_structure(
+            lambda array: jnp.repeat(array, 2 * num_prompts, 0), self.initial_state
+        )
 
     def process(self, states, tokens, mask):
         yield from ()  # one part
-        unused = [self.initial_state] * (self.num_prompts - len(states))
-        arguments = [*states, *unused], tokens, mask, self.weights
-        self._latest = self._programs.process(*arguments, variant=self._variant)
-        return self._latest[: len(states)]
+        is_new = np.array([state is self.initial_state for state in states])
+        rows = [
+            self._new_row() if state is self.initial_state else self._row(state) for state in states
+        ]
+        missing = self.num_prompts - len(rows)
+        arguments = (
+            np.array([row.index for row in rows] + [2 * self.num_prompts] * missing, "int32"),
+            np.pad(is_new, (0, missing)),
+            *(self.initial_state, tokens, mask, self.weights),
+        )
+        self._prompts = self._programs.process(self._prompts, *arguments, variant=self._variant)
+        return rows
+
+    def _new_row(self):
+        """Returns a `PromptRow` that is not in use."""
+        rows = self._prompt_rows
+        index = next(index for index in range(2 * self.num_prompts) if index not in rows)
+        rows[index] = row = PromptRow(index)
+        return row
+
+    def _row(self, state):
+        """Returns the `PromptRow` of the state of a prompt."""
+        if isinstance(state, PromptRow):
+            return state
+        row = self._new_row()
+        self._prompts = self._programs.set_row(self._prompts, row.index, state)
+        return row
+
+    def prompt_state(self, state):
+        row = self._row(state)  # it may replace `_prompts`
+        return self._programs.extract(self._prompts, row.index)
 
     def wait(self):
-        jax.block_until_ready(self._latest)
+        jax.block_until_ready(self._prompts)
 
     def _write(self, slot, arrays, state):
         first = {name: array[0] for name, array in arrays.items()}
         sequence = DeviceState(*(first.pop(name) for name in DeviceState._fields))
         self._widen_stops()
-        self._state = self._programs.insert(self._state, slot, sequence, state)
+        row = self._row(state)
+        self._state = self._programs.insert(self._state, slot, sequence, self._prompts, row.index)
         self._reserve(first)
         for name, value in first.items():
             array = self._options_on_device[name]
@@ -214,7 +247,7 @@ class JaxBatch(XlaBatch):
         stops = np.zeros((self.num_slots, num_stops), "int32")
         state = state._replace(sequences=state.sequences._replace(stops=stops))
         # Lowers from shapes, because a running step may overwrite these arrays.
-        state, *others, cache = jax.tree.map(_shape, (state, *others, self.initial_state))
+        state, *others, cache = jax.tree.map(_shape, (state, *others, self._prompts))
         static, has_more_stops = self._static(features), num_stops > self._num_stops
 
         def compile_programs():
@@ -223,7 +256,7 @@ class JaxBatch(XlaBatch):
                 row = jax.tree.map(
                     lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.sequences
                 )
-                self._programs.insert.lower(state._replace(counts=()), 0, row, cache).compile()
+                self._programs.insert.lower(state._replace(counts=()), 0, row, cache, 0).compile()
 
         thread = threading.Thread(target=compile_programs, daemon=True)
         thread.start()
@@ -235,8 +268,15 @@ class JaxBatch(XlaBatch):
     def close(self):
         for thread in self._compiling.values():
             thread.join()
-        self._latest = None
+        self._prompts = None
         super().close()
+
+
+class PromptRow:
+    """Row of the states of prompts on the device, which is in use as long as this object."""
+
+    def __init__(self, index):
+        self.index = index
 
 
 def _shape(array):

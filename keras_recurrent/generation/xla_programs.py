@@ -59,14 +59,17 @@ class Programs:
             `state` is a `BatchState`, which JAX overwrites; `inputs` are random numbers `[B, N]` or
             None, and `{name: array}`, the arguments of sampling. It returns the next state, tokens
             `[B, N]`, and their `Logprobs` or ().
-        process: a function `(states, token_ids [P, T], mask, weights, variant=)` of JAX, which
-            processes a chunk of P prompts. `states` is a list of the states of the backbone, of
-            batch size 1, after which the chunks begin. It returns a list of the next ones.
-        insert: a function `(state, slot, sequence, cache)` of JAX, which overwrites a slot of a
-            `BatchState` with the `DeviceState` of a sequence and its state of the backbone.
+        process: a function `(state, rows [P], is_new [P], initial, token_ids [P, T], mask, weights,
+            variant=)` of JAX, which processes a chunk of P prompts. `state` is a state of the
+            backbone, which is overwritten at `rows`, unless they are out of range. Where `is_new`
+            is True, the chunk begins after `initial`, a state of batch size 1.
+        insert: a function `(state, slot, sequence, cache, row)` of JAX, which overwrites a slot of
+            a `BatchState` with the `DeviceState` of a sequence and a row of a state of the
+            backbone.
         extract: a function `(cache, slot)` of JAX, which returns the state of the backbone of a
-            slot from the cache of a `BatchState`.
-        set_row: a function `(state, slot, value)` of JAX, which overwrites a row of an array.
+            slot, of batch size 1, from the cache of a `BatchState` or a state of the backbone.
+        set_row: a function `(state, slot, value)` of JAX, which overwrites a row of an array, or of
+            each array of a state, there with a state of batch size 1.
         finish: a function that returns the cache of a `BatchState` as the backbone takes it.
         copy: a function that copies a cache, which `decode` would otherwise overwrite.
     """
@@ -183,11 +186,17 @@ class Programs:
         with self._scope(weights):
             return ops.while_loop(any_left, process, (ops.zeros((), "int32"), cache))[1]
 
-    def _process_chunk(self, states, token_ids, mask, weights, variant):
-        cache = keras.tree.map_structure(lambda *parts: ops.concatenate(parts, axis=0), *states)
+    def _process_chunk(self, state, rows, is_new, initial, token_ids, mask, weights, variant):
+        def select(array, initial):
+            new = is_new.reshape(-1, *[1] * (array.ndim - 1))
+            return jax.numpy.where(new, initial, array.at[rows].get(mode="clip"))
+
+        cache = keras.tree.map_structure(select, state, initial)
         with self._scope(weights):
             _, cache = self._model.backbone.hidden_states(token_ids, mask, cache=cache)
-        return [_select(cache, row) for row in range(len(states))]
+        return keras.tree.map_structure(
+            lambda array, value: array.at[rows].set(value, mode="drop"), state, cache
+        )
 
     def _score_tokens(self, token_ids, targets, mask, cache, weights, variant):
         with self._scope(weights):
@@ -248,17 +257,12 @@ class Programs:
         with self._scope(weights):
             return ops.while_loop(continues, step, initial)[1:]
 
-    def _insert(self, state, slot, sequence, cache):
-        def set_slot(array, value):
-            return array.at[slot].set(value)
-
+    def _insert(self, state, slot, sequence, cache, row):
+        cache = _select(cache, row)
         if len(keras.tree.flatten(cache)) != len(keras.tree.flatten(state.cache)):
             cache = self._model.backbone.add_recent_tokens(cache)
-        cache = keras.tree.map_structure(
-            lambda array, value: set_slot(array, value[0]), state.cache, cache
-        )
-        sequences = keras.tree.map_structure(set_slot, state.sequences, sequence)
-        return state._replace(sequences=sequences, cache=cache)
+        sequences = _set_row(state.sequences, slot, sequence)
+        return state._replace(sequences=sequences, cache=_set_row(state.cache, slot, cache))
 
 
 def distribute(array):
@@ -296,7 +300,10 @@ def _extract(cache, slot):
 
 
 def _set_row(state, slot, value):
-    return state.at[slot].set(value)
+    def set_one(array, new):
+        return array.at[slot].set(new[0] if np.ndim(new) == array.ndim else new)
+
+    return keras.tree.map_structure(set_one, state, value)
 
 
 def _select(cache, row):
