@@ -163,9 +163,9 @@ class Batch:
         count = max(1, min(self.tokens_per_step, left))
         uniform = None
         if features.is_random:
-            uniform = np.zeros((self.num_slots, count), "float32")
+            uniform = np.zeros((self.num_slots, self.tokens_per_step), "float32")
             for slot, sequence in slots:
-                uniform[slot] = sequence.uniform(count)
+                uniform[slot, :count] = sequence.uniform(count)
         for _, sequence in slots:
             sequence.num_launched += count
         return slots, self._launch(features, uniform, count)
@@ -198,7 +198,7 @@ class Batch:
     def _launch(self, features, uniform, count):
         """Launches at least `count` tokens of each slot; returns the function of `step`.
 
-        uniform: float32 `[num_slots, count]`, random numbers, or None.
+        uniform: float32 `[num_slots, tokens_per_step]`, random numbers, or None.
         """
         raise NotImplementedError
 

@@ -289,8 +289,8 @@ def search_beams(programs, cache, sequences, sampler):
     found, beams = programs.search(cache, sequences, sampler), []
     for sequence, *arrays in zip(sequences, *found, strict=True):
         rows = zip(*(array.tolist() for array in arrays), strict=True)
-        rows = [row for row in rows if row[-1] != -np.inf]
-        beams.append([sequence.copy(ids[:count], score) for ids, count, score in rows])
+        ended = [row for row in rows if row[-1] != -np.inf]
+        beams.append([sequence.copy(ids[:count], score) for ids, count, score in ended])
     return beams
 
 

@@ -24,21 +24,19 @@ class PromptChunks:
         max_chunk: integer, maximum number of tokens of a chunk.
         is_timed: boolean, True measures costs, which compiles programs before the first request.
             False estimates costs from lengths, as on CPUs, where compilation would take too long.
+
+    Attributes:
+        num_prompts: integer, maximum number of prompts in one call of `process`.
     """
 
     def __init__(self, batch, max_chunk, is_timed):
-        self._batch, self.max_chunk = batch, max_chunk
+        self._batch, self.max_chunk, self.num_prompts = batch, max_chunk, batch.num_prompts
         # The chunks of prompts that share a program are padded to one size.
         self._sizes = [max_chunk] if self.num_prompts > 1 else chunk_sizes(max_chunk)
         # The cost of one part, as a share of the bound on delays.
         self._costs = {size: max(size / max_chunk, 1 / 2) for size in self._sizes}
         if is_timed:
             self._time_programs()
-
-    @property
-    def num_prompts(self):
-        """Maximum number of prompts in one call of `process`."""
-        return self._batch.num_prompts
 
     def warm_up(self):
         """Runs a program of chunks of each size, which compiles it."""

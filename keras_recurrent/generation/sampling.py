@@ -111,9 +111,9 @@ class Features(NamedTuple):
         num_sorted: integer, number of most probable tokens that are sorted to find those that
             these other sequences keep. 0: they keep all tokens.
         has_top_p: boolean, a sequence has a `top_p` below 1.
-        options: a frozenset of the names of active options that are functions of logits.
+        options: a sorted tuple of the names of active options that are functions of logits. (The
+            programs of TensorFlow would compare sets by identity.)
         has_penalties: boolean, an option needs the counts of generated tokens.
-        has_minimum: boolean, an option needs the number of new tokens.
         num_logprobs: integer, number of most probable tokens whose log probabilities are returned.
             None: no log probabilities.
     """
@@ -124,9 +124,8 @@ class Features(NamedTuple):
     draws_among_all: bool = False
     num_sorted: int = 0
     has_top_p: bool = False
-    options: frozenset[str] = frozenset()
+    options: tuple[str, ...] = ()
     has_penalties: bool = False
-    has_minimum: bool = False
     num_logprobs: int | None = None
 
     @property
@@ -163,7 +162,6 @@ def features_of(params, vocabulary_size):
         num_logprobs = min(_power_of_two(num_logprobs, 1), vocabulary_size)
     options = {n for p in params for n in p.active_options & BEFORE_TEMPERATURE.keys()}
     options |= {n for p in sampled for n in p.active_options & AFTER_TEMPERATURE.keys()}
-    inputs = _inputs(options)
     return Features(
         is_random=bool(sampled),
         has_greedy=0 < len(sampled) < len(params),
@@ -171,9 +169,8 @@ def features_of(params, vocabulary_size):
         draws_among_all=bool(others),
         num_sorted=num_sorted,
         has_top_p=any(p.top_p < 1 for p in sampled),
-        options=frozenset(options),
-        has_penalties="counts" in inputs,
-        has_minimum="count" in inputs,
+        options=tuple(sorted(options)),
+        has_penalties="counts" in _inputs(options),
         num_logprobs=num_logprobs,
     )
 
@@ -184,7 +181,8 @@ def covers(features, needed, vocabulary_size):
         needed = needed._replace(num_sorted=vocabulary_size)  # its sequences keep all tokens
     if features.is_random and not needed.is_random:
         needed = needed._replace(has_greedy=True)
-    found, least = ([-1 if v is None else v for v in values] for values in (features, needed))
+    values = (each._replace(options=set(each.options)) for each in (features, needed))
+    found, least = ([-1 if v is None else v for v in each] for each in values)
     return all(map(operator.ge, found, least))
 
 
@@ -259,7 +257,7 @@ def next_tokens(features, logits, state, uniform, counts, arguments):
         return ops.argmax(logits, axis=-1), counts, ()
     model_logits = logits
     inputs = {**arguments, "stops": state.stops, "count": state.count, "counts": counts}
-    if not features.options.isdisjoint(BEFORE_TEMPERATURE):
+    if BEFORE_TEMPERATURE.keys() & features.options:
         logits = _changed(ops.cast(logits, "float32"), BEFORE_TEMPERATURE, features, inputs)
     if features.is_random:
         token = _draw(features, logits, uniform, inputs)

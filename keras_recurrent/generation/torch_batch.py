@@ -66,7 +66,7 @@ class TorchBatch(Batch):
         decoder = self._decoder
         advance = decoder.prepare(features)
         if uniform is not None:
-            upload(decoder.tensors["uniform"][:, :count], uniform)
+            upload(decoder.tensors["uniform"], uniform)
         for _ in range(count):
             advance()
         copies = keras.tree.map_structure(_copy_to_host, decoder.latest(features, count))

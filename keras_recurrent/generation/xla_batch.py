@@ -89,15 +89,13 @@ class XlaBatch(Batch):
                 self._counts = distribute(np.zeros(shape, "int32"))
             counts = self._counts
         if uniform is not None:
-            missing = self.tokens_per_step - uniform.shape[1]
-            uniform = distribute(np.pad(uniform, ((0, 0), (0, missing))))
+            uniform = distribute(uniform)
         options = {name: self._options_on_device[name] for name in argument_names(features)}
         return self._state._replace(counts=counts), self.weights, (uniform, options)
 
     def _static(self, features):
-        # TensorFlow compares sets by identity, and would trace the program for each of them.
         return {
-            "features": features._replace(options=tuple(sorted(features.options))),
+            "features": features,
             "keep": self._keep,
             "num_tokens": self.tokens_per_step,
             "variant": self._variant,
@@ -242,7 +240,8 @@ class JaxBatch(XlaBatch):
         """
         options = option_arrays([sequence.params], [sequence.prompt], self._vocabulary_size)
         self._reserve({name: array[0] for name, array in options.items()})
-        uniform = np.zeros((self.num_slots, 1), "float32") if features.is_random else None
+        size = self.num_slots, self.tokens_per_step
+        uniform = np.zeros(size, "float32") if features.is_random else None
         state, *others = self._arguments(features, uniform)
         stops = np.zeros((self.num_slots, num_stops), "int32")
         state = state._replace(sequences=state.sequences._replace(stops=stops))

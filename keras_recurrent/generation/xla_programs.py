@@ -203,8 +203,9 @@ class Programs:
             return self._model._score_tokens(token_ids, targets, mask, cache)
 
     def _search_beams(self, cache, token, weights, inputs, num_beams, max_length, variant):
+        options = *inputs, num_beams, max_length
         with self._scope(weights):
-            return beam_search.search(self._step, cache, token, *inputs, num_beams, max_length)
+            return beam_search.search(self._step, cache, token, *options)
 
     def _step(self, token, mask, cache):
         """Returns the logits `[B, vocabulary]` after tokens `[B, 1]`, and the cache."""
@@ -216,7 +217,6 @@ class Programs:
         uniform, arguments = inputs
         # XLA on GPUs would wait for any other condition in each iteration.
         has_fixed_count = runs_ahead(self._model)
-        features = features._replace(options=frozenset(features.options))
 
         def one(state, uniform):
             sequences, cache, counts = state
