@@ -18,12 +18,18 @@ def count_processes():
     return distributed.get_world_size()
 
 
-def check_not_sharded(layer):
-    """Raises an error for a Keras layer passed to `fully_shard`: Keras calls no torch hooks."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and isinstance(layer, fsdp.FSDPModule):
-        raise RuntimeError(
-            f"`fully_shard` got {layer.name!r}, a Keras layer. Keras calls layers without torch's "
-            "hooks, which gather the weights and reduce their gradients, and would compute with "
-            f"the local weights. {MODULE_HINT}"
-        )
+class RejectsFullyShard:
+    """Mixin for Keras layers and models: raises an error in torch's `fully_shard(layer)`.
+
+    `fully_shard` makes a subclass of the layer's class, with hooks that Keras does not call.
+    """
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+        if fsdp is not None and issubclass(cls, fsdp.FSDPModule):
+            raise RuntimeError(
+                f"`fully_shard` got a {cls.__bases__[-1].__name__}, a Keras layer. Keras calls "
+                "layers without torch's hooks, which gather the weights and reduce their "
+                f"gradients, and would compute with the local weights. {MODULE_HINT}"
+            )

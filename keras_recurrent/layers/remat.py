@@ -8,7 +8,7 @@ from keras import tree
 from keras_recurrent.checks.dtypes import accumulation_dtype
 from keras_recurrent.checks.shapes import check_rank_known
 from keras_recurrent.compat import AutocastScope, get_autocast_scope, get_current_remat_mode
-from keras_recurrent.devices.torch_processes import check_not_sharded
+from keras_recurrent.devices.torch_processes import RejectsFullyShard
 from keras_recurrent.dispatch import BACKEND, chosen_name, implementation
 from keras_recurrent.layers import gru_arguments
 from keras_recurrent.layers.inner_calls import InnerCalls
@@ -19,7 +19,7 @@ if BACKEND == "tensorflow":
     from keras_recurrent.backends.tensorflow import _recompute
 
 
-class RecomputableLayer(SavedQuantization, InnerCalls, keras.layers.Layer):
+class RecomputableLayer(SavedQuantization, InnerCalls, RejectsFullyShard, keras.layers.Layer):
     """Base class of layers: checks of their arguments, and `keras.RematScope` by `recompute`."""
 
     # {name: alternative} of arguments of `keras.layers.GRU` that the layer does not support.
@@ -42,8 +42,6 @@ class RecomputableLayer(SavedQuantization, InnerCalls, keras.layers.Layer):
 
     def prepare_call(self, args, kwargs):
         """Checks the arguments of a call before Keras reads them; returns `kwargs`."""
-        if BACKEND == "torch":
-            check_not_sharded(self)
         if args:  # Keras reads the length of the shape
             check_rank_known(type(self).__name__, "inputs", args[0])
         if self.compute_dtype == "float16":

@@ -12,11 +12,11 @@ from keras_recurrent.models.preset_loading import PresetLoading
 from keras_recurrent.training.samples import is_text, is_tokens
 from keras_recurrent.training.saved_training import SavedTraining
 from keras_recurrent.training.text_training import TextTraining
-from keras_recurrent.training.torch_training import CheckedTorchTraining
+from keras_recurrent.training.torch_training import TorchTraining
 
 
 class RecurrentTextClassifier(
-    CheckedTorchTraining,
+    TorchTraining,
     TextTraining,
     SavedTraining,
     PresetLoading,

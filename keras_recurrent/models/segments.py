@@ -6,7 +6,6 @@ import numpy as np
 from keras import ops
 
 from keras_recurrent.checks.shapes import check_rank_known, fits
-from keras_recurrent.devices.torch_processes import check_not_sharded
 
 
 class SegmentsOptional:
@@ -26,7 +25,6 @@ class SegmentsOptional:
         raise NotImplementedError
 
     def __call__(self, inputs, *args, **kwargs):
-        check_not_sharded(self)
         for name, tensor in inputs.items() if isinstance(inputs, dict) else ():
             check_rank_known(type(self).__name__, name, tensor)
         _check_padding_mask(inputs)

@@ -4,16 +4,12 @@ import sys
 
 import keras
 
-from keras_recurrent.devices.torch_processes import MODULE_HINT, check_not_sharded, count_processes
+from keras_recurrent.devices.torch_processes import MODULE_HINT, RejectsFullyShard, count_processes
 from keras_recurrent.training.sixteen_bit_weights import check_16_bit_updates
 
 
-class TorchTraining:
+class TorchTraining(RejectsFullyShard):
     """Mixin for models on torch: registers parameters, and checks for several processes.
-
-    A model that overrides `__call__` calls `check_not_sharded` there; other models use
-    `CheckedTorchTraining`. One method less matters, since torch's compiler limits the depth of
-    nested calls.
 
     KerasHub's models bypass torch when they set attributes. Without this class they have no
     parameters before `fit`, and `DistributedDataParallel(model)` finds none.
@@ -49,11 +45,3 @@ class TorchTraining:
             )
         check_16_bit_updates(self.optimizer, self.trainable_variables)  # type: ignore[attr-defined]
         return super().make_train_function(force)  # type: ignore[misc]
-
-
-class CheckedTorchTraining(TorchTraining):
-    """Mixin like `TorchTraining`, for models that do not override `__call__`."""
-
-    def __call__(self, *args, **kwargs):
-        check_not_sharded(self)
-        return super().__call__(*args, **kwargs)  # type: ignore[misc]

@@ -6,12 +6,12 @@ import keras_hub
 from keras_recurrent.models.hgrn2.hgrn2_vision_backbone import HGRN2VisionBackbone
 from keras_recurrent.models.preset_loading import PresetLoading
 from keras_recurrent.training.saved_training import SavedTraining
-from keras_recurrent.training.torch_training import CheckedTorchTraining
+from keras_recurrent.training.torch_training import TorchTraining
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class HGRN2ImageClassifier(
-    CheckedTorchTraining, SavedTraining, PresetLoading, keras_hub.models.ImageClassifier
+    TorchTraining, SavedTraining, PresetLoading, keras_hub.models.ImageClassifier
 ):
     """Image classifier with HGRN2.
 

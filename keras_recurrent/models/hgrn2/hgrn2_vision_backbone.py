@@ -6,11 +6,11 @@ import keras_hub
 from keras_recurrent.checks.arguments import check_positive_integers
 from keras_recurrent.layers import BidirectionalHGRN2, LowerBounds, RMSNorm, SwiGLU
 from keras_recurrent.models.network import Network
-from keras_recurrent.training.torch_training import CheckedTorchTraining
+from keras_recurrent.training.torch_training import TorchTraining
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class HGRN2VisionBackbone(CheckedTorchTraining, Network):
+class HGRN2VisionBackbone(TorchTraining, Network):
     """Network of HGRN2 for images: patches are tokens, mixed in both directions.
 
     ```
