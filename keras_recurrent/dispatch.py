@@ -24,14 +24,13 @@ import importlib
 import os
 import pkgutil
 import threading
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 
 from keras_recurrent import import_order, portable
 from keras_recurrent.backends import host, reference
 from keras_recurrent.backends.kernel import load_kernel
-from keras_recurrent.devices import split_time
 
 BACKEND = keras.config.backend()
 host.configure(BACKEND, import_order.triton_would_crash)
@@ -106,17 +105,18 @@ for _operation, _row in IMPLEMENTATIONS.items():
     if isinstance(_row.get(BACKEND), str):
         _row[BACKEND] = portable_kernel(_operation)
 
+PLATFORMS: dict[str, str] = {}  # {implementation: the only platform that it runs on}
 if BACKEND == "jax":
     from keras_recurrent.backends.jax import _gpu, _layouts, _platforms, _shards
+    from keras_recurrent.backends.jax._platforms import PLATFORMS, platform_reason
 if BACKEND == "torch":
-    from keras_recurrent.backends.torch._common import is_exporting
-else:
+    from keras_recurrent.backends.torch._common import PLATFORMS, is_exporting, platform_reason
 
-    def is_exporting():
-        return False
-
-
-_chosen = threading.local()  # has `name`; torch.compile can trace it, unlike a ContextVar
+# Has `name`. torch.compile can trace it, unlike a ContextVar.
+_chosen = threading.local()
+# `torch_sequence.Shards` of the `sequence_parallel` blocks. All threads share them: on a GPU,
+# autograd recomputes a block in a separate thread.
+_sequence_shards: list[Any] = []
 
 
 @contextlib.contextmanager
@@ -143,7 +143,7 @@ def implementation(name):
     """
     if name is not None:
         _check_name(name)
-    before = chosen_name()
+    before = getattr(_chosen, "name", None)
     _chosen.name = name
     try:
         yield
@@ -152,8 +152,36 @@ def implementation(name):
 
 
 def chosen_name():
-    """Returns the name of the active `implementation` block, or None."""
-    return getattr(_chosen, "name", None)
+    """Returns the name of the active `implementation` block, or None.
+
+    Inside `torch.export`, it is "portable" unless a block has another name.
+    """
+    name = getattr(_chosen, "name", None)
+    return PORTABLE if name is None and BACKEND == "torch" and is_exporting() else name
+
+
+def active_shards():
+    """Returns the `torch_sequence.Shards` of the active `sequence_parallel` block, or None."""
+    return _sequence_shards[-1] if _sequence_shards else None
+
+
+@contextlib.contextmanager
+def activate_shards(shards):
+    """Context manager in which `active_shards` returns `shards`; None: sequences are whole."""
+    _sequence_shards.append(shards)
+    try:
+        yield
+    finally:
+        _sequence_shards.pop()
+
+
+def check_not_split(what):
+    """Raises an error inside `sequence_parallel`, for features that need whole sequences."""
+    if active_shards() is not None:
+        raise NotImplementedError(
+            f"{what} inside `sequence_parallel`, where each process has a part of each sequence. "
+            "Call it on whole sequences, outside."
+        )
 
 
 class Choice(NamedTuple):
@@ -196,8 +224,6 @@ def choose(operation, arguments, implementation=None):
 def _find(operation, arguments, implementation):
     """Returns the name and `Kernel` of an implementation, or None twice; and `Choice.refused`."""
     chosen = implementation or chosen_name()
-    if not chosen and is_exporting():
-        chosen = PORTABLE
     refused = {}
     for name in (_check_name(chosen),) if chosen else serving():
         kernel = IMPLEMENTATIONS[operation].get(name) or portable_kernel(operation)
@@ -210,16 +236,17 @@ def _find(operation, arguments, implementation):
 
 def _reason(name, kernel, arguments, checks_platform):
     """Returns the reason why a kernel cannot run on these arguments, or None."""
-    reason = kernel.unsupported(**arguments) if kernel.unsupported else None
-    if reason is None and checks_platform and BACKEND == "jax" and name in _platforms.PLATFORMS:
-        return _platforms.platform_reason(arguments, _platforms.PLATFORMS[name])
+    reason = None
+    if checks_platform and name in PLATFORMS:
+        reason = platform_reason(arguments, PLATFORMS[name])
+    if reason is None and kernel.unsupported:
+        reason = kernel.unsupported(**arguments)
     return reason
 
 
 def exports():
     """Returns True if a graph is being exported, with "portable" or by `torch.export`."""
-    name = chosen_name()
-    return name == PORTABLE if name else is_exporting()
+    return chosen_name() == PORTABLE
 
 
 def decodes_with_kernels(tensor):
@@ -261,7 +288,7 @@ def resolve(operation, arguments, implementation=None):
     name, kernel, refused = _find(operation, arguments, implementation)
     if name is None:
         raise NotImplementedError(str(Choice(operation, None, refused)))
-    shards = split_time.active_shards()
+    shards = active_shards()
     if shards is not None:
         return lambda **arguments: shards.run(operation, arguments, kernel)
     if BACKEND != "jax":
@@ -274,11 +301,11 @@ def _resolve_on_jax(operation, name, kernel, arguments, is_chosen):
     """Returns a function that also chooses a kernel by platform, and splits work by devices."""
     _shards.check_axes(operation, arguments)
     function = kernel.function
-    if name in _platforms.PLATFORMS and not is_chosen:
+    if name in PLATFORMS and not is_chosen:
         row = IMPLEMENTATIONS[operation]
         kernels = {
             platform: row[name]
-            for name, platform in _platforms.PLATFORMS.items()
+            for name, platform in PLATFORMS.items()
             if not isinstance(row[name], str) and _reason(name, row[name], arguments, True) is None
         }
         function = _platforms.choose_at_lowering(row["jax"], **kernels)

@@ -52,6 +52,15 @@ def is_exporting():
     return torch.compiler._is_exporting_flag
 
 
+PLATFORMS = {"cudnn": "cuda", "triton": "cuda"}  # of implementations that run on one platform only
+
+
+def platform_reason(arguments, platform):
+    """Reason a kernel for `platform` cannot run where the first tensor is, or None."""
+    device = next(iter(arguments.values())).device
+    return None if device.type == platform else f"needs CUDA tensors, got one on {device}"
+
+
 def state_or_zeros(initial_state, shape, dtype, like):
     """The initial state in `dtype`; None means zeros, on the device of `like`."""
     if initial_state is None:

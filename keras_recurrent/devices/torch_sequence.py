@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from keras_recurrent import dispatch
 from keras_recurrent.backends.torch import _sequence
-from keras_recurrent.devices import split_time
 
 
 @contextlib.contextmanager
@@ -56,7 +56,7 @@ def sequence_parallel(group=None):
         raise RuntimeError(
             "`sequence_parallel` needs `torch.distributed.init_process_group` to be called first."
         )
-    with split_time.activate(Shards(group)):
+    with dispatch.activate_shards(Shards(group)):
         yield
 
 
@@ -90,13 +90,13 @@ class Shards:
         batch, length = like.shape[:2]
         like = like.new_empty((batch, length * self.count))
         whole = [self.concatenate(t) for t in per_token]
-        with split_time.activate(None):
+        with dispatch.activate_shards(None):
             return self.local_part(function(like, *whole))
 
     def run(self, operation, arguments, kernel):
         """Runs the `Kernel` of an operation on this process's shard."""
         if operation.endswith("_step"):
-            split_time.check_not_split(f"`{operation}`")
+            dispatch.check_not_split(f"`{operation}`")
         rule = _sequence.RULES.get(operation)
         if rule is None:
             return kernel.function(**arguments)

@@ -3,13 +3,12 @@
 from keras import ops
 
 from keras_recurrent import dispatch
-from keras_recurrent.devices import split_time
 from keras_recurrent.portable import sequences as portable
 
 
 def reverse(*tensors):
     """Reverses tensors `[B, T, ...]` over time; None stays None."""
-    split_time.check_not_split("`go_backwards=True`")
+    dispatch.check_not_split("`go_backwards=True`")
     return tuple(None if x is None else ops.flip(x, axis=1) for x in tensors)
 
 
@@ -45,7 +44,7 @@ def repeat_over_padding(output, mask, before):
 
     before: `[B, D]`, the output at padding before the first real token of a sequence; None: 0.
     """
-    split_time.check_not_split("`zero_output_for_mask=False`")
+    dispatch.check_not_split("`zero_output_for_mask=False`")
     if dispatch.exports():
         return portable.repeat_over_padding(output, mask, before)
     length, real = ops.shape(mask)[1], ops.cast(mask, "int32")

@@ -4,10 +4,10 @@ import keras
 import numpy as np
 from keras import ops, tree
 
+from keras_recurrent import dispatch
 from keras_recurrent.checks.arguments import check_boolean, check_booleans
 from keras_recurrent.checks.dtypes import cast
 from keras_recurrent.checks.states import check_per_token, check_state, one_state
-from keras_recurrent.devices import split_time
 from keras_recurrent.layers.gru_arguments import ALTERNATIVES
 from keras_recurrent.layers.sequences import (
     last_real,
@@ -292,7 +292,7 @@ class StreamingLayer(StatefulLayer):
         """Returns the outputs over time that the call returns, from the output of `stream`."""
         mask = None if mask is None else ops.cast(mask, "bool")
         if not self.return_sequences:
-            split_time.check_not_split("`return_sequences=False`")
+            dispatch.check_not_split("`return_sequences=False`")
             last = self.last_output(after)
             if last is not None:
                 return last

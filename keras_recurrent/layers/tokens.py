@@ -7,7 +7,6 @@ from keras import ops
 
 from keras_recurrent import dispatch
 from keras_recurrent.backends.constants import PADDING, STARTS
-from keras_recurrent.devices import split_time
 from keras_recurrent.devices.jax_layouts import apply_layout
 from keras_recurrent.ops.operation import symbolic
 from keras_recurrent.ops.token_kind import kinds_of_tokens, token_kind
@@ -139,7 +138,7 @@ def _find(find_kinds, inputs, mask, segment_ids, segment, position, uses_positio
     """
     found = {}
     if return_state or segment is not None:
-        split_time.check_not_split("A state of a layer or network")
+        dispatch.check_not_split("A state of a layer or network")
     # Each device computes this for whole sequences, so shards need no communication.
     if mask is not None:
         mask = apply_layout(ops.cast(mask, "bool"), "tokens")
@@ -153,7 +152,7 @@ def _find(find_kinds, inputs, mask, segment_ids, segment, position, uses_positio
     if uses_position:
         one_document = mask is None and segment_ids is None
         kind = None if one_document else found["kind"]
-        shards = split_time.active_shards()
+        shards = dispatch.active_shards()
         if shards is not None:
             found["position"] = shards.run_whole(token_position, inputs, kind)
         else:

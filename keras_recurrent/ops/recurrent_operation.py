@@ -2,8 +2,8 @@
 
 from keras import ops
 
+from keras_recurrent import dispatch
 from keras_recurrent.backends.signatures import TOKENS
-from keras_recurrent.devices import split_time
 from keras_recurrent.ops.operation import Operation
 from keras_recurrent.ops.token_kind import kinds_of_tokens
 
@@ -66,7 +66,7 @@ class RecurrentOperation(Operation):
             initial_state = cls.cast_state(initial_state, tensors)
         options = dict(options)
         if options.pop("reverse"):
-            split_time.check_not_split("`reverse=True`")
+            dispatch.check_not_split("`reverse=True`")
             tensors = {
                 name: ops.flip(t, axis=1) if t is not None and "T" in dimensions else t
                 for (name, t), dimensions in zip(

@@ -11,7 +11,6 @@ from keras_recurrent import dispatch
 from keras_recurrent.backends.constants import PADDING, STARTS
 from keras_recurrent.checks.dtypes import check_dtype, dtype_of
 from keras_recurrent.checks.shapes import check_rank_known, fits
-from keras_recurrent.devices import split_time
 from keras_recurrent.ops.operation import convert, symbolic
 
 
@@ -79,7 +78,7 @@ def token_kind(like, mask=None, segment_ids=None, previous_segment_id=None, init
 
 def kinds_of_tokens(like, mask=None, segment_ids=None, previous=None, initial_state=None):
     """Computes `token_kind` for tensors that are checked and not symbolic."""
-    shards = split_time.active_shards()
+    shards = dispatch.active_shards()
     if shards is not None:
         return shards.run_whole(
             lambda like, mask, segments: kinds_of_whole_sequences(
