@@ -4,7 +4,6 @@ import math
 
 import keras
 import numpy as np
-from keras import ops
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 _INTEGER_DTYPES = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
@@ -21,12 +20,6 @@ INTEGERS = (
 
 def dtype_of(tensor):
     return keras.backend.standardize_dtype(tensor.dtype)
-
-
-def cast(tensor, dtype):
-    """Casts a tensor unless it has this dtype: `keras.ops.cast` takes long on the host."""
-    same = keras.backend.standardize_dtype(tensor.dtype) == dtype
-    return tensor if same else ops.cast(tensor, dtype)
 
 
 def item_size(array):

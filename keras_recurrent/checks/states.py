@@ -23,9 +23,7 @@ def check_sizes_of_state(batch_size, max_length):
 
 
 def check_per_token(owner, name, tensor, shape):
-    """Raises an error unless a mask or segments are None, or have one number per token."""
-    if tensor is None:
-        return
+    """Raises an error unless a mask or segments have one number per token."""
     check_tensor(name, tensor)
     check_rank_known(owner, name, tensor)
     if not fits(tensor.shape, shape):

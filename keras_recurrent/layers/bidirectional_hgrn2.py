@@ -3,11 +3,11 @@
 import keras
 from keras import ops
 
+from keras_recurrent.layers.base import RecomputableLayer
 from keras_recurrent.layers.dense import project
 from keras_recurrent.layers.gru_arguments import ALTERNATIVES, BIDIRECTIONAL_ALTERNATIVES
 from keras_recurrent.layers.hgrn2 import HGRN2
 from keras_recurrent.layers.lower_bounds import check_lower_bound
-from keras_recurrent.layers.remat import RecomputableLayer
 from keras_recurrent.ops import gated_linear_attention
 
 

@@ -4,11 +4,10 @@ import keras
 from keras import ops
 
 from keras_recurrent.checks.arguments import check_positive_integer, check_width_known
-from keras_recurrent.checks.dtypes import cast
 from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers import decoding
+from keras_recurrent.layers.base import RecomputableLayer, cast
 from keras_recurrent.layers.dense import inner_dense
-from keras_recurrent.layers.remat import RecomputableLayer
 from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
 
 

@@ -10,12 +10,12 @@ from keras_recurrent.checks.arguments import (
     check_positive_integer,
     check_positive_integers,
 )
-from keras_recurrent.checks.dtypes import cast
 from keras_recurrent.checks.shapes import reshape
 from keras_recurrent.devices import jax_steps
 from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers import decoding
+from keras_recurrent.layers.base import cast
 from keras_recurrent.layers.dense import inner_dense
 from keras_recurrent.layers.heads import HeadsLayer
 from keras_recurrent.layers.lrpe import LRPE

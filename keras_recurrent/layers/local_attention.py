@@ -13,11 +13,11 @@ from keras_recurrent.checks.arguments import (
     check_positive_integers,
     is_finite_number,
 )
-from keras_recurrent.checks.dtypes import cast
 from keras_recurrent.checks.shapes import reshape
 from keras_recurrent.devices.jax_layouts import check_whole_sequences
 from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers import decoding
+from keras_recurrent.layers.base import cast
 from keras_recurrent.layers.dense import inner_dense
 from keras_recurrent.layers.heads import HeadsLayer
 from keras_recurrent.layers.rotary import frequencies, rotate

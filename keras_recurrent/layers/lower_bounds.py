@@ -4,10 +4,9 @@ import keras
 from keras import ops
 
 from keras_recurrent.checks.arguments import check_positive_integer, check_tensor, check_width_known
-from keras_recurrent.checks.dtypes import cast
 from keras_recurrent.inherited_docstrings import inherits_docstring
+from keras_recurrent.layers.base import RecomputableLayer, cast
 from keras_recurrent.layers.initializers import clone_initializer
-from keras_recurrent.layers.remat import RecomputableLayer
 from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops.log_forget_gate import log_forget_gate
 

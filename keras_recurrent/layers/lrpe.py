@@ -7,7 +7,7 @@ from keras import ops
 from keras_recurrent.checks.arguments import check_tensor
 from keras_recurrent.checks.dtypes import check_dtype, dtype_of
 from keras_recurrent.checks.shapes import fits
-from keras_recurrent.layers.remat import RecomputableLayer
+from keras_recurrent.layers.base import RecomputableLayer
 
 MAX_WAVELENGTH = 10_000
 

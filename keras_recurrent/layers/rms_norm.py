@@ -4,9 +4,8 @@ import keras
 from keras import ops
 
 from keras_recurrent.checks.arguments import check_boolean, check_number, check_width_known
-from keras_recurrent.checks.dtypes import cast
 from keras_recurrent.inherited_docstrings import inherits_docstring
-from keras_recurrent.layers.remat import RecomputableLayer
+from keras_recurrent.layers.base import RecomputableLayer, cast
 from keras_recurrent.ops.rms_norm import rms_norm
 
 

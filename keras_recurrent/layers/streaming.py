@@ -6,8 +6,8 @@ from keras import ops, tree
 
 from keras_recurrent import dispatch
 from keras_recurrent.checks.arguments import check_boolean, check_booleans
-from keras_recurrent.checks.dtypes import cast
 from keras_recurrent.checks.states import check_per_token, check_state, one_state
+from keras_recurrent.layers.base import StatefulLayer, cast, in_order
 from keras_recurrent.layers.gru_arguments import ALTERNATIVES
 from keras_recurrent.layers.sequences import (
     last_real,
@@ -16,7 +16,6 @@ from keras_recurrent.layers.sequences import (
     where_any_real,
     zero_padding,
 )
-from keras_recurrent.layers.states import StatefulLayer, in_order
 from keras_recurrent.layers.tokens import check_handed_down, find_tokens, own_part
 
 
@@ -261,7 +260,7 @@ class StreamingLayer(StatefulLayer):
         outermost, places = tokens is None, {}
         if outermost:
             mask = inputs_mask if mask is None else mask
-            initial_state = one_state(initial_state)
+            initial_state = one_state(initial_state) if initial_state is not None else None
         self._check(inputs, mask, segment_ids, initial_state, return_state, tokens, kwargs)
         if outermost:
             if self.go_backwards:
@@ -361,7 +360,8 @@ class StreamingLayer(StatefulLayer):
         if tokens is not None:
             check_handed_down(self, tokens, mask, segment_ids, state)
             return
-        check_boolean("return_state", return_state)
+        if return_state is not self.return_state:
+            check_boolean("return_state", return_state)
         self.check_arguments(inputs, **arguments)
         batch, length = inputs.shape[:2]
         if length == 0:
@@ -372,6 +372,7 @@ class StreamingLayer(StatefulLayer):
         if state is None and return_state and not self.keeps_state:
             raise self.no_bound()
         for name, tensor in (("mask", mask), ("segment_ids", segment_ids)):
-            check_per_token(type(self).__name__, name, tensor, (batch, length))
+            if tensor is not None:
+                check_per_token(type(self).__name__, name, tensor, (batch, length))
         if state is not None:
             check_state(state, self.state_spec(batch), "initial_state")

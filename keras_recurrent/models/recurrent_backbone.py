@@ -231,7 +231,8 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, Network):
         check_rank_known(type(self).__name__, "token_ids", token_ids)
         self.check_num_tokens(token_ids.shape[1])
         for name, tensor in (("padding_mask", padding_mask), ("segment_ids", segment_ids)):
-            check_per_token(type(self).__name__, name, tensor, token_ids.shape)
+            if tensor is not None:
+                check_per_token(type(self).__name__, name, tensor, token_ids.shape)
         return_cache = cache is not None if return_cache is None else return_cache
         if cache is not None:
             if not decoding.is_active():  # the cache of a step may have recent tokens

@@ -10,9 +10,9 @@ from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers import RMSNorm, StreamingLayer, SwiGLU, decoding
 from keras_recurrent.layers.autocast import weights_scope
+from keras_recurrent.layers.base import in_order
 from keras_recurrent.layers.gated_linear_unit import GatedLinearUnit
 from keras_recurrent.layers.remat import no_further_remat
-from keras_recurrent.layers.states import in_order
 
 if BACKEND == "torch":
     from keras_recurrent.layers.torch_calls import is_plain

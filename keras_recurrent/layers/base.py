@@ -1,11 +1,76 @@
-"""Structure and initial values of the states of layers."""
+"""Base classes of layers: checks of their arguments, and states."""
 
 import keras
 from keras import ops
 
+from keras_recurrent.checks.dtypes import accumulation_dtype
+from keras_recurrent.checks.shapes import check_rank_known
 from keras_recurrent.checks.states import check_sizes_of_state
-from keras_recurrent.layers.remat import RecomputableLayer
+from keras_recurrent.devices.torch_processes import RejectsFullyShard
+from keras_recurrent.layers import gru_arguments
+from keras_recurrent.layers.inner_calls import InnerCalls
+from keras_recurrent.layers.loss_scale import warn_if_unscaled
+from keras_recurrent.layers.remat import recompute
+from keras_recurrent.layers.saved_quantization import SavedQuantization
 from keras_recurrent.layers.tokens import initial_places, place_specs
+
+
+class RecomputableLayer(SavedQuantization, InnerCalls, RejectsFullyShard, keras.layers.Layer):
+    """Base class of layers: checks of their arguments, and `keras.RematScope` by `recompute`."""
+
+    # {name: alternative} of arguments of `keras.layers.GRU` that the layer does not support.
+    gru_alternatives = {"units": gru_arguments.ALTERNATIVES["units"]}
+
+    def __new__(cls, *args, **kwargs):
+        gru_arguments.check_constructor_arguments(cls, args, kwargs)
+        return super().__new__(cls, *args, **kwargs)
+
+    def __init__(self, **kwargs):
+        owner = type(self).__name__
+        kwargs = gru_arguments.without_gru_arguments(owner, kwargs, self.gru_alternatives)
+        gru_arguments.check_known_arguments(type(self), kwargs)
+        super().__init__(**kwargs)
+
+    def __call__(self, *args, **kwargs):
+        # A single override of `__call__`: torch's compiler adds a dozen frames for each frame of
+        # this stack, and deep models approach Python's recursion limit.
+        return super().__call__(*args, **self.prepare_call(args, kwargs))
+
+    def prepare_call(self, args, kwargs):
+        """Checks the arguments of a call before Keras reads them; returns `kwargs`."""
+        if args and getattr(args[0], "ndim", None) is None:  # Keras reads it
+            check_rank_known(type(self).__name__, "inputs", args[0])
+        if self.compute_dtype == "float16":
+            warn_if_unscaled(self)
+        return kwargs
+
+    def get_config(self):
+        """Returns the arguments of the constructor that are attributes of the same name."""
+        config = super().get_config()
+        for name in gru_arguments.constructor_arguments(type(self)):
+            if hasattr(self, name) and name not in config:
+                config[name] = _serialize_argument(name, getattr(self, name))
+        return config
+
+    @property
+    def state_dtype(self):
+        """The dtype of states, angles and the weights of decays: at least float32."""
+        return accumulation_dtype(self.compute_dtype)
+
+    def add_state_weight(self, name, shape, initializer, weight_decay=True):
+        """Adds a weight in `state_dtype`, which Keras does not cast to the compute dtype.
+
+        `weight_decay=False`, for weights of decays: `exclude_from_weight_decay` excludes it.
+        """
+        dtype = self.state_dtype
+        weight = self.add_weight(shape, initializer, dtype, autocast=False, name=name)
+        weight.weight_decay = weight_decay
+        return weight
+
+    def rematerialized_call(self, layer_call, *args, **kwargs):
+        if super().rematerialized_call(layer_call, *args, **kwargs) is layer_call:
+            return layer_call  # created outside a `keras.RematScope`, or in one for other layers
+        return recompute(layer_call)
 
 
 class StatefulLayer(RecomputableLayer):
@@ -111,3 +176,18 @@ class StatefulLayer(RecomputableLayer):
 def in_order(state):
     """Sorts a dict by name, the order in which Keras flattens it."""
     return dict(sorted(state.items()))
+
+
+def cast(tensor, dtype):
+    """Casts a tensor unless it has this dtype: `keras.ops.cast` takes long on the host."""
+    same = keras.backend.standardize_dtype(tensor.dtype) == dtype
+    return tensor if same else ops.cast(tensor, dtype)
+
+
+def _serialize_argument(name, value):
+    """Returns an argument of a layer for its configuration: a number, string or dictionary."""
+    if not callable(value):
+        return value
+    if name.endswith("activation"):
+        return keras.activations.serialize(value)
+    return keras.saving.serialize_keras_object(value)
