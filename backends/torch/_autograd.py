@@ -45,7 +45,10 @@ def is_eager(inputs):
 
     No compiler, tracer, mode, transform, meta tensor or tensor subclass is involved.
     """
-    first = next(iter([x for x in inputs if x is not None]), None)
+    first = None
+    for first in inputs:
+        if first is not None:
+            break
     return (
         not torch.compiler.is_compiling()
         and _EAGER_TYPES.issuperset(map(type, inputs))

@@ -86,17 +86,16 @@ def _move(tensor, index):
     return tensor.reshape(-1, width).index_select(0, index.flatten()).view(batch, -1, width)
 
 
-def _shift(span, tap):
-    return slice(span.start + tap, span.stop + tap)
+def _shifts(span, taps):
+    """Slices of the inputs of each tap for a span of outputs; the last one has their own inputs."""
+    return [slice(span.start + tap, span.stop + tap) for tap in range(taps + 1)]
 
 
-def _mask_documents(tensor, tokens, span, tap, taps):
+def _mask_documents(tensor, tokens, shift, own):
     """`tensor`, with zeros where the input of a tap belongs to an earlier document."""
-    if tokens is None or tap == taps:
+    if tokens is None or shift is own:
         return tensor
-    document = tokens.document
-    other = document[:, _shift(span, tap)] != document[:, _shift(span, taps)]
-    return filled(tensor, other, 0)
+    return filled(tensor, tokens.document[:, shift] != tokens.document[:, own], 0)
 
 
 def _inputs(x, initial_state, tokens, taps, dtype):
@@ -107,13 +106,12 @@ def _inputs(x, initial_state, tokens, taps, dtype):
     return torch.cat((state, x.to(dtype)), dim=1)
 
 
-def _filtered(inputs, weights, bias, tokens, span, out=None):
+def _filtered(inputs, weights, bias, tokens, shifts, out=None):
     """The convolution of a span, before any activation."""
-    taps = weights.shape[0] - 1
-    z = torch.mul(inputs[:, _shift(span, taps)], weights[taps], out=out)
-    for tap in range(taps):
-        tapped = _mask_documents(inputs[:, _shift(span, tap)], tokens, span, tap, taps)
-        z.addcmul_(tapped, weights[tap])
+    *earlier, own = shifts
+    z = torch.mul(inputs[:, own], weights[-1], out=out)
+    for weight, shift in zip(weights[:-1], earlier, strict=True):
+        z.addcmul_(_mask_documents(inputs[:, shift], tokens, shift, own), weight)
     return z if bias is None else z.add_(bias)
 
 
@@ -126,7 +124,7 @@ def _forward(x, kernel, bias, initial_state, token_kind, activation):
 
     y = inputs.new_empty(x.shape)
     for span in spans(x):
-        y_b = _filtered(inputs, weights, bias, tokens, span, out=y[:, span])
+        y_b = _filtered(inputs, weights, bias, tokens, _shifts(span, taps), out=y[:, span])
         if activation == "silu":
             torch.nn.functional.silu(y_b, inplace=True)
     y = y.to(x.dtype)
@@ -151,16 +149,16 @@ def _backward(dy, d_state, x, kernel, bias, initial_state, token_kind, activatio
 
     d_weights, d_bias = [], []
     for span in spans(x):
-        dz_b = dy[:, span].to(dtype)
+        dz_b, shifts = dy[:, span].to(dtype), _shifts(span, taps)
         if activation == "silu":
-            z_b = _filtered(inputs, weights, bias, tokens, span)
+            z_b = _filtered(inputs, weights, bias, tokens, shifts)
             dz_b = slope_of_gated(torch.sigmoid(z_b), z_b, z_b).mul_(dz_b)
         d_bias.append(dz_b.sum((0, 1)))
         d_taps = []
-        for tap in range(taps + 1):
-            d_tap, tapped = _mask_documents(dz_b, tokens, span, tap, taps), _shift(span, tap)
-            d_inputs[:, tapped].addcmul_(d_tap, weights[tap])
-            d_taps.append((d_tap * inputs[:, tapped]).sum((0, 1)))
+        for weight, shift in zip(weights, shifts, strict=True):
+            d_tap = _mask_documents(dz_b, tokens, shift, shifts[-1])
+            d_inputs[:, shift].addcmul_(d_tap, weight)
+            d_taps.append((d_tap * inputs[:, shift]).sum((0, 1)))
         d_weights.append(torch.stack(d_taps))
 
     dx = d_inputs[:, taps:]

@@ -61,8 +61,10 @@ class Operation(keras.Operation):
     def apply(cls, tensors, implementation, options=None, **context):
         """Computes the results, or adds a node to the graph if an argument is symbolic."""
         options = options or {}
-        if dispatch.BACKEND == "torch":
-            tensors = _values(tensors)
+        if dispatch.BACKEND == "torch":  # values of variables, whose types `_signature` knows
+            tensors = {
+                name: x.value if isinstance(x, keras.Variable) else x for name, x in tensors.items()
+            }
         signature = _signature(cls.function, tensors, context, options)
         if signature is None or signature not in _checked:
             given = *tensors.values(), *context.values()
@@ -145,11 +147,6 @@ class Operation(keras.Operation):
 
     def get_config(self):
         return {"name": self.name, "implementation": self.implementation, **self.options}
-
-
-def _values(tensors):
-    """Replaces variables by their tensors, whose types `_signature` knows."""
-    return {name: x.value if isinstance(x, keras.Variable) else x for name, x in tensors.items()}
 
 
 def _signature(function, tensors, context, options):
