@@ -1,5 +1,7 @@
 """Base classes of layers: checks of their arguments, and states."""
 
+import inspect
+
 import keras
 from keras import ops
 
@@ -43,6 +45,21 @@ class RecomputableLayer(SavedQuantization, InnerCalls, RejectsFullyShard, keras.
         if self.compute_dtype == "float16":
             warn_if_unscaled(self)
         return kwargs
+
+    def store_arguments(self, cls, values):
+        """Stores the arguments of the constructor of `cls`, from its `locals()`, as attributes.
+
+        Arguments `..._initializer` and `..._activation` become objects.
+        """
+        for name in inspect.signature(cls.__init__).parameters:
+            if name in ("self", "kwargs"):
+                continue
+            value = values[name]
+            if name.endswith("_initializer"):
+                value = keras.initializers.get(value)
+            elif name.endswith("_activation"):
+                value = keras.activations.get(value)
+            setattr(self, name, value)
 
     def get_config(self):
         """Returns the arguments of the constructor that are attributes of the same name."""

@@ -69,11 +69,7 @@ class CausalConv1D(StreamingLayer):
         check_positive_integer("kernel_size", kernel_size)
         check_boolean("use_bias", use_bias)
         check_activation("CausalConv1D", activation)
-        self.kernel_size = kernel_size
-        self.use_bias = use_bias
-        self.activation = activation
-        self.kernel_initializer = keras.initializers.get(kernel_initializer)
-        self.bias_initializer = keras.initializers.get(bias_initializer)
+        self.store_arguments(CausalConv1D, locals())
 
     def build(self, input_shape):
         super().build(input_shape)

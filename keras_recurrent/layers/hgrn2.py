@@ -105,10 +105,7 @@ class HGRN2(ForgetGateLayer):
         if conv_size is not None:
             check_positive_integer("conv_size", conv_size)
         self.expand_ratio = self._expand_ratio_given = expand_ratio
-        self.gate_activation = keras.activations.get(gate_activation)
-        self.input_activation = keras.activations.get(input_activation)
-        self.conv_size = conv_size
-        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self.store_arguments(HGRN2, locals())
         self.convolutions = {}
 
     def build(self, input_shape):

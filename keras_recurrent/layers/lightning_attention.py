@@ -159,22 +159,7 @@ class LightningAttention(HeadsLayer):
         if query_scale is not None:
             check_number("query_scale", query_scale, above=0)
         self.log_decay = log_decay(decay_schedule, num_heads, layer_index, num_layers)
-        self.num_heads = num_heads
-        self.head_dim = head_dim
-        self.decay_schedule = decay_schedule
-        self.layer_index = layer_index
-        self.num_layers = num_layers
-        self.use_lrpe = use_lrpe
-        self.num_key_value_heads = num_key_value_heads
-        self.rope_max_wavelength = rope_max_wavelength
-        self.query_scale = query_scale
-        self.use_qk_norm = use_qk_norm
-        self.use_norm_weight = use_norm_weight
-        self.layer_norm_epsilon = layer_norm_epsilon
-        self.gate_activation = keras.activations.get(gate_activation)
-        self.value_activation = keras.activations.get(value_activation)
-        self.query_key_activation = keras.activations.get(query_key_activation)
-        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self.store_arguments(LightningAttention, locals())
         inner, shared = num_heads * head_dim, (num_key_value_heads or num_heads) * head_dim
         self.q_proj = inner_dense(self, inner, "q_proj")
         self.k_proj = inner_dense(self, shared, "k_proj")

@@ -163,21 +163,9 @@ class LocalAttention(HeadsLayer):
         check_booleans(use_qk_norm=use_qk_norm, use_output_gate=use_output_gate)
         check_number("layer_norm_epsilon", layer_norm_epsilon)
         _check_logit_scaling(logit_scaling)
-        self.num_query_heads = num_query_heads
-        self.num_key_value_heads = num_key_value_heads
-        self.head_dim = head_dim
-        self.sliding_window = _integer_or_none("sliding_window", sliding_window)
-        self.max_length = _integer_or_none("max_length", max_length)
-        self.rope_max_wavelength = rope_max_wavelength
-        self.partial_rotary_factor = partial_rotary_factor
-        self.use_qkv_bias = use_qkv_bias
-        self.use_output_bias = use_output_bias
-        self.use_qk_norm = use_qk_norm
-        self.use_output_gate = use_output_gate
-        self.logit_scaling = logit_scaling
-        self.layer_norm_epsilon = layer_norm_epsilon
-        self.kernel_initializer = keras.initializers.get(kernel_initializer)
-        self.bias_initializer = keras.initializers.get(bias_initializer)
+        sliding_window = _integer_or_none("sliding_window", sliding_window)
+        max_length = _integer_or_none("max_length", max_length)
+        self.store_arguments(LocalAttention, locals())
         inner, key_value = num_query_heads * head_dim, num_key_value_heads * head_dim
         self.q_proj = inner_dense(self, inner, "q_proj", use_bias=use_qkv_bias)
         self.k_proj = inner_dense(self, key_value, "k_proj", use_bias=use_qkv_bias)

@@ -1,6 +1,5 @@
 """Base class of the real-gated and complex-gated linear recurrent units."""
 
-import keras
 from keras import ops
 
 from keras_recurrent.backends.constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
@@ -41,11 +40,9 @@ class GatedLRU(StreamingLayer):
         if num_blocks is not None:
             check_positive_integer("num_blocks", num_blocks)
         check_boolean("scale_first_input", scale_first_input)
+        a_initializer = get_decay_initializer(a_initializer)
         self.num_blocks = self._num_blocks_given = num_blocks
-        self.a_initializer = get_decay_initializer(a_initializer)
-        self.kernel_initializer = keras.initializers.get(kernel_initializer)
-        self.bias_initializer = keras.initializers.get(bias_initializer)
-        self.scale_first_input = scale_first_input
+        self.store_arguments(GatedLRU, locals())
 
     def add_gates_and_decays(self, channels):
         """Adds the two gates, from the layer's width to `channels`, and Λ of each channel."""

@@ -130,14 +130,9 @@ class RecurrentBlock(StreamingLayer):
             raise ValueError(f"`recurrence` must be {known}; got {recurrence!r}.")
         if recurrence == "cg_lru":
             check_complex_channels("`lru_width`", lru_width, num_blocks)
-        self.lru_width = lru_width
-        self.kernel_size = kernel_size
-        self.num_blocks = self._num_blocks_given = num_blocks
-        self.a_initializer = get_decay_initializer(a_initializer)
-        self.kernel_initializer = keras.initializers.get(kernel_initializer)
-        self.bias_initializer = keras.initializers.get(bias_initializer)
-        self.scale_first_input = scale_first_input
-        self.recurrence = recurrence
+        a_initializer = get_decay_initializer(a_initializer)
+        self._num_blocks_given = num_blocks
+        self.store_arguments(RecurrentBlock, locals())
         with no_further_remat():
             self.conv1d = CausalConv1D(
                 kernel_size,
