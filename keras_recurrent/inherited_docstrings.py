@@ -11,11 +11,15 @@ HEADING = re.compile(rf"^({'|'.join(SECTIONS[1:])}):", re.MULTILINE)
 ENTRY = re.compile(r"\n(?= {4}\S)")
 
 
-def inherits_docstring(cls):
-    """Decorates a class whose docstring lacks sections or arguments of that of its last base."""
-    parameters = list(inspect.signature(cls.__init__).parameters)
-    cls.__doc__ = complete_docstring(cls.__doc__, cls.__bases__[-1].__doc__, parameters)
-    return cls
+class InheritedDocstring:
+    """Mixin of base classes: completes the docstrings of subclasses by those of their last base."""
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        inherited = inspect.cleandoc(cls.__bases__[-1].__doc__ or "")
+        if InheritedDocstring not in cls.__bases__ and HEADING.search(inherited):
+            parameters = list(inspect.signature(cls.__init__).parameters)
+            cls.__doc__ = complete_docstring(cls.__doc__, inherited, parameters)
 
 
 def complete_docstring(docstring, inherited, parameters):
@@ -27,7 +31,7 @@ def complete_docstring(docstring, inherited, parameters):
 
     Args:
         docstring: string, or None.
-        inherited: string, the docstring of the base class. None if Python omits docstrings.
+        inherited: string, the docstring of the base class.
         parameters: list of strings, the names of the parameters of the constructor, in order.
             Entries of the `Args` of `inherited` that it does not take are left out. With
             `kwargs`, it takes all of them.

@@ -9,6 +9,7 @@ from keras_recurrent.checks.dtypes import accumulation_dtype
 from keras_recurrent.checks.shapes import check_rank_known
 from keras_recurrent.checks.states import check_sizes_of_state
 from keras_recurrent.devices.torch_processes import RejectsFullyShard
+from keras_recurrent.inherited_docstrings import InheritedDocstring
 from keras_recurrent.layers import gru_arguments
 from keras_recurrent.layers.inner_calls import InnerCalls
 from keras_recurrent.layers.loss_scale import warn_if_unscaled
@@ -17,7 +18,9 @@ from keras_recurrent.layers.saved_quantization import SavedQuantization
 from keras_recurrent.layers.tokens import initial_places, place_specs
 
 
-class RecomputableLayer(SavedQuantization, InnerCalls, RejectsFullyShard, keras.layers.Layer):
+class RecomputableLayer(
+    SavedQuantization, InnerCalls, RejectsFullyShard, InheritedDocstring, keras.layers.Layer
+):
     """Base class of layers: checks of their arguments, and `keras.RematScope` by `recompute`."""
 
     # {name: alternative} of arguments of `keras.layers.GRU` that the layer does not support.

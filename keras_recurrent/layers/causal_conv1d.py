@@ -3,14 +3,12 @@
 import keras
 
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
-from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops.causal_conv1d import causal_conv1d, check_activation
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class CausalConv1D(StreamingLayer):
     """Causal depthwise convolution over time, with a state for streaming.
 

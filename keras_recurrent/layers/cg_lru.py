@@ -7,7 +7,6 @@ from keras import ops
 
 from keras_recurrent.backends.constants import DECAY_EXPONENT, STARTS
 from keras_recurrent.checks.arguments import check_num_blocks
-from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers.block_diagonal import apply_blocks
 from keras_recurrent.layers.default_sizes import default_num_blocks
 from keras_recurrent.layers.lru import GatedLRU, input_multiplier
@@ -15,7 +14,6 @@ from keras_recurrent.ops import complex_linear_scan, token_kind
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class CGLRU(GatedLRU):
     """Complex-gated linear recurrent unit (CG-LRU), Griffin's complex variant of the RG-LRU.
 

@@ -4,7 +4,6 @@ import keras
 from keras import ops
 
 from keras_recurrent.checks.arguments import check_positive_integer, check_width_known
-from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.base import RecomputableLayer, cast
 from keras_recurrent.layers.dense import inner_dense
@@ -98,7 +97,6 @@ class GatedLinearUnit(RecomputableLayer):
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class GatedMLP(GatedLinearUnit):
     """Gated multilayer perceptron (GeGLU) of Griffin and Hawk.
 
@@ -138,7 +136,6 @@ class GatedMLP(GatedLinearUnit):
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class SwiGLU(GatedLinearUnit):
     """Gated multilayer perceptron (SwiGLU), the channel-mixing layer of HGRN2.
 
@@ -166,7 +163,6 @@ class SwiGLU(GatedLinearUnit):
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class SGLU(GatedLinearUnit):
     """Simple gated linear unit, the channel-mixing layer of TransNormerLLM.
 

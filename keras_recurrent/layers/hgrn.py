@@ -3,14 +3,12 @@
 import keras
 from keras import ops
 
-from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers.dense import inner_dense
 from keras_recurrent.layers.lower_bounds import ForgetGateLayer
 from keras_recurrent.ops import linear_scan
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class HGRN(ForgetGateLayer):
     """Hierarchically gated linear recurrence (HGRN), the predecessor of HGRN2.
 

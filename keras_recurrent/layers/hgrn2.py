@@ -7,7 +7,6 @@ from keras_recurrent.backends.constants import MAX_STEP_KEYS, STATE_WRITE_INTERV
 from keras_recurrent.checks.arguments import check_divides, check_positive_integer
 from keras_recurrent.checks.shapes import reshape
 from keras_recurrent.devices import jax_steps
-from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
 from keras_recurrent.layers.default_sizes import default_expand_ratio
@@ -23,7 +22,6 @@ NORM_EPSILON = 1e-5
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class HGRN2(ForgetGateLayer):
     """Gated linear recurrence of HGRN2: an HGRN whose state is expanded to a matrix per head.
 

@@ -13,7 +13,6 @@ from keras_recurrent.checks.arguments import (
 from keras_recurrent.checks.shapes import reshape
 from keras_recurrent.devices import jax_steps
 from keras_recurrent.dispatch import BACKEND
-from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.base import cast
 from keras_recurrent.layers.dense import inner_dense
@@ -29,7 +28,6 @@ if BACKEND == "torch":
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class LightningAttention(HeadsLayer):
     """Linear attention with a constant decay per head, in linear time with a state of fixed size.
 

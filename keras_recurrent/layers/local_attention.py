@@ -15,7 +15,6 @@ from keras_recurrent.checks.arguments import (
 )
 from keras_recurrent.checks.shapes import reshape
 from keras_recurrent.devices.jax_layouts import check_whole_sequences
-from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.base import cast
 from keras_recurrent.layers.dense import inner_dense
@@ -26,7 +25,6 @@ from keras_recurrent.ops.sliding_window_attention import capacity, sliding_windo
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class LocalAttention(HeadsLayer):
     """Causal multi-query or grouped-query attention with rotary positions and a KV cache.
 

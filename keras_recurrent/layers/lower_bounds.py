@@ -4,7 +4,6 @@ import keras
 from keras import ops
 
 from keras_recurrent.checks.arguments import check_positive_integer, check_tensor, check_width_known
-from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers.base import RecomputableLayer, cast
 from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.streaming import StreamingLayer
@@ -100,7 +99,6 @@ class LowerBounds(RecomputableLayer):
         return keras.KerasTensor(shape, dtype=self.state_dtype)
 
 
-@inherits_docstring
 class BoundedLayer(StreamingLayer):
     """Base class of streaming layers whose forget gates have a lower bound.
 
@@ -117,7 +115,6 @@ class BoundedLayer(StreamingLayer):
         check_lower_bound(lower_bound, inputs.shape[-1])
 
 
-@inherits_docstring
 class ForgetGateLayer(BoundedLayer):
     """Base class of `HGRN` and `HGRN2`, whose forget gates may have a bias, `f_bias`.
 

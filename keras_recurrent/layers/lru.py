@@ -4,13 +4,11 @@ from keras import ops
 
 from keras_recurrent.backends.constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
-from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers.block_diagonal import block_diagonal_dense
 from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
 from keras_recurrent.layers.streaming import StreamingLayer
 
 
-@inherits_docstring
 class GatedLRU(StreamingLayer):
     """Base class of `RGLRU` and `CGLRU`, with their arguments, gates, decays and state.
 

@@ -4,7 +4,6 @@ import keras
 from keras import ops
 
 from keras_recurrent.checks.arguments import check_boolean, check_num_blocks, check_positive_integer
-from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
 from keras_recurrent.layers.cg_lru import CGLRU, check_complex_channels
@@ -21,7 +20,6 @@ RECURRENCES = {"rg_lru": RGLRU, "cg_lru": CGLRU}
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class RecurrentBlock(StreamingLayer):
     """Recurrent block of Griffin and Hawk, the token-mixing layer in place of attention.
 

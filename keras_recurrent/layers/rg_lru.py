@@ -5,7 +5,6 @@ from keras import ops
 
 from keras_recurrent.backends.constants import STARTS
 from keras_recurrent.checks.arguments import check_num_blocks
-from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers.block_diagonal import apply_blocks
 from keras_recurrent.layers.default_sizes import default_num_blocks
 from keras_recurrent.layers.lru import GatedLRU, input_multiplier
@@ -13,7 +12,6 @@ from keras_recurrent.ops import rg_lru, token_kind
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class RGLRU(GatedLRU):
     """Real-gated linear recurrent unit (RG-LRU) of Griffin and Hawk.
 

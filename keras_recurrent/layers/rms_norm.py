@@ -4,7 +4,6 @@ import keras
 from keras import ops
 
 from keras_recurrent.checks.arguments import check_boolean, check_number, check_width_known
-from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers.base import RecomputableLayer, cast
 from keras_recurrent.ops.rms_norm import rms_norm
 
@@ -62,7 +61,6 @@ class SimpleRMSNorm(RecomputableLayer):
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class RMSNorm(SimpleRMSNorm):
     """Root mean square normalization, with a weight that is centered at 0 or 1.
 

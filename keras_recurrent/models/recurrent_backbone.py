@@ -15,6 +15,7 @@ from keras_recurrent.devices.jax_layouts import (
     make_layout_map,
 )
 from keras_recurrent.dispatch import BACKEND
+from keras_recurrent.inherited_docstrings import InheritedDocstring
 from keras_recurrent.layers import LocalAttention, decoding
 from keras_recurrent.layers.inner_calls import InnerCalls
 from keras_recurrent.layers.remat import no_further_remat
@@ -26,7 +27,7 @@ from keras_recurrent.models.segments import SegmentsOptional
 from keras_recurrent.training.torch_training import TorchTraining
 
 
-class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, Network):
+class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDocstring, Network):
     """Base class of the networks: from token ids to the hidden states before the logits.
 
     A network is an embedding, residual blocks (see `keras_recurrent.layers.StreamingLayer`) and a

@@ -10,6 +10,7 @@ from keras_recurrent.atomic_files import AtomicPreset
 from keras_recurrent.chat.preprocessing import ChatPreprocessing
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
 from keras_recurrent.generation.prompts import check_lengths, pad_prompts, tokenize_texts
+from keras_recurrent.inherited_docstrings import InheritedDocstring
 from keras_recurrent.models import responses
 from keras_recurrent.models.packing import pack_documents, pad_documents
 from keras_recurrent.progress import progress
@@ -21,7 +22,7 @@ TEXTS_PER_CALL = 4096
 
 
 class RecurrentCausalLMPreprocessor(
-    ChatPreprocessing, AtomicPreset, keras_hub.models.CausalLMPreprocessor
+    ChatPreprocessing, AtomicPreset, InheritedDocstring, keras_hub.models.CausalLMPreprocessor
 ):
     """Converts strings to the inputs of the language models for training and generation.
 

@@ -6,6 +6,7 @@ import numpy as np
 from keras import ops
 
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
+from keras_recurrent.inherited_docstrings import InheritedDocstring
 from keras_recurrent.models.classifier_head import LastToken, Logits
 from keras_recurrent.models.parts import check_parts
 from keras_recurrent.models.preset_loading import PresetLoading
@@ -20,6 +21,7 @@ class RecurrentTextClassifier(
     TextTraining,
     SavedTraining,
     PresetLoading,
+    InheritedDocstring,
     keras_hub.models.TextClassifier,
 ):
     """Base class of the text classifiers: a network, and a linear layer on its last token.

@@ -5,10 +5,11 @@ import keras_hub
 
 from keras_recurrent.atomic_files import AtomicPreset
 from keras_recurrent.checks.arguments import check_positive_integer
+from keras_recurrent.inherited_docstrings import InheritedDocstring
 
 
 class RecurrentTextClassifierPreprocessor(
-    AtomicPreset, keras_hub.models.TextClassifierPreprocessor
+    AtomicPreset, InheritedDocstring, keras_hub.models.TextClassifierPreprocessor
 ):
     """Converts strings to the inputs of the text classifiers, one sequence of tokens for each.
 

@@ -7,7 +7,6 @@ from keras_recurrent.checks.dtypes import dtype_of
 from keras_recurrent.devices import jax_steps
 from keras_recurrent.devices.jax_layouts import apply_layout
 from keras_recurrent.dispatch import BACKEND
-from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers import RMSNorm, StreamingLayer, SwiGLU, decoding
 from keras_recurrent.layers.autocast import weights_scope
 from keras_recurrent.layers.base import in_order
@@ -18,7 +17,6 @@ if BACKEND == "torch":
     from keras_recurrent.layers.torch_calls import is_plain
 
 
-@inherits_docstring
 class ResidualBlock(StreamingLayer):
     """Base class of residual blocks, which mix tokens and then channels, each after a norm.
 

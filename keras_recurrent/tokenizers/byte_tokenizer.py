@@ -5,6 +5,7 @@ import keras_hub
 import numpy as np
 
 from keras_recurrent import compat
+from keras_recurrent.inherited_docstrings import InheritedDocstring
 from keras_recurrent.tokenizers.checkpoint_files import TrustedTexts
 
 SPECIAL_TOKENS = ("<pad>", "<start>", "<end>")
@@ -13,7 +14,7 @@ VOCABULARY_SIZE = FIRST_BYTE + 256
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class ByteTokenizer(TrustedTexts, keras_hub.tokenizers.ByteTokenizer):
+class ByteTokenizer(TrustedTexts, InheritedDocstring, keras_hub.tokenizers.ByteTokenizer):
     """Tokenizes text as UTF-8 bytes, without a vocabulary file and without unknown tokens.
 
     Tokens are 0 for padding, 1 for the start and 2 for the end of a document, and 3 to 258 for the

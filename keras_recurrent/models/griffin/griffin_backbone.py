@@ -4,7 +4,6 @@ import keras
 
 from keras_recurrent.checks.arguments import check_boolean, check_number, check_positive_integer
 from keras_recurrent.devices.jax_layouts import check_layout
-from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers import GatedMLP, RecurrentBlock, RMSNorm
 from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, check_network_sizes
 from keras_recurrent.models.residual_block import ResidualBlock
@@ -18,7 +17,6 @@ NEEDS = {
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class GriffinResidualBlock(ResidualBlock):
     """Residual block of Griffin and Hawk, which mixes tokens and then channels.
 
@@ -44,7 +42,6 @@ class GriffinResidualBlock(ResidualBlock):
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class GriffinBackbone(RecurrentBackbone):
     """Network of Hawk, Griffin and the MQA Transformer, from tokens to hidden states.
 

@@ -2,7 +2,6 @@
 
 import keras
 
-from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.griffin.griffin_backbone import GriffinBackbone
 from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
 from keras_recurrent.models.recurrent_causal_lm_preprocessor import RecurrentCausalLMPreprocessor
@@ -10,7 +9,6 @@ from keras_recurrent.tokenizers.byte_tokenizer import ByteTokenizer
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class GriffinTokenizer(ByteTokenizer):
     """Byte tokenizer of Griffin presets. Checkpoints have a `SentencePieceTokenizer`."""
 
@@ -18,14 +16,12 @@ class GriffinTokenizer(ByteTokenizer):
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class GriffinCausalLMPreprocessor(RecurrentCausalLMPreprocessor):
     backbone_cls = GriffinBackbone
     tokenizer_cls = GriffinTokenizer
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class GriffinCausalLM(RecurrentCausalLM):
     """Language model with Hawk or Griffin.
 

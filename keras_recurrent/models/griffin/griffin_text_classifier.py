@@ -2,7 +2,6 @@
 
 import keras
 
-from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.griffin.griffin_backbone import GriffinBackbone
 from keras_recurrent.models.griffin.griffin_causal_lm import GriffinTokenizer
 from keras_recurrent.models.recurrent_text_classifier import RecurrentTextClassifier
@@ -12,14 +11,12 @@ from keras_recurrent.models.recurrent_text_classifier_preprocessor import (
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class GriffinTextClassifierPreprocessor(RecurrentTextClassifierPreprocessor):
     backbone_cls = GriffinBackbone
     tokenizer_cls = GriffinTokenizer
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class GriffinTextClassifier(RecurrentTextClassifier):
     """Text classifier with Hawk or Griffin, also for regression.
 

@@ -3,7 +3,6 @@
 import keras
 
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer, is_integer
-from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers import HGRN2, LocalAttention, LowerBounds
 from keras_recurrent.layers.lower_bounds import BoundedLayer
 from keras_recurrent.layers.remat import no_further_remat
@@ -12,7 +11,6 @@ from keras_recurrent.models.residual_block import ResidualBlock
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class HGRN2ResidualBlock(BoundedLayer, ResidualBlock):
     """Residual block of HGRN2, which mixes tokens and then channels.
 
@@ -34,7 +32,6 @@ class HGRN2ResidualBlock(BoundedLayer, ResidualBlock):
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class HGRN2Backbone(RecurrentBackbone):
     """Network of HGRN2 and its hybrids with attention, from tokens to hidden states.
 

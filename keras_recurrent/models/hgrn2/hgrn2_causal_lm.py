@@ -2,7 +2,6 @@
 
 import keras
 
-from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.hgrn2.hgrn2_backbone import HGRN2Backbone
 from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
 from keras_recurrent.models.recurrent_causal_lm_preprocessor import RecurrentCausalLMPreprocessor
@@ -10,7 +9,6 @@ from keras_recurrent.tokenizers.byte_tokenizer import ByteTokenizer
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class HGRN2Tokenizer(ByteTokenizer):
     """Byte tokenizer of HGRN2 presets. Checkpoints have a `SentencePieceTokenizer`."""
 
@@ -18,14 +16,12 @@ class HGRN2Tokenizer(ByteTokenizer):
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class HGRN2CausalLMPreprocessor(RecurrentCausalLMPreprocessor):
     backbone_cls = HGRN2Backbone
     tokenizer_cls = HGRN2Tokenizer
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class HGRN2CausalLM(RecurrentCausalLM):
     """Language model with HGRN2.
 

@@ -2,7 +2,6 @@
 
 import keras
 
-from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.hgrn2.hgrn2_backbone import HGRN2Backbone
 from keras_recurrent.models.hgrn2.hgrn2_causal_lm import HGRN2Tokenizer
 from keras_recurrent.models.recurrent_text_classifier import RecurrentTextClassifier
@@ -12,14 +11,12 @@ from keras_recurrent.models.recurrent_text_classifier_preprocessor import (
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class HGRN2TextClassifierPreprocessor(RecurrentTextClassifierPreprocessor):
     backbone_cls = HGRN2Backbone
     tokenizer_cls = HGRN2Tokenizer
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class HGRN2TextClassifier(RecurrentTextClassifier):
     """Text classifier with HGRN2, also for regression.
 

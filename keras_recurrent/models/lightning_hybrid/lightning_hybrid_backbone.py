@@ -3,7 +3,6 @@
 import keras
 
 from keras_recurrent.checks.arguments import check_number, check_positive_integer
-from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers import LightningAttention
 from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, check_network_sizes
 from keras_recurrent.models.residual_block import ResidualBlock
@@ -12,7 +11,6 @@ LIGHTNING, GLOBAL = "lightning_attention", "global_attention"
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class LightningHybridResidualBlock(ResidualBlock):
     """Residual block of HypeNet and MiniCPM-SALA, which mixes tokens and then channels.
 
@@ -31,7 +29,6 @@ class LightningHybridResidualBlock(ResidualBlock):
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class LightningHybridBackbone(RecurrentBackbone):
     """Network of HypeNet and MiniCPM-SALA, from tokens to hidden states.
 

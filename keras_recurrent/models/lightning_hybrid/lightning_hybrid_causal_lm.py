@@ -2,7 +2,6 @@
 
 import keras
 
-from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.lightning_hybrid.lightning_hybrid_backbone import (
     LightningHybridBackbone,
 )
@@ -12,7 +11,6 @@ from keras_recurrent.tokenizers.byte_tokenizer import ByteTokenizer
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class LightningHybridTokenizer(ByteTokenizer):
     """Byte tokenizer of HypeNet and MiniCPM-SALA presets.
 
@@ -23,14 +21,12 @@ class LightningHybridTokenizer(ByteTokenizer):
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class LightningHybridCausalLMPreprocessor(RecurrentCausalLMPreprocessor):
     backbone_cls = LightningHybridBackbone
     tokenizer_cls = LightningHybridTokenizer
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class LightningHybridCausalLM(RecurrentCausalLM):
     """Language model with HypeNet or MiniCPM-SALA.
 

@@ -2,14 +2,12 @@
 
 import keras
 
-from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.layers import SGLU, LightningAttention, SimpleRMSNorm
 from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, check_network_sizes
 from keras_recurrent.models.residual_block import ResidualBlock
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class TransNormerResidualBlock(ResidualBlock):
     """Residual block of TransNormerLLM, which mixes tokens and then channels.
 
@@ -33,7 +31,6 @@ class TransNormerResidualBlock(ResidualBlock):
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class TransNormerBackbone(RecurrentBackbone):
     """Network of TransNormerLLM, from tokens to hidden states.
 

@@ -2,7 +2,6 @@
 
 import keras
 
-from keras_recurrent.inherited_docstrings import inherits_docstring
 from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
 from keras_recurrent.models.recurrent_causal_lm_preprocessor import RecurrentCausalLMPreprocessor
 from keras_recurrent.models.transnormer.transnormer_backbone import TransNormerBackbone
@@ -10,7 +9,6 @@ from keras_recurrent.tokenizers.byte_tokenizer import ByteTokenizer
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class TransNormerTokenizer(ByteTokenizer):
     """Byte tokenizer of TransNormerLLM presets. Checkpoints have a `SentencePieceTokenizer`."""
 
@@ -18,14 +16,12 @@ class TransNormerTokenizer(ByteTokenizer):
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class TransNormerCausalLMPreprocessor(RecurrentCausalLMPreprocessor):
     backbone_cls = TransNormerBackbone
     tokenizer_cls = TransNormerTokenizer
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-@inherits_docstring
 class TransNormerCausalLM(RecurrentCausalLM):
     """Language model with TransNormerLLM.
 
