@@ -4,6 +4,9 @@ Qin et al. 2024, arXiv:2405.17381 (Lightning Attention), and 2023, arXiv:2307.14
 (TransNormerLLM): inside a chunk (Q K^T * M) V with M_us = decay^(u - s), across chunks Q (K^T V).
 Padding does not decay the state: the exponent counts the real tokens between s and u, and M_us is 0
 where a document starts between them.
+
+`gated_linear_attention` with equal decays in all channels has the same results, but forward and
+backward take 1.5 to 2.1 times as long on a CPU on JAX and torch, 1.7 to 2.8 times on TensorFlow.
 """
 
 import jax
