@@ -6,28 +6,24 @@ import keras
 import numpy as np
 import pytest
 
-from tests.papers.running import run_twice
-
 pytestmark = pytest.mark.once
 
 
-def test_associative_recall_guide_trains_each_task_and_model(guide, tmp_path, monkeypatch, capsys):
-    recall = guide("associative_recall")
-    toy = {
-        **{"--lengths": [8, 16], "--pairs": [2, 3], "--vocabulary": [16], "--widths": [8]},
-        **{"--expansions": [4, 16], "--rates": [0.01, 0.02], "--rows": [4], "--test-rows": [8]},
-        **{"--steps": [2], "--every": [1]},
-    }
-    lines, written = run_twice(guide, recall, monkeypatch, capsys, tmp_path, toy)
+def test_associative_recall_guide_trains_each_task_and_model(run_twice):
+    lines, printed = run_twice(
+        "associative_recall",
+        "--lengths 8 16 --pairs 2 3 --vocabulary 16 --widths 8 --expansions 4 16 "
+        "--rates 0.01 0.02 --rows 4 --test-rows 8 --steps 2 --every 1",
+    )
     # There is a line for each task and model; expansions that do not divide the width are left out.
     assert [(line["pairs"], line["model"], line["expansion"]) for line in lines] == [
         (pairs, *model)
         for pairs in (2, 3)
         for model in (("HGRN", 1), ("HGRN2", 4))
-        for _ in toy["--rates"]
+        for _ in ("0.01", "0.02")
     ]
     assert {line["state_numbers"] for line in lines} == {16, 64}
-    assert "| 3 pairs in 16 tokens, width 8 |" in written
+    assert "| 3 pairs in 16 tokens, width 8 |" in printed
 
 
 def test_associative_recall_guide_takes_the_best_learning_rate(guide, tmp_path):
@@ -46,21 +42,18 @@ def test_associative_recall_guide_takes_the_best_learning_rate(guide, tmp_path):
     assert recall.judge(np.array([0.99, 1.0]), np.array([1.0, 1.0])) == "yes: both at least 99 %"
 
 
-def test_state_size_guide_compares_models_of_equal_size(guide, tmp_path, monkeypatch, capsys):
+def test_state_size_guide_compares_models_of_equal_size(guide, run_twice, tmp_path):
     state_size = guide("state_size")
     text = tmp_path / "text"
     text.write_bytes(bytes(range(32, 127)) * 8)
-    toy = {
-        **{"--text": [text], "--width": [12], "--num-layers": [2], "--ratios": [1, 4, 5]},
-        **{"--length": [8], "--tokens": [16], "--steps": [2], "--windows": [8]},
-    }
-    lines, written = run_twice(guide, state_size, monkeypatch, capsys, tmp_path, toy)
+    sizes = "--width 12 --num-layers 2 --ratios 1 4 5 --length 8 --tokens 16 --steps 2 --windows 8"
+    lines, printed = run_twice("state_size", f"--text {text} {sizes}")
     # A ratio that does not divide the width is left out.
     assert [line["setting"] for line in lines] == [1, 4, *state_size.FORMS]
     parameters = [line["parameters"] for line in lines]
     assert max(parameters) < 1.02 * min(parameters)
-    assert "below 1 by more than 2 deviations" in written
-    assert "| HGRN | complex, 2 d |" in written
+    assert "below 1 by more than 2 deviations" in printed
+    assert "| HGRN | complex, 2 d |" in printed
     assert state_size.better(np.array([1.0, 1.1]), np.array([1.5, 1.6])) == "yes"
     assert state_size.better(np.array([1.0, 1.1]), np.array([1.1, 1.2])) == "NO"
     assert state_size.better(np.array([1.0]), np.array([1.5])) == "NO"  # one seed has no deviation

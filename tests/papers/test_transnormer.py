@@ -5,22 +5,20 @@ import numpy as np
 import pytest
 
 from keras_recurrent.models import TransNormerBackbone, TransNormerCausalLM
-from tests.papers.running import run_twice
 
 pytestmark = pytest.mark.once
 
 
-def test_lightning_ablations_guide_trains_every_variant(guide, tmp_path, monkeypatch, capsys):
+def test_lightning_ablations_guide_trains_every_variant(guide, run_twice):
     ablations = guide("lightning_ablations")
-    toy = {
-        **{"--width": [8], "--num-heads": [2], "--num-layers": [2], "--length": [8]},
-        **{"--tokens": [16], "--steps": [2], "--windows": [4]},
-        **{"--variants": ["no gate", "LayerNorm"]},
-    }
-    lines, written = run_twice(guide, ablations, monkeypatch, capsys, tmp_path, toy)
+    lines, printed = run_twice(
+        "lightning_ablations",
+        "--width 8 --num-heads 2 --num-layers 2 --length 8 --tokens 16 --steps 2 --windows 4 "
+        "--variants 'no gate' LayerNorm",
+    )
     assert len(lines) == 3  # one is of the released model
-    assert "| worse: 2.263, not 2.248 |" in written
-    assert "| LayerNorm |" in written
+    assert "| worse: 2.263, not 2.248 |" in printed
+    assert "| LayerNorm |" in printed
     assert ablations.judge(np.array([0.1, 0.11])) == "worse"
     assert ablations.judge(np.array([-0.1, -0.11])) == "better"
     assert ablations.judge(np.array([0.1, -0.05])) == "within 2 deviations"
