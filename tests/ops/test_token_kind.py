@@ -32,14 +32,14 @@ def assert_equals_loop(kinds, mask, segments, previous, has_state):
         np.testing.assert_array_equal(kinds_of_row, walk(mask_of_row, segments_of_row, first))
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("mask_dtype", [None, "bool", "uint8"])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("before", ["nothing", "a state", "segments"])
-def test_token_kind_equals_a_loop_over_tokens(masked, packed, before):
+def test_token_kind_equals_a_loop_over_tokens(mask_dtype, packed, before):
     """A token starts a document that it continues, or the reverse, or padding is confused."""
     rng = np.random.default_rng(0)
     batch, length = 20, 9
-    mask = rng.random((batch, length)) < 0.6 if masked else None
+    mask = (rng.random((batch, length)) < 0.6).astype(mask_dtype) if mask_dtype else None
     segments = np.sort(rng.integers(0, 4, (batch, length)), axis=1) if packed else None
     previous = rng.integers(-1, 2, batch).astype("int32") if before == "segments" else None
     state = None if before == "nothing" else np.zeros(batch)
