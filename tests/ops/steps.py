@@ -32,6 +32,13 @@ class Case(NamedTuple):
     bits: int = 8  # of a quantized weight
     block_size: int | None = None  # channels that share the scale of a quantized weight
     quantize_row: bool = True
+    values: int | None = None  # channels of a head's values; if None, five more than `widths`
+    slots: int | None = None  # of the circular buffer; if None, half of `channels`
+    recent: int = 3  # tokens that delayed steps keep
+
+    @property
+    def value_size(self):
+        return len(self.widths) + 5 if self.values is None else self.values
 
 
 EXTRAS = {"delayed_norm": True, "output_scale": 0.3, "head_norm": True, "logit_scaling": 500.5}
@@ -46,22 +53,22 @@ CASES = {
     "bfloat16, gelu": Case(1, "bfloat16", widths=(40, 40), gate="gelu", residual=True),
     "bfloat16, rows": Case(5, "bfloat16", widths=(16, 33, 7), channels=300, kinds=True),
     "bfloat16, 16 rows, silu": Case(16, "bfloat16", widths=(40, 40), gate="silu", residual=True),
-    "many channels": Case(1, "bfloat16", channels=2100, widths=(16,), residual=True),
-    "many columns": Case(1, "bfloat16", channels=1100, widths=(4200,)),
-    "most columns": Case(1, "bfloat16", channels=600, widths=(4128, 4128), gate="silu"),
+    "many channels": Case(1, "bfloat16", channels=2060, widths=(16,), residual=True),
+    "many columns": Case(1, "bfloat16", channels=1100, widths=(3090,)),
+    "most columns": Case(1, "bfloat16", channels=600, widths=(3090, 3090), gate="silu"),
     "perceptron": Case(1, widths=(18, 18, 7), gate="gelu", residual=True),
     "perceptron, split channels": Case(
-        1, "bfloat16", 90, widths=(4200, 4200, 70), gate="silu", residual=True, **EXTRAS
+        1, "bfloat16", 90, widths=(4104, 4104, 70), gate="silu", residual=True, **EXTRAS
     ),
-    "perceptron, rows": Case(5, "bfloat16", 70, (1100, 1100, 33), gate="gelu", parameters=False),
-    "split channels": Case(1, "bfloat16", 4500, (70,), residual=True, norm=False),
+    "perceptron, rows": Case(5, "bfloat16", 70, (1040, 1040, 33), gate="gelu", parameters=False),
+    "split channels": Case(1, "bfloat16", 4104, (70,), residual=True, norm=False),
     "rows, split channels": Case(5, "bfloat16", 1200, (70,), residual=True),
     "float32 rows, split channels": Case(3, "float32", 1100, (40,), parameters=False),
     "delayed norm": Case(1, channels=70, widths=(16, 33, 7, 20), **EXTRAS),
     "delayed norm, bfloat16": Case(1, "bfloat16", channels=300, widths=(40, 40, 9), **EXTRAS),
     "delayed norm, bare": Case(1, "bfloat16", parameters=False, residual=True, **EXTRAS),
     "delayed norm, rows": Case(5, "bfloat16", 70, (16, 33, 9, 17), kinds=True, **EXTRAS),
-    "delayed norm, split channels": Case(1, "bfloat16", 4500, (40,), norm=False, **EXTRAS),
+    "delayed norm, split channels": Case(1, "bfloat16", 4104, (40,), norm=False, **EXTRAS),
     "delayed norm, perceptron": Case(1, channels=70, widths=(18, 18, 7), gate="silu", **EXTRAS),
     "delayed norm, gelu": Case(1, channels=30, widths=(18, 18), gate="gelu", **EXTRAS),
     "next norm": Case(3, "bfloat16", 1200, (300,), residual=True, next_norm=True, **EXTRAS),
@@ -148,10 +155,8 @@ def is_rounded_alike(tensors, epsilon, dtype):
 
 
 def norm_quantized_linear(rng, case):
-    # Tiles depend on channels first, and the interpreter takes long for more columns. No third
-    # layer follows a gate.
-    widths = case.widths[:2] if case.gate else case.widths
-    case = case._replace(widths=tuple(min(width, 400) for width in widths), next_norm=False)
+    widths = case.widths[:2] if case.gate else case.widths  # No third layer follows a gate.
+    case = case._replace(widths=widths, next_norm=False)
     tensors, options = norm_linear(rng, case)
     # Numbers close to a rounding boundary may become different integers in float32 and float64.
     while case.quantize_row and not is_rounded_alike(tensors, options["epsilon"], case.dtype):
@@ -171,7 +176,7 @@ def norm_quantized_linear(rng, case):
 
 
 def hgrn2_step(rng, case):
-    heads, keys, values = 3, case.channels // 4, len(case.widths) + 5
+    heads, keys, values = 3, case.channels // 4, case.value_size
     tensors = {
         "q": rng.normal(size=(case.rows, heads * keys)),
         "f": scaled_normal(rng, (case.rows, heads * keys), case.scale),
@@ -187,10 +192,10 @@ def hgrn2_step(rng, case):
 def hgrn2_delayed_step(rng, case):
     tensors, options = hgrn2_step(rng, case)
     _, heads, keys, values = tensors["memory"].shape
-    decays_and_keys = rng.uniform(size=(case.rows, 3, 2 * heads * keys))
-    stored_values = rng.normal(size=(case.rows, 3, heads * values))
+    decays_and_keys = rng.uniform(size=(case.rows, case.recent, 2 * heads * keys))
+    stored_values = rng.normal(size=(case.rows, case.recent, heads * values))
     tensors["recent"] = np.concatenate([decays_and_keys, stored_values], axis=2)
-    tensors["count"] = rng.integers(0, 4, case.rows)
+    tensors["count"] = rng.integers(0, case.recent + 1, case.rows)
     return tensors, options
 
 
@@ -215,7 +220,7 @@ def norm_parameters(rng, case, heads, values):
 
 def lightning_step(rng, case):
     share, groups = len(case.widths), 1 + case.channels % 2
-    keys, values = min(case.channels, 128), len(case.widths) + 5  # No model has wider heads.
+    keys, values = min(case.channels, 128), case.value_size  # No model has wider heads.
     scales, epsilon = head_scales(rng, case, keys)
     tensors = {
         "q": scaled_normal(rng, (case.rows, share * groups, keys), case.scale),
@@ -254,8 +259,8 @@ def local_attention_step(rng, case):
     # No model has wider heads. With 1,100 channels, the order of the sums in float32 alone makes
     # logits differ by more than the judge allows.
     case = case._replace(channels=min(case.channels, 300))
-    share, groups, slots = len(case.widths), 1 + case.channels % 2, case.channels // 2
-    width, values = case.channels, 5 + len(case.widths)
+    share, groups, slots = len(case.widths), 1 + case.channels % 2, case.slots or case.channels // 2
+    width, values = case.channels, case.value_size
     position = rng.integers(0, 3 * slots, case.rows)
     filled = (np.arange(slots) < position[:, None])[:, :, None, None]
     scales, epsilon = head_scales(rng, case, width)

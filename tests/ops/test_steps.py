@@ -45,8 +45,18 @@ def define(operation, case):
     return drawn, judge.definition(operation, drawn)
 
 
+def shrink(operation, case):
+    """Limits sizes of which kernels have no tiles; the interpreter runs programs one by one."""
+    if operation == "norm_quantized_linear":  # whose tiles depend on channels first
+        return case._replace(widths=tuple(min(width, 400) for width in case.widths))
+    if operation == "norm_linear":
+        return case
+    rows = case.rows if operation == "rg_lru_step" else min(case.rows, 5)
+    return case._replace(rows=rows, channels=min(case.channels, 600))
+
+
 def check(operation, implementation, case):
-    drawn, defined = define(operation, case)
+    drawn, defined = define(operation, shrink(operation, case))
     judge.check(operation, implementation, drawn, defined)
 
 
