@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from tests.ops import cases, judge, token_wise
+from tests.ops import cases, judge, small, token_wise
 from tests.ops.cases import DRAW, align, flatten, nest, round_to, unit
 
 OVER_TIME = list(DRAW)
@@ -44,8 +44,7 @@ class Sample(NamedTuple):
 
     def drawn(self):
         """The inputs for `judge`."""
-        module = cases if self.operation in OVER_TIME else token_wise
-        drawn = module.draw(self.operation, self.form, self.seed)
+        drawn = small.draw_case(self.operation, self.form, self.seed)
 
         def change(name, value):
             """Scales a tensor or the parts of a state, and writes runs."""

@@ -67,8 +67,7 @@ def test_every_operation_has_inputs():
 def test_gradient_of_definition_equals_its_slope(name):
     """A gradient of a definition is wrong: a kernel with the same mistake would pass."""
     operation, case = SLOPES[name]
-    module = {cases.Case: cases, losses.Case: losses, token_wise.Case: token_wise}[type(case)]
-    drawn = module.draw(*([operation] if module is not losses else []), case, seed=1)
+    drawn = small.draw_case(operation, case, seed=1)
     if operation == "linear_crossentropy":  # A weight of 0 would hide an invalid token.
         weights = drawn.tensors["sample_weight"]
         weights[weights == 0] = 0.5
@@ -133,10 +132,10 @@ def assert_slope(loss, arguments, name, gradient):
 )
 def test_judge_detects_wrong_result(operation, implementation):
     """A kernel with a relative error of 1e-4, or 1e-5 on each token, passes all tests."""
+    relative_error, case = 1e-5, token_wise.Case((4, 50))
     if operation in cases.DRAW:
-        relative_error, drawn = 1e-4, cases.draw(operation, cases.CASES["prime sizes"])
-    else:
-        relative_error, drawn = 1e-5, token_wise.draw(operation, token_wise.Case((4, 50)))
+        relative_error, case = 1e-4, cases.CASES["prime sizes"]
+    drawn = small.draw_case(operation, case)
     results = run(operation, implementation, drawn)
     for name, result in results.items():
         wrong = np.where(result, result * (1 + relative_error), relative_error)

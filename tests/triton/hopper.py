@@ -1,661 +1,263 @@
-"""Compile every Triton kernel, in every configuration a search may launch, for a Hopper GPU.
+"""Compiles every Triton kernel, in every configuration a search may launch, for a Hopper GPU.
 
-No GPU is needed. Prints JSON: for each kernel, the resources that its configurations take.
+No GPU is needed: operations of the sizes of models run on a CPU, whose tensors pretend to be on a
+GPU, and their launches are compiled instead of started. Prints JSON: a list of `Program`s.
 
 This file runs in a separate process: where Triton's interpreter is on, Triton compiles nothing.
 """
 
-import itertools
+import contextlib
 import json
 import multiprocessing
 import re
 import subprocess
 import tempfile
+import types
+from typing import NamedTuple
 
+import torch
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime.jit import MockTensor
 
 from keras_recurrent.backends.constants import STATE_WRITE_INTERVAL
-from keras_recurrent.backends.triton import (
-    argmax,
-    causal_conv1d,
-    embedding_step,
-    gated_linear_attention,
-    gated_linear_unit,
-    hgrn2_step,
-    lightning_attention,
-    lightning_step,
-    linear_scan,
-    local_attention_step,
-    log_forget_gate,
-    norm_linear,
-    norm_quantized_linear,
-    rg_lru,
-    rg_lru_step,
-    rms_norm,
-    soft_cap,
-    token_crossentropy,
-    top_logits,
-)
-from keras_recurrent.backends.triton._attention import (
-    attention_kernels,
-    banded_attention,
-    circular_buffer,
-)
-from keras_recurrent.backends.triton._convolution import convolution_positions
-from keras_recurrent.backends.triton._crossentropy import crossentropy_kernel
-from keras_recurrent.backends.triton._decoding.norm_linear_tiles import (
-    Product,
-    tile_options,
-    tile_starts,
-)
-from keras_recurrent.backends.triton._decoding.rg_lru_step_batch import batch_kernel
-from keras_recurrent.backends.triton._decoding.rg_lru_step_batch import (
-    tile_options as rg_lru_tile_options,
-)
-from keras_recurrent.backends.triton._device.common import Constants, Tiling
-from keras_recurrent.backends.triton._linear_attention import (
-    gated_chunks,
-    gated_gradients,
-    gated_operands,
-    gated_output,
-    gated_states,
-    linear_attention_step,
-)
+from keras_recurrent.backends.torch import _common
+from keras_recurrent.backends.triton import argmax, lightning_attention
+from keras_recurrent.backends.triton._attention import banded_attention
+from keras_recurrent.backends.triton._linear_attention import linear_attention
+from keras_recurrent.backends.triton._runtime import search, torch_operators
+from keras_recurrent.backends.triton._runtime.launch import map_arrays
+from tests.ops import cases, judge, losses, steps, token_wise
+from tests.ops.small import draw_case
+from tests.ops.steps import EXTRAS
 
 HOPPER = GPUTarget("cuda", 90, 32)
-SIZES = ("B", "T", "D", "H", "K", "V", "tiles", "chunks", "segment_chunks", "state_k", "state_v")
-SIZES += ("subsegments", "S", "G", "C", "window", "parts", "rows", "n")
-MULTIPLES_OF_16 = ("T", "D", "n", "K", "V", "state_k", "state_v")
-# Arguments in float32, whatever the dtype of the others, and arguments in int32.
-FLOATS = ("initial", "final", "d_initial", "d_final", "d_logit", "d_parameters", "a_logit")
-FLOATS += ("scale", "d_scale", "lower_bound", "d_bound", "d_log_f", "losses", "d_losses", "largest")
-FLOATS += ("total", "sums", "peaks", "frequencies", "q_scale", "k_scale", "norm_scale", "totals")
-FLOATS += ("decays", "log_decay", "log_f", "origin", "delta", "d_keys", "d_values", "scales")
-FLOATS += ("squares", "next_squares", "next_scale", "given_d_log_f", "memory", "next_memory")
-FLOATS += ("recent", "next_recent", "next_hidden", "last_inputs", "next_inputs", "hidden")
-FLOATS += ("conv_kernel", "conv_bias")
-INTEGERS = ("carry", "token_at", "document_at", "real_counts", "start_counts", "tokens")
-INTEGERS += ("first_key", "last_key", "first_query", "query_end", "position", "end", "count")
-INTEGERS += ("next_count",)
-
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
-
-CONV = {"W": 4, "SILU": False, "STEPS": causal_conv1d._STEPS}
-SILU = {**CONV, "SILU": True}
-ALL_REAL = dict.fromkeys(("token_at", "document_at", "real_counts", "start_counts"))
-# Heads of 128 channels, as in hgrn2_1b and tnl_1b: bfloat16, and log f in float32.
-CHUNKS = {"CHUNK": 64, "SHORT": True, "REVERSE": False}
-ONE_SEGMENT = {"token_kind": None, "totals": None, "decays": None}
-WALK = {**CHUNKS, **ONE_SEGMENT, "PARTS": 2, "ALL": True}
-LEVELS = {"LEVELS": 6, "PARTS": 2}
-SHORTER = {"CHUNK": 32, "LEVELS": 5}
-TIED = {**CHUNKS, **LEVELS, **SHORTER, "k": None}
-PREPARED = {**CHUNKS, "PARTS": 2, "TILES": 2}
-SHORT_DECAYS = {"PARTS": 1, "token_kind": None}
-STREAMED = {**PREPARED, "totals": None, "decays": None, "states": None}
-STREAMED_BACK = {**STREAMED, "REVERSE": True}
-STREAMED_STATES = {**STREAMED, "queries": None, "pairs": None, "output": None, "final": None}
-del STREAMED_BACK["states"], STREAMED_STATES["states"]
-HALVES = {**LEVELS, "HALF": gated_gradients.HALF, "LEVELS": 5}
-GRADIENT = {**CHUNKS, **LEVELS, **SHORTER, "GAIN_PARTS": 1}
-EXACT = {**SHORTER, "SHORT": False, "PARTS": 3, "GAIN_PARTS": 3}
-STREAM = {**CHUNKS, **ONE_SEGMENT}
-STEP = {"BLOCK_K": 128, "BLOCK_V": 32}
-
-walk = gated_states._walk_kernel
-prepare = gated_operands.prepare_kernel
-pairs = gated_operands.pairs_kernel
-gated = gated_output.stream_kernel
-attend = gated_chunks.attend_kernel
-gradient = gated_chunks.gradient_kernel
-chunk_gradients = gated_gradients.chunk_kernel
-pair_gradients = gated_gradients.flagged_kernel
-lightning = lightning_attention._walk_kernel
-step = linear_attention_step._step_kernel
+BF16, MIXED, F32 = ("bfloat16",), ("bfloat16", "float32"), ("float32",)  # of tensors and decays
+PACKED = {"kinds": True, "state": True}
 
 
-def every(*candidates):
-    """The configurations of several tuples of candidates, each once."""
-    candidates = dict.fromkeys(itertools.chain(*candidates))
-    return [c.options if isinstance(c, Tiling) else c._asdict() for c in candidates]
+def over_time(length, channels, dtypes=BF16, batch=2, **fields):
+    return cases.Case(batch, length, channels, *dtypes, **{"values": channels, **fields})
 
 
-ATTENTION = {
-    "output": attention_kernels.forward_kernel,
-    "d_q": attention_kernels.queries_kernel,
-}
+def step(rows, channels, *widths, dtype="bfloat16", **fields):
+    return steps.Case(rows, dtype, channels, widths, **fields)
 
 
-def attention(result, size, dtype=tl.bfloat16, kinds=False):
-    """Ten heads of queries share one of keys, as in recurrentgemma_2b, whose heads are of 256."""
-    kernel = ATTENTION.get(result, attention_kernels.keys_kernel)
-    visible, queries = ("token_kind", "first_key", "last_key"), ("first_query", "query_end")
-    constants = {
-        **{"G": 1, "parts": 1, "rest" if dtype == tl.float32 else "total": None},
-        "visible": visible if kinds else (None,) * 3,
-        "queries": queries if kinds else (None,) * 2,
-        "d_buffers": ("d_key_buffer", "d_value_buffer", "position", "end"),
-        **dict.fromkeys({"d_k": ("d_values",), "d_v": ("d_keys",)}.get(result, ())),
-    }
-    configurations = [
-        {
-            "TILE": Constants(banded_attention.attention_tile(tiles, 10, size, size, dtype)),
-            **{"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
-        }
-        for tiles in dict.fromkeys(banded_attention.candidates(result, size, size, dtype))
-    ]
-    return kernel, constants, configurations[:1] if kinds else configurations
-
-
-# {name: (kernel, configurations)}
-SCANS = {
-    "linear_scan forward": (linear_scan._forward_kernel, every(*linear_scan.TILINGS)),
-    "linear_scan backward": (linear_scan._backward_kernel, every(*linear_scan.BACKWARD_TILINGS)),
-    "rg_lru forward": (rg_lru._forward_kernel, every(*rg_lru.TILINGS)),
-    "rg_lru backward": (rg_lru._backward_kernel, every(*rg_lru.TILINGS)),
-}
-CONVS = every(causal_conv1d.TILINGS), every(causal_conv1d.BACKWARD_TILINGS)
-WALKS, EXACT_WALKS = (every(gated_states.BLOCKS[short]) for short in (True, False))
-PREPARE = {plain: every(blocks) for plain, blocks in gated_operands.PREPARE_BLOCKS.items()}
-PAIRS = every(gated_operands.PAIRS_BLOCKS)
-GATED = {of: every(blocks) for of, blocks in gated_output.BLOCKS.items()}
-CHUNK_GRADIENTS = every(gated_gradients.BLOCKS)
-PAIR_GRADIENTS = every([gated_gradients.FLAGGED_BLOCKS])
-ATTEND = {of: every(blocks) for of, blocks in gated_linear_attention.ATTEND_BLOCKS.items()}
-GRADIENTS = {of: every(blocks) for of, blocks in gated_linear_attention.GRADIENT_BLOCKS.items()}
-LIGHTNING = {of: every(blocks) for of, blocks in lightning_attention.BLOCKS.items()}
-
-
-def token_wise_kernel(module, direction, width, **constants):
-    """The kernel of an operation without a state, on rows of this width."""
-    kernel = getattr(module, f"_{direction}_kernel")
-    tile = module._tile(width)
-    sizes = {"D": width, "STAGES": rms_norm._stages(tile), "PDL": False}
-    return kernel, tile._asdict() | sizes | constants, [{"num_warps": tile.num_warps}]
-
-
-def token_crossentropy_kernel(direction, vocabulary):
-    prefix = {"forward": "", "backward": "_BACKWARD"}[direction]
-    tile_size = getattr(token_crossentropy, f"{prefix}_TILE_SIZE")
-    constants = {"V": vocabulary, "STAGES": token_crossentropy._STAGES}
-    constants["LANE_SIZE"] = token_crossentropy._LANE_SIZE
-    kernel = getattr(token_crossentropy, f"_{direction}_kernel")
-    return kernel, constants, [token_crossentropy._tile(vocabulary, tile_size)]
-
-
-def linear_crossentropy_kernel(vocabulary, fine=False, capped=True, **constants):
-    """The kernel of `linear_crossentropy`, whose logits are float32."""
-    options = crossentropy_kernel.options(vocabulary, capped, fine)
-    return crossentropy_kernel.chunk_kernel, options | constants, [{}]
-
-
-DIRECTIONS = ("forward", "backward")
-TOKEN_WISE = {
-    f"{name}, {dtype}": kernel
-    for dtype in ("bfloat16", "float32")
-    for name, kernel in {
-        **{
-            f"{module.__name__.rpartition('.')[2]} {direction}{of}": token_wise_kernel(
-                module, direction, width, **constants
-            )
-            for module, direction, of, width, constants in (
-                (rms_norm, "forward", "", 2048, {}),
-                (rms_norm, "forward", " of few rows", 2048, {"PDL": True}),
-                (rms_norm, "forward", " of 16384", 16384, {}),
-                (rms_norm, "backward", "", 2048, {}),
-                *((rms_norm, "backward", f" of {n}", n, {}) for n in (2560, 8192, 16384)),
-                (rms_norm, "backward", ", no scale", 2048, {"scale": None}),
-                (log_forget_gate, "forward", "", 2048, {}),
-                (log_forget_gate, "backward", "", 2048, {}),
-                (log_forget_gate, "backward", " of 1", 1, {}),
-                (log_forget_gate, "backward", ", no bound", 2048, {"lower_bound": None}),
-            )
-        },
-        **{
-            f"gated_linear_unit {direction}, {activation}": (
-                getattr(gated_linear_unit, f"_{direction}_kernel"),
-                {"GELU": activation == "gelu"},
-                [gated_linear_unit._TILE],
-            )
-            for direction in DIRECTIONS
-            for activation in ("silu", "gelu")
-        },
-        **{
-            f"token_crossentropy {direction}{of}": token_crossentropy_kernel(direction, vocabulary)
-            for direction in DIRECTIONS
-            for of, vocabulary in (("", 50304), (" of 50257", 50257), (" of 7", 7))
-        },
-    }.items()
-} | {
-    "linear_crossentropy, bfloat16": linear_crossentropy_kernel(256_000),
-    "linear_crossentropy, no cap, bfloat16": linear_crossentropy_kernel(256_000, capped=False),
-    "linear_crossentropy of 50257, bfloat16": linear_crossentropy_kernel(50257, capped=False),
-    "linear_crossentropy, float32": linear_crossentropy_kernel(256_000, fine=True),
-    "linear_crossentropy without gradients": linear_crossentropy_kernel(256_000, d_logits=None),
-}
-
-
-SQUARES = 64  # sums of squares of 2,048 channels
-
-
-def columns_kernel(
-    rows,
-    channels,
-    count=1,
-    dtype="bfloat16",
-    *,
-    given=(),
-    width=2048,
-    norm=None,
-    gate=0,
-    squares=0,
-    output_scale=1.0,
-):
-    """The kernel of `count` projections to `width` columns; `given`: names of optional tensors."""
-    norm = rows == 1 if norm is None else norm
-    sizes = rows, channels, width * count, dtype, gate, count == 1 and not norm
-    product = Product(
-        **{"K": channels, "NORM": norm, "GATE": gate, "NUM_SQUARES": squares},
-        **{"SHORT": dtype == "bfloat16", **tile_options(*sizes, (9, 0))},
-    )
-    outputs = 1 if gate else count
-    present = {"scale": norm, "squares": squares, "x_2": False, "residual": False}
-    present |= dict.fromkeys(given, True)
-    constants = {name: None for name, is_present in present.items() if not is_present} | {
-        "kernels": ("kernel",) * count,
-        "biases": ("bias" if "bias" in given else None, *[None] * (count - 1)),
-        "outputs": ("y",) * outputs,
-        "WIDTHS": (width,) * count,
-        "TILE_STARTS": tile_starts((width,) * outputs, product.BLOCK_N),
-        "PRODUCT": Constants(product),
-        "OUTPUT_SCALE": output_scale,
-        "PDL": True,
-    }
-    return norm_linear.columns_kernel, constants, [product.launch_options]
-
-
-def attention_step(tile, short=True, **sizes):
-    """The kernel of a token's attention; with a single part, it stores the output."""
-    heads = {"SHARE": 10, "K": 256, "V": 256, "R": 64, "EPSILON": 0.0, "PARTS": 16}
-    heads |= {"LOGIT_SCALING": 0.0, "LOG_SCALING": 1.0, "BLOCK_H": 16, "SHORT": short, **sizes}
-    heads |= {"BLOCK_K": heads["K"], "BLOCK_V": heads["V"], "SLOTS": tile["SLOTS"]}
-    is_single = heads["PARTS"] == 1
-    absent = ["q_scale", "k_scale"] + ["frequencies"] * (not heads["R"])
-    absent += ["partial"] if is_single else ["output", "output_gate"]
-    constants = {"partial": ("sums", "peaks", "totals"), **dict.fromkeys(absent), "PDL": True}
-    constants["HEADS"] = Constants(local_attention_step.AttentionHeads(**heads))
-    options = {name: tile[name] for name in ("num_warps", "num_stages")}
-    return local_attention_step._partial_kernel, constants, [options]
-
-
-# Heads of HypeNet 2B: lightning attention, and softmax attention without positions.
-HEADS = {"SHARE": 2, "K": 128, "V": 128, "EPSILON": 1e-6}
-NO_POSITIONS = {**HEADS, "R": 0, "LOGIT_SCALING": 500.0, "LOG_SCALING": 6.2}
-LIGHTNING_HEADS = {**HEADS, "R": 64, "BLOCK_K": 128, "BLOCK_V": lightning_step._BLOCK_V}
-HGRN2_STEP = {"K": 128, "V": 128, "BLOCK_K": 128, "BLOCK_V": hgrn2_step._BLOCK_V}
-GATE_KERNEL = {"BLOCK": norm_linear._BLOCK, "OUTPUT_SCALE": 1.0, "PDL": True}
-
-
-def step_kernel(module, kernel="_kernel", **constants):
-    """A kernel of a decoding step, with the warps of its module and dependent launches."""
-    options = {"num_warps": module._WARPS}
-    return getattr(module, kernel), constants | {"PDL": True}, [options]
-
-
-TOP = {"PARTS": 125, "COUNT": 16}
-NOT_DELAYED = dict.fromkeys(("recent", "count", "next_count", "next_recent"))
-STEP_KERNELS = {
-    "embedding": step_kernel(embedding_step, D=2560, SCALED=True, BLOCK=embedding_step._BLOCK),
-    "soft cap": step_kernel(soft_cap, BLOCK=soft_cap._BLOCK),
-    "argmax, partial": step_kernel(argmax, "_partial_kernel", PARTS=125, BLOCK=argmax._BLOCK),
-    "argmax, combine": (
-        argmax._combine_kernel,
-        {"PARTS": 125, "BLOCK": 128, "RECENT": 16, "PDL": True},
-        [{}],
-    ),
-    "top logits, partial": step_kernel(
-        top_logits, "_partial_kernel", **TOP, BLOCK=top_logits._BLOCK
-    ),
-    "top logits, combine": step_kernel(
-        top_logits, "_combine_kernel", **TOP, BLOCK=2048, BLOCK_PARTS=128
-    ),
-    "hgrn2 step": step_kernel(hgrn2_step, **HGRN2_STEP, **NOT_DELAYED, N=0),
-    "hgrn2 delayed step": (
-        hgrn2_step._kernel,
-        HGRN2_STEP | {"N": STATE_WRITE_INTERVAL - 1, "PDL": True},
-        [{"num_warps": hgrn2_step.delayed_warps(128, hgrn2_step._BLOCK_V)}],
-    ),
-    "lightning step of heads": step_kernel(
-        lightning_step, HEADS=Constants(lightning_step.Heads(**LIGHTNING_HEADS))
-    ),
-    "rg_lru step": step_kernel(
-        rg_lru_step, W=4, C=256, BLOCK_W=4, BLOCK_C=256, BLOCK_N=rg_lru_step._BLOCK_N
-    ),
-    **{
-        f"rg_lru step of {rows} rows": (
-            batch_kernel,
-            {"W": 4, "C": 256, "PDL": True, "SHORT": True},
-            [rg_lru_tile_options(rows, 256)],
-        )
-        for rows in (16, 64)
-    },
-    "local_attention step, partial": attention_step(local_attention_step._TILE),
-    "local_attention step, partial, float32": attention_step(
-        local_attention_step._FLOAT32_TILE, False, SHARE=4
-    ),
-    "local_attention step, scaled logits": attention_step(
-        local_attention_step._TILE, **NO_POSITIONS, PARTS=32
-    ),
-    "local_attention step, one part": attention_step(
-        local_attention_step._TILE, **NO_POSITIONS, PARTS=1
-    ),
-    "local_attention step, combine": (
-        local_attention_step._combine_kernel,
-        {"V": 256, "BLOCK_V": 256, "PARTS": 32, "BLOCK_P": 32, "PDL": True},
-        [{}],
-    ),
-    "norm_linear of three": columns_kernel(1, 2048, 3),
-    "norm_linear of two": columns_kernel(1, 2560, 2),
-    "norm_linear of 12,288 columns": columns_kernel(1, 2048, 2, width=6144),
-    "norm_linear of two, float32": columns_kernel(1, 2560, 2, "float32", given=["bias"]),
-    "norm_linear, silu": (
-        norm_linear.gate_kernel,
-        GATE_KERNEL
-        | {"K": 1, "N": 5632, "GATE": 1, "NUM_SQUARES": 0}
-        | dict.fromkeys(("squares", "gate_bias", "up_bias", "residual")),
-        [{}],
-    ),
-    "norm_linear of many rows, gelu": (
-        norm_linear.gate_kernel,
-        GATE_KERNEL | {"K": 2560, "N": 7680, "GATE": 2, "NUM_SQUARES": 5, "PDL": False},
-        [{}],
-    ),
-    "norm_linear, sum of parts": (
-        norm_linear.sum_kernel,
-        GATE_KERNEL
-        | {"K": 5632, "N": 2048, "PARTS": 11, "NUM_SQUARES": 0, "bias": None, "squares": None}
-        | dict.fromkeys(("next_scale", "scaled", "next_squares")),
-        [{}],
-    ),
-    "norm_linear, sum of parts, squares": (
-        norm_linear.sum_kernel,
-        GATE_KERNEL | {"K": 2048, "N": 2048, "PARTS": 8, "NUM_SQUARES": SQUARES},
-        [{}],
-    ),
-    "norm_linear of 16 rows, silu": columns_kernel(16, 2048, 2, gate=1),
-    "norm_linear of 16 rows of three": columns_kernel(16, 2048, 3, given=["bias"]),
-    "norm_linear of 16 rows, in parts": columns_kernel(16, 5632),
-    "norm_linear of 128 rows, silu": columns_kernel(128, 2048, 2, gate=1, squares=SQUARES),
-    "norm_linear of 128 rows of three": columns_kernel(128, 2048, 3, squares=SQUARES),
-    "norm_linear of 128 rows, in parts": columns_kernel(128, 5632),
-    "norm_linear of 16 rows, gelu, float32": columns_kernel(16, 2560, 2, "float32", gate=2),
-    "norm_linear of four": columns_kernel(1, 2048, 4),
-    "norm_linear of squares": columns_kernel(
-        1, 2048, given=["residual"], norm=False, squares=SQUARES, output_scale=0.25
-    ),
-    "norm_linear of squares of 16 rows, silu": columns_kernel(16, 2048, 2, gate=1, squares=SQUARES),
-    "norm_linear, in parts": columns_kernel(1, 5632, norm=False),
-    "norm_linear, in parts, of what is gated": columns_kernel(
-        1, 5632, given=["x_2"], gate=1, norm=False
-    ),
-}
-
-
-def quantized_kernel(
-    channels,
-    widths,
-    bits,
-    block_size=0,
-    limbs=None,
-    *,
-    given=(),
-    norm=True,
-    gate=0,
-    squares=0,
-    output_scale=1.0,
-    vectors=True,
-):
-    """The kernel of one row and quantized linear layers; int8 quantizes the row, too."""
-    limbs = limbs or (1 if bits == 8 else 2)
-    product = norm_quantized_linear.choose_tile(
-        *(channels, widths, bits, gate, limbs, block_size, vectors),
-        **{"NORM": norm, "NUM_SQUARES": squares, "QUANTIZED": limbs == 1, "WHOLE": vectors},
-    )
-    outputs = widths[:1] if gate else widths
-    present = {"scale": norm and not squares, "squares": squares, "residual": "residual" in given}
-    constants = {name: None for name, is_present in present.items() if not is_present} | {
-        "kernels": ("kernel",) * len(widths),
-        "kernel_scales": ("kernel_scale",) * len(widths),
-        "kernel_zeros": ("kernel_zero" if block_size else None,) * len(widths),
-        "biases": ("bias" if "bias" in given else None, *[None] * (len(widths) - 1)),
-        "outputs": ("y",) * len(outputs),
-        "WIDTHS": widths,
-        "TILE_STARTS": tile_starts(outputs, product.COLUMNS),
-        "PRODUCT": Constants(product),
-        **{"GATE": gate, "OUTPUT_SCALE": output_scale, "PDL": True},
-    }
-    return norm_quantized_linear._kernel, constants, [product.launch_options]
-
-
-# The linear layers of hgrn2_1b.
-DOWN = {"given": ["residual"], "norm": False}
-QUANTIZED_KERNELS = {
-    "norm_quantized_linear of three": quantized_kernel(2048, (2048,) * 3, 8),
-    "norm_quantized_linear, silu": quantized_kernel(2048, (5632,) * 2, 8, gate=1),
-    "norm_quantized_linear, out": quantized_kernel(2048, (2048,), 8, given=["residual"]),
-    "norm_quantized_linear, down": quantized_kernel(5632, (2048,), 8, **DOWN),
-    "norm_quantized_linear of three widths, 2 limbs": quantized_kernel(
-        2048, (2048, 1024, 512), 8, limbs=2, given=["bias"]
-    ),
-    "norm_quantized_linear, silu, 2 limbs": quantized_kernel(2048, (5632,) * 2, 8, limbs=2, gate=1),
-    "norm_quantized_linear, down, 2 limbs": quantized_kernel(5632, (2048,), 8, limbs=2, **DOWN),
-    "norm_quantized_linear of three, 4 bits": quantized_kernel(2048, (2048,) * 3, 4, 128),
-    "norm_quantized_linear, silu, 4 bits": quantized_kernel(2048, (5632,) * 2, 4, 128, gate=1),
-    "norm_quantized_linear, down, 4 bits": quantized_kernel(5632, (2048,), 4, 128, **DOWN),
-    "norm_quantized_linear of 4 bits, 1 limb": quantized_kernel(2048, (2048,), 4, limbs=1),
-    "norm_quantized_linear of four": quantized_kernel(2048, (2048, 1024, 1024, 2048), 8),
-    "norm_quantized_linear of squares": quantized_kernel(
-        2048, (2048,), 8, given=["residual"], output_scale=0.25, squares=SQUARES
-    ),
-    "norm_quantized_linear of squares, 4 bits": quantized_kernel(
-        2048, (2048,), 4, 128, given=["residual"], output_scale=0.25, squares=SQUARES
-    ),
-    "norm_quantized_linear of 4 bits, blocks of 16": quantized_kernel(2048, (2048,), 4, 16),
-    "norm_quantized_linear, float32": quantized_kernel(
-        2048, (2048,), 4, 32, limbs=3, vectors=False
-    ),
-}
-
-# {channels of a head: results of the kernels of attention}
-HEAD_RESULTS = {256: ("output", "d_q", "d_k", "d_v"), 128: ("output", "d_q", "d_k, d_v")}
-# {name: (kernel, constants, configurations)}, the default first. Where a kernel differs little from
-# another one that is compiled in all configurations, the default is the only one.
-KERNELS = {
-    **TOKEN_WISE,
-    **STEP_KERNELS,
-    **QUANTIZED_KERNELS,
+SCAN = {
+    # Few chains of tiles, some, and many.
+    **{f"{n} channels": over_time(656, n, **PACKED) for n in (64, 5120, 10_240)},
     # Triton makes a size of 1 a constant, which lacks what a number in a register has.
-    **{f"{name}, one row": (of, {"B": 1}, tiles[:1]) for name, (of, tiles) in SCANS.items()},
-    **{name: (of, {}, tiles) for name, (of, tiles) in SCANS.items()},
-    "causal_conv1d positions": (convolution_positions.positions_kernel, {"BLOCK": 1024}, [{}]),
-    "causal_conv1d forward": (causal_conv1d.forward_kernel, CONV, CONVS[0][:1]),
-    "causal_conv1d backward": (causal_conv1d.backward_kernel, CONV, CONVS[1][:1]),
-    "causal_conv1d forward, silu": (causal_conv1d.forward_kernel, SILU, CONVS[0]),
-    "causal_conv1d backward, silu": (causal_conv1d.backward_kernel, SILU, CONVS[1]),
-    "causal_conv1d backward, silu, no kinds": (
-        causal_conv1d.backward_kernel,
-        {**SILU, **ALL_REAL, "initial": None, "d_final": None},
-        CONVS[1],
-    ),
-    "gated walk": (walk, {**WALK, "k": None}, WALKS),
-    "gated walk back": (walk, {**WALK, **SHORTER, "REVERSE": True}, WALKS),
-    "gated segments": (walk, {**CHUNKS, "states": None, "PARTS": 2, "ALL": False}, WALKS),
-    "gated walk, float32": (walk, {**WALK, **EXACT}, EXACT_WALKS),
-    "gated preparation": (prepare, {**PREPARED, **SHORT_DECAYS}, PREPARE[True]),
-    "gated preparation, k = 1 - f": (
-        prepare,
-        {**PREPARED, **SHORT_DECAYS, "k": None},
-        PREPARE[True],
-    ),
-    "gated preparation, kinds": (prepare, {**PREPARED, "k": None}, PREPARE[False]),
-    "gated pairs": (pairs, {**PREPARED, **LEVELS}, PAIRS),
-    "gated stream": (gated, {**STREAMED, "token_kind": None}, GATED["output"]),
-    "gated stream, kinds": (gated, STREAMED, GATED["output"][:1]),
-    "gated stream, segments": (
-        gated,
-        {**PREPARED, "output": None, "states": None},
-        GATED["output"][:1],
-    ),
-    "gated stream back": (
-        gated,
-        {**STREAMED_BACK, "token_kind": None},
-        GATED["gradient of v"],
-    ),
-    "gated stream back, kinds": (gated, STREAMED_BACK, GATED["gradient of v"][:1]),
-    "gated stream of states": (gated, STREAMED_STATES, GATED["states"]),
-    "gated chunk gradients": (
-        chunk_gradients,
-        {**PREPARED, "token_kind": None},
-        CHUNK_GRADIENTS,
-    ),
-    "gated chunk gradients, kinds": (
-        chunk_gradients,
-        {**PREPARED, "d_k": None},
-        CHUNK_GRADIENTS,
-    ),
-    "gated pair gradients": (pair_gradients, {**HALVES, "token_kind": None}, PAIR_GRADIENTS),
-    "gated pair gradients, kinds": (
-        pair_gradients,
-        {**HALVES, "k": None, "given_d_k": None, "d_k": None},
-        PAIR_GRADIENTS,
-    ),
-    "gated d_v": (attend, {**TIED, "REVERSE": True}, ATTEND[True]),
-    "gated output, 256 channels": (attend, TIED, ATTEND[True][:1]),
-    "gated output, float32": (attend, {**TIED, **EXACT}, ATTEND[False]),
-    "gated gradients": (gradient, {**GRADIENT, "k": None}, GRADIENTS[True]),
-    "gated gradients, float32": (gradient, {**GRADIENT, **EXACT}, GRADIENTS[False]),
-    "gated step": (step, {**STEP, "k": None, "log_decay": None}, [{}]),
-    "lightning output": (lightning, {**STREAM, "state_v": 1}, LIGHTNING[True, False]),
-    "lightning d_k": (
-        lightning,
-        {**STREAM, "state_k": 1, "REVERSE": True},
-        LIGHTNING[True, False],
-    ),
-    "lightning output, 256 channels": (
-        lightning,
-        {**STREAM, "CHUNK": 32, "state_v": 1},
-        LIGHTNING[True, True],
-    ),
-    "lightning segments": (
-        lightning,
-        {**CHUNKS, "output": None, "state_v": 1},
-        LIGHTNING[True, False][:1],
-    ),
-    "lightning output, segments": (
-        lightning,
-        {**CHUNKS, "token_kind": None, "state_v": 1},
-        LIGHTNING[True, False],
-    ),
-    "lightning output, float32": (
-        lightning,
-        {**STREAM, "CHUNK": 16, "SHORT": False, "state_v": 1},
-        LIGHTNING[False, False],
-    ),
-    "lightning step": (step, {**STEP, "log_f": None}, [{}]),
-    "attention ring": (
-        circular_buffer.fill_buffers_kernel,
-        {
-            "G": 1,
-            "K": 256,
-            "V": 256,
-            "BLOCK_K": 256,
-            "BLOCK_V": 256,
-            "SLOTS": circular_buffer.SLOTS,
-        },
-        [{}],
-    ),
-    **{
-        f"attention of {size}{'' if result == 'output' else ' ' + result}{suffix}": attention(
-            result, size, **options
-        )
-        for size, results in HEAD_RESULTS.items()
-        for result in results
-        for suffix, options in (("", {}), (", float32", {"dtype": tl.float32}))
+    "one sequence": over_time(656, 64, batch=1, **PACKED),
+}
+LINEAR = {
+    "one document": over_time(208, 128, MIXED, state=True),
+    "kinds": over_time(208, 128, MIXED, **PACKED),
+    "256 channels": over_time(208, 256, MIXED, **PACKED, tied=True),
+    "float32": over_time(208, 128, F32, **PACKED),
+    "one token": over_time(1, 128, MIXED, **PACKED),
+}
+ROWS = 600  # of `rms_norm`, which launches fewer rows before their inputs are written
+
+
+def dtype_cases(width, rows=ROWS, **fields):
+    return {
+        f"{width} channels, {dtype}": token_wise.Case((rows, width), dtype, "float32", **fields)
+        for dtype in ("bfloat16", "float32")
+    }
+
+
+FOUR_BITS = steps.FOUR_BITS | {"block_size": 128}
+# {operation: {variant: inputs}}
+CASES: dict = {
+    "linear_scan": SCAN,
+    "rg_lru": SCAN,
+    "causal_conv1d": {
+        "silu": over_time(1104, 64, **PACKED),
+        "silu, one document": over_time(1104, 64),
+        "no activation": over_time(1104, 64, **PACKED, activation=None),
     },
-    **{
-        f"attention of 256{' ' * bool(result) + result}, kinds": attention(
-            result or "output", 256, kinds=True
+    "gated_linear_attention": {
+        **LINEAR,
+        "segments, 256 channels": over_time(1200, 256, MIXED, batch=1),
+        "tied, one document": over_time(208, 128, tied=True),
+        "tied, kinds": over_time(208, 128, MIXED, **PACKED, tied=True),
+    },
+    "lightning_attention": {**LINEAR, "segments": over_time(1200, 128, MIXED, batch=1)},
+    "sliding_window_attention": {
+        f"{size} channels{', kinds' * kinds}, {dtype}": over_time(
+            304, size, (dtype,), heads=(10, 1), window=200, kinds=kinds, state=True
         )
-        for result in ("", "d_k", "d_v")
+        for size in (256, 128)
+        for dtype in ("bfloat16", "float32")
+        for kinds in (False, True)
+    },
+    "rms_norm": {
+        **{f"few rows of {name}": case for name, case in dtype_cases(2048, rows=2).items()},
+        **dtype_cases(2048) | dtype_cases(2560) | dtype_cases(8192) | dtype_cases(16384),
+        **{f"no scale, {n}": case for n, case in dtype_cases(2048, parameter=False).items()},
+    },
+    "log_forget_gate": {
+        **dtype_cases(2048) | dtype_cases(1),
+        **{f"no bound, {n}": case for n, case in dtype_cases(2048, parameter=False).items()},
+    },
+    "gated_linear_unit": {
+        f"{activation}, {dtype}": token_wise.Case((9, 2048), dtype, activation=activation)
+        for activation in ("silu", "gelu")
+        for dtype in ("bfloat16", "float32")
+    },
+    "token_crossentropy": dtype_cases(50304, 3) | dtype_cases(50257, 3) | dtype_cases(7, 3),
+    "linear_crossentropy": {
+        "cap, bfloat16": losses.Case((5,), 16, 256_000, "bfloat16", soft_cap=30.0),
+        "bfloat16": losses.Case((5,), 16, 256_000, "bfloat16"),
+        "50257 words, bfloat16": losses.Case((5,), 16, 50257, "bfloat16"),
+        "cap, float32": losses.Case((5,), 16, 256_000, soft_cap=30.0),
+    },
+    # Decoding steps of HGRN2 1.3B, RecurrentGemma 2B and HypeNet 2B.
+    "norm_linear": {
+        "two": step(1, 2560, 2048, 2048),
+        "two, float32": step(1, 2560, 2048, 2048, dtype="float32"),
+        "two, 12,288 columns": step(1, 2048, 6144, 6144),
+        "three": step(1, 2048, 2048, 2048, 2048),
+        "four": step(1, 2048, 2048, 2048, 2048, 2048),
+        "squares": step(1, 2048, 2048, residual=True, **EXTRAS),
+        "silu": step(1, 2048, 5632, 5632, gate="silu"),
+        "perceptron": step(1, 2048, 5632, 5632, 2048, gate="silu", residual=True, next_norm=True),
+        "parts": step(1, 5632, 2048, norm=False),
+        "16 rows, silu": step(16, 2048, 2048, 2048, gate="silu"),
+        "16 rows, silu, squares": step(16, 2048, 2048, 2048, gate="silu", **EXTRAS),
+        "16 rows, gelu, float32": step(16, 2560, 2048, 2048, gate="gelu", dtype="float32"),
+        "16 rows, three": step(16, 2048, 2048, 2048, 2048),
+        "16 rows, parts": step(16, 5632, 2048, norm=False, residual=True, next_norm=True),
+        "128 rows, silu": step(128, 2048, 2048, 2048, gate="silu", **EXTRAS),
+        "128 rows, three": step(128, 2048, 2048, 2048, 2048, **EXTRAS),
+        "128 rows, parts": step(128, 5632, 2048, norm=False),
+        "300 rows, gelu": step(300, 2560, 7680, 7680, 2560, gate="gelu", **EXTRAS),
+    },
+    "norm_quantized_linear": {
+        "three": step(1, 2048, 2048, 2048, 2048),
+        "four": step(1, 2048, 2048, 1024, 1024, 2048),
+        "silu": step(1, 2048, 5632, 5632, gate="silu"),
+        "out": step(1, 2048, 2048, residual=True),
+        "squares": step(1, 2048, 2048, residual=True, **EXTRAS),
+        "down": step(1, 5632, 2048, residual=True, norm=False),
+        "three, 2 limbs": step(1, 2048, 2048, 1024, 512, quantize_row=False),
+        "silu, 2 limbs": step(1, 2048, 5632, 5632, gate="silu", quantize_row=False),
+        "down, 2 limbs": step(1, 5632, 2048, residual=True, norm=False, quantize_row=False),
+        "three, 4 bits": step(1, 2048, 2048, 2048, 2048, **FOUR_BITS),
+        "silu, 4 bits": step(1, 2048, 5632, 5632, gate="silu", **FOUR_BITS),
+        "squares, 4 bits": step(1, 2048, 2048, residual=True, **EXTRAS, **FOUR_BITS),
+        "down, 4 bits": step(1, 5632, 2048, residual=True, norm=False, **FOUR_BITS),
+        "out, 4 bits, 1 limb": step(1, 2048, 2048, bits=4),
+        "out, 4 bits, blocks of 16": step(1, 2048, 2048, **FOUR_BITS | {"block_size": 16}),
+        "out, 4 bits, float32": step(1, 2048, 2048, dtype="float32", **FOUR_BITS),
+    },
+    "hgrn2_step": {"": step(1, 512, 1, values=128, delayed_norm=True)},
+    "hgrn2_delayed_step": {
+        "": step(16, 512, 1, values=128, delayed_norm=True, recent=STATE_WRITE_INTERVAL - 1)
+    },
+    "lightning_step": {"": step(1, 128, 1, 1, values=128, **EXTRAS)},
+    "rg_lru_step": {f"{rows} rows": step(rows, 1024, 1, 1) for rows in (1, 16, 64)},
+    "local_attention_step": {
+        "": step(1, 256, *[1] * 10, values=256, slots=512),
+        "float32": step(1, 256, *[1] * 4, values=256, slots=512, dtype="float32"),
+        "scaled logits": step(
+            1, 128, 1, 1, values=128, slots=1024, parameters=False, logit_scaling=500.5
+        ),
+        "one part": step(1, 128, 1, 1, values=128, slots=64, **EXTRAS),
     },
 }
 
 
-def dtype(argument, name):
-    if argument in SIZES:
-        return "i32"
-    if argument in ("epsilon", "root", "multiplier", "query_scale") or (name, argument) == (
-        "soft cap",
-        "cap",
-    ):
-        return "fp32"
-    if name.startswith("linear_crossentropy"):
-        special = {"tokens": "*i64", "best": "*i32", "cap": "fp32", "d_logits": "*bf16"}
-        special["d_logits"] = "*fp32" if "float32" in name else "*bf16"
-        return special.get(argument, "*fp32")
-    if name == "embedding" and argument not in ("table", "y", "V", "multiplier"):
-        return "*i8" if argument == "kind" else "*i32"
-    if name.startswith("argmax") and argument != "x":
-        return "*i64" if argument == "best" else "*i32"
-    if name.startswith("top logits") and argument != "x":
-        return {"best": "*i64", "indices": "*i32"}.get(argument, "*fp32")
-    if name in QUANTIZED_KERNELS and argument in ("kernel", "kernel_zero"):
-        return "*i8"
-    if name.endswith("gated") and argument in ("x", "x_2"):
-        return "*fp32"
-    if name in ("gated preparation", "gated preparation, k = 1 - f") and argument == "log_f":
-        return "*bf16"  # the candidates with 96 registers are used for nothing else
-    if argument in INTEGERS:
-        return "*i32"
-    if argument in ("token_kind", "rest", "flags"):
-        return "*i8"
-    return "*fp32" if argument in FLOATS or "float32" in name else "*bf16"
+def choose_tokens():
+    """Runs the operations on logits and token ids of a decoding step."""
+    logits, ids = torch.zeros(1, 256_000, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32)
+    argmax.write_argmax(logits, ids[:, None].long(), torch.zeros(1, 16, dtype=torch.int32))
+    for operation, arguments in {
+        "argmax": {"x": logits},
+        "top_logits": {"x": logits, "count": 16},
+        "soft_cap": {"x": logits, "cap": 30.0},
+        "embedding_step": {
+            **{"table": logits.reshape(100, 2560), "token_ids": ids, "segment": ids},
+            **{"position": ids, "scale": 50.0, "dtype": "bfloat16"},
+        },
+    }.items():
+        judge.function_of(operation, "triton")(**arguments)
 
 
-def compile_for_hopper(name, number):
-    """Compiles a kernel of `KERNELS` in one of its configurations."""
-    kernel, constants, configurations = KERNELS[name]
-    constants = {**constants, **configurations[number]}
-    options = {n: constants[n] for n in OPTIONS if constants.get(n)}
-    signature, values, aligned = {}, {}, {}
+class Program(NamedTuple):
+    """A compiled launch. Candidates of one search have the same number, the default first."""
 
-    def type_of(value, path):
-        """The type of an argument, whose name is a string; all others are constants."""
-        if type(value) is tuple:
-            return tuple(type_of(x, (*path, i)) for i, x in enumerate(value))
-        if not isinstance(value, str):
-            values[path] = value
-            return "constexpr"
-        kind = dtype(value, name)
-        if kind.startswith("*") or value in MULTIPLES_OF_16:
-            aligned[path] = [["tt.divisibility", 16]]
-        return kind
-
-    for i, parameter in enumerate(kernel.params):
-        argument = parameter.name
-        value = constants.get(argument, argument)
-        if parameter.is_constexpr:
-            signature[argument], values[i,] = "constexpr", value
-        else:
-            signature[argument] = type_of(value, (i,))
-    source = ASTSource(kernel, signature, values, aligned)
-    return triton.compile(source, target=HOPPER, options=options)
+    operation: str
+    variant: str  # in `CASES`
+    kernel: str
+    options: str  # constants, warps, stages and registers
+    is_limited: bool  # in its registers
+    search: int
+    resources: dict | None = None
 
 
-def resources(compiled):
+class Recorder:
+    """Records launches, with all candidates of each search, and compiles them once each."""
+
+    def __init__(self):
+        self.operation, self.variant = "tokens", ""
+        self.searches, self.searched = 0, set()
+        self.launches = {}  # {specialization: (`Program`, kernel, arguments, options)}
+
+    def start(self, launch, tensors):
+        """Replaces `torch_operators.start`."""
+        types_of = map_arrays(lambda t: None if t is None else str(t.dtype), tensors)
+        sizes = [(type(n), n == 1, n % 16 == 0) for n in launch.numbers]
+        key = str((launch.kernel.__module__, launch.kernel, types_of, sizes, launch.options))
+        mocks = map_arrays(lambda t: None if t is None else MockTensor(t.dtype), tensors)
+        options, is_limited = launch.options, launch.options.get("maxnreg") is not None
+        name = self.operation, self.variant, launch.kernel.__name__
+        program = Program(*name, str(options), is_limited, self.searches)
+        arguments = *mocks, *launch.numbers
+        self.launches.setdefault(key, (program, launch.kernel, arguments, options))
+
+    def search(self, kernel, candidates, launch, tensors, sizes):
+        """Replaces `search.run`."""
+        self.searches += 1
+        name, width = kernel.replace(" transposed", ""), tensors[0].shape[-1]
+        key = name, candidates, tensors[0].dtype, width
+        if key in self.searched:
+            return launch(candidates[0])
+        self.searched.add(key)
+        results = [launch(candidate) for candidate in candidates]
+        return results[0]
+
+    def record(self):
+        banded_attention._MANY_PROGRAMS = 1  # as with many sequences
+        choose_tokens()
+        for self.operation, variants in CASES.items():
+            for self.variant, case in variants.items():
+                is_cut = self.variant.startswith("segments")
+                linear_attention._SHORTEST_SEGMENT = 1 if is_cut else 10**6
+                lightning_attention._SHORTEST_SUBSEGMENT = 1
+                drawn = draw_case(self.operation, case)
+                if self.variant == "one token":  # of a decoding step, which has no gradients
+                    inputs = {"tensors": drawn.arguments, "d_output": None, "d_final_state": None}
+                    drawn = drawn._replace(**inputs)
+                judge.run(self.operation, "triton", drawn)
+
+
+RECORDER = Recorder()  # which forked processes share
+
+
+def pretend_to_have_a_gpu():
+    driver = {"get_current_device": lambda: 0, "get_current_stream": lambda device: 0}
+    driver["get_current_target"] = lambda: HOPPER
+    triton.runtime.driver.set_active(types.SimpleNamespace(**driver))
+    torch.Tensor.is_cuda = True
+    torch.cuda.device = contextlib.nullcontext
+    torch.mm = lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype)
+    _common._capabilities[torch.device("cpu")] = HOPPER.arch // 10, HOPPER.arch % 10
+    torch_operators.start, search.run = RECORDER.start, RECORDER.search
+
+
+def measure(compiled):
     """The resources of a program: registers and spilled bytes of a thread, shared memory."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -673,12 +275,15 @@ def resources(compiled):
     }
 
 
-def report(name, number):
-    return resources(compile_for_hopper(name, number))
+def compile_program(key):
+    program, kernel, arguments, options = RECORDER.launches[key]
+    compiled = kernel.warmup(*arguments, grid=(1,), **options)
+    return program._replace(resources=measure(compiled))
 
 
 if __name__ == "__main__":
-    compiled = [(name, i) for name, row in KERNELS.items() for i in range(len(row[2]))]
-    with multiprocessing.Pool() as pool:
-        reports = iter(pool.starmap(report, compiled, chunksize=1))
-    print(json.dumps({name: [next(reports) for _ in row[2]] for name, row in KERNELS.items()}))
+    pretend_to_have_a_gpu()
+    RECORDER.record()
+    with multiprocessing.get_context("fork").Pool() as pool:
+        programs = pool.map(compile_program, RECORDER.launches, chunksize=1)
+    print(json.dumps([program._asdict() for program in programs]))

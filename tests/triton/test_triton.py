@@ -10,17 +10,15 @@ if keras.config.backend() != "torch":
 
 import torch
 
-import keras_recurrent
 from keras_recurrent import dispatch, ops
 from keras_recurrent.backends.constants import CONTINUES, PADDING, STARTS
 from keras_recurrent.backends.triton import causal_conv1d, lightning_attention
 from keras_recurrent.backends.triton._attention import banded_attention
 from keras_recurrent.backends.triton._linear_attention import linear_attention as _linear_attention
 from keras_recurrent.backends.triton._runtime import torch_operators
-from tests.ops import judge, native, token_wise
+from tests.ops import judge, native, steps, token_wise
 from tests.ops.cases import DRAW, Case, draw
 from tests.processes import fresh_process
-from tests.triton.hopper import KERNELS, QUANTIZED_KERNELS, STEP_KERNELS, TOKEN_WISE
 
 OPERATIONS = [o for o in DRAW if not isinstance(dispatch.IMPLEMENTATIONS[o]["triton"], str)]
 every_operation = pytest.mark.parametrize("operation", OPERATIONS)
@@ -47,65 +45,68 @@ def arguments(operation, length, *dtypes):
 @pytest.mark.nightly
 def test_kernels_compiled_for_hopper_fit_its_resources(tmp_path):
     """A kernel spills registers or needs too much memory in a configuration of its search."""
-    kernels = fresh_process(
+    programs = fresh_process(
         *("-m", "tests.triton.hopper"), TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path)
     )
-    assert set(kernels) == set(KERNELS)
-    for name, configurations in kernels.items():
-        for kernel, given in zip(configurations, KERNELS[name][2], strict=True):
-            limited = given.get("maxnreg") is not None
-            assert_fits(
-                name, kernel, limited, configurations[0]["asynchronous"], f"{name}: {given}"
-            )
+    assert len(programs) > 300
+    defaults = {}  # of searches, which were run on a GPU
+    for program in programs:
+        default = defaults.setdefault((program["kernel"], program["search"]), program)
+        assert_fits(program, default["resources"]["asynchronous"])
 
 
-# Of these, a GPU was faster with some spills than with smaller tiles; of the pairs of documents, no
-# other tiles were tried.
+# Spilled bytes with which a GPU was faster than with smaller tiles. With fewer registers, more
+# programs run at a time, which may be worth some spills; other kernels spill up to 128 bytes.
+LIMITED_SPILLS = 256
 SPILLS = {
-    "gated preparation": 0,
-    "gated preparation, k = 1 - f": 32,
-    "gated preparation, kinds": 8,
-    "gated gradients": 256,
-    "gated pair gradients, kinds": 160,
-    "gated d_v": 320,
-    "gated output, 256 channels": 320,
+    ("prepare_kernel", "one document"): 0,
+    ("prepare_kernel", "tied, one document"): 32,
+    ("prepare_kernel", "kinds"): 8,
+    ("prepare_kernel", "tied, kinds"): 8,
+    ("gradient_kernel", "256 channels"): 256,
+    ("flagged_kernel", "tied, kinds"): 168,  # No other tiles were tried.
+    ("queries_kernel", "256 channels, kinds, float32"): 576,
+    ("attend_kernel", "256 channels"): 320,
 }
-# CUDA's sines keep 32 bytes in memory, for angles of more than 1e5; products of float32 spill some,
-# as does RG-LRU at batch size 64, for which a GPU was slower with eleven other tiles. 4-bit layers
-# keep four words until they are needed, so that two programs fit a multiprocessor.
+# CUDA's sines keep 32 bytes in memory, for angles of more than 1e5; products of float32 spill some.
+# 4-bit layers keep four words until they are needed, so that two programs fit a multiprocessor.
 IN_MEMORY = {
-    "norm_quantized_linear, silu, 4 bits": 16,
-    "rg_lru step of 64 rows": 32,
-    "lightning step of heads": 32,
-    "local_attention step, partial": 40,
-    "local_attention step, partial, float32": 48,
+    ("norm_quantized_linear", "three, 4 bits"): 16,
+    ("norm_quantized_linear", "down, 4 bits"): 16,
+    ("lightning_step", ""): 40,
+    ("local_attention_step", ""): 32,
+    ("local_attention_step", "one part"): 32,
+    ("local_attention_step", "float32"): 88,
 }
+MULTIPROCESSOR_MEMORY = 227 * 1024
 
 
-def assert_fits(name, kernel, limited, asynchronous, message):
-    """asynchronous: how many such products the default has, which was run on a GPU."""
-    assert kernel["spilled"] <= 512, message
-    if name in TOKEN_WISE:
-        assert kernel["spilled"] <= (96 if "16384" in name else 0), message
-        assert kernel["shared"] <= 227 * 1024, message
-    elif name in STEP_KERNELS or name in QUANTIZED_KERNELS:
-        assert kernel["spilled"] <= IN_MEMORY.get(name, 0), message
-        assert kernel["tensor cores"] or name not in QUANTIZED_KERNELS, message
-    elif name.startswith(("gated", "lightning")):
-        # With fewer registers, more programs run at a time, which may be worth some spills.
-        assert kernel["spilled"] <= SPILLS.get(name, 256 if limited else 128), message
-        walks = name.startswith(("lightning", "gated stream"))
-        programs = 1 if walks else 2  # at a time on a multiprocessor
-        assert kernel["shared"] <= 227 * 1024 / programs, message
-        assert bool(kernel["tensor cores"]) == ("step" not in name), message
+def assert_fits(program, most_asynchronous):
+    """most_asynchronous: the number of such products in the default, which was run on a GPU."""
+    operation, variant, kernel = (program[name] for name in ("operation", "variant", "kernel"))
+    resources, is_limited = program["resources"], program["is_limited"]
+    spilled, shared = resources["spilled"], resources["shared"]
+    has_products, asynchronous = resources["tensor cores"] > 0, resources["asynchronous"]
+    assert spilled <= SPILLS.get((kernel, variant), 512), program
+    assert shared <= MULTIPROCESSOR_MEMORY, program
+    if operation in (*token_wise.DRAW, "linear_crossentropy"):
+        assert spilled <= (96 if "16384" in variant else 0), program
+    elif operation in (*steps.DRAW, "tokens"):
+        assert spilled <= IN_MEMORY.get((operation, variant), 0), program
+        assert has_products or operation != "norm_quantized_linear", program
+    elif operation in ("gated_linear_attention", "lightning_attention"):
+        default = LIMITED_SPILLS if is_limited else 128
+        assert spilled <= SPILLS.get((kernel, variant), default), program
+        is_alone = kernel in ("_walk_kernel", "stream_kernel")  # on a multiprocessor
+        assert shared <= MULTIPROCESSOR_MEMORY / (1 if is_alone else 2), program
+        assert has_products == (kernel != "_step_kernel"), program
         # With more, their descriptors exceed the registers for them (`products.py`). Of kernels
         # with fewer registers, one with 8 of them was right on a GPU.
-        assert kernel["asynchronous"] <= (8 if limited else 32), message
-    if name.startswith("attention"):
-        assert kernel["shared"] <= 227 * 1024, message  # one program on a multiprocessor
-        assert bool(kernel["tensor cores"]) == ("ring" not in name), message
-        assert kernel["asynchronous"] <= max(32, asynchronous), message
-        assert "float32" in name or not kernel["transposed"], message
+        assert asynchronous <= (8 if is_limited else 32), program
+    elif operation == "sliding_window_attention":
+        assert has_products == (kernel != "fill_buffers_kernel"), program
+        assert asynchronous <= max(32, most_asynchronous), program
+        assert "float32" in variant or not resources["transposed"], program
 
 
 @every_kernel
@@ -132,12 +133,29 @@ def test_unsupported_names_older_gpus(monkeypatch):
         assert refused is None if reason is None else reason in refused
 
 
-def test_unsupported_names_long_convolution_kernels():
-    x = native.tensor([[[1.0]] * 40], "float32")
-    choice = keras_recurrent.which_implementation(
-        ops.causal_conv1d, x, x[0, :17], implementation="triton"
-    )
-    assert "up to 16 taps, got a kernel of 17" in str(choice)
+# (operation, shapes of its tensors, options, unsupported reason or None)
+LIMITS = [
+    (
+        "causal_conv1d",
+        {"x": (1, 40, 1), "kernel": (17, 1)},
+        {},
+        "up to 16 taps, got a kernel of 17",
+    ),
+    ("rms_norm", {"x": (1, 16384)}, {"scale": None, "epsilon": 1e-6}, None),
+    ("rms_norm", {"x": (1, 16385)}, {"scale": None, "epsilon": 1e-6}, "up to 16384 channels, got"),
+    ("argmax", {"x": (1, 0)}, {}, "got 0"),
+    ("argmax", {"x": (1, 3_000_000)}, {}, "got 3000000"),
+    ("top_logits", {"x": (1, 20)}, {"count": 17}, "got 17"),
+    ("top_logits", {"x": (1, 10)}, {"count": 12}, "got 10"),
+    ("top_logits", {"x": (1, 600_000)}, {"count": 16}, "got 600000"),
+]
+
+
+@pytest.mark.parametrize(("operation", "shapes", "options", "reason"), LIMITS)
+def test_unsupported_names_sizes_above_a_limit(operation, shapes, options, reason):
+    tensors = {n: torch.zeros(shape, device=native.DEVICE) for n, shape in shapes.items()}
+    refused = judge.unsupported_reason(operation, "triton", {**tensors, **options})
+    assert refused is None if reason is None else reason in refused
 
 
 @attention
@@ -256,13 +274,6 @@ def test_attention_gradients_of_a_single_result(used):
         found.append(torch.autograd.grad((result * result).sum(), leaves))
     for ours, plain in zip(*found, strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
-
-
-def test_unsupported_names_long_rms_norm_rows():
-    for width, reason in ((16384, None), (16385, "up to 16384 channels, got 16385")):
-        x = native.tensor([[0.0] * width], "float32")
-        refused = dispatch.IMPLEMENTATIONS["rms_norm"]["triton"].unsupported(x, None, 1e-6)
-        assert refused is None if reason is None else reason in refused
 
 
 # A program of token_crossentropy has one row.
