@@ -4,7 +4,6 @@
 """
 
 import importlib
-import os
 
 import keras
 import numpy as np
@@ -12,10 +11,10 @@ import pytest
 
 from keras_recurrent import ops
 from keras_recurrent.backends.reference import linear_crossentropy as reference
+from tests.devices.processes import run_on_simulated_devices
 from tests.ops import judge
 from tests.ops.cases import unit
 from tests.ops.losses import CASES, Case, draw
-from tests.processes import fresh_process
 
 OPERATION = "linear_crossentropy"
 BACKEND = keras.config.backend()
@@ -67,13 +66,7 @@ def test_loss_of_several_chunks_matches_definition(small_chunks, shape, reductio
 @pytest.mark.skipif(BACKEND != "jax", reason="Keras splits operations over devices on JAX alone")
 def test_loss_on_eight_devices_equals_one_device():
     """Batch rows, tokens or the vocabulary are split over devices wrongly."""
-    flags = " ".join((os.environ["XLA_FLAGS"], "--xla_force_host_platform_device_count=8"))
-    command = "-m", "tests.ops.shards", OPERATION
-    reports = fresh_process(*command, XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
-    assert len(reports) == 12
-    for case, report in reports.items():
-        assert report["error"] < 2e-6, (case, report)
-        assert report["same"], case
+    run_on_simulated_devices(8, "jax_shards", OPERATION)
 
 
 def test_loss_equals_crossentropy_of_logits():

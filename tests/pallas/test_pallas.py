@@ -1,7 +1,6 @@
 """Properties of the Pallas kernels other than their results, which tests/ops checks."""
 
 import importlib.util
-import os
 import pathlib
 
 import keras
@@ -21,6 +20,7 @@ import keras_recurrent
 from keras_recurrent import dispatch, ops
 from keras_recurrent.backends.pallas import _common
 from keras_recurrent.presets.griffin import SIZES
+from tests.devices.processes import run_on_simulated_devices
 from tests.ops import native
 from tests.ops.cases import Case, draw
 from tests.ops.judge import check
@@ -84,14 +84,7 @@ def test_training_step_of_hawk_compiles_for_tpu():
 @pytest.mark.nightly
 def test_interpreted_kernels_on_eight_devices_equal_one_device():
     """Under `keras.distribution`, gradients are wrong or shards are gathered."""
-    flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"
-    reports = fresh_process(
-        "-m", "tests.ops.shards", "pallas", XLA_FLAGS=flags, JAX_PLATFORMS="cpu"
-    )
-    for name, report in reports.items():
-        assert report["gathers"] == 0, name
-        assert report["error"] < 1e-5, name
-        assert report["shard"] == ([1, 20, 256] if "data" in name else [2, 20, 128])
+    run_on_simulated_devices(8, "jax_shards", "pallas")
 
 
 @pytest.mark.parametrize("kind", CHIPS)

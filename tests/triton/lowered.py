@@ -1,12 +1,12 @@
-"""Programs of JAX with Triton kernels, lowered for GPUs on a machine without one. Prints JSON.
+"""Programs of JAX with Triton kernels, lowered for GPUs on a machine without one.
 
-Runs in a separate process: the variable that names the GPU is read once.
+`test_on_jax.py` runs these tests in a separate process: the variable that names the GPU is read
+once.
 """
-
-import json
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax import export
 
 from keras_recurrent import ops
@@ -20,59 +20,46 @@ def array(*shape, dtype="bfloat16"):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-X, HEADS, KEYS, MASK = (
-    array(B, T, D),
-    array(B, T, H, K),
-    array(B, T, 1, K),
-    array(B, T, dtype="bool"),
-)
+X, HEADS, KEYS = array(B, T, D), array(B, T, H, K), array(B, T, 1, K)
+MASK, TOKENS = array(B, T, dtype="bool"), array(B, T, dtype="int32")
 CHANNELS = array(D, dtype="float32")
-# {name: the operation and its tensors, those that are differentiated first}
-PROGRAMS = {
-    "linear_scan": (ops.linear_scan, (X, X)),
-    "rg_lru": (ops.rg_lru, (X, X, X, CHANNELS)),
+# {name: number of launches, operation, tensors that are differentiated, other tensors}
+PROGRAMS: dict = {
+    "linear_scan": (2, ops.linear_scan, (X, X)),
+    "rg_lru": (2, ops.rg_lru, (X, X, X, CHANNELS)),
     "causal_conv1d": (
-        lambda *tensors, mask: ops.causal_conv1d(*tensors, activation="silu", mask=mask),
-        (X, array(4, D, dtype="float32"), CHANNELS),
-        {"mask": MASK},
+        *(4, lambda *tensors, mask: ops.causal_conv1d(*tensors, activation="silu", mask=mask)),
+        *((X, array(4, D, dtype="float32"), CHANNELS), {"mask": MASK}),
     ),
     "gated_linear_attention": (
-        lambda q, v, log_f: ops.gated_linear_attention(q, None, v, log_f),
+        *(8, lambda q, v, log_f: ops.gated_linear_attention(q, None, v, log_f)),
         (HEADS, HEADS, HEADS),
     ),
     "lightning_attention": (
-        ops.lightning_attention,
-        (HEADS, HEADS, HEADS, array(H, dtype="float32")),
+        *(4, ops.lightning_attention, (HEADS, HEADS, HEADS, array(H, dtype="float32"))),
     ),
     "sliding_window_attention": (
-        lambda q, k, v: ops.sliding_window_attention(q, k, v, sliding_window=32),
+        *(3, lambda q, k, v: ops.sliding_window_attention(q, k, v, sliding_window=32)),
         (HEADS, KEYS, KEYS),
     ),
-    "log_forget_gate": (ops.log_forget_gate, (X, array(2, D, dtype="float32"))),
-    "token_crossentropy": (
-        ops.token_crossentropy,
-        (X,),
-        {"tokens": array(B, T, dtype="int32")},
-    ),
+    "log_forget_gate": (2, ops.log_forget_gate, (X, array(2, D, dtype="float32"))),
+    "token_crossentropy": (2, ops.token_crossentropy, (X,), {"tokens": TOKENS}),
     "linear_crossentropy": (
-        lambda *tensors, tokens: ops.linear_crossentropy(*tensors, tokens, soft_cap=30.0),
-        (X, array(1000, D)),
-        {"tokens": array(B, T, dtype="int32")},
+        *(1, lambda *tensors, tokens: ops.linear_crossentropy(*tensors, tokens, soft_cap=30.0)),
+        *((X, array(1000, D)), {"tokens": TOKENS}),
     ),
 }
-
-ROW, SQUARE = array(1, D), array(D, D)
-STEP = ROW, SQUARE, SQUARE, array(1, H, D // H, D // H, dtype="float32")
+WITHOUT_PALLAS = ("log_forget_gate", "token_crossentropy", "linear_crossentropy")
 
 
-def hgrn2_step(x, q_kernel, f_kernel, memory):
-    """A part of a step of generation, which has no gradient."""
-    kernels = {"kernels": [q_kernel, f_kernel], "biases": [None, None]}
-    q, f = decoding_steps.norm_linear(x=x, **kernels, epsilon=1e-5)
-    return decoding_steps.hgrn2_step(q=q, f=f, v=x, memory=memory)
+@pytest.fixture(autouse=True)
+def _no_cached_programs():
+    jax.clear_caches()
 
 
-def traced(operation, tensors, others=None):
+def trace(operation, tensors, others=None):
+    """A program of a loss and its gradients."""
+
     def loss(tensors, others):
         results = jax.tree.leaves(operation(*tensors, **others))
         floats = (x for x in results if jnp.issubdtype(x.dtype, jnp.floating))
@@ -81,53 +68,77 @@ def traced(operation, tensors, others=None):
     return jax.jit(jax.value_and_grad(loss)).trace(tensors, others or {})
 
 
-def calls(program):
-    """Numbers of Triton and of Pallas kernels in a program."""
-    text = program.as_text()
+def count_kernels(program, platform):
+    """Numbers of Triton and of Pallas kernels in a traced program."""
+    text = program.lower(lowering_platforms=(platform,)).as_text()
     return text.count("triton_kernel_call"), text.count("tpu_custom_call")
 
 
-def main():
-    reports = {}
-    for name, of in PROGRAMS.items():
-        program = traced(*of)
-        reports[name] = {
-            platform: calls(program.lower(lowering_platforms=(platform,)))
-            for platform in ("cpu", "cuda", "tpu")
-        }
-    step = jax.jit(hgrn2_step).trace(*STEP)
-    reports["hgrn2_step"] = {
-        platform: calls(step.lower(lowering_platforms=(platform,))) for platform in ("cpu", "cuda")
-    }
-    in_place = step.lower(lowering_platforms=("cuda",)).as_text()
-    reports["written over"] = in_place.count("#stablehlo.output_operand_alias")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_has_the_kernels_of_the_platform_it_is_lowered_for(name):
+    """A program that is traced once has no kernels, or those of another platform."""
+    launches, *arguments = PROGRAMS[name]
+    program = trace(*arguments)
+    assert count_kernels(program, "cpu") == (0, 0)
+    assert count_kernels(program, "cuda") == (launches, 0)
+    triton, pallas = count_kernels(program, "tpu")
+    assert triton == 0
+    assert (pallas > 0) == (name not in WITHOUT_PALLAS)
+
+
+@pytest.fixture
+def decoding_step():
+    """The traced program of a part of a decoding step, which has no gradient."""
+    square = array(D, D)
+
+    def step(x, q_kernel, f_kernel, memory):
+        kernels = {"kernels": [q_kernel, f_kernel], "biases": [None, None]}
+        q, f = decoding_steps.norm_linear(x=x, **kernels, epsilon=1e-5)
+        return decoding_steps.hgrn2_step(q=q, f=f, v=x, memory=memory)
+
+    memory = array(1, H, D // H, D // H, dtype="float32")
+    return jax.jit(step).trace(array(1, D), square, square, memory)
+
+
+def test_decoding_step_updates_its_state_in_place(decoding_step):
+    """The state of a step is copied, or its kernels cannot be in a CUDA graph."""
+    assert count_kernels(decoding_step, "cpu") == (0, 0)
+    assert count_kernels(decoding_step, "cuda") == (2, 0)
+    text = decoding_step.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("#stablehlo.output_operand_alias") == 1
+    assert (f"@{_gpu.CALL}(" in text) == _gpu.supports_cuda_graphs()
+
+
+def test_decoding_step_without_cuda_graphs_uses_the_older_call(decoding_step, monkeypatch):
+    monkeypatch.setattr(_gpu, "supports_cuda_graphs", lambda: False)
+    text = decoding_step.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count(f"@{_gpu.OLDER_CALL}(") == 2
+
+
+def test_exported_program_of_two_platforms_runs_on_a_cpu():
     program = jax.jit(lambda x: ops.linear_scan(x, x)[0])
     call = _gpu.CALL if _gpu.supports_cuda_graphs() else _gpu.OLDER_CALL
     allowed = [export.DisabledSafetyCheck.custom_call(call)]
     exported = export.export(program, platforms=("cpu", "cuda"), disabled_checks=allowed)(X)
     exported = export.deserialize(exported.serialize())
+    assert exported.platforms == ("cpu", "cuda")
     x = -jnp.ones(X.shape, X.dtype)
-    difference = jnp.abs(exported.call(x) - program(x)).max()
-    reports["exported"] = {"platforms": exported.platforms, "difference": float(difference)}
-    reports["in graphs"] = f"@{_gpu.CALL}(" in in_place
-    reports["may be in graphs"] = _gpu.supports_cuda_graphs()
-    _gpu.supports_cuda_graphs = lambda: False
-    jax.clear_caches()
-    older = jax.jit(hgrn2_step).trace(*STEP).lower(lowering_platforms=("cuda",)).as_text()
-    reports["by the older call"] = older.count(f"@{_gpu.OLDER_CALL}(")
-    _gpu.capability.cache_clear()
-    _gpu.OVERRIDE = "NO_SUCH_VARIABLE"
-    reports["without a GPU"] = _gpu.capability()
-    _gpu.capability = lambda: 75
-    scan = traced(*PROGRAMS["linear_scan"])
-    reports["older"] = calls(scan.lower(lowering_platforms=("cuda",)))
-    _gpu.capability = lambda: 120  # needs a later version of PTX
-    reports["later"] = calls(traced(*PROGRAMS["linear_scan"]).lower(lowering_platforms=("cuda",)))
-    held = jnp.ones(X.shape, X.dtype)  # lies on the CPU, and is a constant of the program
-    program = jax.jit(lambda x: ops.linear_scan(x, held)[0]).trace(X)
-    reports["beside a constant"] = calls(program.lower(lowering_platforms=("cuda",)))
-    print(json.dumps(reports))
+    assert (exported.call(x) == program(x)).all()
 
 
-if __name__ == "__main__":
-    main()
+# The second one needs a later version of PTX.
+@pytest.mark.parametrize(("capability", "launches"), [(75, 0), (120, 2)])
+def test_kernels_are_lowered_for_supported_capabilities(capability, launches, monkeypatch):
+    monkeypatch.setattr(_gpu, "capability", lambda: capability)
+    assert count_kernels(trace(ops.linear_scan, (X, X)), "cuda") == (launches, 0)
+
+
+def test_capability_without_a_gpu_is_the_lowest(monkeypatch):
+    monkeypatch.setattr(_gpu, "OVERRIDE", "NO_SUCH_VARIABLE")
+    assert _gpu.capability.__wrapped__() == 80
+
+
+def test_program_with_a_constant_on_the_cpu_has_kernels():
+    constant = jnp.ones(X.shape, X.dtype)
+    program = jax.jit(lambda x: ops.linear_scan(x, constant)[0]).trace(X)
+    assert count_kernels(program, "cuda") == (1, 0)

@@ -1,7 +1,6 @@
 """The Triton kernels in programs of JAX: interpreted on a CPU, and lowered for GPUs without one."""
 
 import importlib.util
-import os
 
 import keras
 import pytest
@@ -16,7 +15,8 @@ import keras_recurrent
 from keras_recurrent import dispatch
 from keras_recurrent.backends import triton
 from keras_recurrent.backends.jax import _gpu, _platforms
-from tests.processes import fresh_process
+from tests.devices.processes import run_on_simulated_devices
+from tests.processes import fresh_process, printed
 
 X = np.ones((1, 4, 2), "float32")
 with_triton = pytest.mark.skipif(
@@ -67,18 +67,9 @@ def test_decoding_step_runs_outside_of_jit():
 @without_gpu
 def test_kernels_on_shards_of_eight_devices():
     """Under `keras.distribution`, in the interpreter: as on one device, and nothing is gathered."""
-    reports = fresh_process(
-        *("-m", "tests.ops.shards", "triton", "model"),
-        XLA_FLAGS=os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8",
-        JAX_PLATFORMS="cpu",
-        TRITON_INTERPRET="1",
-        NPROC="32",  # threads: calls of the host must not keep devices from meeting
-    )
-    assert len(reports) == 2
-    for name, report in reports.items():
-        assert report["gathers"] == 0, name
-        assert report["error"] < 1e-6, name
-        assert report["shard"] == [2, 20, 128]
+    # Calls of the host must not keep devices from meeting, for which there are threads.
+    environment = {"TRITON_INTERPRET": "1", "NPROC": "32"}
+    run_on_simulated_devices(8, "jax_shards", "triton", "model", **environment)
 
 
 @pytest.mark.nightly
@@ -86,37 +77,8 @@ def test_kernels_on_shards_of_eight_devices():
 @with_plugin
 @without_gpu
 def test_programs_lowered_for_gpus_contain_kernels():
-    """Each program is traced once and has the kernels of the platform that it is lowered for."""
-    reports = fresh_process(
-        "-m", "tests.triton.lowered", JAX_PLATFORMS="cpu", **{_gpu.OVERRIDE: "90"}
-    )
-    launches = {
-        "linear_scan": 2,
-        "rg_lru": 2,
-        "causal_conv1d": 4,
-        "gated_linear_attention": 8,
-        "lightning_attention": 4,
-        "sliding_window_attention": 3,
-        "log_forget_gate": 2,
-        "token_crossentropy": 2,
-        "linear_crossentropy": 1,
-    }
-    token_wise = {"log_forget_gate", "token_crossentropy", "linear_crossentropy"}
-    over_time = launches.keys() - token_wise
-    for name, count in launches.items():
-        assert reports[name]["cpu"] == [0, 0]
-        assert reports[name]["cuda"] == [count, 0]
-        assert reports[name]["tpu"][0] == 0
-        assert (reports[name]["tpu"][1] > 0) == (name in over_time)
-    assert reports["hgrn2_step"] == {"cpu": [0, 0], "cuda": [2, 0]}
-    assert reports["written over"] == 1
-    assert reports["exported"] == {"platforms": ["cpu", "cuda"], "difference": 0.0}
-    assert reports["in graphs"] == reports["may be in graphs"]
-    assert reports["by the older call"] == 2
-    assert reports["without a GPU"] == 80
-    assert reports["older"] == [0, 0]
-    assert reports["later"] == [2, 0]
-    assert reports["beside a constant"] == [1, 0]
+    command = "-m", "pytest", "-q", "tests/triton/lowered.py"
+    printed(*command, JAX_PLATFORMS="cpu", **{_gpu.OVERRIDE: "90"})
 
 
 @with_triton
