@@ -1,6 +1,7 @@
 """The Triton kernels in programs of JAX: interpreted on a CPU, and lowered for GPUs without one."""
 
 import importlib.util
+import re
 
 import keras
 import pytest
@@ -16,7 +17,7 @@ from keras_recurrent import dispatch
 from keras_recurrent.backends import triton
 from keras_recurrent.backends.jax import _gpu, _platforms
 from tests.devices.processes import run_on_simulated_devices
-from tests.processes import fresh_process, printed
+from tests.processes import printed
 
 X = np.ones((1, 4, 2), "float32")
 with_triton = pytest.mark.skipif(
@@ -26,14 +27,20 @@ with_plugin = pytest.mark.skipif(_gpu.unavailable() is not None, reason="JAX has
 without_gpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
 
 
+# Tests of tests/ops, and of them the cases, that also run with Triton's kernels on JAX.
+OPS = ["test_kernels", "test_token_wise", "test_linear_crossentropy", "test_steps"]
+CASES = "prime or gelu or layer or bits or widths or chunks or bfloat16 and not step"
+
+
 @pytest.mark.nightly
 @with_triton
 @without_gpu
-def test_interpreted_kernels_match_the_reference():
-    """Each operation with its gradients, and under `jax.vmap`."""
-    errors = fresh_process("-m", "tests.triton.on_jax", TRITON_INTERPRET="1", JAX_PLATFORMS="cpu")
-    assert len(errors) > 10
-    assert {name: error for name, error in errors.items() if error} == {}
+def test_interpreted_kernels_match_definition_and_plain_jax_under_vmap():
+    files = [f"tests/ops/{name}.py" for name in OPS]
+    command = "-m", "pytest", "-q", "tests/triton/on_jax.py", *files, "--nightly=tests/ops"
+    chosen = f"vmap or triton and definition and ({CASES})"
+    output = printed(*command, "-k", chosen, TRITON_INTERPRET="1", JAX_PLATFORMS="cpu")
+    assert int(re.search(r"(\d+) passed", output)[1]) > 100
 
 
 @with_triton
