@@ -74,7 +74,7 @@ CASES: dict = {
     "rg_lru": SCAN,
     "causal_conv1d": {
         "silu": over_time(1104, 64, **PACKED),
-        "silu, one document": over_time(1104, 64),
+        "silu, one document": over_time(1104, 128),
         "no activation": over_time(1104, 64, **PACKED, activation=None),
     },
     "gated_linear_attention": {
