@@ -21,8 +21,8 @@ def apply_recent_tokens(cache):
             group = states[start : start + size]
             joined = {n: ops.concatenate([state[n] for state in group]) for n in group[0]}
             found = current_memory(**joined)
-            for i, state in enumerate(group):
-                memories[id(state)] = found[i * batch_size : (i + 1) * batch_size]
+            parts = ops.split(found, len(group))
+            memories |= {id(state): part for state, part in zip(group, parts, strict=True)}
     return _replace(cache, memories)
 
 

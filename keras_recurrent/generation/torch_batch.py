@@ -8,7 +8,7 @@ import torch
 
 from keras_recurrent.generation.batch import TOKENS_AHEAD, TOKENS_ON_CPU, Batch, runs_ahead
 from keras_recurrent.generation.torch.chunks import upload
-from keras_recurrent.generation.torch.cuda_graph import clone_all, copy_all, slot_of
+from keras_recurrent.generation.torch.cuda_graph import clone_all, clone_state, copy_all
 
 
 class TorchBatch(Batch):
@@ -59,7 +59,7 @@ class TorchBatch(Batch):
         values = list(self._initial)
         for index, value in zip(self._given, keras.tree.flatten(state), strict=True):
             values[index] = value
-        copy_all(slot_of(self._decoder.cache, slot), values)
+        copy_all(self._decoder.slot(slot), values)
 
     @torch.no_grad()
     def _launch(self, features, uniform, count):
@@ -90,7 +90,13 @@ class TorchBatch(Batch):
 
     @torch.no_grad()
     def slot_state(self, slot):
-        return self._decoder.step.cache(clone_all(slot_of(self._decoder.cache, slot)))
+        views = self._decoder.slot(slot)
+        state = self._decoder.step.cache(views)
+        shared = {id(view) for view in views}  # states with recent tokens are new already
+        flat = keras.tree.flatten(state)
+        copies = iter(clone_state([t for t in flat if id(t) in shared]))
+        tensors = [next(copies) if id(t) in shared else t for t in flat]
+        return keras.tree.pack_sequence_as(state, tensors)
 
     def process(self, states, tokens, mask):
         return self._chunks(states, tokens, mask)

@@ -3,7 +3,7 @@
 from keras import ops
 
 from keras_recurrent.backends.constants import PADDING
-from keras_recurrent.portable._linear_attention import next_state
+from keras_recurrent.portable._common import matmul
 from keras_recurrent.portable.hgrn2_step import hgrn2_step, operands
 
 
@@ -38,6 +38,10 @@ def current_memory(memory, recent, count):
     fills = ops.ones_like, ops.zeros_like, ops.zeros_like
     present = (ops.where(missing, fill(x), x) for fill, x in zip(fills, parts, strict=True))
     decays, keys, values = (ops.reshape(x, (batch, limit, heads, -1)) for x in present)
-    for i in range(limit):
-        memory = next_state(memory, keys[:, i], values[:, i], decays[:, i])
-    return memory
+    # Each key is multiplied by the decays of later tokens, so that one product adds all tokens.
+    later = [ops.ones_like(decays[:, 0])]
+    for i in reversed(range(limit)):
+        later.append(later[-1] * decays[:, i])
+    keys = keys * ops.stack(later[-2::-1], axis=1)
+    added = matmul(ops.transpose(keys, (0, 2, 3, 1)), ops.transpose(values, (0, 2, 1, 3)))
+    return later[-1][..., None] * memory + added

@@ -106,6 +106,20 @@ def test_insert_and_remove_do_not_wait_for_the_device(hgrn2):
     batch.close()
 
 
+@pytest.mark.parametrize("family", ["griffin", "hgrn2"])
+def test_state_of_a_slot_is_copied_at_once(family):
+    """The host of an engine launches a copy for each layer whenever a request ends."""
+    counts = []
+    for num_layers in (3, 6):
+        model = tiny_causal_lm(family=family, num_layers=num_layers)
+        batch = TorchBatch(model, model._programs(), 2, keep=True)
+        batch.prepare_slots(64, num_prompts=1)
+        called = count_operators(lambda batch=batch: batch.slot_state(0))
+        counts.append({name: n for name, n in called.items() if not name.is_view})
+        batch.close()
+    assert counts[0] == counts[1]
+
+
 def test_apply_recent_tokens_does_not_wait_for_the_device(hgrn2):
     """An engine that saves a state waits for the step that runs."""
     cache = hgrn2.backbone.add_recent_tokens(hgrn2.backbone.get_initial_state(2))

@@ -11,6 +11,7 @@ from keras_recurrent.generation.modes import add_reason
 from keras_recurrent.generation.torch.cuda_graph import (
     capture,
     clone_all,
+    clone_state,
     copy_all,
     overwrite,
     slot_of,
@@ -47,6 +48,7 @@ class Chunks:
         self._prepared: list = []
         # The buffers that all programs read and overwrite.
         self._buffers = clone_all(keras.tree.flatten(self._batch(self.num_prompts)))
+        self._slots = [slot_of(self._buffers, index) for index in range(self.num_prompts)]
         self._pool = None
 
     def _batch(self, size):
@@ -69,7 +71,7 @@ class Chunks:
         if num_tokens not in self._programs:
             self._programs[num_tokens] = self._make_program(num_tokens)
         program = self._programs[num_tokens]
-        slots = [slot_of(self._buffers, index) for index in range(len(states))]
+        slots = self._slots[: len(states)]
         for slot, state in zip(slots, states, strict=True):
             copy_all(slot, keras.tree.flatten(state))
         upload(program.tokens, tokens)
@@ -81,7 +83,7 @@ class Chunks:
 
     def _new_state(self, tensors):
         """Returns a cache that shares no memory with the given tensors."""
-        return keras.tree.pack_sequence_as(self._example, clone_all(tensors))
+        return keras.tree.pack_sequence_as(self._example, clone_state(tensors))
 
     def _run_layers(self, cache, tokens, mask):
         """Runs the layers on the tokens without padding, on a CPU as fast as a program."""

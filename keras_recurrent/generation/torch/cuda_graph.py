@@ -84,6 +84,23 @@ def clone_all(tensors):
     return copies
 
 
+def clone_state(tensors):
+    """Returns copies of tensors by one launch for each shape and dtype.
+
+    Copies of one shape share an allocation, so that some begin at odd addresses. Kernels of a
+    `CapturedDecoder` are compiled for aligned ones, those of `clone_all`.
+    """
+    groups: dict = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault((tensor.shape, tensor.dtype), []).append(index)
+    copies = list(tensors)
+    for indices in groups.values():
+        stacked = torch.stack([tensors[index] for index in indices])
+        for index, copy in zip(indices, stacked, strict=True):
+            copies[index] = copy
+    return copies
+
+
 def slot_of(tensors, index):
     """Returns views of one sequence, of batch size 1."""
     return [t[index : index + 1] for t in tensors]
