@@ -86,6 +86,8 @@ def make_parser():
     add("--prefix-cache-bytes", "BYTES", number(0), 2**30, text)
     text = "directory that keeps prefix states across restarts"
     add("--prefix-cache-dir", "DIR", str, None, text)
+    text = "prompt tokens after which a prefix state is also saved; 0: off"
+    add("--prefix-cache-interval", "TOKENS", number(0), 2048, text)
     return parser
 
 
@@ -106,6 +108,7 @@ def make_engine(arguments):
         max_queued=arguments.max_queued,
         prefix_cache_bytes=arguments.prefix_cache_bytes,
         prefix_cache_dir=arguments.prefix_cache_dir,
+        prefix_cache_interval=arguments.prefix_cache_interval,
     )
 
 

@@ -1,5 +1,6 @@
 """Engine that generates for many requests at once, on one thread."""
 
+import math
 import os
 import threading
 import weakref
@@ -68,6 +69,9 @@ class Engine:
             recently used states are dropped. 0: none.
         prefix_cache_dir: string, a directory of at most `prefix_cache_bytes` in which the states
             are also stored, so that a later engine continues conversations. None: none.
+        prefix_cache_interval: integer, number of prompt tokens after which a state is also saved,
+            so that later prompts with the same beginning resume there. It is rounded up to a
+            multiple of `prefill_chunk`. 0: none.
 
     Raises:
         ValueError: an argument is out of range, `max_length` is missing without a preprocessor,
@@ -97,14 +101,17 @@ class Engine:
         max_queued=1024,
         prefix_cache_bytes=2**30,
         prefix_cache_dir=None,
+        prefix_cache_interval=2048,
     ):
         programs = _check_model(model)
         limits = {"num_slots": num_slots, "prefill_chunk": prefill_chunk, "max_queued": max_queued}
         check_positive_integers(**limits)
-        if not is_integer(prefix_cache_bytes) or prefix_cache_bytes < 0:
-            raise ValueError(
-                f"`prefix_cache_bytes` must be an integer, at least 0; got {prefix_cache_bytes!r}."
-            )
+        sizes = {"bytes": prefix_cache_bytes, "interval": prefix_cache_interval}
+        for name, value in sizes.items():
+            if not is_integer(value) or value < 0:
+                raise ValueError(
+                    f"`prefix_cache_{name}` must be an integer, at least 0; got {value!r}."
+                )
         if prefix_cache_dir is not None and not prefix_cache_bytes:
             raise ValueError(
                 "`prefix_cache_bytes` must be above 0 if `prefix_cache_dir` is set; got 0."
@@ -114,6 +121,8 @@ class Engine:
         prefixes = PrefixCache(model, prefix_cache_bytes, self.max_length, prefix_cache_dir)
         self._prefixes, self._num_requests = prefixes, 0
         self._message_ends = MessageEnds(model.preprocessor)
+        # Chunks end at these positions anyway.
+        self._interval = prefill_chunk * math.ceil(prefix_cache_interval / prefill_chunk)
         try:
             batch = BackendBatch(model, programs, num_slots, keep=True)
             batch.prepare_slots(self.max_length, num_prompts_of(model, num_slots))
@@ -191,7 +200,7 @@ class Engine:
         if preprocessor is not None:
             hidden = [id for id in hidden_stop_tokens(preprocessor) if id in stops]
             text = StreamedText(preprocessor, tokens[-1], strings, hidden)
-        ends = self._message_ends.find(turn) if turn and self._prefixes.is_enabled else ()
+        ends = self._saved_ends(turn, tokens) if self._prefixes.is_enabled else ()
         request = EngineRequest(len(tokens))
         arguments = tokens, params, seed, max_new_tokens or remaining_tokens, stops
         options = {"text": text, "timeout": timeout, "ends": ends, "salt": cache_salt}
@@ -206,6 +215,12 @@ class Engine:
                 )
             self._num_requests += 1
         return request
+
+    def _saved_ends(self, turn, tokens):
+        """Returns the numbers of tokens of a prompt after which its state is saved."""
+        ends = self._message_ends.find(turn) if turn else ()
+        interval = self._interval or len(tokens)
+        return {*ends, *range(interval, len(tokens), interval)}
 
     @property
     def is_closed(self):

@@ -18,7 +18,7 @@ class RequestSequence(Sequence):
         arguments: as in `Sequence`, without a listener.
         text: the `StreamedText`, or None without a preprocessor.
         timeout: number, seconds from now, or None.
-        ends: a tuple of integers, numbers of tokens after which the state is saved.
+        ends: integers, numbers of prompt tokens after which the state is saved.
         salt: string, `cache_salt` of the request, or None.
 
     Attributes:

@@ -382,6 +382,21 @@ def test_prefix_states_continue_a_conversation_after_a_restart(tmp_path, family)
             assert engine.submit(prompt, **greedy).result(60).token_ids == answer.token_ids
 
 
+@pytest.mark.once
+def test_prompts_with_the_same_document_resume_inside_it(model, engine):
+    """A shared document is processed again, or its states cut chunks that later prompts have."""
+    document, greedy = list(range(5, 105)), {"sampling": GREEDY, "max_new_tokens": 3}
+    prompts = [[*document, 200 + n, 201, 202] for n in range(3)]
+    options = {"num_slots": 3, "max_length": 200, "prefill_chunk": CHUNK}
+    with Engine(model, **options, prefix_cache_interval=5 * CHUNK - 1) as other:
+        answers = [other.submit(prompt, **greedy).result(60) for prompt in (*prompts, document)]
+        salted = other.submit(prompts[0], **greedy, cache_salt="a").result(60)
+    assert [answer.num_cached_tokens for answer in answers] == [0, 80, 80, 80]
+    assert salted.num_cached_tokens == 0
+    expected = [engine.submit(prompt, **greedy).result(60) for prompt in (*prompts, document)]
+    assert [each.token_ids for each in answers] == [each.token_ids for each in expected]
+
+
 def test_engine_processes_messages_once(model, engine):
     """Messages that several prompts share are processed again for each request."""
     names = ["system", *["user", "assistant"] * 3]
@@ -444,6 +459,7 @@ def test_engine_with_an_invalid_argument_raises():
         (model, {"num_slots": 0}, "`num_slots`"),
         (model, {"max_length": 2**40}, "`max_length` must be at most"),
         (model, {"prefix_cache_bytes": -1}, "`prefix_cache_bytes`"),
+        (model, {"prefix_cache_interval": 1.5}, "`prefix_cache_interval`"),
         (model, {"prefix_cache_bytes": 0, "prefix_cache_dir": "x"}, "if `prefix_cache_dir` is set"),
         (model, {"prefix_cache_dir": __file__}, "`prefix_cache_dir` must be a directory"),
         (model.backbone, {}, "language model"),
