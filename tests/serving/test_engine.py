@@ -470,16 +470,32 @@ def test_engine_with_an_invalid_argument_raises():
 
 @pytest.mark.nightly
 @pytest.mark.once
-def test_benchmark_of_serving_runs(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ("", {"| generate", "| engine", "| between two tokens"}),
+        ("--causes", {"| equal lengths, at once, saved states"}),
+        (
+            "--http --prefixes --document 40",
+            {
+                "| HTTP, 256 clients, whole answers",
+                "| engine, 256 clients",
+                "| turn 10 of a conversation",
+                "| question alone",
+            },
+        ),
+    ],
+)
+def test_benchmark_of_serving_runs(monkeypatch, capsys, options, names):
     """The benchmark uses an option of the engine or of `generate` that was renamed."""
     serving = importlib.import_module("benchmarks.serving")
     rates = {"bytes_per_second": 1e9, "flops_per_second": 1e9}
     monkeypatch.setattr(serving, "device_rates", lambda dtype: rates)
     arguments = "hawk_tiny --dtype float32 --slots 2 --prompt 8 --answer 4 --requests 6 --seconds 1"
-    monkeypatch.setattr("sys.argv", ["serving", *arguments.split()])
+    monkeypatch.setattr("sys.argv", ["serving", *arguments.split(), *options.split()])
     serving.main()
     rows = {line.split(" |")[0] for line in capsys.readouterr().out.splitlines()}
-    assert {"| generate", "| engine", "| between two tokens"} <= rows
+    assert names <= rows
 
 
 class Device:
