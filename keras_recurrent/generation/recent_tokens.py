@@ -9,8 +9,11 @@ from keras_recurrent.portable.hgrn2_delayed_step import current_memory
 _MAX_ROWS = 64
 
 
-def apply_recent_tokens(cache):
-    """Returns a cache for the backbone: recent tokens, if there are any, are applied to states."""
+def apply_recent_tokens(cache, concatenate=ops.concatenate):
+    """Returns a cache for the backbone: recent tokens, if there are any, are applied to states.
+
+    concatenate: the function of the backend; that of Keras converts each tensor.
+    """
     groups: dict = {}
     _collect(cache, groups)
     memories: dict = {}
@@ -19,7 +22,7 @@ def apply_recent_tokens(cache):
         size = max(1, _MAX_ROWS // batch_size)
         for start in range(0, len(states), size):
             group = states[start : start + size]
-            joined = {n: ops.concatenate([state[n] for state in group]) for n in group[0]}
+            joined = {n: concatenate([state[n] for state in group]) for n in group[0]}
             found = current_memory(**joined)
             parts = ops.split(found, len(group))
             memories |= {id(state): part for state, part in zip(group, parts, strict=True)}

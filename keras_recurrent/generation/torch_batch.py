@@ -9,6 +9,7 @@ import torch
 from keras_recurrent.generation.batch import TOKENS_AHEAD, TOKENS_ON_CPU, Batch, runs_ahead
 from keras_recurrent.generation.torch.chunks import upload
 from keras_recurrent.generation.torch.cuda_graph import clone_all, clone_state, copy_all
+from keras_recurrent.generation.torch.step import cache_tensors, pack_tensors
 
 
 class TorchBatch(Batch):
@@ -32,7 +33,7 @@ class TorchBatch(Batch):
         self.num_prompts = self._chunks.num_prompts
         # The cache of a step may also have tensors of recent tokens, which `initial` lacks.
         self._initial = self._decoder.step.flatten_cache(initial)
-        given = {id(t) for t in keras.tree.flatten(initial)}
+        given = {id(t) for t in cache_tensors(initial)}
         self._given = [index for index, t in enumerate(self._initial) if id(t) in given]
 
     @torch.no_grad()
@@ -57,7 +58,7 @@ class TorchBatch(Batch):
         if "counts" in tensors:
             tensors["counts"][slot].zero_()
         values = list(self._initial)
-        for index, value in zip(self._given, keras.tree.flatten(state), strict=True):
+        for index, value in zip(self._given, cache_tensors(state), strict=True):
             values[index] = value
         copy_all(self._decoder.slot(slot), values)
 
@@ -93,10 +94,10 @@ class TorchBatch(Batch):
         views = self._decoder.slot(slot)
         state = self._decoder.step.cache(views)
         shared = {id(view) for view in views}  # states with recent tokens are new already
-        flat = keras.tree.flatten(state)
+        flat = cache_tensors(state)
         copies = iter(clone_state([t for t in flat if id(t) in shared]))
         tensors = [next(copies) if id(t) in shared else t for t in flat]
-        return keras.tree.pack_sequence_as(state, tensors)
+        return pack_tensors(state, tensors)
 
     def process(self, states, tokens, mask):
         return self._chunks(states, tokens, mask)

@@ -16,6 +16,7 @@ from keras_recurrent.generation.torch.cuda_graph import (
     overwrite,
     slot_of,
 )
+from keras_recurrent.generation.torch.step import cache_tensors, pack_tensors
 
 # Maximum number of parts of a program on a GPU, and minimum number of operations of a part. In one
 # part, a program would delay a decoding step by the time of several steps.
@@ -47,7 +48,7 @@ class Chunks:
         self._programs: dict = {}  # {number of tokens: _Program}
         self._prepared: list = []
         # The buffers that all programs read and overwrite.
-        self._buffers = clone_all(keras.tree.flatten(self._batch(self.num_prompts)))
+        self._buffers = clone_all(cache_tensors(self._batch(self.num_prompts)))
         self._slots = [slot_of(self._buffers, index) for index in range(self.num_prompts)]
         self._pool = None
 
@@ -73,7 +74,7 @@ class Chunks:
         program = self._programs[num_tokens]
         slots = self._slots[: len(states)]
         for slot, state in zip(slots, states, strict=True):
-            copy_all(slot, keras.tree.flatten(state))
+            copy_all(slot, cache_tensors(state))
         upload(program.tokens, tokens)
         upload(program.mask, mask)
         for run in program.parts:
@@ -83,13 +84,13 @@ class Chunks:
 
     def _new_state(self, tensors):
         """Returns a cache that shares no memory with the given tensors."""
-        return keras.tree.pack_sequence_as(self._example, clone_state(tensors))
+        return pack_tensors(self._example, clone_state(tensors))
 
     def _run_layers(self, cache, tokens, mask):
         """Runs the layers on the tokens without padding, on a CPU as fast as a program."""
         tokens = keras.ops.convert_to_tensor(tokens[:, : mask.sum()])
         _, cache = self._model.backbone.hidden_states(tokens, cache=cache)
-        return self._new_state(keras.tree.flatten(cache))
+        return self._new_state(cache_tensors(cache))
 
     def _make_program(self, num_tokens):
         chunk = self._make_chunk(self._batch(self.num_prompts), chunk=num_tokens)
