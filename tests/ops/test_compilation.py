@@ -192,19 +192,24 @@ elif BACKEND == "torch":
         for fake, real in zip(*map(keras.tree.flatten, (fakes, results)), strict=True):
             assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
 
-    @every_operation_over_time
-    def test_backward_saves_only_arguments_and_results(operation):
+    @pytest.mark.parametrize(
+        ("operation", "implementation"),
+        [*((o, None) for o in cases.DRAW), *((o, "triton") for o in token_wise.DRAW)],
+    )
+    def test_backward_saves_only_arguments_and_results(operation, implementation):
         """Autograd keeps intermediate tensors, which cost memory in training."""
-        floats, _, _ = draw(operation, 64)
+        floats, others, _ = draw(operation, 64 if operation in cases.DRAW else 4, masked=False)
         leaves, saved = to_tensors(floats, requires_grad=True), []
+        tensors = leaves | to_tensors(others)
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-            output, *states = call(operation, leaves)
-        known = {t.untyped_storage().data_ptr() for t in (*leaves.values(), output, *states)}
+            output, *states = call(operation, tensors, implementation=implementation)
+        known = {t.untyped_storage().data_ptr() for t in (*tensors.values(), output, *states)}
         extra = [t for t in saved if t.untyped_storage().data_ptr() not in known]
-        # In addition to tensors of the size of a state: a number for each head and token, two on
-        # GPUs.
-        heads = output.numel() // output.shape[-1] * (1 + has_gpu())
-        assert sum(t.numel() for t in extra) <= sum(s.numel() for s in states) + heads
+        # In addition to tensors of the size of a state: a number for each head and token, two in
+        # kernels.
+        first = next(iter(leaves.values()))
+        numbers = first.numel() // first.shape[-1] * (1 + (has_gpu() or implementation == "triton"))
+        assert sum(t.numel() for t in extra) <= sum(s.numel() for s in states) + numbers
 
 else:
     import tensorflow as tf

@@ -17,23 +17,19 @@ X = np.ones((1, 4, 2), "float32")
 
 
 @pytest.mark.once
-def test_kernels_precede_the_plain_implementation():
-    """A GPU or TPU gets the plain implementation although a kernel is available."""
-    assert dispatch.preference(interprets_triton=False) == {
-        "jax": ("pallas", "triton", "jax"),
-        "torch": ("cudnn", "triton", "torch"),
-        "tensorflow": ("tensorflow",),
-    }
-
-
-@pytest.mark.once
-def test_interpreted_triton_kernels_come_last():
-    """Triton's interpreter precedes an implementation that runs compiled code."""
-    assert dispatch.preference(interprets_triton=True) == {
-        "jax": ("pallas", "jax", "triton"),
-        "torch": ("cudnn", "torch", "triton"),
-        "tensorflow": ("tensorflow",),
-    }
+@pytest.mark.parametrize(
+    ("interprets_triton", "on_jax", "on_torch"),
+    [
+        (False, ("pallas", "triton", "jax"), ("cudnn", "triton", "torch")),
+        (True, ("pallas", "jax", "triton"), ("cudnn", "torch", "triton")),
+    ],
+)
+def test_kernels_precede_the_plain_implementation_unless_interpreted(
+    interprets_triton, on_jax, on_torch
+):
+    """The plain implementation, or Triton's interpreter, precedes a faster implementation."""
+    expected = {"jax": on_jax, "torch": on_torch, "tensorflow": ("tensorflow",)}
+    assert dispatch.preference(interprets_triton) == expected
 
 
 def test_serving_implementations_depend_on_triton_interpret():
