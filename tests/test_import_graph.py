@@ -25,7 +25,7 @@ FLOORS = [
     "portable",
     "dispatch",
     "devices",
-    "ops tuning",
+    "ops tuning optimizers",
     "layers tokenizers datasets",
     "training gqa export chat callbacks",
     "checkpoints",
@@ -41,6 +41,7 @@ INSIDE_FUNCTIONS = {
     ("keras_recurrent/datasets/__init__.py", "datasets.packed_text"),  # until its first use
     ("keras_recurrent/dispatch.py", "backends"),
     ("keras_recurrent/generation/torch/decoder.py", "backends.triton.argmax"),
+    ("keras_recurrent/optimizers/fused_updates.py", "backends.triton._optimizers.adam_kernel"),
     ("keras_recurrent/serving/__main__.py", "serving.server"),
     ("keras_recurrent/training/sources.py", "training.grain_loader"),
     ("keras_recurrent/tuning.py", "backends.triton._runtime.search"),

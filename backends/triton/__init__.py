@@ -6,7 +6,8 @@ underscore hold the code that operations share:
 - `_runtime`: launches and operations, and how torch, JAX and the interpreter run them;
 - `_device`: functions that kernels call, such as exponentials and matrix products;
 - `_attention`, `_linear_attention`, `_scan`, `_convolution`, `_crossentropy`, `_decoding`,
-  `_quantized`: the kernels of these groups of operations.
+  `_quantized`: the kernels of these groups of operations;
+- `_optimizers`: updates of weights, which `keras_recurrent/optimizers` calls.
 
 Kernels and their launches (`_runtime/launch.py`) do not depend on a framework:
 `_runtime/torch_operators.py` turns them into custom operators of torch,

@@ -31,7 +31,10 @@ def check_16_bit_updates(optimizer, variables):
         return
     reason, updating, variable = next((u for u in updates if u[0]), updates[0])
     name, weights = type(updating).__name__, f"in {variable.dtype}, such as {variable.path!r}"
-    remedy = 'Use the dtype policy "mixed_bfloat16", which stores weights in float32.'
+    remedy = (
+        "Use `keras_recurrent.optimizers.AdamW`, which computes in float32, or the dtype policy "
+        '"mixed_bfloat16", which stores weights in float32.'
+    )
     if reason:
         raise ValueError(f"Keras's `{name}` cannot train weights {weights}: {reason}. {remedy}")
     lost = f"Keras's `{name}` rounds away small updates of weights {weights}. {remedy}"

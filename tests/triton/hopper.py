@@ -25,6 +25,7 @@ from keras_recurrent.backends.torch import _common
 from keras_recurrent.backends.triton import argmax, lightning_attention
 from keras_recurrent.backends.triton._attention import banded_attention
 from keras_recurrent.backends.triton._linear_attention import linear_attention
+from keras_recurrent.backends.triton._optimizers import adam_kernel
 from keras_recurrent.backends.triton._runtime import search, torch_operators
 from keras_recurrent.backends.triton._runtime.launch import map_arrays
 from tests.ops import cases, judge, losses, steps, token_wise
@@ -185,6 +186,13 @@ def choose_tokens():
         judge.function_of(operation, "triton")(**arguments)
 
 
+def update_weights(dtype, gradient_dtype, size, divisor=None):
+    """Updates a weight in 16 bits; the kernel stores several elements at once of some sizes."""
+    tensors = [torch.zeros(size, dtype=d) for d in (dtype, gradient_dtype, *[torch.float32] * 2)]
+    keys, numbers = torch.zeros(1, 2, dtype=torch.int32), (0.9, 0.999, 1e-7)
+    adam_kernel.update_weights([tensors], keys, torch.zeros(2), divisor, True, numbers)
+
+
 class Program(NamedTuple):
     """A compiled launch. Candidates of one search have the same number, the default first."""
 
@@ -231,6 +239,10 @@ class Recorder:
     def record(self):
         banded_attention._MANY_PROGRAMS = 1  # as with many sequences
         choose_tokens()
+        self.operation, self.variant = "adam", "vectors"
+        update_weights(torch.bfloat16, torch.bfloat16, 4096, torch.ones(()))
+        self.variant = "elements"
+        update_weights(torch.float16, torch.float32, 1001)
         for self.operation, variants in CASES.items():
             for self.variant, case in variants.items():
                 is_cut = self.variant.startswith("segments")
@@ -269,6 +281,7 @@ def measure(compiled):
         "registers": int(registers),
         "spilled": int(stack),
         "shared": compiled.metadata.shared,
+        "vectors": compiled.asm["ptx"].count("st.global.v4"),
         "transposed": compiled.asm["ttgir"].count("tt.trans "),
         "tensor cores": compiled.asm["ptx"].count("mma."),
         "asynchronous": compiled.asm["ptx"].count("wgmma.mma_async"),

@@ -94,6 +94,9 @@ def assert_fits(program, most_asynchronous):
     elif operation in (*steps.DRAW, "tokens"):
         assert spilled <= IN_MEMORY.get((operation, variant), 0), program
         assert has_products or operation != "norm_quantized_linear", program
+    elif operation == "adam":
+        assert not spilled, program
+        assert bool(resources["vectors"]) == (variant == "vectors"), program
     elif operation in ("gated_linear_attention", "lightning_attention"):
         default = LIMITED_SPILLS if is_limited else 128
         assert spilled <= SPILLS.get((kernel, variant), default), program

@@ -1,0 +1,1 @@
+"""Updates of optimizers, on torch; XLA fuses them on JAX."""
