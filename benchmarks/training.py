@@ -2,13 +2,15 @@
 
     python -m benchmarks.training hgrn2 --backend torch             # forward and backward
     python -m benchmarks.training recurrentgemma --update --backend jax
+    python -m benchmarks.training hgrn2 --update --mixed --backend torch
     python -m benchmarks.training griffin_small --update --sizes 8x512 --backend torch   # CPU
 
 Models of this package have the fused loss of hidden states, or with `--logits` the loss of logits.
 Without `--update`, a step on torch is forward and backward, eager; with it, and always on other
-backends, it is `train_on_batch` with Keras's AdamW, compiled by JAX and TensorFlow, and on torch
-with `--jit`. Baselines run on torch, with torch's AdamW, and have as many parameters. Small models
-have float32 and SGD instead, others bfloat16 and random weights.
+backends, it is `train_on_batch` with `keras_recurrent.optimizers.AdamW`, compiled by JAX and
+TensorFlow, and on torch with `--jit`. Baselines run on torch, with torch's fused AdamW, and have as
+many parameters. Small models have float32 and SGD instead, others random weights in bfloat16, or
+with `--mixed` in float32 and computations in bfloat16.
 
 On torch, loss and gradients of this package's model are first compared with the plain
 implementations. Blocks are recomputed in the backward pass if activations do not fit into the
@@ -45,7 +47,6 @@ if BACKEND == "torch":
 
 REPEATS, LEAST = 5, 3  # of a measurement; the second if it takes longer than `PATIENCE`
 PATIENCE = 60  # seconds
-BETA_2 = 0.99  # in bfloat16, 0.999 rounds to 1, and Keras's AdamW changes no weight
 
 
 class LossOfLogits(TokenCrossentropy):
@@ -56,10 +57,10 @@ def is_small(name):
     return name.endswith("_small")
 
 
-def build(name, remat):
+def build(arguments, remat):
     keras.utils.set_random_seed(0)
     with keras.RematScope(mode="full" if remat else None):
-        return make_model(name)
+        return make_model(arguments.model, "mixed_bfloat16" if arguments.mixed else "bfloat16")
 
 
 def weights_of(model):
@@ -105,7 +106,7 @@ def our_step(model, token_ids, arguments):
         return gradient_step(model, our_loss(model, token_ids, arguments.logits))
     optimizer = keras.optimizers.SGD(1e-3)
     if not is_small(arguments.model):
-        optimizer = keras.optimizers.AdamW(1e-4, beta_2=BETA_2)
+        optimizer = keras_recurrent.optimizers.AdamW(1e-4)
         keras_recurrent.exclude_from_weight_decay(optimizer, model)
     loss = {"loss": LossOfLogits()} if arguments.logits else {}
     model.compile(optimizer, weighted_metrics=[], jit_compile=arguments.jit or "auto", **loss)
@@ -121,7 +122,12 @@ def baseline_step(model, token_ids, arguments):
     elif arguments.update:
         update = torch.optim.AdamW(model.parameters(), 1e-4, fused=has_gpu()).step
     token_ids = token_ids.long()
-    return gradient_step(model, lambda: model(input_ids=token_ids, labels=token_ids).loss, update)
+
+    def loss():
+        with torch.autocast(token_ids.device.type, torch.bfloat16, enabled=arguments.mixed):
+            return model(input_ids=token_ids, labels=token_ids).loss
+
+    return gradient_step(model, loss, update)
 
 
 def compare_with_plain(model):
@@ -197,7 +203,7 @@ def measure_sizes(key, make_step, recompute, sizes, vocabulary):
 
 
 def measure_ours(arguments, key):
-    model = build(arguments.model, arguments.remat)
+    model = build(arguments, arguments.remat)
     if BACKEND == "torch":
         compare_with_plain(model)
 
@@ -205,7 +211,7 @@ def measure_ours(arguments, key):
         nonlocal model
         model = None
         reset_peak()
-        model = build(arguments.model, remat=True)
+        model = build(arguments, remat=True)
 
     vocabulary = model.backbone.vocabulary_size
     yield from measure_sizes(
@@ -220,8 +226,10 @@ def measure_ours(arguments, key):
 def measure_baseline(arguments, key):
     reset_peak()
     baseline = MODELS[arguments.model].baseline
-    model = build(arguments.model, remat=False)
+    model = build(arguments, remat=False)
     peer, vocabulary = baseline.make(model).train(), model.backbone.vocabulary_size
+    if arguments.mixed:
+        peer.float()
     ours, theirs = (sum(w.numel() for w in weights_of(m)) for m in (model, peer))
     if ours != theirs:
         sys.exit(f"{ours:,} parameters, and {theirs:,} in {baseline.library}")
@@ -258,6 +266,7 @@ def main():
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("--sizes", nargs="+", type=read_size, help="such as 8x2048 1x65536")
     parser.add_argument("--update", action="store_true", help="with an optimizer's update")
+    parser.add_argument("--mixed", action="store_true", help="weights in float32")
     parser.add_argument("--logits", action="store_true", help="loss of logits")
     parser.add_argument("--jit", action="store_true", help="`jit_compile=True`, with --update")
     parser.add_argument("--remat", action="store_true", help="recompute blocks")
@@ -266,7 +275,8 @@ def main():
     arguments.sizes = arguments.sizes or [(8, 2048), (1, 2048)]
     if BACKEND == "torch" and has_gpu():
         peers.compile_side_by_side()
-    print_header("float32" if is_small(arguments.model) else "bfloat16")
+    dtype = "mixed_bfloat16" if arguments.mixed else "bfloat16"
+    print_header("float32" if is_small(arguments.model) else dtype)
     print_results(measure_all(arguments))
 
 
