@@ -420,7 +420,7 @@ def compare_with_engine(engine, lines, arguments):
             "requests": line["requests"],
             "HTTP / engine": round(line["tokens/s"] / own["tokens/s"], 3),
             "bar": MIN_HTTP.get((is_streamed, clients), ""),
-            "between, p95 / mean": round(between[0] / between[1], 2),
+            "between, p95 / mean": round(between[0] / between[1], 2) if between[1] else "",
             "p95 - engine's, steps": round(later, 2),
         }
 

@@ -58,6 +58,7 @@ def test_address_in_use_is_an_error_before_the_model_is_loaded(monkeypatch):
     assert "cannot listen on a.invalid" in run(monkeypatch, "--host", "a.invalid")
     with bind("::1", 0) as listener:
         assert listener.getsockname()[0] == "::1"
+        assert listener.proto == socket.IPPROTO_TCP  # else tokens wait 40 ms in a socket
 
 
 def test_missing_package_is_an_error_that_names_the_package(monkeypatch):
