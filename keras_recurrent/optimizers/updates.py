@@ -30,6 +30,15 @@ class Updates(keras.optimizers.Adam):
     def _update_model_variables_moving_average(self, trainable_variables):
         super()._update_model_variables_moving_average(cast_to_float32(trainable_variables))
 
+    def _overwrite_model_variables_with_average_value(self, trainable_variables):
+        if not any(v.dtype in SIXTEEN_BITS for v in trainable_variables):
+            super()._overwrite_model_variables_with_average_value(trainable_variables)
+            return
+        averages = self._model_variables_moving_average
+        for variable, average in zip(trainable_variables, averages, strict=True):
+            if average is not None:  # TensorFlow does not cast it
+                variable.assign(ops.cast(average, variable.dtype))
+
     def _is_decayed(self, variable):
         return bool(self.weight_decay) and self._use_weight_decay(variable)
 
