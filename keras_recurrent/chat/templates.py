@@ -8,7 +8,7 @@ import numpy as np
 
 from keras_recurrent.chat import ROLES
 from keras_recurrent.chat.rendering import render
-from keras_recurrent.tokenizers.checkpoint_files import names_pattern, tokenize_parts
+from keras_recurrent.tokenizers.checkpoint_files import template_pattern, tokenize_parts
 
 # {variable of a template: attribute of a tokenizer}
 TOKEN_VARIABLES = {"bos_token": "start_token", "eos_token": "end_token", "pad_token": "pad_token"}
@@ -119,8 +119,8 @@ def apply_template(template, tokenizer, messages, ends):
             variables[name] = getattr(tokenizer, attribute)
     (*texts, text), template_text = render(template, variables, ends)
     # Special tokens may be in `template_text` only, which has the length of `text`.
-    names = names_pattern(getattr(tokenizer, "_template_tokens", tokenizer.special_tokens))
-    lengths = [len(part) for part in re.split(f"({names})", template_text)]
+    pieces = re.split(f"({template_pattern(tokenizer)})", template_text)
+    lengths = list(map(len, pieces))
     parts = [
         text[end - n : end] for n, end in zip(lengths, itertools.accumulate(lengths), strict=True)
     ]

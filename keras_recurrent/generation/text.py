@@ -4,31 +4,22 @@ import codecs
 import functools
 import re
 
-import keras_hub
 import numpy as np
 
-from keras_recurrent.tokenizers import BPETokenizer, ByteTokenizer
-from keras_recurrent.tokenizers.byte_tokenizer import FIRST_BYTE
+from keras_recurrent.tokenizers.sentence_piece_file import decoding_errors
 
 REPLACEMENT = "\ufffd"  # text of bytes that are an invalid or incomplete character
 LONGEST_CHARACTER = 4  # bytes, each one token at most
 MAX_TOKENS = 64  # whose text is converted again for a further token
-SPACE = "\u2581"  # in the tokens of SentencePiece
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # of SentencePiece, and of BPE with byte fallback
 # Characters that byte-level BPE has for bytes: the printable ones, then others.
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTE_LEVEL = {chr(byte): byte for byte in PRINTABLE}
 BYTE_LEVEL |= {chr(256 + i): b for i, b in enumerate(sorted({*range(256)} - {*PRINTABLE}))}
 DECODER = codecs.getincrementaldecoder("utf-8")
-EACH_BYTE = "keras_recurrent_replace_each_byte"
-
-
-def _replace_each_byte(error):
-    """Error handler of a codec, which replaces bytes as SentencePiece does."""
-    return REPLACEMENT * (error.end - error.start), error.end
-
-
-codecs.register_error(EACH_BYTE, _replace_each_byte)
+# Classes whose texts of tokens are known, if no subclass overrides these methods.
+DETOKENIZERS = {"BPETokenizer", "ByteTokenizer", "PlainTokenizer", "SentencePieceTokenizer"}
+PREPROCESSORS = {"CausalLMPreprocessor", "PlainPreprocessor"}
 
 
 def hidden_stop_tokens(preprocessor):
@@ -75,6 +66,7 @@ class TokenBytes(dict):
     def __init__(self, preprocessor):
         super().__init__()
         self._preprocessor, self.tokenizer = preprocessor, preprocessor.tokenizer
+        self._core = getattr(self.tokenizer, "_core", None)
         self._without_text = set(getattr(self.tokenizer, "special_token_ids", ()))
         self.errors = _decoding_errors(preprocessor)
 
@@ -93,9 +85,7 @@ class TokenBytes(dict):
     def __missing__(self, token):
         if token in self._without_text:
             data = b""
-        elif isinstance(self.tokenizer, ByteTokenizer):
-            data = bytes([min(token - FIRST_BYTE, 255)])
-        else:
+        elif (data := self._core and self._core.bytes_of(token)) is None:
             context, before = self._context
             text = self._text([context, token])[len(before) :]
             data = text.encode()
@@ -112,26 +102,27 @@ class TokenBytes(dict):
             return None
         if BYTE_TOKEN.fullmatch(name):
             return bytes.fromhex(name[3:5])
-        is_byte_level = isinstance(self.tokenizer, BPETokenizer) and BYTE_LEVEL.keys() >= set(name)
+        is_byte_level = self._core and self._core.spells_bytes and BYTE_LEVEL.keys() >= set(name)
         return bytes(BYTE_LEVEL[c] for c in name) if is_byte_level else None
 
 
 def _decoding_errors(preprocessor):
     """Returns `TokenBytes.errors`."""
-    hub, tokenizer = keras_hub.tokenizers, preprocessor.tokenizer
-    detokenize = type(tokenizer).detokenize
-    postprocess = keras_hub.models.CausalLMPreprocessor.generate_postprocess
-    if type(preprocessor).generate_postprocess is not postprocess:
+    tokenizer = preprocessor.tokenizer
+    detokenizer = _owner(tokenizer, "detokenize", DETOKENIZERS)
+    if detokenizer is None or not _owner(preprocessor, "generate_postprocess", PREPROCESSORS):
         return None
-    if detokenize is BPETokenizer.detokenize:
-        return "replace" if tokenizer.joins_texts_of_tokens else None
-    if detokenize is hub.SentencePieceTokenizer.detokenize:
-        # The space after a word may be part of its token, and is dropped at the end.
-        tokens = filter(None, tokenizer.get_vocabulary())
-        drops_spaces = any(t.endswith(SPACE) and t.strip(SPACE) for t in tokens)
-        return None if drops_spaces else EACH_BYTE
-    is_known = isinstance(tokenizer, ByteTokenizer) and detokenize is hub.ByteTokenizer.detokenize
-    return tokenizer.errors if is_known else None
+    if (core := getattr(tokenizer, "_core", None)) is not None:
+        return core.errors
+    is_sentence_piece = detokenizer == "SentencePieceTokenizer"
+    return decoding_errors(tokenizer.get_vocabulary()) if is_sentence_piece else None
+
+
+def _owner(value, method, names):
+    """Returns the name of the class that defines a method, or None if it is not one of `names`."""
+    owner = next(cls for cls in type(value).__mro__ if method in vars(cls))
+    is_known = owner.__module__.partition(".")[0] in ("keras_hub", "keras_recurrent")
+    return owner.__name__ if is_known and owner.__name__ in names else None
 
 
 class IncrementalDetokenizer:

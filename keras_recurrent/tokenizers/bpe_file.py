@@ -8,14 +8,16 @@ import json
 import tokenizers
 
 from keras_recurrent.tokenizers.checkpoint_files import MIN_PRIVATE, find_tokens, private_name
+from keras_recurrent.tokenizers.plain import PlainTokenizer
 
 REPLACEMENT = "\ufffd"
 MAX_BYTES = 100_000_000  # the largest published files have about 35 MB
 MAX_ID = 2**31 - 1  # of int32
 MAX_GROWTH = 1000  # of a text by normalizer or decoder
+SPECIAL_TOKENS = ("start_token", "end_token", "pad_token")
 
 
-class BPEFile:
+class BPEFile(PlainTokenizer):
     """Tokenizer of a `tokenizer.json` file, run by the package `tokenizers`.
 
     Truncation, padding and BPE dropout of the file are switched off.
@@ -28,11 +30,13 @@ class BPEFile:
         ids: `{token: id}` of all tokens.
         tokens: `{id: token}`, in the order of ids. Ids may be missing.
         special_ids: set of the ids that the file marks as special.
-        private_names: `{token: name}` of the special tokens; `encode` takes these names for them.
+        private_names: `{token: name}` of the special tokens, as in `PlainTokenizer`.
 
     Raises:
         ValueError: the file is too large, incomplete or inconsistent, or its model is not BPE.
     """
+
+    spells_bytes = True
 
     def __init__(self, content):
         self.content = content
@@ -60,7 +64,27 @@ class BPEFile:
         names = {f"<0x{byte:02X}>": byte for byte in range(256)}
         self._bytes = names if has_fallback else {}
 
-    def mark_special(self, ids):
+    def set_special_tokens(self, **ids):
+        """Sets the ids of `SPECIAL_TOKENS`, which become special. The start token may be None.
+
+        Raises:
+            ValueError: an id is not in the file.
+        """
+        for name, id in ids.items():
+            if id is None and name == "start_token":
+                continue
+            if id not in self.tokens or isinstance(id, bool):
+                some = ", ".join(f"{i} ({self.tokens[i]!r})" for i in sorted(self.special_ids)[:8])
+                raise ValueError(
+                    f"`{name}_id` must be the id of a token of the file; got {id!r}. Its special "
+                    f"tokens are: {some or 'none'}."
+                )
+        self._mark_special(id for id in ids.values() if id is not None)
+        for name, id in ids.items():
+            setattr(self, f"{name}_id", id)
+            setattr(self, name, self.tokens.get(id))
+
+    def _mark_special(self, ids):
         """Marks tokens as special, such as an end token that the file lists as ordinary.
 
         A token that plain text is tokenized to, without being an added token, stays ordinary.
@@ -80,13 +104,39 @@ class BPEFile:
             self._plain.add_tokens([tokenizers.AddedToken(name, normalized=False, **space)])
             self._private_ids[self._plain.token_to_id(name)] = id
 
+    @property
+    def special_tokens(self):
+        return [self.tokens[id] for id in self.special_token_ids]
+
+    template_tokens = special_tokens
+
+    @property
+    def special_token_ids(self):
+        return sorted(self.special_ids)
+
+    def vocabulary_size(self):
+        """Returns the largest id plus one."""
+        return max(self.tokens) + 1
+
+    def id_to_token(self, id):
+        if id not in self.tokens:
+            raise ValueError(
+                f"`id` must be of a token of the file, from 0 to {max(self.tokens)}. Received: {id}"
+            )
+        return self.tokens[id]
+
+    def token_to_id(self, token):
+        if token not in self.ids:
+            raise ValueError(f"`token` must be a token of the file. Received: {token!r}")
+        return self.ids[token]
+
     def encode(self, texts):
         """Returns a list of ids for each string; special tokens are plain text."""
         with _library_errors():
             encodings = self._plain.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    def encode_private(self, text, positions):
+    def encode_trusted(self, text, positions):
         """Returns the ids of a text with private names, and indices of tokens at positions."""
         encode = self._plain.encode_batch if positions else self._plain.encode_batch_fast
         with _library_errors():
@@ -106,6 +156,10 @@ class BPEFile:
         """True if the text of a whole character does not depend on the tokens around it."""
         nodes = [node for node in self._decoder_nodes if "type" in node]
         return bool(nodes) and all(map(_is_local, nodes))
+
+    @property
+    def errors(self):
+        return "replace" if self.joins_texts_of_tokens else None
 
     def decode(self, ids):
         """Returns the text of ids. Ids that the file does not have, and invalid bytes, are U+FFFD.

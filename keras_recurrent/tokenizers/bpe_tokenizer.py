@@ -8,11 +8,10 @@ import keras_hub
 import numpy as np
 
 from keras_recurrent import compat
-from keras_recurrent.tokenizers.bpe_file import BPEFile, read_bpe_file
+from keras_recurrent.tokenizers.bpe_file import SPECIAL_TOKENS, BPEFile, read_bpe_file
 from keras_recurrent.tokenizers.checkpoint_files import CheckpointTokenizer, describe_errors
 
 FILE = "tokenizer.json"
-SPECIAL_TOKENS = ("start_token", "end_token", "pad_token")
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -129,27 +128,19 @@ class BPETokenizer(CheckpointTokenizer, keras_hub.tokenizers.Tokenizer):
         ids = {**self._given_ids}
         if ids["pad_token"] is None:
             ids["pad_token"] = ids["end_token"]
-        for name, id in ids.items():
-            if id is None and name == "start_token":
-                continue
-            if id not in file.tokens or isinstance(id, bool):
-                some = ", ".join(f"{i} ({file.tokens[i]!r})" for i in sorted(file.special_ids)[:8])
-                raise ValueError(
-                    f"`{name}_id` must be the id of a token of the file; got {id!r}. Its special "
-                    f"tokens are: {some or 'none'}."
-                )
-        file.mark_special(id for id in ids.values() if id is not None)
+        file.set_special_tokens(**ids)
         self._file = file
-        for name, id in ids.items():
-            setattr(self, f"{name}_id", id)
-            setattr(self, name, file.tokens.get(id))
+        for name in SPECIAL_TOKENS:
+            for attribute in (name, f"{name}_id"):
+                setattr(self, attribute, getattr(file, attribute))
 
     def _clear_special_tokens(self):
         for name in SPECIAL_TOKENS:
             setattr(self, name, None)
             setattr(self, f"{name}_id", None)
 
-    def _get_file(self):
+    @property
+    def _core(self):
         if self._file is None:
             raise ValueError(f"The tokenizer has no file. Pass one as `tokenizer_json`, a {FILE}.")
         return self._file
@@ -159,42 +150,34 @@ class BPETokenizer(CheckpointTokenizer, keras_hub.tokenizers.Tokenizer):
     @property
     def special_tokens(self):
         """List of the special tokens, by id."""
-        return [self._get_file().tokens[id] for id in self.special_token_ids]
+        return self._core.special_tokens
 
     @property
     def special_token_ids(self):
         """List of the ids of special tokens. They are removed from generated text."""
-        return sorted(self._get_file().special_ids)
+        return self._core.special_token_ids
 
     @property
     def adds_start_token(self):
         """True if the post-processor of the file begins texts with the start token."""
         start = self.start_token_id
-        return start is not None and self._get_file().prefix()[:1] == [start]
+        return start is not None and self._core.prefix()[:1] == [start]
 
     def vocabulary_size(self):
         """Returns the largest id plus one."""
-        return max(self._get_file().tokens) + 1
+        return self._core.vocabulary_size()
 
     def get_vocabulary(self):
         """Returns `{token: id}` of all tokens, as the file spells them."""
-        return dict(self._get_file().ids)
+        return dict(self._core.ids)
 
     def id_to_token(self, id):
         """Returns the token of an id."""
-        tokens = self._get_file().tokens
-        if id not in tokens:
-            raise ValueError(
-                f"`id` must be of a token of the file, from 0 to {max(tokens)}. Received: {id}"
-            )
-        return tokens[id]
+        return self._core.id_to_token(id)
 
     def token_to_id(self, token):
         """Returns the id of a token."""
-        ids = self._get_file().ids
-        if token not in ids:
-            raise ValueError(f"`token` must be a token of the file. Received: {token!r}")
-        return ids[token]
+        return self._core.token_to_id(token)
 
     # === Text to tokens ===
 
@@ -202,7 +185,7 @@ class BPETokenizer(CheckpointTokenizer, keras_hub.tokenizers.Tokenizer):
         return self.tokenize(inputs, *args, **kwargs)
 
     def tokenize(self, inputs):
-        file = self._get_file()
+        file = self._core
         if self._use_tf_workflow():
             return self._tokenize_tf(inputs)
         texts, batched, shape = compat.canonicalize_python_string_inputs(inputs)
@@ -210,17 +193,6 @@ class BPETokenizer(CheckpointTokenizer, keras_hub.tokenizers.Tokenizer):
         if not batched:
             return np.array(ids[0], self.compute_dtype)
         return ids if shape is None else compat.restore_outer_shape(ids, shape)
-
-    @property
-    def _template_tokens(self):
-        return self.special_tokens
-
-    @property
-    def _private_names(self):
-        return self._get_file().private_names
-
-    def _encode(self, text, positions):
-        return self._get_file().encode_private(text, positions)
 
     @compat.preprocessing_function
     def _tokenize_tf(self, inputs):
@@ -233,7 +205,7 @@ class BPETokenizer(CheckpointTokenizer, keras_hub.tokenizers.Tokenizer):
         dtype = self.compute_dtype
 
         def encode(texts):
-            rows = self._get_file().encode([text.decode("utf-8", "replace") for text in texts])
+            rows = self._core.encode([text.decode("utf-8", "replace") for text in texts])
             lengths = np.array([len(row) for row in rows], "int64")
             return np.array([id for row in rows for id in row], dtype), lengths
 
@@ -249,14 +221,14 @@ class BPETokenizer(CheckpointTokenizer, keras_hub.tokenizers.Tokenizer):
     @property
     def joins_texts_of_tokens(self):
         """True if the text of a whole character does not depend on the tokens around it."""
-        return self._get_file().joins_texts_of_tokens
+        return self._core.joins_texts_of_tokens
 
     def detokenize(self, inputs):
-        file = self._get_file()
+        file = self._core
         if self._use_tf_workflow():
             return self._detokenize_tf(inputs)
         rows, batched = compat.canonicalize_python_token_inputs(inputs)
-        texts = [file.decode(row) for row in rows]
+        texts = file.detokenize(rows)
         return texts if batched else texts[0]
 
     @compat.preprocessing_function
@@ -270,7 +242,7 @@ class BPETokenizer(CheckpointTokenizer, keras_hub.tokenizers.Tokenizer):
 
         def decode(values, splits):
             rows = (values[begin:end] for begin, end in itertools.pairwise(splits))
-            texts = [self._get_file().decode(row.tolist()) for row in rows]
+            texts = [self._core.decode(row.tolist()) for row in rows]
             return np.array([text.encode() for text in texts], object)
 
         arguments = [rows.flat_values, rows.row_splits]
@@ -285,7 +257,7 @@ class BPETokenizer(CheckpointTokenizer, keras_hub.tokenizers.Tokenizer):
 
     def save_assets(self, dir_path):
         with open(os.path.join(dir_path, FILE), "wb") as stream:
-            stream.write(self._get_file().content)
+            stream.write(self._core.content)
 
     def load_assets(self, dir_path):
         self.set_tokenizer_json(os.path.join(dir_path, FILE))

@@ -2,15 +2,11 @@
 
 import keras
 import keras_hub
-import numpy as np
 
 from keras_recurrent import compat
 from keras_recurrent.inherited_docstrings import InheritedDocstring
 from keras_recurrent.tokenizers.checkpoint_files import TrustedTexts
-
-SPECIAL_TOKENS = ("<pad>", "<start>", "<end>")
-FIRST_BYTE = len(SPECIAL_TOKENS)
-VOCABULARY_SIZE = FIRST_BYTE + 256
+from keras_recurrent.tokenizers.plain import FIRST_BYTE, PlainByteTokenizer
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -55,8 +51,6 @@ class ByteTokenizer(TrustedTexts, InheritedDocstring, keras_hub.tokenizers.ByteT
     (1, 2, 0)
     """
 
-    _template_tokens = SPECIAL_TOKENS
-
     def __init__(self, errors="replace", dtype="int32", **kwargs):
         self._add_special_token("<start>", "start_token")
         self._add_special_token("<end>", "end_token")
@@ -65,38 +59,28 @@ class ByteTokenizer(TrustedTexts, InheritedDocstring, keras_hub.tokenizers.ByteT
         # There are no weights to build, but `quantize` of a model rejects layers not built.
         self.built = True
 
+    @property
+    def _core(self):
+        return PlainByteTokenizer(self.errors)
+
     def vocabulary_size(self):
         """Returns the number of tokens, 259."""
-        return VOCABULARY_SIZE
+        return self._core.vocabulary_size()
 
     def get_vocabulary(self):
         """Returns `{token: id}` of all tokens. The token of a byte is the character of its code."""
-        return {self.id_to_token(id): id for id in range(VOCABULARY_SIZE)}
+        return {self.id_to_token(id): id for id in range(self.vocabulary_size())}
 
     def id_to_token(self, id):
         """Returns the token of an id: `"<pad>"`, `"<start>"`, `"<end>"`, or a byte's character."""
-        if not 0 <= id < VOCABULARY_SIZE:
-            raise ValueError(f"`id` must be from 0 to {VOCABULARY_SIZE - 1}. Received: {id}")
-        return SPECIAL_TOKENS[id] if id < FIRST_BYTE else chr(id - FIRST_BYTE)
+        return self._core.id_to_token(id)
 
     def token_to_id(self, token):
         """Returns the id of a token; see `id_to_token`."""
-        if token in SPECIAL_TOKENS:
-            return SPECIAL_TOKENS.index(token)
-        if len(token) != 1 or ord(token) > 255:
-            raise ValueError(
-                "`token` must be a special token or one character with a code from 0 to 255, for "
-                f"the byte of that code. Received: {token!r}"
-            )
-        return FIRST_BYTE + ord(token)
+        return self._core.token_to_id(token)
 
     def tokenize(self, inputs):
         return _shift(super().tokenize(inputs))
-
-    def _encode(self, text, positions):
-        codes = np.frombuffer(text.encode("utf-8"), "uint8").astype("int32")
-        indices = [len(text[:at].encode("utf-8")) for at in positions]
-        return (codes + FIRST_BYTE).tolist(), indices
 
     @compat.preprocessing_function
     def _tokenize_tf(self, inputs):
@@ -111,13 +95,8 @@ class ByteTokenizer(TrustedTexts, InheritedDocstring, keras_hub.tokenizers.ByteT
 
     def _detokenize_python(self, inputs):
         inputs, batched = compat.canonicalize_python_token_inputs(inputs)
-        texts = [self._decode(np.array(ids, "int64")) for ids in inputs]
+        texts = self._core.detokenize(inputs)
         return texts if batched else texts[0]
-
-    def _decode(self, ids):
-        # UTF-8 never uses the byte 255, so `errors` applies to unknown ids, too.
-        codes = np.minimum(ids[ids >= FIRST_BYTE] - FIRST_BYTE, 255)
-        return codes.astype("uint8").tobytes().decode("utf-8", errors=self.errors)
 
     @compat.preprocessing_function
     def _detokenize_tf(self, inputs):

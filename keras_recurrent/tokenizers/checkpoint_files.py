@@ -33,6 +33,12 @@ def names_pattern(names):
     return "|".join(map(re.escape, longest_first)) or "(?!)"
 
 
+def template_pattern(tokenizer):
+    """Returns a regular expression of the special tokens that a trusted text may contain."""
+    core = getattr(tokenizer, "_core", None)
+    return names_pattern(tokenizer.special_tokens if core is None else core.template_tokens)
+
+
 def private_name(token):
     """Returns a new name for a special token: as many random private characters."""
     return "".join(chr(0x100000 + secrets.randbelow(0xFFFE)) for _ in token)
@@ -50,8 +56,9 @@ def tokenize_parts(tokenizer, parts, positions=()):
         A list of ids, and for each position the index of the first token that ends after it, or
         begins at it without a character, such as the space that SentencePiece adds.
     """
-    names = getattr(tokenizer, "_private_names", {})
-    encode = getattr(tokenizer, "_encode", functools.partial(_encode_pieces, tokenizer))
+    core = getattr(tokenizer, "_core", None)
+    names = {} if core is None else core.private_names
+    encode = core.encode_trusted if core else functools.partial(_encode_pieces, tokenizer)
     merged = [""]
     for number, part in enumerate(parts):
         if number % 2 and part not in names:
@@ -99,8 +106,8 @@ class TrustedTexts(AtomicPreset):
     """Mixin of tokenizers that find special tokens in trusted texts."""
 
     @property
-    def _template_tokens(self):
-        """Special tokens of such texts, strings."""
+    def _core(self):
+        """The `PlainTokenizer` with the tokens of this one."""
         raise NotImplementedError
 
     def tokenize_with_special_tokens(self, text):
@@ -114,7 +121,7 @@ class TrustedTexts(AtomicPreset):
         """
         if not isinstance(text, str):
             return [self.tokenize_with_special_tokens(each) for each in text]
-        return tokenize_parts(self, re.split(f"({names_pattern(self._template_tokens)})", text))[0]
+        return tokenize_parts(self, re.split(f"({template_pattern(self)})", text))[0]
 
 
 class CheckpointTokenizer(TrustedTexts):
