@@ -42,7 +42,9 @@ INSIDE_FUNCTIONS = {
     ("keras_recurrent/dispatch.py", "backends"),
     ("keras_recurrent/generation/torch/decoder.py", "backends.triton.argmax"),
     ("keras_recurrent/optimizers/fused_updates.py", "backends.triton._optimizers.adam_kernel"),
-    ("keras_recurrent/serving/__main__.py", "serving.server"),
+    ("keras_recurrent/serving/__main__.py", "serving.processes"),
+    ("keras_recurrent/serving/http_process.py", "serving.processes"),
+    ("keras_recurrent/serving/processes.py", "serving.server"),
     ("keras_recurrent/training/sources.py", "training.grain_loader"),
     ("keras_recurrent/tuning.py", "backends.triton._runtime.search"),
 }

@@ -92,3 +92,37 @@ class ChatPreprocessing:
 def _check_token_ids(name, ids):
     if not isinstance(ids, (list, tuple)) or not all(is_integer(id) and id >= 0 for id in ids):
         raise ValueError(f"`{name}` must be a tuple of integers of at least 0; got {ids!r}.")
+
+
+class PlainPreprocessor(ChatPreprocessing):
+    """Prompts and texts of a preprocessor of this package, without Keras.
+
+    Args:
+        tokenizer: a `PlainTokenizer`.
+        add_start_token, chat_template, extra_stop_token_ids: as in the preprocessor.
+    """
+
+    def __init__(self, tokenizer, add_start_token, chat_template, extra_stop_token_ids):
+        self.tokenizer, self.add_start_token = tokenizer, add_start_token
+        self._set_template(chat_template, extra_stop_token_ids)
+
+    def generate_postprocess(self, x):
+        special, rows = self.tokenizer.special_token_ids, []
+        for ids, is_token in zip(x["token_ids"], x["padding_mask"], strict=True):
+            rows.append([id for id in ids[is_token].tolist() if id not in special])
+        return self.tokenizer.detokenize(rows)
+
+
+def plain_preprocessor(preprocessor):
+    """Returns the `PlainPreprocessor` of a preprocessor.
+
+    Returns None if its class or that of its tokenizer is not of this package, or the tokenizer has
+    an option that only KerasHub implements.
+    """
+    tokenizer = preprocessor.tokenizer
+    modules = (type(each).__module__.partition(".")[0] for each in (preprocessor, tokenizer))
+    options = (getattr(tokenizer, name, None) for name in ("add_bos", "add_eos", "sequence_length"))
+    if {*modules} != {__package__.partition(".")[0]} or any(options):
+        return None
+    template = preprocessor.chat_template, preprocessor.extra_stop_token_ids
+    return PlainPreprocessor(tokenizer._core, preprocessor.add_start_token, *template)

@@ -62,6 +62,30 @@ def check_chat_template(template):
         )
 
 
+def is_list(value):
+    """Returns True for a list or tuple with elements."""
+    return isinstance(value, (list, tuple)) and len(value) > 0
+
+
+def is_messages(inputs):
+    """Returns True for messages of one or several conversations."""
+    if is_list(inputs) and is_list(inputs[0]):
+        inputs = inputs[0]
+    return is_list(inputs) and isinstance(inputs[0], dict)
+
+
+def check_renders_messages(preprocessor):
+    """Raises a `ValueError` unless a preprocessor is one that can have a chat template."""
+    if not hasattr(preprocessor, "apply_chat_template"):
+        kind = type(preprocessor).__name__
+        got = "no preprocessor" if preprocessor is None else f"a `{kind}`"
+        raise ValueError(
+            f"Messages need a preprocessor with a chat template; the model has {got}. Pass "
+            "`preprocessor=`, one of this package with `chat_template=...`, to `from_preset` or "
+            "the model."
+        )
+
+
 def check_messages(messages):
     """Raises a `ValueError` unless `messages` is a list of dictionaries of role and content."""
     wanted = 'a dictionary such as {"role": "user", "content": "Hello"}'

@@ -4,7 +4,8 @@ import numpy as np
 
 from keras_recurrent.checks.arguments import check_positive_integer
 from keras_recurrent.generation.decoding_loop import start_decoding
-from keras_recurrent.generation.prompts import capacity, pad_prompts, parse_token_ids
+from keras_recurrent.generation.prompt_tokens import parse_token_ids
+from keras_recurrent.generation.prompts import capacity, pad_prompts
 from keras_recurrent.generation.sampling_params import SamplingParams
 from keras_recurrent.generation.sequence import Sequence
 from keras_recurrent.generation.stop_strings import StreamedText
@@ -202,7 +203,7 @@ class Continuations:
         ]
         options = SamplingParams(temperature=0), None, max_new_tokens, [end_token_id]
         pairs = zip(cache.token_ids, texts, strict=True)
-        sequences = [Sequence(ids, *options, text.read) for ids, text in pairs]
+        sequences = [Sequence(ids, *options, text.listen) for ids, text in pairs]
         programs = self._model._programs()
         loop = start_decoding(self._model, programs, sequences, cache.state)
         while loop.advance():

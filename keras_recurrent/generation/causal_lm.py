@@ -7,25 +7,18 @@ import keras_hub
 import numpy as np
 from keras import ops
 
+from keras_recurrent.chat.templates import is_messages
 from keras_recurrent.checks.arguments import check_boolean
 from keras_recurrent.generation.batch import process_new_tokens
 from keras_recurrent.generation.beam_search import BeamSampler, search_beams
 from keras_recurrent.generation.cache import GenerationCache
 from keras_recurrent.generation.cache_file import cache_key
-from keras_recurrent.generation.chat import ChatGeneration, is_messages, start_turn
+from keras_recurrent.generation.chat import ChatGeneration, start_turn
 from keras_recurrent.generation.decoding_loop import Programs, Stream, start_decoding
-from keras_recurrent.generation.prompts import (
-    cache_max_length,
-    check_token_count,
-    parse_prompts,
-    parse_token_ids,
-)
-from keras_recurrent.generation.sampling_params import (
-    CUSTOM_LOOP,
-    check_sampler,
-    explains_options,
-    resolve_sampling,
-)
+from keras_recurrent.generation.prompt_tokens import parse_stop_token_ids
+from keras_recurrent.generation.prompts import cache_max_length, check_token_count, parse_prompts
+from keras_recurrent.generation.samplers import CUSTOM_LOOP, check_sampler, resolve_sampling
+from keras_recurrent.generation.sampling_params import explains_options
 from keras_recurrent.generation.sequence import (
     Sequence,
     concatenate_results,
@@ -332,7 +325,7 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
         if self.preprocessor is not None and (strings or reads_text):
             hidden = [id for id in hidden_stop_tokens(self.preprocessor) if id in stops]
             texts = [StreamedText(self.preprocessor, ids[-1], strings, hidden) for ids in tokens]
-            listeners = [text.read for text in texts]
+            listeners = [text.listen for text in texts]
         rows = zip(tokens, params, seeds, prompts.remaining_tokens, listeners, strict=True)
         sequences = [Sequence(*row[:3], int(row[3]), stops, row[4]) for row in rows]
         return prompts, sequences, texts
@@ -377,21 +370,5 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
         return self._decoding_programs
 
     def _stop_token_ids(self, ids):
-        """Returns `stop_token_ids` of `generate` as a tuple, which is empty for None."""
-        if isinstance(ids, str) and ids == "auto":
-            if self.preprocessor is None:
-                raise ValueError(
-                    "`stop_token_ids` must be a tuple of token ids, or None to generate up to the "
-                    'maximum length; got "auto", which requires a preprocessor. (A checkpoint has '
-                    "none if it has no tokenizer file.)"
-                )
-            tokenizer = self.preprocessor.tokenizer
-            ids = [tokenizer.end_token_id]
-            if hasattr(tokenizer, "end_token2_id"):  # as in KerasHub's `generate`
-                ids.append(tokenizer.end_token2_id)
-            ids = list(dict.fromkeys([*ids, *hidden_stop_tokens(self.preprocessor)]))
-        if ids is None:
-            return ()
-        kinds = "a tuple of one or more token ids, or None to generate up to the maximum length"
         size = self.backbone.vocabulary_size
-        return tuple(parse_token_ids("stop_token_ids", ids, size, kinds, 1).tolist())
+        return parse_stop_token_ids(self.preprocessor, size, ids)

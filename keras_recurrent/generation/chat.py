@@ -4,7 +4,13 @@ import dataclasses
 import json
 from typing import Any, NamedTuple
 
-from keras_recurrent.chat.templates import ChatPrompt, tokenize_prompt, tokenize_prompts
+from keras_recurrent.chat.templates import (
+    ChatPrompt,
+    check_renders_messages,
+    is_list,
+    tokenize_prompt,
+    tokenize_prompts,
+)
 from keras_recurrent.generation.conversation import Conversation, text_after, tokens_after
 from keras_recurrent.generation.prompts import check_batch_size, check_cache
 from keras_recurrent.generation.sampling_params import explains_options
@@ -49,25 +55,11 @@ class Turn(NamedTuple):
         return found
 
 
-def is_messages(inputs):
-    """Returns True for messages of one or several conversations."""
-    if _is_list(inputs) and _is_list(inputs[0]):
-        inputs = inputs[0]
-    return _is_list(inputs) and isinstance(inputs[0], dict)
-
-
 def start_turn(model, messages, cache):
     """Returns the `Turn` of messages; arguments and errors as in `chat`."""
     preprocessor = model.preprocessor
-    if not hasattr(preprocessor, "apply_chat_template"):
-        kind = type(preprocessor).__name__
-        got = "no preprocessor" if preprocessor is None else f"a `{kind}`"
-        raise ValueError(
-            "Messages need a preprocessor with a chat template; the model has "
-            f"{got}. Pass `preprocessor={model.preprocessor_cls.__name__}(tokenizer, "
-            "chat_template=...)` to `from_preset` or the model."
-        )
-    is_batch = _is_list(messages) and _is_list(messages[0])
+    check_renders_messages(preprocessor)
+    is_batch = is_list(messages) and is_list(messages[0])
     conversations = list(messages) if is_batch else [messages]
     prompts = [preprocessor.apply_chat_template(each) for each in conversations]
     conversations = [json.loads(json.dumps(each)) for each in conversations]  # as from a file
@@ -194,7 +186,3 @@ class ChatGeneration:
         answers = [{"role": "assistant", "content": content} for content in contents]
         answer = answers if isinstance(turn.inputs, list) else answers[0]
         return (answer, new_cache) if return_cache else answer
-
-
-def _is_list(value):
-    return isinstance(value, (list, tuple)) and len(value) > 0

@@ -71,8 +71,12 @@ class DecodingLoop:
             sequence.add(tokens[slot], row)
             if sequence.finish_reason is not None:
                 ended.append(sequence)
+        self._deliver()
         for sequence in ended:  # last, so that no token waits for the removal
             self._end(sequence)
+
+    def _deliver(self):
+        """Called after the tokens of a step; listeners have them already."""
 
     def _end(self, sequence):
         self.batch.remove(sequence)

@@ -4,19 +4,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_recurrent.chat.templates import tokenize_prompts
-from keras_recurrent.checks.arguments import check_positive_integer, check_tensor, check_unicode
+from keras_recurrent.checks.arguments import check_positive_integer, check_tensor
 from keras_recurrent.checks.dtypes import check_dtype
 from keras_recurrent.checks.token_ids import check_token_ids
 from keras_recurrent.devices.jax_processes import gather_to_numpy
 from keras_recurrent.generation.cache import GenerationCache
-from keras_recurrent.training.samples import (
-    as_texts,
-    describe,
-    is_empty,
-    is_text,
-    no_preprocessor_error,
-)
+from keras_recurrent.generation.prompt_tokens import check_not_empty, tokenize_texts
+from keras_recurrent.training.samples import describe, is_empty, is_text, no_preprocessor_error
 
 MAX_TOKENS = 2**31 - 1  # of a sequence; the device counts them in 32 bits
 PADDED = "a dictionary of `token_ids` and `padding_mask`, each [batch, time]"
@@ -82,7 +76,7 @@ def parse_prompts(model, inputs, max_length, cache=None, generates=True, max_new
     parse = _parse_padded if model.preprocessor is None else _parse_texts
     prompts, default_length, is_single = parse(model, inputs, cache)
     if cache is None:
-        _check_not_empty("inputs", prompts)
+        check_not_empty("inputs", prompts)
         context = cached = [np.zeros(0, "int32")] * len(prompts)
     else:
         check_batch_size(cache, len(prompts))
@@ -107,72 +101,6 @@ def parse_prompts(model, inputs, max_length, cache=None, generates=True, max_new
         _check_remaining_tokens(cache, lengths - 1 + remaining_tokens)
     remaining_tokens = remaining_tokens.astype("int32")
     return Prompts(tokens, remaining_tokens, length, num_context, cached, is_single)
-
-
-def parse_prompt(model, prompt):
-    """Returns the tokens of one prompt, an int32 array; `prompt` is a string or token ids."""
-    if not isinstance(prompt, str):
-        kinds = "a string, a list of messages, or a list of at least one token id"
-        return parse_token_ids("prompt", prompt, model.backbone.vocabulary_size, kinds, 1)
-    if model.preprocessor is None:
-        raise no_preprocessor_error("prompt", model.preprocessor_cls, "pass token ids")
-    prompts, _ = tokenize_texts(model.preprocessor, prompt, name="prompt")
-    _check_not_empty("prompt", prompts)
-    return np.array(prompts[0], "int32")
-
-
-def parse_token_ids(name, ids, vocabulary_size, kinds="a list of token ids", min_length=0):
-    """Returns token ids as an int32 array.
-
-    Args:
-        name: string, the argument that errors name.
-        ids: a list or an array of integers.
-        vocabulary_size: integer.
-        kinds: string, the accepted kinds of values, for the error.
-        min_length: integer, minimum number of ids.
-
-    Raises:
-        ValueError: `ids` are not integers of one dimension, are fewer than `min_length`, or outside
-            the vocabulary.
-    """
-    try:
-        tokens = np.array(ids)
-    except ValueError:  # lists of different lengths
-        tokens = np.array(None)
-    is_list = tokens.ndim == 1 and (not tokens.size or tokens.dtype.kind in "iu")
-    if not is_list or len(tokens) < min_length:
-        raise ValueError(f"`{name}` must be {kinds}; got {ids!r:.200}.")
-    check_token_ids(name, tokens, vocabulary_size)
-    return tokens.astype("int32")
-
-
-def tokenize_texts(preprocessor, inputs, name="inputs", has_cache=False):
-    """Validates and tokenizes prompts.
-
-    Args:
-        preprocessor: the preprocessor of the model.
-        inputs: a string or several strings, as in `generate`.
-        name: string, the argument that errors name.
-        has_cache: boolean, True if the texts follow a cache and get no start token.
-
-    Returns:
-        A list of token ids for each prompt, and a boolean, True for one string.
-    """
-    if is_empty(inputs):
-        raise ValueError(f"`{name}` must hold at least one prompt; got none.")
-    if not isinstance(inputs, str) and not is_text(inputs):
-        raise ValueError(
-            f"`{name}` must be one or several strings if the model has a preprocessor; got "
-            f"{describe(inputs)}. Pass tokens to a model with `preprocessor=None`; decode bytes "
-            "with `bytes.decode`."
-        )
-    is_single = isinstance(inputs, str) or getattr(inputs, "ndim", 1) == 0
-    texts = [inputs] if isinstance(inputs, str) else np.ravel(inputs) if is_single else inputs
-    texts = as_texts(texts)
-    for text in texts:
-        check_unicode(name, text)
-    add_start_token = preprocessor.add_start_token and not has_cache
-    return tokenize_prompts(preprocessor.tokenizer, texts, add_start_token), is_single
 
 
 def pad_prompts(tokens, length, pad_token_id=0):
@@ -231,15 +159,6 @@ def _check_remaining_tokens(cache, num_tokens):
             f"`cache` has a `max_length` of {cache.max_length} tokens, of which sequence {row} has "
             f"used {cache.num_tokens[row]}: {left[row]} are left, and this call may need "
             f"{num_tokens[row]}. Pass a smaller `max_length`, or a larger one to `prefill`."
-        )
-
-
-def _check_not_empty(name, prompts):
-    lengths = list(map(len, prompts))
-    if 0 in lengths:
-        raise ValueError(
-            f"`{name}` must have at least one token; prompt {lengths.index(0)} has none. A "
-            "preprocessor with `add_start_token=True` adds one, also to an empty string."
         )
 
 

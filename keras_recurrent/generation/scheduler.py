@@ -6,12 +6,12 @@ import time
 from typing import Any
 
 from keras_recurrent.generation.decoding_loop import DecodingLoop
+from keras_recurrent.generation.prompt_tokens import MIN_TOKENS
 
 # While n requests are queued although slots are free, the bound on delays of steps is multiplied by
 # 1 + n // `WAITING_PER_FACTOR`, at most by `MAX_FACTOR`.
 WAITING_PER_FACTOR, MAX_FACTOR = 2, 4
 SECONDS_PER_SEARCH = 0.02  # between two searches of the queue for ended requests
-MIN_TOKENS = 32  # minimum distance of saved ends of messages from the previous saved state
 
 
 class Scheduler(DecodingLoop):
@@ -45,14 +45,11 @@ class Scheduler(DecodingLoop):
         self._next_search = 0.0
         self.num_prompt_tokens = 0
 
-    def add(self, sequence, max_queued):
-        """Appends a sequence to the queue; returns False if `max_queued` sequences wait."""
+    def add(self, sequence):
+        """Appends a sequence to the queue."""
         with self.changed:
-            if self.num_queued >= max_queued:
-                return False
             self._queue.append(sequence)
             self.changed.notify_all()
-            return True
 
     def run(self):
         """Decodes until `close` is called and all sequences have ended, or until an error."""
@@ -63,6 +60,7 @@ class Scheduler(DecodingLoop):
                 if self.is_idle:
                     break
                 self.advance()
+                self._deliver()
         except BaseException as error:
             with self.changed:
                 self.is_closed, self.error = True, error
@@ -76,27 +74,6 @@ class Scheduler(DecodingLoop):
         with self.changed:
             self.is_closed = True
             self.changed.notify_all()
-
-    @property
-    def num_queued(self):
-        """Number of sequences that are not started, or started but without a free slot."""
-        started, free = self._num_started_and_free()
-        return len(self._queue) + max(0, started - free)
-
-    @property
-    def num_active(self):
-        """Number of sequences in slots, or with a free slot and a started prompt."""
-        # A request ends before its sequence leaves the slot.
-        running = sum(sequence.finish_reason is None for sequence in self.batch.active)
-        return running + min(self._num_started_and_free())
-
-    def _num_started_and_free(self):
-        """Returns the numbers of started sequences without a slot, and of free slots."""
-        # Other threads read these numbers while a sequence moves, and is in two lists. The lists
-        # are read in the order in which it moves, and it is counted in the last one.
-        started = dict.fromkeys([*self._prompts, *self._ready])
-        active = self.batch.active
-        return len(started.keys() - set(active)), self.batch.num_slots - len(active)
 
     @property
     def sequences(self):
@@ -138,7 +115,8 @@ class Scheduler(DecodingLoop):
                 sequence.end(reason)
         for sequence in self.batch.active:
             if reason := sequence.end_reason(now):
-                self.batch.remove(sequence)  # before `end`: it may raise
+                # Before `end`: it may raise. The state after a stop string may continue.
+                self._end(sequence) if reason == "stop" else self.batch.remove(sequence)
                 sequence.end(reason)
 
     def _process_chunks(self):

@@ -1,13 +1,13 @@
 """Sequences of a prompt and its new tokens, the rules for their ends, and results of `generate`."""
 
 import dataclasses
-import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
 from keras import ops
 
 from keras_recurrent.generation.prompts import pad_prompts
+from keras_recurrent.generation.sampling_params import TokenLogprobs, token_logprobs
 from keras_recurrent.generation.text import hidden_stop_tokens
 
 LARGEST_UNIFORM = np.float32(1 - 2**-23)  # its product with a sum is below the sum in float32
@@ -142,21 +142,6 @@ def advance(state, sampled):
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenLogprobs:
-    """Log probabilities of one generated token, by the model, before all options of sampling.
-
-    Attributes:
-        token_id: integer, the token.
-        logprob: float, its log probability in nats.
-        top: a dictionary `{token id: log probability}` of the most probable tokens.
-    """
-
-    token_id: int
-    logprob: float
-    top: dict[int, float]
-
-
-@dataclasses.dataclass(frozen=True)
 class GenerationOutput:
     """Result of `generate` with `SamplingParams(logprobs=...)`, and of `stream` so far.
 
@@ -252,10 +237,3 @@ def generation_output(sequences, texts, cache=None):
     """Returns the `GenerationOutput` of `Sequence`s, with the given texts and cache."""
     token_ids, logprobs = [list(s.token_ids) for s in sequences], [s.logprobs for s in sequences]
     return GenerationOutput(texts, token_ids, logprobs, [s.finish_reason for s in sequences], cache)
-
-
-def token_logprobs(params, token, logprobs):
-    """Returns the `TokenLogprobs` of a token from its `Logprobs`, a number and two arrays [K]."""
-    pairs = zip(logprobs.token_ids.tolist(), logprobs.top.tolist(), strict=True)
-    top = dict(itertools.islice(pairs, params.logprobs))
-    return TokenLogprobs(token, float(logprobs.chosen), top)

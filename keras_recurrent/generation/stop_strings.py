@@ -65,15 +65,24 @@ class StreamedText:
         """All text so far."""
         return "".join(self._shown)
 
-    def read(self, sequence):
-        """Adds the text of the new tokens of a `Sequence`, which ends at a stop string."""
-        for token in sequence.token_ids[self._num_tokens :]:
-            self._num_tokens += 1
-            has_ended = sequence.finish_reason is not None
-            self.add(token, has_ended and self._num_tokens == len(sequence.token_ids))
+    def read(self, token_ids, has_ended):
+        """Adds the text of new tokens, of which none follow if `has_ended`.
+
+        Returns the number of tokens that were read, which may be fewer if the text is stopped.
+        """
+        last = len(token_ids) if has_ended else 0
+        for number, token in enumerate(token_ids, 1):
+            self.add(token, number == last)
             if self.is_stopped:
-                sequence.stop(self._num_tokens)
-                break
+                return number
+        return len(token_ids)
+
+    def listen(self, sequence):
+        """Reads the new tokens of a `Sequence`, and ends it at a stop string."""
+        new, has_ended = sequence.token_ids[self._num_tokens :], sequence.finish_reason is not None
+        self._num_tokens += self.read(new, has_ended)
+        if self.is_stopped:
+            sequence.stop(self._num_tokens)
 
     def take(self):
         """Returns the text since the last call."""
@@ -106,6 +115,8 @@ class StopFilter:
 
     def add(self, text, is_last):
         """Adds text; returns the text that may be shown, and True if a stop string was found."""
+        if not self._strings:
+            return text, False
         before, text = len(self.held), self.held + text
         starts = [text.find(s, max(0, before + 1 - len(s))) for s in self._strings]
         is_stopped = any(start >= 0 for start in starts)

@@ -3,6 +3,7 @@
 import codecs
 import functools
 import re
+from typing import Any
 
 import numpy as np
 
@@ -66,7 +67,7 @@ class TokenBytes(dict):
     def __init__(self, preprocessor):
         super().__init__()
         self._preprocessor, self.tokenizer = preprocessor, preprocessor.tokenizer
-        self._core = getattr(self.tokenizer, "_core", None)
+        self._core: Any = getattr(self.tokenizer, "_core", None)
         self._without_text = set(getattr(self.tokenizer, "special_token_ids", ()))
         self.errors = _decoding_errors(preprocessor)
 

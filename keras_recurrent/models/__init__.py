@@ -1,8 +1,8 @@
 """Language models, and classifiers of texts and images, with KerasHub's API."""
 
 from keras_recurrent.generation.cache import GenerationCache
-from keras_recurrent.generation.sampling_params import SamplingParams
-from keras_recurrent.generation.sequence import GenerationOutput, TokenLogprobs
+from keras_recurrent.generation.sampling_params import SamplingParams, TokenLogprobs
+from keras_recurrent.generation.sequence import GenerationOutput
 from keras_recurrent.models.griffin.griffin_backbone import GriffinBackbone, GriffinResidualBlock
 from keras_recurrent.models.griffin.griffin_causal_lm import (
     GriffinCausalLM,

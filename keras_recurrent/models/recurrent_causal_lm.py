@@ -12,7 +12,7 @@ from keras_recurrent.checks.shapes import check_rank_known
 from keras_recurrent.checks.token_ids import check_token_ids
 from keras_recurrent.generation.beam_search import convert_beam_sampler
 from keras_recurrent.generation.causal_lm import GeneratingCausalLM
-from keras_recurrent.generation.sampling_params import SAMPLERS
+from keras_recurrent.generation.samplers import SAMPLERS
 from keras_recurrent.inherited_docstrings import InheritedDocstring
 from keras_recurrent.models.calibration import layer_structure
 from keras_recurrent.models.parts import check_parts

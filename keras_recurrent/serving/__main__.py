@@ -146,17 +146,17 @@ def main():
     if keras.config.backend() == "tensorflow":
         parser.error("the server runs on torch and JAX; set KERAS_BACKEND to one of them")
 
-    from keras_recurrent.serving.server import Server, bind, create_app
+    from keras_recurrent.serving.processes import HTTPProcess, bind
 
     logging.basicConfig(level=logging.WARNING)
     log.setLevel(logging.INFO)
     if keras.config.backend() == "jax":
         log_compilations()
-    # The engine's thread must not wait 5 ms, Python's default, for that of the HTTP server.
+    # The engine's thread must not wait 5 ms, Python's default, for that of new requests.
     sys.setswitchinterval(5e-4)
     if key is None and not is_loopback(arguments.host):
         logging.warning("Other machines reach the server without a key; set %s.", KEY_VARIABLE)
-    with bind(arguments.host, arguments.port) as listener:
+    with HTTPProcess(bind(arguments.host, arguments.port)) as http_process:
         try:
             engine = make_engine(arguments)
         except (ValueError, NotImplementedError) as error:  # an argument is wrong for the model
@@ -166,16 +166,15 @@ def main():
         log.info("Prepared common options in %.1f s", time.monotonic() - start)
         gc.collect()
         gc.freeze()  # a collection stops all threads; without these objects it is short
-        app = create_app(
-            engine,
-            arguments.preset.rstrip("/").rpartition("/")[2],
-            api_key=key,
-            max_body=arguments.max_body,
-            timeout=arguments.timeout,
-        )
-        server = Server(app, listener, arguments.max_connections, arguments.grace_period)
-        with contextlib.suppress(KeyboardInterrupt):
-            server.run()
+        app = {
+            "model_name": arguments.preset.rstrip("/").rpartition("/")[2],
+            "api_key": key,
+            "max_body": arguments.max_body,
+            "timeout": arguments.timeout,
+        }
+        limits = ("max_connections", "grace_period")
+        server = {name: getattr(arguments, name) for name in limits}
+        sys.exit(http_process.run(engine, arguments.preset, app, server))
 
 
 if __name__ == "__main__":

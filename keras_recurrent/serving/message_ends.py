@@ -3,7 +3,7 @@
 import time
 
 from keras_recurrent.chat.templates import tokenize_prompt, tokenize_prompts
-from keras_recurrent.generation.scheduler import MIN_TOKENS
+from keras_recurrent.generation.prompt_tokens import MIN_TOKENS
 
 # A rendering longer than SLOW seconds pauses further ones for PAUSE seconds.
 SLOW, PAUSE = 0.5, 60.0
@@ -21,9 +21,11 @@ class MessageEnds:
         self._preprocessor = preprocessor
         self._resume = 0.0  # time before which nothing is rendered
 
-    def find(self, turn):
-        """Returns the numbers of tokens up to these ends, for a `Turn` of one conversation."""
-        (messages,), (prompt,), tokens = turn.messages, turn.prompts, turn.inputs.token_ids
+    def find(self, messages, prompt, tokens):
+        """Returns the numbers of tokens up to these ends, a tuple.
+
+        prompt: the `ChatPrompt` of the messages. tokens: a list of its token ids.
+        """
         roles = [message["role"] for message in messages]
         num_leading = roles.index("user") if "user" in roles else 0
         ends = [0]

@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Any, NamedTuple
 
-from keras_recurrent.generation.sequence import TokenLogprobs
+from keras_recurrent.generation.sampling_params import TokenLogprobs
 
 
 class EngineFull(RuntimeError):
@@ -91,13 +91,24 @@ class EngineRequest:
         num_prompt_tokens: integer.
     """
 
-    def __init__(self, num_prompt_tokens):
+    def __init__(self, num_prompt_tokens, text, send):
+        """Makes the request.
+
+        Args:
+            num_prompt_tokens: as above.
+            text: the `StreamedText` of the answer, or None.
+            send: a function of `"cancel"`, or of `"stop"` and a number of tokens, which passes
+                them to the engine.
+        """
         self.num_prompt_tokens, self._pid = num_prompt_tokens, os.getpid()
         self._begin, self._first = time.monotonic(), None
+        self._text, self._send = text, send
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._deltas: collections.deque[Delta] = collections.deque()
         self._future: concurrent.futures.Future[Completion] = concurrent.futures.Future()
         self._listener: Any = None
-        self._is_cancelled, self._changed = False, threading.Condition()
+        self._changed = threading.Condition()
 
     def __iter__(self):
         return self
@@ -140,30 +151,63 @@ class EngineRequest:
 
     def cancel(self):
         """Ends the request, at the latest after two more tokens; later calls have no effect."""
-        self._is_cancelled = True
+        self._send("cancel")
 
     def add_done_callback(self, function):
         """Calls `function(request)` at the end of the request, or at once if it has ended.
 
-        It runs in the engine's thread, which it must not block, or in the calling thread if the
-        request has already ended. Its errors are logged, `SystemExit` as well.
+        It runs in the thread of the engine's texts, which it must not block, or in the calling
+        thread if the request has already ended. Its errors are logged, `SystemExit` as well.
         """
         self._future.add_done_callback(lambda future: self._call(function, self))
 
     def set_listener(self, function):
         """Passes deltas to `function(delta)` instead of the iterator.
 
-        Earlier deltas are passed in the calling thread, later ones in the thread of the engine,
-        which `function` must not block. If `function` raises an error, the error is logged, the
-        request is cancelled, and `function` is not called again.
+        Earlier deltas are passed in the calling thread, later ones in the thread of the engine's
+        texts, which `function` must not block. If `function` raises an error, the error is logged,
+        the request is cancelled, and `function` is not called again.
         """
         with self._changed:
             self._listener = function
             while self._deltas:
                 self._call(self._listener, self._deltas.popleft())
 
+    def _receive(self, token_ids, logprobs, finish_reason, num_cached, error):
+        """Adds new tokens, after which the request may have ended.
+
+        Args:
+            token_ids, logprobs: as in `Delta`.
+            finish_reason, num_cached: as in `Completion`, or None.
+            error: the error that ended the request, or None.
+
+        Returns:
+            The arguments of `_end` if the request has ended, else None.
+        """
+        text = None
+        if self._text is not None and error is None:
+            try:
+                num_tokens = self._text.read(token_ids, finish_reason is not None)
+            except UnicodeDecodeError as invalid:  # of a strict tokenizer
+                error = invalid
+                self.cancel()
+            else:
+                if self._text.is_stopped:
+                    token_ids, logprobs = token_ids[:num_tokens], logprobs[:num_tokens]
+                    if finish_reason is None:
+                        self._send("stop", len(self._token_ids) + num_tokens)
+                    finish_reason = "stop"
+                text = self._text.take()
+        if error is None:
+            self._token_ids += token_ids
+            self._logprobs += logprobs
+            if token_ids:
+                self._add(Delta(text, token_ids, logprobs))
+            if finish_reason is None:
+                return None
+        return finish_reason, num_cached, error
+
     def _add(self, delta):
-        """Appends a `Delta`; only the engine calls it."""
         with self._changed:
             if self._first is None:
                 self._first = time.monotonic() - self._begin
@@ -173,14 +217,15 @@ class EngineRequest:
                 self._deltas.append(delta)
                 self._changed.notify_all()
 
-    def _end(self, sequence, text):
-        """Ends the request with its `RequestSequence`; only the engine calls it."""
-        if sequence.error is None:
-            answer = text, sequence.token_ids, sequence.logprobs, sequence.finish_reason
-            counts = self.num_prompt_tokens, sequence.num_cached
+    def _end(self, finish_reason, num_cached, error):
+        self._send = lambda *_: None  # releases the engine
+        if error is None:
+            text = self._text and self._text.shown
+            answer = text, self._token_ids, self._logprobs, finish_reason
+            counts = self.num_prompt_tokens, num_cached
             self._future.set_result(Completion(*answer, *counts, self._first))
         else:
-            self._future.set_exception(sequence.error)
+            self._future.set_exception(error)
         with self._changed:
             self._changed.notify_all()
 

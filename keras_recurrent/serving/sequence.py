@@ -1,23 +1,94 @@
-"""Sequence of one request of an engine, which the engine's thread generates."""
+"""Requests of an engine as token ids, which the engine's thread generates."""
 
-import time
-from threading import TIMEOUT_MAX
+import queue
 from typing import Any
 
 import numpy as np
 
+from keras_recurrent.generation.scheduler import Scheduler
 from keras_recurrent.generation.sequence import Sequence
-from keras_recurrent.serving.request import Delta, EngineClosed
+from keras_recurrent.serving.request import EngineClosed
+
+
+class RequestScheduler(Scheduler):
+    """Scheduler of numbered requests, whose results are passed on once per step.
+
+    `submit`, `cancel`, `stop`, `close` and `receive` may be called from any thread.
+
+    Attributes:
+        emit: a function of a list of results, tuples of the number of a request and the arguments
+            of `EngineRequest._receive`. It is called with an empty list before the engine becomes
+            idle, and with None at the end of `run`.
+        receive: a function that waits for an argument of `emit`, and returns it.
+    """
+
+    def __init__(self, batch, chunks, prefixes):
+        super().__init__(batch, chunks, prefixes)
+        results: queue.SimpleQueue = queue.SimpleQueue()
+        self.emit, self.receive = results.put, results.get
+        self._results: list[tuple] = []
+        self._numbered: dict[int, RequestSequence] = {}
+
+    def send(self, name, *arguments, **options):
+        """Calls a method, as another process does."""
+        getattr(self, name)(*arguments, **options)
+
+    def submit(self, number, *arguments, **options):
+        """Adds a request; arguments as in `RequestSequence`."""
+        sequence = RequestSequence(number, self._add_result, *arguments, **options)
+        self._numbered[number] = sequence
+        self.add(sequence)
+
+    def cancel(self, number):
+        """Ends a request, unless it has ended."""
+        self.stop(number, None)
+
+    def stop(self, number, num_tokens):
+        """Ends a request after `num_tokens` new tokens, which complete a stop string."""
+        if (sequence := self._numbered.get(number)) is not None:
+            sequence.end_from_outside(num_tokens)
+
+    def cancel_all(self):
+        """Ends all requests, and `run`."""
+        self.close()
+        for sequence in self.sequences:
+            sequence.end_from_outside(None)
+
+    def run(self):
+        try:
+            super().run()
+        finally:
+            self._deliver()
+            self.emit(None)
+
+    def stats(self):
+        """Returns the counts of `Engine.stats` that the scheduler knows."""
+        return {
+            "tokens": self.num_tokens,
+            "prompt_tokens": self.num_prompt_tokens,
+            "prefix_hits": self._prefixes.num_hits,
+            "prefix_tokens": self._prefixes.num_tokens,
+        }
+
+    def _add_result(self, number, *result):
+        self._results.append((number, *result))
+        if result[2] is not None:
+            self._numbered.pop(number, None)
+
+    def _deliver(self):
+        if self._results or self.is_idle:
+            results, self._results = self._results, []
+            self.emit(results)
 
 
 class RequestSequence(Sequence):
-    """Sequence that passes its tokens, as text, to a request.
+    """Sequence of one request.
 
     Args:
-        request: the `EngineRequest`.
+        number: integer, by which the results name the request.
+        add_result: a function of the number and the arguments of `EngineRequest._receive`.
         arguments: as in `Sequence`, without a listener.
-        text: the `StreamedText`, or None without a preprocessor.
-        timeout: number, seconds from now, or None.
+        deadline: time of `time.monotonic` after which the request ends, or None.
         ends: integers, numbers of prompt tokens after which the state is saved.
         salt: string, `cache_salt` of the request, or None.
 
@@ -29,19 +100,29 @@ class RequestSequence(Sequence):
         error: the error that ended the sequence, or None.
     """
 
-    def __init__(self, request, *arguments, text, timeout, ends, salt):
+    def __init__(self, number, add_result, *arguments, deadline, ends, salt):
         super().__init__(*arguments)
-        self.request, self.ends, self.salt = request, ends, salt
+        self.ends, self.salt = ends, salt
         self.num_cached, self.num_processed, self._num_sent = 0, 0, 0
         self.state: Any = None
         self.error: BaseException | None = None
-        self._text = text
-        self._deadline = None if timeout is None else time.monotonic() + min(timeout, TIMEOUT_MAX)
+        self._number, self._add_result, self._deadline = number, add_result, deadline
+        self._outside_end: tuple[str, int | None] | None = None
+
+    def end_from_outside(self, num_tokens):
+        """Lets `end_reason` return `"stop"`, or `"cancelled"` if `num_tokens` is None."""
+        self._outside_end = "cancelled" if num_tokens is None else "stop", num_tokens
 
     def end_reason(self, now):
-        """Returns `"cancelled"`, `"timeout"` or None at a time of `time.monotonic`."""
-        if self.request._is_cancelled:
-            return "cancelled"
+        """Returns `"cancelled"`, `"stop"`, `"timeout"` or None at a time of `time.monotonic`.
+
+        In the case of `"stop"`, the tokens after the stop string are dropped.
+        """
+        if self._outside_end is not None:
+            reason, num_tokens = self._outside_end
+            if num_tokens is not None:
+                self.stop(num_tokens)
+            return reason
         return "timeout" if self._deadline is not None and now >= self._deadline else None
 
     @property
@@ -59,15 +140,6 @@ class RequestSequence(Sequence):
         self.end("error")
 
     def _notify(self):
-        text = None
-        if self._text is not None and self.error is None:
-            try:
-                self._text.read(self)
-                text = self._text.take()
-            except UnicodeDecodeError as error:  # of a strict tokenizer
-                self.error, self.finish_reason = error, "error"
         first, self._num_sent = self._num_sent, len(self.token_ids)
-        if self._num_sent > first and self.error is None:
-            self.request._add(Delta(text, self.token_ids[first:], self.logprobs[first:]))
-        if self.finish_reason is not None:
-            self.request._end(self, self._text and self._text.shown)
+        new = self.token_ids[first:], self.logprobs[first:]
+        self._add_result(self._number, *new, self.finish_reason, self.num_cached, self.error)

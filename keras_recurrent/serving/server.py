@@ -5,7 +5,6 @@ import functools
 import json
 import logging
 import pathlib
-import socket
 import time
 from typing import Any
 
@@ -42,7 +41,7 @@ class Service:
     def __init__(self, engine, model_name, timeout):
         self.engine, self.model_name, self.timeout = engine, model_name, timeout
         self.created = int(time.time())
-        self.tokens = LogprobTexts(engine.model.preprocessor)
+        self.tokens = LogprobTexts(engine.preprocessor)
         self.metrics = Metrics(engine)
         self.is_draining = False
         self.connections: Any = ()  # this and the next one are set by `Server`
@@ -75,7 +74,7 @@ class Service:
         return self.groups[form.id]
 
     def _submit(self, body):
-        preprocessor = self.engine.model.preprocessor
+        preprocessor = self.engine.preprocessor
         if isinstance(body, ChatBody) and getattr(preprocessor, "chat_template", None) is None:
             raise ApiError(400, NO_TEMPLATE, param="messages")
         requests = []
@@ -282,24 +281,6 @@ def create_app(engine, model_name, *, api_key=None, max_body=MAX_BODY, timeout=6
         return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers=headers)
 
     return app
-
-
-def bind(host, port):
-    """Returns a socket that is bound to the address, and does not accept connections yet."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio only sets TCP_NODELAY if the protocol is given. Without it, the first tokens of a
-    # stream wait 40 ms for the client's acknowledgement of the headers.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise SystemExit(
-            f"The server cannot listen on {host}, port {port}: {error.strerror}. Select others "
-            "with `--host` and `--port`."
-        ) from error
-    return listener
 
 
 class Connection(H11Protocol):

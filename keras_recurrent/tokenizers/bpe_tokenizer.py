@@ -148,36 +148,14 @@ class BPETokenizer(CheckpointTokenizer, keras_hub.tokenizers.Tokenizer):
     # === Vocabulary ===
 
     @property
-    def special_tokens(self):
-        """List of the special tokens, by id."""
-        return self._core.special_tokens
-
-    @property
-    def special_token_ids(self):
-        """List of the ids of special tokens. They are removed from generated text."""
-        return self._core.special_token_ids
-
-    @property
     def adds_start_token(self):
         """True if the post-processor of the file begins texts with the start token."""
         start = self.start_token_id
         return start is not None and self._core.prefix()[:1] == [start]
 
-    def vocabulary_size(self):
-        """Returns the largest id plus one."""
-        return self._core.vocabulary_size()
-
     def get_vocabulary(self):
         """Returns `{token: id}` of all tokens, as the file spells them."""
         return dict(self._core.ids)
-
-    def id_to_token(self, id):
-        """Returns the token of an id."""
-        return self._core.id_to_token(id)
-
-    def token_to_id(self, token):
-        """Returns the id of a token."""
-        return self._core.token_to_id(token)
 
     # === Text to tokens ===
 

@@ -63,21 +63,9 @@ class ByteTokenizer(TrustedTexts, InheritedDocstring, keras_hub.tokenizers.ByteT
     def _core(self):
         return PlainByteTokenizer(self.errors)
 
-    def vocabulary_size(self):
-        """Returns the number of tokens, 259."""
-        return self._core.vocabulary_size()
-
     def get_vocabulary(self):
         """Returns `{token: id}` of all tokens. The token of a byte is the character of its code."""
         return {self.id_to_token(id): id for id in range(self.vocabulary_size())}
-
-    def id_to_token(self, id):
-        """Returns the token of an id: `"<pad>"`, `"<start>"`, `"<end>"`, or a byte's character."""
-        return self._core.id_to_token(id)
-
-    def token_to_id(self, token):
-        """Returns the id of a token; see `id_to_token`."""
-        return self._core.token_to_id(token)
 
     def tokenize(self, inputs):
         return _shift(super().tokenize(inputs))

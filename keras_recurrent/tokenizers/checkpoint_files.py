@@ -110,6 +110,28 @@ class TrustedTexts(AtomicPreset):
         """The `PlainTokenizer` with the tokens of this one."""
         raise NotImplementedError
 
+    @property
+    def special_tokens(self):
+        """List of the special tokens, such as the start, end and padding token."""
+        return self._core.special_tokens
+
+    @property
+    def special_token_ids(self):
+        """List of the ids of `special_tokens`. They are removed from generated text."""
+        return self._core.special_token_ids
+
+    def vocabulary_size(self):
+        """Returns the largest id plus one."""
+        return self._core.vocabulary_size()
+
+    def id_to_token(self, id):
+        """Returns the token of an id. The token of a byte is the character of its code."""
+        return self._core.id_to_token(id)
+
+    def token_to_id(self, token):
+        """Returns the id of a token."""
+        return self._core.token_to_id(token)
+
     def tokenize_with_special_tokens(self, text):
         """Tokenizes a trusted text, such as a rendered chat template, with its special tokens.
 

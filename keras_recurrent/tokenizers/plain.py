@@ -3,6 +3,8 @@
 The HTTP process of the server uses them alone, and imports neither Keras nor a framework.
 """
 
+from typing import Any
+
 import numpy as np
 
 BYTE_SPECIAL_TOKENS = ("<pad>", "<start>", "<end>")
@@ -27,7 +29,9 @@ class PlainTokenizer:
             BPE.
     """
 
-    private_names: dict[str, str] = {}
+    encode: Any
+    decode: Any
+    private_names: Any = {}
     spells_bytes = False
 
     @property

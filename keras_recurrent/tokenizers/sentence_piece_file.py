@@ -120,7 +120,7 @@ class SentencePieceFile(PlainTokenizer):
             return self._file, names
         return sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString()), names
 
-    @property
+    @functools.cached_property
     def private_names(self):
         return self._private_file[1]
 

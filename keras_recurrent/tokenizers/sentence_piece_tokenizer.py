@@ -94,7 +94,7 @@ class SentencePieceTokenizer(CheckpointTokenizer, keras_hub.tokenizers.SentenceP
 
     def _update_special_token_ids(self):
         # KerasHub calls this after the file is loaded.
-        self._file = SentencePieceFile(self.proto, dict(self._given_ids), self.added_tokens)
+        self._file = SentencePieceFile(self.proto, dict(self._given_ids), dict(self.added_tokens))
         for name in SPECIAL_TOKENS:
             for attribute in (name, f"{name}_id"):
                 setattr(self, attribute, getattr(self._file, attribute))
@@ -106,20 +106,6 @@ class SentencePieceTokenizer(CheckpointTokenizer, keras_hub.tokenizers.SentenceP
 
     # === Vocabulary ===
 
-    @property
-    def special_tokens(self):
-        """List of the start, end and padding token and the added tokens."""
-        return self._core.special_tokens
-
-    @property
-    def special_token_ids(self):
-        """List of the ids of `special_tokens`. They are removed from generated text."""
-        return self._core.special_token_ids
-
-    def vocabulary_size(self):
-        """Returns the largest id plus one."""
-        return self._core.vocabulary_size()
-
     def get_vocabulary(self):
         """Returns a list of the tokens, by id. Ids without a token have None."""
         tokens = super().get_vocabulary()
@@ -127,10 +113,6 @@ class SentencePieceTokenizer(CheckpointTokenizer, keras_hub.tokenizers.SentenceP
         for id, token in self._core.added.items():
             tokens[id] = token
         return tokens
-
-    def id_to_token(self, id):
-        """Returns the token of an id."""
-        return self._core.id_to_token(id)
 
     def token_to_id(self, token):
         """Returns the id of a token, or that of the unknown token."""

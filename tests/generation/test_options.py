@@ -221,7 +221,7 @@ def test_stop_strings_are_found_at_their_last_token(errors):
         data = "".join(rng.choice(list("aab€é"), size=40)).encode()
         streamed = StreamedText(preprocessor, 99, strings)
         options = SamplingParams(temperature=0), None, len(data)
-        sequence = Sequence(np.array([99]), *options, listener=streamed.read)
+        sequence = Sequence(np.array([99]), *options, listener=streamed.listen)
         while sequence.finish_reason is None:
             sequence.add(3 + data[len(sequence.token_ids)])
         counts = [n for n in range(len(data)) for s in strings if s.encode() in data[: n + 1]]

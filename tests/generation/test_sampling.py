@@ -8,6 +8,7 @@ import keras_hub
 import numpy as np
 import pytest
 
+from keras_recurrent.generation.samplers import resolve_sampling
 from keras_recurrent.generation.sampling import (
     AFTER_TEMPERATURE,
     covers,
@@ -16,7 +17,7 @@ from keras_recurrent.generation.sampling import (
     option,
     option_arrays,
 )
-from keras_recurrent.generation.sampling_params import number, resolve_sampling
+from keras_recurrent.generation.sampling_params import number
 from keras_recurrent.generation.sequence import DeviceState, Sequence
 from keras_recurrent.models import SamplingParams
 from tests.generation import numpy_sampling

@@ -252,12 +252,26 @@ def wait_for_address(process, log):
     return match[1]
 
 
-def resources(process):
-    """Returns resident memory in MiB, and numbers of threads and open files of a process."""
-    folder = pathlib.Path(f"/proc/{process.pid}")
-    values = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
-    memory, files = int(values["VmRSS"].split()[0]) / 1024, len(list((folder / "fd").iterdir()))
-    return SimpleNamespace(memory=memory, threads=int(values["Threads"]), files=files)
+def child_id(process):
+    """Returns the id of the HTTP process of a server."""
+    ids = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    # Another one renders chat templates.
+    (found,) = (
+        n for n in ids if b"http_process" in pathlib.Path(f"/proc/{n}/cmdline").read_bytes()
+    )
+    return int(found)
+
+
+def resources(*ids):
+    """Returns resident memory in MiB, and numbers of threads and open files of processes."""
+    memory = threads = files = 0
+    for id in ids:
+        folder = pathlib.Path(f"/proc/{id}")
+        values = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+        memory += int(values["VmRSS"].split()[0]) / 1024
+        threads += int(values["Threads"])
+        files += len(list((folder / "fd").iterdir()))
+    return SimpleNamespace(memory=memory, threads=threads, files=files)
 
 
 def metrics(url):
@@ -286,11 +300,11 @@ async def run_clients(url, process, answers, num_requests):
     clients, used, begin = Clients(url, answers), [], time.monotonic()
     await clients.send(max(num_requests // 10, 100))
     await idle_metrics(url)
-    used.append(resources(process))
+    used.append(resources(process.pid, child_id(process)))
     for _ in range(9):
         await clients.send(num_requests // 10)
         found = await idle_metrics(url)
-        used.append(resources(process))
+        used.append(resources(process.pid, child_id(process)))
     seconds = time.monotonic() - begin
     # SIGTERM while requests run, some of which cannot finish.
     last = Clients(url, answers, seed=1)

@@ -549,7 +549,7 @@ def make_scheduler(device, lengths):
     prefixes = SimpleNamespace(restore=lambda sequence: None, is_enabled=False)
     made = scheduler.Scheduler(device, device, prefixes)
     for length in lengths:
-        made.add(QueuedPrompt(length), 100)
+        made.add(QueuedPrompt(length))
     return made
 
 
@@ -592,18 +592,3 @@ def test_scheduler_fills_a_free_slot_while_chunks_are_processed():
     device.num_free = 1
     scheduler.advance()  # the program still runs
     assert device.num_free == 0
-
-
-@pytest.mark.once
-def test_sequence_that_moves_into_a_slot_is_not_counted_as_queued(monkeypatch):
-    """A request is rejected while the queue is empty and the engine fills a slot."""
-    device, counts = Device(1), []
-    scheduler = make_scheduler(device, (1,))
-
-    def insert(sequence, state):
-        Device.insert(device, sequence, state)
-        counts.append((scheduler.num_queued, scheduler.num_active))
-
-    monkeypatch.setattr(device, "insert", insert)
-    scheduler.advance()
-    assert counts == [(0, 1)]

@@ -14,7 +14,6 @@ from keras_recurrent.chat import rendering
 from keras_recurrent.chat.templates import tokenize_prompts
 from keras_recurrent.checks.dtypes import bytes_of
 from keras_recurrent.generation.cache import GenerationCache
-from keras_recurrent.generation.chat import start_turn
 from keras_recurrent.models import GriffinCausalLMPreprocessor
 from keras_recurrent.serving import message_ends
 from keras_recurrent.serving.message_ends import MessageEnds
@@ -181,6 +180,13 @@ def count_tokens(messages):
     return 1 + sum(len(f"{each['role']}: {each['content']}\n") for each in messages)
 
 
+def rendered(preprocessor, messages):
+    """Returns the prompt of messages, and a list of its tokens."""
+    prompt = preprocessor.apply_chat_template(messages)
+    (tokens,) = tokenize_prompts(preprocessor.tokenizer, [prompt], preprocessor.add_start_token)
+    return prompt, tokens
+
+
 @pytest.mark.parametrize(
     ("template", "messages", "ends"),
     [
@@ -197,14 +203,13 @@ def count_tokens(messages):
 def test_message_ends_are_found_with_few_renderings(template, messages, ends):
     """A state is saved in the middle of a message, or each of many messages is rendered."""
     preprocessor = GriffinCausalLMPreprocessor(ByteTokenizer(), chat_template=template)
-    turn = start_turn(types.SimpleNamespace(preprocessor=preprocessor), messages, None)
+    prompt, tokens = rendered(preprocessor, messages)
     render, calls = preprocessor.apply_chat_template, []
     preprocessor.apply_chat_template = lambda *args, **kwargs: (
         calls.append(1) or render(*args, **kwargs)
     )
-    assert MessageEnds(preprocessor).find(turn) == tuple(
-        count_tokens(messages[:count]) for count in ends
-    )
+    expected = tuple(count_tokens(messages[:count]) for count in ends)
+    assert MessageEnds(preprocessor).find(messages, prompt, tokens) == expected
     assert len(calls) <= 2
 
 
@@ -212,22 +217,22 @@ def test_message_end_with_a_tokenizer_that_begins_texts_with_a_space():
     """An end is lost because the text after a message has other tokens if tokenized alone."""
     preprocessor = GriffinCausalLMPreprocessor(bpe.llama(None), chat_template=LINES + ANSWER)
     messages = [SYSTEM, {"role": "user", "content": "happy"}]
-    turn = start_turn(types.SimpleNamespace(preprocessor=preprocessor), messages, None)
+    prompt, all_tokens = rendered(preprocessor, messages)
     prefix = preprocessor.apply_chat_template(messages[:1], add_generation_prompt=False)
     (tokens,) = tokenize_prompts(preprocessor.tokenizer, [prefix], preprocessor.add_start_token)
-    assert MessageEnds(preprocessor).find(turn) == (len(tokens),)
+    assert MessageEnds(preprocessor).find(messages, prompt, all_tokens) == (len(tokens),)
 
 
 def test_message_ends_of_a_slow_template_are_not_searched_again(monkeypatch):
     """Each request waits for a template that loops forever without the last message."""
     template = "{% if messages|length < 2 %}" + ENDLESS + "{% endif %}" + LINES
     preprocessor = GriffinCausalLMPreprocessor(ByteTokenizer(), chat_template=template)
-    ends, model = MessageEnds(preprocessor), types.SimpleNamespace(preprocessor=preprocessor)
-    turn = start_turn(model, [SYSTEM, TURNS[0]], None)
+    messages = [SYSTEM, TURNS[0]]
+    find, prompt = MessageEnds(preprocessor).find, rendered(preprocessor, messages)
     monkeypatch.setattr(rendering, "MAX_SECONDS", 0.2)
     monkeypatch.setattr(message_ends, "SLOW", 0.1)
-    assert ends.find(turn) == ()
+    assert find(messages, *prompt) == ()
     monkeypatch.setattr(rendering, "MAX_SECONDS", 60)
     begin = time.monotonic()
-    assert ends.find(turn) == ()
+    assert find(messages, *prompt) == ()
     assert time.monotonic() - begin < 0.1

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from keras_recurrent.generation.sequence import TokenLogprobs
+from keras_recurrent.generation.sampling_params import TokenLogprobs
 from keras_recurrent.generation.stop_strings import StreamedText
 from keras_recurrent.generation.text import TokenBytes
 from keras_recurrent.models import GriffinCausalLMPreprocessor

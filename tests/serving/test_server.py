@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import functools
 import json
+import multiprocessing
+import pickle
 import socket
 import threading
 import time
@@ -16,10 +18,13 @@ pytest.importorskip("openai")
 
 import openai
 
+from keras_recurrent.chat.preprocessing import plain_preprocessor
 from keras_recurrent.models import GriffinCausalLM, SamplingParams
 from keras_recurrent.serving import Engine, protocol
 from keras_recurrent.serving import server as server_module
-from keras_recurrent.serving.server import Server, bind, create_app
+from keras_recurrent.serving.client import EngineClient
+from keras_recurrent.serving.processes import RemoteLink, bind, run_scheduler
+from keras_recurrent.serving.server import Server, create_app
 from tests.serving.soak import metrics
 
 pytestmark = pytest.mark.once
@@ -61,9 +66,31 @@ def running(engine, grace_period=5, max_connections=1024, **options):
         assert not thread.is_alive()
 
 
+@contextlib.contextmanager
+def remote(engine):
+    """Yields a client of an engine, as the HTTP process has it, over a connection."""
+    ours, theirs = multiprocessing.Pipe()
+    scheduler = engine._scheduler
+    thread = threading.Thread(target=run_scheduler, args=(scheduler, theirs))
+    thread.start()
+    preprocessor = pickle.loads(pickle.dumps(plain_preprocessor(engine.preprocessor)))
+    try:
+        yield EngineClient(RemoteLink(ours, scheduler.stats()), preprocessor, engine.limits)
+    finally:
+        ours.close()
+        thread.join(20)
+        assert not thread.is_alive()
+        theirs.close()
+        engine.close()
+
+
 @pytest.fixture(scope="module")
 def server(model):
-    with running(Engine(model, num_slots=4, max_length=1000), max_body=10_000) as server:
+    """Server whose engine is reached as from another process, without Keras."""
+    with (
+        remote(Engine(model, num_slots=4, max_length=1000)) as engine,
+        running(engine, max_body=10_000) as server,
+    ):
         yield server
 
 
@@ -304,9 +331,9 @@ def test_request_with_a_rejected_prompt_cancels_the_others(server, submitted):
     assert [request.result().finish_reason for _, request in submitted] == ["cancelled"]
 
 
-def test_chat_without_a_template_is_an_error_that_names_the_option(server, model, monkeypatch):
+def test_chat_without_a_template_is_an_error_that_names_the_option(server, engine, monkeypatch):
     """The error asks a client of HTTP to pass an argument of Python."""
-    monkeypatch.setattr(model.preprocessor, "chat_template", None)
+    monkeypatch.setattr(engine.preprocessor, "chat_template", None)
     response = post(server, "chat/completions", **chat())
     assert response.status_code == 400
     assert "`--chat-template`" in response.json()["error"]["message"]

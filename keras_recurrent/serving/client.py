@@ -1,0 +1,252 @@
+"""Submission of requests to an engine, and the text of its answers, without a framework."""
+
+import os
+import threading
+import time
+from typing import NamedTuple
+
+from keras_recurrent.chat.templates import check_renders_messages, is_messages
+from keras_recurrent.checks.arguments import check_number, check_positive_integer, check_unicode
+from keras_recurrent.generation.prompt_tokens import parse_prompt, parse_stop_token_ids
+from keras_recurrent.generation.sampling_params import (
+    SamplingParams,
+    explains_options,
+    seed_sequence,
+)
+from keras_recurrent.generation.stop_strings import StreamedText, check_stop_strings
+from keras_recurrent.generation.text import hidden_stop_tokens
+from keras_recurrent.serving.message_ends import MessageEnds
+from keras_recurrent.serving.request import (
+    EngineClosed,
+    EngineFull,
+    EngineRequest,
+    PromptTooLong,
+    check_process,
+)
+
+MAX_LOGPROBS = 20  # of a token, as in OpenAI's API
+
+
+class Limits(NamedTuple):
+    """Properties of an engine that its clients need; most are arguments of `Engine`.
+
+    Attributes:
+        vocabulary_size: integer.
+        saves_states: boolean, True if `prefix_cache_bytes` is not 0.
+        state_interval: integer, number of prompt tokens after which a state is saved. 0: none.
+    """
+
+    num_slots: int
+    max_queued: int
+    max_length: int
+    vocabulary_size: int
+    saves_states: bool
+    state_interval: int
+
+
+class EngineClient:
+    """Base class of engines: checks and tokenizes prompts, and makes the text of answers.
+
+    A thread reads the new tokens of each step, and passes them to the requests.
+
+    Args:
+        link: the `RequestScheduler`, or a `RemoteLink` to that of another process.
+        preprocessor: the preprocessor, which may be one without Keras, or None.
+        limits: the `Limits`.
+    """
+
+    def __init__(self, link, preprocessor, limits):
+        self.preprocessor, self.limits, self._link = preprocessor, limits, link
+        self._requests, self._message_ends = OpenRequests(), MessageEnds(preprocessor)
+        self._pid, self._num_requests = os.getpid(), 0
+        # The thread does not reference the engine, so that it may be garbage-collected.
+        read = self._requests.read
+        self._reader = threading.Thread(target=read, args=[link], name="engine text", daemon=True)
+        self._reader.start()
+
+    @explains_options
+    def submit(
+        self,
+        prompt,
+        sampling=None,
+        max_new_tokens=None,
+        stop=None,
+        stop_token_ids="auto",
+        timeout=None,
+        cache_salt=None,
+    ):
+        """Adds a request to the queue.
+
+        Args:
+            prompt: a string, such as the output of `preprocessor.apply_chat_template`; a list of
+                messages, as in `chat`; or token ids, a list or an array, which get no start token.
+            sampling: a `SamplingParams`. None: the sampler of the model.
+            max_new_tokens: integer. None: up to `max_length` of the engine.
+            stop, stop_token_ids: as in `generate`.
+            timeout: number, seconds from now, after which the request ends. None: no limit.
+            cache_salt: string that other users do not know. Only requests with the same salt share
+                prefix states: counts of cached tokens and response times would otherwise reveal the
+                prompts of others. None: states are shared among requests without a salt.
+
+        Returns:
+            An `EngineRequest`.
+
+        Raises:
+            EngineFull: `max_queued` requests are waiting.
+            EngineClosed: the engine is closed, failed, or was created before a fork.
+            ValueError: the prompt is empty, prompt and new tokens together exceed `max_length`,
+                `logprobs` is above 20, or an option is invalid as in `generate`.
+        """
+        check_process(self._pid)
+        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+            raise ValueError(
+                f"`cache_salt` must be a string with text, or None; got {cache_salt!r}."
+            )
+        check_unicode("cache_salt", cache_salt or "")
+        preprocessor, size, messages = self.preprocessor, self.limits.vocabulary_size, None
+        if is_messages(prompt):
+            check_renders_messages(preprocessor)
+            messages, prompt = prompt, preprocessor.apply_chat_template(prompt)
+        tokens = parse_prompt(preprocessor, size, prompt)
+        if max_new_tokens is not None:
+            check_positive_integer("max_new_tokens", max_new_tokens)
+        remaining_tokens = self.limits.max_length - len(tokens)
+        if remaining_tokens < (max_new_tokens or 1):
+            raise PromptTooLong(len(tokens), max_new_tokens, self.limits.max_length)
+        if timeout is not None:
+            check_number("timeout", timeout)
+        stops = parse_stop_token_ids(preprocessor, size, stop_token_ids)
+        strings = check_stop_strings(stop, preprocessor)
+        params, seed = self._resolve_sampling(sampling)
+        if (params.logprobs or 0) > MAX_LOGPROBS:
+            raise ValueError(
+                f"`logprobs` must be at most {MAX_LOGPROBS} in an engine; got "
+                f"{params.logprobs}. Pass fewer, or use `generate`."
+            )
+        text = None
+        if preprocessor is not None:
+            hidden = [id for id in hidden_stop_tokens(preprocessor) if id in stops]
+            text = StreamedText(preprocessor, tokens[-1], strings, hidden)
+        options = {"deadline": None, "ends": (), "salt": cache_salt}
+        if timeout is not None:
+            options["deadline"] = time.monotonic() + min(timeout, threading.TIMEOUT_MAX)
+        if self.limits.saves_states:
+            options["ends"] = self._saved_ends(messages, prompt, tokens)
+        arguments = tokens, params, seed, max_new_tokens or remaining_tokens, stops
+        with self._requests.lock:
+            if self.is_closed:
+                raise EngineClosed("The engine is closed.") from self._link.error
+            if len(self._requests) >= self.limits.num_slots + self.limits.max_queued:
+                raise EngineFull(
+                    f"{self.limits.max_queued} requests are waiting, the maximum (`max_queued`). "
+                    "Try again later."
+                )
+            self._num_requests += 1
+            number, send = self._num_requests, self._link.send
+            request = EngineRequest(
+                len(tokens), text, lambda name, *counts: send(name, number, *counts)
+            )
+            self._requests.add(number, request)
+            send("submit", number, *arguments, **options)
+        return request
+
+    def _saved_ends(self, messages, prompt, tokens):
+        """Returns the numbers of tokens of a prompt after which its state is saved."""
+        ends = self._message_ends.find(messages, prompt, tokens.tolist()) if messages else ()
+        interval = self.limits.state_interval or len(tokens)
+        return {*ends, *range(interval, len(tokens), interval)}
+
+    def _resolve_sampling(self, sampling):
+        """Returns `SamplingParams`, and the seed of a request."""
+        if not isinstance(sampling, SamplingParams):
+            raise ValueError(f"`sampling` must be one `SamplingParams` or None; got {sampling!r}.")
+        sampling.check_vocabulary(self.limits.vocabulary_size)
+        return sampling, seed_sequence(sampling)
+
+    @property
+    def is_closed(self):
+        """True after `close`, and after a failure."""
+        return self._link.is_closed or self._requests.have_ended
+
+    def stats(self):
+        """Returns a dictionary of the current load, and of counts since the engine was created.
+
+        - `queued`, `active`: current numbers of requests; `max_queued`, `num_slots`: their limits.
+        - `requests`: number of submitted requests.
+        - `tokens`, `prompt_tokens`: numbers of generated and of processed prompt tokens.
+        - `prefix_hits`, `prefix_tokens`: numbers of requests that started from a prefix state, and
+          of the tokens that this saved.
+        """
+        num_slots, max_queued, *_ = self.limits
+        num_active = min(len(self._requests), num_slots)
+        return {
+            "queued": len(self._requests) - num_active,
+            "active": num_active,
+            "num_slots": num_slots,
+            "max_queued": max_queued,
+            "requests": self._num_requests,
+            **self._link.stats(),
+        }
+
+    def close(self, wait=True):
+        """Ends the engine; `submit` raises `EngineClosed` from now on.
+
+        A later call can still shorten the time. In a callback of a request, this
+        method does not wait.
+
+        Args:
+            wait: True finishes all requests, False cancels them. A number is the time in seconds
+                after which the remaining ones are cancelled.
+
+        Returns:
+            A list of the `EngineRequest`s that had not ended, each with its `finish_reason`.
+        """
+        self._link.send("close")
+        requests, may_wait = list(self._requests), threading.current_thread() is not self._reader
+        if wait is not True:
+            if may_wait:
+                self._reader.join(min(wait, threading.TIMEOUT_MAX))
+            for request in requests:
+                request.cancel()
+        if may_wait:
+            self._reader.join()
+        return requests
+
+
+class OpenRequests:
+    """Requests of an engine that have not ended, by number.
+
+    Attributes:
+        lock: held while requests are added.
+        have_ended: boolean, True after the last result of the engine.
+    """
+
+    def __init__(self):
+        self.lock, self.have_ended = threading.Lock(), False
+        self._requests: dict[int, EngineRequest] = {}
+
+    def __len__(self):
+        return len(self._requests)
+
+    def __iter__(self):
+        with self.lock:
+            return iter(list(self._requests.values()))
+
+    def add(self, number, request):
+        self._requests[number] = request
+
+    def read(self, link):
+        """Passes results to their requests until the engine ends; then all requests end."""
+        try:
+            while (results := link.receive()) is not None:
+                for number, *result in results:
+                    request = self._requests.get(number)
+                    if request is not None and (end := request._receive(*result)):
+                        del self._requests[number]
+                        request._end(*end)
+        finally:
+            with self.lock:
+                self.have_ended = True
+            for request in list(self):
+                request._end(None, None, EngineClosed("The engine ended before the request."))
+            self._requests.clear()

@@ -1,0 +1,192 @@
+"""The two processes of the server: the engine's, and that of HTTP and text.
+
+The engine's process starts the other one, and sends it the new tokens of each step in one message.
+The other one sends calls of the scheduler. If one of them ends, the other one does, too.
+"""
+
+import collections
+import contextlib
+import logging
+import multiprocessing
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from typing import Any
+
+from keras_recurrent.chat.preprocessing import plain_preprocessor
+from keras_recurrent.serving.client import EngineClient
+
+log = logging.getLogger("keras_recurrent.serving")
+SCRIPT = pathlib.Path(__file__).with_name("http_process.py")
+SIGNALS = signal.SIGINT, signal.SIGTERM
+
+
+class RemoteLink:
+    """Connection of `EngineClient` to a scheduler in another process."""
+
+    error = None
+
+    def __init__(self, connection, stats):
+        self._connection, self._stats = connection, stats
+        self._unsent: collections.deque[Any] = collections.deque()
+        self._lock, self.is_closed, self.has_failed = threading.Lock(), False, False
+
+    def send(self, name, *arguments, **options):
+        """Sends a call, in one message with those of other threads that wait for the lock."""
+        self.is_closed |= name == "close"
+        self._unsent.append((name, arguments, options))
+        with self._lock:
+            calls = [self._unsent.popleft() for _ in range(len(self._unsent))]
+            with contextlib.suppress(OSError):  # `receive` tells that the process has ended
+                if calls:
+                    self._connection.send(calls)
+
+    def receive(self):
+        message = None
+        with contextlib.suppress(EOFError, OSError):
+            message = self._connection.recv()
+        if message is None:
+            self.has_failed = not self.is_closed
+            return None
+        self._stats, results = message
+        return results
+
+    def stats(self):
+        return self._stats
+
+
+def bind(host, port):
+    """Returns a socket that is bound to the address, and does not accept connections yet."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio only sets TCP_NODELAY if the protocol is given. Without it, the first tokens of a
+    # stream wait 40 ms for the client's acknowledgement of the headers.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise SystemExit(
+            f"The server cannot listen on {host}, port {port}: {error.strerror}. Select others "
+            "with `--host` and `--port`."
+        ) from error
+    return listener
+
+
+class HTTPProcess:
+    """The process that serves HTTP, as the engine's process sees it.
+
+    listener: a socket of `bind`, which is closed in this process.
+    """
+
+    def __init__(self, listener):
+        self._connection, theirs = multiprocessing.Pipe()
+        descriptors = listener.fileno(), theirs.fileno()
+        command = [sys.executable, "-P", str(SCRIPT), *map(str, descriptors)]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"},
+            pass_fds=descriptors,
+            process_group=0,  # which gets no Ctrl-C; this process passes it on
+        )
+        theirs.close()
+        listener.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self._connection.close()  # which ends the process
+        self._process.wait()
+
+    def run(self, engine, preset, app, server):
+        """Generates for requests until the process ends, then closes the engine.
+
+        Args:
+            engine: the `Engine`, without requests.
+            preset: string, the preset of its model.
+            app, server: dictionaries of the arguments of `create_app` and `Server`.
+
+        Returns:
+            The exit code.
+        """
+        scheduler, preprocessor = engine._scheduler, engine.preprocessor
+        plain = preprocessor and plain_preprocessor(preprocessor)
+        if needs_hub := preprocessor is not None and plain is None:
+            kind = type(preprocessor.tokenizer).__name__
+            log.info("The HTTP process imports KerasHub for the tokenizer %s", kind)
+            plain = preset, getattr(preprocessor, "chat_template", None)
+        with contextlib.suppress(OSError):  # the process has ended, as `run_scheduler` finds
+            self._connection.send((sys.path, needs_hub))
+            self._connection.send((plain, engine.limits, scheduler.stats(), app, server))
+        for number in SIGNALS:
+            signal.signal(number, lambda number, _: self._process.send_signal(number))
+        has_failed = run_scheduler(scheduler, self._connection)
+        engine.close()
+        return 1 if self._process.wait() or has_failed else 0
+
+
+def run_scheduler(scheduler, connection):
+    """Lets a `RequestScheduler` serve a `RemoteLink`, until the connection ends.
+
+    Returns True if the other side ended without closing the scheduler, or the scheduler failed.
+    """
+    emit_end = scheduler.emit
+
+    def emit(results):
+        is_last = results is None
+        with contextlib.suppress(OSError):  # the other side has ended
+            connection.send(None if is_last else (scheduler.stats(), results))
+        if is_last:
+            emit_end(None)
+
+    scheduler.emit = emit
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            for name, arguments, options in connection.recv():
+                scheduler.send(name, *arguments, **options)
+    has_failed = not scheduler.is_closed or scheduler.error is not None
+    if has_failed:
+        log.error("A process of the server has failed", exc_info=scheduler.error)
+    scheduler.cancel_all()
+    return has_failed
+
+
+def load_preprocessor(preset, chat_template):
+    """Returns a preprocessor that only KerasHub has."""
+    import keras_hub
+
+    preprocessor = keras_hub.models.CausalLMPreprocessor.from_preset(preset)
+    preprocessor.chat_template = chat_template
+    return preprocessor
+
+
+def serve_http(listener, connection):
+    """Serves HTTP until a signal, or the end of the engine's process; returns the exit code."""
+    from keras_recurrent.serving.server import Server, create_app
+
+    preprocessor, limits, stats, app, options = connection.recv()
+    if isinstance(preprocessor, tuple):
+        preprocessor = load_preprocessor(*preprocessor)
+    logging.basicConfig(level=logging.WARNING)
+    log.setLevel(logging.INFO)
+    link = RemoteLink(connection, stats)
+    engine = EngineClient(link, preprocessor, limits)
+    server = Server(create_app(engine, **app), listener, **options)
+
+    def exit_with_engine():
+        engine._reader.join()
+        if link.has_failed:
+            log.error("The process of the engine has ended")
+        server.should_exit = True
+
+    threading.Thread(target=exit_with_engine, daemon=True).start()
+    for number in SIGNALS:  # uvicorn raises them again after it has ended
+        signal.signal(number, lambda *_: None)
+    server.run()
+    return 1 if link.has_failed else 0
