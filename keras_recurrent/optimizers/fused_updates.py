@@ -120,12 +120,14 @@ class FusedUpdates(Updates, TorchParallelOptimizer):
         number = self._step_number()
         correction = (1 - self.beta_2**number) ** 0.5 / (1 - self.beta_1**number)
         slots = (self._slot_values(slot, variables) for slot in (self._momentums, self._velocities))
-        indices = ops.convert_to_tensor([self._get_variable_index(v) for v in variables], "int32")
+        indices = torch.tensor([self._get_variable_index(v) for v in variables], dtype=torch.int32)
+        # `ops.convert_to_tensor` would wait for the device.
+        indices = indices.to(variables[0].value.device, non_blocking=True)
         update_weights(
             list(zip([v.value for v in variables], grads, *slots, strict=True)),
             torch.stack(rounding_keys(self._iterations, indices), 1),
             torch.stack([learning_rate * decay, learning_rate * correction]),
             self._divisor,
             decay != 0,
-            (self.beta_1, self.beta_2, self.epsilon),
+            (1 - self.beta_1, 1 - self.beta_2, self.epsilon),
         )

@@ -11,10 +11,13 @@ from keras_recurrent.models import GriffinCausalLM
 from keras_recurrent.optimizers import Adam, AdamW
 from keras_recurrent.optimizers.stochastic_rounding import rounding_keys, stochastic_round
 from tests.devices.processes import run_on_simulated_devices
+from tests.gpu import has_gpu
 
 DTYPES = ["bfloat16", "float16"]
 SHAPES = (30, 40), (5,), (2, 1, 3)
 LEARNING_RATE = 0.02
+# On NVIDIA GPUs, torch's fused kernel has 1 - β₂ in float32, with an error of 1.3e-5.
+GPU_ERROR = 2e-5 if has_gpu() and keras.config.backend() == "torch" else 0
 BACKEND = keras.config.backend()
 OPTIONS = {
     "plain": {},
@@ -112,8 +115,8 @@ def test_adam_in_float32_continues_runs_of_keras_and_back(name, case):
             slots = numpy(optimizer.variables)
         runs.append(numpy(variables) + slots)
     # In float32, Keras's 1 - β₂ has an error of 5e-5, and so the first step, about 0.02.
-    assert max_error(runs[1], runs[0]) < 2e-6
-    assert max_error(runs[2], runs[0]) < 2e-6
+    assert max_error(runs[1], runs[0]) < max(2e-6, GPU_ERROR)
+    assert max_error(runs[2], runs[0]) < max(2e-6, GPU_ERROR)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -128,7 +131,8 @@ def test_adamw_in_16_bits_takes_the_steps_of_float32(dtype, options):
     assert [v.dtype for v in slots] == [v.dtype for v in reference.variables]
     is_average = ["average" in v.path for v in slots]
     pairs = list(zip(numpy(slots), numpy(reference.variables), is_average, strict=True))
-    assert max_error(*zip(*(pair[:2] for pair in pairs if not pair[2]), strict=True)) < 1e-5
+    error = max_error(*zip(*(pair[:2] for pair in pairs if not pair[2]), strict=True))
+    assert error < max(1e-5, GPU_ERROR)
     found = numpy(variables) + [pair[0] for pair in pairs if pair[2]]
     weights = numpy(expected) + [pair[1] for pair in pairs if pair[2]]
     # Each rounding has an error of at most one unit in the last place; errors add like a random

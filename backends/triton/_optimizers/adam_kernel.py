@@ -54,8 +54,8 @@ def adam_kernel(
     keys,
     rates,
     divisor,
-    beta_1,
-    beta_2,
+    new_share_1,
+    new_share_2,
     epsilon,
     WEIGHT: tl.constexpr,
     GRADIENT: tl.constexpr,
@@ -78,8 +78,8 @@ def adam_kernel(
     momentum = tl.load(momentums + index, valid, other=0.0)
     velocity = tl.load(velocities + index, valid, other=0.0)
     weight = tl.load(weights + index, valid, other=0.0).to(tl.float32)
-    momentum += (gradient - momentum) * (1 - beta_1)
-    velocity += (gradient * gradient - velocity) * (1 - beta_2)
+    momentum += (gradient - momentum) * new_share_1
+    velocity += (gradient * gradient - velocity) * new_share_2
     if DECAYS:
         weight -= weight * tl.load(rates)
     weight -= tl.load(rates + 1) * momentum / (tl.sqrt(velocity) + epsilon)
@@ -100,7 +100,7 @@ def update_weights(tensors, keys, rates, divisor, decays, numbers):
             correction of bias.
         divisor: float32 scalar that divides the gradients, or None.
         decays: boolean, whether weights decay.
-        numbers: β₁, β₂ and ε.
+        numbers: 1 - β₁, 1 - β₂ and ε. (In float32, 1 - 0.999 would be wrong by 0.0013 %.)
     """
     rows = [(*(x.data_ptr() for x in row), row[0].numel()) for row in tensors]
     table = torch.tensor(rows, dtype=torch.int64).to(keys.device, non_blocking=True)
