@@ -356,7 +356,7 @@ def test_failed_engine_ends_all_requests(model, monkeypatch):
         running.cancel()
         queued.cancel()
     assert queued.result(5).finish_reason == "cancelled"
-    with pytest.raises(EngineClosed):
+    with pytest.raises(EngineClosed, match="The engine failed"):
         running.result(5)
 
 
