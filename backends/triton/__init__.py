@@ -1,7 +1,8 @@
 """Triton kernels for NVIDIA GPUs; each reads and writes a tensor as few times as possible.
 
 A file of this folder implements the operation of its name; the folders that begin with an
-underscore hold the code that operations share:
+underscore hold the code that operations share. `backends/reference` describes the arguments and
+results of each decoding step:
 
 - `_runtime`: launches and operations, and how torch, JAX and the interpreter run them;
 - `_device`: functions that kernels call, such as exponentials and matrix products;

@@ -10,13 +10,7 @@ import triton.language as tl
 
 from ._device.order import LOWEST, packed, position_of
 from ._device.pdl import launch_dependents, wait_for_previous_launch
-from ._runtime.framework import (
-    decoding_step,
-    fusible_unsupported_reason,
-    pdl_options,
-    run,
-    step_unsupported_reason,
-)
+from ._runtime.framework import decoding_step, fusible_step_unsupported_reason, pdl_options, run
 from ._runtime.launch import Array, Launch, cdiv, next_power_of_2
 
 _BLOCK, _WARPS = 2048, 4  # numbers and warps of a program
@@ -24,10 +18,9 @@ _MAX_PARTS = 1024  # partial results that one program combines
 
 
 def unsupported(x) -> str | None:
-    """Reason why this implementation cannot take these arguments, or None."""
     if not 0 < x.shape[-1] <= _BLOCK * _MAX_PARTS:
         return f"takes rows of 1 to {_BLOCK * _MAX_PARTS} numbers, got {x.shape[-1]}"
-    return fusible_unsupported_reason(x) or step_unsupported_reason(x)
+    return fusible_step_unsupported_reason(x)
 
 
 @triton.jit
@@ -69,7 +62,6 @@ def results(x):
 
 @decoding_step(unsupported, results, count=1, name="largest")  # the name in exported programs
 def argmax(x):
-    """x: [B, V]. Returns int32 [B]: in each row the index of the first NaN or largest number."""
     best, options = _partial_argmax(x)
     outputs = *results(x), None
     return run(Launch(_combine_kernel, x.shape[0], (best,), outputs, (), options))[:1]

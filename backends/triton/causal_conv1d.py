@@ -32,7 +32,6 @@ BACKWARD_TILINGS = (
 def unsupported(
     x, kernel, bias=None, initial_state=None, token_kind=None, activation=None
 ) -> str | None:
-    """Reason why this implementation cannot take these arguments, or None."""
     if kernel.shape[0] > _MAX_WIDTH:
         return f"takes kernels of up to {_MAX_WIDTH} taps, got a kernel of {kernel.shape[0]}"
     return unsupported_reason(x, kernel, bias, initial_state, token_kind)

@@ -12,21 +12,14 @@ import triton.language as tl
 from ..kernel import as_kernel
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.tokens import CONTINUES, STARTS
-from ._runtime.framework import (
-    decoding_step,
-    fusible_unsupported_reason,
-    pdl_options,
-    run,
-    step_unsupported_reason,
-)
+from ._runtime.framework import decoding_step, fusible_step_unsupported_reason, pdl_options, run
 from ._runtime.launch import Array, Launch, cdiv, next_power_of_2
 
 _BLOCK, _WARPS = 512, 4  # channels and warps of a program
 
 
 def unsupported(table, **others) -> str | None:
-    """Reason why this implementation cannot take these arguments, or None."""
-    return fusible_unsupported_reason(table) or step_unsupported_reason(table, **others)
+    return fusible_step_unsupported_reason(table, **others)
 
 
 @triton.jit
@@ -99,12 +92,6 @@ def embedding(table, tokens, segment, position, scale: float, dtype: str):
 
 @as_kernel(unsupported)
 def embedding_step(table, token_ids, segment=None, position=None, scale=1.0, dtype="float32"):
-    """table: [V, D]; token_ids: integers [B]; segment, position: int32 [B].
-
-    Returns ([B, D] in `dtype`, token kinds int8 [B], positions, the next segments and positions),
-    None for those whose argument is None. The next segments and positions may overwrite the given
-    ones: see `backends/torch/_states.py`.
-    """
     arrays = embedding(table, token_ids, segment, position, scale=float(scale), dtype=dtype)
     arguments = table, segment, position, segment, position
     return tuple(

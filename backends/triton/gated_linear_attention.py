@@ -40,11 +40,6 @@ GRADIENT_BLOCKS = {
 }
 
 
-def unsupported(q, k, v, log_f, initial_state=None, token_kind=None) -> str | None:
-    """Reason why this implementation cannot take these arguments, or None."""
-    return unsupported_reason(q, k, v, log_f, initial_state, token_kind)
-
-
 def effect_on_state(q, k, v, log_f, token_kind=None, d_output=None):
     """Returns the decay [B, H, K] and the total [B, H, K, V] by which the tokens change a state.
 
@@ -164,7 +159,7 @@ gated_linear_attention = operation(
         results,
         backward,
         gradients,
-        unsupported,
+        unsupported_reason,
         residuals=("B H P",),
         effect_on_state=effect_on_state,
     )

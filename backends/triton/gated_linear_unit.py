@@ -21,12 +21,7 @@ _SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
 _TILE = {"BLOCK": 2048, "num_warps": 4}
 
 
-def unsupported(gate, x, activation="silu") -> str | None:
-    """Reason why this implementation cannot take these arguments, or None."""
-    return fusible_unsupported_reason(gate, x)
-
-
-@as_kernel(unsupported)
+@as_kernel(fusible_unsupported_reason)
 def gated_linear_unit(gate, x, activation="silu"):
     """gate, x: [...], of one shape; activation: "silu" or "gelu". Returns [...] in x's dtype."""
     return _gated_linear_unit(gate=gate, x=x, gelu=activation == "gelu")

@@ -9,11 +9,6 @@ from ._runtime.framework import decoding_step, run
 from ._runtime.launch import Array
 
 
-def unsupported(**arguments) -> str | None:
-    """Reason why this implementation cannot take these arguments, or None."""
-    return every_token.unsupported(**arguments)
-
-
 def results(q, f, v, memory, recent, count, lower_bound, norm_scale, token_kind):
     output, squares, next_memory = every_token.results(
         q, f, v, memory, lower_bound, norm_scale, token_kind
@@ -22,14 +17,9 @@ def results(q, f, v, memory, recent, count, lower_bound, norm_scale, token_kind)
     return output, squares, Array(tuple(count.shape), "int32"), next_memory, next_recent
 
 
-@decoding_step(unsupported, results, count=5, updates=("memory", "recent"))
+@decoding_step(every_token.unsupported, results, count=5, updates=("memory", "recent"))
 def hgrn2_delayed_step(
     q, f, v, memory, recent, count, lower_bound=None, norm_scale=None, token_kind=None
 ):
-    """q, f: [B, H K]; v: [B, H V]; memory: [B, H, K, V]; recent: [B, N, H (2 K + V)]; count: [B].
-
-    norm_scale: [H V]. Returns ([B, H V], sums of squares [B, H, U], the next count, memory and
-    recent tokens).
-    """
     tensors = q, f, v, memory, recent, count, lower_bound, norm_scale, token_kind
     return run(every_token.launch(tensors, results(*tensors), updates=((3, 3), (4, 4))))

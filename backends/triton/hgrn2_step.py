@@ -23,7 +23,6 @@ _DELAYED_SIZE = 128
 
 
 def unsupported(memory, **others) -> str | None:
-    """Reason why this implementation cannot take these arguments, or None."""
     if memory.shape[2] > MAX_STEP_KEYS:
         return f"takes keys of up to {MAX_STEP_KEYS} channels, got {memory.shape[2]}"
     return step_unsupported_reason(memory, **others)
@@ -125,10 +124,6 @@ def results(q, f, v, memory, lower_bound, norm_scale, token_kind):
 
 @decoding_step(unsupported, results, count=3, updates=("memory",))
 def hgrn2_step(q, f, v, memory, lower_bound=None, norm_scale=None, token_kind=None):
-    """q, f: [B, H K]; v: [B, H V]; memory: [B, H, K, V]; norm_scale: [H V].
-
-    Returns ([B, H V], sums of squares [B, H, U], the next memory).
-    """
     output, squares, next_memory = results(q, f, v, memory, lower_bound, norm_scale, token_kind)
     tensors = q, f, v, memory, None, None, lower_bound, norm_scale, token_kind
     outputs = output, squares, None, next_memory, None

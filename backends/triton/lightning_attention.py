@@ -64,11 +64,6 @@ _FORGOTTEN = tl.constexpr(104.0)  # exp(-104) is 0 in float32; times any number 
 _KINDS = tl.constexpr(4096)  # tokens whose kinds are loaded at a time
 
 
-def unsupported(q, k, v, log_decay, initial_state=None, token_kind=None) -> str | None:
-    """Reason why this implementation cannot take these arguments, or None."""
-    return unsupported_reason(q, k, v, log_decay, initial_state, token_kind)
-
-
 @triton.jit
 def _power(exponent, log_decay, FINE: tl.constexpr):
     """decay ** exponent, 1 if the exponent is 0: 0 * log_decay would be NaN for a decay of 0."""
@@ -354,6 +349,6 @@ lightning_attention = operation(
         results,
         backward,
         gradients,
-        unsupported,
+        unsupported_reason,
     )
 )

@@ -35,7 +35,6 @@ class Heads(NamedTuple):
 
 
 def unsupported(q, **others) -> str | None:
-    """Reason why this implementation cannot take these arguments, or None."""
     if q.shape[2] > _MAX_KEYS:
         return f"takes keys of up to {_MAX_KEYS} channels, got {q.shape[2]}"
     return step_unsupported_reason(q, **others)
@@ -126,10 +125,6 @@ def lightning_step(
     epsilon: float | None = None,
     query_scale: float | None = None,
 ):
-    """q: [B, H, K]; k: [B, G, K]; v: [B, G, V]; memory: [B, H, K, V]; log_decay: [H].
-
-    Returns (y [B, H, V], sums of squares [B, H, U], the next memory).
-    """
     batch, heads, keys, values = memory.shape
     tensors = (
         *(q, k, v, memory, log_decay, position, q_scale, k_scale, frequencies),

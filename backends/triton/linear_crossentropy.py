@@ -20,7 +20,6 @@ else:
 def unsupported(
     x, embedding, tokens, sample_weight=None, soft_cap=None, reduction="sum"
 ) -> str | None:
-    """Reason why this implementation cannot take these arguments, or None."""
     if dtype_name(x) != dtype_name(embedding):
         return (
             f"needs `x` and `embedding` of one dtype, got {dtype_name(x)} and "

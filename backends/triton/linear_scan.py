@@ -42,11 +42,6 @@ BACKWARD_TILINGS = ChainTilings(
 )
 
 
-def unsupported(x, log_a, initial_state=None, token_kind=None) -> str | None:
-    """Reason why this implementation cannot take these arguments, or None."""
-    return unsupported_reason(x, log_a, initial_state, token_kind)
-
-
 @triton.jit
 def _decay(log_a, kind):
     """exp(log_a); 0 for a token that starts a document, and 1 for padding."""
@@ -215,7 +210,7 @@ linear_scan = operation(
         results,
         backward,
         gradients,
-        unsupported,
+        unsupported_reason,
         saves_output=True,
         unused_in_backward=("x",),
     )

@@ -34,7 +34,6 @@ _NO_WINDOW = 2**31 - 1  # a window without a limit
 
 
 def unsupported(q, k, v, key, value, **others) -> str | None:
-    """Reason why this implementation cannot take these arguments, or None."""
     if max(k.shape[2], v.shape[2]) > _MAX_CHANNELS:
         return f"takes heads of up to {_MAX_CHANNELS} channels, got {max(k.shape[2], v.shape[2])}"
     if q.shape[1] // k.shape[1] > _MAX_HEADS:
@@ -273,10 +272,6 @@ def local_attention_step(
     epsilon: float | None = None,
     logit_scaling: float | None = None,
 ):
-    """q: [B, H, K]; k: [B, G, K]; v: [B, G, V]; key, value: [B, C, G, ...]; position: [B].
-
-    Returns (y [B, H, V], the next key and value).
-    """
     batch, heads, keys = q.shape
     groups, values, capacity = v.shape[1], v.shape[2], key.shape[1]
     short = dtype_name(q) == "bfloat16"

@@ -22,11 +22,6 @@ _TILE_SIZE = 2048  # elements; a thread loads two vectors of 16 bytes from a 16-
 _FORWARD_PROGRAMS = 8
 
 
-def unsupported(logits, lower_bound=None) -> str | None:
-    """Reason why this implementation cannot take these arguments, or None."""
-    return token_wise_unsupported_reason(logits, lower_bound)
-
-
 def _tile(width):
     block_d = min(256, next_power_of_2(width))
     return Tile(block_d, _TILE_SIZE // block_d, 4)
@@ -182,5 +177,7 @@ def _sizes(logits):
 
 
 log_forget_gate = operation(
-    Operation("log_forget_gate", forward, results, backward, gradients, unsupported)
+    Operation(
+        "log_forget_gate", forward, results, backward, gradients, token_wise_unsupported_reason
+    )
 )

@@ -43,7 +43,6 @@ _BLOCK = ROW_SQUARES_GROUP  # numbers of a program that applies a gate or adds p
 
 
 def unsupported(x, kernels, next_scale=None, gate=None, **others) -> str | None:
-    """Reason why this implementation cannot take these arguments, or None."""
     if next_scale is not None and len(kernels) != (1 if gate is None else 3):
         return "takes `next_scale` with a single product, or with a third one after a gate"
     dtypes = {dtype_name(t) for t in (x, *kernels)}
@@ -75,11 +74,6 @@ def norm_linear(
     gate: str | None = None,
     output_scale: float | None = None,
 ):
-    """x: [B, K]; kernels: a list of [K, N]; biases: a list of [N] or None; scale: [K] or None.
-
-    Returns [B, N] each in x's dtype. With `next_scale`, [N], they end with y * next_scale and sums
-    of squares of y, [B, U].
-    """
     outputs = results(x, kernels, biases, scale, residual, squares, next_scale, gate=gate)
     rows, gate = x.shape[0], _GATES.index(gate)
     norm = {"scale": scale, "squares": squares, "epsilon": -1.0 if epsilon is None else epsilon}

@@ -45,7 +45,6 @@ _interpreted_project_row = quantized_interpreted.project_row
 def unsupported(
     x, kernels, kernel_scales, kernel_zeros, bits=8, block_size=None, **others
 ) -> str | None:
-    """Reason why this implementation cannot take these arguments, or None."""
     rows, channels = x.shape
     if rows != 1:
         return f"takes one row, got {rows}: for more, a matrix product is faster"
@@ -194,10 +193,6 @@ def norm_quantized_linear(
     block_size: int | None = None,
     row_dtype: str | None = None,
 ):
-    """x: [1, K]; kernels: a list of [K, N] of int8, or int4 packed along N. Returns [1, N] each.
-
-    `backends/reference/norm_quantized_linear.py` describes all arguments. Results have x's dtype.
-    """
     outputs = results(x, kernels, kernel_scales, gate=gate)
     block_size, quantized = block_size or 0, row_dtype is not None
     channels, short = x.shape[1], dtype_name(x) == "bfloat16"

@@ -54,11 +54,6 @@ TILINGS = ChainTilings(
 )
 
 
-def unsupported(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None) -> str | None:
-    """Reason why this implementation cannot take these arguments, or None."""
-    return unsupported_reason(x, gate_a, gate_x, a_logit, initial_state, token_kind)
-
-
 @triton.jit
 def _load(tensor, offsets, valid, kind, CACHED: tl.constexpr):
     """Loads elements as float32; 0 for padding, which may contain NaN.
@@ -253,5 +248,7 @@ def backward(x, gate_a, gate_x, a_logit, initial_state, token_kind, h, dh, d_fin
 
 
 rg_lru = operation(
-    Operation("rg_lru", forward, results, backward, gradients, unsupported, saves_output=True)
+    Operation(
+        "rg_lru", forward, results, backward, gradients, unsupported_reason, saves_output=True
+    )
 )

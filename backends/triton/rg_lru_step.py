@@ -21,7 +21,6 @@ _MAX_CHANNELS = 512  # of a block; a program holds them and two tiles of gate we
 
 
 def unsupported(kernel_a, **others) -> str | None:
-    """Reason why this implementation cannot take these arguments, or None."""
     if kernel_a.shape[1] > _MAX_CHANNELS:
         return f"takes blocks of up to {_MAX_CHANNELS} channels, got {kernel_a.shape[1]}"
     return step_unsupported_reason(kernel_a, **others)
@@ -139,7 +138,6 @@ def rg_lru_step(
     a_logit,
     token_kind=None,
 ):
-    """x, gate, hidden: [B, D]; window: [B, W-1, D]. Returns (y [B, D], window, hidden)."""
     tensors = x, gate, window, hidden, conv_kernel, conv_bias
     tensors += kernel_a, bias_a, kernel_x, bias_x, a_logit, token_kind
     rows, width = x.shape

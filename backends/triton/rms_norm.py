@@ -25,7 +25,6 @@ _FEW_ROWS = 16  # at most so many in a decoding step, whose kernel takes less ti
 
 
 def unsupported(x, scale=None, epsilon=0.0) -> str | None:
-    """Reason why this implementation cannot take these arguments, or None."""
     if x.shape[-1] > _MAX_WIDTH:
         return f"takes rows of up to {_MAX_WIDTH} channels, got {x.shape[-1]}"
     return fusible_unsupported_reason(x, scale)

@@ -20,7 +20,6 @@ else:
 def unsupported(
     q, k, v, sliding_window=None, initial_state=None, token_kind=None, capacity=None
 ) -> str | None:
-    """Reason why this implementation cannot take these arguments, or None."""
     state = (initial_state or {}).values()
     return linear_attention.unsupported_reason(q, k, v, token_kind, *state)
 

@@ -11,21 +11,14 @@ from triton.language.extra import libdevice
 from ._device.common import IN_INTERPRETER
 from ._device.math import tanh
 from ._device.pdl import launch_dependents, wait_for_previous_launch
-from ._runtime.framework import (
-    decoding_step,
-    fusible_unsupported_reason,
-    pdl_options,
-    run,
-    step_unsupported_reason,
-)
+from ._runtime.framework import decoding_step, fusible_step_unsupported_reason, pdl_options, run
 from ._runtime.launch import Launch, cdiv, like
 
 _BLOCK, _WARPS = 2048, 4  # numbers and warps of a program
 
 
 def unsupported(x, cap) -> str | None:
-    """Reason why this implementation cannot take these arguments, or None."""
-    return fusible_unsupported_reason(x) or step_unsupported_reason(x)
+    return fusible_step_unsupported_reason(x)
 
 
 @triton.jit
@@ -52,7 +45,6 @@ def results(x, cap):
 
 @decoding_step(unsupported, results, count=1)
 def soft_cap(x, cap: float):
-    """x: [B, V]; cap: a number above 0. Returns [B, V] in x's dtype."""
     count = x.shape[0] * x.shape[1]
     options = {"BLOCK": _BLOCK, "num_warps": _WARPS, **pdl_options(x)}
     programs = cdiv(count, _BLOCK)

@@ -21,11 +21,6 @@ _TILE_SIZE, _BACKWARD_TILE_SIZE = 4096, 2048  # logits, two such vectors a threa
 _STAGES = 3  # pipeline stages: tiles that are prefetched into shared memory
 
 
-def unsupported(logits, tokens) -> str | None:
-    """Reason why this implementation cannot take these arguments, or None."""
-    return token_wise_unsupported_reason(logits, tokens)
-
-
 def _tile(vocabulary, tile_size):
     """The number of logits of a tile, and the warps of a program."""
     block = max(_LANE_SIZE, min(tile_size, next_power_of_2(vocabulary)))
@@ -127,7 +122,7 @@ token_crossentropy = operation(
         results,
         backward,
         gradients,
-        unsupported,
+        token_wise_unsupported_reason,
         residuals=("...", "..."),
     )
 )

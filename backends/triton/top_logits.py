@@ -11,13 +11,7 @@ import triton.language as tl
 from ._device.math import exp
 from ._device.order import LOWEST, number_of, packed, position_of
 from ._device.pdl import launch_dependents, wait_for_previous_launch
-from ._runtime.framework import (
-    decoding_step,
-    fusible_unsupported_reason,
-    pdl_options,
-    run,
-    step_unsupported_reason,
-)
+from ._runtime.framework import decoding_step, fusible_step_unsupported_reason, pdl_options, run
 from ._runtime.launch import Array, Launch, cdiv, next_power_of_2
 
 _BLOCK, _WARPS = 2048, 4  # numbers and warps of a program
@@ -27,13 +21,12 @@ _MAX_CANDIDATES = 4096  # numbers that one program combines
 
 
 def unsupported(x, count) -> str | None:
-    """Reason why this implementation cannot take these arguments, or None."""
     if not 0 < count <= _MAX_COUNT:
         return f"takes a `count` of 1 to {_MAX_COUNT}, got {count}"
     largest = _BLOCK * (_MAX_CANDIDATES // _MAX_COUNT)
     if not count <= x.shape[-1] <= largest:
         return f"takes rows of `count` to {largest} numbers, got {x.shape[-1]}"
-    return fusible_unsupported_reason(x) or step_unsupported_reason(x)
+    return fusible_step_unsupported_reason(x)
 
 
 @triton.jit
@@ -105,10 +98,6 @@ def results(x, count):
 
 @decoding_step(unsupported, results, count=3)
 def top_logits(x, count: int):
-    """x: [B, V]; count: 1 to 16. Returns (float32 values [B, count], int32 indices, log sum [B]).
-
-    Equal numbers are in the order of their indices, and NaN is largest.
-    """
     rows, width = x.shape
     parts = cdiv(width, _BLOCK)
     options = {"PARTS": parts, "COUNT": count, **pdl_options(x)}

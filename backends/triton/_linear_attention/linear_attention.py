@@ -17,12 +17,12 @@ _FULL_GPU_PROGRAMS = common.MULTIPROCESSORS
 _SHORTEST_SEGMENT = 8  # chunks
 
 
-def unsupported_reason(*tensors):
-    """Reason why the kernels cannot take tensors, of which q, k, v are the first, or None."""
-    reason = framework.unsupported_reason(*tensors)
+def unsupported_reason(q, k, v, *others, **named):
+    """Reason why the kernels cannot take these tensors, or None."""
+    reason = framework.unsupported_reason(q, k, v, *others, **named)
     if reason is not None:
         return reason
-    for tensor in (tensors[0], tensors[2]):
+    for tensor in (q, v):
         size = tensor.shape[3]
         if size > _MAX_HEAD:
             return f"takes heads of up to {_MAX_HEAD} channels, got {size}"

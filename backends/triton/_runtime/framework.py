@@ -5,7 +5,8 @@
 - `decoding_step(...)` makes a function without gradients the `Kernel` of a decoding step.
 - `compute_capability(x)` returns that of the GPU that runs kernels on x, such as (9, 0), or None.
 - `matrix_product(a, b, dtype)` returns a b in a dtype of at least theirs, by the framework.
-- `*_unsupported_reason(*tensors)` return the reason why kernels cannot take tensors, or None.
+- `*unsupported_reason(...)` return the reason why kernels cannot take the tensors among arguments,
+  or None.
 """
 
 from typing import Any
@@ -29,6 +30,7 @@ search_sorted_rows = framework.search_sorted_rows
 unsupported_reason = framework.unsupported_reason
 step_unsupported_reason = framework.step_unsupported_reason
 fusible_unsupported_reason = framework.fusible_unsupported_reason
+fusible_step_unsupported_reason = framework.fusible_step_unsupported_reason
 token_wise_unsupported_reason = framework.token_wise_unsupported_reason
 zeros_like = framework.zeros_like
 

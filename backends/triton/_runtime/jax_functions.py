@@ -48,13 +48,12 @@ _PTX_VERSION, _PTX_VERSIONS = 86, {103: 88, 110: 90, 120: 87, 121: 88}
 _ALIGNED = ("tt.divisibility", 16)  # of an address in bytes, or of an integer
 
 
-def unsupported_reason(*tensors):
+def unsupported_reason(*arguments, **named):
     """Reason why kernels cannot take tensors of these shapes and dtypes, or None."""
+    tensors = tensors_among((*arguments, *named.values()))
     if reason := size_reason(*tensors):
         return reason
     for tensor in tensors:
-        if tensor is None:
-            continue
         if tensor.dtype == jnp.float64:
             return "computes in float32, got a float64 tensor"
         if tensor.dtype.name not in _TYPES:
@@ -63,19 +62,15 @@ def unsupported_reason(*tensors):
 
 
 token_wise_unsupported_reason = unsupported_reason
+step_unsupported_reason = unsupported_reason  # plain JAX replaces a differentiated decoding step
 
 
-def step_unsupported_reason(*arguments, **others):
-    """Reason why kernels cannot take the tensors among these arguments, or None.
-
-    Where a decoding step is differentiated, plain JAX replaces the kernel.
-    """
-    return unsupported_reason(*tensors_among((*arguments, *others.values())))
-
-
-def fusible_unsupported_reason(*tensors):
+def fusible_unsupported_reason(*arguments, **named):
     """Reason for operations that XLA fuses with their neighbors: kernels are not used on JAX."""
     return "XLA fuses this operation with its neighbors"
+
+
+fusible_step_unsupported_reason = fusible_unsupported_reason
 
 
 def cast(x, dtype):

@@ -26,10 +26,9 @@ _SCHEMA_TYPES: dict = {float: "float", bool: "bool", int: "int", str: "str"}
 _SCHEMA_TYPES |= {str | None: "str?", int | None: "int?", float | None: "float?"}
 
 
-def unsupported_reason(*tensors):
-    """Reason why kernels cannot take these tensors (or Nones), or None."""
-    present = [t for t in tensors if t is not None]
-    for tensor in present:
+def unsupported_reason(*arguments, **named):
+    """Reason why kernels cannot take the tensors among arguments, or None."""
+    for tensor in tensors_among((*arguments, *named.values())):
         if tensor.dtype == torch.float64:
             return "computes in float32, got a float64 tensor"
         if tensor.is_cuda:
@@ -41,8 +40,9 @@ def unsupported_reason(*tensors):
     return None
 
 
-def token_wise_unsupported_reason(*tensors):
-    """Reason why kernels of operations without a state cannot take these tensors, or None."""
+def token_wise_unsupported_reason(*arguments, **named):
+    """Reason why kernels of operations without a state cannot take the tensors, or None."""
+    tensors = tensors_among((*arguments, *named.values()))
     if any(map(_sharding.is_sharded, tensors)):
         return "does not support DTensors (plain torch does)"
     return unsupported_reason(*tensors)
@@ -51,14 +51,17 @@ def token_wise_unsupported_reason(*tensors):
 fusible_unsupported_reason = token_wise_unsupported_reason  # on JAX, XLA fuses these operations
 
 
-def step_unsupported_reason(*arguments, **others):
-    """Reason why kernels without gradients cannot take the tensors among arguments, or None."""
-    present = tensors_among((*arguments, *others.values()))
+def step_unsupported_reason(*arguments, **named):
+    """Reason why kernels without gradients cannot take the tensors, or None."""
+    present = tensors_among((*arguments, *named.values()))
     if torch.is_grad_enabled() and any(t.requires_grad for t in present):
         return "has no gradients, but a tensor requires one (plain torch has them)"
     if any(forward_ad.unpack_dual(t).tangent is not None for t in _dual_candidates(present)):
         return "has no derivative in forward mode (plain torch has it)"
     return token_wise_unsupported_reason(*present)
+
+
+fusible_step_unsupported_reason = step_unsupported_reason
 
 
 def _dual_candidates(tensors):
