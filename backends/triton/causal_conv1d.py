@@ -56,7 +56,7 @@ def forward(x, kernel, bias, initial_state, token_kind, *, activation: str | Non
     batch, length, width = x.shape
     taps, silu = kernel.shape[0], activation == "silu"
     tensors = x, kernel, bias, initial_state
-    inputs = *tensors, *tabulate_positions(token_kind)
+    inputs = *tensors, tabulate_positions(token_kind)
     outputs = results(x, kernel, bias, initial_state, token_kind, activation=activation)
 
     def launch(tile):
@@ -76,7 +76,7 @@ def backward(
     batch, length, width = x.shape
     taps, silu = kernel.shape[0], activation == "silu"
     tensors = dy, d_final, x, kernel, bias, initial_state
-    inputs = *tensors, *tabulate_positions(token_kind)
+    inputs = *tensors, tabulate_positions(token_kind)
 
     def launch(tile):
         tile = tile.fitted(length + taps - 1, width)

@@ -8,7 +8,7 @@ The backward goes from the last token to the first, with the state c_t = a_t g_t
 import triton
 import triton.language as tl
 
-from ._device.common import ChainTilings, Tiling
+from ._device.common import ChainTilings, Tiling, advance
 from ._device.math import decay as decay_of
 from ._device.tokens import CONTINUES, PADDING, STARTS, read_kind
 from ._runtime.framework import operation, unsupported_reason
@@ -86,9 +86,7 @@ def _forward_kernel(
     d_valid = (d < D)[None, :]
     start = tile * (TILE.GROUPS * TILE.ROWS)
     token = b.to(tl.int64) * T + start
-    x += token * D
-    log_a += token * D
-    h += token * D
+    x, log_a, h = advance((x, log_a, h), token * D)
     if token_kind is not None:
         token_kind += token
 
@@ -102,9 +100,8 @@ def _forward_kernel(
         decay *= a
         total = a * total + x_t
 
-    group, state = states_before_next_groups(
-        decay, total, initial, final, carry, B, D, tile, tiles, b, d, TILE.GROUPS
-    )
+    chain = initial, final, carry, B, D, tile, tiles, b, d
+    group, state = states_before_next_groups(decay, total, chain, TILE.GROUPS)
     for j in tl.static_range(TILE.ROWS):
         row = group * TILE.ROWS + j
         t_valid = start + row < T
@@ -136,11 +133,7 @@ def _backward_kernel(
     d_valid = (d < D)[None, :]
     start = T - 1 - tile * (TILE.GROUPS * TILE.ROWS)
     token = b.to(tl.int64) * T + start
-    dh += token * D
-    log_a += token * D
-    h += token * D
-    dx += token * D
-    d_log_a += token * D
+    dh, log_a, h, dx, d_log_a = advance((dh, log_a, h, dx, d_log_a), token * D)
     if token_kind is not None:
         token_kind += token
 
@@ -159,9 +152,8 @@ def _backward_kernel(
         decay *= a
         total = a * (total + dh_t)
 
-    group, c = states_before_next_groups(
-        decay, total, d_final, d_initial, carry, B, D, tile, tiles, b, d, TILE.GROUPS
-    )
+    chain = d_final, d_initial, carry, B, D, tile, tiles, b, d
+    group, c = states_before_next_groups(decay, total, chain, TILE.GROUPS)
     for j in tl.static_range(TILE.ROWS):
         row = -(group * TILE.ROWS + j)
         t_valid = start + row >= 0
@@ -185,10 +177,6 @@ def gradients(x, log_a, initial_state, token_kind, h, dh, d_final):
     return like(h), like(log_a), state_of(h), None
 
 
-def results(x, log_a, initial_state, token_kind):
-    return new_outputs(x)
-
-
 def forward(x, log_a, initial_state, token_kind):
     tensors = x, log_a, initial_state, token_kind
     return launch_chained_scan("linear_scan", _forward_kernel, TILINGS, tensors, new_outputs(x))
@@ -207,7 +195,7 @@ linear_scan = operation(
     Operation(
         "linear_scan",
         forward,
-        results,
+        new_outputs,
         backward,
         gradients,
         unsupported_reason,

@@ -11,6 +11,7 @@ w = (1 - β) σ(-z) <= 1/2, log f is log(1 - w) = -log(1 + w / (1 - w)).
 import triton
 import triton.language as tl
 
+from ._device.common import advance, load_float32
 from ._device.math import exp, log1p, reciprocal, sigmoid
 from ._device.token_wise import Tile, num_rows
 from ._runtime.framework import cast, operation, run, token_wise_unsupported_reason
@@ -37,9 +38,9 @@ def _locate_program(D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _load_bound(lower_bound, row, d, D):
-    """Loads log β (row 0) or log(1 - β) (row 1)."""
-    return tl.load(lower_bound + row * D + d, d < D, other=0.0).to(tl.float32)
+def _load_bound(lower_bound, d, D):
+    """Loads log β and log(1 - β)."""
+    return load_float32(lower_bound, d, d < D), load_float32(lower_bound + D, d, d < D)
 
 
 @triton.jit
@@ -68,13 +69,9 @@ def _forward_kernel(
 ):
     FINE: tl.constexpr = logits.dtype.element_ty == tl.float32
     program, programs, start, step, d = _locate_program(D, BLOCK_D, ROWS)
-    logits += start
-    log_f += start
+    logits, log_f = advance((logits, log_f), start)
     if lower_bound is not None:
-        log_beta, log_not_beta = (
-            _load_bound(lower_bound, 0, d, D),
-            _load_bound(lower_bound, 1, d, D),
-        )
+        log_beta, log_not_beta = _load_bound(lower_bound, d, D)
     row = tl.arange(0, ROWS)[:, None]
     offsets = row * D + d
     for tile in range(program, tl.cdiv(rows, ROWS), programs):
@@ -91,8 +88,7 @@ def _forward_kernel(
             log = log1p(tl.where(small, ratio, exp(-gap, FINE)), FINE)
             log_s = tl.where(small, -log, larger + log)
         tl.store(log_f + offsets, log_s, valid)
-        logits += step
-        log_f += step
+        logits, log_f = advance((logits, log_f), step)
 
 
 @triton.jit
@@ -109,14 +105,9 @@ def _backward_kernel(
 ):
     FINE: tl.constexpr = logits.dtype.element_ty == tl.float32
     program, programs, start, step, d = _locate_program(D, BLOCK_D, ROWS)
-    d_log_f += start
-    logits += start
-    d_logits += start
+    d_log_f, logits, d_logits = advance((d_log_f, logits, d_logits), start)
     if lower_bound is not None:
-        log_beta, log_not_beta = (
-            _load_bound(lower_bound, 0, d, D),
-            _load_bound(lower_bound, 1, d, D),
-        )
+        log_beta, log_not_beta = _load_bound(lower_bound, d, D)
     row = tl.arange(0, ROWS)[:, None]
     offsets = row * D + d
     d_below = tl.zeros((ROWS, BLOCK_D), tl.float32)
@@ -133,9 +124,7 @@ def _backward_kernel(
             d_above += gradient
         gradient *= _one_minus_sigmoid(z, e)
         tl.store(d_logits + offsets, gradient, valid)
-        d_log_f += step
-        logits += step
-        d_logits += step
+        d_log_f, logits, d_logits = advance((d_log_f, logits, d_logits), step)
     if lower_bound is not None:
         line = d_bound + program.to(tl.int64) * 2 * D + d
         tl.store(line, tl.sum(d_below, 0)[None, :], d < D)

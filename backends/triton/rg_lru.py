@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
-from ._device.common import ChainTilings, Tiling
+from ._device.common import ChainTilings, Tiling, advance
 from ._device.math import decay as decay_of
 from ._device.math import sigmoid, softplus
 from ._device.tokens import CONTINUES, PADDING, STARTS, read_kind, select_by_kind
@@ -88,10 +88,7 @@ def _forward_kernel(
     d_valid = (d < D)[None, :]
     start = tile * (TILE.GROUPS * TILE.ROWS)
     token = b.to(tl.int64) * T + start
-    x += token * D
-    gate_a += token * D
-    gate_x += token * D
-    h += token * D
+    x, gate_a, gate_x, h = advance((x, gate_a, gate_x, h), token * D)
     if token_kind is not None:
         token_kind += token
     logit = tl.load(a_logit + d, d < D, other=0.0).to(tl.float32)
@@ -122,9 +119,8 @@ def _forward_kernel(
         decays = decays + (a,)
         inputs = inputs + (s_x,)
 
-    state = states_before_groups(
-        decay, total, initial, final, carry, B, D, tile, tiles, b, d, TILE.GROUPS
-    )
+    chain = initial, final, carry, B, D, tile, tiles, b, d
+    state = states_before_groups(decay, total, chain, TILE.GROUPS)
     for j in tl.static_range(TILE.ROWS):
         row = group * TILE.ROWS + j
         state = decays[j] * state + inputs[j]
@@ -160,14 +156,8 @@ def _backward_kernel(
     d_valid = (d < D)[None, :]
     start = T - 1 - tile * (TILE.GROUPS * TILE.ROWS)
     token = b.to(tl.int64) * T + start
-    dh += token * D
-    x += token * D
-    gate_a += token * D
-    gate_x += token * D
-    h += token * D
-    dx += token * D
-    d_gate_a += token * D
-    d_gate_x += token * D
+    dh, x, gate_a, gate_x, h = advance((dh, x, gate_a, gate_x, h), token * D)
+    dx, d_gate_a, d_gate_x = advance((dx, d_gate_a, d_gate_x), token * D)
     if token_kind is not None:
         token_kind += token
     logit = tl.load(a_logit + d, d < D, other=0.0).to(tl.float32)
@@ -189,9 +179,8 @@ def _backward_kernel(
         decay *= a
         total = a * (total + tl.load(dh + offsets, valid, other=0.0).to(tl.float32))
 
-    group, c = states_before_next_groups(
-        decay, total, d_final, d_initial, carry, B, D, tile, tiles, b, d, TILE.GROUPS
-    )
+    chain = d_final, d_initial, carry, B, D, tile, tiles, b, d
+    group, c = states_before_next_groups(decay, total, chain, TILE.GROUPS)
     d_strongest = tl.zeros((TILE.GROUPS, TILE.BLOCK_D), tl.float32)
     for j in tl.static_range(TILE.ROWS):
         row = -(group * TILE.ROWS + j)
@@ -225,10 +214,6 @@ def _backward_kernel(
     tl.store(d_logit + line, not_a * _C * tl.sum(d_strongest, 0), d < D)
 
 
-def results(x, gate_a, gate_x, a_logit, initial_state, token_kind):
-    return new_outputs(x)
-
-
 def gradients(x, gate_a, gate_x, a_logit, initial_state, token_kind, h, dh, d_final):
     return like(x), like(gate_a), like(gate_x), like(a_logit), state_of(x), None
 
@@ -249,6 +234,6 @@ def backward(x, gate_a, gate_x, a_logit, initial_state, token_kind, h, dh, d_fin
 
 rg_lru = operation(
     Operation(
-        "rg_lru", forward, results, backward, gradients, unsupported_reason, saves_output=True
+        "rg_lru", forward, new_outputs, backward, gradients, unsupported_reason, saves_output=True
     )
 )

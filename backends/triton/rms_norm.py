@@ -10,6 +10,7 @@ import triton.language as tl
 
 from ..constants import SMALLEST_SCALED_EPSILON, SQUARES_SCALE
 from ..kernel import as_kernel
+from ._device.common import advance
 from ._device.math import reciprocal_root
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.token_wise import Tile, num_rows
@@ -101,9 +102,7 @@ def _backward_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     start = program.to(tl.int64) * (ROWS * D)
     step = programs.to(tl.int64) * (ROWS * D)
-    dy += start
-    x += start
-    dx += start
+    dy, x, dx = advance((dy, x, dx), start)
     row = tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
     offsets = row * D + d
@@ -122,9 +121,7 @@ def _backward_kernel(
             gradient *= weight
         gradient -= value * (tl.sum(gradient * value, 1)[:, None] / D)
         tl.store(dx + offsets, gradient * r, valid)
-        dy += step
-        x += step
-        dx += step
+        dy, x, dx = advance((dy, x, dx), step)
     if scale is not None:
         total = tl.sum(total, 0)[None, :]
         tl.store(d_scale + program.to(tl.int64) * D + d, total, d < D)

@@ -6,6 +6,7 @@ A program goes through positions with the last W inputs in registers.
 import triton
 import triton.language as tl
 
+from .._device.common import advance
 from .._device.math import sigmoid
 from .convolution_positions import load_token_and_document, locate_program, sequence_sizes
 
@@ -58,10 +59,7 @@ def forward_kernel(
     kernel,
     bias,
     initial,
-    token_at,
-    document_at,
-    real_counts,
-    start_counts,
+    positions,
     y,
     final,
     T,
@@ -74,15 +72,14 @@ def forward_kernel(
     tile, _, b, d = locate_program(T, D, TILE.BLOCK_D, TILE.GROUPS * TILE.ROWS, W)
     d_valid = d < D
     row, state = b.to(tl.int64) * T, b.to(tl.int64) * (W - 1) * D
-    x += row * D
-    y += row * D
+    x, y = advance((x, y), row * D)
     final += state
     if initial is not None:
         initial += state
+    token_at, document_at = positions[0], positions[1]
     if token_at is not None:
-        token_at += row
-        document_at += row
-    num_real, last_document = sequence_sizes(b, T, real_counts, start_counts)
+        token_at, document_at = token_at + row, document_at + row
+    num_real, last_document = sequence_sizes(b, T, positions)
     tile_begin = tile * (TILE.GROUPS * TILE.ROWS) - (W - 1)
     begin = tile_begin + tl.arange(0, TILE.GROUPS)[:, None] * TILE.ROWS
 

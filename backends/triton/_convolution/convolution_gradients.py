@@ -8,6 +8,7 @@ again.
 import triton
 import triton.language as tl
 
+from .._device.common import advance
 from .._device.math import sigmoid
 from .convolution_forward import apply_filter, load_input, load_parameters
 from .convolution_positions import (
@@ -183,10 +184,7 @@ def backward_kernel(
     kernel,
     bias,
     initial,
-    token_at,
-    document_at,
-    real_counts,
-    start_counts,
+    positions,
     dx,
     d_parameters,
     d_initial,
@@ -206,19 +204,17 @@ def backward_kernel(
     GROUP_POSITIONS: tl.constexpr = STEPS * TILE.ROWS  # positions whose dx a group stores
     tile, tiles, b, d = locate_program(T, D, TILE.BLOCK_D, TILE.GROUPS * GROUP_POSITIONS, W)
     row, state = b.to(tl.int64) * T, b.to(tl.int64) * (W - 1) * D
-    x += row * D
-    dy += row * D
-    dx += row * D
+    x, dy, dx = advance((x, dy, dx), row * D)
     d_initial += state
     if d_final is not None:
         d_final += state
     if initial is not None:
         initial += state
+    token_at, document_at = positions[0], positions[1]
     if token_at is not None:
-        token_at += row
-        document_at += row
+        token_at, document_at = token_at + row, document_at + row
     d_parameters += (b.to(tl.int64) * tiles + tile) * (W + 1) * D
-    num_real, last_document = sequence_sizes(b, T, real_counts, start_counts)
+    num_real, last_document = sequence_sizes(b, T, positions)
 
     first = tile * (TILE.GROUPS * GROUP_POSITIONS) - (W - 1)
     begin = first + tl.arange(0, TILE.GROUPS)[:, None] * GROUP_POSITIONS

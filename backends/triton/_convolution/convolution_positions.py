@@ -91,9 +91,12 @@ def token_offsets(origin, i, t, D, d, token_at):
 
 
 @triton.jit
-def sequence_sizes(b, T, real_counts, start_counts):
-    """The number of real tokens of a sequence, and the index of its last document."""
+def sequence_sizes(b, T, positions):
+    """The number of real tokens of a sequence, and the index of its last document.
+
+    positions: the results of `positions_kernel`, or Nones.
+    """
     num_real, last_document = T, 0
-    if real_counts is not None:
-        num_real, last_document = tl.load(real_counts + b), tl.load(start_counts + b)
+    if positions[2] is not None:
+        num_real, last_document = tl.load(positions[2] + b), tl.load(positions[3] + b)
     return num_real, last_document

@@ -33,6 +33,15 @@ def load_float32(tensor, offsets, valid):
     return tl.load(tensor + offsets, valid, other=0.0).to(tl.float32)
 
 
+@triton.jit
+def advance(pointers, offset):
+    """Moves each of a tuple of pointers by `offset` elements."""
+    moved = ()
+    for i in tl.static_range(len(pointers)):
+        moved = moved + (pointers[i] + offset,)
+    return moved
+
+
 def assembler_error_note(kernel, plain):
     """Note for an error of Triton's assembler: what the user can do.
 

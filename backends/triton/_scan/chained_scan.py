@@ -71,7 +71,7 @@ def state_of(x):
     return Array((batch, width), "float32")
 
 
-def new_outputs(x):
+def new_outputs(x, *_):
     """The `Array`s of the outputs [B, T, D], in x's dtype, and of the final state."""
     return like(x), state_of(x)
 
@@ -124,15 +124,15 @@ def _wait_for(pointers, valid):
 
 
 @triton.jit
-def _receive_and_publish(
-    decay, total, initial, final, carry, B, D, tile, tiles, b, d, GROUPS: tl.constexpr
-):  # fmt: skip
+def _receive_and_publish(decay, total, chain, GROUPS: tl.constexpr):
     """Receives the state before the tile and publishes the one after it.
 
     Returns the states before the tile and after each group.
     decay, total: the effect of the tile on a state up to the end of each group.
-    initial, final: [B, D], the states before the first tile (or None) and after the last one.
+    chain: pointers and the program's place in its chain; `initial`, `final`: [B, D], the states
+    before the first tile (or None) and after the last one.
     """
+    initial, final, carry, B, D, tile, tiles, b, d = chain
     group = tl.arange(0, GROUPS)[:, None]
     is_last = group == GROUPS - 1
     valid = (group >= 0) & (d < D)[None, :]
@@ -155,34 +155,26 @@ def _receive_and_publish(
 
 
 @triton.jit
-def states_before_groups(
-    decay, total, initial, final, carry, B, D, tile, tiles, b, d, GROUPS: tl.constexpr
-):  # fmt: skip
+def states_before_groups(decay, total, chain, GROUPS: tl.constexpr):
     """The state before each group, from the effect of each group on a state."""
     one, zero = tl.full(decay.shape, 1.0, tl.float32), tl.zeros_like(total)
     decay_before, total_before, decay, total = tl.associative_scan(
         (one, zero, decay, total), 0, _append
     )
     decay, total = _compose(decay_before, total_before, decay, total)
-    state_before, _ = _receive_and_publish(
-        decay, total, initial, final, carry, B, D, tile, tiles, b, d, GROUPS
-    )
+    state_before, _ = _receive_and_publish(decay, total, chain, GROUPS)
     return decay_before * state_before + total_before
 
 
 @triton.jit
-def states_before_next_groups(
-    decay, total, initial, final, carry, B, D, tile, tiles, b, d, GROUPS: tl.constexpr
-):  # fmt: skip
+def states_before_next_groups(decay, total, chain, GROUPS: tl.constexpr):
     """Returns the next group's index, where a thread may continue, and the state before it.
 
     The first group follows the last one. This scan takes half the work of the one in
     `states_before_groups`, which is needed if a thread keeps its tokens in registers.
     """
     decay, total = tl.associative_scan((decay, total), 0, _compose)
-    state_before, state_after = _receive_and_publish(
-        decay, total, initial, final, carry, B, D, tile, tiles, b, d, GROUPS
-    )
+    state_before, state_after = _receive_and_publish(decay, total, chain, GROUPS)
     group = tl.arange(0, GROUPS)[:, None]
     is_last = group == GROUPS - 1
     return tl.where(is_last, 0, group + 1), tl.where(is_last, state_before, state_after)
