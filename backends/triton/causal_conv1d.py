@@ -45,13 +45,6 @@ def results(x, kernel, bias, initial_state, token_kind, *, activation: str | Non
     return like(x), _state_array(x, kernel)
 
 
-def gradients(
-    x, kernel, bias, initial_state, token_kind, output, dy, d_final, *, activation: str | None
-):  # fmt: skip
-    d_bias = None if bias is None else like(bias)
-    return like(x), like(kernel), d_bias, _state_array(x, kernel), None
-
-
 def forward(x, kernel, bias, initial_state, token_kind, *, activation: str | None):
     batch, length, width = x.shape
     taps, silu = kernel.shape[0], activation == "silu"
@@ -97,9 +90,7 @@ def backward(
     )
     d_kernel = cast(d_parameters[:taps], dtype_name(kernel))
     d_bias = None if bias is None else cast(d_parameters[taps], dtype_name(bias))
-    return dx, d_kernel, d_bias, d_initial, None
+    return dx, d_kernel, d_bias, None if initial_state is None else d_initial, None
 
 
-causal_conv1d = operation(
-    Operation("causal_conv1d", forward, results, backward, gradients, unsupported)
-)
+causal_conv1d = operation(Operation("causal_conv1d", forward, results, backward, unsupported))

@@ -18,7 +18,6 @@ from ._linear_attention.gated_output import MAX_KEYS, stream
 from ._linear_attention.gated_states import effect, walk
 from ._linear_attention.linear_attention import (
     Blocks,
-    gradient_of_state,
     sizes_of,
     unsupported_reason,
 )
@@ -101,11 +100,6 @@ def results(q, k, v, log_f, initial_state, token_kind):
     return like(v), Array(sizes_of(q, k, v).state_shape, "float32"), pairs
 
 
-def gradients(q, k, v, log_f, initial_state, token_kind, output, pairs, d_output, d_final):
-    d_k = None if k is None else like(k)
-    return like(q), d_k, like(v), like(log_f), gradient_of_state(initial_state), None
-
-
 def _streaming_sizes(q, k, v):
     """The `Sizes` for `gated_output.py`; None if other kernels must be used."""
     sizes = sizes_of(q, k, v)
@@ -158,7 +152,6 @@ gated_linear_attention = operation(
         forward,
         results,
         backward,
-        gradients,
         unsupported_reason,
         residuals=("B H P",),
         effect_on_state=effect_on_state,

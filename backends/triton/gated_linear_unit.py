@@ -73,10 +73,6 @@ def results(gate, x, *, gelu: bool):
     return (like(x),)
 
 
-def gradients(gate, x, y, dy, *, gelu: bool):
-    return like(gate), like(x)
-
-
 def forward(gate, x, *, gelu: bool):
     return _launch(_forward_kernel, (gate, x), (like(x),), gelu)
 
@@ -92,5 +88,5 @@ def _launch(kernel, tensors, outputs, gelu):
 
 
 _gated_linear_unit = operation(
-    Operation("gated_linear_unit", forward, results, backward, gradients, on_jax=False)
+    Operation("gated_linear_unit", forward, results, backward, on_jax=False)
 ).function

@@ -27,7 +27,6 @@ from ._device.tokens import CONTINUES, PADDING, STARTS
 from ._linear_attention.linear_attention import (
     Blocks,
     TimeSplit,
-    gradient_of_state,
     load_tokens,
     locate_segment,
     max_segments,
@@ -322,10 +321,6 @@ def results(q, k, v, log_decay, initial_state, token_kind):
     return like(v), Array(sizes_of(q, k, v).state_shape, "float32")
 
 
-def gradients(q, k, v, log_decay, initial_state, token_kind, output, d_output, d_final):
-    return like(q), like(k), like(v), like(log_decay), gradient_of_state(initial_state), None
-
-
 def forward(q, k, v, log_decay, initial_state, token_kind):
     decays = {"log_decay": log_decay, "token_kind": token_kind}
     if q.shape[1] == 1:
@@ -348,7 +343,6 @@ lightning_attention = operation(
         forward,
         results,
         backward,
-        gradients,
         unsupported_reason,
     )
 )

@@ -173,10 +173,6 @@ def _backward_kernel(
         tl.store(d_log_a + offsets, d_log_a_t, valid, cache_modifier=WRITTEN)
 
 
-def gradients(x, log_a, initial_state, token_kind, h, dh, d_final):
-    return like(h), like(log_a), state_of(h), None
-
-
 def forward(x, log_a, initial_state, token_kind):
     tensors = x, log_a, initial_state, token_kind
     return launch_chained_scan("linear_scan", _forward_kernel, TILINGS, tensors, new_outputs(x))
@@ -185,10 +181,10 @@ def forward(x, log_a, initial_state, token_kind):
 def backward(x, log_a, initial_state, token_kind, h, dh, d_final):
     tensors = dh, log_a, h, initial_state, token_kind, d_final
     gradients = like(h), like(log_a), state_of(h)
-    computed = launch_chained_scan(
+    dx, d_log_a, d_initial = launch_chained_scan(
         "linear_scan backward", _backward_kernel, BACKWARD_TILINGS, tensors, gradients
     )
-    return *computed, None
+    return dx, d_log_a, None if initial_state is None else d_initial, None
 
 
 linear_scan = operation(
@@ -197,7 +193,6 @@ linear_scan = operation(
         forward,
         new_outputs,
         backward,
-        gradients,
         unsupported_reason,
         saves_output=True,
         unused_in_backward=("x",),

@@ -135,10 +135,6 @@ def results(logits, lower_bound):
     return (like(logits).astype("float32"),)
 
 
-def gradients(logits, lower_bound, log_f, d_log_f):
-    return like(logits), None if lower_bound is None else like(lower_bound)
-
-
 def forward(logits, lower_bound):
     tile, rows, blocks = _sizes(logits)
     programs = min(tile.tiles(rows), _FORWARD_PROGRAMS * tile.programs(rows, blocks))
@@ -166,7 +162,5 @@ def _sizes(logits):
 
 
 log_forget_gate = operation(
-    Operation(
-        "log_forget_gate", forward, results, backward, gradients, token_wise_unsupported_reason
-    )
+    Operation("log_forget_gate", forward, results, backward, token_wise_unsupported_reason)
 )

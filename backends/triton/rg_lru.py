@@ -214,10 +214,6 @@ def _backward_kernel(
     tl.store(d_logit + line, not_a * _C * tl.sum(d_strongest, 0), d < D)
 
 
-def gradients(x, gate_a, gate_x, a_logit, initial_state, token_kind, h, dh, d_final):
-    return like(x), like(gate_a), like(gate_x), like(a_logit), state_of(x), None
-
-
 def forward(x, gate_a, gate_x, a_logit, initial_state, token_kind):
     tensors = x, gate_a, gate_x, a_logit, initial_state, token_kind
     return launch_chained_scan("rg_lru", _forward_kernel, TILINGS, tensors, new_outputs(x))
@@ -229,11 +225,10 @@ def backward(x, gate_a, gate_x, a_logit, initial_state, token_kind, h, dh, d_fin
     *d_tensors, d_initial, d_logit = launch_chained_scan(
         "rg_lru backward", _backward_kernel, TILINGS, tensors, gradients, channel_sums=True
     )
-    return *d_tensors, cast(d_logit, dtype_name(a_logit)), d_initial, None
+    d_logit = cast(d_logit, dtype_name(a_logit))
+    return *d_tensors, d_logit, None if initial_state is None else d_initial, None
 
 
 rg_lru = operation(
-    Operation(
-        "rg_lru", forward, new_outputs, backward, gradients, unsupported_reason, saves_output=True
-    )
+    Operation("rg_lru", forward, new_outputs, backward, unsupported_reason, saves_output=True)
 )

@@ -131,10 +131,6 @@ def results(x, scale, *, epsilon: float):
     return (like(x),)
 
 
-def gradients(x, scale, y, dy, *, epsilon: float):
-    return like(x), None if scale is None else like(scale)
-
-
 def forward(x, scale, *, epsilon: float):
     width = x.shape[-1]
     tile, rows = _tile(width), num_rows(x)
@@ -159,6 +155,4 @@ def backward(x, scale, y, dy, *, epsilon: float):
     return dx, None if scale is None else cast(d_scale.sum(0), dtype_name(scale))
 
 
-_rms_norm = operation(
-    Operation("rms_norm", forward, results, backward, gradients, on_jax=False)
-).function
+_rms_norm = operation(Operation("rms_norm", forward, results, backward, on_jax=False)).function

@@ -96,10 +96,6 @@ def results(logits, tokens):
     return (Array(tuple(tokens.shape), "float32"),) * 3
 
 
-def gradients(logits, tokens, losses, largest, total, d_losses):
-    return like(logits), None
-
-
 def forward(logits, tokens):
     options = {"V": logits.shape[-1], "LANE_SIZE": _LANE_SIZE, "STAGES": _STAGES}
     options |= _tile(logits.shape[-1], _TILE_SIZE)
@@ -121,7 +117,6 @@ token_crossentropy = operation(
         forward,
         results,
         backward,
-        gradients,
         token_wise_unsupported_reason,
         residuals=("...", "..."),
     )

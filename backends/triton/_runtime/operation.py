@@ -5,20 +5,21 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ...signatures import SIGNATURES
+from .launch import like
 
 # Arguments that have no gradient, always the last ones.
 INTEGERS = ("token_kind", "tokens")
 
 
 class Operation(NamedTuple):
-    """Two functions of arrays, forward and backward, and the shapes of their results.
+    """Two functions of arrays, forward and backward, and the shapes of the forward's results.
 
     - forward(*tensors, **options) returns a tuple: the output, the final state if there is one,
       then residuals that only the backward reads.
     - backward(*tensors, output, *residuals, *d_results, **options) returns a gradient for each
       tensor, None for one that is absent or has no gradient. All d_results but the first may be
       None if nothing depends on that result; this is so on torch, while JAX passes zeros.
-    - results and gradients take the arguments of forward and backward, and return `Array`s.
+    - results takes the arguments of forward and returns `Array`s.
     - unsupported and effect_on_state are those of the `Kernel`.
 
     Tensors may be None. Options are keyword arguments, numbers or strings.
@@ -28,13 +29,26 @@ class Operation(NamedTuple):
     forward: Callable
     results: Callable
     backward: Callable
-    gradients: Callable
     unsupported: Callable | None = None
     saves_output: bool = False  # False: the backward gets None in place of the output
     unused_in_backward: tuple = ()  # tensors for which the backward gets None
     residuals: tuple = ()  # names of the dimensions of the last results, only for the backward
     on_jax: bool = True  # False where XLA replaces the kernels on JAX
     effect_on_state: Callable | None = None
+
+    def gradients(self, *arguments, **_options):
+        """`Array`s of the gradients, from the arguments of the backward.
+
+        Each has the shape and dtype of its tensor, that of an initial state is float32. The
+        gradient of a tensor that the backward does not get is like the output.
+        """
+        output = arguments[len(self.tensors)]
+        arrays = []
+        for name, x in zip(self.differentiable, arguments, strict=False):
+            x = output if name in self.unused_in_backward else x
+            array = None if x is None else like(x)
+            arrays.append(array.astype("float32") if array and name == "initial_state" else array)
+        return arrays
 
     @property
     def dimensions(self):
