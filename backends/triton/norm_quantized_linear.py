@@ -151,11 +151,11 @@ def _kernel(
     weights = kernels, kernel_scales, kernel_zeros
     if IN_INTERPRETER:
         totals, unit, before = _interpreted_project_row(
-            *(x, scale, squares), *weights, *(residual, n[0], columns, epsilon, PRODUCT)
+            x, scale, squares, weights, residual, n[0], columns, epsilon, PRODUCT
         )
     else:
         totals, unit, before = project_row(
-            *(x, scale, squares), *weights, *(residual, tile, n, columns, epsilon, PRODUCT, PDL)
+            x, scale, squares, weights, residual, tile, n, columns, epsilon, PRODUCT, PDL
         )
     PROJECTIONS: tl.constexpr = len(kernels)
     for u in tl.static_range(len(n)):

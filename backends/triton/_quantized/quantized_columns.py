@@ -7,6 +7,8 @@ of the row in the lower half of the warp, the other two with the part in the upp
 import triton
 import triton.language as tl
 
+from .quantized_row import instruct
+
 
 @triton.jit
 def _scale_total(total, thread, PRODUCT: tl.constexpr):
@@ -34,14 +36,9 @@ def _add_8(a, b, c, d, e, f, g, h, a_2, b_2, c_2, d_2, e_2, f_2, g_2, h_2):
 @triton.jit
 def _shuffle_half(value):
     """The value of the thread two lanes away, which has sums of the same columns."""
-    return tl.inline_asm_elementwise(
-        "shfl.sync.bfly.b32 $0, $1, 2, 31, 0xffffffff;",
-        "=r,r",
-        [value.to(tl.int32, bitcast=True)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    ).to(value.dtype, bitcast=True)
+    word = value.to(tl.int32, bitcast=True)
+    word = instruct("shfl.sync.bfly.b32 $0, $1, 2, 31, 0xffffffff;", "=r,r", (word,), False)
+    return word.to(value.dtype, bitcast=True)
 
 
 @triton.jit

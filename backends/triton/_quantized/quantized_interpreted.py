@@ -9,20 +9,9 @@ from .quantized_row import block_sum_and_max, quantize, row_scales
 
 
 @triton.jit
-def project_row(
-    x,
-    scale,
-    squares,
-    kernels,
-    kernel_scales,
-    kernel_zeros,
-    residual,
-    n,
-    columns,
-    epsilon,
-    PRODUCT: tl.constexpr,
-):
+def project_row(x, scale, squares, weights, residual, n, columns, epsilon, PRODUCT: tl.constexpr):
     """Returns the sums of the columns n of each weight in float32, their unit, and the residual."""
+    kernels, kernel_scales, kernel_zeros = weights
     SHORT: tl.constexpr = x.dtype.element_ty == tl.bfloat16
     K: tl.constexpr = PRODUCT.K
     BITS: tl.constexpr = PRODUCT.BITS

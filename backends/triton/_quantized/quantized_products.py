@@ -23,7 +23,13 @@ import triton.language as tl
 from .._decoding.norm_linear_products import load_squares
 from .._device.pdl import wait_for_previous_launch
 from .quantized_columns import block_sum
-from .quantized_row import gather_four_lanes, load_four, permute_bytes, quantize_row
+from .quantized_row import (
+    gather_four_lanes,
+    instruct,
+    load_four,
+    permute_bytes,
+    quantize_row,
+)
 from .quantized_weights import load_four_channels, scale_and_zero, weight_addresses
 
 WARP_CHANNELS = 64  # a warp's channels in a step, 16 per thread; twice as many if ACROSS is 4
@@ -35,14 +41,11 @@ _ONES = tl.constexpr(0x01010101)
 @triton.jit
 def _mma(a, b, c, d, row, row_2, before):
     """Adds to `before` [4] the products of 16 rows of bytes: one `mma` with its operands."""
-    return tl.inline_asm_elementwise(
+    return instruct(
         "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
         "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
-        [a, b, c, d, row, row_2, before[0], before[1], before[2], before[3]],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-        is_pure=False,
-        pack=1,
+        *((a, b, c, d, row, row_2) + before, False, 4),
     )
 
 
@@ -59,14 +62,7 @@ def _zeros(like, COUNT: tl.constexpr):
 @triton.jit
 def _low_nibbles_plus_8(word):
     """The signed low nibble of each byte, plus 8: (word & 15) ^ 8 in one instruction."""
-    return tl.inline_asm_elementwise(
-        "lop3.b32 $0, $1, 0x0f0f0f0f, 0x08080808, 0x6a;",
-        "=r,r",
-        [word],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
+    return instruct("lop3.b32 $0, $1, 0x0f0f0f0f, 0x08080808, 0x6a;", "=r,r", (word,), True)
 
 
 @triton.jit
@@ -312,9 +308,7 @@ def project_row(
     x,
     scale,
     squares,
-    kernels,
-    kernel_scales,
-    kernel_zeros,
+    weights,
     residual,
     tile,
     n,
@@ -341,13 +335,11 @@ def project_row(
     word = (tile * PRODUCT.ACROSS + column_thread) * PRODUCT.WORDS
     column = word * 8 + lane % 2 * 4  # the first column whose block scales the thread loads
     addresses = ()
-    for i in tl.static_range(len(kernels)):
-        weight = kernels[i], kernel_scales[i], kernel_zeros[i]
-        addresses = addresses + (
-            weight_addresses(*weight, channel, word, column, columns, PRODUCT),
-        )
+    for i in tl.static_range(len(weights[0])):
+        weight = weight_addresses(weights, i, channel, word, column, columns, PRODUCT)
+        addresses = addresses + (weight,)
     pending = ()  # the next weight tiles: four times four channels of a thread each
-    for weight_tile in tl.static_range(min(PRODUCT.DEPTH, len(kernels) * PRODUCT.STEPS)):
+    for weight_tile in tl.static_range(min(PRODUCT.DEPTH, len(addresses) * PRODUCT.STEPS)):
         fours = ()
         for h in tl.static_range(4):
             fours = fours + (_load_weights(addresses, channel, columns, weight_tile, h, PRODUCT),)

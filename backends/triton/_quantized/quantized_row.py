@@ -23,6 +23,20 @@ _SMALLEST_MAX = tl.constexpr(1e-30)  # smallest maximum: below it, the inverse i
 
 
 @triton.jit
+def instruct(
+    ASM: tl.constexpr,
+    CONSTRAINTS: tl.constexpr,
+    operands,
+    PURE: tl.constexpr,
+    COUNT: tl.constexpr = 1,
+):
+    """Runs an instruction of PTX in each thread; returns its word, or the tuple of COUNT words."""
+    return tl.inline_asm_elementwise(
+        ASM, CONSTRAINTS, operands, tl.int32 if COUNT == 1 else (tl.int32,) * COUNT, PURE, 1
+    )
+
+
+@triton.jit
 def _round_to_dtype(value, SHORT: tl.constexpr):
     """Rounds to the row's dtype: bfloat16 if SHORT, else float32."""
     if SHORT:
@@ -116,29 +130,12 @@ def quantize(value, norm, factor, SHORT: tl.constexpr, PRODUCT: tl.constexpr):
 def load_words(pointer, WORDS: tl.constexpr, LOAD: tl.constexpr):
     """Loads one, two or four words from an aligned address in one instruction LOAD."""
     if WORDS == 1:
-        words = (
-            tl.inline_asm_elementwise(
-                LOAD + ".b32 $0, [$1];", "=r,l", [pointer], dtype=tl.int32, is_pure=False, pack=1
-            ),
-        )
+        words = (instruct(LOAD + ".b32 $0, [$1];", "=r,l", (pointer,), False),)
     elif WORDS == 2:
-        words = tl.inline_asm_elementwise(
-            LOAD + ".v2.b32 {$0, $1}, [$2];",
-            "=r,=r,l",
-            [pointer],
-            dtype=(tl.int32, tl.int32),
-            is_pure=False,
-            pack=1,
-        )
+        words = instruct(LOAD + ".v2.b32 {$0, $1}, [$2];", "=r,=r,l", (pointer,), False, 2)
     else:
-        words = tl.inline_asm_elementwise(
-            LOAD + ".v4.b32 {$0, $1, $2, $3}, [$4];",
-            "=r,=r,=r,=r,l",
-            [pointer],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=False,
-            pack=1,
-        )
+        instruction: tl.constexpr = LOAD + ".v4.b32 {$0, $1, $2, $3}, [$4];"
+        words = instruct(instruction, "=r,=r,=r,=r,l", (pointer,), False, 4)
     return words
 
 
@@ -166,27 +163,13 @@ def load_four(tensor, column, K: tl.constexpr, WHOLE: tl.constexpr):
 @triton.jit
 def permute_bytes(a, b, select):
     """A word of four bytes of a and b; hexadecimal digits of `select` choose them, lowest first."""
-    return tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, $3;",
-        "=r,r,r,r",
-        [a, b, select],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
+    return instruct("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", (a, b, select), True)
 
 
 @triton.jit
 def _shuffle_word(word, lane):
     """The word of another lane of the warp."""
-    return tl.inline_asm_elementwise(
-        "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
-        "=r,r,r",
-        [word, lane],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    return instruct("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=r,r,r", (word, lane), False)
 
 
 @triton.jit

@@ -36,19 +36,16 @@ def _addresses(tensor, column, columns, VECTOR: tl.constexpr, COUNT: tl.constexp
 
 @triton.jit
 def weight_addresses(
-    kernel,
-    scales,
-    zeros,
-    channel,
-    word,
-    column,
-    columns,
-    PRODUCT: tl.constexpr,
+    weights, i: tl.constexpr, channel, word, column, columns, PRODUCT: tl.constexpr
 ):
-    """Addresses of a thread's words in its first channel, and of their scales and zero points."""
+    """Addresses of a thread's words in its first channel, and of their scales and zero points.
+
+    weights: tuples of the kernels, their scales and their zero points, of which it takes the i-th.
+    """
+    kernels, scales, zeros = weights
     VECTOR: tl.constexpr = 4 if PRODUCT.VECTORS else 1
     row_words = columns // (32 // PRODUCT.BITS)
-    words = kernel.to(tl.pointer_type(tl.int32)) + channel * row_words
+    words = kernels[i].to(tl.pointer_type(tl.int32)) + channel * row_words
     words = _addresses(
         *(words, word, row_words, PRODUCT.WORDS if PRODUCT.VECTORS else 1, PRODUCT.WORDS)
     )
@@ -56,8 +53,8 @@ def weight_addresses(
     if PRODUCT.BLOCK_SIZE:
         block_offset = channel // PRODUCT.BLOCK_SIZE * columns
         for w in tl.static_range(PRODUCT.WORDS):
-            word_scales = _addresses(scales + block_offset, column + 8 * w, columns, VECTOR, 4)
-            word_zeros = _addresses(zeros + block_offset, column + 8 * w, columns, VECTOR, 4)
+            word_scales = _addresses(scales[i] + block_offset, column + 8 * w, columns, VECTOR, 4)
+            word_zeros = _addresses(zeros[i] + block_offset, column + 8 * w, columns, VECTOR, 4)
             numbers = numbers + ((word_scales, word_zeros),)
     return words, numbers
 
