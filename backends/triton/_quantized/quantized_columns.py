@@ -62,10 +62,7 @@ def block_sum(sums, thread, PRODUCT: tl.constexpr):
         totals = tl.reduce(partial, 0, _add_4)
     else:
         for u in tl.static_range(0, len(sums), 8):
-            eight = ()
-            for i in tl.static_range(8):
-                eight = eight + (partial[u + i],)
-            totals = totals + tl.reduce(eight, 0, _add_8)
+            totals = totals + tl.reduce(partial[u : u + 8], 0, _add_8)
     results = ()
     for u in tl.static_range(len(sums)):
         total = totals[u].to(tl.float32)

@@ -52,11 +52,7 @@ def _mma(a, b, c, d, row, row_2, before):
 @triton.jit
 def _zeros(like, COUNT: tl.constexpr):
     """Zeros as accumulators of COUNT `mma` instructions."""
-    zero = like * 0
-    accumulators = ()
-    for _ in tl.static_range(COUNT):
-        accumulators = accumulators + ((zero, zero, zero, zero),)
-    return accumulators
+    return ((like * 0,) * 4,) * COUNT
 
 
 @triton.jit
@@ -198,18 +194,6 @@ def _load_steps(tensor, channel, PRODUCT: tl.constexpr):
 
 
 @triton.jit
-def _load_residuals(residual, n, columns):
-    """The residual in each of the columns n; 0 without one."""
-    residuals = ()
-    for u in tl.static_range(len(n)):
-        number = 0.0
-        if residual is not None:
-            number = tl.load(residual + n[u], n[u] < columns, other=0.0)
-        residuals = residuals + (number,)
-    return residuals
-
-
-@triton.jit
 def _load_weights(addresses, channel, columns, TILE: tl.constexpr, h, PRODUCT: tl.constexpr):
     """Loads the h-th four of a thread's channels in a weight tile."""
     offset: tl.constexpr = TILE // len(addresses) * PRODUCT.SPAN
@@ -271,16 +255,10 @@ def _multiply_row(pending, row, lane, addresses, channel, columns, PRODUCT: tl.c
     PROJECTIONS: tl.constexpr = len(addresses)
     # Selectors for `permute_bytes`: they move a byte to the position of this thread's column, and
     # set the other bytes to 0.
-    selections = ()
-    for i in tl.static_range(4):
-        selections = selections + (0x4444 - ((4 - i) << (lane // 4 % 4 * 4)),)
-    sums, totals, row_sums = (), (), _zeros(lane, PRODUCT.ROUNDS)
-    for _ in tl.static_range(PROJECTIONS):
-        sums = sums + (_zeros(lane, PRODUCT.GROUPS * PRODUCT.ROUNDS),)
-        column_zeros = ()
-        for _ in tl.static_range(4 * PRODUCT.GROUPS):
-            column_zeros = column_zeros + (lane * 0.0,)
-        totals = totals + (column_zeros,)
+    selections = [0x4444 - ((4 - i) << (lane // 4 % 4 * 4)) for i in (0, 1, 2, 3)]
+    row_sums = _zeros(lane, PRODUCT.ROUNDS)
+    sums = (_zeros(lane, PRODUCT.GROUPS * PRODUCT.ROUNDS),) * PROJECTIONS
+    totals = ((lane * 0.0,) * (4 * PRODUCT.GROUPS),) * PROJECTIONS
     for step in tl.static_range(PRODUCT.STEPS):
         words = gather_four_lanes(row[step], lane)
         row_sums, block_row_sums = _sum_row_of_step(words, row_sums, PRODUCT)
@@ -340,16 +318,19 @@ def project_row(
         addresses = addresses + (weight,)
     pending = ()  # the next weight tiles: four times four channels of a thread each
     for weight_tile in tl.static_range(min(PRODUCT.DEPTH, len(addresses) * PRODUCT.STEPS)):
-        fours = ()
-        for h in tl.static_range(4):
-            fours = fours + (_load_weights(addresses, channel, columns, weight_tile, h, PRODUCT),)
+        fours = [
+            _load_weights(addresses, channel, columns, weight_tile, h, PRODUCT)
+            for h in (0, 1, 2, 3)
+        ]
         pending = pending + (fours,)
     row_channel = channel + lane // 4 % 4 * 16  # the first channel that the thread quantizes
     factors = ()
     if scale is not None:
         factors = _load_steps(scale, row_channel, PRODUCT)
     wait_for_previous_launch(PDL)
-    residuals = _load_residuals(residual, n, columns)
+    residuals = ()
+    if residual is not None:
+        residuals = [tl.load(residual + column, column < columns, other=0.0) for column in n]
     values = _load_steps(x, row_channel, PRODUCT)
     row_squares = ()
     if squares is not None:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ...constants import ROW_EPSILON
-from .._device.common import IN_INTERPRETER
+from .._device.common import IN_INTERPRETER, load_float32
 from .._device.math import reciprocal_root
 
 _ROW_EPSILON = tl.constexpr(ROW_EPSILON)
@@ -142,7 +142,6 @@ def load_words(pointer, WORDS: tl.constexpr, LOAD: tl.constexpr):
 @triton.jit
 def load_four(tensor, column, K: tl.constexpr, WHOLE: tl.constexpr):
     """Loads four consecutive numbers as float32; 0 from the K-th on."""
-    numbers = ()
     if WHOLE:
         first = tensor + tl.minimum(column, K - 4)
         if tensor.dtype.element_ty == tl.bfloat16:
@@ -150,13 +149,10 @@ def load_four(tensor, column, K: tl.constexpr, WHOLE: tl.constexpr):
             words = a << 16, a & _HIGH_HALF, b << 16, b & _HIGH_HALF
         else:
             words = load_words(first, 4, "ld.global")
-        for i in tl.static_range(4):
-            number = words[i].to(tl.float32, bitcast=True)
-            numbers = numbers + (tl.where(column < K, number, 0.0),)
+        numbers = [word.to(tl.float32, bitcast=True) for word in words]
+        numbers = [tl.where(column < K, number, 0.0) for number in numbers]
     else:
-        for i in tl.static_range(4):
-            number = tl.load(tensor + column + i, column + i < K, other=0.0)
-            numbers = numbers + (number.to(tl.float32),)
+        numbers = [load_float32(tensor, column + i, column + i < K) for i in (0, 1, 2, 3)]
     return numbers
 
 
@@ -202,10 +198,9 @@ def quantize_row(
     norm, factor, unit = row_scales(squares, largest, epsilon, SHORT, PRODUCT)
     row_words = ()
     for step in tl.static_range(PRODUCT.STEPS):
-        words, four, step_words = (), (), ()
-        for i in tl.static_range(4):
-            number = scaled[4 * step + i]
-            four = four + (quantize(number, norm, factor, SHORT, PRODUCT),)
+        words, step_words = (), ()
+        numbers = scaled[4 * step : 4 * step + 4]
+        four = [quantize(number, norm, factor, SHORT, PRODUCT) for number in numbers]
         for limb in tl.static_range(PRODUCT.LIMBS):
             low = permute_bytes(four[0][limb], four[1][limb], 0x40)
             high = permute_bytes(four[2][limb], four[3][limb], 0x40)
@@ -225,10 +220,4 @@ def quantize_row(
 @triton.jit
 def gather_four_lanes(words, lane):
     """Gathers from four lanes, per round, the words of the 16 channels that a thread multiplies."""
-    gathered = ()
-    for m in tl.static_range(len(words)):
-        round_words = ()
-        for h in tl.static_range(4):
-            round_words = round_words + (_shuffle_word(words[m], (lane & 19) | (4 * h)),)
-        gathered = gathered + (round_words,)
-    return gathered
+    return [[_shuffle_word(word, (lane & 19) | (4 * h)) for h in (0, 1, 2, 3)] for word in words]

@@ -89,12 +89,10 @@ def _load_columns(addresses, rows, COUNT: tl.constexpr):
 
     With four addresses, the numbers are loaded one by one instead.
     """
-    columns = ()
     if len(addresses) == 1:
         columns = _stream_words(addresses[0] + rows, COUNT)
     else:
-        for i in tl.static_range(4):
-            columns = columns + (tl.load(addresses[i] + rows),)
+        columns = [tl.load(address + rows) for address in addresses]
     return columns
 
 
