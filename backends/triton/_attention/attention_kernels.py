@@ -43,15 +43,16 @@ _LOWEST = tl.constexpr(-1e30)  # below any logit; finite, so that a difference o
 
 
 @triton.jit
-def _locate_program(T, G, SHARE: tl.constexpr, ROWS: tl.constexpr):
-    """The first row of this program's tile, its sequence in the batch, and its key head.
+def _locate_program(T, G, TILE: tl.constexpr):
+    """This program's sequence in the batch, its key head, and the `query_rows` of its tile.
 
     Tiles with the most visible keys come first, for load balance.
     """
-    tiles = tl.cdiv(T * SHARE, ROWS)
+    tiles = tl.cdiv(T * TILE.SHARE, TILE.ROWS)
     heads = tl.num_programs(0) // tiles
-    tile = tiles - 1 - tl.program_id(0) // heads
-    return tile * ROWS, tl.program_id(0) % heads // G, tl.program_id(0) % G
+    begin = (tiles - 1 - tl.program_id(0) // heads) * TILE.ROWS
+    b, g = tl.program_id(0) % heads // G, tl.program_id(0) % G
+    return b, g, query_rows(begin, b, g * TILE.SHARE, T, G * TILE.SHARE, TILE)
 
 
 @triton.jit
@@ -112,8 +113,8 @@ def forward_kernel(
     TILE: tl.constexpr,
 ):
     FINE: tl.constexpr = TILE.TYPE.is_fp32()
-    begin, b, g = _locate_program(T, G, TILE.SHARE, TILE.ROWS)
-    base, row, t = query_rows(begin, b, g * TILE.SHARE, T, G * TILE.SHARE, TILE.SHARE, TILE.ROWS)
+    b, g, rows = _locate_program(T, G, TILE)
+    base, row, t = rows
     low, high = visible_keys(visible, t, b, T, window)
     query = load_rows(q, base, row, real_queries(visible, t, b, T), TILE.K, TILE.BLOCK_K, TILE.TYPE)
 
@@ -170,8 +171,8 @@ def queries_kernel(
 ):
     """Stores d_q and, for `keys_kernel`, delta [B, T, H], the sum of d_output * output."""
     FINE: tl.constexpr = TILE.TYPE.is_fp32()
-    begin, b, g = _locate_program(T, G, TILE.SHARE, TILE.ROWS)
-    base, row, t = query_rows(begin, b, g * TILE.SHARE, T, G * TILE.SHARE, TILE.SHARE, TILE.ROWS)
+    b, g, rows = _locate_program(T, G, TILE)
+    base, row, t = rows
     low, high = visible_keys(visible, t, b, T, window)
     real = real_queries(visible, t, b, T)
     query = load_rows(q, base, row, real, TILE.K, TILE.BLOCK_K, TILE.TYPE)
@@ -207,14 +208,16 @@ def queries_kernel(
 
 @triton.jit
 def _buffer_gradient(
-    d_buffer, s, b, g, is_added, d_buffers, C, G, D: tl.constexpr, BLOCK_D: tl.constexpr
+    d_buffers, i: tl.constexpr, s, b, g, part, C, G, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     """Gradients [keys, BLOCK_D] of keys (or values) at s from the circular buffer's gradients."""
     d = tl.zeros((s.shape[0], BLOCK_D), tl.float32)
     if C > 0:
         slot, in_buffer = buffer_slots(s, b, d_buffers[2], d_buffers[3], C)
         buffer_base = b.to(tl.int64) * C * G + g
-        d = load_rows(d_buffer, buffer_base, slot * G, in_buffer & is_added, D, BLOCK_D, tl.float32)
+        d = load_rows(
+            d_buffers[i], buffer_base, slot * G, in_buffer & (part == 0), D, BLOCK_D, tl.float32
+        )
     return d
 
 
@@ -269,9 +272,7 @@ def keys_kernel(
     for EDGE in tl.static_range(2):
         for i in range(num_before + num_after if EDGE else num_inside):
             first = start + block_number(i, num_before, num_inside, EDGE) * TILE.ROWS
-            base, row, t = query_rows(
-                first, b, head, T, G * parts * TILE.SHARE, TILE.SHARE, TILE.ROWS
-            )
+            base, row, t = query_rows(first, b, head, T, G * parts * TILE.SHARE, TILE)
             valid = t < T if EDGE else None
             other = 0.0 if EDGE else None
             real = real_queries(visible, t, b, T) if EDGE or visible[0] is not None else None
@@ -300,13 +301,9 @@ def keys_kernel(
     key_base += part.to(tl.int64) * (heads // parts) * S
     if d_keys is not None:
         if d_buffers is not None:
-            d_key += _buffer_gradient(
-                d_buffers[0], s, b, g, part == 0, d_buffers, C, G, TILE.K, TILE.BLOCK_K
-            )
+            d_key += _buffer_gradient(d_buffers, 0, s, b, g, part, C, G, TILE.K, TILE.BLOCK_K)
         store_rows(d_keys, key_base, key_row, s < S, d_key, TILE.K, TILE.BLOCK_K)
     if d_values is not None:
         if d_buffers is not None:
-            d_value += _buffer_gradient(
-                d_buffers[1], s, b, g, part == 0, d_buffers, C, G, TILE.V, TILE.BLOCK_V
-            )
+            d_value += _buffer_gradient(d_buffers, 1, s, b, g, part, C, G, TILE.V, TILE.BLOCK_V)
         store_rows(d_values, key_base, key_row, s < S, d_value, TILE.V, TILE.BLOCK_V)

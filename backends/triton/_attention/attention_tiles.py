@@ -14,12 +14,13 @@ from .._device.tokens import PADDING
 
 
 @triton.jit
-def query_rows(begin, b, head, T, H, SHARE: tl.constexpr, ROWS: tl.constexpr):
+def query_rows(begin, b, head, T, H, TILE: tl.constexpr):
     """The offset of row `begin` of the heads from `head` on, relative offsets of ROWS rows, tokens.
 
     Offsets count rows of [B, T, H, ...]. If SHARE is H, the compiler sees that rows are contiguous.
     """
-    row = tl.arange(0, ROWS)
+    SHARE: tl.constexpr = TILE.SHARE
+    row = tl.arange(0, TILE.ROWS)
     later_tokens = (begin % SHARE + row) // SHARE
     base = b.to(tl.int64) * T * H + head + begin + (begin // SHARE).to(tl.int64) * (H - SHARE)
     return base, row + later_tokens * (H - SHARE), begin // SHARE + later_tokens
