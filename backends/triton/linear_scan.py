@@ -82,10 +82,7 @@ def _forward_kernel(
     tiles,
     TILE: tl.constexpr,
 ):
-    tile, b, d = locate_program(B, D, TILE.BLOCK_D)
-    d_valid = (d < D)[None, :]
-    start = tile * (TILE.GROUPS * TILE.ROWS)
-    token = b.to(tl.int64) * T + start
+    tile, b, d, d_valid, start, token = locate_program(B, T, D, TILE, False)
     x, log_a, h = advance((x, log_a, h), token * D)
     if token_kind is not None:
         token_kind += token
@@ -129,10 +126,7 @@ def _backward_kernel(
     tiles,
     TILE: tl.constexpr,
 ):
-    tile, b, d = locate_program(B, D, TILE.BLOCK_D)
-    d_valid = (d < D)[None, :]
-    start = T - 1 - tile * (TILE.GROUPS * TILE.ROWS)
-    token = b.to(tl.int64) * T + start
+    tile, b, d, d_valid, start, token = locate_program(B, T, D, TILE, True)
     dh, log_a, h, dx, d_log_a = advance((dh, log_a, h, dx, d_log_a), token * D)
     if token_kind is not None:
         token_kind += token

@@ -84,10 +84,7 @@ def _forward_kernel(
     TILE: tl.constexpr,
 ):
     FINE: tl.constexpr = gate_a.dtype.element_ty == tl.float32
-    tile, b, d = locate_program(B, D, TILE.BLOCK_D)
-    d_valid = (d < D)[None, :]
-    start = tile * (TILE.GROUPS * TILE.ROWS)
-    token = b.to(tl.int64) * T + start
+    tile, b, d, d_valid, start, token = locate_program(B, T, D, TILE, False)
     x, gate_a, gate_x, h = advance((x, gate_a, gate_x, h), token * D)
     if token_kind is not None:
         token_kind += token
@@ -152,10 +149,7 @@ def _backward_kernel(
     TILE: tl.constexpr,
 ):
     FINE: tl.constexpr = gate_a.dtype.element_ty == tl.float32
-    tile, b, d = locate_program(B, D, TILE.BLOCK_D)
-    d_valid = (d < D)[None, :]
-    start = T - 1 - tile * (TILE.GROUPS * TILE.ROWS)
-    token = b.to(tl.int64) * T + start
+    tile, b, d, d_valid, start, token = locate_program(B, T, D, TILE, True)
     dh, x, gate_a, gate_x, h = advance((dh, x, gate_a, gate_x, h), token * D)
     dx, d_gate_a, d_gate_x = advance((dx, d_gate_a, d_gate_x), token * D)
     if token_kind is not None:

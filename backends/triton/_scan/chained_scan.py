@@ -77,12 +77,22 @@ def new_outputs(x, *_):
 
 
 @triton.jit
-def locate_program(B, D, BLOCK_D: tl.constexpr):
-    """The tile, the sequence in the batch and the channels of this program."""
-    blocks = tl.cdiv(D, BLOCK_D)
+def locate_program(B, T, D, TILE: tl.constexpr, REVERSE: tl.constexpr):
+    """The tile, the sequence in the batch, the channels and their mask, and the first token.
+
+    The first token comes twice: in its sequence, and in the batch. If REVERSE, it is the last one
+    of the tile.
+    """
+    blocks = tl.cdiv(D, TILE.BLOCK_D)
     chain = tl.program_id(0) % (B * blocks)
-    d = chain % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
-    return tl.program_id(0) // (B * blocks), chain // blocks, d
+    d = chain % blocks * TILE.BLOCK_D + tl.arange(0, TILE.BLOCK_D)
+    tile, b = tl.program_id(0) // (B * blocks), chain // blocks
+    d_valid = (d < D)[None, :]
+    if REVERSE:
+        start = T - 1 - tile * (TILE.GROUPS * TILE.ROWS)
+    else:
+        start = tile * (TILE.GROUPS * TILE.ROWS)
+    return tile, b, d, d_valid, start, b.to(tl.int64) * T + start
 
 
 @triton.jit
