@@ -305,10 +305,10 @@ def _walk(
         programs = programs_of(blocks)
         split = _choose_split(programs, sizes.chunks, concurrent=2 if blocks.num_stages == 2 else 1)
         strides = (1, keys) if transposed else (values, 1)
-        numbers = *sizes.numbers, *strides, split.subsegments
-        sums = state_shape, (batch, heads)
         return walk_segments(
-            *(_walk_kernel, sizes.chunks, programs, tensors, outputs, sums, numbers, options),
+            *(_walk_kernel, sizes, programs, tensors, outputs, options),
+            numbers=(*strides, split.subsegments),
+            sums=(state_shape, (batch, heads)),
             split=split,
             sum_options={"num_stages": BLOCKS[sizes.short, wide][0].num_stages},
         )

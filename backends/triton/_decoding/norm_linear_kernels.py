@@ -6,6 +6,7 @@
 import triton
 import triton.language as tl
 
+from .._device.common import load_float32
 from .._device.pdl import launch_dependents, wait_for_previous_launch
 from .._device.products import operand
 from .norm_linear_products import (
@@ -30,19 +31,14 @@ def _store_columns(
     offsets, valid = row[:, None] * N + n[None, :], (row < rows)[:, None] & (n < N)[None, :]
     total = _scale_output(_add_columns(total, bias, n, N), OUTPUT_SCALE)
     if residual is not None:
-        total += tl.load(residual + offsets, valid, other=0.0).to(tl.float32)
+        total += load_float32(residual, offsets, valid)
     tl.store(y + offsets, operand(total, y.dtype.element_ty == tl.bfloat16), valid)
-
-
-@triton.jit
-def _load_columns(tensor, n, N: tl.constexpr):
-    return tl.load(tensor + n, n < N, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _add_columns(total, bias, n, N: tl.constexpr):
     """Adds a bias [N], if there is one, to the columns n of all rows."""
-    return total if bias is None else total + _load_columns(bias, n, N)[None, :]
+    return total if bias is None else total + load_float32(bias, n, n < N)[None, :]
 
 
 @triton.jit
@@ -162,9 +158,9 @@ def gate_kernel(
         gate *= factor
         up *= factor
     if gate_bias is not None:
-        gate += _load_columns(gate_bias, n, N)
+        gate += load_float32(gate_bias, n, n < N)
     if up_bias is not None:
-        up += _load_columns(up_bias, n, N)
+        up += load_float32(up_bias, n, n < N)
     value = _scale_output(apply_gate(gate, up, GATE), OUTPUT_SCALE)
     if residual is not None:
         value += tl.load(residual + row * N + n, n < N, other=0.0).to(tl.float32)
@@ -201,9 +197,9 @@ def sum_kernel(
     n = tl.program_id(0) % TILES * BLOCK + tl.arange(0, BLOCK)
     launch_dependents(PDL)
     if bias is not None:
-        offset = _load_columns(bias, n, N)
+        offset = load_float32(bias, n, n < N)
     if next_scale is not None:
-        weight = _load_columns(next_scale, n, N)
+        weight = load_float32(next_scale, n, n < N)
     wait_for_previous_launch(PDL)
     if squares is not None:
         row_squares = load_squares(squares, row + tl.arange(0, 1), rows, NUM_SQUARES)

@@ -71,14 +71,8 @@ def is_split(rows, channels, columns):
 def tile_options(rows, channels, columns, dtype, gate, parts, capability):
     """The constants and launch options of a program. LENGTH is the number of its channels.
 
-    Args:
-        rows, channels: the sizes of x.
-        columns: the number of columns, summed over all weights.
-        dtype: the name of the weights' dtype.
-        gate: boolean, whether a gate joins two products.
-        parts: boolean, whether channels may be split among programs: the weight must be a single
-            one, without a norm.
-        capability: the compute capability of the GPU, such as (9, 0).
+    columns: the columns of all weights. parts: boolean, whether channels may be split among
+    programs; the weight must be a single one, without a norm.
     """
     parts = parts and is_split(rows, channels, columns)
     if rows == 1:

@@ -195,10 +195,7 @@ def _stream(result, sizes, prepared, v, initial, token_kind, outputs, reverse=Fa
         options = {"CHUNK": sizes.chunk, "TILES": prepared.flags.shape[3], "REVERSE": reverse}
         options |= blocks.options(sizes)
         programs = sizes.batch * sizes.heads * cdiv(sizes.values, options["BLOCK_V"])
-        sums = sizes.state_shape, sizes.state_shape[:3]
-        return walk_segments(
-            stream_kernel, sizes.chunks, programs, tensors, outputs, sums, sizes.numbers, options
-        )
+        return walk_segments(stream_kernel, sizes, programs, tensors, outputs, options)
 
     name = f"gated_linear_attention {result}"
     return search.run(name, BLOCKS[result], launch, (v, *tensors), sizes)

@@ -144,11 +144,8 @@ def walk(sizes, k, v, initial, *, log_f, token_kind, parts, reverse=False, ends=
 
     def launch(blocks):
         programs, options = _programs_and_options(sizes, blocks, parts, reverse)
-        sums, of_sums = _sums(sizes), {"ALL": False}
-        return walk_segments(
-            *(_walk_kernel, sizes.chunks, programs, tensors, outputs, sums, sizes.numbers, options),
-            sum_options=of_sums,
-        )
+        arguments = sizes, programs, tensors, outputs, options
+        return walk_segments(_walk_kernel, *arguments, sum_options={"ALL": False})
 
     name = "gated_linear_attention states" + " backward" * reverse
     return search.run(name, BLOCKS[sizes.short], launch, (v, k, log_f, initial, token_kind), sizes)
@@ -163,7 +160,7 @@ def effect(sizes, k, v, *, log_f, token_kind, parts, reverse=False):
     programs, options = _programs_and_options(sizes, blocks, parts, reverse)
     segments, segment_chunks, _ = even_split(programs, sizes.chunks)
     inputs = k, v, log_f, token_kind, None
-    outputs = *(Array((segments, *shape), "float32") for shape in _sums(sizes)), None, None
+    outputs = *(Array((segments, *shape), "float32") for shape in sizes.sums), None, None
     numbers = *sizes.numbers, sizes.chunks, segment_chunks
     launch = Launch(_walk_kernel, programs * segments, inputs, outputs, numbers, options)
     totals, decays, _, _ = run(launch)
@@ -179,8 +176,3 @@ def _programs_and_options(sizes, blocks, parts, reverse):
     options |= {"ALL": True, **blocks.options(sizes)}
     programs = sizes.batch * sizes.heads * cdiv(sizes.keys, options["BLOCK_K"])
     return programs * cdiv(sizes.values, options["BLOCK_V"]), options
-
-
-def _sums(sizes):
-    """The shapes of the total and the decay of a segment, for all heads."""
-    return sizes.state_shape, sizes.state_shape[:3]

@@ -59,6 +59,11 @@ class Sizes(NamedTuple):
         return self.batch, self.heads, self.keys, self.values
 
     @property
+    def sums(self):
+        """The shapes of the total and the decay of a segment, for all heads."""
+        return self.state_shape, self.state_shape[:3]
+
+    @property
     def programs(self):
         """Number of chunks of all heads, one program each."""
         return self.batch * self.heads * self.chunks
@@ -137,24 +142,20 @@ def even_split(programs, chunks):
 
 
 def walk_segments(
-    kernel, chunks, programs, tensors, outputs, sums, numbers, options, split=None, sum_options=None
-):
+    kernel, sizes, programs, tensors, outputs, options, *, numbers=(), sums=None, split=None,
+    sum_options=None,
+):  # fmt: skip
     """Runs a kernel that goes through the chunks of each segment; returns its outputs.
 
     The kernel's arguments are the tensors, a total and a decay of each subsegment of all segments
-    but the last, the outputs, the numbers, and the numbers of chunks in all and in a segment. With
-    several segments, a first launch writes only totals and decays. In a second launch each segment
-    computes its initial state from them.
-
-    Args:
-        programs: the number of programs of a segment.
-        sums: the shapes of a subsegment's total and decay, for all heads.
-        split: a `TimeSplit`; None for that of `even_split`.
-        sum_options: options that the first launch overrides.
+    but the last, the outputs, T, H, K, V, the numbers, and the numbers of chunks in all and in a
+    segment. With several segments, a first launch, which overrides the options by `sum_options`,
+    writes only totals and decays. In a second launch each segment computes its initial state from
+    them. programs: of a segment. sums, split: those of `Sizes.sums` and `even_split` by default.
     """
 
-    segments, segment_chunks, subsegments = split or even_split(programs, chunks)
-    numbers = *numbers, chunks, segment_chunks
+    segments, segment_chunks, subsegments = split or even_split(programs, sizes.chunks)
+    numbers = *sizes.numbers, *numbers, sizes.chunks, segment_chunks
 
     def walk(count, inputs, outputs, options=options):
         return run(Launch(kernel, programs * count, inputs, outputs, numbers, options))
@@ -162,7 +163,7 @@ def walk_segments(
     segment_sums = None, None
     if segments > 1:
         computed = (segments - 1) * subsegments
-        arrays = (Array((computed, *shape), "float32") for shape in sums)
+        arrays = (Array((computed, *shape), "float32") for shape in sums or sizes.sums)
         written = *arrays, *[None] * len(outputs)
         segment_sums = walk(computed, tensors, written, options | (sum_options or {}))[:2]
     return walk(segments, (*tensors, *segment_sums), outputs)

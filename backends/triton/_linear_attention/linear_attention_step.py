@@ -6,16 +6,12 @@ The state is read once and written once. All arithmetic is float32.
 import triton
 import triton.language as tl
 
+from .._device.common import load_float32
 from .._device.math import exp_of_decays, one_minus_exp
 from .._device.tokens import CONTINUES, PADDING, select_by_kind
 from .._runtime.framework import run
 from .._runtime.launch import Array, Launch, cdiv, like, next_power_of_2
 from .linear_attention import block
-
-
-@triton.jit
-def _load(tensor, offsets, valid):
-    return tl.load(tensor + offsets, valid, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -47,7 +43,7 @@ def _step_kernel(
         k_valid, v_valid = k_valid & (kind != PADDING), v_valid & (kind != PADDING)
 
     if log_f is not None:
-        logarithm = _load(log_f, key_row + d, k_valid)
+        logarithm = load_float32(log_f, key_row + d, k_valid)
         f = exp_of_decays(logarithm, True)
     else:
         logarithm = tl.load(log_decay + head % H).to(tl.float32)
@@ -55,15 +51,15 @@ def _step_kernel(
     if k is None:
         key = tl.where(k_valid, one_minus_exp(logarithm, True), 0.0)
     else:
-        key = _load(k, key_row + d, k_valid)
+        key = load_float32(k, key_row + d, k_valid)
     f = select_by_kind(kind, f, 0.0, 1.0)
-    state = key[:, None] * _load(v, value_row + e, v_valid)[None, :]
+    state = key[:, None] * load_float32(v, value_row + e, v_valid)[None, :]
     offsets = key_row * V + d[:, None] * V + e[None, :]
     valid = (d < K)[:, None] & (e < V)[None, :]
     if initial is not None:
-        state += f[:, None] * _load(initial, offsets, valid)
+        state += f[:, None] * load_float32(initial, offsets, valid)
     tl.store(final + offsets, state, valid)
-    result = tl.sum(_load(q, key_row + d, k_valid)[:, None] * state, 0)
+    result = tl.sum(load_float32(q, key_row + d, k_valid)[:, None] * state, 0)
     tl.store(output + value_row + e, result, e < V)
 
 
