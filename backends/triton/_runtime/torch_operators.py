@@ -56,17 +56,13 @@ def step_unsupported_reason(*arguments, **named):
     present = tensors_among((*arguments, *named.values()))
     if torch.is_grad_enabled() and any(t.requires_grad for t in present):
         return "has no gradients, but a tensor requires one (plain torch has them)"
-    if any(forward_ad.unpack_dual(t).tangent is not None for t in _dual_candidates(present)):
+    has_tangents = forward_ad._current_level >= 0  # else there are none
+    if has_tangents and any(forward_ad.unpack_dual(t).tangent is not None for t in present):
         return "has no derivative in forward mode (plain torch has it)"
     return token_wise_unsupported_reason(*present)
 
 
 fusible_step_unsupported_reason = step_unsupported_reason
-
-
-def _dual_candidates(tensors):
-    """The tensors inside a forward-mode level, where they may have tangents; else none."""
-    return tensors if forward_ad._current_level >= 0 else ()
 
 
 def run(launch):
