@@ -46,13 +46,7 @@ def _kernel(
     gate,
     last_inputs,
     hidden,
-    conv_kernel,
-    conv_bias,
-    kernel_a,
-    bias_a,
-    kernel_x,
-    bias_x,
-    a_logit,
+    parameters,
     token_kind,
     output,
     next_inputs,
@@ -66,6 +60,7 @@ def _kernel(
     PDL: tl.constexpr,
 ):
     launch_dependents(PDL)
+    conv_kernel, conv_bias, kernel_a, bias_a, kernel_x, bias_x, a_logit = parameters
     TILES: tl.constexpr = (C + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // TILES % (D // C)
     row = (tl.program_id(0) // TILES // (D // C)).to(tl.int64)
@@ -138,8 +133,8 @@ def rg_lru_step(
     a_logit,
     token_kind=None,
 ):
-    tensors = x, gate, window, hidden, conv_kernel, conv_bias
-    tensors += kernel_a, bias_a, kernel_x, bias_x, a_logit, token_kind
+    parameters = conv_kernel, conv_bias, kernel_a, bias_a, kernel_x, bias_x, a_logit
+    tensors = x, gate, window, hidden, parameters, token_kind
     rows, width = x.shape
     blocks, channels = kernel_a.shape[:2]
     options = {"W": conv_kernel.shape[0], "C": channels, **pdl_options(x)}

@@ -73,13 +73,7 @@ def batch_kernel(
     gate,
     last_inputs,
     hidden,
-    conv_kernel,
-    conv_bias,
-    kernel_a,
-    bias_a,
-    kernel_x,
-    bias_x,
-    a_logit,
+    parameters,
     token_kind,
     output,
     next_inputs,
@@ -95,6 +89,7 @@ def batch_kernel(
     PDL: tl.constexpr,
 ):
     launch_dependents(PDL)
+    conv_kernel, conv_bias, kernel_a, bias_a, kernel_x, bias_x, a_logit = parameters
     TILES: tl.constexpr = (C + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // TILES % (D // C)
     row = tl.program_id(0) // TILES // (D // C) * BLOCK_B + tl.arange(0, BLOCK_B).to(tl.int64)
