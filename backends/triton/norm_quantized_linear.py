@@ -63,16 +63,6 @@ def unsupported(
 
 
 @triton.jit
-def _load_divisors(kernel_scale, n, columns, BLOCK_SIZE: tl.constexpr):
-    """Divisors of the sums of columns n: Keras's scales; 1 where blocks have scales instead."""
-    if BLOCK_SIZE:
-        scales = 1.0
-    else:
-        scales = tl.load(kernel_scale + n, n < columns, other=1.0).to(tl.float32)
-    return scales
-
-
-@triton.jit
 def _add_bias(total, bias, n, valid):
     return total if bias is None else total + tl.load(bias + n, valid, other=0.0).to(tl.float32)
 
@@ -144,7 +134,10 @@ def _kernel(
     divisors, offsets = (), ()
     for u in tl.static_range(len(n)):
         for i in tl.static_range(len(kernels)):
-            divisor = _load_divisors(kernel_scales[i], n[u], columns, PRODUCT.BLOCK_SIZE)
+            divisor = 1.0  # where blocks have scales instead of columns
+            if PRODUCT.BLOCK_SIZE == 0:
+                divisor = tl.load(kernel_scales[i] + n[u], n[u] < columns, other=1.0)
+                divisor = divisor.to(tl.float32)
             divisors = divisors + (divisor,)
         valid = n[u] < columns
         offsets = offsets + _load_offsets(biases, n[u], valid, is_after, GATE)

@@ -194,15 +194,6 @@ def _load_steps(tensor, channel, PRODUCT: tl.constexpr):
 
 
 @triton.jit
-def _load_weights(addresses, channel, columns, TILE: tl.constexpr, h, PRODUCT: tl.constexpr):
-    """Loads the h-th four of a thread's channels in a weight tile."""
-    offset: tl.constexpr = TILE // len(addresses) * PRODUCT.SPAN
-    return load_four_channels(
-        addresses[TILE % len(addresses)], channel, columns, offset, h, PRODUCT
-    )
-
-
-@triton.jit
 def _sum_row_of_step(words, row_sums, PRODUCT: tl.constexpr):
     """Adds a step to the sums of the row. Also returns its sums in the blocks of the step."""
     block_row_sums = ()
@@ -237,7 +228,7 @@ def _multiply_tile(
     for h in tl.static_range(4):
         sums = _multiply_four_channels(weights[h][0], words, h, selections, sums, PRODUCT)
         if len(addresses) * PRODUCT.STEPS > NEXT_TILE:
-            four = _load_weights(addresses, channel, columns, NEXT_TILE, h, PRODUCT)
+            four = load_four_channels(addresses, channel, columns, NEXT_TILE, h, PRODUCT)
             next_weights = next_weights + (four,)
         if PRODUCT.BLOCK_SIZE > 0 and h % PRODUCT.FOURS == PRODUCT.FOURS - 1:
             numbers = weights[h // PRODUCT.FOURS * PRODUCT.FOURS][1]
@@ -319,7 +310,7 @@ def project_row(
     pending = ()  # the next weight tiles: four times four channels of a thread each
     for weight_tile in tl.static_range(min(PRODUCT.DEPTH, len(addresses) * PRODUCT.STEPS)):
         fours = [
-            _load_weights(addresses, channel, columns, weight_tile, h, PRODUCT)
+            load_four_channels(addresses, channel, columns, weight_tile, h, PRODUCT)
             for h in (0, 1, 2, 3)
         ]
         pending = pending + (fours,)

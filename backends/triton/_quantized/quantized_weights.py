@@ -98,28 +98,23 @@ def _load_columns(addresses, rows, COUNT: tl.constexpr):
 
 @triton.jit
 def load_four_channels(
-    addresses,
-    channel,
-    columns,
-    offset: tl.constexpr,
-    h: tl.constexpr,
-    PRODUCT: tl.constexpr,
+    addresses, channel, columns, TILE: tl.constexpr, h: tl.constexpr, PRODUCT: tl.constexpr
 ):
-    """Loads a thread's words of the h-th four of its channels in the step at `offset` channels.
+    """Loads a thread's words of the h-th four of its channels in a weight tile.
 
     Where these channels begin a block, also loads its scales and zero points, a pair per word.
     """
+    offset: tl.constexpr = TILE // len(addresses) * PRODUCT.SPAN
+    words_at, numbers_at = addresses[TILE % len(addresses)]
     K: tl.constexpr = PRODUCT.K
     BLOCK_SIZE: tl.constexpr = PRODUCT.BLOCK_SIZE
     WITHIN: tl.constexpr = offset + PRODUCT.SPAN <= K
     row_words = columns // (32 // PRODUCT.BITS)
     words, numbers = (), ()
     for i in tl.static_range(4):
-        for w in tl.static_range(len(addresses[0])):
-            address = _row_address(
-                addresses[0][w], channel, offset, 16 * h + i, row_words, K, WITHIN
-            )
-            words = words + _stream_words(address, PRODUCT.WORDS // len(addresses[0]))
+        for w in tl.static_range(len(words_at)):
+            address = _row_address(words_at[w], channel, offset, 16 * h + i, row_words, K, WITHIN)
+            words = words + _stream_words(address, PRODUCT.WORDS // len(words_at))
     if BLOCK_SIZE > 0 and h * 16 % min(BLOCK_SIZE, 64) == 0:
         if WITHIN and BLOCK_SIZE <= PRODUCT.SPAN:
             blocks = (offset + 16 * h) // BLOCK_SIZE
@@ -127,8 +122,8 @@ def load_four_channels(
             blocks = tl.minimum((channel + offset + 16 * h) // BLOCK_SIZE, (K - 1) // BLOCK_SIZE)
             blocks -= channel // BLOCK_SIZE
         for w in tl.static_range(PRODUCT.WORDS):
-            scales = _load_columns(addresses[1][w][0], blocks * columns, 2)
-            zeros = _load_columns(addresses[1][w][1], blocks * columns, 1)
+            scales = _load_columns(numbers_at[w][0], blocks * columns, 2)
+            zeros = _load_columns(numbers_at[w][1], blocks * columns, 1)
             numbers = numbers + ((scales, zeros),)
     return words, numbers
 
