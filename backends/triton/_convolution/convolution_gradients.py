@@ -85,19 +85,8 @@ def _load_position(
 
 @triton.jit
 def _sequence_gradients(
-    dy,
-    d_final,
-    x,
-    kernel,
-    bias,
-    initial,
-    token_at,
-    document_at,
-    num_real,
-    last_document,
-    dx,
-    d_parameters,
-    d_initial,
+    pointers,
+    results,
     begin,
     d,
     T,
@@ -112,6 +101,8 @@ def _sequence_gradients(
 
     INSIDE: all positions that are read are real tokens, whose inputs are not in the final state.
     """
+    dy, d_final, x, kernel, bias, initial, token_at, document_at, num_real, last_document = pointers
+    dx, d_parameters, d_initial = results
     HISTORY: tl.constexpr = W - 1 if SILU else 0  # inputs that the first z needs
     d_valid = d < D
     origin = begin.to(tl.int64) * D + d
@@ -221,6 +212,6 @@ def backward_kernel(
     pointers = dy, d_final, x, kernel, bias, initial, token_at, document_at, num_real, last_document
     results = dx, d_parameters, d_initial
     if (first >= W - 1) & (first + TILE.GROUPS * GROUP_POSITIONS + W - 1 <= num_real):
-        _sequence_gradients(*pointers, *results, begin, d, T, D, W, SILU, TILE, STEPS, True)
+        _sequence_gradients(pointers, results, begin, d, T, D, W, SILU, TILE, STEPS, True)
     else:
-        _sequence_gradients(*pointers, *results, begin, d, T, D, W, SILU, TILE, STEPS, False)
+        _sequence_gradients(pointers, results, begin, d, T, D, W, SILU, TILE, STEPS, False)
