@@ -7,7 +7,7 @@ The filter skips padding, which may be anywhere. Kernels therefore work on posit
 from ._convolution.convolution_forward import forward_kernel
 from ._convolution.convolution_gradients import backward_kernel
 from ._convolution.convolution_positions import tabulate_positions
-from ._device.common import Tiling
+from ._device.common import tilings
 from ._runtime import search
 from ._runtime.framework import cast, operation, run, unsupported_reason
 from ._runtime.launch import Array, Launch, cdiv, dtype_name, like, next_power_of_2
@@ -15,18 +15,10 @@ from ._runtime.operation import Operation
 
 _MAX_WIDTH = 16
 _STEPS = 16  # in the backward: the number of steps of ROWS positions of a thread
-TILINGS = (
-    Tiling(64, 4, 8, 2),
-    Tiling(64, 8, 4, 4),
-    Tiling(64, 8, 8, 4),
-    Tiling(64, 16, 4, 4, 128),
-    Tiling(64, 16, 8, 4, 128),
+TILINGS = tilings(
+    *((64, 4, 8, 2), (64, 8, 4, 4), (64, 8, 8, 4), (64, 16, 4, 4, 128), (64, 16, 8, 4, 128))
 )
-BACKWARD_TILINGS = (
-    Tiling(64, 4, 4, 2, 128),
-    Tiling(64, 8, 4, 4, 128),
-    Tiling(64, 4, 4, 2, 168),
-)
+BACKWARD_TILINGS = tilings((64, 4, 4, 2, 128), (64, 8, 4, 4, 128), (64, 4, 4, 2, 168))
 
 
 def unsupported(

@@ -25,8 +25,8 @@ from ._device.math import exp_of_decays
 from ._device.products import operand, product
 from ._device.tokens import CONTINUES, PADDING, STARTS
 from ._linear_attention.linear_attention import (
-    Blocks,
     TimeSplit,
+    candidate_blocks,
     load_tokens,
     locate_segment,
     max_segments,
@@ -47,15 +47,12 @@ from ._runtime.operation import Operation
 # of 66 channels. Tiles with 2 pipeline stages leave shared memory for a second program on a
 # multiprocessor: with enough programs, they come first.
 BLOCKS = {
-    (True, False): (Blocks(128, 64, 4, 4), Blocks(128, 64, 4, 3), Blocks(128, 64, 4, 2)),
-    (True, True): (
-        Blocks(256, 32, 8, 4),
-        Blocks(256, 32, 8, 3),
-        Blocks(256, 32, 8, 2),
-        Blocks(256, 16, 8, 4),
+    (True, False): candidate_blocks((128, 64, 4, 4), (128, 64, 4, 3), (128, 64, 4, 2)),
+    (True, True): candidate_blocks(
+        (256, 32, 8, 4), (256, 32, 8, 3), (256, 32, 8, 2), (256, 16, 8, 4)
     ),
-    (False, False): (Blocks(128, 32, 8), Blocks(128, 16, 8), Blocks(128, 64, 8)),
-    (False, True): (Blocks(256, 32, 8),),
+    (False, False): candidate_blocks((128, 32, 8), (128, 16, 8), (128, 64, 8)),
+    (False, True): candidate_blocks((256, 32, 8)),
 }
 _SHORTEST_SUBSEGMENT = 8  # chunks
 _MAX_SUBSEGMENTS = 32  # in all segments together, at least one each

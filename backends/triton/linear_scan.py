@@ -8,7 +8,7 @@ The backward goes from the last token to the first, with the state c_t = a_t g_t
 import triton
 import triton.language as tl
 
-from ._device.common import ChainTilings, Tiling, advance
+from ._device.common import ChainTilings, advance, tilings
 from ._device.math import decay as decay_of
 from ._device.tokens import CONTINUES, PADDING, STARTS, read_kind
 from ._runtime.framework import operation, unsupported_reason
@@ -31,14 +31,14 @@ from ._scan.chained_scan import (
 # the compiler takes 48 to 64 registers; with a limit of 80, it takes more of them and prefetches
 # farther, and fewer programs share the cache.
 TILINGS = ChainTilings(
-    (Tiling(64, 16, 4, 4, 80), Tiling(64, 16, 8, 4, 80), Tiling(128, 8, 8, 4, 80)),
-    (Tiling(64, 16, 16, 8, 80), Tiling(32, 64, 8, 8, 80), Tiling(64, 16, 16, 8, 128)),
-    (Tiling(64, 16, 8, 4, 80), Tiling(64, 32, 8, 8, 80)),
+    tilings((64, 16, 4, 4, 80), (64, 16, 8, 4, 80), (128, 8, 8, 4, 80)),
+    tilings((64, 16, 16, 8, 80), (32, 64, 8, 8, 80), (64, 16, 16, 8, 128)),
+    tilings((64, 16, 8, 4, 80), (64, 32, 8, 8, 80)),
 )
 BACKWARD_TILINGS = ChainTilings(
-    (Tiling(64, 16, 4, 4), Tiling(64, 16, 4, 4, 72), Tiling(64, 32, 4, 8)),
-    (Tiling(64, 32, 8, 8, 80), Tiling(64, 32, 8, 8, 72), Tiling(32, 64, 4, 8)),
-    (Tiling(64, 32, 4, 8), Tiling(64, 16, 4, 4)),
+    tilings((64, 16, 4, 4), (64, 16, 4, 4, 72), (64, 32, 4, 8)),
+    tilings((64, 32, 8, 8, 80), (64, 32, 8, 8, 72), (32, 64, 4, 8)),
+    tilings((64, 32, 4, 8), (64, 16, 4, 4)),
 )
 
 

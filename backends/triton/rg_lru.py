@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
-from ._device.common import ChainTilings, Tiling, advance
+from ._device.common import ChainTilings, advance, tilings
 from ._device.math import decay as decay_of
 from ._device.math import sigmoid, softplus
 from ._device.tokens import CONTINUES, PADDING, STARTS, read_kind, select_by_kind
@@ -40,17 +40,8 @@ from ._scan.chained_scan import (
 _C = tl.constexpr(DECAY_EXPONENT)
 _MAX_INVERSE_ROOT = tl.constexpr(2 * MAX_SQRT_GRADIENT)
 TILINGS = ChainTilings(
-    (
-        Tiling(64, 8, 4, 2, 128),
-        Tiling(64, 16, 4, 4, 128),
-        Tiling(32, 16, 4, 2, 128),
-        Tiling(64, 16, 4, 4, 168),
-    ),
-    (
-        Tiling(32, 32, 4, 4, 128),
-        Tiling(64, 32, 4, 8, 128),
-        Tiling(32, 64, 4, 8, 128),
-    ),
+    tilings((64, 8, 4, 2, 128), (64, 16, 4, 4, 128), (32, 16, 4, 2, 128), (64, 16, 4, 4, 168)),
+    tilings((32, 32, 4, 4, 128), (64, 32, 4, 8, 128), (32, 64, 4, 8, 128)),
 )
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from .._device.common import MULTIPROCESSORS, Constants
 from .._runtime import search
 from .._runtime.framework import run, search_sorted_rows
-from .._runtime.launch import Array, Launch, cdiv, dtype_name, like, next_power_of_2
+from .._runtime.launch import Array, Launch, candidates_of, cdiv, dtype_name, like, next_power_of_2
 from .attention_kernels import forward_kernel, keys_kernel, queries_kernel
 
 _MANY_PROGRAMS = 2 * MULTIPROCESSORS
@@ -65,53 +65,41 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
+_tiles = candidates_of(Tiles)
 # Candidates for each result, by the bits of the products' dtype, the default first: it just fits
 # into the registers and shared memory of a Hopper multiprocessor.
 _NARROW = {  # heads of up to 128 channels
     "output": {
-        16: (
-            *(Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2)),
-            *(Tiles(128, 128, 8, 2), Tiles(64, 64, 4, 2)),
-        ),
-        32: (Tiles(32, 32, 8, 1), Tiles(32, 32, 4, 1), Tiles(16, 32, 4, 1)),
+        16: _tiles((128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 2)),
+        32: _tiles((32, 32, 8, 1), (32, 32, 4, 1), (16, 32, 4, 1)),
     },
     "d_q": {
-        16: (
-            *(Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 3)),
-            *(Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 3)),
-        ),
-        32: (Tiles(16, 32, 4, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 4, 1)),
+        16: _tiles((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3)),
+        32: _tiles((16, 32, 4, 1), (32, 32, 8, 1), (32, 32, 4, 1)),
     },
     "d_k, d_v": {
-        16: (
-            *(Tiles(64, 128, 8, 2), Tiles(32, 128, 8, 3), Tiles(32, 128, 8, 2)),
-            *(Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 3)),
+        16: _tiles(
+            (64, 128, 8, 2), (32, 128, 8, 3), (32, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 3)
         ),
-        32: (Tiles(32, 32, 8, 1), Tiles(16, 32, 4, 1), Tiles(32, 16, 4, 1)),
+        32: _tiles((32, 32, 8, 1), (16, 32, 4, 1), (32, 16, 4, 1)),
     },
 }
 _WIDE = {
     "output": {
-        16: (
-            *(Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 3)),
-            *(Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2)),
-        ),
-        32: (Tiles(16, 32, 8, 1), Tiles(16, 32, 4, 1), Tiles(16, 16, 4, 1)),
+        16: _tiles((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
+        32: _tiles((16, 32, 8, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
     },
     "d_q": {
-        16: (
-            *(Tiles(128, 32, 8, 3), Tiles(128, 32, 8, 2)),
-            *(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 2)),
-        ),
-        32: (Tiles(16, 16, 8, 1),),
+        16: _tiles((128, 32, 8, 3), (128, 32, 8, 2), (64, 32, 4, 3), (64, 32, 4, 2)),
+        32: _tiles((16, 16, 8, 1)),
     },
     "d_k": {
-        16: (Tiles(32, 128, 8, 3), Tiles(32, 128, 8, 2), Tiles(32, 64, 4, 2)),
-        32: (Tiles(16, 16, 8, 1), Tiles(32, 16, 8, 1)),
+        16: _tiles((32, 128, 8, 3), (32, 128, 8, 2), (32, 64, 4, 2)),
+        32: _tiles((16, 16, 8, 1), (32, 16, 8, 1)),
     },
     "d_v": {
-        16: (Tiles(32, 128, 8, 3),),
-        32: (Tiles(16, 16, 8, 1), Tiles(32, 16, 8, 1)),
+        16: _tiles((32, 128, 8, 3)),
+        32: _tiles((16, 16, 8, 1), (32, 16, 8, 1)),
     },
 }
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .._runtime.launch import cdiv, next_power_of_2
+from .._runtime.launch import candidates_of, cdiv, next_power_of_2
 
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1
 IN_INTERPRETER = tl.constexpr(INTERPRETED)  # as a constant for kernels
@@ -85,6 +85,9 @@ class Tiling(NamedTuple):
         while groups > 1 and groups * self.ROWS >= 2 * length:
             groups //= 2
         return Tiling(block_d, groups, self.ROWS, self.num_warps, self.maxnreg)
+
+
+tilings = candidates_of(Tiling)
 
 
 class ChainTilings(NamedTuple):

@@ -19,7 +19,7 @@ from .._runtime import search
 from .._runtime.framework import run
 from .._runtime.launch import Array, Launch, cdiv
 from .linear_attention import (
-    Blocks,
+    candidate_blocks,
     even_split,
     load_tokens,
     locate_segment,
@@ -31,13 +31,8 @@ from .linear_attention import (
 
 _LOG_ZERO = tl.constexpr(-1e4)  # its exponential is 0, and sums of it are finite
 BLOCKS = {  # candidates by `short`, the default first
-    True: (
-        Blocks(64, 128, 4, 3),
-        Blocks(64, 128, 4, 2),
-        Blocks(64, 64, 4, 3),
-        Blocks(128, 64, 8, 3),
-    ),
-    False: (Blocks(64, 32, 4, 2), Blocks(64, 32, 4, 1), Blocks(32, 32, 4, 2), Blocks(32, 64, 4, 2)),
+    True: candidate_blocks((64, 128, 4, 3), (64, 128, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3)),
+    False: candidate_blocks((64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 2), (32, 64, 4, 2)),
 }
 
 

@@ -9,7 +9,7 @@ from .._device import common
 from .._device.tokens import PADDING, STARTS
 from .._runtime import framework
 from .._runtime.framework import run
-from .._runtime.launch import Array, Launch, cdiv, dtype_name, like, next_power_of_2
+from .._runtime.launch import Array, Launch, candidates_of, cdiv, dtype_name, like, next_power_of_2
 
 _MAX_HEAD = 256
 _SMALLEST_TILE = 32  # channels; larger heads may end inside a tile (flash-linear-attention, #1241)
@@ -92,6 +92,9 @@ class Blocks(NamedTuple):
             "num_stages": self.num_stages,
             "maxnreg": self.maxnreg,
         }
+
+
+candidate_blocks = candidates_of(Blocks)
 
 
 def sizes_of(q, k, v, chunk=64, chunk_of_float32=32):

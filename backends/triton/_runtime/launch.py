@@ -20,6 +20,11 @@ class Array(NamedTuple):
         return self._replace(dtype=dtype)
 
 
+def candidates_of(kind):
+    """Returns a function that makes a tuple of named tuples from the fields of each."""
+    return lambda *rows: tuple(kind(*row) for row in rows)
+
+
 def like(x):
     """An `Array` with the shape and dtype of a framework's array x."""
     return Array(tuple(x.shape), dtype_name(x))
