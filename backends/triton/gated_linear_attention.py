@@ -62,24 +62,24 @@ def _parts(sizes, log_f):
 def _attend(sizes, q, k, v, states, dtype, *, log_f, token_kind, parts, reverse=False):
     """The output in `dtype`; if `reverse`, the gradient of v, where v is that of the output."""
     flags = {"SHORT": sizes.short, "REVERSE": reverse}
-    tensors = q, k, v, log_f, token_kind
+    inputs = q, k, log_f, token_kind, v
 
     def launch(blocks):
         options = {"CHUNK": sizes.chunk, "LEVELS": sizes.levels, "PARTS": parts, **flags}
         options |= blocks.options(sizes)
         programs = sizes.programs * cdiv(sizes.values, options["BLOCK_V"])
         outputs, numbers = (like(v).astype(dtype),), (*sizes.numbers, sizes.chunks)
-        return run(Launch(attend_kernel, programs, (*tensors, states), outputs, numbers, options))
+        return run(Launch(attend_kernel, programs, (inputs, states), outputs, numbers, options))
 
     name = "gated_linear_attention " + ("gradient of v" if reverse else "output")
     candidates = ATTEND_BLOCKS[sizes.short]
-    (output,) = search.run(name, candidates, launch, tensors, sizes)
+    (output,) = search.run(name, candidates, launch, inputs, sizes)
     return output
 
 
 def _differentiate(sizes, q, k, v, d_output, states, d_states, *, log_f, token_kind, parts):
     """The gradients of q, k (None if k is None) and log_f."""
-    tensors = q, k, v, log_f, token_kind
+    inputs = q, k, log_f, token_kind, v
     outputs = like(q), None if k is None else like(k), like(log_f)
 
     def launch(blocks):
@@ -87,11 +87,11 @@ def _differentiate(sizes, q, k, v, d_output, states, d_states, *, log_f, token_k
         options |= {"PARTS": parts, "GAIN_PARTS": 1 if sizes.short else 3}
         options |= blocks.options(sizes)
         programs = sizes.programs * cdiv(sizes.keys, options["BLOCK_K"])
-        inputs, numbers = (*tensors, d_output, states, d_states), (*sizes.numbers, sizes.chunks)
-        return run(Launch(gradient_kernel, programs, inputs, outputs, numbers, options))
+        tensors, numbers = (inputs, d_output, states, d_states), (*sizes.numbers, sizes.chunks)
+        return run(Launch(gradient_kernel, programs, tensors, outputs, numbers, options))
 
     name = "gated_linear_attention gradients"
-    return search.run(name, GRADIENT_BLOCKS[sizes.short], launch, tensors, sizes)
+    return search.run(name, GRADIENT_BLOCKS[sizes.short], launch, inputs, sizes)
 
 
 def results(q, k, v, log_f, initial_state, token_kind):

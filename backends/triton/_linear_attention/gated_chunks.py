@@ -32,11 +32,7 @@ from .linear_attention import load_tokens, real_tokens
 
 @triton.jit(do_not_specialize=["T", "chunks"])
 def attend_kernel(
-    q,
-    k,
-    v,
-    log_f,
-    token_kind,
+    inputs,
     states,
     output,
     T,
@@ -53,6 +49,7 @@ def attend_kernel(
     REVERSE: tl.constexpr,
 ):
     """Stores the output; if REVERSE, the gradient of v, where v is the gradient of the output."""
+    token_kind, v = inputs[3], inputs[4]
     tile, chunk, head, b, token = locate_program(T, H, chunks, tl.cdiv(V, BLOCK_V), CHUNK)
     row = tl.arange(0, CHUNK)
     e = tile * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -60,7 +57,7 @@ def attend_kernel(
     weights = tl.zeros((CHUNK, CHUNK), tl.float32)
     for start in range(0, K, BLOCK_K):
         d = start + tl.arange(0, BLOCK_K)
-        query, key, _, log_decay = load_chunk(q, k, log_f, token, row, real, starts, d, K, H, SHORT)
+        query, key, _, log_decay = load_chunk(inputs, token, row, real, starts, d, K, H, SHORT)
         weights = add_pair_weights(
             weights, query, key, log_decay, row, LEVELS, SHORT, PARTS, REVERSE
         )
@@ -82,7 +79,7 @@ def attend_kernel(
     states += (head * chunks + chunk).to(tl.int64) * K * V
     for start in range(0, K, BLOCK_K):
         d = start + tl.arange(0, BLOCK_K)
-        query, key, _, log_decay = load_chunk(q, k, log_f, token, row, real, starts, d, K, H, SHORT)
+        query, key, _, log_decay = load_chunk(inputs, token, row, real, starts, d, K, H, SHORT)
         decay = exp_of_decays(sum_rows(span, log_decay, PARTS), not SHORT)
         reader = (key if REVERSE else query) * tl.where(reads[:, None], decay, 0.0)
         valid = (d < K)[:, None] & (e < V)[None, :]
@@ -148,11 +145,7 @@ def add_pair_gradients(
 
 @triton.jit(do_not_specialize=["T", "chunks"])
 def gradient_kernel(
-    q,
-    k,
-    v,
-    log_f,
-    token_kind,
+    inputs,
     d_output,
     states,
     d_states,
@@ -173,6 +166,7 @@ def gradient_kernel(
     GAIN_PARTS: tl.constexpr,
 ):
     """Stores the gradients of q, k and log f for some channels of the keys."""
+    token_kind, v = inputs[3], inputs[4]
     tile, chunk, head, b, token = locate_program(T, H, chunks, tl.cdiv(K, BLOCK_K), CHUNK)
     row = tl.arange(0, CHUNK)
     d = tile * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -211,7 +205,7 @@ def gradient_kernel(
     one = ones(d_weights)
 
     query, key, given_log_f, log_decay = load_chunk(
-        q, k, log_f, token, row, real, starts, d, K, H, SHORT
+        inputs, token, row, real, starts, d, K, H, SHORT
     )
     span = as_matrix(row[:, None] >= row[None, :], one)
     d_query *= exp_of_decays(sum_rows(span, log_decay, PARTS), not SHORT)
@@ -233,7 +227,7 @@ def gradient_kernel(
     offsets = row[:, None] * (H * K) + d[None, :]
     valid = (chunk * CHUNK + row < T)[:, None] & (d < K)[None, :]
     tl.store(d_q + token * K + offsets, d_query, valid)
-    if k is None:
+    if inputs[1] is None:
         d_log_decay -= d_key * exp_of_decays(given_log_f, not SHORT)
     else:
         tl.store(d_k + token * K + offsets, d_key, valid)

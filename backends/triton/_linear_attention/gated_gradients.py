@@ -200,11 +200,7 @@ def _store_sum(tensor, given, offsets, valid, x):
 
 @triton.jit(do_not_specialize=["T", "chunks"])
 def flagged_kernel(
-    q,
-    k,
-    v,
-    log_f,
-    token_kind,
+    inputs,
     flags,
     d_output,
     given_d_q,
@@ -225,6 +221,7 @@ def flagged_kernel(
     PARTS: tl.constexpr,
 ):
     """Adds the contribution of flagged pairs to the gradients of half a chunk's tokens."""
+    token_kind, v = inputs[3], inputs[4]
     tiles = tl.cdiv(K, BLOCK_K)
     tile, half, head, b, token = locate_program(T, H, 2 * chunks, tiles, HALF)
     flag = tl.load(flags + (head * chunks + half // 2).to(tl.int64) * tiles + tile)
@@ -264,10 +261,10 @@ def flagged_kernel(
 
         one = ones(d_weights)
         query, key, given_log_f, log_decay = load_chunk(
-            q, k, log_f, token, row, real, starts, d, K, H, True
+            inputs, token, row, real, starts, d, K, H, True
         )
         other_query, other_key, _log_f, other_decay = load_chunk(
-            q, k, log_f, other_token, row, other_real, other_starts, d, K, H, True
+            inputs, other_token, row, other_real, other_starts, d, K, H, True
         )
         d_query, d_key, d_log_decay = _gradients_across_halves(
             *(d_across, query, key, log_decay, other_query, other_key, other_decay, later, row),
@@ -283,7 +280,7 @@ def flagged_kernel(
         offsets = token * K + row[:, None] * (H * K) + d[None, :]
         valid = (half * HALF + row < T)[:, None] & (d < K)[None, :]
         _store_sum(d_q, given_d_q, offsets, valid, d_query)
-        if k is None:
+        if inputs[1] is None:
             d_log_decay -= d_key * exp_of_decays(given_log_f, False)
         else:
             _store_sum(d_k, given_d_k, offsets, valid, d_key)
@@ -314,10 +311,10 @@ def differentiate(sizes, q, k, v, initial, pairs, d_output, d_final, *, log_f, t
 
     name = "gated_linear_attention gradients"
     chunk_gradients = search.run(name, BLOCKS, launch, tensors, sizes)
-    tensors = q, k, v, log_f, token_kind, flags, d_output
+    tensors = (q, k, log_f, token_kind, v), flags, d_output
     options = {**FLAGGED_BLOCKS.options(sizes), "BLOCK_K": width}
     options |= {"HALF": HALF, "LEVELS": sizes.levels - 1, "PARTS": parts}
-    programs, updates = 2 * sizes.programs * flags.shape[3], ((7, 0), (8, 1), (9, 2))
+    programs, updates = 2 * sizes.programs * flags.shape[3], ((3, 0), (4, 1), (5, 2))
     if k is None:
         updates = updates[::2]
     d_q, d_k, d_log_f = run(

@@ -130,15 +130,18 @@ def finite_decays(log_f, starts):
 
 
 @triton.jit
-def load_chunk(q, k, log_f, token, row, real, starts, d, K, H, SHORT: tl.constexpr):
-    """Loads q, k, log f, and its `finite_decays`: [CHUNK, BLOCK_K] each."""
-    given_log_f = load_tokens(log_f + token * K, row, real, d, K, H)
+def load_chunk(inputs, token, row, real, starts, d, K, H, SHORT: tl.constexpr):
+    """Loads q, k, log f, and its `finite_decays`: [CHUNK, BLOCK_K] each.
+
+    inputs: q, k (or None), log f, and others.
+    """
+    given_log_f = load_tokens(inputs[2] + token * K, row, real, d, K, H)
     log_decay = finite_decays(given_log_f, starts)
-    query = load_tokens(q + token * K, row, real, d, K, H)
-    if k is None:
+    query = load_tokens(inputs[0] + token * K, row, real, d, K, H)
+    if inputs[1] is None:
         key = one_minus_exp(given_log_f, not SHORT)
     else:
-        key = load_tokens(k + token * K, row, real, d, K, H)
+        key = load_tokens(inputs[1] + token * K, row, real, d, K, H)
     return query, key, given_log_f, log_decay
 
 

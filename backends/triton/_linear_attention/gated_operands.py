@@ -41,10 +41,7 @@ PAIRS_BLOCKS = (Blocks(32, 16, 4, 2),)
 
 @triton.jit(do_not_specialize=["T", "chunks"])
 def prepare_kernel(
-    q,
-    k,
-    log_f,
-    token_kind,
+    inputs,
     queries,
     keys,
     scales,
@@ -58,6 +55,7 @@ def prepare_kernel(
     PARTS: tl.constexpr,
 ):
     """Stores Q', K', exp(r), exp(s - r) and exp(g_end - s), and a flag if A is not Q' K'^T."""
+    q, k, log_f, token_kind = inputs
     tiles = tl.cdiv(K, BLOCK_K)
     tile, chunk, head, b, token = locate_program(T, H, chunks, tiles, CHUNK)
     row = tl.arange(0, CHUNK)
@@ -111,10 +109,7 @@ def any_flag(flags, chunk_index, TILES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "chunks"])
 def pairs_kernel(
-    q,
-    k,
-    log_f,
-    token_kind,
+    inputs,
     flags,
     pairs,
     T,
@@ -128,6 +123,7 @@ def pairs_kernel(
     TILES: tl.constexpr,
 ):
     """Stores A of flagged chunks, with its transpose above the diagonal, for the backward."""
+    token_kind = inputs[3]
     _tile, chunk, head, b, token = locate_program(T, H, chunks, 1, CHUNK)
     chunk_index = (head * chunks + chunk).to(tl.int64)
     if any_flag(flags, chunk_index, TILES):
@@ -137,7 +133,7 @@ def pairs_kernel(
         for start in range(0, K, BLOCK_K):
             d = start + tl.arange(0, BLOCK_K)
             query, key, _log_f, log_decay = load_chunk(
-                q, k, log_f, token, row, real, starts, d, K, H, True
+                inputs, token, row, real, starts, d, K, H, True
             )
             weights = add_pair_weights(
                 weights, query, key, log_decay, row, LEVELS, True, PARTS, False
@@ -187,7 +183,7 @@ def prepare(sizes, q, k, *, log_f, token_kind, parts, pairs=None):
         tiles = cdiv(sizes.keys, options["BLOCK_K"])
         outputs = like(q), like(q), scales_array, Array((*shape, tiles), "int8")
         programs = sizes.programs * tiles
-        return run(Launch(prepare_kernel, programs, tensors, outputs, numbers, options))
+        return run(Launch(prepare_kernel, programs, (tensors,), outputs, numbers, options))
 
     name = "gated_linear_attention preparation"
     # parts is 1 where log f is bfloat16.
@@ -198,7 +194,7 @@ def prepare(sizes, q, k, *, log_f, token_kind, parts, pairs=None):
 
     def launch_pairs(blocks):
         options = options_of(blocks) | {"LEVELS": sizes.levels, "TILES": flags.shape[3]}
-        inputs, outputs = (*tensors, flags), (pairs_array(sizes),)
+        inputs, outputs = (tensors, flags), (pairs_array(sizes),)
         return run(Launch(pairs_kernel, sizes.programs, inputs, outputs, numbers, options))
 
     name = "gated_linear_attention pairs"

@@ -367,7 +367,8 @@ def _register_sharding(definition, forward, backward):
 
 
 def _first_tensor(tensors):
-    return next(x for x in tensors if x is not None)
+    first = next(x for x in tensors if x is not None)
+    return _first_tensor(first) if type(first) is tuple else first
 
 
 def contiguous(*tensors):
