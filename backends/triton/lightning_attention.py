@@ -335,11 +335,5 @@ def backward(q, k, v, log_decay, initial_state, token_kind, output, d_output, d_
 
 
 lightning_attention = operation(
-    Operation(
-        "lightning_attention",
-        forward,
-        results,
-        backward,
-        unsupported_reason,
-    )
+    Operation("lightning_attention", forward, results, backward, unsupported_reason)
 )

@@ -126,10 +126,8 @@ def lightning_step(
     query_scale: float | None = None,
 ):
     batch, heads, keys, values = memory.shape
-    tensors = (
-        *(q, k, v, memory, log_decay, position, q_scale, k_scale, frequencies),
-        *(norm_scale, output_gate, token_kind),
-    )
+    tensors = q, k, v, memory, log_decay, position, q_scale, k_scale, frequencies
+    tensors += norm_scale, output_gate, token_kind
     outputs = results(q, k, v, memory)
     block_v = min(_BLOCK_V, next_power_of_2(values))
     constants = Heads(
@@ -139,16 +137,5 @@ def lightning_step(
     )
     options = {"HEADS": Constants(constants), "num_warps": _WARPS, **pdl_options(q)}
     programs = batch * heads * cdiv(values, block_v)
-    return run(
-        Launch(
-            *(
-                _kernel,
-                programs,
-                tensors,
-                outputs,
-                (heads, 1.0 if query_scale is None else query_scale),
-            ),
-            options,
-            updates=((3, 2),),
-        )
-    )
+    numbers = heads, 1.0 if query_scale is None else query_scale
+    return run(Launch(_kernel, programs, tensors, outputs, numbers, options, updates=((3, 2),)))

@@ -303,15 +303,12 @@ def local_attention_step(
     partial, shape = None, (batch, heads, parts)
     if parts > 1:
         partial = Array((*shape, values), "float32"), *[Array(shape, "float32")] * 2
+    inputs = q, k, v, key, value, position, frequencies, q_scale, k_scale, output_gate, token_kind
+    outputs = partial, output if parts == 1 else None, *buffers
+    numbers, updates = (capacity, groups, window, num_tiles, keys**-0.5), ((3, 2), (4, 3))
+    programs = batch * groups * parts
     partial, result, next_key, next_value = run(
-        Launch(
-            *(_partial_kernel, batch * groups * parts),
-            (q, k, v, key, value, position, frequencies, q_scale, k_scale, output_gate, token_kind),
-            (partial, output if parts == 1 else None, *buffers),
-            (capacity, groups, window, num_tiles, keys**-0.5),
-            options,
-            updates=((3, 2), (4, 3)),
-        )
+        Launch(_partial_kernel, programs, inputs, outputs, numbers, options, updates)
     )
     if parts == 1:
         return result, next_key, next_value

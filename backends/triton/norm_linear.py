@@ -80,7 +80,7 @@ def norm_linear(
     ends = {"residual": residual, "next_scale": next_scale}
     ends["output_scale"] = 1.0 if output_scale is None else output_scale
     if rows > max_fused_rows(dtype_name(x)):
-        return _many_rows(x, kernels, biases, outputs, gate, **norm, **ends)
+        return _many_rows(x, kernels, biases, outputs, gate, norm, **ends)
     if not gate or len(kernels) == 2:
         return _few_rows(x, kernels, biases, outputs, gate, norm, **ends)
     projections, down = (kernels[:2], biases[:2]), (kernels[2:], biases[2:])
@@ -98,7 +98,7 @@ def _few_rows(
     """Products that are fused with their norm or gate, by one or two launches."""
     ends = {"residual": residual, "output_scale": output_scale}
     if x.shape[0] == 1 and gate:
-        return _gate(*_gate_and_up(x, kernels, biases, **norm), outputs[0], gate, **ends)
+        return _gate(_gate_and_up(x, kernels, biases, **norm), outputs[0], gate, **ends)
     if x.shape[0] > 1 and norm["squares"] is None and norm["epsilon"] >= 0:
         (x,) = rms_norm.forward(x, norm["scale"], epsilon=norm["epsilon"])
         norm = {}
@@ -112,20 +112,10 @@ def _gate_and_up(x, kernels, biases, **norm):
 
 
 def _many_rows(
-    x,
-    kernels,
-    biases,
-    outputs,
-    gate,
-    *,
-    scale,
-    squares,
-    epsilon,
-    residual,
-    next_scale,
-    output_scale,
+    x, kernels, biases, outputs, gate, norm, residual=None, next_scale=None, output_scale=1.0
 ):
     """Products of the framework; a launch after each applies gate, norm's factor, bias and ends."""
+    scale, squares, epsilon = norm["scale"], norm["squares"], norm["epsilon"]
     norm = {"squares": squares, "epsilon": epsilon, "channels": x.shape[1]}
     ends = {"residual": residual, "output_scale": output_scale}
     if squares is None and epsilon >= 0:
@@ -133,9 +123,9 @@ def _many_rows(
     if gate:
         totals = [matrix_product(x, kernel, "float32") for kernel in kernels[:2]]
         if len(kernels) == 2:
-            return _gate(*totals, outputs[0], gate, *biases, **norm, **ends)
+            return _gate(totals, outputs[0], gate, biases, **norm, **ends)
         gated = like(totals[0]).astype(dtype_name(x))
-        (x,) = _gate(*totals, gated, gate, *biases[:2], **norm)
+        (x,) = _gate(totals, gated, gate, biases[:2], **norm)
         kernels, biases, norm = kernels[2:], biases[2:], {}
     elif squares is not None and len(kernels) > 1 and any(bias is None for bias in biases):
         # One launch before the products, instead of one after each.
@@ -153,20 +143,9 @@ def _many_rows(
     return found
 
 
-def _gate(
-    gate_total,
-    up_total,
-    output,
-    gate,
-    bias=None,
-    bias_2=None,
-    *,
-    squares=None,
-    residual=None,
-    **ends,
-):
-    """activation(gate_total) * up_total, both in float32, after the norm's factor and biases."""
-    arrays = gate_total, up_total, squares, bias, bias_2, residual
+def _gate(totals, output, gate, biases=(None, None), *, squares=None, residual=None, **ends):
+    """activation(gate) * up, from both totals in float32, after the norm's factor and biases."""
+    arrays = *totals, squares, *biases, residual
     return _finish(gate_kernel, arrays, (output,), squares, GATE=gate, **ends)
 
 

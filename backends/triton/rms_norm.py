@@ -147,11 +147,8 @@ def backward(x, scale, y, dy, *, epsilon: float):
     programs = tile.programs(rows)
     sums = None if scale is None else Array((programs, width), "float32")
     options = {"D": width, "STAGES": _stages(tile), **tile._asdict()}
-    dx, d_scale = run(
-        Launch(
-            _backward_kernel, programs, (dy, x, scale), (like(x), sums), (rows, epsilon), options
-        )
-    )
+    inputs, outputs, numbers = (dy, x, scale), (like(x), sums), (rows, epsilon)
+    dx, d_scale = run(Launch(_backward_kernel, programs, inputs, outputs, numbers, options))
     return dx, None if scale is None else cast(d_scale.sum(0), dtype_name(scale))
 
 

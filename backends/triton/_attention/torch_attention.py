@@ -82,17 +82,10 @@ def _backward(d_output, d_key, d_value, output, rest, origin, total, q, k, v, *o
     ends = None, None
     if d_key is not None:
         ends = arrangement.next_position.int(), arrangement.end.int()
+    residuals = [x if x.numel() else None for x in (rest, origin, total)]
     with device_guard(q):
         d_q, *d_rows = banded_attention.backward(
-            d_output,
-            d_buffers,
-            output,
-            [x if x.numel() else None for x in (rest, origin, total)],
-            q,
-            keys,
-            values,
-            visible,
-            *ends,
+            d_output, d_buffers, output, residuals, q, keys, values, visible, *ends
         )
     return d_q, *arrangement.gradients(d_rows)
 

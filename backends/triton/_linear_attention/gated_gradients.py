@@ -317,16 +317,8 @@ def differentiate(sizes, q, k, v, initial, pairs, d_output, d_final, *, log_f, t
     programs, updates = 2 * sizes.programs * flags.shape[3], ((3, 0), (4, 1), (5, 2))
     if k is None:
         updates = updates[::2]
+    inputs = *tensors, *chunk_gradients
     d_q, d_k, d_log_f = run(
-        Launch(
-            flagged_kernel,
-            programs,
-            (*tensors, *chunk_gradients),
-            outputs,
-            numbers,
-            options,
-            updates,
-            in_place=True,
-        )
+        Launch(flagged_kernel, programs, inputs, outputs, numbers, options, updates, in_place=True)
     )
     return d_q, d_k, d_v, d_log_f, d_initial

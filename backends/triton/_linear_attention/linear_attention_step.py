@@ -66,17 +66,8 @@ def _step_kernel(
 def step(sizes, q, k, v, initial_state, *, token_kind, log_f=None, log_decay=None):
     """The output [B, 1, H, V] and the final state; decays are `log_f` or `log_decay`."""
     block_v = block(sizes.values, 32)
-    return run(
-        Launch(
-            _step_kernel,
-            sizes.batch * sizes.heads * cdiv(sizes.values, block_v),
-            (q, k, v, log_f, log_decay, token_kind, initial_state),
-            (like(v), Array(sizes.state_shape, "float32")),
-            sizes.numbers[1:],
-            {
-                "BLOCK_K": next_power_of_2(sizes.keys),
-                "BLOCK_V": block_v,
-                "num_warps": 4,
-            },
-        )
-    )
+    programs = sizes.batch * sizes.heads * cdiv(sizes.values, block_v)
+    inputs = q, k, v, log_f, log_decay, token_kind, initial_state
+    outputs = like(v), Array(sizes.state_shape, "float32")
+    options = {"BLOCK_K": next_power_of_2(sizes.keys), "BLOCK_V": block_v, "num_warps": 4}
+    return run(Launch(_step_kernel, programs, inputs, outputs, sizes.numbers[1:], options))

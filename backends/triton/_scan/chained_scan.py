@@ -49,16 +49,8 @@ def launch_chained_scan(name, kernel, tilings, tensors, outputs, channel_sums=Fa
         sums = [Array((tiles * batch, width), "float32")] if channel_sums else []
         carry = Array((max(1, tiles - 1), batch, width), "int32", zeros=True)
         programs = tiles * batch * cdiv(width, tile.BLOCK_D)
-        *arrays, _ = run(
-            Launch(
-                kernel,
-                programs,
-                tensors,
-                (*outputs, *sums, carry),
-                (batch, length, width, tiles),
-                tile.options,
-            )
-        )
+        results, numbers = (*outputs, *sums, carry), (batch, length, width, tiles)
+        *arrays, _ = run(Launch(kernel, programs, tensors, results, numbers, tile.options))
         return (*arrays[:-1], arrays[-1].sum(0)) if channel_sums else tuple(arrays)
 
     sizes = {"batch": batch, "length": length, "width": width}
