@@ -74,12 +74,7 @@ def _partial_argmax(x):
     options = {"PARTS": parts, "BLOCK": _BLOCK, "num_warps": _WARPS, **pdl_options(x)}
     best = Array((rows, parts), "int64")
     (best,) = run(Launch(_partial_kernel, rows * parts, (x,), (best,), (width,), options))
-    options = {
-        "PARTS": parts,
-        "BLOCK": next_power_of_2(parts),
-        "RECENT": 1,
-        **pdl_options(x),
-    }
+    options = {"PARTS": parts, "BLOCK": next_power_of_2(parts), "RECENT": 1, **pdl_options(x)}
     return best, options
 
 

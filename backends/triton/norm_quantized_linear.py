@@ -204,12 +204,8 @@ def norm_quantized_linear(
     )
     tiles = tile_starts(widths[: len(outputs)], product.COLUMNS)
     options = {"WIDTHS": widths, "TILE_STARTS": tiles, "PRODUCT": Constants(product)}
-    options |= {
-        "GATE": _GATES.index(gate),
-        "OUTPUT_SCALE": 1.0 if output_scale is None else output_scale,
-        **product.launch_options,
-        **pdl_options(x),
-    }
+    options |= {"GATE": _GATES.index(gate), **product.launch_options, **pdl_options(x)}
+    options["OUTPUT_SCALE"] = 1.0 if output_scale is None else output_scale
     lists = map(tuple, (kernels, kernel_scales, kernel_zeros, biases))
     inputs = x, scale, *lists, residual, squares
     launch = Launch(_kernel, tiles[-1], inputs, (tuple(outputs),), (epsilon or 0.0,), options)

@@ -85,10 +85,8 @@ def _kernel(
     log_a = -DECAY_EXPONENT * softplus(-load_float32(a_logit, channel, n < C))
     h = load_float32(hidden, row * D + channel, n < C)
     i = tl.arange(0, BLOCK_W)[:, None]
-    slot_offsets, slot_valid = (
-        row * ((W - 1) * D) + i * D + channel[None, :],
-        (i < W - 1) & (n < C)[None, :],
-    )
+    slot_offsets = row * ((W - 1) * D) + i * D + channel[None, :]
+    slot_valid = (i < W - 1) & (n < C)[None, :]
     previous = load_float32(last_inputs, slot_offsets, slot_valid)
     moved = load_float32(last_inputs, slot_offsets + D, slot_valid & (i < W - 2))
     wait_for_previous_launch(PDL)

@@ -101,10 +101,8 @@ def top_logits(x, count: int):
     rows, width = x.shape
     parts = cdiv(width, _BLOCK)
     options = {"PARTS": parts, "COUNT": count, **pdl_options(x)}
-    partial = (
-        Array((rows, parts, count), "int64"),
-        *(Array((rows, parts), "float32") for _ in range(2)),
-    )
+    sums = Array((rows, parts), "float32")
+    partial = Array((rows, parts, count), "int64"), sums, sums
     tile = {"BLOCK": _BLOCK, "num_warps": _WARPS}
     partial = run(Launch(_partial_kernel, rows * parts, (x,), partial, (width,), options | tile))
     options["BLOCK"] = block = next_power_of_2(parts * count)

@@ -181,11 +181,9 @@ def backward(d_output, d_buffers, output, residuals, q, k, v, visible, position=
         ]
         numbers = length, num_positions, groups, visible.window, capacity, parts
         options["TILE"] = Constants(tile)
-        arrays = run(
-            Launch(keys_kernel, programs * parts, inputs, tuple(outputs), numbers, options)
-        )
-        gradients = (d for d in arrays if d is not None)
-        return [d.sum(0) if parts > 1 else d[0] for d in gradients]
+        programs *= parts
+        arrays = run(Launch(keys_kernel, programs, inputs, tuple(outputs), numbers, options))
+        return [d.sum(0) if parts > 1 else d[0] for d in arrays if d is not None]
 
     d_q_k_v = [d_q]
     for results in _key_results(k.shape[3], v.shape[3]):
@@ -196,10 +194,8 @@ def backward(d_output, d_buffers, output, residuals, q, k, v, visible, position=
 def _run_query_kernel(result, kernel, q, k, v, visible, inputs, outputs):
     batch, length = q.shape[:2]
     num_positions, groups = k.shape[1:3]
-    inputs, numbers = (
-        (q, k, v, visible[:3], *inputs),
-        (length, num_positions, groups, visible.window),
-    )
+    inputs = q, k, v, visible[:3], *inputs
+    numbers = length, num_positions, groups, visible.window
 
     def launch(tile, options):
         programs = batch * groups * cdiv(length * tile.SHARE, tile.ROWS)
@@ -219,22 +215,11 @@ def _run_search(result, launch, q, k, v, visible):
         options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
         return launch(attention_tile(tiles, heads // groups, keys, values, dtype), options)
 
-    return search.run(
-        f"sliding_window_attention {result}",
-        candidates(result, keys, values, dtype),
-        launch_tile,
-        (q, k, v, visible.first_key, visible.token_kind),
-        {
-            "batch": batch,
-            "length": length,
-            "positions": num_positions,
-            "window": visible.window,
-            "heads": heads,
-            "groups": groups,
-            "keys": keys,
-            "values": values,
-        },
-    )
+    sizes = {"batch": batch, "length": length, "positions": num_positions, "window": visible.window}
+    sizes |= {"heads": heads, "groups": groups, "keys": keys, "values": values}
+    tensors, name = (q, k, v, visible.first_key, visible.token_kind), "sliding_window_attention"
+    tiles = candidates(result, keys, values, dtype)
+    return search.run(f"{name} {result}", tiles, launch_tile, tensors, sizes)
 
 
 def _num_parts(share, programs):

@@ -85,13 +85,8 @@ class Blocks(NamedTuple):
 
     def options(self, sizes):
         """Constants and options of a launch; blocks shrink for heads of few channels."""
-        return {
-            "BLOCK_K": block(sizes.keys, self.BLOCK_K),
-            "BLOCK_V": block(sizes.values, self.BLOCK_V),
-            "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
-            "maxnreg": self.maxnreg,
-        }
+        block_k, block_v = block(sizes.keys, self.BLOCK_K), block(sizes.values, self.BLOCK_V)
+        return self._replace(BLOCK_K=block_k, BLOCK_V=block_v)._asdict()
 
 
 candidate_blocks = candidates_of(Blocks)

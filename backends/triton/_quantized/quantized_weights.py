@@ -134,10 +134,8 @@ def scale_and_zero(scales, zeros, i: tl.constexpr):
     if len(scales) == 2:
         bits = scales[i // 2] & _HIGH_HALF if i % 2 else scales[i // 2] << 16
         # A selector of 8 or more repeats the sign of a byte.
-        scale, zero = (
-            bits.to(tl.float32, bitcast=True),
-            permute_bytes(zeros[0], zeros[0], 0x8880 + 0x1111 * i),
-        )
+        scale = bits.to(tl.float32, bitcast=True)
+        zero = permute_bytes(zeros[0], zeros[0], 0x8880 + 0x1111 * i)
     else:
         scale, zero = scales[i].to(tl.float32), zeros[i].to(tl.int32)
     return scale, zero

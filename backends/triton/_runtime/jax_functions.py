@@ -168,15 +168,8 @@ def _lower(ctx, *operands, launch):
         else:
             parameters.append(gpu.create_scalar_parameter(value, kind))
     metadata = compiled.metadata
-    kernel = gpu.TritonKernel(
-        metadata.name,
-        metadata.num_warps,
-        metadata.num_ctas,
-        metadata.shared,
-        compiled.asm["ptx"],
-        "",
-        metadata.target.arch,
-    )
+    sizes = metadata.num_warps, metadata.num_ctas, metadata.shared
+    kernel = gpu.TritonKernel(metadata.name, *sizes, compiled.asm["ptx"], "", metadata.target.arch)
     call = gpu.TritonKernelCall(kernel, launch.programs, 1, 1, parameters)
     packed, aliases = zlib.compress(call.to_proto(metadata.name, b"")), _aliases(launch)
     if _gpu.supports_cuda_graphs():
