@@ -98,7 +98,8 @@ def stream_kernel(
     """
     ALL: tl.constexpr = output is not None or states is not None
     tiles = tl.cdiv(V, BLOCK_V)
-    segments, segment, head, heads = locate_segment(tiles, chunks, segment_chunks, ALL)
+    place = locate_segment(tiles, chunks, segment_chunks, ALL)
+    _, segment, head, _ = place
     b = head // H
     row = tl.arange(0, CHUNK)
     d = tl.arange(0, BLOCK_K)
@@ -109,9 +110,7 @@ def stream_kernel(
     state = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
     decay = tl.full((BLOCK_K,), 1.0, tl.float32)
     if ALL:
-        state = state_before_segment(
-            *(initial, totals, decays, offsets, valid, segment, heads, head, d, K, V, 0)
-        )
+        state = state_before_segment(initial, totals, decays, offsets, valid, place, d, K, V, 0)
 
     scale = tl.full((BLOCK_K,), 1.0, tl.float32)  # pending factor of the state
     for i in range(segment * segment_chunks, tl.minimum((segment + 1) * segment_chunks, chunks)):
@@ -152,10 +151,7 @@ def stream_kernel(
         state = product(tl.trans(value), key, state * between[None, :], True)
 
     state *= scale[None, :]
-    store_after_segment(
-        *(state, decay, final, totals, decays, offsets, valid, segment, segments, heads, head),
-        *(d, K, V, ALL),
-    )
+    store_after_segment(state, decay, final, totals, decays, offsets, valid, place, d, K, V, ALL)
 
 
 def stream(sizes, prepared, v, initial, token_kind):

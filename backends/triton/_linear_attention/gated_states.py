@@ -82,7 +82,8 @@ def _walk_kernel(
     k_tiles = tl.cdiv(K, BLOCK_K)
     tiles = k_tiles * tl.cdiv(V, BLOCK_V)
     tile = tl.program_id(0) % tiles
-    segments, segment, head, heads = locate_segment(tiles, chunks, segment_chunks, ALL)
+    place = locate_segment(tiles, chunks, segment_chunks, ALL)
+    _, segment, head, _ = place
     b = head // H
     d = tile % k_tiles * BLOCK_K + tl.arange(0, BLOCK_K)
     e = tile // k_tiles * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -93,9 +94,7 @@ def _walk_kernel(
     state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
     decay = tl.full((BLOCK_K,), 1.0, tl.float32)
     if states is not None:
-        state = state_before_segment(
-            *(initial, totals, decays, offsets, valid, segment, heads, head, d, K, V, 1)
-        )
+        state = state_before_segment(initial, totals, decays, offsets, valid, place, d, K, V, 1)
 
     for i in range(segment * segment_chunks, tl.minimum((segment + 1) * segment_chunks, chunks)):
         chunk = chunks - 1 - i if REVERSE else i
@@ -121,8 +120,7 @@ def _walk_kernel(
         state = product(key, value, state * chunk_decay[:, None], SHORT)
 
     store_after_segment(
-        *(state, decay, final, totals, decays, offsets, valid, segment, segments, heads, head),
-        *(d, K, V, states is not None),
+        state, decay, final, totals, decays, offsets, valid, place, d, K, V, states is not None
     )
 
 

@@ -149,7 +149,7 @@ def walk_segments(
     but the last, the outputs, T, H, K, V, the numbers, and the numbers of chunks in all and in a
     segment. With several segments, a first launch, which overrides the options by `sum_options`,
     writes only totals and decays. In a second launch each segment computes its initial state from
-    them. programs: of a segment. sums, split: those of `Sizes.sums` and `even_split` by default.
+    them. programs: of a segment. sums, split: None for `Sizes.sums` and `even_split`.
     """
 
     segments, segment_chunks, subsegments = split or even_split(programs, sizes.chunks)
@@ -183,13 +183,15 @@ def locate_segment(tiles, chunks, segment_chunks, ALL: tl.constexpr, subsegments
 
 @triton.jit
 def state_before_segment(
-    initial, totals, decays, offsets, valid, segment, heads, head, d, K, V, AXIS: tl.constexpr
-):  # fmt: skip
+    initial, totals, decays, offsets, valid, place, d, K, V, AXIS: tl.constexpr
+):
     """The state before a segment, in float32, from the initial one and earlier segments, or Nones.
 
     totals, decays: [segments, heads, K, V] and [segments, heads, K]. offsets, valid: addresses of a
-    tile of the state, and a mask. AXIS: the axis along which its decays are equal.
+    tile of the state, and a mask. place: the results of `locate_segment`. AXIS: the axis along
+    which decays are equal.
     """
+    _, segment, head, heads = place
     state = tl.zeros(offsets.shape, tl.float32)
     if initial is not None:
         state = tl.load(initial + head.to(tl.int64) * K * V + offsets, valid, other=0.0)
@@ -205,10 +207,10 @@ def state_before_segment(
 
 @triton.jit
 def store_after_segment(
-    state, decay, final, totals, decays, offsets, valid, segment, segments, heads, head, d, K, V,
-    ALL: tl.constexpr,
-):  # fmt: skip
+    state, decay, final, totals, decays, offsets, valid, place, d, K, V, ALL: tl.constexpr
+):
     """Stores the final state, or, unless ALL, the total and the decay of a segment."""
+    segments, segment, head, heads = place
     if not ALL:
         line = (segment * heads + head).to(tl.int64) * K
         tl.store(totals + line * V + offsets, state, valid)
