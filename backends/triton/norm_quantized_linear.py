@@ -24,8 +24,8 @@ from ._decoding.norm_linear_products import apply_gate
 from ._decoding.norm_linear_tiles import num_squares, tile_starts
 from ._device.common import IN_INTERPRETER, Constants
 from ._device.pdl import launch_dependents
-from ._quantized import quantized_interpreted
 from ._quantized.quantized_columns import column_indices
+from ._quantized.quantized_interpreted import project_row as interpreted_project_row
 from ._quantized.quantized_products import project_row
 from ._quantized.quantized_tiles import choose_tile
 from ._runtime.framework import (
@@ -39,7 +39,6 @@ from ._runtime.launch import Array, Launch, dtype_name
 
 _GATES = (None, "silu", "gelu")
 _MAX_WIDTH = 32768  # the registers of one program hold a row
-_interpreted_project_row = quantized_interpreted.project_row
 
 
 def unsupported(
@@ -143,7 +142,7 @@ def _kernel(
         offsets = offsets + _load_offsets(biases, n[u], valid, is_after, GATE)
     weights = kernels, kernel_scales, kernel_zeros
     if IN_INTERPRETER:
-        totals, unit, before = _interpreted_project_row(
+        totals, unit, before = interpreted_project_row(
             x, scale, squares, weights, residual, n[0], columns, epsilon, PRODUCT
         )
     else:

@@ -8,16 +8,7 @@ from .._device.math import reciprocal_root
 
 
 @triton.jit
-def load_heads(
-    x,
-    rows,
-    valid,
-    c,
-    token_position,
-    frequencies,
-    norm_scale,
-    HEADS: tl.constexpr,
-):
+def load_heads(x, rows, valid, c, token_position, frequencies, norm_scale, HEADS: tl.constexpr):
     """Loads `rows` [N] of K channels c [BLOCK_K]: RMSNorm over channels, then rotary embedding.
 
     norm_scale: [K], or None: no norm. frequencies: [R], or None: no rotation; pairs are j, j + R.

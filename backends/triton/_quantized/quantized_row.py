@@ -71,13 +71,7 @@ def block_sum_and_max(squares, largest):
 
 
 @triton.jit
-def row_scales(
-    squares,
-    largest,
-    epsilon,
-    SHORT: tl.constexpr,
-    PRODUCT: tl.constexpr,
-):
+def row_scales(squares, largest, epsilon, SHORT: tl.constexpr, PRODUCT: tl.constexpr):
     """Returns the norm's factor, the factor from numbers to integers, and the lowest byte's unit.
 
     Integers cannot be NaN or infinite: if a number of the row is, the unit is NaN.
@@ -85,9 +79,8 @@ def row_scales(
     norm = 1.0
     if PRODUCT.NORM:
         mean = squares / PRODUCT.K + epsilon
-        if (
-            SHORT and not PRODUCT.QUANTIZED
-        ):  # one instruction on the critical path, with an error of 2e-7
+        if SHORT and not PRODUCT.QUANTIZED:
+            # One instruction on the critical path, with an error of 2e-7.
             norm = tl.where(mean > 0.0, tl.rsqrt(mean), mean * 0.0)
         else:
             norm = reciprocal_root(mean)

@@ -9,6 +9,7 @@ purpose, and needs JAX 0.11.
 """
 
 import functools
+import math
 import zlib
 from typing import NamedTuple
 
@@ -247,11 +248,8 @@ def compile_launch(launch, inputs, target):
 def _output_array(array):
     if array is None:
         return None
-    return _Array(array.dtype, _num_bytes(array) * array.zeros)
-
-
-def _num_bytes(array):
-    return int(jnp.dtype(array.dtype).itemsize * functools.reduce(int.__mul__, array.shape, 1))
+    num_bytes = jnp.dtype(array.dtype).itemsize * math.prod(array.shape)
+    return _Array(array.dtype, num_bytes * array.zeros)
 
 
 def _scalar_type(number):
