@@ -42,35 +42,6 @@ def _add_columns(total, bias, n, N: tl.constexpr):
 
 
 @triton.jit
-def _project(
-    x,
-    x_2,
-    squares,
-    scale,
-    kernel,
-    up_kernel,
-    first_channel,
-    n,
-    rows,
-    epsilon,
-    N: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Columns n of the product, and, for several rows, those of the product with `up_kernel`."""
-    if PRODUCT.BLOCK_B == 1:
-        total = project_row(
-            x, x_2, squares, scale, kernel, first_channel, n, epsilon, N, PRODUCT, PDL
-        )
-        up = total
-    else:
-        total, up = project_rows(
-            x, squares, kernel, up_kernel, first_channel, n, rows, epsilon, N, PRODUCT
-        )
-    return total, up
-
-
-@triton.jit
 def columns_kernel(
     x,
     x_2,
@@ -112,10 +83,16 @@ def columns_kernel(
             (i > 1 and i + 1 == len(outputs)) or tile < TILE_STARTS[i + 1]
         ):
             n = (tile - TILE_STARTS[i]) * BLOCK_N + tl.arange(0, BLOCK_N)
-            total, up = _project(
-                *(x, x_2, squares, scale, kernels[i], kernels[1] if GATED else None),
-                *(first_channel, n, rows, epsilon, WIDTHS[i], PRODUCT, PDL),
-            )
+            if PRODUCT.BLOCK_B == 1:
+                total = project_row(
+                    *(x, x_2, squares, scale, kernels[i], first_channel, n, epsilon, WIDTHS[i]),
+                    *(PRODUCT, PDL),
+                )
+            else:
+                total, up = project_rows(
+                    *(x, squares, kernels[i], kernels[1] if GATED else None, first_channel, n),
+                    *(rows, epsilon, WIDTHS[i], PRODUCT),
+                )
             if GATED:
                 total = _add_columns(total, biases[0], n, WIDTHS[0])
                 total = apply_gate(total, _add_columns(up, biases[1], n, WIDTHS[0]), PRODUCT.GATE)
