@@ -263,7 +263,7 @@ def measure_causes(make_engine, arguments):
                     shares[name][function] = f"{number / counts.total():.1%}"
     for name, found in shares.items():
         for function, share in found.items():
-            yield {"requests": name, "function of the engine's thread": function, "share": share}
+            yield {"requests": name, "function of the generation thread": function, "share": share}
 
 
 # --- The server ---
@@ -272,8 +272,9 @@ def measure_causes(make_engine, arguments):
 def make_preprocessor(model, max_length):
     """Returns a preprocessor with a vocabulary of the model's size.
 
-    Tokens are a space and one to four letters, or single bytes, such as digits. Texts of the former
-    have the same tokens again, so that a conversation continues from the state after an answer.
+    Tokens are a space and one to four letters, or single bytes, such as digits. Generated
+    words tokenize to the same tokens, so that a conversation continues from the state after an
+    answer.
     """
     size = model.backbone.vocabulary_size
     names = ["<end>", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())]
@@ -426,7 +427,7 @@ def compare_with_engine(engine, lines, arguments):
 
 
 async def measure_prefixes(clients, question, arguments):
-    """Returns lines of times to the first token, with saved states and with none."""
+    """Returns lines of times to the first token, with saved states and without."""
     found, numbers = collections.defaultdict(list), itertools.count()
 
     async def compare(name, path, **body):
@@ -490,10 +491,10 @@ def main():
     parser.add_argument("--load", type=float, default=0.7, help="share of the saturated rate")
     parser.add_argument("--rate", type=float, help="requests/s in turns, instead of `--load`")
     parser.add_argument(
-        "--seconds", type=float, help="duration of a load; 60, with --causes, --http: 8"
+        "--seconds", type=float, help="seconds per load (default 60; 8 with --causes or --http)"
     )
     parser.add_argument("--temperature", type=float, default=0)
-    parser.add_argument("--turns", action="store_true", help="of `benchmarks.in_turns`")
+    parser.add_argument("--turns", action="store_true", help="for `benchmarks.in_turns`")
     parser.add_argument("--prefill-chunk", type=int, help="`prefill_chunk` of the engine")
     arguments = parser.parse_args()
     if min(arguments.requests - 2, arguments.prompt, arguments.answer) < 2:

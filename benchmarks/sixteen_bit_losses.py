@@ -5,8 +5,8 @@
         --preset hgrn2_150m --batch 16 --length 512
 
 All runs begin with the same weights and take the same batches of bytes. Their optimizers are
-Keras's AdamW (float32), `keras_recurrent.optimizers.AdamW` (bfloat16, rounded at random), and one
-with a copy of the weights in float32, each rounded to the nearest number (bfloat16, copy).
+Keras's AdamW (float32), `keras_recurrent.optimizers.AdamW` (bfloat16, stochastic rounding), and one
+on float32 copies, which each step rounds to nearest into the weights (bfloat16, copy).
 """
 
 import pathlib
@@ -25,7 +25,7 @@ LAST = 200  # steps, of whose losses the mean is reported
 
 
 class CopyAdamW(keras_recurrent.optimizers.AdamW):
-    """AdamW of copies in float32, to which weights in 16 bits are set in each step."""
+    """AdamW on float32 copies; each step rounds them into the weights."""
 
     def build(self, variables):
         if self.built:

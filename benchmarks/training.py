@@ -9,8 +9,8 @@ Models of this package have the fused loss of hidden states, or with `--logits` 
 Without `--update`, a step on torch is forward and backward, eager; with it, and always on other
 backends, it is `train_on_batch` with `keras_recurrent.optimizers.AdamW`, compiled by JAX and
 TensorFlow, and on torch with `--jit`. Baselines run on torch, with torch's fused AdamW, and have as
-many parameters. Small models have float32 and SGD instead, others random weights in bfloat16, or
-with `--mixed` in float32 and computations in bfloat16.
+many parameters. Small models use float32 and SGD; others use random bfloat16 weights, or with
+`--mixed` float32 weights and computations in bfloat16.
 
 On torch, loss and gradients of this package's model are first compared with the plain
 implementations. Blocks are recomputed in the backward pass if activations do not fit into the

@@ -112,7 +112,7 @@ if BACKEND == "jax":
 if BACKEND == "torch":
     from keras_recurrent.backends.torch._common import PLATFORMS, is_exporting, platform_reason
 
-# Has `name`. torch.compile can trace it, unlike a ContextVar.
+# Its attribute `name` is the active block's name. torch.compile can trace it, unlike a ContextVar.
 _chosen = threading.local()
 # `torch_sequence.Shards` of the `sequence_parallel` blocks. All threads share them: on a GPU,
 # autograd recomputes a block in a separate thread.

@@ -12,7 +12,7 @@ ENTRY = re.compile(r"\n(?= {4}\S)")
 
 
 class InheritedDocstring:
-    """Mixin of base classes: completes the docstrings of subclasses by those of their last base."""
+    """Mixin of base classes: completes docstrings of subclasses from their last base class."""
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -33,8 +33,8 @@ def complete_docstring(docstring, inherited, parameters):
         docstring: string, or None.
         inherited: string, the docstring of the base class.
         parameters: list of strings, the names of the parameters of the constructor, in order.
-            Entries of the `Args` of `inherited` that it does not take are left out. With
-            `kwargs`, it takes all of them.
+            Entries of the `Args` of `inherited` that are not in `parameters` are dropped, unless
+            it has `kwargs`.
     """
     own, base = _sections(docstring), _sections(inherited)
     merged = base | own

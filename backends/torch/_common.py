@@ -56,7 +56,7 @@ PLATFORMS = {"cudnn": "cuda", "triton": "cuda"}  # of implementations that run o
 
 
 def platform_reason(arguments, platform):
-    """Reason a kernel for `platform` cannot run where the first tensor is, or None."""
+    """Reason why a kernel for `platform` cannot run on the device of the first tensor, or None."""
     device = next(iter(arguments.values())).device
     return None if device.type == platform else f"needs CUDA tensors, got one on {device}"
 

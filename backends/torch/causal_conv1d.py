@@ -87,7 +87,7 @@ def _move(tensor, index):
 
 
 def _shifts(span, taps):
-    """Slices of the inputs of each tap for a span of outputs; the last one has their own inputs."""
+    """Slices of `_inputs` for each tap of a span of outputs; the last has the span's tokens."""
     return [slice(span.start + tap, span.stop + tap) for tap in range(taps + 1)]
 
 

@@ -1,14 +1,15 @@
 """Triton kernels for NVIDIA GPUs; each reads and writes a tensor as few times as possible.
 
 A file of this folder implements the operation of its name; the folders that begin with an
-underscore hold the code that operations share. `backends/reference` describes the arguments and
-results of each decoding step:
+underscore hold the code that operations share:
 
 - `_runtime`: launches and operations, and how torch, JAX and the interpreter run them;
 - `_device`: functions that kernels call, such as exponentials and matrix products;
 - `_attention`, `_linear_attention`, `_scan`, `_convolution`, `_crossentropy`, `_decoding`,
   `_quantized`: the kernels of these groups of operations;
 - `_optimizers`: updates of weights, which `keras_recurrent/optimizers` calls.
+
+Arguments and results of decoding steps are described in `backends/reference`.
 
 Kernels and their launches (`_runtime/launch.py`) do not depend on a framework:
 `_runtime/torch_operators.py` turns them into custom operators of torch,

@@ -75,7 +75,7 @@ def is_messages(inputs):
 
 
 def check_renders_messages(preprocessor):
-    """Raises a `ValueError` unless a preprocessor is one that can have a chat template."""
+    """Raises a `ValueError` unless the preprocessor supports chat templates."""
     if not hasattr(preprocessor, "apply_chat_template"):
         kind = type(preprocessor).__name__
         got = "no preprocessor" if preprocessor is None else f"a `{kind}`"

@@ -203,7 +203,7 @@ def _parse_padded(model, inputs, cache):
     return prompts, mask.shape[1], False
 
 
-"""Sequence lengths that share a program, chunk lengths of prompts, and capacities of caches."""
+# Sequence lengths that share a program, chunk lengths of prompts, and capacities of caches.
 
 
 def bucket(length):

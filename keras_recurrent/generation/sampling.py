@@ -108,8 +108,8 @@ class Features(NamedTuple):
         num_candidates: integer, number of most probable tokens among which sequences with a `top_k`
             of up to `MAX_CANDIDATES` draw. 0: there is no such sequence.
         draws_among_all: boolean, another sequence with a temperature above 0 draws among all.
-        num_sorted: integer, number of most probable tokens that are sorted to find those that
-            these other sequences keep. 0: they keep all tokens.
+        num_sorted: integer, number of most probable tokens that are sorted for sequences that draw
+            among all. 0: these sequences keep all tokens.
         has_top_p: boolean, a sequence has a `top_p` below 1.
         options: a sorted tuple of the names of active options that are functions of logits. (The
             programs of TensorFlow would compare sets by identity.)

@@ -115,7 +115,8 @@ class Scheduler(DecodingLoop):
                 sequence.end(reason)
         for sequence in self.batch.active:
             if reason := sequence.end_reason(now):
-                # Before `end`: it may raise. The state after a stop string may continue.
+                # Removed first, because `end` may raise. After a stop string, `_end` also saves the
+                # state, which a later prompt may continue.
                 self._end(sequence) if reason == "stop" else self.batch.remove(sequence)
                 sequence.end(reason)
 

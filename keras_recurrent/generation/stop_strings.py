@@ -66,7 +66,7 @@ class StreamedText:
         return "".join(self._shown)
 
     def read(self, token_ids, has_ended):
-        """Adds the text of new tokens, of which none follow if `has_ended`.
+        """Adds the text of new tokens. `has_ended`: True if these are the last tokens.
 
         Returns the number of tokens that were read, which may be fewer if the text is stopped.
         """

@@ -68,8 +68,8 @@ class Programs:
             backbone.
         extract: a function `(cache, slot)` of JAX, which returns the state of the backbone of a
             slot, of batch size 1, from the cache of a `BatchState` or a state of the backbone.
-        set_row: a function `(state, slot, value)` of JAX, which overwrites a row of an array, or of
-            each array of a state, there with a state of batch size 1.
+        set_row: a function `(state, slot, value)` of JAX, which overwrites a row of an array, or,
+            given a state of batch size 1, of each array of a state.
         finish: a function that returns the cache of a `BatchState` as the backbone takes it.
         copy: a function that copies a cache, which `decode` would otherwise overwrite.
     """

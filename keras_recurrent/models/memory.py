@@ -137,9 +137,10 @@ def training_sizes(model, *, num_slots=2, dtype=None, layout_map=None):
 
     Gradients and optimizer slots have the shape, the dtype and the device of their weight: with
     Adam, 16 bytes per parameter in float32 or `"mixed_bfloat16"`, and 8 in `"bfloat16"`, which
-    torch's Adam trains, but not Keras's. A layout map that splits weights over the data axis (FSDP)
-    splits them, too. Temporary arrays, such as the gathered weights of a block, are not counted;
-    the result does not depend on the batch.
+    torch's Adam trains, but not Keras's. For 16-bit weights, the result is too small for
+    `keras_recurrent.optimizers`, whose slots are float32 (12 bytes). A layout map that splits
+    weights over the data axis (FSDP) splits gradients and slots, too. Temporary arrays, such as the
+    gathered weights of a block, are not counted; the result does not depend on the batch.
 
     Args:
         model: a language model, a backbone or the name of a preset, as in `memory_sizes`.

@@ -27,12 +27,12 @@ class Adam(Updates):
     - **Weights stored in 16 bits** (policies `"bfloat16"` and `"float16"`): Keras's optimizers
       compute in the dtype of the weight, in which β₂ = 0.999 rounds to 1 and small updates are
       lost. This class computes in float32, with m, v, averages and accumulated gradients in
-      float32, and rounds the new weight stochastically, so that its expected value is exact. A
-      weight then takes 10 bytes with m and v, instead of 12 under a `mixed_*` policy. The random
-      numbers depend on the step and the weight only: a resumed run continues as without a stop.
-    - **On torch**, weights in float32 are updated by torch's fused kernel.
-    - Otherwise, it is Keras's `Adam`, with the same arguments and files: a run may continue with
-      either of the two.
+      float32, and rounds the new weight stochastically, so that its expected value is exact.
+      Weight, m and v take 10 bytes, instead of 12 under a `mixed_*` policy (12 instead of 16 with
+      the gradient). The random numbers depend on the step and the weight only: a resumed run
+      reproduces an uninterrupted run.
+    - **With float32 weights**, results equal those of Keras's `Adam` up to rounding, and a run or
+      file of one continues with the other. On torch, torch's fused kernel updates these weights.
 
     Args: as in `keras.optimizers.Adam`.
 
@@ -51,9 +51,10 @@ class Adam(Updates):
 class AdamW(Updates, keras.optimizers.AdamW):
     """Keras's `AdamW` that also trains weights stored in 16 bits, and is fast on torch.
 
-    As `keras_recurrent.optimizers.Adam`, after w ← w - η λ w with the `weight_decay` λ
-    (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101). Decay of weights in 16 bits is
-    part of the update in float32. `keras_recurrent.exclude_from_weight_decay` applies.
+    First w ← w - η λ w with the `weight_decay` λ (decoupled weight decay, Loshchilov and Hutter
+    2019, https://arxiv.org/abs/1711.05101), then the update of `keras_recurrent.optimizers.Adam`.
+    Decay of weights in 16 bits is part of the update in float32.
+    `keras_recurrent.exclude_from_weight_decay` applies.
 
     Args: as in `keras.optimizers.AdamW`.
     """

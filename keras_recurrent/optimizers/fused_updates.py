@@ -26,8 +26,8 @@ class FusedUpdates(Updates, TorchParallelOptimizer):
     _divisor = None  # of the gradients
 
     def apply(self, grads, trainable_variables=None):
-        # The kernels need the number of the step on the host. It is read from the device only if
-        # it was changed otherwise than by the last step, which increases the tensor's version.
+        # The kernels need the number of the step on the host. It is read from the device only if it
+        # changed since the last step; torch counts changes in `_version`.
         if torch.compiler.is_compiling():
             super().apply(grads, trainable_variables)
             return
@@ -48,7 +48,7 @@ class FusedUpdates(Updates, TorchParallelOptimizer):
         if not all(id(g) in owned and type(g) in _PLAIN for g in grads):
             return super()._clip_gradients(grads)
         norm = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).norm()
-        # If the norm is infinite or NaN, so are all gradients, as in Keras.
+        # If the norm is infinite or NaN, all gradients become NaN, as in Keras.
         self._divisor = torch.clamp(norm / self.global_clipnorm, min=1) + (norm - norm)
         return grads
 
@@ -71,7 +71,8 @@ class FusedUpdates(Updates, TorchParallelOptimizer):
 
     def _choose_update(self, device, dtype, pairs):
         """Returns the method that updates the weights of `(gradient, variable)` pairs."""
-        # Values are replaced in these two cases, and overwritten by the kernels.
+        # Compiled and stateless steps must return new values; the kernels overwrite, so they run in
+        # neither.
         if not torch.compiler.is_compiling() and not in_stateless_scope():
             if dtype == torch.float32 and device.type in ("cpu", "cuda"):
                 return self._update_float32

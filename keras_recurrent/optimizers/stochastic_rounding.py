@@ -1,7 +1,7 @@
 """Stochastic rounding of float32 to 16 bits, which keeps small updates on average.
 
 The random number of an element is a hash of the step, the index of its weight and its position.
-So the optimizer has no state of a generator, results do not depend on how a weight is sharded, and
+So the optimizer needs no generator state, results do not depend on how a weight is sharded, and
 XLA fuses the numbers into the update. `backends/triton/_optimizers/adam_kernel.py` computes the
 same numbers.
 """
@@ -35,7 +35,7 @@ def stochastic_round(x, dtype, key):
     random = _random_bits(ops.shape(x), *key)
     dropped = _DROPPED_BITS[dtype]
     # A random number is added to the bits that the type does not have, and carries into the others
-    # with the wanted probability. The bits that remain are a number of the type.
+    # with the required probability. The bits that remain are a number of the type.
     bits = ops.view(x, "int32") + _shift_right(random, 32 - dropped)
     rounded = ops.view(ops.bitwise_and(bits, -(2**dropped)), "float32")
     if dtype == "float16":

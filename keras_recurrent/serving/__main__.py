@@ -86,7 +86,7 @@ def make_parser():
     add("--prefix-cache-bytes", "BYTES", number(0), 2**30, text)
     text = "directory that keeps prefix states across restarts"
     add("--prefix-cache-dir", "DIR", str, None, text)
-    text = "prompt tokens after which a prefix state is also saved; 0: off"
+    text = "interval, in prompt tokens, at which prefix states are also saved; 0: off"
     add("--prefix-cache-interval", "TOKENS", number(0), 2048, text)
     return parser
 
@@ -152,7 +152,8 @@ def main():
     log.setLevel(logging.INFO)
     if keras.config.backend() == "jax":
         log_compilations()
-    # The engine's thread must not wait 5 ms, Python's default, for that of new requests.
+    # The generation thread must not wait 5 ms, Python's default, for the thread that receives
+    # requests.
     sys.setswitchinterval(5e-4)
     if key is None and not is_loopback(arguments.host):
         logging.warning("Other machines reach the server without a key; set %s.", KEY_VARIABLE)

@@ -33,7 +33,7 @@ class Limits(NamedTuple):
     Attributes:
         vocabulary_size: integer.
         saves_states: boolean, True if `prefix_cache_bytes` is not 0.
-        state_interval: integer, number of prompt tokens after which a state is saved. 0: none.
+        state_interval: integer, interval, in prompt tokens, at which states are saved. 0: none.
     """
 
     num_slots: int
@@ -47,7 +47,7 @@ class Limits(NamedTuple):
 class EngineClient:
     """Base class of engines: checks and tokenizes prompts, and makes the text of answers.
 
-    A thread reads the new tokens of each step, and passes them to the requests.
+    The text thread reads the new tokens of each step, and passes them to the requests.
 
     Args:
         link: the `RequestScheduler`, or a `RemoteLink` to that of another process.
@@ -191,7 +191,7 @@ class EngineClient:
     def close(self, wait=True):
         """Ends the engine; `submit` raises `EngineClosed` from now on.
 
-        A later call can still shorten the time. In a callback of a request, this
+        A second call with a shorter `wait` replaces the first. In a callback of a request, this
         method does not wait.
 
         Args:

@@ -23,7 +23,7 @@ from keras_recurrent.serving.sequence import RequestScheduler
 class Engine(EngineClient):
     """Generates for many requests at once, which join and leave at any token.
 
-    One thread launches all work on the device. All active requests decode in one step of
+    The generation thread launches all work on the device. All active requests decode in one step of
     `num_slots` sequences. Prompts are processed in chunks between two steps, in the order of
     `submit`; docs/serving.md has the number and the delay of chunks. Prompts are cut at fixed
     positions and at ends of messages, so that the tokens of a request do not depend on other
@@ -41,12 +41,12 @@ class Engine(EngineClient):
             capacity of KV caches. None: the `sequence_length` of the preprocessor.
         prefill_chunk: integer, maximum number of tokens of a chunk.
         max_queued: integer, maximum number of requests that wait for a slot.
-        prefix_cache_bytes: integer, device memory for states after prompts, answers and messages. A
-            request resumes from the saved state of the longest prefix of its prompt; the least
-            recently used states are dropped. 0: none.
+        prefix_cache_bytes: integer, device memory for states after prompts, answers and messages,
+            and inside long prompts. A request resumes from the saved state of the longest prefix of
+            its prompt; the least recently used states are dropped. 0: none.
         prefix_cache_dir: string, a directory of at most `prefix_cache_bytes` in which the states
             are also stored, so that a later engine continues conversations. None: none.
-        prefix_cache_interval: integer, number of prompt tokens after which a state is also saved,
+        prefix_cache_interval: integer, interval, in prompt tokens, at which states are also saved,
             so that later prompts with the same beginning resume there. It is rounded up to a
             multiple of `prefill_chunk`. 0: none.
 

@@ -1,7 +1,7 @@
-"""Script of the process that serves HTTP; `processes.py` starts it.
+"""Script of the HTTP process; `processes.py` starts it.
 
-It imports no framework, unless only KerasHub has the tokenizer: it then has 100 instead of 700 MB,
-and starts in 2 instead of 10 s.
+It imports no framework, so it takes 100 instead of 700 MB and starts in 2 instead of 10 s. If only
+KerasHub has the tokenizer, it imports KerasHub.
 
     python -P http_process.py LISTENER CONNECTION    (two file descriptors)
 """
@@ -23,7 +23,7 @@ def import_parts(name):
 
 def main():
     listener, connection = socket.socket(fileno=int(sys.argv[1])), Connection(int(sys.argv[2]))
-    # While the other process loads the model.
+    # While the engine process loads the model.
     import fastapi  # noqa: F401
     import prometheus_client  # noqa: F401
     import uvicorn  # noqa: F401

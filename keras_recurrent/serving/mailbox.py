@@ -1,4 +1,4 @@
-"""Results of one HTTP request, which the engine's thread passes to the event loop."""
+"""Results of one HTTP request, which the text thread passes to the event loop."""
 
 import asyncio
 import collections
@@ -7,10 +7,10 @@ import time
 
 
 class Mailbox:
-    """Passes items from the engine's thread to functions that run in the event loop.
+    """Passes items from the text thread to functions that run in the event loop.
 
     One wake-up of the event loop passes all items that have arrived, because a wake-up for each
-    token would slow the engine's thread down.
+    token would slow the text thread down.
     """
 
     def __init__(self, loop):

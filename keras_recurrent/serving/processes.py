@@ -1,7 +1,8 @@
-"""The two processes of the server: the engine's, and that of HTTP and text.
+"""The two processes of the server: the engine process, and the HTTP process.
 
-The engine's process starts the other one, and sends it the new tokens of each step in one message.
-The other one sends calls of the scheduler. If one of them ends, the other one does, too.
+The engine process starts the HTTP process, and sends it the new tokens of each step in one message.
+The HTTP process also converts text, and sends calls of the scheduler. Each of them ends if the
+other one does.
 """
 
 import collections
@@ -26,7 +27,7 @@ SIGNALS = signal.SIGINT, signal.SIGTERM
 
 
 class RemoteLink:
-    """Connection of `EngineClient` to a scheduler in another process."""
+    """Connection of `EngineClient`, in the HTTP process, to the scheduler in the engine process."""
 
     error = None
 
@@ -78,7 +79,7 @@ def bind(host, port):
 
 
 class HTTPProcess:
-    """The process that serves HTTP, as the engine's process sees it.
+    """The HTTP process, as the engine process sees it.
 
     listener: a socket of `bind`, which is closed in this process.
     """
@@ -167,7 +168,7 @@ def load_preprocessor(preset, chat_template):
 
 
 def serve_http(listener, connection):
-    """Serves HTTP until a signal, or the end of the engine's process; returns the exit code."""
+    """Serves HTTP until a signal, or the end of the engine process; returns the exit code."""
     from keras_recurrent.serving.server import Server, create_app
 
     preprocessor, limits, stats, app, options = connection.recv()
@@ -182,7 +183,7 @@ def serve_http(listener, connection):
     def exit_with_engine():
         engine._reader.join()
         if link.has_failed:
-            log.error("The process of the engine has ended")
+            log.error("The engine process has ended")
         server.should_exit = True
 
     threading.Thread(target=exit_with_engine, daemon=True).start()

@@ -21,11 +21,11 @@ class EngineClosed(RuntimeError):
 
 
 def check_process(pid):
-    """Raises an `EngineClosed` unless this is the process `pid`, which has the engine's thread."""
+    """Raises an `EngineClosed` unless this is the process `pid`, which has the engine's threads."""
     if pid != os.getpid():
         raise EngineClosed(
             f"The engine runs in process {pid}, of which this process, {os.getpid()}, is a fork "
-            "without the engine's thread. Create the engine after the fork."
+            "without the engine's threads. Create the engine after the fork."
         )
 
 
@@ -156,16 +156,16 @@ class EngineRequest:
     def add_done_callback(self, function):
         """Calls `function(request)` at the end of the request, or at once if it has ended.
 
-        It runs in the thread of the engine's texts, which it must not block, or in the calling
-        thread if the request has already ended. Its errors are logged, `SystemExit` as well.
+        It runs in the text thread, which it must not block, or in the calling thread if the request
+        has already ended. Its errors are logged, `SystemExit` as well.
         """
         self._future.add_done_callback(lambda future: self._call(function, self))
 
     def set_listener(self, function):
         """Passes deltas to `function(delta)` instead of the iterator.
 
-        Earlier deltas are passed in the calling thread, later ones in the thread of the engine's
-        texts, which `function` must not block. If `function` raises an error, the error is logged,
+        Earlier deltas are passed in the calling thread, later ones in the text thread, which
+        `function` must not block. If `function` raises an error, the error is logged,
         the request is cancelled, and `function` is not called again.
         """
         with self._changed:

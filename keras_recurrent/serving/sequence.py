@@ -1,4 +1,4 @@
-"""Requests of an engine as token ids, which the engine's thread generates."""
+"""Requests of an engine as token ids, which the generation thread generates."""
 
 import queue
 from typing import Any

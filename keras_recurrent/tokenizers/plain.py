@@ -1,4 +1,4 @@
-"""Tokenizers without Keras, which those of KerasHub's interface are made of.
+"""Tokenizers without Keras, wrapped by the tokenizers with KerasHub's interface.
 
 The HTTP process of the server uses them alone, and imports neither Keras nor a framework.
 """
@@ -49,7 +49,7 @@ class PlainTokenizer:
         return [self.decode(ids) for ids in rows]
 
     def bytes_of(self, id):
-        """Returns the bytes of a token if the id tells them, else None."""
+        """Returns the bytes of a token if they follow from the id, else None."""
 
 
 class PlainByteTokenizer(PlainTokenizer):
@@ -100,7 +100,7 @@ class PlainByteTokenizer(PlainTokenizer):
 
     def decode(self, ids):
         ids = np.array(ids, "int64")
-        # UTF-8 never uses the byte 255, so `errors` applies to unknown ids, too.
+        # Unknown ids become byte 255, which is never valid, so `errors` handles them.
         codes = np.minimum(ids[ids >= FIRST_BYTE] - FIRST_BYTE, 255)
         return codes.astype("uint8").tobytes().decode("utf-8", errors=self.errors)
 

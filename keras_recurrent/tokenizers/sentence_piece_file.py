@@ -26,7 +26,8 @@ codecs.register_error(EACH_BYTE, _replace_each_byte)
 
 def decoding_errors(tokens):
     """Returns `PlainTokenizer.errors` of a file with these tokens."""
-    # The space after a word may be part of its token, and is dropped at the end.
+    # A token may end in a space, which is dropped after the last token: its text depends on what
+    # follows.
     drops_spaces = any(t.endswith(SPACE) and t.strip(SPACE) for t in filter(None, tokens))
     return None if drops_spaces else EACH_BYTE
 

@@ -1,7 +1,7 @@
 """Training steps of language models that compute the loss from hidden states, without logits.
 
-Inside such a step, Keras's `y_pred` is in turn the hidden states that `call` returns, the argument
-of `compute_loss`, and on JAX the `Predictions` that `compute_metrics` gets.
+Inside such a step, `call` returns hidden states. Keras's `y_pred` holds them in `compute_loss`, and
+`Predictions` in `compute_metrics` on JAX.
 """
 
 import threading

@@ -133,7 +133,8 @@ def finite_decays(log_f, starts):
 def load_chunk(inputs, token, row, real, starts, d, K, H, SHORT: tl.constexpr):
     """Loads q, k, log f, and its `finite_decays`: [CHUNK, BLOCK_K] each.
 
-    inputs: q, k (or None), log f, and others.
+    Args:
+        inputs: a tuple that begins with q, k (or None) and log f; further tensors are not read.
     """
     given_log_f = load_tokens(inputs[2] + token * K, row, real, d, K, H)
     log_decay = finite_decays(given_log_f, starts)

@@ -146,10 +146,17 @@ def walk_segments(
     """Runs a kernel that goes through the chunks of each segment; returns its outputs.
 
     The kernel's arguments are the tensors, a total and a decay of each subsegment of all segments
-    but the last, the outputs, T, H, K, V, the numbers, and the numbers of chunks in all and in a
-    segment. With several segments, a first launch, which overrides the options by `sum_options`,
-    writes only totals and decays. In a second launch each segment computes its initial state from
-    them. programs: of a segment. sums, split: None for `Sizes.sums` and `even_split`.
+    but the last, the outputs, T, H, K, V, the numbers, the number of all chunks, and the number of
+    chunks of a segment. With several segments, a first launch writes only totals and decays. In a
+    second launch, each segment computes its initial state from them.
+
+    Args:
+        sizes: the `Sizes` of the tensors.
+        programs: integer, number of programs of a segment.
+        numbers: tuple of further arguments of the kernel.
+        sums: shapes of a total and a decay. None: `Sizes.sums`.
+        split: a `TimeSplit`. None: `even_split`.
+        sum_options: dictionary of options that replace those of the same name in the first launch.
     """
 
     segments, segment_chunks, subsegments = split or even_split(programs, sizes.chunks)

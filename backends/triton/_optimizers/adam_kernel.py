@@ -1,7 +1,7 @@
 """Adam for weights in 16 bits with slots in float32: one launch for many weights, on torch.
 
 A launch takes a table of addresses, as the launch of one kernel per weight takes longer than the
-update of a small weight. The numbers are those of `keras_recurrent/optimizers/updates.py`.
+update of a small weight. Computes the update of `keras_recurrent/optimizers/updates.py`.
 """
 
 import functools
@@ -90,17 +90,16 @@ def adam_kernel(
     tl.store(weights + index, _stochastic_round(weight, random, WEIGHT), valid)
 
 
-def update_weights(tensors, keys, rates, divisor, decays, numbers):
+def update_weights(tensors, keys, rates, divisor, decays, coefficients):
     """Updates weights of one dtype in place, and their slots in float32.
 
     Args:
         tensors: `(weight, gradient, momentum, velocity)` of each weight, contiguous.
         keys: int32 [N, 2], the `rounding_keys` of each weight.
-        rates: float32 [2]: the part of a weight that decays; the learning rate, with the
-            correction of bias.
+        rates: float32 [2]: learning rate × weight decay; bias-corrected learning rate.
         divisor: float32 scalar that divides the gradients, or None.
         decays: boolean, whether weights decay.
-        numbers: 1 - β₁, 1 - β₂ and ε. (In float32, 1 - 0.999 would be wrong by 0.0013 %.)
+        coefficients: 1 - β₁, 1 - β₂ and ε. (In float32, 1 - 0.999 would be wrong by 0.0013 %.)
     """
     rows = [(*(x.data_ptr() for x in row), row[0].numel()) for row in tensors]
     table = torch.tensor(rows, dtype=torch.int64).to(keys.device, non_blocking=True)
@@ -113,7 +112,7 @@ def update_weights(tensors, keys, rates, divisor, decays, numbers):
             options = {"WEIGHT": types[0], "GRADIENT": types[1], "DECAYS": decays}
             options |= {"ALIGNMENT": alignment, "BLOCK": _BLOCK, "num_warps": _WARPS}
             inputs = blocks, table, keys, rates, divisor
-            run(Launch(adam_kernel, len(blocks), inputs, (), numbers, options))
+            run(Launch(adam_kernel, len(blocks), inputs, (), coefficients, options))
 
 
 @functools.lru_cache(maxsize=32)

@@ -40,7 +40,9 @@ def weight_addresses(
 ):
     """Addresses of a thread's words in its first channel, and of their scales and zero points.
 
-    weights: tuples of the kernels, their scales and their zero points, of which it takes the i-th.
+    Args:
+        weights: tuples of kernels, of their scales and of their zero points.
+        i: integer, index of the weight in each tuple.
     """
     kernels, scales, zeros = weights
     VECTOR: tl.constexpr = 4 if PRODUCT.VECTORS else 1

@@ -21,7 +21,11 @@ class Array(NamedTuple):
 
 
 def candidates_of(kind):
-    """Returns a function that makes a tuple of named tuples from the fields of each."""
+    """Returns a function that makes a tuple of candidates from tuples of their fields.
+
+    Args:
+        kind: the class of a candidate, a named tuple.
+    """
     return lambda *rows: tuple(kind(*row) for row in rows)
 
 

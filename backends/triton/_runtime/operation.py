@@ -39,8 +39,8 @@ class Operation(NamedTuple):
     def gradients(self, *arguments, **_options):
         """`Array`s of the gradients, from the arguments of the backward.
 
-        Each has the shape and dtype of its tensor, that of an initial state is float32. The
-        gradient of a tensor that the backward does not get is like the output.
+        Each has the shape and dtype of its tensor, but the gradient of an initial state is float32.
+        The gradient of a tensor that the backward does not get is like the output.
         """
         output = arguments[len(self.tensors)]
         arrays = []

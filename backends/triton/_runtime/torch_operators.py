@@ -56,7 +56,7 @@ def step_unsupported_reason(*arguments, **named):
     present = tensors_among((*arguments, *named.values()))
     if torch.is_grad_enabled() and any(t.requires_grad for t in present):
         return "has no gradients, but a tensor requires one (plain torch has them)"
-    has_tangents = forward_ad._current_level >= 0  # else there are none
+    has_tangents = forward_ad._current_level >= 0  # tensors have none outside `dual_level`
     if has_tangents and any(forward_ad.unpack_dual(t).tangent is not None for t in present):
         return "has no derivative in forward mode (plain torch has it)"
     return token_wise_unsupported_reason(*present)

@@ -70,10 +70,12 @@ def new_outputs(x, *_):
 
 @triton.jit
 def locate_program(B, T, D, TILE: tl.constexpr, REVERSE: tl.constexpr):
-    """The tile, the sequence in the batch, the channels and their mask, and the first token.
+    """The tile, the sequence, the channels and their mask, and two indices of the first token.
 
-    The first token comes twice: in its sequence, and in the batch. If REVERSE, it is the last one
-    of the tile.
+    The first index counts tokens of the sequence, the second one tokens of the batch.
+
+    Args:
+        REVERSE: True if the first token is the last one of the tile.
     """
     blocks = tl.cdiv(D, TILE.BLOCK_D)
     chain = tl.program_id(0) % (B * blocks)

@@ -87,8 +87,8 @@ def clone_all(tensors):
 def clone_state(tensors):
     """Returns copies of tensors by one launch for each shape and dtype.
 
-    Copies of one shape share an allocation, so that some begin at odd addresses. Kernels of a
-    `CapturedDecoder` are compiled for aligned ones, those of `clone_all`.
+    Copies of one shape share an allocation, so that some begin at unaligned addresses. Kernels of a
+    `CapturedDecoder` require aligned addresses: use `clone_all` for them.
     """
     groups: dict = {}
     for index, tensor in enumerate(tensors):
