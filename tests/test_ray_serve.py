@@ -22,21 +22,22 @@ pytestmark = [
 MODEL = "griffin_tiny_text"
 
 
-@pytest.fixture
-def url(tmp_path):
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
     """Address of two replicas."""
+    log_path = tmp_path_factory.mktemp("ray") / "log"
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     command = [sys.executable, "guides/recipes/ray_serve.py", "--port", str(port)]
     command += ["--preset", MODEL, "--replicas", "2", "2", "--slots", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
-    with (tmp_path / "log").open("wb") as log:
+    with log_path.open("wb") as log:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
     try:
         end = time.monotonic() + 300
-        while "is ready at" not in (tmp_path / "log").read_text():  # all replicas
-            assert process.poll() is None, (tmp_path / "log").read_text()
-            assert time.monotonic() < end, (tmp_path / "log").read_text()
+        while "is ready at" not in log_path.read_text():  # all replicas
+            assert process.poll() is None, log_path.read_text()
+            assert time.monotonic() < end, log_path.read_text()
             time.sleep(0.5)
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -44,9 +45,13 @@ def url(tmp_path):
         process.wait(60)
 
 
-def test_ray_serve_sends_each_session_to_one_replica(url):
+@pytest.fixture
+def client(url):
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60)
+
+
+def test_ray_serve_sends_each_session_to_one_replica(url, client):
     """Replicas do not answer, one gets all sessions, or the next turn goes to another one."""
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60)
 
     def ask(session, prompt):
         answer = client.completions.create(
@@ -69,7 +74,15 @@ def test_ray_serve_sends_each_session_to_one_replica(url):
         text = httpx.get(f"{url}/metrics", headers=headers, timeout=60).text
         ended = re.findall(r"^keras_recurrent_requests_total\S+ (\S+)", text, re.MULTILINE)
         assert 0 < sum(map(float, ended)) < 2 * len(sessions)
+
+
+def test_ray_serve_streams_chunks(client):
+    """Ray Serve collects a streamed response before it sends it."""
     stream = client.completions.create(model=MODEL, prompt="a", max_tokens=8, stream=True)
     assert sum(len(chunk.choices) for chunk in stream) > 1
+
+
+def test_ray_serve_rejects_invalid_requests(client):
+    """An error of the server does not reach the client with its status and message."""
     with pytest.raises(openai.BadRequestError, match="Input should be 1"):
         client.completions.create(model=MODEL, prompt="a", n=2)

@@ -33,6 +33,7 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+BRIEF = {"role": "system", "content": "Be brief."}
 HELLO = {"role": "user", "content": "Hello"}
 AND = {"role": "user", "content": "And?"}
 # The new message in the format of each template.
@@ -136,19 +137,26 @@ def test_chat_with_several_conversations_matches_each_alone(model):
         model.chat([more[0], more[0]], joined)
 
 
-def test_chat_continues_prompts_of_prefill_but_no_other_text(model):
-    """The beginning of a conversation is processed again, or messages follow other text."""
-    system = {"role": "system", "content": "Be brief."}
-    start = model.prefill(model.preprocessor.apply_chat_template([system], False))
-    whole, cache = model.chat([system, HELLO], return_cache=True, **NEW)
-    assert model.chat([system, HELLO], start, **NEW) == whole
-    assert cache.conversations[0].messages == [system, HELLO, whole]
+def test_chat_from_a_prefilled_cache_matches_a_fresh_chat(model):
+    """An answer changes if the beginning of the conversation is already in a cache."""
+    start = model.prefill(model.preprocessor.apply_chat_template([BRIEF], False))
+    assert model.chat([BRIEF, HELLO], start, **NEW) == model.chat([BRIEF, HELLO], **NEW)
+
+
+def test_chat_from_a_prefilled_cache_with_other_text_raises(model):
+    """Messages follow text that is not part of their conversation."""
+    whole, cache = model.chat([BRIEF, HELLO], return_cache=True, **NEW)
+    assert cache.conversations[0].messages == [BRIEF, HELLO, whole]
     other = model.prefill(" by the way", cache=cache)
     assert other.conversations == [None]
     with pytest.raises(
         ValueError, match=r"must begin with the tokens in `cache`\. They differ from token \d+ on"
     ):
-        model.chat([system, HELLO, answer(whole["content"] + "!"), AND], other)
+        model.chat([BRIEF, HELLO, answer(whole["content"] + "!"), AND], other)
+
+
+def test_chat_from_the_cache_of_an_unread_stream_matches_a_fresh_chat(model):
+    """A stream whose answer was not read leaves it in the cache."""
     unread = model.stream([HELLO], **NEW)
     assert unread.cache.conversations == [None]
     assert model.chat([HELLO], unread.cache, **NEW) == model.chat([HELLO], **NEW)

@@ -287,10 +287,10 @@ def test_from_preset_with_published_name_rejects_overrides_that_change_weights(h
         GriffinCausalLM.from_preset("recurrentgemma_2b", num_layers=1)
 
 
-def test_from_preset_without_meaning_of_window_warns_unless_named(
+def test_from_preset_of_a_hub_config_with_ambiguous_window_warns(
     hub_requests, tmp_path, monkeypatch
 ):
-    """A model trained in transformers beyond its window silently gets other logits."""
+    """No warning for an ambiguous window, or one for the published preset."""
     path = golden.copy(tmp_path / "published", drop=["window_includes_current_token"])
     monkeypatch.setattr(golden, "PATH", path)
     assert GriffinBackbone.from_preset("recurrentgemma_2b").get_config()["sliding_window"] == 17

@@ -92,6 +92,7 @@ def test_plan_moves_states_by_devices_and_not_by_sequence_length(guide):
 
 @pytest.mark.once
 def test_tables_of_the_guide_list_plans_that_fit(guide, capsys):
+    """`guides/many_devices.py` or `training_sizes` computes other bytes per device."""
     guide.memory_table()
     guide.thousand_devices()
     output = capsys.readouterr().out

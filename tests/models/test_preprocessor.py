@@ -88,6 +88,7 @@ def test_pack_documents_makes_every_token_but_the_first_a_label_once():
     token_ids, mask, _, labels, has_label = packing.pack_documents(documents, 16, pad_token_id=0)
     learned = np.sort(labels[has_label])
     np.testing.assert_array_equal(learned, np.sort(np.concatenate([d[1:] for d in documents])))
+    # In documents of 16 n + 1 tokens, n full sequences precede the last token: it is only a label.
     assert mask.sum() == sum(len(d) - (len(d) in (17, 33)) for d in documents)
     assert (token_ids[~mask] == 0).all()
 

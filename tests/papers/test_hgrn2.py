@@ -93,7 +93,8 @@ def test_state_hgrn_equals_a_loop_over_time(guide):
 
 
 @pytest.mark.parametrize("ratio", [1, 2])
-def test_scanned_hgrn2_equals_hgrn2(guide, ratio):
+def test_scanned_hgrn2_of_the_guide_matches_the_layer(guide, ratio):
+    """The guide's experiment measures another layer than `HGRN2`."""
     state_size = guide("state_size")
     x = np.random.default_rng(0).normal(size=(2, 6, 4)).astype("float32")
     bound = np.log(np.array([[0.3] * 4, [0.7] * 4], "float32"))

@@ -68,17 +68,25 @@ def test_ordinary_token_as_padding_keeps_its_text():
     assert tokenizer.tokenize_with_special_tokens("a<|im_end|>") == [64, 982]
 
 
-def test_vocabulary_and_dtypes_are_those_of_the_file():
+def test_special_tokens_default_to_those_of_the_file():
     tokenizer = bpe.tokenizer()
     assert (tokenizer.start_token_id, tokenizer.start_token) == (None, None)
     assert (tokenizer.end_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
     assert BPETokenizer(bpe.PATH / "tokenizer.json", end_token_id=5).pad_token_id == 5
+
+
+def test_vocabulary_lists_the_tokens_of_the_file():
+    tokenizer = bpe.tokenizer()
     vocabulary = tokenizer.get_vocabulary()
     assert len(vocabulary) == tokenizer.vocabulary_size() == bpe.VOCABULARY_SIZE
     assert all(tokenizer.id_to_token(id) == token for token, id in vocabulary.items())
     assert tokenizer.token_to_id("<think>") == 983
     for call in (lambda: tokenizer.id_to_token(987), lambda: tokenizer.token_to_id("<no>")):
         assert_rejects(r"must be .* of the file", call)
+
+
+def test_dtype_of_token_ids_is_the_requested_integer():
+    tokenizer = bpe.tokenizer()
     assert tokenizer("a").dtype == "int32"
     assert bpe.tokenizer(dtype="int64")("a").dtype == "int64"
     assert tokenizer([["a", "b"], ["c"]]) == [[[64], [65]], [[66]]]

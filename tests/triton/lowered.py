@@ -139,6 +139,7 @@ def test_capability_without_a_gpu_is_the_lowest(monkeypatch):
 
 
 def test_program_with_a_constant_on_the_cpu_has_kernels():
+    """An array on the CPU that a jitted function closes over prevents kernels on GPUs."""
     constant = jnp.ones(X.shape, X.dtype)
     program = jax.jit(lambda x: ops.linear_scan(x, constant)[0]).trace(X)
     assert count_kernels(program, "cuda") == (1, 0)

@@ -248,7 +248,7 @@ def test_gradients_with_infinite_padding_are_finite(mean, tied):
 
 
 def test_contents_of_padding_do_not_matter():
-    """A row of padding alone, which is not finite, leaves its state at 0."""
+    """NaN in a sequence of padding alone reaches its state, which should stay 0."""
     drawn = draw(OPERATION, Case(2, 5, 8, dtype="bfloat16", kinds=True))
     tensors = {name: native.tensor(drawn.tensors[name], drawn.dtypes[name]) for name in "qkv"}
     log_f = native.tensor(drawn.tensors["log_f"], drawn.dtypes["log_f"])

@@ -283,8 +283,10 @@ def test_attention_gradients_of_a_single_result(used):
 @pytest.mark.parametrize("operation", [o for o in token_wise.DRAW if o != "token_crossentropy"])
 @pytest.mark.parametrize("shape", [(3, 16384), (1100, 40), (300, 260)], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_token_wise_programs_with_several_tiles(operation, shape, dtype, monkeypatch):
-    """The longest rows, and so few programs that each goes through several tiles."""
+def test_token_wise_programs_with_several_tiles_match_definition(
+    operation, shape, dtype, monkeypatch
+):
+    """A program skips or repeats one of its tiles."""
     monkeypatch.setattr("keras_recurrent.backends.triton._device.token_wise._WARPS", 12)
     drawn = token_wise.draw(operation, token_wise.Case(shape, dtype, "float32"))
     judge.check(operation, "triton", drawn)
