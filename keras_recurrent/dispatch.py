@@ -249,8 +249,8 @@ def exports():
     return chosen_name() == PORTABLE
 
 
-def decodes_with_kernels(tensor):
-    """Returns True if decoding steps on this tensor's device should call Triton kernels.
+def uses_triton_kernels(tensor):
+    """Returns True if decoding steps and optimizers should call Triton kernels for this tensor.
 
     True on an NVIDIA GPU that the kernels support, and in an `implementation("triton")` block.
     False in a block of another implementation, and under `keras.distribution` on torch.

@@ -15,7 +15,7 @@ from keras_recurrent.layers.inner_calls import InnerCalls
 from keras_recurrent.layers.loss_scale import warn_if_unscaled
 from keras_recurrent.layers.remat import recompute
 from keras_recurrent.layers.saved_quantization import SavedQuantization
-from keras_recurrent.layers.tokens import initial_places, place_specs
+from keras_recurrent.layers.tokens import initial_token_state, token_state_spec
 
 
 class RecomputableLayer(
@@ -158,7 +158,7 @@ class StatefulLayer(RecomputableLayer):
         of a KV cache, which `max_length` of `get_initial_state` limits.
         """
         spec = self.own_state_spec(batch_size)
-        return in_order({**spec, **place_specs(batch_size, self.uses_position)})
+        return in_order({**spec, **token_state_spec(batch_size, self.uses_position)})
 
     def get_initial_state(self, batch_size, max_length=None):
         """Returns the state before the first token, for `batch_size` sequences.
@@ -171,7 +171,7 @@ class StatefulLayer(RecomputableLayer):
         """
         check_sizes_of_state(batch_size, max_length)
         state = self.own_initial_state(batch_size, max_length)
-        return in_order({**state, **initial_places(batch_size, self.uses_position)})
+        return in_order({**state, **initial_token_state(batch_size, self.uses_position)})
 
     def array_spec(self, batch_size, *shape):
         """Returns the spec of an array of the state, a `KerasTensor` `[batch_size, *shape]`."""

@@ -13,6 +13,7 @@ from keras_recurrent.layers.lru import GatedLRU, input_multiplier
 from keras_recurrent.ops import complex_linear_scan, token_kind
 
 
+# `InheritedDocstring` adds the arguments of `GatedLRU` and `StreamingLayer`.
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class CGLRU(GatedLRU):
     """Complex-gated linear recurrent unit (CG-LRU), Griffin's complex variant of the RG-LRU.

@@ -52,7 +52,7 @@ def is_active():
 
 def can_fuse(inputs):
     """Returns True if a layer should take its fused step for inputs [B, T, ...]."""
-    if not _scope.active or inputs.shape[1] > 1 or not dispatch.decodes_with_kernels(inputs):
+    if not _scope.active or inputs.shape[1] > 1 or not dispatch.uses_triton_kernels(inputs):
         return False
     # On several devices, each operation of the step must take the rows, in any dtype.
     return keras.distribution.distribution() is None or inputs.shape[0] <= MAX_FUSED_ROWS
@@ -60,7 +60,7 @@ def can_fuse(inputs):
 
 def unfused_blocks(model):
     """Returns `{block: reason}` of the blocks without a fused step; empty without kernels."""
-    if not dispatch.decodes_with_kernels(model.variables[0].value):
+    if not dispatch.uses_triton_kernels(model.variables[0].value):
         return {}
     reasons = ((b.name, b.unfused_reason()) for b in model.backbone.transformer_layers)
     return {name: reason for name, reason in reasons if reason is not None}

@@ -39,6 +39,7 @@ class GatedLRU(StreamingLayer):
             check_positive_integer("num_blocks", num_blocks)
         check_boolean("scale_first_input", scale_first_input)
         a_initializer = get_decay_initializer(a_initializer)
+        # `build` sets the first if it is None; the config has the second.
         self.num_blocks = self._num_blocks_given = num_blocks
         self.store_arguments(GatedLRU, locals())
 

@@ -37,8 +37,8 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
     def fused_embedding(self, token_ids, scale=None, state=None):
         """Returns scaled embeddings of token ids [B, 1] from one kernel, or None if unsupported.
 
-        With a state, returns `(embeddings, tokens, places)`, the last two as from
-        `tokens.find_tokens`; all tokens must be real. On JAX, XLA fuses this without a kernel.
+        With a state, returns `(embeddings, tokens, token_state)`, the last two as from
+        `tokens.compute_tokens`; all tokens must be real. On JAX, XLA fuses this without a kernel.
         """
         if dispatch.BACKEND != "torch" or self.mask_zero:
             return None
@@ -57,8 +57,8 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
         if state is None:
             return x[:, None]
         tokens = Tokens(kind[:, None], None if position is None else position[:, None])
-        places = zip(("segment", "position"), after, strict=True)
-        return x[:, None], tokens, {name: place for name, place in places if place is not None}
+        entries = zip(("segment", "position"), after, strict=True)
+        return x[:, None], tokens, {name: entry for name, entry in entries if entry is not None}
 
     def _split_embedding(self, token_ids):
         """Returns embeddings of token ids [B, 1] in a decoding step if devices share the table.

@@ -11,6 +11,7 @@ from keras_recurrent.layers.lru import GatedLRU, input_multiplier
 from keras_recurrent.ops import rg_lru, token_kind
 
 
+# `InheritedDocstring` adds the arguments of `GatedLRU` and `StreamingLayer`.
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class RGLRU(GatedLRU):
     """Real-gated linear recurrent unit (RG-LRU) of Griffin and Hawk.

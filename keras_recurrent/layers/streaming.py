@@ -16,7 +16,7 @@ from keras_recurrent.layers.sequences import (
     where_any_real,
     zero_padding,
 )
-from keras_recurrent.layers.tokens import check_handed_down, find_tokens, own_part
+from keras_recurrent.layers.tokens import check_handed_down, compute_tokens, drop_token_state
 
 
 class StreamingLayer(StatefulLayer):
@@ -257,7 +257,7 @@ class StreamingLayer(StatefulLayer):
         **kwargs,
     ):
         return_state = self.return_state if return_state is None else return_state
-        outermost, places = tokens is None, {}
+        outermost, token_state = tokens is None, {}
         if outermost:
             mask = inputs_mask if mask is None else mask
             initial_state = one_state(initial_state) if initial_state is not None else None
@@ -265,12 +265,12 @@ class StreamingLayer(StatefulLayer):
         if outermost:
             if self.go_backwards:
                 inputs, mask, segment_ids = reverse(inputs, mask, segment_ids)
-            tokens, places = find_tokens(
+            tokens, token_state = compute_tokens(
                 *(inputs, mask, segment_ids, initial_state),
                 uses_position=self.uses_position,
                 return_state=return_state,
             )
-            initial_state = own_part(initial_state)
+            initial_state = drop_token_state(initial_state)
         inputs = cast(inputs, self.compute_dtype)
         results = self.stream(inputs, tokens, initial_state or {}, **kwargs)
         if not isinstance(results, tuple) or len(results) != 2:
@@ -285,7 +285,7 @@ class StreamingLayer(StatefulLayer):
             output = self.finish(output, inputs)
         # A sublayer may have another dtype, and Keras on torch multiplies float64 as float32.
         output = cast(output, self.compute_dtype)
-        return (output, in_order({**after, **places})) if return_state else output
+        return (output, in_order({**after, **token_state})) if return_state else output
 
     def _returned(self, output, inputs, mask, before, after):
         """Returns the outputs over time that the call returns, from the output of `stream`."""

@@ -62,7 +62,7 @@ class Tokens(NamedTuple):
     slots: Any = None
 
 
-def find_tokens(
+def compute_tokens(
     inputs, mask=None, segment_ids=None, state=None, uses_position=False, return_state=False
 ):
     """Computes the `Tokens` of a sequence, and `segment` and `position` of the state after it.
@@ -76,7 +76,7 @@ def find_tokens(
         return_state: boolean, whether to compute the entries of the next state.
 
     Returns:
-        `(tokens, places)`: a `Tokens` and, with `return_state`, a dict of `segment` and, if
+        `(tokens, token_state)`: a `Tokens` and, with `return_state`, a dict of `segment` and, if
         positions are used, `position` of the state after the sequence; else an empty dict.
     """
     state = state or {}
@@ -87,18 +87,18 @@ def find_tokens(
         "position": state.get("position"),
     }
     if symbolic({"inputs": inputs}, given):
-        found = FindTokens(uses_position, return_state).symbolic_call(inputs, **given)
+        found = ComputeTokens(uses_position, return_state).symbolic_call(inputs, **given)
     else:
         # Layers and networks have checked the tensors.
         options = {"uses_position": uses_position, "return_state": return_state}
-        found = _find(kinds_of_tokens, inputs, **given, **options)
+        found = _compute(kinds_of_tokens, inputs, **given, **options)
     tokens = Tokens(found.pop("kind", None), found.pop("position", None))
     return tokens, {name.removeprefix("next_"): array for name, array in found.items()}
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class FindTokens(keras.Operation):
-    """Node of a Keras graph that computes `find_tokens`."""
+class ComputeTokens(keras.Operation):
+    """Node of a Keras graph for `compute_tokens`."""
 
     def __init__(self, uses_position=False, return_state=False, name=None):
         super().__init__(name=name)
@@ -106,7 +106,7 @@ class FindTokens(keras.Operation):
         self.return_state = return_state
 
     def call(self, inputs, **given):
-        return _find(token_kind, inputs, **given, **self._options())
+        return _compute(token_kind, inputs, **given, **self._options())
 
     def compute_output_spec(self, inputs, **given):
         batch, length = inputs.shape[:2]
@@ -116,8 +116,8 @@ class FindTokens(keras.Operation):
         if self.uses_position:
             spec["position"] = keras.KerasTensor((batch, length), "int32")
         if self.return_state:
-            places = place_specs(batch, self.uses_position)
-            spec |= {f"next_{name}": place for name, place in places.items()}
+            token_state = token_state_spec(batch, self.uses_position)
+            spec |= {f"next_{name}": entry for name, entry in token_state.items()}
         return spec
 
     def rematerialized_call(self, call, *args, **kwargs):
@@ -130,10 +130,12 @@ class FindTokens(keras.Operation):
         return {"name": self.name, **self._options()}
 
 
-def _find(find_kinds, inputs, mask, segment_ids, segment, position, uses_position, return_state):
+def _compute(
+    compute_kinds, inputs, mask, segment_ids, segment, position, uses_position, return_state
+):
     """Returns a dict of `kind` and `position`, and `next_segment` and `next_position`.
 
-    Entries that are not needed are missing. find_kinds: `token_kind`, or `kinds_of_tokens` for
+    Entries that are not needed are missing. compute_kinds: `token_kind`, or `kinds_of_tokens` for
     tensors that are checked.
     """
     found = {}
@@ -147,7 +149,7 @@ def _find(find_kinds, inputs, mask, segment_ids, segment, position, uses_positio
     if segment is not None:
         segment = ops.cast(segment, "int32")
     if not (mask is None and segment_ids is None and segment is None):
-        kind = find_kinds(inputs, mask, segment_ids, segment)
+        kind = compute_kinds(inputs, mask, segment_ids, segment)
         found["kind"] = apply_layout(kind, "tokens")
     if uses_position:
         one_document = mask is None and segment_ids is None
@@ -166,25 +168,25 @@ def _find(find_kinds, inputs, mask, segment_ids, segment, position, uses_positio
     return found
 
 
-# Entries that only the state of the outermost layer has: each sequence's document position.
-PLACES = ("position", "segment")
+# Entries that only the state of the outermost layer has: segment and position of each sequence.
+TOKEN_STATE = ("position", "segment")
 
 
-def own_part(state):
-    """Returns a layer's part of its state, without the entries in `PLACES`. None stays None."""
-    return state and {name: part for name, part in state.items() if name not in PLACES}
+def drop_token_state(state):
+    """Returns the state of a layer without the entries in `TOKEN_STATE`. None stays None."""
+    return state and {name: part for name, part in state.items() if name not in TOKEN_STATE}
 
 
-def place_specs(batch_size, uses_position):
-    """Returns the entries `PLACES` of a state, as `KerasTensor`s."""
-    names = PLACES if uses_position else ("segment",)
+def token_state_spec(batch_size, uses_position):
+    """Returns the entries `TOKEN_STATE` of a state, as `KerasTensor`s."""
+    names = TOKEN_STATE if uses_position else ("segment",)
     return {name: keras.KerasTensor((batch_size,), "int32") for name in names}
 
 
-def initial_places(batch_size, uses_position):
-    """Returns the entries `PLACES` of an initial state."""
-    places = {"position": ops.zeros((batch_size,), "int32")} if uses_position else {}
-    return {**places, "segment": ops.full((batch_size,), -1, "int32")}
+def initial_token_state(batch_size, uses_position):
+    """Returns the entries `TOKEN_STATE` of an initial state."""
+    token_state = {"position": ops.zeros((batch_size,), "int32")} if uses_position else {}
+    return {**token_state, "segment": ops.full((batch_size,), -1, "int32")}
 
 
 def check_handed_down(layer, tokens, mask, segment_ids, own_state):

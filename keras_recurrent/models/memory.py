@@ -13,7 +13,7 @@ from keras_recurrent.checkpoints import loading
 from keras_recurrent.checks.arguments import check_positive_integers
 from keras_recurrent.checks.dtypes import item_size
 from keras_recurrent.devices.jax_layouts import axis_size, drop_uneven_axes
-from keras_recurrent.layers.tokens import initial_places
+from keras_recurrent.layers.tokens import initial_token_state
 from keras_recurrent.models.recurrent_backbone import RecurrentBackbone
 
 # {name of an array in the cache: field of `MemorySizes`}; all other arrays are recurrent states.
@@ -289,7 +289,7 @@ def _abstract_weights():
 
 def _iterate_arrays(backbone, length):
     """Yields the paths and arrays of a cache for one sequence; all at once may need much memory."""
-    yield from tree.flatten_with_path(initial_places(1, backbone.uses_position))
+    yield from tree.flatten_with_path(initial_token_state(1, backbone.uses_position))
     for i, block in enumerate(backbone.transformer_layers):
         for path, array in tree.flatten_with_path(block.own_initial_state(1, length)):
             yield ("blocks", i, *path), array

@@ -20,7 +20,7 @@ from keras_recurrent.layers import LocalAttention, decoding
 from keras_recurrent.layers.inner_calls import InnerCalls
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.reversible_embedding import ReversibleEmbedding, reversible_embedding
-from keras_recurrent.layers.tokens import find_tokens, initial_places, place_specs
+from keras_recurrent.layers.tokens import compute_tokens, initial_token_state, token_state_spec
 from keras_recurrent.models.network import Network
 from keras_recurrent.models.residual_block import can_chain_steps, chain_steps
 from keras_recurrent.models.segments import SegmentsOptional
@@ -250,7 +250,7 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
         # Computed once for all blocks. Blocks get no `mask`, which Keras would propagate to the
         # outputs and use to rescale the loss.
         if step is None:
-            tokens, places = find_tokens(
+            tokens, token_state = compute_tokens(
                 *(token_ids, padding_mask, segment_ids, cache),
                 uses_position=self.uses_position,
                 return_state=return_cache,
@@ -259,7 +259,7 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
                 tokens = tokens._replace(slots=ops.zeros((0, max_length), "int8"))
             x = self.embed(token_ids)
         else:
-            x, tokens, places = step
+            x, tokens, token_state = step
         if cache is not None and intercept is None and can_chain_steps(self, x):
             arguments = self.block_arguments(x)
             x, states = chain_steps(self.transformer_layers, x, tokens, cache["blocks"], arguments)
@@ -279,7 +279,7 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
             x = x * self.output_scale
         if not return_cache:
             return x, None
-        return x, apply_state_layout({"blocks": tuple(states), **places})
+        return x, apply_state_layout({"blocks": tuple(states), **token_state})
 
     def _check_max_length(self, max_length):
         """Raises an error for a `max_length` of a new cache that is missing or too large."""
@@ -387,7 +387,7 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
     def cache_spec(self, batch_size=None):
         """Returns the structure of a generation cache, as `KerasTensor`s."""
         blocks = tuple(block.own_state_spec(batch_size) for block in self.transformer_layers)
-        return {"blocks": blocks, **place_specs(batch_size, self.uses_position)}
+        return {"blocks": blocks, **token_state_spec(batch_size, self.uses_position)}
 
     def get_initial_state(self, batch_size, max_length=None):
         """Returns the initial generation cache.
@@ -412,8 +412,8 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
         blocks = tuple(
             block.own_initial_state(batch_size, max_length) for block in self.transformer_layers
         )
-        places = initial_places(batch_size, self.uses_position)
-        return apply_state_layout({"blocks": blocks, **places})
+        token_state = initial_token_state(batch_size, self.uses_position)
+        return apply_state_layout({"blocks": blocks, **token_state})
 
     def takes_fused_steps(self, batch_size):
         """Returns True if decoding steps of `batch_size` sequences are fused in all blocks."""

@@ -15,8 +15,8 @@ if dispatch.BACKEND == "torch":
     from keras_recurrent.backends.torch._autograd import is_eager
 
 OPERATIONS: dict[str, type["Operation"]] = {}
-_checked: set = set()  # results of `_signature` of eager calls on torch that passed all checks
-_MAX_CHECKED = 4096
+_checked_keys: set = set()  # results of `_call_key` of eager calls on torch that passed all checks
+_MAX_CHECKED_KEYS = 4096
 
 
 class Operation(keras.Operation):
@@ -61,20 +61,21 @@ class Operation(keras.Operation):
     def apply(cls, tensors, implementation, options=None, **context):
         """Computes the results, or adds a node to the graph if an argument is symbolic."""
         options = options or {}
-        if dispatch.BACKEND == "torch":  # values of variables, whose types `_signature` knows
+        if dispatch.BACKEND == "torch":
+            # `_call_key` needs torch tensors: it returns None for a Keras variable.
             tensors = {
                 name: x.value if isinstance(x, keras.Variable) else x for name, x in tensors.items()
             }
-        signature = _signature(cls.function, tensors, context, options)
-        if signature is None or signature not in _checked:
+        key = _call_key(cls.function, tensors, context, options)
+        if key is None or key not in _checked_keys:
             given = *tensors.values(), *context.values()
             tensors, context = convert(cls.function, tensors), convert(cls.function, context)
             cls.check(tensors, context, options)
             if symbolic(tensors, context):
                 return cls(implementation, **options).symbolic_call(**tensors, **context)
-            same = all(map(operator.is_, given, (*tensors.values(), *context.values())))
-            if signature is not None and same:
-                _remember(signature)
+            unchanged = all(map(operator.is_, given, (*tensors.values(), *context.values())))
+            if key is not None and unchanged:
+                _remember(key)
         arguments = cls.lower(tensors, context, options)
         function = dispatch.resolve(cls.function, arguments, implementation)
         return cls.finish(function(**arguments), options)
@@ -149,8 +150,8 @@ class Operation(keras.Operation):
         return {"name": self.name, "implementation": self.implementation, **self.options}
 
 
-def _signature(function, tensors, context, options):
-    """Key of everything that conversion and argument checks of an eager torch call depend on.
+def _call_key(function, tensors, context, options):
+    """Cache key: all that conversion and argument checks of an eager torch call depend on.
 
     Returns None for other calls. Checks take as long on the host as several launches.
     """
@@ -164,10 +165,10 @@ def _signature(function, tensors, context, options):
     )
 
 
-def _remember(signature):
-    if len(_checked) >= _MAX_CHECKED:
-        _checked.clear()
-    _checked.add(signature)
+def _remember(key):
+    if len(_checked_keys) >= _MAX_CHECKED_KEYS:
+        _checked_keys.clear()
+    _checked_keys.add(key)
 
 
 def which_implementation(operation, *tensors, implementation=None, **arguments):

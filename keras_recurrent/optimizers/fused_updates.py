@@ -7,7 +7,7 @@ import torch
 from keras import ops
 
 from keras_recurrent.compat import TorchParallelOptimizer, in_stateless_scope
-from keras_recurrent.dispatch import decodes_with_kernels
+from keras_recurrent.dispatch import uses_triton_kernels
 from keras_recurrent.optimizers.stochastic_rounding import rounding_keys
 from keras_recurrent.optimizers.updates import Updates, cast_to_float32
 
@@ -77,7 +77,7 @@ class FusedUpdates(Updates, TorchParallelOptimizer):
             if dtype == torch.float32 and device.type in ("cpu", "cuda"):
                 return self._update_float32
             is_short = dtype in (torch.bfloat16, torch.float16)
-            if is_short and not self.amsgrad and decodes_with_kernels(pairs[0][1].value):
+            if is_short and not self.amsgrad and uses_triton_kernels(pairs[0][1].value):
                 return self._update_16_bits
         return self._update_one_by_one
 

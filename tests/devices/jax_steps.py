@@ -93,7 +93,7 @@ def compare(family, count):
     # Compiling takes most of the time, and sampling does not depend on the family.
     names = list(SAMPLING) if (family, count) == ("griffin", 2) else ["greedy"]
     expected = generate(make_model(family), names)
-    dispatch.decodes_with_kernels = lambda tensor: True
+    dispatch.uses_triton_kernels = lambda tensor: True
     mesh = device_mesh(1, count)
     layout_map = FAMILIES[family].backbone.get_layout_map(mesh, **CASES[family][1])
     with model_parallel(layout_map):
@@ -103,7 +103,7 @@ def compare(family, count):
         for name in names:
             np.testing.assert_array_equal(tokens[name], expected[name])
             assert_messages(model, name, count)
-    dispatch.decodes_with_kernels = lambda tensor: False
+    dispatch.uses_triton_kernels = lambda tensor: False
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ CASES: dict = {
 @pytest.fixture
 def mesh(monkeypatch):
     """A mesh of two devices that traces programs without them; decoding uses fused steps."""
-    monkeypatch.setattr(dispatch, "decodes_with_kernels", lambda tensor: True)
+    monkeypatch.setattr(dispatch, "uses_triton_kernels", lambda tensor: True)
     axis_types = (jax.sharding.AxisType.Auto,) * 2  # as in Keras's meshes
     abstract = jax.sharding.AbstractMesh((1, 2), ("batch", "model"), axis_types=axis_types)
     monkeypatch.setattr(keras.distribution.DeviceMesh, "backend_mesh", abstract)

@@ -38,7 +38,7 @@ def _graphs(monkeypatch):
     if not has_gpu():
         capture_on_cpu(monkeypatch)
         monkeypatch.setattr(torch_batch, "runs_ahead", lambda model: True)
-        monkeypatch.setattr(dispatch, "decodes_with_kernels", lambda tensor: True)
+        monkeypatch.setattr(dispatch, "uses_triton_kernels", lambda tensor: True)
 
 
 def make_model(sampler="greedy", family="hgrn2", jit_compile="auto", **options):
@@ -173,7 +173,10 @@ def test_decoder_whose_call_raised_an_exception_is_not_used_again(monkeypatch):
 def test_failed_capture_is_repeated_only_if_memory_was_short(
     error, num_captures, has_other_graph, monkeypatch
 ):
-    """The step after a failed capture advances a state twice, or never."""
+    """A capture is given up after memory ran out, is retried after other errors, or changes tokens.
+
+    Tokens change if the step after the failure advances a state twice, or never.
+    """
     (model, traced), captures = make_captured_and_traced(), []
     if has_other_graph:
         generate(model, LENGTHS, TOTAL, return_cache=True)

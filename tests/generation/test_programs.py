@@ -209,7 +209,7 @@ def test_programs_with_delayed_writes_of_states_match_others(monkeypatch):
     expected = collect(models[0])
     monkeypatch.setattr(xla_programs, "MIN_DELAYED_ROWS", 2)
     monkeypatch.setattr(hgrn2, "STATE_WRITE_INTERVAL", 3)
-    monkeypatch.setattr(dispatch, "decodes_with_kernels", lambda tensor: True)
+    monkeypatch.setattr(dispatch, "uses_triton_kernels", lambda tensor: True)
     monkeypatch.setattr(hgrn2, "hgrn2_step", None)
     for a, b in zip(collect(models[1]), expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)

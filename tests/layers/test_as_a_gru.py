@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent import layers
-from keras_recurrent.layers.tokens import find_tokens
+from keras_recurrent.layers.tokens import compute_tokens
 from tests.layers.gradients import assert_gradients_close, call_with, gradients
 from tests.layers.table import (
     ROWS,
@@ -255,7 +255,7 @@ def test_mixed_precision_outputs_are_bfloat16_and_states_stay_float32(name):
 def test_layer_inside_another_ignores_zero_output_and_rejects_other_options(name):
     """The outermost layer decides about padding, order and number of outputs."""
     layer, x = built(name), inputs()
-    tokens, _ = find_tokens(x, ANYWHERE, uses_position=layer.uses_position)
+    tokens, _ = compute_tokens(x, ANYWHERE, uses_position=layer.uses_position)
     inner = copy_layer(layer, zero_output_for_mask=True)
     np.testing.assert_array_equal(numpy(inner(x, tokens=tokens)), numpy(layer(x, tokens=tokens)))
     for argument, value in (("return_sequences", False), ("go_backwards", True)):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent.layers import LocalAttention, StreamingLayer, Tokens
-from keras_recurrent.layers.tokens import find_tokens
+from keras_recurrent.layers.tokens import compute_tokens
 from keras_recurrent.ops import linear_scan
 from tests.layers import loops
 from tests.layers.table import WIDTH, assert_close, assert_rejects, inputs
@@ -75,7 +75,7 @@ def test_layer_with_positions_and_call_arguments_streams_and_checks_them():
 
 def test_streaming_layer_rejects_invalid_tokens_states_and_definitions():
     layer, x = LocalAttention(2, head_dim=4, sliding_window=3), inputs()
-    tokens, _ = find_tokens(x, uses_position=True)
+    tokens, _ = compute_tokens(x, uses_position=True)
     assert_rejects(
         "`tokens` must be the `Tokens` that the outer layer", layer, x, tokens=np.zeros((3, 8))
     )

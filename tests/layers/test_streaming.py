@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent.layers import HGRN, LocalAttention, RecurrentBlock
-from keras_recurrent.layers.tokens import find_tokens
+from keras_recurrent.layers.tokens import compute_tokens
 from tests.layers import loops
 from tests.layers.gradients import assert_gradients_close, call_with, gradients
 from tests.layers.table import (
@@ -90,7 +90,7 @@ def test_layer_called_with_tokens_equals_a_call_with_mask_and_segment_ids(name, 
     call, state, inner_state = {"mask": ANYWHERE, "segment_ids": segment_ids}, None, None
     for _ in range(2):
         expected = layer(x, **call, initial_state=state, return_state=True)
-        tokens, position = find_tokens(
+        tokens, position = compute_tokens(
             x, **call, state=state, uses_position=layer.uses_position, return_state=True
         )
         output, inner_state = layer(x, tokens=tokens, initial_state=inner_state, return_state=True)

@@ -334,7 +334,7 @@ def test_hidden_states_analyzes_padding_and_documents_once(family, monkeypatch):
         for name in ("ops.token_kind", "layers.tokens", "models.recurrent_backbone")
     ]
     backbone, mocks = tiny_backbone(family=family), {}
-    for name in ("find_tokens", "kinds_of_whole_sequences", "token_position", "last_segment"):
+    for name in ("compute_tokens", "kinds_of_whole_sequences", "token_position", "last_segment"):
         for module in (module for module in modules if hasattr(module, name)):
             mocks.setdefault(name, mock.Mock(wraps=getattr(module, name)))
             monkeypatch.setattr(module, name, mocks[name])
@@ -345,7 +345,7 @@ def test_hidden_states_analyzes_padding_and_documents_once(family, monkeypatch):
                 function.reset_mock()
             backbone.hidden_states(token_ids, *others, cache=before)
             counts = {name: function.call_count for name, function in mocks.items()}
-            assert counts["find_tokens"] == 1
+            assert counts["compute_tokens"] == 1
             assert counts["token_position"] == (family != "hgrn2")
             assert counts["last_segment"] == (before is not None)
             if others or before:

@@ -92,7 +92,7 @@ def emulate_accelerator(monkeypatch):
         from keras_recurrent.generation import xla_programs as programs
     # HGRN2 writes its states every few tokens.
     monkeypatch.setattr(programs, "MIN_DELAYED_ROWS", 2)
-    monkeypatch.setattr(dispatch, "decodes_with_kernels", lambda tensor: True)
+    monkeypatch.setattr(dispatch, "uses_triton_kernels", lambda tensor: True)
     monkeypatch.setattr(hgrn2, "hgrn2_step", None)
     return capture_on_cpu(monkeypatch) if BACKEND == "torch" else (None, None)
 

@@ -19,7 +19,7 @@ from keras_recurrent.generation.sampling import features_of
 from keras_recurrent.generation.torch.decoder import Decoder
 from keras_recurrent.layers.decoding import decoding_scope
 from keras_recurrent.layers.reversible_embedding import reversible_embedding
-from keras_recurrent.layers.tokens import find_tokens
+from keras_recurrent.layers.tokens import compute_tokens
 from keras_recurrent.models import SamplingParams
 from tests.models.tiny import tiny_causal_lm
 from tests.ops import judge, native
@@ -200,7 +200,7 @@ def test_embedding_step_positions_match_tokens_of_layers(uses_position):
         tensor(array, "int32") for array in ([[1]] * 3, [-1, 0, 4], [0, 7, 2])
     )
     state = {"segment": segment, **({"position": position} if uses_position else {})}
-    expected, places = find_tokens(
+    expected, token_state = compute_tokens(
         token_ids, state=state, uses_position=uses_position, return_state=True
     )
     arguments = {"table": torch.ones(2, 600, device=DEVICE), "token_ids": token_ids[:, 0], **state}
@@ -208,7 +208,7 @@ def test_embedding_step_positions_match_tokens_of_layers(uses_position):
     assert torch.equal(kind[:, None], expected.kind)
     assert here is None or torch.equal(here, position)
     for found, name in zip(after, ("segment", "position"), strict=True):
-        assert_equal(found, places.get(name))
+        assert_equal(found, token_state.get(name))
 
 
 @pytest.mark.parametrize("uses_position", [False, True])
