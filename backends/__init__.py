@@ -98,8 +98,10 @@ an `Operation` (`_runtime/operation.py`) builds a torch operator and the passes 
 
 A new folder must also be listed in `preference` of `keras_recurrent/dispatch.py` and among the
 packages in pyproject.toml. If it requires a package or a device that may be missing, its
-`__init__.py` defines `unavailable()`, which returns the reason, or None. Imports between files here
-are relative. From outside, import by the full name, `keras_recurrent.backends.…`: `import backends`
+`__init__.py` defines `unavailable()`, which returns the reason, or None.
+
+`keras_recurrent/backends` is a symbolic link to this folder. Imports between files here are
+relative. From outside, import by the full name, `keras_recurrent.backends.…`: `import backends`
 would load every module a second time and is an error.
 '''
 

@@ -16,7 +16,7 @@ from ._common import (
 )
 from ._scan import adjoint_scan, previous, scan
 
-# Lower bound of s as a divisor, which bounds the derivative of the root, 1 / (2 s).
+# Lower bound of the divisor s = sqrt(1 - a²): bounds the derivative of the root, 1 / (2 s).
 SMALLEST_DIVISOR = 1 / (2 * MAX_SQRT_GRADIENT)
 
 

@@ -17,7 +17,7 @@ from ._common import (
 )
 from ._scan import adjoint_scan, scan_, times_previous_
 
-# Lower bound of s as a divisor, which bounds the derivative of the root, 1 / (2 s).
+# Lower bound of the divisor s = sqrt(1 - a²): bounds the derivative of the root, 1 / (2 s).
 SMALLEST_DIVISOR = 1 / (2 * MAX_SQRT_GRADIENT)
 
 
@@ -33,17 +33,13 @@ def _step(x, gate_a, gate_x, a_logit, initial_state, token_kind):
     return h.to(x.dtype).unsqueeze(1), h
 
 
-# Everything but the scan is computed block by block and in place, so that temporaries stay in the
-# cache.
-
-
 def _log_decay_of_open_gate(a_logit):
     """log a for r = 1."""
     return torch.nn.functional.logsigmoid(a_logit) * DECAY_EXPONENT
 
 
 def _applied_log_decay(gate_a, log_a_open, starts, padding):
-    """The log of `applied_decay_`: -inf at a start, 0 at padding."""
+    """The log of the decay applied to the state: -inf at a start, 0 at padding, else log a."""
     log_a = torch.sigmoid(gate_a.to(log_a_open.dtype)).mul_(log_a_open)
     return fill_(fill_(log_a, starts, -torch.inf), padding, 0)
 
@@ -53,6 +49,8 @@ def _multiplier(log_a):
     return (2 * log_a).expm1_().neg_().sqrt_()
 
 
+# `_forward` and `_backward` compute all but the scan block by block and in place, so that
+# temporaries stay in the cache.
 def _forward(x, gate_a, gate_x, a_logit, initial_state, token_kind):
     dtype = accumulation_dtype(x, gate_a, gate_x, a_logit, initial_state)
     state = state_or_zeros(initial_state, x[:, 0].shape, dtype, x)

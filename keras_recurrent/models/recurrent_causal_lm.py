@@ -213,7 +213,7 @@ class RecurrentCausalLM(
             return None
         return layer_structure(self.backbone, example=ops.zeros((1, 1), "int32"))
 
-    def as_samples(self, x, name="x"):
+    def convert_inputs(self, x, name="x"):
         """Converts prompts with responses, or conversations, in memory."""
         return as_dialogues(x, name)
 

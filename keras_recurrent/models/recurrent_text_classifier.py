@@ -145,7 +145,7 @@ class RecurrentTextClassifier(
                 metrics = [keras.metrics.MeanAbsoluteError()]
         super().compile(optimizer, loss, metrics=metrics, **kwargs)
 
-    def as_samples(self, x, name="x"):
+    def convert_inputs(self, x, name="x"):
         """Tokenizes pairs of strings in memory."""
         if not _is_pair(x) or isinstance(x[0], str) or self.preprocessor is None:
             return x

@@ -4,7 +4,10 @@ import numpy as np
 
 
 class Texts(list):
-    """A list of strings, `str` each, whose elements need no further check."""
+    """A list of samples in memory: strings, or in subclasses pairs or conversations.
+
+    Its elements need no further check.
+    """
 
     def as_inputs(self):
         """Returns the strings as the preprocessor takes them."""

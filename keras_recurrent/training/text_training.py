@@ -73,11 +73,16 @@ class TextTraining:
                 segment below 0; an endless `PackedText` without `steps_per_epoch`.
         """
         self.check_class_weight(**kwargs)
-        samples = self._as_samples(x, y, sample_weight)
+        samples = self._validate_inputs(x, y, sample_weight)
         if validation_data is not None:
-            validation_data = self._as_samples(*_unpack(validation_data), name="validation_data")
+            validation_data = self._validate_inputs(
+                *_unpack(validation_data), name="validation_data"
+            )
         steps = kwargs.pop("steps_per_epoch", None)
         if isinstance(samples[0], Texts):
+            # Strings in memory are packed here, as a whole, so that packed sequences are split and
+            # shuffled. `_make_data` packs them for validation and `evaluate`; strings of `predict`
+            # and of other sources are packed batch by batch, by the preprocessor.
             samples = self._pack(*samples)
             if validation_split and validation_data is None:
                 samples, validation_data = sources.split(samples, validation_split)
@@ -90,6 +95,7 @@ class TextTraining:
                 kwargs.setdefault("shuffle", False)  # Keras cannot shuffle sources, and would warn
             (x, y, sample_weight), steps = self._make_data(samples, batch_size, steps)
         if isinstance(x, sources.IndexedBatches):
+            # Only Keras knows the number of the epoch, which begins at `initial_epoch`.
             callback = keras.callbacks.LambdaCallback(on_epoch_begin=x.start_epoch)
             kwargs["callbacks"] = _prepend_callback(callback, kwargs.get("callbacks"))
         if validation_data is not None:
@@ -97,6 +103,7 @@ class TextTraining:
             data = self._make_data(validation_data, size, kwargs.get("validation_steps"))
             validation_data, kwargs["validation_steps"] = data
         with _ignore_end_of_data(x, validation_data):
+            # Not KerasHub's `fit`, which would apply the preprocessor again.
             return keras.Model.fit(
                 self,
                 x=x,
@@ -116,7 +123,7 @@ class TextTraining:
     def evaluate(self, x=None, y=None, batch_size=None, sample_weight=None, **kwargs):
         """Evaluates the model as `keras.Model.evaluate`, on the same inputs as `fit`."""
         if not kwargs.get("_use_cached_eval_dataset"):  # set in calls by `fit`
-            samples = self._as_samples(x, y, sample_weight)
+            samples = self._validate_inputs(x, y, sample_weight)
             data = self._make_data(samples, batch_size, kwargs.get("steps"))
             (x, y, sample_weight), kwargs["steps"] = data
         with _ignore_end_of_data(x):
@@ -126,7 +133,7 @@ class TextTraining:
 
     def predict(self, x=None, batch_size=None, **kwargs):
         """Returns logits as `keras.Model.predict`, for the same inputs as `fit`."""
-        steps, x = kwargs.pop("steps", None), as_texts(self.as_samples(x))
+        steps, x = kwargs.pop("steps", None), as_texts(self.convert_inputs(x))
         check_samples("x", x, self.preprocessor_cls, self.preprocessor is not None)
         if isinstance(x, Texts):  # each batch is packed separately
             x, steps = self._make_in_memory_source((x, None, None), batch_size, steps=steps), None
@@ -148,12 +155,12 @@ class TextTraining:
             iterator = None
         super()._maybe_symbolic_build(iterator, data_batch)  # type: ignore[misc]
 
-    def _as_samples(self, x, y, sample_weight, *, name="x"):
+    def _validate_inputs(self, x, y, sample_weight, *, name="x"):
         """Converts strings in memory to `Texts`, and checks samples and ids in NumPy arrays.
 
         Returns `(x, y, sample_weight)`. `x` is `Texts`, tokens, or a source of either.
         """
-        x = as_texts(self.as_samples(x, name=name))
+        x = as_texts(self.convert_inputs(x, name=name))
         check_samples(name, x, self.preprocessor_cls, self.preprocessor is not None)
         if is_tokens(x):
             size = self.backbone.vocabulary_size
@@ -162,7 +169,7 @@ class TextTraining:
         self.check_labels(name, x, y, sample_weight)
         return x, y, sample_weight
 
-    def as_samples(self, x, name="x"):
+    def convert_inputs(self, x, name="x"):
         """Converts further inputs of a model to strings or tokens. Returns others unchanged."""
         return x
 

@@ -9,7 +9,10 @@ from keras_recurrent.training.sixteen_bit_weights import check_16_bit_updates
 
 
 class TorchTraining(RejectsFullyShard):
-    """Mixin for models on torch: registers parameters, and checks for several processes.
+    """Mixin that registers parameters on torch, and checks `fit` on every backend.
+
+    `fit` raises an error for an optimizer that cannot train 16-bit weights, and for several
+    processes of torch without a distribution.
 
     KerasHub's models bypass torch when they set attributes. Without this class they have no
     parameters before `fit`, and `DistributedDataParallel(model)` finds none.
