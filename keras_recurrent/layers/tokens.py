@@ -96,7 +96,8 @@ def compute_tokens(
     return tokens, {name.removeprefix("next_"): array for name, array in found.items()}
 
 
-@keras.saving.register_keras_serializable(package="keras_recurrent")
+# Saved models have the name "FindTokens".
+@keras.saving.register_keras_serializable(package="keras_recurrent", name="FindTokens")
 class ComputeTokens(keras.Operation):
     """Node of a Keras graph for `compute_tokens`."""
 
