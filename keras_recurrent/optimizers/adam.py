@@ -27,10 +27,10 @@ class Adam(Updates):
     - **Weights stored in 16 bits** (policies `"bfloat16"` and `"float16"`): Keras's optimizers
       compute in the dtype of the weight, in which β₂ = 0.999 rounds to 1 and small updates are
       lost. This class computes in float32, with m, v, averages and accumulated gradients in
-      float32, and rounds the new weight stochastically, so that its expected value is exact.
-      Weight, m and v take 10 bytes, instead of 12 under a `mixed_*` policy (12 instead of 16 with
-      the gradient). The random numbers depend on the step and the weight only: a resumed run
-      reproduces an uninterrupted run.
+      float32, and rounds the new weight stochastically, so that its expected value is exact up to
+      float32's rounding. Weight, m and v take 10 bytes, instead of 12 under a `mixed_*` policy
+      (12 instead of 16 with the gradient). The random numbers depend on the step and the weight
+      only: a resumed run reproduces an uninterrupted run.
     - **With float32 weights**, results equal those of Keras's `Adam` up to rounding, and a run or
       file of one continues with the other. On torch, torch's fused kernel updates these weights.
 

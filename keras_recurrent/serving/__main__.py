@@ -86,7 +86,8 @@ def make_parser():
     add("--prefix-cache-bytes", "BYTES", number(0), 2**30, text)
     text = "directory that keeps prefix states across restarts"
     add("--prefix-cache-dir", "DIR", str, None, text)
-    text = "interval, in prompt tokens, at which prefix states are also saved; 0: off"
+    text = "interval, in prompt tokens and rounded up to a multiple of 256, at which prefix states "
+    text += "are also saved; 0: off"
     add("--prefix-cache-interval", "TOKENS", number(0), 2048, text)
     return parser
 

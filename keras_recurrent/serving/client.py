@@ -80,6 +80,7 @@ class EngineClient:
         Args:
             prompt: a string, such as the output of `preprocessor.apply_chat_template`; a list of
                 messages, as in `chat`; or token ids, a list or an array, which get no start token.
+                The start token of a string counts: an empty string is a prompt of one token.
             sampling: a `SamplingParams`. None: the sampler of the model.
             max_new_tokens: integer. None: up to `max_length` of the engine.
             stop, stop_token_ids: as in `generate`.
@@ -94,8 +95,9 @@ class EngineClient:
         Raises:
             EngineFull: `max_queued` requests are waiting.
             EngineClosed: the engine is closed, failed, or was created before a fork.
-            ValueError: the prompt is empty, prompt and new tokens together exceed `max_length`,
-                `logprobs` is above 20, or an option is invalid as in `generate`.
+            ValueError: the prompt has no token, prompt and new tokens together exceed `max_length`,
+                `logprobs` is above 20, `cache_salt` is empty, or an option is invalid as in
+                `generate`.
         """
         check_process(self._pid)
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):

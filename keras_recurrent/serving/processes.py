@@ -153,7 +153,8 @@ def run_scheduler(scheduler, connection):
                 scheduler.send(name, *arguments, **options)
     has_failed = not scheduler.is_closed or scheduler.error is not None
     if has_failed:
-        log.error("A process of the server has failed", exc_info=scheduler.error)
+        message = "The engine has failed" if scheduler.error else "The HTTP process has ended"
+        log.error("%s: the server ends", message, exc_info=scheduler.error)
     scheduler.cancel_all()
     return has_failed
 

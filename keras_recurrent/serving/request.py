@@ -237,6 +237,8 @@ class EngineRequest:
             is_signal = threading.current_thread() is threading.main_thread()
             if is_signal and not isinstance(error, Exception):
                 raise
-            logging.getLogger(__name__).exception("A callback failed; its request is cancelled.")
+            logging.getLogger(__name__).exception(
+                "A callback failed. Its request is cancelled if it has not ended."
+            )
             self._listener = lambda delta: None
             self.cancel()

@@ -161,8 +161,8 @@ class EventStream(StreamingResponse):
                 if completion is not None:
                     service.check(completion)
                     yield _event(form.chunk(index, "", [], completion.finish_reason))
-        except ApiError as error:
-            yield _event(error.body)
+        except (ApiError, EngineClosed) as error:
+            yield _event(error.body if isinstance(error, ApiError) else shutting_down().body)
             return
         except Exception:
             log.exception("Response %s failed", form.id)
@@ -204,6 +204,8 @@ async def _respond(service, request, body_type, form_type):
     except ApiError as error:
         error.headers["x-request-id"] = form.id
         raise
+    except EngineClosed as error:
+        raise shutting_down() from error
     finally:
         watch.cancel()
         service.end(form, group)
