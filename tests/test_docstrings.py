@@ -22,6 +22,7 @@ WITHOUT_EXAMPLES = (
     "keras_recurrent.evaluation.lm_evaluation_harness",
     "keras_recurrent.generation.torch",
     "keras_recurrent.lm_evaluation_harness",
+    "keras_recurrent.optimizers.fused_updates",
     "keras_recurrent.serving.gate",
     "keras_recurrent.serving.metrics",
     "keras_recurrent.serving.server",
