@@ -101,7 +101,7 @@ class PrefixFiles:
                         "its batch size is not 1, or its maximum length is not that of this engine"
                     )
             except Exception as error:
-                log.warning("A prefix state is not used, %s: %s", self._path(name).name, error)
+                log.warning("A prefix state is not used, %s: %s", name, error)
                 self._nbytes -= self._sizes.pop(name)  # so that it may be written anew
                 continue
             digest = name.removeprefix(f"{self._model}-").removesuffix(SUFFIX)

@@ -30,6 +30,12 @@ STALL_SECONDS, STALL_BYTES = 30, 2**14  # a client must read so many bytes in th
 NO_TEMPLATE = "The model has no chat template. Use `/v1/completions`, or start the server with "
 NO_TEMPLATE += "`--chat-template`."
 INTERNAL_ERROR = ApiError(500, "The server had an error; its log has the cause.")
+ENGINE_FAILED = ApiError(
+    503,
+    "The engine has failed. Send the request to another replica, or again later.",
+    "engine_failed",
+    headers={"retry-after": "5"},
+)
 PAGE = pathlib.Path(__file__).with_name("chat.html")
 PAGE_POLICY = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
 PAGE_POLICY += "style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
@@ -162,7 +168,7 @@ class EventStream(StreamingResponse):
                     service.check(completion)
                     yield _event(form.chunk(index, "", [], completion.finish_reason))
         except (ApiError, EngineClosed) as error:
-            yield _event(error.body if isinstance(error, ApiError) else shutting_down().body)
+            yield _event(error.body if isinstance(error, ApiError) else ENGINE_FAILED.body)
             return
         except Exception:
             log.exception("Response %s failed", form.id)
@@ -205,7 +211,7 @@ async def _respond(service, request, body_type, form_type):
         error.headers["x-request-id"] = form.id
         raise
     except EngineClosed as error:
-        raise shutting_down() from error
+        raise ENGINE_FAILED from error
     finally:
         watch.cancel()
         service.end(form, group)

@@ -111,7 +111,7 @@ def test_crash_of_the_engine_is_an_error_for_open_requests():
     with stub_server() as (process, url, _), streamed(url) as events:
         next(events)
         process.kill()
-        assert list(events)[-1]["error"]["code"] == "shutting_down"
+        assert list(events)[-1]["error"]["code"] == "engine_failed"
         end = time.monotonic() + 20
         while is_served(url):
             assert time.monotonic() < end

@@ -555,7 +555,8 @@ def test_failed_engine_is_an_error_and_unhealthy(small_model, monkeypatch):
     engine = Engine(small_model, num_slots=1)
     monkeypatch.setattr(engine._scheduler, "_process_chunks", lambda: 1 / 0)
     with running(engine) as server:
-        assert post(server, prompt="a").status_code == 500
+        response = post(server, prompt="a")
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_failed")
         assert httpx.get(f"{server.url}/health").status_code == 503
         assert post(server, prompt="a").status_code == 503
 
