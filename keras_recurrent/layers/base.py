@@ -43,7 +43,8 @@ class RecomputableLayer(
 
     def prepare_call(self, args, kwargs):
         """Checks the arguments of a call before Keras reads them; returns `kwargs`."""
-        if args and getattr(args[0], "ndim", None) is None:  # Keras reads it
+        shape = getattr(args[0], "shape", None) if args else ()
+        if shape is None or getattr(shape, "rank", 0) is None:  # Keras reads it
             check_rank_known(type(self).__name__, "inputs", args[0])
         if self.compute_dtype == "float16":
             warn_if_unscaled(self)
