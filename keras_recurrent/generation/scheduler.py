@@ -115,10 +115,11 @@ class Scheduler(DecodingLoop):
                 sequence.end(reason)
         for sequence in self.batch.active:
             if reason := sequence.end_reason(now):
-                # Removed first, because `end` may raise. After a stop string, `_end` also saves the
-                # state, which a later prompt may continue.
-                self._end(sequence) if reason == "stop" else self.batch.remove(sequence)
-                sequence.end(reason)
+                if reason == "stop":  # a later prompt may continue the state
+                    self._end(sequence)
+                else:
+                    self.batch.remove(sequence)
+                sequence.end(reason)  # after the removal, because it may raise
 
     def _process_chunks(self):
         """Processes parts of chunks, which delay steps by a bounded time on average."""

@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import keras
 import numpy as np
+import optree
 import torch
 
 from keras_recurrent.generation.batch import TOKENS_AHEAD, TOKENS_ON_CPU, Batch, runs_ahead
 from keras_recurrent.generation.torch.chunks import upload
 from keras_recurrent.generation.torch.cuda_graph import clone_all, clone_state, copy_all
-from keras_recurrent.generation.torch.step import cache_tensors, pack_tensors
 
 
 class TorchBatch(Batch):
@@ -33,7 +32,7 @@ class TorchBatch(Batch):
         self.num_prompts = self._chunks.num_prompts
         # The cache of a step may also have tensors of recent tokens, which `initial` lacks.
         self._initial = self._decoder.step.flatten_cache(initial)
-        given = {id(t) for t in cache_tensors(initial)}
+        given = {id(t) for t in optree.tree_leaves(initial)}
         self._given = [index for index, t in enumerate(self._initial) if id(t) in given]
 
     @torch.no_grad()
@@ -58,7 +57,7 @@ class TorchBatch(Batch):
         if "counts" in tensors:
             tensors["counts"][slot].zero_()
         values = list(self._initial)
-        for index, value in zip(self._given, cache_tensors(state), strict=True):
+        for index, value in zip(self._given, optree.tree_leaves(state), strict=True):
             values[index] = value
         copy_all(self._decoder.slot(slot), values)
 
@@ -70,7 +69,7 @@ class TorchBatch(Batch):
             upload(decoder.tensors["uniform"], uniform)
         for _ in range(count):
             advance()
-        copies = keras.tree.map_structure(_copy_to_host, decoder.latest(features, count))
+        copies = optree.tree_map(_copy_to_host, decoder.latest(features, count))
         event = torch.cuda.Event() if self._device.type == "cuda" else None
         if event:
             event.record()
@@ -78,7 +77,7 @@ class TorchBatch(Batch):
         def results():
             if event:
                 event.synchronize()
-            return keras.tree.map_structure(torch.Tensor.numpy, copies)
+            return optree.tree_map(torch.Tensor.numpy, copies)
 
         return results
 
@@ -94,10 +93,10 @@ class TorchBatch(Batch):
         views = self._decoder.slot(slot)
         state = self._decoder.step.cache(views)
         shared = {id(view) for view in views}  # states with recent tokens are new already
-        flat = cache_tensors(state)
+        flat, structure = optree.tree_flatten(state)
         copies = iter(clone_state([t for t in flat if id(t) in shared]))
         tensors = [next(copies) if id(t) in shared else t for t in flat]
-        return pack_tensors(state, tensors)
+        return optree.tree_unflatten(structure, tensors)
 
     def process(self, states, tokens, mask):
         return self._chunks(states, tokens, mask)

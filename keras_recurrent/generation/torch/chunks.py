@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import keras
+import optree
 import torch
 
 from keras_recurrent.generation.modes import add_reason
@@ -16,7 +17,6 @@ from keras_recurrent.generation.torch.cuda_graph import (
     overwrite,
     slot_of,
 )
-from keras_recurrent.generation.torch.step import cache_tensors, pack_tensors
 
 # Maximum number of parts of a program on a GPU, and minimum number of operations of a part. In one
 # part, a program would delay a decoding step by the time of several steps.
@@ -43,12 +43,13 @@ class Chunks:
 
     def __init__(self, model, make_chunk, graph_reason, num_prompts, cache):
         self._model, self._make_chunk, self._example = model, make_chunk, cache
+        self._structure = optree.tree_structure(cache)
         self._uses_graphs = graph_reason is None
         self.num_prompts = num_prompts if self._uses_graphs else 1
         self._programs: dict = {}  # {number of tokens: _Program}
         self._prepared: list = []
         # The buffers that all programs read and overwrite.
-        self._buffers = clone_all(cache_tensors(self._batch(self.num_prompts)))
+        self._buffers = clone_all(optree.tree_leaves(self._batch(self.num_prompts)))
         self._slots = [slot_of(self._buffers, index) for index in range(self.num_prompts)]
         self._pool = None
 
@@ -74,7 +75,7 @@ class Chunks:
         program = self._programs[num_tokens]
         slots = self._slots[: len(states)]
         for slot, state in zip(slots, states, strict=True):
-            copy_all(slot, cache_tensors(state))
+            copy_all(slot, optree.tree_leaves(state))
         upload(program.tokens, tokens)
         upload(program.mask, mask)
         for run in program.parts:
@@ -84,13 +85,13 @@ class Chunks:
 
     def _new_state(self, tensors):
         """Returns a cache that shares no memory with the given tensors."""
-        return pack_tensors(self._example, clone_state(tensors))
+        return optree.tree_unflatten(self._structure, clone_state(tensors))
 
     def _run_layers(self, cache, tokens, mask):
         """Runs the layers on the tokens without padding, on a CPU as fast as a program."""
         tokens = keras.ops.convert_to_tensor(tokens[:, : mask.sum()])
         _, cache = self._model.backbone.hidden_states(tokens, cache=cache)
-        return self._new_state(cache_tensors(cache))
+        return self._new_state(optree.tree_leaves(cache))
 
     def _make_program(self, num_tokens):
         chunk = self._make_chunk(self._batch(self.num_prompts), chunk=num_tokens)

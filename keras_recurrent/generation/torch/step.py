@@ -9,6 +9,7 @@ import contextlib
 import threading
 
 import keras
+import optree
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -20,36 +21,6 @@ from keras_recurrent.progress import announce
 MAX_GROWN = 2**20  # bytes of a stored result that is larger than the weights it depends on
 tracing = threading.RLock()  # tracing in Keras and torch uses global state of the process
 COMPILED_AFTER = 2000  # tokens; the traced graph takes as long for these as torch's compiler
-
-
-def cache_tensors(cache):
-    """Returns a list of the tensors of a cache, many times faster than Keras's `flatten`."""
-    found: list = []
-
-    def collect(part):
-        if isinstance(part, dict):
-            for name in sorted(part):
-                collect(part[name])
-        elif isinstance(part, tuple):
-            for inner in part:
-                collect(inner)
-        else:
-            found.append(part)
-
-    collect(cache)
-    return found
-
-
-def pack_tensors(structure, tensors):
-    """Returns the cache of a list of `cache_tensors`, with the structure of another cache."""
-    values = iter(tensors)
-
-    def pack(part):
-        if isinstance(part, dict):
-            return {name: pack(part[name]) for name in sorted(part)}
-        return tuple(map(pack, part)) if isinstance(part, tuple) else next(values)
-
-    return pack(structure)
 
 
 class Step:
@@ -79,7 +50,7 @@ class Step:
         self._delays_writes = delays_writes and backbone.takes_fused_steps(batch_size)
         if self._delays_writes:
             cache = backbone.add_recent_tokens(cache)
-        self._model, self._structure = model, keras.tree.map_structure(lambda t: None, cache)
+        self._model, self._structure = model, optree.tree_structure(cache)
         self._use_compiler, self._lock, self.count = compiled, threading.Lock(), 0
         self.masked = masked
         self.not_traced_reason = not_traced_reason
@@ -89,7 +60,7 @@ class Step:
         if not_traced_reason:
             self._prepare, self.traced = (lambda *weights: weights), self._run_layers
             return
-        flat = [t.clone() for t in cache_tensors(cache)]  # a step overwrites its cache
+        flat = [t.clone() for t in optree.tree_leaves(cache)]  # a step overwrites its cache
         size = flat[0].shape[0], self._num_tokens
         token = torch.ones(size, dtype=torch.int32, device=flat[0].device)
         weights = self.weights()
@@ -110,11 +81,11 @@ class Step:
         mask, cache = (cache[0], cache[1:]) if self.masked else (None, cache)
         fused = contextlib.nullcontext() if self.not_traced_reason else decoding_scope()
         with keras.StatelessScope(mapping), fused, inplace_states():
-            logits, _, cache = self._model.call_with_cache(
+            logits, _, after = self._model.call_with_cache(
                 token, self._pack(cache), padding_mask=mask
             )
         # Contiguous like the given cache: a compiled step only takes tensors of these strides.
-        flat = (t.contiguous() for t in cache_tensors(cache))
+        flat = (t.contiguous() for t in optree.tree_leaves(after))
         return logits[:, 0].contiguous(), *flat
 
     def _run_layers(self, *inputs):
@@ -125,14 +96,14 @@ class Step:
         """Returns the contiguous tensors of a cache, as the step takes them."""
         if self._delays_writes:
             cache = self._model.backbone.add_recent_tokens(cache)
-        return [t.contiguous() for t in cache_tensors(cache)]
+        return [t.contiguous() for t in optree.tree_leaves(cache)]
 
     def cache(self, flat):
         """Returns the cache of tensors that the step takes or returns."""
         return apply_recent_tokens(self._pack(flat), torch.cat)
 
     def _pack(self, flat):
-        return pack_tensors(self._structure, flat)
+        return optree.tree_unflatten(self._structure, flat)
 
     def not_compiled_reason(self, device):
         """Reason the next token does not run in a compiled step, or None."""
@@ -184,8 +155,8 @@ class Chunk(Step):
     def _call(self, weights, tokens, mask, *cache):
         mapping = list(zip(self._model.variables, weights, strict=True))
         with keras.StatelessScope(mapping):
-            _, cache = self._model.backbone.hidden_states(tokens, mask, cache=self._pack(cache))
-        return tuple(t.contiguous() for t in cache_tensors(cache))
+            _, after = self._model.backbone.hidden_states(tokens, mask, cache=self._pack(cache))
+        return tuple(t.contiguous() for t in optree.tree_leaves(after))
 
 
 def _single_row_mm(a, b):
