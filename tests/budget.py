@@ -4,8 +4,9 @@
 seconds: the first file that uses a program compiles it for others. If all tests ran, their sum must
 be at most 1.3 times its entry. `--budget=write` updates the entries of the files that ran.
 
-Nightly tests are not counted. Times are scaled by the time of a fixed computation, measured between
-tests, relative to its recorded time, which compensates for slower or busy machines.
+Nightly tests are not counted. A fixed computation, measured between tests, takes longer than its
+recorded time on a slower or busier machine; times are scaled down by that ratio. They are never
+scaled up: a machine that runs this computation faster need not compile faster.
 """
 
 import collections
@@ -105,7 +106,7 @@ class Budget:
             if self.config.option.budget == "write":
                 self.write(measured, complete)
                 return
-            scale = self.entries["probe"] / measured
+            scale = min(1, self.entries["probe"] / measured)
             seconds = {file: scale * value for file, value in self.seconds.items()}
             if complete:
                 seconds[ALL] = sum(seconds.values())
