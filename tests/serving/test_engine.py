@@ -343,7 +343,7 @@ def test_failed_engine_ends_all_requests(model, monkeypatch):
     engine = Engine(model, num_slots=1, max_length=200, prefix_cache_bytes=0)
     monkeypatch.setattr(engine._scheduler.batch, "_write", None)
     with pytest.raises(EngineClosed, match="'NoneType' object is not callable"):
-        submit_greedy(engine).result(5)
+        submit_greedy(engine).result(60)
     engine = Engine(model, num_slots=1, max_length=2000, prefix_cache_bytes=0)
     running = submit_greedy(engine, 1900, stop_token_ids=None)
     next(iter(running))
@@ -355,9 +355,9 @@ def test_failed_engine_ends_all_requests(model, monkeypatch):
         time.sleep(0.1)
         running.cancel()
         queued.cancel()
-    assert queued.result(5).finish_reason == "cancelled"
+    assert queued.result(60).finish_reason == "cancelled"
     with pytest.raises(EngineClosed, match="The engine failed"):
-        running.result(5)
+        running.result(60)
 
 
 @needs_engine
