@@ -12,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 
 from tests.ops import cases, judge, small, token_wise
-from tests.ops.cases import DRAW, align, flatten, nest, round_to, unit
+from tests.ops.cases import DRAW, flatten, nest, round_to
 
 OVER_TIME = list(DRAW)
 TOKEN_WISE = list(token_wise.DRAW)
@@ -38,8 +38,6 @@ class Sample(NamedTuple):
     seed: int
     scales: dict  # exponents of 2 by which tensors are scaled
     runs: tuple
-    cut: int | None = None  # If not None, the sequence is also computed in two calls, cut here.
-    poisoned: bool = False  # Padding is NaN or infinite.
     compiled: bool = False  # by JAX or TensorFlow, together with other samples of the form
 
     def drawn(self):
@@ -108,10 +106,7 @@ DECAYS = ("mixed", "near zero", "near one", "extreme")
 
 @st.composite
 def samples(draw, operation, forms, compiled):
-    """compiled: strategy of booleans; if true, samples of a form share a compiled program.
-
-    There is a program for each length: compiled samples are cut in the middle, others anywhere.
-    """
+    """compiled: strategy of booleans; if true, samples of a form share a compiled program."""
     compiled = draw(compiled)
     form = draw(st.sampled_from(forms))
     seed = draw(st.integers(0, 2**32 - 1))
@@ -138,14 +133,7 @@ def samples(draw, operation, forms, compiled):
         start = draw(st.integers(0, sizes[name] - 1))
         stop = start + draw(st.integers(1, sizes[name] - start))
         runs.append(Run(name, start, stop, draw(st.sampled_from(VALUES.get(name, ANY)))))
-    cut, poisoned = None, False
-    # Without a window, attention in two calls sees only tokens for which the state has slots.
-    unbounded = operation == "sliding_window_attention" and form.window is None
-    if over_time and not unbounded and form.length > 1 and draw(st.booleans()):
-        cut = (form.length + 1) // 2 if compiled else draw(st.integers(1, form.length - 1))
-    if over_time and form.kinds:
-        poisoned = draw(st.booleans())
-    return Sample(operation, form, seed, scales, tuple(runs), cut, poisoned, compiled)
+    return Sample(operation, form, seed, scales, tuple(runs), compiled)
 
 
 def overflows_in_bfloat16(operation, drawn):
@@ -172,22 +160,13 @@ def check(sample, implementation):
     if not all(np.abs(array).max(initial=0) < largest for r in results for array in r.values()):
         return False
 
-    def compare(results, extra=None):
-        options = {"neighbors": 32, "floor": flushed(sample.operation, drawn), "extra": extra}
-        judge.compare(sample.operation, implementation, drawn, results, defined=defined, **options)
-
     with np.errstate(all="ignore"):
-        inputs = poison(drawn, sample.seed) if sample.poisoned else drawn
         try:
-            results = judge.run(sample.operation, implementation, inputs, sample.compiled)
+            results = judge.run(sample.operation, implementation, drawn, sample.compiled)
         except pytest.skip.Exception:  # The call is unsupported.
             return False
-        if sample.poisoned:
-            padding = align(drawn.padding, results["output"])
-            results["output"] = np.where(padding, 0, results["output"])
-        compare(results)
-        if sample.cut is not None:
-            compare(*run_in_two_calls(sample, implementation, drawn))
+        options = {"neighbors": 32, "floor": flushed(sample.operation, drawn)}
+        judge.compare(sample.operation, implementation, drawn, results, defined=defined, **options)
     return True
 
 
@@ -204,61 +183,6 @@ def flushed(operation, drawn):
             lost *= max(1.0, 8 * np.logaddexp(0, -drawn.tensors["a_logit"]).max())
         smallest = (2 * lost) ** 0.5
     return smallest * float(np.prod(largest))
-
-
-def poison(drawn, seed):
-    """The inputs with NaN and infinities at padding, in every tensor over time."""
-    rng = np.random.default_rng(seed)
-    tensors = dict(drawn.tensors)
-    for name, t in tensors.items():
-        if t is not None and t.ndim >= 3:
-            noise = rng.choice([np.nan, np.inf, -np.inf], t.shape)
-            tensors[name] = np.where(align(drawn.padding, t), noise, t)
-    return drawn._replace(tensors=tensors)
-
-
-def run_in_two_calls(sample, implementation, drawn):
-    """Results of the sequence in two calls, and the errors that rounding between them may add."""
-
-    def run(where, **changes):
-        def select(array):
-            return array if array is None or array.ndim < 3 else array[:, where]
-
-        part = drawn._replace(
-            tensors={name: select(t) for name, t in drawn.tensors.items()},
-            token_kind=None if drawn.token_kind is None else drawn.token_kind[:, where],
-            d_output=drawn.d_output[:, where],
-            **changes,
-        )
-        return judge.run(sample.operation, implementation, part, sample.compiled)
-
-    def state_of(results, name):
-        parts = {n.removeprefix(name).strip(): r for n, r in results.items() if n.startswith(name)}
-        return parts.get("", parts)
-
-    first, second = slice(0, sample.cut), slice(sample.cut, None)
-    left = run(first)
-    right = run(second, initial_state=state_of(left, "final_state"))
-    d_state = state_of(right, "gradient of initial_state")
-    left = run(first, d_final_state=d_state)
-    results, extra = {}, {}
-    largest = max(np.abs(d).max(initial=0) for d in flatten({"state": d_state}).values())
-    for name in right:
-        tensor = drawn.tensors.get(name.removeprefix("gradient of "))
-        if name == "output" or (tensor is not None and tensor.ndim >= 3):
-            results[name] = np.concatenate([left[name], right[name]], axis=1)
-        elif tensor is not None:
-            results[name] = left[name] + right[name]
-            sizes = (np.abs(part[name]).max(initial=0) for part in (left, right))
-            extra[name] = unit(drawn.dtype_of(name), max(sizes))
-        elif name.startswith("final_state"):
-            results[name] = right[name]
-        elif name in left:
-            results[name] = left[name]
-        if name.startswith("gradient") and name in results:
-            dtype = judge.dtype_of_last_place(drawn, name)
-            extra[name] = extra.get(name, 0) + unit(dtype, largest)
-    return results, extra
 
 
 NUMBER_OF_FORMS = 40

@@ -10,13 +10,10 @@ import hypothesis
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
 
-from keras_recurrent import ops
 from tests.conftest import memory_is_short
 from tests.fuzz import operations
 from tests.ops import judge, native
-from tests.ops.test_token_kind import assert_equals_loop
 
 pytestmark = pytest.mark.nightly
 
@@ -91,44 +88,3 @@ def test_operation_on_random_inputs_matches_definition(operation, implementation
         hypothesis.assume(operations.check(sample, implementation))
 
     judge_sample()
-
-
-@pytest.mark.parametrize("cut", [None, 3])
-def test_check_detects_wrong_result(cut, monkeypatch):
-    """A relative error of 1e-5, in one call or in the second of two calls, passes."""
-    form = operations.forms("linear_scan")[0]
-    sample = operations.Sample("linear_scan", form, seed=0, scales={}, runs=(), cut=cut)
-    assert operations.check(sample, judge.PLAIN)
-    run = judge.run
-
-    def run_wrongly(operation, implementation, drawn, compiled):
-        results = run(operation, implementation, drawn, compiled)
-        is_wrong = drawn.tensors["x"].shape[1] == form.length - (cut or 0)
-        return results | {"final_state": results["final_state"] * (1 + 1e-5 * is_wrong)}
-
-    monkeypatch.setattr(judge, "run", run_wrongly)
-    with pytest.raises(AssertionError, match="final_state"):
-        operations.check(sample, judge.PLAIN)
-
-
-SHAPE = (3, 9)
-CONTEXTS = {
-    "mask": st.none() | arrays.arrays(bool, SHAPE),
-    "segment_ids": st.none() | arrays.arrays("int32", SHAPE, elements=st.integers(0, 3)),
-    "previous_segment_id": st.none()
-    | arrays.arrays("int32", SHAPE[0], elements=st.integers(-1, 3)),
-}
-
-
-def test_token_kind_of_random_masks_and_segments_equals_a_loop(request):
-    """Some mask, segments and previous segments give wrong token kinds."""
-    number, start = number_of_draws(request.config, judge.PLAIN)
-
-    @hypothesis_test(number, seed=start)
-    @hypothesis.given(st.fixed_dictionaries(CONTEXTS), st.booleans())
-    def compare(context, with_state):
-        state = np.zeros(SHAPE[0], "float32") if with_state else None
-        kinds = ops.token_kind(np.zeros((*SHAPE, 1), "float32"), **context, initial_state=state)
-        assert_equals_loop(kinds, *(context[name] for name in CONTEXTS), has_state=with_state)
-
-    compare()
