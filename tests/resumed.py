@@ -1,6 +1,5 @@
 """A training run that resumes from a backup."""
 
-import hashlib
 import os
 import pathlib
 
@@ -57,13 +56,6 @@ def values(model):
     return [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables(model)]
 
 
-def digest(model):
-    content = hashlib.sha256()
-    for value in values(model):
-        content.update(value.tobytes())
-    return content.hexdigest()
-
-
 class AtBatch(keras.callbacks.Callback):
     """Calls a function when a batch begins, counted over all epochs."""
 
@@ -92,26 +84,3 @@ def train(model, folder, *callbacks, steps=STEPS, epochs=EPOCHS, save_freq=2, pa
         shuffle=False,
         verbose=0,
     )
-
-
-def report(folder, steps, connection):
-    """Trains; sends a message after the first step, and the digest of the trained weights."""
-    model = model_with_dropout()
-    train(model, folder, FirstStep(connection), steps=steps)
-    connection.send(digest(model))
-
-
-class FirstStep(keras.callbacks.Callback):
-    """Sends "trains" after the first step."""
-
-    def __init__(self, connection):
-        super().__init__()
-        self.connection, self.iterations = connection, None
-
-    def on_train_begin(self, logs=None):
-        self.iterations = int(self.model.optimizer.iterations)
-
-    def on_train_batch_end(self, batch, logs=None):
-        if self.iterations is not None and int(self.model.optimizer.iterations) > self.iterations:
-            self.connection.send("trains")
-            self.iterations = None

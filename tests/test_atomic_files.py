@@ -1,12 +1,7 @@
 """Files, folders and models are replaced in one step: a failed write leaves the old content."""
 
-import contextlib
 import os
 import pathlib
-import signal
-import subprocess
-import sys
-import time
 
 import h5py
 import keras
@@ -17,7 +12,6 @@ from keras_recurrent import atomic_files
 from keras_recurrent.callbacks.training_backup import write_backup
 from keras_recurrent.models import HGRN2CausalLM
 from tests.models.tiny import FAMILIES, tiny_causal_lm
-from tests.processes import ROOT
 
 SIZE = 0.00002  # GB of a shard
 
@@ -205,29 +199,3 @@ def test_write_backup_failed_write_leaves_old_file(tmp_path):
     with pytest.raises(TypeError):
         write_backup(path, {"not": {1j}}, {"weights": [np.ones(3)]})
     assert read_all(tmp_path) == old
-
-
-@pytest.mark.nightly
-@pytest.mark.once
-def test_save_killed_process_leaves_whole_model(tmp_path):
-    """A killed process leaves a preset or a `.keras` file that does not load, or a mixed one."""
-    command = [sys.executable, "-m", "tests.saved_forever", str(tmp_path)]
-    for i in range(4):
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        for _ in range(4):
-            process.stdout.readline()  # one for each round of both
-        time.sleep(0.03 * i)
-        process.kill()
-        assert process.wait() == -signal.SIGKILL
-        process.stdout.close()
-        loaded = (
-            HGRN2CausalLM.from_preset(str(tmp_path / "preset")),
-            keras.models.load_model(tmp_path / "model.keras"),
-        )
-        for model in loaded:
-            values = {float(value) for weight in model.get_weights() for value in weight.flat}
-            assert len(values) == 1
-    with contextlib.suppress(FileNotFoundError):
-        loaded[0].save_to_preset(tmp_path / "preset")
-        loaded[1].save(tmp_path / "model.keras")
-    assert sorted(os.listdir(tmp_path)) == ["model.keras", "preset"]

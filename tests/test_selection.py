@@ -1,21 +1,20 @@
-"""Selection of tests for a change, and its table."""
+"""Selection of tests for a change, and the tables that name test files."""
 
 import fnmatch
+import json
 import subprocess
 import tomllib
 
 import pytest
 
 from tests import selection
+from tests.budget import ALL, DURATIONS
 from tests.selection import BACKENDS, EVERYTHING, ROOT, select
 
 pytestmark = pytest.mark.once
 
 ROWS = tomllib.loads(selection.TABLE.read_text())
 KEYS = {"all", "nightly", "also", "everything", "make", *BACKENDS}
-TESTS_OF_DOCS = " ".join(
-    f"tests/test_{name}.py" for name in ("docs", "imports", "packaging", "reference", "results")
-)
 TRACKED = subprocess.run(
     ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True
 ).stdout.splitlines()
@@ -35,10 +34,10 @@ def test_row_of_table_names_existing_files_and_targets(files):
         assert [name for name in files.split() if not fnmatch.filter(TRACKED, name)] == []
 
 
-def test_select_changed_manual_runs_tests_of_docs_only():
-    assert select(["docs/layers.md", "README.md"]) == [
-        *("lint", "test-torch", f"TESTS_torch={TESTS_OF_DOCS}", "NIGHTLY_torch=", "docs")
-    ]
+def test_durations_name_existing_files():
+    durations = json.loads(DURATIONS.read_text())
+    assert set(durations.pop("probe")) == set(durations.pop(ALL)) == set(BACKENDS)
+    assert [file for file in durations if not (ROOT / file).exists()] == []
 
 
 def test_select_changed_kernel_runs_its_backend_with_nightly_tests():
@@ -62,17 +61,6 @@ def test_select_unknown_files_runs_all_tests_that_are_not_nightly(files):
     for backend in BACKENDS:
         assert {f"TESTS_{backend}=tests", f"NIGHTLY_{backend}="} < set(selected)
     assert {"lint", "docs", *EVERYTHING["make"]} < set(selected)
-
-
-def test_select_changed_test_runs_its_nightly_tests():
-    selected = select(["tests/papers/test_times.py", "README.md"])
-    assert "TESTS_jax=tests/papers/test_times.py" in selected
-    assert "NIGHTLY_jax=tests/papers/test_times.py" in selected
-
-
-def test_outermost_drops_nested_paths():
-    paths = {"tests/ops/test_ops.py", "tests/ops", "tests/ops2"}
-    assert selection.outermost(paths) == ["tests/ops", "tests/ops2"]
 
 
 def test_changed_files_lists_committed_and_untracked_files(tmp_path, monkeypatch):
