@@ -308,7 +308,6 @@ SETTINGS = "tokenizer_config.json"
 CHAT = {"chat_template.jinja", SETTINGS, "generation_config.json"}
 
 
-@pytest.mark.parametrize("preset", ["hf://google/recurrentgemma-2b", "recurrentgemma_2b"])
 @pytest.mark.parametrize(
     ("load", "requested"),
     [
@@ -323,7 +322,10 @@ CHAT = {"chat_template.jinja", SETTINGS, "generation_config.json"}
     ],
     ids=lambda value: getattr(value, "__qualname__", ""),
 )
-@pytest.mark.parametrize("with_tokenizer", [True, False])
+@pytest.mark.parametrize(
+    ("preset", "with_tokenizer"),
+    [("hf://google/recurrentgemma-2b", True), ("recurrentgemma_2b", False)],
+)
 def test_from_preset_of_the_hub_fetches_each_file_once_and_loads_the_weights(
     hub_requests, tmp_path, monkeypatch, sentence_piece, load, requested, preset, with_tokenizer
 ):
