@@ -100,17 +100,6 @@ def test_classes_list_all_options_of_keras_and_keras_hub(cls):
     assert names - {"flash_attention", "num_key_value_heads"} <= known
 
 
-@pytest.mark.parametrize("flash_attention", [False, True])
-@pytest.mark.parametrize(
-    "cls",
-    [cls for cls in CLASSES if cls.__module__.startswith("keras.") or "Cached" in cls.__name__],
-)
-def test_regroup_keeps_flash_attention(cls, flash_attention):
-    """`flash_attention` is lost, because `get_config` leaves it out."""
-    layer = make(cls, flash_attention=flash_attention)
-    assert bool(regroup(layer, 2)._flash_attention) is flash_attention
-
-
 def make_built(cls, **options):
     layer = make(cls, **options)
     shape = (None, None, WIDTH)
