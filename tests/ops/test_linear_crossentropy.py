@@ -69,20 +69,6 @@ def test_loss_on_eight_devices_equals_one_device():
     run_on_simulated_devices(8, "jax_shards", OPERATION)
 
 
-def test_loss_equals_crossentropy_of_logits():
-    """`linear_crossentropy` and `token_crossentropy` of the logits differ."""
-    x, embedding, tokens, _ = draw(Case((3, 7), weighted=False)).tensors.values()
-    x, embedding, tokens = x.astype("float32"), embedding.astype("float32"), tokens.astype("int32")
-    logits = keras.ops.matmul(x, embedding.T)
-    losses, best = ops.linear_crossentropy(x, embedding, tokens, reduction=None)
-    expected = ops.token_crossentropy(logits, tokens)
-    losses, best, expected, logits = map(
-        keras.ops.convert_to_numpy, (losses, best, expected, logits)
-    )
-    np.testing.assert_allclose(losses, expected, rtol=1e-6, atol=1e-6)
-    np.testing.assert_array_equal(best, logits.argmax(-1))
-
-
 @every_implementation
 @every_reduction
 def test_token_outside_the_vocabulary_gives_nan_unless_its_weight_is_zero(

@@ -97,6 +97,7 @@ def test_operation_in_two_calls_equals_one_call(operation, rng):
         assert_close(last, final, f"cut {cut}")
 
 
+@pytest.mark.once
 @every_operation
 def test_packed_documents_equal_separate_documents(operation, rng):
     """A document depends on the documents before it in the same sequence."""
@@ -111,6 +112,7 @@ def test_packed_documents_equal_separate_documents(operation, rng):
             assert_close(packed[row, where], separate[row], f"row {row}, document {document}")
 
 
+@pytest.mark.once
 @every_operation
 def test_padding_changes_neither_outputs_nor_state(operation, rng):
     """Padding at the left or between tokens changes an output or the state."""
@@ -128,6 +130,7 @@ def test_padding_changes_neither_outputs_nor_state(operation, rng):
             assert_close(padded_part[row], part[row])
 
 
+@pytest.mark.once
 @every_operation
 def test_state_counts_only_after_a_previous_segment(operation):
     """A state of zeros differs from no state, or a state is used although no document precedes."""

@@ -18,7 +18,6 @@ from tests.ops.steps import CASES, DRAW, QUANTIZED, STATES, UPDATED_IN_PLACE, Ca
 
 KERNELS = kernels(DRAW)
 HAS_TRITON = any(implementation == "triton" for _, implementation in KERNELS)
-every_kernel = parametrize_kernels(KERNELS)
 every_kernel_with_states = parametrize_kernels([k for k in KERNELS if STATES[k[0]]])
 on_torch = pytest.mark.skipif(PLAIN != "torch", reason="a property of torch")
 with_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton's interpreter or a GPU")
@@ -29,13 +28,17 @@ ON_ALL_BACKENDS = ["perceptron", "bfloat16, rows", "float64", "extreme"]
 ON_ALL_BACKENDS += ["4 bits, blocks", "4 bits, columns", "three widths"]
 
 
-def every_case_of(cases):
+def params_of(cases):
     nightly = set() if PLAIN == "torch" else cases.keys() - set(ON_ALL_BACKENDS)
-    params = [
+    return [
         pytest.param(case, id=name, marks=pytest.mark.nightly if name in nightly else ())
         for name, case in cases.items()
     ]
-    return pytest.mark.parametrize("case", params)
+
+
+def is_about_linear_layers(case):
+    """Returns True for cases that differ from others in options of linear layers alone."""
+    return case.gate is not None or case.next_norm
 
 
 @functools.lru_cache(maxsize=len(CASES))
@@ -60,14 +63,21 @@ def check(operation, implementation, case):
     judge.check(operation, implementation, drawn, defined)
 
 
-@every_case_of(CASES)
-@every_kernel
+@pytest.mark.parametrize(
+    ("operation", "implementation", "case"),
+    [
+        pytest.param(*kernel, *case.values, id=f"{'-'.join(kernel)}-{case.id}", marks=case.marks)
+        for kernel in KERNELS
+        for case in params_of(CASES)
+        if "norm" in kernel[0] or not is_about_linear_layers(*case.values)
+    ],
+)
 def test_step_matches_definition(operation, implementation, case):
     """An output or a new state of a decoding step is wrong."""
     check(operation, implementation, case)
 
 
-@every_case_of(QUANTIZED)
+@pytest.mark.parametrize("case", params_of(QUANTIZED))
 @every_implementation("norm_quantized_linear")
 def test_quantized_linear_layer_matches_definition(implementation, case):
     """Weights of 4 or 8 bits, or activations of 8 bits, are multiplied wrongly."""
@@ -129,6 +139,7 @@ def test_step_at_padding_keeps_the_states(operation, implementation, case):
     assert np.isfinite(results["output 0"][:padding]).all()
 
 
+@pytest.mark.once
 @every_implementation("hgrn2_delayed_step")
 def test_delayed_steps_match_steps_that_write_the_state(implementation):
     """Tokens are lost between two writes of the state, or slots are read before they are filled."""
@@ -150,20 +161,6 @@ def test_delayed_steps_match_steps_that_write_the_state(implementation):
     current = current_memory(**{n: native.tensor(t, drawn.dtypes[n]) for n, t in delayed.items()})
     np.testing.assert_allclose(native.to_numpy(current), memory, rtol=1e-5, atol=1e-5)
     assert len({*delayed["count"]}) > 1
-
-
-@with_triton
-@pytest.mark.parametrize("operation", ["hgrn2_step", "hgrn2_delayed_step"])
-def test_step_of_a_sequence_is_independent_of_others(operation):
-    """The number of recent tokens of one sequence decides what another one reads or writes."""
-    drawn = draw(operation, Case(6, kinds=True))
-    shared = "lower_bound", "norm_scale"
-    batched = run(operation, "triton", drawn)
-    for i in range(6):
-        tensors = {n: t if n in shared else t[[i]] for n, t in drawn.tensors.items()}
-        single = run(operation, "triton", drawn._replace(tensors=tensors))
-        for name, expected in single.items():
-            np.testing.assert_array_equal(batched[name][[i]], expected, err_msg=name)
 
 
 @with_triton

@@ -17,8 +17,8 @@ from keras_recurrent.backends.torch._autograd import is_eager
 from tests.ops.judge import every_implementation, kernels, parametrize_kernels
 
 KERNELS = [k for k in kernels(small.OPERATIONS) if k[1] != "cudnn"]  # which needs long sequences
-# All operators are registered by the same code. In Triton's interpreter most take seconds.
-CHEAP = [k for k in KERNELS if k[1] == "torch" or k[0] in (*token_wise.DRAW, "linear_scan")]
+# All operators are registered by the same code. In Triton's interpreter others take seconds.
+CHEAP = [k for k in KERNELS if k[1] == "torch" or k[0] in token_wise.DRAW]
 every_kernel = parametrize_kernels(KERNELS)
 every_cheap_kernel = parametrize_kernels(CHEAP)
 
@@ -205,26 +205,3 @@ def test_second_derivatives_are_exact_or_an_error(operation, implementation):
     expected = (slope(right) - slope(left)) / 2e-2
     for derivative in (torch.func.grad(slope), twice):
         torch.testing.assert_close(dot(derivative(tensors), ones), expected, rtol=1e-2, atol=1e-2)
-
-
-def test_forward_mode_rule_of_a_user_is_applied():
-    """An operation inside of a function with a forward-mode rule raises an error."""
-
-    class Scan(torch.autograd.Function):
-        @staticmethod
-        def forward(x, log_a):
-            return ops.linear_scan(x, log_a)[0]
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_forward(inputs[1])
-
-        @staticmethod
-        def jvp(ctx, dx, _):
-            return ops.linear_scan(dx, *ctx.saved_tensors)[0]
-
-    _, tensors = draw_loss("linear_scan", "torch")
-    x, log_a = tensors.values()
-    dx = torch.randn_like(x)
-    _, derivative = torch.func.jvp(lambda x: Scan.apply(x, log_a), (x,), (dx,))
-    torch.testing.assert_close(derivative, ops.linear_scan(dx, log_a)[0])
