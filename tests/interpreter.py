@@ -10,8 +10,6 @@ import functools
 
 from triton.runtime import interpreter
 
-ORIGINALS = []  # [(owner, name, original function)]
-
 
 def spare_repeated_work():
     replace, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
@@ -42,5 +40,4 @@ def spare_repeated_work():
         (interpreter.GridExecutor, "__call__", launch_once),
         (interpreter, "_get_np_dtype", dtype_of),
     ):
-        ORIGINALS.append((owner, name, getattr(owner, name)))
         setattr(owner, name, faster)

@@ -31,6 +31,7 @@ print(json.dumps(_platform.unavailable()))
 """
 
 
+@pytest.mark.nightly
 def test_modules_import_without_the_names_of_pallas():
     """A name that another version of JAX lacks breaks the import of the package."""
     reason = fresh_process("-c", IMPORT_WITHOUT_NAMES)

@@ -4,7 +4,6 @@ import itertools
 import threading
 
 import keras
-import numpy as np
 import pytest
 
 if keras.config.backend() != "torch":
@@ -18,10 +17,9 @@ from keras_recurrent.backends.triton import linear_scan, rg_lru
 from keras_recurrent.backends.triton._device import common
 from keras_recurrent.backends.triton._runtime import search as _search
 from keras_recurrent.backends.triton._runtime import torch_operators
-from keras_recurrent.layers import RecurrentBlock
 from tests.ops import judge
 from tests.ops.cases import Case, draw
-from tests.triton.test_triton import ON_GPU, OPERATIONS, arguments, every_operation
+from tests.triton.test_triton import ON_GPU, OPERATIONS, arguments
 
 LAUNCH_OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
@@ -163,19 +161,6 @@ def test_search_during_graph_capture_raises(monkeypatch):
 
 
 @pytest.mark.nightly
-@every_operation
-def test_autotune_searches_forward_and_backward_of_each_operation(operation, clock):
-    drawn = draw(operation, Case(1, 40, 20, "bfloat16", kinds=True, state=True))
-    with keras_recurrent.autotune() as found:
-        judge.check(operation, "triton", drawn)
-    assert len(found) >= 2
-    assert all(search.kernel.startswith(operation) for search in found)
-    for search in found:
-        assert 2 <= len(search.timings) <= 5
-        assert None not in [t.milliseconds for t in search.timings]
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize(("operation", "case"), CASES)
 def test_candidates_match_the_reference(operation, case, clock, monkeypatch):
     """In the interpreter, which ignores warps and registers, only those with different tiles."""
@@ -244,20 +229,6 @@ def test_search_runs_in_compiled_functions(clock):
         result = compiled(**tensors)
     assert [search.kernel for search in found] == ["linear_scan"]
     torch.testing.assert_close(result, expected)
-
-
-def test_search_runs_in_fit(clock):
-    model = keras.Sequential([RecurrentBlock(lru_width=16)])
-    model.compile("sgd", "mse", jit_compile=False)
-    x = np.ones((2, 6, 4), "float32")
-    with keras_recurrent.implementation("triton"), keras_recurrent.autotune() as found:
-        model.fit(x, x, epochs=2, verbose=0)
-    assert sorted(search.kernel for search in found) == [
-        "causal_conv1d",
-        "causal_conv1d backward",
-        "rg_lru",
-        "rg_lru backward",
-    ]
 
 
 @pytest.mark.skipif(not ON_GPU, reason="times on a GPU")

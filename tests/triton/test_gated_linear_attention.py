@@ -212,9 +212,8 @@ def test_gradients_of_a_document_stay_in_the_document(place, channels):
     assert not np.any(found["gradient of log_f"][:, :place])
 
 
-@pytest.mark.parametrize("mean", [-1.5, -3])
-def test_gradients_with_fast_decays_are_as_exact_as_operands(mean):
-    drawn = drawn_with(np.full(128, mean), Case(1, 128, 32, "bfloat16", "float32"))
+def test_gradients_with_fast_decays_are_as_exact_as_operands():
+    drawn = drawn_with(np.full(128, -3), Case(1, 128, 32, "bfloat16", "float32"))
     found = judge.run(OPERATION, "triton", drawn)["gradient of log_f"]
     truth = judge.reference(OPERATION, drawn, "float64")["gradient of log_f"]
     assert np.sqrt(np.mean((found - truth) ** 2)) < 4e-3 * np.sqrt(np.mean(truth**2))

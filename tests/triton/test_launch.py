@@ -3,7 +3,6 @@
 import weakref
 
 import keras
-import numpy as np
 import pytest
 
 if keras.config.backend() != "torch":
@@ -21,7 +20,6 @@ from keras_recurrent.backends.triton._runtime.launch import (
     map_arrays,
     next_power_of_2,
 )
-from tests.interpreter import ORIGINALS
 from tests.ops import cases, judge, small, token_wise
 
 KERNELS = judge.kernels([*cases.DRAW, *token_wise.DRAW])
@@ -60,18 +58,6 @@ def test_launch_on_numpy_arrays_matches_torch(operation, monkeypatch):
             assert result.shape == tuple(expected.shape)
             result = torch.from_numpy(result.astype("float64"))
             torch.testing.assert_close(result, expected.double(), rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.skipif(not (INTERPRETED and ORIGINALS), reason="the interpreter is as installed")
-@pytest.mark.parametrize("operation", ["linear_scan", "lightning_attention"])
-def test_patched_interpreter_matches_the_original(operation, monkeypatch):
-    """`tests/interpreter.py`, which makes the interpreter faster, changes a result."""
-    drawn = small.draw(operation, 20, "bfloat16", kinds=True, state=True)
-    results = judge.run(operation, "triton", drawn)
-    for owner, name, original in ORIGINALS:
-        monkeypatch.setattr(owner, name, original)
-    for name, expected in judge.run(operation, "triton", drawn).items():
-        np.testing.assert_array_equal(results[name], expected, err_msg=name)
 
 
 def to_numpy(tensor):

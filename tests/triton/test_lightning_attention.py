@@ -124,19 +124,6 @@ def test_sums_of_subsegments_skip_forgotten_tokens(monkeypatch):
     assert [empty(launch) for launch in found] == [expected] * 4
 
 
-def test_forgotten_tokens_with_padding_and_documents(monkeypatch):
-    """Padding decays nothing, so that older tokens are remembered; documents forget at once."""
-    found = split_by(TimeSplit(2, 6, 3), monkeypatch)
-    drawn = drawn_with((0, -1e4, -2.6), Case(1, 192, 6, kinds=True))
-    pad(drawn, slice(60, 96), slice(100, 130))
-    judge.run(OPERATION, "triton", drawn)
-    assert empty(found[0]) == [[False, True, False], [False] * 3, [True] * 3]
-    drawn.token_kind[:, [50, 150]] = STARTS
-    found.clear()
-    judge.run(OPERATION, "triton", drawn)
-    assert [empty(launch)[0] for launch in found] == [[True] * 3] * 4
-
-
 @pytest.mark.parametrize("programs", [1, 3, 16, 32, 40, 48, 64, 80, 96, 127, 128, 4096])
 def test_time_splits_cover_all_chunks(programs):
     for chunks, concurrent in itertools.product((1, 7, 16, 130, 512, 2048, 20_000), (1, 2)):

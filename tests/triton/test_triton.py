@@ -10,11 +10,10 @@ if keras.config.backend() != "torch":
 
 import torch
 
-from keras_recurrent import dispatch, ops
+from keras_recurrent import dispatch
 from keras_recurrent.backends.constants import CONTINUES, PADDING, STARTS
-from keras_recurrent.backends.triton import causal_conv1d, lightning_attention
+from keras_recurrent.backends.triton import causal_conv1d
 from keras_recurrent.backends.triton._attention import banded_attention
-from keras_recurrent.backends.triton._linear_attention import linear_attention as _linear_attention
 from keras_recurrent.backends.triton._runtime import torch_operators
 from tests.ops import judge, native, steps, token_wise
 from tests.ops.cases import DRAW, Case, draw
@@ -184,28 +183,6 @@ def test_linear_attention_with_heads_of_several_tiles(operation):
     judge.check(operation, "triton", draw(operation, case))
 
 
-@linear_attention
-def test_linear_attention_in_time_segments(operation, monkeypatch):
-    """Few heads are cut along time, where rows are long; here, into segments of a chunk or two."""
-    module, name = {
-        "gated_linear_attention": (_linear_attention, "even_split"),
-        "lightning_attention": (lightning_attention, "_choose_split"),
-    }[operation]
-    monkeypatch.setattr(_linear_attention, "_SHORTEST_SEGMENT", 1)
-    monkeypatch.setattr(lightning_attention, "_SHORTEST_SUBSEGMENT", 1)
-    cuts, cut_of = [], getattr(module, name)
-
-    def recorded(*given, **options):
-        cuts.append(cut_of(*given, **options))
-        return cuts[-1]
-
-    monkeypatch.setattr(module, name, recorded)
-    case = Case(1, 75, 3, kinds=True, state=True, decays="near one")
-    judge.check(operation, "triton", draw(operation, case))
-    assert cuts
-    assert all(segments > 1 for segments, *_ in cuts)
-
-
 @pytest.mark.parametrize("programs", [1, 256])
 def test_attention_with_shared_key_heads(programs, monkeypatch):
     """In one part or in several; some tiles of keys are seen by all rows, without a mask."""
@@ -221,11 +198,11 @@ def test_attention_with_shared_key_heads(programs, monkeypatch):
 
 
 @every_operation
-@pytest.mark.parametrize("length", [1, 150])
-def test_operations_with_partial_tiles(operation, length):
-    """Two blocks of channels, the second one partial; one token, or several tiles of time."""
+def test_operations_with_partial_tiles(operation):
+    """A result is wrong in the second, partial block of channels or in a later tile of time."""
+    length = 150
     if operation.endswith("attention"):
-        length = min(length, 70 if operation.startswith("sliding") else 40)  # three chunks
+        length = 70 if operation.startswith("sliding") else 40  # three chunks
     case = Case(1, length, 70, kinds=True, state=True)
     judge.check(operation, "triton", draw(operation, case))
 
@@ -261,22 +238,6 @@ def test_operations_with_strided_tensors(operation):
         results.append((*found, *torch.autograd.grad(loss, leaves)))
     for result, expected in zip(*results, strict=True):
         torch.testing.assert_close(result, expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("used", ["output", "key", "value"])
-def test_attention_gradients_of_a_single_result(used):
-    """Nothing is computed for results that are not used, and the others' gradients are the same."""
-    found = []
-    for implementation in ("triton", "torch"):
-        tensors = arguments("sliding_window_attention", 40)
-        leaves = [x.requires_grad_() for x in tensors.values()]
-        output, state = ops.sliding_window_attention(
-            **tensors, sliding_window=9, implementation=implementation
-        )
-        result = {"output": output, **state}[used]
-        found.append(torch.autograd.grad((result * result).sum(), leaves))
-    for ours, plain in zip(*found, strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
 
 
 # A program of token_crossentropy has one row.
