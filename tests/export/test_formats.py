@@ -133,32 +133,11 @@ def test_openvino_file_matches_the_model(name, tmp_path):
     assert_runs(model, lambda inputs: runtimes.openvino(path, inputs))
 
 
-@pytest.mark.nightly
-@pytest.mark.skipif(BACKEND != "torch", reason="OpenVINO cannot read TensorFlow's GRU")
-def test_openvino_in_default_precision_rounds_keras_gru_as_well(tmp_path):
-    """A file of this package forces bfloat16, which the plugin chooses for Keras's GRU, too."""
-    errors = {}
-    for name in ("gru, step", "block, step"):
-        model, path = export(name, tmp_path, "openvino", ".xml")
-        inputs = draw(model, 1, 1)  # Keras exports a GRU for a batch of 1
-        assert_outputs(model, inputs, runtimes.openvino(path, inputs))
-        outputs = zip(runtimes.openvino(path, inputs, None), compute(model, inputs), strict=True)
-        errors[name] = max(np.abs(a - b).max() for a, b in outputs)
-    assert (errors["gru, step"] > 1e-4) == (errors["block, step"] > 1e-4)
-
-
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow's converter")
 @pytest.mark.parametrize("name", STEPS)
 def test_litert_file_runs_with_built_in_operators_and_matches_the_model(name, tmp_path):
     model, path = export(name, tmp_path, "litert", ".tflite")
     assert_runs(model, lambda inputs: runtimes.litert(path, inputs), shapes=((1, 1),))
-
-
-@pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow's converter")
-def test_litert_file_of_keras_gru_requires_other_operators(tmp_path):
-    model, path = export("gru, step", tmp_path, "litert", ".tflite")
-    with pytest.raises(RuntimeError, match="Select TensorFlow op"):
-        runtimes.litert(path, draw(model, 1, 1))
 
 
 def export_saved_model(name, folder):
