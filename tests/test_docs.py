@@ -138,16 +138,6 @@ def test_links_of_all_pages_lead_to_files_and_headings():
     assert [dead for page, text in PAGES.items() for dead in dead_links(page, text)] == []
 
 
-@pytest.mark.once
-def test_dead_links_finds_missing_files_and_anchors():
-    text = (
-        "[a](docs/nowhere.md) [b](docs/data.md#nothing) [c](LICENSE#x) [d](#here)\n"
-        "[e](docs/api/layers.md#keras_recurrent.layers.Nothing) "
-        "[f](docs/data.md#resume-training)\n# Here\n"
-    )
-    assert len(list(dead_links("README.md", text))) == 5
-
-
 def find_object(name):
     """Returns an object by its name, or None. An attribute precedes a module of the same name."""
     module, _, attribute = name.rpartition(".")

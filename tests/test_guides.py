@@ -1,7 +1,6 @@
 """The guides run, at tiny sizes."""
 
 import functools
-import math
 import re
 import sys
 
@@ -71,42 +70,6 @@ def test_constant_speed_prints_a_speed_for_each_length(run, tmp_path):
             assert re.search(rf"^{name}, {length} tokens a row: [\d,]+ a second", printed, re.M)
     assert re.search(r"^At 128 tokens a row: [\d.]+ times the speed$", printed, re.M)
     assert (tmp_path / "speed.png").stat().st_size > 0
-
-
-def test_constant_speed_doubles_lengths_while_time_and_memory_suffice(monkeypatch):
-    """A step takes a second and 100 bytes at 64 tokens, and in proportion at other lengths."""
-    constant_speed = load("constant_speed")
-    monkeypatch.setattr(constant_speed, "language_model", lambda mixer, width: None)
-    monkeypatch.setattr(
-        constant_speed, "measure", lambda model, length, tokens: (length / 64, 100 * length // 64)
-    )
-
-    def lengths(limit, room):
-        monkeypatch.setattr(constant_speed, "room", lambda: room)
-        results = constant_speed.run([64, 128, 256, 512], 512, 16, limit)
-        return [point[0] for point in results["softmax attention"]]
-
-    assert lengths(limit=100, room=1e9) == [64, 128, 256, 512]
-    assert lengths(limit=4, room=1e9) == [64, 128, 256]
-    assert lengths(limit=100, room=200) == [64, 128]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("speed", "room", "tokens"),
-    [
-        (1e6, math.inf, 4096),  # at least
-        (6e10, math.inf, 16_384),
-        (6e10, 8 * 2**30, 8192),
-        (1e15, 2**34, 16_384),
-        (1e15, math.inf, 131_072),  # at most
-    ],
-)
-def test_constant_speed_chooses_tokens_by_speed_and_memory(monkeypatch, speed, room, tokens):
-    constant_speed = load("constant_speed")
-    monkeypatch.setattr(constant_speed, "multiplications_a_second", lambda: speed)
-    monkeypatch.setattr(constant_speed, "room", lambda: room)
-    assert constant_speed.tokens_a_batch(256) == tokens
 
 
 @pytest.mark.nightly

@@ -197,28 +197,3 @@ def test_imports_inside_functions_are_listed(sources, graph):
         if kind == "function" and target != HUB
     }
     assert found == INSIDE_FUNCTIONS
-
-
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [
-        ("compat", "from keras_recurrent.layers import remat"),
-        ("compat", "def f():\n    from keras_recurrent.layers.base import RecomputableLayer"),
-        ("compat", 'def f():\n    return importlib.import_module("keras_recurrent.layers.remat")'),
-        ("compat", '_MODULES = {"remat": "keras_recurrent.layers.remat"}'),
-        ("backends.torch._circular_buffer", "from ...layers import remat"),
-    ],
-    ids=["module", "function", "importlib", "table", "relative"],
-)
-def test_graph_finds_an_upward_import(sources, name, line):
-    name = f"{PACKAGE}.{name}"
-    planted = {n: (file, "") for n, (file, _) in sources.items()}
-    planted[name] = sources[name][0], line
-    assert [source for source, _ in upward_imports(read_graph(planted))] == [name]
-
-
-def test_graph_finds_a_circle(sources):
-    below, above = (f"{PACKAGE}.layers.{name}" for name in ("rms_norm", "hgrn2"))
-    planted = {n: (file, "") for n, (file, _) in sources.items()} | {above: sources[above]}
-    planted[below] = sources[below][0], f"def f():\n    from {above} import HGRN2"
-    assert {*find_circle(read_graph(planted))} == {above, below}

@@ -18,7 +18,6 @@ import keras_recurrent
 from keras_recurrent import import_order, upstream
 from tests.processes import ROOT, fresh_process, run_python
 
-GUIDES = ROOT / "guides"
 BACKEND = os.environ["KERAS_BACKEND"]
 FRAMEWORKS = {  # and the packages that each one installs
     "jax": {"jax", "jaxlib"},
@@ -163,18 +162,6 @@ def test_warn_about_disabled_kernels_warns_with_a_gpu_only(crashing_imports, mon
     assert ["Import keras_recurrent first" in str(w.message) for w in caught] == [True] * gpu
 
 
-@pytest.mark.once
-@pytest.mark.parametrize("file", sorted([*GUIDES.rglob("*.py"), *GUIDES.parent.rglob("docs/*.md")]))
-def test_guides_and_manual_import_keras_hub_after_this_package(file):
-    lines = [line.strip() for line in file.read_text().splitlines()]
-
-    def line_of_import(package):
-        begins = f"import {package}", f"from {package}"
-        return next((i for i, line in enumerate(lines) if line.startswith(begins)), len(lines))
-
-    assert line_of_import("keras_recurrent") <= line_of_import("keras_hub")
-
-
 def raise_not_found(package):
     raise importlib.metadata.PackageNotFoundError(package)
 
@@ -283,13 +270,3 @@ def test_layer_runs_with_a_single_framework_installed(one_framework):
     shape, loaded = fresh_process("-S", "-c", code, PYTHONPATH=path)
     assert shape == [2, 5, 16]
     assert set(FRAMEWORKS) & set(loaded) == {BACKEND}
-
-
-@pytest.mark.nightly
-def test_keras_nlp_finds_the_presets():
-    """KerasNLP, another name of KerasHub, does not find this package's presets."""
-    keras_nlp = pytest.importorskip("keras_nlp")
-    assert keras_nlp.models.CausalLM is keras_hub.models.CausalLM
-    causal_lm = keras_nlp.models.CausalLM.from_preset("hawk_tiny")
-    assert isinstance(causal_lm, keras_recurrent.models.GriffinCausalLM)
-    assert isinstance(causal_lm.preprocessor, keras_nlp.models.CausalLMPreprocessor)

@@ -103,12 +103,6 @@ def test_from_files_trains_a_tokenizer_and_a_model(tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.once
-def test_from_files_without_held_out_files_raises(tmp_path, monkeypatch):
-    with pytest.raises(SystemExit, match="--text and --held-out: give both"):
-        run(monkeypatch, "from_files", "--text", "x", "--output", tmp_path)
-
-
-@pytest.mark.once
 def test_classifier_learns_two_words_and_saves_their_names(tmp_path, monkeypatch, capsys):
     data = tmp_path / "data.csv"
     rows = [f'"{word * 3}, {i}",{word}\n' for word in ("tick", "boom") for i in range(20)]
@@ -225,18 +219,6 @@ def test_notebook_is_generated_from_its_script(name):
         assert cell["source"], "an empty cell"
         if cell["cell_type"] == "code":
             compile("".join(cell["source"]), name, "exec")
-
-
-@pytest.mark.once
-def test_notebook_of_a_script_without_text_raises():
-    notebook = load("notebooks")["notebook"]
-    for script, match in [
-        ("x = 1\n", "must begin with a docstring"),
-        ('"""# A"""\nx = 1\n', "comments alone; got the line 'x = 1'"),
-        ('"""# A"""\n# %% [markdown]\n# b\nx = 1\n', "comments alone; got the line 'x = 1'"),
-    ]:
-        with pytest.raises(ValueError, match=match):
-            notebook(script)
 
 
 @pytest.mark.once

@@ -21,21 +21,6 @@ def test_lists_of_the_reference_are_current(reference):
 
 
 @pytest.mark.once
-def test_entry_has_signature_first_sentence_and_methods(reference):
-    page = reference.ROOT / "docs/api/griffin.md"
-    name = "keras_recurrent.models.GriffinCausalLM"
-    first, sentence, *methods = reference.entry(page, name, "")
-    assert first.endswith(
-        "`(backbone, preprocessor=None, compile=True, name=None, trainable=True)`\\"
-    )
-    assert sentence == "  Language model with Hawk or Griffin."
-    assert any(
-        line.startswith("    - `.generate(inputs=None, max_length=None, ") for line in methods
-    )
-    assert reference.entry(page, name, "inherited_members: false")[2:] == []
-
-
-@pytest.mark.once
 def test_site_shows_every_directive_and_signatures_in_docstrings_only(reference):
     """A directive stays hidden, or the site has each signature twice: in the list, too."""
     hook, entries = load("docs/site/reference_hook.py"), []
