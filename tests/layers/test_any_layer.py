@@ -12,8 +12,8 @@ from tests.layers.gradients import call_with, gradients
 from tests.layers.table import (
     ALL_ROWS,
     ATTENTION,
-    JIT,
     ROWS,
+    SHARED,
     STREAMING,
     WIDTH,
     any_layer,
@@ -102,7 +102,13 @@ def test_dtype_policy_of_a_layer_reaches_all_sublayers(name, policy):
         assert dtypes <= {"float64" if policy == "float64" else "float32"}
 
 
-@any_layer
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=() if n in SHARED or n not in STREAMING else pytest.mark.nightly)
+        for n in ROWS
+    ],
+)
 def test_outputs_and_gradients_match_a_loop_and_its_finite_differences(name):
     """A weight has no gradient, or another one than the loop in float64."""
     layer, x = built(name), inputs(length=4)
@@ -130,29 +136,6 @@ def test_outputs_and_gradients_match_a_loop_and_its_finite_differences(name):
                 sides.append(loss_of_loop(moved))
             slope = (sides[0] - sides[1]) / 2e-5
             np.testing.assert_allclose(found[index], slope, rtol=2e-5, atol=1e-5, err_msg=path)
-
-
-@pytest.mark.parametrize("run_eagerly", [False, pytest.param(True, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize(
-    "name", ["RecurrentBlock", pytest.param("GatedMLP", marks=pytest.mark.nightly)]
-)
-def test_remat_scope_changes_no_gradient(name, run_eagerly):
-    """`keras.RematScope` fails for calls with several arguments."""
-    x, ids = inputs(length=2), np.zeros((3, 2), "int32")
-    start = numpy([weight.value for weight in built(name).weights])
-    trained = []
-    for mode in (None, "full"):
-        with keras.RematScope(mode=mode):
-            layer = built(name)
-        # TensorFlow trains in the memory of the given arrays.
-        layer.set_weights([weight.copy() for weight in start])
-        sequence, segment_ids = keras.Input((None, WIDTH)), keras.Input((None,), dtype="int32")
-        others = {"segment_ids": segment_ids} if ROWS[name].state else {}
-        model = keras.Model([sequence, segment_ids], layer(sequence, **others))
-        model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=run_eagerly, jit_compile=JIT)
-        model.train_on_batch([x, ids], x)
-        trained.append(numpy([weight.value for weight in layer.weights]))
-    assert_close(*trained)
 
 
 @pytest.mark.nightly

@@ -4,7 +4,16 @@ import keras
 import numpy as np
 import pytest
 
-from tests.layers.table import JIT, WIDTH, assert_close, built, inputs, layer_with_sublayers, numpy
+from tests.layers.table import (
+    JIT,
+    WIDTH,
+    WITH_SUBLAYERS,
+    assert_close,
+    built,
+    inputs,
+    layer_with_sublayers,
+    numpy,
+)
 
 LINEAR = (keras.layers.Dense, keras.layers.EinsumDense)
 # Keras warns of each layer without weights to quantize, such as an input layer.
@@ -47,7 +56,7 @@ def test_lora_trains_only_low_rank_weights(is_quantized):
 
 
 @ignore_quantize_warnings
-@layer_with_sublayers
+@pytest.mark.parametrize("name", WITH_SUBLAYERS if keras.config.backend() == "torch" else ["RGLRU"])
 def test_int8_layer_approximates_the_original(name):
     layer, x = built(name, dtype="mixed_bfloat16" if name == "CGLRU" else "float32"), inputs()
     model = functional_model(layer)

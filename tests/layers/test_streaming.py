@@ -83,6 +83,7 @@ def test_parts_equal_the_whole(name, mask, segment_ids):
         assert_parts_equal_the_whole(built(name), inputs(), mask, segment_ids, cuts)
 
 
+@pytest.mark.once
 @parametrize_layers(STREAMING, default=SHARED, segment_ids=SEGMENTS)
 def test_layer_called_with_tokens_equals_a_call_with_mask_and_segment_ids(name, segment_ids):
     """A layer inside another one returns other outputs or another part of the state."""
@@ -102,11 +103,11 @@ def test_layer_called_with_tokens_equals_a_call_with_mask_and_segment_ids(name, 
         assert_rejects(match, layer, x, tokens=tokens, **{argument: ANYWHERE})
 
 
+@pytest.mark.once
 @streaming_layer
 def test_random_parts_masks_and_documents_equal_the_whole(name):
     layer, x, rng = built(name), inputs(), np.random.default_rng(2)
-    # TensorFlow and JAX dispatch or compile each part; `test_parts_equal_the_whole` has more.
-    for _ in range(6 if keras.config.backend() == "torch" else 3):
+    for _ in range(6):
         mask = rng.random(x.shape[:2]) < 0.7
         segment_ids = np.cumsum(rng.random(x.shape[:2]) < 0.3, axis=1)
         cuts = np.cumsum(rng.permutation([1, 1, 1, 1, 4]))[:-1]
@@ -137,6 +138,7 @@ def test_padding_alone_keeps_the_state(name):
         np.testing.assert_equal(numpy(after), numpy(state))
 
 
+@pytest.mark.once
 @shared_by_layers
 def test_state_stored_as_an_attribute_of_a_layer_can_be_passed(name):
     """Keras wraps a dict that becomes an attribute of a layer."""
@@ -145,6 +147,7 @@ def test_state_stored_as_an_attribute_of_a_layer_can_be_passed(name):
     assert_close(layer(x[:, 4:], initial_state=owner.state), layer(x)[:, 4:])
 
 
+@pytest.mark.once
 @shared_by_layers
 def test_part_without_segment_ids_continues_the_document(name):
     layer, x = built(name), inputs()
@@ -188,6 +191,7 @@ def test_return_state_of_a_call_overrides_the_constructor(name):
     assert isinstance(make()(inputs(), return_state=True), tuple)
 
 
+@pytest.mark.once
 @shared_by_layers
 def test_functional_model_with_states_as_inputs_and_outputs_saves(name, tmp_path):
     layer = built(name)
@@ -211,6 +215,7 @@ def test_functional_model_with_states_as_inputs_and_outputs_saves(name, tmp_path
         assert_close(state, expected[1])
 
 
+@pytest.mark.once
 @shared_by_layers
 @pytest.mark.parametrize("packed", [False, True])
 def test_mask_of_an_embedding_is_used_unless_a_call_has_another(name, packed):
