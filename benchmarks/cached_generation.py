@@ -1,7 +1,7 @@
 """Checks cached generation of language models in KerasHub and in this package.
 
-    KERAS_BACKEND=torch python -m tests.generation.hub_models           # two minutes; JAX: 20
-    KERAS_BACKEND=jax python -m tests.generation.hub_models GPT-NeoX "Qwen MoE, window"
+    KERAS_BACKEND=torch python -m benchmarks.cached_generation           # two minutes; JAX: 20
+    KERAS_BACKEND=jax python -m benchmarks.cached_generation GPT-NeoX "Qwen MoE, window"
 
 Runs the three checks of `keras_recurrent.testing` on tiny models with random weights, for all
 families or those of the arguments.
@@ -27,7 +27,7 @@ CHECKS = {
     "padding changes nothing": testing.assert_padding_changes_nothing,
     "cuts change nothing": testing.assert_cuts_change_nothing,
 }
-FAMILIES = {}  # {name: (prefix of the classes, sizes, name of the argument for the window)}
+FAMILIES: dict = {}  # {name: (prefix of the classes, sizes, name of the argument for the window)}
 
 
 def add(name, prefix, *sizes, window=None, **options):
@@ -108,8 +108,10 @@ SMOL = {
 }
 add("SmolLM3", "SmolLM3", SIZES, SMOL)
 add("GPT-OSS", "GptOss", GEMMA, EXPERTS, window="sliding_window")
-GRIFFIN = {"num_layers": 3, "lru_width": 24, "num_blocks": 4}
-GRIFFIN["block_types"] = "recurrent", "local_attention", "global_attention"
+GRIFFIN = {
+    **{"num_layers": 3, "lru_width": 24, "num_blocks": 4},
+    "block_types": ("recurrent", "local_attention", "global_attention"),
+}
 add("Griffin (ours)", "Griffin", GEMMA, GRIFFIN, window="sliding_window")
 add("HGRN2 (ours)", "HGRN2", SIZES, expand_ratio=4)
 add("TransNormer (ours)", "TransNormer", HEADS, head_dim=4)
