@@ -1,6 +1,5 @@
 """`chat`: answers, the tokens that the next turn processes, and caches of other messages."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -137,12 +136,6 @@ def test_chat_with_several_conversations_matches_each_alone(model):
         model.chat([more[0], more[0]], joined)
 
 
-def test_chat_from_a_prefilled_cache_matches_a_fresh_chat(model):
-    """An answer changes if the beginning of the conversation is already in a cache."""
-    start = model.prefill(model.preprocessor.apply_chat_template([BRIEF], False))
-    assert model.chat([BRIEF, HELLO], start, **NEW) == model.chat([BRIEF, HELLO], **NEW)
-
-
 def test_chat_from_a_prefilled_cache_with_other_text_raises(model):
     """Messages follow text that is not part of their conversation."""
     whole, cache = model.chat([BRIEF, HELLO], return_cache=True, **NEW)
@@ -160,14 +153,6 @@ def test_chat_from_the_cache_of_an_unread_stream_matches_a_fresh_chat(model):
     unread = model.stream([HELLO], **NEW)
     assert unread.cache.conversations == [None]
     assert model.chat([HELLO], unread.cache, **NEW) == model.chat([HELLO], **NEW)
-
-
-def test_chat_with_logprobs_returns_an_output_and_a_cache_with_messages(model):
-    options = {**NEW, "sampling": dataclasses.replace(LETTERS, logprobs=1)}
-    output = model.chat([HELLO], return_cache=True, **options)
-    assert output.texts == model.chat([HELLO], **NEW)["content"]
-    assert output.cache.conversations[0].messages[1] == answer(output.texts)
-    assert model.chat([HELLO], **options).cache is None
 
 
 def test_chat_with_all_beams_returns_the_cache_of_the_best_answer():

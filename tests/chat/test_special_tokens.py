@@ -12,7 +12,7 @@ from keras_recurrent.chat.templates import tokenize_prompt
 from keras_recurrent.models import GriffinCausalLMPreprocessor
 from keras_recurrent.presets.griffin import RECURRENT_GEMMA_CHAT_TEMPLATE
 from keras_recurrent.tokenizers import BPETokenizer, ByteTokenizer, SentencePieceTokenizer
-from tests.chat import test_chat, test_templates
+from tests.chat import test_chat
 from tests.models import test_responses
 from tests.tokenizers import bpe
 from tests.tokenizers.sentence_piece import train
@@ -31,7 +31,7 @@ PUBLIC = {
     "'<|im_end|>\n\n' + message['content'] | trim + eos_token %}{% if loop.index0 == 0 %}"
     "{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}",
     "gemma": RECURRENT_GEMMA_CHAT_TEMPLATE,
-    "chatml": test_templates.CHATML,
+    "chatml": test_chat.CHATML,
     "lines": test_chat.LINES,
     "training": test_responses.TEMPLATE,
 }

@@ -19,13 +19,6 @@ from tests.layers.table import assert_rejects
 
 pytestmark = pytest.mark.once
 HI = {"role": "assistant", "content": " Hi\n"}
-CHATML = (
-    "{%- if messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content + "
-    "'<|im_end|>\\n' }}{%- endif %}{%- for message in messages %}{%- if message.role in ('user', "
-    "'assistant') %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + "
-    "'\\n' }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}"
-    "{{- '<|im_start|>assistant\\n' }}{%- endif %}"
-)
 
 
 def render(template, *messages, add_generation_prompt=False, tokenizer=None):
@@ -57,18 +50,6 @@ def gemma():
 )
 def test_templates_render_as_in_transformers(template, text):
     assert render(template, HELLO) == text
-
-
-def test_chatml_template_renders_as_in_transformers():
-    """The text differs from that of transformers 5.24."""
-    begin = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
-    system = {"role": "system", "content": "Be brief."}
-    text = begin + "Hello<|im_end|>\n<|im_start|>assistant\n Hi\n<|im_end|>\n"
-    assert render(CHATML, system, HELLO, HI) == text
-    assert (
-        render(CHATML, HELLO, add_generation_prompt=True)
-        == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
-    )
 
 
 def test_template_of_recurrent_gemma_renders_turns_and_rejects_others(gemma):

@@ -158,12 +158,16 @@ if keras.config.backend() != "torch":
 # Compilers other than JAX's take longer than the training of these tests.
 JIT = "auto" if keras.config.backend() == "jax" else False
 
+
+def parametrize_names(names, always):
+    """Parametrizes a test over layers, of which those that are not in `always` are nightly."""
+    nightly = {name: pytest.param(name, marks=pytest.mark.nightly) for name in names}
+    return pytest.mark.parametrize("name", [n if n in always else nightly[n] for n in names])
+
+
 any_layer = pytest.mark.parametrize("name", ROWS)
 streaming_layer = pytest.mark.parametrize("name", STREAMING)
-shared_by_layers = pytest.mark.parametrize(
-    "name",
-    [n if n in SHARED else pytest.param(n, marks=pytest.mark.nightly) for n in STREAMING],
-)
+shared_by_layers = parametrize_names(STREAMING, SHARED)
 layer_with_sublayers = pytest.mark.parametrize("name", WITH_SUBLAYERS)
 
 

@@ -23,6 +23,7 @@ from tests.layers.table import (
     inputs,
     numpy,
     parametrize_layers,
+    parametrize_names,
 )
 from tests.ops.native import precision
 
@@ -48,21 +49,6 @@ def test_config_has_every_argument_and_restores_the_layer(name):
     assert again.get_config() == config
     again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(layer))
     assert again.get_config() == config
-
-
-@pytest.mark.once
-@any_layer
-def test_mask_of_an_embedding_reaches_the_next_layer(name):
-    class Next(keras.layers.Layer):
-        def call(self, x, mask=None):
-            self.seen = mask
-            return x
-
-    tokens = np.array([[3, 1, 2, 0, 0, 0, 0, 0], [0, 1, 2, 0, 4, 4, 4, 4], [1] * 8])
-    embedding, after = keras.layers.Embedding(5, WIDTH, mask_zero=True), Next()
-    after.supports_masking = True
-    after(built(name)(embedding(tokens)))
-    np.testing.assert_array_equal(numpy(after.seen), tokens != 0)
 
 
 @parametrize_layers(ROWS, default=ROWS, policy={policy: policy for policy in POLICIES})
@@ -102,13 +88,7 @@ def test_dtype_policy_of_a_layer_reaches_all_sublayers(name, policy):
         assert dtypes <= {"float64" if policy == "float64" else "float32"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=() if n in SHARED or n not in STREAMING else pytest.mark.nightly)
-        for n in ROWS
-    ],
-)
+@parametrize_names(ROWS, always={*ROWS} - {*STREAMING} | {*SHARED})
 def test_outputs_and_gradients_match_a_loop_and_its_finite_differences(name):
     """A weight has no gradient, or another one than the loop in float64."""
     layer, x = built(name), inputs(length=4)

@@ -19,6 +19,7 @@ from tests.layers.table import (
     inputs,
     numpy,
     parametrize_layers,
+    parametrize_names,
     shared_by_layers,
     streaming_layer,
 )
@@ -242,7 +243,7 @@ def test_mask_of_an_embedding_is_used_unless_a_call_has_another(name, packed):
     assert_close(explicit, call(x, ids, mask=ANYWHERE)[0], where=ANYWHERE)
 
 
-@shared_by_layers
+@parametrize_names(STREAMING, always=SHARED if keras.config.backend() == "torch" else SHARED[:1])
 def test_gradients_through_states_equal_those_of_the_whole(name):
     """Gradients by inputs, weights or the first state are lost between two parts."""
     layer, x = built(name), inputs(length=4)

@@ -56,34 +56,6 @@ def test_training_and_generation_on_strings_need_no_tensorflow():
     assert fresh_process("-c", WITHOUT_TENSORFLOW) == "done"
 
 
-@pytest.mark.skipif(BACKEND != "torch", reason="JAX and TensorFlow trace what they compile")
-@any_family
-def test_make_fx_traces_a_decoding_step(family):
-    """A decoding step depends on values of tensors.
-
-    `torch.compile` breaks the graph in Keras's call of a layer with a dict; `make_fx` does not.
-    """
-    import torch
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    backbone = tiny_backbone(family=family)
-    token_ids = torch.tensor([[5], [7]], dtype=torch.int32)
-    with torch.no_grad():
-        cache = backbone.get_initial_state(2, max_length=6)
-        _, cache = backbone.hidden_states(token_ids, cache=cache)
-        flat = keras.tree.flatten(cache)
-
-        def step(token_ids, *flat):
-            before = keras.tree.pack_sequence_as(cache, flat)
-            x, after = backbone.hidden_states(token_ids, cache=before)
-            return [x, *keras.tree.flatten(after)]
-
-        graph = make_fx(step)(token_ids, *flat)
-        token_ids = token_ids + 3
-        for traced, plain in zip(graph(token_ids, *flat), step(token_ids, *flat), strict=True):
-            torch.testing.assert_close(traced, plain)
-
-
 @pytest.mark.nightly
 @pytest.mark.skipif(BACKEND != "torch", reason="JAX and TensorFlow compile a step as one program")
 @any_family
