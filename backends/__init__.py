@@ -22,7 +22,8 @@ Shapes are written with these letters:
     T  time, in tokens
     D  channels of an element-wise recurrence
     H  heads
-    G  heads of keys and values, each shared by H / G heads of queries
+    G  heads of keys and values, each shared by H / G heads of queries; in `scalar_decay_attention`,
+       heads of queries and keys, each shared by H / G heads of values
     K  size of a key in a head
     V  size of a value in a head; where there are no heads, size of the vocabulary
     W  width of a causal convolution

@@ -120,6 +120,10 @@ SIGNATURES = {
     "rms_norm": Signature(
         _named("x: ... D, scale: D"), (Result("... D", "x"),), optional=("scale",)
     ),
+    "scalar_decay_attention": _over_time(
+        "q: B T G K, k: B T G K, v: B T H V, log_decay: B T H",
+        *(Result("B T H V", "v"), Result("B H K V"), ("H", "G")),
+    ),
     "sliding_window_attention": _over_time(
         "q: B T H K, k: B T G K, v: B T G V",
         Result("B T H V", "q"),

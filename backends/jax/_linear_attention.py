@@ -5,6 +5,7 @@ another. So the temporaries of a group fit the cache, and do not grow with the s
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ GROUP_SIZE = 1 << 16
 
 
 def state_shape(q, k, v, _):
-    return q.shape[0], *q.shape[2:], v.shape[3]
+    return q.shape[0], v.shape[2], q.shape[3], v.shape[3]
 
 
 class Plan(NamedTuple):
@@ -31,11 +32,11 @@ class Plan(NamedTuple):
 
 
 def plan(q, v, longest):
-    """Returns the `Plan` for chunks of up to `longest` tokens; q: [B, T, H, K]; v: [B, T, H, V]."""
-    batch, length, heads, width = q.shape
+    """Returns the `Plan` for chunks of up to `longest` tokens; q: [B, T, G, K]; v: [B, T, H, V]."""
+    batch, length = q.shape[:2]
     size = min(longest, 1 << (length - 1).bit_length())
     chunks = -(-length // size)
-    room = GROUP_SIZE // (batch * heads * size * max(width, v.shape[3]))
+    room = GROUP_SIZE // (batch * size * max(math.prod(x.shape[2:]) for x in (q, v)))
     groups = -(-chunks // max(1, room))
     return Plan(groups, -(-chunks // groups), size)
 
@@ -137,15 +138,76 @@ def transposed(a):
 def states(decay, added, first, reverse=False):
     """S' = decay S + added, chunk by chunk, starting from the last if `reverse`.
 
-    decay: [B, H, chunks, K, 1], or broadcastable to it; added: [B, H, chunks, K, V]; first:
-    [B, H, K, V]. Returns the states before each chunk, [B, H, chunks, K, V], and the last state.
+    decay: [..., chunks, K, 1], or broadcastable to it; added: [..., chunks, K, V]; first:
+    [..., K, V]. Returns the states before each chunk, [..., chunks, K, V], and the last state.
     """
-    decay = jnp.broadcast_to(decay, (*decay.shape[:2], added.shape[2], *decay.shape[3:]))
+    decay = jnp.broadcast_to(decay, (*decay.shape[:-3], added.shape[-3], *decay.shape[-2:]))
 
     def step(state, chunk):
         decay, added = chunk
         return decay * state + added, state
 
-    chunks = (jnp.moveaxis(decay, 2, 0), jnp.moveaxis(added, 2, 0))
+    chunks = (jnp.moveaxis(decay, -3, 0), jnp.moveaxis(added, -3, 0))
     last, before = jax.lax.scan(step, first, chunks, reverse=reverse)
-    return jnp.moveaxis(before, 0, 2), last
+    return jnp.moveaxis(before, 0, -3), last
+
+
+def decay_products(f):
+    """Products of decays, for halves of 1, 2, 4 ... tokens and for the chunk.
+
+    Returns the products [(from the boundary to u, for right halves; from s to the boundary, for
+    left halves), ...], from the start of the chunk to u, and from s to its end. A product from s
+    excludes f_s: the decay of a token does not apply to what that token adds.
+    """
+    from_start, to_end = f, jnp.ones_like(f)
+    levels, half = [], 1
+    while half < f.shape[-2]:
+        p_left, p_right = halves(from_start, half)
+        s_left, s_right = halves(to_end, half)
+        levels.append((p_right, s_left))
+        from_start = joined(p_left, p_left[..., -1:, :] * p_right)
+        to_end = joined(s_left * p_right[..., -1:, :], s_right)
+        half *= 2
+    return levels, from_start, to_end
+
+
+def halves(x, half):
+    """The left and the right halves [..., C / (2 half), half, K] of x: [..., C, K]."""
+    x = x.reshape(*x.shape[:-2], -1, 2, half, x.shape[-1])
+    return x[..., 0, :, :], x[..., 1, :, :]
+
+
+def joined(left, right):
+    """The inverse of `_halves`."""
+    x = jnp.stack([left, right], axis=-3)
+    return x.reshape(*x.shape[:-4], -1, x.shape[-1])
+
+
+def weights_of_pairs(q, k, levels):
+    """a_us for s <= u, [..., C, C]: from blocks of one token to a block of C."""
+    weights = jnp.sum(q * k, axis=-1)[..., None, None]
+    for from_boundary, to_boundary in levels:
+        half = from_boundary.shape[-2]
+        right, left = halves(q, half)[1] * from_boundary, halves(k, half)[0] * to_boundary
+        weights = weights.reshape(*weights.shape[:-3], -1, 2, half, half)
+        above = jnp.concatenate([weights[..., 0, :, :], jnp.zeros_like(weights[..., 0, :, :])], -1)
+        below = jnp.concatenate([product(right, transposed(left)), weights[..., 1, :, :]], -1)
+        weights = jnp.concatenate([above, below], axis=-2)
+    return weights[..., 0, :, :]
+
+
+def sum_over_pairs(pairs, to_later, from_earlier):
+    """The gradient of log f_t, a sum over all pairs s < t <= u, of which f_t is a factor.
+
+    Nothing is subtracted, so the result is as exact as other gradients.
+
+    Args:
+        pairs: [..., C, C], the terms of u and s inside of a chunk.
+        to_later: [..., C, 1], the terms of u and all tokens before the chunk.
+        from_earlier: [..., C, 1], the terms of s and all tokens after the chunk.
+    """
+    index = jnp.arange(pairs.shape[-1])
+    later = (index >= index[:, None]).astype(pairs.dtype)
+    inside = jnp.where(index < index[:, None], product(later, pairs), 0)
+    total = product(later, to_later) + product(1 - later, from_earlier)
+    return total + jnp.sum(inside, axis=-1, keepdims=True)

@@ -145,18 +145,26 @@ def _matrix_recurrence(operation, function, shard, options, shards):
     return run(shard)
 
 
-def _gated_gradient(function, d_output, q, log_f, token_kind=None, **_):
-    """Σ_t f_1 ... f_t q_t d_output_t^T, a state of the same recurrence from the last token on."""
-    padding, q, d_output = _before_first_start(token_kind, q, d_output)
-    log_f = filled(log_f, padding, 0)
-    shifted = jnp.concatenate([log_f[:, 1:], jnp.zeros_like(log_f[:, :1])], axis=1)
-    q, d_output, shifted = (x[:, ::-1] for x in (q, d_output, shifted))
-    state = function(q=q, k=q, v=d_output, log_f=shifted)[1]
-    return jnp.exp(log_f[:, 0].astype(state.dtype))[..., None] * state
+def _gradient_by_decays(name):
+    """Σ_t f_1 ... f_t q_t d_output_t^T, a state of the same recurrence from the last token on.
+
+    name: the argument with the logarithms of f.
+    """
+
+    def gradient(function, d_output, q, token_kind=None, **tensors):
+        padding, q, d_output = _before_first_start(token_kind, q, d_output)
+        log_f = filled(tensors[name], padding, 0)
+        shifted = jnp.concatenate([log_f[:, 1:], jnp.zeros_like(log_f[:, :1])], axis=1)
+        q, d_output, shifted = (x[:, ::-1] for x in (q, d_output, shifted))
+        state = function(q=q, k=q, v=d_output, **{name: shifted})[1]
+        decay = jnp.exp(log_f[:, 0].astype(state.dtype))
+        return decay.reshape(*decay.shape, *[1] * (state.ndim - decay.ndim)) * state
+
+    return gradient
 
 
 def _lightning_gradient(function, d_output, q, log_decay, token_kind=None, **_):
-    """Σ_t f^t q_t d_output_t^T for real tokens t = 1, 2 ...; see `_gated_gradient`."""
+    """Σ_t f^t q_t d_output_t^T for real tokens t = 1, 2 ...; see `_gradient_by_decays`."""
     padding, q, d_output = _before_first_start(token_kind, q, d_output)
     q, d_output = q[:, ::-1], d_output[:, ::-1]
     tensors = {"q": q, "k": q, "v": d_output, "log_decay": log_decay}
@@ -179,8 +187,9 @@ def _before_first_start(token_kind, *tensors):
 # Functions of an operation, the gradient of its output, and its tensors. They return what the
 # output adds to the gradient of the initial state.
 GRADIENTS_OF_STATES: dict[str, Callable] = {
-    "gated_linear_attention": _gated_gradient,
+    "gated_linear_attention": _gradient_by_decays("log_f"),
     "lightning_attention": _lightning_gradient,
+    "scalar_decay_attention": _gradient_by_decays("log_decay"),
 }
 
 
@@ -205,6 +214,8 @@ def _total_decay(operation, shard, state):
         exponent = jnp.where(tokens == 0, 0, tokens * log_decay)
     elif operation == "gated_linear_attention":
         exponent = total(shard["log_f"])
+    elif operation == "scalar_decay_attention":
+        exponent = total(shard["log_decay"])
     else:
         exponent = total(shard["log_a"])
     decay = jnp.exp(exponent)

@@ -29,7 +29,10 @@ from ._common import (
 from ._linear_attention import (
     Plan,
     chunked,
+    decay_products,
+    halves,
     inner_products,
+    joined,
     plan,
     product,
     scan_groups,
@@ -38,6 +41,7 @@ from ._linear_attention import (
     states_before_groups,
     transposed,
     unchunked,
+    weights_of_pairs,
 )
 from ._operation import kernel_over_time
 
@@ -140,15 +144,15 @@ def _prepared(dtype, q, k, v, log_f, token_kind):
 
 def _chunk_outputs(state, q, k, v, f):
     q, k, v, f = _chunked(q, k, v, f)
-    levels, from_start, to_end = _decays(f)
+    levels, from_start, to_end = decay_products(f)
     before, state = states(_total(from_start), product(transposed(k * to_end), v), state)
-    output = product(q * from_start, before) + product(_weights(q, k, levels), v)
+    output = product(q * from_start, before) + product(weights_of_pairs(q, k, levels), v)
     return unchunked(output), state
 
 
 def _chunk_state_after(state, _, k, v, f):
     k, v, f = _chunked(k, v, f)
-    _, from_start, to_end = _decays(f)
+    _, from_start, to_end = decay_products(f)
     return states(_total(from_start), product(transposed(k * to_end), v), state)[1]
 
 
@@ -172,53 +176,9 @@ TOKENS = Form(_token_loop.outputs, _token_loop.state_after, _token_loop.gradient
 # Below, tensors are [B, H, chunks, C, K or V].
 
 
-def _decays(f):
-    """Products of decays, for halves of 1, 2, 4 ... tokens and for the chunk.
-
-    Returns the products [(from the boundary to u, for right halves; from s to the boundary, for
-    left halves), ...], from the start of the chunk to u, and from s to its end. A product from s
-    excludes f_s: the decay of a token does not apply to what that token adds.
-    """
-    from_start, to_end = f, jnp.ones_like(f)
-    levels, half = [], 1
-    while half < f.shape[-2]:
-        p_left, p_right = _halves(from_start, half)
-        s_left, s_right = _halves(to_end, half)
-        levels.append((p_right, s_left))
-        from_start = _joined(p_left, p_left[..., -1:, :] * p_right)
-        to_end = _joined(s_left * p_right[..., -1:, :], s_right)
-        half *= 2
-    return levels, from_start, to_end
-
-
 def _total(from_start):
     """The product of a chunk's decays, [..., K, 1], for its state [..., K, V]."""
     return from_start[..., -1, :, None]
-
-
-def _halves(x, half):
-    """The left and the right halves [..., C / (2 half), half, K] of x: [..., C, K]."""
-    x = x.reshape(*x.shape[:-2], -1, 2, half, x.shape[-1])
-    return x[..., 0, :, :], x[..., 1, :, :]
-
-
-def _joined(left, right):
-    """The inverse of `_halves`."""
-    x = jnp.stack([left, right], axis=-3)
-    return x.reshape(*x.shape[:-4], -1, x.shape[-1])
-
-
-def _weights(q, k, levels):
-    """a_us for s <= u, [..., C, C]: from blocks of one token to a block of C."""
-    weights = jnp.sum(q * k, axis=-1)[..., None, None]
-    for from_boundary, to_boundary in levels:
-        half = from_boundary.shape[-2]
-        right, left = _halves(q, half)[1] * from_boundary, _halves(k, half)[0] * to_boundary
-        weights = weights.reshape(*weights.shape[:-3], -1, 2, half, half)
-        above = jnp.concatenate([weights[..., 0, :, :], jnp.zeros_like(weights[..., 0, :, :])], -1)
-        below = jnp.concatenate([product(right, transposed(left)), weights[..., 1, :, :]], -1)
-        weights = jnp.concatenate([above, below], axis=-2)
-    return weights[..., 0, :, :]
 
 
 def _group_gradient(state, d_output, g, q, k, v, f):
@@ -229,12 +189,12 @@ def _group_gradient(state, d_output, g, q, k, v, f):
     between the boundary and u a sum over later u, and to each f between s and the boundary a sum
     over earlier s. Nothing is subtracted, so the result is as exact as the gradients of q and k.
     """
-    levels, from_start, to_end = _decays(f)
+    levels, from_start, to_end = decay_products(f)
     total, q_in, k_out = _total(from_start), q * from_start, k * to_end
     before, _ = states(total, product(transposed(k_out), v), state)
     after, d_state = states(total, product(transposed(q_in), d_output), g, reverse=True)
 
-    d_v = product(k_out, after) + product(transposed(_weights(q, k, levels)), d_output)
+    d_v = product(k_out, after) + product(transposed(weights_of_pairs(q, k, levels)), d_output)
     d_q = product(d_output, transposed(before)) * from_start
     d_k = product(v, transposed(after)) * to_end
     # Terms of the gradient of log f: `crossing` applies to every token of a block, `later` to its
@@ -245,21 +205,21 @@ def _group_gradient(state, d_output, g, q, k, v, f):
     d_weights = inner_products(d_output, v)[..., None, :, :]
     for from_boundary, to_boundary in reversed(levels):
         half = from_boundary.shape[-2]
-        (k_left, _), (_, q_right) = _halves(k, half), _halves(q, half)
+        (k_left, _), (_, q_right) = halves(k, half), halves(q, half)
         d_between = d_weights[..., half:, :half]
         d_right = product(d_between, k_left * to_boundary) * from_boundary
         d_left = product(transposed(d_between), q_right * from_boundary) * to_boundary
-        d_q += _joined(jnp.zeros_like(d_right), d_right)
-        d_k += _joined(d_left, jnp.zeros_like(d_left))
+        d_q += joined(jnp.zeros_like(d_right), d_right)
+        d_k += joined(d_left, jnp.zeros_like(d_left))
 
-        later_left, later_right = _halves(later, half)
-        earlier_left, earlier_right = _halves(earlier, half)
+        later_left, later_right = halves(later, half)
+        earlier_left, earlier_right = halves(earlier, half)
         crossing = jnp.stack(
             [crossing + jnp.sum(later_right, axis=-2), crossing + jnp.sum(earlier_left, axis=-2)],
             axis=-2,
         ).reshape(*crossing.shape[:-2], -1, crossing.shape[-1])
-        later = _joined(later_left, later_right + q_right * d_right)
-        earlier = _joined(earlier_left + k_left * d_left, earlier_right)
+        later = joined(later_left, later_right + q_right * d_right)
+        earlier = joined(earlier_left + k_left * d_left, earlier_right)
         d_weights = jnp.stack(
             [d_weights[..., :half, :half], d_weights[..., half:, half:]], axis=-3
         ).reshape(*d_weights.shape[:-3], -1, half, half)

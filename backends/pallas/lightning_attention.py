@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from ..constants import PADDING, STARTS
 from ..jax import lightning_attention as plain
 from ..jax._common import default_zero_state, default_zero_state_gradient
+from ..jax._linear_attention import state_shape
 from ..jax._shards import per_shard
 from ..signatures import SIGNATURES
 from . import _linear_attention
@@ -16,7 +17,7 @@ def unsupported(q, k, v, log_decay, initial_state=None, token_kind=None) -> str 
     return _linear_attention.unsupported_reason(q, k, v, log_decay, initial_state)
 
 
-@default_zero_state(plain.state_shape)
+@default_zero_state(state_shape)
 def forward(q, k, v, log_decay, initial_state, token_kind):
     return _forward(q, k, v, log_decay, initial_state, token_kind)
 

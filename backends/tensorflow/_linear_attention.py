@@ -4,6 +4,7 @@ All chunks of a group are computed together, by matrix products; the groups are 
 another. So the temporaries of a group fit the cache, and do not grow with the sequence length.
 """
 
+import math
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -27,13 +28,13 @@ class Plan(NamedTuple):
 
 
 def plan(q, v, longest):
-    """Returns the `Plan` for chunks of up to `longest` tokens; q: [B, T, H, K]; v: [B, T, H, V]."""
-    batch, length, heads, width = q.shape
+    """Returns the `Plan` for chunks of up to `longest` tokens; q: [B, T, G, K]; v: [B, T, H, V]."""
+    batch, length = q.shape[:2]
     size = longest if length is None else min(longest, 1 << (length - 1).bit_length())
     if batch is None:
         most = max(1, _TOKENS_OF_UNKNOWN_BATCH // size)
     else:
-        room = _GROUP_SIZE // max(1, batch * heads * size * max(width, v.shape[3]))
+        room = _GROUP_SIZE // max(1, batch * size * max(math.prod(x.shape[2:]) for x in (q, v)))
         most = min(_MOST_CHUNKS, _MOST_TOKENS // size, max(1, room))
     chunks = -(-length_of(q) // size)
     groups = -(-chunks // most)
@@ -116,3 +117,73 @@ def states(decay, added, first, plan, reverse=False):
         state = decay_n * state + added_n
     before = tf.stack(before[::-1] if reverse else before, axis=1)
     return tf.reshape(before, [-1, *added.shape[1:]]), state
+
+
+def decay_products(f):
+    """Products of decays, for halves of 1, 2, 4 ... tokens and for the chunk.
+
+    Returns the products [(from the boundary to u, for right halves; from s to the boundary, for
+    left halves), ...], from the start of the chunk to u, and from s to its end. A product from s
+    excludes f_s: the decay of a token does not apply to what that token adds.
+    """
+    from_start, to_end = f, tf.ones_like(f)
+    levels, half = [], 1
+    while half < f.shape[1]:
+        p_left, p_right = halves(from_start, half)
+        s_left, s_right = halves(to_end, half)
+        levels.append((p_right, s_left))
+        from_start = joined(p_left, p_left[:, :, -1:] * p_right)
+        to_end = joined(s_left * p_right[:, :, -1:], s_right)
+        half *= 2
+    return levels, from_start, to_end
+
+
+def halves(x, half):
+    """The left and the right halves, [..., C / (2 half), half, K], of x: [..., C, K]."""
+    _, length, width = x.shape
+    return tf.unstack(tf.reshape(x, [-1, length // (2 * half), 2, half, width]), axis=2)
+
+
+def joined(left, right):
+    """The inverse of `_halves`."""
+    _, blocks, half, width = left.shape
+    return tf.reshape(tf.stack([left, right], axis=2), [-1, 2 * blocks * half, width])
+
+
+def weights_of_pairs(q, k, levels):
+    """a_us for s <= u, [..., C, C]: from blocks of one token to a block of C."""
+    weights = tf.reduce_sum(q * k, axis=-1)[:, :, None, None]
+    for from_boundary, to_boundary in levels:
+        half = from_boundary.shape[2]
+        (k_left, _), (_, q_right) = halves(k, half), halves(q, half)
+        between = product(q_right * from_boundary, k_left * to_boundary, transpose_b=True)
+        left, right = weights[:, ::2], weights[:, 1::2]
+        above = tf.concat([left, tf.zeros_like(left)], axis=-1)
+        weights = tf.concat([above, tf.concat([between, right], axis=-1)], axis=-2)
+    return weights[:, 0]
+
+
+def product(a, b, **transposed):
+    """`tf.matmul`, but elementwise, which is faster, of one channel and in blocks of one token."""
+    if "transpose_b" in transposed and b.shape[-1] == 1:
+        return a * tf.linalg.matrix_transpose(b)
+    if b.shape[-2] > 1:
+        return tf.matmul(a, b, **transposed)
+    return tf.reduce_sum(a * b, axis=-1, keepdims=True) if "transpose_b" in transposed else a * b
+
+
+def sum_over_pairs(pairs, to_later, from_earlier):
+    """The gradient of log f_t, a sum over all pairs s < t <= u, of which f_t is a factor.
+
+    Nothing is subtracted, so the result is as exact as other gradients.
+
+    Args:
+        pairs: [..., C, C], the terms of u and s inside of a chunk.
+        to_later: [..., C, 1], the terms of u and all tokens before the chunk.
+        from_earlier: [..., C, 1], the terms of s and all tokens after the chunk.
+    """
+    index = tf.range(pairs.shape[-1])
+    later = tf.cast(index >= index[:, None], pairs.dtype)
+    inside = (1 - later) * tf.matmul(later, pairs)
+    total = tf.matmul(later, to_later) + tf.matmul(1 - later, from_earlier)
+    return total + tf.reduce_sum(inside, axis=-1, keepdims=True)

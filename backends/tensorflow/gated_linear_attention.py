@@ -13,13 +13,18 @@ from ._common import (
 )
 from ._linear_attention import (
     chunked,
+    decay_products,
     grouped,
+    halves,
     inner_products,
+    joined,
     plan,
+    product,
     scan_groups,
     states,
     unchunked,
     ungrouped,
+    weights_of_pairs,
 )
 
 # Numbers of tokens in a chunk: as many as a head has channels, within these limits. The work on
@@ -68,10 +73,12 @@ def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
     def all_tokens(q, k, v, log_f, state):
         def step(state, *tokens):
             q, k, w, f = chunk_group(*tokens)
-            levels, from_start, to_end = _decays(f)
+            levels, from_start, to_end = decay_products(f)
             added = tf.matmul(k * to_end, w, transpose_a=True)
             before, state = states(_total(from_start), added, state, cut)
-            output = tf.matmul(q * from_start, before) + tf.matmul(_weights(q, k, levels), w)
+            output = tf.matmul(q * from_start, before) + tf.matmul(
+                weights_of_pairs(q, k, levels), w
+            )
             return state, [tf.cast(unchunked(output, heads, cut), v.dtype)]
 
         state, (output,) = scan_groups(step, flat(state), groups(q, k, v, log_f), cut, [v.dtype])
@@ -88,7 +95,7 @@ def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
 
             def state_before(state, *tokens):
                 _, k, w, f = chunk_group(*tokens)
-                _, from_start, to_end = _decays(f)
+                _, from_start, to_end = decay_products(f)
                 added = tf.matmul(k * to_end, w, transpose_a=True)
                 return states(_total(from_start), added, state, cut)[1], [state]
 
@@ -125,60 +132,9 @@ def gated_linear_attention(q, k, v, log_f, initial_state=None, token_kind=None):
 # Below, tensors are [B * H * chunks, C, K or V].
 
 
-def _decays(f):
-    """Products of decays, for halves of 1, 2, 4 ... tokens and for the chunk.
-
-    Returns the products [(from the boundary to u, for right halves; from s to the boundary, for
-    left halves), ...], from the start of the chunk to u, and from s to its end. A product from s
-    excludes f_s: the decay of a token does not apply to what that token adds.
-    """
-    from_start, to_end = f, tf.ones_like(f)
-    levels, half = [], 1
-    while half < f.shape[1]:
-        p_left, p_right = _halves(from_start, half)
-        s_left, s_right = _halves(to_end, half)
-        levels.append((p_right, s_left))
-        from_start = _joined(p_left, p_left[:, :, -1:] * p_right)
-        to_end = _joined(s_left * p_right[:, :, -1:], s_right)
-        half *= 2
-    return levels, from_start, to_end
-
-
 def _total(from_start):
     """The product of a chunk's decays, [..., K, 1], for its state [..., K, V]."""
     return from_start[:, -1, :, None]
-
-
-def _halves(x, half):
-    """The left and the right halves, [..., C / (2 half), half, K], of x: [..., C, K]."""
-    _, length, width = x.shape
-    return tf.unstack(tf.reshape(x, [-1, length // (2 * half), 2, half, width]), axis=2)
-
-
-def _joined(left, right):
-    """The inverse of `_halves`."""
-    _, blocks, half, width = left.shape
-    return tf.reshape(tf.stack([left, right], axis=2), [-1, 2 * blocks * half, width])
-
-
-def _weights(q, k, levels):
-    """a_us for s <= u, [..., C, C]: from blocks of one token to a block of C."""
-    weights = tf.reduce_sum(q * k, axis=-1)[:, :, None, None]
-    for from_boundary, to_boundary in levels:
-        half = from_boundary.shape[2]
-        (k_left, _), (_, q_right) = _halves(k, half), _halves(q, half)
-        between = _product(q_right * from_boundary, k_left * to_boundary, transpose_b=True)
-        left, right = weights[:, ::2], weights[:, 1::2]
-        above = tf.concat([left, tf.zeros_like(left)], axis=-1)
-        weights = tf.concat([above, tf.concat([between, right], axis=-1)], axis=-2)
-    return weights[:, 0]
-
-
-def _product(a, b, **transposed):
-    """`tf.matmul`, but elementwise, which is faster, in blocks of one token."""
-    if b.shape[-2] > 1:
-        return tf.matmul(a, b, **transposed)
-    return tf.reduce_sum(a * b, axis=-1, keepdims=True) if "transpose_b" in transposed else a * b
 
 
 def _group_gradient(cut, state, d_output, g, q, k, v, f):
@@ -189,13 +145,15 @@ def _group_gradient(cut, state, d_output, g, q, k, v, f):
     between the boundary and u a sum over later u, and to each f between s and the boundary a sum
     over earlier s. Nothing is subtracted, so the result is as exact as the gradients of q and k.
     """
-    levels, from_start, to_end = _decays(f)
+    levels, from_start, to_end = decay_products(f)
     total, q_in, k_out = _total(from_start), q * from_start, k * to_end
     before, _ = states(total, tf.matmul(k_out, v, transpose_a=True), state, cut)
     d_added = tf.matmul(q_in, d_output, transpose_a=True)
     after, d_state = states(total, d_added, g, cut, reverse=True)
 
-    d_v = tf.matmul(_weights(q, k, levels), d_output, transpose_a=True) + tf.matmul(k_out, after)
+    d_v = tf.matmul(weights_of_pairs(q, k, levels), d_output, transpose_a=True) + tf.matmul(
+        k_out, after
+    )
     d_q = tf.matmul(d_output, before, transpose_b=True) * from_start
     d_k = tf.matmul(v, after, transpose_b=True) * to_end
     # Terms of the gradient of log f: `crossing` applies to every token of a block, q d_q to its
@@ -205,15 +163,15 @@ def _group_gradient(cut, state, d_output, g, q, k, v, f):
     d_weights = inner_products(d_output, v)[:, None]
     for from_boundary, to_boundary in reversed(levels):
         half = from_boundary.shape[2]
-        (k_left, _), (_, q_right) = _halves(k, half), _halves(q, half)
-        (d_k_left, d_k_right), (d_q_left, d_q_right) = _halves(d_k, half), _halves(d_q, half)
+        (k_left, _), (_, q_right) = halves(k, half), halves(q, half)
+        (d_k_left, d_k_right), (d_q_left, d_q_right) = halves(d_k, half), halves(d_q, half)
         beyond = [tf.reduce_sum(x, axis=2) for x in (q_right * d_q_right, k_left * d_k_left)]
         beyond = tf.stack(beyond, axis=2)
         crossing = tf.reshape(crossing[:, :, None] + beyond, [-1, *_twice(crossing)])
         d_between = d_weights[:, :, half:, :half]
-        d_q_right += _product(d_between, k_left * to_boundary) * from_boundary
-        d_k_left += _product(d_between, q_right * from_boundary, transpose_a=True) * to_boundary
-        d_q, d_k = _joined(d_q_left, d_q_right), _joined(d_k_left, d_k_right)
+        d_q_right += product(d_between, k_left * to_boundary) * from_boundary
+        d_k_left += product(d_between, q_right * from_boundary, transpose_a=True) * to_boundary
+        d_q, d_k = joined(d_q_left, d_q_right), joined(d_k_left, d_k_right)
         inside = [d_weights[:, :, :half, :half], d_weights[:, :, half:, half:]]
         d_weights = tf.reshape(tf.stack(inside, axis=2), [-1, 2 * d_weights.shape[1], half, half])
 

@@ -10,7 +10,7 @@ from ._common import elements_per_launch, kind_masks
 
 
 def state_shape(q, v):
-    return q.shape[0], q.shape[2], q.shape[3], v.shape[3]
+    return q.shape[0], v.shape[2], q.shape[3], v.shape[3]
 
 
 def step(q, k, v, decay, state, padding):
@@ -35,9 +35,9 @@ def chunk_size(length, longest):
 
 
 def group_spans(q, v, size):
-    """Slices of the time axis of q [B, T, H, K] and v [B, T, H, V], each several chunks long."""
-    batch, length, heads, width = q.shape
-    chunk = batch * heads * size * max(width, v.shape[3])
+    """Slices of the time axis of q [B, T, G, K] and v [B, T, H, V], each several chunks long."""
+    length = q.shape[1]
+    chunk = size * max(q[:, 0].numel(), v[:, 0].numel())
     step = size * max(1, 2 * elements_per_launch(q) // chunk)
     return [slice(i, min(i + step, length)) for i in range(0, length, step)]
 
@@ -97,3 +97,53 @@ def states_(decay, added, first, reverse=False):
         added[:, n] = first
         first = after
     return first
+
+
+def decay_products(f):
+    """Products of decays, for halves of 1, 2, 4 ... tokens and for the chunk.
+
+    Returns the products [(from the boundary to u, for right halves; from s to the boundary, for
+    left halves), ...], from the start of the chunk to u, and from s to its end. A product from s
+    excludes f_s: the decay of a token does not apply to what that token adds.
+    """
+    from_start, to_end = f, torch.ones_like(f)
+    # CPUs are several times slower with subnormal numbers. So the decays of right and left halves,
+    # which are multiplied with each other, are set to 0 below 1e-19. This may drop contributions
+    # of one token to another that are scaled by 1e-19, but none of the state, whose decays are only
+    # multiplied with inputs.
+    least, least_of_two = smallest_decay(f.dtype), torch.finfo(f.dtype).tiny ** 0.5
+    levels, half = [], 1
+    while half < f.shape[-2]:
+        p_left, p_right = halves(from_start, half)
+        s_left, _ = halves(to_end, half)
+        levels.append([torch.threshold(x, least_of_two, 0) for x in (p_right, s_left)])
+        torch.threshold_(s_left.mul_(p_right[..., -1:, :]), least, 0)
+        torch.threshold_(p_right.mul_(p_left[..., -1:, :]), least, 0)
+        half *= 2
+    return levels, from_start, to_end
+
+
+def halves(x, half):
+    """Views of the left and the right halves, [..., C / (2 half), half, K], of x: [..., C, K]."""
+    return x.unflatten(-2, (-1, 2, half)).unbind(-3)
+
+
+def between_halves(weights, half):
+    """A view of the weights between right and left halves: [..., C / (2 half), half, half]."""
+    blocks = weights.unflatten(-1, (-1, 2, half)).unflatten(-4, (-1, 2, half))
+    return blocks[..., :, 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+
+
+def sum_over_pairs(pairs, to_later, from_earlier):
+    """The gradient of log f_t, a sum over all pairs s < t <= u, of which f_t is a factor.
+
+    Nothing is subtracted, so the result is as exact as other gradients.
+
+    Args:
+        pairs: [..., C, C], the terms of u and s inside of a chunk.
+        to_later: [..., C, 1], the terms of u and all tokens before the chunk.
+        from_earlier: [..., C, 1], the terms of s and all tokens after the chunk.
+    """
+    later = torch.ones_like(pairs[(0,) * (pairs.ndim - 2)]).triu()
+    inside = (later @ pairs).tril_(-1).sum(-1, keepdim=True)
+    return inside.add_(later @ to_later).add_((1 - later) @ from_earlier)

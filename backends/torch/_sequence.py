@@ -119,20 +119,27 @@ class _AddGradient(torch.autograd.Function):
         return None, None, d_output, d_final + d_state, *[None] * (1 + len(tensors))
 
 
-def _gated_gradient(kernel, d_output, q, log_f, token_kind):
-    """Σ_t f_1 ... f_t q_t d_output_t^T, a state of the same recurrence from the last token on."""
-    padding, (q, d_output) = _before_first_start(token_kind, q, d_output)
-    if padding is not None:
-        log_f = torch.where(padding, 0, log_f)
-    shifted = torch.cat((log_f[:, 1:], torch.zeros_like(log_f[:, :1])), dim=1)
-    q, d_output, shifted = (x.flip(1) for x in (q, d_output, shifted))
-    tensors = {"q": q, "k": q, "v": d_output, "log_f": shifted}
-    state = kernel(**tensors, initial_state=None, token_kind=None)[1]
-    return log_f[:, 0].to(state.dtype).exp()[..., None] * state
+def _gradient_by_decays(name):
+    """Σ_t f_1 ... f_t q_t d_output_t^T, a state of the same recurrence from the last token on.
+
+    name: the argument with the logarithms of f.
+    """
+
+    def gradient(kernel, d_output, q, log_f, token_kind):
+        padding, (q, d_output) = _before_first_start(token_kind, q, d_output)
+        if padding is not None:
+            log_f = torch.where(padding.view(*padding.shape[: log_f.ndim]), 0, log_f)
+        shifted = torch.cat((log_f[:, 1:], torch.zeros_like(log_f[:, :1])), dim=1)
+        q, d_output, shifted = (x.flip(1) for x in (q, d_output, shifted))
+        tensors = {"q": q, "k": q, "v": d_output, name: shifted}
+        state = kernel(**tensors, initial_state=None, token_kind=None)[1]
+        return _scale((log_f[:, 0].to(state.dtype),), state)
+
+    return gradient
 
 
 def _lightning_gradient(kernel, d_output, q, log_decay, token_kind):
-    """Σ_t f^t q_t d_output_t^T for real tokens t = 1, 2 ...; see `_gated_gradient`."""
+    """Σ_t f^t q_t d_output_t^T for real tokens t = 1, 2 ...; see `_gradient_by_decays`."""
     padding, (q, d_output) = _before_first_start(token_kind, q, d_output)
     q, d_output = q.flip(1), d_output.flip(1)
     kind = None
@@ -199,6 +206,10 @@ def _log_of_gates(arguments, dtype):
 def _log_decay(arguments, dtype):
     log_decay = arguments["log_decay"].detach().to(dtype)  # it has no gradient
     return (log_decay.expand(*arguments["q"].shape[:2], -1),)
+
+
+def _log_decay_of_tokens(arguments, dtype):
+    return (arguments["log_decay"],)
 
 
 def causal_conv1d(shards, arguments, kernel):
@@ -301,8 +312,11 @@ RULES = {
     "linear_scan": recurrence((_log_a, _scale)),
     "complex_linear_scan": recurrence((_log_a_and_phase, _rotate)),
     "rg_lru": recurrence((_log_of_gates, _scale)),
-    "gated_linear_attention": matrix_recurrence("log_f", _log_f, _gated_gradient),
+    "gated_linear_attention": matrix_recurrence("log_f", _log_f, _gradient_by_decays("log_f")),
     "lightning_attention": matrix_recurrence("log_decay", _log_decay, _lightning_gradient),
+    "scalar_decay_attention": matrix_recurrence(
+        "log_decay", _log_decay_of_tokens, _gradient_by_decays("log_decay")
+    ),
     "causal_conv1d": causal_conv1d,
     "sliding_window_attention": sliding_window_attention,
 }

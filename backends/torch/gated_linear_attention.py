@@ -13,12 +13,14 @@ from ._common import (
     where,
 )
 from ._linear_attention import (
+    between_halves,
     chunk_size,
     chunked,
     chunked_kinds,
+    decay_products,
     group_spans,
+    halves,
     inner_products,
-    smallest_decay,
     state_shape,
     states_,
     step,
@@ -45,7 +47,7 @@ def _forward(q, k, v, log_f, initial_state, token_kind):
     size = chunk_size(q.shape[1], CHUNK)
     for span in group_spans(q, v, size):
         q_g, k_g, v_g, f = _prepared(q, k, v, log_f, token_kind, span, size, dtype)
-        levels, from_start, to_end = _decays(f)
+        levels, from_start, to_end = decay_products(f)
         weights = _weights(q_g, k_g, levels)
         before = k_g.mul_(to_end).mT @ v_g
         state = states_(_total(from_start), before, state)
@@ -61,7 +63,7 @@ def _backward(d_output, d_final_state, q, k, v, log_f, initial_state, token_kind
     entering = [state]
     for span in groups[:-1]:
         _, k_g, v_g, f = _prepared(q, k, v, log_f, token_kind, span, size, dtype)
-        _, from_start, to_end = _decays(f)
+        _, from_start, to_end = decay_products(f)
         added = k_g.mul_(to_end).mT @ v_g
         entering.append(states_(_total(from_start), added, entering[-1]))
 
@@ -104,44 +106,9 @@ def _prepared(q, k, v, log_f, token_kind, span, size, dtype):
 # Below, tensors are [B * H, chunks, C, K or V].
 
 
-def _decays(f):
-    """Products of decays, for halves of 1, 2, 4 ... tokens and for the chunk.
-
-    Returns the products [(from the boundary to u, for right halves; from s to the boundary, for
-    left halves), ...], from the start of the chunk to u, and from s to its end. A product from s
-    excludes f_s: the decay of a token does not apply to what that token adds.
-    """
-    from_start, to_end = f, torch.ones_like(f)
-    # CPUs are several times slower with subnormal numbers. So the decays of right and left halves,
-    # which are multiplied with each other, are set to 0 below 1e-19. This may drop contributions
-    # of one token to another that are scaled by 1e-19, but none of the state, whose decays are only
-    # multiplied with inputs.
-    least, least_of_two = smallest_decay(f.dtype), torch.finfo(f.dtype).tiny ** 0.5
-    levels, half = [], 1
-    while half < f.shape[-2]:
-        p_left, p_right = _halves(from_start, half)
-        s_left, _ = _halves(to_end, half)
-        levels.append([torch.threshold(x, least_of_two, 0) for x in (p_right, s_left)])
-        torch.threshold_(s_left.mul_(p_right[..., -1:, :]), least, 0)
-        torch.threshold_(p_right.mul_(p_left[..., -1:, :]), least, 0)
-        half *= 2
-    return levels, from_start, to_end
-
-
 def _total(from_start):
     """The product of a chunk's decays, [..., K, 1], for its state [..., K, V]."""
     return from_start[..., -1, :, None]
-
-
-def _halves(x, half):
-    """Views of the left and the right halves, [..., C / (2 half), half, K], of x: [..., C, K]."""
-    return x.unflatten(-2, (-1, 2, half)).unbind(-3)
-
-
-def _between_halves(weights, half):
-    """A view of the weights between right and left halves: [..., C / (2 half), half, half]."""
-    blocks = weights.unflatten(-1, (-1, 2, half)).unflatten(-4, (-1, 2, half))
-    return blocks[..., :, 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
 def _weights(q, k, levels):
@@ -149,14 +116,14 @@ def _weights(q, k, levels):
     weights = torch.diag_embed((q * k).sum(-1))
     for level in levels:
         _, _, q_b, k_b = _to_boundary(q, k, *level)
-        _between_halves(weights, k_b.shape[-2]).copy_(q_b @ k_b.mT)
+        between_halves(weights, k_b.shape[-2]).copy_(q_b @ k_b.mT)
     return weights
 
 
 def _to_boundary(q, k, from_boundary, to_boundary):
     """q of right halves and k of left halves, as they are and with their decays."""
     half = from_boundary.shape[-2]
-    q_right, k_left = _halves(q, half)[1], _halves(k, half)[0]
+    q_right, k_left = halves(q, half)[1], halves(k, half)[0]
     return q_right, k_left, q_right * from_boundary, k_left * to_boundary
 
 
@@ -168,7 +135,7 @@ def _group_gradient(state, d_output, g, q, k, v, f):
     between the boundary and u a sum over later u, and to each f between s and the boundary a sum
     over earlier s. Nothing is subtracted, so the result is as exact as the gradients of q and k.
     """
-    levels, from_start, to_end = _decays(f)
+    levels, from_start, to_end = decay_products(f)
     total, q_in, k_out = _total(from_start), q * from_start, k * to_end
     before, after = k_out.mT @ v, q_in.mT @ d_output
     states_(total, before, state)
@@ -186,14 +153,14 @@ def _group_gradient(state, d_output, g, q, k, v, f):
     for from_boundary, to_boundary in reversed(levels):
         half = from_boundary.shape[-2]
         q_right, k_left, q_b, k_b = _to_boundary(q, k, from_boundary, to_boundary)
-        _between_halves(weights, half).copy_(q_b @ k_b.mT)
-        d_between = _between_halves(d_weights, half)
+        between_halves(weights, half).copy_(q_b @ k_b.mT)
+        d_between = between_halves(d_weights, half)
         d_right = (d_between @ k_b).mul_(from_boundary)
         d_left = (d_between.mT @ q_b).mul_(to_boundary)
-        _halves(d_q, half)[1].add_(d_right)
-        _halves(d_k, half)[0].add_(d_left)
+        halves(d_q, half)[1].add_(d_right)
+        halves(d_k, half)[0].add_(d_left)
 
-        later_right, earlier_left = _halves(later, half)[1], _halves(earlier, half)[0]
+        later_right, earlier_left = halves(later, half)[1], halves(earlier, half)[0]
         beyond = torch.stack((later_right.sum(-2), earlier_left.sum(-2)), dim=-2)
         crossing = (crossing.unsqueeze(-2) + beyond).flatten(-3, -2)
         later_right.addcmul_(q_right, d_right)

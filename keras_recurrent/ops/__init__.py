@@ -27,6 +27,7 @@ from keras_recurrent.ops.log_forget_gate import log_forget_gate
 from keras_recurrent.ops.operation import which_implementation
 from keras_recurrent.ops.rg_lru import rg_lru
 from keras_recurrent.ops.rms_norm import rms_norm
+from keras_recurrent.ops.scalar_decay_attention import scalar_decay_attention
 from keras_recurrent.ops.sliding_window_attention import sliding_window_attention
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
 from keras_recurrent.ops.token_kind import token_kind
@@ -42,6 +43,7 @@ __all__ = [
     "log_forget_gate",
     "rg_lru",
     "rms_norm",
+    "scalar_decay_attention",
     "sliding_window_attention",
     "token_crossentropy",
     "token_kind",

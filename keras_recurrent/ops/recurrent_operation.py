@@ -108,6 +108,15 @@ class RecurrentOperation(Operation):
                 f"{tuple(tensor.shape)} for [{', '.join(cls._dimensions(name))}]. Skip the call if "
                 "there is nothing to compute."
             )
+        if "G" in sizes and sizes["H"] % sizes["G"]:
+            groups, heads = (
+                " and ".join(f"`{name}`" for name in tensors if axis in cls._dimensions(name))
+                for axis in ("G", "H")
+            )
+            raise ValueError(
+                f"`{cls.function}`: the number of heads of {groups}, {sizes['G']}, must divide "
+                f"that of {heads}, {sizes['H']}, because equal groups of heads share {groups}."
+            )
         return sizes
 
     @classmethod

@@ -34,14 +34,7 @@ class SlidingWindowAttentionOperation(RecurrentOperation):
                     f"`{cls.function}`: `{name}` must be an integer, at least 1, or None; got "
                     f"{number!r}."
                 )
-        sizes = super().check(tensors, context, options)
-        heads, groups = sizes["H"], sizes["G"]
-        if heads % groups:
-            raise ValueError(
-                f"`{cls.function}`: the number of heads of `k` and `v`, {groups}, must divide that "
-                f"of `q`, {heads}, because equal groups of query heads share keys and values."
-            )
-        return sizes
+        return super().check(tensors, context, options)
 
 
 def capacity(sliding_window, max_length):

@@ -2,7 +2,7 @@
 
 from keras import ops
 
-from keras_recurrent.portable.gated_linear_attention import gated_linear_attention
+from keras_recurrent.portable.scalar_decay_attention import scalar_decay_attention
 
 
 def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None):
@@ -10,5 +10,5 @@ def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None)
 
     Returns ([B, T, H, V], [B, H, K, V]).
     """
-    log_f = ops.broadcast_to(ops.reshape(log_decay, (-1, 1)), (*ops.shape(q)[:3], 1))
-    return gated_linear_attention(q, k, v, log_f, initial_state, token_kind)
+    log_decay = ops.broadcast_to(log_decay, ops.shape(q)[:3])
+    return scalar_decay_attention(q, k, v, log_decay, initial_state, token_kind)

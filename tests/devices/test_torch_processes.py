@@ -17,7 +17,8 @@ PARALLELISMS = ("ddp", "tensor", "fsdp", "fsdp_remat")
 PARALLELISMS_IN_16_BITS = ("fsdp_in_16_bits", "fsdp_mixed_bfloat16", "fsdp_bfloat16")
 OPERATIONS = [
     *("linear_scan", "rg_lru", "complex_linear_scan", "gated_linear_attention"),
-    *("lightning_attention", "causal_conv1d", "sliding_window_attention"),
+    *("lightning_attention", "scalar_decay_attention", "causal_conv1d"),
+    "sliding_window_attention",
 ]
 
 

@@ -21,6 +21,7 @@ OPERATIONS: dict = {
     "complex_linear_scan": ([(B, T, 2 * D), BTD, BTD], None, (B, 2 * D)),
     "gated_linear_attention": ([HEADS] * 4, [2] * 4, (B, H, K, K)),
     "lightning_attention": ([*[HEADS] * 3, (H,)], [2, 2, 2, 0], (B, H, K, K)),
+    "scalar_decay_attention": ([FEWER, FEWER, HEADS, (B, T, H)], [2] * 4, (B, H, K, K)),
     "sliding_window_attention": ([HEADS, FEWER, FEWER], [2, 2, 2], None),
 }
 # {operation: index of its log decays, which are below 0}
@@ -29,6 +30,7 @@ LOG_DECAYS = {
     "complex_linear_scan": 1,
     "gated_linear_attention": 3,
     "lightning_attention": 3,
+    "scalar_decay_attention": 3,
 }
 
 

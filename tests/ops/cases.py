@@ -135,7 +135,7 @@ class Case(NamedTuple):
     state: bool = False  # with an initial state
     decays: str = "mixed"  # or "near zero", "near one", "extreme"
     tied: bool = False  # Keys are 1 - decay, in gated linear attention.
-    heads: tuple = (4, 2)  # of queries and of keys, in softmax attention
+    heads: tuple = (4, 2)  # with decays and of keys, or of queries and of keys in softmax attention
     window: int | None = 6  # of softmax attention
     activation: str | None = "silu"  # of the convolution
     values: int | None = None  # value channels per head; if None, two more than `channels`
@@ -243,6 +243,18 @@ def lightning_attention(rng, case):
     return tensors, (case.batch, heads, case.channels, value_size)
 
 
+def scalar_decay_attention(rng, case):
+    heads, groups = case.heads
+    values = (case.batch, case.length, heads, case.value_size)
+    tensors = {
+        "q": rng.normal(size=(*values[:2], groups, case.channels)),
+        "k": rng.normal(size=(*values[:2], groups, case.channels)),
+        "v": rng.normal(size=values),
+        "log_decay": log_decays(rng, values[:3], case.decays),
+    }
+    return tensors, (case.batch, heads, case.channels, case.value_size)
+
+
 def sliding_window_attention(rng, case):
     heads, groups = case.heads
     capacity = 7 if case.window is None else case.window - 1
@@ -261,11 +273,13 @@ DRAW = {
     operation.__name__: operation
     for operation in (
         *(linear_scan, complex_linear_scan, rg_lru, causal_conv1d),
-        *(gated_linear_attention, lightning_attention, sliding_window_attention),
+        *(gated_linear_attention, lightning_attention, scalar_decay_attention),
+        sliding_window_attention,
     )
 }
 DECAYS = ("log_a", "gate_a", "a_logit", "phase", "log_f", "log_decay")
-CONSTANTS = ("log_decay",)  # tensors without a gradient, or with one of zeros
+# {operation: tensors without a gradient, or with one of zeros}
+CONSTANTS = {"lightning_attention": ("log_decay",)}
 # {part of a state: the tensor with its dtype}
 PARTS = {"key": "k", "value": "v"}
 

@@ -31,6 +31,8 @@ VALID = {
     "causal_conv1d": {"x": X, "kernel": zeros(4, 3)},
     "sliding_window_attention": {"q": zeros(2, 4, 4, 3), "k": zeros(2, 4, 2, 3)}
     | {"v": zeros(2, 4, 2, 5)},
+    "scalar_decay_attention": {"q": zeros(2, 4, 2, 5), "k": zeros(2, 4, 2, 5)}
+    | {"v": zeros(2, 4, 3, 3), "log_decay": X},
     "rms_norm": {"x": X, "epsilon": 0},
     "gated_linear_unit": {"gate": X, "x": X, "activation": "silu"},
     "log_forget_gate": {"logits": X},
@@ -83,6 +85,7 @@ INVALID = {
             r"initial_state\['position'\]. must be integers",
         ),
     ],
+    "scalar_decay_attention": [({}, "heads of `q` and `k`, 2, must divide .* `v` .* 3")],
     "rms_norm": [
         ({"scale": X[0]}, r"`scale` must have 1 dimension, \[D\]"),
         ({"scale": zeros(2)}, "`scale` .* D should be 3, not 2"),

@@ -27,7 +27,7 @@ KERNELS = kernels(DRAW)
 every_kernel = parametrize_kernels(KERNELS)
 # Cases of plain implementations take hundredths of a second; other kernels are nightly.
 every_plain_kernel = parametrize_kernels(KERNELS, nightly=lambda kernel: kernel[1] != PLAIN)
-LINEAR_ATTENTION = ("gated_linear_attention", "lightning_attention")
+LINEAR_ATTENTION = ("gated_linear_attention", "lightning_attention", "scalar_decay_attention")
 linear_attention = parametrize_kernels([k for k in KERNELS if k[0] in LINEAR_ATTENTION])
 on_torch = pytest.mark.skipif(PLAIN != "torch", reason="other backends pass zeros as gradients")
 
@@ -253,6 +253,7 @@ REACH = {
     "causal_conv1d": {("x",): (10, 13)},
     "gated_linear_attention": {("q",): (10, 11), ("k", "v", "log_f"): ALL},
     "lightning_attention": {("q",): (10, 11), ("k", "v"): ALL},
+    "scalar_decay_attention": {("q",): (10, 11), ("k", "v", "log_decay"): ALL},
     "sliding_window_attention": {("q",): (10, 11), ("k",): (10, 13), ("v",): ALL},
 }
 

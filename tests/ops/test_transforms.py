@@ -38,7 +38,8 @@ def draw_loss(operation, implementation, drawn=None):
     """A scalar loss of an operation's results, and the dict of tensors that it differentiates."""
     drawn = drawn or small.draw(operation)
     tensors = native.tensors(drawn)
-    floats = {n: tensors.pop(n) for n in drawn.differentiated if n not in cases.CONSTANTS}
+    constants = cases.CONSTANTS.get(operation, ())
+    floats = {n: tensors.pop(n) for n in drawn.differentiated if n not in constants}
 
     def loss(floats):
         arguments = {**cases.nest({**tensors, **floats}), **drawn.options}
