@@ -4,6 +4,7 @@ from keras_recurrent.layers.bidirectional_hgrn2 import BidirectionalHGRN2
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
 from keras_recurrent.layers.cg_lru import CGLRU
 from keras_recurrent.layers.gated_linear_unit import SGLU, GatedMLP, SwiGLU
+from keras_recurrent.layers.gated_short_conv import GatedShortConv
 from keras_recurrent.layers.hgrn import HGRN
 from keras_recurrent.layers.hgrn2 import HGRN2
 from keras_recurrent.layers.initializers import DecayLogit
@@ -28,6 +29,7 @@ __all__ = [
     "CausalConv1D",
     "DecayLogit",
     "GatedMLP",
+    "GatedShortConv",
     "LightningAttention",
     "LocalAttention",
     "LowerBounds",

@@ -180,6 +180,15 @@ class LightningAttention:
         return self.gate(u) * norm(o, epsilon) * w.get("norm/scale", 1) @ w["o_proj/kernel"]
 
 
+class GatedShortConv:
+    def __init__(self, weights, config):
+        self.w, self.conv1d = weights, CausalConv1D(below(weights, "conv1d"), {})
+
+    def step(self, x):
+        b, c, u = (linear(self.w, f"{name}_proj", x) for name in "bcu")
+        return linear(self.w, "o_proj", c * self.conv1d.step(b * u))
+
+
 class GatedMLP:
     def __init__(self, weights, config, activation="gelu"):
         self.w, self.activation = weights, ACTIVATIONS[activation]
@@ -207,6 +216,7 @@ UNITS = {
     "HGRN2": HGRN2,
     "HGRN": HGRN,
     "LightningAttention": LightningAttention,
+    "GatedShortConv": GatedShortConv,
     "GatedMLP": GatedMLP,
     "SwiGLU": functools.partial(GatedMLP, activation="silu"),
     "SGLU": functools.partial(GatedMLP, activation="linear"),

@@ -123,6 +123,11 @@ ROWS = {
         },
         {"memory": (4, 2, 2), "segment": (), "position": ()},
     ),
+    "GatedShortConv": Row(
+        layers.GatedShortConv,
+        {"kernel_size": 4, "use_bias": True},
+        {"conv1d": {"inputs": (3, 8)}, "segment": ()},
+    ),
     "GatedMLP": Row(layers.GatedMLP, {"intermediate_dim": 12}),
     "SwiGLU": Row(layers.SwiGLU, {"intermediate_dim": 12}),
     "SGLU": Row(layers.SGLU, {"intermediate_dim": 12}),
@@ -144,7 +149,7 @@ ATTENTION = [
 ]
 WITH_SUBLAYERS = [
     *("RGLRU", "CGLRU", "RecurrentBlock", "RecurrentBlock with CGLRU", "LocalAttention"),
-    *("HGRN2", "HGRN", "GatedMLP", "SwiGLU"),
+    *("HGRN2", "HGRN", "GatedShortConv", "GatedMLP", "SwiGLU"),
     *("LightningAttention", "SGLU", "LocalAttention with all options"),
 ]
 

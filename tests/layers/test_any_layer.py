@@ -30,7 +30,7 @@ from tests.ops.native import precision
 # Keras computes float64 in float32: matrix products on torch, gelu on TensorFlow.
 THROUGH_FLOAT32 = [
     *("RecurrentBlock", "RecurrentBlock with CGLRU", "GatedMLP", "SwiGLU", "HGRN", "HGRN2"),
-    *("HGRN2 of the paper, with convolutions", "SGLU", *ATTENTION),
+    *("HGRN2 of the paper, with convolutions", "GatedShortConv", "SGLU", *ATTENTION),
 ]
 POLICIES = ["mixed_bfloat16", "float64"]
 if keras.config.backend() == "torch":

@@ -193,6 +193,7 @@ OUTPUT_SUBLAYERS = {
     "HGRN": {"o_proj"},
     "HGRN2": {"norm", "o_proj"},
     "LightningAttention": {"u_proj", "norm", "o_proj"},
+    "GatedShortConv": {"c_proj", "o_proj"},
     "LocalAttention": {"o_proj"},
     "LocalAttention with all options": {"gate_proj", "o_proj"},
 }
