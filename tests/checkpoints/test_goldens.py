@@ -14,8 +14,6 @@ from ml_dtypes import bfloat16
 from keras_recurrent.checkpoints import layout
 from tests.checkpoints import golden
 
-pytestmark = pytest.mark.once  # tests/ops and tests/models run on all backends.
-
 # The root mean square of float32's roundings, relative; mistakes show at 1e-4 and above.
 ROUNDING = {
     "hgrn2_tiny": 1e-6,
@@ -56,6 +54,7 @@ def test_logits_of_checkpoint_match_the_original(model, path, expected):
     assert golden.relative_error(logits, expected["logits"]) < ROUNDING[path.name]
 
 
+@pytest.mark.once
 def test_call_with_cache_in_three_chunks_matches_the_original(model, path, expected):
     token_ids, chunks = expected["token_ids"], []
     cache = model.backbone.get_initial_state(len(token_ids), token_ids.shape[1])
@@ -66,6 +65,7 @@ def test_call_with_cache_in_three_chunks_matches_the_original(model, path, expec
     assert golden.relative_error(logits, expected["logits"]) < ROUNDING[path.name]
 
 
+@pytest.mark.once
 @only("hgrn2_hybrid_tiny", "hypenet_tiny", "minicpm_sala_tiny")
 def test_gradients_of_loss_match_the_original(model, expected):
     tensors = layout.get_layout(model.backbone).tensors(model.backbone.get_config())
@@ -78,6 +78,7 @@ def test_gradients_of_loss_match_the_original(model, expected):
         assert error < 3e-5, name
 
 
+@pytest.mark.once
 @only("hgrn2_hybrid_tiny", "minicpm_sala_tiny")
 def test_logits_with_left_padding_match_the_original_without_padding(model, path, expected):
     real = expected["padded_mask"] > 0
@@ -87,6 +88,7 @@ def test_logits_with_left_padding_match_the_original_without_padding(model, path
     assert error < ROUNDING[path.name]
 
 
+@pytest.mark.once
 @only("hypenet_tiny")
 def test_attention_logit_scaling_matches_the_original(path, expected):
     """The logits of HypeNet's attention do not grow with the position as configured."""
@@ -95,6 +97,7 @@ def test_attention_logit_scaling_matches_the_original(path, expected):
     assert golden.relative_error(logits, expected["scaled/logits"]) < ROUNDING[path.name]
 
 
+@pytest.mark.once
 def test_export_of_loaded_checkpoint_keeps_every_bit_and_the_config(model, path, tmp_path):
     model.export_to_transformers(tmp_path / "export")
     golden.assert_tensors(tmp_path / "export", golden.read_tensors(path), "float32")
@@ -109,6 +112,7 @@ def test_export_of_loaded_checkpoint_keeps_every_bit_and_the_config(model, path,
     assert original.items() <= model.backbone.get_config().items()
 
 
+@pytest.mark.once
 def test_bfloat16_checkpoint_survives_loading_and_export(model, path, tmp_path):
     """A float32 detour or a wrong default dtype changes bits of a bfloat16 checkpoint."""
     model.export_to_transformers(tmp_path / "narrow", dtype="bfloat16")
