@@ -4,9 +4,8 @@ import grain
 import numpy as np
 import pytest
 
-from keras_recurrent.tokenizers import ByteTokenizer, SentencePieceTokenizer
+from keras_recurrent.tokenizers import ByteTokenizer
 from tests.tokenizers import bpe
-from tests.tokenizers.sentence_piece import train
 
 pytestmark = pytest.mark.once
 TEXTS = ["hi you", "", "Grüße, 世界 🌍\n", "\x00\x7f"]
@@ -29,23 +28,3 @@ def test_pipelines_of_grain_and_tensorflow_give_the_tokens_of_a_call(make):
     for tokens in (single, dataset.batch(3).map(tokenizer)):
         round_trip = tokens.map(tokenizer.detokenize).as_numpy_iterator()
         assert [text.decode() for batch in round_trip for text in np.ravel(batch)] == TEXTS
-
-
-def test_tensorflow_pipelines_replace_invalid_bytes_and_drop_unknown_and_added_tokens():
-    tf = pytest.importorskip("tensorflow")
-    pytest.importorskip("tensorflow_text")
-    tokenizer = SentencePieceTokenizer(train(), added_tokens={"<end>": 98})
-    happy = tokenizer("all happy").tolist()
-    for each, tokens, expected in (
-        (ByteTokenizer(), [1, 198, 107, 400, 2, 0], "\ufffdh\ufffd"),
-        (tokenizer, [*happy, 98, 98], "all happy"),
-    ):
-        (text,) = tf.data.Dataset.from_tensors(tokens).map(each.detokenize)
-        assert text.numpy().decode() == expected
-    texts = tf.data.Dataset.from_tensor_slices(["all happy", "families"]).batch(2)
-    (tokens,) = texts.map(tokenizer)
-    assert tokens.to_list() == [list(row) for row in tokenizer(["all happy", "families"])]
-    (unknown,) = texts.map(
-        lambda x: tokenizer.detokenize(tf.concat([tokenizer(x), [[99], [99]]], 1))
-    )
-    assert unknown.numpy()[0].decode().startswith("all happy")
