@@ -188,9 +188,9 @@ def choose_tokens():
 
 def update_weights(dtype, gradient_dtype, size, divisor=None):
     """Updates a weight in 16 bits; the kernel stores several elements at once of some sizes."""
-    tensors = [torch.zeros(size, dtype=d) for d in (dtype, gradient_dtype, *[torch.float32] * 2)]
-    keys, numbers = torch.zeros(1, 2, dtype=torch.int32), (0.1, 0.001, 1e-7)
-    adam_kernel.update_weights([tensors], keys, torch.zeros(2), divisor, True, numbers)
+    tensors = [[torch.zeros(size, dtype=d)] for d in (dtype, gradient_dtype, *[torch.float32] * 2)]
+    step, numbers = torch.zeros((), dtype=torch.int32), (0.1, 0.001, 1e-7)
+    adam_kernel.update_weights(tensors, [0], step, torch.zeros(2), divisor, True, numbers)
 
 
 class Program(NamedTuple):

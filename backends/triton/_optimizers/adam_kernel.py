@@ -51,7 +51,7 @@ def _pointer(address, DTYPE: tl.constexpr, ALIGNMENT: tl.constexpr):
 def adam_kernel(
     blocks,
     table,
-    keys,
+    step,
     rates,
     divisor,
     new_share_1,
@@ -64,11 +64,12 @@ def adam_kernel(
     BLOCK: tl.constexpr,
 ):
     row, block = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
-    weights = _pointer(table + 5 * row, WEIGHT, ALIGNMENT)
-    gradients = _pointer(table + 5 * row + 1, GRADIENT, ALIGNMENT)
-    momentums = _pointer(table + 5 * row + 2, tl.float32, ALIGNMENT)
-    velocities = _pointer(table + 5 * row + 3, tl.float32, ALIGNMENT)
-    count = tl.multiple_of(tl.load(table + 5 * row + 4), ALIGNMENT)
+    row = table + 6 * row
+    weights = _pointer(row, WEIGHT, ALIGNMENT)
+    gradients = _pointer(row + 1, GRADIENT, ALIGNMENT)
+    momentums = _pointer(row + 2, tl.float32, ALIGNMENT)
+    velocities = _pointer(row + 3, tl.float32, ALIGNMENT)
+    count = tl.multiple_of(tl.load(row + 4), ALIGNMENT)
     index = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     valid = index < count
 
@@ -83,36 +84,39 @@ def adam_kernel(
     if DECAYS:
         weight -= weight * tl.load(rates)
     weight -= tl.load(rates + 1) * momentum / (tl.sqrt(velocity) + epsilon)
-    first_key, second_key = tl.load(keys + 2 * row), tl.load(keys + 2 * row + 1)
-    random = _hash(index.to(tl.uint32) + first_key.to(tl.uint32), second_key.to(tl.uint32))
+    # The keys are those of `rounding_keys`.
+    key = _hash(_hash(tl.load(step).to(tl.uint32), 0) ^ tl.load(row + 5).to(tl.uint32), 0)
+    random = _hash(index.to(tl.uint32) + key, _hash(key ^ 0x9E3779B9, 0))
     tl.store(momentums + index, momentum, valid)
     tl.store(velocities + index, velocity, valid)
     tl.store(weights + index, _stochastic_round(weight, random, WEIGHT), valid)
 
 
-def update_weights(tensors, keys, rates, divisor, decays, coefficients):
+def update_weights(tensors, indices, step, rates, divisor, decays, coefficients):
     """Updates weights of one dtype in place, and their slots in float32.
 
     Args:
-        tensors: `(weight, gradient, momentum, velocity)` of each weight, contiguous.
-        keys: int32 [N, 2], the `rounding_keys` of each weight.
+        tensors: lists of weights, gradients, momentums and velocities, all contiguous.
+        indices: list of integers, the `index` of each weight in `rounding_keys`.
+        step: integer scalar, the `step` in `rounding_keys`.
         rates: float32 [2]: learning rate × weight decay; bias-corrected learning rate.
         divisor: float32 scalar that divides the gradients, or None.
         decays: boolean, whether weights decay.
         coefficients: 1 - β₁, 1 - β₂ and ε. (In float32, 1 - 0.999 would be wrong by 0.0013 %.)
     """
-    rows = [(*(x.data_ptr() for x in row), row[0].numel()) for row in tensors]
-    table = torch.tensor(rows, dtype=torch.int64).to(keys.device, non_blocking=True)
-    types = [_TYPES[x.dtype] for x in tensors[0][:2]]
-    for alignment in (_ALIGNMENT, 1):
-        aligned = (not any(x % _ALIGNMENT for x in row) for row in rows)
-        counts = [r[-1] * (a == (alignment > 1)) for r, a in zip(rows, aligned, strict=True)]
+    columns = [[x.data_ptr() for x in column] for column in tensors]
+    sizes = [weight.numel() for weight in tensors[0]]
+    table = torch.tensor([*columns, sizes, indices]).T.contiguous()
+    is_aligned = (table[:, :5] % _ALIGNMENT == 0).all(1)
+    inputs = table.to(step.device, non_blocking=True), step, rates, divisor
+    types = {"WEIGHT": _TYPES[tensors[0][0].dtype], "GRADIENT": _TYPES[tensors[1][0].dtype]}
+    for alignment, rows in ((_ALIGNMENT, is_aligned), (1, ~is_aligned)):
+        counts = (table[:, 4] * rows).tolist()
         if any(counts):
-            blocks = _list_blocks(tuple(counts), keys.device)
-            options = {"WEIGHT": types[0], "GRADIENT": types[1], "DECAYS": decays}
-            options |= {"ALIGNMENT": alignment, "BLOCK": _BLOCK, "num_warps": _WARPS}
-            inputs = blocks, table, keys, rates, divisor
-            run(Launch(adam_kernel, len(blocks), inputs, (), coefficients, options))
+            blocks = _list_blocks(tuple(counts), step.device)
+            options = {**types, "DECAYS": decays, "ALIGNMENT": alignment, "BLOCK": _BLOCK}
+            options["num_warps"] = _WARPS
+            run(Launch(adam_kernel, len(blocks), (blocks, *inputs), (), coefficients, options))
 
 
 @functools.lru_cache(maxsize=32)
