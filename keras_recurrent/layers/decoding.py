@@ -83,7 +83,10 @@ def class_reason(layer, cls):
 
 def norm_reason(norm):
     """Reason why a fused step cannot compute a norm, or None."""
-    return class_reason(norm, RMSNorm)
+    reason = class_reason(norm, RMSNorm)
+    if reason is None and norm.num_groups > 1:
+        return f"`{norm.name}` has groups of channels"
+    return reason
 
 
 def dense_reason(layer, cls=keras.layers.Dense):

@@ -1,9 +1,13 @@
-"""Gated multilayer perceptrons: three linear layers and a product."""
+"""Multilayer perceptrons: two or three linear layers, the latter with a gate."""
 
 import keras
 from keras import ops
 
-from keras_recurrent.checks.arguments import check_positive_integer, check_width_known
+from keras_recurrent.checks.arguments import (
+    check_number,
+    check_positive_integer,
+    check_width_known,
+)
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.base import RecomputableLayer, cast
 from keras_recurrent.layers.dense import inner_dense
@@ -16,7 +20,8 @@ class GatedLinearUnit(RecomputableLayer):
     Shazeer 2020 (arXiv:2002.05202). Subclasses set the attributes:
 
     - `use_bias`: boolean, whether the sublayers have biases;
-    - `gate_activation`: the activation of the gate, "gelu", "silu" or None.
+    - `gate_activation`: the activation of the gate, "gelu", "silu" or None;
+    - `projections`: names of the linear layers whose outputs `gated` takes.
 
     Args:
         intermediate_dim: integer, the inner width.
@@ -38,6 +43,10 @@ class GatedLinearUnit(RecomputableLayer):
 
     use_bias: bool
     gate_activation: str | None
+    projections: tuple[str, ...] = ("gate_proj", "up_proj")
+    gate_scale: float | None = None
+    gate_proj: keras.layers.Dense
+    up_proj: keras.layers.Dense
 
     def __init__(self, intermediate_dim, *, kernel_initializer="lecun_normal", **kwargs):
         super().__init__(**kwargs)
@@ -48,6 +57,8 @@ class GatedLinearUnit(RecomputableLayer):
 
     def gated(self, gate, x):
         """Computes activation(gate) * x."""
+        if self.gate_scale is not None:
+            gate = gate * self.gate_scale
         if self.gate_activation is None:
             return ops.multiply(gate, x)
         return gated_linear_unit(gate, x, activation=self.gate_activation)
@@ -59,21 +70,21 @@ class GatedLinearUnit(RecomputableLayer):
                 f"two axes; got the shape {tuple(input_shape)}."
             )
         check_width_known(self, input_shape)
-        self.gate_proj = inner_dense(self, self.intermediate_dim, "gate_proj", self.use_bias)
-        self.gate_proj.build(input_shape)
-        self.up_proj = inner_dense(self, self.intermediate_dim, "up_proj", self.use_bias)
-        self.up_proj.build(input_shape)
+        for name in self.projections:
+            projection = inner_dense(self, self.intermediate_dim, name, self.use_bias)
+            projection.build(input_shape)
+            setattr(self, name, projection)
         self.down_proj = inner_dense(self, input_shape[-1], "down_proj", self.use_bias)
         self.down_proj.build((*input_shape[:-1], self.intermediate_dim))
 
     def call(self, inputs):
-        gate, x = self.inner(self.gate_proj, inputs), self.inner(self.up_proj, inputs)
-        y = self.inner(self.down_proj, self.gated(gate, x))
+        projected = [self.inner(getattr(self, name), inputs) for name in self.projections]
+        y = self.inner(self.down_proj, self.gated(*projected))
         return cast(y, self.compute_dtype)  # Keras on torch multiplies float64 as float32
 
     def unfused_reason(self):
         """Reason why `fused_step` cannot compute a decoding step of this layer, or None."""
-        if self.gate_activation is None:
+        if self.gate_activation is None or self.gate_scale is not None:
             return f"`{self.name}` has no fused step"
         for name in ("call", "gated"):
             is_base = getattr(type(self), name) is getattr(GatedLinearUnit, name)
@@ -147,6 +158,7 @@ class SwiGLU(GatedLinearUnit):
 
     Args:
         intermediate_dim: integer, the inner width; about 8/3 of that of the inputs in HGRN2.
+        gate_scale: number, the factor of W_gate x inside silu, as in Falcon-H1. None: 1.
 
     Example:
 
@@ -160,6 +172,14 @@ class SwiGLU(GatedLinearUnit):
 
     use_bias = False
     gate_activation = "silu"
+
+    def __init__(
+        self, intermediate_dim, *, kernel_initializer="lecun_normal", gate_scale=None, **kwargs
+    ):
+        super().__init__(intermediate_dim, kernel_initializer=kernel_initializer, **kwargs)
+        if gate_scale is not None:
+            check_number("gate_scale", gate_scale)
+        self.gate_scale = gate_scale
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -189,3 +209,48 @@ class SGLU(GatedLinearUnit):
 
     use_bias = False
     gate_activation = None
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class SquaredReLUMLP(GatedLinearUnit):
+    """Multilayer perceptron with a squared ReLU and no gate, of Nemotron-H.
+
+    ```
+    y = W_down max(W_up x, 0)^2
+    ```
+
+    So et al. 2021 (arXiv:2109.08668), without biases.
+
+    Args:
+        intermediate_dim: integer, the inner width; 3.5 to 5.25 times that of the inputs in
+            Nemotron-H.
+        kernel_initializer: initializer of both kernels.
+
+    Sublayers: `up_proj`, `down_proj`, both `Dense`.
+
+    Example:
+
+    ```python
+    import numpy as np
+    from keras_recurrent.layers import SquaredReLUMLP
+
+    assert SquaredReLUMLP(24)(np.ones((2, 5, 8))).shape == (2, 5, 8)
+    ```
+    """
+
+    use_bias = False
+    projections = ("up_proj",)
+
+    def gated(self, x):
+        """Computes max(x, 0)^2."""
+        return ops.square(ops.relu(x))
+
+    def unfused_reason(self):
+        return decoding.first_reason(
+            decoding.class_reason(self, SquaredReLUMLP),
+            decoding.denses_reason([self.up_proj], [self.down_proj]),
+        )
+
+    def fused_step(self, x, norm, **ends):
+        (y,) = decoding.linear(x, [self.up_proj], norm)
+        return decoding.add_linear(x, self.gated(y), [self.down_proj], **ends)

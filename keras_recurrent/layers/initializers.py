@@ -1,5 +1,7 @@
 """Initializers of decays."""
 
+import math
+
 import keras
 from keras import ops
 
@@ -87,3 +89,14 @@ def clone_initializer(initializer):
     if isinstance(initializer, keras.initializers.Initializer):
         return initializer.clone()
     return initializer
+
+
+def log_decay_rate(shape, dtype=None):
+    """Samples `a_log` of `Mamba2`: the logarithm of a number uniform in [1, 16)."""
+    return ops.log(keras.initializers.RandomUniform(1.0, 16.0)(shape, dtype))
+
+
+def time_step_bias(shape, dtype=None):
+    """Samples `dt_bias` of `Mamba2`: softplus(dt_bias) is log-uniform in [0.001, 0.1)."""
+    log_dt = keras.initializers.RandomUniform(math.log(0.001), math.log(0.1))(shape, dtype)
+    return ops.log(ops.expm1(ops.exp(log_dt)))

@@ -78,6 +78,7 @@ class LocalAttention(HeadsLayer):
         use_qk_norm: boolean, whether each head of queries and keys is normalized, with weights
             `[head_dim]` that all heads share.
         use_output_gate: boolean, whether the outputs of the heads have a gate; see above.
+        query_scale: number, the factor of the logits. None: 1 / sqrt(head_dim).
         logit_scaling: number a, at least 2, for a logit scale that grows with the position; see
             above. None: a constant scale.
         layer_norm_epsilon: float, ε of the norms of queries and keys.
@@ -140,6 +141,7 @@ class LocalAttention(HeadsLayer):
         use_output_bias=True,
         use_qk_norm=False,
         use_output_gate=False,
+        query_scale=None,
         logit_scaling=None,
         layer_norm_epsilon=1e-6,
         kernel_initializer="lecun_normal",
@@ -160,6 +162,8 @@ class LocalAttention(HeadsLayer):
         check_booleans(use_qkv_bias=use_qkv_bias, use_output_bias=use_output_bias)
         check_booleans(use_qk_norm=use_qk_norm, use_output_gate=use_output_gate)
         check_number("layer_norm_epsilon", layer_norm_epsilon)
+        if query_scale is not None:
+            check_number("query_scale", query_scale, above=0)
         _check_logit_scaling(logit_scaling)
         sliding_window = _integer_or_none("sliding_window", sliding_window)
         max_length = _integer_or_none("max_length", max_length)
@@ -207,7 +211,7 @@ class LocalAttention(HeadsLayer):
         return cast(x * scale, self.compute_dtype)
 
     def _logit_scale(self, position):
-        scale = self.head_dim**-0.5
+        scale = self.head_dim**-0.5 if self.query_scale is None else self.query_scale
         if self.logit_scaling is None:
             return scale
         growth = ops.log(ops.cast(position, self.state_dtype) + self.logit_scaling)
@@ -241,6 +245,8 @@ class LocalAttention(HeadsLayer):
         return {name: ops.zeros(shape, self.compute_dtype) for name in ("key", "value")}
 
     def unfused_reason(self):
+        if self.query_scale is not None:
+            return f"`{self.name}` has a `query_scale`"
         return decoding.first_reason(
             decoding.class_reason(self, LocalAttention),
             decoding.denses_reason(self.projections(), [self.o_proj]),

@@ -3,7 +3,14 @@
 import keras
 from keras import ops
 
-from keras_recurrent.checks.arguments import check_boolean, check_number, check_width_known
+from keras_recurrent.checks.arguments import (
+    check_boolean,
+    check_divides,
+    check_number,
+    check_positive_integer,
+    check_width_known,
+)
+from keras_recurrent.checks.shapes import reshape
 from keras_recurrent.layers.base import RecomputableLayer, cast
 from keras_recurrent.ops.rms_norm import rms_norm
 
@@ -76,9 +83,12 @@ class RMSNorm(SimpleRMSNorm):
 
     Args:
         zero_centered: boolean, whether the weight is stored as its difference from 1.
+        num_groups: integer, which must divide D. The mean is over each of this many equal groups of
+            consecutive channels, as in Mamba-2.
 
     Raises:
-        ValueError: the width of the inputs is unknown, or `zero_centered` is not a boolean.
+        ValueError: the width of the inputs is unknown or not a multiple of `num_groups`, or
+            `zero_centered` is not a boolean.
 
     Example:
 
@@ -92,13 +102,16 @@ class RMSNorm(SimpleRMSNorm):
     ```
     """
 
-    def __init__(self, *, epsilon=1e-6, zero_centered=True, **kwargs):
+    def __init__(self, *, epsilon=1e-6, zero_centered=True, num_groups=1, **kwargs):
         super().__init__(epsilon=epsilon, **kwargs)
         check_boolean("zero_centered", zero_centered)
+        check_positive_integer("num_groups", num_groups)
         self.zero_centered = zero_centered
+        self.num_groups = num_groups
 
     def build(self, input_shape):
         check_width_known(self, input_shape)
+        check_divides("num_groups", self.num_groups, "the width of the inputs", input_shape[-1])
         self.scale = self.add_weight(
             name="scale",
             shape=(input_shape[-1],),
@@ -108,7 +121,12 @@ class RMSNorm(SimpleRMSNorm):
 
     def call(self, inputs):
         inputs = cast(inputs, self.compute_dtype)
-        return rms_norm(inputs, self.factor(), epsilon=self.epsilon)
+        if self.num_groups == 1:
+            return rms_norm(inputs, self.factor(), epsilon=self.epsilon)
+        shape = ops.shape(inputs)
+        groups = (*shape[:-1], self.num_groups, inputs.shape[-1] // self.num_groups)
+        x = rms_norm(ops.cast(reshape(inputs, groups), self.state_dtype), epsilon=self.epsilon)
+        return cast(reshape(x, shape) * self.factor(), self.compute_dtype)
 
     def factor(self):
         """Returns the factor of the normalized inputs, [D]."""

@@ -97,7 +97,8 @@ class LocalAttention:
         for head, q in enumerate(queries):
             group = head * groups // heads
             seen = range(max(0, t + 1 - window), t + 1)
-            logits = [growth * (q @ self.keys[s][group]) / np.sqrt(len(q)) for s in seen]
+            scale = growth * (c.get("query_scale") or len(q) ** -0.5)
+            logits = [scale * (q @ self.keys[s][group]) for s in seen]
             p = np.exp(logits - np.max(logits))
             outputs.append(p / p.sum() @ [self.values[s][group] for s in seen])
         output = np.concatenate(outputs)
@@ -189,21 +190,64 @@ class GatedShortConv:
         return linear(self.w, "o_proj", c * self.conv1d.step(b * u))
 
 
+class Mamba2:
+    def __init__(self, weights, config):
+        self.w, self.c, self.s = weights, config, 0
+        self.scales = config["projection_scales"] or [1] * 5
+        self.x_conv1d, self.bc_conv1d = (
+            CausalConv1D(below(weights, name), {"activation": "silu"})
+            for name in ("x_conv1d", "bc_conv1d")
+        )
+
+    def step(self, u):
+        w, c = self.w, self.c
+        z, x, bc, dt = (u @ w[f"{name}_proj/kernel"] for name in ("z", "x", "bc", "dt"))
+        z, x, dt = z * self.scales[0], x * self.scales[1], dt * self.scales[4]
+        bc = bc.reshape(c["num_groups"], 2, -1) * np.reshape(self.scales[2:4], (2, 1))
+        x = self.x_conv1d.step(x).reshape(c["num_heads"], -1)
+        bc = self.bc_conv1d.step(bc.ravel()).reshape(bc.shape)
+        b, query = np.repeat(bc, c["num_heads"] // c["num_groups"], axis=0).swapaxes(0, 1)
+        dt = np.logaddexp(0, dt + w["dt_bias"])
+        decay = np.exp(-dt * np.exp(w["a_log"]))
+        self.s = decay[:, None, None] * self.s + b[:, :, None] * (dt[:, None] * x)[:, None]
+        o = (np.einsum("hnp,hn->hp", self.s, query) + w["skip"][:, None] * x).ravel()
+        if c["norm_position"] == "before_gate":
+            o = self.normalize(o)
+        o = o * silu(z)
+        if c["norm_position"] == "after_gate":
+            o = self.normalize(o)
+        return o @ w["o_proj/kernel"]
+
+    def normalize(self, o):
+        groups = o.reshape(self.c["num_groups"], -1)
+        return norm(groups, self.c["layer_norm_epsilon"]).ravel() * self.w["norm/scale"]
+
+
 class GatedMLP:
     def __init__(self, weights, config, activation="gelu"):
         self.w, self.activation = weights, ACTIVATIONS[activation]
+        self.gate_scale = config.get("gate_scale") or 1
 
     def step(self, x):
-        gate = self.activation(linear(self.w, "gate_proj", x))
+        gate = self.activation(self.gate_scale * linear(self.w, "gate_proj", x))
         return linear(self.w, "down_proj", gate * linear(self.w, "up_proj", x))
+
+
+class SquaredReLUMLP:
+    def __init__(self, weights, config):
+        self.w = weights
+
+    def step(self, x):
+        return linear(self.w, "down_proj", np.maximum(linear(self.w, "up_proj", x), 0) ** 2)
 
 
 class RMSNorm:
     def __init__(self, weights, config):
         self.scale = weights.get("scale", 1) + config.get("zero_centered", False)
+        self.num_groups = config.get("num_groups", 1)
 
     def step(self, x):
-        return norm(x, 1e-6) * self.scale
+        return norm(x.reshape(self.num_groups, -1), 1e-6).ravel() * self.scale
 
 
 # The loop of each layer: a class that is called with the layer's weights and configuration.
@@ -217,9 +261,11 @@ UNITS = {
     "HGRN": HGRN,
     "LightningAttention": LightningAttention,
     "GatedShortConv": GatedShortConv,
+    "Mamba2": Mamba2,
     "GatedMLP": GatedMLP,
     "SwiGLU": functools.partial(GatedMLP, activation="silu"),
     "SGLU": functools.partial(GatedMLP, activation="linear"),
+    "SquaredReLUMLP": SquaredReLUMLP,
     "RMSNorm": RMSNorm,
     "SimpleRMSNorm": RMSNorm,
 }

@@ -75,6 +75,7 @@ ROWS = {
             "use_output_bias": False,
             "use_qk_norm": True,
             "use_output_gate": True,
+            "query_scale": 0.3,
             "logit_scaling": 2.5,
             "layer_norm_epsilon": 1e-2,
         },
@@ -128,12 +129,37 @@ ROWS = {
         {"kernel_size": 4, "use_bias": True},
         {"conv1d": {"inputs": (3, 8)}, "segment": ()},
     ),
+    "Mamba2": Row(
+        layers.Mamba2,
+        {"num_heads": 4, "head_dim": 3, "state_dim": 2, "num_groups": 2, "conv_size": 3},
+        {
+            "memory": (4, 2, 3),
+            "x_conv1d": {"inputs": (2, 12)},
+            "bc_conv1d": {"inputs": (2, 8)},
+            "segment": (),
+        },
+    ),
+    "Mamba2 with a norm before the gate": Row(
+        layers.Mamba2,
+        {
+            **{"num_heads": 2, "head_dim": 4, "state_dim": 3, "norm_position": "before_gate"},
+            **{"use_conv_bias": False, "projection_scales": (0.5, 1.5, 2.0, 0.8, 3.0)},
+        },
+        {
+            "memory": (2, 3, 4),
+            "x_conv1d": {"inputs": (3, 8)},
+            "bc_conv1d": {"inputs": (3, 6)},
+            "segment": (),
+        },
+    ),
     "GatedMLP": Row(layers.GatedMLP, {"intermediate_dim": 12}),
-    "SwiGLU": Row(layers.SwiGLU, {"intermediate_dim": 12}),
+    "SwiGLU": Row(layers.SwiGLU, {"intermediate_dim": 12, "gate_scale": 0.6}),
     "SGLU": Row(layers.SGLU, {"intermediate_dim": 12}),
+    "SquaredReLUMLP": Row(layers.SquaredReLUMLP, {"intermediate_dim": 12}),
     "SimpleRMSNorm": Row(layers.SimpleRMSNorm),
     "RMSNorm": Row(layers.RMSNorm),
     "RMSNorm around 0": Row(layers.RMSNorm, {"zero_centered": False}),
+    "RMSNorm of groups": Row(layers.RMSNorm, {"num_groups": 2}),
 }
 # With the layers that need more than one input, or none.
 ALL_ROWS = {
@@ -150,7 +176,7 @@ ATTENTION = [
 WITH_SUBLAYERS = [
     *("RGLRU", "CGLRU", "RecurrentBlock", "RecurrentBlock with CGLRU", "LocalAttention"),
     *("HGRN2", "HGRN", "GatedShortConv", "GatedMLP", "SwiGLU"),
-    *("LightningAttention", "SGLU", "LocalAttention with all options"),
+    *("LightningAttention", "SGLU", "SquaredReLUMLP", "LocalAttention with all options", "Mamba2"),
 ]
 
 # On torch, which compiles nothing, base-class tests run on every layer. On JAX and TensorFlow these

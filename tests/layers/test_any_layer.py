@@ -31,6 +31,7 @@ from tests.ops.native import precision
 THROUGH_FLOAT32 = [
     *("RecurrentBlock", "RecurrentBlock with CGLRU", "GatedMLP", "SwiGLU", "HGRN", "HGRN2"),
     *("HGRN2 of the paper, with convolutions", "GatedShortConv", "SGLU", *ATTENTION),
+    *("Mamba2", "Mamba2 with a norm before the gate", "SquaredReLUMLP"),
 ]
 POLICIES = ["mixed_bfloat16", "float64"]
 if keras.config.backend() == "torch":

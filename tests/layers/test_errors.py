@@ -98,6 +98,10 @@ INVALID_ARGUMENTS = [
     ),
     (LightningAttention, {"layer_index": 3, "num_layers": 3}, "to .*, 2; got 3"),
     (LightningAttention, {"layer_index": 0.5}, "integer from 0.*got 0.5"),
+    (layers.Mamba2, {"num_heads": 4, "num_groups": 3}, "must divide `num_heads`, 4; got 3"),
+    (layers.Mamba2, {"num_heads": 4, "norm_position": "last"}, "`norm_position` must .*'last'"),
+    (layers.Mamba2, {"num_heads": 4, "projection_scales": 2.0}, "five numbers.*got .2.0,"),
+    (layers.RMSNorm, {"num_groups": 3}, "`num_groups` must divide the width of the inputs, 8"),
 ]
 
 
