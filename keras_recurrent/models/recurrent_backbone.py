@@ -125,9 +125,10 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
                 self.make_mixer(i, dtype=dtype, name="temporal_block")
                 for i in range(self.num_layers)
             ]
-        kwargs |= {"layer_norm_epsilon": self.layer_norm_epsilon, "dtype": dtype}
+        kwargs |= {"intermediate_dim": self.intermediate_dim, "dtype": dtype}
+        kwargs["layer_norm_epsilon"] = self.layer_norm_epsilon
         blocks = [
-            block_cls(mixer, self.intermediate_dim, name=f"block_{i}", **kwargs)
+            block_cls(mixer, name=f"block_{i}", **{**kwargs, **self.block_options(i)})
             for i, mixer in enumerate(mixers)
         ]
         with no_further_remat():
@@ -139,8 +140,15 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
         }
 
     def make_mixer(self, i, **kwargs):
-        """Returns the layer that mixes tokens in block i; `kwargs` are its dtype and its name."""
+        """Returns the layer that mixes tokens in block i; `kwargs` are its dtype and its name.
+
+        None: the block does not mix tokens.
+        """
         raise NotImplementedError
+
+    def block_options(self, i):
+        """Returns arguments of block i that differ from those of other blocks."""
+        return {}
 
     def make_attention(self, i, **kwargs):
         """Returns the attention of block i, with the stored numbers of heads."""
@@ -320,7 +328,8 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
             data_parallel_dim_name: string, the mesh axis for the data. Its size must divide
                 `hidden_dim`.
             **heads: for networks with attention, `num_key_value_heads`, integer, the number of its
-                key and value heads, by default 1. For `LightningHybridBackbone` also
+                key and value heads, by default 1. For `MambaHybridBackbone` also
+                `num_mamba_groups`, integer, by default 1. For `LightningHybridBackbone` also
                 `attention_layers`, indices of the blocks of attention: if the model axis does not
                 divide `num_key_value_heads`, only their keys and values are replicated. None, the
                 default: keys and values of all blocks are then replicated.
@@ -444,16 +453,15 @@ def token_input(name):
 
 
 def check_network_sizes(vocabulary_size, num_layers, hidden_dim, intermediate_dim):
-    """Raises an error for sizes below 1 and those that the active distribution cannot split."""
-    check_positive_integers(
-        vocabulary_size=vocabulary_size,
-        num_layers=num_layers,
-        hidden_dim=hidden_dim,
-        intermediate_dim=intermediate_dim,
-    )
+    """Raises an error for sizes below 1 and those that the active distribution cannot split.
+
+    `intermediate_dim` is None for a network that does not mix channels.
+    """
+    sizes = {"hidden_dim": hidden_dim, "intermediate_dim": intermediate_dim}
+    if intermediate_dim is None:
+        del sizes["intermediate_dim"]
+    check_positive_integers(vocabulary_size=vocabulary_size, num_layers=num_layers, **sizes)
     check_layout(
         "token_embedding/embeddings", vocabulary_size=vocabulary_size, hidden_dim=hidden_dim
     )
-    check_layout(
-        "block_0/mlp/gate_proj/kernel", hidden_dim=hidden_dim, intermediate_dim=intermediate_dim
-    )
+    check_layout("block_0/mlp/gate_proj/kernel", **sizes)

@@ -1,4 +1,4 @@
-"""Base class of residual blocks, which mix tokens and then channels."""
+"""Base class of residual blocks, which mix tokens and channels."""
 
 import keras
 
@@ -29,10 +29,13 @@ class ResidualBlock(StreamingLayer):
     are not RMSNorms or its channels are not mixed by a SwiGLU. Further call arguments (see
     `StreamingLayer.check_arguments`) are passed to the layer that mixes tokens.
 
+    A family may leave one of the two layers out, with its norm.
+
     Args:
         temporal_block: the layer that mixes tokens: any `StreamingLayer` whose output has the
-            shape of its input.
-        intermediate_dim: integer, the width inside the layer that mixes channels.
+            shape of its input. None: tokens are not mixed.
+        intermediate_dim: integer, the width inside the layer that mixes channels. None: channels
+            are not mixed.
         layer_norm_epsilon: float, ε of the norms.
         residual_scale: number r, the factor of the outputs of both layers. None: 1.
 
@@ -84,23 +87,36 @@ class ResidualBlock(StreamingLayer):
     def build(self, input_shape):
         super().build(input_shape)
         with no_further_remat():
-            self.temporal_norm = self.make_norm("temporal_norm")
-            self.channel_norm = self.make_norm("channel_norm")
-            self.mlp = self.make_mlp("mlp")
-            for layer in (self.temporal_norm, self.temporal_block, self.channel_norm, self.mlp):
-                if not layer.built:
-                    layer.build(input_shape)
+            if self.temporal_block is not None:
+                self.temporal_norm = self.make_norm("temporal_norm")
+            if self.intermediate_dim is not None:
+                self.channel_norm = self.make_norm("channel_norm")
+                self.mlp = self.make_mlp("mlp")
+            for norm, layer, _ in self.parts():
+                for part in (norm, layer):
+                    if not part.built:
+                        part.build(input_shape)
+
+    def parts(self):
+        """Returns `[(norm, layer, r)]` of the layers that mix tokens or channels, in order."""
+        parts = []
+        if self.temporal_block is not None:
+            parts.append((self.temporal_norm, self.temporal_block, self.residual_scale))
+        if self.intermediate_dim is not None:
+            parts.append((self.channel_norm, self.mlp, self.residual_scale))
+        return parts
 
     def streaming_sublayers(self):
-        return {"temporal_block": self.temporal_block}
+        return {} if self.temporal_block is None else {"temporal_block": self.temporal_block}
 
     def unfused_reason(self):
-        if not isinstance(self.mlp, GatedLinearUnit):
-            return f"`{self.mlp.name}` is a {type(self.mlp).__name__}, not a gated linear unit"
+        mlp = self.mlp if self.intermediate_dim is not None else None
+        if mlp is not None and not isinstance(mlp, GatedLinearUnit):
+            return f"`{mlp.name}` is a {type(mlp).__name__}, not a gated linear unit"
+        norms, layers, _ = zip(*self.parts(), strict=True)
         return decoding.first_reason(
-            self.temporal_block.unfused_reason(),
-            self.mlp.unfused_reason(),
-            *map(decoding.norm_reason, (self.temporal_norm, self.channel_norm)),
+            *(layer.unfused_reason() for layer in layers),
+            *map(decoding.norm_reason, norms),
             jax_steps.unsupported_reason(self),
         )
 
@@ -116,11 +132,15 @@ class ResidualBlock(StreamingLayer):
         Returns:
             `(the next Stream, next state)`.
         """
-        ends = {"output_scale": self.residual_scale}
-        x, state = self.temporal_block.fused_step(
-            *(x, self.temporal_norm, tokens, state), next_norm=self.channel_norm, **ends, **kwargs
-        )
-        return self.mlp.fused_step(x, self.channel_norm, next_norm=next_norm, **ends), state
+        parts = self.parts()
+        norms = [*(norm for norm, *_ in parts[1:]), next_norm]
+        for (norm, layer, scale), following in zip(parts, norms, strict=True):
+            ends = {"output_scale": scale, "next_norm": following}
+            if layer is self.temporal_block:
+                x, state = layer.fused_step(x, norm, tokens, state, **ends, **kwargs)
+            else:
+                x = layer.fused_step(x, norm, **ends)
+        return x, state
 
     def array_step(self, x, tokens, state, **kwargs):
         """Computes `step` for x [B, D], without anything for the next block."""
@@ -128,25 +148,28 @@ class ResidualBlock(StreamingLayer):
         return stream.x, state
 
     def stream(self, inputs, tokens, state, **kwargs):
-        before = state.get("temporal_block")
-        if before and decoding.can_fuse(inputs) and self.unfused_reason() is None:
-            x, after = jax_steps.run(self, inputs[:, 0], tokens, before, **kwargs)
-            return x[:, None], {"temporal_block": after}
-        x = self.inner(self.temporal_norm, inputs)
-        kwargs |= {"tokens": tokens, "initial_state": before, "return_state": True}
-        x, after = self.inner(self.temporal_block, x, **kwargs)
-        x = self._add(inputs, x)
-        x = self._add(x, self.inner(self.mlp, self.inner(self.channel_norm, x)))
-        return x, {"temporal_block": after}
-
-    def _add(self, x, y):
-        """Returns x + r y."""
-        y = y if self.residual_scale is None else y * self.residual_scale
-        return apply_layout(x + y, "hidden_states")
+        before, after = state.get("temporal_block"), {}
+        continues = before or self.temporal_block is None
+        if continues and decoding.can_fuse(inputs) and self.unfused_reason() is None:
+            x, step_state = jax_steps.run(self, inputs[:, 0], tokens, before or {}, **kwargs)
+            return x[:, None], {"temporal_block": step_state} if before else {}
+        x = inputs
+        for norm, layer, scale in self.parts():
+            y = self.inner(norm, x)
+            if layer is self.temporal_block:
+                kwargs |= {"tokens": tokens, "initial_state": before, "return_state": True}
+                y, after["temporal_block"] = self.inner(layer, y, **kwargs)
+            else:
+                y = self.inner(layer, y)
+            y = y if scale is None else y * scale
+            x = apply_layout(x + y, "hidden_states")
+        return x, after
 
     @classmethod
     def from_config(cls, config):
-        temporal_block = keras.layers.deserialize(config["temporal_block"])
+        temporal_block = config["temporal_block"]
+        if temporal_block is not None:
+            temporal_block = keras.layers.deserialize(temporal_block)
         return super().from_config({**config, "temporal_block": temporal_block})
 
 
@@ -186,11 +209,10 @@ def chain_steps(blocks, x, tokens, states, arguments):
         `(output [B, 1, D], next states)`.
     """
     stream, after = decoding.Stream(x[:, 0]), []
-    norms = [*(block.temporal_norm for block in blocks[1:]), None]
+    norms = [*(block.parts()[0][0] for block in blocks[1:]), None]
     for block, state, norm, further in zip(blocks, states, norms, arguments, strict=True):
+        before = state.get("temporal_block")
         with weights_scope(block):
-            stream, state = block.step(
-                stream, tokens, state["temporal_block"], next_norm=norm, **further
-            )
-        after.append(in_order({"temporal_block": state}))
+            stream, before = block.step(stream, tokens, before, next_norm=norm, **further)
+        after.append(in_order({"temporal_block": before}) if state else {})
     return stream.x[:, None], after
