@@ -19,6 +19,7 @@ class Header(NamedTuple):
     """Header of a tensor: its file, shape and dtype, in the names of safetensors."""
 
     path: str
+    name: str
     shape: tuple[int, ...]
     dtype: str
 
@@ -31,17 +32,20 @@ class Checkpoint:
 
     Args:
         preset: string, a directory or `hf://owner/repository`.
+        canonical_name: a function of a tensor's name in a file that returns its name in `tensors`,
+            or None for a tensor that is not used.
 
     Attributes:
         tensors: `{name: Header}`.
 
     Raises:
         FileNotFoundError: there are no such files, or a file of the index is missing.
-        ValueError: a file is damaged, or the files do not hold the tensors of the index.
+        ValueError: a file is damaged, the files do not hold the tensors of the index, or two
+            tensors have one name.
         ImportError: safetensors is not installed.
     """
 
-    def __init__(self, preset):
+    def __init__(self, preset, canonical_name=lambda name: name):
         self.preset = preset
         self._open = files.require("safetensors", "Reading a checkpoint").safe_open
         self._error_class = files.require("safetensors", "Reading a checkpoint").SafetensorError
@@ -58,12 +62,21 @@ class Checkpoint:
                     f"{INDEX_FILE} of {preset!r} and {name} differ: {short_repr(tensor)} is in "
                     f"{where}. The files are not of one checkpoint; fetch them all again."
                 )
-            self.tensors |= headers
+            for header in headers.values():
+                tensor = canonical_name(header.name)
+                if tensor in self.tensors:
+                    raise ValueError(
+                        f"{preset!r} has {short_repr(tensor)} twice, under the names "
+                        f"{short_repr(self.tensors[tensor].name)} and {short_repr(header.name)}."
+                    )
+                if tensor is not None:
+                    self.tensors[tensor] = header
 
     def read(self, name):
         """Returns the values of a tensor as a NumPy array."""
-        with self._open(self.tensors[name].path, "np") as file:
-            return file.get_tensor(name)
+        header = self.tensors[name]
+        with self._open(header.path, "np") as file:
+            return file.get_tensor(header.name)
 
     def num_bytes(self):
         """Returns the size of all tensors in bytes."""
@@ -98,7 +111,7 @@ class Checkpoint:
             with self._open(path, "np") as file:
                 slices = {key: file.get_slice(key) for key in list(file.keys())}
                 headers = {
-                    key: Header(path, tuple(part.get_shape()), part.get_dtype())
+                    key: Header(path, key, tuple(part.get_shape()), part.get_dtype())
                     for key, part in slices.items()
                 }
         except self._error_class as error:

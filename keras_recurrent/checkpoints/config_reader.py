@@ -62,6 +62,31 @@ class ConfigReader:
             raise self.unsupported_error(key, value, wanted)
         return float(value)
 
+    def rope_number(self, rope, key, default=_REQUIRED, maximum=None):
+        """Returns a number from `rope`, the section of rotary positions, or here in older files.
+
+        None as the default: one of the two has the key.
+        """
+        outside = None
+        if default is not None or self.config.get(key) is not None:
+            outside = self.number(key, default=default, maximum=maximum)
+        given = {} if outside is None else {"default": outside}
+        inside = rope.number(key, maximum=maximum, **given)
+        if self.config.get(key) is not None and inside != outside:
+            raise ValueError(
+                f"{key!r} is {outside} in {self.source}, but {inside} in {rope.source}. Remove the "
+                "wrong one."
+            )
+        return inside
+
+    def number_list(self, key, count, default=_REQUIRED):
+        """Returns a tuple of `count` numbers, each as in `number`."""
+        values = self._value(key, default)
+        if not isinstance(values, (list, tuple)) or len(values) != count:
+            raise self.unsupported_error(key, values, f"a list of {count} numbers")
+        parts = ConfigReader(dict(enumerate(values)), f"{key!r} of {self.source}")
+        return tuple(parts.number(i) for i in range(count))
+
     def flag(self, key, default=_REQUIRED):
         """Returns a boolean."""
         value = self._value(key, default)

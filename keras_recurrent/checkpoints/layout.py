@@ -1,5 +1,7 @@
 """Base class for the checkpoint layout of a family, and the registry of all layouts."""
 
+import math
+
 from keras_recurrent.checkpoints.config_reader import COMMON_UNUSED_KEYS, ConfigReader
 from keras_recurrent.checkpoints.files import CONFIG_FILE
 from keras_recurrent.checkpoints.tensor_table import TRANSPOSED, BlockTensors, Tensor
@@ -17,6 +19,7 @@ class Layout:
         architecture: string, the class that transformers loads.
         tokenizer_class: string, the SentencePiece tokenizer class that transformers loads.
         embedding, final_norm: strings, the names of these tensors. None: no norm has a weight.
+        blocks: string, the beginning of the names of tensors in blocks.
         unused: keys of `config.json`, in addition to `COMMON_UNUSED_KEYS`, that do not change the
             outputs of the model.
     """
@@ -26,6 +29,7 @@ class Layout:
     tokenizer_class = "LlamaTokenizer"
     embedding = "model.embed_tokens.weight"
     final_norm: str | None = "model.norm.weight"
+    blocks = "model.layers"
     unused: tuple[str, ...] = ()
 
     def read_config(self, config):
@@ -45,6 +49,10 @@ class Layout:
         """Returns the dictionary of `config.json`, from arguments that meet `requirements`."""
         raise NotImplementedError
 
+    def canonical_name(self, name):
+        """Returns the name in `tensors` of a tensor in a file, or None if it is not used."""
+        return name
+
     def tensors(self, arguments):
         """Returns a list of `Tensor`, all tensors in a checkpoint of such a backbone."""
         v, d = arguments["vocabulary_size"], arguments["hidden_dim"]
@@ -53,7 +61,7 @@ class Layout:
         # A copy of tied weights, which `save_pretrained` may omit.
         tensors = [Tensor(self.embedding, (v, d), weights, copy=head if is_tied else None)]
         for i in range(arguments["num_layers"]):
-            block = BlockTensors(f"model.layers.{i}.", f"block_{i}")
+            block = BlockTensors(f"{self.blocks}.{i}.", f"block_{i}")
             tensors.extend(self.block_tensors(i, block, arguments))
         if self.final_norm is not None:
             tensors.append(Tensor(self.final_norm, (d,), ("final_norm/scale",)))
@@ -153,3 +161,12 @@ def get_layout(backbone):
         f"`{type(backbone).__name__}` has no layout on the Hugging Face Hub. Save it with "
         "`save_to_preset`."
     )
+
+
+def solve(function, value, guess):
+    """Returns a number whose function is `value` exactly, near `guess`, without rounding noise.
+
+    Returns `guess` if there is none.
+    """
+    near = (round(guess, 9), guess, math.nextafter(guess, 0), math.nextafter(guess, math.inf))
+    return next((number for number in near if number and function(number) == value), guess)

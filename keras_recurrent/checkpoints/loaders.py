@@ -182,7 +182,7 @@ class CheckpointLoader(RecurrentPresetLoader):
     def read_headers(self):
         """Returns the backbone's arguments, the `Checkpoint` and its `Tensor`s, all checked."""
         arguments = self.read_config()
-        found = checkpoint.Checkpoint(self.preset)
+        found = checkpoint.Checkpoint(self.preset, self.layout.canonical_name)
         # Each block has at least one tensor. This bounds the size of the table of tensors.
         if arguments["num_layers"] > len(found.tensors):
             raise ValueError(

@@ -43,7 +43,7 @@ class RecurrentGemma(Layout):
         )
         config.fixed("_block_types", list(pattern))  # a copy of `block_types`
         head_dim = config.integer("head_dim", default=hidden_dim // num_query_heads)
-        rotary = _rope_number(config, rope, "partial_rotary_factor", 0.5, maximum=1)
+        rotary = config.rope_number(rope, "partial_rotary_factor", 0.5, maximum=1)
         num_layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
         mixers = pattern[:num_layers]
         if "attention" in mixers and int(rotary * head_dim) % 2:
@@ -80,7 +80,7 @@ class RecurrentGemma(Layout):
             "head_dim": head_dim,
             "sliding_window": config.integer("attention_window_size", default=2048)
             + (0 if config.flag(COUNTS_ITSELF, default=False) else 1),
-            "rope_max_wavelength": _rope_number(config, rope, "rope_theta", 10_000.0),
+            "rope_max_wavelength": config.rope_number(rope, "rope_theta", 10_000.0),
             "partial_rotary_factor": rotary,
             "embedding_scale": embedding_scale(hidden_dim),
             "final_logit_soft_cap": config.number("logits_soft_cap", default=30.0),
@@ -183,15 +183,3 @@ def _attention(block, arguments):
     for name, width in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
         yield from block.linear(f"temporal_block.{name}", d, width, f"temporal_block/{name}")
     yield from block.linear("temporal_block.o_proj", queries, d, "temporal_block/o_proj", True)
-
-
-def _rope_number(config, rope, key, default, maximum=None):
-    """Returns a number from the section of rotary positions, or from outside in older files."""
-    outside = config.number(key, default=default, maximum=maximum)
-    inside = rope.number(key, default=outside, maximum=maximum)
-    if key in config.config and inside != outside:
-        raise ValueError(
-            f"{key!r} is {outside} in {config.source}, but {inside} in {rope.source}. Remove the "
-            "wrong one."
-        )
-    return inside

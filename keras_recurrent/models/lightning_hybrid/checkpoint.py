@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 from keras_recurrent.checkpoints.config_reader import MAX_LAYERS
-from keras_recurrent.checkpoints.layout import Layout
+from keras_recurrent.checkpoints.layout import Layout, solve
 from keras_recurrent.models.lightning_hybrid.lightning_hybrid_backbone import GLOBAL, LIGHTNING
 
 LIGHTNING_NAMES = ("lightning-attn", "lightning_attn", "lightning")
@@ -250,11 +250,12 @@ class MiniCPMSALA(LightningHybridLayout):
         }
 
     def write_config(self, arguments):
-        length = arguments["dense_length"]
+        length, scale = arguments["dense_length"], arguments["residual_scale"]
+        root = math.sqrt(arguments["num_layers"])
         return {
             **super().write_config(arguments),
             "scale_emb": arguments["embedding_scale"],
-            "scale_depth": _scale_depth(arguments["residual_scale"], arguments["num_layers"]),
+            "scale_depth": solve(lambda depth: depth / root, scale, scale * root),
             "dim_model_base": round(arguments["output_scale"] * arguments["hidden_dim"]),
             "sparse_config": None if length is None else {**SPARSE, "dense_len": length},
         }
@@ -284,11 +285,3 @@ def _read_dense_length(config):
     dense_length = sparse.integer("dense_len")
     sparse.check_all_read()
     return dense_length
-
-
-def _scale_depth(residual_scale, num_layers):
-    """Returns the number that `residual_scale` is computed from, without rounding noise."""
-    root = math.sqrt(num_layers)
-    scale = residual_scale * root
-    neighbors = (round(scale, 9), scale, math.nextafter(scale, 0), math.nextafter(scale, math.inf))
-    return next((s for s in neighbors if s / root == residual_scale), scale)
