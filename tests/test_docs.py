@@ -15,6 +15,7 @@ from keras_recurrent.models import (
     GriffinCausalLM,
     HGRN2CausalLM,
     LightningHybridCausalLM,
+    MambaHybridCausalLM,
     TransNormerCausalLM,
 )
 from tests import scripts
@@ -50,11 +51,18 @@ def test_table_of_implementations_has_every_folder(tables):
 
 @pytest.mark.once
 @pytest.mark.parametrize(
-    "name", ["griffin", "hgrn2", "transnormer", "lightning_hybrid", "vision", "implementations"]
+    "name",
+    [
+        *("griffin", "hgrn2", "transnormer", "lightning_hybrid", "mamba_hybrid"),
+        *("vision", "implementations"),
+    ],
 )
 def test_generated_tables_are_current(tables, name, monkeypatch):
     """A table differs from the output of `make tables`. Two models of each family are built."""
-    families = GriffinCausalLM, HGRN2CausalLM, TransNormerCausalLM, LightningHybridCausalLM
+    families = (
+        *(GriffinCausalLM, HGRN2CausalLM, TransNormerCausalLM),
+        *(LightningHybridCausalLM, MambaHybridCausalLM),
+    )
     presets = {k: row["metadata"]["params"] for cls in families for k, row in cls.presets.items()}
     built = {k for cls in families for k in [*cls.presets][:: len(cls.presets) - 1]}
     memory_sizes = tables.memory_sizes

@@ -15,10 +15,11 @@ from keras_recurrent.models import (
     HGRN2CausalLM,
     HGRN2ImageClassifier,
     LightningHybridCausalLM,
+    MambaHybridCausalLM,
     TransNormerCausalLM,
     memory_sizes,
 )
-from keras_recurrent.presets import griffin, hgrn2, lightning_hybrid, transnormer
+from keras_recurrent.presets import griffin, hgrn2, lightning_hybrid, mamba_hybrid, transnormer
 
 DOCS = pathlib.Path(__file__).parents[1]
 BACKENDS = DOCS.parent / "backends"
@@ -36,6 +37,7 @@ FOLDERS = {
 LENGTH = 32_768  # sequence length for the size of the state
 DTYPE = "bfloat16"  # dtype of published weights
 VOCABULARY_NAMES = {259: "259 (bytes)"}
+MAMBA_LAYERS = ("mamba", "attention", "mlp")  # in `block_types`
 
 
 def griffin_cells(row):
@@ -61,6 +63,16 @@ def transnormer_cells(row):
 
 def lightning_hybrid_cells(row):
     numbers = (row.hidden_dim, row.num_layers, len(row.attention), row.heads, row.intermediate_dim)
+    return *(f"{n:,}" for n in numbers), _format_vocabulary(row)
+
+
+def mamba_hybrid_cells(row):
+    """Counts layers, of which Falcon-H1 has three in each block."""
+    arguments = row.backbone_arguments
+    types = arguments["block_types"]
+    mixers = [sum(name in block.split("_and_") for block in types) for name in MAMBA_LAYERS[:2]]
+    mlps = len(types) if arguments.get("use_mlp") else types.count(MAMBA_LAYERS[2])
+    numbers = (row.hidden_dim, row.num_layers, *mixers, mlps, arguments["num_mamba_heads"])
     return *(f"{n:,}" for n in numbers), _format_vocabulary(row)
 
 
@@ -95,6 +107,12 @@ FAMILIES = {
         lightning_hybrid.SIZES,
         ("width", "depth", "blocks of attention", "heads", "SwiGLU width", "vocabulary"),
         lightning_hybrid_cells,
+    ),
+    "mamba_hybrid": (
+        MambaHybridCausalLM,
+        mamba_hybrid.SIZES,
+        ("width", "depth", "Mamba-2", "attention", "MLP", "heads of Mamba-2", "vocabulary"),
+        mamba_hybrid_cells,
     ),
 }
 

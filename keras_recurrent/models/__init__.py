@@ -34,6 +34,20 @@ from keras_recurrent.models.lightning_hybrid.lightning_hybrid_causal_lm import (
     LightningHybridCausalLMPreprocessor,
     LightningHybridTokenizer,
 )
+from keras_recurrent.models.mamba_hybrid.mamba_hybrid_backbone import (
+    MambaHybridBackbone,
+    MambaHybridResidualBlock,
+    ParallelMixers,
+)
+from keras_recurrent.models.mamba_hybrid.mamba_hybrid_causal_lm import (
+    MambaHybridCausalLM,
+    MambaHybridCausalLMPreprocessor,
+    MambaHybridTokenizer,
+)
+from keras_recurrent.models.mamba_hybrid.mamba_hybrid_text_classifier import (
+    MambaHybridTextClassifier,
+    MambaHybridTextClassifierPreprocessor,
+)
 from keras_recurrent.models.memory import (
     MemorySizes,
     TrainingSizes,
@@ -75,7 +89,15 @@ __all__ = [
     "LightningHybridCausalLMPreprocessor",
     "LightningHybridResidualBlock",
     "LightningHybridTokenizer",
+    "MambaHybridBackbone",
+    "MambaHybridCausalLM",
+    "MambaHybridCausalLMPreprocessor",
+    "MambaHybridResidualBlock",
+    "MambaHybridTextClassifier",
+    "MambaHybridTextClassifierPreprocessor",
+    "MambaHybridTokenizer",
     "MemorySizes",
+    "ParallelMixers",
     "SamplingParams",
     "TokenCrossentropy",
     "TokenLogprobs",

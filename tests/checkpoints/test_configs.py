@@ -1,13 +1,22 @@
 """`config.json` of each published layout: presets, defaults and unsupported values."""
 
+import inspect
+
 import numpy as np
 import pytest
 
+from keras_recurrent.models import MambaHybridBackbone
 from keras_recurrent.models.griffin.checkpoint import RecurrentGemma
 from keras_recurrent.models.hgrn2.checkpoint import HGRN2Layout
 from keras_recurrent.models.lightning_hybrid.checkpoint import HypeNet, MiniCPMSALA
+from keras_recurrent.models.mamba_hybrid.checkpoint import (
+    FalconH1,
+    Granite,
+    Mamba2Layout,
+    NemotronH,
+)
 from keras_recurrent.models.transnormer.checkpoint import TransNormer
-from keras_recurrent.presets import griffin, hgrn2, lightning_hybrid, transnormer
+from keras_recurrent.presets import griffin, hgrn2, lightning_hybrid, mamba_hybrid, transnormer
 from tests.checkpoints import golden
 from tests.layers.table import assert_rejects
 
@@ -20,6 +29,10 @@ LAYOUTS = {
     "transnormer": TransNormer(),
     "hypenet": HypeNet(),
     "minicpm_sala": MiniCPMSALA(),
+    "nemotron_h": NemotronH(),
+    "granite": Granite(),
+    "mamba2": Mamba2Layout(),
+    "falcon_h1": FalconH1(),
 }
 CONFIGS = {
     name: golden.read_config(golden.DATA / f"{name.replace('_gemma', 'gemma')}_tiny")
@@ -95,6 +108,12 @@ for name in ("tnl_385m", "tnl_1b", "tnl_7b"):
     PUBLISHED[name] = ("transnormer", transnormer_config(size), size)
 
 
+def constructor_defaults(cls):
+    """Returns the arguments of a constructor that have default values."""
+    parameters = inspect.signature(cls.__init__).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
 DROP = object()  # in place of a value: the configuration does not have the key
 
 
@@ -134,6 +153,16 @@ def test_config_written_from_preset_keeps_multipliers_and_parameters(name):
     else:
         LAYOUTS[model_type].config(arguments)
     assert count_parameters(model_type, arguments) == size.parameters
+
+
+@pytest.mark.parametrize("name", mamba_hybrid.SIZES)
+def test_config_written_from_preset_of_mamba_reads_as_the_preset(name):
+    """A multiplier loses a digit, or a tensor is missing."""
+    size = mamba_hybrid.SIZES[name]
+    arguments = {**constructor_defaults(MambaHybridBackbone), **size.backbone_arguments}
+    layout = LAYOUTS[name.split("_")[0].replace("nemotron", "nemotron_h")]
+    layout.config(arguments)
+    assert sum(int(np.prod(t.shape)) for t in layout.tensors(arguments)) == size.parameters
 
 
 UNSUPPORTED = [
@@ -176,6 +205,36 @@ UNSUPPORTED = [
     ("transnormer", "glu_dim", -2),
     ("transnormer", "hidden_dim", 1001),
     ("transnormer", "decoder_layers", 0),
+    ("nemotron_h", "hybrid_override_pattern", "M-E"),
+    ("nemotron_h", "hybrid_override_pattern", ""),
+    ("nemotron_h", "layers_block_type", ["mamba", "moe"]),
+    ("nemotron_h", "num_hidden_layers", 9),
+    ("nemotron_h", "rms_norm_eps", 1e-6),
+    ("nemotron_h", "mlp_hidden_act", "silu"),
+    ("nemotron_h", "sliding_window", 8),
+    ("nemotron_h", "residual_in_fp32", True),
+    ("nemotron_h", "n_groups", 3),
+    *(("nemotron_h", key, True) for key in ("use_bias", "mlp_bias", "attention_bias")),
+    *(
+        ("nemotron_h", "time_step_limit", limit)
+        for limit in ([0.001, 1e30], [0.0, 0.1], [0.0], 1.0, [0.0, {"__float__": "NaN"}], [0, None])
+    ),
+    ("granite", "num_local_experts", 8),
+    ("granite", "position_embedding_type", "rope"),
+    ("granite", "mamba_d_head", 16),
+    ("granite", "layer_types", ["mamba", "moe"]),
+    ("granite", "num_hidden_layers", 3),
+    ("granite", "num_attention_heads", 3),
+    ("granite", "normalization_function", "layernorm"),
+    ("granite", "attention_bias", True),
+    ("mamba2", "head_dim", 16),
+    ("mamba2", "use_bias", True),
+    ("mamba2", "hidden_act", "gelu"),
+    ("falcon_h1", "rope_scaling", {"type": "yarn"}),
+    ("falcon_h1", "attn_layer_indices", [0]),
+    ("falcon_h1", "ssm_multipliers", [1.0] * 4),
+    ("falcon_h1", "mamba_d_head", 16),
+    *(("falcon_h1", key, True) for key in ("projectors_bias", "mamba_proj_bias", "mlp_bias")),
 ]
 
 
@@ -215,6 +274,47 @@ def test_config_with_unsupported_value_names_the_key(model_type, key, value):
         ("hypenet", {"attn_logits_scaling": "hype"}, "attention_logit_scaling", 362),
         ("hypenet", {"lightning_scale": "1/d"}, "lightning_query_scale", 1 / 24),
         ("minicpm_sala", {"sparse_config": None}, "dense_length", None),
+        # The list of block types takes precedence over the pattern.
+        *(
+            (
+                "nemotron_h",
+                {"layer_types": [*names, "mlp"], "num_hidden_layers": 3},
+                "block_types",
+                ("mamba", "attention", "mlp"),
+            )
+            for names in (("mamba", "attention"), ("linear_attention", "full_attention"))
+        ),
+        ("nemotron_h", {"head_dim": None, "attention_head_dim": 24}, "head_dim", 24),
+        ("nemotron_h", {"attention_head_dim": 24}, "head_dim", 16),
+        ("nemotron_h", {"num_hidden_layers": DROP}, "num_layers", 10),
+        *(
+            ("nemotron_h", {"time_step_limit": limit}, "num_mamba_heads", 4)
+            for limit in ([0.0, {"__float__": "Infinity"}], [0, 1e30], None)
+        ),
+        ("nemotron_h", {"moe_latent_size": 8, "mtp_layers": 1}, "num_layers", 10),
+        ("granite", {"mamba_d_head": "auto"}, "mamba_head_dim", 32),
+        ("granite", {"layer_types": DROP}, "block_types", ("mamba",) * 4),
+        ("granite", {"attention_multiplier": 0.25}, "query_scale", None),
+        ("granite", {"attention_multiplier": DROP}, "query_scale", 1.0),
+        ("granite", {"residual_multiplier": DROP}, "mlp_scale", None),
+        ("granite", {"shared_intermediate_size": 72}, "intermediate_dim", 72),
+        ("falcon_h1", {"mamba_rms_norm": True}, "mamba_norm_position", "after_gate"),
+        (
+            "falcon_h1",
+            {"mamba_rms_norm": True, "mamba_norm_before_gate": DROP},
+            "mamba_norm_position",
+            "before_gate",
+        ),
+        ("falcon_h1", {"mamba_d_ssm": None, "mamba_d_head": 32}, "mamba_head_dim", 32),
+        ("falcon_h1", {"attention_in_multiplier": 2.0}, "attention_scale", 1.875),
+        ("falcon_h1", {"attention_in_multiplier": 2.0}, "query_scale", 0.39),
+        (
+            "falcon_h1",
+            {"rope_theta": DROP, "rope_parameters": {"rope_theta": 5.0, "rope_type": "default"}},
+            "rope_max_wavelength",
+            5.0,
+        ),
+        ("falcon_h1", {"head_dim": DROP}, "head_dim", 16),
     ],
 )
 def test_config_sets_the_argument(model_type, changes, argument, value):
@@ -293,6 +393,10 @@ REQUIRED = {
     [
         *((name, {key: DROP}, f"has no '{key}'") for name in REQUIRED for key in REQUIRED[name]),
         ("hgrn2", {"rotary": 7}, "has 'rotary', which this version does not know"),
+        ("nemotron_h", {"dt_scale": 2}, "has 'dt_scale', which this version does not know"),
+        ("nemotron_h", {"hybrid_override_pattern": DROP}, "'hybrid_override_pattern' is None"),
+        ("granite", {"num_local_experts": DROP}, "'num_local_experts' is 8"),
+        ("falcon_h1", {"rope_theta": DROP}, "has no 'rope_theta'"),
         ("transnormer", {"window": 7}, "has 'window', which this version does not know"),
         ("hgrn2", {"use_short_conv": True, "share_conv_kernel": True}, "'share_conv_kernel'"),
         ("hgrn2", {"attn": {**ATTENTION, "layers": [0]}, "attnres_block_size": 4}, "size' is 4"),

@@ -22,7 +22,12 @@ ROUNDING = {
     "hgrn2_hybrid_tiny": 1.5e-6,
     "hypenet_tiny": 1.5e-6,
     "minicpm_sala_tiny": 1.5e-6,
+    "nemotron_h_tiny": 2e-6,
+    "granite_tiny": 2e-6,
+    "mamba2_tiny": 2e-6,
+    "falcon_h1_tiny": 2e-6,
 }
+MAMBA = ("nemotron_h_tiny", "granite_tiny", "mamba2_tiny", "falcon_h1_tiny")
 
 
 def only(*names):
@@ -66,20 +71,20 @@ def test_call_with_cache_in_three_chunks_matches_the_original(model, path, expec
 
 
 @pytest.mark.once
-@only("hgrn2_hybrid_tiny", "hypenet_tiny", "minicpm_sala_tiny")
+@only("hgrn2_hybrid_tiny", "hypenet_tiny", "minicpm_sala_tiny", *MAMBA)
 def test_gradients_of_loss_match_the_original(model, expected):
     tensors = layout.get_layout(model.backbone).tensors(model.backbone.get_config())
     tensors = {tensor.name: tensor for tensor in tensors}
     actual = golden.loss_gradients(model, expected["token_ids"])
     for name in (name for name in expected if name.startswith("grad/")):
         tensor = tensors[name.removeprefix("grad/")]
-        (weight,), (gradient,) = tensor.weights, tensor.transform.to_weights(expected[name])
-        error = np.abs(actual[weight] - gradient).max() / np.abs(gradient).max()
-        assert error < 3e-5, name
+        gradients = [actual[weight] for weight in tensor.weights]
+        error = np.abs(tensor.transform.to_tensor(*gradients) - expected[name]).max()
+        assert error < 2e-5 * np.abs(expected[name]).max(), name
 
 
 @pytest.mark.once
-@only("hgrn2_hybrid_tiny", "minicpm_sala_tiny")
+@only("hgrn2_hybrid_tiny", "minicpm_sala_tiny", *MAMBA)
 def test_logits_with_left_padding_match_the_original_without_padding(model, path, expected):
     real = expected["padded_mask"] > 0
     x = {"token_ids": expected["padded_token_ids"], "padding_mask": expected["padded_mask"]}

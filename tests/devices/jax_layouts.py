@@ -39,6 +39,16 @@ SIZES = {
         "num_query_heads": 8,
         "head_dim": 4,
     },
+    "mamba_hybrid": {
+        **COMMON,
+        "block_types": ("mamba", "attention"),
+        "use_mlp": True,
+        "num_mamba_heads": 8,
+        "mamba_head_dim": 4,
+        "mamba_state_dim": 4,
+        "num_query_heads": 8,
+        "head_dim": 4,
+    },
 }
 
 

@@ -64,6 +64,7 @@ HEADS = {
     "hgrn2": ("num_heads", 4),
     "transnormer": ("num_heads", 3),
     "lightning_hybrid": ("num_lightning_heads", 4),
+    "mamba_hybrid": ("num_mamba_heads", 4),
 }
 
 

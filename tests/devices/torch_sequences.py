@@ -18,6 +18,7 @@ from tests.models.tiny import VOCABULARY, tiny_causal_lm
 BLOCK_TYPES = {
     "griffin": ("recurrent", "local_attention"),
     "lightning_hybrid": ("lightning_attention",),
+    "mamba_hybrid": ("mamba", "mlp"),
 }
 
 

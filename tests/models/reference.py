@@ -1,9 +1,12 @@
 """Networks of all families in NumPy float64, on the loops over tokens of `tests.layers.loops`.
 
 Written from the papers and what the published models compute: Griffin (arXiv:2402.19427), HGRN2
-(arXiv:2404.07904), TransNormerLLM (arXiv:2307.14995), HypeNet (arXiv:2601.22156) and MiniCPM-SALA
-(arXiv:2602.11761). Each document is computed alone and without padding.
+(arXiv:2404.07904), TransNormerLLM (arXiv:2307.14995), HypeNet (arXiv:2601.22156), MiniCPM-SALA
+(arXiv:2602.11761), Nemotron-H (arXiv:2504.03624) and Falcon-H1 (arXiv:2507.22448). Each document is
+computed alone and without padding.
 """
+
+import functools
 
 import numpy as np
 
@@ -42,9 +45,13 @@ def document_logits(family, weights, config, tokens):
     for i in range(config["num_layers"]):
         w = below(weights, f"block_{i}")
         mixer = MIXERS[family](below(w, "temporal_block"), config, i, weights)
-        mlp = loops.GatedMLP(below(w, "mlp"), config, MLP_ACTIVATIONS[family])
+        mlp = None
+        if "mlp/up_proj/kernel" in w:
+            mlp = MLPS[family](below(w, "mlp"), config)
         for name, unit in (("temporal_norm", mixer), ("channel_norm", mlp)):
-            x = x + scale * np.stack([unit.step(token) for token in norm(x, f"block_{i}/{name}")])
+            if unit is not None:
+                y = np.stack([unit.step(token) for token in norm(x, f"block_{i}/{name}")])
+                x = x + scale * y
     x = norm(x, "final_norm") * (config.get("output_scale") or 1)
     tied = config.get("tie_word_embeddings", True)
     z = x @ (embeddings.T if tied else weights["token_embedding/reverse_embeddings"])
@@ -105,15 +112,54 @@ def lightning_hybrid_mixer(w, config, i, weights):
     return loops.LightningAttention(w, {**LIGHTNING, **config, **options, "use_qk_norm": True})
 
 
+class Sum:
+    """Sum of units on the same inputs, each multiplied by a factor or None for 1."""
+
+    def __init__(self, *terms):
+        self.terms = [(unit, factor or 1) for unit, factor in terms]
+
+    def step(self, x):
+        return sum(factor * unit.step(x) for unit, factor in self.terms)
+
+
+def mamba_hybrid_mixer(w, config, i, weights):
+    block_type = config["block_types"][i]
+    if block_type == "mlp":
+        return None
+    terms = []
+    if block_type != "attention":
+        names = {"num_heads": "num_mamba_heads", "num_groups": "num_mamba_groups"}
+        names["norm_position"] = "mamba_norm_position"
+        names["projection_scales"] = "mamba_projection_scales"
+        options = {**config, **{ours: config[theirs] for ours, theirs in names.items()}}
+        inner = w if block_type == "mamba" else below(w, "mamba")
+        terms.append((loops.Mamba2(inner, options), config["mamba_scale"]))
+    if block_type != "mamba":
+        options = {**config, "logit_scaling": None, "sliding_window": None}
+        options["partial_rotary_factor"] = config["rope_max_wavelength"] is not None
+        inner = w if block_type == "attention" else below(w, "attention")
+        terms.append((loops.LocalAttention(inner, options), config["attention_scale"]))
+    return Sum(*terms)
+
+
+def mamba_hybrid_mlp(w, config):
+    if config["mlp"] == "squared_relu":
+        return Sum((loops.SquaredReLUMLP(w, config), config["mlp_scale"]))
+    options = {"gate_scale": config["mlp_gate_scale"]}
+    return Sum((loops.GatedMLP(w, options, "silu"), config["mlp_scale"]))
+
+
 MIXERS = {
     "griffin": griffin_mixer,
     "hgrn2": hgrn2_mixer,
     "transnormer": transnormer_mixer,
     "lightning_hybrid": lightning_hybrid_mixer,
+    "mamba_hybrid": mamba_hybrid_mixer,
 }
-MLP_ACTIVATIONS = {
-    "griffin": "gelu",
-    "hgrn2": "silu",
-    "transnormer": "linear",
-    "lightning_hybrid": "silu",
+MLPS = {
+    "griffin": functools.partial(loops.GatedMLP, activation="gelu"),
+    "hgrn2": functools.partial(loops.GatedMLP, activation="silu"),
+    "transnormer": functools.partial(loops.GatedMLP, activation="linear"),
+    "lightning_hybrid": functools.partial(loops.GatedMLP, activation="silu"),
+    "mamba_hybrid": mamba_hybrid_mlp,
 }

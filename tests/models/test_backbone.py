@@ -101,6 +101,10 @@ def test_outputs_carry_no_keras_mask():
 
 
 ATTENTION = {"num_layers": 2, "block_types": "global_attention"}
+MAMBA_SCALES = (
+    *("mamba_projection_scales", "query_scale", "embedding_scale", "output_scale"),
+    *("mamba_scale", "attention_scale", "mlp_scale", "mlp_gate_scale"),
+)
 OPTIONS = {
     "griffin": {
         "no positions": {**ATTENTION, "partial_rotary_factor": 0.0},
@@ -129,9 +133,21 @@ OPTIONS = {
             **dict.fromkeys(("embedding_scale", "residual_scale", "output_scale")),
         },
     },
+    "mamba_hybrid": {
+        "Nemotron-H": {
+            **dict.fromkeys(MAMBA_SCALES),
+            "block_types": ("mlp", "mamba", "attention"),
+            "mlp": "squared_relu",
+            "rope_max_wavelength": None,
+        },
+        "MLPs after mixers": {"block_types": ("mamba", "attention"), "use_mlp": True},
+        "no MLP, no norm": {"block_types": "mamba", "mamba_norm_position": None},
+        "norm before the gate": {"mamba_norm_position": "before_gate", "num_layers": 1},
+    },
 }
-STREAMED = ("complex recurrence", "short convolutions", "hybrid")
+STREAMED = ("complex recurrence", "short convolutions", "hybrid", "Nemotron-H")
 ON_TORCH = ("complex recurrence", "decays of the paper", "tied", "one layer", "HypeNet")
+ON_TORCH += ("MLPs after mixers", "no MLP, no norm", "norm before the gate")
 
 
 @pytest.mark.parametrize(
@@ -202,6 +218,15 @@ INVALID_ARGUMENTS = {
         ("block_types", (), "must be a pattern of 'lightning_attention' and 'global_attention'"),
         ("block_types", ("attention",), r"must be .*got \('attention',\)"),
         *((name, -1.0, FINITE) for name in ("embedding_scale", "residual_scale", "output_scale")),
+    ],
+    "mamba_hybrid": [
+        ("block_types", ("moe",), r"must be .*'mamba_and_attention'.*got \('moe',\)"),
+        ("mlp", "relu2", "must be 'swiglu' or 'squared_relu'; got 'relu2'"),
+        ("num_mamba_heads", None, "must be an integer"),
+        ("num_query_heads", None, "must be an integer"),
+        ("intermediate_dim", None, "must be an integer"),
+        ("num_mamba_groups", 3, "must divide `num_mamba_heads`, 4; got 3"),
+        *((name, -1.0, FINITE) for name in ("embedding_scale", "mlp_scale", "mamba_scale")),
     ],
 }
 

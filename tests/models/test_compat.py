@@ -54,6 +54,7 @@ LANGUAGE_MODELS = {
     "hgrn2_tiny": "HGRN2",
     "tnl_tiny": "TransNormer",
     "hypenet_tiny": "LightningHybrid",
+    "nemotron_h_tiny": "MambaHybrid",
 }
 CLASSES = {name: f"{family}CausalLM" for name, family in LANGUAGE_MODELS.items()} | {
     "hgrn2_vision_tiny": "HGRN2ImageClassifier"

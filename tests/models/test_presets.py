@@ -16,7 +16,7 @@ from keras_recurrent.models import (
     GriffinTokenizer,
     HGRN2CausalLM,
 )
-from keras_recurrent.presets import griffin, hgrn2, lightning_hybrid, transnormer
+from keras_recurrent.presets import griffin, hgrn2, lightning_hybrid, mamba_hybrid, transnormer
 from tests.layers.table import assert_rejects
 from tests.models.tiny import FAMILIES, VOCABULARY, any_family
 
@@ -27,6 +27,7 @@ SIZES = {
     "hgrn2": hgrn2.SIZES,
     "transnormer": transnormer.SIZES,
     "lightning_hybrid": lightning_hybrid.SIZES,
+    "mamba_hybrid": mamba_hybrid.SIZES,
 }
 
 
@@ -58,6 +59,7 @@ def test_preset_parameters_equal_the_published_numbers():
     assert listed["recurrentgemma_2b"] == listed["recurrentgemma_2b_it"] == 2_682_862_080
     assert listed["recurrentgemma_9b"] == listed["recurrentgemma_9b_it"] == 8_579_977_216
     assert listed["hgrn2_1.3b_100b"] == 1_364_396_032
+    assert listed["nemotron_3_nano_4b"] == 3_973_556_832
     # Table 4 of HGRN2, WikiText-103; the paper prints neither depth nor widths of this model.
     assert listed["hgrn2_44m"] == pytest.approx(44.66e6, rel=2e-3)
 
@@ -71,6 +73,7 @@ DESCRIPTIONS = {
     **{name: "no weights are published" for name in hgrn2.SIZES if not name.endswith("_100b")},
     "tnl_7b": "hf://OpenNLPLab/TransNormerLLM-7B",
     "tnl_15b": "no weights",
+    "nemotron_nano_9b_v2": "License of the weights: NVIDIA Open Model License Agreement.",
 }
 
 
@@ -94,6 +97,7 @@ def test_presets_are_listed_by_all_classes_of_a_family_and_by_keras_hub(family):
         ("hgrn2", "hgrn2_tiny", 1024),
         ("transnormer", "tnl_tiny", 256),
         ("lightning_hybrid", "hypenet_tiny", 1024),
+        ("mamba_hybrid", "nemotron_h_tiny", 1024),
     ],
 )
 def test_keras_hub_loads_the_model_and_backbone_of_a_preset_name(family, name, sequence_length):

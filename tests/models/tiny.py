@@ -65,6 +65,30 @@ FAMILIES = {
         residual_scale=0.7,
         output_scale=0.5,
     ),
+    # A layer of each kind in the first two blocks, with all factors.
+    "mamba_hybrid": make_family(
+        "MambaHybrid",
+        num_layers=3,
+        intermediate_dim=24,
+        block_types=("mamba_and_attention", "mlp", "mamba"),
+        mlp="swiglu",
+        num_mamba_heads=4,
+        mamba_head_dim=3,
+        mamba_state_dim=5,
+        num_mamba_groups=2,
+        mamba_conv_size=3,
+        mamba_projection_scales=(0.5, 1.5, 1.2, 0.8, 1.1),
+        **ATTENTION,
+        head_dim=4,
+        rope_max_wavelength=100.0,
+        query_scale=0.4,
+        embedding_scale=3.0,
+        output_scale=0.5,
+        mamba_scale=0.7,
+        attention_scale=0.8,
+        mlp_scale=0.9,
+        mlp_gate_scale=1.2,
+    ),
 }
 SIZES = FAMILIES["griffin"].sizes
 # Further arguments of a tiny "hgrn2": attention between two HGRN2 blocks, the second with a bound.
@@ -118,7 +142,9 @@ def draw(rng, path, shape):
         return noise
     if path.endswith("a_logit"):
         return 2.0 + noise  # decays over a few to a hundred tokens
-    if path.endswith(("bias", "scale", "cg_lru/theta")):
+    if path.endswith("dt_bias"):
+        return noise - 1.0  # decays over a few tokens
+    if path.endswith(("bias", "scale", "cg_lru/theta", "a_log", "skip")):
         return 0.3 * noise
     return noise / np.sqrt(shape[-2])
 

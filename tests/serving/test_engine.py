@@ -44,7 +44,8 @@ CHUNK = 8
 # Numbers of slots, lengths of chunks and bytes of prefix states. JAX compiles each engine.
 ENGINES = [(3, 8, 2**30), (2, 16, 0)][: 2 if BACKEND == "torch" else 1]
 FAMILIES_OF_STATES = ["griffin", "hgrn2"] + [
-    pytest.param(name, marks=NIGHTLY_IF_COMPILED) for name in ("hgrn2 hybrid", "lightning_hybrid")
+    pytest.param(name, marks=NIGHTLY_IF_COMPILED)
+    for name in ("hgrn2 hybrid", "lightning_hybrid", "mamba_hybrid")
 ]
 # An answer begins differently from a message, so that no prompt begins with an earlier prompt.
 TEMPLATE = (

@@ -1,0 +1,621 @@
+"""Checkpoint layouts of Nemotron-H, Granite 4.0 H, Falcon-H1 and Mamba-2.
+
+Default values are those of the configuration classes of transformers 5.24.
+"""
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+
+from keras_recurrent.checkpoints.config_reader import MAX_LAYERS
+from keras_recurrent.checkpoints.layout import Layout, solve
+from keras_recurrent.checkpoints.tensor_table import Transform, stacked
+from keras_recurrent.models.mamba_hybrid.mamba_hybrid_backbone import (
+    ATTENTION,
+    MAMBA,
+    MLP,
+    PARALLEL,
+    SQUARED_RELU,
+    SWIGLU,
+)
+
+# Arguments of each kind of layer, which a network without such a layer ignores.
+MAMBA_SIZES = ("num_mamba_heads", "mamba_head_dim", "mamba_state_dim", "num_mamba_groups")
+ATTENTION_SIZES = ("num_query_heads", "num_key_value_heads", "head_dim")
+USES = {
+    (*MAMBA_SIZES, "mamba_conv_size", "use_mamba_conv_bias"): {MAMBA, PARALLEL},
+    ATTENTION_SIZES: {ATTENTION, PARALLEL},
+    ("intermediate_dim",): {MLP},
+}
+RESIDUAL_SCALES = ("mamba_scale", "attention_scale", "mlp_scale")
+NO_SCALES = dict.fromkeys(
+    (
+        *("embedding_scale", "output_scale", *RESIDUAL_SCALES, "mlp_gate_scale"),
+        "mamba_projection_scales",
+    )
+)
+# The sizes of Mamba-2 in the files of Granite and Falcon-H1.
+MAMBA_INTEGERS: dict[str, tuple[str, Any]] = {
+    "num_mamba_heads": ("mamba_n_heads", 128),
+    "mamba_state_dim": ("mamba_d_state", 256),
+    "num_mamba_groups": ("mamba_n_groups", 1),
+    "mamba_conv_size": ("mamba_d_conv", 4),
+}
+UNLIMITED = 1e9  # an upper limit of time steps that has no effect
+# The names of block types in lists, old and new.
+MAMBA_NAMES, ATTENTION_NAMES = ("mamba", "linear_attention"), ("attention", "full_attention")
+NAMES = {**dict.fromkeys(MAMBA_NAMES, MAMBA), **dict.fromkeys(ATTENTION_NAMES, ATTENTION)}
+IGNORED_BY_ALL = (
+    *("time_step_min", "time_step_max", "time_step_floor", "time_step_rank"),
+    *("chunk_size", "mamba_chunk_size", "rescale_prenorm_residual", "use_mamba_kernels"),
+    *("num_logits_to_keep", "logits_to_keep", "attention_dropout", "hidden_dropout"),
+)
+
+
+class MambaHybridLayout(Layout):
+    """Base class: what the configurations have in common.
+
+    Attributes:
+        integers: `{argument: (key, its default: None, a number or the name of another argument)}`.
+        constants: `{argument: value}`, equal in all checkpoints of the layout.
+        fixed: `{key: supported values}`; the first is the default, and is written.
+        conv_bias, epsilon: keys, of a boolean and of the ε of norms.
+        default_epsilon: number.
+        mixers: `{block type: name of its layer}` in the names of tensors.
+    """
+
+    integers: dict[str, tuple[str, Any]]
+    constants: dict[str, Any]
+    fixed: dict[str, tuple]
+    conv_bias = "mamba_conv_bias"
+    epsilon = "rms_norm_eps"
+    default_epsilon = 1e-5
+    mixers: dict[str, str] = {MAMBA: "mamba", ATTENTION: "self_attn"}
+
+    def read_config(self, config):
+        config.ignore(*IGNORED_BY_ALL)
+        _check_time_step_limit(config)
+        arguments: dict = {}
+        for ours, (theirs, default) in self.integers.items():
+            given = {} if default is None else {"default": arguments.get(default, default)}
+            if ours == "num_layers":
+                given["maximum"] = MAX_LAYERS
+            arguments[ours] = config.integer(theirs, **given)
+        arguments |= {
+            **self.constants,
+            "use_mamba_conv_bias": config.flag(self.conv_bias, default=True),
+            "layer_norm_epsilon": config.number(self.epsilon, default=self.default_epsilon),
+            "tie_word_embeddings": config.flag("tie_word_embeddings", default=False),
+        }
+        for key, values in self.fixed.items():
+            config.fixed(key, *values)
+        arguments |= self.read_others(config, arguments)
+        types = {*arguments["block_types"], *([MLP] if arguments["use_mlp"] else [])}
+        unused = {name for names, users in USES.items() if not users & types for name in names}
+        arguments = {name: value for name, value in arguments.items() if name not in unused}
+        for heads, groups in (MAMBA_SIZES[::3], ATTENTION_SIZES[:2]):
+            if heads in arguments and arguments[heads] % arguments[groups]:
+                wanted = f"a divisor of {self.integers[heads][0]!r}, {arguments[heads]}"
+                key = self.integers[groups][0]
+                raise config.unsupported_error(key, arguments[groups], wanted)
+        return arguments
+
+    def read_others(self, config, arguments):
+        """Returns the arguments that `read_config` does not read, among them `block_types`."""
+        raise NotImplementedError
+
+    def requirements(self, arguments):
+        constants = self.constants.items()
+        return {
+            **{name: (arguments[name] == value, repr(value)) for name, value in constants},
+            "layer_norm_epsilon": (arguments["layer_norm_epsilon"] > 0, "above 0"),
+        }
+
+    def write_config(self, arguments):
+        integers = {theirs: arguments[ours] for ours, (theirs, _) in self.integers.items()}
+        return {
+            **{key: value for key, value in integers.items() if value is not None},
+            **{key: values[0] for key, values in self.fixed.items()},
+            self.conv_bias: arguments["use_mamba_conv_bias"],
+            self.epsilon: arguments["layer_norm_epsilon"],
+            "tie_word_embeddings": arguments["tie_word_embeddings"],
+        }
+
+    def mixer_tensors(self, i, block, arguments):
+        """Yields the tensors of the layers of block `i` that mix tokens."""
+        block_type = arguments["block_types"][i]
+        if block_type in (MAMBA, PARALLEL):
+            ours = "temporal_block/mamba" if block_type == PARALLEL else "temporal_block"
+            yield from _mamba(block, self.mixers[MAMBA], ours, arguments)
+        if block_type in (ATTENTION, PARALLEL):
+            ours = "temporal_block/attention" if block_type == PARALLEL else "temporal_block"
+            yield from _attention(block, self.mixers[ATTENTION], ours, arguments)
+
+
+class NemotronH(MambaHybridLayout):
+    """`MambaHybridBackbone` from and to `NemotronHForCausalLM`, without experts."""
+
+    model_type = "nemotron_h"
+    architecture = "NemotronHForCausalLM"
+    embedding = "backbone.embeddings.weight"
+    final_norm = "backbone.norm_f.weight"
+    blocks = "backbone.layers"
+    mixers = {MAMBA: "mixer", ATTENTION: "mixer"}
+    conv_bias, epsilon = "use_conv_bias", "layer_norm_epsilon"
+    integers = {
+        "vocabulary_size": ("vocab_size", 131_072),
+        "hidden_dim": ("hidden_size", 4096),
+        "intermediate_dim": ("intermediate_size", 21_504),
+        "num_mamba_heads": ("mamba_num_heads", 128),
+        "mamba_head_dim": ("mamba_head_dim", 64),
+        "mamba_state_dim": ("ssm_state_size", 128),
+        "num_mamba_groups": ("n_groups", 8),
+        "mamba_conv_size": ("conv_kernel", 4),
+        "num_query_heads": ("num_attention_heads", 32),
+        "num_key_value_heads": ("num_key_value_heads", 8),
+        "head_dim": ("head_dim", 128),
+    }
+    constants = {
+        **NO_SCALES,
+        "use_mlp": False,
+        "mlp": SQUARED_RELU,
+        "mamba_norm_position": "after_gate",
+        "query_scale": None,
+        "rope_max_wavelength": None,
+    }
+    fixed = {
+        **dict.fromkeys(("use_bias", "mlp_bias", "attention_bias", "mamba_proj_bias"), (False,)),
+        "mlp_hidden_act": ("relu2",),
+        "mamba_hidden_act": ("silu",),
+        "sliding_window": (None,),
+        "residual_in_fp32": (False,),
+    }
+    unused = (
+        *("expand", "mamba_ssm_cache_dtype"),
+        *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
+        *("n_routed_experts", "n_shared_experts", "n_group", "topk_group", "num_experts_per_tok"),
+        *("norm_topk_prob", "routed_scaling_factor", "num_nextn_predict_layers"),
+    )
+    characters = {"M": MAMBA, "*": ATTENTION, "-": MLP}
+
+    def canonical_name(self, name):
+        if name.startswith("mtp."):  # heads that predict further tokens
+            return None
+        return f"backbone.{name.removeprefix('model.')}" if name.startswith("model.") else name
+
+    def read_others(self, config, arguments):
+        config.ignore(*(k for k in config.config if k.startswith(("moe_", "mtp_"))))
+        for key in ("rms_norm_eps", "norm_eps"):
+            config.fixed(key, arguments["layer_norm_epsilon"])
+        others = {"tie_word_embeddings": False}  # the original never ties them
+        # Older files have another name for it.
+        older = config.integer("attention_head_dim", default=arguments["head_dim"])
+        if config.config.get("head_dim") is None:
+            others["head_dim"] = older
+        types = _read_types(config, {**NAMES, "mlp": MLP})
+        config.ignore("hybrid_override_pattern")
+        if types is None:
+            pattern = config.config.get("hybrid_override_pattern")
+            is_known = isinstance(pattern, str) and set(pattern) <= set(self.characters)
+            if not pattern or not is_known:
+                wanted = f"a string of {', '.join(map(repr, self.characters))}, without experts"
+                raise config.unsupported_error("hybrid_override_pattern", pattern, wanted)
+            types = tuple(self.characters[character] for character in pattern)
+        config.fixed("num_hidden_layers", len(types))
+        return {**others, "block_types": types, "num_layers": len(types)}
+
+    def requirements(self, arguments):
+        types = set(arguments["block_types"])
+        return {
+            **super().requirements(arguments),
+            "block_types": (PARALLEL not in types, "without 'mamba_and_attention'"),
+            "tie_word_embeddings": (not arguments["tie_word_embeddings"], "False"),
+        }
+
+    def write_config(self, arguments):
+        characters = {block_type: character for character, block_type in self.characters.items()}
+        return {
+            **super().write_config(arguments),
+            "hybrid_override_pattern": "".join(map(characters.get, arguments["block_types"])),
+            "num_hidden_layers": arguments["num_layers"],
+        }
+
+    def block_tensors(self, i, block, arguments):
+        d, m = arguments["hidden_dim"], arguments.get("intermediate_dim")
+        if arguments["block_types"][i] != MLP:
+            yield block.tensor("norm.weight", (d,), "temporal_norm/scale")
+            yield from self.mixer_tensors(i, block, arguments)
+            return
+        yield block.tensor("norm.weight", (d,), "channel_norm/scale")
+        yield from block.linear("mixer.up_proj", d, m, "mlp/up_proj")
+        yield from block.linear("mixer.down_proj", m, d, "mlp/down_proj")
+
+
+class Granite(MambaHybridLayout):
+    """`MambaHybridBackbone` from and to `GraniteMoeHybridForCausalLM`, without experts."""
+
+    model_type = "granitemoehybrid"
+    architecture = "GraniteMoeHybridForCausalLM"
+    default_epsilon = 1e-6
+    integers = {
+        "vocabulary_size": ("vocab_size", None),
+        "hidden_dim": ("hidden_size", None),
+        "intermediate_dim": ("shared_intermediate_size", 1024),
+        "num_layers": ("num_hidden_layers", None),
+        **MAMBA_INTEGERS,
+        "num_query_heads": ("num_attention_heads", 32),
+        "num_key_value_heads": ("num_key_value_heads", "num_query_heads"),
+    }
+    constants = {
+        "use_mlp": True,
+        "mlp": SWIGLU,
+        "mlp_gate_scale": None,
+        "mamba_norm_position": "after_gate",
+        "mamba_projection_scales": None,
+        "rope_max_wavelength": None,
+    }
+    fixed = {
+        **dict.fromkeys(("attention_bias", "mamba_proj_bias"), (False,)),
+        "hidden_act": ("silu",),
+        "position_embedding_type": ("nope", None),
+        "normalization_function": ("rmsnorm",),
+    }
+    unused = (
+        *("intermediate_size", "num_experts_per_tok", "output_router_logits", "init_method"),
+        *("router_aux_loss_coef", "router_jitter_noise"),
+        *("rope_theta", "rope_scaling", "rope_parameters"),
+    )
+
+    def read_others(self, config, arguments):
+        num_experts = config.config.get("num_local_experts", 8)
+        config.ignore("num_local_experts")
+        if num_experts != 0 or isinstance(num_experts, bool):
+            wanted = "0, a model without experts"
+            raise config.unsupported_error("num_local_experts", num_experts, wanted)
+        hidden_dim, heads = arguments["hidden_dim"], arguments["num_query_heads"]
+        types = _read_types(config, NAMES) or (MAMBA,) * arguments["num_layers"]
+        if len(types) != arguments["num_layers"]:
+            wanted = f"the length of 'layer_types', {len(types)}"
+            raise config.unsupported_error("num_hidden_layers", arguments["num_layers"], wanted)
+        if hidden_dim % heads:
+            wanted = f"a divisor of 'hidden_size', {hidden_dim}"
+            raise config.unsupported_error("num_attention_heads", heads, wanted)
+        inner = config.integer("mamba_expand", default=2) * hidden_dim
+        residual = _scale(config.number("residual_multiplier", default=1.0))
+        attention = config.number("attention_multiplier", default=1.0)
+        return {
+            "block_types": types,
+            "mamba_head_dim": _read_mamba_head_dim(config, arguments, inner),
+            "head_dim": hidden_dim // heads,
+            "query_scale": None if attention == (hidden_dim // heads) ** -0.5 else attention,
+            "embedding_scale": _scale(config.number("embedding_multiplier", default=1.0)),
+            "output_scale": _scale(1 / config.number("logits_scaling", default=1.0)),
+            **dict.fromkeys(RESIDUAL_SCALES, residual),
+        }
+
+    def requirements(self, arguments):
+        d, scale = arguments["hidden_dim"], arguments["mamba_scale"]
+        return {
+            **super().requirements(arguments),
+            "block_types": (
+                set(arguments["block_types"]) <= {MAMBA, ATTENTION},
+                "'mamba' and 'attention'",
+            ),
+            **_multiple_of_width(arguments),
+            **{name: (arguments[name] == scale, f"{scale}") for name in RESIDUAL_SCALES},
+            **(
+                {"head_dim": _equal(arguments["head_dim"], d // arguments["num_query_heads"])}
+                if ATTENTION in arguments["block_types"]
+                else {}
+            ),
+        }
+
+    def write_config(self, arguments):
+        output_scale = arguments["output_scale"] or 1.0
+        names = {MAMBA: MAMBA_NAMES[0], ATTENTION: ATTENTION_NAMES[0]}
+        return {
+            **super().write_config(arguments),
+            "layer_types": [names[block_type] for block_type in arguments["block_types"]],
+            "num_local_experts": 0,
+            "mamba_d_head": arguments["mamba_head_dim"],
+            "mamba_expand": _inner_dim(arguments) // arguments["hidden_dim"],
+            "embedding_multiplier": arguments["embedding_scale"] or 1.0,
+            "residual_multiplier": arguments["mamba_scale"] or 1.0,
+            "attention_multiplier": arguments["query_scale"] or arguments["head_dim"] ** -0.5,
+            "logits_scaling": solve(lambda scale: 1 / scale, output_scale, 1 / output_scale),
+        }
+
+    def block_tensors(self, i, block, arguments):
+        d, m = arguments["hidden_dim"], arguments["intermediate_dim"]
+        yield block.tensor("input_layernorm.weight", (d,), "temporal_norm/scale")
+        yield from self.mixer_tensors(i, block, arguments)
+        yield block.tensor("post_attention_layernorm.weight", (d,), "channel_norm/scale")
+        kernels = "mlp/gate_proj/kernel", "mlp/up_proj/kernel"
+        name = "shared_mlp.input_linear.weight"
+        yield block.tensor(name, (2 * m, d), *kernels, transform=stacked(2))
+        yield from block.linear("shared_mlp.output_linear", m, d, "mlp/down_proj")
+
+
+class Mamba2Layout(MambaHybridLayout):
+    """`MambaHybridBackbone` from and to transformers' `Mamba2ForCausalLM`."""
+
+    model_type = "mamba2"
+    architecture = "Mamba2ForCausalLM"
+    embedding = "backbone.embeddings.weight"
+    final_norm = "backbone.norm_f.weight"
+    blocks = "backbone.layers"
+    mixers = {MAMBA: "mixer"}
+    conv_bias, epsilon = "use_conv_bias", "layer_norm_epsilon"
+    integers = {
+        "vocabulary_size": ("vocab_size", 32_768),
+        "hidden_dim": ("hidden_size", 4096),
+        "num_layers": ("num_hidden_layers", 64),
+        "num_mamba_heads": ("num_heads", 128),
+        "mamba_head_dim": ("head_dim", 64),
+        "mamba_state_dim": ("state_size", 128),
+        "num_mamba_groups": ("n_groups", 8),
+        "mamba_conv_size": ("conv_kernel", 4),
+    }
+    constants = {**NO_SCALES, "use_mlp": False, "mamba_norm_position": "after_gate"}
+    fixed = {"use_bias": (False,), "hidden_act": ("silu",)}
+    # The norm always follows the gate. The residual stream has the compute dtype here.
+    unused = ("norm_before_gate", "rms_norm", "residual_in_fp32")
+
+    def canonical_name(self, name):
+        return self.embedding if name == "backbone.embedding.weight" else name
+
+    def read_others(self, config, arguments):
+        inner = config.integer("expand", default=2) * arguments["hidden_dim"]
+        if _inner_dim(arguments) != inner:
+            wanted = f"'expand' * 'hidden_size' / 'num_heads', of {inner} channels"
+            raise config.unsupported_error("head_dim", arguments["mamba_head_dim"], wanted)
+        config.fixed("intermediate_size", inner)  # in some files
+        return {"block_types": (MAMBA,) * arguments["num_layers"]}
+
+    def requirements(self, arguments):
+        return {
+            **super().requirements(arguments),
+            "block_types": (set(arguments["block_types"]) == {MAMBA}, "'mamba'"),
+            **_multiple_of_width(arguments),
+        }
+
+    def write_config(self, arguments):
+        expand = _inner_dim(arguments) // arguments["hidden_dim"]
+        return {**super().write_config(arguments), "expand": expand}
+
+    def block_tensors(self, i, block, arguments):
+        yield block.tensor("norm.weight", (arguments["hidden_dim"],), "temporal_norm/scale")
+        yield from self.mixer_tensors(i, block, arguments)
+
+
+class FalconH1(MambaHybridLayout):
+    """`MambaHybridBackbone` from and to `FalconH1ForCausalLM`.
+
+    Multipliers of the inputs of a linear layer are multiplied with those of its outputs, and
+    written as 1.
+    """
+
+    model_type = "falcon_h1"
+    architecture = "FalconH1ForCausalLM"
+    final_norm = "model.final_layernorm.weight"
+    integers = {
+        "vocabulary_size": ("vocab_size", None),
+        "hidden_dim": ("hidden_size", None),
+        "intermediate_dim": ("intermediate_size", None),
+        "num_layers": ("num_hidden_layers", None),
+        **MAMBA_INTEGERS,
+        "num_query_heads": ("num_attention_heads", None),
+        "num_key_value_heads": ("num_key_value_heads", 8),
+    }
+    constants = {"use_mlp": True, "mlp": SWIGLU}
+    fixed = {
+        **dict.fromkeys(("attention_bias", "mlp_bias"), (False,)),
+        **dict.fromkeys(("projectors_bias", "mamba_proj_bias"), (False,)),
+        "hidden_act": ("silu",),
+        "rope_scaling": (None,),
+        "attn_layer_indices": (None,),
+    }
+    unused = ("mamba_use_mlp", "mlp_expansion_factor", "mamba_expand")
+
+    def read_others(self, config, arguments):
+        hidden_dim, heads = arguments["hidden_dim"], arguments["num_query_heads"]
+        has_size = config.config.get("head_dim") is not None or hidden_dim % heads
+        size = config.integer("head_dim", **({} if has_size else {"default": hidden_dim // heads}))
+        inner = config.integer("mamba_d_ssm", default=1024)
+        if "mamba_d_ssm" in config.config and config.config["mamba_d_ssm"] is None:
+            inner = config.integer("mamba_expand", default=2) * hidden_dim
+        rope = config.section("rope_parameters")
+        rope.fixed("rope_type", "default")
+        theta = config.rope_number(rope, "rope_theta", default=None)
+        rope.check_all_read()
+        before_gate = config.flag("mamba_norm_before_gate", default=True)
+        position = "before_gate" if before_gate else "after_gate"
+        number = functools.partial(config.number, default=1.0)
+        into_attention, into_mamba = (
+            number(f"{name}_in_multiplier") for name in ("attention", "ssm")
+        )
+        query_scale = into_attention**2 * number("key_multiplier") * size**-0.5
+        projections = config.number_list("ssm_multipliers", 5, default=(1.0,) * 5)
+        gate, down = config.number_list("mlp_multipliers", 2, default=(1.0,) * 2)
+        return {
+            "block_types": (PARALLEL,) * arguments["num_layers"],
+            "head_dim": size,
+            "mamba_head_dim": _read_mamba_head_dim(config, arguments, inner),
+            "mamba_norm_position": position if config.flag("mamba_rms_norm", False) else None,
+            "rope_max_wavelength": theta,
+            "query_scale": None if query_scale == size**-0.5 else query_scale,
+            "mamba_projection_scales": _scale(tuple(into_mamba * s for s in projections)),
+            "embedding_scale": _scale(number("embedding_multiplier")),
+            "output_scale": _scale(number("lm_head_multiplier")),
+            "mamba_scale": _scale(number("ssm_out_multiplier")),
+            "attention_scale": _scale(into_attention * number("attention_out_multiplier")),
+            "mlp_scale": _scale(down),
+            "mlp_gate_scale": _scale(gate),
+        }
+
+    def requirements(self, arguments):
+        return {
+            **super().requirements(arguments),
+            "block_types": (
+                set(arguments["block_types"]) == {PARALLEL},
+                "'mamba_and_attention'",
+            ),
+            "rope_max_wavelength": (arguments["rope_max_wavelength"] is not None, "a number"),
+        }
+
+    def write_config(self, arguments):
+        position, size = arguments["mamba_norm_position"], arguments["head_dim"]
+        query_scale = arguments["query_scale"] or size**-0.5
+        key = solve(lambda key: 1.0 * key * size**-0.5, query_scale, query_scale * size**0.5)
+        return {
+            **super().write_config(arguments),
+            "head_dim": size,
+            "mamba_d_ssm": _inner_dim(arguments),
+            "mamba_d_head": arguments["mamba_head_dim"],
+            "mamba_rms_norm": position is not None,
+            "mamba_norm_before_gate": position == "before_gate",
+            "rope_theta": arguments["rope_max_wavelength"],
+            "embedding_multiplier": arguments["embedding_scale"] or 1.0,
+            "lm_head_multiplier": arguments["output_scale"] or 1.0,
+            "attention_in_multiplier": 1.0,
+            "attention_out_multiplier": arguments["attention_scale"] or 1.0,
+            "key_multiplier": key,
+            "ssm_in_multiplier": 1.0,
+            "ssm_out_multiplier": arguments["mamba_scale"] or 1.0,
+            "ssm_multipliers": list(arguments["mamba_projection_scales"] or (1.0,) * 5),
+            "mlp_multipliers": [arguments[name] or 1.0 for name in ("mlp_gate_scale", "mlp_scale")],
+        }
+
+    def block_tensors(self, i, block, arguments):
+        d, m = arguments["hidden_dim"], arguments["intermediate_dim"]
+        yield block.tensor("input_layernorm.weight", (d,), "temporal_norm/scale")
+        yield from self.mixer_tensors(i, block, arguments)
+        yield block.tensor("pre_ff_layernorm.weight", (d,), "channel_norm/scale")
+        yield from block.mlp("feed_forward", d, m)
+
+
+def _read_mamba_head_dim(config, arguments, inner):
+    """Returns the size of heads of Mamba-2 with `inner` channels."""
+    heads = arguments["num_mamba_heads"]
+    if config.config.get("mamba_d_head", "auto") == "auto" and inner % heads == 0:
+        config.ignore("mamba_d_head")
+        return inner // heads
+    size = config.integer("mamba_d_head")
+    if size * heads != inner:
+        wanted = f"{inner / heads:g}, for {inner} channels in {heads} heads"
+        raise config.unsupported_error("mamba_d_head", size, wanted)
+    return size
+
+
+def _equal(value, wanted):
+    """Returns a requirement of `Layout.requirements`."""
+    return value == wanted, f"{wanted}"
+
+
+def _multiple_of_width(arguments):
+    """Returns the requirement that the heads of Mamba-2 are a multiple of the width."""
+    d, heads = arguments["hidden_dim"], arguments["num_mamba_heads"]
+    fits = heads is None or _inner_dim(arguments) % d == 0
+    return {"mamba_head_dim": (fits, f"a multiple of `hidden_dim`, {d}, divided by {heads}")}
+
+
+def _read_types(config, names):
+    """Returns the block types in a list of names, or None if there is no list."""
+    keys = ("layers_block_type", "layer_types")
+    config.ignore(*keys)
+    keys = [key for key in keys if config.config.get(key) is not None]
+    if not keys:
+        return None
+    types = [tuple(names[name] for name in config.name_list(key, names)) for key in keys]
+    if types[-1] != types[0]:
+        raise config.unsupported_error(keys[1], config.config[keys[1]], f"that of {keys[0]!r}")
+    return types[0]
+
+
+def _check_time_step_limit(config):
+    """Raises an error if time steps have limits, which the original does not use when decoding."""
+    config.ignore("time_step_limit")
+    limit = config.config.get("time_step_limit")
+    if limit is None:
+        return
+    numbers = list(limit) if isinstance(limit, (list, tuple)) else [limit]
+    if len(numbers) == 2 and isinstance(numbers[1], dict):  # infinity, as transformers 5 saves it
+        numbers[1] = math.inf if numbers[1] == {"__float__": "Infinity"} else None
+    is_number = all(type(number) in (int, float) for number in numbers)
+    if len(numbers) != 2 or not is_number or numbers[0] != 0 or not numbers[1] >= UNLIMITED:
+        raise config.unsupported_error("time_step_limit", limit, "[0.0, Infinity], no limits")
+
+
+def _scale(multiplier):
+    """Returns a multiplier, or several, as an argument of the backbone: None if all are 1."""
+    return None if multiplier in (1, (1,) * 5) else multiplier
+
+
+def _mamba(block, theirs, ours, arguments):
+    """Yields the tensors of Mamba-2 named `theirs` in the file and `ours` in the block."""
+    heads, inner = arguments["num_mamba_heads"], _inner_dim(arguments)
+    channels = inner + 2 * arguments["num_mamba_groups"] * arguments["mamba_state_dim"]
+    d, taps = arguments["hidden_dim"], arguments["mamba_conv_size"]
+
+    def tensor(name, shape, *weights, **kwargs):
+        weights = [f"{ours}/{weight}" for weight in weights]
+        return block.tensor(f"{theirs}.{name}", shape, *weights, **kwargs)
+
+    kernels = [f"{name}_proj/kernel" for name in ("z", "x", "bc", "dt")]
+    rows = _fused_rows(arguments, (inner, inner, channels - inner, heads))
+    yield tensor("in_proj.weight", (inner + channels + heads, d), *kernels, transform=rows)
+    rows, convolutions = _fused_rows(arguments, (inner, channels - inner)), ("x", "bc")
+    kernels = [f"{name}_conv1d/kernel" for name in convolutions]
+    depthwise = Transform(
+        lambda tensor: rows.to_weights(tensor[:, 0]),
+        lambda *weights: rows.to_tensor(*weights)[:, None],
+    )
+    yield tensor("conv1d.weight", (channels, 1, taps), *kernels, transform=depthwise)
+    if arguments["use_mamba_conv_bias"]:
+        biases = [f"{name}_conv1d/bias" for name in convolutions]
+        yield tensor("conv1d.bias", (channels,), *biases, transform=rows)
+    for name, weight in (("A_log", "a_log"), ("D", "skip"), ("dt_bias", "dt_bias")):
+        yield tensor(name, (heads,), weight)
+    if arguments["mamba_norm_position"] is not None:
+        yield tensor("norm.weight", (inner,), "norm/scale")
+    yield from block.linear(f"{theirs}.out_proj", inner, d, f"{ours}/o_proj")
+
+
+def _fused_rows(arguments, sizes):
+    """Returns the `Transform` of rows z, x, BC, dt, or x, BC, to weights of these sizes.
+
+    A file has B of all groups, then C. The layer has B and C of the first group, then those of the
+    next.
+    """
+    groups, state_dim = arguments["num_mamba_groups"], arguments["mamba_state_dim"]
+    place = {4: 2, 2: 1}[len(sizes)]  # of B and C
+
+    def regroup(rows, first, second):
+        return rows.reshape(first, second, state_dim, -1).swapaxes(0, 1).reshape(rows.shape)
+
+    def to_weights(tensor):
+        parts = np.split(tensor, np.cumsum(sizes)[:-1])
+        parts[place] = regroup(parts[place], 2, groups)
+        return tuple(part.T for part in parts)
+
+    def to_tensor(*weights):
+        parts = [weight.T for weight in weights]
+        parts[place] = regroup(parts[place], groups, 2)
+        return np.concatenate(parts)
+
+    return Transform(to_weights, to_tensor)
+
+
+def _inner_dim(arguments):
+    return arguments["num_mamba_heads"] * arguments["mamba_head_dim"]
+
+
+def _attention(block, theirs, ours, arguments):
+    """Yields the tensors of attention named `theirs` in the file and `ours` in the block."""
+    d, size = arguments["hidden_dim"], arguments["head_dim"]
+    inner, shared = arguments["num_query_heads"] * size, arguments["num_key_value_heads"] * size
+    for name, width in (("q_proj", inner), ("k_proj", shared), ("v_proj", shared)):
+        yield from block.linear(f"{theirs}.{name}", d, width, f"{ours}/{name}")
+    yield from block.linear(f"{theirs}.o_proj", inner, d, f"{ours}/o_proj")

@@ -1,0 +1,33 @@
+"""Language model with Mamba-2 or a hybrid of it, and its tokenizer and preprocessor."""
+
+import keras
+
+from keras_recurrent.models.mamba_hybrid.mamba_hybrid_backbone import MambaHybridBackbone
+from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
+from keras_recurrent.models.recurrent_causal_lm_preprocessor import RecurrentCausalLMPreprocessor
+from keras_recurrent.tokenizers.byte_tokenizer import ByteTokenizer
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class MambaHybridTokenizer(ByteTokenizer):
+    """Byte tokenizer of presets. Checkpoints have a `BPETokenizer`."""
+
+    backbone_cls = MambaHybridBackbone
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class MambaHybridCausalLMPreprocessor(RecurrentCausalLMPreprocessor):
+    backbone_cls = MambaHybridBackbone
+    tokenizer_cls = MambaHybridTokenizer
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class MambaHybridCausalLM(RecurrentCausalLM):
+    """Language model with Nemotron-H, Granite 4.0 H, Falcon-H1 or Mamba-2.
+
+    A `MambaHybridBackbone`, and logits of the next token. Blocks of attention cache the keys and
+    values of the whole text; the state of the other blocks has a fixed size.
+    """
+
+    backbone_cls = MambaHybridBackbone
+    preprocessor_cls = MambaHybridCausalLMPreprocessor
