@@ -1,10 +1,11 @@
-"""A decoding step of lightning attention.  Qin et al. 2024, arXiv:2405.17381.
+"""A decoding step of `scalar_decay_attention`, or of lightning attention: arXiv:2405.17381.
 
     q = rotate(norm(q), p) query_scale,  k = rotate(norm(k), p)    p: the token's position
     S' = exp(log_decay) S + k v^T,  o = S'^T q                     in every head
     y = σ(output_gate) * norm_scale * o
 
-`norm` and `rotate` are those of `local_attention_step`. Consecutive query heads share a key head.
+`norm` and `rotate` are those of `local_attention_step`. Consecutive heads share a query, a key or a
+value where these have fewer heads than the memory.
 At the start of a document S is 0; padding leaves S unchanged.
 """
 
@@ -13,7 +14,7 @@ import numpy as np
 from ..constants import SQUARES_GROUP, STARTS
 from ._common import cast, group_squares, sigmoid
 from ._heads import prepare_heads
-from .lightning_attention import lightning_attention
+from .scalar_decay_attention import scalar_decay_attention
 
 
 def lightning_step(
@@ -33,8 +34,9 @@ def lightning_step(
     query_scale=None,
     dtype=np.float64,
 ):
-    """q: [B, H, K]; k: [B, G, K]; v: [B, G, V]; memory: [B, H, K, V]; log_decay: [H].
+    """q, k: [B, G, K]; v: [B, G, V]; memory: [B, H, K, V]; log_decay: [H] or [B, H].
 
+    The numbers G of heads of q, k and v may differ; each divides H.
     position: [B], read with `frequencies` [R]; q_scale, k_scale: [K] or None. norm_scale: [H V] or
     None; output_gate: [B, H, V] or None. Returns (y [B, H, V], the sums of squares of o in groups
     [B, H, ceil(V / 32)], memory).
@@ -47,10 +49,9 @@ def lightning_step(
     k = prepare_heads(k, position, frequencies, k_scale, epsilon)
     if query_scale is not None:
         q = q * q.dtype.type(query_scale)
-    k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
-    o, memory = lightning_attention(
-        q[:, None], k[:, None], v[:, None], log_decay, memory, kinds, dtype
-    )
+    q, k, v = (np.repeat(x, memory.shape[1] // x.shape[1], axis=1)[:, None] for x in (q, k, v))
+    log_decay = np.broadcast_to(log_decay, memory.shape[:2])[:, None]
+    o, memory = scalar_decay_attention(q, k, v, log_decay, memory, kinds, dtype)
     o = y = o[:, 0]
     if norm_scale is not None:
         y = y * cast(dtype, norm_scale)[0].reshape(y.shape[1:])

@@ -1,6 +1,6 @@
-"""One decoding step of lightning attention, from the projections of the token.
+"""One decoding step of `scalar_decay_attention`, or of lightning attention: arXiv:2405.17381.
 
-Qin et al. 2024, arXiv:2405.17381. A program reads and writes some columns of a head's memory once.
+A program reads and writes some columns of a head's memory once.
 All arithmetic is float32.
 """
 
@@ -25,7 +25,10 @@ _MAX_KEYS = 256
 class Heads(NamedTuple):
     """The constants of a program."""
 
-    SHARE: int  # query heads that share a key head
+    Q_SHARE: int  # heads that share a query, a key and a value
+    K_SHARE: int
+    V_SHARE: int
+    IS_CONSTANT: bool  # `log_decay` is [H], not [B, H]
     K: int
     V: int
     R: int  # pairs of channels that are rotated, or 0
@@ -73,22 +76,26 @@ def _kernel(
     offsets = head * (K * V) + d[:, None] * V + e[None, :]
     valid = (d < K)[:, None] & (e < V)[None, :]
     state = load_float32(memory, offsets, valid)
-    decay = exp_of_decays(tl.load(log_decay + head % H + tl.zeros((1,), tl.int64)), True)
+    row = tl.zeros((1,), tl.int64)
+    if HEADS.IS_CONSTANT:
+        logarithm = tl.load(log_decay + head % H + row)
     if norm_scale is not None:
         scale = load_float32(norm_scale, head % H * V + e, e < V)
     wait_for_previous_launch(PDL)
+    if not HEADS.IS_CONSTANT:
+        logarithm = tl.load(log_decay + head + row)
+    decay = exp_of_decays(logarithm.to(tl.float32), True)
     kind = CONTINUES
     if token_kind is not None:
         kind = tl.load(token_kind + head // H)
     token_position = kind
     if frequencies is not None:
         token_position = tl.where(kind == STARTS, 0, tl.load(position + head // H))
-    row = tl.zeros((1,), tl.int64)
     real = (row == 0) & (kind != PADDING)
-    query = load_heads(q, head + row, real, d, token_position, frequencies, q_scale, HEADS)
-    group = head // HEADS.SHARE
-    key = load_heads(k, group + row, real, d, token_position, frequencies, k_scale, HEADS)
-    value = load_float32(v, group * V + e, (e < V) & (kind != PADDING))
+    place = d, token_position, frequencies
+    query = load_heads(q, head // HEADS.Q_SHARE + row, real, *place, q_scale, HEADS)
+    key = load_heads(k, head // HEADS.K_SHARE + row, real, *place, k_scale, HEADS)
+    value = load_float32(v, head // HEADS.V_SHARE * V + e, (e < V) & (kind != PADDING))
     state = select_by_kind(kind, decay, 0.0, 1.0)[:, None] * state
     state += tl.sum(key, 0)[:, None] * value[None, :]
     tl.store(next_memory + offsets, state, valid)
@@ -131,9 +138,14 @@ def lightning_step(
     outputs = results(q, k, v, memory)
     block_v = min(_BLOCK_V, next_power_of_2(values))
     constants = Heads(
-        **{"SHARE": heads // k.shape[1], "EPSILON": epsilon or 0.0},
-        **{"K": keys, "BLOCK_K": next_power_of_2(keys), "V": values, "BLOCK_V": block_v},
+        *(heads // x.shape[1] for x in (q, k, v)),
+        IS_CONSTANT=len(log_decay.shape) == 1,
+        K=keys,
+        V=values,
         R=0 if frequencies is None else frequencies.shape[0],
+        EPSILON=epsilon or 0.0,
+        BLOCK_K=next_power_of_2(keys),
+        BLOCK_V=block_v,
     )
     options = {"HEADS": Constants(constants), "num_warps": _WARPS, **pdl_options(q)}
     programs = batch * heads * cdiv(values, block_v)

@@ -1,4 +1,4 @@
-"""A decoding step of lightning attention.  Qin et al. 2024, arXiv:2405.17381."""
+"""A decoding step of `scalar_decay_attention`, or of lightning attention: arXiv:2405.17381."""
 
 from keras import ops
 
@@ -30,8 +30,9 @@ def lightning_step(
     epsilon=None,
     query_scale=None,
 ):
-    """q: [B, H, K]; k: [B, G, K]; v: [B, G, V]; memory: [B, H, K, V]; log_decay: [H].
+    """q, k: [B, G, K]; v: [B, G, V]; memory: [B, H, K, V]; log_decay: [H] or [B, H].
 
+    The numbers G of heads of q, k and v may differ; each divides H.
     Returns (y [B, H, V], sums of squares [B, H, U], the next memory).
     """
     dtype = sum_dtype(q, k, v, memory, log_decay, q_scale, k_scale)
@@ -43,10 +44,12 @@ def lightning_step(
     if query_scale is not None:
         query = query * query_scale
     key, value = fill_where(padding, 0.0, key), fill_where(padding, 0.0, ops.cast(v, dtype))
-    share = q.shape[1] // k.shape[1]
-    if share > 1:
-        key, value = ops.repeat(key, share, axis=1), ops.repeat(value, share, axis=1)
-    decay = ops.exp(ops.cast(log_decay, dtype))[None, :, None]
+    heads = memory.shape[1]
+    query, key, value = (
+        x if x.shape[1] == heads else ops.repeat(x, heads // x.shape[1], axis=1)
+        for x in (query, key, value)
+    )
+    decay = ops.reshape(ops.exp(ops.cast(log_decay, dtype)), (-1, heads, 1))
     decay = applied_decay(decay, starts, padding)
     memory, output = step(ops.cast(memory, dtype), query, key, value, decay)
     squares = group_squares(output, SQUARES_GROUP)

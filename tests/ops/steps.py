@@ -21,7 +21,7 @@ class Case(NamedTuple):
     parameters: bool = True  # with optional biases, scales and bounds
     norm: bool = True
     gate: str | None = None
-    residual: bool = False
+    residual: bool = False  # or, in `lightning_step`, shared queries and decays by sequence
     delayed_norm: bool = False  # The sums of squares of `x` are given, or a step begins a norm.
     next_norm: bool = False  # `norm_linear` also begins the norm of its only output.
     output_scale: float | None = None  # of linear layers, or of queries of lightning attention
@@ -222,16 +222,21 @@ def lightning_step(rng, case):
     share, groups = len(case.widths), 1 + case.channels % 2
     keys, values = min(case.channels, 128), case.value_size  # No model has wider heads.
     scales, epsilon = head_scales(rng, case, keys)
+    heads, log_decay = share * groups, -(2.0 ** -np.arange(share * groups))
+    query_heads, value_heads = heads, groups
+    if case.residual:  # as in Mamba-2
+        query_heads, value_heads = groups, heads
+        log_decay = log_decay * rng.uniform(size=(case.rows, heads))
     tensors = {
-        "q": scaled_normal(rng, (case.rows, share * groups, keys), case.scale),
+        "q": scaled_normal(rng, (case.rows, query_heads, keys), case.scale),
         "k": scaled_normal(rng, (case.rows, groups, keys), case.scale),
-        "v": rng.normal(size=(case.rows, groups, values)),
-        "memory": rng.normal(size=(case.rows, share * groups, keys, values)),
-        "log_decay": -(2.0 ** -np.arange(share * groups)),
+        "v": rng.normal(size=(case.rows, value_heads, values)),
+        "memory": rng.normal(size=(case.rows, heads, keys, values)),
+        "log_decay": log_decay,
         "position": rng.integers(0, 100, case.rows) if case.parameters else None,
         **scales,
         "frequencies": 10.0 ** -np.arange(keys // 2) if case.parameters else None,
-        **norm_parameters(rng, case, share * groups, values),
+        **norm_parameters(rng, case, heads, values),
         "token_kind": token_kinds(case),
     }
     return tensors, {"epsilon": epsilon, "query_scale": case.output_scale}
