@@ -12,9 +12,17 @@ from keras_recurrent.models import GenerationCache, SamplingParams
 from tests.generation.test_text import text_model
 from tests.generation.tokens import assert_caches_close, pad, random_prompts, to_arrays, unpad
 from tests.models import tiny
-from tests.models.tiny import FEWER_LAYERS, VOCABULARY, shared_by_families, tiny_causal_lm
+from tests.models.tiny import (
+    FEWER_LAYERS,
+    VOCABULARY,
+    nightly_on_tensorflow,
+    shared_by_families,
+    tiny_causal_lm,
+)
 
 BACKEND = keras.config.backend()
+# One family with KV caches and one without; JAX and TensorFlow have one in all.
+two_families = pytest.mark.parametrize("model", tiny.SHARED[:2], indirect=True, scope="module")
 MAX_LENGTH = 64  # of the KV caches, as `generate` chooses for short sequences
 
 
@@ -75,6 +83,8 @@ def test_generate_from_a_cache_matches_one_call(model):
     assert rows == expected
 
 
+@nightly_on_tensorflow
+@two_families
 def test_cache_is_not_changed_by_calls_that_continue_it(model):
     """Two streams and a call from one cache overwrite its state, or the state of each other."""
     prompt = random_prompts((4,))
@@ -183,6 +193,10 @@ def test_arguments_that_do_not_fit_a_cache_raise(hgrn2):
         (lambda: hgrn2.generate(None, 3, "auto", cache=cache), "`stop_token_ids` must"),
         (lambda: hgrn2.generate(None, None, None, cache=cache), "must be the number of tokens"),
         (lambda: hgrn2.generate(None, 3, (VOCABULARY,), cache=cache), "from 0 to"),
+        (
+            lambda: hgrn2.generate(None, 3, (1, 1.5), cache=cache),
+            "`stop_token_ids` must be a tuple",
+        ),
         (lambda: hgrn2.generate(None, 0, None, cache=cache), "`max_length`"),
         (lambda: hgrn2.generate("text", 3, None, cache=cache), "no preprocessor"),
         (lambda: hgrn2.stream(pad([[], []], 5), stop_token_ids=None), "at least one token"),
@@ -236,10 +250,10 @@ def test_max_length_does_not_count_padding_columns(hgrn2):
         assert concatenate(second, collect_tokens(stream)) == more
 
 
-@shared_by_families
-def test_random_tokens_do_not_depend_on_the_kind_of_call(family):
+@nightly_on_tensorflow
+def test_random_tokens_do_not_depend_on_the_kind_of_call(hgrn2):
     """Random numbers depend on more than seed, call and row, such as on a returned cache."""
-    model, prompts = tiny_causal_lm(family=family, num_layers=1), random_prompts((4, 4))
+    model, prompts = hgrn2, random_prompts((4, 4))
 
     def call_twice(function):
         keras.utils.set_random_seed(5)
@@ -261,12 +275,15 @@ def test_random_tokens_do_not_depend_on_the_kind_of_call(family):
     assert call_twice(begin_stream) == (1, 2)
 
 
+@two_families
 def test_sequences_that_stop_early_match_single_sequences(model):
     """A state has tokens after a stop token, or tokens of `stream` and `generate` differ."""
     prompts = random_prompts()
     # A token that the second sequence generates early, and another one late or never.
     stop = generate(model, prompts, 20)[1][len(prompts[1]) + 1]
-    rows, cache = generate(model, prompts, 20, (stop,), return_cache=True)
+    ended, cache = model.generate(pad(prompts, 20), None, (stop,), return_cache=True)
+    assert not ended["token_ids"][~np.asarray(ended["padding_mask"], bool)].any()
+    rows = unpad(ended)
     assert len({len(row) for row in rows}) > 1
     stream = model.stream(pad(prompts, 20), stop_token_ids=(stop,))
     assert_caches_close(stream.cache, prefill(model, prompts))
@@ -278,16 +295,16 @@ def test_sequences_that_stop_early_match_single_sequences(model):
 
 
 @pytest.mark.once
-def test_stream_that_was_closed_or_has_no_new_tokens_ends(model):
-    closed = model.stream(pad(random_prompts(), 14), stop_token_ids=None)
+def test_stream_that_was_closed_or_has_no_new_tokens_ends(hgrn2):
+    closed = hgrn2.stream(pad(random_prompts(), 14), stop_token_ids=None)
     next(closed)
     closed.close()
     with pytest.raises(RuntimeError, match="was closed"):
         _ = closed.cache
     assert list(closed) == []
-    full = model.stream(pad(random_prompts((4, 4))), stop_token_ids=None)
+    full = hgrn2.stream(pad(random_prompts((4, 4))), stop_token_ids=None)
     assert list(full) == []
-    assert_caches_close(full.cache, prefill(model, random_prompts((4, 4))))
+    assert_caches_close(full.cache, prefill(hgrn2, random_prompts((4, 4))))
 
 
 @pytest.mark.once

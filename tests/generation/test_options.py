@@ -13,10 +13,9 @@ from keras_recurrent.models import HGRN2CausalLMPreprocessor, SamplingParams
 from keras_recurrent.tokenizers import ByteTokenizer
 from tests.generation.numpy_sampling import log_softmax
 from tests.generation.tokens import assert_caches_close, pad
-from tests.models.tiny import forward, tiny_causal_lm
+from tests.models.tiny import forward, nightly_on_tensorflow, tiny_causal_lm
 
 BACKEND = keras.config.backend()
-nightly_on_tensorflow = pytest.mark.nightly if BACKEND == "tensorflow" else lambda test: test
 LETTERS = {3 + byte: 100.0 for byte in b"abcd"}
 PROMPTS, NEW = ["ab", "abcde"], 24
 SAMPLING = [SamplingParams(seed=seed, logit_bias=LETTERS) for seed in (1, 2)]

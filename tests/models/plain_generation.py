@@ -16,10 +16,10 @@ def log_softmax(logits):
     return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
 
-def sample(model, sampler, prompt, given, stop_ids=()):
+def sample(model, sampler, prompt, given):
     """Greedy, top-k, top-p and random samplers of KerasHub.
 
-    Each sequence continues after its prompt until it is full or has a stop token.
+    Each sequence continues after its prompt until it is full.
     """
     prompt, margin = prompt.copy(), np.inf
     rows, lengths = np.arange(len(prompt)), given.sum(axis=1)
@@ -31,12 +31,11 @@ def sample(model, sampler, prompt, given, stop_ids=()):
         real = np.arange(prompt.shape[1]) < lengths[:, None]
         logits = forward(model, prompt, real)[rows, lengths - 1]
         for row in rows[~done]:
-            arguments = params, logits[row], uniform[row, t], (), [], stop_ids
+            arguments = params, logits[row], uniform[row, t], (), [], ()
             prompt[row, lengths[row]], row_margin = numpy_sampling.choose(*arguments)
             margin = min(margin, row_margin)
-        token = prompt[rows, np.minimum(lengths, prompt.shape[1] - 1)]
         lengths, t = lengths + ~done, t + 1
-        done |= (lengths == prompt.shape[1]) | np.isin(token, stop_ids)
+        done = lengths == prompt.shape[1]
     return prompt, margin
 
 

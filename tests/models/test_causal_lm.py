@@ -264,15 +264,6 @@ def test_generate_rejects_invalid_max_lengths_and_longer_prompts():
     assert_rejects(match, model.generate, "tick tock, tick t")
 
 
-def test_generate_rejects_stop_token_ids_outside_the_vocabulary(tokens_model):
-    for ids in ([], 2, "end", (1, 1.5), (True,)):
-        match = "`stop_token_ids` must be a tuple"
-        assert_rejects(match, tokens_model.generate, PROMPT, stop_token_ids=ids)
-    for ids, bad in [([5, -1], "-1"), ((61,), "61")]:
-        match = f"`stop_token_ids` must be ids from .*got {bad} at"
-        assert_rejects(match, tokens_model.generate, PROMPT, stop_token_ids=ids)
-
-
 @pytest.mark.parametrize("bad", [-1, -100, 61])
 def test_token_ids_outside_the_vocabulary_are_rejected(tokens_model, bad):
     model, match = tokens_model, rf"`token_ids` must be ids from 0 to 60, .*got {bad} at \[1, 2\]"

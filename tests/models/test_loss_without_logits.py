@@ -156,6 +156,7 @@ def test_loaded_loss_and_metrics_need_no_logits(tmp_path):
     assert expected["p"] == pytest.approx(np.exp(expected["loss"]), rel=1e-5)
 
 
+@pytest.mark.once
 def test_packed_loss_equals_that_with_logits():
     def evaluate_packed(model):
         x, y, weights = data()
@@ -169,6 +170,7 @@ def test_packed_loss_equals_that_with_logits():
     np.testing.assert_allclose(found, evaluate_packed(model), rtol=1e-5)
 
 
+@pytest.mark.once
 def test_loss_of_hidden_states_includes_the_soft_cap():
     model = tiny_causal_lm(num_layers=1, block_types=("recurrent",), final_logit_soft_cap=2.0)
     _, y, weights = data()

@@ -83,16 +83,6 @@ def test_packed_sequences_lose_no_text_and_no_label_crosses_a_document():
     assert not found
 
 
-def test_pack_documents_makes_every_token_but_the_first_a_label_once():
-    documents = [np.arange(1, n + 1) for n in (1, 2, 15, 16, 17, 18, 33, 50)]
-    token_ids, mask, _, labels, has_label = packing.pack_documents(documents, 16, pad_token_id=0)
-    learned = np.sort(labels[has_label])
-    np.testing.assert_array_equal(learned, np.sort(np.concatenate([d[1:] for d in documents])))
-    # In documents of 16 n + 1 tokens, n full sequences precede the last token: it is only a label.
-    assert mask.sum() == sum(len(d) - (len(d) in (17, 33)) for d in documents)
-    assert (token_ids[~mask] == 0).all()
-
-
 def test_pack_documents_fills_sequences_and_accepts_no_documents():
     documents = [np.full(n, 7) for n in np.random.default_rng(0).integers(2, 16, 2000)]
     token_ids, mask, *_ = packing.pack_documents(documents, 16, pad_token_id=0)

@@ -69,6 +69,7 @@ def test_update_of_bfloat16_weight_moves_it_unless_listed_as_failing(name):
     assert is_moved == (name not in FAILING["bfloat16"]), (value(variable), error)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("dtype", FAILING)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_compile_for_16_bit_weights_raises_or_warns(name, dtype):

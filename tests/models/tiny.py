@@ -106,6 +106,9 @@ SHARED = SHARED[keras.backend.backend()]
 shared_by_families = pytest.mark.parametrize("family", SHARED)
 # Where XLA compiles each model, costly tests with additional models are nightly.
 NIGHTLY_IF_COMPILED = () if keras.backend.backend() == "torch" else (pytest.mark.nightly,)
+nightly_on_tensorflow = (
+    pytest.mark.nightly if keras.backend.backend() == "tensorflow" else lambda test: test
+)
 # XLA's compile time grows with the number of layers: tests of code around layers use these sizes.
 FEWER_LAYERS = {} if keras.backend.backend() == "torch" else {"num_layers": 1}
 
