@@ -13,9 +13,9 @@ implements it.
 - On a Keras backend without an entry in `PREFERENCE`, everything can be imported and layers can be
   created, but all operations raise an error.
 
-JAX traces a program before its platform is known. The automatic choice between Pallas, Triton and
-plain JAX depends on shapes and dtypes while tracing, and on the platform when the program is
-lowered: all candidates are traced, and one is compiled.
+JAX traces a program before its platform is known. The automatic choice between Pallas, cuDNN,
+Triton and plain JAX depends on shapes and dtypes while tracing, and on the platform when the
+program is lowered: all candidates are traced, and one is compiled.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def preference(interprets_triton):
             them in NumPy, on any device, which is slower than any other implementation.
     """
     orders = {
-        "jax": ("pallas", "triton", "jax"),
+        "jax": ("pallas", "cudnn", "triton", "jax"),
         "torch": ("cudnn", "triton", "torch"),
         "tensorflow": ("tensorflow",),
     }
@@ -305,7 +305,7 @@ def _resolve_on_jax(operation, name, kernel, arguments, is_chosen):
         row = IMPLEMENTATIONS[operation]
         kernels = {
             platform: row[name]
-            for name, platform in PLATFORMS.items()
+            for name, platform in reversed(PLATFORMS.items())  # the first of a platform remains
             if not isinstance(row[name], str) and _reason(name, row[name], arguments, True) is None
         }
         function = _platforms.choose_at_lowering(row["jax"], **kernels)

@@ -1,13 +1,25 @@
-"""Softmax attention with NVIDIA's cuDNN, through torch.
+"""Softmax attention with NVIDIA's cuDNN, through torch or JAX, without a previous state.
 
-It supports sequences no longer than the window, without a previous state, documents or padding.
+On torch, it supports sequences no longer than the window, without documents or padding. On JAX,
+Triton kernels compute batches with packed documents, which are known when a program runs.
 """
 
-import torch
+import os
+
+from .. import host
+
+if host.framework == "jax":
+    from .. import triton
+else:
+    import torch
 
 
 def unavailable():
     """Reason cuDNN cannot run, or None."""
+    if host.framework == "jax":
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return "Triton's interpreter runs programs on the CPU"
+        return triton.unavailable()
     if torch.version.cuda is None or not torch.backends.cudnn.is_available():
         return "this torch was built without cuDNN"
     return None

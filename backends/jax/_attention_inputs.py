@@ -13,23 +13,34 @@ def attend_real_tokens_first(attend, token_kind, *tensors):
     """Calls `attend(tokens, *tensors)`, where `tokens` moves real tokens before all padding.
 
     If padding is already last, as in most batches, nothing is moved: moving reads and writes every
-    tensor once more. The tensors enter the branch with their heads in one axis; with an axis for
-    heads, XLA would choose another layout for them and copy them.
+    tensor once more.
     """
     if token_kind is None:
         return attend(None, *tensors)
-    first, flat = _RealTokensFirst(token_kind), [flatten_heads(x) for x in tensors]
-
-    def attend_to(tokens):
-        given = [
-            x.reshape(like.shape)
-            for x, like in zip(jax.lax.optimization_barrier(flat), tensors, strict=True)
-        ]
-        return attend(tokens, *given)
-
-    return jax.lax.cond(
-        first.always, lambda: attend_to(first), lambda: attend_to(RealTokens(token_kind))
+    first = _RealTokensFirst(token_kind)
+    return cond_on_flat_tensors(
+        first.always,
+        lambda *tensors: attend(first, *tensors),
+        lambda *tensors: attend(RealTokens(token_kind), *tensors),
+        tensors,
     )
+
+
+def cond_on_flat_tensors(predicate, on_true, on_false, tensors):
+    """Returns `jax.lax.cond` of tensors that enter the branches with their heads in one axis.
+
+    With an axis for heads, XLA would choose another layout for them and copy them.
+    """
+    flat = [flatten_heads(x) for x in tensors]
+
+    def branch(function):
+        def run():
+            given = zip(jax.lax.optimization_barrier(flat), tensors, strict=True)
+            return function(*(x.reshape(like.shape) for x, like in given))
+
+        return run
+
+    return jax.lax.cond(predicate, branch(on_true), branch(on_false))
 
 
 class _RealTokensFirst:

@@ -14,7 +14,8 @@ from jax.interpreters import ad, batching, mlir
 from ..constants import LOWEST_CAPABILITY
 from . import _gpu
 
-PLATFORMS = {"pallas": "tpu", "triton": "cuda"}  # of implementations that run on one platform only
+# {implementation: the only platform that it runs on}, the fastest of a platform first
+PLATFORMS = {"pallas": "tpu", "cudnn": "cuda", "triton": "cuda"}
 
 
 @functools.cache
@@ -160,7 +161,7 @@ def _lower(platform, ctx, *operands, branches):
 
 
 mlir.register_lowering(_switch, functools.partial(_lower, "default"))
-for _platform in PLATFORMS.values():
+for _platform in set(PLATFORMS.values()):
     mlir.register_lowering(_switch, functools.partial(_lower, _platform), platform=_platform)
 
 

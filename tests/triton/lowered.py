@@ -86,6 +86,24 @@ def test_program_has_the_kernels_of_the_platform_it_is_lowered_for(name):
     assert (pallas > 0) == (name not in WITHOUT_PALLAS)
 
 
+@pytest.mark.parametrize(("window", "masked"), [(None, False), (100, False), (600, True)])
+def test_long_sequences_in_16_bits_are_lowered_for_cudnn(window, masked):
+    """cuDNN is not used, or its gradient; or a batch with packed documents has no kernels."""
+    q, k = array(B, 600, 4, 256), array(B, 600, 1, 256)
+    mask = {"mask": array(B, 600, dtype="bool")} if masked else {}
+
+    def attention(q, k, v, **mask):
+        return ops.sliding_window_attention(q, k, v, sliding_window=window, **mask)[0]
+
+    program = trace(attention, (q, k, k), mask)
+    text = program.lower(lowering_platforms=("cuda",)).as_text()
+    branches = 2 if masked else 1  # one if padding is last, else one that moves it
+    for call in ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"):
+        assert text.count(f"@{call}(") == branches
+    assert count_kernels(program, "cuda") == (8 if masked else 0, 0)
+    assert count_kernels(program, "cpu") == (0, 0)
+
+
 @pytest.fixture
 def decoding_step():
     """The traced program of a part of a decoding step, which has no gradient."""
