@@ -269,6 +269,15 @@ def uses_triton_kernels(tensor):
     return tensor.is_cuda and kernel.unsupported(tensor.detach(), cap=1.0) is None
 
 
+def compile_ahead():
+    """Context manager in which JAX's Triton kernels are compiled while a program is traced."""
+    if BACKEND != "jax" or isinstance(IMPLEMENTATIONS["soft_cap"].get("triton", ""), str):
+        return contextlib.nullcontext()
+    from keras_recurrent.backends.triton._runtime import jax_functions
+
+    return jax_functions.compile_ahead()
+
+
 def is_traced(arguments):
     """Returns True if JAX is tracing the arguments."""
     return BACKEND == "jax" and _platforms.is_traced(arguments)

@@ -13,7 +13,7 @@ from keras import ops
 from keras_recurrent.backends.constants import MIN_DELAYED_ROWS
 from keras_recurrent.devices.jax_layouts import drop_uneven_axes
 from keras_recurrent.devices.jax_processes import gather_to_numpy
-from keras_recurrent.dispatch import chosen_name
+from keras_recurrent.dispatch import chosen_name, compile_ahead
 from keras_recurrent.generation import beam_search
 from keras_recurrent.generation.batch import runs_ahead
 from keras_recurrent.generation.modes import RUN_EAGERLY, record_mode
@@ -160,13 +160,16 @@ class Programs:
 
     # Functions of programs, which run while a program is traced.
 
+    @contextlib.contextmanager
     def _scope(self, weights):
-        """Returns a context manager in which the variables of the model have these values."""
+        """Context manager in which the variables of the model have these values."""
         if not self._model.run_eagerly:
             announce("Compiling generation, once for a batch size and a range of lengths")
-        if weights is None:
-            return contextlib.nullcontext()
-        return keras.StatelessScope(list(zip(self._model.variables, weights, strict=True)))
+        values: Any = contextlib.nullcontext()
+        if weights is not None:
+            values = keras.StatelessScope(list(zip(self._model.variables, weights, strict=True)))
+        with values, compile_ahead():
+            yield
 
     def _prefill_chunks(self, token_ids, lengths, cache, weights, max_length, variant):
         backbone, (batch_size, padded_length) = self._model.backbone, token_ids.shape

@@ -4,13 +4,18 @@
 once.
 """
 
+import concurrent.futures
+import threading
+
 import jax
 import jax.numpy as jnp
 import pytest
+import triton
 from jax import export
 
 from keras_recurrent import ops
 from keras_recurrent.backends.jax import _gpu
+from keras_recurrent.backends.triton._runtime import jax_functions
 from keras_recurrent.ops import decoding_steps
 
 B, T, D, H, K = 2, 200, 64, 2, 64
@@ -149,6 +154,39 @@ def test_exported_program_of_two_platforms_runs_on_a_cpu():
 def test_kernels_are_lowered_for_supported_capabilities(capability, launches, monkeypatch):
     monkeypatch.setattr(_gpu, "capability", lambda: capability)
     assert count_kernels(trace(ops.linear_scan, (X, X)), "cuda") == (launches, 0)
+
+
+def test_kernels_compile_once_and_while_a_program_is_traced(monkeypatch):
+    """Kernels of the first call of `generate` compile one after another, or a second time."""
+    compiled, compile_kernel = [], triton.compile
+
+    def record(source, **options):
+        compiled.append((threading.current_thread(), source.hash()))
+        return compile_kernel(source, **options)
+
+    monkeypatch.setattr(triton, "compile", record)
+    monkeypatch.setattr(jax_functions, "_compilations", {})
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with jax_functions.compile_ahead():
+        program = trace(ops.linear_scan, (X, X))
+    concurrent.futures.wait(jax_functions._compilations.values())
+    threads, sources = map(set, zip(*compiled, strict=True))
+    assert len(compiled) == len(sources) == 2
+    assert threading.current_thread() not in threads
+    assert count_kernels(program, "cuda") == (2, 0)
+    trace(ops.rg_lru, (X, X, X, CHANNELS))  # outside of the block: not lowered, not compiled
+    assert len(compiled) == 2
+
+
+def test_failed_compilation_is_repeated(monkeypatch):
+    """A remedy, such as another assembler, needs another process."""
+    monkeypatch.setattr(jax_functions, "_compilations", {})
+    program = trace(ops.linear_scan, (X, X))
+    with monkeypatch.context() as patch:
+        patch.setattr(triton, "compile", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            program.lower(lowering_platforms=("cuda",))
+    assert count_kernels(program, "cuda") == (2, 0)
 
 
 def test_capability_without_a_gpu_is_the_lowest(monkeypatch):

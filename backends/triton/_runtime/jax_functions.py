@@ -1,15 +1,19 @@
 """Launches in JAX programs, through the custom call for Triton kernels of JAX's CUDA plugin.
 
-Triton compiles a kernel to PTX when a program is lowered, for the GPU at hand; JAX's own assembler
-compiles the PTX when the program first runs. With Triton's interpreter, launches run in NumPy on
-the host, called back from CPU programs.
+Triton compiles a kernel to PTX when a program is lowered, for the GPU at hand, or in
+`compile_ahead` when its launch is traced; JAX's own assembler compiles the PTX when the program
+first runs. With Triton's interpreter, launches run in NumPy on the host, called back from CPU
+programs.
 
 JAX's plugin declares the module used here private. `jax-triton` uses public names for the same
 purpose, and needs JAX 0.11.
 """
 
+import concurrent.futures
+import contextlib
 import functools
 import math
+import threading
 import zlib
 from typing import NamedTuple
 
@@ -110,8 +114,28 @@ def run(launch):
         inputs=map_arrays(lambda x: x is not None, launch.inputs),
         options=tuple(sorted(launch.options.items())),
     )
+    if getattr(_thread, "compiles_ahead", False):
+        start_compilation(static, present)
     results = iter(_launch.bind(*present, launch=static))
     return map_arrays(lambda array: array if array is None else next(results), launch.outputs)
+
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def compile_ahead():
+    """Context manager in which Triton compiles the kernels of a program while it is traced.
+
+    Otherwise, kernels are compiled one after another when the program is lowered. A program that is
+    only traced, such as for shapes, needs none.
+    """
+    has_gpu = jax.default_backend() == "gpu"
+    _thread.compiles_ahead = has_gpu and _gpu.capability() >= _gpu.MIN_CAPABILITY
+    try:
+        yield
+    finally:
+        _thread.compiles_ahead = False
 
 
 NAME = "keras_recurrent_triton"  # the primitive of a launch
@@ -158,10 +182,8 @@ ad.primitive_jvps[_launch] = _no_derivative
 
 
 def _lower(ctx, *operands, launch):
-    compiled, arguments = compile_launch(
-        launch, ctx.avals_in, GPUTarget("cuda", _gpu.capability(), 32)
-    )
-    gpu = _gpu.plugin()
+    compilation, arguments = start_compilation(launch, ctx.avals_in)
+    compiled, gpu = compilation.result(), _gpu.plugin()
     parameters = []
     for kind, value in arguments:
         if kind == "array":
@@ -200,10 +222,11 @@ class _Array(NamedTuple):
     zeroed: int = 0
 
 
-def compile_launch(launch, inputs, target):
-    """Compiles a launch's kernel. Returns it, and its arguments as pairs of a type and a value.
+def start_compilation(launch, inputs):
+    """Compiles a launch's kernel in a thread, unless this has begun earlier.
 
-    The value of an array, whose type is "array", is the number of its bytes to zero first.
+    Returns the `Future` of the kernel, and its arguments as pairs of a type and a value. The value
+    of an array, whose type is "array", is the number of its bytes to zero first.
     inputs: shapes and dtypes of the given arrays, in order.
     """
     inputs = iter(inputs)
@@ -242,7 +265,11 @@ def compile_launch(launch, inputs, target):
         else:
             signature[name], constants[(i,)] = "constexpr", options.pop(name)
     key = tuple(signature.items()), tuple(constants.items()), tuple(aligned), tuple(options.items())
-    return _compile(launch.kernel, *key, target), arguments
+    key = launch.kernel, *key, GPUTarget("cuda", _gpu.capability(), 32)
+    found = _compilations.get(key)
+    if found is None or (found.done() and found.exception()):
+        found = _compilations[key] = _threads.submit(_compile, *key)
+    return found, arguments
 
 
 def _output_array(array):
@@ -258,7 +285,10 @@ def _scalar_type(number):
     return "i32" if -(2**31) <= number < 2**31 else "i64"
 
 
-@functools.cache
+_compilations: dict[tuple, concurrent.futures.Future] = {}
+_threads = concurrent.futures.ThreadPoolExecutor(thread_name_prefix="triton-compile")
+
+
 def _compile(kernel, signature, constants, aligned, options, target):
     source = triton.compiler.ASTSource(
         kernel, dict(signature), dict(constants), {i: [list(_ALIGNED)] for i in aligned}
