@@ -6,6 +6,7 @@
     python -m benchmarks.generation hgrn2 --measure prefill --lengths 8192 131072
     python -m benchmarks.generation hgrn2 16 --measure options
     python -m benchmarks.generation griffin_tiny_text --measure cpu             # CPU time of calls
+    python -m benchmarks.generation hgrn2 1 --first-call --backend jax
 
 Arguments: a model of `benchmarks.models`, or `griffin_tiny_text`, and a batch size. Weights are
 random in bfloat16; decoding is greedy.
@@ -24,14 +25,22 @@ random in bfloat16; decoding is greedy.
 - cpu: milliseconds of CPU time, with child processes, of the first call in this process, and
   medians of later calls, on texts.
 
+With `--first-call`, the first two calls of `generate` are timed in two new processes, without
+building the model: one with empty caches of Triton, XLA and CUDA, and one with the caches of the
+first.
+
 With `--turns`, a process compiles and is then measured in turns by `benchmarks.in_turns`, with the
 last of the quantizations only.
 """
 
 import contextlib
 import functools
+import json
 import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 
 import keras
@@ -393,6 +402,35 @@ def measure_cpu(arguments, runs=3):
     yield {f"{name}, ms": round(value, 3) for name, value in found.items()}
 
 
+# --- First calls of processes ---
+
+# Variables with the folders of the compilers' caches.
+CACHES = (
+    "TRITON_CACHE_DIR",
+    "JAX_COMPILATION_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "CUDA_CACHE_PATH",
+)
+
+
+def measure_first_call(arguments):
+    """Measures the first calls of this process."""
+    model, _ = prepare(arguments, None)
+    inputs = random_prompts(model.backbone.vocabulary_size, arguments.batch, FEW)
+    generate = functools.partial(model.generate, inputs, stop_token_ids=None)
+    return {f"{name} call s": round(seconds(generate), 2) for name in ("first", "second")}
+
+
+def measure_first_calls():
+    """Yields `measure_first_call` of a process with empty caches, and of a second one."""
+    command = [sys.executable, "-m", "benchmarks.generation", *sys.argv[1:], "--turns"]
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, **{name: f"{folder}/{name}" for name in CACHES}}
+        for caches in ("empty", "of the first process"):
+            output = subprocess.check_output(command, env=environment, text=True, input="\n")
+            yield {"caches": caches, **json.loads(output.splitlines()[-1])}
+
+
 MEASURES = {
     "speed": measure_speed,
     "baseline": measure_baseline,
@@ -410,12 +448,17 @@ def main():
     parser.add_argument("--quantizations", nargs="+", choices=QUANTIZATIONS, default=[])
     parser.add_argument("--lengths", type=int, nargs="+", default=[131_072], help="of prefill")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--first-call", action="store_true", help="in new processes")
     parser.add_argument("--turns", action="store_true", help="of `benchmarks.in_turns`")
     arguments = parser.parse_args()
     if arguments.model not in MODELS and arguments.measure not in ("options", "cpu"):
         parser.error("griffin_tiny_text is a model for --measure options and cpu")
     if arguments.measure == "baseline" and not MODELS[arguments.model].baseline:
         parser.error(f"{arguments.model} has no baseline")
+    if arguments.first_call and arguments.turns:
+        return answer_turns(functools.partial(measure_first_call, arguments))
+    if arguments.first_call:
+        return print_results(measure_first_calls())
     if arguments.turns:
         model, _ = prepare(arguments, [None, *arguments.quantizations][-1])
         return answer_turns(Speed(model, arguments.batch).measure)
