@@ -16,6 +16,11 @@ def make_parser(doc):
     return argparse.ArgumentParser(description=doc.partition("\n")[0], parents=[OPTIONS])
 
 
+def read_shape(text):
+    """Returns the integers of a size such as 8x2048."""
+    return tuple(map(int, text.split("x")))
+
+
 def apply_options():
     """Sets the environment variables that Keras and the backends read at import."""
     chosen, _ = OPTIONS.parse_known_args()

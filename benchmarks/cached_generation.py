@@ -1,19 +1,15 @@
 """Checks cached generation of language models in KerasHub and in this package.
 
-    KERAS_BACKEND=torch python -m benchmarks.cached_generation           # two minutes; JAX: 20
-    KERAS_BACKEND=jax python -m benchmarks.cached_generation GPT-NeoX "Qwen MoE, window"
-
 Runs the three checks of `keras_recurrent.testing` on tiny models with random weights, for all
 families or those of the arguments.
 """
-
-import sys
 
 import keras
 import keras_hub
 import numpy as np
 from keras import ops
 
+from benchmarks import make_parser
 from benchmarks.timing import print_header, print_results
 from keras_recurrent import models
 from keras_recurrent.evaluation import cached_generation as testing
@@ -184,8 +180,11 @@ def measure(name):
 
 
 def main():
+    parser = make_parser(__doc__)
+    parser.add_argument("families", nargs="*", help=", ".join(FAMILIES))
+    families = parser.parse_args().families
     print_header("float32")
-    print_results(map(measure, sys.argv[1:] or FAMILIES))
+    print_results(map(measure, families or FAMILIES))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ the package's frames on the stack from `generate` to the first kernel of the pro
 """
 
 import collections
+import contextlib
 import functools
 import pathlib
 import sys
@@ -28,21 +29,23 @@ FOLDERS = tuple(f"{folder.resolve()}/" for folder in (PACKAGE, PACKAGE / "backen
 BATCH, LENGTH, WIDTH, NEW_TOKENS = 2, 10, 8, 16
 
 
+@contextlib.contextmanager
+def calling(function):
+    """Calls a function with the frame of each Python call."""
+    sys.setprofile(lambda frame, event, _: function(frame) if event == "call" else None)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
 def count_calls(function):
     """Returns `{(file, function): calls}` of the third call of `function`."""
     calls: collections.Counter = collections.Counter()
-
-    def count(frame, event, _):
-        if event == "call":
-            calls[frame.f_code] += 1
-
     function()
     function()
-    sys.setprofile(count)
-    try:
+    with calling(lambda frame: calls.update([frame.f_code])):
         function()
-    finally:
-        sys.setprofile(None)
     found: collections.Counter = collections.Counter()
     for code, number in calls.items():
         if (file := package_file(code.co_filename)) is not None:
@@ -64,25 +67,18 @@ def make_model(num_layers):
 
 def frames_to_first_kernel():
     """Returns `[(file, function)]` on the stack in the first RG-LRU kernel of `generate`."""
-    model = make_model(num_layers=1)
-    row, found = dispatch.IMPLEMENTATIONS["rg_lru"], []
-    kernel = row[dispatch.BACKEND]
+    kernel = dispatch.IMPLEMENTATIONS["rg_lru"][dispatch.BACKEND].function.__code__
+    model, stack = make_model(num_layers=1), []
 
-    def record(**arguments):
-        if not found:
-            stack = [
-                (package_file(frame.filename), frame.name) for frame in traceback.extract_stack()
-            ]
-            found.extend((file, name) for file, name in stack[:-1] if file is not None)
-            found.append((kernel.function.__code__.co_filename, "rg_lru"))
-        return kernel(**arguments)
+    def record(frame):
+        if frame.f_code is kernel and not stack:
+            stack.extend(frame for frame, _ in traceback.walk_stack(frame))
 
-    row[dispatch.BACKEND] = kernel._replace(function=record)
-    try:
+    with calling(record):
         model.generate("hello", max_length=12)
-    finally:
-        row[dispatch.BACKEND] = kernel
-    return found
+    codes = [frame.f_code for frame in reversed(stack)]
+    files = [(package_file(code.co_filename), code.co_name) for code in codes]
+    return [(file, name) for file, name in files if file is not None]
 
 
 def cases():

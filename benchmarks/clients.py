@@ -58,6 +58,10 @@ class Load(NamedTuple):
     requests: int = 0
     seed: int = 0
 
+    @property
+    def name(self):
+        return f"{self.clients} clients" if self.clients else f"{self.rate:.1f} requests/s"
+
     def parts(self, count):
         """Returns the loads of `count` processes."""
         loads = []
@@ -118,6 +122,10 @@ class Clients:
         """Returns the `Answer` to a prompt of random digits."""
         prompt = self.prompt(num_prompt_tokens)
         return await self.post("completions", {"prompt": prompt, "max_tokens": num_new_tokens})
+
+    def close(self):
+        for _, writer in self._free:
+            writer.close()
 
     async def post(self, path, body):
         """Returns the `Answer` to the body of a request."""

@@ -1,17 +1,11 @@
 """Compares all GPUs of a host with one.
 
-    python -m benchmarks.devices rows --backend torch
+The argument selects what the devices split: sequences of a batch (data parallel), weights (FSDP),
+heads (tensor parallel, generation at batch size 1 on JAX only), or time (sequence parallel). The
+backend is JAX or torch.
 
-The argument selects a layout; the backend is JAX or torch:
-
-    rows      HGRN2 1.3B, 8×2048 tokens per device, data parallel
-    weights   the same with FSDP; also the bytes of weights and slots per device
-    heads     RecurrentGemma 2B generation at batch size 1, tensor parallel; JAX only;
-              `--preset griffin_7b` for another size, `--layers` without fused steps
-    time      HGRN2 1.3B, one sequence, sequence parallel; `--tokens 1048576` for a longer one
-
-Each count of devices is measured in fresh processes, one per device on torch. `--dtype` sets
-the dtype policy. `--toy` tries a tiny size on a CPU that simulates `--devices 2`.
+Each count of devices is measured in fresh processes, one per device on torch. `--toy` tries a tiny
+size on a CPU that simulates `--devices 2`.
 """
 
 import argparse
@@ -20,7 +14,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from typing import Any
 
 # JAX reads this on import; it affects CPUs only.
@@ -33,57 +26,39 @@ import keras
 import numpy as np
 
 from benchmarks import make_parser
-from benchmarks.timing import print_results
+from benchmarks.decoding import seconds_a_token
+from benchmarks.models import make_model
+from benchmarks.timing import BACKEND, print_results, random_tokens, seconds
 from keras_recurrent import exclude_from_weight_decay, implementation, which_generation
-from keras_recurrent.models import GriffinBackbone, GriffinCausalLM, HGRN2Backbone, HGRN2CausalLM
+from keras_recurrent.models import GriffinBackbone, HGRN2Backbone
 
-BACKEND = keras.config.backend()
 RUNS = 3
-TOY: dict[str, Any] = {
-    "num_layers": 1,
-    "hidden_dim": 32,
-    "intermediate_dim": 64,
-    "vocabulary_size": 64,
-}
-TOYS: dict[type, dict[str, Any]] = {
-    HGRN2Backbone: {**TOY, "expand_ratio": 8},
-    GriffinBackbone: {**TOY, "lru_width": 32, "num_blocks": 4, "block_types": ("recurrent",)},
-}
 
 
 def make(arguments):
-    writes = arguments.split == "heads"
-    cls, network = (GriffinCausalLM, GriffinBackbone) if writes else (HGRN2CausalLM, HGRN2Backbone)
-    keras.config.set_dtype_policy(arguments.dtype)
+    toy, name = "hgrn2_tiny", "hgrn2"
+    if arguments.split == "heads":
+        toy, name = "hawk_tiny", arguments.preset
+    name, sizes = (toy, {"vocabulary_size": 64}) if arguments.toy else (name, {})
     with keras.RematScope() if arguments.split == "time" else contextlib.nullcontext():
-        if arguments.toy:
-            return cls(network(**TOYS[network]))
-        preset = arguments.preset if writes else "hgrn2_1.3b_100b"
-        return cls.from_preset(preset, load_weights=False, preprocessor=None)
+        return make_model(name, arguments.dtype, **sizes)
 
 
-def batch(arguments, devices):
+def batch(model, arguments, devices):
     """Returns sequences for all devices, and the next token of each token."""
     rows, length = (1, arguments.tokens) if arguments.split == "time" else (8 * devices, 2048)
     if arguments.toy:
         rows, length = (1, 64) if arguments.split == "time" else (2 * devices, 16)
-    vocabulary = TOY["vocabulary_size"] if arguments.toy else 32_000
-    tokens = np.random.default_rng(0).integers(vocabulary, size=(rows, length)).astype("int32")
+    tokens = random_tokens(model.backbone.vocabulary_size, rows, length)
     x = {"token_ids": tokens, "padding_mask": np.ones_like(tokens)}
     return x, np.roll(tokens, -1, axis=1)
 
 
-def repeated(run, tokens, steps):
-    """Returns tokens/s of each of several runs; `run` returns when the device has finished."""
+def repeated(step, tokens, steps):
+    """Returns tokens/s of each of several runs."""
     for _ in range(2):  # compiles; JAX compiles again for arrays with the layout of a step
-        run()
-    found = []
-    for _ in range(RUNS):
-        start = time.perf_counter()
-        for _ in range(steps):
-            run()
-        found.append(tokens * steps / (time.perf_counter() - start))
-    return found
+        step()
+    return [tokens / seconds(step, steps) for _ in range(RUNS)]
 
 
 def measure_jax(arguments, count):
@@ -104,8 +79,9 @@ def measure_jax(arguments, count):
         exclude_from_weight_decay(optimizer, model)
         model.compile(optimizer, model.loss, weighted_metrics=[])
         if arguments.split == "heads":
-            return {"speeds": writing(model, arguments), "bytes": bytes_on_device(model.weights)}
-        x, y = batch(arguments, count)
+            speeds = generation_speeds(model, arguments)
+            return {"speeds": speeds, "bytes": bytes_on_device(model.weights)}
+        x, y = batch(model, arguments, count)
 
         def step():
             loss = model.train_on_batch(x, y)
@@ -113,29 +89,17 @@ def measure_jax(arguments, count):
                 raise ValueError(f"The loss is {loss}.")
 
         speeds = repeated(step, y.size, arguments.steps)
-    return {
-        "speeds": speeds,
-        "bytes": bytes_on_device((*model.weights, *model.optimizer.variables)),
-    }
+    variables = (*model.weights, *model.optimizer.variables)
+    return {"speeds": speeds, "bytes": bytes_on_device(variables)}
 
 
-def writing(model, arguments):
-    """Returns tokens/s at batch size 1: the difference between a long and a short answer."""
+def generation_speeds(model, arguments):
+    """Returns tokens/s at batch size 1."""
     few, many = (2, 8) if arguments.toy else (8, 264)
-    tokens = np.full((1, 16 + many), 7, "int32")
-
-    def seconds(answer):
-        x = {"token_ids": tokens[:, : 16 + answer], "padding_mask": np.arange(16 + answer) < 16}
-        x["padding_mask"] = x["padding_mask"][None].astype("int32")
-        start = time.perf_counter()
-        with implementation("jax" if arguments.layers else None):
-            model.generate(x, stop_token_ids=None)
-        return time.perf_counter() - start
-
-    for answer in (few, many, few, many):  # compiles
-        seconds(answer)
+    with implementation("jax" if arguments.layers else None):
+        times = [seconds_a_token(model, 1, many, 16, few) for _ in range(2 + RUNS)]
     print(which_generation(model), file=sys.stderr)
-    return [(many - few) / (seconds(many) - seconds(few)) for _ in range(RUNS)]
+    return [1 / time for time in times[2:]]  # the first two compile
 
 
 def bytes_on_device(variables):
@@ -154,14 +118,15 @@ def measure_torch(arguments, count):
     if has_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if has_gpu else "gloo")
-    module = TorchModule(make(arguments))
+    model = make(arguments)
+    module = TorchModule(model)
     called: Any = module
     if arguments.split == "weights" and count > 1:
         called = module.fully_shard()
     elif count > 1:
         called = DistributedDataParallel(module, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(module.parameters(), 1e-5, fused=has_gpu)
-    x, y = batch(arguments, count)
+    x, y = batch(model, arguments, count)
     axis = 1 if arguments.split == "time" else 0
     device = next(module.parameters()).device
 
@@ -200,17 +165,24 @@ def measure_in_processes(arguments, count):
     return json.loads(lines[-1]) if done.returncode == 0 else None
 
 
-def compare(one, all_):
-    """Returns the table line of one device and all: speeds, and bytes of weights and slots."""
-    line = {}
-    for name, found in (("one", one), ("all", all_)):
+def measure_counts(arguments):
+    """Yields the speeds of one device and of all, and the bytes of weights and slots."""
+    one = None
+    for count in (1, arguments.devices):
+        line = {"split": arguments.split, "backend": BACKEND, "dtype policy": arguments.dtype}
+        line["devices"] = count
+        found = measure_in_processes(arguments, count)
         if found is None:
-            return {**line, f"tokens/s, {name}": "failed"}
-        line[f"tokens/s, {name}"] = f"{min(found['speeds']):,.0f} to {max(found['speeds']):,.0f}"
-        line[f"GiB a device, {name}"] = round(found["bytes"] / 2**30, 3)
-    speeds = [np.median(found["speeds"]) for found in (all_, one)]
-    line["times the memory"] = round(all_["bytes"] / one["bytes"], 3)
-    return {**line, "times the speed": round(float(np.divide(*speeds)), 2)}
+            raise SystemExit(f"failed: {line}")
+        one = one or found
+        speeds, (median, first) = found["speeds"], (np.median(f["speeds"]) for f in (found, one))
+        yield {
+            **line,
+            "tokens/s": f"{min(speeds):,.0f} to {max(speeds):,.0f}",
+            "times the speed": round(float(median / first), 2),
+            "GiB a device": round(found["bytes"] / 2**30, 3),
+            "times the memory": round(found["bytes"] / one["bytes"], 3),
+        }
 
 
 def main():
@@ -233,9 +205,7 @@ def main():
         if found:
             print(json.dumps(found))
         return
-    one, all_ = (measure_in_processes(arguments, n) for n in (1, arguments.devices))
-    key = {"split": arguments.split, "backend": BACKEND, "dtype policy": arguments.dtype}
-    print_results([{**key, **compare(one, all_)}])
+    print_results(measure_counts(arguments))
 
 
 if __name__ == "__main__":

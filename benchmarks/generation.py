@@ -1,27 +1,19 @@
 """Times generation of a model: `generate` and `stream`, prefill, options, or calls on a CPU.
 
-    python -m benchmarks.generation hgrn2 1 --backend torch                     # speed
-    python -m benchmarks.generation hgrn2 1 --quantizations int8 int4           # and bfloat16
-    python -m benchmarks.generation hgrn2 1 --measure baseline
-    python -m benchmarks.generation hgrn2 --measure prefill --lengths 8192 131072
-    python -m benchmarks.generation hgrn2 16 --measure options
-    python -m benchmarks.generation griffin_tiny_text --measure cpu             # CPU time of calls
-    python -m benchmarks.generation hgrn2 1 --first-call --backend jax
-
-Arguments: a model of `benchmarks.models`, or `griffin_tiny_text`, and a batch size. Weights are
-random in bfloat16; decoding is greedy.
+Arguments: a model of `benchmarks.models` or a preset, and a batch size. Weights are random in
+bfloat16; decoding is greedy.
 
 - speed: the time per token is the difference between two calls that generate different numbers of
   tokens, so that it contains neither prefill nor the start of a call. A stream is timed between the
   same tokens. The floor is `decoding_time` at the rates of a copy and of a matrix product in the
-  same process. Quantized models are compared with bfloat16 in one process, and logits of a fused
-  step with those of the layers one by one.
+  same process. Quantized models are compared with bfloat16 in one process.
 - baseline: `generate` of flash-linear-attention or transformers with as many parameters, with fewer
   new tokens, because each takes up to a tenth of a second.
 - prefill: tokens/s of `prefill` of one sequence, and its memory in addition to weights and state;
   of the forward pass of the backbone on this sequence, and on 8 sequences of 2,048 tokens.
-- options: times per token with options of sampling, relative to greedy decoding, on texts of bytes;
-  and the time to the first token in the second turn of a chat, whose prompt is mostly cached.
+- cache: tokens/s of a decoding step of the layers, without fused steps, by the number of tokens in
+  the cache.
+- options: times per token with options of sampling, relative to greedy decoding, on texts of bytes.
 - cpu: milliseconds of CPU time, with child processes, of the first call in this process, and
   medians of later calls, on texts.
 
@@ -33,7 +25,6 @@ With `--turns`, a process compiles and is then measured in turns by `benchmarks.
 last of the quantizations only.
 """
 
-import contextlib
 import functools
 import json
 import os
@@ -45,147 +36,104 @@ import time
 
 import keras
 import numpy as np
+from keras import quantizers
+from keras.layers import Dense
 
 from benchmarks import make_parser
-from benchmarks.decoding import least_seconds_a_token
+from benchmarks.decoding import least_seconds_a_token, prepare_call, random_prompts, seconds_a_token
 from benchmarks.in_turns import answer_turns
-from benchmarks.models import MODELS, make_model
+from benchmarks.models import BASELINES, MODEL, make_model
 from benchmarks.timing import (
     BACKEND,
+    compile_forward,
     device_rates,
     has_gpu,
+    medians,
     peak_bytes,
     print_header,
     print_results,
     random_tokens,
     reset_peak,
     seconds,
+    seconds_between,
 )
 from keras_recurrent import which_generation
-from keras_recurrent.layers.decoding import decoding_scope
-from keras_recurrent.models import GriffinCausalLM, SamplingParams
+from keras_recurrent.models import GriffinCausalLM, SamplingParams, memory_sizes
 from keras_recurrent.tokenizers import ByteTokenizer
 
 if BACKEND == "torch":
     import torch
-elif BACKEND == "jax":
-    import jax
 
 PROMPT, FEW, MANY = 16, 64, 1088  # tokens
 RUNS = 5
 GREEDY = SamplingParams(temperature=0)
 
 
-def to_milliseconds(times, digits=3):
-    return [round(1000 * t, digits) for t in sorted(times)]
+def to_milliseconds(times):
+    return [round(1000 * t, 3) for t in sorted(times)]
 
 
 # --- Speed ---
 
 TIMES = ("generate, ms a token", "stream, ms a token", "stream, ms to the first token")
-QUANTIZATIONS = ("int8", "int8-weights", "int4", "int4-columns")
-
-
-def quantize(model, name):
-    """Quantizes linear layers, but not the embedding.
-
-    Keras dequantizes the whole embedding for the logits of each token.
-    """
-    quantizers = keras.quantizers
-    config = {
-        "int8": quantizers.Int8QuantizationConfig(),
-        "int8-weights": quantizers.Int8QuantizationConfig(activation_quantizer=None),
-        "int4": quantizers.Int4QuantizationConfig(),  # blocks of 128 channels
-        "int4-columns": quantizers.Int4QuantizationConfig(block_size=-1),
-    }[name]
-    model.quantize(config=config, filters=lambda layer: type(layer) is keras.layers.Dense)
-
-
-def logits_apart(model):
-    """Returns the largest difference of logits, fused and layer by layer, over the largest."""
-    state = model.backbone.get_initial_state(1, max_length=PROMPT)
-    token = np.ones((1, 1), "int32")
-    no_gradients = torch.no_grad() if BACKEND == "torch" else contextlib.nullcontext()
-
-    def logits(context):
-        with context, no_gradients:
-            found = model.call_with_cache(token, state)[0]
-        return keras.ops.convert_to_numpy(keras.ops.cast(found, "float32"))
-
-    fused, expected = logits(decoding_scope()), logits(contextlib.nullcontext())
-    return float(np.abs(fused - expected).max() / np.abs(expected).max())
-
-
-def random_prompts(vocabulary, batch, new):
-    """Returns the inputs of `generate` for `new` tokens after `PROMPT` random ones."""
-    given = np.arange(PROMPT + new) < PROMPT
-    token_ids = random_tokens(vocabulary, batch, PROMPT + new)
-    return {"token_ids": token_ids * given, "padding_mask": np.broadcast_to(given, token_ids.shape)}
+# Linear layers are quantized. Keras would dequantize the embedding for the logits of each token.
+QUANTIZATIONS = {
+    "int8": quantizers.Int8QuantizationConfig(),
+    "int8-weights": quantizers.Int8QuantizationConfig(activation_quantizer=None),
+    "int4": quantizers.Int4QuantizationConfig(),  # blocks of 128 channels
+    "int4-columns": quantizers.Int4QuantizationConfig(block_size=-1),
+}
 
 
 class Speed:
     """Calls of `generate` and `stream` of one model."""
 
-    def __init__(self, model, batch):
-        self._model, self._batch = model, batch
-        self._vocabulary = model.backbone.vocabulary_size
-        self.first_call = self._generate(MANY)
-        self._generate(FEW)
-        self._stream()
-
-    def _generate(self, new):
-        inputs = random_prompts(self._vocabulary, self._batch, new)
-        return seconds(
-            lambda: keras.ops.convert_to_numpy(
-                self._model.generate(inputs, stop_token_ids=None)["token_ids"]
-            )
-        )
+    def __init__(self, arguments, quantization):
+        self._model, self._batch = make_model(arguments.model, arguments.dtype), arguments.batch
+        if quantization:
+            config = QUANTIZATIONS[quantization]
+            self._model.quantize(config=config, filters=lambda layer: type(layer) is Dense)
+        self._model.compile(sampler="greedy")
+        self.first_call = seconds(prepare_call(self._model, self._batch, PROMPT, MANY))
+        self.measure()
 
     def _stream(self):
         """Returns the seconds of a token after the first ones, and those to the first one."""
         start = time.perf_counter()
-        inputs = random_prompts(self._vocabulary, self._batch, MANY)
+        inputs = random_prompts(self._model, self._batch, PROMPT, MANY)
         times = [time.perf_counter() for _ in self._model.stream(inputs, stop_token_ids=None)]
         return (times[-1] - times[FEW - 1]) / (MANY - FEW), times[0] - start
 
     def measure(self):
-        token = (self._generate(MANY) - self._generate(FEW)) / (MANY - FEW)
+        token = seconds_a_token(self._model, self._batch, MANY, PROMPT, FEW)
         mode = str(which_generation(self._model))
         times = zip(TIMES, (token, *self._stream()), strict=True)
         return {**{name: 1000 * value for name, value in times}, "mode": mode}
 
-
-def prepare(arguments, quantization):
-    """Returns a model, and the difference of its logits if it is quantized."""
-    model = make_model(arguments.model, arguments.dtype)
-    apart = None
-    if quantization:
-        quantize(model, quantization)
-        apart = logits_apart(model)
-    model.compile(sampler="greedy")
-    return model, apart
+    def floor(self, **rates):
+        """Returns the least milliseconds of a token."""
+        sizes = self._batch, MANY - FEW, PROMPT + FEW
+        return 1000 * least_seconds_a_token(self._model, *sizes, **rates)
 
 
 def measure_speed(arguments):
     for quantization in [None, *arguments.quantizations]:
-        model, apart = prepare(arguments, quantization)
-        speed = Speed(model, arguments.batch)
+        speed = Speed(arguments, quantization)
         measured = [speed.measure() for _ in range(RUNS)]
-        token, streamed, to_first = (sorted(turn[name] for turn in measured) for name in TIMES)
-        median, rates = statistics.median(token) / 1000, device_rates(arguments.dtype)
-        least = least_seconds_a_token(model, arguments.batch, MANY - FEW, PROMPT + FEW, **rates)
+        tokens, streamed, first = (sorted(turn[name] for turn in measured) for name in TIMES)
+        median, rates = statistics.median(tokens), device_rates(arguments.dtype)
+        floor = speed.floor(**rates)
         yield {
             "model": arguments.model,
             "quantization": quantization,
-            "logits apart": apart,
             "batch": arguments.batch,
-            "ms a token": [round(t, 3) for t in token],
-            "floor ms": round(1000 * least, 3),
-            "share of floor": round(least / median, 3),
+            "ms a token": [round(t, 3) for t in tokens],
+            "floor ms": round(floor, 3),
+            "share of floor": round(floor / median, 3),
             "copy TB/s": round(rates["bytes_per_second"] / 1e12, 2),
-            "tokens/s": round(arguments.batch / median),
+            "tokens/s": round(1000 * arguments.batch / median),
             "stream tokens/s": round(1000 * arguments.batch / statistics.median(streamed)),
-            "stream ms to the first token": round(statistics.median(to_first), 1),
+            "stream ms to the first token": round(statistics.median(first), 1),
             "first call s": round(speed.first_call, 1),
             "mode": measured[-1]["mode"],
         }
@@ -196,31 +144,27 @@ def measure_speed(arguments):
 
 def measure_baseline(arguments, few=16, many=48, runs=3):
     """Measures `generate` of a model of another library."""
-    baseline = MODELS[arguments.model].baseline
+    library, _, make = BASELINES[arguments.model]
     model = make_model(arguments.model, arguments.dtype)
     vocabulary = model.backbone.vocabulary_size
-    peer = baseline.make(model, use_cache=True).eval()
+    peer = make(model).eval()
     del model
     peer.generation_config.eos_token_id = None  # no sequence ends early
     prompt = random_tokens(vocabulary, arguments.batch, PROMPT)
     token_ids = torch.tensor(prompt, device=peer.device).long()
 
+    @torch.no_grad()
     def generate(new):
         options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
-        with torch.no_grad():
-            mask = torch.ones_like(token_ids)
-            result = peer.generate(token_ids, attention_mask=mask, **options)
+        result = peer.generate(token_ids, attention_mask=torch.ones_like(token_ids), **options)
         if result.shape != (arguments.batch, PROMPT + new):
-            raise SystemExit(f"{baseline.library} generated {tuple(result.shape)}")
+            raise SystemExit(f"{library} generated {tuple(result.shape)}")
 
-    def time_of(new):
-        return seconds(lambda: generate(new))
-
-    first = time_of(many)
-    time_of(few)
-    times = [(time_of(many) - time_of(few)) / (many - few) for _ in range(runs)]
+    prepare = functools.partial(functools.partial, generate)
+    first, _ = seconds(prepare(many)), seconds(prepare(few))
+    times = [seconds_between(prepare, few, many) for _ in range(runs)]
     yield {
-        "model": f"{baseline.library}: {arguments.model}",
+        "model": f"{library}: {arguments.model}",
         "batch": arguments.batch,
         "ms a token": to_milliseconds(times),
         "tokens/s": round(arguments.batch / statistics.median(times)),
@@ -263,28 +207,46 @@ def measure_prefill(arguments, runs=3):
 
 def times_of_forward(backbone, inputs, runs):
     """Returns seconds of forward passes of a backbone, without gradients."""
-    if BACKEND == "torch":
-        forward = torch.no_grad()(lambda: backbone(inputs))
-    elif BACKEND == "jax":
-        program = jax.jit(lambda weights, inputs: backbone.stateless_call(weights, [], inputs)[0])
-        weights = [v.value for v in backbone.trainable_variables]
-        forward = functools.partial(program, weights, inputs)
-    else:
-        import tensorflow as tf
-
-        forward = functools.partial(tf.function(backbone), inputs)
+    forward = functools.partial(compile_forward(backbone.__call__, backbone), inputs)
     seconds(forward)
     return [seconds(forward) for _ in range(runs)]
 
 
-# --- Options, and turns of a chat ---
+# --- Steps with a filled cache ---
+
+
+def full_cache(model, length):
+    """Returns a cache that claims to hold `length` - 1 tokens, which changes no timing."""
+    cache = model.backbone.get_initial_state(1, max_length=length)
+    rng = np.random.default_rng(0)
+    values = {"position": length - 1, "segment": 0}
+
+    def fill(path, array):
+        if path[-1] in values:
+            return keras.ops.full_like(array, values[path[-1]])
+        return keras.ops.convert_to_tensor(0.1 * rng.normal(size=array.shape), array.dtype)
+
+    filled = [fill(path, array) for path, array in keras.tree.flatten_with_path(cache)]
+    return keras.tree.pack_sequence_as(cache, filled)
+
+
+def measure_cache(arguments):
+    model = make_model(arguments.model, arguments.dtype)
+    token = keras.ops.ones((1, 1), "int32")
+    step = compile_forward(lambda cache: model.call_with_cache(token, cache)[0], model)
+    steps = {n: functools.partial(step, full_cache(model, n)) for n in arguments.lengths}
+    for length, median in medians(steps).items():
+        yield {
+            "model": arguments.model,
+            "tokens": length,
+            "tokens/s": round(1 / median, 1),
+            "cache, MiB": round(memory_sizes(model, 1, length).cache / 2**20, 1),
+        }
+
+
+# --- Options ---
 
 NEW_TOKENS = 576  # of a call with options
-TURN = 4000  # tokens
-TEMPLATE = (
-    "{% for message in messages %}{{ message.role[0] }}{{ message.content }}{{ eos_token }}"
-    "{% endfor %}{% if add_generation_prompt %}a{% endif %}"
-)
 STOP = {"stop": ["a stop string"]}
 CASES: dict = {
     "greedy": {"sampling": GREEDY},
@@ -301,12 +263,12 @@ CASES: dict = {
 
 
 def make_text_model(name, dtype):
-    """Returns a model of texts and chats, with bytes as tokens."""
-    if name == "griffin_tiny_text":
-        return GriffinCausalLM.from_preset(name, chat_template=TEMPLATE)
-    family = MODELS[name].family
-    preprocessor = family.preprocessor_cls(ByteTokenizer(), chat_template=TEMPLATE)
-    return make_model(name, dtype, preprocessor)
+    """Returns a model of texts, with bytes as tokens."""
+    if name == "griffin_tiny_text":  # whose weights are in the package
+        return GriffinCausalLM.from_preset(name)
+    model = make_model(name, dtype)
+    model.preprocessor = model.preprocessor_cls(ByteTokenizer())
+    return model
 
 
 def measure_options(arguments):
@@ -314,45 +276,19 @@ def measure_options(arguments):
     model.compile(sampler="greedy")
     prompts = ["All happy families"] * arguments.batch
 
-    def time_of(case, new):
+    def prepare(case, new):
         options = {"stop_token_ids": None, "max_new_tokens": new, **CASES[case]}
-        return seconds(lambda: model.generate(prompts, **options))
+        return functools.partial(model.generate, prompts, **options)
 
-    for case in CASES:
-        time_of(case, NEW_TOKENS), time_of(case, FEW)
+    calls = {case: functools.partial(prepare, case) for case in CASES}
     found: dict = {case: [] for case in CASES}
-    for _ in range(RUNS):
+    for _ in range(1 + RUNS):  # the first one compiles
         for case, times in found.items():
-            difference = time_of(case, NEW_TOKENS) - time_of(case, FEW)
-            times.append(difference / (NEW_TOKENS - FEW))
-    base = statistics.median(found["greedy"])
-    for case, times in found.items():
+            times.append(seconds_between(calls[case], FEW, NEW_TOKENS))
+    base = statistics.median(found["greedy"][1:])
+    for case, (_, *times) in found.items():
         ratio = round(statistics.median(times) / base, 3)
         yield {"options": case, "ms a token": to_milliseconds(times), "times greedy": ratio}
-    yield from measure_chat(model)
-
-
-def measure_chat(model):
-    """Measures the time to the first token of the second turn, and of its new tokens alone."""
-    options = {"max_new_tokens": 8, "sampling": GREEDY}
-    messages = [{"role": "user", "content": "x" * TURN}]
-    answer, cache = model.chat(messages, return_cache=True, **options)
-    question = {"role": "user", "content": "And now?"}
-
-    def time_of(messages, cache=None):
-        start = time.perf_counter()
-        stream = model.stream(messages, cache=cache, stop_token_ids=None, **options)
-        next(stream)
-        stream.close()
-        return time.perf_counter() - start
-
-    turns = {"second turn": ([*messages, answer, question], cache), "new tokens": ([question],)}
-    found: dict = {name: [] for name in turns}
-    for _ in range(RUNS + 1):
-        for name, inputs in turns.items():
-            found[name].append(time_of(*inputs))
-    for name, times in found.items():
-        yield {"chat": name, "ms to the first token": to_milliseconds(times[1:], 1)}
 
 
 # --- CPU time of calls ---
@@ -366,17 +302,10 @@ def cpu_seconds():
     return time.process_time() + sum(os.times()[2:4])
 
 
-def cpu_milliseconds(function):
-    start = cpu_seconds()
-    function()
-    return 1000 * (cpu_seconds() - start)
-
-
 def measure_cpu(arguments, runs=3):
     """Yields one dictionary, so that `benchmarks.in_turns` compares its entries."""
     model = make_text_model(arguments.model, arguments.dtype)
-    found = {"import and load": 1000 * cpu_seconds()}
-    first_tokens = []
+    found, first_tokens = {"import and load": cpu_seconds()}, []
     options = {"max_new_tokens": FEW, "stop_token_ids": None, "sampling": GREEDY}
     generate = functools.partial(model.generate, **options)
 
@@ -384,7 +313,7 @@ def measure_cpu(arguments, runs=3):
         start = time.perf_counter()
         chunks = model.stream(TEXT, **options)
         next(chunks)
-        first_tokens.append(1000 * (time.perf_counter() - start))
+        first_tokens.append(time.perf_counter() - start)
         for _ in chunks:
             pass
 
@@ -394,12 +323,12 @@ def measure_cpu(arguments, runs=3):
         cases[f"generate, batch size {size}, top_k"] = functools.partial(generate, inputs, **TOP_K)
     cases["generate, a stop string"] = functools.partial(generate, TEXT, stop=["\n\n"])
     cases["generate, return_cache"] = functools.partial(generate, TEXT, return_cache=True)
-    found["first call"] = cpu_milliseconds(lambda: generate(TEXT))
+    found["first call"] = seconds(lambda: generate(TEXT), clock=cpu_seconds)
     for name, function in cases.items():
         function()
-        found[name] = statistics.median(cpu_milliseconds(function) for _ in range(runs))
+        found[name] = statistics.median(seconds(function, clock=cpu_seconds) for _ in range(runs))
     found["first token of a stream, wall time"] = statistics.median(first_tokens[1:])
-    yield {f"{name}, ms": round(value, 3) for name, value in found.items()}
+    yield {f"{name}, ms": round(1000 * value, 3) for name, value in found.items()}
 
 
 # --- First calls of processes ---
@@ -415,9 +344,9 @@ CACHES = (
 
 def measure_first_call(arguments):
     """Measures the first calls of this process."""
-    model, _ = prepare(arguments, None)
-    inputs = random_prompts(model.backbone.vocabulary_size, arguments.batch, FEW)
-    generate = functools.partial(model.generate, inputs, stop_token_ids=None)
+    model = make_model(arguments.model, arguments.dtype)
+    model.compile(sampler="greedy")
+    generate = prepare_call(model, arguments.batch, PROMPT, FEW)
     return {f"{name} call s": round(seconds(generate), 2) for name in ("first", "second")}
 
 
@@ -435,6 +364,7 @@ MEASURES = {
     "speed": measure_speed,
     "baseline": measure_baseline,
     "prefill": measure_prefill,
+    "cache": measure_cache,
     "options": measure_options,
     "cpu": measure_cpu,
 }
@@ -442,26 +372,25 @@ MEASURES = {
 
 def main():
     parser = make_parser(__doc__)
-    parser.add_argument("model", choices=[*MODELS, "griffin_tiny_text"])
+    parser.add_argument("model", help=MODEL)
     parser.add_argument("batch", type=int, nargs="?", default=1)
     parser.add_argument("--measure", choices=MEASURES, default="speed")
     parser.add_argument("--quantizations", nargs="+", choices=QUANTIZATIONS, default=[])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[131_072], help="of prefill")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[131_072], help="of prefill, cache"
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--first-call", action="store_true", help="in new processes")
     parser.add_argument("--turns", action="store_true", help="of `benchmarks.in_turns`")
     arguments = parser.parse_args()
-    if arguments.model not in MODELS and arguments.measure not in ("options", "cpu"):
-        parser.error("griffin_tiny_text is a model for --measure options and cpu")
-    if arguments.measure == "baseline" and not MODELS[arguments.model].baseline:
+    if arguments.measure == "baseline" and arguments.model not in BASELINES:
         parser.error(f"{arguments.model} has no baseline")
     if arguments.first_call and arguments.turns:
         return answer_turns(functools.partial(measure_first_call, arguments))
     if arguments.first_call:
         return print_results(measure_first_calls())
     if arguments.turns:
-        model, _ = prepare(arguments, [None, *arguments.quantizations][-1])
-        return answer_turns(Speed(model, arguments.batch).measure)
+        return answer_turns(Speed(arguments, [None, *arguments.quantizations][-1]).measure)
     print_header(arguments.dtype)
     print_results(MEASURES[arguments.measure](arguments))
 

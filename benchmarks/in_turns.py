@@ -1,7 +1,5 @@
 """Runs scripts of this folder on one or two checkouts in turns; prints medians and their ratio.
 
-    python -m benchmarks.in_turns --trees ../old . -- {torch,jax}" generation hgrn2 1"
-
 Arguments: works, each of them a backend, a script of this folder and its arguments. Scripts are
 those of this checkout, and the package is that of a tree. In each turn, every work is measured once
 on every tree. All processes compile in parallel; then one after the other is measured.

@@ -1,9 +1,5 @@
 """Compares training steps of this package's layers with those of Keras.
 
-    python -m benchmarks.layers wide --backend jax         # RecurrentBlock(256), GRU, LSTM
-    python -m benchmarks.layers small --backend jax        # width 32, by sequence length
-    python -m benchmarks.layers attention --backend jax    # Lightning and softmax attention
-
 Forward, backward and update of a model of one layer, by `train_on_batch` after a plain `compile`:
 `jax.jit` on JAX, `tf.function` without XLA on TensorFlow, eager on torch. The layers take turns;
 milliseconds, medians.
@@ -15,7 +11,7 @@ import keras
 import numpy as np
 
 from benchmarks import make_parser
-from benchmarks.timing import device_rates, medians, print_header, print_results
+from benchmarks.timing import medians, print_header, print_results
 from keras_recurrent.layers import HGRN2, RGLRU, LightningAttention, RecurrentBlock
 
 WIDTH, SMALL_WIDTH = 256, 32
@@ -70,32 +66,17 @@ def training_step(layer, shape):
     return functools.partial(model.train_on_batch, x, y)
 
 
-def product_flops(batch, length, num_blocks=16):
-    """Counts operations of a training step of RecurrentBlock(WIDTH) as a model's first layer.
-
-    A product costs as much again for the gradient of its weights, and as much again for the
-    gradient of its input, which the two input projections do not need.
-    """
-    dense = 2 * batch * length * WIDTH * WIDTH
-    inputs, output, gates = 2 * 2 * dense, 3 * dense, 2 * 3 * dense // num_blocks
-    return inputs + output + gates
-
-
-def measure(work, lengths):
+def measure(work):
     make_layers, shapes, width, budget, least = WORK[work]
-    rate = device_rates()["flops_per_second"] if work == "wide" else None
     for batch, length in shapes:
-        if lengths and length not in lengths:
-            continue
         layers, shape = make_layers(), (batch, length, width)
         steps = {name: training_step(layer, shape) for name, layer in layers.items()}
         times = medians(steps, budget, least)
         baseline = list(times)[-1] if work == "attention" else "GRU"
         ratios = {f"{baseline} / {n}": t for n, t in times.items() if n != baseline}
-        floor = {"products": product_flops(batch, length) / rate} if rate else {}
         yield {
             "shape": "×".join(map(str, shape)),
-            **{name: round(1000 * t, 2) for name, t in (times | floor).items()},
+            **{name: round(1000 * t, 2) for name, t in times.items()},
             **{name: round(times[baseline] / t, 2) for name, t in ratios.items()},
         }
 
@@ -103,10 +84,9 @@ def measure(work, lengths):
 def main():
     parser = make_parser(__doc__)
     parser.add_argument("work", choices=WORK)
-    parser.add_argument("--lengths", type=int, nargs="+", help="only these")
     arguments = parser.parse_args()
     print_header("float32")
-    print_results(measure(arguments.work, arguments.lengths))
+    print_results(measure(arguments.work))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ A library is imported where it is called, and is no baseline if it is not instal
 
 import concurrent.futures
 import functools
-import importlib
 import importlib.util
 
 from keras import ops
@@ -23,8 +22,7 @@ LOOP_LENGTH = 2048  # tokens of the longest loop
 
 
 def is_installed(module):
-    package = module.partition(".")[0]
-    return bool(importlib.util.find_spec(package)) and bool(importlib.util.find_spec(module))
+    return importlib.util.find_spec(module) is not None
 
 
 def operation_baselines(operation, shape, options):
@@ -43,7 +41,7 @@ def operation_baselines(operation, shape, options):
     if operation == "token_crossentropy":
         found["torch's own"] = torch_crossentropy
     if operation == "linear_crossentropy":
-        found |= loss_baselines(**options)
+        found["logits, then token_crossentropy"] = functools.partial(loss_of_logits, **options)
     if operation == "sliding_window_attention":
         found |= attention_baselines(shape[1], **options)
     return found
@@ -138,7 +136,7 @@ def compile_side_by_side():
 
 def fla_baseline(operation, options):
     """Returns the function of flash-linear-attention, or None."""
-    if operation == "linear_crossentropy" and options.get("soft_cap"):
+    if operation == "linear_crossentropy" and options:  # a soft cap
         return None
     functions = {
         "linear_scan": fla_scan,
@@ -220,36 +218,20 @@ def torch_rms_norm(x, scale, epsilon):
     return torch.nn.functional.rms_norm(x, scale.shape, scale, epsilon)
 
 
-def loss_baselines(soft_cap=None):
-    """Returns losses of hidden states: from the logits of all tokens, and Liger's."""
-
-    def loss_of_logits(x, embedding, tokens):
-        logits = x @ embedding.T
-        if soft_cap is not None:
-            logits = soft_cap * torch.tanh(logits / soft_cap)
-        arguments = {"logits": logits, "tokens": tokens}
-        return dispatch.run("token_crossentropy", arguments, "triton").sum()
-
-    def liger(x, embedding, tokens):
-        from liger_kernel.transformers import functional
-
-        loss = functional.liger_fused_linear_cross_entropy
-        return loss(x, embedding, tokens, reduction="sum", softcap=soft_cap)
-
-    found = {"logits, then token_crossentropy": loss_of_logits}
-    return {**found, "Liger": liger} if is_installed("liger_kernel") else found
+def loss_of_logits(x, embedding, tokens, soft_cap=None):
+    """Computes the loss of hidden states from the logits of all tokens."""
+    logits = x @ embedding.T
+    if soft_cap is not None:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    return dispatch.run("token_crossentropy", {"logits": logits, "tokens": tokens}, "triton").sum()
 
 
 def attention_baselines(length, sliding_window=None):
-    """Returns flex_attention, FlashAttention 3 and 4 if installed, and torch's SDPA.
+    """Returns flex_attention, and torch's SDPA.
 
     SDPA has no window, so it is compared only on sequences that fit into the window.
     """
     found = {"flex_attention": flex(length, sliding_window or length)}
-    for version, module in (("3", "flash_attn_interface"), ("4", "flash_attn.cute")):
-        if is_installed(module):
-            window = sliding_window or length
-            found[f"FlashAttention {version}"] = functools.partial(flash_attention, module, window)
     if length <= (sliding_window or length):
         backends = torch.nn.attention.SDPBackend
         found["SDPA, flash"] = torch_attention(backends.FLASH_ATTENTION)
@@ -269,12 +251,6 @@ def flex(length, window):
     mask = flex.create_block_mask(seen, None, None, length, length, device="cuda")
     compiled = functools.partial(torch.compile(flex.flex_attention), block_mask=mask)
     return swap_heads(compiled, scale=1.0, enable_gqa=True)
-
-
-def flash_attention(module, window, q, k, v):
-    attend = importlib.import_module(module).flash_attn_func
-    output = attend(q, k, v, softmax_scale=1.0, causal=True, window_size=(window - 1, 0))
-    return output[0] if isinstance(output, tuple) else output
 
 
 def torch_attention(backend, repeated=False):

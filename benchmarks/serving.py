@@ -1,24 +1,18 @@
 """Measures an engine and a server under requests, next to `generate` of one batch.
 
-    python -m benchmarks.serving hgrn2 --backend torch                     # the engine
-    python -m benchmarks.serving hgrn2 --backend torch --causes            # the engine's throughput
-    python -m benchmarks.serving hgrn2 --backend torch --http --prefixes   # the server
+Argument: a model of `benchmarks.models` or a preset, with random weights. Decoding of the engine is
+greedy unless `--temperature` is given, and there is no text. Lengths are uniform from half to three
+halves of the mean. Tables of the engine:
 
-Argument: a model of `benchmarks.models`, with random weights. Decoding of the engine is greedy
-unless `--temperature` is given, and there is no text. Lengths are uniform from half to three halves
-of the mean. Tables of the engine:
-
-- decoding: the step time at half and at all slots, and the lower bound of `decoding_time` (from
-  measured copy and matrix product rates) as a share of it;
 - throughput: new tokens per second of `generate` on one batch of prompts and answers of the mean
   length, with prefill; and of the engine when more requests wait than there are slots. The time in
   which the slots fill or empty is not counted;
 - latency: requests arrive at random (a Poisson process) at `--load` times the rate of the
-  saturated engine. The first fifth of the time is not counted.
+  saturated engine. The first quarter of the time is not counted.
 
 `--causes` repeats the throughput with equal lengths, with saved states and with a new request for
-each one that ends. It also counts the time in which the slots fill and empty, and lists where the
-thread of the engine spends its time.
+each one that ends, and also counts the time in which the slots fill and empty. Profile the process
+with py-spy to see where the thread of the engine spends its time.
 
 `--http` saves the model as a preset and starts `python -m keras_recurrent.serving`. Clients in four
 processes each send a request after the answer to the last one, and further requests arrive at
@@ -28,11 +22,6 @@ states and with a new `cache_salt` for each request, which shares none.
 
 With `--turns`, a process compiles, and `benchmarks.in_turns` then measures throughput and latency
 in turns. `--rate` compares versions of different speed at one rate of requests.
-
-On a CPU, as a check:
-
-    python -m benchmarks.serving hawk_tiny --backend torch --dtype float32 --slots 2 \
-        --prompt 16 --answer 8 --requests 8 --seconds 1
 """
 
 import asyncio
@@ -48,7 +37,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 
 import numpy as np
@@ -56,29 +44,20 @@ import tokenizers
 
 from benchmarks import make_parser
 from benchmarks.clients import Answer, Clients, Load, drive
-from benchmarks.decoding import (
-    least_seconds_a_token,
-    seconds_a_token,
-    seconds_of_call,
-    warm_up,
-)
+from benchmarks.decoding import prepare_call
 from benchmarks.in_turns import answer_turns
-from benchmarks.models import MODELS, make_model
-from benchmarks.timing import device_rates, print_header, print_results
+from benchmarks.models import MODEL, make_model
+from benchmarks.timing import print_header, print_results, seconds
 from keras_recurrent import which_generation
 from keras_recurrent.models import SamplingParams
 from keras_recurrent.serving import Engine
 from keras_recurrent.tokenizers import BPETokenizer
 
 RUNS = 3
-# Targets: minimum share of the throughput of `generate`, minimum share of the roofline, p95 seconds
-# to the first token, p95 time between tokens in steps.
-MIN_SHARE, MIN_ROOF, MAX_FIRST, MAX_STEPS = 0.85, 0.6, 0.25, 1.5
 CLIENTS, PROCESSES = (1, 16, 128, 256), 4
-# Targets of (streamed, clients): minimum share of the throughput of the engine.
-MIN_HTTP = {(True, 128): 0.75, (False, 256): 0.85}
 TURNS, QUESTIONS = 10, 10
 PRESET = "preset"
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
 BODY = {"model": PRESET, "temperature": 0}
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 TEMPLATE = (
@@ -87,24 +66,11 @@ TEMPLATE = (
 )
 
 
-def decoding(model, arguments, rates):
-    """Yields the step times of two batch sizes."""
-    for batch in sorted({max(1, arguments.slots // 2), arguments.slots}):
-        warm_up(model, batch, arguments.answer, arguments.prompt)
-        times = [
-            seconds_a_token(model, batch, arguments.answer, arguments.prompt) for _ in range(RUNS)
-        ]
-        step = statistics.median(times)
-        least = least_seconds_a_token(model, batch, arguments.answer, arguments.prompt, **rates)
-        share = {"share of roof": round(least / step, 3), "bar": MIN_ROOF}
-        yield {"batch size": batch, "step ms": round(1000 * step, 3), **share}
-
-
 def static_throughput(model, arguments):
     """Returns the new tokens per second of `generate` for one batch, with prefill."""
-    sizes = arguments.slots, arguments.prompt, arguments.prompt + arguments.answer
-    seconds = statistics.median(seconds_of_call(model, *sizes) for _ in range(RUNS))
-    return arguments.slots * arguments.answer / seconds
+    call = prepare_call(model, arguments.slots, arguments.prompt, arguments.answer)
+    median = statistics.median(seconds(call) for _ in range(RUNS))
+    return arguments.slots * arguments.answer / median
 
 
 # --- The engine ---
@@ -128,10 +94,9 @@ def send_to(engine, temperature=0):
     return send
 
 
-def load_engine(engine, arguments, **load):
+def load_engine(engine, arguments, load):
     """Returns the `Answer`s of an engine to a `Load`."""
-    send = send_to(engine, arguments.temperature)
-    return asyncio.run(drive(send, Load(arguments.prompt, arguments.answer, **load)))
+    return asyncio.run(drive(send_to(engine, arguments.temperature), load))
 
 
 def tokens_per_second(answers, begin, end):
@@ -147,24 +112,45 @@ def saturated(answers, num_slots):
     return tokens_per_second(answers, first, answers[-1].times[0])
 
 
-def delays(answers, begin):
-    """Returns seconds to the first token, and between tokens, of requests after a time."""
-    counted = [answer for answer in answers if answer.begin >= begin]
-    first = [answer.times[0] - answer.begin for answer in counted]
-    between = [gap for answer in counted for gap in np.diff(answer.times)]
-    return np.array(first or [np.nan]), np.array(between or [np.nan])
-
-
-def latency(engine, arguments, rate):
-    answers = load_engine(engine, arguments, seconds=arguments.seconds, rate=rate)
-    return delays(answers, answers[0].begin + arguments.seconds / 5)
-
-
 def throughput(engine, arguments):
     """Returns the new tokens per second and the requests per second of a saturated engine."""
-    answers = load_engine(engine, arguments, requests=arguments.requests)
+    load = Load(arguments.prompt, arguments.answer, requests=arguments.requests)
+    answers = load_engine(engine, arguments, load)
     rate = saturated(answers, arguments.slots)
     return rate, rate / statistics.mean(answer.num_tokens for answer in answers)
+
+
+def measure_load(engine, arguments, load):
+    """Returns the figures of an engine under a `Load`."""
+    answers = load_engine(engine, arguments, load)
+    return load_line(f"engine, {load.name}", answers, load)
+
+
+def load_line(name, answers, load, busy=None):
+    """Returns the figures of answers to a load, after the first quarter of its seconds.
+
+    There are no times between tokens of whole answers, whose tokens arrive together.
+
+    busy: the busy share of the busiest process of clients.
+    """
+    begin, end = (answers[0].begin + share * load.seconds for share in (1 / 4, 1))
+    counted = [answer for answer in answers if answer.begin >= begin]
+    first = [1000 * (answer.times[0] - answer.begin) for answer in counted] or [np.nan]
+    between = [1000 * gap for answer in counted for gap in np.diff(answer.times)] or [np.nan]
+    durations = sum(each.times[-1] - each.times[0] for each in counted)
+    num_gaps = sum(each.num_tokens - 1 for each in counted if len(each.times) > 1) or np.nan
+    figures = {
+        f"{time}, p{n}, ms": np.quantile(times, n / 100)
+        for time, times in {"first token": first, "between": between}.items()
+        for n in (50, 95, 99)
+    }
+    figures |= {"between, mean, ms": 1000 * durations / num_gaps, "longest, ms": max(between)}
+    return {
+        "requests": name,
+        "tokens/s": round(tokens_per_second(answers, begin, end)),
+        **{name: round(float(figure), 2) for name, figure in figures.items()},
+        "busiest client": "" if busy is None else f"{busy:.0%}",
+    }
 
 
 def measure_in_turns(model, make_engine, arguments):
@@ -174,96 +160,61 @@ def measure_in_turns(model, make_engine, arguments):
         static = static_throughput(model, arguments)
         with make_engine() as engine:  # it times chunks while no other process runs
             tokens, rate = throughput(engine, arguments)
-            times = latency(engine, arguments, arguments.rate or arguments.load * rate)
-        first, between = (1000 * np.quantile(part, 0.95) for part in times)
+            line = measure_load(engine, arguments, random_load(arguments, rate))
         return {
             **{"generate": static, "engine": tokens, "engine / generate": tokens / static},
-            **{"first token, ms": first, "between tokens, ms": between},
+            **{name: line[name] for name in ("first token, p95, ms", "between, p95, ms")},
         }
 
     measure()
     answer_turns(measure)
 
 
-def latency_line(name, times, bar):
-    quantiles = np.quantile(times, (0.5, 0.95, 0.99))
-    names = "p50 ms", "p95 ms", "p99 ms"
-    found = {key: round(1000 * q, 2) for key, q in zip(names, quantiles, strict=True)}
-    return {"time": name, **found, "bar of p95": round(1000 * bar, 2)}
+def random_load(arguments, rate):
+    """Returns requests at `--rate`, or at `--load` times the rate of the saturated engine."""
+    rate = arguments.rate or arguments.load * rate
+    return Load(arguments.prompt, arguments.answer, arguments.seconds, rate=rate)
 
 
 def measure_all(model, make_engine, arguments):
-    steps = list(decoding(model, arguments, device_rates(arguments.dtype)))
-    yield from steps
     static = static_throughput(model, arguments)
-    yield {"call": "generate", "tokens/s": round(static), "share": 1, "bar": ""}
+    yield {"call": "generate", "tokens/s": round(static), "share": 1}
     print(f"generate: {which_generation(model)}", flush=True)
     start = time.perf_counter()
     with make_engine() as engine:
         print(f"The engine started in {time.perf_counter() - start:.1f} s: ", end="")
         print(which_generation(model), flush=True)
         tokens, rate = throughput(engine, arguments)
-        share = {"share": round(tokens / static, 3), "bar": MIN_SHARE}
-        yield {"call": "engine", "tokens/s": round(tokens), **share}
-        first, between = latency(engine, arguments, arguments.load * rate)
-    yield latency_line(f"first token, {arguments.load * rate:.1f} requests/s", first, MAX_FIRST)
-    step = steps[-1]["step ms"] / 1000
-    yield latency_line("between two tokens", between, MAX_STEPS * step)
+        yield {"call": "engine", "tokens/s": round(tokens), "share": round(tokens / static, 3)}
+        yield measure_load(engine, arguments, random_load(arguments, rate))
 
 
 # --- Causes of a lower throughput ---
 
 
-@contextlib.contextmanager
-def count_frames(thread, counts, interval=2e-3):
-    """Counts what a thread does, by functions of this package below `advance`."""
-    ended = threading.Event()
-
-    def sample():
-        while not ended.wait(interval):
-            frame, names = sys._current_frames().get(thread.ident), []
-            while frame is not None and frame.f_code.co_name != "run":
-                if "keras_recurrent" in frame.f_code.co_filename:
-                    names.append(frame.f_code.co_name)
-                frame = frame.f_back
-            counts[" > ".join(names[::-1][1:4]) or "idle"] += 1
-
-    sampler = threading.Thread(target=sample, daemon=True)
-    sampler.start()
-    yield
-    ended.set()
-    sampler.join()
-
-
 def measure_causes(make_engine, arguments):
-    shares = collections.defaultdict(dict)
     for max_bytes, is_equal in itertools.product((0, 2**30), (False, True)):
+        load = Load(arguments.prompt, arguments.answer, arguments.seconds, is_equal)
+        loads = {
+            "at once": load._replace(requests=arguments.requests, seconds=0),
+            "one for each slot": load._replace(clients=arguments.slots),
+        }
         with make_engine(prefix_cache_bytes=max_bytes) as engine:
-            load_engine(engine, arguments, requests=4)  # compiles
-            for arrivals in ("at once", "one for each slot"):
-                load = {"requests": arguments.requests}
-                if arrivals != "at once":
-                    load = {"clients": arguments.slots, "seconds": arguments.seconds}
-                counts: collections.Counter = collections.Counter()
-                with count_frames(engine._thread, counts):
-                    answers = load_engine(engine, arguments, is_equal=is_equal, **load)
+            load_engine(engine, arguments, load._replace(requests=4, seconds=0))  # compiles
+            for arrivals, each in loads.items():
+                answers = load_engine(engine, arguments, each)
                 begin, end = answers[0].begin, max(answer.times[-1] for answer in answers)
-                full = saturated(answers, arguments.slots)
-                if arrivals != "at once":
-                    window = begin + arguments.seconds / 4, begin + arguments.seconds
-                    full = tokens_per_second(answers, *window)
                 name = f"{'equal' if is_equal else 'mixed'} lengths, {arrivals}"
                 name += ", saved states" if max_bytes else ""
+                if each.clients:
+                    full = load_line(name, answers, each)["tokens/s"]
+                else:
+                    full = saturated(answers, arguments.slots)
                 yield {
                     "requests": name,
                     "tokens/s, slots full": round(full),
                     "tokens/s, all": round(tokens_per_second(answers, begin, end + 1e-6)),
                 }
-                for function, number in counts.most_common(12):
-                    shares[name][function] = f"{number / counts.total():.1%}"
-    for name, found in shares.items():
-        for function, share in found.items():
-            yield {"requests": name, "function of the generation thread": function, "share": share}
 
 
 # --- The server ---
@@ -276,17 +227,12 @@ def make_preprocessor(model, max_length):
     words tokenize to the same tokens, so that a conversation continues from the state after an
     answer.
     """
-    size = model.backbone.vocabulary_size
     names = ["<end>", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())]
-    merges, words, letters = [], ["Ġ"], "abcdefghijklmnopqrstuvwxyz"
-    for word in words:  # which grows
-        new = letters[: size - len(names)]
-        merges += [(word, letter) for letter in new]
-        words += [word + letter for letter in new]
-        names += [word + letter for letter in new]
-        if len(names) >= size:
-            break
-    vocabulary = {name: id for id, name in enumerate(names)}
+    letters = (word for n in range(1, 5) for word in itertools.product(LETTERS, repeat=n))
+    num_words = model.backbone.vocabulary_size - len(names)
+    words = ["Ġ" + "".join(word) for word in itertools.islice(letters, num_words)]
+    merges = [(word[:-1], word[-1]) for word in words]
+    vocabulary = {name: id for id, name in enumerate(names + words)}
     library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
@@ -333,30 +279,6 @@ def load_server(port, load, stream):
     return answers, busy / (max(answer.times[-1] for answer in answers) - answers[0].begin)
 
 
-def load_line(name, answers, load, busy=None):
-    """Returns the figures of answers to a load, after the first quarter of its seconds.
-
-    There are no times between tokens of whole answers, whose tokens arrive together.
-
-    busy: the busy share of the busiest process of clients.
-    """
-    begin, end = (answers[0].begin + share * load.seconds for share in (1 / 4, 1))
-    first, between = delays(answers, begin)
-    counted = [each for each in answers if each.begin >= begin]
-    durations = sum(each.times[-1] - each.times[0] for each in counted)
-    num_gaps = sum(each.num_tokens - 1 for each in counted if len(each.times) > 1) or np.nan
-    ms = [1000 * np.quantile(first, 0.5), 1000 * np.quantile(first, 0.95)]
-    ms += [1000 * durations / num_gaps, 1000 * np.quantile(between, 0.95)]
-    names = "first p50", "first p95", "between mean", "between p95", "longest"
-    rounded = (round(float(value), 2) for value in (*ms, 1000 * between.max()))
-    return {
-        "requests": name,
-        "tokens/s": round(tokens_per_second(answers, begin, end)),
-        **{f"{name}, ms": value for name, value in zip(names, rounded, strict=True)},
-        "busiest client": "" if busy is None else f"{busy:.0%}",
-    }
-
-
 def measure_server(model, make_engine, arguments):
     """Yields the tables of `--http` and `--prefixes`."""
     question, document = arguments.prompt // 4, arguments.document
@@ -365,7 +287,7 @@ def measure_server(model, make_engine, arguments):
         arguments.prefixes * (document + question + arguments.answer + 64),
         arguments.prefixes * TURNS * (question + arguments.answer + 64),
     )
-    lines = {}
+    lines = []
     with tempfile.TemporaryDirectory() as folder:
         model.preprocessor = make_preprocessor(model, max_length)
         model.save_to_preset(os.path.join(folder, PRESET))
@@ -376,8 +298,8 @@ def measure_server(model, make_engine, arguments):
                 clients = Clients(port, {**BODY, **STREAM, **options})
                 yield from asyncio.run(measure_prefixes(clients, question, arguments))
             if arguments.http:
-                for key, line in measure_http(port, arguments):
-                    lines[key] = line
+                for load, line in measure_http(port, arguments):
+                    lines.append((load, line))
                     yield line
     if arguments.http:
         with make_engine() as engine:
@@ -385,15 +307,14 @@ def measure_server(model, make_engine, arguments):
 
 
 def measure_http(port, arguments):
-    """Yields (streamed, clients, requests/s) and the figures of each load."""
+    """Yields each load of the server and its figures."""
     means, seeds = (arguments.prompt, arguments.answer, arguments.seconds), itertools.count()
 
     def measure(is_streamed, clients=0, rate=0):
         load = Load(*means, clients=clients, rate=rate, seed=next(seeds))
         answers, busy = load_server(port, load, is_streamed)
-        name = f"{clients} clients" if clients else f"{rate:.1f} requests/s"
-        name += ", streamed" if is_streamed else ", whole answers"
-        return (is_streamed, clients, rate), load_line(f"HTTP, {name}", answers, load, busy)
+        name = f"HTTP, {load.name}, {'streamed' if is_streamed else 'whole answers'}"
+        return load._replace(seed=0), load_line(name, answers, load, busy)
 
     rates = []
     for is_streamed, clients in itertools.product((True, False), CLIENTS):
@@ -406,23 +327,17 @@ def measure_http(port, arguments):
 def compare_with_engine(engine, lines, arguments):
     """Yields the figures of the engine for the loads of the server, and their ratios."""
     found = {}
-    for _, clients, rate in lines:
-        if (clients, rate) not in found:
-            load = {"seconds": arguments.seconds, "clients": clients, "rate": rate}
-            answers = load_engine(engine, arguments, **load)
-            name = f"{clients} clients" if clients else f"{rate:.1f} requests/s"
-            found[clients, rate] = load_line(f"engine, {name}", answers, arguments)
-            yield found[clients, rate]
-    for (is_streamed, clients, rate), line in lines.items():
-        own = found[clients, rate]
-        between = line["between p95, ms"], line["between mean, ms"]
-        later = (between[0] - own["between p95, ms"]) / own["between mean, ms"]
+    for load in dict.fromkeys(load for load, _ in lines):
+        found[load] = measure_load(engine, arguments, load)
+        yield found[load]
+    for load, line in lines:
+        own, mean = found[load], line["between, mean, ms"]
+        later = line["between, p95, ms"] - own["between, p95, ms"]
         yield {
             "requests": line["requests"],
             "HTTP / engine": round(line["tokens/s"] / own["tokens/s"], 3),
-            "bar": MIN_HTTP.get((is_streamed, clients), ""),
-            "between, p95 / mean": round(between[0] / between[1], 2) if between[1] else "",
-            "p95 - engine's, steps": round(later, 2),
+            "between, p95 / mean": round(line["between, p95, ms"] / mean, 2),
+            "p95 - engine's, steps": round(later / own["between, mean, ms"], 2),
         }
 
 
@@ -461,6 +376,8 @@ async def measure_prefixes(clients, question, arguments):
         body = {"prompt": clients.prompt(question), "max_tokens": 2}
         await compare("question alone", "completions", **body)
 
+    clients.close()
+
     def milliseconds(answers):
         return statistics.median(1000 * (each.times[0] - each.begin) for each in answers)
 
@@ -476,7 +393,7 @@ async def measure_prefixes(clients, question, arguments):
 
 def main():
     parser = make_parser(__doc__)
-    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("model", help=MODEL)
     parser.add_argument("--causes", action="store_true", help="what lowers the throughput")
     parser.add_argument("--http", action="store_true", help="the server, next to the engine")
     parser.add_argument("--prefixes", action="store_true", help="prompts with a shared beginning")

@@ -2,6 +2,7 @@
 
 import ctypes
 import datetime
+import functools
 import gc
 import glob
 import importlib.metadata
@@ -26,6 +27,8 @@ if BACKEND == "jax":
     import jax
 elif BACKEND == "torch":
     import torch
+else:
+    import tensorflow as tf
 
 
 # --- Results ---
@@ -82,13 +85,23 @@ def wait(result):
             getattr(tensor, "numpy", int)()
 
 
-def seconds(call, calls=1):
-    """Returns the wall time of a call."""
-    start = time.perf_counter()
+def seconds(call, calls=1, clock=time.perf_counter):
+    """Returns the time of a call."""
+    start = clock()
     for _ in range(calls):
         result = call()
     wait(result)
-    return (time.perf_counter() - start) / calls
+    return (clock() - start) / calls
+
+
+def seconds_between(prepare, few, many, clock=time.perf_counter):
+    """Returns the seconds of a token: the difference of calls for many and for few tokens.
+
+    It contains neither prefill nor the start of a call. `prepare` returns the call for a number of
+    tokens.
+    """
+    longer, shorter = (seconds(prepare(number), clock=clock) for number in (many, few))
+    return (longer - shorter) / (many - few)
 
 
 def medians(calls, budget=6, least=5, most=50):
@@ -166,6 +179,28 @@ def _profiler_ms(call, calls=5):
     return quartiles([milliseconds() / calls for _ in range(5)])
 
 
+def compile_forward(function, model=None, donate=(), xla=True):
+    """Returns a function of tensors without gradients, compiled on JAX and TensorFlow.
+
+    model: a model whose layers are called.
+    donate: numbers of the arguments that JAX may overwrite.
+    """
+    if BACKEND == "torch":
+        return torch.no_grad()(function)
+    if BACKEND == "tensorflow":
+        return tf.function(function, jit_compile=xla)
+
+    def run(weights, *arguments, **options):
+        with keras.StatelessScope(zip(variables, weights, strict=True)):
+            return function(*arguments, **options)
+
+    # Weights are arguments, because a compiler would copy constants of gigabytes.
+    variables = [] if model is None else model.variables
+    weights = [variable.value for variable in variables]
+    program = jax.jit(run, donate_argnums=[1 + number for number in donate])
+    return functools.partial(program, weights)
+
+
 # --- Memory ---
 
 
@@ -221,14 +256,7 @@ def device_rates(dtype="float32"):
     long = ops.zeros((2**28 if has_gpu() else 2**24,), "float32")
 
     def best(function):
-        times = []
-        for _ in range(6):
-            start = time.perf_counter()
-            for _ in range(CALLS):  # the device is not idle in between
-                result = function()
-            ops.convert_to_numpy(result[:1])
-            times.append((time.perf_counter() - start) / CALLS)
-        return min(times)
+        return min(seconds(function, CALLS) for _ in range(6))  # the device is not idle in between
 
     return {
         "bytes_per_second": 2 * 4 * long.shape[0] / best(lambda: long + 1.0),

@@ -1,22 +1,21 @@
 """Counts the bytes that the TPU kernels move, compiled and not run, relative to a floor.
 
-    python -m benchmarks.tpu_bytes
-
 The floor is each tensor read once and each result written once. The bytes of a kernel are counted
 along its grid, by its index maps: a block that does not change is not fetched again. Bytes that XLA
 moves around the kernel are read from the compiled program. XLA's counts of other programs for the
-same operation are printed, too.
+same operation are printed, too: of plain JAX, and of single tokens, which have no kernel.
 """
 
 import math
 import re
 
-from tests.pallas import targets, training  # isort: skip  (sets the compiler's environment)
+from tests.pallas import targets  # isort: skip  (sets the compiler's environment)
 
 import jax
 import jax.extend
 import jax.numpy as jnp
 
+from benchmarks.timing import print_results
 from keras_recurrent import dispatch
 
 TOPOLOGY = "v5e:2x2"
@@ -71,7 +70,7 @@ def bytes_around_kernels(text):
 
 
 def measure(operation, direction, dtype, mesh):
-    """The floor, and the bytes of the kernel, around it, and of the plain program."""
+    """Returns the floor, and the bytes of kernel, surroundings and plain JAX relative to it."""
     shapes = targets.arguments(operation, mesh, dtype)[direction == "backward"]
     traced = jax.jit(targets.program(operation, direction, mesh)).trace(*shapes)
     executable = traced.lower().compile()
@@ -79,37 +78,17 @@ def measure(operation, direction, dtype, mesh):
     floor = memory.argument_size_in_bytes + memory.output_size_in_bytes
     inside = sum(map(bytes_of_kernel, kernels(traced.jaxpr.jaxpr)))
     outside = bytes_around_kernels(executable.as_text())
-    plain = jax.jit(targets.kernel(operation, direction, "jax"))
-    return floor, inside, outside, bytes_accessed(plain.lower(*shapes).compile())
+    plain = jax.jit(targets.kernel(operation, direction, "jax")).lower(*shapes).compile()
+    moved = {"kernel": inside, "around it": outside, "sum": inside + outside}
+    moved["plain"] = bytes_accessed(plain)
+    key = {"operation": operation, "pass": direction, "dtype": dtype}
+    ratios = {name: round(number / floor, 3) for name, number in moved.items()}
+    return {**key, "floor, MiB": round(floor / 2**20), **ratios}
 
 
 def bytes_accessed(compiled):
     """Returns the bytes that a program reads and writes, by XLA's cost analysis."""
     return (compiled.cost_analysis() or {})["bytes accessed"]
-
-
-def measure_scans_of_jax(mesh):
-    """Yields the bytes of JAX's scans for the recurrence, in float32, relative to the floor."""
-
-    def associative(x, log_a):
-        def join(left, right):
-            return left[0] * right[0], left[1] * right[0] + right[1]
-
-        return jax.lax.associative_scan(join, (jnp.exp(log_a), x), axis=1)[1]
-
-    def sequential(x, log_a):
-        def step(h, token):
-            h = jnp.exp(token[1]) * h + token[0]
-            return h, h
-
-        timed = jnp.swapaxes(x, 0, 1), jnp.swapaxes(log_a, 0, 1)
-        return jnp.swapaxes(jax.lax.scan(step, jnp.zeros_like(x[:, 0]), timed)[1], 0, 1)
-
-    shapes = targets.arguments("linear_scan", mesh, "float32")[0][:2]
-    floor = 3 * math.prod(shapes[0].shape) * 4
-    for name, function in (("associative_scan", associative), ("scan", sequential)):
-        compiled = jax.jit(function).lower(*shapes).compile()
-        yield name, bytes_accessed(compiled) / floor
 
 
 def measure_single_token(mesh):
@@ -126,38 +105,19 @@ def measure_single_token(mesh):
     for operation, log_decay in (("gated_linear_attention", token), ("lightning_attention", decay)):
         forward = dispatch.IMPLEMENTATIONS[operation]["jax"].forward
         compiled = jax.jit(forward).lower(token, token, token, log_decay, state, None).compile()
-        yield operation, bytes_accessed(compiled) / targets.report(compiled)["moved"]
+        ratio = bytes_accessed(compiled) / targets.report(compiled)["moved"]
+        yield {"a single token of": operation, "bytes / floor": round(ratio, 2)}
 
 
-def main():
+def measure_all():
     mesh = targets.make_mesh(TOPOLOGY, 1)
-    print(f"Compiled for {TOPOLOGY}. Bytes of the kernel, of XLA around it, their sum, and of the")
-    print("plain program, relative to the floor.\n")
-    print("| operation | pass | dtype | floor, MiB | kernel | around it | sum | plain |")
-    print("| --- | --- | --- | ---: | ---: | ---: | ---: | ---: |")
     for operation in (*targets.SHAPES, *targets.ATTENTION):
         for direction in ("forward", "backward"):
             for dtype in DTYPES:
-                floor, *moved = measure(operation, direction, dtype, mesh)
-                inside, outside, plain = (bytes_ / floor for bytes_ in moved)
-                ratios = (inside, outside, inside + outside, plain)
-                cells = " | ".join(f"{ratio:.3f}" for ratio in ratios)
-                line = f"| `{operation}` | {direction} | {dtype} | {floor / 2**20:.0f} | {cells} |"
-                print(line, flush=True)
-    print("\nScans of JAX for `linear_scan`, forward, float32:\n")
-    for name, ratio in measure_scans_of_jax(mesh):
-        print(f"- `jax.lax.{name}`: {ratio:.1f} times the floor")
-    print("\nA single token of linear attention, which XLA compiles without Pallas, bfloat16:\n")
-    for operation, ratio in measure_single_token(mesh):
-        print(f"- `{operation}`: {ratio:.2f} times the floor")
-    report = training.report()
-    variables, peak = (report[name] / 2**30 for name in ("arguments", "peak"))
-    print(
-        f"\nA training step of hawk_1.3b, {training.B}×{training.T} tokens, on {training.TOPOLOGY}:"
-    )
-    print(f"{report['kernels']} kernels; weights and moments take {variables:.2f} GiB of a chip,")
-    print(f"the peak is {peak:.2f} of 16 GiB.")
+                yield measure(operation, direction, dtype, mesh)
+    yield from measure_single_token(mesh)
 
 
 if __name__ == "__main__":
-    main()
+    print(f"Compiled for {TOPOLOGY}. Bytes relative to the floor.")
+    print_results(measure_all())

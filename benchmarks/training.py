@@ -1,9 +1,6 @@
 """Times training steps of whole models, next to models of other libraries.
 
-    python -m benchmarks.training hgrn2 --backend torch             # forward and backward
-    python -m benchmarks.training recurrentgemma --update --backend jax
-    python -m benchmarks.training hgrn2 --update --mixed --backend torch
-    python -m benchmarks.training griffin_small --update --sizes 8x512 --backend torch   # CPU
+Argument: a model of `benchmarks.models` or a preset.
 
 Models of this package have the fused loss of hidden states, or with `--logits` the loss of logits.
 Without `--update`, a step on torch is forward and backward, eager; with it, and always on other
@@ -12,23 +9,26 @@ TensorFlow, and on torch with `--jit`. Baselines run on torch, with torch's fuse
 many parameters. Small models use float32 and SGD; others use random bfloat16 weights, or with
 `--mixed` float32 weights and computations in bfloat16.
 
-On torch, loss and gradients of this package's model are first compared with the plain
-implementations. Blocks are recomputed in the backward pass if activations do not fit into the
-memory, or with `--remat`.
+With `--remat`, blocks are recomputed in the backward pass.
+
+With `--losses`, a model is trained from scratch on the bytes of a text, with weights in float32, in
+float32 with computations in bfloat16, and in bfloat16. All runs begin with the same weights and
+take the same batches; their losses are compared.
 """
 
 import functools
 import math
-import statistics
+import pathlib
 import sys
 import time
 
 import keras
+import numpy as np
 from keras import ops
 
 import keras_recurrent
-from benchmarks import make_parser, peers
-from benchmarks.models import MODELS, make_model
+from benchmarks import make_parser, peers, read_shape
+from benchmarks.models import BASELINES, MODEL, make_model
 from benchmarks.timing import (
     BACKEND,
     has_gpu,
@@ -36,17 +36,19 @@ from benchmarks.timing import (
     peak_bytes,
     print_header,
     print_results,
+    quartiles,
     random_tokens,
     reset_peak,
-    wait,
+    seconds,
 )
+from guides.papers.runs import read_text, text_batches
 from keras_recurrent.models import TokenCrossentropy
 
 if BACKEND == "torch":
     import torch
 
-REPEATS, LEAST = 5, 3  # of a measurement; the second if it takes longer than `PATIENCE`
-PATIENCE = 60  # seconds
+REPEATS, LEAST, LONG = 5, 3, 12  # of a measurement; the second for steps of so many seconds
+LAST, HELD_OUT = 200, 60  # steps whose losses are reported, of training and of held-out text
 
 
 class LossOfLogits(TokenCrossentropy):
@@ -57,10 +59,15 @@ def is_small(name):
     return name.endswith("_small")
 
 
-def build(arguments, remat):
+def dtype_of(arguments):
+    large = "mixed_bfloat16" if arguments.mixed else "bfloat16"
+    return "float32" if is_small(arguments.model) else large
+
+
+def build(arguments):
     keras.utils.set_random_seed(0)
-    with keras.RematScope(mode="full" if remat else None):
-        return make_model(arguments.model, "mixed_bfloat16" if arguments.mixed else "bfloat16")
+    with keras.RematScope(mode="full" if arguments.remat else None):
+        return make_model(arguments.model, dtype_of(arguments))
 
 
 def weights_of(model):
@@ -85,25 +92,22 @@ def gradient_step(model, loss, update=None):
     return step
 
 
-def our_loss(model, token_ids, of_logits=False):
+def our_loss(model, token_ids):
     """Returns a function without arguments: the loss on torch."""
-    compute = TokenCrossentropy()
     inputs = {"token_ids": token_ids, "padding_mask": torch.ones_like(token_ids, dtype=torch.bool)}
     labels = token_ids.roll(-1, 1)  # the label of the last token changes no timing
 
     def loss():
-        if of_logits:
-            return compute(labels, model(inputs, training=True))
         hidden = model.backbone(inputs, training=True)
         return model.loss_of_hidden_states(hidden, labels)[0]
 
     return loss
 
 
-def our_step(model, token_ids, arguments):
+def our_step(model, arguments, token_ids):
     """Returns a training step of this package's model, a function without arguments."""
     if BACKEND == "torch" and not arguments.update:
-        return gradient_step(model, our_loss(model, token_ids, arguments.logits))
+        return gradient_step(model, our_loss(model, token_ids))
     optimizer = keras.optimizers.SGD(1e-3)
     if not is_small(arguments.model):
         optimizer = keras_recurrent.optimizers.AdamW(1e-4)
@@ -114,7 +118,7 @@ def our_step(model, token_ids, arguments):
     return functools.partial(model.train_on_batch, x, ops.roll(token_ids, -1, 1))
 
 
-def baseline_step(model, token_ids, arguments):
+def baseline_step(model, arguments, token_ids):
     """Returns a training step of a model of another library, a function without arguments."""
     update = None
     if arguments.update and is_small(arguments.model):
@@ -130,26 +134,6 @@ def baseline_step(model, token_ids, arguments):
     return gradient_step(model, loss, update)
 
 
-def compare_with_plain(model):
-    """Prints the differences of loss and gradients from plain torch."""
-    tokens, found = random_tokens(model.backbone.vocabulary_size, 2, 256), []
-    loss = our_loss(model, ops.convert_to_tensor(tokens))
-    for implementation in (None, "torch"):
-        with keras_recurrent.implementation(implementation):
-            value = gradient_step(model, loss)()
-        found.append((value.item(), [weight.grad.clone() for weight in weights_of(model)]))
-    (value, gradients), (plain, expected) = found
-    squares = [
-        ((a.float() - b.float()).square().sum(), b.float().square().sum())
-        for a, b in zip(gradients, expected, strict=True)
-    ]
-    wrong, size = (math.sqrt(sum(s.item() for s in of)) for of in zip(*squares, strict=True))
-    print(f"Loss of 2×256 tokens {value:.4f}, in plain torch {plain:.4f}; gradients differ by")
-    print(f"{wrong / size:.2%} of their norm.", flush=True)
-    if not (abs(value - plain) < 0.01 * plain and wrong < 0.25 * size):
-        sys.exit("the model is not that of plain torch")
-
-
 def measure(step, num_tokens):
     """Returns the measurements of a training step, a dictionary."""
     start = time.perf_counter()
@@ -158,89 +142,56 @@ def measure(step, num_tokens):
     if not math.isfinite(value):
         sys.exit(f"The loss is {value}.")
     reset_peak()
-    start = time.perf_counter()
-    wait(step())
-    calls = max(1, min(5, int(1 / (time.perf_counter() - start))))
-    speeds, end = [], time.perf_counter() + PATIENCE
-    while len(speeds) < REPEATS and (len(speeds) < LEAST or time.perf_counter() < end):
-        start = time.perf_counter()
-        for _ in range(calls):
-            result = step()
-        wait(result)
-        speeds.append(num_tokens * calls / (time.perf_counter() - start))
-    lower, median, upper = statistics.quantiles(speeds, n=4, method="inclusive")
+    second = seconds(step)
+    calls, repeats = max(1, min(5, int(1 / second))), REPEATS if second < LONG else LEAST
+    speeds = quartiles([num_tokens / seconds(step, calls) for _ in range(repeats)])
     return {
-        "tokens/s": round(median),
-        "quartiles": f"{lower:,.0f} to {upper:,.0f}",
-        "repeats": len(speeds),
+        "tokens/s": round(speeds.median),
+        "quartiles": f"{speeds.lower:,.0f} to {speeds.upper:,.0f}",
+        "repeats": repeats,
         "peak GiB": round(peak_bytes() / 2**30, 1),
         "first step s": round(first, 1),
         "loss": round(value, 4),
     }
 
 
-def attempt(make_step, batch, length, vocabulary):
-    """Returns the measurements, or None if memory was exhausted."""
-    token_ids = ops.convert_to_tensor(random_tokens(vocabulary, batch, length))
-    try:
-        return measure(make_step(token_ids), batch * length)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-    return None
-
-
-def measure_sizes(key, make_step, recompute, sizes, vocabulary):
-    """Yields the results of a model; calls `recompute` if activations do not fit."""
-    for batch, length in sizes:
-        found = attempt(make_step, batch, length, vocabulary)
-        if found is None and key["blocks"] == "kept":
-            reset_peak()
-            recompute()
-            key = {**key, "blocks": "recomputed"}
-            found = attempt(make_step, batch, length, vocabulary)
-        yield {**key, "batch×length": f"{batch}×{length}", **(found or {"tokens/s": "no memory"})}
+def measure_sizes(key, make_step, arguments, vocabulary):
+    """Yields the results of a model; `make_step` returns a training step on token ids."""
+    for batch, length in arguments.sizes:
+        token_ids = ops.convert_to_tensor(random_tokens(vocabulary, batch, length))
+        try:
+            found = measure(make_step(token_ids), batch * length)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            found = {"tokens/s": "no memory"}
+        yield {**key, "batch×length": f"{batch}×{length}", **found}
 
 
 def measure_ours(arguments, key):
-    model = build(arguments, arguments.remat)
-    if BACKEND == "torch":
-        compare_with_plain(model)
-
-    def recompute():
-        nonlocal model
-        model = None
-        reset_peak()
-        model = build(arguments, remat=True)
-
+    model = build(arguments)
+    step = functools.partial(our_step, model, arguments)
+    key = {**key, "loss of": "logits" if arguments.logits else "hidden states"}
     vocabulary = model.backbone.vocabulary_size
-    yield from measure_sizes(
-        {"implementation": BACKEND, **key, "blocks": "recomputed" if arguments.remat else "kept"},
-        lambda token_ids: our_step(model, token_ids, arguments),
-        recompute,
-        arguments.sizes,
-        vocabulary,
-    )
+    return measure_sizes({"implementation": BACKEND, **key}, step, arguments, vocabulary)
 
 
 def measure_baseline(arguments, key):
-    reset_peak()
-    baseline = MODELS[arguments.model].baseline
-    model = build(arguments, remat=False)
-    peer, vocabulary = baseline.make(model).train(), model.backbone.vocabulary_size
+    library, _, make = BASELINES[arguments.model]
+    model = build(arguments)
+    peer, vocabulary = make(model).train(), model.backbone.vocabulary_size
+    peer.config.use_cache = False
     if arguments.mixed:
         peer.float()
+    if arguments.remat:
+        peer.gradient_checkpointing_enable()
     ours, theirs = (sum(w.numel() for w in weights_of(m)) for m in (model, peer))
     if ours != theirs:
-        sys.exit(f"{ours:,} parameters, and {theirs:,} in {baseline.library}")
+        sys.exit(f"{ours:,} parameters, and {theirs:,} in {library}")
     del model
-    yield from measure_sizes(
-        {"implementation": baseline.library, **key, "loss of": "logits", "blocks": "kept"},
-        lambda token_ids: baseline_step(peer, token_ids, arguments),
-        peer.gradient_checkpointing_enable,
-        arguments.sizes,
-        vocabulary,
-    )
+    step = functools.partial(baseline_step, peer, arguments)
+    key = {"implementation": library, **key, "loss of": "logits"}
+    return measure_sizes(key, step, arguments, vocabulary)
 
 
 def measure_all(arguments):
@@ -248,41 +199,69 @@ def measure_all(arguments):
     key = {
         "model": arguments.model,
         "pass": "forward, backward" if gradients_only else "with update",
-        "loss of": "logits" if arguments.logits else "hidden states",
+        "blocks": "recomputed" if arguments.remat else "kept",
     }
     if arguments.only != "baseline":
         yield from measure_ours(arguments, key)
-    baseline = MODELS[arguments.model].baseline
-    if arguments.only == "ours" or BACKEND != "torch" or baseline is None:
+    if arguments.only == "ours" or BACKEND != "torch" or arguments.model not in BASELINES:
         return
-    if peers.is_installed(baseline.module):
-        yield from measure_baseline(arguments, key)
-    else:
-        print(f"{baseline.library} is not installed", file=sys.stderr)
+    library, module, _ = BASELINES[arguments.model]
+    if not peers.is_installed(module):
+        print(f"{library} is not installed", file=sys.stderr)
+        return
+    reset_peak()
+    yield from measure_baseline(arguments, key)
+
+
+def measure_losses(arguments):
+    """Yields the losses of a model that is trained with weights of several dtypes."""
+    texts = read_text(arguments.losses, held_out=0.1)
+    batch, length = arguments.sizes[0]
+    keras.utils.set_random_seed(0)
+    weights = make_model(arguments.model, "float32").get_weights()
+    for dtype in ("float32", "mixed_bfloat16", "bfloat16"):
+        model = make_model(arguments.model, dtype)
+        model.set_weights(weights)
+        rate = keras.optimizers.schedules.CosineDecay(
+            0.0, arguments.steps - 100, warmup_target=4e-3, warmup_steps=100
+        )
+        optimizer = keras_recurrent.optimizers.AdamW(rate, weight_decay=0.1, clipnorm=1.0)
+        keras_recurrent.exclude_from_weight_decay(optimizer, model)
+        model.compile(optimizer, weighted_metrics=[])
+        calls = (model.train_on_batch, arguments.steps), (model.test_on_batch, HELD_OUT)
+        training, held_out = (
+            [
+                float(call({"token_ids": x, "padding_mask": np.ones_like(x)}, y))
+                for (x,), (y,) in text_batches(text, [0], steps, length, batch * length)
+            ]
+            for text, (call, steps) in zip(texts, calls, strict=True)
+        )
+        yield {
+            "dtype policy": dtype,
+            "steps": arguments.steps,
+            "loss": round(float(np.mean(training[-LAST:])), 4),
+            "held-out loss": round(float(np.mean(held_out)), 4),
+        }
 
 
 def main():
     parser = make_parser(__doc__)
-    parser.add_argument("model", choices=MODELS)
-    parser.add_argument("--sizes", nargs="+", type=read_size, help="such as 8x2048 1x65536")
+    parser.add_argument("model", help=MODEL)
+    parser.add_argument("--sizes", nargs="+", type=read_shape, help="such as 8x2048 1x65536")
     parser.add_argument("--update", action="store_true", help="with an optimizer's update")
     parser.add_argument("--mixed", action="store_true", help="weights in float32")
-    parser.add_argument("--logits", action="store_true", help="loss of logits")
+    parser.add_argument("--logits", action="store_true", help="loss of logits, with --update")
     parser.add_argument("--jit", action="store_true", help="`jit_compile=True`, with --update")
     parser.add_argument("--remat", action="store_true", help="recompute blocks")
     parser.add_argument("--only", choices=("ours", "baseline"))
+    parser.add_argument("--losses", type=pathlib.Path, metavar="TEXT", help="by dtype of weights")
+    parser.add_argument("--steps", type=int, default=2000, help="of --losses")
     arguments = parser.parse_args()
     arguments.sizes = arguments.sizes or [(8, 2048), (1, 2048)]
     if BACKEND == "torch" and has_gpu():
         peers.compile_side_by_side()
-    dtype = "mixed_bfloat16" if arguments.mixed else "bfloat16"
-    print_header("float32" if is_small(arguments.model) else dtype)
-    print_results(measure_all(arguments))
-
-
-def read_size(text):
-    batch, length = map(int, text.split("x"))
-    return batch, length
+    print_header("several dtypes" if arguments.losses else dtype_of(arguments))
+    print_results((measure_losses if arguments.losses else measure_all)(arguments))
 
 
 if __name__ == "__main__":

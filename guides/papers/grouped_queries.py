@@ -9,13 +9,14 @@ continue training for a fraction of its original steps. Mean pooling is better t
 which is better than random heads; 5 % of the steps help, and beyond 10 % little is gained. With 64
 heads, 1 to 8 groups take nearly the same time per token.
 
-The byte-level model is that of guides/gqa_uptraining.py. Times are measured with
-benchmarks/decoding.py on a GPT-2 with random weights and a full cache; on a CPU they are process
-time, because other programs may run.
+The byte-level model is that of guides/gqa_uptraining.py. Times are measured on a GPT-2 with random
+weights and a full cache; on a CPU they are process time, because other programs may run. With
+`--times`, nothing else is measured.
 """
 
-import argparse
 import dataclasses
+import functools
+import math
 import os
 import pathlib
 import sys
@@ -28,8 +29,10 @@ sys.path.extend(str(pathlib.Path(__file__).resolve().parents[i]) for i in (1, 2)
 
 import gqa_uptraining as guide
 import keras
+import keras_hub
 import matplotlib.figure
 import numpy as np
+from keras import ops
 from quickstart import load_documents
 from runs import (
     Results,
@@ -43,7 +46,7 @@ from runs import (
     with_error,
 )
 
-from benchmarks import decoding
+from benchmarks.timing import compile_forward, seconds
 from keras_recurrent.conversion import convert_to_gqa, uptraining
 
 MULTI_HEAD, SHARE, LARGEST_SHARE = "all heads", 0.05, 0.1
@@ -164,29 +167,70 @@ def times_key(size):
     }
 
 
+def timed_model(size):
+    backbone = keras_hub.models.GPT2Backbone(
+        vocabulary_size=256,
+        num_layers=size.timed_layers,
+        num_heads=size.heads,
+        hidden_dim=size.timed_width,
+        intermediate_dim=size.timed_width,
+        max_sequence_length=size.timed_length,
+    )
+    return keras_hub.models.GPT2CausalLM(backbone)
+
+
+def prepare_step(model, size):
+    """Returns the cache of a model, and a function of it: logits and cache of the last token."""
+    # A cache of the model's layout and this length; zeros, as values change no timing.
+    _, cache = model._build_cache(ops.zeros((size.batch, 2), "int32"))
+    cache = ops.zeros((*cache.shape[:3], size.timed_length, *cache.shape[4:]), cache.dtype)
+    token, index = ops.zeros((size.batch, 1), "int32"), size.timed_length - 1
+
+    def step(cache, token, index):
+        logits, _, cache = model.call_with_cache(token, cache, index)
+        return logits, cache
+
+    step = compile_forward(step, model, donate=[0])
+    return cache, functools.partial(step, token=token, index=ops.convert_to_tensor(index))
+
+
+def seconds_by_groups(models, size, clock):
+    """Returns `{groups: (median seconds, bytes of the cache)}`; models take turns."""
+    caches, steps = {}, {}
+    for groups, model in models.items():
+        caches[groups], steps[groups] = prepare_step(model, size)
+    times: dict = {groups: [] for groups in models}
+
+    def run(groups):
+        logits, caches[groups] = steps[groups](caches[groups])
+        ops.convert_to_numpy(logits)
+
+    for _ in range(size.repeats + 2):  # the first two compile and warm up
+        for groups, found in times.items():
+            found.append(seconds(functools.partial(run, groups), clock=clock))
+    sizes = {groups: 4 * math.prod(cache.shape) for groups, cache in caches.items()}  # float32
+    whole = sizes[size.heads]
+    assert all(num * size.heads == whole * groups for groups, num in sizes.items()), sizes
+    return {groups: (np.median(found[2:]), sizes[groups]) for groups, found in times.items()}
+
+
 def measure_times(size, seeds, results):
     missing = results.missing(seeds, **times_key(size))
     if not missing:
         return
     keras.utils.set_random_seed(0)
-    asked = argparse.Namespace(
-        heads=size.heads,
-        layers=size.timed_layers,
-        width=size.timed_width,
-        length=size.timed_length,
-        batch=size.batch,
-        repeats=size.repeats,
-    )
     on_cpu = "CPU" in machine()
     clock = time.process_time if on_cpu else time.perf_counter
-    models = decoding.convert_to_groups(decoding.multi_head_model(asked), size.heads)
+    model = timed_model(size)
+    numbers = [size.heads >> i for i in range(size.heads.bit_length())]
+    models = {groups: convert_to_gqa(model, groups) for groups in numbers}
     for seed in missing:
-        for groups, seconds, num_bytes in decoding.seconds_by_groups(models, asked, clock):
+        for groups, (median, num_bytes) in seconds_by_groups(models, size, clock).items():
             results.append(
                 **times_key(size),
                 seed=seed,
                 groups=groups,
-                ms_a_token=round(1000 * seconds / size.batch, 4),
+                ms_a_token=round(1000 * median / size.batch, 4),
                 bytes=num_bytes,
                 time="of the CPUs" if on_cpu else "that passed",
                 machine=machine(),
@@ -263,6 +307,10 @@ def tell(results, size):
         columns = (f"bits a byte, {kind} dropout and weight decay, trained on for", *shares)
         said = (f"- {line}" for line in judge_learning(results, size, regularized))
         parts += [table(columns, rows), "\n".join(said)]
+    return "\n\n".join(parts)
+
+
+def tell_times(results, size):
     found = times(results, size)
     lines = {line["groups"]: line for line in results.select(**times_key(size))}
     rows = [
@@ -276,7 +324,7 @@ def tell(results, size):
     ]
     header = (f"of {size.heads} heads", "ms per token and sample", "times one group", "cache, MiB")
     said = (f"- {line}" for line in judge_times(found, size.heads))
-    return "\n\n".join((*parts, table(header, rows), "\n".join(said)))
+    return "\n\n".join((table(header, rows), "\n".join(said)))
 
 
 def draw(results, size, path):
@@ -311,11 +359,15 @@ def draw(results, size, path):
 
 def main():
     parser = command_line(__doc__, MINIATURE, FULL)
+    parser.add_argument("--times", action="store_true", help="only times by the number of groups")
     parser.set_defaults(seeds=None)  # three, or five with --full
     arguments, size = read_command_line(parser, MINIATURE, FULL)
     seeds = arguments.seeds or list(range(5 if arguments.full else 3))
     results = Results(arguments.output / "grouped_queries.jsonl")
     measure_times(size, seeds, results)
+    print(tell_times(results, size))
+    if arguments.times:
+        return
     training, held_out = load_documents(None)
     rng = np.random.default_rng(0)
     validation = guide.rows_of(held_out, size.rows, rng, size.length)

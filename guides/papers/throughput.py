@@ -25,11 +25,13 @@ import time
 
 # Keras reads this once, at import. "torch" and "tensorflow" also work.
 os.environ.setdefault("KERAS_BACKEND", "jax")
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))  # where benchmarks are
+# The folders of the other guides and of benchmarks.
+sys.path.extend(str(pathlib.Path(__file__).resolve().parents[i]) for i in (1, 2))
 
 import keras
 import matplotlib.figure
 import numpy as np
+from constant_speed import GPU, room
 from runs import (
     Results,
     command_line,
@@ -42,19 +44,13 @@ from runs import (
     with_error,
 )
 
-from benchmarks.decoding import (
-    KINDS,
-    PLACES,
-    build,
-    decoding_time,
-    doubled,
-    largest_batch,
-    least_seconds_a_token,
-    seconds_a_token,
-    warm_up,
-)
-from benchmarks.timing import device_rates
+from benchmarks.decoding import PLACES, decoding_time, least_seconds_a_token, seconds_a_token
+from benchmarks.models import make_model
+from benchmarks.timing import device_rates, is_out_of_memory
+from keras_recurrent.generation.prompts import bucket
 from keras_recurrent.models import memory_sizes
+
+KINDS = {"hawk": "Hawk", "griffin": "Griffin", "mqa": "MQA"}
 
 TPU_V3 = {"bytes_per_second": 900e9, "flops_per_second": 123e12}  # the paper's table 3
 BYTES_ALONE = {**TPU_V3, "flops_per_second": 1e30}
@@ -145,6 +141,54 @@ def tell_computed(found):
 # --- 2. Measurement ---
 
 
+def build(kind, size):
+    """Builds a model with random weights."""
+    window = {"sliding_window": size.window} if kind == "griffin" else {}
+    model = make_model(f"{kind}_{size.preset}", size.dtype, **window)
+    model.compile(sampler="greedy")
+    return model
+
+
+def largest_batch(model, tokens, memory):
+    """Returns the largest power of two whose weights and caches fit into `memory` bytes."""
+    sizes = memory_sizes(model, 1, bucket(tokens))
+    fit = int((memory - sizes.parameters) // sizes.cache)
+    if fit < 1:
+        raise SystemExit(
+            f"Weights of {sizes.parameters:,} bytes and a cache of {sizes.cache:,} for a single "
+            f"row of {tokens:,} tokens are more than a memory of {memory:,.0f} bytes: take more "
+            "--memory, or shorter rows."
+        )
+    return 1 << fit.bit_length() - 1
+
+
+def doubled(model, tokens, first, longest):
+    """Returns `([(batch, seconds per token), ...], reason to stop)`: "memory" or "time".
+
+    "time": a call with twice the batch may take longer than `longest` seconds. "memory": weights
+    and caches of twice the batch exceed the GPU's memory, or the framework raised an error.
+    """
+
+    def fits(batch):
+        return GPU is None or memory_sizes(model, batch, bucket(tokens)).total < room()
+
+    found, batch = [], first
+    while fits(batch):
+        try:
+            _, seconds = (seconds_a_token(model, batch, tokens) for _ in range(2))  # compiles first
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            break
+        found.append((batch, seconds))
+        batch *= 2
+        if fits(batch) and 2 * seconds * tokens > longest:
+            return found, "time"
+    if not found:
+        raise SystemExit(f"{first} rows of {tokens:,} tokens do not fit: begin with fewer rows.")
+    return found, "memory"
+
+
 def cases(size):
     """Yields the keys of a model's measurements."""
     for tokens in size.tokens:
@@ -176,8 +220,7 @@ def run(kind, size, seeds, results):
             continue
         if model is None:
             keras.utils.set_random_seed(0)
-            window = {"sliding_window": size.window} if kind == "griffin" else {}
-            model = build(kind, size.preset, size.dtype, **window)
+            model = build(kind, size)
             rates = None if on_cpu else device_rates(size.dtype)
         before = results.select(**key)
         if before:
@@ -185,7 +228,7 @@ def run(kind, size, seeds, results):
         else:
             rows, ended = rows_of_batch(model, case, size)
         walk = (model, rows, case["tokens"], case["prompt"])
-        warm_up(*walk)
+        seconds_a_token(*walk)  # compiles
         least = rates and 1000 * least_seconds_a_token(*walk, **rates)
         for seed in missing:
             line = {

@@ -1,7 +1,6 @@
 """Guides of the papers' claims on time and memory: runs at tiny sizes and verdicts."""
 
 import functools
-import importlib
 import re
 
 import numpy as np
@@ -16,7 +15,8 @@ def test_throughput_guide_prints_tokens_per_second(guide, call, run_twice, tmp_p
     throughput = guide("throughput")
     monkeypatch.setattr(throughput, "compute", functools.cache(throughput.compute))
     monkeypatch.setattr(throughput, "LENGTHS", [512, 1024, 2048, 4096])
-    monkeypatch.setattr(throughput, "build", functools.partial(throughput.build, num_layers=1))
+    make_model = functools.partial(throughput.make_model, num_layers=1)
+    monkeypatch.setattr(throughput, "make_model", make_model)
     sizes = "--tokens 8 --latency-tokens 4 --latency-rows 8 --prompts 0 --window 4"
     lines, printed = run_twice("throughput", f"{sizes} --memory 1200000")
     assert len(lines) == 6
@@ -32,9 +32,8 @@ def test_throughput_guide_prints_tokens_per_second(guide, call, run_twice, tmp_p
 OUT_OF_MEMORY = MemoryError("CUDA out of memory")
 
 
-def test_throughput_guide_doubles_the_batch_until_memory_or_time_ends(monkeypatch):
-    decoding = importlib.import_module("benchmarks.decoding")
-    monkeypatch.setattr(decoding, "warm_up", lambda model, rows, tokens: None)
+def test_throughput_guide_doubles_the_batch_until_memory_or_time_ends(guide, monkeypatch):
+    throughput = guide("throughput")
 
     def take(rows_that_fit, milliseconds_a_row, error=OUT_OF_MEMORY):
         def seconds(model, rows, tokens):
@@ -42,8 +41,8 @@ def test_throughput_guide_doubles_the_batch_until_memory_or_time_ends(monkeypatc
                 raise error
             return milliseconds_a_row * rows / 1000
 
-        monkeypatch.setattr(decoding, "seconds_a_token", seconds)
-        return decoding.doubled(None, tokens=100, first=4, longest=10)
+        monkeypatch.setattr(throughput, "seconds_a_token", seconds)
+        return throughput.doubled(None, tokens=100, first=4, longest=10)
 
     assert take(20, 1) == ([(4, 0.004), (8, 0.008), (16, 0.016)], "memory")
     assert take(1000, 1)[0][-1] == (64, 0.064)
@@ -54,12 +53,12 @@ def test_throughput_guide_doubles_the_batch_until_memory_or_time_ends(monkeypatc
         take(4, 1, ZeroDivisionError())
 
 
-def test_throughput_guide_chooses_the_batch_by_memory():
-    decoding = importlib.import_module("benchmarks.decoding")
+def test_throughput_guide_chooses_the_batch_by_memory(guide):
+    largest_batch = guide("throughput").largest_batch
     sizes = memory_sizes("mqa_tiny", 1, 256)  # whose cache has 100 tokens
     for rows, found in ((1, 1), (2, 2), (3.99, 2), (4, 4)):
         memory = sizes.parameters + rows * sizes.cache
-        assert decoding.largest_batch("mqa_tiny", 100, memory) == found
+        assert largest_batch("mqa_tiny", 100, memory) == found
 
 
 def test_grouped_queries_guide_prints_times(run_twice):

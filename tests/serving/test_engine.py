@@ -474,7 +474,7 @@ def test_engine_with_an_invalid_argument_raises():
 @pytest.mark.parametrize(
     ("options", "names"),
     [
-        ("", {"| generate", "| engine", "| between two tokens"}),
+        ("", {"| generate", "| engine"}),
         ("--causes", {"| equal lengths, at once, saved states"}),
         (
             "--http --prefixes --document 40",
@@ -490,8 +490,6 @@ def test_engine_with_an_invalid_argument_raises():
 def test_benchmark_of_serving_runs(monkeypatch, capsys, options, names):
     """The benchmark uses an option of the engine or of `generate` that was renamed."""
     serving = importlib.import_module("benchmarks.serving")
-    rates = {"bytes_per_second": 1e9, "flops_per_second": 1e9}
-    monkeypatch.setattr(serving, "device_rates", lambda dtype: rates)
     arguments = "hawk_tiny --dtype float32 --slots 2 --prompt 8 --answer 4 --requests 6 --seconds 1"
     monkeypatch.setattr("sys.argv", ["serving", *arguments.split(), *options.split()])
     serving.main()
