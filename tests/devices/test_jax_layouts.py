@@ -6,7 +6,6 @@ import pytest
 from keras_recurrent import models
 from tests.devices.meshes import device_mesh, model_parallel
 from tests.devices.processes import run_on_simulated_devices
-from tests.devices.programs import collectives
 from tests.models.tiny import FAMILIES, HYBRID, any_family, tiny_backbone
 
 pytestmark = pytest.mark.skipif(
@@ -35,28 +34,6 @@ def test_training_and_generation_on_a_mesh_match_one_device(tmp_path, case):
         flags=f"{dump_flags} --xla_dump_hlo_module_re=.*train_step.*",
         JAX_ENABLE_COMPILATION_CACHE="0",  # cached programs are not dumped
     )
-
-
-def test_collectives_lists_what_a_program_sends():
-    """The judge of the tests above misses a message, its size, or that a loop sends it."""
-    text = """
-%body (p: (s32[], f32[4,2])) -> (s32[], f32[4,2]) {
-  %r = f32[4,2]{1,0} all-reduce(f32[4,2] %x), to_apply=%add, metadata={op_name="jit(f)/psum"}
-}
-%condition (p: (s32[], f32[4,2])) -> pred[] {
-}
-ENTRY %main (a: f32[4,2]) -> f32[4,2] {
-  %g = (f32[8,2]{1,0}, bf16[3]{0}) all-gather(f32[4,2] %a, bf16[1] %b), dimensions={0}
-  %o = f32[4,2]{1,0} all-reduce(f32[4,2] %a), replica_groups={{0},{1}}, to_apply=%add
-  %p = f32[4,2]{1,0} all-reduce(f32[4,2] %a), replica_groups=[2,1]<=[2], to_apply=%add
-  %w = (s32[], f32[4,2]) while((s32[], f32[4,2]) %t), condition=%condition, body=%body
-}
-"""
-    assert collectives(text) == [
-        ("all-reduce", (4, 2), 32, True, "jit(f)/psum"),
-        ("all-gather", (8, 2), 64, False, ""),
-        ("all-gather", (3,), 6, False, ""),
-    ]
 
 
 HEADS = {

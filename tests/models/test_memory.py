@@ -1,4 +1,4 @@
-"""`memory_sizes`, `training_sizes` and `decoding_time`."""
+"""`memory_sizes` and `training_sizes`."""
 
 import itertools
 import math
@@ -8,11 +8,10 @@ import keras_hub
 import numpy as np
 import pytest
 
-from benchmarks.decoding import decoding_time
 from keras_recurrent import compat
 from keras_recurrent.models import GriffinBackbone, memory_sizes, training_sizes
 from tests.layers.table import assert_rejects
-from tests.models.tiny import FAMILIES, SIZES, any_family, tiny_causal_lm
+from tests.models.tiny import FAMILIES, any_family, tiny_causal_lm
 
 pytestmark = pytest.mark.once
 
@@ -123,37 +122,3 @@ def test_sizes_reject_invalid_layouts_counts_and_models_without_state():
         match = f"`{name}` must be an integer, at least 1"
         assert_rejects(match, memory_sizes, "hgrn2_tiny", **counts)
     assert_rejects("`Sequential`, which has no state", memory_sizes, keras.Sequential(), 1, 1)
-
-
-FAST_ARITHMETIC = {"bytes_per_second": 1e9, "flops_per_second": 1e15}
-FAST_MEMORY = {"bytes_per_second": 1e15, "flops_per_second": 1e9}
-
-
-@pytest.mark.parametrize("batch", [1, 64])
-@pytest.mark.parametrize("family", ["griffin", "hgrn2"])
-def test_decoding_time_is_bytes_divided_by_bandwidth_if_arithmetic_is_fast(family, batch):
-    """Decoding of small batches is bound by memory (De et al. 2024, appendix F)."""
-    model = tiny_causal_lm(family=family)
-    sizes = memory_sizes(model, batch, 40)
-    # Input embeddings that are not tied to the output are not read.
-    unread = nbytes(model.backbone.token_embedding.embeddings) if family == "hgrn2" else 0
-    weights, cache = decoding_time(model, batch, 40, **FAST_ARITHMETIC)
-    np.testing.assert_allclose(weights, (sizes.parameters - unread) / 1e9)
-    np.testing.assert_allclose(cache, sizes.cache / 1e9)
-
-
-def test_decoding_time_is_operations_divided_by_rate_if_memory_is_fast():
-    model = tiny_causal_lm(num_layers=1)
-    weights, cache = decoding_time(model, 10, 40, **FAST_MEMORY)
-    np.testing.assert_allclose(weights, 2 * 10 * model.count_params() / 1e9)
-    blocks = model.backbone.get_initial_state(1, 40)["blocks"]
-    state = sum(math.prod(array.shape) for array in keras.tree.flatten(blocks))
-    np.testing.assert_allclose(cache, 2 * 10 * state / 1e9)
-
-
-def test_decoding_time_counts_keys_for_each_query_head():
-    sizes = {"block_types": ("local_attention",), "num_layers": 1, "num_query_heads": 4}
-    backbone = GriffinBackbone(**{**SIZES, **sizes, "num_key_value_heads": 2, "head_dim": 8})
-    keys_and_values = 2 * 2 * 8 * (SIZES["sliding_window"] - 1)
-    _, cache = decoding_time(backbone, 3, 1000, **FAST_MEMORY)
-    np.testing.assert_allclose(cache, 2 * 3 * (4 // 2) * keys_and_values / 1e9)

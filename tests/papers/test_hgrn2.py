@@ -1,7 +1,5 @@
 """Guides of HGRN2's figures 2 and 3 and table 1: runs at tiny sizes, counts and layers."""
 
-import itertools
-
 import keras
 import numpy as np
 import pytest
@@ -24,22 +22,6 @@ def test_associative_recall_guide_trains_each_task_and_model(run_twice):
     ]
     assert {line["state_numbers"] for line in lines} == {16, 64}
     assert "| 3 pairs in 16 tokens, width 8 |" in printed
-
-
-def test_associative_recall_guide_takes_the_best_learning_rate(guide, tmp_path):
-    recall = guide("associative_recall")
-    size = recall.Size((8,), (2,), 16, (8,), (4,), (0.1, 0.2), 4, 8, 4, 2, 1.0)
-    results = guide("runs").Results(tmp_path / "lines")
-    for key in recall.settings(size):
-        for rate, seed in itertools.product(size.rates, (0, 1)):
-            share = 0.5 + 0.1 * seed + (rate if key["model"] == "HGRN2" else -rate)
-            results.append(**key, rate=rate, seed=seed, right_after={"2": 0.0, "4": share})
-    for name, rate in (("HGRN", 0.1), ("HGRN2", 0.2)):
-        lines = recall.best(results, size, name, length=8, width=8)
-        assert [line["rate"] for line in lines] == [rate, rate]
-    assert recall.judge(np.array([0.4, 0.5]), np.array([0.7, 0.8])).startswith("yes: HGRN2 above")
-    assert recall.judge(np.array([0.4, 0.5]), np.array([0.5, 0.6])).startswith("NO")
-    assert recall.judge(np.array([0.99, 1.0]), np.array([1.0, 1.0])) == "yes: both at least 99 %"
 
 
 def test_state_size_guide_compares_models_of_equal_size(guide, run_twice, tmp_path):
