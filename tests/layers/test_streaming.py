@@ -78,7 +78,7 @@ def test_outputs_match_a_loop_in_numpy(name, mask, segment_ids):
     assert_close(output, expected.astype("float32"), where=mask)
 
 
-@parametrize_layers(STREAMING, mask=MASKS, segment_ids=SEGMENTS)
+@parametrize_layers(STREAMING, default=SHARED, mask=MASKS, segment_ids=SEGMENTS)
 def test_parts_equal_the_whole(name, mask, segment_ids):
     for cuts in CUTS.values():
         assert_parts_equal_the_whole(built(name), inputs(), mask, segment_ids, cuts)
@@ -115,7 +115,7 @@ def test_random_parts_masks_and_documents_equal_the_whole(name):
         assert_parts_equal_the_whole(layer, x, mask, segment_ids, cuts)
 
 
-@parametrize_layers(STREAMING, garbage=GARBAGE)
+@parametrize_layers(STREAMING, default=SHARED, garbage=GARBAGE)
 def test_inputs_at_padding_change_no_outputs_and_states(name, garbage):
     """Padding is not ignored, here with a mask of integers."""
     layer, x = built(name), inputs()
