@@ -8,7 +8,6 @@ import json
 import os
 
 import huggingface_hub
-import keras
 import keras_hub
 import numpy as np
 import pytest
@@ -32,13 +31,6 @@ def no_model_built(monkeypatch):
         raise AssertionError("a model was built")
 
     monkeypatch.setattr(GriffinBackbone, "__init__", init)
-
-
-@pytest.fixture(scope="module")
-def keras_preset(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("keras") / "preset")
-    GriffinCausalLM.from_preset("hawk_tiny", num_layers=1).save_to_preset(folder)
-    return folder
 
 
 pytestmark = pytest.mark.once
@@ -358,31 +350,6 @@ def test_from_preset_of_the_hub_fetches_each_file_once_and_loads_the_weights(
         golden.assert_equal_weights(loaded, golden.model())
 
 
-@pytest.mark.parametrize(
-    ("cls", "overrides"),
-    [
-        (GriffinCausalLM, {}),
-        (GriffinCausalLM, {"sequence_length": 8, "dtype": "bfloat16"}),
-        (GriffinCausalLM, {"num_layers": 2, "load_weights": False}),
-        (GriffinBackbone, {}),
-        (keras_hub.models.CausalLM, {}),
-    ],
-)
-def test_from_preset_of_keras_directory_fetches_only_the_config(
-    keras_preset, monkeypatch, cls, overrides
-):
-    """The loader fetches files that KerasHub reads by itself."""
-    fetched, fetch = [], files.fetch
-
-    def record_fetch(preset, name):
-        fetched.append(name)
-        return fetch(preset, name)
-
-    monkeypatch.setattr(files, "fetch", record_fetch)
-    cls.from_preset(keras_preset, **overrides)
-    assert fetched == [CONFIG]
-
-
 def test_from_preset_never_fetches_pickled_weights(hub_requests, tmp_path, monkeypatch):
     path = golden.copy(tmp_path / "pickled")
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
@@ -455,26 +422,3 @@ def test_load_with_broken_tokenizer_raises_before_reading_weights(
     path = golden.copy(tmp_path / "text", config=config, files={TOKENIZER: content})
     monkeypatch.setattr(loaders.RecurrentPresetLoader, "load_backbone", None)
     assert_rejects(match, golden.model, path)
-
-
-def test_load_with_sentence_piece_file_makes_the_preprocessor(tmp_path, sentence_piece):
-    """The tokenizer of a checkpoint is lost by loading, saving or export."""
-    files_of_text = {TOKENIZER: sentence_piece}
-    path = golden.copy(tmp_path / "text", {"eos_token_id": [1, 5]}, files=files_of_text)
-    model = golden.model(path, sequence_length=8, packed=True)
-    tokenizer = model.preprocessor.tokenizer
-    assert type(tokenizer) is SentencePieceTokenizer
-    assert (tokenizer.start_token_id, tokenizer.end_token_id, tokenizer.pad_token_id) == (2, 1, 0)
-    x, _, _ = model.preprocessor(["happy families"])
-    assert keras.ops.convert_to_numpy(x["token_ids"])[0, 0] == 2
-    assert model.generate("happy", max_length=12).startswith("happy")
-    assert type(SentencePieceTokenizer.from_preset(str(path))) is SentencePieceTokenizer
-    assert golden.model(path, preprocessor=None).preprocessor is None
-    model.save_to_preset(str(tmp_path / "keras"))
-    model.export_to_transformers(tmp_path / "export")
-    for folder in ("keras", "export"):
-        reloaded = golden.model(tmp_path / folder).preprocessor.tokenizer
-        assert reloaded("happy").tolist() == tokenizer("happy").tolist()
-        assert reloaded.start_token_id == 2
-    exported = json.loads((tmp_path / "export" / "tokenizer_config.json").read_text())
-    assert exported["bos_token"] == "<s>"

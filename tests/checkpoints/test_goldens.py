@@ -60,17 +60,6 @@ def test_logits_of_checkpoint_match_the_original(model, path, expected):
 
 
 @pytest.mark.once
-def test_call_with_cache_in_three_chunks_matches_the_original(model, path, expected):
-    token_ids, chunks = expected["token_ids"], []
-    cache = model.backbone.get_initial_state(len(token_ids), token_ids.shape[1])
-    for chunk in np.array_split(token_ids, 3, axis=1):
-        logits, _, cache = model.call_with_cache(chunk, cache)
-        chunks.append(keras.ops.convert_to_numpy(logits))
-    logits = np.concatenate(chunks, axis=1)
-    assert golden.relative_error(logits, expected["logits"]) < ROUNDING[path.name]
-
-
-@pytest.mark.once
 @only("hgrn2_hybrid_tiny", "hypenet_tiny", "minicpm_sala_tiny", *MAMBA)
 def test_gradients_of_loss_match_the_original(model, expected):
     tensors = layout.get_layout(model.backbone).tensors(model.backbone.get_config())
