@@ -1,7 +1,6 @@
 """`PackedText`: text of files, shuffled and packed, which resumes after any batch."""
 
 import itertools
-import json
 import pathlib
 import warnings
 
@@ -88,19 +87,6 @@ def test_packed_text_pass_has_each_document_once_in_a_new_order(tmp_path, monkey
     # Neighbors in a file are far from each other after shuffling.
     positions = [first.index(text) for text in lines(paths[0])[:40]]
     assert np.median(np.abs(np.diff(positions))) > 20
-
-
-@pytest.mark.parametrize("number", [0, 1, 30, 61])
-def test_packed_text_set_state_resumes_at_the_next_batch(tmp_path, monkeypatch, number):
-    monkeypatch.setattr(text_files, "CHUNK_BYTES", 64)
-    paths = write_text(tmp_path)
-    batches = iter(long_packed_text(paths, seed=3))
-    list(itertools.islice(batches, number))
-    state = json.loads(json.dumps(batches.get_state()))
-    again = iter(long_packed_text(paths, seed=3))
-    again.set_state(state)
-    for _ in range(20):
-        keras.tree.map_structure(np.testing.assert_array_equal, next(batches), next(again))
 
 
 def test_packed_text_state_after_a_batch_ignores_batches_read_ahead(tmp_path):
