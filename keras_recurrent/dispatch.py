@@ -13,8 +13,8 @@ implements it.
 - On a Keras backend without an entry in `PREFERENCE`, everything can be imported and layers can be
   created, but all operations raise an error.
 
-JAX traces a program before its platform is known. The automatic choice between Pallas, cuDNN,
-Triton and plain JAX depends on shapes and dtypes while tracing, and on the platform when the
+JAX traces a program before its platform is known. The automatic choice between Pallas, Triton,
+cuDNN and plain JAX depends on shapes and dtypes while tracing, and on the platform when the
 program is lowered: all candidates are traced, and one is compiled.
 """
 
@@ -44,7 +44,7 @@ def preference(interprets_triton):
             them in NumPy, on any device, which is slower than any other implementation.
     """
     orders = {
-        "jax": ("pallas", "cudnn", "triton", "jax"),
+        "jax": ("pallas", "triton", "cudnn", "jax"),  # cuDNN on JAX was only compiled
         "torch": ("cudnn", "triton", "torch"),
         "tensorflow": ("tensorflow",),
     }

@@ -14,8 +14,8 @@ from jax.interpreters import ad, batching, mlir
 from ..constants import LOWEST_CAPABILITY
 from . import _gpu
 
-# {implementation: the only platform that it runs on}, the fastest of a platform first
-PLATFORMS = {"pallas": "tpu", "cudnn": "cuda", "triton": "cuda"}
+# {implementation: the only platform that it runs on}, in the order of preference
+PLATFORMS = {"pallas": "tpu", "triton": "cuda", "cudnn": "cuda"}
 
 
 @functools.cache

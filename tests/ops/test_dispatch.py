@@ -20,7 +20,7 @@ X = np.ones((1, 4, 2), "float32")
 @pytest.mark.parametrize(
     ("interprets_triton", "on_jax", "on_torch"),
     [
-        (False, ("pallas", "cudnn", "triton", "jax"), ("cudnn", "triton", "torch")),
+        (False, ("pallas", "triton", "cudnn", "jax"), ("cudnn", "triton", "torch")),
         (True, ("pallas", "cudnn", "jax", "triton"), ("cudnn", "torch", "triton")),
     ],
 )
