@@ -57,6 +57,8 @@ WINDOW = 2048
 
 SCANS = [(8, 2048, 2560), (4, 8192, 2560), (1, 65536, 2560)]
 HEADS = [(8, 2048, 16, 128), (4, 8192, 16, 128), (1, 65536, 16, 128)]
+# Values of Mamba-2.
+MAMBA_HEADS = [(8, 2048, 64, 64), (1, 65536, 64, 64)]
 # A constant number of tokens in sequences of increasing length.
 LENGTHS = [(2**17 // t, t, 16, 128) for t in (2**n for n in range(10, 18))]
 # As in recurrentgemma_2b, whose query heads share one key head.
@@ -175,6 +177,22 @@ def lightning_tensors(shape, dtype):
     return {**{name: normal(*shape, dtype=dtype) for name in "qkv"}, "log_decay": log_decay}
 
 
+def scalar_tensors(shape, dtype, is_constant):
+    """Returns the arguments of Mamba-2: a shape is that of v, and 128 channels of q and k."""
+    b, t, heads, _ = shape
+    shared = {name: normal(b, t, 1, 128, dtype=dtype) for name in "qk"}
+    # Step sizes from 0.001 to 0.1 and rates from 1 to 16, as at the start of a training.
+    rate = ops.linspace(1.0, 16.0, heads)
+    step = ops.exp(keras.random.uniform((b, t, heads), math.log(1e-3), math.log(0.1)))
+    log_decay = -0.02 * rate if is_constant else -step * rate
+    return {**shared, "v": normal(*shape, dtype=dtype), "log_decay": log_decay}
+
+
+def scalar_moved(b, t, heads, values):
+    """Counts v and the output, and of the backward v, its gradient and that of the output."""
+    return b * t * (2 * heads * values + 256), b * t * (3 * heads * values + 512)
+
+
 def softmax_tensors(shape, dtype):
     b, t, _, k = shape
     shared = {name: normal(b, t, 1, k, dtype=dtype) for name in "kv"}
@@ -196,6 +214,11 @@ def gated_work(names="qkv", shapes=HEADS, cpu_shapes=(), **options):
     return Work(operation, tensors, moved, shapes, list(cpu_shapes), options=given)
 
 
+def scalar_work(is_constant):
+    tensors = functools.partial(scalar_tensors, is_constant=is_constant)
+    return Work(SCALAR, tensors, scalar_moved, MAMBA_HEADS, CPU_HEADS[:2])
+
+
 def softmax_work(window, shapes):
     flops = functools.partial(softmax_flops, window=window)
     options = {"sliding_window": window}
@@ -214,6 +237,7 @@ def loss_work(shapes, **options):
 
 ENDS = [HEADS[0], HEADS[-1]]
 GATED, LIGHTNING = "gated_linear_attention", "lightning_attention"
+SCALAR = "scalar_decay_attention"
 # The most important first, because a run may end early.
 WORK = {
     GATED: gated_work(cpu_shapes=CPU_HEADS),
@@ -235,6 +259,8 @@ WORK = {
     f"{LIGHTNING} of 131072 tokens": Work(
         LIGHTNING, lightning_tensors, count_tensors(4, 7), LENGTHS
     ),
+    SCALAR: scalar_work(is_constant=False),
+    f"{SCALAR}, constant decays": scalar_work(is_constant=True),
     "linear_scan": Work("linear_scan", scan_tensors, count_tensors(3, 5), SCANS, CPU_SCANS),
     "rg_lru": Work("rg_lru", rg_lru_tensors, count_tensors(4, 8), SCANS),
     "causal_conv1d": Work("causal_conv1d", conv_tensors, count_tensors(2, 3), SCANS[:1]),

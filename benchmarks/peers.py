@@ -144,6 +144,7 @@ def fla_baseline(operation, options):
         "causal_conv1d": functools.partial(fla_conv, **options),
         "gated_linear_attention": fla_tied if "k" in options else fla_gated,
         "lightning_attention": fla_lightning,
+        "scalar_decay_attention": fla_scalar,
         "gated_linear_unit": fla_swiglu,
         "token_crossentropy": fla_crossentropy,
         "linear_crossentropy": fla_linear_crossentropy,
@@ -188,6 +189,14 @@ def fla_lightning(q, k, v, log_decay):
     from fla.ops.lightning_attn import chunk_lightning_attn
 
     return chunk_lightning_attn(q, k, v, layer_idx=0, num_layers=16, scale=1.0)[0]
+
+
+def fla_scalar(q, k, v, log_decay):
+    """Expands queries, keys and constant decays to all heads, as the baseline needs them."""
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
+    return chunk_simple_gla(q, k, v, log_decay.expand(v.shape[:3]), scale=1.0)[0]
 
 
 def fla_swiglu(gate, x):

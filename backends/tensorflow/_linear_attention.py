@@ -173,15 +173,7 @@ def product(a, b, **transposed):
 
 
 def sum_over_pairs(pairs, to_later, from_earlier):
-    """The gradient of log f_t, a sum over all pairs s < t <= u, of which f_t is a factor.
-
-    Nothing is subtracted, so the result is as exact as other gradients.
-
-    Args:
-        pairs: [..., C, C], the terms of u and s inside of a chunk.
-        to_later: [..., C, 1], the terms of u and all tokens before the chunk.
-        from_earlier: [..., C, 1], the terms of s and all tokens after the chunk.
-    """
+    """The gradient of log f_t, as in `backends/jax/_linear_attention.py`."""
     index = tf.range(pairs.shape[-1])
     later = tf.cast(index >= index[:, None], pairs.dtype)
     inside = (1 - later) * tf.matmul(later, pairs)

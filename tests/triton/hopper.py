@@ -22,7 +22,7 @@ from triton.runtime.jit import MockTensor
 
 from keras_recurrent.backends.constants import STATE_WRITE_INTERVAL
 from keras_recurrent.backends.torch import _common
-from keras_recurrent.backends.triton import argmax, lightning_attention
+from keras_recurrent.backends.triton import argmax, scalar_decay_attention
 from keras_recurrent.backends.triton._attention import banded_attention
 from keras_recurrent.backends.triton._linear_attention import linear_attention
 from keras_recurrent.backends.triton._optimizers import adam_kernel
@@ -85,6 +85,16 @@ CASES: dict = {
         "tied, kinds": over_time(208, 128, MIXED, **PACKED, tied=True),
     },
     "lightning_attention": {**LINEAR, "segments": over_time(1200, 128, MIXED, batch=1)},
+    # Heads of Mamba-2.
+    "scalar_decay_attention": {
+        "one document": over_time(208, 128, MIXED, values=64, heads=(4, 1), state=True),
+        "kinds": over_time(208, 128, MIXED, values=64, heads=(4, 1), **PACKED),
+        "kinds, 128 channels": over_time(208, 128, MIXED, **PACKED),
+        "256 channels": over_time(208, 256, MIXED, values=64, **PACKED),
+        "float32": over_time(208, 128, F32, values=64, **PACKED),
+        "one token": over_time(1, 128, MIXED, values=64, heads=(4, 1), **PACKED),
+        "segments of Mamba-2": over_time(1200, 128, MIXED, values=64, heads=(4, 1), batch=1),
+    },
     "sliding_window_attention": {
         f"{size} channels{', kinds' * kinds}, {dtype}": over_time(
             304, size, (dtype,), heads=(10, 1), window=200, kinds=kinds, state=True
@@ -157,7 +167,10 @@ CASES: dict = {
     "hgrn2_delayed_step": {
         "": step(16, 512, 1, values=128, delayed_norm=True, recent=STATE_WRITE_INTERVAL - 1)
     },
-    "lightning_step": {"": step(1, 128, 1, 1, values=128, **EXTRAS)},
+    "lightning_step": {
+        "": step(1, 128, 1, 1, values=128, **EXTRAS),
+        "Mamba-2": step(1, 128, 1, 1, values=64, parameters=False, residual=True),
+    },
     "rg_lru_step": {f"{rows} rows": step(rows, 1024, 1, 1) for rows in (1, 16, 64)},
     "local_attention_step": {
         "": step(1, 256, *[1] * 10, values=256, slots=512),
@@ -247,7 +260,7 @@ class Recorder:
             for self.variant, case in variants.items():
                 is_cut = self.variant.startswith("segments")
                 linear_attention._SHORTEST_SEGMENT = 1 if is_cut else 10**6
-                lightning_attention._SHORTEST_SUBSEGMENT = 1
+                scalar_decay_attention._SHORTEST_SUBSEGMENT = 1
                 drawn = draw_case(self.operation, case)
                 if self.variant == "one token":  # of a decoding step, which has no gradients
                     inputs = {"tensors": drawn.arguments, "d_output": None, "d_final_state": None}

@@ -44,6 +44,10 @@ PROGRAMS: dict = {
     "lightning_attention": (
         *(4, ops.lightning_attention, (HEADS, HEADS, HEADS, array(H, dtype="float32"))),
     ),
+    "scalar_decay_attention": (
+        *(5, ops.scalar_decay_attention),
+        (KEYS, KEYS, HEADS, array(B, T, H, dtype="float32")),
+    ),
     "sliding_window_attention": (
         *(3, lambda q, k, v: ops.sliding_window_attention(q, k, v, sliding_window=32)),
         (HEADS, KEYS, KEYS),

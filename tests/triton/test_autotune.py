@@ -33,6 +33,7 @@ CASES = [
     ("lightning_attention", Case(1, 70, 130, "bfloat16", "float32", kinds=True, state=True)),
     ("lightning_attention", Case(1, 70, 70, "bfloat16", kinds=True, state=True)),
     ("lightning_attention", Case(1, 40, 70, kinds=True, state=True)),
+    ("scalar_decay_attention", Case(1, 70, 130, "bfloat16", "float32", kinds=True, state=True)),
     ("sliding_window_attention", Case(1, 130, 130, "bfloat16", window=100, state=True)),
     ("sliding_window_attention", Case(1, 130, 18, "bfloat16", heads=(6, 2), window=100)),
     ("sliding_window_attention", Case(1, 70, 18, window=50)),

@@ -1,4 +1,7 @@
-"""Time cut into segments and pieces, of which only what is remembered is read."""
+"""Time cut into segments and pieces, of which only what is remembered is read.
+
+Decays are constant, as in `lightning_attention`, or of each token.
+"""
 
 import itertools
 
@@ -12,7 +15,7 @@ if keras.config.backend() != "torch":
 import triton.language as tl
 
 from keras_recurrent.backends.constants import CONTINUES, PADDING, STARTS
-from keras_recurrent.backends.triton import lightning_attention
+from keras_recurrent.backends.triton import scalar_decay_attention
 from keras_recurrent.backends.triton._linear_attention import linear_attention
 from keras_recurrent.backends.triton._linear_attention.linear_attention import TimeSplit
 from tests.ops import judge
@@ -39,11 +42,11 @@ def split_by(split, monkeypatch):
 
     def recorded(launch):
         results = run(launch)
-        if launch.outputs[-2] is None:  # no output, but totals
+        if launch.outputs[-4] is None:  # no output, but totals
             found.append(keras.ops.convert_to_numpy(results[0]))
         return results
 
-    monkeypatch.setattr(lightning_attention, "_choose_split", lambda *_, **__: split)
+    monkeypatch.setattr(scalar_decay_attention, "_choose_split", lambda *_, **__: split)
     monkeypatch.setattr(linear_attention, "run", recorded)
     return found
 
@@ -98,8 +101,8 @@ SLOW_IN_NUMPY = pytest.mark.nightly if judge.INTERPRETED else ()
 def test_token_kinds_loaded_in_several_blocks(at_once, monkeypatch):
     """A block of padding at the end of a segment is not counted as padding."""
     if judge.INTERPRETED:  # compiled kernels keep the number that they were compiled with
-        monkeypatch.setattr(lightning_attention, "_KINDS", tl.constexpr(at_once))
-    elif at_once != lightning_attention._KINDS.value:
+        monkeypatch.setattr(scalar_decay_attention, "_KINDS", tl.constexpr(at_once))
+    elif at_once != scalar_decay_attention._KINDS.value:
         pytest.skip("programs are compiled for 4,096 kinds at once")
     segment = 5 * at_once // 2  # of two, and of the second one 100 tokens
     case = Case(1, segment + 100, 4, "bfloat16", "float32", kinds=True)
@@ -124,10 +127,52 @@ def test_sums_of_subsegments_skip_forgotten_tokens(monkeypatch):
     assert [empty(launch) for launch in found] == [expected] * 4
 
 
+DECAYS_OF_TOKENS = {
+    "slow": ("float32", 139, TimeSplit(3, 4, 2), lambda t: -0.01),
+    "fast": ("float32", 139, TimeSplit(3, 4, 2), lambda t: -8.0),
+    "at once": ("bfloat16", 347, TimeSplit(2, 4, 2), lambda t: -np.inf if t % 45 == 20 else -0.2),
+    "near the end": (
+        "bfloat16",
+        347,
+        TimeSplit(2, 4, 2),
+        lambda t: -3.0 if 150 < t < 240 else -0.1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECAYS_OF_TOKENS)
+def test_decays_of_tokens_in_segments_match_the_reference(name, monkeypatch):
+    """A subsegment skips tokens that are remembered, or a decay between segments is wrong."""
+    dtype, length, split, log_decay = DECAYS_OF_TOKENS[name]
+    case = Case(1, length, 6, dtype, "float32", kinds=True, state=True, heads=(2, 1))
+    drawn = draw("scalar_decay_attention", case)
+    decays = [log_decay(t) for t in range(length)]
+    drawn.tensors["log_decay"][:] = round_to("float32", np.array(decays))[:, None]
+    drawn.token_kind[:] = CONTINUES
+    if name == "at once":
+        drawn.token_kind[:, 100] = STARTS
+    pad(drawn, slice(7, 60, 9), slice(120, 130))
+    found = split_by(split, monkeypatch)
+    judge.check("scalar_decay_attention", "triton", drawn)
+    assert len(found) == 4
+    assert (name != "slow") == any(np.any(empty(launch)) for launch in found)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_of_decays_in_several_spans_match_the_reference(dtype, monkeypatch):
+    """The terms of a pair of tokens in two spans are lost, or counted twice."""
+    monkeypatch.setattr(scalar_decay_attention, "_SPAN", 64)
+    case = Case(1, 150, 6, dtype, "float32", kinds=True, state=True, decays="near one")
+    drawn = draw("scalar_decay_attention", case)
+    drawn.token_kind[drawn.token_kind == STARTS] = CONTINUES
+    drawn.token_kind[:, 90] = STARTS
+    judge.check("scalar_decay_attention", "triton", drawn)
+
+
 @pytest.mark.parametrize("programs", [1, 3, 16, 32, 40, 48, 64, 80, 96, 127, 128, 4096])
 def test_time_splits_cover_all_chunks(programs):
     for chunks, concurrent in itertools.product((1, 7, 16, 130, 512, 2048, 20_000), (1, 2)):
-        split = lightning_attention._choose_split(programs, chunks, concurrent)
+        split = scalar_decay_attention._choose_split(programs, chunks, concurrent)
         before_last = (split.segments - 1) * split.segment_chunks
         assert before_last < chunks <= before_last + split.segment_chunks
         assert split.segment_chunks % split.subsegments == 0
@@ -136,10 +181,10 @@ def test_time_splits_cover_all_chunks(programs):
 
 def test_time_split_fills_multiprocessors_once():
     """16 heads of 128 channels are 32 programs a row."""
-    assert lightning_attention._choose_split(32, 2048) == TimeSplit(4, 512, 8)
-    assert lightning_attention._choose_split(64, 1024) == TimeSplit(2, 512, 16)
-    assert lightning_attention._choose_split(80, 1024).segments == 3  # two turns
-    assert lightning_attention._choose_split(96, 1024).segments == 1
-    assert lightning_attention._choose_split(32, 2048, concurrent=2) == TimeSplit(8, 256, 4)
-    assert lightning_attention._choose_split(64, 1024, concurrent=2) == TimeSplit(4, 256, 8)
-    assert lightning_attention._choose_split(80, 1024, concurrent=2).segments == 3
+    assert scalar_decay_attention._choose_split(32, 2048) == TimeSplit(4, 512, 8)
+    assert scalar_decay_attention._choose_split(64, 1024) == TimeSplit(2, 512, 16)
+    assert scalar_decay_attention._choose_split(80, 1024).segments == 3  # two turns
+    assert scalar_decay_attention._choose_split(96, 1024).segments == 1
+    assert scalar_decay_attention._choose_split(32, 2048, concurrent=2) == TimeSplit(8, 256, 4)
+    assert scalar_decay_attention._choose_split(64, 1024, concurrent=2) == TimeSplit(4, 256, 8)
+    assert scalar_decay_attention._choose_split(80, 1024, concurrent=2).segments == 3

@@ -30,10 +30,13 @@ def _step_kernel(
     V,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    SHARE: tl.constexpr,
+    IS_CONSTANT: tl.constexpr,
 ):
+    """SHARE: the number of heads that share a query and a key; `log_f` has one for each head."""
     tiles = tl.cdiv(V, BLOCK_V)
     head = tl.program_id(0) // tiles
-    key_row, value_row = head.to(tl.int64) * K, head.to(tl.int64) * V
+    key_row, value_row = (head // SHARE).to(tl.int64) * K, head.to(tl.int64) * V
     d = tl.arange(0, BLOCK_K)
     e = tl.program_id(0) % tiles * BLOCK_V + tl.arange(0, BLOCK_V)
     k_valid, v_valid = d < K, e < V
@@ -46,7 +49,7 @@ def _step_kernel(
         logarithm = load_float32(log_f, key_row + d, k_valid)
         f = exp_of_decays(logarithm, True)
     else:
-        logarithm = tl.load(log_decay + head % H).to(tl.float32)
+        logarithm = tl.load(log_decay + (head % H if IS_CONSTANT else head)).to(tl.float32)
         f = exp_of_decays(tl.where(d >= 0, logarithm, 0.0), True)
     if k is None:
         key = tl.where(k_valid, one_minus_exp(logarithm, True), 0.0)
@@ -54,7 +57,7 @@ def _step_kernel(
         key = load_float32(k, key_row + d, k_valid)
     f = select_by_kind(kind, f, 0.0, 1.0)
     state = key[:, None] * load_float32(v, value_row + e, v_valid)[None, :]
-    offsets = key_row * V + d[:, None] * V + e[None, :]
+    offsets = value_row * K + d[:, None] * V + e[None, :]
     valid = (d < K)[:, None] & (e < V)[None, :]
     if initial is not None:
         state += f[:, None] * load_float32(initial, offsets, valid)
@@ -64,10 +67,15 @@ def _step_kernel(
 
 
 def step(sizes, q, k, v, initial_state, *, token_kind, log_f=None, log_decay=None):
-    """The output [B, 1, H, V] and the final state; decays are `log_f` or `log_decay`."""
+    """The output [B, 1, H, V] and the final state; decays are `log_f` or `log_decay`.
+
+    log_decay: [H] or [B, 1, H].
+    """
     block_v = block(sizes.values, 32)
     programs = sizes.batch * sizes.heads * cdiv(sizes.values, block_v)
     inputs = q, k, v, log_f, log_decay, token_kind, initial_state
     outputs = like(v), Array(sizes.state_shape, "float32")
     options = {"BLOCK_K": next_power_of_2(sizes.keys), "BLOCK_V": block_v, "num_warps": 4}
+    options |= {"SHARE": sizes.heads // q.shape[2]}
+    options |= {"IS_CONSTANT": log_decay is not None and len(log_decay.shape) == 1}
     return run(Launch(_step_kernel, programs, inputs, outputs, sizes.numbers[1:], options))

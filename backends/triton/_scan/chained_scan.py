@@ -90,7 +90,7 @@ def locate_program(B, T, D, TILE: tl.constexpr, REVERSE: tl.constexpr):
 
 
 @triton.jit
-def _compose(decay, total, next_decay, next_total):
+def compose(decay, total, next_decay, next_total):
     """Composes two consecutive steps into one."""
     return decay * next_decay, next_decay * total + next_total
 
@@ -102,8 +102,8 @@ def _append(decay, total, last_decay, last_total, decay_2, total_2, last_decay_2
     An operand describes consecutive groups: the step of all but the last group, and that of the
     last group.
     """
-    decay, total = _compose(decay, total, last_decay, last_total)
-    decay, total = _compose(decay, total, decay_2, total_2)
+    decay, total = compose(decay, total, last_decay, last_total)
+    decay, total = compose(decay, total, decay_2, total_2)
     return decay, total, last_decay_2, last_total_2
 
 
@@ -165,7 +165,7 @@ def states_before_groups(decay, total, chain, GROUPS: tl.constexpr):
     decay_before, total_before, decay, total = tl.associative_scan(
         (one, zero, decay, total), 0, _append
     )
-    decay, total = _compose(decay_before, total_before, decay, total)
+    decay, total = compose(decay_before, total_before, decay, total)
     state_before, _ = _receive_and_publish(decay, total, chain, GROUPS)
     return decay_before * state_before + total_before
 
@@ -177,7 +177,7 @@ def states_before_next_groups(decay, total, chain, GROUPS: tl.constexpr):
     The first group follows the last one. This scan takes half the work of the one in
     `states_before_groups`, which is needed if a thread keeps its tokens in registers.
     """
-    decay, total = tl.associative_scan((decay, total), 0, _compose)
+    decay, total = tl.associative_scan((decay, total), 0, compose)
     state_before, state_after = _receive_and_publish(decay, total, chain, GROUPS)
     group = tl.arange(0, GROUPS)[:, None]
     is_last = group == GROUPS - 1

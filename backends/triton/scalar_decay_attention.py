@@ -1,0 +1,565 @@
+"""S_t = exp(log_decay_t) S_{t-1} + k_t v_t^T,  o_t = S_t^T q_t,  in every head.
+
+Dao and Gu 2024, arXiv:2405.21060 (Mamba-2), and, with a constant decay, Qin et al. 2024,
+arXiv:2405.17381 (Lightning Attention): inside a chunk (Q K^T * M) V, where M_us is the product of
+the decays of the tokens from s + 1 to u, across chunks Q S. Logarithms of decays are summed from
+the start of a chunk, or are the product of a constant and the number of real tokens. M is 0 where a
+document starts between two tokens; with decays of each token, a start is a decay of 0.
+
+A program computes the chunks of a head one after the other and keeps some columns of S in
+registers: no state is stored. The gradients have the same form, and the same kernel computes them,
+with (d_O, V, K, S^T) in place of (Q, K, V, S) for Q, and backwards in time, with G the gradient of
+the state, with (K, Q, d_O, G) for V and (V, d_O, Q, G^T) for K. Heads that share a query and a key
+read the same tensor; their gradients of Q and K are computed for each head, then added.
+
+The gradient of log_decay_t is the sum of the terms of all pairs s < t <= u of a document. Without
+the pairs (u, u), Q d_Q is the sum of the terms of u, and K d_K that of s: from one token to the
+next, the gradient changes by K d_K - Q d_Q. It begins anew every 1,024 tokens, where it is <S, G>,
+computed from S, which the first gradient stores, so that rounding errors stay small.
+
+If there are too few heads to fill the GPU, time is split into segments, and these into subsegments.
+A first launch computes the effect of each subsegment on a state, as a decay and a total; in a
+second launch each segment starts from the state after the previous subsegments. The first launch
+reads only tokens that the state at the end of a segment depends on: few tokens for most heads, but
+all of them for heads without decay. Subsegments, shorter than segments, spread these over the GPU.
+"""
+
+import triton
+import triton.language as tl
+
+from ._device import common
+from ._device.math import exp_of_decays
+from ._device.products import operand, product, sum_rows
+from ._device.tokens import CONTINUES, PADDING, STARTS
+from ._linear_attention.linear_attention import (
+    TimeSplit,
+    candidate_blocks,
+    load_tokens,
+    locate_segment,
+    max_segments,
+    real_tokens,
+    sizes_of,
+    unsupported_reason,
+    walk_segments,
+)
+from ._linear_attention.linear_attention_step import step
+from ._runtime import search
+from ._runtime.framework import operation, run, zeros_like
+from ._runtime.launch import Array, Launch, cdiv, dtype_name, like
+from ._runtime.operation import Operation
+from ._scan.chained_scan import compose
+
+# Candidates by (`short`, heads are wider than 128 channels), the default first. The state,
+# [K, BLOCK_V], takes at most 64 registers of a thread. The parts into which float32 is split take
+# many more, so its wide heads have one candidate. Tiles of 128×32 were compiled wrongly for heads
+# of 66 channels. Tiles with 2 pipeline stages leave shared memory for a second program on a
+# multiprocessor: with enough programs, they come first.
+BLOCKS = {
+    (True, False): candidate_blocks((128, 64, 4, 4), (128, 64, 4, 3), (128, 64, 4, 2)),
+    (True, True): candidate_blocks(
+        (256, 32, 8, 4), (256, 32, 8, 3), (256, 32, 8, 2), (256, 16, 8, 4)
+    ),
+    (False, False): candidate_blocks((128, 32, 8), (128, 16, 8), (128, 64, 8)),
+    (False, True): candidate_blocks((256, 32, 8)),
+}
+_SHORTEST_SUBSEGMENT = 8  # chunks
+_MAX_SUBSEGMENTS = 32  # in all segments together, at least one each
+_FORGOTTEN = tl.constexpr(104.0)  # exp(-104) is 0 in float32; times any number it is below 1e-6
+_START = tl.constexpr(-200.0)  # small enough to be forgotten; sums of a few keep their digits
+_KINDS = tl.constexpr(4096)  # tokens whose kinds and decays are loaded at a time
+_SPAN = 1024  # tokens whose terms of gradients of decays are added
+_SPAN_BLOCK = {"BLOCK_T": 128, "BLOCK_H": 16, "num_warps": 4}
+
+
+@triton.jit
+def _power(exponent, log_decay, FINE: tl.constexpr):
+    """decay ** exponent, 1 if the exponent is 0: 0 * log_decay would be NaN for a decay of 0."""
+    return exp_of_decays(tl.where(exponent == 0, 0.0, exponent * log_decay), FINE)
+
+
+@triton.jit
+def _load_decays(log_decay, first, row, real, starts, H):
+    """The logarithms of a chunk's decays: _START at starts and decays of 0, 0 at padding."""
+    logarithms = tl.load(log_decay + first + row * H, real, other=0.0).to(tl.float32)
+    return tl.where(starts | (logarithms <= -_FORGOTTEN), _START, logarithms)
+
+
+@triton.jit
+def _decays_of_chunk(
+    log_decay, logarithms, real, starts, row, num_tokens, token_kind, FINE: tl.constexpr
+):
+    """The decays from the start of a chunk to each token, from a token to the end, and in total.
+
+    Also returns the steps of tokens, for `_log_between`, and the numbers of document starts up to
+    each token. Steps of a constant are numbers of real tokens; else they are sums of logarithms,
+    or, if FINE, the logarithms, and the starts are part of them.
+
+    log_decay: a constant, or None. logarithms: of all tokens, or None.
+    num_tokens: the number of tokens in the chunk. Without kinds, the counts of tokens are the same
+    for every chunk, and are computed once.
+    """
+    if log_decay is None:
+        log_from_start, log_total = tl.cumsum(logarithms, 0), tl.sum(logarithms, 0)
+        if FINE:  # without a difference of sums
+            steps = logarithms
+            later = tl.where(row[:, None] < row[None, :], logarithms[None, :], 0.0)
+            log_to_end = tl.sum(later, 1)
+        else:
+            steps = log_from_start
+            log_to_end = tl.minimum(log_total - log_from_start, 0.0)
+        document = steps
+        from_start, to_end = exp_of_decays(log_from_start, FINE), exp_of_decays(log_to_end, FINE)
+        total = exp_of_decays(log_total, FINE)
+    else:
+        if token_kind is None:
+            steps, document, num_real, last_document = row + 1, row * 0, num_tokens, 0
+        else:
+            steps, document = tl.cumsum(real.to(tl.int32), 0), tl.cumsum(starts.to(tl.int32), 0)
+            num_real, last_document = tl.max(steps, 0), tl.max(document, 0)
+        from_start = _power(steps, log_decay, FINE)
+        from_start = tl.where(document == 0, from_start, 0.0)
+        to_end = _power(tl.maximum(num_real - steps, 0), log_decay, FINE)
+        to_end = tl.where(document == last_document, to_end, 0.0)
+        total = tl.where(last_document == 0, _power(num_real, log_decay, FINE), 0.0)
+    return from_start, to_end, total, steps, document
+
+
+@triton.jit
+def _log_between(log_decay, steps, row, FINE: tl.constexpr, REVERSE: tl.constexpr):
+    """The logarithm of the decay between each two tokens.
+
+    For steps, see `_decays_of_chunk`. FINE: no differences of sums, which lose digits after fast
+    decays; the rounding of weights to 16 bits is larger.
+    """
+    if log_decay is not None:
+        distance = tl.abs(steps[:, None] - steps[None, :])
+        between = tl.where(distance == 0, 0.0, distance * log_decay)
+    elif FINE:
+        up_to, after = row[None, :] <= row[:, None], row[:, None] > row[None, :]
+        if REVERSE:
+            up_to, after = row[None, :] > row[:, None], row[:, None] <= row[None, :]
+        mask = operand(tl.where(up_to, 1.0, 0.0), True)
+        between = sum_rows(mask, tl.where(after, steps[:, None], 0.0), 3)
+    else:
+        between = -tl.abs(steps[:, None] - steps[None, :])
+    return between
+
+
+@triton.jit
+def _find_remembered_start(
+    start, end, constant, log_decay, token_kind, b, h, T, H, chunks, CHUNK: tl.constexpr,
+    REVERSE: tl.constexpr,
+):  # fmt: skip
+    """The first of the chunks from `start` to `end` on which the state after them depends.
+
+    Earlier chunks have decayed to 0, or belong to an earlier document. constant: the logarithm of
+    a constant decay, or None.
+    """
+    first, t = start, (chunks - end if REVERSE else start) * CHUNK
+    length = tl.minimum((end - start) * CHUNK, T - t)
+    if constant is None:
+        log_after = 0.0  # of the tokens between a block and the end
+        for n in range(0, length, _KINDS):
+            index = n + tl.arange(0, _KINDS)
+            index = index if REVERSE else length - 1 - index
+            token, valid = b.to(tl.int64) * T + t + index, (index >= 0) & (index < length)
+            logarithms = tl.load(log_decay + token * H + h, valid, other=0.0).to(tl.float32)
+            if token_kind is not None:
+                kind = tl.load(token_kind + token, valid, other=CONTINUES)
+                logarithms = tl.where(kind == STARTS, _START, logarithms)
+                logarithms = tl.where(kind == PADDING, 0.0, logarithms)
+            logarithms = tl.maximum(logarithms, _START)
+            chunk = (t + index) // CHUNK
+            chunk = chunks - 1 - chunk if REVERSE else chunk
+            is_forgotten = valid & (log_after + tl.cumsum(logarithms, 0) <= -_FORGOTTEN)
+            first = tl.maximum(first, tl.max(tl.where(is_forgotten, chunk, start), 0))
+            log_after += tl.sum(logarithms, 0)
+    else:
+        reach = tl.minimum(1.0 / tl.maximum(-constant, 1e-9) * _FORGOTTEN, T)  # tokens
+        if token_kind is not None:
+            for n in range(0, length, _KINDS):
+                index = n + tl.arange(0, _KINDS)
+                pointers = token_kind + b.to(tl.int64) * T + t + index
+                kind = tl.load(pointers, index < length, other=CONTINUES)
+                reach += tl.sum((kind == PADDING).to(tl.int32), 0)
+                chunk = (t + index) // CHUNK
+                chunk = chunks - 1 - chunk if REVERSE else chunk
+                first = tl.maximum(first, tl.max(tl.where(kind == STARTS, chunk, start), 0))
+        first = tl.maximum(first, end - 1 - (reach / CHUNK).to(tl.int32))
+    return first
+
+
+@triton.jit
+def _state_before_segment(
+    state, initial, totals, decays, offsets, valid, segment, subsegments, heads, head, K, V
+):  # fmt: skip
+    """The state before a segment, from the initial one, or from `state`, which is 0."""
+    if initial is not None:
+        state = tl.load(initial + head.to(tl.int64) * K * V + offsets, valid, other=0.0)
+        state = state.to(tl.float32)
+    if totals is not None:
+        for s in tl.range(segment * subsegments, num_stages=3):
+            line = s * heads + head
+            total = tl.load(totals + line.to(tl.int64) * K * V + offsets, valid, other=0.0)
+            state = tl.load(decays + line) * state + total
+    return state
+
+
+@triton.jit
+def _attend(
+    log_decay,
+    query,
+    key,
+    value,
+    state,
+    state_decay,
+    row,
+    steps,
+    document,
+    SHORT: tl.constexpr,
+    REVERSE: tl.constexpr,
+    STRICT: tl.constexpr,
+):
+    """The output of a chunk, from its tokens and the state before it; after it, if REVERSE.
+
+    Also returns the weight of each token and itself, which the output excludes if STRICT.
+
+    log_decay: a constant, or None.
+    state_decay: the decay of the state up to each token; steps, document: see `_decays_of_chunk`.
+    """
+    weights = tl.zeros((row.shape[0], row.shape[0]), tl.float32)
+    weights = product(query, tl.trans(key), weights, SHORT)
+    if REVERSE:
+        visible = row[:, None] <= row[None, :]
+    else:
+        visible = row[:, None] >= row[None, :]
+    if log_decay is not None:
+        visible &= document[:, None] == document[None, :]
+    own = row * 0.0
+    if STRICT:
+        is_own = row[:, None] == row[None, :]
+        own = tl.sum(tl.where(is_own, weights, 0.0), 1)
+        visible &= row[:, None] != row[None, :]
+    between = exp_of_decays(_log_between(log_decay, steps, row, not SHORT, REVERSE), not SHORT)
+    weights = tl.where(visible, weights * between, 0.0)
+    result = tl.zeros(value.shape, tl.float32)
+    result = product(query, state, result, SHORT) * state_decay[:, None]
+    return product(weights, value, result, SHORT), own
+
+
+@triton.jit(do_not_specialize=["T", "subsegments", "chunks", "segment_chunks"])
+def _walk_kernel(
+    q,
+    k,
+    v,
+    log_decay,
+    token_kind,
+    initial,
+    factor,
+    states,
+    totals,
+    decays,
+    output,
+    final,
+    terms,
+    across,
+    T,
+    H,
+    K,
+    V,
+    state_k,
+    state_v,
+    subsegments,
+    chunks,
+    segment_chunks,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SHORT: tl.constexpr,
+    REVERSE: tl.constexpr,
+    QK_SHARE: tl.constexpr,
+    V_SHARE: tl.constexpr,
+    IS_CONSTANT: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """Stores the output of each token, from the tokens up to it, or, if REVERSE, from it on.
+
+    If `output` is None, stores the totals and decays of the subsegments of all segments but the
+    last: `subsegments` per segment.
+    state_k, state_v: the strides of states along K and along V.
+    final: None if it is not needed.
+    QK_SHARE, V_SHARE: the number of heads that share q and k, and v.
+    terms: the outputs, without the weights of tokens and themselves, times `factor`, like v, and
+    added over the tile; None if they are not needed. With them, `across` are the states before
+    spans of SPAN chunks, or, if REVERSE, their products with `states`.
+    """
+    FINE: tl.constexpr = not SHORT
+    tiles = tl.cdiv(V, BLOCK_V)
+    segments, part, head, heads = locate_segment(
+        tiles, chunks, segment_chunks, output is not None, subsegments
+    )
+    b, h, tile = head // H, head % H, tl.program_id(0) % tiles
+    qk_heads, v_heads = H // QK_SHARE, H // V_SHARE
+    row = tl.arange(0, CHUNK)
+    d = tl.arange(0, BLOCK_K)
+    e = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    valid = (d < K)[:, None] & (e < V)[None, :]
+    offsets = d[:, None] * state_k + e[None, :] * state_v
+    constant = None
+    if IS_CONSTANT:
+        constant = tl.load(log_decay + h).to(tl.float32)
+
+    state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
+    decay = 1.0
+    if output is None:
+        # The decays of skipped chunks do not matter: later decays reduce their product to 0.
+        end = (part + 1) * (segment_chunks // subsegments)
+        start = _find_remembered_start(
+            part * (segment_chunks // subsegments),
+            (part // subsegments + 1) * segment_chunks,
+            constant,
+            *(log_decay, token_kind, b, h, T, H, chunks, CHUNK, REVERSE),
+        )
+    else:
+        start, end = part * segment_chunks, tl.minimum((part + 1) * segment_chunks, chunks)
+        state = _state_before_segment(
+            state, initial, totals, decays, offsets, valid, part, subsegments, heads, head, K, V
+        )
+
+    for i in range(start, end):
+        chunk = chunks - 1 - i if REVERSE else i
+        first = b.to(tl.int64) * T + chunk * CHUNK
+        token, qk_token = first * H + h, first * qk_heads + h // QK_SHARE
+        v_token = first * v_heads + h // V_SHARE
+        real, starts = real_tokens(chunk, token_kind, b, T, CHUNK)
+        num_tokens = tl.minimum(T - chunk * CHUNK, CHUNK)
+        logarithms = None
+        if not IS_CONSTANT:
+            logarithms = _load_decays(log_decay, token, row, real, starts, H)
+        decay_from_start, decay_to_end, chunk_decay, steps, document = _decays_of_chunk(
+            constant, logarithms, real, starts, row, num_tokens, token_kind, FINE
+        )
+        key = operand(load_tokens(k + qk_token * K, row, real, d, K, qk_heads), SHORT)
+        value = operand(load_tokens(v + v_token * V, row, real, e, V, v_heads), SHORT)
+        if output is not None:
+            query = operand(load_tokens(q + qk_token * K, row, real, d, K, qk_heads), SHORT)
+            result, own = _attend(
+                constant,
+                *(query, key, value, state, decay_to_end if REVERSE else decay_from_start),
+                *(row, steps, document, SHORT, REVERSE, terms is not None),
+            )
+            is_token = row < num_tokens
+            if terms is not None:
+                factors = load_tokens(factor + v_token * V, row, real, e, V, v_heads)
+                term = tl.sum(result * factors, 1)
+                tl.store(terms + tile.to(tl.int64) * heads * T + token + row * H, term, is_token)
+                result += own[:, None] * value.to(tl.float32)
+            pointers = output + token * V + row[:, None] * (H * V) + e[None, :]
+            tl.store(pointers, result, is_token[:, None] & (e < V)[None, :])
+        value_decay = decay_from_start if REVERSE else decay_to_end
+        if terms is not None:
+            spans, is_first = tl.cdiv(chunks, SPAN), chunk % SPAN == 0
+            span = head.to(tl.int64) * spans + chunk // SPAN
+            if not REVERSE:
+                tl.store(across + span * K * V + offsets, state, valid & is_first)
+        decay *= chunk_decay
+        value = value.to(tl.float32) * value_decay[:, None]
+        state = product(tl.trans(key), value, state * chunk_decay, SHORT)
+        if terms is not None and REVERSE:
+            before = tl.load(states + span * K * V + offsets, valid & is_first, other=0.0)
+            pairs = tl.sum(tl.sum(before * state, 1), 0)
+            tl.store(across + tile.to(tl.int64) * heads * spans + span, pairs, is_first)
+
+    if output is None:
+        line = part * heads + head
+        tl.store(totals + line.to(tl.int64) * K * V + offsets, state, valid)
+        tl.store(decays + line, decay)
+    elif final is not None and part == segments - 1:
+        tl.store(final + head.to(tl.int64) * K * V + offsets, state, valid)
+
+
+@triton.jit(do_not_specialize=["B", "T", "spans"])
+def _decay_gradient_kernel(
+    q_terms,
+    k_terms,
+    across,
+    log_decay,
+    token_kind,
+    output,
+    B,
+    T,
+    H,
+    spans,
+    SPAN: tl.constexpr,
+    Q_TILES: tl.constexpr,
+    K_TILES: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Stores the gradients of the decays of some heads in a span of SPAN tokens.
+
+    q_terms, k_terms, across: see `_walk_kernel`. Q_TILES, K_TILES: the numbers of their tiles.
+    """
+    blocks = tl.cdiv(H, BLOCK_H)
+    h = tl.program_id(0) % blocks * BLOCK_H + tl.arange(0, BLOCK_H)
+    span, b = tl.program_id(0) // blocks % spans, tl.program_id(0) // blocks // spans
+    row = tl.arange(0, BLOCK_T)
+    start = span * SPAN
+    before = tl.zeros((BLOCK_H,), tl.float32)  # of the last token before a block
+    for tile in tl.static_range(K_TILES):
+        place = ((tile * B + b) * H + h) * spans + span
+        before += tl.load(across + place, h < H, other=0.0)
+    for n in range(0, SPAN, BLOCK_T):
+        t = start + n + row
+        valid = (t < tl.minimum(start + SPAN, T))[:, None] & (h < H)[None, :]
+        offsets = (b.to(tl.int64) * T + t)[:, None] * H + h[None, :]
+        change = tl.zeros((BLOCK_T, BLOCK_H), tl.float32)
+        previous, has_previous = offsets - H, valid & (t > start)[:, None]
+        for tile in tl.static_range(K_TILES):
+            line = tile * B.to(tl.int64) * T * H
+            change += tl.load(k_terms + line + previous, has_previous, other=0.0)
+        for tile in tl.static_range(Q_TILES):
+            line = tile * B.to(tl.int64) * T * H
+            change -= tl.load(q_terms + line + previous, has_previous, other=0.0)
+        kept = tl.load(log_decay + offsets, valid, other=0.0).to(tl.float32) > -_FORGOTTEN
+        is_padding = tl.full((BLOCK_T, BLOCK_H), False, tl.int1)
+        if token_kind is not None:
+            kind = tl.load(token_kind + b.to(tl.int64) * T + t, t < T, other=CONTINUES)
+            is_padding |= (kind == PADDING)[:, None]
+            kept = (kept & (kind != STARTS)[:, None]) | is_padding
+        kept = tl.where(kept, 1.0, 0.0)
+        decay, total = tl.associative_scan((kept, kept * change), 0, compose)
+        total += decay * before[None, :]
+        tl.store(output + offsets, tl.where(is_padding, 0.0, total), valid)
+        before = tl.sum(tl.where((row == BLOCK_T - 1)[:, None], total, 0.0), 0)
+
+
+def _choose_split(programs, chunks, concurrent=1):
+    """The fastest `TimeSplit`, with `concurrent` programs on a multiprocessor.
+
+    Adding the total of a subsegment takes a program a fourth of the time of a chunk.
+    """
+
+    def time(segments):
+        waves = cdiv(programs * segments, concurrent * common.MULTIPROCESSORS)
+        return waves * cdiv(chunks, segments) + segments / 4
+
+    segments = min(range(1, max_segments(programs, chunks) + 1), key=time)
+    chunks_per_segment = cdiv(chunks, segments)
+    subsegments = max(
+        1, min(_MAX_SUBSEGMENTS // segments, chunks_per_segment // _SHORTEST_SUBSEGMENT)
+    )
+    segment_chunks = cdiv(chunks_per_segment, subsegments) * subsegments
+    return TimeSplit(cdiv(chunks, segment_chunks), segment_chunks, subsegments)
+
+
+def _walk(
+    q, k, v, initial, dtype, *, log_decay, token_kind, heads, transposed=False, reverse=False,
+    ends=True, factor=None, states=None,
+):  # fmt: skip
+    """The output in `dtype`, the final state, None unless `ends`, and `terms` and `across`.
+
+    heads: the number of heads; q and k, or v, may have fewer, each shared by several.
+    transposed: the initial state is [B, H, V, K], and there is no final state.
+    factor, states: as in `_walk_kernel`; without them, `terms` and `across` are None.
+    """
+    wide = q.shape[3] > 128
+    # Float32 is split into parts, for which only short chunks leave enough registers.
+    sizes = sizes_of(q, k, v, chunk=32 if wide else 64, chunk_of_float32=16)._replace(heads=heads)
+    batch, _, keys, values = sizes.state_shape
+    state_shape = (batch, heads, values, keys) if transposed else sizes.state_shape
+    tensors = q, k, v, log_decay, token_kind, initial, factor, states
+    output = Array((batch, sizes.length, heads, values), dtype)
+    final = Array(state_shape, "float32") if ends and not transposed else None
+
+    is_constant = len(log_decay.shape) == 1
+    name = "lightning_attention" if is_constant else "scalar_decay_attention"
+    candidates = BLOCKS[sizes.short, wide]
+
+    def tiles_of(blocks):
+        return cdiv(values, blocks.options(sizes)["BLOCK_V"])
+
+    programs = batch * heads * tiles_of(candidates[0])
+    if programs > common.MULTIPROCESSORS or _choose_split(programs, sizes.chunks).segments > 1:
+        candidates = tuple(sorted(candidates, key=lambda blocks: blocks.num_stages))
+
+    def launch(blocks):
+        span, tiles = _SPAN // sizes.chunk, tiles_of(blocks)
+        outputs = output, final, None, None
+        if factor is not None:
+            spans = batch, heads, cdiv(sizes.chunks, span)
+            shapes = (tiles, batch, sizes.length, heads), (*spans, *state_shape[2:])
+            if reverse:
+                shapes = shapes[0], (tiles, *spans)
+            outputs = output, final, *(Array(shape, "float32") for shape in shapes)
+        options = {"CHUNK": sizes.chunk, "SHORT": sizes.short, "REVERSE": reverse, "SPAN": span}
+        options |= {"QK_SHARE": heads // q.shape[2], "V_SHARE": heads // v.shape[2]}
+        options |= {"IS_CONSTANT": is_constant, **blocks.options(sizes)}
+        programs = batch * heads * tiles
+        split = _choose_split(programs, sizes.chunks, concurrent=2 if blocks.num_stages == 2 else 1)
+        strides = (1, keys) if transposed else (values, 1)
+        return walk_segments(
+            *(_walk_kernel, sizes, programs, tensors, outputs, options),
+            numbers=(*strides, split.subsegments),
+            sums=(state_shape, (batch, heads)),
+            split=split,
+            sum_options={"num_stages": BLOCKS[sizes.short, wide][0].num_stages},
+        )
+
+    name += " transposed" * transposed + " backward" * reverse
+    return search.run(name, candidates, launch, tensors, sizes)
+
+
+def _decay_gradient(q_terms, k_terms, across, log_decay, token_kind):
+    batch, length, heads = log_decay.shape
+    spans = cdiv(length, _SPAN)
+    programs = batch * spans * cdiv(heads, _SPAN_BLOCK["BLOCK_H"])
+    tensors = q_terms, k_terms, across, log_decay, token_kind
+    tiles = {"Q_TILES": q_terms.shape[0], "K_TILES": k_terms.shape[0]}
+    options = {"SPAN": _SPAN, **tiles, **_SPAN_BLOCK}
+    numbers = batch, length, heads, spans
+    outputs = (like(log_decay),)
+    return run(Launch(_decay_gradient_kernel, programs, tensors, outputs, numbers, options))[0]
+
+
+def _sum_over_heads(x, shape):
+    """The sum of x [B, T, H, K] over the heads that share a tensor of this shape [B, T, G, K]."""
+    return x if x.shape[2] == shape[2] else x.reshape(*shape[:3], -1, shape[3]).sum(3)
+
+
+def results(q, k, v, log_decay, initial_state, token_kind):
+    state_shape = q.shape[0], v.shape[2], q.shape[3], v.shape[3]
+    return like(v), Array(state_shape, "float32")
+
+
+def forward(q, k, v, log_decay, initial_state, token_kind):
+    decays, heads = {"log_decay": log_decay, "token_kind": token_kind}, v.shape[2]
+    if q.shape[1] == 1:
+        return step(sizes_of(q, k, v)._replace(heads=heads), q, k, v, initial_state, **decays)
+    return _walk(q, k, v, initial_state, dtype_name(v), heads=heads, **decays)[:2]
+
+
+def backward(q, k, v, log_decay, initial_state, token_kind, output, d_output, d_final):
+    decays = {"log_decay": log_decay, "token_kind": token_kind, "heads": v.shape[2]}
+    mirrored, ends = {**decays, "reverse": True}, initial_state is not None
+    is_constant = len(log_decay.shape) == 1
+    q_factor, k_factor = (None, None) if is_constant else (q, k)
+    d_q, _, q_terms, states = _walk(
+        *(d_output, v, k, initial_state, dtype_name(q)), **decays, transposed=True, factor=q_factor
+    )
+    d_v, d_initial, _, _ = _walk(k, q, d_output, d_final, dtype_name(v), **mirrored, ends=ends)
+    d_k, _, k_terms, across = _walk(
+        *(v, d_output, q, d_final, dtype_name(k)), **mirrored, transposed=True, factor=k_factor,
+        states=states,
+    )  # fmt: skip
+    d_q, d_k = _sum_over_heads(d_q, q.shape), _sum_over_heads(d_k, k.shape)
+    if is_constant:
+        d_log_decay = zeros_like(log_decay)
+    else:
+        d_log_decay = _decay_gradient(q_terms, k_terms, across, log_decay, token_kind)
+    return d_q, d_k, d_v, d_log_decay, d_initial, None
+
+
+scalar_decay_attention = operation(
+    Operation("scalar_decay_attention", forward, results, backward, unsupported_reason)
+)
