@@ -113,14 +113,12 @@ def backward(q, k, v, log_decay, initial_state, token_kind, _, d_output, d_final
             found.append(through + sum_over_pairs(pairs, to_later, from_earlier))
         found = [_unchunked(d).reshape(x.shape) for d, x in zip(found, old, strict=True)]
         _, padding = kind_masks(kind)
-        return g, tuple(
-            filled(d.astype(x.dtype), padding, 0) for d, x in zip(found, old, strict=True)
-        )
+        return g, [filled(d.astype(x.dtype), padding, 0) for d, x in zip(found, old, strict=True)]
 
     # d_v overwrites d_output, which is not read after its group.
-    outputs = jnp.zeros_like(q), jnp.zeros_like(k), d_output
+    outputs = [jnp.zeros_like(q), jnp.zeros_like(k), d_output]
     if _varying(log_decay) is not None:
-        outputs += (jnp.zeros_like(log_decay),)
+        outputs.append(jnp.zeros_like(log_decay))
     g, gradients = scan_groups(step, _grouped(d_final, groups), tensors, outputs, cut, reverse=True)
     d_q, d_k, d_v, *d_log_decay = gradients
     d_log_decay = d_log_decay[0] if d_log_decay else jnp.zeros_like(log_decay)
