@@ -76,25 +76,28 @@ def backward(d_output, d_final_state, q, k, v, log_decay, initial_state, token_k
     for group in reversed(groups):
         q_g, k_g, v_g, d_output_g = group.load(q, k, v, d_output)
         between, from_start, to_end, total = group.decays(log_decay)
-        v_out, d_in = v_g * to_end, d_output_g * from_start
+        weights, d_weights = inner_products(q_g, k_g), inner_products(d_output_g, v_g)
+        d_weights.mul_(between)
+        pairs = weights * d_weights if log_decay.ndim > 1 else None
+        d_v_g = _decayed_(weights, between).mT @ d_output_g
+        d_weights = _sum_over_heads(d_weights)
+        d_q_g, d_k_g = d_weights @ k_g, d_weights.mT @ q_g
+
+        v_out, d_in = v_g.mul_(to_end), d_output_g.mul_(from_start)
         before, after = k_g.mT @ v_out, q_g.mT @ d_in
         _states_(total, before, entering.pop())
         g = _states_(total, after, g, reverse=True)
-
-        weights, d_weights = inner_products(q_g, k_g), inner_products(d_output_g, v_g)
-        d_weights.mul_(between)
-        d_v_g = (k_g @ after).mul_(to_end)
-        found = []
-        if log_decay.ndim > 1:
+        from_after = k_g @ after
+        d_v_g.addcmul_(from_after, to_end)
+        d_q_g.add_(_sum_over_heads(d_in @ before.mT))
+        d_k_g.add_(_sum_over_heads(v_out @ after.mT))
+        found = [d_q_g, d_k_g, d_v_g]
+        if pairs is not None:
             to_later = (q_g @ before).mul_(d_in).sum(-1, keepdim=True)
-            from_earlier = (d_v_g * v_g).sum(-1, keepdim=True)
-            through = (before * after).sum((-2, -1), keepdim=True).mul_(total)
-            found.append(sum_over_pairs(weights * d_weights, to_later, from_earlier).add_(through))
-        d_v_g.add_(_decayed_(weights, between).mT @ d_output_g)
-        d_weights = _sum_over_heads(d_weights)
-        d_q_g = (d_weights @ k_g).add_(_sum_over_heads(d_in @ before.mT))
-        d_k_g = (d_weights.mT @ q_g).add_(_sum_over_heads(v_out @ after.mT))
-        for whole, part in zip(gradients, (d_q_g, d_k_g, d_v_g, *found), strict=True):
+            from_earlier = from_after.mul_(v_out).sum(-1, keepdim=True)
+            through = before.mul_(after).sum((-2, -1), keepdim=True).mul_(total)
+            found.append(sum_over_pairs(pairs, to_later, from_earlier).add_(through))
+        for whole, part in zip(gradients, found, strict=True):
             unchunk_(whole, group.span, part)
     _, padding = kind_masks(token_kind)
     for d in gradients:
