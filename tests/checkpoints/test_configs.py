@@ -160,7 +160,8 @@ def test_config_written_from_preset_of_mamba_reads_as_the_preset(name):
     """A multiplier loses a digit, or a tensor is missing."""
     size = mamba_hybrid.SIZES[name]
     arguments = {**constructor_defaults(MambaHybridBackbone), **size.backbone_arguments}
-    layout = LAYOUTS[name.split("_")[0].replace("nemotron", "nemotron_h")]
+    names = {"nemotron": "nemotron_h", "falcon": "falcon_h1", "mamba": "mamba2"}
+    layout = LAYOUTS[names.get(prefix := name.split("_")[0], prefix)]
     layout.config(arguments)
     assert sum(int(np.prod(t.shape)) for t in layout.tensors(arguments)) == size.parameters
 
