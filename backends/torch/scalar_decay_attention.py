@@ -51,7 +51,7 @@ def forward(q, k, v, log_decay, initial_state, token_kind):
     for group in _chunk_groups(q, v, token_kind, dtype):
         q_g, k_g, v_g = group.load(q, k, v)
         between, from_start, to_end, total = group.decays(log_decay)
-        output_g = _decayed_(inner_products(q_g, k_g), between) @ v_g
+        output_g = _decayed(inner_products(q_g, k_g), between) @ v_g
         before = k_g.mT @ v_g.mul_(to_end)
         state = _states_(total, before, state)
         unchunk_(output, group.span, output_g.addcmul_(q_g @ before, from_start))
@@ -79,7 +79,7 @@ def backward(d_output, d_final_state, q, k, v, log_decay, initial_state, token_k
         weights, d_weights = inner_products(q_g, k_g), inner_products(d_output_g, v_g)
         d_weights.mul_(between)
         pairs = weights * d_weights if log_decay.ndim > 1 else None
-        d_v_g = _decayed_(weights, between).mT @ d_output_g
+        d_v_g = _decayed(weights, between).mT @ d_output_g
         d_weights = _sum_over_heads(d_weights)
         d_q_g, d_k_g = d_weights @ k_g, d_weights.mT @ q_g
 
@@ -121,8 +121,9 @@ scalar_decay_attention = kernel("scalar_decay_attention")
 
 
 def _chunk_groups(q, v, token_kind, dtype):
-    size = chunk_size(q.shape[1], CHUNK)
-    return [_ChunkGroup(span, size, q, v, token_kind, dtype) for span in group_spans(q, v, size)]
+    size, powers = chunk_size(q.shape[1], CHUNK), []
+    spans = group_spans(q, v, size)
+    return [_ChunkGroup(span, size, q, v, token_kind, dtype, powers) for span in spans]
 
 
 class _ChunkGroup:
@@ -132,13 +133,16 @@ class _ChunkGroup:
     share have an axis of 1.
     """
 
-    def __init__(self, span, size, q, v, token_kind, dtype):
+    def __init__(self, span, size, q, v, token_kind, dtype, powers):
+        """powers: a list for the decays of all groups of full chunks, if decays are constant."""
         self.span, self.size, self.dtype, self.device = span, size, dtype, v.device
         self.groups, self.batch = q.shape[0] * q.shape[2], q.shape[0]
         self.kinds = {
             heads: chunked_kinds(token_kind, span, size, heads)
             for heads in {q.shape[2], v.shape[2]}
         }
+        tokens = span.stop - span.start
+        self.powers = powers if token_kind is None and tokens % size == 0 else None
 
     def load(self, *tensors):
         """Tensors with zeros at padding."""
@@ -154,7 +158,11 @@ class _ChunkGroup:
         [..., C, C], twice [..., C, 1] and [..., 1, 1].
         """
         if log_decay.ndim == 1:
-            return self._powers(log_decay)
+            if self.powers is None:
+                return self._powers(log_decay)
+            if not self.powers:
+                self.powers.append(self._powers(log_decay))
+            return self.powers[0]
         decay = self._load(log_decay.unsqueeze(3), None).exp_().flatten(0, 1)
         decay = applied_decay_(decay, *self.kinds[log_decay.shape[2]])
         levels, from_start, to_end = decay_products(decay.view(self.groups, -1, *decay.shape[1:]))
@@ -171,8 +179,8 @@ class _ChunkGroup:
         log_decay = log_decay.to(self.dtype).repeat(self.batch)
         log_decay = log_decay.view(self.groups, -1, 1, 1, 1)
         tokens = self.span.stop - self.span.start
-        all_alike = padding is None and tokens % self.size == 0  # one chunk then represents all
-        last = self.size if all_alike else -(-tokens // self.size) * self.size
+        # One chunk represents all of them if they are alike.
+        last = self.size if self.powers is not None else -(-tokens // self.size) * self.size
         index = torch.arange(1, last + 1, device=self.device).view(1, 1, -1, self.size, 1)
         real = index <= tokens
         if padding is None:
@@ -206,8 +214,6 @@ def _sum_over_heads(x):
     return x if x.shape[1] == 1 else x.sum(1, keepdim=True)
 
 
-def _decayed_(weights, between):
-    """Weights times their decays, in place of the larger tensor."""
-    if weights.numel() < between.numel():
-        weights, between = between, weights
-    return weights.mul_(between)
+def _decayed(weights, between):
+    """Weights times their decays, in place of weights that heads do not share."""
+    return weights.mul_(between) if weights.shape[1] == between.shape[1] else weights * between
