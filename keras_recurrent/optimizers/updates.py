@@ -43,9 +43,9 @@ class Updates(keras.optimizers.Adam):
         return bool(self.weight_decay) and self._use_weight_decay(variable)
 
     def _apply_weight_decay(self, variables):
-        others = [v for v in variables if v.dtype not in SIXTEEN_BITS]  # which decay in the update
-        if others:
-            super()._apply_weight_decay(others)
+        decayed = [v for v in variables if v.dtype not in SIXTEEN_BITS and self._is_decayed(v)]
+        if decayed:  # weights in 16 bits decay in the update
+            super()._apply_weight_decay(decayed)
 
     def update_step(self, gradient, variable, learning_rate):
         dtype = keras.backend.standardize_dtype(variable.dtype)

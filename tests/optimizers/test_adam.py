@@ -218,6 +218,15 @@ def test_adamw_in_16_bits_follows_float64(dtype):
         assert abs(missing) < 0.05
 
 
+@pytest.mark.skipif(BACKEND != "torch", reason="the kernels of torch")
+def test_adamw_updates_weights_without_a_kernel_that_do_not_decay():
+    """On torch, an error is raised if all weights that are updated one by one are excluded."""
+    found, expected = (
+        train(cls, "float64", 2, weight_decay=0.1)[0] for cls in (AdamW, keras.optimizers.AdamW)
+    )
+    assert max_error(numpy(found), numpy(expected)) < 1e-6
+
+
 @pytest.mark.skipif(BACKEND != "torch", reason="programs of other backends run on the device")
 @pytest.mark.parametrize(
     "case", ["plain", "clipnorm", "global_clipnorm", "clipvalue", "average", "schedule"]
