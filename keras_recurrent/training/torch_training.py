@@ -24,6 +24,13 @@ class TorchTraining(RejectsFullyShard):
         else:
             super().__setattr__(name, value)
 
+    def _post_build(self):
+        """Registers parameters if they have changed. Keras calls this in each `train_on_batch`."""
+        registered = getattr(self, "_torch_params", None)
+        current = {id(v._value) for v in self.variables}  # type: ignore[attr-defined]
+        if registered is None or {*map(id, registered._parameters.values())} != current:
+            super()._post_build()  # type: ignore[misc]
+
     def named_modules(self, *args, **kwargs):
         """Yields modules as torch does, after registering parameters added since, as by LoRA."""
         known = getattr(self, "_torch_params", None)

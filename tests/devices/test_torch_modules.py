@@ -32,6 +32,18 @@ def test_parameters_of_model_backbone_and_torch_module_are_their_weights(family,
     assert module.blocks == [getattr(module, b.name) for b in model.backbone.transformer_layers]
 
 
+def test_post_build_registers_parameters_only_after_a_change():
+    """Each `train_on_batch` registers all parameters again, or none that LoRA has added."""
+    model = tiny_causal_lm()
+    model._post_build()
+    registered = model._torch_params
+    model._post_build()
+    assert model._torch_params is registered
+    model.backbone.enable_lora(2)
+    model._post_build()
+    assert {id(p) for p in model._torch_params.values()} == {id(v.value) for v in model.weights}
+
+
 @any_family
 def test_torch_module_computes_with_replaced_parameters(family):
     """Calls, `find_parameters` or gradients use the weights that torch's tools replaced."""
