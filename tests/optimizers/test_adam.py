@@ -1,7 +1,5 @@
 """Adam and AdamW, judged against NumPy in float64 and against Keras's optimizers."""
 
-import functools
-
 import keras
 import numpy as np
 import pytest
@@ -249,19 +247,23 @@ def test_step_on_torch_does_not_wait_for_the_device(case, monkeypatch):
         apply(optimizer, gradients, variables)
 
 
-def compiled_model(cls=AdamW):
+def dense_model(optimizer):
+    """Returns a model in bfloat16 that TensorFlow traces in less time than a language model."""
     keras.utils.set_random_seed(0)
-    options = {"num_layers": 1, "dtype": "bfloat16", "sequence_length": 16}
-    model = GriffinCausalLM.from_preset("hawk_tiny", **options)
-    optimizer = cls(3e-3, weight_decay=0.1)
-    exclude_from_weight_decay(optimizer, model)
-    model.compile(optimizer, model.loss)
+    layers = (keras.layers.Dense(units, dtype="bfloat16") for units in (16, 1))
+    model = keras.Sequential([keras.Input((8,)), *layers])
+    model.compile(optimizer, "mse")
     return model
 
 
 def test_fit_in_bfloat16_moves_all_weights_and_lowers_the_loss():
     """A language model stored in bfloat16 does not train with the optimizer."""
-    model = compiled_model()
+    keras.utils.set_random_seed(0)
+    options = {"num_layers": 1, "dtype": "bfloat16", "sequence_length": 16}
+    model = GriffinCausalLM.from_preset("hawk_tiny", **options)
+    optimizer = AdamW(3e-3, weight_decay=0.1)
+    exclude_from_weight_decay(optimizer, model)
+    model.compile(optimizer, model.loss)
     before = numpy(model.trainable_variables)
     history = model.fit(["tick tock ", "tock tick"] * 4, epochs=8, batch_size=4, verbose=0)
     assert history.history["loss"][-1] < 0.9 * history.history["loss"][0]
@@ -272,16 +274,15 @@ def test_fit_in_bfloat16_moves_all_weights_and_lowers_the_loss():
 
 def test_fit_that_is_saved_and_loaded_continues_bit_identically(tmp_path):
     """Slots or random numbers of 16-bit weights are not those of a run without a stop."""
-    texts = ["tick tock ", "tock tick", "tick tick", "tock"]
-    results = []
+    x, results = np.random.default_rng(0).normal(size=(8, 8)), []
     for is_saved in (False, True):
-        model = compiled_model()
+        model = dense_model(AdamW(3e-3, weight_decay=0.1))
         for part in range(2):
             if is_saved and part:
                 model.save(tmp_path / "model.keras")
                 model = keras.saving.load_model(tmp_path / "model.keras")
                 assert type(model.optimizer) is AdamW
-            model.fit(texts, epochs=2, batch_size=2, shuffle=False, verbose=0)
+            model.fit(x, x[:, :1], epochs=2, batch_size=4, shuffle=False, verbose=0)
         results.append(numpy(model.trainable_variables))
     for found, expected in zip(*results, strict=True):
         np.testing.assert_array_equal(found, expected)
@@ -340,15 +341,14 @@ def test_adam_loads_slots_of_keras_in_16_bits_and_back(dtype):
     assert {v.dtype for v in before._momentums} == {dtype}
 
 
-@pytest.mark.filterwarnings("ignore:.*rounds away small updates")
 def test_weights_file_of_keras_optimizer_in_16_bits_continues(tmp_path):
     """`load_weights` does not convert the slots of Keras's optimizer."""
     path = tmp_path / "model.weights.h5"
-    model = compiled_model(functools.partial(keras.optimizers.AdamW, beta_2=0.99))
-    model.fit(["tick tock ", "tock tick"], batch_size=2, verbose=0)
+    model = dense_model(keras.optimizers.AdamW(3e-3, beta_2=0.99))
+    model.fit(np.ones((2, 8)), np.ones((2, 1)), verbose=0)
     model.save_weights(path)
     expected = numpy(model.optimizer.variables)
-    model = compiled_model()
+    model = dense_model(AdamW(3e-3))
     model.optimizer.build(model.trainable_variables)
     model.load_weights(path)
     for found, value in zip(numpy(model.optimizer.variables), expected, strict=True):
