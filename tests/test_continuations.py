@@ -7,7 +7,7 @@ import pytest
 from keras_recurrent.continuations import Continuations
 from keras_recurrent.evaluation import continuations
 from keras_recurrent.tokenizers import ByteTokenizer
-from tests.models.tiny import FAMILIES, VOCABULARY, any_family, tiny_causal_lm
+from tests.models.tiny import FAMILIES, VOCABULARY, tiny_causal_lm
 
 pytestmark = pytest.mark.once
 
@@ -54,7 +54,7 @@ def check_scores(model, found, requests):
             assert (score, greedy) == (0.0, True)
 
 
-@any_family
+@pytest.mark.parametrize("family", ["griffin", "hgrn2"])  # with and without attention
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_score_does_not_depend_on_batches_and_chunks(family, batch_size, monkeypatch):
     monkeypatch.setattr(continuations, "TOKENS_PER_CALL", 4)
@@ -79,7 +79,7 @@ def test_score_processes_each_context_once(monkeypatch):
     assert sum(counts) == 99 + (3 + 2 + 4 + 1)  # after all but the last token of the context
 
 
-@any_family
+@pytest.mark.parametrize("family", ["griffin", "hgrn2"])  # with and without attention
 def test_generate_of_continuations_equals_generate_of_the_model(family):
     model = byte_model(family)
     model.compile(sampler="greedy")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent.evaluation import loss_by_position, position_loss
-from tests.models.tiny import VOCABULARY, any_family, tiny_causal_lm
+from tests.models.tiny import VOCABULARY, tiny_causal_lm
 
 pytestmark = pytest.mark.once
 
@@ -14,7 +14,7 @@ def texts(rows=5, length=9):
     return np.random.default_rng(0).integers(0, VOCABULARY, (rows, length))
 
 
-@any_family
+@pytest.mark.parametrize("family", ["griffin", "hgrn2"])  # with and without attention
 def test_loss_by_position_is_the_mean_of_the_losses_of_score(family, monkeypatch):
     model, token_ids = tiny_causal_lm(family=family), texts()
     expected = model.score(token_ids[:, :-1], scoring_mode="loss", target_ids=token_ids[:, 1:])

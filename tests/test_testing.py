@@ -8,20 +8,14 @@ import pytest
 from keras_recurrent import testing
 from keras_recurrent.evaluation.cached_generation import _Checker
 from keras_recurrent.models import GenerationCache
-from tests.models.tiny import (
-    VOCABULARY,
-    draw,
-    set_weights,
-    shared_by_families,
-    tiny_causal_lm,
-)
+from tests.models.tiny import VOCABULARY, draw, set_weights, tiny_causal_lm
 
 pytestmark = pytest.mark.once
 ROWS = [[5, 6, 7, 8], [3, 4]]
 CHECKS = [getattr(testing, name) for name in testing.__all__ if name.startswith("assert")]
 
 
-@shared_by_families
+@pytest.mark.parametrize("family", ["griffin", "hgrn2"])  # with and without attention
 def test_models_of_this_package_pass_all_checks(family):
     model = tiny_causal_lm(family=family, num_layers=2)  # one of Griffin's is local attention
     for check in CHECKS:

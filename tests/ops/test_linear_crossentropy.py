@@ -37,8 +37,14 @@ def check(case, reduction, implementation):
 
 
 @every_implementation
-@every_reduction
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("case", "reduction"),
+    [
+        pytest.param(case, reduction, id=f"{name}-{reduction}")
+        for i, (name, case) in enumerate(CASES.items())
+        for reduction in [("sum", None)[i % 2]]
+    ],
+)
 def test_loss_and_gradients_match_definition(case, reduction, implementation):
     """The loss, a gradient, or the best tokens are wrong."""
     check(case, reduction, implementation)
