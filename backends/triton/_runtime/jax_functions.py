@@ -15,7 +15,7 @@ import functools
 import math
 import threading
 import zlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -264,8 +264,9 @@ def start_compilation(launch, inputs):
             signature[name] = type_of(values[name], (i,), name not in unspecialized)
         else:
             signature[name], constants[(i,)] = "constexpr", options.pop(name)
-    key = tuple(signature.items()), tuple(constants.items()), tuple(aligned), tuple(options.items())
-    key = launch.kernel, *key, GPUTarget("cuda", _gpu.capability(), 32)
+    target = GPUTarget("cuda", _gpu.capability(), 32)
+    parts = (tuple(part.items()) for part in (signature, constants))
+    key: Any = (launch.kernel, *parts, tuple(aligned), tuple(options.items()), target)
     found = _compilations.get(key)
     if found is None or (found.done() and found.exception()):
         found = _compilations[key] = _threads.submit(_compile, *key)
