@@ -300,7 +300,7 @@ def test_lora_outside_of_the_default_layers_is_trainable_and_cannot_be_saved_alo
         model = language_model(family)
         before, backbone = logits(model), model.backbone
         layers = {embedding: backbone.token_embedding}
-        layers[gate_proj] = backbone.transformer_layers[0].mlp.gate_proj
+        layers[gate_proj] = backbone.transformer_layers[-1].mlp.gate_proj
         for name in alone:
             layers[name].enable_lora(3)
         backbone.enable_lora(2, names)
