@@ -10,7 +10,8 @@ from keras_recurrent.checks.arguments import (
     check_positive_integers,
 )
 from keras_recurrent.checks.shapes import reshape
-from keras_recurrent.layers.base import cast
+from keras_recurrent.layers import decoding
+from keras_recurrent.layers.base import cast, in_order
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
 from keras_recurrent.layers.dense import inner_dense, project
 from keras_recurrent.layers.initializers import clone_initializer, log_decay_rate, time_step_bias
@@ -18,6 +19,7 @@ from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.rms_norm import RMSNorm
 from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops import gated_linear_unit, scalar_decay_attention
+from keras_recurrent.ops.decoding_steps import lightning_step
 
 NORM_POSITIONS = ("after_gate", "before_gate", None)
 
@@ -143,7 +145,7 @@ class Mamba2(StreamingLayer):
 
     def build(self, input_shape):
         super().build(input_shape)
-        for projection in (self.z_proj, self.x_proj, self.bc_proj, self.dt_proj):
+        for projection in self.projections():
             projection.build(input_shape)
         inner_shape = (*input_shape[:2], self.num_heads * self.head_dim)
         self.x_conv1d.build(inner_shape)
@@ -161,32 +163,40 @@ class Mamba2(StreamingLayer):
         return {"x_conv1d": self.x_conv1d, "bc_conv1d": self.bc_conv1d}
 
     def stream(self, inputs, tokens, state):
-        _, x_scale, b_scale, c_scale, dt_scale = self.projection_scales or (None,) * 5
-        projected, after = {}, {}
-        projected["x_conv1d"] = _scaled(project(self, self.x_proj, inputs), x_scale)
-        projected["bc_conv1d"] = self._scale_groups(
-            project(self, self.bc_proj, inputs), b_scale, c_scale
+        projected = [project(self, layer, inputs) for layer in self.projections()[1:]]
+        time = ops.shape(inputs)[:2]
+        (q, k, v, log_decay), x, after = self._prepare(*projected, time, tokens, state)
+        o, after["memory"] = scalar_decay_attention(
+            *(q, k, v, log_decay), initial_state=state.get("memory"), token_kind=tokens.kind
         )
+        return self._add_skip(o, x), after
+
+    def projections(self):
+        return [self.z_proj, self.x_proj, self.bc_proj, self.dt_proj]
+
+    def _prepare(self, x, bc, dt, time, tokens, state):
+        """Returns q, k, v and log decays, x by heads, and the convolutions' states."""
+        _, x_scale, b_scale, c_scale, dt_scale = self.projection_scales or (None,) * 5
+        convolved, after = {}, {}
+        inputs = {"x_conv1d": _scaled(x, x_scale)}
+        inputs["bc_conv1d"] = self._scale_groups(bc, b_scale, c_scale)
         for name, convolution in self.streaming_sublayers().items():
             further = {"tokens": tokens, "initial_state": state.get(name), "return_state": True}
-            projected[name], after[name] = self.inner(convolution, projected[name], **further)
-        time = ops.shape(inputs)[:2]
-        x = reshape(projected["x_conv1d"], (*time, self.num_heads, self.head_dim))
+            convolved[name], after[name] = self.inner(convolution, inputs[name], **further)
+        x = reshape(convolved["x_conv1d"], (*time, self.num_heads, self.head_dim))
         x = ops.cast(x, self.state_dtype)
-        bc = reshape(projected["bc_conv1d"], (*time, self.num_groups, 2 * self.state_dim))
-        dt = _scaled(project(self, self.dt_proj, inputs), dt_scale)
-        dt = ops.softplus(ops.cast(dt, self.state_dtype) + self.dt_bias)
-        o, after["memory"] = scalar_decay_attention(
-            cast(bc[..., self.state_dim :], self.compute_dtype),
-            cast(bc[..., : self.state_dim], self.compute_dtype),
-            cast(x * dt[..., None], self.compute_dtype),
-            -dt * ops.exp(ops.convert_to_tensor(self.a_log)),
-            initial_state=state.get("memory"),
-            token_kind=tokens.kind,
-        )
+        bc = reshape(convolved["bc_conv1d"], (*time, self.num_groups, 2 * self.state_dim))
+        bc = cast(bc, self.compute_dtype)
+        dt = ops.cast(_scaled(dt, dt_scale), self.state_dtype)
+        dt = ops.softplus(dt + ops.convert_to_tensor(self.dt_bias))
+        v = cast(x * dt[..., None], self.compute_dtype)
+        log_decay = -dt * ops.exp(ops.convert_to_tensor(self.a_log))
+        return (bc[..., self.state_dim :], bc[..., : self.state_dim], v, log_decay), x, after
+
+    def _add_skip(self, o, x):
         o = ops.cast(o, self.state_dtype) + x * ops.convert_to_tensor(self.skip)[:, None]
-        o = reshape(o, (*time, self.num_heads * self.head_dim))
-        return cast(o, self.compute_dtype), after
+        o = reshape(o, (*ops.shape(x)[:2], self.num_heads * self.head_dim))
+        return cast(o, self.compute_dtype)
 
     def _scale_groups(self, bc, b_scale, c_scale):
         """Returns B and C of all groups, multiplied by their factors."""
@@ -198,14 +208,37 @@ class Mamba2(StreamingLayer):
         return reshape(ops.stack(scaled, axis=-2), (*time, bc.shape[-1]))
 
     def finish(self, output, inputs):
-        z_scale = None if self.projection_scales is None else self.projection_scales[0]
-        z, o = _scaled(project(self, self.z_proj, inputs), z_scale), output
+        z = project(self, self.z_proj, inputs)
+        return project(self, self.o_proj, self._gated(output, z))
+
+    def _gated(self, o, z):
+        """Returns the outputs of heads with gate and norm, the inputs of `o_proj`."""
+        z = _scaled(z, None if self.projection_scales is None else self.projection_scales[0])
         if self.norm_position == "before_gate":
             o = self.inner(self.norm, o)
         o = gated_linear_unit(cast(z, self.compute_dtype), o, activation="silu")
-        if self.norm_position == "after_gate":
-            o = self.inner(self.norm, o)
-        return project(self, self.o_proj, o)
+        return self.inner(self.norm, o) if self.norm_position == "after_gate" else o
+
+    def unfused_reason(self):
+        if keras.distribution.distribution() is not None:
+            return f"`{self.name}` is a Mamba2, and a `keras.distribution` is set"
+        return decoding.first_reason(
+            decoding.class_reason(self, Mamba2),
+            decoding.denses_reason(self.projections(), [self.o_proj]),
+        )
+
+    def fused_step(self, x, norm, tokens, state, **ends):
+        z, *projected = (y[:, None] for y in decoding.linear(x, self.projections(), norm))
+        time = z.shape[0], 1
+        tensors, inputs, after = self._prepare(*projected, time, tokens, state)
+        names = "q", "k", "v", "log_decay"
+        o, _, after["memory"] = lightning_step(
+            **{name: y[:, 0] for name, y in zip(names, tensors, strict=True)},
+            memory=state["memory"],
+            token_kind=decoding.token_kinds(tokens),
+        )
+        o = self._gated(self._add_skip(o[:, None], inputs), z)
+        return decoding.add_linear(x, o[:, 0], [self.o_proj], **ends), in_order(after)
 
     def own_state_spec(self, batch_size=None):
         memory = self.array_spec(batch_size, self.num_heads, self.state_dim, self.head_dim)

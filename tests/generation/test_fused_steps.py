@@ -22,6 +22,7 @@ from keras_recurrent.layers import reversible_embedding as embeddings
 from keras_recurrent.models import GriffinResidualBlock, HGRN2ResidualBlock, LightningHybridCausalLM
 from keras_recurrent.models.residual_block import ResidualBlock
 from tests.generation.tokens import generate
+from tests.layers.table import assert_close
 from tests.models.tiny import HYBRID, tiny_causal_lm
 
 if dispatch.BACKEND != "torch" or "triton" not in dispatch.serving():
@@ -60,6 +61,14 @@ def generate_with(name, model, lengths, total=TOTAL):
         return generate(model, lengths, total)["token_ids"]
 
 
+# Further arguments of a tiny "mamba_hybrid": the blocks of Nemotron-H.
+NEMOTRON = {
+    "block_types": ("mamba", "mlp", "attention"),
+    "mlp": "squared_relu",
+    **dict.fromkeys(("query_scale", "rope_max_wavelength", "mlp_gate_scale")),
+}
+
+
 @pytest.mark.parametrize(
     ("family", "lengths", "sizes"),
     [
@@ -71,6 +80,20 @@ def generate_with(name, model, lengths, total=TOTAL):
 )
 def test_fused_steps_generate_the_tokens_of_layers(family, lengths, sizes, fused):
     check_tokens(tiny_causal_lm(family=family, **sizes), lengths, fused)
+
+
+def test_fused_step_of_mamba_computes_the_hidden_states_and_cache_of_layers(fused):
+    """A step loses an input of a convolution, the skip of the inputs or the norm by groups."""
+    backbone = tiny_causal_lm(family="mamba_hybrid", **NEMOTRON).backbone
+    with torch.no_grad():
+        prompt, token_ids = torch.tensor([[5, 6, 7], [8, 9, 10]]), torch.tensor([[11], [12]])
+        _, cache = backbone.hidden_states(prompt, max_length=8, return_cache=True)
+        expected = backbone.hidden_states(token_ids, cache=cache)
+        assert not fused
+        with keras_recurrent.implementation("triton"), decoding.decoding_scope():
+            found = backbone.hidden_states(token_ids, cache=cache)
+    assert len(fused) == len(backbone.transformer_layers)
+    assert_close(found, expected)
 
 
 @pytest.mark.nightly
