@@ -223,7 +223,7 @@ def measure_losses(arguments):
         model = make_model(arguments.model, dtype)
         model.set_weights(weights)
         rate = keras.optimizers.schedules.CosineDecay(
-            0.0, arguments.steps - 100, warmup_target=4e-3, warmup_steps=100
+            0.0, arguments.steps - 100, warmup_target=arguments.learning_rate, warmup_steps=100
         )
         optimizer = keras_recurrent.optimizers.AdamW(rate, weight_decay=0.1, clipnorm=1.0)
         keras_recurrent.exclude_from_weight_decay(optimizer, model)
@@ -255,7 +255,8 @@ def main():
     parser.add_argument("--remat", action="store_true", help="recompute blocks")
     parser.add_argument("--only", choices=("ours", "baseline"))
     parser.add_argument("--losses", type=pathlib.Path, metavar="TEXT", help="by dtype of weights")
-    parser.add_argument("--steps", type=int, default=2000, help="of --losses")
+    parser.add_argument("--steps", type=int, default=2000, help="of --losses, more than 100")
+    parser.add_argument("--learning-rate", type=float, default=4e-3, help="peak of --losses")
     arguments = parser.parse_args()
     arguments.sizes = arguments.sizes or [(8, 2048), (1, 2048)]
     if BACKEND == "torch" and has_gpu():
