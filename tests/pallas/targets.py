@@ -92,7 +92,7 @@ def arguments(operation, mesh, dtype):
     state = array(state_shape, "float32", STATES[len(state_shape)])
     kinds = array((B, T), "int8", jax.P("batch"))
     shapes = [jax.ShapeDtypeStruct(s, dtype) for s in tensors]
-    output, _ = jax.eval_shape(module.forward, *shapes, state, kinds)
+    output, *_ = jax.tree.leaves(jax.eval_shape(module.forward, *shapes, state, kinds))
     output = tensor(output.shape, output.dtype)
     forward = [*(tensor(shape, dtype) for shape in tensors), state, kinds]
     return forward, [*forward, output, output, state]
@@ -112,7 +112,11 @@ def kernel(operation, direction, implementation, **options):
             return tensors
         return [t.reshape(new_shape) if t is not None and t.shape == shape else t for t in tensors]
 
-    return lambda *tensors: reshape(function(*reshape(tensors, flat, BTHK)), BTHK, flat)
+    def call(*tensors):
+        results = jax.tree.leaves(function(*reshape(tensors, flat, BTHK)))
+        return reshape(results, BTHK, flat)
+
+    return call
 
 
 def attention_kernel(case, direction, module):
