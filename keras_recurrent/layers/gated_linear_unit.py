@@ -241,7 +241,7 @@ class SquaredReLUMLP(GatedLinearUnit):
     use_bias = False
     projections = ("up_proj",)
 
-    def gated(self, x):
+    def gated(self, x):  # type: ignore[override]
         """Computes max(x, 0)^2."""
         return ops.square(ops.relu(x))
 

@@ -163,9 +163,9 @@ class Mamba2(StreamingLayer):
         return {"x_conv1d": self.x_conv1d, "bc_conv1d": self.bc_conv1d}
 
     def stream(self, inputs, tokens, state):
-        projected = [project(self, layer, inputs) for layer in self.projections()[1:]]
+        x, bc, dt = (project(self, layer, inputs) for layer in self.projections()[1:])
         time = ops.shape(inputs)[:2]
-        (q, k, v, log_decay), x, after = self._prepare(*projected, time, tokens, state)
+        (q, k, v, log_decay), x, after = self._prepare(x, bc, dt, time, tokens, state)
         o, after["memory"] = scalar_decay_attention(
             *(q, k, v, log_decay), initial_state=state.get("memory"), token_kind=tokens.kind
         )
@@ -228,9 +228,10 @@ class Mamba2(StreamingLayer):
         )
 
     def fused_step(self, x, norm, tokens, state, **ends):
-        z, *projected = (y[:, None] for y in decoding.linear(x, self.projections(), norm))
+        projected = decoding.linear(x, self.projections(), norm)
+        z, inputs, bc, dt = (y[:, None] for y in projected)
         time = z.shape[0], 1
-        tensors, inputs, after = self._prepare(*projected, time, tokens, state)
+        tensors, inputs, after = self._prepare(inputs, bc, dt, time, tokens, state)
         names = "q", "k", "v", "log_decay"
         o, _, after["memory"] = lightning_step(
             **{name: y[:, 0] for name, y in zip(names, tensors, strict=True)},
@@ -242,7 +243,7 @@ class Mamba2(StreamingLayer):
 
     def own_state_spec(self, batch_size=None):
         memory = self.array_spec(batch_size, self.num_heads, self.state_dim, self.head_dim)
-        return {"memory": memory, **super().own_state_spec(batch_size)}
+        return in_order({"memory": memory, **super().own_state_spec(batch_size)})
 
 
 def _scaled(x, scale):

@@ -216,9 +216,10 @@ class NemotronH(MambaHybridLayout):
 
     def write_config(self, arguments):
         characters = {block_type: character for character, block_type in self.characters.items()}
+        pattern = [characters[block_type] for block_type in arguments["block_types"]]
         return {
             **super().write_config(arguments),
-            "hybrid_override_pattern": "".join(map(characters.get, arguments["block_types"])),
+            "hybrid_override_pattern": "".join(pattern),
             "num_hidden_layers": arguments["num_layers"],
         }
 
@@ -523,9 +524,9 @@ def _multiple_of_width(arguments):
 
 def _read_types(config, names):
     """Returns the block types in a list of names, or None if there is no list."""
-    keys = ("layers_block_type", "layer_types")
-    config.ignore(*keys)
-    keys = [key for key in keys if config.config.get(key) is not None]
+    known = "layers_block_type", "layer_types"
+    config.ignore(*known)
+    keys = [key for key in known if config.config.get(key) is not None]
     if not keys:
         return None
     types = [tuple(names[name] for name in config.name_list(key, names)) for key in keys]
@@ -560,8 +561,8 @@ def _mamba(block, theirs, ours, arguments):
     d, taps = arguments["hidden_dim"], arguments["mamba_conv_size"]
 
     def tensor(name, shape, *weights, **kwargs):
-        weights = [f"{ours}/{weight}" for weight in weights]
-        return block.tensor(f"{theirs}.{name}", shape, *weights, **kwargs)
+        paths = [f"{ours}/{weight}" for weight in weights]
+        return block.tensor(f"{theirs}.{name}", shape, *paths, **kwargs)
 
     kernels = [f"{name}_proj/kernel" for name in ("z", "x", "bc", "dt")]
     rows = _fused_rows(arguments, (inner, inner, channels - inner, heads))
