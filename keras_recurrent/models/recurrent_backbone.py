@@ -452,13 +452,13 @@ def token_input(name):
     return keras.Input((None,), dtype="int32", name=name)
 
 
-def check_network_sizes(vocabulary_size, num_layers, hidden_dim, intermediate_dim):
+def check_network_sizes(vocabulary_size, num_layers, hidden_dim, intermediate_dim, *, has_mlp=True):
     """Raises an error for sizes below 1 and those that the active distribution cannot split.
 
-    `intermediate_dim` is None for a network that does not mix channels.
+    Without `has_mlp`, `intermediate_dim` may be None, for a network that does not mix channels.
     """
     sizes = {"hidden_dim": hidden_dim, "intermediate_dim": intermediate_dim}
-    if intermediate_dim is None:
+    if intermediate_dim is None and not has_mlp:
         del sizes["intermediate_dim"]
     check_positive_integers(vocabulary_size=vocabulary_size, num_layers=num_layers, **sizes)
     check_layout(

@@ -235,7 +235,8 @@ class MambaHybridBackbone(RecurrentBackbone):
         block_types = _expand(block_types, num_layers)
         if mlp not in (SWIGLU, SQUARED_RELU):
             raise ValueError(f"`mlp` must be {SWIGLU!r} or {SQUARED_RELU!r}; got {mlp!r}.")
-        check_network_sizes(vocabulary_size, num_layers, hidden_dim, intermediate_dim)
+        sizes = vocabulary_size, num_layers, hidden_dim, intermediate_dim
+        check_network_sizes(*sizes, has_mlp=False)
         scales = {
             "embedding_scale": embedding_scale,
             "output_scale": output_scale,
