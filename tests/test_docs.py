@@ -14,6 +14,7 @@ from keras_recurrent.backends.signatures import DECODING_STEPS, SIGNATURES
 from keras_recurrent.models import (
     GriffinCausalLM,
     HGRN2CausalLM,
+    LFM2CausalLM,
     LightningHybridCausalLM,
     MambaHybridCausalLM,
     TransNormerCausalLM,
@@ -53,7 +54,7 @@ def test_table_of_implementations_has_every_folder(tables):
 @pytest.mark.parametrize(
     "name",
     [
-        *("griffin", "hgrn2", "transnormer", "lightning_hybrid", "mamba_hybrid"),
+        *("griffin", "hgrn2", "transnormer", "lightning_hybrid", "mamba_hybrid", "lfm2"),
         *("vision", "implementations"),
     ],
 )
@@ -61,7 +62,7 @@ def test_generated_tables_are_current(tables, name, monkeypatch):
     """A table differs from the output of `make tables`. Two models of each family are built."""
     families = (
         *(GriffinCausalLM, HGRN2CausalLM, TransNormerCausalLM),
-        *(LightningHybridCausalLM, MambaHybridCausalLM),
+        *(LightningHybridCausalLM, MambaHybridCausalLM, LFM2CausalLM),
     )
     presets = {k: row["metadata"]["params"] for cls in families for k, row in cls.presets.items()}
     built = {k for cls in families for k in [*cls.presets][:: len(cls.presets) - 1]}

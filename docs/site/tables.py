@@ -14,12 +14,20 @@ from keras_recurrent.models import (
     GriffinCausalLM,
     HGRN2CausalLM,
     HGRN2ImageClassifier,
+    LFM2CausalLM,
     LightningHybridCausalLM,
     MambaHybridCausalLM,
     TransNormerCausalLM,
     memory_sizes,
 )
-from keras_recurrent.presets import griffin, hgrn2, lightning_hybrid, mamba_hybrid, transnormer
+from keras_recurrent.presets import (
+    griffin,
+    hgrn2,
+    lfm2,
+    lightning_hybrid,
+    mamba_hybrid,
+    transnormer,
+)
 
 DOCS = pathlib.Path(__file__).parents[1]
 BACKENDS = DOCS.parent / "backends"
@@ -61,7 +69,7 @@ def transnormer_cells(row):
     return *(f"{n:,}" for n in numbers), _format_vocabulary(row)
 
 
-def lightning_hybrid_cells(row):
+def hybrid_cells(row):
     numbers = (row.hidden_dim, row.num_layers, len(row.attention), row.heads, row.intermediate_dim)
     return *(f"{n:,}" for n in numbers), _format_vocabulary(row)
 
@@ -106,7 +114,13 @@ FAMILIES = {
         LightningHybridCausalLM,
         lightning_hybrid.SIZES,
         ("width", "depth", "blocks of attention", "heads", "SwiGLU width", "vocabulary"),
-        lightning_hybrid_cells,
+        hybrid_cells,
+    ),
+    "lfm2": (
+        LFM2CausalLM,
+        lfm2.SIZES,
+        ("width", "depth", "blocks of attention", "heads", "SwiGLU width", "vocabulary"),
+        hybrid_cells,
     ),
     "mamba_hybrid": (
         MambaHybridCausalLM,

@@ -69,23 +69,23 @@ class GatedShortConv(StreamingLayer):
         check_positive_integer("kernel_size", kernel_size)
         check_boolean("use_bias", use_bias)
         self.store_arguments(GatedShortConv, locals())
-
-    def build(self, input_shape):
-        super().build(input_shape)
-        for name in ("b_proj", "c_proj", "u_proj", "o_proj"):
-            projection = inner_dense(self, self.width, name, use_bias=self.use_bias)
-            projection.build(input_shape)
-            setattr(self, name, projection)
         with no_further_remat():
             self.conv1d = CausalConv1D(
-                self.kernel_size,
-                use_bias=self.use_bias,
+                kernel_size,
+                use_bias=use_bias,
                 kernel_initializer=clone_initializer(self.kernel_initializer),
                 bias_initializer=clone_initializer(self.bias_initializer),
                 dtype=self.dtype_policy,
                 name="conv1d",
             )
+
+    def build(self, input_shape):
+        super().build(input_shape)
         self.conv1d.build(input_shape)
+        for name in ("b_proj", "c_proj", "u_proj", "o_proj"):
+            projection = inner_dense(self, self.width, name, use_bias=self.use_bias)
+            projection.build(input_shape)
+            setattr(self, name, projection)
 
     def streaming_sublayers(self):
         return {"conv1d": self.conv1d}
@@ -109,10 +109,11 @@ class GatedShortConv(StreamingLayer):
 
     def fused_step(self, x, norm, tokens, state, **ends):
         b, c, u = decoding.linear(x, [self.b_proj, self.c_proj, self.u_proj], norm)
+        # Values, which are the device's part inside `devices.jax_steps.run`.
+        weights = [ops.convert_to_tensor(weight) for weight in self.conv1d.weights]
         z, window = causal_conv1d(
             ops.multiply(b, u)[:, None],
-            self.conv1d.kernel,
-            self.conv1d.bias,
+            *weights,
             initial_state=state["conv1d"]["inputs"],
             token_kind=tokens.kind,
         )

@@ -25,6 +25,16 @@ from keras_recurrent.models.hgrn2.hgrn2_text_classifier import (
     HGRN2TextClassifierPreprocessor,
 )
 from keras_recurrent.models.hgrn2.hgrn2_vision_backbone import HGRN2VisionBackbone
+from keras_recurrent.models.lfm2.lfm2_backbone import LFM2Backbone, LFM2ResidualBlock
+from keras_recurrent.models.lfm2.lfm2_causal_lm import (
+    LFM2CausalLM,
+    LFM2CausalLMPreprocessor,
+    LFM2Tokenizer,
+)
+from keras_recurrent.models.lfm2.lfm2_text_classifier import (
+    LFM2TextClassifier,
+    LFM2TextClassifierPreprocessor,
+)
 from keras_recurrent.models.lightning_hybrid.lightning_hybrid_backbone import (
     LightningHybridBackbone,
     LightningHybridResidualBlock,
@@ -84,6 +94,13 @@ __all__ = [
     "HGRN2TextClassifierPreprocessor",
     "HGRN2Tokenizer",
     "HGRN2VisionBackbone",
+    "LFM2Backbone",
+    "LFM2CausalLM",
+    "LFM2CausalLMPreprocessor",
+    "LFM2ResidualBlock",
+    "LFM2TextClassifier",
+    "LFM2TextClassifierPreprocessor",
+    "LFM2Tokenizer",
     "LightningHybridBackbone",
     "LightningHybridCausalLM",
     "LightningHybridCausalLMPreprocessor",

@@ -27,7 +27,8 @@ class LoraBackbone:
                 `default_lora_layer_names()`, the linear layers that mix tokens. They are
                 `linear_x`, `linear_y`, `linear_out`, `q_proj`, `k_proj`, `v_proj` and `o_proj` in
                 Griffin; `q_proj`, `f_proj`, `i_proj` and `o_proj` in HGRN2; `q_proj`, `k_proj`,
-                `v_proj`, `u_proj` and `o_proj` in TransNormerLLM, HypeNet and MiniCPM-SALA; and
+                `v_proj`, `u_proj` and `o_proj` in TransNormerLLM, HypeNet and MiniCPM-SALA;
+                these and `b_proj` and `c_proj` in LFM2; and
                 `z_proj`, `x_proj`, `bc_proj`, `dt_proj`, `q_proj`, `k_proj`, `v_proj` and `o_proj`
                 in Nemotron-H, Granite 4.0 H, Falcon-H1 and Mamba-2.
 

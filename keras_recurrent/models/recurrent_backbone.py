@@ -465,3 +465,13 @@ def check_network_sizes(vocabulary_size, num_layers, hidden_dim, intermediate_di
         "token_embedding/embeddings", vocabulary_size=vocabulary_size, hidden_dim=hidden_dim
     )
     check_layout("block_0/mlp/gate_proj/kernel", **sizes)
+
+
+def expand_block_types(block_types, num_layers, *choices):
+    """Returns the type of each block, one of `choices`, from a name or a pattern."""
+    # A string would be a pattern of its letters.
+    pattern = (block_types,) if isinstance(block_types, str) else tuple(block_types)
+    if not pattern or not set(pattern) <= set(choices):
+        known = ", ".join(map(repr, choices))
+        raise ValueError(f"`block_types` must be a pattern of {known}; got {block_types!r}.")
+    return tuple(pattern[i % len(pattern)] for i in range(num_layers))

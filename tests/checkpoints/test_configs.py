@@ -8,6 +8,7 @@ import pytest
 from keras_recurrent.models import MambaHybridBackbone
 from keras_recurrent.models.griffin.checkpoint import RecurrentGemma
 from keras_recurrent.models.hgrn2.checkpoint import HGRN2Layout
+from keras_recurrent.models.lfm2.checkpoint import LFM2Layout
 from keras_recurrent.models.lightning_hybrid.checkpoint import HypeNet, MiniCPMSALA
 from keras_recurrent.models.mamba_hybrid.checkpoint import (
     FalconH1,
@@ -16,7 +17,14 @@ from keras_recurrent.models.mamba_hybrid.checkpoint import (
     NemotronH,
 )
 from keras_recurrent.models.transnormer.checkpoint import TransNormer
-from keras_recurrent.presets import griffin, hgrn2, lightning_hybrid, mamba_hybrid, transnormer
+from keras_recurrent.presets import (
+    griffin,
+    hgrn2,
+    lfm2,
+    lightning_hybrid,
+    mamba_hybrid,
+    transnormer,
+)
 from tests.checkpoints import golden
 from tests.layers.table import assert_rejects
 
@@ -33,6 +41,7 @@ LAYOUTS = {
     "granite": Granite(),
     "mamba2": Mamba2Layout(),
     "falcon_h1": FalconH1(),
+    "lfm2": LFM2Layout(),
 }
 CONFIGS = {
     name: golden.read_config(golden.DATA / f"{name.replace('_gemma', 'gemma')}_tiny")
@@ -92,6 +101,22 @@ def transnormer_config(size):
     }
 
 
+def lfm2_config(size, **changes):
+    """Returns the file of the Hub: a width before its adjustment, and no size of a head."""
+    attention = [i in size.attention for i in range(size.num_layers)]
+    return CONFIGS["lfm2"] | {
+        **{"block_dim": size.hidden_dim, "conv_dim": size.hidden_dim, "num_heads": size.heads},
+        "block_multiple_of": 256,
+        "hidden_size": size.hidden_dim,
+        "layer_types": ["full_attention" if i else "conv" for i in attention],
+        "num_attention_heads": size.heads,
+        "num_hidden_layers": size.num_layers,
+        "num_key_value_heads": 8,
+        "vocab_size": size.vocabulary_size,
+        **changes,
+    }
+
+
 # {name: (model type, published configuration, the preset's size)}
 PUBLISHED = {
     f"recurrentgemma_{name}": (
@@ -106,6 +131,25 @@ for name, *sizes in (("hgrn2_1.3b_100b", 2048, 24), ("hgrn2_2.7b_100b", 2560, 32
 for name in ("tnl_385m", "tnl_1b", "tnl_7b"):
     size = transnormer.SIZES[name]
     PUBLISHED[name] = ("transnormer", transnormer_config(size), size)
+
+
+OLDER = {
+    "full_attn_idxs": list(lfm2.SIZES["lfm2_350m"].attention),
+    **{"layer_types": None, "rope_parameters": None, "rope_theta": 1000000.0},
+}
+LARGE_ROPE = {"rope_theta": 10000000.0, "rope_type": "default"}
+for name, changes in {
+    "lfm2_350m": {"block_ff_dim": 6656, **OLDER},
+    "lfm2_700m": {"block_ff_dim": 10240},
+    "lfm2_1.2b": {"block_ff_dim": 12288},
+    "lfm2.5_230m": {"block_ff_dim": 2560, "block_auto_adjust_ff_dim": False},
+    "lfm2.5_2.6b": {
+        **{"block_ff_dim": None, "block_auto_adjust_ff_dim": False, "intermediate_size": 10752},
+        "rope_parameters": LARGE_ROPE,
+    },
+}.items():
+    size = lfm2.SIZES[name]
+    PUBLISHED[name] = ("lfm2", lfm2_config(size, **changes), size)
 
 
 def constructor_defaults(cls):
@@ -196,6 +240,18 @@ UNSUPPORTED = [
     ("minicpm_sala", "head_dim", 8),
     ("minicpm_sala", "pretraining_tp", 2),
     ("minicpm_sala", "mixer_types", ["lightning-attn"] * 4),
+    ("lfm2", "layer_types", ["conv"] * 4),
+    ("lfm2", "layer_types", ["conv"] * 4 + ["sliding_attention"]),
+    ("lfm2", "block_norm_eps", 1e-6),
+    ("lfm2", "block_dim", 32),
+    ("lfm2", "conv_dim_out", 32),
+    ("lfm2", "num_heads", 8),
+    ("lfm2", "num_attention_heads", 64),
+    ("lfm2", "num_key_value_heads", 3),
+    ("lfm2", "block_use_swiglu", False),
+    ("lfm2", "use_pos_enc", False),
+    ("lfm2", "rope_scaling", {"type": "yarn"}),
+    ("lfm2", "head_dim", 15),
     ("transnormer", "linear_use_lrpe_list", [0] * 3),
     ("transnormer", "linear_use_lrpe_list", [1]),
     ("transnormer", "linear_act_fun", "relu"),
@@ -316,6 +372,19 @@ def test_config_with_unsupported_value_names_the_key(model_type, key, value):
             5.0,
         ),
         ("falcon_h1", {"head_dim": DROP}, "head_dim", 16),
+        ("lfm2", {}, "intermediate_dim", 96),
+        ("lfm2", {"block_auto_adjust_ff_dim": False}, "intermediate_dim", 130),
+        ("lfm2", {"block_ffn_dim_multiplier": 1.2}, "intermediate_dim", 128),
+        ("lfm2", {"head_dim": 32}, "head_dim", 32),
+        ("lfm2", {"layer_types": None}, "block_types", ("global_attention",) * 5),
+        ("lfm2", {"rope_theta": 500.0}, "rope_max_wavelength", 1_000_000),
+        ("lfm2", {"rope_theta": 500.0, "rope_parameters": None}, "rope_max_wavelength", 500),
+        (
+            "lfm2",
+            {"tie_embedding": False, "tie_word_embeddings": True},
+            "tie_word_embeddings",
+            False,
+        ),
     ],
 )
 def test_config_sets_the_argument(model_type, changes, argument, value):
@@ -401,6 +470,9 @@ REQUIRED = {
         ("transnormer", {"window": 7}, "has 'window', which this version does not know"),
         ("hgrn2", {"use_short_conv": True, "share_conv_kernel": True}, "'share_conv_kernel'"),
         ("hgrn2", {"attn": {**ATTENTION, "layers": [0]}, "attnres_block_size": 4}, "size' is 4"),
+        ("lfm2", {"quantization_config": {"bits": 4}}, "has 'quantization_config', which this"),
+        ("lfm2", {"block_ffn_dim_multiplier": None}, "has no 'block_ffn_dim_multiplier'"),
+        ("lfm2", {"rope_parameters": {"rope_type": "yarn"}}, "'rope_type' is 'yarn' in 'rope_par"),
         # Norms and gates are off by default.
         ("hypenet", {"lightning_use_qk_norm": DROP}, "'lightning_use_qk_norm' is False"),
         ("hypenet", {"attn_use_output_gate": DROP}, "'attn_use_output_gate' is False"),

@@ -121,8 +121,9 @@ TRANSNORMER = {"decay_schedule": "paper", "tie_word_embeddings": True, "layer_no
         ("hgrn2", {"num_layers": 1, **HGRN2}, HGRN2),
         ("transnormer", {"num_layers": 1, **TRANSNORMER}, TRANSNORMER),
         ("lightning_hybrid", {"residual_scale": None}, {"embedding_scale": 3.0}),
+        ("lfm2", {"layer_norm_epsilon": 0.0}, {"layer_norm_epsilon": 0.0}),
     ],
-    ids=["griffin", "hawk", "hgrn2", "transnormer", "lightning_hybrid"],
+    ids=["griffin", "hawk", "hgrn2", "transnormer", "lightning_hybrid", "lfm2"],
 )
 def test_export_of_unsupported_arguments_names_all(tmp_path, family, arguments, unsupported):
     """An argument is left out of the error, or the export silently loses its value."""

@@ -49,6 +49,12 @@ SIZES = {
         "num_query_heads": 8,
         "head_dim": 4,
     },
+    "lfm2": {
+        **COMMON,
+        "block_types": ("gated_short_conv", "global_attention"),
+        "num_query_heads": 8,
+        "head_dim": 4,
+    },
 }
 
 
@@ -176,7 +182,11 @@ def computed_bytes(model, layout_map):
 STATES: dict = {
     "griffin:2,2,2": {"hidden": (8, 32), "inputs": (8, 3, 32), "key": (8, 5, 1, 8)},
     "griffin:4,2:2": {"key": (4, 5, 1, 8)},
-    **{f"{family}:2,4": {"memory": (8, 2, 4, 4)} for family in FAMILIES if family != "griffin"},
+    "lfm2:2,4": {"inputs": (8, 2, 8)},
+    **{
+        f"{family}:2,4": {"memory": (8, 2, 4, 4)}
+        for family in ("hgrn2", "transnormer", "lightning_hybrid")
+    },
 }
 
 

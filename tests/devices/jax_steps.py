@@ -32,6 +32,7 @@ CASES: dict = {
     "griffin": ({"block_types": ("recurrent", "local_attention")}, {}),
     "hgrn2": ({**HYBRID, "num_key_value_heads": 4}, {"num_key_value_heads": 4}),
     "lightning_hybrid": ({}, {"attention_layers": (1,)}),
+    "lfm2": ({"use_conv_bias": True}, {}),
 }
 
 

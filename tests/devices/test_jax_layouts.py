@@ -42,6 +42,7 @@ HEADS = {
     "transnormer": ("num_heads", 3),
     "lightning_hybrid": ("num_lightning_heads", 4),
     "mamba_hybrid": ("num_mamba_heads", 4),
+    "lfm2": ("num_query_heads", 4),
 }
 
 
@@ -52,7 +53,7 @@ def test_sizes_that_devices_do_not_divide_raise_before_weights_are_made(family):
     sizes = {name: size for name, size in sizes.items() if name in FAMILIES[family].sizes}
     expected = [
         ({}, "`token_embedding/embeddings` is split .*, `vocabulary_size=64`"),
-        (sizes, f"block_0/temporal.*`{name}`, {heads}[.] Take a"),
+        (sizes, f"block_[01]/temporal.*`{name}`, {heads}[.] Take a"),
         ({**sizes, "intermediate_dim": 44}, "mlp/gate_proj/kernel` is .* `intermediate_dim`, 44"),
     ]
     with model_parallel(cls.get_layout_map(device_mesh(1, 8))):

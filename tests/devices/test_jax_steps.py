@@ -22,6 +22,7 @@ CASES: dict = {
     "griffin": ({}, {"num_key_value_heads": 2}),
     "hgrn2": (HYBRID, {"num_key_value_heads": 2}),
     "lightning_hybrid": ({}, {"attention_layers": (1,), "num_key_value_heads": 2}),
+    "lfm2": ({}, {"num_key_value_heads": 2}),
 }
 
 

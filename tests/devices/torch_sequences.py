@@ -19,6 +19,7 @@ BLOCK_TYPES = {
     "griffin": ("recurrent", "local_attention"),
     "lightning_hybrid": ("lightning_attention",),
     "mamba_hybrid": ("mamba", "mlp"),
+    "lfm2": ("gated_short_conv",),
 }
 
 

@@ -72,6 +72,7 @@ MODELS = {
     "hgrn2 lm": lambda: tiny_causal_lm(family="hgrn2"),
     "transnormer lm": lambda: tiny_causal_lm(family="transnormer"),
     "lightning_hybrid lm": lambda: tiny_causal_lm(family="lightning_hybrid"),
+    "lfm2 lm": lambda: tiny_causal_lm(family="lfm2"),
     "text classifier": text_classifier,
     "image classifier": image_classifier,
 }

@@ -75,6 +75,7 @@ NEMOTRON = {
         ("hgrn2", (5,), {}),
         ("hgrn2", LENGTHS, HYBRID),
         ("griffin", LENGTHS, {}),
+        pytest.param("lfm2", LENGTHS, {}, marks=pytest.mark.nightly),
         pytest.param("hgrn2", LENGTHS * 9, HYBRID, marks=pytest.mark.nightly),
     ],
 )

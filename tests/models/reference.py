@@ -2,8 +2,8 @@
 
 Written from the papers and what the published models compute: Griffin (arXiv:2402.19427), HGRN2
 (arXiv:2404.07904), TransNormerLLM (arXiv:2307.14995), HypeNet (arXiv:2601.22156), MiniCPM-SALA
-(arXiv:2602.11761), Nemotron-H (arXiv:2504.03624) and Falcon-H1 (arXiv:2507.22448). Each document is
-computed alone and without padding.
+(arXiv:2602.11761), Nemotron-H (arXiv:2504.03624), Falcon-H1 (arXiv:2507.22448) and LFM2
+(arXiv:2511.23404). Each document is computed alone and without padding.
 """
 
 import functools
@@ -149,12 +149,20 @@ def mamba_hybrid_mlp(w, config):
     return Sum((loops.GatedMLP(w, options, "silu"), config["mlp_scale"]))
 
 
+def lfm2_mixer(w, config, i, weights):
+    if config["block_types"][i] == "gated_short_conv":
+        return loops.GatedShortConv(w, config)
+    options = {"logit_scaling": None, "sliding_window": None, "partial_rotary_factor": 1}
+    return loops.LocalAttention(w, {**config, **options})
+
+
 MIXERS = {
     "griffin": griffin_mixer,
     "hgrn2": hgrn2_mixer,
     "transnormer": transnormer_mixer,
     "lightning_hybrid": lightning_hybrid_mixer,
     "mamba_hybrid": mamba_hybrid_mixer,
+    "lfm2": lfm2_mixer,
 }
 MLPS = {
     "griffin": functools.partial(loops.GatedMLP, activation="gelu"),
@@ -162,4 +170,5 @@ MLPS = {
     "transnormer": functools.partial(loops.GatedMLP, activation="linear"),
     "lightning_hybrid": functools.partial(loops.GatedMLP, activation="silu"),
     "mamba_hybrid": mamba_hybrid_mlp,
+    "lfm2": functools.partial(loops.GatedMLP, activation="silu"),
 }

@@ -144,10 +144,16 @@ OPTIONS = {
         "no MLP, no norm": {"block_types": "mamba", "mamba_norm_position": None},
         "norm before the gate": {"mamba_norm_position": "before_gate", "num_layers": 1},
     },
+    "lfm2": {
+        "four taps, untied": {
+            **{"conv_size": 4, "use_conv_bias": False, "tie_word_embeddings": False},
+            "layer_norm_epsilon": 1e-2,
+        },
+    },
 }
 STREAMED = ("complex recurrence", "short convolutions", "hybrid", "Nemotron-H")
 ON_TORCH = ("complex recurrence", "decays of the paper", "tied", "one layer", "HypeNet")
-ON_TORCH += ("MLPs after mixers", "no MLP, no norm", "norm before the gate")
+ON_TORCH += ("MLPs after mixers", "no MLP, no norm", "norm before the gate", "four taps, untied")
 
 
 @pytest.mark.parametrize(
@@ -215,7 +221,7 @@ INVALID_ARGUMENTS = {
     ],
     "transnormer": [("decay_schedule", "slopes", 'must be "checkpoints", "alibi" or')],
     "lightning_hybrid": [
-        ("block_types", (), "must be a pattern of 'lightning_attention' and 'global_attention'"),
+        ("block_types", (), "must be a pattern of 'lightning_attention', 'global_attention'"),
         ("block_types", ("attention",), r"must be .*got \('attention',\)"),
         *((name, -1.0, FINITE) for name in ("embedding_scale", "residual_scale", "output_scale")),
     ],
@@ -227,6 +233,12 @@ INVALID_ARGUMENTS = {
         ("intermediate_dim", None, "must be an integer"),
         ("num_mamba_groups", 3, "must divide `num_mamba_heads`, 4; got 3"),
         *((name, -1.0, FINITE) for name in ("embedding_scale", "mlp_scale", "mamba_scale")),
+    ],
+    "lfm2": [
+        ("block_types", ("conv",), "must be a pattern of 'gated_short_conv', 'global_att"),
+        ("num_key_value_heads", 3, ".*must divide `num_query_heads`"),
+        ("conv_size", 0, "must be an integer"),
+        ("use_conv_bias", None, "must be True or False"),
     ],
 }
 

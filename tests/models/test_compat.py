@@ -55,6 +55,7 @@ LANGUAGE_MODELS = {
     "tnl_tiny": "TransNormer",
     "hypenet_tiny": "LightningHybrid",
     "nemotron_h_tiny": "MambaHybrid",
+    "lfm2_tiny": "LFM2",
 }
 CLASSES = {name: f"{family}CausalLM" for name, family in LANGUAGE_MODELS.items()} | {
     "hgrn2_vision_tiny": "HGRN2ImageClassifier"

@@ -16,7 +16,14 @@ from keras_recurrent.models import (
     GriffinTokenizer,
     HGRN2CausalLM,
 )
-from keras_recurrent.presets import griffin, hgrn2, lightning_hybrid, mamba_hybrid, transnormer
+from keras_recurrent.presets import (
+    griffin,
+    hgrn2,
+    lfm2,
+    lightning_hybrid,
+    mamba_hybrid,
+    transnormer,
+)
 from tests.layers.table import assert_rejects
 from tests.models.tiny import FAMILIES, VOCABULARY, any_family
 
@@ -28,6 +35,7 @@ SIZES = {
     "transnormer": transnormer.SIZES,
     "lightning_hybrid": lightning_hybrid.SIZES,
     "mamba_hybrid": mamba_hybrid.SIZES,
+    "lfm2": lfm2.SIZES,
 }
 
 
@@ -98,6 +106,7 @@ def test_presets_are_listed_by_all_classes_of_a_family_and_by_keras_hub(family):
         ("transnormer", "tnl_tiny", 256),
         ("lightning_hybrid", "hypenet_tiny", 1024),
         ("mamba_hybrid", "nemotron_h_tiny", 1024),
+        ("lfm2", "lfm2_tiny", 1024),
     ],
 )
 def test_keras_hub_loads_the_model_and_backbone_of_a_preset_name(family, name, sequence_length):

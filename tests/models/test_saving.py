@@ -31,7 +31,7 @@ TEXTS = ["to be", "or not"]
 # Number of linear layers, in two blocks, that have low-rank weights; names of those that mix tokens
 # and are quantized.
 LORA = {"griffin": 3 + 4, "hgrn2": 2 * 4, "transnormer": 2 * 5, "lightning_hybrid": 4 + 5}
-LORA["mamba_hybrid"] = 5 + 4
+LORA |= {"mamba_hybrid": 5 + 4, "lfm2": 4 + 4}
 INT8 = {
     "griffin": (
         *("linear_x", "linear_y", "linear_out", "recurrence_gate", "input_gate"),
@@ -43,6 +43,7 @@ INT8 = {
     "mamba_hybrid": (
         *("z_proj", "x_proj", "bc_proj", "dt_proj", "q_proj", "k_proj", "v_proj", "o_proj"),
     ),
+    "lfm2": ("b_proj", "c_proj", "u_proj", "q_proj", "k_proj", "v_proj", "o_proj"),
 }
 
 

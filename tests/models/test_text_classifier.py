@@ -13,6 +13,7 @@ from tests.models import reference
 from tests.models.data_sources import make_sources
 from tests.models.tiny import (
     FEWER_LAYERS,
+    NIGHTLY_IF_COMPILED,
     VOCABULARY,
     set_weights,
     tiny_backbone,
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.once
 CLASSIFIERS = {
     "griffin": (models.GriffinTextClassifier, models.GriffinTextClassifierPreprocessor),
     "hgrn2": (models.HGRN2TextClassifier, models.HGRN2TextClassifierPreprocessor),
+    "lfm2": (models.LFM2TextClassifier, models.LFM2TextClassifierPreprocessor),
 }
 TEXTS = ["tick", "tock tock", "boom", "tick tick", "no", "tock"] * 2
 LABELS = [0, 1, 2, 0, 2, 1] * 2
@@ -54,7 +56,10 @@ def last_hidden_state(family, backbone, tokens):
 
 
 @pytest.mark.every_backend
-@pytest.mark.parametrize(("family", "bidirectional"), [("griffin", True), ("hgrn2", False)])
+@pytest.mark.parametrize(
+    ("family", "bidirectional"),
+    [("griffin", True), ("hgrn2", False), pytest.param("lfm2", False, marks=NIGHTLY_IF_COMPILED)],
+)
 def test_classifier_reads_the_last_real_token_of_each_direction(family, bidirectional):
     backbone = tiny_backbone(0, family, **FEWER_LAYERS)
     cls, _ = CLASSIFIERS[family]

@@ -89,6 +89,16 @@ FAMILIES = {
         mlp_scale=0.9,
         mlp_gate_scale=1.2,
     ),
+    "lfm2": make_family(
+        "LFM2",
+        num_layers=2,
+        intermediate_dim=24,
+        block_types=("gated_short_conv", "global_attention"),
+        **ATTENTION,
+        head_dim=4,
+        use_conv_bias=True,
+        rope_max_wavelength=100.0,
+    ),
 }
 SIZES = FAMILIES["griffin"].sizes
 # Further arguments of a tiny "hgrn2": attention between two HGRN2 blocks, the second with a bound.

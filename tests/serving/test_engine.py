@@ -45,7 +45,7 @@ CHUNK = 8
 ENGINES = [(3, 8, 2**30), (2, 16, 0)][: 2 if BACKEND == "torch" else 1]
 FAMILIES_OF_STATES = ["griffin"] + [
     pytest.param(name, marks=NIGHTLY_IF_COMPILED)
-    for name in ("hgrn2", "hgrn2 hybrid", "lightning_hybrid", "mamba_hybrid")
+    for name in ("hgrn2", "hgrn2 hybrid", "lightning_hybrid", "mamba_hybrid", "lfm2")
 ]
 # An answer begins differently from a message, so that no prompt begins with an earlier prompt.
 TEMPLATE = (

@@ -4,7 +4,11 @@ import keras
 
 from keras_recurrent.checks.arguments import check_number, check_positive_integer
 from keras_recurrent.layers import LightningAttention
-from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, check_network_sizes
+from keras_recurrent.models.recurrent_backbone import (
+    RecurrentBackbone,
+    check_network_sizes,
+    expand_block_types,
+)
 from keras_recurrent.models.residual_block import ResidualBlock
 
 LIGHTNING, GLOBAL = "lightning_attention", "global_attention"
@@ -138,7 +142,7 @@ class LightningHybridBackbone(RecurrentBackbone):
         for argument, size in optional.items():
             if size is not None:
                 check_positive_integer(argument, size)
-        block_types = _expand(block_types, num_layers)
+        block_types = expand_block_types(block_types, num_layers, LIGHTNING, GLOBAL)
         self.store_arguments(LightningHybridBackbone, locals())
         super().__init__(
             **self.make_layers(
@@ -221,14 +225,3 @@ class LightningHybridBackbone(RecurrentBackbone):
             f"block_({indices})/.*(k_proj|v_proj)/kernel": keys,
             f"block_(?!({indices})/).*(k_proj|v_proj)/kernel": (data, model),
         }
-
-
-def _expand(block_types, num_layers):
-    """Returns the type of each block from a name or a pattern."""
-    # A string would be a pattern of its letters.
-    pattern = (block_types,) if isinstance(block_types, str) else tuple(block_types)
-    if not pattern or not set(pattern) <= {LIGHTNING, GLOBAL}:
-        raise ValueError(
-            f"`block_types` must be a pattern of {LIGHTNING!r} and {GLOBAL!r}; got {block_types!r}."
-        )
-    return tuple(pattern[i % len(pattern)] for i in range(num_layers))

@@ -9,7 +9,11 @@ from keras_recurrent.checks.arguments import (
     check_positive_integer,
 )
 from keras_recurrent.layers import Mamba2, SquaredReLUMLP, StreamingLayer, SwiGLU
-from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, check_network_sizes
+from keras_recurrent.models.recurrent_backbone import (
+    RecurrentBackbone,
+    check_network_sizes,
+    expand_block_types,
+)
 from keras_recurrent.models.residual_block import ResidualBlock
 
 MAMBA, ATTENTION, PARALLEL, MLP = "mamba", "attention", "mamba_and_attention", "mlp"
@@ -232,7 +236,7 @@ class MambaHybridBackbone(RecurrentBackbone):
     ):
         check_positive_integer("num_layers", num_layers)
         check_booleans(use_mlp=use_mlp, use_mamba_conv_bias=use_mamba_conv_bias)
-        block_types = _expand(block_types, num_layers)
+        block_types = expand_block_types(block_types, num_layers, *BLOCK_TYPES)
         if mlp not in (SWIGLU, SQUARED_RELU):
             raise ValueError(f"`mlp` must be {SWIGLU!r} or {SQUARED_RELU!r}; got {mlp!r}.")
         sizes = vocabulary_size, num_layers, hidden_dim, intermediate_dim
@@ -355,13 +359,3 @@ class MambaHybridBackbone(RecurrentBackbone):
             "block.*/bc_conv1d/bias": (groups,),
             "block.*(/norm/scale|a_log|dt_bias|skip)": (model,),
         }
-
-
-def _expand(block_types, num_layers):
-    """Returns the type of each block from a name or a pattern."""
-    # A string would be a pattern of its letters.
-    pattern = (block_types,) if isinstance(block_types, str) else tuple(block_types)
-    if not pattern or not set(pattern) <= set(BLOCK_TYPES):
-        known = ", ".join(map(repr, BLOCK_TYPES))
-        raise ValueError(f"`block_types` must be a pattern of {known}; got {block_types!r}.")
-    return tuple(pattern[i % len(pattern)] for i in range(num_layers))

@@ -1,0 +1,161 @@
+"""Checkpoint layout of LFM2 and LFM2.5, dense models.
+
+Liquid AI 2025, arXiv:2511.23404. Default values are those of transformers. One tensor has the
+projections to both gates and the input of a convolution, concatenated along axis 0. The final norm
+is named `embedding_norm`. Older files name the blocks of attention by `full_attn_idxs`.
+"""
+
+from keras_recurrent.checkpoints.config_reader import MAX_LAYERS
+from keras_recurrent.checkpoints.layout import Layout
+from keras_recurrent.checkpoints.tensor_table import DEPTHWISE, stacked
+from keras_recurrent.models.lfm2.lfm2_backbone import ATTENTION, CONVOLUTION
+
+BLOCK_TYPES = {"conv": CONVOLUTION, "full_attention": ATTENTION}
+SWIGLU = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
+class LFM2Layout(Layout):
+    """`LFM2Backbone` from and to transformers' `Lfm2ForCausalLM`."""
+
+    model_type = "lfm2"
+    architecture = "Lfm2ForCausalLM"
+    final_norm = "model.embedding_norm.weight"
+    unused = (
+        *("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init"),
+        *("conv_use_xavier_init", "model_name", "theta"),
+    )
+
+    def read_config(self, config):
+        hidden_dim = config.integer("hidden_size", default=2560)
+        num_layers = config.integer("num_hidden_layers", default=32, maximum=MAX_LAYERS)
+        heads = config.integer("num_attention_heads", default=32)
+        key_value_heads = config.integer("num_key_value_heads", default=8)
+        if heads % key_value_heads:
+            wanted = f"a divisor of 'num_attention_heads', {heads}"
+            raise config.unsupported_error("num_key_value_heads", key_value_heads, wanted)
+        head_dim = config.integer("head_dim", default=None, multiple_of=2)
+        if head_dim is None:
+            if hidden_dim % (2 * heads):
+                wanted = f"heads of an even size, in equal parts of 'hidden_size', {hidden_dim}"
+                raise config.unsupported_error("num_attention_heads", heads, wanted)
+            head_dim = hidden_dim // heads
+        epsilon = config.number("norm_eps", default=1e-5)
+        rope = config.section("rope_parameters")
+        rope.fixed("rope_type", "default")
+        theta = config.number("rope_theta", default=1_000_000.0)
+        theta = rope.number("rope_theta", default=theta)
+        rope.check_all_read()
+        config.fixed("rope_scaling", None)
+        # These keys are not read by transformers. Other values would be of another model.
+        for key in ("conv_dim", "conv_dim_out", "block_dim"):
+            config.fixed(key, hidden_dim)
+        config.fixed("num_heads", heads)
+        config.fixed("block_norm_eps", epsilon)
+        config.fixed("block_use_swiglu", True)
+        config.fixed("use_pos_enc", True)
+        is_tied = config.flag("tie_word_embeddings", default=True)
+        return {
+            "vocabulary_size": config.integer("vocab_size", default=65_536),
+            "num_layers": num_layers,
+            "hidden_dim": hidden_dim,
+            "intermediate_dim": _read_intermediate_dim(config),
+            "block_types": _read_block_types(config, num_layers),
+            "num_query_heads": heads,
+            "num_key_value_heads": key_value_heads,
+            "head_dim": head_dim,
+            "conv_size": config.integer("conv_L_cache", default=3),
+            "use_conv_bias": config.flag("conv_bias", default=False),
+            "rope_max_wavelength": theta,
+            "tie_word_embeddings": config.flag("tie_embedding", default=is_tied),
+            "layer_norm_epsilon": epsilon,
+        }
+
+    def requirements(self, arguments):
+        return {"layer_norm_epsilon": (arguments["layer_norm_epsilon"] > 0, "above 0")}
+
+    def write_config(self, arguments):
+        names = {ours: theirs for theirs, ours in BLOCK_TYPES.items()}
+        types = [names[block_type] for block_type in arguments["block_types"]]
+        width, theta = arguments["intermediate_dim"], arguments["rope_max_wavelength"]
+        is_tied = arguments["tie_word_embeddings"]
+        return {
+            "vocab_size": arguments["vocabulary_size"],
+            "num_hidden_layers": arguments["num_layers"],
+            "hidden_size": arguments["hidden_dim"],
+            "intermediate_size": width,
+            "block_ff_dim": width,
+            "block_auto_adjust_ff_dim": False,
+            "layer_types": types,
+            "full_attn_idxs": [i for i, name in enumerate(types) if name == names[ATTENTION]],
+            "num_attention_heads": arguments["num_query_heads"],
+            "num_key_value_heads": arguments["num_key_value_heads"],
+            "head_dim": arguments["head_dim"],
+            "conv_L_cache": arguments["conv_size"],
+            "conv_bias": arguments["use_conv_bias"],
+            # transformers 5 reads the first form, earlier versions the second.
+            "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+            "rope_theta": theta,
+            "tie_embedding": is_tied,
+            "tie_word_embeddings": is_tied,
+            "norm_eps": arguments["layer_norm_epsilon"],
+        }
+
+    def block_tensors(self, i, block, arguments):
+        d, m = arguments["hidden_dim"], arguments["intermediate_dim"]
+        has_attention = arguments["block_types"][i] == ATTENTION
+        yield block.tensor("operator_norm.weight", (d,), "temporal_norm/scale")
+        yield from (_attention if has_attention else _convolution)(block, arguments)
+        yield block.tensor("ffn_norm.weight", (d,), "channel_norm/scale")
+        for theirs, ours in SWIGLU.items():
+            sizes = (m, d) if theirs == "w2" else (d, m)
+            yield from block.linear(f"feed_forward.{theirs}", *sizes, f"mlp/{ours}")
+
+
+def _attention(block, arguments):
+    d, size = arguments["hidden_dim"], arguments["head_dim"]
+    queries, keys = (arguments[f"num_{name}_heads"] * size for name in ("query", "key_value"))
+    for name, width in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+        yield from block.linear(f"self_attn.{name}", d, width, f"temporal_block/{name}")
+    yield from block.linear("self_attn.out_proj", queries, d, "temporal_block/o_proj")
+    for name in "qk":
+        theirs, ours = f"self_attn.{name}_layernorm.weight", f"temporal_block/{name}_norm/scale"
+        yield block.tensor(theirs, (size,), ours)
+
+
+def _convolution(block, arguments):
+    d, taps, bias = (arguments[name] for name in ("hidden_dim", "conv_size", "use_conv_bias"))
+    ours, projections = "temporal_block/conv1d", [f"temporal_block/{name}_proj" for name in "bcu"]
+    kernels, biases = ([f"{p}/{name}" for p in projections] for name in ("kernel", "bias"))
+    yield block.tensor("conv.in_proj.weight", (3 * d, d), *kernels, transform=stacked(3))
+    yield block.tensor("conv.conv.weight", (d, 1, taps), f"{ours}/kernel", transform=DEPTHWISE)
+    if bias:
+        yield block.tensor("conv.in_proj.bias", (3 * d,), *biases, transform=stacked(3))
+        yield block.tensor("conv.conv.bias", (d,), f"{ours}/bias")
+    yield from block.linear("conv.out_proj", d, d, "temporal_block/o_proj", bias)
+
+
+def _read_intermediate_dim(config):
+    """Returns the width inside the SwiGLU, which some files give before an adjustment."""
+    width = config.integer("intermediate_size", default=12_288)
+    width = config.integer("block_ff_dim", default=width)
+    multiple = config.integer("block_multiple_of", default=256)
+    # transformers fails if the key is null.
+    is_missing = "block_ffn_dim_multiplier" not in config.config
+    default = {"default": 1.0} if is_missing else {}
+    multiplier = config.number("block_ffn_dim_multiplier", **default)
+    if not config.flag("block_auto_adjust_ff_dim", default=True):
+        return width
+    return -(-int(multiplier * int(2 * width / 3)) // multiple) * multiple
+
+
+def _read_block_types(config, num_layers):
+    indices = range(num_layers)
+    if config.config.get("full_attn_idxs") is not None:
+        indices = config.integer_list("full_attn_idxs", maximum=num_layers - 1)
+    config.ignore("full_attn_idxs")
+    default = ["full_attention" if i in indices else "conv" for i in range(num_layers)]
+    names = config.name_list("layer_types", BLOCK_TYPES, default=default)
+    if len(names) != num_layers:
+        wanted = f"a list of 'num_hidden_layers', {num_layers}, names"
+        raise config.unsupported_error("layer_types", list(names), wanted)
+    return tuple(BLOCK_TYPES[name] for name in names)

@@ -1,0 +1,150 @@
+"""Network of LFM2 and LFM2.5, and its residual block."""
+
+import keras
+
+from keras_recurrent.checks.arguments import check_boolean, check_positive_integers
+from keras_recurrent.devices.jax_layouts import check_layout
+from keras_recurrent.layers import GatedShortConv
+from keras_recurrent.models.recurrent_backbone import (
+    RecurrentBackbone,
+    check_network_sizes,
+    expand_block_types,
+)
+from keras_recurrent.models.residual_block import ResidualBlock
+
+CONVOLUTION, ATTENTION = "gated_short_conv", "global_attention"
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class LFM2ResidualBlock(ResidualBlock):
+    """Residual block of LFM2, which mixes tokens and then channels.
+
+    ```
+    x = x + temporal_block(RMSNorm(x))
+    x = x + SwiGLU(RMSNorm(x))
+    ```
+
+    Liquid AI 2025 (arXiv:2511.23404).
+
+    Args:
+        temporal_block: the layer that mixes tokens, a `keras_recurrent.layers.GatedShortConv` or
+            `LocalAttention` in LFM2: any `StreamingLayer` whose output has the shape of its input.
+    """
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class LFM2Backbone(RecurrentBackbone):
+    """Network of LFM2 and LFM2.5, from tokens to hidden states.
+
+    Residual blocks (see `LFM2ResidualBlock`) between an embedding and a final RMSNorm. Most blocks
+    have a gated short convolution; the others have grouped-query attention to all earlier tokens,
+    with rotary positions and norms of queries and keys. Liquid AI 2025 (arXiv:2511.23404).
+
+    The state of a block with a convolution has a few tokens. The cache of attention blocks grows
+    with the length of the text.
+
+    Args:
+        vocabulary_size: integer, the number of tokens.
+        num_layers: integer, the number of residual blocks.
+        hidden_dim: integer, the width D of the residual stream and of the convolutions.
+        intermediate_dim: integer, the width inside the SwiGLU.
+        num_query_heads: integer, heads of queries in the blocks of attention.
+        block_types: a pattern of `"gated_short_conv"` and `"global_attention"`, repeated up to
+            `num_layers`; or one of these names, for all blocks. Defaults to two blocks of
+            convolutions and one of attention.
+        num_key_value_heads: integer, heads of keys and values, which must divide
+            `num_query_heads`. Defaults to 1.
+        head_dim: integer, the size of a head. Defaults to 64.
+        conv_size: integer, taps of the convolutions. Defaults to 3.
+        use_conv_bias: boolean, whether the convolutions and the linear layers around them have
+            biases.
+        rope_max_wavelength: number, the base of the rotary positions' wavelengths.
+        tie_word_embeddings: boolean. True: the embedding's weights compute the logits.
+        layer_norm_epsilon: float, ε of all norms.
+
+    All linear layers are initialized LeCun-normal.
+
+    Raises:
+        ValueError: a size is below 1, a block type is unknown, the pattern is empty,
+            `num_key_value_heads` does not divide `num_query_heads`, or a number or boolean has
+            another type.
+
+    Example:
+
+    >>> import numpy as np
+    >>> import keras_recurrent
+    >>> backbone = keras_recurrent.models.LFM2Backbone(
+    ...     vocabulary_size=259,
+    ...     num_layers=3,
+    ...     hidden_dim=24,
+    ...     intermediate_dim=64,
+    ...     num_query_heads=3,
+    ...     head_dim=8,
+    ... )
+    >>> token_ids = np.array([[1, 100, 101, 102, 0]])
+    >>> tuple(backbone({"token_ids": token_ids, "padding_mask": token_ids > 0}).shape)
+    (1, 5, 24)
+    """
+
+    def __init__(
+        self,
+        vocabulary_size,
+        num_layers,
+        hidden_dim,
+        intermediate_dim,
+        num_query_heads,
+        *,
+        block_types=(CONVOLUTION, CONVOLUTION, ATTENTION),
+        num_key_value_heads=1,
+        head_dim=64,
+        conv_size=3,
+        use_conv_bias=False,
+        rope_max_wavelength=1_000_000,
+        tie_word_embeddings=True,
+        layer_norm_epsilon=1e-5,
+        dtype=None,
+        name=None,
+        trainable=True,
+    ):
+        check_network_sizes(vocabulary_size, num_layers, hidden_dim, intermediate_dim)
+        check_positive_integers(num_query_heads=num_query_heads, conv_size=conv_size)
+        check_boolean("use_conv_bias", use_conv_bias)
+        block_types = expand_block_types(block_types, num_layers, CONVOLUTION, ATTENTION)
+        self.store_arguments(LFM2Backbone, locals())
+        super().__init__(
+            **self.make_layers(LFM2ResidualBlock, dtype, tie_word_embeddings),
+            dtype=dtype,
+            name=name,
+            trainable=trainable,
+        )
+
+    def make_mixer(self, i, **kwargs):
+        if self.block_types[i] == ATTENTION:
+            return self.make_attention(
+                i,
+                head_dim=self.head_dim,
+                rope_max_wavelength=self.rope_max_wavelength,
+                use_output_bias=False,
+                use_qk_norm=True,
+                layer_norm_epsilon=self.layer_norm_epsilon,
+                **kwargs,
+            )
+        path = f"block_{i}/temporal_block/conv1d/kernel"
+        check_layout(path, conv_size=self.conv_size, hidden_dim=self.hidden_dim)
+        return GatedShortConv(self.conv_size, use_bias=self.use_conv_bias, **kwargs)
+
+    def default_lora_layer_names(self):
+        return ["q_proj", "k_proj", "v_proj", "b_proj", "c_proj", "u_proj", "o_proj"]
+
+    @staticmethod
+    def weight_layout(data, model, num_devices, num_key_value_heads=1):
+        """Returns `{path: axes}` of the weights in blocks; see `get_layout_map`."""
+        keys = None if num_key_value_heads % num_devices else model
+        return {
+            "token_embedding/reverse_embeddings": (data, model),
+            "block.*(q_proj|b_proj|c_proj|u_proj|gate_proj|up_proj)/kernel": (data, model),
+            "block.*(b_proj|c_proj|u_proj|conv1d)/bias": (model,),
+            "block.*(k_proj|v_proj)/kernel": (data, keys),
+            "block.*(o_proj|down_proj)/kernel": (model, data),
+            "block.*conv1d/kernel": (None, model),
+        }
