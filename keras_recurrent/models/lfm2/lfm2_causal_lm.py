@@ -26,8 +26,8 @@ class LFM2CausalLM(RecurrentCausalLM):
     """Language model with LFM2 or LFM2.5.
 
     An `LFM2Backbone`, and logits of the next token. Liquid AI 2025 (arXiv:2511.23404). Blocks of
-    attention cache the keys and values of the whole text; those with a convolution keep a few
-    tokens.
+    attention cache the keys and values of the whole text. The state of the other blocks has a fixed
+    size.
     """
 
     backbone_cls = LFM2Backbone
