@@ -1,7 +1,4 @@
-"""Private names of Keras and KerasHub that this package imports; `upstream.py` has replaced ones.
-
-`tests/models/private_attributes.py` lists the private attributes that it uses.
-"""
+"""Private names of Keras and KerasHub that this package imports; `upstream.py` has replaced ones."""
 
 import importlib
 
