@@ -35,7 +35,7 @@ class Signature(NamedTuple):
         results: a `Result` each. The second one of an operation over time is its state, a dict
             where it has several arrays.
         channels: dimensions other than `B` whose members are independent, so that devices may
-            split them; those named after the first are split together with it.
+            split them; dimensions after the first one are split together with it.
         optional: names of the tensors that may be None.
         is_over_time: boolean, whether it takes an initial state and token kinds.
     """

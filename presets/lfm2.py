@@ -3,8 +3,8 @@
 Liquid AI 2025, arXiv:2511.23404, and the published configurations and model cards. The weights have
 the license that their authors call LFM Open License v1.0.
 
-A row is one preset. `parameters` is the resulting number, which a test verifies. A name is the
-publication's label, not a count.
+A row is one preset. `parameters` is the resulting parameter count, which a test verifies. A name
+is the publication's label, not a count.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ class Size(NamedTuple):
     label: str
     hidden_dim: int  # D
     num_layers: int
-    attention: tuple[int, ...]  # indices of the blocks of attention
+    attention: tuple[int, ...]  # indices of the attention blocks
     heads: int  # query heads
     intermediate_dim: int
     parameters: int

@@ -5,9 +5,9 @@
 - Falcon-H1: Falcon LLM Team 2025, arXiv:2507.22448, and https://huggingface.co/tiiuae.
 - Mamba-2: Dao and Gu 2024, arXiv:2405.21060, and Mistral's Mamba-Codestral.
 
-A row is one preset. `parameters` is the resulting number, which a test verifies. Licenses are named
-as their authors name them. The weights of the Mamba-2 paper are pickled, in another layout: its
-presets are sizes only.
+A row is one preset. `parameters` is the resulting parameter count, which a test verifies. Licenses
+are named as their authors name them. The weights of the Mamba-2 paper are pickled, in another
+layout, so the presets of that paper have no weights.
 """
 
 from typing import NamedTuple
@@ -65,8 +65,8 @@ def as_items(arguments):
 def nemotron(pattern, width, mlp_width, mamba_heads, attention_heads, **arguments):
     """Returns the arguments of a Nemotron-H with blocks of the types in `pattern`.
 
-    `mamba_heads` is their number and size, `attention_heads` the numbers of query heads and of key
-    and value heads.
+    `mamba_heads` are the number and the size of Mamba-2 heads, and `attention_heads` the number of
+    query heads and of key and value heads.
     """
     return as_items(
         {
@@ -86,10 +86,10 @@ def nemotron(pattern, width, mlp_width, mamba_heads, attention_heads, **argument
 
 
 def granite(depth, attention, width, mlp_width, mamba_head_dim, heads, scales):
-    """Returns the arguments of a Granite 4.0 H with blocks of attention at these indices.
+    """Returns the arguments of a Granite 4.0 H with attention blocks at the indices `attention`.
 
-    `heads` are the number of heads of Mamba-2, of query heads, of key and value heads, and the size
-    of the latter two. `scales` are the multipliers of residuals and logits.
+    `heads` are the numbers of Mamba-2 heads, of query heads, and of key and value heads, and the
+    size of a head of attention. `scales` are the multiplier of residuals and the divisor of logits.
     """
     mamba_heads, query_heads, key_value_heads, head_dim = heads
     residual, logits = scales
@@ -119,7 +119,7 @@ def granite(depth, attention, width, mlp_width, mamba_head_dim, heads, scales):
 
 
 def falcon(depth, width, mlp_width, mamba_head_dim, state_dim, **arguments):
-    """Returns the arguments of a Falcon-H1 with 24 heads of Mamba-2 and 8 query heads."""
+    """Returns the arguments of a Falcon-H1 with 24 Mamba-2 heads and 8 query heads."""
     return as_items(
         {
             "num_layers": depth,

@@ -114,7 +114,7 @@ def test_loglikelihood_rolling_scores_long_texts_in_windows():
     instances = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in ["abcdefghij", ""]]
     found = HarnessLM(model, max_length=4).loglikelihood_rolling(instances)
     tokens = model.preprocessor.tokenizer("abcdefghij")
-    # Four tokens behind the start token, four behind the last of these, and two behind three more.
+    # Four tokens follow the start token, four follow the last of these, and two follow three more.
     windows = [([1], tokens[:4]), (tokens[3:4], tokens[4:8]), (tokens[5:8], tokens[8:])]
     wanted = sum(expected_score(model, *window)[0] for window in windows)
     np.testing.assert_allclose(found, [wanted, 0.0], rtol=1e-5)

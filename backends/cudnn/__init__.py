@@ -1,7 +1,7 @@
-"""Softmax attention with NVIDIA's cuDNN, through torch or JAX, without a previous state.
+"""Softmax attention with NVIDIA's cuDNN, on torch and JAX, without an initial state.
 
 On torch, it supports sequences no longer than the window, without documents or padding. On JAX,
-Triton kernels compute batches with packed documents, which are known when a program runs.
+batches with packed documents are computed by Triton kernels: the choice is made at run time.
 """
 
 import os

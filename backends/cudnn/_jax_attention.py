@@ -1,11 +1,11 @@
 """Softmax attention of cuDNN on JAX, or of the Triton kernels if documents are packed.
 
-Whether they are packed is known when a program runs. Padding is after all real tokens, which do not
-attend to it: cuDNN computes it too, from zeros.
+A program contains both, because packed documents are detected only when it runs. Padding follows
+all real tokens, which do not attend to it: cuDNN processes it too, with inputs of zero.
 
-`forward` and `backward` have the parameters of those in `backends/jax`. The primitives of JAX are
-bound here: `jax.nn.dot_product_attention` would round the sums of the softmax, which the backward
-pass needs, and can be traced only where there is a GPU.
+`forward` and `backward` have the parameters of their counterparts in `backends/jax`. JAX's
+primitives are bound directly: `jax.nn.dot_product_attention` would round the sums of the softmax,
+which the backward pass needs, and can be traced only where there is a GPU.
 """
 
 import jax
@@ -20,8 +20,8 @@ from ..triton import sliding_window_attention as triton
 from ..triton._attention import jax_attention as triton_kernels
 from ..triton._attention.jax_attention import ARGUMENTS, OUTPUT, distributed, merge_heads
 
-# The dimensions of the output and of the residuals after it: the sums of cuDNN, and those residuals
-# of Triton for 16 bits that are not None.
+# The dimensions of the output and of the residuals after it: the softmax sums of cuDNN, and the
+# residuals of Triton for 16-bit tensors that are not None.
 _RESULTS = OUTPUT, "B G R T", OUTPUT, "B T G R"
 _OPTIONS = {
     "scale": 1.0,
@@ -34,7 +34,7 @@ _OPTIONS = {
 
 
 def unsupported_reason(q, k, v, window, token_kind, capability):
-    """Reason JAX or a GPU of less than `capability` does not support these arguments, or None."""
+    """Reason JAX or a GPU below `capability` does not support these arguments, or None."""
     if not has_capability(q, capability):
         lowest, found = ".".join(map(str, capability)), _gpu.capability() / 10
         return f"needs a GPU of compute capability {lowest} or later, got one of {found}"
@@ -42,7 +42,7 @@ def unsupported_reason(q, k, v, window, token_kind, capability):
 
 
 def has_capability(q, lowest):
-    """Returns True if the GPU has at least a compute capability, such as (9, 0)."""
+    """Returns True if the GPU has compute capability `lowest`, such as (9, 0), or a later one."""
     return _gpu.capability() >= 10 * lowest[0] + lowest[1]
 
 
@@ -100,7 +100,7 @@ def backward(q, k, v, query_segments, key_segments, residuals, d_output, *, dtyp
 
 
 def _choose(fused, packed, segments, options, tensors):
-    """Calls `fused` on the tensors if only padding follows one document in each sequence."""
+    """Calls `fused` if each sequence is one document followed by padding, otherwise `packed`."""
     if options["one_document"]:
         return fused(*tensors)
     of_queries, _ = segments
@@ -109,13 +109,13 @@ def _choose(fused, packed, segments, options, tensors):
 
 
 def _shape_of_sums(q):
-    """q: [B, T, G, R, K]."""
+    """The shape of the softmax sums, [B, G, R, T]; q: [B, T, G, R, K]."""
     batch, length, *heads, _ = q.shape
     return batch, *heads, length
 
 
 def attend(q, k, v, window):
-    """The output [B, T, H, V] of cuDNN within one document, and sums [B, H, T] for the gradient."""
+    """The output [B, T, H, V] for one document per sequence, and the softmax sums [B, H, T]."""
     absent = [jnp.zeros(0, q.dtype)] * 7
     return primitives._dot_product_attention_fwd_p.bind(
         q, k, v, *absent, sliding_window_length=window, is_training=True, **_OPTIONS
@@ -123,7 +123,7 @@ def attend(q, k, v, window):
 
 
 def attend_backward(q, k, v, sums, output, d_output, window):
-    """The gradients of q, k and v."""
+    """Returns the gradients of q, k and v."""
     absent = [jnp.zeros(0, q.dtype)] * 7
     return primitives._dot_product_attention_bwd_p.bind(
         q, k, v, *absent, sums, output, d_output, sliding_window_length=window, **_OPTIONS

@@ -11,12 +11,12 @@ _LENGTH_UNIT = 128  # without gradients: prompts have arbitrary lengths
 
 
 def unsupported_reason(q, k, v, window, token_kind, capability):
-    """Reason torch or a GPU of less than `capability` does not support these arguments, or None."""
+    """Reason torch or a GPU below `capability` does not support these arguments, or None."""
     length = q.shape[1]
     if token_kind is not None:
-        return "needs `token_kind` None: there are no documents or padding"
+        return "needs `token_kind` None: documents and padding are unsupported"
     if window is not None and length > window:
-        return f"needs all tokens in the window: {length} tokens are more than {window}"
+        return f"needs a window of all tokens: {length} tokens are more than {window}"
     if length % _LENGTH_UNIT and not torch.is_grad_enabled():
         return f"needs a multiple of {_LENGTH_UNIT} tokens without gradients, got {length}"
     if not q.is_cuda:
@@ -31,7 +31,7 @@ def unsupported_reason(q, k, v, window, token_kind, capability):
 
 
 def has_capability(q, lowest):
-    """Returns True if the GPU of a tensor has at least a compute capability, such as (9, 0)."""
+    """Returns True if q's GPU has compute capability `lowest`, such as (9, 0), or a later one."""
     return _common.has_capability(q.device, lowest)
 
 
@@ -49,7 +49,7 @@ def sliding_window_attention(
 
 
 def _forward(q, k, v, key, value, position, token_kind, window, capacity):
-    # Called directly: `sdpa_kernel` would select it for all threads of the process.
+    # The operator is called directly: `sdpa_kernel` would select it for all threads of the process.
     output, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *(x.transpose(1, 2) for x in (q, k, v)),
         attn_bias=None,

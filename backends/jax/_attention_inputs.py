@@ -12,8 +12,8 @@ from ._real_tokens import RealTokens
 def attend_real_tokens_first(attend, token_kind, *tensors):
     """Calls `attend(tokens, *tensors)`, where `tokens` moves real tokens before all padding.
 
-    If padding is already last, as in most batches, nothing is moved: moving reads and writes every
-    tensor once more.
+    If padding is already last, as in most batches, nothing is moved, because moving reads and
+    writes every tensor once more.
     """
     if token_kind is None:
         return attend(None, *tensors)
@@ -27,9 +27,9 @@ def attend_real_tokens_first(attend, token_kind, *tensors):
 
 
 def cond_on_flat_tensors(predicate, on_true, on_false, tensors):
-    """Returns `jax.lax.cond` of tensors that enter the branches with their heads in one axis.
+    """Calls `jax.lax.cond`, whose branches get the tensors with heads and channels in one axis.
 
-    With an axis for heads, XLA would choose another layout for them and copy them.
+    With a separate axis for heads, XLA would choose another layout for the tensors and copy them.
     """
     flat = [flatten_heads(x) for x in tensors]
 

@@ -153,11 +153,12 @@ def states(decay, added, first, reverse=False):
 
 
 def decay_products(f):
-    """Products of decays, for halves of 1, 2, 4 ... tokens and for the chunk.
+    """Products of decays within halves of 1, 2, 4 ... tokens and within the chunk.
 
-    Returns the products [(from the boundary to u, for right halves; from s to the boundary, for
-    left halves), ...], from the start of the chunk to u, and from s to its end. A product from s
-    excludes f_s: the decay of a token does not apply to what that token adds.
+    Returns `(levels, from_start, to_end)`. A level is a pair for one size of halves: the products
+    from the boundary to u, for right halves, and from s to the boundary, for left halves.
+    `from_start` has the products from the start of the chunk to u, and `to_end` those from s to
+    the end. A product from s excludes f_s: a token's decay does not apply to the token itself.
     """
     from_start, to_end = f, jnp.ones_like(f)
     levels, half = [], 1
@@ -172,19 +173,19 @@ def decay_products(f):
 
 
 def halves(x, half):
-    """The left and the right halves [..., C / (2 half), half, K] of x: [..., C, K]."""
+    """The left and the right halves, [..., C / (2 half), half, K], of x: [..., C, K]."""
     x = x.reshape(*x.shape[:-2], -1, 2, half, x.shape[-1])
     return x[..., 0, :, :], x[..., 1, :, :]
 
 
 def joined(left, right):
-    """The inverse of `_halves`."""
+    """The inverse of `halves`."""
     x = jnp.stack([left, right], axis=-3)
     return x.reshape(*x.shape[:-4], -1, x.shape[-1])
 
 
 def weights_of_pairs(q, k, levels):
-    """a_us for s <= u, [..., C, C]: from blocks of one token to a block of C."""
+    """Weights a_us for s <= u, [..., C, C], from blocks of one token up to a block of C."""
     weights = jnp.sum(q * k, axis=-1)[..., None, None]
     for from_boundary, to_boundary in levels:
         half = from_boundary.shape[-2]
@@ -202,9 +203,9 @@ def sum_over_pairs(pairs, to_later, from_earlier):
     Nothing is subtracted, so the result is as exact as other gradients.
 
     Args:
-        pairs: [..., C, C], the terms of u and s inside of a chunk.
-        to_later: [..., C, 1], the terms of u and all tokens before the chunk.
-        from_earlier: [..., C, 1], the terms of s and all tokens after the chunk.
+        pairs: [..., C, C], the terms of pairs (u, s) within a chunk.
+        to_later: [..., C, 1], the terms of u with all tokens before the chunk.
+        from_earlier: [..., C, 1], the terms of s with all tokens after the chunk.
     """
     index = jnp.arange(pairs.shape[-1])
     later = (index >= index[:, None]).astype(pairs.dtype)

@@ -14,7 +14,7 @@ from jax.interpreters import ad, batching, mlir
 from ..constants import LOWEST_CAPABILITY
 from . import _gpu
 
-# {implementation: the only platform that it runs on}, in the order of preference
+# {implementation: the only platform that it runs on}, in order of preference
 PLATFORMS = {"pallas": "tpu", "triton": "cuda", "cudnn": "cuda"}
 
 

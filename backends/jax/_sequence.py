@@ -146,7 +146,7 @@ def _matrix_recurrence(operation, function, shard, options, shards):
 
 
 def _gradient_by_decays(name):
-    """Σ_t f_1 ... f_t q_t d_output_t^T, a state of the same recurrence from the last token on.
+    """Σ_t f_1 ... f_t q_t d_output_t^T, a state of this recurrence in reverse, from the last token.
 
     name: the argument with the logarithms of f.
     """

@@ -1,13 +1,15 @@
 """S_t = exp(log_decay_t) S_{t-1} + k_t v_t^T,  o_t = S_t^T q_t,  in every head.
 
-Dao and Gu 2024, arXiv:2405.21060, section 3 (Mamba-2): inside a chunk (Q K^T * M) V, where M_us is
-the product of the decays of the tokens from s + 1 to u, across chunks Q (K^T V). Groups of heads
-share Q and K, which are not copied for each head.
+Dao and Gu 2024, arXiv:2405.21060, section 3 (Mamba-2). The output within a chunk is (Q K^T * M) V,
+where M_us is the product of the decays of the tokens from s + 1 to u; across chunks it is
+Q (K^T V). Groups of heads share Q and K, which are not copied for each head.
 
-Decays are [B, T, H], or [H] if they are constant, as in `lightning_attention`. M of decays [B, T,
-H] is a product of decays, as in `gated_linear_attention`, where a start is a decay of 0. M of a
-constant is a power, and the same for all chunks: its exponent counts the real tokens between s and
-u, and M_us is 0 where a document starts between them.
+Decays are [B, T, H], or [H] if they are constant, as in `lightning_attention`:
+
+- [B, T, H]: M is a product of decays, as in `gated_linear_attention`, and the start of a document
+  is a decay of 0.
+- [H]: M is a power of the constant, and equal for all chunks. The exponent is the number of real
+  tokens between s and u, and M_us is 0 if a document starts between them.
 """
 
 import jax
@@ -115,7 +117,7 @@ def backward(q, k, v, log_decay, initial_state, token_kind, _, d_output, d_final
         _, padding = kind_masks(kind)
         return g, [filled(d.astype(x.dtype), padding, 0) for d, x in zip(found, old, strict=True)]
 
-    # d_v overwrites d_output, which is not read after its group.
+    # d_v overwrites d_output: a group of d_output is not read again after its step.
     outputs = [jnp.zeros_like(q), jnp.zeros_like(k), d_output]
     if _varying(log_decay) is not None:
         outputs.append(jnp.zeros_like(log_decay))
@@ -130,17 +132,17 @@ scalar_decay_attention = kernel_over_time(
 )
 
 
-# Below, tensors are [B, G, heads of a group, chunks, C, K or V]; those that the heads of a group
-# share have an axis of 1.
+# Below, tensors are [B, G, heads of a group, chunks, C, K or V]. If the heads of a group share a
+# tensor, its axis for heads has size 1.
 
 
 def _varying(log_decay):
-    """Decays with a time axis; None if they are constant."""
+    """Returns decays that have a time axis, or None if they are constant."""
     return None if log_decay.ndim == 1 else log_decay
 
 
 def _grouped(x, groups):
-    """[B, H, ...] as [B, G, heads of a group, ...]."""
+    """Reshapes [B, H, ...] to [B, G, heads of a group, ...]."""
     return x.reshape(x.shape[0], groups, -1, *x.shape[2:])
 
 
@@ -171,15 +173,15 @@ def _chunk_group(tensors, kind, cut, groups, dtype):
 
 
 def _decayed(weights, between):
-    """Weights times their decays; 0 where these are 0, even for NaN weights."""
+    """Weights times their decays, and 0 where a decay is 0, even for NaN weights."""
     return jnp.where(between == 0, 0, weights * between)
 
 
 def _decays(log_decay, varying, kind, cut, groups, state):
-    """The decays of a group: from s to u, from the start of a chunk, to its end, and in total.
+    """Decays in the chunks of a group: from s to u, from the start, to the end, and in total.
 
-    [..., C, C], twice [..., C, 1] and [..., 1, 1], of the dtype of the state. `varying` has the
-    logarithms of the group if they are not constant.
+    The shapes are [..., C, C], [..., C, 1], [..., C, 1] and [..., 1, 1]. The dtype is that of the
+    state. `varying` has the logarithms of the group's decays, or is None if they are constant.
     """
     dtype = state.dtype
     if varying is not None:
@@ -200,7 +202,7 @@ def _decays(log_decay, varying, kind, cut, groups, state):
         document = jnp.cumsum(kind == STARTS, axis=-2)
 
     def power(steps, reaches):
-        # Not 0 * log_decay: that is NaN if the decay is 0.
+        # 0 * log_decay would be NaN for a decay of 0.
         logarithm = jnp.where(steps == 0, 0, steps.astype(dtype) * log_decay)
         return jnp.where(reaches, jnp.exp(logarithm), 0)
 

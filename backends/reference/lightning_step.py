@@ -36,7 +36,7 @@ def lightning_step(
 ):
     """q, k: [B, G, K]; v: [B, G, V]; memory: [B, H, K, V]; log_decay: [H] or [B, H].
 
-    The numbers G of heads of q, k and v may differ; each divides H.
+    The number G of heads may differ between q, k and v; each divides H.
     position: [B], read with `frequencies` [R]; q_scale, k_scale: [K] or None. norm_scale: [H V] or
     None; output_gate: [B, H, V] or None. Returns (y [B, H, V], the sums of squares of o in groups
     [B, H, ceil(V / 32)], memory).

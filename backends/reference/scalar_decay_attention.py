@@ -47,7 +47,7 @@ def scalar_decay_attention_gradient(
 
 
 def _heads(q, k, log_decay):
-    """The query, the key and the decays of the key channels, [B, T, H, K], of each head."""
+    """Returns q, k and the decays of the key channels for each head, all [B, T, H, K]."""
     share = log_decay.shape[2] // q.shape[2]
     q, k = (np.repeat(x, share, axis=2) for x in (q, k))
     return q, k, np.broadcast_to(np.exp(log_decay)[..., None], k.shape)

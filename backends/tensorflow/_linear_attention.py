@@ -120,11 +120,12 @@ def states(decay, added, first, plan, reverse=False):
 
 
 def decay_products(f):
-    """Products of decays, for halves of 1, 2, 4 ... tokens and for the chunk.
+    """Products of decays within halves of 1, 2, 4 ... tokens and within the chunk.
 
-    Returns the products [(from the boundary to u, for right halves; from s to the boundary, for
-    left halves), ...], from the start of the chunk to u, and from s to its end. A product from s
-    excludes f_s: the decay of a token does not apply to what that token adds.
+    Returns `(levels, from_start, to_end)`. A level is a pair for one size of halves: the products
+    from the boundary to u, for right halves, and from s to the boundary, for left halves.
+    `from_start` has the products from the start of the chunk to u, and `to_end` those from s to
+    the end. A product from s excludes f_s: a token's decay does not apply to the token itself.
     """
     from_start, to_end = f, tf.ones_like(f)
     levels, half = [], 1
@@ -145,13 +146,13 @@ def halves(x, half):
 
 
 def joined(left, right):
-    """The inverse of `_halves`."""
+    """The inverse of `halves`."""
     _, blocks, half, width = left.shape
     return tf.reshape(tf.stack([left, right], axis=2), [-1, 2 * blocks * half, width])
 
 
 def weights_of_pairs(q, k, levels):
-    """a_us for s <= u, [..., C, C]: from blocks of one token to a block of C."""
+    """Weights a_us for s <= u, [..., C, C], from blocks of one token up to a block of C."""
     weights = tf.reduce_sum(q * k, axis=-1)[:, :, None, None]
     for from_boundary, to_boundary in levels:
         half = from_boundary.shape[2]
@@ -164,7 +165,7 @@ def weights_of_pairs(q, k, levels):
 
 
 def product(a, b, **transposed):
-    """`tf.matmul`, but elementwise, which is faster, of one channel and in blocks of one token."""
+    """`tf.matmul`, but element-wise, which is faster, for one channel and blocks of one token."""
     if "transpose_b" in transposed and b.shape[-1] == 1:
         return a * tf.linalg.matrix_transpose(b)
     if b.shape[-2] > 1:

@@ -36,8 +36,8 @@ def scalar_decay_attention(q, k, v, log_decay, initial_state=None, token_kind=No
     Returns ([B, T, H, V] in v's dtype, [B, H, K, V] in float32, or float64 if an argument is
     float64). The gradient of constant decays is 0.
 
-    In functions below, tensors of a group of chunks are [B * G, heads that share a query and a key,
-    chunks, C, K or V]; queries and keys have an axis of 1.
+    In the functions below, tensors of a group of chunks are [B * G, heads that share a query and a
+    key, chunks, C, K or V]. In queries and keys, the axis for heads has size 1.
     """
     q, k, v, log_decay, initial_state = as_tensors(q, k, v, log_decay, initial_state)
     dtype = accumulation_dtype(q, k, v, log_decay, initial_state)
@@ -65,9 +65,10 @@ def scalar_decay_attention(q, k, v, log_decay, initial_state=None, token_kind=No
         return tf.reshape(x, [-1, share, cut.chunks, *x.shape[1:]])
 
     def decays(log_decay, kind):
-        """The decays from s to u, from the start of a chunk, to its end, and in total.
+        """Decays in chunks: from s to u, from the start, to the end, and in total.
 
-        [..., C, C], twice [..., C, 1] and [..., 1, 1]. log_decay: [H], or those of the tokens.
+        The shapes are [..., C, C], [..., C, 1], [..., C, 1] and [..., 1, 1].
+        log_decay: [H], or the logarithms of the tokens' decays.
         """
         log_decay = tf.cast(log_decay, dtype)
         if is_constant:
@@ -190,7 +191,7 @@ def _padded_kinds(q, token_kind, cut):
 
 
 def _powers(log_decay, kind, batch, cut):
-    """The `decays` of a constant, [B * H * chunks, ...]: powers of the number of real tokens."""
+    """The `decays` of a constant, [B * H * chunks, ...]: its powers by numbers of real tokens."""
     if kind is None:
         count = tf.range(1, cut.size + 1)[None, None, None, :, None]
         document = tf.zeros_like(count)
@@ -202,7 +203,7 @@ def _powers(log_decay, kind, batch, cut):
     def power(steps, reaches):
         rows, columns = steps.shape[-2:]
         steps = tf.cast(steps, log_decay.dtype)
-        # Not 0 * log_decay: that is NaN if the decay is 0.
+        # 0 * log_decay would be NaN for a decay of 0.
         logarithm = tf.math.multiply_no_nan(log_decay[:, None, None, None], steps)
         decay = filled(tf.exp(logarithm), ~reaches, 0)
         shape = [batch, log_decay.shape[0], cut.chunks, rows, columns]

@@ -100,17 +100,18 @@ def states_(decay, added, first, reverse=False):
 
 
 def decay_products(f):
-    """Products of decays, for halves of 1, 2, 4 ... tokens and for the chunk.
+    """Products of decays within halves of 1, 2, 4 ... tokens and within the chunk.
 
-    Returns the products [(from the boundary to u, for right halves; from s to the boundary, for
-    left halves), ...], from the start of the chunk to u, and from s to its end. A product from s
-    excludes f_s: the decay of a token does not apply to what that token adds.
+    Returns `(levels, from_start, to_end)`. A level is a pair for one size of halves: the products
+    from the boundary to u, for right halves, and from s to the boundary, for left halves.
+    `from_start` has the products from the start of the chunk to u, and `to_end` those from s to
+    the end. A product from s excludes f_s: a token's decay does not apply to the token itself.
     """
     from_start, to_end = f, torch.ones_like(f)
-    # CPUs are several times slower with subnormal numbers. So the decays of right and left halves,
-    # which are multiplied with each other, are set to 0 below 1e-19. This may drop contributions
-    # of one token to another that are scaled by 1e-19, but none of the state, whose decays are only
-    # multiplied with inputs.
+    # CPUs are several times slower with subnormal numbers. Decays of right and left halves, which
+    # are multiplied with each other, are therefore set to 0 below 1e-19. Contributions between two
+    # tokens that are scaled by 1e-19 may be lost. Contributions of the state are not, because its
+    # decays are only multiplied with inputs.
     least, least_of_two = smallest_decay(f.dtype), torch.finfo(f.dtype).tiny ** 0.5
     levels, half = [], 1
     while half < f.shape[-2]:

@@ -106,7 +106,7 @@ def backward(d_output, d_final_state, q, k, v, log_decay, initial_state, token_k
 
 
 def kernel(operation):
-    """The `Kernel` of `scalar_decay_attention`, or of `lightning_attention`, with decays [H]."""
+    """Returns the `Kernel` of `scalar_decay_attention`, or `lightning_attention` for decays [H]."""
     return kernel_over_time(
         operation,
         forward,
@@ -129,12 +129,12 @@ def _chunk_groups(q, v, token_kind, dtype):
 class _ChunkGroup:
     """Chunks that are computed together.
 
-    Their tensors are [B * G, heads of a group, chunks, C, K or V]; those that the heads of a group
-    share have an axis of 1.
+    Their tensors are [B * G, heads of a group, chunks, C, K or V]. If the heads of a group share a
+    tensor, its axis for heads has size 1.
     """
 
     def __init__(self, span, size, q, v, token_kind, dtype, powers):
-        """powers: a list for the decays of all groups of full chunks, if decays are constant."""
+        """powers: a list that caches constant decays for all groups of full chunks."""
         self.span, self.size, self.dtype, self.device = span, size, dtype, v.device
         self.groups, self.batch = q.shape[0] * q.shape[2], q.shape[0]
         self.kinds = {
@@ -153,9 +153,9 @@ class _ChunkGroup:
         return x.view(self.groups, -1, *x.shape[1:])
 
     def decays(self, log_decay):
-        """The decays from s to u, from the start of a chunk, to its end, and in total.
+        """Decays in chunks: from s to u, from the start, to the end, and in total.
 
-        [..., C, C], twice [..., C, 1] and [..., 1, 1].
+        The shapes are [..., C, C], [..., C, 1], [..., C, 1] and [..., 1, 1].
         """
         if log_decay.ndim == 1:
             if self.powers is None:
@@ -174,12 +174,12 @@ class _ChunkGroup:
         return between, from_start, to_end, from_start[..., -1:, :]
 
     def _powers(self, log_decay):
-        """The decays of a constant: powers of the number of real tokens."""
+        """Powers of a constant decay, with numbers of real tokens as exponents."""
         starts, padding = self.kinds[log_decay.shape[0]]
         log_decay = log_decay.to(self.dtype).repeat(self.batch)
         log_decay = log_decay.view(self.groups, -1, 1, 1, 1)
         tokens = self.span.stop - self.span.start
-        # One chunk represents all of them if they are alike.
+        # One chunk represents all chunks if their decays are equal.
         last = self.size if self.powers is not None else -(-tokens // self.size) * self.size
         index = torch.arange(1, last + 1, device=self.device).view(1, 1, -1, self.size, 1)
         real = index <= tokens
@@ -191,7 +191,7 @@ class _ChunkGroup:
         count, document = real.cumsum(-2), starts.cumsum(-2)
 
         def power(steps, reaches):
-            # Not 0 * log_decay: that is NaN if the decay is 0.
+            # 0 * log_decay would be NaN for a decay of 0.
             logarithm = torch.mul(steps, log_decay).masked_fill_(steps == 0, 0)
             least = smallest_decay(self.dtype)
             return torch.threshold_(logarithm.exp_(), least, 0).masked_fill_(~reaches, 0)
@@ -215,5 +215,5 @@ def _sum_over_heads(x):
 
 
 def _decayed(weights, between):
-    """Weights times their decays, in place of weights that heads do not share."""
+    """Weights times their decays, computed in place unless heads share the weights."""
     return weights.mul_(between) if weights.shape[1] == between.shape[1] else weights * between

@@ -1,6 +1,6 @@
 """One decoding step of `scalar_decay_attention`, or of lightning attention: arXiv:2405.17381.
 
-A program reads and writes some columns of a head's memory once.
+A program reads and writes some columns of a head's memory, each once.
 All arithmetic is float32.
 """
 
@@ -25,7 +25,7 @@ _MAX_KEYS = 256
 class Heads(NamedTuple):
     """The constants of a program."""
 
-    Q_SHARE: int  # heads that share a query, a key and a value
+    Q_SHARE: int  # number of heads that share a query; below, a key and a value
     K_SHARE: int
     V_SHARE: int
     IS_CONSTANT: bool  # `log_decay` is [H], not [B, H]

@@ -1,27 +1,35 @@
 """S_t = exp(log_decay_t) S_{t-1} + k_t v_t^T,  o_t = S_t^T q_t,  in every head.
 
 Dao and Gu 2024, arXiv:2405.21060 (Mamba-2), and, with a constant decay, Qin et al. 2024,
-arXiv:2405.17381 (Lightning Attention): inside a chunk (Q K^T * M) V, where M_us is the product of
-the decays of the tokens from s + 1 to u, across chunks Q S. Logarithms of decays are summed from
-the start of a chunk, or are the product of a constant and the number of real tokens. M is 0 where a
-document starts between two tokens; with decays of each token, a start is a decay of 0.
+arXiv:2405.17381 (Lightning Attention). The output within a chunk is (Q K^T * M) V, where M_us is
+the product of the decays of the tokens from s + 1 to u; across chunks it is Q S. Logarithms of
+decays are summed from the start of a chunk; for a constant decay, its logarithm is multiplied by
+the number of real tokens. M_us is 0 if a document starts between the two tokens; if each token has
+its own decay, the start of a document is a decay of 0.
 
-A program computes the chunks of a head one after the other and keeps some columns of S in
-registers: no state is stored. The gradients have the same form, and the same kernel computes them,
-with (d_O, V, K, S^T) in place of (Q, K, V, S) for Q, and backwards in time, with G the gradient of
-the state, with (K, Q, d_O, G) for V and (V, d_O, Q, G^T) for K. Heads that share a query and a key
-read the same tensor; their gradients of Q and K are computed for each head, then added.
+A program processes the chunks of a head in order and keeps some columns of S in registers, so that
+no state is stored. The gradients have this form, too. They are computed by the kernel of the
+output, with other arguments in place of (Q, K, V, S), where G is the gradient of the state:
 
-The gradient of log_decay_t is the sum of the terms of all pairs s < t <= u of a document. Without
-the pairs (u, u), Q d_Q is the sum of the terms of u, and K d_K that of s: from one token to the
-next, the gradient changes by K d_K - Q d_Q. It begins anew every 1,024 tokens, where it is <S, G>,
-computed from S, which the first gradient stores, so that rounding errors stay small.
+    d_Q    (d_O, V, K, S^T)
+    d_V    (K, Q, d_O, G), in reverse
+    d_K    (V, d_O, Q, G^T), in reverse
 
-If there are too few heads to fill the GPU, time is split into segments, and these into subsegments.
-A first launch computes the effect of each subsegment on a state, as a decay and a total; in a
-second launch each segment starts from the state after the previous subsegments. The first launch
-reads only tokens that the state at the end of a segment depends on: few tokens for most heads, but
-all of them for heads without decay. Subsegments, shorter than segments, spread these over the GPU.
+Heads that share a query and a key read one tensor; the gradients of Q and K are computed for each
+head, then added.
+
+The gradient of log_decay_t is the sum of the terms of all pairs s < t <= u in a document. Without
+the pairs (u, u), Q d_Q is the sum of the terms with a given u, and K d_K is the sum of the terms
+with a given s, so the gradient changes by K d_K - Q d_Q from one token to the next. To keep
+rounding errors small, it is computed anew every 1,024 tokens, as <S, G>, from the states S that the
+launch for d_Q stores.
+
+If there are too few heads to fill the GPU, time is split into segments, and segments into
+subsegments. A first launch computes the effect of each subsegment on a state, as a decay and a
+total; in a second launch, each segment starts from the state after the previous subsegments. The
+first launch reads only tokens that the state at the end of a segment depends on: few tokens for
+most heads, but all tokens for heads without decay. Subsegments, which are shorter than segments,
+spread the work of such heads over the GPU.
 """
 
 import triton
@@ -49,11 +57,11 @@ from ._runtime.launch import Array, Launch, cdiv, dtype_name, like
 from ._runtime.operation import Operation
 from ._scan.chained_scan import compose
 
-# Candidates by (`short`, heads are wider than 128 channels), the default first. The state,
-# [K, BLOCK_V], takes at most 64 registers of a thread. The parts into which float32 is split take
-# many more, so its wide heads have one candidate. Tiles of 128×32 were compiled wrongly for heads
-# of 66 channels. Tiles with 2 pipeline stages leave shared memory for a second program on a
-# multiprocessor: with enough programs, they come first.
+# Candidates by (`short`, whether heads are wider than 128 channels), the default first. The state,
+# [K, BLOCK_V], takes at most 64 registers per thread. Float32 is split into parts, which take many
+# more registers, so its wide heads have one candidate. Tiles of 128×32 were compiled wrongly for
+# heads of 66 channels. Tiles with 2 pipeline stages leave shared memory for a second program on a
+# multiprocessor: if there are enough programs, they come first.
 BLOCKS = {
     (True, False): candidate_blocks((128, 64, 4, 4), (128, 64, 4, 3), (128, 64, 4, 2)),
     (True, True): candidate_blocks(
@@ -64,10 +72,10 @@ BLOCKS = {
 }
 _SHORTEST_SUBSEGMENT = 8  # chunks
 _MAX_SUBSEGMENTS = 32  # in all segments together, at least one each
-_FORGOTTEN = tl.constexpr(104.0)  # exp(-104) is 0 in float32; times any number it is below 1e-6
-_START = tl.constexpr(-200.0)  # small enough to be forgotten; sums of a few keep their digits
+_FORGOTTEN = tl.constexpr(104.0)  # exp(-104) is 0 in float32; times any number, it is below 1e-6
+_START = tl.constexpr(-200.0)  # decays a state to 0; sums of a few of these keep their digits
 _KINDS = tl.constexpr(4096)  # tokens whose kinds and decays are loaded at a time
-_SPAN = 1024  # tokens whose terms of gradients of decays are added
+_SPAN = 1024  # tokens over which the terms of a decay's gradient are added
 _SPAN_BLOCK = {"BLOCK_T": 128, "BLOCK_H": 16, "num_warps": 4}
 
 
@@ -79,7 +87,7 @@ def _power(exponent, log_decay, FINE: tl.constexpr):
 
 @triton.jit
 def _load_decays(log_decay, first, row, real, starts, H):
-    """The logarithms of a chunk's decays: _START at starts and decays of 0, 0 at padding."""
+    """The logarithms of a chunk's decays: _START at starts and for decays of 0, 0 at padding."""
     logarithms = tl.load(log_decay + first + row * H, real, other=0.0).to(tl.float32)
     return tl.where(starts | (logarithms <= -_FORGOTTEN), _START, logarithms)
 
@@ -90,13 +98,14 @@ def _decays_of_chunk(
 ):
     """The decays from the start of a chunk to each token, from a token to the end, and in total.
 
-    Also returns the steps of tokens, for `_log_between`, and the numbers of document starts up to
-    each token. Steps of a constant are numbers of real tokens; else they are sums of logarithms,
-    or, if FINE, the logarithms, and the starts are part of them.
+    Also returns the steps of tokens, for `_log_between`, and the number of document starts up to
+    each token. For a constant decay, steps are numbers of real tokens. Otherwise, they are sums of
+    logarithms, or, if FINE, the logarithms, and include the starts of documents.
 
-    log_decay: a constant, or None. logarithms: of all tokens, or None.
-    num_tokens: the number of tokens in the chunk. Without kinds, the counts of tokens are the same
-    for every chunk, and are computed once.
+    log_decay: the logarithm of a constant decay, or None.
+    logarithms: the logarithms of the tokens' decays, or None.
+    num_tokens: the number of tokens in the chunk. Without kinds, the counts of tokens are equal for
+    all chunks, and are computed once.
     """
     if log_decay is None:
         log_from_start, log_total = tl.cumsum(logarithms, 0), tl.sum(logarithms, 0)
@@ -126,10 +135,10 @@ def _decays_of_chunk(
 
 @triton.jit
 def _log_between(log_decay, steps, row, FINE: tl.constexpr, REVERSE: tl.constexpr):
-    """The logarithm of the decay between each two tokens.
+    """The logarithm of the decay between each pair of tokens.
 
-    For steps, see `_decays_of_chunk`. FINE: no differences of sums, which lose digits after fast
-    decays; the rounding of weights to 16 bits is larger.
+    steps: see `_decays_of_chunk`. FINE: avoids differences of sums, which lose digits after fast
+    decays; this error is smaller than the rounding of weights to 16 bits.
     """
     if log_decay is not None:
         distance = tl.abs(steps[:, None] - steps[None, :])
@@ -150,7 +159,7 @@ def _find_remembered_start(
     start, end, constant, log_decay, token_kind, b, h, T, H, chunks, CHUNK: tl.constexpr,
     REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """The first of the chunks from `start` to `end` on which the state after them depends.
+    """The first chunk from `start` to `end` on which the state after `end` depends.
 
     Earlier chunks have decayed to 0, or belong to an earlier document. constant: the logarithm of
     a constant decay, or None.
@@ -158,7 +167,7 @@ def _find_remembered_start(
     first, t = start, (chunks - end if REVERSE else start) * CHUNK
     length = tl.minimum((end - start) * CHUNK, T - t)
     if constant is None:
-        log_after = 0.0  # of the tokens between a block and the end
+        log_after = 0.0  # the logarithm of the decay between a block and the end
         for n in range(0, length, _KINDS):
             index = n + tl.arange(0, _KINDS)
             index = index if REVERSE else length - 1 - index
@@ -193,7 +202,7 @@ def _find_remembered_start(
 def _state_before_segment(
     state, initial, totals, decays, offsets, valid, segment, subsegments, heads, head, K, V
 ):  # fmt: skip
-    """The state before a segment, from the initial one, or from `state`, which is 0."""
+    """The state before a segment, from the initial state, or from `state`, which is 0."""
     if initial is not None:
         state = tl.load(initial + head.to(tl.int64) * K * V + offsets, valid, other=0.0)
         state = state.to(tl.float32)
@@ -220,11 +229,11 @@ def _attend(
     REVERSE: tl.constexpr,
     STRICT: tl.constexpr,
 ):
-    """The output of a chunk, from its tokens and the state before it; after it, if REVERSE.
+    """The output of a chunk, from its tokens and the state before it, or after it if REVERSE.
 
-    Also returns the weight of each token and itself, which the output excludes if STRICT.
+    Also returns the weight of each token for itself, which the output excludes if STRICT.
 
-    log_decay: a constant, or None.
+    log_decay: the logarithm of a constant decay, or None.
     state_decay: the decay of the state up to each token; steps, document: see `_decays_of_chunk`.
     """
     weights = tl.zeros((row.shape[0], row.shape[0]), tl.float32)
@@ -282,16 +291,17 @@ def _walk_kernel(
     IS_CONSTANT: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Stores the output of each token, from the tokens up to it, or, if REVERSE, from it on.
+    """Stores the outputs, each computed from the tokens up to it, or, if REVERSE, from it on.
 
     If `output` is None, stores the totals and decays of the subsegments of all segments but the
     last: `subsegments` per segment.
     state_k, state_v: the strides of states along K and along V.
     final: None if it is not needed.
     QK_SHARE, V_SHARE: the number of heads that share q and k, and v.
-    terms: the outputs, without the weights of tokens and themselves, times `factor`, like v, and
-    added over the tile; None if they are not needed. With them, `across` are the states before
-    spans of SPAN chunks, or, if REVERSE, their products with `states`.
+    terms: the outputs, without the weights of tokens for themselves, multiplied by `factor`, which
+    has the shape of v, and added over the tile; None if they are not needed.
+    across: with `terms`, the states before spans of SPAN chunks, or, if REVERSE, their inner
+    products with `states`.
     """
     FINE: tl.constexpr = not SHORT
     tiles = tl.cdiv(V, BLOCK_V)
@@ -398,14 +408,14 @@ def _decay_gradient_kernel(
 ):
     """Stores the gradients of the decays of some heads in a span of SPAN tokens.
 
-    q_terms, k_terms, across: see `_walk_kernel`. Q_TILES, K_TILES: the numbers of their tiles.
+    q_terms, k_terms, across: see `_walk_kernel`. Q_TILES, K_TILES: how many tiles the terms have.
     """
     blocks = tl.cdiv(H, BLOCK_H)
     h = tl.program_id(0) % blocks * BLOCK_H + tl.arange(0, BLOCK_H)
     span, b = tl.program_id(0) // blocks % spans, tl.program_id(0) // blocks // spans
     row = tl.arange(0, BLOCK_T)
     start = span * SPAN
-    before = tl.zeros((BLOCK_H,), tl.float32)  # of the last token before a block
+    before = tl.zeros((BLOCK_H,), tl.float32)  # gradient at the last token before a block
     for tile in tl.static_range(K_TILES):
         place = ((tile * B + b) * H + h) * spans + span
         before += tl.load(across + place, h < H, other=0.0)
@@ -435,9 +445,9 @@ def _decay_gradient_kernel(
 
 
 def _choose_split(programs, chunks, concurrent=1):
-    """The fastest `TimeSplit`, with `concurrent` programs on a multiprocessor.
+    """Returns the fastest `TimeSplit`, with `concurrent` programs per multiprocessor.
 
-    Adding the total of a subsegment takes a program a fourth of the time of a chunk.
+    Adding the total of a subsegment takes a fourth of the time of a chunk.
     """
 
     def time(segments):
@@ -457,7 +467,7 @@ def _walk(
     q, k, v, initial, dtype, *, log_decay, token_kind, heads, transposed=False, reverse=False,
     ends=True, factor=None, states=None,
 ):  # fmt: skip
-    """The output in `dtype`, the final state, None unless `ends`, and `terms` and `across`.
+    """Returns the output in `dtype`, the final state (None unless `ends`), `terms` and `across`.
 
     heads: the number of heads; q and k, or v, may have fewer, each shared by several.
     transposed: the initial state is [B, H, V, K], and there is no final state.
@@ -523,7 +533,7 @@ def _decay_gradient(q_terms, k_terms, across, log_decay, token_kind):
 
 
 def _sum_over_heads(x, shape):
-    """The sum of x [B, T, H, K] over the heads that share a tensor of this shape [B, T, G, K]."""
+    """Sums x [B, T, H, K] over the heads that share a tensor of `shape`, [B, T, G, K]."""
     return x if x.shape[2] == shape[2] else x.reshape(*shape[:3], -1, shape[3]).sum(3)
 
 

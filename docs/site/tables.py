@@ -75,7 +75,7 @@ def hybrid_cells(row):
 
 
 def mamba_hybrid_cells(row):
-    """Counts layers, of which Falcon-H1 has three in each block."""
+    """Counts the layers of each kind; a block of Falcon-H1 has one of each."""
     arguments = row.backbone_arguments
     types = arguments["block_types"]
     mixers = [sum(name in block.split("_and_") for block in types) for name in MAMBA_LAYERS[:2]]

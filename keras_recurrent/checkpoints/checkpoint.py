@@ -32,8 +32,8 @@ class Checkpoint:
 
     Args:
         preset: string, a directory or `hf://owner/repository`.
-        canonical_name: a function of a tensor's name in a file that returns its name in `tensors`,
-            or None for a tensor that is not used.
+        canonical_name: a function from the name of a tensor in a file to its name in `tensors`, or
+            None for a tensor that is not used.
 
     Attributes:
         tensors: `{name: Header}`.
@@ -41,7 +41,7 @@ class Checkpoint:
     Raises:
         FileNotFoundError: there are no such files, or a file of the index is missing.
         ValueError: a file is damaged, the files do not hold the tensors of the index, or two
-            tensors have one name.
+            tensors get the same name.
         ImportError: safetensors is not installed.
     """
 

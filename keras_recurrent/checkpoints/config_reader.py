@@ -63,9 +63,9 @@ class ConfigReader:
         return float(value)
 
     def rope_number(self, rope, key, default=_REQUIRED, maximum=None):
-        """Returns a number from `rope`, the section of rotary positions, or here in older files.
+        """Returns a number from `rope`, the section of rotary positions, or else from this section.
 
-        None as the default: one of the two has the key.
+        Older files have the key in this section. If `default` is None, one of the two must have it.
         """
         outside = None
         if default is not None or self.config.get(key) is not None:

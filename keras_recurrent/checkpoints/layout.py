@@ -19,7 +19,7 @@ class Layout:
         architecture: string, the class that transformers loads.
         tokenizer_class: string, the SentencePiece tokenizer class that transformers loads.
         embedding, final_norm: strings, the names of these tensors. None: no norm has a weight.
-        blocks: string, the beginning of the names of tensors in blocks.
+        blocks: string, the prefix of the names of tensors in blocks.
         unused: keys of `config.json`, in addition to `COMMON_UNUSED_KEYS`, that do not change the
             outputs of the model.
     """
@@ -164,9 +164,9 @@ def get_layout(backbone):
 
 
 def solve(function, value, guess):
-    """Returns a number whose function is `value` exactly, near `guess`, without rounding noise.
+    """Returns a number near `guess` for which `function` returns exactly `value`, or `guess`.
 
-    Returns `guess` if there is none.
+    The number has no rounding noise: short decimals are tried first.
     """
     near = (round(guess, 9), guess, math.nextafter(guess, 0), math.nextafter(guess, math.inf))
     return next((number for number in near if number and function(number) == value), guess)

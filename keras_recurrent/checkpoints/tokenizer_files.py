@@ -35,10 +35,10 @@ class TokenizerFiles:
         """Returns the tokenizer.
 
         Special tokens of `tokenizer.model` are given by `config.json`, and those that are not in
-        the file by `added_tokens_decoder` of `tokenizer_config.json`. Those of `tokenizer.json`
-        are given by `tokenizer_config.json`, `special_tokens_map.json`, `config.json` or
-        `generation_config.json`, the first that has them; a start token that is null in one of
-        the first two files does not exist.
+        the file by `added_tokens_decoder` of `tokenizer_config.json`. Special tokens of
+        `tokenizer.json` are given by the first file that has them: `tokenizer_config.json`,
+        `special_tokens_map.json`, `config.json` or `generation_config.json`. A start token that is
+        null in one of the first two files does not exist.
 
         Args:
             **kwargs: arguments of the tokenizer.

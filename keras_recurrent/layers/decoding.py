@@ -85,7 +85,7 @@ def norm_reason(norm):
     """Reason why a fused step cannot compute a norm, or None."""
     reason = class_reason(norm, RMSNorm)
     if reason is None and norm.num_groups > 1:
-        return f"`{norm.name}` has groups of channels"
+        return f"`{norm.name}` normalizes groups of channels"
     return reason
 
 

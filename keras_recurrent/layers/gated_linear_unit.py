@@ -1,4 +1,4 @@
-"""Multilayer perceptrons: two or three linear layers, the latter with a gate."""
+"""Multilayer perceptrons of two linear layers, or of three with a gate."""
 
 import keras
 from keras import ops
@@ -213,7 +213,7 @@ class SGLU(GatedLinearUnit):
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class SquaredReLUMLP(GatedLinearUnit):
-    """Multilayer perceptron with a squared ReLU and no gate, of Nemotron-H.
+    """Multilayer perceptron with a squared ReLU and no gate, as in Nemotron-H.
 
     ```
     y = W_down max(W_up x, 0)^2

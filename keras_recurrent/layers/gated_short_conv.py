@@ -1,4 +1,4 @@
-"""Gated short convolution, the token-mixing layer of LFM2 next to attention."""
+"""Gated short convolution, which mixes tokens in LFM2, in addition to attention."""
 
 import keras
 from keras import ops
@@ -24,8 +24,9 @@ class GatedShortConv(StreamingLayer):
     ```
 
     Liquid AI 2025 (arXiv:2511.23404). The gates are linear in the input, and the convolution is
-    depthwise, without an activation. Its input is the product b * u, of which the state has the
-    last W - 1 real tokens. Padding and other documents never reach the output, also with biases.
+    depthwise, without an activation. Its input is the product b * u, and the state has this
+    product for the last W - 1 real tokens. Padding and other documents never affect the output,
+    even with biases.
 
     Args:
         kernel_size: integer, W, the number of taps of the convolution.
@@ -39,7 +40,7 @@ class GatedShortConv(StreamingLayer):
 
     Sublayers: `b_proj`, `c_proj`, `u_proj`, `o_proj`, all `Dense`, and `conv1d`, a `CausalConv1D`.
     The inputs of the linear layers are all tokens of the batch, `[B * T, D]`; hooks and activity
-    regularizers get this shape.
+    regularizers receive this shape.
 
     Raises:
         ValueError: `kernel_size` is below 1, or `use_bias` is not a boolean.
@@ -109,7 +110,7 @@ class GatedShortConv(StreamingLayer):
 
     def fused_step(self, x, norm, tokens, state, **ends):
         b, c, u = decoding.linear(x, [self.b_proj, self.c_proj, self.u_proj], norm)
-        # Values, which are the device's part inside `devices.jax_steps.run`.
+        # Inside `devices.jax_steps.run`, the values of weights are the device's part.
         weights = [ops.convert_to_tensor(weight) for weight in self.conv1d.weights]
         z, window = causal_conv1d(
             ops.multiply(b, u)[:, None],

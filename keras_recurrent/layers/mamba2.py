@@ -50,20 +50,20 @@ class Mamba2(StreamingLayer):
         use_conv_bias: boolean, whether the convolutions have biases.
         norm_position: `"after_gate"`, as above; `"before_gate"`, y_t = W_o (RMSNorm(o_t) *
             silu(z_t)); or None, no norm.
-        projection_scales: five numbers, factors of z, x, B, C and dt before convolutions, as in
-            Falcon-H1. None: 1.
+        projection_scales: five numbers, factors of z, x, B, C and dt before the convolutions, as
+            in Falcon-H1. None: 1.
         layer_norm_epsilon: float, ε of the norm.
         kernel_initializer: initializer of the kernels of linear layers and convolutions.
 
     Returns:
         y as `[B, T, D]` in the compute dtype. With `return_state` also the state: `{"memory": [B,
-        H, N, P] float32, "segment": [B] int32}`, and the states of two `CausalConv1D`,
-        `"x_conv1d"`, `{"inputs": [B, conv_size - 1, H P] float32}`, and `"bc_conv1d"`, `{"inputs":
-        [B, conv_size - 1, 2 G N] float32}`.
+        H, N, P] float32, "segment": [B] int32}`, and, under the keys `"x_conv1d"`
+        and `"bc_conv1d"`, the states of two `CausalConv1D`: `{"inputs": [B, conv_size - 1, H P]
+        float32}` and `{"inputs": [B, conv_size - 1, 2 G N] float32}`.
 
     Sublayers: `z_proj`, `x_proj`, `bc_proj`, `dt_proj` and `o_proj`, all `Dense` without bias;
     `x_conv1d` and `bc_conv1d`; and `norm`. The outputs of `bc_proj` are B and C of the first group,
-    then those of the next. The weights `a_log`, `dt_bias` and `skip`, `[H]`, Δ, decays and the
+    then B and C of the next. The weights `a_log`, `dt_bias` and `skip`, `[H]`, Δ, decays and the
     memory are float32 even under a 16-bit policy. Initially, decay rates exp(a_log) are uniform in
     [1, 16), and softplus(dt_bias) is log-uniform in [0.001, 0.1), as in the authors' code.
 
@@ -175,7 +175,7 @@ class Mamba2(StreamingLayer):
         return [self.z_proj, self.x_proj, self.bc_proj, self.dt_proj]
 
     def _prepare(self, x, bc, dt, time, tokens, state):
-        """Returns q, k, v and log decays, x by heads, and the convolutions' states."""
+        """Returns (q, k, v, log_decay), x split into heads, and the states of the convolutions."""
         _, x_scale, b_scale, c_scale, dt_scale = self.projection_scales or (None,) * 5
         convolved, after = {}, {}
         inputs = {"x_conv1d": _scaled(x, x_scale)}
@@ -212,7 +212,7 @@ class Mamba2(StreamingLayer):
         return project(self, self.o_proj, self._gated(output, z))
 
     def _gated(self, o, z):
-        """Returns the outputs of heads with gate and norm, the inputs of `o_proj`."""
+        """Applies the gate and norm to the outputs of the heads; returns the inputs of `o_proj`."""
         z = _scaled(z, None if self.projection_scales is None else self.projection_scales[0])
         if self.norm_position == "before_gate":
             o = self.inner(self.norm, o)
@@ -251,7 +251,7 @@ def _scaled(x, scale):
 
 
 def _check_scales(scales):
-    """Returns five factors as a tuple of Python's numbers, or None; raises for others."""
+    """Returns five factors as a tuple of Python numbers, or None; otherwise raises an error."""
     if scales is None:
         return None
     scales = tuple(scales) if isinstance(scales, (list, tuple)) else (scales,)

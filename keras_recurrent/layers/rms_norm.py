@@ -83,8 +83,8 @@ class RMSNorm(SimpleRMSNorm):
 
     Args:
         zero_centered: boolean, whether the weight is stored as its difference from 1.
-        num_groups: integer, which must divide D. The mean is over each of this many equal groups of
-            consecutive channels, as in Mamba-2.
+        num_groups: integer, the number of equal groups of consecutive channels, each with its own
+            mean, as in Mamba-2. Must divide the width of the inputs.
 
     Raises:
         ValueError: the width of the inputs is unknown or not a multiple of `num_groups`, or

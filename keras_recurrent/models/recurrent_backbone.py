@@ -142,7 +142,7 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
     def make_mixer(self, i, **kwargs):
         """Returns the layer that mixes tokens in block i; `kwargs` are its dtype and its name.
 
-        None: the block does not mix tokens.
+        Returns None if the block does not mix tokens.
         """
         raise NotImplementedError
 
@@ -469,7 +469,7 @@ def check_network_sizes(vocabulary_size, num_layers, hidden_dim, intermediate_di
 
 def expand_block_types(block_types, num_layers, *choices):
     """Returns the type of each block, one of `choices`, from a name or a pattern."""
-    # A string would be a pattern of its letters.
+    # A string is one type, not a pattern of its letters.
     pattern = (block_types,) if isinstance(block_types, str) else tuple(block_types)
     if not pattern or not set(pattern) <= set(choices):
         known = ", ".join(map(repr, choices))

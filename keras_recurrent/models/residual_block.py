@@ -29,7 +29,7 @@ class ResidualBlock(StreamingLayer):
     are not RMSNorms or its channels are not mixed by a SwiGLU. Further call arguments (see
     `StreamingLayer.check_arguments`) are passed to the layer that mixes tokens.
 
-    A family may leave one of the two layers out, with its norm.
+    A family may omit one of the two layers, together with its norm.
 
     Args:
         temporal_block: the layer that mixes tokens: any `StreamingLayer` whose output has the

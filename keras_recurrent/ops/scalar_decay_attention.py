@@ -24,18 +24,19 @@ def scalar_decay_attention(
     reverse=False,
     implementation=None,
 ):
-    """Computes linear attention whose memory, a matrix per head, decays as a whole.
+    """Computes linear attention with one decay per head and token, for the whole memory.
 
     ```
     S_t = exp(log_decay_t) S_{t-1} + k_t v_t^T
     o_t = S_t^T q_t
     ```
 
-    The recurrence of Mamba-2 (Dao and Gu 2024, arXiv:2405.21060), whose q, k and v are C, B and
-    X times the step size. Groups of heads share queries and keys: head h has those of group
-    h // (H / G). Queries are not scaled. Tokens are processed in chunks, by matrix products; the
-    gradient recomputes everything except the arguments. Decays may have any value from 0 to 1,
-    inclusive; their products neither overflow nor become NaN.
+    The recurrence of Mamba-2 (Dao and Gu 2024, arXiv:2405.21060), whose q, k and v are C, B, and
+    X times the step size. S, the memory, is a matrix per head. Groups of heads share queries and
+    keys: head h has the query and key of group h // (H / G). Queries are not scaled. Tokens are
+    processed in chunks, by matrix products. The backward pass recomputes everything except the
+    arguments. Decays may have any value from 0 to 1, inclusive; their products neither overflow nor
+    become NaN.
 
     A NaN or an infinity in a token's query reaches only the outputs of that token. In its key,
     value or decay it reaches, within its sequence and heads, the outputs of all later tokens,
@@ -64,7 +65,7 @@ def scalar_decay_attention(
             axis, G does not divide H, or the implementation is unknown.
         NotImplementedError: no implementation accepts the arguments; says why for each.
 
-    Example: two heads share a key; the second one forgets by half at the second token.
+    Example: two heads share a key; the second head halves its memory at the second token.
 
     >>> import keras
     >>> import numpy as np

@@ -16,10 +16,10 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)  # others, such as DTensors, have no
 class FusedUpdates(Updates, TorchParallelOptimizer):
     """Base class of `Adam` and `AdamW`, whose kernels update and decay many weights at once.
 
-    torch's fused kernel updates float32 weights, `backends/triton/_optimizers` weights in 16 bits.
-    All other weights are updated one by one. The steps of the kernels never wait for the device:
-    Keras would copy each Python number to it. They read `Variable._value`, as `Variable.value`
-    takes longer than the update of a small weight.
+    torch's fused kernel updates float32 weights, and `backends/triton/_optimizers` updates 16-bit
+    weights. All other weights are updated one by one. Steps with the kernels never wait for the
+    device, to which Keras would copy each Python number. They read `Variable._value`, because
+    `Variable.value` takes longer than the update of a small weight.
     """
 
     _divisor = None  # of the gradients
@@ -29,7 +29,7 @@ class FusedUpdates(Updates, TorchParallelOptimizer):
         self._iterations.__class__ = _Counter
 
     def _get_current_learning_rate(self):
-        """Computes schedules on the CPU, where their Python numbers need no copy."""
+        """Computes learning rate schedules on the CPU, where their Python numbers need no copy."""
         step, schedules = self._iterations._value, keras.optimizers.schedules
         is_schedule = isinstance(self._learning_rate, schedules.LearningRateSchedule)
         if not is_schedule or _is_traced() or type(step) not in _PLAIN:
@@ -39,9 +39,9 @@ class FusedUpdates(Updates, TorchParallelOptimizer):
         return _scalar(rate, step.device)
 
     def _clip_gradients(self, grads):
-        """Clips in a few launches, or leaves it to the kernels, which divide gradients in place.
+        """Clips gradients in a few launches, or leaves the clipping by global norm to the kernels.
 
-        The kernels divide only gradients that the variables own, by the global norm.
+        The kernels divide gradients in place, and only gradients that the variables own.
         """
         if _is_traced() or not all(type(g) in _PLAIN for g in grads):
             return super()._clip_gradients(grads)
@@ -67,7 +67,7 @@ class FusedUpdates(Updates, TorchParallelOptimizer):
         """Does nothing: weights decay in `_parallel_update_step`."""
 
     def _parallel_update_step(self, grads, variables, learning_rate):
-        if _is_traced():  # returns new values; the kernels overwrite
+        if _is_traced():  # must return new values; the kernels overwrite weights
             self._update_one_by_one(grads, variables, None, learning_rate)
             return
         groups = collections.defaultdict(list)
@@ -161,7 +161,7 @@ class FusedUpdates(Updates, TorchParallelOptimizer):
 
 
 class _Counter(keras.Variable):
-    """Integer variable that is read from the device only after others have changed it."""
+    """Integer variable that is read from the device only after other code has changed it."""
 
     _known: Any = (None, -1, 0)  # a tensor, its version, and the number in it
 

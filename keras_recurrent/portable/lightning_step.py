@@ -32,7 +32,7 @@ def lightning_step(
 ):
     """q, k: [B, G, K]; v: [B, G, V]; memory: [B, H, K, V]; log_decay: [H] or [B, H].
 
-    The numbers G of heads of q, k and v may differ; each divides H.
+    The number G of heads may differ between q, k and v; each divides H.
     Returns (y [B, H, V], sums of squares [B, H, U], the next memory).
     """
     dtype = sum_dtype(q, k, v, memory, log_decay, q_scale, k_scale)

@@ -33,7 +33,7 @@ def _step_kernel(
     SHARE: tl.constexpr,
     IS_CONSTANT: tl.constexpr,
 ):
-    """SHARE: the number of heads that share a query and a key; `log_f` has one for each head."""
+    """SHARE: the number of heads that share a query and a key; with `log_f`, each has its own."""
     tiles = tl.cdiv(V, BLOCK_V)
     head = tl.program_id(0) // tiles
     key_row, value_row = (head // SHARE).to(tl.int64) * K, head.to(tl.int64) * V

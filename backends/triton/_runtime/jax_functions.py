@@ -1,7 +1,7 @@
 """Launches in JAX programs, through the custom call for Triton kernels of JAX's CUDA plugin.
 
-Triton compiles a kernel to PTX when a program is lowered, for the GPU at hand, or in
-`compile_ahead` when its launch is traced; JAX's own assembler compiles the PTX when the program
+Triton compiles a kernel to PTX for the GPU at hand when a program is lowered, or, in
+`compile_ahead`, when its launch is traced. JAX's own assembler compiles the PTX when the program
 first runs. With Triton's interpreter, launches run in NumPy on the host, called back from CPU
 programs.
 
@@ -128,7 +128,7 @@ def compile_ahead():
     """Context manager in which Triton compiles the kernels of a program while it is traced.
 
     Otherwise, kernels are compiled one after another when the program is lowered. A program that is
-    only traced, such as for shapes, needs none.
+    only traced, for example for shapes, needs no compiled kernels.
     """
     has_gpu = jax.default_backend() == "gpu"
     _thread.compiles_ahead = has_gpu and _gpu.capability() >= _gpu.MIN_CAPABILITY
@@ -223,10 +223,10 @@ class _Array(NamedTuple):
 
 
 def start_compilation(launch, inputs):
-    """Compiles a launch's kernel in a thread, unless this has begun earlier.
+    """Compiles a launch's kernel in a thread, unless its compilation has already started.
 
-    Returns the `Future` of the kernel, and its arguments as pairs of a type and a value. The value
-    of an array, whose type is "array", is the number of its bytes to zero first.
+    Returns the `Future` of the kernel, and its arguments as pairs of a type and a value. For an
+    array, the type is "array" and the value is the number of bytes to set to zero first.
     inputs: shapes and dtypes of the given arrays, in order.
     """
     inputs = iter(inputs)

@@ -1,8 +1,8 @@
-"""Checkpoint layout of LFM2 and LFM2.5, dense models.
+"""Checkpoint layout of the dense models of LFM2 and LFM2.5.
 
 Liquid AI 2025, arXiv:2511.23404. Default values are those of transformers. One tensor has the
 projections to both gates and the input of a convolution, concatenated along axis 0. The final norm
-is named `embedding_norm`. Older files name the blocks of attention by `full_attn_idxs`.
+is named `embedding_norm`. Older files list the indices of attention blocks in `full_attn_idxs`.
 """
 
 from keras_recurrent.checkpoints.config_reader import MAX_LAYERS
@@ -46,7 +46,7 @@ class LFM2Layout(Layout):
         theta = rope.number("rope_theta", default=theta)
         rope.check_all_read()
         config.fixed("rope_scaling", None)
-        # These keys are not read by transformers. Other values would be of another model.
+        # transformers does not read these keys. Other values would mean another architecture.
         for key in ("conv_dim", "conv_dim_out", "block_dim"):
             config.fixed(key, hidden_dim)
         config.fixed("num_heads", heads)
@@ -135,7 +135,7 @@ def _convolution(block, arguments):
 
 
 def _read_intermediate_dim(config):
-    """Returns the width inside the SwiGLU, which some files give before an adjustment."""
+    """Returns the width inside the SwiGLU; some files give the width before an adjustment."""
     width = config.integer("intermediate_size", default=12_288)
     width = config.integer("block_ff_dim", default=width)
     multiple = config.integer("block_multiple_of", default=256)

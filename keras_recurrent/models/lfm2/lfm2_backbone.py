@@ -40,22 +40,22 @@ class LFM2Backbone(RecurrentBackbone):
     have a gated short convolution; the others have grouped-query attention to all earlier tokens,
     with rotary positions and norms of queries and keys. Liquid AI 2025 (arXiv:2511.23404).
 
-    The state of a block with a convolution has a few tokens. The cache of attention blocks grows
-    with the length of the text.
+    The state of a convolution block has a constant size, a few tokens. The cache of an attention
+    block grows with the length of the text.
 
     Args:
         vocabulary_size: integer, the number of tokens.
         num_layers: integer, the number of residual blocks.
         hidden_dim: integer, the width D of the residual stream and of the convolutions.
         intermediate_dim: integer, the width inside the SwiGLU.
-        num_query_heads: integer, heads of queries in the blocks of attention.
+        num_query_heads: integer, the number of query heads in attention blocks.
         block_types: a pattern of `"gated_short_conv"` and `"global_attention"`, repeated up to
-            `num_layers`; or one of these names, for all blocks. Defaults to two blocks of
-            convolutions and one of attention.
-        num_key_value_heads: integer, heads of keys and values, which must divide
+            `num_layers`; or one of these names, for all blocks. Defaults to two
+            convolution blocks and one attention block.
+        num_key_value_heads: integer, the number of key and value heads, which must divide
             `num_query_heads`. Defaults to 1.
         head_dim: integer, the size of a head. Defaults to 64.
-        conv_size: integer, taps of the convolutions. Defaults to 3.
+        conv_size: integer, the number of taps of the convolutions. Defaults to 3.
         use_conv_bias: boolean, whether the convolutions and the linear layers around them have
             biases.
         rope_max_wavelength: number, the base of the rotary positions' wavelengths.

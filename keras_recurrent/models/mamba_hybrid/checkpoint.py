@@ -55,13 +55,14 @@ IGNORED_BY_ALL = (
 
 
 class MambaHybridLayout(Layout):
-    """Base class: what the configurations have in common.
+    """Base class of the layouts of Nemotron-H, Granite 4.0 H, Falcon-H1 and Mamba-2.
 
     Attributes:
-        integers: `{argument: (key, its default: None, a number or the name of another argument)}`.
+        integers: `{argument: (key, default)}`, where the default is None, a number or the name of
+            another argument.
         constants: `{argument: value}`, equal in all checkpoints of the layout.
         fixed: `{key: supported values}`; the first is the default, and is written.
-        conv_bias, epsilon: keys, of a boolean and of the ε of norms.
+        conv_bias, epsilon: strings, the keys of the bias flag of convolutions and of the norms' ε.
         default_epsilon: number.
         mixers: `{block type: name of its layer}` in the names of tensors.
     """
@@ -181,7 +182,7 @@ class NemotronH(MambaHybridLayout):
     characters = {"M": MAMBA, "*": ATTENTION, "-": MLP}
 
     def canonical_name(self, name):
-        if name.startswith("mtp."):  # heads that predict further tokens
+        if name.startswith("mtp."):  # multi-token prediction heads
             return None
         return f"backbone.{name.removeprefix('model.')}" if name.startswith("model.") else name
 
@@ -190,7 +191,7 @@ class NemotronH(MambaHybridLayout):
         for key in ("rms_norm_eps", "norm_eps"):
             config.fixed(key, arguments["layer_norm_epsilon"])
         others = {"tie_word_embeddings": False}  # the original never ties them
-        # Older files have another name for it.
+        # Older files have another name for the size of a head.
         older = config.integer("attention_head_dim", default=arguments["head_dim"])
         if config.config.get("head_dim") is None:
             others["head_dim"] = older
@@ -372,7 +373,7 @@ class Mamba2Layout(MambaHybridLayout):
         if _inner_dim(arguments) != inner:
             wanted = f"'expand' * 'hidden_size' / 'num_heads', of {inner} channels"
             raise config.unsupported_error("head_dim", arguments["mamba_head_dim"], wanted)
-        config.fixed("intermediate_size", inner)  # in some files
+        config.fixed("intermediate_size", inner)  # only in some files
         return {"block_types": (MAMBA,) * arguments["num_layers"]}
 
     def requirements(self, arguments):
@@ -394,7 +395,7 @@ class Mamba2Layout(MambaHybridLayout):
 class FalconH1(MambaHybridLayout):
     """`MambaHybridBackbone` from and to `FalconH1ForCausalLM`.
 
-    Multipliers of the inputs of a linear layer are multiplied with those of its outputs, and
+    The multiplier of a linear layer's inputs is merged into the multiplier of its outputs, and
     written as 1.
     """
 
@@ -498,7 +499,7 @@ class FalconH1(MambaHybridLayout):
 
 
 def _read_mamba_head_dim(config, arguments, inner):
-    """Returns the size of heads of Mamba-2 with `inner` channels."""
+    """Returns the size of a Mamba-2 head, where all heads together have `inner` channels."""
     heads = arguments["num_mamba_heads"]
     if config.config.get("mamba_d_head", "auto") == "auto" and inner % heads == 0:
         config.ignore("mamba_d_head")
@@ -511,12 +512,12 @@ def _read_mamba_head_dim(config, arguments, inner):
 
 
 def _equal(value, wanted):
-    """Returns a requirement of `Layout.requirements`."""
+    """Returns an entry of `Layout.requirements`: `value` must equal `wanted`."""
     return value == wanted, f"{wanted}"
 
 
 def _multiple_of_width(arguments):
-    """Returns the requirement that the heads of Mamba-2 are a multiple of the width."""
+    """Returns the requirement that the width of all Mamba-2 heads is a multiple of `hidden_dim`."""
     d, heads = arguments["hidden_dim"], arguments["num_mamba_heads"]
     fits = heads is None or _inner_dim(arguments) % d == 0
     return {"mamba_head_dim": (fits, f"a multiple of `hidden_dim`, {d}, divided by {heads}")}
@@ -531,12 +532,12 @@ def _read_types(config, names):
         return None
     types = [tuple(names[name] for name in config.name_list(key, names)) for key in keys]
     if types[-1] != types[0]:
-        raise config.unsupported_error(keys[1], config.config[keys[1]], f"that of {keys[0]!r}")
+        raise config.unsupported_error(keys[1], config.config[keys[1]], f"the value of {keys[0]!r}")
     return types[0]
 
 
 def _check_time_step_limit(config):
-    """Raises an error if time steps have limits, which the original does not use when decoding."""
+    """Raises an error if time steps have limits, which the original ignores in decoding."""
     config.ignore("time_step_limit")
     limit = config.config.get("time_step_limit")
     if limit is None:
@@ -585,13 +586,13 @@ def _mamba(block, theirs, ours, arguments):
 
 
 def _fused_rows(arguments, sizes):
-    """Returns the `Transform` of rows z, x, BC, dt, or x, BC, to weights of these sizes.
+    """Returns the `Transform` from rows (z, x, BC, dt), or (x, BC), to weights of these sizes.
 
-    A file has B of all groups, then C. The layer has B and C of the first group, then those of the
-    next.
+    A file has B of all groups, then C of all groups. The layer has B and C of the first group, then
+    B and C of the next.
     """
     groups, state_dim = arguments["num_mamba_groups"], arguments["mamba_state_dim"]
-    place = {4: 2, 2: 1}[len(sizes)]  # of B and C
+    place = {4: 2, 2: 1}[len(sizes)]  # index of BC
 
     def regroup(rows, first, second):
         return rows.reshape(first, second, state_dim, -1).swapaxes(0, 1).reshape(rows.shape)

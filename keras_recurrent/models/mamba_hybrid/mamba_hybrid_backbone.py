@@ -23,20 +23,21 @@ SWIGLU, SQUARED_RELU = "swiglu", "squared_relu"
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
 class ParallelMixers(StreamingLayer):
-    """Two layers that mix tokens, on the same inputs: `r_1 first(x) + r_2 second(x)`.
+    """Two layers that mix tokens in parallel: `r_1 mamba(x) + r_2 attention(x)`.
 
     The token-mixing layer of Falcon-H1 (Falcon LLM Team 2025, arXiv:2507.22448), with Mamba-2 and
     attention.
 
     Args:
         mamba: any `StreamingLayer` whose output has the shape of its input.
-        attention: another one.
+        attention: another such layer.
         mamba_scale: number r_1. None: 1.
         attention_scale: number r_2. None: 1.
 
     Returns:
         `[B, T, D]` in the compute dtype. With `return_state` also the state: `{"attention": its
-        part, "mamba": its part, "segment": [B] int32}`, with `"position"` if one has positions.
+        state, "mamba": its state, "segment": [B] int32}`, with `"position"` if a layer has
+        positions.
     """
 
     def __init__(self, mamba, attention, *, mamba_scale=None, attention_scale=None, **kwargs):
@@ -80,8 +81,8 @@ class MambaHybridResidualBlock(ResidualBlock):
     x = x + s MLP(RMSNorm(x))                       unless `intermediate_dim` is None
     ```
 
-    A block of Nemotron-H has one of the two lines (NVIDIA 2025, arXiv:2504.03624), Mamba-2 only the
-    first.
+    A block of Nemotron-H has only one of the two lines (NVIDIA 2025, arXiv:2504.03624), a block of
+    Mamba-2 only the first.
 
     Args:
         residual_scale: number r. None: 1.
@@ -125,7 +126,7 @@ class MambaHybridBackbone(RecurrentBackbone):
     """Network of Nemotron-H, Granite 4.0 H, Falcon-H1 and Mamba-2, from tokens to hidden states.
 
     Residual blocks (see `MambaHybridResidualBlock`) between an embedding and a final RMSNorm. The
-    types of blocks are those of the four models:
+    models have these types of blocks:
 
     | model | `block_types` | `use_mlp` | `mlp` |
     | --- | --- | --- | --- |
@@ -147,19 +148,20 @@ class MambaHybridBackbone(RecurrentBackbone):
         block_types: a pattern of `"mamba"`, `"attention"`, `"mamba_and_attention"`, which adds the
             outputs of both on the same inputs, and `"mlp"`, which mixes channels only, repeated up
             to `num_layers`; or one of these names, for all blocks.
-        use_mlp: boolean, whether blocks that mix tokens then mix channels.
+        use_mlp: boolean, whether blocks that mix tokens mix channels afterwards.
         mlp: `"swiglu"`, or `"squared_relu"`, as in `keras_recurrent.layers.SquaredReLUMLP`.
-        num_mamba_heads: integer, heads of Mamba-2; see `keras_recurrent.layers.Mamba2` for this and
-            the next arguments.
-        mamba_head_dim: integer, the size of its heads.
-        mamba_state_dim: integer, its size of a state.
-        num_mamba_groups: integer, its number of groups.
-        mamba_conv_size: integer, its number of taps.
-        use_mamba_conv_bias: boolean, whether its convolutions have biases.
+        num_mamba_heads: integer, the number of heads of a Mamba-2 layer; see
+            `keras_recurrent.layers.Mamba2` for this argument and the next ones.
+        mamba_head_dim: integer, the size of a Mamba-2 head.
+        mamba_state_dim: integer, the size of B and C in a group of Mamba-2.
+        num_mamba_groups: integer, the number of groups of Mamba-2.
+        mamba_conv_size: integer, the number of taps of Mamba-2's convolutions.
+        use_mamba_conv_bias: boolean, whether Mamba-2's convolutions have biases.
         mamba_norm_position: `"after_gate"`, `"before_gate"` or None.
         mamba_projection_scales: five numbers, factors of z, x, B, C and dt. None: 1.
-        num_query_heads: integer, heads of queries in attention.
-        num_key_value_heads: integer, heads of keys and values, which must divide `num_query_heads`.
+        num_query_heads: integer, the number of query heads in attention.
+        num_key_value_heads: integer, the number of key and value heads, which must divide
+            `num_query_heads`.
         head_dim: integer, the size of a head in attention.
         query_scale: number, the factor of the logits of attention. None: 1 / sqrt(head_dim).
         rope_max_wavelength: number, the base of the wavelengths of rotary positions in attention.
@@ -175,8 +177,8 @@ class MambaHybridBackbone(RecurrentBackbone):
 
     Raises:
         ValueError: a size is below 1, a block type or an MLP is unknown, the pattern is empty, a
-            size of a block type in the pattern is missing or does not divide another one, or a
-            number or boolean has another type.
+            size that a block type in the pattern needs is missing or does not divide another one,
+            or a number or boolean has another type.
 
     Example: a small Nemotron-H.
 
@@ -263,7 +265,7 @@ class MambaHybridBackbone(RecurrentBackbone):
         )
 
     def _check_needed_sizes(self):
-        """Raises an error for a missing size of a layer in the pattern."""
+        """Raises an error if a size that a block type in the pattern needs is missing."""
         types = set(self.block_types)
         needed = []
         if types & {MAMBA, PARALLEL}:
@@ -333,7 +335,7 @@ class MambaHybridBackbone(RecurrentBackbone):
         has_mlp = self.use_mlp or block_type == MLP
         return {
             "intermediate_dim": self.intermediate_dim if has_mlp else None,
-            "residual_scale": scales.get(block_type),  # in `ParallelMixers`, each has its own
+            "residual_scale": scales.get(block_type),  # layers in `ParallelMixers` have their own
             "mlp": self.mlp,
             "mlp_gate_scale": self.mlp_gate_scale,
             "mlp_scale": self.mlp_scale,

@@ -1,4 +1,4 @@
-"""Language model with Mamba-2 or a hybrid of it, and its tokenizer and preprocessor."""
+"""Language model with Mamba-2 or a Mamba-2 hybrid, and its tokenizer and preprocessor."""
 
 import keras
 
@@ -25,8 +25,8 @@ class MambaHybridCausalLMPreprocessor(RecurrentCausalLMPreprocessor):
 class MambaHybridCausalLM(RecurrentCausalLM):
     """Language model with Nemotron-H, Granite 4.0 H, Falcon-H1 or Mamba-2.
 
-    A `MambaHybridBackbone`, and logits of the next token. Blocks of attention cache the keys and
-    values of the whole text; the state of the other blocks has a fixed size.
+    A `MambaHybridBackbone`, and logits of the next token. Attention layers cache the keys and
+    values of the whole text; the state of Mamba-2 layers has a fixed size.
     """
 
     backbone_cls = MambaHybridBackbone

@@ -1,4 +1,4 @@
-"""Text classifier with Mamba-2 or a hybrid of it, and its preprocessor."""
+"""Text classifier with Mamba-2 or a Mamba-2 hybrid, and its preprocessor."""
 
 import keras
 
