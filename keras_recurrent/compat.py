@@ -1,4 +1,4 @@
-"""Private names of Keras and KerasHub that this package imports; `upstream.py` has replaced ones."""
+"""Private names of Keras and KerasHub that this package imports; see also `upstream.py`."""
 
 import importlib
 
