@@ -8,8 +8,8 @@ Decays are [B, T, H], or [H] if they are constant, as in `lightning_attention`:
 
 - [B, T, H]: M is a product of decays, as in `gated_linear_attention`, and the start of a document
   is a decay of 0.
-- [H]: M is a power of the constant, and equal for all chunks of real tokens. The exponent is the number of real
-  tokens between s and u, and M_us is 0 if a document starts between them.
+- [H]: M is a power of the constant, and equal for all chunks of real tokens. The exponent is the
+  number of real tokens between s and u, and M_us is 0 if a document starts between them.
 """
 
 import jax

@@ -8,8 +8,9 @@ the number of real tokens. M_us is 0 if a document starts between the two tokens
 its own decay, the start of a document is a decay of 0.
 
 A program processes the chunks of a head in order and keeps some columns of S in registers; the
-forward pass stores only the last one. The gradients have this form, too. They are computed by the kernel of the
-output, with other arguments in place of (Q, K, V, S), where G is the gradient of the state:
+forward pass stores only the last one. The gradients have this form, too. They are computed by the
+kernel of the output, with other arguments in place of (Q, K, V, S), where G is the gradient of the
+state:
 
     d_Q    (d_O, V, K, S^T)
     d_V    (K, Q, d_O, G), in reverse
