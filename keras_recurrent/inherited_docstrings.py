@@ -6,7 +6,7 @@ docs/site/sections.py loads this file without the package, so it imports only th
 import inspect
 import re
 
-SECTIONS = ("", "Args", "Call arguments", "Returns", "Raises", "Example")
+SECTIONS = ("", "Args", "Sublayers", "Call arguments", "Returns", "Raises", "Example")
 HEADING = re.compile(rf"^({'|'.join(SECTIONS[1:])}):", re.MULTILINE)
 ENTRY = re.compile(r"\n(?= {4}\S)")
 

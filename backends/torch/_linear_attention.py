@@ -14,18 +14,18 @@ def state_shape(q, v):
 
 
 def step(q, k, v, decay, state, padding):
-    """One token: S' = decay S + k v^T, o = S'^T q; at padding S stays.
+    """One token: S' = decay S + k v^T, o = S'^T q; at padding S stays, and o = 0.
 
     q: [B, 1, H, K]; k: [B, H, K]; v: [B, 1, H, V]; decay: [B, H, K], or broadcastable to it;
     state: [B, H, K, V]; padding: [B, 1, 1] or None. Returns ([B, 1, H, V] in v's dtype, S').
     """
     dtype = state.dtype
-    w = v[:, 0].to(dtype)
+    q, w = (x[:, 0].to(dtype) for x in (q, v))
     if padding is not None:
         decay = torch.where(padding, 1.0, decay)
-        k, w = (x.masked_fill(padding, 0) for x in (k, w))
+        q, k, w = (x.masked_fill(padding, 0) for x in (q, k, w))
     after = torch.addcmul(k.unsqueeze(3) * w.unsqueeze(2), decay.unsqueeze(3), state)
-    output = (q[:, 0].to(dtype).unsqueeze(3) * after).sum(2)
+    output = (q.unsqueeze(3) * after).sum(2)
     return output.unsqueeze(1).to(v.dtype), after
 
 

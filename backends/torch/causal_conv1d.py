@@ -34,7 +34,8 @@ def _step(x, kernel, bias, initial_state, token_kind, activation):
     starts, padding = step_masks(token_kind, 3)
     taps = kernel.shape[0] - 1
     before = state_or_zeros(initial_state, (x.shape[0], taps, x.shape[2]), dtype, x)
-    inputs = torch.cat((where(starts, 0.0, before), x.to(dtype)), dim=1)
+    x_or_zero = where(padding, 0.0, x.to(dtype))
+    inputs = torch.cat((where(starts, 0.0, before), x_or_zero), dim=1)
     y = (inputs * kernel.to(dtype)).sum(1, keepdim=True)
     y = y if bias is None else y + bias
     y = torch.nn.functional.silu(y) if activation == "silu" else y

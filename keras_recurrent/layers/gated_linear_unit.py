@@ -226,7 +226,7 @@ class SquaredReLUMLP(GatedLinearUnit):
             Nemotron-H.
         kernel_initializer: initializer of both kernels.
 
-    Sublayers: `up_proj`, `down_proj`, both `Dense`.
+    Sublayers: `up_proj` and `down_proj`, `Dense`.
 
     Example:
 
