@@ -35,7 +35,8 @@ class Engine(EngineClient):
 
     Args:
         model: a language model of this package, on torch or JAX. Its weights, layers and sampler
-            must not change until `close`.
+            must not change until `close`. On JAX, Keras's `fit`, `evaluate` and `predict` replace
+            the arrays of weights even if their values stay the same, so they end the engine.
         num_slots: integer, number of requests that decode together.
         max_length: integer, maximum number of tokens of a request, with prompt and answer; the
             capacity of KV caches. None: the `sequence_length` of the preprocessor.
