@@ -76,8 +76,10 @@ def check_divides(name, number, what, width):
     if width % number:
         fitting = [n for n in range(1, width + 1) if width % n == 0]
         nearest = min(fitting, key=lambda n: abs(n - number))
-        mend = f"The nearest divisor is {nearest}. A preset has a value of its own: pass both."
-        if number > width and name == "num_blocks":  # probably meant as a width
+        mend = f"The nearest divisor is {nearest}."
+        if what.startswith("`"):  # another argument
+            mend += " A preset has a value of its own: pass both."
+        elif number > width:  # probably meant as a width
             mend = f"`{name}` does not set the width of the output: leave it out for the default."
         raise ValueError(f"`{name}` must divide {what}, {width}; got {number}. {mend}")
 
