@@ -16,10 +16,12 @@ def path_of_weights(name):
 
 
 def describe_language_model(label, size):
-    """The description of a language model named `label`."""
+    """The description of a language model named `label`, with any license of its weights."""
+    license = getattr(size, "license", None)
     return (
         f"{label} with {size.num_layers} blocks of width {size.hidden_dim} and a vocabulary of "
         f"{size.vocabulary_size:,}. {describe_weights(size.weights)}"
+        + (f" License of the weights: {license}." if license else "")
     )
 
 

@@ -34,8 +34,11 @@ class Size(NamedTuple):
 
     @property
     def description(self):
-        license = " License of the weights: LFM Open License v1.0." if self.weights else ""
-        return describe_language_model(self.label, self) + license
+        return describe_language_model(self.label, self)
+
+    @property
+    def license(self):
+        return "LFM Open License v1.0" if self.weights else None
 
     @property
     def backbone_arguments(self):

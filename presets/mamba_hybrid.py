@@ -45,8 +45,7 @@ class Size(NamedTuple):
 
     @property
     def description(self):
-        license = f" License of the weights: {self.license}." if self.license else ""
-        return describe_language_model(self.label, self) + license
+        return describe_language_model(self.label, self)
 
     @property
     def backbone_arguments(self):
