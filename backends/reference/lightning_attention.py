@@ -6,8 +6,7 @@ Qin et al. 2024, arXiv:2405.17381 (Lightning Attention), and 2023, arXiv:2307.14
 
 import numpy as np
 
-from ._common import cast
-from ._matrix_state import forward, gradient
+from .scalar_decay_attention import scalar_decay_attention, scalar_decay_attention_gradient
 
 
 def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None, dtype=np.float64):
@@ -15,8 +14,8 @@ def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None,
 
     Returns ([B, T, H, V], [B, H, K, V]).
     """
-    q, k, v, log_decay = cast(dtype, q, k, v, log_decay)
-    return forward(q, k, v, _decays(log_decay, k), initial_state, token_kind)
+    log_decay = np.broadcast_to(log_decay, k.shape[:3])
+    return scalar_decay_attention(q, k, v, log_decay, initial_state, token_kind, dtype)
 
 
 def lightning_attention_gradient(
@@ -31,15 +30,8 @@ def lightning_attention_gradient(
     dtype=np.float64,
 ):
     """Returns the gradients of q, k, v, log_decay (a constant: zeros) and initial_state."""
-    q, k, v, log_decay, d_output, d_final_state = cast(
-        dtype, q, k, v, log_decay, d_output, d_final_state
+    tensors = q, k, v, np.broadcast_to(log_decay, k.shape[:3])
+    d_q, d_k, d_v, _, d_initial = scalar_decay_attention_gradient(
+        d_output, d_final_state, *tensors, initial_state, token_kind, dtype
     )
-    d_q, d_k, d_v, _, d_initial = gradient(
-        d_output, d_final_state, q, k, v, _decays(log_decay, k), initial_state, token_kind
-    )
-    return d_q, d_k, d_v, np.zeros_like(log_decay), d_initial
-
-
-def _decays(log_decay, k):
-    """The decay of every token and key channel, one number per head."""
-    return np.broadcast_to(np.exp(log_decay)[:, None], k.shape)
+    return d_q, d_k, d_v, np.zeros(log_decay.shape, dtype), d_initial
