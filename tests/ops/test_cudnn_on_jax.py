@@ -1,7 +1,7 @@
 """Attention of cuDNN on JAX: its residuals, padding and fallback to Triton, and supported calls.
 
-Plain attention replaces both cuDNN and the Triton kernels. `tests/triton/lowered.py` lowers the
-programs that contain them.
+On a CPU, plain attention replaces both cuDNN and the Triton kernels, and `tests/triton/lowered.py`
+lowers the programs that contain them.
 """
 
 import types
@@ -23,12 +23,14 @@ from keras_recurrent.backends.cudnn import _jax_attention
 from keras_recurrent.backends.cudnn import sliding_window_attention as module
 from keras_recurrent.backends.jax import _gpu
 from keras_recurrent.backends.jax import sliding_window_attention as plain
+from tests.gpu import has_gpu
 from tests.ops.cases import Case, align, draw
 from tests.ops.judge import check
 
 OPERATION = "sliding_window_attention"
-LENGTH = 24
+LENGTH = 640 if has_gpu() else 24  # cuDNN is used from 512 tokens on
 POSITION = np.arange(LENGTH)
+CASE = Case(2, LENGTH, 64, "bfloat16", values=64) if has_gpu() else Case(2, LENGTH, 3)
 # {name: token kinds, and the implementation that must not compute their batch}
 KINDS = {
     "padding after tokens": (np.where(POSITION >= [[17], [0]], 2, 0), "triton"),
@@ -92,7 +94,10 @@ def to_nan(function):
 
 @pytest.fixture
 def judge(monkeypatch):
-    """Judges results if one of the two implementations, "cudnn" or "triton", returns NaN."""
+    """Judges results; on a CPU, one of the implementations "cudnn" and "triton" returns NaN."""
+
+    if has_gpu():
+        return lambda drawn, wrong: check(OPERATION, "cudnn", drawn)
 
     def run(drawn, wrong):
         def replace(name, function):
@@ -116,7 +121,7 @@ def judge(monkeypatch):
 @pytest.mark.parametrize(("heads", "window"), [((4, 1), None), ((4, 2), 5)])
 def test_cudnn_without_token_kinds_matches_definition(judge, heads, window):
     """Heads, the window or the residuals of cuDNN are arranged wrongly."""
-    judge(draw(OPERATION, Case(2, LENGTH, 3, heads=heads, window=window)), wrong="triton")
+    judge(draw(OPERATION, CASE._replace(heads=heads, window=window)), wrong="triton")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +130,7 @@ def test_cudnn_without_token_kinds_matches_definition(judge, heads, window):
 def test_cudnn_computes_batches_of_one_document_and_triton_others(judge, name):
     """A wrong implementation runs, gets a wrong residual, or NaN in padding reaches a result."""
     kind, wrong = KINDS[name]
-    drawn = draw(OPERATION, Case(2, LENGTH, 3, window=7))
+    drawn = draw(OPERATION, CASE._replace(window=7))
     tensors = {n: np.where(align(kind == 2, t), np.nan, t) for n, t in drawn.tensors.items()}
     judge(drawn._replace(tensors=tensors, token_kind=kind.astype("int8")), wrong)
 
