@@ -270,12 +270,16 @@ def uses_triton_kernels(tensor):
 
 
 def compile_ahead():
-    """Context manager in which JAX's Triton kernels are compiled while a program is traced."""
-    if BACKEND != "jax" or isinstance(IMPLEMENTATIONS["soft_cap"].get("triton", ""), str):
-        return contextlib.nullcontext()
-    from keras_recurrent.backends.triton._runtime import jax_functions
+    """Context manager in which threads compile the Triton kernels of a first call.
 
-    return jax_functions.compile_ahead()
+    On JAX, they are compiled while a program is traced. On torch, it yields True if kernels do not
+    run, but return zeros.
+    """
+    if isinstance(IMPLEMENTATIONS["soft_cap"].get("triton", ""), str):
+        return contextlib.nullcontext()
+    from keras_recurrent.backends.triton._runtime import framework
+
+    return framework.compile_ahead()
 
 
 def is_traced(arguments):

@@ -40,7 +40,7 @@ TOP = len(FLOORS)  # other modules at the root of the package
 INSIDE_FUNCTIONS = {
     ("keras_recurrent/datasets/__init__.py", "datasets.packed_text"),  # until its first use
     ("keras_recurrent/dispatch.py", "backends"),
-    ("keras_recurrent/dispatch.py", "backends.triton._runtime.jax_functions"),
+    ("keras_recurrent/dispatch.py", "backends.triton._runtime.framework"),
     ("keras_recurrent/generation/torch/decoder.py", "backends.triton.argmax"),
     ("keras_recurrent/optimizers/fused_updates.py", "backends.triton._optimizers.adam_kernel"),
     ("keras_recurrent/serving/__main__.py", "serving.processes"),

@@ -166,3 +166,44 @@ def test_launch_while_another_thread_clears_compiled_kernels(monkeypatch):
 def test_next_power_of_2():
     """Fails if an absent dimension, of size 0, has a larger block than one of size 1."""
     assert [next_power_of_2(n) for n in range(6)] == [1, 1, 2, 4, 4, 8]
+
+
+class GPU:
+    """Driver of Triton for a GPU that is not there, for which kernels are compiled."""
+
+    def get_current_target(self):
+        return triton.backends.compiler.GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles kernels")
+def test_launches_in_compile_ahead_compile_and_return_zeros(monkeypatch):
+    """Kernels of a first call compile one after another, or arbitrary numbers become indices."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(triton.runtime.driver, "_active", GPU())
+
+    @triton.jit
+    def double(x, y, SIZE: triton.language.constexpr):
+        i = triton.language.arange(0, SIZE)
+        triton.language.store(y + i, 2 * triton.language.load(x + i))
+
+    x = torch.ones(16)
+    launches = [Launch(double, 1, (x,), (like(x),), (), {"SIZE": size}) for size in (8, 16)]
+    with torch_operators.compile_ahead() as compiles_only:
+        assert compiles_only
+        for launch in launches:
+            assert not torch_operators.run(launch)[0].any()
+    compiled = double.device_caches[0][0].values()
+    assert [type(kernel) for kernel in compiled] == [triton.compiler.CompiledKernel] * 2
+
+
+def test_compile_ahead_without_a_gpu_changes_nothing(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with torch_operators.compile_ahead() as compiles_only:
+        assert not compiles_only
+        assert not torch_operators._thread.compiles_only

@@ -2,6 +2,7 @@
 
 - `run(launch)` runs a launch and returns its outputs in order, None for an output that is None.
 - `operation(definition)` makes an `Operation` a differentiable `Kernel`.
+- `compile_ahead()` is a context manager in which threads compile the kernels of a first call.
 - `decoding_step(...)` makes a function without gradients the `Kernel` of a decoding step.
 - `compute_capability(x)` returns that of the GPU that runs kernels on x, such as (9, 0), or None.
 - `matrix_product(a, b, dtype)` returns a b in a dtype of at least theirs, by the framework.
@@ -21,6 +22,7 @@ else:
 
 are_aligned = framework.are_aligned
 cast = framework.cast
+compile_ahead = framework.compile_ahead
 compute_capability = framework.compute_capability
 decoding_step = framework.decoding_step
 matrix_product = framework.matrix_product

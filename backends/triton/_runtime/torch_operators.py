@@ -4,6 +4,7 @@ An operation is a custom operator of torch with a custom operator for its gradie
 `torch.compile`, no graph breaks, and the same limitations as `backends/torch`.
 """
 
+import concurrent.futures
 import contextlib
 import threading
 
@@ -67,7 +68,7 @@ fusible_step_unsupported_reason = step_unsupported_reason
 
 def run(launch):
     """Runs a launch on the device of its inputs; returns its outputs."""
-    outputs = make_outputs(launch, launch.in_place or _in_place_updates.enabled)
+    outputs = make_outputs(launch, launch.in_place or _thread.updates_in_place)
     try:
         start(launch, (*launch.inputs, *outputs))
     except triton.runtime.errors.PTXASError as error:
@@ -106,6 +107,9 @@ def start(launch, tensors):
     specialized on, and all numbers.
     """
     kernel, arguments = launch.kernel, (*tensors, *launch.numbers)
+    if _thread.compiles_only:
+        kernel.run(*arguments, grid=(launch.programs,), warmup=True, **launch.options)
+        return
     types = (None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in flat(tensors))
     device = _first_tensor(tensors).device
     key = id(kernel), device, *launch.options.items(), *launch.numbers, *types
@@ -122,18 +126,44 @@ def start(launch, tensors):
         _compiled[key] = compiled, tuple(launch.options[name] for name in names), kernel
 
 
-class _InPlaceUpdates(threading.local):
-    """Flag of a thread: launches write updated states into the memory of the previous ones."""
+class _Thread(threading.local):
+    """Flags of a thread.
 
-    enabled = False
+    Attributes:
+        updates_in_place: launches write updated states into the memory of the previous ones.
+        compiles_only: launches compile their kernels, but do not run; see `compile_ahead`.
+    """
+
+    updates_in_place = False
+    compiles_only = False
 
 
-_in_place_updates = _InPlaceUpdates()
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def compile_ahead():
+    """Context manager in which launches do not run: threads compile their kernels until its end.
+
+    Launches return zeros, which are valid indices. Yields True, or False without a GPU, where
+    launches run.
+    """
+    if INTERPRETED or not torch.cuda.is_available():
+        yield False
+        return
+    threads = concurrent.futures.ThreadPoolExecutor()
+    # An error is raised when the kernel is first launched.
+    with threads, triton.AsyncCompileMode(threads, ignore_errors=True):
+        _thread.compiles_only = True
+        try:
+            yield True
+        finally:
+            _thread.compiles_only = False
 
 
 def allocate(array, like):
     """A tensor for an `Array`, on the device of `like`."""
-    make = like.new_zeros if array.zeros else like.new_empty
+    make = like.new_zeros if array.zeros or _thread.compiles_only else like.new_empty
     return make(array.shape, dtype=getattr(torch, array.dtype))
 
 
@@ -263,11 +293,11 @@ def decoding_step(unsupported, results, count=None, updates=(), name=None):
             return Kernel(lambda *given, **named: operator(*given, **named), unsupported)
 
         def overwrite(*given, **chosen):
-            _in_place_updates.enabled = True
+            _thread.updates_in_place = True
             try:
                 return forward(*given, **chosen)
             finally:
-                _in_place_updates.enabled = False
+                _thread.updates_in_place = False
 
         num_new = count - len(updates)
         in_place = _operator(

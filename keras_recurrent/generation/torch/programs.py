@@ -11,7 +11,7 @@ import keras
 import torch
 
 from keras_recurrent.backends.constants import MIN_DELAYED_ROWS
-from keras_recurrent.dispatch import chosen_name
+from keras_recurrent.dispatch import chosen_name, compile_ahead
 from keras_recurrent.generation import beam_search
 from keras_recurrent.generation.modes import RUN_EAGERLY, record_mode
 from keras_recurrent.generation.prompts import max_chunk_length
@@ -38,6 +38,7 @@ class Programs:
         self._eager_reason = RUN_EAGERLY if model.run_eagerly else None
         self._steps: collections.OrderedDict = collections.OrderedDict()
         self._pool, self._lock = DecoderPool(), threading.Lock()
+        self._has_kernels = False  # of a prompt
 
     @torch.no_grad()
     def prefill(self, token_ids, lengths, cache=None, max_length=None):
@@ -50,13 +51,21 @@ class Programs:
                 forward pass; attention computes it faster than a chunk after an empty cache.
             max_length: integer or None, the `max_length` of a new cache.
         """
-        backbone, given = self._model.backbone, cache
-        for tokens, mask in self._chunks(token_ids, lengths):
-            _, cache = backbone.hidden_states(
-                tokens, mask, cache=cache, return_cache=True, max_length=max_length
-            )
+        given = cache
+
+        def process(tokens, mask):
+            options = {"return_cache": True, "max_length": max_length}
+            return self._model.backbone.hidden_states(tokens, mask, cache=cache, **options)[1]
+
+        for chunk in self._chunks(token_ids, lengths):
+            if not self._has_kernels:
+                with compile_ahead() as compiles_only:
+                    if compiles_only:
+                        process(*chunk)
+                self._has_kernels = True
+            cache = process(*chunk)
         if cache is None:
-            return backbone.get_initial_state(len(lengths), max_length=max_length)
+            return self._model.backbone.get_initial_state(len(lengths), max_length=max_length)
         if given is None:
             return cache
         addresses = {t.data_ptr() for t in keras.tree.flatten(given)}

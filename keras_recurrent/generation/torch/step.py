@@ -14,6 +14,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from keras_recurrent.backends.torch._states import inplace_states
+from keras_recurrent.dispatch import compile_ahead
 from keras_recurrent.generation.recent_tokens import apply_recent_tokens
 from keras_recurrent.layers.decoding import decoding_scope
 from keras_recurrent.progress import announce
@@ -65,7 +66,7 @@ class Step:
         token = torch.ones(size, dtype=torch.int32, device=flat[0].device)
         weights = self.weights()
         mask = (torch.ones_like(token, dtype=torch.bool),) if masked else ()
-        with tracing, torch.no_grad():
+        with tracing, torch.no_grad(), compile_ahead():
             traced = make_fx(self._call)(weights, token, *mask, *flat)
         self._prepare, self.traced = _split(_inline_scalars(traced), len(weights))
 
