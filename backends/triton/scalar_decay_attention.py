@@ -97,11 +97,12 @@ def _load_decays(log_decay, first, row, real, starts, H):
 def _decays_of_chunk(
     log_decay, logarithms, real, starts, row, num_tokens, token_kind, FINE: tl.constexpr
 ):
-    """The decays from the start of a chunk to each token, from a token to the end, and in total.
+    """The decays from the start of a chunk to each token, and from each token to the end.
 
-    Also returns the steps of tokens, for `_log_between`, and the number of document starts up to
-    each token. For a constant decay, steps are numbers of real tokens. Otherwise, they are sums of
-    logarithms, or, if FINE, the logarithms, and include the starts of documents.
+    Also returns the logarithm of the decay of the chunk, the steps of tokens, for `_log_between`,
+    and the number of document starts up to each token. For a constant decay, steps are numbers of
+    real tokens. Otherwise, they are sums of logarithms, or, if FINE, the logarithms, and include
+    the starts of documents.
 
     log_decay: the logarithm of a constant decay, or None.
     logarithms: the logarithms of the tokens' decays, or None.
@@ -119,7 +120,6 @@ def _decays_of_chunk(
             log_to_end = tl.minimum(log_total - log_from_start, 0.0)
         document = steps
         from_start, to_end = exp_of_decays(log_from_start, FINE), exp_of_decays(log_to_end, FINE)
-        total = exp_of_decays(log_total, FINE)
     else:
         if token_kind is None:
             steps, document, num_real, last_document = row + 1, row * 0, num_tokens, 0
@@ -130,8 +130,9 @@ def _decays_of_chunk(
         from_start = tl.where(document == 0, from_start, 0.0)
         to_end = _power(tl.maximum(num_real - steps, 0), log_decay, FINE)
         to_end = tl.where(document == last_document, to_end, 0.0)
-        total = tl.where(last_document == 0, _power(num_real, log_decay, FINE), 0.0)
-    return from_start, to_end, total, steps, document
+        log_total = tl.where(num_real == 0, 0.0, num_real * log_decay)
+        log_total = tl.where(last_document == 0, log_total, _START)
+    return from_start, to_end, log_total, steps, document
 
 
 @triton.jit
@@ -347,7 +348,7 @@ def _walk_kernel(
         logarithms = None
         if not IS_CONSTANT:
             logarithms = _load_decays(log_decay, token, row, real, starts, H)
-        decay_from_start, decay_to_end, chunk_decay, steps, document = _decays_of_chunk(
+        decay_from_start, decay_to_end, log_total, steps, document = _decays_of_chunk(
             constant, logarithms, real, starts, row, num_tokens, token_kind, FINE
         )
         key = operand(load_tokens(k + qk_token * K, row, real, d, K, qk_heads), SHORT)
@@ -373,6 +374,7 @@ def _walk_kernel(
             span = head.to(tl.int64) * spans + chunk // SPAN
             if not REVERSE:
                 tl.store(across + span * K * V + offsets, state, valid & is_first)
+        chunk_decay = exp_of_decays(log_total, FINE)  # computed here, it spills fewer registers
         decay *= chunk_decay
         value = value.to(tl.float32) * value_decay[:, None]
         state = product(tl.trans(key), value, state * chunk_decay, SHORT)
