@@ -47,7 +47,8 @@ class Limits(NamedTuple):
 class EngineClient:
     """Base class of engines: checks and tokenizes prompts, and makes the text of answers.
 
-    The text thread reads the new tokens of each step, and passes them to the requests.
+    `OpenRequests.read` makes the text of the new tokens of each step: in the text thread of an
+    `Engine`, and in the event loop of a server whose engine is another process.
 
     Args:
         link: the `RequestScheduler`, or a `RemoteLink` to that of another process.
@@ -59,10 +60,6 @@ class EngineClient:
         self.preprocessor, self.limits, self._link = preprocessor, limits, link
         self._requests, self._message_ends = OpenRequests(), MessageEnds(preprocessor)
         self._pid, self._num_requests = os.getpid(), 0
-        # The thread does not reference the engine, so that it may be garbage-collected.
-        read = self._requests.read
-        self._reader = threading.Thread(target=read, args=[link], name="engine text", daemon=True)
-        self._reader.start()
 
     @explains_options
     def submit(
@@ -168,7 +165,10 @@ class EngineClient:
     @property
     def is_closed(self):
         """True after `close`, and after a failure."""
-        return self._link.is_closed or self._requests.have_ended
+        return self._link.is_closed or self._requests.is_closed
+
+    def attach(self, loop):
+        """Lets the event loop of a server read results, if no thread of the engine reads them."""
 
     def stats(self):
         """Returns a dictionary of the current load, and of counts since the engine was created.
@@ -204,14 +204,15 @@ class EngineClient:
             A list of the `EngineRequest`s that had not ended, each with its `finish_reason`.
         """
         self._link.send("close")
-        requests, may_wait = list(self._requests), threading.current_thread() is not self._reader
+        requests, have_ended = list(self._requests), self._requests.have_ended
+        may_wait = threading.get_ident() != self._requests.thread
         if wait is not True:
             if may_wait:
-                self._reader.join(min(wait, threading.TIMEOUT_MAX))
+                have_ended.wait(min(wait, threading.TIMEOUT_MAX))
             for request in requests:
                 request.cancel()
         if may_wait:
-            self._reader.join()
+            have_ended.wait()
         return requests
 
 
@@ -220,11 +221,14 @@ class OpenRequests:
 
     Attributes:
         lock: held while requests are added.
-        have_ended: boolean, True after the last result of the engine.
+        is_closed: boolean, True after the last result of the engine.
+        have_ended: a `threading.Event` that is set when all requests have then ended.
+        thread: the id of the thread that called `read`, or None.
     """
 
     def __init__(self):
-        self.lock, self.have_ended = threading.Lock(), False
+        self.lock, self.is_closed = threading.Lock(), False
+        self.have_ended, self.thread = threading.Event(), None
         self._requests: dict[int, EngineRequest] = {}
 
     def __len__(self):
@@ -237,18 +241,30 @@ class OpenRequests:
     def add(self, number, request):
         self._requests[number] = request
 
+    def read_all(self, link):
+        """Passes all results of an engine to their requests."""
+        while not self.have_ended.is_set():
+            self.read(link)
+
     def read(self, link):
-        """Passes results to their requests until the engine ends; then all requests end."""
+        """Passes the next results to their requests, which all end if the engine has ended."""
+        self.thread, is_open = threading.get_ident(), False
         try:
-            while (results := link.receive()) is not None:
-                for number, *result in results:
-                    request = self._requests.get(number)
-                    if request is not None and (end := request._receive(*result)):
-                        del self._requests[number]
-                        request._end(*end)
+            results = link.receive()
+            for number, *result in results or ():
+                request = self._requests.get(number)
+                if request is not None and (end := request._receive(*result)):
+                    del self._requests[number]
+                    request._end(*end)
+            is_open = results is not None
         finally:
-            with self.lock:
-                self.have_ended = True
-            for request in list(self):
-                request._end(None, None, EngineClosed("The engine ended before the request."))
-            self._requests.clear()
+            if not is_open:
+                self._end_all()
+
+    def _end_all(self):
+        with self.lock:
+            self.is_closed = True
+        for request in list(self):
+            request._end(None, None, EngineClosed("The engine ended before the request."))
+        self._requests.clear()
+        self.have_ended.set()

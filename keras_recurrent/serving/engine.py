@@ -115,6 +115,8 @@ class Engine(EngineClient):
         # requests and end.
         weakref.finalize(self, self._scheduler.close).atexit = False
         self._thread = threading.Thread(target=self._scheduler.run, name="engine", daemon=True)
+        read, link = self._requests.read_all, [self._scheduler]
+        threading.Thread(target=read, args=link, name="engine text", daemon=True).start()
         self._thread.start()
 
     def _resolve_sampling(self, sampling):

@@ -1,4 +1,4 @@
-"""Results of one HTTP request, which the text thread passes to the event loop."""
+"""Results of one HTTP request, which are passed to the event loop."""
 
 import asyncio
 import collections
@@ -7,10 +7,10 @@ import time
 
 
 class Mailbox:
-    """Passes items from the text thread to functions that run in the event loop.
+    """Passes items from the thread that makes the text to functions that run in the event loop.
 
     One wake-up of the event loop passes all items that have arrived, because a wake-up for each
-    token would slow the text thread down.
+    token would slow that thread down. In the HTTP process, it is the thread of the event loop.
     """
 
     def __init__(self, loop):

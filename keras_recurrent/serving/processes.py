@@ -27,12 +27,12 @@ SIGNALS = signal.SIGINT, signal.SIGTERM
 
 
 class RemoteLink:
-    """Connection of `EngineClient`, in the HTTP process, to the scheduler in the engine process."""
+    """Connection of a `RemoteEngine` to the scheduler in the engine process."""
 
     error = None
 
     def __init__(self, connection, stats):
-        self._connection, self._stats = connection, stats
+        self.connection, self._stats = connection, stats
         self._unsent: collections.deque[Any] = collections.deque()
         self._lock, self.is_closed, self.has_failed = threading.Lock(), False, False
 
@@ -44,12 +44,12 @@ class RemoteLink:
             calls = [self._unsent.popleft() for _ in range(len(self._unsent))]
             with contextlib.suppress(OSError):  # `receive` tells that the process has ended
                 if calls:
-                    self._connection.send(calls)
+                    self.connection.send(calls)
 
     def receive(self):
         message = None
         with contextlib.suppress(EOFError, OSError):
-            message = self._connection.recv()
+            message = self.connection.recv()
         if message is None:
             self.has_failed = not self.is_closed
             return None
@@ -58,6 +58,26 @@ class RemoteLink:
 
     def stats(self):
         return self._stats
+
+
+class RemoteEngine(EngineClient):
+    """Client of an engine in another process, with a `RemoteLink`.
+
+    The event loop of the server makes the text. After each event that it sends, it would otherwise
+    wait until the text thread releases Python's global lock.
+    """
+
+    def attach(self, loop):
+        connection, requests = self._link.connection, self._requests
+
+        def read():
+            # Tokens of all messages that have arrived are sent together.
+            while not requests.is_closed and connection.poll():
+                requests.read(self._link)
+            if requests.is_closed:
+                loop.remove_reader(connection)
+
+        loop.add_reader(connection, read)
 
 
 def bind(host, port):
@@ -178,11 +198,11 @@ def serve_http(listener, connection):
     logging.basicConfig(level=logging.WARNING)
     log.setLevel(logging.INFO)
     link = RemoteLink(connection, stats)
-    engine = EngineClient(link, preprocessor, limits)
+    engine = RemoteEngine(link, preprocessor, limits)
     server = Server(create_app(engine, **app), listener, **options)
 
     def exit_with_engine():
-        engine._reader.join()
+        engine._requests.have_ended.wait()
         if link.has_failed:
             log.error("The engine process has ended")
         server.should_exit = True

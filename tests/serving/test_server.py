@@ -22,8 +22,8 @@ from keras_recurrent.chat.preprocessing import plain_preprocessor
 from keras_recurrent.models import GriffinCausalLM, SamplingParams
 from keras_recurrent.serving import Engine, protocol
 from keras_recurrent.serving import server as server_module
-from keras_recurrent.serving.client import EngineClient
-from keras_recurrent.serving.processes import RemoteLink, bind, run_scheduler
+from keras_recurrent.serving.client import Limits
+from keras_recurrent.serving.processes import RemoteEngine, RemoteLink, bind, run_scheduler
 from keras_recurrent.serving.server import Server, create_app
 from tests.serving.soak import metrics
 
@@ -33,6 +33,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 MODEL = {"model": "tiny"}
 GREEDY = {"temperature": 0, "logit_bias": {"2": -100}}  # without the end token
 LONG = {**GREEDY, "max_tokens": 900}
+LIMITS = Limits(1, 0, max_length=9, vocabulary_size=9, saves_states=False, state_interval=0)
 DEEP = functools.reduce(lambda value, _: [value], range(300), 1)
 NUMBERED = {str(number): {} for number in range(20_000)}
 
@@ -75,7 +76,7 @@ def remote(engine):
     thread.start()
     preprocessor = pickle.loads(pickle.dumps(plain_preprocessor(engine.preprocessor)))
     try:
-        yield EngineClient(RemoteLink(ours, scheduler.stats()), preprocessor, engine.limits)
+        yield RemoteEngine(RemoteLink(ours, scheduler.stats()), preprocessor, engine.limits)
     finally:
         ours.close()
         thread.join(20)
@@ -559,6 +560,30 @@ def test_failed_engine_is_an_error_and_unhealthy(small_model, monkeypatch):
         assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_failed")
         assert httpx.get(f"{server.url}/health").status_code == 503
         assert post(server, prompt="a").status_code == 503
+
+
+def test_messages_that_have_arrived_are_read_together():
+    """Tokens pile up in the connection, and stop the engine, if the event loop is slower."""
+    ours, theirs = multiprocessing.Pipe()
+    engine, found, counts = RemoteEngine(RemoteLink(ours, {}), None, LIMITS), [], []
+    request = engine.submit([1], SamplingParams(temperature=0), stop_token_ids=None)
+    for token in (5, 6):
+        theirs.send(({}, [(1, [token], [], None, 0, None)]))
+    loop = asyncio.new_event_loop()
+
+    def record(delta):
+        found.extend(delta.token_ids)
+        loop.call_soon(lambda: counts.append(len(found)))
+
+    request.set_listener(record)
+    engine.attach(loop)
+    loop.call_later(20, loop.stop)
+    request.add_done_callback(lambda request: loop.call_soon(loop.stop))
+    theirs.close()
+    loop.run_forever()
+    loop.close()
+    ours.close()
+    assert (found, counts[0], engine.is_closed) == ([5, 6], 2, True)
 
 
 def test_page_makes_no_external_request(server):
