@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import json
 import logging
 import pathlib
 import time
@@ -10,6 +9,7 @@ from typing import Any
 
 import fastapi
 import uvicorn
+from pydantic_core import to_json
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
@@ -176,11 +176,11 @@ class EventStream(StreamingResponse):
             return
         if body.includes_usage:
             yield _event(form.usage_chunk(group.completions))
-        yield "data: [DONE]\n\n"
+        yield b"data: [DONE]\n\n"
 
 
 def _event(body):
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return b"data: %b\n\n" % to_json(body)
 
 
 async def _parse(request, body_type):
