@@ -7,6 +7,7 @@ other one does.
 
 import collections
 import contextlib
+import gc
 import logging
 import multiprocessing
 import os
@@ -208,6 +209,11 @@ def serve_http(listener, connection):
         server.should_exit = True
 
     threading.Thread(target=exit_with_engine, daemon=True).start()
+    # The event loop must not wait 5 ms, Python's default, for a thread that tokenizes a prompt.
+    sys.setswitchinterval(1e-4)
+    gc.collect()
+    gc.freeze()  # a collection stops all threads; without these objects it is short
+    gc.set_threshold(10_000)  # a request has hundreds of objects
     for number in SIGNALS:  # uvicorn raises them again after it has ended
         signal.signal(number, lambda *_: None)
     server.run()
