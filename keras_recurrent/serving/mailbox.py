@@ -34,11 +34,14 @@ class Mailbox:
 
 
 class RequestGroup:
-    """Group of the engine's requests that answer one HTTP request, one for each prompt."""
+    """Group of the engine's requests that answer one HTTP request, one for each prompt.
 
-    def __init__(self, requests, mailbox, metrics):
+    is_streamed: boolean. False: `events` only yields the ends of the requests.
+    """
+
+    def __init__(self, requests, mailbox, metrics, is_streamed):
         self._requests = requests
-        self._metrics = metrics
+        self._metrics, self._is_streamed = metrics, is_streamed
         self._received = {}  # {index of a request: its new deltas, and None at its end}
         self._has_received = asyncio.Event()
         self._times = [None] * len(requests)  # of the last token of each request
@@ -59,8 +62,9 @@ class RequestGroup:
             if self._times[index] is not None:
                 self._metrics.token_time(now - self._times[index], len(delta.token_ids))
             self._times[index] = now
-        self._received.setdefault(index, []).append(delta)
-        self._has_received.set()
+        if delta is None or self._is_streamed:
+            self._received.setdefault(index, []).append(delta)
+            self._has_received.set()
 
     def cancel(self):
         """Cancels the requests that have not ended."""

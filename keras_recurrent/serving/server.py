@@ -76,7 +76,7 @@ class Service:
         except BaseException:
             del self.groups[form.id]
             raise
-        self.groups[form.id] = RequestGroup(requests, self.mailbox, self.metrics)
+        self.groups[form.id] = RequestGroup(requests, self.mailbox, self.metrics, body.stream)
         return self.groups[form.id]
 
     def _submit(self, body):
