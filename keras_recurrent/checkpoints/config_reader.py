@@ -28,6 +28,9 @@ class ConfigReader:
         config: a dictionary.
         source: string, the file, for error messages.
 
+    Attributes:
+        defaults: `{key: default}` of the integers, flags and lists that were missing or null.
+
     Raises:
         ValueError: in all methods, for a missing key or an unsupported value.
     """
@@ -36,10 +39,11 @@ class ConfigReader:
         self.config = config
         self.source = source
         self.unread = set(config)
+        self.defaults = {}
 
     def integer(self, key, default=_REQUIRED, multiple_of=1, maximum=MAX_INTEGER):
         """Returns an integer from 1 to `maximum`, divisible by `multiple_of`, or a default None."""
-        value = self._value(key, default)
+        value = self._recorded_value(key, default)
         if value is None:
             return None
         fits = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= maximum
@@ -89,34 +93,38 @@ class ConfigReader:
 
     def flag(self, key, default=_REQUIRED):
         """Returns a boolean."""
-        value = self._value(key, default)
+        value = self._recorded_value(key, default)
         if not isinstance(value, bool):
             raise self.unsupported_error(key, value, "true or false")
         return value
 
-    def integer_list(self, key, maximum):
-        """Returns a tuple of one or more integers from 0 to `maximum`."""
+    def integer_list(self, key, maximum, source=None):
+        """Returns a tuple of one or more integers from 0 to `maximum`; `source` as in `fixed`."""
         value = self._value(key, _REQUIRED)
         integers = isinstance(value, (list, tuple)) and all(type(v) is int for v in value)
         if not integers or not value or not all(0 <= v <= maximum for v in value):
-            wanted = f"a list of integers from 0 to {maximum}"
+            wanted = f"a list of integers from 0 to {maximum}" + (f", {source}" if source else "")
             raise self.unsupported_error(key, value, wanted)
         return tuple(value)
 
     def name_list(self, key, choices, default=_REQUIRED):
         """Returns a tuple of one or more of the names in `choices`."""
-        value = self._value(key, default)
+        value = self._recorded_value(key, default)
         names = isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value)
         if not names or not value or not set(value) <= set(choices):
             wanted = f"a list of {' and '.join(map(repr, choices))}"
             raise self.unsupported_error(key, value, wanted)
         return tuple(value)
 
-    def fixed(self, key, *values):
-        """Returns the value of a key that must be missing or have one of `values`."""
+    def fixed(self, key, *values, source=None):
+        """Returns the value of a key that must be missing or have one of `values`.
+
+        `source` describes, for an error message, how other keys determine the values.
+        """
         value = self._value(key, values[0])
         if value not in values or isinstance(value, bool) != isinstance(values[0], bool):
-            raise self.unsupported_error(key, value, " or ".join(map(repr, values)))
+            wanted = " or ".join(map(repr, values)) + (f", {source}" if source else "")
+            raise self.unsupported_error(key, value, wanted)
         return value
 
     def section(self, key):
@@ -156,8 +164,27 @@ class ConfigReader:
             raise ValueError(f"{self.source} has no {key!r}, which the model needs.")
         return default
 
+    def _recorded_value(self, key, default):
+        value = self._value(key, default)
+        if self.config.get(key) is None and value is not None:
+            self.defaults[key] = value
+        return value
+
     def unsupported_error(self, key, value, wanted):
-        """Returns the error for an unsupported value of a key."""
-        return ValueError(
-            f"{key!r} is {short_repr(value)} in {self.source}; this version supports {wanted}."
-        )
+        """Returns the error for an unsupported value of a key, which may be its default."""
+        state = "is missing" if value is None else f"is {short_repr(value)}"
+        message = f"{key!r} {state} in {self.source}; this version supports {wanted}."
+        return ValueError(message + self.defaults_note(message))
+
+    def defaults_note(self, message=None):
+        """Returns a sentence on the defaults of missing keys, or an empty string.
+
+        With a `message`, the sentence has only the keys that the message names.
+        """
+        defaults = [
+            f"{key!r} is {short_repr(value)}"
+            for key, value in self.defaults.items()
+            if message is None or repr(key) in message
+        ]
+        note = f" Keys that {self.source} lacks have default values: {abbreviate(defaults, 8)}."
+        return note if defaults else ""

@@ -80,7 +80,10 @@ class Layout:
         Raises:
             ValueError: a key is missing, unknown, or has an unsupported value.
         """
-        reader = ConfigReader(config, where)
+        return self.read_arguments(ConfigReader(config, where))
+
+    def read_arguments(self, reader):
+        """Returns the backbone's arguments from a `ConfigReader`, all of whose keys are checked."""
         reader.fixed("model_type", self.model_type)
         reader.ignore(*COMMON_UNUSED_KEYS, *self.unused)
         arguments = self.read_config(reader)

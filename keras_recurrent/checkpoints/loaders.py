@@ -14,6 +14,7 @@ import keras_hub
 
 from keras_recurrent import compat, presets
 from keras_recurrent.checkpoints import chat_files, checkpoint, files, tensor_table
+from keras_recurrent.checkpoints.config_reader import ConfigReader
 from keras_recurrent.checkpoints.overrides import (
     check_overrides,
     check_weights_fit,
@@ -181,16 +182,18 @@ class CheckpointLoader(RecurrentPresetLoader):
 
     def read_headers(self):
         """Returns the backbone's arguments, the `Checkpoint` and its `Tensor`s, all checked."""
-        arguments = self.read_config()
+        config = ConfigReader(self.config, self._where())
+        arguments = self.layout.read_arguments(config)
         found = checkpoint.Checkpoint(self.preset, self.layout.canonical_name)
         # Each block has at least one tensor. This bounds the size of the table of tensors.
         if arguments["num_layers"] > len(found.tensors):
             raise ValueError(
-                f"{self._where()} says {arguments['num_layers']} blocks, more than the weights "
-                f"have tensors, {len(found.tensors)}. The files are of different models."
+                f"{self._where()} describes {arguments['num_layers']} blocks, more than the "
+                f"weights have tensors, {len(found.tensors)}.{config.defaults_note()} The files "
+                "are of different models."
             )
         tensors = self.layout.tensors(arguments)
-        tensor_table.check(found, tensors)
+        tensor_table.check(found, tensors, config.defaults_note())
         return arguments, found, tensors
 
     def _where(self):

@@ -89,8 +89,13 @@ class BlockTensors(NamedTuple):
         ]
 
 
-def check(checkpoint, tensors):
+def check(checkpoint, tensors, note=""):
     """Compares the headers of a checkpoint with the tensors that a model needs.
+
+    Args:
+        checkpoint: a `Checkpoint`.
+        tensors: a list of `Tensor`.
+        note: string, a further sentence for the error message, before the tensors.
 
     Raises:
         ValueError: tensors are missing, unknown, or of a wrong shape or an unsupported dtype. The
@@ -116,7 +121,8 @@ def check(checkpoint, tensors):
     lines = [f"{len(names)} {what}: {abbreviate(names)}" for what, names in faults.items() if names]
     if lines:
         raise ValueError(
-            f"The tensors of {checkpoint.preset!r} are not those of the model in its config.json. "
+            f"The tensors of {checkpoint.preset!r} are not those of the model in its config.json."
+            f"{note} "
             + "; ".join(lines)
             + ". The two files may be of different models, or the weights of only a part of the "
             "model, such as adapters."

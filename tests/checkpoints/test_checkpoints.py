@@ -6,6 +6,7 @@ Faulty checkpoints raise an error that names the fault, before a model is built.
 import importlib
 import json
 import os
+import shutil
 
 import huggingface_hub
 import keras_hub
@@ -54,6 +55,26 @@ def test_load_with_wrong_tensors_names_each(tmp_path, no_model_built, tensors, m
     path = golden.copy(tmp_path / "wrong", tensors=tensors)
     for load in (golden.model, lambda path: GriffinBackbone.from_preset(str(path))):
         assert_rejects(match, load, path)
+
+
+@pytest.mark.parametrize(
+    ("family", "dropped", "note"),
+    [
+        ("lfm2", ["block_multiple_of"], r"'block_multiple_of' is 256\. \d+ of another shape"),
+        ("lfm2", ["vocab_size"], r"'vocab_size' is 65536\. 1 of another shape"),
+        ("lfm2", ["num_hidden_layers", "layer_types"], "'num_hidden_layers' is 32"),
+        ("granite", ["layer_types"], r"'layer_types' is \['mamba', .*\]\. \d+ missing"),
+        ("granite", ["tie_word_embeddings"], r"'tie_word_embeddings' is False\. 1 missing"),
+    ],
+)
+def test_load_without_a_size_says_its_default(tmp_path, family, dropped, note):
+    """Tensors are listed as wrong, where `config.json` lacks a key."""
+    folder = golden.DATA / f"{family}_tiny"
+    shutil.copy(folder / "model.safetensors", tmp_path)
+    config = {k: v for k, v in golden.read_config(folder).items() if k not in dropped}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    match = f"Keys that config.json of .* lacks have default values: .*{note}"
+    assert_rejects(match, keras_hub.models.Backbone.from_preset, str(tmp_path))
 
 
 @pytest.mark.parametrize("keep", [0, 5, 1000, -1])
@@ -219,7 +240,7 @@ def test_load_of_unreadable_config_names_the_fault(tmp_path, content, match):
 
 def test_load_with_more_blocks_than_tensors_raises(tmp_path, no_model_built):
     path = golden.copy(tmp_path / "deep", config={"num_hidden_layers": 10_000})
-    assert_rejects(r"config.json of .* says 10000 blocks, more than the we", golden.model, path)
+    assert_rejects(r"config.json of .* describes 10000 blocks, more than the", golden.model, path)
 
 
 def test_load_of_too_large_config_raises(tmp_path, monkeypatch):

@@ -459,12 +459,42 @@ REQUIRED = {
 
 
 @pytest.mark.parametrize(
+    ("model_type", "changes", "keys"),
+    [
+        *(("lfm2", {key: 32}, (key, "hidden_size")) for key in ("block_dim", "conv_dim")),
+        ("lfm2", {"num_heads": 8}, ("num_heads", "num_attention_heads")),
+        ("lfm2", {"block_norm_eps": 1e-6}, ("block_norm_eps", "norm_eps")),
+        (
+            "lfm2",
+            {"layer_types": None, "full_attn_idxs": [5]},
+            ("full_attn_idxs", "num_hidden_layers"),
+        ),
+        ("nemotron_h", {"num_hidden_layers": 9}, ("num_hidden_layers", "hybrid_override_pattern")),
+        ("nemotron_h", {"rms_norm_eps": 1e-6}, ("rms_norm_eps", "layer_norm_epsilon")),
+        ("granite", {"mamba_d_head": 16}, ("mamba_d_head", "mamba_expand", "mamba_n_heads")),
+        ("granite", {"num_hidden_layers": 3}, ("num_hidden_layers", "layer_types")),
+        ("falcon_h1", {"mamba_d_head": 16}, ("mamba_d_head", "mamba_d_ssm", "mamba_n_heads")),
+        ("mamba2", {"intermediate_size": 96}, ("intermediate_size", "expand", "hidden_size")),
+    ],
+)
+def test_config_with_inconsistent_keys_names_all(model_type, changes, keys):
+    """An error names one of the keys that disagree, so users change the wrong one."""
+    assert_rejects(".*".join(map(repr, keys)), read, model_type, **changes)
+
+
+def test_config_with_default_that_disagrees_says_the_default():
+    """An error gives a value that is not in the file."""
+    match = "'block_dim' is 64 in config.json; .* Keys .* config.json lacks .*'hidden_size' is 2560"
+    assert_rejects(match, read, "lfm2", hidden_size=DROP, conv_dim=DROP)
+
+
+@pytest.mark.parametrize(
     ("model_type", "changes", "match"),
     [
         *((name, {key: DROP}, f"has no '{key}'") for name in REQUIRED for key in REQUIRED[name]),
         ("hgrn2", {"rotary": 7}, "has 'rotary', which this version does not know"),
         ("nemotron_h", {"dt_scale": 2}, "has 'dt_scale', which this version does not know"),
-        ("nemotron_h", {"hybrid_override_pattern": DROP}, "'hybrid_override_pattern' is None"),
+        ("nemotron_h", {"hybrid_override_pattern": DROP}, "'hybrid_override_pattern' is missing"),
         ("granite", {"num_local_experts": DROP}, "'num_local_experts' is 8"),
         ("falcon_h1", {"rope_theta": DROP}, "has no 'rope_theta'"),
         ("transnormer", {"window": 7}, "has 'window', which this version does not know"),

@@ -48,9 +48,9 @@ class LFM2Layout(Layout):
         config.fixed("rope_scaling", None)
         # transformers does not read these keys. Other values would mean another architecture.
         for key in ("conv_dim", "conv_dim_out", "block_dim"):
-            config.fixed(key, hidden_dim)
-        config.fixed("num_heads", heads)
-        config.fixed("block_norm_eps", epsilon)
+            config.fixed(key, hidden_dim, source="the value of 'hidden_size'")
+        config.fixed("num_heads", heads, source="the value of 'num_attention_heads'")
+        config.fixed("block_norm_eps", epsilon, source="the value of 'norm_eps'")
         config.fixed("block_use_swiglu", True)
         config.fixed("use_pos_enc", True)
         is_tied = config.flag("tie_word_embeddings", default=True)
@@ -151,7 +151,8 @@ def _read_intermediate_dim(config):
 def _read_block_types(config, num_layers):
     indices = range(num_layers)
     if config.config.get("full_attn_idxs") is not None:
-        indices = config.integer_list("full_attn_idxs", maximum=num_layers - 1)
+        maximum, source = num_layers - 1, "'num_hidden_layers' minus 1"
+        indices = config.integer_list("full_attn_idxs", maximum, source)
     config.ignore("full_attn_idxs")
     default = ["full_attention" if i in indices else "conv" for i in range(num_layers)]
     names = config.name_list("layer_types", BLOCK_TYPES, default=default)

@@ -189,7 +189,8 @@ class NemotronH(MambaHybridLayout):
     def read_others(self, config, arguments):
         config.ignore(*(k for k in config.config if k.startswith(("moe_", "mtp_"))))
         for key in ("rms_norm_eps", "norm_eps"):
-            config.fixed(key, arguments["layer_norm_epsilon"])
+            source = "the value of 'layer_norm_epsilon'"
+            config.fixed(key, arguments["layer_norm_epsilon"], source=source)
         others = {"tie_word_embeddings": False}  # the original never ties them
         # Older files have another name for the size of a head.
         older = config.integer("attention_head_dim", default=arguments["head_dim"])
@@ -197,14 +198,16 @@ class NemotronH(MambaHybridLayout):
             others["head_dim"] = older
         types = _read_types(config, {**NAMES, "mlp": MLP})
         config.ignore("hybrid_override_pattern")
+        source = "the length of the list of block types"
         if types is None:
+            source = "the length of 'hybrid_override_pattern'"
             pattern = config.config.get("hybrid_override_pattern")
             is_known = isinstance(pattern, str) and set(pattern) <= set(self.characters)
             if not pattern or not is_known:
                 wanted = f"a string of {', '.join(map(repr, self.characters))}, without experts"
                 raise config.unsupported_error("hybrid_override_pattern", pattern, wanted)
             types = tuple(self.characters[character] for character in pattern)
-        config.fixed("num_hidden_layers", len(types))
+        config.fixed("num_hidden_layers", len(types), source=source)
         return {**others, "block_types": types, "num_layers": len(types)}
 
     def requirements(self, arguments):
@@ -277,7 +280,7 @@ class Granite(MambaHybridLayout):
             wanted = "0, a model without experts"
             raise config.unsupported_error("num_local_experts", num_experts, wanted)
         hidden_dim, heads = arguments["hidden_dim"], arguments["num_query_heads"]
-        types = _read_types(config, NAMES) or (MAMBA,) * arguments["num_layers"]
+        types = _read_types(config, NAMES, default=["mamba"] * arguments["num_layers"])
         if len(types) != arguments["num_layers"]:
             wanted = f"the length of 'layer_types', {len(types)}"
             raise config.unsupported_error("num_hidden_layers", arguments["num_layers"], wanted)
@@ -289,7 +292,9 @@ class Granite(MambaHybridLayout):
         attention = config.number("attention_multiplier", default=1.0)
         return {
             "block_types": types,
-            "mamba_head_dim": _read_mamba_head_dim(config, arguments, inner),
+            "mamba_head_dim": _read_mamba_head_dim(
+                config, arguments, inner, "'mamba_expand' * 'hidden_size'"
+            ),
             "head_dim": hidden_dim // heads,
             "query_scale": None if attention == (hidden_dim // heads) ** -0.5 else attention,
             "embedding_scale": _scale(config.number("embedding_multiplier", default=1.0)),
@@ -373,7 +378,8 @@ class Mamba2Layout(MambaHybridLayout):
         if _inner_dim(arguments) != inner:
             wanted = f"'expand' * 'hidden_size' / 'num_heads', of {inner} channels"
             raise config.unsupported_error("head_dim", arguments["mamba_head_dim"], wanted)
-        config.fixed("intermediate_size", inner)  # only in some files
+        source = "'expand' * 'hidden_size'"
+        config.fixed("intermediate_size", inner, source=source)  # only in some files
         return {"block_types": (MAMBA,) * arguments["num_layers"]}
 
     def requirements(self, arguments):
@@ -425,8 +431,9 @@ class FalconH1(MambaHybridLayout):
         hidden_dim, heads = arguments["hidden_dim"], arguments["num_query_heads"]
         has_size = config.config.get("head_dim") is not None or hidden_dim % heads
         size = config.integer("head_dim", **({} if has_size else {"default": hidden_dim // heads}))
-        inner = config.integer("mamba_d_ssm", default=1024)
+        source, inner = "'mamba_d_ssm'", config.integer("mamba_d_ssm", default=1024)
         if "mamba_d_ssm" in config.config and config.config["mamba_d_ssm"] is None:
+            source = "'mamba_expand' * 'hidden_size'"
             inner = config.integer("mamba_expand", default=2) * hidden_dim
         rope = config.section("rope_parameters")
         rope.fixed("rope_type", "default")
@@ -444,7 +451,7 @@ class FalconH1(MambaHybridLayout):
         return {
             "block_types": (PARALLEL,) * arguments["num_layers"],
             "head_dim": size,
-            "mamba_head_dim": _read_mamba_head_dim(config, arguments, inner),
+            "mamba_head_dim": _read_mamba_head_dim(config, arguments, inner, source),
             "mamba_norm_position": position if config.flag("mamba_rms_norm", False) else None,
             "rope_max_wavelength": theta,
             "query_scale": None if query_scale == size**-0.5 else query_scale,
@@ -498,15 +505,18 @@ class FalconH1(MambaHybridLayout):
         yield from block.mlp("feed_forward", d, m)
 
 
-def _read_mamba_head_dim(config, arguments, inner):
-    """Returns the size of a Mamba-2 head, where all heads together have `inner` channels."""
+def _read_mamba_head_dim(config, arguments, inner, source):
+    """Returns the size of a Mamba-2 head, where all heads together have `inner` channels.
+
+    `source` describes the keys that determine `inner`.
+    """
     heads = arguments["num_mamba_heads"]
     if config.config.get("mamba_d_head", "auto") == "auto" and inner % heads == 0:
         config.ignore("mamba_d_head")
         return inner // heads
     size = config.integer("mamba_d_head")
     if size * heads != inner:
-        wanted = f"{inner / heads:g}, for {inner} channels in {heads} heads"
+        wanted = f"{inner / heads:g}, {source} / 'mamba_n_heads' of {inner} channels"
         raise config.unsupported_error("mamba_d_head", size, wanted)
     return size
 
@@ -523,14 +533,15 @@ def _multiple_of_width(arguments):
     return {"mamba_head_dim": (fits, f"a multiple of `hidden_dim`, {d}, divided by {heads}")}
 
 
-def _read_types(config, names):
-    """Returns the block types in a list of names, or None if there is no list."""
+def _read_types(config, names, default=None):
+    """Returns the block types in a list of names, or None if there is no list or `default`."""
     known = "layers_block_type", "layer_types"
     config.ignore(*known)
     keys = [key for key in known if config.config.get(key) is not None]
-    if not keys:
+    if not keys and default is None:
         return None
-    types = [tuple(names[name] for name in config.name_list(key, names)) for key in keys]
+    keys = keys or known[1:]
+    types = [tuple(names[name] for name in config.name_list(key, names, default)) for key in keys]
     if types[-1] != types[0]:
         raise config.unsupported_error(keys[1], config.config[keys[1]], f"the value of {keys[0]!r}")
     return types[0]
