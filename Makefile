@@ -48,7 +48,7 @@ help:
 	@echo "make test-gpu     the tests of one backend, jax or torch, on an NVIDIA GPU"
 	@echo "make test-export  model.export to each format, run by its runtime; make test-export-torch"
 	@echo "make test-harness language models under lm-evaluation-harness, on tasks of local text"
-	@echo "make test-ray     the recipe with Ray Serve: two replicas on this machine"
+	@echo "make test-ray     the recipes with Ray: two replicas, two actors on this machine"
 	@echo "make fuzz         operations on thousands of random inputs, hours; make fuzz-jax for one backend"
 	@echo "make docs         the manual, into build/site; make docs-serve shows it while you write"
 	@echo "make tables       the manual's generated tables and API lists, from the package"
@@ -140,11 +140,11 @@ test-harness: $(HARNESS)/.installed
 	KERAS_BACKEND=torch $(HARNESS)/bin/python -m pytest tests/test_lm_evaluation_harness.py
 
 test-ray: $(RAY)/.installed
-	KERAS_BACKEND=torch $(RAY)/bin/python -m pytest tests/test_ray_serve.py
+	KERAS_BACKEND=torch $(RAY)/bin/python -m pytest tests/test_ray.py
 
 $(EXPORT)/.installed: ADDED := ai-edge-litert jax2onnx onnx onnxruntime onnxscript openvino tf2onnx
 $(HARNESS)/.installed: ADDED := lm_eval
-$(RAY)/.installed: ADDED := ray[serve]
+$(RAY)/.installed: ADDED := ray[data,serve]
 
 # Packages of .venv are found by a file of site-packages that Python reads at its start.
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))

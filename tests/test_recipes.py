@@ -8,6 +8,7 @@ import runpy
 import shutil
 import sys
 import threading
+import types
 import urllib.error
 
 import keras
@@ -136,6 +137,57 @@ def test_forecasting_with_a_state_equals_forecasting_from_the_whole_past(monkeyp
         following = model(recipe["inputs_of"](past, calendar[:, : hour + 1]))
         past = np.concatenate([past, keras.ops.convert_to_numpy(following)[:, -1:]], axis=1)
     np.testing.assert_allclose(found, past[:, 40:], atol=1e-5)
+
+
+class FakeEngine:
+    """An engine whose answers are the seeds of requests; it fails after some of them."""
+
+    def __init__(self, num_requests):
+        self.num_requests = num_requests
+
+    def submit(self, prompt, sampling, max_new_tokens):
+        if prompt is None:
+            raise ValueError("`prompt` must be a string")
+        self.num_requests -= 1
+        if self.num_requests < 0:
+            raise RuntimeError
+        text = f"{prompt} {sampling.seed} {max_new_tokens}"
+        return types.SimpleNamespace(result=lambda: types.SimpleNamespace(text=text))
+
+
+@pytest.mark.once
+def test_batch_inference_resumes_after_the_last_complete_part(tmp_path):
+    """Answers are lost, twice there, out of order, or depend on an interruption."""
+    recipe = load("batch_inference")
+    prompts = [{"id": i, "prompt": f"é{i}"} for i in range(7)]
+    del prompts[5]["prompt"]
+    lines = [json.dumps(prompt, ensure_ascii=False) for prompt in prompts]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")  # as if the last line is not complete
+
+    def generate(num_requests):
+        generator = object.__new__(recipe["Generator"])
+        generator.engine, generator.max_new_tokens = FakeEngine(num_requests), 4
+        generator.sampling = {"temperature": 1.0, "seed": 10}
+        parts = list(recipe["missing_parts"]([path], tmp_path, 2))
+        return [generator(part) for part in parts]
+
+    with pytest.raises(RuntimeError):
+        generate(num_requests=3)
+    assert [file.name for file in tmp_path.glob("prompts-*")] == ["prompts-000000000.jsonl"]
+    counts = generate(num_requests=4)
+    assert counts == [{"answers": n, "errors": e} for n, e in [(2, 0), (1, 1), (1, 0)]]
+    assert generate(num_requests=0) == []
+    text = "".join(file.read_text("utf-8") for file in sorted(tmp_path.glob("prompts-*")))
+    answers = [json.loads(line) for line in text.splitlines()]
+    assert answers[5] == {"id": 5, "error": "`prompt` must be a string"}
+    for i in (0, 1, 2, 3, 4, 6):
+        assert answers[i] == {"id": i, "prompt": f"é{i}", "text": f"é{i} {10 + i} 4"}
+    settings = {"seed": 10}
+    recipe["check_settings"](tmp_path, settings)
+    recipe["check_settings"](tmp_path, settings)
+    with pytest.raises(SystemExit, match="other settings"):
+        recipe["check_settings"](tmp_path, {"seed": 11})
 
 
 @pytest.mark.once

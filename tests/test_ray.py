@@ -1,6 +1,7 @@
-"""The recipe with Ray Serve, where it is installed: `make test-ray`."""
+"""The recipes with Ray Serve and Ray Data, where these are installed: `make test-ray`."""
 
 import importlib.util
+import json
 import os
 import re
 import socket
@@ -11,7 +12,7 @@ import time
 import httpx
 import pytest
 
-from tests.processes import ROOT
+from tests.processes import ROOT, printed
 
 openai = pytest.importorskip("openai")
 
@@ -80,3 +81,26 @@ def test_ray_serve_streams_chunks(client):
     """Ray Serve collects a streamed response before it sends it."""
     stream = client.completions.create(model=MODEL, prompt="a", max_tokens=8, stream=True)
     assert sum(len(chunk.choices) for chunk in stream) > 1
+
+
+def test_ray_data_generates_missing_parts_with_equal_answers(tmp_path):
+    """Ray cannot run the actors, or a run after an interruption gives other answers."""
+    lines = [json.dumps({"id": i, "prompt": f"ROMEO: {i}"}) for i in range(6)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join([*lines, json.dumps({"id": 6})]))
+    command = ["guides/recipes/batch_inference.py", "--input", str(tmp_path / "prompts.jsonl")]
+    command += ["--output", str(tmp_path), "--lines", "3", "--actors", "2", "--slots", "2"]
+    command += ["--max-tokens", "8", "--temperature", "1"]
+    environment = {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+
+    def answers():
+        return [path.read_text() for path in sorted(tmp_path.glob("prompts-*"))]
+
+    assert "3 parts to generate" in printed(*command, **environment)
+    expected = answers()
+    objects = [json.loads(line) for line in "".join(expected).splitlines()]
+    assert [answer["id"] for answer in objects] == [*range(7)]
+    assert all("text" in answer for answer in objects[:6])
+    assert "error" in objects[6]
+    (tmp_path / "prompts-000000003.jsonl").unlink()
+    assert "1 of 1 parts: {'answers': 3, 'errors': 0}" in printed(*command, **environment)
+    assert answers() == expected
