@@ -99,11 +99,19 @@ def test_assembler_error_names_the_remedy():
 
 
 class Compiled(triton.compiler.CompiledKernel):
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, calls):
         self.calls = calls
 
+    def run(self, *arguments):
+        *grid, stream, function, metadata, found, enter, exit = arguments[:9]
+        assert (stream, function, metadata) == (7, self.function, self.packed_metadata)
+        assert found is enter is exit is None
+        self.calls.append((tuple(grid), *arguments[9:]))
+
     def __getitem__(self, grid):
-        return lambda *arguments: self.calls.append((grid, *arguments))
+        return lambda *arguments: self.calls.append(("hooks", grid, *arguments))
 
 
 class Kernel:
@@ -121,6 +129,7 @@ class Kernel:
 def test_compiled_kernel_is_reused_only_for_equal_types(monkeypatch):
     """A kernel compiled for aligned pointers reads wrong addresses of other tensors."""
     monkeypatch.setattr(torch_operators, "_compiled", {})
+    monkeypatch.setattr(torch_operators, "current_stream", lambda device: 7)
     kernel, x = Kernel(), torch.ones(64)
 
     def compiled_before(x, n=3, block=16, programs=2):
@@ -135,6 +144,17 @@ def test_compiled_kernel_is_reused_only_for_equal_types(monkeypatch):
     assert compiled_before(x[4:].clone(), programs=3)
     for different in ({"x": x[1:]}, {"x": x.half()}, {"n": 4}, {"block": 32}):
         assert not compiled_before(**{"x": x, **different})
+
+
+def test_compiled_kernel_calls_hooks(monkeypatch):
+    """Profilers that add a hook to Triton see only the first launch of a kernel."""
+    monkeypatch.setattr(torch_operators, "_compiled", {})
+    kernel, x, hook = Kernel(), torch.ones(4), triton.knobs.HookChain()
+    monkeypatch.setattr(triton.knobs.runtime, "launch_exit_hook", hook)
+    hook.add(print)
+    for _ in range(2):
+        torch_operators.run(Launch(kernel, 1, (x,), (like(x),), (3,), {"BLOCK": 4}))
+    assert [call[:2] for call in kernel.calls] == [("hooks", (1, 1, 1))]
 
 
 def test_compiled_kernel_keeps_its_kernel_in_memory(monkeypatch):
@@ -157,6 +177,7 @@ def test_launch_while_another_thread_clears_compiled_kernels(monkeypatch):
             return found
 
     monkeypatch.setattr(torch_operators, "_compiled", Cleared())
+    monkeypatch.setattr(torch_operators, "current_stream", lambda device: 7)
     kernel, x = Kernel(), torch.ones(4)
     for _ in range(2):
         torch_operators.run(Launch(kernel, 1, (x,), (like(x),), (3,), {"BLOCK": 4}))

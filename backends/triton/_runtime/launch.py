@@ -55,6 +55,8 @@ def next_power_of_2(number):
 
 def flat(arguments):
     """The arrays of a launch's inputs or outputs in order, including those in tuples."""
+    if tuple not in map(type, arguments):
+        return arguments
     return [
         x for argument in arguments for x in (argument if type(argument) is tuple else [argument])
     ]

@@ -100,7 +100,7 @@ def tensors_of(forward):
 
 def tensors_among(arguments):
     """The tensors among arguments and lists of them; the others are options and Nones."""
-    listed = (x for a in arguments for x in (a if isinstance(a, list) else (a,)))
+    listed = [x for a in arguments for x in (a if isinstance(a, list) else (a,))]
     return [x for x in listed if hasattr(x, "dtype")]
 
 
