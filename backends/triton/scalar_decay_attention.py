@@ -33,6 +33,8 @@ most heads, but all tokens for heads without decay. Subsegments, which are short
 spread the work of such heads over the GPU.
 """
 
+import functools
+
 import triton
 import triton.language as tl
 
@@ -70,6 +72,10 @@ BLOCKS = {
     ),
     (False, False): candidate_blocks((128, 32, 8), (128, 16, 8), (128, 64, 8)),
     (False, True): candidate_blocks((256, 32, 8)),
+}
+_FEWEST_STAGES_FIRST = {
+    key: tuple(sorted(candidates, key=lambda blocks: blocks.num_stages))
+    for key, candidates in BLOCKS.items()
 }
 _SHORTEST_SUBSEGMENT = 8  # chunks
 _MAX_SUBSEGMENTS = 32  # in all segments together, at least one each
@@ -447,6 +453,7 @@ def _decay_gradient_kernel(
         before = tl.sum(tl.where((row == BLOCK_T - 1)[:, None], total, 0.0), 0)
 
 
+@functools.lru_cache(maxsize=1024)
 def _choose_split(programs, chunks, concurrent=1):
     """Returns the fastest `TimeSplit`, with `concurrent` programs per multiprocessor.
 
@@ -494,7 +501,7 @@ def _walk(
 
     programs = batch * heads * tiles_of(candidates[0])
     if programs > common.MULTIPROCESSORS or _choose_split(programs, sizes.chunks).segments > 1:
-        candidates = tuple(sorted(candidates, key=lambda blocks: blocks.num_stages))
+        candidates = _FEWEST_STAGES_FIRST[sizes.short, wide]
 
     def launch(blocks):
         span, tiles = _SPAN // sizes.chunk, tiles_of(blocks)

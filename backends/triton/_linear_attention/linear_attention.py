@@ -1,5 +1,6 @@
 """Shared code of the kernels of linear attention: sizes, tiles, segments, loads of a chunk."""
 
+import functools
 from typing import NamedTuple
 
 import triton
@@ -85,8 +86,14 @@ class Blocks(NamedTuple):
 
     def options(self, sizes):
         """Constants and options of a launch; blocks shrink for heads of few channels."""
-        block_k, block_v = block(sizes.keys, self.BLOCK_K), block(sizes.values, self.BLOCK_V)
-        return self._replace(BLOCK_K=block_k, BLOCK_V=block_v)._asdict()
+        return _options(self, sizes.keys, sizes.values)
+
+
+@functools.lru_cache(maxsize=1024)
+def _options(blocks, keys, values):
+    """`Blocks.options`, a dictionary that callers copy."""
+    block_k, block_v = block(keys, blocks.BLOCK_K), block(values, blocks.BLOCK_V)
+    return blocks._replace(BLOCK_K=block_k, BLOCK_V=block_v)._asdict()
 
 
 candidate_blocks = candidates_of(Blocks)
