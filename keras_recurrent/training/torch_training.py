@@ -25,8 +25,13 @@ class TorchTraining(RejectsFullyShard):
             super().__setattr__(name, value)
 
     def _post_build(self):
-        """Registers parameters if they have changed. Keras calls this in each `train_on_batch`."""
+        """Registers parameters if they have changed. Keras calls this in each `train_on_batch`.
+
+        After the first, the optimizer rejects other variables until `compile` is called again.
+        """
         registered = getattr(self, "_torch_params", None)
+        if registered is not None and self.train_function is not None:  # type: ignore[attr-defined]
+            return
         current = {id(v._value) for v in self.variables}  # type: ignore[attr-defined]
         if registered is None or {*map(id, registered._parameters.values())} != current:
             super()._post_build()  # type: ignore[misc]
@@ -53,5 +58,6 @@ class TorchTraining(RejectsFullyShard):
                 "`DistributedDataParallel(model)` averages only in calls of itself, not in `fit`. "
                 f"{MODULE_HINT}"
             )
-        check_16_bit_updates(self.optimizer, self.trainable_variables)  # type: ignore[attr-defined]
+        if force or self.train_function is None:  # type: ignore[attr-defined]
+            check_16_bit_updates(self.optimizer, self.trainable_variables)  # type: ignore[attr-defined]
         return super().make_train_function(force)  # type: ignore[misc]
