@@ -53,7 +53,6 @@ class DecodingLoop:
             launched = self._launched or self.batch.step()
             runs_ahead = self.batch.runs_ahead and self.batch.has_work
             self._launched = self.batch.step() if runs_ahead else None
-            self._deliver()
             self._columns = _columns(*launched)
             column = next(self._columns)
         self._process(*column)
@@ -72,14 +71,12 @@ class DecodingLoop:
             sequence.add(tokens[slot], row)
             if sequence.finish_reason is not None:
                 ended.append(sequence)
-        for sequence in ended:
+        self._deliver()
+        for sequence in ended:  # last, so that no token waits for the removal
             self._end(sequence)
 
     def _deliver(self):
-        """Called after the launch of a step, before this thread waits for one.
-
-        Threads that receive tokens then hold Python's lock only while this one needs none.
-        """
+        """Called after the tokens of a step; listeners have them already."""
 
     def _end(self, sequence):
         self.batch.remove(sequence)

@@ -60,8 +60,7 @@ class Scheduler(DecodingLoop):
                 if self.is_idle:
                     break
                 self.advance()
-                if not self.batch.num_active:  # no step follows at once
-                    self._deliver()
+                self._deliver()
         except BaseException as error:
             with self.changed:
                 self.is_closed, self.error = True, error
