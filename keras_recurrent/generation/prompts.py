@@ -1,5 +1,6 @@
 """Prompts: their validation, tokenization and padding, and lengths of chunks and caches."""
 
+import warnings
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -232,13 +233,26 @@ def chunk_length(batch_size, length):
     return min(length, max_chunk_length(batch_size), max(MIN_CHUNK, length // MAX_CHUNKS))
 
 
+def check_max_length(model, length):
+    """Raises an error or warns if the backbone does not take, or was not trained for, `length`."""
+    model.backbone.check_num_tokens(length)
+    trained = model.backbone.max_position_embeddings
+    if trained is not None and length > trained:
+        warnings.warn(
+            f"The model was trained for positions of up to {trained} tokens, its "
+            f"`max_position_embeddings`, and sequences may have {length}: the text beyond may be "
+            "wrong. Generate fewer tokens, or shorten the prompt.",
+            stacklevel=2,
+        )
+
+
 def capacity(model, length):
     """Returns the number of tokens of a cache for sequences of `length` tokens, its bucket.
 
     Raises:
         ValueError: the backbone does not take sequences of this length.
     """
-    model.backbone.check_num_tokens(length)
+    check_max_length(model, length)
     limit = model.backbone.max_num_tokens
     return bucket(length) if limit is None else min(bucket(length), limit)
 

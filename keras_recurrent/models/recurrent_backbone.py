@@ -45,6 +45,8 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
         max_num_tokens: integer, the largest number of tokens of a sequence, with its padding and
             all documents of a packed one. Longer ones raise an error, with the reason of
             `too_long_reason`. None: no limit.
+        max_position_embeddings: integer, the number of tokens above which generation warns, because
+            positions were trained up to it. None: no warning.
         dtype: a dtype, policy or its name; `"mixed_bfloat16"` computes in bfloat16 but keeps
             weights, gates of recurrences and states in float32.
         name: string.
@@ -71,10 +73,13 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
         embedding_scale=None,
         output_scale=None,
         max_num_tokens=None,
+        max_position_embeddings=None,
         dtype=None,
         name=None,
         trainable=True,
     ):
+        if max_position_embeddings is not None:
+            check_positive_integers(max_position_embeddings=max_position_embeddings)
         policy = keras.dtype_policies.get(dtype)
         if policy.quantization_mode is not None:
             raise ValueError(
@@ -88,6 +93,7 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
         self.embedding_scale = embedding_scale
         self.output_scale = output_scale
         self.max_num_tokens = max_num_tokens
+        self.max_position_embeddings = max_position_embeddings
         self.uses_position = any(block.uses_position for block in transformer_layers)
         self.keeps_state = all(block.keeps_state for block in transformer_layers)
 

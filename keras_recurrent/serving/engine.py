@@ -12,7 +12,7 @@ from keras_recurrent.generation.beam_search import BeamSampler
 from keras_recurrent.generation.decoding_loop import BackendBatch
 from keras_recurrent.generation.modes import RUN_EAGERLY
 from keras_recurrent.generation.prompt_chunks import PromptChunks, num_prompts_of
-from keras_recurrent.generation.prompts import check_token_count
+from keras_recurrent.generation.prompts import check_max_length, check_token_count
 from keras_recurrent.generation.samplers import resolve_sampling
 from keras_recurrent.generation.sampling_params import SamplingParams
 from keras_recurrent.serving.client import EngineClient, Limits
@@ -179,5 +179,5 @@ def _max_length(model, max_length):
             )
         max_length = model.preprocessor.sequence_length
     check_token_count("max_length", max_length)
-    model.backbone.check_num_tokens(max_length)
+    check_max_length(model, max_length)
     return max_length

@@ -1,6 +1,8 @@
 """Options of `generate` and `stream`: stop strings, numbers of tokens, log probabilities."""
 
+import contextlib
 import dataclasses
+import functools
 import importlib
 
 import keras
@@ -10,6 +12,7 @@ import pytest
 from keras_recurrent.generation.sequence import Sequence
 from keras_recurrent.generation.stop_strings import StopFilter, StreamedText
 from keras_recurrent.models import HGRN2CausalLMPreprocessor, SamplingParams
+from keras_recurrent.serving import Engine
 from keras_recurrent.tokenizers import ByteTokenizer
 from tests.generation.numpy_sampling import log_softmax
 from tests.generation.tokens import assert_caches_close, pad
@@ -254,6 +257,26 @@ def test_options_out_of_range_raise(model, options, words):
     for method in (model.generate, model.stream):
         with pytest.raises(ValueError, match=f"`{name}` {words}"):
             method("a", **options)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("family", ["lfm2", "mamba_hybrid"])
+def test_generation_beyond_trained_positions_warns_unless_the_limit_is_removed(family, tmp_path):
+    """Text becomes nonsense without a word, or the limit of a checkpoint is lost in a preset."""
+    model = tiny_causal_lm(family=family, max_position_embeddings=32)
+    model.save_to_preset(str(tmp_path))
+    load = functools.partial(type(model).from_preset, str(tmp_path), preprocessor=None)
+    for model, limit in ((load(), 32), (load(max_position_embeddings=None), None)):
+        model.compile(sampler="greedy")
+        prompt = {name: np.ones((1, 3), "int32") for name in ("token_ids", "padding_mask")}
+        model.generate(prompt, max_length=32, stop_token_ids=None)
+        for start in (
+            functools.partial(model.generate, prompt, stop_token_ids=None),
+            functools.partial(Engine, model, 1),
+        ):
+            match = "trained for positions of up to 32 tokens.*have 33"
+            with pytest.warns(UserWarning, match=match) if limit else contextlib.nullcontext():
+                start(max_length=33)
 
 
 @pytest.mark.once

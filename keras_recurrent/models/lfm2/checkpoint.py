@@ -66,6 +66,7 @@ class LFM2Layout(Layout):
             "conv_size": config.integer("conv_L_cache", default=3),
             "use_conv_bias": config.flag("conv_bias", default=False),
             "rope_max_wavelength": theta,
+            "max_position_embeddings": config.integer("max_position_embeddings", default=None),
             "tie_word_embeddings": config.flag("tie_embedding", default=is_tied),
             "layer_norm_epsilon": epsilon,
         }
@@ -77,6 +78,7 @@ class LFM2Layout(Layout):
         names = {ours: theirs for theirs, ours in BLOCK_TYPES.items()}
         types = [names[block_type] for block_type in arguments["block_types"]]
         width, theta = arguments["intermediate_dim"], arguments["rope_max_wavelength"]
+        length = arguments["max_position_embeddings"]
         is_tied = arguments["tie_word_embeddings"]
         return {
             "vocab_size": arguments["vocabulary_size"],
@@ -95,6 +97,7 @@ class LFM2Layout(Layout):
             # transformers 5 reads the first form, earlier versions the second.
             "rope_parameters": {"rope_type": "default", "rope_theta": theta},
             "rope_theta": theta,
+            **({} if length is None else {"max_position_embeddings": length}),
             "tie_embedding": is_tied,
             "tie_word_embeddings": is_tied,
             "norm_eps": arguments["layer_norm_epsilon"],

@@ -59,6 +59,8 @@ class LFM2Backbone(RecurrentBackbone):
         use_conv_bias: boolean, whether the convolutions and the linear layers around them have
             biases.
         rope_max_wavelength: number, the base of the rotary positions' wavelengths.
+        max_position_embeddings: integer, the largest number of tokens that rotary positions were
+            trained for. Generation of longer sequences warns. None: unknown.
         tie_word_embeddings: boolean. True: the embedding's weights compute the logits.
         layer_norm_epsilon: float, ε of all norms.
 
@@ -86,6 +88,8 @@ class LFM2Backbone(RecurrentBackbone):
     (1, 5, 24)
     """
 
+    free_arguments = ("max_position_embeddings",)
+
     def __init__(
         self,
         vocabulary_size,
@@ -100,6 +104,7 @@ class LFM2Backbone(RecurrentBackbone):
         conv_size=3,
         use_conv_bias=False,
         rope_max_wavelength=1_000_000,
+        max_position_embeddings=None,
         tie_word_embeddings=True,
         layer_norm_epsilon=1e-5,
         dtype=None,
@@ -113,6 +118,7 @@ class LFM2Backbone(RecurrentBackbone):
         self.store_arguments(LFM2Backbone, locals())
         super().__init__(
             **self.make_layers(LFM2ResidualBlock, dtype, tie_word_embeddings),
+            max_position_embeddings=max_position_embeddings,
             dtype=dtype,
             name=name,
             trainable=trainable,

@@ -454,6 +454,7 @@ class FalconH1(MambaHybridLayout):
             "mamba_head_dim": _read_mamba_head_dim(config, arguments, inner, source),
             "mamba_norm_position": position if config.flag("mamba_rms_norm", False) else None,
             "rope_max_wavelength": theta,
+            "max_position_embeddings": config.integer("max_position_embeddings", default=None),
             "query_scale": None if query_scale == size**-0.5 else query_scale,
             "mamba_projection_scales": _scale(tuple(into_mamba * s for s in projections)),
             "embedding_scale": _scale(number("embedding_multiplier")),
@@ -476,6 +477,7 @@ class FalconH1(MambaHybridLayout):
 
     def write_config(self, arguments):
         position, size = arguments["mamba_norm_position"], arguments["head_dim"]
+        length = arguments["max_position_embeddings"]
         query_scale = arguments["query_scale"] or size**-0.5
         key = solve(lambda key: 1.0 * key * size**-0.5, query_scale, query_scale * size**0.5)
         return {
@@ -486,6 +488,7 @@ class FalconH1(MambaHybridLayout):
             "mamba_rms_norm": position is not None,
             "mamba_norm_before_gate": position == "before_gate",
             "rope_theta": arguments["rope_max_wavelength"],
+            **({} if length is None else {"max_position_embeddings": length}),
             "embedding_multiplier": arguments["embedding_scale"] or 1.0,
             "lm_head_multiplier": arguments["output_scale"] or 1.0,
             "attention_in_multiplier": 1.0,

@@ -166,6 +166,8 @@ class MambaHybridBackbone(RecurrentBackbone):
         query_scale: number, the factor of the logits of attention. None: 1 / sqrt(head_dim).
         rope_max_wavelength: number, the base of the wavelengths of rotary positions in attention.
             None: no positions.
+        max_position_embeddings: integer, the largest number of tokens that rotary positions were
+            trained for. Generation of longer sequences warns. None: unknown.
         mamba_scale: number, the factor of the outputs of Mamba-2. None: 1.
         attention_scale: number, the factor of the outputs of attention. None: 1.
         mlp_scale: number, the factor of the outputs of layers that mix channels. None: 1.
@@ -201,6 +203,8 @@ class MambaHybridBackbone(RecurrentBackbone):
     (1, 5, 24)
     """
 
+    free_arguments = ("max_position_embeddings",)
+
     def __init__(
         self,
         vocabulary_size,
@@ -224,6 +228,7 @@ class MambaHybridBackbone(RecurrentBackbone):
         head_dim=128,
         query_scale=None,
         rope_max_wavelength=None,
+        max_position_embeddings=None,
         embedding_scale=None,
         output_scale=None,
         mamba_scale=None,
@@ -259,6 +264,7 @@ class MambaHybridBackbone(RecurrentBackbone):
             **self.make_layers(MambaHybridResidualBlock, dtype, tie_word_embeddings),
             embedding_scale=embedding_scale,
             output_scale=output_scale,
+            max_position_embeddings=max_position_embeddings,
             dtype=dtype,
             name=name,
             trainable=trainable,
