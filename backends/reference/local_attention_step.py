@@ -1,12 +1,13 @@
 """A decoding step of sliding-window attention.  De et al. 2024, arXiv:2402.19427.
 
-    q = rotate(norm(q), p) / sqrt(K),  k = rotate(norm(k), p)
+    q = rotate(norm(q), p) query_scale,  k = rotate(norm(k), p)
     o = Σ_s softmax_s(q · k_s) v_s                               p - window < s <= p
     y = σ(output_gate) * o
 
 p is the token's position in its document. `rotate` rotates channels j and j + R by frequencies_j p
 radians (arXiv:2104.09864). With scales, `norm` is RMSNorm over the K channels of a head; otherwise
-it is the identity. With `logit_scaling`, a, q is multiplied by ln(p + a) / ln(floor(a)).
+it is the identity. `query_scale` is 1 / sqrt(K) by default. With `logit_scaling`, a, q is also
+multiplied by ln(p + a) / ln(floor(a)).
 """
 
 import numpy as np
@@ -31,6 +32,7 @@ def local_attention_step(
     token_kind=None,
     sliding_window=None,
     epsilon=None,
+    query_scale=None,
     logit_scaling=None,
     dtype=np.float64,
 ):
@@ -46,7 +48,7 @@ def local_attention_step(
         position = np.where(kinds[:, 0] == STARTS, 0, position)
     q = prepare_heads(q, position, frequencies, q_scale, epsilon)
     k = prepare_heads(k, position, frequencies, k_scale, epsilon)
-    q = q / np.sqrt(q.dtype.type(q.shape[2]))
+    q = q * q.dtype.type(q.shape[2] ** -0.5 if query_scale is None else query_scale)
     if logit_scaling is not None:
         factor = np.log(position + logit_scaling) / np.log(np.floor(logit_scaling))
         q = q * factor[:, None, None].astype(dtype)

@@ -150,7 +150,7 @@ def _partial_kernel(
     G,
     window,
     tiles,
-    root,
+    query_scale,
     HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -176,8 +176,8 @@ def _partial_kernel(
         *(q, heads, real & (h < SHARE), c, token_position, frequencies, q_scale, HEADS)
     )
     if HEADS.LOGIT_SCALING > 0:
-        root *= tl.log(token_position + HEADS.LOGIT_SCALING) / HEADS.LOG_SCALING
-    query *= root
+        query_scale *= tl.log(token_position + HEADS.LOGIT_SCALING) / HEADS.LOG_SCALING
+    query *= query_scale
     query = _round_operand(query, HEADS.SHORT)
     group_row = group + tl.arange(0, 1)
     token_key = load_heads(
@@ -270,6 +270,7 @@ def local_attention_step(
     token_kind=None,
     sliding_window: int | None = None,
     epsilon: float | None = None,
+    query_scale: float | None = None,
     logit_scaling: float | None = None,
 ):
     batch, heads, keys = q.shape
@@ -305,7 +306,8 @@ def local_attention_step(
         partial = Array((*shape, values), "float32"), *[Array(shape, "float32")] * 2
     inputs = q, k, v, key, value, position, frequencies, q_scale, k_scale, output_gate, token_kind
     outputs = partial, output if parts == 1 else None, *buffers
-    numbers, updates = (capacity, groups, window, num_tiles, keys**-0.5), ((3, 2), (4, 3))
+    query_scale = keys**-0.5 if query_scale is None else query_scale
+    numbers, updates = (capacity, groups, window, num_tiles, query_scale), ((3, 2), (4, 3))
     programs = batch * groups * parts
     partial, result, next_key, next_value = run(
         Launch(_partial_kernel, programs, inputs, outputs, numbers, options, updates)

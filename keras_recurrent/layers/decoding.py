@@ -146,9 +146,10 @@ class Stream(NamedTuple):
     squares: Any = None
 
 
-def add_linear(stream, x, layers, norm=None, **options):
-    """Adds the product of `linear` to a `Stream`; returns the next `Stream`."""
-    return Stream(*linear(x, layers, norm, residual=stream.x, **options))
+def add_linear(stream, x, layers, norm=None, residual=None, **options):
+    """Adds the product of `linear` to a `Stream`, or to `residual`; returns the next `Stream`."""
+    residual = stream.x if residual is None else residual
+    return Stream(*linear(x, layers, norm, residual=residual, **options))
 
 
 def linear(

@@ -84,7 +84,7 @@ class GatedLinearUnit(RecomputableLayer):
 
     def unfused_reason(self):
         """Reason why `fused_step` cannot compute a decoding step of this layer, or None."""
-        if self.gate_activation is None or self.gate_scale is not None:
+        if self.gate_activation is None:
             return f"`{self.name}` has no fused step"
         for name in ("call", "gated"):
             is_base = getattr(type(self), name) is getattr(GatedLinearUnit, name)
@@ -98,6 +98,9 @@ class GatedLinearUnit(RecomputableLayer):
         ends: `output_scale`, r, and `next_norm` of `decoding.linear`.
         """
         layers = [self.gate_proj, self.up_proj, self.down_proj]
+        if self.gate_scale is not None:
+            y = self.gated(*decoding.linear(x, layers[:2], norm))
+            return decoding.add_linear(x, y, layers[2:], **ends)
         if all(dense.quantization_mode is None for dense in layers):
             return decoding.add_linear(x, x, layers, norm, gate=self.gate_activation, **ends)
         (y,) = decoding.linear(x, layers[:2], norm, gate=self.gate_activation)

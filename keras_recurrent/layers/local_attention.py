@@ -245,8 +245,6 @@ class LocalAttention(HeadsLayer):
         return {name: ops.zeros(shape, self.compute_dtype) for name in ("key", "value")}
 
     def unfused_reason(self):
-        if self.query_scale is not None:
-            return f"`{self.name}` has a `query_scale`"
         return decoding.first_reason(
             decoding.class_reason(self, LocalAttention),
             decoding.denses_reason(self.projections(), [self.o_proj]),
@@ -266,6 +264,7 @@ class LocalAttention(HeadsLayer):
             **decoding.head_norms(self.q_norm, self.k_norm),
             frequencies=frequencies(self.rotary_dim, self.rope_max_wavelength, self.state_dtype),
             sliding_window=self.sliding_window,
+            query_scale=self.query_scale,
             logit_scaling=self.logit_scaling,
             output_gate=gate[0] if gate else None,
             token_kind=decoding.token_kinds(tokens),

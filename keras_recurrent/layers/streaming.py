@@ -214,7 +214,8 @@ class StreamingLayer(StatefulLayer):
         A layer with a fused step defines `fused_step(x, norm, tokens, state, output_scale=None,
         next_norm=None, **kwargs)`, which returns `(x + r layer(norm(x)), next state)` for one token
         of each sequence. x is a `decoding.Stream`, r is `output_scale` or 1, and `next_norm` is
-        that of `decoding.linear`.
+        that of `decoding.linear`. A layer inside another layer may also get `residual`, which
+        replaces x in the sum.
         """
         return f"there is no fused step for a {type(self).__name__}"
 

@@ -23,6 +23,7 @@ def local_attention_step(
     token_kind=None,
     sliding_window=None,
     epsilon=None,
+    query_scale=None,
     logit_scaling=None,
 ):
     """q: [B, H, K]; k: [B, G, K]; v: [B, G, V]; key, value: [B, C, G, ...]; position: [B].
@@ -33,7 +34,7 @@ def local_attention_step(
     starts, padding = token_masks(None if token_kind is None else token_kind[:, None], 2)
     position = fill_where(starts, 0, position[:, None])
     query = prepare_heads(ops.cast(q, dtype), position, frequencies, q_scale, epsilon)
-    query = query * q.shape[2] ** -0.5
+    query = query * (q.shape[2] ** -0.5 if query_scale is None else query_scale)
     if logit_scaling is not None:
         growth = ops.log(ops.cast(position, dtype) + logit_scaling)
         query = query * (growth / math.log(math.floor(logit_scaling)))[..., None]

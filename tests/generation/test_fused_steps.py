@@ -15,11 +15,13 @@ from keras_recurrent.layers import (
     HGRN2,
     LightningAttention,
     LocalAttention,
+    Mamba2,
     RecurrentBlock,
     decoding,
 )
 from keras_recurrent.layers import reversible_embedding as embeddings
 from keras_recurrent.models import GriffinResidualBlock, HGRN2ResidualBlock, LightningHybridCausalLM
+from keras_recurrent.models.mamba_hybrid.mamba_hybrid_backbone import ParallelMixers
 from keras_recurrent.models.residual_block import ResidualBlock
 from tests.generation.tokens import generate
 from tests.layers.table import assert_close
@@ -76,6 +78,8 @@ NEMOTRON = {
         ("hgrn2", LENGTHS, HYBRID),
         ("griffin", LENGTHS, {}),
         pytest.param("lfm2", LENGTHS, {}, marks=pytest.mark.nightly),
+        pytest.param("mamba_hybrid", LENGTHS, {}, marks=pytest.mark.nightly),
+        pytest.param("mamba_hybrid", LENGTHS, NEMOTRON, marks=pytest.mark.nightly),
         pytest.param("hgrn2", LENGTHS * 9, HYBRID, marks=pytest.mark.nightly),
     ],
 )
@@ -83,9 +87,13 @@ def test_fused_steps_generate_the_tokens_of_layers(family, lengths, sizes, fused
     check_tokens(tiny_causal_lm(family=family, **sizes), lengths, fused)
 
 
-def test_fused_step_of_mamba_computes_the_hidden_states_and_cache_of_layers(fused):
-    """A step loses an input of a convolution, the skip of the inputs or the norm by groups."""
-    backbone = tiny_causal_lm(family="mamba_hybrid", **NEMOTRON).backbone
+@pytest.mark.parametrize("sizes", [{}, NEMOTRON], ids=["Falcon-H1", "Nemotron-H"])
+def test_fused_step_of_mamba_computes_the_hidden_states_and_cache_of_layers(sizes, fused):
+    """A step loses an input of a convolution, the skip of the inputs or the norm by groups.
+
+    Of mixers in parallel, the second reads the sum of the first, or a factor is ignored.
+    """
+    backbone = tiny_causal_lm(family="mamba_hybrid", **sizes).backbone
     with torch.no_grad():
         prompt, token_ids = torch.tensor([[5, 6, 7], [8, 9, 10]]), torch.tensor([[11], [12]])
         _, cache = backbone.hidden_states(prompt, max_length=8, return_cache=True)
@@ -206,10 +214,17 @@ MIXERS = {
         *(2,),
         **{"max_length": 9, "use_qkv_bias": True, "bias_initializer": "normal"},
         **{"use_output_gate": True, "use_output_bias": False, "logit_scaling": 2.5},
+        query_scale=0.2,
         **{**HEADS, "dtype": dtype},
     ),
     "attention": lambda dtype: LocalAttention(
         2, head_dim=4, max_length=9, partial_rotary_factor=0, use_output_gate=True, dtype=dtype
+    ),
+    "in parallel": lambda dtype: ParallelMixers(
+        Mamba2(2, head_dim=4, state_dim=6, dtype=dtype),
+        LocalAttention(2, head_dim=4, max_length=9, dtype=dtype),
+        attention_scale=0.5,
+        dtype=dtype,
     ),
     "hgrn2": lambda dtype: HGRN2(expand_ratio=4, dtype=dtype),
     "recurrent block": lambda dtype: RecurrentBlock(8, num_blocks=2, dtype=dtype),

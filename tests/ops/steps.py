@@ -24,7 +24,7 @@ class Case(NamedTuple):
     residual: bool = False  # or, in `lightning_step`, shared queries and decays by sequence
     delayed_norm: bool = False  # The sums of squares of `x` are given, or a step begins a norm.
     next_norm: bool = False  # `norm_linear` also begins the norm of its only output.
-    output_scale: float | None = None  # of linear layers, or of queries of lightning attention
+    output_scale: float | None = None  # of linear layers, or of queries
     head_norm: bool = False
     logit_scaling: float | None = None
     kinds: bool = False  # with sequences that continue or start a document, and padding
@@ -285,7 +285,8 @@ def local_attention_step(rng, case):
     if case.parameters:
         tensors["frequencies"] = 10.0 ** -np.arange(width // 4)
     options = {"sliding_window": slots + 1 if case.norm else None, "epsilon": epsilon}
-    return tensors, options | {"logit_scaling": case.logit_scaling}
+    query_scale = case.output_scale and case.output_scale / width**0.5
+    return tensors, options | {"query_scale": query_scale, "logit_scaling": case.logit_scaling}
 
 
 DRAW = {

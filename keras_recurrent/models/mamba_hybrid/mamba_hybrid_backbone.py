@@ -1,5 +1,7 @@
 """Network of Nemotron-H, Granite 4.0 H, Falcon-H1 and Mamba-2, and its residual block."""
 
+import math
+
 import keras
 
 from keras_recurrent.checks.arguments import (
@@ -8,7 +10,7 @@ from keras_recurrent.checks.arguments import (
     check_number,
     check_positive_integer,
 )
-from keras_recurrent.layers import Mamba2, SquaredReLUMLP, StreamingLayer, SwiGLU
+from keras_recurrent.layers import Mamba2, SquaredReLUMLP, StreamingLayer, SwiGLU, decoding
 from keras_recurrent.models.recurrent_backbone import (
     RecurrentBackbone,
     check_network_sizes,
@@ -56,14 +58,34 @@ class ParallelMixers(StreamingLayer):
     def streaming_sublayers(self):
         return {"attention": self.attention, "mamba": self.mamba}
 
+    def _scales(self):
+        return {"attention": self.attention_scale, "mamba": self.mamba_scale}
+
     def stream(self, inputs, tokens, state):
         outputs, after = [], {}
-        scales = {"attention": self.attention_scale, "mamba": self.mamba_scale}
-        for name, layer in self.streaming_sublayers().items():
+        for name, scale in self._scales().items():
+            layer = self.streaming_sublayers()[name]
             further = {"tokens": tokens, "initial_state": state.get(name), "return_state": True}
             y, after[name] = self.inner(layer, inputs, **further)
-            outputs.append(y if scales[name] is None else y * scales[name])
+            outputs.append(y if scale is None else y * scale)
         return outputs[0] + outputs[1], after
+
+    def unfused_reason(self):
+        layers = self.streaming_sublayers().values()
+        return decoding.first_reason(
+            decoding.class_reason(self, ParallelMixers),
+            *(layer.unfused_reason() for layer in layers),
+        )
+
+    def fused_step(self, x, norm, tokens, state, output_scale=None, next_norm=None):
+        total, after = x, {}
+        for name, scale in self._scales().items():
+            layer = self.streaming_sublayers()[name]
+            factors = [factor for factor in (scale, output_scale) if factor is not None]
+            ends = {"residual": total.x, "output_scale": math.prod(factors) if factors else None}
+            ends |= {"next_norm": next_norm} if name == "mamba" else {}  # after the sum
+            total, after[name] = layer.fused_step(x, norm, tokens, state[name], **ends)
+        return total, after
 
     @classmethod
     def from_config(cls, config):
