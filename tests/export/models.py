@@ -73,6 +73,7 @@ MODELS = {
     "transnormer lm": lambda: tiny_causal_lm(family="transnormer"),
     "lightning_hybrid lm": lambda: tiny_causal_lm(family="lightning_hybrid"),
     "lfm2 lm": lambda: tiny_causal_lm(family="lfm2"),
+    "mamba_hybrid lm": lambda: tiny_causal_lm(family="mamba_hybrid"),
     "text classifier": text_classifier,
     "image classifier": image_classifier,
 }

@@ -32,7 +32,7 @@ UNKNOWN_SIZES = {
 IN_JAX = pytest.mark.skipif(BACKEND == "jax", reason="its linear layers have two unknown sizes")
 LARGER = [
     pytest.param(name, marks=[pytest.mark.nightly, IN_JAX])
-    for name in ("griffin lm", "lightning_hybrid lm", "lfm2 lm")
+    for name in ("griffin lm", "lightning_hybrid lm", "lfm2 lm", "mamba_hybrid lm")
 ]
 STEPS = ["block, step", "hgrn2, step"]
 
