@@ -1,5 +1,6 @@
 """Backup of training runs, which resume bit-identically."""
 
+import contextlib
 import io
 import json
 import os
@@ -11,12 +12,17 @@ import numpy as np
 from keras_recurrent import atomic_files
 from keras_recurrent.callbacks import callback_memory
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
-from keras_recurrent.devices.jax_processes import gather_to_numpy, shared_output_path
+from keras_recurrent.devices.jax_processes import (
+    gather_json,
+    gather_to_numpy,
+    process_index,
+    shared_output_path,
+)
 
 __all__ = ["TrainingBackup"]
 
 WEIGHTS, SLOTS, METRICS, GENERATORS = "weights", "optimizer", "metrics", "generators"
-VERSION = 2  # version 1 had no state of other callbacks
+VERSION = 3  # version 2 had the data of one process, version 1 no state of other callbacks
 CONTENT = "content.json"
 
 
@@ -51,6 +57,8 @@ class TrainingBackup(keras.callbacks.Callback):
     - Supported: strings in memory and datasets of grain of known length in `fit` of this package's
       language models, shuffled or not (after `keras.utils.set_random_seed`), and unshuffled arrays,
       `tf.data` and loaders.
+    - In several processes of JAX, each with its own `PackedText`, whose `documents` differ: all
+      share one file, which saves the positions of all.
     - Not supported: generators and other streams that continue from epoch to epoch, and arrays that
       Keras shuffles.
 
@@ -150,8 +158,11 @@ class TrainingBackup(keras.callbacks.Callback):
         else:
             self._restore(self._resumed)
         if self.data is not None:
-            content = {} if self._resumed is None else self._resumed.content
-            self.data.start_at(content.get("place"), content.get("batch", 0))
+            place, batch = None, 0
+            if self._resumed is not None:
+                place = self._resumed.content["place"][process_index()]
+                batch = self._resumed.content["batch"]
+            self.data.start_at(place, batch)
 
     def on_epoch_begin(self, epoch, logs=None):
         # Keras has read the value. A later `fit` must begin with its `initial_epoch`.
@@ -179,8 +190,8 @@ class TrainingBackup(keras.callbacks.Callback):
     def on_train_end(self, logs=None):
         self.model._initial_epoch = None
         if self.delete_checkpoint:
-            if os.path.exists(self.path):
-                os.remove(self.path)
+            with contextlib.suppress(FileNotFoundError):  # nothing was trained, or another
+                os.remove(self.path)  # process deleted it
         elif self._epoch is not None:  # at least one epoch was trained
             self._write(self._epoch + 1, 0, self._trained + self._last)
 
@@ -202,7 +213,7 @@ class TrainingBackup(keras.callbacks.Callback):
                 f"a `steps_per_execution` that divides these, not {model.steps_per_execution}, or "
                 "delete the file."
             )
-        description = None if self.data is None else json.loads(json.dumps(self.data.description))
+        description = self._describe_data()
         if content["data"] != description:
             raise ValueError(
                 f"{self.path} was written with the data {content['data']}; now it is "
@@ -220,6 +231,10 @@ class TrainingBackup(keras.callbacks.Callback):
         backup.assign(model.variables, WEIGHTS)
         backup.assign(_slots(model), SLOTS)
         model._initial_epoch = content["epoch"]
+
+    def _describe_data(self):
+        """Returns a list of descriptions, one of the data of each process, or None."""
+        return None if self.data is None else gather_json(self.data.description)
 
     def _skip_batches(self, backup, batches):
         """Makes the first steps of an epoch only read their batches, which were trained before."""
@@ -257,8 +272,8 @@ class TrainingBackup(keras.callbacks.Callback):
             "epoch": epoch,
             "batch": batch,
             "steps": self.params.get("steps"),
-            "data": None if self.data is None else self.data.description,
-            "place": None if self.data is None else self.data.state_after(trained),
+            "data": self._describe_data(),
+            "place": None if self.data is None else gather_json(self.data.state_after(trained)),
             "callbacks": remembered,
         }
         write_backup(

@@ -44,8 +44,8 @@ class PackedText(grain.IterDataset):
     together. Equal arguments give equal batches.
 
     **Processes.** If several processes train one model, each reads different files, such as
-    `files[keras.distribution.process_id() :: keras.distribution.num_processes()]`, and yields its
-    share of each batch, under a distribution with `auto_shard_dataset=False`.
+    `files[jax.process_index() :: jax.process_count()]`, and yields its share of each batch, under a
+    distribution with `auto_shard_dataset=False`.
 
     **Position.** This is a dataset of grain: `iter(rows)` has `get_state()`, which returns a small
     JSON-serializable dictionary, and `set_state(state)`, which continues from there. Only the

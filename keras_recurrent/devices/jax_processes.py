@@ -11,10 +11,12 @@ loads them into a model with the same layout. It takes paths as strings.
 import contextlib
 import functools
 import inspect
+import json
 import os
 import tempfile
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_recurrent import atomic_files, compat
@@ -28,7 +30,7 @@ def is_multi_process():
 
 def is_first():
     """Returns True in the process that writes files."""
-    return not is_multi_process() or _jax().process_index() == 0
+    return process_index() == 0
 
 
 def gather_to_numpy(tensor):
@@ -41,6 +43,27 @@ def gather_to_numpy(tensor):
     from jax.experimental import multihost_utils
 
     return multihost_utils.process_allgather(value, tiled=True)
+
+
+def gather_json(content):
+    """Returns a list of JSON-serializable values, one of each process, in their order.
+
+    All processes must call it together.
+    """
+    text = json.dumps(content, default=int)
+    if not is_multi_process():
+        return [json.loads(text)]
+    from jax.experimental import multihost_utils
+
+    data = np.frombuffer(text.encode(), "uint8")
+    sizes = multihost_utils.process_allgather(np.array(data.size))
+    padded = multihost_utils.process_allgather(np.pad(data, (0, sizes.max() - data.size)))
+    return [json.loads(row[:size].tobytes()) for row, size in zip(padded, sizes, strict=True)]
+
+
+def process_index():
+    """Returns the number of this process."""
+    return _jax().process_index() if is_multi_process() else 0
 
 
 def begin_gathering(tensors):

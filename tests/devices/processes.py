@@ -37,14 +37,28 @@ def run_processes(count, folder, module, *arguments, **environment):
     The first arguments are the number of the process and `folder`. If a process fails, the others
     are killed, because they would wait for it.
     """
-    outputs = [pathlib.Path(folder, f"output_{i}") for i in range(count)]
-    environment, processes = {**os.environ, **environment}, []
-    for i, path in enumerate(outputs):
-        command = [sys.executable, "-m", f"tests.devices.{module}", str(i), str(folder), *arguments]
-        with path.open("w") as file:
-            options = {"cwd": ROOT, "env": environment, "stdout": file, "stderr": file}
-            processes.append(subprocess.Popen(command, **options))
+    commands = [
+        ["-m", f"tests.devices.{module}", str(i), str(folder), *arguments] for i in range(count)
+    ]
+    codes, texts = run_until_failure(commands, folder, [environment] * count)
+    assert codes == [0] * count, "\n".join(texts)
+    return texts
+
+
+def run_until_failure(commands, folder, environments, cwd=ROOT):
+    """Runs commands of Python at once; if one fails, the others are killed.
+
+    Returns:
+        Lists of exit codes and of outputs, which are written to `folder`.
+    """
+    outputs = [pathlib.Path(folder, f"output_{i}") for i in range(len(commands))]
+    processes = []
     try:
+        for command, environment, path in zip(commands, environments, outputs, strict=True):
+            with path.open("w") as file:
+                options = {"cwd": cwd, "stdout": file, "stderr": file}
+                options["env"] = {**os.environ, **environment}
+                processes.append(subprocess.Popen([sys.executable, *command], **options))
         codes = [None]
         while None in codes and not any(codes):
             time.sleep(0.1)
@@ -53,6 +67,4 @@ def run_processes(count, folder, module, *arguments, **environment):
         for process in processes:
             process.kill()
             process.wait()
-    texts = [path.read_text() for path in outputs]
-    assert codes == [0] * count, "\n".join(texts)
-    return texts
+    return codes, [path.read_text() for path in outputs]
