@@ -139,6 +139,34 @@ def test_forecasting_with_a_state_equals_forecasting_from_the_whole_past(monkeyp
     np.testing.assert_allclose(found, past[:, 40:], atol=1e-5)
 
 
+@pytest.mark.once
+def test_long_series_windows_continue_from_the_states_of_the_stream(monkeypatch, capsys):
+    """Streams are not in order, a state is lost between windows, or validation changes it."""
+    pytest.importorskip("matplotlib")
+    arguments = ("--width", 8, "--window", 128, "--epochs", 1)
+    run(monkeypatch, "long_series", *arguments)
+    assert len(re.findall(r"^  .*: \d+\.\d{2} mV$", capsys.readouterr().out, re.M)) == 4
+    recipe = load("long_series")
+    series = recipe["load_series"]()
+    (windows, _), streams = recipe["windows_of"](series, 3, 16), 3
+    model = recipe["Forecaster"](8, streams)
+    found = []
+    for window in (windows[:3], windows[3:6]):
+        found.append(keras.ops.convert_to_numpy(model(window, training=True)))
+        model(windows[:1])  # as in validation, with another batch size
+    length = len(windows) // streams * 16
+    starts = [series[i * length :][:32, None] for i in range(streams)]
+    whole, states = keras.tree.map_structure(
+        keras.ops.convert_to_numpy, model.advance(np.stack(starts))
+    )
+    np.testing.assert_allclose(np.concatenate(found, axis=1), whole, atol=1e-5)
+    for variable, state in zip(model.states, keras.tree.flatten(states), strict=True):
+        np.testing.assert_allclose(keras.ops.convert_to_numpy(variable), state, atol=1e-5)
+    model.reset_states()
+    again = keras.ops.convert_to_numpy(model(windows[:3], training=True))
+    np.testing.assert_array_equal(again, found[0])
+
+
 class FakeEngine:
     """An engine whose answers are the seeds of requests; it fails after some of them."""
 
