@@ -105,6 +105,53 @@ def test_evaluation_of_local_tasks_has_the_scores_of_the_model(tasks):
 
 
 @needs_harness
+def test_evaluation_through_the_server_has_the_scores_of_the_model(tasks):
+    """Log probabilities of prompts differ through the server, or the harness rejects its bodies."""
+    pytest.importorskip("fastapi")
+    import lm_eval
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    from keras_recurrent.lm_evaluation_harness import HarnessLM
+    from keras_recurrent.serving import Engine
+    from tests.serving.test_server import running
+
+    model, results = byte_model(), []
+    model.compile(sampler="greedy")
+    harness = HarnessLM(model, batch_size=4)
+
+    class ServerLM(LocalCompletionsAPI):
+        """Client of the server with the tokenizer of the model in this process."""
+
+        prefix_token_id = harness.prefix_token_id
+        _adds_start: bool | None = None
+
+        def tok_encode(self, string, add_special_tokens=None, **kwargs):
+            if not isinstance(string, str):
+                return [self.tok_encode(each) for each in string]
+            return harness.tok_encode(string, self._adds_start)
+
+        def loglikelihood_rolling(self, *arguments, **options):
+            self._adds_start = False
+            found = super().loglikelihood_rolling(*arguments, **options)
+            self._adds_start = None
+            return found
+
+    with Engine(model, num_slots=4, max_length=200) as engine, running(engine) as server:
+        url = f"{server.url}/v1/completions"
+        options = {"tokenizer_backend": None, "max_length": 100, "batch_size": 3}
+        client = ServerLM(model="tiny", base_url=url, **options)
+        client.tokenizer, client.tokenized_requests = harness, True
+        for lm in (harness, client):
+            samples = lm_eval.simple_evaluate(lm, tasks=tasks, bootstrap_iters=0)["samples"]
+            assert len(samples) == 3
+            resps = {name: [each["resps"] for each in rows] for name, rows in samples.items()}
+            results.append((resps.pop("write"), resps))
+    assert results[0][0] == results[1][0]
+    for expected, found in zip(*(each[1].values() for each in results), strict=True):
+        np.testing.assert_allclose(np.ravel(found), np.ravel(expected), rtol=1e-6)
+
+
+@needs_harness
 def test_loglikelihood_rolling_scores_long_texts_in_windows():
     from lm_eval.api.instance import Instance
 

@@ -11,6 +11,7 @@ from keras_recurrent.generation.prompts import pad_prompts
 from keras_recurrent.generation.sampling import (
     STOPS_PER_STEP,
     Features,
+    Logprobs,
     covers,
     features_of,
     neutral_value,
@@ -52,6 +53,8 @@ class Batch:
 
     initial_state: Any
     num_prompts: int
+
+    _programs: Any
 
     def __init__(self, model, num_slots, tokens_per_step, runs_ahead):
         self._model, self._vocabulary_size = model, model.backbone.vocabulary_size
@@ -267,6 +270,16 @@ class Batch:
             A list of the next states.
         """
         raise NotImplementedError
+
+    def score(self, tokens, targets, mask, state, num_top):
+        """Processes a chunk of one prompt, of arrays `[1, T]`, as `Programs.score`.
+
+        Returns the `Logprobs` of T tokens, NumPy arrays, and the next state; `state` is unchanged.
+        """
+        if num_top:  # few programs serve all numbers
+            num_top = min(1 << (num_top - 1).bit_length(), self._vocabulary_size)
+        *found, state = self._programs.score(tokens, targets, mask, state, num_top)
+        return Logprobs(*found), state
 
     def prompt_state(self, state):
         """Returns the state of the backbone, of batch size 1, for a result of `process`."""

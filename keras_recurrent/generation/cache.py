@@ -11,6 +11,12 @@ from keras_recurrent.checks.dtypes import bytes_of
 from keras_recurrent.generation.cache_file import check_same_model, read_file, write_file
 
 
+def select_rows(state, rows):
+    """Returns the state of the sequences with the indices `rows`, a NumPy array."""
+    indices = ops.convert_to_tensor(rows.astype("int32"))
+    return keras.tree.map_structure(lambda a: ops.take(a, indices, axis=0), state)
+
+
 class GenerationCache:
     """State of a language model after the tokens of several sequences.
 
@@ -90,8 +96,7 @@ class GenerationCache:
                 f"`rows` must be from 0 to {self.batch_size - 1}, the sequences of this cache; got "
                 f"{rows.tolist()}."
             )
-        indices = ops.convert_to_tensor(rows.astype("int32"))
-        state = keras.tree.map_structure(lambda a: ops.take(a, indices, axis=0), self.state)
+        state = select_rows(self.state, rows)
         return self._replace(state, *zip(*(self._sequences[row] for row in rows), strict=True))
 
     def repeat(self, times):

@@ -11,14 +11,15 @@ from keras_recurrent.chat.templates import is_messages
 from keras_recurrent.checks.arguments import check_boolean
 from keras_recurrent.generation.batch import process_new_tokens
 from keras_recurrent.generation.beam_search import BeamSampler, search_beams
-from keras_recurrent.generation.cache import GenerationCache
+from keras_recurrent.generation.cache import GenerationCache, select_rows
 from keras_recurrent.generation.cache_file import cache_key
 from keras_recurrent.generation.chat import ChatGeneration, start_turn
 from keras_recurrent.generation.decoding_loop import Programs, Stream, start_decoding
 from keras_recurrent.generation.prompt_tokens import parse_stop_token_ids
 from keras_recurrent.generation.prompts import cache_max_length, check_token_count, parse_prompts
 from keras_recurrent.generation.samplers import CUSTOM_LOOP, check_sampler, resolve_sampling
-from keras_recurrent.generation.sampling_params import explains_options
+from keras_recurrent.generation.sampling import log_probabilities
+from keras_recurrent.generation.sampling_params import answer_seeds, explains_options
 from keras_recurrent.generation.sequence import (
     Sequence,
     concatenate_results,
@@ -62,14 +63,20 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
         logits = self.backbone.token_embedding(hidden_states, reverse=True)
         return logits, hidden_states, cache
 
-    def _score_tokens(self, token_ids, targets, mask, cache):
+    def _score_tokens(self, token_ids, targets, mask, cache, num_top=None):
         """Computes the losses of `targets`, the token after each of `token_ids`, all `[B, T]`.
+
+        num_top: integer, number of most probable tokens whose log probabilities are returned.
 
         Returns:
             The losses, in nats, booleans that are True where a target is the most probable token,
-            both `[B, T]`, and the cache after the real tokens.
+            both `[B, T]`, and the cache after the real tokens. With `num_top`, `Logprobs` of B * T
+            tokens instead of the first two.
         """
         logits, _, cache = self.call_with_cache(token_ids, cache, padding_mask=mask)
+        if num_top is not None:
+            logits = ops.reshape(logits, (-1, logits.shape[-1]))
+            return *log_probabilities(logits, ops.reshape(targets, (-1,)), num_top), cache
         is_best = ops.equal(ops.cast(ops.argmax(logits, axis=-1), targets.dtype), targets)
         return token_crossentropy(logits, targets), is_best, cache
 
@@ -115,6 +122,7 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
 
         Returns:
             Text or tokens, in the form of `inputs`, without the tokens in `cache`. With
+            `SamplingParams(n=...)`, a list of all answers, those to a prompt adjacent. With
             `return_cache`, a pair of these and the new `GenerationCache`. With
             `SamplingParams(logprobs=...)` or `BeamSampler(return_all_beams=True)`, a
             `GenerationOutput`.
@@ -257,9 +265,9 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
 
         Returns:
             An iterator. For one string it yields chunks of new text; the prompt and all chunks,
-            joined, are the result of `generate`. For a list of strings it yields lists with one
-            chunk for each sequence, which may be empty. Without a preprocessor it yields lists with
-            one token id for each sequence, None for a sequence that has ended.
+            joined, are the result of `generate`. For several strings or answers it yields lists
+            with one chunk for each sequence, which may be empty. Without a preprocessor it yields
+            lists with one token id for each sequence, None for a sequence that has ended.
 
             A character of several tokens is yielded when it is complete; an incomplete one at the
             end is U+FFFD. Text that may be part of a stop string is withheld until it is known.
@@ -292,7 +300,7 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
         options = {"max_new_tokens": max_new_tokens, "stop": stop, "sampling": sampling}
         turn = None
         if is_messages(inputs):
-            turn = start_turn(self, inputs, cache)
+            turn = start_turn(self, inputs, cache, sampling)
             inputs, cache = turn.inputs, turn.cache
         call = inputs, max_length, stop_token_ids, cache, options
         prompts, sequences, texts = self._parse(*call, reads_text=True)
@@ -321,22 +329,30 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
                 "Pass `stop_token_ids`."
             )
         params, seeds = resolve_sampling(self, options["sampling"], len(tokens))
-        listeners: list[Any] = [None] * len(tokens)
+        counts = prompts.remaining_tokens.tolist()
+        prompts = prompts.repeat([p.n for p in params])
+        rows = [
+            (ids, p, answer_seed, count, stops)
+            for ids, p, seed, count in zip(tokens, params, seeds, counts, strict=True)
+            for answer_seed in answer_seeds(p, seed)
+        ]
+        listeners: list[Any] = [None] * len(rows)
         if self.preprocessor is not None and (strings or reads_text):
             hidden = [id for id in hidden_stop_tokens(self.preprocessor) if id in stops]
-            texts = [StreamedText(self.preprocessor, ids[-1], strings, hidden) for ids in tokens]
+            texts = [StreamedText(self.preprocessor, ids[-1], strings, hidden) for ids, *_ in rows]
             listeners = [text.listen for text in texts]
-        rows = zip(tokens, params, seeds, prompts.remaining_tokens, listeners, strict=True)
-        sequences = [Sequence(*row[:3], int(row[3]), stops, row[4]) for row in rows]
+        sequences = [Sequence(*row, each) for row, each in zip(rows, listeners, strict=True)]
         return prompts, sequences, texts
 
     def _process_prompts(self, programs, prompts, cache, keep):
-        """Returns the state before the last token of each prompt, which steps may overwrite."""
+        """Returns the state of each answer before its first step, which may overwrite it."""
         if cache is None:
             state, max_length = None, cache_max_length(self, prompts.max_length, keep)
         else:
             state, max_length = cache.state, None
-        return programs.prefill(prompts.token_ids, prompts.lengths - 1, state, max_length)
+        state = programs.prefill(prompts.token_ids, prompts.lengths - 1, state, max_length)
+        has_copies = len(prompts.answers) > len(prompts.tokens)
+        return select_rows(state, prompts.answers) if has_copies else state
 
     def _make_cache(self, prompts, cache, state, sequences, texts=None, turn=None):
         """Returns the `GenerationCache` after the tokens of sequences.

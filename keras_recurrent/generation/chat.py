@@ -55,10 +55,16 @@ class Turn(NamedTuple):
         return found
 
 
-def start_turn(model, messages, cache):
+def start_turn(model, messages, cache, sampling=None):
     """Returns the `Turn` of messages; arguments and errors as in `chat`."""
     preprocessor = model.preprocessor
     check_renders_messages(preprocessor)
+    for params in sampling if is_list(sampling) else [sampling]:
+        if getattr(params, "n", 1) > 1:
+            raise ValueError(
+                f"`sampling` must have n=1 for messages; got n={params.n}. Pass `generate` the "
+                "result of `preprocessor.apply_chat_template`."
+            )
     is_batch = is_list(messages) and is_list(messages[0])
     conversations = list(messages) if is_batch else [messages]
     prompts = [preprocessor.apply_chat_template(each) for each in conversations]
@@ -157,7 +163,7 @@ class ChatGeneration:
         >>> answer["role"]
         'assistant'
         """
-        turn = start_turn(self, messages, cache)
+        turn = start_turn(self, messages, cache, sampling)
         result = self.generate(
             turn.inputs,
             max_length,

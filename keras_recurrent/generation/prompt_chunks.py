@@ -5,7 +5,9 @@ import time
 import numpy as np
 
 from keras_recurrent.generation.batch import is_on_cpu
-from keras_recurrent.generation.sampling import Features
+from keras_recurrent.generation.prompts import pad_prompts
+from keras_recurrent.generation.sampling import Features, Logprobs
+from keras_recurrent.generation.sampling_params import token_logprobs
 
 MIN_CHUNK = 32  # tokens
 MAX_DELAY = 0.43  # of a step by chunks, on average, as a fraction of the step time
@@ -84,8 +86,11 @@ class PromptChunks:
         """Generator that processes a chunk of each prompt, one part each time it is resumed.
 
         Chunks end before the positions in `stops`. No other call may begin before the generator has
-        returned.
+        returned. A sequence with `num_top` must be the only one.
         """
+        if sequences[0].num_top is not None:
+            self._score(*sequences, *stops)
+            return
         parts = [s.prompt[s.num_processed : e] for s, e in zip(sequences, stops, strict=True)]
         size = self._padded_size(max(map(len, parts)))
         tokens = np.zeros((self.num_prompts, size), "int32")
@@ -96,6 +101,20 @@ class PromptChunks:
         after = yield from self._batch.process(states, tokens, mask)
         for sequence, stop, state in zip(sequences, stops, after, strict=True):
             sequence.state, sequence.num_processed = state, stop
+
+    def _score(self, sequence, stop):
+        """Processes a chunk of a prompt, and adds the log probabilities of its tokens."""
+        part = sequence.prompt[sequence.num_processed : stop + 1]
+        size = self._padded_size(len(part) - 1)
+        arrays = pad_prompts([part[:-1]], size), pad_prompts([part[1:]], size)
+        tokens, targets = (array["token_ids"] for array in arrays)
+        state = self._batch.initial_state if sequence.state is None else sequence.state
+        mask, number = arrays[0]["padding_mask"], sequence.num_top
+        logprobs, sequence.state = self._batch.score(tokens, targets, mask, state, number)
+        for token, row in zip(part[1:].tolist(), zip(*logprobs, strict=True), strict=False):
+            found = token_logprobs(number, token, Logprobs(*row))
+            sequence.prompt_logprobs.append(found)
+        sequence.num_processed = stop
 
 
 def chunk_sizes(max_chunk):

@@ -32,7 +32,9 @@ class Prompts(NamedTuple):
         num_context: integer, number of tokens of each sequence that belong to an earlier call: 1
             with a cache, else 0.
         cached: a list of int32 arrays, the tokens in the state of the cache.
-        is_single: boolean, True if the input was one string and not a list.
+        is_single: boolean, True if the result is one text and not a list.
+        answers: integers `[B * n]`, a NumPy array: the index of the prompt of each answer. None
+            before `repeat`.
     """
 
     tokens: Any
@@ -41,6 +43,12 @@ class Prompts(NamedTuple):
     num_context: int
     cached: Any
     is_single: bool
+    answers: Any = None
+
+    def repeat(self, counts):
+        """Returns `Prompts` with a number of answers to each prompt."""
+        answers = np.repeat(np.arange(len(self.tokens)), counts)
+        return self._replace(answers=answers, is_single=self.is_single and len(answers) == 1)
 
     @property
     def lengths(self):
@@ -58,8 +66,10 @@ class Prompts(NamedTuple):
         return list(map(np.concatenate, zip(self.cached, self.tokens, strict=True)))
 
     def shown_tokens(self, strip_prompt):
-        """Returns the tokens of each prompt that the result of `generate` begins with."""
-        return [[] if strip_prompt else tokens[self.num_context :] for tokens in self.tokens]
+        """Returns the tokens of the prompt that each result of `generate` begins with."""
+        if strip_prompt:
+            return [[] for _ in self.answers]
+        return [self.tokens[index][self.num_context :] for index in self.answers]
 
 
 def parse_prompts(model, inputs, max_length, cache=None, generates=True, max_new_tokens=None):

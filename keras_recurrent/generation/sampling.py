@@ -268,7 +268,7 @@ def next_tokens(features, logits, state, uniform, counts, arguments):
         counts = counts + ops.cast(ops.equal(ids, token[:, None]), "int32")
     logprobs: Any = ()
     if features.num_logprobs is not None:
-        logprobs = _log_probabilities(model_logits, token, features.num_logprobs)
+        logprobs = log_probabilities(model_logits, token, features.num_logprobs)
     return token, counts, logprobs
 
 
@@ -370,7 +370,8 @@ def _kept(features, values, inputs):
     return kept
 
 
-def _log_probabilities(logits, token, number):
+def log_probabilities(logits, token, number):
+    """Returns the `Logprobs` of tokens [B], with those of the `number` most probable ones."""
     options = {"x": logits, "count": max(number, 1)}
     top, ids, log_sum = dispatch.run("top_logits", options)
     chosen = ops.take_along_axis(logits, token[:, None], axis=1)[:, 0]

@@ -14,6 +14,7 @@ from keras_recurrent.checks.arguments import is_finite_number, is_integer
 LEAST = 1e-6  # minimum of factors, so that products are far from 0 and inf
 MAX_BIAS = 100
 MAX_SEED = 2**64 - 1
+MAX_ANSWERS = 128  # to a prompt, as in OpenAI's API
 # Names in other packages, and options that belong to a call.
 RENAMED = {
     "max_tokens": "max_new_tokens",
@@ -79,6 +80,8 @@ class SamplingParams:
         logprobs: integer, number of most probable tokens whose log probabilities are returned, in
             addition to that of the sampled token. They are computed from the unmodified logits, in
             nats. None: no log probabilities.
+        n: integer from 1 to 128, number of answers to the prompt, which is processed once. Results
+            have the answers next to each other. The first one is the answer with `n=1`.
 
     Raises:
         ValueError: a value is out of range.
@@ -109,6 +112,7 @@ class SamplingParams:
         None, "an integer from 0 to 2**64 - 1, or None", lambda v: 0 <= v <= MAX_SEED
     )
     logprobs: int | None = integer(None, "an integer of at least 0, or None", lambda v: v >= 0)
+    n: int = integer(1, f"an integer from 1 to {MAX_ANSWERS}", lambda v: 1 <= v <= MAX_ANSWERS)
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -164,26 +168,33 @@ def seed_sequence(params):
     return np.random.SeedSequence(seed)
 
 
+def answer_seeds(params, seed):
+    """Returns a `numpy.random.SeedSequence` for each answer to a prompt; the first is `seed`."""
+    return [seed, *seed.spawn(params.n - 1)]
+
+
 @dataclasses.dataclass(frozen=True)
 class TokenLogprobs:
-    """Log probabilities of one generated token, by the model, before all options of sampling.
+    """Log probabilities of one token, by the model, before all options of sampling.
 
     Attributes:
         token_id: integer, the token.
-        logprob: float, its log probability in nats.
+        logprob: float, its log probability in nats. None: the token is the first of a prompt.
         top: a dictionary `{token id: log probability}` of the most probable tokens.
     """
 
     token_id: int
-    logprob: float
+    logprob: float | None
     top: dict[int, float]
 
 
-def token_logprobs(params, token, logprobs):
-    """Returns the `TokenLogprobs` of a token from its `Logprobs`, a number and two arrays [K]."""
+def token_logprobs(number, token, logprobs):
+    """Returns the `TokenLogprobs` of a token, with the `number` most probable tokens.
+
+    logprobs: its `Logprobs`, a number and two NumPy arrays of at least `number` elements.
+    """
     pairs = zip(logprobs.token_ids.tolist(), logprobs.top.tolist(), strict=True)
-    top = dict(itertools.islice(pairs, params.logprobs))
-    return TokenLogprobs(token, float(logprobs.chosen), top)
+    return TokenLogprobs(token, float(logprobs.chosen), dict(itertools.islice(pairs, number)))
 
 
 def explains_options(method):

@@ -155,7 +155,12 @@ class Scheduler(DecodingLoop):
         # A program takes equally long for any number of prompts. While no slot is free, it runs
         # only if it is full.
         fewest = 1 if self.batch.num_free else self._chunks.num_prompts
-        return self._prompts[: self._chunks.num_prompts] if len(self._prompts) >= fewest else []
+        if len(self._prompts) < fewest:
+            return []
+        if self._prompts[0].num_top is not None:
+            return self._prompts[:1]
+        plain = [s for s in self._prompts if s.num_top is None]
+        return plain[: self._chunks.num_prompts]
 
     def _start_prompts(self):
         """Takes sequences from the queue, and moves those that are ready to free slots."""
@@ -173,7 +178,8 @@ class Scheduler(DecodingLoop):
             with self.changed:
                 sequence = self._queue.popleft()
                 self._prompts.append(sequence)
-            self._prefixes.restore(sequence)
+            if sequence.num_top is None:
+                self._prefixes.restore(sequence)
             if sequence.num_processed == len(sequence.prompt) - 1:
                 self._finish([(sequence, sequence.num_processed, None)])
 
@@ -215,8 +221,12 @@ class Scheduler(DecodingLoop):
                     sequence.prompt[:stop], self.batch.prompt_state(state), sequence.salt
                 )
             if stop == len(sequence.prompt) - 1:
-                self._ready.append(sequence)
+                sequences = [sequence, *sequence.take_copies()]
+                self._ready += [each for each in sequences if each.max_new_tokens]
                 self._prompts.remove(sequence)
+                for each in sequences:
+                    if not each.max_new_tokens:
+                        each.end("length")
 
     def _end(self, sequence):
         if self._prefixes.is_enabled and sequence.error is None:

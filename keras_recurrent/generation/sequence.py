@@ -71,7 +71,7 @@ class Sequence:
         """
         self.token_ids.append(token)
         if logprobs is not None:
-            self.logprobs.append(token_logprobs(self.params, token, logprobs))
+            self.logprobs.append(token_logprobs(self.params.logprobs, token, logprobs))
         if token in self.stop_token_ids:
             self.finish_reason = "stop"
         elif len(self.token_ids) == self.max_new_tokens:

@@ -28,7 +28,7 @@ if keras.config.backend() == "jax":
     import jax
 
 # Static arguments: each combination of their values is another program.
-STATIC = {"features", "keep", "num_tokens", "num_beams", "max_length", "variant"}
+STATIC = {"features", "keep", "num_tokens", "num_beams", "num_top", "max_length", "variant"}
 
 
 class BatchState(NamedTuple):
@@ -139,10 +139,10 @@ class Programs:
             variant=self.variant(),
         )
 
-    def score(self, token_ids, targets, mask, cache):
-        """Returns the results of the model's `_score_tokens`, the first two as NumPy arrays."""
+    def score(self, token_ids, targets, mask, cache, num_top=None):
+        """Returns the results of the model's `_score_tokens`, with NumPy arrays of scores."""
         arrays = *map(distribute, (token_ids, targets, mask)), cache, self.weights()
-        *scores, cache = self._score(*arrays, variant=self.variant())
+        *scores, cache = self._score(*arrays, num_top=num_top, variant=self.variant())
         return *map(gather_to_numpy, scores), cache
 
     def search(self, cache, sequences, sampler):
@@ -201,9 +201,9 @@ class Programs:
             lambda array, value: array.at[rows].set(value, mode="drop"), state, cache
         )
 
-    def _score_tokens(self, token_ids, targets, mask, cache, weights, variant):
+    def _score_tokens(self, token_ids, targets, mask, cache, weights, num_top, variant):
         with self._scope(weights):
-            return self._model._score_tokens(token_ids, targets, mask, cache)
+            return self._model._score_tokens(token_ids, targets, mask, cache, num_top)
 
     def _search_beams(self, cache, token, weights, inputs, num_beams, max_length, variant):
         options = *inputs, num_beams, max_length

@@ -71,6 +71,7 @@ class EngineClient:
         stop_token_ids="auto",
         timeout=None,
         cache_salt=None,
+        prompt_logprobs=None,
     ):
         """Adds a request to the queue.
 
@@ -79,22 +80,26 @@ class EngineClient:
                 messages, as in `chat`; or token ids, a list or an array, which get no start token.
                 The start token of a string counts: an empty string is a prompt of one token.
             sampling: a `SamplingParams`. None: the sampler of the model.
-            max_new_tokens: integer. None: up to `max_length` of the engine.
+            max_new_tokens: integer, which may be 0 with `prompt_logprobs`. None: up to `max_length`
+                of the engine.
             stop, stop_token_ids: as in `generate`.
             timeout: number, seconds from now, after which the request ends. None: no limit.
             cache_salt: string that other users do not know. Only requests with the same salt share
                 prefix states: counts of cached tokens and response times would otherwise reveal the
                 prompts of others. None: states are shared among requests without a salt.
+            prompt_logprobs: integer, number of most probable tokens at each position of the prompt
+                whose log probabilities are returned, in addition to those of its tokens. The whole
+                prompt is processed, without saved states. None: no log probabilities of the prompt.
 
         Returns:
-            An `EngineRequest`.
+            An `EngineRequest`. With `SamplingParams(n=...)` above 1, a list of one for each answer.
 
         Raises:
             EngineFull: `max_queued` requests are waiting.
             EngineClosed: the engine is closed, failed, or was created before a fork.
             ValueError: the prompt has no token, prompt and new tokens together exceed `max_length`,
-                `logprobs` is above 20, `cache_salt` is empty, or an option is invalid as in
-                `generate`.
+                `logprobs` or `prompt_logprobs` is above 20, `cache_salt` is empty, or an option is
+                invalid as in `generate`.
         """
         check_process(self._pid)
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
@@ -107,47 +112,52 @@ class EngineClient:
             check_renders_messages(preprocessor)
             messages, prompt = prompt, preprocessor.apply_chat_template(prompt)
         tokens = parse_prompt(preprocessor, size, prompt)
-        if max_new_tokens is not None:
+        if max_new_tokens is not None and (max_new_tokens != 0 or prompt_logprobs is None):
             check_positive_integer("max_new_tokens", max_new_tokens)
         remaining_tokens = self.limits.max_length - len(tokens)
-        if remaining_tokens < (max_new_tokens or 1):
+        if remaining_tokens < (1 if max_new_tokens is None else max_new_tokens):
             raise PromptTooLong(len(tokens), max_new_tokens, self.limits.max_length)
+        remaining_tokens = remaining_tokens if max_new_tokens is None else max_new_tokens
         if timeout is not None:
             check_number("timeout", timeout)
         stops = parse_stop_token_ids(preprocessor, size, stop_token_ids)
         strings = check_stop_strings(stop, preprocessor)
         params, seed = self._resolve_sampling(sampling)
-        if (params.logprobs or 0) > MAX_LOGPROBS:
+        SamplingParams(logprobs=prompt_logprobs).check_vocabulary(size)
+        if max(params.logprobs or 0, prompt_logprobs or 0) > MAX_LOGPROBS:
             raise ValueError(
                 f"`logprobs` must be at most {MAX_LOGPROBS} in an engine; got "
-                f"{params.logprobs}. Pass fewer, or use `generate`."
+                f"{max(params.logprobs or 0, prompt_logprobs or 0)}. Pass fewer, or use `generate`."
             )
-        text = None
+        texts: list[StreamedText | None] = [None] * params.n
         if preprocessor is not None:
             hidden = [id for id in hidden_stop_tokens(preprocessor) if id in stops]
-            text = StreamedText(preprocessor, tokens[-1], strings, hidden)
-        options = {"deadline": None, "ends": (), "salt": cache_salt}
+            texts = [StreamedText(preprocessor, tokens[-1], strings, hidden) for _ in texts]
+        options = {"deadline": None, "ends": (), "salt": cache_salt, "num_top": prompt_logprobs}
         if timeout is not None:
             options["deadline"] = time.monotonic() + min(timeout, threading.TIMEOUT_MAX)
         if self.limits.saves_states:
             options["ends"] = self._saved_ends(messages, prompt, tokens)
-        arguments = tokens, params, seed, max_new_tokens or remaining_tokens, stops
+        arguments = tokens, params, seed, remaining_tokens, stops
         with self._requests.lock:
             if self.is_closed:
                 raise EngineClosed("The engine is closed.") from self._link.error
-            if len(self._requests) >= self.limits.num_slots + self.limits.max_queued:
+            if len(self._requests) + params.n > self.limits.num_slots + self.limits.max_queued:
                 raise EngineFull(
                     f"{self.limits.max_queued} requests are waiting, the maximum (`max_queued`). "
                     "Try again later."
                 )
-            self._num_requests += 1
-            number, send = self._num_requests, self._link.send
-            request = EngineRequest(
-                len(tokens), text, lambda name, *counts: send(name, number, *counts)
-            )
-            self._requests.add(number, request)
-            send("submit", number, *arguments, **options)
-        return request
+            requests, send = [], self._link.send
+            first = self._num_requests + 1
+            for number, text in enumerate(texts, first):
+                request = EngineRequest(
+                    len(tokens), text, lambda name, *counts, n=number: send(name, n, *counts)
+                )
+                self._requests.add(number, request)
+                requests.append(request)
+            self._num_requests += params.n
+            send("submit", first, *arguments, **options)
+        return requests if params.n > 1 else requests[0]
 
     def _saved_ends(self, messages, prompt, tokens):
         """Returns the numbers of tokens of a prompt after which its state is saved."""

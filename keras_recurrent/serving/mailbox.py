@@ -66,6 +66,9 @@ class RequestGroup:
             self._received.setdefault(index, []).append(delta)
             self._has_received.set()
 
+    def prompt_logprobs(self, index):
+        return self._requests[index].prompt_logprobs
+
     def cancel(self):
         """Cancels the requests that have not ended."""
         for request, completion in zip(self._requests, self.completions, strict=True):

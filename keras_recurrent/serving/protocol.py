@@ -88,7 +88,6 @@ class SamplingBody(OptionsBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
-    n: Literal[1] | None = None
     stop: StopString | Annotated[list[StopString], limited(MAX_STRINGS)] | None = None
     seed: int | None = None
     logit_bias: Annotated[dict[str, float], limited(MAX_BIASES)] | None = None
@@ -138,7 +137,7 @@ class SamplingBody(OptionsBody):
 class CompletionBody(SamplingBody):
     """Body of a request to `/v1/completions`."""
 
-    neutral = {"echo": [False], "best_of": [1], "suffix": [""]}
+    neutral = {"best_of": [1], "suffix": [""]}
     limit_name: ClassVar[str] = "max_tokens"
 
     prompt: (
@@ -147,7 +146,15 @@ class CompletionBody(SamplingBody):
         | Annotated[list[Count], limited()]
         | Annotated[list[Annotated[list[Count], limited()]], limited(MAX_PROMPTS)]
     )
+    echo: bool | None = None
     top_logprobs: int | None = pydantic.Field(default=None, ge=0, le=20, alias="logprobs")
+
+    @property
+    def prompt_logprobs(self):
+        """As in `Engine.submit`; the prompt of `echo` without an answer is processed anyway."""
+        if not self.echo or (self.top_logprobs is None and self.max_new_tokens):
+            return None
+        return self.top_logprobs or 0
 
     @property
     def logprobs(self):
@@ -207,6 +214,9 @@ class ChatBody(SamplingBody):
         "modalities": [["text"]],
         **{name: [] for name in ("audio", "prediction", "reasoning_effort", "web_search_options")},
     }
+
+    echo: ClassVar[bool] = False
+    prompt_logprobs: ClassVar[None] = None
 
     messages: Annotated[list[Message], limited(MAX_MESSAGES, min_length=1)]
     max_completion_tokens: Count | None = None

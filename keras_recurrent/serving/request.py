@@ -70,6 +70,8 @@ class Completion:
         num_prompt_tokens: integer.
         num_cached_tokens: integer, number of tokens of the prompt that were in the prefix cache.
         time_to_first_token: float, seconds from `submit` to the first token. None: no token.
+        prompt_logprobs: a list of `TokenLogprobs`, one for each token of the prompt. None: they
+            were not requested.
     """
 
     text: str | None
@@ -79,6 +81,7 @@ class Completion:
     num_prompt_tokens: int
     num_cached_tokens: int
     time_to_first_token: float | None
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class EngineRequest:
@@ -89,6 +92,7 @@ class EngineRequest:
 
     Attributes:
         num_prompt_tokens: integer.
+        prompt_logprobs: as in `Completion`, from the first delta on.
     """
 
     def __init__(self, num_prompt_tokens, text, send):
@@ -105,6 +109,7 @@ class EngineRequest:
         self._text, self._send = text, send
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
         self._deltas: collections.deque[Delta] = collections.deque()
         self._future: concurrent.futures.Future[Completion] = concurrent.futures.Future()
         self._listener: Any = None
@@ -173,18 +178,20 @@ class EngineRequest:
             while self._deltas:
                 self._call(self._listener, self._deltas.popleft())
 
-    def _receive(self, token_ids, logprobs, finish_reason, num_cached, error):
+    def _receive(self, token_ids, logprobs, finish_reason, num_cached, error, prompt=None):
         """Adds new tokens, after which the request may have ended.
 
         Args:
             token_ids, logprobs: as in `Delta`.
             finish_reason, num_cached: as in `Completion`, or None.
             error: the error that ended the request, or None.
+            prompt: `prompt_logprobs` in the first call, or None.
 
         Returns:
             The arguments of `_end` if the request has ended, else None.
         """
         text = None
+        self.prompt_logprobs = prompt if self.prompt_logprobs is None else self.prompt_logprobs
         if self._text is not None and error is None:
             try:
                 num_tokens = self._text.read(token_ids, finish_reason is not None)
@@ -223,7 +230,8 @@ class EngineRequest:
             text = self._text and self._text.shown
             answer = text, self._token_ids, self._logprobs, finish_reason
             counts = self.num_prompt_tokens, num_cached
-            self._future.set_result(Completion(*answer, *counts, self._first))
+            completion = Completion(*answer, *counts, self._first, self.prompt_logprobs)
+            self._future.set_result(completion)
         else:
             self._future.set_exception(error)
         with self._changed:

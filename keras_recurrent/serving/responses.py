@@ -27,7 +27,8 @@ class LogprobTexts:
         """Returns the log probability of a token, as chat completions have it."""
         text = self.text(token)
         data = list((self.known and self.known[token]) or text.encode())
-        return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": data}
+        logprob = None if logprob is None else max(logprob, LEAST_LOGPROB)
+        return {"token": text, "logprob": logprob, "bytes": data}
 
     def top(self, logprobs):
         """Returns `{text: log probability}` for `{token: log probability}`, as completions have it.
@@ -53,17 +54,25 @@ class CompletionFormat:
         self._common = {"created": int(time.time()), "model": model}
         # {index of a choice: its decoder, and the number of characters of its tokens so far}
         self._offsets = {}
+        self.echoed = {}  # {index of a choice: the text of its prompt}, until it is sent
+
+    def add_prompt(self, index, text, logprobs, prompt_logprobs):
+        """Returns the text and log probabilities of a choice, after those of an echoed prompt."""
+        if index not in self.echoed:
+            return text, logprobs
+        return self.echoed.pop(index) + text, [*(prompt_logprobs or ()), *logprobs]
 
     def _body(self, name, choices, usage):
         return {"id": self.id, "object": name, **self._common, "choices": choices, "usage": usage}
 
-    def completion(self, completions):
-        """Returns the body for a list of `Completion`s, one for each prompt."""
+    def completion(self, completions, n=None):
+        """Returns the body for a list of `Completion`s, `n` adjacent ones for each prompt."""
         choices = []
         for index, result in enumerate(completions):
-            content = self._content(index, result.text or "", result.logprobs)
+            answer = result.text or "", result.logprobs
+            content = self._content(index, *self.add_prompt(index, *answer, result.prompt_logprobs))
             choices.append({"index": index, **content, "finish_reason": result.finish_reason})
-        return self._body(self.object, choices, usage(completions))
+        return self._body(self.object, choices, usage(completions, n))
 
     def chunk(self, index, text, logprobs, finish_reason=None):
         """Returns the body of one event of a stream."""
@@ -71,8 +80,8 @@ class CompletionFormat:
         choice = {"index": index, **content, "finish_reason": finish_reason}
         return self._body(self.chunk_object, [choice], None)
 
-    def usage_chunk(self, completions):
-        return self._body(self.chunk_object, [], usage(completions))
+    def usage_chunk(self, completions, n=None):
+        return self._body(self.chunk_object, [], usage(completions, n))
 
     def _content(self, index, text, logprobs):
         return {"text": text, "logprobs": self._logprobs(index, text, logprobs)}
@@ -87,7 +96,9 @@ class CompletionFormat:
         return {
             "tokens": [entry["token"] for entry in entries],
             "token_logprobs": [entry["logprob"] for entry in entries],
-            "top_logprobs": [self._tokens.top(each.top) for each in logprobs],
+            "top_logprobs": [
+                None if each.logprob is None else self._tokens.top(each.top) for each in logprobs
+            ],
             "text_offset": self._text_offsets(index, text, [each.token_id for each in logprobs]),
         }
 
@@ -98,7 +109,8 @@ class CompletionFormat:
             return [0] * len(token_ids)
         if index not in self._offsets:
             # A tokenizer may drop the first space.
-            drops_space = known[token_ids[0]][:1] == b" " and text[:1] not in ("", " ")
+            first = next(filter(None, map(known.__getitem__, token_ids)), b"")
+            drops_space = first[:1] == b" " and text[:1] not in ("", " ")
             self._offsets[index] = DECODER(known.errors or "replace"), -drops_space
         decoder, count = self._offsets[index]
         for token in token_ids:
@@ -121,10 +133,10 @@ class ChatFormat(CompletionFormat):
         delta = {} if finish_reason and not text else {"content": text}
         return {"delta": delta, "logprobs": self._logprobs(index, text, logprobs)}
 
-    def first_chunk(self):
-        """Returns the body of the first event, which has the role."""
+    def first_chunk(self, index=0):
+        """Returns the body of the first event of a choice, which has the role."""
         delta = {"role": "assistant", "content": "", "refusal": None}
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self._body(self.chunk_object, [choice], None)
 
     def _logprobs(self, index, text, logprobs):
@@ -137,11 +149,12 @@ class ChatFormat(CompletionFormat):
         return {"content": content, "refusal": None}
 
 
-def usage(completions):
-    """Returns the numbers of tokens of a list of `Completion`s."""
-    prompt = sum(each.num_prompt_tokens for each in completions)
+def usage(completions, n=None):
+    """Returns the numbers of tokens of a list of `Completion`s, `n` for each prompt."""
+    firsts = completions[:: n or 1]
+    prompt = sum(each.num_prompt_tokens for each in firsts)
     generated = sum(len(each.token_ids) for each in completions)
-    cached = sum(each.num_cached_tokens for each in completions)
+    cached = sum(each.num_cached_tokens for each in firsts)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_recurrent.generation.sampling_params import TokenLogprobs, answer_seeds
 from keras_recurrent.generation.scheduler import Scheduler
 from keras_recurrent.generation.sequence import Sequence
 from keras_recurrent.serving.request import EngineClosed
@@ -34,10 +35,18 @@ class RequestScheduler(Scheduler):
         getattr(self, name)(*arguments, **options)
 
     def submit(self, number, *arguments, **options):
-        """Adds a request; arguments as in `RequestSequence`."""
-        sequence = RequestSequence(number, self._add_result, *arguments, **options)
-        self._numbered[number] = sequence
-        self.add(sequence)
+        """Adds a request, and those with the next numbers for further answers to its prompt.
+
+        Arguments as in `RequestSequence`.
+        """
+        prompt, params, seed, *others = arguments
+        sequences = [
+            RequestSequence(each, self._add_result, prompt, params, seed, *others, **options)
+            for each, seed in enumerate(answer_seeds(params, seed), number)
+        ]
+        self._numbered |= dict(enumerate(sequences, number))
+        sequences[0].copies = sequences[1:]
+        self.add(sequences[0])
 
     def cancel(self, number):
         """Ends a request, unless it has ended."""
@@ -51,7 +60,7 @@ class RequestScheduler(Scheduler):
     def cancel_all(self):
         """Ends all requests, and `run`."""
         self.close()
-        for sequence in self.sequences:
+        for sequence in list(self._numbered.values()):
             sequence.end_from_outside(None)
 
     def run(self):
@@ -91,8 +100,13 @@ class RequestSequence(Sequence):
         deadline: time of `time.monotonic` after which the request ends, or None.
         ends: integers, numbers of prompt tokens after which the state is saved.
         salt: string, `cache_salt` of the request, or None.
+        num_top: integer, number of most probable tokens in the log probabilities of the prompt.
+            None: no log probabilities of the prompt.
 
     Attributes:
+        num_top: as above.
+        prompt_logprobs: a list of the `TokenLogprobs` of the processed prompt and its next token.
+        copies: a list of sequences with the same prompt, until it is processed.
         num_cached: integer, number of tokens of the prompt from the prefix cache.
         num_processed: integer, number of tokens of the prompt whose state is known.
         state: the state of the backbone after these tokens, until the sequence has a slot. None:
@@ -100,12 +114,14 @@ class RequestSequence(Sequence):
         error: the error that ended the sequence, or None.
     """
 
-    def __init__(self, number, add_result, *arguments, deadline, ends, salt):
+    def __init__(self, number, add_result, *arguments, deadline, ends, salt, num_top=None):
         super().__init__(*arguments)
-        self.ends, self.salt = ends, salt
+        self.ends, self.salt, self.num_top = ends, salt, num_top
+        self.prompt_logprobs = [TokenLogprobs(int(self.prompt[0]), None, {})]
         self.num_cached, self.num_processed, self._num_sent = 0, 0, 0
         self.state: Any = None
         self.error: BaseException | None = None
+        self.copies: list[RequestSequence] = []
         self._number, self._add_result, self._deadline = number, add_result, deadline
         self._outside_end: tuple[str, int | None] | None = None
 
@@ -116,14 +132,30 @@ class RequestSequence(Sequence):
     def end_reason(self, now):
         """Returns `"cancelled"`, `"stop"`, `"timeout"` or None at a time of `time.monotonic`.
 
-        In the case of `"stop"`, the tokens after the stop string are dropped.
+        In the case of `"stop"`, the tokens after the stop string are dropped. While another
+        sequence needs the prompt, this one does not end.
         """
+        if any(copy.end_reason(now) is None for copy in self.copies):
+            return None
         if self._outside_end is not None:
             reason, num_tokens = self._outside_end
             if num_tokens is not None:
                 self.stop(num_tokens)
             return reason
         return "timeout" if self._deadline is not None and now >= self._deadline else None
+
+    def take_copies(self):
+        """Returns the copies, which get what is known of the prompt."""
+        copies, self.copies = self.copies, []
+        for copy in copies:
+            copy.state, copy.prompt_logprobs = self.state, self.prompt_logprobs
+            copy.num_cached, copy.num_processed = self.num_cached, self.num_processed
+        return copies
+
+    def end(self, reason):
+        super().end(reason)
+        for copy in self.take_copies():
+            copy.end(reason)
 
     @property
     def tokens_in_state(self):
@@ -135,6 +167,8 @@ class RequestSequence(Sequence):
 
     def fail(self, error):
         """Ends the sequence because of an error in the engine."""
+        for copy in self.take_copies():
+            copy.fail(error)
         self.error = EngineClosed(f"The engine failed: {error!r}")
         self.error.__cause__ = error
         self.end("error")
@@ -142,4 +176,6 @@ class RequestSequence(Sequence):
     def _notify(self):
         first, self._num_sent = self._num_sent, len(self.token_ids)
         new = self.token_ids[first:], self.logprobs[first:]
-        self._add_result(self._number, *new, self.finish_reason, self.num_cached, self.error)
+        end = self.finish_reason, self.num_cached, self.error
+        prompt = None if first or self.num_top is None else self.prompt_logprobs
+        self._add_result(self._number, *new, *end, prompt)

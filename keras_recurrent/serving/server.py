@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from keras_recurrent.generation.text import text_of
 from keras_recurrent.serving.gate import Gate, shutting_down
 from keras_recurrent.serving.mailbox import Mailbox, RequestGroup
 from keras_recurrent.serving.metrics import Metrics
@@ -72,14 +73,14 @@ class Service:
             raise shutting_down()
         self.groups[form.id] = None
         try:
-            requests = await run_in_threadpool(self._submit, body)
+            requests = await run_in_threadpool(self._submit, body, form)
         except BaseException:
             del self.groups[form.id]
             raise
         self.groups[form.id] = RequestGroup(requests, self.mailbox, self.metrics, body.stream)
         return self.groups[form.id]
 
-    def _submit(self, body):
+    def _submit(self, body, form):
         preprocessor = self.engine.preprocessor
         if isinstance(body, ChatBody) and getattr(preprocessor, "chat_template", None) is None:
             raise ApiError(400, NO_TEMPLATE, param="messages")
@@ -87,8 +88,15 @@ class Service:
         try:
             options = {"sampling": body.sampling, "max_new_tokens": body.max_new_tokens}
             options |= {"stop": body.stop or None, "cache_salt": body.cache_salt}
+            options["prompt_logprobs"] = body.prompt_logprobs
             for prompt in body.prompts:
-                requests.append(self.engine.submit(prompt, timeout=self.timeout, **options))
+                found = self.engine.submit(prompt, timeout=self.timeout, **options)
+                requests += found if isinstance(found, list) else [found]
+            if body.echo and preprocessor is not None:
+                texts = [
+                    p if isinstance(p, str) else text_of(preprocessor, p) for p in body.prompts
+                ]
+                form.echoed = dict(enumerate(text for text in texts for _ in range(body.n or 1)))
             return requests
         except BaseException as error:
             for request in requests:
@@ -159,9 +167,11 @@ class EventStream(StreamingResponse):
     async def _stream_events(self):
         service, group, form, body = self._arguments
         if isinstance(form, ChatFormat):
-            yield _event(form.first_chunk())
+            for index in range(body.n or 1):
+                yield _event(form.first_chunk(index))
         try:
-            async for index, text, logprobs, completion in group.events():
+            async for index, *new, completion in group.events():
+                text, logprobs = form.add_prompt(index, *new, group.prompt_logprobs(index))
                 if text or logprobs:
                     yield _event(form.chunk(index, text, logprobs))
                 if completion is not None:
@@ -175,7 +185,7 @@ class EventStream(StreamingResponse):
             yield _event(INTERNAL_ERROR.body)
             return
         if body.includes_usage:
-            yield _event(form.usage_chunk(group.completions))
+            yield _event(form.usage_chunk(group.completions, body.n))
         yield b"data: [DONE]\n\n"
 
 
@@ -215,7 +225,8 @@ async def _respond(service, request, body_type, form_type):
     finally:
         watch.cancel()
         service.end(form, group)
-    return JSONResponse(form.completion(group.completions), headers={"x-request-id": form.id})
+    answer = form.completion(group.completions, body.n)
+    return JSONResponse(answer, headers={"x-request-id": form.id})
 
 
 async def _cancel_on_disconnect(request, group):

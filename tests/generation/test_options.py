@@ -198,6 +198,33 @@ def test_stream_matches_generate_and_yields_no_part_of_a_stop_string(model, text
         assert list(new.top) == list(expected.top)
 
 
+def test_generate_with_n_answers_processes_prompts_once(model, texts, monkeypatch):
+    """Answers to a prompt are equal, differ from those to repeated prompts, or cost a prompt each.
+
+    Also: a stream, a stop string or the cache of the answers belongs to another answer.
+    """
+    programs, sizes = model._programs(), []
+    prefill = programs.prefill
+    monkeypatch.setattr(
+        programs, "prefill", lambda *args: sizes.append(len(args[1])) or prefill(*args)
+    )
+    sampling = [dataclasses.replace(p, n=n) for p, n in zip(SAMPLING, (3, 2), strict=True)]
+    found, cache = generate(model, sampling=sampling, return_cache=True)
+    assert sizes == [2]
+    assert [found[0], found[3]] == texts
+    assert len(set(found)) == 5
+    greedy = {"sampling": SamplingParams(temperature=0), "strip_prompt": True, "max_new_tokens": 4}
+    repeated = [p + t for p, t in zip([PROMPTS[0]] * 3 + [PROMPTS[1]] * 2, found, strict=True)]
+    assert model.generate(cache=cache, **greedy) == model.generate(repeated, **greedy)
+    stop = found[1][6:9]
+    stream = model.stream(PROMPTS[0], max_new_tokens=NEW, sampling=sampling[0], stop=stop)
+    chunks = [*zip(*stream, strict=True)]
+    assert ["".join(chunk) for chunk in chunks] == [text.partition(stop)[0] for text in found[:3]]
+    assert stream.output.texts == ["".join(chunk) for chunk in chunks]
+    with pytest.raises(ValueError, match="`sampling` must have n=1 for messages"):
+        model.stream([{"role": "user", "content": "a"}], sampling=sampling[0])
+
+
 def test_logprobs_match_a_forward_pass(model, texts):
     """A log probability is of another token or sequence, or after options of sampling."""
     sampling = [dataclasses.replace(SAMPLING[0], logprobs=3), SAMPLING[1]]

@@ -15,12 +15,14 @@ import pytest
 
 from keras_recurrent import dispatch, which_generation
 from keras_recurrent.generation import batch, prompt_chunks, scheduler
+from keras_recurrent.generation.sampling_params import TokenLogprobs
 from keras_recurrent.generation.stop_strings import StreamedText
 from keras_recurrent.layers import hgrn2
 from keras_recurrent.models import GriffinCausalLM, HGRN2CausalLM, SamplingParams
 from keras_recurrent.serving import Engine, EngineClosed, EngineFull
 from keras_recurrent.serving import engine as engine_module
 from tests.generation.captures import capture_on_cpu
+from tests.generation.numpy_sampling import log_softmax
 from tests.models.tiny import HYBRID, NIGHTLY_IF_COMPILED, tiny_causal_lm
 
 BACKEND = keras.config.backend()
@@ -255,6 +257,52 @@ def test_request_that_is_cancelled_or_late_or_has_failing_listener_ends_alone(en
     reasons = [request.result(60).finish_reason for request in running + waiting]
     assert reasons == ["cancelled"] * 4 + ["length"]
     assert not engine.is_closed
+
+
+def test_submit_with_n_answers_processes_the_prompt_once(model, engine):
+    """An answer starts from another state, or ends with the first answer, which is cancelled."""
+    sampling, prompt = SamplingParams(seed=1, n=5, logit_bias=LETTERS), PROMPTS[1] * 20
+    before = engine.stats()["prompt_tokens"]
+    expected = model.generate(
+        prompt, strip_prompt=True, sampling=sampling, max_new_tokens=12, max_length=2000
+    )
+    for cancelled in ((), (0,), (0, 1, 3)):
+        requests = engine.submit(prompt, sampling, 12)
+        for number in cancelled:
+            requests[number].cancel()
+        found = [request.result(60) for request in requests]
+        texts = [None if number in cancelled else text for number, text in enumerate(expected)]
+        assert [f.text if f.finish_reason == "length" else None for f in found] == texts
+        assert {f.num_prompt_tokens for f in found} == {len(prompt) + 1}
+    assert engine.stats()["prompt_tokens"] - before == 3 * len(prompt)
+    for request in (requests := engine.submit(prompt * 3, sampling, 12)):
+        request.cancel()
+    assert {request.result(60).finish_reason for request in requests} == {"cancelled"}
+
+
+@pytest.mark.parametrize("max_new_tokens", [0, 3])
+def test_prompt_logprobs_match_a_forward_pass(model, engine, max_new_tokens):
+    """Log probabilities belong to another token, chunk or request, or a request does not end."""
+    prompts = ["Once upon a time", "x", "All happy families are alike"]
+    sampling = SamplingParams(temperature=0, n=2)
+    options = {"prompt_logprobs": 3, "max_new_tokens": max_new_tokens}
+    requests = [engine.submit(prompt, sampling, **options) for prompt in prompts]
+    others = [submit_greedy(engine), engine.submit([1], GREEDY, 0, prompt_logprobs=0)]
+    assert len(others[1].result(60).prompt_logprobs) == 1
+    for prompt, pair in zip(prompts, requests, strict=True):
+        token_ids = [1, *model.preprocessor.tokenizer(prompt).tolist()]
+        logits = keras.ops.convert_to_numpy(model.score(np.array([token_ids]))[0])
+        expected = [*map(log_softmax, logits)]
+        for request in pair:
+            answer = request.result(60)
+            assert (len(answer.token_ids), answer.finish_reason) == (max_new_tokens, "length")
+            assert answer.prompt_logprobs[0] == TokenLogprobs(1, None, {})
+            assert [each.token_id for each in answer.prompt_logprobs] == token_ids
+            for row, each in zip(expected, answer.prompt_logprobs[1:], strict=False):
+                assert each.logprob == pytest.approx(row[each.token_id], abs=1e-5)
+                np.testing.assert_allclose([*each.top.values()], np.sort(row)[:-4:-1], atol=1e-5)
+                assert each.top == pytest.approx({id: row[id] for id in each.top}, abs=1e-5)
+    assert others[0].result(60).prompt_logprobs is None
 
 
 @pytest.mark.once
@@ -535,12 +583,16 @@ class QueuedPrompt:
     """Sequence that waits for a slot."""
 
     ends, state, finish_reason, num_processed, num_cached = (), None, None, 0, 0
+    num_top, max_new_tokens = None, 1
 
     def __init__(self, length):
         self.prompt = [1] * length
 
     def end_reason(self, now):
         return None
+
+    def take_copies(self):
+        return []
 
 
 def make_scheduler(device, lengths):

@@ -223,6 +223,51 @@ def test_completions_of_several_prompts_have_indices(client, text):
     assert other.text != text
 
 
+def test_n_answers_are_choices_of_one_prompt(client, submitted):
+    """A choice is missing, has a wrong index or no role, or its prompt is counted again."""
+    options = {**MODEL, "max_tokens": 9, "n": 3, "seed": 5, "logit_bias": GREEDY["logit_bias"]}
+    answer = client.completions.create(**options, prompt=["Hello", "Hi"])
+    assert [choice.index for choice in answer.choices] == [*range(6)]
+    assert len({choice.text for choice in answer.choices}) == 6
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (6 + 3, 6 * 9)
+    assert len(submitted) == 2
+    stream_options = {"include_usage": True}
+    stream = client.chat.completions.create(
+        **options, **chat(), stream=True, stream_options=stream_options
+    )
+    *chunks, last = stream
+    choices = [chunk.choices[0] for chunk in chunks]
+    for index in range(3):
+        own = [choice for choice in choices if choice.index == index]
+        assert own[0].delta.role == "assistant"
+        assert "".join(c.delta.content or "" for c in own) == answer.choices[index].text
+        assert own[-1].finish_reason == "length"
+    assert last.usage.prompt_tokens == 6
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_echo_begins_choices_with_prompt_and_its_log_probabilities(client, max_tokens):
+    """A prompt, its first token or its offset is missing, or a stream differs."""
+    tokens = [[1, *(byte + 3 for byte in text)] for text in (b"Hello", "é…".encode())]
+    options = {**MODEL, **GREEDY, "max_tokens": max_tokens, "echo": True, "logprobs": 1}
+    found = client.completions.create(**options, prompt=tokens, n=2)
+    assert [c.text[: len(c.text) - max_tokens] for c in found.choices] == ["Hello"] * 2 + ["é…"] * 2
+    first = found.choices[0].logprobs
+    assert first.tokens[:6] == ["<start>", *"Hello"]
+    assert first.text_offset[:6] == [0, 0, 1, 2, 3, 4]
+    assert first.token_logprobs[0] is first.top_logprobs[0] is None
+    for choice in found.choices[:2]:
+        assert len(choice.logprobs.token_logprobs) == 6 + max_tokens
+        for value, top in zip(first.token_logprobs[1:], first.top_logprobs[1:], strict=True):
+            assert value <= max(top.values())
+    stream = client.completions.create(**options, prompt="Hello", stream=True)
+    chunks = [chunk.choices[0] for chunk in stream]
+    assert "".join(chunk.text for chunk in chunks) == found.choices[0].text
+    assert [x for c in chunks if c.logprobs for x in c.logprobs.tokens] == first.tokens
+    options["logprobs"] = None
+    assert client.completions.create(**options, prompt="Hello").choices[0].text[:5] == "Hello"
+
+
 def test_completions_with_zero_logprobs_have_those_of_the_tokens(server):
     """`"logprobs": 0` counts as false, or a stream has no end."""
     for stream in (True, False):
@@ -264,7 +309,7 @@ def assert_error(response, status, param, words):
         ({"temperature": 1e9}, "temperature", "must be 0, or a number"),
         ({"top_p": "1"}, "top_p", "should be a valid number"),
         ({"tools": []}, "tools", "Unrecognized request argument"),
-        ({"n": 2}, "n", "should be 1"),
+        ({"n": 129}, "n", "an integer from 1 to 128"),
         ({"prompt": "\ud800"}, None, "hex escape at line 1"),
         ({"\ud800": 1}, None, "hex escape at line 1"),
         ({"user": DEEP}, None, "recursion limit exceeded"),
@@ -278,7 +323,7 @@ def assert_error(response, status, param, words):
         ({"prompt": "a" * 1001}, "prompt", "(16, the default) exceed 1000 tokens"),
         ({"prompt": []}, "prompt", "at least one token"),
         ({"max_tokens": 0}, "max_tokens", "`max_tokens` must be"),
-        ({"echo": True}, "echo", "not supported by this server"),
+        ({"echo": True, "max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
         ({"best_of": 2}, "best_of", "not supported by this server"),
     ],
 )

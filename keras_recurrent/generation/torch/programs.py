@@ -86,11 +86,11 @@ class Programs:
             yield token_ids[:, start:stop], mask
 
     @torch.no_grad()
-    def score(self, token_ids, targets, mask, cache):
-        """Returns the results of the model's `_score_tokens`, the first two as NumPy arrays."""
-        tokens, targets, mask = map(keras.ops.convert_to_tensor, (token_ids, targets, mask))
-        loss, best, cache = self._model._score_tokens(tokens, targets, mask, cache)
-        return loss.cpu().numpy(), best.cpu().numpy(), cache
+    def score(self, token_ids, targets, mask, cache, num_top=None):
+        """Returns the results of the model's `_score_tokens`, with NumPy arrays of scores."""
+        arrays = map(keras.ops.convert_to_tensor, (token_ids, targets, mask))
+        *scores, cache = self._model._score_tokens(*arrays, cache, num_top)
+        return *(array.cpu().numpy() for array in scores), cache
 
     @torch.no_grad()
     def search(self, cache, sequences, sampler):
