@@ -8,6 +8,7 @@ from keras_recurrent.chat.templates import (
     check_messages,
     end_of_turn,
 )
+from keras_recurrent.chat.tools import check_tools, read_calls, written_calls
 from keras_recurrent.checks.arguments import check_boolean, is_integer
 
 
@@ -16,6 +17,8 @@ class ChatPreprocessing:
 
     tokenizer: Any
     add_start_token: bool
+    # Name of the format of tool calls, as in `chat.tools.FORMATS`. None: the template shows it.
+    tool_format: str | None = None
 
     def _set_template(self, chat_template, extra_stop_token_ids):
         check_chat_template(chat_template)
@@ -24,7 +27,7 @@ class ChatPreprocessing:
         self.extra_stop_token_ids = tuple(map(int, extra_stop_token_ids))
         self._end_of_turn: Any = (None, None)  # a template, and the id of its token
 
-    def apply_chat_template(self, messages, add_generation_prompt=True):
+    def apply_chat_template(self, messages, add_generation_prompt=True, tools=None):
         """Renders messages as a prompt, with the chat template, as transformers does.
 
         Templates are not trusted: they run in a sandbox of jinja2 in a separate process, which is
@@ -35,6 +38,7 @@ class ChatPreprocessing:
                 `"developer"`, `"user"`, `"assistant"` or `"tool"`, and `"content"`. Further keys
                 are for the template.
             add_generation_prompt: boolean, ends the prompt with the beginning of an answer.
+            tools: a list of functions that the model may call, as in `chat`, or None.
 
         Returns:
             A string. `generate`, `stream` and `prefill` of the models tokenize it with its special
@@ -42,9 +46,9 @@ class ChatPreprocessing:
             holds for the returned object and its slices, not for other strings made from it.
 
         Raises:
-            ValueError: the preprocessor has no chat template; `messages` have another form; the
-                template rejects them, is invalid, or exceeds 2 seconds, 1 MB of text or (on Linux)
-                512 MB of memory.
+            ValueError: the preprocessor has no chat template, or one without tools; `messages` or
+                `tools` have another form; the template rejects them, is invalid, or exceeds 2
+                seconds, 1 MB of text or (on Linux) 512 MB of memory.
             ImportError: jinja2 is not installed.
 
         Example:
@@ -61,17 +65,23 @@ class ChatPreprocessing:
         '<start>user: Hello assistant:'
         """
         check_boolean("add_generation_prompt", add_generation_prompt)
-        (prompt,) = self._render(messages, [(None, add_generation_prompt)])
+        (prompt,) = self._render(messages, [(None, add_generation_prompt)], tools)
         return prompt
 
-    def _render(self, messages, ends):
+    def _render(self, messages, ends, tools=None):
         if self.chat_template is None:
             raise ValueError(
                 "The preprocessor has no chat template: its checkpoint may not be of a chat model. "
                 "Pass one as `chat_template=` to `from_preset` or the preprocessor."
             )
         check_messages(messages)
-        return apply_template(self.chat_template, self.tokenizer, messages, ends)
+        if tools is not None:
+            check_tools(tools)
+            if "tools" not in self.chat_template:
+                raise ValueError("`tools` require a chat template with tools; this one has none.")
+        messages = read_calls(messages)
+        calls = written_calls(messages, self.chat_template, self)
+        return apply_template(self.chat_template, self.tokenizer, messages, ends, tools, calls)
 
     @property
     def stop_token_ids(self):
@@ -125,4 +135,6 @@ def plain_preprocessor(preprocessor):
     if {*modules} != {__package__.partition(".")[0]} or any(options):
         return None
     template = preprocessor.chat_template, preprocessor.extra_stop_token_ids
-    return PlainPreprocessor(tokenizer._core, preprocessor.add_start_token, *template)
+    plain = PlainPreprocessor(tokenizer._core, preprocessor.add_start_token, *template)
+    plain.tool_format = preprocessor.tool_format
+    return plain

@@ -22,7 +22,7 @@ _lock = threading.Lock()
 _process: Any = None  # a `subprocess.Popen`, or None
 
 
-def render(source, variables, ends):
+def render(source, variables, ends, calls=()):
     """Renders a jinja2 template as transformers renders chat templates, in one exchange.
 
     Args:
@@ -30,6 +30,8 @@ def render(source, variables, ends):
         variables: a dictionary of variables of the template, which JSON can represent.
         ends: a list of `(number of messages, add_generation_prompt)`, one for each text. None:
             all messages.
+        calls: a list of `(index of a message, begin, text, end)`, text to append to the content of
+            a message. `begin` and `end` count as text of the template.
 
     Returns:
         A list of texts, each at most 1 MB in UTF-8, and a copy of the last one that has other
@@ -42,9 +44,9 @@ def render(source, variables, ends):
         ImportError: jinja2 is not installed.
         RuntimeError: the process that renders cannot be started.
     """
-    request = json.dumps({"source": source, "variables": variables, "ends": ends})
+    request = {"source": source, "variables": variables, "ends": ends, "calls": calls}
     with _lock:
-        reply = _exchange(_running_process(), request, MAX_SECONDS * len(ends))
+        reply = _exchange(_running_process(), json.dumps(request), MAX_SECONDS * len(ends))
     if "error" in reply:
         raise ValueError(reply["error"])
     return reply["texts"], reply["template_text"]

@@ -97,7 +97,8 @@ def check_messages(messages):
             raise ValueError(
                 f"`messages`: message {number} must be {wanted}; got a {type(message).__name__}."
             )
-        for key in ("role", "content"):
+        may_lack_content = bool(message.get("tool_calls")) and message.get("content") is None
+        for key in ("role",) if may_lack_content else ("role", "content"):
             if key not in message:
                 raise ValueError(
                     f"`messages`: message {number} must have {key!r}, as {wanted}; got the keys "
@@ -121,14 +122,15 @@ def check_messages(messages):
             ) from error
 
 
-def apply_template(template, tokenizer, messages, ends):
+def apply_template(template, tokenizer, messages, ends, tools=None, calls=()):
     """Renders the beginnings of a conversation.
 
     Args:
         template: string, the source of the template.
         tokenizer: a tokenizer with start, end and padding tokens, which the template gets by name.
         messages: a list that `check_messages` accepts.
-        ends: as in `rendering.render`.
+        ends, calls: as in `rendering.render`.
+        tools: a list that `check_tools` accepts, or None.
 
     Returns:
         A list of strings, the last of which is a `ChatPrompt`.
@@ -136,12 +138,12 @@ def apply_template(template, tokenizer, messages, ends):
     Raises:
         ValueError, ImportError, RuntimeError: as in `rendering.render`.
     """
-    variables = {"messages": messages, "tools": None, "documents": None}
+    variables = {"messages": messages, "tools": tools, "documents": None}
     for name, attribute in TOKEN_VARIABLES.items():
         # A variable that is missing renders as nothing, None as "None".
         if getattr(tokenizer, attribute, None) is not None:
             variables[name] = getattr(tokenizer, attribute)
-    (*texts, text), template_text = render(template, variables, ends)
+    (*texts, text), template_text = render(template, variables, ends, calls)
     # Special tokens may be in `template_text` only, which has the length of `text`.
     pieces = re.split(f"({template_pattern(tokenizer)})", template_text)
     lengths = list(map(len, pieces))

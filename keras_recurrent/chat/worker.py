@@ -242,23 +242,29 @@ def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
     )
 
 
-def render(environment, compile_template, source, variables, ends):
+def render(environment, compile_template, source, variables, ends, calls):
     """Returns `{"texts": …, "template_text": …}`, or `{"error": …}` with a message for the user.
 
     The text of the template is known for the last text. Strings in `variables`, and the roles of
-    messages, count as such.
+    messages, count as such, and so do the marks of `calls`.
     """
     used, texts = set(json.dumps(variables, ensure_ascii=False)), []
     try:
         template = compile_template(source)
         for number, (end, add_generation_prompt) in enumerate(ends, 1):
             marks = environment.marks = Marks(used, is_recorded=number == len(ends))
-            given = {k: marks.literal(v) if type(v) is str else v for k, v in variables.items()}
+            given: Any = {
+                k: marks.literal(v) if type(v) is str else v for k, v in variables.items()
+            }
             given["add_generation_prompt"] = add_generation_prompt
             given["messages"] = [
                 {**message, "role": marks.literal(message["role"])}
                 for message in variables["messages"][:end]
             ]
+            for index, begin, text, close in calls:
+                for message in given["messages"][index : index + 1]:
+                    marked = marks.literal(begin), text, marks.literal(close)
+                    message["content"] = marks.join([message["content"], *marked])
             chunks, size = [], 0
             for chunk in template.generate(given):
                 size += len(chunk.encode("utf-8", "surrogatepass"))

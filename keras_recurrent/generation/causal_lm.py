@@ -13,7 +13,7 @@ from keras_recurrent.generation.batch import process_new_tokens
 from keras_recurrent.generation.beam_search import BeamSampler, search_beams
 from keras_recurrent.generation.cache import GenerationCache, select_rows
 from keras_recurrent.generation.cache_file import cache_key
-from keras_recurrent.generation.chat import ChatGeneration, start_turn
+from keras_recurrent.generation.chat import ChatGeneration, answer, start_turn
 from keras_recurrent.generation.decoding_loop import Programs, Stream, start_decoding
 from keras_recurrent.generation.prompt_tokens import parse_stop_token_ids
 from keras_recurrent.generation.prompts import cache_max_length, check_token_count, parse_prompts
@@ -362,7 +362,7 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
         texts, turn: the texts of the answers in a conversation, and its `Turn`, or None.
         """
         tokens = [np.append(s.prompt, np.array(s.token_ids, "int32")) for s in sequences]
-        conversations = turn and turn.conversations(self.preprocessor, tokens, texts)
+        conversations = turn and turn.conversations(self.preprocessor, tokens, map(answer, texts))
         if cache is not None:
             return cache._replace(state, tokens, conversations)
         limit = cache_max_length(self, prompts.max_length, keep=True)

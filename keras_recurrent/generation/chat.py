@@ -11,11 +11,14 @@ from keras_recurrent.chat.templates import (
     tokenize_prompt,
     tokenize_prompts,
 )
+from keras_recurrent.chat.tools import marker_tokens, tool_format
 from keras_recurrent.generation.conversation import Conversation, text_after, tokens_after
 from keras_recurrent.generation.prompts import check_batch_size, check_cache
 from keras_recurrent.generation.sampling_params import explains_options
 from keras_recurrent.generation.sequence import GenerationOutput
+from keras_recurrent.generation.stop_strings import StreamedText, check_stop_strings
 from keras_recurrent.generation.text import hidden_stop_tokens, text_of
+from keras_recurrent.generation.tool_calls import ToolCallParser, tool_call
 
 
 class Turn(NamedTuple):
@@ -35,27 +38,46 @@ class Turn(NamedTuple):
     prompts: list[str]
     lengths: list[int]
 
-    def conversations(self, preprocessor, token_ids, contents):
-        """Returns the `Conversation` of each sequence, None for one without an answer.
+    def conversations(self, preprocessor, token_ids, answers):
+        """Returns the `Conversation` of each sequence, None without an answer or with calls.
 
-        token_ids, contents: lists of all tokens, and of the text of the answer, of each sequence.
+        token_ids, answers: lists of all tokens, and of the message of the answer, of each sequence.
         """
         hidden = hidden_stop_tokens(preprocessor)
-        rows = zip(self.messages, self.prompts, self.lengths, token_ids, contents, strict=True)
+        rows = zip(self.messages, self.prompts, self.lengths, token_ids, answers, strict=True)
         found: list[Conversation | None] = []
-        for messages, prompt, length, ids, content in rows:
-            new = list(ids[length:])
-            if not new:
+        for messages, prompt, length, ids, message in rows:
+            new, content = list(ids[length:]), message["content"]
+            if not new or "tool_calls" in message:
                 found.append(None)
                 continue
             text = text_of(preprocessor, new[:-1] if new[-1] in hidden else new)
             content_end = text.find(content.lstrip()) + len(content.lstrip())
-            messages = [*messages, {"role": "assistant", "content": content}]
-            found.append(Conversation(messages, str(prompt), text[content_end:]))
+            found.append(Conversation([*messages, message], str(prompt), text[content_end:]))
         return found
 
 
-def start_turn(model, messages, cache, sampling=None):
+def answer(content):
+    """Returns the message of an answer."""
+    return {"role": "assistant", "content": content}
+
+
+def answer_with_calls(preprocessor, tools, last_token, token_ids, strings):
+    """Returns the message of an answer to a prompt with tools, from its new tokens.
+
+    last_token: integer, the last token of the prompt. strings: a tuple of stop strings.
+    """
+    hidden, shown = hidden_stop_tokens(preprocessor), marker_tokens(preprocessor)
+    text = StreamedText(preprocessor, last_token, strings, hidden, shown)
+    text.read(token_ids, True)
+    parser = ToolCallParser(tool_format(preprocessor), tools)
+    message = answer(parser.add(text.shown, True))
+    if parser.calls:
+        message["tool_calls"] = [tool_call(*call) for call in parser.calls]
+    return message
+
+
+def start_turn(model, messages, cache, sampling=None, tools=None):
     """Returns the `Turn` of messages; arguments and errors as in `chat`."""
     preprocessor = model.preprocessor
     check_renders_messages(preprocessor)
@@ -67,7 +89,7 @@ def start_turn(model, messages, cache, sampling=None):
             )
     is_batch = is_list(messages) and is_list(messages[0])
     conversations = list(messages) if is_batch else [messages]
-    prompts = [preprocessor.apply_chat_template(each) for each in conversations]
+    prompts = [preprocessor.apply_chat_template(each, tools=tools) for each in conversations]
     conversations = [json.loads(json.dumps(each)) for each in conversations]  # as from a file
     if cache is not None:
         check_cache(cache)
@@ -114,6 +136,7 @@ class ChatGeneration:
         max_new_tokens=None,
         stop=None,
         sampling=None,
+        tools=None,
     ):
         """Generates the answer to messages, with the chat template of the preprocessor.
 
@@ -132,11 +155,16 @@ class ChatGeneration:
             max_length: integer, as in `generate`: maximum number of tokens in this call, with those
                 of the messages that are not in the cache.
             stop_token_ids, max_new_tokens, stop, sampling: as in `generate`.
+            tools: a list of functions that the model may call, dictionaries `{"type": "function",
+                "function": {"name": ..., "description": ..., "parameters": a JSON schema}}`. The
+                chat template must support tools. None: no tools.
 
         Returns:
             `{"role": "assistant", "content": ...}`, or a list of these. The content is the
-            generated text without the token that ends the turn or the stop string. With
-            `return_cache`, a pair of this and the new `GenerationCache`. With
+            generated text without the token that ends the turn or the stop string. If the answer
+            calls tools, the message has `"tool_calls"`, a list of `{"id": ..., "type": "function",
+            "function": {"name": ..., "arguments": a dictionary}}`, which are not in the content.
+            With `return_cache`, a pair of this and the new `GenerationCache`. With
             `SamplingParams(logprobs=...)` or `BeamSampler(return_all_beams=True)`, a
             `GenerationOutput` whose `texts` are the contents.
 
@@ -163,14 +191,15 @@ class ChatGeneration:
         >>> answer["role"]
         'assistant'
         """
-        turn = start_turn(self, messages, cache, sampling)
+        turn = start_turn(self, messages, cache, sampling, tools)
+        keeps_cache = return_cache or tools is not None  # its tokens have the marks of calls
         result = self.generate(
             turn.inputs,
             max_length,
             stop_token_ids,
             strip_prompt=True,
             cache=turn.cache,
-            return_cache=return_cache,
+            return_cache=keeps_cache,
             max_new_tokens=max_new_tokens,
             stop=stop,
             sampling=sampling,
@@ -179,16 +208,22 @@ class ChatGeneration:
         if has_output:
             texts, new_cache = result.texts, result.cache
         else:
-            texts, new_cache = result if return_cache else (result, None)
+            texts, new_cache = result if keeps_cache else (result, None)
         contents = texts if isinstance(turn.inputs, list) else [texts]
         if has_output and result.scores is not None:  # several beams
             contents = [beams[0] for beams in contents]
-        if new_cache is not None:
+        answers = [answer(content) for content in contents]
+        if tools is not None:
+            strings = check_stop_strings(stop, self.preprocessor)
+            answers = [
+                answer_with_calls(self.preprocessor, tools, ids[n - 1], ids[n:].tolist(), strings)
+                for ids, n in zip(new_cache.token_ids, turn.lengths, strict=True)
+            ]
+        if return_cache:
             token_ids = new_cache.token_ids
-            conversations = turn.conversations(self.preprocessor, token_ids, contents)
+            conversations = turn.conversations(self.preprocessor, token_ids, answers)
             new_cache = new_cache._replace(new_cache.state, token_ids, conversations)
         if has_output:
-            return dataclasses.replace(result, cache=new_cache)
-        answers = [{"role": "assistant", "content": content} for content in contents]
-        answer = answers if isinstance(turn.inputs, list) else answers[0]
-        return (answer, new_cache) if return_cache else answer
+            return dataclasses.replace(result, cache=new_cache if return_cache else None)
+        found = answers if isinstance(turn.inputs, list) else answers[0]
+        return (found, new_cache) if return_cache else found

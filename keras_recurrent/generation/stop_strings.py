@@ -47,14 +47,15 @@ class StreamedText:
         last_token: integer, the last token of the prompt.
         strings: a tuple of stop strings, which may be empty.
         hidden: token ids without text.
+        shown: `{id: text}` of special tokens with text, which others do not have.
 
     Attributes:
         is_stopped: boolean, True after a stop string.
     """
 
-    def __init__(self, preprocessor, last_token, strings, hidden=()):
+    def __init__(self, preprocessor, last_token, strings, hidden=(), shown=None):
         known = token_bytes(preprocessor)
-        self._detokenizer = IncrementalDetokenizer(preprocessor, last_token, known)
+        self._detokenizer = IncrementalDetokenizer(preprocessor, last_token, known, shown)
         self._hidden, self._filter = set(hidden), StopFilter(strings)
         self._shown: list[str] = []
         self._num_tokens = self._num_taken = 0

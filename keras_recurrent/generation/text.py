@@ -138,10 +138,11 @@ class IncrementalDetokenizer:
             a token may depend on the token before it.
         known: the `TokenBytes` of the preprocessor, with which a token takes 1 % of the time. None:
             each token is converted with those before it.
+        shown: `{id: text}` of special tokens whose text is returned.
     """
 
-    def __init__(self, preprocessor, last_token, known=None):
-        self._preprocessor, self._known = preprocessor, known
+    def __init__(self, preprocessor, last_token, known=None, shown=None):
+        self._preprocessor, self._known, self._shown = preprocessor, known, shown or {}
         self._without_text = set(getattr(preprocessor.tokenizer, "special_token_ids", ()))
         self._tokens = [int(last_token)]
         if (self._text(self._tokens) or REPLACEMENT).endswith(REPLACEMENT):
@@ -156,7 +157,7 @@ class IncrementalDetokenizer:
         """Returns the text that one more token completes; it may be empty."""
         token = int(token)
         if token in self._without_text:
-            return ""
+            return self._shown.get(token, "")
         if self._decoder is None:
             return self._add_text(token)
         data = self._known[token]

@@ -15,6 +15,7 @@ import time
 import keras
 
 from keras_recurrent import serving
+from keras_recurrent.chat.tools import FORMATS, tool_format
 
 log = logging.getLogger("keras_recurrent.serving")
 KEY_VARIABLE = "KERAS_RECURRENT_API_KEY"
@@ -71,6 +72,8 @@ def make_parser():
     add("--max-length", "N", number(1), None, text + "length)")
     add("--dtype", "NAME", dtype_policy, None, "dtype policy of the model, such as bfloat16")
     add("--chat-template", "FILE", file_text, None, "file with a chat template")
+    text = f"format of tool calls, {', '.join(FORMATS)} (default: that of the chat template)"
+    add("--tool-format", "NAME", str, None, text)
     text = "address to listen on; 0.0.0.0 accepts connections from other machines"
     add("--host", "HOST", str, "127.0.0.1", text)
     add("--port", "N", number(0, 65535), 8000, "port to listen on; 0: a free one")
@@ -102,8 +105,12 @@ def load_model(arguments):
 
 
 def make_engine(arguments):
+    model = load_model(arguments)
+    if arguments.tool_format:
+        model.preprocessor.tool_format = arguments.tool_format
+        tool_format(model.preprocessor)  # an error for an unknown name
     return serving.Engine(
-        load_model(arguments),
+        model,
         num_slots=arguments.slots,
         max_length=arguments.max_length,
         max_queued=arguments.max_queued,

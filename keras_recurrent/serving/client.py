@@ -6,6 +6,7 @@ import time
 from typing import NamedTuple
 
 from keras_recurrent.chat.templates import check_renders_messages, is_messages
+from keras_recurrent.chat.tools import marker_tokens
 from keras_recurrent.checks.arguments import check_number, check_positive_integer, check_unicode
 from keras_recurrent.generation.prompt_tokens import parse_prompt, parse_stop_token_ids
 from keras_recurrent.generation.sampling_params import (
@@ -72,6 +73,7 @@ class EngineClient:
         timeout=None,
         cache_salt=None,
         prompt_logprobs=None,
+        tools=None,
     ):
         """Adds a request to the queue.
 
@@ -90,6 +92,8 @@ class EngineClient:
             prompt_logprobs: integer, number of most probable tokens at each position of the prompt
                 whose log probabilities are returned, in addition to those of its tokens. The whole
                 prompt is processed, without saved states. None: no log probabilities of the prompt.
+            tools: as in `chat`, for a list of messages. Calls are part of the text, as the model
+                writes them.
 
         Returns:
             An `EngineRequest`. With `SamplingParams(n=...)` above 1, a list of one for each answer.
@@ -110,7 +114,9 @@ class EngineClient:
         preprocessor, size, messages = self.preprocessor, self.limits.vocabulary_size, None
         if is_messages(prompt):
             check_renders_messages(preprocessor)
-            messages, prompt = prompt, preprocessor.apply_chat_template(prompt)
+            messages, prompt = prompt, preprocessor.apply_chat_template(prompt, tools=tools)
+        elif tools is not None:
+            raise ValueError("`tools` require a prompt of messages.")
         tokens = parse_prompt(preprocessor, size, prompt)
         if max_new_tokens is not None and (max_new_tokens != 0 or prompt_logprobs is None):
             check_positive_integer("max_new_tokens", max_new_tokens)
@@ -132,12 +138,13 @@ class EngineClient:
         texts: list[StreamedText | None] = [None] * params.n
         if preprocessor is not None:
             hidden = [id for id in hidden_stop_tokens(preprocessor) if id in stops]
-            texts = [StreamedText(preprocessor, tokens[-1], strings, hidden) for _ in texts]
+            shown = marker_tokens(preprocessor) if tools else {}
+            texts = [StreamedText(preprocessor, tokens[-1], strings, hidden, shown) for _ in texts]
         options = {"deadline": None, "ends": (), "salt": cache_salt, "num_top": prompt_logprobs}
         if timeout is not None:
             options["deadline"] = time.monotonic() + min(timeout, threading.TIMEOUT_MAX)
         if self.limits.saves_states:
-            options["ends"] = self._saved_ends(messages, prompt, tokens)
+            options["ends"] = self._saved_ends(messages, prompt, tokens, tools)
         arguments = tokens, params, seed, remaining_tokens, stops
         with self._requests.lock:
             if self.is_closed:
@@ -159,9 +166,10 @@ class EngineClient:
             send("submit", first, *arguments, **options)
         return requests if params.n > 1 else requests[0]
 
-    def _saved_ends(self, messages, prompt, tokens):
+    def _saved_ends(self, messages, prompt, tokens, tools):
         """Returns the numbers of tokens of a prompt after which its state is saved."""
-        ends = self._message_ends.find(messages, prompt, tokens.tolist()) if messages else ()
+        find = self._message_ends.find
+        ends = find(messages, prompt, tokens.tolist(), tools) if messages else ()
         interval = self.limits.state_interval or len(tokens)
         return {*ends, *range(interval, len(tokens), interval)}
 

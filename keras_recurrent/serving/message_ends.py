@@ -21,22 +21,22 @@ class MessageEnds:
         self._preprocessor = preprocessor
         self._resume = 0.0  # time before which nothing is rendered
 
-    def find(self, messages, prompt, tokens):
+    def find(self, messages, prompt, tokens, tools=None):
         """Returns the numbers of tokens up to these ends, a tuple.
 
-        prompt: the `ChatPrompt` of the messages. tokens: a list of its token ids.
+        prompt: the `ChatPrompt` of the messages and `tools`. tokens: a list of its token ids.
         """
         roles = [message["role"] for message in messages]
         num_leading = roles.index("user") if "user" in roles else 0
         ends = [0]
         for count in sorted({num_leading, len(messages) - 1}):
-            text = self._render(messages[:count]) if count else None
+            text = self._render(messages[:count], tools) if count else None
             end = 0 if text is None else self._find_end(text, prompt, tokens)
             if end - ends[-1] >= MIN_TOKENS:
                 ends.append(end)
         return tuple(ends[1:])
 
-    def _render(self, messages):
+    def _render(self, messages, tools):
         """Returns the text of the first messages, or None if the template rejects or delays them.
 
         The whole prompt was rendered within the limits of a template. Rendering only the first
@@ -46,7 +46,7 @@ class MessageEnds:
         if begin < self._resume:
             return None
         try:
-            return self._preprocessor.apply_chat_template(messages, add_generation_prompt=False)
+            return self._preprocessor.apply_chat_template(messages, False, tools)
         except (ValueError, RuntimeError):
             return None
         finally:

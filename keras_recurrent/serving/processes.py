@@ -142,7 +142,8 @@ class HTTPProcess:
         if needs_hub := preprocessor is not None and plain is None:
             kind = type(preprocessor.tokenizer).__name__
             log.info("The HTTP process imports KerasHub for the tokenizer %s", kind)
-            plain = preset, getattr(preprocessor, "chat_template", None)
+            names = "chat_template", "tool_format"
+            plain = preset, {name: getattr(preprocessor, name, None) for name in names}
         with contextlib.suppress(OSError):  # the process has ended, as `run_scheduler` finds
             self._connection.send((sys.path, needs_hub))
             self._connection.send((plain, engine.limits, scheduler.stats(), app, server))
@@ -180,12 +181,13 @@ def run_scheduler(scheduler, connection):
     return has_failed
 
 
-def load_preprocessor(preset, chat_template):
+def load_preprocessor(preset, attributes):
     """Returns a preprocessor that only KerasHub has."""
     import keras_hub
 
     preprocessor = keras_hub.models.CausalLMPreprocessor.from_preset(preset)
-    preprocessor.chat_template = chat_template
+    for name, value in attributes.items():
+        setattr(preprocessor, name, value)
     return preprocessor
 
 

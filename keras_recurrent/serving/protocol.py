@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 import pydantic
 
 from keras_recurrent.chat import ROLES
+from keras_recurrent.chat.tools import MAX_TOOLS
 from keras_recurrent.generation.sampling_params import SamplingParams
 from keras_recurrent.generation.stop_strings import MAX_LENGTH, MAX_STRINGS
 from keras_recurrent.serving.request import PromptTooLong
@@ -147,6 +148,7 @@ class CompletionBody(SamplingBody):
         | Annotated[list[Annotated[list[Count], limited()]], limited(MAX_PROMPTS)]
     )
     echo: bool | None = None
+    shown_tools: ClassVar[None] = None
     top_logprobs: int | None = pydantic.Field(default=None, ge=0, le=20, alias="logprobs")
 
     @property
@@ -188,7 +190,7 @@ class Message(Body):
     """Message of a conversation. Further fields are passed to the chat template."""
 
     role: Role
-    content: str | Annotated[list[TextPart], limited(MAX_PARTS)]
+    content: str | Annotated[list[TextPart], limited(MAX_PARTS)] | None = None
 
     @pydantic.model_validator(mode="after")
     def _check_further_fields(self):
@@ -197,7 +199,7 @@ class Message(Body):
     def rendered(self):
         """Returns the message as the chat template takes it."""
         parts = self.content
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        text = "".join(part.text for part in parts) if isinstance(parts, list) else parts
         return {**(self.model_extra or {}), "role": self.role, "content": text}
 
 
@@ -206,9 +208,6 @@ class ChatBody(SamplingBody):
 
     neutral = {
         "response_format": [{"type": "text"}],
-        "tools": [[]],
-        "tool_choice": ["none", "auto"],
-        "parallel_tool_calls": [False, True],
         "functions": [[]],
         "function_call": ["none", "auto"],
         "modalities": [["text"]],
@@ -219,6 +218,9 @@ class ChatBody(SamplingBody):
     prompt_logprobs: ClassVar[None] = None
 
     messages: Annotated[list[Message], limited(MAX_MESSAGES, min_length=1)]
+    tools: Annotated[list[dict[str, Any]], limited(MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = pydantic.Field(default=None, ge=0, le=20)
@@ -229,7 +231,15 @@ class ChatBody(SamplingBody):
             raise ValueError("'top_logprobs' requires 'logprobs' to be true")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise ValueError("'max_tokens' and 'max_completion_tokens' differ; send one of them")
+        if self.tool_choice not in (None, "none", "auto"):
+            message = "'tool_choice' must be 'auto' or 'none'; this server cannot force calls."
+            raise ApiError(400, message, "unsupported_parameter", param="tool_choice")
         return self
+
+    @property
+    def shown_tools(self):
+        """The tools that the model may call, or None."""
+        return self.tools if self.tools and self.tool_choice != "none" else None
 
     @property
     def prompts(self):

@@ -1,9 +1,13 @@
 """Response bodies of OpenAI's API: completions, chunks of a stream, and log probabilities."""
 
+import collections
+import json
 import time
 import uuid
+from typing import Any
 
 from keras_recurrent.generation.text import DECODER, REPLACEMENT, token_bytes
+from keras_recurrent.generation.tool_calls import ToolCallParser, tool_call
 
 LEAST_LOGPROB = -9999.0  # for tokens of probability 0, as in OpenAI's API
 
@@ -65,19 +69,26 @@ class CompletionFormat:
     def _body(self, name, choices, usage):
         return {"id": self.id, "object": name, **self._common, "choices": choices, "usage": usage}
 
+    def _finish_reason(self, index, reason):
+        return reason
+
     def completion(self, completions, n=None):
         """Returns the body for a list of `Completion`s, `n` adjacent ones for each prompt."""
         choices = []
         for index, result in enumerate(completions):
             answer = result.text or "", result.logprobs
             content = self._content(index, *self.add_prompt(index, *answer, result.prompt_logprobs))
-            choices.append({"index": index, **content, "finish_reason": result.finish_reason})
+            reason = self._finish_reason(index, result.finish_reason)
+            choices.append({"index": index, **content, "finish_reason": reason})
         return self._body(self.object, choices, usage(completions, n))
 
     def chunk(self, index, text, logprobs, finish_reason=None):
-        """Returns the body of one event of a stream."""
+        """Returns the body of one event of a stream, or None if there is no news."""
         content = self._delta(index, text, logprobs, finish_reason)
-        choice = {"index": index, **content, "finish_reason": finish_reason}
+        if not finish_reason and content == {"delta": {}, "logprobs": None}:
+            return None
+        reason = self._finish_reason(index, finish_reason)
+        choice = {"index": index, **content, "finish_reason": reason}
         return self._body(self.chunk_object, [choice], None)
 
     def usage_chunk(self, completions, n=None):
@@ -124,13 +135,40 @@ class ChatFormat(CompletionFormat):
     """Bodies of the response to one request to `/v1/chat/completions`."""
 
     id_prefix, object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+    _parsers: Any = None  # {index of a choice: its `ToolCallParser`}, or None without tools
+
+    def parse_tools(self, *arguments):
+        """Parses the calls in all choices; arguments as in `ToolCallParser`."""
+        self._parsers = collections.defaultdict(lambda: ToolCallParser(*arguments))
+
+    def _finish_reason(self, index, reason):
+        has_calls = self._parsers is not None and self._parsers[index].calls
+        return "tool_calls" if reason == "stop" and has_calls else reason
+
+    def _add(self, index, text, is_last):
+        """Adds text of an answer.
+
+        Returns its content, a list of new calls, and the number of calls before them.
+        """
+        if self._parsers is None:
+            return text, [], 0
+        parser = self._parsers[index]
+        first, content = len(parser.calls), parser.add(text, is_last)
+        new = [(name, json.dumps(x, ensure_ascii=False)) for name, x in parser.calls[first:]]
+        return content, [tool_call(*each) for each in new], first
 
     def _content(self, index, text, logprobs):
-        message = {"role": "assistant", "content": text, "refusal": None}
+        content, calls, _ = self._add(index, text, True)
+        message = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message |= {"content": content or None, "tool_calls": calls}
         return {"message": message, "logprobs": self._logprobs(index, text, logprobs)}
 
     def _delta(self, index, text, logprobs, finish_reason):
-        delta = {} if finish_reason and not text else {"content": text}
+        content, calls, first = self._add(index, text, finish_reason is not None)
+        delta: dict = {"content": content} if content else {}
+        if calls:
+            delta["tool_calls"] = [{"index": n, **each} for n, each in enumerate(calls, first)]
         return {"delta": delta, "logprobs": self._logprobs(index, text, logprobs)}
 
     def first_chunk(self, index=0):

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from keras_recurrent.chat.tools import tool_format
 from keras_recurrent.generation.text import text_of
 from keras_recurrent.serving.gate import Gate, shutting_down
 from keras_recurrent.serving.mailbox import Mailbox, RequestGroup
@@ -89,6 +90,8 @@ class Service:
             options = {"sampling": body.sampling, "max_new_tokens": body.max_new_tokens}
             options |= {"stop": body.stop or None, "cache_salt": body.cache_salt}
             options["prompt_logprobs"] = body.prompt_logprobs
+            if body.shown_tools:
+                options["tools"] = body.shown_tools
             for prompt in body.prompts:
                 found = self.engine.submit(prompt, timeout=self.timeout, **options)
                 requests += found if isinstance(found, list) else [found]
@@ -97,6 +100,9 @@ class Service:
                     p if isinstance(p, str) else text_of(preprocessor, p) for p in body.prompts
                 ]
                 form.echoed = dict(enumerate(text for text in texts for _ in range(body.n or 1)))
+            if body.shown_tools:
+                max_calls = 1 if body.parallel_tool_calls is False else None
+                form.parse_tools(tool_format(preprocessor), body.shown_tools, max_calls)
             return requests
         except BaseException as error:
             for request in requests:
@@ -172,8 +178,8 @@ class EventStream(StreamingResponse):
         try:
             async for index, *new, completion in group.events():
                 text, logprobs = form.add_prompt(index, *new, group.prompt_logprobs(index))
-                if text or logprobs:
-                    yield _event(form.chunk(index, text, logprobs))
+                if (text or logprobs) and (chunk := form.chunk(index, text, logprobs)):
+                    yield _event(chunk)
                 if completion is not None:
                     service.check(completion)
                     yield _event(form.chunk(index, "", [], completion.finish_reason))

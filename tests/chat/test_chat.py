@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from keras_recurrent.chat.templates import ChatPrompt
@@ -80,8 +81,8 @@ def make_renderer(preprocessor):
 def make_cache(preprocessor, content, ids):
     """Returns the cache after an answer of these tokens to `HELLO`."""
     turn = start_turn(make_renderer(preprocessor), [HELLO], None)
-    tokens = [[*turn.inputs.token_ids, *ids]]
-    known = turn.conversations(preprocessor, tokens, [content])
+    tokens = [np.array([*turn.inputs.token_ids, *ids])]
+    known = turn.conversations(preprocessor, tokens, [answer(content)])
     return GenerationCache(None, tokens, None, None, known)
 
 

@@ -349,7 +349,7 @@ TWO_TYPES = [*chat()["messages"], *chat([{"type": "image_url"}])["messages"]]
             "messages[1]",
             ": only text parts are supported; got 'image_url'.",
         ),
-        ({"tools": [{"type": "function"}]}, "tools", "not supported by this server"),
+        ({"functions": [{"name": "f"}]}, "functions", "not supported by this server"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported by this"),
         ({"audio": {"voice": "a"}}, "audio", "not supported by this server"),
         ({"messages": []}, "messages", "'messages': List should have at least 1"),

@@ -1,0 +1,188 @@
+"""Tools of a conversation: functions that a model may call, and the calls in its answers.
+
+Models mark calls in different ways. To support another one, add its `ToolFormat` to `FORMATS`.
+"""
+
+import ast
+import contextlib
+import json
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+MAX_TOOLS = 128  # as in OpenAI's API
+FUNCTION = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
+FUNCTION_XML = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+PARAMETER_XML = re.compile(
+    r"<parameter=([^>\s]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL
+)
+CONSTANTS = {"true": True, "false": False, "null": None}
+# Errors of `parse_calls` for text that is not a list of calls.
+MALFORMED: tuple[type[Exception], ...] = LookupError, ValueError, TypeError, AttributeError
+MALFORMED += SyntaxError, RecursionError, MemoryError  # of Python's parser
+
+
+class ToolFormat(NamedTuple):
+    """Marks of tool calls in the answers of a model.
+
+    Attributes:
+        begin, end: strings, the text before and after calls.
+        write: a function of a list of `tool_calls`, which returns the text between the marks. None:
+            templates render `tool_calls`.
+    """
+
+    begin: str
+    end: str
+    write: Callable[[list[Any]], str] | None = None
+
+
+def write_python(tool_calls):
+    """Returns calls as a list in Python."""
+    calls = []
+    for function in (call["function"] for call in tool_calls):
+        arguments = ", ".join(f"{key}={value!r}" for key, value in function["arguments"].items())
+        calls.append(f"{function['name']}({arguments})")
+    return f"[{', '.join(calls)}]"
+
+
+# {name: format}. The first one whose `begin` is in the template or is a special token is used.
+FORMATS = {
+    "hermes": ToolFormat("<tool_call>", "</tool_call>"),
+    "nemotron": ToolFormat("<TOOLCALL>", "</TOOLCALL>"),
+    "lfm2": ToolFormat("<|tool_call_start|>", "<|tool_call_end|>", write_python),
+}
+
+
+def check_tools(tools):
+    """Raises a `ValueError` unless `tools` is a list of functions as in OpenAI's API."""
+    if not isinstance(tools, (list, tuple)) or not 0 < len(tools) <= MAX_TOOLS:
+        raise ValueError(f"`tools` must be a list of 1 to {MAX_TOOLS} dictionaries {FUNCTION}.")
+    for number, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or tool.get("type") != "function":
+            function = {}
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            raise ValueError(f"`tools`: tool {number} must be a dictionary {FUNCTION}.")
+        if not isinstance(function.get("parameters") or {}, dict):
+            raise ValueError(f"`tools`: 'parameters' of tool {number} must be a JSON schema.")
+
+
+def tool_format(preprocessor):
+    """Returns the `ToolFormat` of a preprocessor, or raises a `ValueError`."""
+    name, template = getattr(preprocessor, "tool_format", None), preprocessor.chat_template or ""
+    if name is not None:
+        if name not in FORMATS:
+            raise ValueError(f"`tool_format` must be one of {', '.join(FORMATS)}; got {name!r}.")
+        return FORMATS[name]
+    special = _special_tokens(preprocessor)
+    for known in (template, special):
+        for marks in FORMATS.values():
+            if marks.begin in known:
+                return marks
+    raise ValueError(
+        "`tools`: the chat template does not show how the model writes calls. Set `tool_format` of "
+        f"the preprocessor, or `--tool-format` of the server, to one of {', '.join(FORMATS)}."
+    )
+
+
+def _special_tokens(preprocessor):
+    tokenizer = preprocessor.tokenizer
+    return set(getattr(getattr(tokenizer, "_core", tokenizer), "special_tokens", ()))
+
+
+def marker_tokens(preprocessor):
+    """Returns `{id: text}` of the marks of tool calls that are special tokens."""
+    special = _special_tokens(preprocessor)
+    marks = [mark for mark in tool_format(preprocessor)[:2] if mark in special]
+    return {int(preprocessor.tokenizer.token_to_id(mark)): mark for mark in marks}
+
+
+def read_calls(messages):
+    """Returns messages with content, and with arguments of `tool_calls` as dictionaries."""
+    found = []
+    for number, message in enumerate(messages):
+        if message.get("tool_calls"):
+            try:
+                calls = [_read_call(**call) for call in message["tool_calls"]]
+            except MALFORMED as error:
+                raise ValueError(
+                    f"`messages`: 'tool_calls' of message {number} must be a list of dictionaries "
+                    'such as {"type": "function", "function": {"name": "f", "arguments": "{}"}}.'
+                ) from error
+            message = {**message, "content": message.get("content") or "", "tool_calls": calls}
+        found.append(message)
+    return found
+
+
+def _read_call(function, **others):
+    arguments = function["arguments"]
+    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return {**others, "function": {"name": str(function["name"]), "arguments": {**arguments}}}
+
+
+def written_calls(messages, template, preprocessor):
+    """Returns the calls of `read_calls` as text, if the template does not render them.
+
+    They are a list of `(index of a message, begin, text, end)`.
+    """
+    indices = [index for index, message in enumerate(messages) if message.get("tool_calls")]
+    if not indices or "tool_calls" in template:
+        return []
+    begin, end, write = tool_format(preprocessor)
+    if write is None:
+        raise ValueError("`messages`: the chat template does not render 'tool_calls'.")
+    return [(index, begin, write(messages[index]["tool_calls"]), end) for index in indices]
+
+
+def parse_calls(text, parameters):
+    """Parses calls as JSON, as Python, or as `<function=name>` with parameters.
+
+    Returns a list of pairs of a name and a dictionary of arguments, or raises one of `MALFORMED`.
+
+    parameters: `{name: JSON schema}` of the tools. A value in `<parameter=key>` is a string if its
+    schema is one, or if the value is not JSON.
+    """
+    text = text.strip()
+    if text.startswith("<function="):
+        found = FUNCTION_XML.findall(text)
+        calls = [_parse_xml(name, body, parameters) for name, body in found]
+    elif text.startswith("{") or re.match(r"\[\s*\{", text):
+        found = json.loads(text)
+        found = found if isinstance(found, list) else [found]
+        calls = [(each["name"], each.get("arguments") or {}) for each in found]
+    else:
+        root = ast.parse(text, mode="eval").body
+        calls = [_parse_python(each) for each in getattr(root, "elts", [root])]
+    if not calls:
+        raise ValueError("there must be a call")
+    for name, arguments in calls:
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            raise ValueError("a call must have a name and a dictionary of arguments")
+        json.dumps(arguments, allow_nan=False).encode()
+    return calls
+
+
+def _parse_xml(name, body, parameters):
+    properties = (parameters.get(name) or {}).get("properties") or {}
+    arguments: dict[str, Any] = {}
+    for key, value in PARAMETER_XML.findall(body):
+        arguments[key] = value
+        if "string" not in str((properties.get(key) or {}).get("type")):
+            with contextlib.suppress(ValueError):
+                arguments[key] = json.loads(value)
+    return name, arguments
+
+
+def _parse_python(call):
+    """Returns the name and the arguments of an `ast.Call`."""
+    if call.args or not all(keyword.arg for keyword in call.keywords):
+        raise ValueError("arguments must have names")
+    values = {keyword.arg: Constants().visit(keyword.value) for keyword in call.keywords}
+    return ast.unparse(call.func), {key: ast.literal_eval(value) for key, value in values.items()}
+
+
+class Constants(ast.NodeTransformer):
+    """Replaces the names of JSON's constants by their values."""
+
+    def visit_Name(self, node):
+        return ast.Constant(CONSTANTS[node.id]) if node.id in CONSTANTS else node
