@@ -159,7 +159,7 @@ def test_preprocessor_of_a_tokenizer_of_kerashub_is_loaded_from_the_preset(tmp_p
     size = tokenizer.vocabulary_size()
     model = tiny_causal_lm(preprocessor=preprocessor, vocabulary_size=size, num_layers=1)
     model.save_to_preset(tmp_path)
-    again = load_preprocessor(str(tmp_path), TEMPLATE)
+    again = load_preprocessor(str(tmp_path), {"chat_template": TEMPLATE})
     assert again.chat_template == TEMPLATE
     text = "all happy"
     assert list(again.tokenizer(text)) == list(tokenizer(text))

@@ -543,7 +543,7 @@ def _read_types(config, names, default=None):
     keys = [key for key in known if config.config.get(key) is not None]
     if not keys and default is None:
         return None
-    keys = keys or known[1:]
+    keys = keys or ["layer_types"]
     types = [tuple(names[name] for name in config.name_list(key, names, default)) for key in keys]
     if types[-1] != types[0]:
         raise config.unsupported_error(keys[1], config.config[keys[1]], f"the value of {keys[0]!r}")
