@@ -31,7 +31,7 @@ export TPU_WORKER_HOSTNAMES ?= localhost
 endif
 
 .PHONY: help quickstart test test-all test-nightly test-once test-gpu test-devices test-export test-harness test-ray
-.PHONY: smoke faults durations fuzz lint format clean docs docs-serve tables notebooks
+.PHONY: tpu-report smoke faults durations fuzz lint format clean docs docs-serve tables notebooks
 .PHONY: $(PAPERS:%=paper-%) $(BACKENDS:%=test-%) $(BACKENDS:%=test-devices-%)
 .PHONY: $(BACKENDS:%=test-export-%) $(BACKENDS:%=fuzz-%)
 
@@ -46,6 +46,7 @@ help:
 	@echo "make faults       apply each planted fault to a copy of the package; a test must fail"
 	@echo "make test-devices tests on several simulated devices; make test-devices-jax for one backend"
 	@echo "make test-gpu     the tests of one backend, jax or torch, on an NVIDIA GPU"
+	@echo "make tpu-report   test and time the kernels for TPUs on a TPU, and write a file to send back"
 	@echo "make test-export  model.export to each format, run by its runtime; make test-export-torch"
 	@echo "make test-harness language models under lm-evaluation-harness, on tasks of local text"
 	@echo "make test-ray     the recipes with Ray: two replicas, two actors on this machine"
@@ -94,6 +95,19 @@ $(GPU_VENV)/.test: $(INSTALLED)
 	$(PYTHON) -m venv $(GPU_VENV)
 	$(GPU_VENV)/bin/python -m pip install --no-compile --constraint constraints.txt \
 	  --editable ".[$(KERAS_BACKEND)$(if $(filter jax,$(KERAS_BACKEND)),-cuda),test]"
+	@touch $@
+
+# On a machine with a TPU; TPU_PYTHON names the Python of an environment that exists. A trial on a
+# CPU: make tpu-report REPORT=--toy
+TPU_VENV := .venv-tpu
+
+tpu-report: $(if $(TPU_PYTHON),,$(TPU_VENV)/.installed)
+	$(or $(TPU_PYTHON),$(TPU_VENV)/bin/python) -m benchmarks.tpu_report $(REPORT)
+
+$(TPU_VENV)/.installed: $(INSTALLED)
+	$(PYTHON) -m venv $(TPU_VENV)
+	$(TPU_VENV)/bin/python -m pip install --no-compile --constraint constraints.txt \
+	  --editable ".[jax]" "jax[tpu]" pytest
 	@touch $@
 
 # Tests that depend on no backend; on torch, `make test` runs them with the others.
@@ -203,7 +217,7 @@ notebooks:
 	$(PYTHON) guides/recipes/notebooks.py
 
 clean:
-	rm -rf $(VENV) .venv-gpu-* $(EXPORT) $(HARNESS) $(RAY) $(DOCS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-gpu-* $(TPU_VENV) $(EXPORT) $(HARNESS) $(RAY) $(DOCS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
 # Empty files record what is installed; one that is older than its prerequisites is made again.
 $(VENV)/.created:

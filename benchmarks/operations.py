@@ -2,8 +2,9 @@
 
 On a GPU in bfloat16: the kernels, the plain implementation (on torch for the first shape only), and
 installed baselines, which are flash-linear-attention and liger-kernel on torch, and
-jax-linear-attention on JAX. On a CPU in float32: the recurrences by sequence length, and linear
-attention next to a loop over tokens.
+jax-linear-attention on JAX. On a TPU in bfloat16: the kernels, the plain implementation, and the
+scans of JAX, as in figure 8 of De et al. 2024, arXiv:2402.19427. On a CPU in float32: the
+recurrences by sequence length, and linear attention next to a loop over tokens.
 
 Before it is timed, each implementation is compared with the plain one in float64, in memory full of
 NaN. "Error" is the largest error of a result or gradient, as norms relative to it. Baselines with
@@ -32,6 +33,8 @@ from benchmarks.timing import (
     device_ms,
     device_rates,
     has_gpu,
+    has_tpu,
+    jax_bytes,
     peak_bytes,
     print_header,
     print_results,
@@ -301,7 +304,8 @@ def run_by(name, work, names):
 
 def supported_implementations(work, tensors):
     """Returns the names of implementations that accept the tensors, the plain one last."""
-    names = [name for name in dispatch.serving() if has_gpu() and name not in (BACKEND, "pallas")]
+    names = [name for name in dispatch.serving() if has_gpu() and name != BACKEND]
+    names = [name for name in names if (name == "pallas") == has_tpu()]
     arguments = {**tensors, **work.options}
     names = [n for n in names if dispatch.choose(work.operation, arguments, n).implementation]
     return [*names, BACKEND]
@@ -362,7 +366,8 @@ def poison():
         held = [torch.full((size,), math.nan, device="cuda") for size in sizes]
         del held
     elif has_gpu() and BACKEND == "jax":
-        wait(jax.numpy.full((2**32,), jax.numpy.nan, "float32"))
+        half = jax_bytes("bytes_limit") // 8  # of the memory, in numbers of 4 bytes
+        wait(jax.numpy.full((min(half, 2**32),), jax.numpy.nan, "float32"))
 
 
 def double_precision():
@@ -370,6 +375,8 @@ def double_precision():
 
 
 def to_double(tensor):
+    """Casts a float tensor to float64; copies all tensors of a TPU, which lacks it, to the CPU."""
+    tensor = jax.device_put(tensor, jax.devices("cpu")[0]) if has_tpu() else tensor
     return ops.cast(tensor, "float64") if is_float(tensor) else tensor
 
 
@@ -470,6 +477,9 @@ def measure_all(arguments):
     for label, work in WORK.items():
         if arguments.operations and work.operation not in arguments.operations:
             continue
+        first = next(each for each in WORK.values() if each.operation == work.operation)
+        if arguments.first and work is not first:
+            continue
         for shape in arguments.shapes or (work.shapes if has_gpu() else work.cpu_shapes):
             if time.monotonic() > end:
                 print(f"not begun as time is up: {label} {shape}", file=sys.stderr)
@@ -481,7 +491,10 @@ def main():
     parser = make_parser(__doc__)
     names = {work.operation for work in WORK.values()}
     parser.add_argument("operations", nargs="*", metavar="operation", help=", ".join(sorted(names)))
-    parser.add_argument("--dtype", help="default: bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument(
+        "--first", action="store_true", help="only the first kind of inputs of an operation"
+    )
+    parser.add_argument("--dtype", help="default: bfloat16 on a GPU or TPU, float32 on a CPU")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing afterwards")
     parser.add_argument("--shapes", nargs="+", type=read_shape, help="such as 8x2048x16x128")
     parser.add_argument("--xla", action="store_true", help="on TensorFlow")

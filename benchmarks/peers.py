@@ -10,15 +10,16 @@ import importlib.util
 
 from keras import ops
 
-from benchmarks.timing import BACKEND, has_gpu
+from benchmarks.timing import BACKEND, has_gpu, has_tpu
 from keras_recurrent import dispatch
 
 if BACKEND == "torch":
     import torch
 elif BACKEND == "jax":
     import jax
+    import jax.numpy as jnp
 
-LOOP_LENGTH = 2048  # tokens of the longest loop
+LOOP_LENGTH = 2048  # tokens of the longest loop on a CPU
 
 
 def is_installed(module):
@@ -27,10 +28,8 @@ def is_installed(module):
 
 def operation_baselines(operation, shape, options):
     """Returns `{name: function}` of an operation on the current backend and device."""
-    if not has_gpu():
-        is_linear = operation in ("gated_linear_attention", "lightning_attention")
-        has_loop = is_linear and "k" not in options and shape[1] <= LOOP_LENGTH
-        return {"loop over tokens": token_loop} if has_loop else {}
+    if not has_gpu() or has_tpu():
+        return loops_over_tokens(operation, options) if has_tpu() or shape[1] <= LOOP_LENGTH else {}
     if BACKEND == "jax":
         return jax_baselines(operation) if is_installed("jla") else {}
     found = {}
@@ -47,7 +46,41 @@ def operation_baselines(operation, shape, options):
     return found
 
 
-# --- The definition of linear attention, token by token ---
+# --- The definitions of linear attention and of recurrences, token by token ---
+
+
+def loops_over_tokens(operation, options):
+    if operation in ("gated_linear_attention", "lightning_attention") and "k" not in options:
+        return {"loop over tokens": token_loop}
+    if BACKEND == "jax" and operation in ("linear_scan", "rg_lru"):
+        scans = {"lax.scan": sequential_scan, "associative_scan": associative_scan}
+        return {name: functools.partial(jax_recurrence, scan) for name, scan in scans.items()}
+    return {}
+
+
+def jax_recurrence(scan, x, log_a, gate_x=None, a_logit=None):
+    """Computes `linear_scan`, or `rg_lru` if `log_a` is its gate, by a scan in float32."""
+    dtype, (x, log_a) = x.dtype, (t.astype("float32") for t in (x, log_a))
+    if gate_x is not None:
+        log_a = -8 * jax.nn.softplus(-a_logit) * jax.nn.sigmoid(log_a)
+        x *= jnp.sqrt(-jnp.expm1(2 * log_a)) * jax.nn.sigmoid(gate_x.astype("float32"))
+    return scan(jnp.exp(log_a), x).astype(dtype)
+
+
+def sequential_scan(a, x):
+    def step(h, token):
+        a, x = token
+        return a * h + x, a * h + x
+
+    tokens = [jnp.moveaxis(t, 1, 0) for t in (a, x)]
+    return jnp.moveaxis(jax.lax.scan(step, jnp.zeros_like(x[:, 0]), tokens)[1], 0, 1)
+
+
+def associative_scan(a, x):
+    def combine(earlier, later):
+        return earlier[0] * later[0], earlier[1] * later[0] + later[1]
+
+    return jax.lax.associative_scan(combine, (a, x), axis=1)[1]
 
 
 def token_loop(q, k, v, log_decay):

@@ -21,7 +21,10 @@ from guides.papers.runs import machine, table
 
 BACKEND = keras.config.backend()
 CALLS = 10  # of an operation whose rate is measured
-PACKAGES = ("keras", BACKEND, "triton", "flash-linear-attention", "transformers", "keras-hub")
+PACKAGES = (
+    *("keras", BACKEND, "libtpu", "triton"),
+    *("flash-linear-attention", "transformers", "keras-hub"),
+)
 
 if BACKEND == "jax":
     import jax
@@ -71,7 +74,12 @@ def quartiles(values):
 
 
 def has_gpu():
+    """Returns True on a GPU, and on a TPU."""
     return "CPU" not in machine()
+
+
+def has_tpu():
+    return "TPU" in machine()
 
 
 def wait(result):
@@ -128,9 +136,9 @@ def wall_ms(call):
 
 
 def device_ms(call):
-    """Returns the device's time for one call, without launches; on a CPU, the wall time."""
+    """Returns the device's time for one call, without launches; on a CPU or TPU, the wall time."""
     wait(call())
-    if not has_gpu() or BACKEND == "tensorflow":
+    if not has_gpu() or has_tpu() or BACKEND == "tensorflow":
         return wall_ms(call)
     return _event_ms(call) if BACKEND == "torch" else _profiler_ms(call)
 
@@ -217,7 +225,7 @@ def reset_peak():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
-    return _jax_bytes("bytes_in_use")
+    return jax_bytes("bytes_in_use")
 
 
 def peak_bytes():
@@ -227,7 +235,7 @@ def peak_bytes():
     if BACKEND == "torch":
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated()
-    return _jax_bytes("peak_bytes_in_use")
+    return jax_bytes("peak_bytes_in_use")
 
 
 def _process_bytes(field):
@@ -236,7 +244,8 @@ def _process_bytes(field):
     return 1024 * int(kilobytes)
 
 
-def _jax_bytes(field):
+def jax_bytes(field):
+    """Returns a field of the memory statistics of an accelerator."""
     return jax.local_devices()[0].memory_stats()[field]
 
 

@@ -288,7 +288,7 @@ def test_serving_streams_whole_characters():
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("name", ["fine_tuning", "from_files", "classifier"])
+@pytest.mark.parametrize("name", ["fine_tuning", "from_files", "classifier", "tpu_report"])
 def test_notebook_is_generated_from_its_script(name):
     made = load("notebooks")["notebook"]((RECIPES / f"{name}.py").read_text(encoding="utf-8"))
     found = (RECIPES / f"{name}.ipynb").read_text(encoding="utf-8")

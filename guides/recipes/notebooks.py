@@ -12,7 +12,7 @@ import json
 import pathlib
 
 FOLDER = pathlib.Path(__file__).parent
-NAMES = ("fine_tuning", "from_files", "classifier")
+NAMES = ("fine_tuning", "from_files", "classifier", "tpu_report")
 CODE, PROSE = "# %%", "# %% [markdown]"
 
 
