@@ -40,9 +40,12 @@ CHIPS = {
     "TPU v6 lite": "v6e",
     "TPU7x": "7x",
 }
+has_tpu = jax.default_backend() == "tpu"
 compiler = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="`libtpu` is not installed"
+    has_tpu or importlib.util.find_spec("libtpu") is None,
+    reason="needs `libtpu`, and no TPU, which one process uses at a time",
 )
+on_a_cpu = pytest.mark.skipif(has_tpu, reason="on a TPU, the kernels are not interpreted")
 
 
 @compiler
@@ -81,6 +84,7 @@ def test_training_step_of_hawk_compiles_for_tpu():
     assert report["peak"] < 16 * 2**30
 
 
+@on_a_cpu
 @pytest.mark.nightly
 def test_interpreted_kernels_on_eight_devices_equal_one_device():
     """Under `keras.distribution`, gradients are wrong or shards are gathered."""
@@ -97,6 +101,7 @@ def test_vmem_is_that_of_the_chip_or_of_the_environment_variable(kind, monkeypat
         assert _common.vmem_bytes() == 3 * 2**20
 
 
+@on_a_cpu
 def test_plain_jax_runs_on_a_cpu_unless_pallas_is_named():
     """The choice on a CPU is the Pallas kernel, or its reason is missing."""
     x = native.tensor([[[1.0, 2.0]]], "float32")
@@ -131,6 +136,7 @@ NAMED = {
 }
 
 
+@on_a_cpu
 @pytest.mark.parametrize("call", NAMED.values(), ids=NAMED)
 def test_named_kernel_on_a_cpu_raises_an_error(call):
     """A kernel that was chosen by name is replaced by plain JAX, in some transform."""
@@ -146,6 +152,7 @@ def test_named_kernel_on_a_cpu_raises_an_error(call):
             function(argument)
 
 
+@on_a_cpu
 def test_named_kernel_in_interpret_mode_equals_plain_jax():
     """`force_tpu_interpret_mode`, which the error recommends, does not run the kernel."""
     x = np.random.default_rng(0).normal(size=(2, 16, 6)).astype("float32")
