@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_recurrent.generation.grammar import make_masks, make_matcher
 from keras_recurrent.generation.prompts import pad_prompts
 from keras_recurrent.generation.sampling import (
     STOPS_PER_STEP,
@@ -61,6 +62,7 @@ class Batch:
         self.tokens_per_step, self.runs_ahead = tokens_per_step, runs_ahead
         self.sequences: list[Any] = [None] * num_slots
         self.active_slots: list[Any] = []
+        self._matchers: list[Any] = []  # `(matcher, slot)` of active sequences with a grammar
         self._num_stops = STOPS_PER_STEP
         self._options: set[str] = set()  # names of the sampling options that slots have
         self._features: Any = None  # of the sequences in slots; None after a change
@@ -89,6 +91,11 @@ class Batch:
         """True if a sequence may need more tokens than were launched."""
         return any(s.num_launched < s.max_new_tokens for _, s in self.active_slots)
 
+    @property
+    def needs_tokens(self):
+        """True if the next step depends on the tokens of the last one, by a grammar."""
+        return bool(self._matchers)
+
     def insert_all(self, sequences, state):
         """Puts a sequence into each slot.
 
@@ -113,6 +120,11 @@ class Batch:
         self.sequences[slot] = sequence
         self._set_active_slots()
         self._write(slot, self._arrays([sequence]), state)
+
+    def make_matcher(self, params, stop_token_ids):
+        """Returns the `Matcher` of a new sequence, or None without a grammar."""
+        preprocessor, size = self._model.preprocessor, self._vocabulary_size
+        return make_matcher(preprocessor, size, params, stop_token_ids)
 
     def _arrays(self, sequences):
         """Returns `{name: array}` of a `DeviceState` and options, a row for each `Sequence`."""
@@ -142,6 +154,9 @@ class Batch:
 
     def _set_active_slots(self):
         self.active_slots = [(n, s) for n, s in enumerate(self.sequences) if s is not None]
+        self._matchers = [
+            (s.matcher, slot) for slot, s in self.active_slots if s.params.grammar is not None
+        ]
         self._features = None
 
     def remove(self, sequence):
@@ -163,7 +178,7 @@ class Batch:
             self._features = self._choose_features(self.active)
         features, slots = self._features, self.active_slots
         left = max(s.max_new_tokens - s.num_launched for _, s in slots)
-        count = max(1, min(self.tokens_per_step, left))
+        count = 1 if self.needs_tokens else max(1, min(self.tokens_per_step, left))
         uniform = None
         if features.is_random:
             uniform = np.zeros((self.num_slots, self.tokens_per_step), "float32")
@@ -171,7 +186,10 @@ class Batch:
                 uniform[slot, :count] = sequence.uniform(count)
         for _, sequence in slots:
             sequence.num_launched += count
-        return slots, self._launch(features, uniform, count)
+        masks = None
+        if self.needs_tokens:
+            masks = make_masks(self._matchers, self.num_slots, self._vocabulary_size)
+        return slots, self._launch(features, uniform, masks, count)
 
     def _choose_features(self, sequences):
         """Returns the cheapest known `Features` that serve all sequences, else new ones.
@@ -198,10 +216,13 @@ class Batch:
         """Overwrites a slot with arrays of one row, and a state of batch size 1."""
         raise NotImplementedError
 
-    def _launch(self, features, uniform, count):
+    def _launch(self, features, uniform, masks, count):
         """Launches at least `count` tokens of each slot; returns the function of `step`.
 
-        uniform: float32 `[num_slots, tokens_per_step]`, random numbers, or None.
+        Args:
+            features, count: the `Features` of the step, and an integer.
+            uniform: float32 `[num_slots, tokens_per_step]`, random numbers, or None.
+            masks: int32 `[num_slots, N]`, the masks of grammars, or None.
         """
         raise NotImplementedError
 
@@ -254,7 +275,7 @@ class Batch:
 
     def run_empty_step(self, features):
         """Computes a step while all slots are free."""
-        self._launch(features, None, 1)()
+        self._launch(features, None, None, 1)()
 
     def process(self, states, tokens, mask):
         """Generator that processes a chunk of each prompt, one part each time it is resumed.

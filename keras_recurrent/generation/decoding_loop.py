@@ -44,15 +44,15 @@ class DecodingLoop:
         """Processes the next token of each sequence; returns False if all have ended.
 
         If the batch runs ahead, the device computes the next step while the host processes the
-        tokens of the previous one.
+        tokens of the previous one, unless the next step depends on them.
         """
         if not self.batch.active_slots:
             return False
         column = next(self._columns, None)
         if column is None:
             launched = self._launched or self.batch.step()
-            runs_ahead = self.batch.runs_ahead and self.batch.has_work
-            self._launched = self.batch.step() if runs_ahead else None
+            runs_ahead = self.batch.runs_ahead and not self.batch.needs_tokens
+            self._launched = self.batch.step() if runs_ahead and self.batch.has_work else None
             self._columns = _columns(*launched)
             column = next(self._columns)
         self._process(*column)

@@ -12,6 +12,7 @@ from keras import ops
 
 from keras_recurrent import dispatch
 from keras_recurrent.devices.jax_layouts import apply_layout
+from keras_recurrent.generation.grammar import BITS, neutral_masks
 from keras_recurrent.generation.sampling_params import SamplingParams
 
 MIN_CANDIDATES, MAX_CANDIDATES = 8, 64
@@ -40,7 +41,7 @@ def option(stage, *inputs):
         *inputs: names of inputs. The first is the option, a field of `SamplingParams`. Others are
             further fields, `in_prompt` (boolean `[B, vocabulary_size]`, True for the tokens of the
             prompt), or `stops` and `count` of the `DeviceState`, or `counts` as in
-            `next_tokens`.
+            `next_tokens`. The input of `grammar` is the masks of `make_masks`.
     """
 
     def add(change):
@@ -53,6 +54,13 @@ def option(stage, *inputs):
 @option(BEFORE_TEMPERATURE, "logit_bias")
 def _add_bias(logits, bias):
     return logits + bias
+
+
+@option(BEFORE_TEMPERATURE, "grammar")
+def _exclude_other_texts(logits, masks):
+    bits = ops.right_shift(masks[:, :, None], ops.arange(BITS, dtype="int32"))
+    bits = ops.reshape(ops.bitwise_and(bits, 1), (-1, BITS * masks.shape[1]))
+    return ops.where(ops.equal(bits[:, : logits.shape[-1]], 0), -np.inf, logits)
 
 
 @option(BEFORE_TEMPERATURE, "min_new_tokens", "stops", "count")
@@ -129,6 +137,11 @@ class Features(NamedTuple):
     num_logprobs: int | None = None
 
     @property
+    def has_grammar(self):
+        """True if each token depends on the text of those before it, which the host has."""
+        return "grammar" in self.options
+
+    @property
     def cost(self):
         """Integer, number of active options, which orders programs by time."""
         return sum(map(bool, self)) + len(self.options)
@@ -177,6 +190,8 @@ def features_of(params, vocabulary_size):
 
 def covers(features, needed, vocabulary_size):
     """Returns True if a program with `features` also serves sequences that need `needed`."""
+    if features.has_grammar != needed.has_grammar:  # it would compute fewer tokens in a step
+        return False
     if needed.draws_among_all and features.num_sorted and not needed.num_sorted:
         needed = needed._replace(num_sorted=vocabulary_size)  # its sequences keep all tokens
     if features.is_random and not needed.is_random:
@@ -196,7 +211,7 @@ def argument_names(features):
 
 
 def option_arrays(params, tokens, vocabulary_size):
-    """Returns `{name: array [B] or [B, vocabulary_size]}` for the names of `argument_names`.
+    """Returns `{name: array [B] or [B, N]}` for the names of `argument_names`.
 
     Args:
         params: a list of `SamplingParams`, one for each sequence.
@@ -214,6 +229,8 @@ def option_arrays(params, tokens, vocabulary_size):
             for row, p in zip(arrays[name], params, strict=True):
                 for token, bias in (p.logit_bias or {}).items():
                     row[token] = bias
+        elif name == "grammar":  # masks are made before each step
+            arrays[name] = neutral_masks(len(params), vocabulary_size)
         elif name == "top_k":
             arrays[name] = np.array(_limits(params, vocabulary_size), "int32")
         else:
@@ -225,7 +242,7 @@ def option_arrays(params, tokens, vocabulary_size):
 
 def neutral_value(name, vocabulary_size):
     """Returns the value of an array of `option_arrays` with which the option has no effect."""
-    values = {"temperature": 0, "top_k": vocabulary_size}
+    values = {"temperature": 0, "top_k": vocabulary_size, "grammar": -1}
     return values.get(name, getattr(SamplingParams, name, 0) or 0)
 
 

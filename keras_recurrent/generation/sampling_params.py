@@ -6,6 +6,7 @@ import inspect
 import itertools
 import random
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -53,9 +54,9 @@ def _is_moderate(value):
 class SamplingParams:
     """Options of sampling. Names and defaults follow vLLM; its `min_tokens` is `min_new_tokens`.
 
-    The options apply in this order: `logit_bias`, `min_new_tokens`, the penalties, `temperature`,
-    `min_p`, `top_k`, `top_p`. A program or CUDA graph serves all values of the options in use;
-    only `top_k` and `logprobs` need one for each power of two.
+    The options apply in this order: `logit_bias`, `grammar`, `min_new_tokens`, the penalties,
+    `temperature`, `min_p`, `top_k`, `top_p`. A program or CUDA graph serves all values of the
+    options in use; only `top_k` and `logprobs` need one for each power of two.
 
     With a `seed`, a prompt gets the same random numbers on all backends, whatever else is in its
     batch. Without one, the seed comes from Python's `random`, which `keras.utils.set_random_seed`
@@ -75,6 +76,10 @@ class SamplingParams:
         frequency_penalty: number from -2 to 2, is subtracted once for each time that a token was
             generated.
         logit_bias: a dictionary `{token id: number from -100 to 100}`, which is added to logits.
+        grammar: the texts that may be generated: a dictionary, a JSON schema, or a string, a
+            grammar in Lark's syntax, such as `'start: /[0-9]+/'`. A sequence ends with a stop token
+            after one of these texts, or at its maximum length inside a text. Requires the extra
+            `structured` of this package. docs/structured.md has the details. None: any text.
         min_new_tokens: integer, minimum number of new tokens; stop tokens are not sampled earlier.
         seed: integer from 0 to 2**64 - 1. None: a random seed.
         logprobs: integer, number of most probable tokens whose log probabilities are returned, in
@@ -84,7 +89,7 @@ class SamplingParams:
             have the answers next to each other. The first one is the answer with `n=1`.
 
     Raises:
-        ValueError: a value is out of range.
+        ValueError: a value is out of range, or `grammar` is combined with `min_new_tokens`.
 
     Example:
 
@@ -107,6 +112,7 @@ class SamplingParams:
     presence_penalty: float = number(0.0, "a number from -2 to 2", lambda v: -2 <= v <= 2)
     frequency_penalty: float = number(0.0, "a number from -2 to 2", lambda v: -2 <= v <= 2)
     logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
+    grammar: Mapping[str, Any] | str | None = dataclasses.field(default=None, hash=False)
     min_new_tokens: int = integer(0, "an integer from 0 to 2**31 - 1", lambda v: 0 <= v < 2**31)
     seed: int | None = integer(
         None, "an integer from 0 to 2**64 - 1, or None", lambda v: 0 <= v <= MAX_SEED
@@ -121,6 +127,15 @@ class SamplingParams:
             if is_valid is not None and not is_absent and not is_valid(value):
                 description = field.metadata["description"]
                 raise ValueError(f"`{field.name}` must be {description}; got {value!r}.")
+        if not isinstance(self.grammar, (Mapping, str, type(None))):
+            raise ValueError(
+                "`grammar` must be a dictionary, a JSON schema, or a string, a grammar in Lark's "
+                f"syntax; got a {type(self.grammar).__name__}."
+            )
+        if self.grammar is not None and self.min_new_tokens:
+            raise ValueError(
+                "`grammar` cannot be combined with `min_new_tokens`: its text may be shorter."
+            )
         if self.logit_bias is None:
             return
         if not isinstance(self.logit_bias, Mapping):

@@ -24,6 +24,7 @@ class Sequence:
         stop_token_ids: a tuple of integers, which may be empty.
         listener: a function of this sequence, which is called after each new token and by `end`.
             It may call `stop`. None: no function.
+        matcher: the `Matcher` of the grammar of `params`, or None.
 
     Attributes:
         token_ids: a list of integers, the new tokens.
@@ -34,9 +35,12 @@ class Sequence:
         score: float, the score of beam search, or None.
     """
 
-    def __init__(self, prompt, params, seed, max_new_tokens, stop_token_ids=(), listener=None):
+    def __init__(
+        self, prompt, params, seed, max_new_tokens, stop_token_ids=(), listener=None, matcher=None
+    ):
         self.prompt, self.params, self.max_new_tokens = prompt, params, max_new_tokens
         self.stop_token_ids, self._listener = frozenset(stop_token_ids), listener
+        self.matcher = matcher
         self._generator: Any = None
         if not params.is_greedy:
             self._generator = np.random.Generator(np.random.Philox(seed))
@@ -68,7 +72,12 @@ class Sequence:
         Args:
             token: integer.
             logprobs: its `Logprobs`, a number and two NumPy arrays [K], or None.
+
+        Raises:
+            GrammarError: the grammar exceeds a limit.
         """
+        if self.matcher is not None:
+            self.matcher.consume(token)
         self.token_ids.append(token)
         if logprobs is not None:
             self.logprobs.append(token_logprobs(self.params.logprobs, token, logprobs))

@@ -62,11 +62,13 @@ class TorchBatch(Batch):
         copy_all(self._decoder.slot(slot), values)
 
     @torch.no_grad()
-    def _launch(self, features, uniform, count):
+    def _launch(self, features, uniform, masks, count):
         decoder = self._decoder
         advance = decoder.prepare(features)
         if uniform is not None:
             upload(decoder.tensors["uniform"], uniform)
+        if masks is not None:
+            upload(decoder.tensors["grammar"], masks)
         for _ in range(count):
             advance()
         copies = optree.tree_map(_copy_to_host, decoder.latest(features, count))

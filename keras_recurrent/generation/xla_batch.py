@@ -70,7 +70,9 @@ class XlaBatch(Batch):
             self._weights = self._programs.weights()
         return self._weights
 
-    def _launch(self, features, uniform, count):
+    def _launch(self, features, uniform, masks, count):
+        if masks is not None:
+            self._options_on_device["grammar"] = distribute(masks)
         self._state, tokens, logprobs = self._programs.decode(
             *self._arguments(features, uniform), **self._static(features)
         )
@@ -97,7 +99,7 @@ class XlaBatch(Batch):
         return {
             "features": features,
             "keep": self._keep,
-            "num_tokens": self.tokens_per_step,
+            "num_tokens": 1 if features.has_grammar else self.tokens_per_step,
             "variant": self._variant,
         }
 
@@ -131,7 +133,7 @@ class JaxBatch(XlaBatch):
         self.num_prompts = num_prompts
         self._prompt_rows: Any = weakref.WeakValueDictionary()  # {index: `PromptRow` in use}
         self._kinds: list[Any] = []  # `SamplingParams` for which steps were compiled
-        self._waiting: Any = (None, None)  # the next `Sequence`, and the `Features` of its step
+        self._waiting: Any = (None, None)  # the next `Sequence`, and the `Features` of its steps
         tokens_per_step = TOKENS_OF_STREAM if runs_ahead(self._model) else 1
         self.initial_state = self._prepare(max_length, tokens_per_step)
         # The engine starts at most twice as many prompts as a program processes.
@@ -207,28 +209,42 @@ class JaxBatch(XlaBatch):
                 self._options_on_device[name] = jnp.asarray(neutral)
 
     def is_ready(self, sequence):
-        """As `Batch.is_ready`. If False, a background thread compiles one step.
+        """As `Batch.is_ready`. If False, background threads compile at most two steps.
 
-        The step covers these options and all earlier ones, which keeps the number of steps small.
-        If all slots are free, this method waits for the thread, at most 50 ms.
+        A step covers these options and all earlier ones, which keeps the number of steps small.
+        If all slots are free, this method waits for each thread, at most 50 ms.
         """
         needed_stops = max(self._num_stops, num_stops(sequence))
         if self._waiting[0] is not sequence:
             params = [s.params for s in (*self.active, sequence)]
-            if self._covering(features_of(params, self._vocabulary_size), needed_stops):
+            # Sequences with a grammar may end before those without one.
+            plain = [p for p in params if p.grammar is None]
+            missing = [
+                each
+                for each in (params, plain)
+                if each
+                and not self._covering(features_of(each, self._vocabulary_size), needed_stops)
+            ]
+            if not missing:
                 return True
             self._kinds.append(sequence.params)
-            features = features_of([*self._kinds, *params], self._vocabulary_size)
-            self._waiting = sequence, features
-        _, features = self._waiting
-        key = features, needed_stops
-        if key not in self._compiling:
-            self._compiling[key] = self._compile(features, sequence, needed_stops)
-        self._compiling[key].join(0 if self.active else 0.05)
-        if self._compiling[key].is_alive():
-            return False
-        self._known[needed_stops].append(features)
+            self._waiting = sequence, {*map(self._features_of_kinds, missing)}
+        keys = [(features, needed_stops) for features in self._waiting[1]]
+        for key in keys:
+            if key not in self._compiling:
+                self._compiling[key] = self._compile(key[0], sequence, needed_stops)
+        for key in keys:
+            self._compiling[key].join(0 if self.active else 0.05)
+            if self._compiling[key].is_alive():
+                return False
+        self._known[needed_stops] += self._waiting[1]
         return True
+
+    def _features_of_kinds(self, params):
+        """Returns the `Features` of a step for `params`, and for all earlier ones if possible."""
+        has_grammar = any(p.grammar is not None for p in params)
+        kinds = [p for p in self._kinds if has_grammar or p.grammar is None]
+        return features_of([*kinds, *params], self._vocabulary_size)
 
     def _compile(self, features, sequence, num_stops):
         """Starts and returns a thread that compiles what a sequence needs; later calls reuse it.

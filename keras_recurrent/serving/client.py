@@ -8,6 +8,7 @@ from typing import NamedTuple
 from keras_recurrent.chat.templates import check_renders_messages, is_messages
 from keras_recurrent.chat.tools import marker_tokens
 from keras_recurrent.checks.arguments import check_number, check_positive_integer, check_unicode
+from keras_recurrent.generation.grammar import make_matcher
 from keras_recurrent.generation.prompt_tokens import parse_prompt, parse_stop_token_ids
 from keras_recurrent.generation.sampling_params import (
     SamplingParams,
@@ -135,6 +136,7 @@ class EngineClient:
                 f"`logprobs` must be at most {MAX_LOGPROBS} in an engine; got "
                 f"{max(params.logprobs or 0, prompt_logprobs or 0)}. Pass fewer, or use `generate`."
             )
+        make_matcher(preprocessor, size, params, stops)  # only to check the grammar
         texts: list[StreamedText | None] = [None] * params.n
         if preprocessor is not None:
             hidden = [id for id in hidden_stop_tokens(preprocessor) if id in stops]

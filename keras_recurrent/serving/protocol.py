@@ -15,7 +15,7 @@ MAX_PROMPTS, MAX_MESSAGES, MAX_PARTS, MAX_BIASES = 2048, 4096, 1024, 1024
 MAX_ERROR = 1000  # characters of an error, which may quote the request
 SEEDS = 2**64  # OpenAI's seeds are signed
 # Fields of `SamplingParams` that requests have in another form, or not at all.
-CONVERTED = {"logit_bias", "logprobs", "min_new_tokens", "seed"}
+CONVERTED = {"grammar", "logit_bias", "logprobs", "min_new_tokens", "seed"}
 
 
 class ApiError(Exception):

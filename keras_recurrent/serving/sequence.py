@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_recurrent.generation.grammar import GrammarError
 from keras_recurrent.generation.sampling_params import TokenLogprobs, answer_seeds
 from keras_recurrent.generation.scheduler import Scheduler
 from keras_recurrent.generation.sequence import Sequence
@@ -44,6 +45,8 @@ class RequestScheduler(Scheduler):
             RequestSequence(each, self._add_result, prompt, params, seed, *others, **options)
             for each, seed in enumerate(answer_seeds(params, seed), number)
         ]
+        for sequence in sequences:
+            sequence.matcher = self.batch.make_matcher(params, sequence.stop_token_ids)
         self._numbered |= dict(enumerate(sequences, number))
         sequences[0].copies = sequences[1:]
         self.add(sequences[0])
@@ -124,6 +127,14 @@ class RequestSequence(Sequence):
         self.copies: list[RequestSequence] = []
         self._number, self._add_result, self._deadline = number, add_result, deadline
         self._outside_end: tuple[str, int | None] | None = None
+
+    def add(self, token, logprobs=None):
+        """As `Sequence.add`; an error of the grammar ends this request."""
+        try:
+            super().add(token, logprobs)
+        except GrammarError as error:
+            self.error = error
+            self.end("error")
 
     def end_from_outside(self, num_tokens):
         """Lets `end_reason` return `"stop"`, or `"cancelled"` if `num_tokens` is None."""

@@ -1,0 +1,209 @@
+"""Grammars of generated text, which exclude tokens, with the package llguidance."""
+
+import functools
+import json
+import threading
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from keras_recurrent.checks.arguments import check_unicode
+from keras_recurrent.generation.text import token_bytes
+
+BITS = 32  # tokens in a number of a mask
+MAX_CHARACTERS = 2**16  # of a grammar
+# llguidance compiles a chain of rules or references by nested calls. About 1,000 of them overflow
+# the stack of other threads.
+STACK_BYTES = 2**29
+MAX_REASON = 500  # characters of an error, which may quote the grammar
+MAX_COMPILED = 16  # grammars that are kept for further sequences
+# Limits of llguidance, which allow about 10 ms for a mask and 50 MB for a grammar.
+LIMITS = {
+    "max_items_in_row": 500,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
+# The model chooses the tokens of a text that the grammar determines.
+OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+JSON_OPTIONS = {"whitespace_flexible": False}
+
+# {tokenizer: {(size of the vocabulary, stop tokens): `Grammars`}}
+_grammars: weakref.WeakKeyDictionary[Any, dict] = weakref.WeakKeyDictionary()
+_stack_size = threading.Lock()
+
+
+class GrammarError(ValueError):
+    """Error of a grammar that is invalid, or exceeds a limit while a text is generated."""
+
+
+def make_matcher(preprocessor, vocabulary_size, params, stop_token_ids):
+    """Returns the `Matcher` of a new sequence, or None without a grammar.
+
+    Args:
+        preprocessor: the preprocessor of the model, or None.
+        vocabulary_size: integer, that of the model.
+        params: the `SamplingParams`.
+        stop_token_ids: a tuple of integers, the tokens that end the sequence.
+
+    Raises:
+        GrammarError: the grammar is invalid, too large or has no text, there is no stop token, or
+            the bytes of the tokens are unknown.
+        ImportError: llguidance is not installed.
+    """
+    if params.grammar is None:
+        return None
+    if preprocessor is None:
+        raise GrammarError("`grammar` requires a preprocessor, which has the texts of tokens.")
+    if not stop_token_ids:
+        raise GrammarError("`grammar` requires `stop_token_ids`, which end the text; got none.")
+    text, key = _as_lark(params.grammar), (vocabulary_size, frozenset(stop_token_ids))
+    grammars = _grammars.setdefault(preprocessor.tokenizer, {})
+    if key not in grammars:
+        grammars[key] = Grammars(token_bytes(preprocessor), *key)
+    return grammars[key].matcher(text)
+
+
+def make_masks(matchers, num_rows, vocabulary_size):
+    """Returns masks of the tokens that may be next, int32 `[num_rows, N]`.
+
+    A bit is 1 if its token may be next; the first token is the lowest bit of the first number.
+
+    matchers: a list of `(Matcher, row)`. Rows without a matcher allow all tokens.
+    """
+    masks = neutral_masks(num_rows, vocabulary_size)
+    pairs = [(matcher.matcher, row) for matcher, row in matchers]
+    _executor().unsafe_compute_mask_ptr(pairs, masks.ctypes.data, masks[0].nbytes, num_rows)
+    return masks
+
+
+def neutral_masks(num_rows, vocabulary_size):
+    """Returns masks that allow all tokens, as `make_masks`."""
+    return np.full((num_rows, -(-vocabulary_size // BITS)), -1, "int32")
+
+
+@functools.cache
+def _executor():
+    """Threads that compute masks."""
+    return _import_llguidance().LLExecutor()
+
+
+def _import_llguidance():
+    try:
+        import llguidance
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "`grammar` requires the package 'llguidance': the extra `structured` of "
+            "keras-recurrent, or pip install llguidance"
+        ) from error
+    return llguidance
+
+
+def _as_lark(grammar):
+    """Returns the text of a grammar of `SamplingParams`, as llguidance takes it."""
+    text = grammar
+    if not isinstance(grammar, str):
+        try:
+            options = {**JSON_OPTIONS, **grammar.get("x-guidance", {})}
+            schema = json.dumps({**grammar, "x-guidance": options}, allow_nan=False)
+        except (RecursionError, TypeError, ValueError) as error:
+            raise GrammarError(f"`grammar` must be JSON: {error}.") from error
+        text = f"start: %json {schema}"
+    if len(text) > MAX_CHARACTERS:
+        raise GrammarError(
+            f"`grammar` must have at most {MAX_CHARACTERS} characters; got {len(text)}."
+        )
+    check_unicode("grammar", text)
+    return text + OPTIONS
+
+
+class Grammars:
+    """Compiled grammars for the tokens of a preprocessor.
+
+    Args:
+        known: the `TokenBytes` of the preprocessor.
+        vocabulary_size, stop_token_ids: as in `make_matcher`.
+    """
+
+    def __init__(self, known, vocabulary_size, stop_token_ids):
+        tokenizer, llguidance = known.tokenizer, _import_llguidance()
+        if known.errors is None:
+            kind = type(tokenizer).__name__
+            raise GrammarError(
+                f"`grammar` requires tokens whose bytes are known; those of a {kind} are not."
+            )
+        self._compiled: dict[str, Any] = {}  # by text, the least recently used first
+        self._limits = llguidance.LLParserLimits(**LIMITS)
+        special = [id for id in getattr(tokenizer, "special_token_ids", ()) if id < vocabulary_size]
+        count = min(vocabulary_size, tokenizer.vocabulary_size())
+        tokens = [known[id] for id in range(count)] + [b""] * (vocabulary_size - count)
+        for id in special:
+            tokens[id] = tokenizer.id_to_token(id).encode()
+        vocabulary = SimpleNamespace(
+            is_tokenizer_wrapper=True,
+            tokens=tokens,
+            special_token_ids=special,
+            bos_token_id=None,
+            eos_token_id=min(stop_token_ids),
+        )
+        self._tokenizer = llguidance.LLTokenizer(vocabulary, eos_token=sorted(stop_token_ids))
+
+    def matcher(self, text):
+        """Returns a `Matcher` at the beginning of a text."""
+        compiled = self._compiled.pop(text, None)
+        if compiled is None:
+            compiled = self._compile(text)
+        self._compiled[text] = compiled
+        while len(self._compiled) > MAX_COMPILED:
+            self._compiled.pop(next(iter(self._compiled)), None)
+        return Matcher(compiled.deep_copy())
+
+    def _compile(self, text):
+        """Returns the `LLMatcher` of a grammar, whose text may be of another user."""
+        found: list[Any] = []
+
+        def compile_grammar():
+            options = {"log_level": 0, "limits": self._limits}
+            matcher = _import_llguidance().LLMatcher(self._tokenizer, text, **options)
+            matcher.compute_bitmask()  # an error if no text satisfies the grammar
+            found.append(matcher)
+
+        with _stack_size:
+            previous = threading.stack_size(STACK_BYTES)
+            try:
+                thread = threading.Thread(target=compile_grammar)
+                thread.start()
+            finally:
+                threading.stack_size(previous)
+        thread.join()
+        (matcher,) = found
+        if matcher.is_error():
+            raise GrammarError(f"`grammar` is invalid: {_reason(matcher)}")
+        return matcher
+
+
+class Matcher:
+    """Position of a sequence in its grammar.
+
+    matcher: the `LLMatcher`.
+    """
+
+    def __init__(self, matcher):
+        self.matcher = matcher
+
+    def consume(self, token):
+        """Advances by a token, or raises a `GrammarError` if a limit is exceeded."""
+        # After an error, the masks allow only stop tokens.
+        if not self.matcher.consume_token(token) or self.matcher.is_error():
+            raise GrammarError(f"`grammar` cannot be continued: {_reason(self.matcher)}")
+
+
+def _reason(matcher):
+    """Returns the first line of the error of an `LLMatcher`."""
+    reason = matcher.get_error().partition("\n")[0][:MAX_REASON]
+    return "no text of tokens satisfies it" if reason.startswith("NoExtension") else reason
