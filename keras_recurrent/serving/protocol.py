@@ -82,6 +82,35 @@ OPTIONS: dict[str, Any] = {
 OptionsBody: Any = pydantic.create_model("OptionsBody", __base__=Body, **OPTIONS)
 
 
+class JSONSchema(Body):
+    """Schema of an answer. Its name and description are for the client."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = pydantic.Field(default={}, alias="schema")
+    strict: bool | None = None  # all schemas are
+
+
+class ResponseFormat(Body):
+    """Form of the text of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _check_schema(self):
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("'json_schema' must have the schema of this type")
+        return self
+
+    @property
+    def grammar(self):
+        """The option of `SamplingParams`."""
+        if self.type == "json_schema" and self.json_schema is not None:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
+
+
 class SamplingBody(OptionsBody):
     """Fields of both kinds of completions. None: the default of OpenAI's API."""
 
@@ -92,6 +121,8 @@ class SamplingBody(OptionsBody):
     stop: StopString | Annotated[list[StopString], limited(MAX_STRINGS)] | None = None
     seed: int | None = None
     logit_bias: Annotated[dict[str, float], limited(MAX_BIASES)] | None = None
+    # As in vLLM, also in `/v1/completions`.
+    response_format: ResponseFormat | None = None
     # As in vLLM: only requests with the same text share prefix states.
     cache_salt: str | None = pydantic.Field(default=None, min_length=1, max_length=1024)
     # Accepted without effect.
@@ -130,6 +161,8 @@ class SamplingBody(OptionsBody):
         options: dict[str, Any] = {k: value for k, value in values.items() if value is not None}
         if self.logit_bias:
             options["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
+        if self.response_format is not None:
+            options["grammar"] = self.response_format.grammar
         if self.seed is not None:
             options["seed"] = self.seed % SEEDS
         return SamplingParams(**options)
@@ -207,7 +240,6 @@ class ChatBody(SamplingBody):
     """Body of a request to `/v1/chat/completions`."""
 
     neutral = {
-        "response_format": [{"type": "text"}],
         "functions": [[]],
         "function_call": ["none", "auto"],
         "modalities": [["text"]],
@@ -281,6 +313,7 @@ def value_error(error, body):
         message = _length_message(error, body)
         return ApiError(400, message, "context_length_exceeded", param=prompt)
     message = str(error).replace("`max_new_tokens`", f"`{body.limit_name}`")
+    message = message.replace("`grammar`", "`response_format`")
     name = re.match(r"`(\w+)`", message)
     param = name and name[1]
     if param in ("prompt", "messages"):

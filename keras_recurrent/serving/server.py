@@ -16,6 +16,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from keras_recurrent.chat.tools import tool_format
+from keras_recurrent.generation.grammar import GrammarError
 from keras_recurrent.generation.text import text_of
 from keras_recurrent.serving.gate import Gate, shutting_down
 from keras_recurrent.serving.mailbox import Mailbox, RequestGroup
@@ -183,8 +184,14 @@ class EventStream(StreamingResponse):
                 if completion is not None:
                     service.check(completion)
                     yield _event(form.chunk(index, "", [], completion.finish_reason))
-        except (ApiError, EngineClosed) as error:
-            yield _event(error.body if isinstance(error, ApiError) else ENGINE_FAILED.body)
+        except ApiError as error:
+            yield _event(error.body)
+            return
+        except EngineClosed:
+            yield _event(ENGINE_FAILED.body)
+            return
+        except GrammarError as error:
+            yield _event(value_error(error, body).body)
             return
         except Exception:
             log.exception("Response %s failed", form.id)
@@ -228,6 +235,8 @@ async def _respond(service, request, body_type, form_type):
         raise
     except EngineClosed as error:
         raise ENGINE_FAILED from error
+    except GrammarError as error:
+        raise value_error(error, body) from error
     finally:
         watch.cancel()
         service.end(form, group)

@@ -19,6 +19,7 @@ pytest.importorskip("openai")
 import openai
 
 from keras_recurrent.chat.preprocessing import plain_preprocessor
+from keras_recurrent.generation.grammar import GrammarError, Matcher
 from keras_recurrent.models import GriffinCausalLM, SamplingParams
 from keras_recurrent.serving import Engine, protocol
 from keras_recurrent.serving import server as server_module
@@ -140,6 +141,11 @@ def chat(content="Hello", role="user"):
     return {"messages": [{"role": role, "content": content}]}
 
 
+def json_format(schema):
+    """Returns a `response_format`."""
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+
+
 def post(server, path="completions", **fields):
     return post_bytes(server, json.dumps({**MODEL, **fields}).encode(), path)
 
@@ -198,6 +204,40 @@ def test_chat_streams_answer_and_usage(client, text):
     assert sum(len(c.logprobs.content) for c in choices if c.logprobs) == 60
     assert chunks[-1].choices == []
     assert chunks[-1].usage.total_tokens == 66
+
+
+def test_response_format_gives_json(client):
+    """The grammar of a request is lost between the two processes, or in one kind of response."""
+    item = {"enum": ["a", 1, None]}
+    schema = {"type": "array", "items": item, "minItems": 3, "maxItems": 9}
+    options = {**MODEL, "max_tokens": 99, "seed": 0, "temperature": 2}
+    form = {"response_format": json_format(schema)}
+    answer = client.chat.completions.create(**options, **chat(), **form).choices[0]
+    stream = client.chat.completions.create(**options, **chat(), **form, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    completion = client.completions.create(**options, prompt="Hello", extra_body=form).choices[0]
+    assert text == answer.message.content == completion.text
+    assert set(json.loads(text)) <= set(item["enum"])
+    assert answer.finish_reason == "stop"
+    form = {"type": "json_object"}
+    answer = client.chat.completions.create(**options, **chat(), response_format=form).choices[0]
+    assert answer.message.content.startswith("{")
+
+
+def test_grammar_that_exceeds_a_limit_ends_its_request_alone(server, monkeypatch):
+    """The error is one of the server, or it ends the engine."""
+    consume, form = Matcher.consume, {"type": "json_object"}
+
+    def fail(matcher, token):
+        raise GrammarError("`grammar` cannot be continued")
+
+    monkeypatch.setattr(Matcher, "consume", fail)
+    fields = {"prompt": "a", "response_format": form}
+    words = "`response_format` cannot be continued"
+    assert_error(post(server, **fields), 400, "response_format", words)
+    assert words in post(server, **fields, stream=True).text
+    monkeypatch.setattr(Matcher, "consume", consume)
+    assert post(server, **fields).status_code == 200
 
 
 def test_completions_of_several_prompts_have_indices(client, text):
@@ -350,7 +390,9 @@ TWO_TYPES = [*chat()["messages"], *chat([{"type": "image_url"}])["messages"]]
             ": only text parts are supported; got 'image_url'.",
         ),
         ({"functions": [{"name": "f"}]}, "functions", "not supported by this server"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported by this"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "must have the schema"),
+        ({"response_format": {"type": "xml"}}, "response_format", "'text', 'json_object' or"),
+        ({"response_format": json_format({"type": "objekt"})}, "response_format", "type: objekt"),
         ({"audio": {"voice": "a"}}, "audio", "not supported by this server"),
         ({"messages": []}, "messages", "'messages': List should have at least 1"),
         (chat(role="wizard"), "messages[0]", "'assistant' or 'tool'"),
