@@ -41,7 +41,7 @@ def export(model, folder):
     """Writes a folder that `Writer` reads."""
     import keras
 
-    from keras_recurrent.exporting import state_names
+    from keras_recurrent.exporting import DecodingStep, state_names
     from keras_recurrent.tokenizers import ByteTokenizer
 
     backend = keras.config.backend()
@@ -73,31 +73,7 @@ def export(model, folder):
     if backend == "tensorflow":
         model.export(str(folder / "saved_model"), verbose=False)  # it has a signature `step`
     else:
-        export_step(model, state, names, folder / "step.onnx")
-
-
-def export_step(model, state, names, path):
-    """Exports a step of one token and a state to ONNX, for any batch size."""
-    import keras
-
-    class Step(keras.Model):
-        def call(self, inputs):
-            before = keras.tree.pack_sequence_as(state, [inputs[name] for name in names])
-            logits, _, after = model.call_with_cache(inputs["token_ids"], before)
-            return [logits, *keras.tree.flatten(after)]
-
-    step = Step()
-    step.language_model = model  # tracks the model's weights
-    parts = dict(zip(names, keras.tree.flatten(state), strict=True))
-    signature = {
-        name: keras.InputSpec(
-            keras.backend.standardize_dtype(part.dtype), (None, *part.shape[1:]), name=name
-        )
-        for name, part in parts.items()
-    }
-    signature["token_ids"] = keras.InputSpec("int32", (None, 1), name="token_ids")
-    step({"token_ids": np.ones((1, 1), "int32"), **parts})  # builds the model before the export
-    step.export(str(path), format="onnx", input_signature=[signature], verbose=False)
+        DecodingStep(model).export(str(folder / "step.onnx"), "onnx", verbose=False)
 
 
 # --- 2. Inference without Keras ---

@@ -118,7 +118,9 @@ class _Positions:
 
 def _ages(position, capacity):
     """Returns the number of tokens after the one in each slot, [B, C]."""
-    return ops.mod(position[:, None] - 1 - ops.arange(0, capacity, dtype="int32"), max(capacity, 1))
+    # Without negative dividends, which tf2onnx rounds toward 0.
+    number = position[:, None] + capacity - 1 - ops.arange(0, capacity, dtype="int32")
+    return ops.mod(number, max(capacity, 1))
 
 
 def _zero_unless(condition, x):

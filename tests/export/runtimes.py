@@ -35,4 +35,4 @@ def litert(path, inputs):
     from ai_edge_litert.interpreter import Interpreter
 
     outputs = Interpreter(model_path=path).get_signature_runner()(**inputs)
-    return [outputs[name] for name in sorted(outputs)]
+    return [outputs[name] for name in sorted(outputs, key=lambda name: (len(name), name))]

@@ -10,6 +10,7 @@ import pytest
 import keras_recurrent
 from tests.export import runtimes
 from tests.export.models import MODELS, compute, draw, pack_inputs
+from tests.models.tiny import tiny_causal_lm
 
 BACKEND = keras.backend.backend()
 pytestmark = [
@@ -138,6 +139,30 @@ def test_openvino_file_matches_the_model(name, tmp_path):
 def test_litert_file_runs_with_built_in_operators_and_matches_the_model(name, tmp_path):
     model, path = export(name, tmp_path, "litert", ".tflite")
     assert_runs(model, lambda inputs: runtimes.litert(path, inputs), shapes=((1, 1),))
+
+
+STEP_FORMATS = {
+    "torch": [("mamba_hybrid", "onnx", ".onnx"), ("lfm2", "openvino", ".xml")],
+    "tensorflow": [("lfm2", "onnx", ".onnx"), ("mamba_hybrid", "litert", ".tflite")],
+    "jax": [],
+}
+
+
+@pytest.mark.parametrize(("family", "form", "ending"), STEP_FORMATS[BACKEND])
+def test_decoding_step_file_matches_the_forward_pass(family, form, ending, tmp_path):
+    """A runtime loses the state, or attention reads other slots of its cache."""
+    model = tiny_causal_lm(family=family)
+    token_ids = np.random.default_rng(0).integers(3, 50, (1, 9)).astype("int32")
+    (logits,) = compute(model, {"token_ids": token_ids, "padding_mask": np.ones_like(token_ids)})
+    batch_size = 1 if form == "litert" else None
+    step = keras_recurrent.exporting.DecodingStep(model, 12, batch_size)
+    path, state = str(tmp_path / f"step{ending}"), step.initial_state
+    step.export(path, form, verbose=False)
+    for i, token in enumerate(np.split(token_ids, 9, axis=1)):
+        inputs = dict(sorted({"token_ids": token, **state}.items()))
+        actual, *arrays = getattr(runtimes, form)(path, inputs)
+        np.testing.assert_allclose(actual, logits[:, i : i + 1], rtol=1e-5, atol=1e-5)
+        state = dict(zip(state, arrays, strict=True))
 
 
 def export_saved_model(name, folder):
