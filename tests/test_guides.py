@@ -4,10 +4,12 @@ import functools
 import re
 import sys
 
+import keras
 import numpy as np
 import pytest
 
 from tests import scripts
+from tests.models.tiny import tiny_text_model
 
 pytestmark = pytest.mark.once
 
@@ -142,6 +144,38 @@ def test_conversation_guide_restores_states_of_constant_size(tmp_path, monkeypat
     states = [[t.nbytes for name, t in c.items() if name != "token_ids"] for c in caches]
     assert len(states) > 1
     assert all(sizes == states[0] for sizes in states)
+
+
+@pytest.mark.nightly
+def test_laptop_guide_learns_chats_and_serves(run):
+    """A loss that does not fall, another answer in a conversation, or over HTTP."""
+    arguments = ("--model", "lfm2_tiny", "--learning-rate", 3e-3, "--epochs", 20)
+    printed = run("laptop", *arguments)
+    assert "6 of 6 answers are those of the samples." in printed
+    question, answer = next(iter(load("laptop").FACTS.items()))
+    assert f"Over HTTP: {question} {answer}\n" in printed
+
+
+def test_laptop_guide_decodes_tokens_of_generate():
+    """The loop around an exported step feeds a token twice, or stops too late."""
+    guide = load("laptop")
+    model = tiny_text_model("lfm2", preprocessor={"sequence_length": 24})
+    model.compile(sampler="greedy")
+    step = guide.DecodingStep(model, 24)
+    prompt = model.preprocessor.generate_preprocess("ab")
+    prompt = np.asarray(prompt["token_ids"])[np.asarray(prompt["padding_mask"], "bool")]
+    inputs = {"token_ids": prompt[None], "padding_mask": np.ones_like(prompt)[None]}
+    model.preprocessor = None
+    expected = model.generate(inputs, max_length=24, stop_token_ids=None)["token_ids"][0]
+
+    def run(inputs):
+        return [keras.ops.convert_to_numpy(array) for array in step(inputs)]
+
+    tokens = guide.decode(run, step.initial_state, prompt, (), 24 - len(prompt))
+    np.testing.assert_array_equal([*prompt, *tokens], expected)
+    stops = tokens[3:4]
+    tokens = guide.decode(run, step.initial_state, prompt, stops, 24 - len(prompt))
+    assert not set(stops) & set(tokens)
 
 
 @pytest.mark.nightly
