@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 MAX_TOOLS = 128  # as in OpenAI's API
+# Of JSON that llguidance generates, as models write it.
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 FUNCTION = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
 FUNCTION_XML = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
 PARAMETER_XML = re.compile(
@@ -95,6 +97,22 @@ def marker_tokens(preprocessor):
     special = _special_tokens(preprocessor)
     marks = [mark for mark in tool_format(preprocessor)[:2] if mark in special]
     return {int(preprocessor.tokenizer.token_to_id(mark)): mark for mark in marks}
+
+
+def calls_grammar(preprocessor, tools, max_calls=None):
+    """Returns the grammar of answers that only call tools, for `SamplingParams(grammar=...)`."""
+    special = _special_tokens(preprocessor)
+    begin, end = (m if m in special else json.dumps(m) for m in tool_format(preprocessor)[:2])
+    rules = [f"start: call{'' if max_calls == 1 else '+'}"]
+    rules.append(rf"call: {begin} /\n?/ (" + " | ".join(f"call_{n}" for n in range(len(tools))))
+    rules[-1] += rf") /\n?/ {end}"
+    for number, function in enumerate(tool["function"] for tool in tools):
+        name = json.dumps(function["name"], ensure_ascii=False)
+        beginning = json.dumps(f'{{"name": {name}, "arguments": ', ensure_ascii=False)
+        rules.append(f'call_{number}: {beginning} arguments_{number} "}}"')
+        schema = {"x-guidance": SPACING, **(function.get("parameters") or {})}
+        rules.append(f"arguments_{number}: %json {json.dumps({'type': 'object', **schema})}")
+    return "\n".join(rules)
 
 
 def read_calls(messages):

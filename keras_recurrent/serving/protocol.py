@@ -182,6 +182,7 @@ class CompletionBody(SamplingBody):
     )
     echo: bool | None = None
     shown_tools: ClassVar[None] = None
+    forced_tools: ClassVar[None] = None
     top_logprobs: int | None = pydantic.Field(default=None, ge=0, le=20, alias="logprobs")
 
     @property
@@ -236,6 +237,12 @@ class Message(Body):
         return {**(self.model_extra or {}), "role": self.role, "content": text}
 
 
+def _choice(tool):
+    """Returns the name of a tool, or of a choice of one."""
+    function = tool.get("function")
+    return function.get("name") if isinstance(function, dict) else None
+
+
 class ChatBody(SamplingBody):
     """Body of a request to `/v1/chat/completions`."""
 
@@ -263,15 +270,30 @@ class ChatBody(SamplingBody):
             raise ValueError("'top_logprobs' requires 'logprobs' to be true")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise ValueError("'max_tokens' and 'max_completion_tokens' differ; send one of them")
-        if self.tool_choice not in (None, "none", "auto"):
-            message = "'tool_choice' must be 'auto' or 'none'; this server cannot force calls."
-            raise ApiError(400, message, "unsupported_parameter", param="tool_choice")
         return self
 
     @property
     def shown_tools(self):
         """The tools that the model may call, or None."""
         return self.tools if self.tools and self.tool_choice != "none" else None
+
+    @property
+    def forced_tools(self):
+        """The tools of which an answer must call one, or None."""
+        if self.tool_choice in (None, "none", "auto"):
+            return None
+        tools = self.tools or []
+        if self.tool_choice != "required":
+            tools = [tool for tool in tools if _choice(tool) == _choice(self.tool_choice)]
+        if not tools:
+            raise ValueError("`tool_choice` must be the name of one of the `tools`, or 'required'.")
+        return tools
+
+    @property
+    def max_calls(self):
+        """Maximum number of calls, or None."""
+        is_named = isinstance(self.tool_choice, dict)
+        return 1 if is_named or self.parallel_tool_calls is False else None
 
     @property
     def prompts(self):

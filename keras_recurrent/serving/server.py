@@ -1,6 +1,7 @@
 """HTTP server with OpenAI's API: the FastAPI application and its graceful shutdown."""
 
 import asyncio
+import dataclasses
 import functools
 import logging
 import pathlib
@@ -15,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from keras_recurrent.chat.tools import tool_format
+from keras_recurrent.chat.tools import calls_grammar, tool_format
 from keras_recurrent.generation.grammar import GrammarError
 from keras_recurrent.generation.text import text_of
 from keras_recurrent.serving.gate import Gate, shutting_down
@@ -93,6 +94,9 @@ class Service:
             options["prompt_logprobs"] = body.prompt_logprobs
             if body.shown_tools:
                 options["tools"] = body.shown_tools
+            if body.forced_tools:
+                grammar = calls_grammar(preprocessor, body.forced_tools, body.max_calls)
+                options["sampling"] = dataclasses.replace(body.sampling, grammar=grammar)
             for prompt in body.prompts:
                 found = self.engine.submit(prompt, timeout=self.timeout, **options)
                 requests += found if isinstance(found, list) else [found]
@@ -102,8 +106,7 @@ class Service:
                 ]
                 form.echoed = dict(enumerate(text for text in texts for _ in range(body.n or 1)))
             if body.shown_tools:
-                max_calls = 1 if body.parallel_tool_calls is False else None
-                form.parse_tools(tool_format(preprocessor), body.shown_tools, max_calls)
+                form.parse_tools(tool_format(preprocessor), body.shown_tools, body.max_calls)
             return requests
         except BaseException as error:
             for request in requests:

@@ -45,12 +45,14 @@ class Script:
 
     Attributes:
         prompts: a list of the token ids of the prompts.
+        grammars: a list of the grammars of the requests.
     """
 
     is_closed, error = False, None
 
     def __init__(self, token_ids):
         self._token_ids, self._results, self.prompts = token_ids, queue.SimpleQueue(), []
+        self.grammars = []
         self.receive = self._results.get
 
     def send(self, name, number=None, tokens=None, params=None, *arguments, **options):
@@ -59,6 +61,7 @@ class Script:
             self._results.put(None)
         if name == "submit":
             self.prompts.append(tokens.tolist())
+            self.grammars.append(params.grammar)
             ids = self._token_ids
             for index in range(params.n):
                 for token in ids[:-1]:
@@ -110,6 +113,14 @@ def test_chat_completions_return_and_stream_parallel_calls():
         assert first < len(chunks) - 1  # before the end of the answer
         (call,) = create(**options, parallel_tool_calls=False).choices[0].message.tool_calls
         assert call.function.name == "weather"
+        create(**options, tool_choice="required")
+        create(**options, tool_choice={"type": "function", "function": {"name": "time"}})
+        both, named = script.grammars[-2:]
+        assert both.startswith("start: call+\n")
+        assert "weather" in both
+        assert named.startswith("start: call\n")
+        assert "weather" not in named
+        assert script.grammars[0] is None
         answer = create(**options, tool_choice="none").choices[0]
         assert (answer.message.content, answer.finish_reason) == (CALLS, "stop")
         assert "<tools>" not in bytes(id - 3 for id in script.prompts[-1] if id >= 3).decode()
@@ -137,6 +148,7 @@ def test_marks_that_are_special_tokens_are_parsed(stream):
     [
         ({"tools": [{"type": "function"}]}, "tools", "tool 0 must be a dictionary"),
         ({"tools": TOOLS * 65}, "tools", "at most 128 items"),
+        ({"tool_choice": "required", "tools": None}, "tool_choice", "must be the name of one"),
         ({"tool_choice": "any"}, "tool_choice", "'none', 'auto' or 'required'"),
         ({"messages": [{"role": "user", "content": None}]}, "messages", "must be a string"),
         ({"messages": [{"role": "user"}]}, "messages", "'content' of message 0 must be a string"),
