@@ -272,8 +272,8 @@ def uses_triton_kernels(tensor):
 def compile_ahead():
     """Context manager in which threads compile the Triton kernels of a first call.
 
-    On JAX, they are compiled while a program is traced. On torch, it yields True if kernels do not
-    run, but return zeros.
+    On JAX, kernels are compiled while a program is traced. On torch, the context manager yields
+    True if kernels do not run inside it, but return zeros.
     """
     if isinstance(IMPLEMENTATIONS["soft_cap"].get("triton", ""), str):
         return contextlib.nullcontext()

@@ -5,15 +5,15 @@
       --preset griffin_tiny_text --input prompts.jsonl --output answers
 
 Each line of an input has a `"prompt"`: a string, or a list of messages if the preset has a chat
-template. Lines are processed in parts of `--lines`. An actor, one engine in a process of its own,
-writes the answers of a part to a file `answers/prompts-000000000.jsonl`, in the order of its lines,
-which also keep their other keys. In place of `"text"`, a line with an invalid prompt gets an
-`"error"`.
+template. The lines are divided into parts of `--lines` lines. An actor is a process with one
+engine. It writes the answers of a part to a file, such as `answers/prompts-000000000.jsonl`, in the
+order of the lines. Each line keeps its keys and gets a `"text"`, or an `"error"` if its prompt is
+invalid.
 
-A part is complete if its file exists. Run again, the program generates the missing parts, with the
-random numbers that they would have had: together, the files equal those of an uninterrupted run, if
-a prompt's tokens do not depend on rounding. Ray restarts an actor that dies, with its part. On
-several machines, inputs and outputs must be on a shared disk.
+A part is complete if its file exists. When it is started again, the program generates the missing
+parts, with the same random numbers as an uninterrupted run. All files then equal those of an
+uninterrupted run, unless rounding changes the tokens. Ray restarts an actor that dies, with its
+part. On several machines, inputs and outputs must be on a shared disk.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def missing_parts(paths, folder, lines):
     Args:
         paths: the input files, whose names must differ.
         folder: the folder of outputs.
-        lines: integer, lines of a part.
+        lines: integer, number of lines in a part.
     """
     for path in paths:
         with path.open("rb") as file:
@@ -45,12 +45,13 @@ def missing_parts(paths, folder, lines):
 
 
 class Generator:
-    """Generates the answers of parts: one engine.
+    """Generates the answers of parts, with one engine.
 
     Args:
-        preset, dtype: of the model.
-        options: options of `Engine`.
-        sampling: options of `SamplingParams`, with a `seed`, to which each prompt adds its number.
+        preset, dtype: strings, the preset and the dtype of the model.
+        options: dictionary, options of `Engine`.
+        sampling: dictionary, options of `SamplingParams` with a `seed`, to which the number of
+            each prompt is added.
         max_new_tokens: integer, maximum number of tokens of an answer.
     """
 
@@ -64,7 +65,7 @@ class Generator:
         self.sampling, self.max_new_tokens = sampling, max_new_tokens
 
     def __call__(self, part):
-        """Writes the answers of a part, and returns how many there are, with and without error."""
+        """Writes the answers of a part; returns the numbers of answers and of errors."""
         with open(part["input"], "rb") as file:
             file.seek(part["offset"])
             text = file.read(part["size"]).decode()
@@ -98,10 +99,10 @@ class Generator:
 
 
 def check_settings(folder, settings):
-    """Writes the settings to the folder of outputs, or ends if it has parts of other settings."""
+    """Writes the settings to the folder of outputs, or exits if its parts have other settings."""
     path = folder / "settings.json"
     if path.exists() and (saved := json.loads(path.read_text())) != settings:
-        raise SystemExit(f"{folder} has answers of other settings: {saved}; now {settings}")
+        raise SystemExit(f"{folder} was written with other settings: {saved}; now {settings}")
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(settings))
 
@@ -112,16 +113,16 @@ def parse_arguments():
     parser.add_argument("--output", type=pathlib.Path, required=True, help="folder")
     parser.add_argument("--preset", default="griffin_tiny_text")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--max-tokens", type=int, default=64, help="of an answer")
+    parser.add_argument("--max-tokens", type=int, default=64, help="maximum, of an answer")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lines", type=int, default=512, help="of a part")
-    parser.add_argument("--slots", type=int, default=64, help="per actor")
+    parser.add_argument("--lines", type=int, default=512, help="number in a part")
+    parser.add_argument("--slots", type=int, default=64, help="number per actor")
     parser.add_argument("--actors", type=int, default=1, help="one for each GPU")
-    parser.add_argument("--gpus", type=float, default=0, help="per actor")
+    parser.add_argument("--gpus", type=float, default=0, help="number per actor")
     arguments = parser.parse_args()
     if len({path.stem for path in arguments.input}) < len(arguments.input):
-        parser.error("--input must have different file names, which name the outputs")
+        parser.error("--input must have different file names, because outputs get these names")
     return arguments
 
 

@@ -5,14 +5,14 @@
 A series of many thousand samples is too long for one training step. Here it is cut into streams,
 which form the batch, and each step trains on the next window of all streams. The layers continue
 from the states of the previous window; gradients stop at its border (truncated backpropagation
-through time). A window can be much shorter than what the model remembers. For comparison, a
-second model starts every window without a state.
+through time). A window can be much shorter than the time that the model remembers. For comparison,
+a second model starts every window without a state.
 
-The measurements are the membrane potential of a neuron, 6 seconds at 2 kHz, a file of matplotlib.
-The neuron fires about every 70 ms; the model forecasts its potential 20 ms ahead, which depends on
-the time since the last spike. On torch, the held-out error is 7.4 mV if states continue, 8.5 mV in
-windows without a state, and 13.9 mV if the forecast is "no change" (one seed, November 2026). The
-script takes a minute on two CPU cores.
+The series is the membrane potential of a neuron, 6 seconds at 2 kHz, from a sample file of
+matplotlib. The neuron fires about every 70 ms; the model forecasts its potential 20 ms ahead, which
+depends on the time since the last spike. On torch, the held-out error is 7.4 mV if states continue,
+8.5 mV if windows start without a state, and 13.9 mV if the forecast is "no change" (one seed,
+November 2026). The script takes a minute on two CPU cores.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from keras import ops
 from keras_recurrent.layers import RecurrentBlock, RMSNorm
 
 AHEAD = 40  # samples of 0.5 ms
-TRAINING, HELD_OUT = slice(0, 9000), slice(9000, 11_000)  # later, the stimulus ends
+TRAINING, HELD_OUT = slice(0, 9000), slice(9000, 11_000)  # the stimulus ends later
 MILLIVOLTS = 20  # one unit of the model
 
 
@@ -69,9 +69,9 @@ def windows_of(series, num_streams, window):
 class Forecaster(keras.Model):
     """Forecasts the change during the next 20 ms at each sample.
 
-    In training, the blocks continue from the states that the previous batch left. Outside of
-    training, a call starts without a state and leaves the states alone, so that validation inside
-    `fit` does not disturb them.
+    In training, the blocks continue from the states after the previous batch. Outside of training,
+    a call starts without a state and does not change the states, so that validation inside `fit`
+    does not disturb them.
     """
 
     def __init__(self, width, num_streams, num_layers=2):

@@ -1,6 +1,6 @@
 """# Test the TPU kernels, and send a report
 
-This notebook tests and times the kernels for TPUs, and writes [one file](../../docs/tpu.md) to
+This notebook tests and times the kernels for TPUs, and writes a [report](../../docs/tpu.md) to
 attach to an issue. Run it in a checkout on a machine with a TPU; on Colab, `%cd` to the checkout
 first. Do not import JAX here: only one process can use a TPU.
 """

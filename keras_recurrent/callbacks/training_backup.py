@@ -22,7 +22,8 @@ from keras_recurrent.devices.jax_processes import (
 __all__ = ["TrainingBackup"]
 
 WEIGHTS, SLOTS, METRICS, GENERATORS = "weights", "optimizer", "metrics", "generators"
-VERSION = 3  # version 2 had the data of one process, version 1 no state of other callbacks
+# Version 2 had the data of one process. Version 1 also had no state of other callbacks.
+VERSION = 3
 CONTENT = "content.json"
 
 
@@ -57,8 +58,8 @@ class TrainingBackup(keras.callbacks.Callback):
     - Supported: strings in memory and datasets of grain of known length in `fit` of this package's
       language models, shuffled or not (after `keras.utils.set_random_seed`), and unshuffled arrays,
       `tf.data` and loaders.
-    - In several processes of JAX, each with its own `PackedText`, whose `documents` differ: all
-      share one file, which saves the positions of all.
+    - Supported: several processes of JAX, each with its own `PackedText` of different `documents`.
+      They share one file, which has the positions of all processes.
     - Not supported: generators and other streams that continue from epoch to epoch, and arrays that
       Keras shuffles.
 
@@ -190,8 +191,9 @@ class TrainingBackup(keras.callbacks.Callback):
     def on_train_end(self, logs=None):
         self.model._initial_epoch = None
         if self.delete_checkpoint:
-            with contextlib.suppress(FileNotFoundError):  # nothing was trained, or another
-                os.remove(self.path)  # process deleted it
+            # The file is missing if nothing was trained, or if another process deleted it.
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(self.path)
         elif self._epoch is not None:  # at least one epoch was trained
             self._write(self._epoch + 1, 0, self._trained + self._last)
 
@@ -233,7 +235,7 @@ class TrainingBackup(keras.callbacks.Callback):
         model._initial_epoch = content["epoch"]
 
     def _describe_data(self):
-        """Returns a list of descriptions, one of the data of each process, or None."""
+        """Returns a list of descriptions of the data, one for each process, or None."""
         return None if self.data is None else gather_json(self.data.description)
 
     def _skip_batches(self, backup, batches):

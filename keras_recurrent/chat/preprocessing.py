@@ -17,7 +17,8 @@ class ChatPreprocessing:
 
     tokenizer: Any
     add_start_token: bool
-    # Name of the format of tool calls, as in `chat.tools.FORMATS`. None: the template shows it.
+    # Name of the format of tool calls, in `chat.tools.FORMATS`. If None, the chat template or the
+    # special tokens determine the format.
     tool_format: str | None = None
 
     def _set_template(self, chat_template, extra_stop_token_ids):
@@ -46,9 +47,9 @@ class ChatPreprocessing:
             holds for the returned object and its slices, not for other strings made from it.
 
         Raises:
-            ValueError: the preprocessor has no chat template, or one without tools; `messages` or
-                `tools` have another form; the template rejects them, is invalid, or exceeds 2
-                seconds, 1 MB of text or (on Linux) 512 MB of memory.
+            ValueError: the preprocessor has no chat template, or one that does not render `tools`;
+                `messages` or `tools` have another form; the template rejects them, is invalid, or
+                exceeds 2 seconds, 1 MB of text or (on Linux) 512 MB of memory.
             ImportError: jinja2 is not installed.
 
         Example:

@@ -30,8 +30,8 @@ def render(source, variables, ends, calls=()):
         variables: a dictionary of variables of the template, which JSON can represent.
         ends: a list of `(number of messages, add_generation_prompt)`, one for each text. None:
             all messages.
-        calls: a list of `(index of a message, begin, text, end)`, text to append to the content of
-            a message. `begin` and `end` count as text of the template.
+        calls: a list of `(index of a message, begin, text, end)`. The three strings are appended to
+            the content of the message. `begin` and `end` count as text of the template.
 
     Returns:
         A list of texts, each at most 1 MB in UTF-8, and a copy of the last one that has other

@@ -1,6 +1,6 @@
 """Tools of a conversation: functions that a model may call, and the calls in its answers.
 
-Models mark calls in different ways. To support another one, add its `ToolFormat` to `FORMATS`.
+Models generate calls in different formats. To support a new one, add its `ToolFormat` to `FORMATS`.
 """
 
 import ast
@@ -19,7 +19,7 @@ PARAMETER_XML = re.compile(
     r"<parameter=([^>\s]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL
 )
 CONSTANTS = {"true": True, "false": False, "null": None}
-# Errors of `parse_calls` for text that is not a list of calls.
+# Errors that `parse_calls` raises for text that is not a list of calls.
 MALFORMED: tuple[type[Exception], ...] = LookupError, ValueError, TypeError, AttributeError
 MALFORMED += SyntaxError, RecursionError, MemoryError  # of Python's parser
 
@@ -28,9 +28,9 @@ class ToolFormat(NamedTuple):
     """Marks of tool calls in the answers of a model.
 
     Attributes:
-        begin, end: strings, the text before and after calls.
-        write: a function of a list of `tool_calls`, which returns the text between the marks. None:
-            templates render `tool_calls`.
+        begin, end: strings, the marks before and after calls.
+        write: a function of a list of `tool_calls`, which returns the text between the marks. If
+            None, the chat template must render `tool_calls`.
     """
 
     begin: str
@@ -39,7 +39,7 @@ class ToolFormat(NamedTuple):
 
 
 def write_python(tool_calls):
-    """Returns calls as a list in Python."""
+    """Returns the text of calls, as a list of calls in Python."""
     calls = []
     for function in (call["function"] for call in tool_calls):
         arguments = ", ".join(f"{key}={value!r}" for key, value in function["arguments"].items())
@@ -47,7 +47,8 @@ def write_python(tool_calls):
     return f"[{', '.join(calls)}]"
 
 
-# {name: format}. The first one whose `begin` is in the template or is a special token is used.
+# {name: format}. The first format whose `begin` is in the template is used, or else the first whose
+# `begin` is a special token.
 FORMATS = {
     "hermes": ToolFormat("<tool_call>", "</tool_call>"),
     "nemotron": ToolFormat("<TOOLCALL>", "</TOOLCALL>"),
@@ -116,7 +117,10 @@ def calls_grammar(preprocessor, tools, max_calls=None):
 
 
 def read_calls(messages):
-    """Returns messages with content, and with arguments of `tool_calls` as dictionaries."""
+    """Returns messages in which arguments of calls are dictionaries.
+
+    Messages with calls but without content get an empty content.
+    """
     found = []
     for number, message in enumerate(messages):
         if message.get("tool_calls"):
@@ -139,9 +143,18 @@ def _read_call(function, **others):
 
 
 def written_calls(messages, template, preprocessor):
-    """Returns the calls of `read_calls` as text, if the template does not render them.
+    """Returns the text of calls that the template does not render.
 
-    They are a list of `(index of a message, begin, text, end)`.
+    Args:
+        messages: messages from `read_calls`.
+        template: string, the chat template.
+        preprocessor: the preprocessor, which determines the format.
+
+    Returns:
+        A list of `(index of a message, begin, text, end)`, empty if the template renders calls.
+
+    Raises:
+        ValueError: the template does not render calls, and the format has no `write`.
     """
     indices = [index for index, message in enumerate(messages) if message.get("tool_calls")]
     if not indices or "tool_calls" in template:
@@ -153,12 +166,18 @@ def written_calls(messages, template, preprocessor):
 
 
 def parse_calls(text, parameters):
-    """Parses calls as JSON, as Python, or as `<function=name>` with parameters.
+    """Parses calls in JSON, in Python, or in the form `<function=name>` with parameters.
 
-    Returns a list of pairs of a name and a dictionary of arguments, or raises one of `MALFORMED`.
+    Args:
+        text: string, the text between the marks.
+        parameters: `{name: JSON schema}` of the tools. The value of `<parameter=key>` is a string
+            if its schema allows strings, or if it is not valid JSON.
 
-    parameters: `{name: JSON schema}` of the tools. A value in `<parameter=key>` is a string if its
-    schema is one, or if the value is not JSON.
+    Returns:
+        A list of pairs of a name and a dictionary of arguments.
+
+    Raises:
+        One of `MALFORMED`: the text is not a list of calls.
     """
     text = text.strip()
     if text.startswith("<function="):
@@ -200,7 +219,7 @@ def _parse_python(call):
 
 
 class Constants(ast.NodeTransformer):
-    """Replaces the names of JSON's constants by their values."""
+    """Replaces the names of JSON's constants with their values."""
 
     def visit_Name(self, node):
         return ast.Constant(CONSTANTS[node.id]) if node.id in CONSTANTS else node

@@ -245,8 +245,8 @@ def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
 def render(environment, compile_template, source, variables, ends, calls):
     """Returns `{"texts": …, "template_text": …}`, or `{"error": …}` with a message for the user.
 
-    The text of the template is known for the last text. Strings in `variables`, and the roles of
-    messages, count as such, and so do the marks of `calls`.
+    `template_text` belongs to the last text. Strings in `variables`, the roles of messages and the
+    marks of `calls` count as text of the template.
     """
     used, texts = set(json.dumps(variables, ensure_ascii=False)), []
     try:

@@ -29,7 +29,7 @@ class ConfigReader:
         source: string, the file, for error messages.
 
     Attributes:
-        defaults: `{key: default}` of the integers, flags and lists that were missing or null.
+        defaults: `{key: default}` of integers, flags and lists of names that were missing or null.
 
     Raises:
         ValueError: in all methods, for a missing key or an unsupported value.
@@ -171,7 +171,7 @@ class ConfigReader:
         return value
 
     def unsupported_error(self, key, value, wanted):
-        """Returns the error for an unsupported value of a key, which may be its default."""
+        """Returns the error for an unsupported value of a key; the value may be the default."""
         state = "is missing" if value is None else f"is {short_repr(value)}"
         message = f"{key!r} {state} in {self.source}; this version supports {wanted}."
         return ValueError(message + self.defaults_note(message))
@@ -179,7 +179,8 @@ class ConfigReader:
     def defaults_note(self, message=None):
         """Returns a sentence on the defaults of missing keys, or an empty string.
 
-        With a `message`, the sentence has only the keys that the message names.
+        message: string, an error message. The sentence only lists keys that the message names. If
+        None, it lists all.
         """
         defaults = [
             f"{key!r} is {short_repr(value)}"

@@ -83,7 +83,7 @@ class Layout:
         return self.read_arguments(ConfigReader(config, where))
 
     def read_arguments(self, reader):
-        """Returns the backbone's arguments from a `ConfigReader`, all of whose keys are checked."""
+        """Returns the backbone's arguments from a `ConfigReader`, and checks all of its keys."""
         reader.fixed("model_type", self.model_type)
         reader.ignore(*COMMON_UNUSED_KEYS, *self.unused)
         arguments = self.read_config(reader)

@@ -189,7 +189,7 @@ class CheckpointLoader(RecurrentPresetLoader):
         if arguments["num_layers"] > len(found.tensors):
             raise ValueError(
                 f"{self._where()} describes {arguments['num_layers']} blocks, more than the "
-                f"weights have tensors, {len(found.tensors)}.{config.defaults_note()} The files "
+                f"{len(found.tensors)} tensors of the weights.{config.defaults_note()} The files "
                 "are of different models."
             )
         tensors = self.layout.tensors(arguments)

@@ -95,7 +95,7 @@ def check(checkpoint, tensors, note=""):
     Args:
         checkpoint: a `Checkpoint`.
         tensors: a list of `Tensor`.
-        note: string, a further sentence for the error message, before the tensors.
+        note: string, a sentence that the error message has before the names of tensors.
 
     Raises:
         ValueError: tensors are missing, unknown, or of a wrong shape or an unsupported dtype. The

@@ -46,7 +46,7 @@ def gather_to_numpy(tensor):
 
 
 def gather_json(content):
-    """Returns a list of JSON-serializable values, one of each process, in their order.
+    """Returns a list of the JSON-serializable values of all processes, in order of their indices.
 
     All processes must call it together.
     """
@@ -62,7 +62,7 @@ def gather_json(content):
 
 
 def process_index():
-    """Returns the number of this process."""
+    """Returns the index of this process."""
     return _jax().process_index() if is_multi_process() else 0
 
 

@@ -11,24 +11,25 @@ from keras_recurrent.export.exporters import state_names
 
 
 class DecodingStep(keras.Model):
-    """One decoding step of a language model, to export: a token and a state in, logits out.
+    """Decoding step of a language model for export: from a token and a state to logits and a state.
 
-    The inputs are a dictionary of `token_ids` `[B, 1]`, the next token of each sequence, and the
+    The inputs are a dictionary of `token_ids` `[B, 1]`, one token of each sequence, and the
     arrays of the state by name. The outputs are a list: logits `[B, 1, vocabulary_size]`, then the
     arrays of the next state in the order of `initial_state`.
 
     Args:
         model: a language model of this package.
-        max_length: integer, the largest number of tokens of a sequence. It is the size of attention
-            without a window; only models with such blocks need it.
-        batch_size: integer, the number of sequences; LiteRT needs it. None: any.
+        max_length: integer, the maximum number of tokens of a sequence. Only models with attention
+            without a window need it: it is the size of the key and value caches.
+        batch_size: integer, the number of sequences, which LiteRT needs. None: any number.
 
     Attributes:
-        initial_state: dictionary of NumPy arrays by name, the state of one sequence before its
+        initial_state: a dictionary of NumPy arrays by name, the state of one sequence before its
             first token.
 
     Raises:
-        ValueError: a block needs `max_length`, or a number is not an integer of at least 1.
+        ValueError: a block needs `max_length`, which is missing, or a number is not an integer of
+            at least 1.
 
     Example:
 
@@ -40,7 +41,7 @@ class DecodingStep(keras.Model):
     >>> tuple(logits.shape)
     (1, 1, 259)
 
-    `step.export("step.onnx", format="onnx")` writes it to a file.
+    `step.export("step.onnx", format="onnx")` writes the step to a file.
     """
 
     def __init__(self, model, max_length=None, batch_size=None):
@@ -61,7 +62,7 @@ class DecodingStep(keras.Model):
         return [logits, *tree.flatten(after)]
 
     def export(self, filepath, format="tf_saved_model", **kwargs):
-        """Exports the step as `keras.Model.export`, with the signature of the inputs above."""
+        """Exports the step like `keras.Model.export`, with the signature of the inputs above."""
         inputs = {"token_ids": np.ones((1, 1), "int32"), **self.initial_state}
         signature = {
             name: keras.InputSpec(str(array.dtype), (self.batch_size, *array.shape[1:]), name=name)

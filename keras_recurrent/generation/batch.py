@@ -93,7 +93,7 @@ class Batch:
 
     @property
     def needs_tokens(self):
-        """True if the next step depends on the tokens of the last one, by a grammar."""
+        """True if the next step depends on the tokens of the last one because of a grammar."""
         return bool(self._matchers)
 
     def insert_all(self, sequences, state):
@@ -220,9 +220,10 @@ class Batch:
         """Launches at least `count` tokens of each slot; returns the function of `step`.
 
         Args:
-            features, count: the `Features` of the step, and an integer.
+            features: the `Features` of the step.
+            count: integer.
             uniform: float32 `[num_slots, tokens_per_step]`, random numbers, or None.
-            masks: int32 `[num_slots, N]`, the masks of grammars, or None.
+            masks: int32 `[num_slots, N]`, the masks from `make_masks`, or None.
         """
         raise NotImplementedError
 
@@ -293,11 +294,17 @@ class Batch:
         raise NotImplementedError
 
     def score(self, tokens, targets, mask, state, num_top):
-        """Processes a chunk of one prompt, of arrays `[1, T]`, as `Programs.score`.
+        """Computes log probabilities of a chunk of one prompt, with `Programs.score`.
 
-        Returns the `Logprobs` of T tokens, NumPy arrays, and the next state; `state` is unchanged.
+        Args:
+            tokens, targets, mask: arrays `[1, T]`, as in `_score_tokens` of the model.
+            state: the state before the chunk, which remains valid.
+            num_top: integer, number of most probable tokens.
+
+        Returns:
+            The `Logprobs` of T tokens, NumPy arrays, and the next state.
         """
-        if num_top:  # few programs serve all numbers
+        if num_top:  # a power of two, so that few programs serve all values
             num_top = min(1 << (num_top - 1).bit_length(), self._vocabulary_size)
         *found, state = self._programs.score(tokens, targets, mask, state, num_top)
         return Logprobs(*found), state

@@ -67,12 +67,13 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
     def _score_tokens(self, token_ids, targets, mask, cache, num_top=None):
         """Computes the losses of `targets`, the token after each of `token_ids`, all `[B, T]`.
 
-        num_top: integer, number of most probable tokens whose log probabilities are returned.
+        num_top: integer, number of most probable tokens whose log probabilities are returned, or
+        None.
 
         Returns:
             The losses, in nats, booleans that are True where a target is the most probable token,
-            both `[B, T]`, and the cache after the real tokens. With `num_top`, `Logprobs` of B * T
-            tokens instead of the first two.
+            both `[B, T]`, and the cache after the real tokens. With `num_top`, the first two are
+            replaced by the elements of the `Logprobs` of B * T tokens.
         """
         logits, _, cache = self.call_with_cache(token_ids, cache, padding_mask=mask)
         if num_top is not None:
@@ -123,8 +124,8 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
 
         Returns:
             Text or tokens, in the form of `inputs`, without the tokens in `cache`. With
-            `SamplingParams(n=...)`, a list of all answers, those to a prompt adjacent. With
-            `return_cache`, a pair of these and the new `GenerationCache`. With
+            `SamplingParams(n=...)`, a list of all answers; answers to the same prompt are adjacent.
+            With `return_cache`, a pair of these and the new `GenerationCache`. With
             `SamplingParams(logprobs=...)` or `BeamSampler(return_all_beams=True)`, a
             `GenerationOutput`.
 

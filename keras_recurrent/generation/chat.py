@@ -39,7 +39,7 @@ class Turn(NamedTuple):
     lengths: list[int]
 
     def conversations(self, preprocessor, token_ids, answers):
-        """Returns the `Conversation` of each sequence, None without an answer or with calls.
+        """Returns the `Conversation` of each sequence, None for no answer or one with calls.
 
         token_ids, answers: lists of all tokens, and of the message of the answer, of each sequence.
         """
@@ -63,9 +63,14 @@ def answer(content):
 
 
 def answer_with_calls(preprocessor, tools, last_token, token_ids, strings):
-    """Returns the message of an answer to a prompt with tools, from its new tokens.
+    """Returns the message of an answer to a prompt with tools.
 
-    last_token: integer, the last token of the prompt. strings: a tuple of stop strings.
+    Args:
+        preprocessor: the preprocessor of the model.
+        tools: as in `chat`.
+        last_token: integer, the last token of the prompt.
+        token_ids: a list of integers, the tokens of the answer.
+        strings: a tuple of stop strings.
     """
     hidden, shown = hidden_stop_tokens(preprocessor), marker_tokens(preprocessor)
     text = StreamedText(preprocessor, last_token, strings, hidden, shown)
@@ -155,15 +160,15 @@ class ChatGeneration:
             max_length: integer, as in `generate`: maximum number of tokens in this call, with those
                 of the messages that are not in the cache.
             stop_token_ids, max_new_tokens, stop, sampling: as in `generate`.
-            tools: a list of functions that the model may call, dictionaries `{"type": "function",
-                "function": {"name": ..., "description": ..., "parameters": a JSON schema}}`. The
-                chat template must support tools. None: no tools.
+            tools: a list of functions that the model may call. Each is a dictionary
+                `{"type": "function", "function": {"name": ..., "description": ..., "parameters": a
+                JSON schema}}`. The chat template must support tools. None: no tools.
 
         Returns:
             `{"role": "assistant", "content": ...}`, or a list of these. The content is the
             generated text without the token that ends the turn or the stop string. If the answer
             calls tools, the message has `"tool_calls"`, a list of `{"id": ..., "type": "function",
-            "function": {"name": ..., "arguments": a dictionary}}`, which are not in the content.
+            "function": {"name": ..., "arguments": a dictionary}}`; calls are not in the content.
             With `return_cache`, a pair of this and the new `GenerationCache`. With
             `SamplingParams(logprobs=...)` or `BeamSampler(return_all_beams=True)`, a
             `GenerationOutput` whose `texts` are the contents.
@@ -192,7 +197,8 @@ class ChatGeneration:
         'assistant'
         """
         turn = start_turn(self, messages, cache, sampling, tools)
-        keeps_cache = return_cache or tools is not None  # its tokens have the marks of calls
+        # The tokens of the cache have the marks of calls, which texts may lack.
+        keeps_cache = return_cache or tools is not None
         result = self.generate(
             turn.inputs,
             max_length,

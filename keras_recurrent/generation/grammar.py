@@ -1,4 +1,4 @@
-"""Grammars of generated text, which exclude tokens, with the package llguidance."""
+"""Grammars that restrict generated text, with the package llguidance."""
 
 import functools
 import json
@@ -12,13 +12,13 @@ import numpy as np
 from keras_recurrent.checks.arguments import check_unicode
 from keras_recurrent.generation.text import token_bytes
 
-BITS = 32  # tokens in a number of a mask
+BITS = 32  # tokens in an integer of a mask
 MAX_CHARACTERS = 2**16  # of a grammar
-# llguidance compiles a chain of rules or references by nested calls. About 1,000 of them overflow
-# the stack of other threads.
+# Stack of the thread that compiles a grammar. llguidance compiles chains of rules or references by
+# nested calls, and about 1,000 of them overflow a stack of the default size.
 STACK_BYTES = 2**29
 MAX_REASON = 500  # characters of an error, which may quote the grammar
-MAX_COMPILED = 16  # grammars that are kept for further sequences
+MAX_COMPILED = 16  # grammars that are kept for later sequences
 # Limits of llguidance, which allow about 10 ms for a mask and 50 MB for a grammar.
 LIMITS = {
     "max_items_in_row": 500,
@@ -29,7 +29,7 @@ LIMITS = {
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
-# The model chooses the tokens of a text that the grammar determines.
+# Where the grammar determines the text, the model still chooses its tokens.
 OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 JSON_OPTIONS = {"whitespace_flexible": False}
 
@@ -39,7 +39,7 @@ _stack_size = threading.Lock()
 
 
 class GrammarError(ValueError):
-    """Error of a grammar that is invalid, or exceeds a limit while a text is generated."""
+    """Error for a grammar that is invalid, or exceeds a limit while a text is generated."""
 
 
 def make_matcher(preprocessor, vocabulary_size, params, stop_token_ids):
@@ -47,13 +47,13 @@ def make_matcher(preprocessor, vocabulary_size, params, stop_token_ids):
 
     Args:
         preprocessor: the preprocessor of the model, or None.
-        vocabulary_size: integer, that of the model.
+        vocabulary_size: integer, number of tokens of the model.
         params: the `SamplingParams`.
         stop_token_ids: a tuple of integers, the tokens that end the sequence.
 
     Raises:
-        GrammarError: the grammar is invalid, too large or has no text, there is no stop token, or
-            the bytes of the tokens are unknown.
+        GrammarError: the grammar is invalid or too large, no text satisfies it, the preprocessor
+            or stop tokens are missing, or the bytes of the tokens are unknown.
         ImportError: llguidance is not installed.
     """
     if params.grammar is None:
@@ -72,7 +72,7 @@ def make_matcher(preprocessor, vocabulary_size, params, stop_token_ids):
 def make_masks(matchers, num_rows, vocabulary_size):
     """Returns masks of the tokens that may be next, int32 `[num_rows, N]`.
 
-    A bit is 1 if its token may be next; the first token is the lowest bit of the first number.
+    A bit is 1 if its token may be next. The lowest bit of the first integer is the first token.
 
     matchers: a list of `(Matcher, row)`. Rows without a matcher allow all tokens.
     """
@@ -83,13 +83,13 @@ def make_masks(matchers, num_rows, vocabulary_size):
 
 
 def neutral_masks(num_rows, vocabulary_size):
-    """Returns masks that allow all tokens, as `make_masks`."""
+    """Returns masks in the form of `make_masks` that allow all tokens."""
     return np.full((num_rows, -(-vocabulary_size // BITS)), -1, "int32")
 
 
 @functools.cache
 def _executor():
-    """Threads that compute masks."""
+    """Returns the pool of threads that compute masks."""
     return _import_llguidance().LLExecutor()
 
 
@@ -105,7 +105,7 @@ def _import_llguidance():
 
 
 def _as_lark(grammar):
-    """Returns the text of a grammar of `SamplingParams`, as llguidance takes it."""
+    """Converts the `grammar` of `SamplingParams` to text in Lark's syntax for llguidance."""
     text = grammar
     if not isinstance(grammar, str):
         try:
@@ -123,7 +123,7 @@ def _as_lark(grammar):
 
 
 class Grammars:
-    """Compiled grammars for the tokens of a preprocessor.
+    """Compiles and caches grammars for the tokens of a preprocessor.
 
     Args:
         known: the `TokenBytes` of the preprocessor.
@@ -137,7 +137,7 @@ class Grammars:
             raise GrammarError(
                 f"`grammar` requires tokens whose bytes are known; those of a {kind} are not."
             )
-        self._compiled: dict[str, Any] = {}  # by text, the least recently used first
+        self._compiled: dict[str, Any] = {}  # {text: `LLMatcher`}, least recently used first
         self._limits = llguidance.LLParserLimits(**LIMITS)
         special = [id for id in getattr(tokenizer, "special_token_ids", ()) if id < vocabulary_size]
         count = min(vocabulary_size, tokenizer.vocabulary_size())
@@ -164,13 +164,13 @@ class Grammars:
         return Matcher(compiled.deep_copy())
 
     def _compile(self, text):
-        """Returns the `LLMatcher` of a grammar, whose text may be of another user."""
+        """Returns the `LLMatcher` of a grammar, whose text may be untrusted."""
         found: list[Any] = []
 
         def compile_grammar():
             options = {"log_level": 0, "limits": self._limits}
             matcher = _import_llguidance().LLMatcher(self._tokenizer, text, **options)
-            matcher.compute_bitmask()  # an error if no text satisfies the grammar
+            matcher.compute_bitmask()  # sets the error if no text satisfies the grammar
             found.append(matcher)
 
         with _stack_size:

@@ -86,7 +86,7 @@ class PromptChunks:
         """Generator that processes a chunk of each prompt, one part each time it is resumed.
 
         Chunks end before the positions in `stops`. No other call may begin before the generator has
-        returned. A sequence with `num_top` must be the only one.
+        returned. A sequence with `num_top` must be the only sequence.
         """
         if sequences[0].num_top is not None:
             self._score(*sequences, *stops)

@@ -33,8 +33,8 @@ class Prompts(NamedTuple):
             with a cache, else 0.
         cached: a list of int32 arrays, the tokens in the state of the cache.
         is_single: boolean, True if the result is one text and not a list.
-        answers: integers `[B * n]`, a NumPy array: the index of the prompt of each answer. None
-            before `repeat`.
+        answers: a NumPy array of integers, the index of the prompt of each answer. None before
+            `repeat`.
     """
 
     tokens: Any
@@ -46,7 +46,7 @@ class Prompts(NamedTuple):
     answers: Any = None
 
     def repeat(self, counts):
-        """Returns `Prompts` with a number of answers to each prompt."""
+        """Returns `Prompts` with `counts`, a list of integers, as the number of answers to each."""
         answers = np.repeat(np.arange(len(self.tokens)), counts)
         return self._replace(answers=answers, is_single=self.is_single and len(answers) == 1)
 
@@ -66,7 +66,7 @@ class Prompts(NamedTuple):
         return list(map(np.concatenate, zip(self.cached, self.tokens, strict=True)))
 
     def shown_tokens(self, strip_prompt):
-        """Returns the tokens of the prompt that each result of `generate` begins with."""
+        """Returns the tokens of the prompt with which each result of `generate` begins."""
         if strip_prompt:
             return [[] for _ in self.answers]
         return [self.tokens[index][self.num_context :] for index in self.answers]
@@ -244,14 +244,14 @@ def chunk_length(batch_size, length):
 
 
 def check_max_length(model, length):
-    """Raises an error or warns if the backbone does not take, or was not trained for, `length`."""
+    """Raises an error for more than `max_num_tokens`; warns beyond `max_position_embeddings`."""
     model.backbone.check_num_tokens(length)
     trained = model.backbone.max_position_embeddings
     if trained is not None and length > trained:
         warnings.warn(
-            f"The model was trained for positions of up to {trained} tokens, its "
-            f"`max_position_embeddings`, and sequences may have {length}: the text beyond may be "
-            "wrong. Generate fewer tokens, or shorten the prompt.",
+            f"The model was trained for positions of up to {trained} tokens "
+            f"(`max_position_embeddings`), but sequences may have {length}: text after position "
+            f"{trained} may be wrong. Generate fewer tokens, or shorten the prompt.",
             stacklevel=2,
         )
 

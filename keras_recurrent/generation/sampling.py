@@ -138,7 +138,7 @@ class Features(NamedTuple):
 
     @property
     def has_grammar(self):
-        """True if each token depends on the text of those before it, which the host has."""
+        """True if each token depends on the text before it, which only the host parses."""
         return "grammar" in self.options
 
     @property
@@ -190,7 +190,7 @@ def features_of(params, vocabulary_size):
 
 def covers(features, needed, vocabulary_size):
     """Returns True if a program with `features` also serves sequences that need `needed`."""
-    if features.has_grammar != needed.has_grammar:  # it would compute fewer tokens in a step
+    if features.has_grammar != needed.has_grammar:  # steps with a grammar compute fewer tokens
         return False
     if needed.draws_among_all and features.num_sorted and not needed.num_sorted:
         needed = needed._replace(num_sorted=vocabulary_size)  # its sequences keep all tokens
@@ -388,7 +388,7 @@ def _kept(features, values, inputs):
 
 
 def log_probabilities(logits, token, number):
-    """Returns the `Logprobs` of tokens [B], with those of the `number` most probable ones."""
+    """Returns the `Logprobs` of tokens [B], with those of the `number` most probable tokens."""
     options = {"x": logits, "count": max(number, 1)}
     top, ids, log_sum = dispatch.run("top_logits", options)
     chosen = ops.take_along_axis(logits, token[:, None], axis=1)[:, 0]

@@ -52,7 +52,9 @@ def _is_moderate(value):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Options of sampling. Names and defaults follow vLLM; its `min_tokens` is `min_new_tokens`.
+    """Options of sampling.
+
+    Most names and defaults follow vLLM; its `min_tokens` is `min_new_tokens`.
 
     The options apply in this order: `logit_bias`, `grammar`, `min_new_tokens`, the penalties,
     `temperature`, `min_p`, `top_k`, `top_p`. A program or CUDA graph serves all values of the
@@ -76,17 +78,18 @@ class SamplingParams:
         frequency_penalty: number from -2 to 2, is subtracted once for each time that a token was
             generated.
         logit_bias: a dictionary `{token id: number from -100 to 100}`, which is added to logits.
-        grammar: the texts that may be generated: a dictionary, a JSON schema, or a string, a
-            grammar in Lark's syntax, such as `'start: /[0-9]+/'`. A sequence ends with a stop token
-            after one of these texts, or at its maximum length inside a text. Requires the extra
-            `structured` of this package. docs/structured.md has the details. None: any text.
+        grammar: the form of the generated text, either a dictionary that is a JSON schema, or a
+            string that is a grammar in Lark's syntax, such as `'start: /[0-9]+/'`. A stop token can
+            only follow a complete text; at its maximum length, a sequence may end with an
+            incomplete one. Requires the extra `structured` of this package. For details, see
+            docs/structured.md. None: any text.
         min_new_tokens: integer, minimum number of new tokens; stop tokens are not sampled earlier.
         seed: integer from 0 to 2**64 - 1. None: a random seed.
         logprobs: integer, number of most probable tokens whose log probabilities are returned, in
             addition to that of the sampled token. They are computed from the unmodified logits, in
             nats. None: no log probabilities.
-        n: integer from 1 to 128, number of answers to the prompt, which is processed once. Results
-            have the answers next to each other. The first one is the answer with `n=1`.
+        n: integer from 1 to 128, number of answers to the prompt, which is processed once. The
+            answers to a prompt are adjacent in results; the first equals the answer with `n=1`.
 
     Raises:
         ValueError: a value is out of range, or `grammar` is combined with `min_new_tokens`.
@@ -129,12 +132,12 @@ class SamplingParams:
                 raise ValueError(f"`{field.name}` must be {description}; got {value!r}.")
         if not isinstance(self.grammar, (Mapping, str, type(None))):
             raise ValueError(
-                "`grammar` must be a dictionary, a JSON schema, or a string, a grammar in Lark's "
-                f"syntax; got a {type(self.grammar).__name__}."
+                "`grammar` must be a JSON schema, a dictionary, or a grammar in Lark's syntax, a "
+                f"string; got a {type(self.grammar).__name__}."
             )
         if self.grammar is not None and self.min_new_tokens:
             raise ValueError(
-                "`grammar` cannot be combined with `min_new_tokens`: its text may be shorter."
+                "`grammar` cannot be combined with `min_new_tokens`: complete texts may be shorter."
             )
         if self.logit_bias is None:
             return
@@ -190,11 +193,11 @@ def answer_seeds(params, seed):
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogprobs:
-    """Log probabilities of one token, by the model, before all options of sampling.
+    """Log probabilities of one token, computed by the model before all options of sampling.
 
     Attributes:
         token_id: integer, the token.
-        logprob: float, its log probability in nats. None: the token is the first of a prompt.
+        logprob: float, its log probability in nats. None for the first token of a prompt.
         top: a dictionary `{token id: log probability}` of the most probable tokens.
     """
 

@@ -47,7 +47,7 @@ class StreamedText:
         last_token: integer, the last token of the prompt.
         strings: a tuple of stop strings, which may be empty.
         hidden: token ids without text.
-        shown: `{id: text}` of special tokens with text, which others do not have.
+        shown: `{id: text}` of special tokens whose text is kept; other special tokens have none.
 
     Attributes:
         is_stopped: boolean, True after a stop string.

@@ -11,12 +11,13 @@ class ToolCallParser:
     """Separates the calls in an answer from its content, while it is generated.
 
     Args:
-        marks: the `ToolFormat`.
+        marks: the `ToolFormat` of the model.
         tools: a list that `check_tools` accepts.
-        max_calls: integer, later calls are dropped. None: no limit.
+        max_calls: integer, the number of calls after which further calls are dropped. None: no
+            limit.
 
     Attributes:
-        calls: a list of the names and arguments of the calls so far.
+        calls: a list of pairs of a name and a dictionary of arguments, the calls so far.
     """
 
     def __init__(self, marks, tools, max_calls=None):
@@ -53,7 +54,7 @@ class ToolCallParser:
         return content + self._space if is_last and not self.calls else content
 
     def _end_calls(self, body, end):
-        """Adds the calls of a text; returns the text with its marks if it is malformed."""
+        """Adds the calls of a text. Returns the text with its marks if it is malformed, else ""."""
         try:
             self.calls += parse_calls(body, self._parameters)
         except MALFORMED:
@@ -63,7 +64,7 @@ class ToolCallParser:
         return ""
 
     def _strip(self, text):
-        """Withholds the white space at the end of content."""
+        """Returns content without the white space at its end, which is withheld."""
         text = self._space + text
         content = text.rstrip()
         self._space = text[len(content) :]
@@ -71,6 +72,6 @@ class ToolCallParser:
 
 
 def tool_call(name, arguments):
-    """Returns a call as messages have it."""
+    """Returns a call in the form of `tool_calls` in messages."""
     function = {"name": name, "arguments": arguments}
     return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}

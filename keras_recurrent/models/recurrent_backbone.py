@@ -45,8 +45,8 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
         max_num_tokens: integer, the largest number of tokens of a sequence, with its padding and
             all documents of a packed one. Longer ones raise an error, with the reason of
             `too_long_reason`. None: no limit.
-        max_position_embeddings: integer, the number of tokens above which generation warns, because
-            positions were trained up to it. None: no warning.
+        max_position_embeddings: integer, the number of tokens up to which positions were trained.
+            Generation of longer sequences warns. None: no warning.
         dtype: a dtype, policy or its name; `"mixed_bfloat16"` computes in bfloat16 but keeps
             weights, gates of recurrences and states in float32.
         name: string.

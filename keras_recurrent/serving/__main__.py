@@ -72,7 +72,7 @@ def make_parser():
     add("--max-length", "N", number(1), None, text + "length)")
     add("--dtype", "NAME", dtype_policy, None, "dtype policy of the model, such as bfloat16")
     add("--chat-template", "FILE", file_text, None, "file with a chat template")
-    text = f"format of tool calls, {', '.join(FORMATS)} (default: that of the chat template)"
+    text = f"format of tool calls, {', '.join(FORMATS)} (default: the one in the chat template)"
     add("--tool-format", "NAME", str, None, text)
     text = "address to listen on; 0.0.0.0 accepts connections from other machines"
     add("--host", "HOST", str, "127.0.0.1", text)

@@ -50,7 +50,7 @@ class EngineClient:
     """Base class of engines: checks and tokenizes prompts, and makes the text of answers.
 
     `OpenRequests.read` makes the text of the new tokens of each step: in the text thread of an
-    `Engine`, and in the event loop of a server whose engine is another process.
+    `Engine`, or in the event loop of a server whose engine runs in another process.
 
     Args:
         link: the `RequestScheduler`, or a `RemoteLink` to that of another process.
@@ -93,11 +93,12 @@ class EngineClient:
             prompt_logprobs: integer, number of most probable tokens at each position of the prompt
                 whose log probabilities are returned, in addition to those of its tokens. The whole
                 prompt is processed, without saved states. None: no log probabilities of the prompt.
-            tools: as in `chat`, for a list of messages. Calls are part of the text, as the model
-                writes them.
+            tools: as in `chat`, for a list of messages. Calls are not parsed: they are part of the
+                text, with their marks.
 
         Returns:
-            An `EngineRequest`. With `SamplingParams(n=...)` above 1, a list of one for each answer.
+            An `EngineRequest`. With `SamplingParams(n=...)` above 1, a list of `EngineRequest`s,
+            one for each answer.
 
         Raises:
             EngineFull: `max_queued` requests are waiting.
@@ -117,7 +118,7 @@ class EngineClient:
             check_renders_messages(preprocessor)
             messages, prompt = prompt, preprocessor.apply_chat_template(prompt, tools=tools)
         elif tools is not None:
-            raise ValueError("`tools` require a prompt of messages.")
+            raise ValueError("`tools` require a list of messages as the prompt.")
         tokens = parse_prompt(preprocessor, size, prompt)
         if max_new_tokens is not None and (max_new_tokens != 0 or prompt_logprobs is None):
             check_positive_integer("max_new_tokens", max_new_tokens)
@@ -188,7 +189,7 @@ class EngineClient:
         return self._link.is_closed or self._requests.is_closed
 
     def attach(self, loop):
-        """Lets the event loop of a server read results, if no thread of the engine reads them."""
+        """Makes the event loop of a server read results, if no thread of the engine reads them."""
 
     def stats(self):
         """Returns a dictionary of the current load, and of counts since the engine was created.
@@ -242,8 +243,8 @@ class OpenRequests:
     Attributes:
         lock: held while requests are added.
         is_closed: boolean, True after the last result of the engine.
-        have_ended: a `threading.Event` that is set when all requests have then ended.
-        thread: the id of the thread that called `read`, or None.
+        have_ended: a `threading.Event` that is set when all requests have ended after this result.
+        thread: integer, the id of the thread that called `read`, or None.
     """
 
     def __init__(self):
@@ -267,7 +268,7 @@ class OpenRequests:
             self.read(link)
 
     def read(self, link):
-        """Passes the next results to their requests, which all end if the engine has ended."""
+        """Passes the next results to their requests. If the engine has ended, all requests end."""
         self.thread, is_open = threading.get_ident(), False
         try:
             results = link.receive()

@@ -10,7 +10,7 @@ class Mailbox:
     """Passes items from the thread that makes the text to functions that run in the event loop.
 
     One wake-up of the event loop passes all items that have arrived, because a wake-up for each
-    token would slow that thread down. In the HTTP process, it is the thread of the event loop.
+    token would slow that thread down. In the HTTP process, both are the same thread.
     """
 
     def __init__(self, loop):

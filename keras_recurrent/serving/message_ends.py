@@ -24,7 +24,10 @@ class MessageEnds:
     def find(self, messages, prompt, tokens, tools=None):
         """Returns the numbers of tokens up to these ends, a tuple.
 
-        prompt: the `ChatPrompt` of the messages and `tools`. tokens: a list of its token ids.
+        Args:
+            messages, tools: as in `Engine.submit`.
+            prompt: the `ChatPrompt` of the messages and tools.
+            tokens: a list of the token ids of the prompt.
         """
         roles = [message["role"] for message in messages]
         num_leading = roles.index("user") if "user" in roles else 0

@@ -64,8 +64,8 @@ class RemoteLink:
 class RemoteEngine(EngineClient):
     """Client of an engine in another process, with a `RemoteLink`.
 
-    The event loop of the server makes the text. After each event that it sends, it would otherwise
-    wait until the text thread releases Python's global lock.
+    The event loop of the server makes the text. If a text thread did so, the event loop would wait
+    after each event that it sends until that thread releases Python's global interpreter lock.
     """
 
     def attach(self, loop):
@@ -214,8 +214,8 @@ def serve_http(listener, connection):
     # The event loop must not wait 5 ms, Python's default, for a thread that tokenizes a prompt.
     sys.setswitchinterval(1e-4)
     gc.collect()
-    gc.freeze()  # a collection stops all threads; without these objects it is short
-    gc.set_threshold(10_000)  # a request has hundreds of objects
+    gc.freeze()  # collections stop all threads, and are short if they skip these objects
+    gc.set_threshold(10_000)  # a request creates hundreds of objects
     for number in SIGNALS:  # uvicorn raises them again after it has ended
         signal.signal(number, lambda *_: None)
     server.run()

@@ -83,12 +83,12 @@ OptionsBody: Any = pydantic.create_model("OptionsBody", __base__=Body, **OPTIONS
 
 
 class JSONSchema(Body):
-    """Schema of an answer. Its name and description are for the client."""
+    """Schema of an answer. The name and the description are not used."""
 
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] = pydantic.Field(default={}, alias="schema")
-    strict: bool | None = None  # all schemas are
+    strict: bool | None = None  # without effect: all schemas are strict
 
 
 class ResponseFormat(Body):
@@ -100,12 +100,12 @@ class ResponseFormat(Body):
     @pydantic.model_validator(mode="after")
     def _check_schema(self):
         if self.type == "json_schema" and self.json_schema is None:
-            raise ValueError("'json_schema' must have the schema of this type")
+            raise ValueError("'json_schema' must have the schema if the type is 'json_schema'")
         return self
 
     @property
     def grammar(self):
-        """The option of `SamplingParams`."""
+        """Option `grammar` of `SamplingParams`, or None."""
         if self.type == "json_schema" and self.json_schema is not None:
             return self.json_schema.schema_
         return {"type": "object"} if self.type == "json_object" else None
@@ -121,7 +121,7 @@ class SamplingBody(OptionsBody):
     stop: StopString | Annotated[list[StopString], limited(MAX_STRINGS)] | None = None
     seed: int | None = None
     logit_bias: Annotated[dict[str, float], limited(MAX_BIASES)] | None = None
-    # As in vLLM, also in `/v1/completions`.
+    # OpenAI's API has it only in `/v1/chat/completions`, vLLM in both.
     response_format: ResponseFormat | None = None
     # As in vLLM: only requests with the same text share prefix states.
     cache_salt: str | None = pydantic.Field(default=None, min_length=1, max_length=1024)
@@ -187,7 +187,7 @@ class CompletionBody(SamplingBody):
 
     @property
     def prompt_logprobs(self):
-        """As in `Engine.submit`; the prompt of `echo` without an answer is processed anyway."""
+        """Argument of `Engine.submit`, which is also set for `echo` without an answer."""
         if not self.echo or (self.top_logprobs is None and self.max_new_tokens):
             return None
         return self.top_logprobs or 0

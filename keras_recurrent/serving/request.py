@@ -70,7 +70,7 @@ class Completion:
         num_prompt_tokens: integer.
         num_cached_tokens: integer, number of tokens of the prompt that were in the prefix cache.
         time_to_first_token: float, seconds from `submit` to the first token. None: no token.
-        prompt_logprobs: a list of `TokenLogprobs`, one for each token of the prompt. None: they
+        prompt_logprobs: a list of `TokenLogprobs`, one for each token of the prompt. None if they
             were not requested.
     """
 
@@ -185,7 +185,7 @@ class EngineRequest:
             token_ids, logprobs: as in `Delta`.
             finish_reason, num_cached: as in `Completion`, or None.
             error: the error that ended the request, or None.
-            prompt: `prompt_logprobs` in the first call, or None.
+            prompt: in the first call, `prompt_logprobs` as in `Completion`; in later calls, None.
 
         Returns:
             The arguments of `_end` if the request has ended, else None.

@@ -58,10 +58,10 @@ class CompletionFormat:
         self._common = {"created": int(time.time()), "model": model}
         # {index of a choice: its decoder, and the number of characters of its tokens so far}
         self._offsets = {}
-        self.echoed = {}  # {index of a choice: the text of its prompt}, until it is sent
+        self.echoed = {}  # {index of a choice: the text of its prompt, until it is sent}
 
     def add_prompt(self, index, text, logprobs, prompt_logprobs):
-        """Returns the text and log probabilities of a choice, after those of an echoed prompt."""
+        """Returns the text and log probabilities of a choice, with an echoed prompt before them."""
         if index not in self.echoed:
             return text, logprobs
         return self.echoed.pop(index) + text, [*(prompt_logprobs or ()), *logprobs]
@@ -83,7 +83,7 @@ class CompletionFormat:
         return self._body(self.object, choices, usage(completions, n))
 
     def chunk(self, index, text, logprobs, finish_reason=None):
-        """Returns the body of one event of a stream, or None if there is no news."""
+        """Returns the body of one event of a stream, or None if it would be empty."""
         content = self._delta(index, text, logprobs, finish_reason)
         if not finish_reason and content == {"delta": {}, "logprobs": None}:
             return None
@@ -148,7 +148,7 @@ class ChatFormat(CompletionFormat):
     def _add(self, index, text, is_last):
         """Adds text of an answer.
 
-        Returns its content, a list of new calls, and the number of calls before them.
+        Returns the new content, a list of new calls, and the number of calls before them.
         """
         if self._parsers is None:
             return text, [], 0
@@ -188,7 +188,7 @@ class ChatFormat(CompletionFormat):
 
 
 def usage(completions, n=None):
-    """Returns the numbers of tokens of a list of `Completion`s, `n` for each prompt."""
+    """Returns the token counts of a list of `Completion`s, `n` for each prompt."""
     firsts = completions[:: n or 1]
     prompt = sum(each.num_prompt_tokens for each in firsts)
     generated = sum(len(each.token_ids) for each in completions)

@@ -36,9 +36,9 @@ class RequestScheduler(Scheduler):
         getattr(self, name)(*arguments, **options)
 
     def submit(self, number, *arguments, **options):
-        """Adds a request, and those with the next numbers for further answers to its prompt.
+        """Adds a request, and requests with the next numbers for further answers to its prompt.
 
-        Arguments as in `RequestSequence`.
+        Arguments are as in `RequestSequence`.
         """
         prompt, params, seed, *others = arguments
         sequences = [
@@ -107,13 +107,13 @@ class RequestSequence(Sequence):
             None: no log probabilities of the prompt.
 
     Attributes:
-        num_top: as above.
-        prompt_logprobs: a list of the `TokenLogprobs` of the processed prompt and its next token.
-        copies: a list of sequences with the same prompt, until it is processed.
+        num_top: the argument.
+        prompt_logprobs: a list of the `TokenLogprobs` of the processed prompt tokens and the next.
+        copies: a list of sequences with the same prompt, which is processed once; then empty.
         num_cached: integer, number of tokens of the prompt from the prefix cache.
         num_processed: integer, number of tokens of the prompt whose state is known.
-        state: the state of the backbone after these tokens, until the sequence has a slot. None:
-            before all tokens.
+        state: the state of the backbone after these tokens, until the sequence has a slot. None if
+            no token was processed.
         error: the error that ended the sequence, or None.
     """
 
@@ -129,7 +129,7 @@ class RequestSequence(Sequence):
         self._outside_end: tuple[str, int | None] | None = None
 
     def add(self, token, logprobs=None):
-        """As `Sequence.add`; an error of the grammar ends this request."""
+        """Like `Sequence.add`, but an error of the grammar only ends this request."""
         try:
             super().add(token, logprobs)
         except GrammarError as error:
@@ -143,8 +143,8 @@ class RequestSequence(Sequence):
     def end_reason(self, now):
         """Returns `"cancelled"`, `"stop"`, `"timeout"` or None at a time of `time.monotonic`.
 
-        In the case of `"stop"`, the tokens after the stop string are dropped. While another
-        sequence needs the prompt, this one does not end.
+        In the case of `"stop"`, the tokens after the stop string are dropped. The sequence does not
+        end while a copy still needs the prompt.
         """
         if any(copy.end_reason(now) is None for copy in self.copies):
             return None
@@ -156,7 +156,7 @@ class RequestSequence(Sequence):
         return "timeout" if self._deadline is not None and now >= self._deadline else None
 
     def take_copies(self):
-        """Returns the copies, which get what is known of the prompt."""
+        """Returns the copies, with the state and log probabilities of the processed prompt."""
         copies, self.copies = self.copies, []
         for copy in copies:
             copy.state, copy.prompt_logprobs = self.state, self.prompt_logprobs

@@ -27,7 +27,7 @@ class TorchTraining(RejectsFullyShard):
     def _post_build(self):
         """Registers parameters if they have changed. Keras calls this in each `train_on_batch`.
 
-        After the first, the optimizer rejects other variables until `compile` is called again.
+        After the first call, the optimizer rejects other variables until the next `compile`.
         """
         registered = getattr(self, "_torch_params", None)
         if registered is not None and self.train_function is not None:  # type: ignore[attr-defined]

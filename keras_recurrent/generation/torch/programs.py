@@ -38,7 +38,7 @@ class Programs:
         self._eager_reason = RUN_EAGERLY if model.run_eagerly else None
         self._steps: collections.OrderedDict = collections.OrderedDict()
         self._pool, self._lock = DecoderPool(), threading.Lock()
-        self._has_kernels = False  # of a prompt
+        self._has_kernels = False  # True after the kernels of a prompt were compiled
 
     @torch.no_grad()
     def prefill(self, token_ids, lengths, cache=None, max_length=None):

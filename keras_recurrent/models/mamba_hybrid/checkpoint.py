@@ -537,7 +537,7 @@ def _multiple_of_width(arguments):
 
 
 def _read_types(config, names, default=None):
-    """Returns the block types in a list of names, or None if there is no list or `default`."""
+    """Returns the block types in a list of names, or None without such a list and a `default`."""
     known = "layers_block_type", "layer_types"
     config.ignore(*known)
     keys = [key for key in known if config.config.get(key) is not None]
