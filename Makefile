@@ -157,7 +157,7 @@ test-ray: $(RAY)/.installed
 	KERAS_BACKEND=torch $(RAY)/bin/python -m pytest tests/test_ray.py
 
 $(EXPORT)/.installed: ADDED := ai-edge-litert jax2onnx onnx onnxruntime onnxscript openvino tf2onnx
-$(HARNESS)/.installed: ADDED := lm_eval
+$(HARNESS)/.installed: ADDED := "lm_eval[api]"
 $(RAY)/.installed: ADDED := ray[data,serve]
 
 # Packages of .venv are found by a file of site-packages that Python reads at its start.
