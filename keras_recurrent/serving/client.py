@@ -7,7 +7,12 @@ from typing import NamedTuple
 
 from keras_recurrent.chat.templates import check_renders_messages, is_messages
 from keras_recurrent.chat.tools import marker_tokens
-from keras_recurrent.checks.arguments import check_number, check_positive_integer, check_unicode
+from keras_recurrent.checks.arguments import (
+    check_number,
+    check_positive_integer,
+    check_unicode,
+    is_integer,
+)
 from keras_recurrent.generation.grammar import make_matcher
 from keras_recurrent.generation.prompt_tokens import parse_prompt, parse_stop_token_ids
 from keras_recurrent.generation.sampling_params import (
@@ -131,12 +136,13 @@ class EngineClient:
         stops = parse_stop_token_ids(preprocessor, size, stop_token_ids)
         strings = check_stop_strings(stop, preprocessor)
         params, seed = self._resolve_sampling(sampling)
-        SamplingParams(logprobs=prompt_logprobs).check_vocabulary(size)
-        if max(params.logprobs or 0, prompt_logprobs or 0) > MAX_LOGPROBS:
-            raise ValueError(
-                f"`logprobs` must be at most {MAX_LOGPROBS} in an engine; got "
-                f"{max(params.logprobs or 0, prompt_logprobs or 0)}. Pass fewer, or use `generate`."
-            )
+        most = min(MAX_LOGPROBS, size)
+        for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", prompt_logprobs)):
+            if count is not None and not (is_integer(count) and 0 <= count <= most):
+                raise ValueError(
+                    f"`{name}` must be an integer from 0 to {most} in an engine, or None; got "
+                    f"{count!r}."
+                )
         make_matcher(preprocessor, size, params, stops)  # only to check the grammar
         texts: list[StreamedText | None] = [None] * params.n
         if preprocessor is not None:

@@ -483,7 +483,7 @@ def test_engine_processes_messages_once(model, engine):
         ("a" * 2000, {}, "`max_length` of the engine is 2000"),
         ("a", {"timeout": -1}, "`timeout`"),
         ("a", {"stop": ["a"] * 17}, "`stop` must have at most 16"),
-        ("a", {"sampling": SamplingParams(logprobs=21)}, "`logprobs` must be at most 20"),
+        ("a", {"sampling": SamplingParams(logprobs=21)}, "`logprobs` must be an integer from 0"),
         ("a", {"cache_salt": ""}, "`cache_salt` must be"),
         ("\ud800", {}, "`prompt` must be valid Unicode"),
         ([{"role": "user", "content": "\ud800"}], {}, "`messages`.*surrogates"),
