@@ -14,10 +14,14 @@ MAX_TOOLS = 128  # as in OpenAI's API
 # Of JSON that llguidance generates, as models write it.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 FUNCTION = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
-FUNCTION_XML = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+FUNCTION_XML = re.compile(r"<function=([^>\s]+)>(.*?)</function>", re.DOTALL)
 PARAMETER_XML = re.compile(
-    r"<parameter=([^>\s]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL
+    r"<parameter=([^>\s]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=))", re.DOTALL
 )
+# A call in the syntax of Python, whose names may also be keywords or contain hyphens.
+CALL_PYTHON = re.compile(r"\s*([\w.$-]+)\((.*)\)\s*", re.DOTALL)
+ARGUMENT_PYTHON = re.compile(r"\s*([\w.$-]+)\s*=(.*)", re.DOTALL)
+STRING_OR_CHARACTER = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|.""", re.DOTALL)
 CONSTANTS = {"true": True, "false": False, "null": None}
 # Errors that `parse_calls` raises for text that is not a list of calls.
 MALFORMED: tuple[type[Exception], ...] = LookupError, ValueError, TypeError, AttributeError
@@ -181,41 +185,75 @@ def parse_calls(text, parameters):
     """
     text = text.strip()
     if text.startswith("<function="):
-        found = FUNCTION_XML.findall(text)
+        found = _find_all(FUNCTION_XML, text)
         calls = [_parse_xml(name, body, parameters) for name, body in found]
     elif text.startswith("{") or re.match(r"\[\s*\{", text):
         found = json.loads(text)
         found = found if isinstance(found, list) else [found]
         calls = [(each["name"], each.get("arguments") or {}) for each in found]
     else:
-        root = ast.parse(text, mode="eval").body
-        calls = [_parse_python(each) for each in getattr(root, "elts", [root])]
+        is_list = text.startswith("[") and text.endswith("]")
+        calls = [_parse_python(each) for each in _split(text[1:-1] if is_list else text)]
     if not calls:
         raise ValueError("there must be a call")
     for name, arguments in calls:
-        if not isinstance(name, str) or not isinstance(arguments, dict):
+        if not isinstance(name, str) or not name or not isinstance(arguments, dict):
             raise ValueError("a call must have a name and a dictionary of arguments")
-        json.dumps(arguments, allow_nan=False).encode()
-    return calls
+    encoded = json.dumps(calls, ensure_ascii=False, allow_nan=False).encode()
+    return [(name, arguments) for name, arguments in json.loads(encoded)]
+
+
+def _find_all(pattern, text):
+    """Returns the groups of all matches, or raises an error if there is other text."""
+    if pattern.sub("", text).strip():
+        raise ValueError("text is incomplete")
+    return pattern.findall(text)
 
 
 def _parse_xml(name, body, parameters):
     properties = (parameters.get(name) or {}).get("properties") or {}
     arguments: dict[str, Any] = {}
-    for key, value in PARAMETER_XML.findall(body):
+    for key, value in _find_all(PARAMETER_XML, body):
         arguments[key] = value
-        if "string" not in str((properties.get(key) or {}).get("type")):
+        if not _allows_string(properties.get(key), value):
             with contextlib.suppress(ValueError):
-                arguments[key] = json.loads(value)
+                found = json.loads(value)
+                json.dumps(found, allow_nan=False)
+                arguments[key] = found
     return name, arguments
 
 
-def _parse_python(call):
-    """Returns the name and the arguments of an `ast.Call`."""
-    if call.args or not all(keyword.arg for keyword in call.keywords):
-        raise ValueError("arguments must have names")
-    values = {keyword.arg: Constants().visit(keyword.value) for keyword in call.keywords}
-    return ast.unparse(call.func), {key: ast.literal_eval(value) for key, value in values.items()}
+def _allows_string(schema, value):
+    """Returns True if a JSON schema, which may be a boolean, says that a value may be a string."""
+    schema = schema if isinstance(schema, dict) else {}
+    return "'string'" in str([schema.get("type"), schema.get("anyOf")]) or (
+        value in (schema.get("enum") or ())
+    )
+
+
+def _split(text):
+    """Returns the parts of a text between commas outside of brackets and strings."""
+    parts, depth, begin = [], 0, 0
+    for match in STRING_OR_CHARACTER.finditer(text):
+        depth += (match[0] in "([{") - (match[0] in ")]}")
+        if match[0] == "," and depth == 0:
+            parts.append(text[begin : match.start()])
+            begin = match.end()
+    return [*parts, text[begin:]] if text[begin:].strip() else parts
+
+
+def _parse_python(text):
+    """Returns the name and the arguments of a call such as `f(x=1)`."""
+    call, arguments = CALL_PYTHON.fullmatch(text), {}
+    if call is None:
+        raise ValueError("a call must have a name and arguments in parentheses")
+    for part in _split(call[2]):
+        argument = ARGUMENT_PYTHON.fullmatch(part)
+        if argument is None or argument[1] in arguments:
+            raise ValueError("arguments must have different names")
+        value = ast.parse(argument[2].strip(), mode="eval").body
+        arguments[argument[1]] = ast.literal_eval(Constants().visit(value))
+    return call[1], arguments
 
 
 class Constants(ast.NodeTransformer):

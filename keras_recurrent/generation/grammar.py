@@ -1,7 +1,9 @@
 """Grammars that restrict generated text, with the package llguidance."""
 
+import decimal
 import functools
 import json
+import math
 import threading
 import weakref
 from types import SimpleNamespace
@@ -9,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_recurrent.checks.arguments import check_unicode
+from keras_recurrent.checks.arguments import check_unicode, is_finite_number
 from keras_recurrent.generation.text import token_bytes
 
 BITS = 32  # tokens in an integer of a mask
@@ -19,6 +21,12 @@ MAX_CHARACTERS = 2**16  # of a grammar
 STACK_BYTES = 2**29
 MAX_REASON = 500  # characters of an error, which may quote the grammar
 MAX_COMPILED = 16  # grammars that are kept for later sequences
+# Of a JSON schema. llguidance makes a state for each remainder of `multipleOf`, and in an
+# intersection, for each combination of the states of its parts, which its limits do not bound.
+MAX_REMAINDERS, MAX_PATTERNS = 50_000, 8
+# Keys of a schema that need no intersection with the schema of a `$ref` beside them.
+ANNOTATIONS = {"$ref", "$defs", "definitions", "$schema", "$comment", "x-guidance"}
+ANNOTATIONS |= {"title", "description", "default", "examples"}
 # Limits of llguidance, which allow about 10 ms for a mask and 50 MB for a grammar.
 LIMITS = {
     "max_items_in_row": 500,
@@ -113,6 +121,7 @@ def _as_lark(grammar):
             schema = json.dumps({**grammar, "x-guidance": options}, allow_nan=False)
         except (RecursionError, TypeError, ValueError) as error:
             raise GrammarError(f"`grammar` must be JSON: {error}.") from error
+        _check_automata(grammar)
         text = f"start: %json {schema}"
     if len(text) > MAX_CHARACTERS:
         raise GrammarError(
@@ -120,6 +129,34 @@ def _as_lark(grammar):
         )
     check_unicode("grammar", text)
     return text + OPTIONS
+
+
+def _check_automata(schema):
+    """Raises an error if llguidance might need more than a second for parts of a JSON schema."""
+    remainders, num_patterns, intersects, nodes = [], 0, False, [schema]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, dict):
+            if is_finite_number(value := node.get("multipleOf")):
+                number = abs(decimal.Decimal(str(value)))
+                while number != number.to_integral_value():
+                    number *= 10
+                remainders.append(int(number))
+            num_patterns += ("pattern" in node) + ("format" in node)
+            intersects |= "allOf" in node or ("$ref" in node and bool(node.keys() - ANNOTATIONS))
+            nodes += node.values()
+        elif isinstance(node, list | tuple):
+            nodes += node
+    if (math.prod(remainders) if intersects else sum(remainders)) > MAX_REMAINDERS:
+        raise GrammarError(
+            f"`grammar` must have at most {MAX_REMAINDERS} remainders of 'multipleOf', in all; got "
+            f"{', '.join(map(str, remainders))[:MAX_REASON]}. Use smaller numbers."
+        )
+    if intersects and num_patterns > MAX_PATTERNS:
+        raise GrammarError(
+            f"`grammar` must have at most {MAX_PATTERNS} of 'pattern' and 'format' if it has "
+            f"'allOf', or '$ref' beside other keys; got {num_patterns}."
+        )
 
 
 class Grammars:
@@ -138,6 +175,7 @@ class Grammars:
                 f"`grammar` requires tokens whose bytes are known; those of a {kind} are not."
             )
         self._compiled: dict[str, Any] = {}  # {text: `LLMatcher`}, least recently used first
+        self._lock = threading.Lock()
         self._limits = llguidance.LLParserLimits(**LIMITS)
         special = [id for id in getattr(tokenizer, "special_token_ids", ()) if id < vocabulary_size]
         count = min(vocabulary_size, tokenizer.vocabulary_size())
@@ -155,13 +193,14 @@ class Grammars:
 
     def matcher(self, text):
         """Returns a `Matcher` at the beginning of a text."""
-        compiled = self._compiled.pop(text, None)
-        if compiled is None:
-            compiled = self._compile(text)
-        self._compiled[text] = compiled
-        while len(self._compiled) > MAX_COMPILED:
-            self._compiled.pop(next(iter(self._compiled)), None)
-        return Matcher(compiled.deep_copy())
+        with self._lock:
+            compiled = self._compiled.pop(text, None)
+            if compiled is None:
+                compiled = self._compile(text)
+            self._compiled[text] = compiled
+            if len(self._compiled) > MAX_COMPILED:
+                del self._compiled[next(iter(self._compiled))]
+            return Matcher(compiled.deep_copy())
 
     def _compile(self, text):
         """Returns the `LLMatcher` of a grammar, whose text may be untrusted."""
@@ -204,6 +243,9 @@ class Matcher:
 
 
 def _reason(matcher):
-    """Returns the first line of the error of an `LLMatcher`."""
-    reason = matcher.get_error().partition("\n")[0][:MAX_REASON]
-    return "no text of tokens satisfies it" if reason.startswith("NoExtension") else reason
+    """Returns the first line of the error of an `LLMatcher`, and that of a regular expression."""
+    first, *lines = matcher.get_error().splitlines() or [""]
+    if first.startswith("NoExtension"):
+        return "no text of tokens satisfies it"
+    details = [line for line in lines if line.startswith("error: ")]
+    return " ".join([first, *details])[:MAX_REASON]

@@ -46,7 +46,10 @@ class RequestScheduler(Scheduler):
             for each, seed in enumerate(answer_seeds(params, seed), number)
         ]
         for sequence in sequences:
-            sequence.matcher = self.batch.make_matcher(params, sequence.stop_token_ids)
+            try:
+                sequence.matcher = self.batch.make_matcher(params, sequence.stop_token_ids)
+            except GrammarError as error:  # the client has compiled it, perhaps with more memory
+                sequence.error = error
         self._numbered |= dict(enumerate(sequences, number))
         sequences[0].copies = sequences[1:]
         self.add(sequences[0])
@@ -141,13 +144,15 @@ class RequestSequence(Sequence):
         self._outside_end = "cancelled" if num_tokens is None else "stop", num_tokens
 
     def end_reason(self, now):
-        """Returns `"cancelled"`, `"stop"`, `"timeout"` or None at a time of `time.monotonic`.
+        """Returns `"cancelled"`, `"stop"`, `"timeout"`, `"error"` or None at a `time.monotonic`.
 
         In the case of `"stop"`, the tokens after the stop string are dropped. The sequence does not
         end while a copy still needs the prompt.
         """
         if any(copy.end_reason(now) is None for copy in self.copies):
             return None
+        if self.error is not None:
+            return "error"
         if self._outside_end is not None:
             reason, num_tokens = self._outside_end
             if num_tokens is not None:

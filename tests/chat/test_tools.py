@@ -83,6 +83,17 @@ ANSWERS = [
     ),
     (
         "lfm2",
+        "<|tool_call_start|>[get-time(from='a, b)', max-n=(1, 2),)]<|tool_call_end|>",
+        *("", [("get-time", {"from": "a, b)", "max-n": [1, 2]})]),
+    ),
+    (
+        "hermes",
+        "<tool_call><function=f><parameter=a>NaN</parameter>\n<parameter=b>[1]</parameter>"
+        "</function></tool_call>",
+        *("", [("f", {"a": "NaN", "b": [1]})]),
+    ),
+    (
+        "lfm2",
         '<|tool_call_start|>[{"name": "time", "arguments": {"city": "Oslo ö"}}]<|tool_call_end|>',
         *("", [OSLO]),
     ),
@@ -126,6 +137,12 @@ def test_calls_are_separated_from_content_at_any_boundary(name, text, content, c
         "",
         "[]",
         "<function=f",
+        "<function=f><parameter=a>1",
+        "<function=f><parameter=a>1</function>",
+        '{"name": "f", "arguments": {"a": "\\ud83d"}}',
+        '{"name": ""}',
+        "f(a=1)(b=2)",
+        "f(a=1, a=2)",
         "f",
         "f(1)",
         "f(**{'a': 1})",

@@ -169,8 +169,16 @@ def test_steps_run_ahead_only_without_a_grammar(monkeypatch):
         ({"enum": ["a" * 2**16]}, "must have at most 65536 characters; got 65"),
         ({"$ref": "#"}, "no text of tokens satisfies it"),
         ({"allOf": [{"type": "string"}, {"type": "null"}]}, "Unsatisfiable"),
-        ({"type": "integer", "multipleOf": 999_999_937}, "fuel exhausted"),
-        ({"type": "string", "pattern": "(?=a)b"}, "regex parse error"),
+        ({"type": "integer", "multipleOf": 1_000_003}, "at most 50000 remainders .*got 1000003"),
+        ({"type": "number", "multipleOf": 0.123457}, "got 123457"),
+        ({"properties": {n: {"multipleOf": 997} for n in "abc"}, "allOf": []}, "got 997, 997, 997"),
+        ({"items": [{"multipleOf": 997 + n} for n in range(51)]}, "got 1047, 1046"),
+        ({"allOf": [{"pattern": f".*{c}.*"} for c in "abcdefghi"]}, "at most 8 of 'pattern'"),
+        (
+            {"$defs": {c: {"$ref": "#", "format": c} for c in "abcdefghi"}},
+            "beside other keys; got 9",
+        ),
+        ({"type": "string", "pattern": "(?=a)b"}, "regex parse error: error: look-around"),
         ({"type": "string", "pattern": "(" * 9000}, "regex parse error"),
         ({"type": "array", "uniqueItems": True}, "Unimplemented keys"),
         (

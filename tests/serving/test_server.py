@@ -19,6 +19,7 @@ pytest.importorskip("openai")
 import openai
 
 from keras_recurrent.chat.preprocessing import plain_preprocessor
+from keras_recurrent.generation.batch import Batch
 from keras_recurrent.generation.grammar import GrammarError, Matcher
 from keras_recurrent.models import GriffinCausalLM, SamplingParams
 from keras_recurrent.serving import Engine, protocol
@@ -224,19 +225,20 @@ def test_response_format_gives_json(client):
     assert answer.message.content.startswith("{")
 
 
-def test_grammar_that_exceeds_a_limit_ends_its_request_alone(server, monkeypatch):
+@pytest.mark.parametrize(("owner", "name"), [(Matcher, "consume"), (Batch, "make_matcher")])
+def test_grammar_that_exceeds_a_limit_ends_its_request_alone(server, monkeypatch, owner, name):
     """The error is one of the server, or it ends the engine."""
-    consume, form = Matcher.consume, {"type": "json_object"}
+    function, form = getattr(owner, name), {"type": "json_object"}
 
-    def fail(matcher, token):
+    def fail(*arguments):
         raise GrammarError("`grammar` cannot be continued")
 
-    monkeypatch.setattr(Matcher, "consume", fail)
-    fields = {"prompt": "a", "response_format": form}
+    monkeypatch.setattr(owner, name, fail)
+    fields = {"prompt": "a", "response_format": form, "n": 2}
     words = "`response_format` cannot be continued"
     assert_error(post(server, **fields), 400, "response_format", words)
     assert words in post(server, **fields, stream=True).text
-    monkeypatch.setattr(Matcher, "consume", consume)
+    monkeypatch.setattr(owner, name, function)
     assert post(server, **fields).status_code == 200
 
 
