@@ -102,16 +102,19 @@ def main():
     arguments.file.parent.mkdir(parents=True, exist_ok=True)
     describe = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(describe, cwd=ROOT, text=True, capture_output=True).stdout.strip()
-    report = f"# Pallas kernels on a TPU\n\n{datetime.date.today()}, commit {commit or 'unknown'}\n"
+    title = (
+        "Trial on a CPU, without times of kernels" if arguments.toy else "Pallas kernels on a TPU"
+    )
+    report = f"# {title}\n\n{datetime.date.today()}, commit {commit or 'unknown'}\n"
     failed = []
     for step in STEPS:
         print(f"\n{step.title}, at most {step.minutes} minutes", flush=True)
         status, section = run(step, arguments.toy)
         report += f"\n{section}"
-        arguments.file.write_text(report, encoding="utf-8")
         failed += [step.title] if status else []
-        if failed == ["Devices"]:
+        if failed == ["Devices"]:  # an earlier report stays
             raise SystemExit("JAX finds no TPU: see the error above. --toy tries this on a CPU.")
+        arguments.file.write_text(report, encoding="utf-8")
     print(f"\nPlease send back {arguments.file}. Steps that failed: {', '.join(failed) or 'none'}")
 
 

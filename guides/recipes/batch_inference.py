@@ -44,6 +44,15 @@ def missing_parts(paths, folder, lines):
                     yield {**place, "output": str(output)}
 
 
+def read_line(text):
+    """Returns the JSON object in a line, or one without a prompt if the line has none."""
+    try:
+        line = json.loads(text)
+    except ValueError:
+        line = None
+    return line if isinstance(line, dict) else {"line": text}
+
+
 class Generator:
     """Generates the answers of parts, with one engine.
 
@@ -69,7 +78,7 @@ class Generator:
         with open(part["input"], "rb") as file:
             file.seek(part["offset"])
             text = file.read(part["size"]).decode()
-        lines = [json.loads(line) for line in text.split("\n") if line.strip()]
+        lines = [read_line(line) for line in text.split("\n") if line.strip()]
         requests = [self.submit(line, part["first"] + i) for i, line in enumerate(lines)]
         answers = [
             {"error": str(request)}
