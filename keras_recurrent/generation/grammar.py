@@ -24,7 +24,7 @@ MAX_COMPILED = 16  # grammars that are kept for later sequences
 # Of a JSON schema. llguidance makes a state for each remainder of `multipleOf`, and in an
 # intersection, for each combination of the states of its parts, which its limits do not bound.
 MAX_REMAINDERS, MAX_PATTERNS = 50_000, 8
-# Keys of a schema that need no intersection with the schema of a `$ref` beside them.
+# Keys of a schema that do not restrict what the `$ref` in the same schema allows.
 ANNOTATIONS = {"$ref", "$defs", "definitions", "$schema", "$comment", "x-guidance"}
 ANNOTATIONS |= {"title", "description", "default", "examples"}
 # Limits of llguidance, which allow about 10 ms for a mask and 50 MB for a grammar.
