@@ -6,7 +6,8 @@
   which the tests compare all other folders;
 - `jax/`, `torch/` and `tensorflow/` are written in the framework alone and run on any device;
 - `pallas/` has kernels for TPU, on JAX; `triton/` has kernels for NVIDIA GPUs, on torch and JAX;
-- `cudnn/` calls softmax attention of NVIDIA's cuDNN, on torch and JAX.
+- `cudnn/` calls softmax attention of NVIDIA's cuDNN, on torch, for
+  sequences no longer than the window.
 
 `signatures.py` has the dimensions of the tensors and results of all operations but decoding steps.
 Argument checks, sharding rules and custom operators are made from it.
@@ -78,7 +79,7 @@ folder here needs no file for an operation that is not worth one.
   from the final state. Residuals are the inputs and outputs; everything else is recomputed in the
   backward pass. Exceptions: the largest logit and the sum of each softmax; in `triton/`, the next
   8 bits of a 16-bit output of attention, and the weights of pairs of tokens in chunks of 64 of
-  `gated_linear_attention` in bfloat16. `cudnn/` saves the residuals of cuDNN.
+  `gated_linear_attention` in bfloat16. `cudnn/` leaves this to torch.
 - Memory and time grow linearly with T.
 
 ## How to add one

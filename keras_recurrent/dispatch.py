@@ -44,7 +44,7 @@ def preference(interprets_triton):
             them in NumPy, on any device, which is slower than any other implementation.
     """
     orders = {
-        "jax": ("pallas", "triton", "cudnn", "jax"),  # cuDNN on JAX has not run
+        "jax": ("pallas", "triton", "jax"),
         "torch": ("cudnn", "triton", "torch"),
         "tensorflow": ("tensorflow",),
     }
@@ -318,7 +318,7 @@ def _resolve_on_jax(operation, name, kernel, arguments, is_chosen):
         row = IMPLEMENTATIONS[operation]
         kernels = {
             platform: row[name]
-            for name, platform in reversed(PLATFORMS.items())  # the first of a platform is kept
+            for name, platform in PLATFORMS.items()
             if not isinstance(row[name], str) and _reason(name, row[name], arguments, True) is None
         }
         function = _platforms.choose_at_lowering(row["jax"], **kernels)

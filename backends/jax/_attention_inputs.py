@@ -13,34 +13,20 @@ def attend_real_tokens_first(attend, token_kind, *tensors):
     """Calls `attend(tokens, *tensors)`, where `tokens` moves real tokens before all padding.
 
     If padding is already last, as in most batches, nothing is moved, because moving reads and
-    writes every tensor once more.
+    writes every tensor once more. The tensors enter the branches with heads and channels in one
+    axis; with an axis for heads, XLA would choose another layout for them and copy them.
     """
     if token_kind is None:
         return attend(None, *tensors)
-    first = _RealTokensFirst(token_kind)
-    return cond_on_flat_tensors(
-        first.always,
-        lambda *tensors: attend(first, *tensors),
-        lambda *tensors: attend(RealTokens(token_kind), *tensors),
-        tensors,
+    first, flat = _RealTokensFirst(token_kind), [flatten_heads(x) for x in tensors]
+
+    def attend_to(tokens):
+        given = zip(jax.lax.optimization_barrier(flat), tensors, strict=True)
+        return attend(tokens, *(x.reshape(like.shape) for x, like in given))
+
+    return jax.lax.cond(
+        first.always, lambda: attend_to(first), lambda: attend_to(RealTokens(token_kind))
     )
-
-
-def cond_on_flat_tensors(predicate, on_true, on_false, tensors):
-    """Calls `jax.lax.cond`, whose branches get the tensors with heads and channels in one axis.
-
-    With a separate axis for heads, XLA would choose another layout for the tensors and copy them.
-    """
-    flat = [flatten_heads(x) for x in tensors]
-
-    def branch(function):
-        def run():
-            given = zip(jax.lax.optimization_barrier(flat), tensors, strict=True)
-            return function(*(x.reshape(like.shape) for x, like in given))
-
-        return run
-
-    return jax.lax.cond(predicate, branch(on_true), branch(on_false))
 
 
 class _RealTokensFirst:

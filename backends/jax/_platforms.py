@@ -14,8 +14,7 @@ from jax.interpreters import ad, batching, mlir
 from ..constants import LOWEST_CAPABILITY
 from . import _gpu
 
-# {implementation: the only platform that it runs on}, in order of preference
-PLATFORMS = {"pallas": "tpu", "triton": "cuda", "cudnn": "cuda"}
+PLATFORMS = {"pallas": "tpu", "triton": "cuda"}  # of implementations that run on one platform only
 
 
 @functools.cache
@@ -161,7 +160,7 @@ def _lower(platform, ctx, *operands, branches):
 
 
 mlir.register_lowering(_switch, functools.partial(_lower, "default"))
-for _platform in set(PLATFORMS.values()):
+for _platform in PLATFORMS.values():
     mlir.register_lowering(_switch, functools.partial(_lower, _platform), platform=_platform)
 
 

@@ -34,7 +34,7 @@ BACKENDS = DOCS.parent / "backends"
 PORTABLE = BACKENDS.parent / "keras_recurrent" / "portable"
 # {implementations with the same operations: where they run}, in the order of preference
 FOLDERS = {
-    ("cudnn",): "torch and JAX, NVIDIA GPUs from compute capability 9.0",
+    ("cudnn",): "torch, NVIDIA GPUs from compute capability 9.0",
     ("pallas",): "JAX, TPUs",
     ("triton",): "torch and JAX, NVIDIA GPUs from compute capability 8.0",
     ("jax", "tensorflow"): "any device",

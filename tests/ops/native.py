@@ -74,7 +74,7 @@ def runs(implementation):
 
     `tests/triton/test_on_jax.py` lowers programs of JAX for GPUs on machines without one.
     """
-    if BACKEND != "jax" or implementation not in ("cudnn", "triton"):
+    if (BACKEND, implementation) != ("jax", "triton"):
         return True
     return os.environ.get("TRITON_INTERPRET") == "1" or jax.default_backend() == "gpu"
 

@@ -20,8 +20,8 @@ X = np.ones((1, 4, 2), "float32")
 @pytest.mark.parametrize(
     ("interprets_triton", "on_jax", "on_torch"),
     [
-        (False, ("pallas", "triton", "cudnn", "jax"), ("cudnn", "triton", "torch")),
-        (True, ("pallas", "cudnn", "jax", "triton"), ("cudnn", "torch", "triton")),
+        (False, ("pallas", "triton", "jax"), ("cudnn", "triton", "torch")),
+        (True, ("pallas", "jax", "triton"), ("cudnn", "torch", "triton")),
     ],
 )
 def test_kernels_precede_the_plain_implementation_unless_interpreted(

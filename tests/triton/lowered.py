@@ -13,7 +13,6 @@ import pytest
 import triton
 from jax import export
 
-import keras_recurrent
 from keras_recurrent import ops
 from keras_recurrent.backends.jax import _gpu
 from keras_recurrent.backends.triton._runtime import jax_functions
@@ -94,24 +93,6 @@ def test_program_has_the_kernels_of_the_platform_it_is_lowered_for(name):
     triton, pallas = count_kernels(program, "tpu")
     assert triton == 0
     assert (pallas > 0) == (name not in WITHOUT_PALLAS)
-
-
-@pytest.mark.parametrize(("window", "masked"), [(None, False), (100, False), (600, True)])
-def test_long_sequences_in_16_bits_are_lowered_for_cudnn(window, masked):
-    """cuDNN is not used, or its gradient; or a batch with packed documents has no kernels."""
-    q, k = array(B, 600, 4, 256), array(B, 600, 1, 256)
-    mask = {"mask": array(B, 600, dtype="bool")} if masked else {}
-
-    def attention(q, k, v, **mask):
-        with keras_recurrent.implementation("cudnn"):
-            return ops.sliding_window_attention(q, k, v, sliding_window=window, **mask)[0]
-
-    program = trace(attention, (q, k, k), mask)
-    text = program.lower(lowering_platforms=("cuda",)).as_text()
-    branches = 2 if masked else 1  # one if padding is last, else one that moves it
-    for call in ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"):
-        assert text.count(f"@{call}(") == branches
-    assert count_kernels(program, "cuda") == (8 if masked else 0, 0)
 
 
 @pytest.fixture

@@ -13,23 +13,23 @@ from ...jax import _shards
 from ...jax import sliding_window_attention as plain
 from . import banded_attention
 
-_QUERY, _KEY, _VALUE, OUTPUT = "B T G R K", "B T G K", "B T G V", "B T G R V"
-ARGUMENTS = (_QUERY, "B S G K", "B S G V", "B T", "B S")
-_RESIDUALS = (OUTPUT, OUTPUT, "B T G R", "B T G R")  # output, rest, origin, total
+_QUERY, _KEY, _VALUE, _OUTPUT = "B T G R K", "B T G K", "B T G V", "B T G R V"
+_ARGUMENTS = (_QUERY, "B S G K", "B S G V", "B T", "B S")
+_RESIDUALS = (_OUTPUT, _OUTPUT, "B T G R", "B T G R")  # output, rest, origin, total
 
 
 def forward(q, k, v, query_segments, key_segments, **options):
     """Returns the output and the residuals: all arrays of `banded_attention.forward`."""
-    arrays = banded_attention.results(merge_heads(q), k, v)
+    arrays = banded_attention.results(_merge_heads(q), k, v)
     results = [names for names, array in zip(_RESIDUALS, arrays, strict=True) if array is not None]
 
     def launch(q, k, v, query_segments, key_segments):
         k, v, visible = _visible(q, k, v, query_segments, key_segments, **options)
-        computed = banded_attention.forward(merge_heads(q), k, v, visible)
+        computed = banded_attention.forward(_merge_heads(q), k, v, visible)
         return tuple(x.reshape(*q.shape[:4], *x.shape[3:]) for x in computed if x is not None)
 
     residuals = iter(
-        distributed(launch, k, ARGUMENTS, results)(q, k, v, query_segments, key_segments)
+        _distributed(launch, k, _ARGUMENTS, results)(q, k, v, query_segments, key_segments)
     )
     residuals = [None if array is None else next(residuals) for array in arrays]
     return residuals[0], residuals
@@ -38,24 +38,26 @@ def forward(q, k, v, query_segments, key_segments, **options):
 def backward(q, k, v, query_segments, key_segments, residuals, d_output, *, dtype, **options):
     def launch(q, k, v, query_segments, key_segments, *residuals_and_gradient):
         k, v, visible = _visible(q, k, v, query_segments, key_segments, **options)
-        *flat, d_output = (None if x is None else merge_heads(x) for x in residuals_and_gradient)
+        *flat, d_output = (None if x is None else _merge_heads(x) for x in residuals_and_gradient)
         output, *sums = flat
         d_q, d_k, d_v = banded_attention.backward(
-            d_output, (None, None), output, sums, merge_heads(q), k, v, visible
+            d_output, (None, None), output, sums, _merge_heads(q), k, v, visible
         )
         return d_q.reshape(q.shape).astype(dtype), d_k.astype(dtype), d_v.astype(dtype)
 
-    run = distributed(launch, k, (*ARGUMENTS, *_RESIDUALS, OUTPUT), (_QUERY, "B S G K", "B S G V"))
+    run = _distributed(
+        launch, k, (*_ARGUMENTS, *_RESIDUALS, _OUTPUT), (_QUERY, "B S G K", "B S G V")
+    )
     return run(q, k, v, query_segments, key_segments, *residuals, d_output)
 
 
-def distributed(launch, k, arguments, results):
+def _distributed(launch, k, arguments, results):
     """The function on shards and under `jax.vmap`; query heads of a single key head are split."""
     channels = ("R",) if k.shape[2] == 1 else ("G",)
     return _shards.distributed(launch, arguments, results, channels)
 
 
-def merge_heads(x):
+def _merge_heads(x):
     """[B, T, G, R, ...] as [B, T, H, ...]."""
     return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 
