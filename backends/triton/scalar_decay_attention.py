@@ -376,18 +376,18 @@ def _walk_kernel(
             tl.store(pointers, result, is_token[:, None] & (e < V)[None, :])
         value_decay = decay_from_start if REVERSE else decay_to_end
         if terms is not None:
-            spans, is_first = tl.cdiv(chunks, SPAN), chunk % SPAN == 0
+            spans = tl.cdiv(chunks, SPAN)
             span = head.to(tl.int64) * spans + chunk // SPAN
-            if not REVERSE:
-                tl.store(across + span * K * V + offsets, state, valid & is_first)
+            if not REVERSE and chunk % SPAN == 0:
+                tl.store(across + span * K * V + offsets, state, valid)
         chunk_decay = exp_of_decays(log_total, FINE)  # computed here, it spills fewer registers
         decay *= chunk_decay
         value = value.to(tl.float32) * value_decay[:, None]
         state = product(tl.trans(key), value, state * chunk_decay, SHORT)
-        if terms is not None and REVERSE:
-            before = tl.load(states + span * K * V + offsets, valid & is_first, other=0.0)
+        if terms is not None and REVERSE and chunk % SPAN == 0:
+            before = tl.load(states + span * K * V + offsets, valid, other=0.0)
             pairs = tl.sum(tl.sum(before * state, 1), 0)
-            tl.store(across + tile.to(tl.int64) * heads * spans + span, pairs, is_first)
+            tl.store(across + tile.to(tl.int64) * heads * spans + span, pairs)
 
     if output is None:
         line = part * heads + head
