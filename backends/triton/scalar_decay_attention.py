@@ -298,6 +298,7 @@ def _walk_kernel(
     V_SHARE: tl.constexpr,
     IS_CONSTANT: tl.constexpr,
     SPAN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Stores the outputs, each computed from the tokens up to it, or, if REVERSE, from it on.
 
@@ -310,6 +311,8 @@ def _walk_kernel(
     has the shape of v, and added over the tile; None if they are not needed.
     across: with `terms`, the states before spans of SPAN chunks, or, if REVERSE, their inner
     products with `states`.
+    STAGES: the number of stages of the loop's pipeline. If it is None, Triton uses `num_stages` and
+    loads only operands of products in advance; otherwise, it also loads `factor` in advance.
     """
     FINE: tl.constexpr = not SHORT
     tiles = tl.cdiv(V, BLOCK_V)
@@ -344,7 +347,7 @@ def _walk_kernel(
             state, initial, totals, decays, offsets, valid, part, subsegments, heads, head, K, V
         )
 
-    for i in range(start, end):
+    for i in tl.range(start, end, num_stages=STAGES):
         chunk = chunks - 1 - i if REVERSE else i
         first = b.to(tl.int64) * T + chunk * CHUNK
         token, qk_token = first * H + h, first * qk_heads + h // QK_SHARE
@@ -515,6 +518,7 @@ def _walk(
         options = {"CHUNK": sizes.chunk, "SHORT": sizes.short, "REVERSE": reverse, "SPAN": span}
         options |= {"QK_SHARE": heads // q.shape[2], "V_SHARE": heads // v.shape[2]}
         options |= {"IS_CONSTANT": is_constant, **blocks.options(sizes)}
+        options["STAGES"] = None if factor is None else blocks.num_stages
         programs = batch * heads * tiles
         split = _choose_split(programs, sizes.chunks, concurrent=2 if blocks.num_stages == 2 else 1)
         strides = (1, keys) if transposed else (values, 1)
@@ -523,7 +527,7 @@ def _walk(
             numbers=(*strides, split.subsegments),
             sums=(state_shape, (batch, heads)),
             split=split,
-            sum_options={"num_stages": BLOCKS[sizes.short, wide][0].num_stages},
+            sum_options={"num_stages": BLOCKS[sizes.short, wide][0].num_stages, "STAGES": None},
         )
 
     name += " transposed" * transposed + " backward" * reverse
