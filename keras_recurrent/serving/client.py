@@ -54,11 +54,12 @@ class Limits(NamedTuple):
 class EngineClient:
     """Base class of engines: checks and tokenizes prompts, and makes the text of answers.
 
-    `OpenRequests.read` makes the text of the new tokens of each step: in the text thread of an
-    `Engine`, or in the event loop of a server whose engine runs in another process.
+    `OpenRequests.deliver` makes the text of the new tokens of each step: in the generation thread
+    of an `Engine`, or in the event loop of a server whose engine runs in another process.
 
     Args:
-        link: the `RequestScheduler`, or a `RemoteLink` to that of another process.
+        link: the `RequestScheduler`, or a `RemoteLink` to that of another process. Its `emit` is
+            set.
         preprocessor: the preprocessor, which may be one without Keras, or None.
         limits: the `Limits`.
     """
@@ -66,6 +67,7 @@ class EngineClient:
     def __init__(self, link, preprocessor, limits):
         self.preprocessor, self.limits, self._link = preprocessor, limits, link
         self._requests, self._message_ends = OpenRequests(), MessageEnds(preprocessor)
+        link.emit = self._requests.deliver
         self._pid, self._num_requests = os.getpid(), 0
 
     @explains_options
@@ -194,9 +196,6 @@ class EngineClient:
         """True after `close`, and after a failure."""
         return self._link.is_closed or self._requests.is_closed
 
-    def attach(self, loop):
-        """Makes the event loop of a server read results, if no thread of the engine reads them."""
-
     def stats(self):
         """Returns a dictionary of the current load, and of counts since the engine was created.
 
@@ -250,7 +249,7 @@ class OpenRequests:
         lock: held while requests are added.
         is_closed: boolean, True after the last result of the engine.
         have_ended: a `threading.Event` that is set when all requests have ended after this result.
-        thread: integer, the id of the thread that called `read`, or None.
+        thread: integer, the id of the thread that calls `deliver`, or None.
     """
 
     def __init__(self):
@@ -268,30 +267,21 @@ class OpenRequests:
     def add(self, number, request):
         self._requests[number] = request
 
-    def read_all(self, link):
-        """Passes all results of an engine to their requests."""
-        while not self.have_ended.is_set():
-            self.read(link)
+    def deliver(self, results):
+        """Passes results of an engine, a list of tuples, to their requests.
 
-    def read(self, link):
-        """Passes the next results to their requests. If the engine has ended, all requests end."""
-        self.thread, is_open = threading.get_ident(), False
-        try:
-            results = link.receive()
-            for number, *result in results or ():
-                request = self._requests.get(number)
-                if request is not None and (end := request._receive(*result)):
-                    del self._requests[number]
-                    request._end(*end)
-            is_open = results is not None
-        finally:
-            if not is_open:
-                self._end_all()
-
-    def _end_all(self):
-        with self.lock:
-            self.is_closed = True
-        for request in list(self):
-            request._end(None, None, EngineClosed("The engine ended before the request."))
-        self._requests.clear()
-        self.have_ended.set()
+        None: the engine has ended, and all requests end.
+        """
+        self.thread = threading.get_ident()
+        for number, *result in results or ():
+            request = self._requests.get(number)
+            if request is not None and (end := request._receive(*result)):
+                del self._requests[number]
+                request._end(*end)
+        if results is None:
+            with self.lock:
+                self.is_closed = True
+            for request in list(self):
+                request._end(None, None, EngineClosed("The engine ended before the request."))
+            self._requests.clear()
+            self.have_ended.set()

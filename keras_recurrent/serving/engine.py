@@ -23,8 +23,9 @@ from keras_recurrent.serving.sequence import RequestScheduler
 class Engine(EngineClient):
     """Generates for many requests at once, which join and leave at any token.
 
-    The generation thread launches all work on the device. All active requests decode in one step of
-    `num_slots` sequences. Prompts are processed in chunks between two steps, in the order of
+    The generation thread launches all work on the device, and makes the text of new tokens while
+    the device computes the next step. All active requests decode in one step of `num_slots`
+    sequences. Prompts are processed in chunks between two steps, in the order of
     `submit`; docs/serving.md has the number and the delay of chunks. Prompts are cut at fixed
     positions and at ends of messages, so that the tokens of a request do not depend on other
     requests, except through the prefix cache, which changes rounding.
@@ -111,12 +112,10 @@ class Engine(EngineClient):
         saved = prefixes.is_enabled, interval
         limits = Limits(num_slots, max_queued, max_length, size, *saved)
         super().__init__(self._scheduler, model.preprocessor, limits)
-        # The threads do not reference the engine: after its garbage collection, they finish all
-        # requests and end.
+        # The thread does not reference the engine: after its garbage collection, it finishes all
+        # requests and ends.
         weakref.finalize(self, self._scheduler.close).atexit = False
         self._thread = threading.Thread(target=self._scheduler.run, name="engine", daemon=True)
-        read, link = self._requests.read_all, [self._scheduler]
-        threading.Thread(target=read, args=link, name="engine text", daemon=True).start()
         self._thread.start()
 
     def _resolve_sampling(self, sampling):

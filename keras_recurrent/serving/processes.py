@@ -5,6 +5,7 @@ The HTTP process also converts text, and sends calls of the scheduler. Each of t
 other one does.
 """
 
+import asyncio
 import collections
 import contextlib
 import gc
@@ -28,9 +29,14 @@ SIGNALS = signal.SIGINT, signal.SIGTERM
 
 
 class RemoteLink:
-    """Connection of a `RemoteEngine` to the scheduler in the engine process."""
+    """Link of an `EngineClient` to the scheduler in the engine process.
 
-    error = None
+    The event loop of the server reads the connection and makes the text. If a thread did so, the
+    event loop would wait after each event that it sends until that thread releases Python's global
+    interpreter lock.
+    """
+
+    error = emit = None
 
     def __init__(self, connection, stats):
         self.connection, self._stats = connection, stats
@@ -43,42 +49,31 @@ class RemoteLink:
         self._unsent.append((name, arguments, options))
         with self._lock:
             calls = [self._unsent.popleft() for _ in range(len(self._unsent))]
-            with contextlib.suppress(OSError):  # `receive` tells that the process has ended
+            with contextlib.suppress(OSError):  # `attach` tells that the process has ended
                 if calls:
                     self.connection.send(calls)
 
-    def receive(self):
-        message = None
-        with contextlib.suppress(EOFError, OSError):
-            message = self.connection.recv()
-        if message is None:
-            self.has_failed = not self.is_closed
-            return None
-        self._stats, results = message
-        return results
+    def attach(self, loop, on_end):
+        """Makes an event loop deliver results; calls `on_end()` after the last one."""
+
+        def read():
+            while self.connection.poll():  # all that have arrived, so that they are sent together
+                message = None
+                with contextlib.suppress(EOFError, OSError):
+                    message = self.connection.recv()
+                if message is None:
+                    self.has_failed = not self.is_closed
+                    loop.remove_reader(self.connection)
+                    self.emit(None)
+                    on_end()
+                    return
+                self._stats, results = message
+                self.emit(results)
+
+        loop.add_reader(self.connection, read)
 
     def stats(self):
         return self._stats
-
-
-class RemoteEngine(EngineClient):
-    """Client of an engine in another process, with a `RemoteLink`.
-
-    The event loop of the server makes the text. If a text thread did so, the event loop would wait
-    after each event that it sends until that thread releases Python's global interpreter lock.
-    """
-
-    def attach(self, loop):
-        connection, requests = self._link.connection, self._requests
-
-        def read():
-            # Tokens of all messages that have arrived are sent together.
-            while not requests.is_closed and connection.poll():
-                requests.read(self._link)
-            if requests.is_closed:
-                loop.remove_reader(connection)
-
-        loop.add_reader(connection, read)
 
 
 def bind(host, port):
@@ -191,6 +186,19 @@ def load_preprocessor(preset, attributes):
     return preprocessor
 
 
+def run_server(server, link):
+    """Runs a `Server` until its shutdown or the end of the engine process of a `RemoteLink`."""
+
+    def end():
+        if link.has_failed:
+            log.error("The engine process has ended")
+        server.should_exit = True
+
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        link.attach(runner.get_loop(), end)
+        runner.run(server.serve())
+
+
 def serve_http(listener, connection):
     """Serves HTTP until a signal, or the end of the engine process; returns the exit code."""
     from keras_recurrent.serving.server import Server, create_app
@@ -201,16 +209,8 @@ def serve_http(listener, connection):
     logging.basicConfig(level=logging.WARNING)
     log.setLevel(logging.INFO)
     link = RemoteLink(connection, stats)
-    engine = RemoteEngine(link, preprocessor, limits)
+    engine = EngineClient(link, preprocessor, limits)
     server = Server(create_app(engine, **app), listener, **options)
-
-    def exit_with_engine():
-        engine._requests.have_ended.wait()
-        if link.has_failed:
-            log.error("The engine process has ended")
-        server.should_exit = True
-
-    threading.Thread(target=exit_with_engine, daemon=True).start()
     # The event loop must not wait 5 ms, Python's default, for a thread that tokenizes a prompt.
     sys.setswitchinterval(1e-4)
     gc.collect()
@@ -218,5 +218,5 @@ def serve_http(listener, connection):
     gc.set_threshold(10_000)  # a request creates hundreds of objects
     for number in SIGNALS:  # uvicorn raises them again after it has ended
         signal.signal(number, lambda *_: None)
-    server.run()
+    run_server(server, link)
     return 1 if link.has_failed else 0

@@ -21,11 +21,11 @@ class EngineClosed(RuntimeError):
 
 
 def check_process(pid):
-    """Raises an `EngineClosed` unless this is the process `pid`, which has the engine's threads."""
+    """Raises an `EngineClosed` unless this is the process `pid`, which has the engine's thread."""
     if pid != os.getpid():
         raise EngineClosed(
             f"The engine runs in process {pid}, of which this process, {os.getpid()}, is a fork "
-            "without the engine's threads. Create the engine after the fork."
+            "without the engine's thread. Create the engine after the fork."
         )
 
 
@@ -161,17 +161,17 @@ class EngineRequest:
     def add_done_callback(self, function):
         """Calls `function(request)` at the end of the request, or at once if it has ended.
 
-        It runs in the text thread, which it must not block, or in the calling thread if the request
-        has already ended. Its errors are logged, `SystemExit` as well.
+        It runs in the generation thread, which it must not block, or in the calling thread if the
+        request has already ended. Its errors are logged, `SystemExit` as well.
         """
         self._future.add_done_callback(lambda future: self._call(function, self))
 
     def set_listener(self, function):
         """Passes deltas to `function(delta)` instead of the iterator.
 
-        Earlier deltas are passed in the calling thread, later ones in the text thread, which
-        `function` must not block. If `function` raises an error, the error is logged,
-        the request is cancelled, and `function` is not called again.
+        Earlier deltas are passed in the calling thread, later ones in the generation thread, which
+        `function` must not block. If `function` raises an error, the error is logged, the request
+        is cancelled, and `function` is not called again.
         """
         with self._changed:
             self._listener = function
@@ -195,8 +195,8 @@ class EngineRequest:
         if self._text is not None and error is None:
             try:
                 num_tokens = self._text.read(token_ids, finish_reason is not None)
-            except UnicodeDecodeError as invalid:  # of a strict tokenizer
-                error = invalid
+            except Exception as failure:  # of the tokenizer, such as a UnicodeDecodeError
+                error = failure
                 self.cancel()
             else:
                 if self._text.is_stopped:

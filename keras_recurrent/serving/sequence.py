@@ -1,6 +1,5 @@
 """Requests of an engine as token ids, which the generation thread generates."""
 
-import queue
 from typing import Any
 
 import numpy as np
@@ -15,19 +14,19 @@ from keras_recurrent.serving.request import EngineClosed
 class RequestScheduler(Scheduler):
     """Scheduler of numbered requests, whose results are passed on once per step.
 
-    `submit`, `cancel`, `stop`, `close` and `receive` may be called from any thread.
+    `submit`, `cancel`, `stop` and `close` may be called from any thread.
 
     Attributes:
         emit: a function of a list of results, tuples of the number of a request and the arguments
-            of `EngineRequest._receive`. It is called with an empty list before the engine becomes
-            idle, and with None at the end of `run`.
-        receive: a function that waits for an argument of `emit`, and returns it.
+            of `EngineRequest._receive`. The generation thread calls it after the tokens of each
+            step, with an empty list before the engine becomes idle, and with None at the end of
+            `run`. An `EngineClient` sets it.
     """
+
+    emit: Any = None
 
     def __init__(self, batch, chunks, prefixes):
         super().__init__(batch, chunks, prefixes)
-        results: queue.SimpleQueue = queue.SimpleQueue()
-        self.emit, self.receive = results.put, results.get
         self._results: list[tuple] = []
         self._numbered: dict[int, RequestSequence] = {}
 

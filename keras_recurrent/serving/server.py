@@ -372,7 +372,6 @@ class Server(uvicorn.Server):
         await super().serve(sockets or [self._listener])
 
     async def startup(self, sockets=None):
-        self._service.engine.attach(asyncio.get_running_loop())
         await super().startup(sockets)
         host, port = self._listener.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host

@@ -24,8 +24,8 @@ from keras_recurrent.generation.grammar import GrammarError, Matcher
 from keras_recurrent.models import GriffinCausalLM, SamplingParams
 from keras_recurrent.serving import Engine, protocol
 from keras_recurrent.serving import server as server_module
-from keras_recurrent.serving.client import Limits
-from keras_recurrent.serving.processes import RemoteEngine, RemoteLink, bind, run_scheduler
+from keras_recurrent.serving.client import EngineClient, Limits
+from keras_recurrent.serving.processes import RemoteLink, bind, run_scheduler, run_server
 from keras_recurrent.serving.server import Server, create_app
 from tests.serving.soak import metrics
 
@@ -55,7 +55,10 @@ def running(engine, grace_period=5, max_connections=1024, **options):
     """Serves an engine on a free port; yields the server, with its address as `url`."""
     app = create_app(engine, "tiny", **options)
     server = Server(app, bind("127.0.0.1", 0), max_connections, grace_period)
-    thread = threading.Thread(target=server.run)
+    link, run = engine._link, server.run
+    if isinstance(link, RemoteLink):
+        run = functools.partial(run_server, server, link)
+    thread = threading.Thread(target=run)
     thread.start()
     while not server.started:
         time.sleep(0.01)
@@ -78,7 +81,7 @@ def remote(engine):
     thread.start()
     preprocessor = pickle.loads(pickle.dumps(plain_preprocessor(engine.preprocessor)))
     try:
-        yield RemoteEngine(RemoteLink(ours, scheduler.stats()), preprocessor, engine.limits)
+        yield EngineClient(RemoteLink(ours, scheduler.stats()), preprocessor, engine.limits)
     finally:
         ours.close()
         thread.join(20)
@@ -654,7 +657,8 @@ def test_failed_engine_is_an_error_and_unhealthy(small_model, monkeypatch):
 def test_messages_that_have_arrived_are_read_together():
     """Tokens pile up in the connection, and stop the engine, if the event loop is slower."""
     ours, theirs = multiprocessing.Pipe()
-    engine, found, counts = RemoteEngine(RemoteLink(ours, {}), None, LIMITS), [], []
+    link, found, counts = RemoteLink(ours, {}), [], []
+    engine = EngineClient(link, None, LIMITS)
     request = engine.submit([1], SamplingParams(temperature=0), stop_token_ids=None)
     for token in (5, 6):
         theirs.send(({}, [(1, [token], [], None, 0, None)]))
@@ -665,9 +669,8 @@ def test_messages_that_have_arrived_are_read_together():
         loop.call_soon(lambda: counts.append(len(found)))
 
     request.set_listener(record)
-    engine.attach(loop)
+    link.attach(loop, loop.stop)
     loop.call_later(20, loop.stop)
-    request.add_done_callback(lambda request: loop.call_soon(loop.stop))
     theirs.close()
     loop.run_forever()
     loop.close()

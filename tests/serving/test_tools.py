@@ -48,12 +48,17 @@ class Script:
         grammars: a list of the grammars of the requests.
     """
 
-    is_closed, error = False, None
+    is_closed, error, emit = False, None, None
 
     def __init__(self, token_ids):
         self._token_ids, self._results, self.prompts = token_ids, queue.SimpleQueue(), []
         self.grammars = []
-        self.receive = self._results.get
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self):
+        for results in iter(self._results.get, None):
+            self.emit(results)
+        self.emit(None)
 
     def send(self, name, number=None, tokens=None, params=None, *arguments, **options):
         if name == "close":
@@ -76,9 +81,7 @@ def serve(preprocessor, token_ids):
     """Returns a context manager of a server with scripted answers, and the `Script`."""
     script = Script([*map(int, token_ids)])
     limits = Limits(4, 100, 4000, 2000, saves_states=False, state_interval=0)
-    client = EngineClient(script, preprocessor, limits)
-    threading.Thread(target=client._requests.read_all, args=[script], daemon=True).start()
-    return running(client), script
+    return running(EngineClient(script, preprocessor, limits)), script
 
 
 def simplify(tool_calls):
