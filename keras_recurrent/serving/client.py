@@ -58,7 +58,7 @@ class EngineClient:
     of an `Engine`, or in the event loop of a server whose engine runs in another process.
 
     Args:
-        link: the `RequestScheduler`, or a `RemoteLink` to that of another process. Its `emit` is
+        link: the `Scheduler`, or a `RemoteLink` to that of another process. Its `emit` is
             set.
         preprocessor: the preprocessor, which may be one without Keras, or None.
         limits: the `Limits`.

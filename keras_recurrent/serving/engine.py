@@ -17,7 +17,7 @@ from keras_recurrent.generation.samplers import resolve_sampling
 from keras_recurrent.generation.sampling_params import SamplingParams
 from keras_recurrent.serving.client import EngineClient, Limits
 from keras_recurrent.serving.prefix_cache import PrefixCache
-from keras_recurrent.serving.sequence import RequestScheduler
+from keras_recurrent.serving.scheduler import Scheduler
 
 
 class Engine(EngineClient):
@@ -105,7 +105,7 @@ class Engine(EngineClient):
         except BaseException:
             prefixes.close()
             raise
-        self._scheduler = RequestScheduler(batch, self._chunks, prefixes)
+        self._scheduler = Scheduler(batch, self._chunks, prefixes)
         size = model.backbone.vocabulary_size
         # Chunks end at these positions anyway.
         interval = prefill_chunk * math.ceil(prefix_cache_interval / prefill_chunk)

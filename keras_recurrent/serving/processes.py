@@ -150,7 +150,7 @@ class HTTPProcess:
 
 
 def run_scheduler(scheduler, connection):
-    """Lets a `RequestScheduler` serve a `RemoteLink`, until the connection ends.
+    """Lets a `Scheduler` serve a `RemoteLink`, until the connection ends.
 
     Returns True if the other side ended without closing the scheduler, or the scheduler failed.
     """

@@ -18,7 +18,7 @@ LETTERS = [byte + 3 for byte in b"abcdefgh "]
 
 
 class Letters:
-    """Stub of a `RequestScheduler`."""
+    """Stub of a `Scheduler`."""
 
     is_closed, error, emit = False, None, staticmethod(lambda results: None)
 

@@ -1,12 +1,18 @@
-"""Order of work on the device: chunks of prompts between decoding steps."""
+"""Order of work on the device for requests: chunks of prompts between decoding steps."""
 
 import collections
 import threading
 import time
 from typing import Any
 
+import numpy as np
+
 from keras_recurrent.generation.decoding_loop import DecodingLoop
+from keras_recurrent.generation.grammar import GrammarError
 from keras_recurrent.generation.prompt_tokens import MIN_TOKENS
+from keras_recurrent.generation.sampling_params import TokenLogprobs, answer_seeds
+from keras_recurrent.generation.sequence import Sequence
+from keras_recurrent.serving.request import EngineClosed
 
 # While n requests are queued although slots are free, the bound on delays of steps is multiplied by
 # 1 + n // `WAITING_PER_FACTOR`, at most by `MAX_FACTOR`.
@@ -15,9 +21,9 @@ SECONDS_PER_SEARCH = 0.02  # between two searches of the queue for ended request
 
 
 class Scheduler(DecodingLoop):
-    """Decodes the sequences of a queue, on the thread that calls `run`.
+    """Generates for numbered requests, on the generation thread, which calls `run`.
 
-    Other threads may call `add` and `close`, and read properties.
+    Other threads may call `send` and `cancel_all`, and read attributes.
 
     Args:
         batch: the `Batch`, after `prepare_slots`.
@@ -25,12 +31,15 @@ class Scheduler(DecodingLoop):
         prefixes: the `PrefixCache`.
 
     Attributes:
-        num_tokens, num_prompt_tokens: integers, numbers of generated tokens and of processed prompt
-            tokens.
         changed: a `threading.Condition` that is notified of new sequences and of `close`.
         is_closed: boolean, True after `close` and after a failure.
         error: the error of a failure, or None.
+        emit: a function of a list of results, tuples of the number of a request and the arguments
+            of `EngineRequest._receive`. `run` calls it after the tokens of each step, with an empty
+            list before it waits for requests, and with None at its end. An `EngineClient` sets it.
     """
+
+    emit: Any = None
 
     def __init__(self, batch, chunks, prefixes):
         super().__init__(batch)
@@ -42,14 +51,49 @@ class Scheduler(DecodingLoop):
         self._ready: list[Any] = []  # sequences that wait for a slot
         self._running_chunks: Any = None  # remaining parts of chunks, and the cost of one part
         self._debt = 0  # cost beyond the budget, subtracted from later budgets
-        self._next_search = 0.0
-        self.num_prompt_tokens = 0
+        self._next_search, self._num_prompt_tokens = 0.0, 0
+        self._results: list[tuple] = []
+        self._numbered: dict[int, RequestSequence] = {}  # sequences that have not ended
 
-    def add(self, sequence):
-        """Appends a sequence to the queue."""
+    def send(self, name, *arguments, **options):
+        """Calls `submit`, `cancel`, `stop` or `close`, as another process does."""
+        getattr(self, name)(*arguments, **options)
+
+    def submit(self, number, *arguments, **options):
+        """Adds a request, and requests with the next numbers for further answers to its prompt.
+
+        Arguments are as in `RequestSequence`.
+        """
+        prompt, params, seed, *others = arguments
+        sequences = [
+            RequestSequence(each, self._add_result, prompt, params, seed, *others, **options)
+            for each, seed in enumerate(answer_seeds(params, seed), number)
+        ]
+        for sequence in sequences:
+            try:
+                sequence.matcher = self.batch.make_matcher(params, sequence.stop_token_ids)
+            except GrammarError as error:  # the client has compiled it, perhaps with more memory
+                sequence.error = error
+        self._numbered |= dict(enumerate(sequences, number))
+        sequences[0].copies = sequences[1:]
         with self.changed:
-            self._queue.append(sequence)
+            self._queue.append(sequences[0])
             self.changed.notify_all()
+
+    def cancel(self, number):
+        """Ends a request, unless it has ended."""
+        self.stop(number, None)
+
+    def stop(self, number, num_tokens):
+        """Ends a request after `num_tokens` new tokens, which complete a stop string."""
+        if (sequence := self._numbered.get(number)) is not None:
+            sequence.end_from_outside(num_tokens)
+
+    def cancel_all(self):
+        """Ends all requests, and `run`."""
+        self.close()
+        for sequence in list(self._numbered.values()):
+            sequence.end_from_outside(None)
 
     def run(self):
         """Decodes until `close` is called and all sequences have ended, or until an error."""
@@ -64,26 +108,41 @@ class Scheduler(DecodingLoop):
         except BaseException as error:
             with self.changed:
                 self.is_closed, self.error = True, error
-            self._fail(error)
+            self._running_chunks = self._launched = None
+            for sequence in list(self._numbered.values()):
+                sequence.fail(error)
         finally:
-            self.batch.close()
-            self._prefixes.close()
+            self._deliver()
+            try:
+                self.batch.close()
+                self._prefixes.close()
+            finally:
+                self.emit(None)
 
     def close(self):
-        """Ends `run` after the last sequence; no sequences may be added from now on."""
+        """Ends `run` after the last request; no requests may be added from now on."""
         with self.changed:
             self.is_closed = True
             self.changed.notify_all()
 
-    @property
-    def sequences(self):
-        """All sequences that have not ended. May be read from any thread."""
-        # The lists are read in the order in which sequences move through them. A sequence is added
-        # to the next list before it is removed from the last one, so that none is missed.
-        with self.changed:
-            queued = list(self._queue)
-        prompts, ready = [*self._prompts], [*self._ready]
-        return list(dict.fromkeys([*self.batch.active, *ready, *prompts, *queued]))
+    def stats(self):
+        """Returns the counts of `Engine.stats` that the scheduler knows."""
+        return {
+            "tokens": self.num_tokens,
+            "prompt_tokens": self._num_prompt_tokens,
+            "prefix_hits": self._prefixes.num_hits,
+            "prefix_tokens": self._prefixes.num_tokens,
+        }
+
+    def _add_result(self, number, *result):
+        self._results.append((number, *result))
+        if result[2] is not None:
+            self._numbered.pop(number, None)
+
+    def _deliver(self):
+        if self._results or self.is_idle:
+            results, self._results = self._results, []
+            self.emit(results)
 
     @property
     def is_idle(self):
@@ -205,7 +264,7 @@ class Scheduler(DecodingLoop):
         """Generator that processes a chunk of each sequence, one part each time it is resumed."""
         stops = [self._chunk_end(sequence) for sequence in sequences]
         are_saved = [e in self._saved_ends(s) for s, e in zip(sequences, stops, strict=True)]
-        self.num_prompt_tokens += sum(stops) - sum(s.num_processed for s in sequences)
+        self._num_prompt_tokens += sum(stops) - sum(s.num_processed for s in sequences)
         for _ in self._chunks.process(sequences, stops):
             yield True
         states = [s.state if saved else None for s, saved in zip(sequences, are_saved, strict=True)]
@@ -236,9 +295,102 @@ class Scheduler(DecodingLoop):
                 self._prefixes.add(consumed, state, sequence.salt)
         super()._end(sequence)
 
-    def _fail(self, error):
-        """Ends all sequences with an error, and drops what is in progress on the device."""
-        self._running_chunks = self._launched = None
-        for sequence in self.sequences:
-            if sequence.finish_reason is None:
-                sequence.fail(error)
+
+class RequestSequence(Sequence):
+    """Sequence of one request.
+
+    Args:
+        number: integer, by which the results name the request.
+        add_result: a function of the number and the arguments of `EngineRequest._receive`.
+        arguments: as in `Sequence`, without a listener.
+        deadline: time of `time.monotonic` after which the request ends, or None.
+        ends: integers, numbers of prompt tokens after which the state is saved.
+        salt: string, `cache_salt` of the request, or None.
+        num_top: integer, number of most probable tokens in the log probabilities of the prompt.
+            None: no log probabilities of the prompt.
+
+    Attributes:
+        num_top: the argument.
+        prompt_logprobs: a list of the `TokenLogprobs` of the processed prompt tokens and the next.
+        copies: a list of sequences with the same prompt, which is processed once; then empty.
+        num_cached: integer, number of tokens of the prompt from the prefix cache.
+        num_processed: integer, number of tokens of the prompt whose state is known.
+        state: the state of the backbone after these tokens, until the sequence has a slot. None if
+            no token was processed.
+        error: the error that ended the sequence, or None.
+    """
+
+    def __init__(self, number, add_result, *arguments, deadline, ends, salt, num_top=None):
+        super().__init__(*arguments)
+        self.ends, self.salt, self.num_top = ends, salt, num_top
+        self.prompt_logprobs = [TokenLogprobs(int(self.prompt[0]), None, {})]
+        self.num_cached, self.num_processed, self._num_sent = 0, 0, 0
+        self.state: Any = None
+        self.error: BaseException | None = None
+        self.copies: list[RequestSequence] = []
+        self._number, self._add_result, self._deadline = number, add_result, deadline
+        self._outside_end: tuple[str, int | None] | None = None
+
+    def add(self, token, logprobs=None):
+        """Like `Sequence.add`, but an error of the grammar only ends this request."""
+        try:
+            super().add(token, logprobs)
+        except GrammarError as error:
+            self.error = error
+            self.end("error")
+
+    def end_from_outside(self, num_tokens):
+        """Lets `end_reason` return `"stop"`, or `"cancelled"` if `num_tokens` is None."""
+        self._outside_end = "cancelled" if num_tokens is None else "stop", num_tokens
+
+    def end_reason(self, now):
+        """Returns `"cancelled"`, `"stop"`, `"timeout"`, `"error"` or None at a `time.monotonic`.
+
+        In the case of `"stop"`, the tokens after the stop string are dropped. The sequence does not
+        end while a copy still needs the prompt.
+        """
+        if any(copy.end_reason(now) is None for copy in self.copies):
+            return None
+        if self.error is not None:
+            return "error"
+        if self._outside_end is not None:
+            reason, num_tokens = self._outside_end
+            if num_tokens is not None:
+                self.stop(num_tokens)
+            return reason
+        return "timeout" if self._deadline is not None and now >= self._deadline else None
+
+    def take_copies(self):
+        """Returns the copies, with the state and log probabilities of the processed prompt."""
+        copies, self.copies = self.copies, []
+        for copy in copies:
+            copy.state, copy.prompt_logprobs = self.state, self.prompt_logprobs
+            copy.num_cached, copy.num_processed = self.num_cached, self.num_processed
+        return copies
+
+    def end(self, reason):
+        super().end(reason)
+        for copy in self.take_copies():
+            copy.end(reason)
+
+    @property
+    def tokens_in_state(self):
+        """Tokens in the state of the slot; None if it contains tokens beyond the sequence."""
+        count = len(self.token_ids) if self.ends_on_device else self.num_launched
+        if count > len(self.token_ids) + 1:
+            return None
+        return np.append(self.prompt, np.array(self.token_ids[: count - 1], "int32"))
+
+    def fail(self, error):
+        """Ends the sequence because of an error in the engine."""
+        self.copies = []
+        self.error = EngineClosed(f"The engine failed: {error!r}")
+        self.error.__cause__ = error
+        self.end("error")
+
+    def _notify(self):
+        first, self._num_sent = self._num_sent, len(self.token_ids)
+        new = self.token_ids[first:], self.logprobs[first:]
+        end = self.finish_reason, self.num_cached, self.error
+        prompt = None if first or self.num_top is None else self.prompt_logprobs
+        self._add_result(self._number, *new, *end, prompt)
