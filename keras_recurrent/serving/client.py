@@ -1,5 +1,6 @@
 """Submission of requests to an engine, and the text of its answers, without a framework."""
 
+import functools
 import os
 import threading
 import time
@@ -168,9 +169,8 @@ class EngineClient:
             requests, send = [], self._link.send
             first = self._num_requests + 1
             for number, text in enumerate(texts, first):
-                request = EngineRequest(
-                    len(tokens), text, lambda name, *counts, n=number: send(name, n, *counts)
-                )
+                stop = functools.partial(send, "stop", number)
+                request = EngineRequest(len(tokens), text, stop)
                 self._requests.add(number, request)
                 requests.append(request)
             self._num_requests += params.n

@@ -95,18 +95,18 @@ class EngineRequest:
         prompt_logprobs: as in `Completion`, from the first delta on.
     """
 
-    def __init__(self, num_prompt_tokens, text, send):
+    def __init__(self, num_prompt_tokens, text, stop):
         """Makes the request.
 
         Args:
             num_prompt_tokens: as above.
             text: the `StreamedText` of the answer, or None.
-            send: a function of `"cancel"`, or of `"stop"` and a number of tokens, which passes
-                them to the engine.
+            stop: a function of a number of new tokens after which the engine ends the request, or
+                of None, which cancels it.
         """
         self.num_prompt_tokens, self._pid = num_prompt_tokens, os.getpid()
         self._begin, self._first = time.monotonic(), None
-        self._text, self._send = text, send
+        self._text, self._stop = text, stop
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] | None = None
@@ -156,7 +156,7 @@ class EngineRequest:
 
     def cancel(self):
         """Ends the request, at the latest after two more tokens; later calls have no effect."""
-        self._send("cancel")
+        self._stop(None)
 
     def add_done_callback(self, function):
         """Calls `function(request)` at the end of the request, or at once if it has ended.
@@ -202,7 +202,7 @@ class EngineRequest:
                 if self._text.is_stopped:
                     token_ids, logprobs = token_ids[:num_tokens], logprobs[:num_tokens]
                     if finish_reason is None:
-                        self._send("stop", len(self._token_ids) + num_tokens)
+                        self._stop(len(self._token_ids) + num_tokens)
                     finish_reason = "stop"
                 text = self._text.take()
         if error is None:
@@ -225,7 +225,7 @@ class EngineRequest:
                 self._changed.notify_all()
 
     def _end(self, finish_reason, num_cached, error):
-        self._send = lambda *_: None  # releases the engine
+        self._stop = lambda num_tokens: None  # releases the engine
         if error is None:
             text = self._text and self._text.shown
             answer = text, self._token_ids, self._logprobs, finish_reason

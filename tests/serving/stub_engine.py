@@ -31,9 +31,6 @@ class Letters:
     def submit(self, number, tokens, params, seed, max_new_tokens, stops, **options):
         self._active[number] = max_new_tokens
 
-    def cancel(self, number):
-        self.stop(number, None)
-
     def stop(self, number, num_tokens):
         if self._active.pop(number, None) is not None:
             self._ended.append((number, [], [], "stop" if num_tokens else "cancelled", 0, None))
