@@ -1,6 +1,6 @@
 """Checks cached generation of language models in KerasHub and in this package.
 
-Runs the three checks of `keras_recurrent.testing` on tiny models with random weights, for all
+Runs the three checks of `tests/cached_generation.py` on tiny models with random weights, for all
 families or those of the arguments.
 """
 
@@ -12,7 +12,7 @@ from keras import ops
 from benchmarks import make_parser
 from benchmarks.timing import print_header, print_results
 from keras_recurrent import models
-from keras_recurrent.evaluation import cached_generation as testing
+from tests import cached_generation as testing
 
 VOCABULARY, WINDOW = 61, 4
 NEW_TOKENS = 8  # after the longest prompt

@@ -23,7 +23,6 @@ from keras_recurrent import (
     ops,
     optimizers,
     schedules,
-    testing,
     upstream,
 )
 from keras_recurrent import exporting as exporting
@@ -56,7 +55,6 @@ __all__ = [
     "optimizers",
     "samplers",
     "schedules",
-    "testing",
     "tokenizers",
     "which_generation",
     "which_implementation",

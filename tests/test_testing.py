@@ -1,18 +1,22 @@
-"""Checks of `keras_recurrent.testing`: correct models pass, and planted faults are found."""
+"""Checks of `tests/cached_generation.py`: correct models pass, and planted faults are found."""
 
 import keras
 import keras_hub
 import numpy as np
 import pytest
 
-from keras_recurrent import testing
-from keras_recurrent.evaluation.cached_generation import _Checker
 from keras_recurrent.models import GenerationCache
+from tests import cached_generation
+from tests.cached_generation import _Checker
 from tests.models.tiny import VOCABULARY, draw, set_weights, tiny_causal_lm
 
 pytestmark = pytest.mark.once
 ROWS = [[5, 6, 7, 8], [3, 4]]
-CHECKS = [getattr(testing, name) for name in testing.__all__ if name.startswith("assert")]
+CHECKS = [
+    cached_generation.assert_cached_equals_plain,
+    cached_generation.assert_cuts_change_nothing,
+    cached_generation.assert_padding_changes_nothing,
+]
 
 
 @pytest.mark.parametrize("family", ["griffin", "hgrn2"])  # with and without attention
@@ -73,7 +77,7 @@ def test_model_whose_generate_step_needs_other_inputs_raises(monkeypatch):
 
     monkeypatch.setattr(model, "generate_step", read_more)
     with pytest.raises(ValueError, match="its `generate_step` also needs 'predict_token_ids'"):
-        testing.assert_cached_equals_plain(model, ROWS, new_tokens=3)
+        cached_generation.assert_cached_equals_plain(model, ROWS, new_tokens=3)
 
 
 def test_compare_names_the_wrong_one_of_two_results():
@@ -144,7 +148,7 @@ def test_checks_find_faults_of_models(fault, name, check, words, monkeypatch):
     right = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *args, **kwargs: fault(right, *args, **kwargs))
     with pytest.raises(AssertionError, match=words):
-        getattr(testing, f"assert_{check}")(model, ROWS, new_tokens=6)
+        getattr(cached_generation, f"assert_{check}")(model, ROWS, new_tokens=6)
 
 
 def test_checks_with_invalid_arguments_or_equal_logits_raise():
@@ -162,4 +166,4 @@ def test_checks_with_invalid_arguments_or_equal_logits_raise():
     embeddings = model.backbone.token_embedding.embeddings
     embeddings.assign(np.zeros(embeddings.shape, "float32"))
     with pytest.raises(ValueError, match="could not fail"):
-        testing.assert_cached_equals_plain(model, ROWS, new_tokens=2)
+        cached_generation.assert_cached_equals_plain(model, ROWS, new_tokens=2)

@@ -13,9 +13,9 @@ import contextlib
 from typing import NamedTuple
 
 import keras
+import keras_hub
 import numpy as np
 
-from keras_recurrent import compat
 from keras_recurrent.checks.arguments import check_positive_integer
 from keras_recurrent.evaluation.position_loss import no_gradients
 
@@ -55,14 +55,6 @@ def assert_cached_equals_plain(model, rows, new_tokens=8, tolerance=None):
         AssertionError: another token was generated.
         ValueError: `model` is not such a model, `rows` are not prompts, or all logits are so close
             that no token could have failed.
-
-    Example:
-
-    >>> import keras_recurrent
-    >>> from keras_recurrent.testing import assert_cached_equals_plain
-    >>> model = keras_recurrent.models.GriffinCausalLM.from_preset("griffin_tiny", num_layers=3)
-    >>> assert_cached_equals_plain(model, [[1, 70, 71, 72], [1, 80]], new_tokens=3).decisions
-    8
     """
     checked = _Checker(model, rows, new_tokens, tolerance)
     with checked.greedy() as generate:
@@ -77,14 +69,6 @@ def assert_padding_changes_nothing(model, rows, new_tokens=8, tolerance=None):
     tokens generated for each prompt alone and in a batch, with different ids at padding.
 
     Args, returns and errors are those of `assert_cached_equals_plain`.
-
-    Example:
-
-    >>> import keras_recurrent
-    >>> from keras_recurrent.testing import assert_padding_changes_nothing
-    >>> model = keras_recurrent.models.HGRN2CausalLM.from_preset("hgrn2_tiny", num_layers=1)
-    >>> assert_padding_changes_nothing(model, [[1, 70, 71, 72], [1, 80]], new_tokens=3).decisions
-    8
     """
     checked = _Checker(model, rows, new_tokens, tolerance)
     batched = checked.logits(rows)
@@ -114,14 +98,6 @@ def assert_cuts_change_nothing(model, rows, new_tokens=8, tolerance=None):
     package also continue from a cache of the prompt's first tokens, for every split.
 
     Args, returns and errors are those of `assert_cached_equals_plain`.
-
-    Example:
-
-    >>> import keras_recurrent
-    >>> from keras_recurrent.testing import assert_cuts_change_nothing
-    >>> model = keras_recurrent.models.HGRN2CausalLM.from_preset("hgrn2_tiny", num_layers=1)
-    >>> assert_cuts_change_nothing(model, [[1, 70, 71, 72]], new_tokens=3).decisions
-    3
     """
     checked = _Checker(model, rows, new_tokens, tolerance)
     with checked.greedy() as generate:
@@ -206,7 +182,7 @@ class _Checker:
             return generated.tolist()
 
         try:
-            model.sampler, model.generate_function = compat.GreedySampler(), None
+            model.sampler, model.generate_function = keras_hub.samplers.GreedySampler(), None
             model.preprocessor = None
             yield generate
         finally:
@@ -254,7 +230,7 @@ class _Checker:
 
 def _check(model, rows, new_tokens):
     check_positive_integer("new_tokens", new_tokens)
-    if not isinstance(model, compat.CausalLM):
+    if not isinstance(model, keras_hub.models.CausalLM):
         raise ValueError(
             f"`model` must be a `keras_hub.models.CausalLM`; got a `{type(model).__name__}`."
         )
