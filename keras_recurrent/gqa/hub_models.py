@@ -76,77 +76,39 @@ class GroupedSeq2SeqLM(Mixin):
         )
 
 
+# {family: base class of its model that generates, attributes of its grouped backbone}
+FAMILIES: dict[str, Any] = {
+    **dict.fromkeys(("GPT2", "OPT", "GPTNeoX", "Bloom"), (GroupedCausalLM, {})),
+    "Bart": (
+        GroupedSeq2SeqLM,
+        {"decoder": "decoder_transformer_layers", "cross_attention": "_cross_attention_layer"},
+    ),
+    "T5": (
+        GroupedSeq2SeqLM,
+        {
+            "decoder": "decoder_transformer_layers",
+            "self_attention": "self_attention",
+            "cross_attention": "cross_attention",
+        },
+    ),
+}
 # {multi-head model: grouped version}, for backbones and for the tasks that generate.
 GROUPED_MODELS: dict[Any, Any] = {}
 
 
-def grouped_version(cls):
-    """Registers a class, whose second base is the multi-head model, here and with Keras."""
-    multi_head = cls.__bases__[1]
+def _add_grouped(mixin, multi_head, **attributes):
+    """Makes the grouped version of a model, such as `GroupedGPT2Backbone`, and registers it."""
+    attributes["__module__"] = __name__
+    cls = type(f"Grouped{multi_head.__name__}", (mixin, multi_head), attributes)
     GROUPED_MODELS[multi_head] = cls
-    if issubclass(cls, GroupedBackbone):
-        cls.preprocessed_as = multi_head  # for `keras_recurrent.checkpoints.loading`
     return keras.saving.register_keras_serializable(package="keras_recurrent")(cls)
 
 
-@grouped_version
-class GroupedGPT2Backbone(GroupedBackbone, keras_hub.models.GPT2Backbone):
-    """GPT-2 with grouped-query attention."""
-
-
-@grouped_version
-class GroupedOPTBackbone(GroupedBackbone, keras_hub.models.OPTBackbone):
-    """OPT with grouped-query attention."""
-
-
-@grouped_version
-class GroupedGPTNeoXBackbone(GroupedBackbone, keras_hub.models.GPTNeoXBackbone):
-    """GPT-NeoX with grouped-query attention."""
-
-
-@grouped_version
-class GroupedBloomBackbone(GroupedBackbone, keras_hub.models.BloomBackbone):
-    """Bloom with grouped-query attention."""
-
-
-@grouped_version
-class GroupedBartBackbone(GroupedBackbone, keras_hub.models.BartBackbone):
-    decoder = "decoder_transformer_layers"
-    cross_attention = "_cross_attention_layer"
-
-
-@grouped_version
-class GroupedT5Backbone(GroupedBackbone, keras_hub.models.T5Backbone):
-    decoder = "decoder_transformer_layers"
-    self_attention = "self_attention"
-    cross_attention = "cross_attention"
-
-
-@grouped_version
-class GroupedGPT2CausalLM(GroupedCausalLM, keras_hub.models.GPT2CausalLM):
-    backbone_cls = GroupedGPT2Backbone
-
-
-@grouped_version
-class GroupedOPTCausalLM(GroupedCausalLM, keras_hub.models.OPTCausalLM):
-    backbone_cls = GroupedOPTBackbone
-
-
-@grouped_version
-class GroupedGPTNeoXCausalLM(GroupedCausalLM, keras_hub.models.GPTNeoXCausalLM):
-    backbone_cls = GroupedGPTNeoXBackbone
-
-
-@grouped_version
-class GroupedBloomCausalLM(GroupedCausalLM, keras_hub.models.BloomCausalLM):
-    backbone_cls = GroupedBloomBackbone
-
-
-@grouped_version
-class GroupedBartSeq2SeqLM(GroupedSeq2SeqLM, keras_hub.models.BartSeq2SeqLM):
-    backbone_cls = GroupedBartBackbone
-
-
-@grouped_version
-class GroupedT5Seq2SeqLM(GroupedSeq2SeqLM, keras_hub.models.T5Seq2SeqLM):
-    backbone_cls = GroupedT5Backbone
+for _family, (_mixin, _attributes) in FAMILIES.items():
+    _kind = _mixin.__name__.removeprefix("Grouped")
+    _backbone, _task = (getattr(keras_hub.models, f"{_family}{k}") for k in ("Backbone", _kind))
+    # The preprocessor of the multi-head model; see `keras_recurrent.checkpoints.loading`.
+    _attributes = {"preprocessed_as": _backbone, **_attributes}
+    _add_grouped(
+        _mixin, _task, backbone_cls=_add_grouped(GroupedBackbone, _backbone, **_attributes)
+    )
