@@ -90,33 +90,14 @@ def check_constructor_arguments(cls, args, kwargs):
     signature = inspect.signature(cls.__init__)
     try:
         signature.bind(None, *args, **kwargs)
-        return
     except TypeError as error:
-        cause = error
-    _, *parameters = signature.parameters.values()
-    names = [parameter.name for parameter in parameters]
-    unknown = {n: v for n, v in kwargs.items() if n not in names}
-    without_gru_arguments(cls.__name__, unknown, cls.gru_alternatives)
-    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    given = (*positional[: len(args)], *kwargs)
-    missing = [p.name for p in parameters if p.name in positional and p.default is p.empty]
-    missing = [name for name in missing if name not in given]
-    if surplus := args[len(positional) :]:
-        message = f"`{cls.__name__}` takes no positional arguments; got "
-        if positional:
-            message = f"`{cls.__name__}` takes only {_quoted(positional)} by position; got also "
-        message += f"{', '.join(map(repr, surplus))}."
-        if isinstance(surplus[0], int):
+        unknown = {n: v for n, v in kwargs.items() if n not in signature.parameters}
+        unknown = without_gru_arguments(cls.__name__, unknown, cls.gru_alternatives)
+        message = f"`{cls.__name__}` got {', '.join(map(repr, args)) or 'nothing'} by position: "
+        message += f"{error}."
+        if any(isinstance(value, int) for value in args):
             message += f" The layer has no argument `units`. {cls.gru_alternatives['units']}"
-        if optional := [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]:
-            message += f" Pass optional arguments by keyword: {_quoted(optional)}."
-    elif missing:
-        message = f"`{cls.__name__}` needs {_quoted(missing)}."
-        if others := [name for name in unknown if name not in KERAS_ARGUMENTS]:
-            message += f" {_unknown_arguments(cls, others)}"
-    else:
-        return  # Python's error names the repeated argument
-    raise TypeError(message) from cause
+        raise TypeError(f"{message} {_arguments(cls, unknown)}") from error
 
 
 def check_known_arguments(cls, kwargs):
@@ -125,8 +106,8 @@ def check_known_arguments(cls, kwargs):
     Raises:
         ValueError: some are not arguments of every layer of Keras.
     """
-    if unknown := [name for name in kwargs if name not in KERAS_ARGUMENTS]:
-        raise ValueError(f"`{cls.__name__}`: {_unknown_arguments(cls, unknown)}")
+    if any(name not in KERAS_ARGUMENTS for name in kwargs):
+        raise ValueError(f"`{cls.__name__}`: {_arguments(cls, kwargs)}")
 
 
 def constructor_arguments(cls):
@@ -138,13 +119,15 @@ def constructor_arguments(cls):
     return [name for name in dict.fromkeys(names) if name != "self"]
 
 
-def _unknown_arguments(cls, unknown):
-    names = constructor_arguments(cls)
+def _arguments(cls, given):
+    """Returns sentences on the unknown ones of the given arguments, and the layer's arguments."""
+    unknown, names = [n for n in given if n not in KERAS_ARGUMENTS], constructor_arguments(cls)
     similar = [close for name in unknown for close in difflib.get_close_matches(name, names, 1)]
-    mend = f"Did you mean {_quoted(similar)}? " if similar else ""
+    remedy = f"Did you mean {_quoted(similar)}? " if similar else ""
+    sentence = f"The layer has no argument {_quoted(unknown)}. {remedy}" if unknown else ""
     return (
-        f"The layer has no argument {_quoted(unknown)}. {mend}Its arguments are "
-        f"{_quoted(names) or 'none'}, and those of every Keras layer."
+        f"{sentence}Its arguments are {_quoted(names) or 'none'}, and those of every Keras layer. "
+        "Pass all but the first by keyword."
     )
 
 

@@ -139,10 +139,10 @@ def test_units_of_a_gru_are_rejected(name):
     _, *parameters = inspect.signature(layer.__init__).parameters.values()
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert len(positional) <= 1
-    arguments, message = (), r"takes no positional.*got 16\. .* no argument `units`. The output"
-    if positional:
-        arguments, message = (8,), f"takes only `{positional[0]}` by position; got also 16"
-    with pytest.raises(TypeError, match=f"`{name}` {message}"):
+    arguments = [8] * len(positional)
+    given = "8, 16" if positional else "16"
+    message = f"`{name}` got {given} by position: too many.* no argument `units`. The output"
+    with pytest.raises(TypeError, match=message):
         layer(*arguments, 16)
     for required in ({}, dict.fromkeys(positional, 8)):
         match = f"`{name}` does not support.*`units=16`: The output"
@@ -156,17 +156,17 @@ def test_units_of_a_gru_are_rejected(name):
             layers.RGLRU,
             (16, "zeros"),
             {},
-            r"got 16, 'zeros'.* as wide as .*by keyword: `num_blocks`, `a_initializer`, ",
+            r"got 16, 'zeros' by position.*`num_blocks`, `a_initializer`.*by keyword",
         ),
         # This layer has no width, hence no advice about `units`.
-        (layers.RMSNorm, (0.1,), {}, r"positional arguments; got 0\.1\. Pass"),
+        (layers.RMSNorm, (0.1,), {}, r"got 0\.1 by position: too many positional arguments\. Its"),
         (
             layers.LocalAttention,
             (),
             {"num_heads": 4, "name": "attention"},
-            r"needs `num_query_heads`\. .* no argument `num_heads`. Did you mean `num_query_heads`",
+            r"'num_query_heads'\. .* no argument `num_heads`. Did you mean `num_query_heads`",
         ),
-        (layers.RecurrentBlock, (), {}, r"`RecurrentBlock` needs `lru_width`\.$"),
+        (layers.RecurrentBlock, (), {}, "`RecurrentBlock` got nothing.*missing .*'lru_width'"),
     ],
 )
 def test_type_errors_name_surplus_and_missing_arguments(layer, arguments, options, match):
