@@ -40,15 +40,17 @@ def local_attention_step(
         query = query * (growth / math.log(math.floor(logit_scaling)))[..., None]
     token_key = prepare_heads(ops.cast(k, dtype), position, frequencies, k_scale, epsilon)
     q, k = ops.cast(query, q.dtype), ops.cast(token_key, k.dtype)
-    slots = key.shape[1]
-    slot = ops.arange(0, slots, dtype="int32")[None]
-    distance = ops.mod(position - 1 - slot, max(slots, 1)) + 1  # of the token in each slot
+    slots = max(key.shape[1], 1)
+    slot = ops.arange(0, key.shape[1], dtype="int32")[None]
+    written = ops.mod(position, slots)  # slot of this token
+    # Remainders of negative integers differ between the runtimes of exported models.
+    distance = ops.mod(written + slots - 1 - slot, slots) + 1  # of the token in each slot
     visible = distance <= position
     if sliding_window is not None:
         visible &= distance < sliding_window
     always = ops.ones((*ops.shape(position)[:1], 1), "bool")
     visible = ops.concatenate([visible, always], axis=1)
-    new_slot = ops.equal(slot, ops.mod(position, max(slots, 1)))
+    new_slot = ops.equal(slot, written)
     if padding is not None:
         new_slot &= ~padding
     caches = [
