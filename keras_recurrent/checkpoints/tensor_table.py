@@ -78,6 +78,18 @@ class BlockTensors(NamedTuple):
         )
         return [kernel, self.tensor(f"{name}.bias", (outputs,), f"{layer}/bias")][: 1 + bias]
 
+    def attention(self, name, layer, arguments, output="o_proj", output_bias=False):
+        """Returns a list of the tensors of attention with the backbone's arguments.
+
+        `output` is the name of the last linear layer in the file.
+        """
+        d, size = arguments["hidden_dim"], arguments["head_dim"]
+        inner, keys = (arguments[f"num_{heads}_heads"] * size for heads in ("query", "key_value"))
+        tensors = self.linear(f"{name}.q_proj", d, inner, f"{layer}/q_proj")
+        tensors += self.linear(f"{name}.k_proj", d, keys, f"{layer}/k_proj")
+        tensors += self.linear(f"{name}.v_proj", d, keys, f"{layer}/v_proj")
+        return tensors + self.linear(f"{name}.{output}", inner, d, f"{layer}/o_proj", output_bias)
+
     def mlp(self, name, hidden_dim, intermediate_dim, bias=False):
         """Returns a list of the tensors of a gated MLP."""
         sizes = hidden_dim, intermediate_dim

@@ -178,8 +178,4 @@ def _recurrent(block, arguments):
 
 
 def _attention(block, arguments):
-    d, size = arguments["hidden_dim"], arguments["head_dim"]
-    queries, keys = (arguments[f"num_{name}_heads"] * size for name in ("query", "key_value"))
-    for name, width in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-        yield from block.linear(f"temporal_block.{name}", d, width, f"temporal_block/{name}")
-    yield from block.linear("temporal_block.o_proj", queries, d, "temporal_block/o_proj", True)
+    return block.attention("temporal_block", "temporal_block", arguments, output_bias=True)

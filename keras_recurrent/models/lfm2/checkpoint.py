@@ -115,14 +115,10 @@ class LFM2Layout(Layout):
 
 
 def _attention(block, arguments):
-    d, size = arguments["hidden_dim"], arguments["head_dim"]
-    queries, keys = (arguments[f"num_{name}_heads"] * size for name in ("query", "key_value"))
-    for name, width in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-        yield from block.linear(f"self_attn.{name}", d, width, f"temporal_block/{name}")
-    yield from block.linear("self_attn.out_proj", queries, d, "temporal_block/o_proj")
+    yield from block.attention("self_attn", "temporal_block", arguments, "out_proj")
     for name in "qk":
         theirs, ours = f"self_attn.{name}_layernorm.weight", f"temporal_block/{name}_norm/scale"
-        yield block.tensor(theirs, (size,), ours)
+        yield block.tensor(theirs, (arguments["head_dim"],), ours)
 
 
 def _convolution(block, arguments):

@@ -43,6 +43,13 @@ MAMBA_INTEGERS: dict[str, tuple[str, Any]] = {
     "num_mamba_groups": ("mamba_n_groups", 1),
     "mamba_conv_size": ("mamba_d_conv", 4),
 }
+# Layers that mix tokens in a block, {block type: {layer: its path}}.
+MIXERS = {
+    MAMBA: {MAMBA: "temporal_block"},
+    ATTENTION: {ATTENTION: "temporal_block"},
+    PARALLEL: {MAMBA: "temporal_block/mamba", ATTENTION: "temporal_block/attention"},
+    MLP: {},
+}
 UNLIMITED = 1e9  # an upper limit of time steps that has no effect
 # The names of block types in lists, old and new.
 MAMBA_NAMES, ATTENTION_NAMES = ("mamba", "linear_attention"), ("attention", "full_attention")
@@ -58,22 +65,29 @@ class MambaHybridLayout(Layout):
     """Base class of the layouts of Nemotron-H, Granite 4.0 H, Falcon-H1 and Mamba-2.
 
     Attributes:
+        block_types: tuple of strings, the block types that a checkpoint can have.
         integers: `{argument: (key, default)}`, where the default is None, a number or the name of
             another argument.
+        scales: `{argument: key}` of factors with the default 1.
         constants: `{argument: value}`, equal in all checkpoints of the layout.
         fixed: `{key: supported values}`; the first is the default, and is written.
         conv_bias, epsilon: strings, the keys of the bias flag of convolutions and of the norms' ε.
         default_epsilon: number.
-        mixers: `{block type: name of its layer}` in the names of tensors.
+        mixers: `{MAMBA or ATTENTION: name of the layer}` in the names of tensors.
+        temporal_norm, channel_norm: strings, the norms before layers that mix tokens and channels,
+            in the names of tensors.
     """
 
+    block_types: tuple[str, ...]
     integers: dict[str, tuple[str, Any]]
+    scales: dict[str, str] = {}
     constants: dict[str, Any]
     fixed: dict[str, tuple]
     conv_bias = "mamba_conv_bias"
     epsilon = "rms_norm_eps"
     default_epsilon = 1e-5
     mixers: dict[str, str] = {MAMBA: "mamba", ATTENTION: "self_attn"}
+    temporal_norm, channel_norm = "input_layernorm", "pre_ff_layernorm"
 
     def read_config(self, config):
         config.ignore(*IGNORED_BY_ALL)
@@ -84,6 +98,8 @@ class MambaHybridLayout(Layout):
             if ours == "num_layers":
                 given["maximum"] = MAX_LAYERS
             arguments[ours] = config.integer(theirs, **given)
+        for ours, theirs in self.scales.items():
+            arguments[ours] = _scale(config.number(theirs, default=1.0))
         arguments |= {
             **self.constants,
             "use_mamba_conv_bias": config.flag(self.conv_bias, default=True),
@@ -108,8 +124,9 @@ class MambaHybridLayout(Layout):
         raise NotImplementedError
 
     def requirements(self, arguments):
-        constants = self.constants.items()
+        constants, types = self.constants.items(), " and ".join(map(repr, self.block_types))
         return {
+            "block_types": (set(arguments["block_types"]) <= {*self.block_types}, types),
             **{name: (arguments[name] == value, repr(value)) for name, value in constants},
             "layer_norm_epsilon": (arguments["layer_norm_epsilon"] > 0, "above 0"),
         }
@@ -118,21 +135,30 @@ class MambaHybridLayout(Layout):
         integers = {theirs: arguments[ours] for ours, (theirs, _) in self.integers.items()}
         return {
             **{key: value for key, value in integers.items() if value is not None},
+            **{theirs: arguments[ours] or 1.0 for ours, theirs in self.scales.items()},
             **{key: values[0] for key, values in self.fixed.items()},
             self.conv_bias: arguments["use_mamba_conv_bias"],
             self.epsilon: arguments["layer_norm_epsilon"],
             "tie_word_embeddings": arguments["tie_word_embeddings"],
         }
 
-    def mixer_tensors(self, i, block, arguments):
-        """Yields the tensors of the layers of block `i` that mix tokens."""
-        block_type = arguments["block_types"][i]
-        if block_type in (MAMBA, PARALLEL):
-            ours = "temporal_block/mamba" if block_type == PARALLEL else "temporal_block"
-            yield from _mamba(block, self.mixers[MAMBA], ours, arguments)
-        if block_type in (ATTENTION, PARALLEL):
-            ours = "temporal_block/attention" if block_type == PARALLEL else "temporal_block"
-            yield from _attention(block, self.mixers[ATTENTION], ours, arguments)
+    def block_tensors(self, i, block, arguments):
+        d, block_type = arguments["hidden_dim"], arguments["block_types"][i]
+        if block_type != MLP:
+            yield block.tensor(f"{self.temporal_norm}.weight", (d,), "temporal_norm/scale")
+        for layer, ours in MIXERS[block_type].items():
+            theirs = self.mixers[layer]
+            if layer == MAMBA:
+                yield from _mamba(block, theirs, ours, arguments)
+            else:
+                yield from block.attention(theirs, ours, arguments)
+        if arguments["use_mlp"] or block_type == MLP:
+            yield block.tensor(f"{self.channel_norm}.weight", (d,), "channel_norm/scale")
+            yield from self.mlp_tensors(block, d, arguments["intermediate_dim"])
+
+    def mlp_tensors(self, block, d, m):
+        """Returns the tensors of the layer that mixes channels, of the widths d and m inside."""
+        raise NotImplementedError
 
 
 class NemotronH(MambaHybridLayout):
@@ -143,7 +169,9 @@ class NemotronH(MambaHybridLayout):
     embedding = "backbone.embeddings.weight"
     final_norm = "backbone.norm_f.weight"
     blocks = "backbone.layers"
+    block_types = MAMBA, ATTENTION, MLP
     mixers = {MAMBA: "mixer", ATTENTION: "mixer"}
+    temporal_norm = channel_norm = "norm"
     conv_bias, epsilon = "use_conv_bias", "layer_norm_epsilon"
     integers = {
         "vocabulary_size": ("vocab_size", 131_072),
@@ -211,10 +239,8 @@ class NemotronH(MambaHybridLayout):
         return {**others, "block_types": types, "num_layers": len(types)}
 
     def requirements(self, arguments):
-        types = set(arguments["block_types"])
         return {
             **super().requirements(arguments),
-            "block_types": (PARALLEL not in types, "without 'mamba_and_attention'"),
             "tie_word_embeddings": (not arguments["tie_word_embeddings"], "False"),
         }
 
@@ -227,15 +253,9 @@ class NemotronH(MambaHybridLayout):
             "num_hidden_layers": arguments["num_layers"],
         }
 
-    def block_tensors(self, i, block, arguments):
-        d, m = arguments["hidden_dim"], arguments.get("intermediate_dim")
-        if arguments["block_types"][i] != MLP:
-            yield block.tensor("norm.weight", (d,), "temporal_norm/scale")
-            yield from self.mixer_tensors(i, block, arguments)
-            return
-        yield block.tensor("norm.weight", (d,), "channel_norm/scale")
-        yield from block.linear("mixer.up_proj", d, m, "mlp/up_proj")
-        yield from block.linear("mixer.down_proj", m, d, "mlp/down_proj")
+    def mlp_tensors(self, block, d, m):
+        up = block.linear("mixer.up_proj", d, m, "mlp/up_proj")
+        return up + block.linear("mixer.down_proj", m, d, "mlp/down_proj")
 
 
 class Granite(MambaHybridLayout):
@@ -243,6 +263,8 @@ class Granite(MambaHybridLayout):
 
     model_type = "granitemoehybrid"
     architecture = "GraniteMoeHybridForCausalLM"
+    block_types = MAMBA, ATTENTION
+    channel_norm = "post_attention_layernorm"
     default_epsilon = 1e-6
     integers = {
         "vocabulary_size": ("vocab_size", None),
@@ -252,6 +274,10 @@ class Granite(MambaHybridLayout):
         **MAMBA_INTEGERS,
         "num_query_heads": ("num_attention_heads", 32),
         "num_key_value_heads": ("num_key_value_heads", "num_query_heads"),
+    }
+    scales = {
+        "embedding_scale": "embedding_multiplier",
+        **dict.fromkeys(RESIDUAL_SCALES, "residual_multiplier"),
     }
     constants = {
         "use_mlp": True,
@@ -288,7 +314,6 @@ class Granite(MambaHybridLayout):
             wanted = f"a divisor of 'hidden_size', {hidden_dim}"
             raise config.unsupported_error("num_attention_heads", heads, wanted)
         inner = config.integer("mamba_expand", default=2) * hidden_dim
-        residual = _scale(config.number("residual_multiplier", default=1.0))
         attention = config.number("attention_multiplier", default=1.0)
         return {
             "block_types": types,
@@ -297,27 +322,20 @@ class Granite(MambaHybridLayout):
             ),
             "head_dim": hidden_dim // heads,
             "query_scale": None if attention == (hidden_dim // heads) ** -0.5 else attention,
-            "embedding_scale": _scale(config.number("embedding_multiplier", default=1.0)),
             "output_scale": _scale(1 / config.number("logits_scaling", default=1.0)),
-            **dict.fromkeys(RESIDUAL_SCALES, residual),
         }
 
     def requirements(self, arguments):
-        d, scale = arguments["hidden_dim"], arguments["mamba_scale"]
-        return {
+        scale = arguments["mamba_scale"]
+        requirements = {
             **super().requirements(arguments),
-            "block_types": (
-                set(arguments["block_types"]) <= {MAMBA, ATTENTION},
-                "'mamba' and 'attention'",
-            ),
             **_multiple_of_width(arguments),
             **{name: (arguments[name] == scale, f"{scale}") for name in RESIDUAL_SCALES},
-            **(
-                {"head_dim": _equal(arguments["head_dim"], d // arguments["num_query_heads"])}
-                if ATTENTION in arguments["block_types"]
-                else {}
-            ),
         }
+        if ATTENTION in arguments["block_types"]:
+            size = arguments["hidden_dim"] // arguments["num_query_heads"]
+            requirements["head_dim"] = arguments["head_dim"] == size, f"{size}"
+        return requirements
 
     def write_config(self, arguments):
         output_scale = arguments["output_scale"] or 1.0
@@ -328,17 +346,11 @@ class Granite(MambaHybridLayout):
             "num_local_experts": 0,
             "mamba_d_head": arguments["mamba_head_dim"],
             "mamba_expand": _inner_dim(arguments) // arguments["hidden_dim"],
-            "embedding_multiplier": arguments["embedding_scale"] or 1.0,
-            "residual_multiplier": arguments["mamba_scale"] or 1.0,
             "attention_multiplier": arguments["query_scale"] or arguments["head_dim"] ** -0.5,
             "logits_scaling": solve(lambda scale: 1 / scale, output_scale, 1 / output_scale),
         }
 
-    def block_tensors(self, i, block, arguments):
-        d, m = arguments["hidden_dim"], arguments["intermediate_dim"]
-        yield block.tensor("input_layernorm.weight", (d,), "temporal_norm/scale")
-        yield from self.mixer_tensors(i, block, arguments)
-        yield block.tensor("post_attention_layernorm.weight", (d,), "channel_norm/scale")
+    def mlp_tensors(self, block, d, m):
         kernels = "mlp/gate_proj/kernel", "mlp/up_proj/kernel"
         name = "shared_mlp.input_linear.weight"
         yield block.tensor(name, (2 * m, d), *kernels, transform=stacked(2))
@@ -353,7 +365,9 @@ class Mamba2Layout(MambaHybridLayout):
     embedding = "backbone.embeddings.weight"
     final_norm = "backbone.norm_f.weight"
     blocks = "backbone.layers"
+    block_types = (MAMBA,)
     mixers = {MAMBA: "mixer"}
+    temporal_norm = "norm"
     conv_bias, epsilon = "use_conv_bias", "layer_norm_epsilon"
     integers = {
         "vocabulary_size": ("vocab_size", 32_768),
@@ -383,19 +397,11 @@ class Mamba2Layout(MambaHybridLayout):
         return {"block_types": (MAMBA,) * arguments["num_layers"]}
 
     def requirements(self, arguments):
-        return {
-            **super().requirements(arguments),
-            "block_types": (set(arguments["block_types"]) == {MAMBA}, "'mamba'"),
-            **_multiple_of_width(arguments),
-        }
+        return {**super().requirements(arguments), **_multiple_of_width(arguments)}
 
     def write_config(self, arguments):
         expand = _inner_dim(arguments) // arguments["hidden_dim"]
         return {**super().write_config(arguments), "expand": expand}
-
-    def block_tensors(self, i, block, arguments):
-        yield block.tensor("norm.weight", (arguments["hidden_dim"],), "temporal_norm/scale")
-        yield from self.mixer_tensors(i, block, arguments)
 
 
 class FalconH1(MambaHybridLayout):
@@ -407,6 +413,7 @@ class FalconH1(MambaHybridLayout):
 
     model_type = "falcon_h1"
     architecture = "FalconH1ForCausalLM"
+    block_types = (PARALLEL,)
     final_norm = "model.final_layernorm.weight"
     integers = {
         "vocabulary_size": ("vocab_size", None),
@@ -416,6 +423,11 @@ class FalconH1(MambaHybridLayout):
         **MAMBA_INTEGERS,
         "num_query_heads": ("num_attention_heads", None),
         "num_key_value_heads": ("num_key_value_heads", 8),
+    }
+    scales = {
+        "embedding_scale": "embedding_multiplier",
+        "output_scale": "lm_head_multiplier",
+        "mamba_scale": "ssm_out_multiplier",
     }
     constants = {"use_mlp": True, "mlp": SWIGLU}
     fixed = {
@@ -457,9 +469,6 @@ class FalconH1(MambaHybridLayout):
             "max_position_embeddings": config.integer("max_position_embeddings", default=None),
             "query_scale": None if query_scale == size**-0.5 else query_scale,
             "mamba_projection_scales": _scale(tuple(into_mamba * s for s in projections)),
-            "embedding_scale": _scale(number("embedding_multiplier")),
-            "output_scale": _scale(number("lm_head_multiplier")),
-            "mamba_scale": _scale(number("ssm_out_multiplier")),
             "attention_scale": _scale(into_attention * number("attention_out_multiplier")),
             "mlp_scale": _scale(down),
             "mlp_gate_scale": _scale(gate),
@@ -468,10 +477,6 @@ class FalconH1(MambaHybridLayout):
     def requirements(self, arguments):
         return {
             **super().requirements(arguments),
-            "block_types": (
-                set(arguments["block_types"]) == {PARALLEL},
-                "'mamba_and_attention'",
-            ),
             "rope_max_wavelength": (arguments["rope_max_wavelength"] is not None, "a number"),
         }
 
@@ -489,23 +494,16 @@ class FalconH1(MambaHybridLayout):
             "mamba_norm_before_gate": position == "before_gate",
             "rope_theta": arguments["rope_max_wavelength"],
             **({} if length is None else {"max_position_embeddings": length}),
-            "embedding_multiplier": arguments["embedding_scale"] or 1.0,
-            "lm_head_multiplier": arguments["output_scale"] or 1.0,
             "attention_in_multiplier": 1.0,
             "attention_out_multiplier": arguments["attention_scale"] or 1.0,
             "key_multiplier": key,
             "ssm_in_multiplier": 1.0,
-            "ssm_out_multiplier": arguments["mamba_scale"] or 1.0,
             "ssm_multipliers": list(arguments["mamba_projection_scales"] or (1.0,) * 5),
             "mlp_multipliers": [arguments[name] or 1.0 for name in ("mlp_gate_scale", "mlp_scale")],
         }
 
-    def block_tensors(self, i, block, arguments):
-        d, m = arguments["hidden_dim"], arguments["intermediate_dim"]
-        yield block.tensor("input_layernorm.weight", (d,), "temporal_norm/scale")
-        yield from self.mixer_tensors(i, block, arguments)
-        yield block.tensor("pre_ff_layernorm.weight", (d,), "channel_norm/scale")
-        yield from block.mlp("feed_forward", d, m)
+    def mlp_tensors(self, block, d, m):
+        return block.mlp("feed_forward", d, m)
 
 
 def _read_mamba_head_dim(config, arguments, inner, source):
@@ -522,11 +520,6 @@ def _read_mamba_head_dim(config, arguments, inner, source):
         wanted = f"{inner / heads:g}, {source} / 'mamba_n_heads' of {inner} channels"
         raise config.unsupported_error("mamba_d_head", size, wanted)
     return size
-
-
-def _equal(value, wanted):
-    """Returns an entry of `Layout.requirements`: `value` must equal `wanted`."""
-    return value == wanted, f"{wanted}"
 
 
 def _multiple_of_width(arguments):
@@ -626,12 +619,3 @@ def _fused_rows(arguments, sizes):
 
 def _inner_dim(arguments):
     return arguments["num_mamba_heads"] * arguments["mamba_head_dim"]
-
-
-def _attention(block, theirs, ours, arguments):
-    """Yields the tensors of attention named `theirs` in the file and `ours` in the block."""
-    d, size = arguments["hidden_dim"], arguments["head_dim"]
-    inner, shared = arguments["num_query_heads"] * size, arguments["num_key_value_heads"] * size
-    for name, width in (("q_proj", inner), ("k_proj", shared), ("v_proj", shared)):
-        yield from block.linear(f"{theirs}.{name}", d, width, f"{ours}/{name}")
-    yield from block.linear(f"{theirs}.o_proj", inner, d, f"{ours}/o_proj")
