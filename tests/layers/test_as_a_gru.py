@@ -23,7 +23,6 @@ from tests.layers.table import (
 from tests.layers.test_streaming import MASKS, SEGMENTS
 
 OUTPUT_IS_STATE = ["RGLRU", "CGLRU"]
-PADDING = {name: mask for name, mask in MASKS.items() if mask is not None}
 ANYWHERE = MASKS["padding anywhere"]
 
 
@@ -54,9 +53,9 @@ def flip(*arrays):
     return [None if a is None else np.flip(numpy(a), axis=1).copy() for a in arrays]
 
 
-@parametrize_layers(STREAMING, default=SHARED, mask=MASKS, segment_ids=SEGMENTS)
-def test_return_sequences_and_zero_output_for_mask_choose_outputs(name, mask, segment_ids):
-    layer, x = built(name), inputs()
+@parametrize_layers(STREAMING, default=SHARED, mask=MASKS)
+def test_return_sequences_and_zero_output_for_mask_choose_outputs(name, mask):
+    layer, x, segment_ids = built(name), inputs(), SEGMENTS["documents"]
     _, state = layer(inputs(seed=7), segment_ids=segment_ids, return_state=True)
     for initial_state in (None, state):
         call = {"mask": mask, "segment_ids": segment_ids, "initial_state": initial_state}
@@ -76,9 +75,9 @@ def test_return_sequences_and_zero_output_for_mask_choose_outputs(name, mask, se
             assert_close(found, (expected, after))
 
 
-@parametrize_layers(STREAMING, default=SHARED, mask=MASKS, segment_ids=SEGMENTS)
-def test_go_backwards_equals_reversed_inputs(name, mask, segment_ids):
-    layer, x = built(name), inputs()
+@parametrize_layers(STREAMING, default=SHARED, mask=MASKS)
+def test_go_backwards_equals_reversed_inputs(name, mask):
+    layer, x, segment_ids = built(name), inputs(), SEGMENTS["documents"]
     backwards = copy_layer(layer, go_backwards=True, zero_output_for_mask=True)
     forwards = copy_layer(layer, zero_output_for_mask=True)
     x_flipped, mask_flipped, ids_flipped = flip(x, mask, segment_ids)
@@ -94,8 +93,8 @@ def test_go_backwards_equals_reversed_inputs(name, mask, segment_ids):
 
 
 @pytest.mark.once
-@parametrize_layers(STREAMING, default=SHARED, mask=PADDING)
-def test_bidirectional_combines_both_directions_and_saves(name, mask, tmp_path):
+@shared_by_layers
+def test_bidirectional_combines_both_directions_and_saves(name, tmp_path):
     layer, x = built(name, zero_output_for_mask=True), inputs()
     backwards = copy_layer(layer, go_backwards=True)
 
@@ -105,13 +104,12 @@ def test_bidirectional_combines_both_directions_and_saves(name, mask, tmp_path):
         both.set_weights(2 * layer.get_weights())
         return both
 
-    outputs = [numpy(layer(x, mask=mask)), *flip(backwards(x, mask=mask))]
-    assert_close(bidirectional(layer)(x, mask=mask), np.concatenate(outputs, axis=-1))
+    outputs = [numpy(layer(x, mask=ANYWHERE)), *flip(backwards(x, mask=ANYWHERE))]
+    assert_close(bidirectional(layer)(x, mask=ANYWHERE), np.concatenate(outputs, axis=-1))
     last, last_backwards = (copy_layer(one, return_sequences=False) for one in (layer, backwards))
     sums = bidirectional(last, merge_mode="sum")
-    assert_close(
-        sums(x, mask=mask), numpy(last(x, mask=mask)) + numpy(last_backwards(x, mask=mask))
-    )
+    expected = numpy(last(x, mask=ANYWHERE)) + numpy(last_backwards(x, mask=ANYWHERE))
+    assert_close(sums(x, mask=ANYWHERE), expected)
 
     model = keras.Sequential([keras.Input((None, WIDTH)), sums])
     assert model.output_shape == (None, WIDTH)
@@ -120,31 +118,16 @@ def test_bidirectional_combines_both_directions_and_saves(name, mask, tmp_path):
 
 
 @pytest.mark.once
-@shared_by_layers
-def test_bidirectional_passes_a_state_to_each_direction(name):
-    both, x = keras.layers.Bidirectional(built(name, return_state=True)), inputs()
-    _, *states = both(x, mask=ANYWHERE)
-    y, *after = both(x, mask=ANYWHERE, initial_state=states)
-    directions = both.forward_layer, both.backward_layer
-    outputs = [
-        layer(x, mask=ANYWHERE, initial_state=state)
-        for layer, state in zip(directions, states, strict=True)
-    ]
-    (forward, forward_state), (backward, backward_state) = outputs
-    assert_close(y[..., :WIDTH], forward, where=ANYWHERE)
-    assert_close(y[..., WIDTH:], flip(backward)[0], where=ANYWHERE)
-    assert_close(after, [forward_state, backward_state])
-
-
-@pytest.mark.once
 @streaming_layer
-def test_bidirectional_of_another_dtype_keeps_states_in_their_dtypes(name):
+def test_bidirectional_passes_a_state_to_each_direction_in_its_dtypes(name):
     """Keras casts states that pass through `Bidirectional` to the dtype of the wrapper."""
     layer, x = built(name, dtype="mixed_bfloat16", return_state=True), inputs()
     both = keras.layers.Bidirectional(layer, dtype="float32")
     _, *states = both(x, mask=ANYWHERE)
-    _, forward, _ = both(x, mask=ANYWHERE, initial_state=states)
-    assert_close(forward, both.forward_layer(x, mask=ANYWHERE, initial_state=states[0])[1])
+    _, *after = both(x, mask=ANYWHERE, initial_state=states)
+    pairs = zip((both.forward_layer, both.backward_layer), states, strict=True)
+    expected = [one(x, mask=ANYWHERE, initial_state=state)[1] for one, state in pairs]
+    assert_close(after, expected)
 
 
 @pytest.mark.once

@@ -234,6 +234,8 @@ def test_return_state_of_a_call_must_be_a_boolean(name, value):
         match = f"`return_state` must be True or False; got {value!r}"
         assert_rejects(match, layer, x, return_state=value)
     assert isinstance(layer(inputs(), return_state=np.bool_(True)), tuple)
+    layer = built(name, return_state=True)
+    assert not isinstance(layer(inputs(), return_state=False), tuple)
 
 
 @pytest.mark.parametrize("name", [name for name in STREAMING if name not in ATTENTION])

@@ -104,17 +104,6 @@ def test_layer_called_with_tokens_equals_a_call_with_mask_and_segment_ids(name, 
         assert_rejects(match, layer, x, tokens=tokens, **{argument: ANYWHERE})
 
 
-@pytest.mark.once
-@streaming_layer
-def test_random_parts_masks_and_documents_equal_the_whole(name):
-    layer, x, rng = built(name), inputs(), np.random.default_rng(2)
-    for _ in range(6):
-        mask = rng.random(x.shape[:2]) < 0.7
-        segment_ids = np.cumsum(rng.random(x.shape[:2]) < 0.3, axis=1)
-        cuts = np.cumsum(rng.permutation([1, 1, 1, 1, 4]))[:-1]
-        assert_parts_equal_the_whole(layer, x, mask, segment_ids, cuts)
-
-
 @parametrize_layers(STREAMING, default=SHARED, garbage=GARBAGE)
 def test_inputs_at_padding_change_no_outputs_and_states(name, garbage):
     """Padding is not ignored, here with a mask of integers."""
@@ -185,15 +174,6 @@ def test_states_have_the_shapes_of_the_table_and_the_dtypes_of_their_specificati
 
 @pytest.mark.once
 @shared_by_layers
-def test_return_state_of_a_call_overrides_the_constructor(name):
-    make = ROWS[name].make
-    assert isinstance(make(return_state=True)(inputs()), tuple)
-    assert not isinstance(make(return_state=True)(inputs(), return_state=False), tuple)
-    assert isinstance(make()(inputs(), return_state=True), tuple)
-
-
-@pytest.mark.once
-@shared_by_layers
 def test_functional_model_with_states_as_inputs_and_outputs_saves(name, tmp_path):
     layer = built(name)
     sequence, segment_ids = keras.Input((None, WIDTH)), keras.Input((None,), dtype="int32")
@@ -218,29 +198,15 @@ def test_functional_model_with_states_as_inputs_and_outputs_saves(name, tmp_path
 
 @pytest.mark.once
 @shared_by_layers
-@pytest.mark.parametrize("packed", [False, True])
-def test_mask_of_an_embedding_is_used_unless_a_call_has_another(name, packed):
+def test_mask_of_an_embedding_is_used_unless_a_call_has_another(name):
     layer = built(name)
-    tokens = np.array(
-        [[3, 1, 2, 0, 0, 5, 0, 1], [0, 1, 0, 0, 4, 2, 2, 2], [1, 1, 0, 0, 0, 0, 0, 0]]
-    )
-    ids = np.array([[0, 0, 1, 1, 1, 1, 2, 2]] * 3)
-    embedding = keras.layers.Embedding(6, WIDTH, mask_zero=True)
-
-    def call(x, segment_ids, **arguments):
-        if packed:
-            arguments["segment_ids"] = segment_ids
-        return layer(x, return_state=True, **arguments)
-
-    symbols = [keras.Input((None,), dtype="int32") for _ in range(2)]
-    functional = keras.Model(symbols, call(embedding(symbols[0]), symbols[1]))
-    x = numpy(embedding(tokens))
-    expected = call(x, ids, mask=tokens != 0)
-    for output, state in (call(embedding(tokens), ids), functional([tokens, ids])):
-        assert_close(output, expected[0], where=tokens != 0)
-        assert_close(state, expected[1])
-    explicit = call(embedding(tokens), ids, mask=ANYWHERE)[0]
-    assert_close(explicit, call(x, ids, mask=ANYWHERE)[0], where=ANYWHERE)
+    tokens = np.array([[3, 1, 2, 0, 0, 5, 0, 1], [0, 1, 0, 0, 4, 2, 2, 2], [1] + [0] * 7])
+    x = keras.layers.Embedding(6, WIDTH, mask_zero=True)(tokens)
+    for arguments, mask in (({}, tokens != 0), ({"mask": ANYWHERE}, ANYWHERE)):
+        output, state = layer(x, return_state=True, **arguments)
+        expected, expected_state = layer(numpy(x), mask=mask, return_state=True)
+        assert_close(output, expected, where=mask)
+        assert_close(state, expected_state)
 
 
 @parametrize_names(STREAMING, always=SHARED if keras.config.backend() == "torch" else SHARED[:1])
