@@ -11,7 +11,7 @@ from keras_recurrent import dispatch, ops
 from tests.gpu import has_gpu
 from tests.ops import cases, small, token_wise
 from tests.ops.cases import unit
-from tests.ops.judge import function_of, kernels
+from tests.ops.judge import function_of, kernels, parametrize_kernels
 
 BACKEND = keras.config.backend()
 OPTIONS = {operation: small.draw(operation).options for operation in small.OPERATIONS}
@@ -99,14 +99,6 @@ elif BACKEND == "torch":
 
     from tests.ops.native import tensor
 
-    # {name: operation, implementation, further fields of its `Case`}
-    COMPILED = {"-".join(k): (*k, {}) for k in kernels([*cases.DRAW, *token_wise.DRAW])}
-    COMPILED |= {
-        f"{name}, no parameter": (operation, implementation, {"parameter": False})
-        for name, (operation, implementation, _) in COMPILED.items()
-        if operation in ("rms_norm", "log_forget_gate")
-    }
-
     def to_tensors(arrays, requires_grad=False):
         tensors = {name: tensor(array, str(array.dtype)) for name, array in arrays.items()}
         return {n: t.requires_grad_() if requires_grad else t for n, t in tensors.items()}
@@ -129,24 +121,28 @@ elif BACKEND == "torch":
 
         return Graphs()
 
-    # cuDNN needs longer sequences.
-    @pytest.mark.parametrize("name", [n for n in COMPILED if "cudnn" not in n])
-    def test_compiled_kernel_is_one_graph_for_all_lengths(name, graphs):
+    # cuDNN needs longer sequences; Triton's interpreter takes most of the time.
+    @parametrize_kernels(
+        [k for k in kernels([*cases.DRAW, *token_wise.DRAW]) if k[1] != "cudnn"],
+        nightly=lambda kernel: kernel[1] == "triton",
+    )
+    def test_compiled_kernel_is_one_graph_for_all_lengths(operation, implementation, graphs):
         """A kernel breaks the graph of `torch.compile`, or is compiled again for each length."""
-        operation, implementation, options = COMPILED[name]
-        kernel = functools.partial(function_of(operation, implementation), **OPTIONS[operation])
-        compiled = torch.compile(kernel, fullgraph=True, dynamic=True, backend=graphs.count)
-        for length in (11, 40):
-            floats, others, _ = draw(operation, length, masked=False, **options)
-            results = []
-            for function in (compiled, kernel):
-                leaves = to_tensors(floats, requires_grad=True)
-                found = keras.tree.flatten(function(**leaves, **to_tensors(others)))
-                loss = sum(x.sin().sum() for x in found if x.requires_grad)
-                results.append((*found, *torch.autograd.grad(loss, list(leaves.values()))))
-            for result, expected in zip(*results, strict=True):
-                torch.testing.assert_close(result, expected, rtol=0, atol=0)
-        assert len(graphs) == 1
+        has_parameter = operation in ("rms_norm", "log_forget_gate")
+        for number, options in enumerate([{}, *[{"parameter": False}] * has_parameter], 1):
+            kernel = functools.partial(function_of(operation, implementation), **OPTIONS[operation])
+            compiled = torch.compile(kernel, fullgraph=True, dynamic=True, backend=graphs.count)
+            for length in (11, 40):
+                floats, others, _ = draw(operation, length, masked=False, **options)
+                results = []
+                for function in (compiled, kernel):
+                    leaves = to_tensors(floats, requires_grad=True)
+                    found = keras.tree.flatten(function(**leaves, **to_tensors(others)))
+                    loss = sum(x.sin().sum() for x in found if x.requires_grad)
+                    results.append((*found, *torch.autograd.grad(loss, list(leaves.values()))))
+                for result, expected in zip(*results, strict=True):
+                    torch.testing.assert_close(result, expected, rtol=0, atol=0)
+            assert len(graphs) == number
 
     @every_operation
     def test_compiled_operation_with_masks_and_segments_is_one_graph(operation):

@@ -5,8 +5,6 @@ import numpy as np
 import pytest
 
 from keras_recurrent import ops
-from tests.ops.cases import DRAW
-from tests.ops.test_ops import call, draw_tensors, select_tokens
 
 pytestmark = pytest.mark.once
 
@@ -155,13 +153,3 @@ def test_argument_that_is_not_a_tensor_is_named(operation, name, value):
     """A value that cannot become a tensor raises an error of NumPy or the backend."""
     with pytest.raises(ValueError, match=f"`{operation}`: `{name}` must be"):
         getattr(ops, operation)(**VALID[operation] | {name: value})
-
-
-@pytest.mark.parametrize("operation", DRAW)
-def test_sequence_without_tokens_is_an_error(operation):
-    """A kernel gets a sequence of length 0."""
-    tensors = draw_tensors(operation, 5)
-    first = next(iter(tensors))
-    message = rf"`{first}` must have at least one token; got .*\(2, 0, "
-    with pytest.raises(ValueError, match=message):
-        call(operation, select_tokens(tensors, slice(0, 0)))

@@ -28,7 +28,9 @@ every_kernel = parametrize_kernels(KERNELS)
 # Cases of plain implementations take hundredths of a second; other kernels are nightly.
 every_plain_kernel = parametrize_kernels(KERNELS, nightly=lambda kernel: kernel[1] != PLAIN)
 LINEAR_ATTENTION = ("gated_linear_attention", "lightning_attention", "scalar_decay_attention")
-linear_attention = parametrize_kernels([k for k in KERNELS if k[0] in LINEAR_ATTENTION])
+linear_attention = parametrize_kernels(
+    [k for k in KERNELS if k[0] in LINEAR_ATTENTION], nightly=lambda kernel: kernel[1] != PLAIN
+)
 on_torch = pytest.mark.skipif(PLAIN != "torch", reason="other backends pass zeros as gradients")
 
 
@@ -136,9 +138,7 @@ def test_single_token_without_gradients_matches_definition(
             state,
             used,
             id=f"{'-'.join(kernel)}-{'from a state' if state else 'no state'}-{used}",
-            marks=pytest.mark.nightly
-            if kernel[1] in SLOW or (kernel[1] in INTERPRETED and state != (used == "state"))
-            else (),
+            marks=pytest.mark.nightly if kernel[1] in (*SLOW, *INTERPRETED) else (),
         )
         for kernel in KERNELS
         for state in (False, True)

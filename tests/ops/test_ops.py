@@ -97,58 +97,6 @@ def test_operation_in_two_calls_equals_one_call(operation, rng):
         assert_close(last, final, f"cut {cut}")
 
 
-@pytest.mark.once
-@every_operation
-def test_packed_documents_equal_separate_documents(operation, rng):
-    """A document depends on the documents before it in the same sequence."""
-    length = 23
-    tensors = draw_tensors(operation, length)
-    segments = draw_segments(rng, length)
-    packed, _ = call(operation, tensors, segment_ids=segments)
-    for row in range(2):
-        for document in range(segments.max() + 1):
-            where = np.flatnonzero(segments[row] == document)
-            separate, _ = call(operation, select_tokens(tensors, np.array([where, where])))
-            assert_close(packed[row, where], separate[row], f"row {row}, document {document}")
-
-
-@pytest.mark.once
-@every_operation
-def test_padding_changes_neither_outputs_nor_state(operation, rng):
-    """Padding at the left or between tokens changes an output or the state."""
-    length = 21
-    tensors = draw_tensors(operation, length)
-    mask = rng.random((2, length)) < 0.6
-    mask[:, :2] = False
-    padded, padded_state = call(operation, tensors, mask=mask)
-    for row in range(2):
-        where = np.flatnonzero(mask[row])
-        output, state = call(operation, select_tokens(tensors, np.array([where, where])))
-        states = flatten({"padded": padded_state}), flatten({"unpadded": state})
-        assert_close(padded[row, where], output[row])
-        for padded_part, part in zip(*(s.values() for s in states), strict=True):
-            assert_close(padded_part[row], part[row])
-
-
-@pytest.mark.once
-@every_operation
-def test_state_counts_only_after_a_previous_segment(operation):
-    """A state of zeros differs from no state, or a state is used although no document precedes."""
-    tensors = draw_tensors(operation, 5)
-    output, state = call(operation, tensors)
-    zeros, ones = (keras.tree.map_structure(f, state) for f in (np.zeros_like, np.ones_like))
-
-    def output_from(state, *previous):
-        context = {"initial_state": state, "previous_segment_id": np.array(previous)}
-        return call(operation, tensors, **context)[0]
-
-    assert_close(output_from(zeros, -1, -1), output)
-    assert_close(output_from(ones, -1, -1), output)
-    continued = output_from(ones, -1, 0)
-    assert_close(continued[0], output[0])
-    assert np.abs(continued[1] - output[1]).max() > 0.01
-
-
 @every_operation
 def test_token_kind_equals_mask_and_segments(operation, rng):
     """`token_kind` has another effect than the mask and the segments from which it is made."""

@@ -41,6 +41,11 @@ def is_about_linear_layers(case):
     return case.gate is not None or case.next_norm
 
 
+def is_nightly(kernel, index):
+    """Interpreted kernels run in half of the cases, each case with half of the kernels."""
+    return kernel[1] in judge.INTERPRETED and (KERNELS.index(kernel) // 2 + index) % 2 == 1
+
+
 @functools.lru_cache(maxsize=len(CASES))
 def define(operation, case):
     """Inputs and their definition, which the implementations of an operation share."""
@@ -66,9 +71,14 @@ def check(operation, implementation, case):
 @pytest.mark.parametrize(
     ("operation", "implementation", "case"),
     [
-        pytest.param(*kernel, *case.values, id=f"{'-'.join(kernel)}-{case.id}", marks=case.marks)
+        pytest.param(
+            *kernel,
+            *case.values,
+            id=f"{'-'.join(kernel)}-{case.id}",
+            marks=pytest.mark.nightly if is_nightly(kernel, i) else case.marks,
+        )
         for kernel in KERNELS
-        for case in params_of(CASES)
+        for i, case in enumerate(params_of(CASES))
         if "norm" in kernel[0] or not is_about_linear_layers(*case.values)
     ],
 )
