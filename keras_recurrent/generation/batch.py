@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_recurrent.generation.grammar import make_masks, make_matcher
+from keras_recurrent.generation.grammar import make_masks, make_matchers
 from keras_recurrent.generation.prompts import pad_prompts
 from keras_recurrent.generation.sampling import (
     STOPS_PER_STEP,
@@ -121,10 +121,10 @@ class Batch:
         self._set_active_slots()
         self._write(slot, self._arrays([sequence]), state)
 
-    def make_matcher(self, params, stop_token_ids):
-        """Returns the `Matcher` of a new sequence, or None without a grammar."""
+    def make_matchers(self, params, stop_token_ids):
+        """Returns the `Matcher`s of new sequences; arguments as in `grammar.make_matchers`."""
         preprocessor, size = self._model.preprocessor, self._vocabulary_size
-        return make_matcher(preprocessor, size, params, stop_token_ids)
+        return make_matchers(preprocessor, size, params, stop_token_ids)
 
     def _arrays(self, sequences):
         """Returns `{name: array}` of a `DeviceState` and options, a row for each `Sequence`."""

@@ -15,7 +15,7 @@ from keras_recurrent.generation.cache import GenerationCache, select_rows
 from keras_recurrent.generation.cache_file import cache_key
 from keras_recurrent.generation.chat import ChatGeneration, answer, start_turn
 from keras_recurrent.generation.decoding_loop import Programs, Stream, start_decoding
-from keras_recurrent.generation.grammar import make_matcher
+from keras_recurrent.generation.grammar import make_matchers
 from keras_recurrent.generation.prompt_tokens import parse_stop_token_ids
 from keras_recurrent.generation.prompts import cache_max_length, check_token_count, parse_prompts
 from keras_recurrent.generation.samplers import CUSTOM_LOOP, check_sampler, resolve_sampling
@@ -344,7 +344,7 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
             texts = [StreamedText(self.preprocessor, ids[-1], strings, hidden) for ids, *_ in rows]
             listeners = [text.listen for text in texts]
         size = self.backbone.vocabulary_size
-        matchers = [make_matcher(self.preprocessor, size, p, stops) for _, p, *_ in rows]
+        matchers = make_matchers(self.preprocessor, size, [p for _, p, *_ in rows], stops)
         parts = zip(rows, listeners, matchers, strict=True)
         sequences = [Sequence(*row, listener, matcher) for row, listener, matcher in parts]
         return prompts, sequences, texts

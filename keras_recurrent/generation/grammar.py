@@ -2,6 +2,7 @@
 
 import decimal
 import functools
+import importlib.util
 import json
 import math
 import threading
@@ -50,31 +51,46 @@ class GrammarError(ValueError):
     """Error for a grammar that is invalid, or exceeds a limit while a text is generated."""
 
 
-def make_matcher(preprocessor, vocabulary_size, params, stop_token_ids):
-    """Returns the `Matcher` of a new sequence, or None without a grammar.
+def unsupported_reason():
+    """Reason why grammars are unsupported, or None."""
+    if importlib.util.find_spec("llguidance") is None:
+        extra = "the extra `structured` of keras-recurrent"
+        return f"requires the package 'llguidance': {extra}, or pip install llguidance"
+    return None
+
+
+def make_matchers(preprocessor, vocabulary_size, params, stop_token_ids):
+    """Returns the `Matcher` of each new sequence, None for those without a grammar.
 
     Args:
         preprocessor: the preprocessor of the model, or None.
         vocabulary_size: integer, number of tokens of the model.
-        params: the `SamplingParams`.
-        stop_token_ids: a tuple of integers, the tokens that end the sequence.
+        params: a list of the `SamplingParams` of each sequence. Sequences with the same object
+            share its compiled grammar.
+        stop_token_ids: a tuple of integers, the tokens that end the sequences.
 
     Raises:
         GrammarError: the grammar is invalid or too large, no text satisfies it, the preprocessor
             or stop tokens are missing, or the bytes of the tokens are unknown.
         ImportError: llguidance is not installed.
     """
-    if params.grammar is None:
-        return None
+    texts = {id(each): each.grammar for each in params if each.grammar is not None}
+    if not texts:
+        return [None] * len(params)
+    if reason := unsupported_reason():
+        raise ImportError(f"`grammar` {reason}")
     if preprocessor is None:
         raise GrammarError("`grammar` requires a preprocessor, which has the texts of tokens.")
     if not stop_token_ids:
         raise GrammarError("`grammar` requires `stop_token_ids`, which end the text; got none.")
-    text, key = _as_lark(params.grammar), (vocabulary_size, frozenset(stop_token_ids))
-    grammars = _grammars.setdefault(preprocessor.tokenizer, {})
-    if key not in grammars:
-        grammars[key] = Grammars(token_bytes(preprocessor), *key)
-    return grammars[key].matcher(text)
+    texts = {key: _as_lark(grammar) for key, grammar in texts.items()}
+    key, known = (vocabulary_size, frozenset(stop_token_ids)), token_bytes(preprocessor)
+    all_grammars = _grammars.setdefault(known.tokenizer, {})
+    grammars = all_grammars.get(key) or all_grammars.setdefault(key, Grammars(known, *key))
+    compiled = {key: grammars.compiled(text) for key, text in texts.items()}
+    return [
+        Matcher(compiled[id(each)].deep_copy()) if id(each) in compiled else None for each in params
+    ]
 
 
 def make_masks(matchers, num_rows, vocabulary_size):
@@ -98,18 +114,9 @@ def neutral_masks(num_rows, vocabulary_size):
 @functools.cache
 def _executor():
     """Returns the pool of threads that compute masks."""
-    return _import_llguidance().LLExecutor()
+    import llguidance
 
-
-def _import_llguidance():
-    try:
-        import llguidance
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            "`grammar` requires the package 'llguidance': the extra `structured` of "
-            "keras-recurrent, or pip install llguidance"
-        ) from error
-    return llguidance
+    return llguidance.LLExecutor()
 
 
 def _as_lark(grammar):
@@ -164,11 +171,13 @@ class Grammars:
 
     Args:
         known: the `TokenBytes` of the preprocessor.
-        vocabulary_size, stop_token_ids: as in `make_matcher`.
+        vocabulary_size, stop_token_ids: as in `make_matchers`.
     """
 
     def __init__(self, known, vocabulary_size, stop_token_ids):
-        tokenizer, llguidance = known.tokenizer, _import_llguidance()
+        import llguidance
+
+        tokenizer = known.tokenizer
         if known.errors is None:
             kind = type(tokenizer).__name__
             raise GrammarError(
@@ -176,7 +185,6 @@ class Grammars:
             )
         self._compiled: dict[str, Any] = {}  # {text: `LLMatcher`}, least recently used first
         self._lock = threading.Lock()
-        self._limits = llguidance.LLParserLimits(**LIMITS)
         special = [id for id in getattr(tokenizer, "special_token_ids", ()) if id < vocabulary_size]
         count = min(vocabulary_size, tokenizer.vocabulary_size())
         tokens = [known[id] for id in range(count)] + [b""] * (vocabulary_size - count)
@@ -189,10 +197,12 @@ class Grammars:
             bos_token_id=None,
             eos_token_id=min(stop_token_ids),
         )
-        self._tokenizer = llguidance.LLTokenizer(vocabulary, eos_token=sorted(stop_token_ids))
+        known_tokens = llguidance.LLTokenizer(vocabulary, eos_token=sorted(stop_token_ids))
+        options = {"log_level": 0, "limits": llguidance.LLParserLimits(**LIMITS)}
+        self._matcher = functools.partial(llguidance.LLMatcher, known_tokens, **options)
 
-    def matcher(self, text):
-        """Returns a `Matcher` at the beginning of a text."""
+    def compiled(self, text):
+        """Returns the `LLMatcher` of a grammar at the beginning of a text."""
         with self._lock:
             compiled = self._compiled.pop(text, None)
             if compiled is None:
@@ -200,15 +210,14 @@ class Grammars:
             self._compiled[text] = compiled
             if len(self._compiled) > MAX_COMPILED:
                 del self._compiled[next(iter(self._compiled))]
-            return Matcher(compiled.deep_copy())
+            return compiled
 
     def _compile(self, text):
         """Returns the `LLMatcher` of a grammar, whose text may be untrusted."""
         found: list[Any] = []
 
         def compile_grammar():
-            options = {"log_level": 0, "limits": self._limits}
-            matcher = _import_llguidance().LLMatcher(self._tokenizer, text, **options)
+            matcher = self._matcher(text)
             matcher.compute_bitmask()  # sets the error if no text satisfies the grammar
             found.append(matcher)
 

@@ -19,7 +19,7 @@ from keras_recurrent.chat.tools import FORMATS, tool_format
 
 log = logging.getLogger("keras_recurrent.serving")
 KEY_VARIABLE = "KERAS_RECURRENT_API_KEY"
-PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "jinja2", "llguidance")
+PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
 
 
 def number(minimum, maximum=math.inf, kind=int):

@@ -14,7 +14,7 @@ from keras_recurrent.checks.arguments import (
     check_unicode,
     is_integer,
 )
-from keras_recurrent.generation.grammar import make_matcher
+from keras_recurrent.generation.grammar import make_matchers
 from keras_recurrent.generation.prompt_tokens import parse_prompt, parse_stop_token_ids
 from keras_recurrent.generation.sampling_params import (
     SamplingParams,
@@ -146,7 +146,7 @@ class EngineClient:
                     f"`{name}` must be an integer from 0 to {most} in an engine, or None; got "
                     f"{count!r}."
                 )
-        make_matcher(preprocessor, size, params, stops)  # only to check the grammar
+        make_matchers(preprocessor, size, [params], stops)  # only to check the grammar
         texts: list[StreamedText | None] = [None] * params.n
         if preprocessor is not None:
             hidden = [id for id in hidden_stop_tokens(preprocessor) if id in stops]

@@ -1,12 +1,13 @@
 """Request bodies of OpenAI's API, and the errors that answer invalid ones."""
 
 import re
+import reprlib
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 import pydantic
 
 from keras_recurrent.chat import ROLES
-from keras_recurrent.chat.tools import MAX_TOOLS
+from keras_recurrent.chat.tools import check_tools
 from keras_recurrent.generation.sampling_params import SamplingParams
 from keras_recurrent.generation.stop_strings import MAX_LENGTH, MAX_STRINGS
 from keras_recurrent.serving.request import PromptTooLong
@@ -87,7 +88,7 @@ class JSONSchema(Body):
 
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] = pydantic.Field(default={}, alias="schema")
+    schema_: dict[str, Any] | None = pydantic.Field(default=None, alias="schema")
     strict: bool | None = None  # without effect: all schemas are strict
 
 
@@ -99,15 +100,16 @@ class ResponseFormat(Body):
 
     @pydantic.model_validator(mode="after")
     def _check_schema(self):
-        if self.type == "json_schema" and self.json_schema is None:
-            raise ValueError("'json_schema' must have the schema if the type is 'json_schema'")
+        if self.type == "json_schema" and self.grammar is None:
+            example = '{"name": "cat", "schema": {"type": "object"}}'
+            raise ValueError(f"'json_schema' must have the schema, as in {example}")
         return self
 
     @property
     def grammar(self):
         """Option `grammar` of `SamplingParams`, or None."""
-        if self.type == "json_schema" and self.json_schema is not None:
-            return self.json_schema.schema_
+        if self.type == "json_schema":
+            return self.json_schema and self.json_schema.schema_
         return {"type": "object"} if self.type == "json_object" else None
 
 
@@ -139,7 +141,7 @@ class SamplingBody(OptionsBody):
         try:
             return cls.model_validate_json(data)
         except pydantic.ValidationError as error:
-            errors = error.errors(include_url=False, include_input=False)
+            errors = error.errors(include_url=False)
             raise validation_error(errors) from None
 
     @pydantic.field_validator("logit_bias")
@@ -148,6 +150,14 @@ class SamplingBody(OptionsBody):
         if not all(re.fullmatch(r"[0-9]{1,9}", token) for token in bias or ()):
             raise ValueError("keys must be token ids")
         return bias
+
+    @property
+    def grammar_field(self):
+        """Name of the field that restricts the text, or None."""
+        if self.forced_tools:
+            return "tools"
+        has_grammar = self.response_format is not None and self.response_format.grammar is not None
+        return "response_format" if has_grammar else None
 
     @property
     def includes_usage(self):
@@ -216,7 +226,7 @@ class TextPart(Body):
     @classmethod
     def _check_type(cls, type):
         if type != "text":
-            raise ValueError(f"only text parts are supported; got {type!r}")
+            raise ValueError("only text parts are supported")
         return type
 
 
@@ -238,9 +248,8 @@ class Message(Body):
 
 
 def _choice(tool):
-    """Returns the name of a tool, or of a choice of one."""
-    function = tool.get("function")
-    return function.get("name") if isinstance(function, dict) else None
+    """Returns the `tool_choice` of a tool."""
+    return {"type": "function", "function": {"name": tool["function"]["name"]}}
 
 
 class ChatBody(SamplingBody):
@@ -257,19 +266,28 @@ class ChatBody(SamplingBody):
     prompt_logprobs: ClassVar[None] = None
 
     messages: Annotated[list[Message], limited(MAX_MESSAGES, min_length=1)]
-    tools: Annotated[list[dict[str, Any]], limited(MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    tools: Any = None
+    tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = pydantic.Field(default=None, ge=0, le=20)
 
     @pydantic.model_validator(mode="after")
-    def _check_pairs(self):
+    def _check_combinations(self):
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("'top_logprobs' requires 'logprobs' to be true")
+            got = str(self.logprobs).lower()
+            raise ValueError(f"`top_logprobs` requires `logprobs` to be true; got {got}.")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
-            raise ValueError("'max_tokens' and 'max_completion_tokens' differ; send one of them")
+            raise ValueError("`max_tokens` and `max_completion_tokens` differ. Send one of them.")
+        if self.tools not in (None, []):
+            check_tools(self.tools)
+        if self.forced_tools == []:
+            raise ValueError(
+                '`tool_choice` must be "none", "auto", or, with `tools`, "required" or {"type": '
+                '"function", "function": {"name": the name of one of the tools}}; got '
+                f"{reprlib.repr(self.tool_choice)}."
+            )
         return self
 
     @property
@@ -280,14 +298,10 @@ class ChatBody(SamplingBody):
     @property
     def forced_tools(self):
         """The tools of which an answer must call one, or None."""
-        if self.tool_choice in (None, "none", "auto"):
+        choice, tools = self.tool_choice, self.tools or ()
+        if choice in (None, "none", "auto"):
             return None
-        tools = self.tools or []
-        if self.tool_choice != "required":
-            tools = [tool for tool in tools if _choice(tool) == _choice(self.tool_choice)]
-        if not tools:
-            raise ValueError("`tool_choice` must be the name of one of the `tools`, or 'required'.")
-        return tools
+        return [tool for tool in tools if choice in ("required", _choice(tool))]
 
     @property
     def max_calls(self):
@@ -316,7 +330,9 @@ def validation_error(errors):
     first = (specific or errors)[0]
     path, kind = first["loc"], first["type"]
     if not path:
-        reason = first.get("ctx", {}).get("error", first["msg"])
+        reason = str(first.get("ctx", {}).get("error", first["msg"]))
+        if field := re.match(r"`(\w+)`", reason):
+            return ApiError(400, reason, "invalid_value", param=field[1])
         return ApiError(400, f"The body must be a JSON object that is a valid request: {reason}.")
     param = str(path[0]) + "".join(f"[{part}]" for part in path[1:2] if isinstance(part, int))
     if kind == "missing":
@@ -324,7 +340,8 @@ def validation_error(errors):
         return ApiError(400, message, "missing_required_parameter", param=param)
     same = [first] if specific else [error for error in errors if error["loc"][:1] == path[:1]]
     reasons = dict.fromkeys(error["msg"].removeprefix("Value error, ") for error in same)
-    message = f"Invalid value for '{param}': {', or '.join(reasons)}."
+    got = reprlib.repr(first["input"])
+    message = f"Invalid value for '{param}': {', or '.join(reasons)}; got {got}."
     return ApiError(400, message, "invalid_value", param=param)
 
 
@@ -335,7 +352,7 @@ def value_error(error, body):
         message = _length_message(error, body)
         return ApiError(400, message, "context_length_exceeded", param=prompt)
     message = str(error).replace("`max_new_tokens`", f"`{body.limit_name}`")
-    message = message.replace("`grammar`", "`response_format`")
+    message = message.replace("`grammar`", f"`{body.grammar_field}`")
     name = re.match(r"`(\w+)`", message)
     param = name and name[1]
     if param in ("prompt", "messages"):

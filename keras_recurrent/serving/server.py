@@ -1,6 +1,7 @@
 """HTTP server with OpenAI's API: the FastAPI application and its graceful shutdown."""
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -17,7 +18,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from keras_recurrent.chat.tools import calls_grammar, tool_format
-from keras_recurrent.generation.grammar import GrammarError
+from keras_recurrent.generation.grammar import GrammarError, unsupported_reason
 from keras_recurrent.generation.text import text_of
 from keras_recurrent.serving.gate import Gate, shutting_down
 from keras_recurrent.serving.mailbox import Mailbox, RequestGroup
@@ -53,6 +54,9 @@ class Service:
         self.created = int(time.time())
         self.tokens = LogprobTexts(engine.preprocessor)
         self.metrics = Metrics(engine)
+        self._no_grammars = unsupported_reason()
+        # Grammars are compiled one after another, so that most threads are left for other requests.
+        self._compiling = asyncio.Lock()
         self.is_draining = False
         self.connections: Any = ()  # this and the next one are set by `Server`
         self.max_connections = None
@@ -74,9 +78,13 @@ class Service:
         """Submits the prompts of a request and returns their `RequestGroup`."""
         if self.is_draining:  # since the body was read
             raise shutting_down()
+        if body.grammar_field and self._no_grammars:
+            message = f"For `response_format` and forced calls, the server {self._no_grammars}."
+            raise ApiError(501, message, "unsupported_parameter", param=body.grammar_field)
         self.groups[form.id] = None
         try:
-            requests = await run_in_threadpool(self._submit, body, form)
+            async with self._compiling if body.grammar_field else contextlib.nullcontext():
+                requests = await run_in_threadpool(self._submit, body, form)
         except BaseException:
             del self.groups[form.id]
             raise

@@ -1,6 +1,7 @@
 """HTTP server, as the `openai` package and httpx see it."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import functools
 import json
@@ -20,7 +21,7 @@ import openai
 
 from keras_recurrent.chat.preprocessing import plain_preprocessor
 from keras_recurrent.generation.batch import Batch
-from keras_recurrent.generation.grammar import GrammarError, Matcher
+from keras_recurrent.generation.grammar import GrammarError, Grammars, Matcher
 from keras_recurrent.models import GriffinCausalLM, SamplingParams
 from keras_recurrent.serving import Engine, protocol
 from keras_recurrent.serving import server as server_module
@@ -228,7 +229,7 @@ def test_response_format_gives_json(client):
     assert answer.message.content.startswith("{")
 
 
-@pytest.mark.parametrize(("owner", "name"), [(Matcher, "consume"), (Batch, "make_matcher")])
+@pytest.mark.parametrize(("owner", "name"), [(Matcher, "consume"), (Batch, "make_matchers")])
 def test_grammar_that_exceeds_a_limit_ends_its_request_alone(server, monkeypatch, owner, name):
     """The error is one of the server, or it ends the engine."""
     function, form = getattr(owner, name), {"type": "json_object"}
@@ -243,6 +244,28 @@ def test_grammar_that_exceeds_a_limit_ends_its_request_alone(server, monkeypatch
     assert words in post(server, **fields, stream=True).text
     monkeypatch.setattr(owner, name, function)
     assert post(server, **fields).status_code == 200
+
+
+def test_hostile_schemas_do_not_delay_requests_without_a_grammar(server, monkeypatch):
+    """Requests whose grammars compile for long take all threads, and every other client waits."""
+    compiles, waiting = threading.Event(), threading.Semaphore(0)
+    compile_grammar = Grammars._compile
+
+    def wait(*arguments):
+        waiting.release()
+        assert compiles.wait(20)
+        return compile_grammar(*arguments)
+
+    monkeypatch.setattr(Grammars, "_compile", wait)
+    schemas = [json_format({"const": number}) for number in range(45)]  # anyio has 40 threads
+    with concurrent.futures.ThreadPoolExecutor(len(schemas)) as pool:
+        send = functools.partial(post, server, prompt="a")
+        answers = [pool.submit(send, response_format=schema) for schema in schemas]
+        assert waiting.acquire(timeout=20)
+        wait_for(lambda: len(server.config.app.state.service.groups) == len(schemas))
+        assert post(server, prompt="a", max_tokens=1).status_code == 200
+        compiles.set()
+        assert {answer.result().status_code for answer in answers} == {200}
 
 
 def test_completions_of_several_prompts_have_indices(client, text):
@@ -402,8 +425,12 @@ TWO_TYPES = [*chat()["messages"], *chat([{"type": "image_url"}])["messages"]]
         ({"messages": []}, "messages", "'messages': List should have at least 1"),
         (chat(role="wizard"), "messages[0]", "'assistant' or 'tool'"),
         (chat([{"type": "text"}]), "messages[0]", "'text'"),
-        ({"max_tokens": 1, "max_completion_tokens": 2}, None, "differ; send one of"),
-        ({"top_logprobs": 1}, None, "requires 'logprobs' to be true"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "differ. Send one of"),
+        ({"top_logprobs": 1}, "top_logprobs", "requires `logprobs` to be true; got none."),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            *("response_format", "must have the schema"),
+        ),
     ],
 )
 def test_error_of_chat_names_the_parameter(server, fields, param, words):

@@ -2,6 +2,7 @@
 
 import json
 import queue
+import sys
 import threading
 
 import pytest
@@ -150,9 +151,24 @@ def test_marks_that_are_special_tokens_are_parsed(stream):
     ("fields", "param", "words"),
     [
         ({"tools": [{"type": "function"}]}, "tools", "tool 0 must be a dictionary"),
-        ({"tools": TOOLS * 65}, "tools", "at most 128 items"),
-        ({"tool_choice": "required", "tools": None}, "tool_choice", "must be the name of one"),
-        ({"tool_choice": "any"}, "tool_choice", "'none', 'auto' or 'required'"),
+        ({"tools": TOOLS * 65}, "tools", "list of 1 to 128"),
+        # An error of the template or the grammar would come first.
+        ({"tools": [{"type": "function"}], "tool_choice": "required"}, "tools", "tool 0 must be"),
+        ({"tool_choice": "required", "tools": None}, "tool_choice", 'with `tools`, "required" or'),
+        ({"tool_choice": "maybe"}, "tool_choice", "got 'maybe'"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "no"}}},
+            *("tool_choice", "of the tools}}; got {'function': {'name': 'no'}"),
+        ),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
+                ],
+            },
+            *("tools", "`tools` is invalid: "),
+        ),
         ({"messages": [{"role": "user", "content": None}]}, "messages", "must be a string"),
         ({"messages": [{"role": "user"}]}, "messages", "'content' of message 0 must be a string"),
         (
@@ -189,3 +205,21 @@ def test_tools_with_a_template_without_tools_are_an_error():
             model="tiny", messages=MESSAGES[:1], tools=TOOLS
         )
     assert caught.value.param == "tools"
+
+
+def test_server_without_llguidance_names_the_package(monkeypatch):
+    """A client gets status 500, whose cause is only in the server's log."""
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    preprocessor = make_bytes()
+    context, _ = serve(preprocessor, preprocessor.tokenizer("a"))
+    fields = {"messages": MESSAGES, "tools": TOOLS}
+    with context as server:
+        assert post(server, "chat/completions", **fields).status_code == 200
+        for name, field in (
+            ("tool_choice", "required"),
+            ("response_format", {"type": "json_object"}),
+        ):
+            response = post(server, "chat/completions", **fields, **{name: field})
+            error = response.json()["error"]
+            assert (response.status_code, error["type"]) == (501, "server_error")
+            assert "pip install llguidance" in error["message"]
