@@ -29,7 +29,7 @@ MAX_REMAINDERS, MAX_PATTERNS = 50_000, 8
 ANNOTATIONS = {"$ref", "$defs", "definitions", "$schema", "$comment", "x-guidance"}
 ANNOTATIONS |= {"title", "description", "default", "examples"}
 # Limits of llguidance, which allow about 10 ms for a mask and 50 MB for a grammar.
-LIMITS = {
+LIMITS: dict[str, Any] = {
     "max_items_in_row": 500,
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 100_000,
@@ -190,7 +190,7 @@ class Grammars:
         tokens = [known[id] for id in range(count)] + [b""] * (vocabulary_size - count)
         for id in special:
             tokens[id] = tokenizer.id_to_token(id).encode()
-        vocabulary = SimpleNamespace(
+        vocabulary: Any = SimpleNamespace(
             is_tokenizer_wrapper=True,
             tokens=tokens,
             special_token_ids=special,
@@ -198,8 +198,8 @@ class Grammars:
             eos_token_id=min(stop_token_ids),
         )
         known_tokens = llguidance.LLTokenizer(vocabulary, eos_token=sorted(stop_token_ids))
-        options = {"log_level": 0, "limits": llguidance.LLParserLimits(**LIMITS)}
-        self._matcher = functools.partial(llguidance.LLMatcher, known_tokens, **options)
+        options: dict[str, Any] = {"log_level": 0, "limits": llguidance.LLParserLimits(**LIMITS)}
+        self._matcher: Any = functools.partial(llguidance.LLMatcher, known_tokens, **options)
 
     def compiled(self, text):
         """Returns the `LLMatcher` of a grammar at the beginning of a text."""

@@ -36,7 +36,8 @@ class RemoteLink:
     interpreter lock.
     """
 
-    error = emit = None
+    error = None
+    emit: Any = None  # set by an `EngineClient`
 
     def __init__(self, connection, stats):
         self.connection, self._stats = connection, stats

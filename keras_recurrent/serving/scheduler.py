@@ -71,11 +71,14 @@ class Scheduler(DecodingLoop):
             RequestSequence(each, self._add_result, prompt, params, seed, *others, **options)
             for each, seed in enumerate(answer_seeds(params, seed), number)
         ]
-        for sequence in sequences:
-            try:
-                sequence.matcher = self.batch.make_matcher(params, sequence.stop_token_ids)
-            except GrammarError as error:  # the client has compiled it, perhaps with more memory
-                sequence.error, self._must_search = error, True
+        try:
+            matchers = self.batch.make_matchers([params] * params.n, sequences[0].stop_token_ids)
+            for sequence, matcher in zip(sequences, matchers, strict=True):
+                sequence.matcher = matcher
+        except GrammarError as error:  # the client has compiled it, perhaps with more memory
+            self._must_search = True
+            for sequence in sequences:
+                sequence.error = error
         self._numbered |= dict(enumerate(sequences, number))
         sequences[0].copies = sequences[1:]
         with self.changed:
