@@ -11,7 +11,7 @@ import pytest
 
 from keras_recurrent.generation import grammar
 from keras_recurrent.generation.batch import Batch
-from keras_recurrent.generation.grammar import GrammarError, make_masks, make_matcher
+from keras_recurrent.generation.grammar import GrammarError, make_masks, make_matchers
 from keras_recurrent.generation.sampling import covers, features_of
 from keras_recurrent.models import SamplingParams
 from tests.generation.test_text import TOKENIZERS, make_preprocessor, text_model
@@ -85,7 +85,8 @@ def is_valid(value, schema):
 def random_tokens(rng, preprocessor, schema, limit):
     """Returns random tokens that a grammar allows, up to the end token or a number of tokens."""
     size, end = preprocessor.tokenizer.vocabulary_size(), preprocessor.tokenizer.end_token_id
-    matcher, tokens = make_matcher(preprocessor, size, SamplingParams(grammar=schema), (end,)), []
+    (matcher,) = make_matchers(preprocessor, size, [SamplingParams(grammar=schema)], (end,))
+    tokens: list[int] = []
     while len(tokens) < limit and tokens[-1:] != [end]:
         mask = make_masks([(matcher, 1)], 2, size)
         assert (mask[0] == -1).all()
@@ -196,7 +197,7 @@ def test_invalid_or_hostile_grammar_raises_within_a_second(schema, words):
     preprocessor = make_preprocessor(TOKENIZERS["bytes"]())
     begin = time.process_time()
     with pytest.raises(GrammarError, match=f"^`grammar` .*{words}"):
-        make_matcher(preprocessor, 259, SamplingParams(grammar=schema), (2,))
+        make_matchers(preprocessor, 259, [SamplingParams(grammar=schema)], (2,))
     assert time.process_time() - begin < 1
 
 
@@ -205,7 +206,7 @@ def test_chain_of_references_does_not_overflow_the_stack():
     chain = {n: {"properties": {"a": {"$ref": f"#/$defs/{n + 1}"}}} for n in range(1100)}
     schema = {"$defs": {**chain, 1100: {"type": "null"}}, "$ref": "#/$defs/0"}
     preprocessor = make_preprocessor(TOKENIZERS["bytes"]())
-    matcher = make_matcher(preprocessor, 259, SamplingParams(grammar=schema), (2,))
+    (matcher,) = make_matchers(preprocessor, 259, [SamplingParams(grammar=schema)], (2,))
     assert make_masks([(matcher, 0)], 1, 259).any()
 
 
@@ -228,7 +229,7 @@ def test_grammar_without_stop_tokens_preprocessor_or_bytes_of_tokens_raises():
         tiny_causal_lm().generate(tokens, max_length=2, stop_token_ids=(1,), sampling=sampling)
     preprocessor = make_preprocessor(bpe.llama(bpe.DECODERS["suffix"]))
     with pytest.raises(GrammarError, match=r"bytes are known.*BPETokenizer"):
-        make_matcher(preprocessor, 300, sampling, (2,))
+        make_matchers(preprocessor, 300, [sampling], (2,))
     for options, words in (({"grammar": [1]}, "got a list"), ({"min_new_tokens": 1}, "combined")):
         with pytest.raises(ValueError, match=f"^`grammar` .*{words}"):
             SamplingParams(**{"grammar": {}, **options})
