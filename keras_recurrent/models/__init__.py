@@ -4,42 +4,36 @@ from keras_recurrent.generation.cache import GenerationCache
 from keras_recurrent.generation.sampling_params import SamplingParams, TokenLogprobs
 from keras_recurrent.generation.sequence import GenerationOutput
 from keras_recurrent.models.griffin.griffin_backbone import GriffinBackbone, GriffinResidualBlock
-from keras_recurrent.models.griffin.griffin_causal_lm import (
+from keras_recurrent.models.griffin.tasks import (
     GriffinCausalLM,
     GriffinCausalLMPreprocessor,
-    GriffinTokenizer,
-)
-from keras_recurrent.models.griffin.griffin_text_classifier import (
     GriffinTextClassifier,
     GriffinTextClassifierPreprocessor,
+    GriffinTokenizer,
 )
 from keras_recurrent.models.hgrn2.hgrn2_backbone import HGRN2Backbone, HGRN2ResidualBlock
-from keras_recurrent.models.hgrn2.hgrn2_causal_lm import (
+from keras_recurrent.models.hgrn2.hgrn2_image_classifier import HGRN2ImageClassifier
+from keras_recurrent.models.hgrn2.hgrn2_vision_backbone import HGRN2VisionBackbone
+from keras_recurrent.models.hgrn2.tasks import (
     HGRN2CausalLM,
     HGRN2CausalLMPreprocessor,
-    HGRN2Tokenizer,
-)
-from keras_recurrent.models.hgrn2.hgrn2_image_classifier import HGRN2ImageClassifier
-from keras_recurrent.models.hgrn2.hgrn2_text_classifier import (
     HGRN2TextClassifier,
     HGRN2TextClassifierPreprocessor,
+    HGRN2Tokenizer,
 )
-from keras_recurrent.models.hgrn2.hgrn2_vision_backbone import HGRN2VisionBackbone
 from keras_recurrent.models.lfm2.lfm2_backbone import LFM2Backbone, LFM2ResidualBlock
-from keras_recurrent.models.lfm2.lfm2_causal_lm import (
+from keras_recurrent.models.lfm2.tasks import (
     LFM2CausalLM,
     LFM2CausalLMPreprocessor,
-    LFM2Tokenizer,
-)
-from keras_recurrent.models.lfm2.lfm2_text_classifier import (
     LFM2TextClassifier,
     LFM2TextClassifierPreprocessor,
+    LFM2Tokenizer,
 )
 from keras_recurrent.models.lightning_hybrid.lightning_hybrid_backbone import (
     LightningHybridBackbone,
     LightningHybridResidualBlock,
 )
-from keras_recurrent.models.lightning_hybrid.lightning_hybrid_causal_lm import (
+from keras_recurrent.models.lightning_hybrid.tasks import (
     LightningHybridCausalLM,
     LightningHybridCausalLMPreprocessor,
     LightningHybridTokenizer,
@@ -49,14 +43,12 @@ from keras_recurrent.models.mamba_hybrid.mamba_hybrid_backbone import (
     MambaHybridResidualBlock,
     ParallelMixers,
 )
-from keras_recurrent.models.mamba_hybrid.mamba_hybrid_causal_lm import (
+from keras_recurrent.models.mamba_hybrid.tasks import (
     MambaHybridCausalLM,
     MambaHybridCausalLMPreprocessor,
-    MambaHybridTokenizer,
-)
-from keras_recurrent.models.mamba_hybrid.mamba_hybrid_text_classifier import (
     MambaHybridTextClassifier,
     MambaHybridTextClassifierPreprocessor,
+    MambaHybridTokenizer,
 )
 from keras_recurrent.models.memory import (
     MemorySizes,
@@ -64,14 +56,14 @@ from keras_recurrent.models.memory import (
     memory_sizes,
     training_sizes,
 )
-from keras_recurrent.models.transnormer.transnormer_backbone import (
-    TransNormerBackbone,
-    TransNormerResidualBlock,
-)
-from keras_recurrent.models.transnormer.transnormer_causal_lm import (
+from keras_recurrent.models.transnormer.tasks import (
     TransNormerCausalLM,
     TransNormerCausalLMPreprocessor,
     TransNormerTokenizer,
+)
+from keras_recurrent.models.transnormer.transnormer_backbone import (
+    TransNormerBackbone,
+    TransNormerResidualBlock,
 )
 from keras_recurrent.training.token_crossentropy import TokenCrossentropy
 

@@ -7,10 +7,15 @@ from keras_recurrent.checks.arguments import check_positive_integer
 
 
 class LoraBackbone:
-    """Mixin that extends KerasHub's `enable_lora` and `save_lora_weights`.
+    """Mixin that extends KerasHub's `enable_lora` and `save_lora_weights`."""
 
-    A family defines `default_lora_layer_names`, the layers that mix tokens.
-    """
+    def default_lora_layer_names(self):
+        """Returns the names of the linear layers that mix tokens, in all families."""
+        return [
+            *("linear_x", "linear_y", "linear_out", "q_proj", "f_proj", "i_proj", "k_proj"),
+            *("v_proj", "u_proj", "b_proj", "c_proj", "z_proj", "x_proj", "bc_proj", "dt_proj"),
+            "o_proj",
+        ]
 
     def enable_lora(self, rank, target_layer_names=None):
         """Freezes all weights and adds trainable low-rank weights to some layers.

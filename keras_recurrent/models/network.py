@@ -40,6 +40,10 @@ class Network(
             setattr(self, name, values[name])
         self._argument_names = tuple(names)
 
+    def stored(self, *names):
+        """Returns a dictionary of stored arguments, for layers with arguments of the same names."""
+        return {name: getattr(self, name) for name in names}
+
     def get_config(self):
         config = super().get_config()
         for name in self._argument_names:

@@ -26,16 +26,29 @@ from keras_recurrent.models.residual_block import can_chain_steps, chain_steps
 from keras_recurrent.models.segments import SegmentsOptional
 from keras_recurrent.training.torch_training import TorchTraining
 
+# Key of `weight_layout` for the linear layers of keys and values.
+KEYS_AND_VALUES = "block.*(k_proj|v_proj)/kernel"
+
 
 class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDocstring, Network):
     """Base class of the networks: from token ids to the hidden states before the logits.
 
     A network is an embedding, residual blocks (see `keras_recurrent.layers.StreamingLayer`) and a
     final norm. The constructor of a family calls `store_arguments(cls, locals())`, and passes the
-    result of `make_layers` to this class. A family also defines `make_mixer`,
-    `default_lora_layer_names` and `weight_layout`.
+    result of `make_layers` to this class. A family also defines `make_mixer`, and
+    `weight_layout` if it has further weights to split. The first arguments below, up to
+    `layer_norm_epsilon`, are those that constructors of families share.
 
     Args:
+        vocabulary_size: integer, the number of tokens.
+        num_layers: integer, the number of residual blocks.
+        hidden_dim: integer, the width D of the residual stream.
+        num_key_value_heads: integer, the number of key and value heads in blocks of attention,
+            which must divide `num_query_heads`.
+        rope_max_wavelength: number, the base of the rotary positions' wavelengths.
+        tie_word_embeddings: boolean. True: the embedding's weights compute the logits. False:
+            logits have separate weights.
+        layer_norm_epsilon: float, ε of all norms.
         token_embedding: a `keras.layers.ReversibleEmbedding`, which also computes the logits.
         transformer_layers: a list of blocks, each a `StreamingLayer`. The attribute has the name
             that KerasHub uses.
@@ -368,18 +381,36 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
         return layout_map
 
     @staticmethod
-    def weight_layout(data, model, num_devices):
+    def weight_layout(data, model, num_devices, num_key_value_heads=1):
         """Returns the mesh axes that split the weights in blocks and the logits' weights.
+
+        Linear layers and recurrences have the same names in all families. A family with further
+        weights to split adds them.
 
         Args:
             data: string, the mesh axis for the data.
             model: string, the mesh axis for the model.
             num_devices: integer, the size of that axis.
+            num_key_value_heads: integer, as in `get_layout_map`.
 
         Returns:
             `{regular expression of paths: tuple of one axis or None for each dimension}`.
         """
-        raise NotImplementedError
+        keys = None if num_key_value_heads % num_devices else model
+        split = "(q|f|i|u|b|c|gate|up)_proj|linear_x|linear_y"
+        gates = "block.*(rg_lru|cg_lru)/(recurrence_gate|input_gate)/(kernel|bias)"
+        return {
+            "token_embedding/reverse_embeddings": (data, model),
+            f"block.*({split})/kernel": (data, model),
+            f"block.*({split})/bias": (model,),
+            KEYS_AND_VALUES: (data, keys),
+            "block.*(k_proj|v_proj)/bias": (keys,),
+            "block.*(linear_out|o_proj|down_proj)/kernel": (model, data),
+            "block.*conv1d/kernel": (None, model),
+            "block.*conv1d/bias": (model,),
+            "block.*(rg_lru|cg_lru)/(a_logit|theta)": (model,),
+            gates: (model, None, None),
+        }
 
     def check_num_tokens(self, num_tokens):
         """Raises an error for a sequence of too many tokens; None is an unknown number."""

@@ -5,7 +5,11 @@ import keras
 from keras_recurrent.checks.arguments import check_boolean, check_number, check_positive_integer
 from keras_recurrent.devices.jax_layouts import check_layout
 from keras_recurrent.layers import GatedMLP, RecurrentBlock, RMSNorm
-from keras_recurrent.models.recurrent_backbone import RecurrentBackbone, check_network_sizes
+from keras_recurrent.models.recurrent_backbone import (
+    RecurrentBackbone,
+    check_network_sizes,
+    expand_block_types,
+)
 from keras_recurrent.models.residual_block import ResidualBlock
 
 # {block type: arguments that it needs in addition to those of all types}
@@ -27,11 +31,6 @@ class GriffinResidualBlock(ResidualBlock):
 
     De et al. 2024 (arXiv:2402.19427, section 2.1). The norms multiply by 1 + `scale`, as in
     DeepMind's released code.
-
-    Args:
-        temporal_block: the layer that mixes tokens, such as a
-            `keras_recurrent.layers.RecurrentBlock` or `LocalAttention`: any `StreamingLayer` whose
-            output has the shape of its input.
     """
 
     def make_norm(self, name):
@@ -55,9 +54,6 @@ class GriffinBackbone(RecurrentBackbone):
     sqrt(D), a `final_logit_soft_cap` of 30 and a `partial_rotary_factor` of 0.5.
 
     Args:
-        vocabulary_size: integer, the number of tokens.
-        num_layers: integer, the number of residual blocks, the paper's depth.
-        hidden_dim: integer, the width D of the residual stream.
         intermediate_dim: integer, the width inside the gated MLP: 3 D in the paper.
         lru_width: integer, the width D_rnn inside the recurrent blocks, near 4 D / 3.
         num_blocks: integer, blocks of the RG-LRU's block-diagonal gates; must divide `lru_width`.
@@ -65,17 +61,13 @@ class GriffinBackbone(RecurrentBackbone):
         block_types: a pattern of `"recurrent"`, `"local_attention"` and `"global_attention"`,
             repeated up to `num_layers`; or one of these names, for all blocks.
         num_query_heads: integer, heads of queries in the blocks of attention.
-        num_key_value_heads: integer, heads of keys and values, which must divide
-            `num_query_heads`. Defaults to 1.
         head_dim: integer, the size of a head. Defaults to 128.
         sliding_window: integer, the number of tokens that a token attends to in local attention,
             including itself: 1024 in the paper.
-        rope_max_wavelength: number, the base of the rotary positions' wavelengths.
         partial_rotary_factor: float, the fraction of each head with rotary positions. 0: none
             (NoPE).
         final_logit_soft_cap: float, s in logits `s tanh(z / s)`. None: no soft cap.
         a_initializer: initializer of the recurrences' decays; see `keras_recurrent.layers.RGLRU`.
-        layer_norm_epsilon: float, ε of all RMSNorms.
         scale_first_input: boolean. True: recurrences scale a document's first input as in the
             paper's equation 4; see `keras_recurrent.layers.RGLRU`. False in all presets.
         recurrence: `"rg_lru"`, or `"cg_lru"`, its complex variant, with an even `lru_width`; see
@@ -145,7 +137,7 @@ class GriffinBackbone(RecurrentBackbone):
         # A string would be a pattern of its letters.
         block_types = (block_types,) if isinstance(block_types, str) else tuple(block_types)
         self.store_arguments(GriffinBackbone, locals())
-        _check_block_types(self, block_types)
+        _check_block_types(self)
         super().__init__(
             **self.make_layers(GriffinResidualBlock, dtype, logit_soft_cap=final_logit_soft_cap),
             embedding_scale=embedding_scale,
@@ -161,51 +153,19 @@ class GriffinBackbone(RecurrentBackbone):
             self.check_split(i, linear_x={"lru_width": self.lru_width})
             gate = f"block_{i}/temporal_block/{self.recurrence}/recurrence_gate/kernel"
             check_layout(gate, num_blocks=self.num_blocks)
-            return RecurrentBlock(
-                self.lru_width,
-                num_blocks=self.num_blocks,
-                a_initializer=self.a_initializer,
-                scale_first_input=self.scale_first_input,
-                recurrence=self.recurrence,
-                **kwargs,
-            )
-        return self.make_attention(
-            i,
-            head_dim=self.head_dim,
-            sliding_window=self.sliding_window if block_type == "local_attention" else None,
-            rope_max_wavelength=self.rope_max_wavelength,
-            partial_rotary_factor=self.partial_rotary_factor,
-            **kwargs,
-        )
-
-    def default_lora_layer_names(self):
-        return ["linear_x", "linear_y", "linear_out", "q_proj", "k_proj", "v_proj", "o_proj"]
-
-    @staticmethod
-    def weight_layout(data, model, num_devices, num_key_value_heads=1):
-        """Returns `{path: axes}` of the weights in blocks; see `get_layout_map`."""
-        keys = None if num_key_value_heads % num_devices else model
-        gates = "block.*(rg_lru|cg_lru)/(recurrence_gate|input_gate)/(kernel|bias)"
-        return {
-            "block.*(linear_x|linear_y|q_proj|gate_proj|up_proj)/kernel": (data, model),
-            "block.*(linear_x|linear_y|gate_proj|up_proj)/bias": (model,),
-            "block.*(k_proj|v_proj)/kernel": (data, keys),
-            "block.*(linear_out|o_proj|down_proj)/kernel": (model, data),
-            "block.*conv1d/kernel": (None, model),
-            "block.*conv1d/bias": (model,),
-            "block.*(rg_lru|cg_lru)/(a_logit|theta)": (model,),
-            gates: (model, None, None),
-        }
+            names = "num_blocks", "a_initializer", "scale_first_input", "recurrence"
+            return RecurrentBlock(self.lru_width, **self.stored(*names), **kwargs)
+        names = "head_dim", "rope_max_wavelength", "partial_rotary_factor"
+        window = self.sliding_window if block_type == "local_attention" else None
+        return self.make_attention(i, sliding_window=window, **self.stored(*names), **kwargs)
 
 
-def _check_block_types(backbone, block_types):
-    known = ", ".join(map(repr, NEEDS))
-    if not block_types or not set(block_types) <= set(NEEDS):
-        raise ValueError(f"`block_types` must be a pattern of {known}. Received: {block_types}")
-    for block_type in block_types[: backbone.num_layers]:
+def _check_block_types(backbone):
+    """Raises an error for an unknown block type, or one whose arguments are missing."""
+    for block_type in expand_block_types(backbone.block_types, backbone.num_layers, *NEEDS):
         for name in NEEDS[block_type]:
             if getattr(backbone, name) is None:
                 raise ValueError(
                     f"`{name}` is needed for the {block_type!r} blocks of `block_types`, "
-                    f"{block_types}. Received: None"
+                    f"{backbone.block_types}. Received: None"
                 )

@@ -45,16 +45,11 @@ class HGRN2Backbone(RecurrentBackbone):
     `sliding_window`, the cache of attention blocks grows with the length of the text.
 
     Args:
-        vocabulary_size: integer, the number of tokens.
-        num_layers: integer, the number of residual blocks.
-        hidden_dim: integer, the width D of the residual stream.
         intermediate_dim: integer, the width inside the SwiGLU, about 8 D / 3.
         expand_ratio: integer, the size K of a head, which must divide D. The state of a block has
             K D numbers. Defaults to 128.
         conv_size: integer, taps of short convolutions after the projections. None: no convolutions.
         use_lower_bounds: boolean. False: all lower bounds are 0, as in the first block.
-        tie_word_embeddings: boolean. True: the embedding's weights compute the logits. False:
-            logits have separate weights.
         gate_activation, input_activation: as in `keras_recurrent.layers.HGRN2`, whose defaults are
             those of the published checkpoints; the paper prints `"sigmoid"` and `"silu"`.
         layer_norm_epsilon: float, ε of the blocks' norms and the final norm. The norm inside the
@@ -67,7 +62,6 @@ class HGRN2Backbone(RecurrentBackbone):
             `num_query_heads`. None: `num_query_heads`.
         sliding_window: integer, the number of tokens that a token attends to, including itself.
             None: all earlier tokens and itself.
-        rope_max_wavelength: number, the base of the rotary positions' wavelengths.
         use_qkv_bias: boolean, whether queries, keys and values have biases.
 
     Raises:
@@ -135,22 +129,11 @@ class HGRN2Backbone(RecurrentBackbone):
     def make_mixer(self, i, **kwargs):
         if i not in self.attention_layers:
             self.check_split(i, q_proj={"num_heads": self.hidden_dim // self.expand_ratio})
-            return HGRN2(
-                expand_ratio=self.expand_ratio,
-                gate_activation=self.gate_activation,
-                input_activation=self.input_activation,
-                conv_size=self.conv_size,
-                **kwargs,
-            )
-        return self.make_attention(
-            i,
-            head_dim=self.hidden_dim // self.num_query_heads,
-            sliding_window=self.sliding_window,
-            rope_max_wavelength=self.rope_max_wavelength,
-            use_qkv_bias=self.use_qkv_bias,
-            use_output_bias=False,
-            **kwargs,
-        )
+            names = "expand_ratio", "gate_activation", "input_activation", "conv_size"
+            return HGRN2(**self.stored(*names), **kwargs)
+        kwargs |= self.stored("sliding_window", "rope_max_wavelength", "use_qkv_bias")
+        head_dim = self.hidden_dim // self.num_query_heads
+        return self.make_attention(i, head_dim=head_dim, use_output_bias=False, **kwargs)
 
     def block_arguments(self, embeddings):
         arguments = super().block_arguments(embeddings)
@@ -161,23 +144,10 @@ class HGRN2Backbone(RecurrentBackbone):
                     arguments[i] = {"lower_bound": bounds[i - 1]}
         return arguments
 
-    def default_lora_layer_names(self):
-        return ["q_proj", "f_proj", "i_proj", "k_proj", "v_proj", "o_proj"]
-
     @staticmethod
     def weight_layout(data, model, num_devices, num_key_value_heads=1):
-        """Returns `{path: axes}` of the weights in blocks; see `get_layout_map`."""
-        keys = None if num_key_value_heads % num_devices else model
-        return {
-            "token_embedding/reverse_embeddings": (data, model),
-            "block.*(q_proj|f_proj|i_proj|gate_proj|up_proj)/kernel": (data, model),
-            "block.*q_proj/bias": (model,),
-            "block.*(k_proj|v_proj)/kernel": (data, keys),
-            "block.*(k_proj|v_proj)/bias": (keys,),
-            "block.*(o_proj|down_proj)/kernel": (model, data),
-            "block.*conv1d/kernel": (None, model),
-            "block.*temporal_block/norm/scale": (model,),
-        }
+        layout = RecurrentBackbone.weight_layout(data, model, num_devices, num_key_value_heads)
+        return {**layout, "block.*temporal_block/norm/scale": (model,)}
 
 
 def bounded_layers(num_layers, attention_layers):

@@ -121,9 +121,6 @@ class HGRN2VisionBackbone(TorchTraining, Network):
         self.store_arguments(HGRN2VisionBackbone, locals())
         self.data_format = "channels_last"  # of the outputs, for KerasHub's tasks
 
-    def default_lora_layer_names(self):
-        return ["q_proj", "f_proj", "i_proj", "o_proj"]
-
 
 def _check_image_shape(image_shape, patch_size):
     """Returns the shape of images as a tuple."""

@@ -25,10 +25,6 @@ class LFM2ResidualBlock(ResidualBlock):
     ```
 
     Liquid AI 2025 (arXiv:2511.23404).
-
-    Args:
-        temporal_block: the layer that mixes tokens, a `keras_recurrent.layers.GatedShortConv` or
-            `LocalAttention` in LFM2: any `StreamingLayer` whose output has the shape of its input.
     """
 
 
@@ -44,25 +40,16 @@ class LFM2Backbone(RecurrentBackbone):
     block grows with the length of the text.
 
     Args:
-        vocabulary_size: integer, the number of tokens.
-        num_layers: integer, the number of residual blocks.
         hidden_dim: integer, the width D of the residual stream and of the convolutions.
         intermediate_dim: integer, the width inside the SwiGLU.
         num_query_heads: integer, the number of query heads in attention blocks.
         block_types: a pattern of `"gated_short_conv"` and `"global_attention"`, repeated up to
             `num_layers`; or one of these names, for all blocks. Defaults to two
             convolution blocks and one attention block.
-        num_key_value_heads: integer, the number of key and value heads, which must divide
-            `num_query_heads`. Defaults to 1.
         head_dim: integer, the size of a head. Defaults to 64.
         conv_size: integer, the number of taps of the convolutions. Defaults to 3.
         use_conv_bias: boolean, whether the convolutions and the linear layers around them have
             biases.
-        rope_max_wavelength: number, the base of the rotary positions' wavelengths.
-        max_position_embeddings: integer, the largest number of tokens that rotary positions were
-            trained for. Generation of longer sequences warns. None: unknown.
-        tie_word_embeddings: boolean. True: the embedding's weights compute the logits.
-        layer_norm_epsilon: float, ε of all norms.
 
     All linear layers are initialized LeCun-normal.
 
@@ -126,31 +113,8 @@ class LFM2Backbone(RecurrentBackbone):
 
     def make_mixer(self, i, **kwargs):
         if self.block_types[i] == ATTENTION:
-            return self.make_attention(
-                i,
-                head_dim=self.head_dim,
-                rope_max_wavelength=self.rope_max_wavelength,
-                use_output_bias=False,
-                use_qk_norm=True,
-                layer_norm_epsilon=self.layer_norm_epsilon,
-                **kwargs,
-            )
+            kwargs |= self.stored("head_dim", "rope_max_wavelength", "layer_norm_epsilon")
+            return self.make_attention(i, use_output_bias=False, use_qk_norm=True, **kwargs)
         path = f"block_{i}/temporal_block/conv1d/kernel"
         check_layout(path, conv_size=self.conv_size, hidden_dim=self.hidden_dim)
         return GatedShortConv(self.conv_size, use_bias=self.use_conv_bias, **kwargs)
-
-    def default_lora_layer_names(self):
-        return ["q_proj", "k_proj", "v_proj", "b_proj", "c_proj", "u_proj", "o_proj"]
-
-    @staticmethod
-    def weight_layout(data, model, num_devices, num_key_value_heads=1):
-        """Returns `{path: axes}` of the weights in blocks; see `get_layout_map`."""
-        keys = None if num_key_value_heads % num_devices else model
-        return {
-            "token_embedding/reverse_embeddings": (data, model),
-            "block.*(q_proj|b_proj|c_proj|u_proj|gate_proj|up_proj)/kernel": (data, model),
-            "block.*(b_proj|c_proj|u_proj|conv1d)/bias": (model,),
-            "block.*(k_proj|v_proj)/kernel": (data, keys),
-            "block.*(o_proj|down_proj)/kernel": (model, data),
-            "block.*conv1d/kernel": (None, model),
-        }

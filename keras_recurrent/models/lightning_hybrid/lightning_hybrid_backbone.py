@@ -5,6 +5,7 @@ import keras
 from keras_recurrent.checks.arguments import check_number, check_positive_integer
 from keras_recurrent.layers import LightningAttention
 from keras_recurrent.models.recurrent_backbone import (
+    KEYS_AND_VALUES,
     RecurrentBackbone,
     check_network_sizes,
     expand_block_types,
@@ -24,11 +25,6 @@ class LightningHybridResidualBlock(ResidualBlock):
     ```
 
     Chen et al. 2026 (arXiv:2601.22156), with r = 1, and MiniCPM Team 2026 (arXiv:2602.11761).
-
-    Args:
-        temporal_block: the layer that mixes tokens, such as a
-            `keras_recurrent.layers.LightningAttention` or `LocalAttention`: any `StreamingLayer`
-            whose output has the shape of its input.
     """
 
 
@@ -43,16 +39,11 @@ class LightningHybridBackbone(RecurrentBackbone):
     output projection. Chen et al. 2026 (arXiv:2601.22156) and MiniCPM Team 2026 (arXiv:2602.11761).
 
     Args:
-        vocabulary_size: integer, the number of tokens.
-        num_layers: integer, the number of residual blocks.
-        hidden_dim: integer, the width D of the residual stream.
         intermediate_dim: integer, the width inside the SwiGLU.
         block_types: a pattern of `"lightning_attention"` and `"global_attention"`, repeated up to
             `num_layers`; or one of these names, for all blocks. Defaults to three blocks of
             Lightning Attention and one of attention.
         num_query_heads: integer, heads of queries in the blocks of attention.
-        num_key_value_heads: integer, heads of keys and values in the blocks of attention, which
-            must divide `num_query_heads`. Defaults to 1.
         head_dim: integer, the size of a head in the blocks of attention. Defaults to 128.
         num_lightning_heads: integer, heads of Lightning Attention. None: `num_query_heads`.
         num_lightning_key_value_heads: integer, heads of its keys and values, which must divide its
@@ -66,13 +57,11 @@ class LightningHybridBackbone(RecurrentBackbone):
             are multiplied by ln(t + a) / ln(floor(a)); see `keras_recurrent.layers.LocalAttention`.
             None: 1.
         residual_scale: number, factor of the outputs of both layers of a residual block. None: 1.
-        tie_word_embeddings: boolean. True: the embedding's weights compute the logits.
         dense_length: integer. A sequence of this many tokens or more raises an error, because the
             attention of MiniCPM-SALA is then block-sparse, which is not implemented. Tokens in a
             cache, padding and all documents of a packed sequence count. None: attention to all
             earlier tokens at any length. This matches MiniCPM-SALA for fewer than 8,192 tokens, and
             differs from it for longer texts.
-        layer_norm_epsilon: float, ε of all norms.
 
     All linear layers are initialized LeCun-normal.
 
@@ -160,14 +149,13 @@ class LightningHybridBackbone(RecurrentBackbone):
         )
 
     def make_mixer(self, i, **kwargs):
-        kwargs["layer_norm_epsilon"] = self.layer_norm_epsilon
+        kwargs |= self.stored("layer_norm_epsilon")
         if self.block_types[i] == GLOBAL:
             return self.make_attention(
                 i,
-                head_dim=self.head_dim,
+                **self.stored("head_dim", "use_qk_norm"),
                 partial_rotary_factor=0,
                 use_output_bias=False,
-                use_qk_norm=self.use_qk_norm,
                 use_output_gate=True,
                 logit_scaling=self.attention_logit_scaling,
                 **kwargs,
@@ -204,24 +192,12 @@ class LightningHybridBackbone(RecurrentBackbone):
             "the model was not trained with."
         )
 
-    def default_lora_layer_names(self):
-        # Without the gate of attention, which has the name of another layer, inside the SwiGLU.
-        return ["q_proj", "k_proj", "v_proj", "u_proj", "o_proj"]
-
     @staticmethod
     def weight_layout(data, model, num_devices, num_key_value_heads=1, attention_layers=None):
-        """Returns `{path: axes}` of the weights in blocks; see `get_layout_map`."""
-        layout = {
-            "token_embedding/reverse_embeddings": (data, model),
-            "block.*(q_proj|u_proj|gate_proj|up_proj)/kernel": (data, model),
-            "block.*(o_proj|down_proj)/kernel": (model, data),
-        }
-        keys = (data, None if num_key_value_heads % num_devices else model)
-        if attention_layers is None:
-            return {**layout, "block.*(k_proj|v_proj)/kernel": keys}
-        indices = "|".join(map(str, attention_layers)) or "none"
-        return {
-            **layout,
-            f"block_({indices})/.*(k_proj|v_proj)/kernel": keys,
-            f"block_(?!({indices})/).*(k_proj|v_proj)/kernel": (data, model),
-        }
+        layout = RecurrentBackbone.weight_layout(data, model, num_devices, num_key_value_heads)
+        if attention_layers is not None:
+            indices = "|".join(map(str, attention_layers)) or "none"
+            keys = layout.pop(KEYS_AND_VALUES)
+            layout[f"block_({indices})/.*(k_proj|v_proj)/kernel"] = keys
+            layout[f"block_(?!({indices})/).*(k_proj|v_proj)/kernel"] = (data, model)
+        return layout

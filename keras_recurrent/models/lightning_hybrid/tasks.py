@@ -1,4 +1,4 @@
-"""Language model with HypeNet or MiniCPM-SALA, and its tokenizer and preprocessor."""
+"""Tasks of HypeNet and MiniCPM-SALA: language model, tokenizer and preprocessor."""
 
 import keras
 

@@ -163,9 +163,6 @@ class MambaHybridBackbone(RecurrentBackbone):
     the pattern are ignored.
 
     Args:
-        vocabulary_size: integer, the number of tokens.
-        num_layers: integer, the number of residual blocks.
-        hidden_dim: integer, the width D of the residual stream.
         intermediate_dim: integer, the width inside the layers that mix channels.
         block_types: a pattern of `"mamba"`, `"attention"`, `"mamba_and_attention"`, which adds the
             outputs of both on the same inputs, and `"mlp"`, which mixes channels only, repeated up
@@ -182,20 +179,14 @@ class MambaHybridBackbone(RecurrentBackbone):
         mamba_norm_position: `"after_gate"`, `"before_gate"` or None.
         mamba_projection_scales: five numbers, factors of z, x, B, C and dt. None: 1.
         num_query_heads: integer, the number of query heads in attention.
-        num_key_value_heads: integer, the number of key and value heads, which must divide
-            `num_query_heads`.
         head_dim: integer, the size of a head in attention.
         query_scale: number, the factor of the logits of attention. None: 1 / sqrt(head_dim).
         rope_max_wavelength: number, the base of the wavelengths of rotary positions in attention.
             None: no positions.
-        max_position_embeddings: integer, the largest number of tokens that rotary positions were
-            trained for. Generation of longer sequences warns. None: unknown.
         mamba_scale: number, the factor of the outputs of Mamba-2. None: 1.
         attention_scale: number, the factor of the outputs of attention. None: 1.
         mlp_scale: number, the factor of the outputs of layers that mix channels. None: 1.
         mlp_gate_scale: number, the factor inside the silu of a SwiGLU. None: 1.
-        tie_word_embeddings: boolean. True: the embedding's weights compute the logits.
-        layer_norm_epsilon: float, ε of all norms.
 
     All linear layers are initialized LeCun-normal.
 
@@ -368,9 +359,6 @@ class MambaHybridBackbone(RecurrentBackbone):
             "mlp_gate_scale": self.mlp_gate_scale,
             "mlp_scale": self.mlp_scale,
         }
-
-    def default_lora_layer_names(self):
-        return ["z_proj", "x_proj", "bc_proj", "dt_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
 
     @staticmethod
     def weight_layout(data, model, num_devices, num_key_value_heads=1, num_mamba_groups=1):

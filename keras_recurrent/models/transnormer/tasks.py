@@ -1,4 +1,4 @@
-"""Language model with TransNormerLLM, and its tokenizer and preprocessor."""
+"""Tasks of TransNormerLLM: language model, tokenizer and preprocessor."""
 
 import keras
 

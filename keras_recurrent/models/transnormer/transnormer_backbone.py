@@ -17,10 +17,6 @@ class TransNormerResidualBlock(ResidualBlock):
     ```
 
     Qin et al. 2023 (arXiv:2307.14995, section 3.1).
-
-    Args:
-        temporal_block: the layer that mixes tokens, a `keras_recurrent.layers.LightningAttention`
-            in TransNormerLLM: any `StreamingLayer` whose output has the shape of its input.
     """
 
     def make_norm(self, name):
@@ -40,9 +36,6 @@ class TransNormerBackbone(RecurrentBackbone):
     time per token in training and in decoding does not depend on the sequence length.
 
     Args:
-        vocabulary_size: integer, the number of tokens.
-        num_layers: integer, the number of residual blocks.
-        hidden_dim: integer, the width D of the residual stream.
         intermediate_dim: integer, the width inside the SGLU.
         num_heads: integer, heads of Lightning Attention.
         head_dim: integer, the size of a head; `hidden_dim / num_heads` in the published models.
@@ -50,8 +43,6 @@ class TransNormerBackbone(RecurrentBackbone):
         decay_schedule: `"checkpoints"`, as in the published models, or `"paper"`, with which all
             but the last layers forget within a few tokens; see
             `keras_recurrent.layers.LightningAttention`.
-        tie_word_embeddings: boolean. True: the embedding's weights compute the logits. Defaults to
-            False: logits have separate weights, as in the published models.
         layer_norm_epsilon: float, ε of the norms of the residual stream.
 
     All linear layers are initialized LeCun-normal, and embeddings such that their products with
@@ -105,25 +96,11 @@ class TransNormerBackbone(RecurrentBackbone):
 
     def make_mixer(self, i, **kwargs):
         self.check_split(i, q_proj={"num_heads": self.num_heads})
-        return LightningAttention(
-            self.num_heads,
-            head_dim=self.head_dim,
-            decay_schedule=self.decay_schedule,
-            layer_index=i,
-            num_layers=self.num_layers,
-            use_lrpe=i == 0,
-            **kwargs,
-        )
-
-    def default_lora_layer_names(self):
-        return ["q_proj", "k_proj", "v_proj", "u_proj", "o_proj"]
+        kwargs |= self.stored("head_dim", "decay_schedule", "num_layers")
+        return LightningAttention(self.num_heads, layer_index=i, use_lrpe=i == 0, **kwargs)
 
     @staticmethod
     def weight_layout(data, model, num_devices):
-        """Returns `{path: axes}` of the weights in blocks; see `get_layout_map`."""
-        return {
-            "token_embedding/reverse_embeddings": (data, model),
-            "block.*(q_proj|k_proj|v_proj|u_proj|gate_proj|up_proj)/kernel": (data, model),
-            "block.*(o_proj|down_proj)/kernel": (model, data),
-            "block.*lrpe/theta": (model, None),
-        }
+        # Each query head has a head of keys and values.
+        layout = RecurrentBackbone.weight_layout(data, model, 1)
+        return {**layout, "block.*lrpe/theta": (model, None)}
