@@ -1,7 +1,8 @@
 """Grouped-query versions of the cached attention layers in KerasHub's models.
 
 Each takes the arguments of the layer that it replaces. Its cache is [B, 2, S, G, K] instead of
-[B, 2, S, N, K]: smaller by N / G. `num_key_value_heads` is G.
+[B, 2, S, N, K]: smaller by N / G. `num_key_value_heads` is G. Query head n uses group n // (N / G)
+(Ainslie et al. 2023, arXiv:2305.13245, figure 2).
 """
 
 import keras
@@ -9,14 +10,6 @@ import keras_hub
 from keras import ops
 
 from keras_recurrent.compat import BloomAttention, GPTNeoXAttention, T5MultiHeadAttention
-from keras_recurrent.gqa.grouping import (
-    attention_scores,
-    fold_mask,
-    fold_queries,
-    mix_values,
-    unfold_outputs,
-    update_cache,
-)
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -65,18 +58,18 @@ class CachedGroupedQueryAttention(keras_hub.layers.CachedMultiHeadAttention):
     ):
         repeats = self.num_heads // self.num_key_value_heads
         output, scores = super()._compute_attention(
-            fold_queries(query, self.num_key_value_heads),
+            _fold_queries(query, self.num_key_value_heads),
             key,
             value,
-            attention_mask=fold_mask(attention_mask, repeats),
+            attention_mask=_fold_mask(attention_mask, repeats),
             training=training,
             return_attention_scores=return_attention_scores,
         )
         if scores is not None:
-            # [B, G, T · repeats, S]: move the time axis for `unfold_outputs`.
+            # [B, G, T · repeats, S]: move the time axis for `_unfold_outputs`.
             scores = ops.transpose(scores, (0, 2, 1, 3))
-            scores = ops.transpose(unfold_outputs(scores, self.num_heads), (0, 2, 1, 3))
-        return unfold_outputs(output, self.num_heads), scores
+            scores = ops.transpose(_unfold_outputs(scores, self.num_heads), (0, 2, 1, 3))
+        return _unfold_outputs(output, self.num_heads), scores
 
     def get_config(self):
         return super().get_config() | {"num_key_value_heads": self.num_key_value_heads}
@@ -114,15 +107,15 @@ class GroupedBloomAttention(BloomAttention):
     def call(self, hidden_states, attention_mask=None, cache=None, cache_update_index=None):
         batch, length, hidden_dim = ops.shape(hidden_states)
         query = self._query_dense(hidden_states)
-        key, value, cache = update_cache(
+        key, value, cache = _update_cache(
             cache,
             cache_update_index,
             lambda: (self._key_dense(hidden_states), self._value_dense(hidden_states)),
         )
-        scores = self._alibi_layer(attention_scores(query, key) * self._head_dim**-0.5)
+        scores = self._alibi_layer(_attention_scores(query, key) * self._head_dim**-0.5)
         mask = None if attention_mask is None else ops.expand_dims(attention_mask, 1)
         weights = ops.cast(self._dropout_layer(self._softmax(scores, mask)), self.compute_dtype)
-        output = ops.reshape(mix_values(weights, value), (batch, length, hidden_dim))
+        output = ops.reshape(_mix_values(weights, value), (batch, length, hidden_dim))
         output = self._dropout_layer(self._output_dense(output))
         return output if cache is None else (output, cache)
 
@@ -168,16 +161,16 @@ class GroupedGPTNeoXAttention(GPTNeoXAttention):
         batch, length, _ = ops.shape(hidden_states)
         start = 0 if cache_update_index is None else cache_update_index
         query = self._rotate(self._query_dense(hidden_states), start)
-        key, value, cache = update_cache(
+        key, value, cache = _update_cache(
             cache,
             cache_update_index,
             lambda: ops.split(self._key_value_dense(hidden_states), 2, axis=-1),
         )
         # As in KerasHub, the cache has keys before rotation; the first is at position 0.
-        scores = attention_scores(query, self._rotate(key, 0)) * self.attn_head_size**-0.5
+        scores = _attention_scores(query, self._rotate(key, 0)) * self.attn_head_size**-0.5
         mask = None if attention_mask is None else ops.expand_dims(attention_mask, 1)
         weights = self._dropout_layer(self._softmax(scores, mask), training=training)
-        output = mix_values(ops.cast(weights, self.compute_dtype), value)
+        output = _mix_values(ops.cast(weights, self.compute_dtype), value)
         output = self._output_dense(ops.reshape(output, (batch, length, self.hidden_dim)))
         return output, cache
 
@@ -222,7 +215,7 @@ class GroupedT5Attention(T5MultiHeadAttention):
             return ops.reshape(states, (batch, -1, heads, self.key_value_dim))
 
         query = split_heads(self.query_projector(hidden_states), self.num_heads)
-        key, value, cache = update_cache(
+        key, value, cache = _update_cache(
             cache,
             cache_update_index,
             lambda: (
@@ -231,14 +224,14 @@ class GroupedT5Attention(T5MultiHeadAttention):
             ),
         )
         # T5 does not scale scores. The first layer of a stack makes the bias, including the mask.
-        scores = attention_scores(query, key)
+        scores = _attention_scores(query, key)
         if position_bias is None:
             position_bias = self._bias(length, ops.shape(key)[1], cache_update_index)
             if mask is not None:
                 mask = ops.cast(ops.expand_dims(mask, 1), position_bias.dtype)
                 position_bias = position_bias + (1.0 - mask) * -1e9
         weights = ops.softmax(scores + ops.cast(position_bias, scores.dtype), axis=-1)
-        output = mix_values(self.dropout_layer(weights, training=training), value)
+        output = _mix_values(self.dropout_layer(weights, training=training), value)
         output = self.output_projector(ops.reshape(output, (batch, length, self.inner_dim)))
         return output, position_bias, cache
 
@@ -289,3 +282,70 @@ def _dense_arguments(layer):
 def _copy_initializer(initializer):
     """Copies an initializer: one object shared by two weights would draw equal numbers."""
     return type(initializer).from_config(initializer.get_config())
+
+
+def _fold_queries(query, groups):
+    """[B, T, N, K] → [B, T · N / G, G, K]: the heads of a group become queries of one head.
+
+    Any attention kernel then reads keys and values once per group, without repeating them.
+    """
+    batch, length, heads, size = ops.shape(query)
+    query = ops.reshape(query, (batch, length, groups, heads // groups, size))
+    query = ops.transpose(query, (0, 1, 3, 2, 4))
+    return ops.reshape(query, (batch, length * (heads // groups), groups, size))
+
+
+def _fold_mask(mask, repeats):
+    """[B, T, S] → [B, T · repeats, S], like the queries; [B, 1, S] applies to all queries."""
+    if mask is None or mask.shape[1] == 1:
+        return mask
+    return ops.repeat(mask, repeats, axis=1)
+
+
+def _unfold_outputs(output, heads):
+    """[B, T · N / G, G, V] → [B, T, N, V], the inverse of `_fold_queries`."""
+    batch, rows, groups, size = ops.shape(output)
+    repeats = heads // groups
+    output = ops.reshape(output, (batch, rows // repeats, repeats, groups, size))
+    output = ops.transpose(output, (0, 1, 3, 2, 4))
+    return ops.reshape(output, (batch, rows // repeats, heads, size))
+
+
+def _attention_scores(query, key):
+    """q · k for each query head: [B, T, N, K], [B, S, G, K] → [B, N, T, S]."""
+    batch, length, heads, size = ops.shape(query)
+    groups = key.shape[2]
+    query = ops.reshape(query, (batch, length, groups, heads // groups, size))
+    scores = ops.einsum("btgrk,bsgk->bgrts", query, key)
+    return ops.reshape(scores, (batch, heads, length, ops.shape(key)[1]))
+
+
+def _mix_values(weights, value):
+    """Σ weight · v for each query head: [B, N, T, S], [B, S, G, V] → [B, T, N, V]."""
+    batch, heads, length, positions = ops.shape(weights)
+    groups = value.shape[2]
+    weights = ops.reshape(weights, (batch, groups, heads // groups, length, positions))
+    output = ops.einsum("bgrts,bsgv->btgrv", weights, value)
+    return ops.reshape(output, (batch, length, heads, value.shape[3]))
+
+
+def _update_cache(cache, index, project):
+    """Writes new keys and values to a cache [B, 2, S, G, K]; returns keys, values and the cache.
+
+    Args:
+        cache: the array. None: returns the new keys and values.
+        index: the position to write to. None: the cache is not changed.
+        project: a function without arguments that returns the new keys and values, [B, T, G, K].
+    """
+    if cache is None:
+        if index is not None:
+            raise ValueError(f"`cache_update_index` is {index}, but there is no `cache`.")
+        return *project(), None
+    key, value = cache[:, 0], cache[:, 1]
+    if index is not None:
+        new_key, new_value = project()
+        start = (0, index, 0, 0)
+        key = ops.slice_update(key, start, ops.cast(new_key, key.dtype))
+        value = ops.slice_update(value, start, ops.cast(new_value, value.dtype))
+        cache = ops.stack((key, value), axis=1)
+    return key, value, cache
