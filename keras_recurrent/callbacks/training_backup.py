@@ -10,7 +10,6 @@ import keras
 import numpy as np
 
 from keras_recurrent import atomic_files
-from keras_recurrent.callbacks import callback_memory
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
 from keras_recurrent.devices.jax_processes import (
     gather_json,
@@ -25,6 +24,12 @@ WEIGHTS, SLOTS, METRICS, GENERATORS = "weights", "optimizer", "metrics", "genera
 # Version 2 had the data of one process. Version 1 also had no state of other callbacks.
 VERSION = 3
 CONTENT = "content.json"
+# {callback: attributes that it keeps from epoch to epoch}
+REMEMBERED = {
+    keras.callbacks.EarlyStopping: ("best", "best_epoch", "wait", "stopped_epoch"),
+    keras.callbacks.ModelCheckpoint: ("best",),
+    keras.callbacks.ReduceLROnPlateau: ("best", "wait", "cooldown_counter"),
+}
 
 
 class TrainingBackup(keras.callbacks.Callback):
@@ -36,17 +41,6 @@ class TrainingBackup(keras.callbacks.Callback):
     torch's generators) and the position in the data. It is written before the first step of each
     epoch and then every `save_freq` batches, and is deleted when training ends. A temporary file is
     written first and then renamed, so a complete file exists at any time.
-
-    ```python
-    import keras
-    import keras_recurrent
-
-    def train(model, files):
-        keras.utils.set_random_seed(0)
-        rows = keras_recurrent.datasets.PackedText(files, model.preprocessor, 8, seed=0)
-        backup = keras_recurrent.callbacks.TrainingBackup("run.backup", 500, data=rows)
-        model.fit(rows, steps_per_epoch=10_000, epochs=20, callbacks=[backup])
-    ```
 
     The resumed epoch counts batches from its beginning. Batches trained before the backup are
     skipped without a step, but callbacks are called for them again.
@@ -63,21 +57,11 @@ class TrainingBackup(keras.callbacks.Callback):
     - Not supported: generators and other streams that continue from epoch to epoch, and arrays that
       Keras shuffles.
 
-    **Compared with Keras.** `keras.callbacks.BackupAndRestore` with `save_freq="epoch"` resumes at
-    the end of an epoch, bit-identically for the sources above if no layer draws random numbers. Use
-    it with `double_checkpoint=True`, which falls back to the previous file if a write was
-    interrupted. It does not save
-
-    - the seeds of layers: a dropout layer repeats its first random numbers;
-    - on torch, the generators of torch, from which a dropout layer without a seed draws;
-    - the position in data that continues from epoch to epoch;
-    - the state of other callbacks (the patience of `EarlyStopping`, the best value of
-      `ModelCheckpoint`), which this class saves for those in `callbacks`.
-
-    With an integer `save_freq`, it restores weights from inside an epoch and restarts that epoch.
-    It writes weights and the number of the epoch to two files: if the process is killed between the
-    two writes, an epoch is trained twice. Neither class saves the `History` of earlier epochs and
-    the state of Python's and NumPy's generators.
+    **Compared with Keras.** `keras.callbacks.BackupAndRestore` saves neither the seeds of layers
+    and torch's generators, nor the position in data that continues from epoch to epoch, nor the
+    state of other callbacks. With an integer `save_freq`, it restarts the epoch, and if the process
+    is killed between the writes of its two files, an epoch is trained twice. Neither class saves
+    the `History` of earlier epochs and the state of Python's and NumPy's generators.
 
     Args:
         path: string, the file.
@@ -138,7 +122,8 @@ class TrainingBackup(keras.callbacks.Callback):
                 "`data` must be a `keras_recurrent.datasets.PackedText` without `passes`; got a "
                 f"{type(data).__name__}. Leave it out for sources that begin anew in each epoch."
             )
-        self.callbacks = callback_memory.check_callbacks(callbacks)
+        _check_callbacks(callbacks)
+        self.callbacks = tuple(callbacks)
         self.path = os.path.abspath(os.fspath(path))
         self.save_freq, self.data, self.delete_checkpoint = save_freq, data, delete_checkpoint
 
@@ -172,9 +157,10 @@ class TrainingBackup(keras.callbacks.Callback):
         self._saved = -self.save_freq
         if self._resumed is not None:
             # All callbacks have reset their state by now, at the beginning of training.
-            callback_memory.restore(
-                self.callbacks, self._resumed.content["callbacks"], self._resumed.arrays
-            )
+            for i, callback in enumerate(self.callbacks):
+                vars(callback).update(self._resumed.content["callbacks"][i]["values"])
+                if hasattr(callback, "best_weights"):
+                    callback.best_weights = list(self._resumed.arrays(f"callback_{i}")) or None
             self._saved = self._resumed.content["batch"]
             if self._saved:
                 self._skip_batches(self._resumed, self._saved)
@@ -221,8 +207,8 @@ class TrainingBackup(keras.callbacks.Callback):
                 f"{self.path} was written with the data {content['data']}; now it is "
                 f"{description}. Use the same data, or delete the file."
             )
-        saved = [callback["class"] for callback in content["callbacks"]]
-        if saved != (current := callback_memory.describe(self.callbacks)):
+        current = [type(callback).__name__ for callback in self.callbacks]
+        if (saved := [callback["class"] for callback in content["callbacks"]]) != current:
             raise ValueError(
                 f"{self.path} was written with the callbacks {saved}; now they are {current}. Pass "
                 "equal `callbacks`, or delete the file."
@@ -268,7 +254,10 @@ class TrainingBackup(keras.callbacks.Callback):
 
     def _write(self, epoch, batch, trained):
         model = self.model
-        remembered, arrays = callback_memory.collect_memory(self.callbacks)
+        best_weights = {
+            f"callback_{i}": getattr(callback, "best_weights", None) or []
+            for i, callback in enumerate(self.callbacks)
+        }
         content = {
             "version": VERSION,
             "epoch": epoch,
@@ -276,11 +265,32 @@ class TrainingBackup(keras.callbacks.Callback):
             "steps": self.params.get("steps"),
             "data": self._describe_data(),
             "place": None if self.data is None else gather_json(self.data.state_after(trained)),
-            "callbacks": remembered,
+            "callbacks": [
+                {"class": type(callback).__name__, "values": _memory(callback)}
+                for callback in self.callbacks
+            ],
         }
-        write_backup(
-            self.path, content, _parts(model) | {GENERATORS: get_generator_states()} | arrays
-        )
+        parts = {**_parts(model), GENERATORS: get_generator_states(), **best_weights}
+        write_backup(self.path, content, parts)
+
+
+def _check_callbacks(callbacks):
+    known = ", ".join(f"`{cls.__name__}`" for cls in REMEMBERED)
+    if not isinstance(callbacks, (list, tuple)):
+        raise ValueError(f"`callbacks` must be a list of {known}; got {callbacks!r}.")
+    for callback in callbacks:
+        if not isinstance(callback, tuple(REMEMBERED)):
+            raise ValueError(
+                f"`callbacks` must be of {known}, whose state can be saved; got a "
+                f"{type(callback).__name__}. Leave it out here."
+            )
+
+
+def _memory(callback):
+    """Returns the attributes of a callback in `REMEMBERED` as integers, floats or None."""
+    names = next(names for cls, names in REMEMBERED.items() if isinstance(callback, cls))
+    values = {name: getattr(callback, name, None) for name in names}
+    return {n: v if isinstance(v, (int, type(None))) else float(v) for n, v in values.items()}
 
 
 def _makes_metrics_late():

@@ -21,18 +21,6 @@ THREADS = 2
 class PackedText(grain.IterDataset):
     """Batches of packed sequences from text files, which need not fit into memory.
 
-    ```python
-    import keras_recurrent
-
-    def train(model, files, held_out):  # a language model with `packed=True`
-        rows = keras_recurrent.datasets.PackedText(files, model.preprocessor, 8, seed=1)
-        val = keras_recurrent.datasets.PackedText(held_out, model.preprocessor, 8, passes=1)
-        backup = keras_recurrent.callbacks.TrainingBackup("run.backup", data=rows)
-        model.fit(
-            rows, validation_data=val, steps_per_epoch=1000, epochs=10, callbacks=[backup]
-        )
-    ```
-
     Each line is a document; empty lines are skipped. In `.jsonl` files each line is an object whose
     "text" is the document. For other formats, pass a dataset of grain that yields strings; with one
     document per file: `grain.MapDataset.source(paths).map(lambda path: open(path).read())`.
