@@ -25,6 +25,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+import types
 from typing import Any, NamedTuple
 
 # Read once, when Keras and JAX are imported. Real devices take precedence over simulated ones.
@@ -288,10 +289,15 @@ def show_parts(parts):
 
 # --- 5. Meshes for models that do not fit one device: computed, not measured ---
 
+
+def sizes_of(preset):
+    return types.SimpleNamespace(parameters=preset.parameters, **preset.backbone_arguments)
+
+
 MODELS: dict[str, tuple[str, Any, Any, int]] = {  # preset, sizes, class with layouts, heads
-    "1.3B": ("hgrn2_1.3b_100b", hgrn2.SIZES["hgrn2_1.3b_100b"], HGRN2Backbone, 16),
-    "7B": ("tnl_7b", transnormer.SIZES["tnl_7b"], TransNormerBackbone, 32),
-    "15B": ("tnl_15b", transnormer.SIZES["tnl_15b"], TransNormerBackbone, 40),
+    "1.3B": ("hgrn2_1.3b_100b", sizes_of(hgrn2.SIZES["hgrn2_1.3b_100b"]), HGRN2Backbone, 16),
+    "7B": ("tnl_7b", sizes_of(transnormer.SIZES["tnl_7b"]), TransNormerBackbone, 32),
+    "15B": ("tnl_15b", sizes_of(transnormer.SIZES["tnl_15b"]), TransNormerBackbone, 40),
 }
 ROOM = 80 * 2**30  # memory of a device in bytes
 SPARE = 0.9  # fraction of the memory that a plan may use

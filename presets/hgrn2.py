@@ -10,97 +10,55 @@ paper's label, not a count; depths and widths of 44M, 7B and the image models ar
 derived from the paper's counts.
 """
 
-from typing import NamedTuple
-
-from keras_recurrent.presets import describe_language_model, describe_weights
+from keras_recurrent.presets import Preset, describe_weights, language_model
 
 
-class Size(NamedTuple):
-    """One language model."""
-
-    hidden_dim: int  # D
-    num_layers: int
-    intermediate_dim: int
-    expand_ratio: int  # K, channels per head
-    vocabulary_size: int
-    tied: bool  # True if the logits use the weights of the embedding
-    parameters: int
-    weights: str | None = None  # address of published weights
-    sequence_length: int = 1024  # tokens per sequence in the preprocessor
-
-    @property
-    def description(self):
-        return describe_language_model("HGRN2", self)
-
-    @property
-    def backbone_arguments(self):
-        return {
-            "vocabulary_size": self.vocabulary_size,
-            "num_layers": self.num_layers,
-            "hidden_dim": self.hidden_dim,
-            "intermediate_dim": self.intermediate_dim,
-            "expand_ratio": self.expand_ratio,
-            "tie_word_embeddings": self.tied,
-        }
-
-    @property
-    def preprocessor_arguments(self):
-        return {"sequence_length": self.sequence_length}
+def size(width, depth, mlp_width, expand_ratio, vocabulary, tied, parameters, weights=None):
+    arguments = {
+        "vocabulary_size": vocabulary,
+        "num_layers": depth,
+        "hidden_dim": width,
+        "intermediate_dim": mlp_width,
+        "expand_ratio": expand_ratio,
+        "tie_word_embeddings": tied,
+    }
+    return language_model("HGRN2", arguments, parameters, weights)
 
 
-class VisionSize(NamedTuple):
-    """One image classifier, of 1,000 classes."""
-
-    hidden_dim: int
-    num_layers: int
-    intermediate_dim: int
-    expand_ratio: int
-    image_size: int  # pixels, each side
-    patch_size: int
-    parameters: int
-    weights: str | None = None  # address of published weights
-
-    @property
-    def description(self):
-        return (
-            f"HGRN2 for images of {self.image_size} x {self.image_size} pixels and 1,000 classes, "
-            f"with {self.num_layers} blocks of width {self.hidden_dim}. "
-            f"{describe_weights(self.weights)}"
-        )
-
-    @property
-    def backbone_arguments(self):
-        return {
-            "image_shape": (self.image_size, self.image_size, 3),
-            "patch_size": self.patch_size,
-            "num_layers": self.num_layers,
-            "hidden_dim": self.hidden_dim,
-            "intermediate_dim": self.intermediate_dim,
-            "expand_ratio": self.expand_ratio,
-        }
-
-    @property
-    def preprocessor_arguments(self):
-        return {}
+def vision_size(width, depth, mlp_width, expand_ratio, image_size, patch_size, parameters):
+    """Returns the row of an image classifier of 1,000 classes; sizes of images are in pixels."""
+    arguments = {
+        "image_shape": (image_size, image_size, 3),
+        "patch_size": patch_size,
+        "num_layers": depth,
+        "hidden_dim": width,
+        "intermediate_dim": mlp_width,
+        "expand_ratio": expand_ratio,
+    }
+    description = (
+        f"HGRN2 for images of {image_size} x {image_size} pixels and 1,000 classes, with {depth} "
+        f"blocks of width {width}. {describe_weights(None)}"
+    )
+    return Preset(description, arguments, parameters)
 
 
 SIZES = {
     # name                     D layers   M     K vocabulary tied  parameters
-    "hgrn2_tiny":        Size(  128,   4,    352,   32,     259, False,       871_296),
-    "hgrn2_44m":         Size(  512,   6,  1_376,  128,  50_265,  True,    44_721_152),
-    "hgrn2_150m":        Size(  768,  15,  2_048,  128,  32_000, False,   155_367_168),
-    "hgrn2_385m":        Size( 1024,  26,  2_816,  128,  32_000, False,   399_614_976),
-    "hgrn2_1b":          Size( 2048,  18,  5_632,  128,  32_000, False, 1_056_065_536),
-    "hgrn2_2.9b":        Size( 2560,  36,  6_912,  128,  32_000, False, 3_018_959_360),
-    "hgrn2_7b":          Size( 4096,  32, 11_008,  128,  32_000, False, 6_738_677_760),
-    "hgrn2_1.3b_100b":   Size( 2048,  24,  5_632,  128,  32_000, False, 1_364_396_032,
+    "hgrn2_tiny":        size(  128,   4,    352,   32,     259, False,       871_296),
+    "hgrn2_44m":         size(  512,   6,  1_376,  128,  50_265,  True,    44_721_152),
+    "hgrn2_150m":        size(  768,  15,  2_048,  128,  32_000, False,   155_367_168),
+    "hgrn2_385m":        size( 1024,  26,  2_816,  128,  32_000, False,   399_614_976),
+    "hgrn2_1b":          size( 2048,  18,  5_632,  128,  32_000, False, 1_056_065_536),
+    "hgrn2_2.9b":        size( 2560,  36,  6_912,  128,  32_000, False, 3_018_959_360),
+    "hgrn2_7b":          size( 4096,  32, 11_008,  128,  32_000, False, 6_738_677_760),
+    "hgrn2_1.3b_100b":   size( 2048,  24,  5_632,  128,  32_000, False, 1_364_396_032,
         weights="hf://fla-hub/hgrn2-1.3B-100B"),
-    "hgrn2_2.7b_100b":   Size( 2560,  32,  6_912,  128,  32_000, False, 2_701_724_160,
+    "hgrn2_2.7b_100b":   size( 2560,  32,  6_912,  128,  32_000, False, 2_701_724_160,
         weights="hf://fla-hub/hgrn2-2.7B-100B"),
 }  # fmt: skip
 
 VISION_SIZES = {
-    # name                             D layers   M   K image patch parameters
-    "hgrn2_vision_tiny":  VisionSize(192, 12,   576, 64, 224, 16,   6_138_472),
-    "hgrn2_vision_small": VisionSize(384, 12, 1_152, 64, 224, 16,  23_777_512),
+    # name                              D layers   M   K image patch parameters
+    "hgrn2_vision_tiny":  vision_size(192, 12,   576, 64, 224, 16,   6_138_472),
+    "hgrn2_vision_small": vision_size(384, 12, 1_152, 64, 224, 16,  23_777_512),
 }  # fmt: skip

@@ -10,55 +10,9 @@ are named as their authors name them. The weights of the Mamba-2 paper are pickl
 layout, so the presets of that paper have no weights.
 """
 
-from typing import NamedTuple
-
-from keras_recurrent.presets import describe_language_model
+from keras_recurrent.presets import language_model
 
 CHARACTERS = {"M": "mamba", "*": "attention", "-": "mlp"}
-
-
-class Size(NamedTuple):
-    """One row of the table."""
-
-    label: str
-    arguments: tuple[tuple[str, object], ...]  # of the backbone
-    parameters: int
-    license: str | None = None  # of the weights
-    weights: str | None = None  # address of published weights
-    sequence_length: int = 1024  # tokens per sequence in the preprocessor
-
-    @property
-    def vocabulary_size(self):
-        return self.backbone_arguments["vocabulary_size"]
-
-    @property
-    def hidden_dim(self):
-        return self.backbone_arguments["hidden_dim"]
-
-    @property
-    def num_layers(self):
-        return self.backbone_arguments["num_layers"]
-
-    @property
-    def tied(self):
-        return self.backbone_arguments.get("tie_word_embeddings", False)
-
-    @property
-    def description(self):
-        return describe_language_model(self.label, self)
-
-    @property
-    def backbone_arguments(self):
-        return dict(self.arguments)
-
-    @property
-    def preprocessor_arguments(self):
-        return {"sequence_length": self.sequence_length}
-
-
-def as_items(arguments):
-    """Returns arguments as a tuple, so that a row is hashable."""
-    return tuple(arguments.items())
 
 
 def nemotron(pattern, width, mlp_width, mamba_heads, attention_heads, **arguments):
@@ -67,21 +21,19 @@ def nemotron(pattern, width, mlp_width, mamba_heads, attention_heads, **argument
     `mamba_heads` are the number and the size of Mamba-2 heads, and `attention_heads` the number of
     query heads and of key and value heads.
     """
-    return as_items(
-        {
-            "vocabulary_size": 131_072,
-            "num_layers": len(pattern),
-            "hidden_dim": width,
-            "intermediate_dim": mlp_width,
-            "block_types": tuple(CHARACTERS[character] for character in pattern),
-            "num_mamba_heads": mamba_heads[0],
-            "mamba_head_dim": mamba_heads[1],
-            "num_mamba_groups": 8,
-            "num_query_heads": attention_heads[0],
-            "num_key_value_heads": attention_heads[1],
-            **arguments,
-        }
-    )
+    return {
+        "vocabulary_size": 131_072,
+        "num_layers": len(pattern),
+        "hidden_dim": width,
+        "intermediate_dim": mlp_width,
+        "block_types": tuple(CHARACTERS[character] for character in pattern),
+        "num_mamba_heads": mamba_heads[0],
+        "mamba_head_dim": mamba_heads[1],
+        "num_mamba_groups": 8,
+        "num_query_heads": attention_heads[0],
+        "num_key_value_heads": attention_heads[1],
+        **arguments,
+    }
 
 
 def granite(depth, attention, width, mlp_width, mamba_head_dim, heads, scales):
@@ -92,67 +44,61 @@ def granite(depth, attention, width, mlp_width, mamba_head_dim, heads, scales):
     """
     mamba_heads, query_heads, key_value_heads, head_dim = heads
     residual, logits = scales
-    return as_items(
-        {
-            "vocabulary_size": 100_352,
-            "num_layers": depth,
-            "hidden_dim": width,
-            "intermediate_dim": mlp_width,
-            "block_types": tuple("attention" if i in attention else "mamba" for i in range(depth)),
-            "use_mlp": True,
-            "mlp": "swiglu",
-            "num_mamba_heads": mamba_heads,
-            "mamba_head_dim": mamba_head_dim,
-            "num_query_heads": query_heads,
-            "num_key_value_heads": key_value_heads,
-            "head_dim": head_dim,
-            "query_scale": 1 / head_dim,
-            "embedding_scale": 12.0,
-            "output_scale": 1 / logits,
-            "mamba_scale": residual,
-            "attention_scale": residual,
-            "mlp_scale": residual,
-            "tie_word_embeddings": True,
-        }
-    )
+    return {
+        "vocabulary_size": 100_352,
+        "num_layers": depth,
+        "hidden_dim": width,
+        "intermediate_dim": mlp_width,
+        "block_types": tuple("attention" if i in attention else "mamba" for i in range(depth)),
+        "use_mlp": True,
+        "mlp": "swiglu",
+        "num_mamba_heads": mamba_heads,
+        "mamba_head_dim": mamba_head_dim,
+        "num_query_heads": query_heads,
+        "num_key_value_heads": key_value_heads,
+        "head_dim": head_dim,
+        "query_scale": 1 / head_dim,
+        "embedding_scale": 12.0,
+        "output_scale": 1 / logits,
+        "mamba_scale": residual,
+        "attention_scale": residual,
+        "mlp_scale": residual,
+        "tie_word_embeddings": True,
+    }
 
 
 def falcon(depth, width, mlp_width, mamba_head_dim, state_dim, **arguments):
     """Returns the arguments of a Falcon-H1 with 24 Mamba-2 heads and 8 query heads."""
-    return as_items(
-        {
-            "num_layers": depth,
-            "hidden_dim": width,
-            "intermediate_dim": mlp_width,
-            "block_types": ("mamba_and_attention",) * depth,
-            "use_mlp": True,
-            "mlp": "swiglu",
-            "num_mamba_heads": 24,
-            "mamba_head_dim": mamba_head_dim,
-            "mamba_state_dim": state_dim,
-            "mamba_norm_position": None,
-            "num_query_heads": 8,
-            "num_key_value_heads": 2,
-            "head_dim": 64,
-            "rope_max_wavelength": 1e11,
-            **arguments,
-        }
-    )
+    return {
+        "num_layers": depth,
+        "hidden_dim": width,
+        "intermediate_dim": mlp_width,
+        "block_types": ("mamba_and_attention",) * depth,
+        "use_mlp": True,
+        "mlp": "swiglu",
+        "num_mamba_heads": 24,
+        "mamba_head_dim": mamba_head_dim,
+        "mamba_state_dim": state_dim,
+        "mamba_norm_position": None,
+        "num_query_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "rope_max_wavelength": 1e11,
+        **arguments,
+    }
 
 
 def mamba2(depth, width, **arguments):
     """Returns the arguments of a Mamba-2 with heads of 64 channels."""
-    return as_items(
-        {
-            "vocabulary_size": 50_288,
-            "num_layers": depth,
-            "hidden_dim": width,
-            "block_types": ("mamba",) * depth,
-            "num_mamba_heads": width // 32,
-            "tie_word_embeddings": True,
-            **arguments,
-        }
-    )
+    return {
+        "vocabulary_size": 50_288,
+        "num_layers": depth,
+        "hidden_dim": width,
+        "block_types": ("mamba",) * depth,
+        "num_mamba_heads": width // 32,
+        "tie_word_embeddings": True,
+        **arguments,
+    }
 
 
 NVIDIA_OPEN = "NVIDIA Open Model License Agreement"
@@ -160,12 +106,12 @@ FALCON = "Falcon-LLM License"
 TINY = {"vocabulary_size": 259, "num_mamba_groups": 2, "mamba_state_dim": 32, "head_dim": 32}
 
 SIZES = {
-    "nemotron_h_tiny": Size(
+    "nemotron_h_tiny": language_model(
         label="Nemotron-H",
         arguments=nemotron("M-M-*-", 128, 512, (8, 32), (4, 2), **TINY),
         parameters=745_392,
     ),
-    "nemotron_3_nano_4b": Size(
+    "nemotron_3_nano_4b": language_model(
         label="Nemotron-3-Nano-4B",
         arguments=nemotron(
             "M-M-M-MM-M-M*-M-M*-M-M-M*-M-M-MM*-MMM-M-M-", 3136, 12_544, (96, 80), (40, 8)
@@ -174,7 +120,7 @@ SIZES = {
         license="NVIDIA Nemotron Open Model License",
         weights="hf://nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16",
     ),
-    "nemotron_nano_9b_v2": Size(
+    "nemotron_nano_9b_v2": language_model(
         label="Nemotron-Nano-9B-v2",
         arguments=nemotron(
             "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
@@ -184,7 +130,7 @@ SIZES = {
         license=NVIDIA_OPEN,
         weights="hf://nvidia/NVIDIA-Nemotron-Nano-9B-v2",
     ),
-    "nemotron_h_8b": Size(
+    "nemotron_h_8b": language_model(
         label="Nemotron-H-8B-Base-8K",
         arguments=nemotron(
             "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
@@ -193,7 +139,7 @@ SIZES = {
         parameters=8_100_852_736,
         weights="hf://nvidia/Nemotron-H-8B-Base-8K",
     ),
-    "granite_4.0_h_350m": Size(
+    "granite_4.0_h_350m": language_model(
         label="Granite 4.0 H 350M",
         arguments=granite(
             *(32, (10, 13, 17, 27), 768, 2048, 32), (48, 12, 4, 64), scales=(0.246, 3.0)
@@ -202,7 +148,7 @@ SIZES = {
         license="Apache-2.0",
         weights="hf://ibm-granite/granite-4.0-h-350m",
     ),
-    "granite_4.0_h_1b": Size(
+    "granite_4.0_h_1b": language_model(
         label="Granite 4.0 H 1B",
         arguments=granite(
             *(40, (5, 15, 25, 35), 1536, 4096, 64), (48, 12, 4, 128), scales=(0.22, 6.0)
@@ -211,7 +157,7 @@ SIZES = {
         license="Apache-2.0",
         weights="hf://ibm-granite/granite-4.0-h-1b",
     ),
-    "granite_4.0_h_micro": Size(
+    "granite_4.0_h_micro": language_model(
         label="Granite 4.0 H Micro",
         arguments=granite(
             *(40, (5, 15, 25, 35), 2048, 8192, 64), (64, 32, 8, 64), scales=(0.22, 8.0)
@@ -220,7 +166,7 @@ SIZES = {
         license="Apache-2.0",
         weights="hf://ibm-granite/granite-4.0-h-micro",
     ),
-    "falcon_h1_tiny_90m": Size(
+    "falcon_h1_tiny_90m": language_model(
         label="Falcon-H1-Tiny-90M",
         arguments=falcon(
             *(24, 512, 768, 32, 64),
@@ -233,7 +179,7 @@ SIZES = {
         license=FALCON,
         weights="hf://tiiuae/Falcon-H1-Tiny-90M-Base",
     ),
-    "falcon_h1_0.5b": Size(
+    "falcon_h1_0.5b": language_model(
         label="Falcon-H1-0.5B",
         arguments=falcon(
             *(36, 1024, 2048, 64, 128),
@@ -253,7 +199,7 @@ SIZES = {
         license=FALCON,
         weights="hf://tiiuae/Falcon-H1-0.5B-Base",
     ),
-    "mamba_codestral_7b": Size(
+    "mamba_codestral_7b": language_model(
         label="Mamba-Codestral-7B-v0.1",
         arguments=mamba2(
             *(64, 4096), vocabulary_size=32_768, num_mamba_groups=8, tie_word_embeddings=False
@@ -262,9 +208,9 @@ SIZES = {
         license="Apache-2.0",
         weights="hf://mistralai/Mamba-Codestral-7B-v0.1",
     ),
-    "mamba2_130m": Size("Mamba-2", mamba2(24, 768), 128_989_632),
-    "mamba2_370m": Size("Mamba-2", mamba2(48, 1024), 368_346_624),
-    "mamba2_780m": Size("Mamba-2", mamba2(48, 1536), 780_161_280),
-    "mamba2_1.3b": Size("Mamba-2", mamba2(48, 2048), 1_343_757_312),
-    "mamba2_2.7b": Size("Mamba-2", mamba2(64, 2560), 2_702_599_680),
+    "mamba2_130m": language_model("Mamba-2", mamba2(24, 768), 128_989_632),
+    "mamba2_370m": language_model("Mamba-2", mamba2(48, 1024), 368_346_624),
+    "mamba2_780m": language_model("Mamba-2", mamba2(48, 1536), 780_161_280),
+    "mamba2_1.3b": language_model("Mamba-2", mamba2(48, 2048), 1_343_757_312),
+    "mamba2_2.7b": language_model("Mamba-2", mamba2(64, 2560), 2_702_599_680),
 }

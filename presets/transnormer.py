@@ -9,54 +9,31 @@ A row is one preset. The size of a head is `hidden_dim / heads`. `parameters` is
 number, which a test verifies. A name is the paper's label, not a count.
 """
 
-from typing import NamedTuple
-
-from keras_recurrent.presets import describe_language_model
+from keras_recurrent.presets import language_model
 
 
-class Size(NamedTuple):
-    """One row of the table."""
-
-    hidden_dim: int  # D
-    num_layers: int
-    heads: int
-    intermediate_dim: int  # width inside the SGLU
-    vocabulary_size: int
-    tied: bool  # True if the logits use the weights of the embedding
-    sequence_length: int  # tokens per sequence in the preprocessor
-    parameters: int
-    weights: str | None = None  # address of published weights
-
-    @property
-    def description(self):
-        return describe_language_model("TransNormerLLM", self)
-
-    @property
-    def backbone_arguments(self):
-        return {
-            "vocabulary_size": self.vocabulary_size,
-            "num_layers": self.num_layers,
-            "hidden_dim": self.hidden_dim,
-            "intermediate_dim": self.intermediate_dim,
-            "num_heads": self.heads,
-            "head_dim": self.hidden_dim // self.heads,
-            "tie_word_embeddings": self.tied,
-        }
-
-    @property
-    def preprocessor_arguments(self):
-        return {"sequence_length": self.sequence_length}
+def size(width, depth, heads, mlp_width, vocabulary, tied, tokens, parameters, weights=None):
+    arguments = {
+        "vocabulary_size": vocabulary,
+        "num_layers": depth,
+        "hidden_dim": width,
+        "intermediate_dim": mlp_width,
+        "num_heads": heads,
+        "head_dim": width // heads,
+        "tie_word_embeddings": tied,
+    }
+    return language_model("TransNormerLLM", arguments, parameters, weights, sequence_length=tokens)
 
 
 SIZES = {
     # name          D  depth heads   SGLU vocabulary   tied  tokens      parameters
-    "tnl_tiny": Size( 128,  4,  4,    352,     259, False,  256,        934_784),
-    "tnl_44m":  Size( 512,  6,  8,  1_152,  50_265,  True,  512,     44_217_344),
-    "tnl_385m": Size(1024, 24,  8,  2_816,  64_000, False, 1024,    464_520_192,
+    "tnl_tiny": size( 128,  4,  4,    352,     259, False,  256,        934_784),
+    "tnl_44m":  size( 512,  6,  8,  1_152,  50_265,  True,  512,     44_217_344),
+    "tnl_385m": size(1024, 24,  8,  2_816,  64_000, False, 1024,    464_520_192,
         weights="hf://OpenNLPLab/TransNormerLLM-385M"),
-    "tnl_1b":   Size(2048, 16, 16,  5_632,  64_000, False, 1024,  1_151_338_496,
+    "tnl_1b":   size(2048, 16, 16,  5_632,  64_000, False, 1024,  1_151_338_496,
         weights="hf://OpenNLPLab/TransNormerLLM-1B"),
-    "tnl_7b":   Size(4096, 30, 32, 11_264,  64_000, False, 1024,  7_193_235_456,
+    "tnl_7b":   size(4096, 30, 32, 11_264,  64_000, False, 1024,  7_193_235_456,
         weights="hf://OpenNLPLab/TransNormerLLM-7B"),
-    "tnl_15b":  Size(5120, 42, 40, 13_824, 100_000, False, 1024, 15_447_168_000),
+    "tnl_15b":  size(5120, 42, 40, 13_824, 100_000, False, 1024, 15_447_168_000),
 }  # fmt: skip

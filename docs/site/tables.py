@@ -48,49 +48,51 @@ VOCABULARY_NAMES = {259: "259 (bytes)"}
 MAMBA_LAYERS = ("mamba", "attention", "mlp")  # in `block_types`
 
 
-def griffin_cells(row):
+def griffin_cells(arguments):
     """Returns the cells of a preset between its name and its number of parameters."""
+    window = arguments.get("sliding_window", 0)
     blocks = {
         ("recurrent",): "recurrent",
         ("global_attention",): "global attention",
-    }.get(row.kind.block_types, f"2 recurrent, 1 local ({row.kind.sliding_window or 0:,})")
-    recurrent = "recurrent" in row.kind.block_types
-    width = f"{row.lru_width:,}" if recurrent else ""
-    return blocks, f"{row.hidden_dim:,}", width, str(row.num_layers), _format_vocabulary(row)
+    }.get(arguments["block_types"], f"2 recurrent, 1 local ({window:,})")
+    recurrent = "recurrent" in arguments["block_types"]
+    width = f"{arguments['lru_width']:,}" if recurrent else ""
+    depth = str(arguments["num_layers"])
+    return blocks, f"{arguments['hidden_dim']:,}", width, depth, _format_vocabulary(arguments)
 
 
-def hgrn2_cells(row):
-    numbers = (row.hidden_dim, row.num_layers, row.expand_ratio, row.intermediate_dim)
-    return *(f"{n:,}" for n in numbers), _format_vocabulary(row)
+def make_cells(*names):
+    """Returns a function of the arguments of a preset's backbone that returns some of them."""
+    return lambda arguments: (
+        *(f"{arguments[name]:,}" for name in names),
+        _format_vocabulary(arguments),
+    )
 
 
-def transnormer_cells(row):
-    numbers = (row.hidden_dim, row.num_layers, row.heads, row.intermediate_dim)
-    return *(f"{n:,}" for n in numbers), _format_vocabulary(row)
+def hybrid_cells(arguments):
+    attention = arguments["block_types"].count("global_attention")
+    names = "hidden_dim", "num_layers", "attention", "num_query_heads", "intermediate_dim"
+    return make_cells(*names)({**arguments, "attention": attention})
 
 
-def hybrid_cells(row):
-    numbers = (row.hidden_dim, row.num_layers, len(row.attention), row.heads, row.intermediate_dim)
-    return *(f"{n:,}" for n in numbers), _format_vocabulary(row)
-
-
-def mamba_hybrid_cells(row):
+def mamba_hybrid_cells(arguments):
     """Counts the layers of each kind; a block of Falcon-H1 has one of each."""
-    arguments = row.backbone_arguments
     types = arguments["block_types"]
     mixers = [sum(name in block.split("_and_") for block in types) for name in MAMBA_LAYERS[:2]]
     mlps = len(types) if arguments.get("use_mlp") else types.count(MAMBA_LAYERS[2])
-    numbers = (row.hidden_dim, row.num_layers, *mixers, mlps, arguments["num_mamba_heads"])
-    return *(f"{n:,}" for n in numbers), _format_vocabulary(row)
+    counts = dict(zip(MAMBA_LAYERS, (*mixers, mlps), strict=True))
+    names = "hidden_dim", "num_layers", *MAMBA_LAYERS, "num_mamba_heads"
+    return make_cells(*names)({**arguments, **counts})
 
 
-def _format_vocabulary(row):
-    tied = " (tied)" if getattr(row, "tied", False) else ""
-    return VOCABULARY_NAMES.get(row.vocabulary_size, f"{row.vocabulary_size:,}") + tied
+def _format_vocabulary(arguments):
+    tied = " (tied)" if arguments.get("tie_word_embeddings", False) else ""
+    size = arguments["vocabulary_size"]
+    return VOCABULARY_NAMES.get(size, f"{size:,}") + tied
 
 
-# {table: (class, sizes of its presets, columns between name and parameters, function of a preset's
-# sizes that returns these cells)}
+# {table: (class, sizes of its presets, columns between name and parameters, function of the
+# arguments of a preset's backbone that returns these cells)}
 FAMILIES = {
     "griffin": (
         GriffinCausalLM,
@@ -102,13 +104,13 @@ FAMILIES = {
         HGRN2CausalLM,
         hgrn2.SIZES,
         ("width", "depth", "channels per head", "SwiGLU width", "vocabulary"),
-        hgrn2_cells,
+        make_cells("hidden_dim", "num_layers", "expand_ratio", "intermediate_dim"),
     ),
     "transnormer": (
         TransNormerCausalLM,
         transnormer.SIZES,
         ("width", "depth", "heads", "SGLU width", "vocabulary"),
-        transnormer_cells,
+        make_cells("hidden_dim", "num_layers", "num_heads", "intermediate_dim"),
     ),
     "lightning_hybrid": (
         LightningHybridCausalLM,
@@ -133,14 +135,16 @@ FAMILIES = {
 
 def make_presets_table(name):
     """Returns the table of a family: sizes, parameters, and memory in `DTYPE`."""
-    cls, rows, columns, make_cells = FAMILIES[name]
+    cls, rows, columns, cells_of = FAMILIES[name]
     header = ["preset", *columns, "parameters", "weights", "state"]
     lines = [header, ["---"] + ["---" if c == "blocks" else "---:" for c in header[1:]]]
     for preset, entry in cls.presets.items():
         sizes = memory_sizes(preset, batch_size=1, length=LENGTH, dtype=DTYPE)
         parameters = f"{entry['metadata']['params']:,}"
         memory = (_format_bytes(sizes.parameters), _format_bytes(sizes.cache))
-        lines.append([f"`{preset}`", *make_cells(rows[preset]), parameters, *memory])
+        lines.append(
+            [f"`{preset}`", *cells_of(rows[preset].backbone_arguments), parameters, *memory]
+        )
     return _format_table(lines)
 
 
@@ -149,10 +153,10 @@ def make_vision_table():
     header = ["preset", "width", "depth", "channels per head", "patch", "image", "parameters"]
     lines = [header, ["---"] + ["---:"] * 6]
     for preset, entry in HGRN2ImageClassifier.presets.items():
-        row = hgrn2.VISION_SIZES[preset]
-        numbers = (row.hidden_dim, row.num_layers, row.expand_ratio, row.patch_size)
+        arguments = hgrn2.VISION_SIZES[preset].backbone_arguments
+        names = "hidden_dim", "num_layers", "expand_ratio", "patch_size"
         parameters = f"{entry['metadata']['params']:,}"
-        sizes = map(str, (*numbers, row.image_size))
+        sizes = [*(str(arguments[name]) for name in names), str(arguments["image_shape"][0])]
         lines.append([f"`{preset}`", *sizes, parameters])
     return _format_table(lines)
 

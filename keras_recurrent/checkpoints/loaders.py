@@ -65,7 +65,7 @@ class NamedPresetLoader(RecurrentPresetLoader):
     Args:
         name: string, the preset.
         backbone_cls: the class of its backbone.
-        row: the row of its table in `keras_recurrent.presets`.
+        row: its `keras_recurrent.presets.Preset`.
         get_loader: the function that returns the loader of published weights.
     """
 
@@ -78,13 +78,9 @@ class NamedPresetLoader(RecurrentPresetLoader):
     def published(self):
         """Loader of the published weights."""
         loader = self._get_loader(self.row.weights)
-        loader.default_chat_template = self.chat_template
-        loader.config = {**getattr(self.row, "config_defaults", {}), **loader.config}
+        loader.default_chat_template = self.row.chat_template
+        loader.config = {**self.row.config_defaults, **loader.config}
         return loader
-
-    @property
-    def chat_template(self):
-        return getattr(self.row, "chat_template", None)
 
     def has_weights(self):
         return self.row.weights is not None
@@ -119,8 +115,8 @@ class NamedPresetLoader(RecurrentPresetLoader):
         arguments = {**self.row.preprocessor_arguments, **kwargs}
         if self.has_hub_weights() and "tokenizer" not in kwargs:
             return self.published.load_preprocessor(cls, **arguments)
-        if self.chat_template is not None and takes_argument(cls, "chat_template"):
-            arguments.setdefault("chat_template", self.chat_template)
+        if self.row.chat_template is not None and takes_argument(cls, "chat_template"):
+            arguments.setdefault("chat_template", self.row.chat_template)
         return super().load_preprocessor(cls, **arguments)
 
     def make_preprocessor(self, cls, load_weights, **kwargs):

@@ -2,7 +2,7 @@
 
 from keras_recurrent import compat
 
-# {name: (class of the backbone, row of a table in `keras_recurrent.presets`)}
+# {name: (class of the backbone, `keras_recurrent.presets.Preset`)}
 PRESETS: dict = {}
 
 

@@ -9,7 +9,7 @@ import keras
 from keras import tree
 
 from keras_recurrent import compat
-from keras_recurrent.checkpoints import loading
+from keras_recurrent.checkpoints import loading, names
 from keras_recurrent.checks.arguments import check_positive_integers
 from keras_recurrent.checks.dtypes import item_size
 from keras_recurrent.devices.jax_layouts import axis_size, drop_uneven_axes
@@ -263,15 +263,16 @@ def _build_without_weights(preset, dtype):
     loader = loading.get_loader(preset)
     cls = loader.check_backbone_class()
     if isinstance(loader, loading.NamedPresetLoader):
-        return _build_named_preset(cls, loader.row, dtype or keras.config.dtype_policy().name)
+        return _build_named_preset(preset, dtype or keras.config.dtype_policy().name)
     with _abstract_weights():
         overrides = {} if dtype is None else {"dtype": dtype}
         return loader.load_backbone(cls, load_weights=False, **overrides)
 
 
 @functools.lru_cache(maxsize=4)
-def _build_named_preset(cls, row, dtype):
+def _build_named_preset(name, dtype):
     """Builds and caches a network: building takes seconds, and planners query many meshes."""
+    cls, row = names.PRESETS[name]
     with _abstract_weights():
         return cls(**row.backbone_arguments, dtype=dtype)
 

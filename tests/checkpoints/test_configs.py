@@ -84,35 +84,36 @@ def hgrn2_config(hidden_size, layers):
     }
 
 
-def transnormer_config(size):
+def transnormer_config(arguments):
     """Returns the file as the published code writes it, with keys that are not read."""
     return CONFIGS["transnormer"] | {
         "_name_or_path": "transnormer",
         "add_bos_token": False,
         "auto_map": {"AutoConfig": "configuration_transnormer.TransnormerConfig"},
-        "decoder_attention_heads": size.heads,
-        "decoder_embed_dim": size.hidden_dim,
-        "decoder_layers": size.num_layers,
-        "glu_dim": size.intermediate_dim,
-        "hidden_dim": size.hidden_dim,
+        "decoder_attention_heads": arguments["num_heads"],
+        "decoder_embed_dim": arguments["hidden_dim"],
+        "decoder_layers": arguments["num_layers"],
+        "glu_dim": arguments["intermediate_dim"],
+        "hidden_dim": arguments["hidden_dim"],
         "linear_act_fun": "swish",
-        "linear_use_lrpe_list": [1, *[0] * (size.num_layers - 1)],
-        "vocab_size": size.vocabulary_size,
+        "linear_use_lrpe_list": [1, *[0] * (arguments["num_layers"] - 1)],
+        "vocab_size": arguments["vocabulary_size"],
     }
 
 
-def lfm2_config(size, **changes):
+def lfm2_config(arguments, **changes):
     """Returns the file of the Hub: a width before its adjustment, and no size of a head."""
-    attention = [i in size.attention for i in range(size.num_layers)]
+    width, heads = arguments["hidden_dim"], arguments["num_query_heads"]
+    types = {"global_attention": "full_attention", "gated_short_conv": "conv"}
     return CONFIGS["lfm2"] | {
-        **{"block_dim": size.hidden_dim, "conv_dim": size.hidden_dim, "num_heads": size.heads},
+        **{"block_dim": width, "conv_dim": width, "num_heads": heads},
         "block_multiple_of": 256,
-        "hidden_size": size.hidden_dim,
-        "layer_types": ["full_attention" if i else "conv" for i in attention],
-        "num_attention_heads": size.heads,
-        "num_hidden_layers": size.num_layers,
+        "hidden_size": width,
+        "layer_types": [types[name] for name in arguments["block_types"]],
+        "num_attention_heads": heads,
+        "num_hidden_layers": arguments["num_layers"],
         "num_key_value_heads": 8,
-        "vocab_size": size.vocabulary_size,
+        "vocab_size": arguments["vocabulary_size"],
         **changes,
     }
 
@@ -130,11 +131,11 @@ for name, *sizes in (("hgrn2_1.3b_100b", 2048, 24), ("hgrn2_2.7b_100b", 2560, 32
     PUBLISHED[name] = ("hgrn2", hgrn2_config(*sizes), hgrn2.SIZES[name])
 for name in ("tnl_385m", "tnl_1b", "tnl_7b"):
     size = transnormer.SIZES[name]
-    PUBLISHED[name] = ("transnormer", transnormer_config(size), size)
+    PUBLISHED[name] = ("transnormer", transnormer_config(size.backbone_arguments), size)
 
 
 OLDER = {
-    "full_attn_idxs": list(lfm2.SIZES["lfm2_350m"].attention),
+    "full_attn_idxs": list(lfm2.BLOCKS_16),
     **{"layer_types": None, "rope_parameters": None, "rope_theta": 1000000.0},
 }
 LARGE_ROPE = {"rope_theta": 10000000.0, "rope_type": "default"}
@@ -149,7 +150,7 @@ for name, changes in {
     },
 }.items():
     size = lfm2.SIZES[name]
-    PUBLISHED[name] = ("lfm2", lfm2_config(size, **changes), size)
+    PUBLISHED[name] = ("lfm2", lfm2_config(size.backbone_arguments, **changes), size)
 
 
 def constructor_defaults(cls):

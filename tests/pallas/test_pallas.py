@@ -80,7 +80,7 @@ def test_training_step_of_hawk_compiles_for_tpu():
     """
     report = fresh_process("-m", "tests.pallas.training")
     assert report["parameters"] == SIZES["hawk_1.3b"].parameters
-    assert report["kernels"] == 6 * SIZES["hawk_1.3b"].num_layers
+    assert report["kernels"] == 6 * SIZES["hawk_1.3b"].backbone_arguments["num_layers"]
     assert report["peak"] < 16 * 2**30
 
 
