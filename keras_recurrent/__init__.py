@@ -16,7 +16,6 @@ warn_about_disabled_kernels()
 
 from keras_recurrent import (
     callbacks,
-    datasets,
     evaluation,
     layers,
     metrics,
@@ -34,7 +33,7 @@ from keras_recurrent.training.weight_decay import exclude_from_weight_decay
 from keras_recurrent.tuning import autotune
 
 if TYPE_CHECKING:
-    from keras_recurrent import conversion, models, samplers, tokenizers
+    from keras_recurrent import conversion, datasets, models, samplers, tokenizers
 
 upstream.install()
 
@@ -61,12 +60,12 @@ __all__ = [
     "which_loss",
 ]
 
-# Imported when they are first used.
-USING_KERAS_HUB = ("conversion", "models", "samplers", "tokenizers")
+# Imported when they are first used, because they import KerasHub or grain.
+LAZY = ("conversion", "datasets", "models", "samplers", "tokenizers")
 
 
 def __getattr__(name):
-    if name not in USING_KERAS_HUB:
+    if name not in LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module(f"{__name__}.{name}")
 

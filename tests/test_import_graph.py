@@ -38,7 +38,6 @@ TOP = len(FLOORS)  # other modules at the root of the package
 
 # (file, module that is imported inside one of its functions, because a package may be missing)
 INSIDE_FUNCTIONS = {
-    ("keras_recurrent/datasets/__init__.py", "datasets.packed_text"),  # until its first use
     ("keras_recurrent/dispatch.py", "backends"),
     ("keras_recurrent/dispatch.py", "backends.triton._runtime.framework"),
     ("keras_recurrent/generation/torch/decoder.py", "backends.triton.argmax"),
