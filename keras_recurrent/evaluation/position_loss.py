@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from keras_recurrent.checks.arguments import check_positive_integer
-from keras_recurrent.checks.dtypes import check_dtype
+from keras_recurrent.checks.states import check_per_token
 from keras_recurrent.checks.token_ids import check_token_ids
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
 
@@ -106,13 +106,8 @@ def _check_inputs(token_ids, padding_mask, vocabulary_size):
     mask = np.ones(token_ids.shape, bool)
     if padding_mask is not None:
         mask = np.asarray(keras.ops.convert_to_numpy(padding_mask))
-        check_dtype("loss_by_position", "padding_mask", mask.dtype.name)
+        check_per_token("loss_by_position", "padding_mask", mask, token_ids.shape)
         mask = mask.astype(bool)
-        if mask.shape != token_ids.shape:
-            raise ValueError(
-                f"`padding_mask` must have the shape of `token_ids`, {token_ids.shape}; got "
-                f"{mask.shape}."
-            )
     check_token_ids("token_ids", token_ids, vocabulary_size, mask)
     if not (mask[:, 1:] & mask[:, :-1]).any():
         raise ValueError("`token_ids` and `padding_mask` leave no token that follows another.")

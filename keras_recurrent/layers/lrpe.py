@@ -4,9 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_recurrent.checks.arguments import check_tensor
-from keras_recurrent.checks.dtypes import check_dtype, dtype_of
-from keras_recurrent.checks.shapes import fits
+from keras_recurrent.checks.states import check_per_token
 from keras_recurrent.layers.base import RecomputableLayer
 
 MAX_WAVELENGTH = 10_000
@@ -70,26 +68,16 @@ class LRPE(RecomputableLayer):
         self.theta = self.add_state_weight("theta", shape, _frequencies, weight_decay=False)
 
     def call(self, inputs, positions):
-        _check_positions(positions, inputs.shape[:2])
+        check_per_token("LRPE", "positions", positions, inputs.shape[:2])
         x = ops.cast(inputs, self.state_dtype)
         angle = ops.cast(positions, self.state_dtype)[:, :, None, None] * self.theta
         rotated = ops.concatenate([x * ops.cos(angle), x * ops.sin(angle)], axis=-1)
         return ops.cast(rotated, self.compute_dtype)
 
     def compute_output_spec(self, inputs, positions):
-        _check_positions(positions, inputs.shape[:2])
+        check_per_token("LRPE", "positions", positions, inputs.shape[:2])
         *shape, channels = inputs.shape
         return keras.KerasTensor((*shape, 2 * channels), dtype=self.compute_dtype)
-
-
-def _check_positions(positions, shape):
-    check_tensor("positions", positions)
-    if not fits(positions.shape, shape):
-        raise ValueError(
-            f"`positions` must have the shape [batch, time] of the inputs, {tuple(shape)}; got "
-            f"{tuple(positions.shape)}."
-        )
-    check_dtype("LRPE", "positions", dtype_of(positions))
 
 
 def _frequencies(shape, dtype):
