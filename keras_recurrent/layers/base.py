@@ -26,6 +26,8 @@ class RecomputableLayer(
     # {name: alternative} of arguments of `keras.layers.GRU` that the layer does not support.
     gru_alternatives = {"units": gru_arguments.ALTERNATIVES["units"]}
 
+    _arguments: dict = {}  # set by `store_arguments`
+
     def __new__(cls, *args, **kwargs):
         gru_arguments.check_constructor_arguments(cls, args, kwargs)
         return super().__new__(cls, *args, **kwargs)
@@ -53,8 +55,10 @@ class RecomputableLayer(
     def store_arguments(self, cls, values):
         """Stores the arguments of the constructor of `cls`, from its `locals()`, as attributes.
 
-        Arguments `..._initializer` and `..._activation` become objects.
+        Arguments `..._initializer` and `..._activation` become objects. The configuration has the
+        arguments, also if `build` sets an attribute that is None to a default.
         """
+        self._arguments = {}
         for name in inspect.signature(cls.__init__).parameters:
             if name in ("self", "kwargs"):
                 continue
@@ -63,6 +67,7 @@ class RecomputableLayer(
                 value = keras.initializers.get(value)
             elif name.endswith("_activation"):
                 value = keras.activations.get(value)
+            self._arguments[name] = value
             setattr(self, name, value)
 
     def get_config(self):
@@ -70,7 +75,8 @@ class RecomputableLayer(
         config = super().get_config()
         for name in gru_arguments.constructor_arguments(type(self)):
             if hasattr(self, name) and name not in config:
-                config[name] = _serialize_argument(name, getattr(self, name))
+                value = self._arguments.get(name, getattr(self, name))
+                config[name] = _serialize_argument(name, value)
         return config
 
     @property

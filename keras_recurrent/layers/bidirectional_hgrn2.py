@@ -72,15 +72,8 @@ class BidirectionalHGRN2(RecomputableLayer):
     ):
         super().__init__(autocast=False, **kwargs)
         self.supports_masking = True
-        self.hgrn2 = HGRN2(
-            expand_ratio=expand_ratio,
-            gate_activation=gate_activation,
-            input_activation=input_activation,
-            f_bias_initializer=f_bias_initializer,
-            kernel_initializer=kernel_initializer,
-            dtype=self.dtype_policy,
-            name="hgrn2",
-        )
+        self.store_arguments(BidirectionalHGRN2, locals())
+        self.hgrn2 = HGRN2(**self._arguments, dtype=self.dtype_policy, name="hgrn2")
 
     def build(self, input_shape):
         self.hgrn2.build(input_shape)
@@ -101,9 +94,3 @@ class BidirectionalHGRN2(RecomputableLayer):
     def compute_output_spec(self, inputs, lower_bound=None, mask=None):
         check_lower_bound(lower_bound, inputs.shape[-1])
         return keras.KerasTensor(inputs.shape, dtype=self.compute_dtype)
-
-    def get_config(self):
-        config = self.hgrn2.get_config()
-        shared = ("expand_ratio", "gate_activation", "input_activation")
-        initializers = ("f_bias_initializer", "kernel_initializer")
-        return {**super().get_config(), **{name: config[name] for name in shared + initializers}}

@@ -11,7 +11,7 @@ if BACKEND == "torch":
     from keras_recurrent.layers.torch_calls import call_plain, is_plain
 
 
-def inner_dense(layer, units, name, use_bias=False):
+def inner_dense(layer, units, name, use_bias=False, input_shape=None):
     """Creates a `Dense` inside `layer`, with that layer's initializers and dtype.
 
     Args:
@@ -20,9 +20,10 @@ def inner_dense(layer, units, name, use_bias=False):
         units: integer, the size of the output.
         name: string, the name of the new layer.
         use_bias: boolean, whether it has a bias.
+        input_shape: tuple, the shape for which the new layer is built. None: it is not built.
     """
     with no_further_remat():
-        return keras.layers.Dense(
+        dense = keras.layers.Dense(
             units,
             use_bias=use_bias,
             kernel_initializer=clone_initializer(layer.kernel_initializer),
@@ -30,6 +31,9 @@ def inner_dense(layer, units, name, use_bias=False):
             dtype=layer.dtype_policy,
             name=name,
         )
+        if input_shape is not None:
+            dense.build(input_shape)
+        return dense
 
 
 def project(layer, dense, inputs):

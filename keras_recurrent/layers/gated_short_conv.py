@@ -84,9 +84,7 @@ class GatedShortConv(StreamingLayer):
         super().build(input_shape)
         self.conv1d.build(input_shape)
         for name in ("b_proj", "c_proj", "u_proj", "o_proj"):
-            projection = inner_dense(self, self.width, name, use_bias=self.use_bias)
-            projection.build(input_shape)
-            setattr(self, name, projection)
+            setattr(self, name, inner_dense(self, self.width, name, self.use_bias, input_shape))
 
     def streaming_sublayers(self):
         return {"conv1d": self.conv1d}

@@ -37,8 +37,8 @@ class HeadsLayer(StreamingLayer):
         for norm in (self.q_norm, self.k_norm):
             if norm is not None:
                 norm.build((*input_shape[:2], None, self.head_dim))
-        self.o_proj = inner_dense(self, self.width, "o_proj", use_bias=self.use_output_bias)
-        self.o_proj.build((*input_shape[:2], self.q_proj.units))
+        inner_shape = (*input_shape[:2], self.q_proj.units)
+        self.o_proj = inner_dense(self, self.width, "o_proj", self.use_output_bias, inner_shape)
 
     def split_heads(self, x, inputs):
         """Returns x `[B, T, H K]` by heads, `[B, T, H, K]`; `inputs` are `[B, T, ...]`."""

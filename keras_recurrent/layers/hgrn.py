@@ -49,11 +49,9 @@ class HGRN(ForgetGateLayer):
 
     def build(self, input_shape):
         super().build(input_shape)
-        self.f_proj = inner_dense(self, self.width, "f_proj")
-        self.i_proj = inner_dense(self, self.width, "i_proj")
-        self.o_proj = inner_dense(self, self.width, "o_proj")
-        for projection in (self.f_proj, self.i_proj, self.o_proj):
-            projection.build(input_shape)
+        self.f_proj = inner_dense(self, self.width, "f_proj", input_shape=input_shape)
+        self.i_proj = inner_dense(self, self.width, "i_proj", input_shape=input_shape)
+        self.o_proj = inner_dense(self, self.width, "o_proj", input_shape=input_shape)
 
     def stream(self, inputs, tokens, state, lower_bound=None):
         log_f = self.log_forget_gate(self.inner(self.f_proj, inputs), lower_bound)

@@ -102,7 +102,6 @@ class HGRN2(ForgetGateLayer):
             check_positive_integer("expand_ratio", expand_ratio)
         if conv_size is not None:
             check_positive_integer("conv_size", conv_size)
-        self.expand_ratio = self._expand_ratio_given = expand_ratio
         self.store_arguments(HGRN2, locals())
         self.convolutions = {}
 
@@ -111,12 +110,10 @@ class HGRN2(ForgetGateLayer):
         if self.expand_ratio is None:
             self.expand_ratio = default_expand_ratio(self.width)
         check_divides("expand_ratio", self.expand_ratio, "the width of the inputs", self.width)
-        self.q_proj = inner_dense(self, self.width, "q_proj")
-        self.f_proj = inner_dense(self, self.width, "f_proj")
-        self.i_proj = inner_dense(self, self.width, "i_proj")
-        self.o_proj = inner_dense(self, self.width, "o_proj")
-        for projection in (self.q_proj, self.f_proj, self.i_proj, self.o_proj):
-            projection.build(input_shape)
+        self.q_proj = inner_dense(self, self.width, "q_proj", input_shape=input_shape)
+        self.f_proj = inner_dense(self, self.width, "f_proj", input_shape=input_shape)
+        self.i_proj = inner_dense(self, self.width, "i_proj", input_shape=input_shape)
+        self.o_proj = inner_dense(self, self.width, "o_proj", input_shape=input_shape)
         with no_further_remat():
             self.norm = RMSNorm(
                 epsilon=NORM_EPSILON, zero_centered=False, dtype=self.dtype_policy, name="norm"
@@ -236,6 +233,3 @@ class HGRN2(ForgetGateLayer):
         convolutions = super().own_state_spec(batch_size)
         heads, size = self.width // self.expand_ratio, self.expand_ratio
         return {"memory": self.array_spec(batch_size, heads, size, size), **convolutions}
-
-    def get_config(self):
-        return {**super().get_config(), "expand_ratio": self._expand_ratio_given}

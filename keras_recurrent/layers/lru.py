@@ -39,8 +39,6 @@ class GatedLRU(StreamingLayer):
             check_positive_integer("num_blocks", num_blocks)
         check_boolean("scale_first_input", scale_first_input)
         a_initializer = get_decay_initializer(a_initializer)
-        # `build` sets the first if it is None; the config has the second.
-        self.num_blocks = self._num_blocks_given = num_blocks
         self.store_arguments(GatedLRU, locals())
 
     def add_gates_and_decays(self, channels):
@@ -63,9 +61,6 @@ class GatedLRU(StreamingLayer):
     def own_state_spec(self, batch_size=None):
         self._check_built()
         return {"hidden": self.array_spec(batch_size, self.width)}
-
-    def get_config(self):
-        return {**super().get_config(), "num_blocks": self._num_blocks_given}
 
 
 def input_multiplier(log_a):

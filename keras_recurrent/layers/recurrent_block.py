@@ -129,7 +129,6 @@ class RecurrentBlock(StreamingLayer):
         if recurrence == "cg_lru":
             check_complex_channels("`lru_width`", lru_width, num_blocks)
         a_initializer = get_decay_initializer(a_initializer)
-        self._num_blocks_given = num_blocks
         self.store_arguments(RecurrentBlock, locals())
         with no_further_remat():
             self.conv1d = CausalConv1D(
@@ -159,8 +158,7 @@ class RecurrentBlock(StreamingLayer):
         self.conv1d.build(inner_shape)
         self.linear_x.build(input_shape)
         self.linear_y.build(input_shape)
-        self.linear_out = inner_dense(self, self.width, "linear_out", use_bias=True)
-        self.linear_out.build(inner_shape)
+        self.linear_out = inner_dense(self, self.width, "linear_out", True, inner_shape)
 
     def streaming_sublayers(self):
         return {"conv1d": self.conv1d, self.recurrence: self.unit}
@@ -217,6 +215,3 @@ class RecurrentBlock(StreamingLayer):
         )
         x = decoding.add_linear(x, y, [self.linear_out], **ends)
         return x, {"conv1d": {"inputs": window}, "rg_lru": {"hidden": hidden}}
-
-    def get_config(self):
-        return {**super().get_config(), "num_blocks": self._num_blocks_given}
