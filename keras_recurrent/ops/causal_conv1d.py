@@ -83,13 +83,4 @@ def causal_conv1d(
     >>> keras.ops.convert_to_numpy(y).ravel()
     array([1., 3., 5., 7.], dtype=float32)
     """
-    return CausalConv1DOperation.apply(
-        {"x": x, "kernel": kernel, "bias": bias},
-        implementation,
-        {"reverse": reverse, "activation": activation},
-        initial_state=initial_state,
-        mask=mask,
-        segment_ids=segment_ids,
-        previous_segment_id=previous_segment_id,
-        token_kind=token_kind,
-    )
+    return CausalConv1DOperation.apply(locals())

@@ -66,13 +66,4 @@ def complex_linear_scan(
             [ 0.,  1.],
             [-1.,  0.]]], dtype=float32)
     """
-    return ComplexLinearScan.apply(
-        {"x": x, "log_a": log_a, "phase": phase},
-        implementation,
-        {"reverse": reverse},
-        initial_state=initial_state,
-        mask=mask,
-        segment_ids=segment_ids,
-        previous_segment_id=previous_segment_id,
-        token_kind=token_kind,
-    )
+    return ComplexLinearScan.apply(locals())

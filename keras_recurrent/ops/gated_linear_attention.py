@@ -79,13 +79,4 @@ def gated_linear_attention(
            [3.5, 4.5],
            [0. , 0. ]], dtype=float32)
     """
-    return GatedLinearAttentionOperation.apply(
-        {"q": q, "k": k, "v": v, "log_f": log_f},
-        implementation,
-        {"reverse": reverse},
-        initial_state=initial_state,
-        mask=mask,
-        segment_ids=segment_ids,
-        previous_segment_id=previous_segment_id,
-        token_kind=token_kind,
-    )
+    return GatedLinearAttentionOperation.apply(locals())

@@ -62,6 +62,4 @@ def gated_linear_unit(gate, x, *, activation, implementation=None):
     >>> keras.ops.convert_to_numpy(y).round(2)
     array([-0.  ,  0.73,  9.  ], dtype=float32)
     """
-    return GatedLinearUnitOperation.apply(
-        {"gate": gate, "x": x}, implementation, {"activation": activation}
-    )
+    return GatedLinearUnitOperation.apply(locals())

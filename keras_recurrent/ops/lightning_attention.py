@@ -75,13 +75,4 @@ def lightning_attention(
     >>> keras.ops.convert_to_numpy(output).ravel().round(3)
     array([8., 4., 2.], dtype=float32)
     """
-    return LightningAttentionOperation.apply(
-        {"q": q, "k": k, "v": v, "log_decay": log_decay},
-        implementation,
-        {"reverse": reverse},
-        initial_state=initial_state,
-        mask=mask,
-        segment_ids=segment_ids,
-        previous_segment_id=previous_segment_id,
-        token_kind=token_kind,
-    )
+    return LightningAttentionOperation.apply(locals())

@@ -99,6 +99,4 @@ def linear_crossentropy(
     >>> print(f"{float(loss):.3f}", keras.ops.convert_to_numpy(best))
     0.742 [0 0 1]
     """
-    tensors = {"x": x, "embedding": embedding, "tokens": tokens, "sample_weight": sample_weight}
-    options = {"soft_cap": soft_cap, "reduction": reduction}
-    return LinearCrossentropyOperation.apply(tensors, implementation, options)
+    return LinearCrossentropyOperation.apply(locals())

@@ -77,13 +77,4 @@ def linear_scan(
     >>> keras.ops.convert_to_numpy(h).ravel()
     array([1.  , 1.5 , 1.75], dtype=float32)
     """
-    return LinearScan.apply(
-        {"x": x, "log_a": log_a},
-        implementation,
-        {"reverse": reverse},
-        initial_state=initial_state,
-        mask=mask,
-        segment_ids=segment_ids,
-        previous_segment_id=previous_segment_id,
-        token_kind=token_kind,
-    )
+    return LinearScan.apply(locals())

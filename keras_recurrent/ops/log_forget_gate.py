@@ -54,6 +54,4 @@ def log_forget_gate(logits, lower_bound=None, *, implementation=None):
     >>> np.exp(log_f).ravel().round(4)
     array([0.5 , 0.75, 1.  ], dtype=float32)
     """
-    return LogForgetGateOperation.apply(
-        {"logits": logits, "lower_bound": lower_bound}, implementation
-    )
+    return LogForgetGateOperation.apply(locals())

@@ -58,9 +58,13 @@ class Operation(keras.Operation):
         self.options = type(self).options | options
 
     @classmethod
-    def apply(cls, tensors, implementation, options=None, **context):
-        """Computes the results, or adds a node to the graph if an argument is symbolic."""
-        options = options or {}
+    def apply(cls, arguments):
+        """Computes the results, or adds a node to the graph if an argument is symbolic.
+
+        arguments: `{name: value}` of the arguments of the public function, as `locals()` returns.
+        """
+        tensors, context, options = cls.split(arguments)
+        implementation = arguments["implementation"]
         if dispatch.BACKEND == "torch":
             # `_call_key` needs torch tensors: it returns None for a Keras variable.
             tensors = {
@@ -81,6 +85,16 @@ class Operation(keras.Operation):
         return cls.finish(function(**arguments), options)
 
     @classmethod
+    def split(cls, arguments):
+        """Returns the tensors, the context and the options among arguments, three dicts."""
+        groups = dict.fromkeys(cls.signature.tensors), dict.fromkeys(cls.context), {**cls.options}
+        for group in groups:
+            for name in group:
+                if name in arguments:
+                    group[name] = arguments[name]
+        return groups
+
+    @classmethod
     def lower(cls, tensors, context, options):
         """Returns the keyword arguments of an implementation."""
         return {**tensors, **context, **options}
@@ -91,8 +105,7 @@ class Operation(keras.Operation):
         return results
 
     def call(self, **arguments):
-        tensors, context = self._tensors_and_context(arguments)
-        return self.apply(tensors, self.implementation, self.options, **context)
+        return self.apply({**arguments, **self.options, "implementation": self.implementation})
 
     def rematerialized_call(self, call, *args, **kwargs):
         # Not rematerialized: implementations save few residuals besides their inputs and outputs,
@@ -100,13 +113,8 @@ class Operation(keras.Operation):
         return call
 
     def compute_output_spec(self, **arguments):
-        tensors, context = self._tensors_and_context(arguments)
+        tensors, context, _ = self.split(arguments)
         return self.output_spec(tensors, self.check(tensors, context, self.options))
-
-    def _tensors_and_context(self, arguments):
-        names = self.signature.tensors
-        tensors = {name: arguments.pop(name) for name in names if name in arguments}
-        return tensors, arguments
 
     def output_spec(self, tensors, sizes):
         """Returns `KerasTensor`s of the results; `sizes` is the result of `check`."""
@@ -215,9 +223,8 @@ def which_implementation(operation, *tensors, implementation=None, **arguments):
     if unknown:
         raise ValueError(f"`{name}` takes no argument {', '.join(map(repr, unknown))}.")
     given = arguments | dict(zip(parameters, tensors, strict=False))
-    named = convert(name, {argument: given.get(argument) for argument in cls.signature.tensors})
-    context = convert(name, {argument: given.get(argument) for argument in cls.context})
-    options = {option: given.get(option, cls.options[option]) for option in cls.options}
+    named, context, options = cls.split(given)
+    named, context = convert(name, named), convert(name, context)
     cls.check(named, context, options)
     if symbolic(named, context):
         raise ValueError(

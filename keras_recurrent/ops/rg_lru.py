@@ -71,13 +71,4 @@ def rg_lru(
     >>> keras.ops.convert_to_numpy(h).ravel().round(4)
     array([1.   , 1.0605], dtype=float32)
     """
-    return RGLRUOperation.apply(
-        {"x": x, "gate_a": gate_a, "gate_x": gate_x, "a_logit": a_logit},
-        implementation,
-        {"reverse": reverse},
-        initial_state=initial_state,
-        mask=mask,
-        segment_ids=segment_ids,
-        previous_segment_id=previous_segment_id,
-        token_kind=token_kind,
-    )
+    return RGLRUOperation.apply(locals())

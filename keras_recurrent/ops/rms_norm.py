@@ -68,4 +68,4 @@ def rms_norm(x, scale=None, *, epsilon, implementation=None):
     array([[ 0.8485,  2.2627],
            [-0.8485,  2.2627]], dtype=float32)
     """
-    return RMSNormOperation.apply({"x": x, "scale": scale}, implementation, {"epsilon": epsilon})
+    return RMSNormOperation.apply(locals())

@@ -79,13 +79,4 @@ def scalar_decay_attention(
     array([[8., 8.],
            [8., 4.]], dtype=float32)
     """
-    return ScalarDecayAttentionOperation.apply(
-        {"q": q, "k": k, "v": v, "log_decay": log_decay},
-        implementation,
-        {"reverse": reverse},
-        initial_state=initial_state,
-        mask=mask,
-        segment_ids=segment_ids,
-        previous_segment_id=previous_segment_id,
-        token_kind=token_kind,
-    )
+    return ScalarDecayAttentionOperation.apply(locals())

@@ -126,13 +126,4 @@ def sliding_window_attention(
     >>> keras.ops.convert_to_numpy(state["value"]).ravel(), int(state["position"][0])
     (array([9.], dtype=float32), 4)
     """
-    return SlidingWindowAttentionOperation.apply(
-        {"q": q, "k": k, "v": v},
-        implementation,
-        {"reverse": reverse, "sliding_window": sliding_window, "max_length": max_length},
-        initial_state=initial_state,
-        mask=mask,
-        segment_ids=segment_ids,
-        previous_segment_id=previous_segment_id,
-        token_kind=token_kind,
-    )
+    return SlidingWindowAttentionOperation.apply(locals())

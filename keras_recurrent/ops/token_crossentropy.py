@@ -70,4 +70,4 @@ def token_crossentropy(logits, tokens, *, implementation=None):
     >>> np.exp(-keras.ops.convert_to_numpy(loss)).round(4)
     array([1.    , 0.5   , 0.3333], dtype=float32)
     """
-    return TokenCrossentropyOperation.apply({"logits": logits, "tokens": tokens}, implementation)
+    return TokenCrossentropyOperation.apply(locals())
