@@ -33,6 +33,18 @@ SMALLEST_SCALED_EPSILON = 2.0**-70
 # small chunks would not amortize.
 CROSSENTROPY_CHUNK = 4096
 
+ATTENTION_BLOCK = 64  # queries in a block of attention on JAX and TensorFlow
+
+
+def span_edges(count):
+    """Edges of four spans of `count` blocks of attention without a window.
+
+    All blocks of a span are multiplied with the keys up to its end. With four spans a quarter of
+    the products are of keys that no query attends to, with one span half of them.
+    """
+    return sorted({-(-count * i // 4) for i in range(5)})
+
+
 # In decoding steps of many sequences, HGRN2 writes each state every STATE_WRITE_INTERVAL tokens.
 STATE_WRITE_INTERVAL = 8
 # Smallest batch size of such steps. With 8 sequences, they are not faster (H200).

@@ -39,7 +39,7 @@ class AttentionInputs:
         return x if self.tokens is None else self.tokens.to_front(x)
 
     def put_back(self, x):
-        """The inverse, and the transpose, of `to_front`."""
+        """The inverse of `to_front`."""
         return x if self.tokens is None else self.tokens.put_back(x)
 
     def concat_cached(self, x, buffer):
@@ -73,12 +73,3 @@ class AttentionInputs:
         missing = tf.maximum(self.window - 1 - self.cached, 0)
         x = tf.pad(x, [[0, 0], [missing, 0]] + [[0, 0]] * (len(x.shape) - 2))
         return x[:, tf.maximum(self.cached - self.window + 1, 0) :]
-
-    def unbanded(self, x):
-        """The transpose of `banded`."""
-        x = tf.transpose(x, [0, 2, 1, 3])
-        if self.window is None:
-            return x
-        missing = tf.maximum(self.cached - self.window + 1, 0)
-        x = tf.pad(x, [[0, 0], [missing, 0], [0, 0], [0, 0]])
-        return x[:, tf.maximum(self.window - 1 - self.cached, 0) :]

@@ -1,27 +1,27 @@
-"""Softmax attention of a sequence of queries to the keys before them, block by block.
+"""Softmax attention of queries to the keys before them, block by block, as in `backends/jax`.
 
-The T queries belong to the last T of the S keys: query t attends to key S - T + t and to the keys
-before it in the same document, to `window` in all. `window` None means all of them; else
-S - T is `window` - 1. A block of queries is multiplied with the keys that at least one of its
-queries attends to, so time grows with T times the window, and memory with T.
-
-q: [B, G, T, R, K], where R heads share a key; k: [B, G, S, K]; v: [B, G, S, V]; documents:
-document numbers of the queries [B, T] and of the keys [B, S].
+q: [B, G, T, R, K]; k: [B, G, S, K]; v: [B, G, S, V]; documents: of queries [B, T] and keys [B, S].
 """
 
 import itertools
 
 import tensorflow as tf
 
-BLOCK = 64
-# Spans of blocks without a window. All blocks of a span are multiplied with
-# the keys up to the span's end. With four spans a quarter of the products are of keys that no query
-# attends to, with one span half of them.
-SPANS = 4
+from ..constants import ATTENTION_BLOCK, span_edges
 
 
-def forward(q, k, v, documents, window):
+def attend(q, k, v, documents, window):
     """Returns [B, G, T, R, V]."""
+
+    @tf.custom_gradient
+    def run(q, k, v):
+        output = _forward(q, k, v, documents, window)
+        return output, lambda d_output: _backward(d_output, q, k, v, documents, window)
+
+    return run(q, k, v)
+
+
+def _forward(q, k, v, documents, window):
     blocks = _Blocks(q, k, documents, window)
     q, k, v = blocks.padded_queries(q), blocks.padded_keys(k), blocks.padded_keys(v)
 
@@ -36,7 +36,7 @@ def forward(q, k, v, documents, window):
     return blocks.join_blocks(output, blocks.heads)[:, :, : blocks.length]
 
 
-def backward(d_output, q, k, v, documents, window):
+def _backward(d_output, q, k, v, documents, window):
     """Returns the gradients of q, k and v."""
     blocks = _Blocks(q, k, documents, window)
     q, d_output = map(blocks.padded_queries, (q, d_output))
@@ -45,13 +45,9 @@ def backward(d_output, q, k, v, documents, window):
 
     def attend(block, carry):
         q_b, k_b, v_b, d_o = block.queries(q), block.keys(k), block.keys(v), block.queries(d_output)
-        # Not from sums of the forward pass: another program rounds logits differently, which
-        # matters where they are large.
+        # As in `backends/jax`, not from sums of the forward pass, and the difference first.
         weights = softmax(block.hide(tf.matmul(q_b, k_b, transpose_b=True)))
         d_weights = tf.matmul(d_o, v_b, transpose_b=True)
-        # The output would give the same sum, but it has been rounded. The difference is computed
-        # first: a difference of products with the weights is rounded once more, which matters
-        # where one key has nearly all the weight.
         mean = tf.reduce_sum(weights * d_weights, axis=-1, keepdims=True)
         d_logits = weights * (d_weights - mean)
         d_keys = [
@@ -89,7 +85,7 @@ class _Blocks:
         self.batch, self.groups, self.length = tf.shape(q)[0], q.shape[1], _size(q, 2)
         self.heads, self.window = q.shape[3], window
         self.before = _size(k, 2) - self.length
-        self.size = BLOCK
+        self.size = ATTENTION_BLOCK
         while self.size > 8 and (
             (isinstance(self.length, int) and self.size >= 2 * self.length)
             or (window and self.size > window)
@@ -125,7 +121,7 @@ class _Blocks:
         edges = [0, self.count]
         # Spans need a known length: otherwise a span may be empty, with no results to stack.
         if not self.window and isinstance(self.count, int):
-            edges = sorted({-(-self.count * i // SPANS) for i in range(SPANS + 1)})
+            edges = span_edges(self.count)
         parts = []
         for first, end in itertools.pairwise(edges):
             width = self.overlap + self.size if self.window else self.before + end * self.size

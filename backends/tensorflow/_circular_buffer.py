@@ -6,7 +6,7 @@ capacity C may be 0, and may be unknown when a graph is traced.
 
 import tensorflow as tf
 
-from ._common import take
+from ._common import length_of, linear, take
 
 
 def to_sequence(buffer, position, end, length):
@@ -14,6 +14,25 @@ def to_sequence(buffer, position, end, length):
 
     The sequence is 0 everywhere else. This is the transpose of `from_sequence`.
     """
+    capacity = length_of(buffer)
+    return linear(
+        lambda buffer: _to_sequence(buffer, position, end, length),
+        lambda sequence: _from_sequence(sequence, position, end, capacity),
+        buffer,
+    )
+
+
+def from_sequence(sequence, position, end, capacity):
+    """The buffer [B, capacity, ...] of the last tokens of `sequence` before index `end`."""
+    length = length_of(sequence)
+    return linear(
+        lambda sequence: _from_sequence(sequence, position, end, capacity),
+        lambda buffer: _to_sequence(buffer, position, end, length),
+        sequence,
+    )
+
+
+def _to_sequence(buffer, position, end, length):
     capacity = tf.shape(buffer)[1]
     if not buffer.shape[1]:  # 0 or unknown: `take` needs a slot, even to ignore it
         buffer = tf.pad(buffer, [[0, 0], [0, 1]] + [[0, 0]] * (len(buffer.shape) - 2))
@@ -23,8 +42,7 @@ def to_sequence(buffer, position, end, length):
     return take(buffer, (position - 1 - age) % tf.maximum(capacity, 1), valid)
 
 
-def from_sequence(sequence, position, end, capacity):
-    """The buffer [B, capacity, ...] of the last tokens of `sequence` before index `end`."""
+def _from_sequence(sequence, position, end, capacity):
     age = ages(position, capacity)
     buffer = take(sequence, tf.maximum(end[:, None] - 1 - age, 0), age < position[:, None])
     if isinstance(capacity, int):

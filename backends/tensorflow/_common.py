@@ -67,15 +67,56 @@ def split_chunks(tensor, size, filler):
     )
 
 
+def recompute(function, *tensors):
+    """The tuple `function(*tensors)`; the gradient computes it once more, to differentiate it.
+
+    So the tensors are the only residuals.
+    """
+
+    @tf.custom_gradient
+    def run(*tensors):
+        results = function(*tensors)
+
+        def gradient(*d_results):
+            with tf.GradientTape() as tape:
+                tape.watch(tensors)
+                again = function(*tensors)
+            d_results = [
+                dense_gradient(d, y, y.dtype) for d, y in zip(d_results, again, strict=True)
+            ]
+            return tape.gradient(again, tensors, d_results)
+
+        return results, gradient
+
+    return run(*tensors)
+
+
+def linear(function, transpose, x):
+    """`function(x)`, a linear function whose gradient is `transpose`."""
+
+    @tf.custom_gradient
+    def run(x):
+        return function(x), transpose
+
+    return run(x)
+
+
 def move(x, index):
     """x[b, index[b, i]]; x: [B, T, ...]; index: [B, I]."""
+    length = length_of(x)
+    if not x.dtype.is_floating:
+        return _gather(x, index)
+    return linear(lambda x: _gather(x, index), lambda d: scatter(d, index, length), x)
+
+
+def _gather(x, index):
     moved = tf.gather(x, index, batch_dims=1)
     moved.set_shape([*index.shape, *x.shape[2:]])  # lost if the batch is unknown
     return moved
 
 
 def scatter(x, index, length):
-    """The inverse of `move`: x[b, i] at index[b, i] of [B, length, ...], and zeros elsewhere."""
+    """The transpose of `move`: x[b, i] at index[b, i] of [B, length, ...], and zeros elsewhere."""
     batch = tf.shape(x)[0]
     row = tf.broadcast_to(tf.range(batch)[:, None], tf.shape(index))
     return tf.scatter_nd(tf.stack([row, index], axis=-1), x, [batch, length, *x.shape[2:]])
@@ -83,7 +124,7 @@ def scatter(x, index, length):
 
 def take(x, index, valid):
     """x[b, index[b, i]] where `valid`, else 0; x: [B, T, ...]; index, valid: [B, I]."""
-    return filled(move(x, index), ~valid, 0)
+    return filled(_gather(x, index), ~valid, 0)
 
 
 def sum_over_tokens(x):
@@ -92,6 +133,12 @@ def sum_over_tokens(x):
     while levels < 3 if x.shape[1] is None else x.shape[1] > 8:
         x, levels = tf.reduce_sum(split_chunks(x, 8, 0), axis=2), levels + 1
     return tf.reduce_sum(x, axis=[0, 1])
+
+
+@tf.custom_gradient
+def scaled(row, x):
+    """row * x for row [D] and x [B, T, D], whose gradient has an accurate sum over tokens."""
+    return row * x, lambda d: (sum_over_tokens(d * x), d * row)
 
 
 @tf.custom_gradient

@@ -1,15 +1,11 @@
-"""Chunks of linear attention along the time axis, and groups of chunks.
-
-All chunks of a group are computed together, by matrix products; the groups are computed one after
-another. So the temporaries of a group fit the cache, and do not grow with the sequence length.
-"""
+"""Chunks of linear attention, and groups of chunks, as in `backends/jax/_linear_attention.py`."""
 
 import math
 from typing import NamedTuple
 
 import tensorflow as tf
 
-from ._common import length_of
+from ._common import dense_gradient, filled, kind_masks, length_of
 
 # Number of elements of an argument in one group.
 _GROUP_SIZE = 1 << 17
@@ -39,6 +35,61 @@ def plan(q, v, longest):
     chunks = -(-length_of(q) // size)
     groups = -(-chunks // most)
     return Plan(groups, most if length is None else -(-chunks // groups), size)
+
+
+def compute(group, cut, state, token_kind, **tensors):
+    """Returns the output [B, T, H, V] in the dtype of v, and the final state.
+
+    The gradient computes each group once more and differentiates it, from the last to the first.
+
+    Args:
+        group: a differentiable function `(state, token_kind, **tensors) -> (output, state)` of the
+            state [B, H, K, V] before a group and of the group's tokens.
+        cut: the `Plan`.
+        state: the state before the first token.
+        token_kind: [B, T], perhaps padded to full groups, or None.
+        tensors: tensors [B, T, ...], v among them. `group` does not get a tensor that is None.
+    """
+    names = [name for name, x in tensors.items() if x is not None]
+    v, dtype = tensors["v"], state.dtype
+
+    def run_group(state, token_kind, *given):
+        return group(state, token_kind, **dict(zip(names, given, strict=True)))
+
+    def forward(state, *inputs):
+        output, state = run_group(state, *inputs)
+        return state, [tf.cast(output, v.dtype)]
+
+    def state_before(state, *inputs):
+        return run_group(state, *inputs)[1], [state]
+
+    def backward(g, token_kind, state, d_output, *given):
+        _, padding = kind_masks(token_kind)
+        with tf.GradientTape() as tape:
+            tape.watch((state, given))
+            results = run_group(state, token_kind, *given)
+        d_results = filled(d_output, padding, 0), g
+        g, gradients = tape.gradient(results, (state, given), d_results)
+        return g, [filled(d, padding, 0) for d in gradients]
+
+    @tf.custom_gradient
+    def run(state, *given):
+        kinds, inputs = grouped(token_kind, cut), [grouped(x, cut) for x in given]
+        final_state, (output,) = scan_groups(forward, state, [kinds, *inputs], cut, [v.dtype])
+        output = ungrouped(output, v)
+
+        def gradient(d_output, d_final):
+            _, (before,) = scan_groups(state_before, state, [kinds, *inputs], cut, [dtype])
+            before = tf.transpose(before, [1, 0, 2, 3, 4])
+            d_output = grouped(dense_gradient(d_output, output, dtype), cut)
+            d_final = dense_gradient(d_final, final_state, dtype)
+            tokens, dtypes = [kinds, before, d_output, *inputs], [x.dtype for x in given]
+            d_state, found = scan_groups(backward, d_final, tokens, cut, dtypes, reverse=True)
+            return d_state, *(ungrouped(d, x) for d, x in zip(found, given, strict=True))
+
+        return (output, final_state), gradient
+
+    return run(state, *(tensors[name] for name in names))
 
 
 def grouped(x, plan):
@@ -101,32 +152,35 @@ def inner_products(a, b):
     return tf.add_n([tf.matmul(a[..., p], b[..., p], transpose_b=True) for p in parts])
 
 
-def states(decay, added, first, plan, reverse=False):
-    """S' = decay S + added, chunk by chunk, starting from the last if `reverse`.
+def step(q, k, v, decay, state):
+    """One token: S' = decay S + k v^T, o = S'^T q.
 
-    decay: [B * H * chunks, K or 1, 1]; added: [B * H * chunks, K, V]; first: [B * H, K, V].
+    q, k: [B, 1, H, K]; v: [B, 1, H, V]; decay: [B, 1, H, K or 1]; state: [B, H, K, V].
+    """
+    q, k, v, decay = (x[:, 0, :, :, None] for x in (q, k, v, decay))
+    state = decay * state + k * tf.linalg.matrix_transpose(v)
+    return tf.reduce_sum(q * state, axis=2)[:, None], state
+
+
+def states(decay, added, first, plan):
+    """S' = decay S + added, chunk by chunk.
+
+    decay: [B * H * chunks, K or 1, 1]; added: [B * H * chunks, K, V]; first: [B, H, K, V].
     Returns the states before each chunk, in the shape of `added`, and the last state.
     """
+    heads, before, state = first.shape[1], [], first
     decays, additions = (
-        tf.unstack(tf.reshape(x, [-1, plan.chunks, *x.shape[1:]]), axis=1) for x in (decay, added)
+        tf.unstack(tf.reshape(x, [-1, heads, plan.chunks, *x.shape[1:]]), axis=2)
+        for x in (decay, added)
     )
-    before, state = [], first
-    steps = list(zip(decays, additions, strict=True))
-    for decay_n, added_n in reversed(steps) if reverse else steps:
+    for decay_n, added_n in zip(decays, additions, strict=True):
         before.append(state)
         state = decay_n * state + added_n
-    before = tf.stack(before[::-1] if reverse else before, axis=1)
-    return tf.reshape(before, [-1, *added.shape[1:]]), state
+    return tf.reshape(tf.stack(before, axis=2), [-1, *added.shape[1:]]), state
 
 
 def decay_products(f):
-    """Products of decays within halves of 1, 2, 4 ... tokens and within the chunk.
-
-    Returns `(levels, from_start, to_end)`. A level is a pair for one size of halves: the products
-    from the boundary to u, for right halves, and from s to the boundary, for left halves.
-    `from_start` has the products from the start of the chunk to u, and `to_end` those from s to
-    the end. A product from s excludes f_s: a token's decay does not apply to the token itself.
-    """
+    """`(levels, from_start, to_end)`, as in `backends/jax/_linear_attention.py`."""
     from_start, to_end = f, tf.ones_like(f)
     levels, half = [], 1
     while half < f.shape[1]:
@@ -171,12 +225,3 @@ def product(a, b, **transposed):
     if b.shape[-2] > 1:
         return tf.matmul(a, b, **transposed)
     return tf.reduce_sum(a * b, axis=-1, keepdims=True) if "transpose_b" in transposed else a * b
-
-
-def sum_over_pairs(pairs, to_later, from_earlier):
-    """The gradient of log f_t, as in `backends/jax/_linear_attention.py`."""
-    index = tf.range(pairs.shape[-1])
-    later = tf.cast(index >= index[:, None], pairs.dtype)
-    inside = (1 - later) * tf.matmul(later, pairs)
-    total = tf.matmul(later, to_later) + tf.matmul(1 - later, from_earlier)
-    return total + tf.reduce_sum(inside, axis=-1, keepdims=True)

@@ -2,13 +2,80 @@
 
 import tensorflow as tf
 
-from ._common import length_of, split_chunks
+from ._common import (
+    accumulation_dtype,
+    applied_decay,
+    as_tensors,
+    dense_gradient,
+    filled,
+    kind_masks,
+    length_of,
+    split_chunks,
+    state_or_zeros,
+)
 
 # Tokens that one node of the tree combines. XLA fuses the steps of a node and recomputes its
 # first ones for each output: with 16 this costs more than it saves.
 RADIX = 8
 # Levels of the tree if T is unknown. A loop over the T / 8**3 nodes of the last one follows.
 LEVELS_OF_UNKNOWN_LENGTH = 3
+
+
+def recurrence(elements, tensors, initial_state, token_kind, is_complex=False):
+    """h_t = exp(e_t) h_{t-1} + u_t. Returns (h in the dtype of x, the last h).
+
+    The gradient computes e and u once more and differentiates them.
+
+    Args:
+        elements: a differentiable function of the tensors in the accumulation dtype, with zeros at
+            padding. It returns e and u, [B, T, D].
+        tensors: x, [B, T, D], and others.
+        initial_state: [B, D], or None.
+        token_kind: [B, T], or None.
+        is_complex: boolean; if True, e and h are complex, and x, u, the results and the state have
+            the real parts of all channels before the imaginary ones.
+    """
+    *tensors, initial_state = as_tensors(*tensors, initial_state)
+    dtype, x = accumulation_dtype(*tensors, initial_state), tensors[0]
+    starts, padding = kind_masks(token_kind)
+
+    def elements_of(tensors):
+        tensors = [tf.cast(t, dtype) for t in tensors]
+        return elements(*(filled(t, padding, 0) if len(t.shape) == 3 else t for t in tensors))
+
+    def decay(exponent):
+        return applied_decay(tf.exp(exponent), starts, padding)
+
+    def split(t):
+        return tf.complex(*tf.split(t, 2, axis=-1)) if is_complex else t
+
+    def joined(t):
+        return tf.concat([tf.math.real(t), tf.math.imag(t)], axis=-1) if is_complex else t
+
+    @tf.custom_gradient
+    def run(state, *tensors):
+        exponent, u = elements_of(tensors)
+        h = scan(decay(exponent), split(u), split(state))
+        output, final_state = tf.cast(joined(h), x.dtype), joined(h[:, -1])
+
+        def gradient(dh, d_state):
+            with tf.GradientTape() as tape:
+                tape.watch(tensors)
+                exponent, u = elements_of(tensors)
+            dh, d_state = (
+                dense_gradient(dh, output, dtype),
+                dense_gradient(d_state, final_state, dtype),
+            )
+            g, e = adjoint_scan(tf.math.conj(decay(exponent)), split(dh), split(d_state))
+            before = previous(split(tf.cast(output, dtype)), split(state))
+            d_exponent = filled(e * tf.math.conj(before), padding, 0)
+            d_tensors = tape.gradient((exponent, u), tensors, (d_exponent, joined(g)))
+            return joined(e[:, 0]), *d_tensors
+
+        return (output, final_state), gradient
+
+    state = state_or_zeros(initial_state, [tf.shape(x)[0], x.shape[2]], dtype)
+    return run(state, *tensors)
 
 
 def scan(a, x, state, reverse=False, levels=LEVELS_OF_UNKNOWN_LENGTH):

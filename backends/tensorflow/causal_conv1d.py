@@ -1,6 +1,6 @@
 """y_t = bias + sum_j kernel[j] * x_{t-W+1+j}: one filter a channel, over a document's real tokens.
 
-The slices are those of `backends/torch`. The gradient is the same filter with opposite shifts.
+The slices are those of `backends/torch`.
 """
 
 import tensorflow as tf
@@ -8,11 +8,12 @@ import tensorflow as tf
 from ._common import (
     accumulation_dtype,
     as_tensors,
-    dense_gradient,
     filled,
     length_of,
     move,
-    scatter,
+    recompute,
+    scaled,
+    sigmoid,
     state_or_zeros,
     sum_over_tokens,
 )
@@ -20,11 +21,7 @@ from ._real_tokens import RealTokens
 
 
 def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, activation=None):
-    """x: [B, T, D]; kernel: [W, D]; bias: [D]; activation: None or "silu".
-
-    Returns ([B, T, D] in x's dtype, [B, W - 1, D] in float32, or float64 if an argument is
-    float64).
-    """
+    """x: [B, T, D]; kernel: [W, D]; bias: [D]; activation: None or "silu"."""
     x, kernel, bias, initial_state = as_tensors(x, kernel, bias, initial_state)
     dtype = accumulation_dtype(x, kernel, bias, initial_state)
     taps, length = kernel.shape[0] - 1, length_of(x)
@@ -37,12 +34,6 @@ def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, act
         last = tokens.count + tf.range(taps)
         outdated = tf.not_equal(move(document, last), tokens.starts[:, -1:])
 
-    def inputs_of(x, state):
-        """[B, W - 1 + T, D]: the state, then the real tokens, then zeros."""
-        if tokens is not None:
-            x = tokens.to_front(x)
-        return tf.concat([state, tf.cast(x, dtype)], axis=1)
-
     def tapped(inputs, tap):
         """The input of a tap for each token; zeros if it belongs to another document."""
         rows = inputs[:, tap : tap + length]
@@ -51,58 +42,22 @@ def causal_conv1d(x, kernel, bias=None, initial_state=None, token_kind=None, act
         other = tf.not_equal(document[:, tap : tap + length], document[:, taps:])
         return filled(rows, other, 0)
 
-    def mirrored(dy, tap):
-        """The transpose of `tapped`: for each input, dy of the output token of a tap."""
-        ahead = taps - tap
-        rows = tf.pad(dy, [[0, 0], [tap, ahead], [0, 0]])
-        if tokens is None or tap == taps:
-            return rows
-        later = tf.pad(document[:, ahead:], [[0, 0], [0, ahead]])
-        return filled(rows, tf.not_equal(later, document), 0)
-
-    def filtered(inputs, weights, bias):
-        z = tf.add_n([weights[tap] * tapped(inputs, tap) for tap in range(taps + 1)])
-        return z + tf.cast(bias, dtype)
+    def convolve(x, kernel, bias, state):
+        # The state, then the real tokens, then zeros, [B, W - 1 + T, D].
+        given = tf.cast(x if tokens is None else tokens.to_front(x), dtype)
+        inputs, weights = tf.concat([state, given], axis=1), tf.cast(kernel, dtype)
+        y = tf.add_n([scaled(weights[tap], tapped(inputs, tap)) for tap in range(taps + 1)])
+        y = added(y, tf.cast(bias, dtype))
+        y = tf.cast(y * sigmoid(y) if activation == "silu" else y, x.dtype)
+        if tokens is None:
+            return y, inputs[:, length:]
+        return tokens.put_back(y), filled(move(inputs, last), outdated, 0)
 
     @tf.custom_gradient
-    def run(x, kernel, bias, state):
-        inputs, weights = inputs_of(x, state), tf.cast(kernel, dtype)
-        y = filtered(inputs, weights, bias)
-        if activation == "silu":
-            y = tf.nn.silu(y)
-        y = tf.cast(y, x.dtype)
-        if tokens is None:
-            final_state = inputs[:, length:]
-        else:
-            y = move(y, tokens.target)
-            final_state = filled(move(inputs, last), outdated, 0)
-
-        def gradient(dy, d_state):
-            dy, d_state = dense_gradient(dy, y, dtype), dense_gradient(d_state, final_state, dtype)
-            inputs = inputs_of(x, state)
-            if tokens is None:
-                d_inputs = tf.pad(d_state, [[0, 0], [length, 0], [0, 0]])
-            else:
-                dy = tokens.to_front(dy)
-                d_inputs = scatter(filled(d_state, outdated, 0), last, taps + length)
-            dz, d_weights = dy, []
-            if activation == "silu":
-                z = filtered(inputs, weights, bias)
-                dz = dy * tf.sigmoid(z) * (1 + z * tf.sigmoid(-z))
-            for tap in range(taps + 1):
-                d_inputs += weights[tap] * mirrored(dz, tap)
-                d_weights.append(sum_over_tokens(dz * tapped(inputs, tap)))
-            dx = tf.cast(d_inputs[:, taps:], x.dtype)
-            return (
-                dx if tokens is None else move(dx, tokens.target),
-                tf.cast(tf.stack(d_weights), kernel.dtype),
-                tf.cast(sum_over_tokens(dz), bias.dtype),
-                d_inputs[:, :taps],
-            )
-
-        return (y, final_state), gradient
+    def added(y, bias):
+        return y + bias, lambda d: (d, sum_over_tokens(d))
 
     if bias is None:
         bias = tf.zeros(kernel.shape[1:], dtype)
     state = state_or_zeros(initial_state, [tf.shape(x)[0], taps, x.shape[2]], dtype)
-    return run(x, kernel, bias, state)
+    return recompute(convolve, x, kernel, bias, state)

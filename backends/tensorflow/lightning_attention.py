@@ -4,9 +4,5 @@ from .scalar_decay_attention import scalar_decay_attention
 
 
 def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None):
-    """q, k: [B, T, H, K]; v: [B, T, H, V]; log_decay: [H], a constant, whose gradient is 0.
-
-    Returns ([B, T, H, V] in v's dtype, [B, H, K, V] in float32, or float64 if an argument is
-    float64).
-    """
+    """q, k: [B, T, H, K]; v: [B, T, H, V]; log_decay: [H], a constant, whose gradient is 0."""
     return scalar_decay_attention(q, k, v, log_decay, initial_state, token_kind)

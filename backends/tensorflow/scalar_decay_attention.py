@@ -7,7 +7,6 @@ from ._common import (
     accumulation_dtype,
     applied_decay,
     as_tensors,
-    dense_gradient,
     filled,
     kind_masks,
     length_of,
@@ -15,15 +14,12 @@ from ._common import (
 )
 from ._linear_attention import (
     chunked,
+    compute,
     decay_products,
-    grouped,
     inner_products,
     plan,
-    scan_groups,
     states,
-    sum_over_pairs,
     unchunked,
-    ungrouped,
     weights_of_pairs,
 )
 
@@ -33,30 +29,20 @@ CHUNK = 64
 def scalar_decay_attention(q, k, v, log_decay, initial_state=None, token_kind=None):
     """q, k: [B, T, G, K]; v: [B, T, H, V]; log_decay: [B, T, H], or constant, [H].
 
-    Returns ([B, T, H, V] in v's dtype, [B, H, K, V] in float32, or float64 if an argument is
-    float64). The gradient of constant decays is 0.
+    The gradient of constant decays is 0.
 
     In the functions below, tensors of a group of chunks are [B * G, heads that share a query and a
     key, chunks, C, K or V]. In queries and keys, the axis for heads has size 1.
     """
     q, k, v, log_decay, initial_state = as_tensors(q, k, v, log_decay, initial_state)
     dtype = accumulation_dtype(q, k, v, log_decay, initial_state)
-    cut, sizes = plan(q, v, CHUNK), [q.shape[3], v.shape[3]]
-    groups, heads = q.shape[2], v.shape[2]
+    cut, groups, heads = plan(q, v, CHUNK), q.shape[2], v.shape[2]
     share, is_constant = heads // groups, log_decay.shape.rank == 1
-
-    def prepared(tensors, kind):
-        """Tensors of a group of chunks, with zeros at padding."""
-        _, padding = kind_masks(kind)
-        return [split_heads(filled(tf.cast(x, dtype), padding, 0)) for x in tensors]
 
     def split_heads(x):
         return tf.reshape(
             chunked(x, cut), [-1, x.shape[2] // groups, cut.chunks, cut.size, x.shape[3]]
         )
-
-    def join_heads(x):
-        return unchunked(flat(x), groups * x.shape[1], cut)
 
     def flat(x):
         return tf.reshape(x, [-1, *x.shape[-2:]])
@@ -78,116 +64,41 @@ def scalar_decay_attention(q, k, v, log_decay, initial_state=None, token_kind=No
         between = weights_of_pairs(tf.ones_like(f), tf.ones_like(f), levels)
         return [unflat(x) for x in (between, from_start, to_end, from_start[:, -1:])]
 
-    def states_of_chunks(total, added, first, reverse=False):
-        before, last = states(flat(total), flat(added), first, cut, reverse)
-        return unflat(before), last
+    def group(state, token_kind, q, k, v, log_decay=log_decay):
+        _, padding = kind_masks(token_kind)
+        tensors = (filled(tf.cast(x, dtype), padding, 0) for x in (q, k, v))
+        between, from_start, to_end, total = decays(log_decay, token_kind)
+        q, k, w = map(split_heads, tensors)
+        added = tf.matmul(k, w * to_end, transpose_a=True)
+        before, state = states(flat(total), flat(added), state, cut)
+        output = tf.matmul(q, unflat(before)) * from_start
+        output += tf.matmul(inner_products(q, k) * between, w)
+        return unchunked(flat(output), heads, cut), state
 
-    def inputs_of_groups(q, k, v, log_decay):
-        kinds = _padded_kinds(q, token_kind, cut)
-        if not is_constant:
-            log_decay = grouped(log_decay[..., None], cut)
-        return [*(grouped(x, cut) for x in (q, k, v)), kinds, None if is_constant else log_decay]
-
-    def step_token(q, k, v, log_decay, state):
-        *_, decay = decays(log_decay if is_constant else log_decay[..., None], token_kind)
-        q, k, w = (x[:, :, 0, 0] for x in prepared((q, k, v), token_kind))
-        state = tf.reshape(state, [-1, share, *sizes])
-        state = decay[:, :, 0] * state + k[..., None] * w[:, :, None]
-        output = tf.reduce_sum(q[..., None] * state, axis=2)
-        return tf.reshape(output, [-1, 1, *v.shape[2:]]), tf.reshape(state, [-1, heads, *sizes])
-
-    def all_tokens(q, k, v, log_decay, state):
-        def step(state, *tokens):
-            *inputs, kind, varying = tokens
-            q, k, w = prepared(inputs, kind)
-            between, from_start, to_end, total = decays(log_decay if is_constant else varying, kind)
-            added = tf.matmul(k, w * to_end, transpose_a=True)
-            before, state = states_of_chunks(total, added, state)
-            output = tf.matmul(q, before) * from_start
-            output += tf.matmul(inner_products(q, k) * between, w)
-            return state, [join_heads(output)]
-
-        inputs = inputs_of_groups(q, k, v, log_decay)
-        state, (output,) = scan_groups(step, flat(state), inputs, cut, [dtype])
-        return ungrouped(output, v), tf.reshape(state, [-1, heads, *sizes])
-
-    @tf.custom_gradient
-    def run(q, k, v, log_decay, state):
-        forward = step_token if q.shape[1] == 1 else all_tokens
-        output, final_state = forward(q, k, v, log_decay, state)
-        output = tf.cast(output, v.dtype)
-
-        def gradient(d_output, d_final_state):
-            def state_before(state, *tokens):
-                _, *inputs, kind, varying = tokens
-                k, w = prepared(inputs, kind)
-                *_, to_end, total = decays(log_decay if is_constant else varying, kind)
-                added = tf.matmul(k, w * to_end, transpose_a=True)
-                return states_of_chunks(total, added, state)[1], [state]
-
-            def step(g, *tokens):
-                *inputs, kind, varying, state, d_output = tokens
-                q, k, w, d_output = prepared((*inputs, d_output), kind)
-                between, from_start, to_end, total = decays(
-                    log_decay if is_constant else varying, kind
-                )
-                w_out, d_in = w * to_end, d_output * from_start
-                added = tf.matmul(k, w_out, transpose_a=True)
-                before, _ = states_of_chunks(total, added, state)
-                d_added = tf.matmul(q, d_in, transpose_a=True)
-                after, g = states_of_chunks(total, d_added, g, reverse=True)
-
-                weights, d_weights = inner_products(q, k), inner_products(d_output, w) * between
-                d_v = tf.matmul(k, after) * to_end
-                found = []
-                if not is_constant:
-                    to_later = tf.reduce_sum(tf.matmul(q, before) * d_in, -1, keepdims=True)
-                    from_earlier = tf.reduce_sum(d_v * w, -1, keepdims=True)
-                    through = total * tf.reduce_sum(before * after, [-2, -1], keepdims=True)
-                    pairs = sum_over_pairs(weights * d_weights, to_later, from_earlier)
-                    found.append(through + pairs)
-                d_v += tf.matmul(weights * between, d_output, transpose_a=True)
-                d_weights = _sum_over_heads(d_weights)
-                d_q = _sum_over_heads(tf.matmul(d_in, before, transpose_b=True))
-                d_k = _sum_over_heads(tf.matmul(w_out, after, transpose_b=True))
-                d_q += tf.matmul(d_weights, k)
-                d_k += tf.matmul(d_weights, q, transpose_a=True)
-                return g, [join_heads(d) for d in (d_q, d_k, d_v, *found)]
-
-            inputs = inputs_of_groups(q, k, v, log_decay)
-            _, (before,) = scan_groups(state_before, flat(state), inputs, cut, [dtype])
-            inputs.append(tf.transpose(before, [1, 0, 2, 3]))
-            inputs.append(grouped(dense_gradient(d_output, output, dtype), cut))
-            g = flat(dense_gradient(d_final_state, final_state, dtype))
-            given = [q, k, v] if is_constant else [q, k, v, log_decay[..., None]]
-            g, found = scan_groups(step, g, inputs, cut, [dtype] * len(given), reverse=True)
-            _, padding = kind_masks(token_kind)
-            d_q, d_k, d_v, *d_decay = (
-                tf.cast(filled(ungrouped(d, x), padding, 0), x.dtype)
-                for d, x in zip(found, given, strict=True)
-            )
-            d_decay = tf.zeros_like(log_decay) if is_constant else d_decay[0][..., 0]
-            return d_q, d_k, d_v, d_decay, tf.reshape(g, [-1, heads, *sizes])
-
-        return (output, final_state), gradient
-
-    state = state_or_zeros(initial_state, [tf.shape(q)[0], heads, *sizes], dtype)
-    return run(q, k, v, log_decay, state)
+    state = state_or_zeros(initial_state, [tf.shape(q)[0], heads, q.shape[3], v.shape[3]], dtype)
+    if is_constant:
+        v, varying = _connected(v, log_decay), {}
+    else:
+        varying = {"log_decay": log_decay[..., None]}
+    kinds = _padded_kinds(q, token_kind, cut)
+    return compute(group, cut, state, kinds, q=q, k=k, v=v, **varying)
 
 
-def _sum_over_heads(x):
-    return x if x.shape[1] == 1 else tf.reduce_sum(x, axis=1, keepdims=True)
+@tf.custom_gradient
+def _connected(x, constant):
+    """x, as a function of a constant, whose gradient is then 0 and not None."""
+    return tf.identity(x), lambda d_x: (d_x, tf.zeros_like(constant))
 
 
 def _padded_kinds(q, token_kind, cut):
-    """Token kinds in groups [B, groups, tokens], padded; None if all tokens continue."""
+    """Token kinds padded to full groups; None if nothing is padded and all tokens continue."""
     missing = cut.groups * cut.chunks * cut.size - length_of(q)
     if q.shape[1] is not None and not missing:
-        return grouped(token_kind, cut)
+        return token_kind
     if token_kind is None:
         token_kind = tf.fill(tf.shape(q)[:2], tf.constant(CONTINUES, tf.int8))
     filler = tf.constant(PADDING, token_kind.dtype)
-    return grouped(tf.pad(token_kind, [[0, 0], [0, missing]], constant_values=filler), cut)
+    return tf.pad(token_kind, [[0, 0], [0, missing]], constant_values=filler)
 
 
 def _powers(log_decay, kind, batch, cut):

@@ -9,18 +9,13 @@ import tensorflow as tf
 from ..constants import PADDING, STARTS
 from . import _banded_attention, _circular_buffer
 from ._attention_inputs import AttentionInputs
-from ._common import as_tensors, dense_gradient, length_of
+from ._common import as_tensors, length_of, recompute
 
 
 def sliding_window_attention(
     q, k, v, sliding_window=None, initial_state=None, token_kind=None, capacity=None
 ):
-    """q: [B, T, H, K]; k: [B, T, G, K]; v: [B, T, G, V].
-
-    Returns ([B, T, H, V] in q's dtype, {"key": [B, C, G, K], "value": [B, C, G, V], "position":
-    int32 [B]}, keys and values in their dtypes). C is the capacity of the initial state, else
-    `capacity`, else `sliding_window` - 1; without any of them the state is an empty dict.
-    """
+    """q: [B, T, H, K]; k: [B, T, G, K]; v: [B, T, G, V]."""
     q, k, v = as_tensors(q, k, v)
     if initial_state is None:
         if capacity is None and sliding_window is not None:
@@ -41,45 +36,18 @@ def sliding_window_attention(
     return output, {"key": buffers[0], "value": buffers[1], "position": inputs.next_position}
 
 
-def _attend(inputs, capacity, q, k, v, key, value):
-    @tf.custom_gradient
-    def run(q, k, v, key, value):
+def _attend(inputs, capacity, *tensors):
+    def attend(q, k, v, key, value):
         keys, values = inputs.concat_cached(k, key), inputs.concat_cached(v, value)
         arguments = (inputs.grouped(q), inputs.banded(keys), inputs.banded(values))
-        output = _banded_attention.forward(*arguments, inputs.documents, inputs.window)
-        output = inputs.ungrouped(output, q.dtype)
-        buffers = [
+        output = _banded_attention.attend(*arguments, inputs.documents, inputs.window)
+        buffers = (
             _circular_buffer.from_sequence(x, inputs.next_position, inputs.end, capacity)
             for x in (keys, values)
-        ]
+        )
+        return inputs.ungrouped(output, q.dtype), *buffers
 
-        def gradient(d_output, *d_buffers):
-            keys, values = inputs.concat_cached(k, key), inputs.concat_cached(v, value)
-            d_q, *d_sequences = _banded_attention.backward(
-                inputs.grouped(dense_gradient(d_output, output, inputs.dtype)),
-                inputs.grouped(q),
-                inputs.banded(keys),
-                inputs.banded(values),
-                inputs.documents,
-                inputs.window,
-            )
-            gradients, of_state = [], []
-            for d, buffer, d_buffer, x in zip(d_sequences, buffers, d_buffers, (k, v), strict=True):
-                d = inputs.unbanded(d)
-                d_buffer = dense_gradient(d_buffer, buffer, inputs.dtype)
-                d += _circular_buffer.to_sequence(
-                    d_buffer, inputs.next_position, inputs.end, length_of(d)
-                )
-                gradients.append(tf.cast(inputs.put_back(d[:, inputs.cached :]), x.dtype))
-                d_state = _circular_buffer.from_sequence(
-                    d[:, : inputs.cached], inputs.position, inputs.begin, inputs.cached
-                )
-                of_state.append(tf.cast(d_state, x.dtype))
-            return [inputs.ungrouped(d_q, q.dtype), *gradients, *of_state]
-
-        return (output, *buffers), gradient
-
-    return run(q, k, v, key, value)
+    return recompute(attend, *tensors)
 
 
 def _one_token(inputs, capacity, q, k, v, key, value):
