@@ -56,12 +56,7 @@ def unsupported(
 def sliding_window_attention(
     q, k, v, sliding_window=None, initial_state=None, token_kind=None, capacity=None
 ):
-    """q: [B, T, H, K]; k and v: [B, T, G, K].
-
-    Returns ([B, T, H, K] in q's dtype, {"key": [B, C, G, K], "value": [B, C, G, K], "position":
-    int32 [B]}, keys and values in their dtypes). C is `capacity`, else `sliding_window` - 1;
-    without either of them the state is an empty dict.
-    """
+    """q: [B, T, H, K]; k and v: [B, T, G, K]."""
     return attend(_forward, q, k, v, sliding_window, initial_state, token_kind, capacity)
 
 

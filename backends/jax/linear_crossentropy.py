@@ -43,11 +43,7 @@ def operation(chunk_losses=None):
     def linear_crossentropy(
         x, embedding, tokens, sample_weight=None, soft_cap=None, reduction="sum"
     ):
-        """x: [..., D]; embedding: [V, D]; tokens, sample_weight: [...].
-
-        Returns (losses times their weights, [...] or their sum, in float32, or float64 if a tensor
-        is; the argmax of the logits, int32 [...]).
-        """
+        """x: [..., D]; embedding: [V, D]; tokens, sample_weight: [...]."""
         config = _Config(soft_cap, None, chunk_losses)
         return _compiled(x, embedding, tokens, sample_weight, config, reduction)
 

@@ -114,12 +114,7 @@ def operation(forward, backward):
     def sliding_window_attention(
         q, k, v, sliding_window=None, initial_state=None, token_kind=None, capacity=None
     ):
-        """q: [B, T, H, K]; k: [B, T, G, K]; v: [B, T, G, V].
-
-        Returns ([B, T, H, V] in q's dtype, {"key": [B, C, G, K], "value": [B, C, G, V],
-        "position": int32 [B]}, keys and values in their dtypes). C is that of the initial state,
-        else `capacity`, else `sliding_window` - 1; without any of them the state is an empty dict.
-        """
+        """q: [B, T, H, K]; k: [B, T, G, K]; v: [B, T, G, V]."""
         if initial_state is not None and q.shape[1] == 1:
             return _one_token(q, k, v, sliding_window, initial_state, token_kind)
         if initial_state is not None:

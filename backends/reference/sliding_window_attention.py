@@ -26,7 +26,9 @@ def sliding_window_attention(
 ):
     """q: [B, T, H, K]; k: [B, T, G, K]; v: [B, T, G, V].
 
-    Returns ([B, T, H, V], {"key": [B, C, G, K], "value": [B, C, G, V], "position": [B]}).
+    Returns ([B, T, H, V], {"key": [B, C, G, K], "value": [B, C, G, V], "position": [B]}). C is
+    the capacity of the initial state, else `capacity`, else `sliding_window` - 1; without any of
+    them the state is an empty dict.
     """
     q, k, v = cast(dtype, q, k, v)
     keys, values, walks = _keys_and_walks(k, v, sliding_window, initial_state, token_kind, capacity)

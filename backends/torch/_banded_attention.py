@@ -1,12 +1,7 @@
-"""Softmax attention of a sequence of queries to the keys before them, block by block.
+"""Softmax attention of queries to the keys before them, block by block, as in `backends/jax`.
 
-The T queries belong to the last T of the S keys: query t attends to key S - T + t and to the keys
-before it in the same document, to `window` in all, or to all if that is None. A block of
-queries is multiplied with the keys that at least one of its queries attends to, so time grows with
-T times the window, and memory with T.
-
-q: [B, G, T, R, K], where R heads share a key; k: [B, G, S, K]; v: [B, G, S, V]; documents:
-document numbers of queries [B, T] and of keys [B, S], or None if all belong to one.
+q: [B, G, T, R, K]; k: [B, G, S, K]; v: [B, G, S, V]; documents: of queries [B, T] and keys [B, S],
+or None if all tokens belong to one document.
 """
 
 import torch
@@ -32,8 +27,7 @@ def backward(d_output, q, k, v, documents, window):
         k_b, v_b, d_o = k[:, :, keys], v[:, :, keys], _flat(d_output, queries)
         weights = _weights(queries, keys, q, k, documents, window)
         d_v[:, :, keys] += weights.transpose(2, 3) @ d_o
-        # The difference is computed first: a difference of products with the weights would be
-        # rounded once more, which matters where it is multiplied with large keys or queries.
+        # The difference is computed first, as in `backends/jax`.
         d_logits = d_o @ v_b.transpose(2, 3)
         d_logits.sub_((weights * d_logits).sum(-1, keepdim=True)).mul_(weights)
         d_q[:, :, queries] = (d_logits @ k_b).view(d_q[:, :, queries].shape)

@@ -1,8 +1,4 @@
-"""Chunks of linear attention along the time axis, and groups of chunks.
-
-All chunks of a group are computed together, by matrix products; the groups are computed one after
-another. So the temporaries of a group fit the cache, and do not grow with the sequence length.
-"""
+"""Chunks of linear attention, and groups of chunks, as in `backends/jax/_linear_attention.py`."""
 
 import torch
 
@@ -100,13 +96,7 @@ def states_(decay, added, first, reverse=False):
 
 
 def decay_products(f):
-    """Products of decays within halves of 1, 2, 4 ... tokens and within the chunk.
-
-    Returns `(levels, from_start, to_end)`. A level is a pair for one size of halves: the products
-    from the boundary to u, for right halves, and from s to the boundary, for left halves.
-    `from_start` has the products from the start of the chunk to u, and `to_end` those from s to
-    the end. A product from s excludes f_s: a token's decay does not apply to the token itself.
-    """
+    """`(levels, from_start, to_end)`, as in `backends/jax/_linear_attention.py`."""
     from_start, to_end = f, torch.ones_like(f)
     # CPUs are several times slower with subnormal numbers. Decays of right and left halves, which
     # are multiplied with each other, are therefore set to 0 below 1e-19. Contributions between two

@@ -216,11 +216,7 @@ def operation(name, chunk_losses):
     def linear_crossentropy(
         x, embedding, tokens, sample_weight=None, soft_cap=None, reduction="sum"
     ):
-        """x: [..., D]; embedding: [V, D]; tokens, sample_weight: [...].
-
-        Returns (losses times their weights, [...] or their sum, in float32, or float64 if a tensor
-        is; the argmax of the logits, int32 [...]).
-        """
+        """x: [..., D]; embedding: [V, D]; tokens, sample_weight: [...]."""
         shape = tokens.shape
         weights = torch.ones_like(tokens, dtype=_dtype(x, embedding))
         if sample_weight is not None:

@@ -17,12 +17,7 @@ from ._common import accumulation_dtype, is_one_token
 def sliding_window_attention(
     q, k, v, sliding_window=None, initial_state=None, token_kind=None, capacity=None
 ):
-    """q: [B, T, H, K]; k: [B, T, G, K]; v: [B, T, G, V].
-
-    Returns ([B, T, H, V] in q's dtype, {"key": [B, C, G, K], "value": [B, C, G, V], "position":
-    int32 [B]}, keys and values in their dtypes). C is the capacity of the initial state, else
-    `capacity`, else `sliding_window` - 1; without any of them the state is an empty dict.
-    """
+    """q: [B, T, H, K]; k: [B, T, G, K]; v: [B, T, G, V]."""
     if initial_state is not None and is_one_token(q, k, v, *initial_state.values()):
         return _step(q, k, v, sliding_window, initial_state, token_kind)
     return attend(_operator, q, k, v, sliding_window, initial_state, token_kind, capacity)
