@@ -4,8 +4,9 @@ Dao and Gu 2024, arXiv:2405.21060 (Mamba-2), and, with a constant decay, Qin et 
 arXiv:2405.17381 (Lightning Attention). The output within a chunk is (Q K^T * M) V, where M_us is
 the product of the decays of the tokens from s + 1 to u; across chunks it is Q S. Logarithms of
 decays are summed from the start of a chunk; for a constant decay, its logarithm is multiplied by
-the number of real tokens. M_us is 0 if a document starts between the two tokens; if each token has
-its own decay, the start of a document is a decay of 0.
+the number of real tokens. A first launch stores the sums of decays per token. M_us is 0
+if a document starts between the two tokens; if each token has its own decay, the start of a
+document is a decay of 0.
 
 A program processes the chunks of a head in order and keeps some columns of S in registers; the
 forward pass stores only the last one. The gradients have this form, too. They are computed by the
@@ -81,9 +82,10 @@ _SHORTEST_SUBSEGMENT = 8  # chunks
 _MAX_SUBSEGMENTS = 32  # in all segments together, at least one each
 _FORGOTTEN = tl.constexpr(104.0)  # exp(-104) is 0 in float32; times any number, it is below 1e-6
 _START = tl.constexpr(-200.0)  # decays a state to 0; sums of a few of these keep their digits
-_KINDS = tl.constexpr(4096)  # tokens whose kinds and decays are loaded at a time
+_KINDS = tl.constexpr(4096)  # tokens whose kinds, or decays of chunks, are loaded at a time
 _SPAN = 1024  # tokens over which the terms of a decay's gradient are added
 _SPAN_BLOCK = {"BLOCK_T": 128, "BLOCK_H": 16, "num_warps": 4}
+_SUM_BLOCK = {"BLOCK_H": 16, "num_warps": 4}
 
 
 @triton.jit
@@ -92,16 +94,41 @@ def _power(exponent, log_decay, FINE: tl.constexpr):
     return exp_of_decays(tl.where(exponent == 0, 0.0, exponent * log_decay), FINE)
 
 
-@triton.jit
-def _load_decays(log_decay, first, row, real, starts, H):
-    """The logarithms of a chunk's decays: _START at starts and for decays of 0, 0 at padding."""
-    logarithms = tl.load(log_decay + first + row * H, real, other=0.0).to(tl.float32)
-    return tl.where(starts | (logarithms <= -_FORGOTTEN), _START, logarithms)
+@triton.jit(do_not_specialize=["T", "chunks"])
+def _sum_decays_kernel(
+    log_decay,
+    token_kind,
+    logarithms,
+    log_totals,
+    T,
+    H,
+    chunks,
+    CHUNK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    FINE: tl.constexpr,
+):
+    """Stores the logarithms of the decays of some heads in a chunk, and their sums.
+
+    Logarithms are _START at starts and for decays of 0, and 0 at padding. Unless FINE, they are
+    summed from the start of the chunk.
+    """
+    blocks = tl.cdiv(H, BLOCK_H)
+    h = tl.program_id(0) % blocks * BLOCK_H + tl.arange(0, BLOCK_H)
+    chunk, b = tl.program_id(0) // blocks % chunks, tl.program_id(0) // blocks // chunks
+    row, valid = tl.arange(0, CHUNK), (h < H)[None, :]
+    real, starts = real_tokens(chunk, token_kind, b, T, CHUNK)
+    pointers = log_decay + (b.to(tl.int64) * T + chunk * CHUNK + row)[:, None] * H + h[None, :]
+    x = tl.load(pointers, real[:, None] & valid, other=0.0).to(tl.float32)
+    x = tl.where(starts[:, None] | (x <= -_FORGOTTEN), _START, x)
+    line = (b.to(tl.int64) * H + h) * chunks + chunk
+    tl.store(log_totals + line, tl.sum(x, 0), h < H)
+    x = x if FINE else tl.cumsum(x, 0)
+    tl.store(logarithms + line[None, :] * CHUNK + row[:, None], x, valid)
 
 
 @triton.jit
 def _decays_of_chunk(
-    log_decay, logarithms, real, starts, row, num_tokens, token_kind, FINE: tl.constexpr
+    log_decay, logarithms, log_total, real, starts, row, num_tokens, token_kind, FINE: tl.constexpr
 ):
     """The decays from the start of a chunk to each token, and from each token to the end.
 
@@ -111,20 +138,19 @@ def _decays_of_chunk(
     the starts of documents.
 
     log_decay: the logarithm of a constant decay, or None.
-    logarithms: the logarithms of the tokens' decays, or None.
+    logarithms, log_total: see `_sum_decays_kernel`; None for a constant decay.
     num_tokens: the number of tokens in the chunk. Without kinds, the counts of tokens are equal for
     all chunks, and are computed once.
     """
     if log_decay is None:
-        log_from_start, log_total = tl.cumsum(logarithms, 0), tl.sum(logarithms, 0)
+        log_from_start = logarithms
         if FINE:  # without a difference of sums
-            steps = logarithms
+            log_from_start = tl.cumsum(logarithms, 0)
             later = tl.where(row[:, None] < row[None, :], logarithms[None, :], 0.0)
             log_to_end = tl.sum(later, 1)
         else:
-            steps = log_from_start
             log_to_end = tl.minimum(log_total - log_from_start, 0.0)
-        document = steps
+        steps, document = logarithms, logarithms
         from_start, to_end = exp_of_decays(log_from_start, FINE), exp_of_decays(log_to_end, FINE)
     else:
         if token_kind is None:
@@ -164,34 +190,28 @@ def _log_between(log_decay, steps, row, FINE: tl.constexpr, REVERSE: tl.constexp
 
 @triton.jit
 def _find_remembered_start(
-    start, end, constant, log_decay, token_kind, b, h, T, H, chunks, CHUNK: tl.constexpr,
+    start, end, constant, log_totals, token_kind, b, head, T, chunks, CHUNK: tl.constexpr,
     REVERSE: tl.constexpr,
 ):  # fmt: skip
     """The first chunk from `start` to `end` on which the state after `end` depends.
 
     Earlier chunks have decayed to 0, or belong to an earlier document. constant: the logarithm of
-    a constant decay, or None.
+    a constant decay, or None. log_totals: the logarithms of the decays of chunks, or None.
     """
-    first, t = start, (chunks - end if REVERSE else start) * CHUNK
-    length = tl.minimum((end - start) * CHUNK, T - t)
+    first = start
     if constant is None:
         log_after = 0.0  # the logarithm of the decay between a block and the end
-        for n in range(0, length, _KINDS):
-            index = n + tl.arange(0, _KINDS)
-            index = index if REVERSE else length - 1 - index
-            token, valid = b.to(tl.int64) * T + t + index, (index >= 0) & (index < length)
-            logarithms = tl.load(log_decay + token * H + h, valid, other=0.0).to(tl.float32)
-            if token_kind is not None:
-                kind = tl.load(token_kind + token, valid, other=CONTINUES)
-                logarithms = tl.where(kind == STARTS, _START, logarithms)
-                logarithms = tl.where(kind == PADDING, 0.0, logarithms)
-            logarithms = tl.maximum(logarithms, _START)
-            chunk = (t + index) // CHUNK
-            chunk = chunks - 1 - chunk if REVERSE else chunk
-            is_forgotten = valid & (log_after + tl.cumsum(logarithms, 0) <= -_FORGOTTEN)
-            first = tl.maximum(first, tl.max(tl.where(is_forgotten, chunk, start), 0))
+        for n in range(0, end - start, _KINDS // CHUNK):
+            i = end - 1 - n - tl.arange(0, _KINDS // CHUNK)
+            chunk = chunks - 1 - i if REVERSE else i
+            pointers = log_totals + head.to(tl.int64) * chunks + chunk
+            logarithms = tl.load(pointers, i >= start, other=0.0)
+            is_forgotten = log_after + tl.cumsum(logarithms, 0) <= -_FORGOTTEN
+            first = tl.maximum(first, tl.max(tl.where(is_forgotten, i, start), 0))
             log_after += tl.sum(logarithms, 0)
     else:
+        t = (chunks - end if REVERSE else start) * CHUNK
+        length = tl.minimum((end - start) * CHUNK, T - t)
         reach = tl.minimum(1.0 / tl.maximum(-constant, 1e-9) * _FORGOTTEN, T)  # tokens
         if token_kind is not None:
             for n in range(0, length, _KINDS):
@@ -270,6 +290,7 @@ def _walk_kernel(
     k,
     v,
     log_decay,
+    log_totals,
     token_kind,
     initial,
     factor,
@@ -305,6 +326,8 @@ def _walk_kernel(
     If `output` is None, stores the totals and decays of the subsegments of all segments but the
     last: `subsegments` per segment.
     state_k, state_v: the strides of states along K and along V.
+    log_decay, log_totals: the logarithms of constant decays, [H], and None, or the results of
+    `_sum_decays_kernel`.
     final: None if it is not needed.
     QK_SHARE, V_SHARE: the number of heads that share q and k, and v.
     terms: the outputs, without the weights of tokens for themselves, multiplied by `factor`, which
@@ -339,7 +362,7 @@ def _walk_kernel(
             part * (segment_chunks // subsegments),
             (part // subsegments + 1) * segment_chunks,
             constant,
-            *(log_decay, token_kind, b, h, T, H, chunks, CHUNK, REVERSE),
+            *(log_totals, token_kind, b, head, T, chunks, CHUNK, REVERSE),
         )
     else:
         start, end = part * segment_chunks, tl.minimum((part + 1) * segment_chunks, chunks)
@@ -354,11 +377,13 @@ def _walk_kernel(
         v_token = first * v_heads + h // V_SHARE
         real, starts = real_tokens(chunk, token_kind, b, T, CHUNK)
         num_tokens = tl.minimum(T - chunk * CHUNK, CHUNK)
-        logarithms = None
+        logarithms, log_total = None, None
         if not IS_CONSTANT:
-            logarithms = _load_decays(log_decay, token, row, real, starts, H)
+            line = head.to(tl.int64) * chunks + chunk
+            logarithms = tl.load(log_decay + line * CHUNK + row)
+            log_total = tl.load(log_totals + line)
         decay_from_start, decay_to_end, log_total, steps, document = _decays_of_chunk(
-            constant, logarithms, real, starts, row, num_tokens, token_kind, FINE
+            constant, logarithms, log_total, real, starts, row, num_tokens, token_kind, FINE
         )
         key = operand(load_tokens(k + qk_token * K, row, real, d, K, qk_heads), SHORT)
         value = operand(load_tokens(v + v_token * V, row, real, e, V, v_heads), SHORT)
@@ -491,11 +516,14 @@ def _walk(
     sizes = sizes_of(q, k, v, chunk=32 if wide else 64, chunk_of_float32=16)._replace(heads=heads)
     batch, _, keys, values = sizes.state_shape
     state_shape = (batch, heads, values, keys) if transposed else sizes.state_shape
-    tensors = q, k, v, log_decay, token_kind, initial, factor, states
+    is_constant = len(log_decay.shape) == 1
+    log_totals = None
+    if not is_constant:
+        log_decay, log_totals = _sum_decays(log_decay, token_kind, sizes)
+    tensors = q, k, v, log_decay, log_totals, token_kind, initial, factor, states
     output = Array((batch, sizes.length, heads, values), dtype)
     final = Array(state_shape, "float32") if ends and not transposed else None
 
-    is_constant = len(log_decay.shape) == 1
     name = "lightning_attention" if is_constant else "scalar_decay_attention"
     candidates = BLOCKS[sizes.short, wide]
 
@@ -532,6 +560,18 @@ def _walk(
 
     name += " transposed" * transposed + " backward" * reverse
     return search.run(name, candidates, launch, tensors, sizes)
+
+
+def _sum_decays(log_decay, token_kind, sizes):
+    """Returns the results of `_sum_decays_kernel`, [B, H, chunks * CHUNK] and [B, H, chunks]."""
+    batch, length, heads = log_decay.shape
+    shapes = (batch, heads, sizes.chunks * sizes.chunk), (batch, heads, sizes.chunks)
+    outputs = tuple(Array(shape, "float32") for shape in shapes)
+    programs = batch * sizes.chunks * cdiv(heads, _SUM_BLOCK["BLOCK_H"])
+    numbers = length, heads, sizes.chunks
+    options = {"CHUNK": sizes.chunk, "FINE": not sizes.short, **_SUM_BLOCK}
+    tensors = log_decay, token_kind
+    return run(Launch(_sum_decays_kernel, programs, tensors, outputs, numbers, options))
 
 
 def _decay_gradient(q_terms, k_terms, across, log_decay, token_kind):

@@ -76,6 +76,7 @@ IN_MEMORY = {
     ("local_attention_step", "one part"): 32,
     ("local_attention_step", "float32"): 88,
 }
+WITHOUT_PRODUCTS = ("_step_kernel", "_sum_decays_kernel", "_decay_gradient_kernel")
 MULTIPROCESSOR_MEMORY = 227 * 1024
 
 
@@ -100,7 +101,7 @@ def assert_fits(program, most_asynchronous):
         assert spilled <= SPILLS.get((kernel, variant), default), program
         is_alone = kernel in ("_walk_kernel", "stream_kernel")  # on a multiprocessor
         assert shared <= MULTIPROCESSOR_MEMORY / (1 if is_alone else 2), program
-        assert has_products == (kernel not in ("_step_kernel", "_decay_gradient_kernel")), program
+        assert has_products == (kernel not in WITHOUT_PRODUCTS), program
         # With more, their descriptors exceed the registers for them (`products.py`). Of kernels
         # with fewer registers, one with 8 of them was right on a GPU.
         assert asynchronous <= (8 if is_limited else 32), program
