@@ -482,17 +482,18 @@ def _decay_gradient_kernel(
 
 
 @functools.lru_cache(maxsize=1024)
-def _choose_split(programs, chunks, concurrent=1):
+def _choose_split(programs, chunks, concurrent=1, full=common.MULTIPROCESSORS):
     """Returns the fastest `TimeSplit`, with `concurrent` programs per multiprocessor.
 
-    Adding the total of a subsegment takes a fourth of the time of a chunk.
+    Adding the total of a subsegment takes a fourth of the time of a chunk. full: the number of
+    programs that need no split.
     """
 
     def time(segments):
         waves = cdiv(programs * segments, concurrent * common.MULTIPROCESSORS)
         return waves * cdiv(chunks, segments) + segments / 4
 
-    segments = min(range(1, max_segments(programs, chunks) + 1), key=time)
+    segments = min(range(1, max_segments(programs, chunks, full) + 1), key=time)
     chunks_per_segment = cdiv(chunks, segments)
     subsegments = max(
         1, min(_MAX_SUBSEGMENTS // segments, chunks_per_segment // _SHORTEST_SUBSEGMENT)
@@ -530,8 +531,12 @@ def _walk(
     def tiles_of(blocks):
         return cdiv(values, blocks.options(sizes)["BLOCK_V"])
 
+    # A program that also computes terms waits more for its own results than for memory. Two such
+    # programs on a multiprocessor hide this time.
+    full = common.MULTIPROCESSORS * (1 if factor is None else 2)
     programs = batch * heads * tiles_of(candidates[0])
-    if programs > common.MULTIPROCESSORS or _choose_split(programs, sizes.chunks).segments > 1:
+    is_split = _choose_split(programs, sizes.chunks).segments > 1
+    if factor is not None or programs > common.MULTIPROCESSORS or is_split:
         candidates = _FEWEST_STAGES_FIRST[sizes.short, wide]
 
     def launch(blocks):
@@ -548,7 +553,8 @@ def _walk(
         options |= {"IS_CONSTANT": is_constant, **blocks.options(sizes)}
         options["STAGES"] = None if factor is None else blocks.num_stages
         programs = batch * heads * tiles
-        split = _choose_split(programs, sizes.chunks, concurrent=2 if blocks.num_stages == 2 else 1)
+        concurrent = 2 if blocks.num_stages == 2 else 1
+        split = _choose_split(programs, sizes.chunks, concurrent, full)
         strides = (1, keys) if transposed else (values, 1)
         return walk_segments(
             *(_walk_kernel, sizes, programs, tensors, outputs, options),

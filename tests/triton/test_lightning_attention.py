@@ -188,3 +188,5 @@ def test_time_split_fills_multiprocessors_once():
     assert scalar_decay_attention._choose_split(32, 2048, concurrent=2) == TimeSplit(8, 256, 4)
     assert scalar_decay_attention._choose_split(64, 1024, concurrent=2) == TimeSplit(4, 256, 8)
     assert scalar_decay_attention._choose_split(80, 1024, concurrent=2).segments == 3
+    assert scalar_decay_attention._choose_split(128, 1024, concurrent=2).segments == 1
+    assert scalar_decay_attention._choose_split(128, 1024, 2, full=256) == TimeSplit(2, 512, 16)

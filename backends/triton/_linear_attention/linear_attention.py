@@ -133,9 +133,9 @@ class TimeSplit(NamedTuple):
     subsegments: int = 1
 
 
-def max_segments(programs, chunks):
+def max_segments(programs, chunks, full=_FULL_GPU_PROGRAMS):
     """Maximum number of segments: one if programs fill the GPU, else all segments stay long."""
-    if programs >= _FULL_GPU_PROGRAMS:
+    if programs >= full:
         return 1
     return max(1, min(2 * _FULL_GPU_PROGRAMS // programs, chunks // _SHORTEST_SEGMENT))
 
