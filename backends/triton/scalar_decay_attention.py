@@ -272,10 +272,10 @@ def _attend(
         visible = row[:, None] >= row[None, :]
     if log_decay is not None:
         visible &= document[:, None] == document[None, :]
-    own = row * 0.0
+    own = 0.0
     if STRICT:
         is_own = row[:, None] == row[None, :]
-        own = tl.sum(tl.where(is_own, weights, 0.0), 1)
+        own = operand(tl.where(is_own, weights, 0.0), SHORT)
         visible &= row[:, None] != row[None, :]
     between = exp_of_decays(_log_between(log_decay, steps, row, not SHORT, REVERSE), not SHORT)
     weights = tl.where(visible, weights * between, 0.0)
@@ -399,7 +399,7 @@ def _walk_kernel(
                 factors = load_tokens(factor + v_token * V, row, real, e, V, v_heads)
                 term = tl.sum(result * factors, 1)
                 tl.store(terms + tile.to(tl.int64) * heads * T + token + row * H, term, is_token)
-                result += own[:, None] * value.to(tl.float32)
+                result = product(own, value, result, SHORT)
             pointers = output + token * V + row[:, None] * (H * V) + e[None, :]
             tl.store(pointers, result, is_token[:, None] & (e < V)[None, :])
         value_decay = decay_from_start if REVERSE else decay_to_end
