@@ -84,7 +84,7 @@ _FORGOTTEN = tl.constexpr(104.0)  # exp(-104) is 0 in float32; times any number,
 _START = tl.constexpr(-200.0)  # decays a state to 0; sums of a few of these keep their digits
 _KINDS = tl.constexpr(4096)  # tokens whose kinds, or decays of chunks, are loaded at a time
 _SPAN = 1024  # tokens over which the terms of a decay's gradient are added
-_SPAN_BLOCK = {"BLOCK_T": 128, "BLOCK_H": 16, "num_warps": 4}
+_SPAN_BLOCK = {"BLOCK_T": 512, "BLOCK_H": 8, "num_warps": 8}
 _SUM_BLOCK = {"BLOCK_H": 16, "num_warps": 4}
 
 
