@@ -8,7 +8,8 @@ recurrences by sequence length, and linear attention next to a loop over tokens.
 
 Before it is timed, each implementation is compared with the plain one in float64, in memory full of
 NaN. "Error" is the largest error of a result or gradient, as norms relative to it. Baselines with
-large errors are not timed. The tests compare this package's kernels more strictly.
+large errors are not timed; of baselines whose gradients raise an error, the forward pass is timed.
+The tests compare this package's kernels more strictly.
 
 The floor is the time that the same device takes, in the same run, to copy what must be read and
 written once or, if longer, to multiply matrices with the operation's products.
@@ -399,6 +400,11 @@ def largest_error(results, truth):
     return float(np.max(errors))
 
 
+def require_accuracy(error):
+    if not error <= FAR_OFF:
+        raise ValueError(f"wrong by {error:.1%} of the results' size")
+
+
 # --- Measurement ---
 
 
@@ -412,8 +418,7 @@ def measure(function, arguments, truth, xla):
     first = time.perf_counter() - start
     error = largest_error(results, truth)
     del results
-    if not error <= FAR_OFF:
-        raise ValueError(f"wrong by {error:.1%} of the results' size")
+    require_accuracy(error)
     if BACKEND == "jax" and has_gpu():
         memory = both.memory_analysis()
         peak = memory.temp_size_in_bytes + memory.output_size_in_bytes
@@ -430,6 +435,15 @@ def measure(function, arguments, truth, xla):
         "first call s": round(first, 1),
         "error": f"{error:.1e}",
     }
+
+
+def measure_forward(function, arguments, truth, xla):
+    """Returns the measurements of a function without gradients, a dictionary."""
+    poison()
+    forward = compile_forward(function, xla=xla)
+    error = largest_error([forward(*arguments[1:])], truth[:1])
+    require_accuracy(error)
+    return {"forward ms": device_ms(lambda: forward(*arguments[1:])), "error": f"{error:.1e}"}
 
 
 def floors(work, shape, dtype, rates):
@@ -459,14 +473,20 @@ def measure_shape(label, work, shape, arguments, rates):
     key = {"operation": label, "shape": "×".join(map(str, shape)), "dtype": arguments.dtype}
     baselines = peers.operation_baselines(work.operation, shape, work.options)
     for name, function in (functions | baselines).items():
-        try:
-            found = measure(function, given, truth, arguments.xla)
-        except Exception as reason:  # a baseline may raise anything
-            if name in functions:
-                raise
-            print(f"not timed: {label}, {shape}, {name}: {reason}", file=sys.stderr, flush=True)
+        found = {}
+        for measured in (measure, measure_forward):
+            try:
+                found = measured(function, given, truth, arguments.xla)
+                break
+            except Exception as reason:  # a baseline, or its gradient, may raise anything
+                if name in functions:
+                    raise
+                failed = f"{measured.__name__} failed: {label}, {shape}, {name}: {reason}"
+                print(failed, file=sys.stderr, flush=True)
+        if not found:
             continue
-        shares = {f"{p} / floor": round(found[p].median / f, 2) for p, f in floor.items() if f}
+        shares = {p: f for p, f in floor.items() if f and p in found}
+        shares = {f"{p} / floor": round(found[p].median / f, 2) for p, f in shares.items()}
         result = {**key, "implementation": name, **found, **shares}
         yield {k: str(v) if isinstance(v, tuple) else v for k, v in result.items()}
 
