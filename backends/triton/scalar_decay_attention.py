@@ -503,11 +503,12 @@ def _choose_split(programs, chunks, concurrent=1, full=common.MULTIPROCESSORS):
 
 
 def _walk(
-    q, k, v, initial, dtype, *, log_decay, token_kind, heads, transposed=False, reverse=False,
-    ends=True, factor=None, states=None,
+    q, k, v, initial, dtype, *, log_decay, token_kind, sum_decays, heads, transposed=False,
+    reverse=False, ends=True, factor=None, states=None,
 ):  # fmt: skip
     """Returns the output in `dtype`, the final state (None unless `ends`), `terms` and `across`.
 
+    sum_decays: `_sum_decays` of log_decay and token_kind.
     heads: the number of heads; q and k, or v, may have fewer, each shared by several.
     transposed: the initial state is [B, H, V, K], and there is no final state.
     factor, states: as in `_walk_kernel`; without them, `terms` and `across` are None.
@@ -520,7 +521,7 @@ def _walk(
     is_constant = len(log_decay.shape) == 1
     log_totals = None
     if not is_constant:
-        log_decay, log_totals = _sum_decays(log_decay, token_kind, sizes)
+        log_decay, log_totals = sum_decays(sizes.chunk, sizes.short)
     tensors = q, k, v, log_decay, log_totals, token_kind, initial, factor, states
     output = Array((batch, sizes.length, heads, values), dtype)
     final = Array(state_shape, "float32") if ends and not transposed else None
@@ -568,16 +569,16 @@ def _walk(
     return search.run(name, candidates, launch, tensors, sizes)
 
 
-def _sum_decays(log_decay, token_kind, sizes):
-    """Returns the results of `_sum_decays_kernel`, [B, H, chunks * CHUNK] and [B, H, chunks]."""
+def _sum_decays(log_decay, token_kind, chunk, short):
+    """Returns the results of `_sum_decays_kernel`, [B, H, chunks * chunk] and [B, H, chunks]."""
     batch, length, heads = log_decay.shape
-    shapes = (batch, heads, sizes.chunks * sizes.chunk), (batch, heads, sizes.chunks)
+    chunks = cdiv(length, chunk)
+    shapes = (batch, heads, chunks * chunk), (batch, heads, chunks)
     outputs = tuple(Array(shape, "float32") for shape in shapes)
-    programs = batch * sizes.chunks * cdiv(heads, _SUM_BLOCK["BLOCK_H"])
-    numbers = length, heads, sizes.chunks
-    options = {"CHUNK": sizes.chunk, "FINE": not sizes.short, **_SUM_BLOCK}
-    tensors = log_decay, token_kind
-    return run(Launch(_sum_decays_kernel, programs, tensors, outputs, numbers, options))
+    programs = batch * chunks * cdiv(heads, _SUM_BLOCK["BLOCK_H"])
+    options = {"CHUNK": chunk, "FINE": not short, **_SUM_BLOCK}
+    inputs, numbers = (log_decay, token_kind), (length, heads, chunks)
+    return run(Launch(_sum_decays_kernel, programs, inputs, outputs, numbers, options))
 
 
 def _decay_gradient(q_terms, k_terms, across, log_decay, token_kind):
@@ -597,20 +598,29 @@ def _sum_over_heads(x, shape):
     return x if x.shape[2] == shape[2] else x.reshape(*shape[:3], -1, shape[3]).sum(3)
 
 
+def _decays_of_walk(log_decay, token_kind, heads):
+    """Returns arguments of `_walk`. Calls with equal chunks share the sums of decays."""
+    sum_decays = functools.cache(functools.partial(_sum_decays, log_decay, token_kind))
+    decays = {"log_decay": log_decay, "token_kind": token_kind}
+    return {**decays, "sum_decays": sum_decays, "heads": heads}
+
+
 def results(q, k, v, log_decay, initial_state, token_kind):
     state_shape = q.shape[0], v.shape[2], q.shape[3], v.shape[3]
     return like(v), Array(state_shape, "float32")
 
 
 def forward(q, k, v, log_decay, initial_state, token_kind):
-    decays, heads = {"log_decay": log_decay, "token_kind": token_kind}, v.shape[2]
+    heads = v.shape[2]
     if q.shape[1] == 1:
-        return step(sizes_of(q, k, v)._replace(heads=heads), q, k, v, initial_state, **decays)
-    return _walk(q, k, v, initial_state, dtype_name(v), heads=heads, **decays)[:2]
+        sizes = sizes_of(q, k, v)._replace(heads=heads)
+        return step(sizes, q, k, v, initial_state, log_decay=log_decay, token_kind=token_kind)
+    decays = _decays_of_walk(log_decay, token_kind, heads)
+    return _walk(q, k, v, initial_state, dtype_name(v), **decays)[:2]
 
 
 def backward(q, k, v, log_decay, initial_state, token_kind, output, d_output, d_final):
-    decays = {"log_decay": log_decay, "token_kind": token_kind, "heads": v.shape[2]}
+    decays = _decays_of_walk(log_decay, token_kind, v.shape[2])
     mirrored, ends = {**decays, "reverse": True}, initial_state is not None
     is_constant = len(log_decay.shape) == 1
     q_factor, k_factor = (None, None) if is_constant else (q, k)

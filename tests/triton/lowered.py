@@ -44,7 +44,7 @@ PROGRAMS: dict = {
         *(4, ops.lightning_attention, (HEADS, HEADS, HEADS, array(H, dtype="float32"))),
     ),
     "scalar_decay_attention": (
-        *(9, ops.scalar_decay_attention),
+        *(7, ops.scalar_decay_attention),
         (KEYS, KEYS, HEADS, array(B, T, H, dtype="float32")),
     ),
     "sliding_window_attention": (
