@@ -184,7 +184,7 @@ def _log_between(log_decay, steps, row, FINE: tl.constexpr, REVERSE: tl.constexp
         mask = operand(tl.where(up_to, 1.0, 0.0), True)
         between = sum_rows(mask, tl.where(after, steps[:, None], 0.0), 3)
     else:
-        between = -tl.abs(steps[:, None] - steps[None, :])
+        between = tl.abs(steps[:, None] - steps[None, :]) * -1.0  # - would be a subtraction from 0
     return between
 
 
