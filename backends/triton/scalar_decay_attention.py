@@ -251,6 +251,7 @@ def _attend(
     state,
     state_decay,
     row,
+    num_tokens,
     steps,
     document,
     SHORT: tl.constexpr,
@@ -262,6 +263,7 @@ def _attend(
     Also returns the weight of each token for itself, which the output excludes if STRICT.
 
     log_decay: the logarithm of a constant decay, or None.
+    num_tokens: see `_decays_of_chunk`.
     state_decay: the decay of the state up to each token; steps, document: see `_decays_of_chunk`.
     """
     weights = tl.zeros((row.shape[0], row.shape[0]), tl.float32)
@@ -278,7 +280,12 @@ def _attend(
         own = operand(tl.where(is_own, weights, 0.0), SHORT)
         visible &= row[:, None] != row[None, :]
     between = exp_of_decays(_log_between(log_decay, steps, row, not SHORT, REVERSE), not SHORT)
-    weights = tl.where(visible, weights * between, 0.0)
+    zero = 0.0
+    if log_decay is None:
+        # A number that LLVM does not know. After a 0, it would round weights to 16 bits before it
+        # selects the visible ones, which takes more instructions.
+        zero = tl.minimum(num_tokens, 0).to(tl.float32)
+    weights = tl.where(visible, weights * between, zero)
     result = tl.zeros(value.shape, tl.float32)
     result = product(query, state, result, SHORT) * state_decay[:, None]
     return product(weights, value, result, SHORT), own
@@ -392,7 +399,7 @@ def _walk_kernel(
             result, own = _attend(
                 constant,
                 *(query, key, value, state, decay_to_end if REVERSE else decay_from_start),
-                *(row, steps, document, SHORT, REVERSE, terms is not None),
+                *(row, num_tokens, steps, document, SHORT, REVERSE, terms is not None),
             )
             is_token = row < num_tokens
             if terms is not None:
