@@ -8,7 +8,8 @@ import torch
 
 from keras_recurrent.generation.batch import TOKENS_AHEAD, TOKENS_ON_CPU, Batch, runs_ahead
 from keras_recurrent.generation.torch.chunks import upload
-from keras_recurrent.generation.torch.cuda_graph import clone_all, clone_state, copy_all
+from keras_recurrent.generation.torch.cuda_graph import capture, clone_all, clone_state, copy_all
+from keras_recurrent.generation.torch.decoder import CapturedDecoder
 
 
 class TorchBatch(Batch):
@@ -16,6 +17,7 @@ class TorchBatch(Batch):
 
     _decoder: Any = None
     _chunks: Any = None
+    _read_slot: Any = None
 
     def __init__(self, model, programs, num_slots, keep, reads_tokens=False):
         is_exact = keep and reads_tokens  # the device must not be ahead when `state` is called
@@ -34,6 +36,7 @@ class TorchBatch(Batch):
         self._initial = self._decoder.step.flatten_cache(initial)
         given = {id(t) for t in optree.tree_leaves(initial)}
         self._given = [index for index, t in enumerate(self._initial) if id(t) in given]
+        self._structure, self._read_slot = optree.tree_structure(initial), self._make_slot_reader()
 
     @torch.no_grad()
     def _write_all(self, arrays, features, state):
@@ -92,13 +95,30 @@ class TorchBatch(Batch):
 
     @torch.no_grad()
     def slot_state(self, slot):
-        views = self._decoder.slot(slot)
-        state = self._decoder.step.cache(views)
-        shared = {id(view) for view in views}  # states with recent tokens are new already
-        flat, structure = optree.tree_flatten(state)
-        copies = iter(clone_state([t for t in flat if id(t) in shared]))
-        tensors = [next(copies) if id(t) in shared else t for t in flat]
-        return optree.tree_unflatten(structure, tensors)
+        tensors = self._read_slot(self._decoder.slot(slot))
+        return optree.tree_unflatten(self._structure, clone_state(tensors))
+
+    def _make_slot_reader(self):
+        """Returns a function of the views of a slot, which returns the tensors of its state.
+
+        On NVIDIA GPUs, it is one CUDA graph: an engine waits for the host when a sequence ends, 2 ms
+        if the host launches the operations of HGRN2's recent tokens one by one.
+        """
+
+        def read(views):
+            return optree.tree_leaves(self._decoder.step.cache(views))
+
+        if not isinstance(self._decoder, CapturedDecoder):
+            return read
+        buffers = clone_all(self._decoder.slot(0))
+        graph, tensors = capture(lambda: read(buffers), self._device)
+
+        def replay(views):
+            copy_all(buffers, views)
+            graph.replay()
+            return tensors
+
+        return replay
 
     def process(self, states, tokens, mask):
         return self._chunks(states, tokens, mask)
@@ -110,7 +130,7 @@ class TorchBatch(Batch):
     def close(self):
         if self._decoder is not None:
             self._programs.release(self._decoder)
-        self._decoder = self._chunks = None
+        self._decoder = self._chunks = self._read_slot = None
 
 
 def _copy_to_host(tensor):

@@ -85,7 +85,10 @@ class PrefixCache:
             while self._nbytes > self._max_bytes:
                 _, dropped = self._prefixes.popitem(last=False)
                 self._nbytes -= dropped.nbytes
-                self._lengths -= collections.Counter([len(dropped.token_ids)])
+                length = len(dropped.token_ids)
+                self._lengths[length] -= 1
+                if not self._lengths[length]:
+                    del self._lengths[length]
         if name in self._prefixes:  # unless it is too large
             self._use(name)
 
