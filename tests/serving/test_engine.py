@@ -551,6 +551,7 @@ class Device:
 
     max_chunk = CHUNK
     is_ready = staticmethod(lambda sequence: True)
+    make_matchers = staticmethod(lambda params, stop_token_ids: [None] * len(params))
     wait = staticmethod(lambda: None)
     active_slots, initial_state = (), None
 
@@ -580,28 +581,14 @@ class Device:
         self.active.append(sequence)
 
 
-class QueuedPrompt:
-    """Sequence that waits for a slot."""
-
-    ends, state, finish_reason, num_processed, num_cached = (), None, None, 0, 0
-    num_top, max_new_tokens = None, 1
-
-    def __init__(self, length):
-        self.prompt = [1] * length
-
-    def end_reason(self, now):
-        return None
-
-    def take_copies(self):
-        return []
-
-
 def make_scheduler(device, lengths):
     """Returns a `Scheduler` with prompts of these lengths in its queue."""
     prefixes = SimpleNamespace(restore=lambda sequence: None, is_enabled=False)
     made = scheduler.Scheduler(device, device, prefixes)
-    for length in lengths:
-        made.add(QueuedPrompt(length))
+    options = {"deadline": None, "ends": (), "salt": None}
+    for number, length in enumerate(lengths):
+        prompt, seed = np.ones(length, "int32"), np.random.SeedSequence(0)
+        made.submit(number, prompt, GREEDY, seed, 1, (), **options)
     return made
 
 
