@@ -120,6 +120,10 @@ class TorchBatch(Batch):
 
         return replay
 
+    def prompt_state(self, state):
+        leaves, structure = optree.tree_flatten(state)  # which share allocations with other prompts
+        return optree.tree_unflatten(structure, clone_state(leaves))
+
     def process(self, states, tokens, mask):
         return self._chunks(states, tokens, mask)
 

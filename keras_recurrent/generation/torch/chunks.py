@@ -1,6 +1,7 @@
 """Chunks of prompts: a sequence of short CUDA graphs on NVIDIA GPUs, else layer by layer."""
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -68,30 +69,36 @@ class Chunks:
             mask: boolean [num_prompts, T], a NumPy array, False at padding.
         """
         if not self._uses_graphs:
-            return [self._run_layers(states[0], tokens, mask)]
+            return self._run_layers(states[0], tokens, mask)
         num_tokens = tokens.shape[1]
         if num_tokens not in self._programs:
             self._programs[num_tokens] = self._make_program(num_tokens)
         program = self._programs[num_tokens]
         slots = self._slots[: len(states)]
-        for slot, state in zip(slots, states, strict=True):
-            copy_all(slot, optree.tree_leaves(state))
+        copy_all(itertools.chain(*slots), itertools.chain(*map(optree.tree_leaves, states)))
         upload(program.tokens, tokens)
         upload(program.mask, mask)
         for run in program.parts:
             yield
             run()
-        return [self._new_state(slot) for slot in slots]
+        return self._new_states(slots)
 
-    def _new_state(self, tensors):
-        """Returns a cache that shares no memory with the given tensors."""
-        return optree.tree_unflatten(self._structure, clone_state(tensors))
+    def _new_states(self, slots):
+        """Returns a cache with copies of each list of tensors. The caches share allocations.
+
+        One launch for each shape copies all lists, because the next step waits for the launches.
+        """
+        copies = iter(clone_state([tensor for slot in slots for tensor in slot]))
+        return [
+            optree.tree_unflatten(self._structure, itertools.islice(copies, len(slot)))
+            for slot in slots
+        ]
 
     def _run_layers(self, cache, tokens, mask):
-        """Runs the layers on the tokens without padding, on a CPU as fast as a program."""
+        """Runs the layers on one prompt without padding, on a CPU as fast as a program."""
         tokens = keras.ops.convert_to_tensor(tokens[:, : mask.sum()])
         _, cache = self._model.backbone.hidden_states(tokens, cache=cache)
-        return self._new_state(optree.tree_leaves(cache))
+        return self._new_states([optree.tree_leaves(cache)])
 
     def _make_program(self, num_tokens):
         chunk = self._make_chunk(self._batch(self.num_prompts), chunk=num_tokens)
