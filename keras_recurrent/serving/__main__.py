@@ -109,15 +109,9 @@ def make_engine(arguments):
     if arguments.tool_format:
         model.preprocessor.tool_format = arguments.tool_format
         tool_format(model.preprocessor)  # an error for an unknown name
-    return serving.Engine(
-        model,
-        num_slots=arguments.slots,
-        max_length=arguments.max_length,
-        max_queued=arguments.max_queued,
-        prefix_cache_bytes=arguments.prefix_cache_bytes,
-        prefix_cache_dir=arguments.prefix_cache_dir,
-        prefix_cache_interval=arguments.prefix_cache_interval,
-    )
+    names = "max_length max_queued prefix_cache_bytes prefix_cache_dir prefix_cache_interval"
+    options = {name: getattr(arguments, name) for name in names.split()}
+    return serving.Engine(model, num_slots=arguments.slots, **options)
 
 
 def log_compilations():

@@ -34,13 +34,7 @@ MAX_READ = 2**14  # bytes
 STALL_SECONDS, STALL_BYTES = 30, 2**14  # a client must read so many bytes in this time
 NO_TEMPLATE = "The model has no chat template. Use `/v1/completions`, or start the server with "
 NO_TEMPLATE += "`--chat-template`."
-INTERNAL_ERROR = ApiError(500, "The server had an error; its log has the cause.")
-ENGINE_FAILED = ApiError(
-    503,
-    "The engine has failed. Send the request to another replica, or again later.",
-    "engine_failed",
-    headers={"retry-after": "5"},
-)
+INTERNAL_ERROR = "The server had an error; its log has the cause."
 PAGE = pathlib.Path(__file__).with_name("chat.html")
 PAGE_POLICY = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
 PAGE_POLICY += "style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
@@ -157,6 +151,20 @@ class Service:
         )
 
 
+def _failure(error, body, form):
+    """Returns the `ApiError` of an exception that ended a response; logs an unknown one."""
+    if isinstance(error, EngineClosed):
+        message = "The engine has failed. Send the request to another replica, or again later."
+        error = ApiError(503, message, "engine_failed", headers={"retry-after": "5"})
+    elif isinstance(error, GrammarError):
+        error = value_error(error, body)
+    elif not isinstance(error, ApiError):
+        log.exception("Response %s failed", form.id)
+        error = ApiError(500, INTERNAL_ERROR)
+    error.headers["x-request-id"] = form.id
+    return error
+
+
 def _api_error(error, body):
     """Returns the exception to raise for an exception of `Engine.submit`."""
     if isinstance(error, EngineFull):
@@ -195,18 +203,8 @@ class EventStream(StreamingResponse):
                 if completion is not None:
                     service.check(completion)
                     yield _event(form.chunk(index, "", [], completion.finish_reason))
-        except ApiError as error:
-            yield _event(error.body)
-            return
-        except EngineClosed:
-            yield _event(ENGINE_FAILED.body)
-            return
-        except GrammarError as error:
-            yield _event(value_error(error, body).body)
-            return
-        except Exception:
-            log.exception("Response %s failed", form.id)
-            yield _event(INTERNAL_ERROR.body)
+        except Exception as error:
+            yield _event(_failure(error, body, form).body)
             return
         if body.includes_usage:
             yield _event(form.usage_chunk(group.completions, body.n))
@@ -241,13 +239,8 @@ async def _respond(service, request, body_type, form_type):
             pass
         for completion in group.completions:
             service.check(completion)
-    except ApiError as error:
-        error.headers["x-request-id"] = form.id
-        raise
-    except EngineClosed as error:
-        raise ENGINE_FAILED from error
-    except GrammarError as error:
-        raise value_error(error, body) from error
+    except Exception as error:
+        raise _failure(error, body, form) from None
     finally:
         watch.cancel()
         service.end(form, group)
@@ -287,7 +280,7 @@ def create_app(engine, model_name, *, api_key=None, max_body=MAX_BODY, timeout=6
 
     @app.exception_handler(Exception)
     async def _other(request, error):
-        return await _api(request, INTERNAL_ERROR)
+        return await _api(request, ApiError(500, INTERNAL_ERROR))
 
     @app.post("/v1/chat/completions")
     async def _chat(request: fastapi.Request):
