@@ -140,10 +140,10 @@ class Scheduler(DecodingLoop):
             "prefix_tokens": self._prefixes.num_tokens,
         }
 
-    def _add_result(self, number, *result):
-        self._results.append((number, *result))
-        if result[2] is not None:
-            self._numbered.pop(number, None)
+    def _add_result(self, result):
+        self._results.append(result)
+        if result[3] is not None:  # the request has ended
+            self._numbered.pop(result[0], None)
 
     def _deliver(self):
         if self._results or self.is_idle:
@@ -310,7 +310,7 @@ class RequestSequence(Sequence):
 
     Args:
         number: integer, by which the results name the request.
-        add_result: a function of the number and the arguments of `EngineRequest._receive`.
+        add_result: a function of a result of `emit`.
         arguments: as in `Sequence`, without a listener.
         deadline: time of `time.monotonic` after which the request ends, or None.
         ends: integers, numbers of prompt tokens after which the state is saved.
@@ -400,6 +400,6 @@ class RequestSequence(Sequence):
     def _notify(self):
         first, self._num_sent = self._num_sent, len(self.token_ids)
         new = self.token_ids[first:], self.logprobs[first:]
-        end = self.finish_reason, self.num_cached, self.error
         prompt = None if first or self.num_top is None else self.prompt_logprobs
-        self._add_result(self._number, *new, *end, prompt)
+        result = self._number, *new, self.finish_reason, self.num_cached, self.error, prompt
+        self._add_result(result)
