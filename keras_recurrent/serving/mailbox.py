@@ -4,12 +4,13 @@ import asyncio
 import collections
 import contextlib
 import time
+from typing import Any
 
 
 class Mailbox:
-    """Passes items from the thread that makes the text to functions that run in the event loop.
+    """Passes deltas from the thread that makes the text to `RequestGroup`s in the event loop.
 
-    One wake-up of the event loop passes all items that have arrived, because a wake-up for each
+    One wake-up of the event loop passes all deltas that have arrived, because a wake-up for each
     token would slow that thread down. In the HTTP process, both are the same thread.
     """
 
@@ -18,9 +19,9 @@ class Mailbox:
         self._items = collections.deque()
         self._is_scheduled = False
 
-    def put(self, function, *item):
-        """Calls `function(*item)` in the event loop; may be called from any thread."""
-        self._items.append((function, item))
+    def put(self, group, *item):
+        """Calls `group.receive(*item)` in the event loop; may be called from any thread."""
+        self._items.append((group, item))
         if not self._is_scheduled:
             self._is_scheduled = True
             with contextlib.suppress(RuntimeError):  # the event loop has ended
@@ -28,33 +29,50 @@ class Mailbox:
 
     def _deliver(self):
         self._is_scheduled = False  # first, so that items that arrive meanwhile are delivered
+        groups = {}
         while self._items:
-            function, item = self._items.popleft()
-            function(*item)
+            group, item = self._items.popleft()
+            group.receive(*item)
+            groups[group] = None
+        for group in groups:  # last, so that the deltas of a request are one event
+            group.flush()
 
 
 class RequestGroup:
     """Group of the engine's requests that answer one HTTP request, one for each prompt.
 
     is_streamed: boolean. False: `events` only yields the ends of the requests.
+
+    Attributes:
+        completions: a list of the `Completion` of each request, None until it has ended.
+        write: a function of the index of a request, its new text and its log probabilities, which
+            sends them at once, or None. With it, an event takes half of the time, because the task
+            that reads `events` need not run.
+        is_writable: a function without arguments that returns True if `write` may be called.
     """
+
+    write: Any = None
+    is_writable: Any = None
+    _error: Any = None
 
     def __init__(self, requests, mailbox, metrics, is_streamed):
         self._requests = requests
         self._metrics, self._is_streamed = metrics, is_streamed
-        self._received = {}  # {index of a request: its new deltas, and None at its end}
-        self._has_received = asyncio.Event()
+        self._changed = {}  # {index of a request with new deltas: True if it has ended}
+        self._is_waiting, self._wakes = False, asyncio.Event()
         self._times = [None] * len(requests)  # of the last token of each request
+        self._texts, self._logprobs = [""] * len(requests), [[] for _ in requests]  # not sent
+        self._has_begun, self._num_sent = [False] * len(requests), [0] * len(requests)
         self.completions = [None] * len(requests)
 
         def put(index, delta):
-            mailbox.put(self._receive, index, delta, time.monotonic())
+            mailbox.put(self, index, delta, time.monotonic())
 
         for index, request in enumerate(requests):
             request.set_listener(lambda delta, index=index: put(index, delta))
             request.add_done_callback(lambda request, index=index: put(index, None))
 
-    def _receive(self, index, delta, now):
+    def receive(self, index, delta, now):
         """Records a delta, or None at the end of a request, also if the client has left."""
         if delta is None:
             self._metrics.end(self._requests[index])
@@ -62,9 +80,34 @@ class RequestGroup:
             if self._times[index] is not None:
                 self._metrics.token_time(now - self._times[index], len(delta.token_ids))
             self._times[index] = now
+        if delta is not None and self._is_streamed:
+            self._texts[index] += delta.text or ""
+            self._logprobs[index] += delta.logprobs
+            # The first text shows whether the tokenizer dropped a space before it.
+            self._has_begun[index] |= delta.text != ""
         if delta is None or self._is_streamed:
-            self._received.setdefault(index, []).append(delta)
-            self._has_received.set()
+            self._changed[index] = delta is None
+
+    def flush(self):
+        """Sends new text by `write`, or lets `events` yield it."""
+        if self._is_waiting and self.write is not None and self.is_writable():
+            for index in [index for index, is_done in self._changed.items() if not is_done]:
+                del self._changed[index]
+                try:
+                    self.write(index, *self._take(index))
+                except Exception as error:  # must not keep text from other groups
+                    self._error = error
+        if self._changed or self._error is not None:
+            self._wakes.set()
+
+    def _take(self, index):
+        """Returns the text and log probabilities of a request that are to be sent."""
+        if not self._has_begun[index]:
+            return "", []
+        text, self._texts[index] = self._texts[index], ""
+        logprobs, self._logprobs[index] = self._logprobs[index], []
+        self._num_sent[index] += len(text)
+        return text, logprobs
 
     def prompt_logprobs(self, index):
         return self._requests[index].prompt_logprobs
@@ -79,33 +122,28 @@ class RequestGroup:
         """Yields new text and log probabilities of all requests, until they have ended.
 
         Deltas that arrive while the client is slow are one event. The first log probabilities are
-        sent with the first text, which shows whether the tokenizer dropped a space before it.
+        sent with the first text. Text that `write` has sent is left out.
 
         Yields:
             The index of a request, a string, a list of `TokenLogprobs`, and the `Completion` if the
             request has ended, else None.
 
         Raises:
-            Exception: the error with which the engine ended a request.
+            Exception: an error of `write`, or that with which the engine ended a request.
         """
-        sent = [0] * len(self._requests)
-        withheld = [[] for _ in self._requests]
         while None in self.completions:
-            await self._has_received.wait()
-            self._has_received.clear()
-            received, self._received = self._received, {}
-            for index, deltas in received.items():
-                if is_done := deltas[-1] is None:
-                    deltas.pop()
-                text = "".join(delta.text or "" for delta in deltas)
-                logprobs = withheld[index] + [x for delta in deltas for x in delta.logprobs]
-                sent[index] += len(text)
-                has_begun = sent[index] or any(delta.text is None for delta in deltas)
-                withheld[index] = [] if has_begun else logprobs
+            self._is_waiting = True
+            await self._wakes.wait()
+            self._is_waiting = False
+            self._wakes.clear()
+            if self._error is not None:
+                raise self._error
+            changed, self._changed = self._changed, {}
+            for index, is_done in changed.items():
+                completion = self._requests[index].result(timeout=0) if is_done else None
+                self._has_begun[index] |= is_done
+                text, logprobs = self._take(index)
                 if is_done:
-                    completion = self._requests[index].result(timeout=0)
                     self.completions[index] = completion
-                    text += (completion.text or "")[sent[index] :]
-                    yield index, text, logprobs, completion
-                elif text or (logprobs and has_begun):
-                    yield index, text, logprobs, None
+                    text += (completion.text or "")[self._num_sent[index] :]
+                yield index, text, logprobs, completion

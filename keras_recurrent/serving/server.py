@@ -185,10 +185,21 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope, receive, send):
         service, group, form, _ = self._arguments
+        if connection := scope.get("state", {}).get("connection"):
+            group.is_writable = lambda: connection.takes_chunks
+            group.write = lambda *new: connection.write_chunk(self._encode(*new))
         try:
             await super().__call__(scope, receive, send)
         finally:  # also if the client disconnects before the first event
+            group.write = None
             service.end(form, group)
+
+    def _encode(self, index, text, logprobs):
+        """Returns an event with new text and log probabilities, or b""."""
+        _, group, form, _ = self._arguments
+        text, logprobs = form.add_prompt(index, text, logprobs, group.prompt_logprobs(index))
+        chunk = form.chunk(index, text, logprobs) if text or logprobs else None
+        return b"" if chunk is None else _event(chunk)
 
     async def _stream_events(self):
         service, group, form, body = self._arguments
@@ -197,9 +208,8 @@ class EventStream(StreamingResponse):
                 yield _event(form.first_chunk(index))
         try:
             async for index, *new, completion in group.events():
-                text, logprobs = form.add_prompt(index, *new, group.prompt_logprobs(index))
-                if (text or logprobs) and (chunk := form.chunk(index, text, logprobs)):
-                    yield _event(chunk)
+                if data := self._encode(index, *new):
+                    yield data
                 if completion is not None:
                     service.check(completion)
                     yield _event(form.chunk(index, "", [], completion.finish_reason))
@@ -331,6 +341,18 @@ class Connection(H11Protocol):
         if hasattr(transport, "max_size"):
             transport.max_size = MAX_READ
         super().connection_made(transport)
+        self.app_state = {**self.app_state, "connection": self}
+
+    @property
+    def takes_chunks(self):
+        """True if `write_chunk` may send a part of the response: not while the client is slow."""
+        is_open = not self.flow.write_paused and not self.transport.is_closing()
+        return is_open and self.scope["http_version"] == "1.1"
+
+    def write_chunk(self, data):
+        """Sends a part of a response in chunks, without the layers of ASGI and h11."""
+        if data:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def abort_if_stalled(self, now):
         """Closes the connection if the client sends no headers, or reads nothing, for too long."""

@@ -27,6 +27,7 @@ from keras_recurrent.serving import Engine, protocol
 from keras_recurrent.serving import server as server_module
 from keras_recurrent.serving.client import EngineClient, Limits
 from keras_recurrent.serving.processes import RemoteLink, bind, run_scheduler, run_server
+from keras_recurrent.serving.responses import CompletionFormat
 from keras_recurrent.serving.server import Server, create_app
 from tests.serving.soak import metrics
 
@@ -668,6 +669,35 @@ def test_shutdown_finishes_or_cancels_requests(small_model, caplog, monkeypatch)
     cancelled = found[90_000].headers["x-request-id"]
     assert line == f"Shutdown: 1 requests finished; 1 cancelled: {cancelled}"
     assert engine.is_closed
+
+
+def test_failure_while_text_is_sent_ends_its_stream(server, monkeypatch):
+    """A stream whose event cannot be made never ends, or hides the error."""
+    chunk, ids = CompletionFormat.chunk, []
+
+    def fail(form, *arguments):
+        ids.append(form.id)
+        if ids.count(form.id) == 3:
+            raise TypeError
+        return chunk(form, *arguments)
+
+    monkeypatch.setattr(CompletionFormat, "chunk", fail)
+    text = post(server, prompt="Hello", **LONG, stream=True).text
+    assert "The server had an error" in text
+    assert "[DONE]" not in text
+    wait_for(lambda: not server.config.app.state.service.groups)
+
+
+def test_stream_over_http_1_0_is_not_in_chunks(server):
+    """A client that knows no chunks gets their lengths as text."""
+    body = json.dumps({**MODEL, **GREEDY, "prompt": "Hello", "stream": True})
+    head = f"Content-Type: application/json\r\nContent-Length: {len(body)}"
+    connection = connect(server, f"POST /v1/completions HTTP/1.0\r\n{head}\r\n\r\n{body}")
+    received = b"".join(iter(functools.partial(connection.recv, 2**16), b""))
+    connection.close()
+    events = received.partition(b"\r\n\r\n")[2].strip().split(b"\n\n")
+    assert len(events) > 2
+    assert all(event.startswith(b"data: ") for event in events)
 
 
 def test_failed_engine_is_an_error_and_unhealthy(small_model, monkeypatch):
