@@ -101,8 +101,8 @@ class TorchBatch(Batch):
     def _make_slot_reader(self):
         """Returns a function of the views of a slot, which returns the tensors of its state.
 
-        On NVIDIA GPUs, it is one CUDA graph: an engine waits for the host when a sequence ends, 2 ms
-        if the host launches the operations of HGRN2's recent tokens one by one.
+        On NVIDIA GPUs, it replays a CUDA graph: all sequences wait for the host at the end of one,
+        2 ms if it launches the operations of HGRN2's recent tokens one by one.
         """
 
         def read(views):
@@ -111,7 +111,8 @@ class TorchBatch(Batch):
         if not isinstance(self._decoder, CapturedDecoder):
             return read
         buffers = clone_all(self._decoder.slot(0))
-        graph, tensors = capture(lambda: read(buffers), self._device)
+        tensors = clone_all(read(buffers))
+        graph, _ = capture(lambda: copy_all(tensors, read(buffers)), self._device)
 
         def replay(views):
             copy_all(buffers, views)

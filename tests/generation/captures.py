@@ -4,13 +4,14 @@ from types import SimpleNamespace
 
 
 def capture_on_cpu(monkeypatch):
-    """Makes torch's steps and chunks capture; a replay runs the function.
+    """Makes torch's steps, chunks and batches capture; a replay runs the function.
 
     Models with `compile(jit_compile=False)` capture nothing. Returns lists of the functions that
     were captured, and of their memory pools.
     """
     import torch
 
+    from keras_recurrent.generation import torch_batch
     from keras_recurrent.generation.torch import chunks, decoder, programs
 
     captured, pools = [], []
@@ -23,7 +24,7 @@ def capture_on_cpu(monkeypatch):
         pool = pool or new_pool
         return SimpleNamespace(replay=function, pool=lambda: pool), function()
 
-    for module in (decoder, chunks):
+    for module in (decoder, chunks, torch_batch):
         monkeypatch.setattr(module, "capture", capture)
     monkeypatch.setattr(
         programs.Programs,
