@@ -23,9 +23,11 @@ class ChatPreprocessing:
 
     def _set_template(self, chat_template, extra_stop_token_ids):
         check_chat_template(chat_template)
-        _check_token_ids("extra_stop_token_ids", extra_stop_token_ids)
-        self.chat_template = chat_template
-        self.extra_stop_token_ids = tuple(map(int, extra_stop_token_ids))
+        ids = extra_stop_token_ids
+        if not isinstance(ids, (list, tuple)) or not all(is_integer(id) and id >= 0 for id in ids):
+            wanted = "a tuple of integers of at least 0"
+            raise ValueError(f"`extra_stop_token_ids` must be {wanted}; got {ids!r}.")
+        self.chat_template, self.extra_stop_token_ids = chat_template, tuple(map(int, ids))
         self._end_of_turn: Any = (None, None)  # a template, and the id of its token
 
     def apply_chat_template(self, messages, add_generation_prompt=True, tools=None):
@@ -98,11 +100,6 @@ class ChatPreprocessing:
         if self._end_of_turn[1] is not None:
             ids.append(self._end_of_turn[1])
         return tuple(dict.fromkeys(ids))
-
-
-def _check_token_ids(name, ids):
-    if not isinstance(ids, (list, tuple)) or not all(is_integer(id) and id >= 0 for id in ids):
-        raise ValueError(f"`{name}` must be a tuple of integers of at least 0; got {ids!r}.")
 
 
 class PlainPreprocessor(ChatPreprocessing):

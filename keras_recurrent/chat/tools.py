@@ -108,9 +108,9 @@ def calls_grammar(preprocessor, tools, max_calls=None):
     """Returns the grammar of answers that only call tools, for `SamplingParams(grammar=...)`."""
     special = _special_tokens(preprocessor)
     begin, end = (m if m in special else json.dumps(m) for m in tool_format(preprocessor)[:2])
-    rules = [f"start: call{'' if max_calls == 1 else '+'}"]
-    rules.append(rf"call: {begin} /\n?/ (" + " | ".join(f"call_{n}" for n in range(len(tools))))
-    rules[-1] += rf") /\n?/ {end}"
+    names = " | ".join(f"call_{n}" for n in range(len(tools)))
+    rules = ["start: call" if max_calls == 1 else "start: call+"]
+    rules.append(rf"call: {begin} /\n?/ ({names}) /\n?/ {end}")
     for number, function in enumerate(tool["function"] for tool in tools):
         name = json.dumps(function["name"], ensure_ascii=False)
         beginning = json.dumps(f'{{"name": {name}, "arguments": ', ensure_ascii=False)

@@ -122,7 +122,7 @@ class Batch:
         self._write(slot, self._arrays([sequence]), state)
 
     def make_matchers(self, params, stop_token_ids):
-        """Returns the `Matcher`s of new sequences; arguments as in `grammar.make_matchers`."""
+        """Returns the `LLMatcher`s of new sequences; arguments as in `grammar.make_matchers`."""
         preprocessor, size = self._model.preprocessor, self._vocabulary_size
         return make_matchers(preprocessor, size, params, stop_token_ids)
 

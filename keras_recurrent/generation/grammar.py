@@ -21,7 +21,7 @@ MAX_CHARACTERS = 2**16  # of a grammar
 # nested calls, and about 1,000 of them overflow a stack of the default size.
 STACK_BYTES = 2**29
 MAX_REASON = 500  # characters of an error, which may quote the grammar
-MAX_COMPILED = 16  # grammars that are kept for later sequences
+MAX_COMPILED = 16  # compiled grammars that are kept for later sequences
 # Of a JSON schema. llguidance makes a state for each remainder of `multipleOf`, and in an
 # intersection, for each combination of the states of its parts, which its limits do not bound.
 MAX_REMAINDERS, MAX_PATTERNS = 50_000, 8
@@ -42,8 +42,8 @@ LIMITS: dict[str, Any] = {
 OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 JSON_OPTIONS = {"whitespace_flexible": False}
 
-# {tokenizer: {(size of the vocabulary, stop tokens): `Grammars`}}
-_grammars: weakref.WeakKeyDictionary[Any, dict] = weakref.WeakKeyDictionary()
+# {tokenizer: {(size of the vocabulary, stop tokens): a function of `_make_compiler`}}
+_compilers: weakref.WeakKeyDictionary[Any, dict] = weakref.WeakKeyDictionary()
 _stack_size = threading.Lock()
 
 
@@ -60,7 +60,7 @@ def unsupported_reason():
 
 
 def make_matchers(preprocessor, vocabulary_size, params, stop_token_ids):
-    """Returns the `Matcher` of each new sequence, None for those without a grammar.
+    """Returns the `LLMatcher` of each new sequence, None for those without a grammar.
 
     Args:
         preprocessor: the preprocessor of the model, or None.
@@ -74,8 +74,8 @@ def make_matchers(preprocessor, vocabulary_size, params, stop_token_ids):
             or stop tokens are missing, or the bytes of the tokens are unknown.
         ImportError: llguidance is not installed.
     """
-    texts = {id(each): each.grammar for each in params if each.grammar is not None}
-    if not texts:
+    grammars = {id(each): each.grammar for each in params if each.grammar is not None}
+    if not grammars:
         return [None] * len(params)
     if reason := unsupported_reason():
         raise ImportError(f"`grammar` {reason}")
@@ -83,14 +83,14 @@ def make_matchers(preprocessor, vocabulary_size, params, stop_token_ids):
         raise GrammarError("`grammar` requires a preprocessor, which has the texts of tokens.")
     if not stop_token_ids:
         raise GrammarError("`grammar` requires `stop_token_ids`, which end the text; got none.")
-    texts = {key: _as_lark(grammar) for key, grammar in texts.items()}
-    key, known = (vocabulary_size, frozenset(stop_token_ids)), token_bytes(preprocessor)
-    all_grammars = _grammars.setdefault(known.tokenizer, {})
-    grammars = all_grammars.get(key) or all_grammars.setdefault(key, Grammars(known, *key))
-    compiled = {key: grammars.compiled(text) for key, text in texts.items()}
-    return [
-        Matcher(compiled[id(each)].deep_copy()) if id(each) in compiled else None for each in params
-    ]
+    texts = {number: _as_lark(grammar) for number, grammar in grammars.items()}
+    key = vocabulary_size, frozenset(stop_token_ids)
+    compilers = _compilers.setdefault(preprocessor.tokenizer, {})
+    if key not in compilers:
+        compilers[key] = _make_compiler(token_bytes(preprocessor), *key)
+    compiled = {number: compilers[key](text) for number, text in texts.items()}
+    found = (compiled.get(id(each)) for each in params)
+    return [matcher and matcher.deep_copy() for matcher in found]
 
 
 def make_masks(matchers, num_rows, vocabulary_size):
@@ -98,11 +98,10 @@ def make_masks(matchers, num_rows, vocabulary_size):
 
     A bit is 1 if its token may be next. The lowest bit of the first integer is the first token.
 
-    matchers: a list of `(Matcher, row)`. Rows without a matcher allow all tokens.
+    matchers: a list of `(LLMatcher, row)`. Rows without a matcher allow all tokens.
     """
     masks = neutral_masks(num_rows, vocabulary_size)
-    pairs = [(matcher.matcher, row) for matcher, row in matchers]
-    _executor().unsafe_compute_mask_ptr(pairs, masks.ctypes.data, masks[0].nbytes, num_rows)
+    _executor().unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks[0].nbytes, num_rows)
     return masks
 
 
@@ -166,89 +165,67 @@ def _check_automata(schema):
         )
 
 
-class Grammars:
-    """Compiles and caches grammars for the tokens of a preprocessor.
+def _make_compiler(known, vocabulary_size, stop_token_ids):
+    """Returns a function of the text of a grammar, which returns its `LLMatcher`.
 
     Args:
         known: the `TokenBytes` of the preprocessor.
         vocabulary_size, stop_token_ids: as in `make_matchers`.
     """
+    import llguidance
 
-    def __init__(self, known, vocabulary_size, stop_token_ids):
-        import llguidance
-
-        tokenizer = known.tokenizer
-        if known.errors is None:
-            kind = type(tokenizer).__name__
-            raise GrammarError(
-                f"`grammar` requires tokens whose bytes are known; those of a {kind} are not."
-            )
-        self._compiled: dict[str, Any] = {}  # {text: `LLMatcher`}, least recently used first
-        self._lock = threading.Lock()
-        special = [id for id in getattr(tokenizer, "special_token_ids", ()) if id < vocabulary_size]
-        count = min(vocabulary_size, tokenizer.vocabulary_size())
-        tokens = [known[id] for id in range(count)] + [b""] * (vocabulary_size - count)
-        for id in special:
-            tokens[id] = tokenizer.id_to_token(id).encode()
-        vocabulary: Any = SimpleNamespace(
-            is_tokenizer_wrapper=True,
-            tokens=tokens,
-            special_token_ids=special,
-            bos_token_id=None,
-            eos_token_id=min(stop_token_ids),
+    tokenizer = known.tokenizer
+    if known.errors is None:
+        kind = type(tokenizer).__name__
+        raise GrammarError(
+            f"`grammar` requires tokens whose bytes are known; those of a {kind} are not."
         )
-        known_tokens = llguidance.LLTokenizer(vocabulary, eos_token=sorted(stop_token_ids))
-        options: dict[str, Any] = {"log_level": 0, "limits": llguidance.LLParserLimits(**LIMITS)}
-        self._matcher: Any = functools.partial(llguidance.LLMatcher, known_tokens, **options)
-
-    def compiled(self, text):
-        """Returns the `LLMatcher` of a grammar at the beginning of a text."""
-        with self._lock:
-            compiled = self._compiled.pop(text, None)
-            if compiled is None:
-                compiled = self._compile(text)
-            self._compiled[text] = compiled
-            if len(self._compiled) > MAX_COMPILED:
-                del self._compiled[next(iter(self._compiled))]
-            return compiled
-
-    def _compile(self, text):
-        """Returns the `LLMatcher` of a grammar, whose text may be untrusted."""
-        found: list[Any] = []
-
-        def compile_grammar():
-            matcher = self._matcher(text)
-            matcher.compute_bitmask()  # sets the error if no text satisfies the grammar
-            found.append(matcher)
-
-        with _stack_size:
-            previous = threading.stack_size(STACK_BYTES)
-            try:
-                thread = threading.Thread(target=compile_grammar)
-                thread.start()
-            finally:
-                threading.stack_size(previous)
-        thread.join()
-        (matcher,) = found
-        if matcher.is_error():
-            raise GrammarError(f"`grammar` is invalid: {_reason(matcher)}")
-        return matcher
+    special = [id for id in getattr(tokenizer, "special_token_ids", ()) if id < vocabulary_size]
+    count = min(vocabulary_size, tokenizer.vocabulary_size())
+    tokens = [known[id] for id in range(count)] + [b""] * (vocabulary_size - count)
+    for id in special:
+        tokens[id] = tokenizer.id_to_token(id).encode()
+    vocabulary: Any = SimpleNamespace(
+        is_tokenizer_wrapper=True,
+        tokens=tokens,
+        special_token_ids=special,
+        bos_token_id=None,
+        eos_token_id=min(stop_token_ids),
+    )
+    known_tokens = llguidance.LLTokenizer(vocabulary, eos_token=sorted(stop_token_ids))
+    options: dict[str, Any] = {"log_level": 0, "limits": llguidance.LLParserLimits(**LIMITS)}
+    make: Any = functools.partial(llguidance.LLMatcher, known_tokens, **options)
+    return functools.lru_cache(MAX_COMPILED)(lambda text: _compile(make, text))
 
 
-class Matcher:
-    """Position of a sequence in its grammar.
+def _compile(make, text):
+    """Returns the `LLMatcher` that `make` makes of a grammar, whose text may be untrusted."""
+    found: list[Any] = []
 
-    matcher: the `LLMatcher`.
-    """
+    def compile_grammar():
+        matcher = make(text)
+        matcher.compute_bitmask()  # sets the error if no text satisfies the grammar
+        found.append(matcher)
 
-    def __init__(self, matcher):
-        self.matcher = matcher
+    with _stack_size:
+        previous = threading.stack_size(STACK_BYTES)
+        try:
+            thread = threading.Thread(target=compile_grammar)
+            thread.start()
+        finally:
+            threading.stack_size(previous)
+    thread.join()
+    (matcher,) = found
+    if matcher.is_error():
+        raise GrammarError(f"`grammar` is invalid: {_reason(matcher)}")
+    return matcher
 
-    def consume(self, token):
-        """Advances by a token, or raises a `GrammarError` if a limit is exceeded."""
-        # After an error, the masks allow only stop tokens.
-        if not self.matcher.consume_token(token) or self.matcher.is_error():
-            raise GrammarError(f"`grammar` cannot be continued: {_reason(self.matcher)}")
+
+def consume(matcher, token):
+    """Advances an `LLMatcher` by a token, or raises a `GrammarError` if a limit is exceeded."""
+    # After an error, the masks allow only stop tokens.
+    if not matcher.consume_token(token) or matcher.is_error():
+        raise GrammarError(f"`grammar` cannot be continued: {_reason(matcher)}")
 
 
 def _reason(matcher):

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from keras import ops
 
+from keras_recurrent.generation.grammar import consume
 from keras_recurrent.generation.prompts import pad_prompts
 from keras_recurrent.generation.sampling_params import TokenLogprobs, token_logprobs
 from keras_recurrent.generation.text import hidden_stop_tokens
@@ -24,7 +25,7 @@ class Sequence:
         stop_token_ids: a tuple of integers, which may be empty.
         listener: a function of this sequence, which is called after each new token and by `end`.
             It may call `stop`. None: no function.
-        matcher: the `Matcher` of the grammar of `params`, or None.
+        matcher: the `LLMatcher` of the grammar of `params`, or None.
 
     Attributes:
         token_ids: a list of integers, the new tokens.
@@ -77,7 +78,7 @@ class Sequence:
             GrammarError: the grammar exceeds a limit.
         """
         if self.matcher is not None:
-            self.matcher.consume(token)
+            consume(self.matcher, token)
         self.token_ids.append(token)
         if logprobs is not None:
             self.logprobs.append(token_logprobs(self.params.logprobs, token, logprobs))

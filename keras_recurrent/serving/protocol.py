@@ -83,24 +83,15 @@ OPTIONS: dict[str, Any] = {
 OptionsBody: Any = pydantic.create_model("OptionsBody", __base__=Body, **OPTIONS)
 
 
-class JSONSchema(Body):
-    """Schema of an answer. The name and the description are not used."""
-
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | None = pydantic.Field(default=None, alias="schema")
-    strict: bool | None = None  # without effect: all schemas are strict
-
-
 class ResponseFormat(Body):
-    """Form of the text of an answer."""
+    """Form of the text of an answer. Keys of `json_schema` other than `schema` have no effect."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JSONSchema | None = None
+    json_schema: dict[str, Any] | None = None
 
     @pydantic.model_validator(mode="after")
     def _check_schema(self):
-        if self.type == "json_schema" and self.grammar is None:
+        if self.type == "json_schema" and not isinstance(self.grammar, dict):
             example = '{"name": "cat", "schema": {"type": "object"}}'
             raise ValueError(f"'json_schema' must have the schema, as in {example}")
         return self
@@ -109,7 +100,7 @@ class ResponseFormat(Body):
     def grammar(self):
         """Option `grammar` of `SamplingParams`, or None."""
         if self.type == "json_schema":
-            return self.json_schema and self.json_schema.schema_
+            return (self.json_schema or {}).get("schema")
         return {"type": "object"} if self.type == "json_object" else None
 
 
@@ -168,11 +159,10 @@ class SamplingBody(OptionsBody):
         """The `SamplingParams`."""
         values = {name: getattr(self, name) for name in OPTIONS}
         values["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
+        values["grammar"] = self.response_format and self.response_format.grammar
         options: dict[str, Any] = {k: value for k, value in values.items() if value is not None}
         if self.logit_bias:
             options["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
-        if self.response_format is not None:
-            options["grammar"] = self.response_format.grammar
         if self.seed is not None:
             options["seed"] = self.seed % SEEDS
         return SamplingParams(**options)
@@ -364,13 +354,12 @@ def value_error(error, body):
 
 def _length_message(error, body):
     """Returns the message of a `PromptTooLong`, in words of the HTTP API."""
-    prompt = f"The prompt ({error.num_tokens} tokens)"
-    maximum = f"{error.max_length} tokens, the server's `--max-length`"
-    limit = body.max_new_tokens
-    if limit is None:
-        return f"{prompt} leaves no tokens for the answer within {maximum}. Shorten the prompt."
-    default = ", the default" if getattr(body, body.limit_name) is None else ""
+    relation, remedy = "leaves no tokens for the answer within", ""
+    if body.max_new_tokens is not None:
+        default = ", the default" if getattr(body, body.limit_name) is None else ""
+        relation = f"and `{body.limit_name}` ({body.max_new_tokens}{default}) exceed"
+        remedy = f" or reduce `{body.limit_name}`"
     return (
-        f"{prompt} and `{body.limit_name}` ({limit}{default}) exceed {maximum}. Shorten the prompt "
-        f"or reduce `{body.limit_name}`."
+        f"The prompt ({error.num_tokens} tokens) {relation} {error.max_length} tokens, the "
+        f"server's `--max-length`. Shorten the prompt{remedy}."
     )

@@ -93,9 +93,7 @@ class Service:
         try:
             options = {"sampling": body.sampling, "max_new_tokens": body.max_new_tokens}
             options |= {"stop": body.stop or None, "cache_salt": body.cache_salt}
-            options["prompt_logprobs"] = body.prompt_logprobs
-            if body.shown_tools:
-                options["tools"] = body.shown_tools
+            options |= {"prompt_logprobs": body.prompt_logprobs, "tools": body.shown_tools}
             if body.forced_tools:
                 grammar = calls_grammar(preprocessor, body.forced_tools, body.max_calls)
                 options["sampling"] = dataclasses.replace(body.sampling, grammar=grammar)

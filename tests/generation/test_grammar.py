@@ -11,7 +11,7 @@ import pytest
 
 from keras_recurrent.generation import grammar
 from keras_recurrent.generation.batch import Batch
-from keras_recurrent.generation.grammar import GrammarError, make_masks, make_matchers
+from keras_recurrent.generation.grammar import GrammarError, consume, make_masks, make_matchers
 from keras_recurrent.generation.sampling import covers, features_of
 from keras_recurrent.models import SamplingParams
 from tests.generation.test_text import TOKENIZERS, make_preprocessor, text_model
@@ -93,7 +93,7 @@ def random_tokens(rng, preprocessor, schema, limit):
         bits = np.unpackbits(mask[1].view("uint8"), bitorder="little")
         assert not bits[size:].any()
         tokens.append(int(rng.choice(np.flatnonzero(bits).tolist())))
-        matcher.consume(tokens[-1])
+        consume(matcher, tokens[-1])
     return tokens
 
 
@@ -208,6 +208,20 @@ def test_chain_of_references_does_not_overflow_the_stack():
     preprocessor = make_preprocessor(TOKENIZERS["bytes"]())
     (matcher,) = make_matchers(preprocessor, 259, [SamplingParams(grammar=schema)], (2,))
     assert make_masks([(matcher, 0)], 1, 259).any()
+
+
+def test_answers_to_a_prompt_have_one_compiled_grammar_and_their_own_positions(monkeypatch):
+    """An answer advances the grammar of another one, or each of them checks the schema again."""
+    checked, check = [], grammar._check_automata
+    monkeypatch.setattr(grammar, "_check_automata", lambda s: checked.append(s) or check(s))
+    preprocessor, sampling = make_preprocessor(TOKENIZERS["bytes"]()), SamplingParams(grammar=CAT)
+    matchers = make_matchers(preprocessor, 259, [sampling, SamplingParams(), sampling], (2,))
+    assert (matchers[1], checked) == (None, [CAT])
+    first, last = matchers[0], matchers[2]
+    before = make_masks([(last, 0)], 1, 259)
+    consume(first, int(preprocessor.tokenizer("{")[0]))
+    assert (make_masks([(last, 0)], 1, 259) == before).all()
+    assert (make_masks([(first, 0)], 1, 259) != before).any()
 
 
 def test_grammar_that_exceeds_a_limit_raises_in_generate(monkeypatch):

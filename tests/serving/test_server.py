@@ -20,8 +20,9 @@ pytest.importorskip("openai")
 import openai
 
 from keras_recurrent.chat.preprocessing import plain_preprocessor
+from keras_recurrent.generation import grammar, sequence
 from keras_recurrent.generation.batch import Batch
-from keras_recurrent.generation.grammar import GrammarError, Grammars, Matcher
+from keras_recurrent.generation.grammar import GrammarError
 from keras_recurrent.models import GriffinCausalLM, SamplingParams
 from keras_recurrent.serving import Engine, protocol
 from keras_recurrent.serving import server as server_module
@@ -230,7 +231,7 @@ def test_response_format_gives_json(client):
     assert answer.message.content.startswith("{")
 
 
-@pytest.mark.parametrize(("owner", "name"), [(Matcher, "consume"), (Batch, "make_matchers")])
+@pytest.mark.parametrize(("owner", "name"), [(sequence, "consume"), (Batch, "make_matchers")])
 def test_grammar_that_exceeds_a_limit_ends_its_request_alone(server, monkeypatch, owner, name):
     """The error is one of the server, or it ends the engine."""
     function, form = getattr(owner, name), {"type": "json_object"}
@@ -250,14 +251,15 @@ def test_grammar_that_exceeds_a_limit_ends_its_request_alone(server, monkeypatch
 def test_hostile_schemas_do_not_delay_requests_without_a_grammar(server, monkeypatch):
     """Requests whose grammars compile for long take all threads, and every other client waits."""
     compiles, waiting = threading.Event(), threading.Semaphore(0)
-    compile_grammar = Grammars._compile
+    compile_grammar = grammar._compile
 
     def wait(*arguments):
         waiting.release()
         assert compiles.wait(20)
         return compile_grammar(*arguments)
 
-    monkeypatch.setattr(Grammars, "_compile", wait)
+    monkeypatch.setattr(grammar, "_compile", wait)
+    monkeypatch.setattr(httpx, "post", functools.partial(httpx.post, timeout=20))
     schemas = [json_format({"const": number}) for number in range(45)]  # anyio has 40 threads
     with concurrent.futures.ThreadPoolExecutor(len(schemas)) as pool:
         send = functools.partial(post, server, prompt="a")
