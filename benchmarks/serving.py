@@ -20,6 +20,10 @@ random, at `--load` times the highest rate. The engine then gets the same loads 
 `--prefixes` measures the time to the first token of prompts that begin as earlier ones, with saved
 states and with a new `cache_salt` for each request, which shares none.
 
+`--grammars` fills the slots with greedy requests, of which none, one or 32 have a grammar, and
+compares the tokens and the step time of the others. Then it measures the masks of one and of 32
+sequences.
+
 With `--turns`, a process compiles, and `benchmarks.in_turns` then measures throughput and latency
 in turns. `--rate` compares versions of different speed at one rate of requests.
 """
@@ -49,12 +53,14 @@ from benchmarks.in_turns import answer_turns
 from benchmarks.models import MODEL, make_model
 from benchmarks.timing import print_header, print_results, seconds
 from keras_recurrent import which_generation
+from keras_recurrent.generation.grammar import consume, make_masks, make_matchers
 from keras_recurrent.models import SamplingParams
 from keras_recurrent.serving import Engine
 from keras_recurrent.tokenizers import BPETokenizer
 
 RUNS = 3
 CLIENTS, PROCESSES = (1, 16, 128, 256), 4
+GRAMMARS = 0, 1, 32  # requests with a grammar
 TURNS, QUESTIONS = 10, 10
 PRESET = "preset"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -187,6 +193,51 @@ def measure_all(model, make_engine, arguments):
         tokens, rate = throughput(engine, arguments)
         yield {"call": "engine", "tokens/s": round(tokens), "share": round(tokens / static, 3)}
         yield measure_load(engine, arguments, random_load(arguments, rate))
+
+
+# --- Grammars ---
+
+
+def measure_grammars(model, make_engine, arguments):
+    size, rng = model.backbone.vocabulary_size, np.random.default_rng(0)
+    prompts = rng.integers(1, size, (arguments.slots, arguments.prompt))
+    schema = {"type": "array", "items": {"type": "string"}, "minItems": arguments.answer}
+    options = SamplingParams(temperature=0), SamplingParams(temperature=0, grammar=schema)
+    model.preprocessor, found = make_preprocessor(model, 2 * arguments.prompt), []
+
+    def run(engine, count):
+        """Returns the seconds per step, and the tokens of the requests without a grammar."""
+        times, requests = [[] for _ in prompts], []
+        for row, prompt in enumerate(prompts, count - arguments.slots):
+            stops = "auto" if row >= 0 else None
+            requests.append(engine.submit(prompt, options[row >= 0], arguments.answer, None, stops))
+        for request, own in zip(requests, times, strict=True):
+            request.set_listener(lambda delta, own=own: own.append(time.perf_counter()))
+        results = [request.result() for request in requests]
+        steps = np.diff([each for each in times[0] if each > times[-1][0]])  # while slots are full
+        return np.mean(steps), [each.token_ids for each in results[: arguments.slots - count]]
+
+    with make_engine() as engine:
+        for count in GRAMMARS:
+            run(engine, count)  # compiles
+            runs = [run(engine, count) for _ in range(RUNS)]
+            found.append((statistics.median(each[0] for each in runs), runs[-1][1]))
+            (base, tokens), (step, others) = found[0], found[-1]
+            equal = all(a == b for a, b in zip(tokens, others, strict=False))
+            ms = {"step, ms": round(1000 * step, 3), "relative": round(step / base, 3)}
+            yield {"with a grammar": count, **ms, "other tokens equal": "yes" if equal else "no"}
+    begin, preprocessor = '["', model.preprocessor
+    for count in GRAMMARS[1:]:
+        stops = preprocessor.stop_token_ids
+        matchers = make_matchers(preprocessor, size, [options[1]] * count, stops)
+        for matcher, token in itertools.product(matchers, preprocessor.tokenizer(begin).tolist()):
+            consume(matcher, token)
+        pairs = list(zip(matchers, range(count), strict=True))
+        median = statistics.median(
+            seconds(lambda pairs=pairs: make_masks(pairs, len(pairs), size)) for _ in range(1000)
+        )
+        us = {"us": round(1e6 * median, 1), "steps": round(median / found[0][0], 3)}
+        yield {"masks": count, "vocabulary": size, **us}
 
 
 # --- Causes of a lower throughput ---
@@ -395,6 +446,7 @@ def main():
     parser = make_parser(__doc__)
     parser.add_argument("model", help=MODEL)
     parser.add_argument("--causes", action="store_true", help="what lowers the throughput")
+    parser.add_argument("--grammars", action="store_true", help="requests with a grammar")
     parser.add_argument("--http", action="store_true", help="the server, next to the engine")
     parser.add_argument("--prefixes", action="store_true", help="prompts with a shared beginning")
     parser.add_argument("--dtype", default="bfloat16")
@@ -433,6 +485,8 @@ def main():
     print_header(arguments.dtype)
     if arguments.causes:
         print_results(measure_causes(make_engine, arguments))
+    elif arguments.grammars:
+        print_results(measure_grammars(model, make_engine, arguments))
     elif arguments.http or arguments.prefixes:
         print_results(measure_server(model, make_engine, arguments))
     else:
