@@ -9,7 +9,6 @@ import keras
 import numpy as np
 import pytest
 
-from keras_recurrent.models import GriffinBackbone
 from tests.layers import table
 from tests.layers.table import arguments_of, assert_rejects, numpy
 from tests.models import reference
@@ -17,10 +16,8 @@ from tests.models.tiny import (
     FAMILIES,
     FEWER_LAYERS,
     HYBRID,
-    SIZES,
     VOCABULARY,
     any_family,
-    forward,
     shared_by_families,
     tiny_backbone,
     tiny_causal_lm,
@@ -41,30 +38,20 @@ def tokens(batch=3):
 assert_close = functools.partial(table.assert_close, rtol=1e-4, atol=1e-4)
 
 
-def test_logits_match_the_reference_with_padding_anywhere(family_model):
+def test_logits_match_the_reference_with_padding_anywhere_and_documents(family_model):
     """Weights and inputs are equal on every backend, so this also compares the backends."""
     token_ids = tokens()
     real = np.ones_like(token_ids)
     real[0, 7:] = 0  # padding at the end,
     real[1, :2] = 0  # at the beginning
     real[2, [3, 4, 8]] = 0  # and in the middle
-    logits = forward(family_model, token_ids, real)
-    assert_close(logits[real > 0], reference.logits(family_model, token_ids, real)[real > 0])
-    assert np.isfinite(logits).all()
-
-
-def test_packed_documents_do_not_influence_each_other(family_model):
-    token_ids = tokens()
-    segment_ids = np.array([[1] * 4 + [2] * 1 + [3] * 6, [1] * 11, [5] * 3 + [0] * 6 + [0] * 2])
-    real = np.ones_like(token_ids)
-    real[2, 9:] = 0
-    x = {"token_ids": token_ids, "padding_mask": real, "segment_ids": segment_ids.astype("int32")}
-    packed = numpy(family_model.predict_on_batch(x))
-    expected = reference.logits(family_model, token_ids, real, segment_ids)
-    assert_close(packed[real > 0], expected[real > 0])
-    mask = np.tile(np.arange(LENGTH) < 6, (3, 1))
-    alone = forward(family_model, np.roll(token_ids, -5, axis=1), mask)
-    assert_close(packed[0, 5:], alone[0, :6])
+    documents = np.array([[1] * 4 + [2] * 1 + [3] * 6, [1] * 11, [5] * 3 + [0] * 8], "int32")
+    x = {"token_ids": token_ids, "padding_mask": real}
+    for more in ({}, {"segment_ids": documents}):
+        logits = numpy(family_model.predict_on_batch({**x, **more}))
+        expected = reference.logits(family_model, token_ids, real, *more.values())
+        assert_close(logits[real > 0], expected[real > 0])
+        assert np.isfinite(logits).all()
 
 
 @pytest.mark.once
@@ -271,15 +258,6 @@ def test_sizes_and_booleans_of_backbones_are_checked(family):
 
 
 @pytest.mark.once
-def test_griffin_backbone_needs_no_arguments_of_absent_block_types():
-    attention = ("num_query_heads", "num_key_value_heads", "head_dim", "sliding_window")
-    hawk = {key: size for key, size in SIZES.items() if key not in attention}
-    assert GriffinBackbone(**{**hawk, "num_layers": 1}).num_query_heads is None
-    transformer = {**SIZES, "lru_width": None, "sliding_window": None, "num_layers": 1}
-    assert GriffinBackbone(**{**transformer, "block_types": ("global_attention",)}).built
-
-
-@pytest.mark.once
 @any_family
 def test_config_of_a_backbone_has_every_argument_and_restores_it(family):
     options = {"dtype": "mixed_bfloat16", "name": "one", "layer_norm_epsilon": 1e-5}
@@ -373,15 +351,6 @@ def test_hidden_states_analyzes_padding_and_documents_once(family, monkeypatch):
             assert counts["last_segment"] == (before is not None)
             if others or before:
                 assert counts["kinds_of_whole_sequences"] == 1
-
-
-@pytest.mark.once
-@any_family
-def test_cache_has_one_segment_and_position_for_all_blocks(family):
-    cache = tiny_backbone(family=family).get_initial_state(3, LENGTH)
-    paths = [path for path, _ in keras.tree.flatten_with_path(cache)]
-    shared = [path for path in paths if path[-1] in ("segment", "position")]
-    assert shared == ([("segment",)] if family == "hgrn2" else [("position",), ("segment",)])
 
 
 @pytest.mark.once

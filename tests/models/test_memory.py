@@ -4,14 +4,13 @@ import itertools
 import math
 
 import keras
-import keras_hub
 import numpy as np
 import pytest
 
 from keras_recurrent import compat
 from keras_recurrent.models import GriffinBackbone, memory_sizes, training_sizes
 from tests.layers.table import assert_rejects
-from tests.models.tiny import FAMILIES, any_family, tiny_causal_lm
+from tests.models.tiny import FAMILIES, tiny_causal_lm
 
 pytestmark = pytest.mark.once
 
@@ -33,12 +32,6 @@ def test_memory_sizes_equal_the_bytes_of_the_arrays(dtype, length):
     assert sizes.convolution_state == nbytes(recurrent["temporal_block"]["conv1d"])
     assert sizes.keys_and_values == nbytes(attention)
     assert sizes.places == 3 * 2 * 4  # a segment and a position of each sequence
-
-
-def test_memory_sizes_of_a_preset_name_equal_those_of_its_model():
-    for name in ("griffin_tiny", "hgrn2_tiny", "tnl_tiny"):
-        model = keras_hub.models.Backbone.from_preset(name)
-        assert memory_sizes(name, 2, 100) == memory_sizes(model, 2, 100)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "mixed_bfloat16"])
@@ -75,14 +68,6 @@ def layout_map(family, sizes, names=("batch", "model")):
     devices = [f"gpu:{i}" for i in range(math.prod(sizes))]
     mesh = keras.distribution.DeviceMesh(sizes, names, devices)
     return FAMILIES[family].backbone.get_layout_map(mesh)
-
-
-@any_family
-def test_layout_map_of_one_device_changes_no_sizes(family):
-    model = tiny_causal_lm(family=family)
-    whole = layout_map(family, (1, 1))
-    assert memory_sizes(model, 3, 10, layout_map=whole) == memory_sizes(model, 3, 10)
-    assert training_sizes(model, layout_map=whole) == training_sizes(model)
 
 
 def test_layout_map_divides_weights_and_caches_by_devices():

@@ -49,8 +49,18 @@ def count_without_memory(name, cls=GriffinBackbone, **kwargs):
     return parameters
 
 
+# tests/checkpoints/test_configs.py counts the parameters of other presets by their tensors.
+COUNTED_BY_TENSORS = ("lightning_hybrid", "mamba_hybrid")
+
+
 @pytest.mark.parametrize(
-    ("family", "name"), [(family, name) for family in SIZES for name in SIZES[family]]
+    ("family", "name"),
+    [
+        (family, name)
+        for family in SIZES
+        for name in SIZES[family]
+        if family not in COUNTED_BY_TENSORS or "tiny" in name
+    ],
 )
 def test_preset_has_as_many_parameters_as_its_size_lists(family, name):
     expected, cls = SIZES[family][name].parameters, FAMILIES[family]

@@ -21,6 +21,7 @@ from tests.models.tiny import (
     tiny_backbone,
     tiny_causal_lm,
     tiny_text_model,
+    two_families,
     weights_of,
 )
 from tests.processes import fresh_process
@@ -61,7 +62,7 @@ def assert_logits_close(a, b, rtol=1e-5, atol=1e-5):
     np.testing.assert_allclose(logits(a), logits(b), rtol=rtol, atol=atol)
 
 
-@pytest.fixture(scope="module", params=SHARED)
+@pytest.fixture(scope="module", params=SHARED[:2])
 def saved(request, tmp_path_factory):
     """A model, and its directory of `save_to_preset`."""
     model = language_model(request.param)
@@ -288,7 +289,7 @@ def test_enable_lora_includes_keys_and_values_of_attention_in_hybrids():
     assert adapted == attention | recurrent
 
 
-@any_family
+@two_families
 def test_lora_outside_of_the_default_layers_is_trainable_and_cannot_be_saved_alone(
     family, tmp_path
 ):
@@ -315,7 +316,7 @@ def test_lora_outside_of_the_default_layers_is_trainable_and_cannot_be_saved_alo
         assert_rejects(match, backbone.save_lora_weights, str(tmp_path / "hawk.lora.h5"))
 
 
-@any_family
+@two_families
 def test_enable_lora_with_invalid_arguments_freezes_nothing(family):
     backbone = language_model(family).backbone
     trainable = len(backbone.trainable_weights)
@@ -337,7 +338,7 @@ def test_enable_lora_with_invalid_arguments_freezes_nothing(family):
         assert len(backbone.trainable_weights) == trainable
 
 
-@any_family
+@two_families
 def test_copies_and_clones_have_no_low_rank_weights(family):
     model = language_model(family)
     count = len(model.weights)

@@ -17,7 +17,6 @@ from tests.models.tiny import (
     VOCABULARY,
     set_weights,
     tiny_backbone,
-    tiny_text_model,
     weights_of,
 )
 
@@ -229,17 +228,6 @@ def test_preset_names_load_classifiers_through_this_package_and_keras_hub():
     assert_rejects(match, load, "hawk_tiny", num_classes=2)
 
 
-def test_classifier_loads_the_backbone_of_a_language_model(tmp_path):
-    trained = tiny_text_model("hgrn2")
-    trained.save_to_preset(str(tmp_path))
-    load = models.HGRN2TextClassifier.from_preset
-    assert_rejects("`num_classes` is needed", load, str(tmp_path))
-    model = load(str(tmp_path), num_classes=2, sequence_length=8)
-    for path, array in weights_of(trained.backbone).items():
-        np.testing.assert_array_equal(weights_of(model.backbone)[path], array)
-    assert model.predict(TEXTS, verbose=0).shape == (12, 2)
-
-
 def test_from_preset_names_missing_files_of_a_classifier(tmp_path):
     load = models.HGRN2TextClassifier.from_preset
     classifier().save_to_preset(str(tmp_path))
@@ -258,20 +246,6 @@ def test_output_matrix_of_the_language_model_is_frozen_in_a_classifier():
     """Fails on JAX, where Keras makes weights trainable that were frozen too early."""
     frozen = [w.name for w in classifier().non_trainable_weights]
     assert frozen == ["reverse_embeddings"]
-
-
-@pytest.mark.filterwarnings("error:Gradients do not exist")
-def test_lora_of_a_classifier_trains_low_rank_weights_and_the_output_layer():
-    model = classifier()
-    model.backbone.enable_lora(2)
-    compiled(model)
-    before = weights_of(model)
-    model.fit(TEXTS, LABELS, verbose=0)
-    changed = {path for path, array in weights_of(model).items() if (array != before[path]).any()}
-    low_rank = {path for path in before if "lora" in path}
-    # In the first step, the factor `lora_kernel_a` has no gradient, because the other one is 0.
-    assert {path for path in low_rank if "kernel_b" in path} < changed
-    assert changed <= low_rank | {"logits/kernel", "logits/bias"}
 
 
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning")

@@ -114,6 +114,8 @@ any_family = pytest.mark.parametrize("family", FAMILIES)
 SHARED = {"jax": ["hgrn2"], "tensorflow": ["transnormer"], "torch": list(FAMILIES)}
 SHARED = SHARED[keras.backend.backend()]
 shared_by_families = pytest.mark.parametrize("family", SHARED)
+# Costly tests of shared code: a family with attention and one without, on torch.
+two_families = pytest.mark.parametrize("family", SHARED[:2])
 # Where XLA compiles each model, costly tests with additional models are nightly.
 NIGHTLY_IF_COMPILED = () if keras.backend.backend() == "torch" else (pytest.mark.nightly,)
 nightly_on_tensorflow = (
