@@ -202,7 +202,7 @@ shared_by_layers = parametrize_names(STREAMING, SHARED)
 layer_with_sublayers = pytest.mark.parametrize("name", WITH_SUBLAYERS)
 
 
-def parametrize_layers(names, default=STREAMING, **axes):
+def parametrize_layers(names, default=SHARED, **axes):
     """Parametrizes a test over layers and named values, each axis given as {id: value}.
 
     On JAX and TensorFlow every second combination is nightly, in a checkerboard: each layer runs

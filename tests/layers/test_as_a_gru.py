@@ -8,7 +8,6 @@ from keras_recurrent import layers
 from keras_recurrent.layers.tokens import compute_tokens
 from tests.layers.table import (
     ROWS,
-    SHARED,
     STREAMING,
     WIDTH,
     assert_close,
@@ -53,7 +52,7 @@ def flip(*arrays):
     return [None if a is None else np.flip(numpy(a), axis=1).copy() for a in arrays]
 
 
-@parametrize_layers(STREAMING, default=SHARED, mask=MASKS)
+@parametrize_layers(STREAMING, mask=MASKS)
 def test_return_sequences_and_zero_output_for_mask_choose_outputs(name, mask):
     layer, x, segment_ids = built(name), inputs(), SEGMENTS["documents"]
     _, state = layer(inputs(seed=7), segment_ids=segment_ids, return_state=True)
@@ -75,7 +74,7 @@ def test_return_sequences_and_zero_output_for_mask_choose_outputs(name, mask):
             assert_close(found, (expected, after))
 
 
-@parametrize_layers(STREAMING, default=SHARED, mask=MASKS)
+@parametrize_layers(STREAMING, mask=MASKS)
 def test_go_backwards_equals_reversed_inputs(name, mask):
     layer, x, segment_ids = built(name), inputs(), SEGMENTS["documents"]
     backwards = copy_layer(layer, go_backwards=True, zero_output_for_mask=True)

@@ -133,44 +133,21 @@ def test_call_plain_rounds_the_sum_of_product_and_bias_once(dtype, activation):
     assert ((found.double() - exact).abs() <= rounding + sums).all()
 
 
-def test_gradients_of_call_plain_with_lora_equal_those_of_keras():
-    dense, x = dense_with_bias("float32")
-    dense.enable_lora(2)
-    dense.lora_kernel_b.assign(keras.random.normal((2, 16), seed=2))
-    inputs = [x, *(v.value for v in dense.trainable_variables)]
-    direct, expected = (
-        torch.autograd.grad(output.square().sum(), inputs)
-        for output in (call_plain(dense, x), dense(x))
-    )
-    for a, b in zip(direct, expected, strict=True):
-        torch.testing.assert_close(a, b)
-
-
 @pytest.mark.parametrize(
     ("dtype", "options", "scope"),
     [
-        ("float64", {}, contextlib.nullcontext),
-        ("float16", {}, contextlib.nullcontext),
         ("float32", {}, lambda: torch.autocast("cpu", torch.bfloat16)),
         ("mixed_bfloat16", {"autocast": False}, lambda: AutocastScope("bfloat16")),
     ],
-    ids=["float64", "float16", "autocast of torch", "layer without autocast"],
+    ids=["autocast of torch", "layer without autocast"],
 )
 def test_call_plain_equals_keras_where_casts_differ(dtype, options, scope):
-    """Keras multiplies float64 and float16 in float32, and casts by its own scopes alone."""
-    if dtype == "float16" and torch.cuda.is_available():
-        pytest.skip("only CPUs multiply float16 in float32")
+    """Keras casts by its own scopes alone."""
     dense, x = dense_with_bias(dtype, **options)
     with scope():
         found, expected = call_plain(dense, x), dense(x)
-    assert found.dtype is expected.dtype
-    assert dtype in ("float64", "float16") or found.dtype is torch.float32
+    assert found.dtype is expected.dtype is torch.float32
     assert torch.equal(found, expected)
-
-
-def test_call_plain_of_a_slice_equals_that_of_its_copy():
-    dense, x = dense_with_bias("bfloat16")
-    assert torch.equal(call_plain(dense, x[:, -3:]), call_plain(dense, x[:, -3:].contiguous()))
 
 
 def test_call_plain_moves_inputs_to_the_device_of_keras():

@@ -4,8 +4,7 @@ import keras
 import pytest
 
 from keras_recurrent import layers
-from tests.layers import loops
-from tests.layers.table import WIDTH, assert_close, assert_rejects, inputs
+from tests.layers.table import WIDTH, assert_rejects, inputs
 
 
 def make(**kwargs):
@@ -41,11 +40,3 @@ def test_capacity_of_a_state_is_the_smaller_of_window_and_max_length():
         capacity(global_attention, 100),
     ] == [30, 3, 100]
     assert global_attention(inputs(), return_state=True)[1]["key"].shape[1] == 30
-
-
-def test_full_state_of_global_attention_keeps_the_last_tokens():
-    layer, x = make(partial_rotary_factor=0), inputs(length=12)
-    state = layer.get_initial_state(3, max_length=4)
-    for t in range(12):
-        output, state = layer(x[:, t : t + 1], initial_state=state, return_state=True)
-    assert_close(output, loops.run(loops.unit(layer), x[:, 7:])[:, -1:].astype("float32"))

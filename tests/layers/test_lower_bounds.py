@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from keras_recurrent import layers
-from keras_recurrent.ops import log_forget_gate
 from tests.layers import loops
 from tests.layers.gradients import call_with, gradients
 from tests.layers.table import WIDTH, assert_close, assert_rejects, inputs, numpy
@@ -54,21 +53,6 @@ def test_lower_bounds_are_float32_under_16_bit_policies():
     with precision("float64"):
         layer = layers.LowerBounds(2, dtype="float64")
         assert keras.backend.standardize_dtype(layer(inputs()).dtype) == "float64"
-
-
-def test_forget_gates_are_between_their_bound_and_1():
-    logits = np.array([[-1e30, -90, -1, 0, 1, 15, 90, 1e30]], "float32")
-
-    def log_f(logits):
-        return log_forget_gate(keras.ops.convert_to_tensor(logits), bound())
-
-    expected = np.log(
-        BETA + (1 - BETA) / (1 + np.exp(-np.clip(logits, -200, 200).astype("float64")))
-    )
-    np.testing.assert_allclose(numpy(log_f(logits)), expected, rtol=1e-6, atol=2e-7)
-    assert (numpy(log_f(np.random.default_rng(0).normal(size=(1000, WIDTH)) * 20)) <= 0).all()
-    (gradient,) = gradients(lambda tensors: keras.ops.sum(log_f(tensors[0])), [logits])
-    assert np.isfinite(gradient).all()
 
 
 @pytest.mark.parametrize(

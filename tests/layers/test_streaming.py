@@ -78,14 +78,14 @@ def test_outputs_match_a_loop_in_numpy(name, mask, segment_ids):
     assert_close(output, expected.astype("float32"), where=mask)
 
 
-@parametrize_layers(STREAMING, default=SHARED, mask=MASKS, segment_ids=SEGMENTS)
+@parametrize_layers(STREAMING, mask=MASKS, segment_ids=SEGMENTS)
 def test_parts_equal_the_whole(name, mask, segment_ids):
     for cuts in CUTS.values():
         assert_parts_equal_the_whole(built(name), inputs(), mask, segment_ids, cuts)
 
 
 @pytest.mark.once
-@parametrize_layers(STREAMING, default=SHARED, segment_ids=SEGMENTS)
+@parametrize_layers(STREAMING, segment_ids=SEGMENTS)
 def test_layer_called_with_tokens_equals_a_call_with_mask_and_segment_ids(name, segment_ids):
     """A layer inside another one returns other outputs or another part of the state."""
     layer, x = built(name), inputs()
@@ -104,7 +104,7 @@ def test_layer_called_with_tokens_equals_a_call_with_mask_and_segment_ids(name, 
         assert_rejects(match, layer, x, tokens=tokens, **{argument: ANYWHERE})
 
 
-@parametrize_layers(STREAMING, default=SHARED, garbage=GARBAGE)
+@parametrize_layers(STREAMING, garbage=GARBAGE)
 def test_inputs_at_padding_change_no_outputs_and_states(name, garbage):
     """Padding is not ignored, here with a mask of integers."""
     layer, x = built(name), inputs()
@@ -117,7 +117,7 @@ def test_inputs_at_padding_change_no_outputs_and_states(name, garbage):
         assert_close(keras.tree.map_structure(lambda a, one=one: a[one], state), state_of_one)
 
 
-@streaming_layer
+@shared_by_layers
 def test_padding_alone_keeps_the_state(name):
     layer, x = built(name), inputs()
     segment_ids = np.full((3, LENGTH), 4)
