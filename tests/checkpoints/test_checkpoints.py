@@ -380,14 +380,6 @@ def test_from_preset_never_fetches_pickled_weights(hub_requests, tmp_path, monke
     assert "pytorch_model.bin" not in {file for _, file in hub_requests}
 
 
-def test_from_preset_without_weights_needs_no_network(hub_requests):
-    small = {"num_layers": 3, "vocabulary_size": 259, "hidden_dim": 16, "intermediate_dim": 16}
-    small |= {"lru_width": 16, "head_dim": 8, "num_query_heads": 2}
-    model = GriffinCausalLM.from_preset("recurrentgemma_9b_it", load_weights=False, **small)
-    assert isinstance(model.preprocessor.tokenizer, ByteTokenizer)
-    assert not hub_requests
-
-
 @pytest.mark.parametrize(
     ("error", "kind", "match"),
     [
