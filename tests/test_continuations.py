@@ -54,8 +54,8 @@ def check_scores(model, found, requests):
             assert (score, greedy) == (0.0, True)
 
 
-@pytest.mark.parametrize("family", ["griffin", "hgrn2"])  # with and without attention
-@pytest.mark.parametrize("batch_size", [1, 3])
+# With and without attention.
+@pytest.mark.parametrize(("family", "batch_size"), [("griffin", 3), ("hgrn2", 1)])
 def test_score_does_not_depend_on_batches_and_chunks(family, batch_size, monkeypatch):
     monkeypatch.setattr(continuations, "TOKENS_PER_CALL", 4)
     model = tiny_causal_lm(family=family)
@@ -79,9 +79,8 @@ def test_score_processes_each_context_once(monkeypatch):
     assert sum(counts) == 99 + (3 + 2 + 4 + 1)  # after all but the last token of the context
 
 
-@pytest.mark.parametrize("family", ["griffin", "hgrn2"])  # with and without attention
-def test_generate_of_continuations_equals_generate_of_the_model(family):
-    model = byte_model(family)
+def test_generate_of_continuations_equals_generate_of_the_model():
+    model = byte_model("griffin")
     model.compile(sampler="greedy")
     contexts = ["It was", "Call me Ishmael", "All", "It was"]
     tokens = [[1, *model.preprocessor.tokenizer(text)] for text in contexts]

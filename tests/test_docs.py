@@ -11,14 +11,6 @@ import pytest
 
 import keras_recurrent
 from keras_recurrent.backends.signatures import DECODING_STEPS, SIGNATURES
-from keras_recurrent.models import (
-    GriffinCausalLM,
-    HGRN2CausalLM,
-    LFM2CausalLM,
-    LightningHybridCausalLM,
-    MambaHybridCausalLM,
-    TransNormerCausalLM,
-)
 from tests import scripts
 from tests.processes import ROOT
 
@@ -59,28 +51,20 @@ def test_table_of_implementations_has_every_folder(tables):
     ],
 )
 def test_generated_tables_are_current(tables, name, monkeypatch):
-    """A table differs from the output of `make tables`. Two models of each family are built."""
-    families = (
-        *(GriffinCausalLM, HGRN2CausalLM, TransNormerCausalLM),
-        *(LightningHybridCausalLM, MambaHybridCausalLM, LFM2CausalLM),
-    )
-    presets = {preset for cls in families for preset in cls.presets}
-    built = {k for cls in families for k in [*cls.presets][:: len(cls.presets) - 1]}
-    memory_sizes = tables.memory_sizes
+    """A table differs from the output of `make tables`, which only tiny models are built for."""
+    memory_sizes, unknown = tables.memory_sizes, types.SimpleNamespace(parameters=0, cache=0)
 
-    def sizes_of_built_models(preset, **arguments):
-        if preset in built:
-            return memory_sizes(preset, **arguments)
-        return types.SimpleNamespace(parameters=0, cache=0)
+    def sizes_of_tiny_models(preset, **arguments):
+        return memory_sizes(preset, **arguments) if preset.endswith("_tiny") else unknown
 
-    monkeypatch.setattr(tables, "memory_sizes", sizes_of_built_models)
+    monkeypatch.setattr(tables, "memory_sizes", sizes_of_tiny_models)
     ((page, table),) = (
         (page, makes[name]) for page, makes in tables.TABLES.items() if name in makes
     )
     (written,) = tables.table_pattern(name).findall(PAGES[f"docs/{page}"])
     for line, expected in zip(written.splitlines(), table().splitlines(), strict=True):
-        if expected.split("`")[1:2] and expected.split("`")[1] in presets - built:
-            line, expected = (text.rsplit(" | ", 2)[0] for text in (line, expected))  # no memory
+        if expected.endswith(" | 0 kB | 0 kB |"):
+            line, expected = (text.rsplit(" | ", 2)[0] for text in (line, expected))
         assert line == expected
 
 
@@ -97,6 +81,7 @@ def examples(on_jax=False):
 @pytest.mark.parametrize("example", list(examples()))
 def test_example_of_the_manual_runs(example, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some write files
+    example = example.replace('"griffin_tiny_text"', '"griffin_tiny", num_layers=1')
     exec(re.sub(r"\bepochs=\d+", "epochs=1", example), {})
 
 
@@ -104,15 +89,6 @@ def test_example_of_the_manual_runs(example, tmp_path, monkeypatch):
 @pytest.mark.parametrize("example", list(examples(on_jax=True)))
 def test_example_of_jax_runs(example):
     exec(example, {})
-
-
-@pytest.mark.once
-def test_alerts_are_known_to_github_and_the_site():
-    """docs/site/hooks.py does not convert an alert to an admonition."""
-    alert = re.compile(r"> \[!(NOTE|TIP|IMPORTANT|WARNING|CAUTION)\]")
-    for page, text in PAGES.items():
-        for line in re.findall(r"^[ \t]*>[ \t]*\[!.*$", text, re.MULTILINE):
-            assert alert.fullmatch(line), f"{page}: {line}"
 
 
 def headings(text):
@@ -170,20 +146,6 @@ def test_every_public_name_is_in_the_reference():
         for name in module.__all__
         if not isinstance(item := getattr(module, name), types.ModuleType)
         and not any(item is one for one in found)
-    ] == []
-
-
-@pytest.mark.once
-def test_names_of_the_manual_are_in_their_files():
-    """A page says "`NAME` in `FILE`", but the file does not have the name."""
-    pattern = re.compile(r"`([^`\n]+)`\s(?:in|of|to)\s`(\w[\w/]*/\w+\.(?:py|toml|yml|md))`")
-    found = [(page, *match) for page, text in PAGES.items() for match in pattern.findall(text)]
-    assert len(found) > 5
-    assert [
-        (page, name, file)
-        for page, name, file in found
-        for path in [(ROOT / file) if (ROOT / file).exists() else ROOT / "backends" / file]
-        if not path.exists() or name not in path.read_text()
     ] == []
 
 

@@ -14,7 +14,7 @@ from keras_recurrent import layers, models
 from keras_recurrent.tokenizers import ByteTokenizer
 from tests.layers.table import ROWS, WIDTH
 from tests.models.test_hgrn2_image_classifier import SIZES as VISION_SIZES
-from tests.models.tiny import FAMILIES, FEWER_LAYERS, shared_by_families
+from tests.models.tiny import FAMILIES, FEWER_LAYERS, shared_by_families, two_families
 
 # The harnesses train on datasets, and leave it to Keras to shuffle them.
 pytestmark = pytest.mark.filterwarnings("ignore:`shuffle=True` was passed, but will be ignored")
@@ -140,7 +140,7 @@ task = pytest.mark.filterwarnings("ignore:The `check_types` argument is deprecat
 
 @pytest.mark.once
 @task
-@shared_by_families
+@two_families
 def test_causal_lm_passes_kerashub_run_task_test(family):
     row, tokenizer = FAMILIES[family], ByteTokenizer()
     vocabulary = tokenizer.vocabulary_size()
