@@ -18,7 +18,9 @@ def is_integer(value):
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def check_positive_integer(name, value):
+def check_positive_integer(name, value, or_none=False):
+    if or_none and value is None:
+        return
     # NumPy integers are accepted: many NumPy functions return sizes.
     if not is_integer(value) or value < 1:
         raise ValueError(f"`{name}` must be an integer, at least 1; got {value!r}.")
@@ -53,8 +55,13 @@ def check_unicode(name, text):
         ) from error
 
 
-def check_number(name, value, above=None):
-    """Raises an error unless `value` is a finite number above `above`, or at least 0 if None."""
+def check_number(name, value, above=None, or_none=False):
+    """Raises an error unless `value` is a finite number above `above`, or at least 0 if None.
+
+    With `or_none`, `value` may also be None.
+    """
+    if or_none and value is None:
+        return
     wanted = "at least 0" if above is None else f"above {above}"
     if not is_finite_number(value) or not (value >= 0 if above is None else value > above):
         raise ValueError(f"`{name}` must be a finite number {wanted}; got {value!r}.")

@@ -83,8 +83,7 @@ class PackedText(grain.IterDataset):
     def __init__(self, documents, preprocessor, batch_size, *, passes=None, seed=None):
         super().__init__()
         check_positive_integer("batch_size", batch_size)
-        if passes is not None:
-            check_positive_integer("passes", passes)
+        check_positive_integer("passes", passes, or_none=True)
         if seed is not None and (not isinstance(seed, numbers.Integral) or int(seed) < 0):
             raise ValueError(f"`seed` must be an integer from 0 on; got {seed!r}.")
         if not getattr(preprocessor, "packed", False):

@@ -52,8 +52,7 @@ class Continuations:
                 f"`keras_recurrent.models.GriffinCausalLM`; got {type(model).__name__}."
             )
         check_positive_integer("batch_size", batch_size)
-        if max_length is not None:
-            check_positive_integer("max_length", max_length)
+        check_positive_integer("max_length", max_length, or_none=True)
         self.batch_size, self.max_length = batch_size, max_length
         self._preprocessor = model.preprocessor
         # A model of the same backbone that takes tokens and has its own sampler.

@@ -46,8 +46,7 @@ class DecodingStep(keras.Model):
 
     def __init__(self, model, max_length=None, batch_size=None):
         super().__init__()
-        if batch_size is not None:
-            check_positive_integer("batch_size", batch_size)
+        check_positive_integer("batch_size", batch_size, or_none=True)
         self.language_model = model
         self.batch_size = batch_size
         state = model.backbone.get_initial_state(1, max_length)

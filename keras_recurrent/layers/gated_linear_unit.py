@@ -180,8 +180,7 @@ class SwiGLU(GatedLinearUnit):
         self, intermediate_dim, *, kernel_initializer="lecun_normal", gate_scale=None, **kwargs
     ):
         super().__init__(intermediate_dim, kernel_initializer=kernel_initializer, **kwargs)
-        if gate_scale is not None:
-            check_number("gate_scale", gate_scale)
+        check_number("gate_scale", gate_scale, or_none=True)
         self.gate_scale = gate_scale
 
 

@@ -98,10 +98,8 @@ class HGRN2(ForgetGateLayer):
         **kwargs,
     ):
         super().__init__(f_bias_initializer=f_bias_initializer, return_state=return_state, **kwargs)
-        if expand_ratio is not None:
-            check_positive_integer("expand_ratio", expand_ratio)
-        if conv_size is not None:
-            check_positive_integer("conv_size", conv_size)
+        check_positive_integer("expand_ratio", expand_ratio, or_none=True)
+        check_positive_integer("conv_size", conv_size, or_none=True)
         self.store_arguments(HGRN2, locals())
         self.convolutions = {}
 

@@ -154,8 +154,7 @@ class LightningAttention(HeadsLayer):
         check_booleans(use_lrpe=use_lrpe, use_qk_norm=use_qk_norm, use_norm_weight=use_norm_weight)
         _check_rope(rope_max_wavelength, head_dim, use_lrpe)
         check_number("layer_norm_epsilon", layer_norm_epsilon)
-        if query_scale is not None:
-            check_number("query_scale", query_scale, above=0)
+        check_number("query_scale", query_scale, above=0, or_none=True)
         self.log_decay = log_decay(decay_schedule, num_heads, layer_index, num_layers)
         self.store_arguments(LightningAttention, locals())
         inner, shared = num_heads * head_dim, (num_key_value_heads or num_heads) * head_dim

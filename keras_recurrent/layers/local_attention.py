@@ -162,8 +162,7 @@ class LocalAttention(HeadsLayer):
         check_booleans(use_qkv_bias=use_qkv_bias, use_output_bias=use_output_bias)
         check_booleans(use_qk_norm=use_qk_norm, use_output_gate=use_output_gate)
         check_number("layer_norm_epsilon", layer_norm_epsilon)
-        if query_scale is not None:
-            check_number("query_scale", query_scale, above=0)
+        check_number("query_scale", query_scale, above=0, or_none=True)
         _check_logit_scaling(logit_scaling)
         sliding_window = _integer_or_none("sliding_window", sliding_window)
         max_length = _integer_or_none("max_length", max_length)

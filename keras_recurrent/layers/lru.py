@@ -35,8 +35,7 @@ class GatedLRU(StreamingLayer):
         **kwargs,
     ):
         super().__init__(return_state=return_state, **kwargs)
-        if num_blocks is not None:
-            check_positive_integer("num_blocks", num_blocks)
+        check_positive_integer("num_blocks", num_blocks, or_none=True)
         check_boolean("scale_first_input", scale_first_input)
         a_initializer = get_decay_initializer(a_initializer)
         self.store_arguments(GatedLRU, locals())

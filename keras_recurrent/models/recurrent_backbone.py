@@ -4,7 +4,11 @@ import keras
 from keras import ops
 
 from keras_recurrent.checkpoints.export import export
-from keras_recurrent.checks.arguments import check_boolean, check_positive_integers
+from keras_recurrent.checks.arguments import (
+    check_boolean,
+    check_positive_integer,
+    check_positive_integers,
+)
 from keras_recurrent.checks.shapes import check_rank_known
 from keras_recurrent.checks.states import check_per_token, check_sizes_of_state, check_state
 from keras_recurrent.devices.jax_layouts import (
@@ -91,8 +95,7 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
         name=None,
         trainable=True,
     ):
-        if max_position_embeddings is not None:
-            check_positive_integers(max_position_embeddings=max_position_embeddings)
+        check_positive_integer("max_position_embeddings", max_position_embeddings, or_none=True)
         policy = keras.dtype_policies.get(dtype)
         if policy.quantization_mode is not None:
             raise ValueError(

@@ -142,8 +142,7 @@ class RecurrentCausalLMPreprocessor(
         self.packer.built = True  # `quantize` of a model rejects layers that are not built
 
     def call(self, x, y=None, sample_weight=None, sequence_length=None):
-        if sequence_length is not None:
-            check_positive_integer("sequence_length", sequence_length)
+        check_positive_integer("sequence_length", sequence_length, or_none=True)
         if not (self.packed or dialogues.is_conversation(x) or dialogues.has_responses(x)):
             return super().call(x, y, sample_weight, sequence_length=sequence_length)
         if y is not None or sample_weight is not None:
@@ -170,8 +169,7 @@ class RecurrentCausalLMPreprocessor(
     def generate_preprocess(self, x, sequence_length=None):
         # `sequence_length` is the `max_length` of `generate`. KerasHub would take a negative value
         # as a number of tokens to cut off at the end, and 0 as None.
-        if sequence_length is not None:
-            check_positive_integer("max_length", sequence_length)
+        check_positive_integer("max_length", sequence_length, or_none=True)
         if compat.in_tf_function():
             return super().generate_preprocess(x, sequence_length=sequence_length)
         max_length = sequence_length or self.sequence_length

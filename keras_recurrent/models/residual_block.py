@@ -67,8 +67,7 @@ class ResidualBlock(StreamingLayer):
         **kwargs,
     ):
         super().__init__(return_state=return_state, **kwargs)
-        if residual_scale is not None:
-            check_number("residual_scale", residual_scale, above=0)
+        check_number("residual_scale", residual_scale, above=0, or_none=True)
         self.temporal_block = temporal_block
         self.intermediate_dim = intermediate_dim
         self.layer_norm_epsilon = layer_norm_epsilon

@@ -129,10 +129,8 @@ class GriffinBackbone(RecurrentBackbone):
         trainable=True,
     ):
         check_network_sizes(vocabulary_size, num_layers, hidden_dim, intermediate_dim)
-        if final_logit_soft_cap is not None:
-            check_number("final_logit_soft_cap", final_logit_soft_cap, above=0)
-        if embedding_scale is not None:
-            check_number("embedding_scale", embedding_scale, above=0)
+        check_number("final_logit_soft_cap", final_logit_soft_cap, above=0, or_none=True)
+        check_number("embedding_scale", embedding_scale, above=0, or_none=True)
         check_boolean("scale_first_input", scale_first_input)
         # A string would be a pattern of its letters.
         block_types = (block_types,) if isinstance(block_types, str) else tuple(block_types)

@@ -118,19 +118,15 @@ class LightningHybridBackbone(RecurrentBackbone):
         trainable=True,
     ):
         check_network_sizes(vocabulary_size, num_layers, hidden_dim, intermediate_dim)
-        for argument, scale in (("embedding", embedding_scale), ("output", output_scale)):
-            if scale is not None:
-                check_number(f"{argument}_scale", scale, above=0)
+        check_number("embedding_scale", embedding_scale, above=0, or_none=True)
+        check_number("output_scale", output_scale, above=0, or_none=True)
         check_positive_integer("num_query_heads", num_query_heads)
-        optional = {
-            "num_lightning_heads": num_lightning_heads,
-            "num_lightning_key_value_heads": num_lightning_key_value_heads,
-            "lightning_head_dim": lightning_head_dim,
-            "dense_length": dense_length,
-        }
-        for argument, size in optional.items():
-            if size is not None:
-                check_positive_integer(argument, size)
+        check_positive_integer("num_lightning_heads", num_lightning_heads, or_none=True)
+        check_positive_integer(
+            "num_lightning_key_value_heads", num_lightning_key_value_heads, or_none=True
+        )
+        check_positive_integer("lightning_head_dim", lightning_head_dim, or_none=True)
+        check_positive_integer("dense_length", dense_length, or_none=True)
         block_types = expand_block_types(block_types, num_layers, LIGHTNING, GLOBAL)
         self.store_arguments(LightningHybridBackbone, locals())
         super().__init__(
