@@ -67,6 +67,14 @@ def split_chunks(tensor, size, filler):
     )
 
 
+def differentiate(tape, results, tensors, d_results):
+    """The gradients of tensors.
+
+    In forward mode, where nothing is recorded and gradients are not used, they are zeros.
+    """
+    return tape.gradient(results, tensors, d_results, unconnected_gradients="zero")
+
+
 def recompute(function, *tensors):
     """The tuple `function(*tensors)`; the gradient computes it once more, to differentiate it.
 
@@ -81,10 +89,9 @@ def recompute(function, *tensors):
             with tf.GradientTape() as tape:
                 tape.watch(tensors)
                 again = function(*tensors)
-            d_results = [
-                dense_gradient(d, y, y.dtype) for d, y in zip(d_results, again, strict=True)
-            ]
-            return tape.gradient(again, tensors, d_results)
+            pairs = zip(d_results, again, strict=True)
+            dense = [dense_gradient(d, y, y.dtype) for d, y in pairs]
+            return differentiate(tape, again, tensors, dense)
 
         return results, gradient
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from ._common import dense_gradient, filled, kind_masks, length_of
+from ._common import dense_gradient, differentiate, filled, kind_masks, length_of
 
 # Number of elements of an argument in one group.
 _GROUP_SIZE = 1 << 17
@@ -69,16 +69,19 @@ def compute(group, cut, state, token_kind, **tensors):
             tape.watch((state, given))
             results = run_group(state, token_kind, *given)
         d_results = filled(d_output, padding, 0), g
-        g, gradients = tape.gradient(results, (state, given), d_results)
+        g, gradients = differentiate(tape, results, (state, given), d_results)
         return g, [filled(d, padding, 0) for d in gradients]
+
+    def groups_of(*given):
+        return [grouped(x, cut) for x in (token_kind, *given)]
 
     @tf.custom_gradient
     def run(state, *given):
-        kinds, inputs = grouped(token_kind, cut), [grouped(x, cut) for x in given]
-        final_state, (output,) = scan_groups(forward, state, [kinds, *inputs], cut, [v.dtype])
+        final_state, (output,) = scan_groups(forward, state, groups_of(*given), cut, [v.dtype])
         output = ungrouped(output, v)
 
         def gradient(d_output, d_final):
+            kinds, *inputs = groups_of(*given)
             _, (before,) = scan_groups(state_before, state, [kinds, *inputs], cut, [dtype])
             before = tf.transpose(before, [1, 0, 2, 3, 4])
             d_output = grouped(dense_gradient(d_output, output, dtype), cut)

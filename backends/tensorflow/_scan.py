@@ -7,6 +7,7 @@ from ._common import (
     applied_decay,
     as_tensors,
     dense_gradient,
+    differentiate,
     filled,
     kind_masks,
     length_of,
@@ -69,7 +70,7 @@ def recurrence(elements, tensors, initial_state, token_kind, is_complex=False):
             g, e = adjoint_scan(tf.math.conj(decay(exponent)), split(dh), split(d_state))
             before = previous(split(tf.cast(output, dtype)), split(state))
             d_exponent = filled(e * tf.math.conj(before), padding, 0)
-            d_tensors = tape.gradient((exponent, u), tensors, (d_exponent, joined(g)))
+            d_tensors = differentiate(tape, (exponent, u), tensors, (d_exponent, joined(g)))
             return joined(e[:, 0]), *d_tensors
 
         return (output, final_state), gradient

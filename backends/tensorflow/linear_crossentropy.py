@@ -7,7 +7,7 @@ recompute them.
 import tensorflow as tf
 
 from ..constants import CROSSENTROPY_CHUNK
-from ._common import accumulation_dtype, as_tensors, dense_gradient
+from ._common import accumulation_dtype, as_tensors, dense_gradient, differentiate
 
 
 def linear_crossentropy(x, embedding, tokens, sample_weight=None, soft_cap=None, reduction="sum"):
@@ -50,7 +50,7 @@ def _losses(x, embedding, weights, tokens, soft_cap):
                 with tf.GradientTape() as tape:
                     tape.watch((x, wide))
                     losses, _ = _chunk_losses(x, wide, tokens, soft_cap)
-                d_x_chunk, d_chunk = tape.gradient(losses, (x, wide), d)
+                d_x_chunk, d_chunk = differentiate(tape, losses, (x, wide), d)
                 return i + 1, d_x.write(i, d_x_chunk), total + d_chunk
 
             num_chunks, start = d_x.size(), (0, d_x, tf.zeros_like(wide))

@@ -234,3 +234,20 @@ else:
             arrays = tf.nest.map_structure(tf.constant, arrays)
             assert_close(function(*arrays), gradients(*arrays))
         assert function.experimental_get_tracing_count() == 1
+
+    @pytest.mark.nightly
+    @every_operation
+    def test_tangents_equal_those_of_reverse_mode(operation):
+        """Forward mode fails, because the tape of a gradient records nothing, or is wrong."""
+        floats, others, loss = draw(operation, 7)
+        floats, others = (tf.nest.map_structure(tf.constant, arrays) for arrays in (floats, others))
+        with tf.GradientTape() as tape:
+            tape.watch(floats)
+            value = loss(floats, others)
+        gradients = tape.gradient(value, floats, unconnected_gradients="zero")
+        constants = cases.CONSTANTS.get(operation, ())  # reverse mode takes their gradients as 0
+        tangents = {n: tf.fill(x.shape, 0.0 if n in constants else 1.0) for n, x in floats.items()}
+        with tf.autodiff.ForwardAccumulator(floats, tangents) as accumulator:
+            value = loss(floats, others)
+        expected = sum(tf.reduce_sum(g) for g in tf.nest.flatten(gradients))
+        np.testing.assert_allclose(accumulator.jvp(value), expected, rtol=1e-4, atol=1e-5)
