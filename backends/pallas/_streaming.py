@@ -35,38 +35,35 @@ class Blocks(NamedTuple):
     def grid(self):
         return self.batch, pl.cdiv(self.width, self.channels), pl.cdiv(self.length, self.tokens)
 
-    @property
-    def row_shape(self):
-        return self.batch, 1, self.width
-
     def time(self, t):
         """The index of the block of tokens in step t of the grid."""
         return self.grid[2] - 1 - t if self.reverse else t
 
-    def sequence(self):
-        """The blocks of a tensor [B, T, D]."""
+    def sequences(self, *tensors):
+        """Tensors [B, T, D] and their blocks."""
         shape = (None, self.tokens, self.channels)
-        return pl.BlockSpec(shape, lambda b, d, t: (b, self.time(t), d))
+        spec = pl.BlockSpec(shape, lambda b, d, t: (b, self.time(t), d))
+        return [(x, spec) for x in tensors]
 
-    def rows_before(self):
-        """The tile of [B, T, D] that ends where a block begins; for the first block, any tile."""
+    def rows_before(self, x):
+        """x [B, T, D], and its tile that ends where a block begins; for the first one, any tile."""
 
         def index_map(b, d, t):
             return b, jnp.maximum(self.time(t) * (self.tokens // ROWS) - 1, 0), d
 
-        return pl.BlockSpec((None, ROWS, self.channels), index_map)
+        return x, pl.BlockSpec((None, ROWS, self.channels), index_map)
 
-    def kinds(self):
-        """The blocks of token kinds [B, 1, T]."""
-        return pl.BlockSpec((None, 1, self.tokens), lambda b, d, t: (b, 0, self.time(t)))
+    def kinds(self, x):
+        """Token kinds [B, 1, T] and their blocks."""
+        return x, pl.BlockSpec((None, 1, self.tokens), lambda b, d, t: (b, 0, self.time(t)))
 
-    def row(self, rows=1):
-        """The blocks of a tensor [B, N, D] without a time axis, such as a state."""
-        return pl.BlockSpec((None, rows, self.channels), lambda b, d, t: (b, 0, d))
+    def row(self, x):
+        """x [B, N, D] without a time axis, such as a state, and its blocks."""
+        return x, pl.BlockSpec((None, x.shape[1], self.channels), lambda b, d, t: (b, 0, d))
 
-    def shared(self, rows=1):
-        """The blocks of a parameter [N, D]."""
-        return pl.BlockSpec((rows, self.channels), lambda b, d, t: (0, d))
+    def shared(self, x):
+        """A parameter [N, D] and its blocks."""
+        return x, pl.BlockSpec((x.shape[0], self.channels), lambda b, d, t: (0, d))
 
 
 def fit_blocks(like, tensors, reverse=False):
@@ -92,11 +89,11 @@ def stream(kernel, blocks, token_kind, inputs, outputs, carried=1):
             scratch [carried, channels] whose contents persist until the next block.
         token_kind: [B, T] or None.
         inputs: pairs of a tensor and its `pl.BlockSpec`.
-        outputs: triples of a shape, a dtype and a `pl.BlockSpec`.
+        outputs: pairs of a tensor of the shape and the dtype of the output, and a `pl.BlockSpec`.
     """
     masked = token_kind is not None or blocks.length % blocks.tokens != 0
     if token_kind is not None:
-        inputs = [(token_kind.astype(jnp.int32)[:, None], blocks.kinds()), *inputs]
+        inputs = [blocks.kinds(token_kind.astype(jnp.int32)[:, None]), *inputs]
     scratch = [pltpu.VMEM((carried, blocks.channels), jnp.float32)]
     if masked:
         scratch.append(pltpu.VMEM((blocks.tokens, LANES), jnp.int32))
@@ -117,8 +114,8 @@ def stream(kernel, blocks, token_kind, inputs, outputs, carried=1):
         body,
         grid=blocks.grid,
         in_specs=[spec for _, spec in inputs],
-        out_specs=[spec for *_, spec in outputs],
-        out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in outputs],
+        out_specs=[spec for _, spec in outputs],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _ in outputs],
         scratch_shapes=scratch,
         name=kernel.__name__.strip("_"),
     )(*(tensor for tensor, _ in inputs))

@@ -169,23 +169,14 @@ def _silu_gradient(z, dy):
 
 def _filtered(finish, x, weights, bias, initial_state, token_kind, *others):
     """`finish(output of the filter, *others)`, and the final state."""
-    taps, width = weights.shape
     y = jax.ShapeDtypeStruct(x.shape, F32 if others else x.dtype)
     blocks = fit_blocks(x, [x, *others, y])
-    inputs = [
-        (x, blocks.sequence()),
-        (weights, blocks.shared(taps)),
-        (bias, blocks.shared()),
-        (initial_state, blocks.row(taps - 1)),
-        *((t, blocks.sequence()) for t in others),
-    ]
-    outputs = [
-        (y.shape, y.dtype, blocks.sequence()),
-        ((x.shape[0], taps - 1, width), F32, blocks.row(taps - 1)),
-    ]
+    parameters, state = map(blocks.shared, (weights, bias)), blocks.row(initial_state)
+    inputs = [*blocks.sequences(x), *parameters, state, *blocks.sequences(*others)]
+    outputs = [*blocks.sequences(y), state]
     kernel = functools.partial(_forward_kernel, finish)
     functools.update_wrapper(kernel, _forward_kernel)
-    return stream(kernel, blocks, token_kind, inputs, outputs, carried=taps - 1)
+    return stream(kernel, blocks, token_kind, inputs, outputs, carried=len(weights) - 1)
 
 
 def _backward_kernel(block, x, weights, bias, initial, dy, d_final, dx, d_filter, d_initial, state):
@@ -240,19 +231,11 @@ def _backward_kernel(block, x, weights, bias, initial, dy, d_final, dx, d_filter
 def _backward(x, weights, bias, initial_state, slot, dy, d_final):
     taps, width = weights.shape
     blocks = fit_blocks(x, [x, dy, x], reverse=True)
-    inputs = [
-        (x, blocks.sequence()),
-        (weights, blocks.shared(taps)),
-        (bias, blocks.shared()),
-        (initial_state, blocks.row(taps - 1)),
-        (dy, blocks.sequence()),
-        (d_final, blocks.row(taps - 1)),
-    ]
-    outputs = [
-        (x.shape, x.dtype, blocks.sequence()),
-        ((x.shape[0], taps + 1, width), F32, blocks.row(taps + 1)),
-        ((x.shape[0], taps - 1, width), F32, blocks.row(taps - 1)),
-    ]
+    parameters = map(blocks.shared, (weights, bias))
+    state, d_state = map(blocks.row, (initial_state, d_final))
+    inputs = [*blocks.sequences(x), *parameters, state, *blocks.sequences(dy), d_state]
+    d_filter = blocks.row(jax.ShapeDtypeStruct((x.shape[0], taps + 1, width), F32))
+    outputs = [*blocks.sequences(x), d_filter, d_state]
     return stream(_backward_kernel, blocks, slot, inputs, outputs, carried=taps - 1)
 
 

@@ -17,11 +17,6 @@ def unsupported(q, k, v, log_decay, initial_state=None, token_kind=None) -> str 
     return _linear_attention.unsupported_reason(q, k, v, log_decay, initial_state)
 
 
-@default_zero_state(state_shape)
-def forward(q, k, v, log_decay, initial_state, token_kind):
-    return _forward(q, k, v, log_decay, initial_state, token_kind)
-
-
 @default_zero_state_gradient
 def backward(q, k, v, log_decay, initial_state, token_kind, _, d_output, d_final):
     tensors = (q, k, v, log_decay, initial_state, token_kind, d_output, d_final)
@@ -41,7 +36,7 @@ def _backward(q, k, v, log_decay, initial_state, token_kind, d_output, d_final):
 
 
 _TENSORS, _RESULTS, _CHANNELS = SIGNATURES["lightning_attention"].layout
-_forward = per_shard(_forward, _TENSORS, _RESULTS, _CHANNELS)
+forward = default_zero_state(state_shape)(per_shard(_forward, _TENSORS, _RESULTS, _CHANNELS))
 _backward = per_shard(_backward, (*_TENSORS, *_RESULTS), (*_TENSORS[:3], _RESULTS[1]), _CHANNELS)
 
 

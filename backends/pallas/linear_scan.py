@@ -31,11 +31,6 @@ def unsupported(x, log_a, initial_state=None, token_kind=None) -> str | None:
     return unsupported_reason(x, log_a, initial_state)
 
 
-@default_zero_state(plain.state_shape)
-def forward(x, log_a, initial_state, token_kind):
-    return _forward(x, log_a, initial_state, token_kind)
-
-
 @default_zero_state_gradient
 def backward(_, log_a, initial_state, token_kind, output, d_output, d_final):
     tensors = (log_a, initial_state, token_kind, output, d_output, d_final)
@@ -56,15 +51,8 @@ def _forward_kernel(block, x, log_a, initial, h, final, state):
 
 def _forward(x, log_a, initial_state, token_kind):
     blocks = fit_blocks(x, [x, log_a, x])
-    inputs = [
-        (x, blocks.sequence()),
-        (log_a, blocks.sequence()),
-        (initial_state[:, None], blocks.row()),
-    ]
-    outputs = [
-        (x.shape, x.dtype, blocks.sequence()),
-        (blocks.row_shape, F32, blocks.row()),
-    ]
+    state = blocks.row(initial_state[:, None])
+    inputs, outputs = [*blocks.sequences(x, log_a), state], [*blocks.sequences(x), state]
     h, final = stream(_forward_kernel, blocks, token_kind, inputs, outputs)
     return h, final[:, 0]
 
@@ -91,25 +79,21 @@ def _backward_kernel(
 
 def _backward(log_a, initial_state, token_kind, h, dh, d_final):
     blocks = fit_blocks(h, [log_a, h, dh, h, log_a], reverse=True)
-    inputs = [
-        (log_a, blocks.sequence()),
-        (h, blocks.sequence()),
-        (h, blocks.rows_before()),
-        (initial_state[:, None], blocks.row()),
-        (dh, blocks.sequence()),
-        (d_final[:, None], blocks.row()),
-    ]
-    outputs = [
-        (h.shape, h.dtype, blocks.sequence()),
-        (log_a.shape, log_a.dtype, blocks.sequence()),
-        (blocks.row_shape, F32, blocks.row()),
-    ]
+    state, d_state = (blocks.row(x[:, None]) for x in (initial_state, d_final))
+    inputs = (
+        *blocks.sequences(log_a, h),
+        blocks.rows_before(h),
+        state,
+        *blocks.sequences(dh),
+        d_state,
+    )
+    outputs = [*blocks.sequences(h, log_a), d_state]
     dx, d_log_a, d_initial = stream(_backward_kernel, blocks, token_kind, inputs, outputs)
     return dx, d_log_a, d_initial[:, 0]
 
 
 _TENSORS, _RESULTS, _CHANNELS = SIGNATURES["linear_scan"].layout
-_forward = per_shard(_forward, _TENSORS, _RESULTS, _CHANNELS)
+forward = default_zero_state(plain.state_shape)(per_shard(_forward, _TENSORS, _RESULTS, _CHANNELS))
 _backward = per_shard(_backward, (*_TENSORS[1:], _RESULTS[0], *_RESULTS), _TENSORS[:-1], _CHANNELS)
 
 linear_scan = plain.linear_scan.replace_passes(forward, backward, unsupported)

@@ -78,14 +78,9 @@ def _multiplier_at_start(kind, multiplier):
 
 def _forward(x, gate_a, gate_x, log_a_open, initial_state, token_kind):
     blocks = fit_blocks(x, [x, gate_a, gate_x, x])
-    inputs = [
-        (x, blocks.sequence()),
-        (gate_a, blocks.sequence()),
-        (gate_x, blocks.sequence()),
-        (log_a_open[None], blocks.shared()),
-        (initial_state[:, None], blocks.row()),
-    ]
-    outputs = [(x.shape, x.dtype, blocks.sequence()), (blocks.row_shape, F32, blocks.row())]
+    state = blocks.row(initial_state[:, None])
+    inputs = *blocks.sequences(x, gate_a, gate_x), blocks.shared(log_a_open[None]), state
+    outputs = [*blocks.sequences(x), state]
     h, final = stream(_forward_kernel, blocks, token_kind, inputs, outputs)
     return h, final[:, 0]
 
@@ -147,19 +142,14 @@ def _backward_kernel(
 
 def _backward(x, gate_a, gate_x, log_a_open, initial_state, token_kind, h, dh, d_final):
     blocks = fit_blocks(x, [x, gate_a, gate_x, h, dh, x, gate_a, gate_x], reverse=True)
+    state, d_state = (blocks.row(t[:, None]) for t in (initial_state, d_final))
     inputs = [
-        (x, blocks.sequence()),
-        (gate_a, blocks.sequence()),
-        (gate_x, blocks.sequence()),
-        (log_a_open[None], blocks.shared()),
-        (h, blocks.sequence()),
-        (h, blocks.rows_before()),
-        (initial_state[:, None], blocks.row()),
-        (dh, blocks.sequence()),
-        (d_final[:, None], blocks.row()),
+        *blocks.sequences(x, gate_a, gate_x),
+        blocks.shared(log_a_open[None]),
+        *(*blocks.sequences(h), blocks.rows_before(h), state),
+        *(*blocks.sequences(dh), d_state),
     ]
-    outputs = [(t.shape, t.dtype, blocks.sequence()) for t in (x, gate_a, gate_x)]
-    outputs += [(blocks.row_shape, F32, blocks.row())] * 2
+    outputs = [*blocks.sequences(x, gate_a, gate_x), d_state, d_state]
     *d_tensors, d_rate, d_initial = stream(_backward_kernel, blocks, token_kind, inputs, outputs)
     return *d_tensors, d_rate[:, 0], d_initial[:, 0]
 
