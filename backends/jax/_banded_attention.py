@@ -14,11 +14,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 
-BLOCK = 64
-# Spans of blocks without a window. All blocks of a span are multiplied with
-# the keys up to the span's end. With four spans a quarter of the products are of keys that no query
-# attends to, with one span half of them.
-SPANS = 4
+from ..constants import ATTENTION_BLOCK, span_edges
 
 
 def forward(q, k, v, documents, window, dtype):
@@ -109,7 +105,7 @@ def _scan_blocks(step, carry, length, before, window):
     """Scans `step(carry, block) -> (carry, results [B, block, ...])` over the blocks."""
     size = _block_size(length, window)
     count = length // size
-    edges = [0, count] if window else sorted({-(-count * i // SPANS) for i in range(SPANS + 1)})
+    edges = [0, count] if window else span_edges(count)
     results = []
     for first, end in itertools.pairwise(edges):
         width = (window - 1 + size) if window else before + end * size
@@ -134,7 +130,7 @@ def _join_blocks(blocks):
 
 def _block_size(length, window):
     """Number of queries in a block: fewer for short sequences or narrow windows, to pad less."""
-    size = BLOCK
+    size = ATTENTION_BLOCK
     while size > 8 and (size >= 2 * length or (window and size > window)):
         size //= 2
     return size
