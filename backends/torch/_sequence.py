@@ -186,16 +186,9 @@ def _rotate(logs, state):
     return torch.cat((real * x - imaginary * y, imaginary * x + real * y), dim=-1)
 
 
-def _log_a(arguments, dtype):
-    return (arguments["log_a"],)
-
-
-def _log_f(arguments, dtype):
-    return (arguments["log_f"],)
-
-
-def _log_a_and_phase(arguments, dtype):
-    return arguments["log_a"], arguments["phase"]
+def _arguments(*names):
+    """Returns a function of the arguments and a dtype that returns these arguments."""
+    return lambda arguments, dtype: [arguments[name] for name in names]
 
 
 def _log_of_gates(arguments, dtype):
@@ -206,10 +199,6 @@ def _log_of_gates(arguments, dtype):
 def _log_decay(arguments, dtype):
     log_decay = arguments["log_decay"].detach().to(dtype)  # it has no gradient
     return (log_decay.expand(*arguments["q"].shape[:2], -1),)
-
-
-def _log_decay_of_tokens(arguments, dtype):
-    return (arguments["log_decay"],)
 
 
 def causal_conv1d(shards, arguments, kernel):
@@ -309,13 +298,15 @@ def _append_tokens(before, last, count, started):
 
 
 RULES = {
-    "linear_scan": recurrence((_log_a, _scale)),
-    "complex_linear_scan": recurrence((_log_a_and_phase, _rotate)),
+    "linear_scan": recurrence((_arguments("log_a"), _scale)),
+    "complex_linear_scan": recurrence((_arguments("log_a", "phase"), _rotate)),
     "rg_lru": recurrence((_log_of_gates, _scale)),
-    "gated_linear_attention": matrix_recurrence("log_f", _log_f, _gradient_by_decays("log_f")),
+    "gated_linear_attention": matrix_recurrence(
+        "log_f", _arguments("log_f"), _gradient_by_decays("log_f")
+    ),
     "lightning_attention": matrix_recurrence("log_decay", _log_decay, _lightning_gradient),
     "scalar_decay_attention": matrix_recurrence(
-        "log_decay", _log_decay_of_tokens, _gradient_by_decays("log_decay")
+        "log_decay", _arguments("log_decay"), _gradient_by_decays("log_decay")
     ),
     "causal_conv1d": causal_conv1d,
     "sliding_window_attention": sliding_window_attention,
