@@ -49,9 +49,7 @@ def complex_linear_scan(
         `[B, 2D]`. States and sums are float32, or float64 if a tensor is. Both carry gradients.
 
     Raises:
-        ValueError: a shape or dtype does not fit, `x` has no token, a tensor is empty along another
-            axis, or the implementation is unknown.
-        NotImplementedError: no implementation accepts the arguments; says why for each.
+        ValueError, NotImplementedError: as in `keras_recurrent.ops.linear_scan`.
 
     Example: a quarter turn per token.
 

@@ -5,6 +5,8 @@ implementation in `backends/`, which are not checked, and none may be symbolic. 
 read each weight once and have no gradients. `portable/` has an implementation for all backends.
 """
 
+import functools
+
 import keras
 from keras import ops
 
@@ -38,32 +40,6 @@ def norm_quantized_linear(x, quantize_row=True, **others):
     return list(_run("norm_quantized_linear", x=x, **others))
 
 
-def hgrn2_step(**arguments):
-    """Computes HGRN2 between its projections; see `backends/reference/hgrn2_step.py`."""
-    return _run("hgrn2_step", **arguments)
-
-
-def hgrn2_delayed_step(**arguments):
-    """Computes `hgrn2_step`, and writes the memory only every few tokens.
-
-    See `backends/reference/hgrn2_delayed_step.py`.
-    """
-    return _run("hgrn2_delayed_step", **arguments)
-
-
-def lightning_step(**arguments):
-    """Computes lightning attention of one token; see `backends/reference/lightning_step.py`."""
-    return _run("lightning_step", **arguments)
-
-
-def rg_lru_step(**arguments):
-    """Computes Griffin's recurrent block between its projections.
-
-    See `backends/reference/rg_lru_step.py`.
-    """
-    return _run("rg_lru_step", **arguments)
-
-
 def local_attention_step(q, k, v, key, value, position, frequencies=None, **others):
     """Computes the attention of one query; see `backends/reference/local_attention_step.py`."""
     if frequencies is not None and frequencies.shape[0] == 0:
@@ -72,14 +48,6 @@ def local_attention_step(q, k, v, key, value, position, frequencies=None, **othe
     key, value = ops.cast(key, k.dtype), ops.cast(value, v.dtype)
     others |= {"position": ops.cast(position, "int32"), "frequencies": frequencies}
     return _run("local_attention_step", q=q, k=k, v=v, key=key, value=value, **others)
-
-
-def embedding_step(**arguments):
-    """Returns embeddings, token kinds, positions and the next state of a step's tokens.
-
-    See `backends/reference/embedding_step.py`.
-    """
-    return _run("embedding_step", **arguments)
 
 
 def soft_cap(x, cap):
@@ -96,3 +64,11 @@ def _value(x):
     if isinstance(x, list):
         return [_value(tensor) for tensor in x]
     return x.value if isinstance(x, keras.Variable) else x
+
+
+# Steps whose arguments are those of their files in `backends/reference/`.
+hgrn2_step = functools.partial(_run, "hgrn2_step")
+hgrn2_delayed_step = functools.partial(_run, "hgrn2_delayed_step")
+lightning_step = functools.partial(_run, "lightning_step")
+rg_lru_step = functools.partial(_run, "rg_lru_step")
+embedding_step = functools.partial(_run, "embedding_step")

@@ -60,9 +60,7 @@ def gated_linear_attention(
         gradients. The output at padding is finite and otherwise arbitrary.
 
     Raises:
-        ValueError: a shape or dtype does not fit, `q` has no token, a tensor is empty along another
-            axis, or the implementation is unknown.
-        NotImplementedError: no implementation accepts the arguments; says why for each.
+        ValueError, NotImplementedError: as in `keras_recurrent.ops.linear_scan`.
 
     Example: a value is stored, then read after a decay of 1/2, and after a reset.
 

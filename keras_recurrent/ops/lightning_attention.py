@@ -36,11 +36,7 @@ def lightning_attention(
     (Q K^T) V inside a chunk, Q (K^T V) across chunks; the gradient recomputes everything except the
     arguments. Padding does not decay the memory.
 
-    A NaN or an infinity in a token's query reaches only the output of that token. In its key or
-    value it reaches, within its sequence and head, the outputs of all later tokens, including later
-    documents, and of up to 127 earlier tokens in its chunk: it is multiplied by weights of 0, and 0
-    times NaN is NaN. All gradients of the same sequence and head may become NaN. Other sequences
-    and heads are not affected. Padding may contain anything.
+    A NaN or an infinity propagates as in `keras_recurrent.ops.gated_linear_attention`.
 
     Args:
         q: `[B, T, H, K]`, the queries: float16, bfloat16, float32 or float64.
@@ -53,15 +49,10 @@ def lightning_attention(
             `keras_recurrent.ops.linear_scan`.
 
     Returns:
-        `(output, final_state)`: o as `[B, T, H, V]` in the dtype of `v`, and the last S as
-        `[B, H, K, V]`. States, sums and products are float32, or float64 if a tensor is, even for
-        16-bit tensors; only the products of the GPU kernels may have 16 bits. Both results carry
-        gradients. The output at padding is finite and otherwise arbitrary.
+        `(output, final_state)`, as in `keras_recurrent.ops.gated_linear_attention`.
 
     Raises:
-        ValueError: a shape or dtype does not fit, `q` has no token, a tensor is empty along another
-            axis, or the implementation is unknown.
-        NotImplementedError: no implementation accepts the arguments; says why for each.
+        ValueError, NotImplementedError: as in `keras_recurrent.ops.linear_scan`.
 
     Example: the memory decays by half per token.
 

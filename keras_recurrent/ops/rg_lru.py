@@ -57,9 +57,7 @@ def rg_lru(
         States and sums are float32, or float64 if a tensor is. Both carry gradients.
 
     Raises:
-        ValueError: a shape or dtype does not fit, `x` has no token, a tensor is empty along another
-            axis, or the implementation is unknown.
-        NotImplementedError: no implementation accepts the arguments; says why for each.
+        ValueError, NotImplementedError: as in `keras_recurrent.ops.linear_scan`.
 
     Example: open input gates, half-open recurrence gates and a = 1/2.
 

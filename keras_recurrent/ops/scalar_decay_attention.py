@@ -38,11 +38,8 @@ def scalar_decay_attention(
     arguments. Decays may have any value from 0 to 1, inclusive; their products neither overflow nor
     become NaN.
 
-    A NaN or an infinity in a token's query reaches only the outputs of that token. In its key,
-    value or decay it reaches, within its sequence and heads, the outputs of all later tokens,
-    including later documents, and of up to 127 earlier tokens in its chunk: it is multiplied by
-    weights of 0, and 0 times NaN is NaN. All gradients of the same sequence and group may become
-    NaN. Other sequences and groups are not affected. Padding may contain anything.
+    A NaN or an infinity propagates as in `keras_recurrent.ops.gated_linear_attention`, within a
+    group of heads.
 
     Args:
         q: `[B, T, G, K]`, the queries: float16, bfloat16, float32 or float64.
@@ -55,10 +52,7 @@ def scalar_decay_attention(
             `keras_recurrent.ops.linear_scan`.
 
     Returns:
-        `(output, final_state)`: o as `[B, T, H, V]` in the dtype of `v`, and the last S as
-        `[B, H, K, V]`. States, sums and products are float32, or float64 if a tensor is, even for
-        16-bit tensors; only the products of the GPU kernels may have 16 bits. Both results carry
-        gradients. The output at padding is finite and otherwise arbitrary.
+        `(output, final_state)`, as in `keras_recurrent.ops.gated_linear_attention`.
 
     Raises:
         ValueError: a shape or dtype does not fit, `q` has no token, a tensor is empty along another
