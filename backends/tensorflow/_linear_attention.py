@@ -228,3 +228,12 @@ def product(a, b, **transposed):
     if b.shape[-2] > 1:
         return tf.matmul(a, b, **transposed)
     return tf.reduce_sum(a * b, axis=-1, keepdims=True) if "transpose_b" in transposed else a * b
+
+
+def sum_over_pairs(pairs, to_later, from_earlier):
+    """The gradient of log f_t, as in `backends/jax/_linear_attention.py`."""
+    index = tf.range(pairs.shape[-1])
+    later = tf.cast(index >= index[:, None], pairs.dtype)
+    inside = (1 - later) * tf.matmul(later, pairs)
+    total = tf.matmul(later, to_later) + tf.matmul(1 - later, from_earlier)
+    return total + tf.reduce_sum(inside, axis=-1, keepdims=True)

@@ -19,6 +19,7 @@ from ._linear_attention import (
     inner_products,
     plan,
     states,
+    sum_over_pairs,
     unchunked,
     weights_of_pairs,
 )
@@ -59,10 +60,24 @@ def scalar_decay_attention(q, k, v, log_decay, initial_state=None, token_kind=No
         log_decay = tf.cast(log_decay, dtype)
         if is_constant:
             return [unflat(x) for x in _powers(log_decay, kind, tf.shape(q)[0], cut)]
-        f = chunked(applied_decay(tf.exp(log_decay), *kind_masks(kind)), cut)
-        levels, from_start, to_end = decay_products(f)
-        between = weights_of_pairs(tf.ones_like(f), tf.ones_like(f), levels)
-        return [unflat(x) for x in (between, from_start, to_end, from_start[:, -1:])]
+
+        def products(log_decay):
+            f = chunked(applied_decay(tf.exp(log_decay), *kind_masks(kind)), cut)
+            levels, from_start, to_end = decay_products(f)
+            between = weights_of_pairs(tf.ones_like(f), tf.ones_like(f), levels)
+            return between, from_start, to_end, from_start[:, -1:]
+
+        @tf.custom_gradient
+        def run(log_decay):
+            def gradient(*d_products):
+                terms = [x * d for x, d in zip(products(log_decay), d_products, strict=True)]
+                pairs, to_later, from_earlier, through = terms
+                d_chunks = through + sum_over_pairs(pairs, to_later, from_earlier)
+                return filled(unchunked(d_chunks, heads, cut), kind_masks(kind)[1], 0)
+
+            return products(log_decay), gradient
+
+        return [unflat(x) for x in run(log_decay)]
 
     def group(state, token_kind, q, k, v, log_decay=log_decay):
         _, padding = kind_masks(token_kind)
