@@ -68,6 +68,8 @@ class CGLRU(GatedLRU):
     ```
     """
 
+    num_blocks: int | None
+
     def build(self, input_shape):
         super().build(input_shape)
         check_complex_channels("the width of its inputs", self.width, self.num_blocks)

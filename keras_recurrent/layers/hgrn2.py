@@ -1,5 +1,7 @@
 """Token-mixing layer of HGRN2: a gated linear recurrence whose state is a matrix."""
 
+from typing import Any
+
 import keras
 from keras import ops
 
@@ -84,6 +86,8 @@ class HGRN2(ForgetGateLayer):
     assert y.shape == (2, 5, 8) and state["memory"].shape == (2, 2, 4, 4)
     ```
     """
+
+    expand_ratio: Any
 
     def __init__(
         self,

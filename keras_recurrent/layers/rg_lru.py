@@ -61,6 +61,8 @@ class RGLRU(GatedLRU):
     ```
     """
 
+    num_blocks: int | None
+
     def build(self, input_shape):
         super().build(input_shape)
         if self.num_blocks is None:

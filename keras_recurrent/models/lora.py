@@ -72,7 +72,7 @@ class LoraBackbone:
             if layer.weights and hasattr(layer, "enable_lora")
         ]
         if names is None:
-            names = self.default_lora_layer_names()  # type: ignore[attr-defined]
+            names = self.default_lora_layer_names()
         elif not isinstance(names, (list, tuple)) or not names:
             raise ValueError(f"`target_layer_names` must be a list of strings; got {names!r}.")
         else:

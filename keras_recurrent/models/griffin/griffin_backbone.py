@@ -151,11 +151,11 @@ class GriffinBackbone(RecurrentBackbone):
             self.check_split(i, linear_x={"lru_width": self.lru_width})
             gate = f"block_{i}/temporal_block/{self.recurrence}/recurrence_gate/kernel"
             check_layout(gate, num_blocks=self.num_blocks)
-            names = "num_blocks", "a_initializer", "scale_first_input", "recurrence"
-            return RecurrentBlock(self.lru_width, **self.stored(*names), **kwargs)
-        names = "head_dim", "rope_max_wavelength", "partial_rotary_factor"
+            kwargs |= self.stored("num_blocks", "a_initializer", "scale_first_input", "recurrence")
+            return RecurrentBlock(self.lru_width, **kwargs)
+        kwargs |= self.stored("head_dim", "rope_max_wavelength", "partial_rotary_factor")
         window = self.sliding_window if block_type == "local_attention" else None
-        return self.make_attention(i, sliding_window=window, **self.stored(*names), **kwargs)
+        return self.make_attention(i, sliding_window=window, **kwargs)
 
 
 def _check_block_types(backbone):

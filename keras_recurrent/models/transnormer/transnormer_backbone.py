@@ -100,7 +100,7 @@ class TransNormerBackbone(RecurrentBackbone):
         return LightningAttention(self.num_heads, layer_index=i, use_lrpe=i == 0, **kwargs)
 
     @staticmethod
-    def weight_layout(data, model, num_devices):
+    def weight_layout(data, model, num_devices, num_key_value_heads=1):
         # Each query head has a head of keys and values.
         layout = RecurrentBackbone.weight_layout(data, model, 1)
         return {**layout, "block.*lrpe/theta": (model, None)}
