@@ -52,9 +52,10 @@ def make_layout_map(device_mesh, model_parallel_dim_name, data_parallel_dim_name
     """Returns the `keras.distribution.LayoutMap` entries that all families share.
 
     In addition to paths of weights, it has names that networks pass to `apply_layout`:
-    `hidden_states`, the residual stream `[B, T, hidden_dim]`; `logits`; `sampled_logits`, those of
-    a token that is drawn from all `[B, vocabulary_size]`; `tokens`, the kinds and positions of
-    tokens `[B, T]`; and `state/...`, the arrays of a state. An axis "sequence" of the
+    `hidden_states`, the residual stream `[B, T, hidden_dim]`; `groups`, keys and queries
+    `[B, T, num_groups, 2 * state_dim]` that heads of Mamba-2 share; `logits`; `sampled_logits`,
+    those of a token that is drawn from all `[B, vocabulary_size]`; `tokens`, the kinds and
+    positions of tokens `[B, T]`; and `state/...`, the arrays of a state. An axis "sequence" of the
     mesh splits each sequence.
 
     Raises:
@@ -82,6 +83,7 @@ def make_layout_map(device_mesh, model_parallel_dim_name, data_parallel_dim_name
     layout_map["token_embedding/embeddings"] = (model, get_weight_axis(device_mesh, data))
     time = SEQUENCE_AXIS if SEQUENCE_AXIS in device_mesh.axis_names else None
     layout_map["hidden_states"] = (data, time, None)
+    layout_map["groups"] = (data, time, model, None)
     layout_map["logits"] = (data, time, model)
     layout_map["sampled_logits"] = (data, None)
     layout_map["tokens"] = (data, None)

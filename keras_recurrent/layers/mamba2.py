@@ -10,6 +10,7 @@ from keras_recurrent.checks.arguments import (
     check_positive_integers,
 )
 from keras_recurrent.checks.shapes import reshape
+from keras_recurrent.devices.jax_layouts import apply_layout
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.base import cast, in_order
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
@@ -186,7 +187,7 @@ class Mamba2(StreamingLayer):
         x = reshape(convolved["x_conv1d"], (*time, self.num_heads, self.head_dim))
         x = ops.cast(x, self.state_dtype)
         bc = reshape(convolved["bc_conv1d"], (*time, self.num_groups, 2 * self.state_dim))
-        bc = cast(bc, self.compute_dtype)
+        bc = apply_layout(cast(bc, self.compute_dtype), "groups")
         dt = ops.cast(_scaled(dt, dt_scale), self.state_dtype)
         dt = ops.softplus(dt + ops.convert_to_tensor(self.dt_bias))
         v = cast(x * dt[..., None], self.compute_dtype)

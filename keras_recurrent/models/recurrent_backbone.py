@@ -333,8 +333,10 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
         split by sequences and heads or channels. Small weights, such as norms, are replicated.
 
         Heads and channels are independent, so a block communicates only at the residual stream, and
-        for norms over all heads. (The real and imaginary parts of Griffin's `recurrence="cg_lru"`
-        are on different devices and are exchanged.)
+        for norms over all heads. There are two exceptions: The real and imaginary parts of
+        Griffin's `recurrence="cg_lru"` are on different devices and are exchanged. If the model
+        axis does not divide the number of groups of Mamba-2, devices share groups, whose keys and
+        queries are gathered.
 
         A third axis, named "sequence", is for sequences that do not fit on one device (sequence
         parallelism). It splits each sequence, whose length it must divide; see
@@ -345,13 +347,12 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
         Args:
             device_mesh: a `keras.distribution.DeviceMesh`.
             model_parallel_dim_name: string, the mesh axis for the model. Its size must divide
-                `vocabulary_size`, `intermediate_dim`, the number of heads, and Griffin's
-                `lru_width` and `num_blocks`.
+                `vocabulary_size`, `intermediate_dim`, the number of heads, Griffin's `lru_width`
+                and `num_blocks`, and Mamba-2's `2 * num_groups * state_dim`.
             data_parallel_dim_name: string, the mesh axis for the data. Its size must divide
                 `hidden_dim`.
             **heads: for networks with attention, `num_key_value_heads`, integer, the number of its
-                key and value heads, by default 1. For `MambaHybridBackbone` also
-                `num_mamba_groups`, integer, by default 1. For `LightningHybridBackbone` also
+                key and value heads, by default 1. For `LightningHybridBackbone` also
                 `attention_layers`, indices of the blocks of attention: if the model axis does not
                 divide `num_key_value_heads`, only their keys and values are replicated. None, the
                 default: keys and values of all blocks are then replicated.

@@ -126,6 +126,9 @@ def is_expected(message, sizes, family, kv_heads):
             shapes.add((rows, tokens, kv_heads, head_dim))
             if kv_heads > 1:  # their queries are gathered, too
                 shapes.add((rows, tokens, heads, head_dim))
+    if family == "mamba_hybrid":  # keys and queries of the group that devices share; gradients
+        size = SIZES[family]["mamba_state_dim"]
+        shapes |= {(rows, tokens, 2 * size), (rows, tokens, 1, size)}
     return message.kind in ("all-reduce", "all-gather") and message.shape in shapes
 
 
@@ -185,7 +188,7 @@ STATES: dict = {
     "lfm2:2,4": {"inputs": (8, 2, 8)},
     **{
         f"{family}:2,4": {"memory": (8, 2, 4, 4)}
-        for family in ("hgrn2", "transnormer", "lightning_hybrid")
+        for family in ("hgrn2", "transnormer", "lightning_hybrid", "mamba_hybrid")
     },
 }
 

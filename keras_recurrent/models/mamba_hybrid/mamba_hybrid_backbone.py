@@ -317,10 +317,11 @@ class MambaHybridBackbone(RecurrentBackbone):
         )
 
     def _make_mamba(self, i, **kwargs):
+        shared = 2 * self.num_mamba_groups * self.mamba_state_dim
         self.check_split(
             i,
             x_proj={"num_mamba_heads": self.num_mamba_heads},
-            bc_proj={"num_mamba_groups": self.num_mamba_groups},
+            bc_proj={"2 * num_mamba_groups * mamba_state_dim": shared},
         )
         return Mamba2(
             self.num_mamba_heads,
@@ -361,19 +362,15 @@ class MambaHybridBackbone(RecurrentBackbone):
         }
 
     @staticmethod
-    def weight_layout(data, model, num_devices, num_key_value_heads=1, num_mamba_groups=1):
+    def weight_layout(data, model, num_devices, num_key_value_heads=1):
         """Returns `{path: axes}` of the weights in blocks; see `get_layout_map`."""
         keys = None if num_key_value_heads % num_devices else model
-        groups = None if num_mamba_groups % num_devices else model
         return {
             "token_embedding/reverse_embeddings": (data, model),
-            "block.*(q_proj|z_proj|x_proj|dt_proj|gate_proj|up_proj)/kernel": (data, model),
+            "block.*(q|z|x|bc|dt|gate|up)_proj/kernel": (data, model),
             "block.*(k_proj|v_proj)/kernel": (data, keys),
-            "block.*bc_proj/kernel": (data, groups),
             "block.*(o_proj|down_proj)/kernel": (model, data),
-            "block.*/x_conv1d/kernel": (None, model),
-            "block.*/bc_conv1d/kernel": (None, groups),
-            "block.*/x_conv1d/bias": (model,),
-            "block.*/bc_conv1d/bias": (groups,),
+            "block.*conv1d/kernel": (None, model),
+            "block.*conv1d/bias": (model,),
             "block.*(/norm/scale|a_log|dt_bias|skip)": (model,),
         }
