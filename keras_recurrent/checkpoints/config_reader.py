@@ -54,6 +54,24 @@ class ConfigReader:
             )
         return value
 
+    def integers(self, table):
+        """Returns `{argument: integer}` for a table `{argument: (key, default)}`.
+
+        A default is None for a required key, a number, or the name of an argument before it.
+        """
+        found = {}
+        for argument, (key, default) in table.items():
+            given = {} if default is None else {"default": found.get(default, default)}
+            if argument == "num_layers":
+                given["maximum"] = MAX_LAYERS
+            found[argument] = self.integer(key, **given)
+        return found
+
+    def check_divides(self, key, value, other, number):
+        """Raises an error unless the value of `key` divides the number of the key `other`."""
+        if number % value:
+            raise self.unsupported_error(key, value, f"a divisor of {other!r}, {number}")
+
     def number(self, key, default=_REQUIRED, maximum=None):
         """Returns a float above 0, at most `maximum`, that is neither 0 nor inf in float32."""
         value = self._value(key, default)

@@ -61,7 +61,7 @@ def test_load_with_wrong_tensors_names_each(tmp_path, no_model_built, tensors, m
     ("family", "dropped", "note"),
     [
         ("lfm2", ["block_multiple_of"], r"'block_multiple_of' is 256\. \d+ of another shape"),
-        ("lfm2", ["vocab_size"], r"'vocab_size' is 65536\. 1 of another shape"),
+        ("lfm2", ["vocab_size"], r"'vocab_size' is 65536, .*\. 1 of another shape"),
         ("lfm2", ["num_hidden_layers", "layer_types"], "'num_hidden_layers' is 32"),
         ("granite", ["layer_types"], r"'layer_types' is \['mamba', .*\]\. \d+ missing"),
         ("granite", ["tie_word_embeddings"], r"'tie_word_embeddings' is False\. 1 missing"),

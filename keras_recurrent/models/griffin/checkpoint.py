@@ -51,9 +51,9 @@ class RecurrentGemma(Layout):
             raise config.unsupported_error("partial_rotary_factor", rotary, wanted)
         # A missing number is that of the queries in transformers, but 1 in the published files.
         num_key_value_heads = config.integer("num_key_value_heads", default=1)
-        if "attention" in mixers and num_query_heads % num_key_value_heads:
-            wanted = f"a divisor of 'num_attention_heads', {num_query_heads}"
-            raise config.unsupported_error("num_key_value_heads", num_key_value_heads, wanted)
+        if "attention" in mixers:
+            heads = "num_key_value_heads", num_key_value_heads
+            config.check_divides(*heads, "num_attention_heads", num_query_heads)
         if "attention" in mixers and config.config.get(COUNTS_ITSELF) is None:
             warnings.warn(
                 f"{config.source} does not say whether 'attention_window_size' includes the "

@@ -40,9 +40,7 @@ class HGRN2Layout(Layout):
         # Heads are given by number or by size; the size has precedence.
         num_heads = config.integer("num_heads", default=max(1, hidden_dim // 128))
         expand_ratio = config.integer("expand_ratio", default=hidden_dim // num_heads)
-        if hidden_dim % expand_ratio:
-            wanted = f"a divisor of 'hidden_size', {hidden_dim}"
-            raise config.unsupported_error("expand_ratio", expand_ratio, wanted)
+        config.check_divides("expand_ratio", expand_ratio, "hidden_size", hidden_dim)
         hidden_ratio = config.integer("hidden_ratio", default=4)
         third = int(hidden_dim * hidden_ratio * 2 / 3)
         has_convolutions = config.flag("use_short_conv", default=False)
@@ -145,9 +143,7 @@ def _read_attention(config, hidden_dim, num_layers):
             wanted = f"heads of an even size, in equal parts of 'hidden_size', {hidden_dim}"
             raise section.unsupported_error("num_heads", num_heads, wanted)
         num_key_value_heads = section.integer("num_kv_heads", default=num_heads)
-        if num_heads % num_key_value_heads:
-            wanted = f"a divisor of 'num_heads', {num_heads}"
-            raise section.unsupported_error("num_kv_heads", num_key_value_heads, wanted)
+        section.check_divides("num_kv_heads", num_key_value_heads, "num_heads", num_heads)
         settings.append(
             {
                 "num_query_heads": num_heads,

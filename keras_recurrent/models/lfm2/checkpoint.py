@@ -5,12 +5,19 @@ projections to both gates and the input of a convolution, concatenated along axi
 is named `embedding_norm`. Older files list the indices of attention blocks in `full_attn_idxs`.
 """
 
-from keras_recurrent.checkpoints.config_reader import MAX_LAYERS
 from keras_recurrent.checkpoints.layout import Layout
 from keras_recurrent.checkpoints.tensor_table import DEPTHWISE, stacked
 from keras_recurrent.models.lfm2.lfm2_backbone import ATTENTION, CONVOLUTION
 
 BLOCK_TYPES = {"conv": CONVOLUTION, "full_attention": ATTENTION}
+INTEGERS = {
+    "vocabulary_size": ("vocab_size", 65_536),
+    "num_layers": ("num_hidden_layers", 32),
+    "hidden_dim": ("hidden_size", 2560),
+    "num_query_heads": ("num_attention_heads", 32),
+    "num_key_value_heads": ("num_key_value_heads", 8),
+    "conv_size": ("conv_L_cache", 3),
+}
 SWIGLU = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
@@ -26,13 +33,10 @@ class LFM2Layout(Layout):
     )
 
     def read_config(self, config):
-        hidden_dim = config.integer("hidden_size", default=2560)
-        num_layers = config.integer("num_hidden_layers", default=32, maximum=MAX_LAYERS)
-        heads = config.integer("num_attention_heads", default=32)
-        key_value_heads = config.integer("num_key_value_heads", default=8)
-        if heads % key_value_heads:
-            wanted = f"a divisor of 'num_attention_heads', {heads}"
-            raise config.unsupported_error("num_key_value_heads", key_value_heads, wanted)
+        arguments = config.integers(INTEGERS)
+        hidden_dim, heads = arguments["hidden_dim"], arguments["num_query_heads"]
+        shared = "num_key_value_heads", arguments["num_key_value_heads"]
+        config.check_divides(*shared, "num_attention_heads", heads)
         head_dim = config.integer("head_dim", default=None, multiple_of=2)
         if head_dim is None:
             if hidden_dim % (2 * heads):
@@ -55,15 +59,10 @@ class LFM2Layout(Layout):
         config.fixed("use_pos_enc", True)
         is_tied = config.flag("tie_word_embeddings", default=True)
         return {
-            "vocabulary_size": config.integer("vocab_size", default=65_536),
-            "num_layers": num_layers,
-            "hidden_dim": hidden_dim,
+            **arguments,
             "intermediate_dim": _read_intermediate_dim(config),
-            "block_types": _read_block_types(config, num_layers),
-            "num_query_heads": heads,
-            "num_key_value_heads": key_value_heads,
+            "block_types": _read_block_types(config, arguments["num_layers"]),
             "head_dim": head_dim,
-            "conv_size": config.integer("conv_L_cache", default=3),
             "use_conv_bias": config.flag("conv_bias", default=False),
             "rope_max_wavelength": theta,
             "max_position_embeddings": config.integer("max_position_embeddings", default=None),
@@ -81,18 +80,13 @@ class LFM2Layout(Layout):
         length = arguments["max_position_embeddings"]
         is_tied = arguments["tie_word_embeddings"]
         return {
-            "vocab_size": arguments["vocabulary_size"],
-            "num_hidden_layers": arguments["num_layers"],
-            "hidden_size": arguments["hidden_dim"],
+            **{theirs: arguments[ours] for ours, (theirs, _) in INTEGERS.items()},
             "intermediate_size": width,
             "block_ff_dim": width,
             "block_auto_adjust_ff_dim": False,
             "layer_types": types,
             "full_attn_idxs": [i for i, name in enumerate(types) if name == names[ATTENTION]],
-            "num_attention_heads": arguments["num_query_heads"],
-            "num_key_value_heads": arguments["num_key_value_heads"],
             "head_dim": arguments["head_dim"],
-            "conv_L_cache": arguments["conv_size"],
             "conv_bias": arguments["use_conv_bias"],
             # transformers 5 reads the first form, earlier versions the second.
             "rope_parameters": {"rope_type": "default", "rope_theta": theta},

@@ -7,7 +7,6 @@ MiniCPM-SALA's are the published values.
 import math
 from typing import Any
 
-from keras_recurrent.checkpoints.config_reader import MAX_LAYERS
 from keras_recurrent.checkpoints.layout import Layout, solve
 from keras_recurrent.models.lightning_hybrid.lightning_hybrid_backbone import GLOBAL, LIGHTNING
 
@@ -27,7 +26,7 @@ UNUSED_ARGUMENTS = ("embedding_scale", "residual_scale", "output_scale", "dense_
 LOGIT_SCALING = "hype"  # `attn_logits_scaling` is null, "hype" or "hype" and a number
 LOGIT_SCALING_DEFAULT = 362.0
 
-# {argument: (key, its default: None, a number or the value of another argument)}
+# See `ConfigReader.integers`.
 INTEGERS: dict[str, tuple[str, Any]] = {
     "vocabulary_size": ("vocab_size", None),
     "hidden_dim": ("hidden_size", None),
@@ -60,20 +59,13 @@ class LightningHybridLayout(Layout):
     flags: dict[str, tuple[bool, bool]]
 
     def read_config(self, config):
-        arguments: dict = {}
-        for ours, (theirs, default) in INTEGERS.items():
-            given = {} if default is None else {"default": arguments.get(default, default)}
-            if ours == "num_layers":
-                given["maximum"] = MAX_LAYERS
-            elif ours == "lightning_head_dim":
-                given["multiple_of"] = 2
-            arguments[ours] = config.integer(theirs, **given)
+        arguments = config.integers(INTEGERS)
+        config.integer("lightning_head_dim", arguments["head_dim"], multiple_of=2)
         for kind in ("", "lightning_"):
             heads = "num_lightning_heads" if kind else "num_query_heads"
             shared = f"num_{kind}key_value_heads"
-            if arguments[heads] % arguments[shared]:
-                wanted = f"a divisor of {INTEGERS[heads][0]!r}, {arguments[heads]}"
-                raise config.unsupported_error(INTEGERS[shared][0], arguments[shared], wanted)
+            keys = INTEGERS[shared][0], INTEGERS[heads][0]
+            config.check_divides(keys[0], arguments[shared], keys[1], arguments[heads])
         scales = _query_scales(arguments)
         for key, (default, supported) in self.flags.items():
             if config.flag(key, default) is not supported:

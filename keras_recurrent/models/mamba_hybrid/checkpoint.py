@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from keras_recurrent.checkpoints.config_reader import MAX_LAYERS
 from keras_recurrent.checkpoints.layout import Layout, solve
 from keras_recurrent.checkpoints.tensor_table import Transform, stacked
 from keras_recurrent.models.mamba_hybrid.mamba_hybrid_backbone import (
@@ -66,8 +65,7 @@ class MambaHybridLayout(Layout):
 
     Attributes:
         block_types: tuple of strings, the block types that a checkpoint can have.
-        integers: `{argument: (key, default)}`, where the default is None, a number or the name of
-            another argument.
+        integers: `{argument: (key, default)}`, as in `ConfigReader.integers`.
         scales: `{argument: key}` of factors with the default 1.
         constants: `{argument: value}`, equal in all checkpoints of the layout.
         fixed: `{key: supported values}`; the first is the default, and is written.
@@ -92,12 +90,7 @@ class MambaHybridLayout(Layout):
     def read_config(self, config):
         config.ignore(*IGNORED_BY_ALL)
         _check_time_step_limit(config)
-        arguments: dict = {}
-        for ours, (theirs, default) in self.integers.items():
-            given = {} if default is None else {"default": arguments.get(default, default)}
-            if ours == "num_layers":
-                given["maximum"] = MAX_LAYERS
-            arguments[ours] = config.integer(theirs, **given)
+        arguments = config.integers(self.integers)
         for ours, theirs in self.scales.items():
             arguments[ours] = _scale(config.number(theirs, default=1.0))
         arguments |= {
@@ -113,10 +106,9 @@ class MambaHybridLayout(Layout):
         unused = {name for names, users in USES.items() if not users & types for name in names}
         arguments = {name: value for name, value in arguments.items() if name not in unused}
         for heads, groups in (MAMBA_SIZES[::3], ATTENTION_SIZES[:2]):
-            if heads in arguments and arguments[heads] % arguments[groups]:
-                wanted = f"a divisor of {self.integers[heads][0]!r}, {arguments[heads]}"
-                key = self.integers[groups][0]
-                raise config.unsupported_error(key, arguments[groups], wanted)
+            if heads in arguments:
+                keys = self.integers[groups][0], self.integers[heads][0]
+                config.check_divides(keys[0], arguments[groups], keys[1], arguments[heads])
         return arguments
 
     def read_others(self, config, arguments):
@@ -310,9 +302,7 @@ class Granite(MambaHybridLayout):
         if len(types) != arguments["num_layers"]:
             wanted = f"the length of 'layer_types', {len(types)}"
             raise config.unsupported_error("num_hidden_layers", arguments["num_layers"], wanted)
-        if hidden_dim % heads:
-            wanted = f"a divisor of 'hidden_size', {hidden_dim}"
-            raise config.unsupported_error("num_attention_heads", heads, wanted)
+        config.check_divides("num_attention_heads", heads, "hidden_size", hidden_dim)
         inner = config.integer("mamba_expand", default=2) * hidden_dim
         attention = config.number("attention_multiplier", default=1.0)
         return {
