@@ -152,7 +152,9 @@ def backward(logits, lower_bound, log_f, d_log_f):
     d_logits, d_bound = run(
         Launch(_backward_kernel, programs * blocks, tensors, outputs, (rows,), options)
     )
-    return d_logits, None if lower_bound is None else cast(d_bound.sum(0), dtype_name(lower_bound))
+    if lower_bound is None:
+        return d_logits, None
+    return d_logits, cast(d_bound.sum(0), dtype_name(lower_bound), copy=False)
 
 
 def _sizes(logits):

@@ -210,7 +210,7 @@ def backward(x, gate_a, gate_x, a_logit, initial_state, token_kind, h, dh, d_fin
     *d_tensors, d_initial, d_logit = launch_chained_scan(
         "rg_lru backward", _backward_kernel, TILINGS, tensors, gradients, channel_sums=True
     )
-    d_logit = cast(d_logit, dtype_name(a_logit))
+    d_logit = cast(d_logit, dtype_name(a_logit), copy=False)
     return *d_tensors, d_logit, None if initial_state is None else d_initial, None
 
 

@@ -149,7 +149,7 @@ def backward(x, scale, y, dy, *, epsilon: float):
     options = {"D": width, "STAGES": _stages(tile), **tile._asdict()}
     inputs, outputs, numbers = (dy, x, scale), (like(x), sums), (rows, epsilon)
     dx, d_scale = run(Launch(_backward_kernel, programs, inputs, outputs, numbers, options))
-    return dx, None if scale is None else cast(d_scale.sum(0), dtype_name(scale))
+    return dx, None if scale is None else cast(d_scale.sum(0), dtype_name(scale), copy=False)
 
 
 _rms_norm = operation(Operation("rms_norm", forward, results, backward, on_jax=False)).function

@@ -187,9 +187,12 @@ def allocate(array, like):
     return make(array.shape, dtype=getattr(torch, array.dtype), device=like.device)
 
 
-def cast(x, dtype):
-    """A contiguous copy in its own memory: an operator must not return a view."""
-    return x.to(getattr(torch, dtype), copy=True, memory_format=torch.contiguous_format)
+def cast(x, dtype, copy=True):
+    """A contiguous tensor in its own memory, which an operator must not share with another tensor.
+
+    copy: False if x is new, and returned if it has this dtype.
+    """
+    return x.to(getattr(torch, dtype), copy=copy, memory_format=torch.contiguous_format)
 
 
 zeros_like = torch.zeros_like
