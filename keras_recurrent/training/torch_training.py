@@ -1,11 +1,14 @@
 """Parameters of models on torch, and the checks of `fit` before its first step."""
 
 import sys
+import threading
 
 import keras
 
 from keras_recurrent.devices.torch_processes import MODULE_HINT, RejectsFullyShard, count_processes
 from keras_recurrent.training.sixteen_bit_weights import check_16_bit_updates
+
+_active_step = threading.local()  # `model` of the running training step, and its `weights`
 
 
 class TorchTraining(RejectsFullyShard):
@@ -17,6 +20,21 @@ class TorchTraining(RejectsFullyShard):
     KerasHub's models bypass torch when they set attributes. Without this class they have no
     parameters before `fit`, and `DistributedDataParallel(model)` finds none.
     """
+
+    def train_step(self, *args, **kwargs):
+        """Runs Keras's step, which lists the weights of all layers three times, with one list."""
+        _active_step.model, _active_step.weights = self, self.weights
+        try:
+            return super().train_step(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            _active_step.model = _active_step.weights = None
+
+    def _is_in_step(self):
+        return getattr(_active_step, "model", None) is self
+
+    @property
+    def weights(self):
+        return _active_step.weights if self._is_in_step() else super().weights  # type: ignore[misc]
 
     def __setattr__(self, name, value):
         if name == "_torch_params":
@@ -38,7 +56,7 @@ class TorchTraining(RejectsFullyShard):
 
     def named_modules(self, *args, **kwargs):
         """Yields modules as torch does, after registering parameters added since, as by LoRA."""
-        known = getattr(self, "_torch_params", None)
+        known = None if self._is_in_step() else getattr(self, "_torch_params", None)
         if known is not None and set(known) != {v.path for v in self.variables}:  # type: ignore[attr-defined]
             self._track_variables()  # type: ignore[attr-defined]
         return super().named_modules(*args, **kwargs)  # type: ignore[misc]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent.devices import torch_processes
-from tests.models.tiny import any_family, tiny_causal_lm
+from tests.models.tiny import any_family, tiny_causal_lm, training_batch
 
 if keras.config.backend() != "torch":
     pytest.skip("modules of torch", allow_module_level=True)
@@ -42,6 +42,26 @@ def test_post_build_registers_parameters_only_after_a_change():
     model.backbone.enable_lora(2)
     model._post_build()
     assert {id(p) for p in model._torch_params.values()} == {id(v.value) for v in model.weights}
+
+
+def test_training_step_lists_the_weights_of_all_layers_once(monkeypatch):
+    """Keras lists them for the loss, the gradients and the optimizer, or LoRA's are missing."""
+    model, batch = tiny_causal_lm(), training_batch()
+    model.compile("sgd")
+    model.train_on_batch(*batch)  # builds the optimizer
+    calls, get = [], keras.layers.Layer.weights.fget
+    counted = property(lambda self: calls.append(self) or get(self))
+    monkeypatch.setattr(keras.layers.Layer, "weights", counted)
+    model.train_on_batch(*batch)
+    assert sum(layer is model for layer in calls) == 1
+    model.backbone.enable_lora(2)
+    model.compile("sgd")
+    before = [keras.ops.convert_to_numpy(v) for v in model.trainable_weights]
+    model.train_on_batch(*batch)
+    assert any("lora" in v.path for v in model.trainable_weights)
+    for old, new in zip(before, model.trainable_weights, strict=True):
+        if "lora_kernel_b" in new.path:
+            assert not np.array_equal(old, keras.ops.convert_to_numpy(new))
 
 
 @any_family
