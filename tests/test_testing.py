@@ -28,7 +28,9 @@ def test_models_of_this_package_pass_all_checks(family):
     assert type(model.sampler).__name__ == "TopKSampler"
 
 
-@pytest.mark.parametrize("mode", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize(
+    "mode", ["bfloat16", "int8", pytest.param("int4", marks=pytest.mark.nightly)]
+)
 def test_models_with_low_precision_pass_checks(mode):
     """Rounding counts as a wrong token, or all tokens count as equal."""
     model = tiny_causal_lm(family="hgrn2", dtype="bfloat16" if mode == "bfloat16" else "float32")

@@ -21,6 +21,7 @@ from keras_recurrent.backends.triton._runtime import torch_operators
 from tests.ops import judge, native
 from tests.ops.cases import Case, draw, round_to
 
+nightly = pytest.mark.nightly
 OPERATION = "gated_linear_attention"
 CHUNK = 64
 # The lowest sums of logarithms that one reference serves: of a chunk forwards, and of its weights.
@@ -75,8 +76,8 @@ CHUNK_FLAGS = [1, 0, 1, 0]
     [
         ("bfloat16", True, True),
         ("float32", False, False),
-        pytest.param("bfloat16", True, False, marks=pytest.mark.nightly),
-        pytest.param("float32", False, True, marks=pytest.mark.nightly),
+        pytest.param("bfloat16", True, False, marks=nightly),
+        pytest.param("float32", False, True, marks=nightly),
     ],
 )
 def test_flagged_and_unflagged_chunks_in_one_sequence(decay_dtype, tied, kinds):
@@ -118,7 +119,10 @@ SEQUENCES = {
 }
 
 
-@pytest.mark.parametrize("name", SEQUENCES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=nightly if i % 2 else ()) for i, n in enumerate(SEQUENCES)],
+)
 def test_one_document_of_fast_decays_matches_definition(name):
     """A result is wrong at a threshold of decays, between chunks, or in an incomplete chunk."""
     log_f, case, expected = SEQUENCES[name]
@@ -160,7 +164,7 @@ def test_time_segments_with_flagged_and_unflagged_chunks(monkeypatch):
     judge.check(OPERATION, "triton", drawn)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [pytest.param(True, marks=nightly), False])
 def test_flagged_and_unflagged_tiles_in_one_chunk(tied):
     """The last 16 of 80 channels read the flag of the others, or their gradients do."""
     log_f = stretches(-0.3, -0.02, channels=80)
@@ -181,7 +185,9 @@ def test_pairs_of_flagged_chunks_are_computed_once(monkeypatch):
     assert kernels.count(gated_operands.pairs_kernel) == 1
 
 
-@pytest.mark.parametrize("starts", [[], [32], [10, 40], [70]])
+@pytest.mark.parametrize(
+    "starts", [[32], [10, 40], *(pytest.param(s, marks=nightly) for s in ([], [70]))]
+)
 def test_documents_cross_the_halves_of_a_chunk(starts):
     """Fast and slow decays: pairs of both halves meet within a document, and only there."""
     log_f = stretches(-4, -0.1, channels=18)
@@ -194,10 +200,7 @@ def test_documents_cross_the_halves_of_a_chunk(starts):
     ("place", "channels"),
     [(40, 16), (70, 16)]
     # 20: in a chunk's first half; 160: by the kernel of 32 tokens
-    + [
-        pytest.param(*case, marks=pytest.mark.nightly)
-        for case in ((20, 16), (20, 160), (40, 160), (70, 160))
-    ],
+    + [pytest.param(*case, marks=nightly) for case in ((20, 16), (20, 160), (40, 160), (70, 160))],
 )
 def test_gradients_of_a_document_stay_in_the_document(place, channels):
     """Decays before it whose outputs are not used have gradients of 0, not rounding errors."""
@@ -224,8 +227,8 @@ def test_gradients_with_fast_decays_are_as_exact_as_operands():
     [
         (True, -5),
         (False, -0.05),
-        pytest.param(True, -0.05, marks=pytest.mark.nightly),
-        pytest.param(False, -5, marks=pytest.mark.nightly),
+        pytest.param(True, -0.05, marks=nightly),
+        pytest.param(False, -5, marks=nightly),
     ],
 )
 def test_gradients_with_infinite_padding_are_finite(mean, tied):

@@ -24,6 +24,7 @@ from tests.ops.cases import Case, draw, round_to
 # Triton's interpreter computes both sides of `tl.where`, of which one is 0 * -inf.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in multiply")
 
+nightly = pytest.mark.nightly
 OPERATION = "lightning_attention"
 DECAYS = [(0, -np.inf, -1.5), (-2.6, -1e-9, -20), (-1e4, -0.5, -1e-38)]
 # Of float32 16 tokens are a chunk, of bfloat16 64. Pieces of one chunk and of several; the last
@@ -70,9 +71,7 @@ def pad(drawn, *places):
 @pytest.mark.parametrize(
     ("kinds", "dtype", "length", "split", "log_decay"),
     [
-        pytest.param(
-            *situation, decay, marks=() if (i - j) % len(DECAYS) == 0 else pytest.mark.nightly
-        )
+        pytest.param(*situation, decay, marks=() if (i - j) % len(DECAYS) == 0 else nightly)
         for i, situation in enumerate(SITUATIONS)
         for j, decay in enumerate(DECAYS)
     ],
@@ -94,7 +93,7 @@ def test_heads_with_different_decays_match_the_reference(
     assert len(found) == 4  # of the output and of three gradients
 
 
-SLOW_IN_NUMPY = pytest.mark.nightly if judge.INTERPRETED else ()
+SLOW_IN_NUMPY = nightly if judge.INTERPRETED else ()
 
 
 @pytest.mark.parametrize("at_once", [128, pytest.param(4096, marks=SLOW_IN_NUMPY)])
@@ -140,7 +139,9 @@ DECAYS_OF_TOKENS = {
 }
 
 
-@pytest.mark.parametrize("name", DECAYS_OF_TOKENS)
+@pytest.mark.parametrize(
+    "name", ["slow", "near the end", *(pytest.param(n, marks=nightly) for n in ("fast", "at once"))]
+)
 def test_decays_of_tokens_in_segments_match_the_reference(name, monkeypatch):
     """A subsegment skips tokens that are remembered, or a decay between segments is wrong."""
     dtype, length, split, log_decay = DECAYS_OF_TOKENS[name]
@@ -158,7 +159,7 @@ def test_decays_of_tokens_in_segments_match_the_reference(name, monkeypatch):
     assert (name != "slow") == any(np.any(empty(launch)) for launch in found)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=nightly), "bfloat16"])
 def test_gradients_of_decays_in_several_spans_match_the_reference(dtype, monkeypatch):
     """The terms of a pair of tokens in two spans are lost, or counted twice."""
     monkeypatch.setattr(scalar_decay_attention, "_SPAN", 64)

@@ -20,11 +20,20 @@ from tests.ops.cases import DRAW, Case, draw
 from tests.processes import fresh_process
 
 OPERATIONS = [o for o in DRAW if not isinstance(dispatch.IMPLEMENTATIONS[o]["triton"], str)]
-every_operation = pytest.mark.parametrize("operation", OPERATIONS)
-every_kernel = pytest.mark.parametrize("operation", [*OPERATIONS, *token_wise.DRAW])
+# It takes seconds in Triton's interpreter; lightning_attention runs most of its kernels.
+SCALAR = pytest.param("scalar_decay_attention", marks=pytest.mark.nightly)
+
+
+def parametrize(operations):
+    operations = [SCALAR if o == "scalar_decay_attention" else o for o in operations]
+    return pytest.mark.parametrize("operation", operations)
+
+
+every_operation = parametrize(OPERATIONS)
+every_kernel = parametrize([*OPERATIONS, *token_wise.DRAW])
 LINEAR = ("gated_linear_attention", "lightning_attention", "scalar_decay_attention")
-attention = pytest.mark.parametrize("operation", [*LINEAR, "sliding_window_attention"])
-linear_attention = pytest.mark.parametrize("operation", LINEAR)
+attention = parametrize([*LINEAR, "sliding_window_attention"])
+linear_attention = parametrize(LINEAR)
 ON_GPU = torch.cuda.is_available()
 
 
