@@ -4,17 +4,14 @@ import inspect
 
 import keras
 import keras_hub
-import numpy as np
 import pytest
 
 from keras_recurrent.compat import BloomAttention, GPTNeoXAttention, T5MultiHeadAttention
-from keras_recurrent.gqa.pooling import Pooling, transfer
 from keras_recurrent.gqa.regroup import regroup, regroup_built
-from tests.gqa.oracle import assert_equal, set_weights
 
 pytestmark = pytest.mark.once
 
-HEADS, WIDTH = 4, 32  # rotary positions turn half of a head with two frequencies
+HEADS, WIDTH = 4, 32
 
 
 def serialized(**options):
@@ -115,14 +112,3 @@ def test_regroup_applies_dropout(cls):
         return {i.rate for i in layer._flatten_layers() if isinstance(i, keras.layers.Dropout)}
 
     assert rates(regroup_built(make_built(cls, dropout=0.25), 2)) == {0.25}
-
-
-def test_regroup_applies_rotary_options_of_gpt_neox():
-    """The grouped layer stores its rotary options and does not apply them."""
-    layer = make_built(GPTNeoXAttention)
-    set_weights(layer)
-    same = regroup_built(layer, HEADS)
-    transfer(layer, same, Pooling("mean", HEADS, seed=0))
-    x = np.random.default_rng(0).normal(size=(1, 5, WIDTH)).astype("float32")
-    mask = np.tril(np.ones((1, 5, 5), bool))
-    assert_equal(same(x, attention_mask=mask)[0], layer(x, attention_mask=mask)[0])
