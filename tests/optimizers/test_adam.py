@@ -12,8 +12,9 @@ from keras_recurrent.optimizers import Adam, AdamW
 from keras_recurrent.optimizers.stochastic_rounding import rounding_keys, stochastic_round
 from tests.devices.processes import run_on_simulated_devices
 from tests.gpu import has_gpu
+from tests.models.tiny import NIGHTLY_IF_COMPILED
 
-DTYPES = ["bfloat16", "float16"]
+DTYPES = ["bfloat16", pytest.param("float16", marks=NIGHTLY_IF_COMPILED)]
 SHAPES = (30, 40), (5,), (2, 1, 3)
 LEARNING_RATE = 0.02
 # On NVIDIA GPUs, torch's fused kernel has 1 - β₂ in float32, with an error of 1.3e-5.
