@@ -1,44 +1,12 @@
-"""Guides of HGRN2's figures 2 and 3 and table 1: runs at tiny sizes, counts and layers."""
+"""Layers and networks that guides of papers define."""
 
 import keras
 import numpy as np
 import pytest
 
+from keras_recurrent.models import TransNormerBackbone, TransNormerCausalLM
+
 pytestmark = pytest.mark.once
-
-
-def test_associative_recall_guide_trains_each_task_and_model(run_twice):
-    lines, printed = run_twice(
-        "associative_recall",
-        "--lengths 8 16 --pairs 2 3 --vocabulary 16 --widths 8 --expansions 4 16 "
-        "--rates 0.01 0.02 --rows 4 --test-rows 8 --steps 2 --every 1",
-    )
-    # There is a line for each task and model; expansions that do not divide the width are left out.
-    assert [(line["pairs"], line["model"], line["expansion"]) for line in lines] == [
-        (pairs, *model)
-        for pairs in (2, 3)
-        for model in (("HGRN", 1), ("HGRN2", 4))
-        for _ in ("0.01", "0.02")
-    ]
-    assert {line["state_numbers"] for line in lines} == {16, 64}
-    assert "| 3 pairs in 16 tokens, width 8 |" in printed
-
-
-def test_state_size_guide_compares_models_of_equal_size(guide, run_twice, tmp_path):
-    state_size = guide("state_size")
-    text = tmp_path / "text"
-    text.write_bytes(bytes(range(32, 127)) * 8)
-    sizes = "--width 12 --num-layers 2 --ratios 1 4 5 --length 8 --tokens 16 --steps 2 --windows 8"
-    lines, printed = run_twice("state_size", f"--text {text} {sizes}")
-    # A ratio that does not divide the width is left out.
-    assert [line["setting"] for line in lines] == [1, 4, *state_size.FORMS]
-    parameters = [line["parameters"] for line in lines]
-    assert max(parameters) < 1.02 * min(parameters)
-    assert "below 1 by more than 2 deviations" in printed
-    assert "| HGRN | complex, 2 d |" in printed
-    assert state_size.better(np.array([1.0, 1.1]), np.array([1.5, 1.6])) == "yes"
-    assert state_size.better(np.array([1.0, 1.1]), np.array([1.1, 1.2])) == "NO"
-    assert state_size.better(np.array([1.0]), np.array([1.5])) == "NO"  # one seed has no deviation
 
 
 def test_state_hgrn_equals_a_loop_over_time(guide):
@@ -96,3 +64,45 @@ def test_scanned_hgrn2_of_the_guide_matches_the_layer(guide, ratio):
     right, _ = scanned(x[:, 3:], lower_bound=bound, initial_state=left)
     right, found = map(keras.ops.convert_to_numpy, (right, found))
     np.testing.assert_allclose(right, found[:, 3:], atol=1e-5)
+
+
+def test_lightning_ablations_variant_changes_its_part_only(guide):
+    ablations = guide("lightning_ablations")
+    size = ablations.Size(8, 2, 3, 8, 16, 1, 4, 1e-3)
+    released = TransNormerCausalLM(
+        TransNormerBackbone(
+            vocabulary_size=256,
+            num_layers=3,
+            hidden_dim=8,
+            intermediate_dim=22,
+            num_heads=2,
+            head_dim=4,
+        )
+    )
+    rows = np.arange(10).reshape(2, 5)
+    logits = {}
+    for name, variant in ablations.VARIANTS.items():
+        model = ablations.build(variant, size, seed=0)
+        blocks = model.backbone.transformer_layers
+        assert [block.temporal_block.use_lrpe for block in blocks] == {
+            "first": [True, False, False],
+            "all": [True] * 3,
+            "none": [False] * 3,
+        }[variant.lrpe]
+        logits[name] = model({"token_ids": rows, "padding_mask": np.ones_like(rows)})
+        logits[name] = keras.ops.convert_to_numpy(logits[name])
+        if name == ablations.RELEASED:
+            # The released variant is the network of the package.
+            released.set_weights(model.get_weights())
+            same = released({"token_ids": rows, "padding_mask": np.ones_like(rows)})
+            same = keras.ops.convert_to_numpy(same)
+            np.testing.assert_allclose(logits[name], same, rtol=1e-5, atol=1e-6)
+        elif name == "RMSNorm":  # its weights begin at 1
+            np.testing.assert_array_equal(logits[name], logits[ablations.RELEASED])
+        else:
+            assert np.abs(logits[name] - logits[ablations.RELEASED]).max() > 1e-3, name
+    maps = 3 * 8 * 8  # of the gates
+    weights = {n: ablations.build(v, size, 0).count_params() for n, v in ablations.VARIANTS.items()}
+    assert weights["no gate"] == weights[ablations.RELEASED] - maps
+    assert weights["no decay"] == weights[ablations.RELEASED]
+    assert weights["RMSNorm"] == weights[ablations.RELEASED] + 8 * (3 * 3 + 1)

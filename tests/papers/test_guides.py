@@ -1,0 +1,115 @@
+"""Each guide of a paper runs at tiny sizes, resumes, and prints its table and verdicts."""
+
+import functools
+import re
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.once
+
+nightly = pytest.mark.nightly
+# Name of a guide, its arguments, the number of its results, and patterns of what it prints.
+GUIDES = [
+    (
+        "extrapolation",
+        "--width 16 --lru-width 16 --num-layers 3 --lengths 8 16 --longest 64 --windows 16 "
+        "--tokens 32 --steps 3 --text {text}",
+        *(8, [*(rf"\| {name} \|" for name in ("Hawk", "Griffin", "MQA RoPE")), "4 L less L"]),
+    ),
+    (
+        "synthetic_tasks",
+        "--width 16 --num-layers 2 --rows 4 --test-rows 8 --every 1 --warmup 1 --longest 32 "
+        "--copying-length 8 --copying-data 2 --copying-window 4 --copying-steps 2 "
+        "--induction-length 8 --induction-window 4 --induction-steps 2",
+        *(6, [r"(?s)\| Griffin \|.*\| Griffin \|", "NO: at least 99 % right"]),
+    ),
+    (
+        "phone_book",
+        "--width 16 --num-layers 2 --window 12 --queries 1 --names 2 6 --tokens 32 --test-rows 8 "
+        "--steps 2 --every 1 --warmup 1 --name-length 1 --number-length 2",
+        *(6, [r"\| 2 names, 0.666667 windows \| 6 names, 2 windows \|", "NO: 30 points less of 6"]),
+    ),
+    # Expansions, and ratios below, that do not divide the width are left out.
+    (
+        "associative_recall",
+        "--lengths 8 16 --pairs 2 3 --vocabulary 16 --widths 8 --expansions 4 16 "
+        "--rates 0.01 0.02 --rows 4 --test-rows 8 --steps 2 --every 1",
+        *(2 * 2 * 2, [r"\| 3 pairs in 16 tokens, width 8 \|"]),
+    ),
+    (
+        "state_size",
+        "--width 12 --num-layers 2 --ratios 1 4 5 --length 8 --tokens 16 --steps 2 --windows 8 "
+        "--text {text}",
+        *(2 + 3, ["below 1 by more than 2 deviations", r"\| HGRN \| complex, 2 d \|"]),
+    ),
+    (
+        "lightning_ablations",
+        "--width 8 --num-heads 2 --num-layers 2 --length 8 --tokens 16 --steps 2 --windows 4 "
+        "--variants 'no gate' LayerNorm",
+        *(3, [r"\| worse: 2.263, not 2.248 \|", r"\| LayerNorm \|"]),  # one is the released model
+    ),
+    pytest.param(
+        "grouped_queries",
+        "--width 16 --head-dim 2 --length 8 --steps 8 --rows 8 --heads 4 --timed-width 16 "
+        "--timed-length 16 --repeats 1 --groups 2",
+        *(3 + 4, [r"\| 2 groups, (mean|first|random) \|", r"\| 4 groups \| [\d.]+ \| .* \| 0.00"]),
+        marks=nightly,
+    ),
+    pytest.param(
+        *("training_speed", "--lengths 8 16 --tokens 16 --window 4"),
+        *(5 * 2, [r"\| TNL \| 1.00 \| [\d.]+ \| \w+: within 10 % to 16; "]),
+        marks=nightly,
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "count", "patterns"), GUIDES)
+def test_guide_of_a_paper_prints_its_results(run_twice, tmp_path, name, arguments, count, patterns):
+    """A guide fails, trains fewer models, or loses results of an interrupted run."""
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(32, 127)) * 20)
+    lines, printed = run_twice(name, arguments.format(text=text))
+    assert len(lines) == count
+    assert [pattern for pattern in patterns if not re.search(pattern, printed)] == []
+    if name == "state_size":  # it compares models of equal size
+        parameters = [line["parameters"] for line in lines]
+        assert max(parameters) < 1.02 * min(parameters)
+
+
+def test_gates_guide_finds_a_wrong_gate(guide, call, tmp_path, monkeypatch):
+    assert "Measured gates and closed forms agree to 1e-06" in call("gates")
+    assert (tmp_path / "gates.png").stat().st_size > 0
+    monkeypatch.setitem(guide("gates").MEASURED, "Mamba", lambda a, r: (1 - r, r))
+    (tmp_path / "gates.jsonl").unlink()
+    assert "DO NOT AGREE" in call("gates")
+
+
+def test_verdicts_of_guides_require_two_deviations(guide):
+    """A result of one seed, or within two deviations, counts as a reproduction."""
+    better, one = guide("state_size").better, np.array([1.0])
+    assert better(np.array([1.0, 1.1]), np.array([1.5, 1.6])) == "yes"
+    assert better(np.array([1.0, 1.1]), np.array([1.1, 1.2])) == better(one, one + 1) == "NO"
+    judge = guide("lightning_ablations").judge
+    assert judge(np.array([0.1, 0.11])) == "worse"
+    assert judge(np.array([-0.1, -0.11])) == "better"
+    assert judge(np.array([0.1, -0.05])) == "within 2 deviations"
+
+
+@nightly
+def test_throughput_guide_prints_tokens_per_second(guide, call, run_twice, tmp_path, monkeypatch):
+    throughput = guide("throughput")
+    monkeypatch.setattr(throughput, "compute", functools.cache(throughput.compute))
+    monkeypatch.setattr(throughput, "LENGTHS", [512, 1024, 2048, 4096])
+    make_model = functools.partial(throughput.make_model, num_layers=1)
+    monkeypatch.setattr(throughput, "make_model", make_model)
+    sizes = "--tokens 8 --latency-tokens 4 --latency-rows 8 --prompts 0 --window 4"
+    lines, printed = run_twice("throughput", f"{sizes} --memory 1200000")
+    assert len(lines) == 6
+    assert lines[-1]["model"] == "mqa"
+    assert "| Griffin, 4,096 tokens | 4,096 | 38,346 | 1.81 |" in printed
+    for name in ("Hawk", "Griffin", "MQA"):
+        assert f"| {name}, 8 tokens |" in printed
+    assert "8 tokens: Hawk above Griffin by 2 deviations: " in printed
+    with pytest.raises(SystemExit, match="are more than a memory of 1,000 bytes"):
+        call("throughput", f"--memory 1000 --output {tmp_path}/none")
