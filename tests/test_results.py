@@ -101,57 +101,6 @@ def test_overview_figures_are_in_raw_files(page):
     assert list(missing((ROOT / page).read_text(), all_raw())) == []
 
 
-def lines_with(column, page):
-    """Returns `[(first cell without links, cells)]` of a page's tables that have a column."""
-    return [
-        (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", line[0]), dict(zip(columns, line, strict=True)))
-        for columns, *lines in tables((ROOT / page).read_text())
-        if column in columns
-        for line in lines
-    ]
-
-
-def cell_figures(cells):
-    return {*figures(cells["this package"]), *figures(cells["baseline"])}
-
-
-def test_overview_lines_are_lines_of_result_pages():
-    """A line of docs/benchmarks.md has figures that are not in one line of a result page."""
-    results = [cell_figures(c) for page in PAGES for _, c in lines_with("this package", page)]
-    differing = [
-        work
-        for work, cells in lines_with("this package", "docs/benchmarks.md")
-        if not any(line <= cell_figures(cells) for line in results)
-    ]
-    assert differing == []
-
-
-def test_readme_speeds_are_lines_of_the_overview():
-    """A line of README is missing in docs/benchmarks.md, or has other figures there."""
-    readme, overview = (
-        {work: cell_figures(cells) for work, cells in lines_with("this package", page)}
-        for page in ("README.md", "docs/benchmarks.md")
-    )
-    assert readme
-    assert {work: overview.get(work) for work in readme} == readme
-
-
-def test_comparison_factors_are_those_of_the_overview():
-    """A factor in docs/comparison.md is not the least or largest of the measured lines."""
-    lines = lines_with("this package", "docs/benchmarks.md")
-    lines += lines_with("this package", RESULTS / "jax_linear_attention.md")
-    compared = lines_with("times as fast", "docs/comparison.md")
-    assert compared
-    for work, cells in compared:
-        begins = work.removesuffix(", as in trained models")
-        found = [c["factor"].replace("×", "") for w, c in lines if w.startswith(begins)]
-        factors = [float(factor) for text in found for factor in figures(text)]
-        shown = figures(cells["times as fast"])
-        decimals = len(shown[0].partition(".")[2])
-        expected = dict.fromkeys(f"{f:.{decimals}f}" for f in (min(factors), max(factors)))
-        assert shown == list(expected), work
-
-
 def test_decimals_in_text_are_on_the_linked_result_pages():
     """A paragraph has a figure that is on none of the result pages that it links."""
     link = re.compile(r"\]\((?:\.\./|docs/)*((?:benchmarks/results|guides/papers)/\w+\.md)")
@@ -175,31 +124,3 @@ def test_each_raw_file_has_the_same_columns_and_a_page():
         assert header == COLUMNS, path.name
         assert all(len(line) == len(header) for line in lines), path.name
         assert (RESULTS / f"{path.stem}.md").exists(), path.name
-
-
-def test_choosing_has_figures_of_the_presets_and_experiments():
-    """The table of docs/choosing.md has a figure that has changed at its source."""
-    presets, experiments = (
-        (ROOT / page).read_text() for page in ("docs/api/presets.md", "guides/papers/README.md")
-    )
-    lines = lines_with("loss on long texts", "docs/choosing.md")
-    assert lines
-    for _, cells in lines:
-        assert f"| {cells['state'].strip('`')} |" in presets
-        for name in ("loss on long texts", "step time"):
-            assert cells[name].lstrip("+× ") in experiments, cells
-
-
-@pytest.mark.parametrize("page", ["scans", "linear_attention", "decoding"])
-def test_kernel_variants_are_in_the_raw_file(page):
-    """A figure mistyped in a table of variants is in no line of docs/kernels/variants.csv."""
-    with (ROOT / "docs/kernels/variants.csv").open(newline="") as file:
-        measured = {float(line["value"]) for line in csv.DictReader(file)}
-    _, variants = (ROOT / f"docs/kernels/{page}.md").read_text().split("\n## Variants tried\n")
-    _, _, *lines = re.findall(r"^\|.*\|$", variants, re.MULTILINE)
-    # Dates, shapes, tiles, and names of types and devices are no figures.
-    others = r"2026-\d\d-\d\d|\d+×[\d×]+|\(.*?\)|\bb\d+\b|b?float\d+|int\d|H\d+"
-    cells = [re.sub(others, "", cell) for line in lines for cell in line.split("|")[3:]]
-    figures = [n.replace(",", "") for cell in cells for n in re.findall(r"\d[\d,.]*\d|\d", cell)]
-    assert len(figures) > 40
-    assert [figure for figure in figures if float(figure) not in measured] == []
