@@ -1,6 +1,7 @@
 """Network of HGRN2 and its hybrids with attention, and its residual block."""
 
 import keras
+from keras import ops
 
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer, is_integer
 from keras_recurrent.layers import HGRN2, LocalAttention, LowerBounds
@@ -138,7 +139,7 @@ class HGRN2Backbone(RecurrentBackbone):
     def block_arguments(self, embeddings):
         arguments = super().block_arguments(embeddings)
         if self.lower_bounds is not None:
-            bounds = self.lower_bounds(embeddings)
+            bounds = ops.unstack(self.lower_bounds(embeddings), self.num_layers - 1)
             for i, block in enumerate(self.transformer_layers[1:], start=1):
                 if not isinstance(block.temporal_block, LocalAttention):
                     arguments[i] = {"lower_bound": bounds[i - 1]}
