@@ -17,7 +17,7 @@ from keras_recurrent.serving.request import EngineClosed
 # While n requests are queued although slots are free, the bound on delays of steps is multiplied by
 # 1 + n // `WAITING_PER_FACTOR`, at most by `MAX_FACTOR`.
 WAITING_PER_FACTOR, MAX_FACTOR = 2, 4
-SECONDS_PER_SEARCH = 0.02  # between two searches of the queue and for timeouts
+SECONDS_PER_SEARCH = 0.02  # between two searches for timeouts
 
 
 class Scheduler(DecodingLoop):
@@ -169,11 +169,8 @@ class Scheduler(DecodingLoop):
         now = time.monotonic()
         if not self._must_search and now < self._next_search:
             return
-        self._must_search = False
-        waiting: list[Any] = [self._prompts, self._ready]
-        if now >= self._next_search:
-            self._next_search = now + SECONDS_PER_SEARCH
-            waiting.append(self._queue)
+        self._must_search, self._next_search = False, now + SECONDS_PER_SEARCH
+        waiting: list[Any] = [self._prompts, self._ready, self._queue]
         for sequences in waiting:
             with self.changed:
                 ended = [(s, reason) for s in sequences if (reason := s.end_reason(now))]
@@ -290,6 +287,7 @@ class Scheduler(DecodingLoop):
                 )
             if stop == len(sequence.prompt) - 1:
                 sequences = [sequence, *sequence.take_copies()]
+                self._must_search = True  # the sequence may have waited for its copies to end
                 self._ready += [each for each in sequences if each.max_new_tokens]
                 self._prompts.remove(sequence)
                 for each in sequences:

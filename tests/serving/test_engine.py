@@ -580,6 +580,9 @@ class Device:
         self.num_free -= 1
         self.active.append(sequence)
 
+    def remove(self, sequence):
+        self.active.remove(sequence)
+
 
 def make_scheduler(device, lengths):
     """Returns a `Scheduler` with prompts of these lengths in its queue."""
@@ -631,3 +634,21 @@ def test_scheduler_fills_a_free_slot_while_chunks_are_processed():
     device.num_free = 1
     scheduler.advance()  # the program still runs
     assert device.num_free == 0
+
+
+@pytest.mark.once
+def test_cancelled_request_that_shares_its_prompt_ends_after_the_prompt(monkeypatch):
+    """It generates all tokens, because it may not end when the cancellation arrives."""
+    monkeypatch.setattr(scheduler, "SECONDS_PER_SEARCH", 1000)
+    device, results = Device(num_free=3), []
+    made = make_scheduler(device, ())
+    made.emit = results.extend
+    made.advance()  # the only search for timeouts
+    arguments = np.ones(19, "int32"), SamplingParams(n=2), np.random.SeedSequence(0), 5, ()
+    made.submit(1, *arguments, deadline=None, ends=(), salt=None)
+    made.stop(1, None)
+    for _ in range(5):
+        made.advance()
+    made._deliver()
+    assert [(number, reason) for number, _, _, reason, *_ in results] == [(1, "cancelled")]
+    assert len(device.active) == 1
