@@ -8,7 +8,7 @@ from keras_recurrent.generation.prompt_tokens import parse_token_ids
 from keras_recurrent.generation.prompts import capacity, pad_prompts
 from keras_recurrent.generation.sampling_params import SamplingParams
 from keras_recurrent.generation.sequence import Sequence
-from keras_recurrent.generation.stop_strings import StreamedText
+from keras_recurrent.generation.text import StreamedText
 from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
 
 TOKENS_PER_CALL = 2048  # tokens of a batch whose logits are in memory at a time

@@ -27,8 +27,7 @@ from keras_recurrent.generation.sequence import (
     format_beams,
     format_result,
 )
-from keras_recurrent.generation.stop_strings import StreamedText, check_stop_strings
-from keras_recurrent.generation.text import hidden_stop_tokens
+from keras_recurrent.generation.text import StreamedText, check_stop_strings, hidden_stop_tokens
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
 
 

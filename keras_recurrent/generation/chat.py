@@ -16,8 +16,12 @@ from keras_recurrent.generation.conversation import Conversation, text_after, to
 from keras_recurrent.generation.prompts import check_batch_size, check_cache
 from keras_recurrent.generation.sampling_params import explains_options
 from keras_recurrent.generation.sequence import GenerationOutput
-from keras_recurrent.generation.stop_strings import StreamedText, check_stop_strings
-from keras_recurrent.generation.text import hidden_stop_tokens, text_of
+from keras_recurrent.generation.text import (
+    StreamedText,
+    check_stop_strings,
+    hidden_stop_tokens,
+    text_of,
+)
 from keras_recurrent.generation.tool_calls import ToolCallParser, tool_call
 
 

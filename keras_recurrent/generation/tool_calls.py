@@ -4,7 +4,7 @@ import uuid
 from typing import Any
 
 from keras_recurrent.chat.tools import MALFORMED, parse_calls
-from keras_recurrent.generation.stop_strings import StopFilter
+from keras_recurrent.generation.text import StopFilter
 
 
 class ToolCallParser:

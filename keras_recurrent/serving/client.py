@@ -21,8 +21,7 @@ from keras_recurrent.generation.sampling_params import (
     explains_options,
     seed_sequence,
 )
-from keras_recurrent.generation.stop_strings import StreamedText, check_stop_strings
-from keras_recurrent.generation.text import hidden_stop_tokens
+from keras_recurrent.generation.text import StreamedText, check_stop_strings, hidden_stop_tokens
 from keras_recurrent.serving.message_ends import MessageEnds
 from keras_recurrent.serving.request import (
     EngineClosed,

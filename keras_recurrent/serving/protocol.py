@@ -9,7 +9,7 @@ import pydantic
 from keras_recurrent.chat import ROLES
 from keras_recurrent.chat.tools import check_tools
 from keras_recurrent.generation.sampling_params import SamplingParams
-from keras_recurrent.generation.stop_strings import MAX_LENGTH, MAX_STRINGS
+from keras_recurrent.generation.text import MAX_LENGTH, MAX_STRINGS
 from keras_recurrent.serving.request import PromptTooLong
 
 MAX_PROMPTS, MAX_MESSAGES, MAX_PARTS, MAX_BIASES = 2048, 4096, 1024, 1024

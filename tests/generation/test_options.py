@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent.generation.sequence import Sequence
-from keras_recurrent.generation.stop_strings import StopFilter, StreamedText
+from keras_recurrent.generation.text import StopFilter, StreamedText
 from keras_recurrent.models import HGRN2CausalLMPreprocessor, SamplingParams
 from keras_recurrent.serving import Engine
 from keras_recurrent.tokenizers import ByteTokenizer

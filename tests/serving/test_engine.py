@@ -16,7 +16,7 @@ import pytest
 from keras_recurrent import dispatch, which_generation
 from keras_recurrent.generation import batch, prompt_chunks
 from keras_recurrent.generation.sampling_params import TokenLogprobs
-from keras_recurrent.generation.stop_strings import StreamedText
+from keras_recurrent.generation.text import StreamedText
 from keras_recurrent.layers import hgrn2
 from keras_recurrent.models import GriffinCausalLM, HGRN2CausalLM, SamplingParams
 from keras_recurrent.serving import Engine, EngineClosed, EngineFull, scheduler

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent.generation.sampling_params import TokenLogprobs
-from keras_recurrent.generation.stop_strings import StreamedText
-from keras_recurrent.generation.text import TokenBytes
+from keras_recurrent.generation.text import StreamedText, TokenBytes
 from keras_recurrent.models import GriffinCausalLMPreprocessor
 from keras_recurrent.serving.responses import ChatFormat, CompletionFormat, LogprobTexts
 from tests.generation.test_text import TOKENIZERS
