@@ -31,7 +31,7 @@ class TorchBatch(Batch):
     def prepare_slots(self, max_length, num_prompts):
         self.initial_state = initial = self._prepare(max_length)
         self._chunks = self._programs.chunks(initial, num_prompts)
-        self.num_prompts = self._chunks.num_prompts
+        self.num_prompts = 1 if self._chunks is None else num_prompts
         # The cache of a step may also have tensors of recent tokens, which `initial` lacks.
         self._initial = self._decoder.step.flatten_cache(initial)
         given = {id(t) for t in optree.tree_leaves(initial)}
@@ -122,11 +122,14 @@ class TorchBatch(Batch):
         return replay
 
     def prompt_state(self, state):
-        leaves, structure = optree.tree_flatten(state)  # which share allocations with other prompts
+        # The tensors may be views of larger ones, or share allocations with other prompts.
+        leaves, structure = optree.tree_flatten(state)
         return optree.tree_unflatten(structure, clone_state(leaves))
 
     def process(self, states, tokens, mask):
-        return self._chunks(states, tokens, mask)
+        if self._chunks is None:
+            return [self._programs.prefill(tokens, mask.sum(1), *states)]
+        return (yield from self._chunks(states, tokens, mask))
 
     def wait(self):
         if self._device.type == "cuda":

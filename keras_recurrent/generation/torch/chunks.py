@@ -1,4 +1,4 @@
-"""Chunks of prompts: a sequence of short CUDA graphs on NVIDIA GPUs, else layer by layer."""
+"""Chunks of prompts on NVIDIA GPUs: a sequence of short CUDA graphs."""
 
 import functools
 import itertools
@@ -27,31 +27,26 @@ MAX_PARTS, MIN_OPERATIONS = 48, 16
 class Chunks:
     """Processes chunks of some prompts. A call is a generator, which returns the next states.
 
-    On NVIDIA GPUs, a program is made for each number of tokens. It processes `num_prompts` prompts
-    in several parts. Elsewhere, a call is one part. The weights must not change between calls.
+    A program is made for each number of tokens. It processes `num_prompts` prompts in several
+    parts. The weights must not change between calls.
 
     Args:
         model: the language model.
         make_chunk: a function of a cache and, as `chunk`, a number of tokens, which returns the
             `Chunk`.
-        graph_reason: the reason for no CUDA graphs, or None.
-        num_prompts: integer, the number of prompts of a program on NVIDIA GPUs.
+        num_prompts: integer, the number of prompts of a program.
         cache: the cache of one sequence before all tokens.
-
-    Attributes:
-        num_prompts: integer, maximum number of prompts of a call; 1 without CUDA graphs.
     """
 
-    def __init__(self, model, make_chunk, graph_reason, num_prompts, cache):
+    def __init__(self, model, make_chunk, num_prompts, cache):
         self._model, self._make_chunk, self._example = model, make_chunk, cache
         self._structure = optree.tree_structure(cache)
-        self._uses_graphs = graph_reason is None
-        self.num_prompts = num_prompts if self._uses_graphs else 1
+        self._num_prompts = num_prompts
         self._programs: dict = {}  # {number of tokens: _Program}
         self._prepared: list = []
         # The buffers that all programs read and overwrite.
-        self._buffers = clone_all(optree.tree_leaves(self._batch(self.num_prompts)))
-        self._slots = [slot_of(self._buffers, index) for index in range(self.num_prompts)]
+        self._buffers = clone_all(optree.tree_leaves(self._batch(self._num_prompts)))
+        self._slots = [slot_of(self._buffers, index) for index in range(self._num_prompts)]
         self._pool = None
 
     def _batch(self, size):
@@ -61,15 +56,13 @@ class Chunks:
     def __call__(self, states, tokens, mask):
         """Generator that launches one part each time it is resumed, and returns the new states.
 
-        No other call may begin before the generator has returned.
+        No other call may begin before the generator has returned. The new states share allocations.
 
         Args:
             states: a list of at most `num_prompts` caches of one sequence each.
             tokens: int32 [num_prompts, T], a NumPy array.
             mask: boolean [num_prompts, T], a NumPy array, False at padding.
         """
-        if not self._uses_graphs:
-            return self._run_layers(states[0], tokens, mask)
         num_tokens = tokens.shape[1]
         if num_tokens not in self._programs:
             self._programs[num_tokens] = self._make_program(num_tokens)
@@ -81,28 +74,16 @@ class Chunks:
         for run in program.parts:
             yield
             run()
-        return self._new_states(slots)
-
-    def _new_states(self, slots):
-        """Returns a cache with copies of each list of tensors. The caches share allocations.
-
-        One launch for each shape copies all lists, because the next step waits for the launches.
-        """
+        # One launch for each shape copies all states, because the next step waits for the launches.
         copies = iter(clone_state([tensor for slot in slots for tensor in slot]))
         return [
             optree.tree_unflatten(self._structure, itertools.islice(copies, len(slot)))
             for slot in slots
         ]
 
-    def _run_layers(self, cache, tokens, mask):
-        """Runs the layers on one prompt without padding, on a CPU as fast as a program."""
-        tokens = keras.ops.convert_to_tensor(tokens[:, : mask.sum()])
-        _, cache = self._model.backbone.hidden_states(tokens, cache=cache)
-        return self._new_states([optree.tree_leaves(cache)])
-
     def _make_program(self, num_tokens):
-        chunk = self._make_chunk(self._batch(self.num_prompts), chunk=num_tokens)
-        prepared, shape = self._shared(chunk.prepared()), (self.num_prompts, num_tokens)
+        chunk = self._make_chunk(self._batch(self._num_prompts), chunk=num_tokens)
+        prepared, shape = self._shared(chunk.prepared()), (self._num_prompts, num_tokens)
         program = _Program(chunk.traced, prepared, shape, self._buffers)
         reason = chunk.not_captured_reason
         if reason is None:

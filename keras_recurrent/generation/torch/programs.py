@@ -116,9 +116,10 @@ class Programs:
         return keras.tree.map_structure(keras.ops.convert_to_numpy, found)
 
     def chunks(self, cache, num_prompts):
-        """Returns a `Chunks` of at most `num_prompts` prompts, from an initial cache of one."""
-        reason = self._graph_reason(cache["segment"].device)
-        return Chunks(self._model, self._step, reason, num_prompts, cache)
+        """Returns `Chunks` of `num_prompts` prompts, from an initial cache; None without graphs."""
+        if self._graph_reason(cache["segment"].device) is not None:
+            return None
+        return Chunks(self._model, self._step, num_prompts, cache)
 
     def decoder(self, cache, tensors, features, tokens_per_step=1, masked=False):
         """Returns a decoder, which one call uses until `release`.
