@@ -8,8 +8,13 @@ import torch
 
 from keras_recurrent.generation.batch import TOKENS_AHEAD, TOKENS_ON_CPU, Batch, runs_ahead
 from keras_recurrent.generation.torch.chunks import upload
-from keras_recurrent.generation.torch.cuda_graph import capture, clone_all, clone_state, copy_all
-from keras_recurrent.generation.torch.decoder import CapturedDecoder
+from keras_recurrent.generation.torch.decoder import (
+    CapturedDecoder,
+    capture,
+    clone_all,
+    clone_state,
+    copy_all,
+)
 
 
 class TorchBatch(Batch):

@@ -19,7 +19,7 @@ from keras_recurrent.generation.recent_tokens import apply_recent_tokens
 from keras_recurrent.generation.sampling import features_of
 from keras_recurrent.generation.sequence import Sequence
 from keras_recurrent.generation.torch import decoder, step
-from keras_recurrent.generation.torch.cuda_graph import DecoderPool, clone_all, overwrite
+from keras_recurrent.generation.torch.decoder import DecoderPool, clone_all, overwrite
 from keras_recurrent.generation.torch.step import _inline_scalars, tracing
 from keras_recurrent.generation.torch_batch import TorchBatch
 from keras_recurrent.models import SamplingParams

@@ -15,8 +15,8 @@ from keras_recurrent.chat.templates import tokenize_prompts
 from keras_recurrent.checks.dtypes import bytes_of
 from keras_recurrent.generation.cache import GenerationCache
 from keras_recurrent.models import GriffinCausalLMPreprocessor
-from keras_recurrent.serving import message_ends
-from keras_recurrent.serving.message_ends import MessageEnds
+from keras_recurrent.serving import client
+from keras_recurrent.serving.client import MessageEnds
 from keras_recurrent.serving.prefix_cache import PrefixCache
 from keras_recurrent.tokenizers import ByteTokenizer
 from tests.models.tiny import tiny_causal_lm
@@ -230,7 +230,7 @@ def test_message_ends_of_a_slow_template_are_not_searched_again(monkeypatch):
     messages = [SYSTEM, TURNS[0]]
     find, prompt = MessageEnds(preprocessor).find, rendered(preprocessor, messages)
     monkeypatch.setattr(rendering, "MAX_SECONDS", 0.2)
-    monkeypatch.setattr(message_ends, "SLOW", 0.1)
+    monkeypatch.setattr(client, "SLOW", 0.1)
     assert find(messages, *prompt) == ()
     monkeypatch.setattr(rendering, "MAX_SECONDS", 60)
     begin = time.monotonic()

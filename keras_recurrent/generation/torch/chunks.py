@@ -10,7 +10,7 @@ import optree
 import torch
 
 from keras_recurrent.generation.modes import add_reason
-from keras_recurrent.generation.torch.cuda_graph import (
+from keras_recurrent.generation.torch.decoder import (
     capture,
     clone_all,
     clone_state,

@@ -16,8 +16,7 @@ from keras_recurrent.generation import beam_search
 from keras_recurrent.generation.modes import RUN_EAGERLY, record_mode
 from keras_recurrent.generation.prompts import max_chunk_length
 from keras_recurrent.generation.torch.chunks import Chunks
-from keras_recurrent.generation.torch.cuda_graph import DecoderPool
-from keras_recurrent.generation.torch.decoder import CapturedDecoder, Decoder
+from keras_recurrent.generation.torch.decoder import CapturedDecoder, Decoder, DecoderPool
 from keras_recurrent.generation.torch.step import Chunk, Step
 from keras_recurrent.layers.decoding import unfused_blocks
 from keras_recurrent.layers.torch_calls import hook_reason
