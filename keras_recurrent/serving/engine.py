@@ -11,13 +11,12 @@ from keras_recurrent.generation.batch import is_on_cpu
 from keras_recurrent.generation.beam_search import BeamSampler
 from keras_recurrent.generation.decoding_loop import BackendBatch
 from keras_recurrent.generation.modes import RUN_EAGERLY
-from keras_recurrent.generation.prompt_chunks import PromptChunks, num_prompts_of
 from keras_recurrent.generation.prompts import check_max_length, check_token_count
 from keras_recurrent.generation.samplers import resolve_sampling
 from keras_recurrent.generation.sampling_params import SamplingParams
 from keras_recurrent.serving.client import EngineClient, Limits
 from keras_recurrent.serving.prefix_cache import PrefixCache
-from keras_recurrent.serving.scheduler import Scheduler
+from keras_recurrent.serving.scheduler import PromptChunks, Scheduler, num_prompts_of
 
 
 class Engine(EngineClient):

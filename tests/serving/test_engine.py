@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent import dispatch, which_generation
-from keras_recurrent.generation import batch, prompt_chunks
+from keras_recurrent.generation import batch
 from keras_recurrent.generation.sampling_params import TokenLogprobs
 from keras_recurrent.generation.text import StreamedText
 from keras_recurrent.layers import hgrn2
@@ -86,10 +86,10 @@ def submit_greedy(engine, max_new_tokens=10, **options):
 
 def emulate_accelerator(monkeypatch):
     """Runs engines as on a GPU: steps ahead, captures on torch, several prompts per program."""
-    for module in (batch, prompt_chunks, engine_module):
+    for module in (batch, scheduler, engine_module):
         monkeypatch.setattr(module, "is_on_cpu", lambda model: False)
-    monkeypatch.setattr(prompt_chunks, "SLOTS_PER_PROMPT", 1)
-    monkeypatch.setattr(prompt_chunks, "MAX_PROMPTS", 2)
+    monkeypatch.setattr(scheduler, "SLOTS_PER_PROMPT", 1)
+    monkeypatch.setattr(scheduler, "MAX_PROMPTS", 2)
     if BACKEND == "torch":
         from keras_recurrent.generation.torch import programs
     else:
