@@ -202,7 +202,7 @@ class StatefulLayer(RecomputableLayer):
 
 def in_order(state):
     """Sorts a dict by name, the order in which Keras flattens it."""
-    return dict(sorted(state.items()))
+    return {name: state[name] for name in sorted(state)}  # torch.compile sorts no tuples
 
 
 def cast(tensor, dtype):
