@@ -1,7 +1,8 @@
-"""Compiles every Triton kernel, in every configuration a search may launch, for a Hopper GPU.
+"""Compiles Triton kernels, in every configuration a search may launch, for a Hopper GPU.
 
-No GPU is needed: operations of the sizes of models run on a CPU, whose tensors pretend to be on a
-GPU, and their launches are compiled instead of started. Prints JSON: a list of `Program`s.
+Arguments: names of operations, or `--except` and names of operations, for all others. No GPU is
+needed: operations of the sizes of models run on a CPU, whose tensors pretend to be on a GPU, and
+their launches are compiled instead of started. Prints JSON: a list of `Program`s.
 
 This file runs in a separate process: where Triton's interpreter is on, Triton compiles nothing.
 """
@@ -11,6 +12,7 @@ import json
 import multiprocessing
 import re
 import subprocess
+import sys
 import tempfile
 import types
 from typing import NamedTuple
@@ -249,15 +251,18 @@ class Recorder:
         results = [launch(candidate) for candidate in candidates]
         return results[0]
 
-    def record(self):
-        banded_attention._MANY_PROGRAMS = 1  # as with many sequences
+    def record_tokens_and_adam(self):
         choose_tokens()
         self.operation, self.variant = "adam", "vectors"
         update_weights(torch.bfloat16, torch.bfloat16, 4096, torch.ones(()))
         self.variant = "elements"
         update_weights(torch.float16, torch.float32, 1001)
-        for self.operation, variants in CASES.items():
-            for self.variant, case in variants.items():
+
+    def record(self, operations):
+        banded_attention._MANY_PROGRAMS = 1  # as with many sequences
+        for operation in operations:
+            self.operation = operation
+            for self.variant, case in CASES[operation].items():
                 is_cut = self.variant.startswith("segments")
                 linear_attention._SHORTEST_SEGMENT = 1 if is_cut else 10**6
                 scalar_decay_attention._SHORTEST_SUBSEGMENT = 1
@@ -307,9 +312,16 @@ def compile_program(key):
     return program._replace(resources=measure(compiled))
 
 
-if __name__ == "__main__":
+def main(*names):
     pretend_to_have_a_gpu()
-    RECORDER.record()
+    if names[0] == "--except":
+        RECORDER.record_tokens_and_adam()
+        names = [name for name in CASES if name not in names]
+    RECORDER.record(names)
     with multiprocessing.get_context("fork").Pool() as pool:
         programs = pool.map(compile_program, RECORDER.launches, chunksize=1)
     print(json.dumps([program._asdict() for program in programs]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
