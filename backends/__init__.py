@@ -79,7 +79,7 @@ folder here needs no file for an operation that is not worth one.
   from the final state. Residuals are the inputs and outputs; everything else is recomputed in the
   backward pass. Exceptions: the largest logit and the sum of each softmax; in `triton/`, the next
   8 bits of a 16-bit output of attention, and the weights of pairs of tokens in chunks of 64 of
-  `gated_linear_attention` in bfloat16. `cudnn/` leaves this to torch.
+  `gated_linear_attention` in bfloat16. In `cudnn/`, torch chooses the residuals.
 - Memory and time grow linearly with T.
 
 ## How to add one

@@ -39,8 +39,8 @@ ATTENTION_BLOCK = 64  # queries in a block of attention on JAX and TensorFlow
 def span_edges(count):
     """Edges of four spans of `count` blocks of attention without a window.
 
-    All blocks of a span are multiplied with the keys up to its end. With four spans a quarter of
-    the products are of keys that no query attends to, with one span half of them.
+    All blocks of a span are multiplied with the keys up to its end. With four spans, a fifth of
+    the products are with keys after the query; with one span, half of them.
     """
     return sorted({-(-count * i // 4) for i in range(5)})
 

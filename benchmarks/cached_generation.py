@@ -12,16 +12,16 @@ from keras import ops
 from benchmarks import make_parser
 from benchmarks.timing import print_header, print_results
 from keras_recurrent import models
-from tests import cached_generation as testing
+from tests import cached_generation
 
 VOCABULARY, WINDOW = 61, 4
 NEW_TOKENS = 8  # after the longest prompt
 RNG = np.random.default_rng(1)
 PROMPTS = [RNG.integers(2, VOCABULARY, length).tolist() for length in (11, 7, 2)]
 CHECKS = {
-    "cached equals plain": testing.assert_cached_equals_plain,
-    "padding changes nothing": testing.assert_padding_changes_nothing,
-    "cuts change nothing": testing.assert_cuts_change_nothing,
+    "cached equals plain": cached_generation.assert_cached_equals_plain,
+    "padding changes nothing": cached_generation.assert_padding_changes_nothing,
+    "cuts change nothing": cached_generation.assert_cuts_change_nothing,
 }
 FAMILIES: dict = {}  # {name: (prefix of the classes, sizes, name of the argument for the window)}
 
@@ -137,7 +137,7 @@ def build(name, window=WINDOW):
 
 def count_wrong(model):
     """Returns the number of generated tokens that a plain forward pass would not choose."""
-    checked = testing._Checker(model, PROMPTS, NEW_TOKENS, None)
+    checked = cached_generation._Checker(model, PROMPTS, NEW_TOKENS, None)
     with checked.greedy() as generate:
         generated = generate(PROMPTS)
     wrong = []
@@ -156,11 +156,11 @@ def outcome(function, *arguments):
         return str(error)
     except Exception as error:  # an error is a result
         return f"{type(error).__name__} on {keras.backend.backend()}"
-    return "right" if isinstance(found, testing.Checked) else found
+    return "right" if isinstance(found, cached_generation.Checked) else found
 
 
 def last_logits(model):
-    return testing._Checker(model, PROMPTS, NEW_TOKENS, None).logits(PROMPTS[:1])[0][-1]
+    return cached_generation._Checker(model, PROMPTS, NEW_TOKENS, None).logits(PROMPTS[:1])[0][-1]
 
 
 def measure(name):

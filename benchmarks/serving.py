@@ -21,8 +21,8 @@ random, at `--load` times the highest rate. The engine then gets the same loads 
 states and with a new `cache_salt` for each request, which shares none.
 
 `--grammars` fills the slots with greedy requests, of which none, one or 32 have a grammar, and
-compares the tokens and the step time of the others. Then it measures the masks of one and of 32
-sequences.
+compares the step time, and the tokens of the requests without a grammar. Then it times the masks of
+one and of 32 sequences.
 
 With `--turns`, a process compiles, and `benchmarks.in_turns` then measures throughput and latency
 in turns. `--rate` compares versions of different speed at one rate of requests.

@@ -54,7 +54,7 @@ class Kind(NamedTuple):
 
 
 def size(kind, width, lru_width, depth, expansion, heads, vocabulary, parameters, weights=None):
-    """Returns a row. Its arguments are those of all block types, for another pattern."""
+    """Returns a `Preset` with arguments for all block types, so that users can change the types."""
     arguments = {
         "vocabulary_size": vocabulary,
         "num_layers": depth,

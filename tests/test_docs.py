@@ -51,7 +51,7 @@ def test_table_of_implementations_has_every_folder(tables):
     ],
 )
 def test_generated_tables_are_current(tables, name, monkeypatch):
-    """A table differs from the output of `make tables`, which only tiny models are built for."""
+    """A table differs from the output of `make tables`; memory is compared for tiny models only."""
     memory_sizes, unknown = tables.memory_sizes, types.SimpleNamespace(parameters=0, cache=0)
 
     def sizes_of_tiny_models(preset, **arguments):

@@ -45,7 +45,7 @@ def _backward(d_output, q, k, v, documents, window):
 
     def attend(block, carry):
         q_b, k_b, v_b, d_o = block.queries(q), block.keys(k), block.keys(v), block.queries(d_output)
-        # As in `backends/jax`, not from sums of the forward pass, and the difference first.
+        # As in `backends/jax`, sums of the forward pass are not used, and the difference is first.
         weights = softmax(block.hide(tf.matmul(q_b, k_b, transpose_b=True)))
         d_weights = tf.matmul(d_o, v_b, transpose_b=True)
         mean = tf.reduce_sum(weights * d_weights, axis=-1, keepdims=True)

@@ -6,7 +6,7 @@ capacity C may be 0, and may be unknown when a graph is traced.
 
 import tensorflow as tf
 
-from ._common import length_of, linear, take
+from ._common import apply_linear, length_of, take
 
 
 def to_sequence(buffer, position, end, length):
@@ -15,7 +15,7 @@ def to_sequence(buffer, position, end, length):
     The sequence is 0 everywhere else. This is the transpose of `from_sequence`.
     """
     capacity = length_of(buffer)
-    return linear(
+    return apply_linear(
         lambda buffer: _to_sequence(buffer, position, end, length),
         lambda sequence: _from_sequence(sequence, position, end, capacity),
         buffer,
@@ -25,7 +25,7 @@ def to_sequence(buffer, position, end, length):
 def from_sequence(sequence, position, end, capacity):
     """The buffer [B, capacity, ...] of the last tokens of `sequence` before index `end`."""
     length = length_of(sequence)
-    return linear(
+    return apply_linear(
         lambda sequence: _from_sequence(sequence, position, end, capacity),
         lambda buffer: _to_sequence(buffer, position, end, length),
         sequence,

@@ -76,9 +76,10 @@ def differentiate(tape, results, tensors, d_results):
 
 
 def recompute(function, *tensors):
-    """The tuple `function(*tensors)`; the gradient computes it once more, to differentiate it.
+    """Returns `function(*tensors)`, a tuple.
 
-    So the tensors are the only residuals.
+    The backward pass computes it once more and differentiates it, so that the tensors are the only
+    residuals.
     """
 
     @tf.custom_gradient
@@ -98,7 +99,7 @@ def recompute(function, *tensors):
     return run(*tensors)
 
 
-def linear(function, transpose, x):
+def apply_linear(function, transpose, x):
     """`function(x)`, a linear function whose gradient is `transpose`."""
 
     @tf.custom_gradient
@@ -113,7 +114,7 @@ def move(x, index):
     length = length_of(x)
     if not x.dtype.is_floating:
         return _gather(x, index)
-    return linear(lambda x: _gather(x, index), lambda d: scatter(d, index, length), x)
+    return apply_linear(lambda x: _gather(x, index), lambda d: scatter(d, index, length), x)
 
 
 def _gather(x, index):

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from ._common import kind_masks, length_of, linear, scatter, take
+from ._common import apply_linear, kind_masks, length_of, scatter, take
 
 
 class RealTokens:
@@ -32,11 +32,11 @@ class RealTokens:
 
     def to_front(self, x):
         """x [B, T, ...] with the real tokens first, then zeros."""
-        return linear(self._to_front, self._put_back, x)
+        return apply_linear(self._to_front, self._put_back, x)
 
     def put_back(self, x):
         """The inverse and the transpose of `to_front`, with zeros at padding."""
-        return linear(self._put_back, self._to_front, x)
+        return apply_linear(self._put_back, self._to_front, x)
 
     def _to_front(self, x):
         return take(x, self._order, self._filled)

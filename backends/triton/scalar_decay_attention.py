@@ -4,9 +4,9 @@ Dao and Gu 2024, arXiv:2405.21060 (Mamba-2), and, with a constant decay, Qin et 
 arXiv:2405.17381 (Lightning Attention). The output within a chunk is (Q K^T * M) V, where M_us is
 the product of the decays of the tokens from s + 1 to u; across chunks it is Q S. Logarithms of
 decays are summed from the start of a chunk; for a constant decay, its logarithm is multiplied by
-the number of real tokens. A first launch stores the sums of decays per token. M_us is 0
-if a document starts between the two tokens; if each token has its own decay, the start of a
-document is a decay of 0.
+the number of real tokens. If each token has its own decay, a
+separate kernel computes these sums before all other launches. M_us is 0 if a document starts
+between the two tokens; if each token has its own decay, the start of a document is a decay of 0.
 
 A program processes the chunks of a head in order and keeps some columns of S in registers; the
 forward pass stores only the last one. The gradients have this form, too. They are computed by the
@@ -133,9 +133,9 @@ def _decays_of_chunk(
     """The decays from the start of a chunk to each token, and from each token to the end.
 
     Also returns the logarithm of the decay of the chunk, the steps of tokens, for `_log_between`,
-    and the number of document starts up to each token. For a constant decay, steps are numbers of
-    real tokens. Otherwise, they are sums of logarithms, or, if FINE, the logarithms, and include
-    the starts of documents.
+    and, for a constant decay, the number of document starts up to each token. For a constant decay,
+    steps are numbers of real tokens. Otherwise, they are sums of logarithms, or, if FINE, the
+    logarithms, and include the starts of documents.
 
     log_decay: the logarithm of a constant decay, or None.
     logarithms, log_total: see `_sum_decays_kernel`; None for a constant decay.
@@ -260,7 +260,8 @@ def _attend(
 ):
     """The output of a chunk, from its tokens and the state before it, or after it if REVERSE.
 
-    Also returns the weight of each token for itself, which the output excludes if STRICT.
+    If STRICT, the output excludes the weight of each token for itself. These weights are then also
+    returned, as a diagonal matrix; otherwise, 0.
 
     log_decay: the logarithm of a constant decay, or None.
     num_tokens: see `_decays_of_chunk`.
@@ -282,8 +283,8 @@ def _attend(
     between = exp_of_decays(_log_between(log_decay, steps, row, not SHORT, REVERSE), not SHORT)
     zero = 0.0
     if log_decay is None:
-        # A number that LLVM does not know. After a 0, it would round weights to 16 bits before it
-        # selects the visible ones, which takes more instructions.
+        # A 0 that LLVM does not know to be constant. With a constant, LLVM would round the weights
+        # to 16 bits before it selects the visible ones, which takes more instructions.
         zero = tl.minimum(num_tokens, 0).to(tl.float32)
     weights = tl.where(visible, weights * between, zero)
     result = tl.zeros(value.shape, tl.float32)
@@ -515,7 +516,7 @@ def _walk(
 ):  # fmt: skip
     """Returns the output in `dtype`, the final state (None unless `ends`), `terms` and `across`.
 
-    sum_decays: `_sum_decays` of log_decay and token_kind.
+    sum_decays: a function `(chunk, short)` that returns the results of `_sum_decays`.
     heads: the number of heads; q and k, or v, may have fewer, each shared by several.
     transposed: the initial state is [B, H, V, K], and there is no final state.
     factor, states: as in `_walk_kernel`; without them, `terms` and `across` are None.

@@ -62,7 +62,7 @@ def griffin_cells(arguments):
 
 
 def make_cells(*names):
-    """Returns a function of the arguments of a preset's backbone that returns some of them."""
+    """Returns a function that formats these backbone arguments and the vocabulary as cells."""
     return lambda arguments: (
         *(f"{arguments[name]:,}" for name in names),
         _format_vocabulary(arguments),

@@ -57,9 +57,9 @@ class TrainingBackup(keras.callbacks.Callback):
     - Not supported: generators and other streams that continue from epoch to epoch, and arrays that
       Keras shuffles.
 
-    **Compared with Keras.** `keras.callbacks.BackupAndRestore` saves neither the seeds of layers
-    and torch's generators, nor the position in data that continues from epoch to epoch, nor the
-    state of other callbacks. With an integer `save_freq`, it restarts the epoch, and if the process
+    **Compared with Keras.** `keras.callbacks.BackupAndRestore` does not save the seeds of layers
+    and torch's generators, the position in data that continues from epoch to epoch, or the state of
+    other callbacks. With an integer `save_freq`, it restarts the epoch, and if the process
     is killed between the writes of its two files, an epoch is trained twice. Neither class saves
     the `History` of earlier epochs and the state of Python's and NumPy's generators.
 
@@ -266,7 +266,7 @@ class TrainingBackup(keras.callbacks.Callback):
             "data": self._describe_data(),
             "place": None if self.data is None else gather_json(self.data.state_after(trained)),
             "callbacks": [
-                {"class": type(callback).__name__, "values": _memory(callback)}
+                {"class": type(callback).__name__, "values": _remembered_values(callback)}
                 for callback in self.callbacks
             ],
         }
@@ -286,7 +286,7 @@ def _check_callbacks(callbacks):
             )
 
 
-def _memory(callback):
+def _remembered_values(callback):
     """Returns the attributes of a callback in `REMEMBERED` as integers, floats or None."""
     names = next(names for cls, names in REMEMBERED.items() if isinstance(callback, cls))
     values = {name: getattr(callback, name, None) for name in names}

@@ -57,7 +57,7 @@ class ConfigReader:
     def integers(self, table):
         """Returns `{argument: integer}` for a table `{argument: (key, default)}`.
 
-        A default is None for a required key, a number, or the name of an argument before it.
+        A default is a number, the name of an earlier argument, or None if the key is required.
         """
         found = {}
         for argument, (key, default) in table.items():
@@ -68,7 +68,7 @@ class ConfigReader:
         return found
 
     def check_divides(self, key, value, other, number):
-        """Raises an error unless the value of `key` divides the number of the key `other`."""
+        """Raises an error unless `value`, from `key`, divides `number`, from the key `other`."""
         if number % value:
             raise self.unsupported_error(key, value, f"a divisor of {other!r}, {number}")
 

@@ -106,8 +106,8 @@ class TorchBatch(Batch):
     def _make_slot_reader(self):
         """Returns a function of the views of a slot, which returns the tensors of its state.
 
-        On NVIDIA GPUs, it replays a CUDA graph: all sequences wait for the host at the end of one,
-        2 ms if it launches the operations of HGRN2's recent tokens one by one.
+        On NVIDIA GPUs, it replays a CUDA graph. When a sequence ends, all others wait for the host,
+        which would take 2 ms to launch the operations of HGRN2's recent tokens one by one.
         """
 
         def read(views):

@@ -348,7 +348,7 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
             device_mesh: a `keras.distribution.DeviceMesh`.
             model_parallel_dim_name: string, the mesh axis for the model. Its size must divide
                 `vocabulary_size`, `intermediate_dim`, the number of heads, Griffin's `lru_width`
-                and `num_blocks`, and Mamba-2's `2 * num_groups * state_dim`.
+                and `num_blocks`, and Mamba-2's `2 * num_mamba_groups * mamba_state_dim`.
             data_parallel_dim_name: string, the mesh axis for the data. Its size must divide
                 `hidden_dim`.
             **heads: for networks with attention, `num_key_value_heads`, integer, the number of its
@@ -388,8 +388,8 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
     def weight_layout(data, model, num_devices, num_key_value_heads=1):
         """Returns the mesh axes that split the weights in blocks and the logits' weights.
 
-        Linear layers and recurrences have the same names in all families. A family with further
-        weights to split adds them.
+        Most families use the same names for linear layers and recurrences. A family with other
+        weights to split extends or replaces this layout.
 
         Args:
             data: string, the mesh axis for the data.

@@ -111,8 +111,8 @@ class Engine(EngineClient):
         saved = prefixes.is_enabled, interval
         limits = Limits(num_slots, max_queued, max_length, size, *saved)
         super().__init__(self._scheduler, model.preprocessor, limits)
-        # The thread does not reference the engine: after its garbage collection, it finishes all
-        # requests and ends.
+        # The thread holds no reference to the engine. When the engine is garbage-collected, the
+        # thread finishes all requests and ends.
         weakref.finalize(self, self._scheduler.close).atexit = False
         self._thread = threading.Thread(target=self._scheduler.run, name="engine", daemon=True)
         self._thread.start()

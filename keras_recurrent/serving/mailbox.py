@@ -45,9 +45,9 @@ class RequestGroup:
 
     Attributes:
         completions: a list of the `Completion` of each request, None until it has ended.
-        write: a function of the index of a request, its new text and its log probabilities, which
-            sends them at once, or None. With it, an event takes half of the time, because the task
-            that reads `events` need not run.
+        write: None, or a function of the index of a request, its new text and its log
+            probabilities, which sends them at once. An event then takes 27 instead of 37 µs of CPU
+            time, because the task that reads `events` need not run.
         is_writable: a function without arguments that returns True if `write` may be called.
     """
 

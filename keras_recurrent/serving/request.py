@@ -101,8 +101,8 @@ class EngineRequest:
         Args:
             num_prompt_tokens: as above.
             text: the `StreamedText` of the answer, or None.
-            stop: a function of a number of new tokens after which the engine ends the request, or
-                of None, which cancels it.
+            stop: a function. `stop(n)` ends the request after its first `n` new tokens, and
+                `stop(None)` cancels it.
         """
         self.num_prompt_tokens, self._pid = num_prompt_tokens, os.getpid()
         self._begin, self._first = time.monotonic(), None

@@ -45,8 +45,9 @@ class Scheduler(DecodingLoop):
         is_closed: boolean, True after `close` and after a failure.
         error: the error of a failure, or None.
         emit: a function of a list of results, tuples of the number of a request and the arguments
-            of `EngineRequest._receive`. `run` calls it after the tokens of each step, with an empty
-            list before it waits for requests, and with None at its end. An `EngineClient` sets it.
+            of `EngineRequest._receive`. `run` calls it after each step with results, before it
+            waits for requests (the list may then be empty), and with None at its end. An
+            `EngineClient` sets it.
     """
 
     emit: Any = None
@@ -61,7 +62,7 @@ class Scheduler(DecodingLoop):
         self._ready: list[Any] = []  # sequences that wait for a slot
         self._running_chunks: Any = None  # remaining parts of chunks, and the cost of one part
         self._debt = 0  # cost beyond the budget, subtracted from later budgets
-        # True if a sequence must end. A search in each step would take 0.1 ms for 128 slots.
+        # True if a sequence may have to end. A search in each step takes 0.1 ms for 128 slots.
         self._must_search, self._next_search = False, 0.0
         self._num_prompt_tokens = 0
         self._results: list[tuple] = []

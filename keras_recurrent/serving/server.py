@@ -48,7 +48,7 @@ class Service:
         self.created = int(time.time())
         self.tokens = LogprobTexts(engine.preprocessor)
         self.metrics = Metrics(engine)
-        self._no_grammars = unsupported_reason()
+        self._grammar_unsupported_reason = unsupported_reason()
         # Grammars are compiled one after another, so that most threads are left for other requests.
         self._compiling = asyncio.Lock()
         self.is_draining = False
@@ -72,8 +72,9 @@ class Service:
         """Submits the prompts of a request and returns their `RequestGroup`."""
         if self.is_draining:  # since the body was read
             raise shutting_down()
-        if body.grammar_field and self._no_grammars:
-            message = f"For `response_format` and forced calls, the server {self._no_grammars}."
+        if body.grammar_field and self._grammar_unsupported_reason:
+            reason = self._grammar_unsupported_reason
+            message = f"For `response_format` and forced calls, the server {reason}."
             raise ApiError(501, message, "unsupported_parameter", param=body.grammar_field)
         self.groups[form.id] = None
         try:
@@ -330,7 +331,7 @@ def create_app(engine, model_name, *, api_key=None, max_body=MAX_BODY, timeout=6
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, which is closed if it stalls."""
+    """Connection of uvicorn that is closed if it stalls, and that streams write to directly."""
 
     _stall: Any = (None, 0)  # its state and when it began
 
@@ -343,7 +344,7 @@ class Connection(H11Protocol):
 
     @property
     def takes_chunks(self):
-        """True if `write_chunk` may send a part of the response: not while the client is slow."""
+        """True if `write_chunk` may be called: over HTTP/1.1, unless the client is slow."""
         is_open = not self.flow.write_paused and not self.transport.is_closing()
         return is_open and self.scope["http_version"] == "1.1"
 

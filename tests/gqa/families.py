@@ -40,7 +40,7 @@ def both_attentions(axes):
 CAUSAL = {
     "GPT2": ({**POSITIONS, "num_layers": 2}, KEY_VALUE),
     "OPT": (POSITIONS, KEY_VALUE),
-    # One kernel for all: see `share_fused`. Positions turn half of a head, by two frequencies.
+    # Queries, keys and values share one kernel: see `share_fused`. Half of a head is rotated.
     "GPTNeoX": ({**POSITIONS, "rotary_percentage": 0.5, "rotary_max_wavelength": 100}, None),
     "Bloom": (MULTI_HEAD, DENSE),
 }

@@ -142,7 +142,7 @@ def test_call_plain_rounds_the_sum_of_product_and_bias_once(dtype, activation):
     ids=["autocast of torch", "layer without autocast"],
 )
 def test_call_plain_equals_keras_where_casts_differ(dtype, options, scope):
-    """Keras casts by its own scopes alone."""
+    """`call_plain` casts under torch's autocast, or in a layer with `autocast=False`."""
     dense, x = dense_with_bias(dtype, **options)
     with scope():
         found, expected = call_plain(dense, x), dense(x)

@@ -638,7 +638,7 @@ def test_scheduler_fills_a_free_slot_while_chunks_are_processed():
 
 @pytest.mark.once
 def test_cancelled_request_that_shares_its_prompt_ends_after_the_prompt(monkeypatch):
-    """It generates all tokens, because it may not end when the cancellation arrives."""
+    """The search at the cancellation skips the request, and it then generates all tokens."""
     monkeypatch.setattr(scheduler, "SECONDS_PER_SEARCH", 1000)
     device, results = Device(num_free=3), []
     made = make_scheduler(device, ())

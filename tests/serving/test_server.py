@@ -691,7 +691,7 @@ def test_failure_while_text_is_sent_ends_its_stream(server, monkeypatch):
 
 
 def test_stream_over_http_1_0_is_not_in_chunks(server):
-    """A client that knows no chunks gets their lengths as text."""
+    """A client without support for chunked encoding gets the lengths of chunks as text."""
     body = json.dumps({**MODEL, **GREEDY, "prompt": "Hello", "stream": True})
     head = f"Content-Type: application/json\r\nContent-Length: {len(body)}"
     connection = connect(server, f"POST /v1/completions HTTP/1.0\r\n{head}\r\n\r\n{body}")

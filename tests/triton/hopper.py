@@ -1,6 +1,6 @@
 """Compiles Triton kernels, in every configuration a search may launch, for a Hopper GPU.
 
-Arguments: names of operations, or `--except` and names of operations, for all others. No GPU is
+Arguments: the operations to compile, or `--except` and the operations to leave out. No GPU is
 needed: operations of the sizes of models run on a CPU, whose tensors pretend to be on a GPU, and
 their launches are compiled instead of started. Prints JSON: a list of `Program`s.
 

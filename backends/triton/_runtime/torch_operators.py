@@ -188,9 +188,10 @@ def allocate(array, like):
 
 
 def cast(x, dtype, copy=True):
-    """A contiguous tensor in its own memory, which an operator must not share with another tensor.
+    """Returns x in a dtype, contiguous, in memory that it shares with no other tensor.
 
-    copy: False if x is new, and returned if it has this dtype.
+    Results of an operator must not share memory with other tensors.
+    copy: False for a new tensor x, which is then returned itself if it already has the dtype.
     """
     return x.to(getattr(torch, dtype), copy=copy, memory_format=torch.contiguous_format)
 
