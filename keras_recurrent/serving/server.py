@@ -90,6 +90,14 @@ class Service:
         preprocessor = self.engine.preprocessor
         if isinstance(body, ChatBody) and getattr(preprocessor, "chat_template", None) is None:
             raise ApiError(400, NO_TEMPLATE, param="messages")
+        limits, num_answers = self.engine.limits, len(body.prompts) * (body.n or 1)
+        if num_answers > limits.num_slots + limits.max_queued:
+            message = (
+                f"The request has {num_answers} answers, {len(body.prompts)} prompts times `n`; this "
+                f"server has {limits.num_slots} slots and queues {limits.max_queued}. Send several "
+                "requests."
+            )
+            raise ApiError(400, message)
         requests = []
         try:
             options = {"sampling": body.sampling, "max_new_tokens": body.max_new_tokens}

@@ -566,6 +566,8 @@ def test_full_queue_timeout_and_wrong_key_are_errors(small_model):
         assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200
         assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
         client = make_client(server, api_key="secret")
+        with pytest.raises(openai.BadRequestError, match="3 answers, 1 prompts times `n`"):
+            client.completions.create(**options, n=3)
         stream = client.completions.create(**options, stream=True)
         next(iter(stream))
         waiting = client.completions.create(**options, stream=True)
