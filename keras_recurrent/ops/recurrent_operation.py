@@ -4,6 +4,7 @@ from keras import ops
 
 from keras_recurrent import dispatch
 from keras_recurrent.backends.signatures import TOKENS
+from keras_recurrent.checks.arguments import check_boolean
 from keras_recurrent.ops.operation import Operation
 from keras_recurrent.ops.token_kind import kinds_of_tokens
 
@@ -85,6 +86,7 @@ class RecurrentOperation(Operation):
 
     @classmethod
     def check(cls, tensors, context, options):
+        check_boolean("reverse", options["reverse"])
         if context.get("token_kind") is not None:
             cls._check_kind_alone(context, options)
         if cls.state_names and context.get("initial_state") is not None:

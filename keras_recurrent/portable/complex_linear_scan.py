@@ -3,7 +3,6 @@
 from keras import ops
 
 from keras_recurrent.portable._common import (
-    applied_decay,
     fill_where,
     state_or_zeros,
     sum_dtype,
@@ -18,10 +17,10 @@ def complex_linear_scan(x, log_a, phase, initial_state=None, token_kind=None):
     starts, padding = token_masks(token_kind, 3)
     batch, _, width = ops.shape(x)
     state = state_or_zeros(initial_state, (batch, width), dtype)
-    r = applied_decay(ops.exp(ops.cast(log_a, dtype)), starts, padding)
-    phase = fill_where(padding, 0.0, ops.cast(phase, dtype))
+    inputs, log_a, phase = (fill_where(padding, 0.0, ops.cast(t, dtype)) for t in (x, log_a, phase))
+    r = fill_where(starts, 0.0, ops.exp(log_a))
     a = ops.concatenate([r * ops.cos(phase), r * ops.sin(phase)], axis=-1)
-    h = scan(a, fill_where(padding, 0.0, ops.cast(x, dtype)), state, multiply=_multiply)
+    h = scan(a, inputs, state, multiply=_multiply)
     return ops.cast(h, x.dtype), h[:, -1]
 
 

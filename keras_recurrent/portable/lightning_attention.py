@@ -10,5 +10,5 @@ def lightning_attention(q, k, v, log_decay, initial_state=None, token_kind=None)
 
     Returns ([B, T, H, V], [B, H, K, V]).
     """
-    log_decay = ops.broadcast_to(log_decay, ops.shape(q)[:3])
+    log_decay = ops.broadcast_to(ops.stop_gradient(log_decay), ops.shape(q)[:3])
     return scalar_decay_attention(q, k, v, log_decay, initial_state, token_kind)

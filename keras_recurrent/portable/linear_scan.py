@@ -3,7 +3,6 @@
 from keras import ops
 
 from keras_recurrent.portable._common import (
-    applied_decay,
     fill_where,
     state_or_zeros,
     sum_dtype,
@@ -18,6 +17,6 @@ def linear_scan(x, log_a, initial_state=None, token_kind=None):
     starts, padding = token_masks(token_kind, 3)
     batch, _, width = ops.shape(x)
     state = state_or_zeros(initial_state, (batch, width), dtype)
-    a = applied_decay(ops.exp(ops.cast(log_a, dtype)), starts, padding)
-    h = scan(a, fill_where(padding, 0.0, ops.cast(x, dtype)), state)
+    inputs, log_a = (fill_where(padding, 0.0, ops.cast(t, dtype)) for t in (x, log_a))
+    h = scan(fill_where(starts, 0.0, ops.exp(log_a)), inputs, state)
     return ops.cast(h, x.dtype), h[:, -1]

@@ -16,10 +16,13 @@ from keras_recurrent.portable.linear_scan import linear_scan
 def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
     """x, gate_a, gate_x: [B, T, D]; a_logit: [D]. Returns ([B, T, D], [B, D])."""
     dtype = sum_dtype(x, gate_a, gate_x, a_logit, initial_state)
-    starts, _ = token_masks(token_kind, 3)
+    starts, padding = token_masks(token_kind, 3)
+    real_x, gate_a, gate_x = (
+        fill_where(padding, 0.0, ops.cast(t, dtype)) for t in (x, gate_a, gate_x)
+    )
     log_a_open = -DECAY_EXPONENT * softplus(-ops.cast(a_logit, dtype))
-    log_a = ops.sigmoid(ops.cast(gate_a, dtype)) * log_a_open
+    log_a = ops.sigmoid(gate_a) * log_a_open
     scale = fill_where(starts, 1.0, ops.sqrt(minus_expm1(2.0 * log_a)))
-    inputs = scale * ops.sigmoid(ops.cast(gate_x, dtype)) * ops.cast(x, dtype)
+    inputs = scale * ops.sigmoid(gate_x) * real_x
     h, state = linear_scan(inputs, log_a, initial_state, token_kind)
     return ops.cast(h, x.dtype), state

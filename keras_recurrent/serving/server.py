@@ -93,9 +93,9 @@ class Service:
         limits, num_answers = self.engine.limits, len(body.prompts) * (body.n or 1)
         if num_answers > limits.num_slots + limits.max_queued:
             message = (
-                f"The request has {num_answers} answers, {len(body.prompts)} prompts times `n`; this "
-                f"server has {limits.num_slots} slots and queues {limits.max_queued}. Send several "
-                "requests."
+                f"The request has {num_answers} answers, {len(body.prompts)} prompts times `n`; "
+                f"this server has {limits.num_slots} slots and queues {limits.max_queued}. "
+                "Send several smaller requests."
             )
             raise ApiError(400, message)
         requests = []

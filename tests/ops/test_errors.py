@@ -59,6 +59,7 @@ INVALID = {
         ({"token_kind": integers(2, 4)}, "`token_kind` must be int8"),
         ({"token_kind": KIND, "mask": KIND == 0}, "got both `token_kind` and `mask`"),
         ({"token_kind": KIND, "reverse": True}, "got both `token_kind` and `reverse`"),
+        ({"reverse": "no"}, "`reverse` must be True or False; got 'no'"),
         ({"implementation": "cuda"}, "`implementation` must be one of"),
         ({"x": symbolic(4), "log_a": symbolic(5)}, "`log_a` must have the shape"),
     ],

@@ -65,6 +65,24 @@ def test_portable_operation_over_time_matches_definition(operation, case):
         assert error <= TOLERANCE[case.dtype] * largest, name
 
 
+@pytest.mark.parametrize("operation", ["linear_scan", "complex_linear_scan", "rg_lru"])
+def test_nan_at_padding_reaches_no_gradient(operation):
+    """A model that is trained with portable operations gets NaN from padding."""
+    drawn = cases.draw(operation, cases.Case(2, 19, 4, kinds=True))
+    tensors = {
+        name: np.where(align(drawn.padding, t), np.nan, t) if np.ndim(t) > 2 else t
+        for name, t in drawn.tensors.items()
+    }
+
+    def kernel(**arguments):
+        return dispatch.run(operation, arguments, dispatch.PORTABLE)
+
+    results = native.run(kernel, drawn._replace(tensors=tensors), compiled=False)
+    for name, result in results.items():
+        if name.startswith("gradient"):
+            assert np.isfinite(result).all(), name
+
+
 @pytest.mark.parametrize("case", token_wise.CASES.values(), ids=token_wise.CASES)
 @pytest.mark.parametrize("operation", [name for name in EXPORTED if name in token_wise.DRAW])
 def test_portable_operation_on_tokens_matches_definition(operation, case):
