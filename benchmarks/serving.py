@@ -53,7 +53,6 @@ from benchmarks.in_turns import answer_turns
 from benchmarks.models import MODEL, make_model
 from benchmarks.timing import print_header, print_results, seconds
 from keras_recurrent import which_generation
-from keras_recurrent.generation.grammar import consume, make_masks, make_matchers
 from keras_recurrent.models import SamplingParams
 from keras_recurrent.serving import Engine
 from keras_recurrent.tokenizers import BPETokenizer
@@ -199,6 +198,9 @@ def measure_all(model, make_engine, arguments):
 
 
 def measure_grammars(model, make_engine, arguments):
+    # Older trees, with which `in_turns` compares, have no such module.
+    from keras_recurrent.generation.grammar import consume, make_masks, make_matchers
+
     size, rng = model.backbone.vocabulary_size, np.random.default_rng(0)
     prompts = rng.integers(1, size, (arguments.slots, arguments.prompt))
     schema = {"type": "array", "items": {"type": "string"}, "minItems": arguments.answer}
