@@ -4,9 +4,9 @@ Dao and Gu 2024, arXiv:2405.21060 (Mamba-2), and, with a constant decay, Qin et 
 arXiv:2405.17381 (Lightning Attention). The output within a chunk is (Q K^T * M) V, where M_us is
 the product of the decays of the tokens from s + 1 to u; across chunks it is Q S. Logarithms of
 decays are summed from the start of a chunk; for a constant decay, its logarithm is multiplied by
-the number of real tokens. If each token has its own decay, a
-separate kernel computes these sums before all other launches. M_us is 0 if a document starts
-between the two tokens; if each token has its own decay, the start of a document is a decay of 0.
+the number of real tokens. If each token has its own decay, a separate kernel computes these sums
+before all other launches, and the start of a document is a decay of 0. M_us is 0 if a document
+starts between the two tokens.
 
 A program processes the chunks of a head in order and keeps some columns of S in registers; the
 forward pass stores only the last one. The gradients have this form, too. They are computed by the

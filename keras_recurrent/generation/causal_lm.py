@@ -67,7 +67,7 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
         """Computes the losses of `targets`, the token after each of `token_ids`, all `[B, T]`.
 
         num_top: integer, number of most probable tokens whose log probabilities are returned, or
-        None.
+            None.
 
         Returns:
             The losses, in nats, booleans that are True where a target is the most probable token,

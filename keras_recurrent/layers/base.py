@@ -55,8 +55,8 @@ class RecomputableLayer(
     def store_arguments(self, cls, values):
         """Stores the arguments of the constructor of `cls`, from its `locals()`, as attributes.
 
-        Arguments `..._initializer` and `..._activation` become objects. `get_config`
-        returns the arguments, even if `build` has replaced an attribute None with a default.
+        Arguments `..._initializer` and `..._activation` become objects. `get_config` returns the
+        arguments, even if `build` has replaced an attribute None with a default.
         """
         self._arguments = {}
         for name in inspect.signature(cls.__init__).parameters:

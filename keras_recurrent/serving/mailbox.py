@@ -140,9 +140,7 @@ class RequestGroup:
                 raise self._error
             changed, self._changed = self._changed, {}
             for index, is_done in changed.items():
-                completion: Any = None
-                if is_done:
-                    completion = self._requests[index].result(timeout=0)
+                completion: Any = self._requests[index].result(timeout=0) if is_done else None
                 self._has_begun[index] |= is_done
                 text, logprobs = self._take(index)
                 if is_done:
