@@ -201,6 +201,12 @@ def deviations(values):
     return np.std(values, ddof=1) if len(values) > 1 else np.nan
 
 
+def clear(lower, higher):
+    """Returns True if the means over seeds differ by more than two standard deviations."""
+    gap = np.mean(higher) - np.mean(lower)
+    return bool(gap > 2 * np.hypot(deviations(lower), deviations(higher)))
+
+
 def with_error(values, digits=3):
     """Formats `mean ± standard deviation` over seeds, or the value of a single seed."""
     error = f" ± {deviations(values):.{digits}f}" if len(values) > 1 else ""

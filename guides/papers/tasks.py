@@ -1,5 +1,7 @@
 """Shared code of the scripts that train on tasks: Griffin's models, batches, learning curves."""
 
+import time
+
 import keras
 import numpy as np
 from training import predictor, train
@@ -76,10 +78,15 @@ def learn(
     """
     predict, curves = predictor(models[0], logits), [{} for _ in models]
     tokens, labels, weights = test
+    start = time.perf_counter()
 
     def watch(step):
         for curve, model in zip(curves, models, strict=True):
             curve[str(step)] = round(count(predict(model, tokens), labels, weights), 4)
+        shares = ", ".join(f"{curve[str(step)]:.1%}" for curve in curves)
+        print(
+            f"step {step:,}: {shares} right after {time.perf_counter() - start:.1f} s", flush=True
+        )
         return enough is not None and all(curve[str(step)] >= enough for curve in curves)
 
     losses = train(models, optimizer, batches(task, seeds, steps), logits, every, watch, factors)

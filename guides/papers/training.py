@@ -52,6 +52,18 @@ def train(models, optimizer, batches, logits=None, every=None, watch=None, facto
     return np.mean([[float(loss) for loss in step] for step in last], axis=0).tolist()
 
 
+def results_of(models, losses, **columns):
+    """Returns a dict of results for each model: parameters, training loss, and the columns."""
+    return [
+        {
+            "parameters": model.count_params(),
+            "training_loss": round(loss, 4),
+            **{name: values[i] for name, values in columns.items()},
+        }
+        for i, (model, loss) in enumerate(zip(models, losses, strict=True))
+    ]
+
+
 def adamw(rate, warmup, decay=1, end=1.0):
     """Returns AdamW with linear warmup, then cosine decay to `end * rate` over `decay` steps."""
     return keras.optimizers.AdamW(

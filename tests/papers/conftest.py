@@ -27,7 +27,11 @@ def call(guide, monkeypatch, capsys, tmp_path):
 
     def call(name, arguments=""):
         monkeypatch.setattr(sys, "argv", [name, "--output", str(tmp_path), *shlex.split(arguments)])
-        guide(name).main()
+        module = guide(name)
+        if hasattr(module, "main"):
+            module.main()
+        else:
+            guide("run").main(name, sys.argv[1:])
         return capsys.readouterr().out
 
     return call

@@ -49,6 +49,12 @@ GUIDES = [
         "--variants 'no gate' LayerNorm",
         *(3, [r"\| worse: 2.263, not 2.248 \|", r"\| LayerNorm \|"]),  # one is the released model
     ),
+    (
+        "listops",
+        "--width 16 --num-layers 2 --shortest 2 --longest 12 --length 16 --examples 20 "
+        "--test-rows 8 --rows 4 --steps 2 --tests 1",
+        *(3, [r"\| RecurrentBlock \| [\d,]+ \| 8 \| [\d.]+ \| 32.34, Griffin \| NO"]),
+    ),
     pytest.param(
         "grouped_queries",
         "--width 16 --head-dim 2 --length 8 --steps 8 --rows 8 --heads 4 --timed-width 16 "
