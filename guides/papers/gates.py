@@ -1,8 +1,5 @@
 """The RG-LRU's gate retains the state where other gates discard it (Griffin, figure 7).
 
-    make paper-gates                          # seconds; or, with the package installed:
-    KERAS_BACKEND=jax python guides/papers/gates.py
-
 A gated recurrence h = α(r) h + β(r) x weights its state and its input by a gate r between 0 and 1.
 De et al. 2024 (arXiv:2402.19427, appendix A) plot the input's share, β / (α + β), for four of them:
 
@@ -16,20 +13,15 @@ that for a state of 0 and an input of 1. The RG-LRU is this package's, the GRU i
 Mamba's step is its discretization, exp(Δ A) with Δ = softplus.
 """
 
-import argparse
-import os
-import pathlib
-
-# Keras reads this once, at import. "torch" and "tensorflow" also work.
-os.environ.setdefault("KERAS_BACKEND", "jax")
+import dataclasses
 
 import keras
-import matplotlib.figure
 import numpy as np
-from runs import Results, machine, table
+from runs import table
 
 from keras_recurrent.ops import rg_lru
 
+SIZES, SEEDS = {}, None
 DECAYS = 0.5, 0.9, 0.99
 GATES = np.linspace(0.001, 0.999, 999)
 OPEN = 40.0  # pre-activation whose sigmoid is 1 in float32
@@ -108,74 +100,54 @@ def share(alpha, beta):
     return beta / (alpha + beta)
 
 
-def measure(a):
-    """Returns the line of results for one decay."""
+def runs(size, results):
+    return ({"decay": a} for a in DECAYS)
+
+
+def measure(key, seeds, size, data):
+    a = key["decay"]
     forms = closed_forms(a, GATES)
     errors = {
         name: float(np.max(np.abs(np.subtract(measured(a, GATES), forms[name]))))
         for name, measured in MEASURED.items()
     }
     shares = {name: share(*form) for name, form in forms.items()}
-    return {
-        "decay": a,
-        "largest_error": errors,
-        "share_of_input_at_gate_0.001": {name: float(s[0]) for name, s in shares.items()},
-        "share_of_input_at_gate_0.999": {name: float(s[-1]) for name, s in shares.items()},
-        "mamba_less_gru_at_most": float(np.max(np.abs(shares["Mamba"] - shares["GRU"]))),
-    }
+    return [
+        {
+            "largest_error": errors,
+            "share_of_input_at_gate_0.001": {name: float(s[0]) for name, s in shares.items()},
+            "share_of_input_at_gate_0.999": {name: float(s[-1]) for name, s in shares.items()},
+            "mamba_less_gru_at_most": float(np.max(np.abs(shares["Mamba"] - shares["GRU"]))),
+        }
+    ]
 
 
-def draw(path):
-    figure = matplotlib.figure.Figure(figsize=(9, 3.2), layout="constrained")
-    for axes, a in zip(figure.subplots(1, 3, sharey=True), DECAYS, strict=True):
+@dataclasses.dataclass
+class Shares:
+    """A plot of the input's share for one decay, and its errors."""
+
+    line: dict
+
+    def draw(self, axes):
+        a, points = self.line["decay"], GATES[49::150]
         for name, form in closed_forms(a, GATES).items():
             axes.plot(GATES, share(*form), "--" if name == "LRU" else "-", label=name)
-        points = GATES[49::150]
-        for i, measured in enumerate(MEASURED.values()):
-            label = None if i else "measured"
-            axes.plot(points, share(*measured(a, points)), "k.", markersize=4, label=label)
-        axes.set(title=f"a = {a}", xlabel="gate r")
-    figure.axes[0].set_ylabel("share of the input, β / (α + β)")
-    figure.axes[0].legend()
-    figure.savefig(path, dpi=120)
+        for measured in MEASURED.values():
+            axes.plot(points, share(*measured(a, points)), "k.", markersize=4)
+        axes.set(title=f"a = {a}", xlabel="gate r", ylabel="share of the input, β / (α + β)")
+        axes.legend()
 
-
-def tell(lines):
-    """Formats the table and the verdict."""
-    header = ("a", "RG-LRU", "GRU", "Mamba", "RG-LRU, r → 1", "LRU", "Mamba and GRU differ by")
-    rows = []
-    for line in lines:
-        errors, ends = line["largest_error"], line["share_of_input_at_gate_0.999"]
-        rows.append(
-            (
-                line["decay"],
-                *(f"{errors[name]:.0e}" for name in MEASURED),
-                f"{ends['RG-LRU']:.4f}",
-                f"{ends['LRU']:.4f}",
-                f"{line['mamba_less_gru_at_most']:.3f}",
-            )
+    def table(self):
+        errors, ends = self.line["largest_error"], self.line["share_of_input_at_gate_0.999"]
+        header = f"a = {self.line['decay']}", "largest error of α and β", "share at gate .999"
+        rows = [(name, f"{errors.get(name, 0):.0e}", f"{ends[name]:.4f}") for name in ends]
+        verdict = "agree" if max(errors.values()) <= TOLERANCE else "DO NOT AGREE"
+        return (
+            f"{table(header, rows)}\n\nMamba and GRU differ by at most "
+            f"{self.line['mamba_less_gru_at_most']:.3f}. Measured gates and closed forms {verdict} "
+            f"to {TOLERANCE:.0e}."
         )
-    worst = max(max(line["largest_error"].values()) for line in lines)
-    verdict = "agree" if worst <= TOLERANCE else "DO NOT AGREE"
-    return (
-        f"{table(header, rows)}\n\n"
-        "The second to fourth columns are the largest errors of α and β against the closed forms, "
-        "the others shares of the input.\n"
-        f"Measured gates and closed forms {verdict} to {TOLERANCE:.0e}: {worst:.1e} at most."
-    )
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("build/papers"))
-    arguments = parser.parse_args()
-    results = Results(arguments.output / "gates.jsonl")
-    for a in DECAYS:
-        if not results.select(decay=a):
-            results.append(**measure(a), machine=machine())
-    draw(arguments.output / "gates.png")
-    print(tell(results.lines))
-
-
-if __name__ == "__main__":
-    main()
+def panels(results, size):
+    return list(map(Shares, results.lines))

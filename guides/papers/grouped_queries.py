@@ -1,79 +1,42 @@
-"""Grouped queries: pooling of heads, length of uptraining, time per token.
-
-    make paper-grouped_queries                # minutes; or, with the package installed:
-    KERAS_BACKEND=jax python guides/papers/grouped_queries.py
-    KERAS_BACKEND=jax python guides/papers/grouped_queries.py --full                # on a GPU
-
-Ainslie et al. 2023 (arXiv:2305.13245), figures 4 to 6, pool the key and value heads of a T5 and
-continue training for a fraction of its original steps. Mean pooling is better than the first head,
-which is better than random heads; 5 % of the steps help, and beyond 10 % little is gained. With 64
-heads, 1 to 8 groups take nearly the same time per token.
+"""Grouped queries: pooling of heads, length of uptraining, time per token (GQA, figures 4 to 6).
 
 The byte-level model is that of guides/gqa_uptraining.py. Times are measured on a GPT-2 with random
-weights and a full cache; on a CPU they are process time, because other programs may run. With
-`--times`, nothing else is measured.
+weights and a full cache; on a CPU they are process time, because other programs may run.
+`--only time` measures nothing else.
 """
 
-import dataclasses
 import functools
 import math
-import os
-import pathlib
-import sys
 import time
-
-# Keras reads this once, at import. "torch" and "tensorflow" also work.
-os.environ.setdefault("KERAS_BACKEND", "jax")
-# The folders of the other guides and of benchmarks.
-sys.path.extend(str(pathlib.Path(__file__).resolve().parents[i]) for i in (1, 2))
 
 import gqa_uptraining as guide
 import keras
 import keras_hub
-import matplotlib.figure
 import numpy as np
 from keras import ops
 from quickstart import load_documents
-from runs import (
-    Results,
-    command_line,
-    deviations,
-    draw_band,
-    machine,
-    picture,
-    read_command_line,
-    table,
-    with_error,
-)
+from runs import Panel, deviations, machine, with_error, yes
 
 from benchmarks.timing import compile_forward, seconds
 from keras_recurrent.conversion import convert_to_gqa, uptraining
 
+SEEDS = 3, 5
 MULTI_HEAD, SHARE, LARGEST_SHARE = "all heads", 0.05, 0.1
-COLORS = {"mean": "tab:blue", "first": "tab:orange", "random": "tab:green", MULTI_HEAD: "gray"}
-
-
-@dataclasses.dataclass
-class Size:
-    """Sizes of training and timing. Lengths are tokens; the trained model's tokens are bytes."""
-
-    width: int
-    head_dim: int
-    length: int
-    steps: int  # before conversion
-    groups: tuple
-    regularized: tuple  # 1: with dropout and weight decay; 0: without
-    rows: int  # held-out sequences
-    heads: int  # this and the following fields: the timed model
-    timed_width: int
-    timed_layers: int
-    timed_length: int  # in the cache
-    batch: int
-    repeats: int
-
-
-MINIATURE = Size(64, 16, 64, 1500, (4, 1), (1,), 512, 64, 1024, 1, 2560, 2, 8)
-FULL = Size(64, 32, 128, 6000, (4, 2, 1), (1, 0), 1024, 64, 4096, 4, 2560, 32, 20)
+SIZES = {  # lengths are tokens; the trained model's tokens are bytes
+    "width": (64, 64),
+    "head_dim": (16, 32),
+    "length": (64, 128),
+    "steps": (1500, 6000),  # before conversion
+    "groups": ((4, 1), (4, 2, 1)),
+    "regularized": ((1,), (1, 0)),  # 1: with dropout and weight decay; 0: without
+    "rows": (512, 1024),  # held-out sequences
+    "heads": (64, 64),  # this and the following ones: the timed model
+    "timed_width": (1024, 4096),
+    "timed_layers": (1, 4),
+    "timed_length": (2560, 2560),  # in the cache
+    "batch": (2, 32),
+    "repeats": (8, 20),
+}
 
 
 # --- 1. Quality: pooling and proportion ---
@@ -98,11 +61,10 @@ def keys(size, regularized):
     yield key_of(size, guide.HEADS, MULTI_HEAD, regularized)
 
 
-def learn(size, seed, regularized, documents, validation, results):
-    """Trains the multi-head model of a seed, converts it, and uptrains all variants."""
-    missing = [key for key in keys(size, regularized) if results.missing([seed], **key)]
-    if not missing:
-        return
+@functools.cache
+def trained(size, seed, regularized):
+    """Trains a multi-head model; returns it, further sequences, and the seconds."""
+    documents, _ = load_documents(None)
     keras.utils.set_random_seed(seed)
     rng = np.random.default_rng(seed)
     dropout, decay = (guide.DROPOUT, guide.WEIGHT_DECAY) if regularized else (0.0, 0.0)
@@ -111,29 +73,26 @@ def learn(size, seed, regularized, documents, validation, results):
     rows = guide.rows_of(documents, size.steps * guide.BATCH_SIZE, rng, size.length)
     start = time.perf_counter()
     model.fit(*rows, batch_size=guide.BATCH_SIZE, verbose=0)
-    seconds = round(time.perf_counter() - start, 1)
-    more = guide.rows_of(documents, size.steps * guide.BATCH_SIZE, rng, size.length)
-    for key in missing:
-        # With a constant learning rate, one run passes through all proportions.
-        plan = uptraining(size.steps, guide.LEARNING_RATE, LARGEST_SHARE)
-        grouped = model
-        if key["pooling"] != MULTI_HEAD:
-            grouped = convert_to_gqa(model, key["groups"], pooling=key["pooling"], seed=seed)
-        curve = guide.train_on(grouped, more, plan, validation, decay)
-        results.append(
-            **key,
-            seed=seed,
-            curve=[[step, round(bits, 4)] for step, bits in curve],
-            bytes=size.steps * guide.BATCH_SIZE * size.length,
-            seconds_of_first_training=seconds,
-            machine=machine(),
-        )
-        print(
-            f"{key['groups']} groups, {key['pooling']}, seed {seed}"
-            f"{'' if regularized else ', not regularized'}: "
-            f"{' '.join(f'{bits:.3f}' for _, bits in curve)} bits a byte",
-            flush=True,
-        )
+    passed = round(time.perf_counter() - start, 1)
+    return model, guide.rows_of(documents, len(rows[0]), rng, size.length), passed
+
+
+def uptrain(key, seed, size):
+    """Converts the multi-head model of a seed, and uptrains it."""
+    model, rows, passed = trained(size, seed, key["regularized"])
+    _, held_out = load_documents(None)
+    validation = guide.rows_of(held_out, size.rows, np.random.default_rng(0), size.length)
+    # With a constant learning rate, one run passes through all proportions.
+    plan = uptraining(size.steps, guide.LEARNING_RATE, LARGEST_SHARE)
+    if key["pooling"] != MULTI_HEAD:
+        model = convert_to_gqa(model, key["groups"], pooling=key["pooling"], seed=seed)
+    decay = guide.WEIGHT_DECAY if key["regularized"] else 0.0
+    curve = guide.train_on(model, rows, plan, validation, decay)
+    return {
+        "curve": [[step, round(bits, 4)] for step, bits in curve],
+        "bytes": size.steps * guide.BATCH_SIZE * size.length,
+        "seconds_of_first_training": passed,
+    }
 
 
 def bits(results, size, groups, pooling, regularized, share=None):
@@ -157,14 +116,19 @@ def beyond(differences):
 # --- 2. Time by the number of groups ---
 
 
-def times_key(size):
+def times_key(size, groups):
     return {
         "measure": "time",
         "heads": size.heads,
         "width": size.timed_width,
         "length": size.timed_length,
         "batch": size.batch,
+        "groups": groups,
     }
+
+
+def all_groups(size):
+    return [size.heads >> i for i in range(size.heads.bit_length())]
 
 
 def timed_model(size):
@@ -194,8 +158,12 @@ def prepare_step(model, size):
     return cache, functools.partial(step, token=token, index=ops.convert_to_tensor(index))
 
 
-def seconds_by_groups(models, size, clock):
+@functools.cache
+def seconds_by_groups(seed, size, clock):
     """Returns `{groups: (median seconds, bytes of the cache)}`; models take turns."""
+    keras.utils.set_random_seed(0)
+    model = timed_model(size)
+    models = {groups: convert_to_gqa(model, groups) for groups in all_groups(size)}
     caches, steps = {}, {}
     for groups, model in models.items():
         caches[groups], steps[groups] = prepare_step(model, size)
@@ -214,169 +182,66 @@ def seconds_by_groups(models, size, clock):
     return {groups: (np.median(found[2:]), sizes[groups]) for groups, found in times.items()}
 
 
-def measure_times(size, seeds, results):
-    missing = results.missing(seeds, **times_key(size))
-    if not missing:
-        return
-    keras.utils.set_random_seed(0)
+def time_groups(key, seed, size):
     on_cpu = "CPU" in machine()
     clock = time.process_time if on_cpu else time.perf_counter
-    model = timed_model(size)
-    numbers = [size.heads >> i for i in range(size.heads.bit_length())]
-    models = {groups: convert_to_gqa(model, groups) for groups in numbers}
-    for seed in missing:
-        for groups, (median, num_bytes) in seconds_by_groups(models, size, clock).items():
-            results.append(
-                **times_key(size),
-                seed=seed,
-                groups=groups,
-                ms_a_token=round(1000 * median / size.batch, 4),
-                bytes=num_bytes,
-                time="of the CPUs" if on_cpu else "that passed",
-                machine=machine(),
-            )
-            print(f"{groups} groups of {size.heads}: {results.lines[-1]['ms_a_token']} ms")
-
-
-def times(results, size):
-    """Returns `{groups: milliseconds [repeats]}` per token and sample."""
-    lines = results.select(**times_key(size))
+    median, num_bytes = seconds_by_groups(seed, size, clock)[key["groups"]]
     return {
-        groups: np.array([line["ms_a_token"] for line in lines if line["groups"] == groups])
-        for groups in sorted({line["groups"] for line in lines})
+        "ms_a_token": round(1000 * median / size.batch, 4),
+        "bytes": num_bytes,
+        "time": "of the CPUs" if on_cpu else "that passed",
     }
 
 
 # --- 3. Results ---
 
 
-def judge_learning(results, size, regularized):
-    said = []
-    for groups in size.groups:
-        found = [bits(results, size, groups, name, regularized, SHARE) for name in guide.POOLINGS]
-        for (worse, a), (better, b) in (
-            (("first", found[1]), ("mean", found[0])),
-            (("random", found[2]), ("first", found[1])),
-        ):
-            gap = a - b
-            said.append(
-                f"{groups} groups at {SHARE}: {better} below {worse} by {with_error(gap)}, "
-                f"beyond 2 deviations: {'yes' if beyond(gap) else 'NO'}"
-            )
-        at = {
-            share: bits(results, size, groups, "mean", regularized, share)
-            for share in (0, SHARE, LARGEST_SHARE)
-        }
-        said.append(
-            f"{groups} groups, mean: the first {SHARE} gain {with_error(at[0] - at[SHARE])}, "
-            f"as many steps more {with_error(at[SHARE] - at[LARGEST_SHARE])}"
-        )
-    return said
-
-
-def judge_times(found, heads):
-    middle = [np.median(found[groups]) for groups in sorted(found)]
-    said = [f"monotone in the groups: {'yes' if middle == sorted(middle) else 'NO'}"]
-    if heads == 64:
-        one, eight, all_heads = (np.median(found[groups]) for groups in (1, 8, 64))
-        for text, ratio, holds in (
-            (
-                "8 groups take {:.2f} times the time of 1, at most 1.3",
-                eight / one,
-                1.3 * one >= eight,
-            ),
-            (
-                "64 take {:.2f} times the time of 8, at least 2",
-                all_heads / eight,
-                all_heads >= 2 * eight,
-            ),
-        ):
-            said.append(f"{text.format(ratio)}: {'yes' if holds else 'NO'}")
-    return said
-
-
-def tell(results, size):
-    parts = []
+def runs(size, results):
+    for groups in all_groups(size):
+        yield times_key(size, groups)
     for regularized in size.regularized:
-        rows, shares = [], (0, 0.025, SHARE, 0.075, LARGEST_SHARE)
-        for key in keys(size, regularized):
-            which = key["groups"], key["pooling"], regularized
-            cells = (with_error(bits(results, size, *which, share)) for share in shares)
-            rows.append((f"{key['groups']} groups, {key['pooling']}", *cells))
-        kind = "with" if regularized else "without"
-        columns = (f"bits a byte, {kind} dropout and weight decay, trained on for", *shares)
-        said = (f"- {line}" for line in judge_learning(results, size, regularized))
-        parts += [table(columns, rows), "\n".join(said)]
-    return "\n\n".join(parts)
+        yield from keys(size, regularized)
 
 
-def tell_times(results, size):
-    found = times(results, size)
-    lines = {line["groups"]: line for line in results.select(**times_key(size))}
-    rows = [
-        (
-            f"{groups} groups",
-            with_error(ms),
-            f"{np.median(ms) / np.median(found[1]):.2f}",
-            f"{lines[groups]['bytes'] / 2**20:,.2f}",
-        )
-        for groups, ms in found.items()
-    ]
-    header = (f"of {size.heads} heads", "ms per token and sample", "times one group", "cache, MiB")
-    said = (f"- {line}" for line in judge_times(found, size.heads))
-    return "\n\n".join((table(header, rows), "\n".join(said)))
+def measure(key, seeds, size, data):
+    step = time_groups if key["measure"] == "time" else uptrain
+    return [step(key, seed, size) for seed in seeds]
 
 
-def draw(results, size, path):
-    regularized = size.regularized[0]
-    figure = matplotlib.figure.Figure(figsize=(4 * (len(size.groups) + 1), 4), layout="constrained")
-    *panels, time_axes = figure.subplots(1, len(size.groups) + 1)
-    for groups, axes in zip(size.groups, panels, strict=True):
-        for pooling in (*guide.POOLINGS, MULTI_HEAD):
-            of = guide.HEADS if pooling == MULTI_HEAD else groups
-            shares, curves = bits(results, size, of, pooling, regularized)
-            draw_band(axes, shares, curves.T, color=COLORS[pooling], marker="o", label=pooling)
-        axes.set(
-            xlabel="fraction of the original training steps",
-            ylabel="bits per byte, held out",
-            title=f"{groups} of {guide.HEADS} key and value heads",
-        )
-        axes.legend()
-    found = times(results, size)
-    draw_band(time_axes, list(found), found.values(), marker="o")
-    time_axes.set_xscale("log", base=2)
-    time_axes.set(
-        xlabel=f"groups of {size.heads} heads",
-        ylabel="ms per token and sample",
-        title=f"{size.timed_length:,} tokens in the cache",
-        ylim=(0, None),
-    )
-    figure.savefig(path, dpi=120)
+def learning(results, size, groups, regularized):
+    """Returns the panel of bits per byte during uptraining."""
+    curves, at = {}, {}
+    for pooling in (*guide.POOLINGS, MULTI_HEAD):
+        of = guide.HEADS if pooling == MULTI_HEAD else groups
+        shares, found = bits(results, size, of, pooling, regularized)
+        curves[pooling] = dict(zip(shares.round(3).tolist(), found.T, strict=True))
+        at[pooling] = functools.partial(bits, results, size, of, pooling, regularized)
+    start, middle, end = (at["mean"](share) for share in (0, SHARE, LARGEST_SHARE))
+    gains = with_error(start - middle), with_error(middle - end)
+    verdicts = {"mean": f"the first {SHARE} gain {gains[0]}, as many steps more {gains[1]}"}
+    for worse, better in (("first", "mean"), ("random", "first")):
+        gap = at[worse](SHARE) - at[better](SHARE)
+        verdicts[worse] = f"above {better} at {SHARE} by {with_error(gap)}: {yes(beyond(gap))}"
+    title = f"{groups} groups{', regularized' if regularized else ''}"
+    xlabel, ylabel = "fraction of the original steps", "bits per byte"
+    return Panel(title, xlabel, ylabel, curves, verdicts, logarithmic=False)
 
 
-# --- 4. Main program ---
+def timing(results, size):
+    """Returns the panel of times by the number of groups."""
+    lines = {n: results.select(**times_key(size, n)) for n in reversed(all_groups(size))}
+    found = {n: np.array([line["ms_a_token"] for line in f]) for n, f in lines.items()}
+    middle = {n: np.median(ms) for n, ms in found.items()}
+    caches = ", ".join(f"{f[0]['bytes'] / 2**20:,.2f}" for f in lines.values())
+    said = f"rises: {yes(sorted(middle.values()) == list(middle.values()))}; cache {caches} MiB"
+    if size.heads == 64:
+        first, last = middle[8] / middle[1], middle[64] / middle[8]
+        said += f"; 8 groups take {first:.2f} times as long as 1, at most 1.3: {yes(first <= 1.3)}"
+        said += f"; 64 take {last:.2f} times as long as 8, at least 2: {yes(last >= 2)}"
+    label, labels = f"{size.heads} heads", ("time", "groups", "ms per token and sample")
+    return Panel(*labels, {label: found}, {label: said})
 
 
-def main():
-    parser = command_line(__doc__, MINIATURE, FULL)
-    parser.add_argument("--times", action="store_true", help="only times by the number of groups")
-    parser.set_defaults(seeds=None)  # three, or five with --full
-    arguments, size = read_command_line(parser, MINIATURE, FULL)
-    seeds = arguments.seeds or list(range(5 if arguments.full else 3))
-    results = Results(arguments.output / "grouped_queries.jsonl")
-    measure_times(size, seeds, results)
-    print(tell_times(results, size))
-    if arguments.times:
-        return
-    training, held_out = load_documents(None)
-    rng = np.random.default_rng(0)
-    validation = guide.rows_of(held_out, size.rows, rng, size.length)
-    for regularized in size.regularized:
-        for seed in seeds:
-            learn(size, seed, regularized, training, validation, results)
-    draw(results, size, picture(arguments, "grouped_queries"))
-    print(tell(results, size))
-
-
-if __name__ == "__main__":
-    main()
+def panels(results, size):
+    settings = [(groups, flag) for flag in size.regularized for groups in size.groups]
+    return [*(learning(results, size, *setting) for setting in settings), timing(results, size)]

@@ -1,47 +1,18 @@
-"""Ablations of TransNormerLLM: gate, decay, positions, norms, activations.
+"""Ablations of TransNormerLLM: gate, decay, positions, norms, activations (TNL, section 5.3).
 
-    make paper-lightning_ablations            # minutes; or, with the package installed:
-    KERAS_BACKEND=jax python guides/papers/lightning_ablations.py
-    KERAS_BACKEND=jax python guides/papers/lightning_ablations.py --full --text FILE  # on a GPU
-
-Qin et al. 2024 (arXiv:2405.17381, section 5.3) remove or replace one part of their model at a time.
-The gate lowers the loss from 2.263 to 2.248. LRPE with decay in every layer is best; LRPE in the
-first layer only, as released, is hardly worse. A decay that differs by layer lowers the perplexity.
-Norms and activations matter little.
-
-The released model uses the package's layers. LRPE and the activations of queries, keys and gates
-are arguments of `LightningAttention`. Variants without a published model (no gate, no decay, other
-norms) are subclasses in this script.
+One part of the released model is removed or replaced at a time. LRPE and the activations of
+queries, keys and gates are arguments of `LightningAttention`. Variants without a published model
+(no gate, no decay, other norms) are subclasses in this script.
 """
 
 import dataclasses
-import os
-import pathlib
-import time
 from typing import Any
 
-# Keras reads this once, at import. "torch" and "tensorflow" also work.
-os.environ.setdefault("KERAS_BACKEND", "jax")
-
 import keras
-import matplotlib.figure
 import numpy as np
 from keras import ops
-from runs import (
-    PASSES,
-    Results,
-    command_line,
-    deviations,
-    machine,
-    picture,
-    read_command_line,
-    read_text,
-    spread,
-    table,
-    text_batches,
-    with_error,
-)
-from training import token_losses, train
+from runs import deviations, read_text, spread, table, with_error
+from training import token_losses, train_on_text
 
 from keras_recurrent.layers import LightningAttention, RMSNorm, SimpleRMSNorm
 from keras_recurrent.layers.gated_linear_unit import GatedLinearUnit
@@ -51,6 +22,17 @@ from keras_recurrent.models import TransNormerResidualBlock
 from keras_recurrent.models.recurrent_backbone import RecurrentBackbone
 from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
 
+SEEDS = 3, 5
+SIZES = {  # lengths are bytes
+    "width": (32, 256),
+    "num_heads": (4, 4),
+    "num_layers": (3, 6),
+    "length": (256, 1024),  # of training and test sequences
+    "tokens": (2048, 8192),  # per step
+    "steps": (150, 1000),  # at most two passes over the text
+    "windows": (64, 256),
+    "learning_rate": (5e-3, 2e-3),
+}
 RELEASED = "as released"
 
 
@@ -97,24 +79,6 @@ PAPER = {
     "1 + elu for queries, keys": "alike",
     "silu in the gated unit": "little effect",
 }
-
-
-@dataclasses.dataclass
-class Size:
-    """Sizes of a run; lengths are bytes."""
-
-    width: int
-    num_heads: int
-    num_layers: int
-    length: int  # of training and test sequences
-    tokens: int  # per step
-    steps: int  # at most two passes over the text
-    windows: int
-    learning_rate: float
-
-
-MINIATURE = Size(32, 4, 3, 256, 2048, 150, 64, 5e-3)
-FULL = Size(256, 4, 6, 1024, 8192, 1000, 256, 2e-3)
 
 
 # --- 1. The variants ---
@@ -207,35 +171,22 @@ def build(variant, size, seed):
 # --- 2. Training and testing ---
 
 
-def run(name, size, seeds, training, windows):
-    """Trains the seeds of one variant in parallel and yields a line of results for each."""
-    steps = min(size.steps, PASSES * len(training) // size.tokens)
-    models = [build(VARIANTS[name], size, seed) for seed in seeds]
-    optimizer = keras.optimizers.AdamW(
-        keras.optimizers.schedules.CosineDecay(
-            0.0, steps, alpha=0.1, warmup_target=size.learning_rate, warmup_steps=steps // 10
-        ),
-        weight_decay=0.01,
-        global_clipnorm=1.0,
-    )
-    start = time.perf_counter()
-    rows = text_batches(training, seeds, steps, size.length, size.tokens)
-    trained = train(models, optimizer, rows)
-    seconds = time.perf_counter() - start
-    test = token_losses(models[0])
-    for seed, model, loss in zip(seeds, models, trained, strict=True):
-        yield {
-            "variant": name,
-            "seed": seed,
-            "width": size.width,
-            "parameters": model.count_params(),
-            "steps": steps,
-            "bytes": steps * size.tokens,
-            "training_loss": round(loss, 4),
-            "loss": round(float(test(model, windows).mean()), 4),
-            "seconds_of_all_seeds": round(seconds, 1),
-            "machine": machine(),
-        }
+def prepare(size, text):
+    training, held_out = read_text(text)
+    return training, spread(held_out, size.windows, size.length, size.length)
+
+
+def runs(size, results):
+    return ({"variant": name, "width": size.width} for name in VARIANTS)
+
+
+def measure(key, seeds, size, data):
+    training, windows = data
+    models = [build(VARIANTS[key["variant"]], size, seed) for seed in seeds]
+    lines, test = train_on_text(models, seeds, training, size, size.length), token_losses(models[0])
+    for line, model in zip(lines, models, strict=True):
+        line["loss"] = round(float(test(model, windows).mean()), 4)
+    return lines
 
 
 # --- 3. Results ---
@@ -262,65 +213,34 @@ def judge(found):
     return "worse" if np.mean(found) > 0 else "better"
 
 
-def tell(results, size):
-    rows = []
-    for name in VARIANTS:
-        if not losses(results, size, name):
-            continue
-        (parameters,) = {
-            line["parameters"] for line in results.select(variant=name, width=size.width)
-        }
-        found = differences(results, size, name)
-        last = ("", "") if name == RELEASED else (with_error(found, 4), judge(found))
-        loss = with_error(list(losses(results, size, name).values()), 4)
-        rows.append((name, f"{parameters:,}", loss, *last, PAPER.get(name, "")))
-    header = ("variant", "weights", "loss, held out", "less released", "", "the paper")
-    return table(header, rows)
+@dataclasses.dataclass
+class Differences:
+    """A plot and a table of losses compared with the released model, by variant."""
+
+    results: Any
+    size: Any
+
+    def draw(self, axes):
+        found = {name: differences(self.results, self.size, name) for name in VARIANTS}
+        found = {n: values for n, values in found.items() if len(values) and n != RELEASED}
+        for place, values in enumerate(found.values()):
+            error = 2 * deviations(values)
+            axes.errorbar(np.mean(values), place, xerr=error, fmt="o", color="tab:blue", capsize=3)
+        axes.axvline(0, color="black", linewidth=1)
+        axes.set_yticks(range(len(found)), found)
+        axes.invert_yaxis()
+        axes.set_xlabel("loss less that of the released model; ± two deviations")
+
+    def table(self):
+        rows = []
+        for name in VARIANTS:
+            loss = list(losses(self.results, self.size, name).values())
+            found = differences(self.results, self.size, name)
+            last = ("", "") if name == RELEASED else (with_error(found, 4), judge(found))
+            if loss:
+                rows.append((name, with_error(loss, 4), *last, PAPER.get(name, "")))
+        return table(("variant", "loss, held out", "less released", "", "the paper"), rows)
 
 
-def draw(results, size, path):
-    figure = matplotlib.figure.Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    names = [name for name in VARIANTS if name != RELEASED and losses(results, size, name)]
-    for place, name in enumerate(names):
-        found = differences(results, size, name)
-        error = 2 * deviations(found)
-        axes.errorbar(np.mean(found), place, xerr=error, fmt="o", color="tab:blue", capsize=3)
-        axes.plot(found, np.full(len(found), place), "|", color="gray")
-    axes.axvline(0, color="black", linewidth=1)
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.set_xlabel(
-        "increase of the loss over the released model, nats per byte; bars: two standard deviations"
-    )
-    figure.savefig(path, dpi=120)
-
-
-# --- 4. Main program ---
-
-
-def main():
-    parser = command_line(__doc__, MINIATURE, FULL)
-    parser.add_argument("--text", type=pathlib.Path, help="a file; else Python's documentation")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.set_defaults(seeds=None)  # three, or five with --full
-    arguments, size = read_command_line(parser, MINIATURE, FULL)
-    seeds = arguments.seeds or list(range(5 if arguments.full else 3))
-    training, held_out = read_text(arguments.text)
-    windows = spread(held_out, size.windows, size.length, size.length)
-    results = Results(arguments.output / "lightning_ablations.jsonl")
-    print(f"{len(training):,} bytes to train on, {len(held_out):,} held out, on {machine()}")
-    for name in dict.fromkeys((RELEASED, *arguments.variants)):
-        missing = results.missing(seeds, variant=name, width=size.width)
-        for line in run(name, size, missing, training, windows) if missing else ():
-            results.append(**line)
-            print(
-                f"{name}, seed {line['seed']}: {line['loss']}; {line['seconds_of_all_seeds']} s",
-                flush=True,
-            )
-    draw(results, size, picture(arguments, "lightning_ablations"))
-    print(tell(results, size))
-
-
-if __name__ == "__main__":
-    main()
+def panels(results, size):
+    return [Differences(results, size)]

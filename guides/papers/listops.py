@@ -1,18 +1,10 @@
 """Classification of ListOps by HGRN2 and other layers (HGRN2, section 4.3, table 10).
 
-    make paper-listops                        # minutes; or, with the package installed:
-    KERAS_BACKEND=jax python guides/papers/run.py listops
-    KERAS_BACKEND=jax python guides/papers/run.py listops --full    # on a GPU
-
-Qin et al. 2024 (arXiv:2404.07904) report 60.52 % for HGRN2 and, from Alonso et al. 2024, 38.02 %
-for Mamba and 32.34 % for Griffin, on the ListOps of Long Range Arena. They use the configuration of
-HGRN: six layers of width 128 in both directions, the mean over all tokens, batches of 50, a
-learning rate of 0.001, 40 passes over 96,000 sequences of 500 to 2,000 tokens.
-
-The four models here have this configuration and equal parameter counts: the channel mixer has the
-weights that the token mixer leaves. A layer runs over a sequence and, with the same weights, over
-its reverse; the outputs are added. Training is shorter, and its curves are plotted against the
-number of examples. A step of a GRU takes nearly equally long for all batch sizes, so that its
+The paper uses the configuration of HGRN: six layers of width 128 in both directions, the mean over
+all tokens, batches of 50, a learning rate of 0.001, 40 passes over 96,000 sequences of 500 to 2,000
+tokens. The four models here have equal parameter counts: the channel mixer has the weights that the
+token mixer leaves. A layer runs over a sequence and, with the same weights, over its reverse; the
+outputs are added. A step of a GRU takes nearly equally long for all batch sizes, so that its
 batches are larger.
 """
 
@@ -20,15 +12,15 @@ import concurrent.futures
 import functools
 import multiprocessing
 import os
-import pathlib
-import sys
+import types
 
 import keras
 import numpy as np
 from keras import ops
-from runs import clear, draw_band, percent, table, yes
-from tasks import final_shares, learn
-from training import adamw, results_of
+from runs import Panel, clear, yes
+from synthetic.list_ops import list_ops
+from tasks import learn
+from training import apply
 
 from keras_recurrent.layers import (
     BidirectionalHGRN2,
@@ -37,9 +29,6 @@ from keras_recurrent.layers import (
     RecurrentBlock,
     SwiGLU,
 )
-
-sys.path.append(str(pathlib.Path(__file__).parents[1]))  # for the folder `synthetic`
-from synthetic.list_ops import list_ops
 
 SEEDS = 2, 2
 HEADS = 4
@@ -171,54 +160,33 @@ def measure(key, seeds, size, data):
     (tokens, labels), (test, test_labels) = data
     rows, steps = batch_of(key["model"], size)
 
-    def task(seed):
-        chosen = np.random.default_rng(seed).integers(0, len(tokens), rows)
-        return tokens[chosen].astype("int32"), labels[chosen], np.ones(rows, "float32")
+    def task(count, seed):
+        if not seed:
+            return test.astype("int32"), test_labels, np.ones(count)
+        chosen = np.random.default_rng(seed).integers(0, len(tokens), count)
+        return tokens[chosen].astype("int32"), labels[chosen], np.ones(count, "float32")
 
     models = [build(key["model"], size, seed) for seed in seeds]
-    curves, losses = learn(
-        models,
-        seeds,
-        task,
-        (test.astype("int32"), test_labels, np.ones(len(test))),
-        steps,
-        steps // size.tests,
-        adamw(size.learning_rate, steps // 10, steps, end=0.1),
-        logits=lambda model, tokens: model(tokens),
+    every = types.SimpleNamespace(test_rows=len(test), every=steps // size.tests)
+    return learn(
+        models, seeds, task, every, rows, steps, size.learning_rate, steps // 10, logits=apply
     )
-    return results_of(models, losses, right_after=curves)
 
 
 # --- 4. Results ---
 
 
-def lines_of(results, size):
-    """Returns `{model: lines of its seeds}` for the models with results."""
-    found = {key["model"]: results.select(**key) for key in runs(size, results)}
-    return {name: lines for name, lines in found.items() if lines}
-
-
-def tables(results, size):
-    found, rows = lines_of(results, size), []
-    best = final_shares(found["HGRN2"])
-    for name, lines in found.items():
-        shares, counted = final_shares(lines), lines[0]["rows_a_step"] * lines[0]["most_steps"]
-        verdict = "" if name == "HGRN2" else f"{yes(clear(shares, best))}: HGRN2 above"
-        parameters = f"{lines[0]['parameters']:,}"
-        rows.append(
-            (name, parameters, f"{counted:,}", percent(shares), PAPER.get(name, ""), verdict)
-        )
-    header = (f"ListOps, {size.length:,} tokens", "parameters", "examples", "right, %", "paper, %")
-    return table((*header, "by more than 2 deviations"), rows)
-
-
-def draw(figure, results, size):
-    axes = figure.subplots()
-    for name, lines in lines_of(results, size).items():
-        steps = lines[0]["right_after"]
-        shares = [[100 * line["right_after"][step] for line in lines] for step in steps]
-        seen = [int(step) * lines[0]["rows_a_step"] for step in steps]
-        draw_band(axes, seen, shares, marker="o", label=name)
-    axes.set(xlabel="training examples", ylabel="correct, %", title="ListOps")
-    axes.set_xscale("log")
-    axes.legend()
+def panels(results, size):
+    curves, verdicts = {}, {}
+    for key in runs(size, results):
+        lines = results.select(**key)
+        for step in lines[0]["right_after"] if lines else ():
+            shares = np.array([100 * line["right_after"][step] for line in lines])
+            curves.setdefault(key["model"], {})[int(step) * key["rows_a_step"]] = shares
+    last = {name: list(curve.values())[-1] for name, curve in curves.items()}
+    for name, shares in last.items():
+        verdicts[name] = f"{max(curves[name]):,} examples; the paper has {PAPER.get(name, 'none')}"
+        if name != "HGRN2" and "HGRN2" in last:
+            verdicts[name] += f"; {yes(clear(shares, last['HGRN2']))}: HGRN2 clearly above"
+    title = f"ListOps, {size.length:,} tokens"
+    return [Panel(title, "examples", "right, %", curves, verdicts, 1, logarithmic=False, last=True)]

@@ -6,21 +6,21 @@
 A script is a module with:
 
     SIZES                           {name: (miniature, full)}; each is an argument of this command
-    SEEDS                           number of seeds, miniature and full; None: three
+    SEEDS                           number of seeds, miniature and full; optional, three. None: the
+                                    runs have no seed
     prepare(size, text)             data of all runs; optional. text: the file of `--text`
     runs(size, results)             yields the keys of all runs, dicts
     measure(key, seeds, size, data) returns a dict of results for each of the seeds
-    tables(results, size)           formats Markdown tables
-    draw(figure, results, size)     draws; the figure has 4 inches per panel
+    panels(results, size)           objects with `draw(axes)` and `table()`, such as `runs.Panel`
 """
 
 import argparse
+import collections
 import functools
 import importlib
 import os
 import pathlib
 import time
-import types
 
 # Keras reads this once, at import. "torch" and "tensorflow" also work.
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -60,14 +60,9 @@ def parse(module, arguments):
     given = parser.parse_args(arguments)
     size = {name: values[given.full] for name, values in module.SIZES.items()}
     size |= {name: value for name in size if (value := getattr(given, name)) is not None}
-    given.seeds = given.seeds or list(range(getattr(module, "SEEDS", (3, 3))[given.full]))
-    return given, Size(**size)
-
-
-class Size(types.SimpleNamespace):
-    """The sizes of an experiment as attributes."""
-
-    __hash__ = object.__hash__
+    numbers = getattr(module, "SEEDS", (3, 3))
+    given.seeds = given.seeds or (list(range(numbers[given.full])) if numbers else [None])
+    return given, collections.namedtuple("Size", size)(**size)
 
 
 def _shown(value):
@@ -87,20 +82,21 @@ def main(name, arguments=None):
         data = prepare(size, arguments.text) if seeds else None
         start = time.perf_counter()
         lines = module.measure(key, seeds, size, data) if seeds else ()
-        seconds = round(time.perf_counter() - start, 1)
         for seed, line in zip(seeds, lines, strict=True):
-            common = {"seconds_of_all_seeds": seconds, "machine": machine()}
-            results.append(**key, seed=seed, **line, **common)
+            seconds = round(time.perf_counter() - start, 1)
+            line = {**key, "seed": seed, **line, "seconds_of_all_seeds": seconds}
+            results.append(**line, machine=machine())
             print(*(f"{k} {v}" for k, v in results.lines[-1].items()), sep=", ", flush=True)
     if arguments.measure:
         return
     import matplotlib.figure
 
-    figure = matplotlib.figure.Figure(layout="constrained")
-    module.draw(figure, results, size)
-    figure.set_size_inches(4.5 * len(figure.axes), 4)
+    panels = module.panels(results, size)
+    figure = matplotlib.figure.Figure((4.5 * len(panels), 4), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        panel.draw(axes)
     figure.savefig(arguments.output / f"{name}{'_full' if arguments.full else ''}.png", dpi=120)
-    print(module.tables(results, size))
+    print(*(panel.table() for panel in panels), sep="\n\n")
 
 
 if __name__ == "__main__":

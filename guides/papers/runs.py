@@ -2,13 +2,11 @@
 
 import argparse
 import dataclasses
-import importlib.machinery
 import json
 import os
 import pathlib
 import pydoc_data.topics
 import sys
-import types
 from typing import Any
 
 import keras
@@ -16,7 +14,8 @@ import numpy as np
 
 PASSES = 2  # maximum number of passes over the text
 
-sys.path.append(str(pathlib.Path(__file__).parents[1]))  # for the folder `synthetic`
+# The folders of the other guides and of benchmarks.
+sys.path.extend(str(pathlib.Path(__file__).resolve().parents[i]) for i in (1, 2))
 
 
 # --- The command line ---
@@ -59,18 +58,6 @@ def read_command_line(parser, miniature, full):
     given = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(miniature)}
     given = {name: value for name, value in given.items() if value is not None}
     return arguments, dataclasses.replace(full if arguments.full else miniature, **given)
-
-
-def guide_above(name):
-    """Loads a script of the parent folder as a module `guide_NAME`.
-
-    The prefix avoids a clash with scripts of this folder that have the same file name.
-    """
-    path = pathlib.Path(__file__).parents[1] / f"{name}.py"
-    loader = importlib.machinery.SourceFileLoader(f"guide_{name}", str(path))
-    module = types.ModuleType(loader.name)
-    loader.exec_module(module)
-    return module
 
 
 # --- Text ---
@@ -142,7 +129,7 @@ class Results:
 
     def select(self, **key):
         """Returns the lines with these values."""
-        return [line for line in self.lines if all(line[k] == v for k, v in key.items())]
+        return [line for line in self.lines if all(line.get(k) == v for k, v in key.items())]
 
     def missing(self, seeds, **key):
         """Returns the seeds without a line with these values."""
@@ -176,6 +163,54 @@ def machine():
 def picture(arguments, name):
     """Returns the figure's path, with the suffix `_full` for the full size."""
     return arguments.output / f"{name}{'_full' if arguments.full else ''}.png"
+
+
+@dataclasses.dataclass
+class Panel:
+    """A plot and a table of values over seeds, by x, for several curves."""
+
+    title: str
+    xlabel: str
+    ylabel: str
+    curves: dict  # {label: {x: the values of all seeds}}; curves without values are left out
+    verdicts: dict = dataclasses.field(default_factory=dict)  # {label: text}, the last column
+    digits: int = 3
+    logarithmic: bool = True  # the horizontal axis, with ticks at each x
+    last: bool = False  # the table has only the last value of each curve
+    mark: float | None = None  # x of a vertical line
+
+    def __post_init__(self):
+        present = {
+            name: {x: values for x, values in found.items() if len(values)}
+            for name, found in self.curves.items()
+        }
+        self.curves = {name: found for name, found in present.items() if found}
+        self.places = sorted({x for found in self.curves.values() for x in found})
+
+    def draw(self, axes):
+        """Plots means, with bars of one standard deviation."""
+        for label, found in self.curves.items():
+            bars = [deviations(values) for values in found.values()]
+            means = [np.mean(values) for values in found.values()]
+            axes.errorbar(list(found), means, bars, marker=".", capsize=2, label=label)
+        if self.mark is not None:
+            axes.axvline(self.mark, color="gray", linestyle="--", linewidth=1)
+        axes.set(xlabel=self.xlabel, ylabel=self.ylabel, title=self.title)
+        if self.logarithmic:
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(self.places, [f"{x:,}" for x in self.places])
+        axes.legend()
+
+    def table(self):
+        """Formats a Markdown table with a row per curve."""
+        places = [None] if self.last else self.places
+        rows = []
+        for label, found in self.curves.items():
+            values = [list(found.values())[-1] if self.last else found.get(x, ()) for x in places]
+            cells = [with_error(v, self.digits) if len(v) else "" for v in values]
+            rows.append((label, *cells, self.verdicts.get(label, "")))
+        names = ["at the end"] if self.last else [f"{x:,}" for x in places]
+        return table((f"{self.title}: {self.ylabel} by {self.xlabel}", *names, ""), rows)
 
 
 def octaves(shortest, longest):

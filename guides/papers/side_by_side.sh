@@ -38,19 +38,19 @@ guide() { # lane, script, arguments: runs until the time is over
   [ $((seconds - SECONDS)) -gt 0 ] || return
   mkdir -p "$work/$lane"
   [ -e "$work/$lane/$name.jsonl" ] || cp "$results/$name.jsonl" "$work/$lane/" 2>/dev/null
-  timeout -k 5 $((seconds - SECONDS)) "$python" "$name.py" ${SIZE---full} --output "$work/$lane" "$@" \
+  timeout -k 5 $((seconds - SECONDS)) "$python" run.py "$name" ${SIZE---full} --output "$work/$lane" "$@" \
     >> "$work/$lane.log" 2>&1
   echo "$lane: $name $* ended with $? after $SECONDS s; its output is $work/$lane.log"
 }
 
 copying_256() {
-  guide copying_256 synthetic_tasks --tasks copying --copying-length 256 --copying-window 128
+  guide copying_256 synthetic_tasks --only copying --copying-length 256 --copying-window 128
 }
-copying_1024() { guide copying_1024 synthetic_tasks --tasks copying; }
-induction() { guide induction synthetic_tasks --tasks induction; }
+copying_1024() { guide copying_1024 synthetic_tasks --only copying; }
+induction() { guide induction synthetic_tasks --only induction; }
 ablations() { guide ablations lightning_ablations --text "$text"; }
 extrapolation() { guide extrapolation extrapolation --text "$text"; }
-recall() { guide recall associative_recall; }
+recall() { guide recall recall; }
 phone_book() { guide phone_book phone_book; }
 state_size() { guide state_size state_size --text "$text"; }
 

@@ -1,43 +1,48 @@
-"""Shared code of the scripts that train on tasks: Griffin's models, batches, learning curves."""
+"""Shared code of the scripts that train on tasks: Griffin's models, learning curves."""
 
 import time
 
 import keras
 import numpy as np
-from training import predictor, train
+from training import adamw, predictor, results_of, train
 
 from keras_recurrent.models import GriffinBackbone, GriffinCausalLM
 
+GRIFFINS = "Hawk", "Griffin", "MQA"
 RECURRENT, LOCAL, GLOBAL = "recurrent", "local_attention", "global_attention"
 TEST_SEED = 10**6  # training uses seeds from twice this value on, a range per model seed
 
 
-def griffin(name, num_layers, width, window, vocabulary_size, seed):
+def griffin(name, size, window, vocabulary_size, seed):
     """Builds Hawk, Griffin with one local attention layer in the middle, or MQA (section 6)."""
-    keras.utils.set_random_seed(seed)
-    blocks = [{"MQA": GLOBAL}.get(name, RECURRENT)] * num_layers
+    blocks = [{"MQA": GLOBAL}.get(name, RECURRENT)] * size.num_layers
     if name == "Griffin":
-        blocks[num_layers // 2] = LOCAL
+        blocks[size.num_layers // 2] = LOCAL
+    sizes = {"num_blocks": size.width // 4, "lru_width": size.width * 5 // 4}
+    return language_model(blocks, size, window, vocabulary_size, seed, **sizes)
+
+
+def language_model(blocks, size, window, vocabulary_size, seed, **sizes):
+    """Builds a Griffin with these types of blocks."""
+    keras.utils.set_random_seed(seed)
     backbone = GriffinBackbone(
         vocabulary_size=vocabulary_size,
-        num_layers=num_layers,
-        hidden_dim=width,
-        intermediate_dim=3 * width,
-        lru_width=width * 5 // 4,
-        num_blocks=width // 4,
+        num_layers=size.num_layers,
+        hidden_dim=size.width,
+        intermediate_dim=3 * size.width,
         block_types=blocks,
         num_query_heads=4,
-        head_dim=width // 4,
-        sliding_window=window,
+        head_dim=size.width // 4,
+        sliding_window=window if LOCAL in blocks else None,
+        **sizes,
     )
     return GriffinCausalLM(backbone)
 
 
-def batches(task, seeds, steps):
+def batches(task, rows, seeds, steps):
     """Yields the batches of all seeds for each step; label weights have a mean of 1."""
     for step in range(steps):
-        by_seed = {seed: task((2 + seed) * TEST_SEED + step) for seed in set(seeds)}
-        found = [by_seed[seed] for seed in seeds]
+        found = [task(rows, (2 + seed) * TEST_SEED + step) for seed in seeds]
         tokens, labels, weights = (np.stack(part) for part in zip(*found, strict=True))
         yield tokens, labels, weights / weights.mean()
 
@@ -48,49 +53,42 @@ def right(predicted, labels, weights):
 
 
 def learn(
-    models,
-    seeds,
-    task,
-    test,
-    steps,
-    every,
-    optimizer,
-    enough=None,
-    logits=None,
-    count=right,
-    factors=None,
+    models, seeds, task, size, rows, steps, rate, warmup, enough=None, logits=None, count=right
 ):
     """Trains the seeds of a model on a task and records their test accuracy.
 
     Args:
-        models: one model for each of `seeds`, which may repeat; see `train`.
-        task: a function of a seed that returns a training batch: tokens, labels, weights.
-        test: a batch for testing, in the same format.
-        steps: maximum number of steps.
-        every: number of steps between tests.
-        optimizer: see `train`.
+        models: one model for each of `seeds`; see `train`.
+        task: a function of a number of sequences and a seed that returns tokens, labels and the
+            labels' weights. Seed 0 is for testing.
+        size: has `test_rows`, the number of test sequences, and `every`, of steps between tests.
+        rows: batch size.
+        steps, rate, warmup: maximum number of steps, and the learning rate; see `adamw`.
         enough: training ends when all models reach this accuracy; None runs all steps.
-        logits, factors: see `train`.
+        logits: see `train`.
         count: a function of predicted tokens, labels and weights that returns the accuracy.
 
     Returns:
-        `(curves, losses)`: for each model `{steps: accuracy}`, and its final loss.
+        A dict of results for each model; `right_after` is `{steps: accuracy}`.
     """
     predict, curves = predictor(models[0], logits), [{} for _ in models]
-    tokens, labels, weights = test
+    tokens, labels, weights = task(size.test_rows, 0)
     start = time.perf_counter()
 
     def watch(step):
         for curve, model in zip(curves, models, strict=True):
             curve[str(step)] = round(count(predict(model, tokens), labels, weights), 4)
-        shares = ", ".join(f"{curve[str(step)]:.1%}" for curve in curves)
-        print(
-            f"step {step:,}: {shares} right after {time.perf_counter() - start:.1f} s", flush=True
-        )
-        return enough is not None and all(curve[str(step)] >= enough for curve in curves)
+        shares = [curve[str(step)] for curve in curves]
+        print(f"step {step}: {shares} right after {time.perf_counter() - start:.0f} s", flush=True)
+        return enough is not None and min(shares) >= enough
 
-    losses = train(models, optimizer, batches(task, seeds, steps), logits, every, watch, factors)
-    return curves, losses
+    optimizer = adamw(rate, warmup, steps, end=0.1)
+    losses = train(models, optimizer, batches(task, rows, seeds, steps), logits, size.every, watch)
+    common = {"rows_a_step": rows, "most_steps": steps}
+    lines = results_of(models, losses)
+    return [
+        {**line, **common, "right_after": curve} for line, curve in zip(lines, curves, strict=True)
+    ]
 
 
 def final_shares(lines):

@@ -3,13 +3,14 @@
 import keras
 import numpy as np
 from keras import ops
+from runs import PASSES, text_batches
 
 from keras_recurrent import exclude_from_weight_decay
 from keras_recurrent.evaluation.position_loss import no_gradients
 from keras_recurrent.ops import token_crossentropy
 
 
-def train(models, optimizer, batches, logits=None, every=None, watch=None, factors=None):
+def train(models, optimizer, batches, logits=None, every=None, watch=None):
     """Trains models of one shape on tokens, each on its own batches.
 
     JAX on a GPU trains all models in one program, because a single small model leaves most of the
@@ -26,8 +27,6 @@ def train(models, optimizer, batches, logits=None, every=None, watch=None, facto
             language model.
         every, watch: `watch(step)` is called after each `every` steps and after the last one, with
             the current weights in the models. Training ends when it returns True.
-        factors: a multiplier of the learning rate for each model; None means 1. The optimizer's
-            updates must be proportional to its learning rate, as in AdamW.
 
     Returns:
         The mean loss of each model over the last tenth of the batches, a list of floats.
@@ -37,7 +36,7 @@ def train(models, optimizer, batches, logits=None, every=None, watch=None, facto
         exclude_from_weight_decay(own, model)
         own.build(model.trainable_variables)
     start = _in_one_program if keras.config.backend() == "jax" else _by_keras
-    step, finish = start(models, optimizers, factors or [1.0] * len(models), logits)
+    step, finish = start(models, optimizers, logits)
     losses = []
     for batch in batches:
         losses.append(step(*batch))
@@ -52,15 +51,23 @@ def train(models, optimizer, batches, logits=None, every=None, watch=None, facto
     return np.mean([[float(loss) for loss in step] for step in last], axis=0).tolist()
 
 
-def results_of(models, losses, **columns):
-    """Returns a dict of results for each model: parameters, training loss, and the columns."""
+def train_on_text(models, seeds, text, size, length, logits=None):
+    """Trains models on bytes of text. Returns a dict of results for each; see `train`.
+
+    size: has `tokens` per step, `steps`, which make at most two passes, and `learning_rate`.
+    """
+    steps = min(size.steps, PASSES * len(text) // size.tokens)
+    rows = text_batches(text, seeds, steps, length, size.tokens)
+    optimizer = adamw(size.learning_rate, steps // 10, steps, end=0.1)
+    lines = results_of(models, train(models, optimizer, rows, logits))
+    return [{**line, "steps": steps, "bytes": steps * size.tokens} for line in lines]
+
+
+def results_of(models, losses):
+    """Returns a dict of results for each model: its parameters and training loss."""
     return [
-        {
-            "parameters": model.count_params(),
-            "training_loss": round(loss, 4),
-            **{name: values[i] for name, values in columns.items()},
-        }
-        for i, (model, loss) in enumerate(zip(models, losses, strict=True))
+        {"parameters": model.count_params(), "training_loss": round(loss, 4)}
+        for model, loss in zip(models, losses, strict=True)
     ]
 
 
@@ -81,14 +88,7 @@ def predictor(first, logits=None, batch_size=64):
     The models must have the shape of `first`.
     """
     logits = logits or language_model_logits
-    likeliest = _for_any_model(first, lambda model, x: ops.argmax(logits(model, x), axis=-1))
-
-    def predict(model, tokens):
-        pieces = range(0, len(tokens), batch_size)
-        found = [likeliest(model, tokens[i : i + batch_size]) for i in pieces]
-        return np.concatenate([ops.convert_to_numpy(part) for part in found])
-
-    return predict
+    return _for_any_model(first, lambda model, x: ops.argmax(logits(model, x), axis=-1), batch_size)
 
 
 def token_losses(first, logits=None, batch_size=64):
@@ -97,31 +97,37 @@ def token_losses(first, logits=None, batch_size=64):
     The first token of a sequence has no loss. The models must have the shape of `first`.
     """
     logits = logits or language_model_logits
-    loss = _for_any_model(
-        first, lambda model, x: token_crossentropy(logits(model, x[:, :-1]), x[:, 1:])
+    return _for_any_model(
+        first, lambda model, x: token_crossentropy(logits(model, x[:, :-1]), x[:, 1:]), batch_size
     )
 
-    def losses(model, tokens):
-        pieces = range(0, len(tokens), batch_size)
+
+def _for_any_model(first, function, batch_size):
+    """Returns `function` of a model and tokens in batches, in one program for all models on JAX."""
+    program = function
+    if keras.config.backend() == "jax":
+        import jax
+
+        @jax.jit
+        def stateless(weights, tokens):
+            with keras.StatelessScope(list(zip(first.variables, weights, strict=True))):
+                return function(first, tokens)
+
+        def program(model, tokens):
+            return stateless([v.value for v in model.variables], tokens)
+
+    def compute(model, tokens):
+        starts = range(0, len(tokens), batch_size)
         with no_gradients():
-            found = [loss(model, tokens[i : i + batch_size]) for i in pieces]
+            found = [program(model, tokens[i : i + batch_size]) for i in starts]
         return np.concatenate([ops.convert_to_numpy(part) for part in found])
 
-    return losses
+    return compute
 
 
-def _for_any_model(first, function):
-    """Compiles a function of a model and arrays on JAX, once for all models of this shape."""
-    if keras.config.backend() != "jax":
-        return function
-    import jax
-
-    @jax.jit
-    def program(weights, *arrays):
-        with keras.StatelessScope(list(zip(first.variables, weights, strict=True))):
-            return function(first, *arrays)
-
-    return lambda model, *arrays: program([v.value for v in model.variables], *arrays)
+def apply(model, tokens):
+    """Returns the logits of a functional model."""
+    return model(tokens)
 
 
 def language_model_logits(model, tokens):
@@ -129,7 +135,7 @@ def language_model_logits(model, tokens):
     return model.backbone.token_embedding(hidden_states, reverse=True)
 
 
-def _in_one_program(models, optimizers, factors, logits=None, side_by_side=None):
+def _in_one_program(models, optimizers, logits=None, side_by_side=None):
     import jax
 
     model, optimizer = models[0], optimizers[0]
@@ -141,12 +147,10 @@ def _in_one_program(models, optimizers, factors, logits=None, side_by_side=None)
         with keras.StatelessScope(list(zip(model.trainable_variables, weights, strict=True))):
             return ops.mean(token_crossentropy(logits(model, tokens), following) * counts)
 
-    def program(state, factor, *batch):
+    def program(state, *batch):
         weights, memory = state
         value, gradients = jax.value_and_grad(loss)(weights, *batch)
-        updated, memory = optimizer.stateless_apply(memory, gradients, weights)
-        weights = [w + factor * (new - w) for w, new in zip(weights, updated, strict=True)]
-        return (weights, memory), value
+        return tuple(optimizer.stateless_apply(memory, gradients, weights)), value
 
     # The state is donated to the program, so it must not share memory with the variables.
     def copy(tree):
@@ -167,8 +171,7 @@ def _in_one_program(models, optimizers, factors, logits=None, side_by_side=None)
 
     def step(*batch):
         values = []
-        given = (np.array(factors, "float32"), *batch)
-        for i, part in enumerate([given] if side_by_side else zip(*given, strict=True)):
+        for i, part in enumerate([batch] if side_by_side else zip(*batch, strict=True)):
             states[i], value = program(states[i], *part)
             values.append(value)
         return values[0] if side_by_side else values
@@ -182,19 +185,8 @@ def _in_one_program(models, optimizers, factors, logits=None, side_by_side=None)
     return step, finish
 
 
-class Multiplied(keras.optimizers.schedules.LearningRateSchedule):
-    def __init__(self, schedule, factor):
-        super().__init__()
-        self.schedule, self.factor = schedule, factor
-
-    def __call__(self, step):
-        return self.factor * self.schedule(step)
-
-
-def _by_keras(models, optimizers, factors, logits=None):
-    for model, own, factor in zip(models, optimizers, factors, strict=True):
-        if factor != 1:
-            own.learning_rate = Multiplied(own._learning_rate, factor)
+def _by_keras(models, optimizers, logits=None):
+    for model, own in zip(models, optimizers, strict=True):
         if logits is None:
             model.compile(own, model.loss)
         else:

@@ -48,7 +48,7 @@ def tiny(seed):
 def test_runs_trains_several_models_as_keras_trains_one(guide):
     """Models that train in one program get other weights than with Keras's training step."""
     counts = np.random.default_rng(1).integers(0, 3, (2, 2, 5)).astype("float32")
-    training, factors = guide("training"), [1.0, 0.5]
+    training = guide("training")
     rows = np.random.default_rng(0).integers(0, 7, (2, 2, 2, 6))  # steps, models, rows, tokens
     trainings = {
         "by Keras": training._by_keras,
@@ -61,7 +61,7 @@ def test_runs_trains_several_models_as_keras_trains_one(guide):
         optimizers = [training.adamw(0.01, 1, 2) for _ in models]
         for model, optimizer in zip(models, optimizers, strict=True):
             optimizer.build(model.trainable_variables)
-        step, finish = start(models, optimizers, factors)
+        step, finish = start(models, optimizers)
         first, _ = (np.array(step(part[..., :-1], part[..., 1:], counts)) for part in rows)
         finish()
         found[name] = [first, *(w for model in models for w in model.get_weights())]
