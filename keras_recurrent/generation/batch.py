@@ -47,7 +47,7 @@ class Batch:
     Attributes:
         tokens_per_step, runs_ahead: as above.
         num_prompts: integer, maximum number of prompts in one call of `process`.
-        initial_state: the state of the backbone before all tokens, of batch size 1.
+        initial_state: the state of a sequence before all tokens.
         sequences: a list of the `Sequence` in each slot, or None.
         active_slots: a list of `(slot, sequence)` for the sequences that are still decoding.
     """
@@ -112,10 +112,7 @@ class Batch:
         self._write_all(arrays, self._features, state)
 
     def insert(self, sequence, state):
-        """Puts a sequence into a free slot.
-
-        state: the state of the backbone before the last token of its prompt, of batch size 1.
-        """
+        """Puts a sequence into a free slot; `state` is the state before the last prompt token."""
         slot = self.sequences.index(None)
         self.sequences[slot] = sequence
         self._set_active_slots()
@@ -242,7 +239,16 @@ class Batch:
         """Releases the memory of the device."""
         raise NotImplementedError
 
-    # The engine inserts sequences one by one, after chunks of their prompts.
+    # The engine inserts sequences one by one, after chunks of their prompts. The state of one
+    # sequence is a state of the backbone of batch size 1, or a value that only the batch reads.
+
+    def pack(self, cache):
+        """Returns the state of a sequence for a state of the backbone of batch size 1."""
+        return cache
+
+    def unpack(self, state):
+        """Returns a state of the backbone, the inverse of `pack` and `prompt_state`."""
+        return state
 
     def prepare_slots(self, max_length, num_prompts):
         """Prepares free slots, each with a capacity of `max_length` tokens.
@@ -284,8 +290,7 @@ class Batch:
         No other call may begin before the generator has returned.
 
         Args:
-            states: a list of the states of the backbone of each prompt, of batch size 1, which do
-                not change.
+            states: a list of the states of each prompt, which do not change.
             tokens, mask: int32 and boolean `[num_prompts, T]`, NumPy arrays.
 
         Returns:
@@ -304,17 +309,18 @@ class Batch:
         Returns:
             The `Logprobs` of T tokens, NumPy arrays, and the next state.
         """
+        state = self.unpack(state)
         if num_top:  # a power of two, so that few programs serve all values
             num_top = min(1 << (num_top - 1).bit_length(), self._vocabulary_size)
         *found, state = self._programs.score(tokens, targets, mask, state, num_top)
-        return Logprobs(*found), state
+        return Logprobs(*found), self.pack(state)
 
     def prompt_state(self, state):
-        """Returns the state of the backbone, of batch size 1, for a result of `process`."""
+        """Returns a state that may be kept for any time, for a result of `process`."""
         return state
 
     def slot_state(self, slot):
-        """Returns a copy of the state of a slot, of batch size 1."""
+        """Returns a copy of the state of the sequence in a slot."""
         raise NotImplementedError
 
     def wait(self):

@@ -12,13 +12,19 @@ from keras_recurrent.generation.torch.decoder import (
     CapturedDecoder,
     capture,
     clone_all,
-    clone_state,
     copy_all,
+    stack_groups,
+    unstack_groups,
 )
+from keras_recurrent.generation.torch.step import group_equal
 
 
 class TorchBatch(Batch):
-    """Batch on torch. Arguments as in `Batch`."""
+    """Batch on torch. Arguments as in `Batch`.
+
+    The state of one sequence is a list with a tensor `[n, 1, ...]` for each group of n equal
+    tensors, because the host needs time for each tensor that it copies.
+    """
 
     _decoder: Any = None
     _chunks: Any = None
@@ -34,14 +40,17 @@ class TorchBatch(Batch):
 
     @torch.no_grad()
     def prepare_slots(self, max_length, num_prompts):
-        self.initial_state = initial = self._prepare(max_length)
+        initial = self._prepare(max_length)
+        leaves, self._structure = optree.tree_flatten(initial)
+        self._groups = group_equal(leaves, leaves)
         self._chunks = self._programs.chunks(initial, num_prompts)
         self.num_prompts = 1 if self._chunks is None else num_prompts
-        # The cache of a step may also have tensors of recent tokens, which `initial` lacks.
-        self._initial = self._decoder.step.flatten_cache(initial)
-        given = {id(t) for t in optree.tree_leaves(initial)}
-        self._given = [index for index, t in enumerate(self._initial) if id(t) in given]
-        self._structure, self._read_slot = optree.tree_structure(initial), self._make_slot_reader()
+        step = self._decoder.step
+        stacks = stack_groups(step.flatten_cache(initial), step.groups)
+        # The cache of a step may also have groups of recent tokens, of which a prompt has none.
+        count = len(self._groups)
+        self.initial_state, self._no_recent_tokens = stacks[:count], stacks[count:]
+        self._read_slot = self._make_slot_reader()
 
     @torch.no_grad()
     def _write_all(self, arrays, features, state):
@@ -64,10 +73,7 @@ class TorchBatch(Batch):
             _set_row(tensors[name], slot, array[0])
         if "counts" in tensors:
             tensors["counts"][slot].zero_()
-        values = list(self._initial)
-        for index, value in zip(self._given, optree.tree_leaves(state), strict=True):
-            values[index] = value
-        copy_all(self._decoder.slot(slot), values)
+        self._decoder.write_slot(slot, [*self.pack(state), *self._no_recent_tokens])
 
     @torch.no_grad()
     def _launch(self, features, uniform, masks, count):
@@ -100,40 +106,51 @@ class TorchBatch(Batch):
 
     @torch.no_grad()
     def slot_state(self, slot):
-        tensors = self._read_slot(self._decoder.slot(slot))
-        return optree.tree_unflatten(self._structure, clone_state(tensors))
+        return self._read_slot(slot)
 
     def _make_slot_reader(self):
-        """Returns a function of the views of a slot, which returns the tensors of its state.
+        """Returns a function of a slot, which returns its state.
 
-        On NVIDIA GPUs, it replays a CUDA graph. When a sequence ends, all others wait for the host,
-        which would take 2 ms to launch the operations of HGRN2's recent tokens one by one.
+        Recent tokens are applied by a CUDA graph on NVIDIA GPUs. When a sequence ends, all others
+        wait for the host, which would take 2 ms to launch the operations one by one.
         """
+        decoder = self._decoder
+        if not self._no_recent_tokens:
+            return decoder.read_slot
 
-        def read(views):
-            return optree.tree_leaves(self._decoder.step.cache(views))
+        def apply(stacks):
+            cache = decoder.step.cache(unstack_groups(stacks, decoder.step.groups))
+            return stack_groups(optree.tree_leaves(cache), self._groups)
 
-        if not isinstance(self._decoder, CapturedDecoder):
-            return read
-        buffers = clone_all(self._decoder.slot(0))
-        tensors = clone_all(read(buffers))
-        graph, _ = capture(lambda: copy_all(tensors, read(buffers)), self._device)
+        if not isinstance(decoder, CapturedDecoder):
+            return lambda slot: apply(decoder.read_slot(slot))
+        buffers = decoder.read_slot(0)
+        stacks = apply(buffers)
+        graph, _ = capture(lambda: copy_all(stacks, apply(buffers)), self._device)
 
-        def replay(views):
-            copy_all(buffers, views)
+        def replay(slot):
+            copy_all(buffers, decoder.read_slot(slot))
             graph.replay()
-            return tensors
+            return [stack.clone() for stack in stacks]
 
         return replay
 
-    def prompt_state(self, state):
-        # The tensors may be views of larger ones, or share allocations with other prompts.
-        leaves, structure = optree.tree_flatten(state)
-        return optree.tree_unflatten(structure, clone_state(leaves))
+    @torch.no_grad()
+    def pack(self, cache):
+        if isinstance(cache, list):
+            return cache
+        return stack_groups(optree.tree_leaves(cache), self._groups)
+
+    def unpack(self, state):
+        if not isinstance(state, list):
+            return state
+        return optree.tree_unflatten(self._structure, unstack_groups(state, self._groups))
 
     def process(self, states, tokens, mask):
+        states = [self.pack(state) for state in states]
         if self._chunks is None:
-            return [self._programs.prefill(tokens, mask.sum(1), *states)]
+            cache = self._programs.prefill(tokens, mask.sum(1), *map(self.unpack, states))
+            return [self.pack(cache)]
         return (yield from self._chunks(states, tokens, mask))
 
     def wait(self):

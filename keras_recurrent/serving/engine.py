@@ -100,6 +100,7 @@ class Engine(EngineClient):
         try:
             batch = BackendBatch(model, programs, num_slots, keep=True)
             batch.prepare_slots(max_length, num_prompts_of(model, num_slots))
+            prefixes.unpack = batch.unpack
             self._chunks = PromptChunks(batch, prefill_chunk, is_timed=not is_on_cpu(model))
         except BaseException:
             prefixes.close()

@@ -168,7 +168,7 @@ class PrefixFiles:
 
 
 class Prefix(NamedTuple):
-    """Tokens, an int32 array, and the state of the backbone after them, of batch size 1."""
+    """Tokens, an int32 array, and the state of a sequence after them, as a `Batch` takes it."""
 
     token_ids: Any
     state: Any
@@ -185,7 +185,10 @@ class PrefixCache:
 
     Attributes:
         num_hits, num_tokens: integers, numbers of restored states and of their tokens.
+        unpack: `Batch.unpack`, for files. The `Engine` sets it.
     """
+
+    unpack: Any = staticmethod(lambda state: state)
 
     def __init__(self, model, max_bytes, max_length, folder=None):
         self._max_bytes, self._nbytes = max_bytes, 0
@@ -194,7 +197,7 @@ class PrefixCache:
         self.num_hits, self.num_tokens = 0, 0
         self._files: Any = None
         if folder is not None and self.is_enabled:
-            self._files = PrefixFiles(model, max_bytes, max_length, folder, self._prefixes.get)
+            self._files = PrefixFiles(model, max_bytes, max_length, folder, self._find)
             for stored in self._files.read(model):
                 self._add(*stored)
             self._files.start()
@@ -202,6 +205,11 @@ class PrefixCache:
     @property
     def is_enabled(self):
         return self._max_bytes > 0
+
+    def _find(self, name):
+        """Returns the `Prefix` of a name, with a state of the backbone, or None."""
+        prefix = self._prefixes.get(name)
+        return prefix and prefix._replace(state=self.unpack(prefix.state))
 
     def restore(self, sequence):
         """Starts a sequence from the longest stored prefix of its prompt without the last token."""

@@ -333,8 +333,8 @@ class RequestSequence(Sequence):
         copies: a list of sequences with the same prompt, which is processed once; then empty.
         num_cached: integer, number of tokens of the prompt from the prefix cache.
         num_processed: integer, number of tokens of the prompt whose state is known.
-        state: the state of the backbone after these tokens, until the sequence has a slot. None if
-            no token was processed.
+        state: the state after these tokens, as a `Batch` takes it, until the sequence has a slot.
+            None if no token was processed.
         error: the error that ended the sequence, or None.
     """
 

@@ -1,7 +1,6 @@
 """Chunks of prompts on NVIDIA GPUs: a sequence of short CUDA graphs."""
 
 import functools
-import itertools
 import math
 from typing import Any
 
@@ -11,13 +10,13 @@ import torch
 
 from keras_recurrent.generation.modes import add_reason
 from keras_recurrent.generation.torch.decoder import (
+    allocate_stacks,
     capture,
-    clone_all,
-    clone_state,
     copy_all,
     overwrite,
-    slot_of,
+    unstack_groups,
 )
+from keras_recurrent.generation.torch.step import group_equal
 
 # Maximum number of parts of a program on a GPU, and minimum number of operations of a part. In one
 # part, a program would delay a decoding step by the time of several steps.
@@ -40,13 +39,17 @@ class Chunks:
 
     def __init__(self, model, make_chunk, num_prompts, cache):
         self._model, self._make_chunk, self._example = model, make_chunk, cache
-        self._structure = optree.tree_structure(cache)
         self._num_prompts = num_prompts
         self._programs: dict = {}  # {number of tokens: _Program}
         self._prepared: list = []
-        # The buffers that all programs read and overwrite.
-        self._buffers = clone_all(optree.tree_leaves(self._batch(self._num_prompts)))
-        self._slots = [slot_of(self._buffers, index) for index in range(self._num_prompts)]
+        # The buffers that all programs read and overwrite are views of stacks, of which one launch
+        # for each group copies the state of a prompt. The next step waits for the launches.
+        examples = optree.tree_leaves(self._batch(num_prompts))
+        groups = group_equal(examples, examples)
+        stacks = allocate_stacks(examples, groups)
+        self._slots = [[s[:, i : i + 1] for s in stacks] for i in range(num_prompts)]
+        self._buffers = unstack_groups(stacks, groups)
+        copy_all(self._buffers, examples)
         self._pool = None
 
     def _batch(self, size):
@@ -56,10 +59,11 @@ class Chunks:
     def __call__(self, states, tokens, mask):
         """Generator that launches one part each time it is resumed, and returns the new states.
 
-        No other call may begin before the generator has returned. The new states share allocations.
+        No other call may begin before the generator has returned.
 
         Args:
-            states: a list of at most `num_prompts` caches of one sequence each.
+            states: a list of the states of at most `num_prompts` sequences: a tensor `[n, 1, ...]`
+                for each group of n equal tensors of a cache.
             tokens: int32 [num_prompts, T], a NumPy array.
             mask: boolean [num_prompts, T], a NumPy array, False at padding.
         """
@@ -68,18 +72,15 @@ class Chunks:
             self._programs[num_tokens] = self._make_program(num_tokens)
         program = self._programs[num_tokens]
         slots = self._slots[: len(states)]
-        copy_all(itertools.chain(*slots), itertools.chain(*map(optree.tree_leaves, states)))
+        for slot, state in zip(slots, states, strict=True):
+            for target, value in zip(slot, state, strict=True):
+                target.copy_(value)
         upload(program.tokens, tokens)
         upload(program.mask, mask)
         for run in program.parts:
             yield
             run()
-        # One launch for each shape copies all states, because the next step waits for the launches.
-        copies = iter(clone_state([tensor for slot in slots for tensor in slot]))
-        return [
-            optree.tree_unflatten(self._structure, itertools.islice(copies, len(slot)))
-            for slot in slots
-        ]
+        return [[part.clone() for part in slot] for slot in slots]
 
     def _make_program(self, num_tokens):
         chunk = self._make_chunk(self._batch(self._num_prompts), chunk=num_tokens)

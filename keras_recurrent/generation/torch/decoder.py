@@ -9,6 +9,7 @@ import collections
 import contextlib
 import functools
 import gc
+import math
 import queue
 import threading
 import warnings
@@ -27,6 +28,7 @@ _capturing = threading.Lock()  # torch aborts if two threads capture at once
 # The tensors of unused decoders take at most 1 / POOL_DIVISOR of the device memory. The most
 # recent shapes are always kept, and temporary memory of a step is not counted.
 POOL_DIVISOR = 16
+ALIGNMENT = 16  # elements, at least as many bytes
 
 
 class Decoder:
@@ -108,9 +110,14 @@ class Decoder:
         self.cache = cache
         self.tensors.update(new)
 
-    def slot(self, index):
-        """Returns views of the cache of one sequence, of batch size 1."""
-        return slot_of(self.cache, index)
+    def read_slot(self, slot):
+        """Returns copies of the cache of a slot: `[n, 1, ...]` for each group of the step."""
+        return stack_groups([t[slot : slot + 1] for t in self.cache], self.step.groups)
+
+    def write_slot(self, slot, stacks):
+        """Overwrites the cache of a slot; `stacks` are as `read_slot` returns them."""
+        values = unstack_groups(stacks, self.step.groups)
+        copy_all([t[slot : slot + 1] for t in self.cache], values)
 
     def latest(self, features, count):
         """Returns the `count` latest tokens `[B, count]`, and their `Logprobs` or ()."""
@@ -143,13 +150,13 @@ class CapturedDecoder(Decoder):
     logits: Any = None
 
     def __init__(self, step, weights, prepared, cache, tensors, tokens_per_step, key):
-        cache = clone_all(cache)
+        self._stacks = allocate_stacks(cache, step.groups)
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        cache = unstack_groups(self._stacks, step.groups)
         super().__init__(step, step.traced, list(prepared), cache, tensors, tokens_per_step)
         self.key, self._pool = key, None
         # By `Features`. False: the step cannot be captured. None: memory was short in this call.
         self._graphs: dict[Any, Any] = {}
-        self._slots: dict[int, Any] = {}
         addresses = {t.untyped_storage().data_ptr() for t in weights}
         owned = [t for t in prepared if t.untyped_storage().data_ptr() not in addresses]
         self._owned_bytes = sum(t.nbytes for t in (*owned, *self.cache))
@@ -216,10 +223,12 @@ class CapturedDecoder(Decoder):
         tensors = [*self.cache, *(self.tensors[name] for name in new)]
         overwrite(tensors, [*cache, *new.values()])
 
-    def slot(self, index):
-        if index not in self._slots:  # the views take a tenth of a millisecond
-            self._slots[index] = super().slot(index)
-        return self._slots[index]
+    def read_slot(self, slot):
+        return [stack[:, slot : slot + 1].clone() for stack in self._stacks]
+
+    def write_slot(self, slot, stacks):
+        for stack, value in zip(self._stacks, stacks, strict=True):
+            stack[:, slot : slot + 1].copy_(value)
 
     def logits_of(self, token, cache):
         """Returns copies of the logits after a token of each sequence, and of the next cache."""
@@ -387,26 +396,32 @@ def clone_all(tensors):
     return copies
 
 
-def clone_state(tensors):
-    """Returns copies of tensors by one launch for each shape and dtype.
+def allocate_stacks(tensors, groups):
+    """Returns a tensor `[n, ...]` for each group of n equal tensors.
 
-    Copies of one shape share an allocation, so that some begin at unaligned addresses. Kernels of a
-    `CapturedDecoder` require aligned addresses: use `clone_all` for them.
+    One launch copies a part of all tensors of a group. Kernels require that each of them begins at
+    an aligned address.
     """
-    groups: dict = {}
-    for index, tensor in enumerate(tensors):
-        groups.setdefault((tensor.shape, tensor.dtype), []).append(index)
-    copies = list(tensors)
-    for indices in groups.values():
-        stacked = torch.stack([tensors[index] for index in indices])
-        for index, copy in zip(indices, stacked, strict=True):
-            copies[index] = copy
-    return copies
+    stacks = []
+    for group in groups:
+        example = tensors[group[0]]
+        size = math.ceil(example.numel() / ALIGNMENT) * ALIGNMENT
+        flat = example.new_zeros(len(group), size)[:, : example.numel()]
+        stacks.append(flat.unflatten(1, example.shape))
+    return stacks
 
 
-def slot_of(tensors, index):
-    """Returns views of one sequence, of batch size 1."""
-    return [t[index : index + 1] for t in tensors]
+def stack_groups(tensors, groups):
+    """Returns a new tensor `[n, ...]` for each group of n equal tensors."""
+    return [torch.stack([tensors[index] for index in group]) for group in groups]
+
+
+def unstack_groups(stacks, groups):
+    """Returns views of `stack_groups`, in the order of the tensors."""
+    tensors: dict = {}
+    for stack, group in zip(stacks, groups, strict=True):
+        tensors.update(zip(group, stack.unbind(), strict=True))
+    return [tensors[index] for index in range(len(tensors))]
 
 
 class DecoderPool:

@@ -39,6 +39,8 @@ class Step:
             step then takes a cache with recent tokens: see `flatten_cache` and `cache`.
 
     Attributes:
+        groups: as `group_equal` returns them, for the tensors of a cache as the step takes it. Each
+            group of recent tokens follows the groups of the given cache.
         unfused: the `unfused_blocks` of the model at the latest use.
     """
 
@@ -49,8 +51,10 @@ class Step:
         backbone, batch_size = model.backbone, cache["segment"].shape[0]
         self.vocabulary_size = backbone.vocabulary_size
         self._delays_writes = delays_writes and backbone.takes_fused_steps(batch_size)
+        first = optree.tree_leaves(cache)
         if self._delays_writes:
             cache = backbone.add_recent_tokens(cache)
+        self.groups = group_equal(optree.tree_leaves(cache), first)
         self._model, self._structure = model, optree.tree_structure(cache)
         self._use_compiler, self._lock, self.count = compiled, threading.Lock(), 0
         self.masked = masked
@@ -158,6 +162,17 @@ class Chunk(Step):
         with keras.StatelessScope(mapping):
             _, after = self._model.backbone.hidden_states(tokens, mask, cache=self._pack(cache))
         return tuple(t.contiguous() for t in optree.tree_leaves(after))
+
+
+def group_equal(tensors, first):
+    """Returns lists of the indices of tensors with equal shapes and dtypes.
+
+    first: tensors whose groups precede those of all others.
+    """
+    first, groups = {id(t) for t in first}, ({}, {})
+    for index, t in enumerate(tensors):
+        groups[id(t) not in first].setdefault((t.shape, t.dtype), []).append(index)
+    return [*groups[0].values(), *groups[1].values()]
 
 
 def _single_row_mm(a, b):
