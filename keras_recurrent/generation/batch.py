@@ -68,6 +68,10 @@ class Batch:
         self._features: Any = None  # of the sequences in slots; None after a change
         # `Features` of steps that have run or are compiled, by number of stop tokens.
         self._known: Any = collections.defaultdict(list)
+        # The `active_slots` and `Features` of the sequences whose next logits were computed, before
+        # the masks of their grammars are known.
+        self._with_logits: Any = None
+        self._delayed: list[tuple] = []  # arguments of `_write`, until these logits are used
 
     @property
     def num_slots(self):
@@ -93,7 +97,7 @@ class Batch:
 
     @property
     def needs_tokens(self):
-        """True if the next step depends on the tokens of the last one because of a grammar."""
+        """True if the next tokens depend on the last ones because of a grammar."""
         return bool(self._matchers)
 
     def insert_all(self, sequences, state):
@@ -116,7 +120,11 @@ class Batch:
         slot = self.sequences.index(None)
         self.sequences[slot] = sequence
         self._set_active_slots()
-        self._write(slot, self._arrays([sequence]), state)
+        arguments = slot, self._arrays([sequence]), state
+        if self._with_logits is None:
+            self._write(*arguments)
+        else:  # the next token of the slot's last sequence will be chosen first
+            self._delayed.append(arguments)
 
     def make_matchers(self, params, stop_token_ids):
         """Returns the `LLMatcher`s of new sequences; arguments as in `grammar.make_matchers`."""
@@ -161,6 +169,7 @@ class Batch:
         slot = self.sequences.index(sequence)
         if not sequence.ends_on_device:
             self._stop(slot)  # it may fail
+        self._delayed = [arguments for arguments in self._delayed if arguments[0] != slot]
         self.sequences[slot] = None
         self._set_active_slots()
 
@@ -171,22 +180,54 @@ class Batch:
             The `active_slots`, and a function that waits for the tokens `[num_slots, N]` and their
             `Logprobs`, or (): NumPy arrays.
         """
-        if self._features is None:
-            self._features = self._choose_features(self.active)
-        features, slots = self._features, self.active_slots
+        if self.needs_tokens or self._with_logits is not None:
+            return self._step_with_grammar()
+        features, slots = self._current_features(), self.active_slots
         left = max(s.max_new_tokens - s.num_launched for _, s in slots)
-        count = 1 if self.needs_tokens else max(1, min(self.tokens_per_step, left))
-        uniform = None
-        if features.is_random:
-            uniform = np.zeros((self.num_slots, self.tokens_per_step), "float32")
-            for slot, sequence in slots:
-                uniform[slot, :count] = sequence.uniform(count)
+        count = max(1, min(self.tokens_per_step, left))
+        uniform = self._uniform(features, slots, count)
         for _, sequence in slots:
             sequence.num_launched += count
-        masks = None
-        if self.needs_tokens:
-            masks = make_masks(self._matchers, self.num_slots, self._vocabulary_size)
-        return slots, self._launch(features, uniform, masks, count)
+        return slots, self._launch(features, uniform, count)
+
+    def _step_with_grammar(self):
+        """Launches a step of one token in two parts: the model, and the choice from its logits.
+
+        If the batch runs ahead, the model of the next step is launched as well. It depends on the
+        tokens, but not on the masks, which the host makes meanwhile.
+        """
+        if self._with_logits is None:
+            self._begin_token()
+        (slots, features), self._with_logits = self._with_logits, None
+        masks = make_masks(self._matchers, self.num_slots, self._vocabulary_size)
+        results = self._launch_choice(features, self._uniform(features, slots, 1), masks)
+        delayed, self._delayed = self._delayed, []
+        for arguments in delayed:
+            self._write(*arguments)
+        if self.runs_ahead and self.needs_tokens and self.has_work:
+            self._begin_token()
+        return slots, results
+
+    def _begin_token(self):
+        """Launches the model for the next token of each sequence."""
+        self._with_logits = self.active_slots, self._current_features()
+        for _, sequence in self.active_slots:
+            sequence.num_launched += 1
+        self._launch_model()
+
+    def _uniform(self, features, slots, count):
+        """Returns random numbers `[num_slots, tokens_per_step]` for `count` tokens, or None."""
+        if not features.is_random:
+            return None
+        uniform = np.zeros((self.num_slots, self.tokens_per_step), "float32")
+        for slot, sequence in slots:
+            uniform[slot, :count] = sequence.uniform(count)
+        return uniform
+
+    def _current_features(self):
+        if self._features is None:
+            self._features = self._choose_features(self.active)
+        return self._features
 
     def _choose_features(self, sequences):
         """Returns the cheapest known `Features` that serve all sequences, else new ones.
@@ -213,14 +254,26 @@ class Batch:
         """Overwrites a slot with arrays of one row, and a state of batch size 1."""
         raise NotImplementedError
 
-    def _launch(self, features, uniform, masks, count):
+    def _launch(self, features, uniform, count):
         """Launches at least `count` tokens of each slot; returns the function of `step`.
 
         Args:
-            features: the `Features` of the step.
-            count: integer.
+            features: the `Features` of the step, without a grammar.
             uniform: float32 `[num_slots, tokens_per_step]`, random numbers, or None.
-            masks: int32 `[num_slots, N]`, the masks from `make_masks`, or None.
+            count: integer.
+        """
+        raise NotImplementedError
+
+    def _launch_model(self):
+        """Launches the model for one token of each slot, whose logits `_launch_choice` uses."""
+        raise NotImplementedError
+
+    def _launch_choice(self, features, uniform, masks):
+        """Launches the choice of one token of each slot; returns the function of `step`.
+
+        Args:
+            features, uniform: as in `_launch`, with a grammar.
+            masks: int32 `[num_slots, N]`, the masks from `make_masks`.
         """
         raise NotImplementedError
 
@@ -282,7 +335,7 @@ class Batch:
 
     def run_empty_step(self, features):
         """Computes a step while all slots are free."""
-        self._launch(features, None, None, 1)()
+        self._launch(features, None, 1)()
 
     def process(self, states, tokens, mask):
         """Generator that processes a chunk of each prompt, one part each time it is resumed.

@@ -101,7 +101,9 @@ def make_masks(matchers, num_rows, vocabulary_size):
     matchers: a list of `(LLMatcher, row)`. Rows without a matcher allow all tokens.
     """
     masks = neutral_masks(num_rows, vocabulary_size)
-    _executor().unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks[0].nbytes, num_rows)
+    if matchers:
+        size = masks[0].nbytes
+        _executor().unsafe_compute_mask_ptr(matchers, masks.ctypes.data, size, num_rows)
     return masks
 
 

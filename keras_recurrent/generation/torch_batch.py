@@ -76,16 +76,32 @@ class TorchBatch(Batch):
         self._decoder.write_slot(slot, [*self.pack(state), *self._no_recent_tokens])
 
     @torch.no_grad()
-    def _launch(self, features, uniform, masks, count):
-        decoder = self._decoder
-        advance = decoder.prepare(features)
-        if uniform is not None:
-            upload(decoder.tensors["uniform"], uniform)
-        if masks is not None:
-            upload(decoder.tensors["grammar"], masks)
+    def _launch(self, features, uniform, count):
+        advance = self._decoder.prepare(features)
+        self._upload("uniform", uniform)
         for _ in range(count):
             advance()
-        copies = optree.tree_map(_copy_to_host, decoder.latest(features, count))
+        return self._begin_results(features, count)
+
+    @torch.no_grad()
+    def _launch_model(self):
+        self._decoder.prepare(None)()
+
+    @torch.no_grad()
+    def _launch_choice(self, features, uniform, masks):
+        choose = self._decoder.prepare(features)
+        self._upload("uniform", uniform)
+        self._upload("grammar", masks)
+        choose()
+        return self._begin_results(features, 1)
+
+    def _upload(self, name, array):
+        if array is not None:
+            upload(self._decoder.tensors[name], array)
+
+    def _begin_results(self, features, count):
+        """Starts to copy tokens and log probabilities to the host; as the result of `_launch`."""
+        copies = optree.tree_map(_copy_to_host, self._decoder.latest(features, count))
         event = torch.cuda.Event() if self._device.type == "cuda" else None
         if event:
             event.record()

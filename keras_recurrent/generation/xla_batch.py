@@ -70,20 +70,33 @@ class XlaBatch(Batch):
             self._weights = self._programs.weights()
         return self._weights
 
-    def _launch(self, features, uniform, masks, count):
-        if masks is not None:
-            self._options_on_device["grammar"] = distribute(masks)
-        self._state, tokens, logprobs = self._programs.decode(
-            *self._arguments(features, uniform), **self._static(features)
-        )
+    def _launch(self, features, uniform, count):
+        state, *others = self._arguments(features, uniform)
+        found = self._programs.decode(state, self.weights, *others, **self._static(features))
+        return self._begin_results(features, *found)
+
+    def _launch_model(self):
+        static = {"keep": self._keep, "variant": self._variant}
+        self._state, self._logits = self._programs.logits(self._state, self.weights, **static)
+
+    def _launch_choice(self, features, uniform, masks):
+        self._options_on_device["grammar"] = distribute(masks)
+        state, *others = self._arguments(features, uniform)
+        arguments = state._replace(cache=()), self._logits, *others
+        static = {"features": features, "variant": self._variant}
+        chosen, *found = self._programs.choose(*arguments, **static)
+        return self._begin_results(features, chosen._replace(cache=state.cache), *found)
+
+    def _begin_results(self, features, state, tokens, logprobs):
+        """Keeps the next state; starts to copy the rest to the host, as the result of `_launch`."""
         if features.has_penalties:
-            self._counts = self._state.counts
-        self._state = self._state._replace(counts=())
+            self._counts = state.counts
+        self._state = state._replace(counts=())
         begin_gathering((tokens, logprobs))
         return lambda: keras.tree.map_structure(gather_to_numpy, (tokens, logprobs))
 
     def _arguments(self, features, uniform):
-        """Returns the arguments of a step, without arrays that its features do not use."""
+        """Returns the state, and the inputs of sampling, without arrays that it does not use."""
         counts = ()
         if features.has_penalties:
             if self._counts is None:
@@ -93,13 +106,13 @@ class XlaBatch(Batch):
         if uniform is not None:
             uniform = distribute(uniform)
         options = {name: self._options_on_device[name] for name in argument_names(features)}
-        return self._state._replace(counts=counts), self.weights, (uniform, options)
+        return self._state._replace(counts=counts), (uniform, options)
 
     def _static(self, features):
         return {
             "features": features,
             "keep": self._keep,
-            "num_tokens": 1 if features.has_grammar else self.tokens_per_step,
+            "num_tokens": self.tokens_per_step,
             "variant": self._variant,
         }
 
@@ -261,17 +274,26 @@ class JaxBatch(XlaBatch):
         state, *others = self._arguments(features, uniform)
         stops = np.zeros((self.num_slots, num_stops), "int32")
         state = state._replace(sequences=state.sequences._replace(stops=stops))
+        arrays = state, self.weights, *others, self._prompts
         # Lowers from shapes, because a running step may overwrite these arrays.
-        state, *others, cache = jax.tree.map(_shape, (state, *others, self._prompts))
-        static, has_more_stops = self._static(features), num_stops > self._num_stops
+        state, weights, *others, cache = jax.tree.map(_shape, arrays)
+        has_more_stops = num_stops > self._num_stops
 
         def compile_programs():
-            self._programs.decode.lower(state, *others, **static).compile()
+            plain, variant = state._replace(counts=()), {"variant": self._variant}
+            if features.has_grammar:
+                lowered = self._programs.logits.lower(plain, weights, keep=self._keep, **variant)
+                lowered.compile()
+                arguments = state._replace(cache=()), lowered.out_info[1], *others
+                self._programs.choose.lower(*arguments, features=features, **variant).compile()
+            else:
+                static = self._static(features)
+                self._programs.decode.lower(state, weights, *others, **static).compile()
             if has_more_stops:
                 row = jax.tree.map(
                     lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.sequences
                 )
-                self._programs.insert.lower(state._replace(counts=()), 0, row, cache, 0).compile()
+                self._programs.insert.lower(plain, 0, row, cache, 0).compile()
 
         thread = threading.Thread(target=compile_programs, daemon=True)
         thread.start()

@@ -59,6 +59,10 @@ class Programs:
             `state` is a `BatchState`, which JAX overwrites; `inputs` are random numbers `[B, N]` or
             None, and `{name: array}`, the arguments of sampling. It returns the next state, tokens
             `[B, N]`, and their `Logprobs` or ().
+        logits: a function `(state, weights, keep=, variant=)`, the first part of `decode` for one
+            token. It returns the next state and the logits `[B, vocabulary_size]`.
+        choose: a function `(state, logits, inputs, features=, variant=)`, the second part. The
+            cache of its `state` is (). It returns what `decode` returns.
         process: a function `(state, rows [P], is_new [P], initial, token_ids [P, T], mask, weights,
             variant=)` of JAX, which processes a chunk of P prompts. `state` is a state of the
             backbone, which is overwritten at `rows`, unless they are out of range. Where `is_new`
@@ -81,6 +85,7 @@ class Programs:
             compiled = _unchanged
         self._prefill, self._score = compiled(self._prefill_chunks), compiled(self._score_tokens)
         self.decode, self._search = compiled(self._decode), compiled(self._search_beams)
+        self.logits, self.choose = compiled(self._compute_logits), compiled(self._choose)
         self.process, self.insert = compiled(self._process_chunk), compiled(self._insert)
         self.extract, self.set_row = compiled(_extract), compiled(_set_row)
         self._add_recent_tokens = compiled(model.backbone.add_recent_tokens)
@@ -216,24 +221,36 @@ class Programs:
             logits, _, cache = self._model.call_with_cache(token, cache, padding_mask=mask)
         return logits[:, 0], cache
 
+    def _apply_model(self, state, keep):
+        """Returns the `BatchState` after the last tokens, and the logits `[B, vocabulary]`."""
+        mask = state.sequences.active if keep else None
+        logits, cache = self._step(state.sequences.token, mask, state.cache)
+        return state._replace(cache=cache), logits
+
+    def _compute_logits(self, state, weights, keep, variant):
+        with self._scope(weights):
+            return self._apply_model(state, keep)
+
+    def _choose(self, state, logits, inputs, features, variant):
+        uniform, arguments = inputs
+        with self._scope(None):
+            first = None if uniform is None else uniform[:, 0]
+            state, logprobs = _sample(features, state, logits, first, arguments)
+        logprobs = keras.tree.map_structure(lambda array: array[:, None], logprobs)
+        return state, state.sequences.token, logprobs
+
     def _decode(self, state, weights, inputs, features, keep, num_tokens, variant):
         uniform, arguments = inputs
         # XLA on GPUs would wait for any other condition in each iteration.
         has_fixed_count = runs_ahead(self._model)
 
         def one(state, uniform):
-            sequences, cache, counts = state
-            mask = sequences.active if keep else None
-            logits, cache = self._step(sequences.token, mask, cache)
-            inputs = sequences, uniform, counts, arguments
-            token, counts, logprobs = next_tokens(features, logits, *inputs)
-            return BatchState(advance(sequences, token), cache, counts), logprobs
+            state, logits = self._apply_model(state, keep)
+            return _sample(features, state, logits, uniform, arguments)
 
         if num_tokens == 1:
-            with self._scope(weights):
-                state, logprobs = one(state, None if uniform is None else uniform[:, 0])
-            logprobs = keras.tree.map_structure(lambda array: array[:, None], logprobs)
-            return state, state.sequences.token, logprobs
+            state, logits = self._compute_logits(state, weights, keep, variant)
+            return self._choose(state, logits, inputs, features, variant)
 
         def continues(t, state, generated, logprobs):
             if has_fixed_count:
@@ -266,6 +283,13 @@ class Programs:
             cache = self._model.backbone.add_recent_tokens(cache)
         sequences = _set_row(state.sequences, slot, sequence)
         return state._replace(sequences=sequences, cache=_set_row(state.cache, slot, cache))
+
+
+def _sample(features, state, logits, uniform, arguments):
+    """Returns the `BatchState` after one more token of each sequence, and its `Logprobs`."""
+    inputs = logits, state.sequences, uniform, state.counts, arguments
+    token, counts, logprobs = next_tokens(features, *inputs)
+    return state._replace(sequences=advance(state.sequences, token), counts=counts), logprobs
 
 
 def distribute(array):

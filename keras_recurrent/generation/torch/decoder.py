@@ -82,10 +82,25 @@ class Decoder:
     def prepare(self, features):
         """Returns a function without arguments, which decodes the next token of each sequence.
 
-        If `features` is None, the function only updates the logits and the cache.
+        If `features` is None, the function only updates the logits and the cache. With a grammar,
+        it chooses tokens from these logits.
         """
         self.allocate_for(features)
-        return functools.partial(self._advance, features)
+        return self._function(features)
+
+    def _function(self, features):
+        has_grammar = features is not None and features.has_grammar
+        return functools.partial(self._choose_tokens if has_grammar else self._advance, features)
+
+    def _choose_tokens(self, features):
+        self._store(self.cache, self._choice(features, self.logits))
+
+    def _choice(self, features, logits):
+        """Returns the tensors that change with the next tokens, `{name: tensor}`."""
+        if features not in self._choices:
+            masked = self.step.masked
+            self._choices[features] = make_choice(features, masked, logits, self.tensors)
+        return self._choices[features](logits, self.tensors)
 
     def _advance(self, features):
         self.step.count += 1
@@ -97,9 +112,7 @@ class Decoder:
         if features is None:
             self.logits, new = logits, {}
         else:
-            if features not in self._choices:
-                self._choices[features] = make_choice(features, self.step.masked, logits, tensors)
-            new = self._choices[features](logits, tensors)
+            new = self._choice(features, logits)
         self._store(cache, new)
 
     def _store(self, cache, new):
@@ -204,13 +217,15 @@ class CapturedDecoder(Decoder):
 
     def capture(self, features):
         """Captures the graph for `features`, which changes the cache if there is no mask."""
+        if features is not None and features.has_grammar and None not in self._graphs:
+            self.capture(None)
         self.allocate_for(features)
         before = {name: t.clone() for name, t in self.tensors.items()}
         if "active" in self.tensors:  # a step without active sequences changes no state
             self.tensors["active"].zero_()
         try:
-            step = functools.partial(self._advance, features)
-            graph, _ = capture(step, self.tensors["token"].device, self._pool)
+            function, device = self._function(features), self.tensors["token"].device
+            graph, _ = capture(function, device, self._pool)
         finally:
             for name, value in before.items():
                 self.tensors[name].copy_(value)
