@@ -56,16 +56,17 @@ SIZES = {
 # --- 1. Data, generated in parallel ---
 
 
-def examples(seed, count, size):
-    """Returns `count` sequences [count, length] and their classes."""
-    tokens, labels = list_ops(count, min_length=size.shortest, max_length=size.longest, seed=seed)
-    return np.pad(tokens, ((0, 0), (0, size.length - size.longest))).astype("uint8"), labels
+def examples(seed, shortest, longest, length):
+    """Returns `CHUNK` sequences [CHUNK, length] and their classes."""
+    tokens, labels = list_ops(CHUNK, min_length=shortest, max_length=longest, seed=seed)
+    return np.pad(tokens, ((0, 0), (0, length - longest))).astype("uint8"), labels
 
 
 def prepare(size, text):
     """Returns training and test examples; the first chunks are the test's."""
     chunks = -(-(size.examples + size.test_rows) // CHUNK)
-    make = functools.partial(examples, count=CHUNK, size=size)
+    lengths = {"shortest": size.shortest, "longest": size.longest, "length": size.length}
+    make = functools.partial(examples, **lengths)  # other processes lack the class of `size`
     workers = min(16, len(os.sched_getaffinity(0)))
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
