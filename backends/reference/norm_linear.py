@@ -2,8 +2,8 @@
 
 x is [B, K]; ε None: no norm. With `squares`, [B, U], x has been multiplied by the norm's weight and
 perhaps by a gate, and `squares` add up to the sum of its squares before. With `gate` the output is
-y = activation(y_1) * y_2, or, with a third matrix, y W_3 + b_3. Outputs are multiplied by
-`output_scale` before the residual is added.
+y = activation(y_1) * y_2, or, with a third matrix, y W_3 + b_3. Outputs are replaced by max(y, 0)²
+with the `activation` "squared_relu", and multiplied by `output_scale` before the residual is added.
 """
 
 import numpy as np
@@ -24,6 +24,7 @@ def norm_linear(
     next_scale=None,
     epsilon=None,
     gate=None,
+    activation=None,
     output_scale=None,
     dtype=np.float64,
 ):
@@ -46,6 +47,8 @@ def norm_linear(
         to_gate, to_up, *products = products
         x = gated_linear_unit(linear(x, *to_gate), linear(x, *to_up), gate, dtype)
     outputs = [linear(x, *weights) for weights in products] or [x]
+    if activation == "squared_relu":
+        outputs = [np.maximum(y, 0) ** 2 for y in outputs]
     if output_scale is not None:
         outputs = [x.dtype.type(output_scale) * y for y in outputs]
     if residual is not None:

@@ -39,6 +39,7 @@ from ._runtime.framework import (
 from ._runtime.launch import Array, Launch, cdiv, dtype_name, like
 
 _GATES = (None, "silu", "gelu")
+_UNCHANGED = False, 1.0  # of outputs: whether their ReLU is squared, and their factor
 _BLOCK = ROW_SQUARES_GROUP  # numbers of a program that applies a gate or adds partial sums
 
 
@@ -72,13 +73,14 @@ def norm_linear(
     next_scale=None,
     epsilon: float | None = None,
     gate: str | None = None,
+    activation: str | None = None,
     output_scale: float | None = None,
 ):
     outputs = results(x, kernels, biases, scale, residual, squares, next_scale, gate=gate)
     rows, gate = x.shape[0], _GATES.index(gate)
     norm = {"scale": scale, "squares": squares, "epsilon": -1.0 if epsilon is None else epsilon}
     ends = {"residual": residual, "next_scale": next_scale}
-    ends["output_scale"] = 1.0 if output_scale is None else output_scale
+    ends["change"] = activation is not None, 1.0 if output_scale is None else output_scale
     if rows > max_fused_rows(dtype_name(x)):
         return _many_rows(x, kernels, biases, outputs, gate, norm, **ends)
     if not gate or len(kernels) == 2:
@@ -93,10 +95,10 @@ def norm_linear(
 
 
 def _few_rows(
-    x, kernels, biases, outputs, gate, norm, residual=None, next_scale=None, output_scale=1.0
+    x, kernels, biases, outputs, gate, norm, residual=None, next_scale=None, change=_UNCHANGED
 ):
     """Products that are fused with their norm or gate, by one or two launches."""
-    ends = {"residual": residual, "output_scale": output_scale}
+    ends = {"residual": residual, "change": change}
     if x.shape[0] == 1 and gate:
         return _gate(_gate_and_up(x, kernels, biases, **norm), outputs[0], gate, **ends)
     if x.shape[0] > 1 and norm["squares"] is None and norm["epsilon"] >= 0:
@@ -112,12 +114,12 @@ def _gate_and_up(x, kernels, biases, **norm):
 
 
 def _many_rows(
-    x, kernels, biases, outputs, gate, norm, residual=None, next_scale=None, output_scale=1.0
+    x, kernels, biases, outputs, gate, norm, residual=None, next_scale=None, change=_UNCHANGED
 ):
     """Products of the framework; a launch after each applies gate, norm's factor, bias and ends."""
     scale, squares, epsilon = norm["scale"], norm["squares"], norm["epsilon"]
     norm = {"squares": squares, "epsilon": epsilon, "channels": x.shape[1]}
-    ends = {"residual": residual, "output_scale": output_scale}
+    ends = {"residual": residual, "change": change}
     if squares is None and epsilon >= 0:
         (x,) = rms_norm.forward(x, scale, epsilon=epsilon)
     if gate:
@@ -133,7 +135,7 @@ def _many_rows(
     found = []
     for i, (kernel, bias) in enumerate(zip(kernels, biases, strict=True)):
         added = norm.get("squares"), bias, next_scale, ends["residual"]
-        if output_scale == 1.0 and all(tensor is None for tensor in added):
+        if change == _UNCHANGED and all(tensor is None for tensor in added):
             found.append(matrix_product(x, kernel, dtype_name(x)))
             continue
         total = matrix_product(x, kernel, "float32")
@@ -162,11 +164,11 @@ def _add_parts(
 
 
 def _finish(
-    kernel, arrays, outputs, squares, *, epsilon=-1.0, channels=1, output_scale=1.0, **constants
+    kernel, arrays, outputs, squares, *, epsilon=-1.0, channels=1, change=_UNCHANGED, **constants
 ):
     """Runs a kernel that follows products, with a program for each block of columns of a row."""
     rows, columns = outputs[0].shape
-    options = {"K": channels, "N": columns, "OUTPUT_SCALE": output_scale, "BLOCK": _BLOCK}
+    options = {"K": channels, "N": columns, "OUTPUT": change, "BLOCK": _BLOCK}
     options |= {**constants, "NUM_SQUARES": num_squares(squares), **pdl_options(arrays[0])}
     programs = rows * cdiv(columns, _BLOCK)
     return run(Launch(kernel, programs, arrays, outputs, (rows, epsilon), options))
@@ -184,7 +186,7 @@ def _launch(
     next_scale=None,
     epsilon=-1.0,
     gate=0,
-    output_scale=1.0,
+    change=_UNCHANGED,
     x_2=None,
 ):
     """Runs the projections of x.
@@ -209,14 +211,14 @@ def _launch(
     numbers, parts = (rows, epsilon), cdiv(channels, product.LENGTH)
     if parts == 1 and next_scale is None:
         inputs = x, x_2, squares, scale, tuple(kernels), tuple(biases), residual
-        options["OUTPUT_SCALE"] = output_scale
+        options["OUTPUT"] = change
         launch = Launch(columns_kernel, tiles[-1], inputs, (tuple(outputs),), numbers, options)
         return run(launch)[0]
     inputs = x, x_2, None, scale, tuple(kernels), (None,), None
     sums = Array((parts, rows, widths[0]), "float32")
-    options["OUTPUT_SCALE"] = 1.0
+    options["OUTPUT"] = _UNCHANGED
     launch = Launch(columns_kernel, tiles[-1] * parts, inputs, ((sums,),), numbers, options)
     ((sums,),) = run(launch)
     norm = {"squares": squares, "epsilon": epsilon, "channels": channels, "parts": parts}
-    ends = {"residual": residual, "output_scale": output_scale}
+    ends = {"residual": residual, "change": change}
     return _add_parts(sums, outputs, biases[0], next_scale, **norm, **ends)

@@ -159,6 +159,7 @@ def linear(
     gate=None,
     residual=None,
     squares=None,
+    activation=None,
     output_scale=None,
     next_norm=None,
 ):
@@ -176,6 +177,7 @@ def linear(
         residual: `[B, N]`, added to the only output, or None.
         squares: `[B, ...]`, sums of squares of each row, computed before x was multiplied by the
             weight of `norm` and by gates. None: x is the input of `norm`.
+        activation: "squared_relu", of the outputs of layers that are not quantized, or None.
         output_scale: number, factor of the outputs before the residual is added, or None.
         next_norm: the `RMSNorm` that follows the only output, or None. The list may then end with
             the `scaled` and `squares` of the next `Stream`, which save a launch for several rows.
@@ -186,6 +188,7 @@ def linear(
         squares = ops.reshape(squares, (x.shape[0], -1))
     if not jax_steps.has_part(layers[-1].kernel, 0):
         ends = {"residual": residual, "output_scale": output_scale, "next_norm": next_norm}
+        ends["activation"] = activation
         return _linear(x, layers, _biases(layers), norm, gate, squares, **ends)
     *biases, last_bias = _biases(layers)
     (y,) = _linear(x, layers, [*biases, None], norm, gate, squares)
@@ -194,24 +197,35 @@ def linear(
     y, dtype = ops.cast(y, sum_dtype(y)), x.dtype
     if last_bias is not None:
         y = y + ops.cast(last_bias, y.dtype)
+    if activation is not None:
+        y = ops.square(ops.relu(y))
     if output_scale is not None:
         y = y * output_scale
     return [ops.cast(y if residual is None else y + ops.cast(residual, y.dtype), dtype)]
 
 
 def _linear(
-    x, layers, biases, norm, gate, squares, residual=None, output_scale=None, next_norm=None
+    x,
+    layers,
+    biases,
+    norm,
+    gate,
+    squares,
+    residual=None,
+    activation=None,
+    output_scale=None,
+    next_norm=None,
 ):
     """Computes `linear` from these biases, on one device."""
     operation: Callable = norm_linear
-    weights, max_rows, further = _weights, max_fused_rows(dtype_of(x)), {}
+    weights, max_rows, further = _weights, max_fused_rows(dtype_of(x)), {"activation": activation}
     if dispatch.BACKEND == "torch" and dtype_of(x) in ("float32", "bfloat16"):
         max_rows = x.shape[0]  # its kernels surround the products of more rows
     if layers[0].quantization_mode is not None:
-        operation, weights, max_rows = norm_quantized_linear, quantized.weights, 1
+        operation, weights, max_rows, further = norm_quantized_linear, quantized.weights, 1, {}
     # In float16, x that is multiplied by a weight but not normalized may be out of range.
     elif next_norm is not None and x.shape[0] > 1 and dtype_of(x) != "float16":
-        further = {"next_scale": next_norm.factor()}
+        further["next_scale"] = next_norm.factor()
     if x.shape[0] <= max_rows:
         return operation(
             x=x,
@@ -234,6 +248,8 @@ def _linear(
         to_gate, to_up, *layers = layers
         x = gated_linear_unit(_apply(to_gate, x), _apply(to_up, x), activation=gate)
     outputs = [_apply(dense, x) for dense in layers] or [x]
+    if activation is not None:
+        outputs = [ops.square(ops.relu(y)) for y in outputs]
     if output_scale is not None:
         outputs = [y * output_scale for y in outputs]
     return outputs if residual is None else [outputs[0] + residual]

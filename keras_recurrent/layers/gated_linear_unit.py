@@ -254,5 +254,8 @@ class SquaredReLUMLP(GatedLinearUnit):
         )
 
     def fused_step(self, x, norm, **ends):
-        (y,) = decoding.linear(x, [self.up_proj], norm)
-        return decoding.add_linear(x, self.gated(y), [self.down_proj], **ends)
+        is_quantized = self.up_proj.quantization_mode is not None
+        activation = None if is_quantized else "squared_relu"
+        (y,) = decoding.linear(x, [self.up_proj], norm, activation=activation)
+        y = self.gated(y) if is_quantized else y
+        return decoding.add_linear(x, y, [self.down_proj], **ends)

@@ -18,9 +18,10 @@ def norm_linear(**arguments):
     """Applies RMSNorm and up to four linear layers to x [B, D], with optional gates and residual.
 
     With `squares`, sums of squares of rows, x has been multiplied by the norm's weight. With
-    `gate`, the first two kernels form a gated unit, and the third, if any, takes its result.
-    `output_scale` multiplies the outputs, and `residual` is added to the first one. Kernels and
-    biases are passed as lists. See `backends/reference/norm_linear.py`.
+    `gate`, the first two kernels form a gated unit, and the third, if any, takes its result. The
+    `activation` of the outputs, "squared_relu" or None, precedes their factor `output_scale`, and
+    `residual` is added to the first one. Kernels and biases are passed as lists. See
+    `backends/reference/norm_linear.py`.
 
     Returns:
         A list of outputs [B, N]: one for each kernel, or a single one with `gate`. With

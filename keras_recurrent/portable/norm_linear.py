@@ -18,6 +18,7 @@ def norm_linear(
     next_scale=None,
     epsilon=None,
     gate=None,
+    activation=None,
     output_scale=None,
 ):
     """x: [B, K]; kernels: a list of [K, N]; biases: a list of [N] or None; scale: [K] or None.
@@ -39,6 +40,8 @@ def norm_linear(
         to_gate, to_up, *products = products
         y = gated_linear_unit(linear(y, *to_gate), linear(y, *to_up), gate)
     outputs = [linear(y, *weights) for weights in products] or [y]
+    if activation == "squared_relu":
+        outputs = [ops.square(ops.relu(output)) for output in outputs]
     if output_scale is not None:
         outputs = [output_scale * output for output in outputs]
     if residual is not None:

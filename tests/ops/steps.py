@@ -21,6 +21,7 @@ class Case(NamedTuple):
     parameters: bool = True  # with optional biases, scales and bounds
     norm: bool = True
     gate: str | None = None
+    activation: str | None = None  # of the outputs of `norm_linear`
     residual: bool = False  # or, in `lightning_step`, shared queries and decays by sequence
     delayed_norm: bool = False  # The sums of squares of `x` are given, or a step begins a norm.
     next_norm: bool = False  # `norm_linear` also begins the norm of its only output.
@@ -91,6 +92,11 @@ CASES = {
     "float16": Case(2, "float16", kinds=True),
     "float64": Case(2, "float64", widths=(16, 33), kinds=True, scale="extreme"),
     "extreme": Case(1, widths=(16, 17), scale="extreme"),
+    "squared ReLU": Case(1, channels=70, widths=(300,), activation="squared_relu"),
+    "squared ReLU, rows, split channels": Case(
+        *(5, "bfloat16", 1200, (70,)), norm=False, activation="squared_relu"
+    ),
+    "many rows, squared ReLU": Case(17, "float32", 70, (60,), activation="squared_relu"),
 }
 
 
@@ -140,6 +146,7 @@ def norm_linear(rng, case):
     if case.next_norm:
         tensors["next_scale"] = rng.uniform(0.5, 2, size=case.widths[-1])
     options = {"epsilon": 1e-5 if case.norm else None, "gate": case.gate}
+    options |= {"activation": case.activation} if case.activation else {}
     return tensors, options | {"output_scale": case.output_scale}
 
 
@@ -156,7 +163,7 @@ def is_rounded_alike(tensors, epsilon, dtype):
 
 def norm_quantized_linear(rng, case):
     widths = case.widths[:2] if case.gate else case.widths  # No third layer follows a gate.
-    case = case._replace(widths=widths, next_norm=False)
+    case = case._replace(widths=widths, next_norm=False, activation=None)
     tensors, options = norm_linear(rng, case)
     # Numbers close to a rounding boundary may become different integers in float32 and float64.
     while case.quantize_row and not is_rounded_alike(tensors, options["epsilon"], case.dtype):

@@ -38,7 +38,7 @@ def params_of(cases):
 
 def is_about_linear_layers(case):
     """Returns True for cases that differ from others in options of linear layers alone."""
-    return case.gate is not None or case.next_norm
+    return case.gate is not None or case.activation is not None or case.next_norm
 
 
 def is_nightly(kernel, index):

@@ -145,6 +145,8 @@ CASES: dict = {
         "128 rows, silu": step(128, 2048, 2048, 2048, gate="silu", **EXTRAS),
         "128 rows, three": step(128, 2048, 2048, 2048, 2048, **EXTRAS),
         "128 rows, parts": step(128, 5632, 2048, norm=False),
+        "squared ReLU": step(1, 2048, 6144, activation="squared_relu"),
+        "16 rows, squared ReLU": step(16, 2048, 6144, activation="squared_relu"),
         "300 rows, gelu": step(300, 2560, 7680, 7680, 2560, gate="gelu", **EXTRAS),
     },
     "norm_quantized_linear": {

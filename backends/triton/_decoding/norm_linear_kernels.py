@@ -19,17 +19,18 @@ from .norm_linear_products import (
 
 
 @triton.jit
-def _scale_output(value, OUTPUT_SCALE: tl.constexpr):
-    return value if OUTPUT_SCALE == 1.0 else value * OUTPUT_SCALE
+def _finish_output(value, OUTPUT: tl.constexpr):
+    """Applies a squared ReLU, if OUTPUT has it, and the factor of outputs."""
+    if OUTPUT[0]:
+        value = tl.where(value < 0.0, 0.0, value * value)
+    return value if OUTPUT[1] == 1.0 else value * OUTPUT[1]
 
 
 @triton.jit
-def _store_columns(
-    total, bias, residual, y, n, rows, N: tl.constexpr, OUTPUT_SCALE: tl.constexpr
-):  # fmt: skip
+def _store_columns(total, bias, residual, y, n, rows, N: tl.constexpr, OUTPUT: tl.constexpr):
     row = tl.arange(0, total.shape[0])
     offsets, valid = row[:, None] * N + n[None, :], (row < rows)[:, None] & (n < N)[None, :]
-    total = _scale_output(_add_columns(total, bias, n, N), OUTPUT_SCALE)
+    total = _finish_output(_add_columns(total, bias, n, N), OUTPUT)
     if residual is not None:
         total += load_float32(residual, offsets, valid)
     tl.store(y + offsets, operand(total, y.dtype.element_ty == tl.bfloat16), valid)
@@ -56,7 +57,7 @@ def columns_kernel(
     WIDTHS: tl.constexpr,
     TILE_STARTS: tl.constexpr,
     PRODUCT: tl.constexpr,
-    OUTPUT_SCALE: tl.constexpr,
+    OUTPUT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Columns of one of the products; with a gate and several rows, of the gated unit.
@@ -98,7 +99,7 @@ def columns_kernel(
                 total = apply_gate(total, _add_columns(up, biases[1], n, WIDTHS[0]), PRODUCT.GATE)
             _store_columns(
                 *(total, None if GATED else biases[i], residual if i == 0 else None),
-                *(outputs[i], n, rows, WIDTHS[i], OUTPUT_SCALE),
+                *(outputs[i], n, rows, WIDTHS[i], OUTPUT),
             )
 
 
@@ -117,7 +118,7 @@ def gate_kernel(
     N: tl.constexpr,
     GATE: tl.constexpr,
     NUM_SQUARES: tl.constexpr,
-    OUTPUT_SCALE: tl.constexpr,
+    OUTPUT: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -138,7 +139,7 @@ def gate_kernel(
         gate += load_float32(gate_bias, n, n < N)
     if up_bias is not None:
         up += load_float32(up_bias, n, n < N)
-    value = _scale_output(apply_gate(gate, up, GATE), OUTPUT_SCALE)
+    value = _finish_output(apply_gate(gate, up, GATE), OUTPUT)
     if residual is not None:
         value += tl.load(residual + row * N + n, n < N, other=0.0).to(tl.float32)
     tl.store(y + row * N + n, operand(value, y.dtype.element_ty == tl.bfloat16), n < N)
@@ -160,7 +161,7 @@ def sum_kernel(
     N: tl.constexpr,
     PARTS: tl.constexpr,
     NUM_SQUARES: tl.constexpr,
-    OUTPUT_SCALE: tl.constexpr,
+    OUTPUT: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -187,7 +188,7 @@ def sum_kernel(
         value *= norm_factors(row_squares, epsilon, K)
     if bias is not None:
         value += offset
-    value = _scale_output(value, OUTPUT_SCALE)
+    value = _finish_output(value, OUTPUT)
     if residual is not None:
         value += tl.load(residual + row * N + n, n < N, other=0.0).to(tl.float32)
     SHORT: tl.constexpr = y.dtype.element_ty == tl.bfloat16
