@@ -53,10 +53,11 @@ the last and return only the output. `linear_crossentropy` computes the loss fro
 without materializing the logits of all tokens, and returns it with the predicted tokens (argmax).
 
 `norm_linear`, `norm_quantized_linear`, `hgrn2_step`, `hgrn2_delayed_step`, `lightning_step`,
-`rg_lru_step`, `local_attention_step`, `embedding_step`, `soft_cap`, `argmax` and `top_logits` are
-parts of decoding steps: they take one token of each sequence, [B, D]. In Triton they have no
-gradient. Their plain version, on all backends, is `keras_recurrent/portable/<operation>.py`: a
-folder here needs no file for an operation that is not worth one.
+`mamba2_step`, `rg_lru_step`, `local_attention_step`, `embedding_step`, `soft_cap`, `argmax` and
+`top_logits` are parts of decoding steps: they take one token of each sequence, [B, D]. In Triton
+they have no gradient. Their plain version, on all backends, is
+`keras_recurrent/portable/<operation>.py`: a folder here needs no file for an operation that is not
+worth one.
 
 ## What every implementation does
 

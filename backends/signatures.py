@@ -140,5 +140,6 @@ SIGNATURES = {
 # Operations that take one token of each sequence, [B, D]; `reference/` defines their arguments.
 DECODING_STEPS = (
     *("norm_linear", "norm_quantized_linear", "hgrn2_step", "hgrn2_delayed_step", "lightning_step"),
-    *("rg_lru_step", "local_attention_step", "embedding_step", "soft_cap", "argmax", "top_logits"),
+    *("mamba2_step", "rg_lru_step", "local_attention_step", "embedding_step", "soft_cap", "argmax"),
+    "top_logits",
 )

@@ -19,7 +19,7 @@ from ._runtime.framework import decoding_step, pdl_options, run, step_unsupporte
 from ._runtime.launch import Array, Launch, cdiv, dtype_name, next_power_of_2
 
 _BLOCK_V, _WARPS = SQUARES_GROUP, 4
-_MAX_KEYS = 256
+MAX_KEYS = 256
 
 
 class Heads(NamedTuple):
@@ -38,8 +38,8 @@ class Heads(NamedTuple):
 
 
 def unsupported(q, **others) -> str | None:
-    if q.shape[2] > _MAX_KEYS:
-        return f"takes keys of up to {_MAX_KEYS} channels, got {q.shape[2]}"
+    if q.shape[2] > MAX_KEYS:
+        return f"takes keys of up to {MAX_KEYS} channels, got {q.shape[2]}"
     return step_unsupported_reason(q, **others)
 
 
@@ -115,8 +115,7 @@ def results(q, k, v, memory, *_, **_options):
     return output, squares, Array(tuple(memory.shape), "float32")
 
 
-@decoding_step(unsupported, results, count=3, updates=("memory",))
-def lightning_step(
+def forward(
     q,
     k,
     v,
@@ -151,3 +150,8 @@ def lightning_step(
     programs = batch * heads * cdiv(values, block_v)
     numbers = heads, 1.0 if query_scale is None else query_scale
     return run(Launch(_kernel, programs, tensors, outputs, numbers, options, updates=((3, 2),)))
+
+
+lightning_step = decoding_step(
+    unsupported, results, count=3, updates=("memory",), name="lightning_step"
+)(forward)

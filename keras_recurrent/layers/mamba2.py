@@ -20,7 +20,7 @@ from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.rms_norm import RMSNorm
 from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops import gated_linear_unit, scalar_decay_attention
-from keras_recurrent.ops.decoding_steps import lightning_step
+from keras_recurrent.ops.decoding_steps import mamba2_step
 
 NORM_POSITIONS = ("after_gate", "before_gate", None)
 
@@ -165,20 +165,8 @@ class Mamba2(StreamingLayer):
 
     def stream(self, inputs, tokens, state):
         x, bc, dt = (project(self, layer, inputs) for layer in self.projections()[1:])
-        time = ops.shape(inputs)[:2]
-        (q, k, v, log_decay), x, after = self._prepare(x, bc, dt, time, tokens, state)
-        o, after["memory"] = scalar_decay_attention(
-            *(q, k, v, log_decay), initial_state=state.get("memory"), token_kind=tokens.kind
-        )
-        return self._add_skip(o, x), after
-
-    def projections(self):
-        return [self.z_proj, self.x_proj, self.bc_proj, self.dt_proj]
-
-    def _prepare(self, x, bc, dt, time, tokens, state):
-        """Returns (q, k, v, log_decay), x split into heads, and the states of the convolutions."""
         _, x_scale, b_scale, c_scale, dt_scale = self.projection_scales or (None,) * 5
-        convolved, after = {}, {}
+        time, convolved, after = ops.shape(inputs)[:2], {}, {}
         inputs = {"x_conv1d": _scaled(x, x_scale)}
         inputs["bc_conv1d"] = self._scale_groups(bc, b_scale, c_scale)
         for name, convolution in self.streaming_sublayers().items():
@@ -190,14 +178,19 @@ class Mamba2(StreamingLayer):
         bc = apply_layout(cast(bc, self.compute_dtype), "groups")
         dt = ops.cast(_scaled(dt, dt_scale), self.state_dtype)
         dt = ops.softplus(dt + ops.convert_to_tensor(self.dt_bias))
-        v = cast(x * dt[..., None], self.compute_dtype)
-        log_decay = -dt * ops.exp(ops.convert_to_tensor(self.a_log))
-        return (bc[..., self.state_dim :], bc[..., : self.state_dim], v, log_decay), x, after
-
-    def _add_skip(self, o, x):
+        o, after["memory"] = scalar_decay_attention(
+            *(bc[..., self.state_dim :], bc[..., : self.state_dim]),
+            cast(x * dt[..., None], self.compute_dtype),
+            -dt * ops.exp(ops.convert_to_tensor(self.a_log)),
+            initial_state=state.get("memory"),
+            token_kind=tokens.kind,
+        )
         o = ops.cast(o, self.state_dtype) + x * ops.convert_to_tensor(self.skip)[:, None]
-        o = reshape(o, (*ops.shape(x)[:2], self.num_heads * self.head_dim))
-        return cast(o, self.compute_dtype)
+        o = reshape(o, (*time, self.num_heads * self.head_dim))
+        return cast(o, self.compute_dtype), after
+
+    def projections(self):
+        return [self.z_proj, self.x_proj, self.bc_proj, self.dt_proj]
 
     def _scale_groups(self, bc, b_scale, c_scale):
         """Returns B and C of all groups, multiplied by their factors."""
@@ -210,37 +203,50 @@ class Mamba2(StreamingLayer):
 
     def finish(self, output, inputs):
         z = project(self, self.z_proj, inputs)
-        return project(self, self.o_proj, self._gated(output, z))
-
-    def _gated(self, o, z):
-        """Applies the gate and norm to the outputs of the heads; returns the inputs of `o_proj`."""
         z = _scaled(z, None if self.projection_scales is None else self.projection_scales[0])
         if self.norm_position == "before_gate":
-            o = self.inner(self.norm, o)
-        o = gated_linear_unit(cast(z, self.compute_dtype), o, activation="silu")
-        return self.inner(self.norm, o) if self.norm_position == "after_gate" else o
+            output = self.inner(self.norm, output)
+        y = gated_linear_unit(cast(z, self.compute_dtype), output, activation="silu")
+        y = self.inner(self.norm, y) if self.norm_position == "after_gate" else y
+        return project(self, self.o_proj, y)
 
     def unfused_reason(self):
         if keras.distribution.distribution() is not None:
             return f"`{self.name}` is a Mamba2, and a `keras.distribution` is set"
+        convolutions = self.streaming_sublayers().values()
         return decoding.first_reason(
             decoding.class_reason(self, Mamba2),
+            *(decoding.class_reason(layer, CausalConv1D) for layer in convolutions),
+            None if self.norm is None else decoding.class_reason(self.norm, RMSNorm),
             decoding.denses_reason(self.projections(), [self.o_proj]),
         )
 
     def fused_step(self, x, norm, tokens, state, **ends):
-        projected = decoding.linear(x, self.projections(), norm)
-        z, inputs, bc, dt = (y[:, None] for y in projected)
-        time = z.shape[0], 1
-        tensors, inputs, after = self._prepare(inputs, bc, dt, time, tokens, state)
-        names = "q", "k", "v", "log_decay"
-        o, _, after["memory"] = lightning_step(
-            **{name: y[:, 0] for name, y in zip(names, tensors, strict=True)},
+        z, inputs, bc, dt = decoding.linear(x, self.projections(), norm)
+        z_scale, x_scale, b_scale, c_scale, dt_scale = self.projection_scales or (None,) * 5
+        y, x_window, bc_window, memory = mamba2_step(
+            z=_scaled(z, z_scale),
+            x=_scaled(inputs, x_scale),
+            bc=self._scale_groups(bc[:, None], b_scale, c_scale)[:, 0],
+            dt=_scaled(dt, dt_scale),
+            x_window=state["x_conv1d"]["inputs"],
+            bc_window=state["bc_conv1d"]["inputs"],
             memory=state["memory"],
+            x_kernel=self.x_conv1d.kernel,
+            bc_kernel=self.bc_conv1d.kernel,
+            a_log=self.a_log,
+            dt_bias=self.dt_bias,
+            skip=self.skip,
+            x_bias=self.x_conv1d.bias,
+            bc_bias=self.bc_conv1d.bias,
+            norm_scale=None if self.norm is None else self.norm.factor(),
             token_kind=decoding.token_kinds(tokens),
+            epsilon=self.layer_norm_epsilon,
+            norm_after_gate=self.norm_position == "after_gate",
         )
-        o = self._gated(self._add_skip(o[:, None], inputs), z)
-        return decoding.add_linear(x, o[:, 0], [self.o_proj], **ends), in_order(after)
+        after = {"bc_conv1d": {"inputs": bc_window}, "memory": memory}
+        after["x_conv1d"] = {"inputs": x_window}
+        return decoding.add_linear(x, y, [self.o_proj], **ends), after
 
     def own_state_spec(self, batch_size=None):
         memory = self.array_spec(batch_size, self.num_heads, self.state_dim, self.head_dim)

@@ -71,5 +71,6 @@ def _value(x):
 hgrn2_step = functools.partial(_run, "hgrn2_step")
 hgrn2_delayed_step = functools.partial(_run, "hgrn2_delayed_step")
 lightning_step = functools.partial(_run, "lightning_step")
+mamba2_step = functools.partial(_run, "mamba2_step")
 rg_lru_step = functools.partial(_run, "rg_lru_step")
 embedding_step = functools.partial(_run, "embedding_step")

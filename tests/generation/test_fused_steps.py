@@ -220,6 +220,12 @@ MIXERS = {
     "attention": lambda dtype: LocalAttention(
         2, head_dim=4, max_length=9, partial_rotary_factor=0, use_output_gate=True, dtype=dtype
     ),
+    "mamba, all options": lambda dtype: Mamba2(
+        *(4,),
+        **{"head_dim": 3, "state_dim": 6, "num_groups": 2, "use_conv_bias": False},
+        **{"norm_position": "before_gate", "projection_scales": (0.5, 1.5, 1.2, 0.8, 1.1)},
+        **{"layer_norm_epsilon": 0.1, "dtype": dtype},
+    ),
     "in parallel": lambda dtype: ParallelMixers(
         Mamba2(2, head_dim=4, state_dim=6, dtype=dtype),
         LocalAttention(2, head_dim=4, max_length=9, dtype=dtype),
@@ -413,6 +419,10 @@ MODELS = {
     "recurrent, window, attention": (
         *("griffin", {}),
         {1: (6, 6, 7), 3: (7, 7, 8), 17: (12, 12, 13)},
+    ),
+    "mamba, multilayer perceptron, attention": (
+        *("mamba_hybrid", NEMOTRON),
+        {1: (5, 3, 4), 3: (6, 3, 4), 17: (9, 4, 8)},
     ),
     "lightning, attention": ("lightning_hybrid", {}, {1: (6, 7), 3: (7, 8), 17: (13, 13)}),
 }

@@ -249,6 +249,33 @@ def lightning_step(rng, case):
     return tensors, {"epsilon": epsilon, "query_scale": case.output_scale}
 
 
+def mamba2_step(rng, case):
+    share, groups = len(case.widths), 1 + case.channels % 2
+    taps, keys, values = 1 + min(share, 3), min(case.channels, 128), case.value_size
+    heads, rows = share * groups, case.rows
+    width, shared = heads * values, 2 * groups * keys
+    tensors = {
+        "z": scaled_normal(rng, (rows, width), case.scale),
+        "x": rng.normal(size=(rows, width)),
+        "bc": rng.normal(size=(rows, shared)),
+        "dt": scaled_normal(rng, (rows, heads), case.scale),
+        "x_window": rng.normal(size=(rows, taps - 1, width)),
+        "bc_window": rng.normal(size=(rows, taps - 1, shared)),
+        "memory": rng.normal(size=(rows, heads, keys, values)),
+        "x_kernel": rng.normal(size=(taps, width)),
+        "bc_kernel": rng.normal(size=(taps, shared)),
+        "a_log": rng.uniform(0, 2.8, size=heads),
+        "dt_bias": rng.uniform(-7, -2, size=heads),
+        "skip": rng.normal(size=heads),
+    }
+    if case.parameters:
+        tensors |= {"x_bias": rng.normal(size=width), "bc_bias": rng.normal(size=shared)}
+    if case.norm:
+        tensors["norm_scale"] = rng.uniform(0.5, 2, size=width)
+    options = {"epsilon": 1e-5 if case.norm else None, "norm_after_gate": not case.kinds}
+    return tensors | {"token_kind": token_kinds(case)}, options
+
+
 def rg_lru_step(rng, case):
     width, blocks, channels = 2 + len(case.widths), 3, case.channels // 4
     rows = case.rows, blocks * channels
@@ -300,14 +327,15 @@ DRAW = {
     operation.__name__: operation
     for operation in (
         *(norm_linear, norm_quantized_linear, hgrn2_step, hgrn2_delayed_step, lightning_step),
-        *(rg_lru_step, local_attention_step),
+        *(rg_lru_step, local_attention_step, mamba2_step),
     )
 }
 # Weights and states that are float32 although other tensors have 16 bits.
 IN_FLOAT32 = (
     *("scale", "lower_bound", "memory", "window", "hidden", "conv_kernel", "conv_bias", "recent"),
     *("a_logit", "frequencies", "log_decay", "q_scale", "k_scale", "norm_scale", "squares"),
-    "next_scale",
+    *("next_scale", "x_window", "bc_window", "x_kernel", "bc_kernel", "x_bias", "bc_bias", "a_log"),
+    *("dt_bias", "skip"),
 )
 INTEGERS = {"token_kind": "int8", "position": "int32", "count": "int32"}
 # {operation: the states that it returns, after the outputs}
@@ -317,6 +345,7 @@ STATES = {
     "hgrn2_step": ("memory",),
     "hgrn2_delayed_step": ("count", "memory", "recent"),
     "lightning_step": ("memory",),
+    "mamba2_step": ("x_window", "bc_window", "memory"),
     "rg_lru_step": ("window", "hidden"),
     "local_attention_step": ("key", "value"),
 }
@@ -327,6 +356,7 @@ UPDATED_IN_PLACE = {
     "hgrn2_step": ("memory",),
     "hgrn2_delayed_step": ("memory", "recent"),
     "lightning_step": ("memory",),
+    "mamba2_step": ("x_window", "bc_window", "memory"),
     "rg_lru_step": ("hidden",),
     "local_attention_step": ("key", "value"),
 }

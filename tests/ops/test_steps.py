@@ -140,7 +140,7 @@ def test_step_at_start_of_document_matches_definition(operation, implementation)
 def test_step_at_padding_keeps_the_states(operation, implementation, case):
     """Padding changes a state, or NaN at padding reaches a state or another sequence."""
     drawn, padding = draw(operation, case), case.rows - 1
-    for name in {"q", "k", "f", "v", "x", "gate"} & drawn.tensors.keys():
+    for name in {"q", "k", "f", "v", "x", "gate", "z", "bc", "dt"} & drawn.tensors.keys():
         shape = drawn.tensors[name].shape[1:]
         drawn.tensors[name][padding] = np.resize([np.nan, np.inf, -np.inf], shape)
     results = run(operation, implementation, drawn)

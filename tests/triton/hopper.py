@@ -175,6 +175,11 @@ CASES: dict = {
         "": step(1, 128, 1, 1, values=128, **EXTRAS),
         "Mamba-2": step(1, 128, 1, 1, values=64, parameters=False, residual=True),
     },
+    "mamba2_step": {
+        "Nemotron-3-Nano-4B": step(1, 128, *[1] * 12, values=80),
+        "norm of 8,192 channels": step(1, 128, *[1] * 128, values=64, kinds=True),
+        "no norm": step(1, 128, *[1] * 24, values=64, norm=False),
+    },
     "rg_lru_step": {f"{rows} rows": step(rows, 1024, 1, 1) for rows in (1, 16, 64)},
     "local_attention_step": {
         "": step(1, 256, *[1] * 10, values=256, slots=512),
