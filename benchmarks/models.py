@@ -6,6 +6,8 @@ from typing import Any
 
 import keras
 
+from benchmarks.peers import is_installed
+from keras_recurrent.checkpoints.layout import get_layout
 from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
 from keras_recurrent.presets.griffin import embedding_scale
 
@@ -97,6 +99,18 @@ def transformers_gemma(model):
     return build_in_bfloat16(transformers.RecurrentGemmaForCausalLM, config)
 
 
+def transformers_nemotron(model):
+    """Builds transformers' Nemotron-H with the sizes of a model, and random weights.
+
+    Its Mamba-2 layers run the kernels of mamba-ssm if it is installed, else plain torch functions.
+    """
+    import transformers
+
+    config = get_layout(model.backbone).config(model.backbone.get_config())
+    config = transformers.NemotronHConfig.from_dict(config)
+    return build_in_bfloat16(transformers.NemotronHForCausalLM, config)
+
+
 def build_in_bfloat16(family, config):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):  # billions of random numbers, which are slow on a CPU
@@ -119,4 +133,8 @@ BASELINES: dict[str, tuple] = {
     "hgrn2": ("flash-linear-attention", "fla", fla_hgrn2),
     "recurrentgemma": ("transformers", "transformers", transformers_gemma),
     "griffin_small": ("transformers", "transformers", transformers_copy),
+    "nemotron_3_nano_4b": (
+        f"transformers, {'mamba-ssm' if is_installed('mamba_ssm') else 'plain torch functions'}",
+        *("transformers", transformers_nemotron),
+    ),
 }
