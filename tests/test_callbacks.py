@@ -218,6 +218,23 @@ def test_training_backup_restores_the_memory_of_other_callbacks(tmp_path):
 
 
 @pytest.mark.once
+@pytest.mark.parametrize("verbose", [0, 2])
+def test_training_backup_reports_the_first_step_of_a_resumed_run(verbose, tmp_path, capsys):
+    def fit(*callbacks):
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        callbacks = [TrainingBackup(tmp_path / "run", 2), *callbacks]
+        model.fit(np.ones((12, 3)), np.ones((12, 1)), 2, 3, verbose, callbacks=callbacks)
+        return capsys.readouterr().out
+
+    interrupt(fit, AtBatch(STEPS + 5, stop))
+    assert "resumes" not in capsys.readouterr().out
+    message = f"Training resumes at epoch 2, step 5, from {tmp_path / 'run'}.\n"
+    assert (message in fit()) == bool(verbose)
+    assert "resumes" not in fit()
+
+
+@pytest.mark.once
 def test_training_backup_that_is_not_deleted_ends_the_next_run_at_once(trainee, tmp_path):
     x, y = np.ones((4, 3), "int32"), np.ones((4, 3), "int32")
     inputs = {"token_ids": x, "padding_mask": x > 0, "segment_ids": x}

@@ -9,7 +9,7 @@ import zipfile
 import keras
 import numpy as np
 
-from keras_recurrent import atomic_files
+from keras_recurrent import atomic_files, compat
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
 from keras_recurrent.devices.jax_processes import (
     gather_json,
@@ -42,6 +42,7 @@ class TrainingBackup(keras.callbacks.Callback):
     epoch and then every `save_freq` batches, and is deleted when training ends. A temporary file is
     written first and then renamed, so a complete file exists at any time.
 
+    A resumed run prints its first epoch and step, counted from 1, unless `fit` gets `verbose=0`.
     The resumed epoch counts batches from its beginning. Batches trained before the backup are
     skipped without a step, but callbacks are called for them again.
 
@@ -219,6 +220,9 @@ class TrainingBackup(keras.callbacks.Callback):
         backup.assign(model.variables, WEIGHTS)
         backup.assign(_slots(model), SLOTS)
         model._initial_epoch = content["epoch"]
+        if self.params.get("verbose", 1) and process_index() == 0:
+            first = f"epoch {content['epoch'] + 1}, step {content['batch'] + 1}"
+            compat.print_msg(f"Training resumes at {first}, from {self.path}.")
 
     def _describe_data(self):
         """Returns a list of descriptions of the data, one for each process, or None."""
