@@ -204,7 +204,7 @@ class Continuations:
         pairs = zip(cache.token_ids, texts, strict=True)
         sequences = [Sequence(ids, *options, text.listen) for ids, text in pairs]
         programs = self._model._programs()
-        loop = start_decoding(self._model, programs, sequences, cache.state)
+        loop = start_decoding(self._model, programs, sequences, lambda prepare: cache.state)
         while loop.advance():
             pass
         loop.batch.close()

@@ -100,6 +100,12 @@ class Batch:
         """True if the next tokens depend on the last ones because of a grammar."""
         return bool(self._matchers)
 
+    def prepare_first_step(self, sequences, state):
+        """Compiles the first step of sequences, which `insert_all` will insert, ahead of it.
+
+        state: the state before it, or tensors of its shapes.
+        """
+
     def insert_all(self, sequences, state):
         """Puts a sequence into each slot.
 

@@ -160,18 +160,19 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
         programs = self._programs()
         call = inputs, max_length, stop_token_ids, cache, options
         prompts, sequences, texts = self._parse(*call)
-        has_work, state, beams = any(s.max_new_tokens for s in sequences), None, None
-        if has_work or return_cache:
-            state = self._process_prompts(programs, prompts, cache, return_cache)
-        if isinstance(self.sampler, BeamSampler):
+        has_work, beams = any(s.max_new_tokens for s in sequences), None
+        process = functools.partial(self._process_prompts, programs, prompts, cache, return_cache)
+        is_beam_search = isinstance(self.sampler, BeamSampler)
+        if is_beam_search or not has_work:
+            state = process() if has_work or return_cache else None
+        if is_beam_search:
             beams = search_beams(programs, state, sequences, self.sampler)
             sequences = [row[0] for row in beams]
             if return_cache:
                 state = process_new_tokens(programs, state, sequences)
         elif has_work:
             keep, reads_tokens = return_cache, texts is not None
-            loop = start_decoding(self, programs, sequences, state, keep, reads_tokens)
-            del state
+            loop = start_decoding(self, programs, sequences, process, keep, reads_tokens)
             while loop.advance():
                 pass
             state = loop.batch.state(sequences) if return_cache else None
@@ -305,8 +306,8 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
             inputs, cache = turn.inputs, turn.cache
         call = inputs, max_length, stop_token_ids, cache, options
         prompts, sequences, texts = self._parse(*call, reads_text=True)
-        state = self._process_prompts(programs, prompts, cache, keep=True)
-        loop = start_decoding(self, programs, sequences, state, keep=True, reads_tokens=True)
+        process = functools.partial(self._process_prompts, programs, prompts, cache, True)
+        loop = start_decoding(self, programs, sequences, process, keep=True, reads_tokens=True)
         make_cache = functools.partial(self._make_cache, prompts, cache, turn=turn)
         return Stream(loop, sequences, texts, prompts.is_single, make_cache)
 
@@ -348,14 +349,16 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
         sequences = [Sequence(*row, listener, matcher) for row, listener, matcher in parts]
         return prompts, sequences, texts
 
-    def _process_prompts(self, programs, prompts, cache, keep):
+    def _process_prompts(self, programs, prompts, cache, keep, prepare=None):
         """Returns the state of each answer before its first step, which may overwrite it."""
         if cache is None:
             state, max_length = None, cache_max_length(self, prompts.max_length, keep)
         else:
             state, max_length = cache.state, None
-        state = programs.prefill(prompts.token_ids, prompts.lengths - 1, state, max_length)
         has_copies = len(prompts.answers) > len(prompts.tokens)
+        prepare = None if has_copies else prepare
+        arguments = prompts.token_ids, prompts.lengths - 1, state, max_length
+        state = programs.prefill(*arguments, prepare)
         return select_rows(state, prompts.answers) if has_copies else state
 
     def _make_cache(self, prompts, cache, state, sequences, texts=None, turn=None):

@@ -1,5 +1,6 @@
 """The decoding loop of `generate`, `stream` and the engine, and the iterator of `stream`."""
 
+import functools
 from sys import is_finalizing
 from typing import Any
 
@@ -89,18 +90,19 @@ def _columns(slots, results):
         yield slots, column, logprobs and Logprobs(*(array[:, t] for array in logprobs))
 
 
-def start_decoding(model, programs, sequences, state, keep=False, reads_tokens=False):
+def start_decoding(model, programs, sequences, process, keep=False, reads_tokens=False):
     """Returns the `DecodingLoop` of the sequences of one call of `generate` or `stream`.
 
     Args:
         model: the language model.
         programs: its `Programs`.
         sequences: a list of the `Sequence`s.
-        state: the state before the last token of each prompt, which is overwritten.
+        process: a function that returns the state before the last token of each prompt, which is
+            overwritten. Its argument is that of `Programs.prefill`, `prepare`.
         keep, reads_tokens: as in `Batch`.
     """
     batch = BackendBatch(model, programs, len(sequences), keep, reads_tokens)
-    batch.insert_all(sequences, state)
+    batch.insert_all(sequences, process(functools.partial(batch.prepare_first_step, sequences)))
     return DecodingLoop(batch)
 
 

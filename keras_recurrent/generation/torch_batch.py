@@ -53,6 +53,10 @@ class TorchBatch(Batch):
         self._read_slot = self._make_slot_reader()
 
     @torch.no_grad()
+    def prepare_first_step(self, sequences, state):
+        self._programs.decoding_step(state, self._keep)
+
+    @torch.no_grad()
     def _write_all(self, arrays, features, state):
         tensors = {n: torch.as_tensor(array, device=self._device) for n, array in arrays.items()}
         options = self.tokens_per_step, self._keep

@@ -138,9 +138,36 @@ class XlaBatch(Batch):
 class JaxBatch(XlaBatch):
     """Batch on JAX, into which sequences can be inserted one by one."""
 
+    _first_step: Any = None  # the thread that compiles it
+
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self._compiling: dict[Any, Any] = {}  # threads, by features and number of stop tokens
+
+    def prepare_first_step(self, sequences, state):
+        """As in `Batch`, in a thread, which the first step waits for."""
+        arrays, features = self._arrays(sequences), self._choose_features(sequences)
+        is_placed = any(isinstance(w, jax.Array) and w.committed for w in self.weights)
+        if features.has_grammar or is_placed:
+            return
+        fields = DeviceState(*(arrays.pop(name) for name in DeviceState._fields))
+        cache = self._programs.begin(jax.tree.map(_shape, state))
+        self._options_on_device, self._state = arrays, BatchState(fields, cache, ())
+        size = len(sequences), self.tokens_per_step
+        uniform = np.zeros(size, "float32") if features.is_random else None
+        state, *others = self._arguments(features, uniform)
+        arguments = jax.tree.map(_shape, (state, self.weights, *others))
+        static = self._static(features)
+        self._first_step = threading.Thread(
+            target=lambda: self._programs.decode.lower(*arguments, **static).compile(), daemon=True
+        )
+        self._first_step.start()
+
+    def _launch(self, *arguments):
+        if self._first_step is not None:
+            self._first_step.join()
+            self._first_step = None
+        return super()._launch(*arguments)
 
     def prepare_slots(self, max_length, num_prompts):
         self.num_prompts = num_prompts

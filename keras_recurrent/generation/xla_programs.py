@@ -80,6 +80,7 @@ class Programs:
 
     def __init__(self, model):
         self._model, on_jax = model, keras.config.backend() == "jax"
+        self._is_first = on_jax and not model.run_eagerly
         compiled: Any = _jit if on_jax else _tensorflow_function(model)
         if model.run_eagerly:
             compiled = _unchanged
@@ -116,7 +117,7 @@ class Programs:
         record_mode(self._model, name, refused, unfused_blocks(self._model))
 
     def begin(self, cache):
-        """Returns a cache as steps take it; `finish` is the inverse function.
+        """Returns a cache, or its shapes, as steps take it; `finish` is the inverse function.
 
         On JAX, it also stores recent tokens at large batch sizes, where steps write large states
         only every few tokens.
@@ -125,16 +126,22 @@ class Programs:
         is_large = keras.config.backend() == "jax" and batch_size >= MIN_DELAYED_ROWS
         if self._model.run_eagerly or not is_large or not backbone.takes_fused_steps(batch_size):
             return cache
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in keras.tree.flatten(cache)):
+            return jax.eval_shape(backbone.add_recent_tokens, cache)
         return self._add_recent_tokens(cache)
 
-    def prefill(self, token_ids, lengths, cache=None, max_length=None):
+    def prefill(self, token_ids, lengths, cache=None, max_length=None, prepare=None):
         """Returns the cache after the first `lengths` tokens of each sequence, in new arrays.
 
         Args:
             token_ids: integers `[B, T]`, a NumPy array.
             lengths: integers `[B]`, a NumPy array.
             cache: the cache before these tokens. None: the initial one, for `max_length` tokens.
+            prepare: as in `torch.programs.Programs.prefill`. JAX calls it before the first prompt.
         """
+        if prepare is not None and self._is_first:
+            prepare(cache or self._initial_shapes(len(lengths), max_length))
+        self._is_first = False
         padded = np.zeros((len(lengths), bucket(max(1, lengths.max()))), "int32")
         width = min(padded.shape[1], token_ids.shape[1])
         padded[:, :width] = token_ids[:, :width]
@@ -143,6 +150,10 @@ class Programs:
             max_length=max_length if cache is None else None,
             variant=self.variant(),
         )
+
+    def _initial_shapes(self, batch_size, max_length):
+        state = functools.partial(self._model.backbone.get_initial_state, max_length=max_length)
+        return jax.eval_shape(functools.partial(state, batch_size))
 
     def score(self, token_ids, targets, mask, cache, num_top=None):
         """Returns the results of the model's `_score_tokens`, with NumPy arrays of scores."""

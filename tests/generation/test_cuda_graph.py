@@ -22,7 +22,7 @@ if keras.config.backend() != "torch":
 import torch
 
 from keras_recurrent.generation import torch_batch
-from keras_recurrent.generation.torch import decoder
+from keras_recurrent.generation.torch import decoder, programs, step
 
 needs_gpu = pytest.mark.skipif(not has_gpu(), reason="needs an NVIDIA GPU")
 LENGTHS, TOTAL = (4, 9), 40
@@ -195,6 +195,32 @@ def test_failed_capture_is_repeated_only_if_memory_was_short(
     assert has_other_graph or "no capture" in which_generation(model).refused["cuda_graph"]
     assert found == [generate(traced, LENGTHS, TOTAL, **options).token_ids] * 2
     assert len(captures) == num_captures
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, (3,) * 20])  # `MIN_DELAYED_ROWS` and more
+@pytest.mark.parametrize("return_cache", [False, True])
+def test_first_call_traces_the_step_while_kernels_of_prompts_compile(
+    return_cache, lengths, monkeypatch
+):
+    """Kernels of the step compile after those of prompts, or another step is traced."""
+    events = []
+
+    @contextlib.contextmanager
+    def compile_ahead():
+        events.append("begin")
+        yield True
+        events.append("end")
+
+    def make_step(*arguments):
+        events.append("step")
+        return step.Step(*arguments)
+
+    monkeypatch.setattr(programs, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(programs, "Step", make_step)
+    for _ in range(2):
+        generate(model := make_model(), lengths, TOTAL, return_cache=return_cache)
+        generate(model, lengths, TOTAL, return_cache=return_cache)
+    assert events == ["begin", "step", "end"] * 2
 
 
 @needs_gpu

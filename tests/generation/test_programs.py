@@ -56,6 +56,37 @@ def test_bucket_has_few_values_and_at_most_doubles_long_sequences():
         assert padded % chunk_length(3, padded) == 0
 
 
+@on_jax
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        ((4, 9), {}),
+        ((4, 9), {"return_cache": True}),
+        ((3,) * 20, {}),  # `MIN_DELAYED_ROWS` and more
+        ((4,), {"sampling": SamplingParams(logprobs=2, repetition_penalty=1.2, seed=0)}),
+        ((4,), {"sampling": SamplingParams(n=2, seed=0)}),
+    ],
+)
+def test_first_step_is_compiled_once_in_a_thread_while_prompts_are_processed(
+    lengths, options, caplog
+):
+    """The step is compiled after the program of prompts, or once more when it runs."""
+    import jax
+
+    model = tiny_causal_lm(family="hgrn2", num_layers=1)
+    model.compile(sampler="greedy")
+    jax.config.update("jax_log_compiles", True)  # in all threads
+    try:
+        for _ in range(2):
+            generate(model, lengths, 30, **options)
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    compiled = [r for r in caplog.records if "Compiling jit(_decode)" in r.getMessage()]
+    (record,) = compiled
+    n = options.get("sampling", SamplingParams()).n
+    assert (record.threadName == "MainThread") == (n > 1)  # the step has another batch size
+
+
 @shared_by_families
 def test_lengths_of_a_bucket_share_a_program(family, traced):
     """Each length is compiled, or padding changes tokens."""

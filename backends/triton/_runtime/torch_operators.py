@@ -165,10 +165,10 @@ def compile_ahead():
     """Context manager in which launches do not run: threads compile their kernels until its end.
 
     Launches return zeros, which are valid indices. Yields True, or False without a GPU, where
-    launches run.
+    launches run. Inside another one, the outer one waits for the threads.
     """
-    if INTERPRETED or not torch.cuda.is_available():
-        yield False
+    if INTERPRETED or not torch.cuda.is_available() or _thread.compiles_only:
+        yield _thread.compiles_only
         return
     threads = concurrent.futures.ThreadPoolExecutor()
     # An error is raised when the kernel is first launched.

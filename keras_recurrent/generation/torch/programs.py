@@ -40,7 +40,7 @@ class Programs:
         self._has_kernels = False  # True after the kernels of a prompt were compiled
 
     @torch.no_grad()
-    def prefill(self, token_ids, lengths, cache=None, max_length=None):
+    def prefill(self, token_ids, lengths, cache=None, max_length=None, prepare=None):
         """Returns the cache after the first `lengths` tokens of each sequence, in new tensors.
 
         Args:
@@ -49,6 +49,8 @@ class Programs:
             cache: the cache before these tokens. None: the first chunk starts without a state, as a
                 forward pass; attention computes it faster than a chunk after an empty cache.
             max_length: integer or None, the `max_length` of a new cache.
+            prepare: `Batch.prepare_first_step` for the batch that continues from the cache, or
+                None. Its kernels are compiled together with those of the first prompt.
         """
         given = cache
 
@@ -60,7 +62,9 @@ class Programs:
             if not self._has_kernels:
                 with compile_ahead() as compiles_only:
                     if compiles_only:
-                        process(*chunk)
+                        after = process(*chunk)
+                        if prepare is not None:
+                            prepare(after)
                 self._has_kernels = True
             cache = process(*chunk)
         if cache is None:
@@ -131,9 +135,7 @@ class Programs:
         """
         device = tensors["token"].device
         reason = self._graph_reason(device)
-        delays_writes = features is not None and reason is None
-        delays_writes = delays_writes and len(tensors["token"]) >= MIN_DELAYED_ROWS
-        step = self._step(cache, masked, delays_writes=delays_writes)
+        step = self.decoding_step(cache, masked, is_sampled=features is not None)
         prepared, flat = step.prepared(), step.flatten_cache(cache)
         reason, weights = reason or step.not_captured_reason, step.weights()
         if reason is None:
@@ -161,6 +163,13 @@ class Programs:
         """Makes a decoder available to other calls, at the end of a call without an error."""
         if isinstance(decoder, CapturedDecoder):
             self._pool.release(decoder)
+
+    def decoding_step(self, cache, masked, is_sampled=True):
+        """Returns the `Step` of a decoder; arguments as in `decoder`."""
+        segment = cache["segment"]
+        delays_writes = is_sampled and self._graph_reason(segment.device) is None
+        delays_writes = delays_writes and len(segment) >= MIN_DELAYED_ROWS
+        return self._step(cache, masked, delays_writes=delays_writes)
 
     def _step(self, cache, masked=False, chunk=None, delays_writes=False):
         """Returns the `Step` for a cache, or the `Chunk` if `chunk` is its number of tokens."""
