@@ -32,6 +32,7 @@ import asyncio
 import collections
 import contextlib
 import functools
+import gc
 import itertools
 import json
 import os
@@ -101,6 +102,8 @@ def send_to(engine, temperature=0):
 
 def load_engine(engine, arguments, load):
     """Returns the `Answer`s of an engine to a `Load`."""
+    gc.collect()
+    gc.freeze()  # as in the server: a full collection would stop all threads for half a second
     return asyncio.run(drive(send_to(engine, arguments.temperature), load))
 
 

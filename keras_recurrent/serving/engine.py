@@ -132,7 +132,9 @@ class Engine(EngineClient):
         """
         self._chunks.warm_up()
         for options in ({"temperature": 0}, {}, {"top_p": 0.9}, {"top_p": 0.9, "top_k": 40}):
-            self.submit([1, 1], SamplingParams(**options), max_new_tokens=1).result()
+            # With a salt, no later request starts from the state of this prompt.
+            options = {"sampling": SamplingParams(**options), "cache_salt": "warm-up"}
+            self.submit([1, 1], max_new_tokens=1, **options).result()
 
     def __enter__(self):
         return self

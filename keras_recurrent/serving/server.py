@@ -390,6 +390,7 @@ class Server(uvicorn.Server):
             app,
             http=Connection,
             ws="none",
+            lifespan="off",  # it would log the cancellation of its task after a second Ctrl-C
             timeout_graceful_shutdown=5,
             access_log=False,
             server_header=False,

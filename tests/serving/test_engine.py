@@ -205,6 +205,19 @@ def test_engine_with_fewer_stop_tokens_captures_into_a_new_pool(model, monkeypat
         assert pools[0] is None
 
 
+@pytest.mark.skipif(BACKEND != "torch", reason="CUDA graphs of torch")
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_engine_captures_no_chunk_after_its_start(num_slots, model, monkeypatch):
+    """All requests wait for the capture of a chunk of a new length."""
+    captured, _ = emulate_accelerator(monkeypatch)
+    with Engine(model, num_slots, max_length=200, prefill_chunk=64) as engine:
+        del captured[:]
+        greedy = SamplingParams(temperature=0)
+        for request in [engine.submit([1] * n, greedy, 2) for n in range(1, 150, 9)]:
+            request.result(60)
+        assert not captured
+
+
 @pytest.mark.skipif(BACKEND != "jax", reason="JAX compiles steps")
 def test_engine_decodes_while_a_step_for_other_options_compiles(engine, monkeypatch):
     """All requests wait for a compilation that only a queued request needs."""
@@ -314,6 +327,14 @@ def test_request_whose_bytes_the_tokenizer_rejects_ends_alone(engine, monkeypatc
         with pytest.raises(UnicodeDecodeError):
             submit_greedy(engine, 99).result(60)
     assert submit_greedy(engine).result(60).token_ids
+
+
+@pytest.mark.once
+def test_request_after_warm_up_has_no_cached_tokens(model):
+    """The first request of a server starts from the state of a prompt that no user sent."""
+    with Engine(model, num_slots=1, max_length=100, prefill_chunk=CHUNK) as engine:
+        engine.warm_up()
+        assert submit_greedy(engine).result(60).num_cached_tokens == 0
 
 
 @pytest.mark.once

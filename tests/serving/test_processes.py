@@ -99,6 +99,19 @@ def test_sigterm_finishes_answers_and_both_processes():
         assert process.wait(20) == 0
 
 
+def test_second_ctrl_c_ends_both_processes_without_a_traceback():
+    """A user who does not wait for running answers sees an error of the server's libraries."""
+    with stub_server() as (process, url, http_id), streamed(url) as events:
+        next(events)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)  # two signals at once would be one
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(httpx.TransportError):
+            list(events)
+        process.wait(20)
+        assert "Traceback" not in process.stderr.read()
+
+
 def test_crash_of_the_http_process_ends_the_engine():
     """The engine's process stays on the device, without clients."""
     with stub_server() as (process, url, http_id), streamed(url) as events:
