@@ -59,7 +59,9 @@ def parse(module, arguments):
         )
     given = parser.parse_args(arguments)
     size = {name: values[given.full] for name, values in module.SIZES.items()}
-    size |= {name: value for name in size if (value := getattr(given, name)) is not None}
+    for name in size:
+        if (value := getattr(given, name)) is not None:
+            size[name] = tuple(value) if isinstance(value, list) else value
     numbers = getattr(module, "SEEDS", (3, 3))
     given.seeds = given.seeds or (list(range(numbers[given.full])) if numbers else [None])
     return given, collections.namedtuple("Size", size)(**size)
