@@ -15,7 +15,7 @@ PYTEST_ARGS ?= --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
 BACKENDS := jax torch tensorflow
 PAPERS := extrapolation gates grouped_queries lightning_ablations listops phone_book recall \
-  state_size synthetic_tasks throughput training_speed
+  scaling state_size synthetic_tasks throughput training_speed
 BIN := $(VENV)/bin
 # Python compiles the modules that are imported; pip would compile all, which takes a minute. pip
 # shows its progress, because a download takes minutes.

@@ -13,9 +13,9 @@ from keras_recurrent.ops import token_crossentropy
 def train(models, optimizer, batches, logits=None, every=None, watch=None):
     """Trains models of one shape on tokens, each on its own batches.
 
-    JAX on a GPU trains all models in one program, because a single small model leaves most of the
-    GPU idle. On a CPU, where batched products of small matrices are slow, and on other backends,
-    the models train one after another within each step.
+    JAX on a GPU trains several models in one program, because a single small model leaves most of
+    the GPU idle. On a CPU, where batched products of small matrices are slow, and on other
+    backends, the models train one after another within each step.
 
     Args:
         models: language models of this package that differ in their weights; other models need
@@ -141,7 +141,7 @@ def _in_one_program(models, optimizers, logits=None, side_by_side=None):
     model, optimizer = models[0], optimizers[0]
     logits = logits or language_model_logits
     if side_by_side is None:
-        side_by_side = jax.default_backend() != "cpu"
+        side_by_side = len(models) > 1 and jax.default_backend() != "cpu"
 
     def loss(weights, tokens, following, counts=1.0):
         with keras.StatelessScope(list(zip(model.trainable_variables, weights, strict=True))):
