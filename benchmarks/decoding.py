@@ -37,6 +37,24 @@ def prepare_call(model, batch, prompt, new):
     return lambda: ops.convert_to_numpy(model.generate(inputs, stop_token_ids=None)["token_ids"])
 
 
+def prepare_baseline_call(model, batch, prompt, new):
+    """Returns a call of `generate` of another library's torch model, after random prompts."""
+    import torch
+
+    token_ids = random_tokens(model.config.vocab_size, batch, prompt)
+    token_ids = torch.tensor(token_ids, device=model.device).long()
+    model.generation_config.eos_token_id = None  # no sequence ends early
+    options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+
+    @torch.no_grad()
+    def call():
+        result = model.generate(token_ids, attention_mask=torch.ones_like(token_ids), **options)
+        if result.shape != (batch, prompt + new):
+            raise SystemExit(f"{type(model).__name__} generated {tuple(result.shape)}")
+
+    return call
+
+
 def seconds_a_token(model, batch, tokens, prompt=0, few=1, clock=time.perf_counter):
     """Returns the time per decoding step of the batch.
 

@@ -40,7 +40,13 @@ from keras import quantizers
 from keras.layers import Dense
 
 from benchmarks import make_parser
-from benchmarks.decoding import least_seconds_a_token, prepare_call, random_prompts, seconds_a_token
+from benchmarks.decoding import (
+    least_seconds_a_token,
+    prepare_baseline_call,
+    prepare_call,
+    random_prompts,
+    seconds_a_token,
+)
 from benchmarks.in_turns import answer_turns
 from benchmarks.models import BASELINES, MODEL, make_model
 from benchmarks.timing import (
@@ -62,7 +68,7 @@ from keras_recurrent.models import GriffinCausalLM, SamplingParams, memory_sizes
 from keras_recurrent.tokenizers import ByteTokenizer
 
 if BACKEND == "torch":
-    import torch
+    pass
 
 PROMPT, FEW, MANY = 16, 64, 1088  # tokens
 RUNS = 5
@@ -146,21 +152,9 @@ def measure_baseline(arguments, few=16, many=48, runs=3):
     """Measures `generate` of a model of another library."""
     library, _, make = BASELINES[arguments.model]
     model = make_model(arguments.model, arguments.dtype)
-    vocabulary = model.backbone.vocabulary_size
     peer = make(model).eval()
     del model
-    peer.generation_config.eos_token_id = None  # no sequence ends early
-    prompt = random_tokens(vocabulary, arguments.batch, PROMPT)
-    token_ids = torch.tensor(prompt, device=peer.device).long()
-
-    @torch.no_grad()
-    def generate(new):
-        options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
-        result = peer.generate(token_ids, attention_mask=torch.ones_like(token_ids), **options)
-        if result.shape != (arguments.batch, PROMPT + new):
-            raise SystemExit(f"{library} generated {tuple(result.shape)}")
-
-    prepare = functools.partial(functools.partial, generate)
+    prepare = functools.partial(prepare_baseline_call, peer, arguments.batch, PROMPT)
     first, _ = seconds(prepare(many)), seconds(prepare(few))
     times = [seconds_between(prepare, few, many) for _ in range(runs)]
     yield {

@@ -111,6 +111,22 @@ def transformers_nemotron(model):
     return build_in_bfloat16(transformers.NemotronHForCausalLM, config)
 
 
+def transformers_llama(sizes):
+    """Builds transformers' Llama with the sizes of `GriffinBackbone`, and random weights."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        num_hidden_layers=sizes["num_layers"],
+        vocab_size=sizes["vocabulary_size"],
+        hidden_size=sizes["hidden_dim"],
+        num_attention_heads=sizes["num_query_heads"],
+        num_key_value_heads=sizes["num_key_value_heads"],
+        intermediate_size=sizes["intermediate_dim"],
+        attn_implementation="sdpa",
+    )
+    return build_in_bfloat16(transformers.LlamaForCausalLM, config)
+
+
 def build_in_bfloat16(family, config):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):  # billions of random numbers, which are slow on a CPU

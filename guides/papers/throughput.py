@@ -13,15 +13,25 @@ The first part computes a roofline for their sizes and device, from the bytes of
 second part measures `generate`. The miniature uses tiny models and assumes a memory of a few
 megabytes, which limits the batch size. On a CPU times are process times, because other programs may
 run.
+
+`--compare` measures whole calls of `generate` instead, on torch:
+
+- tnl: TransNormerLLM with 7 billion weights, Llama of transformers, and a Transformer of this
+  package with Llama's sizes. The batch size doubles until the memory ends. Qin et al. 2024
+  (arXiv:2405.17381), figure 5: up to 11 times the tokens/s of Transformers.
+- gqa: the decoder of T5-XXL with 64, 8 and 1 groups of key and value heads, 32 sequences, 2,048
+  input and 512 output tokens. Ainslie et al. 2023 (arXiv:2305.13245), table 1.
 """
 
 import dataclasses
+import functools
 import gc
 import itertools
 import os
 import pathlib
 import sys
 import time
+from typing import NamedTuple
 
 # Keras reads this once, at import. "torch" and "tensorflow" also work.
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -42,13 +52,23 @@ from runs import (
     read_command_line,
     table,
     with_error,
+    yes,
 )
 
-from benchmarks.decoding import PLACES, decoding_time, least_seconds_a_token, seconds_a_token
-from benchmarks.models import make_model
-from benchmarks.timing import device_rates, is_out_of_memory
+from benchmarks.decoding import (
+    PLACES,
+    decoding_time,
+    least_seconds_a_token,
+    prepare_baseline_call,
+    prepare_call,
+    seconds_a_token,
+)
+from benchmarks.models import make_model, transformers_llama
+from benchmarks.timing import device_rates, is_out_of_memory, peak_bytes, reset_peak
+from benchmarks.timing import seconds as seconds_of
 from keras_recurrent.generation.prompts import bucket
 from keras_recurrent.models import memory_sizes
+from keras_recurrent.presets.griffin import SIZES
 
 KINDS = {"hawk": "Hawk", "griffin": "Griffin", "mqa": "MQA"}
 
@@ -87,6 +107,62 @@ FULL = Size(
     *("1.3b", "bfloat16", 1024, (512, 1024, 2048, 4096), 0),
     *(16, (512, 4096), (0, 4096), 512, 10.0),
 )
+
+
+class Comparison(NamedTuple):
+    """The measurement of another paper; lengths are tokens."""
+
+    models: dict  # {name: (preset, sizes that differ from it, first batch size)}
+    prompt: int
+    tokens: int  # to generate
+    last_rows: int  # largest batch size
+
+
+LLAMA = "Llama of transformers"
+LLAMA_7B = {
+    "vocabulary_size": 32_000,
+    "intermediate_dim": 11_008,
+    "num_key_value_heads": 32,
+}
+T5_XXL = {
+    "vocabulary_size": 32_128,
+    "num_layers": 24,
+    "intermediate_dim": 10_240,
+    "num_query_heads": 64,
+    "head_dim": 64,
+}
+SMALL = {"num_key_value_heads": 4}
+
+
+def models_with_groups(preset, sizes, groups, rows):
+    return {f"{n} groups": (preset, {**sizes, "num_key_value_heads": n}, rows) for n in groups}
+
+
+# {paper: its miniature, its full size}
+COMPARISONS = {
+    "tnl": (
+        Comparison(
+            {
+                "TNL": ("tnl_tiny", {}, 4),
+                "Transformer": ("mqa_tiny", SMALL, 2),
+                LLAMA: ("mqa_tiny", SMALL, 2),
+            },
+            *(16, 32, 4),
+        ),
+        Comparison(
+            {
+                "TNL": ("tnl_7b", {}, 512),
+                "Transformer": ("mqa_7b", LLAMA_7B, 64),
+                LLAMA: ("mqa_7b", LLAMA_7B, 64),
+            },
+            *(512, 1024, 4096),
+        ),
+    ),
+    "gqa": (
+        Comparison(models_with_groups("mqa_tiny", {}, (4, 2, 1), 8), 128, 32, 8),
+        Comparison(models_with_groups("mqa_7b", T5_XXL, (64, 8, 1), 32), 2048, 512, 32),
+    ),
+}
 
 
 # --- 1. Roofline for the paper's sizes and device ---
@@ -251,7 +327,124 @@ def run(kind, size, seeds, results):
     gc.collect()
 
 
-# --- 3. Results ---
+# --- 3. Comparisons of other papers ---
+
+
+def key_of(paper, name, comparison):
+    return {
+        "measure": paper,
+        "model": name,
+        "preset": comparison.models[name][0],
+        "prompt": comparison.prompt,
+        "tokens": comparison.tokens,
+    }
+
+
+def load(name, comparison, dtype):
+    """Returns a model, and a function that prepares a call of its `generate`."""
+    preset, sizes, _ = comparison.models[name]
+    if name == LLAMA:
+        model = transformers_llama({**SIZES[preset].backbone_arguments, **sizes}).eval()
+        return model, functools.partial(prepare_baseline_call, model)
+    model = make_model(preset, dtype, **sizes)
+    model.compile(sampler="greedy")
+    return model, functools.partial(prepare_call, model)
+
+
+def needed_bytes(model, rows, length):
+    """Returns the bytes of the weights and of the cache of `rows` sequences."""
+    if hasattr(model, "backbone"):
+        return memory_sizes(model, rows, bucket(length)).total
+    sizes = model.config
+    numbers = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim * length
+    return 2 * (model.num_parameters() + rows * numbers)  # bfloat16
+
+
+def compare(paper, comparison, name, seeds, dtype, results):
+    """Measures a model at each batch size until the memory ends, and the largest one repeatedly."""
+    key, (*_, first_rows) = key_of(paper, name, comparison), comparison.models[name]
+    load_once = functools.cache(lambda: load(name, comparison, dtype))
+    # Calls that compile, with a cache of the same capacity. Llama compiles nothing.
+    few = 8 if name == LLAMA else comparison.tokens // 2 + 1
+    warm_up = functools.cache(lambda rows: seconds_of(load_once()[1](rows, comparison.prompt, few)))
+
+    def run(rows, seeds):
+        for seed in results.missing(seeds, **key, rows=rows):
+            line = measure(*load_once(), rows, comparison, warm_up)
+            results.append(**key, rows=rows, seed=seed, **line, machine=machine())
+            print(f"{name}, batch size {rows:,}: {line['seconds']} s", flush=True)
+        return all(line["seconds"] for line in results.select(**key, rows=rows))
+
+    rows = first_rows
+    while rows <= comparison.last_rows and run(rows, seeds[:1]):
+        rows *= 2
+    run(rows // 2, seeds)
+
+
+def measure(model, prepare, rows, comparison, warm_up):
+    """Times a call, and one that generates a single token; None if the memory is too small."""
+    prompt, tokens = comparison.prompt, comparison.tokens
+    found = dict.fromkeys(("seconds", "seconds_to_first_token", "peak_bytes"))
+    if needed_bytes(model, rows, prompt + tokens) > room():
+        return found
+    reset_peak()
+    try:
+        warm_up(rows)
+        first, whole = (seconds_of(prepare(rows, prompt, n)) for n in (1, tokens))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return found
+    return {
+        "seconds": round(whole, 3),
+        "seconds_to_first_token": round(first, 3),
+        "peak_bytes": peak_bytes(),
+    }
+
+
+def tell_comparison(paper, comparison, results):
+    """Formats a table of each model at its largest batch size, and the verdicts."""
+    rows, found = [], {}
+    for name in comparison.models:
+        lines = results.select(**key_of(paper, name, comparison))
+        most = max(line["rows"] for line in lines if line["seconds"] is not None)
+        whole, first, peaks = (
+            np.array([line[field] for line in lines if line["rows"] == most])
+            for field in ("seconds", "seconds_to_first_token", "peak_bytes")
+        )
+        found[name] = most / whole
+        cells = (
+            with_error(comparison.tokens * found[name], 0),
+            with_error(whole / most),
+            with_error(1000 * (whole - first) / (comparison.tokens - 1), 2),
+            f"{peaks.max() / 2**30:.1f}",
+        )
+        rows.append((name, f"{most:,}", *cells))
+    lengths = f"{comparison.tokens:,} tokens after {comparison.prompt:,}"
+    header = (lengths, "rows", "tokens/s", "s per sample", "ms per step", "peak, GiB")
+    said = (f"- {line}" for line in JUDGES[paper](found))
+    return "\n\n".join((table(header, rows), "\n".join(said)))
+
+
+def judge_tnl(found):
+    ours, *others = found
+    for name in others:
+        factor = np.mean(found[ours]) / np.mean(found[name])
+        clear = yes(above(found[ours], found[name]))
+        yield f"{ours}: {factor:.2f} times the tokens/s of {name}, above by 2 deviations: {clear}"
+
+
+def judge_gqa(found):
+    (many, slow), (some, grouped), (one, fast) = found.items()
+    few, more = np.mean(fast) / np.mean(grouped), np.mean(grouped) / np.mean(slow)
+    yield f"{some} take {few:.2f} times the time of {one}, at most 1.3: {yes(few <= 1.3)}"
+    yield f"{many} take {more:.2f} times the time of {some}, at least 2: {yes(more >= 2)}"
+
+
+JUDGES = {"tnl": judge_tnl, "gqa": judge_gqa}
+
+
+# --- 4. Results ---
 
 
 def speeds(results, size, kind, tokens):
@@ -373,17 +566,27 @@ def draw(results, size, computed, path):
     figure.savefig(path, dpi=120)
 
 
-# --- 4. Main program ---
+# --- 5. Main program ---
 
 
 def main():
     parser = command_line(__doc__, MINIATURE, FULL)
+    parser.add_argument("--compare", choices=COMPARISONS, help="models of another paper")
+    parser.add_argument("--models", nargs="+", help="measure only some models of --compare")
     arguments, size = read_command_line(parser, MINIATURE, FULL)
+    results = Results(arguments.output / "throughput.jsonl")
+    if arguments.compare:
+        comparison = COMPARISONS[arguments.compare][arguments.full]
+        for name in arguments.models or comparison.models:
+            compare(arguments.compare, comparison, name, arguments.seeds, size.dtype, results)
+            gc.collect()
+        if not arguments.models:
+            print(tell_comparison(arguments.compare, comparison, results))
+        return
     if not size.memory and "CPU" in machine():
         parser.error("on a CPU, --memory must say how many bytes to take")
     computed = compute()
     print(tell_computed(computed))
-    results = Results(arguments.output / "throughput.jsonl")
     for kind in KINDS:
         run(kind, size, arguments.seeds, results)
     draw(results, size, computed, picture(arguments, "throughput"))
