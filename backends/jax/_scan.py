@@ -3,9 +3,105 @@
 import jax
 import jax.numpy as jnp
 
+from ._common import (
+    applied_decay,
+    default_zero_state,
+    default_zero_state_gradient,
+    filled,
+    kind_masks,
+    to_complex,
+    to_real,
+)
+from ._operation import kernel_over_time
+from ._time_chunks import elements_before, scan_chunks
+
 # Tokens that one node of the tree combines. More make a flatter tree, but XLA fuses the steps of
 # a node and recomputes its first ones for each output, which costs RADIX^2 / 2.
 RADIX = 8
+
+
+def state_shape(x, *_):
+    return x.shape[0], x.shape[2]
+
+
+def recurrence(operation, elements, is_complex=False, dropped=()):
+    """Returns the `Kernel` of h_t = exp(e_t) h_{t-1} + u_t, whose output is h in the dtype of x.
+
+    The backward pass computes e and u once more and differentiates them.
+
+    Args:
+        operation: string, its name.
+        elements: a differentiable function of a mask of starts and of the tensors in the
+            accumulation dtype, with zeros at padding. It returns e and u, [B, T, D]. The tensors
+            are x and others, [B, T, D], followed by parameters, [D].
+        is_complex: boolean; if True, e and h are complex, and x, u, the results and the state have
+            the real parts of all channels before the imaginary ones.
+        dropped: `(0,)` if the derivatives of e and u do not depend on x.
+    """
+    split, joined = (to_complex, to_real) if is_complex else (lambda t: t,) * 2
+
+    def prepare(tensors, dtype):
+        """Sequences and parameters of an operation, and a function of the tensors of a chunk."""
+        sequences = tuple(t for t in tensors if t.ndim == 3)
+        parameters = tuple(t.astype(dtype) for t in tensors if t.ndim < 3)
+
+        def elements_of(token_kind, *tensors):
+            starts, padding = kind_masks(token_kind)
+            given = (filled(t.astype(dtype), padding, 0) for t in tensors[: len(sequences)])
+            return elements(starts, *given, *tensors[len(sequences) :])
+
+        return sequences, parameters, elements_of
+
+    def decay(exponent, token_kind):
+        return applied_decay(jnp.exp(exponent), *kind_masks(token_kind))
+
+    @default_zero_state(state_shape)
+    def forward(x, *others):
+        *tensors, initial_state, token_kind = x, *others
+        sequences, parameters, elements_of = prepare(tensors, initial_state.dtype)
+
+        def step(state, start, *chunk):
+            *chunk, kind = chunk
+            exponent, u = elements_of(kind, *chunk, *parameters)
+            h = joined(scan(decay(exponent, kind), split(u), split(state)))
+            return h[:, -1], (h.astype(x.dtype),)
+
+        final_state, (output,) = scan_chunks(step, initial_state, (*sequences, token_kind))
+        return output, final_state
+
+    @default_zero_state_gradient
+    def backward(x, *others):
+        *others, initial_state, token_kind, output, d_output, d_final = others
+        dtype, tensors = initial_state.dtype, (output if x is None else x, *others)
+        sequences, parameters, elements_of = prepare(tensors, dtype)
+        # XLA on CPUs would compute the scan of forward again, for the state before each token.
+        output = jax.lax.platform_dependent(
+            output, cpu=jax.lax.optimization_barrier, default=lambda output: output
+        )
+
+        def step(carry, start, *chunk):
+            *chunk, kind, h, dh = chunk
+            (d_state, d_parameters), (starts, padding) = carry, kind_masks(kind)
+            (exponent, _), pull_back = jax.vjp(
+                lambda *tensors: elements_of(kind, *tensors), *chunk, *parameters
+            )
+            a = decay(exponent, kind)
+            g, d_state = adjoint_scan(jnp.conj(a), split(dh.astype(dtype)), split(d_state))
+            state = elements_before(output, start, initial_state[:, None])[:, 0]
+            before = previous(split(h.astype(dtype)), split(state))
+            d_exponent = filled(filled(jnp.conj(g) * a * before, starts, 0), padding, 0)
+            found = pull_back((d_exponent, joined(g)))
+            d_chunk, added = found[: len(chunk)], found[len(chunk) :]
+            d_parameters = tuple(sum(pair) for pair in zip(d_parameters, added, strict=True))
+            return (joined(d_state), d_parameters), tuple(filled(d, padding, 0) for d in d_chunk)
+
+        carry = d_final, tuple(map(jnp.zeros_like, parameters))
+        chunks = (*sequences, token_kind, output, d_output)
+        (d_initial, d_parameters), d_sequences = scan_chunks(step, carry, chunks, reverse=True)
+        gradients = zip((*d_sequences, *d_parameters), tensors, strict=True)
+        return *(d.astype(t.dtype) for d, t in gradients), d_initial, None
+
+    return kernel_over_time(operation, forward, backward, dropped=dropped)
 
 
 def scan(a, x, state, reverse=False):

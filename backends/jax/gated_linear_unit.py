@@ -6,7 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from ._common import accumulation_dtype
+from ._common import accumulation_dtype, sigmoid
 
 # gelu(z) = z σ(u), u = LINEAR z + CUBIC z³
 LINEAR = math.sqrt(8 / math.pi)
@@ -21,17 +21,8 @@ def gated_linear_unit(gate, x, activation="silu"):
     """gate, x: [..., D]; activation: "silu" or "gelu". Returns [..., D] in x's dtype."""
     dtype = accumulation_dtype(gate, x)
     z = gate.astype(dtype)
-    activated = _gelu(z) if activation == "gelu" else z * _sigmoid(z)
+    activated = _gelu(z) if activation == "gelu" else z * sigmoid(z)
     return (activated * x.astype(dtype)).astype(x.dtype)
-
-
-@jax.custom_jvp
-def _sigmoid(z):
-    return jax.nn.sigmoid(z)
-
-
-# JAX would compute σ(-z) as 1 - σ(z), which loses the digits of a nearly open gate.
-_sigmoid.defjvps(lambda d_z, s, z: d_z * s * jax.nn.sigmoid(-z))
 
 
 # Few operations, since XLA on CPUs splits a fused loop of more than one operation per byte among

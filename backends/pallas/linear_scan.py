@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ..constants import CONTINUES
 from ..jax import linear_scan as plain
 from ..jax._common import default_zero_state, default_zero_state_gradient
+from ..jax._scan import state_shape
 from ..jax._shards import per_shard
 from ..signatures import SIGNATURES
 from ._common import unsupported_reason
@@ -93,7 +94,7 @@ def _backward(log_a, initial_state, token_kind, h, dh, d_final):
 
 
 _TENSORS, _RESULTS, _CHANNELS = SIGNATURES["linear_scan"].layout
-forward = default_zero_state(plain.state_shape)(per_shard(_forward, _TENSORS, _RESULTS, _CHANNELS))
+forward = default_zero_state(state_shape)(per_shard(_forward, _TENSORS, _RESULTS, _CHANNELS))
 _backward = per_shard(_backward, (*_TENSORS[1:], _RESULTS[0], *_RESULTS), _TENSORS[:-1], _CHANNELS)
 
 linear_scan = plain.linear_scan.replace_passes(forward, backward, unsupported)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ..constants import CONTINUES, DECAY_EXPONENT, MAX_SQRT_GRADIENT, STARTS
 from ..jax import rg_lru as plain
 from ..jax._common import default_zero_state, default_zero_state_gradient
+from ..jax._scan import state_shape
 from ..jax._shards import per_shard
 from ..signatures import SIGNATURES
 from ._common import unsupported_reason
@@ -35,7 +36,7 @@ def unsupported(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None)
     return unsupported_reason(x, gate_a, gate_x, a_logit, initial_state)
 
 
-@default_zero_state(plain.state_shape)
+@default_zero_state(state_shape)
 def forward(x, gate_a, gate_x, a_logit, initial_state, token_kind):
     return _forward(x, gate_a, gate_x, _log_decay_of_open_gate(a_logit), initial_state, token_kind)
 
