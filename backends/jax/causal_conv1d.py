@@ -7,13 +7,16 @@ to the front, where the filter is a sum of shifted sequences, and the outputs ar
 backward pass recomputes the argument of the activation.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from ._common import (
     default_zero_state,
     default_zero_state_gradient,
-    sum_over_tokens,
+    scaled,
+    sigmoid,
     take,
 )
 from ._operation import kernel_over_time
@@ -33,20 +36,14 @@ def forward(x, kernel, bias, initial_state, token_kind, activation=None):
 
     def step(carry, start, x_chunk, document_chunk):
         inputs = _inputs(real_first, x_chunk, start, initial_state)
-        output = _filtered(
-            inputs, window, bias, _document_masks(document, document_chunk, start, window)
-        )
-        if activation == "silu":
-            output = jax.nn.silu(output)
-        return carry, (output.astype(x.dtype),)
+        masks = _document_masks(document, document_chunk, start, window)
+        return carry, (_filtered(masks, activation, inputs, window, bias).astype(x.dtype),)
 
     _, (output,) = scan_chunks(step, (), (real_first, document), min_tokens=window.shape[0])
     if tokens is None:
         whole = jnp.concatenate([initial_state, x[:, -window.shape[0] :].astype(dtype)], axis=1)
         return output, whole[:, whole.shape[1] - initial_state.shape[1] :]
-    last, valid = _last_inputs(window.shape[0], tokens)
-    whole = jnp.concatenate([initial_state, real_first.astype(dtype)], axis=1)
-    return tokens.put_back(output), take(whole, last, valid)
+    return tokens.put_back(output), _last_inputs(initial_state, real_first.astype(dtype), tokens)
 
 
 @default_zero_state_gradient
@@ -58,47 +55,30 @@ def backward(x, kernel, bias, initial_state, token_kind, _, d_output, d_final, a
 
     def step(carry, start, x_chunk, document_chunk, d_y):
         # d_next: the gradient of the last inputs, from the following chunk.
-        d_next, d_window, d_bias = carry
-        length, d_z = x_chunk.shape[1], d_y.astype(dtype)
+        d_next, d_parameters = carry
+        masks = _document_masks(document, document_chunk, start, window)
         inputs = _inputs(real_first, x_chunk, start, initial_state)
-        document_masks = _document_masks(document, document_chunk, start, window)
-        if activation == "silu":
-            d_z = _silu_gradient(d_z, _filtered(inputs, window, bias, document_masks))
-        d_inputs = jnp.pad(d_next, ((0, 0), (length, 0), (0, 0)))
-        padded = jnp.pad(d_z, ((0, 0), (width - 1, width - 1), (0, 0)))
-        d_taps = []
-        for j, same in enumerate(document_masks):
-            d_taps.append(sum_over_tokens(jnp.where(same, d_z, 0) * inputs[:, j : j + length]))
-            if document is not None:
-                same = jnp.pad(same, ((0, 0), (j, width - 1 - j), (0, 0)))
-            start_of_tap = width - 1 - j
-            d_tap = padded[:, start_of_tap : start_of_tap + inputs.shape[1]]
-            d_inputs += window[j] * jnp.where(same, d_tap, 0)
-        carry = (
-            d_inputs[:, : width - 1],
-            d_window + jnp.stack(d_taps),
-            d_bias + sum_over_tokens(d_z),
-        )
-        return carry, (d_inputs[:, width - 1 :].astype(x.dtype),)
+        run = functools.partial(_filtered, masks, activation)
+        _, pull_back = jax.vjp(run, inputs, *parameters)
+        d_inputs, *added = pull_back(d_y.astype(dtype))
+        d_inputs += jnp.pad(d_next, ((0, 0), (x_chunk.shape[1], 0), (0, 0)))
+        d_parameters = jax.tree.map(jnp.add, d_parameters, added)
+        return (d_inputs[:, : width - 1], d_parameters), (d_inputs[:, width - 1 :].astype(x.dtype),)
 
+    parameters = [window] if bias is None else [window, bias.astype(dtype)]
     d_next = d_final if tokens is None else jnp.zeros_like(d_final)
-    carry = d_next, jnp.zeros_like(window), jnp.zeros(x.shape[2], dtype)
-    (d_initial, d_window, d_bias), (d_x,) = scan_chunks(
-        step, carry, (real_first, document, d_real_first), reverse=True, min_tokens=width
+    chunks = real_first, document, d_real_first
+    carry = d_next, jax.tree.map(jnp.zeros_like, parameters)
+    (d_initial, (d_window, *d_bias)), (d_x,) = scan_chunks(
+        step, carry, chunks, reverse=True, min_tokens=width
     )
     if tokens is not None:
-        last, valid = _last_inputs(width, tokens)
-        add = jax.vmap(lambda d, i, g: d.at[i].add(g))
-        d_inputs = jnp.concatenate([d_initial, d_x.astype(dtype)], axis=1)
-        d_inputs = add(d_inputs, last, jnp.where(valid[:, :, None], d_final, 0))
-        d_initial, d_x = d_inputs[:, : width - 1], tokens.put_back(d_inputs[:, width - 1 :])
-    return (
-        d_x.astype(x.dtype),
-        d_window.astype(kernel.dtype),
-        None if bias is None else d_bias.astype(bias.dtype),
-        d_initial,
-        None,
-    )
+        inputs = initial_state, real_first.astype(dtype)
+        _, pull_back = jax.vjp(lambda *inputs: _last_inputs(*inputs, tokens), *inputs)
+        d_initial, d_x = map(jnp.add, (d_initial, d_x), pull_back(d_final))
+        d_x = tokens.put_back(d_x).astype(x.dtype)
+    d_bias = d_bias[0].astype(bias.dtype) if d_bias else None
+    return d_x, d_window.astype(kernel.dtype), d_bias, d_initial, None
 
 
 causal_conv1d = kernel_over_time(
@@ -121,20 +101,16 @@ def _inputs(x, chunk, start, initial_state):
     return jnp.concatenate([elements_before(x, start, initial_state), chunk], axis=1)
 
 
-def _filtered(inputs, window, bias, document_masks):
-    """The filter on the chunk at the end of its inputs [B, W - 1 + C, D]."""
+def _filtered(document_masks, activation, inputs, window, bias=None):
+    """The filter on the chunk at the end of its inputs [B, W - 1 + C, D], and the activation."""
     length = inputs.shape[1] - window.shape[0] + 1
     output = sum(
-        window[j] * jnp.where(same, inputs[:, j : j + length], 0)
+        scaled(window[j], jnp.where(same, inputs[:, j : j + length], 0))
         for j, same in enumerate(document_masks)
     )
-    return output if bias is None else output + bias.astype(window.dtype)
-
-
-def _silu_gradient(d_y, z):
-    """The gradient of z from that of y = z σ(z)."""
-    s = jax.nn.sigmoid(z)
-    return d_y * s * (1 + z * jax.nn.sigmoid(-z))
+    if bias is not None:
+        output += scaled(bias.astype(window.dtype), jnp.ones_like(output))
+    return output * sigmoid(output) if activation == "silu" else output
 
 
 def _document_masks(document, chunk, start, window):
@@ -150,9 +126,14 @@ def _document_masks(document, chunk, start, window):
     return [(documents[:, j : j + chunk.shape[1]] == chunk)[:, :, None] for j in range(width)]
 
 
-def _last_inputs(width, tokens):
-    """Indices [B, W - 1] of the last real inputs, and a mask of those in the last document."""
-    last = tokens.count + jnp.arange(width - 1)
-    documents = jnp.pad(tokens.document, ((0, 0), (width - 1, 0)))
+def _last_inputs(initial_state, real_first, tokens):
+    """The state after the tokens: the last W - 1 inputs, with zeros for those of other documents.
+
+    The inputs in the initial state belong to document 0.
+    """
+    width = initial_state.shape[1]
+    last = tokens.count + jnp.arange(width)
+    documents = jnp.pad(tokens.document, ((0, 0), (width, 0)))
     document = jnp.take_along_axis(documents, last, axis=1)
-    return last, document == tokens.document[:, -1:]
+    whole = jnp.concatenate([initial_state, real_first], axis=1)
+    return take(whole, last, document == tokens.document[:, -1:])
