@@ -11,6 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ._common import filled, kind_masks
+
 # Number of elements of an argument in one group.
 GROUP_SIZE = 1 << 16
 
@@ -86,20 +88,56 @@ def scan_groups(step, carry, tensors, outputs, plan, reverse=False):
     return carry, jax.tree.map(lambda y: y[:, :length], outputs)
 
 
-def states_before_groups(state_after, first, tensors, plan):
-    """The states before each group, [groups, ...]; `first`: the state before the first group.
+def forward_groups(group, state, tensors, plan):
+    """Returns the output [B, T, H, V], in the dtype of v, and the final state.
 
-    `state_after` is a function of the state before a group and of the group's tokens.
+    Args:
+        group: a differentiable function `(state, q, k, v, decay, token_kind) -> (output, state)`
+            of the state before a group and of the group's tokens.
+        state: the state before the first token.
+        tensors: q, k, v, decay and token_kind, [B, T, ...]; all but v may be None.
+        plan: the `Plan`.
+    """
+    v = tensors[2]
+
+    def step(state, _, tokens, __):
+        output, state = group(state, *tokens)
+        return state, output.astype(v.dtype)
+
+    state, output = scan_groups(step, state, tensors, jnp.zeros_like(v), plan)
+    return output, state
+
+
+def backward_groups(group, state, tensors, plan, d_output, d_state):
+    """Returns the gradients of q, k, v and decay, None as they are, and that of `state`.
+
+    Each group is computed again and differentiated, from the last to the first. The other
+    arguments are those of `forward_groups`.
     """
 
-    def step(carry, group, tokens, _):
+    def state_after(carry, i, tokens, _):
         state, before = carry
-        before = jax.lax.dynamic_update_index_in_dim(before, state, group, axis=0)
-        return (state_after(state, tokens), before), ()
+        before = jax.lax.dynamic_update_index_in_dim(before, state, i, axis=0)
+        return (group(state, *tokens)[1], before), ()
 
-    before = jnp.zeros((plan.groups, *first.shape), first.dtype)
-    (_, before), _ = scan_groups(step, (first, before), tensors, (), plan)
-    return before
+    before = jnp.zeros((plan.groups, *state.shape), state.dtype)
+    (_, before), _ = scan_groups(state_after, (state, before), tensors, (), plan)
+
+    def step(d_state, i, tokens, old):
+        *inputs, token_kind = tokens
+        _, padding = kind_masks(token_kind)
+        state = jax.lax.dynamic_index_in_dim(before, i, keepdims=False)
+        _, pull_back = jax.vjp(lambda *given: group(*given, token_kind), state, *inputs)
+        d_output = filled(old[2], padding, 0).astype(d_state.dtype)
+        d_state, *found = pull_back((d_output, d_state))
+        return d_state, [None if d is None else filled(d, padding, 0) for d in found]
+
+    # The gradient of v overwrites that of the output, which is not read after its group.
+    q, k, _, decay, _ = tensors
+    d_q, d_k, d_decay = jax.tree.map(jnp.zeros_like, (q, k, decay))
+    outputs = [d_q, d_k, d_output, d_decay]
+    d_state, gradients = scan_groups(step, d_state, tensors, outputs, plan, reverse=True)
+    return *gradients, d_state
 
 
 def _padded(x, plan):
@@ -135,8 +173,8 @@ def transposed(a):
     return jnp.swapaxes(a, -1, -2)
 
 
-def states(decay, added, first, reverse=False):
-    """S' = decay S + added, chunk by chunk, starting from the last if `reverse`.
+def states(decay, added, first):
+    """S' = decay S + added, chunk by chunk.
 
     decay: [..., chunks, K, 1], or broadcastable to it; added: [..., chunks, K, V]; first:
     [..., K, V]. Returns the states before each chunk, [..., chunks, K, V], and the last state.
@@ -148,7 +186,7 @@ def states(decay, added, first, reverse=False):
         return decay * state + added, state
 
     chunks = (jnp.moveaxis(decay, -3, 0), jnp.moveaxis(added, -3, 0))
-    last, before = jax.lax.scan(step, first, chunks, reverse=reverse)
+    last, before = jax.lax.scan(step, first, chunks)
     return jnp.moveaxis(before, 0, -3), last
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 
+@jax.custom_vjp
 def outputs(state, q, k, v, f):
     """Returns the output [B, T, H, V] and the state after the tokens.
 
@@ -29,22 +30,14 @@ def outputs(state, q, k, v, f):
     return _tokens_second(output, q), _heads_first(last, state)
 
 
-def state_after(state, _, k, v, f):
-    """Returns the state after the tokens."""
-    tokens = _tokens_first(k, v, f)
-    last = jax.lax.fori_loop(
-        0, len(tokens[0]), lambda t, state: _next(state, t, *tokens), _heads_last(state)
-    )
-    return _heads_first(last, state)
-
-
-def gradients(state, d_output, d_last, q, k, v, f):
-    """Returns the gradients of q, k, v, log f and the state before the tokens.
+def _gradients(arguments, d_results):
+    """Returns the gradients of the state before the tokens, q, k, v and f.
 
     With the gradient G_t = q_t do_t^T + f_{t+1} G_{t+1} of S_t they are
 
-        dq = S do,  dk = G v,  dv = G^T k,  dlog f = f Σ_v G S_{t-1}
+        dq = S do,  dk = G v,  dv = G^T k,  df = Σ_v G S_{t-1}
     """
+    (state, q, k, v, f), (d_output, d_last) = arguments, d_results
     q_t, k_t, v_t, f_t, d_output = _tokens_first(q, k, v, f, d_output)
     length, first = len(q_t), _heads_last(state)
 
@@ -59,18 +52,21 @@ def gradients(state, d_output, d_last, q, k, v, f):
     f_next = jnp.concatenate([f_t[1:], jnp.ones_like(f_t[:1])])
 
     def backward(i, loop):
-        g, d_k, d_v, d_log_f = loop
+        g, d_k, d_v, d_f = loop
         t = length - 1 - i
         g = _next(g, t, q_t, d_output, f_next)
         d_k = _put(d_k, t, _sum(_rows(v_t, t), g.swapaxes(0, 1)))
         d_v = _put(d_v, t, _sum(_rows(k_t, t), g))
-        d_decay = _sum(_rows(states.swapaxes(1, 2), t), g.swapaxes(0, 1))
-        return g, d_k, d_v, _put(d_log_f, t, _token(f_t, t) * d_decay)
+        d_f = _put(d_f, t, _sum(_rows(states.swapaxes(1, 2), t), g.swapaxes(0, 1)))
+        return g, d_k, d_v, d_f
 
     start = _heads_last(d_last), *map(jnp.zeros_like, (k_t, v_t, f_t))
     g, *found = jax.lax.fori_loop(0, length, backward, start)
     d_state = _heads_first(f_t[0][:, None] * g, state)
-    return *(_tokens_second(d, q) for d in (d_q, *found)), d_state
+    return d_state, *(_tokens_second(d, q) for d in (d_q, *found))
+
+
+outputs.defvjp(lambda *arguments: (outputs(*arguments), arguments), _gradients)
 
 
 def _next(state, t, k, v, f):

@@ -17,22 +17,21 @@ import jax.numpy as jnp
 
 from ..constants import CONTINUES, PADDING, STARTS
 from ._common import (
-    applied_decay,
     default_zero_state,
     default_zero_state_gradient,
     filled,
     kind_masks,
 )
 from ._linear_attention import (
+    backward_groups,
     chunked,
     decay_products,
+    forward_groups,
     inner_products,
     plan,
     product,
-    scan_groups,
     state_shape,
     states,
-    states_before_groups,
     sum_over_pairs,
     transposed,
     unchunked,
@@ -47,84 +46,44 @@ CHUNK = 64
 def forward(q, k, v, log_decay, initial_state, token_kind):
     if q.shape[1] == 1:
         return _one_token(q, k, v, log_decay, initial_state, token_kind)
-    cut, groups = plan(q, v, CHUNK), q.shape[2]
-
-    def step(state, _, tokens, __):
-        *tokens, kind, varying = tokens
-        between, from_start, to_end, total = _decays(log_decay, varying, kind, cut, groups, state)
-        q, k, w = _chunk_group(tokens, kind, cut, groups, state.dtype)
-        before, state = states(total, product(transposed(k), w * to_end), state)
-        output = product(q, before) * from_start
-        output += product(_decayed(inner_products(q, k), between), w)
-        return state, _unchunked(output).astype(v.dtype)
-
-    tensors = q, k, v, _padded_kinds(token_kind, q, cut), _varying(log_decay)
-    state = _grouped(initial_state, groups)
-    state, output = scan_groups(step, state, tensors, jnp.zeros_like(v), cut)
-    return output, state.reshape(initial_state.shape)
-
-
-def _one_token(q, k, v, log_decay, state, token_kind):
-    groups = q.shape[2]
-    cut, grouped = plan(q, v, CHUNK), _grouped(state, groups)
-    *_, decay = _decays(log_decay, _varying(log_decay), token_kind, cut, groups, state)
-    q, k, w = (
-        x[..., 0, 0, :, None] for x in _chunk_group((q, k, v), token_kind, cut, groups, state.dtype)
-    )
-    grouped = decay[..., 0, :, :] * grouped + k * transposed(w)
-    output = jnp.sum(q * grouped, axis=3).reshape(v.shape)
-    return output.astype(v.dtype), grouped.reshape(state.shape)
+    return forward_groups(*_arguments_of_groups(q, k, v, log_decay, initial_state, token_kind))
 
 
 @default_zero_state_gradient
 def backward(q, k, v, log_decay, initial_state, token_kind, _, d_output, d_final):
-    dtype, cut, groups = initial_state.dtype, plan(q, v, CHUNK), q.shape[2]
-    tensors = q, k, v, _padded_kinds(token_kind, q, cut), _varying(log_decay)
+    arguments = _arguments_of_groups(q, k, v, log_decay, initial_state, token_kind)
+    d_q, d_k, d_v, d_decay, d_state = backward_groups(*arguments, d_output, d_final)
+    d_decay = jnp.zeros_like(log_decay) if d_decay is None else d_decay
+    return d_q, d_k, d_v, d_decay, d_state, None
 
-    def state_after(state, tokens):
-        _, k, v, kind, varying = tokens
-        *_, to_end, total = _decays(log_decay, varying, kind, cut, groups, state)
-        k, w = _chunk_group((k, v), kind, cut, groups, dtype)
-        return states(total, product(transposed(k), w * to_end), state)[1]
 
-    first = _grouped(initial_state, groups)
-    before = states_before_groups(state_after, first, tensors, cut)
+def _arguments_of_groups(q, k, v, log_decay, initial_state, token_kind):
+    """Arguments of `forward_groups`."""
+    cut, groups, dtype = plan(q, v, CHUNK), q.shape[2], initial_state.dtype
 
-    def step(g, group, tokens, old):
-        *tokens, kind, varying = tokens
-        between, from_start, to_end, total = _decays(log_decay, varying, kind, cut, groups, g)
-        q, k, w, d_output = _chunk_group((*tokens, old[2]), kind, cut, groups, dtype)
-        state = jax.lax.dynamic_index_in_dim(before, group, keepdims=False)
-        w_out, d_in = w * to_end, d_output * from_start
-        earlier, _ = states(total, product(transposed(k), w_out), state)
-        later, g = states(total, product(transposed(q), d_in), g, reverse=True)
+    def group(state, q, k, v, varying, kind):
+        between, from_start, to_end, total = _decays(log_decay, varying, kind, cut, groups, dtype)
+        q, k, w = _chunk_group((q, k, v), kind, cut, groups, dtype)
+        added = product(transposed(k), w * to_end)
+        before, last = states(total, added, _grouped(state, groups))
+        output = product(q, before) * from_start
+        output += product(_decayed(inner_products(q, k), between), w)
+        return _unchunked(output), last.reshape(state.shape)
 
-        weights = _decayed(inner_products(q, k), between)
-        d_weights = _decayed(inner_products(d_output, w), between)
-        d_pairs = jnp.sum(d_weights, axis=2, keepdims=True)  # over the heads of a group
-        d_q = _sum_over_heads(d_in, earlier) + product(d_pairs, k)
-        d_k = _sum_over_heads(w_out, later) + product(transposed(d_pairs), q)
-        from_later = product(k, later) * to_end
-        d_v = from_later + product(transposed(weights), d_output)
-        found = [d_q, d_k, d_v]
-        if varying is not None:
-            pairs = inner_products(q, k) * d_weights
-            to_later = jnp.sum(product(q, earlier) * d_in, axis=-1, keepdims=True)
-            from_earlier = jnp.sum(from_later * w, axis=-1, keepdims=True)
-            through = total * jnp.sum(earlier * later, axis=(-2, -1), keepdims=True)
-            found.append(through + sum_over_pairs(pairs, to_later, from_earlier))
-        found = [_unchunked(d).reshape(x.shape) for d, x in zip(found, old, strict=True)]
-        _, padding = kind_masks(kind)
-        return g, [filled(d.astype(x.dtype), padding, 0) for d, x in zip(found, old, strict=True)]
+    tensors = q, k, v, _varying(log_decay), _padded_kinds(token_kind, q, cut)
+    return group, initial_state, tensors, cut
 
-    # d_v overwrites d_output: a group of d_output is not read again after its step.
-    outputs = [jnp.zeros_like(q), jnp.zeros_like(k), d_output]
-    if _varying(log_decay) is not None:
-        outputs.append(jnp.zeros_like(log_decay))
-    g, gradients = scan_groups(step, _grouped(d_final, groups), tensors, outputs, cut, reverse=True)
-    d_q, d_k, d_v, *d_log_decay = gradients
-    d_log_decay = d_log_decay[0] if d_log_decay else jnp.zeros_like(log_decay)
-    return d_q, d_k, d_v, d_log_decay, g.reshape(d_final.shape), None
+
+def _one_token(q, k, v, log_decay, state, token_kind):
+    groups, dtype = q.shape[2], state.dtype
+    cut, grouped = plan(q, v, CHUNK), _grouped(state, groups)
+    *_, decay = _decays(log_decay, _varying(log_decay), token_kind, cut, groups, dtype)
+    q, k, w = (
+        x[..., 0, 0, :, None] for x in _chunk_group((q, k, v), token_kind, cut, groups, dtype)
+    )
+    grouped = decay[..., 0, :, :] * grouped + k * transposed(w)
+    output = jnp.sum(q * grouped, axis=3).reshape(v.shape)
+    return output.astype(v.dtype), grouped.reshape(state.shape)
 
 
 scalar_decay_attention = kernel_over_time(
@@ -150,12 +109,6 @@ def _unchunked(y):
     return unchunked(y.reshape(y.shape[0], -1, *y.shape[3:]))
 
 
-def _sum_over_heads(a, b):
-    """a b^T, summed over the heads of a group."""
-    total = jnp.einsum("bgrncv,bgrnkv->bgnck", a, b, precision=jax.lax.Precision.HIGHEST)
-    return total[:, :, None]
-
-
 def _padded_kinds(token_kind, q, cut):
     """Token kinds padded to full groups; None if nothing is padded and all tokens continue."""
     missing = cut.tokens - q.shape[1]
@@ -177,20 +130,16 @@ def _decayed(weights, between):
     return jnp.where(between == 0, 0, weights * between)
 
 
-def _decays(log_decay, varying, kind, cut, groups, state):
+def _decays(log_decay, varying, kind, cut, groups, dtype):
     """Decays in the chunks of a group: from s to u, from the start, to the end, and in total.
 
-    The shapes are [..., C, C], [..., C, 1], [..., C, 1] and [..., 1, 1]. The dtype is that of the
-    state. `varying` has the logarithms of the group's decays, or is None if they are constant.
+    The shapes are [..., C, C], [..., C, 1], [..., C, 1] and [..., 1, 1].
+    `varying` has the logarithms of the group's decays, or is None if they are constant.
     """
-    dtype = state.dtype
     if varying is not None:
-        decay = applied_decay(jnp.exp(varying.astype(dtype)), *kind_masks(kind))
-        levels, from_start, to_end = decay_products(
-            _grouped(chunked(decay[..., None], cut), groups)
-        )
-        between = weights_of_pairs(jnp.ones_like(to_end), jnp.ones_like(to_end), levels)
-        return between, from_start, to_end, from_start[..., -1:, :]
+        starts, padding = kind_masks(kind)
+        log_decay = filled(filled(varying.astype(dtype), starts, -jnp.inf), padding, 0)
+        return _products(_grouped(chunked(log_decay[..., None], cut), groups))
 
     log_decay = log_decay.astype(dtype).reshape(groups, -1, 1, 1, 1)
     if kind is None:
@@ -215,3 +164,20 @@ def _decays(log_decay, varying, kind, cut, groups, state):
         power(whole - count, document == last),
         power(whole, last == 0),
     )
+
+
+@jax.custom_vjp
+def _products(log_decay):
+    """The `_decays` of decays that vary, from their logarithms [..., C, 1]."""
+    levels, from_start, to_end = decay_products(jnp.exp(log_decay))
+    between = weights_of_pairs(jnp.ones_like(to_end), jnp.ones_like(to_end), levels)
+    return between, from_start, to_end, from_start[..., -1:, :]
+
+
+def _gradient_of_products(products, d_products):
+    terms = [x * d for x, d in zip(products, d_products, strict=True)]
+    pairs, to_later, from_earlier, through = terms
+    return (through + sum_over_pairs(pairs, to_later, from_earlier),)
+
+
+_products.defvjp(lambda log_decay: (_products(log_decay),) * 2, _gradient_of_products)
