@@ -282,12 +282,13 @@ def _integer_or_none(name, size):
 
 def _rotary_dim(factor, head_dim):
     """Returns the number of rotated channels of a head; checks `partial_rotary_factor`."""
-    in_bounds = is_finite_number(factor) and 0 <= factor <= 1
-    rotary_dim = int(factor * head_dim) if in_bounds else 0
-    if not in_bounds or rotary_dim % 2:
+    if not (is_finite_number(factor) and 0 <= factor <= 1):
+        raise ValueError(f"`partial_rotary_factor` must be between 0 and 1; got {factor!r}.")
+    rotary_dim = int(factor * head_dim)
+    if rotary_dim % 2:
         raise ValueError(
-            "`partial_rotary_factor` must be between 0 and 1, and this fraction of `head_dim`, "
-            f"{head_dim}, an even number of channels; got {factor!r}."
+            "`head_dim` times `partial_rotary_factor`, the number of rotated channels, must be "
+            f"even; got `head_dim` {head_dim} and `partial_rotary_factor` {factor!r}."
         )
     return rotary_dim
 

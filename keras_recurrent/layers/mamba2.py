@@ -261,11 +261,11 @@ def _check_scales(scales):
     """Returns five factors as a tuple of Python numbers, or None; otherwise raises an error."""
     if scales is None:
         return None
-    scales = tuple(scales) if isinstance(scales, (list, tuple)) else (scales,)
-    if len(scales) != 5:
+    if not isinstance(scales, (list, tuple)) or len(scales) != 5:
         raise ValueError(
             f"`projection_scales` must be five numbers, for z, x, B, C and dt; got {scales!r}."
         )
+    scales = tuple(scales)
     for scale in scales:
         check_number("projection_scales", scale)
     return scales

@@ -76,7 +76,7 @@ INVALID_ARGUMENTS = [
     (layers.HGRN2, {"expand_ratio": 3}, "`expand_ratio` must divide the width .*, 8; got 3.*is 2"),
     (layers.LowerBounds, {"num_layers": 1}, "`num_layers` must be at least 2"),
     (LocalAttention, {"num_key_value_heads": 3}, "must divide `num_query_heads`, 4; got 3"),
-    (LocalAttention, {"head_dim": 6, "partial_rotary_factor": 0.5}, "even number"),
+    (LocalAttention, {"head_dim": 7}, "`head_dim` times .* must be even; got `head_dim` 7"),
     (LocalAttention, {"partial_rotary_factor": 1.5}, "between 0 and 1"),
     (LocalAttention, {"partial_rotary_factor": "half"}, "got 'half'"),
     (LocalAttention, {"rope_max_wavelength": 0}, "finite number above 0; got 0"),
@@ -100,7 +100,7 @@ INVALID_ARGUMENTS = [
     (LightningAttention, {"layer_index": 0.5}, "integer from 0.*got 0.5"),
     (layers.Mamba2, {"num_heads": 4, "num_groups": 3}, "must divide `num_heads`, 4; got 3"),
     (layers.Mamba2, {"num_heads": 4, "norm_position": "last"}, "`norm_position` must .*'last'"),
-    (layers.Mamba2, {"num_heads": 4, "projection_scales": 2.0}, "five numbers.*got .2.0,"),
+    (layers.Mamba2, {"num_heads": 4, "projection_scales": 2.0}, "five numbers.*got 2.0"),
     (layers.RMSNorm, {"num_groups": 3}, "`num_groups` must divide the width of the inputs, 8"),
 ]
 
