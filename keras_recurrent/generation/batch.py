@@ -279,7 +279,7 @@ class Batch:
 
         Args:
             features, uniform: as in `_launch`, with a grammar.
-            masks: int32 `[num_slots, N]`, the masks from `make_masks`.
+            masks: uint8 `[num_slots, N]`, the masks from `make_masks`.
         """
         raise NotImplementedError
 

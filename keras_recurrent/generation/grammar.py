@@ -15,7 +15,7 @@ import numpy as np
 from keras_recurrent.checks.arguments import check_unicode, is_finite_number
 from keras_recurrent.generation.text import token_bytes
 
-BITS = 32  # tokens in an integer of a mask
+WORD = 32  # bits in the unit of llguidance's masks
 MAX_CHARACTERS = 2**16  # of a grammar
 # Stack of the thread that compiles a grammar. llguidance compiles chains of rules or references by
 # nested calls, and about 1,000 of them overflow a stack of the default size.
@@ -94,9 +94,9 @@ def make_matchers(preprocessor, vocabulary_size, params, stop_token_ids):
 
 
 def make_masks(matchers, num_rows, vocabulary_size):
-    """Returns masks of the tokens that may be next, int32 `[num_rows, N]`.
+    """Returns masks of the tokens that may be next, uint8 `[num_rows, N]`.
 
-    A bit is 1 if its token may be next. The lowest bit of the first integer is the first token.
+    A bit is 1 if its token may be next. The lowest bit of the first byte is the first token.
 
     matchers: a list of `(LLMatcher, row)`. Rows without a matcher allow all tokens.
     """
@@ -109,7 +109,7 @@ def make_masks(matchers, num_rows, vocabulary_size):
 
 def neutral_masks(num_rows, vocabulary_size):
     """Returns masks in the form of `make_masks` that allow all tokens."""
-    return np.full((num_rows, -(-vocabulary_size // BITS)), -1, "int32")
+    return np.full((num_rows, WORD // 8 * -(-vocabulary_size // WORD)), 255, "uint8")
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from keras import ops
 
 from keras_recurrent import dispatch
 from keras_recurrent.devices.jax_layouts import apply_layout
-from keras_recurrent.generation.grammar import BITS, neutral_masks
+from keras_recurrent.generation.grammar import neutral_masks
 from keras_recurrent.generation.sampling_params import SamplingParams
 
 MIN_CANDIDATES, MAX_CANDIDATES = 8, 64
@@ -22,6 +22,8 @@ STOPS_PER_STEP = 4  # stop tokens are padded to a multiple, so that several numb
 # the options of other sequences do not change a token.
 LARGEST_WEIGHT = 2**24
 ROUNDING = 1e-6  # relative error of sums of probabilities in float32
+
+BITS = 1 << np.arange(8, dtype="uint8")  # of a byte of a mask
 
 # {name of an option: (its function, names of the function's inputs)}, in the order of application
 BEFORE_TEMPERATURE: dict[str, tuple] = {}
@@ -58,8 +60,8 @@ def _add_bias(logits, bias):
 
 @option(BEFORE_TEMPERATURE, "grammar")
 def _exclude_other_texts(logits, masks):
-    bits = ops.right_shift(masks[:, :, None], ops.arange(BITS, dtype="int32"))
-    bits = ops.reshape(ops.bitwise_and(bits, 1), (-1, BITS * masks.shape[1]))
+    bits = ops.bitwise_and(masks[:, :, None], ops.convert_to_tensor(BITS))
+    bits = ops.reshape(bits, (-1, len(BITS) * masks.shape[1]))
     return ops.where(ops.equal(bits[:, : logits.shape[-1]], 0), -np.inf, logits)
 
 
@@ -242,7 +244,7 @@ def option_arrays(params, tokens, vocabulary_size):
 
 def neutral_value(name, vocabulary_size):
     """Returns the value of an array of `option_arrays` with which the option has no effect."""
-    values = {"temperature": 0, "top_k": vocabulary_size, "grammar": -1}
+    values = {"temperature": 0, "top_k": vocabulary_size, "grammar": 255}
     return values.get(name, getattr(SamplingParams, name, 0) or 0)
 
 
@@ -274,8 +276,10 @@ def next_tokens(features, logits, state, uniform, counts, arguments):
         return ops.argmax(logits, axis=-1), counts, ()
     model_logits = logits
     inputs = {**arguments, "stops": state.stops, "count": state.count, "counts": counts}
-    if BEFORE_TEMPERATURE.keys() & features.options:
-        logits = _changed(ops.cast(logits, "float32"), BEFORE_TEMPERATURE, features, inputs)
+    if changing := BEFORE_TEMPERATURE.keys() & features.options:
+        if changing != {"grammar"}:  # which only excludes tokens, in any dtype
+            logits = ops.cast(logits, "float32")
+        logits = _changed(logits, BEFORE_TEMPERATURE, features, inputs)
     if features.is_random:
         token = _draw(features, logits, uniform, inputs)
     else:

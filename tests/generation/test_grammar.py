@@ -90,8 +90,8 @@ def random_tokens(rng, preprocessor, schema, limit):
     tokens: list[int] = []
     while len(tokens) < limit and tokens[-1:] != [end]:
         mask = make_masks([(matcher, 1)], 2, size)
-        assert (mask[0] == -1).all()
-        bits = np.unpackbits(mask[1].view("uint8"), bitorder="little")
+        assert (mask[0] == 255).all()
+        bits = np.unpackbits(mask[1], bitorder="little")
         assert not bits[size:].any()
         tokens.append(int(rng.choice(np.flatnonzero(bits).tolist())))
         consume(matcher, tokens[-1])
