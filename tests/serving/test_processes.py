@@ -101,7 +101,7 @@ def test_sigterm_finishes_answers_and_both_processes():
 
 def test_second_ctrl_c_ends_both_processes_without_a_traceback():
     """A user who does not wait for running answers sees an error of the server's libraries."""
-    with stub_server() as (process, url, http_id), streamed(url) as events:
+    with stub_server() as (process, url, _), streamed(url) as events:
         next(events)
         process.send_signal(signal.SIGINT)
         time.sleep(0.2)  # two signals at once would be one
