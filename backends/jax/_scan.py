@@ -60,8 +60,8 @@ def recurrence(operation, elements, is_complex=False, dropped=()):
         *tensors, initial_state, token_kind = x, *others
         sequences, parameters, elements_of = prepare(tensors, initial_state.dtype)
 
-        def step(state, start, *chunk):
-            *chunk, kind = chunk
+        def step(state, start, *given):
+            *chunk, kind = given
             exponent, u = elements_of(kind, *chunk, *parameters)
             h = joined(scan(decay(exponent, kind), split(u), split(state)))
             return h[:, -1], (h.astype(x.dtype),)
@@ -70,8 +70,8 @@ def recurrence(operation, elements, is_complex=False, dropped=()):
         return output, final_state
 
     @default_zero_state_gradient
-    def backward(x, *others):
-        *others, initial_state, token_kind, output, d_output, d_final = others
+    def backward(x, *given):
+        *others, initial_state, token_kind, output, d_output, d_final = given
         dtype, tensors = initial_state.dtype, (output if x is None else x, *others)
         sequences, parameters, elements_of = prepare(tensors, dtype)
         # XLA on CPUs would compute the scan of forward again, for the state before each token.
@@ -79,8 +79,8 @@ def recurrence(operation, elements, is_complex=False, dropped=()):
             output, cpu=jax.lax.optimization_barrier, default=lambda output: output
         )
 
-        def step(carry, start, *chunk):
-            *chunk, kind, h, dh = chunk
+        def step(carry, start, *given):
+            *chunk, kind, h, dh = given
             (d_state, d_parameters), (starts, padding) = carry, kind_masks(kind)
             (exponent, _), pull_back = jax.vjp(
                 lambda *tensors: elements_of(kind, *tensors), *chunk, *parameters

@@ -74,7 +74,7 @@ def backward(x, kernel, bias, initial_state, token_kind, _, d_output, d_final, a
     )
     if tokens is not None:
         inputs = initial_state, real_first.astype(dtype)
-        _, pull_back = jax.vjp(lambda *inputs: _last_inputs(*inputs, tokens), *inputs)
+        _, pull_back = jax.vjp(lambda state, x: _last_inputs(state, x, tokens), *inputs)
         d_initial, d_x = map(jnp.add, (d_initial, d_x), pull_back(d_final))
         d_x = tokens.put_back(d_x).astype(x.dtype)
     d_bias = d_bias[0].astype(bias.dtype) if d_bias else None

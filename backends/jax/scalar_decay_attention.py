@@ -51,10 +51,10 @@ def forward(q, k, v, log_decay, initial_state, token_kind):
 
 @default_zero_state_gradient
 def backward(q, k, v, log_decay, initial_state, token_kind, _, d_output, d_final):
-    arguments = _arguments_of_groups(q, k, v, log_decay, initial_state, token_kind)
-    d_q, d_k, d_v, d_decay, d_state = backward_groups(*arguments, d_output, d_final)
+    group, state, tensors, cut = _arguments_of_groups(q, k, v, log_decay, initial_state, token_kind)
+    *gradients, d_decay, d_state = backward_groups(group, state, tensors, cut, d_output, d_final)
     d_decay = jnp.zeros_like(log_decay) if d_decay is None else d_decay
-    return d_q, d_k, d_v, d_decay, d_state, None
+    return *gradients, d_decay, d_state, None
 
 
 def _arguments_of_groups(q, k, v, log_decay, initial_state, token_kind):
