@@ -1,9 +1,11 @@
 """Selection of the outputs over time that a layer returns."""
 
+import math
+
 from keras import ops
 
 from keras_recurrent import dispatch
-from keras_recurrent.portable import sequences as portable
+from keras_recurrent.ops.linear_scan import linear_scan
 
 
 def reverse(*tensors):
@@ -20,11 +22,9 @@ def last_real(tensors, mask):
     """
     if mask is None:
         return tuple(x[:, -1:] for x in tensors)
-    if dispatch.exports():
-        return tuple(portable.last_real(x, mask) for x in tensors)
-    index = ops.arange(0, ops.shape(mask)[1], dtype="int32")[None]
-    last = ops.argmax(index * ops.cast(mask, "int32"), axis=1)[:, None]
-    return tuple(_take_tokens(x, last) for x in tensors)
+    count = ops.cumsum(ops.cast(mask, "int32"), axis=1)
+    last = mask & ops.equal(count, count[:, -1:])
+    return tuple(ops.sum(_where(_expand(last, x), x, None), axis=1, keepdims=True) for x in tensors)
 
 
 def where_any_real(output, mask, otherwise):
@@ -45,22 +45,16 @@ def repeat_over_padding(output, mask, before):
     before: `[B, D]`, the output at padding before the first real token of a sequence; None: 0.
     """
     dispatch.check_not_split("`zero_output_for_mask=False`")
-    if dispatch.exports():
-        return portable.repeat_over_padding(output, mask, before)
-    length, real = ops.shape(mask)[1], ops.cast(mask, "int32")
-    count = ops.cumsum(real, axis=1)  # real tokens up to and including each token
-    # Indices of real tokens in their order, then those of padding.
-    order = ops.argsort(ops.arange(0, length, dtype="int32")[None] - length * real, axis=1)
-    last = ops.take_along_axis(order, ops.relu(count - 1), axis=1)
-    before = None if before is None else before[:, None]
-    return _where((count > 0)[..., None], _take_tokens(output, last), before)
+    real = mask[..., None]
+    zeros = ops.zeros_like(output)
+    log_a = ops.where(real, ops.full_like(output, -math.inf), zeros)
+    repeated, _ = linear_scan(ops.where(real, output, zeros), log_a, initial_state=before)
+    return repeated
 
 
-def _take_tokens(x, indices):
-    """Gathers tokens of x `[B, T, ...]` by indices `[B, N]`; returns `[B, N, ...]`."""
-    for _ in x.shape[2:]:
-        indices = indices[..., None]
-    return ops.take_along_axis(x, indices, axis=1)
+def _expand(mask, x):
+    """Reshapes a mask `[B, T]` to as many dimensions as x."""
+    return mask[(..., *[None] * (len(x.shape) - 2))]
 
 
 def _where(condition, x, otherwise):

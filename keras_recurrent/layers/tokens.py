@@ -8,9 +8,9 @@ from keras import ops
 from keras_recurrent import dispatch
 from keras_recurrent.backends.constants import PADDING, STARTS
 from keras_recurrent.devices.jax_layouts import apply_layout
+from keras_recurrent.ops.linear_scan import linear_scan
 from keras_recurrent.ops.operation import symbolic
 from keras_recurrent.ops.token_kind import kinds_of_tokens, token_kind
-from keras_recurrent.portable.positions import positions
 
 
 class Tokens(NamedTuple):
@@ -240,20 +240,13 @@ def token_position(inputs, kind=None, first=None):
         return first if kind is None else ops.where(kind == STARTS, ops.zeros_like(first), first)
     if kind is None:
         return first[:, None] + ops.arange(0, length, dtype="int32")
-    if dispatch.exports():
-        return positions(kind, first)
     # Operators, not `ops`, for numbers and tensors: see `keras_recurrent/ops/token_kind.py`.
-    starts = kind == STARTS
-    real = ops.cast(kind != PADDING, "int32")
-    before = ops.cumsum(real, axis=1) - real  # real tokens of the sequence before each token
-    document = ops.cumsum(ops.cast(starts, "int32"), axis=1)
-    index = ops.arange(0, length, dtype="int32")[None]
-    # Indices of document starts, in their order, come first: the d-th is in column d - 1.
-    order = ops.cast(ops.argsort(ops.where(starts, index, index + length), axis=1), "int32")
-    start = ops.take_along_axis(
-        ops.take_along_axis(before, order, axis=1), ops.relu(document - 1), axis=1
-    )
-    return ops.where(document == 0, first[:, None] + before, before - start)
+    real = ops.cast(kind != PADDING, "float32")[:, :, None]
+    # Real tokens of the document, up to and including each token: exact up to 2^24.
+    count, _ = linear_scan(real, ops.zeros_like(real), token_kind=kind)
+    continued = ops.cumsum(ops.cast(kind == STARTS, "int32"), axis=1) == 0
+    first = ops.where(continued, first[:, None], ops.zeros_like(kind, "int32"))
+    return first + ops.cast((count - real)[:, :, 0], "int32")
 
 
 def last_segment(inputs, mask, segment_ids, previous):

@@ -7,7 +7,6 @@ import pytest
 import keras_recurrent
 from keras_recurrent import dispatch
 from keras_recurrent.layers import RGLRU, RecurrentBlock
-from keras_recurrent.layers.tokens import token_position
 from tests.ops import cases, native, token_wise
 from tests.ops.cases import align, nest
 from tests.ops.judge import errors, reference
@@ -93,21 +92,6 @@ def test_portable_operation_on_tokens_matches_definition(operation, case):
     truth = reference(operation, drawn, "float64")["output"]
     tolerance = max(2 * cases.EPSILON[drawn.dtype_of("output")], 2e-6)
     np.testing.assert_allclose(run(operation, drawn)["output"], truth, rtol=tolerance, atol=1e-7)
-
-
-def test_portable_positions_equal_those_of_the_backend():
-    """Positions of exported models are wrong after padding or at documents."""
-    rng = np.random.default_rng(0)
-    kind = rng.choice([0, 1, 2], p=[0.7, 0.1, 0.2], size=(3, 90))
-    arguments = (
-        np.zeros((3, 90, 1), "float32"),
-        native.tensor(kind, "int8"),
-        np.array([0, 4, 9], "int32"),
-    )
-    with keras_recurrent.implementation("portable"):
-        exported = token_position(*arguments)
-    expected = token_position(*arguments)
-    np.testing.assert_array_equal(native.to_numpy(exported), native.to_numpy(expected))
 
 
 @pytest.mark.parametrize("outputs", [{"return_sequences": False}, {"zero_output_for_mask": False}])
