@@ -179,12 +179,11 @@ WITH_SUBLAYERS = [
     *("LightningAttention", "SGLU", "SquaredReLUMLP", "LocalAttention with all options", "Mamba2"),
 ]
 
-# On torch, which compiles nothing, base-class tests run on every layer. On JAX and TensorFlow these
-# three represent all of them: one with sublayers, one with a circular buffer, one with a matrix
-# state. The others are nightly.
-SHARED = STREAMING
-if keras.config.backend() != "torch":
-    SHARED = ["RecurrentBlock", "LocalAttention", "HGRN2"]
+# Three layers represent all others in tests of the base class: one with sublayers, one with a
+# circular buffer, one with a matrix state. The others are nightly.
+SHARED = ["RecurrentBlock", "LocalAttention", "HGRN2"]
+# On torch, which compiles nothing, tests of computations run on every layer.
+COMPUTED = STREAMING if keras.config.backend() == "torch" else SHARED
 
 # Compilers other than JAX's take longer than the training of these tests.
 JIT = "auto" if keras.config.backend() == "jax" else False
@@ -202,20 +201,19 @@ shared_by_layers = parametrize_names(STREAMING, SHARED)
 layer_with_sublayers = pytest.mark.parametrize("name", WITH_SUBLAYERS)
 
 
-def parametrize_layers(names, default=SHARED, **axes):
+def parametrize_layers(names, default=COMPUTED, **axes):
     """Parametrizes a test over layers and named values, each axis given as {id: value}.
 
-    On JAX and TensorFlow every second combination is nightly, in a checkerboard: each layer runs
-    half of the combinations, and neighboring layers run opposite halves. Layers that are not in
-    `default` are nightly.
+    Every second combination is nightly, in a checkerboard: each layer runs half of the
+    combinations, and neighboring layers run opposite halves. Layers that are not in `default` are
+    nightly.
     """
     parameters = []
     for i, name in enumerate(names):
         for cell in itertools.product(*(enumerate(axis.items()) for axis in axes.values())):
             indices, items = zip(*cell, strict=True)
             ids, values = zip(*items, strict=True)
-            even = keras.config.backend() == "torch" or (i + sum(indices)) % 2 == 0
-            always = even and name in default
+            always = (i + sum(indices)) % 2 == 0 and name in default
             marks = () if always else pytest.mark.nightly
             parameters.append(
                 pytest.param(name, *values, id="-".join([name, *map(str, ids)]), marks=marks)

@@ -209,7 +209,7 @@ def test_mask_of_an_embedding_is_used_unless_a_call_has_another(name):
         assert_close(state, expected_state)
 
 
-@parametrize_names(STREAMING, always=SHARED if keras.config.backend() == "torch" else SHARED[:1])
+@parametrize_names(STREAMING, always=STREAMING if keras.config.backend() == "torch" else SHARED[:1])
 def test_gradients_through_states_equal_those_of_the_whole(name):
     """Gradients by inputs, weights or the first state are lost between two parts."""
     layer, x = built(name), inputs(length=4)

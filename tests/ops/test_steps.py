@@ -153,7 +153,7 @@ def test_step_at_padding_keeps_the_states(operation, implementation, case):
 @every_implementation("hgrn2_delayed_step")
 def test_delayed_steps_match_steps_that_write_the_state(implementation):
     """Tokens are lost between two writes of the state, or slots are read before they are filled."""
-    heads, keys, limit = 3, 6, 4
+    heads, keys, limit = 3, 6, 2
     memory = np.random.default_rng(0).normal(size=(3, heads, keys, 7))
     recent = np.full((3, limit, heads * (2 * keys + 7)), np.nan)
     delayed = {"memory": memory, "recent": recent, "count": np.zeros(3)}
