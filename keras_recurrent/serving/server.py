@@ -252,9 +252,7 @@ async def _respond(service, request, body_type, form_type):
         return EventStream(service, group, form, body)
     watch = asyncio.ensure_future(_cancel_on_disconnect(request, group))
     try:
-        async for _ in group.events():
-            pass
-        for completion in group.completions:
+        async for *_, completion in group.events():
             service.check(completion)
     except Exception as error:
         raise _failure(error, body, form) from None
