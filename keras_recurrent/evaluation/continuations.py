@@ -4,11 +4,10 @@ import numpy as np
 
 from keras_recurrent.checks.arguments import check_positive_integer
 from keras_recurrent.generation.decoding_loop import start_decoding
-from keras_recurrent.generation.prompt_tokens import parse_token_ids
 from keras_recurrent.generation.prompts import capacity, pad_prompts
 from keras_recurrent.generation.sampling_params import SamplingParams
 from keras_recurrent.generation.sequence import Sequence
-from keras_recurrent.generation.text import StreamedText
+from keras_recurrent.generation.text import StreamedText, parse_token_ids
 from keras_recurrent.models.recurrent_causal_lm import RecurrentCausalLM
 
 TOKENS_PER_CALL = 2048  # tokens of a batch whose logits are in memory at a time

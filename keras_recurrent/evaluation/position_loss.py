@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from keras_recurrent.checks.arguments import check_positive_integer
-from keras_recurrent.checks.states import check_per_token
+from keras_recurrent.checks.shapes import check_per_token
 from keras_recurrent.checks.token_ids import check_token_ids
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
 

@@ -16,7 +16,6 @@ from keras_recurrent.generation.cache_file import cache_key
 from keras_recurrent.generation.chat import ChatGeneration, answer, start_turn
 from keras_recurrent.generation.decoding_loop import Programs, Stream, start_decoding
 from keras_recurrent.generation.grammar import make_matchers
-from keras_recurrent.generation.prompt_tokens import parse_stop_token_ids
 from keras_recurrent.generation.prompts import cache_max_length, check_token_count, parse_prompts
 from keras_recurrent.generation.samplers import CUSTOM_LOOP, check_sampler, resolve_sampling
 from keras_recurrent.generation.sampling import log_probabilities
@@ -27,7 +26,12 @@ from keras_recurrent.generation.sequence import (
     format_beams,
     format_result,
 )
-from keras_recurrent.generation.text import StreamedText, check_stop_strings, hidden_stop_tokens
+from keras_recurrent.generation.text import (
+    StreamedText,
+    check_stop_strings,
+    hidden_stop_tokens,
+    parse_stop_token_ids,
+)
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
 
 

@@ -10,7 +10,7 @@ from keras_recurrent.checks.dtypes import check_dtype
 from keras_recurrent.checks.token_ids import check_token_ids
 from keras_recurrent.devices.jax_processes import gather_to_numpy
 from keras_recurrent.generation.cache import GenerationCache
-from keras_recurrent.generation.prompt_tokens import check_not_empty, tokenize_texts
+from keras_recurrent.generation.text import check_not_empty, tokenize_texts
 from keras_recurrent.training.samples import describe, is_empty, is_text, no_preprocessor_error
 
 MAX_TOKENS = 2**31 - 1  # of a sequence; the device counts them in 32 bits

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_recurrent.checks.states import check_per_token
+from keras_recurrent.checks.shapes import check_per_token
 from keras_recurrent.layers.base import RecomputableLayer
 
 MAX_WAVELENGTH = 10_000

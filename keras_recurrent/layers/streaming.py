@@ -6,7 +6,7 @@ from keras import ops, tree
 
 from keras_recurrent import dispatch
 from keras_recurrent.checks.arguments import check_boolean, check_booleans
-from keras_recurrent.checks.states import check_per_token, check_state, one_state
+from keras_recurrent.checks.shapes import check_per_token, check_state, one_state
 from keras_recurrent.layers.base import StatefulLayer, cast, in_order
 from keras_recurrent.layers.gru_arguments import ALTERNATIVES
 from keras_recurrent.layers.sequences import (

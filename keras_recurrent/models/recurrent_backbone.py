@@ -9,8 +9,12 @@ from keras_recurrent.checks.arguments import (
     check_positive_integer,
     check_positive_integers,
 )
-from keras_recurrent.checks.shapes import check_rank_known
-from keras_recurrent.checks.states import check_per_token, check_sizes_of_state, check_state
+from keras_recurrent.checks.shapes import (
+    check_per_token,
+    check_rank_known,
+    check_sizes_of_state,
+    check_state,
+)
 from keras_recurrent.devices.jax_layouts import (
     apply_state_layout,
     axis_size,
@@ -21,7 +25,7 @@ from keras_recurrent.devices.jax_layouts import (
 from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.inherited_docstrings import InheritedDocstring
 from keras_recurrent.layers import LocalAttention, decoding
-from keras_recurrent.layers.inner_calls import InnerCalls
+from keras_recurrent.layers.base import InnerCalls
 from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.reversible_embedding import ReversibleEmbedding, reversible_embedding
 from keras_recurrent.layers.tokens import compute_tokens, initial_token_state, token_state_spec

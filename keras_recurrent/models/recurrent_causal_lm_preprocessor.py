@@ -9,8 +9,8 @@ from keras_recurrent import compat
 from keras_recurrent.atomic_files import AtomicPreset
 from keras_recurrent.chat.preprocessing import ChatPreprocessing
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
-from keras_recurrent.generation.prompt_tokens import tokenize_texts
 from keras_recurrent.generation.prompts import check_lengths, pad_prompts
+from keras_recurrent.generation.text import tokenize_texts
 from keras_recurrent.inherited_docstrings import InheritedDocstring
 from keras_recurrent.models import responses
 from keras_recurrent.models.packing import pack_documents, pad_documents

@@ -20,13 +20,19 @@ from keras_recurrent.checks.arguments import (
     is_integer,
 )
 from keras_recurrent.generation.grammar import make_matchers
-from keras_recurrent.generation.prompt_tokens import MIN_TOKENS, parse_prompt, parse_stop_token_ids
 from keras_recurrent.generation.sampling_params import (
     SamplingParams,
     explains_options,
     seed_sequence,
 )
-from keras_recurrent.generation.text import StreamedText, check_stop_strings, hidden_stop_tokens
+from keras_recurrent.generation.text import (
+    MIN_TOKENS,
+    StreamedText,
+    check_stop_strings,
+    hidden_stop_tokens,
+    parse_prompt,
+    parse_stop_token_ids,
+)
 from keras_recurrent.serving.request import (
     EngineClosed,
     EngineFull,

@@ -10,11 +10,11 @@ import numpy as np
 from keras_recurrent.generation.batch import is_on_cpu
 from keras_recurrent.generation.decoding_loop import DecodingLoop
 from keras_recurrent.generation.grammar import GrammarError
-from keras_recurrent.generation.prompt_tokens import MIN_TOKENS
 from keras_recurrent.generation.prompts import pad_prompts
 from keras_recurrent.generation.sampling import Features, Logprobs
 from keras_recurrent.generation.sampling_params import TokenLogprobs, answer_seeds, token_logprobs
 from keras_recurrent.generation.sequence import Sequence
+from keras_recurrent.generation.text import MIN_TOKENS
 from keras_recurrent.serving.request import EngineClosed
 
 # While n requests are queued although slots are free, the bound on delays of steps is multiplied by
