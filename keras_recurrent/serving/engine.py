@@ -133,8 +133,8 @@ class Engine(EngineClient):
         self._chunks.warm_up()
         for options in ({"temperature": 0}, {}, {"top_p": 0.9}, {"top_p": 0.9, "top_k": 40}):
             # With a salt, no later request starts from the state of this prompt.
-            options = {"sampling": SamplingParams(**options), "cache_salt": "warm-up"}
-            self.submit([1, 1], max_new_tokens=1, **options).result()
+            sampling = SamplingParams(**options)
+            self.submit([1, 1], sampling, max_new_tokens=1, cache_salt="warm-up").result()
 
     def __enter__(self):
         return self
