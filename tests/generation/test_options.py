@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import random
 
 import keras
 import numpy as np
@@ -16,7 +17,12 @@ from keras_recurrent.serving import Engine
 from keras_recurrent.tokenizers import ByteTokenizer
 from tests.generation.numpy_sampling import log_softmax
 from tests.generation.tokens import assert_caches_close, pad
-from tests.models.tiny import forward, nightly_on_tensorflow, tiny_causal_lm
+from tests.models.tiny import (
+    NIGHTLY_IF_COMPILED,
+    forward,
+    nightly_on_tensorflow,
+    tiny_causal_lm,
+)
 
 BACKEND = keras.config.backend()
 LETTERS = {3 + byte: 100.0 for byte in b"abcd"}
@@ -179,6 +185,47 @@ def test_accelerator_settings_generate_tokens_of_prompts_alone(
     if return_cache:
         new = [text[:count] for text, count in zip(texts, counts, strict=True)]
         assert_cache_after(model, found.cache, list(MIXED), new)
+
+
+RANDOM_OPTIONS = [
+    {"temperature": 0},
+    {"temperature": 1.2},
+    {"temperature": 0.8, "top_k": 3},
+    {"top_p": 0.9, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "min_new_tokens": 6},
+]
+
+
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=NIGHTLY_IF_COMPILED) for n in range(4)])
+def test_random_batches_and_streams_answer_as_prompts_alone(model, seed):
+    """A sequence ends at the wrong token, or depends on others in its batch."""
+    rng = random.Random(seed)
+    prompts = ["".join(rng.choices("abcd", k=rng.randint(1, 20))) for _ in range(3)]
+    shared = {"logit_bias": LETTERS, "logprobs": 2}
+    sampling = [
+        SamplingParams(**rng.choice(RANDOM_OPTIONS), **shared, seed=rng.randrange(2**64))
+        for _ in prompts
+    ]
+    options = {
+        "max_new_tokens": rng.randint(1, 20),
+        "stop": rng.choice([None, "ab", ["bca", "dd"]]),
+        "stop_token_ids": rng.choice([None, "auto", (3 + ord("c"), 1, 2, 3, 4, 5)]),
+        "strip_prompt": True,
+    }
+    alone = [
+        model.generate(prompt, sampling=params, **options)
+        for prompt, params in zip(prompts, sampling, strict=True)
+    ]
+    found = model.generate(prompts, sampling=sampling, **options)
+    del options["strip_prompt"]
+    stream = model.stream(prompts, sampling=sampling, **options)
+    assert ["".join(column) for column in zip(*stream, strict=True)] == found.texts
+    assert stream.output.token_ids == found.token_ids
+    assert found.texts == [output.texts for output in alone]
+    assert found.token_ids == [output.token_ids[0] for output in alone]
+    assert found.finish_reason == [output.finish_reason[0] for output in alone]
+    for row, output in zip(found.logprobs, alone, strict=True):
+        for new, expected in zip(row, output.logprobs[0], strict=True):
+            assert abs(new.logprob - expected.logprob) < 1e-4
 
 
 def test_stream_matches_generate_and_yields_no_part_of_a_stop_string(model, texts):

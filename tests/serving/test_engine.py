@@ -23,6 +23,7 @@ from keras_recurrent.serving import Engine, EngineClosed, EngineFull, scheduler
 from keras_recurrent.serving import engine as engine_module
 from tests.generation.captures import capture_on_cpu
 from tests.generation.numpy_sampling import log_softmax
+from tests.generation.test_programs import CHANGES
 from tests.models.tiny import HYBRID, NIGHTLY_IF_COMPILED, tiny_causal_lm
 
 BACKEND = keras.config.backend()
@@ -192,6 +193,24 @@ def test_engine_with_random_requests_answers_as_generate(family, is_accelerated,
         assert stats["active"] == stats["queued"] == 0
         assert bool(stats["prefix_hits"]) == bool(max_bytes)
     assert not is_accelerated or BACKEND == "jax" or which_generation(model).name == "cuda_graph"
+
+
+@needs_engine
+@pytest.mark.parametrize(
+    "change", [pytest.param(name, marks=NIGHTLY_IF_COMPILED) for name in ("LoRA", "quantized")]
+)
+def test_engine_of_a_changed_model_answers_as_generate(change, monkeypatch):
+    """Programs of the engine omit or misread weights that a change has added."""
+    model = make_model("hgrn2")
+    CHANGES[change](model)
+    options = {"sampling": GREEDY, "max_new_tokens": 10, "strip_prompt": True}
+    expected = model.generate(PROMPTS, **options)
+    emulate_accelerator(monkeypatch)
+    with Engine(model, num_slots=2, max_length=100, prefill_chunk=CHUNK) as engine:
+        requests = [engine.submit(prompt, GREEDY, 10) for prompt in PROMPTS]
+        found = [request.result(60) for request in requests]
+    assert [answer.token_ids for answer in found] == expected.token_ids
+    assert [answer.text for answer in found] == expected.texts
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="CUDA graphs of torch")
