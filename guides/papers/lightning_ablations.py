@@ -236,8 +236,8 @@ class Differences:
         for name in VARIANTS:
             loss = list(losses(self.results, self.size, name).values())
             found = differences(self.results, self.size, name)
-            last = ("", "") if name == RELEASED else (with_error(found, 4), judge(found))
-            if loss:
+            if len(found):
+                last = ("", "") if name == RELEASED else (with_error(found, 4), judge(found))
                 rows.append((name, with_error(loss, 4), *last, PAPER.get(name, "")))
         return table(("variant", "loss, held out", "less released", "", "the paper"), rows)
 
