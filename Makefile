@@ -14,8 +14,8 @@ KERAS_BACKEND := $(or $(KERAS_BACKEND),jax)
 PYTEST_ARGS ?= --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
 BACKENDS := jax torch tensorflow
-PAPERS := extrapolation gates grouped_queries lightning_ablations listops phone_book recall \
-  scaling state_size synthetic_tasks throughput training_speed
+PAPERS := extrapolation gates grouped_queries large_models lightning_ablations listops phone_book \
+  recall scaling state_size synthetic_tasks throughput training_speed
 BIN := $(VENV)/bin
 # Python compiles the modules that are imported; pip would compile all, which takes a minute. pip
 # shows its progress, because a download takes minutes.
@@ -65,7 +65,7 @@ quickstart: $(VENV)/.quickstart-$(KERAS_BACKEND)
 PAPER ?=
 
 $(PAPERS:%=paper-%): paper-%: $(VENV)/.quickstart-$(KERAS_BACKEND)
-	KERAS_BACKEND=$(KERAS_BACKEND) $(BIN)/python guides/papers/$(if $(filter throughput,$*),$*.py,run.py $*) $(PAPER)
+	KERAS_BACKEND=$(KERAS_BACKEND) $(BIN)/python guides/papers/run.py $* $(PAPER)
 
 # --keep-going: later targets run even if an earlier one fails.
 test: $(VENV)/.test

@@ -15,7 +15,7 @@ import keras_hub
 import numpy as np
 from keras import ops
 from quickstart import load_documents
-from runs import Panel, deviations, machine, with_error, yes
+from runs import Panel, beyond, machine, with_error, yes
 
 from benchmarks.timing import compile_forward, seconds
 from keras_recurrent.conversion import convert_to_gqa, uptraining
@@ -106,11 +106,6 @@ def bits(results, size, groups, pooling, regularized, share=None):
     if share is None:
         return steps / size.steps, curves
     return curves[:, np.argmin(abs(steps - share * size.steps))]
-
-
-def beyond(differences):
-    """Returns True if the differences exceed 0 by two of their standard deviations."""
-    return np.mean(differences) > 2 * deviations(differences)
 
 
 # --- 2. Time by the number of groups ---

@@ -61,7 +61,7 @@ def best(results, size, name, **task):
     task = {"model": name, **task}
     keys = (key for key in runs(size, results) if task.items() <= key.items())
     found = filter(None, (results.select(**key) for key in keys))
-    return max(found, key=lambda lines: np.mean(final_shares(lines)))
+    return max(found, key=lambda lines: np.mean(final_shares(lines)), default=[])
 
 
 def judge(hgrn, hgrn2):
@@ -77,7 +77,11 @@ def panels(results, size):
     for length, pairs in zip(size.lengths, size.pairs, strict=True):
         task = {"length": length, "pairs": pairs}
         lines = {
-            name: {width: best(results, size, name, width=width, **task) for width in size.widths}
+            name: {
+                w: seeds
+                for w in size.widths
+                if (seeds := best(results, size, name, width=w, **task))
+            }
             for name in MODELS
         }
         curves = {
@@ -85,7 +89,11 @@ def panels(results, size):
             for name, by_width in lines.items()
         }
         rates = {n: {w: seeds[0]["rate"] for w, seeds in f.items()} for n, f in lines.items()}
-        judged = {w: judge(*(curves[name][w] for name in MODELS)) for w in size.widths}
+        judged = {
+            w: judge(*(curves[name][w] for name in MODELS))
+            for w in size.widths
+            if all(w in curve for curve in curves.values())
+        }
         verdicts = {name: f"rates {rates[name]}" for name in MODELS}
         verdicts["HGRN2"] += "".join(f"; {w}: {text}" for w, text in judged.items())
         title = f"{pairs} pairs in {length:,} tokens"

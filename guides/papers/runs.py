@@ -1,13 +1,11 @@
-"""Shared code of this folder's scripts: command line, text, raw results, figures, tables."""
+"""Shared code of this folder's scripts: text, raw results, figures, tables."""
 
-import argparse
 import dataclasses
 import json
 import os
 import pathlib
 import pydoc_data.topics
 import sys
-from typing import Any
 
 import keras
 import numpy as np
@@ -16,48 +14,6 @@ PASSES = 2  # maximum number of passes over the text
 
 # The folders of the other guides and of benchmarks.
 sys.path.extend(str(pathlib.Path(__file__).resolve().parents[i]) for i in (1, 2))
-
-
-# --- The command line ---
-
-
-def command_line(doc, miniature, full):
-    """Builds the parser: common arguments, and one argument per field of the sizes.
-
-    `miniature` and `full` are dataclass instances; their values appear in the help text.
-    """
-    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
-    parser.add_argument("--full", action="store_true", help="the size for one GPU")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="0 1 2")
-    parser.add_argument(
-        "--output",
-        type=pathlib.Path,
-        default=pathlib.Path("build/papers"),
-        help="a folder, build/papers: runs already in its .jsonl are skipped",
-    )
-    element_types: dict[Any, Any] = {tuple: int, tuple[float, ...]: float}
-    for field in dataclasses.fields(miniature):
-        small, large = (_shown(getattr(size, field.name)) for size in (miniature, full))
-        parser.add_argument(
-            f"--{field.name.replace('_', '-')}",
-            type=element_types.get(field.type, field.type),
-            nargs="+" if field.type in element_types else None,
-            help=small if small == large else f"{small}; with --full {large}",
-        )
-    return parser
-
-
-def _shown(value):
-    """Formats a default as a command-line argument."""
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def read_command_line(parser, miniature, full):
-    """Returns the parsed arguments and the size they select."""
-    arguments = parser.parse_args()
-    given = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(miniature)}
-    given = {name: value for name, value in given.items() if value is not None}
-    return arguments, dataclasses.replace(full if arguments.full else miniature, **given)
 
 
 # --- Text ---
@@ -160,11 +116,6 @@ def machine():
 # --- Figures and tables ---
 
 
-def picture(arguments, name):
-    """Returns the figure's path, with the suffix `_full` for the full size."""
-    return arguments.output / f"{name}{'_full' if arguments.full else ''}.png"
-
-
 @dataclasses.dataclass
 class Panel:
     """A plot and a table of values over seeds, by x, for several curves."""
@@ -218,19 +169,6 @@ def octaves(shortest, longest):
     return [shortest << i for i in range((longest // shortest).bit_length())]
 
 
-def draw_band(axes, x, points, **style):
-    """Plots the mean over seeds with a band of one standard deviation.
-
-    points: the values of all seeds, for each x; the number of seeds may vary.
-    """
-    mean = np.array([np.mean(values) for values in points])
-    deviation = np.array([deviations(values) for values in points])
-    (line,) = axes.plot(x, mean, **style)
-    axes.fill_between(
-        x, mean - deviation, mean + deviation, color=line.get_color(), alpha=0.25, linewidth=0
-    )
-
-
 def deviations(values):
     """Returns the standard deviation over seeds; NaN for one seed, so no comparison holds."""
     return np.std(values, ddof=1) if len(values) > 1 else np.nan
@@ -242,6 +180,11 @@ def clear(lower, higher):
     return bool(gap > 2 * np.hypot(deviations(lower), deviations(higher)))
 
 
+def beyond(differences):
+    """Returns True if the differences exceed 0 by two of their standard deviations."""
+    return np.mean(differences) > 2 * deviations(differences)
+
+
 def with_error(values, digits=3):
     """Formats `mean ± standard deviation` over seeds, or the value of a single seed."""
     error = f" ± {deviations(values):.{digits}f}" if len(values) > 1 else ""
@@ -251,11 +194,6 @@ def with_error(values, digits=3):
 def yes(holds):
     """Formats a verdict."""
     return "yes" if holds else "NO"
-
-
-def percent(shares):
-    """Formats shares over seeds as percentages, with `with_error`."""
-    return with_error(100 * np.asarray(shares), 1)
 
 
 def table(header, rows):

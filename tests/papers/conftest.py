@@ -3,7 +3,6 @@
 import importlib
 import json
 import shlex
-import sys
 
 import pytest
 
@@ -22,16 +21,12 @@ def guide(monkeypatch):
 
 
 @pytest.fixture
-def call(guide, monkeypatch, capsys, tmp_path):
+def call(guide, capsys, tmp_path):
     """A function that runs a guide with arguments, and returns what it prints."""
 
     def call(name, arguments=""):
         arguments = ["--output", str(tmp_path), *shlex.split(arguments)]
-        if hasattr(guide(name), "main"):
-            monkeypatch.setattr(sys, "argv", [name, *arguments])
-            guide(name).main()
-        else:
-            guide("run").main(name, arguments)
+        guide("run").main(name, arguments)
         return capsys.readouterr().out
 
     return call

@@ -109,7 +109,7 @@ def test_verdicts_of_guides_require_two_deviations(guide):
 @nightly
 def test_throughput_guide_prints_tokens_per_second(guide, call, run_twice, tmp_path, monkeypatch):
     throughput = guide("throughput")
-    monkeypatch.setattr(throughput, "compute", functools.cache(throughput.compute))
+    monkeypatch.setattr(throughput, "roofline", functools.cache(throughput.roofline))
     monkeypatch.setattr(throughput, "LENGTHS", [512, 1024, 2048, 4096])
     make_model = functools.partial(throughput.make_model, num_layers=1)
     monkeypatch.setattr(throughput, "make_model", make_model)
@@ -117,9 +117,10 @@ def test_throughput_guide_prints_tokens_per_second(guide, call, run_twice, tmp_p
     lines, printed = run_twice("throughput", f"{sizes} --memory 1200000")
     assert len(lines) == 6
     assert lines[-1]["model"] == "mqa"
-    assert "| Griffin, 4,096 tokens | 4,096 | 38,346 | 1.81 |" in printed
+    assert "| Griffin, bytes and operations | 0.98 | 1.08 | 1.30 | 1.81 |" in printed
     for name in ("Hawk", "Griffin", "MQA"):
-        assert f"| {name}, 8 tokens |" in printed
-    assert "8 tokens: Hawk above Griffin by 2 deviations: " in printed
+        assert f"| {name} | " in printed
+        assert f"| {name}, after 0 | " in printed
+    assert "above Griffin by 2 deviations: 8 " in printed
     with pytest.raises(SystemExit, match="are more than a memory of 1,000 bytes"):
         call("throughput", f"--memory 1000 --output {tmp_path}/none")
