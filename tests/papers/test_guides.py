@@ -2,6 +2,7 @@
 
 import functools
 import re
+import types
 
 import numpy as np
 import pytest
@@ -58,6 +59,12 @@ GUIDES = [
         "--test-rows 8 --rows 4 --steps 2 --tests 1",
         *(3, [r"RecurrentBlock \| [\d.]+ \| 8 examples; the paper has 32.34, Griffin; NO"]),
     ),
+    (
+        "scaling",
+        "--widths 8 16 --num-layers 3 --length 8 --window 4 --windows 8 --bytes-per-weight 0.02 "
+        "--text {text}",
+        *(2 * 3, [r"\| MQA, width 16 \|", r"(?s)minus MQA's by FLOPs .*by FLOPs of w.*NO: below"]),
+    ),
     pytest.param(
         "grouped_queries",
         "--width 16 --head-dim 2 --length 8 --steps 8 --rows 8 --heads 4 --timed-width 16 "
@@ -84,6 +91,52 @@ def test_guide_of_a_paper_prints_its_results(run_twice, tmp_path, name, argument
     if name == "state_size":  # it compares models of equal size
         parameters = [line["parameters"] for line in lines]
         assert max(parameters) < 1.02 * min(parameters)
+
+
+def test_scaling_guide_reads_packages_once(guide, tmp_path):
+    """Held-out text is trained on, or a file counts twice."""
+    scaling = guide("scaling")
+    held_out = next(
+        name for name in map("package_{}".format, range(99)) if scaling.is_held_out(name)
+    )
+    files = {
+        held_out: {"a.py": "1", "b.txt": "22"},
+        "known": {"c.py": "22", "d.md": "333", "e.json": "4444", "_vendor/f.py": "55555"},
+    }
+    for name, texts in files.items():
+        for file, text in texts.items():
+            (tmp_path / name / file).parent.mkdir(exist_ok=True, parents=True)
+            (tmp_path / name / file).write_text(text)
+        folder = tmp_path / f"{name}-1.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+        (folder / "RECORD").write_text("".join(f"{name}/{file},,\n" for file in texts))
+    training, found, corpus = scaling.read_packages([str(tmp_path)])
+    assert (training.tobytes(), found.tobytes()) == (b"333", b"122")
+    assert corpus["held_out"] == [held_out]
+    assert (corpus["bytes"], corpus["held_out_bytes"]) == (3, 3)
+
+
+def test_scaling_guide_compares_losses_at_equal_compute(guide):
+    """Power laws are compared at different compute, or extrapolated."""
+    scaling = guide("scaling")
+    flops = np.array([1e3, 1e4, 1e5])
+    one = [(flops, 10 * flops**-0.1), (flops, 11 * flops**-0.1)]
+    other = [(2 * flops, 20 * (2 * flops) ** -0.2)] * 2
+    budgets = scaling.budgets([one, other])
+    np.testing.assert_allclose(budgets, [2e3, np.sqrt(2e8), 1e5])
+    expected = np.outer([10, 11], budgets**-0.1)
+    np.testing.assert_allclose(scaling.losses_at(one, budgets), expected)
+    np.testing.assert_allclose(scaling.losses_at(other, budgets)[0], 20 * budgets**-0.2)
+    exponents, error = scaling.power_law(one)
+    np.testing.assert_allclose(exponents, [-0.1, -0.1])
+    assert error < 1e-9
+    size = types.SimpleNamespace(**{name: small for name, (small, _) in scaling.SIZES.items()})
+    model = scaling.build("Griffin", size, 12, 0)
+    every, of_weights = scaling.flops_per_byte(model, 128)
+    assert of_weights == 6 * model.count_params()
+    keys = (sum(range(1, 65)) + 64 * 64) / 128  # the window has 64
+    assert every - of_weights == 12 * 12 * keys  # one layer of attention, of width 12
 
 
 def test_gates_guide_finds_a_wrong_gate(guide, call, tmp_path, monkeypatch):
