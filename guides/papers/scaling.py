@@ -62,7 +62,8 @@ def read_packages(path=None):
     """
     options = {} if path is None else {"path": path}
     found = importlib.metadata.distributions(**options)
-    packages = {package.metadata["Name"].lower(): package for package in found}
+    named = ((package.metadata["Name"], package) for package in found)
+    packages = {name.lower(): package for name, package in named if name}
     # Held-out packages come first, so that training has none of their files.
     names = sorted(packages, key=lambda name: (not is_held_out(name), name))
     texts: dict = {True: [], False: []}
