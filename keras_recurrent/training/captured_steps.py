@@ -123,7 +123,7 @@ class CapturedSteps:
         with torch.enable_grad():
             y_pred = model(x, training=True)
             loss = model.compute_loss(x, y, y_pred, sample_weight, training=True)
-            predictions = model.predictions_of(y_pred)
+            predictions = model._predictions_of(y_pred)
             model.optimizer.scale_loss(loss).backward()
         gradients = [weight.grad for weight in weights]
         for weight in weights:  # the next step must not add to them

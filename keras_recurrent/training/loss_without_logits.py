@@ -168,9 +168,9 @@ class LossWithoutLogits:
         """Returns the predictions as `y_pred` from the differentiated function of JAX."""
         outputs = super().compute_loss_and_updates(*args, **kwargs)  # type: ignore[misc]
         loss, (unscaled, y_pred, *rest) = outputs
-        return loss, (unscaled, self.predictions_of(y_pred), *rest)
+        return loss, (unscaled, self._predictions_of(y_pred), *rest)
 
-    def predictions_of(self, y_pred):
+    def _predictions_of(self, y_pred):
         return _active_step.predictions if getattr(_active_step, "model", None) is self else y_pred
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):

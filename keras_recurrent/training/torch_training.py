@@ -103,6 +103,6 @@ class TorchTraining(RejectsFullyShard):
     def _should_torch_compile(self):
         return super()._should_torch_compile() and not self._captures_steps()  # type: ignore[misc]
 
-    def predictions_of(self, y_pred):
+    def _predictions_of(self, y_pred):
         """Returns the argument `y_pred` of `compute_metrics` after `compute_loss`."""
         return y_pred
