@@ -23,8 +23,6 @@ STOPS_PER_STEP = 4  # stop tokens are padded to a multiple, so that several numb
 LARGEST_WEIGHT = 2**24
 ROUNDING = 1e-6  # relative error of sums of probabilities in float32
 
-BITS = 1 << np.arange(8, dtype="uint8")  # of a byte of a mask
-
 # {name of an option: (its function, names of the function's inputs)}, in the order of application
 BEFORE_TEMPERATURE: dict[str, tuple] = {}
 AFTER_TEMPERATURE: dict[str, tuple] = {}
@@ -60,8 +58,10 @@ def _add_bias(logits, bias):
 
 @option(BEFORE_TEMPERATURE, "grammar")
 def _exclude_other_texts(logits, masks):
-    bits = ops.bitwise_and(masks[:, :, None], ops.convert_to_tensor(BITS))
-    bits = ops.reshape(bits, (-1, len(BITS) * masks.shape[1]))
+    # Made on the device: a CUDA graph cannot copy an array of the host.
+    bits = ops.cast(ops.power(2, ops.arange(8, dtype="int32")), "uint8")
+    bits = ops.bitwise_and(masks[:, :, None], bits)
+    bits = ops.reshape(bits, (-1, 8 * masks.shape[1]))
     return ops.where(ops.equal(bits[:, : logits.shape[-1]], 0), -np.inf, logits)
 
 
