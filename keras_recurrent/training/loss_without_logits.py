@@ -177,7 +177,11 @@ class LossWithoutLogits:
         if getattr(_active_step, "model", None) is not self:
             return super().compute_loss(x, y, y_pred, sample_weight, training)  # type: ignore[misc]
         predictions = self._predict_from(y_pred, y, sample_weight)
-        _active_step.predictions, loss = predictions, self._reduce(predictions)
+        loss = self._reduce(predictions)
+        # The gradient function of the loss must not outlive the backward pass: a CUDA graph cannot
+        # be captured if it adds gradients on the stream of an earlier pass.
+        total = ops.stop_gradient(predictions.total)
+        _active_step.predictions = predictions._replace(total=total)
         # Keras's aggregation of a loss, which handles the replicas of `tf.distribute`.
         losses = map(self._aggregate_additional_loss, (loss, *self.losses))
         return sum(ops.cast(value, loss.dtype) for value in losses)
@@ -224,7 +228,7 @@ class LossWithoutLogits:
         matches = ops.equal(ops.cast(y, "int32"), best)
         for metric in self._requested_metrics.weighted:
             if isinstance(metric, TokenLoss):
-                metric.add(ops.stop_gradient(total), weight)
+                metric.add(total, weight)
             else:
                 keras.metrics.Mean.update_state(metric, matches, sample_weight)
         return self.get_metrics_result()

@@ -1,6 +1,7 @@
 """CUDA graphs of training steps on torch. Without an NVIDIA GPU, a replay runs the function."""
 
 import contextlib
+import gc
 import warnings
 from types import SimpleNamespace
 
@@ -201,6 +202,35 @@ def test_forward_and_backward_copy_no_numbers_to_the_device(monkeypatch):
     loss, *_ = model._run_without_logits(steps._run_passes, batch, weights)
     monkeypatch.undo()
     assert float(loss) == float(expected)
+
+
+@pytest.mark.parametrize("family", ["griffin", "hgrn2", "lightning_hybrid", "lfm2"])
+def test_passes_keep_no_gradient_function(family, monkeypatch):
+    """A capture fails: it adds gradients on the stream of an earlier pass."""
+    model = make_model(False, family=family)
+    steps, compute_loss = captured_steps.CapturedSteps(model), model.compute_loss
+    weights = [v._value for v in model.trainable_weights]
+    batch = keras.tree.map_structure(keras.ops.convert_to_tensor, next(make_batches(1)))
+
+    def metadata():
+        return [torch.autograd.graph.get_gradient_edge(w).node.metadata for w in weights]
+
+    def mark(*arguments, **named):
+        loss = compute_loss(*arguments, **named)
+        for each in metadata():
+            each["pass"] = 1
+        return loss
+
+    def run():
+        steps._run_passes(batch, weights)
+        return metadata()
+
+    monkeypatch.setattr(model, "compute_loss", mark)
+    gc.disable()
+    try:
+        assert not any(model._run_without_logits(run))
+    finally:
+        gc.enable()
 
 
 def add_hook(model):
