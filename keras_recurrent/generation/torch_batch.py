@@ -6,11 +6,11 @@ import numpy as np
 import optree
 import torch
 
-from keras_recurrent.devices.cuda_graphs import capture
 from keras_recurrent.generation.batch import TOKENS_AHEAD, TOKENS_ON_CPU, Batch, runs_ahead
 from keras_recurrent.generation.torch.chunks import upload
 from keras_recurrent.generation.torch.decoder import (
     CapturedDecoder,
+    capture,
     clone_all,
     copy_all,
     stack_groups,

@@ -1,7 +1,7 @@
 """Training steps of language models that compute the loss from hidden states, without logits.
 
 Inside such a step, `call` returns hidden states. Keras's `y_pred` holds them in `compute_loss`, and
-`Predictions` in `compute_metrics` on JAX and in captured steps.
+`Predictions` in `compute_metrics` on JAX.
 """
 
 import threading
@@ -168,20 +168,15 @@ class LossWithoutLogits:
         """Returns the predictions as `y_pred` from the differentiated function of JAX."""
         outputs = super().compute_loss_and_updates(*args, **kwargs)  # type: ignore[misc]
         loss, (unscaled, y_pred, *rest) = outputs
-        return loss, (unscaled, self._predictions_of(y_pred), *rest)
-
-    def _predictions_of(self, y_pred):
-        return _active_step.predictions if getattr(_active_step, "model", None) is self else y_pred
+        if getattr(_active_step, "model", None) is self:
+            y_pred = _active_step.predictions
+        return loss, (unscaled, y_pred, *rest)
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         if getattr(_active_step, "model", None) is not self:
             return super().compute_loss(x, y, y_pred, sample_weight, training)  # type: ignore[misc]
         predictions = self._predict_from(y_pred, y, sample_weight)
-        loss = self._reduce(predictions)
-        # The gradient function of the loss must not outlive the backward pass: a CUDA graph cannot
-        # be captured if it adds gradients on the stream of an earlier pass.
-        total = ops.stop_gradient(predictions.total)
-        _active_step.predictions = predictions._replace(total=total)
+        _active_step.predictions, loss = predictions, self._reduce(predictions)
         # Keras's aggregation of a loss, which handles the replicas of `tf.distribute`.
         losses = map(self._aggregate_additional_loss, (loss, *self.losses))
         return sum(ops.cast(value, loss.dtype) for value in losses)
@@ -221,14 +216,14 @@ class LossWithoutLogits:
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
         if getattr(_active_step, "model", None) is not self:
             return super().compute_metrics(x, y, y_pred, sample_weight)  # type: ignore[misc]
-        given = isinstance(y_pred, Predictions)
-        best, total, weight = y_pred if given else _active_step.predictions
+        predictions = y_pred if keras.config.backend() == "jax" else _active_step.predictions
+        best, total, weight = predictions
         if self._compile_metrics is not None and not self._compile_metrics.built:
             self._compile_metrics.build(y, best)
         matches = ops.equal(ops.cast(y, "int32"), best)
         for metric in self._requested_metrics.weighted:
             if isinstance(metric, TokenLoss):
-                metric.add(total, weight)
+                metric.add(ops.stop_gradient(total), weight)
             else:
                 keras.metrics.Mean.update_state(metric, matches, sample_weight)
         return self.get_metrics_result()

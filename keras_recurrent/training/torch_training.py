@@ -2,16 +2,11 @@
 
 import sys
 import threading
-from typing import Any
 
 import keras
 
 from keras_recurrent.devices.torch_processes import MODULE_HINT, RejectsFullyShard, count_processes
-from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.training.sixteen_bit_weights import check_16_bit_updates
-
-if BACKEND == "torch":
-    from keras_recurrent.training.captured_steps import CapturedSteps
 
 _active_step = threading.local()  # `model` of the running training step, and its `weights`
 
@@ -20,21 +15,16 @@ class TorchTraining(RejectsFullyShard):
     """Mixin that registers parameters on torch, and checks `fit` on every backend.
 
     `fit` raises an error for an optimizer that cannot train 16-bit weights, and for several
-    processes of torch without a distribution. On NVIDIA GPUs, `compile(jit_compile=True)` captures
-    CUDA graphs of training steps, in place of torch's compiler.
+    processes of torch without a distribution.
 
     KerasHub's models bypass torch when they set attributes. Without this class they have no
     parameters before `fit`, and `DistributedDataParallel(model)` finds none.
     """
 
-    _captured_steps: Any = None
-
     def train_step(self, *args, **kwargs):
         """Runs Keras's step, which lists the weights of all layers three times, with one list."""
         _active_step.model, _active_step.weights = self, self.weights
         try:
-            if self._captured_steps is not None:
-                return self._captured_steps.run(super().train_step, *args, **kwargs)  # type: ignore[misc]
             return super().train_step(*args, **kwargs)  # type: ignore[misc]
         finally:
             _active_step.model = _active_step.weights = None
@@ -88,21 +78,4 @@ class TorchTraining(RejectsFullyShard):
             )
         if force or self.train_function is None:  # type: ignore[attr-defined]
             check_16_bit_updates(self.optimizer, self.trainable_variables)  # type: ignore[attr-defined]
-            captures = BACKEND == "torch" and self._captures_steps()
-            self._captured_steps = CapturedSteps(self) if captures else None
         return super().make_train_function(force)  # type: ignore[misc]
-
-    def _captures_steps(self):
-        """Returns True if CUDA graphs replace torch's compiler, on torch."""
-        is_overridden = not type(self).train_step.__module__.startswith("keras_recurrent.")
-        return self.jit_compile and not is_overridden and self._is_on_gpu()  # type: ignore[attr-defined]
-
-    def _is_on_gpu(self):
-        return all(v._value.is_cuda for v in self.variables)  # type: ignore[attr-defined]
-
-    def _should_torch_compile(self):
-        return super()._should_torch_compile() and not self._captures_steps()  # type: ignore[misc]
-
-    def _predictions_of(self, y_pred):
-        """Returns the argument `y_pred` of `compute_metrics` after `compute_loss`."""
-        return y_pred

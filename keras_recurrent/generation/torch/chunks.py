@@ -8,10 +8,10 @@ import keras
 import optree
 import torch
 
-from keras_recurrent.devices.cuda_graphs import capture
 from keras_recurrent.generation.modes import add_reason
 from keras_recurrent.generation.torch.decoder import (
     allocate_stacks,
+    capture,
     copy_all,
     overwrite,
     unstack_groups,

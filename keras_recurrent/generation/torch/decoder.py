@@ -6,7 +6,9 @@ of a step at once. It serves one call at a time.
 """
 
 import collections
+import contextlib
 import functools
+import gc
 import math
 import queue
 import threading
@@ -17,10 +19,11 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from keras_recurrent import dispatch
-from keras_recurrent.devices.cuda_graphs import capture
 from keras_recurrent.generation.sampling import Features, Logprobs, argument_names, next_tokens
 from keras_recurrent.generation.sequence import DeviceState, advance
 from keras_recurrent.generation.torch.step import tracing
+
+_capturing = threading.Lock()  # torch aborts if two threads capture at once
 
 # The tensors of unused decoders take at most 1 / POOL_DIVISOR of the device memory. The most
 # recent shapes are always kept, and temporary memory of a step is not counted.
@@ -341,6 +344,41 @@ def _traced(features, is_argmax, names, specs, implementation):
     graph.graph.eliminate_dead_code()  # such as the log sum of `top_logits`
     graph.recompile()
     return graph, changed
+
+
+def capture(function, device, pool=None):
+    """Captures a function without arguments as a CUDA graph, after running it once.
+
+    Args:
+        function: a function of tensors at fixed addresses.
+        device: their `torch.device`.
+        pool: the memory pool of another graph, which never runs at the same time, or None.
+
+    Returns:
+        The graph, and the result of the function, which each replay overwrites.
+    """
+    # A failed capture leaves its own stream current.
+    stream = torch.cuda.stream(torch.cuda.current_stream(device))
+    with _capturing, torch.cuda.device(device), stream, torch.no_grad():
+        function()  # compiles and loads kernels, which cannot be captured
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device during the capture.
+        mode = "thread_local"
+        context = torch.cuda.graph(graph, pool=pool, capture_error_mode=mode)
+        with _no_garbage_collection(), context:
+            return graph, function()
+
+
+@contextlib.contextmanager
+def _no_garbage_collection():
+    """Context manager during which no other graph is destroyed, which would end the capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def overwrite(tensors, after):

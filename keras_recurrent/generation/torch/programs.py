@@ -19,7 +19,7 @@ from keras_recurrent.generation.torch.chunks import Chunks
 from keras_recurrent.generation.torch.decoder import CapturedDecoder, Decoder, DecoderPool
 from keras_recurrent.generation.torch.step import Chunk, Step
 from keras_recurrent.layers.decoding import unfused_blocks
-from keras_recurrent.layers.torch_calls import hook_reason, modules_of
+from keras_recurrent.layers.torch_calls import hook_reason
 
 # Traced steps of a model, one for each batch size and capacity of its cache, and chunks.
 MAX_STEPS = 16
@@ -174,7 +174,7 @@ class Programs:
     def _step(self, cache, masked=False, chunk=None, delays_writes=False):
         """Returns the `Step` for a cache, or the `Chunk` if `chunk` is its number of tokens."""
         tensors = [*keras.tree.flatten(cache), *[v.value for v in self._model.variables]]
-        eager_reason = self._eager_reason or hook_reason(modules_of(self._model))
+        eager_reason = self._eager_reason or hook_reason(_modules(self._model))
         delays_writes = delays_writes and not eager_reason
         unfused = unfused_blocks(self._model)
         signature = [(t.shape, t.dtype, t.device) for t in tensors]
@@ -217,3 +217,15 @@ class Programs:
         if torch.cuda.is_current_stream_capturing():
             return "another capture is in progress"
         return None
+
+
+def _modules(model):
+    """Returns the torch modules of a model once each: its layers and their submodules."""
+    found: dict = {}
+    pending = list(model._flatten_layers())
+    while pending:
+        module = pending.pop()
+        if module is not None and module not in found:
+            found[module] = None
+            pending.extend(module._modules.values())
+    return found
