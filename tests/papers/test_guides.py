@@ -73,6 +73,11 @@ GUIDES = [
         marks=nightly,
     ),
     pytest.param(
+        *("large_models", "--only TNL '2 groups' '1 groups'"),
+        *(3, [r"\| TNL \| 4 \| ", r"- 2 groups take [\d.]+ times as long as 1 groups"]),
+        marks=nightly,
+    ),
+    pytest.param(
         *("training_speed", "--lengths 8 16 --tokens 16 --window 4"),
         *(5 * 2, [r"\| TNL \| 1.00 \| [\d.]+ \| \w+: within 10 % to 16; "]),
         marks=nightly,
