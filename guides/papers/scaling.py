@@ -12,6 +12,7 @@ the sizes of a model, in logarithms.
 
 import hashlib
 import importlib.metadata
+import pathlib
 import time
 import zlib
 
@@ -70,9 +71,10 @@ def read_packages(path=None):
     known = set()
     for name in names:
         for file in sorted(packages[name].files or ()):
-            if file.suffix not in SUFFIXES or "vendor" in str(file) or not file.locate().is_file():
+            path = pathlib.Path(file.locate())
+            if file.suffix not in SUFFIXES or "vendor" in str(file) or not path.is_file():
                 continue
-            text = file.locate().read_bytes()
+            text = path.read_bytes()
             digest = hashlib.sha256(text).digest()
             if digest not in known:
                 known.add(digest)
