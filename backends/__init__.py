@@ -56,8 +56,7 @@ without materializing the logits of all tokens, and returns it with the predicte
 `mamba2_step`, `rg_lru_step`, `local_attention_step`, `embedding_step`, `soft_cap`, `argmax` and
 `top_logits` are parts of decoding steps: they take one token of each sequence, [B, D]. In Triton
 they have no gradient. Their plain version, on all backends, is
-`keras_recurrent/portable/<operation>.py`: a folder here needs no file for an operation that is not
-worth one.
+`keras_recurrent/portable/<operation>.py`, which runs where a folder here has no file for them.
 
 ## What every implementation does
 

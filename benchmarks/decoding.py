@@ -38,7 +38,7 @@ def prepare_call(model, batch, prompt, new):
 
 
 def prepare_baseline_call(model, batch, prompt, new):
-    """Returns a call of `generate` of another library's torch model, after random prompts."""
+    """Returns a function that calls `generate` of another torch library on random prompts."""
     import torch
 
     token_ids = random_tokens(model.config.vocab_size, batch, prompt)

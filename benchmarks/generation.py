@@ -50,7 +50,6 @@ from benchmarks.decoding import (
 from benchmarks.in_turns import answer_turns
 from benchmarks.models import BASELINES, MODEL, make_model
 from benchmarks.timing import (
-    BACKEND,
     compile_forward,
     device_rates,
     has_gpu,
@@ -66,9 +65,6 @@ from benchmarks.timing import (
 from keras_recurrent import which_generation
 from keras_recurrent.models import GriffinCausalLM, SamplingParams, memory_sizes
 from keras_recurrent.tokenizers import ByteTokenizer
-
-if BACKEND == "torch":
-    pass
 
 PROMPT, FEW, MANY = 16, 64, 1088  # tokens
 RUNS = 5

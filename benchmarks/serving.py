@@ -103,7 +103,7 @@ def send_to(engine, temperature=0):
 def load_engine(engine, arguments, load):
     """Returns the `Answer`s of an engine to a `Load`."""
     gc.collect()
-    gc.freeze()  # as in the server: a full collection would stop all threads for half a second
+    gc.freeze()  # as the server does: a full collection would stop all threads for half a second
     return asyncio.run(drive(send_to(engine, arguments.temperature), load))
 
 

@@ -1,7 +1,7 @@
 """The operations in plain JAX, on any device.
 
 Operations over time and `token_crossentropy` define a backward pass (`jax.custom_vjp`) whose
-residuals are the arguments and the output; everything else is recomputed. Passes over chunks of
-tokens differentiate one chunk at a time (`jax.vjp`). Triton kernels may save more. JAX
-differentiates the other operations without a state.
+residuals are the arguments and the output; everything else is recomputed. Backward passes over
+chunks of tokens differentiate one chunk at a time (`jax.vjp`). Triton kernels may save more. The
+other operations, which have no state, are differentiated by JAX.
 """

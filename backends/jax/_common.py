@@ -123,7 +123,7 @@ sigmoid.defjvps(lambda d_z, s, z: d_z * s * jax.nn.sigmoid(-z))
 
 @jax.custom_vjp
 def scaled(row, x):
-    """row [D] times x [B, T, D]; the gradient of row is a sum that keeps digits."""
+    """Returns row [D] times x [B, T, D]; the gradient of row is computed by `sum_over_tokens`."""
     return row * x
 
 

@@ -109,10 +109,10 @@ def forward_groups(group, state, tensors, plan):
 
 
 def backward_groups(group, state, tensors, plan, d_output, d_state):
-    """Returns the gradients of q, k, v and decay, None as they are, and that of `state`.
+    """Returns the gradients of q, k, v and decay, None where they are None, and of `state`.
 
-    Each group is computed again and differentiated, from the last to the first. The other
-    arguments are those of `forward_groups`.
+    Groups are recomputed and differentiated, from the last to the first. `d_output` and `d_state`
+    are the gradients of the results of `forward_groups`, which defines the other arguments.
     """
 
     def state_after(carry, i, tokens, _):
@@ -132,7 +132,7 @@ def backward_groups(group, state, tensors, plan, d_output, d_state):
         d_state, *found = pull_back((d_output, d_state))
         return d_state, [None if d is None else filled(d, padding, 0) for d in found]
 
-    # The gradient of v overwrites that of the output, which is not read after its group.
+    # The gradient of v overwrites the output's gradient, which is not read again after its group.
     q, k, _, decay, _ = tensors
     d_q, d_k, d_decay = jax.tree.map(jnp.zeros_like, (q, k, decay))
     outputs = [d_q, d_k, d_output, d_decay]

@@ -30,18 +30,18 @@ def recurrence(operation, elements, is_complex=False, dropped=()):
     The backward pass computes e and u once more and differentiates them.
 
     Args:
-        operation: string, its name.
+        operation: string, the name of the operation.
         elements: a differentiable function of a mask of starts and of the tensors in the
             accumulation dtype, with zeros at padding. It returns e and u, [B, T, D]. The tensors
             are x and others, [B, T, D], followed by parameters, [D].
         is_complex: boolean; if True, e and h are complex, and x, u, the results and the state have
             the real parts of all channels before the imaginary ones.
-        dropped: `(0,)` if the derivatives of e and u do not depend on x.
+        dropped: as in `kernel_over_time`; `(0,)` if the derivatives of e and u do not depend on x.
     """
     split, joined = (to_complex, to_real) if is_complex else (lambda t: t,) * 2
 
     def prepare(tensors, dtype):
-        """Sequences and parameters of an operation, and a function of the tensors of a chunk."""
+        """Returns sequences, parameters, and the function that computes e and u of a chunk."""
         sequences = tuple(t for t in tensors if t.ndim == 3)
         parameters = tuple(t.astype(dtype) for t in tensors if t.ndim < 3)
 
@@ -74,7 +74,7 @@ def recurrence(operation, elements, is_complex=False, dropped=()):
         *others, initial_state, token_kind, output, d_output, d_final = given
         dtype, tensors = initial_state.dtype, (output if x is None else x, *others)
         sequences, parameters, elements_of = prepare(tensors, dtype)
-        # XLA on CPUs would compute the scan of forward again, for the state before each token.
+        # Without the barrier, XLA on CPUs would repeat the scan of `forward` for earlier states.
         output = jax.lax.platform_dependent(
             output, cpu=jax.lax.optimization_barrier, default=lambda output: output
         )

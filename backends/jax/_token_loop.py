@@ -31,7 +31,7 @@ def outputs(state, q, k, v, f):
 
 
 def _gradients(arguments, d_results):
-    """Returns the gradients of the state before the tokens, q, k, v and f.
+    """Returns the gradients of the initial state, q, k, v and f.
 
     With the gradient G_t = q_t do_t^T + f_{t+1} G_{t+1} of S_t they are
 

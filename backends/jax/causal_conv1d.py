@@ -102,7 +102,7 @@ def _inputs(x, chunk, start, initial_state):
 
 
 def _filtered(document_masks, activation, inputs, window, bias=None):
-    """The filter on the chunk at the end of its inputs [B, W - 1 + C, D], and the activation."""
+    """Returns the filtered and activated chunk [B, C, D]; inputs [B, W - 1 + C, D] end with it."""
     length = inputs.shape[1] - window.shape[0] + 1
     output = sum(
         scaled(window[j], jnp.where(same, inputs[:, j : j + length], 0))
@@ -127,7 +127,7 @@ def _document_masks(document, chunk, start, window):
 
 
 def _last_inputs(initial_state, real_first, tokens):
-    """The state after the tokens: the last W - 1 inputs, with zeros for those of other documents.
+    """Returns the state after the tokens: the last W - 1 inputs, 0 if of another document.
 
     The inputs in the initial state belong to document 0.
     """

@@ -62,7 +62,7 @@ def backward(q, k, v, log_f, initial_state, token_kind, _, d_output, d_final):
 
 
 def _choose_form(run, state, tensors, *gradients):
-    """Calls `run` with the form for the platform and the size of heads."""
+    """Calls `run` with chunks or a token loop, depending on the platform and the head size."""
 
     def call(outputs, chunk, state, tensors, *gradients):
         def group(state, *tokens):
@@ -100,7 +100,7 @@ def _prepared(dtype, q, k, v, log_f, token_kind):
 
 @jax.custom_jvp
 def _tied_keys(log_f):
-    """1 - f."""
+    """Returns 1 - f, the keys if `k` is None."""
     return -jnp.expm1(log_f)
 
 

@@ -58,7 +58,7 @@ def backward(q, k, v, log_decay, initial_state, token_kind, _, d_output, d_final
 
 
 def _arguments_of_groups(q, k, v, log_decay, initial_state, token_kind):
-    """Arguments of `forward_groups`."""
+    """Returns the arguments of `forward_groups`."""
     cut, groups, dtype = plan(q, v, CHUNK), q.shape[2], initial_state.dtype
 
     def group(state, q, k, v, varying, kind):
@@ -131,7 +131,7 @@ def _decayed(weights, between):
 
 
 def _decays(log_decay, varying, kind, cut, groups, dtype):
-    """Decays in the chunks of a group: from s to u, from the start, to the end, and in total.
+    """Returns decays within chunks: from token s to u, from the start, to the end, and in total.
 
     The shapes are [..., C, C], [..., C, 1], [..., C, 1] and [..., 1, 1].
     `varying` has the logarithms of the group's decays, or is None if they are constant.
@@ -168,7 +168,7 @@ def _decays(log_decay, varying, kind, cut, groups, dtype):
 
 @jax.custom_vjp
 def _products(log_decay):
-    """The `_decays` of decays that vary, from their logarithms [..., C, 1]."""
+    """Returns the results of `_decays` for varying decays, from their logarithms [..., C, 1]."""
     levels, from_start, to_end = decay_products(jnp.exp(log_decay))
     between = weights_of_pairs(jnp.ones_like(to_end), jnp.ones_like(to_end), levels)
     return between, from_start, to_end, from_start[..., -1:, :]

@@ -5,8 +5,8 @@
     S' = a S + B (Δ x)^T,  o = S'^T C + skip x
     y = norm(o * silu(z)),  or  norm(o) * silu(z)    RMSNorm over the channels of a group, or none
 
-Consecutive heads share B and C of a group. `bc` has B and C of the first group, then of the next.
-At the start of a document windows and S are 0; padding leaves them unchanged.
+The consecutive heads of a group share B and C. `bc` has B and C of the first group, then of the
+next. At the start of a document, windows and S are 0; padding leaves them unchanged.
 """
 
 import numpy as np
@@ -41,8 +41,10 @@ def mamba2_step(
 ):
     """z, x: [B, H P]; bc: [B, 2 G N]; dt: [B, H]; memory: [B, H, N, P]; windows: [B, W-1, width].
 
-    Kernels are [W, width]; x_bias, bc_bias: [width] or None; a_log, dt_bias, skip: [H]. norm_scale:
-    [H P]; None: no norm. token_kind: [B] or None. Returns (y [B, H P], both windows, memory).
+    Kernels are [W, width]; x_bias, bc_bias: [width] or None; a_log, dt_bias, skip: [H]. norm_scale
+    is [H P], or None without a norm. token_kind: [B] or None.
+
+    Returns (y [B, H P], both windows, memory).
     """
     z, dt, a_log, dt_bias, skip = cast(dtype, z, dt, a_log, dt_bias, skip)
     kinds = None if token_kind is None else np.asarray(token_kind)[:, None]

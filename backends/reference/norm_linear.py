@@ -2,8 +2,8 @@
 
 x is [B, K]; ε None: no norm. With `squares`, [B, U], x has been multiplied by the norm's weight and
 perhaps by a gate, and `squares` add up to the sum of its squares before. With `gate` the output is
-y = activation(y_1) * y_2, or, with a third matrix, y W_3 + b_3. Outputs are replaced by max(y, 0)²
-with the `activation` "squared_relu", and multiplied by `output_scale` before the residual is added.
+y = activation(y_1) * y_2, or, with a third matrix, y W_3 + b_3. With `activation` "squared_relu",
+outputs become max(y, 0)². `output_scale` multiplies them before the residual is added.
 """
 
 import numpy as np

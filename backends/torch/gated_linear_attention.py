@@ -130,10 +130,10 @@ def _to_boundary(q, k, from_boundary, to_boundary):
 def _group_gradient(state, d_output, g, q, k, v, f):
     """Gradients of q, k, v, log f and the state before a group; g: that of the state after it.
 
-    The gradient of log f_t is, in each channel, the sum of q_u f_{s+1} ... f_u k_s da_us over all
-    pairs s < t <= u, of which f_t is a factor. The pairs on both sides of a boundary add to each f
-    between the boundary and u a sum over later u, and to each f between s and the boundary a sum
-    over earlier s. Nothing is subtracted, so the result is as exact as the gradients of q and k.
+    In each channel, the gradient of log f_t is the sum of products q_u f_{s+1} ... f_u k_s da_us
+    that contain f_t, for all pairs s < t <= u. Pairs with a boundary between s and u add a sum over
+    later u to each f after the boundary, and a sum over earlier s to each f before it. Nothing is
+    subtracted, so the result is as exact as the gradients of q and k.
     """
     levels, from_start, to_end = decay_products(f)
     total, q_in, k_out = _total(from_start), q * from_start, k * to_end

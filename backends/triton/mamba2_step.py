@@ -1,8 +1,8 @@
 """One decoding step of Mamba-2 between its linear layers.  Dao and Gu 2024, arXiv:2405.21060.
 
-Of a sequence, a program of the first launch computes the convolution of some channels, and one of
-the last launch applies skip, gate and norm to a group of channels. Between them, `lightning_step`
-updates the memory. All arithmetic is float32.
+For one sequence, a program of the first launch convolves a block of channels, and a program of the
+last launch applies skip, gate and norm to a group of channels. Between these launches,
+`lightning_step` updates the memory. All arithmetic is float32.
 """
 
 import triton
@@ -16,7 +16,7 @@ from ._device.tokens import CONTINUES, PADDING, STARTS
 from ._runtime.framework import decoding_step, pdl_options, run, step_unsupported_reason
 from ._runtime.launch import Array, Launch, cdiv, like, next_power_of_2
 
-_BLOCK = 128  # channels of a convolution
+_BLOCK = 128  # channels of a program that convolves
 _OUTPUT_BLOCK = 1024  # channels of a program without a norm
 _MAX_GROUP = 16384  # channels of a norm, which the registers of one program hold
 
@@ -35,7 +35,7 @@ def unsupported(z, bc, memory, norm_scale=None, **others) -> str | None:
 def _convolve(
     inputs, window, weights, token_kind, next_window, row, d, D, W: tl.constexpr, PDL: tl.constexpr
 ):
-    """Returns silu of the convolution at channels d of a row, and if its token is no padding.
+    """Returns silu of the convolution at channels d of a row, and a mask, False at padding.
 
     Writes the next window.
     """
@@ -93,7 +93,7 @@ def _inputs_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """D, S: the widths of x and bc."""
+    """Convolves x and bc, and computes inputs of `lightning_step`. D, S: the widths of x and bc."""
     launch_dependents(PDL)
     x_tiles = tl.cdiv(D, BLOCK)
     tiles = x_tiles + tl.cdiv(S, BLOCK)
@@ -135,7 +135,7 @@ def _output_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """C: the channels of a program."""
+    """Applies skip, gate and norm. C: the number of channels of a program."""
     launch_dependents(PDL)
     tiles = tl.cdiv(D, C)
     row = (tl.program_id(0) // tiles).to(tl.int64)

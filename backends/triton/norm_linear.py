@@ -39,7 +39,7 @@ from ._runtime.framework import (
 from ._runtime.launch import Array, Launch, cdiv, dtype_name, like
 
 _GATES = (None, "silu", "gelu")
-_UNCHANGED = False, 1.0  # of outputs: whether their ReLU is squared, and their factor
+_UNCHANGED = False, 1.0  # of outputs: True for a squared ReLU, and a factor
 _BLOCK = ROW_SQUARES_GROUP  # numbers of a program that applies a gate or adds partial sums
 
 

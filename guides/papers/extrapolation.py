@@ -1,7 +1,7 @@
 """Recurrences extrapolate beyond their training length (Griffin, section 6, figures 5 and 10).
 
-Byte-level models, with the same sequences for the same seed, are tested on windows that are longer
-than the training sequences. A loss "at 512" is the mean over positions 257 to 512.
+Byte-level models are tested on windows that are longer than the training sequences. Models with the
+same seed train on the same sequences. A loss "at 512" is the mean over positions 257 to 512.
 """
 
 import functools
@@ -20,7 +20,7 @@ MODELS = {
     "MQA RoPE": ((GLOBAL,), 1.0),
     "MQA NoPE": ((GLOBAL,), 0.0),
 }
-# Claims about the loss at 4 L minus that at L. MQA without positions has none.
+# Claims about the loss at 4 L minus the loss at L. There is none about MQA without positions.
 CLAIMS = {
     "Hawk": ("at most 0", lambda mean: mean <= 0),
     "Griffin": ("at most .01", lambda mean: mean <= 0.01),
@@ -40,7 +40,7 @@ SIZES = {  # lengths are bytes
 
 
 def places_of(size):
-    """Positions of reported losses: doubling from half the shortest training length."""
+    """Returns the positions of reported losses: powers of 2 times half the shortest length."""
     return octaves(min(size.lengths) // 2, size.longest)
 
 
@@ -82,7 +82,7 @@ def values(results, size, name, length, kind, place):
 
 def judge(name, change, rope):
     """Formats the verdict on the change of the loss from L to 4 L, compared with RoPE's."""
-    text = f"loss at 4 L less that at L {with_error(change)}"
+    text = f"loss at 4 L minus loss at L {with_error(change)}"
     if name not in CLAIMS:
         return text
     claim, holds = CLAIMS[name]

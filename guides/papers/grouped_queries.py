@@ -207,10 +207,10 @@ def learning(results, size, groups, regularized):
     """Returns the panel of bits per byte during uptraining."""
     curves, at = {}, {}
     for pooling in (*guide.POOLINGS, MULTI_HEAD):
-        of = guide.HEADS if pooling == MULTI_HEAD else groups
-        shares, found = bits(results, size, of, pooling, regularized)
+        count = guide.HEADS if pooling == MULTI_HEAD else groups
+        shares, found = bits(results, size, count, pooling, regularized)
         curves[pooling] = dict(zip(shares.round(3).tolist(), found.T, strict=True))
-        at[pooling] = functools.partial(bits, results, size, of, pooling, regularized)
+        at[pooling] = functools.partial(bits, results, size, count, pooling, regularized)
     start, middle, end = (at["mean"](share) for share in (0, SHARE, LARGEST_SHARE))
     gains = with_error(start - middle), with_error(middle - end)
     verdicts = {"mean": f"the first {SHARE} gain {gains[0]}, as many steps more {gains[1]}"}

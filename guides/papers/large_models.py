@@ -1,10 +1,10 @@
 """Calls of `generate` with billions of weights, on torch (TNL, figure 5; GQA, table 1).
 
 - tnl: TransNormerLLM with 7 billion weights, Llama of transformers, and a Transformer of this
-  package with Llama's sizes. The batch size doubles until the memory ends.
+  package with Llama's sizes. The batch size doubles until memory runs out.
 - gqa: the decoder of T5-XXL with 64, 8 and 1 groups of key and value heads.
 
-Weights are random. A run that the memory is too small for has no seconds. Llama requires the
+Weights are random. The seconds of a run that exceeds the memory are None. Llama requires the
 package transformers; `--only TNL Transformer` leaves it out.
 """
 
@@ -118,12 +118,12 @@ def needed_bytes(model, rows, length):
 
 
 def measure(key, seeds, size, data):
-    """Yields, for each of the seeds, the time of a call, and of one with a single token."""
+    """Yields, for each seed, the seconds of a call and of a call that generates one token."""
     rows, prompt, tokens = (key[name] for name in ("rows", "prompt", "tokens"))
     model, prepare = load(key["measure"], key["model"], size)
-    gc.collect()  # the model before
+    gc.collect()  # frees the previous model
     fits = needed_bytes(model, rows, prompt + tokens) <= room()
-    # Calls that compile have a cache of the same capacity. Llama compiles nothing.
+    # The warm-up call compiles for the cache capacity of the timed call. Llama compiles nothing.
     few = 8 if key["model"] == LLAMA else tokens // 2 + 1
     warm_up = functools.cache(lambda: seconds(prepare(rows, prompt, few)))
     for _ in seeds:
@@ -178,7 +178,7 @@ class Comparisons:
                 f"{self.values(name, 'peak_bytes').max() / 2**30:.1f}",
             )
             rows.append((name, f"{batch:,}", *cells))
-        header = f"{self.paper}, {self.tokens:,} tokens", "rows", "tokens/s", "s per sample"
+        header = f"{self.paper}, {self.tokens:,} tokens", "batch size", "tokens/s", "s per sample"
         said = [f"- {line}" for line in self.verdicts()]
         return "\n".join((table((*header, "ms per step", "peak, GiB"), rows), "", *said))
 

@@ -229,7 +229,7 @@ class Differences:
         axes.axvline(0, color="black", linewidth=1)
         axes.set_yticks(range(len(found)), found)
         axes.invert_yaxis()
-        axes.set_xlabel("loss less that of the released model; ± two deviations")
+        axes.set_xlabel("loss minus the released model's; ± two standard deviations")
 
     def table(self):
         rows = []
@@ -239,7 +239,7 @@ class Differences:
             if len(found):
                 last = ("", "") if name == RELEASED else (with_error(found, 4), judge(found))
                 rows.append((name, with_error(loss, 4), *last, PAPER.get(name, "")))
-        return table(("variant", "loss, held out", "less released", "", "the paper"), rows)
+        return table(("variant", "loss, held out", "minus released", "", "the paper"), rows)
 
 
 def panels(results, size):

@@ -2,10 +2,9 @@
 
 The paper uses the configuration of HGRN: six layers of width 128 in both directions, the mean over
 all tokens, batches of 50, a learning rate of 0.001, 40 passes over 96,000 sequences of 500 to 2,000
-tokens. The four models here have equal parameter counts: the channel mixer has the weights that the
-token mixer leaves. A layer runs over a sequence and, with the same weights, over its reverse; the
-outputs are added. A step of a GRU takes nearly equally long for all batch sizes, so that its
-batches are larger.
+tokens. The four models here have equal parameter counts: the channel mixers are sized accordingly.
+A layer runs over a sequence and, with the same weights, over its reverse; the outputs are added.
+The time of a GRU's step hardly depends on the batch size, so its batches are larger.
 """
 
 import concurrent.futures
@@ -33,7 +32,7 @@ from keras_recurrent.layers import (
 SEEDS = 2, 2
 HEADS = 4
 PARAMETERS = 10  # of a block, in units of the squared width
-CHUNK = 500  # sequences that one process generates
+CHUNK = 500  # sequences that one process generates at a time
 PAPER = {"HGRN2": "60.52", "RecurrentBlock": "32.34, Griffin"}
 SIZES = {
     "width": (32, 128),
@@ -63,7 +62,7 @@ def examples(seed, shortest, longest, length):
 
 
 def prepare(size, text):
-    """Returns training and test examples; the first chunks are the test's."""
+    """Returns training and test examples; the first chunks are test examples."""
     chunks = -(-(size.examples + size.test_rows) // CHUNK)
     lengths = {"shortest": size.shortest, "longest": size.longest, "length": size.length}
     make = functools.partial(examples, **lengths)  # other processes lack the class of `size`
@@ -84,7 +83,7 @@ def prepare(size, text):
 
 
 class BothDirections(keras.layers.Layer):
-    """The sum of a layer's outputs for a sequence and, in reverse order, for its reverse."""
+    """Adds a layer's outputs for a sequence and, flipped back, for the reversed sequence."""
 
     def __init__(self, layer, **kwargs):
         super().__init__(**kwargs)

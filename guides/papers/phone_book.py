@@ -1,7 +1,8 @@
 """Griffin looks up what its attention window holds (Griffin, section 6.2, figure 6c).
 
-Small models are trained from scratch on phone books of each length, with the same books for the
-same seed. A number counts if all of its digits are right. Griffin has one layer of local attention.
+Small models are trained from scratch on phone books of each length. Models with the same seed train
+on the same books. A number counts if all of its digits are right. Griffin has one layer of local
+attention.
 """
 
 import numpy as np
@@ -80,7 +81,7 @@ def judge(name, found, griffin_found, size):
     if name == "Griffin":
         return (
             f"{yes(means[inside] >= 95)}: at least 95 % inside its window; "
-            f"{yes(means[inside] - means[last] >= 30)}: 30 points less of {last} names"
+            f"{yes(means[inside] - means[last] >= 30)}: 30 points lower for {last} names"
         )
     return f"{yes(means[inside] < np.mean(griffin_found[inside]))}: below Griffin inside its window"
 

@@ -6,8 +6,8 @@
 A script is a module with:
 
     SIZES                           {name: (miniature, full)}; each is an argument of this command
-    SEEDS                           number of seeds, miniature and full; optional, three. None: the
-                                    runs have no seed
+    SEEDS                           number of seeds, miniature and full; optional, 3 by default.
+                                    None if the runs have no seed
     prepare(size, text)             data of all runs; optional. text: the file of `--text`
     runs(size, results)             yields the keys of all runs, dicts
     measure(key, seeds, size, data) returns a dict of results for each of the seeds
@@ -36,17 +36,21 @@ def parse(module, arguments):
     """Returns the parsed arguments and the sizes that they select."""
     parser = argparse.ArgumentParser(description=module.__doc__.partition("\n")[0])
     parser.add_argument("--full", action="store_true", help="the sizes for one GPU")
-    parser.add_argument("--seeds", type=int, nargs="+", help="0 1 2; other numbers, other seeds")
+    parser.add_argument("--seeds", type=int, nargs="+", help="seeds of the runs, such as 0 1 2")
     parser.add_argument(
         "--only", nargs="+", help="runs with one of these models, tasks or variants"
     )
-    parser.add_argument("--text", type=pathlib.Path, help="a file; else Python's documentation")
-    parser.add_argument("--measure", action="store_true", help="without tables and figure")
+    parser.add_argument(
+        "--text", type=pathlib.Path, help="a text file; the default depends on the script"
+    )
+    parser.add_argument(
+        "--measure", action="store_true", help="only add results, without tables and figure"
+    )
     parser.add_argument(
         "--output",
         type=pathlib.Path,
         default=pathlib.Path("build/papers"),
-        help="a folder, build/papers: runs already in its .jsonl are skipped",
+        help="a folder, build/papers by default: runs in its .jsonl are skipped",
     )
     for name, values in module.SIZES.items():
         small, large = map(_shown, values)

@@ -175,13 +175,13 @@ def deviations(values):
 
 
 def clear(lower, higher):
-    """Returns True if the means over seeds differ by more than two standard deviations."""
+    """Returns True if mean(higher) exceeds mean(lower) by more than two standard deviations."""
     gap = np.mean(higher) - np.mean(lower)
     return bool(gap > 2 * np.hypot(deviations(lower), deviations(higher)))
 
 
 def beyond(differences):
-    """Returns True if the differences exceed 0 by two of their standard deviations."""
+    """Returns True if the mean of the differences exceeds two of their standard deviations."""
     return np.mean(differences) > 2 * deviations(differences)
 
 

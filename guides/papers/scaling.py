@@ -5,9 +5,9 @@ tokens per weight: the logarithm of the held-out loss falls linearly with the lo
 compute. Griffin is below a Transformer with multi-query attention (MQA) at every budget; Hawk is
 slightly above it, and the gap closes with the budget.
 
-Here the models have 1, 3 and 10 million weights and read bytes: the sources and documentation of
-the installed packages. Some packages are held out. Losses at equal compute are interpolated between
-the sizes of a model, in logarithms.
+Here, at full size, the models have 1, 3 and 10 million weights and train on bytes: the sources and
+documentation of the installed packages. Some packages are held out. Losses at equal compute are
+interpolated between the sizes of a model, in logarithms.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ SIZES = {  # lengths are bytes
     "bytes_per_weight": (20.0, 20.0),
     "rows_per_channel": (0.5, 0.1875),  # sequences of a step, divided by the width
     "windows": (1024, 2048),  # held-out sequences
-    "learning_rate": (0.04, 0.03),  # times the square root of the width
+    "learning_rate": (0.04, 0.03),  # divided by the square root of the width
     "dtype": ("float32", "mixed_bfloat16"),
 }
 
@@ -59,7 +59,7 @@ def read_packages(path=None):
     Packages are sorted by name. Files that are equal to an earlier file, and copies of other
     packages below a folder `_vendor`, are left out.
 
-    path: folders with installed packages, a list; None means those of this environment.
+    path: a list of folders with installed packages, or None for this environment.
     """
     options = {} if path is None else {"path": path}
     found = importlib.metadata.distributions(**options)
@@ -71,10 +71,10 @@ def read_packages(path=None):
     known = set()
     for name in names:
         for file in sorted(packages[name].files or ()):
-            path = pathlib.Path(file.locate())
-            if file.suffix not in SUFFIXES or "vendor" in str(file) or not path.is_file():
+            source = pathlib.Path(file.locate())
+            if file.suffix not in SUFFIXES or "vendor" in str(file) or not source.is_file():
                 continue
-            text = path.read_bytes()
+            text = source.read_bytes()
             digest = hashlib.sha256(text).digest()
             if digest not in known:
                 known.add(digest)
@@ -131,11 +131,11 @@ def build(name, size, width, seed):
 
 
 def flops_per_byte(model, length):
-    """Returns the FLOPs of training on a byte: all of them, and those of weights.
+    """Returns the FLOPs of training on a byte: the total, and the part without attention.
 
-    Forward, a weight takes two FLOPs, and so does each number of a head for a query and key, and
-    for a value; the two gradients take twice as many. The recurrences' element-wise operations are
-    not counted.
+    In the forward pass, a weight takes two FLOPs. Each pair of tokens in attention takes two FLOPs
+    per channel of the keys, and two per channel of the values. The backward pass takes twice as
+    many. The recurrences' element-wise operations are not counted.
     """
     attention = 0.0
     for block in model.backbone.transformer_layers:
@@ -188,7 +188,7 @@ def curves(results, size, name, kind="flops"):
 
 
 def budgets(curves_of_models):
-    """Returns the smallest, the middle and the largest FLOPs that all models have."""
+    """Returns the smallest and largest FLOPs that all models have, and their geometric mean."""
     ends = np.array([flops[[0, -1]] for found in curves_of_models for flops, _ in found])
     return np.geomspace(ends[:, 0].max(), ends[:, 1].min(), 3)
 
@@ -243,7 +243,7 @@ class Losses:
 
 
 def gaps(results, size, kind, words):
-    """Compares the losses with those of MQA at equal FLOPs."""
+    """Returns the panel of losses minus MQA's at equal FLOPs."""
     found = {name: curves(results, size, name, kind) for name in MODELS}
     flops = budgets(found.values())
     losses = {name: losses_at(one, flops).T for name, one in found.items()}

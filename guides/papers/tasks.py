@@ -61,7 +61,7 @@ def learn(
         models: one model for each of `seeds`; see `train`.
         task: a function of a number of sequences and a seed that returns tokens, labels and the
             labels' weights. Seed 0 is for testing.
-        size: has `test_rows`, the number of test sequences, and `every`, of steps between tests.
+        size: has `test_rows`, the test sequences, and `every`, the number of steps between tests.
         rows: batch size.
         steps, rate, warmup: maximum number of steps, and the learning rate; see `adamw`.
         enough: training ends when all models reach this accuracy; None runs all steps.

@@ -45,7 +45,7 @@ SIZES = {  # lengths are tokens
     "latency_rows": (16, 16),
     "latency_tokens": ((256, 1024), (512, 4096)),  # to generate after each of the prompts
     "prompts": ((0, 1024), (0, 4096)),
-    "first_rows": (64, 512),  # smallest batch, which doubles if the memory is the device's
+    "first_rows": (64, 512),  # first batch size, which doubles if `memory` is 0
     "longest_call": (60.0, 10.0),  # seconds; doubling ends when a call would take longer
 }
 
@@ -54,7 +54,7 @@ SIZES = {  # lengths are tokens
 
 
 def roofline():
-    """Returns the panels of caches, and of tokens/s relative to MQA."""
+    """Returns the panels of cache sizes, and of tokens/s relative to MQA."""
     policy = keras.config.dtype_policy()
     keras.config.set_dtype_policy("bfloat16")
     try:
@@ -156,7 +156,7 @@ def rows_of_batch(model, key, size):
     if size.memory:
         return largest_batch(model, key["tokens"], size.memory), "memory as given"
     if "CPU" in machine():
-        raise SystemExit("On a CPU, --memory must say how many bytes to take.")
+        raise SystemExit("On a CPU, pass --memory, the bytes for weights and caches.")
     found, ended = doubled(model, key["tokens"], size.first_rows, size.longest_call)
     return max(found, key=lambda pair: pair[0] / pair[1])[0], ended
 
@@ -180,7 +180,7 @@ def measure(key, seeds, size, data):
     on_cpu = "CPU" in machine()
     clock = time.process_time if on_cpu else time.perf_counter
     model = build(key["model"], size)
-    gc.collect()  # the model before
+    gc.collect()  # frees the previous model
     rows, ended = rows_of_batch(model, key, size)
     walk = (model, rows, key["tokens"], key["prompt"])
     seconds_a_token(*walk)  # compiles

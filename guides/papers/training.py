@@ -54,7 +54,7 @@ def train(models, optimizer, batches, logits=None, every=None, watch=None):
 def train_on_text(models, seeds, text, size, length, logits=None):
     """Trains models on bytes of text. Returns a dict of results for each; see `train`.
 
-    size: has `tokens` per step, `steps`, which make at most two passes, and `learning_rate`.
+    size: has `tokens` per step, `steps` (at most two passes are made), and `learning_rate`.
     """
     steps = min(size.steps, PASSES * len(text) // size.tokens)
     rows = text_batches(text, seeds, steps, length, size.tokens)
@@ -103,7 +103,7 @@ def token_losses(first, logits=None, batch_size=64):
 
 
 def _for_any_model(first, function, batch_size):
-    """Returns `function` of a model and tokens in batches, in one program for all models on JAX."""
+    """Returns a function that applies `function` in batches; models share a program on JAX."""
     program = function
     if keras.config.backend() == "jax":
         import jax

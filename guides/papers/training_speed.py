@@ -1,7 +1,7 @@
-"""Time of a step by sequence length, for equal tokens (Griffin, figure 3; TNL, figures 1 and 4).
+"""Step time by sequence length, equal tokens per step (Griffin, figure 3; TNL, figures 1 and 4).
 
 The twin of TransNormerLLM replaces Lightning Attention with softmax attention and is otherwise
-equal. On a CPU times are process times, because other programs may run.
+identical. On a CPU, times are process times, because other programs may run.
 """
 
 import contextlib
@@ -110,7 +110,7 @@ def runs(size, results):
 def measure(key, seeds, size, data):
     """Times a step once for each of the seeds."""
     model, length = build(key["model"], size), key["length"]
-    gc.collect()  # the model before
+    gc.collect()  # frees the previous model
     shape = size.tokens // length, length + 1
     rows = np.random.default_rng(0).integers(0, model.backbone.vocabulary_size, shape)
     tokens, y = rows[:, :-1].astype("int32"), rows[:, 1:].astype("int32")

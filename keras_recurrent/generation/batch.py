@@ -101,9 +101,9 @@ class Batch:
         return bool(self._matchers)
 
     def prepare_first_step(self, sequences, state):
-        """Compiles the first step of sequences, which `insert_all` will insert, ahead of it.
+        """Compiles the first step of sequences before `insert_all` inserts them.
 
-        state: the state before it, or tensors of its shapes.
+        state: the state before this step, or tensors of its shapes.
         """
 
     def insert_all(self, sequences, state):
@@ -129,7 +129,7 @@ class Batch:
         arguments = slot, self._arrays([sequence]), state
         if self._with_logits is None:
             self._write(*arguments)
-        else:  # the next token of the slot's last sequence will be chosen first
+        else:  # the pending logits belong to the slot's previous sequence
             self._delayed.append(arguments)
 
     def make_matchers(self, params, stop_token_ids):
@@ -275,7 +275,7 @@ class Batch:
         raise NotImplementedError
 
     def _launch_choice(self, features, uniform, masks):
-        """Launches the choice of one token of each slot; returns the function of `step`.
+        """Launches the choice of one token of each slot; returns the function that `step` returns.
 
         Args:
             features, uniform: as in `_launch`, with a grammar.
@@ -302,11 +302,11 @@ class Batch:
     # sequence is a state of the backbone of batch size 1, or a value that only the batch reads.
 
     def pack(self, cache):
-        """Returns the state of a sequence for a state of the backbone of batch size 1."""
+        """Converts a state of the backbone, of batch size 1, to the state of a sequence."""
         return cache
 
     def unpack(self, state):
-        """Returns a state of the backbone, the inverse of `pack` and `prompt_state`."""
+        """Converts a result of `pack` or `prompt_state` to a state of the backbone."""
         return state
 
     def prepare_slots(self, max_length, num_prompts):
@@ -349,7 +349,7 @@ class Batch:
         No other call may begin before the generator has returned.
 
         Args:
-            states: a list of the states of each prompt, which do not change.
+            states: a list with the state of each prompt; they are not overwritten.
             tokens, mask: int32 and boolean `[num_prompts, T]`, NumPy arrays.
 
         Returns:
@@ -375,7 +375,7 @@ class Batch:
         return Logprobs(*found), self.pack(state)
 
     def prompt_state(self, state):
-        """Returns a state that may be kept for any time, for a result of `process`."""
+        """Converts a result of `process` to a state that may be kept for any time."""
         return state
 
     def slot_state(self, slot):

@@ -97,8 +97,8 @@ def start_decoding(model, programs, sequences, process, keep=False, reads_tokens
         model: the language model.
         programs: its `Programs`.
         sequences: a list of the `Sequence`s.
-        process: a function that returns the state before the last token of each prompt, which is
-            overwritten. Its argument is that of `Programs.prefill`, `prepare`.
+        process: a function of `prepare`, as in `Programs.prefill`. It returns the state before the
+            last token of each prompt, which the loop may overwrite.
         keep, reads_tokens: as in `Batch`.
     """
     batch = BackendBatch(model, programs, len(sequences), keep, reads_tokens)

@@ -96,7 +96,7 @@ def make_matchers(preprocessor, vocabulary_size, params, stop_token_ids):
 def make_masks(matchers, num_rows, vocabulary_size):
     """Returns masks of the tokens that may be next, uint8 `[num_rows, N]`.
 
-    A bit is 1 if its token may be next. The lowest bit of the first byte is the first token.
+    A bit is 1 if its token may be next. The lowest bit of the first byte belongs to token 0.
 
     matchers: a list of `(LLMatcher, row)`. Rows without a matcher allow all tokens.
     """

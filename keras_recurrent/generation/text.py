@@ -27,7 +27,7 @@ DECODER = codecs.getincrementaldecoder("utf-8")
 DETOKENIZERS = {"BPETokenizer", "ByteTokenizer", "PlainTokenizer", "SentencePieceTokenizer"}
 PREPROCESSORS = {"CausalLMPreprocessor", "PlainPreprocessor"}
 MAX_STRINGS, MAX_LENGTH = 16, 1024  # of stop strings, and of each in characters
-MIN_TOKENS = 32  # minimum distance of saved ends of messages from the previous saved state
+MIN_TOKENS = 32  # minimum tokens between a saved end of a message and the saved state before it
 
 
 # --- Tokens of prompts, and stop tokens ---
@@ -36,7 +36,7 @@ MIN_TOKENS = 32  # minimum distance of saved ends of messages from the previous 
 def parse_prompt(preprocessor, vocabulary_size, prompt):
     """Returns the tokens of one prompt, an int32 array; `prompt` is a string or token ids.
 
-    preprocessor: that of the model. If None, `prompt` must be token ids.
+    preprocessor: the preprocessor of the model. If None, `prompt` must be token ids.
     """
     if not isinstance(prompt, str):
         kinds = "a string, a list of messages, or a list of at least one token id"

@@ -22,8 +22,8 @@ from keras_recurrent.generation.torch.step import group_equal
 class TorchBatch(Batch):
     """Batch on torch. Arguments as in `Batch`.
 
-    The state of one sequence is a list with a tensor `[n, 1, ...]` for each group of n equal
-    tensors, because the host needs time for each tensor that it copies.
+    The state of one sequence is a list with a tensor `[n, 1, ...]` for each group of n tensors of
+    one shape and dtype, because the host needs time for each tensor that it copies.
     """
 
     _decoder: Any = None
@@ -104,7 +104,7 @@ class TorchBatch(Batch):
             upload(self._decoder.tensors[name], array)
 
     def _begin_results(self, features, count):
-        """Starts to copy tokens and log probabilities to the host; as the result of `_launch`."""
+        """Starts to copy tokens and log probabilities to the host; returns as `_launch` does."""
         copies = optree.tree_map(_copy_to_host, self._decoder.latest(features, count))
         event = torch.cuda.Event() if self._device.type == "cuda" else None
         if event:
@@ -129,7 +129,7 @@ class TorchBatch(Batch):
         return self._read_slot(slot)
 
     def _make_slot_reader(self):
-        """Returns a function of a slot, which returns its state.
+        """Returns a function that maps a slot to its state.
 
         Recent tokens are applied by a CUDA graph on NVIDIA GPUs. When a sequence ends, all others
         wait for the host, which would take 2 ms to launch the operations one by one.

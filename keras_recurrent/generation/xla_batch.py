@@ -88,7 +88,7 @@ class XlaBatch(Batch):
         return self._begin_results(features, chosen._replace(cache=state.cache), *found)
 
     def _begin_results(self, features, state, tokens, logprobs):
-        """Keeps the next state; starts to copy the rest to the host, as the result of `_launch`."""
+        """Stores the next state, starts to copy the rest to the host; returns as `_launch` does."""
         if features.has_penalties:
             self._counts = state.counts
         self._state = state._replace(counts=())
@@ -96,7 +96,7 @@ class XlaBatch(Batch):
         return lambda: keras.tree.map_structure(gather_to_numpy, (tokens, logprobs))
 
     def _arguments(self, features, uniform):
-        """Returns the state, and the inputs of sampling, without arrays that it does not use."""
+        """Returns the state and the inputs of sampling, without unused arrays."""
         counts = ()
         if features.has_penalties:
             if self._counts is None:

@@ -137,7 +137,8 @@ class Programs:
             token_ids: integers `[B, T]`, a NumPy array.
             lengths: integers `[B]`, a NumPy array.
             cache: the cache before these tokens. None: the initial one, for `max_length` tokens.
-            prepare: as in `torch.programs.Programs.prefill`. JAX calls it before the first prompt.
+            prepare: as in `torch.programs.Programs.prefill`. On JAX, it is called before the first
+                prompt.
         """
         if prepare is not None and self._is_first:
             prepare(cache or self._initial_shapes(len(lengths), max_length))

@@ -177,7 +177,7 @@ def linear(
         residual: `[B, N]`, added to the only output, or None.
         squares: `[B, ...]`, sums of squares of each row, computed before x was multiplied by the
             weight of `norm` and by gates. None: x is the input of `norm`.
-        activation: "squared_relu", of the outputs of layers that are not quantized, or None.
+        activation: "squared_relu", applied to the outputs, or None; None for quantized layers.
         output_scale: number, factor of the outputs before the residual is added, or None.
         next_norm: the `RMSNorm` that follows the only output, or None. The list may then end with
             the `scaled` and `squares` of the next `Stream`, which save a launch for several rows.

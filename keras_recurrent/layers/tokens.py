@@ -242,7 +242,7 @@ def token_position(inputs, kind=None, first=None):
         return first[:, None] + ops.arange(0, length, dtype="int32")
     # Operators, not `ops`, for numbers and tensors: see `keras_recurrent/ops/token_kind.py`.
     real = ops.cast(kind != PADDING, "float32")[:, :, None]
-    # Real tokens of the document, up to and including each token: exact up to 2^24.
+    # Number of real tokens of the document up to and including each token, exact up to 2^24.
     count, _ = linear_scan(real, ops.zeros_like(real), token_kind=kind)
     continued = ops.cumsum(ops.cast(kind == STARTS, "int32"), axis=1) == 0
     first = ops.where(continued, first[:, None], ops.zeros_like(kind, "int32"))

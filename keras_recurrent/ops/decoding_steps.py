@@ -19,8 +19,8 @@ def norm_linear(**arguments):
 
     With `squares`, sums of squares of rows, x has been multiplied by the norm's weight. With
     `gate`, the first two kernels form a gated unit, and the third, if any, takes its result. The
-    `activation` of the outputs, "squared_relu" or None, precedes their factor `output_scale`, and
-    `residual` is added to the first one. Kernels and biases are passed as lists. See
+    outputs pass the `activation`, "squared_relu" or None, and are multiplied by `output_scale`;
+    `residual` is added to the first output. Kernels and biases are passed as lists. See
     `backends/reference/norm_linear.py`.
 
     Returns:

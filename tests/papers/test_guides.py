@@ -18,7 +18,7 @@ GUIDES = [
         "--tokens 32 --steps 3 --text {text}",
         *(
             8,
-            [*(rf"\| {name} \|" for name in ("Hawk", "Griffin", "MQA RoPE")), "4 L less that at L"],
+            [*(rf"\| {name} \|" for name in ("Hawk", "Griffin", "MQA RoPE")), "L minus loss at L"],
         ),
     ),
     (
@@ -32,7 +32,7 @@ GUIDES = [
         "phone_book",
         "--width 16 --num-layers 2 --window 12 --queries 1 --names 2 6 --tokens 32 --test-rows 8 "
         "--steps 2 --every 1 --warmup 1 --name-length 1 --number-length 2",
-        *(6, [r"names \| 2 \| 6 \|", "NO: 30 points less of 6"]),
+        *(6, [r"names \| 2 \| 6 \|", "NO: 30 points lower for 6"]),
     ),
     # Expansions, and ratios below, that do not divide the width are left out.
     (

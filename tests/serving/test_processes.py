@@ -104,7 +104,7 @@ def test_second_ctrl_c_ends_both_processes_without_a_traceback():
     with stub_server() as (process, url, _), streamed(url) as events:
         next(events)
         process.send_signal(signal.SIGINT)
-        time.sleep(0.2)  # two signals at once would be one
+        time.sleep(0.2)  # two signals at once may be delivered as one
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(httpx.TransportError):
             list(events)

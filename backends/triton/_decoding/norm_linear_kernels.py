@@ -20,7 +20,7 @@ from .norm_linear_products import (
 
 @triton.jit
 def _finish_output(value, OUTPUT: tl.constexpr):
-    """Applies a squared ReLU, if OUTPUT has it, and the factor of outputs."""
+    """Applies the squared ReLU if OUTPUT[0] is True, then the factor OUTPUT[1]."""
     if OUTPUT[0]:
         value = tl.where(value < 0.0, 0.0, value * value)
     return value if OUTPUT[1] == 1.0 else value * OUTPUT[1]

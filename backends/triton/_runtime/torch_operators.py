@@ -164,8 +164,8 @@ _thread = _Thread()
 def compile_ahead():
     """Context manager in which launches do not run: threads compile their kernels until its end.
 
-    Launches return zeros, which are valid indices. Yields True, or False without a GPU, where
-    launches run. Inside another one, the outer one waits for the threads.
+    Launches return zeros, which are valid indices. Yields True. Without a GPU, it yields
+    False, and launches run. If contexts are nested, the outermost one waits for the threads.
     """
     if INTERPRETED or not torch.cuda.is_available() or _thread.compiles_only:
         yield _thread.compiles_only

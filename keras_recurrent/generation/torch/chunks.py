@@ -42,8 +42,8 @@ class Chunks:
         self._num_prompts = num_prompts
         self._programs: dict = {}  # {number of tokens: _Program}
         self._prepared: list = []
-        # The buffers that all programs read and overwrite are views of stacks, of which one launch
-        # for each group copies the state of a prompt. The next step waits for the launches.
+        # The buffers that all programs read and overwrite are views of stacks, so that one launch
+        # per group copies the state of a prompt. The next step waits for these launches.
         examples = optree.tree_leaves(self._batch(num_prompts))
         groups = group_equal(examples, examples)
         stacks = allocate_stacks(examples, groups)
@@ -62,8 +62,8 @@ class Chunks:
         No other call may begin before the generator has returned.
 
         Args:
-            states: a list of the states of at most `num_prompts` sequences: a tensor `[n, 1, ...]`
-                for each group of n equal tensors of a cache.
+            states: a list of the states of at most `num_prompts` sequences. A state has a tensor
+                `[n, 1, ...]` for each group of n tensors of a cache, as `group_equal` returns them.
             tokens: int32 [num_prompts, T], a NumPy array.
             mask: boolean [num_prompts, T], a NumPy array, False at padding.
         """

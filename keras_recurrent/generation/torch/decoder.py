@@ -28,7 +28,7 @@ _capturing = threading.Lock()  # torch aborts if two threads capture at once
 # The tensors of unused decoders take at most 1 / POOL_DIVISOR of the device memory. The most
 # recent shapes are always kept, and temporary memory of a step is not counted.
 POOL_DIVISOR = 16
-ALIGNMENT = 16  # elements, at least as many bytes
+ALIGNMENT = 16  # elements, and so at least 16 bytes
 
 
 class Decoder:
@@ -85,8 +85,8 @@ class Decoder:
     def prepare(self, features):
         """Returns a function without arguments, which decodes the next token of each sequence.
 
-        If `features` is None, the function only updates the logits and the cache. With a grammar,
-        it chooses tokens from these logits.
+        If `features` is None, the function only updates the logits and the cache. If it has a
+        grammar, the function only chooses tokens from these logits.
         """
         self.allocate_for(features)
         return self._function(features)
@@ -124,7 +124,7 @@ class Decoder:
         self.tensors.update(new)
 
     def read_slot(self, slot):
-        """Returns copies of the cache of a slot: `[n, 1, ...]` for each group of the step."""
+        """Returns a copy of the cache of a slot: a `[n, 1, ...]` tensor for each step group."""
         return stack_groups([t[slot : slot + 1] for t in self.cache], self.step.groups)
 
     def write_slot(self, slot, stacks):
@@ -357,10 +357,10 @@ def capture(function, device, pool=None):
     Returns:
         The graph, and the result of the function, which each replay overwrites.
     """
-    # A failed capture leaves its own stream current.
+    # A failed capture leaves its own stream current; `stream` restores the stream of the caller.
     stream = torch.cuda.stream(torch.cuda.current_stream(device))
     with _capturing, torch.cuda.device(device), stream, torch.no_grad():
-        function()  # compiles and loads kernels, which cannot be captured
+        function()  # compiles and loads kernels, which is not allowed during a capture
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device during the capture.
         mode = "thread_local"
@@ -371,7 +371,7 @@ def capture(function, device, pool=None):
 
 @contextlib.contextmanager
 def _no_garbage_collection():
-    """Context manager during which no other graph is destroyed, which would end the capture."""
+    """Disables garbage collection, which could destroy another graph and so end a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -414,10 +414,10 @@ def clone_all(tensors):
 
 
 def allocate_stacks(tensors, groups):
-    """Returns a tensor `[n, ...]` for each group of n equal tensors.
+    """Returns a tensor `[n, ...]` for each group of n tensors of one shape and dtype.
 
-    One launch copies a part of all tensors of a group. Kernels require that each of them begins at
-    an aligned address.
+    One launch then copies a slot of all tensors of a group. Each tensor begins at an aligned
+    address, which kernels require.
     """
     stacks = []
     for group in groups:
@@ -429,12 +429,12 @@ def allocate_stacks(tensors, groups):
 
 
 def stack_groups(tensors, groups):
-    """Returns a new tensor `[n, ...]` for each group of n equal tensors."""
+    """Returns a new tensor `[n, ...]` for each group of n tensors of one shape and dtype."""
     return [torch.stack([tensors[index] for index in group]) for group in groups]
 
 
 def unstack_groups(stacks, groups):
-    """Returns views of `stack_groups`, in the order of the tensors."""
+    """Returns views of the stacks in the order of the original tensors; inverts `stack_groups`."""
     tensors: dict = {}
     for stack, group in zip(stacks, groups, strict=True):
         tensors.update(zip(group, stack.unbind(), strict=True))

@@ -165,7 +165,7 @@ class Programs:
             self._pool.release(decoder)
 
     def decoding_step(self, cache, masked, is_sampled=True):
-        """Returns the `Step` of a decoder; arguments as in `decoder`."""
+        """Returns the `Step` of a decoder; is_sampled: False if `decoder` gets no `features`."""
         segment = cache["segment"]
         delays_writes = is_sampled and self._graph_reason(segment.device) is None
         delays_writes = delays_writes and len(segment) >= MIN_DELAYED_ROWS

@@ -39,8 +39,8 @@ class Step:
             step then takes a cache with recent tokens: see `flatten_cache` and `cache`.
 
     Attributes:
-        groups: as `group_equal` returns them, for the tensors of a cache as the step takes it. Each
-            group of recent tokens follows the groups of the given cache.
+        groups: the result of `group_equal` for the tensors of the step's cache. Groups of recent
+            tokens follow the groups of the given cache.
         unfused: the `unfused_blocks` of the model at the latest use.
     """
 
@@ -165,9 +165,9 @@ class Chunk(Step):
 
 
 def group_equal(tensors, first):
-    """Returns lists of the indices of tensors with equal shapes and dtypes.
+    """Groups the indices of tensors by shape and dtype; returns a list of lists.
 
-    first: tensors whose groups precede those of all others.
+    first: tensors whose groups precede the groups of all other tensors.
     """
     first, groups = {id(t) for t in first}, ({}, {})
     for index, t in enumerate(tensors):
