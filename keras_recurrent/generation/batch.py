@@ -86,6 +86,11 @@ class Batch:
         return self.num_slots - self.num_active
 
     @property
+    def num_delayed(self):
+        """Number of inserted sequences whose states are not yet copied to their slots."""
+        return len(self._delayed)
+
+    @property
     def active(self):
         """The sequences that are still decoding."""
         return [sequence for _, sequence in self.active_slots]

@@ -247,9 +247,10 @@ class Scheduler(DecodingLoop):
                 self.batch.insert(sequence, state)
                 sequence.state = None
                 del self._ready[0]
-            # More prompts are started than fit into a program, so that slots need not wait.
-            limit = 2 * self._chunks.num_prompts
-            if not self._queue or len(self._prompts) + len(self._ready) >= limit:
+            # More prompts are started than fit into a program, so that slots need not wait. The
+            # batch has room for the states of as many.
+            num_states = len(self._prompts) + len(self._ready) + self.batch.num_delayed
+            if not self._queue or num_states >= 2 * self._chunks.num_prompts:
                 return
             with self.changed:
                 sequence = self._queue.popleft()

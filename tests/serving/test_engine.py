@@ -593,7 +593,7 @@ class Device:
     is_ready = staticmethod(lambda sequence: True)
     make_matchers = staticmethod(lambda params, stop_token_ids: [None] * len(params))
     wait = staticmethod(lambda: None)
-    active_slots, initial_state = (), None
+    active_slots, initial_state, num_delayed = (), None, 0
 
     def __init__(self, num_free, num_prompts=1, num_parts=1, cost=None, num_active=0):
         self.active = []
@@ -663,6 +663,18 @@ def test_scheduler_between_two_steps_processes_chunks(options, lengths, expected
         found.append(device.processed)
         device.processed = []
     assert found == expected
+
+
+@pytest.mark.once
+def test_scheduler_starts_no_prompt_without_room_for_its_state():
+    """An engine on JAX fails while a grammar delays the insertion of sequences."""
+    device = Device(num_free=8)
+    made, device.num_delayed = make_scheduler(device, (9, 9)), 2
+    made._process_chunks()
+    assert device.processed == []
+    device.num_delayed = 1
+    made._process_chunks()
+    assert device.processed == [[8]]
 
 
 @pytest.mark.once
