@@ -131,6 +131,10 @@ def _as_lark(grammar):
             raise GrammarError(f"`grammar` must be JSON: {error}.") from error
         _check_automata(grammar)
         text = f"start: %json {schema}"
+    elif grammar.lstrip().startswith("{"):
+        raise GrammarError(
+            "`grammar` is the text of a JSON schema; pass a dictionary, as of `json.loads`."
+        )
     if len(text) > MAX_CHARACTERS:
         raise GrammarError(
             f"`grammar` must have at most {MAX_CHARACTERS} characters; got {len(text)}."

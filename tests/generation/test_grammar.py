@@ -185,6 +185,7 @@ def test_steps_run_ahead_only_without_a_grammar(monkeypatch):
     ("schema", "words"),
     [
         ("start: foo", 'unknown name: "foo"'),
+        ('{"type": "string"}', "pass a dictionary"),
         ({"type": "objekt"}, "Invalid type: objekt"),
         ({"a": {1}}, "must be JSON: .*set"),
         ({"a": math.nan}, "must be JSON: "),
