@@ -144,6 +144,12 @@ class Service:
             if not deadline.expired():
                 deadline.reschedule(0)
         started, end = set(self.groups), time.monotonic() + seconds
+        if started:
+            log.warning(
+                "Shutting down: %d requests have %g s to finish; a second signal cancels them",
+                len(started),
+                seconds,
+            )
         while self.groups and time.monotonic() < end and not is_forced():
             await asyncio.sleep(0.02)
             started |= set(self.groups)
