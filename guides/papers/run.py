@@ -20,6 +20,7 @@ import functools
 import importlib
 import os
 import pathlib
+import sys
 import time
 
 # Keras reads this once, at import. "torch" and "tensorflow" also work.
@@ -34,7 +35,8 @@ from runs import Results, machine
 
 def parse(module, arguments):
     """Returns the parsed arguments and the sizes that they select."""
-    parser = argparse.ArgumentParser(description=module.__doc__.partition("\n")[0])
+    about = module.__doc__.partition("\n")[0]
+    parser = argparse.ArgumentParser(f"run.py {module.__name__}", description=about)
     parser.add_argument("--full", action="store_true", help="the sizes for one GPU")
     parser.add_argument("--seeds", type=int, nargs="+", help="seeds of the runs, such as 0 1 2")
     parser.add_argument(
@@ -81,7 +83,9 @@ def main(name, arguments=None):
     arguments, size = parse(module, arguments)
     results = Results(arguments.output / f"{name}.jsonl")
     prepare = functools.cache(getattr(module, "prepare", lambda size, text: None))
+    known = set()
     for key in module.runs(size, results):
+        known |= set(map(str, key.values()))
         if arguments.only and not set(arguments.only) & set(map(str, key.values())):
             continue
         seeds = results.missing(arguments.seeds, **key)
@@ -93,6 +97,10 @@ def main(name, arguments=None):
             line = {**key, "seed": seed, **line, "seconds_of_all_seeds": seconds}
             results.append(**line, machine=machine())
             print(*(f"{k} {v}" for k, v in results.lines[-1].items()), sep=", ", flush=True)
+    if unknown := set(arguments.only or ()) - known:
+        raise SystemExit(
+            f"No run has {sorted(unknown)}, the value of --only; runs have {sorted(known)}."
+        )
     if arguments.measure:
         return
     import matplotlib.figure
@@ -106,7 +114,8 @@ def main(name, arguments=None):
 
 
 if __name__ == "__main__":
-    command = argparse.ArgumentParser(description=__doc__.partition("\n")[0], add_help=False)
-    command.add_argument("name", help="a script of this folder, without .py")
-    named, others = command.parse_known_args()
-    main(named.name, others)
+    folder = pathlib.Path(__file__).parent
+    names = sorted(p.stem for p in folder.glob("*.py") if "\ndef panels(" in p.read_text())
+    command = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    command.add_argument("name", choices=names, help="`run.py NAME --help` shows its arguments")
+    main(command.parse_args(sys.argv[1:2]).name, sys.argv[2:])

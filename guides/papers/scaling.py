@@ -227,13 +227,16 @@ class Losses:
     def table(self):
         rows = []
         for (name, width), lines in self.lines.items():
+            if not lines:
+                continue
             line = lines[0]
             sizes = [f"{line[kind]:,}" for kind in ("parameters", "bytes")]
             flops = [f"{line[kind]:.3g}" for kind in ("flops", "flops_of_weights")]
             loss = with_error([line["loss"] for line in lines], 4)
             rows.append((f"{name}, width {width}", *sizes, *flops, loss))
         header = ("", "weights", "bytes", "FLOPs", "of weights alone", "loss, nats per byte")
-        laws = {name: power_law(found) for name, found in self.curves.items()}
+        several = {n: found for n, found in self.curves.items() if found and len(found[0][0]) > 1}
+        laws = {name: power_law(found) for name, found in several.items()}
         said = (
             f"- {name}: loss ~ FLOPs^{with_error(exponents)}, within 1 %: {yes(error < 0.01)}, "
             f"{100 * error:.2f} %"
@@ -263,6 +266,8 @@ def gaps(results, size, kind, words):
 
 
 def panels(results, size):
+    if len(size.widths) < 2 or not all(curves(results, size, name) for name in MODELS):
+        return [Losses(results, size)]  # a comparison needs all models
     by_all = gaps(results, size, "flops", "FLOPs")
     by_weights = gaps(results, size, "flops_of_weights", "FLOPs of weights")
     return [Losses(results, size), by_all, by_weights]
