@@ -66,10 +66,13 @@ def prepare(size, text):
     chunks = -(-(size.examples + size.test_rows) // CHUNK)
     lengths = {"shortest": size.shortest, "longest": size.longest, "length": size.length}
     make = functools.partial(examples, **lengths)  # other processes lack the class of `size`
-    workers = min(16, len(os.sched_getaffinity(0)))
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
-        found = zip(*pool.map(make, range(chunks)), strict=True)
+    if chunks == 1:  # a process takes longer to start
+        found = zip(make(0), strict=True)
+    else:
+        workers = min(16, len(os.sched_getaffinity(0)))
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
+            found = zip(*pool.map(make, range(chunks)), strict=True)
     tokens, labels = (np.concatenate(part) for part in found)
     at = [size.test_rows, size.test_rows + size.examples]
     (test, training, _), (test_labels, training_labels, _) = (
