@@ -65,10 +65,10 @@ def prepare(size, text):
     """Returns training and test examples; the first chunks are test examples."""
     chunks = -(-(size.examples + size.test_rows) // CHUNK)
     lengths = {"shortest": size.shortest, "longest": size.longest, "length": size.length}
-    make = functools.partial(examples, **lengths)  # other processes lack the class of `size`
     if chunks == 1:  # a process takes longer to start
-        found = zip(make(0), strict=True)
+        found = zip(examples(0, **lengths), strict=True)
     else:
+        make = functools.partial(examples, **lengths)  # other processes lack the class of `size`
         workers = min(16, len(os.sched_getaffinity(0)))
         context = multiprocessing.get_context("spawn")
         with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
