@@ -15,7 +15,11 @@ if keras.backend.backend() == "jax":
     import jax.numpy as _functions
 cos, sin, tanh = _functions.cos, _functions.sin, _functions.tanh
 # Of the framework, for decoding steps, which are never exported; see `log1p` below.
-framework_expm1, framework_log1p = _functions.expm1, _functions.log1p
+framework_expm1 = _functions.expm1
+
+
+def framework_softplus(x):
+    return ops.relu(x) + _functions.log1p(ops.exp(-ops.abs(x)))
 
 
 def state_or_zeros(initial_state, shape, dtype):

@@ -2,7 +2,7 @@
 
 from keras import ops
 
-from keras_recurrent.portable._common import framework_log1p, sum_dtype
+from keras_recurrent.portable._common import framework_softplus, sum_dtype
 from keras_recurrent.portable.causal_conv1d import causal_conv1d
 from keras_recurrent.portable.gated_linear_unit import gated_linear_unit
 from keras_recurrent.portable.lightning_step import lightning_step
@@ -42,8 +42,7 @@ def mamba2_step(
     bc, bc_window = convolve(bc, bc_kernel, bc_bias, bc_window)
     _, heads, keys, values = memory.shape
     x, bc = ops.reshape(x, (-1, heads, values)), ops.reshape(bc, (x.shape[0], -1, 2, keys))
-    dt = ops.cast(dt, dtype) + ops.cast(dt_bias, dtype)
-    dt = ops.relu(dt) + framework_log1p(ops.exp(-ops.abs(dt)))
+    dt = framework_softplus(ops.cast(dt, dtype) + ops.cast(dt_bias, dtype))
     log_decay = -dt * ops.exp(ops.cast(a_log, dtype))
     attention = bc[:, :, 1], bc[:, :, 0], x * dt[..., None], memory, log_decay
     o, _, memory = lightning_step(*attention, token_kind=token_kind)
