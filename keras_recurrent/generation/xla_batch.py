@@ -37,6 +37,7 @@ class XlaBatch(Batch):
     """Batch on JAX or TensorFlow. Arguments as in `Batch`."""
 
     _state: Any = None
+    _logits: Any = None  # of the next token, for a step with a grammar
 
     def __init__(self, model, programs, num_slots, keep, reads_tokens=False):
         is_exact, ahead = keep and reads_tokens, runs_ahead(model)
@@ -131,7 +132,7 @@ class XlaBatch(Batch):
         return process_new_tokens(self._programs, self._first, sequences)
 
     def close(self):
-        self._state = self._first = None
+        self._state = self._logits = self._first = None
         self._options_on_device.clear()
 
 
