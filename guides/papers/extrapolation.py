@@ -7,7 +7,7 @@ same seed train on the same sequences. A loss "at 512" is the mean over position
 import functools
 
 import numpy as np
-from runs import Panel, clear, octaves, read_text, spread, with_error, yes
+from runs import Panel, clear, mean_with_error, octaves, read_text, spread, yes
 from tasks import GLOBAL, LOCAL, RECURRENT, language_model
 from training import token_losses, train_on_text
 
@@ -82,7 +82,7 @@ def values(results, size, name, length, kind, place):
 
 def judge(name, change, rope):
     """Formats the verdict on the change of the loss from L to 4 L, compared with RoPE's."""
-    text = f"loss at 4 L minus loss at L {with_error(change)}"
+    text = f"loss at 4 L minus loss at L {mean_with_error(change)}"
     if name not in CLAIMS:
         return text
     claim, holds = CLAIMS[name]

@@ -15,7 +15,7 @@ import keras_hub
 import numpy as np
 from keras import ops
 from quickstart import load_documents
-from runs import Panel, beyond, machine, with_error, yes
+from runs import Panel, beyond, machine, mean_with_error, yes
 
 from benchmarks.timing import compile_forward, seconds
 from keras_recurrent.conversion import convert_to_gqa, uptraining
@@ -212,11 +212,11 @@ def learning(results, size, groups, regularized):
         curves[pooling] = dict(zip(shares.round(3).tolist(), found.T, strict=True))
         at[pooling] = functools.partial(bits, results, size, count, pooling, regularized)
     start, middle, end = (at["mean"](share) for share in (0, SHARE, LARGEST_SHARE))
-    gains = with_error(start - middle), with_error(middle - end)
+    gains = mean_with_error(start - middle), mean_with_error(middle - end)
     verdicts = {"mean": f"the first {SHARE} gain {gains[0]}, as many steps more {gains[1]}"}
     for worse, better in (("first", "mean"), ("random", "first")):
         gap = at[worse](SHARE) - at[better](SHARE)
-        verdicts[worse] = f"above {better} at {SHARE} by {with_error(gap)}: {yes(beyond(gap))}"
+        verdicts[worse] = f"above {better} at {SHARE} by {mean_with_error(gap)}: {yes(beyond(gap))}"
     title = f"{groups} groups{', regularized' if regularized else ''}"
     xlabel, ylabel = "fraction of the original steps", "bits per byte"
     return Panel(title, xlabel, ylabel, curves, verdicts, logarithmic=False)

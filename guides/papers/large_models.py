@@ -16,7 +16,7 @@ from typing import NamedTuple
 import keras
 import numpy as np
 from constant_speed import room
-from runs import clear, table, with_error, yes
+from runs import clear, mean_with_error, table, yes
 
 from benchmarks.decoding import prepare_baseline_call, prepare_call
 from benchmarks.models import make_model, transformers_llama
@@ -51,11 +51,11 @@ T5_XXL = {
 SMALL = {"num_key_value_heads": 4}
 
 
-def by_groups(preset, sizes, groups, rows):
+def models_with_groups(preset, sizes, groups, rows):
     return {f"{n} groups": (preset, {**sizes, "num_key_value_heads": n}, rows) for n in groups}
 
 
-def by_family(tnl, transformer, sizes, rows):
+def models_of_families(tnl, transformer, sizes, rows):
     others = dict.fromkeys(("Transformer", LLAMA), (transformer, sizes, rows[1]))
     return {"TNL": (tnl, {}, rows[0]), **others}
 
@@ -63,12 +63,12 @@ def by_family(tnl, transformer, sizes, rows):
 # {paper: (its miniature, its full size)}
 COMPARISONS = {
     "tnl": (
-        Comparison(by_family("tnl_tiny", "mqa_tiny", SMALL, (4, 2)), 16, 32, 4),
-        Comparison(by_family("tnl_7b", "mqa_7b", LLAMA_7B, (512, 64)), 512, 1024, 4096),
+        Comparison(models_of_families("tnl_tiny", "mqa_tiny", SMALL, (4, 2)), 16, 32, 4),
+        Comparison(models_of_families("tnl_7b", "mqa_7b", LLAMA_7B, (512, 64)), 512, 1024, 4096),
     ),
     "gqa": (
-        Comparison(by_groups("mqa_tiny", {}, (4, 2, 1), 8), 128, 32, 8),
-        Comparison(by_groups("mqa_7b", T5_XXL, (64, 8, 1), 32), 2048, 512, 32),
+        Comparison(models_with_groups("mqa_tiny", {}, (4, 2, 1), 8), 128, 32, 8),
+        Comparison(models_with_groups("mqa_7b", T5_XXL, (64, 8, 1), 32), 2048, 512, 32),
     ),
 }
 SIZES = {"large": (0, 1), "dtype": ("float32", "bfloat16")}
@@ -172,9 +172,9 @@ class Comparisons:
             whole, first = (self.values(name, f"seconds{s}") for s in ("", "_to_first_token"))
             batch = self.lines[name][0]["rows"]
             cells = (
-                with_error(self.speeds(name), 0),
-                with_error(whole / batch),
-                with_error(1000 * (whole - first) / (self.tokens - 1), 2),
+                mean_with_error(self.speeds(name), 0),
+                mean_with_error(whole / batch),
+                mean_with_error(1000 * (whole - first) / (self.tokens - 1), 2),
                 f"{self.values(name, 'peak_bytes').max() / 2**30:.1f}",
             )
             rows.append((name, f"{batch:,}", *cells))

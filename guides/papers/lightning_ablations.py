@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 from keras import ops
-from runs import deviations, read_text, spread, table, with_error
+from runs import deviations, mean_with_error, read_text, spread, table
 from training import token_losses, train_on_text
 
 from keras_recurrent.layers import LightningAttention, RMSNorm, SimpleRMSNorm
@@ -237,8 +237,8 @@ class Differences:
             loss = list(losses(self.results, self.size, name).values())
             found = differences(self.results, self.size, name)
             if len(found):
-                last = ("", "") if name == RELEASED else (with_error(found, 4), judge(found))
-                rows.append((name, with_error(loss, 4), *last, PAPER.get(name, "")))
+                last = ("", "") if name == RELEASED else (mean_with_error(found, 4), judge(found))
+                rows.append((name, mean_with_error(loss, 4), *last, PAPER.get(name, "")))
         return table(("variant", "loss, held out", "minus released", "", "the paper"), rows)
 
 

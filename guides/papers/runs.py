@@ -158,7 +158,7 @@ class Panel:
         rows = []
         for label, found in self.curves.items():
             values = [list(found.values())[-1] if self.last else found.get(x, ()) for x in places]
-            cells = [with_error(v, self.digits) if len(v) else "" for v in values]
+            cells = [mean_with_error(v, self.digits) if len(v) else "" for v in values]
             rows.append((label, *cells, self.verdicts.get(label, "")))
         names = ["at the end"] if self.last else [f"{x:,}" for x in places]
         return table((f"{self.title}: {self.ylabel} by {self.xlabel}", *names, ""), rows)
@@ -185,7 +185,7 @@ def beyond(differences):
     return np.mean(differences) > 2 * deviations(differences)
 
 
-def with_error(values, digits=3):
+def mean_with_error(values, digits=3):
     """Formats `mean ± standard deviation` over seeds, or the value of a single seed."""
     error = f" ± {deviations(values):.{digits}f}" if len(values) > 1 else ""
     return f"{np.mean(values):.{digits}f}{error}"

@@ -18,7 +18,7 @@ import zlib
 
 import keras
 import numpy as np
-from runs import Panel, clear, read_text, spread, table, text_batches, with_error, yes
+from runs import Panel, clear, mean_with_error, read_text, spread, table, text_batches, yes
 from training import adamw, results_of, token_losses, train
 
 from keras_recurrent.layers import LocalAttention
@@ -232,14 +232,14 @@ class Losses:
             line = lines[0]
             sizes = [f"{line[kind]:,}" for kind in ("parameters", "bytes")]
             flops = [f"{line[kind]:.3g}" for kind in ("flops", "flops_of_weights")]
-            loss = with_error([line["loss"] for line in lines], 4)
+            loss = mean_with_error([line["loss"] for line in lines], 4)
             rows.append((f"{name}, width {width}", *sizes, *flops, loss))
         header = ("", "weights", "bytes", "FLOPs", "of weights alone", "loss, nats per byte")
         several = {n: found for n, found in self.curves.items() if found and len(found[0][0]) > 1}
         laws = {name: power_law(found) for name, found in several.items()}
         said = (
-            f"- {name}: loss ~ FLOPs^{with_error(exponents)}, within 1 %: {yes(error < 0.01)}, "
-            f"{100 * error:.2f} %"
+            f"- {name}: loss ~ FLOPs^{mean_with_error(exponents)}, within 1 %: "
+            f"{yes(error < 0.01)}, {100 * error:.2f} %"
             for name, (exponents, error) in laws.items()
         )
         return table(header, rows) + "\n\n" + "\n".join(said)

@@ -6,7 +6,7 @@ the answer. Models with the same seed train on the same sequences.
 """
 
 import numpy as np
-from runs import Panel, deviations, octaves, with_error, yes
+from runs import Panel, deviations, mean_with_error, octaves, yes
 from synthetic.induction_heads import induction_heads
 from synthetic.selective_copying import selective_copying
 from tasks import GRIFFINS, final_shares, griffin, learn, right
@@ -99,7 +99,7 @@ def compare_speed(name, quick, transformer, most):
     text says so. Without results of the Transformer there is no comparison.
     """
     late, counted = None in quick, np.array([n or most for n in quick])
-    steps = with_error(counted, 0)
+    steps = mean_with_error(counted, 0)
     if late:
         steps += f" at least: {quick.count(None)} of {len(quick)} not within {most:,}"
     if name == "MQA":
@@ -110,7 +110,7 @@ def compare_speed(name, quick, transformer, most):
     sign = {(False, False): "", (True, False): "≥ ", (False, True): "≤ "}.get(
         (late, late_transformer)
     )
-    ratio = "-" if sign is None else sign + with_error(counted / others, 2)
+    ratio = "-" if sign is None else sign + mean_with_error(counted / others, 2)
     steps = f"90 % after {steps} steps, {ratio} of MQA's"
     gap = np.mean(counted) - np.mean(others)
     beyond = 2 * np.hypot(deviations(counted), deviations(others))

@@ -35,7 +35,7 @@ def train(models, optimizer, batches, logits=None, every=None, watch=None):
     for model, own in zip(models, optimizers, strict=True):
         exclude_from_weight_decay(own, model)
         own.build(model.trainable_variables)
-    start = _in_one_program if keras.config.backend() == "jax" else _by_keras
+    start = _compile_steps if keras.config.backend() == "jax" else _keras_steps
     step, finish = start(models, optimizers, logits)
     losses = []
     for batch in batches:
@@ -135,7 +135,7 @@ def language_model_logits(model, tokens):
     return model.backbone.token_embedding(hidden_states, reverse=True)
 
 
-def _in_one_program(models, optimizers, logits=None, side_by_side=None):
+def _compile_steps(models, optimizers, logits=None, side_by_side=None):
     import jax
 
     model, optimizer = models[0], optimizers[0]
@@ -185,7 +185,7 @@ def _in_one_program(models, optimizers, logits=None, side_by_side=None):
     return step, finish
 
 
-def _by_keras(models, optimizers, logits=None):
+def _keras_steps(models, optimizers, logits=None):
     for model, own in zip(models, optimizers, strict=True):
         if logits is None:
             model.compile(own, model.loss)

@@ -26,8 +26,8 @@ def test_runs_reads_windows_of_text_and_formats_tables(guide, tmp_path):
             runs.spread(held_out, *sizes)
     training, held_out = runs.read_text()
     assert len(held_out) / (len(training) + len(held_out)) == pytest.approx(0.15, abs=1e-4)
-    assert runs.with_error([1.0, 2.0, 3.0], 2) == "2.00 ± 1.00"
-    assert runs.with_error([1.0], 1) == "1.0"
+    assert runs.mean_with_error([1.0, 2.0, 3.0], 2) == "2.00 ± 1.00"
+    assert runs.mean_with_error([1.0], 1) == "1.0"
     assert np.isnan(runs.deviations([1.0]))  # one seed is beyond no other
     assert runs.table(("a", "b"), [(1, 2)]) == "| a | b |\n| --- | ---: |\n| 1 | 2 |"
     results = runs.Results(tmp_path / "folder" / "results.jsonl")
@@ -51,9 +51,9 @@ def test_runs_trains_several_models_as_keras_trains_one(guide):
     training = guide("training")
     rows = np.random.default_rng(0).integers(0, 7, (2, 2, 2, 6))  # steps, models, rows, tokens
     trainings = {
-        "by Keras": training._by_keras,
-        "in turns": functools.partial(training._in_one_program, side_by_side=False),
-        "side by side": functools.partial(training._in_one_program, side_by_side=True),
+        "by Keras": training._keras_steps,
+        "in turns": functools.partial(training._compile_steps, side_by_side=False),
+        "side by side": functools.partial(training._compile_steps, side_by_side=True),
     }
     found = {}
     for name, start in trainings.items():
