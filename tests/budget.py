@@ -1,8 +1,8 @@
-"""CPU seconds of each test file, child processes included, checked against `durations.json`.
+"""CPU seconds of the tests, child processes included, checked against `durations.json`.
 
-`--budget=check` fails the run if a file takes more than twice its entry (5 s without one) plus 10
-seconds: the first file that uses a program compiles it for others. If all tests ran, their sum must
-be at most 1.3 times its entry. `--budget=write` updates the entries of the files that ran.
+`--budget=check` fails a run of all tests if their sum is more than 1.3 times its entry, and names
+the files that grew most. A single file has no limit: the first one that uses a program compiles it
+for the others, and the order changes. `--budget=write` updates the entries of the files that ran.
 
 Nightly tests are not counted. A fixed computation, measured between tests, takes longer than its
 recorded time on a slower or busier machine; times are scaled down by that ratio. They are never
@@ -22,8 +22,8 @@ import pytest
 
 DURATIONS = pathlib.Path(__file__).with_name("durations.json")
 ALL = "all files"
-FACTOR, SLACK, NO_ENTRY = 2, 10, 5  # of a file; seconds
-FACTOR_OF_SUM = 1.3
+FACTOR = 1.3
+NO_ENTRY = 5  # seconds of a file; cheaper files have no entry
 PROBE_INTERVAL = 20  # seconds between two probes of a worker
 
 
@@ -45,16 +45,17 @@ def probe():
 
 
 def over_budget(seconds, entries):
-    """Messages for files over budget, of `{file: scaled CPU seconds}` and their sum, if given."""
-    limits = {file: FACTOR * entries.get(file, NO_ENTRY) + SLACK for file in seconds}
-    if ALL in seconds:
-        limits[ALL] = FACTOR_OF_SUM * entries[ALL]
-    return [
-        f"{file}: {value:.1f} CPU s, limit {limits[file]:.1f}: "
-        "make tests cheaper or nightly, or run `make durations`"
-        for file, value in sorted(seconds.items())
-        if value > limits[file]
-    ]
+    """A message if the sum of `{file: scaled CPU seconds}` is above its limit, else None."""
+    total, limit = sum(seconds.values()), FACTOR * entries[ALL]
+    if total <= limit:
+        return None
+    growth = collections.Counter(seconds)
+    growth.subtract({file: entries.get(file, NO_ENTRY) for file in seconds})
+    grown = ", ".join(f"{file} ({value:+.1f} s)" for file, value in growth.most_common(5))
+    return (
+        f"{total:.0f} CPU s, limit {limit:.0f}; most above their entries: {grown}. "
+        "Make tests cheaper or nightly, or run `make durations`"
+    )
 
 
 class Budget:
@@ -66,7 +67,7 @@ class Budget:
         self.is_controller = "PYTEST_XDIST_WORKER" not in os.environ
         self.probes, self.last_probe = [], time.monotonic()
         self.seconds = collections.Counter()  # file → CPU seconds
-        self.messages = []
+        self.message = None
         self.durations = json.loads(DURATIONS.read_text())  # {file: {backend: seconds}}
         rows = self.durations.items()
         self.entries = {file: row[self.backend] for file, row in rows if self.backend in row}
@@ -106,12 +107,12 @@ class Budget:
             if self.config.option.budget == "write":
                 self.write(measured, complete)
                 return
+            if not complete:
+                return
             scale = min(1, self.entries["probe"] / measured)
             seconds = {file: scale * value for file, value in self.seconds.items()}
-            if complete:
-                seconds[ALL] = sum(seconds.values())
-            self.messages = over_budget(seconds, self.entries)
-            if self.messages:
+            self.message = over_budget(seconds, self.entries)
+            if self.message:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def write(self, measured, complete):
@@ -138,5 +139,5 @@ class Budget:
         yield
         seconds = sum(self.seconds.values())
         terminalreporter.write_line(f"CPU seconds: {seconds:.0f} in tests (nightly excluded)")
-        for message in self.messages:
-            terminalreporter.write_line(f"over budget: {message}", red=True)
+        if self.message:
+            terminalreporter.write_line(f"over budget: {self.message}", red=True)
