@@ -67,7 +67,7 @@ class EngineClient:
     """Base class of engines: checks and tokenizes prompts, and makes the text of answers.
 
     `OpenRequests.deliver` makes the text of the new tokens of each step: in the generation thread
-    of an `Engine`, or in the event loop of a server whose engine runs in another process.
+    of an `Engine`, or in the event loop of a server.
 
     Args:
         link: the `Scheduler`, or a `RemoteLink` to that of another process. Its `emit` is
@@ -80,7 +80,7 @@ class EngineClient:
         self.preprocessor, self.limits, self._link = preprocessor, limits, link
         self._requests, self._message_ends = OpenRequests(), MessageEnds(preprocessor)
         link.emit = self._requests.deliver
-        self._pid, self._num_requests = os.getpid(), 0
+        self._pid, self._num_requests, self._loop = os.getpid(), 0, None
 
     @explains_options
     def submit(
@@ -201,6 +201,20 @@ class EngineClient:
             raise ValueError(f"`sampling` must be one `SamplingParams` or None; got {sampling!r}.")
         sampling.check_vocabulary(self.limits.vocabulary_size)
         return sampling, seed_sequence(sampling)
+
+    def deliver_in(self, loop):
+        """Makes an event loop deliver the results of requests that are submitted from now on."""
+        if self._loop is loop:
+            return
+        self._loop, deliver = loop, self._requests.deliver
+
+        def emit(results):
+            try:
+                loop.call_soon_threadsafe(deliver, results)
+            except RuntimeError:  # the event loop has ended
+                deliver(results)
+
+        self._link.emit = emit
 
     @property
     def is_closed(self):

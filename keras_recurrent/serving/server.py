@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import logging
 import pathlib
 import time
@@ -21,10 +20,10 @@ from keras_recurrent.chat.tools import calls_grammar, tool_format
 from keras_recurrent.generation.grammar import GrammarError, unsupported_reason
 from keras_recurrent.generation.text import text_of
 from keras_recurrent.serving.gate import Gate, shutting_down
-from keras_recurrent.serving.mailbox import Mailbox, RequestGroup
 from keras_recurrent.serving.metrics import Metrics
 from keras_recurrent.serving.protocol import ApiError, ChatBody, CompletionBody, value_error
 from keras_recurrent.serving.request import EngineClosed, EngineFull
+from keras_recurrent.serving.request_group import RequestGroup
 from keras_recurrent.serving.responses import ChatFormat, CompletionFormat, LogprobTexts
 
 log = logging.getLogger("keras_recurrent.serving")
@@ -58,11 +57,6 @@ class Service:
         # {id of a response: its `RequestGroup`, None before it is submitted}
         self.groups = {}
 
-    @functools.cached_property
-    def mailbox(self):
-        """The `Mailbox` of the event loop, which runs when a request arrives."""
-        return Mailbox(asyncio.get_running_loop())
-
     def check_model(self, name):
         if name != self.model_name:
             message = f"The model '{name}' does not exist; this server has '{self.model_name}'."
@@ -72,6 +66,7 @@ class Service:
         """Submits the prompts of a request and returns their `RequestGroup`."""
         if self.is_draining:  # since the body was read
             raise shutting_down()
+        self.engine.deliver_in(asyncio.get_running_loop())
         if body.grammar_field and self._grammar_unsupported_reason:
             reason = self._grammar_unsupported_reason
             message = f"For `response_format` and forced calls, the server {reason}."
@@ -83,7 +78,7 @@ class Service:
         except BaseException:
             del self.groups[form.id]
             raise
-        self.groups[form.id] = RequestGroup(requests, self.mailbox, self.metrics, body.stream)
+        self.groups[form.id] = RequestGroup(requests, self.metrics, body.stream)
         return self.groups[form.id]
 
     def _submit(self, body, form):

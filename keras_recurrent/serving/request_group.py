@@ -1,45 +1,15 @@
-"""Results of one HTTP request, which are passed to the event loop."""
+"""Results of one HTTP request, in the event loop."""
 
 import asyncio
-import collections
 import contextlib
 import time
 from typing import Any
 
 
-class Mailbox:
-    """Passes deltas from the thread that makes the text to `RequestGroup`s in the event loop.
-
-    One wake-up of the event loop passes all deltas that have arrived, because a wake-up for each
-    token would slow that thread down. In the HTTP process, both are the same thread.
-    """
-
-    def __init__(self, loop):
-        self._loop = loop
-        self._items = collections.deque()
-        self._is_scheduled = False
-
-    def put(self, group, *item):
-        """Calls `group.receive(*item)` in the event loop; may be called from any thread."""
-        self._items.append((group, item))
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            with contextlib.suppress(RuntimeError):  # the event loop has ended
-                self._loop.call_soon_threadsafe(self._deliver)
-
-    def _deliver(self):
-        self._is_scheduled = False  # first, so that items that arrive meanwhile are delivered
-        groups = {}
-        while self._items:
-            group, item = self._items.popleft()
-            group.receive(*item)
-            groups[group] = None
-        for group in groups:  # last, so that the deltas of a request are one event
-            group.flush()
-
-
 class RequestGroup:
     """Group of the engine's requests that answer one HTTP request, one for each prompt.
+
+    Its methods run in the event loop, which delivers the results of the engine.
 
     is_streamed: boolean. False: `events` only yields the ends of the requests.
 
@@ -55,7 +25,7 @@ class RequestGroup:
     is_writable: Any = None
     _error: Any = None
 
-    def __init__(self, requests, mailbox, metrics, is_streamed):
+    def __init__(self, requests, metrics, is_streamed):
         self._requests = requests
         self._metrics, self._is_streamed = metrics, is_streamed
         self._changed = {}  # {index of a request with new deltas: True if it has ended}
@@ -64,19 +34,16 @@ class RequestGroup:
         self._texts, self._logprobs = [""] * len(requests), [[] for _ in requests]  # not sent
         self._has_begun, self._num_sent = [False] * len(requests), [0] * len(requests)
         self.completions = [None] * len(requests)
-
-        def put(index, delta):
-            mailbox.put(self, index, delta, time.monotonic())
-
         for index, request in enumerate(requests):
-            request.set_listener(lambda delta, index=index: put(index, delta))
-            request.add_done_callback(lambda request, index=index: put(index, None))
+            request.set_listener(lambda delta, index=index: self._receive(index, delta))
+            request.add_done_callback(lambda request, index=index: self._receive(index, None))
 
-    def receive(self, index, delta, now):
+    def _receive(self, index, delta):
         """Records a delta, or None at the end of a request, also if the client has left."""
         if delta is None:
             self._metrics.end(self._requests[index])
         elif delta.token_ids:
+            now = time.monotonic()
             if self._times[index] is not None:
                 self._metrics.token_time(now - self._times[index], len(delta.token_ids))
             self._times[index] = now
@@ -86,9 +53,12 @@ class RequestGroup:
             # The first text shows whether the tokenizer dropped a space before it.
             self._has_begun[index] |= delta.text != ""
         if delta is None or self._is_streamed:
+            if not self._changed:  # after all deltas that have arrived, so that they are one event
+                with contextlib.suppress(RuntimeError):  # the event loop has ended
+                    asyncio.get_running_loop().call_soon(self._flush)
             self._changed[index] = delta is None
 
-    def flush(self):
+    def _flush(self):
         """Sends new text by `write`, or lets `events` yield it."""
         if self._is_waiting and self.write is not None and self.is_writable():
             for index in [index for index, is_done in self._changed.items() if not is_done]:
