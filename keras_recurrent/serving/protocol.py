@@ -5,6 +5,7 @@ import reprlib
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 import pydantic
+from starlette.responses import JSONResponse
 
 from keras_recurrent.chat import ROLES
 from keras_recurrent.chat.tools import check_tools
@@ -37,6 +38,10 @@ class ApiError(Exception):
         kind = "requests" if status == 429 else kind
         error = {"message": message[:MAX_ERROR], "type": kind, "param": param, "code": code}
         self.body = {"error": error}
+
+    def response(self):
+        """Returns the response with this error."""
+        return JSONResponse(self.body, self.status, self.headers)
 
 
 Count = pydantic.NonNegativeInt

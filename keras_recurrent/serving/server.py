@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from keras_recurrent.chat.tools import calls_grammar, tool_format
 from keras_recurrent.generation.grammar import GrammarError, unsupported_reason
 from keras_recurrent.generation.text import text_of
-from keras_recurrent.serving.gate import Gate, shutting_down
+from keras_recurrent.serving.gate import Gate, read_body, shutting_down
 from keras_recurrent.serving.metrics import Metrics
 from keras_recurrent.serving.protocol import ApiError, ChatBody, CompletionBody, value_error
 from keras_recurrent.serving.request import EngineClosed, EngineFull
@@ -42,8 +42,9 @@ PAGE_POLICY += "style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'
 class Service:
     """Engine, metrics and responses in progress of a server; arguments as in `create_app`."""
 
-    def __init__(self, engine, model_name, timeout):
+    def __init__(self, engine, model_name, api_key, max_body, timeout):
         self.engine, self.model_name, self.timeout = engine, model_name, timeout
+        self.api_key, self.max_body = api_key, max_body
         self.created = int(time.time())
         self.tokens = LogprobTexts(engine.preprocessor)
         self.metrics = Metrics(engine)
@@ -233,19 +234,19 @@ def _event(body):
     return b"data: %b\n\n" % to_json(body)
 
 
-async def _parse(request, body_type):
+async def _parse(service, request, body_type):
+    data = await read_body(request, service)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         message = "The header 'Content-Type' of the request must be 'application/json'."
         raise ApiError(415, message, "unsupported_media_type")
-    data = await request.body()
     if len(data) <= SMALL_BODY:
         return body_type.parse(data)
     return await run_in_threadpool(body_type.parse, data)
 
 
 async def _respond(service, request, body_type, form_type):
-    body = await _parse(request, body_type)
+    body = await _parse(service, request, body_type)
     service.check_model(body.model)
     form = form_type(body.model, service.tokens, bool(body.logprobs))
     group = await service.start(body, form)
@@ -280,29 +281,25 @@ def create_app(engine, model_name, *, api_key=None, max_body=MAX_BODY, timeout=6
         max_body: integer, maximum number of bytes in the body of a request.
         timeout: number of seconds after which a request ends with an error. None: no limit.
     """
-    service = Service(engine, model_name, timeout)
+    service = Service(engine, model_name, api_key, max_body, timeout)
     app = fastapi.FastAPI(openapi_url=None)
     app.state.service = service
-    app.add_middleware(Gate, service=service, api_key=api_key, max_body=max_body)
-
-    @app.exception_handler(ApiError)
-    async def _api(request, error):
-        return JSONResponse(error.body, error.status, error.headers)
+    router = fastapi.APIRouter(prefix="/v1", route_class=Gate)
 
     @app.exception_handler(HTTPException)
     async def _http(request, error):
         message = f"{error.detail}: {request.method} {request.url.path}"
-        return await _api(request, ApiError(error.status_code, message, headers=error.headers))
+        return ApiError(error.status_code, message, headers=error.headers).response()
 
     @app.exception_handler(Exception)
     async def _other(request, error):
-        return await _api(request, ApiError(500, INTERNAL_ERROR))
+        return ApiError(500, INTERNAL_ERROR).response()
 
-    @app.post("/v1/chat/completions")
+    @router.post("/chat/completions")
     async def _chat(request: fastapi.Request):
         return await _respond(service, request, ChatBody, ChatFormat)
 
-    @app.post("/v1/completions")
+    @router.post("/completions")
     async def _completions(request: fastapi.Request):
         return await _respond(service, request, CompletionBody, CompletionFormat)
 
@@ -310,14 +307,16 @@ def create_app(engine, model_name, *, api_key=None, max_body=MAX_BODY, timeout=6
         about = {"id": model_name, "object": "model", "created": service.created}
         return {**about, "owned_by": "keras_recurrent"}
 
-    @app.get("/v1/models")
+    @router.get("/models")
     async def _models():
         return {"object": "list", "data": [model()]}
 
-    @app.get("/v1/models/{name:path}")
+    @router.get("/models/{name:path}")
     async def _model(name: str):
         service.check_model(name)
         return model()
+
+    app.include_router(router)
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def _health():
