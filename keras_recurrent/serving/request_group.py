@@ -82,8 +82,10 @@ class RequestGroup:
     def prompt_logprobs(self, index):
         return self._requests[index].prompt_logprobs
 
-    def cancel(self):
-        """Cancels the requests that have not ended."""
+    def cancel(self, error=None):
+        """Cancels the requests that have not ended; an error is raised by `events` at once."""
+        self.write, self._error = None, error or self._error
+        self._wakes.set()
         for request, completion in zip(self._requests, self.completions, strict=True):
             if completion is None:
                 request.cancel()
@@ -99,7 +101,8 @@ class RequestGroup:
             request has ended, else None.
 
         Raises:
-            Exception: an error of `write`, or that with which the engine ended a request.
+            Exception: an error of `write` or `cancel`, or that with which the engine ended a
+                request.
         """
         while None in self.completions:
             self._is_waiting = True

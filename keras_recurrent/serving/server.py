@@ -118,20 +118,22 @@ class Service:
                 request.cancel()
             raise _api_error(error, body) from error
 
-    def end(self, form, group):
-        """Cancels what has not ended of a response."""
-        group.cancel()
-        self.groups.pop(form.id, None)
+    @contextlib.asynccontextmanager
+    async def open(self, form, group, receive):
+        """Cancels a group of requests at the end of its response, or if the client disconnects."""
+        watch = asyncio.ensure_future(_cancel_on_disconnect(receive, group))
+        try:
+            yield
+        finally:
+            watch.cancel()
+            group.cancel()
+            self.groups.pop(form.id, None)
 
     def check(self, completion):
-        """Raises an `ApiError` if a request ended without a whole answer."""
+        """Raises an `ApiError` if a request ended by its timeout."""
         if completion.finish_reason == "timeout":
             message = f"The request took more than {self.timeout:g} s."
             raise ApiError(504, message, "timeout")
-        if completion.finish_reason == "cancelled":
-            if self.is_draining:
-                raise shutting_down()
-            raise ApiError(499, "The client closed the connection.", "client_closed_request")
 
     async def drain(self, seconds, is_forced):
         """Refuses new requests, waits for those in progress, and cancels the rest."""
@@ -151,7 +153,7 @@ class Service:
             started |= set(self.groups)
         cancelled = sorted(self.groups)
         for group in filter(None, self.groups.values()):
-            group.cancel()
+            group.cancel(shutting_down())
         log.warning(
             "Shutdown: %d requests finished; %d cancelled%s",
             len(started) - len(cancelled),
@@ -197,11 +199,8 @@ class EventStream(StreamingResponse):
         if connection := scope.get("state", {}).get("connection"):
             group.is_writable = lambda: connection.takes_chunks
             group.write = lambda *new: connection.write_chunk(self._encode(*new))
-        try:
-            await super().__call__(scope, receive, send)
-        finally:  # also if the client disconnects before the first event
-            group.write = None
-            service.end(form, group)
+        async with service.open(form, group, receive):
+            await self.stream_response(send)
 
     def _encode(self, index, text, logprobs):
         """Returns an event with new text and log probabilities, or b""."""
@@ -252,23 +251,21 @@ async def _respond(service, request, body_type, form_type):
     group = await service.start(body, form)
     if body.stream:
         return EventStream(service, group, form, body)
-    watch = asyncio.ensure_future(_cancel_on_disconnect(request, group))
     try:
-        async for *_, completion in group.events():
-            service.check(completion)
+        async with service.open(form, group, request.receive):
+            async for *_, completion in group.events():
+                service.check(completion)
     except Exception as error:
         raise _failure(error, body, form) from None
-    finally:
-        watch.cancel()
-        service.end(form, group)
     answer = form.completion(group.completions, body.n)
     return JSONResponse(answer, headers={"x-request-id": form.id})
 
 
-async def _cancel_on_disconnect(request, group):
-    while (await request.receive())["type"] != "http.disconnect":
+async def _cancel_on_disconnect(receive, group):
+    while (await receive())["type"] != "http.disconnect":
         pass
-    group.cancel()
+    error = ApiError(499, "The client closed the connection.", "client_closed_request")
+    group.cancel(error)
 
 
 def create_app(engine, model_name, *, api_key=None, max_body=MAX_BODY, timeout=600):

@@ -38,9 +38,9 @@ BODY = {"model": "letters", "prompt": "a", "max_tokens": 100, "stream": True}
 
 
 @contextlib.contextmanager
-def stub_server():
+def stub_server(seconds=0.01):
     """Starts a server whose engine generates letters; yields its process, address and HTTP's id."""
-    command = [sys.executable, str(ROOT / "tests" / "serving" / "stub_engine.py"), "0.01"]
+    command = [sys.executable, str(ROOT / "tests" / "serving" / "stub_engine.py"), str(seconds)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         lines = iter(process.stderr.readline, "")
@@ -101,7 +101,8 @@ def test_sigterm_finishes_answers_and_both_processes():
 
 def test_second_ctrl_c_ends_both_processes_without_a_traceback():
     """A user who does not wait for running answers sees an error of the server's libraries."""
-    with stub_server() as (process, url, _), streamed(url) as events:
+    # No step ends before the HTTP process does.
+    with stub_server(seconds=2) as (process, url, _), streamed(url) as events:
         next(events)
         process.send_signal(signal.SIGINT)
         time.sleep(0.2)  # two signals at once may be delivered as one

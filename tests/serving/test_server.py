@@ -611,7 +611,8 @@ def test_stalled_connections_are_closed(small_model, monkeypatch):
         service = server.config.app.state.service
 
         async def send_forever(self):
-            while True:
+            _, group, *_ = self._arguments
+            while group._error is None:
                 yield "a" * 2**16
                 await asyncio.sleep(0)
 
