@@ -78,7 +78,7 @@ class EngineClient:
 
     def __init__(self, link, preprocessor, limits):
         self.preprocessor, self.limits, self._link = preprocessor, limits, link
-        self._requests, self._message_ends = OpenRequests(), MessageEnds(preprocessor)
+        self._requests, self._message_ends = OpenRequests(link), MessageEnds(preprocessor)
         link.emit = self._requests.deliver
         self._pid, self._num_requests, self._loop = os.getpid(), 0, None
 
@@ -270,6 +270,9 @@ class EngineClient:
 class OpenRequests:
     """Requests of an engine that have not ended, by number.
 
+    Args:
+        link: as in `EngineClient`.
+
     Attributes:
         lock: held while requests are added.
         is_closed: boolean, True after the last result of the engine.
@@ -277,8 +280,8 @@ class OpenRequests:
         thread: integer, the id of the thread that calls `deliver`, or None.
     """
 
-    def __init__(self):
-        self.lock, self.is_closed = threading.Lock(), False
+    def __init__(self, link):
+        self.lock, self.is_closed, self._link = threading.Lock(), False, link
         self.have_ended, self.thread = threading.Event(), None
         self._requests: dict[int, EngineRequest] = {}
 
@@ -306,8 +309,12 @@ class OpenRequests:
         if results is None:
             with self.lock:
                 self.is_closed = True
+            failure = self._link.error
             for request in list(self):
-                request._end(None, None, EngineClosed("The engine ended before the request."))
+                reason = "ended before the request" if failure is None else f"failed: {failure!r}"
+                error = EngineClosed(f"The engine {reason}")
+                error.__cause__ = failure
+                request._end(None, None, error)
             self._requests.clear()
             self.have_ended.set()
 

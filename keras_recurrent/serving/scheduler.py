@@ -15,7 +15,6 @@ from keras_recurrent.generation.sampling import Features, Logprobs
 from keras_recurrent.generation.sampling_params import TokenLogprobs, answer_seeds, token_logprobs
 from keras_recurrent.generation.sequence import Sequence
 from keras_recurrent.generation.text import MIN_TOKENS
-from keras_recurrent.serving.request import EngineClosed
 
 # While n requests are queued although slots are free, the bound on delays of steps is multiplied by
 # 1 + n // `WAITING_PER_FACTOR`, at most by `MAX_FACTOR`.
@@ -126,8 +125,6 @@ class Scheduler(DecodingLoop):
             with self.changed:
                 self.is_closed, self.error = True, error
             self._running_chunks = self._launched = None
-            for sequence in list(self._numbered.values()):
-                sequence.fail(error)
         finally:
             self._deliver()
             try:
@@ -399,13 +396,6 @@ class RequestSequence(Sequence):
         if count > len(self.token_ids) + 1:
             return None
         return np.append(self.prompt, np.array(self.token_ids[: count - 1], "int32"))
-
-    def fail(self, error):
-        """Ends the sequence because of an error in the engine."""
-        self.copies = []
-        self.error = EngineClosed(f"The engine failed: {error!r}")
-        self.error.__cause__ = error
-        self.end("error")
 
     def _notify(self):
         first, self._num_sent = self._num_sent, len(self.token_ids)
