@@ -47,42 +47,37 @@ class PrefixFiles:
         self._key = cache_key(model)
         content = json.dumps([dataclasses.asdict(self._key), max_length], sort_keys=True)
         self._model = hashlib.sha256(content.encode()).hexdigest()[:16]
-        self._sizes: collections.OrderedDict[str, int] = collections.OrderedDict()
-        self._nbytes, self._is_failing = 0, False
+        self._unreadable, self._is_failing = set(), False
         self._uses: queue.SimpleQueue = queue.SimpleQueue()
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="prefix-files", daemon=True)
         try:
             self._folder = os.fspath(folder)
             os.makedirs(self._folder, mode=0o700, exist_ok=True)  # files have tokens of users
-            self._scan()
+            remove_temporary_folders(self._folder)
+            names = os.listdir(self._folder)
         except (OSError, TypeError) as error:
             raise ValueError(
                 "`prefix_cache_dir` must be a directory that can be created and read; got "
                 f"{folder!r} ({error}). Pass another one, or change its permissions."
             ) from error
-
-    def _scan(self):
-        """Lists the files, the least recently used first."""
-        remove_temporary_folders(self._folder)
-        found, num_others = [], 0
-        with os.scandir(self._folder) as entries:
-            for entry in entries:
-                if NAME.fullmatch(entry.name):
-                    with contextlib.suppress(FileNotFoundError):  # deleted by another server
-                        stat = entry.stat()
-                        found.append((stat.st_mtime_ns, entry.name, stat.st_size))
-                num_others += entry.name.endswith(SUFFIX) and not self._is_own(entry.name)
-        for _, name, size in sorted(found):
-            self._sizes[name] = size
-            self._nbytes += size
-        if num_others:
+        if others := [n for n in names if n.endswith(SUFFIX) and not self._is_own(n)]:
             log.warning(
                 "%d files in %r are not used: they belong to other weights or another maximum "
                 "length, or are not prefix states.",
-                num_others,
+                len(others),
                 self._folder,
             )
+
+    def _list(self):
+        """Returns the time of use, name and size of each file, the least recently used first."""
+        found = []
+        with os.scandir(self._folder) as entries:
+            for entry in filter(lambda entry: NAME.fullmatch(entry.name), entries):
+                with contextlib.suppress(FileNotFoundError):  # deleted by another server
+                    stat = entry.stat()
+                    found.append((stat.st_mtime_ns, entry.name, stat.st_size))
+        return sorted(found)
 
     def _is_own(self, name):
         return name.startswith(self._model) and name.endswith(SUFFIX)
@@ -95,8 +90,8 @@ class PrefixFiles:
 
         Files that are damaged or belong to other models are left out with a warning.
         """
-        self._delete()
-        for name in filter(self._is_own, list(self._sizes)):
+        self._delete_oldest()
+        for name in [name for _, name, _ in self._list() if self._is_own(name)]:
             try:
                 cache = GenerationCache.load(self._path(name), model)
                 if cache.batch_size != 1 or cache.max_length != self._max_length:
@@ -105,7 +100,7 @@ class PrefixFiles:
                     )
             except Exception as error:
                 log.warning("A prefix state is not used, %s: %s", name, error)
-                self._nbytes -= self._sizes.pop(name)  # so that it may be written anew
+                self._unreadable.add(name)  # so that it may be written anew
                 continue
             digest = name.removeprefix(f"{self._model}-").removesuffix(SUFFIX)
             yield bytes.fromhex(digest), cache.token_ids[0][:-1], cache.state
@@ -137,12 +132,10 @@ class PrefixFiles:
 
     def _update(self, name):
         file = f"{self._model}-{name.hex()}{SUFFIX}"
-        if file in self._sizes:
-            self._sizes.move_to_end(file)
+        if file not in self._unreadable:
             with contextlib.suppress(FileNotFoundError):
                 self._set_time(file)
                 return
-            self._nbytes -= self._sizes.pop(file)
         prefix = self._find(name)
         if prefix is None:
             return
@@ -151,20 +144,21 @@ class PrefixFiles:
         cache = GenerationCache(prefix.state, [token_ids], self._max_length, self._key)
         cache.save(self._path(file))
         self._set_time(file)
-        self._sizes[file] = os.path.getsize(self._path(file))
-        self._nbytes += self._sizes[file]
-        self._delete()
+        self._unreadable.discard(file)
+        self._delete_oldest()
 
     def _set_time(self, file):
         now = time.time_ns()  # the time that the system would set may be that of a tick before
         os.utime(self._path(file), ns=(now, now))
 
-    def _delete(self):
-        while self._nbytes > self._max_bytes:
-            file, size = self._sizes.popitem(last=False)
-            self._nbytes -= size
-            with contextlib.suppress(OSError):
-                os.unlink(self._path(file))
+    def _delete_oldest(self):
+        files = self._list()
+        excess = sum(size for _, _, size in files) - self._max_bytes
+        for _, name, size in files:
+            if excess > 0:
+                excess -= size
+                with contextlib.suppress(OSError):
+                    os.unlink(self._path(name))
 
 
 class Prefix(NamedTuple):
