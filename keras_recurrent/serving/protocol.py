@@ -278,10 +278,11 @@ class ChatBody(SamplingBody):
         if self.tools not in (None, []):
             check_tools(self.tools)
         if self.forced_tools == []:
+            names = ", ".join(repr(tool["function"]["name"]) for tool in self.tools or ())
             raise ValueError(
                 '`tool_choice` must be "none", "auto", or, with `tools`, "required" or {"type": '
-                '"function", "function": {"name": the name of one of the tools}}; got '
-                f"{reprlib.repr(self.tool_choice)}."
+                f'"function", "function": {{"name": one of the tools, here {names or "none"}}}}}; '
+                f"got {reprlib.repr(self.tool_choice)}."
             )
         return self
 
@@ -343,11 +344,13 @@ def validation_error(errors):
 def value_error(error, body):
     """Returns the `ApiError` of a `ValueError`, whose message begins with the engine's argument."""
     prompt = "messages" if "messages" in type(body).model_fields else "prompt"
-    if isinstance(error, PromptTooLong):
-        message = _length_message(error, body)
-        return ApiError(400, message, "context_length_exceeded", param=prompt)
     message = str(error).replace("`max_new_tokens`", f"`{body.limit_name}`")
     message = message.replace("`grammar`", f"`{body.grammar_field}`")
+    if isinstance(error, PromptTooLong):
+        message = message.replace("`max_length` of the engine", "`--max-length` of the server")
+        if body.max_new_tokens is not None and getattr(body, body.limit_name) is None:
+            message += f" The default of `{body.limit_name}` is {body.max_new_tokens}."
+        return ApiError(400, message, "context_length_exceeded", param=prompt)
     name = re.match(r"`(\w+)`", message)
     param = name and name[1]
     if param in ("prompt", "messages"):
@@ -355,16 +358,3 @@ def value_error(error, body):
     elif param not in type(body).model_fields:
         param = None
     return ApiError(400, message, "invalid_value", param=param)
-
-
-def _length_message(error, body):
-    """Returns the message of a `PromptTooLong`, in words of the HTTP API."""
-    relation, remedy = "leaves no tokens for the answer within", ""
-    if body.max_new_tokens is not None:
-        default = ", the default" if getattr(body, body.limit_name) is None else ""
-        relation = f"and `{body.limit_name}` ({body.max_new_tokens}{default}) exceed"
-        remedy = f" or reduce `{body.limit_name}`"
-    return (
-        f"The prompt ({error.num_tokens} tokens) {relation} {error.max_length} tokens, the "
-        f"server's `--max-length`. Shorten the prompt{remedy}."
-    )

@@ -33,12 +33,14 @@ class PromptTooLong(ValueError):
     """Error of `Engine.submit` for a prompt that leaves too few tokens for the answer."""
 
     def __init__(self, num_tokens, max_new_tokens, max_length):
+        relation, remedy = "leaves no tokens for the answer within", ""
+        if max_new_tokens is not None:
+            relation = f"and `max_new_tokens` ({max_new_tokens}) exceed"
+            remedy = " or reduce `max_new_tokens`"
         super().__init__(
-            f"`max_length` of the engine is {max_length} tokens, including prompt and answer; got "
-            f"a prompt of {num_tokens} and {max_new_tokens or 'at least 1'} new. Shorten the "
-            "prompt, generate fewer tokens, or create the engine with a larger `max_length`."
+            f"The prompt ({num_tokens} tokens) {relation} {max_length} tokens, the `max_length` of "
+            f"the engine. Shorten the prompt{remedy}."
         )
-        self.num_tokens, self.max_length = num_tokens, max_length
 
 
 class Delta(NamedTuple):

@@ -391,7 +391,7 @@ def assert_error(response, status, param, words):
         ({"stream_options": {"x": 1}}, "x", "Unrecognized request"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "must be token ids"),
         ({"logit_bias": {"999": 1}}, "logit_bias", "vocabulary"),
-        ({"prompt": "a" * 1001}, "prompt", "(16, the default) exceed 1000 tokens"),
+        ({"prompt": "a" * 1001}, "prompt", "(16) exceed 1000 tokens"),
         ({"prompt": []}, "prompt", "at least one token"),
         ({"max_tokens": 0}, "max_tokens", "`max_tokens` must be"),
         ({"echo": True, "max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
@@ -404,7 +404,7 @@ def test_error_of_completions_names_the_parameter(server, fields, param, words):
 
 
 LIMIT = (
-    "(6 tokens) and `max_completion_tokens` (995) exceed 1000 tokens, the server's `--max-length`. "
+    "(6 tokens) and `max_completion_tokens` (995) exceed 1000 tokens, the `--max-length` of the "
 )
 TWO_TYPES = [*chat()["messages"], *chat([{"type": "image_url"}])["messages"]]
 

@@ -158,7 +158,7 @@ def test_marks_that_are_special_tokens_are_parsed(stream):
         ({"tool_choice": "maybe"}, "tool_choice", "got 'maybe'"),
         (
             {"tool_choice": {"type": "function", "function": {"name": "no"}}},
-            *("tool_choice", "of the tools}}; got {'function': {'name': 'no'}"),
+            *("tool_choice", "here 'weather', 'time'}}; got {'function': {'name': 'no'}"),
         ),
         (
             {
