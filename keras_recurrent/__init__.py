@@ -1,6 +1,7 @@
 """Gated linear recurrent layers and language models for Keras 3, on JAX, torch and TensorFlow."""
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
 from keras_recurrent.import_order import (
@@ -13,6 +14,9 @@ from keras_recurrent.import_order import (
 check_backend()
 check_import_order()
 warn_about_disabled_kernels()
+# An invalid option of the server is an error before Keras is imported, which takes seconds.
+if sys.argv[:1] == ["-m"] and "keras_recurrent.serving" in sys.orig_argv:
+    importlib.import_module("keras_recurrent.serving.options").parse_options()
 
 from keras_recurrent import (
     callbacks,

@@ -2,7 +2,9 @@
 
 import gc
 import logging
+import re
 import socket
+import subprocess
 import sys
 
 import pytest
@@ -11,6 +13,7 @@ pytest.importorskip("fastapi")
 
 from keras_recurrent.models import GriffinCausalLM
 from keras_recurrent.serving import __main__ as command
+from keras_recurrent.serving import options as options_module
 from keras_recurrent.serving import processes
 
 pytestmark = pytest.mark.once
@@ -33,21 +36,31 @@ def run(monkeypatch, *options):
         (["--port", "99999"], "--port: must be at least 0 and at most 65535; got 99999"),
         (["--timeout", "inf"], "--timeout: must be a finite number of at least 0; got inf"),
         (["--timeout", "nan"], "--timeout: must be a finite number of at least 0; got nan"),
-        (["--dtype", "float17"], "--dtype: invalid dtype_policy value: 'float17'"),
+        (["--dtype", "float17"], "--dtype: unknown dtype policy 'float17'"),
+        (["--tool-format", "xml"], "--tool-format: invalid choice: 'xml'"),
         (["--chat-template", "/missing"], "--chat-template: cannot be read: [Errno 2]"),
         (["--prefix-cache-dir", "a", "--prefix-cache-bytes", "0"], "above 0"),
         (["--model", "a"], "unrecognized arguments: --model a"),
         # A variable that was left empty by mistake must not turn the authentication off.
-        ([], f"{command.KEY_VARIABLE} must not be empty"),
+        ([], "KERAS_RECURRENT_API_KEY must not be empty"),
     ],
 )
 def test_invalid_option_is_an_error_before_the_model_is_loaded(
     monkeypatch, capsys, options, message
 ):
     """A user waits for minutes until an error names the wrong option."""
-    monkeypatch.setenv(command.KEY_VARIABLE, "secret" if options else " ")
+    monkeypatch.setenv("KERAS_RECURRENT_API_KEY", "secret" if options else " ")
     assert run(monkeypatch, *options) == 2
     assert message in capsys.readouterr().err
+
+
+def test_invalid_option_is_an_error_before_keras_is_imported():
+    """A user waits for ten seconds until an error names the wrong option."""
+    command = [sys.executable, "-X", "importtime", "-m", "keras_recurrent.serving", "--slots", "0"]
+    found = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    assert found.returncode == 2
+    assert "--slots: must be at least 1; got 0" in found.stderr
+    assert not re.search(r"\| +keras$", found.stderr, re.MULTILINE)
 
 
 def test_address_in_use_is_an_error_before_the_model_is_loaded(monkeypatch):
@@ -62,7 +75,8 @@ def test_address_in_use_is_an_error_before_the_model_is_loaded(monkeypatch):
 
 
 def test_missing_package_is_an_error_that_names_the_package(monkeypatch):
-    monkeypatch.setattr(command, "PACKAGES", (*command.PACKAGES, "missing_package"))
+    packages = *options_module.PACKAGES, "missing_package"
+    monkeypatch.setattr(options_module, "PACKAGES", packages)
     message = "The server requires the extra `serve`: pip install missing-package"
     assert run(monkeypatch) == message
 
