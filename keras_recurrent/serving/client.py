@@ -1,5 +1,6 @@
 """Submission of requests to an engine, and the text of its answers, without a framework."""
 
+import contextlib
 import functools
 import os
 import threading
@@ -42,8 +43,6 @@ from keras_recurrent.serving.request import (
 )
 
 MAX_LOGPROBS = 20  # of a token, as in OpenAI's API
-# A rendering longer than SLOW seconds pauses further ones for PAUSE seconds.
-SLOW, PAUSE = 0.5, 60.0
 
 
 class Limits(NamedTuple):
@@ -78,7 +77,7 @@ class EngineClient:
 
     def __init__(self, link, preprocessor, limits):
         self.preprocessor, self.limits, self._link = preprocessor, limits, link
-        self._requests, self._message_ends = OpenRequests(link), MessageEnds(preprocessor)
+        self._requests = OpenRequests(link)
         link.emit = self._requests.deliver
         self._pid, self._num_requests, self._loop = os.getpid(), 0, None
 
@@ -190,8 +189,9 @@ class EngineClient:
 
     def _saved_ends(self, messages, prompt, tokens, tools):
         """Returns the numbers of tokens of a prompt after which its state is saved."""
-        find = self._message_ends.find
-        ends = find(messages, prompt, tokens.tolist(), tools) if messages else ()
+        ends: tuple[int, ...] = ()
+        if messages:
+            ends = message_ends(self.preprocessor, messages, prompt, tokens.tolist(), tools)
         interval = self.limits.state_interval or len(tokens)
         return {*ends, *range(interval, len(tokens), interval)}
 
@@ -319,66 +319,47 @@ class OpenRequests:
             self.have_ended.set()
 
 
-class MessageEnds:
-    """Finds the ends of the messages that other prompts are likely to begin with.
+def message_ends(preprocessor, messages, prompt, tokens, tools=None):
+    """Returns the ends of the messages that other prompts are likely to begin with.
 
     There are two: the end of the messages that precede the first user message, such as the system
     message, and the end of the message before the last. An end within `MIN_TOKENS` of the previous
-    end is omitted.
+    end is omitted, as are ends at which the template rejects the messages.
+
+    Args:
+        preprocessor: the preprocessor, with a chat template.
+        messages, tools: as in `Engine.submit`.
+        prompt: the `ChatPrompt` of the messages and tools.
+        tokens: a list of the token ids of the prompt.
+
+    Returns:
+        A tuple of integers, the numbers of tokens up to these ends.
     """
-
-    def __init__(self, preprocessor):
-        self._preprocessor = preprocessor
-        self._resume = 0.0  # time before which nothing is rendered
-
-    def find(self, messages, prompt, tokens, tools=None):
-        """Returns the numbers of tokens up to these ends, a tuple.
-
-        Args:
-            messages, tools: as in `Engine.submit`.
-            prompt: the `ChatPrompt` of the messages and tools.
-            tokens: a list of the token ids of the prompt.
-        """
-        roles = [message["role"] for message in messages]
-        num_leading = roles.index("user") if "user" in roles else 0
-        ends = [0]
-        for count in sorted({num_leading, len(messages) - 1}):
-            text = self._render(messages[:count], tools) if count else None
-            end = 0 if text is None else self._find_end(text, prompt, tokens)
+    roles = [message["role"] for message in messages]
+    num_leading = roles.index("user") if "user" in roles else 0
+    ends = [0]
+    for count in sorted({num_leading, len(messages) - 1} - {0}):
+        with contextlib.suppress(ValueError, RuntimeError):  # the request must not fail
+            text = preprocessor.apply_chat_template(messages[:count], False, tools)
+            end = _find_end(preprocessor, text, prompt, tokens)
             if end - ends[-1] >= MIN_TOKENS:
                 ends.append(end)
-        return tuple(ends[1:])
+    return tuple(ends[1:])
 
-    def _render(self, messages, tools):
-        """Returns the text of the first messages, or None if the template rejects or delays them.
 
-        The whole prompt was rendered within the limits of a template. Rendering only the first
-        messages must not fail the request, or slow every request down.
-        """
-        begin = time.monotonic()
-        if begin < self._resume:
-            return None
-        try:
-            return self._preprocessor.apply_chat_template(messages, False, tools)
-        except (ValueError, RuntimeError):
-            return None
-        finally:
-            if time.monotonic() - begin > SLOW:
-                self._resume = time.monotonic() + PAUSE
+def _find_end(preprocessor, text, prompt, tokens):
+    """Returns the number of tokens of `text`, 0 if the prompt or its tokens begin differently.
 
-    def _find_end(self, text, prompt, tokens):
-        """Returns the number of tokens of `text`, 0 if the prompt or its tokens begin differently.
-
-        The text may be a long conversation. If the text after it is shorter, that text is tokenized
-        instead. Its tokens differ from those in the prompt if the tokenizer begins each text with a
-        space; then `text` is tokenized.
-        """
-        if not prompt.startswith(text):
-            return 0
-        tokenizer, rest = self._preprocessor.tokenizer, prompt[len(text) :]
-        if 0 < len(rest) < len(text):
-            ids = tokenize_prompt(tokenizer, rest)
-            if tokens[-len(ids) :] == ids:
-                return len(tokens) - len(ids)
-        (ids,) = tokenize_prompts(tokenizer, [text], self._preprocessor.add_start_token)
-        return len(ids) if tokens[: len(ids)] == ids else 0
+    The text may be a long conversation. If the text after it is shorter, that text is tokenized
+    instead. Its tokens differ from those in the prompt if the tokenizer begins each text with a
+    space; then `text` is tokenized.
+    """
+    if not prompt.startswith(text):
+        return 0
+    tokenizer, rest = preprocessor.tokenizer, prompt[len(text) :]
+    if 0 < len(rest) < len(text):
+        ids = tokenize_prompt(tokenizer, rest)
+        if tokens[-len(ids) :] == ids:
+            return len(tokens) - len(ids)
+    (ids,) = tokenize_prompts(tokenizer, [text], preprocessor.add_start_token)
+    return len(ids) if tokens[: len(ids)] == ids else 0

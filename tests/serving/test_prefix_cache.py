@@ -10,13 +10,11 @@ import keras
 import numpy as np
 import pytest
 
-from keras_recurrent.chat import rendering
 from keras_recurrent.chat.templates import tokenize_prompts
 from keras_recurrent.checks.dtypes import bytes_of
 from keras_recurrent.generation.cache import GenerationCache
 from keras_recurrent.models import GriffinCausalLMPreprocessor
-from keras_recurrent.serving import client
-from keras_recurrent.serving.client import MessageEnds
+from keras_recurrent.serving.client import message_ends
 from keras_recurrent.serving.prefix_cache import PrefixCache
 from keras_recurrent.tokenizers import ByteTokenizer
 from tests.models.tiny import tiny_causal_lm
@@ -166,7 +164,6 @@ def test_prefix_files_that_are_damaged_or_of_other_models_are_not_used(model, tm
 
 LINES = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 ANSWER = "{% if add_generation_prompt %}assistant:{% endif %}"
-ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 SYSTEM = {"role": "system", "content": "Answer in one sentence."}  # 33 tokens
 TURNS = [
     {"role": role, "content": f"{number}, then {number + 1}, and so on"}
@@ -209,7 +206,7 @@ def test_message_ends_are_found_with_few_renderings(template, messages, ends):
         calls.append(1) or render(*args, **kwargs)
     )
     expected = tuple(count_tokens(messages[:count]) for count in ends)
-    assert MessageEnds(preprocessor).find(messages, prompt, tokens) == expected
+    assert message_ends(preprocessor, messages, prompt, tokens) == expected
     assert len(calls) <= 2
 
 
@@ -220,19 +217,4 @@ def test_message_end_with_a_tokenizer_that_begins_texts_with_a_space():
     prompt, all_tokens = rendered(preprocessor, messages)
     prefix = preprocessor.apply_chat_template(messages[:1], add_generation_prompt=False)
     (tokens,) = tokenize_prompts(preprocessor.tokenizer, [prefix], preprocessor.add_start_token)
-    assert MessageEnds(preprocessor).find(messages, prompt, all_tokens) == (len(tokens),)
-
-
-def test_message_ends_of_a_slow_template_are_not_searched_again(monkeypatch):
-    """Each request waits for a template that loops forever without the last message."""
-    template = "{% if messages|length < 2 %}" + ENDLESS + "{% endif %}" + LINES
-    preprocessor = GriffinCausalLMPreprocessor(ByteTokenizer(), chat_template=template)
-    messages = [SYSTEM, TURNS[0]]
-    find, prompt = MessageEnds(preprocessor).find, rendered(preprocessor, messages)
-    monkeypatch.setattr(rendering, "MAX_SECONDS", 0.2)
-    monkeypatch.setattr(client, "SLOW", 0.1)
-    assert find(messages, *prompt) == ()
-    monkeypatch.setattr(rendering, "MAX_SECONDS", 60)
-    begin = time.monotonic()
-    assert find(messages, *prompt) == ()
-    assert time.monotonic() - begin < 0.1
+    assert message_ends(preprocessor, messages, prompt, all_tokens) == (len(tokens),)
