@@ -6,7 +6,6 @@ other one does.
 """
 
 import asyncio
-import collections
 import contextlib
 import gc
 import logging
@@ -41,18 +40,13 @@ class RemoteLink:
 
     def __init__(self, connection, stats):
         self.connection, self._stats = connection, stats
-        self._unsent: collections.deque[Any] = collections.deque()
         self._lock, self.is_closed, self.has_failed = threading.Lock(), False, False
 
     def send(self, name, *arguments, **options):
-        """Sends a call, in one message with those of other threads that wait for the lock."""
+        """Sends a call."""
         self.is_closed |= name == "close"
-        self._unsent.append((name, arguments, options))
-        with self._lock:
-            calls = [self._unsent.popleft() for _ in range(len(self._unsent))]
-            with contextlib.suppress(OSError):  # `attach` tells that the process has ended
-                if calls:
-                    self.connection.send(calls)
+        with self._lock, contextlib.suppress(OSError):  # `attach` tells that the process has ended
+            self.connection.send((name, arguments, options))
 
     def attach(self, loop, on_end):
         """Makes an event loop deliver results; calls `on_end()` after the last one."""
@@ -167,8 +161,8 @@ def run_scheduler(scheduler, connection):
     scheduler.emit = emit
     with contextlib.suppress(EOFError, OSError):
         while True:
-            for name, arguments, options in connection.recv():
-                scheduler.send(name, *arguments, **options)
+            name, arguments, options = connection.recv()
+            scheduler.send(name, *arguments, **options)
     has_failed = not scheduler.is_closed or scheduler.error is not None
     if has_failed:
         message = "The engine has failed" if scheduler.error else "The HTTP process has ended"
