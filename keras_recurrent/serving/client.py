@@ -50,16 +50,15 @@ class Limits(NamedTuple):
 
     Attributes:
         vocabulary_size: integer.
-        saves_states: boolean, True if `prefix_cache_bytes` is not 0.
-        state_interval: integer, interval, in prompt tokens, at which states are saved. 0: none.
+        state_interval: integer, interval, in prompt tokens, at which states are saved. 0: none
+            inside of prompts. None: `prefix_cache_bytes` is 0.
     """
 
     num_slots: int
     max_queued: int
     max_length: int
     vocabulary_size: int
-    saves_states: bool
-    state_interval: int
+    state_interval: int | None
 
 
 class EngineClient:
@@ -165,7 +164,7 @@ class EngineClient:
         options = {"deadline": None, "ends": (), "salt": cache_salt, "num_top": prompt_logprobs}
         if timeout is not None:
             options["deadline"] = time.monotonic() + min(timeout, threading.TIMEOUT_MAX)
-        if self.limits.saves_states:
+        if self.limits.state_interval is not None:
             options["ends"] = self._saved_ends(messages, prompt, tokens, tools)
         arguments = tokens, params, seed, remaining_tokens, stops
         with self._requests.lock:

@@ -109,8 +109,8 @@ class Engine(EngineClient):
         size = model.backbone.vocabulary_size
         # Chunks end at these positions anyway.
         interval = prefill_chunk * math.ceil(prefix_cache_interval / prefill_chunk)
-        saved = prefixes.is_enabled, interval
-        limits = Limits(num_slots, max_queued, max_length, size, *saved)
+        interval = interval if prefixes.is_enabled else None
+        limits = Limits(num_slots, max_queued, max_length, size, interval)
         super().__init__(self._scheduler, model.preprocessor, limits)
         # The thread holds no reference to the engine. When the engine is garbage-collected, the
         # thread finishes all requests and ends.

@@ -116,7 +116,11 @@ class Service:
         except BaseException as error:
             for request in requests:
                 request.cancel()
-            raise _api_error(error, body) from error
+            if isinstance(error, EngineClosed):
+                raise shutting_down() from error
+            if isinstance(error, ValueError):
+                raise value_error(error, body) from error
+            raise
 
     @contextlib.asynccontextmanager
     async def open(self, form, group, receive):
@@ -164,7 +168,10 @@ class Service:
 
 def _failure(error, body, form):
     """Returns the `ApiError` of an exception that ended a response; logs an unknown one."""
-    if isinstance(error, EngineClosed):
+    if isinstance(error, EngineFull):
+        message = "The server has too many requests. Send the request again later."
+        error = ApiError(429, message, "rate_limit_exceeded", headers={"retry-after": "1"})
+    elif isinstance(error, EngineClosed):
         message = "The engine has failed. Send the request to another replica, or again later."
         error = ApiError(503, message, "engine_failed", headers={"retry-after": "5"})
     elif isinstance(error, GrammarError):
@@ -174,16 +181,6 @@ def _failure(error, body, form):
         error = ApiError(500, INTERNAL_ERROR)
     error.headers["x-request-id"] = form.id
     return error
-
-
-def _api_error(error, body):
-    """Returns the exception to raise for an exception of `Engine.submit`."""
-    if isinstance(error, EngineFull):
-        message = "The server has too many requests. Send the request again later."
-        return ApiError(429, message, "rate_limit_exceeded", headers={"retry-after": "1"})
-    if isinstance(error, EngineClosed):
-        return shutting_down()
-    return value_error(error, body) if isinstance(error, ValueError) else error
 
 
 class EventStream(StreamingResponse):
@@ -248,10 +245,10 @@ async def _respond(service, request, body_type, form_type):
     body = await _parse(service, request, body_type)
     service.check_model(body.model)
     form = form_type(body.model, service.tokens, bool(body.logprobs))
-    group = await service.start(body, form)
-    if body.stream:
-        return EventStream(service, group, form, body)
     try:
+        group = await service.start(body, form)
+        if body.stream:
+            return EventStream(service, group, form, body)
         async with service.open(form, group, request.receive):
             async for *_, completion in group.events():
                 service.check(completion)

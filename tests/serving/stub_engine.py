@@ -78,7 +78,7 @@ def main():
         engine = SimpleNamespace(
             _scheduler=scheduler,
             preprocessor=PlainPreprocessor(PlainByteTokenizer(), True, None, ()),
-            limits=Limits(**LIMITS, saves_states=False, state_interval=0),
+            limits=Limits(**LIMITS, state_interval=None),
             close=lambda: None,
         )
         threading.Thread(target=scheduler.run, daemon=True).start()

@@ -38,7 +38,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 MODEL = {"model": "tiny"}
 GREEDY = {"temperature": 0, "logit_bias": {"2": -100}}  # without the end token
 LONG = {**GREEDY, "max_tokens": 900}
-LIMITS = Limits(1, 0, max_length=9, vocabulary_size=9, saves_states=False, state_interval=0)
+LIMITS = Limits(1, 0, max_length=9, vocabulary_size=9, state_interval=None)
 DEEP = functools.reduce(lambda value, _: [value], range(300), 1)
 NUMBERED = {str(number): {} for number in range(20_000)}
 

@@ -81,7 +81,7 @@ class Script:
 def serve(preprocessor, token_ids):
     """Returns a context manager of a server with scripted answers, and the `Script`."""
     script = Script([*map(int, token_ids)])
-    limits = Limits(4, 100, 4000, 2000, saves_states=False, state_interval=0)
+    limits = Limits(4, 100, 4000, 2000, state_interval=None)
     return running(EngineClient(script, preprocessor, limits)), script
 
 
