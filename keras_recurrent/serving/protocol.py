@@ -15,9 +15,8 @@ from keras_recurrent.serving.request import PromptTooLong
 
 MAX_PROMPTS, MAX_MESSAGES, MAX_PARTS, MAX_BIASES = 2048, 4096, 1024, 1024
 MAX_ERROR = 1000  # characters of an error, which may quote the request
-SEEDS = 2**64  # OpenAI's seeds are signed
 # Fields of `SamplingParams` that requests have in another form, or not at all.
-CONVERTED = {"grammar", "logit_bias", "logprobs", "min_new_tokens", "seed"}
+CONVERTED = {"grammar", "logprobs", "min_new_tokens"}
 
 
 class ApiError(Exception):
@@ -45,6 +44,7 @@ class ApiError(Exception):
 
 
 Count = pydantic.NonNegativeInt
+Seed = Annotated[int, pydantic.AfterValidator(lambda seed: seed % 2**64)]  # OpenAI's are signed
 Role = Literal[ROLES]  # type: ignore[valid-type]
 StopString = Annotated[str, pydantic.Field(max_length=MAX_LENGTH)]
 
@@ -117,8 +117,8 @@ class SamplingBody(OptionsBody):
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
     stop: StopString | Annotated[list[StopString], limited(MAX_STRINGS)] | None = None
-    seed: int | None = None
-    logit_bias: Annotated[dict[str, float], limited(MAX_BIASES)] | None = None
+    seed: Seed | None = None
+    logit_bias: Annotated[dict[Count, float], limited(MAX_BIASES)] | None = None
     # OpenAI's API has it only in `/v1/chat/completions`, vLLM in both.
     response_format: ResponseFormat | None = None
     # As in vLLM: only requests with the same text share prefix states.
@@ -140,13 +140,6 @@ class SamplingBody(OptionsBody):
             errors = error.errors(include_url=False)
             raise validation_error(errors) from None
 
-    @pydantic.field_validator("logit_bias")
-    @classmethod
-    def _check_logit_bias(cls, bias):
-        if not all(re.fullmatch(r"[0-9]{1,9}", token) for token in bias or ()):
-            raise ValueError("keys must be token ids")
-        return bias
-
     @property
     def grammar_field(self):
         """Name of the field that restricts the text, or None."""
@@ -165,12 +158,7 @@ class SamplingBody(OptionsBody):
         values = {name: getattr(self, name) for name in OPTIONS}
         values["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
         values["grammar"] = self.response_format and self.response_format.grammar
-        options: dict[str, Any] = {k: value for k, value in values.items() if value is not None}
-        if self.logit_bias:
-            options["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
-        if self.seed is not None:
-            options["seed"] = self.seed % SEEDS
-        return SamplingParams(**options)
+        return SamplingParams(**{k: value for k, value in values.items() if value is not None})
 
 
 class CompletionBody(SamplingBody):
@@ -214,15 +202,8 @@ class CompletionBody(SamplingBody):
 
 
 class TextPart(Body):
-    type: str
+    type: Literal["text"]
     text: str
-
-    @pydantic.field_validator("type")
-    @classmethod
-    def _check_type(cls, type):
-        if type != "text":
-            raise ValueError("only text parts are supported")
-        return type
 
 
 class Message(Body):

@@ -389,7 +389,7 @@ def assert_error(response, status, param, words):
         ({"prompt": [""] * 2049}, "prompt", "at most 2048 items"),
         ({"cache_salt": ""}, "cache_salt", "at least 1 character"),
         ({"stream_options": {"x": 1}}, "x", "Unrecognized request"),
-        ({"logit_bias": {"a": 1}}, "logit_bias", "must be token ids"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "should be a valid integer"),
         ({"logit_bias": {"999": 1}}, "logit_bias", "vocabulary"),
         ({"prompt": "a" * 1001}, "prompt", "(16) exceed 1000 tokens"),
         ({"prompt": []}, "prompt", "at least one token"),
@@ -418,7 +418,7 @@ TWO_TYPES = [*chat()["messages"], *chat([{"type": "image_url"}])["messages"]]
         (
             {"messages": TWO_TYPES},
             "messages[1]",
-            ": only text parts are supported; got 'image_url'.",
+            ": Input should be 'text'; got 'image_url'.",
         ),
         ({"functions": [{"name": "f"}]}, "functions", "not supported by this server"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "must have the schema"),
