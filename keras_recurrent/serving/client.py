@@ -180,7 +180,7 @@ class EngineClient:
             for number, text in enumerate(texts, first):
                 stop = functools.partial(send, "stop", number)
                 request = EngineRequest(len(tokens), text, stop)
-                self._requests.add(number, request)
+                self._requests[number] = request
                 requests.append(request)
             self._num_requests += params.n
             send("submit", first, *arguments, **options)
@@ -254,7 +254,7 @@ class EngineClient:
             A list of the `EngineRequest`s that had not ended, each with its `finish_reason`.
         """
         self._link.send("close")
-        requests, have_ended = list(self._requests), self._requests.have_ended
+        requests, have_ended = list(self._requests.values()), self._requests.have_ended
         may_wait = threading.get_ident() != self._requests.thread
         if wait is not True:
             if may_wait:
@@ -266,7 +266,7 @@ class EngineClient:
         return requests
 
 
-class OpenRequests:
+class OpenRequests(dict[int, EngineRequest]):
     """Requests of an engine that have not ended, by number.
 
     Args:
@@ -280,19 +280,9 @@ class OpenRequests:
     """
 
     def __init__(self, link):
+        super().__init__()
         self.lock, self.is_closed, self._link = threading.Lock(), False, link
         self.have_ended, self.thread = threading.Event(), None
-        self._requests: dict[int, EngineRequest] = {}
-
-    def __len__(self):
-        return len(self._requests)
-
-    def __iter__(self):
-        with self.lock:
-            return iter(list(self._requests.values()))
-
-    def add(self, number, request):
-        self._requests[number] = request
 
     def deliver(self, results):
         """Passes results of an engine, a list of tuples, to their requests.
@@ -301,20 +291,20 @@ class OpenRequests:
         """
         self.thread = threading.get_ident()
         for number, *result in results or ():
-            request = self._requests.get(number)
+            request = self.get(number)
             if request is not None and (end := request._receive(*result)):
-                del self._requests[number]
+                del self[number]
                 request._end(*end)
         if results is None:
             with self.lock:
                 self.is_closed = True
             failure = self._link.error
-            for request in list(self):
+            for request in list(self.values()):
                 reason = "ended before the request" if failure is None else f"failed: {failure!r}"
                 error = EngineClosed(f"The engine {reason}")
                 error.__cause__ = failure
                 request._end(None, None, error)
-            self._requests.clear()
+            self.clear()
             self.have_ended.set()
 
 

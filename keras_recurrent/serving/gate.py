@@ -27,7 +27,7 @@ class Gate(APIRoute):
                 response = error.response()
             except ClientDisconnect:
                 response = Response(status_code=499)
-            service.metrics.response(response.status_code)
+            service.metrics.responses.labels(response.status_code).inc()
             return response
 
         return check_and_handle

@@ -29,7 +29,7 @@ class Metrics:
         self._engine, self._before = engine, engine.stats()
         self._registry = prometheus_client.CollectorRegistry()
         self._registry.register(self)
-        self._responses = prometheus_client.Counter(
+        self.responses = prometheus_client.Counter(
             f"{PREFIX}responses", "HTTP responses of /v1", ["status"], registry=self._registry
         )
         self._ends = prometheus_client.Counter(
@@ -56,10 +56,6 @@ class Metrics:
         for key, (name, description) in COUNTERS.items():
             value = stats[key] - self._before[key]  # since the server started
             yield CounterMetricFamily(PREFIX + name, description, value=value)
-
-    def response(self, status):
-        """Counts an HTTP response."""
-        self._responses.labels(str(status)).inc()
 
     def end(self, request):
         """Records the end of an `EngineRequest`; the reason is "error" if the engine failed."""
