@@ -1,7 +1,6 @@
 """Backup of training runs, which resume bit-identically."""
 
 import contextlib
-import io
 import json
 import os
 import zipfile
@@ -388,8 +387,7 @@ class Backup:
     def arrays(self, part):
         """Yields the arrays of a part as NumPy arrays."""
         for i, (_, dtype) in enumerate(self.content["variables"][part]):
-            array = self._array(part, i)
-            yield array if array.dtype.name == dtype else _view_as(array, dtype)
+            yield self._array(part, i).view(dtype)  # Keras registers the dtypes of ml_dtypes
 
     def assign_generators(self):
         """Sets torch's generators to the states in the file."""
@@ -404,8 +402,8 @@ class Backup:
             torch.cuda.set_rng_state(state, device)
 
     def _array(self, part, i):
-        data = io.BytesIO(self._archive.read(f"{part}/{i}"))
-        return np.lib.format.read_array(data, allow_pickle=False)
+        with self._archive.open(f"{part}/{i}") as entry:
+            return np.lib.format.read_array(entry, allow_pickle=False)
 
 
 def _describe_variable(variable):
@@ -416,9 +414,3 @@ def _describe_variable(variable):
 def _to_integers(array):
     """Views bfloat16 and 8-bit floats, which NumPy's files cannot hold, as integers."""
     return array.view(f"u{array.itemsize}") if array.dtype.kind == "V" else array
-
-
-def _view_as(array, dtype):
-    import ml_dtypes
-
-    return array.view(getattr(ml_dtypes, dtype))
