@@ -94,10 +94,6 @@ class PrefixFiles:
         for name in [name for _, name, _ in self._list() if self._is_own(name)]:
             try:
                 cache = GenerationCache.load(self._path(name), model)
-                if cache.batch_size != 1 or cache.max_length != self._max_length:
-                    raise ValueError(
-                        "its batch size is not 1, or its maximum length is not that of this engine"
-                    )
             except Exception as error:
                 log.warning("A prefix state is not used, %s: %s", name, error)
                 self._unreadable.add(name)  # so that it may be written anew
