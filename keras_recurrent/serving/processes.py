@@ -45,27 +45,19 @@ class RemoteLink:
     def send(self, name, *arguments, **options):
         """Sends a call."""
         self.is_closed |= name == "close"
-        with self._lock, contextlib.suppress(OSError):  # `attach` tells that the process has ended
+        with self._lock, contextlib.suppress(OSError):  # `read` tells that the process has ended
             self.connection.send((name, arguments, options))
 
-    def attach(self, loop, on_end):
-        """Makes an event loop deliver results; calls `on_end()` after the last one."""
-
-        def read():
-            while self.connection.poll():  # all that have arrived, so that they are sent together
-                message = None
-                with contextlib.suppress(EOFError, OSError):
-                    message = self.connection.recv()
-                if message is None:
-                    self.has_failed = not self.is_closed
-                    loop.remove_reader(self.connection)
-                    self.emit(None)
-                    on_end()
-                    return
-                self._stats, results = message
-                self.emit(results)
-
-        loop.add_reader(self.connection, read)
+    def read(self):
+        """Delivers all results that have arrived; returns False after the last one."""
+        results: Any = ()
+        while results is not None and self.connection.poll():
+            results = None
+            with contextlib.suppress(EOFError, OSError):
+                self._stats, results = self.connection.recv()
+            self.emit(results)
+        self.has_failed = results is None and not self.is_closed
+        return results is not None
 
     def stats(self):
         return self._stats
@@ -152,10 +144,9 @@ def run_scheduler(scheduler, connection):
     emit_end = scheduler.emit
 
     def emit(results):
-        is_last = results is None
         with contextlib.suppress(OSError):  # the other side has ended
-            connection.send(None if is_last else (scheduler.stats(), results))
-        if is_last:
+            connection.send((scheduler.stats(), results))
+        if results is None:
             emit_end(None)
 
     scheduler.emit = emit
@@ -184,14 +175,17 @@ def load_preprocessor(preset, attributes):
 def run_server(server, link):
     """Runs a `Server` until its shutdown or the end of the engine process of a `RemoteLink`."""
 
-    def end():
-        if link.has_failed:
-            log.error("The engine process has ended")
-        server.should_exit = True
+    def read():
+        if not link.read():
+            loop.remove_reader(link.connection)
+            server.should_exit = True
 
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        link.attach(runner.get_loop(), end)
+        loop = runner.get_loop()
+        loop.add_reader(link.connection, read)
         runner.run(server.serve())
+    if link.has_failed:
+        log.error("The engine process has ended")
 
 
 def serve_http(listener, connection):

@@ -731,7 +731,7 @@ def test_messages_that_have_arrived_are_read_together():
         loop.call_soon(lambda: counts.append(len(found)))
 
     request.set_listener(record)
-    link.attach(loop, lambda: loop.call_soon(loop.stop))
+    loop.add_reader(ours, lambda: link.read() or loop.call_soon(loop.stop))
     loop.call_later(20, loop.stop)
     theirs.close()
     loop.run_forever()
