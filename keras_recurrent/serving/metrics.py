@@ -41,7 +41,7 @@ class Metrics:
             buckets=SECONDS,
             registry=self._registry,
         )
-        self._between = prometheus_client.Histogram(
+        self.token_seconds = prometheus_client.Histogram(
             f"{PREFIX}inter_token_seconds",
             "Time between tokens of a request",
             buckets=TOKEN_SECONDS,
@@ -63,10 +63,6 @@ class Metrics:
         self._ends.labels(reason).inc()
         if reason != "error" and (seconds := request.result().time_to_first_token) is not None:
             self._first.observe(seconds)
-
-    def token_time(self, seconds, num_tokens):
-        """Records the time of `num_tokens` tokens after the last ones of a request."""
-        self._between.observe(seconds / num_tokens)
 
     def text(self):
         """Returns the metrics in the text format."""

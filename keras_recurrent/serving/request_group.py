@@ -45,7 +45,8 @@ class RequestGroup:
         elif delta.token_ids:
             now = time.monotonic()
             if self._times[index] is not None:
-                self._metrics.token_time(now - self._times[index], len(delta.token_ids))
+                seconds = now - self._times[index]
+                self._metrics.token_seconds.observe(seconds / len(delta.token_ids))
             self._times[index] = now
         if delta is not None and self._is_streamed:
             self._texts[index] += delta.text or ""
