@@ -1,8 +1,8 @@
-"""Short run of the random clients of `tests.serving.soak`."""
+"""Short run of the random clients of `benchmarks.soak`."""
 
 import pytest
 
-from tests.serving import soak
+from benchmarks import soak
 
 pytestmark = [pytest.mark.once, pytest.mark.nightly]
 
