@@ -107,6 +107,7 @@ def test_cache_is_not_changed_by_calls_that_continue_it(model):
     assert continue_cache(model, caches[4][0], 6)[0] == expected[4:]
 
 
+@two_families
 def test_select_repeat_and_join_keep_the_states_of_sequences(model):
     """A sequence of the new cache has the tokens or the state of another one."""
     prompts = random_prompts()
@@ -157,6 +158,7 @@ def test_prefill_in_chunks_matches_single_prompts(family, monkeypatch):
 
 
 @pytest.mark.once
+@two_families
 def test_cache_without_space_for_tokens_raises(model):
     """A KV cache drops its first tokens, or an error does not name the sequence."""
     prompts = random_prompts()

@@ -16,7 +16,8 @@ from tests.generation.test_cache import (
     prefill,
 )
 from tests.generation.tokens import pad, random_prompts, to_arrays
-from tests.models.tiny import shared_by_families, tiny_causal_lm
+from tests.models import tiny
+from tests.models.tiny import tiny_causal_lm
 
 safetensors = pytest.importorskip("safetensors.numpy")
 FAMILY = "griffin"
@@ -38,8 +39,13 @@ def cache(model):
     return prefill(model, random_prompts())
 
 
-@shared_by_families
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.once)])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *((family, "float32") for family in tiny.SHARED),
+        pytest.param("griffin", "bfloat16", marks=pytest.mark.once),
+    ],
+)
 def test_loaded_cache_is_bit_identical(family, dtype, tmp_path):
     """A file drops a part of a state, or rounds it."""
     model, path = make_model(family=family, dtype=dtype), tmp_path / "folder" / "cache.safetensors"
@@ -50,7 +56,6 @@ def test_loaded_cache_is_bit_identical(family, dtype, tmp_path):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a, b)
     assert repr(loaded) == repr(cache)
-    assert continue_cache(model, loaded, 6) == continue_cache(model, cache, 6)
 
 
 @pytest.mark.once

@@ -48,8 +48,10 @@ def make_model(sampler="greedy", family="hgrn2", jit_compile="auto", **options):
     return model
 
 
-def make_captured_and_traced(sampler="greedy", **options):
-    return [make_model(sampler, jit_compile=mode, **options) for mode in ("auto", False)]
+@pytest.fixture(scope="module")
+def traced():
+    """The model whose steps are traced, but not captured."""
+    return make_model(jit_compile=False)
 
 
 def assert_logprobs_close(found, expected, atol):
@@ -58,10 +60,17 @@ def assert_logprobs_close(found, expected, atol):
 
 
 @pytest.mark.parametrize(
-    ("family", "sampler"), [*((family, "greedy") for family in FAMILIES), ("hgrn2", "beam")]
+    ("family", "sampler"),
+    [
+        *(("griffin", "greedy"), ("hgrn2", "greedy"), ("hgrn2", "beam")),
+        *(
+            pytest.param(family, "greedy", marks=pytest.mark.nightly)
+            for family in [*FAMILIES][2:]  # a replay copies the states of any model
+        ),
+    ],
 )
 def test_cuda_graph_generates_tokens_of_traced_step(family, sampler):
-    model, traced = make_captured_and_traced(sampler, family=family)
+    model, traced = (make_model(sampler, family, mode) for mode in ("auto", False))
     found = [generate(model, LENGTHS, TOTAL)["token_ids"] for _ in range(3)]
     assert which_generation(model)[:2] == ("cuda_graph", {})
     expected = generate(traced, LENGTHS, TOTAL)["token_ids"]
@@ -70,9 +79,9 @@ def test_cuda_graph_generates_tokens_of_traced_step(family, sampler):
         np.testing.assert_array_equal(rows, expected)
 
 
-def test_step_after_the_end_of_a_sequence_with_other_options_is_not_captured_again():
+def test_step_after_the_end_of_a_sequence_with_other_options_is_not_captured_again(traced):
     """Another capture, in the middle of a call, computes a token twice."""
-    model, traced = make_captured_and_traced()
+    model = make_model()
     sampling = [SamplingParams(temperature=0, logprobs=n) for n in (1, 8)]
     options = {"sampling": sampling, "max_new_tokens": 20}
     whole = generate(traced, LENGTHS, 9, **options).token_ids
@@ -86,9 +95,9 @@ def test_step_after_the_end_of_a_sequence_with_other_options_is_not_captured_aga
 
 
 @pytest.mark.parametrize("return_cache", [False, True])
-def test_cuda_graph_with_all_options_matches_traced_step(return_cache):
+def test_cuda_graph_with_all_options_matches_traced_step(return_cache, traced):
     """Buffers of a graph that an earlier call has used keep its values."""
-    model, traced = make_captured_and_traced()
+    model = make_model()
     for seed in (1, 2):
         sampling = [SamplingParams(**{**OPTIONS, "seed": s}) for s in (seed, 9)]
         options = {"stop_token_ids": (1,), "sampling": sampling, "return_cache": return_cache}
@@ -131,7 +140,8 @@ def test_garbage_collection_of_a_graph_does_not_end_a_capture(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, "float32") for name in CHANGES), ("trained", "mixed_bfloat16")]
+    ("name", "dtype"),
+    [("LoRA", "float32"), ("quantized", "float32"), ("trained", "mixed_bfloat16")],
 )
 def test_cuda_graph_after_a_change_of_weights_uses_the_new_ones(name, dtype):
     model = make_model(dtype=dtype)
@@ -172,13 +182,13 @@ def test_decoder_whose_call_raised_an_exception_is_not_used_again(monkeypatch):
     ("error", "num_captures"), [(RuntimeError, 1), (torch.OutOfMemoryError, 2)]
 )
 def test_failed_capture_is_repeated_only_if_memory_was_short(
-    error, num_captures, has_other_graph, monkeypatch
+    error, num_captures, has_other_graph, traced, monkeypatch
 ):
     """A capture is given up after memory ran out, is retried after other errors, or changes tokens.
 
     Tokens change if the step after the failure advances a state twice, or never.
     """
-    (model, traced), captures = make_captured_and_traced(), []
+    model, captures = make_model(), []
     if has_other_graph:
         generate(model, LENGTHS, TOTAL, return_cache=True)
 
@@ -197,8 +207,10 @@ def test_failed_capture_is_repeated_only_if_memory_was_short(
     assert len(captures) == num_captures
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS, (3,) * 20])  # `MIN_DELAYED_ROWS` and more
-@pytest.mark.parametrize("return_cache", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "return_cache"),
+    [(LENGTHS, False), ((3,) * 20, True)],  # `MIN_DELAYED_ROWS` and more
+)
 def test_first_call_traces_the_step_while_kernels_of_prompts_compile(
     return_cache, lengths, monkeypatch
 ):
@@ -239,8 +251,8 @@ def test_device_memory_does_not_grow_with_calls():
 
 @pytest.mark.parametrize(
     ("sizes", "name"),
-    [({}, None), (HYBRID, None), pytest.param({}, "triton", marks=pytest.mark.nightly)],
-    ids=["hgrn2", "hybrid", "interpreted"],
+    [(HYBRID, None), pytest.param({}, "triton", marks=pytest.mark.nightly)],
+    ids=["hybrid", "interpreted"],
 )
 def test_delayed_writes_of_many_sequences_match_the_traced_step(sizes, name, monkeypatch):
     """Tokens or a returned cache lack recent tokens, or padding counts as one of them."""

@@ -14,9 +14,8 @@ from keras_recurrent.generation.batch import Batch
 from keras_recurrent.generation.grammar import GrammarError, consume, make_masks, make_matchers
 from keras_recurrent.generation.sampling import covers, features_of
 from keras_recurrent.models import SamplingParams
-from keras_recurrent.serving import Engine
 from tests.generation.test_text import TOKENIZERS, make_preprocessor, text_model
-from tests.models.tiny import tiny_causal_lm
+from tests.models.tiny import nightly_on_tensorflow, tiny_causal_lm
 from tests.tokenizers import bpe
 
 pytestmark = pytest.mark.once
@@ -113,28 +112,8 @@ def test_random_tokens_of_random_schemas_validate(name):
     assert num_ended >= 0.95 * count
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["bytes", "bpe", "sentence_piece", "fallback"])
-def test_answers_of_a_random_model_to_random_schemas_validate(name):
-    """A mask is applied to another answer of the engine, or the text lacks a part of a token."""
-    rng, preprocessor = random.Random(name), make_preprocessor(TOKENIZERS[name]())
-    sizes = {"num_layers": 1, "block_types": ("recurrent",)}
-    sizes["vocabulary_size"] = preprocessor.tokenizer.vocabulary_size()
-    model = tiny_causal_lm(preprocessor=preprocessor, **sizes)
-    model.compile(sampler="greedy")
-    pairs = []
-    with Engine(model, max_length=10_000) as engine:
-        for seed in range(200):
-            schema, longest = random_schema(rng)
-            sampling = SamplingParams(grammar=schema, seed=seed, n=5)
-            pairs += [(each, schema) for each in engine.submit("a", sampling, 2 * longest)]
-    found = [(request.result(), schema) for request, schema in pairs]
-    ended = [(each.text, schema) for each, schema in found if each.finish_reason == "stop"]
-    assert [pair for pair in ended if not is_valid(json.loads(pair[0]), pair[1])] == []
-    assert len(ended) >= 0.95 * len(found)
-
-
 @pytest.mark.every_backend
+@nightly_on_tensorflow
 def test_generate_with_grammars_in_a_batch_validates_and_changes_no_other_sequence():
     """The mask of one sequence or step is applied to another, or a step precedes its mask."""
     model, prompts = text_model(), list("abcd")

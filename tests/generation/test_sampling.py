@@ -163,7 +163,7 @@ def draw_tokens(params, row):
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.5])
-@pytest.mark.parametrize("top_k", [0, 10, 40, 64, 70, 199, 2**31, 2**70])
+@pytest.mark.parametrize("top_k", [0, 40, 64, 70, 2**70])
 def test_top_k_and_top_p_of_equal_logits_keep_the_lowest_ids(top_k, top_p):
     """`top_k` or `top_p` keeps too many of equally probable tokens, or those of higher ids."""
     size, count = 250, 1024

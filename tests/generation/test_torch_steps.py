@@ -106,12 +106,11 @@ def test_insert_and_remove_do_not_wait_for_the_device(hgrn2):
     batch.close()
 
 
-@pytest.mark.parametrize("family", ["griffin", "hgrn2"])
-def test_state_of_a_slot_is_copied_at_once(family):
+def test_state_of_a_slot_is_copied_at_once():
     """The host of an engine launches a copy for each layer whenever a request ends."""
     counts = []
     for num_layers in (3, 6):
-        model = tiny_causal_lm(family=family, num_layers=num_layers)
+        model = tiny_causal_lm(family="griffin", num_layers=num_layers)
         batch = TorchBatch(model, model._programs(), 2, keep=True)
         batch.prepare_slots(64, num_prompts=1)
         called = count_operators(lambda batch=batch: batch.slot_state(0))
@@ -192,12 +191,6 @@ def test_make_choice_holds_the_lock_of_tracing(monkeypatch):
 # === Hooks of torch and replaced methods, with which a step is not traced ===
 
 
-def make_griffin(**options):
-    model = tiny_causal_lm(family="griffin", num_layers=3)
-    model.compile(**{"sampler": "greedy", **options})
-    return model
-
-
 def add_hook_for_all_modules(layer):
     def flip(module, given, output):
         return output.flip(-1) if module is layer else output
@@ -231,7 +224,9 @@ CHANGES = {
 )
 def test_hook_acts_at_each_token_until_its_removal(sampler, changes):
     """A traced step ignores a hook or a replaced method, or keeps its effect."""
-    model, eager = make_griffin(sampler=sampler), make_griffin(sampler=sampler, run_eagerly=True)
+    model, eager = (tiny_causal_lm(family="hgrn2") for _ in range(2))
+    model.compile(sampler=sampler)
+    eager.compile(sampler=sampler, run_eagerly=True)
     plain = generate(model, (4, 4), 12)["token_ids"]
     layers = [m.backbone.transformer_layers[1].mlp.down_proj for m in (model, eager)]
     for name in changes:
