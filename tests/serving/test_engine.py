@@ -45,11 +45,13 @@ OPTIONS = [
     ),
 ]
 CHUNK = 8
-# Numbers of slots, lengths of chunks and bytes of prefix states. JAX compiles each engine.
-ENGINES = [(3, 8, 2**30), (2, 16, 0)][: 2 if BACKEND == "torch" else 1]
-FAMILIES_OF_STATES = ["griffin"] + [
-    pytest.param(name, marks=NIGHTLY_IF_COMPILED)
-    for name in ("hgrn2", "hgrn2 hybrid", "lightning_hybrid", "mamba_hybrid", "lfm2")
+FAMILIES_OF_STATES = [
+    "griffin",
+    pytest.param("hgrn2 hybrid", marks=NIGHTLY_IF_COMPILED),
+    *(
+        pytest.param(name, marks=pytest.mark.nightly)
+        for name in ("hgrn2", "lightning_hybrid", "mamba_hybrid", "lfm2")
+    ),
 ]
 # An answer begins differently from a message, so that no prompt begins with an earlier prompt.
 TEMPLATE = (
@@ -72,6 +74,12 @@ def model():
     if BACKEND == "tensorflow":
         pytest.skip("the engine refuses TensorFlow")
     return make_model("griffin")
+
+
+@pytest.fixture(scope="module")
+def small_model():
+    """A model of one layer, whose prompts are token ids."""
+    return tiny_causal_lm(num_layers=1, block_types=("recurrent",))
 
 
 @pytest.fixture(scope="module")
@@ -158,46 +166,54 @@ def check_answer(request, deltas, expected, may_end):
 @needs_engine
 @pytest.mark.parametrize(
     ("family", "is_accelerated"),
-    [pytest.param("griffin", False, marks=NIGHTLY_IF_COMPILED), ("griffin", True), ("hgrn2", True)],
+    [
+        *(pytest.param("griffin", each, marks=NIGHTLY_IF_COMPILED) for each in (False, True)),
+        ("hgrn2", True),
+    ],
 )
 def test_engine_with_random_requests_answers_as_generate(family, is_accelerated, monkeypatch):
     """A slot, chunk or saved state belongs to another request, or a token is lost or repeated."""
     rng = random.Random(0)
     model = make_model(family)
     cases = random_requests(rng, model, 12)
+    num_slots, chunk, max_bytes = (2, 16, 0)
     if is_accelerated:
         emulate_accelerator(monkeypatch)
-    for num_slots, chunk, max_bytes in ENGINES if is_accelerated else ENGINES[:1]:
-        options = {"prefill_chunk": chunk, "prefix_cache_bytes": max_bytes}
-        with Engine(model, num_slots, max_length=256, **options) as engine:
-            assert engine._chunks.num_prompts == 1 + is_accelerated
-            for _ in range(num_slots):  # prompts that are ready wait for a slot
-                submit_greedy(engine, 100, stop_token_ids=None)
-            requests = []
-            for number, (arguments, expected) in enumerate([*cases, *rng.sample(cases, 12)]):
-                timeout, deltas = rng.choice([None] * 9 + [0]), []
-                request = engine.submit(**arguments, timeout=timeout)
-                if rng.random() < 0.5:
-                    request.set_listener(deltas.append)
-                requests.append((request, deltas, expected, timeout == 0))
-                if rng.random() < 0.2:
-                    index = rng.randint(max(0, number - 3), number)
-                    requests[index] = (*requests[index][:3], True)
-                    requests[index][0].cancel()
-                if number == 11:  # later prompts continue these answers
-                    for request, *_ in requests:
-                        request.result(60)
-            for each in requests:
-                check_answer(*each)
-            stats = engine.stats()
-        assert stats["active"] == stats["queued"] == 0
-        assert bool(stats["prefix_hits"]) == bool(max_bytes)
+        num_slots, chunk, max_bytes = (3, 8, 2**30)
+    options = {"prefill_chunk": chunk, "prefix_cache_bytes": max_bytes}
+    with Engine(model, num_slots, max_length=256, **options) as engine:
+        assert engine._chunks.num_prompts == 1 + is_accelerated
+        for _ in range(num_slots):  # prompts that are ready wait for a slot
+            submit_greedy(engine, 100, stop_token_ids=None)
+        requests = []
+        for number, (arguments, expected) in enumerate([*cases, *rng.sample(cases, 12)]):
+            timeout, deltas = rng.choice([None] * 9 + [0]), []
+            request = engine.submit(**arguments, timeout=timeout)
+            if rng.random() < 0.5:
+                request.set_listener(deltas.append)
+            requests.append((request, deltas, expected, timeout == 0))
+            if rng.random() < 0.2:
+                index = rng.randint(max(0, number - 3), number)
+                requests[index] = (*requests[index][:3], True)
+                requests[index][0].cancel()
+            if number == 11:  # later prompts continue these answers
+                for request, *_ in requests:
+                    request.result(60)
+        for each in requests:
+            check_answer(*each)
+        stats = engine.stats()
+    assert stats["active"] == stats["queued"] == 0
+    assert bool(stats["prefix_hits"]) == bool(max_bytes)
     assert not is_accelerated or BACKEND == "jax" or which_generation(model).name == "cuda_graph"
 
 
 @needs_engine
 @pytest.mark.parametrize(
-    "change", [pytest.param(name, marks=NIGHTLY_IF_COMPILED) for name in ("LoRA", "quantized")]
+    "change",
+    [
+        pytest.param("LoRA", marks=NIGHTLY_IF_COMPILED),
+        pytest.param("quantized", marks=pytest.mark.nightly),
+    ],
 )
 def test_engine_of_a_changed_model_answers_as_generate(change, monkeypatch):
     """Programs of the engine omit or misread weights that a change has added."""
@@ -214,25 +230,25 @@ def test_engine_of_a_changed_model_answers_as_generate(change, monkeypatch):
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="CUDA graphs of torch")
-def test_engine_with_fewer_stop_tokens_captures_into_a_new_pool(model, monkeypatch):
+def test_engine_with_fewer_stop_tokens_captures_into_a_new_pool(small_model, monkeypatch):
     """A graph is captured into the memory pool of deleted graphs, and torch fails."""
     _, pools = emulate_accelerator(monkeypatch)
     for stop_token_ids in (tuple(range(1, 8)), (1,)):
         del pools[:]
-        with Engine(model, num_slots=3, max_length=100, prefill_chunk=CHUNK) as engine:
-            submit_greedy(engine, stop_token_ids=stop_token_ids).result(60)
+        with Engine(small_model, num_slots=3, max_length=64, prefill_chunk=CHUNK) as engine:
+            engine.submit([1] * 9, GREEDY, 10, stop_token_ids=stop_token_ids).result(60)
         assert pools[0] is None
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="CUDA graphs of torch")
 @pytest.mark.parametrize("num_slots", [1, 3])
-def test_engine_captures_no_chunk_after_its_start(num_slots, model, monkeypatch):
+def test_engine_captures_no_chunk_after_its_start(num_slots, small_model, monkeypatch):
     """All requests wait for the capture of a chunk of a new length."""
     captured, _ = emulate_accelerator(monkeypatch)
-    with Engine(model, num_slots, max_length=200, prefill_chunk=64) as engine:
+    with Engine(small_model, num_slots, max_length=64, prefill_chunk=16) as engine:
         del captured[:]
-        greedy = SamplingParams(temperature=0)
-        for request in [engine.submit([1] * n, greedy, 2) for n in range(1, 150, 9)]:
+        greedy, options = SamplingParams(temperature=0), {"stop_token_ids": None}
+        for request in [engine.submit([1] * n, greedy, 2, **options) for n in range(1, 40, 3)]:
             request.result(60)
         assert not captured
 
@@ -420,7 +436,7 @@ def test_second_call_of_close_cancels_requests(model, in_listener):
     assert request in found
 
 
-@pytest.mark.once
+@pytest.mark.skipif(BACKEND != "jax", reason="`predict` on JAX")
 def test_engine_after_predict_answers_as_before(model, engine):
     """Keras's `predict` on JAX replaces the arrays of all weights, which the engine had stored."""
     expected = submit_greedy(engine).result().token_ids
