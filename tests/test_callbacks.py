@@ -45,9 +45,10 @@ def trainee():
 def whole(trainee, tmp_path_factory):
     """Values and history of a run without interruption.
 
-    In a first run, Keras builds the metrics of a batch, for which torch draws a random number.
+    In a first run on torch, Keras builds the metrics of a batch, for which torch draws a number.
     """
-    train(trainee.restart(), str(tmp_path_factory.mktemp("first")))
+    if keras.backend.backend() == "torch":
+        train(trainee.restart(), str(tmp_path_factory.mktemp("first")))
     history = train(trainee.restart(), str(tmp_path_factory.mktemp("whole"))).history
     return resumed.values(trainee.model), history
 
@@ -63,7 +64,7 @@ def interrupt(run, *arguments, **options):
 
 def test_training_backup_interrupted_run_ends_with_equal_weights(trainee, whole, tmp_path):
     """Weights, optimizer slots, seeds or the position in the data are not restored."""
-    for batch in (0, 1, 2 * STEPS + 5, 3 * STEPS - 1):
+    for batch in (1, STEPS + 3, 3 * STEPS - 1):
         interrupt(train, trainee.restart(), str(tmp_path), AtBatch(batch, stop))
         assert trainee.model._initial_epoch is None  # the next `fit` would start there
     # In a new process the model is new, and Keras may not have built its metrics yet, for which

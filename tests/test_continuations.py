@@ -12,11 +12,10 @@ from tests.models.tiny import FAMILIES, VOCABULARY, tiny_causal_lm
 pytestmark = pytest.mark.once
 
 
-def byte_model(family="hgrn2"):
+def byte_model(family="hgrn2", **sizes):
     preprocessor = FAMILIES[family].preprocessor(ByteTokenizer(), sequence_length=16)
-    return tiny_causal_lm(
-        family=family, preprocessor=preprocessor, vocabulary_size=ByteTokenizer().vocabulary_size()
-    )
+    sizes["vocabulary_size"] = ByteTokenizer().vocabulary_size()
+    return tiny_causal_lm(family=family, preprocessor=preprocessor, **sizes)
 
 
 def draw(*lengths, vocabulary=VOCABULARY):

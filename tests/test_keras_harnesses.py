@@ -14,14 +14,17 @@ from keras_recurrent import layers, models
 from keras_recurrent.tokenizers import ByteTokenizer
 from tests.layers.table import ROWS, WIDTH
 from tests.models.test_hgrn2_image_classifier import SIZES as VISION_SIZES
-from tests.models.tiny import FAMILIES, FEWER_LAYERS, shared_by_families, two_families
+from tests.models.tiny import FAMILIES, any_family
 
 # The harnesses train on datasets, and leave it to Keras to shuffle them.
-pytestmark = pytest.mark.filterwarnings("ignore:`shuffle=True` was passed, but will be ignored")
+pytestmark = [
+    pytest.mark.once,  # tests/layers and tests/models have all backends
+    pytest.mark.filterwarnings("ignore:`shuffle=True` was passed, but will be ignored"),
+]
 
 BATCH, LENGTH = 2, 5
 # Two blocks: in a Griffin, one of them is local attention.
-SIZES = {family: {**row.sizes, "num_layers": 2, **FEWER_LAYERS} for family, row in FAMILIES.items()}
+SIZES = {family: {**row.sizes, "num_layers": 2} for family, row in FAMILIES.items()}
 VISION_SIZES = {**VISION_SIZES, "num_layers": 1}
 
 
@@ -57,7 +60,6 @@ LAYERS = {name: Layer(row.make) for name, row in ROWS.items()} | {
 }
 
 
-@pytest.mark.once
 def test_table_of_harnesses_has_every_public_layer():
     here = {type(row.make()).__name__ for row in LAYERS.values()}
     public = {name: getattr(layers, name) for name in layers.__all__}
@@ -65,7 +67,6 @@ def test_table_of_harnesses_has_every_public_layer():
     assert here == every - {"StreamingLayer"}
 
 
-@pytest.mark.once  # tests/layers has all backends
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer_passes_keras_run_layer_test(name):
     from keras.src.testing import TestCase
@@ -102,7 +103,7 @@ def harness(name):
     return getattr(TestCase(name), name)
 
 
-@shared_by_families
+@any_family
 def test_backbone_passes_kerashub_run_backbone_test(family):
     sizes = SIZES[family]
     rng = np.random.default_rng(0)
@@ -117,7 +118,6 @@ def test_backbone_passes_kerashub_run_backbone_test(family):
     )
 
 
-@pytest.mark.once
 def test_vision_backbone_passes_kerashub_run_vision_backbone_test():
     height, width, _ = VISION_SIZES["image_shape"]
     patch = VISION_SIZES["patch_size"]
@@ -138,11 +138,10 @@ def test_vision_backbone_passes_kerashub_run_vision_backbone_test():
 task = pytest.mark.filterwarnings("ignore:The `check_types` argument is deprecated")
 
 
-@pytest.mark.once
 @task
-@two_families
-def test_causal_lm_passes_kerashub_run_task_test(family):
-    row, tokenizer = FAMILIES[family], ByteTokenizer()
+def test_causal_lm_passes_kerashub_run_task_test():
+    family, tokenizer = "griffin", ByteTokenizer()
+    row = FAMILIES[family]
     vocabulary = tokenizer.vocabulary_size()
     harness("run_task_test")(
         row.causal_lm,
@@ -155,7 +154,6 @@ def test_causal_lm_passes_kerashub_run_task_test(family):
     )
 
 
-@pytest.mark.once
 @task
 def test_text_classifier_passes_kerashub_run_task_test():
     row, tokenizer = FAMILIES["hgrn2"], ByteTokenizer()
@@ -173,7 +171,6 @@ def test_text_classifier_passes_kerashub_run_task_test():
     )
 
 
-@pytest.mark.once
 @task
 def test_image_classifier_passes_kerashub_run_task_test():
     harness("run_task_test")(

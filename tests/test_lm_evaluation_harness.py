@@ -28,17 +28,24 @@ def test_import_without_the_harness_names_the_missing_package(monkeypatch):
         importlib.import_module("keras_recurrent.lm_evaluation_harness")
 
 
-@pytest.fixture
-def tasks(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def model():
+    model = byte_model(num_layers=1)
+    model.compile(sampler="greedy")
+    return model
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
     """Three tasks on the sentences: to choose their ends, to score them and to write on."""
     import datasets
 
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path_factory.mktemp("harness")
     rows = [
         {"begin": text[:4], "ends": [text[4:], text[4:].upper(), "xx"], "whole": text}
         for text in SENTENCES
     ]
-    file = tmp_path / "sentences.jsonl"
+    file = folder / "sentences.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
     shared = {
         "dataset_path": "json",
@@ -68,7 +75,19 @@ def tasks(tmp_path, monkeypatch):
         "generation_kwargs": {"until": ["e"], "max_gen_toks": 8, "do_sample": False},
         "metric_list": [{"metric": "exact_match"}],
     }
-    return [{**shared, **task} for task in (choose, score, write)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+        yield [{**shared, **task} for task in (choose, score, write)]
+
+
+@pytest.fixture(scope="module")
+def evaluated(model, tasks):
+    """Results and samples of the tasks."""
+    import lm_eval
+
+    from keras_recurrent.lm_evaluation_harness import HarnessLM
+
+    return lm_eval.simple_evaluate(HarnessLM(model, batch_size=4), tasks=tasks, bootstrap_iters=0)
 
 
 def text_score(model, context, continuation):
@@ -77,15 +96,9 @@ def text_score(model, context, continuation):
 
 
 @needs_harness
-def test_evaluation_of_local_tasks_has_the_scores_of_the_model(tasks):
-    import lm_eval
-
-    from keras_recurrent.lm_evaluation_harness import HarnessLM
-
-    model = byte_model()
-    found = lm_eval.simple_evaluate(HarnessLM(model, batch_size=4), tasks=tasks, bootstrap_iters=0)
-    right = 0
-    for text, sample in zip(SENTENCES, found["samples"]["choose"], strict=True):
+def test_evaluation_of_local_tasks_has_the_scores_of_the_model(model, evaluated):
+    right, results = 0, evaluated["results"]
+    for text, sample in zip(SENTENCES, evaluated["samples"]["choose"], strict=True):
         # The harness counts a space at the end of a question to its answers.
         begin, space = text[:4].rstrip(), text[len(text[:4].rstrip()) : 4]
         ends = [text[4:], text[4:].upper(), "xx"]
@@ -93,19 +106,18 @@ def test_evaluation_of_local_tasks_has_the_scores_of_the_model(tasks):
         scores = [response[0][0] for response in sample["resps"]]
         np.testing.assert_allclose(scores, wanted, rtol=1e-5)
         right += np.argmax(wanted) == 0
-    assert found["results"]["choose"]["acc,none"] == pytest.approx(right / 3)
+    assert results["choose"]["acc,none"] == pytest.approx(right / 3)
     bits = -sum(text_score(model, "", text)[0] for text in SENTENCES) / np.log(2)
-    assert found["results"]["score"]["bits_per_byte,none"] == pytest.approx(
+    assert results["score"]["bits_per_byte,none"] == pytest.approx(
         bits / sum(map(len, SENTENCES)), rel=1e-5
     )
-    model.compile(sampler="greedy")
-    for text, sample in zip(SENTENCES, found["samples"]["write"], strict=True):
+    for text, sample in zip(SENTENCES, evaluated["samples"]["write"], strict=True):
         wanted = model.generate(text[:4], max_length=5 + 8, strip_prompt=True).partition("e")[0]
         assert sample["resps"] == [[wanted]]
 
 
 @needs_harness
-def test_evaluation_through_the_server_has_the_scores_of_the_model(tasks):
+def test_evaluation_through_the_server_has_the_scores_of_the_model(model, tasks, evaluated):
     """Log probabilities of prompts differ through the server, or the harness rejects its bodies."""
     pytest.importorskip("fastapi")
     import lm_eval
@@ -115,8 +127,6 @@ def test_evaluation_through_the_server_has_the_scores_of_the_model(tasks):
     from keras_recurrent.serving import Engine
     from tests.serving.test_server import running
 
-    model, results = byte_model(), []
-    model.compile(sampler="greedy")
     harness = HarnessLM(model, batch_size=4)
 
     class ServerLM(LocalCompletionsAPI):
@@ -141,23 +151,21 @@ def test_evaluation_through_the_server_has_the_scores_of_the_model(tasks):
         options = {"tokenizer_backend": None, "max_length": 100, "batch_size": 3}
         client = ServerLM(model="tiny", base_url=url, **options)
         client.tokenizer, client.tokenized_requests = harness, True
-        for lm in (harness, client):
-            samples = lm_eval.simple_evaluate(lm, tasks=tasks, bootstrap_iters=0)["samples"]
-            assert len(samples) == 3
-            resps = {name: [each["resps"] for each in rows] for name, rows in samples.items()}
-            results.append((resps.pop("write"), resps))
-    assert results[0][0] == results[1][0]
-    for expected, found in zip(*(each[1].values() for each in results), strict=True):
-        np.testing.assert_allclose(np.ravel(found), np.ravel(expected), rtol=1e-6)
+        found = lm_eval.simple_evaluate(client, tasks=tasks, bootstrap_iters=0)
+    for name, samples in evaluated["samples"].items():
+        pair = ([sample["resps"] for sample in each] for each in (samples, found["samples"][name]))
+        if name == "write":
+            assert next(pair) == next(pair)
+        else:
+            np.testing.assert_allclose(*map(np.ravel, pair), rtol=1e-6)
 
 
 @needs_harness
-def test_loglikelihood_rolling_scores_long_texts_in_windows():
+def test_loglikelihood_rolling_scores_long_texts_in_windows(model):
     from lm_eval.api.instance import Instance
 
     from keras_recurrent.lm_evaluation_harness import HarnessLM
 
-    model = byte_model()
     instances = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in ["abcdefghij", ""]]
     found = HarnessLM(model, max_length=4).loglikelihood_rolling(instances)
     tokens = model.preprocessor.tokenizer("abcdefghij")
@@ -168,10 +176,10 @@ def test_loglikelihood_rolling_scores_long_texts_in_windows():
 
 
 @needs_harness
-def test_command_line_finds_a_model_by_name(tmp_path):
+def test_command_line_finds_a_model_by_name(model, tmp_path):
     from keras_recurrent.lm_evaluation_harness import HarnessLM
 
-    byte_model().save_to_preset(tmp_path / "preset")
+    model.save_to_preset(tmp_path / "preset")
     arguments = f"pretrained={tmp_path / 'preset'},dtype=bfloat16,max_length=64"
     adapter = HarnessLM.create_from_arg_string(arguments, {"batch_size": "2", "device": "cuda:0"})
     assert (adapter.batch_size, adapter.max_length, adapter.eot_token_id) == (2, 64, 2)
@@ -180,13 +188,12 @@ def test_command_line_finds_a_model_by_name(tmp_path):
 
 
 @needs_harness
-def test_language_model_wrong_arguments_raise():
+def test_language_model_wrong_arguments_raise(model):
     from lm_eval.api.instance import Instance
 
     from keras_recurrent.lm_evaluation_harness import HarnessLM
     from tests.models.tiny import tiny_causal_lm
 
-    model = byte_model()
     for arguments, match in [
         ({"batch_size": "auto"}, "`batch_size` must be an integer, at least 1; got 'auto'"),
         ({"dtype": "bfloat16"}, "`dtype` is an argument of `from_preset`"),

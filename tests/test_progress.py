@@ -46,24 +46,24 @@ def test_progress_of_large_work_ends_at_its_size(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("why", ["short", "a file", "asked for"])
-def test_progress_without_a_terminal_or_of_small_work_prints_nothing(
-    monkeypatch, tmp_path, capsys, why
-):
-    watch(monkeypatch, large=10**6 if why == "short" else 1)
-    if why == "a file":
-        monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
-    elif why == "asked for":
-        monkeypatch.setattr(keras.config, "is_interactive_logging_enabled", lambda: False)
+def test_progress_of_small_work_prints_nothing(monkeypatch, tmp_path, capsys):
+    watch(monkeypatch, large=10**6)
     for _ in work(tmp_path):
         assert capsys.readouterr().out == ""
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("is_watched", [True, False])
-def test_announce_prints_in_interactive_sessions_only(monkeypatch, capsys, is_watched):
-    """The first `generate` printed nothing for up to half a minute."""
-    if is_watched:
-        watch(monkeypatch)
+@pytest.mark.parametrize("reason", [None, "a file", "asked for"])
+def test_announce_and_progress_print_in_interactive_sessions_only(monkeypatch, capsys, reason):
+    """Logs are full of progress bars, or the first `generate` prints nothing for half a minute."""
+    watch(monkeypatch)
+    if reason == "a file":
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+    elif reason == "asked for":
+        monkeypatch.setattr(keras.config, "is_interactive_logging_enabled", lambda: False)
     progress.announce("Compiling generation")
-    assert ("Compiling" in capsys.readouterr().out) == is_watched
+    with progress.progress("Packing text", "text", 13) as done:
+        done(13)
+    printed = capsys.readouterr().out
+    assert ("Compiling" in printed, "Packing text\n" in printed) == (reason is None,) * 2
+    assert reason is None or not printed

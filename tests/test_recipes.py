@@ -54,29 +54,37 @@ def published(tmp_path):
     return folder
 
 
-@pytest.mark.once
-def test_fine_tuning_interrupted_run_ends_with_equal_weights(
-    published, tmp_path, monkeypatch, capsys
-):
-    """A run that is interrupted and resumed ends with other low-rank weights."""
+@pytest.fixture
+def fine_tune(published, tmp_path, monkeypatch):
+    """A function that fine-tunes the checkpoint, and writes to a folder of this name."""
     text = tmp_path / "text.txt"
     text.write_text("all happy families are alike\nare all alike happy\n" * 6)
     options = ("--sequence-length", 16, "--batch-size", 4, "--rank", 2, "--epochs", 2)
-    arguments = ("--model", published, "--text", text, *options)
-    arguments += ("--learning-rate", 1e-2, "--prompt", "all", "--output")
-    whole = run(monkeypatch, "fine_tuning", *arguments, tmp_path / "whole")
+    options += ("--model", published, "--text", text, "--learning-rate", 1e-2, "--prompt", "all")
+    return lambda name: run(monkeypatch, "fine_tuning", *options, "--output", tmp_path / name)
+
+
+@pytest.mark.once
+def test_fine_tuning_lowers_the_loss_and_saves_the_model(fine_tune, capsys):
+    fine_tune("whole")
     printed = capsys.readouterr().out
     before, after = map(float, re.findall(r"training: loss ([\d.]+)", printed))
     assert after < before
     assert "10 documents to learn, 2 held out" in printed
     assert "Loaded again it writes the same." in printed
 
+
+@pytest.mark.nightly
+@pytest.mark.once
+def test_fine_tuning_interrupted_run_ends_with_equal_weights(fine_tune, tmp_path, monkeypatch):
+    """A run that is interrupted and resumed ends with other low-rank weights."""
+    whole = fine_tune("whole")
     with monkeypatch.context() as patch:
         patch.setattr(keras_recurrent.callbacks, "TrainingBackup", StopsAt)
         with pytest.raises(Stop):
-            run(patch, "fine_tuning", *arguments, tmp_path / "resumed")
+            fine_tune("resumed")
     assert (tmp_path / "resumed/run.backup").exists()
-    resumed = run(monkeypatch, "fine_tuning", *arguments, tmp_path / "resumed")
+    resumed = fine_tune("resumed")
     assert not (tmp_path / "resumed/run.backup").exists()
     pairs = zip(whole["model"].get_weights(), resumed["model"].get_weights(), strict=True)
     for one, other in pairs:
@@ -108,7 +116,7 @@ def test_classifier_learns_two_words_and_saves_their_names(tmp_path, monkeypatch
     data = tmp_path / "data.csv"
     rows = [f'"{word * 3}, {i}",{word}\n' for word in ("tick", "boom") for i in range(20)]
     data.write_text("text,label\n" + "".join(rows))
-    options = ("--sequence-length", 12, "--batch-size", 8, "--epochs", 3, "--output", tmp_path)
+    options = ("--sequence-length", 12, "--batch-size", 8, "--epochs", 1, "--output", tmp_path)
     found = run(monkeypatch, "classifier", "--data", data, *options)
     printed = capsys.readouterr().out
     assert "32 texts to learn, 8 held out" in printed
@@ -240,6 +248,7 @@ def test_long_documents_are_read_in_chunks_with_a_state_of_constant_size(
 
 
 # Exporting a step to ONNX takes long: `make test-export` does it.
+@pytest.mark.nightly
 @pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="what TensorFlow exports")
 def test_serving_answers_requests_and_names_wrong_fields(tmp_path, monkeypatch, capsys):
     model = keras_recurrent.models.HGRN2CausalLM.from_preset("hgrn2_tiny", num_layers=1)

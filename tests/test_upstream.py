@@ -34,6 +34,7 @@ def test_get_registered_object_of_keras_finds_no_class_that_is_not_imported(monk
     assert original("get_registered_object")(name) is None
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(BACKEND != "torch", reason="a format of torch")
 @pytest.mark.filterwarnings("ignore")
 def test_export_torch_of_keras_fixes_the_batch_size(tmp_path):

@@ -17,7 +17,7 @@ from keras_recurrent.presets.griffin import RECURRENT_GEMMA_CHAT_TEMPLATE
 from keras_recurrent.samplers import BeamSampler
 from keras_recurrent.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from tests.layers.table import assert_rejects
-from tests.models.tiny import tiny_causal_lm
+from tests.models.tiny import nightly_on_tensorflow, tiny_causal_lm
 from tests.tokenizers import bpe
 from tests.tokenizers.sentence_piece import train
 
@@ -97,6 +97,7 @@ def model():
 
 
 @pytest.mark.every_backend
+@nightly_on_tensorflow
 def test_chat_with_a_saved_cache_processes_only_the_new_message(tmp_path, model):
     """The second turn repeats or loses tokens, or `stream` answers differently."""
     messages = [HELLO]
