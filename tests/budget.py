@@ -23,7 +23,7 @@ import pytest
 DURATIONS = pathlib.Path(__file__).with_name("durations.json")
 ALL = "all files"
 FACTOR = 1.3
-NO_ENTRY = 5  # seconds of a file; cheaper files have no entry
+NO_ENTRY = 10  # seconds of a file; cheaper files have no entry
 PROBE_INTERVAL = 20  # seconds between two probes of a worker
 
 
