@@ -61,7 +61,16 @@ def _checkpoint(model, path):
     callback.on_epoch_end(0, {})
 
 
-@pytest.mark.parametrize("saver", SAVERS)
+@pytest.mark.parametrize(
+    "saver",
+    [
+        *("keras", "preset"),
+        *(
+            pytest.param(name, marks=pytest.mark.once)
+            for name in ("weights", "folder", "checkpoint", "backbone")
+        ),
+    ],
+)
 def test_save_model_failed_write_leaves_old_files(saver, model, tmp_path, monkeypatch):
     """A full disk destroys the saved model, or leaves temporary files."""
     save = SAVERS[saver]

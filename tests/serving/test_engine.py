@@ -340,8 +340,9 @@ def test_prompt_logprobs_match_a_forward_pass(model, engine, max_new_tokens):
     assert len(others[1].result(60).prompt_logprobs) == 1
     for prompt, pair in zip(prompts, requests, strict=True):
         token_ids = [1, *model.preprocessor.tokenizer(prompt).tolist()]
-        logits = keras.ops.convert_to_numpy(model.score(np.array([token_ids]))[0])
-        expected = [*map(log_softmax, logits)]
+        padded = np.pad(token_ids, (0, 30 - len(token_ids)))  # JAX compiles one length
+        logits = keras.ops.convert_to_numpy(model.score(padded[None])[0])
+        expected = [*map(log_softmax, logits[: len(token_ids)])]
         for request in pair:
             answer = request.result(60)
             assert (len(answer.token_ids), answer.finish_reason) == (max_new_tokens, "length")
@@ -444,6 +445,7 @@ def test_engine_after_predict_answers_as_before(model, engine):
     assert submit_greedy(engine).result().token_ids == expected
 
 
+@pytest.mark.once
 def test_failed_engine_ends_all_requests(model, monkeypatch):
     """A request that moves into a slot during the failure never ends."""
     engine = Engine(model, num_slots=1, max_length=200, prefix_cache_bytes=0)
@@ -470,7 +472,8 @@ def test_failed_engine_ends_all_requests(model, monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES_OF_STATES)
 def test_prefix_states_continue_a_conversation_after_a_restart(tmp_path, family):
     """A saved state has one token too many or too few, or is lost with the engine."""
-    options = HYBRID if family == "hgrn2 hybrid" else {}
+    options = {"num_layers": 2, "block_types": ("recurrent", "global_attention")}
+    options = {"hgrn2 hybrid": HYBRID, "griffin": options}.get(family, {})
     model = tiny_causal_lm(family=family.partition(" ")[0], **options)
     options = {"num_slots": 3, "max_length": 200, "prefill_chunk": CHUNK}
     greedy = {"sampling": GREEDY, "max_new_tokens": 6, "stop_token_ids": None}
