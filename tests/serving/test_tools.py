@@ -15,7 +15,7 @@ import openai
 from keras_recurrent.chat.tools import FORMATS
 from keras_recurrent.serving.client import EngineClient, Limits
 from tests.chat.test_tools import LFM2, TOOLS, make_bytes, make_marked
-from tests.serving.test_server import make_client, post, running
+from tests.serving.test_server import assert_error, make_client, post, running
 from tests.tokenizers import bpe
 
 pytestmark = pytest.mark.once
@@ -88,6 +88,14 @@ def serve(preprocessor, token_ids):
 def simplify(tool_calls):
     assert all(call.id.startswith("call_") and call.type == "function" for call in tool_calls)
     return [(call.function.name, json.loads(call.function.arguments)) for call in tool_calls]
+
+
+@pytest.fixture(scope="module")
+def server():
+    preprocessor = make_bytes()
+    context, _ = serve(preprocessor, preprocessor.tokenizer(CALLS))
+    with context as server:
+        yield server
 
 
 EXPECTED = [("weather", {"city": "Paris"}), ("time", {})]
@@ -185,16 +193,9 @@ def test_marks_that_are_special_tokens_are_parsed(stream):
         ),
     ],
 )
-def test_invalid_tools_are_errors(fields, param, words):
-    preprocessor = make_bytes()
-    context, _ = serve(preprocessor, preprocessor.tokenizer(CALLS))
-    with context as server:
-        response = post(
-            server, "chat/completions", **{"messages": MESSAGES, "tools": TOOLS, **fields}
-        )
-        error = response.json()["error"]
-        assert (response.status_code, error["param"]) == (400, param)
-        assert words in error["message"]
+def test_invalid_tools_are_errors(server, fields, param, words):
+    fields = {"messages": MESSAGES, "tools": TOOLS, **fields}
+    assert_error(post(server, "chat/completions", **fields), 400, param, words)
 
 
 def test_tools_with_a_template_without_tools_are_an_error():
