@@ -115,7 +115,7 @@ def mask_softmax(forward, checker, inputs):
 )
 def test_checks_find_faults_of_models(fault, name, check, words, monkeypatch):
     # An HGRN2 of this size hardly remembers the few tokens of padding: its best tokens stay.
-    model = tiny_causal_lm(family="griffin")
+    model = tiny_causal_lm(family="griffin", num_layers=3 if fault is forget else 2)
     owner = {"hidden_states": model.backbone, "prefill": model, "_forward": Checker}[name]
     right = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *args, **kwargs: fault(right, *args, **kwargs))

@@ -72,7 +72,7 @@ def make_other_model(model, **options):
 def test_generate_from_a_cache_matches_one_call(model):
     """A continuation drops or repeats a token, or a returned cache lacks the last token."""
     prompts = random_prompts()
-    expected = generate(model, prompts, 20)
+    expected, _ = generate(model, prompts, 20, return_cache=True)
     rows, cache = generate(model, prompts, 12, return_cache=True)
     for count in (1, 3, 4):
         np.testing.assert_array_equal(cache.num_tokens, [len(row) for row in rows])

@@ -109,8 +109,9 @@ def test_insert_and_remove_do_not_wait_for_the_device(hgrn2):
 def test_state_of_a_slot_is_copied_at_once():
     """The host of an engine launches a copy for each layer whenever a request ends."""
     counts = []
-    for num_layers in (3, 6):
-        model = tiny_causal_lm(family="griffin", num_layers=num_layers)
+    for num_layers in (2, 4):
+        blocks = ("recurrent", "local_attention")
+        model = tiny_causal_lm(num_layers=num_layers, block_types=blocks)
         batch = TorchBatch(model, model._programs(), 2, keep=True)
         batch.prepare_slots(64, num_prompts=1)
         called = count_operators(lambda batch=batch: batch.slot_state(0))
