@@ -49,23 +49,22 @@ class CustomFunctionalModel(keras.Model):
         super().__init__(x, attention()(x, x, use_causal_mask=True))
 
 
+class SelfAttention:
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.attention = attention(name="inner")
+
+    def call(self, x):
+        return self.attention(x, x)
+
+
 @keras.saving.register_keras_serializable(package="test_errors")
-class SubclassedModel(keras.Model):
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.attention = attention(name="inner")
-
-    def call(self, x):
-        return self.attention(x, x)
+class SubclassedModel(SelfAttention, keras.Model):
+    pass
 
 
-class CustomLayer(keras.layers.Layer):
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.attention = attention(name="inner")
-
-    def call(self, x):
-        return self.attention(x, x)
+class CustomLayer(SelfAttention, keras.layers.Layer):
+    pass
 
 
 def custom_layer():
@@ -85,14 +84,9 @@ def lora():
     return model
 
 
-def bert():
-    sizes = {"num_layers": 1, "num_heads": 2, "hidden_dim": 4, "intermediate_dim": 4}
-    return hub.BertBackbone(vocabulary_size=5, max_sequence_length=4, **sizes)
-
-
-def falcon():
-    sizes = {"num_layers": 1, "num_attention_heads": 2, "hidden_dim": 4, "intermediate_dim": 4}
-    return hub.FalconBackbone(vocabulary_size=5, **sizes)
+SIZES = {"vocabulary_size": 5, "num_layers": 1, "hidden_dim": 4, "intermediate_dim": 4}
+bert = functools.partial(hub.BertBackbone, **SIZES, num_heads=2, max_sequence_length=4)
+falcon = functools.partial(hub.FalconBackbone, **SIZES, num_attention_heads=2)
 
 
 class CustomLlama(hub.LlamaBackbone):
@@ -113,7 +107,6 @@ class CustomTask(hub.GPT2CausalLM):
     pass
 
 
-@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")
 @pytest.mark.parametrize(
     ("model", "groups", "message"),
     [
@@ -177,20 +170,12 @@ def test_invalid_model_or_pooling_raises():
         convert_to_gqa(keras.Sequential([keras.layers.Dense(1)]), 1)
 
 
-def remedies():
-    """Models for which the errors above recommend `where` or a functional model."""
-    custom = CustomFunctionalModel()
-    return [
-        (custom_layer(), lambda layer: True),
-        (keras.Model(custom.input, custom.output), None),
-        (apply(SubclassedModel()), lambda layer: True),
-        (encoder(), lambda layer: True),
-    ]
-
-
 def test_remedies_of_the_errors_convert_the_model():
-    x = np.zeros((1, 3, WIDTH), "float32")
-    for model, where in remedies():
+    """The `where` or the functional model that an error recommends is rejected, too."""
+    custom, x = CustomFunctionalModel(), np.zeros((1, 3, WIDTH), "float32")
+    functional = keras.Model(custom.input, custom.output)
+    for model in (functional, custom_layer(), apply(SubclassedModel()), encoder()):
+        where = None if model is functional else lambda layer: True
         grouped = convert_to_gqa(model, 2, where=where)
         assert grouped(x).shape == (1, 3, WIDTH)
         assert grouped.count_params() < model.count_params()
