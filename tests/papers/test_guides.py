@@ -10,6 +10,8 @@ import pytest
 pytestmark = pytest.mark.once
 
 nightly = pytest.mark.nightly
+# The others call the same code of the package, and run after a change of a guide or nightly.
+EVERY_CHANGE = ("phone_book", "state_size", "lightning_ablations", "listops")
 # Name of a guide, its arguments, the number of its results, and patterns of what it prints.
 GUIDES = [
     (
@@ -65,27 +67,27 @@ GUIDES = [
         "--text {text}",
         *(2 * 3, [r"\| MQA, width 16 \|", r"(?s)minus MQA's by FLOPs .*by FLOPs of w.*NO: below"]),
     ),
-    pytest.param(
+    (
         "grouped_queries",
         "--width 16 --head-dim 2 --length 8 --steps 8 --rows 8 --heads 4 --timed-width 16 "
         "--timed-length 16 --repeats 1 --groups 2",
         *(3 + 4, [r"(?s)\| 2 groups, .*\| (mean|first|random) \|", r"cache [\d., ]+0.00 MiB"]),
-        marks=nightly,
     ),
-    pytest.param(
+    (
         *("large_models", "--only TNL '2 groups' '1 groups'"),
         *(3, [r"\| TNL \| 4 \| ", r"- 2 groups take [\d.]+ times as long as 1 groups"]),
-        marks=nightly,
     ),
-    pytest.param(
+    (
         *("training_speed", "--lengths 8 16 --tokens 16 --window 4"),
         *(5 * 2, [r"\| TNL \| 1.00 \| [\d.]+ \| \w+: within 10 % to 16; "]),
-        marks=nightly,
     ),
 ]
 
 
-@pytest.mark.parametrize(("name", "arguments", "count", "patterns"), GUIDES)
+@pytest.mark.parametrize(
+    ("name", "arguments", "count", "patterns"),
+    [pytest.param(*row, marks=() if row[0] in EVERY_CHANGE else nightly) for row in GUIDES],
+)
 def test_guide_of_a_paper_prints_its_results(run_twice, tmp_path, name, arguments, count, patterns):
     """A guide fails, trains fewer models, or loses results of an interrupted run."""
     text = tmp_path / "text"

@@ -58,10 +58,10 @@ def test_lightning_ablations_variant_changes_its_part_only(guide):
         )
     )
     rows = np.arange(10).reshape(2, 5)
-    logits = {}
+    logits, weights = {}, {}
     for name, variant in ablations.VARIANTS.items():
         model = ablations.build(variant, size, seed=0)
-        blocks = model.backbone.transformer_layers
+        weights[name], blocks = model.count_params(), model.backbone.transformer_layers
         assert [block.temporal_block.use_lrpe for block in blocks] == {
             "first": [True, False, False],
             "all": [True] * 3,
@@ -80,7 +80,6 @@ def test_lightning_ablations_variant_changes_its_part_only(guide):
         else:
             assert np.abs(logits[name] - logits[ablations.RELEASED]).max() > 1e-3, name
     maps = 3 * 8 * 8  # of the gates
-    weights = {n: ablations.build(v, size, 0).count_params() for n, v in ablations.VARIANTS.items()}
     assert weights["no gate"] == weights[ablations.RELEASED] - maps
     assert weights["no decay"] == weights[ablations.RELEASED]
     assert weights["RMSNorm"] == weights[ablations.RELEASED] + 8 * (3 * 3 + 1)
