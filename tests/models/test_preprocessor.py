@@ -2,7 +2,6 @@
 
 import itertools
 
-import grain
 import keras
 import keras_hub
 import numpy as np
@@ -105,14 +104,6 @@ def test_packing_without_start_and_end_tokens_separates_documents():
 
 def test_a_single_string_packs_as_a_batch_of_one():
     assert_equal(preprocessor(packed=True)("hello"), preprocessor(packed=True)(["hello"]))
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_grain_pipelines_give_equal_sequences(packed):
-    process = preprocessor(packed=packed)
-    (sample,) = grain.MapDataset.source([texts()]).map(process)
-    assert all(isinstance(leaf, np.ndarray) for leaf in keras.tree.flatten(sample))
-    assert_equal(sample, process(texts()))
 
 
 @pytest.mark.parametrize("packed", [False, True])
