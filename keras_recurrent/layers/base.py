@@ -7,12 +7,14 @@ from keras import ops
 
 from keras_recurrent.checks.dtypes import accumulation_dtype
 from keras_recurrent.checks.shapes import check_rank_known, check_sizes_of_state
+from keras_recurrent.devices.jax_layouts import flatten_tokens
 from keras_recurrent.devices.torch_processes import RejectsFullyShard
 from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.inherited_docstrings import InheritedDocstring
 from keras_recurrent.layers import gru_arguments
+from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.loss_scale import warn_if_unscaled
-from keras_recurrent.layers.remat import recompute
+from keras_recurrent.layers.remat import no_further_remat, recompute
 from keras_recurrent.layers.saved_quantization import SavedQuantization
 from keras_recurrent.layers.tokens import initial_token_state, token_state_spec
 
@@ -101,12 +103,52 @@ class RecomputableLayer(
         """The dtype of states, angles and the weights of decays: at least float32."""
         return accumulation_dtype(self.compute_dtype)
 
+    def make_sublayer(self, cls, *args, **kwargs):
+        """Creates a layer inside this one, `cls(*args, **kwargs)`, with the same dtype policy.
+
+        It is not rematerialized separately, and has copies of initializers.
+        """
+        for argument, value in kwargs.items():
+            if argument.endswith("_initializer"):
+                kwargs[argument] = clone_initializer(value)
+        with no_further_remat():
+            return cls(*args, dtype=self.dtype_policy, **kwargs)
+
+    def make_dense(self, units, name, use_bias=False, input_shape=None):
+        """Creates a `Dense` inside this layer, with the layer's initializers.
+
+        input_shape: tuple, the shape for which it is built. None: it is not built.
+        """
+        initializers = {"kernel_initializer": self.kernel_initializer}
+        if use_bias:
+            initializers["bias_initializer"] = self.bias_initializer
+        dense = self.make_sublayer(
+            keras.layers.Dense, units, use_bias=use_bias, name=name, **initializers
+        )
+        if input_shape is not None:
+            dense.build(input_shape)
+        return dense
+
+    def project(self, dense, inputs):
+        """Applies a `Dense` inside this layer to `[B, T, D]`, called with a matrix `[B * T, D]`.
+
+        The gradient of the weight is a sum over all tokens. With two axes of tokens, XLA on CPUs
+        would first copy the gradient of the output to transpose it. Inputs of variable sizes, as in
+        an export, are not reshaped.
+        """
+        if BACKEND == "torch" and is_plain(self, dense, inputs):
+            return call_plain(dense, inputs)  # torch's product reshapes its inputs
+        if not all(isinstance(size, int) for size in inputs.shape):
+            return dense(inputs)
+        tokens, restore_time = flatten_tokens(inputs)
+        return restore_time(dense(tokens))
+
     def add_state_weight(self, name, shape, initializer, weight_decay=True):
         """Adds a weight in `state_dtype`, which Keras does not cast to the compute dtype.
 
         `weight_decay=False`, for weights of decays: `exclude_from_weight_decay` excludes it.
         """
-        dtype = self.state_dtype
+        initializer, dtype = clone_initializer(initializer), self.state_dtype
         weight = self.add_weight(shape, initializer, dtype, autocast=False, name=name)
         weight.weight_decay = weight_decay
         return weight

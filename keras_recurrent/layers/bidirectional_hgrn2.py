@@ -4,7 +4,6 @@ import keras
 from keras import ops
 
 from keras_recurrent.layers.base import RecomputableLayer
-from keras_recurrent.layers.dense import project
 from keras_recurrent.layers.gru_arguments import ALTERNATIVES, BIDIRECTIONAL_ALTERNATIVES
 from keras_recurrent.layers.hgrn2 import HGRN2
 from keras_recurrent.layers.lower_bounds import check_lower_bound
@@ -82,7 +81,7 @@ class BidirectionalHGRN2(RecomputableLayer):
         check_lower_bound(lower_bound, inputs.shape[-1])
         layer = self.hgrn2
         inputs = ops.cast(inputs, self.compute_dtype)
-        q, f, i = (project(self, x, inputs) for x in (layer.q_proj, layer.f_proj, layer.i_proj))
+        q, f, i = (self.project(x, inputs) for x in (layer.q_proj, layer.f_proj, layer.i_proj))
         q, v, log_f = layer.gates(q, f, i, lower_bound)
         forward, backward = (
             gated_linear_attention(q, None, v, log_f, mask=mask, reverse=reverse)[0]

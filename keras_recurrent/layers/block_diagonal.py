@@ -5,8 +5,6 @@ from keras import ops
 
 from keras_recurrent.devices.jax_layouts import flatten_tokens
 from keras_recurrent.dispatch import BACKEND
-from keras_recurrent.layers.initializers import clone_initializer
-from keras_recurrent.layers.remat import no_further_remat
 
 if BACKEND == "torch":
     from keras_recurrent.layers.torch_calls import (
@@ -24,16 +22,15 @@ def block_diagonal_dense(layer, name, units):
     The gate is an `EinsumDense`, so LoRA and quantization apply to it. Its kernel has the shape
     `[num_blocks, block width, units]` and is initialized with the block width as its fan-in.
     """
-    with no_further_remat():
-        dense = keras.layers.EinsumDense(
-            "hni,hij->hnj",
-            output_shape=(None, units),
-            bias_axes="hj",
-            kernel_initializer=clone_initializer(layer.kernel_initializer),
-            bias_initializer=clone_initializer(layer.bias_initializer),
-            dtype=layer.dtype_policy,
-            name=name,
-        )
+    dense = layer.make_sublayer(
+        keras.layers.EinsumDense,
+        "hni,hij->hnj",
+        output_shape=(None, units),
+        bias_axes="hj",
+        kernel_initializer=layer.kernel_initializer,
+        bias_initializer=layer.bias_initializer,
+        name=name,
+    )
     dense.build((layer.num_blocks, None, layer.width // layer.num_blocks))
     return dense
 

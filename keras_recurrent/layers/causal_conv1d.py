@@ -3,7 +3,6 @@
 import keras
 
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
-from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops.causal_conv1d import causal_conv1d, check_activation
 
@@ -71,12 +70,11 @@ class CausalConv1D(StreamingLayer):
 
     def build(self, input_shape):
         super().build(input_shape)
-        shape, initializer = (self.kernel_size, self.width), self.kernel_initializer
-        self.kernel = self.add_state_weight("kernel", shape, clone_initializer(initializer))
+        shape = (self.kernel_size, self.width)
+        self.kernel = self.add_state_weight("kernel", shape, self.kernel_initializer)
         self.bias = None
         if self.use_bias:
-            initializer = clone_initializer(self.bias_initializer)
-            self.bias = self.add_state_weight("bias", (self.width,), initializer)
+            self.bias = self.add_state_weight("bias", (self.width,), self.bias_initializer)
 
     def stream(self, inputs, tokens, state):
         output, window = causal_conv1d(

@@ -1,7 +1,5 @@
 """Complex-gated linear recurrent unit."""
 
-import math
-
 import keras
 from keras import ops
 
@@ -9,6 +7,7 @@ from keras_recurrent.backends.constants import DECAY_EXPONENT, STARTS
 from keras_recurrent.checks.arguments import check_num_blocks
 from keras_recurrent.layers.block_diagonal import apply_blocks
 from keras_recurrent.layers.default_sizes import default_num_blocks
+from keras_recurrent.layers.initializers import decay_angle
 from keras_recurrent.layers.lru import GatedLRU, input_multiplier
 from keras_recurrent.ops import complex_linear_scan, token_kind
 
@@ -76,9 +75,8 @@ class CGLRU(GatedLRU):
         if self.num_blocks is None:
             self.num_blocks = default_num_blocks(self.width, multiple_of=2)
         self.add_gates_and_decays(self.width // 2)
-        initializer = keras.initializers.RandomUniform(0.0, 2 * math.pi / DECAY_EXPONENT)
         shape = (self.width // 2,)
-        self.theta = self.add_state_weight("theta", shape, initializer, weight_decay=False)
+        self.theta = self.add_state_weight("theta", shape, decay_angle, weight_decay=False)
 
     def stream(self, inputs, tokens, state):
         kind = token_kind(inputs) if tokens.kind is None else tokens.kind

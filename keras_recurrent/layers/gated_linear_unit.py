@@ -10,7 +10,6 @@ from keras_recurrent.checks.arguments import (
 )
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.base import RecomputableLayer, cast
-from keras_recurrent.layers.dense import inner_dense
 from keras_recurrent.ops.gated_linear_unit import gated_linear_unit
 
 
@@ -71,11 +70,10 @@ class GatedLinearUnit(RecomputableLayer):
             )
         check_width_known(self, input_shape)
         for name in self.projections:
-            projection = inner_dense(self, self.intermediate_dim, name, self.use_bias)
-            projection.build(input_shape)
-            setattr(self, name, projection)
-        self.down_proj = inner_dense(self, input_shape[-1], "down_proj", self.use_bias)
-        self.down_proj.build((*input_shape[:-1], self.intermediate_dim))
+            units = self.intermediate_dim
+            setattr(self, name, self.make_dense(units, name, self.use_bias, input_shape))
+        inner_shape = (*input_shape[:-1], self.intermediate_dim)
+        self.down_proj = self.make_dense(input_shape[-1], "down_proj", self.use_bias, inner_shape)
 
     def call(self, inputs):
         projected = [self.inner(getattr(self, name), inputs) for name in self.projections]

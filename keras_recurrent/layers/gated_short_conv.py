@@ -6,9 +6,6 @@ from keras import ops
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
-from keras_recurrent.layers.dense import inner_dense, project
-from keras_recurrent.layers.initializers import clone_initializer
-from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops.causal_conv1d import causal_conv1d
 
@@ -70,34 +67,33 @@ class GatedShortConv(StreamingLayer):
         check_positive_integer("kernel_size", kernel_size)
         check_boolean("use_bias", use_bias)
         self.store_arguments(GatedShortConv, locals())
-        with no_further_remat():
-            self.conv1d = CausalConv1D(
-                kernel_size,
-                use_bias=use_bias,
-                kernel_initializer=clone_initializer(self.kernel_initializer),
-                bias_initializer=clone_initializer(self.bias_initializer),
-                dtype=self.dtype_policy,
-                name="conv1d",
-            )
+        self.conv1d = self.make_sublayer(
+            CausalConv1D,
+            kernel_size,
+            use_bias=use_bias,
+            kernel_initializer=self.kernel_initializer,
+            bias_initializer=self.bias_initializer,
+            name="conv1d",
+        )
 
     def build(self, input_shape):
         super().build(input_shape)
         self.conv1d.build(input_shape)
         for name in ("b_proj", "c_proj", "u_proj", "o_proj"):
-            setattr(self, name, inner_dense(self, self.width, name, self.use_bias, input_shape))
+            setattr(self, name, self.make_dense(self.width, name, self.use_bias, input_shape))
 
     def streaming_sublayers(self):
         return {"conv1d": self.conv1d}
 
     def stream(self, inputs, tokens, state):
-        b, u = (project(self, layer, inputs) for layer in (self.b_proj, self.u_proj))
+        b, u = (self.project(layer, inputs) for layer in (self.b_proj, self.u_proj))
         further = {"initial_state": state.get("conv1d"), "return_state": True}
         z, after = self.inner(self.conv1d, ops.multiply(b, u), tokens=tokens, **further)
         return z, {"conv1d": after}
 
     def finish(self, output, inputs):
-        c = project(self, self.c_proj, inputs)
-        return project(self, self.o_proj, ops.multiply(c, output))
+        c = self.project(self.c_proj, inputs)
+        return self.project(self.o_proj, ops.multiply(c, output))
 
     def unfused_reason(self):
         return decoding.first_reason(

@@ -3,8 +3,6 @@
 from keras import ops
 
 from keras_recurrent.checks.shapes import reshape
-from keras_recurrent.layers.dense import inner_dense
-from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.rms_norm import RMSNorm, SimpleRMSNorm
 from keras_recurrent.layers.streaming import StreamingLayer
 
@@ -24,11 +22,8 @@ class HeadsLayer(StreamingLayer):
 
     def make_norm(self, name, has_weight=True):
         """Returns a norm inside the layer."""
-        arguments = {"epsilon": self.layer_norm_epsilon, "dtype": self.dtype_policy, "name": name}
-        with no_further_remat():
-            if has_weight:
-                return RMSNorm(zero_centered=False, **arguments)
-            return SimpleRMSNorm(**arguments)
+        cls, further = (RMSNorm, {"zero_centered": False}) if has_weight else (SimpleRMSNorm, {})
+        return self.make_sublayer(cls, epsilon=self.layer_norm_epsilon, name=name, **further)
 
     def build(self, input_shape):
         super().build(input_shape)
@@ -38,7 +33,7 @@ class HeadsLayer(StreamingLayer):
             if norm is not None:
                 norm.build((*input_shape[:2], None, self.head_dim))
         inner_shape = (*input_shape[:2], self.q_proj.units)
-        self.o_proj = inner_dense(self, self.width, "o_proj", self.use_output_bias, inner_shape)
+        self.o_proj = self.make_dense(self.width, "o_proj", self.use_output_bias, inner_shape)
 
     def split_heads(self, x, inputs):
         """Returns x `[B, T, H K]` by heads, `[B, T, H, K]`; `inputs` are `[B, T, ...]`."""

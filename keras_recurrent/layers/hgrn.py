@@ -3,7 +3,6 @@
 import keras
 from keras import ops
 
-from keras_recurrent.layers.dense import inner_dense
 from keras_recurrent.layers.lower_bounds import ForgetGateLayer
 from keras_recurrent.ops import linear_scan
 
@@ -49,9 +48,9 @@ class HGRN(ForgetGateLayer):
 
     def build(self, input_shape):
         super().build(input_shape)
-        self.f_proj = inner_dense(self, self.width, "f_proj", input_shape=input_shape)
-        self.i_proj = inner_dense(self, self.width, "i_proj", input_shape=input_shape)
-        self.o_proj = inner_dense(self, self.width, "o_proj", input_shape=input_shape)
+        self.f_proj = self.make_dense(self.width, "f_proj", input_shape=input_shape)
+        self.i_proj = self.make_dense(self.width, "i_proj", input_shape=input_shape)
+        self.o_proj = self.make_dense(self.width, "o_proj", input_shape=input_shape)
 
     def stream(self, inputs, tokens, state, lower_bound=None):
         log_f = self.log_forget_gate(self.inner(self.f_proj, inputs), lower_bound)

@@ -12,10 +12,7 @@ from keras_recurrent.devices import jax_steps
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
 from keras_recurrent.layers.default_sizes import default_expand_ratio
-from keras_recurrent.layers.dense import inner_dense, project
-from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.lower_bounds import ForgetGateLayer
-from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.rms_norm import RMSNorm
 from keras_recurrent.ops import gated_linear_attention
 from keras_recurrent.ops.decoding_steps import hgrn2_delayed_step, hgrn2_step
@@ -112,27 +109,26 @@ class HGRN2(ForgetGateLayer):
         if self.expand_ratio is None:
             self.expand_ratio = default_expand_ratio(self.width)
         check_divides("expand_ratio", self.expand_ratio, "the width of the inputs", self.width)
-        self.q_proj = inner_dense(self, self.width, "q_proj", input_shape=input_shape)
-        self.f_proj = inner_dense(self, self.width, "f_proj", input_shape=input_shape)
-        self.i_proj = inner_dense(self, self.width, "i_proj", input_shape=input_shape)
-        self.o_proj = inner_dense(self, self.width, "o_proj", input_shape=input_shape)
-        with no_further_remat():
-            self.norm = RMSNorm(
-                epsilon=NORM_EPSILON, zero_centered=False, dtype=self.dtype_policy, name="norm"
-            )
-            self.norm.build(input_shape)
-            if self.conv_size is not None:
-                self.q_conv1d = self._convolution("q_conv1d", self.gate_activation)
-                self.f_conv1d = self._convolution("f_conv1d")
-                self.i_conv1d = self._convolution("i_conv1d", self.input_activation)
+        self.q_proj = self.make_dense(self.width, "q_proj", input_shape=input_shape)
+        self.f_proj = self.make_dense(self.width, "f_proj", input_shape=input_shape)
+        self.i_proj = self.make_dense(self.width, "i_proj", input_shape=input_shape)
+        self.o_proj = self.make_dense(self.width, "o_proj", input_shape=input_shape)
+        self.norm = self.make_sublayer(
+            RMSNorm, epsilon=NORM_EPSILON, zero_centered=False, name="norm"
+        )
+        self.norm.build(input_shape)
+        if self.conv_size is not None:
+            self.q_conv1d = self._convolution("q_conv1d", self.gate_activation)
+            self.f_conv1d = self._convolution("f_conv1d")
+            self.i_conv1d = self._convolution("i_conv1d", self.input_activation)
 
     def _convolution(self, name, activation=None):
-        convolution = CausalConv1D(
+        convolution = self.make_sublayer(
+            CausalConv1D,
             self.conv_size,
             use_bias=False,
             activation="silu" if activation is keras.activations.silu else None,
-            kernel_initializer=clone_initializer(self.kernel_initializer),
-            dtype=self.dtype_policy,
+            kernel_initializer=self.kernel_initializer,
             name=name,
         )
         convolution.build((None, None, self.width))
@@ -154,9 +150,9 @@ class HGRN2(ForgetGateLayer):
     def stream(self, inputs, tokens, state, lower_bound=None):
         after = {}
         projected = {
-            "q": project(self, self.q_proj, inputs),
-            "f": project(self, self.f_proj, inputs),
-            "i": project(self, self.i_proj, inputs),
+            "q": self.project(self.q_proj, inputs),
+            "f": self.project(self.f_proj, inputs),
+            "i": self.project(self.i_proj, inputs),
         }
         for name, convolution in self.convolutions.items():
             further = {"tokens": tokens, "initial_state": state.get(name), "return_state": True}
@@ -189,7 +185,7 @@ class HGRN2(ForgetGateLayer):
     def output_of(self, o):
         """Returns the layer's output from the outputs of its heads."""
         o = reshape(o, (*ops.shape(o)[:2], self.width))
-        return project(self, self.o_proj, self.inner(self.norm, o))
+        return self.project(self.o_proj, self.inner(self.norm, o))
 
     def unfused_reason(self):
         if self.conv_size is not None:

@@ -5,6 +5,7 @@ import math
 import keras
 from keras import ops
 
+from keras_recurrent.backends.constants import DECAY_EXPONENT
 from keras_recurrent.checks.arguments import check_number, is_finite_number
 from keras_recurrent.checks.dtypes import accumulation_dtype
 
@@ -89,6 +90,11 @@ def clone_initializer(initializer):
     if isinstance(initializer, keras.initializers.Initializer):
         return initializer.clone()
     return initializer
+
+
+def decay_angle(shape, dtype=None):
+    """Samples `theta` of `CGLRU`: 8 theta is uniform in [0, 2π)."""
+    return keras.initializers.RandomUniform(0.0, 2 * math.pi / DECAY_EXPONENT)(shape, dtype)
 
 
 def log_decay_rate(shape, dtype=None):

@@ -15,10 +15,8 @@ from keras_recurrent.devices import jax_steps
 from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.base import cast
-from keras_recurrent.layers.dense import inner_dense
 from keras_recurrent.layers.heads import HeadsLayer
 from keras_recurrent.layers.lrpe import LRPE
-from keras_recurrent.layers.remat import no_further_remat
 from keras_recurrent.layers.rotary import frequencies, rotate
 from keras_recurrent.ops import lightning_attention
 from keras_recurrent.ops.decoding_steps import lightning_step
@@ -158,15 +156,14 @@ class LightningAttention(HeadsLayer):
         self.log_decay = log_decay(decay_schedule, num_heads, layer_index, num_layers)
         self.store_arguments(LightningAttention, locals())
         inner, shared = num_heads * head_dim, (num_key_value_heads or num_heads) * head_dim
-        self.q_proj = inner_dense(self, inner, "q_proj")
-        self.k_proj = inner_dense(self, shared, "k_proj")
-        self.v_proj = inner_dense(self, shared, "v_proj")
-        self.u_proj = inner_dense(self, inner, "u_proj")
+        self.q_proj = self.make_dense(inner, "q_proj")
+        self.k_proj = self.make_dense(shared, "k_proj")
+        self.v_proj = self.make_dense(shared, "v_proj")
+        self.u_proj = self.make_dense(inner, "u_proj")
         self.norm = self.make_norm("norm", use_norm_weight)
         self.q_norm = self.make_norm("q_norm") if use_qk_norm else None
         self.k_norm = self.make_norm("k_norm") if use_qk_norm else None
-        with no_further_remat():
-            self.lrpe = LRPE(dtype=self.dtype_policy, name="lrpe") if use_lrpe else None
+        self.lrpe = self.make_sublayer(LRPE, name="lrpe") if use_lrpe else None
 
     def build(self, input_shape):
         super().build(input_shape)

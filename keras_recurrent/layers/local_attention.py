@@ -17,7 +17,6 @@ from keras_recurrent.checks.shapes import reshape
 from keras_recurrent.devices.jax_layouts import check_whole_sequences
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.base import cast
-from keras_recurrent.layers.dense import inner_dense
 from keras_recurrent.layers.heads import HeadsLayer
 from keras_recurrent.layers.rotary import frequencies, rotate
 from keras_recurrent.ops.decoding_steps import local_attention_step
@@ -168,10 +167,10 @@ class LocalAttention(HeadsLayer):
         max_length = _integer_or_none("max_length", max_length)
         self.store_arguments(LocalAttention, locals())
         inner, key_value = num_query_heads * head_dim, num_key_value_heads * head_dim
-        self.q_proj = inner_dense(self, inner, "q_proj", use_bias=use_qkv_bias)
-        self.k_proj = inner_dense(self, key_value, "k_proj", use_bias=use_qkv_bias)
-        self.v_proj = inner_dense(self, key_value, "v_proj", use_bias=use_qkv_bias)
-        self.gate_proj = inner_dense(self, inner, "gate_proj") if use_output_gate else None
+        self.q_proj = self.make_dense(inner, "q_proj", use_bias=use_qkv_bias)
+        self.k_proj = self.make_dense(key_value, "k_proj", use_bias=use_qkv_bias)
+        self.v_proj = self.make_dense(key_value, "v_proj", use_bias=use_qkv_bias)
+        self.gate_proj = self.make_dense(inner, "gate_proj") if use_output_gate else None
         self.q_norm = self.make_norm("q_norm") if use_qk_norm else None
         self.k_norm = self.make_norm("k_norm") if use_qk_norm else None
 

@@ -5,7 +5,6 @@ from keras import ops
 
 from keras_recurrent.checks.arguments import check_positive_integer, check_tensor, check_width_known
 from keras_recurrent.layers.base import RecomputableLayer, cast
-from keras_recurrent.layers.initializers import clone_initializer
 from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops.log_forget_gate import log_forget_gate
 
@@ -131,9 +130,9 @@ class ForgetGateLayer(BoundedLayer):
     def build(self, input_shape):
         super().build(input_shape)
         if self.f_bias_initializer is not None:
-            initializer = clone_initializer(self.f_bias_initializer)
-            shape = (self.width,)
-            self.f_bias = self.add_state_weight("f_bias", shape, initializer, weight_decay=False)
+            self.f_bias = self.add_state_weight(
+                "f_bias", (self.width,), self.f_bias_initializer, weight_decay=False
+            )
 
     def log_forget_gate(self, logits, lower_bound):
         """Returns log f, with f = β + (1 - β) σ(logits + b_f), in the dtype of states."""

@@ -5,7 +5,7 @@ from keras import ops
 from keras_recurrent.backends.constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
 from keras_recurrent.layers.block_diagonal import block_diagonal_dense
-from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
+from keras_recurrent.layers.initializers import get_decay_initializer
 from keras_recurrent.layers.streaming import StreamingLayer
 
 
@@ -45,9 +45,8 @@ class GatedLRU(StreamingLayer):
         block_width = channels // self.num_blocks
         self.recurrence_gate = block_diagonal_dense(self, "recurrence_gate", block_width)
         self.input_gate = block_diagonal_dense(self, "input_gate", block_width)
-        initializer = clone_initializer(self.a_initializer)
         self.a_logit = self.add_state_weight(
-            "a_logit", (channels,), initializer, weight_decay=False
+            "a_logit", (channels,), self.a_initializer, weight_decay=False
         )
 
     def log_decay(self, recurrence_gate):

@@ -14,9 +14,7 @@ from keras_recurrent.devices.jax_layouts import apply_layout
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.base import cast, in_order
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
-from keras_recurrent.layers.dense import inner_dense, project
-from keras_recurrent.layers.initializers import clone_initializer, log_decay_rate, time_step_bias
-from keras_recurrent.layers.remat import no_further_remat
+from keras_recurrent.layers.initializers import log_decay_rate, time_step_bias
 from keras_recurrent.layers.rms_norm import RMSNorm
 from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops import gated_linear_unit, scalar_decay_attention
@@ -117,32 +115,28 @@ class Mamba2(StreamingLayer):
         projection_scales = _check_scales(projection_scales)
         self.store_arguments(Mamba2, locals())
         inner, shared = num_heads * head_dim, 2 * num_groups * state_dim
-        self.z_proj = inner_dense(self, inner, "z_proj")
-        self.x_proj = inner_dense(self, inner, "x_proj")
-        self.bc_proj = inner_dense(self, shared, "bc_proj")
-        self.dt_proj = inner_dense(self, num_heads, "dt_proj")
-        with no_further_remat():
-            self.x_conv1d = self._convolution("x_conv1d")
-            self.bc_conv1d = self._convolution("bc_conv1d")
-            self.norm = None
-            if norm_position is not None:
-                self.norm = RMSNorm(
-                    epsilon=layer_norm_epsilon,
-                    zero_centered=False,
-                    num_groups=num_groups,
-                    dtype=self.dtype_policy,
-                    name="norm",
-                )
-
-    def _convolution(self, name):
-        return CausalConv1D(
-            self.conv_size,
-            use_bias=self.use_conv_bias,
-            activation="silu",
-            kernel_initializer=clone_initializer(self.kernel_initializer),
-            dtype=self.dtype_policy,
-            name=name,
+        self.z_proj = self.make_dense(inner, "z_proj")
+        self.x_proj = self.make_dense(inner, "x_proj")
+        self.bc_proj = self.make_dense(shared, "bc_proj")
+        self.dt_proj = self.make_dense(num_heads, "dt_proj")
+        convolution = {
+            "use_bias": use_conv_bias,
+            "activation": "silu",
+            "kernel_initializer": self.kernel_initializer,
+        }
+        self.x_conv1d, self.bc_conv1d = (
+            self.make_sublayer(CausalConv1D, conv_size, name=name, **convolution)
+            for name in ("x_conv1d", "bc_conv1d")
         )
+        self.norm = None
+        if norm_position is not None:
+            self.norm = self.make_sublayer(
+                RMSNorm,
+                epsilon=layer_norm_epsilon,
+                zero_centered=False,
+                num_groups=num_groups,
+                name="norm",
+            )
 
     def build(self, input_shape):
         super().build(input_shape)
@@ -157,14 +151,13 @@ class Mamba2(StreamingLayer):
         self.a_log = self.add_state_weight("a_log", shape, log_decay_rate, **excluded)
         self.dt_bias = self.add_state_weight("dt_bias", shape, time_step_bias, **excluded)
         self.skip = self.add_state_weight("skip", shape, "ones", **excluded)
-        self.o_proj = inner_dense(self, self.width, "o_proj")
-        self.o_proj.build(inner_shape)
+        self.o_proj = self.make_dense(self.width, "o_proj", input_shape=inner_shape)
 
     def streaming_sublayers(self):
         return {"x_conv1d": self.x_conv1d, "bc_conv1d": self.bc_conv1d}
 
     def stream(self, inputs, tokens, state):
-        x, bc, dt = (project(self, layer, inputs) for layer in self.projections()[1:])
+        x, bc, dt = (self.project(layer, inputs) for layer in self.projections()[1:])
         _, x_scale, b_scale, c_scale, dt_scale = self.projection_scales or (None,) * 5
         time, convolved, after = ops.shape(inputs)[:2], {}, {}
         inputs = {"x_conv1d": _scaled(x, x_scale)}
@@ -202,13 +195,13 @@ class Mamba2(StreamingLayer):
         return reshape(ops.stack(scaled, axis=-2), (*time, bc.shape[-1]))
 
     def finish(self, output, inputs):
-        z = project(self, self.z_proj, inputs)
+        z = self.project(self.z_proj, inputs)
         z = _scaled(z, None if self.projection_scales is None else self.projection_scales[0])
         if self.norm_position == "before_gate":
             output = self.inner(self.norm, output)
         y = gated_linear_unit(cast(z, self.compute_dtype), output, activation="silu")
         y = self.inner(self.norm, y) if self.norm_position == "after_gate" else y
-        return project(self, self.o_proj, y)
+        return self.project(self.o_proj, y)
 
     def unfused_reason(self):
         if keras.distribution.distribution() is not None:

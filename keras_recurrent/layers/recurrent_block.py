@@ -7,10 +7,8 @@ from keras_recurrent.checks.arguments import check_boolean, check_num_blocks, ch
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
 from keras_recurrent.layers.cg_lru import CGLRU, check_complex_channels
-from keras_recurrent.layers.dense import inner_dense, project
 from keras_recurrent.layers.gru_arguments import ALTERNATIVES
-from keras_recurrent.layers.initializers import clone_initializer, get_decay_initializer
-from keras_recurrent.layers.remat import no_further_remat
+from keras_recurrent.layers.initializers import get_decay_initializer
 from keras_recurrent.layers.rg_lru import RGLRU
 from keras_recurrent.layers.streaming import StreamingLayer
 from keras_recurrent.ops.decoding_steps import rg_lru_step
@@ -130,25 +128,21 @@ class RecurrentBlock(StreamingLayer):
             check_complex_channels("`lru_width`", lru_width, num_blocks)
         a_initializer = get_decay_initializer(a_initializer)
         self.store_arguments(RecurrentBlock, locals())
-        with no_further_remat():
-            self.conv1d = CausalConv1D(
-                kernel_size,
-                bias_initializer=clone_initializer(self.bias_initializer),
-                dtype=self.dtype_policy,
-                name="conv1d",
-            )
-            unit = RECURRENCES[recurrence](
-                num_blocks=num_blocks,
-                a_initializer=clone_initializer(self.a_initializer),
-                kernel_initializer=clone_initializer(self.kernel_initializer),
-                bias_initializer=clone_initializer(self.bias_initializer),
-                scale_first_input=scale_first_input,
-                dtype=self.dtype_policy,
-                name=recurrence,
-            )
-            setattr(self, recurrence, unit)  # weight files use this name
-        self.linear_x = inner_dense(self, lru_width, "linear_x", use_bias=True)
-        self.linear_y = inner_dense(self, lru_width, "linear_y", use_bias=True)
+        self.conv1d = self.make_sublayer(
+            CausalConv1D, kernel_size, bias_initializer=self.bias_initializer, name="conv1d"
+        )
+        unit = self.make_sublayer(
+            RECURRENCES[recurrence],
+            num_blocks=num_blocks,
+            a_initializer=self.a_initializer,
+            kernel_initializer=self.kernel_initializer,
+            bias_initializer=self.bias_initializer,
+            scale_first_input=scale_first_input,
+            name=recurrence,
+        )
+        setattr(self, recurrence, unit)  # weight files use this name
+        self.linear_x = self.make_dense(lru_width, "linear_x", use_bias=True)
+        self.linear_y = self.make_dense(lru_width, "linear_y", use_bias=True)
 
     def build(self, input_shape):
         super().build(input_shape)
@@ -158,7 +152,7 @@ class RecurrentBlock(StreamingLayer):
         self.conv1d.build(inner_shape)
         self.linear_x.build(input_shape)
         self.linear_y.build(input_shape)
-        self.linear_out = inner_dense(self, self.width, "linear_out", True, inner_shape)
+        self.linear_out = self.make_dense(self.width, "linear_out", True, inner_shape)
 
     def streaming_sublayers(self):
         return {"conv1d": self.conv1d, self.recurrence: self.unit}
@@ -169,16 +163,16 @@ class RecurrentBlock(StreamingLayer):
         return getattr(self, self.recurrence)
 
     def stream(self, inputs, tokens, state):
-        x, after = project(self, self.linear_x, inputs), {}
+        x, after = self.project(self.linear_x, inputs), {}
         for name, layer in self.streaming_sublayers().items():
             further = {"tokens": tokens, "initial_state": state.get(name), "return_state": True}
             x, after[name] = self.inner(layer, x, **further)
         return x, after
 
     def finish(self, output, inputs):
-        gate = project(self, self.linear_y, inputs)
+        gate = self.project(self.linear_y, inputs)
         x = gated_linear_unit(gate, output, activation="gelu")
-        return project(self, self.linear_out, x)
+        return self.project(self.linear_out, x)
 
     def unfused_reason(self):
         unit = self.unit
