@@ -1,11 +1,8 @@
 """Causal depthwise convolution."""
 
-import keras
-
 from keras_recurrent.ops.recurrent_operation import RecurrentOperation
 
 
-@keras.saving.register_keras_serializable(package="keras_recurrent")
 class CausalConv1DOperation(RecurrentOperation):
     function = "causal_conv1d"
     options = RecurrentOperation.options | {"activation": None}

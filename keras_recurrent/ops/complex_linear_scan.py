@@ -1,11 +1,8 @@
 """Diagonal linear recurrence on complex numbers."""
 
-import keras
-
 from keras_recurrent.ops.recurrent_operation import RecurrentOperation
 
 
-@keras.saving.register_keras_serializable(package="keras_recurrent")
 class ComplexLinearScan(RecurrentOperation):
     function = "complex_linear_scan"
 

@@ -1,11 +1,8 @@
 """Linear attention with a decay per key channel and token."""
 
-import keras
-
 from keras_recurrent.ops.recurrent_operation import RecurrentOperation
 
 
-@keras.saving.register_keras_serializable(package="keras_recurrent")
 class GatedLinearAttentionOperation(RecurrentOperation):
     function = "gated_linear_attention"
 

@@ -1,11 +1,8 @@
 """Product of a gated linear unit."""
 
-import keras
-
 from keras_recurrent.ops.operation import Operation
 
 
-@keras.saving.register_keras_serializable(package="keras_recurrent")
 class GatedLinearUnitOperation(Operation):
     function = "gated_linear_unit"
     options = {"activation": None}

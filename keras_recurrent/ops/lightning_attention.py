@@ -1,11 +1,8 @@
 """Linear attention with one constant decay per head."""
 
-import keras
-
 from keras_recurrent.ops.recurrent_operation import RecurrentOperation
 
 
-@keras.saving.register_keras_serializable(package="keras_recurrent")
 class LightningAttentionOperation(RecurrentOperation):
     function = "lightning_attention"
 

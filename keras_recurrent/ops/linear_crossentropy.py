@@ -8,7 +8,6 @@ from keras_recurrent.ops.operation import Operation
 REDUCTIONS = ("sum", None)
 
 
-@keras.saving.register_keras_serializable(package="keras_recurrent")
 class LinearCrossentropyOperation(Operation):
     function = "linear_crossentropy"
     options = {"soft_cap": None, "reduction": "sum"}

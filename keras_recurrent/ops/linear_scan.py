@@ -1,11 +1,8 @@
 """Diagonal linear recurrence."""
 
-import keras
-
 from keras_recurrent.ops.recurrent_operation import RecurrentOperation
 
 
-@keras.saving.register_keras_serializable(package="keras_recurrent")
 class LinearScan(RecurrentOperation):
     function = "linear_scan"
 

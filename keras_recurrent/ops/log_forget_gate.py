@@ -1,11 +1,8 @@
 """Forget gates with a lower bound, as logarithms."""
 
-import keras
-
 from keras_recurrent.ops.operation import Operation
 
 
-@keras.saving.register_keras_serializable(package="keras_recurrent")
 class LogForgetGateOperation(Operation):
     function = "log_forget_gate"
 

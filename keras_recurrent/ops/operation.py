@@ -44,6 +44,7 @@ class Operation(keras.Operation):
         if "function" not in vars(cls):
             return
         OPERATIONS[cls.function] = cls
+        keras.saving.register_keras_serializable(package="keras_recurrent")(cls)
         cls.signature = signature = SIGNATURES[cls.function]
         cls.required = frozenset(signature.tensors) - {*signature.optional}
         cls.arguments = cls._parse({**signature.tensors, **cls.context})

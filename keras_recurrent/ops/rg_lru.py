@@ -1,11 +1,8 @@
 """Real-gated linear recurrent unit, including its gates."""
 
-import keras
-
 from keras_recurrent.ops.recurrent_operation import RecurrentOperation
 
 
-@keras.saving.register_keras_serializable(package="keras_recurrent")
 class RGLRUOperation(RecurrentOperation):
     function = "rg_lru"
     start_matters = True  # the multiplier of the first input is 1

@@ -1,12 +1,9 @@
 """Root mean square normalization."""
 
-import keras
-
 from keras_recurrent.checks.arguments import is_finite_number
 from keras_recurrent.ops.operation import Operation
 
 
-@keras.saving.register_keras_serializable(package="keras_recurrent")
 class RMSNormOperation(Operation):
     function = "rms_norm"
     options = {"epsilon": None}

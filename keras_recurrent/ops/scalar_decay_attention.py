@@ -1,11 +1,8 @@
 """Linear attention with a decay per head and token."""
 
-import keras
-
 from keras_recurrent.ops.recurrent_operation import RecurrentOperation
 
 
-@keras.saving.register_keras_serializable(package="keras_recurrent")
 class ScalarDecayAttentionOperation(RecurrentOperation):
     function = "scalar_decay_attention"
 

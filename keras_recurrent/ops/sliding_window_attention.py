@@ -1,11 +1,8 @@
 """Causal softmax attention to a sliding window, or to all earlier tokens."""
 
-import keras
-
 from keras_recurrent.ops.recurrent_operation import RecurrentOperation
 
 
-@keras.saving.register_keras_serializable(package="keras_recurrent")
 class SlidingWindowAttentionOperation(RecurrentOperation):
     function = "sliding_window_attention"
     options = RecurrentOperation.options | {"sliding_window": None, "max_length": None}

@@ -6,7 +6,6 @@ from keras_recurrent.checks.dtypes import dtype_of
 from keras_recurrent.ops.operation import Operation
 
 
-@keras.saving.register_keras_serializable(package="keras_recurrent")
 class TokenCrossentropyOperation(Operation):
     function = "token_crossentropy"
 
