@@ -104,15 +104,14 @@ class Perplexity(TokenLoss):
         return ops.exp(super().result())
 
 
-def as_token_weights(tokens, sample_weight, dtype="float32"):
-    """Returns `sample_weight` as floats of the shape of `tokens`, `[B, T]`; None: all 1."""
+def as_token_weights(tokens, sample_weight):
+    """Returns `sample_weight` in float32 with the shape of `tokens`, `[B, T]`; None: all 1."""
     if sample_weight is None:
-        return ops.ones_like(tokens, dtype=dtype)
+        return ops.ones_like(tokens, dtype="float32")
     # Data sources of torch pass tensors on the CPU, which Keras moves to the device of the model.
-    sample_weight, ones = ops.convert_to_tensor(sample_weight), ops.ones_like(tokens, dtype=dtype)
-    weights = ops.cast(sample_weight, dtype)
+    weights = ops.cast(ops.convert_to_tensor(sample_weight), "float32")
     if len(weights.shape) == len(tokens.shape) + 1:
         weights = ops.squeeze(weights, -1)
     elif len(weights.shape) == len(tokens.shape) - 1:
         weights = ops.expand_dims(weights, -1)  # one weight for each sequence, as in Keras
-    return weights * ones  # their sum is that of all tokens
+    return weights * ops.ones_like(tokens, dtype="float32")  # their sum is that of all tokens
