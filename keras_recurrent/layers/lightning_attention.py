@@ -15,9 +15,8 @@ from keras_recurrent.devices import jax_steps
 from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.base import cast
-from keras_recurrent.layers.heads import HeadsLayer
+from keras_recurrent.layers.heads import HeadsLayer, frequencies, rotate
 from keras_recurrent.layers.lrpe import LRPE
-from keras_recurrent.layers.rotary import frequencies, rotate
 from keras_recurrent.ops import lightning_attention
 from keras_recurrent.ops.decoding_steps import lightning_step
 
@@ -228,9 +227,8 @@ class LightningAttention(HeadsLayer):
             return f"`{self.name}` must have linear queries, keys and values, and a sigmoid gate"
         return decoding.first_reason(
             decoding.class_reason(self, LightningAttention),
-            decoding.denses_reason(self.projections(), [self.o_proj]),
-            decoding.split_heads_reason(self, self.num_key_value_heads or self.num_heads),
-            *(decoding.norm_reason(n) for n in (self.norm, self.q_norm, self.k_norm) if n),
+            super().unfused_reason(),
+            decoding.norm_reason(self.norm),
         )
 
     def projections(self):

@@ -17,8 +17,7 @@ from keras_recurrent.checks.shapes import reshape
 from keras_recurrent.devices.jax_layouts import check_whole_sequences
 from keras_recurrent.layers import decoding
 from keras_recurrent.layers.base import cast
-from keras_recurrent.layers.heads import HeadsLayer
-from keras_recurrent.layers.rotary import frequencies, rotate
+from keras_recurrent.layers.heads import HeadsLayer, frequencies, rotate
 from keras_recurrent.ops.decoding_steps import local_attention_step
 from keras_recurrent.ops.sliding_window_attention import capacity, sliding_window_attention
 
@@ -243,12 +242,7 @@ class LocalAttention(HeadsLayer):
         return {name: ops.zeros(shape, self.compute_dtype) for name in ("key", "value")}
 
     def unfused_reason(self):
-        return decoding.first_reason(
-            decoding.class_reason(self, LocalAttention),
-            decoding.denses_reason(self.projections(), [self.o_proj]),
-            decoding.split_heads_reason(self, self.num_key_value_heads),
-            *(decoding.norm_reason(norm) for norm in (self.q_norm, self.k_norm) if norm),
-        )
+        return decoding.class_reason(self, LocalAttention) or super().unfused_reason()
 
     def projections(self):
         projections = self.q_proj, self.k_proj, self.v_proj, self.gate_proj

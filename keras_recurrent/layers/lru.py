@@ -8,6 +8,8 @@ from keras_recurrent.layers.block_diagonal import block_diagonal_dense
 from keras_recurrent.layers.initializers import get_decay_initializer
 from keras_recurrent.layers.streaming import StreamingLayer
 
+NUM_BLOCKS = 16  # De et al. 2024, arXiv:2402.19427
+
 
 class GatedLRU(StreamingLayer):
     """Base class of `RGLRU` and `CGLRU`, with their arguments, gates, decays and state.
@@ -69,3 +71,17 @@ def input_multiplier(log_a):
     return ops.stop_gradient(ops.sqrt(z)) + ops.stop_gradient(derivative) * (
         z - ops.stop_gradient(z)
     )
+
+
+def default_num_blocks(width, multiple_of=1):
+    """Returns the default number of blocks of gates on `width` channels; saved models depend on it.
+
+    It is the paper's 16 if possible, else the largest smaller number with blocks of at least 4
+    channels, else 1. The width of a block is a multiple of `multiple_of`.
+    """
+    if width % (NUM_BLOCKS * multiple_of) == 0:
+        return NUM_BLOCKS
+    for number in range(NUM_BLOCKS - 1, 1, -1):
+        if width % (number * multiple_of) == 0 and width // number >= 4:
+            return number
+    return 1
