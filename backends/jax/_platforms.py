@@ -114,11 +114,18 @@ def switch_platform(functions, arguments):
     `jax.lax.platform_dependent` suffices for one platform only: in a program exported for several,
     it lowers all branches for each platform, and kernels cannot be lowered for others.
     """
-    branches = []
+    branches = {}
     for platform, function in functions.items():
-        jaxpr, results = jax.make_jaxpr(function, return_shape=True)(*arguments)
-        branches.append((platform, jaxpr))
-    found = _switch.bind(*jax.tree.leaves(arguments), branches=tuple(branches))
+        branches[platform], results = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    return switch_jaxprs(branches, results, arguments)
+
+
+def switch_jaxprs(branches, results, arguments):
+    """`switch_platform` for traced functions; without a default, lowering may raise an error.
+
+    results: a tree with the structure of what the functions return.
+    """
+    found = _switch.bind(*jax.tree.leaves(arguments), branches=tuple(branches.items()))
     return jax.tree.unflatten(jax.tree.structure(results), found)
 
 
@@ -128,7 +135,7 @@ _switch.multiple_results = True
 
 @_switch.def_abstract_eval
 def _(*_, branches):
-    return dict(branches)["default"].out_avals
+    return branches[0][1].out_avals
 
 
 def _batch(arrays, axes, *, branches):
@@ -144,8 +151,10 @@ batching.primitive_batchers[_switch] = _batch
 
 def _differentiate(primals, tangents, *, branches):
     """Differentiates plain JAX in place of a kernel, which has no derivative."""
-    plain = jaxpr_as_fun(dict(branches)["default"])
-    return jax.jvp(plain, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
+    plain = dict(branches).get("default")
+    if plain is None:
+        raise NotImplementedError("a Pallas kernel has no derivative; its operation has the first")
+    return jax.jvp(jaxpr_as_fun(plain), tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
 
 
 ad.primitive_jvps[_switch] = _differentiate
@@ -155,7 +164,14 @@ def _lower(platform, ctx, *operands, branches):
     branches = dict(branches)
     if platform == "cuda" and _gpu.capability() < _gpu.MIN_CAPABILITY:
         platform = "default"
-    chosen = branches.get(platform, branches["default"])
+    chosen = branches.get(platform, branches.get("default"))
+    if chosen is None:
+        raise NotImplementedError(
+            "the Pallas kernels need a program lowered for TPU, got one for "
+            f"{', '.join(ctx.module_context.platforms)}: leave out `implementation`. For tests, "
+            "JAX interprets them on a CPU, slowly, inside `with "
+            "jax.experimental.pallas.tpu.force_tpu_interpret_mode():`"
+        )
     return mlir.lower_fun(jaxpr_as_fun(chosen), multiple_results=True)(ctx, *operands)
 
 

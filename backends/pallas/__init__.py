@@ -8,4 +8,15 @@ A file defines `forward` and `backward` with the parameters of those in the file
 in `backends/jax`. `replace_passes` of the `Kernel` in that file makes a `Kernel` from them.
 """
 
-from ._platform import unavailable as unavailable
+import importlib
+
+import jax
+
+
+def unavailable():
+    """Reason the kernels cannot be built with the installed JAX, or None."""
+    try:
+        importlib.import_module(f"{__name__}._pallas")
+    except ImportError as error:
+        return f"JAX {jax.__version__} lacks a part of Pallas: {error}"
+    return None

@@ -28,17 +28,16 @@ import jax.numpy as jnp
 
 from ..constants import CONTINUES, PADDING, STARTS
 from . import _common
-from ._call import pallas_call
-from ._common import LANES, vmem_bytes
-from ._lazy import pl, pltpu
+from . import _pallas as pl
+from ._common import LANES, pallas_call, vmem_bytes
 
 CHUNK = 128  # tokens: the side of the matrix unit
 
 
-def unsupported_reason(*tensors):
-    """Reason the kernels do not support q, k, v and other tensors, or None."""
-    reason = _common.unsupported_reason(*tensors)
-    if reason is None and tensors[0].shape[1] == 1:
+def unsupported_reason(**arguments):
+    """Reason the kernels do not support an operation's arguments, or None."""
+    reason = _common.unsupported_reason(**arguments)
+    if reason is None and arguments["q"].shape[1] == 1:
         return "needs more than one token: for one, XLA reads and writes the state once, too"
     return reason
 
@@ -152,7 +151,7 @@ class _Grid(NamedTuple):
         kind = token_kind.astype(jnp.int32)[:, None]
         spec = pl.BlockSpec((None, 1, self.block), lambda b, h, t: (b, 0, block_of(t)))
         if per_head is not None:
-            per_head = _Block(per_head.astype(jnp.float32), pl.BlockSpec(memory_space=pltpu.SMEM))
+            per_head = _Block(per_head.astype(jnp.float32), pl.BlockSpec(memory_space=pl.SMEM))
         tensors = [None if x is None else self.tokens(x, block_of) for x in tensors]
         return _Block(kind, spec), per_head, tensors
 
@@ -221,7 +220,7 @@ class _Grid(NamedTuple):
             out_shape=map_blocks(
                 lambda block: jax.ShapeDtypeStruct(block.tensor.shape, block.tensor.dtype), outputs
             ),
-            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+            scratch_shapes=[pl.VMEM(shape, jnp.float32) for shape in scratch],
             name=kernel.__qualname__.split(".")[0].strip("_"),
         )(*map_blocks(lambda block: block.tensor, inputs))
 

@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from ..constants import CONTINUES, PADDING
-from ._call import pallas_call
-from ._common import LANES, ROWS, kinds_over_lanes, round_up, vmem_bytes
-from ._lazy import pl, pltpu
+from . import _pallas as pl
+from ._common import LANES, ROWS, kinds_over_lanes, pallas_call, round_up, vmem_bytes
 
 F32 = jnp.float32
 SUBLANES = 8
@@ -94,9 +93,9 @@ def stream(kernel, blocks, token_kind, inputs, outputs, carried=1):
     masked = token_kind is not None or blocks.length % blocks.tokens != 0
     if token_kind is not None:
         inputs = [blocks.kinds(token_kind.astype(jnp.int32)[:, None]), *inputs]
-    scratch = [pltpu.VMEM((carried, blocks.channels), jnp.float32)]
+    scratch = [pl.VMEM((carried, blocks.channels), jnp.float32)]
     if masked:
-        scratch.append(pltpu.VMEM((blocks.tokens, LANES), jnp.int32))
+        scratch.append(pl.VMEM((blocks.tokens, LANES), jnp.int32))
 
     def body(*references):
         step = pl.program_id(2)
@@ -231,17 +230,17 @@ def _doubling(shape, reverse):
     for distance in (1, 2, 4):
         exists = row < SUBLANES - distance if reverse else row >= distance
         by = SUBLANES - distance if reverse else distance
-        yield exists, functools.partial(pltpu.roll, shift=by, axis=0)
+        yield exists, functools.partial(pl.roll, shift=by, axis=0)
 
 
 def previous(h, first):
     """The row before each row of h [ROWS, L]; `first` [1, L] before the first of them."""
-    return jnp.where(_row_number(h) == 0, first, pltpu.roll(h, 1, 0))
+    return jnp.where(_row_number(h) == 0, first, pl.roll(h, 1, 0))
 
 
 def following(h, last):
     """The row after each row of h [ROWS, L]; `last` [1, L] after the last of them."""
-    return jnp.where(_row_number(h) == ROWS - 1, last, pltpu.roll(h, ROWS - 1, 0))
+    return jnp.where(_row_number(h) == ROWS - 1, last, pl.roll(h, ROWS - 1, 0))
 
 
 def _row_number(h):

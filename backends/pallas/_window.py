@@ -14,9 +14,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ._call import pallas_call
-from ._common import LANES, round_up, vmem_bytes
-from ._lazy import pl, pltpu
+from . import _pallas as pl
+from ._common import LANES, pallas_call, round_up, vmem_bytes
 from ._linear_attention import row_and_column_numbers
 
 # Tokens in a block; the first size that fits VMEM is used. Longer blocks would compute more logits
@@ -82,7 +81,7 @@ class Grid(NamedTuple):
         return x, pl.BlockSpec((None, 1, self.block), lambda b, *step: (b, 0, block_of(*step)[0]))
 
     def buffer(self, rows, size, dtype):
-        return pltpu.VMEM((self.buffer_blocks, rows, size), dtype)
+        return pl.VMEM((self.buffer_blocks, rows, size), dtype)
 
 
 class Step(NamedTuple):

@@ -22,21 +22,19 @@ from ..jax import causal_conv1d as plain
 from ..jax._common import default_zero_state, default_zero_state_gradient
 from ..jax._shards import per_shard
 from ..signatures import SIGNATURES
+from . import _pallas as pl
 from ._common import ROWS, unsupported_reason
-from ._lazy import pl
 from ._math import sigmoids
 from ._streaming import F32, fit_blocks, following, hold, mask_padding, previous, stream
 
 MOST_TAPS = 16
 
 
-def unsupported(
-    x, kernel, bias=None, initial_state=None, token_kind=None, activation=None
-) -> str | None:
+def unsupported(kernel, **others) -> str | None:
     """Reason these arguments are unsupported, or None."""
     if not 2 <= kernel.shape[0] <= MOST_TAPS:
         return f"needs a kernel of 2 to {MOST_TAPS} taps, got one of {kernel.shape[0]}"
-    return unsupported_reason(x, kernel, bias, initial_state)
+    return unsupported_reason(kernel=kernel, **others)
 
 
 @default_zero_state(plain.state_shape)

@@ -17,15 +17,10 @@ from ..jax._common import default_zero_state, default_zero_state_gradient
 from ..jax._shards import per_shard
 from ..signatures import SIGNATURES
 from . import _linear_attention
-from ._lazy import pltpu
-from ._linear_attention import CHUNK, row_and_column_numbers
+from . import _pallas as pl
+from ._linear_attention import CHUNK, row_and_column_numbers, unsupported_reason
 
 HALVES = [2**level for level in range(CHUNK.bit_length() - 1)]  # tokens: 1, 2, 4 ...
-
-
-def unsupported(q, k, v, log_f, initial_state=None, token_kind=None) -> str | None:
-    """Reason these arguments are unsupported, or None."""
-    return _linear_attention.unsupported_reason(q, k, v, log_f, initial_state)
 
 
 @default_zero_state(plain.state_shape)
@@ -157,7 +152,7 @@ def _right_half_mask(x, half):
 def _exchange_halves(x, half):
     """x [C, K] with the two halves of every 2 * `half` tokens exchanged."""
     return jnp.where(
-        _right_half_mask(x, half), pltpu.roll(x, half, 0), pltpu.roll(x, x.shape[0] - half, 0)
+        _right_half_mask(x, half), pl.roll(x, half, 0), pl.roll(x, x.shape[0] - half, 0)
     )
 
 
@@ -169,4 +164,6 @@ def _one_minus_exp(x):
     return jnp.where(x > -0.5, -x * series, 1 - jnp.exp(x))
 
 
-gated_linear_attention = plain.gated_linear_attention.replace_passes(forward, backward, unsupported)
+gated_linear_attention = plain.gated_linear_attention.replace_passes(
+    forward, backward, unsupported_reason
+)

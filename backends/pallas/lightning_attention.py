@@ -9,12 +9,7 @@ from ..jax._linear_attention import state_shape
 from ..jax._shards import per_shard
 from ..signatures import SIGNATURES
 from . import _linear_attention
-from ._linear_attention import row, row_and_column_numbers
-
-
-def unsupported(q, k, v, log_decay, initial_state=None, token_kind=None) -> str | None:
-    """Reason these arguments are unsupported, or None."""
-    return _linear_attention.unsupported_reason(q, k, v, log_decay, initial_state)
+from ._linear_attention import row, row_and_column_numbers, unsupported_reason
 
 
 @default_zero_state_gradient
@@ -88,4 +83,6 @@ class _Chunk:
         return [self.mask_padding(d) for d in (d_q, d_k, d_v)], g
 
 
-lightning_attention = plain.lightning_attention.replace_passes(forward, backward, unsupported)
+lightning_attention = plain.lightning_attention.replace_passes(
+    forward, backward, unsupported_reason
+)

@@ -27,11 +27,6 @@ from ._streaming import (
 )
 
 
-def unsupported(x, log_a, initial_state=None, token_kind=None) -> str | None:
-    """Reason these arguments are unsupported, or None."""
-    return unsupported_reason(x, log_a, initial_state)
-
-
 @default_zero_state_gradient
 def backward(_, log_a, initial_state, token_kind, output, d_output, d_final):
     tensors = (log_a, initial_state, token_kind, output, d_output, d_final)
@@ -97,4 +92,4 @@ _TENSORS, _RESULTS, _CHANNELS = SIGNATURES["linear_scan"].layout
 forward = default_zero_state(state_shape)(per_shard(_forward, _TENSORS, _RESULTS, _CHANNELS))
 _backward = per_shard(_backward, (*_TENSORS[1:], _RESULTS[0], *_RESULTS), _TENSORS[:-1], _CHANNELS)
 
-linear_scan = plain.linear_scan.replace_passes(forward, backward, unsupported)
+linear_scan = plain.linear_scan.replace_passes(forward, backward, unsupported_reason)

@@ -13,8 +13,8 @@ from ..jax._common import default_zero_state, default_zero_state_gradient
 from ..jax._scan import state_shape
 from ..jax._shards import per_shard
 from ..signatures import SIGNATURES
+from . import _pallas as pl
 from ._common import unsupported_reason
-from ._lazy import pl
 from ._math import decay, sigmoids
 from ._streaming import (
     F32,
@@ -29,11 +29,6 @@ from ._streaming import (
     stream,
     zero_sum,
 )
-
-
-def unsupported(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None) -> str | None:
-    """Reason these arguments are unsupported, or None."""
-    return unsupported_reason(x, gate_a, gate_x, a_logit, initial_state)
 
 
 @default_zero_state(state_shape)
@@ -165,4 +160,4 @@ _backward = per_shard(
     _CHANNELS,
 )
 
-rg_lru = plain.rg_lru.replace_passes(forward, backward, unsupported)
+rg_lru = plain.rg_lru.replace_passes(forward, backward, unsupported_reason)

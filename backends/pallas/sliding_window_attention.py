@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from ..jax import sliding_window_attention as plain
 from ..jax._shards import per_shard
 from . import _common, _window
-from ._lazy import pl
+from . import _pallas as pl
 from ._linear_attention import products
 
 
@@ -26,7 +26,7 @@ def unsupported(
     q, k, v, sliding_window=None, initial_state=None, token_kind=None, capacity=None
 ) -> str | None:
     """Reason these arguments are unsupported, or None."""
-    if reason := _common.unsupported_reason(q, k, v):
+    if reason := _common.unsupported_reason(q=q, k=k, v=v):
         return reason
     before = 0 if initial_state is None else initial_state["key"].shape[1]
     if _window.fit_grid(q, k, v, sliding_window, before) is None:

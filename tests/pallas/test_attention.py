@@ -101,7 +101,7 @@ def find_products(text):
 def test_linear_attention_of_single_token_is_unsupported(operation):
     """A decoding step, which XLA compiles well, runs a kernel for many tokens."""
     x = jnp.ones((1, 1, 2, 4))
-    assert "more than one token" in PALLAS[operation].unsupported(x, x, x, x)
+    assert "more than one token" in PALLAS[operation].unsupported(q=x, k=x, v=x, decay=x)
 
 
 def test_attention_to_more_keys_than_fit_in_vmem_is_unsupported():

@@ -191,7 +191,7 @@ def test_kernel_supports_float32_and_bfloat16_alone(operation):
 @pytest.mark.parametrize("taps", [1, 17])
 def test_convolution_of_other_than_2_to_16_taps_is_unsupported(taps):
     x = jnp.ones((1, 40, 2))
-    reason = PALLAS["causal_conv1d"].unsupported(x, x[0, :taps])
+    reason = PALLAS["causal_conv1d"].unsupported(x=x, kernel=x[0, :taps])
     assert f"2 to 16 taps, got one of {taps}" in reason
 
 
@@ -199,7 +199,7 @@ def test_symbolic_length_is_unsupported():
     """An exported program with a symbolic length fails in a kernel."""
     length, *_ = jax.export.symbolic_shape("t")
     symbolic = jax.ShapeDtypeStruct((1, length, 2), "float32")
-    reason = PALLAS["linear_scan"].unsupported(symbolic, symbolic)
+    reason = PALLAS["linear_scan"].unsupported(x=symbolic, log_a=symbolic)
     assert "known when a program is traced" in reason
 
 
