@@ -1,9 +1,12 @@
-"""Accepted dtypes of arguments, and dtypes of sums."""
+"""Accepted dtypes of arguments, and dtypes of sums and weights."""
 
+import contextlib
 import math
 
 import keras
 import numpy as np
+
+from keras_recurrent.compat import AutocastScope, get_autocast_scope
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 _INTEGER_DTYPES = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
@@ -40,6 +43,20 @@ def accumulation_dtype(*dtypes):
 def sum_dtype(*tensors):
     """Returns the `accumulation_dtype` of tensors, some of which may be None."""
     return accumulation_dtype(*(dtype_of(t) for t in tensors if t is not None))
+
+
+def weights_scope(layer):
+    """Returns the autocast scope that Keras's `__call__` would enter for `layer`.
+
+    The enclosing scope may have another dtype, as where a layer calls a method of an inner layer.
+    """
+    dtype, enclosing = layer.compute_dtype, get_autocast_scope()
+    if enclosing is None:
+        is_needed = dtype != layer.variable_dtype
+    else:
+        dtype = dtype if layer.autocast else None
+        is_needed = enclosing.dtype != dtype
+    return AutocastScope(dtype) if is_needed else contextlib.nullcontext()
 
 
 def accepted_dtypes(name):

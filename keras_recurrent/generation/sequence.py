@@ -228,7 +228,7 @@ def continued_texts(preprocessor, prompts, sequences, texts=None):
 
 def _ends_in_hidden_token(preprocessor, sequence):
     last = sequence.token_ids[-1] if sequence.token_ids else None
-    return last in hidden_stop_tokens(preprocessor) and last in sequence.stop_token_ids
+    return last in sequence.stop_token_ids and last in hidden_stop_tokens(preprocessor)
 
 
 def concatenate_results(results):

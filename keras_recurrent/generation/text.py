@@ -88,17 +88,19 @@ def tokenize_texts(preprocessor, inputs, name="inputs", has_cache=False):
     Returns:
         A list of token ids for each prompt, and a boolean, True for one string.
     """
-    if is_empty(inputs):
+    if isinstance(inputs, str):
+        texts, is_single = [inputs], True
+    elif is_empty(inputs):
         raise ValueError(f"`{name}` must hold at least one prompt; got none.")
-    if not isinstance(inputs, str) and not is_text(inputs):
+    elif not is_text(inputs):
         raise ValueError(
             f"`{name}` must be one or several strings if the model has a preprocessor; got "
             f"{describe(inputs)}. Pass tokens to a model with `preprocessor=None`; decode bytes "
             "with `bytes.decode`."
         )
-    is_single = isinstance(inputs, str) or getattr(inputs, "ndim", 1) == 0
-    texts = [inputs] if isinstance(inputs, str) else np.ravel(inputs) if is_single else inputs
-    texts = as_texts(texts)
+    else:
+        is_single = getattr(inputs, "ndim", 1) == 0
+        texts = as_texts(np.ravel(inputs) if is_single else inputs)
     for text in texts:
         check_unicode(name, text)
     add_start_token = preprocessor.add_start_token and not has_cache

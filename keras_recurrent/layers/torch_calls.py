@@ -10,7 +10,7 @@ import torch
 from keras import ops
 from torch.nn.modules import module as torch_module
 
-from keras_recurrent.layers.autocast import weights_scope
+from keras_recurrent.checks.dtypes import weights_scope
 
 _PACKAGE = "keras_recurrent."
 _CALL = keras.layers.Dense.call

@@ -3,12 +3,11 @@
 import keras
 
 from keras_recurrent.checks.arguments import check_number
-from keras_recurrent.checks.dtypes import dtype_of
+from keras_recurrent.checks.dtypes import dtype_of, weights_scope
 from keras_recurrent.devices import jax_steps
 from keras_recurrent.devices.jax_layouts import apply_layout
 from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.layers import RMSNorm, StreamingLayer, SwiGLU, decoding
-from keras_recurrent.layers.autocast import weights_scope
 from keras_recurrent.layers.base import in_order
 from keras_recurrent.layers.gated_linear_unit import GatedLinearUnit
 from keras_recurrent.layers.remat import no_further_remat

@@ -3,7 +3,7 @@
 import keras
 import keras_hub
 
-from keras_recurrent import compat
+from keras_recurrent.compat import canonicalize_python_token_inputs, preprocessing_function
 from keras_recurrent.inherited_docstrings import InheritedDocstring
 from keras_recurrent.tokenizers.checkpoint_files import TrustedTexts
 from keras_recurrent.tokenizers.plain import FIRST_BYTE, PlainByteTokenizer
@@ -70,7 +70,7 @@ class ByteTokenizer(TrustedTexts, InheritedDocstring, keras_hub.tokenizers.ByteT
     def tokenize(self, inputs):
         return _shift(super().tokenize(inputs))
 
-    @compat.preprocessing_function
+    @preprocessing_function
     def _tokenize_tf(self, inputs):
         # KerasHub's method fails on a single empty string.
         import tensorflow as tf
@@ -82,11 +82,11 @@ class ByteTokenizer(TrustedTexts, InheritedDocstring, keras_hub.tokenizers.ByteT
         return tokens.flat_values if single else tokens
 
     def _detokenize_python(self, inputs):
-        inputs, batched = compat.canonicalize_python_token_inputs(inputs)
+        inputs, batched = canonicalize_python_token_inputs(inputs)
         texts = self._core.detokenize(inputs)
         return texts if batched else texts[0]
 
-    @compat.preprocessing_function
+    @preprocessing_function
     def _detokenize_tf(self, inputs):
         import tensorflow as tf
 
