@@ -42,6 +42,7 @@ INSIDE_FUNCTIONS = {
     ("keras_recurrent/dispatch.py", "backends.triton._runtime.framework"),
     ("keras_recurrent/generation/torch/decoder.py", "backends.triton.argmax"),
     ("keras_recurrent/optimizers/fused_updates.py", "backends.triton._optimizers.adam_kernel"),
+    ("keras_recurrent/serving/__init__.py", "serving.engine"),
     ("keras_recurrent/serving/__main__.py", "serving.processes"),
     ("keras_recurrent/serving/http_process.py", "serving.processes"),
     ("keras_recurrent/serving/processes.py", "serving.server"),
