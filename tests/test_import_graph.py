@@ -52,7 +52,8 @@ INSIDE_FUNCTIONS = {
 HUB = "keras_hub"
 
 
-def read_sources():
+@pytest.fixture(scope="module")
+def sources():
     """`{name of a module: (its file, its source)}`."""
     found = {}
     for folder in (PACKAGE, "backends", "presets"):
@@ -62,6 +63,11 @@ def read_sources():
             name = ".".join(parts if folder == PACKAGE else (PACKAGE, *parts))
             found[name] = file, file.read_text()
     return found
+
+
+@pytest.fixture(scope="module")
+def graph(sources):
+    return {name: imports_of(name, sources) for name in sources}
 
 
 def imports_of(name, sources):
@@ -107,34 +113,6 @@ def imports_of(name, sources):
     return {(target, kind) for target, kind in found if target in modules}
 
 
-def read_graph(sources):
-    return {name: imports_of(name, sources) for name in sources}
-
-
-def upward_imports(graph):
-    """`(module, imported module)` of the imports that do not run downward."""
-    return sorted(
-        (name, target)
-        for name, imports in graph.items()
-        for target, _ in imports
-        if target != HUB
-        and (
-            floor(target) > floor(name)
-            or (floor(target) == floor(name) < TOP and room(target) != room(name))
-        )
-    )
-
-
-def find_circle(graph):
-    """Returns a list of modules that import each other, or an empty one."""
-    targets = {name: {target for target, _ in imports} for name, imports in graph.items()}
-    try:
-        graphlib.TopologicalSorter(targets).prepare()
-    except graphlib.CycleError as error:
-        return error.args[1]
-    return []
-
-
 def imported_with(graph, names):
     """Returns what is imported with some modules, except for modules in `backends`."""
     found, pending = set(), list(names)
@@ -156,22 +134,23 @@ def floor(name):
     return FLOOR.get(room(name), TOP)
 
 
-@pytest.fixture(scope="module")
-def sources():
-    return read_sources()
-
-
-@pytest.fixture(scope="module")
-def graph(sources):
-    return read_graph(sources)
-
-
 def test_imports_of_the_package_have_no_circle(graph):
-    assert find_circle(graph) == []
+    targets = {name: {target for target, _ in imports} for name, imports in graph.items()}
+    graphlib.TopologicalSorter(targets).prepare()
 
 
 def test_imports_of_the_package_run_downward(graph):
-    assert upward_imports(graph) == []
+    """A module imports from a higher floor, or from another room of its own floor."""
+    assert [
+        (name, target)
+        for name, imports in graph.items()
+        for target, _ in imports
+        if target != HUB
+        and (
+            floor(target) > floor(name)
+            or (floor(target) == floor(name) < TOP and room(target) != room(name))
+        )
+    ] == []
 
 
 def test_import_of_the_package_and_layers_does_not_import_kerashub_or_gqa(graph):
