@@ -1,10 +1,12 @@
 """Small models to export, and inputs for them."""
 
+import functools
+
 import keras
 import numpy as np
 
-from keras_recurrent import layers, models
-from tests.models.tiny import tiny_causal_lm
+from keras_recurrent import layers
+from tests.models.tiny import FAMILIES, tiny_causal_lm
 
 WIDTH = 6
 
@@ -41,14 +43,6 @@ def gru_step():
     return keras.Model([x, state], gru(x, initial_state=state))
 
 
-def image_classifier():
-    sizes = {"image_shape": (16, 16, 3), "patch_size": 4, "num_layers": 1}
-    backbone = models.HGRN2VisionBackbone.from_preset(
-        "hgrn2_vision_tiny", load_weights=False, **sizes
-    )
-    return models.HGRN2ImageClassifier(backbone, num_classes=5)
-
-
 def text_classifier():
     """The classifier of README, which uses the output of the last real token."""
     ids = keras.Input((None,), dtype="int32", name="x")
@@ -58,7 +52,6 @@ def text_classifier():
 
 
 MODELS = {
-    "gru": lambda: sequence_model(keras.layers.GRU(4, return_sequences=True)),
     "gru, step": gru_step,
     "block": lambda: sequence_model(layers.RecurrentBlock(8)),
     "block, step": lambda: step_model(layers.RecurrentBlock(8)),
@@ -68,14 +61,8 @@ MODELS = {
     "convolution, step": lambda: step_model(layers.CausalConv1D(4, activation="silu")),
     "lightning": lambda: sequence_model(layers.LightningAttention(2, head_dim=3)),
     "lightning, packed": lambda: packed_model(layers.LightningAttention(2, head_dim=3)),
-    "griffin lm": lambda: tiny_causal_lm(family="griffin"),
-    "hgrn2 lm": lambda: tiny_causal_lm(family="hgrn2"),
-    "transnormer lm": lambda: tiny_causal_lm(family="transnormer"),
-    "lightning_hybrid lm": lambda: tiny_causal_lm(family="lightning_hybrid"),
-    "lfm2 lm": lambda: tiny_causal_lm(family="lfm2"),
-    "mamba_hybrid lm": lambda: tiny_causal_lm(family="mamba_hybrid"),
     "text classifier": text_classifier,
-    "image classifier": image_classifier,
+    **{f"{family} lm": functools.partial(tiny_causal_lm, family=family) for family in FAMILIES},
 }
 
 

@@ -19,23 +19,15 @@ pytestmark = [
 ]
 
 
-def nightly(*values):
-    return pytest.param(*values, marks=pytest.mark.nightly)
+def of_backend(every_change, nightly):
+    """Parametrizes a test by models of this backend, some of which run nightly only."""
+    marked = [pytest.param(name, marks=pytest.mark.nightly) for name in nightly.get(BACKEND, ())]
+    return pytest.mark.parametrize("name", [*every_change.get(BACKEND, ()), *marked])
 
 
-# On torch, a fault of the nightly classifiers' layers also shows in "block" and "hgrn2 lm".
 # jax2onnx cannot reshape with two unknown sizes, as some linear layers do.
-UNKNOWN_SIZES = {
-    "jax": ["hgrn2", "lightning", "hgrn2 lm"],
-    "torch": ["block", nightly("text classifier"), "hgrn2 lm", nightly("image classifier")],
-    "tensorflow": ["block", "text classifier", "lightning", "hgrn2 lm"],
-}
-IN_JAX = pytest.mark.skipif(BACKEND == "jax", reason="its linear layers have two unknown sizes")
-LARGER = [
-    pytest.param(name, marks=[pytest.mark.nightly, IN_JAX])
-    for name in ("griffin lm", "lightning_hybrid lm", "lfm2 lm", "mamba_hybrid lm")
-]
-STEPS = ["block, step", "hgrn2, step"]
+LARGER = ["griffin lm", "lightning_hybrid lm", "lfm2 lm", "mamba_hybrid lm"]
+STEPS = ["gru, step", "hgrn2, step"]
 
 
 def assert_outputs(model, inputs, actual):
@@ -54,28 +46,40 @@ def assert_runs(model, run, shapes=((3, 70), (1, 5))):
         assert_outputs(model, inputs, run(inputs))
 
 
-def export(name, folder, form, ending, **arguments):
+ENDINGS = {"onnx": ".onnx", "torch": ".pt2", "openvino": ".xml", "litert": ".tflite"}
+
+
+def export(name, folder, form, **arguments):
     model = MODELS[name]()
     model(pack_inputs(model, draw(model, 1, 4)))  # Keras requires a call before the export
-    path = str(folder / f"model{ending}")
+    path = str(folder / f"model{ENDINGS[form]}")
     model.export(path, format=form, verbose=False, **arguments)
     return model, path
 
 
-@pytest.mark.parametrize("name", ["gru, step", *STEPS, *UNKNOWN_SIZES[BACKEND], *LARGER])
+@of_backend(
+    {
+        "jax": ["block, step", "lightning", "hgrn2 lm"],
+        "torch": ["block, step", "hgrn2 lm"],
+        "tensorflow": ["block, step", "text classifier", "hgrn2 lm"],
+    },
+    nightly={
+        "jax": [*STEPS, "hgrn2"],
+        "torch": [*STEPS, "block", "text classifier", *LARGER],
+        "tensorflow": [*STEPS, "block", "lightning", *LARGER],
+    },
+)
 def test_onnx_file_matches_the_model(name, tmp_path):
-    model, path = export(name, tmp_path, "onnx", ".onnx")
+    model, path = export(name, tmp_path, "onnx")
     assert_runs(model, lambda inputs: runtimes.onnx(path, inputs))
 
 
 LINEAR, CONVOLUTION = "LinearAttention", "CausalConvWithState"
 # {model: counts of its operators in opset 27}
 OPERATORS: dict = {
-    "hgrn2": {LINEAR: 1},
     "hgrn2, step": {LINEAR: 1},
     "hgrn2, convolutions": {LINEAR: 1, CONVOLUTION: 3},
     "convolution, step": {CONVOLUTION: 1},
-    "lightning": {LINEAR: 1},
     "lightning, packed": {LINEAR: 1},
     "hgrn2 lm": {LINEAR: 2},
     "transnormer lm": {LINEAR: 2},
@@ -83,11 +87,14 @@ OPERATORS: dict = {
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="keras_recurrent writes opset 27 from torch")
-@pytest.mark.parametrize("name", [*list(OPERATORS)[:-1], nightly("transnormer lm")])
+@of_backend(
+    {"torch": ["hgrn2, convolutions", "convolution, step", "lightning, packed", "hgrn2 lm"]},
+    nightly={"torch": ["hgrn2, step", "transnormer lm"]},
+)
 def test_onnx_opset_27_has_recurrent_operators_and_matches_the_model(name, tmp_path):
     import onnx
 
-    model, path = export(name, tmp_path, "onnx", ".onnx", opset_version=27)
+    model, path = export(name, tmp_path, "onnx", opset_version=27)
     onnx.checker.check_model(path, full_check=True)
     graph = onnx.load(path)
     assert [(o.domain, o.version) for o in graph.opset_import] == [("", 27)]
@@ -102,19 +109,20 @@ def test_onnx_opset_27_has_recurrent_operators_and_matches_the_model(name, tmp_p
 def test_unsupported_opset_raises_and_writes_nothing(version, tmp_path):
     match = f"`opset_version` must be at most 25, or 27.*{version}"
     with pytest.raises(ValueError, match=match):
-        export("hgrn2", tmp_path, "onnx", ".onnx", opset_version=version)
+        export("hgrn2", tmp_path, "onnx", opset_version=version)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="a format of torch")
-@pytest.mark.parametrize(
-    "name", ["gru, step", "block", "hgrn2, step", "griffin lm", nightly("lightning_hybrid lm")]
+@of_backend(
+    {"torch": ["hgrn2, step", "griffin lm"]},
+    nightly={"torch": ["gru, step", "block", "lightning_hybrid lm"]},
 )
 def test_torch_program_has_plain_operators_and_matches_the_model(name, tmp_path):
     """A file of this package is wrong, or this package breaks Keras's exporter for its layers."""
     import torch
 
-    model, path = export(name, tmp_path, "torch", ".pt2")
+    model, path = export(name, tmp_path, "torch")
     loaded = torch.export.load(path)
     assert "keras_recurrent" not in str(loaded.graph)
     program = loaded.module()
@@ -128,35 +136,35 @@ def test_torch_program_has_plain_operators_and_matches_the_model(name, tmp_path)
 
 
 @pytest.mark.skipif(BACKEND == "jax", reason="Keras has no such export from JAX")
-@pytest.mark.parametrize("name", [*STEPS, UNKNOWN_SIZES[BACKEND][0]])
+@of_backend(
+    {"torch": ["block"], "tensorflow": ["hgrn2, step", "block"]},
+    nightly={"torch": ["block, step", "hgrn2, step"], "tensorflow": ["block, step"]},
+)
 def test_openvino_file_matches_the_model(name, tmp_path):
-    model, path = export(name, tmp_path, "openvino", ".xml")
+    model, path = export(name, tmp_path, "openvino")
     assert_runs(model, lambda inputs: runtimes.openvino(path, inputs))
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow's converter")
-@pytest.mark.parametrize("name", STEPS)
+@of_backend({"tensorflow": ["hgrn2, step"]}, nightly={"tensorflow": ["block, step"]})
 def test_litert_file_runs_with_built_in_operators_and_matches_the_model(name, tmp_path):
-    model, path = export(name, tmp_path, "litert", ".tflite")
+    model, path = export(name, tmp_path, "litert")
     assert_runs(model, lambda inputs: runtimes.litert(path, inputs), shapes=((1, 1),))
 
 
-STEP_FORMATS = {
-    "torch": [("mamba_hybrid", "onnx", ".onnx"), ("lfm2", "openvino", ".xml")],
-    "tensorflow": [("lfm2", "onnx", ".onnx"), ("mamba_hybrid", "litert", ".tflite")],
-    "jax": [],
-}
-
-
-@pytest.mark.parametrize(("family", "form", "ending"), STEP_FORMATS[BACKEND])
-def test_decoding_step_file_matches_the_forward_pass(family, form, ending, tmp_path):
+@of_backend(
+    {"torch": ["lfm2, openvino"], "tensorflow": ["mamba_hybrid, litert"]},
+    nightly={"torch": ["mamba_hybrid, onnx"], "tensorflow": ["lfm2, onnx"]},
+)
+def test_decoding_step_file_matches_the_forward_pass(name, tmp_path):
     """A runtime loses the state, or attention reads other slots of its cache."""
+    family, form = name.split(", ")
     model = tiny_causal_lm(family=family)
     token_ids = np.random.default_rng(0).integers(3, 50, (1, 9)).astype("int32")
     (logits,) = compute(model, {"token_ids": token_ids, "padding_mask": np.ones_like(token_ids)})
     batch_size = 1 if form == "litert" else None
     step = keras_recurrent.exporting.DecodingStep(model, 12, batch_size)
-    path, state = str(tmp_path / f"step{ending}"), step.initial_state
+    path, state = str(tmp_path / f"step{ENDINGS[form]}"), step.initial_state
     step.export(path, form, verbose=False)
     for i, token in enumerate(np.split(token_ids, 9, axis=1)):
         inputs = dict(sorted({"token_ids": token, **state}.items()))
@@ -214,7 +222,7 @@ def test_saved_model_signature_has_the_window_of_local_attention(tmp_path):
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="a format of TensorFlow")
-@pytest.mark.parametrize("name", ["gru, step", "block, step", "block"])
+@of_backend({"tensorflow": ["gru, step", "block"]}, nightly={"tensorflow": ["block, step"]})
 def test_saved_model_of_a_layer_matches_the_layer(name, tmp_path):
     model, program = export_saved_model(name, tmp_path)
 
