@@ -5,7 +5,6 @@ import inspect
 import numpy as np
 import pytest
 
-from keras_recurrent.models import MambaHybridBackbone
 from keras_recurrent.models.griffin.checkpoint import RecurrentGemma
 from keras_recurrent.models.hgrn2.checkpoint import HGRN2Layout
 from keras_recurrent.models.lfm2.checkpoint import LFM2Layout
@@ -17,16 +16,11 @@ from keras_recurrent.models.mamba_hybrid.checkpoint import (
     NemotronH,
 )
 from keras_recurrent.models.transnormer.checkpoint import TransNormer
-from keras_recurrent.presets import (
-    griffin,
-    hgrn2,
-    lfm2,
-    lightning_hybrid,
-    mamba_hybrid,
-    transnormer,
-)
+from keras_recurrent.presets import griffin, hgrn2, lfm2, transnormer
 from tests.checkpoints import golden
 from tests.layers.table import assert_rejects
+from tests.models.test_presets import SIZES
+from tests.models.tiny import FAMILIES
 
 pytestmark = pytest.mark.once
 
@@ -153,12 +147,6 @@ for name, changes in {
     PUBLISHED[name] = ("lfm2", lfm2_config(size.backbone_arguments, **changes), size)
 
 
-def constructor_defaults(cls):
-    """Returns the arguments of a constructor that have default values."""
-    parameters = inspect.signature(cls.__init__).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty}
-
-
 DROP = object()  # in place of a value: the configuration does not have the key
 
 
@@ -168,47 +156,50 @@ def read(model_type, **changes):
     return LAYOUTS[model_type].backbone_arguments(config, "config.json")
 
 
-def count_parameters(model_type, arguments):
-    tensors = LAYOUTS[model_type].tensors(arguments)
-    return sum(int(np.prod(tensor.shape)) for tensor in tensors)
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_config_reads_as_the_preset(name):
     model_type, config, size = PUBLISHED[name]
     arguments = LAYOUTS[model_type].backbone_arguments(config, "config.json")
     preset = size.backbone_arguments
     assert {key: preset.get(key, arguments[key]) for key in arguments} == arguments
-    assert count_parameters(model_type, arguments) == size.parameters
 
 
-@pytest.mark.parametrize("name", lightning_hybrid.SIZES)
-def test_config_written_from_preset_keeps_multipliers_and_parameters(name):
-    """A multiplier of MiniCPM-SALA loses a digit, or a tensor is missing."""
-    model_type, size = "hypenet", lightning_hybrid.SIZES[name]
-    optional = ("attention_logit_scaling", "embedding_scale", "residual_scale", "output_scale")
-    arguments = dict.fromkeys((*optional, "dense_length"))
-    arguments |= {"use_qk_norm": True, "layer_norm_epsilon": 1e-6, **size.backbone_arguments}
+# {family, or the first word of a preset's name: layout}
+PRESET_LAYOUTS = {"griffin": "recurrent_gemma", "hgrn2": "hgrn2", "transnormer": "transnormer"}
+PRESET_LAYOUTS |= {"lightning_hybrid": "hypenet", "minicpm": "minicpm_sala", "lfm2": "lfm2"}
+PRESET_LAYOUTS |= {"nemotron": "nemotron_h", "falcon": "falcon_h1", "mamba": "mamba2"}
+PRESET_LAYOUTS |= {name: name for name in ("granite", "mamba2")}
+PRESETS = [(family, name) for family, sizes in SIZES.items() for name in sizes]
+
+
+def read_preset(family, name):
+    """Returns the size, the layout and all arguments of the backbone of a preset."""
+    size, first = SIZES[family][name], name.split("_")[0]
+    layout = LAYOUTS[PRESET_LAYOUTS[first if first in PRESET_LAYOUTS else family]]
+    parameters = inspect.signature(FAMILIES[family].backbone.__init__).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    return size, layout, {**defaults, **size.backbone_arguments}
+
+
+@pytest.mark.parametrize(("family", "name"), PRESETS)
+def test_preset_has_as_many_parameters_as_its_size_lists(family, name):
+    size, layout, arguments = read_preset(family, name)
+    listed = FAMILIES[family].causal_lm.presets[name]["metadata"]["params"]
+    counted = sum(int(np.prod(tensor.shape)) for tensor in layout.tensors(arguments))
+    assert listed == size.parameters == counted
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [row for row in PRESETS if row[0] in ("lightning_hybrid", "mamba_hybrid")]
+)
+def test_config_written_from_preset_reads_as_the_preset(family, name):
+    """A multiplier loses a digit."""
+    _, layout, arguments = read_preset(family, name)
+    config = layout.config(arguments)
     if name == "minicpm_sala":
-        model_type = name
-        config = LAYOUTS[name].config(arguments)
         published = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
-        assert {key: config[key] for key in published} == published
+        assert config.items() >= published.items()
         assert config["sparse_config"]["dense_len"] == 8192
-    else:
-        LAYOUTS[model_type].config(arguments)
-    assert count_parameters(model_type, arguments) == size.parameters
-
-
-@pytest.mark.parametrize("name", mamba_hybrid.SIZES)
-def test_config_written_from_preset_of_mamba_reads_as_the_preset(name):
-    """A multiplier loses a digit, or a tensor is missing."""
-    size = mamba_hybrid.SIZES[name]
-    arguments = {**constructor_defaults(MambaHybridBackbone), **size.backbone_arguments}
-    names = {"nemotron": "nemotron_h", "falcon": "falcon_h1", "mamba": "mamba2"}
-    layout = LAYOUTS[names.get(prefix := name.split("_")[0], prefix)]
-    layout.config(arguments)
-    assert sum(int(np.prod(t.shape)) for t in layout.tensors(arguments)) == size.parameters
 
 
 UNSUPPORTED = [
