@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from keras_recurrent.checkpoints import export
+from keras_recurrent.models import HGRN2Backbone
 from tests.checkpoints import golden
 from tests.layers.table import assert_rejects
-from tests.models.tiny import FAMILIES
+from tests.models.tiny import FAMILIES, HYBRID, tiny_backbone, weights_of
 
 pytestmark = pytest.mark.once
 
@@ -60,6 +61,33 @@ def test_load_reads_tensors_one_by_one_without_copies(tmp_path, sizes, most):
     # JAX and TensorFlow may adopt NumPy's memory for the weights.
     weights = 0 if keras.backend.backend() == "torch" else size
     assert peak - weights < most * size
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {"conv_size": 3, "tie_word_embeddings": True},
+        {"num_layers": 1},
+        {"num_layers": 1, "use_lower_bounds": False},
+        HYBRID,
+        {**HYBRID, "attention_layers": (1, 2), "num_key_value_heads": None},
+    ],
+    ids=["short convolutions, tied", "one block", "no lower bounds", "hybrid", "unused bounds"],
+)
+def test_export_of_hgrn2_variant_loads_with_the_same_config_and_weights(variant, tmp_path):
+    """A filter is saved as that of another projection, or its taps are reversed."""
+    backbone = tiny_backbone(family="hgrn2", **variant)
+    backbone.export_to_transformers(tmp_path)
+    tensors = golden.read_tensors(tmp_path)
+    assert ("lm_head.weight" in tensors) != backbone.tie_word_embeddings
+    assert ("model.lower_bounds" in tensors) == backbone.use_lower_bounds
+    for name in "qfi" if backbone.conv_size else ():
+        filters = tensors[f"model.layers.1.attn.{name}_conv1d.weight"]  # [channels, 1, taps]
+        kernel = weights_of(backbone)[f"block_1/temporal_block/{name}_conv1d/kernel"]
+        np.testing.assert_array_equal(filters[:, 0].T, kernel)
+    reloaded = HGRN2Backbone.from_preset(str(tmp_path))
+    assert reloaded.get_config() | {"name": ""} == backbone.get_config() | {"name": ""}
+    golden.assert_equal_weights(reloaded, backbone)
 
 
 def test_export_merges_lora_weights(tmp_path):
@@ -176,7 +204,6 @@ def test_export_onto_links_or_files_raises_and_keeps_them(model, tmp_path, monke
     assert not list(tmp_path.glob(".*.part"))
 
 
-@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning")
 def test_export_of_quantized_model_raises(tmp_path):
     model = golden.model()
     model.quantize("int8")

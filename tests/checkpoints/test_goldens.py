@@ -12,6 +12,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 from keras_recurrent.checkpoints import layout
+from keras_recurrent.models.griffin.checkpoint import RecurrentGemma
 from tests.checkpoints import golden
 
 # The root mean square of float32's roundings, relative; mistakes show at 1e-4 and above.
@@ -29,6 +30,8 @@ ROUNDING = {
     "lfm2_tiny": 1.5e-6,
 }
 MAMBA = ("nemotron_h_tiny", "granite_tiny", "mamba2_tiny", "falcon_h1_tiny")
+# Checkpoints with layers of all kinds; other layouts differ in names and sizes of weights.
+EVERY_BACKEND = ("hgrn2_tiny", "transnormer_tiny", "falcon_h1_tiny")
 
 
 def only(*names):
@@ -36,7 +39,13 @@ def only(*names):
     return pytest.mark.parametrize("path", names, indirect=True)
 
 
-@pytest.fixture(scope="module", params=ROUNDING)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[] if name in EVERY_BACKEND else [pytest.mark.once])
+        for name in ROUNDING
+    ],
+)
 def path(request):
     return golden.DATA / request.param
 
@@ -127,3 +136,49 @@ def test_bfloat16_checkpoint_survives_loading_and_export(model, path, tmp_path):
     assert keras.backend.standardize_dtype(embeddings.dtype) == "bfloat16"
     reloaded.export_to_transformers(tmp_path / "again")
     golden.assert_tensors(tmp_path / "again", narrow, bfloat16)
+
+
+@only("recurrentgemma_tiny")
+def test_logits_of_packed_documents_match_the_original(model, path, expected):
+    """A packed document reads the state or the keys of another."""
+    segment_ids = np.cumsum(expected["packed_positions"] == 0, axis=1, dtype="int32")
+    logits = golden.logits(model, expected["token_ids"], segment_ids=segment_ids)
+    assert golden.relative_error(logits, expected["packed_logits"]) < ROUNDING[path.name]
+
+
+@pytest.mark.once
+@only("recurrentgemma_tiny")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_export_loaded_by_transformers_matches_the_original(model, path, tmp_path, expected):
+    """transformers computes other logits from an export, for example beyond the window."""
+    torch = pytest.importorskip("torch")
+    # Releases before 5 ignore the window in a forward pass.
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    model.export_to_transformers(tmp_path / "export")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    token_ids = torch.tensor(expected["token_ids"], dtype=torch.long)
+    with torch.no_grad():
+        logits = loaded(token_ids, use_cache=False).logits
+    error = golden.relative_error(logits.numpy(), expected["logits"])
+    assert error < 10 * ROUNDING[path.name]
+
+
+@pytest.mark.once
+@only("recurrentgemma_tiny")
+def test_config_without_meaning_of_the_window_warns_and_reads_as_published(model, tmp_path):
+    """An export has the `attention_window_size` of published files, which is one less.
+
+    In transformers the window includes the current token; published files, and the golden one,
+    count only the tokens before it.
+    """
+    model.export_to_transformers(tmp_path / "export")
+    config = golden.read_config(tmp_path / "export")
+    read = RecurrentGemma().backbone_arguments
+    assert config["attention_window_size"] == golden.read_config()["attention_window_size"] + 1
+    assert read(config, "export")["sliding_window"] == model.backbone.sliding_window == 17
+    assert config.pop("window_includes_current_token") is True
+    with pytest.warns(UserWarning, match=r"without does not say .*'window_includes_current_token'"):
+        assert read(config, "without")["sliding_window"] == 18
+    read({**config, "block_types": ["recurrent"]}, "a config without attention")  # does not warn
+    with pytest.raises(ValueError, match=r"'window_includes_current_token' is 1 .*true or false"):
+        read({**config, "window_includes_current_token": 1}, "config.json")
