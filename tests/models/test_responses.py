@@ -15,7 +15,8 @@ from tests.models.data_sources import make_sources
 from tests.models.tiny import FAMILIES, tiny_text_model
 from tests.tokenizers import bpe, sentence_piece
 
-BACKEND = keras.backend.backend()
+pytestmark = pytest.mark.once
+
 PAD, START, END = 0, 1, 2
 PROMPTS, RESPONSES = ["tick ", "tock tick ", "é", ""], ["tock", "é", "", "tick tock"]
 SAMPLES = {"prompts": PROMPTS, "responses": RESPONSES}
@@ -76,12 +77,12 @@ def hand_built_batch(packed):
     return {**x, "segment_ids": segments} if packed else x, y, weights
 
 
-@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.once), True])
+@pytest.mark.parametrize("packed", [False, True])
 def test_fit_on_responses_equals_fit_on_a_batch_built_by_hand(packed):
     """The loss includes prompts or lacks end tokens, or packing changes the mask."""
     x, y, weights = hand_built_batch(packed)
     model = causal_lm(packed=packed, sequence_length=y.shape[1])
-    model.compile(keras.optimizers.SGD(0.05), run_eagerly=BACKEND == "tensorflow")
+    model.compile(keras.optimizers.SGD(0.05))
     before, results = model.get_weights(), []
     for data in ({"x": SAMPLES}, {"x": x, "y": y, "sample_weight": weights}):
         model.set_weights(before)
@@ -92,7 +93,6 @@ def test_fit_on_responses_equals_fit_on_a_batch_built_by_hand(packed):
     assert max(abs(a - b).max() for a, b in zip(results[0][1:], before, strict=True)) > 1e-3
 
 
-@pytest.mark.once
 def test_truncated_responses_have_the_tokens_of_truncated_text_and_warn():
     """Truncation differs from plain text's, or the loss includes the end of a lost response."""
     prompts, answers = ["ab", "abcde"], ["cdefgh", "gh"]
@@ -124,7 +124,6 @@ SOURCES = make_sources(SINGLE, COLUMNS, batch_size=2) | {
 }
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("source", SOURCES)
 def test_responses_of_every_source_give_the_loss_of_a_batch_built_by_hand(source):
     model = causal_lm()
@@ -136,7 +135,6 @@ def test_responses_of_every_source_give_the_loss_of_a_batch_built_by_hand(source
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-@pytest.mark.once
 def test_preprocessor_in_tensorflow_graphs_makes_equal_samples():
     tf = pytest.importorskip("tensorflow")
     for packed in (False, True):
@@ -148,7 +146,6 @@ def test_preprocessor_in_tensorflow_graphs_makes_equal_samples():
     assert one[2].shape == (LENGTH,)
 
 
-@pytest.mark.once
 def test_packed_text_keeps_the_loss_mask_of_responses_and_conversations():
     layer = preprocessor(packed=True, sequence_length=28)
     for samples, expected in (
@@ -159,7 +156,6 @@ def test_packed_text_keeps_the_loss_mask_of_responses_and_conversations():
         keras.tree.map_structure(np.testing.assert_array_equal, arrays(batch), expected)
 
 
-@pytest.mark.once
 def test_conversations_of_every_source_give_equal_losses():
     model = causal_lm()
     expected = model.evaluate(CONVERSATIONS, verbose=0)
@@ -207,7 +203,6 @@ def num_shared(a, b):
     return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("make", TOKENIZERS.values(), ids=TOKENIZERS)
 @pytest.mark.parametrize("template", [TEMPLATE, SPACES, CHATML], ids=["tight", "spaces", "chatml"])
 def test_conversation_for_training_has_the_tokens_of_the_prompt_for_generation(make, template):
@@ -244,7 +239,6 @@ def test_conversation_for_training_has_the_tokens_of_the_prompt_for_generation(m
     assert documents(cut([messages])) == ([whole[:length]], [in_loss[:length]])
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("make", TOKENIZERS.values(), ids=TOKENIZERS)
 def test_prompt_and_response_have_the_tokens_of_the_joined_text(make):
     """The model is trained on a space, or on merges, that it does not see when it generates."""
@@ -270,7 +264,6 @@ def test_prompt_and_response_have_the_tokens_of_the_joined_text(make):
     assert documents(packed(one)) == (expected[0][:1], expected[1][:1])
 
 
-@pytest.mark.once
 def test_templates_that_change_earlier_text_are_rejected():
     shortening = TEMPLATE.replace("message.content", "message.content[: none if loop.last else 1]")
     layer = preprocessor(chat_template=shortening)
@@ -280,7 +273,6 @@ def test_templates_that_change_earlier_text_are_rejected():
     assert_rejects(match, layer, CONVERSATIONS)
 
 
-@pytest.mark.once
 def test_fit_rejects_malformed_responses_and_conversations():
     model = causal_lm()
     for x, match in (

@@ -16,6 +16,8 @@ import pytest
 from keras_recurrent.models import GriffinBackbone, GriffinCausalLM
 from tests.layers.table import assert_rejects
 
+pytestmark = pytest.mark.once
+
 SAVED = pathlib.Path(__file__).parents[1] / "data" / "saved_models"
 
 
@@ -33,7 +35,6 @@ def test_older_functional_model_of_layers_loads_with_its_outputs():
         np.testing.assert_allclose(array, saved[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.once
 def test_older_preset_loads_with_its_outputs():
     model = keras_hub.models.CausalLM.from_preset(str(SAVED / "preset"))
     saved = np.load(SAVED / "preset.npz")
@@ -44,7 +45,6 @@ def test_older_preset_loads_with_its_outputs():
     )
 
 
-@pytest.mark.once
 def test_damaged_weights_raise_an_error_with_the_file_name_before_a_model_is_built(
     tmp_path, monkeypatch
 ):
@@ -63,7 +63,6 @@ def test_damaged_weights_raise_an_error_with_the_file_name_before_a_model_is_bui
             assert_rejects(r"model.weights.h5 is damaged or cut off", load, str(path))
 
 
-@pytest.mark.once
 def test_malformed_config_json_raises_an_error_with_its_path(tmp_path):
     path = tmp_path / "hostile"
     path.mkdir()

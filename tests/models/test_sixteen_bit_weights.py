@@ -8,7 +8,7 @@ import pytest
 from keras import optimizers
 
 from tests.layers.table import assert_rejects
-from tests.models.tiny import tiny_backbone, tiny_causal_lm, training_batch
+from tests.models.tiny import NIGHTLY_IF_COMPILED, tiny_backbone, tiny_causal_lm, training_batch
 
 OPTIMIZERS = {
     "SGD": lambda: optimizers.SGD(0.1),
@@ -52,7 +52,7 @@ def value(variable):
     return np.array(keras.ops.convert_to_numpy(keras.ops.cast(variable, "float32")))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=NIGHTLY_IF_COMPILED) for n in OPTIMIZERS])
 def test_update_of_bfloat16_weight_moves_it_unless_listed_as_failing(name):
     """The check of `compile` has a wrong list of optimizers that fail in bfloat16."""
     variable = keras.Variable(np.ones(8), dtype="bfloat16", name="scale")
