@@ -29,20 +29,8 @@ Safely in harbour
 Is the king's ship; in the deep nook, where once
 Thou call'dst me up at midnight to fetch dew
 From the still-vex'd Bermoothes, there she's hid:
-The mariners all under hatches stow'd;
-Who, with a charm join'd to their suffer'd labour,
-I have left asleep; and for the rest o' the fleet
-Which I dispersed, they all have met again
-And are upon the Mediterranean flote,
-Bound sadly home for Naples,
-Supposing that they saw the king's ship wreck'd
-And his great person perish.
-
-PROSPERO:
-Ariel, thy charge
-Exactly is perform'd: but there's more work.
-What is the time o' the day?"""
-BITS_PER_BYTE = 2.2627
+The mariners all under hatches stow'd."""
+BITS_PER_BYTE = 2.4416
 
 
 @pytest.fixture(scope="module")
