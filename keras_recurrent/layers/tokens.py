@@ -10,7 +10,7 @@ from keras_recurrent.backends.constants import PADDING, STARTS
 from keras_recurrent.devices.jax_layouts import apply_layout
 from keras_recurrent.ops.linear_scan import linear_scan
 from keras_recurrent.ops.operation import symbolic
-from keras_recurrent.ops.token_kind import kinds_of_tokens, token_kind
+from keras_recurrent.ops.token_kind import kinds_of_tokens
 
 
 class Tokens(NamedTuple):
@@ -89,9 +89,7 @@ def compute_tokens(
     if symbolic({"inputs": inputs}, given):
         found = ComputeTokens(uses_position, return_state).symbolic_call(inputs, **given)
     else:
-        # Layers and networks have checked the tensors.
-        options = {"uses_position": uses_position, "return_state": return_state}
-        found = _compute(kinds_of_tokens, inputs, **given, **options)
+        found = _compute(inputs, **given, uses_position=uses_position, return_state=return_state)
     tokens = Tokens(found.pop("kind", None), found.pop("position", None))
     return tokens, {name.removeprefix("next_"): array for name, array in found.items()}
 
@@ -107,7 +105,7 @@ class ComputeTokens(keras.Operation):
         self.return_state = return_state
 
     def call(self, inputs, **given):
-        return _compute(token_kind, inputs, **given, **self._options())
+        return _compute(inputs, **given, **self._options())
 
     def compute_output_spec(self, inputs, **given):
         batch, length = inputs.shape[:2]
@@ -131,13 +129,10 @@ class ComputeTokens(keras.Operation):
         return {"name": self.name, **self._options()}
 
 
-def _compute(
-    compute_kinds, inputs, mask, segment_ids, segment, position, uses_position, return_state
-):
+def _compute(inputs, mask, segment_ids, segment, position, uses_position, return_state):
     """Returns a dict of `kind` and `position`, and `next_segment` and `next_position`.
 
-    Entries that are not needed are missing. compute_kinds: `token_kind`, or `kinds_of_tokens` for
-    tensors that are checked.
+    Entries that are not needed are missing. Layers and networks have checked the tensors.
     """
     found = {}
     if return_state or segment is not None:
@@ -150,7 +145,7 @@ def _compute(
     if segment is not None:
         segment = ops.cast(segment, "int32")
     if not (mask is None and segment_ids is None and segment is None):
-        kind = compute_kinds(inputs, mask, segment_ids, segment)
+        kind = kinds_of_tokens(inputs, mask, segment_ids, segment)
         found["kind"] = apply_layout(kind, "tokens")
     if uses_position:
         one_document = mask is None and segment_ids is None
