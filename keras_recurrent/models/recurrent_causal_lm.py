@@ -221,7 +221,7 @@ class RecurrentCausalLM(
         if not has_responses(x):
             return super().preprocess_samples(x, y, sample_weight)
         for part in x.values() if isinstance(x, dict) else [as_dialogues(x)]:
-            check_samples("x", part, self.preprocessor_cls, self.preprocessor is not None)
+            check_samples("x", part, self)
         return self.preprocessor(x, y=y, sample_weight=sample_weight)
 
     def check_labels(self, name, x, y, sample_weight):

@@ -50,14 +50,13 @@ def _is_string_tensor(x):
     return getattr(getattr(x, "dtype", None), "name", None) == "string"
 
 
-def check_samples(name, x, preprocessor_cls, has_preprocessor):
+def check_samples(name, x, model):
     """Raises an error unless `x` is several strings, tokens, or a possible source of them.
 
     Args:
         name: string, the argument.
         x: the argument of `fit` or `evaluate`.
-        preprocessor_cls: the class of the model's preprocessor.
-        has_preprocessor: boolean, True if the model has one.
+        model: the model, whose `preprocessor` may be None.
 
     Raises:
         ValueError: numbers, a single string (also an element of an unbatched dataset), another
@@ -68,8 +67,8 @@ def check_samples(name, x, preprocessor_cls, has_preprocessor):
     if is_empty(x):
         raise ValueError(f"`{name}` must hold at least one string; got none.")
     if is_text(x):
-        if not has_preprocessor:
-            raise no_preprocessor_error(name, preprocessor_cls, "train on tokens")
+        if model.preprocessor is None:
+            raise no_preprocessor_error(name, model.preprocessor_cls, "train on tokens")
         if getattr(x, "ndim", 1) == 0:
             raise ValueError(
                 f"`{name}` must be several strings; got one, without an axis. A dataset of strings "

@@ -134,7 +134,7 @@ class TextTraining:
     def predict(self, x=None, batch_size=None, **kwargs):
         """Returns logits as `keras.Model.predict`, for the same inputs as `fit`."""
         steps, x = kwargs.pop("steps", None), as_texts(self.convert_inputs(x))
-        check_samples("x", x, self.preprocessor_cls, self.preprocessor is not None)
+        check_samples("x", x, self)
         if isinstance(x, Texts):  # each batch is packed separately
             x, steps = self._make_in_memory_source((x, None, None), batch_size, steps=steps), None
         else:
@@ -161,7 +161,7 @@ class TextTraining:
         Returns `(x, y, sample_weight)`. `x` is `Texts`, tokens, or a source of either.
         """
         x = as_texts(self.convert_inputs(x, name=name))
-        check_samples(name, x, self.preprocessor_cls, self.preprocessor is not None)
+        check_samples(name, x, self)
         if is_tokens(x):
             size = self.backbone.vocabulary_size
             check_token_ids("token_ids", x["token_ids"], size, x.get("padding_mask"))
@@ -203,7 +203,7 @@ class TextTraining:
         return sources.InMemory(parts, preprocess, batch_size, shuffle, steps)
 
     def preprocess_samples(self, x, y=None, sample_weight=None):
-        check_samples("x", x, self.preprocessor_cls, self.preprocessor is not None)
+        check_samples("x", x, self)
         if is_tokens(x):
             return keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
         x = x.as_inputs() if isinstance(x, Texts) else x
