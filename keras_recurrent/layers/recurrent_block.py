@@ -176,15 +176,12 @@ class RecurrentBlock(StreamingLayer):
 
     def unfused_reason(self):
         unit = self.unit
-        reason = decoding.first_reason(
-            decoding.class_reason(self, RecurrentBlock), decoding.class_reason(unit, RGLRU)
-        )
-        if reason is not None:
-            return reason
         if unit.scale_first_input:
             return f"`{unit.name}` scales a document's first input"
         gates = unit.recurrence_gate, unit.input_gate
         return decoding.first_reason(
+            decoding.class_reason(self, RecurrentBlock),
+            decoding.class_reason(unit, RGLRU),
             *(decoding.dense_reason(gate, keras.layers.EinsumDense) for gate in gates),
             decoding.class_reason(self.conv1d, CausalConv1D),
             decoding.denses_reason([self.linear_x, self.linear_y], [self.linear_out]),
