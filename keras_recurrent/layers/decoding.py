@@ -164,7 +164,7 @@ def linear(
     output_scale=None,
     next_norm=None,
 ):
-    """Applies an optional RMSNorm and up to four `Dense` to x [B, D]; returns a list of outputs.
+    """Applies an optional RMSNorm and up to four `Dense` to x [B, D]; returns all outputs.
 
     If the rows of the last kernel are split among devices (see `jax_steps`), the outputs are summed
     over devices.
@@ -180,7 +180,7 @@ def linear(
             weight of `norm` and by gates. None: x is the input of `norm`.
         activation: "squared_relu", applied to the outputs, or None; None for quantized layers.
         output_scale: number, factor of the outputs before the residual is added, or None.
-        next_norm: the `RMSNorm` that follows the only output, or None. The list may then end with
+        next_norm: the `RMSNorm` that follows the only output, or None. The result may then end with
             the `scaled` and `squares` of the next `Stream`, which save a launch for several rows.
     """
     if isinstance(x, Stream):

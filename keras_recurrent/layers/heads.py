@@ -53,9 +53,12 @@ class HeadsLayer(StreamingLayer):
 
 
 def frequencies(rotary_dim, max_wavelength, dtype):
-    """Returns the rotation of each pair of channels in radians per token; see `rotate`."""
+    """Returns the rotation of each pair of channels in radians per token, or None without pairs.
+
+    See `rotate`.
+    """
     half = rotary_dim // 2
-    return max_wavelength ** (-ops.arange(0, half, dtype=dtype) / max(half, 1))
+    return max_wavelength ** (-ops.arange(0, half, dtype=dtype) / half) if half else None
 
 
 def rotate(x, positions, max_wavelength, rotary_dim):

@@ -251,6 +251,7 @@ class LocalAttention(HeadsLayer):
     def fused_step(self, x, norm, tokens, state, **ends):
         projected = decoding.linear(x, self.projections(), norm)
         q, k, v, *gate = (decoding.heads(y, self.head_dim, self.compute_dtype) for y in projected)
+        state = {name: cast(array, self.compute_dtype) for name, array in state.items()}
         o, key, value = local_attention_step(
             **{"q": q, "k": k, "v": v, **state, "position": tokens.position[:, 0]},
             **decoding.head_norms(self.q_norm, self.k_norm),

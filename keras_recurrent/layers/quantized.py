@@ -65,7 +65,7 @@ def weights(layers):
         "kernel_zeros": [None if size is None else dense.kernel_zero for dense in layers],
         "bits": BITS[layers[0].quantization_mode],
         "block_size": size,
-        "quantize_row": layers[0].inputs_quantizer is not None,
+        "row_dtype": _row_dtype(layers[0]),
     }
 
 
@@ -90,8 +90,13 @@ def logits_weights(layer):
         "kernel_scales": [scale],
         "kernel_zeros": [None],
         "biases": [None],
-        "quantize_row": layer.inputs_quantizer is not None,
+        "row_dtype": _row_dtype(layer),
     }
+
+
+def _row_dtype(layer):
+    """Returns the dtype of the inputs that a layer quantizes, or None."""
+    return None if layer.inputs_quantizer is None else layer.compute_dtype
 
 
 def _kind(layer):

@@ -94,7 +94,9 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
             hidden = ops.cast(hidden_states[:, 0], dtype)
             kernel = ops.transpose(self.embeddings) if self.tie_weights else self.reverse_embeddings
             logits = ops.matmul(hidden, ops.cast(kernel, dtype))
-        return soft_cap(logits, self.logit_soft_cap)[:, None]
+        if self.logit_soft_cap is not None:
+            logits = soft_cap(x=logits, cap=self.logit_soft_cap)
+        return logits[:, None]
 
     def quantize(self, mode=None, type_check=True, config=None):
         # Keras rejects subclasses, which might compute something else; this one does not.
