@@ -4,9 +4,9 @@ import functools
 
 import torch
 
-from ..constants import PADDING, STARTS
 from . import _circular_buffer
 from ._common import accumulation_dtype
+from ._real_tokens import RealTokens
 
 
 def attend(forward, q, k, v, sliding_window, initial_state, token_kind, capacity):
@@ -31,14 +31,14 @@ def attend(forward, q, k, v, sliding_window, initial_state, token_kind, capacity
     return output, {"key": key, "value": value, "position": position} if keeps else {}
 
 
-def schema(num_results, before="", after=""):
+def schema(num_results, others=""):
     """The schema of an operator of the tensors that `AttentionInputs` takes.
 
-    before, after: the operator's other parameters.
+    others: further tensors, after these.
     """
     inputs = "Tensor q, Tensor k, Tensor v, Tensor? key, Tensor? value, Tensor? position"
-    inputs += ", Tensor? token_kind, SymInt? window"
-    return f"({before}{inputs}{after}) -> ({', '.join(['Tensor'] * num_results)})"
+    inputs = ", ".join(filter(None, (inputs, "Tensor? token_kind", others)))
+    return f"({inputs}, SymInt? window, SymInt capacity) -> ({', '.join(['Tensor'] * num_results)})"
 
 
 def fake_results(q, k, v, capacity):
@@ -78,23 +78,13 @@ class AttentionInputs:
         )
         # A window of at least the sequence length excludes no key.
         self.window = window if window and window < self.cached + self.length else None
-        self.token_kind, self.order, self.nth = token_kind, None, None
-        self.count, self.start = (
-            self.length,
-            None,
-        )  # number of real tokens; start of the last document
-        if token_kind is not None:
-            real = token_kind != PADDING
-            target = torch.arange(self.length, device=q.device)
-            nth = self.nth = real.cumsum(1) - 1
-            self.count = nth[:, -1] + 1
-            # Padding is moved after the real tokens, so that this is a permutation.
-            self.target = torch.where(real, nth, self.count[:, None] + target - 1 - nth)
-            self.order = torch.empty_like(self.target).scatter_(
-                1, self.target, target.expand_as(nth)
-            )
-            self.filled, self.real = target < self.count[:, None], real
-            self.start = torch.where(token_kind == STARTS, nth, -1).amax(1)
+        self.token_kind = token_kind
+        self.tokens = None if token_kind is None else RealTokens(token_kind)
+        # The number of real tokens, and the start of the last document.
+        self.count, self.start = self.length, None
+        if self.tokens is not None:
+            self.count = self.tokens.count[:, 0]
+            self.start = torch.where(self.tokens.starts, self.tokens.nth, -1).amax(1)
 
     @functools.cached_property
     def end(self):
@@ -117,8 +107,8 @@ class AttentionInputs:
         if self.token_kind is None and not self.cached:
             return None
         of_queries = self.position.new_zeros(self.position.shape[0], self.length)
-        if self.token_kind is not None:
-            of_queries = (self.token_kind == STARTS).cumsum(1).gather(1, self.order)
+        if self.tokens is not None:
+            of_queries = self.tokens.document
         age = self.cached - 1 - torch.arange(self.cached, device=self.q.device)
         before = torch.where(age < self.position[:, None], 0, -1)
         return of_queries, torch.cat((before, of_queries), dim=1)
@@ -131,24 +121,25 @@ class AttentionInputs:
         """
         if self.token_kind is None and not self.cached:
             return None
-        nth = self.nth
-        if nth is None:
+        if self.tokens is None:
             nth = torch.arange(self.length, device=self.q.device).expand(self.q.shape[:2])
+        else:
+            nth = self.tokens.nth
         last = self.cached + nth
         first = self.cached - self.position.clamp_max(self.cached)[:, None].expand(last.shape)
-        if self.token_kind is not None:
-            first = torch.where(self.token_kind == STARTS, last, first).cummax(1).values
+        if self.tokens is not None:
+            first = torch.where(self.tokens.starts, last, first).cummax(1).values
         if self.window is not None:
             first = torch.maximum(first, last - self.window + 1)
         return first.int().contiguous(), last.int().contiguous()
 
     def to_front(self, x):
         """[B, T, ...] with the real tokens first, then zeros."""
-        return x if self.order is None else _circular_buffer.take(x, self.order, self.filled)
+        return x if self.tokens is None else self.tokens.to_front(x)
 
     def put_back(self, x):
         """The inverse, and the transpose, of `to_front`."""
-        return x if self.order is None else _circular_buffer.take(x, self.target, self.real)
+        return x if self.tokens is None else self.tokens.put_back(x)
 
     def keys_and_values(self):
         """Keys and values [B, cached + T, G, ...], cached ones first, in the dtypes of k and v."""

@@ -6,6 +6,8 @@
 import torch
 from torch.nn.functional import pad
 
+from ._common import fill_
+
 
 def to_sequence(buffer, position, end, length):
     """The tokens of `buffer` [B, C, ...] as a sequence [B, length, ...] that ends at index `end`.
@@ -50,10 +52,14 @@ def ages(position, capacity):
     return (position[:, None] - 1 - torch.arange(capacity, device=position.device)) % capacity
 
 
-def take(x, index, valid):
-    """x[b, index[b, i]] where `valid`, else 0; x: [B, T, ...]; index, valid: [B, I]."""
+def move(x, index):
+    """x[b, index[b, i]]; x: [B, T, ...]; index: [B, I]. `torch.gather` would move scalars."""
     batch, length = x.shape[:2]
     index = index + length * torch.arange(batch, device=x.device)[:, None]
-    taken = x.reshape(batch * length, -1).index_select(0, index.flatten())
-    taken = taken.masked_fill_(~valid.reshape(-1, 1), 0)
-    return taken.view(*index.shape, *x.shape[2:])
+    moved = x.reshape(batch * length, -1).index_select(0, index.flatten())
+    return moved.view(*index.shape, *x.shape[2:])
+
+
+def take(x, index, valid):
+    """`move`, with zeros where `valid` [B, I] is False."""
+    return fill_(move(x, index), ~valid, 0)

@@ -208,8 +208,9 @@ def kernel_over_time(
     Args:
         forward: a function `(*tensors, initial_state, token_kind, *options)` that returns the
             output and the final state.
-        backward: a function `(d_output, d_final_state, output, *inputs)` that returns a gradient
-            for each tensor and the initial state, empty for a tensor that is None.
+        backward: a function `(*tensors, initial_state, token_kind, output, d_output, d_final_state,
+            *options)` that returns a gradient for each tensor and the initial state, empty for a
+            tensor that is None.
         state_shape: a function of the tensors that returns the shape of the state.
         step: a function like `forward`, of torch's own operators, for a single token; or None.
         options: `{name: type}` of the parameters after the token kinds, with types of schemas.
@@ -226,15 +227,16 @@ def kernel_over_time(
         return output.new_empty(output.shape), final_state
 
     def fake_gradients(*arguments):
-        given = dict(zip(_parameters(backward), arguments, strict=True))
-        # An input that is not saved has the shape and the dtype of the output, the third argument.
-        tensors = [given.get(name, arguments[2]) for name in names]
-        found = (tensors[0].new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors)
-        return *found, arguments[1].new_empty(arguments[1].shape)
+        *tensors, _, _, output, _, d_state = arguments[: len(names) + 5]
+        # An input that is not saved has the shape and the dtype of the output.
+        tensors = [output if i in dropped else x for i, x in enumerate(tensors)]
+        found = (d_state.new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors)
+        return *found, d_state.new_empty(d_state.shape)
 
-    def define(name, function, fake, num_results):
+    def define(name, function, fake, num_results, default):
         types = options | dict.fromkeys(optional, "Tensor?")
-        schema = ", ".join(f"{types.get(n, 'Tensor')} {n}" for n in _parameters(function))
+        parameters = inspect.signature(function).parameters
+        schema = ", ".join(f"{types.get(n, default)} {n}" for n in parameters)
         schema = f"({schema}) -> ({', '.join(['Tensor'] * num_results)})"
         defined = torch.library.custom_op(
             f"keras_recurrent::{name}", function, mutates_args=(), schema=schema
@@ -242,9 +244,10 @@ def kernel_over_time(
         defined.register_fake(fake)
         return defined
 
-    operator = define(operation, forward, fake_results, 2)
-    gradient = define(f"{operation}_backward", backward, fake_gradients, len(names) + 1)
-    apply = register_gradient(operation, operator, gradient, keep_output, dropped, len(options))
+    operator = define(operation, forward, fake_results, 2, "Tensor")
+    gradient = define(f"{operation}_backward", backward, fake_gradients, len(names) + 1, "Tensor?")
+    saved = {"keep_output": keep_output, "dropped": dropped}
+    apply = register_gradient(operation, operator, gradient, **saved, options=len(options))
 
     def function(initial_state=None, token_kind=None, **arguments):
         tensors = *[arguments.get(name) for name in names], initial_state
@@ -255,72 +258,84 @@ def kernel_over_time(
     return Kernel(function)
 
 
-def _parameters(function):
-    return list(inspect.signature(function).parameters)
-
-
 def register_gradient(
     operation,
     forward,
     backward,
-    keep_output=True,
+    *,
+    keep_output,
     dropped=(),
     options=0,
     residuals=(),
+    undifferentiated=1,
+    integers=0,
+    materializes=True,
+    shards=True,
 ):
-    """Registers `backward` as gradient of the operator `forward(*inputs) -> (output, final_state)`.
+    """Registers `backward` as gradient of the operator `forward(*inputs) -> results`.
 
-    Residuals are the inputs and the output. `backward` is called with the gradients of the results,
-    the output and the inputs. It returns a gradient for each input before the token kinds;
-    gradients of inputs that need none, or are None, are dropped. Returns a function that calls
-    `forward`.
+    `backward` is called with the input tensors, the output, the residuals, the gradients of the
+    results, and the options. It returns a gradient for each differentiable input; gradients of
+    inputs that need none, or are None, are dropped. Returns a function that calls `forward`.
 
     Args:
         operation: string, the name of the operation, whose signature has the dimensions.
-        forward: an operator. An operation without a state returns only the output.
-        backward: an operator `(d_output, d_final_state, output, *inputs)`.
-        keep_output: boolean; if False, the output is not saved and `backward` does not take it.
-        dropped: positions of inputs that are not saved; `backward` does not take them.
-        options: the number of inputs after the token kinds, which are not tensors.
+        forward: an operator, whose results are those of the operation, then the residuals.
+        backward: an operator.
+        keep_output: boolean; if False, the output is not saved, and `backward` gets None.
+        dropped: positions of inputs that are not saved; `backward` gets None in their place.
+        options: the number of inputs after the tensors.
         residuals: the dimension names of each further result, which only the backward pass needs.
-            `backward` takes them, before the output, in place of their gradients.
+        undifferentiated: the number of the last input tensors that have no gradient.
+        integers: the number of the last results of the operation that have no gradient.
+        materializes: boolean; if False, `backward` gets None for the gradient of an unused result,
+            except the first one.
+        shards: boolean, whether to register sharding rules for DTensors.
     """
-    num_undifferentiated = 1 + options
+    tensors, results, channels = SIGNATURES[operation].layout
+    differentiable = tensors[: len(tensors) - undifferentiated]
+    num_differentiable = len(results) - integers  # results
 
     def save(ctx, inputs, output):
-        tensors = inputs[: len(inputs) - options]
+        outputs = output if isinstance(output, tuple) else (output,)
+        found = outputs[len(results) :]
         ctx.options = inputs[len(tensors) :]
-        kept = [x for i, x in enumerate(tensors) if i not in dropped]
-        found = output[len(output) - len(residuals) :] if residuals else ()
-        ctx.mark_non_differentiable(*found)
-        ctx.save_for_backward(*found, *(output[:1] if keep_output else ()), *kept)
+        ctx.mark_non_differentiable(*outputs[num_differentiable:])
+        ctx.set_materialize_grads(materializes)
+        ctx.output = outputs[0].shape, outputs[0].dtype
+        ctx.save_for_backward(
+            *[None if i in dropped else x for i, x in enumerate(inputs[: len(tensors)])],
+            outputs[0] if keep_output else None,
+            *found,
+        )
 
     def gradients(ctx, *d_results):
         # Read once: inside a checkpoint, each access recomputes the forward pass.
         saved = ctx.saved_tensors
-        d_results = d_results[: len(d_results) - len(residuals)]
-        found = call_without_gradient(backward, *d_results, *saved, *ctx.options)
+        d_output, *d_others = d_results[:num_differentiable]
+        if d_output is None:
+            shape, dtype = ctx.output
+            d_output = next(d for d in d_others if d is not None).new_zeros(shape, dtype=dtype)
+        found = call_without_gradient(backward, *saved, d_output, *d_others, *ctx.options)
         found = (found,) if isinstance(found, torch.Tensor) else found
-        needed = ctx.needs_input_grad[: len(ctx.needs_input_grad) - num_undifferentiated]
-        given = (dx if need else None for need, dx in zip(needed, found, strict=True))
-        return *given, *[None] * num_undifferentiated
+        needed = ctx.needs_input_grad[: len(differentiable)]
+        given = [dx if need else None for need, dx in zip(needed, found, strict=True)]
+        return *given, *[None] * (undifferentiated + options)
 
     apply = register_autograd(forward, gradients, save, backward)
-    tensors, results, channels = SIGNATURES[operation].layout
-    tensors, results = (
-        tuple(dimensions.replace("...", TOKENS) for dimensions in group)
-        for group in (tensors, (*results, *residuals))
-    )
-    kept = [i for i in range(len(tensors)) if i not in dropped]
-    before = (*results, *(results[:1] if keep_output else ()))
-    _sharding.register(forward, tensors, results, channels)
-    _sharding.register(
-        backward,
-        (*before, *(tensors[i] for i in kept)),
-        tensors[:-1],
-        channels,
-        [len(before) + kept.index(i) if i in kept else None for i in range(len(tensors) - 1)],
-    )
+    if shards:
+        tensors, results, residuals = (
+            tuple(dimensions.replace("...", TOKENS) for dimensions in group)
+            for group in (tensors, results, residuals)
+        )
+        _sharding.register(forward, tensors, (*results, *residuals), channels)
+        _sharding.register(
+            backward,
+            (*tensors, results[0], *residuals, *results[:num_differentiable]),
+            tensors[: len(differentiable)],
+            channels,
+            [None if i in dropped else i for i in range(len(differentiable))],
+        )
     return apply
 
 

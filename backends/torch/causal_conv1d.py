@@ -8,18 +8,14 @@ of shifted slices, one for each tap, masked to inputs of the same document. The 
 through the same slices. The argument of the activation is recomputed.
 """
 
-from typing import NamedTuple
-
 import torch
-from torch import Tensor
 
+from ._circular_buffer import move, take
 from ._common import (
     accumulation_dtype,
-    fill_,
     filled,
     fresh,
     kernel_over_time,
-    kind_masks,
     slope_of_gated,
     spans,
     state_or_zeros,
@@ -27,6 +23,7 @@ from ._common import (
     total_,
     where,
 )
+from ._real_tokens import RealTokens
 
 
 def _step(x, kernel, bias, initial_state, token_kind, activation):
@@ -42,49 +39,25 @@ def _step(x, kernel, bias, initial_state, token_kind, activation):
     return y.to(x.dtype), where(padding, before, inputs[:, 1:])
 
 
-class _RealTokens(NamedTuple):
-    """Permutation that moves the real tokens of each sequence before its padding.
+class _Documents(RealTokens):
+    """Real tokens and their documents; indices include the W - 1 inputs of the state.
 
-    `document` and `last` include the W - 1 inputs of the state, which come before token 0.
+    Attributes:
+        of_inputs: [B, W - 1 + T], documents started up to an index.
+        last: [B, W - 1], indices of the last inputs, the final state.
+        outdated: [B, W - 1], mask of those before the last start.
     """
 
-    target: Tensor  # [B, T]: target index of token t
-    order: Tensor  # [B, T]: token moved to index t, the inverse permutation
-    empty: Tensor  # [B, T]: True if padding is moved to index t
-    document: Tensor  # [B, W - 1 + T]: documents started up to an index
-    last: Tensor  # [B, W - 1]: indices of the last inputs, the final state
-    outdated: Tensor  # [B, W - 1]: True if these precede the last start
+    def __init__(self, token_kind, taps):
+        super().__init__(token_kind)
+        self.of_inputs = torch.nn.functional.pad(self.document, (taps, 0))
+        self.last = self.count + torch.arange(taps, device=token_kind.device)
+        num_started = self.starts.sum(1, keepdim=True)
+        self.outdated = self.of_inputs.gather(1, self.last) != num_started
 
 
-def _real_tokens(token_kind, taps):
-    if token_kind is None:
-        return None
-    starts, padding = kind_masks(token_kind)
-    batch, length = token_kind.shape
-    token = torch.arange(length, device=token_kind.device)
-    real = torch.cumsum(~padding, dim=1)
-    number = real[:, -1:]
-    target = torch.where(padding, number + token - real, real - 1)
-    order = torch.empty_like(target).scatter_(1, target, token.expand_as(target))
-    starts_so_far = torch.cumsum(starts, dim=1)
-    of_state = starts_so_far.new_zeros(batch, taps)
-    document = torch.cat((of_state, starts_so_far.gather(1, order)), dim=1)
-    last = number + torch.arange(taps, device=token_kind.device)
-    return _RealTokens(
-        target=target,
-        order=order,
-        empty=token >= number,
-        document=document,
-        last=last,
-        outdated=document.gather(1, last) != starts_so_far[:, -1:],
-    )
-
-
-def _move(tensor, index):
-    """tensor[b, index[b, t]] of tensor [B, T, D]; faster than torch.gather, which moves scalars."""
-    batch, length, width = tensor.shape
-    index = index + length * torch.arange(batch, device=index.device).unsqueeze(1)
-    return tensor.reshape(-1, width).index_select(0, index.flatten()).view(batch, -1, width)
+def _documents(token_kind, taps):
+    return None if token_kind is None else _Documents(token_kind, taps)
 
 
 def _shifts(span, taps):
@@ -96,14 +69,14 @@ def _mask_documents(tensor, tokens, shift, own):
     """`tensor`, with zeros where the input of a tap belongs to an earlier document."""
     if tokens is None or shift is own:
         return tensor
-    return filled(tensor, tokens.document[:, shift] != tokens.document[:, own], 0)
+    return filled(tensor, tokens.of_inputs[:, shift] != tokens.of_inputs[:, own], 0)
 
 
 def _inputs(x, initial_state, tokens, taps, dtype):
     """[B, W - 1 + T, D]: the state, then the real tokens, then zeros."""
     state = state_or_zeros(initial_state, (x.shape[0], taps, x.shape[2]), dtype, x)
     if tokens is not None:
-        x = fill_(_move(x, tokens.order), tokens.empty, 0)
+        x = tokens.to_front(x)
     return torch.cat((state, x.to(dtype)), dim=1)
 
 
@@ -119,7 +92,7 @@ def _filtered(inputs, weights, bias, tokens, shifts, out=None):
 def _forward(x, kernel, bias, initial_state, token_kind, activation):
     dtype = accumulation_dtype(x, kernel, bias, initial_state)
     length, taps = x.shape[1], kernel.shape[0] - 1
-    tokens = _real_tokens(token_kind, taps)
+    tokens = _documents(token_kind, taps)
     inputs = _inputs(x, initial_state, tokens, taps, dtype)
     weights = kernel.to(dtype)
 
@@ -131,20 +104,20 @@ def _forward(x, kernel, bias, initial_state, token_kind, activation):
     y = y.to(x.dtype)
     if tokens is None:
         return y, fresh(inputs[:, length:], dtype)
-    return _move(y, tokens.target), fill_(_move(inputs, tokens.last), tokens.outdated, 0)
+    return move(y, tokens.target), take(inputs, tokens.last, ~tokens.outdated)
 
 
-def _backward(dy, d_state, x, kernel, bias, initial_state, token_kind, activation):
+def _backward(x, kernel, bias, initial_state, token_kind, output, dy, d_state, activation):
     dtype = accumulation_dtype(x, kernel, bias, initial_state)
     length, taps = x.shape[1], kernel.shape[0] - 1
-    tokens = _real_tokens(token_kind, taps)
+    tokens = _documents(token_kind, taps)
     inputs = _inputs(x, initial_state, tokens, taps, dtype)
     weights = kernel.to(dtype)
     d_inputs = torch.zeros_like(inputs)
     if tokens is None:
         d_inputs[:, length:] = d_state
     else:
-        dy = fill_(_move(dy, tokens.order), tokens.empty, 0)
+        dy = tokens.to_front(dy)
         last = tokens.last[:, :, None].expand_as(d_state)
         d_inputs.scatter_(1, last, filled(d_state, tokens.outdated, 0))
 
@@ -163,7 +136,7 @@ def _backward(dy, d_state, x, kernel, bias, initial_state, token_kind, activatio
         d_weights.append(torch.stack(d_taps))
 
     dx = d_inputs[:, taps:]
-    dx = fresh(dx, x.dtype) if tokens is None else _move(dx.to(x.dtype), tokens.target)
+    dx = fresh(dx, x.dtype) if tokens is None else move(dx.to(x.dtype), tokens.target)
     return (
         dx,
         total_(d_weights).to(kernel.dtype),

@@ -39,7 +39,7 @@ def _forward(x, log_a, phase, initial_state, token_kind):
     return _to_real(h, x.dtype), _to_real(h[:, -1], dtype)
 
 
-def _backward(dh, d_state, h, x, log_a, phase, initial_state, token_kind):
+def _backward(x, log_a, phase, initial_state, token_kind, h, dh, d_state):
     dtype = accumulation_dtype(x, log_a, phase, initial_state)
     state = state_or_zeros(initial_state, d_state.shape, dtype, x)
     _, padding = kind_masks(token_kind)

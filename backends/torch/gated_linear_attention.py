@@ -55,7 +55,7 @@ def _forward(q, k, v, log_f, initial_state, token_kind):
     return output, fresh(state.view(state_shape(q, v)), dtype)
 
 
-def _backward(d_output, d_final_state, q, k, v, log_f, initial_state, token_kind):
+def _backward(q, k, v, log_f, initial_state, token_kind, output, d_output, d_final_state):
     dtype = accumulation_dtype(q, k, v, log_f, initial_state)
     size = chunk_size(q.shape[1], CHUNK)
     groups = group_spans(q, v, size)

@@ -43,7 +43,7 @@ def _forward(x, log_a, initial_state, token_kind):
     return h.to(x.dtype), fresh(h[:, -1], dtype)
 
 
-def _backward(dh, d_state, h, log_a, initial_state, token_kind):
+def _backward(x, log_a, initial_state, token_kind, h, dh, d_state):
     dtype = accumulation_dtype(h, log_a, initial_state)
     state = state_or_zeros(initial_state, d_state.shape, dtype, h)
     _, padding = kind_masks(token_kind)

@@ -66,7 +66,7 @@ def _forward(x, gate_a, gate_x, a_logit, initial_state, token_kind):
     return h.to(x.dtype), fresh(h[:, -1], dtype)
 
 
-def _backward(dh, d_state, h, x, gate_a, gate_x, a_logit, initial_state, token_kind):
+def _backward(x, gate_a, gate_x, a_logit, initial_state, token_kind, h, dh, d_state):
     dtype = accumulation_dtype(x, gate_a, gate_x, a_logit, initial_state)
     state = state_or_zeros(initial_state, d_state.shape, dtype, x)
     logit = a_logit.to(dtype)

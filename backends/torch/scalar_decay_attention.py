@@ -58,7 +58,7 @@ def forward(q, k, v, log_decay, initial_state, token_kind):
     return output, fresh(state.view(state_shape(q, v)), dtype)
 
 
-def backward(d_output, d_final_state, q, k, v, log_decay, initial_state, token_kind):
+def backward(q, k, v, log_decay, initial_state, token_kind, output, d_output, d_final_state):
     dtype = accumulation_dtype(q, k, v, log_decay, initial_state)
     state = state_or_zeros(initial_state, state_shape(q, v), dtype, v)
     groups, entering = _chunk_groups(q, v, token_kind, dtype), [state.flatten(0, 1)]

@@ -7,11 +7,9 @@ cached ones, where a window is a band of the logits; the outputs are moved back.
 import torch
 
 from ..constants import PADDING, STARTS
-from ..signatures import SIGNATURES
-from . import _banded_attention, _circular_buffer, _sharding
+from . import _banded_attention, _circular_buffer
 from ._attention_inputs import AttentionInputs, attend, fake_gradients, fake_results, schema
-from ._autograd import call_without_gradient, register_autograd
-from ._common import accumulation_dtype, is_one_token
+from ._common import accumulation_dtype, is_one_token, register_gradient
 
 
 def sliding_window_attention(
@@ -33,7 +31,7 @@ def _step(q, k, v, sliding_window, state, token_kind):
 @torch.library.custom_op(
     "keras_recurrent::sliding_window_attention",
     mutates_args=(),
-    schema=schema(4, after=", SymInt capacity"),
+    schema=schema(4),
 )
 def _forward(q, k, v, key, value, position, token_kind, window, capacity):
     if key is not None and q.shape[1] == 1:
@@ -63,10 +61,11 @@ def _(q, k, v, key, value, position, token_kind, window, capacity):
 @torch.library.custom_op(
     "keras_recurrent::sliding_window_attention_backward",
     mutates_args=(),
-    schema=schema(5, before="Tensor d_output, Tensor d_key, Tensor d_value, "),
+    schema=schema(5, "Tensor? output, Tensor d_output, Tensor d_key, Tensor d_value"),
 )
-def _backward(d_output, d_key, d_value, q, *others):
-    inputs = AttentionInputs(q, *others)
+def _backward(q, *others):
+    *others, _, d_output, d_key, d_value, window, _ = others
+    inputs = AttentionInputs(q, *others, window)
     keys, values = inputs.keys_and_values()
     d_q, *d_sequences = _banded_attention.backward(
         inputs.grouped(d_output),
@@ -86,30 +85,19 @@ def _backward(d_output, d_key, d_value, q, *others):
 
 
 @_backward.register_fake
-def _(d_output, d_key, d_value, q, k, v, key, *_):
+def _(q, k, v, key, *_):
     return fake_gradients(q, k, v, key)
 
 
-def _save(ctx, inputs, output):
-    *tensors, ctx.window, _ = inputs
-    ctx.mark_non_differentiable(output[-1])
-    ctx.save_for_backward(*tensors)
-
-
-def _gradients(ctx, d_output, d_key, d_value, _):
-    # Read once: inside a checkpoint, each access recomputes the forward pass.
-    saved = ctx.saved_tensors
-    *found, d_key, d_value = call_without_gradient(
-        _backward, d_output, d_key, d_value, *saved, ctx.window
-    )
-    given = saved[3] is not None
-    return *found, *((d_key, d_value) if given else (None, None)), None, None, None, None
-
-
-_operator = register_autograd(_forward, _gradients, _save, _backward)
-_tensors, _results, _channels = SIGNATURES["sliding_window_attention"].layout
-_sharding.register(_forward, _tensors, _results, _channels)
-_sharding.register(_backward, (*_results[:-1], *_tensors), _tensors[:-2], _channels, range(3, 8))
+_operator = register_gradient(
+    "sliding_window_attention",
+    _forward,
+    _backward,
+    keep_output=False,
+    options=2,
+    undifferentiated=2,
+    integers=1,
+)
 
 
 def _one_token(q, k, v, key, value, position, token_kind, window):

@@ -57,7 +57,12 @@ def _(logits, tokens):
 
 @torch.library.custom_op("keras_recurrent::token_crossentropy_backward", mutates_args=())
 def _backward(
-    d_losses: Tensor, largest: Tensor, total: Tensor, logits: Tensor, tokens: Tensor
+    logits: Tensor,
+    tokens: Tensor,
+    output: Tensor | None,
+    largest: Tensor,
+    total: Tensor,
+    d_losses: Tensor,
 ) -> Tensor:
     d_logits = logits.new_empty(logits.shape)
     logits, labels, unknown = _flatten(logits, tokens)
@@ -72,7 +77,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(d_losses, largest, total, logits, tokens):
+def _(logits, *_):
     return logits.new_empty(logits.shape)
 
 

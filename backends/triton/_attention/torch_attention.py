@@ -10,7 +10,7 @@ import torch
 from ...kernel import Kernel
 from ...torch import sliding_window_attention as plain
 from ...torch._attention_inputs import AttentionInputs, attend, fake_gradients, fake_results, schema
-from ...torch._autograd import call_without_gradient, register_autograd
+from ...torch._common import register_gradient
 from ...torch._sharding import is_sharded
 from .._runtime.torch_operators import allocate, contiguous, device_guard
 from . import banded_attention, circular_buffer
@@ -41,7 +41,7 @@ def _arrange(*arguments):
 @torch.library.custom_op(
     "keras_recurrent::triton_sliding_window_attention",
     mutates_args=(),
-    schema=schema(7, after=", SymInt capacity"),
+    schema=schema(7),
 )
 def _forward(q, k, v, key, value, position, token_kind, window, capacity):
     q, k, v, token_kind = contiguous(q, k, v, token_kind)
@@ -64,21 +64,28 @@ def _(q, k, v, key, value, position, token_kind, window, capacity):
     return *fake_results(q, k, v, capacity), *_empty_for_none(q, residuals)
 
 
-_D_RESULTS = "Tensor d_output, Tensor? d_key, Tensor? d_value, "
-_RESIDUALS = "Tensor output, Tensor rest, Tensor origin, Tensor total, "
-
-
 @torch.library.custom_op(
     "keras_recurrent::triton_sliding_window_attention_backward",
     mutates_args=(),
-    schema=schema(5, before=_D_RESULTS + _RESIDUALS),
+    schema=schema(
+        5,
+        "Tensor output, Tensor rest, Tensor origin, Tensor total, "
+        "Tensor d_output, Tensor? d_key, Tensor? d_value",
+    ),
 )
-def _backward(d_output, d_key, d_value, output, rest, origin, total, q, k, v, *others):
-    *state, token_kind, window = others
+def _backward(
+    q, k, v, key, value, position, token_kind, output, rest, origin, total, *others
+):  # fmt: skip
+    d_output, d_key, d_value, window, capacity = others
+    if d_key is not None or d_value is not None:
+        d_key, d_value = (
+            x.new_zeros(x.shape[0], capacity, *x.shape[2:]) if d is None else d
+            for d, x in ((d_key, k), (d_value, v))
+        )
     q, k, v, token_kind, d_output, *d_buffers = contiguous(
         q, k, v, token_kind, d_output, d_key, d_value
     )
-    arrangement, keys, values, visible = _arrange(q, k, v, *state, token_kind, window)
+    arrangement, keys, values, visible = _arrange(q, k, v, key, value, position, token_kind, window)
     ends = None, None
     if d_key is not None:
         ends = arrangement.next_position.int(), arrangement.end.int()
@@ -96,33 +103,19 @@ def _empty_for_none(q, tensors):
 
 
 @_backward.register_fake
-def _(d_output, d_key, d_value, output, rest, origin, total, q, k, v, key, *options):
+def _(q, k, v, key, *_):
     return fake_gradients(q, k, v, key)
 
 
-def _save(ctx, inputs, output):
-    *tensors, ctx.window, ctx.capacity = inputs
-    _, _, _, position, *residuals = output
-    ctx.mark_non_differentiable(position, *residuals)
-    ctx.save_for_backward(output[0], *residuals, *tensors)
-    ctx.set_materialize_grads(False)  # the gradient of an unused state stays None
-
-
-def _gradients(ctx, d_output, d_key, d_value, *_):
-    saved = ctx.saved_tensors  # read once: inside a checkpoint, each access recomputes the forward
-    output, (k, v, key) = saved[0], saved[5:8]
-    d_output = torch.zeros_like(output) if d_output is None else d_output
-    if d_key is not None or d_value is not None:
-        d_key, d_value = (
-            x.new_zeros(x.shape[0], ctx.capacity, *x.shape[2:]) if d is None else d
-            for d, x in ((d_key, k), (d_value, v))
-        )
-    d_q, d_k, d_v, *d_state = call_without_gradient(
-        _backward, d_output, d_key, d_value, *saved, ctx.window
-    )
-    if key is None:  # no initial state
-        d_state = None, None
-    return d_q, d_k, d_v, *d_state, None, None, None, None
-
-
-_operator = register_autograd(_forward, _gradients, _save, _backward)
+_operator = register_gradient(
+    "sliding_window_attention",
+    _forward,
+    _backward,
+    keep_output=True,
+    options=2,
+    residuals=("B T H V", "B T H", "B T H"),
+    undifferentiated=2,
+    integers=1,
+    materializes=False,
+    shards=False,
+)

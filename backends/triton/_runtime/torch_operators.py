@@ -15,8 +15,13 @@ from torch.autograd import forward_ad
 from ...constants import LOWEST_CAPABILITY
 from ...kernel import Kernel
 from ...torch import _sharding
-from ...torch._autograd import call_without_gradient, register_autograd
-from ...torch._common import capability, capability_reason, has_capability, product
+from ...torch._common import (
+    capability,
+    capability_reason,
+    has_capability,
+    product,
+    register_gradient,
+)
 from ...torch._states import inplace_states_allowed
 from .._device.common import INTERPRETED, assembler_error_note
 from .launch import flat
@@ -361,38 +366,18 @@ def operation(definition):
         *(f"{name}_backward", definition.backward, definition.gradients),
         *([*tensors, "output", *residuals, *d_results], options, num_differentiable),
     )
-    are_read = [name not in definition.unused_in_backward for name in tensors]
-
-    def save(ctx, inputs, output):
-        results = output if isinstance(output, tuple) else (output,)
-        only_for_backward = results[num_results:]
-        ctx.options = inputs[len(tensors) :]
-        ctx.mark_non_differentiable(*only_for_backward)
-        ctx.set_materialize_grads(False)  # the gradient of an unused state stays None
-        ctx.output = results[0].shape, results[0].dtype
-        ctx.save_for_backward(
-            *[x if is_read else None for is_read, x in zip(are_read, inputs, strict=False)],
-            results[0] if definition.saves_output else None,
-            *only_for_backward,
-        )
-
-    def gradients(ctx, *d_results):
-        # Read once: inside a checkpoint, each access recomputes the forward pass.
-        saved = ctx.saved_tensors
-        d_output, *d_others = d_results[:num_results]
-        if d_output is None:
-            shape, dtype = ctx.output
-            d_output = _first_tensor(d_others).new_zeros(shape, dtype=dtype)
-        outputs = call_without_gradient(backward, *saved, d_output, *d_others, *ctx.options)
-        outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
-        needed = ctx.needs_input_grad[:num_differentiable]
-        given = [dx if need else None for need, dx in zip(needed, outputs, strict=True)]
-        return *given, *[None] * (len(tensors) - num_differentiable + len(options))
-
-    apply = register_autograd(forward, gradients, save, backward)
-    if not definition.is_token_wise:
-        _register_sharding(definition, forward, backward)
-
+    apply = register_gradient(
+        definition.name,
+        forward,
+        backward,
+        keep_output=definition.saves_output,
+        dropped=[tensors.index(name) for name in definition.unused_in_backward],
+        options=len(options),
+        residuals=definition.residuals,
+        undifferentiated=len(tensors) - num_differentiable,
+        materializes=False,
+        shards=not definition.is_token_wise,
+    )
     parameters = *tensors, *options
 
     def function(**arguments):
@@ -403,23 +388,6 @@ def operation(definition):
 
     effect = definition.effect_on_state
     return Kernel(function, definition.unsupported, effect_on_state=effect)
-
-
-def _register_sharding(definition, forward, backward):
-    """Registers the sharding rules of both operators of an operation over time, for DTensors."""
-    tensors, results = definition.dimensions, definition.result_dimensions
-    num_differentiable, num_results = len(definition.differentiable), definition.num_results
-    _sharding.register(forward, tensors, results, definition.channels)
-    _sharding.register(
-        backward,
-        (*tensors, results[0], *results[num_results:], *results[:num_results]),
-        tensors[:num_differentiable],
-        definition.channels,
-        [
-            None if x in definition.unused_in_backward else i
-            for i, x in enumerate(definition.differentiable)
-        ],
-    )
 
 
 def _first_tensor(tensors):
