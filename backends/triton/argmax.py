@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ._device.order import LOWEST, packed, position_of
 from ._device.pdl import launch_dependents, wait_for_previous_launch
-from ._runtime.framework import decoding_step, fusible_step_unsupported_reason, pdl_options, run
+from ._runtime.framework import decoding_step, pdl_options, run, step_unsupported_reason
 from ._runtime.launch import Array, Launch, cdiv, next_power_of_2
 
 _BLOCK, _WARPS = 2048, 4  # numbers and warps of a program
@@ -20,7 +20,7 @@ _MAX_PARTS = 1024  # partial results that one program combines
 def unsupported(x) -> str | None:
     if not 0 < x.shape[-1] <= _BLOCK * _MAX_PARTS:
         return f"takes rows of 1 to {_BLOCK * _MAX_PARTS} numbers, got {x.shape[-1]}"
-    return fusible_step_unsupported_reason(x)
+    return step_unsupported_reason(x)
 
 
 @triton.jit
@@ -60,7 +60,8 @@ def results(x):
     return (Array((x.shape[0],), "int32"),)
 
 
-@decoding_step(unsupported, results, count=1, name="largest")  # the name in exported programs
+# The name is that in exported programs.
+@decoding_step(unsupported, results, count=1, name="largest", on_jax=False)
 def argmax(x):
     best, options = _partial_argmax(x)
     outputs = *results(x), None

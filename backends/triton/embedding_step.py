@@ -12,14 +12,10 @@ import triton.language as tl
 from ..kernel import as_kernel
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.tokens import CONTINUES, STARTS
-from ._runtime.framework import decoding_step, fusible_step_unsupported_reason, pdl_options, run
+from ._runtime.framework import decoding_step, pdl_options, run
 from ._runtime.launch import Array, Launch, cdiv, next_power_of_2
 
 _BLOCK, _WARPS = 512, 4  # channels and warps of a program
-
-
-def unsupported(table, **others) -> str | None:
-    return fusible_step_unsupported_reason(table, **others)
 
 
 @triton.jit
@@ -75,7 +71,7 @@ def results(table, tokens, segment, position, scale, dtype):
     return y, *current, per_row(segment, "int32"), per_row(position, "int32")
 
 
-@decoding_step(None, results, count=5, updates=("segment", "position"))
+@decoding_step(None, results, count=5, updates=("segment", "position"), on_jax=False)
 def embedding(table, tokens, segment, position, scale: float, dtype: str):
     vocabulary, width = table.shape
     block = min(_BLOCK, next_power_of_2(width))
@@ -90,7 +86,7 @@ def embedding(table, tokens, segment, position, scale: float, dtype: str):
     return run(Launch(_kernel, programs, inputs, outputs, numbers, options, updates))
 
 
-@as_kernel(unsupported)
+@as_kernel(embedding.unsupported)
 def embedding_step(table, token_ids, segment=None, position=None, scale=1.0, dtype="float32"):
     arrays = embedding(table, token_ids, segment, position, scale=float(scale), dtype=dtype)
     arguments = table, segment, position, segment, position

@@ -10,21 +10,14 @@ import math
 import triton
 import triton.language as tl
 
-from ..kernel import as_kernel
 from ._device.math import sigmoid
-from ._runtime.framework import fusible_unsupported_reason, operation, run
+from ._runtime.framework import operation, run, token_wise_unsupported_reason
 from ._runtime.launch import Launch, cdiv, like
 from ._runtime.operation import Operation
 
 _SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
 # A thread loads two vectors of 16 bytes from a 16-bit tensor.
 _TILE = {"BLOCK": 2048, "num_warps": 4}
-
-
-@as_kernel(fusible_unsupported_reason)
-def gated_linear_unit(gate, x, activation="silu"):
-    """gate, x: [...], of one shape; activation: "silu" or "gelu". Returns [...] in x's dtype."""
-    return _gated_linear_unit(gate=gate, x=x, gelu=activation == "gelu")
 
 
 @triton.jit
@@ -69,24 +62,28 @@ def _backward_kernel(dy, gate, x, d_gate, dx, n, GELU: tl.constexpr, BLOCK: tl.c
     tl.store(dx + start + offsets, d_output * (z * s), valid)
 
 
-def results(gate, x, *, gelu: bool):
+def results(gate, x, *, activation: str):
     return (like(x),)
 
 
-def forward(gate, x, *, gelu: bool):
-    return _launch(_forward_kernel, (gate, x), (like(x),), gelu)
+def forward(gate, x, *, activation: str):
+    return _launch(_forward_kernel, (gate, x), (like(x),), activation)
 
 
-def backward(gate, x, y, dy, *, gelu: bool):
-    return _launch(_backward_kernel, (dy, gate, x), (like(gate), like(x)), gelu)
+def backward(gate, x, y, dy, *, activation: str):
+    return _launch(_backward_kernel, (dy, gate, x), (like(gate), like(x)), activation)
 
 
-def _launch(kernel, tensors, outputs, gelu):
+def _launch(kernel, tensors, outputs, activation):
     n = math.prod(outputs[0].shape)
     programs = cdiv(n, _TILE["BLOCK"])
-    return run(Launch(kernel, programs, tensors, outputs, (n,), {"GELU": gelu, **_TILE}))
+    options = {"GELU": activation == "gelu", **_TILE}
+    return run(Launch(kernel, programs, tensors, outputs, (n,), options))
 
 
-_gated_linear_unit = operation(
-    Operation("gated_linear_unit", forward, results, backward, on_jax=False)
-).function
+gated_linear_unit = operation(
+    Operation(
+        *("gated_linear_unit", forward, results, backward, token_wise_unsupported_reason),
+        on_jax=False,
+    )
+)

@@ -9,12 +9,17 @@ import triton
 import triton.language as tl
 
 from ..constants import SMALLEST_SCALED_EPSILON, SQUARES_SCALE
-from ..kernel import as_kernel
 from ._device.common import advance
 from ._device.math import reciprocal_root
 from ._device.pdl import launch_dependents, wait_for_previous_launch
 from ._device.token_wise import Tile, num_rows
-from ._runtime.framework import cast, fusible_unsupported_reason, operation, pdl_options, run
+from ._runtime.framework import (
+    cast,
+    operation,
+    pdl_options,
+    run,
+    token_wise_unsupported_reason,
+)
 from ._runtime.launch import Array, Launch, dtype_name, like, next_power_of_2
 from ._runtime.operation import Operation
 
@@ -28,13 +33,7 @@ _FEW_ROWS = 16  # at most so many in a decoding step, whose kernel takes less ti
 def unsupported(x, scale=None, epsilon=0.0) -> str | None:
     if x.shape[-1] > _MAX_WIDTH:
         return f"takes rows of up to {_MAX_WIDTH} channels, got {x.shape[-1]}"
-    return fusible_unsupported_reason(x, scale)
-
-
-@as_kernel(unsupported)
-def rms_norm(x, scale=None, epsilon=0.0):
-    """x: [..., D]; scale: [D] or None. Returns [..., D] in x's dtype."""
-    return _rms_norm(x=x, scale=scale, epsilon=float(epsilon))
+    return token_wise_unsupported_reason(x, scale)
 
 
 def _tile(width):
@@ -135,10 +134,8 @@ def forward(x, scale, *, epsilon: float):
     width = x.shape[-1]
     tile, rows = _tile(width), num_rows(x)
     pdl = pdl_options(x) if rows <= _FEW_ROWS else {"PDL": False}
-    options = {"D": width, **tile._asdict(), **pdl}
-    return run(
-        Launch(_forward_kernel, tile.tiles(rows), (x, scale), (like(x),), (rows, epsilon), options)
-    )
+    options, numbers = {"D": width, **tile._asdict(), **pdl}, (rows, float(epsilon))
+    return run(Launch(_forward_kernel, tile.tiles(rows), (x, scale), (like(x),), numbers, options))
 
 
 def backward(x, scale, y, dy, *, epsilon: float):
@@ -147,9 +144,9 @@ def backward(x, scale, y, dy, *, epsilon: float):
     programs = tile.programs(rows)
     sums = None if scale is None else Array((programs, width), "float32")
     options = {"D": width, "STAGES": _stages(tile), **tile._asdict()}
-    inputs, outputs, numbers = (dy, x, scale), (like(x), sums), (rows, epsilon)
+    inputs, outputs, numbers = (dy, x, scale), (like(x), sums), (rows, float(epsilon))
     dx, d_scale = run(Launch(_backward_kernel, programs, inputs, outputs, numbers, options))
     return dx, None if scale is None else cast(d_scale.sum(0), dtype_name(scale), copy=False)
 
 
-_rms_norm = operation(Operation("rms_norm", forward, results, backward, on_jax=False)).function
+rms_norm = operation(Operation("rms_norm", forward, results, backward, unsupported, on_jax=False))

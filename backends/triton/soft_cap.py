@@ -11,14 +11,10 @@ from triton.language.extra import libdevice
 from ._device.common import IN_INTERPRETER
 from ._device.math import tanh
 from ._device.pdl import launch_dependents, wait_for_previous_launch
-from ._runtime.framework import decoding_step, fusible_step_unsupported_reason, pdl_options, run
+from ._runtime.framework import decoding_step, pdl_options, run
 from ._runtime.launch import Launch, cdiv, like
 
 _BLOCK, _WARPS = 2048, 4  # numbers and warps of a program
-
-
-def unsupported(x, cap) -> str | None:
-    return fusible_step_unsupported_reason(x)
 
 
 @triton.jit
@@ -43,7 +39,7 @@ def results(x, cap):
     return (like(x),)
 
 
-@decoding_step(unsupported, results, count=1)
+@decoding_step(None, results, count=1, on_jax=False)
 def soft_cap(x, cap: float):
     count = x.shape[0] * x.shape[1]
     options = {"BLOCK": _BLOCK, "num_warps": _WARPS, **pdl_options(x)}

@@ -11,7 +11,7 @@ import triton.language as tl
 from ._device.math import exp
 from ._device.order import LOWEST, number_of, packed, position_of
 from ._device.pdl import launch_dependents, wait_for_previous_launch
-from ._runtime.framework import decoding_step, fusible_step_unsupported_reason, pdl_options, run
+from ._runtime.framework import decoding_step, pdl_options, run, step_unsupported_reason
 from ._runtime.launch import Array, Launch, cdiv, next_power_of_2
 
 _BLOCK, _WARPS = 2048, 4  # numbers and warps of a program
@@ -26,7 +26,7 @@ def unsupported(x, count) -> str | None:
     largest = _BLOCK * (_MAX_CANDIDATES // _MAX_COUNT)
     if not count <= x.shape[-1] <= largest:
         return f"takes rows of `count` to {largest} numbers, got {x.shape[-1]}"
-    return fusible_step_unsupported_reason(x)
+    return step_unsupported_reason(x)
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def results(x, count):
     return Array(row, "float32"), Array(row, "int32"), Array(row[:1], "float32")
 
 
-@decoding_step(unsupported, results, count=3)
+@decoding_step(unsupported, results, count=3, on_jax=False)
 def top_logits(x, count: int):
     rows, width = x.shape
     parts = cdiv(width, _BLOCK)

@@ -20,21 +20,9 @@ if host.framework == "jax":
 else:
     from . import torch_operators as framework
 
-are_aligned = framework.are_aligned
-cast = framework.cast
-compile_ahead = framework.compile_ahead
-compute_capability = framework.compute_capability
-decoding_step = framework.decoding_step
-matrix_product = framework.matrix_product
-operation = framework.operation
-pdl_options = framework.pdl_options
-search_sorted_rows = framework.search_sorted_rows
-unsupported_reason = framework.unsupported_reason
-step_unsupported_reason = framework.step_unsupported_reason
-fusible_unsupported_reason = framework.fusible_unsupported_reason
-fusible_step_unsupported_reason = framework.fusible_step_unsupported_reason
-token_wise_unsupported_reason = framework.token_wise_unsupported_reason
-zeros_like = framework.zeros_like
+
+def __getattr__(name):
+    return getattr(framework, name)
 
 
 def run(launch):

@@ -30,7 +30,7 @@ from ...kernel import Kernel, load_kernel
 from .._device.common import INTERPRETED, assembler_error_note
 from . import interpreter
 from .launch import flat, map_arrays
-from .operation import options_of, tensors_among
+from .operation import parameters_of, tensors_among
 
 zeros_like = jnp.zeros_like
 
@@ -68,14 +68,6 @@ def unsupported_reason(*arguments, **named):
 
 token_wise_unsupported_reason = unsupported_reason
 step_unsupported_reason = unsupported_reason  # plain JAX replaces a differentiated decoding step
-
-
-def fusible_unsupported_reason(*arguments, **named):
-    """Reason for operations that XLA fuses with their neighbors: kernels are not used on JAX."""
-    return "XLA fuses this operation with its neighbors"
-
-
-fusible_step_unsupported_reason = fusible_unsupported_reason
 
 
 def cast(x, dtype, copy=True):
@@ -335,12 +327,18 @@ if INTERPRETED:
     mlir.register_lowering(_launch, _interpret, platform="cpu")
 
 
-def decoding_step(unsupported, results, count=None, updates=(), name=None):
+def _fused_reason(**_):
+    return "XLA fuses this operation with its neighbors"
+
+
+def decoding_step(unsupported, results, count=None, updates=(), name=None, on_jax=True):
     """The JAX version of `torch_operators.decoding_step`; launches contain all other arguments."""
     del results, count, updates, name
+    unsupported = (unsupported or step_unsupported_reason) if on_jax else _fused_reason
 
     def decorate(forward):
-        return Kernel(jax.jit(forward, static_argnames=tuple(options_of(forward))), unsupported)
+        options = tuple(parameters_of(forward).options)
+        return Kernel(jax.jit(forward, static_argnames=options), unsupported)
 
     return decorate
 
@@ -352,7 +350,7 @@ def operation(definition):
     """
     plain = load_kernel("keras_recurrent.backends.jax", definition.name)
     if not definition.on_jax:
-        return plain._replace(unsupported=definition.unsupported)
+        return plain._replace(unsupported=_fused_reason)
     return plain.replace_passes(*_passes(definition), definition.unsupported)
 
 

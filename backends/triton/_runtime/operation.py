@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...signatures import SIGNATURES
 from .launch import like
@@ -42,7 +42,7 @@ class Operation(NamedTuple):
         Each has the shape and dtype of its tensor, but the gradient of an initial state is float32.
         The gradient of a tensor that the backward does not get is like the output.
         """
-        output = arguments[len(self.tensors)]
+        output = arguments[len(self.parameters.tensors)]
         arrays = []
         for name, x in zip(self.differentiable, arguments, strict=False):
             x = output if name in self.unused_in_backward else x
@@ -66,9 +66,9 @@ class Operation(NamedTuple):
         return SIGNATURES[self.name].channels
 
     @property
-    def tensors(self):
-        """The names of the tensors."""
-        return tensors_of(self.forward)
+    def parameters(self):
+        """The `Parameters` of forward."""
+        return parameters_of(self.forward)
 
     @property
     def num_results(self):
@@ -81,42 +81,40 @@ class Operation(NamedTuple):
         return self.dimensions[0].startswith("...")
 
     @property
-    def options(self):
-        """{name: annotation} of the options."""
-        return options_of(self.forward)
-
-    @property
     def differentiable(self):
         """The names of the tensors that have a gradient."""
-        return [name for name in self.tensors if name not in INTEGERS]
+        return [name for name in self.parameters.tensors if name not in INTEGERS]
 
 
-def tensors_of(forward):
-    """The names of a forward's tensors, and of lists of tensors: all parameters but the options."""
-    return [
-        name for name in inspect.signature(forward).parameters if name not in options_of(forward)
-    ]
+class Parameters(NamedTuple):
+    """Parameters of a function that launches kernels, from its signature.
+
+    Attributes:
+        tensors: list of the names of tensors and of lists of tensors.
+        options: `{name: annotation}` of the other parameters, which alone have an annotation.
+        lists: the names of lists of tensors or Nones, annotated `list`.
+        defaults: `{name: default}`.
+    """
+
+    tensors: list[str]
+    options: dict[str, Any]
+    lists: list[str]
+    defaults: dict[str, Any]
+
+
+def parameters_of(function):
+    """The `Parameters` of a function."""
+    given = inspect.signature(function).parameters.values()
+    options = {p.name: p.annotation for p in given if p.annotation not in (p.empty, list)}
+    return Parameters(
+        [p.name for p in given if p.name not in options],
+        options,
+        [p.name for p in given if p.annotation is list],
+        {p.name: p.default for p in given if p.default is not p.empty},
+    )
 
 
 def tensors_among(arguments):
     """The tensors among arguments and lists of them; the others are options and Nones."""
     listed = [x for a in arguments for x in (a if isinstance(a, list) else (a,))]
     return [x for x in listed if hasattr(x, "dtype")]
-
-
-def lists_of(forward):
-    """The names of a forward's tensors that are lists of tensors or Nones, annotated `list`."""
-    parameters = inspect.signature(forward).parameters.values()
-    return [p.name for p in parameters if p.annotation is list]
-
-
-def options_of(forward):
-    """{name: annotation} of a forward's options, which are its other annotated parameters."""
-    parameters = inspect.signature(forward).parameters.values()
-    return {p.name: p.annotation for p in parameters if p.annotation not in (p.empty, list)}
-
-
-def defaults_of(forward):
-    """{name: default} of a forward's parameters."""
-    parameters = inspect.signature(forward).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty}

@@ -25,11 +25,11 @@ from ...torch._common import (
 from ...torch._states import inplace_states_allowed
 from .._device.common import INTERPRETED, assembler_error_note
 from .launch import flat
-from .operation import defaults_of, lists_of, options_of, tensors_among, tensors_of
+from .operation import parameters_of, tensors_among
 
-_PDL_CAPABILITY = (9, 0)  # lowest compute capability with programmatic dependent launch
 _SCHEMA_TYPES: dict = {float: "float", bool: "bool", int: "int", str: "str"}
 _SCHEMA_TYPES |= {str | None: "str?", int | None: "int?", float | None: "float?"}
+_PDL_CAPABILITY = (9, 0)  # lowest compute capability with programmatic dependent launch
 
 
 def unsupported_reason(*arguments, **named):
@@ -55,9 +55,6 @@ def token_wise_unsupported_reason(*arguments, **named):
     return unsupported_reason(*tensors)
 
 
-fusible_unsupported_reason = token_wise_unsupported_reason  # on JAX, XLA fuses these operations
-
-
 def step_unsupported_reason(*arguments, **named):
     """Reason why kernels without gradients cannot take the tensors, or None."""
     present = tensors_among((*arguments, *named.values()))
@@ -67,9 +64,6 @@ def step_unsupported_reason(*arguments, **named):
     if has_tangents and any(forward_ad.unpack_dual(t).tangent is not None for t in present):
         return "has no derivative in forward mode (plain torch has it)"
     return token_wise_unsupported_reason(*present)
-
-
-fusible_step_unsupported_reason = step_unsupported_reason
 
 
 def run(launch):
@@ -253,23 +247,20 @@ def milliseconds(call, warmup, repetition):
     return triton.testing.do_bench(call, warmup, repetition, return_mode="median")
 
 
-def _operator(
-    name, function, fake, names, options, count, updates=(), lists=(), defaults=()
-):  # fmt: skip
+def _operator(name, function, fake, parameters, count, updates=()):
     """Registers a custom operator for a function that returns `count` arrays.
 
-    fake: the function of the same arguments that returns `Array`s. names: the names of the tensors.
-    options: {name: annotation} of the options. count: None if it depends on the arguments; the
-    results are then a list. updates: the names of tensors updated in place. lists: the names of
-    lists of tensors. defaults: {name: default} of parameters.
+    fake: the function of the same arguments that returns `Array`s. parameters: the `Parameters`.
+    count: None if it depends on the arguments; the results are then a list. updates: the names of
+    tensors updated in place.
     """
-    defaults = dict(defaults)
-    parameters, num_tensors = (*names, *options), len(names)
+    names, num_tensors = [*parameters.tensors, *parameters.options], len(parameters.tensors)
 
     def split_arguments(arguments):
         # PyTorch leaves out the last arguments if they equal their defaults.
-        arguments = *arguments, *[defaults[name] for name in parameters[len(arguments) :]]
-        chosen = dict(zip(options, arguments[num_tensors:], strict=True))
+        missing = [parameters.defaults[name] for name in names[len(arguments) :]]
+        arguments = *arguments, *missing
+        chosen = dict(zip(parameters.options, arguments[num_tensors:], strict=True))
         return arguments[:num_tensors], chosen
 
     def call(*arguments):
@@ -284,29 +275,25 @@ def _operator(
         first = _first_tensor(tensors)
         return _operator_outputs(outputs, count, lambda array: allocate(array, first), tensors)
 
+    types = dict.fromkeys(parameters.tensors, "Tensor?")
+    types |= dict.fromkeys(parameters.lists, "Tensor?[]")
+    types |= {name: f"Tensor({name}!)?" for name in updates}
+    types |= {name: _SCHEMA_TYPES[kind] for name, kind in parameters.options.items()}
+    defaults = {name: f"={default}" for name, default in parameters.defaults.items()}
+    given = ", ".join(f"{kind} {name}{defaults.get(name, '')}" for name, kind in types.items())
     results = f"({', '.join(['Tensor'] * (count or 0))})"
     results = {None: "Tensor[]", 1: "Tensor"}.get(count, results)
-    schema = f"({_parameters(names, options, updates, lists, defaults)}) -> {results}"
+    schema = f"({given}) -> {results}"
     operator = torch.library.custom_op(name, call, mutates_args=updates, schema=schema)
     operator.register_fake(call_fake)
     return operator
 
 
-def _parameters(names, options, updated, lists, defaults):
-    """The parameters in the schema of a custom operator."""
-    types = dict.fromkeys(names, "Tensor?") | dict.fromkeys(lists, "Tensor?[]")
-    types |= {name: f"Tensor({name}!)?" for name in updated}
-    types |= {name: _SCHEMA_TYPES[kind] for name, kind in options.items()}
-    return ", ".join(
-        f"{kind} {name}={defaults[name]}" if name in defaults else f"{kind} {name}"
-        for name, kind in types.items()
-    )
-
-
-def decoding_step(unsupported, results, count=None, updates=(), name=None):
+def decoding_step(unsupported, results, count=None, updates=(), name=None, on_jax=True):
     """Decorator that makes the function of a decoding step a `Kernel`, without gradients.
 
-    The kernel calls a custom operator; `unsupported` is that of the kernel.
+    The kernel calls a custom operator; `unsupported` is that of the kernel, or None, if only
+    `step_unsupported_reason` matters. on_jax: False where XLA replaces the kernel on JAX.
 
     The function takes tensors (or Nones), lists of tensors, annotated `list`, and options, which
     have other annotations. It returns `count` arrays, or, if that is None, a list of any length;
@@ -315,11 +302,13 @@ def decoding_step(unsupported, results, count=None, updates=(), name=None):
     second operator updates these tensors in place. name: the operator's; None for the function's.
     """
 
+    del on_jax
+    unsupported = unsupported or step_unsupported_reason
+
     def decorate(forward):
-        tensors, options = tensors_of(forward), options_of(forward)
+        parameters = parameters_of(forward)
         operator_name = f"keras_recurrent::triton_{name or forward.__name__}"
-        kinds = {"lists": lists_of(forward), "defaults": defaults_of(forward)}
-        operator = _operator(operator_name, forward, results, tensors, options, count, **kinds)
+        operator = _operator(operator_name, forward, results, parameters, count)
         if not updates:
             return Kernel(lambda *given, **named: operator(*given, **named), unsupported)
 
@@ -331,12 +320,10 @@ def decoding_step(unsupported, results, count=None, updates=(), name=None):
                 _thread.updates_in_place = False
 
         num_new = count - len(updates)
-        in_place = _operator(
-            *(f"{operator_name}_", overwrite, results, tensors, options, num_new, updates), **kinds
-        )
+        in_place = _operator(f"{operator_name}_", overwrite, results, parameters, num_new, updates)
 
         def call(*given, **named):
-            arguments = dict(zip(tensors, given, strict=False)) | named
+            arguments = dict(zip(parameters.tensors, given, strict=False)) | named
             states = [arguments[name] for name in updates]
             present = [state for state in states if state is not None]
             if not inplace_states_allowed() or not all(t.is_contiguous() for t in present):
@@ -351,20 +338,20 @@ def decoding_step(unsupported, results, count=None, updates=(), name=None):
 
 def operation(definition):
     """Makes an `Operation` a differentiable `Kernel`, of two custom operators."""
-    tensors, options = definition.tensors, definition.options
+    parameters = definition.parameters
+    tensors, options, *_ = parameters
     num_differentiable = len(definition.differentiable)
     num_results = definition.num_results
     name = f"keras_recurrent::triton_{definition.name}"
 
     residuals = [f"kept_{i}" for i in range(len(definition.residuals))]
     d_results = [f"d_result_{i}" for i in range(num_results)]
-    forward = _operator(
-        *(name, definition.forward, definition.results),
-        *(tensors, options, num_results + len(residuals)),
-    )
+    num_outputs = num_results + len(residuals)
+    forward = _operator(name, definition.forward, definition.results, parameters, num_outputs)
+    parameters = parameters._replace(tensors=[*tensors, "output", *residuals, *d_results])
     backward = _operator(
         *(f"{name}_backward", definition.backward, definition.gradients),
-        *([*tensors, "output", *residuals, *d_results], options, num_differentiable),
+        *(parameters, num_differentiable),
     )
     apply = register_gradient(
         definition.name,
@@ -378,10 +365,10 @@ def operation(definition):
         materializes=False,
         shards=not definition.is_token_wise,
     )
-    parameters = *tensors, *options
+    names = *tensors, *options
 
     def function(**arguments):
-        outputs = apply(*[arguments.get(name) for name in parameters])
+        outputs = apply(*[arguments.get(name) for name in names])
         if not residuals:
             return outputs
         return outputs[0] if num_results == 1 else outputs[:num_results]
