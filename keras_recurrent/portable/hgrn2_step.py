@@ -42,5 +42,5 @@ def operands(q, f, v, memory, lower_bound, token_kind):
     query, key, decay = (ops.reshape(x, (batch, heads, keys)) for x in (query, key, decay))
     value = ops.reshape(value, (batch, heads, values))
     starts, padding = token_masks(None if token_kind is None else token_kind[:, None], 3)
-    key, value = fill_where(padding, 0.0, key), fill_where(padding, 0.0, value)
+    query, key, value = (fill_where(padding, 0.0, x) for x in (query, key, value))
     return query, key, value, applied_decay(decay, starts, padding)

@@ -43,7 +43,7 @@ def lightning_step(
     key = prepare_heads(ops.cast(k, dtype), position, frequencies, k_scale, epsilon)
     if query_scale is not None:
         query = query * query_scale
-    key, value = fill_where(padding, 0.0, key), fill_where(padding, 0.0, ops.cast(v, dtype))
+    query, key, value = (fill_where(padding, 0.0, x) for x in (query, key, ops.cast(v, dtype)))
     heads = memory.shape[1]
     query, key, value = (
         x if x.shape[1] == heads else ops.repeat(x, heads // x.shape[1], axis=1)

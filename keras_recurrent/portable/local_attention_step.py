@@ -33,6 +33,8 @@ def local_attention_step(
     dtype = sum_dtype(q, k, v, key, value)
     starts, padding = token_masks(None if token_kind is None else token_kind[:, None], 2)
     position = fill_where(starts, 0, position[:, None])
+    mask = None if padding is None else padding[..., None]
+    q, k, v = (fill_where(mask, 0, x) for x in (q, k, v))
     query = prepare_heads(ops.cast(q, dtype), position, frequencies, q_scale, epsilon)
     query = query * (q.shape[2] ** -0.5 if query_scale is None else query_scale)
     if logit_scaling is not None:

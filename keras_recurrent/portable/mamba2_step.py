@@ -2,7 +2,12 @@
 
 from keras import ops
 
-from keras_recurrent.portable._common import framework_softplus, sum_dtype
+from keras_recurrent.portable._common import (
+    fill_where,
+    framework_softplus,
+    sum_dtype,
+    token_masks,
+)
 from keras_recurrent.portable.causal_conv1d import causal_conv1d
 from keras_recurrent.portable.gated_linear_unit import gated_linear_unit
 from keras_recurrent.portable.lightning_step import lightning_step
@@ -47,7 +52,8 @@ def mamba2_step(
     attention = bc[:, :, 1], bc[:, :, 0], x * dt[..., None], memory, log_decay
     o, _, memory = lightning_step(*attention, token_kind=token_kind)
     o = ops.reshape(o + x * ops.cast(skip, dtype)[:, None], z.shape)
-    gate = ops.cast(z, dtype)
+    _, padding = token_masks(kinds, 2)
+    gate = fill_where(padding, 0.0, ops.cast(z, dtype))
 
     def norm(o):
         if norm_scale is None:

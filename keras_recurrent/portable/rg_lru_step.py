@@ -43,8 +43,9 @@ def rg_lru_step(
         return ops.reshape(y + ops.cast(bias, dtype), (-1, c.shape[1]))
 
     gates = block_diagonal(kernel_a, bias_a), block_diagonal(kernel_x, bias_x)
-    h = _recurrence(c, *gates, a_logit, ops.cast(hidden, dtype), *token_masks(kinds, 2))
-    y = gated_linear_unit(ops.cast(gate, dtype), h, "gelu")
+    starts, padding = token_masks(kinds, 2)
+    h = _recurrence(c, *gates, a_logit, ops.cast(hidden, dtype), starts, padding)
+    y = gated_linear_unit(fill_where(padding, 0.0, ops.cast(gate, dtype)), h, "gelu")
     return ops.cast(y, x.dtype), window, h
 
 

@@ -138,7 +138,7 @@ def test_step_at_start_of_document_matches_definition(operation, implementation)
 )
 @every_kernel_with_states
 def test_step_at_padding_keeps_the_states(operation, implementation, case):
-    """Padding changes a state, or NaN at padding reaches a state or another sequence."""
+    """Padding changes a state, or NaN at padding reaches a state or the output."""
     drawn, padding = draw(operation, case), case.rows - 1
     for name in {"q", "k", "f", "v", "x", "gate", "z", "bc", "dt"} & drawn.tensors.keys():
         shape = drawn.tensors[name].shape[1:]
@@ -146,7 +146,7 @@ def test_step_at_padding_keeps_the_states(operation, implementation, case):
     results = run(operation, implementation, drawn)
     for name in STATES[operation]:
         np.testing.assert_array_equal(results[name][padding], drawn.tensors[name][padding])
-    assert np.isfinite(results["output 0"][:padding]).all()
+    assert np.isfinite(results["output 0"]).all()
 
 
 @pytest.mark.once
