@@ -34,6 +34,8 @@ from keras_recurrent.models.residual_block import can_chain_steps, chain_steps
 from keras_recurrent.models.segments import SegmentsOptional
 from keras_recurrent.training.torch_training import TorchTraining
 
+# Arguments of families that the base class takes, too; see `make_arguments`.
+STORED = ("embedding_scale", "output_scale", "max_position_embeddings")
 # Key of `weight_layout` for the linear layers of keys and values.
 KEYS_AND_VALUES = "block.*(k_proj|v_proj)/kernel"
 
@@ -43,7 +45,7 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
 
     A network is an embedding, residual blocks (see `keras_recurrent.layers.StreamingLayer`) and a
     final norm. The constructor of a family calls `store_arguments(cls, locals())`, and passes the
-    result of `make_layers` to this class. A family also defines `make_mixer`, and
+    result of `make_arguments` to this class. A family also defines `make_mixer`, and
     `weight_layout` if it has further weights to split. The first arguments below, up to
     `layer_norm_epsilon`, are those that constructors of families share.
 
@@ -51,6 +53,9 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
         vocabulary_size: integer, the number of tokens.
         num_layers: integer, the number of residual blocks.
         hidden_dim: integer, the width D of the residual stream.
+        intermediate_dim: integer, the width inside the layers that mix channels.
+        num_query_heads: integer, the number of query heads in blocks of attention.
+        head_dim: integer, the size of a head in blocks of attention.
         num_key_value_heads: integer, the number of key and value heads in blocks of attention,
             which must divide `num_query_heads`.
         rope_max_wavelength: number, the base of the rotary positions' wavelengths.
@@ -73,6 +78,8 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
         name: string.
         trainable: boolean.
 
+    Linear layers and convolutions are initialized LeCun-normal.
+
     Call arguments:
         inputs: a dictionary of `token_ids` `[B, T]`, `padding_mask` `[B, T]` (True or 1 at real
             tokens; padding may be at any position and does not change the results), and optionally
@@ -81,6 +88,10 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
 
     Returns:
         `[B, T, hidden_dim]`, in the compute dtype.
+
+    Raises:
+        ValueError: a size is below 1, a number or boolean has another type, or heads or block types
+            are not as described above.
     """
 
     # Arguments that do not change weights, so that `from_preset` takes them for loaded weights.
@@ -124,37 +135,32 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
             inputs=inputs, outputs=outputs, dtype=dtype, name=name, trainable=trainable
         )
 
-    def make_layers(
-        self, block_cls, dtype, tie_word_embeddings=True, logit_soft_cap=None, **kwargs
-    ):
-        """Makes the layers of a network from the stored arguments.
+    def make_arguments(self, block_cls, dtype):
+        """Returns the arguments of this class for the stored arguments of a family.
+
+        These are the layers, made here, and the stored arguments that this class has, too.
 
         Args:
             block_cls: the class of the residual blocks, whose norm is also the final norm.
             dtype: as in the constructor.
-            tie_word_embeddings: boolean. True: the embedding's weights compute the logits.
-            logit_soft_cap: float, as in `ReversibleEmbedding`.
-            **kwargs: further arguments of the blocks.
-
-        Returns:
-            A dictionary of `token_embedding`, `transformer_layers` and `final_norm`.
         """
-        check_boolean("tie_word_embeddings", tie_word_embeddings)
+        stored = {name: getattr(self, name) for name in self._argument_names}
+        is_tied = stored.get("tie_word_embeddings", True)
+        check_boolean("tie_word_embeddings", is_tied)
         # Only blocks are recomputed under a `keras.RematScope`.
         with no_further_remat():
             token_embedding = reversible_embedding(
-                *(self.vocabulary_size, self.hidden_dim, tie_word_embeddings),
-                logit_soft_cap=logit_soft_cap,
+                *(self.vocabulary_size, self.hidden_dim, is_tied),
+                logit_soft_cap=stored.get("final_logit_soft_cap"),
                 dtype=dtype,
             )
             mixers = [
                 self.make_mixer(i, dtype=dtype, name="temporal_block")
                 for i in range(self.num_layers)
             ]
-        kwargs |= {"intermediate_dim": self.intermediate_dim, "dtype": dtype}
-        kwargs["layer_norm_epsilon"] = self.layer_norm_epsilon
+        shared = self.stored("intermediate_dim", "layer_norm_epsilon")
         blocks = [
-            block_cls(mixer, name=f"block_{i}", **{**kwargs, **self.block_options(i)})
+            block_cls(mixer, name=f"block_{i}", dtype=dtype, **{**shared, **self.block_options(i)})
             for i, mixer in enumerate(mixers)
         ]
         with no_further_remat():
@@ -163,6 +169,8 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
             "token_embedding": token_embedding,
             "transformer_layers": blocks,
             "final_norm": final_norm,
+            **{name: value for name, value in stored.items() if name in STORED},
+            "dtype": dtype,
         }
 
     def make_mixer(self, i, **kwargs):

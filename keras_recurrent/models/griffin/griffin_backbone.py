@@ -60,8 +60,6 @@ class GriffinBackbone(RecurrentBackbone):
             Defaults to 16.
         block_types: a pattern of `"recurrent"`, `"local_attention"` and `"global_attention"`,
             repeated up to `num_layers`; or one of these names, for all blocks.
-        num_query_heads: integer, heads of queries in the blocks of attention.
-        head_dim: integer, the size of a head. Defaults to 128.
         sliding_window: integer, the number of tokens that a token attends to in local attention,
             including itself: 1024 in the paper.
         partial_rotary_factor: float, the fraction of each head with rotary positions. 0: none
@@ -73,14 +71,12 @@ class GriffinBackbone(RecurrentBackbone):
         recurrence: `"rg_lru"`, or `"cg_lru"`, its complex variant, with an even `lru_width`; see
             `keras_recurrent.layers.RecurrentBlock`. `"rg_lru"` in all presets.
 
-    Linear layers and convolutions are initialized LeCun-normal, with biases of 0. RecurrentGemma's
-    released code uses smaller values for some of them.
+    Biases are initialized with 0. RecurrentGemma's released code uses smaller values for some
+    weights.
 
     Raises:
-        ValueError: a size is below 1, a block type is unknown, the pattern is empty or has blocks
-            whose arguments are missing, `num_blocks` does not divide `lru_width`,
-            `num_key_value_heads` does not divide `num_query_heads`, or a number or boolean has
-            another type.
+        ValueError: arguments of a block type in the pattern are missing, or `num_blocks` does not
+            divide `lru_width`.
 
     Example: a small Griffin.
 
@@ -137,11 +133,7 @@ class GriffinBackbone(RecurrentBackbone):
         self.store_arguments(GriffinBackbone, locals())
         _check_block_types(self)
         super().__init__(
-            **self.make_layers(GriffinResidualBlock, dtype, logit_soft_cap=final_logit_soft_cap),
-            embedding_scale=embedding_scale,
-            dtype=dtype,
-            name=name,
-            trainable=trainable,
+            **self.make_arguments(GriffinResidualBlock, dtype), name=name, trainable=trainable
         )
 
     def make_mixer(self, i, **kwargs):

@@ -66,25 +66,18 @@ class HGRN2Backbone(RecurrentBackbone):
         use_qkv_bias: boolean, whether queries, keys and values have biases.
 
     Raises:
-        ValueError: a size is below 1, `expand_ratio` does not divide `hidden_dim`, `conv_size` is
-            invalid, `attention_layers` are not distinct indices of blocks,
-            `num_query_heads` is missing with `attention_layers`, or the numbers of heads do not
-            divide as required above.
+        ValueError: `expand_ratio` does not divide `hidden_dim`, `conv_size` is invalid,
+            `attention_layers` are not distinct indices of blocks, or `num_query_heads` is missing
+            with `attention_layers`.
 
     Example:
 
     >>> import numpy as np
-    >>> import keras_recurrent
-    >>> backbone = keras_recurrent.models.HGRN2Backbone(
-    ...     vocabulary_size=259,
-    ...     num_layers=2,
-    ...     hidden_dim=24,
-    ...     intermediate_dim=64,
-    ...     expand_ratio=8,
-    ... )
+    >>> from keras_recurrent.models import HGRN2Backbone
+    >>> backbone = HGRN2Backbone.from_preset("hgrn2_tiny")
     >>> token_ids = np.array([[1, 100, 101, 102, 0]])
     >>> tuple(backbone({"token_ids": token_ids, "padding_mask": token_ids > 0}).shape)
-    (1, 5, 24)
+    (1, 5, 128)
     """
 
     def __init__(
@@ -120,12 +113,12 @@ class HGRN2Backbone(RecurrentBackbone):
         if attention_layers:
             _check_query_heads(num_query_heads, hidden_dim)
         self.store_arguments(HGRN2Backbone, locals())
-        layers = self.make_layers(HGRN2ResidualBlock, dtype, tie_word_embeddings)
+        arguments = self.make_arguments(HGRN2ResidualBlock, dtype)
         self.lower_bounds = None
         if use_lower_bounds and bounded_layers(num_layers, attention_layers):
             with no_further_remat():
                 self.lower_bounds = LowerBounds(num_layers, dtype=dtype, name="lower_bounds")
-        super().__init__(**layers, dtype=dtype, name=name, trainable=trainable)
+        super().__init__(**arguments, name=name, trainable=trainable)
 
     def make_mixer(self, i, **kwargs):
         if i not in self.attention_layers:

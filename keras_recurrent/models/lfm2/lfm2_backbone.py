@@ -41,38 +41,21 @@ class LFM2Backbone(RecurrentBackbone):
 
     Args:
         hidden_dim: integer, the width D of the residual stream and of the convolutions.
-        intermediate_dim: integer, the width inside the SwiGLU.
-        num_query_heads: integer, the number of query heads in attention blocks.
         block_types: a pattern of `"gated_short_conv"` and `"global_attention"`, repeated up to
             `num_layers`; or one of these names, for all blocks. Defaults to two
             convolution blocks and one attention block.
-        head_dim: integer, the size of a head. Defaults to 64.
         conv_size: integer, the number of taps of the convolutions. Defaults to 3.
         use_conv_bias: boolean, whether the convolutions and the linear layers around them have
             biases.
 
-    All linear layers are initialized LeCun-normal.
-
-    Raises:
-        ValueError: a size is below 1, a block type is unknown, the pattern is empty,
-            `num_key_value_heads` does not divide `num_query_heads`, or a number or boolean has
-            another type.
-
     Example:
 
     >>> import numpy as np
-    >>> import keras_recurrent
-    >>> backbone = keras_recurrent.models.LFM2Backbone(
-    ...     vocabulary_size=259,
-    ...     num_layers=3,
-    ...     hidden_dim=24,
-    ...     intermediate_dim=64,
-    ...     num_query_heads=3,
-    ...     head_dim=8,
-    ... )
+    >>> from keras_recurrent.models import LFM2Backbone
+    >>> backbone = LFM2Backbone.from_preset("lfm2_tiny")
     >>> token_ids = np.array([[1, 100, 101, 102, 0]])
     >>> tuple(backbone({"token_ids": token_ids, "padding_mask": token_ids > 0}).shape)
-    (1, 5, 24)
+    (1, 5, 128)
     """
 
     free_arguments = ("max_position_embeddings",)
@@ -104,11 +87,7 @@ class LFM2Backbone(RecurrentBackbone):
         block_types = expand_block_types(block_types, num_layers, CONVOLUTION, ATTENTION)
         self.store_arguments(LFM2Backbone, locals())
         super().__init__(
-            **self.make_layers(LFM2ResidualBlock, dtype, tie_word_embeddings),
-            max_position_embeddings=max_position_embeddings,
-            dtype=dtype,
-            name=name,
-            trainable=trainable,
+            **self.make_arguments(LFM2ResidualBlock, dtype), name=name, trainable=trainable
         )
 
     def make_mixer(self, i, **kwargs):

@@ -39,12 +39,9 @@ class LightningHybridBackbone(RecurrentBackbone):
     output projection. Chen et al. 2026 (arXiv:2601.22156) and MiniCPM Team 2026 (arXiv:2602.11761).
 
     Args:
-        intermediate_dim: integer, the width inside the SwiGLU.
         block_types: a pattern of `"lightning_attention"` and `"global_attention"`, repeated up to
             `num_layers`; or one of these names, for all blocks. Defaults to three blocks of
             Lightning Attention and one of attention.
-        num_query_heads: integer, heads of queries in the blocks of attention.
-        head_dim: integer, the size of a head in the blocks of attention. Defaults to 128.
         num_lightning_heads: integer, heads of Lightning Attention. None: `num_query_heads`.
         num_lightning_key_value_heads: integer, heads of its keys and values, which must divide its
             number of heads. None: one for each head.
@@ -63,28 +60,17 @@ class LightningHybridBackbone(RecurrentBackbone):
             earlier tokens at any length. This matches MiniCPM-SALA for fewer than 8,192 tokens, and
             differs from it for longer texts.
 
-    All linear layers are initialized LeCun-normal.
-
     Raises:
-        ValueError: a size is below 1, a block type is unknown, the pattern is empty,
-            `num_key_value_heads` does not divide `num_query_heads`, a number or boolean has another
-            type, or a sequence has `dense_length` tokens or more.
+        ValueError: a sequence has `dense_length` tokens or more.
 
-    Example: a small HypeNet.
+    Example:
 
     >>> import numpy as np
-    >>> import keras_recurrent
-    >>> backbone = keras_recurrent.models.LightningHybridBackbone(
-    ...     vocabulary_size=259,
-    ...     num_layers=4,
-    ...     hidden_dim=24,
-    ...     intermediate_dim=64,
-    ...     num_query_heads=3,
-    ...     head_dim=8,
-    ... )
+    >>> from keras_recurrent.models import LightningHybridBackbone
+    >>> backbone = LightningHybridBackbone.from_preset("hypenet_tiny")
     >>> token_ids = np.array([[1, 100, 101, 102, 0]])
     >>> tuple(backbone({"token_ids": token_ids, "padding_mask": token_ids > 0}).shape)
-    (1, 5, 24)
+    (1, 5, 128)
     """
 
     free_arguments = ("attention_logit_scaling", "dense_length")
@@ -130,16 +116,8 @@ class LightningHybridBackbone(RecurrentBackbone):
         block_types = expand_block_types(block_types, num_layers, LIGHTNING, GLOBAL)
         self.store_arguments(LightningHybridBackbone, locals())
         super().__init__(
-            **self.make_layers(
-                LightningHybridResidualBlock,
-                dtype,
-                tie_word_embeddings,
-                residual_scale=residual_scale,
-            ),
-            embedding_scale=embedding_scale,
-            output_scale=output_scale,
+            **self.make_arguments(LightningHybridResidualBlock, dtype),
             max_num_tokens=None if dense_length is None else dense_length - 1,
-            dtype=dtype,
             name=name,
             trainable=trainable,
         )
@@ -179,6 +157,9 @@ class LightningHybridBackbone(RecurrentBackbone):
             k_proj={"num_lightning_key_value_heads": num_key_value_heads},
         )
         return mixer
+
+    def block_options(self, i):
+        return self.stored("residual_scale")
 
     def too_long_reason(self):
         return (

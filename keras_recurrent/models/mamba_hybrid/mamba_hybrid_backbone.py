@@ -163,7 +163,6 @@ class MambaHybridBackbone(RecurrentBackbone):
     the pattern are ignored.
 
     Args:
-        intermediate_dim: integer, the width inside the layers that mix channels.
         block_types: a pattern of `"mamba"`, `"attention"`, `"mamba_and_attention"`, which adds the
             outputs of both on the same inputs, and `"mlp"`, which mixes channels only, repeated up
             to `num_layers`; or one of these names, for all blocks.
@@ -178,8 +177,6 @@ class MambaHybridBackbone(RecurrentBackbone):
         use_mamba_conv_bias: boolean, whether Mamba-2's convolutions have biases.
         mamba_norm_position: `"after_gate"`, `"before_gate"` or None.
         mamba_projection_scales: five numbers, factors of z, x, B, C and dt. None: 1.
-        num_query_heads: integer, the number of query heads in attention.
-        head_dim: integer, the size of a head in attention.
         query_scale: number, the factor of the logits of attention. None: 1 / sqrt(head_dim).
         rope_max_wavelength: number, the base of the wavelengths of rotary positions in attention.
             None: no positions.
@@ -188,32 +185,18 @@ class MambaHybridBackbone(RecurrentBackbone):
         mlp_scale: number, the factor of the outputs of layers that mix channels. None: 1.
         mlp_gate_scale: number, the factor inside the silu of a SwiGLU. None: 1.
 
-    All linear layers are initialized LeCun-normal.
-
     Raises:
-        ValueError: a size is below 1, a block type or an MLP is unknown, the pattern is empty, a
-            size that a block type in the pattern needs is missing or does not divide another one,
-            or a number or boolean has another type.
+        ValueError: `mlp` is unknown, or a size that a block type in the pattern needs is missing or
+            does not divide another one.
 
-    Example: a small Nemotron-H.
+    Example:
 
     >>> import numpy as np
-    >>> import keras_recurrent
-    >>> backbone = keras_recurrent.models.MambaHybridBackbone(
-    ...     vocabulary_size=259,
-    ...     num_layers=6,
-    ...     hidden_dim=24,
-    ...     intermediate_dim=64,
-    ...     block_types=("mamba", "mlp", "mamba", "mlp", "attention", "mlp"),
-    ...     num_mamba_heads=4,
-    ...     mamba_head_dim=12,
-    ...     mamba_state_dim=16,
-    ...     num_query_heads=3,
-    ...     head_dim=8,
-    ... )
+    >>> from keras_recurrent.models import MambaHybridBackbone
+    >>> backbone = MambaHybridBackbone.from_preset("nemotron_h_tiny")
     >>> token_ids = np.array([[1, 100, 101, 102, 0]])
     >>> tuple(backbone({"token_ids": token_ids, "padding_mask": token_ids > 0}).shape)
-    (1, 5, 24)
+    (1, 5, 128)
     """
 
     free_arguments = ("max_position_embeddings",)
@@ -269,18 +252,11 @@ class MambaHybridBackbone(RecurrentBackbone):
             "mlp_scale": mlp_scale,
         }
         for argument, scale in scales.items():
-            if scale is not None:
-                check_number(argument, scale, above=0)
+            check_number(argument, scale, above=0, or_none=True)
         self.store_arguments(MambaHybridBackbone, locals())
         self._check_needed_sizes()
         super().__init__(
-            **self.make_layers(MambaHybridResidualBlock, dtype, tie_word_embeddings),
-            embedding_scale=embedding_scale,
-            output_scale=output_scale,
-            max_position_embeddings=max_position_embeddings,
-            dtype=dtype,
-            name=name,
-            trainable=trainable,
+            **self.make_arguments(MambaHybridResidualBlock, dtype), name=name, trainable=trainable
         )
 
     def _check_needed_sizes(self):
@@ -311,8 +287,7 @@ class MambaHybridBackbone(RecurrentBackbone):
         return ParallelMixers(
             self._make_mamba(i, **{**kwargs, "name": "mamba"}),
             self._make_attention(i, **{**kwargs, "name": "attention"}),
-            mamba_scale=self.mamba_scale,
-            attention_scale=self.attention_scale,
+            **self.stored("mamba_scale", "attention_scale"),
             **kwargs,
         )
 
@@ -356,14 +331,11 @@ class MambaHybridBackbone(RecurrentBackbone):
         return {
             "intermediate_dim": self.intermediate_dim if has_mlp else None,
             "residual_scale": scales.get(block_type),  # layers in `ParallelMixers` have their own
-            "mlp": self.mlp,
-            "mlp_gate_scale": self.mlp_gate_scale,
-            "mlp_scale": self.mlp_scale,
+            **self.stored("mlp", "mlp_gate_scale", "mlp_scale"),
         }
 
     @staticmethod
     def weight_layout(data, model, num_devices, num_key_value_heads=1):
-        """Returns `{path: axes}` of the weights in blocks; see `get_layout_map`."""
         keys = None if num_key_value_heads % num_devices else model
         return {
             "token_embedding/reverse_embeddings": (data, model),

@@ -36,7 +36,6 @@ class TransNormerBackbone(RecurrentBackbone):
     time per token in training and in decoding does not depend on the sequence length.
 
     Args:
-        intermediate_dim: integer, the width inside the SGLU.
         num_heads: integer, heads of Lightning Attention.
         head_dim: integer, the size of a head; `hidden_dim / num_heads` in the published models.
             Defaults to 128.
@@ -45,27 +44,20 @@ class TransNormerBackbone(RecurrentBackbone):
             `keras_recurrent.layers.LightningAttention`.
         layer_norm_epsilon: float, ε of the norms of the residual stream.
 
-    All linear layers are initialized LeCun-normal, and embeddings such that their products with
-    sqrt(D), and the logits, have about unit variance.
+    Embeddings are initialized such that their products with sqrt(D), and the logits, have about
+    unit variance.
 
     Raises:
-        ValueError: `decay_schedule` is unknown, or a size is below 1.
+        ValueError: `decay_schedule` is unknown.
 
-    Example: a small TransNormerLLM.
+    Example:
 
     >>> import numpy as np
-    >>> import keras_recurrent
-    >>> backbone = keras_recurrent.models.TransNormerBackbone(
-    ...     vocabulary_size=259,
-    ...     num_layers=3,
-    ...     hidden_dim=24,
-    ...     intermediate_dim=64,
-    ...     num_heads=3,
-    ...     head_dim=8,
-    ... )
+    >>> from keras_recurrent.models import TransNormerBackbone
+    >>> backbone = TransNormerBackbone.from_preset("tnl_tiny")
     >>> token_ids = np.array([[1, 100, 101, 102, 0]])
     >>> tuple(backbone({"token_ids": token_ids, "padding_mask": token_ids > 0}).shape)
-    (1, 5, 24)
+    (1, 5, 128)
     """
 
     def __init__(
@@ -87,9 +79,8 @@ class TransNormerBackbone(RecurrentBackbone):
         check_network_sizes(vocabulary_size, num_layers, hidden_dim, intermediate_dim)
         self.store_arguments(TransNormerBackbone, locals())
         super().__init__(
-            **self.make_layers(TransNormerResidualBlock, dtype, tie_word_embeddings),
+            **self.make_arguments(TransNormerResidualBlock, dtype),
             embedding_scale=hidden_dim**0.5,
-            dtype=dtype,
             name=name,
             trainable=trainable,
         )
