@@ -20,7 +20,7 @@ PACKAGE = "keras_recurrent"
 # line.
 FLOORS = [
     "backends presets import_order atomic_files",
-    "compat progress inherited_docstrings",
+    "compat progress inherited_docstrings families",
     "checks",
     "portable",
     "dispatch",

@@ -4,51 +4,18 @@ from keras_recurrent.generation.cache import GenerationCache
 from keras_recurrent.generation.sampling_params import SamplingParams, TokenLogprobs
 from keras_recurrent.generation.sequence import GenerationOutput
 from keras_recurrent.models.griffin.griffin_backbone import GriffinBackbone, GriffinResidualBlock
-from keras_recurrent.models.griffin.tasks import (
-    GriffinCausalLM,
-    GriffinCausalLMPreprocessor,
-    GriffinTextClassifier,
-    GriffinTextClassifierPreprocessor,
-    GriffinTokenizer,
-)
 from keras_recurrent.models.hgrn2.hgrn2_backbone import HGRN2Backbone, HGRN2ResidualBlock
 from keras_recurrent.models.hgrn2.hgrn2_image_classifier import HGRN2ImageClassifier
 from keras_recurrent.models.hgrn2.hgrn2_vision_backbone import HGRN2VisionBackbone
-from keras_recurrent.models.hgrn2.tasks import (
-    HGRN2CausalLM,
-    HGRN2CausalLMPreprocessor,
-    HGRN2TextClassifier,
-    HGRN2TextClassifierPreprocessor,
-    HGRN2Tokenizer,
-)
 from keras_recurrent.models.lfm2.lfm2_backbone import LFM2Backbone, LFM2ResidualBlock
-from keras_recurrent.models.lfm2.tasks import (
-    LFM2CausalLM,
-    LFM2CausalLMPreprocessor,
-    LFM2TextClassifier,
-    LFM2TextClassifierPreprocessor,
-    LFM2Tokenizer,
-)
 from keras_recurrent.models.lightning_hybrid.lightning_hybrid_backbone import (
     LightningHybridBackbone,
     LightningHybridResidualBlock,
-)
-from keras_recurrent.models.lightning_hybrid.tasks import (
-    LightningHybridCausalLM,
-    LightningHybridCausalLMPreprocessor,
-    LightningHybridTokenizer,
 )
 from keras_recurrent.models.mamba_hybrid.mamba_hybrid_backbone import (
     MambaHybridBackbone,
     MambaHybridResidualBlock,
     ParallelMixers,
-)
-from keras_recurrent.models.mamba_hybrid.tasks import (
-    MambaHybridCausalLM,
-    MambaHybridCausalLMPreprocessor,
-    MambaHybridTextClassifier,
-    MambaHybridTextClassifierPreprocessor,
-    MambaHybridTokenizer,
 )
 from keras_recurrent.models.memory import (
     MemorySizes,
@@ -56,7 +23,30 @@ from keras_recurrent.models.memory import (
     memory_sizes,
     training_sizes,
 )
-from keras_recurrent.models.transnormer.tasks import (
+from keras_recurrent.models.tasks import (
+    GriffinCausalLM,
+    GriffinCausalLMPreprocessor,
+    GriffinTextClassifier,
+    GriffinTextClassifierPreprocessor,
+    GriffinTokenizer,
+    HGRN2CausalLM,
+    HGRN2CausalLMPreprocessor,
+    HGRN2TextClassifier,
+    HGRN2TextClassifierPreprocessor,
+    HGRN2Tokenizer,
+    LFM2CausalLM,
+    LFM2CausalLMPreprocessor,
+    LFM2TextClassifier,
+    LFM2TextClassifierPreprocessor,
+    LFM2Tokenizer,
+    LightningHybridCausalLM,
+    LightningHybridCausalLMPreprocessor,
+    LightningHybridTokenizer,
+    MambaHybridCausalLM,
+    MambaHybridCausalLMPreprocessor,
+    MambaHybridTextClassifier,
+    MambaHybridTextClassifierPreprocessor,
+    MambaHybridTokenizer,
     TransNormerCausalLM,
     TransNormerCausalLMPreprocessor,
     TransNormerTokenizer,

@@ -10,6 +10,7 @@ from keras import ops
 from keras_recurrent.checkpoints.export import export
 from keras_recurrent.checks.shapes import check_rank_known
 from keras_recurrent.checks.token_ids import check_token_ids
+from keras_recurrent.families import FamilyMember
 from keras_recurrent.generation.beam_search import convert_beam_sampler
 from keras_recurrent.generation.causal_lm import GeneratingCausalLM
 from keras_recurrent.generation.samplers import SAMPLERS
@@ -36,12 +37,11 @@ class RecurrentCausalLM(
     TextTraining,
     SavedTraining,
     PresetLoading,
+    FamilyMember,
     InheritedDocstring,
     GeneratingCausalLM,
 ):
     """Base class of the language models: a `RecurrentBackbone`, and logits from its embedding.
-
-    A family defines `backbone_cls` and `preprocessor_cls`, and registers its class with Keras.
 
     To copy a model, assign its weights to `type(model).from_config(model.get_config())`.
     `keras.models.clone_model` copies only the graph, to a plain functional model: it cannot

@@ -9,6 +9,7 @@ from keras_recurrent import compat
 from keras_recurrent.atomic_files import AtomicPreset
 from keras_recurrent.chat.preprocessing import ChatPreprocessing
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
+from keras_recurrent.families import FamilyMember
 from keras_recurrent.generation.prompts import check_lengths, pad_prompts
 from keras_recurrent.generation.text import tokenize_texts
 from keras_recurrent.inherited_docstrings import InheritedDocstring
@@ -23,7 +24,11 @@ TEXTS_PER_CALL = 4096
 
 
 class RecurrentCausalLMPreprocessor(
-    ChatPreprocessing, AtomicPreset, InheritedDocstring, keras_hub.models.CausalLMPreprocessor
+    ChatPreprocessing,
+    AtomicPreset,
+    FamilyMember,
+    InheritedDocstring,
+    keras_hub.models.CausalLMPreprocessor,
 ):
     """Converts strings to the inputs of the language models for training and generation.
 
@@ -109,8 +114,6 @@ class RecurrentCausalLMPreprocessor(
     [[100 101   2   0 102   2   0   0]]
     [[1 1 1 0 1 1 0 0]]
     """
-
-    # A family's class defines `backbone_cls` and `tokenizer_cls`, by which KerasHub finds it.
 
     def __init__(
         self,
@@ -273,10 +276,6 @@ class RecurrentCausalLMPreprocessor(
             array.set_shape((None, sequence_length))
         return self._as_output(found, single)
 
-    def _start_token_ids(self):
-        id = self.tokenizer.start_token_id
-        return [id] if self.add_start_token and id is not None else []
-
     def _as_output(self, arrays, single):
         """Returns `(x, y, sample_weight)`; padded, without segments and, for one, a batch axis."""
         if self.packed:
@@ -286,7 +285,9 @@ class RecurrentCausalLMPreprocessor(
 
     def _start_and_end(self):
         """Returns lists of the special tokens before and after a document, or of none."""
-        return self._start_token_ids(), [self.tokenizer.end_token_id] if self.add_end_token else []
+        start, end = self.tokenizer.start_token_id, self.tokenizer.end_token_id
+        has_start = self.add_start_token and start is not None
+        return [start] if has_start else [], [end] if self.add_end_token else []
 
     def get_config(self):
         return {

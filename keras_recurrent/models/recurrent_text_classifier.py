@@ -6,8 +6,9 @@ import numpy as np
 from keras import ops
 
 from keras_recurrent.checks.arguments import check_boolean, check_positive_integer
+from keras_recurrent.families import FamilyMember
 from keras_recurrent.inherited_docstrings import InheritedDocstring
-from keras_recurrent.models.classifier_head import LastToken, Logits
+from keras_recurrent.layers.sequences import last_real, where_any_real
 from keras_recurrent.models.parts import check_parts
 from keras_recurrent.models.preset_loading import PresetLoading
 from keras_recurrent.training.samples import is_text, is_tokens
@@ -21,6 +22,7 @@ class RecurrentTextClassifier(
     TextTraining,
     SavedTraining,
     PresetLoading,
+    FamilyMember,
     InheritedDocstring,
     keras_hub.models.TextClassifier,
 ):
@@ -32,8 +34,7 @@ class RecurrentTextClassifier(
     z = activation(W h + b)
     ```
 
-    The hidden state of the last token depends on the whole text. A family defines `backbone_cls`
-    and `preprocessor_cls`, and registers its class with Keras.
+    The hidden state of the last token depends on the whole text.
 
     Args:
         backbone: the network, a backbone of the same family. Separate weights of its logits
@@ -231,3 +232,30 @@ def _check_classes(labels, num_classes):
             "labels, another `loss` in `compile`, such as "
             "`keras.losses.CategoricalCrossentropy(from_logits=True)` for rows of probabilities."
         )
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class LastToken(keras.layers.Layer):
+    """Hidden state of the last real token of each sequence, or 0 without real tokens."""
+
+    def call(self, hidden_states, padding_mask):
+        """hidden_states: `[B, T, D]`. padding_mask: `[B, T]`, 0 at padding. Returns `[B, D]`."""
+        mask = ops.cast(padding_mask, "bool")
+        (last,) = last_real((hidden_states,), mask)
+        return where_any_real(last[:, 0], mask, None)
+
+    def compute_output_spec(self, hidden_states, padding_mask):
+        batch, _, width = hidden_states.shape
+        return keras.KerasTensor((batch, width), dtype=self.compute_dtype)
+
+    def get_config(self):
+        return super().get_config()  # Keras requires the method for a layer with a policy argument
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class Logits(keras.layers.Dense):
+    """Linear layer that is not quantized with the model.
+
+    KerasHub's files do not store the dtype of a task's head. Keras does not quantize subclasses of
+    `Dense`.
+    """

@@ -5,11 +5,12 @@ import keras_hub
 
 from keras_recurrent.atomic_files import AtomicPreset
 from keras_recurrent.checks.arguments import check_positive_integer
+from keras_recurrent.families import FamilyMember
 from keras_recurrent.inherited_docstrings import InheritedDocstring
 
 
 class RecurrentTextClassifierPreprocessor(
-    AtomicPreset, InheritedDocstring, keras_hub.models.TextClassifierPreprocessor
+    AtomicPreset, FamilyMember, InheritedDocstring, keras_hub.models.TextClassifierPreprocessor
 ):
     """Converts strings to the inputs of the text classifiers, one sequence of tokens for each.
 
@@ -53,8 +54,6 @@ class RecurrentTextClassifierPreprocessor(
     [[1 1 1 1 1 1]
      [1 1 1 0 0 0]]
     """
-
-    # A family's class defines `backbone_cls` and `tokenizer_cls`, by which KerasHub finds it.
 
     def __init__(self, tokenizer, sequence_length=512, truncate="round_robin", **kwargs):
         check_positive_integer("sequence_length", sequence_length)

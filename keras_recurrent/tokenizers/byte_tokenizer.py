@@ -4,13 +4,16 @@ import keras
 import keras_hub
 
 from keras_recurrent.compat import canonicalize_python_token_inputs, preprocessing_function
+from keras_recurrent.families import FamilyMember
 from keras_recurrent.inherited_docstrings import InheritedDocstring
 from keras_recurrent.tokenizers.checkpoint_files import TrustedTexts
 from keras_recurrent.tokenizers.plain import FIRST_BYTE, PlainByteTokenizer
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class ByteTokenizer(TrustedTexts, InheritedDocstring, keras_hub.tokenizers.ByteTokenizer):
+class ByteTokenizer(
+    TrustedTexts, FamilyMember, InheritedDocstring, keras_hub.tokenizers.ByteTokenizer
+):
     """Tokenizes text as UTF-8 bytes, without a vocabulary file and without unknown tokens.
 
     Tokens are 0 for padding, 1 for the start and 2 for the end of a document, and 3 to 258 for the
