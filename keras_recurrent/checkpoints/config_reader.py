@@ -4,7 +4,7 @@ import numpy as np
 
 from keras_recurrent.checkpoints.messages import abbreviate, short_repr
 
-_REQUIRED = object()
+REQUIRED = object()  # in place of a default: the key must be there
 # Above the sizes of any model. Far larger ones would take minutes before an error.
 MAX_INTEGER = 2**31 - 1
 MAX_LAYERS = 10_000
@@ -41,7 +41,7 @@ class ConfigReader:
         self.unread = set(config)
         self.defaults = {}
 
-    def integer(self, key, default=_REQUIRED, multiple_of=1, maximum=MAX_INTEGER):
+    def integer(self, key, default=REQUIRED, multiple_of=1, maximum=MAX_INTEGER):
         """Returns an integer from 1 to `maximum`, divisible by `multiple_of`, or a default None."""
         value = self._recorded_value(key, default)
         if value is None:
@@ -54,17 +54,18 @@ class ConfigReader:
             )
         return value
 
-    def integers(self, table):
-        """Returns `{argument: integer}` for a table `{argument: (key, default)}`.
-
-        A default is a number, the name of an earlier argument, or None if the key is required.
-        """
+    def values(self, table):
+        """Returns `{argument: value}` for a table as in the attribute `keys` of `Layout`."""
         found = {}
         for argument, (key, default) in table.items():
-            given = {} if default is None else {"default": found.get(default, default)}
-            if argument == "num_layers":
-                given["maximum"] = MAX_LAYERS
-            found[argument] = self.integer(key, **given)
+            if isinstance(default, bool):
+                found[argument] = self.flag(key, default)
+            elif isinstance(default, float):
+                found[argument] = self.number(key, default)
+            else:
+                default = found[default] if isinstance(default, str) else default
+                maximum = MAX_LAYERS if argument == "num_layers" else MAX_INTEGER
+                found[argument] = self.integer(key, default, maximum=maximum)
         return found
 
     def check_divides(self, key, value, other, number):
@@ -72,7 +73,7 @@ class ConfigReader:
         if number % value:
             raise self.unsupported_error(key, value, f"a divisor of {other!r}, {number}")
 
-    def number(self, key, default=_REQUIRED, maximum=None):
+    def number(self, key, default=REQUIRED, maximum=None):
         """Returns a float above 0, at most `maximum`, that is neither 0 nor inf in float32."""
         value = self._value(key, default)
         least, largest = float(np.finfo("float32").tiny), float(np.finfo("float32").max)
@@ -84,7 +85,7 @@ class ConfigReader:
             raise self.unsupported_error(key, value, wanted)
         return float(value)
 
-    def rope_number(self, rope, key, default=_REQUIRED, maximum=None):
+    def rope_number(self, rope, key, default=REQUIRED, maximum=None):
         """Returns a number from `rope`, the section of rotary positions, or else from this section.
 
         Older files have the key in this section. If `default` is None, one of the two must have it.
@@ -101,7 +102,7 @@ class ConfigReader:
             )
         return inside
 
-    def number_list(self, key, count, default=_REQUIRED):
+    def number_list(self, key, count, default=REQUIRED):
         """Returns a tuple of `count` numbers, each as in `number`."""
         values = self._value(key, default)
         if not isinstance(values, (list, tuple)) or len(values) != count:
@@ -109,7 +110,7 @@ class ConfigReader:
         parts = ConfigReader(dict(enumerate(values)), f"{key!r} of {self.source}")
         return tuple(parts.number(i) for i in range(count))
 
-    def flag(self, key, default=_REQUIRED):
+    def flag(self, key, default=REQUIRED):
         """Returns a boolean."""
         value = self._recorded_value(key, default)
         if not isinstance(value, bool):
@@ -118,19 +119,22 @@ class ConfigReader:
 
     def integer_list(self, key, maximum, source=None):
         """Returns a tuple of one or more integers from 0 to `maximum`; `source` as in `fixed`."""
-        value = self._value(key, _REQUIRED)
+        value = self._value(key, REQUIRED)
         integers = isinstance(value, (list, tuple)) and all(type(v) is int for v in value)
         if not integers or not value or not all(0 <= v <= maximum for v in value):
             wanted = f"a list of integers from 0 to {maximum}" + (f", {source}" if source else "")
             raise self.unsupported_error(key, value, wanted)
         return tuple(value)
 
-    def name_list(self, key, choices, default=_REQUIRED):
-        """Returns a tuple of one or more of the names in `choices`."""
+    def name_list(self, key, choices, default=REQUIRED, num_layers=None):
+        """Returns a tuple of names in `choices`: one or more, or one for each of `num_layers`."""
         value = self._recorded_value(key, default)
         names = isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value)
         if not names or not value or not set(value) <= set(choices):
             wanted = f"a list of {' and '.join(map(repr, choices))}"
+            raise self.unsupported_error(key, value, wanted)
+        if num_layers is not None and len(value) != num_layers:
+            wanted = f"a list of 'num_hidden_layers', {num_layers}, names"
             raise self.unsupported_error(key, value, wanted)
         return tuple(value)
 
@@ -178,7 +182,7 @@ class ConfigReader:
         value = self.config.get(key)
         if value is not None:
             return value
-        if default is _REQUIRED:
+        if default is REQUIRED:
             raise ValueError(f"{self.source} has no {key!r}, which the model needs.")
         return default
 

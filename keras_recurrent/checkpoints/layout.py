@@ -1,6 +1,7 @@
 """Base class for the checkpoint layout of a family, and the registry of all layouts."""
 
 import math
+from typing import Any
 
 from keras_recurrent.checkpoints.config_reader import COMMON_UNUSED_KEYS, ConfigReader
 from keras_recurrent.checkpoints.files import CONFIG_FILE
@@ -10,9 +11,9 @@ from keras_recurrent.checkpoints.tensor_table import TRANSPOSED, BlockTensors, T
 class Layout:
     """Layout of one family's checkpoints on the Hugging Face Hub.
 
-    A family defines the attributes, `read_config`, `requirements`, `write_config` and
-    `block_tensors`, or `tensors` if its tensors outside blocks have other names.
-    All families share reading, writing and their checks.
+    A family defines the attributes and `block_tensors`, and extends `read_others`, `requirements`
+    and `write_config` for keys that the attributes cannot express, and `tensors` if its tensors
+    outside blocks have other names. All families share reading, writing and their checks.
 
     Attributes:
         model_type: string, `model_type` of `config.json`.
@@ -22,6 +23,12 @@ class Layout:
         blocks: string, the prefix of the names of tensors in blocks.
         unused: keys of `config.json`, in addition to `COMMON_UNUSED_KEYS`, that do not change the
             outputs of the model.
+        keys: `{argument: (key, default)}` of the arguments that a file has as they are. The type of
+            the default is that of the value: an integer, a float above 0 or a boolean. It is
+            `REQUIRED` for an integer that a file must have, None for an integer that may be
+            missing, and a string for an integer with the default of an earlier argument.
+        constants: `{argument: value}`, equal in all checkpoints of the layout.
+        fixed: `{key: supported values}`; the first is the default, and is written.
     """
 
     model_type: str
@@ -31,10 +38,20 @@ class Layout:
     final_norm: str | None = "model.norm.weight"
     blocks = "model.layers"
     unused: tuple[str, ...] = ()
+    keys: dict[str, tuple[str, Any]] = {}
+    constants: dict[str, Any] = {}
+    fixed: dict[str, tuple] = {}
 
     def read_config(self, config):
         """Returns the backbone's arguments, from a `ConfigReader`."""
-        raise NotImplementedError
+        for key, values in self.fixed.items():
+            config.fixed(key, *values)
+        arguments = {**config.values(self.keys), **self.constants}
+        return {**arguments, **self.read_others(config, arguments)}
+
+    def read_others(self, config, arguments):
+        """Returns further arguments, given those of `keys` and `constants`."""
+        return {}
 
     def requirements(self, arguments):
         """Returns the backbone arguments that the layout restricts, with their requirements.
@@ -43,11 +60,26 @@ class Layout:
             `{argument: (fits, requirement)}`: True if the value in `arguments` can be stored, and a
             description of the values that can be stored.
         """
-        return {}
+        numbers = [
+            argument
+            for argument, (_, default) in self.keys.items()
+            if default is not None and not isinstance(default, bool)
+        ]
+        return {
+            **{name: ((arguments[name] or 0) > 0, "a number above 0") for name in numbers},
+            **{
+                name: (arguments[name] == value, repr(value))
+                for name, value in self.constants.items()
+            },
+        }
 
     def write_config(self, arguments):
         """Returns the dictionary of `config.json`, from arguments that meet `requirements`."""
-        raise NotImplementedError
+        values = {key: arguments[argument] for argument, (key, _) in self.keys.items()}
+        return {
+            **{key: value for key, value in values.items() if value is not None},
+            **{key: values[0] for key, values in self.fixed.items()},
+        }
 
     def canonical_name(self, name):
         """Returns the name in `tensors` of a tensor in a file, or None if it is not used."""

@@ -1,6 +1,7 @@
 """Mapping between the tensors of a checkpoint and the weights of a model."""
 
 import ctypes
+import math
 import sys
 import warnings
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from keras_recurrent.checkpoints.messages import abbreviate, short_repr
 from keras_recurrent.progress import progress
 
 BYTES_BETWEEN_TRIMS = 2**27
+MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
 
 
 class Transform(NamedTuple):
@@ -54,6 +56,11 @@ class Tensor(NamedTuple):
     transform: Transform = SAME
     copy: str | None = None  # a further name, under which a file may hold equal values
 
+    @property
+    def size(self):
+        """Number of elements."""
+        return math.prod(self.shape)
+
 
 class BlockTensors(NamedTuple):
     """Makes the tensors of one residual block, whose names begin with `prefix`.
@@ -90,28 +97,21 @@ class BlockTensors(NamedTuple):
         tensors += self.linear(f"{name}.v_proj", d, keys, f"{layer}/v_proj")
         return tensors + self.linear(f"{name}.{output}", inner, d, f"{layer}/o_proj", output_bias)
 
-    def mlp(self, name, hidden_dim, intermediate_dim, bias=False):
-        """Returns a list of the tensors of a gated MLP."""
+    def mlp(self, name, hidden_dim, intermediate_dim, bias=False, names=MLP_LAYERS):
+        """Returns a list of the tensors of a gated MLP; `names` are those of `MLP_LAYERS`."""
         sizes = hidden_dim, intermediate_dim
-        shapes = {"gate_proj": sizes, "up_proj": sizes, "down_proj": sizes[::-1]}
+        layers = zip(names, MLP_LAYERS, (sizes, sizes, sizes[::-1]), strict=True)
         return [
             tensor
-            for layer, shape in shapes.items()
-            for tensor in self.linear(f"{name}.{layer}", *shape, f"mlp/{layer}", bias)
+            for theirs, ours, shape in layers
+            for tensor in self.linear(f"{name}.{theirs}", *shape, f"mlp/{ours}", bias)
         ]
 
 
 def check(checkpoint, tensors, note=""):
-    """Compares the headers of a checkpoint with the tensors that a model needs.
+    """Raises an error if the tensors of a checkpoint are not those that a model needs.
 
-    Args:
-        checkpoint: a `Checkpoint`.
-        tensors: a list of `Tensor`.
-        note: string, a sentence that the error message has before the names of tensors.
-
-    Raises:
-        ValueError: tensors are missing, unknown, or of a wrong shape or an unsupported dtype. The
-            message has the number of each and the first few names.
+    note: string, a sentence that the error message has before the names of tensors.
     """
     found = checkpoint.tensors
     wanted = {tensor.name: tensor.shape for tensor in tensors}

@@ -14,7 +14,7 @@ model that was trained in transformers on texts longer than its window.
 
 import warnings
 
-from keras_recurrent.checkpoints.config_reader import MAX_LAYERS
+from keras_recurrent.checkpoints.config_reader import REQUIRED
 from keras_recurrent.checkpoints.layout import Layout
 from keras_recurrent.checkpoints.tensor_table import BLOCK_BIAS, DEPTHWISE, NEGATED
 from keras_recurrent.presets.griffin import embedding_scale
@@ -33,93 +33,74 @@ class RecurrentGemma(Layout):
     final_norm = "model.final_norm.weight"
     unused = ("w_init_variance_scale", "final_w_init_variance_scale")  # initialization only
 
-    def read_config(self, config):
-        hidden_dim = config.integer("hidden_size")
-        num_query_heads = config.integer("num_attention_heads")
+    keys = {
+        "vocabulary_size": ("vocab_size", REQUIRED),
+        "num_layers": ("num_hidden_layers", REQUIRED),
+        "hidden_dim": ("hidden_size", REQUIRED),
+        "lru_width": ("lru_width", "hidden_dim"),
+        "num_query_heads": ("num_attention_heads", REQUIRED),
+        # A missing number is that of the queries in transformers, but 1 in the published files.
+        "num_key_value_heads": ("num_key_value_heads", 1),
+        "final_logit_soft_cap": ("logits_soft_cap", 30.0),
+        "layer_norm_epsilon": ("rms_norm_eps", 1e-6),
+    }
+    constants = {"recurrence": "rg_lru", "scale_first_input": False}
+    fixed = {
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "conv1d_width": (TAPS,),
+        "attention_bias": (False,),
+        "tie_word_embeddings": (True,),
+    }
+
+    def read_others(self, config, arguments):
+        hidden_dim, heads = arguments["hidden_dim"], arguments["num_query_heads"]
         rope = config.section("rope_parameters")
         rope.fixed("rope_type", "default")
+        rotary = config.rope_number(rope, "partial_rotary_factor", 0.5, maximum=1)
+        theta = config.rope_number(rope, "rope_theta", 10_000.0)
+        rope.check_all_read()
         pattern = config.name_list(
             "block_types", BLOCK_TYPES, default=("recurrent", "recurrent", "attention")
         )
+        head_dim = config.integer("head_dim", default=hidden_dim // heads)
         config.fixed("_block_types", list(pattern))  # a copy of `block_types`
-        head_dim = config.integer("head_dim", default=hidden_dim // num_query_heads)
-        rotary = config.rope_number(rope, "partial_rotary_factor", 0.5, maximum=1)
-        num_layers = config.integer("num_hidden_layers", maximum=MAX_LAYERS)
-        mixers = pattern[:num_layers]
-        if "attention" in mixers and int(rotary * head_dim) % 2:
-            wanted = f"parts of 'head_dim', {head_dim}, that are an even number of channels"
-            raise config.unsupported_error("partial_rotary_factor", rotary, wanted)
-        # A missing number is that of the queries in transformers, but 1 in the published files.
-        num_key_value_heads = config.integer("num_key_value_heads", default=1)
+        config.fixed("attention_dropout", 0.0, 0)
+        config.fixed("embeddings_scale_by_sqrt_dim", True)
+        config.fixed("rope_scaling", None)
+        mixers = pattern[: arguments["num_layers"]]
         if "attention" in mixers:
-            heads = "num_key_value_heads", num_key_value_heads
-            config.check_divides(*heads, "num_attention_heads", num_query_heads)
-        if "attention" in mixers and config.config.get(COUNTS_ITSELF) is None:
-            warnings.warn(
-                f"{config.source} does not say whether 'attention_window_size' includes the "
-                f"current token. Set {COUNTS_ITSELF!r} there: to false, which is assumed, for "
-                "Google's models, or to true for a model that was trained in transformers on texts "
-                "longer than the window.",
-                stacklevel=2,
-            )
-        lru_width = config.integer("lru_width", default=hidden_dim)
-        if "recurrent" in mixers and lru_width % num_query_heads:
+            _check_attention(config, arguments, rotary, head_dim)
+        if "recurrent" in mixers and arguments["lru_width"] % heads:
             # The gates have a block for each head.
-            wanted = f"a multiple of 'num_attention_heads', {num_query_heads}"
-            raise config.unsupported_error("lru_width", lru_width, wanted)
-        arguments = {
-            "vocabulary_size": config.integer("vocab_size"),
-            "num_layers": num_layers,
-            "hidden_dim": hidden_dim,
+            wanted = f"a multiple of 'num_attention_heads', {heads}"
+            raise config.unsupported_error("lru_width", arguments["lru_width"], wanted)
+        return {
             "intermediate_dim": config.integer("intermediate_size", multiple_of=2) // 2,
-            "lru_width": lru_width,
-            "num_blocks": num_query_heads,
+            "num_blocks": heads,
             "block_types": tuple(BLOCK_TYPES[name] for name in pattern),
-            "num_query_heads": num_query_heads,
-            "num_key_value_heads": num_key_value_heads,
             "head_dim": head_dim,
             "sliding_window": config.integer("attention_window_size", default=2048)
             + (0 if config.flag(COUNTS_ITSELF, default=False) else 1),
-            "rope_max_wavelength": config.rope_number(rope, "rope_theta", 10_000.0),
+            "rope_max_wavelength": theta,
             "partial_rotary_factor": rotary,
             "embedding_scale": embedding_scale(hidden_dim),
-            "final_logit_soft_cap": config.number("logits_soft_cap", default=30.0),
-            "layer_norm_epsilon": config.number("rms_norm_eps", default=1e-6),
         }
-        config.fixed("hidden_activation", "gelu_pytorch_tanh")
-        config.fixed("conv1d_width", TAPS)
-        config.fixed("attention_bias", False)
-        config.fixed("attention_dropout", 0.0, 0)
-        config.fixed("tie_word_embeddings", True)
-        config.fixed("embeddings_scale_by_sqrt_dim", True)
-        config.fixed("rope_scaling", None)
-        rope.check_all_read()
-        return arguments
 
     def requirements(self, arguments):
-        scale = embedding_scale(arguments["hidden_dim"])
+        heads, scale = arguments["num_query_heads"], embedding_scale(arguments["hidden_dim"])
+        types = BLOCK_TYPES.values()
+        is_square_root = arguments["embedding_scale"] == scale
+        square_root = f"{scale}, which is sqrt(hidden_dim) rounded to bfloat16"
         return {
-            **{
-                name: (arguments[name] is not None, "a number, in a model without such blocks too")
-                for name in ("lru_width", "num_query_heads", "sliding_window")
-            },
-            "num_blocks": (
-                arguments["num_blocks"] == arguments["num_query_heads"],
-                f"that of `num_query_heads`, {arguments['num_query_heads']}",
-            ),
+            **super().requirements(arguments),
+            "sliding_window": (arguments["sliding_window"] is not None, "a number"),
+            "num_blocks": (arguments["num_blocks"] == heads, f"that of `num_query_heads`, {heads}"),
             "block_types": (
-                set(arguments["block_types"]) <= set(BLOCK_TYPES.values()),
-                f"of {' and '.join(map(repr, BLOCK_TYPES.values()))}",
+                set(arguments["block_types"]) <= set(types),
+                f"of {' and '.join(map(repr, types))}",
             ),
-            "embedding_scale": (
-                arguments["embedding_scale"] == scale,
-                f"{scale}, which is sqrt(hidden_dim) rounded to bfloat16",
-            ),
-            "final_logit_soft_cap": (arguments["final_logit_soft_cap"] is not None, "a number"),
-            "recurrence": (arguments["recurrence"] == "rg_lru", "'rg_lru'"),
-            "scale_first_input": (not arguments["scale_first_input"], "False"),
+            "embedding_scale": (is_square_root, square_root),
             "partial_rotary_factor": (arguments["partial_rotary_factor"] > 0, "above 0"),
-            "layer_norm_epsilon": (arguments["layer_norm_epsilon"] > 0, "above 0"),
         }
 
     def write_config(self, arguments):
@@ -129,26 +110,15 @@ class RecurrentGemma(Layout):
             "partial_rotary_factor": arguments["partial_rotary_factor"],
         }
         return {
-            "vocab_size": arguments["vocabulary_size"],
-            "num_hidden_layers": arguments["num_layers"],
-            "hidden_size": arguments["hidden_dim"],
+            **super().write_config(arguments),
             "intermediate_size": 2 * arguments["intermediate_dim"],
-            "lru_width": arguments["lru_width"],
             "block_types": [names[name] for name in arguments["block_types"]],
-            "num_attention_heads": arguments["num_query_heads"],
-            "num_key_value_heads": arguments["num_key_value_heads"],
             "head_dim": arguments["head_dim"],
             "attention_window_size": arguments["sliding_window"],
             COUNTS_ITSELF: True,
-            "logits_soft_cap": arguments["final_logit_soft_cap"],
-            "rms_norm_eps": arguments["layer_norm_epsilon"],
             # transformers 5 reads the first form, earlier versions the second.
             "rope_parameters": {"rope_type": "default", **rope},
             **rope,
-            "hidden_activation": "gelu_pytorch_tanh",
-            "conv1d_width": TAPS,
-            "attention_bias": False,
-            "tie_word_embeddings": True,
         }
 
     def block_tensors(self, i, block, arguments):
@@ -159,6 +129,23 @@ class RecurrentGemma(Layout):
         yield from (_recurrent if is_recurrent else _attention)(block, arguments)
         yield block.tensor("channel_pre_norm.weight", (d,), "channel_norm/scale")
         yield from block.mlp("mlp_block", d, m, bias=True)
+
+
+def _check_attention(config, arguments, rotary, head_dim):
+    """Raises an error for unsupported sizes of attention, and warns of a window of two meanings."""
+    if int(rotary * head_dim) % 2:
+        wanted = f"parts of 'head_dim', {head_dim}, that are an even number of channels"
+        raise config.unsupported_error("partial_rotary_factor", rotary, wanted)
+    shared = "num_key_value_heads", arguments["num_key_value_heads"]
+    config.check_divides(*shared, "num_attention_heads", arguments["num_query_heads"])
+    if config.config.get(COUNTS_ITSELF) is None:
+        warnings.warn(
+            f"{config.source} does not say whether 'attention_window_size' includes the "
+            f"current token. Set {COUNTS_ITSELF!r} there: to false, which is assumed, for "
+            "Google's models, or to true for a model that was trained in transformers on texts "
+            "longer than the window.",
+            stacklevel=2,
+        )
 
 
 def _recurrent(block, arguments):

@@ -7,19 +7,18 @@ a sigmoid for the gate and silu for the input.
 
 import numpy as np
 
-from keras_recurrent.checkpoints.config_reader import MAX_LAYERS
+from keras_recurrent.checkpoints.config_reader import REQUIRED
 from keras_recurrent.checkpoints.layout import Layout
 from keras_recurrent.checkpoints.tensor_table import DEPTHWISE, SAME, Tensor, Transform
 from keras_recurrent.models.hgrn2.hgrn2_backbone import bounded_layers
 
-# {argument: key in `attn`}, for blocks of softmax attention
-ATTENTION = {
-    "attention_layers": "layers",
-    "num_query_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "sliding_window": "window_size",
-    "rope_max_wavelength": "rope_theta",
-    "use_qkv_bias": "qkv_bias",
+# As `Layout.keys`, of the object `attn` for blocks of softmax attention.
+ATTENTION_KEYS = {
+    "num_query_heads": ("num_heads", REQUIRED),
+    "num_key_value_heads": ("num_kv_heads", "num_query_heads"),
+    "sliding_window": ("window_size", None),
+    "rope_max_wavelength": ("rope_theta", 10_000.0),
+    "use_qkv_bias": ("qkv_bias", False),
 }
 
 
@@ -35,8 +34,19 @@ class HGRN2Layout(Layout):
         *("fuse_linear_cross_entropy", "use_l2warp"),
     )
 
-    def read_config(self, config):
-        hidden_dim = config.integer("hidden_size")
+    keys = {
+        "vocabulary_size": ("vocab_size", REQUIRED),
+        "num_layers": ("num_hidden_layers", REQUIRED),
+        "hidden_dim": ("hidden_size", REQUIRED),
+        "use_lower_bounds": ("use_lower_bound", True),
+        "tie_word_embeddings": ("tie_word_embeddings", False),
+        "layer_norm_epsilon": ("norm_eps", 1e-6),
+    }
+    constants = {"gate_activation": "silu", "input_activation": "linear"}
+    fixed = {"hidden_act": ("swish", "silu"), "elementwise_affine": (True,)}
+
+    def read_others(self, config, arguments):
+        hidden_dim = arguments["hidden_dim"]
         # Heads are given by number or by size; the size has precedence.
         num_heads = config.integer("num_heads", default=max(1, hidden_dim // 128))
         expand_ratio = config.integer("expand_ratio", default=hidden_dim // num_heads)
@@ -47,49 +57,25 @@ class HGRN2Layout(Layout):
         conv_size = config.integer("conv_size", default=4)
         # An early version could share one convolution between the three projections.
         config.fixed("share_conv_kernel", *([False] if has_convolutions else [False, True]))
-        arguments = {
-            "vocabulary_size": config.integer("vocab_size"),
-            "num_layers": config.integer("num_hidden_layers", maximum=MAX_LAYERS),
-            "hidden_dim": hidden_dim,
+        config.fixed("attnres_block_size", None)
+        return {
             "intermediate_dim": config.integer("intermediate_size", default=-(-third // 256) * 256),
             "expand_ratio": expand_ratio,
             "conv_size": conv_size if has_convolutions else None,
-            "use_lower_bounds": config.flag("use_lower_bound", default=True),
-            "tie_word_embeddings": config.flag("tie_word_embeddings", default=False),
-            "gate_activation": "silu",
-            "input_activation": "linear",
-            "layer_norm_epsilon": config.number("norm_eps", default=1e-6),
-        }
-        arguments |= _read_attention(config, hidden_dim, arguments["num_layers"])
-        config.fixed("hidden_act", "swish", "silu")
-        config.fixed("elementwise_affine", True)
-        config.fixed("attnres_block_size", None)
-        return arguments
-
-    def requirements(self, arguments):
-        return {
-            "gate_activation": (arguments["gate_activation"] == "silu", "'silu'"),
-            "input_activation": (arguments["input_activation"] == "linear", "'linear'"),
-            "layer_norm_epsilon": (arguments["layer_norm_epsilon"] > 0, "above 0"),
+            **_read_attention(config, hidden_dim, arguments["num_layers"]),
         }
 
     def write_config(self, arguments):
-        attention = {theirs: arguments[ours] for ours, theirs in ATTENTION.items()}
+        layers = arguments["attention_layers"]
+        attention = {key: arguments[argument] for argument, (key, _) in ATTENTION_KEYS.items()}
         return {
-            **({"attn": attention} if arguments["attention_layers"] else {}),
-            "vocab_size": arguments["vocabulary_size"],
-            "num_hidden_layers": arguments["num_layers"],
-            "hidden_size": arguments["hidden_dim"],
+            **super().write_config(arguments),
+            **({"attn": {"layers": layers, **attention}} if layers else {}),
             "intermediate_size": arguments["intermediate_dim"],
             "expand_ratio": arguments["expand_ratio"],
             "num_heads": arguments["hidden_dim"] // arguments["expand_ratio"],
             "use_short_conv": arguments["conv_size"] is not None,
             "conv_size": arguments["conv_size"] or 4,
-            "use_lower_bound": arguments["use_lower_bounds"],
-            "tie_word_embeddings": arguments["tie_word_embeddings"],
-            "norm_eps": arguments["layer_norm_epsilon"],
-            "hidden_act": "swish",
-            "elementwise_affine": True,
         }
 
     def tensors(self, arguments):
@@ -138,22 +124,14 @@ def _read_attention(config, hidden_dim, num_layers):
         # Stored in some files, and not read by that library.
         section.ignore("qk_norm")
         layers += section.integer_list("layers", maximum=num_layers - 1)
-        num_heads = section.integer("num_heads")
+        values = section.values(ATTENTION_KEYS)
+        num_heads, shared = values["num_query_heads"], values["num_key_value_heads"]
         if hidden_dim % (2 * num_heads):
             wanted = f"heads of an even size, in equal parts of 'hidden_size', {hidden_dim}"
             raise section.unsupported_error("num_heads", num_heads, wanted)
-        num_key_value_heads = section.integer("num_kv_heads", default=num_heads)
-        section.check_divides("num_kv_heads", num_key_value_heads, "num_heads", num_heads)
-        settings.append(
-            {
-                "num_query_heads": num_heads,
-                "num_key_value_heads": num_key_value_heads,
-                "sliding_window": section.integer("window_size", default=None),
-                "rope_max_wavelength": section.number("rope_theta", default=10_000.0),
-                "use_qkv_bias": section.flag("qkv_bias", default=False),
-            }
-        )
+        section.check_divides("num_kv_heads", shared, "num_heads", num_heads)
         section.check_all_read()
+        settings.append(values)
     if any(others != settings[0] for others in settings) or len(set(layers)) != len(layers):
         wanted = "objects that differ only in 'layers', each layer in one of them"
         raise config.unsupported_error("attn", config.config["attn"], wanted)

@@ -10,15 +10,6 @@ from keras_recurrent.checkpoints.tensor_table import DEPTHWISE, stacked
 from keras_recurrent.models.lfm2.lfm2_backbone import ATTENTION, CONVOLUTION
 
 BLOCK_TYPES = {"conv": CONVOLUTION, "full_attention": ATTENTION}
-INTEGERS = {
-    "vocabulary_size": ("vocab_size", 65_536),
-    "num_layers": ("num_hidden_layers", 32),
-    "hidden_dim": ("hidden_size", 2560),
-    "num_query_heads": ("num_attention_heads", 32),
-    "num_key_value_heads": ("num_key_value_heads", 8),
-    "conv_size": ("conv_L_cache", 3),
-}
-SWIGLU = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
 class LFM2Layout(Layout):
@@ -32,8 +23,19 @@ class LFM2Layout(Layout):
         *("conv_use_xavier_init", "model_name", "theta"),
     )
 
-    def read_config(self, config):
-        arguments = config.integers(INTEGERS)
+    keys = {
+        "vocabulary_size": ("vocab_size", 65_536),
+        "num_layers": ("num_hidden_layers", 32),
+        "hidden_dim": ("hidden_size", 2560),
+        "num_query_heads": ("num_attention_heads", 32),
+        "num_key_value_heads": ("num_key_value_heads", 8),
+        "conv_size": ("conv_L_cache", 3),
+        "use_conv_bias": ("conv_bias", False),
+        "max_position_embeddings": ("max_position_embeddings", None),
+        "layer_norm_epsilon": ("norm_eps", 1e-5),
+    }
+
+    def read_others(self, config, arguments):
         hidden_dim, heads = arguments["hidden_dim"], arguments["num_query_heads"]
         shared = "num_key_value_heads", arguments["num_key_value_heads"]
         config.check_divides(*shared, "num_attention_heads", heads)
@@ -43,7 +45,6 @@ class LFM2Layout(Layout):
                 wanted = f"heads of an even size, in equal parts of 'hidden_size', {hidden_dim}"
                 raise config.unsupported_error("num_attention_heads", heads, wanted)
             head_dim = hidden_dim // heads
-        epsilon = config.number("norm_eps", default=1e-5)
         rope = config.section("rope_parameters")
         rope.fixed("rope_type", "default")
         theta = config.number("rope_theta", default=1_000_000.0)
@@ -54,47 +55,37 @@ class LFM2Layout(Layout):
         for key in ("conv_dim", "conv_dim_out", "block_dim"):
             config.fixed(key, hidden_dim, source="the value of 'hidden_size'")
         config.fixed("num_heads", heads, source="the value of 'num_attention_heads'")
+        epsilon = arguments["layer_norm_epsilon"]
         config.fixed("block_norm_eps", epsilon, source="the value of 'norm_eps'")
         config.fixed("block_use_swiglu", True)
         config.fixed("use_pos_enc", True)
         is_tied = config.flag("tie_word_embeddings", default=True)
         return {
-            **arguments,
             "intermediate_dim": _read_intermediate_dim(config),
             "block_types": _read_block_types(config, arguments["num_layers"]),
             "head_dim": head_dim,
-            "use_conv_bias": config.flag("conv_bias", default=False),
             "rope_max_wavelength": theta,
-            "max_position_embeddings": config.integer("max_position_embeddings", default=None),
             "tie_word_embeddings": config.flag("tie_embedding", default=is_tied),
-            "layer_norm_epsilon": epsilon,
         }
-
-    def requirements(self, arguments):
-        return {"layer_norm_epsilon": (arguments["layer_norm_epsilon"] > 0, "above 0")}
 
     def write_config(self, arguments):
         names = {ours: theirs for theirs, ours in BLOCK_TYPES.items()}
         types = [names[block_type] for block_type in arguments["block_types"]]
         width, theta = arguments["intermediate_dim"], arguments["rope_max_wavelength"]
-        length = arguments["max_position_embeddings"]
         is_tied = arguments["tie_word_embeddings"]
         return {
-            **{theirs: arguments[ours] for ours, (theirs, _) in INTEGERS.items()},
+            **super().write_config(arguments),
             "intermediate_size": width,
             "block_ff_dim": width,
             "block_auto_adjust_ff_dim": False,
             "layer_types": types,
             "full_attn_idxs": [i for i, name in enumerate(types) if name == names[ATTENTION]],
             "head_dim": arguments["head_dim"],
-            "conv_bias": arguments["use_conv_bias"],
             # transformers 5 reads the first form, earlier versions the second.
             "rope_parameters": {"rope_type": "default", "rope_theta": theta},
             "rope_theta": theta,
-            **({} if length is None else {"max_position_embeddings": length}),
             "tie_embedding": is_tied,
             "tie_word_embeddings": is_tied,
-            "norm_eps": arguments["layer_norm_epsilon"],
         }
 
     def block_tensors(self, i, block, arguments):
@@ -103,9 +94,7 @@ class LFM2Layout(Layout):
         yield block.tensor("operator_norm.weight", (d,), "temporal_norm/scale")
         yield from (_attention if has_attention else _convolution)(block, arguments)
         yield block.tensor("ffn_norm.weight", (d,), "channel_norm/scale")
-        for theirs, ours in SWIGLU.items():
-            sizes = (m, d) if theirs == "w2" else (d, m)
-            yield from block.linear(f"feed_forward.{theirs}", *sizes, f"mlp/{ours}")
+        yield from block.mlp("feed_forward", d, m, names=("w1", "w3", "w2"))
 
 
 def _attention(block, arguments):
@@ -148,8 +137,5 @@ def _read_block_types(config, num_layers):
         indices = config.integer_list("full_attn_idxs", maximum, source)
     config.ignore("full_attn_idxs")
     default = ["full_attention" if i in indices else "conv" for i in range(num_layers)]
-    names = config.name_list("layer_types", BLOCK_TYPES, default=default)
-    if len(names) != num_layers:
-        wanted = f"a list of 'num_hidden_layers', {num_layers}, names"
-        raise config.unsupported_error("layer_types", list(names), wanted)
+    names = config.name_list("layer_types", BLOCK_TYPES, default, num_layers)
     return tuple(BLOCK_TYPES[name] for name in names)

@@ -5,8 +5,8 @@ MiniCPM-SALA's are the published values.
 """
 
 import math
-from typing import Any
 
+from keras_recurrent.checkpoints.config_reader import REQUIRED
 from keras_recurrent.checkpoints.layout import Layout, solve
 from keras_recurrent.models.lightning_hybrid.lightning_hybrid_backbone import GLOBAL, LIGHTNING
 
@@ -26,20 +26,6 @@ UNUSED_ARGUMENTS = ("embedding_scale", "residual_scale", "output_scale", "dense_
 LOGIT_SCALING = "hype"  # `attn_logits_scaling` is null, "hype" or "hype" and a number
 LOGIT_SCALING_DEFAULT = 362.0
 
-# See `ConfigReader.integers`.
-INTEGERS: dict[str, tuple[str, Any]] = {
-    "vocabulary_size": ("vocab_size", None),
-    "hidden_dim": ("hidden_size", None),
-    "intermediate_dim": ("intermediate_size", None),
-    "num_layers": ("num_hidden_layers", None),
-    "num_query_heads": ("num_attention_heads", None),
-    "num_key_value_heads": ("num_key_value_heads", None),
-    "head_dim": ("head_dim", 128),
-    "num_lightning_heads": ("lightning_nh", "num_query_heads"),
-    "num_lightning_key_value_heads": ("lightning_nkv", "num_key_value_heads"),
-    "lightning_head_dim": ("lightning_head_dim", "head_dim"),
-}
-
 
 def _query_scales(arguments):
     """Returns `{lightning_scale: lightning_query_scale}`."""
@@ -57,65 +43,64 @@ class LightningHybridLayout(Layout):
 
     attention: str
     flags: dict[str, tuple[bool, bool]]
+    keys = {
+        "vocabulary_size": ("vocab_size", REQUIRED),
+        "hidden_dim": ("hidden_size", REQUIRED),
+        "intermediate_dim": ("intermediate_size", REQUIRED),
+        "num_layers": ("num_hidden_layers", REQUIRED),
+        "num_query_heads": ("num_attention_heads", REQUIRED),
+        "num_key_value_heads": ("num_key_value_heads", REQUIRED),
+        "head_dim": ("head_dim", 128),
+        "num_lightning_heads": ("lightning_nh", "num_query_heads"),
+        "num_lightning_key_value_heads": ("lightning_nkv", "num_key_value_heads"),
+        "lightning_head_dim": ("lightning_head_dim", "head_dim"),
+        "rope_max_wavelength": ("rope_theta", 10_000.0),
+        "layer_norm_epsilon": ("rms_norm_eps", 1e-6),
+        "tie_word_embeddings": ("tie_word_embeddings", False),
+    }
+    fixed = {"hidden_act": ("silu",), "attention_bias": (False,)}
 
-    def read_config(self, config):
-        arguments = config.integers(INTEGERS)
+    def read_others(self, config, arguments):
         config.integer("lightning_head_dim", arguments["head_dim"], multiple_of=2)
         for kind in ("", "lightning_"):
             heads = "num_lightning_heads" if kind else "num_query_heads"
             shared = f"num_{kind}key_value_heads"
-            keys = INTEGERS[shared][0], INTEGERS[heads][0]
+            keys = self.keys[shared][0], self.keys[heads][0]
             config.check_divides(keys[0], arguments[shared], keys[1], arguments[heads])
         scales = _query_scales(arguments)
         for key, (default, supported) in self.flags.items():
             if config.flag(key, default) is not supported:
                 raise config.unsupported_error(key, not supported, f"{supported}")
-        config.fixed("hidden_act", "silu")
-        config.fixed("attention_bias", False)
         config.fixed("attention_dropout", 0.0, 0)
         config.fixed("rope_scaling", None)
         return {
-            **arguments,
             "block_types": self._block_types(config, arguments["num_layers"]),
             "lightning_query_scale": scales[config.fixed("lightning_scale", *scales)],
-            "rope_max_wavelength": config.number("rope_theta", default=10_000.0),
-            "layer_norm_epsilon": config.number("rms_norm_eps", default=1e-6),
-            "tie_word_embeddings": config.flag("tie_word_embeddings", default=False),
         }
 
     def _block_types(self, config, num_layers):
-        names = (self.attention,) * num_layers
-        if config.config.get("mixer_types") == []:  # attention everywhere
+        if config.config.get("mixer_types") == []:
             config.ignore("mixer_types")
-        else:
-            names = config.name_list("mixer_types", (self.attention, *LIGHTNING_NAMES))
-        if len(names) != num_layers:
-            wanted = f"a list of 'num_hidden_layers', {num_layers}, names"
-            raise config.unsupported_error("mixer_types", list(names), wanted)
+            return (GLOBAL,) * num_layers
+        choices = self.attention, *LIGHTNING_NAMES
+        names = config.name_list("mixer_types", choices, num_layers=num_layers)
         return tuple(GLOBAL if name == self.attention else LIGHTNING for name in names)
 
     def requirements(self, arguments):
         scales = _query_scales(arguments).values()
         scale = arguments["lightning_query_scale"]
-        numbers = [name for name in INTEGERS if "lightning" in name]
         return {
-            **{name: (arguments[name] is not None, "a number") for name in numbers},
+            **super().requirements(arguments),
             "lightning_query_scale": (scale in scales, f"one of {list(scales)}"),
-            "layer_norm_epsilon": (arguments["layer_norm_epsilon"] > 0, "above 0"),
         }
 
     def write_config(self, arguments):
         names = {GLOBAL: self.attention, LIGHTNING: LIGHTNING_NAMES[0]}
         scales = {scale: name for name, scale in _query_scales(arguments).items()}
         return {
-            **{theirs: arguments[ours] for ours, (theirs, _) in INTEGERS.items()},
+            **super().write_config(arguments),
             "mixer_types": [names[name] for name in arguments["block_types"]],
             "lightning_scale": scales[arguments["lightning_query_scale"]],
-            "rope_theta": arguments["rope_max_wavelength"],
-            "rms_norm_eps": arguments["layer_norm_epsilon"],
-            "tie_word_embeddings": arguments["tie_word_embeddings"],
-            "hidden_act": "silu",
-            "attention_bias": False,
             **{key: supported for key, (_, supported) in self.flags.items()},
         }
 
@@ -157,30 +142,20 @@ class HypeNet(LightningHybridLayout):
         "lightning_use_short_conv": (False, False),
     }
 
-    def read_config(self, config):
+    constants = {**dict.fromkeys(UNUSED_ARGUMENTS), "use_qk_norm": True}
+    fixed = {**LightningHybridLayout.fixed, "lightning_rope_scaling": (None,)}
+
+    def read_others(self, config, arguments):
         # Numbers of layers that `mixer_types` cannot name here.
         config.ignore(*(k for k in config.config if k.startswith(("gdn_", "kda_", "mamba2_"))))
-        config.fixed("lightning_rope_scaling", None)
-        return {
-            **super().read_config(config),
-            **dict.fromkeys(UNUSED_ARGUMENTS),
-            "use_qk_norm": True,
-            "attention_logit_scaling": _read_logit_scaling(config),
-        }
-
-    def requirements(self, arguments):
-        return {
-            **super().requirements(arguments),
-            **{name: (arguments[name] is None, "None") for name in UNUSED_ARGUMENTS},
-            "use_qk_norm": (arguments["use_qk_norm"], "True"),
-        }
+        others = super().read_others(config, arguments)
+        return {**others, "attention_logit_scaling": _read_logit_scaling(config)}
 
     def write_config(self, arguments):
         scaling = arguments["attention_logit_scaling"]
         return {
             **super().write_config(arguments),
             "attn_logits_scaling": None if scaling is None else f"{LOGIT_SCALING} {scaling}",
-            "lightning_rope_scaling": None,
         }
 
 
@@ -200,8 +175,10 @@ class MiniCPMSALA(LightningHybridLayout):
         "use_output_gate": (True, True),
     }
 
-    def read_config(self, config):
-        arguments = super().read_config(config)
+    constants = {"use_qk_norm": False, "attention_logit_scaling": None}
+
+    def read_others(self, config, arguments):
+        others = super().read_others(config, arguments)
         hidden_dim, num_layers = arguments["hidden_dim"], arguments["num_layers"]
         heads, head_dim = arguments["num_query_heads"], arguments["head_dim"]
         if heads * head_dim != hidden_dim:
@@ -210,14 +187,12 @@ class MiniCPMSALA(LightningHybridLayout):
         # The original reads the first of each pair for both kinds of layers.
         config.fixed("lightning_nh", heads)
         config.fixed("lightning_head_dim", head_dim)
-        if arguments["block_types"][0] != GLOBAL:
+        if others["block_types"][0] != GLOBAL:
             wanted = f"{self.attention!r} as the first name"
             raise config.unsupported_error("mixer_types", config.config["mixer_types"], wanted)
         config.fixed("pretraining_tp", 1)
         return {
-            **arguments,
-            "use_qk_norm": False,
-            "attention_logit_scaling": None,
+            **others,
             "embedding_scale": config.number("scale_emb", default=12.0),
             "residual_scale": config.number("scale_depth", default=1.4) / math.sqrt(num_layers),
             "output_scale": config.integer("dim_model_base", default=256) / hidden_dim,
@@ -230,8 +205,6 @@ class MiniCPMSALA(LightningHybridLayout):
         fraction = f"an integer divided by `hidden_dim`, {d}"
         return {
             **super().requirements(arguments),
-            "use_qk_norm": (not arguments["use_qk_norm"], "False"),
-            "attention_logit_scaling": (arguments["attention_logit_scaling"] is None, "None"),
             "embedding_scale": (arguments["embedding_scale"] is not None, "a number"),
             "residual_scale": (arguments["residual_scale"] is not None, "a number"),
             "output_scale": (scale is not None and round(scale * d) / d == scale > 0, fraction),

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_recurrent.checkpoints.config_reader import REQUIRED
 from keras_recurrent.checkpoints.layout import Layout, solve
 from keras_recurrent.checkpoints.tensor_table import Transform, stacked
 from keras_recurrent.models.mamba_hybrid.mamba_hybrid_backbone import (
@@ -35,12 +36,20 @@ NO_SCALES = dict.fromkeys(
         "mamba_projection_scales",
     )
 )
-# The sizes of Mamba-2 in the files of Granite and Falcon-H1.
-MAMBA_INTEGERS: dict[str, tuple[str, Any]] = {
+# Keys of Nemotron-H and Mamba-2.
+NORMS_AND_BIAS: dict[str, tuple[str, Any]] = {
+    "layer_norm_epsilon": ("layer_norm_epsilon", 1e-5),
+    "use_mamba_conv_bias": ("use_conv_bias", True),
+    "tie_word_embeddings": ("tie_word_embeddings", False),
+}
+# Keys of Granite and Falcon-H1.
+MAMBA_KEYS: dict[str, tuple[str, Any]] = {
     "num_mamba_heads": ("mamba_n_heads", 128),
     "mamba_state_dim": ("mamba_d_state", 256),
     "num_mamba_groups": ("mamba_n_groups", 1),
     "mamba_conv_size": ("mamba_d_conv", 4),
+    "use_mamba_conv_bias": ("mamba_conv_bias", True),
+    "tie_word_embeddings": ("tie_word_embeddings", False),
 }
 # Layers that mix tokens in a block, {block type: {layer: its path}}.
 MIXERS = {
@@ -65,74 +74,42 @@ class MambaHybridLayout(Layout):
 
     Attributes:
         block_types: tuple of strings, the block types that a checkpoint can have.
-        integers: `{argument: (key, default)}`, as in `ConfigReader.integers`.
         scales: `{argument: key}` of factors with the default 1.
-        constants: `{argument: value}`, equal in all checkpoints of the layout.
-        fixed: `{key: supported values}`; the first is the default, and is written.
-        conv_bias, epsilon: strings, the keys of the bias flag of convolutions and of the norms' ε.
-        default_epsilon: number.
         mixers: `{MAMBA or ATTENTION: name of the layer}` in the names of tensors.
         temporal_norm, channel_norm: strings, the norms before layers that mix tokens and channels,
             in the names of tensors.
     """
 
     block_types: tuple[str, ...]
-    integers: dict[str, tuple[str, Any]]
     scales: dict[str, str] = {}
-    constants: dict[str, Any]
-    fixed: dict[str, tuple]
-    conv_bias = "mamba_conv_bias"
-    epsilon = "rms_norm_eps"
-    default_epsilon = 1e-5
     mixers: dict[str, str] = {MAMBA: "mamba", ATTENTION: "self_attn"}
     temporal_norm, channel_norm = "input_layernorm", "pre_ff_layernorm"
 
     def read_config(self, config):
         config.ignore(*IGNORED_BY_ALL)
         _check_time_step_limit(config)
-        arguments = config.integers(self.integers)
+        arguments = super().read_config(config)
         for ours, theirs in self.scales.items():
             arguments[ours] = _scale(config.number(theirs, default=1.0))
-        arguments |= {
-            **self.constants,
-            "use_mamba_conv_bias": config.flag(self.conv_bias, default=True),
-            "layer_norm_epsilon": config.number(self.epsilon, default=self.default_epsilon),
-            "tie_word_embeddings": config.flag("tie_word_embeddings", default=False),
-        }
-        for key, values in self.fixed.items():
-            config.fixed(key, *values)
-        arguments |= self.read_others(config, arguments)
-        types = {*arguments["block_types"], *([MLP] if arguments["use_mlp"] else [])}
-        unused = {name for names, users in USES.items() if not users & types for name in names}
-        arguments = {name: value for name, value in arguments.items() if name not in unused}
+        for name in _unused_sizes(arguments):
+            arguments.pop(name, None)
         for heads, groups in (MAMBA_SIZES[::3], ATTENTION_SIZES[:2]):
             if heads in arguments:
-                keys = self.integers[groups][0], self.integers[heads][0]
+                keys = self.keys[groups][0], self.keys[heads][0]
                 config.check_divides(keys[0], arguments[groups], keys[1], arguments[heads])
         return arguments
 
-    def read_others(self, config, arguments):
-        """Returns the arguments that `read_config` does not read, among them `block_types`."""
-        raise NotImplementedError
-
     def requirements(self, arguments):
-        constants, types = self.constants.items(), " and ".join(map(repr, self.block_types))
+        types, unused = " and ".join(map(repr, self.block_types)), _unused_sizes(arguments)
+        requirements = super().requirements(arguments)
         return {
             "block_types": (set(arguments["block_types"]) <= {*self.block_types}, types),
-            **{name: (arguments[name] == value, repr(value)) for name, value in constants},
-            "layer_norm_epsilon": (arguments["layer_norm_epsilon"] > 0, "above 0"),
+            **{name: wanted for name, wanted in requirements.items() if name not in unused},
         }
 
     def write_config(self, arguments):
-        integers = {theirs: arguments[ours] for ours, (theirs, _) in self.integers.items()}
-        return {
-            **{key: value for key, value in integers.items() if value is not None},
-            **{theirs: arguments[ours] or 1.0 for ours, theirs in self.scales.items()},
-            **{key: values[0] for key, values in self.fixed.items()},
-            self.conv_bias: arguments["use_mamba_conv_bias"],
-            self.epsilon: arguments["layer_norm_epsilon"],
-            "tie_word_embeddings": arguments["tie_word_embeddings"],
-        }
+        scales = {theirs: arguments[ours] or 1.0 for ours, theirs in self.scales.items()}
+        return {**super().write_config(arguments), **scales}
 
     def block_tensors(self, i, block, arguments):
         d, block_type = arguments["hidden_dim"], arguments["block_types"][i]
@@ -164,8 +141,7 @@ class NemotronH(MambaHybridLayout):
     block_types = MAMBA, ATTENTION, MLP
     mixers = {MAMBA: "mixer", ATTENTION: "mixer"}
     temporal_norm = channel_norm = "norm"
-    conv_bias, epsilon = "use_conv_bias", "layer_norm_epsilon"
-    integers = {
+    keys = {
         "vocabulary_size": ("vocab_size", 131_072),
         "hidden_dim": ("hidden_size", 4096),
         "intermediate_dim": ("intermediate_size", 21_504),
@@ -177,11 +153,13 @@ class NemotronH(MambaHybridLayout):
         "num_query_heads": ("num_attention_heads", 32),
         "num_key_value_heads": ("num_key_value_heads", 8),
         "head_dim": ("head_dim", 128),
+        **NORMS_AND_BIAS,
     }
     constants = {
         **NO_SCALES,
         "use_mlp": False,
         "mlp": SQUARED_RELU,
+        "tie_word_embeddings": False,  # the original never ties them
         "mamba_norm_position": "after_gate",
         "query_scale": None,
         "rope_max_wavelength": None,
@@ -211,7 +189,7 @@ class NemotronH(MambaHybridLayout):
         for key in ("rms_norm_eps", "norm_eps"):
             source = "the value of 'layer_norm_epsilon'"
             config.fixed(key, arguments["layer_norm_epsilon"], source=source)
-        others = {"tie_word_embeddings": False}  # the original never ties them
+        others = {}
         # Older files have another name for the size of a head.
         older = config.integer("attention_head_dim", default=arguments["head_dim"])
         if config.config.get("head_dim") is None:
@@ -229,12 +207,6 @@ class NemotronH(MambaHybridLayout):
             types = tuple(self.characters[character] for character in pattern)
         config.fixed("num_hidden_layers", len(types), source=source)
         return {**others, "block_types": types, "num_layers": len(types)}
-
-    def requirements(self, arguments):
-        return {
-            **super().requirements(arguments),
-            "tie_word_embeddings": (not arguments["tie_word_embeddings"], "False"),
-        }
 
     def write_config(self, arguments):
         characters = {block_type: character for character, block_type in self.characters.items()}
@@ -257,15 +229,15 @@ class Granite(MambaHybridLayout):
     architecture = "GraniteMoeHybridForCausalLM"
     block_types = MAMBA, ATTENTION
     channel_norm = "post_attention_layernorm"
-    default_epsilon = 1e-6
-    integers = {
-        "vocabulary_size": ("vocab_size", None),
-        "hidden_dim": ("hidden_size", None),
+    keys = {
+        "vocabulary_size": ("vocab_size", REQUIRED),
+        "hidden_dim": ("hidden_size", REQUIRED),
         "intermediate_dim": ("shared_intermediate_size", 1024),
-        "num_layers": ("num_hidden_layers", None),
-        **MAMBA_INTEGERS,
+        "num_layers": ("num_hidden_layers", REQUIRED),
+        **MAMBA_KEYS,
         "num_query_heads": ("num_attention_heads", 32),
         "num_key_value_heads": ("num_key_value_heads", "num_query_heads"),
+        "layer_norm_epsilon": ("rms_norm_eps", 1e-6),
     }
     scales = {
         "embedding_scale": "embedding_multiplier",
@@ -358,8 +330,7 @@ class Mamba2Layout(MambaHybridLayout):
     block_types = (MAMBA,)
     mixers = {MAMBA: "mixer"}
     temporal_norm = "norm"
-    conv_bias, epsilon = "use_conv_bias", "layer_norm_epsilon"
-    integers = {
+    keys = {
         "vocabulary_size": ("vocab_size", 32_768),
         "hidden_dim": ("hidden_size", 4096),
         "num_layers": ("num_hidden_layers", 64),
@@ -368,6 +339,7 @@ class Mamba2Layout(MambaHybridLayout):
         "mamba_state_dim": ("state_size", 128),
         "num_mamba_groups": ("n_groups", 8),
         "mamba_conv_size": ("conv_kernel", 4),
+        **NORMS_AND_BIAS,
     }
     constants = {**NO_SCALES, "use_mlp": False, "mamba_norm_position": "after_gate"}
     fixed = {"use_bias": (False,), "hidden_act": ("silu",)}
@@ -405,14 +377,16 @@ class FalconH1(MambaHybridLayout):
     architecture = "FalconH1ForCausalLM"
     block_types = (PARALLEL,)
     final_norm = "model.final_layernorm.weight"
-    integers = {
-        "vocabulary_size": ("vocab_size", None),
-        "hidden_dim": ("hidden_size", None),
-        "intermediate_dim": ("intermediate_size", None),
-        "num_layers": ("num_hidden_layers", None),
-        **MAMBA_INTEGERS,
-        "num_query_heads": ("num_attention_heads", None),
+    keys = {
+        "vocabulary_size": ("vocab_size", REQUIRED),
+        "hidden_dim": ("hidden_size", REQUIRED),
+        "intermediate_dim": ("intermediate_size", REQUIRED),
+        "num_layers": ("num_hidden_layers", REQUIRED),
+        **MAMBA_KEYS,
+        "num_query_heads": ("num_attention_heads", REQUIRED),
         "num_key_value_heads": ("num_key_value_heads", 8),
+        "layer_norm_epsilon": ("rms_norm_eps", 1e-5),
+        "max_position_embeddings": ("max_position_embeddings", None),
     }
     scales = {
         "embedding_scale": "embedding_multiplier",
@@ -456,7 +430,6 @@ class FalconH1(MambaHybridLayout):
             "mamba_head_dim": _read_mamba_head_dim(config, arguments, inner, source),
             "mamba_norm_position": position if config.flag("mamba_rms_norm", False) else None,
             "rope_max_wavelength": theta,
-            "max_position_embeddings": config.integer("max_position_embeddings", default=None),
             "query_scale": None if query_scale == size**-0.5 else query_scale,
             "mamba_projection_scales": _scale(tuple(into_mamba * s for s in projections)),
             "attention_scale": _scale(into_attention * number("attention_out_multiplier")),
@@ -472,7 +445,6 @@ class FalconH1(MambaHybridLayout):
 
     def write_config(self, arguments):
         position, size = arguments["mamba_norm_position"], arguments["head_dim"]
-        length = arguments["max_position_embeddings"]
         query_scale = arguments["query_scale"] or size**-0.5
         key = solve(lambda key: 1.0 * key * size**-0.5, query_scale, query_scale * size**0.5)
         return {
@@ -483,7 +455,6 @@ class FalconH1(MambaHybridLayout):
             "mamba_rms_norm": position is not None,
             "mamba_norm_before_gate": position == "before_gate",
             "rope_theta": arguments["rope_max_wavelength"],
-            **({} if length is None else {"max_position_embeddings": length}),
             "attention_in_multiplier": 1.0,
             "attention_out_multiplier": arguments["attention_scale"] or 1.0,
             "key_multiplier": key,
@@ -494,6 +465,12 @@ class FalconH1(MambaHybridLayout):
 
     def mlp_tensors(self, block, d, m):
         return block.mlp("feed_forward", d, m)
+
+
+def _unused_sizes(arguments):
+    """Returns the names of the sizes of layers that no block has."""
+    types = {*arguments["block_types"], *([MLP] if arguments["use_mlp"] else [])}
+    return [name for names, users in USES.items() if not users & types for name in names]
 
 
 def _read_mamba_head_dim(config, arguments, inner, source):

@@ -5,13 +5,12 @@ gates, concatenated along axis 0. θ of the first layer has an axis of tokens be
 channels.
 """
 
-from keras_recurrent.checkpoints.config_reader import MAX_LAYERS
+from keras_recurrent.checkpoints.config_reader import REQUIRED
 from keras_recurrent.checkpoints.layout import Layout
 from keras_recurrent.checkpoints.tensor_table import Transform, stacked
 
 # [heads, 1, channels] in the files.
 LRPE_THETA = Transform(lambda tensor: (tensor[:, 0],), lambda weight: weight[:, None])
-SGLU = {"l1": "gate_proj", "l2": "up_proj", "l3": "down_proj"}
 
 
 class TransNormer(Layout):
@@ -22,48 +21,40 @@ class TransNormer(Layout):
     final_norm = None  # it has no weight
     unused = ("add_bos_token",)  # training only
 
-    def read_config(self, config):
-        hidden_dim = config.integer("decoder_embed_dim")
-        num_layers = config.integer("decoder_layers", maximum=MAX_LAYERS)
-        num_heads = config.integer("decoder_attention_heads")
+    keys = {
+        "vocabulary_size": ("vocab_size", REQUIRED),
+        "num_layers": ("decoder_layers", REQUIRED),
+        "hidden_dim": ("decoder_embed_dim", REQUIRED),
+        "num_heads": ("decoder_attention_heads", REQUIRED),
+    }
+    constants = {
+        "decay_schedule": "checkpoints",
+        "tie_word_embeddings": False,
+        "layer_norm_epsilon": 1e-6,
+    }
+    fixed = {
+        "linear_act_fun": ("silu", "swish"),
+        "norm_type": ("simplermsnorm",),
+        **dict.fromkeys(("no_scale_embedding", "bias", "tie_word_embeddings"), (False,)),
+    }
+
+    def read_others(self, config, arguments):
+        hidden_dim, num_heads = arguments["hidden_dim"], arguments["num_heads"]
         inner = config.integer("hidden_dim", default=hidden_dim, multiple_of=num_heads)
-        config.fixed("linear_use_lrpe_list", _lrpe_layers(num_layers))
-        config.fixed("linear_act_fun", "silu", "swish")
-        config.fixed("norm_type", "simplermsnorm")
-        config.fixed("no_scale_embedding", False)
-        config.fixed("bias", False)
-        config.fixed("tie_word_embeddings", False)
+        config.fixed("linear_use_lrpe_list", _lrpe_layers(arguments["num_layers"]))
         if config.config.get("glu_dim") == -1:
             config.fixed("glu_dim", -1)
             intermediate_dim = hidden_dim
         else:
             intermediate_dim = config.integer("glu_dim")
-        return {
-            "vocabulary_size": config.integer("vocab_size"),
-            "num_layers": num_layers,
-            "hidden_dim": hidden_dim,
-            "intermediate_dim": intermediate_dim,
-            "num_heads": num_heads,
-            "head_dim": inner // num_heads,
-            "decay_schedule": "checkpoints",
-            "tie_word_embeddings": False,
-            "layer_norm_epsilon": 1e-6,
-        }
+        return {"intermediate_dim": intermediate_dim, "head_dim": inner // num_heads}
 
     def write_config(self, arguments):
         return {
-            "vocab_size": arguments["vocabulary_size"],
-            "decoder_embed_dim": arguments["hidden_dim"],
-            "decoder_layers": arguments["num_layers"],
-            "decoder_attention_heads": arguments["num_heads"],
+            **super().write_config(arguments),
             "hidden_dim": arguments["num_heads"] * arguments["head_dim"],
             "glu_dim": arguments["intermediate_dim"],
-            "linear_act_fun": "silu",
             "linear_use_lrpe_list": _lrpe_layers(arguments["num_layers"]),
-            "norm_type": "simplermsnorm",
-            "no_scale_embedding": False,
-            "bias": False,
-            "tie_word_embeddings": False,
         }
 
     def block_tensors(self, i, block, arguments):
@@ -77,9 +68,7 @@ class TransNormer(Layout):
         if i == 0:
             name, theta = "token_mixer.lrpe.theta", "temporal_block/lrpe/theta"
             yield block.tensor(name, (heads, 1, head_dim), theta, transform=LRPE_THETA)
-        for theirs, ours in SGLU.items():
-            sizes = (m, d) if theirs == "l3" else (d, m)
-            yield from block.linear(f"channel_mixer.{theirs}", *sizes, f"mlp/{ours}")
+        yield from block.mlp("channel_mixer", d, m, names=("l1", "l2", "l3"))
 
 
 def _lrpe_layers(num_layers):
