@@ -11,7 +11,6 @@ ONE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # {name in the safetensors format: name in NumPy with ml_dtypes}
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-
 BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
 

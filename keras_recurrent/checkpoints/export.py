@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from keras_recurrent import atomic_files
-from keras_recurrent.checkpoints import chat_files, files, layout, tokenizer_files
+from keras_recurrent.checkpoints import files, layout, tokenizer_files
 from keras_recurrent.checkpoints.checkpoint import DTYPES, INDEX_FILE, ONE_FILE
 from keras_recurrent.devices.jax_processes import gather_to_numpy, is_first, shared_output_path
 from keras_recurrent.progress import progress
@@ -25,29 +25,15 @@ def export(
     chat_template=None,
     stop_token_ids=(),
 ):
-    """Writes `config.json`, the tensors and the tokenizer's file into a new directory.
-
-    All files are first written to a temporary folder in the parent directory, which is renamed to
-    `path` at the end: `path` never holds an incomplete checkpoint.
+    """Writes a network as a checkpoint; see `RecurrentCausalLM.export_to_transformers`.
 
     Args:
         backbone: a backbone whose family has a `Layout`.
-        path: string, a directory that does not exist yet or is empty.
-        tokenizer: a `SentencePieceTokenizer` or `BPETokenizer` of `keras_recurrent.tokenizers`.
-            Another tokenizer, or None, writes no file.
-        dtype: `"float32"`, `"bfloat16"` or `"float16"`, of all tensors. None: the variable dtype of
-            the backbone.
-        max_shard_size: number, the largest size of a file in GiB. A larger tensor gets a
-            separate file.
+        path, dtype, max_shard_size: as in that method.
+        tokenizer: a tokenizer or None. A tokenizer without a file writes none.
         chat_template: string, written to `chat_template.jinja`. None writes no file.
         stop_token_ids: token ids that end a generated text, in `generation_config.json`. Empty:
             no file is written.
-
-    Raises:
-        ValueError: the layout cannot hold the model, the model is quantized, the dtype is not one
-            of these or too narrow for a weight, or `max_shard_size` is not above 0.
-        FileExistsError: `path` exists and is not empty, possibly because another process wrote to
-            it during the export.
     """
     with shared_output_path(os.fspath(path)) as path:
         _export(backbone, path, tokenizer, dtype, max_shard_size, chat_template, stop_token_ids)
@@ -74,21 +60,21 @@ def _export(backbone, path, tokenizer, dtype, max_shard_size, chat_template, sto
         raise ValueError(f"`dtype` must be one of {', '.join(DTYPES.values())}; got {dtype!r}.")
     config["dtype"] = dtype
     save_file = files.require("safetensors.numpy", "Writing a checkpoint").save_file
-
     tensors_of_model = family.tensors(arguments)
+    for tensor in tensors_of_model:
+        _check_range(tensor, weights, dtype)
 
     def values(tensor):
         arrays = [gather_to_numpy(weights[weight]()) for weight in tensor.weights]
         return np.ascontiguousarray(tensor.transform.to_tensor(*arrays).astype(dtype))
 
-    for tensor in tensors_of_model:
-        _check_range(tensor, weights, dtype)
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with atomic_files.temporary_folder(path) as temporary:
         folder = os.path.join(temporary, "checkpoint")
         os.mkdir(folder)
-        shards = _shards(tensors_of_model, np.dtype(dtype), max_shard_size * GIGABYTE)
-        size = sum(_bytes(tensor, np.dtype(dtype)) for tensor in tensors_of_model)
+        item_size = np.dtype(dtype).itemsize
+        shards = _shards(tensors_of_model, max_shard_size * GIGABYTE / item_size)
+        size = sum(tensor.size for tensor in tensors_of_model) * item_size
         with progress(f"Writing {path}", "weights", size) as done:
             for name, tensors in shards.items():
                 content = {}
@@ -100,10 +86,12 @@ def _export(backbone, path, tokenizer, dtype, max_shard_size, chat_template, sto
                 if is_first():
                     save_file(content, os.path.join(folder, name), metadata={"format": "pt"})
         if len(shards) > 1:
-            tokenizer_files.write_json(folder, INDEX_FILE, _index(shards, np.dtype(dtype)))
+            tokenizer_files.write_json(folder, INDEX_FILE, _index(shards, item_size))
         config |= tokenizer_files.write(folder, tokenizer, family)
         if chat_template is not None:
-            chat_files.write_chat_template(folder, chat_template)
+            template_file = os.path.join(folder, tokenizer_files.TEMPLATE_FILE)
+            with open(template_file, "w", encoding="utf-8", newline="") as file:
+                file.write(chat_template)
         if stop_token_ids:
             content = {"eos_token_id": list(stop_token_ids)}
             tokenizer_files.write_json(folder, files.GENERATION_CONFIG_FILE, content)
@@ -160,16 +148,15 @@ def _check_range(tensor, weights, dtype):
             )
 
 
-def _shards(tensors, dtype, max_bytes):
-    """Returns `{file: [Tensor, ...]}`, in order, with files of at most `max_bytes` if possible."""
+def _shards(tensors, max_size):
+    """Returns `{file: [Tensor, ...]}`, in order, with at most `max_size` numbers if possible."""
     groups, size = [[]], 0
     for tensor in tensors:
-        bytes_ = _bytes(tensor, dtype)
-        if groups[-1] and size + bytes_ > max_bytes:
+        if groups[-1] and size + tensor.size > max_size:
             groups.append([])
             size = 0
         groups[-1].append(tensor)
-        size += bytes_
+        size += tensor.size
     if len(groups) == 1:
         return {ONE_FILE: groups[0]}
     return {
@@ -178,17 +165,10 @@ def _shards(tensors, dtype, max_bytes):
     }
 
 
-def _bytes(tensor, dtype):
-    return int(np.prod(tensor.shape)) * dtype.itemsize
-
-
-def _index(shards, dtype):
+def _index(shards, item_size):
     weight_map = {tensor.name: name for name, tensors in shards.items() for tensor in tensors}
-    parameters = sum(int(np.prod(t.shape)) for tensors in shards.values() for t in tensors)
+    parameters = sum(tensor.size for tensors in shards.values() for tensor in tensors)
     return {
-        "metadata": {
-            "total_parameters": parameters,
-            "total_size": parameters * dtype.itemsize,
-        },
+        "metadata": {"total_parameters": parameters, "total_size": parameters * item_size},
         "weight_map": dict(sorted(weight_map.items())),
     }

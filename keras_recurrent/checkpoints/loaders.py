@@ -13,7 +13,7 @@ import h5py
 import keras_hub
 
 from keras_recurrent import compat, presets
-from keras_recurrent.checkpoints import chat_files, checkpoint, files, tensor_table
+from keras_recurrent.checkpoints import checkpoint, files, tensor_table
 from keras_recurrent.checkpoints.config_reader import ConfigReader
 from keras_recurrent.checkpoints.overrides import (
     check_overrides,
@@ -120,14 +120,11 @@ class NamedPresetLoader(RecurrentPresetLoader):
         return super().load_preprocessor(cls, **arguments)
 
     def make_preprocessor(self, cls, load_weights, **kwargs):
-        if self.has_hub_weights() and "tokenizer" not in kwargs:
-            if load_weights:
-                return self._make_published_preprocessor(cls, kwargs)
+        if not self.has_hub_weights() or "tokenizer" in kwargs:
+            return self.load_preprocessor(cls, **kwargs)
+        if not load_weights:
             # Fresh weights belong to no tokenizer; the default one needs no network.
-            kwargs["tokenizer"] = cls.tokenizer_cls()
-        return self.load_preprocessor(cls, **kwargs)
-
-    def _make_published_preprocessor(self, cls, kwargs):
+            return self.load_preprocessor(cls, tokenizer=cls.tokenizer_cls(), **kwargs)
         if not kwargs and not self.published.has_tokenizer():
             return None
         arguments = {**self.row.preprocessor_arguments, **kwargs}
@@ -164,17 +161,13 @@ class CheckpointLoader(RecurrentPresetLoader):
     def load_backbone(self, cls, load_weights, **kwargs):
         check_overrides(self.preset, [cls], kwargs)
         if not load_weights:
-            return cls(**{**self.read_config(), **kwargs})
+            return cls(**{**self.layout.backbone_arguments(self.config, self._where()), **kwargs})
         check_weights_fit(self.preset, cls, kwargs)
         arguments, found, tensors = self.read_headers()
         with zero_initialization():
             backbone = cls(**{**arguments, **kwargs})
         tensor_table.assign(backbone, found, tensors)
         return backbone
-
-    def read_config(self):
-        """Returns the backbone's arguments."""
-        return self.layout.backbone_arguments(self.config, self._where())
 
     def read_headers(self):
         """Returns the backbone's arguments, the `Checkpoint` and its `Tensor`s, all checked."""
@@ -213,10 +206,10 @@ class CheckpointLoader(RecurrentPresetLoader):
         """Returns the arguments of a preprocessor that the files have, except those given."""
         arguments = {}
         if "chat_template" not in given:
-            template = chat_files.read_chat_template(self.files) or self.default_chat_template
+            template = self.tokenizer_files.read_chat_template() or self.default_chat_template
             arguments["chat_template"] = template
         if "extra_stop_token_ids" not in given:
-            ids = chat_files.read_stop_token_ids(self.files, self.config)
+            ids = self.tokenizer_files.read_stop_token_ids()
             others = tuple(id for id in ids if id != tokenizer.end_token_id)
             arguments["extra_stop_token_ids"] = others
         return arguments

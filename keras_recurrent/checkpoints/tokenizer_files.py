@@ -1,7 +1,8 @@
-"""Tokenizers of checkpoints: `tokenizer.model` of SentencePiece, or else `tokenizer.json`."""
+"""Tokenizers and chat templates of checkpoints, in the files that transformers reads and writes."""
 
 import json
 import os
+from typing import Any
 
 from keras_recurrent.checkpoints import files
 from keras_recurrent.checkpoints.messages import short_repr
@@ -9,14 +10,17 @@ from keras_recurrent.tokenizers import BPETokenizer, SentencePieceTokenizer
 from keras_recurrent.tokenizers.bpe_file import read_bpe_file
 from keras_recurrent.tokenizers.checkpoint_files import describe_errors
 
+TEMPLATE_FILE = "chat_template.jinja"
+MAX_TEMPLATE_BYTES = 1_000_000
 # {argument of the tokenizer: beginning of the keys of files}
 NAMES = {"start_token_id": "bos_token", "end_token_id": "eos_token", "pad_token_id": "pad_token"}
 
 
 class TokenizerFiles:
-    """Tokenizer of a checkpoint.
+    """Tokenizer, chat template and end tokens of a checkpoint.
 
-    `tokenizer.model` is read first: where a repository has both, `tokenizer.json` is a conversion.
+    `tokenizer.model` of SentencePiece is read before `tokenizer.json`: where a repository has both,
+    `tokenizer.json` is a conversion.
 
     Args:
         preset_files: the `PresetFiles`.
@@ -49,7 +53,8 @@ class TokenizerFiles:
         """
         if self._files.exists(files.TOKENIZER_FILE) or not self._files.exists(files.BPE_FILE):
             path = self._files.path(files.TOKENIZER_FILE)
-            given = {name: self._id(files.CONFIG_FILE, f"{key}_id") for name, key in NAMES.items()}
+            ids = {name: self._ids(files.CONFIG_FILE, f"{key}_id") for name, key in NAMES.items()}
+            given = {name: found[0] for name, found in ids.items() if found}
             given["added_tokens"] = self._added_tokens()
             with open(path, "rb") as file:
                 proto = file.read()
@@ -62,6 +67,46 @@ class TokenizerFiles:
         ids = {name: self._find_bpe_id(name, NAMES[name], bpe) for name in sorted(missing)}
         with describe_errors(path):
             return BPETokenizer(bpe, **{**ids, **kwargs})
+
+    def read_chat_template(self):
+        """Returns the chat template of a checkpoint, or None.
+
+        That is `chat_template.jinja`, or `chat_template` of `tokenizer_config.json`: a string, or a
+        list of named templates, of which the one named "default" is taken.
+
+        Raises:
+            ValueError: it has another form, or more than 1 MB.
+        """
+        if self._files.is_available(TEMPLATE_FILE):
+            where = self._files.path(TEMPLATE_FILE)
+            if os.path.getsize(where) > MAX_TEMPLATE_BYTES:
+                raise ValueError(f"{where} has more than 1 MB and is not read.")
+            with open(where, encoding="utf-8", newline="") as file:
+                template: Any = file.read()
+        elif self._files.is_available(files.TOKENIZER_CONFIG_FILE):
+            where = f"'chat_template' in {self._where(files.TOKENIZER_CONFIG_FILE)}"
+            template = self._config(files.TOKENIZER_CONFIG_FILE).get("chat_template")
+            if isinstance(template, list):
+                named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+                template = named.get("default")
+            if template is None:
+                return None
+        else:
+            return None
+        if not isinstance(template, str) or not template:
+            raise ValueError(
+                f"{where} must be a jinja2 template, a string that is not empty, or a list with "
+                f"one of the name 'default'; got {short_repr(template)}."
+            )
+        return template
+
+    def read_stop_token_ids(self):
+        """Returns the ids of `eos_token_id` in `config.json` and `generation_config.json`."""
+        names = [files.CONFIG_FILE]
+        if self._files.is_available(files.GENERATION_CONFIG_FILE):
+            names.append(files.GENERATION_CONFIG_FILE)
+        ids = [id for name in names for id in self._ids(name, "eos_token_id")]
+        return tuple(dict.fromkeys(ids))
 
     def _added_tokens(self):
         """Returns `{token: id}` of the special tokens in `tokenizer_config.json`."""
@@ -91,9 +136,8 @@ class TokenizerFiles:
                 )
             return bpe.ids.get(token)
         for file in (files.CONFIG_FILE, files.GENERATION_CONFIG_FILE):
-            id = self._id(file, f"{key}_id")
-            if id is not None:
-                return id
+            if ids := self._ids(file, f"{key}_id"):
+                return ids[0]
         return None
 
     def _config(self, name):
@@ -103,16 +147,19 @@ class TokenizerFiles:
             self._configs[name] = self._files.read_json(name) if exists else {}
         return self._configs[name]
 
-    def _id(self, file, key):
-        id = self._config(file).get(key)
-        # If several tokens end a text, the first is the one that ends a document in training.
-        first = id[0] if isinstance(id, list) and id else id
-        if first is not None and (not isinstance(first, int) or isinstance(first, bool)):
+    def _ids(self, file, key):
+        """Returns a list of the token ids of a key, with none for a missing or null key.
+
+        If several tokens end a text, the first is the one that ends a document in training.
+        """
+        value = self._config(file).get(key)
+        ids = value if isinstance(value, list) else [value] if value is not None else []
+        if not all(type(id) is int and id >= 0 for id in ids):
             raise ValueError(
-                f"{key!r} is {short_repr(id)} in {self._where(file)}; it must be an integer, or a "
-                "list of integers."
+                f"{key!r} is {short_repr(value)} in {self._where(file)}; it must be an integer of "
+                "at least 0, or a list of them."
             )
-        return first
+        return ids
 
     def _where(self, file):
         return f"{file} of {self._files.preset!r}"
