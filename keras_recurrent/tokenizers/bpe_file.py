@@ -14,7 +14,6 @@ REPLACEMENT = "\ufffd"
 MAX_BYTES = 100_000_000  # the largest published files have about 35 MB
 MAX_ID = 2**31 - 1  # of int32
 MAX_GROWTH = 1000  # of a text by normalizer or decoder
-SPECIAL_TOKENS = ("start_token", "end_token", "pad_token")
 
 
 class BPEFile(PlainTokenizer):
@@ -65,7 +64,9 @@ class BPEFile(PlainTokenizer):
         self._bytes = names if has_fallback else {}
 
     def set_special_tokens(self, **ids):
-        """Sets the ids of `SPECIAL_TOKENS`, which become special. The start token may be None.
+        """Sets the ids of the start, end and padding token, which become special.
+
+        The start token may be None.
 
         Raises:
             ValueError: an id is not in the file.
@@ -103,12 +104,6 @@ class BPEFile(PlainTokenizer):
             space = {side: getattr(added[id], side) for side in ("lstrip", "rstrip")}
             self._plain.add_tokens([tokenizers.AddedToken(name, normalized=False, **space)])
             self._private_ids[self._plain.token_to_id(name)] = id
-
-    @property
-    def special_tokens(self):
-        return [self.tokens[id] for id in self.special_token_ids]
-
-    template_tokens = special_tokens
 
     @property
     def special_token_ids(self):

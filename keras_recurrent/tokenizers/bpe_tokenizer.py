@@ -8,7 +8,7 @@ import keras_hub
 import numpy as np
 
 from keras_recurrent import compat
-from keras_recurrent.tokenizers.bpe_file import SPECIAL_TOKENS, BPEFile, read_bpe_file
+from keras_recurrent.tokenizers.bpe_file import BPEFile, read_bpe_file
 from keras_recurrent.tokenizers.checkpoint_files import CheckpointTokenizer, describe_errors
 
 FILE = "tokenizer.json"
@@ -92,7 +92,7 @@ class BPETokenizer(CheckpointTokenizer, keras_hub.tokenizers.Tokenizer):
         }
         self.file_assets = [FILE]
         self._file = None
-        self._clear_special_tokens()
+        self._copy_special_tokens(None)
         if tokenizer_json is not None:
             self.set_tokenizer_json(tokenizer_json)
         # There are no weights to build, but `quantize` of a model rejects layers not built.
@@ -130,14 +130,7 @@ class BPETokenizer(CheckpointTokenizer, keras_hub.tokenizers.Tokenizer):
             ids["pad_token"] = ids["end_token"]
         file.set_special_tokens(**ids)
         self._file = file
-        for name in SPECIAL_TOKENS:
-            for attribute in (name, f"{name}_id"):
-                setattr(self, attribute, getattr(file, attribute))
-
-    def _clear_special_tokens(self):
-        for name in SPECIAL_TOKENS:
-            setattr(self, name, None)
-            setattr(self, f"{name}_id", None)
+        self._copy_special_tokens(file)
 
     @property
     def _core(self):

@@ -10,6 +10,7 @@ import secrets
 
 from keras_recurrent import compat
 from keras_recurrent.atomic_files import AtomicPreset
+from keras_recurrent.tokenizers.plain import SPECIAL_TOKENS
 
 
 @contextlib.contextmanager
@@ -154,6 +155,12 @@ class CheckpointTokenizer(TrustedTexts):
 
     file_argument: str
     file_description: str
+
+    def _copy_special_tokens(self, file):
+        """Sets the special tokens and their ids, from a `PlainTokenizer`; to None without one."""
+        for name in SPECIAL_TOKENS:
+            for attribute in (name, f"{name}_id"):
+                setattr(self, attribute, file and getattr(file, attribute))
 
     @classmethod
     def from_preset(cls, preset, **kwargs):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 BYTE_SPECIAL_TOKENS = ("<pad>", "<start>", "<end>")
+SPECIAL_TOKENS = ("start_token", "end_token", "pad_token")  # attributes
 FIRST_BYTE = len(BYTE_SPECIAL_TOKENS)
 
 
@@ -31,12 +32,20 @@ class PlainTokenizer:
 
     encode: Any
     decode: Any
+    id_to_token: Any
+    special_token_ids: Any
     private_names: Any = {}
     spells_bytes = False
 
     @property
     def _core(self):
         return self
+
+    @property
+    def special_tokens(self):
+        return list(map(self.id_to_token, self.special_token_ids))
+
+    template_tokens: Any = special_tokens
 
     def __call__(self, texts):
         """Returns a list of ids for each string."""
@@ -58,15 +67,11 @@ class PlainByteTokenizer(PlainTokenizer):
     errors: string, as in `ByteTokenizer`.
     """
 
-    pad_token, start_token, end_token = template_tokens = BYTE_SPECIAL_TOKENS
+    pad_token, start_token, end_token = BYTE_SPECIAL_TOKENS
     pad_token_id, start_token_id, end_token_id = range(FIRST_BYTE)
 
     def __init__(self, errors="replace"):
         self.errors = errors
-
-    @property
-    def special_tokens(self):
-        return list(BYTE_SPECIAL_TOKENS)
 
     @property
     def special_token_ids(self):

@@ -7,9 +7,8 @@ import re
 import sentencepiece
 
 from keras_recurrent.tokenizers.checkpoint_files import find_tokens, private_name
-from keras_recurrent.tokenizers.plain import PlainTokenizer
+from keras_recurrent.tokenizers.plain import SPECIAL_TOKENS, PlainTokenizer
 
-SPECIAL_TOKENS = ("start_token", "end_token", "pad_token")
 # User-defined symbols of this form are special in chat prompts; others may be words or white space.
 SYMBOL = re.compile(r"<[^<>\s'\"{}]+>|\[[^\[\]\s'\"{}]+\]")
 SPACE = "\u2581"  # in tokens
@@ -77,10 +76,6 @@ class SentencePieceFile(PlainTokenizer):
 
     def __reduce__(self):
         return SentencePieceFile, self._arguments
-
-    @property
-    def special_tokens(self):
-        return list(map(self.id_to_token, self.special_token_ids))
 
     @property
     def special_token_ids(self):

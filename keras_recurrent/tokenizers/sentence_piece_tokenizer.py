@@ -8,7 +8,8 @@ import keras_hub
 from keras_recurrent import compat
 from keras_recurrent.checks.arguments import is_integer
 from keras_recurrent.tokenizers.checkpoint_files import CheckpointTokenizer, describe_errors
-from keras_recurrent.tokenizers.sentence_piece_file import SPECIAL_TOKENS, SentencePieceFile
+from keras_recurrent.tokenizers.plain import SPECIAL_TOKENS
+from keras_recurrent.tokenizers.sentence_piece_file import SentencePieceFile
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
@@ -95,9 +96,7 @@ class SentencePieceTokenizer(CheckpointTokenizer, keras_hub.tokenizers.SentenceP
     def _update_special_token_ids(self):
         # KerasHub calls this after the file is loaded.
         self._file = SentencePieceFile(self.proto, dict(self._given_ids), dict(self.added_tokens))
-        for name in SPECIAL_TOKENS:
-            for attribute in (name, f"{name}_id"):
-                setattr(self, attribute, getattr(self._file, attribute))
+        self._copy_special_tokens(self._file)
 
     @property
     def _core(self):
@@ -113,11 +112,6 @@ class SentencePieceTokenizer(CheckpointTokenizer, keras_hub.tokenizers.SentenceP
         for id, token in self._core.added.items():
             tokens[id] = token
         return tokens
-
-    def token_to_id(self, token):
-        """Returns the id of a token, or that of the unknown token."""
-        ids = {added: id for id, added in self._core.added.items()}
-        return ids[token] if token in ids else super().token_to_id(token)
 
     # === Tokens to text ===
 
