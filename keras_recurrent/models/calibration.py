@@ -20,12 +20,7 @@ class EmbeddedTokens(keras.Layer):
 
 
 class BlockWithArguments(keras.Layer):
-    """A block with the further arguments that its network passes to it.
-
-    Args:
-        block: a layer.
-        arguments: a dictionary of call arguments.
-    """
+    """A block with the further call arguments, a dictionary, that its network passes to it."""
 
     def __init__(self, block, arguments):
         super().__init__(dtype=block.dtype_policy, autocast=False)
@@ -40,9 +35,7 @@ class BlockWithArguments(keras.Layer):
 def layer_structure(backbone, example):
     """Returns the `quantization_layer_structure` of a `RecurrentBackbone`.
 
-    Args:
-        backbone: the network.
-        example: integers `[B, T]`, any tokens; the arguments of blocks do not depend on them.
+    example: integers `[B, T]`, any tokens; the arguments of blocks do not depend on them.
     """
     arguments = backbone.block_arguments(backbone.embed(example))
     blocks = zip(backbone.transformer_layers, arguments, strict=True)

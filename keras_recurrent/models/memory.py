@@ -216,16 +216,7 @@ def _shard_shape(layout, shape):
 
 
 def get_backbone(model, dtype=None):
-    """Returns the network of a language model, a backbone or the name of a preset.
-
-    Args:
-        model: one of these.
-        dtype: the name of the dtype policy of a preset, or None for its default.
-
-    Raises:
-        ValueError: `model` is none of these, or `dtype` is not a policy of floating-point weights,
-            or is given with a model.
-    """
+    """Returns the network of a language model, a backbone or the name of a preset."""
     if dtype is not None:
         _check_dtype(model, dtype)
     if isinstance(model, str):

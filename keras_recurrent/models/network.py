@@ -1,14 +1,15 @@
-"""Base class of all networks, which stores the arguments of constructors."""
+"""Base class of all networks: arguments of constructors, and LoRA (low-rank adaptation)."""
 
 import inspect
 
 import keras
 import keras_hub
 
+from keras_recurrent import atomic_files
+from keras_recurrent.checks.arguments import check_positive_integer
 from keras_recurrent.compat import BackendNeutralCompileConfig
 from keras_recurrent.devices.jax_processes import SavedByAllProcesses
 from keras_recurrent.layers.saved_quantization import SavedQuantization
-from keras_recurrent.models.lora import LoraBackbone
 from keras_recurrent.models.preset_loading import PresetLoading
 
 PLAIN = (str, int, float, tuple, type(None))
@@ -17,12 +18,15 @@ PLAIN = (str, int, float, tuple, type(None))
 class Network(
     BackendNeutralCompileConfig,
     SavedByAllProcesses,
-    LoraBackbone,
     SavedQuantization,
     PresetLoading,
     keras_hub.models.Backbone,
 ):
-    """Base class of all networks, with the arguments of `store_arguments` in `get_config`."""
+    """Base class of all networks.
+
+    `get_config` has the arguments of `store_arguments`. KerasHub's `enable_lora` and
+    `save_lora_weights` are extended.
+    """
 
     _argument_names: tuple = ()
 
@@ -51,3 +55,122 @@ class Network(
             plain = isinstance(value, PLAIN)
             config[name] = value if plain else keras.saving.serialize_keras_object(value)
         return config
+
+    # === LoRA ===
+
+    def default_lora_layer_names(self):
+        """Returns the names of the linear layers that mix tokens, in all families."""
+        return [
+            *("linear_x", "linear_y", "linear_out", "q_proj", "f_proj", "i_proj", "k_proj"),
+            *("v_proj", "u_proj", "b_proj", "c_proj", "z_proj", "x_proj", "bc_proj", "dt_proj"),
+            "o_proj",
+        ]
+
+    def enable_lora(self, rank, target_layer_names=None):
+        """Freezes all weights and adds trainable low-rank weights to some layers.
+
+        LoRA, Hu et al. 2021 (arXiv:2106.09685): a layer's kernel W becomes W + A B, where A is
+        random and B is initialized with 0, so the outputs do not change. Afterwards only A and B of
+        these layers are trained, and those of layers that have LoRA already, such as a
+        `token_embedding` after its `enable_lora`. Compile the model again.
+
+        Args:
+            rank: integer, the number of columns of A and of rows of B.
+            target_layer_names: a list of names of layers with an `enable_lora` method, linear
+                layers and `"token_embedding"`. A name applies to the layers in all blocks. None:
+                `default_lora_layer_names()`, the linear layers that mix tokens. They are
+                `linear_x`, `linear_y`, `linear_out`, `q_proj`, `k_proj`, `v_proj` and `o_proj` in
+                Griffin; `q_proj`, `f_proj`, `i_proj` and `o_proj` in HGRN2; `q_proj`, `k_proj`,
+                `v_proj`, `u_proj` and `o_proj` in TransNormerLLM, HypeNet and MiniCPM-SALA;
+                these and `b_proj` and `c_proj` in LFM2; and
+                `z_proj`, `x_proj`, `bc_proj`, `dt_proj`, `q_proj`, `k_proj`, `v_proj` and `o_proj`
+                in Nemotron-H, Granite 4.0 H, Falcon-H1 and Mamba-2.
+
+        Raises:
+            ValueError: `rank` is below 1, `target_layer_names` is not a list of strings, no layer
+                with LoRA support has one of the names, or a layer has LoRA already.
+
+        Example:
+
+        >>> import keras_recurrent
+        >>> backbone = keras_recurrent.models.HGRN2Backbone.from_preset("hgrn2_tiny", num_layers=1)
+        >>> backbone.enable_lora(rank=4, target_layer_names=["q_proj", "gate_proj"])
+        >>> for weight in backbone.trainable_weights:
+        ...     print(weight.path, tuple(weight.shape))
+        block_0/temporal_block/q_proj/lora_kernel_a (128, 4)
+        block_0/temporal_block/q_proj/lora_kernel_b (4, 128)
+        block_0/mlp/gate_proj/lora_kernel_a (128, 4)
+        block_0/mlp/gate_proj/lora_kernel_b (4, 352)
+        """
+        check_positive_integer("rank", rank)
+        targets = self._lora_targets(target_layer_names)
+        names = sorted({layer.name for layer in targets})
+        super().enable_lora(rank, names)
+        # KerasHub also trains biases and the weights of untied logits, but does not save them.
+        for layer in self._flatten_layers(include_self=False):
+            if getattr(layer, "lora_enabled", False):
+                layer.trainable = True
+                for weight in layer.trainable_variables:
+                    weight.trainable = weight.name.startswith("lora_")
+
+    def _lora_targets(self, names):
+        """Returns the layers with these names, or raises an error if one cannot have LoRA."""
+        layers = [
+            layer
+            for layer in self._flatten_layers(include_self=False)
+            if layer.weights and hasattr(layer, "enable_lora")
+        ]
+        if names is None:
+            names = self.default_lora_layer_names()
+        elif not isinstance(names, (list, tuple)) or not names:
+            raise ValueError(f"`target_layer_names` must be a list of strings; got {names!r}.")
+        else:
+            known = sorted({layer.name for layer in layers})
+            for name in names:
+                if name not in known:
+                    raise ValueError(
+                        f"`target_layer_names` must be names of layers that support LoRA, {known}; "
+                        f"got {name!r}."
+                    )
+        targets = [layer for layer in layers if layer.name in names]
+        for layer in targets:
+            if layer.lora_enabled:
+                raise ValueError(
+                    f"`target_layer_names`: {layer.path!r} has LoRA already, which can be enabled "
+                    "only once. Name other layers: its low-rank weights are trained with theirs."
+                )
+        return targets
+
+    def save_lora_weights(self, filepath):
+        """Saves the low-rank weights of linear layers, as in KerasHub.
+
+        Raises:
+            ValueError: the file cannot hold the low-rank weights of a layer: of an embedding, or of
+                a layer whose own `enable_lora` was called.
+        """
+        layers = self._flatten_layers(include_self=False)
+        enabled = getattr(self, "_lora_enabled_layers", [])
+        for i, layer in enumerate(layer for layer in layers if layer.weights):
+            if not getattr(layer, "lora_enabled", False):
+                continue
+            if i not in enabled or isinstance(layer, keras.layers.Embedding):
+                raise ValueError(
+                    f"A file of `save_lora_weights` cannot hold the low-rank weights of "
+                    f"{layer.name!r}. Save all weights, with `save_weights` or `save_to_preset`."
+                )
+        with atomic_files.replace(filepath) as path:
+            super().save_lora_weights(path)
+
+    def load_lora_weights(self, filepath):
+        """Loads a file of `save_lora_weights`.
+
+        On a network without LoRA, calls `enable_lora` with the rank of the file and the default
+        targets; compile the model again in this case. For other targets, call `enable_lora` before.
+
+        Args:
+            filepath: string, the file, `*.lora.h5`.
+
+        Raises:
+            ValueError: the network has low-rank weights of another rank.
+        """
+        super().load_lora_weights(filepath)

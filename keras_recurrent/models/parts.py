@@ -2,17 +2,9 @@
 
 
 def check_parts(cls, backbone, preprocessor, kind):
-    """Raises an error for an unsuitable backbone, preprocessor or tokenizer.
+    """Raises an error for an unsuitable backbone, preprocessor or tokenizer of a model.
 
-    Args:
-        cls: the class of the model, which has `backbone_cls` and `preprocessor_cls`.
-        backbone: the argument of the model.
-        preprocessor: the argument of the model. None: its inputs are tokens.
-        kind: KerasHub's base class of preprocessors for such models.
-
-    Raises:
-        ValueError: the backbone or preprocessor has another class, or the tokenizer has more tokens
-            than the backbone.
+    cls: the class of the model. kind: KerasHub's base class of preprocessors for such models.
     """
     if not isinstance(backbone, cls.backbone_cls):
         raise ValueError(

@@ -196,15 +196,8 @@ def _steps_directly(outer, block, x):
 def chain_steps(blocks, x, tokens, states, arguments):
     """Computes a decoding step of all blocks, each of which also prepares the norm of the next.
 
-    Args:
-        blocks: list of `ResidualBlock`.
-        x: `[B, 1, D]`.
-        tokens: the `Tokens`.
-        states: the states of the blocks.
-        arguments: dictionaries of further arguments of the blocks' steps.
-
-    Returns:
-        `(output [B, 1, D], next states)`.
+    x: `[B, 1, D]`. states, arguments: for each block, its state and further arguments of its step.
+    Returns `(output [B, 1, D], next states)`.
     """
     stream, after = decoding.Stream(x[:, 0]), []
     norms = [*(block.parts()[0][0] for block in blocks[1:]), None]
