@@ -24,4 +24,4 @@ __all__ = ["Completion", "Delta", "Engine", "EngineClosed", "EngineFull", "Engin
 def __getattr__(name):
     if name != "Engine":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module("keras_recurrent.serving.engine").Engine
+    return importlib.import_module(f"{__name__}.engine").Engine
