@@ -50,10 +50,8 @@ def pallas_call(kernel, grid, **options):
 
     The first two axes of the grid are parallel, and the others sequential.
     """
-    parameters = pl.CompilerParams(
-        dimension_semantics=("parallel", "parallel", *["arbitrary"] * (len(grid) - 2)),
-        vmem_limit_bytes=vmem_bytes(),
-    )
+    semantics: tuple = "parallel", "parallel", *["arbitrary"] * (len(grid) - 2)
+    parameters = pl.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=vmem_bytes())
     call = pl.pallas_call(kernel, grid=grid, compiler_params=parameters, **options)
 
     def checked(*arrays):

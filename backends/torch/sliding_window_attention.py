@@ -64,8 +64,8 @@ def _(q, k, v, key, value, position, token_kind, window, capacity):
     schema=schema(5, "Tensor? output, Tensor d_output, Tensor d_key, Tensor d_value"),
 )
 def _backward(q, *others):
-    *others, _, d_output, d_key, d_value, window, _ = others
-    inputs = AttentionInputs(q, *others, window)
+    *cached, _, d_output, d_key, d_value, window, _ = others
+    inputs = AttentionInputs(q, *cached, window)
     keys, values = inputs.keys_and_values()
     d_q, *d_sequences = _banded_attention.backward(
         inputs.grouped(d_output),

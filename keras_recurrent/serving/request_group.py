@@ -30,7 +30,7 @@ class RequestGroup:
         self._metrics, self._is_streamed = metrics, is_streamed
         self._changed = {}  # {index of a request with new deltas: True if it has ended}
         self._is_waiting, self._wakes = False, asyncio.Event()
-        self._times = [None] * len(requests)  # of the last token of each request
+        self._times: list = [None] * len(requests)  # of the last token of each request
         self._texts, self._logprobs = [""] * len(requests), [[] for _ in requests]  # not sent
         self._has_begun, self._num_sent = [False] * len(requests), [0] * len(requests)
         self.completions = [None] * len(requests)

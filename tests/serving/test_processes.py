@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from benchmarks.soak import child_id, resources
+from tests.serving.soak import child_id, resources
 from keras_recurrent.chat.preprocessing import plain_preprocessor
 from keras_recurrent.generation.text import text_of
 from keras_recurrent.models import GriffinCausalLMPreprocessor

@@ -19,7 +19,7 @@ pytest.importorskip("openai")
 
 import openai
 
-from benchmarks.soak import metrics
+from tests.serving.soak import metrics
 from keras_recurrent.chat.preprocessing import plain_preprocessor
 from keras_recurrent.generation import grammar, sequence
 from keras_recurrent.generation.batch import Batch

@@ -1,8 +1,8 @@
-"""Short run of the random clients of `benchmarks.soak`."""
+"""Short run of the random clients of `tests.serving.soak`."""
 
 import pytest
 
-from benchmarks import soak
+from tests.serving import soak
 
 pytestmark = [pytest.mark.once, pytest.mark.nightly]
 

@@ -2,7 +2,7 @@
 
 Run the server in another process and send it 10,000 requests:
 
-    KERAS_BACKEND=torch python -m benchmarks.soak --requests 10000
+    KERAS_BACKEND=torch python -m tests.serving.soak --requests 10000
 """
 
 import argparse
@@ -23,8 +23,8 @@ from types import SimpleNamespace
 import httpx
 
 from keras_recurrent.models import GriffinCausalLM, SamplingParams
+from tests.processes import ROOT
 
-ROOT = pathlib.Path(__file__).parents[1]
 NAME, KEY = "griffin_tiny_text", "secret"
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 PROMPTS = ["ROMEO:\n", "The ", "Once upon a time", "KING HENRY: My", "def f(", "All happy families"]
