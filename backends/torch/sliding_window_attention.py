@@ -63,9 +63,10 @@ def _(q, k, v, key, value, position, token_kind, window, capacity):
     mutates_args=(),
     schema=schema(5, "Tensor? output, Tensor d_output, Tensor d_key, Tensor d_value"),
 )
-def _backward(q, *others):
-    *cached, _, d_output, d_key, d_value, window, _ = others
-    inputs = AttentionInputs(q, *cached, window)
+def _backward(
+    q, k, v, key, value, position, token_kind, output, d_output, d_key, d_value, window, capacity
+):
+    inputs = AttentionInputs(q, k, v, key, value, position, token_kind, window)
     keys, values = inputs.keys_and_values()
     d_q, *d_sequences = _banded_attention.backward(
         inputs.grouped(d_output),

@@ -17,7 +17,6 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from tests.serving.soak import child_id, resources
 from keras_recurrent.chat.preprocessing import plain_preprocessor
 from keras_recurrent.generation.text import text_of
 from keras_recurrent.models import GriffinCausalLMPreprocessor
@@ -27,6 +26,7 @@ from keras_recurrent.tokenizers.checkpoint_files import tokenize_parts
 from tests.generation.test_text import TOKENIZERS
 from tests.models.tiny import tiny_causal_lm
 from tests.processes import ROOT, fresh_process
+from tests.serving.soak import child_id, resources
 from tests.tokenizers.sentence_piece import train
 
 pytestmark = pytest.mark.once

@@ -19,7 +19,6 @@ pytest.importorskip("openai")
 
 import openai
 
-from tests.serving.soak import metrics
 from keras_recurrent.chat.preprocessing import plain_preprocessor
 from keras_recurrent.generation import grammar, sequence
 from keras_recurrent.generation.batch import Batch
@@ -31,6 +30,7 @@ from keras_recurrent.serving.client import EngineClient, Limits
 from keras_recurrent.serving.processes import RemoteLink, bind, run_scheduler, run_server
 from keras_recurrent.serving.responses import CompletionFormat
 from keras_recurrent.serving.server import Server, create_app
+from tests.serving.soak import metrics
 
 pytestmark = pytest.mark.once
 
