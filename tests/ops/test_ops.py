@@ -16,6 +16,10 @@ OPTIONS = {
     "causal_conv1d": {"activation": "silu"},
 }
 every_operation = pytest.mark.parametrize("operation", DRAW)
+# JAX compiles each length again: all tests have this one.
+LENGTH = 29
+MASK = np.random.default_rng(0).random((2, LENGTH)) < 0.7
+SEGMENTS = np.array([[0] * 15 + [1] * 9 + [2] * 5, [0] * 4 + [3] * 20 + [5] * 5], "int32")
 
 
 def call(operation, tensors, **context):
@@ -26,18 +30,13 @@ def call(operation, tensors, **context):
     return keras.tree.map_structure(keras.ops.convert_to_numpy, results)
 
 
-def draw_tensors(operation, length):
-    return draw(operation, Case(2, length, 3)).tensors
+def draw_tensors(operation):
+    return draw(operation, Case(2, LENGTH, 3)).tensors
 
 
-def select_tokens(tensors, where):
-    """The tensors at a slice of the tokens, or at indices [B, n]. Parameters have no time axis."""
-    if isinstance(where, slice):
-        return {n: t[:, where] if t.ndim >= 3 else t for n, t in tensors.items()}
-    return {
-        n: np.take_along_axis(t, align(where, t), axis=1) if t.ndim >= 3 else t
-        for n, t in tensors.items()
-    }
+def select_tokens(tensors, part):
+    """The tensors at a slice of the tokens. Parameters have no time axis."""
+    return {n: t[:, part] if t.ndim >= 3 else t for n, t in tensors.items()}
 
 
 def assert_close(result, expected, message=""):
@@ -51,77 +50,51 @@ def assert_close(result, expected, message=""):
     np.testing.assert_allclose(result, expected, rtol=0, atol=bound, err_msg=message)
 
 
-@pytest.fixture
-def rng():
-    return np.random.default_rng(0)
-
-
-def draw_segments(rng, length, documents=4):
-    """Segment ids of two sequences that are cut into documents at random positions."""
-    cuts = np.sort(rng.choice(np.arange(1, length), (2, documents - 1), replace=False), axis=1)
-    return np.sum(np.arange(length) >= cuts[:, :, None], axis=1).astype("int32")
+@every_operation
+def test_operation_in_several_calls_equals_one_call(operation):
+    """The state, or the last segment, of a call is not continued by the next one."""
+    tensors = draw_tensors(operation)
+    whole, final = call(operation, tensors, mask=MASK, segment_ids=SEGMENTS)
+    outputs, previous = [], {}
+    # The first sequence starts a document with the third part.
+    for part in (slice(0, 1), slice(1, 15), slice(15, LENGTH)):
+        tokens = {"mask": MASK[:, part], "segment_ids": SEGMENTS[:, part]}
+        output, state = call(operation, select_tokens(tensors, part), **tokens, **previous)
+        outputs.append(output)
+        seen = zip(MASK[:, : part.stop], SEGMENTS[:, : part.stop], strict=True)
+        last_segment = [s[m][-1] if m.any() else -1 for m, s in seen]
+        previous = {
+            "initial_state": state,
+            "previous_segment_id": np.array(last_segment, "int32"),
+        }
+    real = align(MASK, whole)
+    assert_close(np.where(real, np.concatenate(outputs, axis=1), 0), np.where(real, whole, 0))
+    assert_close(state, final)
 
 
 @every_operation
-def test_operation_in_two_calls_equals_one_call(operation, rng):
-    """The state, or the last segment, of a first call is not continued by a second call."""
-    length = 29
-    tensors = draw_tensors(operation, length)
-    segments, mask = draw_segments(rng, length), rng.random((2, length)) < 0.7
-    whole, final = call(operation, tensors, mask=mask, segment_ids=segments)
-    boundary = int(np.argmax(segments[0] > 0))
-    # JAX compiles each length again.
-    further = () if keras.config.backend() == "jax" else (length // 2, length - 1)
-    for cut in (1, boundary, *further):
-        left, state = call(
-            operation,
-            select_tokens(tensors, slice(0, cut)),
-            mask=mask[:, :cut],
-            segment_ids=segments[:, :cut],
-        )
-        last_segment = [
-            s[m][-1] if m.any() else -1
-            for m, s in zip(mask[:, :cut], segments[:, :cut], strict=True)
-        ]
-        right, last = call(
-            operation,
-            select_tokens(tensors, slice(cut, None)),
-            mask=mask[:, cut:],
-            segment_ids=segments[:, cut:],
-            initial_state=state,
-            previous_segment_id=np.array(last_segment, "int32"),
-        )
-        both = np.concatenate([left, right], axis=1)
-        real = align(mask, whole)
-        assert_close(np.where(real, both, 0), np.where(real, whole, 0), f"cut {cut}")
-        assert_close(last, final, f"cut {cut}")
-
-
-@every_operation
-def test_token_kind_equals_mask_and_segments(operation, rng):
+def test_token_kind_equals_mask_and_segments(operation):
     """`token_kind` has another effect than the mask and the segments from which it is made."""
-    tensors = draw_tensors(operation, 11)
-    mask, segments = rng.random((2, 11)) < 0.7, draw_segments(rng, 11)
+    tensors, tokens = draw_tensors(operation), {"mask": MASK, "segment_ids": SEGMENTS}
     _, state = call(operation, tensors)
     previous = {"initial_state": state, "previous_segment_id": np.array([0, 1], "int32")}
     for context in ({}, previous):
-        expected = call(operation, tensors, mask=mask, segment_ids=segments, **context)
-        kind = ops.token_kind(np.zeros((2, 11)), mask, segments, **context)
+        expected = call(operation, tensors, **tokens, **context)
+        kind = ops.token_kind(np.zeros((2, LENGTH)), MASK, SEGMENTS, **context)
         context = {"initial_state": state} if context else {}
         result = call(operation, tensors, token_kind=kind, **context)
         keras.tree.map_structure(np.testing.assert_array_equal, result, expected)
 
 
 @every_operation
-def test_reverse_equals_forward_on_reversed_sequence(operation, rng):
+def test_reverse_equals_forward_on_reversed_sequence(operation):
     """`reverse=True` mixes up the direction of tensors, masks or segments."""
-    tensors = draw_tensors(operation, 11)
-    mask, segments = rng.random((2, 11)) < 0.7, draw_segments(rng, 11)
+    tensors = draw_tensors(operation)
     # As Keras's layers, operations accept masks of integers, 0 at padding.
-    options = {"mask": -3 * mask, "segment_ids": segments, "reverse": True}
+    options = {"mask": -3 * MASK, "segment_ids": SEGMENTS, "reverse": True}
     output, state = call(operation, tensors, **options)
     turned = select_tokens(tensors, slice(None, None, -1))
-    expected, last = call(operation, turned, mask=mask[:, ::-1], segment_ids=segments[:, ::-1])
+    expected, last = call(operation, turned, mask=MASK[:, ::-1], segment_ids=SEGMENTS[:, ::-1])
     assert_close(output, expected[:, ::-1])
     assert_close(state, last)
 
@@ -129,7 +102,7 @@ def test_reverse_equals_forward_on_reversed_sequence(operation, rng):
 @pytest.mark.parametrize("operation", small.OPERATIONS)
 def test_public_operation_matches_definition(operation):
     """A public operation passes arguments to its kernel in the wrong order or form."""
-    drawn = small.draw(operation, 13)
+    drawn = small.draw(operation, LENGTH)
     function = functools.partial(getattr(ops, operation), **native.tensors(drawn))
     if not drawn.has_state:
         results = function(**drawn.options)
@@ -153,10 +126,10 @@ for operation in ("rms_norm", "log_forget_gate"):
 
 
 @pytest.mark.parametrize("name", FUNCTIONAL)
-def test_functional_model_equals_eager_call_before_and_after_saving(name, tmp_path, rng):
+def test_functional_model_equals_eager_call_before_and_after_saving(name, tmp_path):
     """Symbolic results have wrong shapes or dtypes, or a saved model computes something else."""
     operation, *dtypes, options = FUNCTIONAL[name]
-    drawn = small.draw(operation, 6, *dtypes, **options)
+    drawn = small.draw(operation, LENGTH, *dtypes, **options)
     tensors, options = native.tensors(drawn), drawn.options
     inputs = {
         name: keras.Input(
@@ -169,7 +142,7 @@ def test_functional_model_equals_eager_call_before_and_after_saving(name, tmp_pa
     if drawn.has_state:
         options = {**options, "reverse": True}
         inputs["mask"] = keras.Input((None,), dtype="bool", name="mask")
-        tensors["mask"] = native.tensor(rng.random((2, 6)) < 0.7, "bool")
+        tensors["mask"] = native.tensor(MASK, "bool")
     function = getattr(ops, operation)
     results = function(**inputs, **options)
     model = keras.Model(inputs, results)
