@@ -230,13 +230,13 @@ def gated_linear_attention(rng, case):
 
 
 def lightning_attention(rng, case):
-    heads, value_size = 3, case.value_size
+    heads, value_size = case.heads[0], case.value_size
     keys = (case.batch, case.length, heads, case.channels)
     tensors = {
         "q": rng.normal(size=keys),
         "k": rng.normal(size=keys),
         "v": rng.normal(size=(*keys[:3], value_size)),
-        "log_decay": np.array([0, -0.1, -1e4])
+        "log_decay": np.resize([0, -0.1, -1e4], heads)
         if case.decays == "extreme"
         else log_decays(rng, heads, case.decays),
     }

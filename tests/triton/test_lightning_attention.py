@@ -26,6 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in mul
 
 nightly = pytest.mark.nightly
 OPERATION = "lightning_attention"
+HEADS = (3, 1)
 DECAYS = [(0, -np.inf, -1.5), (-2.6, -1e-9, -20), (-1e4, -0.5, -1e-38)]
 # Of float32 16 tokens are a chunk, of bfloat16 64. Pieces of one chunk and of several; the last
 # segment is not full, and neither is its last chunk.
@@ -80,7 +81,8 @@ def test_heads_with_different_decays_match_the_reference(
     kinds, dtype, length, split, log_decay, monkeypatch
 ):
     batch = 2 if kinds == "documents" else 1
-    case = Case(batch, length, 6, dtype, "float32", kinds=kinds != "none", state=True)
+    options = {"kinds": kinds != "none", "state": True, "heads": HEADS}
+    case = Case(batch, length, 6, dtype, "float32", **options)
     drawn = drawn_with(log_decay, case)
     if kinds != "none":
         # Single tokens, whole chunks, and across the bounds of segments.
@@ -104,7 +106,7 @@ def test_token_kinds_loaded_in_several_blocks(at_once, monkeypatch):
     elif at_once != scalar_decay_attention._KINDS.value:
         pytest.skip("programs are compiled for 4,096 kinds at once")
     segment = 5 * at_once // 2  # of two, and of the second one 100 tokens
-    case = Case(1, segment + 100, 4, "bfloat16", "float32", kinds=True)
+    case = Case(1, segment + 100, 4, "bfloat16", "float32", kinds=True, heads=HEADS)
     drawn = drawn_with((-0.3, -0.5, -0.4), case)
     pad(drawn, slice(50, segment))
     found = split_by(TimeSplit(2, segment // 64, 5), monkeypatch)
@@ -120,7 +122,7 @@ def empty(totals):
 def test_sums_of_subsegments_skip_forgotten_tokens(monkeypatch):
     """A launch reads tokens whose decay up to the end of the segment is 0 in float32."""
     found = split_by(TimeSplit(2, 6, 3), monkeypatch)
-    judge.run(OPERATION, "triton", drawn_with((0, -5, -2.6), Case(1, 192, 6)))
+    judge.run(OPERATION, "triton", drawn_with((0, -5, -2.6), Case(1, 192, 6, heads=HEADS)))
     never, quick, slow = [False] * 3, [True, True, False], [True, False, False]
     expected = [list(heads) for heads in zip(never, quick, slow, strict=True)]
     assert [empty(launch) for launch in found] == [expected] * 4
