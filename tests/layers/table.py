@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import math
 import re
 from typing import Any, NamedTuple
 
@@ -168,6 +169,7 @@ ALL_ROWS = {
     "LowerBounds": Row(layers.LowerBounds, {"num_layers": 3}),
 }
 STREAMING = [name for name, row in ROWS.items() if row.state]
+STATELESS = ROWS.keys() - STREAMING
 ATTENTION = [
     *("LocalAttention", "LocalAttention to all", "LocalAttention with all options"),
     "LightningAttention",
@@ -198,22 +200,20 @@ def parametrize_names(names, always):
 any_layer = pytest.mark.parametrize("name", ROWS)
 streaming_layer = pytest.mark.parametrize("name", STREAMING)
 shared_by_layers = parametrize_names(STREAMING, SHARED)
-layer_with_sublayers = pytest.mark.parametrize("name", WITH_SUBLAYERS)
 
 
 def parametrize_layers(names, default=COMPUTED, **axes):
     """Parametrizes a test over layers and named values, each axis given as {id: value}.
 
-    Every second combination is nightly, in a checkerboard: each layer runs half of the
-    combinations, and neighboring layers run opposite halves. Layers that are not in `default` are
-    nightly.
+    Each layer runs every fourth combination, or one of two or three; the next layer runs the
+    combinations that follow. All others are nightly, as are layers that are not in `default`.
     """
-    parameters = []
+    parameters, period = [], min(4, math.prod(map(len, axes.values())))
     for i, name in enumerate(names):
         for cell in itertools.product(*(enumerate(axis.items()) for axis in axes.values())):
             indices, items = zip(*cell, strict=True)
             ids, values = zip(*items, strict=True)
-            always = (i + sum(indices)) % 2 == 0 and name in default
+            always = (i + sum(indices)) % period == 0 and name in default
             marks = () if always else pytest.mark.nightly
             parameters.append(
                 pytest.param(name, *values, id="-".join([name, *map(str, ids)]), marks=marks)

@@ -12,8 +12,10 @@ from tests.layers.gradients import call_with, gradients
 from tests.layers.table import (
     ALL_ROWS,
     ATTENTION,
+    COMPUTED,
     ROWS,
     SHARED,
+    STATELESS,
     STREAMING,
     WIDTH,
     any_layer,
@@ -52,7 +54,7 @@ def test_config_has_every_argument_and_restores_the_layer(name):
     assert again.get_config() == config
 
 
-@parametrize_layers(ROWS, default=ROWS, policy={policy: policy for policy in POLICIES})
+@parametrize_layers(ROWS, default=STATELESS | {*COMPUTED}, policy={p: p for p in POLICIES})
 def test_outputs_under_a_policy_match_a_loop_in_float64(name, policy):
     compute_dtype = policy.removeprefix("mixed_")
     with precision(policy):
@@ -89,7 +91,7 @@ def test_dtype_policy_of_a_layer_reaches_all_sublayers(name, policy):
         assert dtypes <= {"float64" if policy == "float64" else "float32"}
 
 
-@parametrize_names(ROWS, always={*ROWS} - {*STREAMING} | {*SHARED})
+@parametrize_names(ROWS, always=STATELESS | {*SHARED})
 def test_outputs_and_gradients_match_a_loop_and_its_finite_differences(name):
     """A weight has no gradient, or another one than the loop in float64."""
     layer, x = built(name), inputs(length=4)

@@ -117,7 +117,7 @@ def test_bidirectional_combines_both_directions_and_saves(name, tmp_path):
 
 
 @pytest.mark.once
-@streaming_layer
+@shared_by_layers
 def test_bidirectional_passes_a_state_to_each_direction_in_its_dtypes(name):
     """Keras casts states that pass through `Bidirectional` to the dtype of the wrapper."""
     layer, x = built(name, dtype="mixed_bfloat16", return_state=True), inputs()

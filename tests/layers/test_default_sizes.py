@@ -20,6 +20,14 @@ EXPAND_RATIO = {1: 1, 3: 3, 7: 7, 8: 8, 64: 64, 100: 100, 127: 127, 128: 128, 13
 EXPAND_RATIO |= {192: 96, 256: 128, 384: 128, 136: 68, 8 * 131: 8, 258: 86}
 
 
+@pytest.fixture
+def empty_weights():
+    """Layers get weights without values, which would take most of the time."""
+    with keras.StatelessScope(initialize_variables=False):
+        yield
+
+
+@pytest.mark.usefixtures("empty_weights")
 def test_default_number_of_blocks_follows_from_the_width():
     for width, number in NUM_BLOCKS.items():
         layer, block = layers.RGLRU(), layers.RecurrentBlock(width)
@@ -33,6 +41,7 @@ def test_default_number_of_blocks_follows_from_the_width():
         assert layer.num_blocks == number, width
 
 
+@pytest.mark.usefixtures("empty_weights")
 @pytest.mark.parametrize("make", [layers.HGRN2, layers.BidirectionalHGRN2])
 def test_default_expand_ratio_follows_from_the_width(make):
     for width, ratio in EXPAND_RATIO.items():

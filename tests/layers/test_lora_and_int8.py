@@ -6,12 +6,14 @@ import pytest
 
 from tests.layers.table import (
     JIT,
+    SHARED,
     WIDTH,
+    WITH_SUBLAYERS,
     assert_close,
     built,
     inputs,
-    layer_with_sublayers,
     numpy,
+    parametrize_names,
 )
 
 LINEAR = (keras.layers.Dense, keras.layers.EinsumDense)
@@ -70,7 +72,7 @@ def test_int8_scales_each_block_separately():
 
 @pytest.mark.once
 @ignore_quantize_warnings
-@layer_with_sublayers
+@parametrize_names(WITH_SUBLAYERS, always=["RGLRU", "GatedMLP", *SHARED])
 def test_quantized_layers_load_in_a_sequential_model(name, tmp_path):
     """Keras restores only layers that it saves itself, and builds these under another path."""
     layer, x = built(name, dtype="bfloat16"), inputs()

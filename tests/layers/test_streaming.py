@@ -45,7 +45,7 @@ CUTS = {  # parts of few different lengths, as XLA compiles each
     "one token at a time": range(1, LENGTH),
     "at the end of a document in one sequence, inside documents in others": [4],
 }
-GARBAGE = {"zeros": 0.0, "large numbers": 1e4, "NaN": np.nan, "infinity": np.inf}
+GARBAGE = {"large numbers": 1e4, "NaN": np.nan}
 
 
 def call_in_parts(layer, x, mask, segment_ids, cuts):
@@ -151,7 +151,7 @@ def test_part_without_segment_ids_continues_the_document(name):
 
 @pytest.mark.once
 @streaming_layer
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
 def test_states_have_the_shapes_of_the_table_and_the_dtypes_of_their_specification(name, policy):
     layer = built(name, dtype=policy, return_state=True)
     symbolic = layer(keras.Input((None, WIDTH)))[1]
@@ -194,19 +194,6 @@ def test_functional_model_with_states_as_inputs_and_outputs_saves(name, tmp_path
         output, state = call([x[:, 4:], ids[:, 4:], numpy(state)])
         assert_close(output, expected[0][:, 4:])
         assert_close(state, expected[1])
-
-
-@pytest.mark.once
-@shared_by_layers
-def test_mask_of_an_embedding_is_used_unless_a_call_has_another(name):
-    layer = built(name)
-    tokens = np.array([[3, 1, 2, 0, 0, 5, 0, 1], [0, 1, 0, 0, 4, 2, 2, 2], [1] + [0] * 7])
-    x = keras.layers.Embedding(6, WIDTH, mask_zero=True)(tokens)
-    for arguments, mask in (({}, tokens != 0), ({"mask": ANYWHERE}, ANYWHERE)):
-        output, state = layer(x, return_state=True, **arguments)
-        expected, expected_state = layer(numpy(x), mask=mask, return_state=True)
-        assert_close(output, expected, where=mask)
-        assert_close(state, expected_state)
 
 
 @parametrize_names(STREAMING, always=STREAMING if keras.config.backend() == "torch" else SHARED[:1])
