@@ -260,11 +260,12 @@ def dense_model(optimizer):
     return model
 
 
-def test_fit_in_bfloat16_moves_all_weights_and_lowers_the_loss():
+@pytest.mark.parametrize("preset", [pytest.param("hawk_tiny", marks=NIGHTLY_IF_COMPILED)])
+def test_fit_in_bfloat16_moves_all_weights_and_lowers_the_loss(preset):
     """A language model stored in bfloat16 does not train with the optimizer."""
     keras.utils.set_random_seed(0)
     options = {"num_layers": 1, "dtype": "bfloat16", "sequence_length": 16}
-    model = GriffinCausalLM.from_preset("hawk_tiny", **options)
+    model = GriffinCausalLM.from_preset(preset, **options)
     optimizer = AdamW(3e-3, weight_decay=0.1)
     exclude_from_weight_decay(optimizer, model)
     model.compile(optimizer, model.loss)
