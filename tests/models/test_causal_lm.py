@@ -17,9 +17,9 @@ from tests.models.tiny import (
     SHARED,
     SIZES,
     forward,
-    shared_by_families,
     tiny_causal_lm,
     tiny_text_model,
+    two_families,
 )
 
 pytestmark = pytest.mark.once
@@ -40,22 +40,28 @@ def tokens_model():
     return tiny_causal_lm(num_layers=1)
 
 
+@pytest.fixture(scope="module")
+def text_model():
+    """A model with a preprocessor, for tests of errors."""
+    return language_model()
+
+
 @pytest.mark.parametrize(
     ("family", "packed"),
     [
-        *(pytest.param(name, False, marks=pytest.mark.every_backend) for name in SHARED[:2]),
+        pytest.param(SHARED[0], False, marks=pytest.mark.every_backend),
         ("griffin", True),
     ],
 )
 def test_fit_on_strings_lowers_the_loss_and_generate_continues_prompts(family, packed):
     model = language_model(packed, family=family)
     arguments = {"batch_size": 3, "epochs": 8, "verbose": 0, "shuffle": packed}
-    history = model.fit(TEXTS, validation_data=(TEXTS[:4],), **arguments)
+    history = model.fit(TEXTS, validation_data=(TEXTS[:3],), **arguments)
     losses = history.history["loss"], history.history["val_loss"]
     assert all(loss[-1] < 0.6 * loss[0] for loss in losses)
     assert len(model.preprocessor(TEXTS)[1]) == (10 if packed else 12)
     assert int(model.optimizer.iterations) == 8 * 4
-    loss = model.evaluate(TEXTS[:4], batch_size=3, verbose=0, return_dict=True)["loss"]
+    loss = model.evaluate(TEXTS[:3], batch_size=3, verbose=0, return_dict=True)["loss"]
     np.testing.assert_allclose(loss, losses[1][-1], rtol=1e-3)
 
     first, second = model.generate(["tick", "t"], max_length=12)
@@ -85,7 +91,7 @@ def test_preprocessed_tokens_give_the_loss_and_logits_of_their_strings():
     assert history["loss"][-1] < history["loss"][0]
 
 
-@shared_by_families
+@two_families
 def test_score_returns_logits_and_losses_and_calls_the_intercept_for_each_block(family):
     model = tiny_causal_lm(family=family)
     token_ids = np.random.default_rng(0).integers(3, 61, (2, 9)).astype("int32")
@@ -224,8 +230,7 @@ def test_generate_without_preprocessor_rejects_malformed_prompts(tokens_model, p
         assert_rejects(match, tokens_model.generate, prompt)
 
 
-def test_generate_with_preprocessor_rejects_prompts_that_are_not_strings():
-    model = language_model()
+def test_generate_with_preprocessor_rejects_prompts_that_are_not_strings(text_model):
     for prompts, got in [
         (b"tick", "bytes"),
         (PROMPT, r"a dictionary of \['padding_mask', 'token_ids'\]"),
@@ -235,13 +240,14 @@ def test_generate_with_preprocessor_rejects_prompts_that_are_not_strings():
         (None, "NoneType"),
     ]:
         match = rf"`inputs` must be one or several strings .*got {got}.*`preprocessor=None`"
-        assert_rejects(match, model.generate, prompts)
+        assert_rejects(match, text_model.generate, prompts)
+    match = "`inputs` must hold at least one prompt; got none"
     for prompts in ([], np.array([], "str")):
-        assert_rejects("`inputs` must hold at least one prompt; got none", model.generate, prompts)
+        assert_rejects(match, text_model.generate, prompts)
 
 
-def test_generate_rejects_invalid_max_lengths_and_longer_prompts():
-    model, match = language_model(), "`max_length` must be an integer, at least 1"
+def test_generate_rejects_invalid_max_lengths_and_longer_prompts(text_model):
+    model, match = text_model, "`max_length` must be an integer, at least 1"
     for length in (0, -1, "12", 12.0):
         assert_rejects(match, model.generate, "tick", max_length=length)
         assert_rejects(match, model.backbone.get_initial_state, 1, max_length=length)
@@ -285,11 +291,11 @@ def test_negative_segment_ids_of_real_tokens_are_rejected(tokens_model, bad):
     assert np.isfinite(model.evaluate(x, good, verbose=0)).all()
 
 
-def test_score_rejects_inputs_that_are_not_token_ids_and_unknown_modes():
-    model = language_model()
+def test_score_rejects_inputs_that_are_not_token_ids_and_unknown_modes(text_model):
+    score, ids = text_model.score, [[1, 2, 3]]
     for text in ("tick", ["tick"], np.array(["tick"]), [["tick"]]):
-        assert_rejects(r"`token_ids` must be .*got .*`preprocessor", model.score, text)
-    for ids, got in [
+        assert_rejects(r"`token_ids` must be .*got .*`preprocessor", score, text)
+    for wrong, got in [
         ([[1, 2], [3]], "sequences of different lengths"),
         (np.ones((1, 2)), "float64"),
         ([1, 2], r"\(2,\)"),
@@ -299,11 +305,10 @@ def test_score_rejects_inputs_that_are_not_token_ids_and_unknown_modes():
         (None, "NoneType"),
         (PROMPT, r"a dictionary of .*Pass .*x\['token_ids'\]"),
     ]:
-        assert_rejects(f"`token_ids` must be integers .*got .*{got}", model.score, ids)
-    for ids, got in [([["a", "b"]], "text"), ([[0.5, 1.0]], "float64"), ({}, "a dictionary")]:
+        assert_rejects(f"`token_ids` must be integers .*got .*{got}", score, wrong)
+    for wrong, got in [([["a", "b"]], "text"), ([[0.5, 1.0]], "float64"), ({}, "a dictionary")]:
         match = f"`target_ids` must be integers .*got .*{got}"
-        assert_rejects(match, model.score, [[1, 2]], scoring_mode="loss", target_ids=ids)
-    score, ids = model.score, [[1, 2, 3]]
+        assert_rejects(match, score, [[1, 2]], scoring_mode="loss", target_ids=wrong)
     assert_rejects("'logits' or 'loss'", score, ids, scoring_mode="perplexity")
     assert_rejects("`target_ids`", score, ids, scoring_mode="loss")
     match = r"`target_ids` must have .*\(1, 3\); got \(1, 2"
@@ -330,17 +335,46 @@ def test_calls_reject_masks_and_caches_of_other_structures_and_shapes():
     assert_rejects(match, model.call_with_cache, np.ones((2, 1), "int32"), cache)
 
 
+def test_sequences_beyond_dense_attention_are_rejected():
+    """Dense attention silently replaces the published sparse attention.
+
+    A call of the functional model runs its graph, not `hidden_states`, and the capacity of a cache
+    is rounded up, here to 64 tokens.
+    """
+    model = tiny_causal_lm(family="lightning_hybrid", dense_length=16, num_layers=2)
+    model.compile(loss=model.loss, sampler="greedy")
+
+    def prompt(length, real=4):
+        mask = np.broadcast_to(np.arange(length) < real, (1, length))
+        return {"token_ids": np.where(mask, 5, 0), "padding_mask": mask.astype("int32")}
+
+    match = r"at most 15 tokens.*got {}\. .*block-sparse from 16 .*`dense_length=None`"
+    for call in (
+        lambda n: model.predict_on_batch(prompt(n)),
+        lambda n: model.train_on_batch(prompt(n), np.ones((1, n), "int32")),
+        lambda n: model.backbone.get_initial_state(1, n),
+        prefill := lambda n: model.prefill(prompt(4), max_length=n),
+    ):
+        call(15)
+        assert_rejects(match.format(16), call, 16)
+    assert_rejects(match.format(16), model.generate, prompt(16), stop_token_ids=None)
+    assert_rejects(match.format(16), model.stream, prompt(4), max_length=16, stop_token_ids=None)
+    cache = prefill(15)
+    arguments = {"max_length": 13, "cache": cache, "stop_token_ids": None}
+    assert_rejects("`max_length` of 15", model.generate, prompt(4), **arguments)
+
+
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
-def test_single_strings_are_rejected(method):
+def test_single_strings_are_rejected(text_model, method):
     tf = pytest.importorskip("tensorflow")
-    model, match = language_model(), r"`x` must be several strings; .*`\.batch"
+    match = r"`x` must be several strings; .*`\.batch"
     for x in (tf.data.Dataset.from_tensor_slices(TEXTS), np.array("tick"), tf.constant("tick")):
-        assert_rejects(match, getattr(model, method), x, verbose=0)
+        assert_rejects(match, getattr(text_model, method), x, verbose=0)
 
 
-@pytest.mark.parametrize("has_preprocessor", [True, False])
-def test_fit_and_evaluate_reject_data_that_is_neither_strings_nor_tokens(has_preprocessor):
-    model = language_model() if has_preprocessor else tiny_causal_lm(num_layers=1)
+@pytest.mark.parametrize("name", ["text_model", "tokens_model"])
+def test_fit_and_evaluate_reject_data_that_is_neither_strings_nor_tokens(name, request):
+    model = request.getfixturevalue(name)
     tokens = np.full((2, 3), 7)
     for x, got in [
         (tokens, r"int64 of shape \(2, 3\)"),
@@ -363,7 +397,7 @@ def test_fit_and_evaluate_reject_data_that_is_neither_strings_nor_tokens(has_pre
         ((PROMPT,), "`validation_data` holds tokens, which need labels"),
     ]:
         assert_rejects(match, model.fit, PROMPT, IDS, validation_data=validation_data, verbose=0)
-    if has_preprocessor:
+    if name == "text_model":
         match = "`y` and `sample_weight` are made from the strings"
         for use in (model.fit, model.evaluate):
             assert_rejects(match, use, ["a", "b"], np.array([1, 2]), verbose=0)
