@@ -27,8 +27,13 @@ LENGTH = 11
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def family_model(request):
-    return tiny_causal_lm(family=request.param)
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def family_model(family):
+    return tiny_causal_lm(family=family)
 
 
 def tokens(batch=3):
@@ -46,19 +51,17 @@ def test_logits_match_the_reference_with_padding_anywhere_and_documents(family_m
     real[1, :2] = 0  # at the beginning
     real[2, [3, 4, 8]] = 0  # and in the middle
     documents = np.array([[1] * 4 + [2] * 1 + [3] * 6, [1] * 11, [5] * 3 + [0] * 8], "int32")
-    x = {"token_ids": token_ids, "padding_mask": real}
-    for more in ({}, {"segment_ids": documents}):
-        logits = numpy(family_model.predict_on_batch({**x, **more}))
-        expected = reference.logits(family_model, token_ids, real, *more.values())
-        assert_close(logits[real > 0], expected[real > 0])
-        assert np.isfinite(logits).all()
+    x = {"token_ids": token_ids, "padding_mask": real, "segment_ids": documents}
+    logits = numpy(family_model.predict_on_batch(x))
+    expected = reference.logits(family_model, token_ids, real, documents)
+    assert_close(logits[real > 0], expected[real > 0])
+    assert np.isfinite(logits).all()
 
 
 @pytest.mark.once
-@any_family
-def test_clones_and_functional_models_of_a_backbone_give_its_outputs(family):
+def test_clones_and_functional_models_of_a_backbone_give_its_outputs(family_model):
     """A copy requires segments, or a functional model with segments mixes documents."""
-    backbone = tiny_backbone(family=family)
+    backbone = family_model.backbone
     x = {"token_ids": np.arange(6)[None], "padding_mask": np.ones((1, 6), "int32")}
     expected = numpy(backbone(x))
     clone = keras.models.clone_model(backbone)
@@ -139,17 +142,11 @@ OPTIONS = {
     },
 }
 STREAMED = ("complex recurrence", "short convolutions", "hybrid", "Nemotron-H")
-ON_TORCH = ("complex recurrence", "decays of the paper", "tied", "one layer", "HypeNet")
-ON_TORCH += ("MLPs after mixers", "no MLP, no norm", "norm before the gate", "four taps, untied")
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        pytest.param(family, name, marks=[pytest.mark.once] if name in ON_TORCH else [])
-        for family, options in OPTIONS.items()
-        for name in options
-    ],
+    ("family", "name"), [(family, name) for family, options in OPTIONS.items() for name in options]
 )
 def test_options_with_padding_and_documents_match_the_reference(family, name):
     """A block has the bound of another one, or attention has wrong positions or documents."""
@@ -160,7 +157,7 @@ def test_options_with_padding_and_documents_match_the_reference(family, name):
     x = {"token_ids": token_ids, "padding_mask": real, "segment_ids": segment_ids}
     expected = reference.logits(model, token_ids, real, segment_ids)
     assert_close(numpy(model.predict_on_batch(x))[real > 0], expected[real > 0])
-    if name in STREAMED and keras.config.backend() == "torch":
+    if name in STREAMED:
         assert_streams(model, token_ids[1:], reference.logits(model, token_ids[1:]))
 
 
@@ -272,9 +269,8 @@ def test_config_of_a_backbone_has_every_argument_and_restores_it(family):
 
 
 @pytest.mark.once
-@shared_by_families
-def test_residual_block_from_config_streams_as_the_original(family):
-    block = tiny_backbone(family=family).transformer_layers[-1]
+def test_residual_block_from_config_streams_as_the_original(family, family_model):
+    block = family_model.backbone.transformer_layers[-1]
     again = type(block).from_config(block.get_config())
     again.build((None, None, 16))
     for weight, value in zip(again.weights, block.get_weights(), strict=True):
@@ -309,32 +305,30 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_states_in_float32(family
 
 
 @pytest.mark.once
-@any_family
-def test_layout_map_splits_every_large_weight(family):
+def test_layout_map_splits_every_large_weight(family, family_model):
     pytest.importorskip("jax")
     mesh = keras.distribution.DeviceMesh((1, 1), ("batch", "model"), ["cpu:0"])
-    layout = FAMILIES[family].backbone.get_layout_map(mesh)
+    get_layout_map = FAMILIES[family].backbone.get_layout_map
+    layout = get_layout_map(mesh)
     others = tiny_backbone(recurrence="cg_lru").weights if family == "griffin" else []
-    for weight in tiny_backbone(family=family).weights + others:
+    for weight in family_model.backbone.weights + others:
         axes = layout[weight.path]
         small = "bias" in weight.path or "lower_bounds" in weight.path
         if len(weight.shape) > 1 and not small:
             assert len(axes.axes) == len(weight.shape), weight.path
             assert "model" in axes.axes, weight.path
-    get_layout_map = FAMILIES[family].backbone.get_layout_map
     assert_rejects("`model_parallel_dim_name`", get_layout_map, mesh, model_parallel_dim_name="x")
 
 
 @pytest.mark.once
-@shared_by_families
-def test_hidden_states_analyzes_padding_and_documents_once(family, monkeypatch):
+def test_hidden_states_analyzes_padding_and_documents_once(family, family_model, monkeypatch):
     """Each layer sorts the tokens of masks and segments, which eager calls repeat."""
     # An `import` of these names would give the functions, not the modules.
     modules = [
         importlib.import_module(f"keras_recurrent.{name}")
         for name in ("ops.token_kind", "layers.tokens", "models.recurrent_backbone")
     ]
-    backbone, mocks = tiny_backbone(family=family), {}
+    backbone, mocks = family_model.backbone, {}
     for name in ("compute_tokens", "kinds_of_whole_sequences", "token_position", "last_segment"):
         for module in (module for module in modules if hasattr(module, name)):
             mocks.setdefault(name, mock.Mock(wraps=getattr(module, name)))
@@ -371,12 +365,11 @@ def test_decoding_step_sorts_and_sums_no_tokens(family_model, monkeypatch):
 
 
 @pytest.mark.skipif(keras.config.backend() != "torch", reason="JAX and TensorFlow compile a step")
-@any_family
-def test_forward_pass_copies_no_python_numbers_to_the_device(family, monkeypatch):
+def test_forward_pass_copies_no_python_numbers_to_the_device(family_model, monkeypatch):
     """The host waits for the GPU: a number that becomes a tensor is copied after all kernels."""
     import torch
 
-    backbone = tiny_backbone(family=family)
+    backbone = family_model.backbone
     names = ("token_ids", "padding_mask", "segment_ids")
     inputs = dict.fromkeys(names, keras.ops.ones((2, 9), "int32"))
     copied = []
@@ -399,10 +392,10 @@ def test_forward_pass_copies_no_python_numbers_to_the_device(family, monkeypatch
     assert copied == [0]
 
 
-@shared_by_families
-def test_hidden_states_without_cache_equal_those_from_the_initial_cache(family):
+@pytest.mark.once
+def test_hidden_states_without_cache_equal_those_from_the_initial_cache(family_model):
     """With padding on both sides, a sequence of padding, documents, and unused or no free slots."""
-    backbone = tiny_backbone(family=family, **FEWER_LAYERS)
+    backbone = family_model.backbone
     token_ids, length = tokens(), LENGTH
     mask = np.ones(token_ids.shape, "bool")
     mask[0, : length // 3] = mask[1, length // 2 :] = mask[2] = False

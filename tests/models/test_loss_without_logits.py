@@ -7,7 +7,7 @@ import pytest
 
 import keras_recurrent
 from keras_recurrent.models import TokenCrossentropy
-from tests.models.tiny import FEWER_LAYERS, VOCABULARY, shared_by_families, tiny_causal_lm
+from tests.models.tiny import VOCABULARY, shared_by_families, tiny_causal_lm
 
 BACKEND = keras.config.backend()
 BATCH, LENGTH = 5, 12
@@ -37,12 +37,10 @@ def train(model, weights=..., **compiled):
     weights = mask if weights is ... else weights
     if weights is None:
         y = np.maximum(y, 0)
-    history = model.fit(
-        x, y, sample_weight=weights, batch_size=2, epochs=2, shuffle=False, verbose=0
-    ).history
-    held_out = model.evaluate(
-        x, y, sample_weight=weights, batch_size=2, verbose=0, return_dict=True
-    )
+    # XLA compiles one size of a batch.
+    arguments = {"sample_weight": weights, "batch_size": BATCH, "verbose": 0}
+    history = model.fit(x, y, epochs=2, shuffle=False, **arguments).history
+    held_out = model.evaluate(x, y, return_dict=True, **arguments)
     return history | held_out, [keras.ops.convert_to_numpy(w) for w in model.weights]
 
 
@@ -62,11 +60,15 @@ def assert_trains_as_with_logits(make, weights=..., **compiled):
 
 @shared_by_families
 def test_fit_and_evaluate_without_logits_equal_those_with_logits(family):
-    assert_trains_as_with_logits(lambda: tiny_causal_lm(family=family, **FEWER_LAYERS))
+    assert_trains_as_with_logits(lambda: tiny_causal_lm(family=family, num_layers=1))
+
+
+def one_layer():
+    return tiny_causal_lm(num_layers=1)
 
 
 def model_with_lora():
-    model = tiny_causal_lm()
+    model = one_layer()
     model.backbone.enable_lora(2)
     return model
 
@@ -75,10 +77,10 @@ def model_with_lora():
 @pytest.mark.parametrize(
     ("make", "options"),
     [
-        pytest.param(tiny_causal_lm, {"weights": None}, id="no sample weights"),
-        pytest.param(tiny_causal_lm, {"weights": data()[2][..., None]}, id="one more axis"),
+        pytest.param(one_layer, {"weights": None}, id="no sample weights"),
+        pytest.param(one_layer, {"weights": data()[2][..., None]}, id="one more axis"),
         pytest.param(
-            tiny_causal_lm,
+            one_layer,
             {"optimizer": {"gradient_accumulation_steps": 2}},
             id="accumulated gradients",
         ),
@@ -93,9 +95,8 @@ def test_fit_without_logits_under_options_of_keras_equals_fit_with_logits(make, 
 def test_mean_with_sample_weight_divides_by_the_sum_of_weights():
     """The loss is divided by the number of tokens, padding included."""
     loss = TokenCrossentropy(reduction="mean_with_sample_weight")
-    sizes = {"num_layers": 1, "block_types": ("recurrent",)}
-    assert_trains_as_with_logits(lambda: tiny_causal_lm(**sizes), data()[2] / 2, loss=loss)
-    model = tiny_causal_lm(**sizes)
+    assert_trains_as_with_logits(one_layer, data()[2] / 2, loss=loss)
+    model = one_layer()
     model.compile(loss=loss)
     x, y, weights = data()
     assert model.evaluate(x, y, sample_weight=0 * weights, verbose=0)[0] == 0
@@ -103,10 +104,10 @@ def test_mean_with_sample_weight_divides_by_the_sum_of_weights():
 
 def test_token_loss_and_perplexity_match_numpy():
     """Batches are weighted by their number of sequences, or padding counts."""
-    model = tiny_causal_lm(**FEWER_LAYERS)
+    model = one_layer()
     x, y, weights = data()
     weights = weights / 2
-    logits = model.predict(x, batch_size=2, verbose=0).astype("float64")
+    logits = model.predict(x, verbose=0).astype("float64")
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     losses = -np.take_along_axis(log_p, np.maximum(y, 0)[..., None], -1)[..., 0]
     expected = (losses * weights).sum() / weights.sum()
@@ -141,7 +142,7 @@ def test_weight_of_a_sequence_is_the_weight_of_each_token(shape):
 
 @pytest.mark.once
 def test_loaded_loss_and_metrics_need_no_logits(tmp_path):
-    model = tiny_causal_lm(num_layers=1)
+    model = one_layer()
     model.compile(
         loss=TokenCrossentropy(reduction="mean_with_sample_weight"),
         weighted_metrics=[keras_recurrent.metrics.Perplexity(name="p")],
@@ -163,7 +164,7 @@ def test_packed_loss_equals_that_with_logits():
         segments = (np.arange(LENGTH) // 5).astype("int32") * np.ones((BATCH, 1), "int32")
         return model.evaluate({**x, "segment_ids": segments}, y, sample_weight=weights, verbose=0)
 
-    model = tiny_causal_lm(**FEWER_LAYERS)
+    model = one_layer()
     model.compile()
     found = evaluate_packed(model)
     model.compile(weighted_metrics=[AccuracyOfLogits()])
@@ -192,54 +193,49 @@ OTHER_LOSS = (
     "the loss is not the default `TokenCrossentropy()`, of a `compile` without `loss`, nor one "
     "with `reduction='mean_with_sample_weight'`"
 )
-# Arguments of `compile`, and the reason for logits, or None.
-COMPILED = [
-    (lambda: {"weighted_metrics": None}, None),
-    (lambda: {"metrics": []}, None),
-    (lambda: {"weighted_metrics": [[accuracy()]]}, None),
-    (lambda: {"loss_weights": [1.0]}, "`compile` got `loss_weights`"),
-    (
-        lambda: {"metrics": [accuracy()]},
-        "'SparseCategoricalAccuracy' is in `metrics` and not in `weighted_metrics`",
-    ),
-    (
-        lambda: {"weighted_metrics": ["accuracy"]},
-        f"{READS.format('accuracy')}; `keras.metrics.SparseCategoricalAccuracy()` does not",
-    ),
-    (
-        lambda: {"weighted_metrics": [keras.metrics.mean_squared_error]},
-        READS.format("mean_squared_error"),
-    ),
-    (lambda: {"metrics": [perplexity()]}, PERPLEXITY),
-    (lambda: {"weighted_metrics": [accuracy(), perplexity()]}, PERPLEXITY),
-    (lambda: {"weighted_metrics": [[accuracy(), perplexity()]]}, PERPLEXITY),
-    (lambda: {"weighted_metrics": {"token_embedding": [perplexity()]}}, PERPLEXITY),
-    *(
-        (
-            lambda loss=loss: {"loss": loss, "weighted_metrics": [perplexity()]},
-            f"{OTHER_LOSS}; {PERPLEXITY}",
-        )
-        for loss in (keras.losses.MeanSquaredError(), TokenCrossentropy(reduction="sum"))
-    ),
-]
 
 
 @pytest.mark.once
-@pytest.mark.parametrize(("arguments", "reason"), COMPILED)
-def test_which_loss_gives_the_reason_for_logits(arguments, reason):
+def test_which_loss_gives_the_reason_for_logits():
     """The reason names an argument or a container in place of the metric."""
-    model = tiny_causal_lm(num_layers=1)
-    model.compile(**arguments())
-    source = "logits" if reason else "hidden states"
-    assert keras_recurrent.which_loss(model) == (source, reason)
-    if reason is None:
-        x, y, weights = data()
-        assert np.isfinite(model.evaluate(x, y, sample_weight=weights, verbose=0)).all()
+    cases = [
+        ({"weighted_metrics": None}, None),
+        ({"metrics": []}, None),
+        ({"weighted_metrics": [[accuracy()]]}, None),
+        ({"loss_weights": [1.0]}, "`compile` got `loss_weights`"),
+        (
+            {"metrics": [accuracy()]},
+            "'SparseCategoricalAccuracy' is in `metrics` and not in `weighted_metrics`",
+        ),
+        (
+            {"weighted_metrics": ["accuracy"]},
+            f"{READS.format('accuracy')}; `keras.metrics.SparseCategoricalAccuracy()` does not",
+        ),
+        (
+            {"weighted_metrics": [keras.metrics.mean_squared_error]},
+            READS.format("mean_squared_error"),
+        ),
+        ({"metrics": [perplexity()]}, PERPLEXITY),
+        ({"weighted_metrics": [accuracy(), perplexity()]}, PERPLEXITY),
+        ({"weighted_metrics": [[accuracy(), perplexity()]]}, PERPLEXITY),
+        ({"weighted_metrics": {"token_embedding": [perplexity()]}}, PERPLEXITY),
+        *(
+            ({"loss": loss, "weighted_metrics": [perplexity()]}, f"{OTHER_LOSS}; {PERPLEXITY}")
+            for loss in (keras.losses.MeanSquaredError(), TokenCrossentropy(reduction="sum"))
+        ),
+    ]
+    model, (x, y, weights) = one_layer(), data()
+    for arguments, reason in cases:
+        model.compile(**arguments)
+        source = "logits" if reason else "hidden states"
+        assert keras_recurrent.which_loss(model) == (source, reason)
+        if reason is None:
+            assert np.isfinite(model.evaluate(x, y, sample_weight=weights, verbose=0)).all()
 
 
 @pytest.mark.once
 def test_which_loss_of_subclasses_16_bit_models_and_others():
-    model, which_loss = tiny_causal_lm(), keras_recurrent.which_loss
+    model, which_loss = one_layer(), keras_recurrent.which_loss
     assert which_loss(model) == ("hidden states", None)
 
     class CustomLM(type(model)):
@@ -257,7 +253,7 @@ def test_which_loss_of_subclasses_16_bit_models_and_others():
 
 @pytest.mark.once
 def test_call_and_predict_return_logits_after_a_step_and_after_an_error_in_a_step():
-    model = tiny_causal_lm()
+    model = one_layer()
     model.compile(run_eagerly=True)
     x, y, weights = data()
     model.train_on_batch(x, y, sample_weight=weights)

@@ -8,7 +8,7 @@ import pytest
 
 from keras_recurrent.layers import HGRN2, RecurrentBlock
 from keras_recurrent.layers.gated_linear_unit import SwiGLU
-from tests.models.tiny import VOCABULARY, any_family, shared_by_families, tiny_causal_lm
+from tests.models.tiny import FEWER_LAYERS, VOCABULARY, any_family, tiny_causal_lm, two_families
 
 BACKEND = keras.config.backend()
 
@@ -41,9 +41,10 @@ def update_of_weights(model):
     return np.concatenate([step.ravel() for step in steps])
 
 
-@shared_by_families
+@two_families
 def test_training_step_with_recomputation_equals_a_plain_step(family):
-    plain, recomputed = (training_step(mode, "float32", family) for mode in (None, "full"))
+    steps = (training_step(mode, "float32", family, **FEWER_LAYERS) for mode in (None, "full"))
+    plain, recomputed = steps
     assert np.linalg.norm(recomputed - plain) < 1e-5 * np.linalg.norm(plain)
 
 
