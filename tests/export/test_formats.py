@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 
-def of_backend(every_change, nightly):
+def parametrize_models(every_change, nightly):
     """Parametrizes a test by models of this backend, some of which run nightly only."""
     marked = [pytest.param(name, marks=pytest.mark.nightly) for name in nightly.get(BACKEND, ())]
     return pytest.mark.parametrize("name", [*every_change.get(BACKEND, ()), *marked])
@@ -57,7 +57,7 @@ def export(name, folder, form, **arguments):
     return model, path
 
 
-@of_backend(
+@parametrize_models(
     {
         "jax": ["block, step", "lightning", "hgrn2 lm"],
         "torch": ["block, step", "hgrn2 lm"],
@@ -87,7 +87,7 @@ OPERATORS: dict = {
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="keras_recurrent writes opset 27 from torch")
-@of_backend(
+@parametrize_models(
     {"torch": ["hgrn2, convolutions", "convolution, step", "lightning, packed", "hgrn2 lm"]},
     nightly={"torch": ["hgrn2, step", "transnormer lm"]},
 )
@@ -114,7 +114,7 @@ def test_unsupported_opset_raises_and_writes_nothing(version, tmp_path):
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="a format of torch")
-@of_backend(
+@parametrize_models(
     {"torch": ["hgrn2, step", "griffin lm"]},
     nightly={"torch": ["gru, step", "block", "lightning_hybrid lm"]},
 )
@@ -136,7 +136,7 @@ def test_torch_program_has_plain_operators_and_matches_the_model(name, tmp_path)
 
 
 @pytest.mark.skipif(BACKEND == "jax", reason="Keras has no such export from JAX")
-@of_backend(
+@parametrize_models(
     {"torch": ["block"], "tensorflow": ["hgrn2, step", "block"]},
     nightly={"torch": ["block, step", "hgrn2, step"], "tensorflow": ["block, step"]},
 )
@@ -146,13 +146,13 @@ def test_openvino_file_matches_the_model(name, tmp_path):
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow's converter")
-@of_backend({"tensorflow": ["hgrn2, step"]}, nightly={"tensorflow": ["block, step"]})
+@parametrize_models({"tensorflow": ["hgrn2, step"]}, nightly={"tensorflow": ["block, step"]})
 def test_litert_file_runs_with_built_in_operators_and_matches_the_model(name, tmp_path):
     model, path = export(name, tmp_path, "litert")
     assert_runs(model, lambda inputs: runtimes.litert(path, inputs), shapes=((1, 1),))
 
 
-@of_backend(
+@parametrize_models(
     {"torch": ["lfm2, openvino"], "tensorflow": ["mamba_hybrid, litert"]},
     nightly={"torch": ["mamba_hybrid, onnx"], "tensorflow": ["lfm2, onnx"]},
 )
@@ -222,7 +222,7 @@ def test_saved_model_signature_has_the_window_of_local_attention(tmp_path):
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="a format of TensorFlow")
-@of_backend({"tensorflow": ["gru, step", "block"]}, nightly={"tensorflow": ["block, step"]})
+@parametrize_models({"tensorflow": ["gru, step", "block"]}, nightly={"tensorflow": ["block, step"]})
 def test_saved_model_of_a_layer_matches_the_layer(name, tmp_path):
     model, program = export_saved_model(name, tmp_path)
 
