@@ -20,7 +20,7 @@ WITHOUT_EXAMPLES = (
     "keras_recurrent.backends",
     "keras_recurrent.devices.torch",
     "keras_recurrent.evaluation.lm_evaluation_harness",
-    "keras_recurrent.generation.torch",
+    "keras_recurrent.generation.torch_",
     "keras_recurrent.lm_evaluation_harness",
     "keras_recurrent.optimizers.fused_updates",
     "keras_recurrent.serving.gate",

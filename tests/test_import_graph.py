@@ -40,7 +40,7 @@ TOP = len(FLOORS)  # other modules at the root of the package
 INSIDE_FUNCTIONS = {
     ("keras_recurrent/dispatch.py", "backends"),
     ("keras_recurrent/dispatch.py", "backends.triton._runtime.framework"),
-    ("keras_recurrent/generation/torch/decoder.py", "backends.triton.argmax"),
+    ("keras_recurrent/generation/torch_batch.py", "backends.triton.argmax"),
     ("keras_recurrent/optimizers/fused_updates.py", "backends.triton._optimizers.adam_kernel"),
     ("keras_recurrent/serving/__init__.py", "serving.engine"),
     ("keras_recurrent/serving/__main__.py", "serving.processes"),

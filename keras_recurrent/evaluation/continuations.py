@@ -3,7 +3,7 @@
 import numpy as np
 
 from keras_recurrent.checks.arguments import check_positive_integer
-from keras_recurrent.generation.decoding_loop import start_decoding
+from keras_recurrent.generation.batch import start_decoding
 from keras_recurrent.generation.prompts import capacity, pad_prompts
 from keras_recurrent.generation.sampling_params import SamplingParams
 from keras_recurrent.generation.sequence import Sequence
@@ -203,7 +203,7 @@ class Continuations:
         pairs = zip(cache.token_ids, texts, strict=True)
         sequences = [Sequence(ids, *options, text.listen) for ids, text in pairs]
         programs = self._model._programs()
-        loop = start_decoding(self._model, programs, sequences, lambda prepare: cache.state)
+        loop = start_decoding(programs, sequences, lambda prepare: cache.state)
         while loop.advance():
             pass
         loop.batch.close()

@@ -1,6 +1,7 @@
-"""Batches: sequences that decode together, one in each slot."""
+"""Batches, sequences that decode together, and their decoding loop."""
 
 import collections
+import functools
 import math
 from typing import Any
 
@@ -31,15 +32,14 @@ class Batch:
     """Sequences that decode together, one in each slot. Base class of the batches of backends.
 
     Args of subclasses:
-        model: the language model.
-        programs: its `Programs`.
+        programs: the `Programs` of the model.
         num_slots: integer.
         keep: boolean, True if the state of a sequence is unchanged after its end.
         reads_tokens: boolean, True if tokens are read before the sequences have ended on the
             device: in a stream, or with stop strings. `state` is then also called before that.
 
     Args:
-        model, num_slots: as above.
+        programs, num_slots: as above.
         tokens_per_step: integer, number of tokens of each sequence that a step computes.
         runs_ahead: boolean, True if the next step is launched before the tokens of the last one
             are processed.
@@ -55,10 +55,9 @@ class Batch:
     initial_state: Any
     num_prompts: int
 
-    _programs: Any
-
-    def __init__(self, model, num_slots, tokens_per_step, runs_ahead):
-        self._model, self._vocabulary_size = model, model.backbone.vocabulary_size
+    def __init__(self, programs, num_slots, tokens_per_step, runs_ahead):
+        self._programs, self._model = programs, programs.model
+        self._vocabulary_size = programs.model.backbone.vocabulary_size
         self.tokens_per_step, self.runs_ahead = tokens_per_step, runs_ahead
         self.sequences: list[Any] = [None] * num_slots
         self.active_slots: list[Any] = []
@@ -390,6 +389,86 @@ class Batch:
     def wait(self):
         """Waits until the device has done all work."""
         raise NotImplementedError
+
+
+class DecodingLoop:
+    """Decodes the sequences of a batch until they end.
+
+    Args:
+        batch: the `Batch`.
+
+    Attributes:
+        batch: as above.
+        num_tokens: integer, number of new tokens of all sequences so far.
+    """
+
+    def __init__(self, batch):
+        self.batch, self.num_tokens = batch, 0
+        self._launched = None  # slots and results of the latest step, until it is fetched
+        self._columns = iter(())  # slots, tokens and log probabilities on the host
+
+    def advance(self):
+        """Processes the next token of each sequence; returns False if all have ended.
+
+        If the batch runs ahead, the device computes the next step while the host processes the
+        tokens of the previous one, unless the next step depends on them.
+        """
+        if not self.batch.active_slots:
+            return False
+        column = next(self._columns, None)
+        if column is None:
+            launched = self._launched or self.batch.step()
+            runs_ahead = self.batch.runs_ahead and not self.batch.needs_tokens
+            self._launched = self.batch.step() if runs_ahead and self.batch.has_work else None
+            self._columns = _columns(*launched)
+            column = next(self._columns)
+        self._process(*column)
+        return True
+
+    def _process(self, slots, tokens, logprobs):
+        """Passes the tokens [B] and `Logprobs` of a column to the sequences that have not ended."""
+        ended = []
+        for slot, sequence in slots:
+            if sequence.finish_reason is not None:
+                continue
+            row = None
+            if logprobs and sequence.params.logprobs is not None:
+                row = Logprobs(*(array[slot] for array in logprobs))
+            self.num_tokens += 1
+            sequence.add(tokens[slot], row)
+            if sequence.finish_reason is not None:
+                ended.append(sequence)
+        self._deliver()
+        for sequence in ended:  # last, so that no token waits for the removal
+            self._end(sequence)
+
+    def _deliver(self):
+        """Called after the tokens of a step; listeners have them already."""
+
+    def _end(self, sequence):
+        self.batch.remove(sequence)
+
+
+def _columns(slots, results):
+    """Waits for a step; yields slots, tokens [B] and `Logprobs` for each of its positions."""
+    tokens, logprobs = results()
+    for t, column in enumerate(tokens.T.tolist()):
+        yield slots, column, logprobs and Logprobs(*(array[:, t] for array in logprobs))
+
+
+def start_decoding(programs, sequences, process, keep=False, reads_tokens=False):
+    """Returns the `DecodingLoop` of the sequences of one call of `generate` or `stream`.
+
+    Args:
+        programs: the `Programs` of the model.
+        sequences: a list of the `Sequence`s.
+        process: a function of `prepare`, as in `Programs.prefill`. It returns the state before the
+            last token of each prompt, which the loop may overwrite.
+        keep, reads_tokens: as in `Batch`.
+    """
+    batch = programs.batch(len(sequences), keep, reads_tokens)
+    batch.insert_all(sequences, process(functools.partial(batch.prepare_first_step, sequences)))
+    return DecodingLoop(batch)
 
 
 def process_new_tokens(programs, state, sequences):

@@ -3,22 +3,26 @@
 import functools
 from typing import Any
 
+import keras
 import keras_hub
 import numpy as np
 from keras import ops
 
 from keras_recurrent.chat.templates import is_messages
 from keras_recurrent.checks.arguments import check_boolean
-from keras_recurrent.generation.batch import process_new_tokens
+from keras_recurrent.generation.batch import process_new_tokens, start_decoding
 from keras_recurrent.generation.beam_search import BeamSampler, search_beams
 from keras_recurrent.generation.cache import GenerationCache, select_rows
 from keras_recurrent.generation.cache_file import cache_key
 from keras_recurrent.generation.chat import ChatGeneration, answer, start_turn
-from keras_recurrent.generation.decoding_loop import Programs, Stream, start_decoding
 from keras_recurrent.generation.grammar import make_matchers
 from keras_recurrent.generation.prompts import cache_max_length, check_token_count, parse_prompts
-from keras_recurrent.generation.samplers import CUSTOM_LOOP, check_sampler, resolve_sampling
-from keras_recurrent.generation.sampling import log_probabilities
+from keras_recurrent.generation.sampling import (
+    CUSTOM_LOOP,
+    check_sampler,
+    log_probabilities,
+    resolve_sampling,
+)
 from keras_recurrent.generation.sampling_params import answer_seeds, explains_options
 from keras_recurrent.generation.sequence import (
     Sequence,
@@ -26,6 +30,7 @@ from keras_recurrent.generation.sequence import (
     format_beams,
     format_result,
 )
+from keras_recurrent.generation.stream import Stream
 from keras_recurrent.generation.text import (
     StreamedText,
     check_stop_strings,
@@ -33,6 +38,12 @@ from keras_recurrent.generation.text import (
     parse_stop_token_ids,
 )
 from keras_recurrent.ops.token_crossentropy import token_crossentropy
+
+Programs: Any
+if keras.config.backend() == "torch":
+    from keras_recurrent.generation.torch_programs import Programs
+else:
+    from keras_recurrent.generation.xla_programs import Programs
 
 
 class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
@@ -176,7 +187,7 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
                 state = process_new_tokens(programs, state, sequences)
         elif has_work:
             keep, reads_tokens = return_cache, texts is not None
-            loop = start_decoding(self, programs, sequences, process, keep, reads_tokens)
+            loop = start_decoding(programs, sequences, process, keep, reads_tokens)
             while loop.advance():
                 pass
             state = loop.batch.state(sequences) if return_cache else None
@@ -311,7 +322,7 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
         call = inputs, max_length, stop_token_ids, cache, options
         prompts, sequences, texts = self._parse(*call, reads_text=True)
         process = functools.partial(self._process_prompts, programs, prompts, cache, True)
-        loop = start_decoding(self, programs, sequences, process, keep=True, reads_tokens=True)
+        loop = start_decoding(programs, sequences, process, keep=True, reads_tokens=True)
         make_cache = functools.partial(self._make_cache, prompts, cache, turn=turn)
         return Stream(loop, sequences, texts, prompts.is_single, make_cache)
 
@@ -343,12 +354,14 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
             for answer_seed in answer_seeds(p, seed)
         ]
         listeners: list[Any] = [None] * len(rows)
+        matchers = listeners
         if self.preprocessor is not None and (strings or reads_text):
             hidden = [id for id in hidden_stop_tokens(self.preprocessor) if id in stops]
             texts = [StreamedText(self.preprocessor, ids[-1], strings, hidden) for ids, *_ in rows]
             listeners = [text.listen for text in texts]
-        size = self.backbone.vocabulary_size
-        matchers = make_matchers(self.preprocessor, size, [p for _, p, *_ in rows], stops)
+        if any(p.grammar is not None for p in params):
+            size = self.backbone.vocabulary_size
+            matchers = make_matchers(self.preprocessor, size, [p for _, p, *_ in rows], stops)
         parts = zip(rows, listeners, matchers, strict=True)
         sequences = [Sequence(*row, listener, matcher) for row, listener, matcher in parts]
         return prompts, sequences, texts

@@ -1,6 +1,5 @@
 """Decoding mode of the last call of `generate` or `stream`, and why faster modes were not used."""
 
-import weakref
 from typing import NamedTuple
 
 MODES = {
@@ -12,8 +11,6 @@ MODES = {
 }
 
 RUN_EAGERLY = "`compile` got `run_eagerly=True`"  # reason for `"eager"`
-
-_last: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 class GenerationMode(NamedTuple):
@@ -48,7 +45,7 @@ def which_generation(model):
         model: a language model of this package.
 
     Returns:
-        A named tuple, or None before the first call of `generate` or `stream`. `name` is the mode,
+        A named tuple, or None before the first call after `compile`. `name` is the mode,
         `refused` a dictionary of faster modes and reasons, and `unfused` a dictionary of the blocks
         whose steps do not run as fused operations and reasons, such as a LoRA adapter. `unfused`
         is empty except on NVIDIA GPUs, where such operations exist.
@@ -70,15 +67,4 @@ def which_generation(model):
             "`model` must be a language model of keras_recurrent, such as `HGRN2CausalLM`; got "
             f"{type(model).__name__}."
         )
-    return _last.get(model)
-
-
-def record_mode(model, name, refused, unfused):
-    """Sets the result of `which_generation`."""
-    _last[model] = GenerationMode(name, refused, unfused)
-
-
-def add_reason(model, name, reason):
-    """Adds the reason why a part of a call did not use a mode."""
-    last = _last[model]
-    _last[model] = last._replace(refused={**last.refused, name: reason})
+    return getattr(model._decoding_programs, "mode", None)

@@ -1,22 +1,20 @@
-"""Batches on torch: steps and chunks are CUDA graphs on NVIDIA GPUs."""
+"""Batches and decoding steps on torch: the model, sampling and the ends of sequences."""
 
+import functools
+import threading
 from typing import Any
 
 import numpy as np
 import optree
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from keras_recurrent import dispatch
 from keras_recurrent.generation.batch import TOKENS_AHEAD, TOKENS_ON_CPU, Batch, runs_ahead
-from keras_recurrent.generation.torch.chunks import upload
-from keras_recurrent.generation.torch.decoder import (
-    CapturedDecoder,
-    capture,
-    clone_all,
-    copy_all,
-    stack_groups,
-    unstack_groups,
-)
-from keras_recurrent.generation.torch.step import group_equal
+from keras_recurrent.generation.sampling import Features, Logprobs, argument_names, next_tokens
+from keras_recurrent.generation.sequence import DeviceState, advance
+
+tracing = threading.RLock()  # tracing in Keras and torch uses global state of the process
 
 
 class TorchBatch(Batch):
@@ -30,13 +28,12 @@ class TorchBatch(Batch):
     _chunks: Any = None
     _read_slot: Any = None
 
-    def __init__(self, model, programs, num_slots, keep, reads_tokens=False):
+    def __init__(self, programs, num_slots, keep, reads_tokens=False):
         is_exact = keep and reads_tokens  # the device must not be ahead when `state` is called
-        ahead = runs_ahead(model) and not is_exact
+        ahead = runs_ahead(programs.model) and not is_exact
         tokens_per_step = 1 if is_exact else TOKENS_AHEAD if ahead else TOKENS_ON_CPU
-        super().__init__(model, num_slots, tokens_per_step, ahead)
-        self._programs, self._keep = programs, keep
-        self._device = model.variables[0].value.device
+        super().__init__(programs, num_slots, tokens_per_step, ahead)
+        self._keep, self._device = keep, programs.model.variables[0].value.device
 
     @torch.no_grad()
     def prepare_slots(self, max_length, num_prompts):
@@ -50,7 +47,7 @@ class TorchBatch(Batch):
         # The cache of a step may also have groups of recent tokens, of which a prompt has none.
         count = len(self._groups)
         self.initial_state, self._no_recent_tokens = stacks[:count], stacks[count:]
-        self._read_slot = self._make_slot_reader()
+        self._read_slot = self._decoder.slot_reader(self._groups)
 
     @torch.no_grad()
     def prepare_first_step(self, sequences, state):
@@ -128,33 +125,6 @@ class TorchBatch(Batch):
     def slot_state(self, slot):
         return self._read_slot(slot)
 
-    def _make_slot_reader(self):
-        """Returns a function that maps a slot to its state.
-
-        Recent tokens are applied by a CUDA graph on NVIDIA GPUs. When a sequence ends, all others
-        wait for the host, which would take 2 ms to launch the operations one by one.
-        """
-        decoder = self._decoder
-        if not self._no_recent_tokens:
-            return decoder.read_slot
-
-        def apply(stacks):
-            cache = decoder.step.cache(unstack_groups(stacks, decoder.step.groups))
-            return stack_groups(optree.tree_leaves(cache), self._groups)
-
-        if not isinstance(decoder, CapturedDecoder):
-            return lambda slot: apply(decoder.read_slot(slot))
-        buffers = decoder.read_slot(0)
-        stacks = apply(buffers)
-        graph, _ = capture(lambda: copy_all(stacks, apply(buffers)), self._device)
-
-        def replay(slot):
-            copy_all(buffers, decoder.read_slot(slot))
-            graph.replay()
-            return [stack.clone() for stack in stacks]
-
-        return replay
-
     @torch.no_grad()
     def pack(self, cache):
         if isinstance(cache, list):
@@ -193,3 +163,295 @@ def _set_row(tensor, slot, value):
         upload(tensor[slot], np.asarray(value))
     else:
         tensor[slot].fill_(np.asarray(value).item())  # an assignment waits for a GPU
+
+
+class Decoder:
+    """Decodes a batch by calling the functions of a step one by one.
+
+    Args:
+        step: the `Step` of the model.
+        run: the fastest function of `step`.
+        prepared: the tensors of `step.prepared()`.
+        cache: a list of the tensors of a cache, as the step takes them.
+        tensors: `{name: tensor}`, the fields of a `DeviceState` and the arguments of sampling.
+        tokens_per_step: integer R, maximum number of tokens between two calls of `latest`.
+
+    Attributes:
+        step, cache, tensors: as above, after the latest token. Sampling adds `recent` `[B, R]`,
+            `uniform` `[B, R]`, `counts` `[B, vocabulary]` and log probabilities `[B, R, ...]`.
+    """
+
+    def __init__(self, step, run, prepared, cache, tensors, tokens_per_step):
+        self.step, self._run, self._prepared = step, run, prepared
+        self.cache, self.tensors = list(cache), dict(tensors)
+        self._tokens_per_step = tokens_per_step
+        self._choices: dict = {}  # the functions that choose tokens, by `Features`
+        if tokens_per_step > 1:
+            self.allocate("recent", (tokens_per_step,), torch.int32)
+
+    def allocate(self, name, shape, dtype=torch.float32):
+        """Adds a tensor of zeros `[B, *shape]`, unless there is one of this name."""
+        if name not in self.tensors:
+            token = self.tensors["token"]
+            size = len(token), *shape
+            self.tensors[name] = torch.zeros(size, dtype=dtype, device=token.device)
+
+    def set_tensor(self, name, value):
+        """Replaces a tensor; the shape may change."""
+        self.tensors[name] = value
+        self._choices.clear()
+
+    def allocate_for(self, features):
+        """Allocates the tensors for steps with these `Features`; None is without sampling."""
+        size = self._tokens_per_step
+        if features is None:
+            return
+        if features.is_random:
+            self.allocate("uniform", (size,))
+        if features.has_penalties:
+            self.allocate("counts", (self.step.vocabulary_size,), torch.int32)
+        if features.num_logprobs is not None:
+            names = logprob_names(features)
+            self.allocate(names[0], (size,))
+            self.allocate(names[1], (size, features.num_logprobs))
+            self.allocate(names[2], (size, features.num_logprobs), torch.int32)
+
+    def prepare(self, features):
+        """Returns a function without arguments, which decodes the next token of each sequence.
+
+        If `features` is None, the function only updates the logits and the cache. If it has a
+        grammar, the function only chooses tokens from these logits.
+        """
+        self.allocate_for(features)
+        return self._function(features)
+
+    def _function(self, features):
+        has_grammar = features is not None and features.has_grammar
+        return functools.partial(self._choose_tokens if has_grammar else self._advance, features)
+
+    def _choose_tokens(self, features):
+        self._store(self.cache, self._choice(features, self.logits))
+
+    def _choice(self, features, logits):
+        """Returns the tensors that change with the next tokens, `{name: tensor}`."""
+        if features not in self._choices:
+            masked = self.step.masked
+            self._choices[features] = make_choice(features, masked, logits, self.tensors)
+        return self._choices[features](logits, self.tensors)
+
+    def _advance(self, features):
+        self.step.count += 1
+        tensors = self.tensors
+        mask = (tensors["active"],) if self.step.masked else ()
+        logits, *cache = self._run(*self._prepared, tensors["token"], *mask, *self.cache)
+        # Sampling precedes the copies, so that its kernel directly follows the kernel of the
+        # logits, and may begin before this has ended (PDL).
+        if features is None:
+            self.logits, new = logits, {}
+        else:
+            new = self._choice(features, logits)
+        self._store(cache, new)
+
+    def _store(self, cache, new):
+        """Replaces the tensors of the cache, and `tensors` by `new`, `{name: tensor}`."""
+        self.cache = cache
+        self.tensors.update(new)
+
+    def read_slot(self, slot):
+        """Returns a copy of the cache of a slot: a `[n, 1, ...]` tensor for each step group."""
+        return stack_groups([t[slot : slot + 1] for t in self.cache], self.step.groups)
+
+    def slot_reader(self, groups):
+        """Returns a function that maps a slot to its state, in which recent tokens are applied.
+
+        groups: the result of `group_equal` for a state, without recent tokens.
+        """
+        if len(groups) == len(self.step.groups):
+            return self.read_slot
+
+        def apply(stacks):
+            cache = self.step.cache(unstack_groups(stacks, self.step.groups))
+            return stack_groups(optree.tree_leaves(cache), groups)
+
+        return self._reader(apply)
+
+    def _reader(self, apply):
+        """Returns a function that maps a slot to `apply(read_slot(slot))`."""
+        return lambda slot: apply(self.read_slot(slot))
+
+    def write_slot(self, slot, stacks):
+        """Overwrites the cache of a slot; `stacks` are as `read_slot` returns them."""
+        values = unstack_groups(stacks, self.step.groups)
+        copy_all([t[slot : slot + 1] for t in self.cache], values)
+
+    def latest(self, features, count):
+        """Returns the `count` latest tokens `[B, count]`, and their `Logprobs` or ()."""
+        tokens = self.tensors["token"]
+        if "recent" in self.tensors:
+            tokens = self.tensors["recent"][:, -count:]
+        names = [] if features.num_logprobs is None else logprob_names(features)
+        logprobs = [self.tensors[name][:, -count:] for name in names]
+        return tokens, Logprobs(*logprobs) if logprobs else ()
+
+    def logits_of(self, token, cache):
+        """Returns the logits after a token of each sequence, and the next cache."""
+        self._store(cache, {"token": token})
+        self.prepare(None)()
+        return self.logits, self.cache
+
+
+def logprob_names(features):
+    """Returns the names of the tensors of `Logprobs`, in the order of its fields."""
+    return [f"{name}_{features.num_logprobs}" for name in Logprobs._fields]
+
+
+def make_choice(features, masked, logits, tensors):
+    """Returns a function `(logits, tensors)` that chooses the next tokens without calling Keras.
+
+    The function is a torch graph that was traced once for each shape, or a kernel. It returns the
+    tensors that change as `{name: tensor}`, or overwrites them and returns an empty dictionary.
+
+    Args:
+        features: the `Features`.
+        masked: boolean, True if sequences end on the device.
+        logits: example logits `[B, vocabulary]`.
+        tensors: as in `Decoder`.
+    """
+    is_argmax = features == Features() and not masked
+    writes_argmax = is_argmax and "recent" in tensors
+    if writes_argmax and dispatch.choose("argmax", {"x": logits}).implementation == "triton":
+        from keras_recurrent.backends.triton.argmax import write_argmax
+
+        def overwrite_token(logits, tensors):
+            write_argmax(logits, tensors["token"], tensors["recent"])
+            return {}
+
+        return overwrite_token
+    names = tuple(sorted(tensors))
+    inputs = [logits, *(tensors[name] for name in names)]
+    specs = tuple((tuple(t.shape), t.dtype, t.device) for t in inputs)
+    choose, changed = _traced(features, is_argmax, names, specs, dispatch.chosen_name())
+
+    def run(logits, tensors):
+        new = choose(logits, *[tensors[name] for name in names])
+        return dict(zip(changed, new, strict=True))
+
+    return run
+
+
+def _append(tensors, latest):
+    """Returns the tensors `[B, R, ...]` in `latest`, shifted to end with its `[B, 1, ...]`."""
+    known = [name for name in latest if name in tensors]
+    return {name: torch.cat((tensors[name][:, 1:], latest[name]), dim=1) for name in known}
+
+
+def _choose(features, is_argmax, logits, tensors):
+    """Returns the tensors that change, as the function of `make_choice`."""
+    uniform = tensors["uniform"] if features.is_random else None
+    counts = tensors["counts"] if features.has_penalties else None
+    state = None if is_argmax else DeviceState(*(tensors[name] for name in DeviceState._fields))
+    if features == Features():
+        token, logprobs = dispatch.run("argmax", {"x": logits}), ()
+    else:
+        first = None if uniform is None else uniform[:, 0]
+        arguments = {name: tensors[name] for name in argument_names(features)}
+        token, counts, logprobs = next_tokens(features, logits, state, first, counts, arguments)
+    if is_argmax:
+        new = {"token": token.to(tensors["token"].dtype)[:, None]}
+    else:
+        new = advance(state, token)._asdict()
+        del new["stops"]  # which do not change
+    latest = {"recent": new["token"]}
+    if uniform is not None and uniform.shape[1] > 1:
+        latest["uniform"] = uniform[:, :1]  # the next number becomes the first
+    if logprobs:
+        latest |= dict(zip(logprob_names(features), (t[:, None] for t in logprobs), strict=True))
+    new |= _append(tensors, latest)
+    return new if counts is None else {**new, "counts": counts}
+
+
+@functools.lru_cache(maxsize=32)
+def _traced(features, is_argmax, names, specs, implementation):
+    """Returns the traced `_choose`, a function of logits and tensors, and the names of its results.
+
+    Args:
+        features, is_argmax: as in `_choose`.
+        names: a tuple of the names of the tensors.
+        specs: shape, dtype and device of the logits and of each tensor.
+        implementation: the name that `dispatch.choose` takes, or None.
+    """
+    changed: list[str] = []
+
+    def choose(logits, *tensors):
+        new = _choose(features, is_argmax, logits, dict(zip(names, tensors, strict=True)))
+        changed[:] = new
+        return tuple(new.values())
+
+    examples = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in specs]
+    with tracing, torch.no_grad():
+        graph = make_fx(choose)(*examples)
+    graph.graph.eliminate_dead_code()  # such as the log sum of `top_logits`
+    graph.recompile()
+    return graph, changed
+
+
+def upload(buffer, array):
+    """Copies a NumPy array to a tensor of its shape, without waiting for the device."""
+    host = torch.from_numpy(array)
+    buffer.copy_(host.pin_memory() if buffer.is_cuda else host, non_blocking=True)
+
+
+def overwrite(tensors, after):
+    """Overwrites tensors with new values, which may be views of the tensors."""
+    addresses = {t.untyped_storage().data_ptr() for t in tensors}
+    targets, values = [], []
+    for t, new in zip(tensors, after, strict=True):
+        # A tensor that the step has overwritten in place is its own new value. Other views of the
+        # tensors are copied before any of these is overwritten.
+        if new is not t:
+            is_view = new.untyped_storage().data_ptr() in addresses
+            targets.append(t)
+            values.append(new.clone() if is_view else new)
+    copy_all(targets, values)
+
+
+def copy_all(targets, values):
+    """Copies tensors to others by one launch for each dtype."""
+    by_dtype: dict = {}
+    for target, value in zip(targets, values, strict=True):
+        pair = by_dtype.setdefault(value.dtype, ([], []))
+        pair[0].append(target)
+        pair[1].append(value)
+    for pair in by_dtype.values():
+        torch._foreach_copy_(*pair)
+
+
+def clone_all(tensors):
+    """Returns contiguous copies of tensors, as `copy_all`."""
+    copies = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+    copy_all(copies, tensors)
+    return copies
+
+
+def group_equal(tensors, first):
+    """Groups the indices of tensors by shape and dtype; returns a list of lists.
+
+    first: tensors whose groups precede the groups of all other tensors.
+    """
+    first, groups = {id(t) for t in first}, ({}, {})
+    for index, t in enumerate(tensors):
+        groups[id(t) not in first].setdefault((t.shape, t.dtype), []).append(index)
+    return [*groups[0].values(), *groups[1].values()]
+
+
+def stack_groups(tensors, groups):
+    """Returns a new tensor `[n, ...]` for each group of n tensors of one shape and dtype."""
+    return [torch.stack([tensors[index] for index in group]) for group in groups]
+
+
+def unstack_groups(stacks, groups):
+    """Returns views of the stacks in the order of the original tensors; inverts `stack_groups`."""
+    tensors: dict = {}
+    for stack, group in zip(stacks, groups, strict=True):
+        tensors.update(zip(group, stack.unbind(), strict=True))
+    return [tensors[index] for index in range(len(tensors))]

@@ -2,12 +2,13 @@
 
 import threading
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 from keras import ops
 
+from keras_recurrent.devices.jax_layouts import drop_uneven_axes
 from keras_recurrent.devices.jax_processes import begin_gathering, gather_to_numpy
 from keras_recurrent.generation.batch import (
     TOKENS_AHEAD,
@@ -19,7 +20,6 @@ from keras_recurrent.generation.batch import (
 )
 from keras_recurrent.generation.sampling import argument_names, features_of, option_arrays
 from keras_recurrent.generation.sequence import DeviceState
-from keras_recurrent.generation.xla_programs import BatchState, distribute
 
 if keras.config.backend() == "jax":
     import jax
@@ -33,22 +33,37 @@ TOKENS_OF_STREAM = 2
 MOST_TOKENS = 64
 
 
+class BatchState(NamedTuple):
+    """State of a batch between two steps.
+
+    Attributes:
+        sequences: the `DeviceState`.
+        cache: the cache of the backbone before the tokens of `sequences`.
+        counts: int32 `[B, vocabulary_size]`, how often each token was generated; () without
+            penalties.
+    """
+
+    sequences: DeviceState
+    cache: Any
+    counts: Any
+
+
 class XlaBatch(Batch):
     """Batch on JAX or TensorFlow. Arguments as in `Batch`."""
 
     _state: Any = None
     _logits: Any = None  # of the next token, for a step with a grammar
 
-    def __init__(self, model, programs, num_slots, keep, reads_tokens=False):
-        is_exact, ahead = keep and reads_tokens, runs_ahead(model)
+    def __init__(self, programs, num_slots, keep, reads_tokens=False):
+        is_exact, ahead = keep and reads_tokens, runs_ahead(programs.model)
         if ahead:
             tokens_per_step = TOKENS_AHEAD
         elif is_exact:
             ahead, tokens_per_step = keras.config.backend() == "jax", TOKENS_OF_STREAM
         else:
             tokens_per_step = TOKENS_ON_CPU if reads_tokens else MOST_TOKENS
-        super().__init__(model, num_slots, tokens_per_step, ahead)
-        self._programs, self._keep, self._is_exact = programs, keep, is_exact
+        super().__init__(programs, num_slots, tokens_per_step, ahead)
+        self._keep, self._is_exact = keep, is_exact
         programs.record_mode()
         # Collected once: collecting them takes longer than a step on the device.
         self._weights, self._variant = programs.weights(), programs.variant()
@@ -335,6 +350,15 @@ class JaxBatch(XlaBatch):
             thread.join()
         self._prompts = None
         super().close()
+
+
+def distribute(array):
+    """Moves an array to the device, or to the devices of `keras.distribution` if one is set."""
+    distribution = keras.distribution.distribution()
+    if distribution is None:
+        return ops.convert_to_tensor(array)
+    layout = drop_uneven_axes(distribution.get_data_layout(array.shape), array.shape)
+    return keras.distribution.distribute_tensor(array, layout)
 
 
 class PromptRow:

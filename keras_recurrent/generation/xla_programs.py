@@ -4,23 +4,23 @@ import contextlib
 import functools
 import inspect
 import platform
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
 from keras import ops
 
 from keras_recurrent.backends.constants import MIN_DELAYED_ROWS
-from keras_recurrent.devices.jax_layouts import drop_uneven_axes
 from keras_recurrent.devices.jax_processes import gather_to_numpy
 from keras_recurrent.dispatch import chosen_name, compile_ahead
 from keras_recurrent.generation import beam_search
 from keras_recurrent.generation.batch import runs_ahead
-from keras_recurrent.generation.modes import RUN_EAGERLY, record_mode
+from keras_recurrent.generation.modes import RUN_EAGERLY, GenerationMode
 from keras_recurrent.generation.prompts import bucket, chunk_length
 from keras_recurrent.generation.recent_tokens import apply_recent_tokens
 from keras_recurrent.generation.sampling import empty_logprobs, next_tokens
-from keras_recurrent.generation.sequence import DeviceState, advance
+from keras_recurrent.generation.sequence import advance
+from keras_recurrent.generation.xla_batch import JaxBatch, XlaBatch, distribute
 from keras_recurrent.layers.decoding import decoding_scope, unfused_blocks
 from keras_recurrent.progress import announce
 
@@ -29,21 +29,6 @@ if keras.config.backend() == "jax":
 
 # Static arguments: each combination of their values is another program.
 STATIC = {"features", "keep", "num_tokens", "num_beams", "num_top", "max_length", "variant"}
-
-
-class BatchState(NamedTuple):
-    """State of a batch between two steps.
-
-    Attributes:
-        sequences: the `DeviceState`.
-        cache: the cache of the backbone before the tokens of `sequences`.
-        counts: int32 `[B, vocabulary_size]`, how often each token was generated; () without
-            penalties.
-    """
-
-    sequences: DeviceState
-    cache: Any
-    counts: Any
 
 
 class Programs:
@@ -55,6 +40,8 @@ class Programs:
         model: the language model. With `run_eagerly=True`, its programs run without being compiled.
 
     Attributes:
+        model: as above.
+        mode: the `GenerationMode` of the last call, or None.
         decode: a function `(state, weights, inputs, features=, keep=, num_tokens=, variant=)`. Its
             `state` is a `BatchState`, which JAX overwrites; `inputs` are random numbers `[B, N]` or
             None, and `{name: array}`, the arguments of sampling. It returns the next state, tokens
@@ -78,8 +65,10 @@ class Programs:
         copy: a function that copies a cache, which `decode` would otherwise overwrite.
     """
 
+    mode: Any = None
+
     def __init__(self, model):
-        self._model, on_jax = model, keras.config.backend() == "jax"
+        self.model, on_jax = model, keras.config.backend() == "jax"
         self._is_first = on_jax and not model.run_eagerly
         compiled: Any = _jit if on_jax else _tensorflow_function(model)
         if model.run_eagerly:
@@ -94,10 +83,15 @@ class Programs:
         self.finish = compiled(apply_recent_tokens) if on_jax else _unchanged
         self.copy = compiled(_copy) if on_jax else _unchanged
 
+    def batch(self, num_slots, keep, reads_tokens=False):
+        """Returns a batch; arguments as in `Batch`."""
+        cls = JaxBatch if keras.config.backend() == "jax" else XlaBatch
+        return cls(self, num_slots, keep, reads_tokens)
+
     def weights(self):
         """Returns the weights, arguments of a program on JAX; None on TensorFlow."""
         on_jax = keras.config.backend() == "jax"
-        return [v.value for v in self._model.variables] if on_jax else None
+        return [v.value for v in self.model.variables] if on_jax else None
 
     def variant(self):
         """Returns what a program depends on beyond the shapes of its arguments.
@@ -106,15 +100,15 @@ class Programs:
         Programs of TensorFlow depend on the variables that they read, which change, such as in
         `enable_lora`.
         """
-        layers: Any = unfused_blocks(self._model)
+        layers: Any = unfused_blocks(self.model)
         if keras.config.backend() != "jax":
-            layers = [(v.path, tuple(v.shape), v.dtype) for v in self._model.variables]
+            layers = [(v.path, tuple(v.shape), v.dtype) for v in self.model.variables]
         return chosen_name(), str(layers)  # TensorFlow would flatten a tuple in each call
 
     def record_mode(self):
-        is_eager = self._model.run_eagerly
+        is_eager = self.model.run_eagerly
         name, refused = ("eager", {"program": RUN_EAGERLY}) if is_eager else ("program", {})
-        record_mode(self._model, name, refused, unfused_blocks(self._model))
+        self.mode = GenerationMode(name, refused, unfused_blocks(self.model))
 
     def begin(self, cache):
         """Returns a cache, or its shapes, as steps take it; `finish` is the inverse function.
@@ -122,9 +116,9 @@ class Programs:
         On JAX, it also stores recent tokens at large batch sizes, where steps write large states
         only every few tokens.
         """
-        backbone, batch_size = self._model.backbone, cache["segment"].shape[0]
+        backbone, batch_size = self.model.backbone, cache["segment"].shape[0]
         is_large = keras.config.backend() == "jax" and batch_size >= MIN_DELAYED_ROWS
-        if self._model.run_eagerly or not is_large or not backbone.takes_fused_steps(batch_size):
+        if self.model.run_eagerly or not is_large or not backbone.takes_fused_steps(batch_size):
             return cache
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in keras.tree.flatten(cache)):
             return jax.eval_shape(backbone.add_recent_tokens, cache)
@@ -153,7 +147,7 @@ class Programs:
         )
 
     def _initial_shapes(self, batch_size, max_length):
-        state = functools.partial(self._model.backbone.get_initial_state, max_length=max_length)
+        state = functools.partial(self.model.backbone.get_initial_state, max_length=max_length)
         return jax.eval_shape(functools.partial(state, batch_size))
 
     def score(self, token_ids, targets, mask, cache, num_top=None):
@@ -180,16 +174,16 @@ class Programs:
     @contextlib.contextmanager
     def _scope(self, weights):
         """Context manager in which the variables of the model have these values."""
-        if not self._model.run_eagerly:
+        if not self.model.run_eagerly:
             announce("Compiling generation, once for a batch size and a range of lengths")
         values: Any = contextlib.nullcontext()
         if weights is not None:
-            values = keras.StatelessScope(list(zip(self._model.variables, weights, strict=True)))
+            values = keras.StatelessScope(list(zip(self.model.variables, weights, strict=True)))
         with values, compile_ahead():
             yield
 
     def _prefill_chunks(self, token_ids, lengths, cache, weights, max_length, variant):
-        backbone, (batch_size, padded_length) = self._model.backbone, token_ids.shape
+        backbone, (batch_size, padded_length) = self.model.backbone, token_ids.shape
         size = chunk_length(batch_size, padded_length)
         longest, positions = ops.max(lengths), ops.arange(size, dtype="int32")
         if cache is None:
@@ -213,14 +207,14 @@ class Programs:
 
         cache = keras.tree.map_structure(select, state, initial)
         with self._scope(weights):
-            _, cache = self._model.backbone.hidden_states(token_ids, mask, cache=cache)
+            _, cache = self.model.backbone.hidden_states(token_ids, mask, cache=cache)
         return keras.tree.map_structure(
             lambda array, value: array.at[rows].set(value, mode="drop"), state, cache
         )
 
     def _score_tokens(self, token_ids, targets, mask, cache, weights, num_top, variant):
         with self._scope(weights):
-            return self._model._score_tokens(token_ids, targets, mask, cache, num_top)
+            return self.model._score_tokens(token_ids, targets, mask, cache, num_top)
 
     def _search_beams(self, cache, token, weights, inputs, num_beams, max_length, variant):
         options = *inputs, num_beams, max_length
@@ -229,8 +223,8 @@ class Programs:
 
     def _step(self, token, mask, cache):
         """Returns the logits `[B, vocabulary]` after tokens `[B, 1]`, and the cache."""
-        with contextlib.nullcontext() if self._model.run_eagerly else decoding_scope():
-            logits, _, cache = self._model.call_with_cache(token, cache, padding_mask=mask)
+        with contextlib.nullcontext() if self.model.run_eagerly else decoding_scope():
+            logits, _, cache = self.model.call_with_cache(token, cache, padding_mask=mask)
         return logits[:, 0], cache
 
     def _apply_model(self, state, keep):
@@ -254,7 +248,7 @@ class Programs:
     def _decode(self, state, weights, inputs, features, keep, num_tokens, variant):
         uniform, arguments = inputs
         # XLA on GPUs would wait for any other condition in each iteration.
-        has_fixed_count = runs_ahead(self._model)
+        has_fixed_count = runs_ahead(self.model)
 
         def one(state, uniform):
             state, logits = self._apply_model(state, keep)
@@ -292,7 +286,7 @@ class Programs:
     def _insert(self, state, slot, sequence, cache, row):
         cache = _select(cache, row)
         if len(keras.tree.flatten(cache)) != len(keras.tree.flatten(state.cache)):
-            cache = self._model.backbone.add_recent_tokens(cache)
+            cache = self.model.backbone.add_recent_tokens(cache)
         sequences = _set_row(state.sequences, slot, sequence)
         return state._replace(sequences=sequences, cache=_set_row(state.cache, slot, cache))
 
@@ -302,15 +296,6 @@ def _sample(features, state, logits, uniform, arguments):
     inputs = logits, state.sequences, uniform, state.counts, arguments
     token, counts, logprobs = next_tokens(features, *inputs)
     return state._replace(sequences=advance(state.sequences, token), counts=counts), logprobs
-
-
-def distribute(array):
-    """Moves an array to the device, or to the devices of `keras.distribution` if one is set."""
-    distribution = keras.distribution.distribution()
-    if distribution is None:
-        return ops.convert_to_tensor(array)
-    layout = drop_uneven_axes(distribution.get_data_layout(array.shape), array.shape)
-    return keras.distribution.distribute_tensor(array, layout)
 
 
 def _jit(function):

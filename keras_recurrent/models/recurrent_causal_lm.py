@@ -13,7 +13,7 @@ from keras_recurrent.checks.token_ids import check_token_ids
 from keras_recurrent.families import FamilyMember
 from keras_recurrent.generation.beam_search import convert_beam_sampler
 from keras_recurrent.generation.causal_lm import GeneratingCausalLM
-from keras_recurrent.generation.samplers import SAMPLERS
+from keras_recurrent.generation.sampling import SAMPLERS
 from keras_recurrent.inherited_docstrings import InheritedDocstring
 from keras_recurrent.models.calibration import layer_structure
 from keras_recurrent.models.parts import check_parts

@@ -9,10 +9,9 @@ import keras
 from keras_recurrent.checks.arguments import check_positive_integers, is_integer
 from keras_recurrent.generation.batch import is_on_cpu
 from keras_recurrent.generation.beam_search import BeamSampler
-from keras_recurrent.generation.decoding_loop import BackendBatch
 from keras_recurrent.generation.modes import RUN_EAGERLY
 from keras_recurrent.generation.prompts import check_max_length, check_token_count
-from keras_recurrent.generation.samplers import resolve_sampling
+from keras_recurrent.generation.sampling import resolve_sampling
 from keras_recurrent.generation.sampling_params import SamplingParams
 from keras_recurrent.serving.client import EngineClient, Limits
 from keras_recurrent.serving.prefix_cache import PrefixCache
@@ -98,7 +97,7 @@ class Engine(EngineClient):
         self.model, max_length = model, _max_length(model, max_length)
         prefixes = PrefixCache(model, prefix_cache_bytes, max_length, prefix_cache_dir)
         try:
-            batch = BackendBatch(model, programs, num_slots, keep=True)
+            batch = programs.batch(num_slots, keep=True)
             batch.prepare_slots(max_length, num_prompts_of(model, num_slots))
             prefixes.unpack = batch.unpack
             self._chunks = PromptChunks(batch, prefill_chunk, is_timed=not is_on_cpu(model))

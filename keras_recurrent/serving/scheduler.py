@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_recurrent.generation.batch import is_on_cpu
-from keras_recurrent.generation.decoding_loop import DecodingLoop
+from keras_recurrent.generation.batch import DecodingLoop, is_on_cpu
 from keras_recurrent.generation.grammar import GrammarError
 from keras_recurrent.generation.prompts import pad_prompts
 from keras_recurrent.generation.sampling import Features, Logprobs

@@ -11,8 +11,7 @@ def capture_on_cpu(monkeypatch):
     """
     import torch
 
-    from keras_recurrent.generation import torch_batch
-    from keras_recurrent.generation.torch import chunks, decoder, programs
+    from keras_recurrent.generation import torch_graphs, torch_programs
 
     captured, pools = [], []
     # On a GPU, real captures of the same model get the pool after the test.
@@ -24,10 +23,9 @@ def capture_on_cpu(monkeypatch):
         pool = pool or new_pool
         return SimpleNamespace(replay=function, pool=lambda: pool), function()
 
-    for module in (decoder, chunks, torch_batch):
-        monkeypatch.setattr(module, "capture", capture)
+    monkeypatch.setattr(torch_graphs, "capture", capture)
     monkeypatch.setattr(
-        programs.Programs,
+        torch_programs.Programs,
         "_graph_reason",
         lambda self, device: "`jit_compile=False`" if self._compiled is False else None,
     )

@@ -21,8 +21,7 @@ if keras.config.backend() != "torch":
 
 import torch
 
-from keras_recurrent.generation import torch_batch
-from keras_recurrent.generation.torch import decoder, programs, step
+from keras_recurrent.generation import torch_batch, torch_graphs, torch_programs
 
 needs_gpu = pytest.mark.skipif(not has_gpu(), reason="needs an NVIDIA GPU")
 LENGTHS, TOTAL = (4, 9), 40
@@ -113,7 +112,7 @@ def test_garbage_collection_of_a_graph_does_not_end_a_capture(monkeypatch):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         torch.ones(1, device="cuda")
-    kept, graphs, make_choice = [], [graph], decoder.make_choice
+    kept, graphs, make_choice = [], [graph], torch_batch.make_choice
     del graph
 
     def collect_graph():
@@ -133,7 +132,7 @@ def test_garbage_collection_of_a_graph_does_not_end_a_capture(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(decoder, "make_choice", make)
+    monkeypatch.setattr(torch_batch, "make_choice", make)
     model = make_model("top_k")
     generate(model, LENGTHS, TOTAL)
     assert which_generation(model)[:2] == ("cuda_graph", {})
@@ -161,7 +160,7 @@ def test_threads_do_not_share_captured_decoders():
 
 def test_decoder_whose_call_raised_an_exception_is_not_used_again(monkeypatch):
     """A later call begins with tensors between two tokens."""
-    model, prepare, calls = make_model(), decoder.CapturedDecoder.prepare, []
+    model, prepare, calls = make_model(), torch_graphs.CapturedDecoder.prepare, []
     expected = generate(model, LENGTHS, TOTAL)["token_ids"]
 
     def prepare_or_fail(self, features):
@@ -170,7 +169,7 @@ def test_decoder_whose_call_raised_an_exception_is_not_used_again(monkeypatch):
             raise ArithmeticError
         return prepare(self, features)
 
-    monkeypatch.setattr(decoder.CapturedDecoder, "prepare", prepare_or_fail)
+    monkeypatch.setattr(torch_graphs.CapturedDecoder, "prepare", prepare_or_fail)
     with pytest.raises(ArithmeticError):
         generate(model, LENGTHS, TOTAL)
     np.testing.assert_array_equal(generate(model, LENGTHS, TOTAL)["token_ids"], expected)
@@ -197,7 +196,7 @@ def test_failed_capture_is_repeated_only_if_memory_was_short(
         function()
         raise error("no capture")
 
-    monkeypatch.setattr(decoder, "capture", capture)
+    monkeypatch.setattr(torch_graphs, "capture", capture)
     options = {"sampling": SamplingParams(**OPTIONS), "return_cache": True}
     warning = pytest.warns(UserWarning, match="Steps run kernel by kernel: .*no capture")
     with warning if has_other_graph else contextlib.nullcontext():
@@ -215,7 +214,7 @@ def test_first_call_traces_the_step_while_kernels_of_prompts_compile(
     return_cache, lengths, monkeypatch
 ):
     """Kernels of the step compile after those of prompts, or another step is traced."""
-    events = []
+    events, make = [], torch_programs.Step
 
     @contextlib.contextmanager
     def compile_ahead():
@@ -225,14 +224,14 @@ def test_first_call_traces_the_step_while_kernels_of_prompts_compile(
 
     def make_step(*arguments):
         events.append("step")
-        return step.Step(*arguments)
+        return make(*arguments)
 
-    monkeypatch.setattr(programs, "compile_ahead", compile_ahead)
-    monkeypatch.setattr(programs, "Step", make_step)
+    monkeypatch.setattr(torch_programs, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(torch_programs, "Step", make_step)
     for _ in range(2):
         generate(model := make_model(), lengths, TOTAL, return_cache=return_cache)
         generate(model, lengths, TOTAL, return_cache=return_cache)
-    assert events == ["begin", "step", "end"] * 2
+    assert events == ["begin", "step", "begin", "end", "end"] * 2  # the step compiles ahead, too
 
 
 @needs_gpu

@@ -39,7 +39,7 @@ def traced(monkeypatch):
     """Returns a list that gets an item for each program or step that is traced."""
     found = []
     if BACKEND == "torch":
-        from keras_recurrent.generation.torch import step as module
+        from keras_recurrent.generation import torch_programs as module
 
         name = "make_fx"
     else:
@@ -252,9 +252,9 @@ def test_generate_with_torch_compiler_generates_the_same_tokens(hgrn2, jit_compi
     """Steps are compiled from another token on, or generate other tokens."""
     from torch._inductor import metrics
 
-    from keras_recurrent.generation.torch import step
+    from keras_recurrent.generation import torch_programs
 
-    monkeypatch.setattr(step, "COMPILED_AFTER", 30)
+    monkeypatch.setattr(torch_programs, "COMPILED_AFTER", 30)
     expected = generate(hgrn2, (4, 9), 20)["token_ids"]
     hgrn2.compile(sampler="greedy", jit_compile=jit_compile)
     metrics.reset()

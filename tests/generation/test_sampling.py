@@ -8,7 +8,6 @@ import keras_hub
 import numpy as np
 import pytest
 
-from keras_recurrent.generation.samplers import resolve_sampling
 from keras_recurrent.generation.sampling import (
     AFTER_TEMPERATURE,
     covers,
@@ -16,6 +15,7 @@ from keras_recurrent.generation.sampling import (
     next_tokens,
     option,
     option_arrays,
+    resolve_sampling,
 )
 from keras_recurrent.generation.sampling_params import number
 from keras_recurrent.generation.sequence import DeviceState, Sequence

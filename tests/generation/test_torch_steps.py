@@ -15,13 +15,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keras_recurrent import which_generation
+from keras_recurrent.generation import torch_batch, torch_programs
 from keras_recurrent.generation.recent_tokens import apply_recent_tokens
 from keras_recurrent.generation.sampling import features_of
 from keras_recurrent.generation.sequence import Sequence
-from keras_recurrent.generation.torch import decoder, step
-from keras_recurrent.generation.torch.decoder import DecoderPool, clone_all, overwrite
-from keras_recurrent.generation.torch.step import _inline_scalars, tracing
-from keras_recurrent.generation.torch_batch import TorchBatch
+from keras_recurrent.generation.torch_batch import TorchBatch, clone_all, overwrite, tracing
+from keras_recurrent.generation.torch_graphs import DecoderPool
+from keras_recurrent.generation.torch_programs import _inline_scalars
 from keras_recurrent.models import SamplingParams
 from tests.generation.tokens import generate
 from tests.models.tiny import tiny_causal_lm
@@ -91,7 +91,7 @@ def count_operators(function):
 
 def test_insert_and_remove_do_not_wait_for_the_device(hgrn2):
     """An engine that inserts a sequence waits for the step that runs."""
-    batch = TorchBatch(hgrn2, hgrn2._programs(), 2, keep=True)
+    batch = TorchBatch(hgrn2._programs(), 2, keep=True)
     batch.prepare_slots(64, num_prompts=1)
     sequence = Sequence(np.array([3]), SamplingParams(temperature=0), None, 9)
 
@@ -112,7 +112,7 @@ def test_state_of_a_slot_is_copied_at_once():
     for num_layers in (2, 4):
         blocks = ("recurrent", "local_attention")
         model = tiny_causal_lm(num_layers=num_layers, block_types=blocks)
-        batch = TorchBatch(model, model._programs(), 2, keep=True)
+        batch = TorchBatch(model._programs(), 2, keep=True)
         batch.prepare_slots(64, num_prompts=1)
         called = count_operators(lambda batch=batch: batch.slot_state(0))
         counts.append({name: n for name, n in called.items() if not name.is_view})
@@ -154,24 +154,24 @@ def test_recent_tokens_of_several_layers_are_applied_to_their_own_states():
 def test_prepared_tensors_are_not_larger_than_their_weights(hgrn2, monkeypatch):
     """A step of several sequences keeps a float32 copy of each int8 kernel."""
     hgrn2.quantize("int8", filters=lambda layer: type(layer) is keras.layers.Dense)
-    monkeypatch.setattr(step, "MAX_GROWN", 2**8)
+    monkeypatch.setattr(torch_programs, "MAX_GROWN", 2**8)
     weights = {t.data_ptr() for t in (v.value for v in hgrn2.variables)}
     found = [t.nbytes for t in prepare_tensors(hgrn2) if t.data_ptr() not in weights]
-    assert max(found) <= step.MAX_GROWN
+    assert max(found) <= torch_programs.MAX_GROWN
 
 
 def test_lower_bounds_are_prepared_once(monkeypatch):
     """Each step recomputes lower bounds, since intermediate results are larger than weights."""
     model = tiny_causal_lm(family="hgrn2", num_layers=4)
     logits = model.backbone.lower_bounds.logits.value
-    monkeypatch.setattr(step, "MAX_GROWN", 2 * logits.nbytes)
+    monkeypatch.setattr(torch_programs, "MAX_GROWN", 2 * logits.nbytes)
     assert logits.data_ptr() not in {t.data_ptr() for t in prepare_tensors(model)}
 
 
 def prepare_tensors(model):
     """Returns the tensors that a step computes from weights only."""
     cache = model.backbone.get_initial_state(2)
-    return step.Step(model, cache, compiled=False, masked=False).prepared()
+    return torch_programs.Step(model, cache, compiled=False, masked=False).prepared()
 
 
 def test_make_choice_holds_the_lock_of_tracing(monkeypatch):
@@ -182,10 +182,10 @@ def test_make_choice_holds_the_lock_of_tracing(monkeypatch):
     options = {"stops": ids, "temperature": number, "top_k": 3 * ids[0], "uniform": number[None]}
     owned = []
     monkeypatch.setattr(
-        decoder, "make_fx", lambda choose: owned.append(tracing._is_owned()) or make_fx(choose)
+        torch_batch, "make_fx", lambda choose: owned.append(tracing._is_owned()) or make_fx(choose)
     )
-    decoder._traced.cache_clear()
-    decoder.make_choice(features, True, logits, state | options)
+    torch_batch._traced.cache_clear()
+    torch_batch.make_choice(features, True, logits, state | options)
     assert owned == [True]
 
 

@@ -6,7 +6,7 @@ margin of its decisions: if the margin is well above rounding, tokens must be eq
 
 import numpy as np
 
-from keras_recurrent.generation.samplers import as_sampling_params
+from keras_recurrent.generation.sampling import as_sampling_params
 from tests.generation import numpy_sampling
 from tests.models.tiny import forward
 

@@ -100,7 +100,7 @@ def emulate_accelerator(monkeypatch):
     monkeypatch.setattr(scheduler, "SLOTS_PER_PROMPT", 1)
     monkeypatch.setattr(scheduler, "MAX_PROMPTS", 2)
     if BACKEND == "torch":
-        from keras_recurrent.generation.torch import programs
+        from keras_recurrent.generation import torch_programs as programs
     else:
         from keras_recurrent.generation import xla_programs as programs
     # HGRN2 writes its states every few tokens.

@@ -16,7 +16,7 @@ from keras_recurrent.backends.torch._states import inplace_states
 from keras_recurrent.backends.triton._device.common import INTERPRETED
 from keras_recurrent.backends.triton.argmax import write_argmax
 from keras_recurrent.generation.sampling import features_of
-from keras_recurrent.generation.torch.decoder import Decoder
+from keras_recurrent.generation.torch_batch import Decoder
 from keras_recurrent.layers.decoding import decoding_scope
 from keras_recurrent.layers.reversible_embedding import reversible_embedding
 from keras_recurrent.layers.tokens import compute_tokens

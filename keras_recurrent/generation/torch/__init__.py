@@ -1,1 +1,0 @@
-"""Decoding steps, loops and CUDA graphs on torch."""

@@ -1,0 +1,398 @@
+"""CUDA graphs of decoding steps, and of chunks of prompts, on NVIDIA GPUs."""
+
+import collections
+import contextlib
+import functools
+import gc
+import math
+import queue
+import threading
+import warnings
+from typing import Any
+
+import keras
+import optree
+import torch
+
+from keras_recurrent.generation.torch_batch import (
+    Decoder,
+    clone_all,
+    copy_all,
+    group_equal,
+    overwrite,
+    unstack_groups,
+    upload,
+)
+
+_capturing = threading.Lock()  # torch aborts if two threads capture at once
+
+# The tensors of unused decoders take at most 1 / POOL_DIVISOR of the device memory. The most
+# recent shapes are always kept, and temporary memory of a step is not counted.
+POOL_DIVISOR = 16
+ALIGNMENT = 16  # elements, and so at least 16 bytes
+
+# Maximum number of parts of a program on a GPU, and minimum number of operations of a part. In one
+# part, a program would delay a decoding step by the time of several steps.
+MAX_PARTS, MIN_OPERATIONS = 48, 16
+
+
+class CapturedDecoder(Decoder):
+    """Decodes a batch by CUDA graphs. It serves one call of `generate`, or an engine, at a time.
+
+    Args: as in `Decoder`, and
+
+        weights: the tensors of the model's weights.
+        key: the key in the `DecoderPool`.
+
+    Attributes:
+        logits: the logits of the latest captured step.
+    """
+
+    logits: Any = None
+
+    def __init__(self, step, weights, prepared, cache, tensors, tokens_per_step, key):
+        self._stacks = allocate_stacks(cache, step.groups)
+        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        cache = unstack_groups(self._stacks, step.groups)
+        super().__init__(step, step.traced, list(prepared), cache, tensors, tokens_per_step)
+        self.key, self._pool = key, None
+        # By `Features`. False: the step cannot be captured. None: memory was short in this call.
+        self._graphs: dict[Any, Any] = {}
+        addresses = {t.untyped_storage().data_ptr() for t in weights}
+        owned = [t for t in prepared if t.untyped_storage().data_ptr() not in addresses]
+        self._owned_bytes = sum(t.nbytes for t in (*owned, *self.cache))
+
+    @property
+    def bytes(self):
+        """Number of bytes of the tensors, without the temporary memory of a step."""
+        logits = () if self.logits is None else (self.logits,)
+        return self._owned_bytes + sum(t.nbytes for t in (*self.tensors.values(), *logits))
+
+    def begin(self, prepared, cache, tensors, features):
+        """Copies the initial values of a call and the current weights to this decoder's tensors.
+
+        The cache is copied last, because without a mask, capturing a graph changes it.
+        """
+        for buffer, value in zip(self._prepared, prepared, strict=True):
+            if buffer.data_ptr() != value.data_ptr():
+                buffer.copy_(value)
+        for name, value in tensors.items():
+            self.set_tensor(name, value)
+        self._graphs = {f: graph for f, graph in self._graphs.items() if graph is not None}
+        self.prepare(features)
+        if "counts" in self.tensors:
+            self.tensors["counts"].zero_()
+        copy_all(self.cache, cache)
+
+    def set_tensor(self, name, value):
+        """Overwrites a tensor. A value of another shape replaces it, and discards all graphs."""
+        known = self.tensors.get(name)
+        if known is not None and known.shape == value.shape:
+            known.copy_(value)
+            return
+        super().set_tensor(name, value.clone())
+        if known is not None:
+            self._graphs, self._pool = {}, None  # nothing may use the pool of deleted graphs
+
+    def prepare(self, features):
+        if features not in self._graphs:
+            try:
+                self.capture(features)
+            except RuntimeError as error:
+                text = f"Steps run kernel by kernel: no CUDA graph: {error}"
+                warnings.warn(text, stacklevel=3)
+                is_final = not isinstance(error, torch.OutOfMemoryError)
+                self._graphs[features] = False if is_final else None
+        graph = self._graphs[features]
+        return graph.replay if graph else super().prepare(features)
+
+    def capture(self, features):
+        """Captures the graph for `features`, which changes the cache if there is no mask."""
+        if features is not None and features.has_grammar and None not in self._graphs:
+            self.capture(None)
+        self.allocate_for(features)
+        before = {name: t.clone() for name, t in self.tensors.items()}
+        if "active" in self.tensors:  # a step without active sequences changes no state
+            self.tensors["active"].zero_()
+        try:
+            function, device = self._function(features), self.tensors["token"].device
+            graph, _ = capture(function, device, self._pool)
+        finally:
+            for name, value in before.items():
+                self.tensors[name].copy_(value)
+        self._pool, self._graphs[features] = graph.pool(), graph
+
+    def _store(self, cache, new):
+        tensors = [*self.cache, *(self.tensors[name] for name in new)]
+        overwrite(tensors, [*cache, *new.values()])
+
+    def read_slot(self, slot):
+        return [stack[:, slot : slot + 1].clone() for stack in self._stacks]
+
+    def _reader(self, apply):
+        # When a sequence ends, all others wait for the host, which would take 2 ms to launch the
+        # operations one by one.
+        buffers = self.read_slot(0)
+        stacks = apply(buffers)
+        graph, _ = capture(lambda: copy_all(stacks, apply(buffers)), stacks[0].device)
+
+        def replay(slot):
+            copy_all(buffers, self.read_slot(slot))
+            graph.replay()
+            return clone_all(stacks)
+
+        return replay
+
+    def write_slot(self, slot, stacks):
+        for stack, value in zip(self._stacks, stacks, strict=True):
+            stack[:, slot : slot + 1].copy_(value)
+
+    def logits_of(self, token, cache):
+        """Returns copies of the logits after a token of each sequence, and of the next cache."""
+        logits, cache = super().logits_of(token, cache)
+        return logits.clone(), clone_all(cache)
+
+
+class DecoderPool:
+    """Unused captured decoders of a model.
+
+    A call acquires a decoder and releases it at its end. A decoder that another thread uses, or
+    whose call raised an exception, is not in the pool: two calls never share tensors.
+    """
+
+    def __init__(self):
+        self._unused: collections.OrderedDict = collections.OrderedDict()
+        self._lock = threading.Lock()
+        # Garbage collection of a stream releases its decoder at any moment, even while this thread
+        # holds the lock, so released decoders are put in a queue first.
+        self._released: queue.SimpleQueue = queue.SimpleQueue()
+
+    def acquire(self, key):
+        """Returns a decoder that was captured for this key, or None."""
+        with self._lock:
+            self._store_released()
+            decoders = self._unused.get(key)
+            return decoders.pop() if decoders else None
+
+    def drop(self, step):
+        """Deletes the decoders whose keys begin with `step`."""
+        with self._lock:
+            self._store_released()
+            for key in [key for key in self._unused if key[0] is step]:
+                del self._unused[key]
+
+    def release(self, decoder):
+        """Returns a decoder to the pool."""
+        self._released.put(decoder)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._store_released()
+            finally:
+                self._lock.release()
+
+    def _store_released(self):
+        while not self._released.empty():
+            decoder = self._released.get()
+            device = torch.cuda.get_device_properties(decoder.tensors["token"].device)
+            self._unused.setdefault(decoder.key, []).append(decoder)
+            self._unused.move_to_end(decoder.key)
+            while self._bytes() > device.total_memory // POOL_DIVISOR and len(self._unused) > 1:
+                self._unused.popitem(last=False)
+
+    def _bytes(self):
+        return sum(d.bytes for decoders in self._unused.values() for d in decoders)
+
+
+def capture(function, device, pool=None):
+    """Captures a function without arguments as a CUDA graph, after running it once.
+
+    Args:
+        function: a function of tensors at fixed addresses.
+        device: their `torch.device`.
+        pool: the memory pool of another graph, which never runs at the same time, or None.
+
+    Returns:
+        The graph, and the result of the function, which each replay overwrites.
+    """
+    # A failed capture leaves its own stream current; `stream` restores the stream of the caller.
+    stream = torch.cuda.stream(torch.cuda.current_stream(device))
+    with _capturing, torch.cuda.device(device), stream, torch.no_grad():
+        function()  # compiles and loads kernels, which is not allowed during a capture
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device during the capture.
+        mode = "thread_local"
+        context = torch.cuda.graph(graph, pool=pool, capture_error_mode=mode)
+        with _no_garbage_collection(), context:
+            return graph, function()
+
+
+@contextlib.contextmanager
+def _no_garbage_collection():
+    """Disables garbage collection, which could destroy another graph and so end a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def allocate_stacks(tensors, groups):
+    """Returns a tensor `[n, ...]` for each group of n tensors of one shape and dtype.
+
+    One launch then copies a slot of all tensors of a group. Each tensor begins at an aligned
+    address, which kernels require.
+    """
+    stacks = []
+    for group in groups:
+        example = tensors[group[0]]
+        size = math.ceil(example.numel() / ALIGNMENT) * ALIGNMENT
+        flat = example.new_zeros(len(group), size)[:, : example.numel()]
+        stacks.append(flat.unflatten(1, example.shape))
+    return stacks
+
+
+class Chunks:
+    """Processes chunks of some prompts. A call is a generator, which returns the next states.
+
+    A program is made for each number of tokens. It processes `num_prompts` prompts in several
+    parts. The weights must not change between calls.
+
+    Args:
+        make_chunk: a function of a cache and, as `chunk`, a number of tokens, which returns the
+            `Chunk`.
+        num_prompts: integer, the number of prompts of a program.
+        cache: the cache of one sequence before all tokens.
+        report: a function of the reason why a program could not be captured.
+    """
+
+    def __init__(self, make_chunk, num_prompts, cache, report):
+        self._make_chunk, self._example, self._report = make_chunk, cache, report
+        self._num_prompts = num_prompts
+        self._programs: dict = {}  # {number of tokens: _Program}
+        self._prepared: list = []
+        # The buffers that all programs read and overwrite are views of stacks, so that one launch
+        # per group copies the state of a prompt. The next step waits for these launches.
+        examples = optree.tree_leaves(self._batch(num_prompts))
+        groups = group_equal(examples, examples)
+        stacks = allocate_stacks(examples, groups)
+        self._slots = [[s[:, i : i + 1] for s in stacks] for i in range(num_prompts)]
+        self._buffers = unstack_groups(stacks, groups)
+        copy_all(self._buffers, examples)
+        self._pool = None
+
+    def _batch(self, size):
+        return keras.tree.map_structure(lambda t: t.repeat_interleave(size, 0), self._example)
+
+    @torch.no_grad()
+    def __call__(self, states, tokens, mask):
+        """Generator that launches one part each time it is resumed, and returns the new states.
+
+        No other call may begin before the generator has returned.
+
+        Args:
+            states: a list of the states of at most `num_prompts` sequences. A state has a tensor
+                `[n, 1, ...]` for each group of n tensors of a cache, as `group_equal` returns them.
+            tokens: int32 [num_prompts, T], a NumPy array.
+            mask: boolean [num_prompts, T], a NumPy array, False at padding.
+        """
+        num_tokens = tokens.shape[1]
+        if num_tokens not in self._programs:
+            self._programs[num_tokens] = self._make_program(num_tokens)
+        program = self._programs[num_tokens]
+        slots = self._slots[: len(states)]
+        for slot, state in zip(slots, states, strict=True):
+            for target, value in zip(slot, state, strict=True):
+                target.copy_(value)
+        upload(program.tokens, tokens)
+        upload(program.mask, mask)
+        for run in program.parts:
+            yield
+            run()
+        return [[part.clone() for part in slot] for slot in slots]
+
+    def _make_program(self, num_tokens):
+        chunk = self._make_chunk(self._batch(self._num_prompts), chunk=num_tokens)
+        prepared, shape = self._shared(chunk.prepared()), (self._num_prompts, num_tokens)
+        program = _Program(chunk.traced, prepared, shape, self._buffers)
+        reason = chunk.not_captured_reason
+        if reason is None:
+            try:
+                self._pool = program.capture(self._pool)
+            except RuntimeError as error:
+                reason = f"torch could not capture a chunk of {num_tokens} tokens: {error}"
+        if reason is not None:
+            self._report(reason)
+        return program
+
+    def _shared(self, prepared):
+        """Returns the tensors of the latest program if they are equal, to save memory."""
+        is_equal = len(self._prepared) == len(prepared) and all(
+            a is b or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
+            for a, b in zip(self._prepared, prepared, strict=True)
+        )
+        if not is_equal:
+            self._prepared = list(prepared)
+        return self._prepared
+
+
+class _Program:
+    """A chunk of tokens at fixed addresses, in parts.
+
+    Args:
+        function: a function of the `prepared` tensors, tokens, a mask and the tensors of a cache,
+            which returns the next cache; a `torch.fx.GraphModule` if `capture` is called.
+        prepared: a list of tensors.
+        shape: the shape of tokens and mask.
+        cache: a list of tensors, which the last part overwrites.
+
+    Attributes:
+        tokens, mask: int32 and boolean tensors, which the caller overwrites.
+        parts: a list of functions without arguments, to be called in this order.
+    """
+
+    def __init__(self, function, prepared, shape, cache):
+        self.tokens = torch.ones(shape, dtype=torch.int32, device=cache[0].device)
+        self.mask = torch.ones_like(self.tokens, dtype=torch.bool)
+        self._function, self._cache = function, cache
+        self._arguments = *prepared, self.tokens, self.mask, *cache
+        self.parts: list[Any] = [self._run]
+
+    def _run(self):
+        overwrite(self._cache, self._function(*self._arguments))
+
+    def capture(self, pool):
+        """Makes each part a CUDA graph of some nodes; returns their memory pool.
+
+        pool: the pool of programs that do not run between these parts, or None.
+        """
+        graph = self._function.graph
+        nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+        size = max(math.ceil(len(nodes) / MAX_PARTS), MIN_OPERATIONS)
+        interpreter = torch.fx.Interpreter(self._function)
+        values = dict(zip(graph.find_nodes(op="placeholder"), self._arguments, strict=True))
+        interpreter.env, parts = values, []
+
+        def run(part):
+            own = set(part)
+            for node in part:
+                values[node] = interpreter.run_node(node)
+                for used in own.intersection(interpreter.user_to_last_uses.get(node, ())):
+                    del values[used]
+            if part[-1] is nodes[-1]:
+                after = [values[node] for node in graph.output_node().args[0]]
+                overwrite(self._cache, after)
+
+        for start in range(0, len(nodes), size):
+            run_part = functools.partial(run, nodes[start : start + size])
+            captured, _ = capture(run_part, self.tokens.device, pool)
+            pool = captured.pool()
+            parts.append(captured.replay)
+            captured.replay()  # for the next part, which runs once before its capture
+            later = {*nodes[start + size :], graph.output_node()}
+            for node in [n for n in values if n.op != "placeholder"]:
+                if later.isdisjoint(node.users):
+                    del values[node]  # no later part reads it; later parts may use its memory
+        self.parts = parts
+        return pool
