@@ -260,33 +260,26 @@ def search(
     return ops.while_loop(any_active, one, (state,))[0].ended
 
 
-def search_inputs(sequences, sampler):
-    """Returns `token` to `early_stopping` as `search` takes them, NumPy arrays.
-
-    Args:
-        sequences: a list of the `Sequence` of each prompt, with the same stop tokens.
-        sampler: the `BeamSampler`.
-    """
-    return (
-        np.array([[s.prompt[-1]] for s in sequences], "int32"),
-        np.array([s.max_new_tokens for s in sequences], "int32"),
-        np.array(sorted(sequences[0].stop_token_ids), "int32"),
-        np.float32(sampler.length_penalty),
-        np.int32(EARLY_STOPPING.index(sampler.early_stopping)),
-    )
-
-
 def search_beams(programs, cache, sequences, sampler):
     """Returns a list of the best sequences of each prompt, the best first: `Sequence`s with scores.
 
     Args:
         programs: the `Programs` of the model.
         cache: the cache before the last token of each prompt. None: no prompt has new tokens.
-        sequences, sampler: as in `search_inputs`.
+        sequences: a list of the `Sequence` of each prompt, with the same stop tokens.
+        sampler: the `BeamSampler`.
     """
-    if not any(s.max_new_tokens for s in sequences):
+    remaining_tokens = np.array([s.max_new_tokens for s in sequences], "int32")
+    if not remaining_tokens.any():
         return [[s.copy([], score=0.0)] for s in sequences]
-    found, beams = programs.search(cache, sequences, sampler), []
+    inputs = (
+        np.array([[s.prompt[-1]] for s in sequences], "int32"),
+        remaining_tokens,
+        np.array(sorted(sequences[0].stop_token_ids), "int32"),
+        np.float32(sampler.length_penalty),
+        np.int32(EARLY_STOPPING.index(sampler.early_stopping)),
+    )
+    found, beams = programs.search(cache, inputs, sampler.num_beams), []
     for sequence, *arrays in zip(sequences, *found, strict=True):
         rows = zip(*(array.tolist() for array in arrays), strict=True)
         ended = [row for row in rows if row[-1] != -np.inf]

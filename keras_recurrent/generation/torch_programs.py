@@ -113,16 +113,13 @@ class Programs:
         return *(array.cpu().numpy() for array in scores), cache
 
     @torch.no_grad()
-    def search(self, cache, sequences, sampler):
+    def search(self, cache, inputs, num_beams):
         """Returns the `Hypotheses` of beam search, NumPy arrays.
 
-        Args:
-            cache: the cache before the last token of each prompt.
-            sequences, sampler: as in `beam_search.search_inputs`.
+        inputs: NumPy arrays, the arguments of `beam_search.search` from `token` on.
         """
-        inputs = [*map(keras.ops.convert_to_tensor, beam_search.search_inputs(sequences, sampler))]
-        inputs += [sampler.num_beams, max(s.max_new_tokens for s in sequences)]
-        decoder = None
+        size, decoder = int(inputs[1].max()), None
+        inputs = [*map(keras.ops.convert_to_tensor, inputs), num_beams, size]
 
         def step(token, mask, cache):
             nonlocal decoder
@@ -220,18 +217,14 @@ class Programs:
             return self._steps[key]
 
     def _record_mode(self, step, device, graph_reason):
-        compiler_reason = step.not_compiled_reason(device)
         reasons = {
             "cuda_graph": graph_reason,
-            "compiled": compiler_reason,
+            "compiled": step.not_compiled_reason(device),
             "traced": step.not_traced_reason,
         }
-        if step.not_traced_reason:
-            mode = "eager"
-        else:
-            mode = "traced" if compiler_reason else "compiled"
         refused = {name: reason for name, reason in reasons.items() if reason}
-        self.mode = GenerationMode(mode, refused, step.unfused)
+        fastest = next(name for name in (*reasons, "eager") if name not in refused)
+        self.mode = GenerationMode(fastest, refused, step.unfused)
 
     def _graph_reason(self, device):
         """Reason no CUDA graph can be captured, or None."""
@@ -378,12 +371,7 @@ class Step:
 
 
 class Chunk(Step):
-    """Function of a chunk of tokens [B, T], their mask and a cache, which returns the next cache.
-
-    Args:
-        model, cache, not_traced_reason: as in `Step`.
-        num_tokens: integer T.
-    """
+    """Function of tokens `[B, T]`, their mask and a cache, which returns the next cache."""
 
     def __init__(self, model, cache, num_tokens, not_traced_reason=None):
         self._num_tokens = num_tokens

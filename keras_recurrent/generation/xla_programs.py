@@ -127,12 +127,8 @@ class Programs:
     def prefill(self, token_ids, lengths, cache=None, max_length=None, prepare=None):
         """Returns the cache after the first `lengths` tokens of each sequence, in new arrays.
 
-        Args:
-            token_ids: integers `[B, T]`, a NumPy array.
-            lengths: integers `[B]`, a NumPy array.
-            cache: the cache before these tokens. None: the initial one, for `max_length` tokens.
-            prepare: as in `torch.programs.Programs.prefill`. On JAX, it is called before the first
-                prompt.
+        Arguments are as in `torch_programs.Programs.prefill`. On JAX, `prepare` is called before
+        the first prompt.
         """
         if prepare is not None and self._is_first:
             prepare(cache or self._initial_shapes(len(lengths), max_length))
@@ -156,14 +152,14 @@ class Programs:
         *scores, cache = self._score(*arrays, num_top=num_top, variant=self.variant())
         return *map(gather_to_numpy, scores), cache
 
-    def search(self, cache, sequences, sampler):
-        """Returns the `Hypotheses` of beam search, as `torch.programs.Programs.search`."""
+    def search(self, cache, inputs, num_beams):
+        """Returns the `Hypotheses` of beam search, as `torch_programs.Programs.search`."""
         self.record_mode()
-        token, remaining, *inputs = beam_search.search_inputs(sequences, sampler)
-        arrays = distribute(token), (distribute(remaining), *map(ops.convert_to_tensor, inputs))
+        token, remaining, *others = inputs
+        arrays = distribute(token), (distribute(remaining), *map(ops.convert_to_tensor, others))
         found = self._search(
             *(cache, arrays[0], self.weights(), arrays[1]),
-            num_beams=sampler.num_beams,
+            num_beams=num_beams,
             max_length=bucket(int(remaining.max())),
             variant=self.variant(),
         )
