@@ -31,21 +31,18 @@ TOKENS_AHEAD, TOKENS_ON_CPU = 4, 8
 class Batch:
     """Sequences that decode together, one in each slot. Base class of the batches of backends.
 
-    Args of subclasses:
+    Args:
         programs: the `Programs` of the model.
         num_slots: integer.
-        keep: boolean, True if the state of a sequence is unchanged after its end.
+        keep: boolean, True if the state of a sequence is unchanged after its end. An argument of
+            subclasses, as `reads_tokens`.
         reads_tokens: boolean, True if tokens are read before the sequences have ended on the
             device: in a stream, or with stop strings. `state` is then also called before that.
-
-    Args:
-        programs, num_slots: as above.
         tokens_per_step: integer, number of tokens of each sequence that a step computes.
         runs_ahead: boolean, True if the next step is launched before the tokens of the last one
             are processed.
 
     Attributes:
-        tokens_per_step, runs_ahead: as above.
         num_prompts: integer, maximum number of prompts in one call of `process`.
         initial_state: the state of a sequence before all tokens.
         sequences: a list of the `Sequence` in each slot, or None.
@@ -472,12 +469,9 @@ def start_decoding(programs, sequences, process, keep=False, reads_tokens=False)
 
 
 def process_new_tokens(programs, state, sequences):
-    """Returns the state before the last token of each sequence.
+    """Returns the state before the last token of each of the `Sequence`s.
 
-    Args:
-        programs: the `Programs` of the model.
-        state: the state before the last tokens of the prompts.
-        sequences: a list of `Sequence`s.
+    state: the state before the last tokens of the prompts.
     """
     tokens = [[s.prompt[-1], *s.token_ids][: len(s.token_ids)] for s in sequences]
     lengths = np.array(list(map(len, tokens)), "int32")

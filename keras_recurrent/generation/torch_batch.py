@@ -308,14 +308,9 @@ def logprob_names(features):
 def make_choice(features, masked, logits, tensors):
     """Returns a function `(logits, tensors)` that chooses the next tokens without calling Keras.
 
-    The function is a torch graph that was traced once for each shape, or a kernel. It returns the
-    tensors that change as `{name: tensor}`, or overwrites them and returns an empty dictionary.
-
-    Args:
-        features: the `Features`.
-        masked: boolean, True if sequences end on the device.
-        logits: example logits `[B, vocabulary]`.
-        tensors: as in `Decoder`.
+    The function is a torch graph that was traced once for the shapes of `logits` and `tensors`, or
+    a kernel. It returns the tensors that change as `{name: tensor}`, or overwrites them and returns
+    an empty dictionary. If `masked` is True, sequences end on the device.
     """
     is_argmax = features == Features() and not masked
     writes_argmax = is_argmax and "recent" in tensors
@@ -374,11 +369,8 @@ def _choose(features, is_argmax, logits, tensors):
 def _traced(features, is_argmax, names, specs, implementation):
     """Returns the traced `_choose`, a function of logits and tensors, and the names of its results.
 
-    Args:
-        features, is_argmax: as in `_choose`.
-        names: a tuple of the names of the tensors.
-        specs: shape, dtype and device of the logits and of each tensor.
-        implementation: the name that `dispatch.choose` takes, or None.
+    `specs` are the shape, dtype and device of the logits and of each tensor. `implementation` is
+    only part of the cache key.
     """
     changed: list[str] = []
 

@@ -37,18 +37,13 @@ MAX_PARTS, MIN_OPERATIONS = 48, 16
 
 
 class CapturedDecoder(Decoder):
-    """Decodes a batch by CUDA graphs. It serves one call of `generate`, or an engine, at a time.
+    """Decodes a batch by CUDA graphs, one for each `Features`, in tensors at fixed addresses.
 
-    Args: as in `Decoder`, and
-
-        weights: the tensors of the model's weights.
-        key: the key in the `DecoderPool`.
-
-    Attributes:
-        logits: the logits of the latest captured step.
+    It serves one call of `generate`, or an engine, at a time. `weights` are the tensors of the
+    model's weights, and `key` is the key in the `DecoderPool`.
     """
 
-    logits: Any = None
+    logits: Any = None  # of the latest captured step
 
     def __init__(self, step, weights, prepared, cache, tensors, tokens_per_step, key):
         self._stacks = allocate_stacks(cache, step.groups)
@@ -204,15 +199,10 @@ class DecoderPool:
 
 
 def capture(function, device, pool=None):
-    """Captures a function without arguments as a CUDA graph, after running it once.
+    """Captures a function of tensors at fixed addresses as a CUDA graph, after running it once.
 
-    Args:
-        function: a function of tensors at fixed addresses.
-        device: their `torch.device`.
-        pool: the memory pool of another graph, which never runs at the same time, or None.
-
-    Returns:
-        The graph, and the result of the function, which each replay overwrites.
+    Returns the graph, and the result of the function, which each replay overwrites. `pool` is the
+    memory pool of another graph, which never runs at the same time, or None.
     """
     # A failed capture leaves its own stream current; `stream` restores the stream of the caller.
     stream = torch.cuda.stream(torch.cuda.current_stream(device))

@@ -154,11 +154,10 @@ class XlaBatch(Batch):
 class JaxBatch(XlaBatch):
     """Batch on JAX, into which sequences can be inserted one by one."""
 
-    _first_step: Any = None  # the thread that compiles it
-
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self._compiling: dict[Any, Any] = {}  # threads, by features and number of stop tokens
+        # Threads that compile steps, by `Features` and number of stop tokens.
+        self._compiling: dict[Any, threading.Thread] = {}
 
     def prepare_first_step(self, sequences, state):
         """As in `Batch`, in a thread, which the first step waits for."""
@@ -169,21 +168,25 @@ class JaxBatch(XlaBatch):
         fields = DeviceState(*(arrays.pop(name) for name in DeviceState._fields))
         cache = self._programs.begin(jax.tree.map(_shape, state))
         self._options_on_device, self._state = arrays, BatchState(fields, cache, ())
-        size = len(sequences), self.tokens_per_step
-        uniform = np.zeros(size, "float32") if features.is_random else None
-        state, *others = self._arguments(features, uniform)
+        state, *others = self._arguments(features, self._uniform(features, (), 0))
         arguments = jax.tree.map(_shape, (state, self.weights, *others))
         static = self._static(features)
-        self._first_step = threading.Thread(
-            target=lambda: self._programs.decode.lower(*arguments, **static).compile(), daemon=True
-        )
-        self._first_step.start()
 
-    def _launch(self, *arguments):
-        if self._first_step is not None:
-            self._first_step.join()
-            self._first_step = None
-        return super()._launch(*arguments)
+        def compile_step():
+            self._programs.decode.lower(*arguments, **static).compile()
+
+        self._start(compile_step, features, self._num_stops)
+
+    def _start(self, compile_programs, features, num_stops):
+        """Compiles programs in a thread, which steps with these `Features` wait for."""
+        thread = threading.Thread(target=compile_programs, daemon=True)
+        self._compiling[features, num_stops] = thread
+        thread.start()
+
+    def _launch(self, features, *others):
+        if thread := self._compiling.get((features, self._num_stops)):
+            thread.join()
+        return super()._launch(features, *others)
 
     def prepare_slots(self, max_length, num_prompts):
         self.num_prompts = num_prompts
@@ -288,7 +291,7 @@ class JaxBatch(XlaBatch):
         keys = [(features, needed_stops) for features in self._waiting[1]]
         for key in keys:
             if key not in self._compiling:
-                self._compiling[key] = self._compile(key[0], sequence, needed_stops)
+                self._compile(key[0], sequence, needed_stops)
         for key in keys:
             self._compiling[key].join(0 if self.active else 0.05)
             if self._compiling[key].is_alive():
@@ -303,18 +306,10 @@ class JaxBatch(XlaBatch):
         return features_of([*kinds, *params], self._vocabulary_size)
 
     def _compile(self, features, sequence, num_stops):
-        """Starts and returns a thread that compiles what a sequence needs; later calls reuse it.
-
-        Args:
-            features: the `Features`, which also serve the sequences in slots.
-            sequence: the `Sequence` that needs the step.
-            num_stops: integer, number of stop tokens of a slot.
-        """
+        """Starts to compile a step for a new sequence and those in slots, with these `Features`."""
         options = option_arrays([sequence.params], [sequence.prompt], self._vocabulary_size)
         self._reserve({name: array[0] for name, array in options.items()})
-        size = self.num_slots, self.tokens_per_step
-        uniform = np.zeros(size, "float32") if features.is_random else None
-        state, *others = self._arguments(features, uniform)
+        state, *others = self._arguments(features, self._uniform(features, (), 0))
         stops = np.zeros((self.num_slots, num_stops), "int32")
         state = state._replace(sequences=state.sequences._replace(stops=stops))
         arrays = state, self.weights, *others, self._prompts
@@ -338,9 +333,7 @@ class JaxBatch(XlaBatch):
                 )
                 self._programs.insert.lower(plain, 0, row, cache, 0).compile()
 
-        thread = threading.Thread(target=compile_programs, daemon=True)
-        thread.start()
-        return thread
+        self._start(compile_programs, features, num_stops)
 
     def slot_state(self, slot):
         return self._programs.extract(self._state.cache, slot)
