@@ -8,59 +8,34 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from keras_recurrent import implementation as use_implementation
 from keras_recurrent import ops
-from keras_recurrent.backends.constants import PADDING
 from keras_recurrent.devices.torch_sequence import sequence_parallel
+from tests.ops import cases
 
-B, T, D, H, G, K = 2, 24, 4, 4, 2, 3
-BTD, HEADS, FEWER = (B, T, D), (B, T, H, K), (B, T, G, K)
-# {operation: (shapes of its tensors, axis of the channels in each, shape of its state)}
-OPERATIONS: dict = {
-    "linear_scan": ([BTD, BTD], [2, 2], (B, D)),
-    "rg_lru": ([BTD, BTD, BTD, (D,)], [2, 2, 2, 0], (B, D)),
-    "causal_conv1d": ([BTD, (4, D), (D,)], [2, 1, 0], (B, 3, D)),
-    "complex_linear_scan": ([(B, T, 2 * D), BTD, BTD], None, (B, 2 * D)),
-    "gated_linear_attention": ([HEADS] * 4, [2] * 4, (B, H, K, K)),
-    "lightning_attention": ([*[HEADS] * 3, (H,)], [2, 2, 2, 0], (B, H, K, K)),
-    "scalar_decay_attention": ([FEWER, FEWER, HEADS, (B, T, H)], [2] * 4, (B, H, K, K)),
-    "sliding_window_attention": ([HEADS, FEWER, FEWER], [2, 2, 2], None),
-}
-# {operation: index of its log decays, which are below 0}
-LOG_DECAYS = {
-    "linear_scan": 1,
-    "complex_linear_scan": 1,
-    "gated_linear_attention": 3,
-    "lightning_attention": 3,
-    "scalar_decay_attention": 3,
-}
+B, T = 2, 24
 
 
 def draw(operation, variant):
-    """Returns tensors, options that describe the tokens, and weights of the outputs.
+    """Returns tensors, options, arrays that describe the tokens, and weights of the outputs.
 
     `variant` is "plain", "documents" (a mask and segments), "kinds" (kinds of tokens) or "state".
     Weights are 0 at padding.
     """
     rng = np.random.default_rng(len(operation))
-    shapes, _, state = OPERATIONS[operation]
-    tensors = [rng.normal(size=shape) for shape in shapes]
-    if operation in LOG_DECAYS:
-        index = LOG_DECAYS[operation]
-        tensors[index] = -0.3 * np.abs(tensors[index])
-    weights = rng.normal(size=(B, T))
-    tokens = {}
+    case = cases.Case(B, T, 4, kinds=variant == "kinds", state=variant == "state", window=8)
+    drawn = cases.draw(operation, case)
+    arrays, tokens, weights = dict(drawn.tensors), {}, rng.normal(size=(B, T))
     if variant == "documents":  # with padding between real tokens, and over all tokens of a process
         real = rng.random((B, T)) < 0.7
         real[0, 6:12] = False
         tokens = {"mask": real, "segment_ids": np.sort(rng.integers(4, size=(B, T)), axis=1)}
         weights = weights * real
     elif variant == "kinds":
-        tokens["token_kind"] = rng.integers(3, size=(B, T)).astype("int8")
-        weights = weights * (tokens["token_kind"] != PADDING)
-    elif variant == "state" and state:
-        tensors.append(rng.normal(size=state))
-    tensors = [torch.tensor(x, dtype=torch.float32) for x in tensors]
-    tokens = {name: torch.tensor(array) for name, array in tokens.items()}
-    return tensors, tokens, torch.tensor(weights, dtype=torch.float32)
+        tokens, weights = {"token_kind": drawn.token_kind}, weights * ~drawn.padding
+    elif isinstance(drawn.initial_state, np.ndarray):  # else a window of keys and values
+        arrays["initial_state"] = drawn.initial_state
+    tensors = {n: torch.tensor(array, dtype=torch.float32) for n, array in arrays.items()}
+    tokens = {n: torch.tensor(array) for n, array in tokens.items()}
+    return tensors, drawn.options, tokens, torch.tensor(weights, dtype=torch.float32)
 
 
 def output_loss(output, state):
@@ -72,23 +47,17 @@ def output_and_state_loss(output, state):
     return loss if state is None else loss + (state**2).sum()
 
 
-def differentiate(operation, tensors, tokens, weights, loss):
+def differentiate(operation, tensors, options, weights, loss):
     """Returns the weighted output and the gradients of all tensors, None where there is none.
 
     `loss` is a function of the weighted output and the state after the last token.
     """
-    tensors = [t.detach().clone().requires_grad_() for t in tensors]
-    count = len(OPERATIONS[operation][0])
-    options = dict(tokens)
-    if len(tensors) > count:
-        options["initial_state"] = tensors[-1]
-    if operation == "sliding_window_attention":
-        options["sliding_window"] = 8
-    output, state = getattr(ops, operation)(*tensors[:count], **options)
+    leaves = {name: t.detach().clone().requires_grad_() for name, t in tensors.items()}
+    output, state = getattr(ops, operation)(**leaves, **options)
     output = output * weights.reshape(*weights.shape, *[1] * (output.ndim - 2))
-    state = state if OPERATIONS[operation][2] else None  # a window of keys and values
-    gradients = torch.autograd.grad(loss(output, state), tensors, allow_unused=True)
-    return output.detach(), *gradients
+    state = None if isinstance(state, dict) else state  # a window of keys and values
+    value = loss(output, state)
+    return output.detach(), *torch.autograd.grad(value, [*leaves.values()], allow_unused=True)
 
 
 def assert_close(actual, expected, tolerance):
@@ -99,19 +68,20 @@ def assert_close(actual, expected, tolerance):
 
 def check_dtensors(operation, mesh, by_channels):
     """Checks `DTensor`s whose batch or channels are split; the state's gradient is missing."""
-    tensors, tokens, weights = draw(operation, "kinds")
-    expected = differentiate(operation, tensors, tokens, weights, output_loss)
+    tensors, options, tokens, weights = draw(operation, "kinds")
+    expected = differentiate(operation, tensors, options | tokens, weights, output_loss)
 
-    def split(tensor, axis):
+    def split(tensor):
+        is_parameter = tensor.ndim < 3 and tensor.shape != (B, T)
+        if by_channels:  # the third axis of sequences, the last one of parameters
+            axis = tensor.ndim - 1 if is_parameter else 2 if tensor.ndim > 2 else None
+        else:
+            axis = None if is_parameter else 0
         return distribute_tensor(tensor, mesh, [Replicate() if axis is None else Shard(axis)])
 
-    batch_axis = None if by_channels else 0
-    axes = OPERATIONS[operation][1] if by_channels else [0 if t.ndim > 2 else None for t in tensors]
-    shards = [split(t, axis) for t, axis in zip(tensors, axes, strict=True)]
-    tokens = {name: split(t, batch_axis) for name, t in tokens.items()}
-    weights = split(weights, batch_axis)
-    actual = differentiate(operation, shards, tokens, weights, output_loss)
-    assert actual[0].placements == (Shard(axes[0]),), actual[0].placements
+    shards, tokens = ({n: split(t) for n, t in given.items()} for given in (tensors, tokens))
+    actual = differentiate(operation, shards, options | tokens, split(weights), output_loss)
+    assert actual[0].placements == (Shard(2 if by_channels else 0),), actual[0].placements
     for x, y in zip(actual, expected, strict=True):
         assert isinstance(x, DTensor)
         assert_close(x.full_tensor(), y, 2e-6)
@@ -119,22 +89,22 @@ def check_dtensors(operation, mesh, by_channels):
 
 def check_shards_of_time(operation, variant):
     """Checks tensors whose tokens are split."""
-    tensors, tokens, weights = draw(operation, variant)
-    expected = differentiate(operation, tensors, tokens, weights, output_and_state_loss)
-    has_time = [tuple(t.shape[:2]) == (B, T) for t in tensors]
-    shards = [shard_time(t) if timed else t for t, timed in zip(tensors, has_time, strict=True)]
-    tokens = {name: shard_time(t) for name, t in tokens.items()}
+    tensors, options, tokens, weights = draw(operation, variant)
+    expected = differentiate(operation, tensors, options | tokens, weights, output_and_state_loss)
+    has_time = {name: t.shape[:2] == (B, T) for name, t in tensors.items()}
+    shards = {name: shard_time(t) if has_time[name] else t for name, t in tensors.items()}
+    options = options | {name: shard_time(t) for name, t in tokens.items()}
 
     def loss(output, state):
         is_last = dist.get_rank() == dist.get_world_size() - 1
         return output_and_state_loss(output, state if is_last else None)
 
     with sequence_parallel():
-        output, *gradients = differentiate(operation, shards, tokens, shard_time(weights), loss)
+        output, *gradients = differentiate(operation, shards, options, shard_time(weights), loss)
     assert_close(gather_time(output), expected[0], 5e-6)
-    for gradient, tensor, y, timed in zip(gradients, shards, expected[1:], has_time, strict=True):
-        gradient = torch.zeros_like(tensor) if gradient is None else gradient
-        if timed:
+    for gradient, name, y in zip(gradients, shards, expected[1:], strict=True):
+        gradient = torch.zeros_like(shards[name]) if gradient is None else gradient
+        if has_time[name]:
             gradient = gather_time(gradient)
         else:
             dist.all_reduce(gradient)
