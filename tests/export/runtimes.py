@@ -1,29 +1,38 @@
 """Runtimes of exported files, without Keras and without this package.
 
-Each function has `{name: array}` as inputs and returns a list of arrays.
+Each function has `{name: array}` as inputs and returns a list of arrays. A file is loaded once.
 """
 
+import functools
 import os
 
 # Set by `make test-export`, where a missing runtime is a failure.
 INSTALLED = os.environ.get("EXPORT_RUNTIMES") == "installed"
 
 
-def onnx(path, inputs):
+@functools.cache
+def onnx_session(path):
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(path, options)
+    return onnxruntime.InferenceSession(path, options)
+
+
+def onnx(path, inputs):
+    session = onnx_session(path)
     return session.run(None, {i.name: inputs[i.name] for i in session.get_inputs()})
 
 
-def openvino(path, inputs, precision="f32"):
-    """precision: dtype of the computation. If None, the plugin chooses."""
+@functools.cache
+def openvino_model(path):
     import openvino
 
-    options = {} if precision is None else {"INFERENCE_PRECISION_HINT": precision}
-    compiled = openvino.Core().compile_model(path, "CPU", options)
+    return openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+
+
+def openvino(path, inputs):
+    compiled = openvino_model(path)
     names = [i.get_any_name() for i in compiled.inputs]
     if not inputs.keys() >= set(names):  # Keras on torch loses the names, not the order
         names = list(inputs)

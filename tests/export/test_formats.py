@@ -60,12 +60,12 @@ def export(name, folder, form, **arguments):
 @parametrize_models(
     {
         "jax": ["block, step", "lightning", "hgrn2 lm"],
-        "torch": ["block, step", "hgrn2 lm"],
+        "torch": ["block, step", "hgrn2"],
         "tensorflow": ["block, step", "text classifier", "hgrn2 lm"],
     },
     nightly={
         "jax": [*STEPS, "hgrn2"],
-        "torch": [*STEPS, "block", "text classifier", *LARGER],
+        "torch": [*STEPS, "block", "text classifier", "hgrn2 lm", *LARGER],
         "tensorflow": [*STEPS, "block", "lightning", *LARGER],
     },
 )
