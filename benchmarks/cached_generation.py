@@ -3,7 +3,7 @@
 An error in a recurrent state, or in a cache of keys and values, is easily overlooked: texts stay
 fluent. Three checks compare generated tokens with plain forward passes of the model, which use no
 cache. Each raises an `AssertionError` with the position of the first difference. The script runs
-them on tiny models with random weights, for all families or those of the arguments.
+them on tiny models with random weights, for all families, or for those named.
 
 `rows` are prompts, lists of token ids of any lengths. The longest one is continued by `new_tokens`,
 shorter ones to the same length. Models take `token_ids` and `padding_mask`, and optionally
@@ -50,7 +50,7 @@ def assert_padding_changes_nothing(model, rows, new_tokens=8):
         if difference[token] > checker.tolerance:
             raise AssertionError(
                 f"Padding changes a plain forward pass: after token {token} of row {i} a logit is "
-                f"off by {difference[token]:.2g} of their range when other rows are longer; "
+                f"off by {difference[token]:.2g} of the range of logits if other rows are longer; "
                 f"{checker.tolerance:.2g} is allowed."
             )
     with checker.greedy() as generate:
@@ -63,7 +63,7 @@ def assert_padding_changes_nothing(model, rows, new_tokens=8):
 def assert_cuts_change_nothing(model, rows, new_tokens=8):
     """Asserts that the position at which a prompt is split does not change the continuation.
 
-    The prompt and each number of its generated tokens are passed as a longer prompt. Models of this
+    The prompt is passed again with 1, 2, ... of its generated tokens appended. Models of this
     package also continue from a cache of the prompt's first tokens, for every split.
     """
     checker = Checker(model, rows, new_tokens)

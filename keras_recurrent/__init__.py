@@ -14,7 +14,7 @@ from keras_recurrent.import_order import (
 check_backend()
 check_import_order()
 warn_about_disabled_kernels()
-# An invalid option of the server is an error before Keras is imported, which takes seconds.
+# Options of the server are parsed before the import of Keras, which takes seconds.
 if sys.argv[:1] == ["-m"] and "keras_recurrent.serving" in sys.orig_argv:
     importlib.import_module("keras_recurrent.serving.options").parse_options()
 

@@ -12,7 +12,7 @@ class FamilyMember:
     `tokenizer`, and a task its `preprocessor`, as in
     `class GriffinCausalLM(RecurrentCausalLM, preprocessor=GriffinCausalLMPreprocessor)`. It is
     registered with Keras, and gets `backbone_cls`, by which KerasHub finds it, and `tokenizer_cls`
-    or `preprocessor_cls`. Other subclasses do not change.
+    or `preprocessor_cls`. Subclasses without such an argument are not registered.
     """
 
     backbone_cls: Any

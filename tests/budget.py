@@ -45,7 +45,7 @@ def probe():
 
 
 def over_budget(seconds, entries):
-    """A message if the sum of `{file: scaled CPU seconds}` is above its limit, else None."""
+    """Returns a message if the sum of `{file: scaled CPU seconds}` exceeds its limit, or None."""
     total, limit = sum(seconds.values()), FACTOR * entries[ALL]
     if total <= limit:
         return None

@@ -3,9 +3,9 @@
 At each launch the interpreter replaces Triton's functions by functions of NumPy, and restores them
 at the end. In between, each call of another function, such as `tl.sum`, searches hundreds of names
 that are replaced already, which takes more than half of the time. Each lookup of a dtype builds the
-table of all dtypes. Each operation on integers runs again in 64 bits, to find an overflow, of which
-there is none in the small tensors of tests. Each tensor makes objects of its sizes, each pair of
-tensors those of the common sizes. A scan combines single numbers.
+table of all dtypes. Each operation on integers runs again in 64 bits, to find an overflow, which
+the small tensors of tests do not have. Each tensor creates objects for its sizes, and each pair of
+tensors creates objects for its common sizes. A scan combines single numbers.
 """
 
 import functools

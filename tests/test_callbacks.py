@@ -45,7 +45,8 @@ def trainee():
 def whole(trainee, tmp_path_factory):
     """Values and history of a run without interruption.
 
-    In a first run on torch, Keras builds the metrics of a batch, for which torch draws a number.
+    On torch, Keras builds metrics in the first run, which draws a random number from torch's
+    generator. A run before this one builds them.
     """
     if keras.backend.backend() == "torch":
         train(trainee.restart(), str(tmp_path_factory.mktemp("first")))

@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = "keras_recurrent"
 # A folder or module imports from itself and from lines above its own, not from its neighbors in a
 # line.
-FLOORS = [
+LEVELS = [
     "backends presets import_order atomic_files",
     "compat progress inherited_docstrings families",
     "checks",
@@ -33,8 +33,8 @@ FLOORS = [
     "models",
     "serving evaluation",
 ]
-FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms.split()}
-TOP = len(FLOORS)  # other modules at the root of the package
+LEVEL = {folder: level for level, folders in enumerate(LEVELS) for folder in folders.split()}
+TOP = len(LEVELS)  # other modules at the root of the package
 
 # (file, module that is imported inside one of its functions, because a package may be missing)
 INSIDE_FUNCTIONS = {
@@ -42,7 +42,6 @@ INSIDE_FUNCTIONS = {
     ("keras_recurrent/dispatch.py", "backends.triton._runtime.framework"),
     ("keras_recurrent/generation/torch_batch.py", "backends.triton.argmax"),
     ("keras_recurrent/optimizers/fused_updates.py", "backends.triton._optimizers.adam_kernel"),
-    ("keras_recurrent/serving/__init__.py", "serving.engine"),
     ("keras_recurrent/serving/__main__.py", "serving.processes"),
     ("keras_recurrent/serving/http_process.py", "serving.processes"),
     ("keras_recurrent/serving/processes.py", "serving.server"),
@@ -125,13 +124,13 @@ def imported_with(graph, names):
     return found
 
 
-def room(name):
+def folder(name):
     """The part of a module's name after the package's; an empty string for the package itself."""
     return name.split(".")[1] if "." in name else ""
 
 
-def floor(name):
-    return FLOOR.get(room(name), TOP)
+def level(name):
+    return LEVEL.get(folder(name), TOP)
 
 
 def test_imports_of_the_package_have_no_circle(graph):
@@ -140,15 +139,15 @@ def test_imports_of_the_package_have_no_circle(graph):
 
 
 def test_imports_of_the_package_run_downward(graph):
-    """A module imports from a higher floor, or from another room of its own floor."""
+    """A module imports from a later line of `LEVELS`, or from a neighbor in its own line."""
     assert [
         (name, target)
         for name, imports in graph.items()
         for target, _ in imports
         if target != HUB
         and (
-            floor(target) > floor(name)
-            or (floor(target) == floor(name) < TOP and room(target) != room(name))
+            level(target) > level(name)
+            or (level(target) == level(name) < TOP and folder(target) != folder(name))
         )
     ] == []
 

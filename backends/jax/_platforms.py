@@ -121,9 +121,10 @@ def switch_platform(functions, arguments):
 
 
 def switch_jaxprs(branches, results, arguments):
-    """`switch_platform` for traced functions; without a default, lowering may raise an error.
+    """Variant of `switch_platform` for jaxprs.
 
-    results: a tree with the structure of what the functions return.
+    Without a "default" branch, lowering for a platform without a branch raises an error.
+    results: a tree with the structure of the results.
     """
     found = _switch.bind(*jax.tree.leaves(arguments), branches=tuple(branches.items()))
     return jax.tree.unflatten(jax.tree.structure(results), found)
@@ -153,7 +154,7 @@ def _differentiate(primals, tangents, *, branches):
     """Differentiates plain JAX in place of a kernel, which has no derivative."""
     plain = dict(branches).get("default")
     if plain is None:
-        raise NotImplementedError("a Pallas kernel has no derivative; its operation has the first")
+        raise NotImplementedError("the Pallas kernels support first derivatives only")
     return jax.jvp(jaxpr_as_fun(plain), tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
 
 

@@ -1,6 +1,7 @@
-"""All names of Pallas that this folder uses.
+"""Imports all names of Pallas that this folder uses.
 
-They are experimental in JAX, and names in them change: `unavailable` tells whether one is missing.
+Pallas is experimental, and its names change between releases of JAX. If one is missing,
+`unavailable` returns the reason.
 """
 
 # ruff: noqa: F401

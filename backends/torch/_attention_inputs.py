@@ -80,7 +80,7 @@ class AttentionInputs:
         self.window = window if window and window < self.cached + self.length else None
         self.token_kind = token_kind
         self.tokens = None if token_kind is None else RealTokens(token_kind)
-        # The number of real tokens, and the start of the last document.
+        # `count` is the number of real tokens, `start` the index of the last document's first.
         self.count, self.start = self.length, None
         if self.tokens is not None:
             self.count = self.tokens.count[:, 0]

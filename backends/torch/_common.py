@@ -280,14 +280,14 @@ def register_gradient(
 
     Args:
         operation: string, the name of the operation, whose signature has the dimensions.
-        forward: an operator, whose results are those of the operation, then the residuals.
+        forward: an operator that returns the results of the operation, then the residuals.
         backward: an operator.
         keep_output: boolean; if False, the output is not saved, and `backward` gets None.
         dropped: positions of inputs that are not saved; `backward` gets None in their place.
         options: the number of inputs after the tensors.
         residuals: the dimension names of each further result, which only the backward pass needs.
-        undifferentiated: the number of the last input tensors that have no gradient.
-        integers: the number of the last results of the operation that have no gradient.
+        undifferentiated: the number of tensors without a gradient, the last inputs.
+        integers: the number of results without a gradient, the last ones of the operation.
         materializes: boolean; if False, `backward` gets None for the gradient of an unused result,
             except the first one.
         shards: boolean, whether to register sharding rules for DTensors.

@@ -1,4 +1,4 @@
-"""Moves the real tokens of each sequence to its front and back, for operations on neighbors."""
+"""Moves real tokens before padding and restores their order, for operations on neighbors."""
 
 import functools
 
@@ -12,11 +12,11 @@ class RealTokens:
     """Permutation that moves the real tokens of each sequence before its padding.
 
     Attributes:
-        nth: [B, T], the index of token t, or of the last one before padding, among real tokens.
+        nth: [B, T], the index of token t among real tokens; at padding, of the last one before.
         count: [B, 1], the number of real tokens.
         target: [B, T], the target index of token t.
         order: [B, T], the token moved to each index.
-        filled: [B, T], mask of the indices of real tokens.
+        filled: [B, T], mask of the first `count` indices, to which real tokens are moved.
     """
 
     def __init__(self, token_kind):

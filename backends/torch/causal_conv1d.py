@@ -43,17 +43,17 @@ class _Documents(RealTokens):
     """Real tokens and their documents; indices include the W - 1 inputs of the state.
 
     Attributes:
-        of_inputs: [B, W - 1 + T], documents started up to an index.
-        last: [B, W - 1], indices of the last inputs, the final state.
-        outdated: [B, W - 1], mask of those before the last start.
+        input_document: [B, W - 1 + T], the number of documents started up to each index.
+        last: [B, W - 1], the indices of the last inputs, which are the final state.
+        outdated: [B, W - 1], mask of the last inputs that belong to an earlier document.
     """
 
     def __init__(self, token_kind, taps):
         super().__init__(token_kind)
-        self.of_inputs = torch.nn.functional.pad(self.document, (taps, 0))
+        self.input_document = torch.nn.functional.pad(self.document, (taps, 0))
         self.last = self.count + torch.arange(taps, device=token_kind.device)
         num_started = self.starts.sum(1, keepdim=True)
-        self.outdated = self.of_inputs.gather(1, self.last) != num_started
+        self.outdated = self.input_document.gather(1, self.last) != num_started
 
 
 def _documents(token_kind, taps):
@@ -69,7 +69,7 @@ def _mask_documents(tensor, tokens, shift, own):
     """`tensor`, with zeros where the input of a tap belongs to an earlier document."""
     if tokens is None or shift is own:
         return tensor
-    return filled(tensor, tokens.of_inputs[:, shift] != tokens.of_inputs[:, own], 0)
+    return filled(tensor, tokens.input_document[:, shift] != tokens.input_document[:, own], 0)
 
 
 def _inputs(x, initial_state, tokens, taps, dtype):

@@ -60,7 +60,7 @@ def results(x):
     return (Array((x.shape[0],), "int32"),)
 
 
-# The name is that in exported programs.
+# Exported programs contain this name.
 @decoding_step(unsupported, results, count=1, name="largest", on_jax=False)
 def argmax(x):
     best, options = _partial_argmax(x)

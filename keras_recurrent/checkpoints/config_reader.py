@@ -134,7 +134,7 @@ class ConfigReader:
             wanted = f"a list of {' and '.join(map(repr, choices))}"
             raise self.unsupported_error(key, value, wanted)
         if num_layers is not None and len(value) != num_layers:
-            wanted = f"a list of 'num_hidden_layers', {num_layers}, names"
+            wanted = f"a list of {num_layers} names, as many as 'num_hidden_layers'"
             raise self.unsupported_error(key, value, wanted)
         return tuple(value)
 

@@ -11,9 +11,10 @@ from keras_recurrent.checkpoints.tensor_table import TRANSPOSED, BlockTensors, T
 class Layout:
     """Layout of one family's checkpoints on the Hugging Face Hub.
 
-    A family defines the attributes and `block_tensors`, and extends `read_others`, `requirements`
-    and `write_config` for keys that the attributes cannot express, and `tensors` if its tensors
-    outside blocks have other names. All families share reading, writing and their checks.
+    A family defines the attributes and `block_tensors`, and extends `read_further_arguments`,
+    `requirements` and `write_config` for keys that the attributes cannot express, and `tensors` if
+    its tensors outside blocks have other names. All families share reading, writing and their
+    checks.
 
     Attributes:
         model_type: string, `model_type` of `config.json`.
@@ -23,10 +24,10 @@ class Layout:
         blocks: string, the prefix of the names of tensors in blocks.
         unused: keys of `config.json`, in addition to `COMMON_UNUSED_KEYS`, that do not change the
             outputs of the model.
-        keys: `{argument: (key, default)}` of the arguments that a file has as they are. The type of
-            the default is that of the value: an integer, a float above 0 or a boolean. It is
-            `REQUIRED` for an integer that a file must have, None for an integer that may be
-            missing, and a string for an integer with the default of an earlier argument.
+        keys: `{argument: (key, default)}` of arguments that a file stores unchanged. The default
+            has the type of the value: an integer, a float above 0 or a boolean. For integers, it
+            may also be `REQUIRED` (the key must be present), None (the key may be missing) or the
+            name of an earlier argument, whose value is then the default.
         constants: `{argument: value}`, equal in all checkpoints of the layout.
         fixed: `{key: supported values}`; the first is the default, and is written.
     """
@@ -47,9 +48,9 @@ class Layout:
         for key, values in self.fixed.items():
             config.fixed(key, *values)
         arguments = {**config.values(self.keys), **self.constants}
-        return {**arguments, **self.read_others(config, arguments)}
+        return {**arguments, **self.read_further_arguments(config, arguments)}
 
-    def read_others(self, config, arguments):
+    def read_further_arguments(self, config, arguments):
         """Returns further arguments, given those of `keys` and `constants`."""
         return {}
 

@@ -19,8 +19,8 @@ NAMES = {"start_token_id": "bos_token", "end_token_id": "eos_token", "pad_token_
 class TokenizerFiles:
     """Tokenizer, chat template and end tokens of a checkpoint.
 
-    `tokenizer.model` of SentencePiece is read before `tokenizer.json`: where a repository has both,
-    `tokenizer.json` is a conversion.
+    `tokenizer.model` of SentencePiece takes precedence over `tokenizer.json`, which is a conversion
+    of it in repositories with both.
 
     Args:
         preset_files: the `PresetFiles`.
@@ -95,8 +95,8 @@ class TokenizerFiles:
             return None
         if not isinstance(template, str) or not template:
             raise ValueError(
-                f"{where} must be a jinja2 template, a string that is not empty, or a list with "
-                f"one of the name 'default'; got {short_repr(template)}."
+                f"{where} must be a jinja2 template, a string that is not empty, or a list of "
+                f"templates with one named 'default'; got {short_repr(template)}."
             )
         return template
 

@@ -34,10 +34,10 @@ class Batch:
     Args:
         programs: the `Programs` of the model.
         num_slots: integer.
-        keep: boolean, True if the state of a sequence is unchanged after its end. An argument of
-            subclasses, as `reads_tokens`.
+        keep: boolean, True if the state of a sequence is unchanged after its end. Only subclasses
+            take `keep` and `reads_tokens`.
         reads_tokens: boolean, True if tokens are read before the sequences have ended on the
-            device: in a stream, or with stop strings. `state` is then also called before that.
+            device: in a stream, or with stop strings. `state` may then be called earlier, too.
         tokens_per_step: integer, number of tokens of each sequence that a step computes.
         runs_ahead: boolean, True if the next step is launched before the tokens of the last one
             are processed.

@@ -60,8 +60,8 @@ def check_sampler(sampler, vocabulary_size):
     replaced = any(callable(getattr(type(sampler), name, None)) for name in vars(sampler))
     if type(sampler) not in GREEDY + RANDOM or replaced:
         raise ValueError(
-            f"`sampler` must be {SAMPLERS} or one of these classes, without a replaced method; got "
-            f"a {kind}. `SamplingParams` has more options. {CUSTOM_LOOP}"
+            f"`sampler` must be {SAMPLERS}, or KerasHub's class of such a name, without a "
+            f"replaced method; got a {kind}. `SamplingParams` has more options. {CUSTOM_LOOP}"
         )
     up_to_vocabulary = f"an integer from 1 to {vocabulary_size}, the size of the vocabulary"
     for name, is_valid, maximum, description in (

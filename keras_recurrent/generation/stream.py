@@ -37,7 +37,7 @@ class Stream:
             try:
                 has_tokens = self._loop.advance()
             except BaseException:
-                self._loop = None  # its tensors may be between two tokens
+                self._loop = None  # the step may have changed some of its tensors
                 raise
             output = self._next_output() if has_tokens else None
             if not self._loop.batch.num_active:
@@ -90,7 +90,7 @@ class Stream:
             self._loop.batch.close()
         self._loop = None
 
-    def __del__(self, is_finalizing=is_finalizing):  # the module may have lost its names
+    def __del__(self, is_finalizing=is_finalizing):  # globals may be None
         # At interpreter shutdown there is nothing to release.
         if getattr(self, "_loop", None) is not None and not is_finalizing():
             self._loop.batch.close()

@@ -202,7 +202,7 @@ class Decoder:
         self._choices.clear()
 
     def allocate_for(self, features):
-        """Allocates the tensors for steps with these `Features`; None is without sampling."""
+        """Allocates the tensors for steps with these `Features`, none if None."""
         size = self._tokens_per_step
         if features is None:
             return
@@ -245,7 +245,7 @@ class Decoder:
         mask = (tensors["active"],) if self.step.masked else ()
         logits, *cache = self._run(*self._prepared, tensors["token"], *mask, *self.cache)
         # Sampling precedes the copies, so that its kernel directly follows the kernel of the
-        # logits, and may begin before this has ended (PDL).
+        # logits, and may begin before that kernel ends (PDL).
         if features is None:
             self.logits, new = logits, {}
         else:
@@ -262,7 +262,7 @@ class Decoder:
         return stack_groups([t[slot : slot + 1] for t in self.cache], self.step.groups)
 
     def slot_reader(self, groups):
-        """Returns a function that maps a slot to its state, in which recent tokens are applied.
+        """Returns a function that maps a slot to its state, with recent tokens applied.
 
         groups: the result of `group_equal` for a state, without recent tokens.
         """
@@ -335,13 +335,13 @@ def make_choice(features, masked, logits, tensors):
 
 
 def _append(tensors, latest):
-    """Returns the tensors `[B, R, ...]` in `latest`, shifted to end with its `[B, 1, ...]`."""
+    """Shifts the tensors `[B, R, ...]` named in `latest`, and appends its `[B, 1, ...]`."""
     known = [name for name in latest if name in tensors]
     return {name: torch.cat((tensors[name][:, 1:], latest[name]), dim=1) for name in known}
 
 
 def _choose(features, is_argmax, logits, tensors):
-    """Returns the tensors that change, as the function of `make_choice`."""
+    """Chooses the next tokens; returns what the function of `make_choice` returns."""
     uniform = tensors["uniform"] if features.is_random else None
     counts = tensors["counts"] if features.has_penalties else None
     state = None if is_argmax else DeviceState(*(tensors[name] for name in DeviceState._fields))
@@ -419,7 +419,7 @@ def copy_all(targets, values):
 
 
 def clone_all(tensors):
-    """Returns contiguous copies of tensors, as `copy_all`."""
+    """Returns contiguous copies of tensors, made by one launch for each dtype."""
     copies = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
     copy_all(copies, tensors)
     return copies

@@ -31,8 +31,8 @@ _capturing = threading.Lock()  # torch aborts if two threads capture at once
 POOL_DIVISOR = 16
 ALIGNMENT = 16  # elements, and so at least 16 bytes
 
-# Maximum number of parts of a program on a GPU, and minimum number of operations of a part. In one
-# part, a program would delay a decoding step by the time of several steps.
+# Maximum number of parts of a program on a GPU, and minimum number of operations of a part. A
+# program of one part would delay a decoding step by the time of several steps.
 MAX_PARTS, MIN_OPERATIONS = 48, 16
 
 
@@ -51,7 +51,7 @@ class CapturedDecoder(Decoder):
         cache = unstack_groups(self._stacks, step.groups)
         super().__init__(step, step.traced, list(prepared), cache, tensors, tokens_per_step)
         self.key, self._pool = key, None
-        # By `Features`. False: the step cannot be captured. None: memory was short in this call.
+        # Graphs by `Features`. False: the step cannot be captured. None: out of memory this time.
         self._graphs: dict[Any, Any] = {}
         addresses = {t.untyped_storage().data_ptr() for t in weights}
         owned = [t for t in prepared if t.untyped_storage().data_ptr() not in addresses]
@@ -94,7 +94,7 @@ class CapturedDecoder(Decoder):
             try:
                 self.capture(features)
             except RuntimeError as error:
-                text = f"Steps run kernel by kernel: no CUDA graph: {error}"
+                text = f"Steps run kernel by kernel: a CUDA graph was not captured: {error}"
                 warnings.warn(text, stacklevel=3)
                 is_final = not isinstance(error, torch.OutOfMemoryError)
                 self._graphs[features] = False if is_final else None
@@ -218,7 +218,7 @@ def capture(function, device, pool=None):
 
 @contextlib.contextmanager
 def _no_garbage_collection():
-    """Disables garbage collection, which could destroy another graph and so end a capture."""
+    """Disables garbage collection, which could destroy another graph and so break a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -379,7 +379,7 @@ class _Program:
             captured, _ = capture(run_part, self.tokens.device, pool)
             pool = captured.pool()
             parts.append(captured.replay)
-            captured.replay()  # for the next part, which runs once before its capture
+            captured.replay()  # computes the inputs of the next part, which runs before its capture
             later = {*nodes[start + size :], graph.output_node()}
             for node in [n for n in values if n.op != "placeholder"]:
                 if later.isdisjoint(node.users):

@@ -3,8 +3,8 @@
 A step is traced once and then runs without Keras, as a CUDA graph if possible, else compiled, else
 as traced. Computations that depend only on weights, such as casts and the lower bounds of HGRN2,
 are a separate graph that runs once per call. With `run_eagerly=True`, or if a module has a hook,
-steps run eagerly through the layers, which call the hook: a graph would repeat its effects during
-tracing, or omit them.
+steps run eagerly through the layers, which call the hook. In a traced step, Python's part of a hook
+would run during tracing alone.
 """
 
 import collections
@@ -32,7 +32,7 @@ from keras_recurrent.progress import announce
 
 # Traced steps of a model, one for each batch size and capacity of its cache, and chunks.
 MAX_STEPS = 16
-MAX_GROWN = 2**20  # bytes of a stored result that is larger than the weights it depends on
+MAX_STORED_GROWTH = 2**20  # bytes of a stored result that is larger than the weights it depends on
 COMPILED_AFTER = 2000  # tokens; the traced graph takes as long for these as torch's compiler
 
 
@@ -139,7 +139,7 @@ class Programs:
         return Chunks(self._step, num_prompts, cache, self._add_reason)
 
     def _add_reason(self, reason):
-        """Adds the reason why the chunks of a batch are no CUDA graphs."""
+        """Adds the reason why the chunks of a batch do not run as CUDA graphs."""
         self.mode = self.mode._replace(refused={**self.mode.refused, "cuda_graph": reason})
 
     def decoder(self, cache, tensors, features, tokens_per_step=1, masked=False):
@@ -446,7 +446,7 @@ def _split(traced, num_weights):
     in_step = set(later)
     for node in reversed(nodes):
         size = _num_bytes(node)
-        is_grown = size > MAX_GROWN and size > sum(map(_num_bytes, sources[node]))
+        is_grown = size > MAX_STORED_GROWTH and size > sum(map(_num_bytes, sources[node]))
         if is_grown and in_step.intersection(node.users):
             in_step.add(node)
     used = [n for n in nodes if n not in in_step and in_step.intersection(n.users)]

@@ -106,7 +106,7 @@ class RecomputableLayer(
     def make_sublayer(self, cls, *args, **kwargs):
         """Creates a layer inside this one, `cls(*args, **kwargs)`, with the same dtype policy.
 
-        It is not rematerialized separately, and has copies of initializers.
+        The inner layer is not rematerialized separately, and gets copies of the initializers.
         """
         for argument, value in kwargs.items():
             if argument.endswith("_initializer"):

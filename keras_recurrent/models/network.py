@@ -137,7 +137,7 @@ class Network(
             if layer.lora_enabled:
                 raise ValueError(
                     f"`target_layer_names`: {layer.path!r} has LoRA already, which can be enabled "
-                    "only once. Name other layers: its low-rank weights are trained with theirs."
+                    "only once. Leave it out: its low-rank weights are trained, too."
                 )
         return targets
 

@@ -138,7 +138,7 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
     def make_arguments(self, block_cls, dtype):
         """Returns the arguments of this class for the stored arguments of a family.
 
-        These are the layers, made here, and the stored arguments that this class has, too.
+        They are the layers, which this method makes, and the stored arguments of this class.
 
         Args:
             block_cls: the class of the residual blocks, whose norm is also the final norm.

@@ -143,7 +143,10 @@ class LightningHybridCausalLM(RecurrentCausalLM, preprocessor=LightningHybridCau
 
 
 class MambaHybridTokenizer(ByteTokenizer, backbone=MambaHybridBackbone):
-    """Byte tokenizer of presets. Checkpoints have a `BPETokenizer`."""
+    """Byte tokenizer of Nemotron-H, Granite 4.0 H, Falcon-H1 and Mamba-2 presets.
+
+    Checkpoints have a `BPETokenizer`.
+    """
 
 
 class MambaHybridCausalLMPreprocessor(

@@ -1,7 +1,7 @@
 """Operations of a decoding step, which layers call for one token of each sequence.
 
-These functions are not public, and are no operations of Keras: their keyword arguments are those of
-the functions in `backends/reference/`, which are not checked, and none may be symbolic. The Triton
+These functions are not public, and are not operations of Keras. They take the keyword arguments of
+the functions in `backends/reference/`, without checks and without symbolic tensors. The Triton
 kernels read each weight once and have no gradients. `portable/` has an implementation for all
 backends.
 """

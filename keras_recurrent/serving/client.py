@@ -50,8 +50,8 @@ class Limits(NamedTuple):
 
     Attributes:
         vocabulary_size: integer.
-        state_interval: integer, interval, in prompt tokens, at which states are saved. 0: none
-            inside of prompts. None: `prefix_cache_bytes` is 0.
+        state_interval: integer, interval, in prompt tokens, at which states are saved, in
+            addition to ends of messages. 0: no further states. None: `prefix_cache_bytes` is 0.
     """
 
     num_slots: int
@@ -68,8 +68,8 @@ class EngineClient:
     of an `Engine`, or in the event loop of a server.
 
     Args:
-        link: the `Scheduler`, or a `RemoteLink` to that of another process. Its `emit` is
-            set.
+        link: the `Scheduler`, or a `RemoteLink` to the scheduler of another process. This class
+            sets its `emit`.
         preprocessor: the preprocessor, which may be one without Keras, or None.
         limits: the `Limits`.
     """

@@ -13,7 +13,7 @@ BODY_SECONDS = 30
 
 
 class Gate(APIRoute):
-    """Route of `/v1`: refuses requests without the key and those of too many connections."""
+    """Route of `/v1` that refuses requests without the key or on too many connections."""
 
     def get_route_handler(self):
         handle = super().get_route_handler()

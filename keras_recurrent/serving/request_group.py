@@ -84,7 +84,7 @@ class RequestGroup:
         return self._requests[index].prompt_logprobs
 
     def cancel(self, error=None):
-        """Cancels the requests that have not ended; an error is raised by `events` at once."""
+        """Cancels the requests that have not ended. If given, `events` raises `error` at once."""
         self.write, self._error = None, error or self._error
         self._wakes.set()
         for request, completion in zip(self._requests, self.completions, strict=True):
@@ -102,8 +102,8 @@ class RequestGroup:
             request has ended, else None.
 
         Raises:
-            Exception: an error of `write` or `cancel`, or that with which the engine ended a
-                request.
+            Exception: an error of `write`, the error passed to `cancel`, or the error with which
+                the engine ended a request.
         """
         while None in self.completions:
             self._is_waiting = True

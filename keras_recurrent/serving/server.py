@@ -123,7 +123,7 @@ class Service:
             raise
 
     @contextlib.asynccontextmanager
-    async def open(self, form, group, receive):
+    async def cancel_at_end(self, form, group, receive):
         """Cancels a group of requests at the end of its response, or if the client disconnects."""
         watch = asyncio.ensure_future(_cancel_on_disconnect(receive, group))
         try:
@@ -196,7 +196,7 @@ class EventStream(StreamingResponse):
         if connection := scope.get("state", {}).get("connection"):
             group.is_writable = lambda: connection.takes_chunks
             group.write = lambda *new: connection.write_chunk(self._encode(*new))
-        async with service.open(form, group, receive):
+        async with service.cancel_at_end(form, group, receive):
             await self.stream_response(send)
 
     def _encode(self, index, text, logprobs):
@@ -249,7 +249,7 @@ async def _respond(service, request, body_type, form_type):
         group = await service.start(body, form)
         if body.stream:
             return EventStream(service, group, form, body)
-        async with service.open(form, group, request.receive):
+        async with service.cancel_at_end(form, group, request.receive):
             async for *_, completion in group.events():
                 service.check(completion)
     except Exception as error:

@@ -157,7 +157,7 @@ class CheckpointTokenizer(TrustedTexts):
     file_description: str
 
     def _copy_special_tokens(self, file):
-        """Sets the special tokens and their ids, from a `PlainTokenizer`; to None without one."""
+        """Copies the special tokens and their ids of a `PlainTokenizer`, or sets all to None."""
         for name in SPECIAL_TOKENS:
             for attribute in (name, f"{name}_id"):
                 setattr(self, attribute, file and getattr(file, attribute))

@@ -114,4 +114,4 @@ def as_token_weights(tokens, sample_weight):
         weights = ops.squeeze(weights, -1)
     elif len(weights.shape) == len(tokens.shape) - 1:
         weights = ops.expand_dims(weights, -1)  # one weight for each sequence, as in Keras
-    return weights * ops.ones_like(tokens, dtype="float32")  # their sum is that of all tokens
+    return weights * ops.ones_like(tokens, dtype="float32")  # so that their sum counts all tokens

@@ -477,8 +477,8 @@ def test_config_with_inconsistent_keys_names_all(model_type, changes, keys):
     assert_rejects(".*".join(map(repr, keys)), read, model_type, **changes)
 
 
-def test_config_with_default_that_disagrees_says_the_default():
-    """An error gives a value that is not in the file."""
+def test_config_that_contradicts_a_default_names_the_default():
+    """An error gives a value that is not in the file, without saying that it is a default."""
     match = "'block_dim' is 64 in config.json; .* Keys .* config.json lacks .*'hidden_size' is 2560"
     assert_rejects(match, read, "lfm2", hidden_size=DROP, conv_dim=DROP)
 

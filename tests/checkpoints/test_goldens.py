@@ -152,7 +152,7 @@ def test_logits_of_packed_documents_match_the_original(model, path, expected):
 def test_export_loaded_by_transformers_matches_the_original(model, path, tmp_path, expected):
     """transformers computes other logits from an export, for example beyond the window."""
     torch = pytest.importorskip("torch")
-    # Releases before 5 ignore the window in a forward pass.
+    # transformers before 5 ignores the window in a forward pass.
     transformers = pytest.importorskip("transformers", minversion="5.0")
     model.export_to_transformers(tmp_path / "export")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")

@@ -253,7 +253,7 @@ ROWS = {
 }
 
 
-# Numbers of rows choose products, which know nothing of mixers: one mixer has all of them.
+# The number of rows selects the matrix product, for any mixer: one mixer runs with all numbers.
 STEPS = [("mamba, all options", rows) for rows in ROWS]
 STEPS += [(mixer, "rows, mixed_bfloat16") for mixer in MIXERS if mixer != "mamba, all options"]
 STEPS += [(mixer, "row") for mixer in ("lightning, all options", "attention, all options")]

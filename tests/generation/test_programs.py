@@ -57,6 +57,7 @@ def traced(monkeypatch):
 
 @pytest.mark.once
 def test_bucket_has_few_values_and_at_most_doubles_long_sequences():
+    """Each length compiles a program, padding takes most of the time, or chunks do not fit."""
     assert len({bucket(n) for n in range(1, 32769)}) == 8
     for length in (1, 64, 65, 1025, 32768, 100_000):
         padded = bucket(length)

@@ -181,7 +181,7 @@ def test_top_k_and_top_p_of_equal_logits_keep_the_lowest_ids(top_k, top_p):
 
 @pytest.mark.once
 def test_top_k_above_the_vocabulary_size_keeps_all_tokens():
-    """A neighbor's `top_k` cuts the tokens of a sequence whose own is above 64."""
+    """The smaller `top_k` of another sequence applies if a `top_k` is above `MAX_CANDIDATES`."""
     params = [SamplingParams(top_k=70)] * 256 + [SamplingParams(top_k=5)]
     assert {*draw_tokens(params, np.zeros(50, "float32"))[:256].tolist()} == {*range(50)}
 

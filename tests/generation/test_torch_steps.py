@@ -154,17 +154,17 @@ def test_recent_tokens_of_several_layers_are_applied_to_their_own_states():
 def test_prepared_tensors_are_not_larger_than_their_weights(hgrn2, monkeypatch):
     """A step of several sequences keeps a float32 copy of each int8 kernel."""
     hgrn2.quantize("int8", filters=lambda layer: type(layer) is keras.layers.Dense)
-    monkeypatch.setattr(torch_programs, "MAX_GROWN", 2**8)
+    monkeypatch.setattr(torch_programs, "MAX_STORED_GROWTH", 2**8)
     weights = {t.data_ptr() for t in (v.value for v in hgrn2.variables)}
     found = [t.nbytes for t in prepare_tensors(hgrn2) if t.data_ptr() not in weights]
-    assert max(found) <= torch_programs.MAX_GROWN
+    assert max(found) <= torch_programs.MAX_STORED_GROWTH
 
 
 def test_lower_bounds_are_prepared_once(monkeypatch):
     """Each step recomputes lower bounds, since intermediate results are larger than weights."""
     model = tiny_causal_lm(family="hgrn2", num_layers=4)
     logits = model.backbone.lower_bounds.logits.value
-    monkeypatch.setattr(torch_programs, "MAX_GROWN", 2 * logits.nbytes)
+    monkeypatch.setattr(torch_programs, "MAX_STORED_GROWTH", 2 * logits.nbytes)
     assert logits.data_ptr() not in {t.data_ptr() for t in prepare_tensors(model)}
 
 

@@ -159,6 +159,7 @@ def test_training_of_the_converted_model_does_not_change_the_original():
 
 
 def test_random_pooling_depends_on_the_seed_and_the_weight_and_keeps_queries():
+    """The seed has no effect, keys and values get equal numbers, or queries change."""
     model = build_model(decoder)
     kernels = {
         seed: numpy(weight(convert_to_gqa(model, 2, "random", seed=seed), "causal", "key/kernel"))

@@ -131,6 +131,7 @@ def test_configured_backbone_matches_shared_heads(name):
 
 
 def test_conversion_of_gemma_4_respects_the_heads_of_global_layers():
+    """Global layers keep their heads, or layers without keys of their own are converted."""
     model = make_backbone("Gemma4", num_global_key_value_heads=2)
     assert_rejects(r"the 2 key .*`num_global_key_value_heads`", convert_to_gqa, model, 4)
     config = convert_to_gqa(model, 1).get_config()

@@ -205,8 +205,9 @@ shared_by_layers = parametrize_names(STREAMING, SHARED)
 def parametrize_layers(names, default=COMPUTED, **axes):
     """Parametrizes a test over layers and named values, each axis given as {id: value}.
 
-    Each layer runs every fourth combination, or one of two or three; the next layer runs the
-    combinations that follow. All others are nightly, as are layers that are not in `default`.
+    Each layer runs every fourth combination, or a single one if there are fewer than four; the next
+    layer runs the combinations that follow. All others are nightly, as are layers that are not in
+    `default`.
     """
     parameters, period = [], min(4, math.prod(map(len, axes.values())))
     for i, name in enumerate(names):

@@ -22,7 +22,7 @@ EXPAND_RATIO |= {192: 96, 256: 128, 384: 128, 136: 68, 8 * 131: 8, 258: 86}
 
 @pytest.fixture
 def empty_weights():
-    """Layers get weights without values, which would take most of the time."""
+    """Creates weights without values, whose initialization would take most of the time."""
     with keras.StatelessScope(initialize_variables=False):
         yield
 

@@ -42,7 +42,8 @@ def test_only_compat_and_upstream_import_private_modules():
         _ = compat.nothing
 
 
-def test_directories_without_our_files_are_loaded_by_keras_hub(tmp_path):
+def test_directory_without_config_raises_the_error_of_keras_hub(tmp_path):
+    """A directory without a config is taken for the preset whose name it has."""
     assert_rejects(r"has no config.json", keras_hub.models.CausalLM.from_preset, str(tmp_path))
     # The directory has a name similar to that of a preset.
     (tmp_path / "hawk_10m").mkdir()

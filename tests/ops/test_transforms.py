@@ -160,7 +160,7 @@ def test_functional_gradients_equal_autograd(operation, implementation):
 
 @pytest.mark.parametrize("operation", cases.DRAW)
 def test_nested_gradient_of_single_token_equals_autograd(operation):
-    """The code for a token without gradients runs although an outer gradient needs it."""
+    """A single token runs the code without gradients, although an outer gradient is needed."""
     drawn = cases.draw(operation, cases.Case(2, 1, 3, state=True, heads=(2, 1)))
     loss, tensors = draw_loss(operation, "torch", drawn)
     expected = gradients(loss, tensors)

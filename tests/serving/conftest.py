@@ -1,4 +1,4 @@
-"""Clients of HTTP."""
+"""Fixture of all tests that send HTTP requests."""
 
 import functools
 import ssl

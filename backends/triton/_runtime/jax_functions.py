@@ -332,7 +332,7 @@ def _fused_reason(**_):
 
 
 def decoding_step(unsupported, results, count=None, updates=(), name=None, on_jax=True):
-    """The JAX version of `torch_operators.decoding_step`; launches contain all other arguments."""
+    """The JAX version of `torch_operators.decoding_step`; launches describe the results."""
     del results, count, updates, name
     unsupported = (unsupported or step_unsupported_reason) if on_jax else _fused_reason
 

@@ -292,14 +292,14 @@ def _operator(name, function, fake, parameters, count, updates=()):
 def decoding_step(unsupported, results, count=None, updates=(), name=None, on_jax=True):
     """Decorator that makes the function of a decoding step a `Kernel`, without gradients.
 
-    The kernel calls a custom operator; `unsupported` is that of the kernel, or None, if only
-    `step_unsupported_reason` matters. on_jax: False where XLA replaces the kernel on JAX.
+    The kernel calls a custom operator. unsupported: the kernel's function of this name; None is
+    `step_unsupported_reason`. on_jax: False if XLA replaces the kernel on JAX.
 
     The function takes tensors (or Nones), lists of tensors, annotated `list`, and options, which
     have other annotations. It returns `count` arrays, or, if that is None, a list of any length;
     `results` takes the same arguments and returns `Array`s. The last ones are the new values of the
     tensors named in `updates`. Where states may be overwritten (`backends/torch/_states.py`), a
-    second operator updates these tensors in place. name: the operator's; None for the function's.
+    second operator updates these tensors in place. name: of the operator, if not the function's.
     """
 
     del on_jax

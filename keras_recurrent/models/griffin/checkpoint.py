@@ -39,7 +39,7 @@ class RecurrentGemma(Layout):
         "hidden_dim": ("hidden_size", REQUIRED),
         "lru_width": ("lru_width", "hidden_dim"),
         "num_query_heads": ("num_attention_heads", REQUIRED),
-        # A missing number is that of the queries in transformers, but 1 in the published files.
+        # A missing number means as many as queries in transformers, but 1 in the published files.
         "num_key_value_heads": ("num_key_value_heads", 1),
         "final_logit_soft_cap": ("logits_soft_cap", 30.0),
         "layer_norm_epsilon": ("rms_norm_eps", 1e-6),
@@ -52,7 +52,7 @@ class RecurrentGemma(Layout):
         "tie_word_embeddings": (True,),
     }
 
-    def read_others(self, config, arguments):
+    def read_further_arguments(self, config, arguments):
         hidden_dim, heads = arguments["hidden_dim"], arguments["num_query_heads"]
         rope = config.section("rope_parameters")
         rope.fixed("rope_type", "default")
@@ -94,7 +94,7 @@ class RecurrentGemma(Layout):
         return {
             **super().requirements(arguments),
             "sliding_window": (arguments["sliding_window"] is not None, "a number"),
-            "num_blocks": (arguments["num_blocks"] == heads, f"that of `num_query_heads`, {heads}"),
+            "num_blocks": (arguments["num_blocks"] == heads, f"`num_query_heads`, {heads}"),
             "block_types": (
                 set(arguments["block_types"]) <= set(types),
                 f"of {' and '.join(map(repr, types))}",
@@ -132,9 +132,9 @@ class RecurrentGemma(Layout):
 
 
 def _check_attention(config, arguments, rotary, head_dim):
-    """Raises an error for unsupported sizes of attention, and warns of a window of two meanings."""
+    """Raises an error for unsupported sizes of attention, and warns of an ambiguous window."""
     if int(rotary * head_dim) % 2:
-        wanted = f"parts of 'head_dim', {head_dim}, that are an even number of channels"
+        wanted = f"fractions of 'head_dim', {head_dim}, with an even number of channels"
         raise config.unsupported_error("partial_rotary_factor", rotary, wanted)
     shared = "num_key_value_heads", arguments["num_key_value_heads"]
     config.check_divides(*shared, "num_attention_heads", arguments["num_query_heads"])

@@ -45,7 +45,7 @@ class HGRN2Layout(Layout):
     constants = {"gate_activation": "silu", "input_activation": "linear"}
     fixed = {"hidden_act": ("swish", "silu"), "elementwise_affine": (True,)}
 
-    def read_others(self, config, arguments):
+    def read_further_arguments(self, config, arguments):
         hidden_dim = arguments["hidden_dim"]
         # Heads are given by number or by size; the size has precedence.
         num_heads = config.integer("num_heads", default=max(1, hidden_dim // 128))

@@ -35,7 +35,7 @@ class LFM2Layout(Layout):
         "layer_norm_epsilon": ("norm_eps", 1e-5),
     }
 
-    def read_others(self, config, arguments):
+    def read_further_arguments(self, config, arguments):
         hidden_dim, heads = arguments["hidden_dim"], arguments["num_query_heads"]
         shared = "num_key_value_heads", arguments["num_key_value_heads"]
         config.check_divides(*shared, "num_attention_heads", heads)

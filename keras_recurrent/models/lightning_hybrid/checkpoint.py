@@ -60,7 +60,7 @@ class LightningHybridLayout(Layout):
     }
     fixed = {"hidden_act": ("silu",), "attention_bias": (False,)}
 
-    def read_others(self, config, arguments):
+    def read_further_arguments(self, config, arguments):
         config.integer("lightning_head_dim", arguments["head_dim"], multiple_of=2)
         for kind in ("", "lightning_"):
             heads = "num_lightning_heads" if kind else "num_query_heads"
@@ -145,10 +145,10 @@ class HypeNet(LightningHybridLayout):
     constants = {**dict.fromkeys(UNUSED_ARGUMENTS), "use_qk_norm": True}
     fixed = {**LightningHybridLayout.fixed, "lightning_rope_scaling": (None,)}
 
-    def read_others(self, config, arguments):
+    def read_further_arguments(self, config, arguments):
         # Numbers of layers that `mixer_types` cannot name here.
         config.ignore(*(k for k in config.config if k.startswith(("gdn_", "kda_", "mamba2_"))))
-        others = super().read_others(config, arguments)
+        others = super().read_further_arguments(config, arguments)
         return {**others, "attention_logit_scaling": _read_logit_scaling(config)}
 
     def write_config(self, arguments):
@@ -177,8 +177,8 @@ class MiniCPMSALA(LightningHybridLayout):
 
     constants = {"use_qk_norm": False, "attention_logit_scaling": None}
 
-    def read_others(self, config, arguments):
-        others = super().read_others(config, arguments)
+    def read_further_arguments(self, config, arguments):
+        others = super().read_further_arguments(config, arguments)
         hidden_dim, num_layers = arguments["hidden_dim"], arguments["num_layers"]
         heads, head_dim = arguments["num_query_heads"], arguments["head_dim"]
         if heads * head_dim != hidden_dim:

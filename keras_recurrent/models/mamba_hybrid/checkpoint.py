@@ -184,7 +184,7 @@ class NemotronH(MambaHybridLayout):
             return None
         return f"backbone.{name.removeprefix('model.')}" if name.startswith("model.") else name
 
-    def read_others(self, config, arguments):
+    def read_further_arguments(self, config, arguments):
         config.ignore(*(k for k in config.config if k.startswith(("moe_", "mtp_"))))
         for key in ("rms_norm_eps", "norm_eps"):
             source = "the value of 'layer_norm_epsilon'"
@@ -263,7 +263,7 @@ class Granite(MambaHybridLayout):
         *("rope_theta", "rope_scaling", "rope_parameters"),
     )
 
-    def read_others(self, config, arguments):
+    def read_further_arguments(self, config, arguments):
         num_experts = config.config.get("num_local_experts", 8)
         config.ignore("num_local_experts")
         if num_experts != 0 or isinstance(num_experts, bool):
@@ -349,7 +349,7 @@ class Mamba2Layout(MambaHybridLayout):
     def canonical_name(self, name):
         return self.embedding if name == "backbone.embedding.weight" else name
 
-    def read_others(self, config, arguments):
+    def read_further_arguments(self, config, arguments):
         inner = config.integer("expand", default=2) * arguments["hidden_dim"]
         if _inner_dim(arguments) != inner:
             wanted = f"'expand' * 'hidden_size' / 'num_heads', of {inner} channels"
@@ -403,7 +403,7 @@ class FalconH1(MambaHybridLayout):
     }
     unused = ("mamba_use_mlp", "mlp_expansion_factor", "mamba_expand")
 
-    def read_others(self, config, arguments):
+    def read_further_arguments(self, config, arguments):
         hidden_dim, heads = arguments["hidden_dim"], arguments["num_query_heads"]
         has_size = config.config.get("head_dim") is not None or hidden_dim % heads
         size = config.integer("head_dim", **({} if has_size else {"default": hidden_dim // heads}))

@@ -38,7 +38,7 @@ class TransNormer(Layout):
         **dict.fromkeys(("no_scale_embedding", "bias", "tie_word_embeddings"), (False,)),
     }
 
-    def read_others(self, config, arguments):
+    def read_further_arguments(self, config, arguments):
         hidden_dim, num_heads = arguments["hidden_dim"], arguments["num_heads"]
         inner = config.integer("hidden_dim", default=hidden_dim, multiple_of=num_heads)
         config.fixed("linear_use_lrpe_list", _lrpe_layers(arguments["num_layers"]))
