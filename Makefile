@@ -24,6 +24,9 @@ INSTALLED := pyproject.toml constraints.txt $(VENV)/.created
 
 MAKEFLAGS += --no-builtin-rules
 
+# Without bytecode files, each process would compile Keras and the backends again, for 10 seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 # libtpu, a test dependency, queries the TPU type at import and warns without one: set a type.
 ifeq ($(wildcard /dev/accel* /dev/vfio/*),)
 export TPU_ACCELERATOR_TYPE ?= v5litepod-4
