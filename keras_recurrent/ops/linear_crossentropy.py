@@ -65,7 +65,8 @@ def linear_crossentropy(
     in the backward pass); the gradient of single losses recomputes the logits.
 
     The loss of a token id outside the vocabulary, and its gradient, are NaN. If the weight of the
-    token is 0, its id is arbitrary, such as -100.
+    token is 0, its id is arbitrary, such as -100, and the gradient of the weight is the loss of
+    token 0.
 
     Args:
         x: `[..., D]`, float16, bfloat16, float32 or float64: hidden states.

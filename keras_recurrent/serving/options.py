@@ -59,7 +59,7 @@ def make_parser():
     add("--preset", "NAME", str, None, text, required=True)
     add("--slots", "N", number(1), 64, "maximum number of requests decoded at the same time")
     text = "maximum number of tokens of prompt and answer together (default: the preset's sequence "
-    add("--max-length", "N", number(1), None, text + "length)")
+    add("--max-length", "N", number(3), None, text + "length)")
     add("--dtype", "NAME", str, None, "dtype policy of the model, such as bfloat16")
     add("--chat-template", "FILE", file_text, None, "file with a chat template")
     text = f"format of tool calls, {', '.join(FORMATS)} (default: the one in the chat template)"

@@ -44,6 +44,10 @@ class ApiError(Exception):
 
 
 Count = pydantic.NonNegativeInt
+# Keys of JSON objects are strings; each id has one form.
+TokenId = Annotated[
+    str, pydantic.Field(pattern=r"^(0|[1-9][0-9]{0,8})$"), pydantic.AfterValidator(int)
+]
 Seed = Annotated[int, pydantic.AfterValidator(lambda seed: seed % 2**64)]  # OpenAI's are signed
 Role = Literal[ROLES]  # type: ignore[valid-type]
 StopString = Annotated[str, pydantic.Field(max_length=MAX_LENGTH)]
@@ -118,7 +122,7 @@ class SamplingBody(OptionsBody):
     max_tokens: Count | None = None
     stop: StopString | Annotated[list[StopString], limited(MAX_STRINGS)] | None = None
     seed: Seed | None = None
-    logit_bias: Annotated[dict[Count, float], limited(MAX_BIASES)] | None = None
+    logit_bias: Annotated[dict[TokenId, float], limited(MAX_BIASES)] | None = None
     # OpenAI's API has it only in `/v1/chat/completions`, vLLM in both.
     response_format: ResponseFormat | None = None
     # As in vLLM: only requests with the same text share prefix states.

@@ -34,7 +34,7 @@ class PromptTooLong(ValueError):
 
     def __init__(self, num_tokens, max_new_tokens, max_length):
         relation, remedy = "leaves no tokens for the answer within", ""
-        if max_new_tokens is not None:
+        if max_new_tokens is not None and num_tokens < max_length:
             relation = f"and `max_new_tokens` ({max_new_tokens}) exceed"
             remedy = " or reduce `max_new_tokens`"
         super().__init__(
