@@ -2,6 +2,7 @@
 
 import inspect
 
+import h5py
 import keras
 import keras_hub
 
@@ -171,6 +172,24 @@ class Network(
             filepath: string, the file, `*.lora.h5`.
 
         Raises:
-            ValueError: the network has low-rank weights of another rank.
+            ValueError: the network has low-rank weights of another rank, or the file has weights of
+                other layers or sizes. The network does not change.
         """
+        with h5py.File(filepath) as file:
+            groups = {int(i): group["vars"] for i, group in file["lora"].items() if i != "vars"}
+            found = {
+                i: (*group["lora_kernel_a"].shape[:-1], group["lora_kernel_b"].shape[-1])
+                for i, group in groups.items()
+            }
+        layers = [layer for layer in self._flatten_layers(include_self=False) if layer.weights]
+        enabled = getattr(self, "_lora_enabled_layers", [])
+        targets = [layers[i] for i in enabled] or self._lora_targets(None)
+        wanted = {i: tuple(v.kernel.shape) for i, v in enumerate(layers) if v in targets}
+        if found != wanted:
+            raise ValueError(
+                f"`filepath` must have low-rank weights of the {len(wanted)} layers that LoRA "
+                f"adapts in this network; got {filepath!r}, with {len(found)} layers, of other "
+                "sizes or at other places. Load it into a model of the same preset; if "
+                "`enable_lora` had other targets, call it first."
+            )
         super().load_lora_weights(filepath)

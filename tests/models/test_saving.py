@@ -260,10 +260,15 @@ def test_lora_trains_only_low_rank_weights_and_saves_them(tmp_path):
     assert sum("lora_kernel_b" in path for path in changed) == LORA["griffin"]
     assert all("lora_kernel" in path for path in changed)
 
-    model.backbone.save_lora_weights(str(tmp_path / "hawk.lora.h5"))
+    file = str(tmp_path / "hawk.lora.h5")
+    model.backbone.save_lora_weights(file)
     loaded = language_model()
-    loaded.backbone.load_lora_weights(str(tmp_path / "hawk.lora.h5"))
+    loaded.backbone.load_lora_weights(file)
     assert_logits_close(loaded, model, rtol=1e-4)
+    # KerasHub numbers the layers, and would load weights of one network into another.
+    other = tiny_backbone(family="griffin", num_layers=1)
+    assert_rejects("`filepath` must have low-rank weights", other.load_lora_weights, file)
+    assert not any("lora" in weight.path for weight in other.weights)
 
 
 def test_enable_lora_includes_keys_and_values_of_attention_in_hybrids():
