@@ -114,13 +114,13 @@ class Network(
                 for weight in layer.trainable_variables:
                     weight.trainable = weight.name.startswith("lora_")
 
+    def _layers_with_weights(self):
+        """Returns the layers that have weights, which KerasHub's files of LoRA number."""
+        return [layer for layer in self._flatten_layers(include_self=False) if layer.weights]
+
     def _lora_targets(self, names):
         """Returns the layers with these names, or raises an error if one cannot have LoRA."""
-        layers = [
-            layer
-            for layer in self._flatten_layers(include_self=False)
-            if layer.weights and hasattr(layer, "enable_lora")
-        ]
+        layers = [v for v in self._layers_with_weights() if hasattr(v, "enable_lora")]
         if names is None:
             names = self.default_lora_layer_names()
         elif not isinstance(names, (list, tuple)) or not names:
@@ -149,9 +149,8 @@ class Network(
             ValueError: the file cannot hold the low-rank weights of a layer: of an embedding, or of
                 a layer whose own `enable_lora` was called.
         """
-        layers = self._flatten_layers(include_self=False)
         enabled = getattr(self, "_lora_enabled_layers", [])
-        for i, layer in enumerate(layer for layer in layers if layer.weights):
+        for i, layer in enumerate(self._layers_with_weights()):
             if not getattr(layer, "lora_enabled", False):
                 continue
             if i not in enabled or isinstance(layer, keras.layers.Embedding):
@@ -181,7 +180,7 @@ class Network(
                 i: (*group["lora_kernel_a"].shape[:-1], group["lora_kernel_b"].shape[-1])
                 for i, group in groups.items()
             }
-        layers = [layer for layer in self._flatten_layers(include_self=False) if layer.weights]
+        layers = self._layers_with_weights()
         enabled = getattr(self, "_lora_enabled_layers", [])
         targets = [layers[i] for i in enabled] or self._lora_targets(None)
         wanted = {i: tuple(v.kernel.shape) for i, v in enumerate(layers) if v in targets}
