@@ -17,6 +17,7 @@ MAX_TOKENS = 2**31 - 1  # of a sequence; the device counts them in 32 bits
 PADDED = "a dictionary of `token_ids` and `padding_mask`, each [batch, time]"
 MIN_BUCKET, COARSE_FACTOR, FINE_FROM = 64, 4, 1024
 MIN_CHUNK, MAX_CHUNKS = 256, 16
+MIN_SEQUENCES = 8  # of a chunk; the scan of a single long prompt would leave most of a GPU idle
 TOKENS_PER_CHUNK = 16_384  # of the whole batch: some 1.5 GiB for a model of 2 billion parameters
 
 
@@ -233,6 +234,11 @@ def max_chunk_length(batch_size):
     """Returns the maximum number of tokens of each sequence in a chunk, a power of two."""
     share = max(MIN_CHUNK, TOKENS_PER_CHUNK // batch_size)
     return 1 << share.bit_length() - 1
+
+
+def max_sequences(length):
+    """Returns the maximum number of sequences of `length` tokens that torch processes together."""
+    return max(MIN_SEQUENCES, TOKENS_PER_CHUNK // max(1, length))
 
 
 def chunk_length(batch_size, length):

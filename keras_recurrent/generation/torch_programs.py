@@ -22,9 +22,15 @@ from keras_recurrent.backends.torch._states import inplace_states
 from keras_recurrent.dispatch import chosen_name, compile_ahead
 from keras_recurrent.generation import beam_search
 from keras_recurrent.generation.modes import RUN_EAGERLY, GenerationMode
-from keras_recurrent.generation.prompts import max_chunk_length
+from keras_recurrent.generation.prompts import max_chunk_length, max_sequences
 from keras_recurrent.generation.recent_tokens import apply_recent_tokens
-from keras_recurrent.generation.torch_batch import Decoder, TorchBatch, group_equal, tracing
+from keras_recurrent.generation.torch_batch import (
+    Decoder,
+    TorchBatch,
+    copy_all,
+    group_equal,
+    tracing,
+)
 from keras_recurrent.generation.torch_graphs import CapturedDecoder, Chunks, DecoderPool
 from keras_recurrent.layers.decoding import decoding_scope, unfused_blocks
 from keras_recurrent.layers.torch_calls import hook_reason
@@ -69,6 +75,24 @@ class Programs:
             prepare: `Batch.prepare_first_step` for the batch that continues from the cache, or
                 None. Its kernels are compiled together with those of the first prompt.
         """
+        size = max_sequences(lengths.max())
+        if size >= len(lengths):
+            return self._process(token_ids, lengths, cache, max_length, prepare)
+        # Only the states of some sequences exist twice while the next ones are computed.
+        if cache is None:
+            whole = self.model.backbone.get_initial_state(len(lengths), max_length=max_length)
+        else:
+            whole = keras.tree.map_structure(torch.clone, cache)
+        for start in range(0, len(lengths), size):
+            rows = slice(start, start + size)
+            before = cache and keras.tree.map_structure(lambda t, rows=rows: t[rows], cache)
+            inputs = token_ids[rows], lengths[rows], before, max_length
+            after = self._process(*inputs, prepare and (lambda _: prepare(whole)))
+            copy_all([t[rows] for t in optree.tree_leaves(whole)], optree.tree_leaves(after))
+        return whole
+
+    def _process(self, token_ids, lengths, cache, max_length, prepare):
+        """Returns the result of `prefill`, which processes all sequences together."""
         given = cache
 
         def process(tokens, mask):

@@ -135,24 +135,33 @@ def test_select_repeat_and_join_keep_the_states_of_sequences(model):
 
 @shared_by_families
 def test_prefill_in_chunks_matches_single_prompts(family, monkeypatch):
-    """A chunk of a long prompt is lost, or shorter prompts of the batch process its padding."""
+    """A chunk of a long prompt is lost, or shorter prompts of the batch process its padding.
+
+    On torch, the states of all sequences exist twice, or states come to other sequences.
+    """
     monkeypatch.setattr("keras_recurrent.generation.prompts.MIN_CHUNK", 4)
     monkeypatch.setattr("keras_recurrent.generation.prompts.TOKENS_PER_CHUNK", 4)
+    monkeypatch.setattr("keras_recurrent.generation.prompts.MIN_SEQUENCES", 2)
     model = tiny_causal_lm(family=family, **FEWER_LAYERS)
     prompts = random_prompts((30, 11, 4))
-    lengths, states, hidden_states = [], [], type(model.backbone).hidden_states
+    shapes, states, hidden_states = [], [], type(model.backbone).hidden_states
 
     def record(self, token_ids, *args, **kwargs):
-        lengths.append(token_ids.shape[1])
+        shapes.append(tuple(token_ids.shape))
         states.append(kwargs["cache"])
         return hidden_states(self, token_ids, *args, **kwargs)
 
     monkeypatch.setattr(type(model.backbone), "hidden_states", record)
     cache = prefill(model, prompts)
-    assert max(lengths) == 4
-    if BACKEND == "torch":  # attention would read the empty positions of an initial state
-        assert states[0] is None
-        assert None not in states[1:]
+    assert max(length for _, length in shapes) == 4
+    if BACKEND == "torch":
+        # Two sequences, then one. Attention would read the empty positions of an initial state.
+        first = [n for n, state in enumerate(states) if state is None]
+        assert [shapes[n][0] for n in first] == [2, 1]
+    continued = prefill(model, [row[-8:] for row in prompts], cache=cache)
+    for row, prompt in enumerate(prompts):
+        whole = [*prompt, *prompt[-8:]]
+        assert_caches_close(continued.select([row]), prefill(model, [whole]))
     for row, prompt in enumerate(prompts):
         assert_caches_close(cache.select([row]), prefill(model, [prompt]))
 
