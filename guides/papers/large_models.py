@@ -56,15 +56,17 @@ def models_with_groups(preset, sizes, groups, rows):
 
 
 def models_of_families(tnl, transformer, sizes, rows):
-    others = dict.fromkeys(("Transformer", LLAMA), (transformer, sizes, rows[1]))
-    return {"TNL": (tnl, {}, rows[0]), **others}
+    others = zip(("Transformer", LLAMA), rows[1:], strict=True)
+    return {"TNL": (tnl, {}, rows[0]), **{name: (transformer, sizes, n) for name, n in others}}
 
 
 # {paper: (its miniature, its full size)}
 COMPARISONS = {
     "tnl": (
-        Comparison(models_of_families("tnl_tiny", "mqa_tiny", SMALL, (4, 2)), 16, 32, 4),
-        Comparison(models_of_families("tnl_7b", "mqa_7b", LLAMA_7B, (512, 64)), 512, 1024, 4096),
+        Comparison(models_of_families("tnl_tiny", "mqa_tiny", SMALL, (4, 2, 2)), 16, 32, 4),
+        Comparison(
+            models_of_families("tnl_7b", "mqa_7b", LLAMA_7B, (256, 32, 64)), 512, 1024, 4096
+        ),
     ),
     "gqa": (
         Comparison(models_with_groups("mqa_tiny", {}, (4, 2, 1), 8), 128, 32, 8),
