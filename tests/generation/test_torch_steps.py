@@ -134,7 +134,7 @@ def test_recent_tokens_of_several_layers_are_applied_to_their_own_states():
     rng = np.random.default_rng(0)
     cache = keras.tree.map_structure(
         lambda x: (
-            torch.asarray(rng.uniform(0.1, 1, x.shape), dtype=x.dtype)
+            torch.asarray(rng.uniform(0.1, 1, x.shape), dtype=x.dtype, device=x.device)
             if x.is_floating_point()
             else x
         ),
@@ -148,7 +148,7 @@ def test_recent_tokens_of_several_layers_are_applied_to_their_own_states():
         for i in range(2)
     ]
     for whole, *rows in zip(found, *alone, strict=True):
-        np.testing.assert_allclose(whole, np.concatenate(rows), rtol=1e-6)
+        torch.testing.assert_close(whole, torch.cat(rows), rtol=1e-6, atol=0)
 
 
 def test_prepared_tensors_are_not_larger_than_their_weights(hgrn2, monkeypatch):
@@ -176,8 +176,8 @@ def prepare_tensors(model):
 
 def test_make_choice_holds_the_lock_of_tracing(monkeypatch):
     """Two threads trace at once, such as an engine and `generate`, and torch raises an error."""
-    features, logits = features_of([SamplingParams(top_k=3)], 61), torch.zeros(1, 61)
-    number, ids = torch.ones(1), torch.ones((1, 1), dtype=torch.int32)
+    features, logits = features_of([SamplingParams(top_k=3)], 61), keras.ops.zeros((1, 61))
+    number, ids = keras.ops.ones(1), keras.ops.ones((1, 1), "int32")
     state = {"token": ids, "active": ids > 0, "remaining_tokens": ids[0], "count": ids[0]}
     options = {"stops": ids, "temperature": number, "top_k": 3 * ids[0], "uniform": number[None]}
     owned = []
