@@ -259,11 +259,12 @@ class StreamingLayer(StatefulLayer):
     ):
         return_state = self.return_state if return_state is None else return_state
         outermost, token_state = tokens is None, {}
-        if outermost:
+        if not outermost:
+            check_handed_down(self, tokens, mask, segment_ids, initial_state)
+        else:
             mask = inputs_mask if mask is None else mask
             initial_state = one_state(initial_state) if initial_state is not None else None
-        self._check(inputs, mask, segment_ids, initial_state, return_state, tokens, kwargs)
-        if outermost:
+            self._check(inputs, mask, segment_ids, initial_state, return_state, kwargs)
             if self.go_backwards:
                 inputs, mask, segment_ids = reverse(inputs, mask, segment_ids)
             tokens, token_state = compute_tokens(
@@ -317,9 +318,12 @@ class StreamingLayer(StatefulLayer):
         **kwargs,
     ):
         return_state = self.return_state if return_state is None else return_state
-        mask = inputs_mask if mask is None and tokens is None else mask
-        state = one_state(initial_state)
-        self._check(inputs, mask, segment_ids, state, return_state, tokens, kwargs)
+        if tokens is not None:
+            check_handed_down(self, tokens, mask, segment_ids, initial_state)
+        else:
+            mask = inputs_mask if mask is None else mask
+            state = one_state(initial_state)
+            self._check(inputs, mask, segment_ids, state, return_state, kwargs)
         output = keras.KerasTensor(self._output_shape(inputs.shape), dtype=self.compute_dtype)
         if not return_state:
             return output
@@ -356,11 +360,8 @@ class StreamingLayer(StatefulLayer):
             "`return_state`, `initial_state` and `go_backwards` as in a GRU."
         )
 
-    def _check(self, inputs, mask, segment_ids, state, return_state, tokens, arguments):
-        """Checks the call arguments. Inside another layer, only those that `tokens` replaces."""
-        if tokens is not None:
-            check_handed_down(self, tokens, mask, segment_ids, state)
-            return
+    def _check(self, inputs, mask, segment_ids, state, return_state, arguments):
+        """Checks the call arguments of an outermost layer."""
         if return_state is not self.return_state:
             check_boolean("return_state", return_state)
         self.check_arguments(inputs, **arguments)

@@ -66,11 +66,6 @@ class Operation(keras.Operation):
         """
         tensors, context, options = cls.split(arguments)
         implementation = arguments["implementation"]
-        if dispatch.BACKEND == "torch":
-            # `_call_key` needs torch tensors: it returns None for a Keras variable.
-            tensors = {
-                name: x.value if isinstance(x, keras.Variable) else x for name, x in tensors.items()
-            }
         key = _call_key(cls.function, tensors, context, options)
         if key is None or key not in _checked_keys:
             given = *tensors.values(), *context.values()
@@ -87,12 +82,16 @@ class Operation(keras.Operation):
 
     @classmethod
     def split(cls, arguments):
-        """Returns the tensors, the context and the options among arguments, three dicts."""
+        """Returns the tensors, the context and the options among arguments, three dicts.
+
+        Variables are replaced by their values: `_call_key` returns None for a Keras variable.
+        """
         groups = dict.fromkeys(cls.signature.tensors), dict.fromkeys(cls.context), {**cls.options}
         for group in groups:
             for name in group:
                 if name in arguments:
-                    group[name] = arguments[name]
+                    value = arguments[name]
+                    group[name] = value.value if isinstance(value, keras.Variable) else value
         return groups
 
     @classmethod
