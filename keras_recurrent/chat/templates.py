@@ -1,14 +1,12 @@
-"""Chat templates: prompts from messages, their tokens, and the token that ends a turn."""
+"""Chat templates: prompts from messages, and the token that ends a turn."""
 
 import itertools
 import json
 import re
 
-import numpy as np
-
 from keras_recurrent.chat import ROLES
 from keras_recurrent.chat.rendering import render
-from keras_recurrent.tokenizers.checkpoint_files import template_pattern, tokenize_parts
+from keras_recurrent.tokenizers.checkpoint_files import template_pattern
 
 # {variable of a template: attribute of a tokenizer}
 TOKEN_VARIABLES = {"bos_token": "start_token", "eos_token": "end_token", "pad_token": "pad_token"}
@@ -151,36 +149,6 @@ def apply_template(template, tokenizer, messages, ends, tools=None, calls=()):
         text[end - n : end] for n, end in zip(lengths, itertools.accumulate(lengths), strict=True)
     ]
     return [*texts, ChatPrompt(parts)]
-
-
-def tokenize_prompt(tokenizer, prompt):
-    """Returns the token ids of a `ChatPrompt`, a list."""
-    if prompt.token_ids is not None:
-        return prompt.token_ids
-    return tokenize_parts(tokenizer, prompt.parts)[0]
-
-
-def tokenize_prompts(tokenizer, texts, add_start_token):
-    """Returns a list of token ids for each text.
-
-    Args:
-        tokenizer: the tokenizer.
-        texts: a list of strings, some of which may be a `ChatPrompt`.
-        add_start_token: boolean, begins texts with the start token, if there is one. A `ChatPrompt`
-            that begins with it gets no second one.
-    """
-    has_start = add_start_token and tokenizer.start_token_id is not None
-    start = [tokenizer.start_token_id] if has_start else []
-    plain = [text for text in texts if not isinstance(text, ChatPrompt)]
-    tokens = iter(tokenizer(plain) if plain else ())
-    rows = []
-    for text in texts:
-        if isinstance(text, ChatPrompt):
-            ids = tokenize_prompt(tokenizer, text)
-            rows.append(ids if ids[:1] == start else [*start, *ids])
-        else:
-            rows.append([*start, *np.asarray(next(tokens)).tolist()])
-    return rows
 
 
 def end_of_turn(template, tokenizer):

@@ -8,8 +8,6 @@ from keras_recurrent.chat.templates import (
     ChatPrompt,
     check_renders_messages,
     is_list,
-    tokenize_prompt,
-    tokenize_prompts,
 )
 from keras_recurrent.chat.tools import marker_tokens, tool_format
 from keras_recurrent.generation.conversation import Conversation, text_after, tokens_after
@@ -20,9 +18,11 @@ from keras_recurrent.generation.text import (
     StreamedText,
     check_stop_strings,
     hidden_stop_tokens,
-    text_of,
+    tokenize_prompt,
+    tokenize_prompts,
 )
 from keras_recurrent.generation.tool_calls import ToolCallParser, tool_call
+from keras_recurrent.tokenizers.detokenizer import text_of
 
 
 class Turn(NamedTuple):

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from keras_recurrent.generation.text import text_of
+from keras_recurrent.tokenizers.detokenizer import text_of
 
 RESTART_HINT = "Call without `cache` to process the whole conversation."
 EXCERPT = 60  # characters of a text in an error

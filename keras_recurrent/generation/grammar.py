@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from keras_recurrent.checks.arguments import check_unicode, is_finite_number
-from keras_recurrent.generation.text import token_bytes
+from keras_recurrent.tokenizers.detokenizer import token_bytes
 
 WORD = 32  # bits in the unit of llguidance's masks
 MAX_CHARACTERS = 2**16  # of a grammar

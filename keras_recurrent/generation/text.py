@@ -1,31 +1,16 @@
 """Tokens of prompts, the text of new tokens, and stop strings, which end the text."""
 
 import bisect
-import codecs
-import functools
-import re
-from typing import Any
 
 import numpy as np
 
-from keras_recurrent.chat.templates import tokenize_prompts
+from keras_recurrent.chat.templates import ChatPrompt
 from keras_recurrent.checks.arguments import check_unicode
 from keras_recurrent.checks.token_ids import check_token_ids
-from keras_recurrent.tokenizers.sentence_piece_file import decoding_errors
+from keras_recurrent.tokenizers.checkpoint_files import tokenize_parts
+from keras_recurrent.tokenizers.detokenizer import IncrementalDetokenizer, token_bytes
 from keras_recurrent.training.samples import as_texts, describe, is_empty, is_text
 
-REPLACEMENT = "\ufffd"  # text of bytes that are an invalid or incomplete character
-LONGEST_CHARACTER = 4  # bytes, each one token at most
-MAX_TOKENS = 64  # whose text is converted again for a further token
-BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # of SentencePiece, and of BPE with byte fallback
-# Characters that byte-level BPE has for bytes: the printable ones, then others.
-PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-BYTE_LEVEL = {chr(byte): byte for byte in PRINTABLE}
-BYTE_LEVEL |= {chr(256 + i): b for i, b in enumerate(sorted({*range(256)} - {*PRINTABLE}))}
-DECODER = codecs.getincrementaldecoder("utf-8")
-# Classes whose texts of tokens are known, if no subclass overrides these methods.
-DETOKENIZERS = {"BPETokenizer", "ByteTokenizer", "PlainTokenizer", "SentencePieceTokenizer"}
-PREPROCESSORS = {"CausalLMPreprocessor", "PlainPreprocessor"}
 MAX_STRINGS, MAX_LENGTH = 16, 1024  # of stop strings, and of each in characters
 MIN_TOKENS = 32  # minimum tokens between a saved end of a message and the saved state before it
 
@@ -107,6 +92,36 @@ def tokenize_texts(preprocessor, inputs, name="inputs", has_cache=False):
     return tokenize_prompts(preprocessor.tokenizer, texts, add_start_token), is_single
 
 
+def tokenize_prompt(tokenizer, prompt):
+    """Returns the token ids of a `ChatPrompt`, a list."""
+    if prompt.token_ids is not None:
+        return prompt.token_ids
+    return tokenize_parts(tokenizer, prompt.parts)[0]
+
+
+def tokenize_prompts(tokenizer, texts, add_start_token):
+    """Returns a list of token ids for each text.
+
+    Args:
+        tokenizer: the tokenizer.
+        texts: a list of strings, some of which may be a `ChatPrompt`.
+        add_start_token: boolean, begins texts with the start token, if there is one. A `ChatPrompt`
+            that begins with it gets no second one.
+    """
+    has_start = add_start_token and tokenizer.start_token_id is not None
+    start = [tokenizer.start_token_id] if has_start else []
+    plain = [text for text in texts if not isinstance(text, ChatPrompt)]
+    tokens = iter(tokenizer(plain) if plain else ())
+    rows = []
+    for text in texts:
+        if isinstance(text, ChatPrompt):
+            ids = tokenize_prompt(tokenizer, text)
+            rows.append(ids if ids[:1] == start else [*start, *ids])
+        else:
+            rows.append([*start, *np.asarray(next(tokens)).tolist()])
+    return rows
+
+
 def parse_stop_token_ids(preprocessor, vocabulary_size, ids):
     """Returns `stop_token_ids` of `generate` as a tuple, which is empty for None."""
     if isinstance(ids, str) and ids == "auto":
@@ -142,188 +157,7 @@ def hidden_stop_tokens(preprocessor):
     return tuple(getattr(preprocessor, "stop_token_ids", ()))
 
 
-# --- Text of tokens ---
-
-
-def text_of(preprocessor, token_ids):
-    """Returns the text of tokens, with U+FFFD for invalid bytes."""
-    try:
-        return _detokenize(preprocessor, token_ids)
-    except UnicodeDecodeError as error:  # of a tokenizer that is strict
-        return error.object.decode("utf-8", "replace")
-
-
-def _detokenize(preprocessor, token_ids):
-    """Returns the text of tokens; may raise a UnicodeDecodeError."""
-    if not len(token_ids):
-        return ""
-    row = np.array([token_ids], "int32")
-    batch = {"token_ids": row, "padding_mask": np.ones_like(row, dtype=bool)}
-    (text,) = preprocessor.generate_postprocess(batch)
-    return text if isinstance(text, str) else bytes(text).decode("utf-8", "replace")
-
-
-def token_bytes(preprocessor):
-    """Returns the `TokenBytes` of a preprocessor, which stores it."""
-    attributes = vars(preprocessor)  # Keras would track, and copy, an attribute that is set
-    found = attributes.get("_token_bytes")
-    if found is None or found.tokenizer is not preprocessor.tokenizer:
-        found = attributes["_token_bytes"] = TokenBytes(preprocessor)
-    return found
-
-
-class TokenBytes(dict):
-    """Bytes that tokens add to a text after another token, `{id: bytes}`, found when first used.
-
-    Attributes:
-        tokenizer: that of the preprocessor.
-        errors: string, the error handler of the codec that converts the bytes of all tokens to
-            their text. None: the text of a token may depend on other tokens, and bytes are unknown.
-    """
-
-    def __init__(self, preprocessor):
-        super().__init__()
-        self._preprocessor, self.tokenizer = preprocessor, preprocessor.tokenizer
-        self._core: Any = getattr(self.tokenizer, "_core", None)
-        self._without_text = set(getattr(self.tokenizer, "special_token_ids", ()))
-        self.errors = _decoding_errors(preprocessor)
-
-    @functools.cached_property
-    def _context(self):
-        """Id and text of a token, after which no tokenizer drops a space."""
-        tokens = ((id, self._text([id])) for id in range(self.tokenizer.vocabulary_size()))
-        return next(((id, text) for id, text in tokens if text.isalnum()), (None, ""))
-
-    def _text(self, ids):
-        ids = [id for id in ids if id is not None and id not in self._without_text]
-        if self.errors is None or not ids:
-            return text_of(self._preprocessor, ids)
-        return self.tokenizer.detokenize([ids])[0]
-
-    def __missing__(self, token):
-        if token in self._without_text:
-            data = b""
-        elif (data := self._core and self._core.bytes_of(token)) is None:
-            context, before = self._context
-            text = self._text([context, token])[len(before) :]
-            data = text.encode()
-            if REPLACEMENT in text:
-                data = self._incomplete_bytes(token) or data
-        self[token] = data
-        return data
-
-    def _incomplete_bytes(self, token):
-        """Returns the bytes of a token that are not whole characters, or None."""
-        try:
-            name = self.tokenizer.id_to_token(token)
-        except ValueError:  # the file has no such token
-            return None
-        if BYTE_TOKEN.fullmatch(name):
-            return bytes.fromhex(name[3:5])
-        is_byte_level = self._core and self._core.spells_bytes and BYTE_LEVEL.keys() >= set(name)
-        return bytes(BYTE_LEVEL[c] for c in name) if is_byte_level else None
-
-
-def _decoding_errors(preprocessor):
-    """Returns `TokenBytes.errors`."""
-    tokenizer = preprocessor.tokenizer
-    detokenizer = _owner(tokenizer, "detokenize", DETOKENIZERS)
-    if detokenizer is None or not _owner(preprocessor, "generate_postprocess", PREPROCESSORS):
-        return None
-    if (core := getattr(tokenizer, "_core", None)) is not None:
-        return core.errors
-    is_sentence_piece = detokenizer == "SentencePieceTokenizer"
-    return decoding_errors(tokenizer.get_vocabulary()) if is_sentence_piece else None
-
-
-def _owner(value, method, names):
-    """Returns the name of the class that defines a method, or None if it is not one of `names`."""
-    owner = next(cls for cls in type(value).__mro__ if method in vars(cls))
-    is_known = owner.__module__.partition(".")[0] in ("keras_hub", "keras_recurrent")
-    return owner.__name__ if is_known and owner.__name__ in names else None
-
-
-class IncrementalDetokenizer:
-    """Converts the tokens of one sequence to text incrementally.
-
-    The returned chunks, joined, are the text of all tokens. A character whose bytes are several
-    tokens is returned when it is complete.
-
-    Args:
-        preprocessor: the preprocessor of the model, which detokenizes.
-        last_token: integer, the token before the first, whose text was returned before. The text of
-            a token may depend on the token before it.
-        known: the `TokenBytes` of the preprocessor, with which a token takes 1 % of the time. None:
-            each token is converted with those before it.
-        shown: `{id: text}` of special tokens whose text is returned.
-    """
-
-    def __init__(self, preprocessor, last_token, known=None, shown=None):
-        self._preprocessor, self._known, self._shown = preprocessor, known, shown or {}
-        self._without_text = set(getattr(preprocessor.tokenizer, "special_token_ids", ()))
-        self._tokens = [int(last_token)]
-        if (self._text(self._tokens) or REPLACEMENT).endswith(REPLACEMENT):
-            self._tokens = []
-        self._is_start = not self._tokens
-        self._num_context = len(self._tokens)  # tokens that are only context of the others
-        self._num_returned = len(self._text(self._tokens))  # characters of the text of `_tokens`
-        errors = None if known is None else known.errors
-        self._decoder = None if errors is None else DECODER(errors)
-
-    def add(self, token):
-        """Returns the text that one more token completes; it may be empty."""
-        token = int(token)
-        if token in self._without_text:
-            return self._shown.get(token, "")
-        if self._decoder is None:
-            return self._add_text(token)
-        data = self._known[token]
-        if self._is_start and data.startswith(b" "):  # which a tokenizer may drop
-            text = self._text([*self._tokens, token])
-            self._tokens = [token]
-            data = data if REPLACEMENT in text else text.encode()
-        self._is_start = self._is_start and not data
-        return self._decoder.decode(data)
-
-    def _add_text(self, token):
-        """As `add`, for a tokenizer whose bytes of a token are unknown."""
-        self._tokens.append(token)
-        text = self._text(self._tokens)
-        if text is not None and len(text) > self._num_returned and not text.endswith(REPLACEMENT):
-            chunk = text[self._num_returned :]
-            self._tokens = self._tokens[self._num_context :]
-            self._num_context = len(self._tokens)
-            self._num_returned = len(self._text(self._tokens))
-            return chunk
-        # Later bytes cannot complete a character that began this many tokens ago.
-        end = max(self._num_context, len(self._tokens) - LONGEST_CHARACTER + 1)
-        certain = self._text(self._tokens[:end], strict=True)
-        if not certain or text is None or not text.startswith(certain):
-            certain = ""
-        chunk = certain[self._num_returned :]
-        self._num_returned = max(self._num_returned, len(certain))
-        if len(self._tokens) > MAX_TOKENS:
-            self._tokens, self._num_context = self._tokens[-2 * LONGEST_CHARACTER :], 0
-            self._num_returned = len(self._text(self._tokens[: 1 - LONGEST_CHARACTER]) or "")
-        return chunk
-
-    def end(self):
-        """Returns the remaining text, which may end in an incomplete character."""
-        if self._decoder is not None:
-            return self._decoder.decode(b"", final=True)
-        return self._text(self._tokens, strict=True)[self._num_returned :]
-
-    def _text(self, tokens, strict=False):
-        """Returns the text of tokens; None for invalid bytes that the tokenizer rejects.
-
-        strict: boolean, True raises the tokenizer's error instead.
-        """
-        try:
-            return _detokenize(self._preprocessor, tokens)
-        except UnicodeDecodeError:
-            if strict:
-                raise
-            return None
+# --- Stop strings ---
 
 
 def check_stop_strings(stop, preprocessor):
@@ -372,8 +206,7 @@ class StreamedText:
     """
 
     def __init__(self, preprocessor, last_token, strings, hidden=(), shown=None):
-        known = token_bytes(preprocessor)
-        self._detokenizer = IncrementalDetokenizer(preprocessor, last_token, known, shown)
+        self._detokenizer = IncrementalDetokenizer(token_bytes(preprocessor), last_token, shown)
         self._hidden, self._filter = set(hidden), StopFilter(strings)
         self._shown: list[str] = []
         self._num_tokens = self._num_taken = 0

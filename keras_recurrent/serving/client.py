@@ -10,8 +10,6 @@ from typing import NamedTuple
 from keras_recurrent.chat.templates import (
     check_renders_messages,
     is_messages,
-    tokenize_prompt,
-    tokenize_prompts,
 )
 from keras_recurrent.chat.tools import marker_tokens
 from keras_recurrent.checks.arguments import (
@@ -33,6 +31,8 @@ from keras_recurrent.generation.text import (
     hidden_stop_tokens,
     parse_prompt,
     parse_stop_token_ids,
+    tokenize_prompt,
+    tokenize_prompts,
 )
 from keras_recurrent.serving.request import (
     EngineClosed,

@@ -6,8 +6,8 @@ import time
 import uuid
 from typing import Any
 
-from keras_recurrent.generation.text import DECODER, REPLACEMENT, token_bytes
 from keras_recurrent.generation.tool_calls import ToolCallParser, tool_call
+from keras_recurrent.tokenizers.detokenizer import DECODER, REPLACEMENT, token_bytes
 
 LEAST_LOGPROB = -9999.0  # for tokens of probability 0, as in OpenAI's API
 

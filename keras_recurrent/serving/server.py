@@ -18,13 +18,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from keras_recurrent.chat.tools import calls_grammar, tool_format
 from keras_recurrent.generation.grammar import GrammarError, unsupported_reason
-from keras_recurrent.generation.text import text_of
 from keras_recurrent.serving.gate import Gate, read_body, shutting_down
 from keras_recurrent.serving.metrics import Metrics
 from keras_recurrent.serving.protocol import ApiError, ChatBody, CompletionBody, value_error
 from keras_recurrent.serving.request import EngineClosed, EngineFull
 from keras_recurrent.serving.request_group import RequestGroup
 from keras_recurrent.serving.responses import ChatFormat, CompletionFormat, LogprobTexts
+from keras_recurrent.tokenizers.detokenizer import text_of
 
 log = logging.getLogger("keras_recurrent.serving")
 MAX_BODY = 2**20

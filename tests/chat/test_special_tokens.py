@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 
 from keras_recurrent.chat import ROLES
-from keras_recurrent.chat.templates import tokenize_prompt
+from keras_recurrent.generation.text import tokenize_prompt
 from keras_recurrent.models import GriffinCausalLMPreprocessor
 from keras_recurrent.presets.griffin import RECURRENT_GEMMA_CHAT_TEMPLATE
 from keras_recurrent.tokenizers import BPETokenizer, ByteTokenizer, SentencePieceTokenizer

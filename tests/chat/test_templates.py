@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from keras_recurrent.chat import rendering, templates
+from keras_recurrent.generation.text import tokenize_prompt
 from keras_recurrent.models import GriffinCausalLM, GriffinCausalLMPreprocessor
 from keras_recurrent.presets.griffin import RECURRENT_GEMMA_CHAT_TEMPLATE
 from keras_recurrent.tokenizers import ByteTokenizer
@@ -164,7 +165,7 @@ def test_slice_of_a_prompt_keeps_content_as_plain_text(gemma):
     for piece in (rendered[1:-1], rendered[: len(rendered) // 2], rendered[-9:], rendered[9:4]):
         assert type(piece) is templates.ChatPrompt
         assert piece in rendered
-    ids = templates.tokenize_prompt(gemma, rendered[8:])
+    ids = tokenize_prompt(gemma, rendered[8:])
     assert ids.count(gemma.token_to_id("<end_of_turn>")) == 1
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import tokenizers
 
-from keras_recurrent.chat.templates import tokenize_prompt
 from keras_recurrent.chat.tools import FORMATS, tool_format
 from keras_recurrent.generation.chat import start_turn
+from keras_recurrent.generation.text import tokenize_prompt
 from keras_recurrent.generation.tool_calls import ToolCallParser
 from keras_recurrent.models import GenerationCache, GriffinCausalLM, GriffinCausalLMPreprocessor
 from keras_recurrent.tokenizers import BPETokenizer, ByteTokenizer

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from keras_recurrent.chat.templates import tokenize_prompt
+from keras_recurrent.generation.text import tokenize_prompt
 from keras_recurrent.models import LightningHybridBackbone, LightningHybridCausalLM, SamplingParams
 from tests.chat.test_chat import CHATML
 from tests.checkpoints import golden

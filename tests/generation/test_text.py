@@ -6,10 +6,9 @@ import functools
 import numpy as np
 import pytest
 
-from keras_recurrent.generation import text
-from keras_recurrent.generation.text import IncrementalDetokenizer, TokenBytes
 from keras_recurrent.models import GriffinCausalLMPreprocessor
-from keras_recurrent.tokenizers import ByteTokenizer, SentencePieceTokenizer
+from keras_recurrent.tokenizers import ByteTokenizer, SentencePieceTokenizer, detokenizer
+from keras_recurrent.tokenizers.detokenizer import IncrementalDetokenizer, TokenBytes
 from tests.generation.tokens import pad
 from tests.models.tiny import tiny_causal_lm
 from tests.tokenizers import bpe
@@ -32,10 +31,17 @@ OTHER_TOKENS = {
 }
 
 
-def detokenize_chunks(preprocessor, tokens, last_token=1, known=None):
-    """Returns the text that each token completes, and the rest."""
-    detokenizer = IncrementalDetokenizer(preprocessor, last_token, known)
+def detokenize_chunks(known, tokens, last_token=1):
+    """Returns the text that each token completes, and the rest; `known` is a `TokenBytes`."""
+    detokenizer = IncrementalDetokenizer(known, last_token)
     return [*(detokenizer.add(token) for token in tokens), detokenizer.end()]
+
+
+def unknown_bytes(preprocessor):
+    """Returns `TokenBytes` as of a tokenizer whose texts of tokens are unknown."""
+    unknown = TokenBytes(preprocessor)
+    unknown.errors = None
+    return unknown
 
 
 def make_preprocessor(tokenizer, **options):
@@ -63,14 +69,14 @@ def test_chunks_of_random_tokens_match_the_whole_text(name):
     others = OTHER_TOKENS.get(name) or [*range(259, tokenizer.vocabulary_size()), 400]
     alphabet = [*tokenizer.special_token_ids, *byte_ids, *others]
     preprocessor, end = make_preprocessor(tokenizer), tokenizer.end_token_id
-    known = TokenBytes(preprocessor)
+    known, unknown = TokenBytes(preprocessor), unknown_bytes(preprocessor)
     for number in range(300 if name.startswith("bytes") else 100):
         tokens = rng.choice(alphabet, size=16)
-        found = detokenize_chunks(preprocessor, tokens, end, known if number % 2 else None)
+        found = detokenize_chunks(known if number % 2 else unknown, tokens, end)
         assert "".join(found) == detokenize(preprocessor, tokens)
     assert bool(known) == (name not in ("suffix", "none"))
     if name not in ("metaspace", "suffix", "none"):
-        chunks = detokenize_chunks(preprocessor, byte_ids, end)
+        chunks = detokenize_chunks(unknown, byte_ids, end)
         assert [chunk for chunk in chunks if chunk] == [*text]
 
 
@@ -81,7 +87,7 @@ def test_chunks_withhold_only_bytes_that_may_become_a_character(errors):
     data = bytes(rng.choice([0x61, 0xC3, 0xA9, 0xE2, 0x82, 0xAC], size=200).tolist())
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
     found = expected = ""
-    chunks = detokenize_chunks(preprocessor, [3 + byte for byte in data])
+    chunks = detokenize_chunks(unknown_bytes(preprocessor), [3 + byte for byte in data])
     for byte, chunk in zip(data, chunks, strict=False):
         found, expected = found + chunk, expected + decoder.decode(bytes([byte]))
         assert expected.startswith(found)
@@ -91,12 +97,12 @@ def test_chunks_withhold_only_bytes_that_may_become_a_character(errors):
 def test_strict_tokenizer_raises_only_for_invalid_bytes():
     """A character after one of several bytes is an error, or an incomplete one is not."""
     preprocessor = make_preprocessor(ByteTokenizer(errors="strict"))
-    for known in (None, TokenBytes(preprocessor)):
+    for known in (unknown_bytes(preprocessor), TokenBytes(preprocessor)):
         for whole in ("é!", "😀é€€a"):
             tokens = preprocessor.tokenizer(whole)
-            assert "".join(detokenize_chunks(preprocessor, tokens, known=known)) == whole
+            assert "".join(detokenize_chunks(known, tokens)) == whole
         with pytest.raises(UnicodeDecodeError):
-            detokenize_chunks(preprocessor, [3 + 0xE2], known=known)
+            detokenize_chunks(known, [3 + 0xE2])
 
 
 def test_chunks_of_sentence_piece_keep_spaces():
@@ -105,7 +111,7 @@ def test_chunks_of_sentence_piece_keep_spaces():
     preprocessor = make_preprocessor(tokenizer)
     tokens, known = tokenizer("all happy families are alike"), TokenBytes(preprocessor)
     for cut in [*range(1, len(tokens))] * 2:
-        found = detokenize_chunks(preprocessor, tokens[cut:], tokens[cut - 1], known)
+        found = detokenize_chunks(known, tokens[cut:], tokens[cut - 1])
         begin, whole = (detokenize(preprocessor, ids) for ids in (tokens[:cut], tokens))
         assert begin + "".join(found) == whole
     assert known
@@ -118,16 +124,16 @@ def test_chunks_of_sentence_piece_keep_spaces():
 def test_detokenizer_converts_a_limited_number_of_tokens(errors, monkeypatch):
     """A token takes longer the more invalid bytes were generated before it."""
     preprocessor = make_preprocessor(ByteTokenizer(errors=errors))
-    sizes, convert = [], text._detokenize
+    sizes, convert = [], detokenizer._detokenize
     monkeypatch.setattr(
-        text, "_detokenize", lambda p, ids: sizes.append(len(ids)) or convert(p, ids)
+        detokenizer, "_detokenize", lambda p, ids: sizes.append(len(ids)) or convert(p, ids)
     )
     tokens = [3 + byte for byte in b"\x80\xe2" * 200 + "a€".encode()]
-    for known in (None, TokenBytes(preprocessor)):
-        found = detokenize_chunks(preprocessor, tokens, known=known)
+    for known in (unknown_bytes(preprocessor), TokenBytes(preprocessor)):
+        found = detokenize_chunks(known, tokens)
         assert "".join(found) == detokenize(preprocessor, tokens)
         assert found[-4:] == ["", "", "€", ""]
-    assert max(sizes) <= text.MAX_TOKENS + 1
+    assert max(sizes) <= detokenizer.MAX_TOKENS + 1
 
 
 def test_text_after_a_cache_has_no_start_token():

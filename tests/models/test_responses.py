@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from keras_recurrent.chat.templates import tokenize_prompts
 from keras_recurrent.datasets import PackedText
+from keras_recurrent.generation.text import tokenize_prompts
 from keras_recurrent.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from tests.chat.test_chat import CHATML
 from tests.layers.table import assert_rejects

@@ -10,9 +10,9 @@ import keras
 import numpy as np
 import pytest
 
-from keras_recurrent.chat.templates import tokenize_prompts
 from keras_recurrent.checks.dtypes import bytes_of
 from keras_recurrent.generation.cache import GenerationCache
+from keras_recurrent.generation.text import tokenize_prompts
 from keras_recurrent.models import GriffinCausalLMPreprocessor
 from keras_recurrent.serving.client import message_ends
 from keras_recurrent.serving.prefix_cache import PrefixCache

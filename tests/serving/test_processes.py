@@ -18,11 +18,11 @@ import pytest
 pytest.importorskip("fastapi")
 
 from keras_recurrent.chat.preprocessing import plain_preprocessor
-from keras_recurrent.generation.text import text_of
 from keras_recurrent.models import GriffinCausalLMPreprocessor
 from keras_recurrent.serving.processes import load_preprocessor
 from keras_recurrent.tokenizers import ByteTokenizer
 from keras_recurrent.tokenizers.checkpoint_files import tokenize_parts
+from keras_recurrent.tokenizers.detokenizer import text_of
 from tests.generation.test_text import TOKENIZERS
 from tests.models.tiny import tiny_causal_lm
 from tests.processes import ROOT, fresh_process

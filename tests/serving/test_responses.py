@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from keras_recurrent.generation.sampling_params import TokenLogprobs
-from keras_recurrent.generation.text import StreamedText, TokenBytes
+from keras_recurrent.generation.text import StreamedText
 from keras_recurrent.models import GriffinCausalLMPreprocessor
 from keras_recurrent.serving.responses import ChatFormat, CompletionFormat, LogprobTexts
+from keras_recurrent.tokenizers.detokenizer import TokenBytes
 from tests.generation.test_text import TOKENIZERS
 from tests.tokenizers import bpe
 
