@@ -23,7 +23,6 @@ from keras_recurrent.dispatch import chosen_name, compile_ahead
 from keras_recurrent.generation import beam_search
 from keras_recurrent.generation.modes import RUN_EAGERLY, GenerationMode
 from keras_recurrent.generation.prompts import max_chunk_length, max_sequences
-from keras_recurrent.generation.recent_tokens import apply_recent_tokens
 from keras_recurrent.generation.torch_batch import (
     Decoder,
     TorchBatch,
@@ -33,6 +32,7 @@ from keras_recurrent.generation.torch_batch import (
 )
 from keras_recurrent.generation.torch_graphs import CapturedDecoder, Chunks, DecoderPool
 from keras_recurrent.layers.decoding import decoding_scope, unfused_blocks
+from keras_recurrent.layers.recent_tokens import apply_recent_tokens
 from keras_recurrent.layers.torch_calls import hook_reason
 from keras_recurrent.progress import announce
 

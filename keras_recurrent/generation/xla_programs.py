@@ -17,11 +17,11 @@ from keras_recurrent.generation import beam_search
 from keras_recurrent.generation.batch import runs_ahead
 from keras_recurrent.generation.modes import RUN_EAGERLY, GenerationMode
 from keras_recurrent.generation.prompts import bucket, chunk_length
-from keras_recurrent.generation.recent_tokens import apply_recent_tokens
 from keras_recurrent.generation.sampling import empty_logprobs, next_tokens
 from keras_recurrent.generation.sequence import advance
 from keras_recurrent.generation.xla_batch import JaxBatch, XlaBatch, distribute
 from keras_recurrent.layers.decoding import decoding_scope, unfused_blocks
+from keras_recurrent.layers.recent_tokens import apply_recent_tokens
 from keras_recurrent.progress import announce
 
 if keras.config.backend() == "jax":

@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from keras_recurrent import which_generation
 from keras_recurrent.generation import torch_batch, torch_programs
-from keras_recurrent.generation.recent_tokens import apply_recent_tokens
 from keras_recurrent.generation.sampling import features_of
 from keras_recurrent.generation.sequence import Sequence
 from keras_recurrent.generation.torch_batch import TorchBatch, clone_all, overwrite, tracing
 from keras_recurrent.generation.torch_graphs import DecoderPool
 from keras_recurrent.generation.torch_programs import _inline_scalars
+from keras_recurrent.layers.recent_tokens import apply_recent_tokens
 from keras_recurrent.models import SamplingParams
 from tests.generation.tokens import generate
 from tests.models.tiny import tiny_causal_lm
