@@ -32,8 +32,7 @@ class RequestGroup:
         self._is_waiting, self._wakes = False, asyncio.Event()
         self._times: list = [None] * len(requests)  # of the last token of each request
         self._texts, self._logprobs = [""] * len(requests), [[] for _ in requests]  # not sent
-        self._has_begun, self._num_sent = [False] * len(requests), [0] * len(requests)
-        self.completions = [None] * len(requests)
+        self._has_begun, self.completions = [False] * len(requests), [None] * len(requests)
         for index, request in enumerate(requests):
             request.set_listener(lambda delta, index=index: self._receive(index, delta))
             request.add_done_callback(lambda request, index=index: self._receive(index, None))
@@ -77,7 +76,6 @@ class RequestGroup:
             return "", []
         text, self._texts[index] = self._texts[index], ""
         logprobs, self._logprobs[index] = self._logprobs[index], []
-        self._num_sent[index] += len(text)
         return text, logprobs
 
     def prompt_logprobs(self, index):
@@ -95,7 +93,8 @@ class RequestGroup:
         """Yields new text and log probabilities of all requests, until they have ended.
 
         Deltas that arrive while the client is slow are one event. The first log probabilities are
-        sent with the first text. Text that `write` has sent is left out.
+        sent with the first text. Text that `write` has sent is left out. Without `is_streamed`,
+        strings and lists are empty.
 
         Yields:
             The index of a request, a string, a list of `TokenLogprobs`, and the `Completion` if the
@@ -119,5 +118,4 @@ class RequestGroup:
                 text, logprobs = self._take(index)
                 if is_done:
                     self.completions[index] = completion
-                    text += (completion.text or "")[self._num_sent[index] :]
                 yield index, text, logprobs, completion
