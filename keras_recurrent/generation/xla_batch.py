@@ -168,20 +168,7 @@ class JaxBatch(XlaBatch):
         fields = DeviceState(*(arrays.pop(name) for name in DeviceState._fields))
         cache = self._programs.begin(jax.tree.map(_shape, state))
         self._options_on_device, self._state = arrays, BatchState(fields, cache, ())
-        state, *others = self._arguments(features, self._uniform(features, (), 0))
-        arguments = jax.tree.map(_shape, (state, self.weights, *others))
-        static = self._static(features)
-
-        def compile_step():
-            self._programs.decode.lower(*arguments, **static).compile()
-
-        self._start(compile_step, features, self._num_stops)
-
-    def _start(self, compile_programs, features, num_stops):
-        """Compiles programs in a thread, which steps with these `Features` wait for."""
-        thread = threading.Thread(target=compile_programs, daemon=True)
-        self._compiling[features, num_stops] = thread
-        thread.start()
+        self._compile(features, self._num_stops)
 
     def _launch(self, features, *others):
         if thread := self._compiling.get((features, self._num_stops)):
@@ -288,10 +275,12 @@ class JaxBatch(XlaBatch):
                 return True
             self._kinds.append(sequence.params)
             self._waiting = sequence, {*map(self._features_of_kinds, missing)}
+            options = option_arrays([sequence.params], [sequence.prompt], self._vocabulary_size)
+            self._reserve({name: array[0] for name, array in options.items()})
         keys = [(features, needed_stops) for features in self._waiting[1]]
         for key in keys:
             if key not in self._compiling:
-                self._compile(key[0], sequence, needed_stops)
+                self._compile(*key)
         for key in keys:
             self._compiling[key].join(0 if self.active else 0.05)
             if self._compiling[key].is_alive():
@@ -305,17 +294,18 @@ class JaxBatch(XlaBatch):
         kinds = [p for p in self._kinds if has_grammar or p.grammar is None]
         return features_of([*kinds, *params], self._vocabulary_size)
 
-    def _compile(self, features, sequence, num_stops):
-        """Starts to compile a step for a new sequence and those in slots, with these `Features`."""
-        options = option_arrays([sequence.params], [sequence.prompt], self._vocabulary_size)
-        self._reserve({name: array[0] for name, array in options.items()})
+    def _compile(self, features, num_stops):
+        """Compiles a step with these `Features` in a thread, which such steps wait for.
+
+        If there are more stop tokens than slots have room for, it also compiles `insert`.
+        """
         state, *others = self._arguments(features, self._uniform(features, (), 0))
         stops = np.zeros((self.num_slots, num_stops), "int32")
         state = state._replace(sequences=state.sequences._replace(stops=stops))
-        arrays = state, self.weights, *others, self._prompts
+        prompts = self._prompts if num_stops > self._num_stops else None
+        arrays = state, self.weights, *others, prompts
         # Lowers from shapes, because a running step may overwrite these arrays.
-        state, weights, *others, cache = jax.tree.map(_shape, arrays)
-        has_more_stops = num_stops > self._num_stops
+        state, weights, *others, prompts = jax.tree.map(_shape, arrays)
 
         def compile_programs():
             plain, variant = state._replace(counts=()), {"variant": self._variant}
@@ -327,13 +317,15 @@ class JaxBatch(XlaBatch):
             else:
                 static = self._static(features)
                 self._programs.decode.lower(state, weights, *others, **static).compile()
-            if has_more_stops:
+            if prompts is not None:
                 row = jax.tree.map(
                     lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.sequences
                 )
-                self._programs.insert.lower(plain, 0, row, cache, 0).compile()
+                self._programs.insert.lower(plain, 0, row, prompts, 0).compile()
 
-        self._start(compile_programs, features, num_stops)
+        thread = threading.Thread(target=compile_programs, daemon=True)
+        self._compiling[features, num_stops] = thread
+        thread.start()
 
     def slot_state(self, slot):
         return self._programs.extract(self._state.cache, slot)
