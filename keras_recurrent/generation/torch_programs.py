@@ -31,7 +31,7 @@ from keras_recurrent.generation.torch_batch import (
     tracing,
 )
 from keras_recurrent.generation.torch_graphs import CapturedDecoder, Chunks, DecoderPool
-from keras_recurrent.layers.decoding import decoding_scope, unfused_blocks
+from keras_recurrent.layers.decoding import decoding_scope
 from keras_recurrent.layers.recent_tokens import apply_recent_tokens
 from keras_recurrent.layers.torch_calls import hook_reason
 from keras_recurrent.progress import announce
@@ -222,7 +222,7 @@ class Programs:
         tensors = [*keras.tree.flatten(cache), *[v.value for v in self.model.variables]]
         eager_reason = self._eager_reason or hook_reason(_modules(self.model))
         delays_writes = delays_writes and not eager_reason
-        unfused = unfused_blocks(self.model)
+        unfused = self.model.backbone.unfused_blocks()
         signature = [(t.shape, t.dtype, t.device) for t in tensors]
         key = eager_reason, tuple(unfused), chosen_name(), masked, chunk, delays_writes, *signature
         with self._lock:
@@ -290,7 +290,7 @@ class Step:
     Attributes:
         groups: the result of `group_equal` for the tensors of the step's cache. Groups of recent
             tokens follow the groups of the given cache.
-        unfused: the `unfused_blocks` of the model at the latest use.
+        unfused: the `unfused_blocks` of the backbone at the latest use.
     """
 
     unfused: dict

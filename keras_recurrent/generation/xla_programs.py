@@ -20,7 +20,7 @@ from keras_recurrent.generation.prompts import bucket, chunk_length
 from keras_recurrent.generation.sampling import empty_logprobs, next_tokens
 from keras_recurrent.generation.sequence import advance
 from keras_recurrent.generation.xla_batch import JaxBatch, XlaBatch, distribute
-from keras_recurrent.layers.decoding import decoding_scope, unfused_blocks
+from keras_recurrent.layers.decoding import decoding_scope
 from keras_recurrent.layers.recent_tokens import apply_recent_tokens
 from keras_recurrent.progress import announce
 
@@ -100,7 +100,7 @@ class Programs:
         Programs of TensorFlow depend on the variables that they read, which change, such as in
         `enable_lora`.
         """
-        layers: Any = unfused_blocks(self.model)
+        layers: Any = self.model.backbone.unfused_blocks()
         if keras.config.backend() != "jax":
             layers = [(v.path, tuple(v.shape), v.dtype) for v in self.model.variables]
         return chosen_name(), str(layers)  # TensorFlow would flatten a tuple in each call
@@ -108,7 +108,7 @@ class Programs:
     def record_mode(self):
         is_eager = self.model.run_eagerly
         name, refused = ("eager", {"program": RUN_EAGERLY}) if is_eager else ("program", {})
-        self.mode = GenerationMode(name, refused, unfused_blocks(self.model))
+        self.mode = GenerationMode(name, refused, self.model.backbone.unfused_blocks())
 
     def begin(self, cache):
         """Returns a cache, or its shapes, as steps take it; `finish` is the inverse function.

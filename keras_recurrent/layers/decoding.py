@@ -58,14 +58,6 @@ def can_fuse(inputs):
     return keras.distribution.distribution() is None or inputs.shape[0] <= MAX_FUSED_ROWS
 
 
-def unfused_blocks(model):
-    """Returns `{block: reason}` of the blocks without a fused step; empty without kernels."""
-    if not dispatch.uses_triton_kernels(model.variables[0].value):
-        return {}
-    reasons = ((b.name, b.unfused_reason()) for b in model.backbone.transformer_layers)
-    return {name: reason for name, reason in reasons if reason is not None}
-
-
 def first_reason(*reasons):
     """Returns the first reason that is not None, or None."""
     return next((reason for reason in reasons if reason is not None), None)

@@ -65,7 +65,7 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
 
         Otherwise returns None.
         """
-        if not decoding.is_active() or token_ids.shape[1] > 1:
+        if token_ids.shape[1] != 1 or not decoding.is_active():
             return None
         if self.lora_enabled or self.mask_zero:
             return None

@@ -22,7 +22,7 @@ from keras_recurrent.devices.jax_layouts import (
     get_weight_axis,
     make_layout_map,
 )
-from keras_recurrent.dispatch import BACKEND
+from keras_recurrent.dispatch import BACKEND, uses_triton_kernels
 from keras_recurrent.inherited_docstrings import InheritedDocstring
 from keras_recurrent.layers import LocalAttention, decoding
 from keras_recurrent.layers.base import InnerCalls
@@ -231,9 +231,13 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
         return x if self.embedding_scale is None else x * self.embedding_scale
 
     def _fused_embedding(self, token_ids, state=None):
-        """The embeddings by `fused_embedding`, if the class overrides neither layer nor `embed`."""
+        """The embeddings of a step by `fused_embedding`, or None.
+
+        None also if the class overrides the layer or `embed`.
+        """
         is_base = type(self).embed is RecurrentBackbone.embed
-        if not is_base or type(self.token_embedding) is not ReversibleEmbedding:
+        is_base = is_base and type(self.token_embedding) is ReversibleEmbedding
+        if token_ids.shape[1] != 1 or not is_base:
             return None
         return self.token_embedding.fused_embedding(token_ids, self.embedding_scale, state)
 
@@ -482,6 +486,13 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
         with decoding.decoding_scope():
             x = ops.zeros((batch_size, 1, self.hidden_dim), self.compute_dtype)
             return can_chain_steps(self, x)
+
+    def unfused_blocks(self):
+        """Returns `{block: reason}` of the blocks without a fused step; empty without kernels."""
+        if not uses_triton_kernels(self.variables[0].value):
+            return {}
+        reasons = ((block.name, block.unfused_reason()) for block in self.transformer_layers)
+        return {name: reason for name, reason in reasons if reason is not None}
 
     def add_recent_tokens(self, cache):
         """Returns a cache with recent tokens, for fused steps of many sequences.
