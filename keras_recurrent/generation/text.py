@@ -12,7 +12,6 @@ from keras_recurrent.tokenizers.detokenizer import IncrementalDetokenizer, token
 from keras_recurrent.training.samples import as_texts, describe, is_empty, is_text
 
 MAX_STRINGS, MAX_LENGTH = 16, 1024  # of stop strings, and of each in characters
-MIN_TOKENS = 32  # minimum tokens between a saved end of a message and the saved state before it
 
 
 # --- Tokens of prompts, and stop tokens ---

@@ -25,7 +25,6 @@ from keras_recurrent.generation.sampling_params import (
     seed_sequence,
 )
 from keras_recurrent.generation.text import (
-    MIN_TOKENS,
     StreamedText,
     check_stop_strings,
     hidden_stop_tokens,
@@ -42,6 +41,7 @@ from keras_recurrent.serving.request import (
     check_process,
 )
 
+MIN_TOKENS = 32  # minimum tokens between a saved end of a message and the saved state before it
 MAX_LOGPROBS = 20  # of a token, as in OpenAI's API
 
 

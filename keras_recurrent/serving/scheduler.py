@@ -13,7 +13,7 @@ from keras_recurrent.generation.prompts import pad_prompts
 from keras_recurrent.generation.sampling import Features, Logprobs
 from keras_recurrent.generation.sampling_params import TokenLogprobs, answer_seeds, token_logprobs
 from keras_recurrent.generation.sequence import Sequence
-from keras_recurrent.generation.text import MIN_TOKENS
+from keras_recurrent.serving.client import MIN_TOKENS
 
 # While n requests are queued although slots are free, the bound on delays of steps is multiplied by
 # 1 + n // `WAITING_PER_FACTOR`, at most by `MAX_FACTOR`.
