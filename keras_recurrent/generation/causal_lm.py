@@ -338,7 +338,8 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
         """
         max_new_tokens = options["max_new_tokens"]
         prompts = parse_prompts(self, inputs, max_length, cache, max_new_tokens=max_new_tokens)
-        stops, tokens, texts = self._stop_token_ids(stop_token_ids), prompts.all_tokens, None
+        size, tokens, texts = self.backbone.vocabulary_size, prompts.all_tokens, None
+        stops = parse_stop_token_ids(self.preprocessor, size, stop_token_ids)
         strings = check_stop_strings(options["stop"], self.preprocessor)
         if strings and isinstance(self.sampler, BeamSampler):
             raise ValueError(
@@ -360,7 +361,6 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
             texts = [StreamedText(self.preprocessor, ids[-1], strings, hidden) for ids, *_ in rows]
             listeners = [text.listen for text in texts]
         if any(p.grammar is not None for p in params):
-            size = self.backbone.vocabulary_size
             matchers = make_matchers(self.preprocessor, size, [p for _, p, *_ in rows], stops)
         parts = zip(rows, listeners, matchers, strict=True)
         sequences = [Sequence(*row, listener, matcher) for row, listener, matcher in parts]
@@ -408,7 +408,3 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
         if self._decoding_programs is None:
             self._decoding_programs = Programs(self)
         return self._decoding_programs
-
-    def _stop_token_ids(self, ids):
-        size = self.backbone.vocabulary_size
-        return parse_stop_token_ids(self.preprocessor, size, ids)
