@@ -1,5 +1,6 @@
 """The argmax of each row: the first index of the largest number, as `torch.argmax`.
 
+A number counts as -inf if its bit in `masks`, uint8 [B, N], is 0; the lowest bit is the first.
 Several programs share a row. A second kernel combines their results, and may append the index to
 recent ones. A number and its index are packed into one 64-bit integer, so the maximum does not
 depend on the order of comparisons.
@@ -17,19 +18,24 @@ _BLOCK, _WARPS = 2048, 4  # numbers and warps of a program
 _MAX_PARTS = 1024  # partial results that one program combines
 
 
-def unsupported(x) -> str | None:
+def unsupported(x, masks=None) -> str | None:
     if not 0 < x.shape[-1] <= _BLOCK * _MAX_PARTS:
         return f"takes rows of 1 to {_BLOCK * _MAX_PARTS} numbers, got {x.shape[-1]}"
     return step_unsupported_reason(x)
 
 
 @triton.jit
-def _partial_kernel(x, best, V, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _partial_kernel(
+    x, masks, best, V, N, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     launch_dependents(PDL)
     wait_for_previous_launch(PDL)
     row, part = (tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(0) % PARTS
     index = part * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + row * V + index, index < V, other=0.0).to(tl.float32)
+    if masks is not None:
+        byte = tl.load(masks + row * N + index // 8, index < V, other=0)
+        value = tl.where((byte >> (index % 8)) & 1 != 0, value, float("-inf"))
     tl.store(best + tl.program_id(0), tl.max(tl.where(index < V, packed(value, index), LOWEST), 0))
 
 
@@ -56,25 +62,26 @@ def _combine_kernel(
         tl.store(recent + row * RECENT + slot, tl.where(slot < RECENT - 1, later, row_argmax))
 
 
-def results(x):
+def results(x, masks=None):
     return (Array((x.shape[0],), "int32"),)
 
 
 # Exported programs contain this name.
 @decoding_step(unsupported, results, count=1, name="largest", on_jax=False)
-def argmax(x):
-    best, options = _partial_argmax(x)
+def argmax(x, masks=None):
+    best, options = _partial_argmax(x, masks)
     outputs = *results(x), None
     return run(Launch(_combine_kernel, x.shape[0], (best,), outputs, (), options))[:1]
 
 
-def _partial_argmax(x):
+def _partial_argmax(x, masks=None):
     """The packed maximum of each part of a row, and options of the kernel that combines them."""
     rows, width = x.shape
     parts = cdiv(width, _BLOCK)
     options = {"PARTS": parts, "BLOCK": _BLOCK, "num_warps": _WARPS, **pdl_options(x)}
     best = Array((rows, parts), "int64")
-    (best,) = run(Launch(_partial_kernel, rows * parts, (x,), (best,), (width,), options))
+    sizes = width, 0 if masks is None else masks.shape[1]
+    (best,) = run(Launch(_partial_kernel, rows * parts, (x, masks), (best,), sizes, options))
     options = {"PARTS": parts, "BLOCK": next_power_of_2(parts), "RECENT": 1, **pdl_options(x)}
     return best, options
 

@@ -19,6 +19,7 @@ from keras_recurrent.devices.jax_layouts import apply_layout
 from keras_recurrent.generation.beam_search import BeamSampler
 from keras_recurrent.generation.grammar import neutral_masks
 from keras_recurrent.generation.sampling_params import SamplingParams, seed_sequence
+from keras_recurrent.portable.argmax import exclude_tokens
 
 MIN_CANDIDATES, MAX_CANDIDATES = 8, 64
 ALL_PER_SORTED = 8  # with a smaller vocabulary per sorted token, sorting by id takes longer
@@ -160,13 +161,7 @@ def _add_bias(logits, bias):
     return logits + bias
 
 
-@option(BEFORE_TEMPERATURE, "grammar")
-def _exclude_other_texts(logits, masks):
-    # Made on the device: a CUDA graph cannot copy an array of the host.
-    bits = ops.cast(ops.power(2, ops.arange(8, dtype="int32")), "uint8")
-    bits = ops.bitwise_and(masks[:, :, None], bits)
-    bits = ops.reshape(bits, (-1, 8 * masks.shape[1]))
-    return ops.where(ops.equal(bits[:, : logits.shape[-1]], 0), -np.inf, logits)
+option(BEFORE_TEMPERATURE, "grammar")(exclude_tokens)
 
 
 @option(BEFORE_TEMPERATURE, "min_new_tokens", "stops", "count")
@@ -199,10 +194,10 @@ def _exclude_improbable(logits, min_p):
     return ops.where(logits < lowest, -np.inf, logits)
 
 
-def _changed(logits, stage, features, inputs):
-    """Returns logits after the active options of a stage."""
+def _changed(logits, stage, options, inputs):
+    """Returns logits after the options of a stage whose names are in `options`."""
     for name, (change, names) in stage.items():
-        if name in features.options:
+        if name in options:
             logits = change(logits, *(inputs[n] for n in names))
     return logits
 
@@ -376,17 +371,19 @@ def next_tokens(features, logits, state, uniform, counts, arguments):
         `(tokens, counts, logprobs)`: int32 `[B]`, the new counts, and the `Logprobs` or ().
     """
     if features == Features():
-        return ops.argmax(logits, axis=-1), counts, ()
+        return dispatch.run("argmax", {"x": logits}), counts, ()
     model_logits = logits
     inputs = {**arguments, "stops": state.stops, "count": state.count, "counts": counts}
-    if changing := BEFORE_TEMPERATURE.keys() & features.options:
-        if changing != {"grammar"}:  # which only excludes tokens, in any dtype
-            logits = ops.cast(logits, "float32")
-        logits = _changed(logits, BEFORE_TEMPERATURE, features, inputs)
+    changing = BEFORE_TEMPERATURE.keys() & features.options
+    if not features.is_random:  # `argmax` excludes tokens
+        changing -= {"grammar"}
+    if changing - {"grammar"}:
+        logits = ops.cast(logits, "float32")
+    logits = _changed(logits, BEFORE_TEMPERATURE, changing, inputs)
     if features.is_random:
         token = _draw(features, logits, uniform, inputs)
     else:
-        token = ops.cast(ops.argmax(logits, axis=-1), "int32")
+        token = dispatch.run("argmax", {"x": logits, "masks": arguments.get("grammar")})
     if features.has_penalties:
         ids = ops.arange(logits.shape[-1], dtype="int32")
         counts = counts + ops.cast(ops.equal(ids, token[:, None]), "int32")
@@ -428,7 +425,7 @@ def _draw_among_candidates(features, logits, divisor, uniform, inputs):
     options = {"x": logits, "count": features.num_candidates}
     candidates, ids, _ = dispatch.run("top_logits", options)
     scaled = candidates / divisor
-    below_best = _changed(scaled, AFTER_TEMPERATURE, features, inputs) - scaled[:, :1]
+    below_best = _changed(scaled, AFTER_TEMPERATURE, features.options, inputs) - scaled[:, :1]
     rank = ops.arange(features.num_candidates, dtype="int32")
     kept = rank < inputs["top_k"][:, None]
     weights = ops.where(kept, ops.exp(below_best), 0.0)
@@ -451,7 +448,7 @@ def _draw_among_all(features, logits, divisor, uniform, inputs):
     """Draws tokens [B] of sequences without a `top_k` of up to `MAX_CANDIDATES`."""
     logits = apply_layout(logits, "sampled_logits")  # gathered once, not by several operations
     scaled = ops.cast(logits, "float32") / divisor
-    scaled = _changed(scaled, AFTER_TEMPERATURE, features, inputs)
+    scaled = _changed(scaled, AFTER_TEMPERATURE, features.options, inputs)
     if not features.num_sorted:
         return _index_of(ops.softmax(scaled, axis=-1), uniform)
     if features.num_sorted <= scaled.shape[-1] // ALL_PER_SORTED:

@@ -345,12 +345,9 @@ def _choose(features, is_argmax, logits, tensors):
     uniform = tensors["uniform"] if features.is_random else None
     counts = tensors["counts"] if features.has_penalties else None
     state = None if is_argmax else DeviceState(*(tensors[name] for name in DeviceState._fields))
-    if features == Features():
-        token, logprobs = dispatch.run("argmax", {"x": logits}), ()
-    else:
-        first = None if uniform is None else uniform[:, 0]
-        arguments = {name: tensors[name] for name in argument_names(features)}
-        token, counts, logprobs = next_tokens(features, logits, state, first, counts, arguments)
+    first = None if uniform is None else uniform[:, 0]
+    arguments = {name: tensors[name] for name in argument_names(features)}
+    token, counts, logprobs = next_tokens(features, logits, state, first, counts, arguments)
     if is_argmax:
         new = {"token": token.to(tensors["token"].dtype)[:, None]}
     else:

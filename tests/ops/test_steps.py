@@ -223,12 +223,14 @@ WITH_TIE, WITH_TWO_TOKENS = X.copy(), X.copy()
 WITH_TIE[1, [7, 9]] = 100
 WITH_TWO_TOKENS[1] = -np.inf
 WITH_TWO_TOKENS[1, [7, 3]] = 100, 99
+MASKS = np.packbits(X < 0, axis=1, bitorder="little")
 TOKEN_IDS, SEGMENT, POSITION = np.array([[2, 0], [-1, 3], [0, 5]], "int32")
 EMBEDDING = {"table": X, "token_ids": TOKEN_IDS}
 CONTEXT = {"segment": SEGMENT, "position": POSITION}
 # {name: operation, arrays, options, tolerance}
 TOKEN_OPERATIONS = {
     "argmax": ("argmax", {"x": WITH_TIE}, {}, 0),
+    "argmax of some tokens": ("argmax", {"x": WITH_TIE, "masks": MASKS}, {}, 0),
     "top_logits": ("top_logits", {"x": WITH_TWO_TOKENS}, {"count": 2}, 2e-6),
     "soft_cap": ("soft_cap", {"x": X}, {"cap": 0.5}, 1e-6),
     "embedding": ("embedding_step", EMBEDDING, {"scale": 2.0, "dtype": "float32"}, 0),

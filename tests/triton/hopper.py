@@ -197,7 +197,7 @@ def choose_tokens():
     logits, ids = torch.zeros(1, 256_000, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32)
     argmax.write_argmax(logits, ids[:, None].long(), torch.zeros(1, 16, dtype=torch.int32))
     for operation, arguments in {
-        "argmax": {"x": logits},
+        "argmax": {"x": logits, "masks": torch.zeros(1, 32_000, dtype=torch.uint8)},
         "top_logits": {"x": logits, "count": 16},
         "soft_cap": {"x": logits, "cap": 30.0},
         "embedding_step": {

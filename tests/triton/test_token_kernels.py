@@ -33,6 +33,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 TIES, TILES_OF_INF = np.zeros((2, 5000)), np.full((2, 5000), -INF)
 TIES[0, [4999, 2047, 2050]] = 1  # in three parts of a row
 TILES_OF_INF[0, [4999, 3000]], TILES_OF_INF[1] = (1, 2), -3
+EVEN = np.full((2, 628), 0x55, "uint8")  # masks, with padding, of even tokens
+EVEN[1] = 0
 NONFINITE = [[-INF, -INF, -INF], [0, NAN, INF], [-NAN, 1, NAN], [-INF, INF, INF], [-1, -0.0, 0]]
 
 
@@ -45,6 +47,7 @@ CHOICES = {
     "argmax, ties": ("argmax", TIES, {}, "bfloat16"),
     "argmax, equal logits": ("argmax", -TIES - 1, {}, "float32"),
     "argmax, NaN": ("argmax", NONFINITE, {}, "float32"),
+    "argmax, masks": ("argmax", TIES, {"masks": EVEN}, "bfloat16"),
     "top_logits, tiles of -inf": ("top_logits", TILES_OF_INF, {"count": 4}, "float32"),
     "top_logits, NaN": ("top_logits", [[0, NAN, 1, NAN]], {"count": 3}, "float32"),
     **{
@@ -67,7 +70,8 @@ def test_kernel_of_logits_matches_definition(name):
     """A token is chosen wrongly among ties, tiles, infinities or NaN."""
     operation, logits, options, dtype = CHOICES[name]
     x = tensor(logits, dtype)
-    results = keras.tree.flatten(dispatch.run(operation, {"x": x, **options}, "triton"))
+    given = {n: tensor(o, "uint8") if n == "masks" else o for n, o in options.items()}
+    results = keras.tree.flatten(dispatch.run(operation, {"x": x, **given}, "triton"))
     definition = getattr(judge.module_of(operation, "reference"), operation)
     expected = keras.tree.flatten(definition(native.to_numpy(x), **options))
     for i, (result, array) in enumerate(zip(results, expected, strict=True)):
