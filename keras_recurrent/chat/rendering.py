@@ -18,6 +18,11 @@ from typing import Any
 
 MAX_SECONDS = 2.0
 
+
+class TemplateRejection(ValueError):
+    """Error of a template that calls `raise_exception`."""
+
+
 _lock = threading.Lock()
 _process: Any = None  # a `subprocess.Popen`, or None
 
@@ -38,9 +43,9 @@ def render(source, variables, ends, calls=()):
         characters in the place of those that come from the content of messages.
 
     Raises:
-        ValueError: the template is invalid, fails or calls `raise_exception`; it returns more than
-            1 MB of text, takes more than 2 seconds on average, or more than 512 MB of memory (on
-            Linux).
+        ValueError: the template is invalid, fails or calls `raise_exception` (`TemplateRejection`);
+            it returns more than 1 MB of text, takes more than 2 seconds on average, or more than
+            512 MB of memory (on Linux).
         ImportError: jinja2 is not installed.
         RuntimeError: the process that renders cannot be started.
     """
@@ -48,7 +53,7 @@ def render(source, variables, ends, calls=()):
     with _lock:
         reply = _exchange(_running_process(), json.dumps(request), MAX_SECONDS * len(ends))
     if "error" in reply:
-        raise ValueError(reply["error"])
+        raise (TemplateRejection if reply.get("is_rejection") else ValueError)(reply["error"])
     return reply["texts"], reply["template_text"]
 
 

@@ -17,6 +17,7 @@ import itertools
 import json
 import re
 import sys
+import traceback
 import types
 from typing import Any
 
@@ -26,6 +27,7 @@ MAX_SECONDS = 10  # ends the process if its parent, which allows 2 seconds, is g
 MAX_MESSAGE = 500  # characters of an error that a template may choose
 
 CASES = {"capitalize", "casefold", "lower", "swapcase", "title", "upper"}
+SOURCES = "<template>", "<unknown>"  # names of templates in jinja2's tracebacks
 OTHER = "\x7f"  # in the place of characters that the template did not write
 # White space and directives of format strings, on which functions of strings depend.
 UNMARKED = re.compile(r"(\s+|%(?:\(\w*\))?[-#0 +.\d]*[a-zA-Z]|\{\w*\})")
@@ -273,12 +275,15 @@ def render(environment, compile_template, source, variables, ends, calls):
                 chunks.append(chunk)
             texts.append("".join(chunks))
     except Rejection as error:
-        return {"error": f"The chat template rejects the messages: {str(error)[:MAX_MESSAGE]}"}
+        message = f"The chat template rejects the messages: {str(error)[:MAX_MESSAGE]}"
+        return {"error": message, "is_rejection": True}
     except MemoryError:
         return {"error": "`chat_template` used more than 512 MB of memory."}
     except Exception as error:
         name = type(error).__name__
-        line = f" in line {error.lineno}" if hasattr(error, "lineno") else ""
+        frames = traceback.walk_tb(error.__traceback__)
+        lines = [line for frame, line in frames if frame.f_code.co_filename in SOURCES]
+        line = f" in line {lines[-1]}" if lines else ""
         return {"error": f"`chat_template` failed with {name}{line}: {str(error)[:MAX_MESSAGE]}"}
     return {"texts": texts, "template_text": "".join(map(marks.template_text, chunks))}
 

@@ -10,7 +10,7 @@ import time
 import keras
 
 from keras_recurrent import serving
-from keras_recurrent.serving.options import KEY_VARIABLE, parse_options
+from keras_recurrent.serving.options import KEY_VARIABLE, bind, parse_options
 
 log = logging.getLogger("keras_recurrent.serving")
 
@@ -53,13 +53,8 @@ def is_loopback(host):
 
 def main():
     parser, options = parse_options()
-    if options.dtype:
-        try:
-            keras.dtype_policies.get(options.dtype)
-        except ValueError:
-            parser.error(f"argument --dtype: unknown dtype policy {options.dtype!r}")
 
-    from keras_recurrent.serving.processes import HTTPProcess, bind
+    from keras_recurrent.serving.processes import HTTPProcess
 
     logging.basicConfig(level=logging.WARNING)
     log.setLevel(logging.INFO)

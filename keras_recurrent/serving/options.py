@@ -4,16 +4,24 @@ This module does not import Keras, so that an invalid option is an error at once
 """
 
 import argparse
+import difflib
 import importlib.util
 import math
 import os
 import pathlib
+import pkgutil
+import re
+import socket
 
+from keras_recurrent import presets
+from keras_recurrent.atomic_files import find_folder
+from keras_recurrent.chat.rendering import TemplateRejection, render
 from keras_recurrent.chat.tools import FORMATS
 from keras_recurrent.import_order import keras_backend
 
 KEY_VARIABLE = "KERAS_RECURRENT_API_KEY"
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
+DTYPE_POLICY = re.compile(r"([\w/]+_from_)?(mixed_)?(float16|bfloat16|float32|float64)")
 
 
 def number(minimum, maximum=math.inf, kind=int):
@@ -34,11 +42,58 @@ def number(minimum, maximum=math.inf, kind=int):
     return convert
 
 
-def file_text(path):
+def dtype_policy(name):
+    if not DTYPE_POLICY.fullmatch(name):
+        raise argparse.ArgumentTypeError(f"unknown dtype policy {name!r}")
+    return name
+
+
+def preset(name):
+    if "://" in name or os.path.exists(find_folder(name)):
+        return name
+    modules = [f"{presets.__name__}.{each.name}" for each in pkgutil.iter_modules(presets.__path__)]
+    known = [each for module in modules for each in importlib.import_module(module).SIZES]
+    if name not in known:
+        near = ", ".join(difflib.get_close_matches(name, known, n=4))
+        hint = f"; near names: {near}" if near else ""
+        message = f"unknown preset {name!r}, neither a name nor a directory{hint}"
+        raise argparse.ArgumentTypeError(message)
+    return name
+
+
+def chat_template(path):
+    """Returns the text of a file, which must render a message."""
     try:
-        return pathlib.Path(path).read_text(encoding="utf-8")
+        text = pathlib.Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
         raise argparse.ArgumentTypeError(f"cannot be read: {error}") from error
+    message = {"role": "user", "content": "Hello"}
+    variables = {"messages": [message], "bos_token": "", "eos_token": "", "pad_token": ""}
+    try:
+        render(text, {**variables, "tools": None, "documents": None}, [(1, True)])
+    except (ImportError, TemplateRejection):  # it may require another role or token
+        pass
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error}") from error
+    return text
+
+
+def bind(host, port):
+    """Returns a socket that is bound to the address, and does not accept connections yet."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio only sets TCP_NODELAY if the protocol is given. Without it, the first tokens of a
+    # stream wait 40 ms for the client's acknowledgement of the headers.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise SystemExit(
+            f"The server cannot listen on {host}, port {port}: {error.strerror}. Select others "
+            "with `--host` and `--port`."
+        ) from error
+    return listener
 
 
 def make_parser():
@@ -56,12 +111,12 @@ def make_parser():
         parser.add_argument(name, **options)
 
     text = "a preset, its directory, or hf://owner/repository"
-    add("--preset", "NAME", str, None, text, required=True)
+    add("--preset", "NAME", preset, None, text, required=True)
     add("--slots", "N", number(1), 64, "maximum number of requests decoded at the same time")
     text = "maximum number of tokens of prompt and answer together (default: the preset's sequence "
     add("--max-length", "N", number(3), None, text + "length)")
-    add("--dtype", "NAME", str, None, "dtype policy of the model, such as bfloat16")
-    add("--chat-template", "FILE", file_text, None, "file with a chat template")
+    add("--dtype", "NAME", dtype_policy, None, "dtype policy of the model, such as bfloat16")
+    add("--chat-template", "FILE", chat_template, None, "file with a chat template")
     text = f"format of tool calls, {', '.join(FORMATS)} (default: the one in the chat template)"
     add("--tool-format", "NAME", str, None, text, choices=tuple(FORMATS))
     text = "address to listen on; 0.0.0.0 accepts connections from other machines"
@@ -100,4 +155,11 @@ def parse_options():
         parser.error(f"{KEY_VARIABLE} must not be empty; unset it for a server without a key")
     if keras_backend() == "tensorflow":
         parser.error("the server runs on torch and JAX; set KERAS_BACKEND to one of them")
+    if options.prefix_cache_dir:
+        try:
+            os.makedirs(options.prefix_cache_dir, mode=0o700, exist_ok=True)
+            os.listdir(options.prefix_cache_dir)
+        except OSError as error:
+            parser.error(f"argument --prefix-cache-dir: cannot be created and read: {error}")
+    bind(options.host, options.port).close()
     return parser, options

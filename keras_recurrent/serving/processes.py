@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -61,24 +60,6 @@ class RemoteLink:
 
     def stats(self):
         return self._stats
-
-
-def bind(host, port):
-    """Returns a socket that is bound to the address, and does not accept connections yet."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio only sets TCP_NODELAY if the protocol is given. Without it, the first tokens of a
-    # stream wait 40 ms for the client's acknowledgement of the headers.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise SystemExit(
-            f"The server cannot listen on {host}, port {port}: {error.strerror}. Select others "
-            "with `--host` and `--port`."
-        ) from error
-    return listener
 
 
 class HTTPProcess:

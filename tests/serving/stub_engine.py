@@ -70,10 +70,11 @@ def main():
     from keras_recurrent.chat.preprocessing import PlainPreprocessor
     from keras_recurrent.serving import processes
     from keras_recurrent.serving.client import Limits
+    from keras_recurrent.serving.options import bind
     from keras_recurrent.tokenizers.plain import PlainByteTokenizer
 
     processes.plain_preprocessor = lambda preprocessor: preprocessor
-    with processes.HTTPProcess(processes.bind("127.0.0.1", 0)) as process:
+    with processes.HTTPProcess(bind("127.0.0.1", 0)) as process:
         scheduler = Letters(float(sys.argv[1]))
         engine = SimpleNamespace(
             _scheduler=scheduler,

@@ -19,6 +19,9 @@ from keras_recurrent.serving import processes
 pytestmark = pytest.mark.once
 
 
+BROKEN_TEMPLATE = "{% for message in messages %}\n{{ message.content.text.all }}{% endfor %}"
+
+
 def run(monkeypatch, *options):
     """Runs the command; fails if it loads the model."""
     monkeypatch.setattr(sys, "argv", ["serving", "--preset", "griffin_tiny_text", *options])
@@ -39,6 +42,10 @@ def run(monkeypatch, *options):
         (["--dtype", "float17"], "--dtype: unknown dtype policy 'float17'"),
         (["--tool-format", "xml"], "--tool-format: invalid choice: 'xml'"),
         (["--chat-template", "/missing"], "--chat-template: cannot be read: [Errno 2]"),
+        (["--chat-template", "{folder}/broken"], "broken: `chat_template` failed with Undefined"),
+        (["--chat-template", "{folder}/broken"], "Error in line 2: "),
+        (["--preset", "hawk_tinny"], "--preset: unknown preset 'hawk_tinny', neither a name nor a"),
+        (["--prefix-cache-dir", "{folder}/broken"], "--prefix-cache-dir: cannot be created and"),
         (["--prefix-cache-dir", "a", "--prefix-cache-bytes", "0"], "above 0"),
         (["--model", "a"], "unrecognized arguments: --model a"),
         # A variable that was left empty by mistake must not turn the authentication off.
@@ -46,9 +53,11 @@ def run(monkeypatch, *options):
     ],
 )
 def test_invalid_option_is_an_error_before_the_model_is_loaded(
-    monkeypatch, capsys, options, message
+    monkeypatch, capsys, tmp_path, options, message
 ):
     """A user waits for minutes until an error names the wrong option."""
+    (tmp_path / "broken").write_text(BROKEN_TEMPLATE)
+    options = [option.replace("{folder}", str(tmp_path)) for option in options]
     monkeypatch.setenv("KERAS_RECURRENT_API_KEY", "secret" if options else " ")
     assert run(monkeypatch, *options) == 2
     assert message in capsys.readouterr().err
@@ -56,10 +65,11 @@ def test_invalid_option_is_an_error_before_the_model_is_loaded(
 
 def test_invalid_option_is_an_error_before_keras_is_imported():
     """A user waits for ten seconds until an error names the wrong option."""
-    command = [sys.executable, "-X", "importtime", "-m", "keras_recurrent.serving", "--slots", "0"]
+    command = [sys.executable, "-X", "importtime", "-m", "keras_recurrent.serving"]
+    command += ["--preset", "hawk_tiny", "--host", "a.invalid"]  # checked after all others
     found = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-    assert found.returncode == 2
-    assert "--slots: must be at least 1; got 0" in found.stderr
+    assert found.returncode == 1
+    assert "cannot listen on a.invalid" in found.stderr
     assert not re.search(r"\| +keras$", found.stderr, re.MULTILINE)
 
 
@@ -69,7 +79,7 @@ def test_address_in_use_is_an_error_before_the_model_is_loaded(monkeypatch):
         port = str(listener.getsockname()[1])
         assert f"127.0.0.1, port {port}: Address already" in run(monkeypatch, "--port", port)
     assert "cannot listen on a.invalid" in run(monkeypatch, "--host", "a.invalid")
-    with processes.bind("::1", 0) as listener:
+    with options_module.bind("::1", 0) as listener:
         assert listener.getsockname()[0] == "::1"
         assert listener.proto == socket.IPPROTO_TCP  # else tokens wait 40 ms in a socket
 
@@ -81,18 +91,19 @@ def test_missing_package_is_an_error_that_names_the_package(monkeypatch):
     assert run(monkeypatch) == message
 
 
-def test_unknown_preset_is_an_error_of_the_command_line(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["serving", "--preset", "no_preset", "--port", "0"])
+def test_preset_of_an_unknown_model_is_an_error_of_the_command_line(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["serving", "--preset", str(tmp_path), "--port", "0"])
     with pytest.raises(SystemExit) as caught:
         command.main()
     assert caught.value.code == 2
-    assert "Unknown preset 'no_preset'" in capsys.readouterr().err
+    assert "config.json" in capsys.readouterr().err
 
 
 def test_server_compiles_common_options_before_it_listens(monkeypatch, caplog):
     """The first clients wait for compilations."""
     model = GriffinCausalLM.from_preset("hawk_tiny", num_layers=1)
-    monkeypatch.setattr(sys, "argv", ["serving", "--preset", "a", "--slots", "1", "--port", "0"])
+    options = ["--preset", "hawk_tiny", "--slots", "1", "--port", "0"]
+    monkeypatch.setattr(sys, "argv", ["serving", *options])
     monkeypatch.setattr(command, "load_model", lambda _: model)
     monkeypatch.setattr(gc, "freeze", lambda: None)
     counts = []

@@ -27,7 +27,8 @@ from keras_recurrent.models import GriffinCausalLM, SamplingParams
 from keras_recurrent.serving import Engine, protocol
 from keras_recurrent.serving import server as server_module
 from keras_recurrent.serving.client import EngineClient, Limits
-from keras_recurrent.serving.processes import RemoteLink, bind, run_scheduler, run_server
+from keras_recurrent.serving.options import bind
+from keras_recurrent.serving.processes import RemoteLink, run_scheduler, run_server
 from keras_recurrent.serving.responses import CompletionFormat
 from keras_recurrent.serving.server import Server, create_app
 from tests.serving.soak import metrics
