@@ -72,6 +72,10 @@ def check_tools(tools):
             raise ValueError(f"`tools`: tool {number} must be a dictionary {FUNCTION}.")
         if not isinstance(function.get("parameters") or {}, dict):
             raise ValueError(f"`tools`: 'parameters' of tool {number} must be a JSON schema.")
+    names = [tool["function"]["name"] for tool in tools]
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            raise ValueError(f"`tools` must have different names; tool {number} is {name!r} again.")
 
 
 def tool_format(preprocessor):

@@ -15,6 +15,9 @@ from keras_recurrent.serving.request import PromptTooLong
 
 MAX_PROMPTS, MAX_MESSAGES, MAX_PARTS, MAX_BIASES = 2048, 4096, 1024, 1024
 MAX_ERROR = 1000  # characters of an error, which may quote the request
+# Keys of messages, besides those that the chat template contains.
+MESSAGE_KEYS = {"name", "tool_calls", "tool_call_id", "refusal", "audio", "function_call"}
+MESSAGE_KEYS |= {"annotations"}
 # Fields of `SamplingParams` that requests have in another form, or not at all.
 CONVERTED = {"grammar", "logprobs", "min_new_tokens"}
 
@@ -135,6 +138,13 @@ class SamplingBody(OptionsBody):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
 
+    @pydantic.model_validator(mode="after")
+    def _check_stream_options(self):
+        if self.stream_options is not None and not self.stream:
+            message = "The 'stream_options' parameter is only allowed when 'stream' is enabled."
+            raise ApiError(400, message, param="stream_options")
+        return self
+
     @classmethod
     def parse(cls, data):
         """Returns the body that bytes of JSON contain, or raises an `ApiError`."""
@@ -211,7 +221,7 @@ class TextPart(Body):
 
 
 class Message(Body):
-    """Message of a conversation. Further fields are passed to the chat template."""
+    """Message of a conversation. `check_keys` checks further fields, which are for the template."""
 
     role: Role
     content: str | Annotated[list[TextPart], limited(MAX_PARTS)] | None = None
@@ -219,6 +229,14 @@ class Message(Body):
     @pydantic.model_validator(mode="after")
     def _check_further_fields(self):
         return self
+
+    def check_keys(self, number, template):
+        """Raises an `ApiError` for a key that OpenAI's API and the chat template do not have."""
+        for key in (self.model_extra or {}).keys() - MESSAGE_KEYS:
+            if not re.search(rf"\b{re.escape(key)}\b", template):
+                param = f"messages[{number}].{key[:100]}"
+                message = f"Unknown parameter: '{param}'."
+                raise ApiError(400, message, "unknown_parameter", param=param)
 
     def rendered(self):
         """Returns the message as the chat template takes it."""

@@ -84,14 +84,18 @@ class Service:
 
     def _submit(self, body, form):
         preprocessor = self.engine.preprocessor
-        if isinstance(body, ChatBody) and getattr(preprocessor, "chat_template", None) is None:
-            raise ApiError(400, NO_TEMPLATE, param="messages")
+        if isinstance(body, ChatBody):
+            template = getattr(preprocessor, "chat_template", None)
+            if template is None:
+                raise ApiError(400, NO_TEMPLATE, param="messages")
+            for number, message in enumerate(body.messages):
+                message.check_keys(number, template)
         limits, num_answers = self.engine.limits, len(body.prompts) * (body.n or 1)
-        if num_answers > limits.num_slots + limits.max_queued:
+        maximum = limits.num_slots + limits.max_queued
+        if num_answers > maximum:
             message = (
-                f"The request has {num_answers} answers, {len(body.prompts)} prompts times `n`; "
-                f"this server has {limits.num_slots} slots and queues {limits.max_queued}. "
-                "Send several smaller requests."
+                f"The number of answers, prompts times `n`, must be at most {maximum}, `--slots` "
+                f"plus `--max-queued`; got {num_answers}. Send several smaller requests."
             )
             raise ApiError(400, message)
         requests = []
@@ -148,9 +152,9 @@ class Service:
         started, end = set(self.groups), time.monotonic() + seconds
         if started:
             log.warning(
-                "Shutting down: %d requests have %g s to finish; a second signal cancels them",
-                len(started),
+                "Shutting down in %g s; unfinished requests: %d; a second signal cancels them",
                 seconds,
+                len(started),
             )
         while self.groups and time.monotonic() < end and not is_forced():
             await asyncio.sleep(0.02)
@@ -159,10 +163,10 @@ class Service:
         for group in filter(None, self.groups.values()):
             group.cancel(shutting_down())
         log.warning(
-            "Shutdown: %d requests finished; %d cancelled%s",
+            "Shutdown: requests finished: %d; cancelled: %d%s",
             len(started) - len(cancelled),
             len(cancelled),
-            ": " + ", ".join(cancelled) if cancelled else "",
+            f" ({', '.join(cancelled)})" if cancelled else "",
         )
 
 

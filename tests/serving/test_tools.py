@@ -160,6 +160,7 @@ def test_marks_that_are_special_tokens_are_parsed(stream):
     [
         ({"tools": [{"type": "function"}]}, "tools", "tool 0 must be a dictionary"),
         ({"tools": TOOLS * 65}, "tools", "list of 1 to 128"),
+        ({"tools": TOOLS * 2}, "tools", "different names; tool 2 is 'weather' again"),
         # An error of the template or the grammar would come first.
         ({"tools": [{"type": "function"}], "tool_choice": "required"}, "tools", "tool 0 must be"),
         ({"tool_choice": "required", "tools": None}, "tool_choice", 'with `tools`, "required" or'),
