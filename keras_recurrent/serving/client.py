@@ -172,8 +172,7 @@ class EngineClient:
                 raise EngineClosed("The engine is closed.") from self._link.error
             if len(self._requests) + params.n > self.limits.num_slots + self.limits.max_queued:
                 raise EngineFull(
-                    f"{self.limits.max_queued} requests are waiting, the maximum (`max_queued`). "
-                    "Try again later."
+                    f"The queue is full: `max_queued` is {self.limits.max_queued}. Try again later."
                 )
             requests, send = [], self._link.send
             first = self._num_requests + 1

@@ -63,10 +63,10 @@ class PrefixFiles:
             ) from error
         if others := [n for n in names if n.endswith(SUFFIX) and not self._is_own(n)]:
             log.warning(
-                "%d files in %r are not used: they belong to other weights or another maximum "
-                "length, or are not prefix states.",
-                len(others),
+                "Unused files in %r: %d. They belong to other weights or another maximum length, "
+                "or are not prefix states.",
                 self._folder,
+                len(others),
             )
 
     def _list(self):

@@ -410,7 +410,7 @@ def test_engine_in_a_forked_process_raises(engine, monkeypatch):
 def test_submit_to_a_full_or_closed_engine_raises(model):
     """A closed engine drops requests, or the queue grows without limit."""
     engine = Engine(model, 1, max_length=200, max_queued=2, prefix_cache_bytes=0)
-    with pytest.raises(EngineFull, match="2 requests are waiting"):
+    with pytest.raises(EngineFull, match="`max_queued` is 2"):
         [submit_greedy(engine, 170, stop_token_ids=None) for _ in range(10)]
     requests = engine.close(wait=False)
     assert requests

@@ -63,13 +63,13 @@ def test_prefix_files_keep_the_most_recently_used_states(model, tmp_path, monkey
     """The directory grows without limit, forgets the use of a state, or deletes other files."""
     a, b, c, d, e = ((number, number) for number in range(5))
     (tmp_path / "mine.safetensors").write_bytes(b"no state")
-    with logs("1 files .* not used"):
+    with logs("Unused files in .*: 1"):
         cache = PrefixCache(model, 10**6, MAX_LENGTH, tmp_path)
     add(cache, model, a, b, c)
     assert find_stored(cache, a) == [a]
     cache.close()
     size = max(path.stat().st_size for path in tmp_path.iterdir())
-    with logs("1 files"):
+    with logs("files in .*: 1"):
         cache = PrefixCache(model, 3 * size, MAX_LENGTH, tmp_path)
     assert find_stored(cache, a, b, c) == [a, b, c]
     assert find_stored(cache, c, a) == [c, a]
@@ -83,7 +83,7 @@ def test_prefix_files_keep_the_most_recently_used_states(model, tmp_path, monkey
     monkeypatch.setattr(GenerationCache, "save", fail_once)
     add(cache, model, d, e)
     cache.close()
-    with logs("1 files"):
+    with logs("files in .*: 1"):
         cache = PrefixCache(model, 3 * size, MAX_LENGTH, tmp_path)
     assert find_stored(cache, a, b, c, d, e) == [a, c, e]
     cache.close()
@@ -145,7 +145,7 @@ def test_prefix_files_that_are_damaged_or_of_other_models_are_not_used(model, tm
     cache.close()
     other_model = tiny_causal_lm(1, family="hgrn2")
     for each, max_length in ((other_model, MAX_LENGTH), (model, 32)):
-        with logs("2 files .* other weights"):
+        with logs("files in .*: 2.*other weights"):
             cache = PrefixCache(each, 10**6, max_length, tmp_path)
         assert find_stored(cache, a, b) == []
         cache.close()
