@@ -112,7 +112,7 @@ def seconds_between(prepare, few, many, clock=time.perf_counter):
     return (longer - shorter) / (many - few)
 
 
-def medians(calls, budget=6, least=5, most=50):
+def medians(calls, budget=6, least=5, most=50, clock=time.perf_counter):
     """Returns the median seconds of each call. Calls take turns, so that noise affects all.
 
     budget: the time for each call, in seconds; least, most: bounds of the number of repeats.
@@ -125,7 +125,7 @@ def medians(calls, budget=6, least=5, most=50):
     for i in range(max(rounds.values())):
         for name, call in calls.items():
             if i < rounds[name]:
-                times[name].append(seconds(call))
+                times[name].append(seconds(call, clock=clock))
     return {name: statistics.median(found) for name, found in times.items()}
 
 

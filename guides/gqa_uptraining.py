@@ -78,6 +78,27 @@ def compile_for_training(model, learning_rate, weight_decay=WEIGHT_DECAY):
     )
 
 
+def train_multi_head(
+    seed,
+    documents,
+    steps,
+    width,
+    layers,
+    head_dim=HEAD_DIM,
+    length=LENGTH,
+    dropout=DROPOUT,
+    weight_decay=WEIGHT_DECAY,
+):
+    """Returns a trained multi-head model, and as many further sequences."""
+    keras.utils.set_random_seed(seed)
+    rng = np.random.default_rng(seed)
+    model = multi_head_model(width, layers, head_dim, length, dropout)
+    compile_for_training(model, LEARNING_RATE, weight_decay)
+    rows = rows_of(documents, steps * BATCH_SIZE, rng, length)
+    model.fit(*rows, batch_size=BATCH_SIZE, verbose=0)
+    return model, rows_of(documents, steps * BATCH_SIZE, rng, length)
+
+
 def bits_per_byte(model, validation):
     return model.evaluate(*validation, batch_size=VALIDATION_BATCH_SIZE, verbose=0) / math.log(2)
 
@@ -107,16 +128,12 @@ def train_on(model, rows, plan, validation, weight_decay=WEIGHT_DECAY):
 
 def one_seed(seed, arguments, training, validation):
     """Returns `{(groups, pooling): losses}`; the key (None, None) is the multi-head model."""
-    keras.utils.set_random_seed(seed)
-    rng = np.random.default_rng(seed)
-    model = multi_head_model(arguments.width, arguments.layers)
-    compile_for_training(model, LEARNING_RATE)
-    rows = rows_of(training, arguments.steps * BATCH_SIZE, rng)
-    model.fit(*rows, batch_size=BATCH_SIZE, verbose=0)
+    model, more = train_multi_head(
+        seed, training, arguments.steps, arguments.width, arguments.layers
+    )
     print(f"seed {seed}: multi-head, {bits_per_byte(model, validation):.3f} bits per byte")
 
     curves: dict = {}
-    more = rows_of(training, arguments.steps * BATCH_SIZE, rng)
     for groups in arguments.groups:
         for pooling in POOLINGS:
             grouped = convert_to_gqa(model, groups, pooling=pooling, seed=seed)

@@ -4,21 +4,17 @@ Byte-level models are tested on windows that are longer than the training sequen
 same seed train on the same sequences. A loss "at 512" is the mean over positions 257 to 512.
 """
 
-import functools
-
 import numpy as np
 from runs import Panel, clear, mean_with_error, octaves, read_text, spread, yes
-from tasks import GLOBAL, LOCAL, RECURRENT, language_model
-from training import token_losses, train_on_text
-
-from keras_recurrent.evaluation import LossByPosition
+from tasks import GRIFFINS, language_model
+from training import train_on_text
 
 # The pattern of blocks, and the fraction of each head with rotary positions.
 MODELS = {
-    "Hawk": ((RECURRENT,), 1.0),
-    "Griffin": ((RECURRENT, RECURRENT, LOCAL), 1.0),
-    "MQA RoPE": ((GLOBAL,), 1.0),
-    "MQA NoPE": ((GLOBAL,), 0.0),
+    "Hawk": (GRIFFINS["Hawk"], 1.0),
+    "Griffin": (GRIFFINS["Griffin"], 1.0),
+    "MQA RoPE": (GRIFFINS["MQA"], 1.0),
+    "MQA NoPE": (GRIFFINS["MQA"], 0.0),
 }
 # Claims about the loss at 4 L minus the loss at L. There is none about MQA without positions.
 CLAIMS = {
@@ -57,27 +53,17 @@ def runs(size, results):
 
 
 def measure(key, seeds, size, data):
-    training, windows = data
-    blocks, turned = MODELS[key["model"]]
-    sizes = {"lru_width": size.lru_width, "partial_rotary_factor": turned}
-    window = key["length"] // 2
-    models = [language_model(blocks, size, window, 256, seed, **sizes) for seed in seeds]
-    lines = train_on_text(models, seeds, training, size, key["length"])
-    # Equals `keras_recurrent.evaluation.loss_by_position`, in one program.
-    test = token_losses(models[0], batch_size=max(1, 2**17 // size.longest))
-    for line, model in zip(lines, models, strict=True):
-        losses = test(model, windows).astype("float64").mean(axis=0)
-        found = LossByPosition(losses, np.full(len(losses), len(windows)))
+    (blocks, turned), length = MODELS[key["model"]], key["length"]
+    shape, window = (blocks, size.num_layers, size.width), length // 2
+    options = {"lru_width": size.lru_width, "partial_rotary_factor": turned}
+    models = [language_model(*shape, window, seed, **options) for seed in seeds]
+    training = length, size.steps, size.tokens, size.learning_rate
+    batch_size = max(1, 2**17 // size.longest)
+    for line, losses in train_on_text(models, seeds, data, *training, batch_size=batch_size):
         places = places_of(size)
-        at = {str(n): round(float(found.loss[n // 2 - 1 : n - 1].mean()), 4) for n in places}
-        means = {str(n): round(float(found.running_mean[n - 2]), 4) for n in places}
-        line.update(loss_at=at, running_mean_at=means)
-    return lines
-
-
-def values(results, size, name, length, kind, place):
-    lines = results.select(model=name, length=length, width=size.width)
-    return np.array([line[kind][str(place)] for line in lines])
+        at = {str(n): round(losses[n // 2 - 1 : n - 1].mean(), 4) for n in places}
+        means = {str(n): round(losses[: n - 1].mean(), 4) for n in places}
+        yield {**line, "loss_at": at, "running_mean_at": means}
 
 
 def judge(name, change, rope):
@@ -92,22 +78,20 @@ def judge(name, change, rope):
 
 def panels(results, size):
     """Running means of the loss, the paper's curves, for each training length."""
-    found = []
-    for length in size.lengths:
-        get = functools.partial(values, results, size, length=length)
-        names = [name for name in MODELS if len(get(name, kind="loss_at", place=length))]
-        changes, verdicts = {}, {}
-        if 4 * length <= size.longest:
-            far, near = (
-                {n: get(n, kind="loss_at", place=x) for n in names} for x in (4 * length, length)
-            )
-            changes = {name: far[name] - near[name] for name in names}
-            verdicts = {n: judge(n, c, changes.get("MQA RoPE")) for n, c in changes.items()}
-        curves = {
-            name: {n: get(name, kind="running_mean_at", place=n) for n in places_of(size)}
-            for name in names
-        }
-        title = f"trained on {length:,} bytes"
-        ylabel = "mean loss so far, nats per byte"
-        found.append(Panel(title, "bytes read", ylabel, curves, verdicts, mark=length))
-    return found
+    found = results.lines_by(runs(size, results), "length", "model")
+    return [panel_of(length, found.get(length, {}), size) for length in size.lengths]
+
+
+def panel_of(length, found, size):
+    def values(kind, n):
+        return {k: np.array([line[kind][str(n)] for line in lines]) for k, lines in found.items()}
+
+    verdicts = {}
+    if 4 * length <= size.longest:
+        near, far = (values("loss_at", n) for n in (length, 4 * length))
+        changes = {name: far[name] - near[name] for name in found}
+        verdicts = {n: judge(n, change, changes.get("MQA RoPE")) for n, change in changes.items()}
+    means = {n: values("running_mean_at", n) for n in places_of(size)}
+    curves = {name: {n: by_name[name] for n, by_name in means.items()} for name in found}
+    labels = f"trained on {length:,} bytes", "bytes read", "mean loss so far, nats per byte"
+    return Panel(*labels, curves, verdicts, mark=length)

@@ -13,11 +13,10 @@ that for a state of 0 and an input of 1. The RG-LRU is this package's, the GRU i
 Mamba's step is its discretization, exp(Δ A) with Δ = softplus.
 """
 
-import dataclasses
-
 import keras
 import numpy as np
-from runs import table
+from keras.ops import convert_to_numpy, convert_to_tensor
+from runs import Panel, table
 
 from keras_recurrent.ops import rg_lru
 
@@ -29,11 +28,8 @@ EXPONENT = 8  # the operation computes a^(8 r), so its decay is a^(1/8)
 TOLERANCE = 1e-6
 
 
-# --- 1. The closed forms, in float64 ---
-
-
 def closed_forms(a, r):
-    """`{name: (α, β)}`."""
+    """Returns `{name: (α, β)}` in float64."""
     mamba = (1 - r) ** a
     return {
         "RG-LRU": (a**r, np.sqrt(1 - a ** (2 * r))),
@@ -43,56 +39,45 @@ def closed_forms(a, r):
     }
 
 
-# --- 2. Measurements on the operations, in float32 ---
-
-
 def logit(p):
     return np.log(p / (1 - p))
 
 
-def rg_lru_measured(a, r):
-    """Measures α and β with one channel per gate value, one token after an initial state."""
-
-    def output(x, state):
-        values = np.full_like(r, x), logit(r), np.full_like(r, OPEN)
-        x, gate_a, gate_x = (keras.ops.convert_to_tensor(v[None, None], "float32") for v in values)
-        decays = keras.ops.convert_to_tensor(np.full_like(r, logit(a ** (1 / EXPONENT))), "float32")
-        state = keras.ops.convert_to_tensor(np.full_like(r, state)[None], "float32")
-        found, _ = rg_lru(x, gate_a, gate_x, decays, initial_state=state)
-        return keras.ops.convert_to_numpy(found)[0, 0].astype("float64")
-
-    return output(0.0, 1.0), output(1.0, 0.0)
+def next_rg_lru(a, r, x, h):
+    """One channel per gate, one token after an initial state."""
+    numbers = x, logit(r), OPEN, logit(a ** (1 / EXPONENT)), h
+    x, gate_a, gate_x, decays, h = (
+        convert_to_tensor(np.broadcast_to(number, r.shape), "float32") for number in numbers
+    )
+    found, _ = rg_lru(*(v[None, None] for v in (x, gate_a, gate_x)), decays, initial_state=h[None])
+    return found[0, 0]
 
 
-def gru_measured(a, r):
-    """Measures α and β with one sequence per gate value; Keras's update gate is α."""
+def next_gru(a, r, x, h):
+    """One sequence per gate; Keras's update gate is α."""
     cell = keras.layers.GRUCell(1, activation="linear", reset_after=False)
     cell.build((None, 2))
     # Inputs: the update gate's pre-activation, and the candidate.
     kernel = np.array([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
     cell.set_weights([kernel, np.zeros((1, 3)), np.zeros(3)])
-
-    def output(x, state):
-        inputs = keras.ops.convert_to_tensor(np.stack([logit(1 - r), np.full_like(r, x)], 1))
-        state = keras.ops.convert_to_tensor(np.full((len(r), 1), state))
-        inputs, state = (keras.ops.cast(v, "float32") for v in (inputs, state))
-        return keras.ops.convert_to_numpy(cell(inputs, [state])[0])[:, 0].astype("float64")
-
-    return output(0.0, 1.0), output(1.0, 0.0)
+    inputs = np.stack([logit(1 - r), np.full_like(r, x)], axis=1)
+    inputs, h = (convert_to_tensor(v, "float32") for v in (inputs, np.full((len(r), 1), h)))
+    return cell(inputs, [h])[0][:, 0]
 
 
-def mamba_measured(a, r):
+def next_mamba(a, r, x, h):
     """Discretizes h' = A h + x with A = -a by zero-order hold: Δ = softplus(p), r = σ(p)."""
-    step = np.asarray(
-        keras.ops.convert_to_numpy(keras.ops.softplus(logit(r).astype("float32"))), "float64"
-    )
-    return np.exp(-step * a), -np.expm1(-step * a) / a
+    step = convert_to_numpy(keras.ops.softplus(logit(r).astype("float32"))).astype("float64")
+    return np.exp(-step * a) * h - np.expm1(-step * a) / a * x
 
 
-MEASURED = {"RG-LRU": rg_lru_measured, "GRU": gru_measured, "Mamba": mamba_measured}
+MEASURED = {"RG-LRU": next_rg_lru, "GRU": next_gru, "Mamba": next_mamba}
 
 
-# --- 3. Shares, figure, table ---
+def measured(name, a, r):
+    """Returns α and β of an operation."""
+    states = (MEASURED[name](a, r, x, h) for x, h in ((0.0, 1.0), (1.0, 0.0)))
+    return tuple(convert_to_numpy(state).astype("float64") for state in states)
 
 
 def share(alpha, beta):
@@ -105,49 +90,39 @@ def runs(size, results):
 
 
 def measure(key, seeds, size, data):
-    a = key["decay"]
-    forms = closed_forms(a, GATES)
+    forms = closed_forms(key["decay"], GATES)
     errors = {
-        name: float(np.max(np.abs(np.subtract(measured(a, GATES), forms[name]))))
-        for name, measured in MEASURED.items()
+        name: float(np.max(np.abs(np.subtract(measured(name, key["decay"], GATES), forms[name]))))
+        for name in MEASURED
     }
     shares = {name: share(*form) for name, form in forms.items()}
-    return [
-        {
-            "largest_error": errors,
-            "share_of_input_at_gate_0.001": {name: float(s[0]) for name, s in shares.items()},
-            "share_of_input_at_gate_0.999": {name: float(s[-1]) for name, s in shares.items()},
-            "mamba_less_gru_at_most": float(np.max(np.abs(shares["Mamba"] - shares["GRU"]))),
-        }
-    ]
-
-
-@dataclasses.dataclass
-class Shares:
-    """A plot of the input's share for one decay, and its errors."""
-
-    line: dict
-
-    def draw(self, axes):
-        a, points = self.line["decay"], GATES[49::150]
-        for name, form in closed_forms(a, GATES).items():
-            axes.plot(GATES, share(*form), "--" if name == "LRU" else "-", label=name)
-        for measured in MEASURED.values():
-            axes.plot(points, share(*measured(a, points)), "k.", markersize=4)
-        axes.set(title=f"a = {a}", xlabel="gate r", ylabel="share of the input, β / (α + β)")
-        axes.legend()
-
-    def table(self):
-        errors, ends = self.line["largest_error"], self.line["share_of_input_at_gate_0.999"]
-        header = f"a = {self.line['decay']}", "largest error of α and β", "share at gate .999"
-        rows = [(name, f"{errors.get(name, 0):.0e}", f"{ends[name]:.4f}") for name in ends]
-        verdict = "agree" if max(errors.values()) <= TOLERANCE else "DO NOT AGREE"
-        return (
-            f"{table(header, rows)}\n\nMamba and GRU differ by at most "
-            f"{self.line['mamba_less_gru_at_most']:.3f}. Measured gates and closed forms {verdict} "
-            f"to {TOLERANCE:.0e}."
-        )
+    yield {
+        "largest_error": errors,
+        "share_of_input_at_gate_0.001": {name: float(s[0]) for name, s in shares.items()},
+        "share_of_input_at_gate_0.999": {name: float(s[-1]) for name, s in shares.items()},
+        "mamba_less_gru_at_most": float(np.max(np.abs(shares["Mamba"] - shares["GRU"]))),
+    }
 
 
 def panels(results, size):
-    return list(map(Shares, results.lines))
+    return list(map(panel_of, results.lines))
+
+
+def panel_of(line):
+    """Returns the panel of the closed forms' shares for one decay, with a table of errors."""
+    a, points = line["decay"], GATES[::37]
+    curves = {
+        name: dict(zip(points, share(*form)[:, None], strict=True))
+        for name, form in closed_forms(a, points).items()
+    }
+    errors, ends = line["largest_error"], line["share_of_input_at_gate_0.999"]
+    header = f"a = {a}", "largest error of α and β", "share at gate .999"
+    rows = [(name, f"{errors.get(name, 0):.0e}", f"{ends[name]:.4f}") for name in ends]
+    verdict = "agree" if max(errors.values()) <= TOLERANCE else "DO NOT AGREE"
+    text = (
+        f"{table(header, rows)}\n\nMamba and GRU differ by at most "
+        f"{line['mamba_less_gru_at_most']:.3f}. Measured gates and closed forms {verdict} "
+        f"to {TOLERANCE:.0e}."
+    )
+    labels = f"a = {a}", "gate r", "share of the input, β / (α + β)"
+    return Panel(*labels, curves, scale="linear", text=text)

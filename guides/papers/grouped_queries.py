@@ -6,8 +6,8 @@ weights and a full cache; on a CPU they are process time, because other programs
 """
 
 import functools
+import itertools
 import math
-import time
 
 import gqa_uptraining as guide
 import keras
@@ -15,9 +15,9 @@ import keras_hub
 import numpy as np
 from keras import ops
 from quickstart import load_documents
-from runs import Panel, beyond, machine, mean_with_error, yes
+from runs import Panel, clock, deviations, mean_with_error, yes
 
-from benchmarks.timing import compile_forward, seconds
+from benchmarks.timing import compile_forward, medians
 from keras_recurrent.conversion import convert_to_gqa, uptraining
 
 SEEDS = 3, 5
@@ -39,47 +39,39 @@ SIZES = {  # lengths are tokens; the trained model's tokens are bytes
 }
 
 
+def runs(size, results):
+    timed = {"heads": size.heads, "width": size.timed_width, "length": size.timed_length}
+    for i in range(size.heads.bit_length()):
+        yield {"measure": "time", **timed, "batch": size.batch, "groups": size.heads >> i}
+    for regularized in size.regularized:
+        trained = {"regularized": regularized, "steps": size.steps, "width": size.width}
+        cases = [*itertools.product(size.groups, guide.POOLINGS), (guide.HEADS, MULTI_HEAD)]
+        # All heads are last, because uptraining changes the model that others are converted from.
+        for groups, pooling in cases:
+            yield {"measure": "uptraining", "groups": groups, "pooling": pooling, **trained}
+
+
+def measure(key, seeds, size, data):
+    if key["measure"] == "time":
+        return [times_by_groups(seed, size)[key["groups"]] for seed in seeds]
+    return [uptrain(key, seed, size) for seed in seeds]
+
+
 # --- 1. Quality: pooling and proportion ---
 
 
-def key_of(size, groups, pooling, regularized):
-    return {
-        "measure": "uptraining",
-        "groups": groups,
-        "pooling": pooling,
-        "regularized": regularized,
-        "steps": size.steps,
-        "width": size.width,
-    }
-
-
-def keys(size, regularized):
-    for groups in size.groups:
-        for pooling in guide.POOLINGS:
-            yield key_of(size, groups, pooling, regularized)
-    # Last, because uptraining changes the model that all others are converted from.
-    yield key_of(size, guide.HEADS, MULTI_HEAD, regularized)
-
-
 @functools.cache
-def trained(size, seed, regularized):
-    """Trains a multi-head model; returns it, further sequences, and the seconds."""
-    documents, _ = load_documents(None)
-    keras.utils.set_random_seed(seed)
-    rng = np.random.default_rng(seed)
+def train(size, seed, regularized):
+    """Trains a multi-head model; returns it and further sequences."""
     dropout, decay = (guide.DROPOUT, guide.WEIGHT_DECAY) if regularized else (0.0, 0.0)
-    model = guide.multi_head_model(size.width, 2, size.head_dim, size.length, dropout)
-    guide.compile_for_training(model, guide.LEARNING_RATE, decay)
-    rows = guide.rows_of(documents, size.steps * guide.BATCH_SIZE, rng, size.length)
-    start = time.perf_counter()
-    model.fit(*rows, batch_size=guide.BATCH_SIZE, verbose=0)
-    passed = round(time.perf_counter() - start, 1)
-    return model, guide.rows_of(documents, len(rows[0]), rng, size.length), passed
+    documents, _ = load_documents(None)
+    shape = size.width, 2, size.head_dim, size.length
+    return guide.train_multi_head(seed, documents, size.steps, *shape, dropout, decay)
 
 
 def uptrain(key, seed, size):
     """Converts the multi-head model of a seed, and uptrains it."""
-    model, rows, passed = trained(size, seed, key["regularized"])
+    model, rows = train(size, seed, key["regularized"])
     _, held_out = load_documents(None)
     validation = guide.rows_of(held_out, size.rows, np.random.default_rng(0), size.length)
     # With a constant learning rate, one run passes through all proportions.
@@ -91,51 +83,10 @@ def uptrain(key, seed, size):
     return {
         "curve": [[step, round(bits, 4)] for step, bits in curve],
         "bytes": size.steps * guide.BATCH_SIZE * size.length,
-        "seconds_of_first_training": passed,
     }
-
-
-def bits(results, size, groups, pooling, regularized, share=None):
-    """Returns bits per byte `[seeds]` nearest to a share of the steps.
-
-    Without `share`, returns all shares and the curves `[seeds, points]`.
-    """
-    lines = results.select(**key_of(size, groups, pooling, regularized))
-    curves = np.array([[bits for _, bits in line["curve"]] for line in lines])
-    steps = np.array([step for step, _ in lines[0]["curve"]])
-    if share is None:
-        return steps / size.steps, curves
-    return curves[:, np.argmin(abs(steps - share * size.steps))]
 
 
 # --- 2. Time by the number of groups ---
-
-
-def times_key(size, groups):
-    return {
-        "measure": "time",
-        "heads": size.heads,
-        "width": size.timed_width,
-        "length": size.timed_length,
-        "batch": size.batch,
-        "groups": groups,
-    }
-
-
-def all_groups(size):
-    return [size.heads >> i for i in range(size.heads.bit_length())]
-
-
-def timed_model(size):
-    backbone = keras_hub.models.GPT2Backbone(
-        vocabulary_size=256,
-        num_layers=size.timed_layers,
-        num_heads=size.heads,
-        hidden_dim=size.timed_width,
-        intermediate_dim=size.timed_width,
-        max_sequence_length=size.timed_length,
-    )
-    return keras_hub.models.GPT2CausalLM(backbone)
 
 
 def prepare_step(model, size):
@@ -154,80 +105,67 @@ def prepare_step(model, size):
 
 
 @functools.cache
-def seconds_by_groups(seed, size, clock):
-    """Returns `{groups: (median seconds, bytes of the cache)}`; models take turns."""
+def times_by_groups(seed, size):
+    """Returns `{groups: results}` of medians; models take turns."""
     keras.utils.set_random_seed(0)
-    model = timed_model(size)
-    models = {groups: convert_to_gqa(model, groups) for groups in all_groups(size)}
-    caches, steps = {}, {}
-    for groups, model in models.items():
-        caches[groups], steps[groups] = prepare_step(model, size)
-    times: dict = {groups: [] for groups in models}
+    backbone = keras_hub.models.GPT2Backbone(
+        vocabulary_size=256,
+        num_layers=size.timed_layers,
+        num_heads=size.heads,
+        hidden_dim=size.timed_width,
+        intermediate_dim=size.timed_width,
+        max_sequence_length=size.timed_length,
+    )
+    model = keras_hub.models.GPT2CausalLM(backbone)
+    all_groups = [size.heads >> i for i in range(size.heads.bit_length())]
+    prepared = {n: prepare_step(convert_to_gqa(model, n), size) for n in all_groups}
+    caches = {groups: cache for groups, (cache, _) in prepared.items()}
+    now, description = clock()
 
     def run(groups):
-        logits, caches[groups] = steps[groups](caches[groups])
+        logits, caches[groups] = prepared[groups][1](caches[groups])
         ops.convert_to_numpy(logits)
 
-    for _ in range(size.repeats + 2):  # the first two compile and warm up
-        for groups, found in times.items():
-            found.append(seconds(functools.partial(run, groups), clock=clock))
+    calls = {groups: functools.partial(run, groups) for groups in all_groups}
+    times = medians(calls, least=size.repeats, most=size.repeats, clock=now)
     sizes = {groups: 4 * math.prod(cache.shape) for groups, cache in caches.items()}  # float32
     whole = sizes[size.heads]
     assert all(num * size.heads == whole * groups for groups, num in sizes.items()), sizes
-    return {groups: (np.median(found[2:]), sizes[groups]) for groups, found in times.items()}
-
-
-def time_groups(key, seed, size):
-    on_cpu = "CPU" in machine()
-    clock = time.process_time if on_cpu else time.perf_counter
-    median, num_bytes = seconds_by_groups(seed, size, clock)[key["groups"]]
+    milliseconds = {n: round(1000 * median / size.batch, 4) for n, median in times.items()}
     return {
-        "ms_a_token": round(1000 * median / size.batch, 4),
-        "bytes": num_bytes,
-        "time": "of the CPUs" if on_cpu else "that passed",
+        n: {"ms_a_token": milliseconds[n], "bytes": sizes[n], "time": description} for n in times
     }
 
 
-# --- 3. Results ---
-
-
-def runs(size, results):
-    for groups in all_groups(size):
-        yield times_key(size, groups)
-    for regularized in size.regularized:
-        yield from keys(size, regularized)
-
-
-def measure(key, seeds, size, data):
-    step = time_groups if key["measure"] == "time" else uptrain
-    return [step(key, seed, size) for seed in seeds]
-
-
-def learning(results, size, groups, regularized):
+def learning(results, keys, groups, size):
     """Returns the panel of bits per byte during uptraining."""
-    curves, at = {}, {}
-    for pooling in (*guide.POOLINGS, MULTI_HEAD):
-        count = guide.HEADS if pooling == MULTI_HEAD else groups
-        shares, found = bits(results, size, count, pooling, regularized)
-        curves[pooling] = dict(zip(shares.round(3).tolist(), found.T, strict=True))
-        at[pooling] = functools.partial(bits, results, size, count, pooling, regularized)
-    start, middle, end = (at["mean"](share) for share in (0, SHARE, LARGEST_SHARE))
+    curves = {}
+    for key in keys:
+        lines = results.select(**key)
+        values = np.transpose([[bits for _, bits in line["curve"]] for line in lines])
+        shares = [round(step / size.steps, 3) for step, _ in lines[0]["curve"]]
+        curves[key["pooling"]] = dict(zip(shares, values, strict=True))
+
+    def bits(pooling, share):
+        return min(curves[pooling].items(), key=lambda pair: abs(pair[0] - share))[1]
+
+    start, middle, end = (bits("mean", share) for share in (0, SHARE, LARGEST_SHARE))
     gains = mean_with_error(start - middle), mean_with_error(middle - end)
     verdicts = {"mean": f"the first {SHARE} gain {gains[0]}, as many steps more {gains[1]}"}
     for worse, better in (("first", "mean"), ("random", "first")):
-        gap = at[worse](SHARE) - at[better](SHARE)
-        verdicts[worse] = f"above {better} at {SHARE} by {mean_with_error(gap)}: {yes(beyond(gap))}"
-    title = f"{groups} groups{', regularized' if regularized else ''}"
+        gap = bits(worse, SHARE) - bits(better, SHARE)
+        holds = yes(np.mean(gap) > 2 * deviations(gap))
+        verdicts[worse] = f"above {better} at {SHARE} by {mean_with_error(gap)}: {holds}"
+    title = f"{groups} groups{', regularized' if keys[0]['regularized'] else ''}"
     xlabel, ylabel = "fraction of the original steps", "bits per byte"
-    return Panel(title, xlabel, ylabel, curves, verdicts, logarithmic=False)
+    return Panel(title, xlabel, ylabel, curves, verdicts, scale="linear")
 
 
-def timing(results, size):
+def timing(results, keys, size):
     """Returns the panel of times by the number of groups."""
-    lines = {n: results.select(**times_key(size, n)) for n in reversed(all_groups(size))}
-    found = {n: np.array([line["ms_a_token"] for line in f]) for n, f in lines.items()}
+    found = results.curves(keys, "measure", "groups", lambda line: line["ms_a_token"])["time"]
     middle = {n: np.median(ms) for n, ms in found.items()}
-    caches = ", ".join(f"{f[0]['bytes'] / 2**20:,.2f}" for f in lines.values())
+    caches = ", ".join(f"{results.select(**key)[0]['bytes'] / 2**20:,.2f}" for key in keys)
     said = f"rises: {yes(sorted(middle.values()) == list(middle.values()))}; cache {caches} MiB"
     if size.heads == 64:
         first, last = middle[8] / middle[1], middle[64] / middle[8]
@@ -238,5 +176,11 @@ def timing(results, size):
 
 
 def panels(results, size):
-    settings = [(groups, flag) for flag in size.regularized for groups in size.groups]
-    return [*(learning(results, size, *setting) for setting in settings), timing(results, size)]
+    keys = list(runs(size, results))
+    timed = [key for key in reversed(keys) if key["measure"] == "time"]
+    found = []
+    for flag, groups in itertools.product(size.regularized, size.groups):
+        chosen = [k for k in keys if k["measure"] == "uptraining" and k["regularized"] == flag]
+        chosen = [k for k in chosen if k["groups"] == groups or k["pooling"] == MULTI_HEAD]
+        found.append(learning(results, chosen, groups, size))
+    return [*found, timing(results, timed, size)]

@@ -11,7 +11,6 @@ import concurrent.futures
 import functools
 import multiprocessing
 import os
-import types
 
 import keras
 import numpy as np
@@ -19,7 +18,6 @@ from keras import ops
 from runs import Panel, clear, yes
 from synthetic.list_ops import list_ops
 from tasks import learn
-from training import apply
 
 from keras_recurrent.layers import (
     BidirectionalHGRN2,
@@ -46,83 +44,49 @@ SIZES = {
     "steps": (400, 5000),
     "gru_rows": (50, 200),
     "gru_steps": (400, 220),
-    "tests": (8, 10),  # points of a learning curve
+    "every": (50, 150),  # steps between tests
     "learning_rate": (3e-3, 1e-3),
     "dtype": ("float32", "mixed_bfloat16"),
 }
 
 
-# --- 1. Data, generated in parallel ---
-
-
-def examples(seed, shortest, longest, length):
+def examples(shortest, longest, length, seed):
     """Returns `CHUNK` sequences [CHUNK, length] and their classes."""
     tokens, labels = list_ops(CHUNK, min_length=shortest, max_length=longest, seed=seed)
     return np.pad(tokens, ((0, 0), (0, length - longest))).astype("uint8"), labels
 
 
 def prepare(size, text):
-    """Returns training and test examples; the first chunks are test examples."""
-    chunks = -(-(size.examples + size.test_rows) // CHUNK)
-    lengths = {"shortest": size.shortest, "longest": size.longest, "length": size.length}
-    if chunks == 1:  # a process takes longer to start
-        found = zip(examples(0, **lengths), strict=True)
-    else:
-        make = functools.partial(examples, **lengths)  # other processes lack the class of `size`
-        workers = min(16, len(os.sched_getaffinity(0)))
-        context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
-            found = zip(*pool.map(make, range(chunks)), strict=True)
-    tokens, labels = (np.concatenate(part) for part in found)
-    at = [size.test_rows, size.test_rows + size.examples]
-    (test, training, _), (test_labels, training_labels, _) = (
-        np.split(tokens, at),
-        np.split(labels, at),
-    )
-    return (training, training_labels), (test, test_labels)
+    """Returns sequences and their classes; the first `test_rows` are for testing."""
+    count = size.test_rows + size.examples
+    seeds = range(-(-count // CHUNK))
+    # Other processes lack the class of `size`.
+    make = functools.partial(examples, size.shortest, size.longest, size.length)
+    workers = min(16, len(os.sched_getaffinity(0)))
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
+        # A process takes longer to start than a single chunk.
+        chunks = (map if len(seeds) == 1 else pool.map)(make, seeds)
+        return [np.concatenate(part)[:count] for part in zip(*chunks, strict=True)]
 
 
-# --- 2. The models ---
-
-
-class BothDirections(keras.layers.Layer):
+def add_reverse(layer, x, mask):
     """Adds a layer's outputs for a sequence and, flipped back, for the reversed sequence."""
-
-    def __init__(self, layer, **kwargs):
-        super().__init__(**kwargs)
-        self.layer = layer
-        self.supports_masking = True
-
-    def build(self, input_shape):
-        self.layer.build(input_shape)
-
-    def call(self, x, mask=None):
-        x, mask = (ops.concatenate([v, ops.flip(v, axis=1)]) for v in (x, mask))
-        forward, backward = ops.split(self.layer(x, mask=mask), 2)
-        return forward + ops.flip(backward, axis=1)
-
-    def compute_output_spec(self, x, mask=None):
-        return keras.KerasTensor(x.shape, dtype=self.compute_dtype)
+    both, masks = (ops.concatenate([v, ops.flip(v, axis=1)]) for v in (x, mask))
+    forward, backward = ops.split(layer(both, mask=masks), 2)
+    return forward + ops.flip(backward, axis=1)
 
 
-def token_mixers(name, size):
-    """Returns the layers of a model that mix tokens."""
+def token_mixer(name, size, i):
+    """Returns the layer of block i that mixes tokens."""
     if name == "HGRN2":
-        return [
-            BidirectionalHGRN2(expand_ratio=size.width // HEADS) for _ in range(size.num_layers)
-        ]
-    make = {
-        "RecurrentBlock": lambda i: RecurrentBlock(size.width),
-        "lightning attention": lambda i: LightningAttention(
-            HEADS,
-            head_dim=size.width // HEADS,
-            layer_index=i,
-            num_layers=size.num_layers,
-            use_lrpe=i == 0,
-        ),
-        "GRU": lambda i: keras.layers.GRU(size.width, return_sequences=True),
-    }[name]
-    return [BothDirections(make(i)) for i in range(size.num_layers)]
+        return BidirectionalHGRN2(expand_ratio=size.width // HEADS)
+    if name == "RecurrentBlock":
+        return RecurrentBlock(size.width)
+    if name == "GRU":
+        return keras.layers.GRU(size.width, return_sequences=True)
+    sizes = {"head_dim": size.width // HEADS, "layer_index": i, "num_layers": size.num_layers}
+    return LightningAttention(HEADS, use_lrpe=i == 0, **sizes)
 
 
 def build(name, size, seed):
@@ -130,53 +94,44 @@ def build(name, size, seed):
     keras.utils.set_random_seed(seed)
     keras.config.set_dtype_policy(size.dtype)
     tokens = keras.Input((None,), dtype="int32")
-    x = keras.layers.Embedding(16, size.width, mask_zero=True)(tokens)
+    x, mask = keras.layers.Embedding(16, size.width)(tokens), ops.not_equal(tokens, 0)
     bounds = LowerBounds(size.num_layers)(x) if name == "HGRN2" else None
-    for i, mixer in enumerate(token_mixers(name, size)):
-        bound = {"lower_bound": bounds[i - 1]} if bounds is not None and i else {}
-        x = keras.layers.add([x, mixer(keras.layers.LayerNormalization()(x), **bound)])
+    for i in range(size.num_layers):
+        mixer, y = token_mixer(name, size, i), keras.layers.LayerNormalization()(x)
+        if bounds is None:
+            y = add_reverse(mixer, y, mask)
+        else:
+            y = mixer(y, lower_bound=bounds[i - 1] if i else None, mask=mask)
+        x = keras.layers.add([x, y])
         inner = (PARAMETERS * size.width**2 - mixer.count_params()) // (3 * size.width)
         x = keras.layers.add([x, SwiGLU(inner)(keras.layers.LayerNormalization()(x))])
-    x = keras.layers.GlobalAveragePooling1D()(keras.layers.LayerNormalization()(x))
+    x = keras.layers.GlobalAveragePooling1D()(keras.layers.LayerNormalization()(x), mask=mask)
     outputs = keras.layers.Dense(10, dtype="float32")(x)
     keras.config.set_dtype_policy("float32")
     return keras.Model(tokens, outputs)
 
 
-# --- 3. Training ---
-
-
-def batch_of(name, size):
-    """Returns the batch size and the number of steps of a model."""
-    return (size.gru_rows, size.gru_steps) if name == "GRU" else (size.rows, size.steps)
-
-
 def runs(size, results):
     for name in ("HGRN2", "RecurrentBlock", "lightning attention", "GRU"):
-        rows, steps = batch_of(name, size)
+        is_gru = name == "GRU"
+        rows, steps = (size.gru_rows, size.gru_steps) if is_gru else (size.rows, size.steps)
         common = {"length": size.length, "rows_a_step": rows, "most_steps": steps}
-        if name != "GRU" or keras.config.backend() == "jax":
+        if not is_gru or keras.config.backend() == "jax":
             yield {"model": name, "width": size.width, **common}
 
 
 def measure(key, seeds, size, data):
-    (tokens, labels), (test, test_labels) = data
-    rows, steps = batch_of(key["model"], size)
-
     def task(count, seed):
-        if not seed:
-            return test.astype("int32"), test_labels, np.ones(count)
-        chosen = np.random.default_rng(seed).integers(0, len(tokens), count)
-        return tokens[chosen].astype("int32"), labels[chosen], np.ones(count, "float32")
+        rows = np.arange(count)
+        if seed:
+            training = len(data[0]) - size.test_rows
+            rows = size.test_rows + np.random.default_rng(seed).integers(0, training, count)
+        tokens, labels = (part[rows] for part in data)
+        return tokens.astype("int32"), labels, np.ones(count, "float32")
 
     models = [build(key["model"], size, seed) for seed in seeds]
-    every = types.SimpleNamespace(test_rows=len(test), every=steps // size.tests)
-    return learn(
-        models, seeds, task, every, rows, steps, size.learning_rate, steps // 10, logits=apply
-    )
-
-
-# --- 4. Results ---
+    rows, steps = key["rows_a_step"], key["most_steps"]
+    return learn(models, seeds, task, size, rows, steps, size.learning_rate, steps // 10)
 
 
 def panels(results, size):
@@ -191,5 +146,5 @@ def panels(results, size):
         verdicts[name] = f"{max(curves[name]):,} examples; the paper has {PAPER.get(name, 'none')}"
         if name != "HGRN2" and "HGRN2" in last:
             verdicts[name] += f"; {yes(clear(shares, last['HGRN2']))}: HGRN2 clearly above"
-    title = f"ListOps, {size.length:,} tokens"
-    return [Panel(title, "examples", "right, %", curves, verdicts, 1, logarithmic=False, last=True)]
+    labels = f"ListOps, {size.length:,} tokens", "examples", "right, %"
+    return [Panel(*labels, curves, verdicts, 1, scale="linear", last=True)]

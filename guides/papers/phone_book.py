@@ -8,7 +8,7 @@ attention.
 import numpy as np
 from runs import Panel, yes
 from synthetic.phone_book import phone_book
-from tasks import GRIFFINS, final_shares, griffin, learn
+from tasks import ENOUGH, GRIFFINS, final_percentage, griffin, learn
 
 SIZES = {
     "width": (64, 128),
@@ -21,11 +21,10 @@ SIZES = {
     "vocabulary": (27, 64),
     "tokens": (768, 4096),  # per step, approximately
     "test_rows": (128, 512),
-    "steps": (1000, 4000),  # maximum; training ends earlier when all seeds reach `enough`
+    "steps": (1000, 4000),  # maximum; training ends earlier when all seeds have learned
     "every": (50, 250),  # steps between tests
     "warmup": (50, 250),  # steps of learning rate warmup
     "learning_rate": (5e-3, 2e-3),
-    "enough": (0.995, 0.995),
 }
 
 
@@ -46,14 +45,10 @@ def runs(size, results):
 
 
 def measure(key, seeds, size, data):
-    name, names = key["model"], key["names"]
-    models = [griffin(name, size, size.window, size.vocabulary, seed) for seed in seeds]
-    rows_a_step = max(1, size.tokens // row_of(size, names))
-
     def rows(count, seed):
         return phone_book(
             count,
-            names,
+            key["names"],
             num_queries=size.queries,
             name_length=size.name_length,
             number_length=size.number_length,
@@ -65,8 +60,10 @@ def measure(key, seeds, size, data):
         digits = (predicted == labels)[weights > 0].reshape(-1, size.number_length)
         return float(digits.all(axis=1).mean())
 
-    training = rows_a_step, size.steps, size.learning_rate, size.warmup, size.enough
-    return learn(models, seeds, rows, size, *training, count=whole_numbers)
+    models = [griffin(key["model"], size, size.window, size.vocabulary, seed) for seed in seeds]
+    rows_a_step = max(1, size.tokens // row_of(size, key["names"]))
+    training = rows_a_step, size.steps, size.learning_rate, size.warmup, ENOUGH
+    return learn(models, seeds, rows, size, *training, whole_numbers)
 
 
 def judge(name, found, griffin_found, size):
@@ -87,9 +84,7 @@ def judge(name, found, griffin_found, size):
 
 
 def panels(results, size):
-    curves = {name: {} for name in GRIFFINS}
-    for key in runs(size, results):
-        curves[key["model"]][key["names"]] = 100 * final_shares(results.select(**key))
+    curves = results.curves(runs(size, results), "model", "names", final_percentage)
     verdicts = {name: judge(name, curves[name], curves["Griffin"], size) for name in GRIFFINS}
     inside = size.window // line_of(size) - size.queries  # the window holds the whole sequence
     labels = "phone books", "names", "numbers right, %"

@@ -10,8 +10,7 @@ import keras
 import numpy as np
 from runs import Panel, clear, yes
 from synthetic.associative_recall import associative_recall
-from tasks import final_shares, learn
-from training import apply
+from tasks import ENOUGH, final_percentage, learn
 
 MODELS = "HGRN", "HGRN2"
 BOTH = 99  # %: if both models reach this accuracy, neither is better
@@ -24,9 +23,8 @@ SIZES = {
     "rates": ((5e-3, 1e-2), (1e-3, 5e-3, 1e-2)),  # learning rates; the best one counts
     "rows": (32, 32),  # batch size
     "test_rows": (256, 512),
-    "steps": (350, 1200),  # maximum; training ends earlier when all seeds reach `enough`
+    "steps": (350, 1200),  # maximum; training ends earlier when all seeds have learned
     "every": (35, 100),  # steps between tests
-    "enough": (0.995, 0.995),
 }
 
 
@@ -40,28 +38,19 @@ def runs(size, results):
                         yield {"model": model, "expansion": expansion, **task, "rate": rate}
 
 
-def build(key, size, seed):
-    keras.utils.set_random_seed(seed)
-    return models_of.build(key["model"], size.vocabulary, key["width"], key["expansion"])
-
-
 def measure(key, seeds, size, data):
     def rows(count, seed):
         return associative_recall(count, key["pairs"], key["length"], size.vocabulary, seed=seed)
 
-    models = [build(key, size, seed) for seed in seeds]
-    training = size.rows, size.steps, key["rate"], size.steps // 10, size.enough
-    lines = learn(models, seeds, rows, size, *training, apply)
+    models = []
+    for seed in seeds:
+        keras.utils.set_random_seed(seed)
+        sizes = size.vocabulary, key["width"], key["expansion"]
+        models.append(models_of.build(key["model"], *sizes))
+    training = size.rows, size.steps, key["rate"], size.steps // 10, ENOUGH
+    lines = learn(models, seeds, rows, size, *training)
     numbers = models_of.state_size(models[0])
     return [{"state_numbers": numbers, **line} for line in lines]
-
-
-def best(results, size, name, **task):
-    """Returns the lines, one per seed, of the rate and expansion with the highest final mean."""
-    task = {"model": name, **task}
-    keys = (key for key in runs(size, results) if task.items() <= key.items())
-    found = filter(None, (results.select(**key) for key in keys))
-    return max(found, key=lambda lines: np.mean(final_shares(lines)), default=[])
 
 
 def judge(hgrn, hgrn2):
@@ -72,30 +61,28 @@ def judge(hgrn, hgrn2):
 
 
 def panels(results, size):
-    """Values recalled by width, at each model's best setting, for each task."""
-    found = []
-    for length, pairs in zip(size.lengths, size.pairs, strict=True):
-        task = {"length": length, "pairs": pairs}
-        lines = {
-            name: {
-                w: seeds
-                for w in size.widths
-                if (seeds := best(results, size, name, width=w, **task))
-            }
-            for name in MODELS
-        }
-        curves = {
-            name: {width: 100 * final_shares(seeds) for width, seeds in by_width.items()}
-            for name, by_width in lines.items()
-        }
-        rates = {n: {w: seeds[0]["rate"] for w, seeds in f.items()} for n, f in lines.items()}
-        judged = {
-            w: judge(*(curves[name][w] for name in MODELS))
-            for w in size.widths
-            if all(w in curve for curve in curves.values())
-        }
-        verdicts = {name: f"rates {rates[name]}" for name in MODELS}
-        verdicts["HGRN2"] += "".join(f"; {w}: {text}" for w, text in judged.items())
-        title = f"{pairs} pairs in {length:,} tokens"
-        found.append(Panel(title, "width", "recalled, %", curves, verdicts, digits=1))
-    return found
+    """Values recalled by width, at each model's rate and expansion of the highest mean."""
+    best: dict = {}  # {length: {model: {width: (percentages, learning rate)}}}
+    for key in runs(size, results):
+        found = np.array([final_percentage(line) for line in results.select(**key)])
+        by_width = best.setdefault(key["length"], {name: {} for name in MODELS})[key["model"]]
+        before, _ = by_width.get(key["width"], ([-1], None))
+        if len(found) and found.mean() > np.mean(before):
+            by_width[key["width"]] = found, key["rate"]
+    return [
+        panel_of_task(f"{pairs} pairs in {length:,} tokens", best[length])
+        for length, pairs in zip(size.lengths, size.pairs, strict=True)
+    ]
+
+
+def panel_of_task(title, best):
+    rates, curves = (
+        {name: {width: pair[i] for width, pair in best[name].items()} for name in MODELS}
+        for i in (1, 0)
+    )
+    verdicts = {name: f"rates {rates[name]}" for name in MODELS}
+    for width in curves["HGRN"]:
+        if width in curves["HGRN2"]:
+            verdict = judge(*(curves[name][width] for name in MODELS))
+            verdicts["HGRN2"] += f"; {width}: {verdict}"
+    return Panel(title, "width", "recalled, %", curves, verdicts, digits=1)

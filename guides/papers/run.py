@@ -11,7 +11,7 @@ A script is a module with:
     prepare(size, text)             data of all runs; optional. text: the file of `--text`
     runs(size, results)             yields the keys of all runs, dicts
     measure(key, seeds, size, data) returns a dict of results for each of the seeds
-    panels(results, size)           objects with `draw(axes)` and `table()`, such as `runs.Panel`
+    panels(results, size)           returns a list of `runs.Panel`
 """
 
 import argparse
@@ -40,7 +40,7 @@ def parse(module, arguments):
     parser.add_argument("--full", action="store_true", help="the sizes for one GPU")
     parser.add_argument("--seeds", type=int, nargs="+", help="seeds of the runs, such as 0 1 2")
     parser.add_argument(
-        "--only", nargs="+", help="runs with one of these models, tasks or variants"
+        "--only", nargs="*", help="runs with one of these models, tasks or variants; none if empty"
     )
     parser.add_argument(
         "--text", type=pathlib.Path, help="a text file; the default depends on the script"
@@ -55,27 +55,20 @@ def parse(module, arguments):
         help="a folder, build/papers by default: runs in its .jsonl are skipped",
     )
     for name, values in module.SIZES.items():
-        small, large = map(_shown, values)
         several = isinstance(values[0], tuple)
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             type=type(values[0][0] if several else values[0]),
             nargs="+" if several else None,
-            help=small if small == large else f"{small}; with --full {large}",
+            help=f"{values[0]}; with --full {values[1]}",
         )
     given = parser.parse_args(arguments)
     size = {name: values[given.full] for name, values in module.SIZES.items()}
-    for name in size:
-        if (value := getattr(given, name)) is not None:
-            size[name] = tuple(value) if isinstance(value, list) else value
+    chosen = {name: getattr(given, name) for name in size if getattr(given, name) is not None}
+    size |= {k: tuple(v) if isinstance(v, list) else v for k, v in chosen.items()}
     numbers = getattr(module, "SEEDS", (3, 3))
     given.seeds = given.seeds or (list(range(numbers[given.full])) if numbers else [None])
     return given, collections.namedtuple("Size", size)(**size)
-
-
-def _shown(value):
-    """Formats a default as a command-line argument."""
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def main(name, arguments=None):
@@ -85,8 +78,9 @@ def main(name, arguments=None):
     prepare = functools.cache(getattr(module, "prepare", lambda size, text: None))
     known = set()
     for key in module.runs(size, results):
-        known |= set(map(str, key.values()))
-        if arguments.only and not set(arguments.only) & set(map(str, key.values())):
+        values = set(map(str, key.values()))
+        known |= values
+        if arguments.only is not None and not values & set(arguments.only):
             continue
         seeds = results.missing(arguments.seeds, **key)
         data = prepare(size, arguments.text) if seeds else None

@@ -6,6 +6,7 @@ import os
 import pathlib
 import pydoc_data.topics
 import sys
+import time
 
 import keras
 import numpy as np
@@ -30,13 +31,13 @@ def read_text(file=None, held_out=0.15):
         text = "\n\n".join(dict.fromkeys(paragraphs)).encode()
     else:
         text = pathlib.Path(file).read_bytes()
-    found = np.frombuffer(text, "uint8").astype("int32")
+    found = np.frombuffer(text, "uint8")
     return np.split(found, [round(len(found) * (1 - held_out))])
 
 
 def rows_of(text, starts, length):
     """Returns `length` bytes from each of `starts` [...], wrapping around at the text's end."""
-    return text[(np.asarray(starts)[..., None] + np.arange(length)) % len(text)]
+    return text[(np.asarray(starts)[..., None] + np.arange(length)) % len(text)].astype("int32")
 
 
 def text_batches(text, seeds, steps, length, tokens):
@@ -87,6 +88,24 @@ class Results:
         """Returns the lines with these values."""
         return [line for line in self.lines if all(line.get(k) == v for k, v in key.items())]
 
+    def lines_by(self, keys, outer, inner):
+        """Returns `{outer: {inner: lines}}` of the keys that have lines.
+
+        outer, inner: names of fields of a key.
+        """
+        found: dict = {}
+        for key in keys:
+            if lines := self.select(**key):
+                found.setdefault(key[outer], {})[key[inner]] = lines
+        return found
+
+    def curves(self, keys, label, x, value):
+        """Returns `{label: {x: values of all seeds}}`; `value` is a function of a line."""
+        return {
+            name: {place: np.array(list(map(value, lines))) for place, lines in found.items()}
+            for name, found in self.lines_by(keys, label, x).items()
+        }
+
     def missing(self, seeds, **key):
         """Returns the seeds without a line with these values."""
         return [seed for seed in seeds if not self.select(seed=seed, **key)]
@@ -113,6 +132,12 @@ def machine():
     return f"{name}, {backend}"
 
 
+def clock():
+    """Returns a clock, process time on a CPU, where other programs may run, and its description."""
+    on_cpu = "CPU" in machine()
+    return (time.process_time, "of the CPUs") if on_cpu else (time.perf_counter, "that passed")
+
+
 # --- Figures and tables ---
 
 
@@ -123,12 +148,14 @@ class Panel:
     title: str
     xlabel: str
     ylabel: str
-    curves: dict  # {label: {x: the values of all seeds}}; curves without values are left out
+    curves: dict  # {label: {x: the values of all seeds}}; values may be missing
     verdicts: dict = dataclasses.field(default_factory=dict)  # {label: text}, the last column
     digits: int = 3
-    logarithmic: bool = True  # the horizontal axis, with ticks at each x
+    # "octaves": powers of two with ticks at each x; "linear"; "log" of both axes; "names" as x
+    scale: str = "octaves"
     last: bool = False  # the table has only the last value of each curve
     mark: float | None = None  # x of a vertical line
+    text: str = ""  # replaces the table
 
     def __post_init__(self):
         present = {
@@ -147,13 +174,20 @@ class Panel:
         if self.mark is not None:
             axes.axvline(self.mark, color="gray", linestyle="--", linewidth=1)
         axes.set(xlabel=self.xlabel, ylabel=self.ylabel, title=self.title)
-        if self.logarithmic:
+        if self.scale == "octaves":
             axes.set_xscale("log", base=2)
             axes.set_xticks(self.places, [f"{x:,}" for x in self.places])
-        axes.legend()
+        elif self.scale == "log":
+            axes.loglog()
+        elif self.scale == "names":
+            axes.tick_params(axis="x", labelrotation=90)
+        if self.scale != "names":
+            axes.legend()
 
     def table(self):
         """Formats a Markdown table with a row per curve."""
+        if self.text:
+            return self.text
         places = [None] if self.last else self.places
         rows = []
         for label, found in self.curves.items():
@@ -178,11 +212,6 @@ def clear(lower, higher):
     """Returns True if mean(higher) exceeds mean(lower) by more than two standard deviations."""
     gap = np.mean(higher) - np.mean(lower)
     return bool(gap > 2 * np.hypot(deviations(lower), deviations(higher)))
-
-
-def beyond(differences):
-    """Returns True if the mean of the differences exceeds two of their standard deviations."""
-    return np.mean(differences) > 2 * deviations(differences)
 
 
 def mean_with_error(values, digits=3):

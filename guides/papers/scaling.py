@@ -13,24 +13,17 @@ interpolated between the sizes of a model, in logarithms.
 import hashlib
 import importlib.metadata
 import pathlib
-import time
+import sys
 import zlib
 
-import keras
 import numpy as np
-from runs import Panel, clear, mean_with_error, read_text, spread, table, text_batches, yes
-from training import adamw, results_of, token_losses, train
+from runs import Panel, clear, mean_with_error, read_text, spread, table, yes
+from tasks import GRIFFINS, language_model
+from training import train_on_text
 
 from keras_recurrent.layers import LocalAttention
-from keras_recurrent.models import GriffinBackbone, GriffinCausalLM
 
 SEEDS = 2, 2
-RECURRENT = "recurrent"
-MODELS = {
-    "Hawk": (RECURRENT,),
-    "Griffin": (RECURRENT, RECURRENT, "local_attention"),
-    "MQA": ("global_attention",),
-}
 SUFFIXES = (".py", ".md", ".rst", ".txt")
 SIZES = {  # lengths are bytes
     "widths": ((12, 24, 36), (96, 160, 288)),
@@ -43,9 +36,6 @@ SIZES = {  # lengths are bytes
     "learning_rate": (0.04, 0.03),  # divided by the square root of the width
     "dtype": ("float32", "mixed_bfloat16"),
 }
-
-
-# --- 1. Text ---
 
 
 def is_held_out(package):
@@ -61,8 +51,7 @@ def read_packages(path=None):
 
     path: a list of folders with installed packages, or None for this environment.
     """
-    options = {} if path is None else {"path": path}
-    found = importlib.metadata.distributions(**options)
+    found = importlib.metadata.distributions(path=path or sys.path)
     named = ((package.metadata["Name"], package) for package in found)
     packages = {name.lower(): package for name, package in named if name}
     # Held-out packages come first, so that training has none of their files.
@@ -95,39 +84,21 @@ def prepare(size, text):
     found = read_packages() if text is None else (*read_text(text), {"file": str(text)})
     training, held_out, corpus = found
     windows = spread(held_out, size.windows, len(held_out) // size.windows, size.length + 1)
-    return training, windows.astype("int32"), corpus
-
-
-# --- 2. Training ---
+    return training, windows, corpus
 
 
 def runs(size, results):
-    for width in size.widths:
-        for name in MODELS:
-            yield key_of(name, size, width)
-
-
-def key_of(name, size, width):
     sizes = {"num_layers": size.num_layers, "length": size.length}
-    return {"model": name, "width": width, **sizes, "bytes_per_weight": size.bytes_per_weight}
+    for width in size.widths:
+        for name in GRIFFINS:
+            key = {"model": name, "width": width, **sizes}
+            yield {**key, "bytes_per_weight": size.bytes_per_weight}
 
 
 def build(name, size, width, seed):
-    keras.utils.set_random_seed(seed)
-    heads = max(1, width // 32)
-    backbone = GriffinBackbone(
-        vocabulary_size=256,
-        num_layers=size.num_layers,
-        hidden_dim=width,
-        intermediate_dim=3 * width,
-        lru_width=round(width / 12) * 16,
-        block_types=MODELS[name],
-        num_query_heads=heads,
-        head_dim=width // heads,
-        sliding_window=size.window,
-        dtype=size.dtype,
-    )
-    return GriffinCausalLM(backbone)
+    shape = GRIFFINS[name], size.num_layers, width, size.window
+    options = {"heads": max(1, width // 32), "lru_width": round(width / 12) * 16}
+    return language_model(*shape, seed, **options, dtype=size.dtype)
 
 
 def flops_per_byte(model, length):
@@ -149,42 +120,30 @@ def flops_per_byte(model, length):
 
 def measure(key, seeds, size, data):
     """Trains a model for each of the seeds, one after another."""
-    training, windows, corpus = data
     width, rate = key["width"], size.learning_rate / key["width"] ** 0.5
     tokens = round(size.rows_per_channel * width) * size.length
     for seed in seeds:
         model = build(key["model"], size, width, seed)
         steps = max(1, round(size.bytes_per_weight * model.count_params() / tokens))
-        batches = text_batches(training, [seed], steps, size.length, tokens)
-        batches = (tuple(part.astype("int32") for part in batch) for batch in batches)
-        start = time.perf_counter()
-        loss = train([model], adamw(rate, max(1, steps // 10), steps, end=0.1), batches)
-        seconds = round(time.perf_counter() - start, 1)
-        every, of_weights = (steps * tokens * n for n in flops_per_byte(model, size.length))
-        yield {
-            **results_of([model], loss)[0],
-            "steps": steps,
-            "bytes": steps * tokens,
-            "flops": float(every),
-            "flops_of_weights": float(of_weights),
-            "learning_rate": round(rate, 6),
-            "loss": round(float(token_losses(model)(model, windows).astype("float64").mean()), 5),
-            "seconds": seconds,
-            "corpus": corpus,
-        }
+        training = size.length, steps, tokens, rate
+        ((line, _),) = train_on_text([model], [seed], data, *training)
+        every, of_weights = (line["bytes"] * n for n in flops_per_byte(model, size.length))
+        flops = {"flops": float(every), "flops_of_weights": float(of_weights)}
+        yield {**line, **flops, "learning_rate": round(rate, 6), "corpus": data[2]}
 
 
-# --- 3. Results ---
-
-
-def curves(results, size, name, kind="flops"):
-    """Returns, for each seed that has all widths, the FLOPs and the losses `[widths]`."""
-    lines = [results.select(**key_of(name, size, width)) for width in size.widths]
-    by_seed = [{line["seed"]: line for line in found} for found in lines]
-    return [
-        tuple(np.array([found[seed][k] for found in by_seed]) for k in (kind, "loss"))
-        for seed in sorted(set.intersection(*map(set, by_seed)))
-    ]
+def curves_of(results, size, kind):
+    """Returns, for each model and each seed that has all widths, FLOPs and losses `[widths]`."""
+    lines: dict = {name: {} for name in GRIFFINS}
+    for key in runs(size, results):
+        for line in results.select(**key):
+            lines[key["model"]].setdefault(line["seed"], []).append((line[kind], line["loss"]))
+    return {
+        name: [
+            np.transpose(by_seed[n]) for n in sorted(by_seed) if len(by_seed[n]) == len(size.widths)
+        ]
+        for name, by_seed in lines.items()
+    }
 
 
 def budgets(curves_of_models):
@@ -206,68 +165,51 @@ def power_law(found):
     return np.array([fit[0] for fit in fits]), max(errors)
 
 
-class Losses:
-    """Plot and table of the losses by FLOPs."""
-
-    def __init__(self, results, size):
-        self.lines = {
-            (name, width): results.select(**key_of(name, size, width))
-            for name in MODELS
-            for width in size.widths
-        }
-        self.curves = {name: curves(results, size, name) for name in MODELS}
-
-    def draw(self, axes):
-        for i, (name, found) in enumerate(self.curves.items()):
-            for j, (flops, losses) in enumerate(found):
-                axes.loglog(flops, losses, "o-", color=f"C{i}", label=None if j else name)
-        axes.set(xlabel="FLOPs of training", ylabel="held-out loss, nats per byte")
-        axes.legend()
-
-    def table(self):
-        rows = []
-        for (name, width), lines in self.lines.items():
-            if not lines:
-                continue
-            line = lines[0]
+def losses(results, size, curves):
+    """Returns the panel of losses by FLOPs, with a table of the runs and the power laws."""
+    keys = sorted(runs(size, results), key=lambda key: list(GRIFFINS).index(key["model"]))
+    shown, rows = {name: {} for name in GRIFFINS}, []
+    for key in keys:
+        if lines := results.select(**key):
+            line, found = lines[0], [line["loss"] for line in lines]
+            shown[key["model"]][line["flops"]] = found
             sizes = [f"{line[kind]:,}" for kind in ("parameters", "bytes")]
             flops = [f"{line[kind]:.3g}" for kind in ("flops", "flops_of_weights")]
-            loss = mean_with_error([line["loss"] for line in lines], 4)
-            rows.append((f"{name}, width {width}", *sizes, *flops, loss))
-        header = ("", "weights", "bytes", "FLOPs", "of weights alone", "loss, nats per byte")
-        several = {n: found for n, found in self.curves.items() if found and len(found[0][0]) > 1}
-        laws = {name: power_law(found) for name, found in several.items()}
-        said = (
-            f"- {name}: loss ~ FLOPs^{mean_with_error(exponents)}, within 1 %: "
-            f"{yes(error < 0.01)}, {100 * error:.2f} %"
-            for name, (exponents, error) in laws.items()
-        )
-        return table(header, rows) + "\n\n" + "\n".join(said)
+            label = f"{key['model']}, width {key['width']}"
+            rows.append((label, *sizes, *flops, mean_with_error(found, 4)))
+    header = "", "weights", "bytes", "FLOPs", "of weights alone", "loss, nats per byte"
+    text = [table(header, rows), ""]
+    for name, found in curves.items():
+        if found and len(size.widths) > 1:
+            exponents, error = power_law(found)
+            holds = f"{yes(error < 0.01)}, {100 * error:.2f} %"
+            law = f"loss ~ FLOPs^{mean_with_error(exponents)}"
+            text.append(f"- {name}: {law}, within 1 %: {holds}")
+    labels = "", "FLOPs of training", "held-out loss, nats per byte"
+    return Panel(*labels, shown, scale="log", text="\n".join(text))
 
 
-def gaps(results, size, kind, words):
+def gaps(curves, words):
     """Returns the panel of losses minus MQA's at equal FLOPs."""
-    found = {name: curves(results, size, name, kind) for name in MODELS}
-    flops = budgets(found.values())
-    losses = {name: losses_at(one, flops).T for name, one in found.items()}
-    seeds = min(len(one[0]) for one in losses.values())
-    base = losses["MQA"][:, :seeds]
-    gap = {name: losses[name][:, :seeds] - base for name in ("Hawk", "Griffin")}
+    flops = budgets(curves.values())
+    found = {name: losses_at(of_seeds, flops).T for name, of_seeds in curves.items()}
+    seeds = min(len(of_seeds[0]) for of_seeds in found.values())
+    gap = {name: found[name][:, :seeds] - found["MQA"][:, :seeds] for name in ("Hawk", "Griffin")}
     zero = np.zeros(seeds)
-    lower = {name: [clear(one, zero) for one in found] for name, found in gap.items()}
-    higher = [clear(zero, one) for one in gap["Hawk"]]
+    above = all(clear(zero, of_seeds) for of_seeds in gap["Hawk"])
+    below = all(clear(of_seeds, zero) for of_seeds in gap["Griffin"])
     verdicts = {
-        "Hawk": f"{yes(all(higher))}: above; {yes(clear(gap['Hawk'][-1], gap['Hawk'][0]))}: closes",
-        "Griffin": f"{yes(all(lower['Griffin']))}: below",
+        "Hawk": f"{yes(above)}: above; {yes(clear(gap['Hawk'][-1], gap['Hawk'][0]))}: closes",
+        "Griffin": f"{yes(below)}: below",
     }
     places = [float(f"{n / 1e12:.3g}") for n in flops]
-    gap = {name: dict(zip(places, one, strict=True)) for name, one in gap.items()}
+    gap = {name: dict(zip(places, of_budgets, strict=True)) for name, of_budgets in gap.items()}
     return Panel(f"at equal {words}", f"{words} / 10^12", "loss minus MQA's", gap, verdicts, 4)
 
 
 def panels(results, size):
-    if len(size.widths) < 2 or not all(curves(results, size, name) for name in MODELS):
-        return [Losses(results, size)]  # a comparison needs all models
-    by_all = gaps(results, size, "flops", "FLOPs")
-    by_weights = gaps(results, size, "flops_of_weights", "FLOPs of weights")
-    return [Losses(results, size), by_all, by_weights]
+    by_all, by_weights = (curves_of(results, size, k) for k in ("flops", "flops_of_weights"))
+    found = [losses(results, size, by_all)]
+    if len(size.widths) > 1 and all(by_all.values()):  # a comparison needs all models
+        found += [gaps(by_all, "FLOPs"), gaps(by_weights, "FLOPs of weights")]
+    return found

@@ -4,15 +4,18 @@ The models are byte-level and have about the same number of parameters: where a 
 larger projections, the MLPs are smaller. Models with the same seed train on the same sequences.
 """
 
+import itertools
+
 import keras
 import numpy as np
 from associative_recall import residual_blocks
 from keras import ops
 from runs import Panel, clear, read_text, spread, yes
-from training import apply, token_losses, train_on_text
+from training import train_on_text
 
-from keras_recurrent.layers import HGRN2, RMSNorm, StreamingLayer
-from keras_recurrent.ops import complex_linear_scan, linear_scan, log_forget_gate
+from keras_recurrent.layers import HGRN2, RMSNorm
+from keras_recurrent.layers.lower_bounds import ForgetGateLayer
+from keras_recurrent.ops import complex_linear_scan, linear_scan
 
 # Numbers of the state relative to the width, and True if pairs of them are complex numbers.
 FORMS = {"real, d": (1, False), "complex, 2 d": (2, True), "real, 2 d": (2, False)}
@@ -28,15 +31,14 @@ SIZES = {  # lengths are bytes
 }
 
 
-# --- 1. HGRN with real and complex states ---
-
-
-class StateHGRN(StreamingLayer):
+class StateHGRN(ForgetGateLayer):
     """HGRN with a norm and an output projection, and a state of one of the `FORMS`.
 
     A complex state rotates at each step by an angle learned per channel, as in the first HGRN (Qin
     et al. 2023, arXiv:2311.04823): h_t = f_t e^(iθ) h_{t-1} + (1 - f_t) c_t.
     """
+
+    kernel_initializer = "glorot_uniform"
 
     def __init__(self, form, **kwargs):
         super().__init__(**kwargs)
@@ -46,32 +48,23 @@ class StateHGRN(StreamingLayer):
         super().build(input_shape)
         self.numbers = self.multiple * self.width
         self.gates = self.width if self.complex else self.numbers
-        self.f_proj = self._dense("f_proj", self.gates, self.width)
-        self.i_proj = self._dense("i_proj", self.numbers, self.width)
-        self.o_proj = self._dense("o_proj", self.numbers, self.width)
+        self.f_proj = self.make_dense(self.gates, "f_proj", input_shape=input_shape)
+        self.i_proj = self.make_dense(self.numbers, "i_proj", input_shape=input_shape)
+        self.o_proj = self.make_dense(self.numbers, "o_proj", input_shape=input_shape)
+        inner = (*input_shape[:-1], self.numbers)
         self.norm = RMSNorm(zero_centered=False, name="norm")
-        self.norm.build((None, None, self.numbers))
-        self.projection = self._dense("projection", self.width, self.numbers)
+        self.norm.build(inner)
+        self.projection = self.make_dense(self.width, "projection", input_shape=inner)
         if self.complex:
             # Angles from 1 radian per step downwards, as in rotary positions.
             turns = 10_000 ** (-np.arange(self.width) / self.width)
-            self.theta = self.add_weight(
-                name="theta", shape=(self.width,), initializer="zeros", autocast=False
-            )
+            self.theta = self.add_state_weight("theta", (self.width,), "zeros")
             self.theta.assign(turns)
-
-    def _dense(self, name, units, width):
-        dense = keras.layers.Dense(units, use_bias=False, name=name)
-        dense.build((None, None, width))
-        return dense
-
-    def check_arguments(self, inputs, lower_bound=None, **kwargs):
-        super().check_arguments(inputs, **kwargs)
 
     def stream(self, inputs, tokens, state, lower_bound=None):
         if lower_bound is not None:
             lower_bound = ops.tile(lower_bound, (1, self.gates // self.width))
-        log_f = log_forget_gate(self.f_proj(inputs), lower_bound)
+        log_f = self.log_forget_gate(self.f_proj(inputs), lower_bound)
         written = -ops.expm1(log_f)
         if self.complex:
             written = ops.concatenate([written, written], axis=-1)
@@ -82,8 +75,10 @@ class StateHGRN(StreamingLayer):
             h, hidden = complex_linear_scan(written, log_f, phase, **after)
         else:
             h, hidden = linear_scan(written, log_f, **after)
-        h = h * ops.sigmoid(self.o_proj(inputs))
-        return self.projection(self.norm(h)), {"hidden": hidden}
+        return h, {"hidden": hidden}
+
+    def finish(self, output, inputs):
+        return self.projection(self.norm(output * ops.sigmoid(self.o_proj(inputs))))
 
     def own_state_spec(self, batch_size=None):
         return {"hidden": self.array_spec(batch_size, self.numbers)}
@@ -104,9 +99,6 @@ def build(kind, setting, size, seed):
     return keras.Model(tokens, keras.layers.Dense(256)(x))
 
 
-# --- 2. Training and testing ---
-
-
 def prepare(size, text):
     training, held_out = read_text(text)
     return training, spread(held_out, size.windows, size.length // 2, size.length)
@@ -120,34 +112,29 @@ def runs(size, results):
 
 
 def measure(key, seeds, size, data):
-    training, windows = data
     models = [build(key["model"], key["setting"], size, seed) for seed in seeds]
-    lines = train_on_text(models, seeds, training, size, size.length, apply)
-    test = token_losses(models[0], apply)
-    for line, model in zip(lines, models, strict=True):
-        line["loss"] = round(float(test(model, windows).mean()), 4)
-    return lines
-
-
-# --- 3. Results ---
+    training = size.length, size.steps, size.tokens, size.learning_rate
+    return [line for line, _ in train_on_text(models, seeds, data, *training)]
 
 
 def panels(results, size):
     """Losses of HGRN2 by ratio, and of each form of HGRN."""
-    curves, verdicts, before = {"HGRN2": {}}, {"HGRN2": ""}, {}
-    for key in runs(size, results):
-        model, setting = key["model"], key["setting"]
-        losses = np.array([line["loss"] for line in results.select(**key)])
-        label = model if model == "HGRN2" else f"{model}, {setting}"
-        place = setting if model == "HGRN2" else FORMS[setting][0]
-        curves.setdefault(label, {})[place] = losses
-        if model in before:
-            than, others = before[model]
-            verdict = f"{yes(clear(losses, others))}: below {than} by more than 2 deviations"
-            if setting == "real, 2 d":
-                verdict = f"{yes(np.mean(losses) <= np.mean(others))}: at most complex"
-            found = f"{setting} {verdict}" if model == "HGRN2" else verdict
-            verdicts[label] = "; ".join(filter(None, (verdicts.get(label), found)))
-        before[model] = setting, losses
+    losses = results.curves(runs(size, results), "model", "setting", lambda line: line["loss"])
+    ratios, forms = losses.get("HGRN2", {}), losses.get("HGRN", {})
+    compared = itertools.pairwise(ratios)
+    verdicts = {
+        "HGRN2": "; ".join(f"{n} {judge(ratios[n], ratios[few], few)}" for few, n in compared)
+    }
+    if len(forms) == len(FORMS):
+        real, complex_, larger = forms.values()
+        verdicts["HGRN, complex, 2 d"] = judge(complex_, real, "real, d")
+        verdicts["HGRN, real, 2 d"] = (
+            f"{yes(np.mean(larger) <= np.mean(complex_))}: at most complex"
+        )
+    curves = {f"HGRN, {form}": {FORMS[form][0]: values} for form, values in forms.items()}
     labels = "size of the state", "state / width", "loss, nats per byte"
-    return [Panel(*labels, curves, verdicts, digits=4)]
+    return [Panel(*labels, {"HGRN2": ratios, **curves}, verdicts, digits=4)]
+
+
+def judge(losses, others, name):
+    return f"{yes(clear(losses, others))}: below {name} by more than 2 deviations"

@@ -6,21 +6,20 @@ the answer. Models with the same seed train on the same sequences.
 """
 
 import numpy as np
-from runs import Panel, deviations, mean_with_error, octaves, yes
+from runs import Panel, clear, deviations, mean_with_error, octaves, yes
 from synthetic.induction_heads import induction_heads
 from synthetic.selective_copying import selective_copying
-from tasks import GRIFFINS, final_shares, griffin, learn, right
+from tasks import ENOUGH, GRIFFINS, final_percentage, griffin, learn, right
 from training import predictor
 
-TASKS = "copying", "induction"
 VOCABULARY = 16
-LEARNED = 0.99  # final accuracy of a model that learned the task
+LEARNED = 99  # final percentage of a model that learned the task
 QUICK = 0.9  # accuracy to which steps are counted
 # Claims about the longest sequences of the induction test.
 CLAIMS = {
-    "Hawk": ("at least 95 %", lambda share: share >= 0.95),
-    "Griffin": ("at least 90 %", lambda share: share >= 0.90),
-    "MQA": ("at most 50 %", lambda share: share <= 0.50),
+    "Hawk": ("at least 95 %", lambda percentage: percentage >= 95),
+    "Griffin": ("at least 90 %", lambda percentage: percentage >= 90),
+    "MQA": ("at most 50 %", lambda percentage: percentage <= 50),
 }
 SIZES = {  # lengths are tokens
     "width": (64, 64),
@@ -30,7 +29,7 @@ SIZES = {  # lengths are tokens
     "copying_length": (16, 1024),
     "copying_data": (3, 16),
     "copying_window": (8, 512),
-    "copying_steps": (500, 5000),  # maximum: training ends when all seeds reach `enough`
+    "copying_steps": (500, 5000),  # maximum: training ends when all seeds have learned
     "induction_length": (16, 256),
     "induction_window": (8, 128),
     "induction_steps": (400, 8000),  # all are run, because longer sequences are learned late
@@ -38,19 +37,18 @@ SIZES = {  # lengths are tokens
     "every": (20, 250),  # steps between tests
     "warmup": (50, 500),  # steps of learning rate warmup
     "learning_rate": (2e-3, 2e-3),  # its maximum
-    "enough": (0.995, 0.995),
 }
 
 
 def runs(size, results):
-    for task in TASKS:
+    for task in ("copying", "induction"):
         length = getattr(size, f"{task}_length")
         for name in GRIFFINS:
             yield {"task": task, "model": name, "width": size.width, "length": length}
 
 
 def measure(key, seeds, size, data):
-    task, name, length = key["task"], key["model"], key["length"]
+    task, length = key["task"], key["length"]
     window, steps = (getattr(size, f"{task}_{what}") for what in ("window", "steps"))
 
     def rows(count, seed, length=length):
@@ -59,8 +57,8 @@ def measure(key, seeds, size, data):
             return selective_copying(count, num_data=size.copying_data, **common)
         return induction_heads(count, **common)
 
-    models = [griffin(name, size, window, VOCABULARY, seed) for seed in seeds]
-    enough = size.enough if task == "copying" else None
+    models = [griffin(key["model"], size, window, VOCABULARY, seed) for seed in seeds]
+    enough = ENOUGH if task == "copying" else None
     training = size.rows, steps, size.learning_rate, size.warmup, enough
     lines = learn(models, seeds, rows, size, *training)
     for tested in octaves(length // 2, size.longest) if task == "induction" else ():
@@ -72,90 +70,71 @@ def measure(key, seeds, size, data):
     return lines
 
 
-def lines_of(results, size, task):
-    """Returns `{model: lines}` for the models that have results so far."""
-    keys = [key for key in runs(size, results) if key["task"] == task]
-    return {key["model"]: lines for key in keys if (lines := results.select(**key))}
+def values_at(line, steps):
+    """Returns the percentage at each step; a curve that ended early keeps its last value."""
+    last = 0.0
+    return [100 * (last := line["right_after"].get(str(step), last)) for step in steps]
 
 
-def steps_to(curve, share):
-    """Returns the first step at which a curve `{steps: share}` reaches a share, or None."""
-    return next((int(step) for step, found in curve.items() if found >= share), None)
+class Speed:
+    """Steps to 90 % of each seed; one that does not reach them counts as the maximum."""
+
+    def __init__(self, lines, most):
+        curves = [line["right_after"] for line in lines]
+        reached = [next((int(n) for n, v in c.items() if v >= QUICK), None) for c in curves]
+        self.late = reached.count(None)
+        self.steps = np.array([steps or most for steps in reached])
+        self.text = f"90 % after {mean_with_error(self.steps, 0)}"
+        if self.late:
+            self.text += f" at least: {self.late} of {len(lines)} not within {most:,}"
+        self.text += " steps"
+
+    def compare(self, name, transformer):
+        """Formats the paper's claim about Hawk or Griffin and the Transformer."""
+        signs = {(False, False): "", (True, False): "≥ ", (False, True): "≤ "}
+        sign = signs.get((self.late > 0, transformer.late > 0))
+        ratio = mean_with_error(self.steps / transformer.steps, 2)
+        text = f"{self.text}, {'-' if sign is None else sign + ratio} of MQA's"
+        if name == "Hawk":
+            holds = clear(transformer.steps, self.steps) and not transformer.late
+            return f"{text}; {yes(holds)}: slower than MQA by more than 2 deviations"
+        gap = np.mean(self.steps) - np.mean(transformer.steps)
+        noise = 2 * np.hypot(deviations(self.steps), deviations(transformer.steps))
+        holds = gap <= np.fmax(noise, 0.25 * np.mean(transformer.steps)) and not self.late
+        return f"{text}; {yes(holds)}: within 2 deviations of MQA, or a quarter, or faster"
 
 
-def curves_of(lines, steps):
-    """Returns curves `[seeds, steps]`; a curve that ended early keeps its last value."""
-    found = []
-    for line in lines:
-        last = 0.0
-        found.append([last := line["right_after"].get(str(step), last) for step in steps])
-    return np.array(found)
+def learned(percentages):
+    return f"{yes(np.mean(percentages) >= LEARNED)}: at least 99 % right"
 
 
-def compare_speed(name, quick, transformer, most):
-    """Compares the steps to 90 % with the Transformer's and formats the paper's claim.
-
-    A seed that does not reach 90 % has None; it counts as the maximum number of steps, and the
-    text says so. Without results of the Transformer there is no comparison.
-    """
-    late, counted = None in quick, np.array([n or most for n in quick])
-    steps = mean_with_error(counted, 0)
-    if late:
-        steps += f" at least: {quick.count(None)} of {len(quick)} not within {most:,}"
-    if name == "MQA":
-        return f"90 % after {steps} steps"
-    if transformer is None:
-        return f"90 % after {steps} steps; MQA was not run"
-    late_transformer, others = None in transformer, np.array([n or most for n in transformer])
-    sign = {(False, False): "", (True, False): "≥ ", (False, True): "≤ "}.get(
-        (late, late_transformer)
-    )
-    ratio = "-" if sign is None else sign + mean_with_error(counted / others, 2)
-    steps = f"90 % after {steps} steps, {ratio} of MQA's"
-    gap = np.mean(counted) - np.mean(others)
-    beyond = 2 * np.hypot(deviations(counted), deviations(others))
-    if name == "Hawk":
-        holds = gap > beyond and not late_transformer
-        return f"{steps}; {yes(holds)}: slower than MQA by more than 2 deviations"
-    holds = gap <= np.fmax(beyond, 0.25 * np.mean(others)) and not late
-    return f"{steps}; {yes(holds)}: within 2 deviations of MQA, or a quarter, or faster"
-
-
-def learned(shares):
-    return f"{yes(np.mean(shares) >= LEARNED)}: at least 99 % right"
-
-
-def copying(results, size):
-    found = lines_of(results, size, "copying")
+def copying(found, size):
     steps = range(size.every, size.copying_steps + 1, size.every)
-    curves = {
-        name: dict(zip(steps, 100 * curves_of(lines, steps).T, strict=True))
-        for name, lines in found.items()
-    }
-    quick = {
-        name: [steps_to(line["right_after"], QUICK) for line in lines]
-        for name, lines in found.items()
-    }
-    verdicts = {}
+    curves, verdicts = {}, {}
+    speeds = {name: Speed(lines, size.copying_steps) for name, lines in found.items()}
     for name, lines in found.items():
-        speed = compare_speed(name, quick[name], quick.get("MQA"), size.copying_steps)
-        verdicts[name] = f"{learned(final_shares(lines))}; {speed}"
+        values = np.transpose([values_at(line, steps) for line in lines])
+        curves[name] = dict(zip(steps, values, strict=True))
+        compared = name != "MQA" and "MQA" in speeds
+        speed = speeds[name].compare(name, speeds["MQA"]) if compared else speeds[name].text
+        verdicts[name] = f"{learned([final_percentage(line) for line in lines])}; {speed}"
     labels = f"copying, {size.copying_length:,} tokens", "steps", "right, %"
-    return Panel(*labels, curves, verdicts, 1, logarithmic=False, last=True)
+    return Panel(*labels, curves, verdicts, 1, scale="linear", last=True)
 
 
-def induction(results, size):
+def induction(found, size):
     curves, verdicts = {}, {}
     lengths = octaves(size.induction_length // 2, size.longest)
-    for name, lines in lines_of(results, size, "induction").items():
-        shares = {n: np.array([line["right_at"][str(n)] for line in lines]) for n in lengths}
-        curves[name] = {n: 100 * found for n, found in shares.items()}
+    for name, lines in found.items():
+        shares = [line["right_at"] for line in lines]
+        curves[name] = {n: np.array([100 * share[str(n)] for share in shares]) for n in lengths}
         claim, holds = CLAIMS[name]
-        verdict = f"{yes(holds(np.mean(shares[lengths[-1]])))}: {claim} of the longest"
-        verdicts[name] = f"{learned(shares[size.induction_length])}; {verdict}"
+        verdict = f"{yes(holds(np.mean(curves[name][lengths[-1]])))}: {claim} of the longest"
+        verdicts[name] = f"{learned(curves[name][size.induction_length])}; {verdict}"
     labels = f"induction, {size.induction_length:,} tokens", "sequence length", "right, %"
     return Panel(*labels, curves, verdicts, 1, mark=size.induction_length)
 
 
 def panels(results, size):
-    return [copying(results, size), induction(results, size)]
+    found = results.lines_by(runs(size, results), "task", "model")
+    return [copying(found.get("copying", {}), size), induction(found.get("induction", {}), size)]

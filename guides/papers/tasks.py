@@ -1,40 +1,46 @@
 """Shared code of the scripts that train on tasks: Griffin's models, learning curves."""
 
-import time
-
 import keras
 import numpy as np
-from training import adamw, predictor, results_of, train
+from training import adamw, predictor, train
 
 from keras_recurrent.models import GriffinBackbone, GriffinCausalLM
 
-GRIFFINS = "Hawk", "Griffin", "MQA"
 RECURRENT, LOCAL, GLOBAL = "recurrent", "local_attention", "global_attention"
+# {model: its pattern of blocks}. Griffin's small models have one layer of local attention instead.
+GRIFFINS = {"Hawk": (RECURRENT,), "Griffin": (RECURRENT, RECURRENT, LOCAL), "MQA": (GLOBAL,)}
+ENOUGH = 0.995  # accuracy at which a task counts as learned
 TEST_SEED = 10**6  # training uses seeds from twice this value on, a range per model seed
 
 
 def griffin(name, size, window, vocabulary_size, seed):
     """Builds Hawk, Griffin with one local attention layer in the middle, or MQA (section 6)."""
-    blocks = [{"MQA": GLOBAL}.get(name, RECURRENT)] * size.num_layers
+    blocks = list(GRIFFINS[name][:1]) * size.num_layers
     if name == "Griffin":
         blocks[size.num_layers // 2] = LOCAL
-    sizes = {"num_blocks": size.width // 4, "lru_width": size.width * 5 // 4}
-    return language_model(blocks, size, window, vocabulary_size, seed, **sizes)
+    return language_model(
+        *(blocks, size.num_layers, size.width, window, seed),
+        vocabulary_size=vocabulary_size,
+        num_blocks=size.width // 4,
+        lru_width=size.width * 5 // 4,
+    )
 
 
-def language_model(blocks, size, window, vocabulary_size, seed, **sizes):
+def language_model(
+    blocks, num_layers, width, window, seed, heads=4, vocabulary_size=256, **options
+):
     """Builds a Griffin with these types of blocks."""
     keras.utils.set_random_seed(seed)
     backbone = GriffinBackbone(
         vocabulary_size=vocabulary_size,
-        num_layers=size.num_layers,
-        hidden_dim=size.width,
-        intermediate_dim=3 * size.width,
+        num_layers=num_layers,
+        hidden_dim=width,
+        intermediate_dim=3 * width,
         block_types=blocks,
-        num_query_heads=4,
-        head_dim=size.width // 4,
+        num_query_heads=heads,
+        head_dim=width // heads,
         sliding_window=window if LOCAL in blocks else None,
-        **sizes,
+        **options,
     )
     return GriffinCausalLM(backbone)
 
@@ -52,9 +58,7 @@ def right(predicted, labels, weights):
     return float(np.mean((predicted == labels)[weights > 0]))
 
 
-def learn(
-    models, seeds, task, size, rows, steps, rate, warmup, enough=None, logits=None, count=right
-):
+def learn(models, seeds, task, size, rows, steps, rate, warmup, enough=None, count=right):
     """Trains the seeds of a model on a task and records their test accuracy.
 
     Args:
@@ -65,32 +69,29 @@ def learn(
         rows: batch size.
         steps, rate, warmup: maximum number of steps, and the learning rate; see `adamw`.
         enough: training ends when all models reach this accuracy; None runs all steps.
-        logits: see `train`.
         count: a function of predicted tokens, labels and weights that returns the accuracy.
 
     Returns:
         A dict of results for each model; `right_after` is `{steps: accuracy}`.
     """
-    predict, curves = predictor(models[0], logits), [{} for _ in models]
+    predict, curves = predictor(models[0]), [{} for _ in models]
     tokens, labels, weights = task(size.test_rows, 0)
-    start = time.perf_counter()
 
     def watch(step):
         for curve, model in zip(curves, models, strict=True):
             curve[str(step)] = round(count(predict(model, tokens), labels, weights), 4)
         shares = [curve[str(step)] for curve in curves]
-        print(f"step {step}: {shares} right after {time.perf_counter() - start:.0f} s", flush=True)
+        print(f"step {step}: {shares} right", flush=True)
         return enough is not None and min(shares) >= enough
 
-    optimizer = adamw(rate, warmup, steps, end=0.1)
-    losses = train(models, optimizer, batches(task, rows, seeds, steps), logits, size.every, watch)
+    optimizer = adamw(rate, warmup, steps)
+    lines = train(models, optimizer, batches(task, rows, seeds, steps), size.every, watch)
     common = {"rows_a_step": rows, "most_steps": steps}
-    lines = results_of(models, losses)
     return [
         {**line, **common, "right_after": curve} for line, curve in zip(lines, curves, strict=True)
     ]
 
 
-def final_shares(lines):
-    """Returns the last accuracy of each result's curve, `right_after`."""
-    return np.array([list(line["right_after"].values())[-1] for line in lines])
+def final_percentage(line):
+    """Returns the last accuracy of a result's curve, `right_after`, in percent."""
+    return 100 * list(line["right_after"].values())[-1]

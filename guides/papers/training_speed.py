@@ -7,21 +7,18 @@ identical. On a CPU, times are process times, because other programs may run.
 import contextlib
 import functools
 import gc
-import time
 
 import keras
 import numpy as np
 from constant_speed import times_and_memory
-from lightning_ablations import LanguageModel
-from runs import Panel, machine, yes
+from runs import Panel, clock, yes
+from tasks import GRIFFINS
 
-from keras_recurrent.layers import LocalAttention, SimpleRMSNorm
-from keras_recurrent.layers.reversible_embedding import reversible_embedding
-from keras_recurrent.models import GriffinCausalLM, TransNormerCausalLM, TransNormerResidualBlock
-from keras_recurrent.models.recurrent_backbone import RecurrentBackbone
+from benchmarks.models import make_model
+from keras_recurrent.layers import LocalAttention
+from keras_recurrent.models import TransNormerBackbone, TransNormerCausalLM
 from keras_recurrent.presets.transnormer import SIZES as PRESETS
 
-GRIFFINS = {"Hawk": "hawk", "Griffin": "griffin", "MQA": "mqa"}
 TNL, TWIN = "TNL", "TNL with softmax"
 MODELS = (*GRIFFINS, TNL, TWIN)
 # Allowed increase of the step time over the shortest length: to four times that length, and to the
@@ -39,106 +36,55 @@ SIZES = {  # lengths are tokens
 }
 
 
-# --- 1. The models ---
+class Twin(TransNormerBackbone):
+    """The network of TransNormerLLM with causal softmax attention."""
+
+    def make_mixer(self, i, **kwargs):
+        heads = {"num_key_value_heads": self.num_heads, "head_dim": self.head_dim}
+        return LocalAttention(self.num_heads, **heads, **kwargs)
 
 
 @functools.lru_cache(maxsize=1)
-def build(name, size):
+def build(name, suffix, size):
     keras.utils.set_random_seed(0)
-    scope = keras.RematScope(mode="full") if size.remat else contextlib.nullcontext()
-    options = {"load_weights": False, "preprocessor": None, "dtype": size.dtype}
-    with scope:
-        if name in GRIFFINS:
-            window = {"sliding_window": size.window} if name == "Griffin" else {}
-            model = GriffinCausalLM.from_preset(
-                f"{GRIFFINS[name]}_{size.griffins}", **options, **window
-            )
-        elif name == TNL:
-            model = TransNormerCausalLM.from_preset(f"tnl_{size.tnl}", **options)
+    window = {"sliding_window": size.window} if name == "Griffin" else {}
+    with keras.RematScope(mode="full") if size.remat else contextlib.nullcontext():
+        if name == TWIN:
+            sizes = PRESETS[f"tnl_{suffix}"].backbone_arguments
+            model = TransNormerCausalLM(Twin(**sizes, dtype=size.dtype))
         else:
-            model = twin(PRESETS[f"tnl_{size.tnl}"].backbone_arguments, size.dtype)
+            model = make_model(f"{name.lower()}_{suffix}", size.dtype, **window)
     model.compile("sgd", model.loss)
     return model
 
 
-def twin(sizes, dtype):
-    """Builds TransNormerLLM with causal softmax attention, with the same number of heads."""
-    heads, head_dim = sizes["num_heads"], sizes["head_dim"]
-    blocks = [
-        TransNormerResidualBlock(
-            LocalAttention(
-                heads,
-                num_key_value_heads=heads,
-                head_dim=head_dim,
-                dtype=dtype,
-                name="temporal_block",
-            ),
-            sizes["intermediate_dim"],
-            dtype=dtype,
-            name=f"block_{i}",
-        )
-        for i in range(sizes["num_layers"])
-    ]
-    backbone = RecurrentBackbone(
-        reversible_embedding(sizes["vocabulary_size"], sizes["hidden_dim"], False, dtype=dtype),
-        blocks,
-        SimpleRMSNorm(dtype=dtype, name="final_norm"),
-        embedding_scale=sizes["hidden_dim"] ** 0.5,
-        dtype=dtype,
-    )
-    backbone.vocabulary_size = sizes["vocabulary_size"]
-    return LanguageModel(backbone)
-
-
-# --- 2. Steps ---
-
-
-def key_of(name, size, length):
-    preset = size.griffins if name in GRIFFINS else size.tnl
-    return {"model": name, "preset": preset, "tokens": size.tokens, "length": length}
-
-
 def runs(size, results):
     for name in MODELS:
+        preset = size.griffins if name in GRIFFINS else size.tnl
         for length in size.lengths:
-            yield key_of(name, size, length)
-            times = times_of(results, name, size, length)
-            if len(times) and 2 * np.median(times) > size.longest_step:
+            key = {"model": name, "preset": preset, "tokens": size.tokens, "length": length}
+            yield key
+            times = [line["seconds"] for line in results.select(**key)]
+            if times and 2 * np.median(times) > size.longest_step:
                 break
 
 
 def measure(key, seeds, size, data):
     """Times a step once for each of the seeds."""
-    model, length = build(key["model"], size), key["length"]
+    model, length = build(key["model"], key["preset"], size), key["length"]
     gc.collect()  # frees the previous model
     shape = size.tokens // length, length + 1
     rows = np.random.default_rng(0).integers(0, model.backbone.vocabulary_size, shape)
     tokens, y = rows[:, :-1].astype("int32"), rows[:, 1:].astype("int32")
     x = {"token_ids": tokens, "padding_mask": np.ones_like(tokens)}
-    on_cpu = "CPU" in machine()
-    clock = time.process_time if on_cpu else time.perf_counter
-    times, memory = times_and_memory(lambda: model.train_on_batch(x, y), len(seeds), clock)
-    common = {"memory": memory, "parameters": model.count_params()}
-    common["time"] = "of the CPUs" if on_cpu else "that passed"
+    now, description = clock()
+    times, memory = times_and_memory(lambda: model.train_on_batch(x, y), len(seeds), now)
+    common = {"memory": memory, "parameters": model.count_params(), "time": description}
     return [{"seconds": round(seconds, 4), **common} for seconds in times]
 
 
-# --- 3. Results ---
-
-
-def times_of(results, name, size, length):
-    return np.array([line["seconds"] for line in results.select(**key_of(name, size, length))])
-
-
-def ratios(results, name, size):
-    """Returns step times by length, relative to the median at the shortest length."""
-    shortest = np.median(times_of(results, name, size, size.lengths[0]))
-    found = {length: times_of(results, name, size, length) for length in size.lengths}
-    return {length: times / shortest for length, times in found.items() if len(times)}
-
-
 def judge(name, found, lengths):
-    """Formats the verdict on the medians of a model's ratios."""
+    """Formats the verdict on the medians of a model's relative times."""
     middle = {length: np.median(times) for length, times in found.items()}
     if name not in BOUNDS:
         values = list(middle.values())
@@ -153,10 +99,19 @@ def judge(name, found, lengths):
 
 
 def panels(results, size):
-    found: list[Panel] = []
-    for title, names in (("Griffin", tuple(GRIFFINS)), (TNL, (TNL, TWIN))):
-        curves = {name: ratios(results, name, size) for name in names}
-        verdicts = {name: judge(name, curve, size.lengths) for name, curve in curves.items()}
-        xlabel = f"sequence length ({size.tokens:,} tokens per step)"
-        found.append(Panel(title, xlabel, "relative step time", curves, verdicts, digits=2))
-    return found
+    """Step times by length, relative to the median at the shortest length."""
+    times = results.curves(runs(size, results), "model", "length", lambda line: line["seconds"])
+    curves = {
+        name: {
+            length: of_seeds / np.median(found[size.lengths[0]])
+            for length, of_seeds in found.items()
+        }
+        for name, found in times.items()
+    }
+    verdicts = {name: judge(name, curve, size.lengths) for name, curve in curves.items()}
+    labels = f"sequence length ({size.tokens:,} tokens per step)", "relative step time"
+    groups = {"Griffin": GRIFFINS, TNL: (TNL, TWIN)}
+    return [
+        Panel(title, *labels, {name: curves.get(name, {}) for name in names}, verdicts, digits=2)
+        for title, names in groups.items()
+    ]

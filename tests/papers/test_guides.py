@@ -58,7 +58,7 @@ GUIDES = [
     (
         "listops",
         "--width 16 --num-layers 2 --shortest 2 --longest 12 --length 16 --examples 20 "
-        "--test-rows 8 --rows 4 --steps 2 --tests 1",
+        "--test-rows 8 --rows 4 --steps 2 --every 2",
         *(3, [r"RecurrentBlock \| [\d.]+ \| 8 examples; the paper has 32.34, Griffin; NO"]),
     ),
     (
@@ -149,7 +149,8 @@ def test_scaling_guide_compares_losses_at_equal_compute(guide):
 def test_gates_guide_finds_a_wrong_gate(guide, call, tmp_path, monkeypatch):
     assert "Measured gates and closed forms agree to 1e-06" in call("gates")
     assert (tmp_path / "gates.png").stat().st_size > 0
-    monkeypatch.setitem(guide("gates").MEASURED, "Mamba", lambda a, r: (1 - r, r))
+    wrong = guide("gates").MEASURED | {"Mamba": lambda a, r, x, h: (1 - r) * h + r * x}
+    monkeypatch.setattr(guide("gates"), "MEASURED", wrong)
     (tmp_path / "gates.jsonl").unlink()
     assert "DO NOT AGREE" in call("gates")
 

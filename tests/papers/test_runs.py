@@ -68,7 +68,7 @@ def test_runs_trains_several_models_as_keras_trains_one(guide):
         # Each model's weights are found by the program of the first one's shape.
         predict = training.predictor(models[0], batch_size=1)
         for model in models:
-            logits = training.language_model_logits(model, rows[0, 0])
+            logits = training.logits_of(model, rows[0, 0])
             likeliest = np.argmax(keras.ops.convert_to_numpy(logits), axis=-1)
             np.testing.assert_array_equal(predict(model, rows[0, 0]), likeliest)
     for name in ("in turns", "side by side"):
