@@ -9,6 +9,10 @@ import re
 SECTIONS = ("", "Args", "Sublayers", "Call arguments", "Returns", "Raises", "Example")
 HEADING = re.compile(rf"^({'|'.join(SECTIONS[1:])}):", re.MULTILINE)
 ENTRY = re.compile(r"\n(?= {4}\S)")
+TASK = re.compile(r"(\w+?)(CausalLM|TextClassifier)(Preprocessor)?")
+# Presets of other families in the place of Griffin's `hawk_tiny`.
+TINY_PRESETS = {"HGRN2": "hgrn2_tiny", "LFM2": "lfm2_tiny", "LightningHybrid": "hypenet_tiny"}
+TINY_PRESETS |= {"MambaHybrid": "nemotron_h_tiny", "TransNormer": "tnl_tiny"}
 
 
 class InheritedDocstring:
@@ -19,15 +23,16 @@ class InheritedDocstring:
         inherited = inspect.cleandoc(cls.__bases__[-1].__doc__ or "")
         if InheritedDocstring not in cls.__bases__ and HEADING.search(inherited):
             parameters = list(inspect.signature(cls.__init__).parameters)
-            cls.__doc__ = complete_docstring(cls.__doc__, inherited, parameters)
+            cls.__doc__ = complete_docstring(cls.__doc__, inherited, parameters, cls.__name__)
 
 
-def complete_docstring(docstring, inherited, parameters):
+def complete_docstring(docstring, inherited, parameters, name):
     """Returns a docstring with the missing sections and arguments of another one.
 
     A section replaces the section of `inherited` with the same heading; the text before the first
     heading is a section, too. In `Args` and `Call arguments`, entries are replaced one by one, and
-    text after the entries is kept. Errors are added to those of `inherited`.
+    text after the entries is kept. Errors are added to those of `inherited`. Examples of Griffin
+    become examples of the family of a task.
 
     Args:
         docstring: string, or None.
@@ -35,7 +40,12 @@ def complete_docstring(docstring, inherited, parameters):
         parameters: list of strings, the names of the parameters of the constructor, in order.
             Entries of the `Args` of `inherited` that are not in `parameters` are dropped, unless
             it has `kwargs`.
+        name: string, the name of the class.
     """
+    task = TASK.fullmatch(name)
+    if task and task[1] in TINY_PRESETS:
+        inherited = inherited.replace("Griffin", task[1])
+        inherited = inherited.replace("hawk_tiny", TINY_PRESETS[task[1]])
     own, base = _sections(docstring), _sections(inherited)
     merged = base | own
     if "Args" in base:

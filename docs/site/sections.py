@@ -53,7 +53,7 @@ def complete(cls, completed):
         return
     own = cls.docstring and cls.docstring.value
     names = [parameter.name for parameter in cls.parameters]
-    text = complete_docstring(own, inherited.value, names)
+    text = complete_docstring(own, inherited.value, names, cls.name)
     cls.docstring = griffe.Docstring(
         text, parent=cls, parser=inherited.parser, parser_options=inherited.parser_options
     )

@@ -70,7 +70,7 @@ class RecurrentCausalLM(
         ValueError: the backbone or preprocessor is of another class, or the tokenizer has more
             tokens than the backbone.
 
-    Example: a small Hawk learns a text and continues it.
+    Example: a small model learns a text and continues it.
 
     >>> import keras, keras_recurrent
     >>> model = keras_recurrent.models.GriffinCausalLM.from_preset("hawk_tiny", num_layers=1)
