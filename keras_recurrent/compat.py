@@ -1,8 +1,8 @@
-"""Private names of Keras and KerasHub that this package imports; see also `upstream.py`."""
+"""Private names of Keras, KerasHub and torch; see also `upstream.py`."""
 
 import importlib
 
-# {name: module of Keras or KerasHub}, private or slow to import. It is imported at the first
+# {name: module of Keras, KerasHub or torch}, private or slow to import. It is imported at the first
 # access of the name.
 SOURCE_NAMES = {
     "AutocastScope": "keras.src.backend",
@@ -18,6 +18,8 @@ SOURCE_NAMES = {
     "TOKENIZER_CONFIG_FILE": "keras_hub.src.utils.preset_utils",
     "TorchParallelOptimizer": "keras.src.backend.torch.optimizers.torch_parallel_optimizer",
     "T5MultiHeadAttention": "keras_hub.src.models.t5.t5_multi_head_attention",
+    "_cuda_endAllocateToPool": "torch._C",
+    "_cuda_releasePool": "torch._C",
     "builtin_presets": "keras_hub.src.utils.preset_utils",
     "canonicalize_python_string_inputs": "keras_hub.src.utils.tensor_utils",
     "canonicalize_python_token_inputs": "keras_hub.src.utils.tensor_utils",

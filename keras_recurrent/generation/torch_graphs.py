@@ -1,9 +1,7 @@
 """CUDA graphs of decoding steps, and of chunks of prompts, on NVIDIA GPUs."""
 
 import collections
-import contextlib
 import functools
-import gc
 import math
 import queue
 import threading
@@ -14,6 +12,7 @@ import keras
 import optree
 import torch
 
+from keras_recurrent.devices.cuda_graphs import capture
 from keras_recurrent.generation.torch_batch import (
     Decoder,
     clone_all,
@@ -23,8 +22,6 @@ from keras_recurrent.generation.torch_batch import (
     unstack_groups,
     upload,
 )
-
-_capturing = threading.Lock()  # torch aborts if two threads capture at once
 
 # The tensors of unused decoders take at most 1 / POOL_DIVISOR of the device memory. The most
 # recent shapes are always kept, and temporary memory of a step is not counted.
@@ -196,36 +193,6 @@ class DecoderPool:
 
     def _bytes(self):
         return sum(d.bytes for decoders in self._unused.values() for d in decoders)
-
-
-def capture(function, device, pool=None):
-    """Captures a function of tensors at fixed addresses as a CUDA graph, after running it once.
-
-    Returns the graph, and the result of the function, which each replay overwrites. `pool` is the
-    memory pool of another graph, which never runs at the same time, or None.
-    """
-    # A failed capture leaves its own stream current; `stream` restores the stream of the caller.
-    stream = torch.cuda.stream(torch.cuda.current_stream(device))
-    with _capturing, torch.cuda.device(device), stream, torch.no_grad():
-        function()  # compiles and loads kernels, which is not allowed during a capture
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device during the capture.
-        mode = "thread_local"
-        context = torch.cuda.graph(graph, pool=pool, capture_error_mode=mode)
-        with _no_garbage_collection(), context:
-            return graph, function()
-
-
-@contextlib.contextmanager
-def _no_garbage_collection():
-    """Disables garbage collection, which could destroy another graph and so break a capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def allocate_stacks(tensors, groups):
