@@ -5,9 +5,9 @@ Argument: a model of `benchmarks.models` or a preset.
 Models of this package have the fused loss of hidden states, or with `--logits` the loss of logits.
 Without `--update`, a step on torch is forward and backward, eager; with it, and always on other
 backends, it is `train_on_batch` with `keras_recurrent.optimizers.AdamW`, compiled by JAX and
-TensorFlow, and on torch with `--jit`. Baselines run on torch, with torch's fused AdamW, and have as
-many parameters. Small models use float32 and SGD; others use random bfloat16 weights, or with
-`--mixed` float32 weights and computations in bfloat16.
+TensorFlow. On torch, `--jit` also measures it with `jit_compile=True`. Baselines run on torch, with
+torch's fused AdamW, and have as many parameters. Small models use float32 and SGD; others use
+random bfloat16 weights, or with `--mixed` float32 weights and computations in bfloat16.
 
 With `--remat`, blocks are recomputed in the backward pass.
 
@@ -104,7 +104,7 @@ def our_loss(model, token_ids):
     return loss
 
 
-def our_step(model, arguments, token_ids):
+def our_step(model, arguments, jit_compile, token_ids):
     """Returns a training step of this package's model, a function without arguments."""
     if BACKEND == "torch" and not arguments.update:
         return gradient_step(model, our_loss(model, token_ids))
@@ -113,7 +113,7 @@ def our_step(model, arguments, token_ids):
         optimizer = keras_recurrent.optimizers.AdamW(1e-4)
         keras_recurrent.exclude_from_weight_decay(optimizer, model)
     loss = {"loss": LossOfLogits()} if arguments.logits else {}
-    model.compile(optimizer, weighted_metrics=[], jit_compile=arguments.jit or "auto", **loss)
+    model.compile(optimizer, weighted_metrics=[], jit_compile=jit_compile, **loss)
     x = {"token_ids": token_ids, "padding_mask": ops.ones_like(token_ids)}
     return functools.partial(model.train_on_batch, x, ops.roll(token_ids, -1, 1))
 
@@ -142,6 +142,7 @@ def measure(step, num_tokens):
     if not math.isfinite(value):
         sys.exit(f"The loss is {value}.")
     reset_peak()
+    seconds(step)  # captures a CUDA graph if the step is compiled on torch
     second = seconds(step)
     calls, repeats = max(1, min(5, int(1 / second))), REPEATS if second < LONG else LEAST
     speeds = quartiles([num_tokens / seconds(step, calls) for _ in range(repeats)])
@@ -170,10 +171,12 @@ def measure_sizes(key, make_step, arguments, vocabulary):
 
 def measure_ours(arguments, key):
     model = build(arguments)
-    step = functools.partial(our_step, model, arguments)
     key = {**key, "loss of": "logits" if arguments.logits else "hidden states"}
     vocabulary = model.backbone.vocabulary_size
-    return measure_sizes({"implementation": BACKEND, **key}, step, arguments, vocabulary)
+    for jit_compile in ("auto", True) if arguments.jit else ("auto",):
+        name = f"{BACKEND}, `jit_compile=True`" if jit_compile is True else BACKEND
+        step = functools.partial(our_step, model, arguments, jit_compile)
+        yield from measure_sizes({"implementation": name, **key}, step, arguments, vocabulary)
 
 
 def measure_baseline(arguments, key):
@@ -251,7 +254,7 @@ def main():
     parser.add_argument("--update", action="store_true", help="with an optimizer's update")
     parser.add_argument("--mixed", action="store_true", help="weights in float32")
     parser.add_argument("--logits", action="store_true", help="loss of logits, with --update")
-    parser.add_argument("--jit", action="store_true", help="`jit_compile=True`, with --update")
+    parser.add_argument("--jit", action="store_true", help="also `jit_compile=True`, with --update")
     parser.add_argument("--remat", action="store_true", help="recompute blocks")
     parser.add_argument("--only", choices=("ours", "baseline"))
     parser.add_argument("--losses", type=pathlib.Path, metavar="TEXT", help="by dtype of weights")
