@@ -33,7 +33,7 @@ from keras_recurrent.generation.torch_batch import (
 from keras_recurrent.generation.torch_graphs import CapturedDecoder, Chunks, DecoderPool
 from keras_recurrent.layers.decoding import decoding_scope
 from keras_recurrent.layers.recent_tokens import apply_recent_tokens
-from keras_recurrent.layers.torch_calls import hook_reason
+from keras_recurrent.layers.torch_calls import hook_reason, modules_of
 from keras_recurrent.progress import announce
 
 # Traced steps of a model, one for each batch size and capacity of its cache, and chunks.
@@ -220,7 +220,7 @@ class Programs:
     def _step(self, cache, masked=False, chunk=None, delays_writes=False):
         """Returns the `Step` for a cache, or the `Chunk` if `chunk` is its number of tokens."""
         tensors = [*keras.tree.flatten(cache), *[v.value for v in self.model.variables]]
-        eager_reason = self._eager_reason or hook_reason(_modules(self.model))
+        eager_reason = self._eager_reason or hook_reason(modules_of(self.model))
         delays_writes = delays_writes and not eager_reason
         unfused = self.model.backbone.unfused_blocks()
         signature = [(t.shape, t.dtype, t.device) for t in tensors]
@@ -259,18 +259,6 @@ class Programs:
         if torch.cuda.is_current_stream_capturing():
             return "another capture is in progress"
         return None
-
-
-def _modules(model):
-    """Returns the torch modules of a model once each: its layers and their submodules."""
-    found: dict = {}
-    pending = list(model._flatten_layers())
-    while pending:
-        module = pending.pop()
-        if module is not None and module not in found:
-            found[module] = None
-            pending.extend(module._modules.values())
-    return found
 
 
 class Step:

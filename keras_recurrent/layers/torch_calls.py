@@ -124,9 +124,21 @@ def _weights_and_inputs(dense, x):
     return kernel.to(x.dtype), bias, x
 
 
+_copies: dict = {}  # the first tensor of some numbers, which CUDA graphs read
+
+
 def copy_to_device(numbers, dtype, device):
-    """Returns a tensor of a few numbers, without waiting for the GPU as `torch.tensor` does."""
-    return torch.from_numpy(np.array(numbers, dtype)).to(device, non_blocking=True)
+    """Returns a tensor of a few numbers, without waiting for the GPU as `torch.tensor` does.
+
+    During the capture of a CUDA graph, which cannot copy, it is the tensor of the first call.
+    """
+    key = tuple(numbers), dtype, device
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return _copies[key]
+    copy = torch.from_numpy(np.array(numbers, dtype)).to(device, non_blocking=True)
+    if type(copy) is torch.Tensor:  # not a tensor of a tracer
+        _copies.setdefault(key, copy)
+    return copy
 
 
 def has_hooks(module):
@@ -138,14 +150,24 @@ def has_hooks(module):
     return torch_module._has_any_global_hook()
 
 
+def modules_of(model):
+    """Returns the torch modules of a model once each: its layers and their submodules."""
+    found: dict = {}
+    pending = list(model._flatten_layers())
+    while pending:
+        module = pending.pop()
+        if module is not None and module not in found:
+            found[module] = None
+            pending.extend(module._modules.values())
+    return found
+
+
 def hook_reason(modules):
     """Reason other code runs before, after or in place of a call of these modules, or None."""
-    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+    if torch_module._has_any_global_hook():
         return "torch has a hook for all modules"
     for module in modules:
-        found = vars(module)
-        has_hook = found["_forward_hooks"] or found["_forward_pre_hooks"]
-        if has_hook or not _REPLACED.isdisjoint(found):
+        if has_hooks(module) or not _REPLACED.isdisjoint(vars(module)):
             name = getattr(module, "name", type(module).__name__)
             return f"`{name}` has a hook, or an instance attribute `call` or `forward`"
     return None

@@ -1,7 +1,7 @@
 """Training steps of language models that compute the loss from hidden states, without logits.
 
 Inside such a step, `call` returns hidden states. Keras's `y_pred` holds them in `compute_loss`, and
-`Predictions` in `compute_metrics` on JAX.
+`Predictions` in `compute_metrics` on JAX and in captured steps.
 """
 
 import threading
@@ -168,9 +168,10 @@ class LossWithoutLogits:
         """Returns the predictions as `y_pred` from the differentiated function of JAX."""
         outputs = super().compute_loss_and_updates(*args, **kwargs)  # type: ignore[misc]
         loss, (unscaled, y_pred, *rest) = outputs
-        if getattr(_active_step, "model", None) is self:
-            y_pred = _active_step.predictions
-        return loss, (unscaled, y_pred, *rest)
+        return loss, (unscaled, self._predictions_of(y_pred), *rest)
+
+    def _predictions_of(self, y_pred):
+        return _active_step.predictions if getattr(_active_step, "model", None) is self else y_pred
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         if getattr(_active_step, "model", None) is not self:
@@ -216,8 +217,8 @@ class LossWithoutLogits:
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
         if getattr(_active_step, "model", None) is not self:
             return super().compute_metrics(x, y, y_pred, sample_weight)  # type: ignore[misc]
-        predictions = y_pred if keras.config.backend() == "jax" else _active_step.predictions
-        best, total, weight = predictions
+        given = isinstance(y_pred, Predictions)
+        best, total, weight = y_pred if given else _active_step.predictions
         if self._compile_metrics is not None and not self._compile_metrics.built:
             self._compile_metrics.build(y, best)
         matches = ops.equal(ops.cast(y, "int32"), best)

@@ -2,11 +2,16 @@
 
 import sys
 import threading
+from typing import Any
 
 import keras
 
 from keras_recurrent.devices.torch_processes import MODULE_HINT, RejectsFullyShard, count_processes
+from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.training.sixteen_bit_weights import check_16_bit_updates
+
+if BACKEND == "torch":
+    from keras_recurrent.training.captured_steps import CapturedSteps
 
 _active_step = threading.local()  # `model` of the running training step, and its `weights`
 
@@ -15,17 +20,23 @@ class TorchTraining(RejectsFullyShard):
     """Mixin that registers parameters on torch, and checks `fit` on every backend.
 
     `fit` raises an error for an optimizer that cannot train 16-bit weights, and for several
-    processes of torch without a distribution.
+    processes of torch without a distribution. On NVIDIA GPUs, `compile(jit_compile=True)` captures
+    a CUDA graph of training steps, in place of torch's compiler.
 
     KerasHub's models bypass torch when they set attributes. Without this class they have no
     parameters before `fit`, and `DistributedDataParallel(model)` finds none.
     """
 
+    _captured_steps: Any = None
+
     def train_step(self, *args, **kwargs):
         """Runs Keras's step, which lists the weights of all layers three times, with one list."""
         _active_step.model, _active_step.weights = self, self.weights
         try:
-            return super().train_step(*args, **kwargs)  # type: ignore[misc]
+            step = super().train_step  # type: ignore[misc]
+            if self._captured_steps is not None:
+                return self._captured_steps.run(step, *args, **kwargs)
+            return step(*args, **kwargs)
         finally:
             _active_step.model = _active_step.weights = None
 
@@ -78,4 +89,20 @@ class TorchTraining(RejectsFullyShard):
             )
         if force or self.train_function is None:  # type: ignore[attr-defined]
             check_16_bit_updates(self.optimizer, self.trainable_variables)  # type: ignore[attr-defined]
+            self._captured_steps = CapturedSteps(self) if self._captures_steps() else None
         return super().make_train_function(force)  # type: ignore[misc]
+
+    def _captures_steps(self):
+        """Returns True if a CUDA graph replaces torch's compiler."""
+        is_own = type(self).train_step.__module__.startswith("keras_recurrent.")
+        return BACKEND == "torch" and self.jit_compile and is_own and self._is_on_gpu()  # type: ignore[attr-defined]
+
+    def _is_on_gpu(self):
+        return all(v._value.is_cuda for v in self.variables)  # type: ignore[attr-defined]
+
+    def _should_torch_compile(self):
+        return super()._should_torch_compile() and not self._captures_steps()  # type: ignore[misc]
+
+    def _predictions_of(self, y_pred):
+        """Returns the argument `y_pred` of `compute_metrics` after `compute_loss`."""
+        return y_pred
