@@ -47,9 +47,9 @@ def next_rg_lru(a, r, x, h):
     """One channel per gate, one token after an initial state."""
     numbers = x, logit(r), OPEN, logit(a ** (1 / EXPONENT)), h
     x, gate_a, gate_x, decays, h = (
-        convert_to_tensor(np.broadcast_to(number, r.shape), "float32") for number in numbers
+        convert_to_tensor(np.broadcast_to(n, (1, 1, len(r))), "float32") for n in numbers
     )
-    found, _ = rg_lru(*(v[None, None] for v in (x, gate_a, gate_x)), decays, initial_state=h[None])
+    found, _ = rg_lru(x, gate_a, gate_x, decays[0, 0], initial_state=h[0])
     return found[0, 0]
 
 

@@ -53,8 +53,9 @@ def models_with_groups(preset, sizes, groups, rows):
 
 
 def models_of_families(tnl, transformer, sizes, rows):
-    others = zip(("Transformer", LLAMA), rows[1:], strict=True)
-    return {"TNL": (tnl, {}, rows[0]), **{name: (transformer, sizes, n) for name, n in others}}
+    presets = (tnl, {}), (transformer, sizes), (transformer, sizes)
+    pairs = zip(("TNL", "Transformer", LLAMA), presets, rows, strict=True)
+    return {name: (*preset, first_rows) for name, preset, first_rows in pairs}
 
 
 # {paper: (its miniature, its full size)}
@@ -115,7 +116,7 @@ def measure(key, seeds, size, data):
     gc.collect()  # frees the previous model
     # The warm-up call compiles for the cache capacity of the timed call. Llama compiles nothing.
     few = 8 if key["model"] == LLAMA else tokens // 2 + 1
-    found = []
+    found: list = []
     try:
         reset_peak()
         seconds(prepare(rows, prompt, few))

@@ -68,7 +68,7 @@ class Backbone(TransNormerBackbone):
         self.variant = variant
         super().__init__(*sizes, **heads)
 
-    def make_arguments(self, block_cls, dtype):
+    def make_arguments(self, block_cls: Any, dtype):
         variant = self.variant
 
         class Block(block_cls):

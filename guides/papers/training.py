@@ -129,13 +129,9 @@ def for_all_models(first, function, batch_size):
     return compute
 
 
-def is_language_model(model):
-    """Returns True for a language model of this package, False for a functional model."""
-    return hasattr(model, "backbone")
-
-
 def logits_of(model, tokens):
-    if not is_language_model(model):
+    """Returns the logits of a language model of this package, or of a functional model."""
+    if not hasattr(model, "backbone"):
         return model(tokens)
     hidden_states, _ = model.backbone.hidden_states(tokens)
     return model.backbone.token_embedding(hidden_states, reverse=True)
@@ -186,14 +182,15 @@ def _compile_steps(models, optimizers, side_by_side=None):
 
 
 def _keras_steps(models, optimizers):
+    is_functional = not hasattr(models[0], "backbone")
     for model, own in zip(models, optimizers, strict=True):
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(own, model.loss if is_language_model(model) else loss)
+        model.compile(own, loss if is_functional else model.loss)
 
     def step(*batch):
         losses = []
         for model, x, *rest in zip(models, *batch, strict=True):
-            if is_language_model(model):
+            if not is_functional:
                 x = {"token_ids": x, "padding_mask": np.ones_like(x)}
             losses.append(model.train_on_batch(x, *rest, return_dict=True)["loss"])
         return losses
