@@ -163,14 +163,11 @@ def _call_key(function, tensors, context, options):
 
     Returns None for other calls. Checks take as long on the host as several launches.
     """
-    given = *tensors.values(), *context.values()
-    if dispatch.BACKEND != "torch" or not is_eager((*given, *options.values())):
+    given = *tensors.values(), *context.values(), *options.values()
+    if dispatch.BACKEND != "torch" or not is_eager(given):
         return None
-    return (
-        *(function, global_state.get_global_attribute("torch_device"), *tensors, *context),
-        *[(x.shape, x.dtype, x.device) if hasattr(x, "shape") else x for x in given],
-        *[(type(value), value) for value in options.values()],
-    )
+    kinds = [(x.shape, x.dtype, x.device) if hasattr(x, "shape") else (type(x), x) for x in given]
+    return function, global_state.get_global_attribute("torch_device"), *kinds
 
 
 def _remember(key):
