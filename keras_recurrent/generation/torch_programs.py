@@ -9,6 +9,7 @@ would run during tracing alone.
 
 import collections
 import contextlib
+import math
 import threading
 from typing import Any
 
@@ -308,7 +309,8 @@ class Step:
         weights = self.weights()
         mask = (torch.ones_like(token, dtype=torch.bool),) if masked else ()
         with tracing, torch.no_grad(), compile_ahead():
-            traced = make_fx(self._call)(weights, token, *mask, *flat)
+            table = _SINGLE_BFLOAT16_ROW if token.device.type == "cpu" else None
+            traced = make_fx(self._call, table)(weights, token, *mask, *flat)
         self._prepare, self.traced = _split(_inline_scalars(traced), len(weights))
 
     def weights(self):
@@ -409,7 +411,28 @@ def _single_row_mm(a, b):
     return (a.t() * b).sum(0, keepdim=True)
 
 
+def _single_row_bfloat16_mm(a, b):
+    """Computes a bfloat16 matrix product of one row as a weighted sum of the rows of b.
+
+    `embedding_bag` reads b once and sums in float32. oneDNN would rearrange b for each product,
+    which takes longer than a product in float32. Each bag sums one block of columns, in a thread.
+    A transposed b, like the embedding, is not rearranged.
+    """
+    if a.shape[0] != 1 or a.dtype != torch.bfloat16 or not b.is_contiguous():
+        return NotImplemented
+    num_rows, num_columns = b.shape
+    bags = math.gcd(num_columns, 1 << (torch.get_num_threads() - 1).bit_length())
+    sums = torch.nn.functional.embedding_bag(
+        torch.arange(bags * num_rows, dtype=torch.int32).view(num_rows, bags).t(),
+        b.detach().view(bags * num_rows, num_columns // bags),
+        per_sample_weights=a.expand(bags, num_rows),
+        mode="sum",
+    )
+    return sums.view(1, num_columns)
+
+
 _SINGLE_ROW = {torch.ops.aten.mm.default: _single_row_mm}
+_SINGLE_BFLOAT16_ROW = {torch.ops.aten.mm.default: _single_row_bfloat16_mm}
 
 
 def _inline_scalars(traced):

@@ -57,6 +57,29 @@ def test_inline_scalars_is_bit_identical(dtype, constant_dtype, device):
     assert torch.equal(found(count), count * torch.tensor(0.5, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("num_columns", [96, 33])
+def test_single_bfloat16_row_is_multiplied_without_rearranging_weights(num_columns):
+    """A step in bfloat16 takes longer on a CPU than one in float32."""
+    rng = np.random.default_rng(0)
+    a, b = (torch.tensor(rng.normal(size=s)).bfloat16() for s in ((1, 64), (64, num_columns)))
+    traced = make_fx(torch.mm, torch_programs._SINGLE_BFLOAT16_ROW)(a, b)
+    assert torch.ops.aten.mm.default not in {node.target for node in traced.graph.nodes}
+    exact = a.double() @ b.double()
+    plain, found = (f(a, b) for f in (torch.mm, traced))
+    assert found.dtype == plain.dtype
+    # Both round once, after a sum in float32.
+    assert (found - exact).abs().max() <= 1.01 * (plain - exact).abs().max()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a step on a CPU")
+def test_step_in_bfloat16_on_a_cpu_reads_weights_as_stored():
+    """The library's product would rearrange the weights at each token."""
+    model = tiny_causal_lm(family="hgrn2", dtype="bfloat16")  # no transposed weights
+    cache = model.backbone.get_initial_state(1)
+    step = torch_programs.Step(model, cache, compiled=False, masked=False)
+    assert torch.ops.aten.mm.default not in {node.target for node in step.traced.graph.nodes}
+
+
 def test_decoder_pool_after_drop_has_only_decoders_of_other_steps(monkeypatch):
     """Unused decoders keep memory of the device after their step was dropped."""
     monkeypatch.setattr(
