@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 
+from keras_recurrent import exclude_from_weight_decay
 from keras_recurrent.models import GriffinBackbone, GriffinCausalLM
 
 
@@ -60,6 +61,7 @@ def test_runs_trains_several_models_as_keras_trains_one(guide):
         models = [tiny(0), tiny(1)]
         optimizers = [training.adamw(0.01, 1, 2) for _ in models]
         for model, optimizer in zip(models, optimizers, strict=True):
+            exclude_from_weight_decay(optimizer, model)
             optimizer.build(model.trainable_variables)
         step, finish = start(models, optimizers)
         first, _ = (np.array(step(part[..., :-1], part[..., 1:], counts)) for part in rows)
