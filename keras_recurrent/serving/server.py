@@ -93,11 +93,11 @@ class Service:
         limits, num_answers = self.engine.limits, len(body.prompts) * (body.n or 1)
         maximum = limits.num_slots + limits.max_queued
         if num_answers > maximum:
-            message = (
+            raise ApiError(
+                400,
                 f"The number of answers, prompts times `n`, must be at most {maximum}, `--slots` "
-                f"plus `--max-queued`; got {num_answers}. Send several smaller requests."
+                f"plus `--max-queued`; got {num_answers}. Send several smaller requests.",
             )
-            raise ApiError(400, message)
         requests = []
         try:
             options = {"sampling": body.sampling, "max_new_tokens": body.max_new_tokens}
