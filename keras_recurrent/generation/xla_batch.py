@@ -92,8 +92,12 @@ class XlaBatch(Batch):
         return self._begin_results(features, *found)
 
     def _launch_model(self):
+        if self._logits is None:
+            shape = self.num_slots, self._vocabulary_size
+            self._logits = distribute(np.zeros(shape, self._model.compute_dtype))
         static = {"keep": self._keep, "variant": self._variant}
-        self._state, self._logits = self._programs.logits(self._state, self.weights, **static)
+        arguments = self._state, self._logits, self.weights
+        self._state, self._logits = self._programs.logits(*arguments, **static)
 
     def _launch_choice(self, features, uniform, masks):
         self._options_on_device["grammar"] = distribute(masks)
@@ -310,7 +314,10 @@ class JaxBatch(XlaBatch):
         def compile_programs():
             plain, variant = state._replace(counts=()), {"variant": self._variant}
             if features.has_grammar:
-                lowered = self._programs.logits.lower(plain, weights, keep=self._keep, **variant)
+                size = self.num_slots, self._vocabulary_size
+                logits = jax.ShapeDtypeStruct(size, self._model.compute_dtype)
+                options = {"keep": self._keep, **variant}
+                lowered = self._programs.logits.lower(plain, logits, weights, **options)
                 lowered.compile()
                 arguments = state._replace(cache=()), lowered.out_info[1], *others
                 self._programs.choose.lower(*arguments, features=features, **variant).compile()

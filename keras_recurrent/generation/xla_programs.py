@@ -46,8 +46,10 @@ class Programs:
             `state` is a `BatchState`, which JAX overwrites; `inputs` are random numbers `[B, N]` or
             None, and `{name: array}`, the arguments of sampling. It returns the next state, tokens
             `[B, N]`, and their `Logprobs` or ().
-        logits: a function `(state, weights, keep=, variant=)`, the first part of `decode` for one
-            token. It returns the next state and the logits `[B, vocabulary_size]`.
+        logits: a function `(state, memory, weights, keep=, variant=)`, the first part of `decode`
+            for one token. It returns the next state and the logits `[B, vocabulary_size]`. JAX
+            writes the logits to `memory`, earlier logits or zeros: with another address in each
+            call, XLA would update the kernels of a CUDA graph.
         choose: a function `(state, logits, inputs, features=, variant=)`, the second part. The
             cache of its `state` is (). It returns what `decode` returns.
         process: a function `(state, rows [P], is_new [P], initial, token_ids [P, T], mask, weights,
@@ -229,7 +231,7 @@ class Programs:
         logits, cache = self._step(state.sequences.token, mask, state.cache)
         return state._replace(cache=cache), logits
 
-    def _compute_logits(self, state, weights, keep, variant):
+    def _compute_logits(self, state, memory, weights, keep, variant):
         with self._scope(weights):
             return self._apply_model(state, keep)
 
@@ -251,7 +253,7 @@ class Programs:
             return _sample(features, state, logits, uniform, arguments)
 
         if num_tokens == 1:
-            state, logits = self._compute_logits(state, weights, keep, variant)
+            state, logits = self._compute_logits(state, None, weights, keep, variant)
             return self._choose(state, logits, inputs, features, variant)
 
         def continues(t, state, generated, logprobs):
@@ -300,7 +302,8 @@ def _jit(function):
     return jax.jit(
         function,
         static_argnames=names & STATIC,
-        donate_argnames=names & {"state"},
+        donate_argnames=names & {"state", "memory"},
+        keep_unused="memory" in names,
         compiler_options=options,
     )
 
