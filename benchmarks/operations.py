@@ -305,7 +305,7 @@ def run_by(name, work, names):
 
 def supported_implementations(work, tensors):
     """Returns the names of implementations that accept the tensors, the plain one last."""
-    names = [name for name in dispatch.SERVING if has_gpu() and name != BACKEND]
+    names = [name for name in dispatch.BACKEND_PREFERENCE if has_gpu() and name != BACKEND]
     names = [name for name in names if (name == "pallas") == has_tpu()]
     arguments = {**tensors, **work.options}
     names = [n for n in names if dispatch.choose(work.operation, arguments, n).implementation]

@@ -261,6 +261,8 @@ def main():
     parser.add_argument("--steps", type=int, default=2000, help="of --losses, more than 100")
     parser.add_argument("--learning-rate", type=float, default=4e-3, help="peak of --losses")
     arguments = parser.parse_args()
+    if arguments.jit and not (BACKEND == "torch" and arguments.update):
+        parser.error("--jit requires the backend torch and --update")
     arguments.sizes = arguments.sizes or [(8, 2048), (1, 2048)]
     if BACKEND == "torch" and has_gpu():
         peers.compile_side_by_side()

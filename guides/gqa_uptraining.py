@@ -89,7 +89,7 @@ def train_multi_head(
     dropout=DROPOUT,
     weight_decay=WEIGHT_DECAY,
 ):
-    """Returns a trained multi-head model, and as many further sequences."""
+    """Returns a trained multi-head model, and as many new sequences as it was trained on."""
     keras.utils.set_random_seed(seed)
     rng = np.random.default_rng(seed)
     model = multi_head_model(width, layers, head_dim, length, dropout)

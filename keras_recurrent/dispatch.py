@@ -57,7 +57,7 @@ def preference(interprets_triton):
 
 PREFERENCE = preference(interprets_triton=os.environ.get("TRITON_INTERPRET") == "1")
 # Implementations for the current Keras backend, fastest first; may be empty.
-SERVING = PREFERENCE.get(BACKEND, ())
+BACKEND_PREFERENCE = PREFERENCE.get(BACKEND, ())
 
 
 def _names(package):
@@ -82,7 +82,7 @@ def _implementation(name, operations):
 
 # {operation: {implementation: its `Kernel`, or the reason if it is missing}}
 IMPLEMENTATIONS: dict = {operation: {} for operation in _names(reference)}
-for _name in SERVING:
+for _name in BACKEND_PREFERENCE:
     for _operation, _kernel in _implementation(_name, IMPLEMENTATIONS).items():
         IMPLEMENTATIONS[_operation][_name] = _kernel
 
@@ -222,7 +222,7 @@ def _find(operation, arguments, implementation):
     """Returns the name and `Kernel` of an implementation, or None twice; and `Choice.refused`."""
     chosen = implementation or chosen_name()
     refused = {}
-    for name in (_check_name(chosen),) if chosen else SERVING:
+    for name in (_check_name(chosen),) if chosen else BACKEND_PREFERENCE:
         kernel = IMPLEMENTATIONS[operation].get(name) or portable_kernel(operation)
         reason = kernel if isinstance(kernel, str) else _reason(name, kernel, arguments, not chosen)
         if reason is None:
@@ -327,7 +327,7 @@ def _resolve_on_jax(operation, name, kernel, arguments, is_chosen):
 
 
 def _check_name(name):
-    names = *SERVING, PORTABLE
+    names = *BACKEND_PREFERENCE, PORTABLE
     if name not in names:
         raise ValueError(
             f"`implementation` must be one of {', '.join(map(repr, names))} on the Keras "

@@ -31,8 +31,8 @@ def complete_docstring(docstring, inherited, parameters, name):
 
     A section replaces the section of `inherited` with the same heading; the text before the first
     heading is a section, too. In `Args` and `Call arguments`, entries are replaced one by one, and
-    text after the entries is kept. Errors are added to those of `inherited`. Examples of Griffin
-    become examples of the family of a task.
+    text after the entries is kept. Errors are added to those of `inherited`. If `name` is the name
+    of a task, its family and a preset of it replace Griffin's in `inherited`.
 
     Args:
         docstring: string, or None.

@@ -52,7 +52,7 @@ def autotune():
 def _search():
     """Returns the module of the search."""
     reason: str | None = f"Keras runs on {dispatch.BACKEND!r}, which has none"
-    if "triton" in dispatch.SERVING:
+    if "triton" in dispatch.BACKEND_PREFERENCE:
         row = dispatch.IMPLEMENTATIONS["linear_scan"]["triton"]
         reason = row if isinstance(row, str) else None
     if reason is None:

@@ -43,7 +43,7 @@ def rows_of(text, starts, length):
 def text_batches(text, seeds, steps, length, tokens):
     """Yields, for each step, random sequences of every seed and their next bytes as labels."""
     if tokens < length:
-        raise SystemExit(f"A step of {tokens:,} tokens has no row of {length:,}: more --tokens.")
+        raise SystemExit(f"--tokens must be at least {length:,}, one sequence; got {tokens:,}.")
     draws = [np.random.default_rng(seed) for seed in seeds]
     for _ in range(steps):
         starts = [rng.integers(0, len(text) - length, tokens // length) for rng in draws]
@@ -133,9 +133,9 @@ def machine():
 
 
 def clock():
-    """Returns a clock, process time on a CPU, where other programs may run, and its description."""
+    """Returns a clock and its description: CPU time on a CPU, where other programs may run."""
     on_cpu = "CPU" in machine()
-    return (time.process_time, "of the CPUs") if on_cpu else (time.perf_counter, "that passed")
+    return (time.process_time, "CPU time") if on_cpu else (time.perf_counter, "wall time")
 
 
 # --- Figures and tables ---

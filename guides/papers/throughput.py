@@ -91,8 +91,8 @@ def largest_batch(model, tokens, memory):
     if fit < 1:
         raise SystemExit(
             f"Weights of {sizes.parameters:,} bytes and a cache of {sizes.cache:,} for a single "
-            f"row of {tokens:,} tokens are more than a memory of {memory:,.0f} bytes: take more "
-            "--memory, or shorter rows."
+            f"sequence of {tokens:,} tokens exceed {memory:,.0f} bytes. Increase "
+            "--memory, or reduce --tokens."
         )
     return 1 << fit.bit_length() - 1
 

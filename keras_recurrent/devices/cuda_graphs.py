@@ -34,11 +34,11 @@ def capture(function, device, pool=None):
 
 
 def _end_failed_capture(device, pool):
-    """Does what torch omits if it cannot end a capture."""
-    with contextlib.suppress(RuntimeError):  # torch has ended the capture
+    """Frees the memory pool and enables random numbers after a capture that torch could not end."""
+    with contextlib.suppress(RuntimeError):  # raised if torch has ended the capture
         _cuda_endAllocateToPool(device.index, pool)
         _cuda_releasePool(device.index, pool)
-    # Until the end of another capture, torch draws no random numbers.
+    # torch cannot draw random numbers until another capture ends, so an empty one follows.
     context = torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode=_MODE)
     with _no_garbage_collection(), context:
         torch.zeros(1, device=device)

@@ -195,7 +195,7 @@ def _exclude_improbable(logits, min_p):
 
 
 def _changed(logits, stage, options, inputs):
-    """Returns logits after the options of a stage whose names are in `options`."""
+    """Applies the options of `stage` that are in `options`; returns the changed logits."""
     for name, (change, names) in stage.items():
         if name in options:
             logits = change(logits, *(inputs[n] for n in names))

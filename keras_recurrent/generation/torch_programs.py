@@ -79,7 +79,7 @@ class Programs:
         size = max_sequences(lengths.max())
         if size >= len(lengths):
             return self._process(token_ids, lengths, cache, max_length, prepare)
-        # Only the states of some sequences exist twice while the next ones are computed.
+        # Processes groups of sequences, so that only the states of one group exist twice.
         if cache is None:
             whole = self.model.backbone.get_initial_state(len(lengths), max_length=max_length)
         else:
@@ -93,7 +93,7 @@ class Programs:
         return whole
 
     def _process(self, token_ids, lengths, cache, max_length, prepare):
-        """Returns the result of `prefill`, which processes all sequences together."""
+        """As `prefill`, but processes all sequences together."""
         given = cache
 
         def process(tokens, mask):
@@ -415,8 +415,9 @@ def _single_row_bfloat16_mm(a, b):
     """Computes a bfloat16 matrix product of one row as a weighted sum of the rows of b.
 
     `embedding_bag` reads b once and sums in float32. oneDNN would rearrange b for each product,
-    which takes longer than a product in float32. Each bag sums one block of columns, in a thread.
-    A transposed b, like the embedding, is not rearranged.
+    which takes longer than a product in float32. Each bag sums one block of columns, in one
+    thread. For a transposed b, such as the embedding, oneDNN's product is used: it does not
+    rearrange b.
     """
     if a.shape[0] != 1 or a.dtype != torch.bfloat16 or not b.is_contiguous():
         return NotImplemented

@@ -299,9 +299,9 @@ class JaxBatch(XlaBatch):
         return features_of([*kinds, *params], self._vocabulary_size)
 
     def _compile(self, features, num_stops):
-        """Compiles a step with these `Features` in a thread, which such steps wait for.
+        """Starts a thread that compiles a step with these `Features`; such steps wait for it.
 
-        If there are more stop tokens than slots have room for, it also compiles `insert`.
+        If `num_stops` exceeds the number of stop tokens of the slots, it also compiles `insert`.
         """
         state, *others = self._arguments(features, self._uniform(features, (), 0))
         stops = np.zeros((self.num_slots, num_stops), "int32")

@@ -46,10 +46,11 @@ class Programs:
             `state` is a `BatchState`, which JAX overwrites; `inputs` are random numbers `[B, N]` or
             None, and `{name: array}`, the arguments of sampling. It returns the next state, tokens
             `[B, N]`, and their `Logprobs` or ().
-        logits: a function `(state, memory, weights, keep=, variant=)`, the first part of `decode`
-            for one token. It returns the next state and the logits `[B, vocabulary_size]`. JAX
-            writes the logits to `memory`, earlier logits or zeros: with another address in each
-            call, XLA would update the kernels of a CUDA graph.
+        logits: a function `(state, logits_buffer, weights, keep=, variant=)`, the first part of
+            `decode` for one token. It returns the next state and the logits `[B, vocabulary_size]`.
+            JAX overwrites `logits_buffer`, the logits of an earlier call or zeros, with the logits:
+            if their address changed from call to call, XLA would update the CUDA graph in each
+            call.
         choose: a function `(state, logits, inputs, features=, variant=)`, the second part. The
             cache of its `state` is (). It returns what `decode` returns.
         process: a function `(state, rows [P], is_new [P], initial, token_ids [P, T], mask, weights,
@@ -231,7 +232,7 @@ class Programs:
         logits, cache = self._step(state.sequences.token, mask, state.cache)
         return state._replace(cache=cache), logits
 
-    def _compute_logits(self, state, memory, weights, keep, variant):
+    def _compute_logits(self, state, logits_buffer, weights, keep, variant):
         with self._scope(weights):
             return self._apply_model(state, keep)
 
@@ -302,8 +303,8 @@ def _jit(function):
     return jax.jit(
         function,
         static_argnames=names & STATIC,
-        donate_argnames=names & {"state", "memory"},
-        keep_unused="memory" in names,
+        donate_argnames=names & {"state", "logits_buffer"},
+        keep_unused="logits_buffer" in names,
         compiler_options=options,
     )
 

@@ -1,4 +1,4 @@
-"""Converts caches of steps that write large states only every few tokens to ordinary caches."""
+"""Conversion of caches with recent tokens, which are not yet in the states, to ordinary caches."""
 
 from keras import ops
 

@@ -124,13 +124,14 @@ def _weights_and_inputs(dense, x):
     return kernel.to(x.dtype), bias, x
 
 
-_copies: dict = {}  # the first tensor of some numbers, which CUDA graphs read
+_copies: dict = {}  # {(numbers, dtype, device): tensor}; kept because CUDA graphs read them
 
 
 def copy_to_device(numbers, dtype, device):
     """Returns a tensor of a few numbers, without waiting for the GPU as `torch.tensor` does.
 
-    During the capture of a CUDA graph, which cannot copy, it is the tensor of the first call.
+    A CUDA graph cannot copy from the host. During a capture, the function returns the tensor of
+    the first earlier call with the same arguments, which must exist.
     """
     key = tuple(numbers), dtype, device
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -231,9 +231,9 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
         return x if self.embedding_scale is None else x * self.embedding_scale
 
     def _fused_embedding(self, token_ids, state=None):
-        """The embeddings of a step by `fused_embedding`, or None.
+        """Returns the embeddings of a decoding step by `fused_embedding`, or None.
 
-        None also if the class overrides the layer or `embed`.
+        The result is None for more than one token, and if the class overrides the layer or `embed`.
         """
         is_base = type(self).embed is RecurrentBackbone.embed
         is_base = is_base and type(self.token_embedding) is ReversibleEmbedding
@@ -488,7 +488,10 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
             return can_chain_steps(self, x)
 
     def unfused_blocks(self):
-        """Returns `{block: reason}` of the blocks without a fused step; empty without kernels."""
+        """Returns `{name: reason}` of blocks without a fused decoding step.
+
+        The dictionary is empty where decoding does not call Triton kernels.
+        """
         if not uses_triton_kernels(self.variables[0].value):
             return {}
         reasons = ((block.name, block.unfused_reason()) for block in self.transformer_layers)

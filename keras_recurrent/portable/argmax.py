@@ -5,9 +5,9 @@ from keras import ops
 
 
 def argmax(x, masks=None):
-    """x: [B, V], masks: `masks` of `exclude_tokens`, or None. Returns int32 [B].
+    """Returns the first index of the largest number in each row of x `[B, V]`, int32 `[B]`.
 
-    The result is in each row the first index of the largest number.
+    masks: as in `exclude_tokens`, or None.
     """
     x = x if masks is None else exclude_tokens(x, masks)
     return ops.cast(ops.argmax(x, axis=-1), "int32")

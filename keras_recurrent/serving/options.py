@@ -55,7 +55,7 @@ def preset(name):
     known = [each for module in modules for each in importlib.import_module(module).SIZES]
     if name not in known:
         near = ", ".join(difflib.get_close_matches(name, known, n=4))
-        hint = f"; near names: {near}" if near else ""
+        hint = f"; similar names: {near}" if near else ""
         message = f"unknown preset {name!r}, neither a name nor a directory{hint}"
         raise argparse.ArgumentTypeError(message)
     return name
@@ -161,5 +161,5 @@ def parse_options():
             os.listdir(options.prefix_cache_dir)
         except OSError as error:
             parser.error(f"argument --prefix-cache-dir: cannot be created and read: {error}")
-    bind(options.host, options.port).close()
+    bind(options.host, options.port).close()  # an address in use is an error before Keras loads
     return parser, options

@@ -15,7 +15,7 @@ from keras_recurrent.serving.request import PromptTooLong
 
 MAX_PROMPTS, MAX_MESSAGES, MAX_PARTS, MAX_BIASES = 2048, 4096, 1024, 1024
 MAX_ERROR = 1000  # characters of an error, which may quote the request
-# Keys of messages, besides those that the chat template contains.
+# Keys of messages in OpenAI's API, in addition to the fields of `Message`.
 MESSAGE_KEYS = {"name", "tool_calls", "tool_call_id", "refusal", "audio", "function_call"}
 MESSAGE_KEYS |= {"annotations"}
 # Fields of `SamplingParams` that requests have in another form, or not at all.

@@ -152,7 +152,7 @@ class Service:
         started, end = set(self.groups), time.monotonic() + seconds
         if started:
             log.warning(
-                "Shutting down in %g s; unfinished requests: %d; a second signal cancels them",
+                "Shutting down within %g s; unfinished requests: %d; a second signal cancels them",
                 seconds,
                 len(started),
             )

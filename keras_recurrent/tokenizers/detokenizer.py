@@ -1,4 +1,4 @@
-"""Text and bytes of tokens, of any tokenizer, and text of new tokens, incrementally."""
+"""Conversion of tokens to bytes and text, at once or one by one, for any tokenizer."""
 
 import codecs
 import functools
@@ -11,7 +11,7 @@ from keras_recurrent.tokenizers.sentence_piece_file import decoding_errors
 
 REPLACEMENT = "\ufffd"  # text of bytes that are an invalid or incomplete character
 LONGEST_CHARACTER = 4  # bytes, each one token at most
-MAX_TOKENS = 64  # whose text is converted again for a further token
+MAX_TOKENS = 64  # maximum number of tokens that are converted again when one is added
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # of SentencePiece, and of BPE with byte fallback
 # Characters that byte-level BPE has for bytes: the printable ones, then others.
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]

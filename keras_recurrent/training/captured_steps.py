@@ -18,8 +18,8 @@ class CapturedSteps:
     The host launches the forward and the backward pass as one CUDA graph. Clipping, the optimizer
     and the metrics run after it, kernel by kernel.
 
-    The graph is captured in the second of two consecutive steps with equal shapes, so that a last,
-    smaller batch of an epoch needs none. Steps of other shapes run eagerly.
+    One graph is captured, in the second of two consecutive steps with equal shapes, so that the
+    last, smaller batch of an epoch does not cause a capture. Steps of other shapes run eagerly.
     """
 
     def __init__(self, model):
@@ -53,9 +53,9 @@ class CapturedSteps:
         """Returns True if there is a graph for batches like this one."""
         weights = [variable._value for variable in variables]
         if any(w._backward_hooks or w._post_accumulate_grad_hooks for w in weights):
-            return self._run_eagerly("a weight has a hook")
+            return self._switch_to_eager("a weight has a hook")
         if reason := hook_reason(self._modules):
-            return self._run_eagerly(reason)
+            return self._switch_to_eager(reason)
         shapes = _map_tensors(lambda t: (*t.shape, t.dtype), batch)
         addresses = [(v._value.data_ptr(), v.trainable) for v in self._model.weights]
         key = shapes, addresses, chosen_name()
@@ -65,35 +65,35 @@ class CapturedSteps:
         return is_repeated and self._capture(key, batch, variables)
 
     def _capture(self, key, batch, variables):
-        """Captures the graph; returns False if that is impossible."""
+        """Captures the graph; returns True on success."""
         if keras.distribution.distribution() is not None:
-            return self._run_eagerly("the model is distributed")
+            return self._switch_to_eager("`keras.distribution` is active")
         for layer in self._model._flatten_layers(include_self=False):
             if layer._seed_generators:  # each replay would have the same random numbers
-                return self._run_eagerly(f"`{layer.name}` draws random numbers")
+                return self._switch_to_eager(f"`{layer.name}` draws random numbers")
         buffers = _map_tensors(torch.clone, batch)
         for variable in variables:
             variable._value.grad = None  # frees its memory
         device = self._model.weights[0]._value.device
         try:
-            passes = capture(lambda: self._run_passes(buffers, variables), device)
-        except RuntimeError as error:  # such as that of a layer that waits for the device
-            # Keras and the end of the capture replace the first error.
+            graph, results = capture(lambda: self._run_passes(buffers, variables), device)
+        except RuntimeError as error:  # for example, a layer waits for the device
+            # Keras and the end of the capture raise further errors; the first one is the cause.
             while isinstance(error.__context__, RuntimeError):
                 error = error.__context__
             cause = str(error).partition("\n")[0]
         else:
-            self._captured = key, buffers, *passes
+            self._captured = key, buffers, graph, results
             return True
-        return self._run_eagerly(f"torch could not capture the step: {cause}")
+        return self._switch_to_eager(f"torch could not capture the step: {cause}")
 
     def _run_passes(self, batch, variables):
         """Computes loss, predictions and gradients, as Keras's `train_step`."""
         model, (x, y, sample_weight) = self._model, batch
         weights = [variable._value for variable in variables]
-        # torch adds the gradient of a weight on the stream of the weight's first pass, the default
-        # one if eager steps ran before, and a captured stream cannot wait for it. New tensors in
-        # the memory of the weights have no earlier pass.
+        # torch accumulates the gradient of a tensor on the stream of the tensor's first forward
+        # pass. For weights, that is the default stream if eager steps ran before, and a captured
+        # stream cannot wait for it. The leaves are new tensors that share the weights' memory.
         leaves = [weight.detach().requires_grad_() for weight in weights]
         try:
             for variable, leaf in zip(variables, leaves, strict=True):
@@ -111,12 +111,12 @@ class CapturedSteps:
         gradients = [leaf.grad for leaf in leaves]
         return loss.detach(), _map_tensors(torch.detach, predictions), gradients
 
-    def _run_eagerly(self, reason):
-        """Runs all further steps eagerly, and frees the memory of a graph; returns False."""
+    def _switch_to_eager(self, reason):
+        """Makes all further steps eager, and frees the memory of the graph; returns False."""
         self._is_eager, self._captured = True, None
         gc.collect()
         torch.cuda.empty_cache()
-        text = f"`jit_compile=True` captures no CUDA graph until the next `compile`: {reason}."
+        text = f"`jit_compile=True`: steps run eagerly until the next `compile`: {reason}."
         warnings.warn(text, stacklevel=5)
         return False
 

@@ -20,8 +20,8 @@ class TorchTraining(RejectsFullyShard):
     """Mixin that registers parameters on torch, and checks `fit` on every backend.
 
     `fit` raises an error for an optimizer that cannot train 16-bit weights, and for several
-    processes of torch without a distribution. On NVIDIA GPUs, `compile(jit_compile=True)` captures
-    a CUDA graph of training steps, in place of torch's compiler.
+    processes of torch without a distribution. On torch and NVIDIA GPUs, training steps after
+    `compile(jit_compile=True)` are a CUDA graph, instead of a program of torch's compiler.
 
     KerasHub's models bypass torch when they set attributes. Without this class they have no
     parameters before `fit`, and `DistributedDataParallel(model)` finds none.
@@ -30,7 +30,10 @@ class TorchTraining(RejectsFullyShard):
     _captured_steps: Any = None
 
     def train_step(self, *args, **kwargs):
-        """Runs Keras's step, which lists the weights of all layers three times, with one list."""
+        """Trains on a batch: runs Keras's step, or the CUDA graph of `compile(jit_compile=True)`.
+
+        Keras's step lists the weights of all layers three times; this list is made once.
+        """
         _active_step.model, _active_step.weights = self, self.weights
         try:
             step = super().train_step  # type: ignore[misc]

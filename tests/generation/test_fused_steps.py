@@ -27,7 +27,7 @@ from tests.generation.tokens import generate
 from tests.layers.table import assert_close
 from tests.models.tiny import HYBRID, tiny_causal_lm
 
-if dispatch.BACKEND != "torch" or "triton" not in dispatch.SERVING:
+if dispatch.BACKEND != "torch" or "triton" not in dispatch.BACKEND_PREFERENCE:
     pytest.skip("runs on torch with Triton, if only interpreted", allow_module_level=True)
 if isinstance(dispatch.IMPLEMENTATIONS["hgrn2_step"]["triton"], str):
     pytest.skip("needs triton", allow_module_level=True)

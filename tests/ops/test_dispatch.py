@@ -35,7 +35,7 @@ def test_kernels_precede_the_plain_implementation_unless_interpreted(
 def test_serving_implementations_depend_on_triton_interpret():
     """`TRITON_INTERPRET` is ignored or misread when the package is imported."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    assert dispatch.preference(interpreted)[dispatch.BACKEND] == dispatch.SERVING
+    assert dispatch.preference(interpreted)[dispatch.BACKEND] == dispatch.BACKEND_PREFERENCE
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def even_lengths_only(monkeypatch):
 
     kernel = Kernel(linear_scan, unsupported)
     backend = dispatch.BACKEND
-    monkeypatch.setattr(dispatch, "SERVING", ("fast", backend))
+    monkeypatch.setattr(dispatch, "BACKEND_PREFERENCE", ("fast", backend))
     for operation, row in dispatch.IMPLEMENTATIONS.items():
         reason = f"there is no backends/fast/{operation}.py"
         monkeypatch.setitem(row, "fast", kernel if operation == "linear_scan" else reason)
@@ -176,7 +176,7 @@ def test_import_error_of_an_available_folder_is_raised(backends_folder):
 
 def test_backend_without_implementations_raises_an_error(monkeypatch):
     monkeypatch.setattr(dispatch, "BACKEND", "numpy")
-    monkeypatch.setattr(dispatch, "SERVING", ())
+    monkeypatch.setattr(dispatch, "BACKEND_PREFERENCE", ())
     with pytest.raises(
         NotImplementedError, match=r"on numpy: nothing runs.* jax, torch, tensorflow"
     ):
