@@ -399,28 +399,35 @@ class Chunk(Step):
 
 
 def _single_row_mm(a, b):
-    """Computes a matrix product of one row as a sum, which torch's compiler makes memory-bound.
+    """Computes a matrix product of one row in a compiled step, or returns NotImplemented.
 
-    The library's matrix product takes up to twice as long on a CPU, most if b is transposed, like
-    the embedding. Only float32: in other dtypes the products would be rounded before the sum.
+    On an AMD EPYC, the library's product in float32 takes twice as long as a sum that reads b once;
+    on an Intel Xeon, it takes 0.7 times as long as `_sum_rows`.
     """
     if a.shape[0] != 1 or a.dtype != torch.float32 or b.dtype != torch.float32:
         return NotImplemented
-    if b.stride(0) == 1:
-        return (b.t() * a).sum(-1)[None]
-    return (a.t() * b).sum(0, keepdim=True)
+    if b.is_contiguous():
+        return _sum_rows(a, b)
+    return (b.t() * a).sum(-1)[None] if b.stride(0) == 1 else NotImplemented
 
 
 def _single_row_bfloat16_mm(a, b):
-    """Computes a bfloat16 matrix product of one row as a weighted sum of the rows of b.
+    """Computes a bfloat16 matrix product of one row, or returns NotImplemented.
 
-    `embedding_bag` reads b once and sums in float32. oneDNN would rearrange b for each product,
-    which takes longer than a product in float32. Each bag sums one block of columns, in one
-    thread. For a transposed b, such as the embedding, oneDNN's product is used: it does not
-    rearrange b.
+    oneDNN would rearrange a contiguous b for each product, which takes longer than a product in
+    float32. It does not rearrange a transposed b, such as the embedding.
     """
     if a.shape[0] != 1 or a.dtype != torch.bfloat16 or not b.is_contiguous():
         return NotImplemented
+    return _sum_rows(a, b)
+
+
+def _sum_rows(a, b):
+    """Returns the product of `[1, N]` and a contiguous `[N, M]`, a weighted sum of the rows of b.
+
+    `embedding_bag` reads b once and sums in float32. Each bag sums one block of columns, in one
+    thread.
+    """
     num_rows, num_columns = b.shape
     bags = math.gcd(num_columns, 1 << (torch.get_num_threads() - 1).bit_length())
     sums = torch.nn.functional.embedding_bag(
