@@ -656,6 +656,27 @@ def make_scheduler(device, lengths):
 
 @pytest.mark.once
 @pytest.mark.parametrize(
+    ("num_launched", "max_new_tokens", "expected"), [(8, 9, None), (4, 9, 3), (3, 9, 2), (8, 3, 2)]
+)
+def test_tokens_in_state_with_steps_ahead_omit_the_last_or_are_unknown(
+    num_launched, max_new_tokens, expected
+):
+    """After a stop string, the prefix cache keeps a state with tokens beyond the answer."""
+    prompt, options = np.array([7, 8], "int32"), {"deadline": None, "ends": (), "salt": None}
+    sequence = scheduler.RequestSequence(
+        0, print, prompt, GREEDY, np.random.SeedSequence(0), max_new_tokens, **options
+    )
+    for token in (1, 2, 3):
+        sequence.add(token)
+    sequence.num_launched = num_launched
+    found = sequence.tokens_in_state
+    assert (None if found is None else found[2:].tolist()) == (
+        None if expected is None else [1, 2, 3][:expected]
+    )
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
     ("options", "lengths", "expected"),
     [
         # More chunks share a step while requests wait although slots are free.
