@@ -79,16 +79,22 @@ class Programs:
         size = max_sequences(lengths.max())
         if size >= len(lengths):
             return self._process(token_ids, lengths, cache, max_length, prepare)
+
         # Processes groups of sequences, so that only the states of one group exist twice.
-        if cache is None:
-            whole = self.model.backbone.get_initial_state(len(lengths), max_length=max_length)
-        else:
-            whole = keras.tree.map_structure(torch.clone, cache)
+        def allocate(after):
+            def empty(t):
+                return t.new_empty(len(lengths), *t.shape[1:])
+
+            return keras.tree.map_structure(empty, after)
+
+        whole = None
         for start in range(0, len(lengths), size):
             rows = slice(start, start + size)
             before = cache and keras.tree.map_structure(lambda t, rows=rows: t[rows], cache)
             inputs = token_ids[rows], lengths[rows], before, max_length
-            after = self._process(*inputs, prepare and (lambda _: prepare(whole)))
+            prepare_all = prepare and (lambda after: prepare(allocate(after)))
+            after = self._process(*inputs, prepare_all)
+            whole = allocate(after) if whole is None else whole
             copy_all([t[rows] for t in optree.tree_leaves(whole)], optree.tree_leaves(after))
         return whole
 
