@@ -21,7 +21,7 @@ from keras_recurrent.import_order import keras_backend
 
 KEY_VARIABLE = "KERAS_RECURRENT_API_KEY"
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
-DTYPE_POLICY = re.compile(r"([\w/]+_from_)?(mixed_)?(float16|bfloat16|float32|float64)")
+DTYPE_POLICY = re.compile(r"(mixed_)?(float16|bfloat16)|float32|float64")
 
 
 def number(minimum, maximum=math.inf, kind=int):
@@ -44,20 +44,32 @@ def number(minimum, maximum=math.inf, kind=int):
 
 def dtype_policy(name):
     if not DTYPE_POLICY.fullmatch(name):
-        raise argparse.ArgumentTypeError(f"unknown dtype policy {name!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be a dtype policy such as float32, bfloat16 or mixed_bfloat16; got {name!r}"
+        )
     return name
 
 
+def not_empty(text):
+    if not text.strip():
+        raise argparse.ArgumentTypeError("must not be empty; omit the option for its default")
+    return text
+
+
 def preset(name):
-    if "://" in name or os.path.exists(find_folder(name)):
+    if "://" in name:
+        return name
+    if os.path.exists(folder := find_folder(name)):
+        if not os.path.exists(os.path.join(folder, "config.json")):
+            raise argparse.ArgumentTypeError(f"{name!r} is no preset: it has no config.json")
         return name
     modules = [f"{presets.__name__}.{each.name}" for each in pkgutil.iter_modules(presets.__path__)]
     known = [each for module in modules for each in importlib.import_module(module).SIZES]
     if name not in known:
         near = ", ".join(difflib.get_close_matches(name, known, n=4))
         hint = f"; similar names: {near}" if near else ""
-        message = f"unknown preset {name!r}, neither a name nor a directory{hint}"
-        raise argparse.ArgumentTypeError(message)
+        wanted = "must be the name of a preset, a directory or hf://owner/repository"
+        raise argparse.ArgumentTypeError(f"{wanted}; got {name!r}{hint}")
     return name
 
 
@@ -120,7 +132,7 @@ def make_parser():
     text = f"format of tool calls, {', '.join(FORMATS)} (default: the one in the chat template)"
     add("--tool-format", "NAME", str, None, text, choices=tuple(FORMATS))
     text = "address to listen on; 0.0.0.0 accepts connections from other machines"
-    add("--host", "HOST", str, "127.0.0.1", text)
+    add("--host", "HOST", not_empty, "127.0.0.1", text)
     add("--port", "N", number(0, 65535), 8000, "port to listen on; 0: a free one")
     text = "maximum number of queued requests; further ones get status 429"
     add("--max-queued", "N", number(1), 1024, text)
@@ -133,7 +145,7 @@ def make_parser():
     text = "device memory for prefix states, also the size limit of --prefix-cache-dir; 0: off"
     add("--prefix-cache-bytes", "BYTES", number(0), 2**30, text)
     text = "directory that keeps prefix states across restarts"
-    add("--prefix-cache-dir", "DIR", str, None, text)
+    add("--prefix-cache-dir", "DIR", not_empty, None, text)
     text = "interval, in prompt tokens and rounded up to a multiple of 256, at which prefix states "
     text += "are also saved; 0: off"
     add("--prefix-cache-interval", "TOKENS", number(0), 2048, text)

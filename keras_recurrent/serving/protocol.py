@@ -1,5 +1,6 @@
 """Request bodies of OpenAI's API, and the errors that answer invalid ones."""
 
+import functools
 import re
 import reprlib
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
@@ -15,9 +16,9 @@ from keras_recurrent.serving.request import PromptTooLong
 
 MAX_PROMPTS, MAX_MESSAGES, MAX_PARTS, MAX_BIASES = 2048, 4096, 1024, 1024
 MAX_ERROR = 1000  # characters of an error, which may quote the request
-# Keys of messages in OpenAI's API, in addition to the fields of `Message`.
+# Keys of messages in OpenAI's API and its Python client, in addition to the fields of `Message`.
 MESSAGE_KEYS = {"name", "tool_calls", "tool_call_id", "refusal", "audio", "function_call"}
-MESSAGE_KEYS |= {"annotations"}
+MESSAGE_KEYS |= {"annotations", "parsed"}
 # Fields of `SamplingParams` that requests have in another form, or not at all.
 CONVERTED = {"grammar", "logprobs", "min_new_tokens"}
 
@@ -83,6 +84,8 @@ class Body(pydantic.BaseModel):
 
 
 class StreamOptions(Body):
+    neutral = {"include_obfuscation": [False]}
+
     include_usage: bool | None = None
 
 
@@ -220,6 +223,11 @@ class TextPart(Body):
     text: str
 
 
+@functools.lru_cache(maxsize=8)
+def words_of(template):
+    return frozenset(re.findall(r"\w+", template))
+
+
 class Message(Body):
     """Message of a conversation. `check_keys` checks further fields, which are for the template."""
 
@@ -232,17 +240,19 @@ class Message(Body):
 
     def check_keys(self, number, template):
         """Raises an `ApiError` for a key that OpenAI's API and the chat template do not have."""
-        for key in (self.model_extra or {}).keys() - MESSAGE_KEYS:
-            if not re.search(rf"\b{re.escape(key)}\b", template):
-                param = f"messages[{number}].{key[:100]}"
-                message = f"Unknown parameter: '{param}'."
-                raise ApiError(400, message, "unknown_parameter", param=param)
+        for key in (self.model_extra or {}).keys() - MESSAGE_KEYS - words_of(template):
+            param = f"messages[{number}].{key[:100]}"
+            message = f"Unknown parameter: '{param}'."
+            raise ApiError(400, message, "unknown_parameter", param=param)
 
     def rendered(self):
         """Returns the message as the chat template takes it."""
         parts = self.content
         text = "".join(part.text for part in parts) if isinstance(parts, list) else parts
-        return {**(self.model_extra or {}), "role": self.role, "content": text}
+        more = self.model_extra or {}
+        if text is None and isinstance(more.get("refusal"), str):
+            text = more["refusal"]
+        return {**more, "role": self.role, "content": text}
 
 
 def _choice(tool):

@@ -319,6 +319,15 @@ def test_n_answers_are_choices_of_one_prompt(client, submitted):
     assert last.usage.prompt_tokens == 6
 
 
+def test_messages_that_the_python_client_returns_are_accepted(server):
+    """A conversation with an answer of the client's `parse` or `stream`, or a refusal, fails."""
+    answer = {"role": "assistant", "content": None, "refusal": "no", "parsed": None, "audio": None}
+    (user,) = chat()["messages"]
+    options = {"stream": True, "stream_options": {"include_obfuscation": False}, "max_tokens": 1}
+    found = post(server, "chat/completions", messages=[user, answer, user], **options)
+    assert found.status_code == 200, found.text
+
+
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_echo_begins_choices_with_prompt_and_its_log_probabilities(client, max_tokens):
     """A prompt, its first token or its offset is missing, or a stream differs."""
