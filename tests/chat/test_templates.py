@@ -200,12 +200,7 @@ def test_stop_token_ids_include_the_token_that_ends_a_turn(gemma):
     assert stops(chat_template="{{ raise_exception('no') }}") == (1,)
     assert stops(extra_stop_token_ids=[7, 1]) == (1, 7)
     arguments = {"chat_template": RECURRENT_GEMMA_CHAT_TEMPLATE, "extra_stop_token_ids": (7,)}
-    model = GriffinCausalLM.from_preset(
-        "hawk_tiny",
-        num_layers=1,
-        preprocessor=GriffinCausalLMPreprocessor(gemma, **arguments),
-    )
-    assert model._stop_token_ids("auto") == (1, 7, end)
+    assert stops(**arguments) == (1, 7, end)
 
 
 # === Files ===

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+from keras_recurrent.generation.text import parse_stop_token_ids
 from keras_recurrent.models import (
     GriffinBackbone,
     GriffinCausalLM,
@@ -74,7 +75,8 @@ def test_fit_on_strings_lowers_the_loss_and_generate_continues_prompts(family, p
 def test_generate_stops_at_the_second_end_token_of_a_tokenizer():
     model = language_model()
     model.preprocessor.tokenizer.end_token2_id = 70
-    assert model._stop_token_ids("auto") == (model.preprocessor.tokenizer.end_token_id, 70)
+    stops = parse_stop_token_ids(model.preprocessor, model.backbone.vocabulary_size, "auto")
+    assert stops == (model.preprocessor.tokenizer.end_token_id, 70)
 
 
 def test_preprocessed_tokens_give_the_loss_and_logits_of_their_strings():
