@@ -2,8 +2,7 @@
 
 - tnl: TransNormerLLM with 7 billion weights, Llama of transformers, and a Transformer of this
   package with Llama's sizes. The batch size doubles until memory runs out.
-- gqa: a Transformer of this package with the sizes of T5-XXL's decoder, without cross-attention,
-  and 64, 8 and 1 groups of key and value heads.
+- gqa: the sizes of T5-XXL's decoder, without cross-attention, with 64, 8 and 1 groups of KV heads.
 
 Weights are random. The seconds of a run that exceeds the memory are None. Llama requires the
 package transformers; `--only TNL Transformer` leaves it out.
