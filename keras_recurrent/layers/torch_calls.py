@@ -163,12 +163,18 @@ def modules_of(model):
     return found
 
 
-def hook_reason(modules):
-    """Reason other code runs before, after or in place of a call of these modules, or None."""
-    if torch_module._has_any_global_hook():
+def hook_reason(modules, with_gradients=False):
+    """Reason other code runs before, after or in place of a call of these modules, or None.
+
+    with_gradients: boolean, True includes hooks of gradients, which only run in training.
+    """
+    is_global = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
+    if is_global or (with_gradients and torch_module._has_any_global_hook()):
         return "torch has a hook for all modules"
+    kinds = _HOOKS if with_gradients else _HOOKS[:2]
     for module in modules:
-        if has_hooks(module) or not _REPLACED.isdisjoint(vars(module)):
+        found = vars(module)
+        if any(found[kind] for kind in kinds) or not _REPLACED.isdisjoint(found):
             name = getattr(module, "name", type(module).__name__)
             return f"`{name}` has a hook, or an instance attribute `call` or `forward`"
     return None

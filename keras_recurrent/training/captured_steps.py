@@ -54,7 +54,7 @@ class CapturedSteps:
         weights = [variable._value for variable in variables]
         if any(w._backward_hooks or w._post_accumulate_grad_hooks for w in weights):
             return self._switch_to_eager("a weight has a hook")
-        if reason := hook_reason(self._modules):
+        if reason := hook_reason(self._modules, with_gradients=True):
             return self._switch_to_eager(reason)
         shapes = _map_tensors(lambda t: (*t.shape, t.dtype), batch)
         addresses = [(v._value.data_ptr(), v.trainable) for v in self._model.weights]

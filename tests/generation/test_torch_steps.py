@@ -210,6 +210,13 @@ def test_make_choice_holds_the_lock_of_tracing(monkeypatch):
 # === Hooks of torch and replaced methods, with which a step is not traced ===
 
 
+def test_hook_of_gradients_leaves_steps_traced(hgrn2):
+    """Samples during training are generated layer by layer because a hook reads gradients."""
+    hgrn2.backbone.token_embedding.register_full_backward_hook(lambda *_: None)
+    generate(hgrn2, (4,), 8)
+    assert which_generation(hgrn2).name != "eager"
+
+
 def add_hook_for_all_modules(layer):
     def flip(module, given, output):
         return output.flip(-1) if module is layer else output
