@@ -10,7 +10,7 @@ import time
 import keras
 
 from keras_recurrent import serving
-from keras_recurrent.serving.options import KEY_VARIABLE, bind, parse_options
+from keras_recurrent.serving.options import KEY_VARIABLE, parse_options
 
 log = logging.getLogger("keras_recurrent.serving")
 
@@ -65,7 +65,7 @@ def main():
     sys.setswitchinterval(5e-4)
     if options.api_key is None and not is_loopback(options.host):
         logging.warning("Other machines reach the server without a key; set %s.", KEY_VARIABLE)
-    with HTTPProcess(bind(options.host, options.port)) as http_process:
+    with HTTPProcess(options.listener) as http_process:
         try:
             engine = make_engine(options)
         except (ValueError, NotImplementedError) as error:  # an option is wrong for the model

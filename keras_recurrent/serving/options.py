@@ -153,7 +153,10 @@ def make_parser():
 
 
 def parse_options():
-    """Returns the parser and the options, with the key of the environment as `api_key`."""
+    """Returns the parser and the options.
+
+    `api_key` is the key of the environment, `listener` a socket that is bound to host and port.
+    """
     parser = make_parser()
     options = parser.parse_args()
     missing = [name for name in PACKAGES if not importlib.util.find_spec(name)]
@@ -173,5 +176,5 @@ def parse_options():
             os.listdir(options.prefix_cache_dir)
         except OSError as error:
             parser.error(f"argument --prefix-cache-dir: cannot be created and read: {error}")
-    bind(options.host, options.port).close()  # an address in use is an error before Keras loads
+    options.listener = bind(options.host, options.port)
     return parser, options
