@@ -82,10 +82,8 @@ class Programs:
 
         # Processes groups of sequences, so that only the states of one group exist twice.
         def allocate(after):
-            def empty(t):
-                return t.new_empty(len(lengths), *t.shape[1:])
-
-            return keras.tree.map_structure(empty, after)
+            count = len(lengths)
+            return keras.tree.map_structure(lambda t: t.new_empty(count, *t.shape[1:]), after)
 
         whole = None
         for start in range(0, len(lengths), size):

@@ -93,11 +93,15 @@ class XlaBatch(Batch):
 
     def _launch_model(self):
         if self._logits is None:
-            shape = self.num_slots, self._vocabulary_size
-            self._logits = distribute(np.zeros(shape, self._model.compute_dtype))
+            self._logits = self._make_logits_buffer()
         static = {"keep": self._keep, "variant": self._variant}
         arguments = self._state, self._logits, self.weights
         self._state, self._logits = self._programs.logits(*arguments, **static)
+
+    def _make_logits_buffer(self):
+        """Returns zeros that the first step with a grammar overwrites."""
+        size = self.num_slots, self._vocabulary_size
+        return distribute(np.zeros(size, self._model.compute_dtype))
 
     def _launch_choice(self, features, uniform, masks):
         self._options_on_device["grammar"] = distribute(masks)
@@ -314,9 +318,10 @@ class JaxBatch(XlaBatch):
         def compile_programs():
             plain, variant = state._replace(counts=()), {"variant": self._variant}
             if features.has_grammar:
-                size = self.num_slots, self._vocabulary_size
-                logits = jax.ShapeDtypeStruct(size, self._model.compute_dtype)
-                options = {"keep": self._keep, **variant}
+                logits, options = (
+                    _shape(self._make_logits_buffer()),
+                    {"keep": self._keep, **variant},
+                )
                 lowered = self._programs.logits.lower(plain, logits, weights, **options)
                 lowered.compile()
                 arguments = state._replace(cache=()), lowered.out_info[1], *others
