@@ -68,7 +68,7 @@ COMPARISONS = {
     ),
     "gqa": (
         Comparison(models_with_groups("mqa_tiny", {}, (4, 2, 1), 8), 128, 32, 8),
-        Comparison(models_with_groups("mqa_7b", T5_XXL, (64, 8, 1), 32), 2048, 512, 32),
+        Comparison(models_with_groups("mqa_7b", T5_XXL, (64, 8, 1), 16), 2048, 512, 16),
     ),
 }
 FIELDS = "seconds", "seconds_to_first_token", "peak_bytes"

@@ -119,15 +119,13 @@ def flops_per_byte(model, length):
 
 
 def measure(key, seeds, size, data):
-    """Trains a model for each of the seeds, one after another."""
+    """Trains a model for each of the seeds."""
     width, rate = key["width"], size.learning_rate / key["width"] ** 0.5
     tokens = round(size.rows_per_channel * width) * size.length
-    for seed in seeds:
-        model = build(key["model"], size, width, seed)
-        steps = max(1, round(size.bytes_per_weight * model.count_params() / tokens))
-        training = size.length, steps, tokens, rate
-        ((line, _),) = train_on_text([model], [seed], data, *training)
-        every, of_weights = (line["bytes"] * n for n in flops_per_byte(model, size.length))
+    models = [build(key["model"], size, width, seed) for seed in seeds]
+    steps = max(1, round(size.bytes_per_weight * models[0].count_params() / tokens))
+    for line, _ in train_on_text(models, seeds, data, size.length, steps, tokens, rate):
+        every, of_weights = (line["bytes"] * n for n in flops_per_byte(models[0], size.length))
         flops = {"flops": float(every), "flops_of_weights": float(of_weights)}
         yield {**line, **flops, "learning_rate": round(rate, 6), "corpus": data[2]}
 
