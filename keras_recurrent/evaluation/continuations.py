@@ -203,7 +203,7 @@ class Continuations:
         pairs = zip(cache.token_ids, texts, strict=True)
         sequences = [Sequence(ids, *options, text.listen) for ids, text in pairs]
         programs = self._model._programs()
-        loop = start_decoding(programs, sequences, lambda prepare: cache.state)
+        loop = start_decoding(programs, sequences, lambda batch: cache.state)
         while loop.advance():
             pass
         loop.batch.close()

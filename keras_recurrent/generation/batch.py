@@ -1,7 +1,6 @@
 """Batches, sequences that decode together, and their decoding loop."""
 
 import collections
-import functools
 import math
 from typing import Any
 
@@ -67,6 +66,7 @@ class Batch:
         # The `active_slots` and `Features` of the sequences whose next logits were computed, before
         # the masks of their grammars are known.
         self._with_logits: Any = None
+        self._inserted: Any = None  # the arrays and `Features` of the sequences of `insert_all`
         self._delayed: list[tuple] = []  # arguments of `_write`, until these logits are used
 
     @property
@@ -101,26 +101,28 @@ class Batch:
         """True if the next tokens depend on the last ones because of a grammar."""
         return bool(self._matchers)
 
-    def prepare_first_step(self, sequences, state):
-        """Compiles the first step of sequences before `insert_all` inserts them.
-
-        state: the state before this step, or tensors of its shapes.
-        """
-
-    def insert_all(self, sequences, state):
+    def insert_all(self, sequences, process):
         """Puts a sequence into each slot.
 
         Args:
             sequences: a list of `Sequence`s, one for each slot.
-            state: the state of the backbone before the last token of each prompt. The batch may
-                overwrite it.
+            process: a function of this batch, as in `start_decoding`.
         """
         # One without room for new tokens needs no slot.
         self.sequences = [s if s.finish_reason is None else None for s in sequences]
         self._set_active_slots()
         arrays = self._arrays(sequences)
         self._features = self._choose_features(sequences)
-        self._write_all(arrays, self._features, state)
+        self._inserted = arrays, self._features
+        state = process(self)
+        if state is not None:
+            self.write(slice(None), state)
+
+    def prepare_first_step(self, state):
+        """Compiles the first step of the sequences of `insert_all` while it processes prompts.
+
+        state: the state of one or more sequences before this step, or its shapes.
+        """
 
     def insert(self, sequence, state):
         """Puts a sequence into a free slot; `state` is the state before the last prompt token."""
@@ -253,8 +255,14 @@ class Batch:
         """Returns a list of the known `Features` that cover `needed`."""
         return [f for f in self._known[num_stops] if covers(f, needed, self._vocabulary_size)]
 
-    def _write_all(self, arrays, features, state):
-        """Overwrites all slots; `features` are those of the first steps."""
+    def write(self, rows, state):
+        """Writes the states of some of the sequences of `insert_all`.
+
+        Args:
+            rows: a slice, the indices of the slots.
+            state: the state of the backbone before the last token of each prompt. The batch may
+                overwrite it.
+        """
         raise NotImplementedError
 
     def _write(self, slot, arrays, state):
@@ -321,9 +329,9 @@ class Batch:
         """Fills the slots with initial states; returns the initial state of one sequence."""
         self.tokens_per_step, self.runs_ahead = tokens_per_step, True
         arrays = self._arrays([_greedy_sequence(max_new_tokens=0)] * self.num_slots)
-        backbone = self._model.backbone
+        self._inserted, backbone = (arrays, Features()), self._model.backbone
         state = backbone.get_initial_state(self.num_slots, max_length=max_length)
-        self._write_all(arrays, Features(), state)
+        self.write(slice(None), state)
         return backbone.get_initial_state(1, max_length=max_length)
 
     def is_ready(self, sequence):
@@ -459,12 +467,12 @@ def start_decoding(programs, sequences, process, keep=False, reads_tokens=False)
     Args:
         programs: the `Programs` of the model.
         sequences: a list of the `Sequence`s.
-        process: a function of `prepare`, as in `Programs.prefill`. It returns the state before the
-            last token of each prompt, which the loop may overwrite.
+        process: a function of the `Batch`. It returns the state before the last token of each
+            prompt, which the loop may overwrite, or passes it to `Batch.write` and returns None.
         keep, reads_tokens: as in `Batch`.
     """
     batch = programs.batch(len(sequences), keep, reads_tokens)
-    batch.insert_all(sequences, process(functools.partial(batch.prepare_first_step, sequences)))
+    batch.insert_all(sequences, process)
     return DecodingLoop(batch)
 
 

@@ -366,16 +366,16 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
         sequences = [Sequence(*row, listener, matcher) for row, listener, matcher in parts]
         return prompts, sequences, texts
 
-    def _process_prompts(self, programs, prompts, cache, keep, prepare=None):
-        """Returns the state of each answer before its first step, which may overwrite it."""
+    def _process_prompts(self, programs, prompts, cache, keep, batch=None):
+        """Returns the state of each answer before its first step, as in `start_decoding`."""
         if cache is None:
             state, max_length = None, cache_max_length(self, prompts.max_length, keep)
         else:
             state, max_length = cache.state, None
         has_copies = len(prompts.answers) > len(prompts.tokens)
-        prepare = None if has_copies else prepare
+        batch = None if has_copies else batch
         arguments = prompts.token_ids, prompts.lengths - 1, state, max_length
-        state = programs.prefill(*arguments, prepare)
+        state = programs.prefill(*arguments, batch)
         return select_rows(state, prompts.answers) if has_copies else state
 
     def _make_cache(self, prompts, cache, state, sequences, texts=None, turn=None):

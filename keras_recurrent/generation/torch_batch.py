@@ -50,14 +50,17 @@ class TorchBatch(Batch):
         self._read_slot = self._decoder.slot_reader(self._groups)
 
     @torch.no_grad()
-    def prepare_first_step(self, sequences, state):
-        self._programs.decoding_step(state, self._keep)
+    def prepare_first_step(self, state):
+        self._programs.decoding_step(state, self.num_slots, self._keep)
 
     @torch.no_grad()
-    def _write_all(self, arrays, features, state):
-        tensors = {n: torch.as_tensor(array, device=self._device) for n, array in arrays.items()}
-        options = self.tokens_per_step, self._keep
-        self._decoder = self._programs.decoder(state, tensors, features, *options)
+    def write(self, rows, state):
+        if self._decoder is None:
+            arrays, features = self._inserted
+            tensors = {n: torch.as_tensor(a, device=self._device) for n, a in arrays.items()}
+            options = self.tokens_per_step, self._keep
+            self._decoder = self._programs.decoder(state, tensors, features, *options)
+        self._decoder.write(rows, state)
 
     @torch.no_grad()
     def _write(self, slot, arrays, state):
@@ -172,22 +175,40 @@ class Decoder:
         step: the `Step` of the model.
         run: the fastest function of `step`.
         prepared: the tensors of `step.prepared()`.
-        cache: a list of the tensors of a cache, as the step takes them.
         tensors: `{name: tensor}`, the fields of a `DeviceState` and the arguments of sampling.
         tokens_per_step: integer R, maximum number of tokens between two calls of `latest`.
 
     Attributes:
-        step, cache, tensors: as above, after the latest token. Sampling adds `recent` `[B, R]`,
-            `uniform` `[B, R]`, `counts` `[B, vocabulary]` and log probabilities `[B, R, ...]`.
+        step: as above.
+        cache: a list of the tensors of a cache, as the step takes them, after the latest token.
+        tensors: as above, after the latest token. Sampling adds `recent` `[B, R]`, `uniform`
+            `[B, R]`, `counts` `[B, vocabulary]` and log probabilities `[B, R, ...]`.
     """
 
-    def __init__(self, step, run, prepared, cache, tensors, tokens_per_step):
+    cache: Any = None
+
+    def __init__(self, step, run, prepared, tensors, tokens_per_step):
         self.step, self._run, self._prepared = step, run, prepared
-        self.cache, self.tensors = list(cache), dict(tensors)
+        self.tensors = dict(tensors)
         self._tokens_per_step = tokens_per_step
         self._choices: dict = {}  # the functions that choose tokens, by `Features`
         if tokens_per_step > 1:
             self.allocate("recent", (tokens_per_step,), torch.int32)
+
+    def write(self, rows, cache):
+        """Overwrites the cache of some sequences.
+
+        Args:
+            rows: a slice, the indices of the sequences.
+            cache: a cache of the backbone, which the decoder may overwrite.
+        """
+        flat = self.step.flatten_cache(cache)
+        if len(flat[0]) == len(self.tensors["token"]):
+            self.cache = flat
+            return
+        if self.cache is None:
+            self.cache = self.step.allocate_cache(flat[0].device)
+        copy_all([t[rows] for t in self.cache], flat)
 
     def allocate(self, name, shape, dtype=torch.float32):
         """Adds a tensor of zeros `[B, *shape]`, unless there is one of this name."""

@@ -8,7 +8,6 @@ import threading
 import warnings
 from typing import Any
 
-import keras
 import optree
 import torch
 
@@ -42,11 +41,11 @@ class CapturedDecoder(Decoder):
 
     logits: Any = None  # of the latest captured step
 
-    def __init__(self, step, weights, prepared, cache, tensors, tokens_per_step, key):
-        self._stacks = allocate_stacks(cache, step.groups)
+    def __init__(self, step, weights, prepared, tensors, tokens_per_step, key):
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-        cache = unstack_groups(self._stacks, step.groups)
-        super().__init__(step, step.traced, list(prepared), cache, tensors, tokens_per_step)
+        super().__init__(step, step.traced, list(prepared), tensors, tokens_per_step)
+        self._stacks = allocate_stacks(step.cache_shapes, step.groups, tensors["token"].device)
+        self.cache = unstack_groups(self._stacks, step.groups)
         self.key, self._pool = key, None
         # Graphs by `Features`. False: the step cannot be captured. None: out of memory this time.
         self._graphs: dict[Any, Any] = {}
@@ -60,10 +59,10 @@ class CapturedDecoder(Decoder):
         logits = () if self.logits is None else (self.logits,)
         return self._owned_bytes + sum(t.nbytes for t in (*self.tensors.values(), *logits))
 
-    def begin(self, prepared, cache, tensors, features):
+    def begin(self, prepared, tensors, features):
         """Copies the initial values of a call and the current weights to this decoder's tensors.
 
-        The cache is copied last, because without a mask, capturing a graph changes it.
+        The cache is written later, because without a mask, capturing a graph changes it.
         """
         for buffer, value in zip(self._prepared, prepared, strict=True):
             if buffer.data_ptr() != value.data_ptr():
@@ -74,7 +73,9 @@ class CapturedDecoder(Decoder):
         self.prepare(features)
         if "counts" in self.tensors:
             self.tensors["counts"].zero_()
-        copy_all(self.cache, cache)
+
+    def write(self, rows, cache):
+        copy_all([t[rows] for t in self.cache], self.step.flatten_cache(cache))
 
     def set_tensor(self, name, value):
         """Overwrites a tensor. A value of another shape replaces it, and discards all graphs."""
@@ -159,12 +160,19 @@ class DecoderPool:
         # holds the lock, so released decoders are put in a queue first.
         self._released: queue.SimpleQueue = queue.SimpleQueue()
 
-    def acquire(self, key):
-        """Returns a decoder that was captured for this key, or None."""
+    def acquire(self, key, num_bytes, device):
+        """Returns a decoder that was captured for this key.
+
+        If there is none, deletes the decoders that the pool would not keep next to a new one of
+        `num_bytes`, and returns None.
+        """
         with self._lock:
             self._store_released()
             decoders = self._unused.get(key)
-            return decoders.pop() if decoders else None
+            if decoders:
+                return decoders.pop()
+            self._limit(device, num_bytes, num_kept=0)
+            return None
 
     def drop(self, step):
         """Deletes the decoders whose keys begin with `step`."""
@@ -185,28 +193,37 @@ class DecoderPool:
     def _store_released(self):
         while not self._released.empty():
             decoder = self._released.get()
-            device = torch.cuda.get_device_properties(decoder.tensors["token"].device)
             self._unused.setdefault(decoder.key, []).append(decoder)
             self._unused.move_to_end(decoder.key)
-            while self._bytes() > device.total_memory // POOL_DIVISOR and len(self._unused) > 1:
-                self._unused.popitem(last=False)
+            self._limit(decoder.tensors["token"].device, 0, num_kept=1)
+
+    def _limit(self, device, num_bytes, num_kept):
+        """Deletes the oldest decoders, but for `num_kept`, that do not fit next to `num_bytes`."""
+        limit = torch.cuda.get_device_properties(device).total_memory // POOL_DIVISOR
+        while len(self._unused) > num_kept and self._bytes() + num_bytes > limit:
+            self._unused.popitem(last=False)
 
     def _bytes(self):
         return sum(d.bytes for decoders in self._unused.values() for d in decoders)
 
 
-def allocate_stacks(tensors, groups):
-    """Returns a tensor `[n, ...]` for each group of n tensors of one shape and dtype.
+def allocate_stacks(shapes, groups, device):
+    """Returns a tensor of zeros `[n, *shape]` for each group of n tensors.
 
     One launch then copies a slot of all tensors of a group. Each tensor begins at an aligned
     address, which kernels require.
+
+    Args:
+        shapes: a list of the `(shape, dtype)` of all tensors.
+        groups: the result of `group_equal` for them.
+        device: a `torch.device`.
     """
     stacks = []
     for group in groups:
-        example = tensors[group[0]]
-        size = math.ceil(example.numel() / ALIGNMENT) * ALIGNMENT
-        flat = example.new_zeros(len(group), size)[:, : example.numel()]
-        stacks.append(flat.unflatten(1, example.shape))
+        shape, dtype = shapes[group[0]]
+        size = math.ceil(shape.numel() / ALIGNMENT) * ALIGNMENT
+        flat = torch.zeros(len(group), size, dtype=dtype, device=device)[:, : shape.numel()]
+        stacks.append(flat.unflatten(1, shape))
     return stacks
 
 
@@ -217,8 +234,8 @@ class Chunks:
     parts. The weights must not change between calls.
 
     Args:
-        make_chunk: a function of a cache and, as `chunk`, a number of tokens, which returns the
-            `Chunk`.
+        make_chunk: a function of a cache, a number of prompts and, as `chunk`, a number of tokens,
+            which returns the `Chunk`.
         num_prompts: integer, the number of prompts of a program.
         cache: the cache of one sequence before all tokens.
         report: a function of the reason why a program could not be captured.
@@ -231,16 +248,14 @@ class Chunks:
         self._prepared: list = []
         # The buffers that all programs read and overwrite are views of stacks, so that one launch
         # per group copies the state of a prompt. The next step waits for these launches.
-        examples = optree.tree_leaves(self._batch(num_prompts))
+        examples = [t.repeat_interleave(num_prompts, 0) for t in optree.tree_leaves(cache)]
         groups = group_equal(examples, examples)
-        stacks = allocate_stacks(examples, groups)
+        shapes = [(t.shape, t.dtype) for t in examples]
+        stacks = allocate_stacks(shapes, groups, examples[0].device)
         self._slots = [[s[:, i : i + 1] for s in stacks] for i in range(num_prompts)]
         self._buffers = unstack_groups(stacks, groups)
         copy_all(self._buffers, examples)
         self._pool = None
-
-    def _batch(self, size):
-        return keras.tree.map_structure(lambda t: t.repeat_interleave(size, 0), self._example)
 
     @torch.no_grad()
     def __call__(self, states, tokens, mask):
@@ -270,7 +285,7 @@ class Chunks:
         return [[part.clone() for part in slot] for slot in slots]
 
     def _make_program(self, num_tokens):
-        chunk = self._make_chunk(self._batch(self._num_prompts), chunk=num_tokens)
+        chunk = self._make_chunk(self._example, self._num_prompts, chunk=num_tokens)
         prepared, shape = self._shared(chunk.prepared()), (self._num_prompts, num_tokens)
         program = _Program(chunk.traced, prepared, shape, self._buffers)
         reason = chunk.not_captured_reason

@@ -64,8 +64,10 @@ class Programs:
         self._has_kernels = False  # True after the kernels of a prompt were compiled
 
     @torch.no_grad()
-    def prefill(self, token_ids, lengths, cache=None, max_length=None, prepare=None):
+    def prefill(self, token_ids, lengths, cache=None, max_length=None, batch=None):
         """Returns the cache after the first `lengths` tokens of each sequence, in new tensors.
+
+        The cache of many sequences is passed to the `batch`, and the result is None.
 
         Args:
             token_ids: integers `[B, T]`, a NumPy array.
@@ -73,30 +75,29 @@ class Programs:
             cache: the cache before these tokens. None: the first chunk starts without a state, as a
                 forward pass; attention computes it faster than a chunk after an empty cache.
             max_length: integer or None, the `max_length` of a new cache.
-            prepare: `Batch.prepare_first_step` for the batch that continues from the cache, or
-                None. Its kernels are compiled together with those of the first prompt.
+            batch: the `Batch` that continues from the cache, or None. The kernels of its first
+                step are compiled together with those of the first prompt.
         """
-        size = max_sequences(lengths.max())
-        if size >= len(lengths):
-            return self._process(token_ids, lengths, cache, max_length, prepare)
+        count, size, whole = len(lengths), max_sequences(lengths.max()), None
+        if size >= count:
+            return self._process(token_ids, lengths, cache, max_length, batch)
+
+        def write(rows, state):
+            nonlocal whole
+            if whole is None:
+                whole = keras.tree.map_structure(lambda t: t.new_empty(count, *t.shape[1:]), state)
+            copy_all([t[rows] for t in optree.tree_leaves(whole)], optree.tree_leaves(state))
 
         # Processes groups of sequences, so that only the states of one group exist twice.
-        def allocate(after):
-            count = len(lengths)
-            return keras.tree.map_structure(lambda t: t.new_empty(count, *t.shape[1:]), after)
-
-        whole = None
-        for start in range(0, len(lengths), size):
+        write = write if batch is None else batch.write
+        for start in range(0, count, size):
             rows = slice(start, start + size)
             before = cache and keras.tree.map_structure(lambda t, rows=rows: t[rows], cache)
             inputs = token_ids[rows], lengths[rows], before, max_length
-            prepare_all = prepare and (lambda after: prepare(allocate(after)))
-            after = self._process(*inputs, prepare_all)
-            whole = allocate(after) if whole is None else whole
-            copy_all([t[rows] for t in optree.tree_leaves(whole)], optree.tree_leaves(after))
+            write(rows, self._process(*inputs, batch))
         return whole
 
-    def _process(self, token_ids, lengths, cache, max_length, prepare):
+    def _process(self, token_ids, lengths, cache, max_length, batch):
         """As `prefill`, but processes all sequences together."""
         given = cache
 
@@ -109,8 +110,8 @@ class Programs:
                 with compile_ahead() as compiles_only:
                     if compiles_only:
                         after = process(*chunk)
-                        if prepare is not None:
-                            prepare(after)
+                        if batch is not None:
+                            batch.prepare_first_step(after)
                 self._has_kernels = True
             cache = process(*chunk)
         if cache is None:
@@ -172,25 +173,26 @@ class Programs:
         self.mode = self.mode._replace(refused={**self.mode.refused, "cuda_graph": reason})
 
     def decoder(self, cache, tensors, features, tokens_per_step=1, masked=False):
-        """Returns a decoder, which one call uses until `release`.
+        """Returns a decoder, which one call uses until `release`, before `Decoder.write`.
 
         Args:
-            cache: a cache, which the decoder may overwrite.
+            cache: a cache of one or more sequences, whose number may differ from the decoder's.
             tensors, tokens_per_step: as in `Decoder`.
             features: the `Features` of the first steps. None: the decoder only computes logits.
             masked: boolean, True if the cache of a sequence is unchanged after its end.
         """
         device = tensors["token"].device
         reason = self._graph_reason(device)
-        step = self.decoding_step(cache, masked, is_sampled=features is not None)
-        prepared, flat = step.prepared(), step.flatten_cache(cache)
+        size = len(tensors["token"])
+        step = self.decoding_step(cache, size, masked, is_sampled=features is not None)
+        prepared = step.prepared()
         reason, weights = reason or step.not_captured_reason, step.weights()
         if reason is None:
             key = step, *[t.data_ptr() for t in weights], tokens_per_step, features is None
-            decoder = self._pool.acquire(key)
+            decoder = self._pool.acquire(key, step.cache_bytes, device)
             try:
                 if decoder is None:
-                    inputs = weights, prepared, flat, tensors, tokens_per_step, key
+                    inputs = weights, prepared, tensors, tokens_per_step, key
                     decoder = CapturedDecoder(step, *inputs)
                     decoder.capture(features)
             except torch.OutOfMemoryError as error:  # memory may suffice in a later call
@@ -199,12 +201,11 @@ class Programs:
                 reason = step.not_captured_reason = f"torch could not capture the step: {error}"
             else:
                 self.mode = GenerationMode("cuda_graph", {}, step.unfused)
-                decoder.begin(prepared, flat, tensors, features)
+                decoder.begin(prepared, tensors, features)
                 return decoder
-        mask = (tensors["active"],) if masked else ()
-        run = step.fastest_function(*prepared, tensors["token"], *mask, *flat)
+        run = step.fastest_function(prepared, device)
         self._record_mode(step, device, reason)
-        return Decoder(step, run, prepared, flat, tensors, tokens_per_step)
+        return Decoder(step, run, prepared, tensors, tokens_per_step)
 
     def batch(self, num_slots, keep, reads_tokens=False):
         """Returns a batch; arguments as in `Batch`."""
@@ -215,28 +216,29 @@ class Programs:
         if isinstance(decoder, CapturedDecoder):
             self._pool.release(decoder)
 
-    def decoding_step(self, cache, masked, is_sampled=True):
+    def decoding_step(self, cache, batch_size, masked, is_sampled=True):
         """Returns the `Step` of a decoder; is_sampled: False if `decoder` gets no `features`."""
-        segment = cache["segment"]
-        delays_writes = is_sampled and self._graph_reason(segment.device) is None
-        delays_writes = delays_writes and len(segment) >= MIN_DELAYED_ROWS
-        return self._step(cache, masked, delays_writes=delays_writes)
+        delays_writes = is_sampled and self._graph_reason(cache["segment"].device) is None
+        delays_writes = delays_writes and batch_size >= MIN_DELAYED_ROWS
+        return self._step(cache, batch_size, masked, delays_writes=delays_writes)
 
-    def _step(self, cache, masked=False, chunk=None, delays_writes=False):
+    def _step(self, cache, batch_size, masked=False, chunk=None, delays_writes=False):
         """Returns the `Step` for a cache, or the `Chunk` if `chunk` is its number of tokens."""
-        tensors = [*keras.tree.flatten(cache), *[v.value for v in self.model.variables]]
+        weights = [v.value for v in self.model.variables]
         eager_reason = self._eager_reason or hook_reason(modules_of(self.model))
         delays_writes = delays_writes and not eager_reason
         unfused = self.model.backbone.unfused_blocks()
-        signature = [(t.shape, t.dtype, t.device) for t in tensors]
-        key = eager_reason, tuple(unfused), chosen_name(), masked, chunk, delays_writes, *signature
+        signature = [(t.shape[1:], t.dtype, t.device) for t in keras.tree.flatten(cache)]
+        signature += [(t.shape, t.dtype, t.device) for t in weights]
+        options = batch_size, masked, chunk, delays_writes
+        key = eager_reason, tuple(unfused), chosen_name(), *options, *signature
         with self._lock:
             if key not in self._steps:
-                options = masked, eager_reason, delays_writes
+                inputs = self.model, cache, batch_size
                 self._steps[key] = (
-                    Chunk(self.model, cache, chunk, eager_reason)
+                    Chunk(*inputs, chunk, eager_reason)
                     if chunk
-                    else Step(self.model, cache, self._compiled, *options)
+                    else Step(*inputs, self._compiled, masked, eager_reason, delays_writes)
                 )
             self._steps.move_to_end(key)
             while len(self._steps) > MAX_STEPS:
@@ -271,7 +273,8 @@ class Step:
 
     Args:
         model: the language model.
-        cache: a cache with the shapes of all later calls.
+        cache: a cache, whose tensors have the shapes of all later calls except for the first axis.
+        batch_size: integer, number of sequences.
         compiled: True compiles with torch's compiler at the first token, None after
             `COMPILED_AFTER` tokens, False never.
         masked: boolean, True if the step takes a mask, boolean [B, 1], between token and cache. The
@@ -281,6 +284,7 @@ class Step:
             step then takes a cache with recent tokens: see `flatten_cache` and `cache`.
 
     Attributes:
+        cache_shapes: a list of the `(shape, dtype)` of the tensors of the step's cache.
         groups: the result of `group_equal` for the tensors of the step's cache. Groups of recent
             tokens follow the groups of the given cache.
         unfused: the `unfused_blocks` of the backbone at the latest use.
@@ -289,15 +293,26 @@ class Step:
     unfused: dict
     _num_tokens = 1
 
-    def __init__(self, model, cache, compiled, masked, not_traced_reason=None, delays_writes=False):
-        backbone, batch_size = model.backbone, cache["segment"].shape[0]
+    def __init__(
+        self,
+        model,
+        cache,
+        batch_size,
+        compiled,
+        masked,
+        not_traced_reason=None,
+        delays_writes=False,
+    ):
+        backbone = model.backbone
         self.vocabulary_size = backbone.vocabulary_size
         self._delays_writes = delays_writes and backbone.takes_fused_steps(batch_size)
+        cache = make_example(cache, batch_size)
         first = optree.tree_leaves(cache)
         if self._delays_writes:
             cache = backbone.add_recent_tokens(cache)
-        self.groups = group_equal(optree.tree_leaves(cache), first)
-        self._model, self._structure = model, optree.tree_structure(cache)
+        flat, self._structure = optree.tree_flatten(cache)
+        self.groups = group_equal(flat, first)
+        self._model, self.cache_shapes = model, [(t.shape, t.dtype) for t in flat]
         self._use_compiler, self._lock, self.count = compiled, threading.Lock(), 0
         self.masked = masked
         self.not_traced_reason = not_traced_reason
@@ -307,14 +322,10 @@ class Step:
         if not_traced_reason:
             self._prepare, self.traced = (lambda *weights: weights), self._run_layers
             return
-        flat = [t.clone() for t in optree.tree_leaves(cache)]  # a step overwrites its cache
-        size = flat[0].shape[0], self._num_tokens
-        token = torch.ones(size, dtype=torch.int32, device=flat[0].device)
-        weights = self.weights()
-        mask = (torch.ones_like(token, dtype=torch.bool),) if masked else ()
+        weights, inputs = self.weights(), self._example_inputs(flat)
         with tracing, torch.no_grad(), compile_ahead():
-            table = _SINGLE_BFLOAT16_ROW if token.device.type == "cpu" else None
-            traced = make_fx(self._call, table)(weights, token, *mask, *flat)
+            table = _SINGLE_BFLOAT16_ROW if flat[0].device.type == "cpu" else None
+            traced = make_fx(self._call, table)(weights, *inputs)
         self._prepare, self.traced = _split(_inline_scalars(traced), len(weights))
 
     def weights(self):
@@ -350,6 +361,21 @@ class Step:
         """Returns the cache of tensors that the step takes or returns."""
         return apply_recent_tokens(self._pack(flat), torch.cat)
 
+    @property
+    def cache_bytes(self):
+        return sum(size.numel() * dtype.itemsize for size, dtype in self.cache_shapes)
+
+    def allocate_cache(self, device):
+        """Returns tensors of zeros for the step's cache."""
+        return [torch.zeros(size, dtype=dtype, device=device) for size, dtype in self.cache_shapes]
+
+    def _example_inputs(self, cache):
+        """Returns valid inputs of a step after the weights, from the tensors of its cache."""
+        size = len(cache[0]), self._num_tokens
+        token = torch.ones(size, dtype=torch.int32, device=cache[0].device)
+        mask = (torch.ones_like(token, dtype=torch.bool),) if self.masked else ()
+        return token, *mask, *cache
+
     def _pack(self, flat):
         return optree.tree_unflatten(self._structure, flat)
 
@@ -368,9 +394,9 @@ class Step:
             )
         return self._no_compiler_reason
 
-    def fastest_function(self, *inputs):
-        """Returns the step compiled for these inputs, or as traced."""
-        if self.not_compiled_reason(inputs[-1].device):
+    def fastest_function(self, prepared, device):
+        """Returns the step compiled for `prepared` tensors, or as traced."""
+        if self.not_compiled_reason(device):
             return self.traced
         # Inductor's documented entry for graphs not made by Dynamo. The import takes seconds.
         import torch._inductor as inductor
@@ -379,6 +405,7 @@ class Step:
         with self._lock:
             if self._compiled is None and self._no_compiler_reason is None:
                 announce("Compiling generation, once for a batch size and a range of lengths")
+                inputs = *prepared, *self._example_inputs(self.allocate_cache(device))
                 try:
                     with tracing, torch.no_grad():
                         graph = make_fx(self.traced, _SINGLE_ROW)(*inputs)
@@ -391,15 +418,31 @@ class Step:
 class Chunk(Step):
     """Function of tokens `[B, T]`, their mask and a cache, which returns the next cache."""
 
-    def __init__(self, model, cache, num_tokens, not_traced_reason=None):
+    def __init__(self, model, cache, batch_size, num_tokens, not_traced_reason=None):
         self._num_tokens = num_tokens
-        super().__init__(model, cache, False, True, not_traced_reason)
+        super().__init__(model, cache, batch_size, False, True, not_traced_reason)
 
     def _call(self, weights, tokens, mask, *cache):
         mapping = list(zip(self._model.variables, weights, strict=True))
         with keras.StatelessScope(mapping):
             _, after = self._model.backbone.hidden_states(tokens, mask, cache=self._pack(cache))
         return tuple(t.contiguous() for t in optree.tree_leaves(after))
+
+
+def make_example(cache, batch_size):
+    """Returns a cache of zeros, in which tensors of one shape and dtype share their memory.
+
+    A step is traced with it: values have no effect, and a whole cache may not fit into memory.
+    """
+    shared: dict = {}
+
+    def example(t):
+        shape = batch_size, *t.shape[1:]
+        if (shape, t.dtype) not in shared:
+            shared[shape, t.dtype] = t.new_zeros(shape)
+        return shared[shape, t.dtype].view(shape)
+
+    return optree.tree_map(example, cache)
 
 
 def _single_row_mm(a, b):

@@ -71,7 +71,8 @@ class XlaBatch(Batch):
         self._first: Any = None  # the state before the first step, if `is_exact`
         self._counts: Any = None
 
-    def _write_all(self, arrays, features, state):
+    def write(self, rows, state):
+        arrays, _ = self._inserted
         on_device = {name: distribute(array) for name, array in arrays.items()}
         sequences = DeviceState(*(on_device.pop(name) for name in DeviceState._fields))
         self._options_on_device = on_device
@@ -167,13 +168,13 @@ class JaxBatch(XlaBatch):
         # Threads that compile steps, by `Features` and number of stop tokens.
         self._compiling: dict[Any, threading.Thread] = {}
 
-    def prepare_first_step(self, sequences, state):
+    def prepare_first_step(self, state):
         """As in `Batch`, in a thread, which the first step waits for."""
-        arrays, features = self._arrays(sequences), self._choose_features(sequences)
+        arrays, features = self._inserted
         is_placed = any(isinstance(w, jax.Array) and w.committed for w in self.weights)
         if features.has_grammar or is_placed:
             return
-        fields = DeviceState(*(arrays.pop(name) for name in DeviceState._fields))
+        fields = DeviceState(*(arrays[name] for name in DeviceState._fields))
         cache = self._programs.begin(jax.tree.map(_shape, state))
         self._options_on_device, self._state = arrays, BatchState(fields, cache, ())
         self._compile(features, self._num_stops)

@@ -127,14 +127,14 @@ class Programs:
             return jax.eval_shape(backbone.add_recent_tokens, cache)
         return self._add_recent_tokens(cache)
 
-    def prefill(self, token_ids, lengths, cache=None, max_length=None, prepare=None):
+    def prefill(self, token_ids, lengths, cache=None, max_length=None, batch=None):
         """Returns the cache after the first `lengths` tokens of each sequence, in new arrays.
 
-        Arguments are as in `torch_programs.Programs.prefill`. On JAX, `prepare` is called before
-        the first prompt.
+        Arguments are as in `torch_programs.Programs.prefill`. On JAX, the first step of the `batch`
+        is compiled while the first prompt is processed.
         """
-        if prepare is not None and self._is_first:
-            prepare(cache or self._initial_shapes(len(lengths), max_length))
+        if batch is not None and self._is_first:
+            batch.prepare_first_step(cache or self._initial_shapes(len(lengths), max_length))
         self._is_first = False
         padded = np.zeros((len(lengths), bucket(max(1, lengths.max()))), "int32")
         width = min(padded.shape[1], token_ids.shape[1])

@@ -34,6 +34,9 @@ from keras_recurrent.models.residual_block import can_chain_steps, chain_steps
 from keras_recurrent.models.segments import SegmentsOptional
 from keras_recurrent.training.torch_training import TorchTraining
 
+if BACKEND == "torch":
+    from keras_recurrent.backends.torch._states import store_states
+
 # Arguments of families that the base class takes, too; see `make_arguments`.
 STORED = ("embedding_scale", "output_scale", "max_position_embeddings")
 # Key of `weight_layout` for the linear layers of keys and values.
@@ -317,8 +320,8 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
                 state = cache and cache["blocks"][i]
                 x = self.inner(self.transformer_layers[i], x, initial_state=state, **further)
                 if return_cache:
-                    x, state = x
-                    states.append(state)
+                    x, after = x
+                    states.append(store_states(state, after) if BACKEND == "torch" else after)
                 x = intercept(x, i)
         x = self.final_norm(x)
         if self.output_scale is not None:

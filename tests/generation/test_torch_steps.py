@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import keras
 import numpy as np
+import optree
 import pytest
 
 if keras.config.backend() != "torch":
@@ -12,9 +13,11 @@ if keras.config.backend() != "torch":
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keras_recurrent import which_generation
+from keras_recurrent.backends.torch import _states
 from keras_recurrent.generation import torch_batch, torch_programs
 from keras_recurrent.generation.sampling import features_of
 from keras_recurrent.generation.sequence import Sequence
@@ -24,6 +27,7 @@ from keras_recurrent.generation.torch_programs import _inline_scalars
 from keras_recurrent.layers import recent_tokens
 from keras_recurrent.layers.recent_tokens import apply_recent_tokens
 from keras_recurrent.models import SamplingParams
+from tests.generation.captures import capture_on_cpu
 from tests.generation.tokens import generate
 from tests.models.tiny import tiny_causal_lm
 
@@ -77,7 +81,7 @@ def test_step_in_bfloat16_on_a_cpu_reads_weights_as_stored():
     """The library's product would rearrange the weights at each token."""
     model = tiny_causal_lm(family="hgrn2", dtype="bfloat16")  # no transposed weights
     cache = model.backbone.get_initial_state(1)
-    step = torch_programs.Step(model, cache, compiled=False, masked=False)
+    step = torch_programs.Step(model, cache, 1, compiled=False, masked=False)
     assert torch.ops.aten.mm.default not in {node.target for node in step.traced.graph.nodes}
 
 
@@ -91,8 +95,45 @@ def test_decoder_pool_after_drop_has_only_decoders_of_other_steps(monkeypatch):
         unused = SimpleNamespace(key=(each, "weights"), tensors={"token": torch.ones(1)}, bytes=0)
         pool.release(unused)
     pool.drop(steps[0])
-    assert pool.acquire((steps[0], "weights")) is None
-    assert pool.acquire((steps[1], "weights")) is unused
+    assert pool.acquire((steps[0], "weights"), 0, "cuda") is None
+    assert pool.acquire((steps[1], "weights"), 0, "cuda") is unused
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that operators create; `peak` is their largest sum."""
+
+    def __init__(self):
+        super().__init__()
+        self._storages, self.peak = {}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        for tensor in optree.tree_leaves(found):
+            if type(tensor) is torch.Tensor:
+                storage = tensor.untyped_storage()
+                self._storages[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        live = {k: v for k, v in self._storages.items() if not v[0].expired()}
+        self._storages, self.peak = live, max(self.peak, sum(size for _, size in live.values()))
+        return found
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_states_of_many_sequences_exist_once(captures, monkeypatch):
+    """Memory runs out, because it has the states of all prompts, decoder and step."""
+    monkeypatch.setattr("keras_recurrent.generation.prompts.TOKENS_PER_CHUNK", 8)
+    monkeypatch.setattr(_states, "MIN_STORED_BYTES", 2**12)
+    if captures:
+        capture_on_cpu(monkeypatch)
+    sizes = {"num_layers": 8, "num_heads": 2, "head_dim": 64, "hidden_dim": 16}
+    model = tiny_causal_lm(family="transnormer", **sizes)
+    states = keras.tree.flatten(model.backbone.get_initial_state(64))
+    num_bytes = sum(t.nbytes for t in states)
+    largest = max(t.nbytes for t in states)
+    for _ in range(2):  # the second call traces nothing
+        with LiveBytes() as live:
+            generate(model, (2,) * 64, 6)
+        # The states of 8 sequences, and temporary tensors of a block.
+        assert num_bytes <= live.peak <= num_bytes * 9 / 8 + 3 * largest
 
 
 # Operators that wait for the device: `tensor[i] = number` calls the second.
@@ -189,7 +230,7 @@ def test_lower_bounds_are_prepared_once(monkeypatch):
 def prepare_tensors(model):
     """Returns the tensors that a step computes from weights only."""
     cache = model.backbone.get_initial_state(2)
-    return torch_programs.Step(model, cache, compiled=False, masked=False).prepared()
+    return torch_programs.Step(model, cache, 2, compiled=False, masked=False).prepared()
 
 
 def test_make_choice_holds_the_lock_of_tracing(monkeypatch):
