@@ -20,6 +20,7 @@ from keras_recurrent import compat
 from keras_recurrent.devices.jax_processes import save_atomically
 from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.export.exporters import EXPORTERS, wrap_exporter
+from keras_recurrent.layers.float32_copies import multiply_by_copies
 from keras_recurrent.layers.integer_products import exact_einsum, exact_matmul
 
 HUB = "keras_hub"
@@ -96,6 +97,9 @@ CHANGES = [
     Change(keras.layers.Dense, "_get_kernel_with_merged_lora", _add_zero_point),
     Change(keras.layers.EinsumDense, "_get_kernel_with_merged_lora", _add_zero_point),
 ]
+if BACKEND in ("jax", "tensorflow"):
+    # XLA on CPUs converts bfloat16 weights to float32 in each launch of a program (JAX 0.10.2).
+    CHANGES += [Change(f"keras.src.backend.{BACKEND}.numpy", "matmul", multiply_by_copies)]
 if BACKEND == "jax":
     # XLA for NVIDIA GPUs doubles the product of two int8 tensors if the number of contracted
     # elements is not a multiple of 4 (H100, JAX 0.11.2). Keras multiplies int8 tensors in layers

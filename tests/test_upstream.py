@@ -5,6 +5,8 @@ If a test fails with a new version of Keras, KerasHub or JAX, remove the change 
 """
 
 import importlib
+import inspect
+import re
 
 import keras
 import keras_hub
@@ -13,16 +15,17 @@ import pytest
 from keras_hub.src.models import task
 
 from keras_recurrent import compat, layers, models, upstream
+from keras_recurrent.layers.float32_copies import copies_scope
 from tests.gpu import has_gpu
 
 BACKEND = keras.backend.backend()
 
 
 def original(name):
-    """Returns the function of Keras that the first change with this name replaces."""
+    """Returns the function of Keras that changes with this name replace."""
     owner = next(change.owner for change in upstream.CHANGES if change.name == name)
     owner = importlib.import_module(owner) if isinstance(owner, str) else owner
-    return getattr(owner, name).__wrapped__
+    return inspect.unwrap(getattr(owner, name))
 
 
 @pytest.mark.once
@@ -83,6 +86,25 @@ def test_int8_product_of_keras_on_a_gpu_is_wrong(name):
     a, b = np.ones((7, 6), "int8"), np.ones((6, 5), "int8")
     product = original(name)(*equation, keras.ops.array(a), keras.ops.array(b))
     assert not np.array_equal(product, a.astype("int32") @ b)
+
+
+@pytest.mark.skipif(BACKEND != "jax" or has_gpu(), reason="programs of XLA for CPUs")
+@pytest.mark.parametrize("has_change", [False, True])
+def test_xla_on_cpus_converts_weights_in_each_launch(has_change):
+    """Without copies, a launch of a program converts the weights before its first step."""
+    import jax
+
+    kernel = keras.Variable(np.ones((32, 32)), dtype="bfloat16")
+    matmul = keras.ops.matmul if has_change else original("matmul")
+
+    def decode(value, copy, x):
+        with keras.StatelessScope([(kernel, value)]), copies_scope([kernel], [copy]):
+            return jax.lax.fori_loop(0, 3, lambda _, x: matmul(x, kernel), x)
+
+    x = keras.ops.ones((1, 32), "bfloat16")
+    arguments = kernel.value, keras.ops.cast(kernel, "float32"), x
+    text = jax.jit(decode).lower(*arguments).compile().as_text()
+    assert (re.search(r"f32\[32,32\]\S* convert", text) is None) == has_change
 
 
 @pytest.mark.once

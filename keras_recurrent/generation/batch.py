@@ -504,5 +504,6 @@ def runs_ahead(model):
 def is_on_cpu(model):
     """Returns True if the weights of a model are in the memory of the host."""
     device = model.variables[0].value.device
-    # A device of torch has a type, one of JAX has a platform.
-    return getattr(device, "type", None) == "cpu" or getattr(device, "platform", None) == "cpu"
+    # A device of torch has a type, one of JAX has a platform, one of TensorFlow is a string.
+    name = getattr(device, "type", None) or getattr(device, "platform", device)
+    return "cpu" in str(name).lower()

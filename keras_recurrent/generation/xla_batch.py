@@ -82,8 +82,9 @@ class XlaBatch(Batch):
 
     @property
     def weights(self):
-        """The weights, arguments of programs on JAX."""
-        if self._weights and self._weights[0].is_deleted():  # Keras's `predict` replaces them
+        """The weights, arguments of programs."""
+        on_jax = keras.config.backend() == "jax"
+        if on_jax and self._weights[0].is_deleted():  # Keras's `predict` replaces them
             self._weights = self._programs.weights()
         return self._weights
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import inspect
 import platform
+import weakref
 from typing import Any
 
 import keras
@@ -14,13 +15,14 @@ from keras_recurrent.backends.constants import MIN_DELAYED_ROWS
 from keras_recurrent.devices.jax_processes import gather_to_numpy
 from keras_recurrent.dispatch import chosen_name, compile_ahead
 from keras_recurrent.generation import beam_search
-from keras_recurrent.generation.batch import runs_ahead
+from keras_recurrent.generation.batch import is_on_cpu, runs_ahead
 from keras_recurrent.generation.modes import RUN_EAGERLY, GenerationMode
 from keras_recurrent.generation.prompts import bucket, chunk_length
 from keras_recurrent.generation.sampling import empty_logprobs, next_tokens
 from keras_recurrent.generation.sequence import advance
 from keras_recurrent.generation.xla_batch import JaxBatch, XlaBatch, distribute
 from keras_recurrent.layers.decoding import decoding_scope
+from keras_recurrent.layers.float32_copies import copied_weights, copies_scope
 from keras_recurrent.layers.recent_tokens import apply_recent_tokens
 from keras_recurrent.progress import announce
 
@@ -35,6 +37,7 @@ class Programs:
     """Programs of a language model.
 
     JAX passes the weights as arguments. Programs of TensorFlow read the variables of the model.
+    Float32 copies of bfloat16 weights are arguments on both.
 
     Args:
         model: the language model. With `run_eagerly=True`, its programs run without being compiled.
@@ -73,7 +76,8 @@ class Programs:
     def __init__(self, model):
         self.model, on_jax = model, keras.config.backend() == "jax"
         self._is_first = on_jax and not model.run_eagerly
-        compiled: Any = _jit if on_jax else _tensorflow_function(model)
+        self._uses_xla = not model.run_eagerly and (on_jax or _compiles_on_tensorflow(model))
+        compiled: Any = _jit if on_jax else _tensorflow_function(self._uses_xla)
         if model.run_eagerly:
             compiled = _unchanged
         self._prefill, self._score = compiled(self._prefill_chunks), compiled(self._score_tokens)
@@ -92,9 +96,20 @@ class Programs:
         return cls(self, num_slots, keep, reads_tokens)
 
     def weights(self):
-        """Returns the weights, arguments of a program on JAX; None on TensorFlow."""
-        on_jax = keras.config.backend() == "jax"
-        return [v.value for v in self.model.variables] if on_jax else None
+        """Returns a list of arguments of a program: the weights on JAX, and float32 copies."""
+        values = [v.value for v in self._passed_weights()]
+        return values + [_float32_copy(v.value) for v in self._copied_weights()]
+
+    def _passed_weights(self):
+        return self.model.variables if keras.config.backend() == "jax" else []
+
+    def _copied_weights(self):
+        """Returns the variables that XLA on CPUs would convert to float32 in each launch."""
+        is_split = keras.distribution.distribution() is not None
+        if not self._uses_xla or is_split or not is_on_cpu(self.model):
+            return []
+        layers = self.model.backbone._flatten_layers()
+        return [weight for layer in layers for weight in copied_weights(layer)]
 
     def variant(self):
         """Returns what a program depends on beyond the shapes of its arguments.
@@ -175,10 +190,14 @@ class Programs:
         """Context manager in which the variables of the model have these values."""
         if not self.model.run_eagerly:
             announce("Compiling generation, once for a batch size and a range of lengths")
-        values: Any = contextlib.nullcontext()
-        if weights is not None:
-            values = keras.StatelessScope(list(zip(self.model.variables, weights, strict=True)))
-        with values, compile_ahead():
+        with contextlib.ExitStack() as scopes:
+            if weights is not None:
+                passed, copied = self._passed_weights(), self._copied_weights()
+                scopes.enter_context(copies_scope(copied, weights[len(passed) :]))
+                values = list(zip(passed, weights[: len(passed)], strict=True))
+                if values:
+                    scopes.enter_context(keras.StatelessScope(values))
+            scopes.enter_context(compile_ahead())
             yield
 
     def _prefill_chunks(self, token_ids, lengths, cache, weights, max_length, variant):
@@ -330,6 +349,24 @@ def _set_row(state, slot, value):
     return keras.tree.map_structure(set_one, state, value)
 
 
+_copies: dict = {}  # {id of an array of weights on JAX: its float32 copy}
+
+
+def _float32_copy(weights):
+    """Returns a float32 copy of the value of a variable.
+
+    An array of JAX is constant, and its copy is reused as long as the array exists. Variables of
+    TensorFlow may change: each call returns a new copy.
+    """
+    copy = _copies.get(id(weights))
+    if copy is None:
+        copy = ops.cast(weights, "float32")
+        if keras.config.backend() == "jax":
+            _copies[id(weights)] = copy
+            weakref.finalize(weights, _copies.pop, id(weights), None)
+    return copy
+
+
 def _select(cache, row):
     """Returns the part of a cache for one sequence, of batch size 1."""
     return keras.tree.map_structure(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), cache)
@@ -343,13 +380,16 @@ def _unchanged(function):
     return function
 
 
-def _tensorflow_function(model):
+def _tensorflow_function(compiled):
     import tensorflow as tf
 
-    compiled = model._compiles_generation
-    compiled = _supports_xla(model) if compiled is None else compiled
     # AutoGraph, which no model needs, takes 40 % of the first call.
     return functools.partial(tf.function, jit_compile=compiled, autograph=False)
+
+
+def _compiles_on_tensorflow(model):
+    compiled = model._compiles_generation
+    return _supports_xla(model) if compiled is None else compiled
 
 
 def _supports_xla(model):

@@ -7,6 +7,7 @@ from keras_recurrent import dispatch
 from keras_recurrent.devices import jax_steps
 from keras_recurrent.devices.jax_layouts import apply_layout
 from keras_recurrent.layers import decoding, quantized
+from keras_recurrent.layers.float32_copies import find_copy, multiply
 from keras_recurrent.layers.tokens import Tokens
 from keras_recurrent.ops.decoding_steps import embedding_step, norm_quantized_linear, soft_cap
 
@@ -26,6 +27,8 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
 
     def call(self, inputs, reverse=False):
         outputs = self._fused_logits(inputs) if reverse else self._split_embedding(inputs)
+        if outputs is None:
+            outputs = self._call_with_copy(inputs, reverse)
         if outputs is None:
             outputs = super().call(inputs, reverse)
         return apply_layout(outputs, "logits" if reverse else "hidden_states")
@@ -97,6 +100,19 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
         if self.logit_soft_cap is not None:
             logits = soft_cap(x=logits, cap=self.logit_soft_cap)
         return logits[:, None]
+
+    def _call_with_copy(self, inputs, reverse):
+        """Returns what Keras's `call` does, from a float32 copy of the weights, or None."""
+        is_tied = not reverse or self.tie_weights
+        copy = find_copy(self.embeddings if is_tied else self.reverse_embeddings)
+        if copy is None:
+            return None
+        if not reverse:
+            return ops.cast(ops.take(copy, inputs, axis=0), self.compute_dtype)
+        inputs = ops.cast(inputs, self.reverse_dtype or inputs.dtype)
+        logits = multiply(inputs, ops.transpose(copy) if is_tied else copy)
+        cap = self.logit_soft_cap
+        return logits if cap is None else ops.tanh(logits / cap) * cap
 
     def quantize(self, mode=None, type_check=True, config=None):
         # Keras rejects subclasses, which might compute something else; this one does not.

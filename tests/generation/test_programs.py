@@ -1,6 +1,7 @@
 """Compiled programs and traced steps of generation: their number, weights, and samplers."""
 
 import functools
+import gc
 from concurrent.futures import ThreadPoolExecutor
 
 import keras
@@ -159,6 +160,35 @@ def test_generate_after_a_change_of_weights_uses_the_new_ones(hgrn2, change):
     expected, margin = plain_generation.sample(hgrn2, hgrn2.sampler, *inputs.values())
     assert margin > MARGIN
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="programs of XLA")
+@pytest.mark.parametrize(
+    ("family", "change"), [("lfm2", "trained"), ("hgrn2", "quantized"), ("griffin", "LoRA")]
+)
+def test_float32_copies_of_bfloat16_weights_do_not_change_results(family, change, monkeypatch):
+    """Products are not rounded, copies are those of old weights, or they are never freed."""
+    num_before = len(xla_programs._copies)
+    model = tiny_causal_lm(family=family, dtype="bfloat16", **FEWER_LAYERS)
+    model.compile(sampler="greedy")
+
+    def collect():
+        tokens, cache = generate(model, (4, 6), 14, return_cache=True)
+        values = [tokens["token_ids"], *keras.tree.flatten(cache.state)]
+        return [keras.ops.convert_to_numpy(keras.ops.cast(value, "float32")) for value in values]
+
+    before, num_copies = collect(), len(model._programs()._copied_weights())
+    CHANGES[change](model)
+    found = collect()
+    assert num_copies > len(model._programs()._copied_weights()) or change == "trained"
+    assert any(np.any(x != y) for x, y in zip(before, found, strict=True))
+    model.compile(sampler="greedy")
+    monkeypatch.setattr(xla_programs, "is_on_cpu", lambda model: False)
+    for x, y in zip(found, collect(), strict=True):
+        np.testing.assert_array_equal(x, y)
+    model = None
+    gc.collect()
+    assert len(xla_programs._copies) <= num_before
 
 
 def check_threads(model, lengths):
