@@ -4,6 +4,7 @@ import keras
 from keras import ops
 
 from keras_recurrent import dispatch
+from keras_recurrent.compat import AutocastScope
 from keras_recurrent.devices import jax_steps
 from keras_recurrent.devices.jax_layouts import apply_layout
 from keras_recurrent.layers import decoding, quantized
@@ -30,7 +31,7 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
         if outputs is None:
             outputs = self._call_with_copy(inputs, reverse)
         if outputs is None:
-            outputs = super().call(inputs, reverse)
+            outputs = super().call(inputs, reverse) if reverse else self._look_up(inputs)
         return apply_layout(outputs, "logits" if reverse else "hidden_states")
 
     def quantized_call(self, inputs, reverse=False):
@@ -62,6 +63,21 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
         tokens = Tokens(kind[:, None], None if position is None else position[:, None])
         entries = zip(("segment", "position"), after, strict=True)
         return x[:, None], tokens, {name: entry for name, entry in entries if entry is not None}
+
+    def _look_up(self, token_ids):
+        """Returns what Keras's `call` does; gradients of equal tokens are summed in float32.
+
+        Keras sums them in the dtype of the computations: in bfloat16, a sum of equal numbers ends
+        at 256 of them, fewer than a batch has of a frequent token.
+        """
+        with AutocastScope(None):
+            table = ops.cast(self.embeddings, self.variable_dtype)
+            # Without 16-bit weights, or by torch's kernel on GPUs, Keras's gradients are right.
+            is_exact = self.variable_dtype == "float32"
+            is_exact |= dispatch.BACKEND == "torch" and table.is_cuda
+            if is_exact or self.mask_zero:
+                return super().call(token_ids)
+            return ops.cast(_take_rows(table, token_ids), self.compute_dtype)
 
     def _split_embedding(self, token_ids):
         """Returns embeddings of token ids [B, 1] in a decoding step if devices share the table.
@@ -117,6 +133,22 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
     def quantize(self, mode=None, type_check=True, config=None):
         # Keras rejects subclasses, which might compute something else; this one does not.
         super().quantize(mode, type_check=False, config=config)
+
+
+def _take_rows(table, token_ids):
+    """Returns rows of a table; their gradients are summed in float32."""
+    token_ids, shape = ops.convert_to_tensor(token_ids), table.shape
+
+    @ops.custom_gradient
+    def take(table):
+        def gradient(*arguments, upstream=None):
+            rows = ops.reshape(arguments[0] if upstream is None else upstream, (-1, shape[1]))
+            rows, ids = ops.cast(rows, "float32"), ops.reshape(token_ids, (-1,))
+            return ops.cast(ops.segment_sum(rows, ids, num_segments=shape[0]), table.dtype)
+
+        return ops.take(table, token_ids, axis=0), gradient
+
+    return take(table)
 
 
 def reversible_embedding(

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from keras_recurrent import layers
+from keras_recurrent.layers.reversible_embedding import ReversibleEmbedding
+from tests.layers.gradients import call_with, gradients
 from tests.layers.table import numpy
 from tests.ops.cases import EPSILON, round_to
 
@@ -128,3 +130,17 @@ def test_float16_layer_in_a_float32_model_warns_without_loss_scaling(policy, sca
     found = [str(w.message) for w in caught if f"`{layer.name}`" in str(w.message)]
     assert len(found) == (expected is not None)
     assert expected is None or re.search(expected, found[0])
+
+
+@pytest.mark.parametrize("policy", ["bfloat16", "mixed_bfloat16"])
+def test_embedding_of_a_frequent_token_has_an_exact_gradient(policy):
+    """Its gradients are summed in bfloat16, where a sum of equal numbers ends at 256 of them."""
+    layer = ReversibleEmbedding(4, 2, dtype=policy)
+    layer.build()
+
+    def loss(table):
+        table = keras.ops.cast(table, layer.variable_dtype)
+        embeddings = call_with(layer, [table], np.zeros((1, 4096), "int32"))
+        return keras.ops.sum(keras.ops.cast(embeddings, "float32"))
+
+    np.testing.assert_array_equal(gradients(loss, np.ones((4, 2)))[0], [4096, 4096])
