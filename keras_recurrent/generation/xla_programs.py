@@ -85,7 +85,8 @@ class Programs:
         self.logits, self.choose = compiled(self._compute_logits), compiled(self._choose)
         self.process, self.insert = compiled(self._process_chunk), compiled(self._insert)
         self.extract, self.set_row = compiled(_extract), compiled(_set_row)
-        self._add_recent_tokens = compiled(model.backbone.add_recent_tokens)
+        # JAX overwrites an argument of this name.
+        self._add_recent_tokens = compiled(lambda state: model.backbone.add_recent_tokens(state))
         # Programs of TensorFlow overwrite nothing, and its caches have no recent tokens.
         self.finish = compiled(apply_recent_tokens) if on_jax else _unchanged
         self.copy = compiled(_copy) if on_jax else _unchanged
@@ -132,7 +133,7 @@ class Programs:
         """Returns a cache, or its shapes, as steps take it; `finish` is the inverse function.
 
         On JAX, it also stores recent tokens at large batch sizes, where steps write large states
-        only every few tokens.
+        only every few tokens. JAX overwrites the given cache.
         """
         backbone, batch_size = self.model.backbone, cache["segment"].shape[0]
         is_large = keras.config.backend() == "jax" and batch_size >= MIN_DELAYED_ROWS
