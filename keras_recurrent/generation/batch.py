@@ -42,6 +42,8 @@ class Batch:
             are processed.
 
     Attributes:
+        tokens_per_mask: integer, number of tokens that a step computes of each sequence without a
+            grammar, if others have one.
         num_prompts: integer, maximum number of prompts in one call of `process`.
         initial_state: the state of a sequence before all tokens.
         sequences: a list of the `Sequence` in each slot, or None.
@@ -50,6 +52,7 @@ class Batch:
 
     initial_state: Any
     num_prompts: int
+    tokens_per_mask = 1
 
     def __init__(self, programs, num_slots, tokens_per_step, runs_ahead):
         self._programs, self._model = programs, programs.model
@@ -63,8 +66,8 @@ class Batch:
         self._features: Any = None  # of the sequences in slots; None after a change
         # `Features` of steps that have run or are compiled, by number of stop tokens.
         self._known: Any = collections.defaultdict(list)
-        # The `active_slots` and `Features` of the sequences whose next logits were computed, before
-        # the masks of their grammars are known.
+        # After the model has run for a step with a grammar, before the masks are known: a list of
+        # the launched tokens, and the `active_slots` and `Features` of the next token.
         self._with_logits: Any = None
         self._inserted: Any = None  # the arrays and `Features` of the sequences of `insert_all`
         self._delayed: list[tuple] = []  # arguments of `_write`, until these logits are used
@@ -149,12 +152,14 @@ class Batch:
             "remaining_tokens": np.zeros(len(sequences), "int32"),
             "count": np.zeros(len(sequences), "int32"),
             "stops": np.full((len(sequences), self._num_stops), -1, "int32"),
+            "has_grammar": np.zeros((len(sequences), 1), bool),
         }
         for row, sequence in enumerate(sequences):
             arrays["token"][row] = sequence.prompt[-1]
             arrays["active"][row] = sequence.finish_reason is None
             arrays["remaining_tokens"][row] = sequence.max_new_tokens
             arrays["stops"][row, : len(sequence.stop_token_ids)] = sorted(sequence.stop_token_ids)
+            arrays["has_grammar"][row] = sequence.params.grammar is not None
         params, prompts = [s.params for s in sequences], [s.prompt for s in sequences]
         options = option_arrays(params, prompts, self._vocabulary_size)
         for name in self._options - options.keys():
@@ -186,8 +191,8 @@ class Batch:
         """Launches a step of all slots: the next tokens of each sequence.
 
         Returns:
-            The `active_slots`, and a function that waits for the tokens `[num_slots, N]` and their
-            `Logprobs`, or (): NumPy arrays.
+            A list of pairs: slots, as `active_slots`, and a function that waits for their tokens
+            `[num_slots, N]` and `Logprobs`, or (): NumPy arrays.
         """
         if self.needs_tokens or self._with_logits is not None:
             return self._step_with_grammar()
@@ -197,17 +202,18 @@ class Batch:
         uniform = self._uniform(features, slots, count)
         for _, sequence in slots:
             sequence.num_launched += count
-        return slots, self._launch(features, uniform, count)
+        return [(slots, self._launch(features, uniform, count))]
 
     def _step_with_grammar(self):
-        """Launches a step of one token in two parts: the model, and the choice from its logits.
+        """Launches a step in two parts: the model, and the choice of a token from its logits.
 
-        If the batch runs ahead, the model of the next step is launched as well. It depends on the
-        tokens, but not on the masks, which the host makes meanwhile.
+        The first part includes further tokens of the sequences without a grammar. If the batch runs
+        ahead, the first part of the next step is launched as well. It depends on the tokens, but
+        not on the masks, which the host makes meanwhile.
         """
         if self._with_logits is None:
             self._begin_token()
-        (slots, features), self._with_logits = self._with_logits, None
+        (launched, slots, features), self._with_logits = self._with_logits, None
         masks = make_masks(self._matchers, self.num_slots, self._vocabulary_size)
         results = self._launch_choice(features, self._uniform(features, slots, 1), masks)
         delayed, self._delayed = self._delayed, []
@@ -215,14 +221,20 @@ class Batch:
             self._write(*arguments)
         if self.runs_ahead and self.needs_tokens and self.has_work:
             self._begin_token()
-        return slots, results
+        return [*launched, (slots, results)]
 
     def _begin_token(self):
-        """Launches the model for the next token of each sequence."""
-        self._with_logits = self.active_slots, self._current_features()
-        for _, sequence in self.active_slots:
-            sequence.num_launched += 1
-        self._launch_model()
+        """Launches the model up to the logits of the token that is chosen with masks."""
+        slots, features, launched = self.active_slots, self._current_features(), []
+        plain = [(slot, s) for slot, s in slots if s.params.grammar is None]
+        count = self.tokens_per_mask if plain else 1
+        uniform = self._uniform(features, plain, count - 1) if count > 1 else None
+        for _, sequence in slots:
+            sequence.num_launched += count if sequence.params.grammar is None else 1
+        results = self._launch_model(features, uniform, count)
+        if count > 1:
+            launched.append((plain, results))
+        self._with_logits = launched, slots, features
 
     def _uniform(self, features, slots, count):
         """Returns random numbers `[num_slots, tokens_per_step]` for `count` tokens, or None."""
@@ -279,8 +291,17 @@ class Batch:
         """
         raise NotImplementedError
 
-    def _launch_model(self):
-        """Launches the model for one token of each slot, whose logits `_launch_choice` uses."""
+    def _launch_model(self, features, uniform, count):
+        """Launches the model up to the logits of the token that `_launch_choice` chooses.
+
+        Args:
+            features, uniform: as in `_launch_choice`.
+            count: integer, 1 or `tokens_per_mask`. This token is the next one of a sequence with a
+                grammar, and the one after `count - 1` tokens of others.
+
+        Returns:
+            The function that `step` returns for these tokens; None if `count` is 1.
+        """
         raise NotImplementedError
 
     def _launch_choice(self, features, uniform, masks):
@@ -409,7 +430,7 @@ class DecodingLoop:
 
     def __init__(self, batch):
         self.batch, self.num_tokens = batch, 0
-        self._launched = None  # slots and results of the latest step, until it is fetched
+        self._launched = None  # result of the latest `Batch.step`, until it is fetched
         self._columns = iter(())  # slots, tokens and log probabilities on the host
 
     def advance(self):
@@ -425,7 +446,7 @@ class DecodingLoop:
             launched = self._launched or self.batch.step()
             runs_ahead = self.batch.runs_ahead and not self.batch.needs_tokens
             self._launched = self.batch.step() if runs_ahead and self.batch.has_work else None
-            self._columns = _columns(*launched)
+            self._columns = _columns(launched)
             column = next(self._columns)
         self._process(*column)
         return True
@@ -454,11 +475,12 @@ class DecodingLoop:
         self.batch.remove(sequence)
 
 
-def _columns(slots, results):
+def _columns(launched):
     """Waits for a step; yields slots, tokens [B] and `Logprobs` for each of its positions."""
-    tokens, logprobs = results()
-    for t, column in enumerate(tokens.T.tolist()):
-        yield slots, column, logprobs and Logprobs(*(array[:, t] for array in logprobs))
+    for slots, results in launched:
+        tokens, logprobs = results()
+        for t, column in enumerate(tokens.T.tolist()):
+            yield slots, column, logprobs and Logprobs(*(array[:, t] for array in logprobs))
 
 
 def start_decoding(programs, sequences, process, keep=False, reads_tokens=False):

@@ -243,6 +243,11 @@ class Features(NamedTuple):
         return "grammar" in self.options
 
     @property
+    def without_grammar(self):
+        """The `Features` for those of the sequences that have no grammar."""
+        return self._replace(options=tuple(name for name in self.options if name != "grammar"))
+
+    @property
     def cost(self):
         """Integer, number of active options, which orders programs by time."""
         return sum(map(bool, self)) + len(self.options)

@@ -122,6 +122,7 @@ class DeviceState(NamedTuple):
         remaining_tokens: int32 `[B]`, maximum number of further tokens.
         count: int32 `[B]`, number of new tokens.
         stops: int32 `[B, S]`, the stop tokens of each sequence, padded with -1.
+        has_grammar: boolean `[B, 1]`, True for sequences whose next token waits for a mask.
     """
 
     token: Any
@@ -129,6 +130,7 @@ class DeviceState(NamedTuple):
     remaining_tokens: Any
     count: Any
     stops: Any
+    has_grammar: Any
 
 
 def advance(state, sampled):
@@ -148,7 +150,7 @@ def advance(state, sampled):
     continues = ops.logical_and(remaining[:, None] > 0, ops.logical_not(is_stop))
     active = ops.logical_and(state.active, continues)
     count = state.count + advanced
-    return DeviceState(token, active, remaining, count, state.stops)
+    return state._replace(token=token, active=active, remaining_tokens=remaining, count=count)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -88,7 +88,7 @@ class TorchBatch(Batch):
         return self._begin_results(features, count)
 
     @torch.no_grad()
-    def _launch_model(self):
+    def _launch_model(self, features, uniform, count):
         self._decoder.prepare(None)()
 
     @torch.no_grad()
@@ -373,7 +373,7 @@ def _choose(features, is_argmax, logits, tensors):
         new = {"token": token.to(tensors["token"].dtype)[:, None]}
     else:
         new = advance(state, token)._asdict()
-        del new["stops"]  # which do not change
+        del new["stops"], new["has_grammar"]  # which do not change
     latest = {"recent": new["token"]}
     if uniform is not None and uniform.shape[1] > 1:
         latest["uniform"] = uniform[:, :1]  # the next number becomes the first

@@ -18,15 +18,21 @@ from keras_recurrent.generation.batch import (
     process_new_tokens,
     runs_ahead,
 )
-from keras_recurrent.generation.sampling import argument_names, features_of, option_arrays
+from keras_recurrent.generation.sampling import (
+    Features,
+    argument_names,
+    features_of,
+    option_arrays,
+)
 from keras_recurrent.generation.sequence import DeviceState
 
 if keras.config.backend() == "jax":
     import jax
     import jax.numpy as jnp
 
-# Of a step whose tokens should come soon: of a stream on a CPU, and of the engine on accelerators,
-# where the launch of a program takes about half as long as a token of 128 sequences.
+# Of a step whose tokens should come soon: of a stream on a CPU, and on accelerators of the engine
+# and of a step with a grammar. There, the launch of a program takes about half as long as a token
+# of 128 sequences.
 TOKENS_OF_STREAM = 2
 # Of a step whose tokens are only read at its end, on a device that does not run ahead. The step
 # ends with its last sequence, and its launch takes as long as one or two tokens of a small model.
@@ -57,7 +63,7 @@ class XlaBatch(Batch):
     def __init__(self, programs, num_slots, keep, reads_tokens=False):
         is_exact, ahead = keep and reads_tokens, runs_ahead(programs.model)
         if ahead:
-            tokens_per_step = TOKENS_AHEAD
+            tokens_per_step, self.tokens_per_mask = TOKENS_AHEAD, TOKENS_OF_STREAM
         elif is_exact:
             ahead, tokens_per_step = keras.config.backend() == "jax", TOKENS_OF_STREAM
         else:
@@ -93,12 +99,15 @@ class XlaBatch(Batch):
         found = self._programs.decode(state, self.weights, *others, **self._static(features))
         return self._begin_results(features, *found)
 
-    def _launch_model(self):
+    def _launch_model(self, features, uniform, count):
         if self._logits is None:
             self._logits = self._make_logits_buffer()
-        static = {"keep": self._keep, "variant": self._variant}
-        arguments = self._state, self._logits, self.weights
-        self._state, self._logits = self._programs.logits(*arguments, **static)
+        features = _features_of_model(features, count)
+        state, *others = self._arguments(features, uniform)
+        arguments = state, self._logits, self.weights, *others
+        static = self._static(features) | {"num_tokens": count}
+        state, self._logits, *found = self._programs.logits(*arguments, **static)
+        return self._begin_results(features, state, *found)
 
     def _make_logits_buffer(self):
         """Returns zeros that the first step with a grammar overwrites."""
@@ -309,33 +318,42 @@ class JaxBatch(XlaBatch):
 
         If `num_stops` exceeds the number of stop tokens of the slots, it also compiles `insert`.
         """
-        state, *others = self._arguments(features, self._uniform(features, (), 0))
         stops = np.zeros((self.num_slots, num_stops), "int32")
-        state = state._replace(sequences=state.sequences._replace(stops=stops))
-        prompts = self._prompts if num_stops > self._num_stops else None
-        arrays = state, self.weights, *others, prompts
+
+        def shapes(features):
+            state, *others = self._arguments(features, self._uniform(features, (), 0))
+            sequences = state.sequences._replace(stops=stops)
+            return jax.tree.map(_shape, (state._replace(sequences=sequences), *others))
+
         # Lowers from shapes, because a running step may overwrite these arrays.
-        state, weights, *others, prompts = jax.tree.map(_shape, arrays)
+        state, *others = shapes(features)
+        prompts = self._prompts if num_stops > self._num_stops else None
+        weights, prompts = jax.tree.map(_shape, (self.weights, prompts))
+        static, models = self._static(features), []
+        if features.has_grammar:
+            for count in {1, self.tokens_per_mask}:
+                each = _features_of_model(features, count)
+                models.append((shapes(each), self._static(each) | {"num_tokens": count}))
 
         def compile_programs():
-            plain, variant = state._replace(counts=()), {"variant": self._variant}
             if features.has_grammar:
-                logits, options = (
-                    _shape(self._make_logits_buffer()),
-                    {"keep": self._keep, **variant},
-                )
-                lowered = self._programs.logits.lower(plain, logits, weights, **options)
-                lowered.compile()
+                logits = _shape(self._make_logits_buffer())
+                for (before, *inputs), options in models:
+                    lowered = self._programs.logits.lower(
+                        before, logits, weights, *inputs, **options
+                    )
+                    lowered.compile()
                 arguments = state._replace(cache=()), lowered.out_info[1], *others
-                self._programs.choose.lower(*arguments, features=features, **variant).compile()
+                options = {"features": features, "variant": self._variant}
+                self._programs.choose.lower(*arguments, **options).compile()
             else:
-                static = self._static(features)
                 self._programs.decode.lower(state, weights, *others, **static).compile()
             if prompts is not None:
                 row = jax.tree.map(
                     lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.sequences
                 )
-                self._programs.insert.lower(plain, 0, row, prompts, 0).compile()
+                before = state._replace(counts=())
+                self._programs.insert.lower(before, 0, row, prompts, 0).compile()
 
         thread = threading.Thread(target=compile_programs, daemon=True)
         self._compiling[features, num_stops] = thread
@@ -358,6 +376,11 @@ def distribute(array):
         return ops.convert_to_tensor(array)
     layout = drop_uneven_axes(distribution.get_data_layout(array.shape), array.shape)
     return keras.distribution.distribute_tensor(array, layout)
+
+
+def _features_of_model(features, count):
+    """Returns the `Features` of `logits` for `count` tokens before a choice with `features`."""
+    return features.without_grammar if count > 1 else Features()
 
 
 class PromptRow:

@@ -49,11 +49,12 @@ class Programs:
             `state` is a `BatchState`, which JAX overwrites; `inputs` are random numbers `[B, N]` or
             None, and `{name: array}`, the arguments of sampling. It returns the next state, tokens
             `[B, N]`, and their `Logprobs` or ().
-        logits: a function `(state, logits_buffer, weights, keep=, variant=)`, the first part of
-            `decode` for one token. It returns the next state and the logits `[B, vocabulary_size]`.
-            JAX overwrites `logits_buffer`, the logits of an earlier call or zeros, with the logits:
-            if their address changed from call to call, XLA would update the CUDA graph in each
-            call.
+        logits: a function `(state, logits_buffer, weights, inputs, features=, keep=, num_tokens=,
+            variant=)`, which computes up to the logits of the last of N tokens, the next token of a
+            sequence with a grammar. It returns the next state, the logits `[B, vocabulary_size]`,
+            and as `decode`, the N - 1 tokens of sequences without a grammar. JAX overwrites
+            `logits_buffer`, the logits of an earlier call or zeros, with the logits: if their
+            address changed from call to call, XLA would update the CUDA graph in each call.
         choose: a function `(state, logits, inputs, features=, variant=)`, the second part. The
             cache of its `state` is (). It returns what `decode` returns.
         process: a function `(state, rows [P], is_new [P], initial, token_ids [P, T], mask, weights,
@@ -252,9 +253,29 @@ class Programs:
         logits, cache = self._step(state.sequences.token, mask, state.cache)
         return state._replace(cache=cache), logits
 
-    def _compute_logits(self, state, logits_buffer, weights, keep, variant):
-        with self._scope(weights):
-            return self._apply_model(state, keep)
+    def _compute_logits(
+        self, state, logits_buffer, weights, inputs, features, keep, num_tokens, variant
+    ):
+        uniform, arguments = inputs
+
+        def one(t, state, logits, uniform):
+            sequences = state.sequences
+            # A sequence with a grammar takes part in the first iteration alone.
+            waits = ops.logical_and(sequences.has_grammar, t > 0)
+            active = ops.logical_and(sequences.active, ops.logical_not(waits))
+            running = state._replace(sequences=sequences._replace(active=active))
+            running, new = self._apply_model(running, True)
+            logits, state = ops.where(waits, logits, new), state._replace(cache=running.cache)
+            sampled, logprobs = _sample(features, state, logits, uniform, arguments)
+            is_chosen_later = ops.logical_or(sequences.has_grammar, t == num_tokens - 1)
+            return _select_rows(is_chosen_later, state, sampled), logits, logprobs
+
+        if num_tokens == 1:
+            with self._scope(weights):
+                return *self._apply_model(state, keep), (), ()
+        inputs = state, logits_buffer, weights, features, uniform, num_tokens
+        state, logits, *found = self._repeat(one, *inputs)
+        return state, logits, *keras.tree.map_structure(lambda array: array[:, :-1], found)
 
     def _choose(self, state, logits, inputs, features, variant):
         uniform, arguments = inputs
@@ -266,18 +287,29 @@ class Programs:
 
     def _decode(self, state, weights, inputs, features, keep, num_tokens, variant):
         uniform, arguments = inputs
+
+        def one(t, state, logits, uniform):
+            state, logits = self._apply_model(state, keep)
+            state, logprobs = _sample(features, state, logits, uniform, arguments)
+            return state, (), logprobs
+
+        if num_tokens == 1:
+            with self._scope(weights):
+                state, logits = self._apply_model(state, keep)
+            return self._choose(state, logits, inputs, features, variant)
+        state, _, *found = self._repeat(one, state, (), weights, features, uniform, num_tokens)
+        return state, *found
+
+    def _repeat(self, one, state, logits, weights, features, uniform, num_tokens):
+        """Repeats `one` for each token; returns state, logits, tokens `[B, N]` and `Logprobs`.
+
+        one: a function of the index of the token, state, logits and random numbers [B], which
+            returns the next state, logits and the `Logprobs` of the token.
+        """
         # XLA on GPUs would wait for any other condition in each iteration.
         has_fixed_count = runs_ahead(self.model)
 
-        def one(state, uniform):
-            state, logits = self._apply_model(state, keep)
-            return _sample(features, state, logits, uniform, arguments)
-
-        if num_tokens == 1:
-            state, logits = self._compute_logits(state, None, weights, keep, variant)
-            return self._choose(state, logits, inputs, features, variant)
-
-        def continues(t, state, generated, logprobs):
+        def continues(t, state, logits, generated, logprobs):
             if has_fixed_count:
                 return t < num_tokens
             return ops.logical_and(t < num_tokens, ops.any(state.sequences.active))
@@ -285,20 +317,20 @@ class Programs:
         def store(buffer, value, t):
             return ops.slice_update(buffer, (0, t, 0)[: buffer.ndim], value)
 
-        def step(t, state, generated, logprobs):
+        def step(t, state, logits, generated, logprobs):
             column = None
             if uniform is not None:
                 column = ops.slice(uniform, (0, t), (uniform.shape[0], 1))[:, 0]
-            state, new = one(state, column)
+            state, logits, new = one(t, state, logits, column)
             generated = store(generated, state.sequences.token, t)
             logprobs = keras.tree.map_structure(
                 lambda buffer, value: store(buffer, value[:, None], t), logprobs, new
             )
-            return t + 1, state, generated, logprobs
+            return t + 1, state, logits, generated, logprobs
 
         size = state.sequences.token.shape[0], num_tokens
         buffers = ops.zeros(size, "int32"), empty_logprobs(features.num_logprobs, size)
-        initial = ops.zeros((), "int32"), state, *buffers
+        initial = ops.zeros((), "int32"), state, logits, *buffers
         with self._scope(weights):
             return ops.while_loop(continues, step, initial)[1:]
 
@@ -315,6 +347,19 @@ def _sample(features, state, logits, uniform, arguments):
     inputs = logits, state.sequences, uniform, state.counts, arguments
     token, counts, logprobs = next_tokens(features, *inputs)
     return state._replace(sequences=advance(state.sequences, token), counts=counts), logprobs
+
+
+def _select_rows(condition, first, second):
+    """Returns the rows of the `BatchState` `first` where a mask [B, 1] is True, else of `second`.
+
+    The states have the same cache.
+    """
+    parts = [state._replace(cache=()) for state in (first, second)]
+
+    def select(a, b):
+        return ops.where(condition if a.ndim > 1 else condition[:, 0], a, b)
+
+    return keras.tree.map_structure(select, *parts)._replace(cache=first.cache)
 
 
 def _jit(function):

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from keras_recurrent.generation import grammar
+from keras_recurrent.generation import batch, grammar
 from keras_recurrent.generation.batch import Batch
 from keras_recurrent.generation.grammar import GrammarError, consume, make_masks, make_matchers
 from keras_recurrent.generation.sampling import covers, features_of
@@ -114,10 +114,19 @@ def test_random_tokens_of_random_schemas_validate(name):
 
 @pytest.mark.every_backend
 @nightly_on_tensorflow
-def test_generate_with_grammars_in_a_batch_validates_and_changes_no_other_sequence():
-    """The mask of one sequence or step is applied to another, or a step precedes its mask."""
+@pytest.mark.parametrize("is_accelerated", [False, True])
+def test_generate_with_grammars_in_a_batch_validates_and_changes_no_other_sequence(
+    is_accelerated, monkeypatch
+):
+    """The mask of one sequence or step is applied to another, or a step precedes its mask.
+
+    On an accelerator, a step may change the state of a sequence that waits for its mask.
+    """
+    if is_accelerated:
+        monkeypatch.setattr(batch, "is_on_cpu", lambda model: False)
     model, prompts = text_model(), list("abcd")
-    plain = [SamplingParams(seed=n, top_k=5 * (n % 2), logprobs=0) for n in range(4)]
+    options = {"logprobs": 0, "frequency_penalty": 0.5}
+    plain = [SamplingParams(seed=n, top_k=5 * (n % 2), **options) for n in range(4)]
     grammars = {1: CAT, 2: "start: /[0-9]{3,5}/ /[a-f]+/"}
     params = [dataclasses.replace(p, grammar=grammars.get(n)) for n, p in enumerate(plain)]
     options = {"max_new_tokens": 150, "strip_prompt": True}
@@ -130,6 +139,8 @@ def test_generate_with_grammars_in_a_batch_validates_and_changes_no_other_sequen
     for row in (1, 2):
         alone = model.generate(prompts[row], sampling=params[row], **options)
         assert alone.token_ids[0] == found.token_ids[row]
+        pair = ([each.logprob for each in o.logprobs[n]] for o, n in ((found, row), (alone, 0)))
+        np.testing.assert_allclose(*pair, atol=1e-5)
         stream = model.stream(prompts[row], sampling=params[row], max_new_tokens=150)
         assert "".join(stream) == alone.texts
 

@@ -80,7 +80,7 @@ def choose_tokens(params, logits, prompts=PROMPTS, uniform=None):
     tokens = []
     for t, each in enumerate(logits):
         count = keras.ops.full((len(prompts),), t, "int32")
-        state = DeviceState(None, None, None, count, stops)
+        state = DeviceState(None, None, None, count, stops, None)
         numbers = None if uniform[t] is None else tensor(uniform[t])
         token, counts, _ = next_tokens(features, tensor(each), state, numbers, counts, arguments)
         tokens.append(keras.ops.convert_to_numpy(token))

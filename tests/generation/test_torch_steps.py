@@ -238,7 +238,8 @@ def test_make_choice_holds_the_lock_of_tracing(monkeypatch):
     features, logits = features_of([SamplingParams(top_k=3)], 61), keras.ops.zeros((1, 61))
     number, ids = keras.ops.ones(1), keras.ops.ones((1, 1), "int32")
     state = {"token": ids, "active": ids > 0, "remaining_tokens": ids[0], "count": ids[0]}
-    options = {"stops": ids, "temperature": number, "top_k": 3 * ids[0], "uniform": number[None]}
+    state |= {"stops": ids, "has_grammar": ids < 0}
+    options = {"temperature": number, "top_k": 3 * ids[0], "uniform": number[None]}
     owned = []
     monkeypatch.setattr(
         torch_batch, "make_fx", lambda choose: owned.append(tracing._is_owned()) or make_fx(choose)

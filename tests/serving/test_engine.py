@@ -36,7 +36,11 @@ LETTERS = {byte + 3: 20 for byte in b"abcdefgh"}
 OPTIONS = [
     ({"temperature": 0, "logprobs": 2, "logit_bias": LETTERS}, "auto"),
     ({"temperature": 1.2, "logit_bias": LETTERS}, None),
-    ({"temperature": 1.2, "grammar": "start: /([a-h]{2} ?)+/"}, "auto"),
+    (
+        {"temperature": 1.2, "grammar": "start: /([a-h]{2} ?)+/", "logprobs": 0}
+        | {"presence_penalty": 0.5},
+        "auto",
+    ),
     ({"temperature": 0.8, "top_k": 5, "logprobs": 0}, (1, 2, 3, 4, 5, 6, 100)),
     (
         {"top_p": 0.9, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "min_new_tokens": 6}

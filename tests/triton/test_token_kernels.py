@@ -148,6 +148,7 @@ def decode(logits, params, recent):
         "remaining_tokens": torch.full((size,), 9, device=DEVICE),
         "count": torch.zeros(size, dtype=torch.int32, device=DEVICE),
         "stops": torch.full((size, 1), -1, device=DEVICE),
+        "has_grammar": torch.zeros(size, 1, dtype=torch.bool, device=DEVICE),
         "temperature": torch.ones(size, device=DEVICE),
         "recent": recent.clone(),
     }
