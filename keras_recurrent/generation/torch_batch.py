@@ -34,6 +34,8 @@ class TorchBatch(Batch):
         tokens_per_step = 1 if is_exact else TOKENS_AHEAD if ahead else TOKENS_ON_CPU
         super().__init__(programs, num_slots, tokens_per_step, ahead)
         self._keep, self._device = keep, programs.model.variables[0].value.device
+        self._uploads = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._before_model: Any = None
 
     @torch.no_grad()
     def prepare_slots(self, max_length, num_prompts):
@@ -89,13 +91,21 @@ class TorchBatch(Batch):
 
     @torch.no_grad()
     def _launch_model(self, features, uniform, count):
+        self._decoder.prepare(features)  # a capture restores tensors, which uploads then overwrite
+        if self._uploads:
+            self._before_model = torch.cuda.current_stream(self._device).record_event()
         self._decoder.prepare(None)()
 
     @torch.no_grad()
     def _launch_choice(self, features, uniform, masks):
         choose = self._decoder.prepare(features)
-        self._upload("uniform", uniform)
-        self._upload("grammar", masks)
+        with torch.cuda.stream(self._uploads):  # while the model runs
+            if self._uploads:
+                self._uploads.wait_event(self._before_model)
+            self._upload("uniform", uniform)
+            self._upload("grammar", masks)
+        if self._uploads:
+            torch.cuda.current_stream(self._device).wait_stream(self._uploads)
         choose()
         return self._begin_results(features, 1)
 
