@@ -191,8 +191,9 @@ class Batch:
         """Launches a step of all slots: the next tokens of each sequence.
 
         Returns:
-            A list of pairs: slots, as `active_slots`, and a function that waits for their tokens
-            `[num_slots, N]` and `Logprobs`, or (): NumPy arrays.
+            Two lists of pairs: slots, as `active_slots`, and a function that waits for their tokens
+            `[num_slots, N]` and `Logprobs`, or (): NumPy arrays. The first list has the slots with
+            a grammar, whose tokens must be processed before the next step.
         """
         if self.needs_tokens or self._with_logits is not None:
             return self._step_with_grammar()
@@ -202,7 +203,7 @@ class Batch:
         uniform = self._uniform(features, slots, count)
         for _, sequence in slots:
             sequence.num_launched += count
-        return [(slots, self._launch(features, uniform, count))]
+        return [], [(slots, self._launch(features, uniform, count))]
 
     def _step_with_grammar(self):
         """Launches a step in two parts: the model, and the choice of a token from its logits.
@@ -215,26 +216,26 @@ class Batch:
             self._begin_token()
         (launched, slots, features), self._with_logits = self._with_logits, None
         masks = make_masks(self._matchers, self.num_slots, self._vocabulary_size)
-        results = self._launch_choice(features, self._uniform(features, slots, 1), masks)
+        uniform = self._uniform(features, slots, 1)
+        results = functools.cache(self._launch_choice(features, uniform, masks))
         delayed, self._delayed = self._delayed, []
         for arguments in delayed:
             self._write(*arguments)
         if self.runs_ahead and self.needs_tokens and self.has_work:
             self._begin_token()
-        return [*launched, (slots, results)]
+        plain, with_grammar = _split(slots)
+        return [(with_grammar, results)], [*launched, (plain, results)]
 
     def _begin_token(self):
         """Launches the model up to the logits of the token that is chosen with masks."""
-        slots, features, launched = self.active_slots, self._current_features(), []
-        plain = [(slot, s) for slot, s in slots if s.params.grammar is None]
+        slots, features = self.active_slots, self._current_features()
+        plain, _ = _split(slots)
         count = self.tokens_per_mask if plain else 1
         uniform = self._uniform(features, plain, count - 1) if count > 1 else None
         for _, sequence in slots:
             sequence.num_launched += count if sequence.params.grammar is None else 1
         results = self._launch_model(features, uniform, count)
-        if count > 1:
-            launched.append((plain, results))
-        self._with_logits = launched, slots, features
+        self._with_logits = [(plain, results)] if count > 1 else [], slots, features
 
     def _uniform(self, features, slots, count):
         """Returns random numbers `[num_slots, tokens_per_step]` for `count` tokens, or None."""
@@ -300,7 +301,7 @@ class Batch:
                 grammar, and the one after `count - 1` tokens of others.
 
         Returns:
-            The function that `step` returns for these tokens; None if `count` is 1.
+            The function that `step` returns for these tokens; unused if `count` is 1.
         """
         raise NotImplementedError
 
@@ -437,16 +438,18 @@ class DecodingLoop:
         """Processes the next token of each sequence; returns False if all have ended.
 
         If the batch runs ahead, the device computes the next step while the host processes the
-        tokens of the previous one, unless the next step depends on them.
+        tokens of the previous one, except those on which the next step depends.
         """
         if not self.batch.active_slots:
             return False
         column = next(self._columns, None)
         if column is None:
-            launched = self._launched or self.batch.step()
-            runs_ahead = self.batch.runs_ahead and not self.batch.needs_tokens
-            self._launched = self.batch.step() if runs_ahead and self.batch.has_work else None
-            self._columns = _columns(launched)
+            with_grammar, others = self._launched or self.batch.step()
+            for each in _columns(with_grammar):
+                self._process(*each)
+            runs_ahead = self.batch.runs_ahead and self.batch.has_work
+            self._launched = self.batch.step() if runs_ahead else None
+            self._columns = _columns(others)
             column = next(self._columns)
         self._process(*column)
         return True
@@ -475,8 +478,14 @@ class DecodingLoop:
         self.batch.remove(sequence)
 
 
+def _split(slots):
+    """Splits pairs of slots and sequences into those without a grammar and those with one."""
+    plain = [(slot, s) for slot, s in slots if s.params.grammar is None]
+    return plain, [(slot, s) for slot, s in slots if s.params.grammar is not None]
+
+
 def _columns(launched):
-    """Waits for a step; yields slots, tokens [B] and `Logprobs` for each of its positions."""
+    """Waits for results of a step; yields slots, tokens [B] and `Logprobs` of each position."""
     for slots, results in launched:
         tokens, logprobs = results()
         for t, column in enumerate(tokens.T.tolist()):
