@@ -1,6 +1,7 @@
 """Batches, sequences that decode together, and their decoding loop."""
 
 import collections
+import functools
 import math
 from typing import Any
 
