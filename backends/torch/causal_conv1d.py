@@ -60,16 +60,17 @@ def _documents(token_kind, taps):
     return None if token_kind is None else _Documents(token_kind, taps)
 
 
-def _shifts(span, taps):
-    """Slices of `_inputs` for each tap of a span of outputs; the last has the span's tokens."""
-    return [slice(span.start + tap, span.stop + tap) for tap in range(taps + 1)]
+def _tap_views(inputs, span, taps):
+    """Views of `_inputs`, or of their documents, for each tap of a span of outputs."""
+    return inputs[:, span.start : span.stop + taps].unfold(1, taps + 1, 1).unbind(-1)
 
 
-def _mask_documents(tensor, tokens, shift, own):
-    """`tensor`, with zeros where the input of a tap belongs to an earlier document."""
-    if tokens is None or shift is own:
-        return tensor
-    return filled(tensor, tokens.input_document[:, shift] != tokens.input_document[:, own], 0)
+def _other_documents(tokens, span, taps):
+    """Masks, for each tap, of the inputs of an earlier document; None if there is no such input."""
+    if tokens is None:
+        return [None] * (taps + 1)
+    *earlier, own = _tap_views(tokens.input_document, span, taps)
+    return [*(document != own for document in earlier), None]
 
 
 def _inputs(x, initial_state, tokens, taps, dtype):
@@ -80,12 +81,12 @@ def _inputs(x, initial_state, tokens, taps, dtype):
     return torch.cat((state, x.to(dtype)), dim=1)
 
 
-def _filtered(inputs, weights, bias, tokens, shifts, out=None):
-    """The convolution of a span, before any activation."""
-    *earlier, own = shifts
-    z = torch.mul(inputs[:, own], weights[-1], out=out)
-    for weight, shift in zip(weights[:-1], earlier, strict=True):
-        z.addcmul_(_mask_documents(inputs[:, shift], tokens, shift, own), weight)
+def _filtered(inputs, weights, bias, others, out=None):
+    """The convolution of a span, before any activation; inputs, weights and masks are by tap."""
+    *earlier, (x, weight, _) = zip(inputs, weights, others, strict=True)
+    z = torch.mul(x, weight, out=out)
+    for x, weight, other in earlier:
+        z.addcmul_(filled(x, other, 0), weight)
     return z if bias is None else z.add_(bias)
 
 
@@ -94,11 +95,12 @@ def _forward(x, kernel, bias, initial_state, token_kind, activation):
     length, taps = x.shape[1], kernel.shape[0] - 1
     tokens = _documents(token_kind, taps)
     inputs = _inputs(x, initial_state, tokens, taps, dtype)
-    weights = kernel.to(dtype)
+    weights = kernel.to(dtype).unbind()
 
     y = inputs.new_empty(x.shape)
     for span in spans(x):
-        y_b = _filtered(inputs, weights, bias, tokens, _shifts(span, taps), out=y[:, span])
+        x_taps, others = _tap_views(inputs, span, taps), _other_documents(tokens, span, taps)
+        y_b = _filtered(x_taps, weights, bias, others, out=y[:, span])
         if activation == "silu":
             torch.nn.functional.silu(y_b, inplace=True)
     y = y.to(x.dtype)
@@ -112,7 +114,7 @@ def _backward(x, kernel, bias, initial_state, token_kind, output, dy, d_state, a
     length, taps = x.shape[1], kernel.shape[0] - 1
     tokens = _documents(token_kind, taps)
     inputs = _inputs(x, initial_state, tokens, taps, dtype)
-    weights = kernel.to(dtype)
+    weights = kernel.to(dtype).unbind()
     d_inputs = torch.zeros_like(inputs)
     if tokens is None:
         d_inputs[:, length:] = d_state
@@ -123,16 +125,18 @@ def _backward(x, kernel, bias, initial_state, token_kind, output, dy, d_state, a
 
     d_weights, d_bias = [], []
     for span in spans(x):
-        dz_b, shifts = dy[:, span].to(dtype), _shifts(span, taps)
+        dz_b, x_taps = dy[:, span].to(dtype), _tap_views(inputs, span, taps)
+        others = _other_documents(tokens, span, taps)
         if activation == "silu":
-            z_b = _filtered(inputs, weights, bias, tokens, shifts)
+            z_b = _filtered(x_taps, weights, bias, others)
             dz_b = slope_of_gated(torch.sigmoid(z_b), z_b, z_b).mul_(dz_b)
         d_bias.append(dz_b.sum((0, 1)))
         d_taps = []
-        for weight, shift in zip(weights, shifts, strict=True):
-            d_tap = _mask_documents(dz_b, tokens, shift, shifts[-1])
-            d_inputs[:, shift].addcmul_(d_tap, weight)
-            d_taps.append((d_tap * inputs[:, shift]).sum((0, 1)))
+        d_x_taps = _tap_views(d_inputs, span, taps)
+        for x, d_x, weight, other in zip(x_taps, d_x_taps, weights, others, strict=True):
+            d_tap = filled(dz_b, other, 0)
+            d_x.addcmul_(d_tap, weight)
+            d_taps.append((d_tap * x).sum((0, 1)))
         d_weights.append(torch.stack(d_taps))
 
     dx = d_inputs[:, taps:]

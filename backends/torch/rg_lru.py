@@ -15,7 +15,7 @@ from ._common import (
     total_,
     where,
 )
-from ._scan import adjoint_scan, scan_, times_previous_
+from ._scan import adjoint_scan, scan_
 
 # Lower bound of the divisor s = sqrt(1 - a²): bounds the derivative of the root, 1 / (2 s).
 SMALLEST_DIVISOR = 1 / (2 * MAX_SQRT_GRADIENT)
@@ -46,7 +46,7 @@ def _applied_log_decay(gate_a, log_a_open, starts, padding):
 
 def _multiplier(log_a):
     """sqrt(1 - a²), which is 1 at a start."""
-    return (2 * log_a).expm1_().neg_().sqrt_()
+    return (log_a + log_a).expm1_().neg_().sqrt_()
 
 
 # `_forward` and `_backward` compute all but the scan block by block and in place, so that
@@ -92,7 +92,7 @@ def _backward(x, gate_a, gate_x, a_logit, initial_state, token_kind, h, dh, d_st
         r, i = torch.sigmoid(u), torch.sigmoid(v)
         log_a = r * log_a_open
         s = fill_(_multiplier(log_a), starts, 1)
-        d_log_a = times_previous_(g_b.clone(), h_b, state)
+        d_log_a = g_b * torch.cat((state.unsqueeze(1), h_b[:, :-1]), dim=1)
         state = h_b[:, -1]
 
         gix = (g_b * x_b).mul_(i)

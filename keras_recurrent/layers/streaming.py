@@ -273,7 +273,8 @@ class StreamingLayer(StatefulLayer):
                 return_state=return_state,
             )
             initial_state = drop_token_state(initial_state)
-        inputs = cast(inputs, self.compute_dtype)
+        compute_dtype = self.compute_dtype
+        inputs = cast(inputs, compute_dtype)
         results = self.stream(inputs, tokens, initial_state or {}, **kwargs)
         if not isinstance(results, tuple) or len(results) != 2:
             raise TypeError(
@@ -286,7 +287,7 @@ class StreamingLayer(StatefulLayer):
         else:
             output = self.finish(output, inputs)
         # A sublayer may have another dtype, and Keras on torch multiplies float64 as float32.
-        output = cast(output, self.compute_dtype)
+        output = cast(output, compute_dtype)
         return (output, in_order({**after, **token_state})) if return_state else output
 
     def _returned(self, output, inputs, mask, before, after):

@@ -10,7 +10,7 @@ import torch
 from keras import ops
 from torch.nn.modules import module as torch_module
 
-from keras_recurrent.checks.dtypes import weights_scope
+from keras_recurrent.checks.dtypes import policy_of, value_of, weights_scope
 
 _PACKAGE = "keras_recurrent."
 _CALL = keras.layers.Dense.call
@@ -23,24 +23,28 @@ def is_plain(outer, layer, inputs):
 
     Other layers may need `training` or a mask from Keras, or override `__call__`: only layers of
     this package and `keras.layers.Dense` are plain, if they have the dtypes of the outer layer and
-    are not recomputed. The dtypes are read from `layer`, because a `DTypePolicyMap` has policies by
-    path.
+    are not recomputed.
     """
+    if type(inputs) is not torch.Tensor:
+        return False
     remat = layer._remat_mode  # the `keras.RematScope` in which the layer was created
+    policy, outer_policy = policy_of(layer), policy_of(outer)
     return (
-        type(inputs) is torch.Tensor
-        and (type(layer) is keras.layers.Dense or type(layer).__module__.startswith(_PACKAGE))
+        (type(layer) is keras.layers.Dense or type(layer).__module__.startswith(_PACKAGE))
         and layer.built
-        and layer.compute_dtype == outer.compute_dtype
-        and layer.variable_dtype == outer.variable_dtype
-        and inputs.dtype is getattr(torch, layer.compute_dtype)
-        and layer.quantization_mode is None
+        and (policy is outer_policy or _dtypes(policy) == _dtypes(outer_policy))
+        and inputs.dtype is getattr(torch, policy.compute_dtype)
+        and policy.quantization_mode is None
         and layer.activity_regularizer is None
         and (remat is None or remat.mode is None)
         and not has_hooks(layer)
         and "forward" not in vars(layer)  # replaced by accelerate
         and keras.distribution.distribution() is None
     )
+
+
+def _dtypes(policy):
+    return policy.compute_dtype, policy.variable_dtype
 
 
 def call_plain(layer, inputs, **kwargs):
@@ -83,14 +87,14 @@ def matrix_product(dense, x):
     would take more host time than the launch.
     """
     kernel, bias, x = _weights_and_inputs(dense, x)
-    if bias is None:
-        y = torch.matmul(x, kernel)
-    elif x.ndim == 2:
-        y = torch.addmm(bias, x, kernel)
-    else:
-        # Without `contiguous`, torch adds the bias in a separate step.
-        y = torch.nn.functional.linear(x.contiguous(), kernel.T, bias)
+    y = torch.matmul(x, kernel) if bias is None else _affine(x, kernel, bias)
     return y if dense.activation is None else dense.activation(y)
+
+
+def _affine(x, kernel, bias):
+    """Computes x kernel + bias for x [..., D] and a matrix in one operator."""
+    y = torch.addmm(bias, x.reshape(-1, x.shape[-1]), kernel)
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def multiplies_directly(x):
@@ -98,28 +102,22 @@ def multiplies_directly(x):
     return type(x) is torch.Tensor and not _under_autocast(x.device.type)
 
 
-def block_diagonal_products(denses, x):
-    """Computes block-diagonal layers of x [..., D] as products with whole matrices.
+def block_diagonal_product(dense, x):
+    """Computes a block-diagonal layer of x [..., D] as a product with its whole matrix.
 
-    denses: `EinsumDense` layers with kernels [blocks, block width, units], in the dtype of x.
-    Returns a tensor [..., blocks * units] for each layer.
+    dense: an `EinsumDense` with a kernel [blocks, block width, units], in the dtype of x.
     """
-    kernels, biases, xs = zip(*(_weights_and_inputs(dense, x) for dense in denses), strict=True)
-    kernel, x = torch.stack(kernels), xs[0].reshape(-1, xs[0].shape[-1])
-    count, num_blocks, width, units = kernel.shape
-    diagonal = torch.eye(num_blocks, dtype=x.dtype, device=kernel.device)
-    blocks = kernel.unsqueeze(3) * diagonal.view(num_blocks, 1, num_blocks, 1)
-    matrices = blocks.view(count, num_blocks * width, num_blocks * units)
-    bias = torch.stack(biases).view(count, 1, -1)
-    products = torch.baddbmm(bias, x.expand(count, -1, -1), matrices)
-    return products.view(count, *xs[0].shape[:-1], -1).unbind()
+    kernel, bias, x = _weights_and_inputs(dense, x)
+    num_blocks, width, units = kernel.shape
+    blocks = torch.diag_embed(kernel.permute(1, 2, 0), dim1=0, dim2=2)
+    return _affine(x, blocks.view(num_blocks * width, num_blocks * units), bias.view(-1))
 
 
 def _weights_and_inputs(dense, x):
     """Returns a layer's kernel and bias, or None, in the dtype of x, and x on Keras's device."""
     # Keras's property takes as long as a launch, to look for quantization.
-    kernel = dense.kernel if dense.lora_enabled else dense._kernel.value
-    bias = None if dense.bias is None else dense.bias.value.to(x.dtype)
+    kernel = dense.kernel if dense.lora_enabled else value_of(dense._kernel)
+    bias = None if dense.bias is None else value_of(dense.bias).to(x.dtype)
     x = x if x.device == kernel.device else ops.convert_to_tensor(x)
     return kernel.to(x.dtype), bias, x
 

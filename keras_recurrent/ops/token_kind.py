@@ -90,15 +90,14 @@ def kinds_of_tokens(like, mask=None, segment_ids=None, previous=None, initial_st
 
 
 def kinds_of_whole_sequences(like, mask, segment_ids, previous, initial_state):
-    batch, length = ops.shape(like)[:2]
     if previous is not None:
         previous = ops.cast(previous, "int32")
     elif initial_state is None:
         if mask is None and segment_ids is None and _assigns_in_place():
-            kind = ops.zeros((batch, length), "int8")
+            kind = ops.zeros(like.shape[:2], "int8")
             kind[:, :1] = STARTS
             return kind
-        previous = -ops.ones((batch,), "int32")
+        previous = -ops.ones(ops.shape(like)[:1], "int32")
     if segment_ids is not None:
         return _kinds_by_segments(like, mask, ops.cast(segment_ids, "int32"), previous)
     return _kinds_in_one_document(like, mask, previous)
