@@ -10,7 +10,7 @@ import time
 import keras
 
 from keras_recurrent import serving
-from keras_recurrent.serving.options import KEY_VARIABLE, parse_options
+from keras_recurrent.serving.options import KEY_VARIABLE, check_template, parse_options
 
 log = logging.getLogger("keras_recurrent.serving")
 
@@ -22,6 +22,10 @@ def load_model(options):
     if options.chat_template:
         attributes["chat_template"] = options.chat_template
     model = keras_hub.models.CausalLM.from_preset(options.preset, **attributes)
+    template = getattr(model.preprocessor, "chat_template", None)
+    if template and not options.chat_template:
+        files = "chat_template.jinja, tokenizer_config.json or preprocessor.json"
+        check_template(template, f"Chat template of {options.preset} ({files})")
     if options.tool_format:
         model.preprocessor.tool_format = options.tool_format
     return model

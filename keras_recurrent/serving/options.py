@@ -17,6 +17,7 @@ from keras_recurrent import presets
 from keras_recurrent.atomic_files import find_folder
 from keras_recurrent.chat.rendering import TemplateRejection, render
 from keras_recurrent.chat.tools import FORMATS
+from keras_recurrent.checkpoints.files import CONFIG_FILE, HUB, require
 from keras_recurrent.import_order import keras_backend
 
 KEY_VARIABLE = "KERAS_RECURRENT_API_KEY"
@@ -57,6 +58,8 @@ def not_empty(text):
 
 
 def preset(name):
+    if name.startswith(HUB):
+        check_on_hub(name)
     if "://" in name:
         return name
     if os.path.exists(folder := find_folder(name)):
@@ -73,12 +76,38 @@ def preset(name):
     return name
 
 
+def check_on_hub(name):
+    """Raises an error if the configuration of a repository is neither cached nor on the Hub.
+
+    Without a network, a download is tried for half a minute; this function asks once.
+    """
+    hub = require("huggingface_hub", repr(name))
+    file = name.removeprefix(HUB), CONFIG_FILE
+    try:
+        if hub.try_to_load_from_cache(*file) is None:
+            hub.get_hf_file_metadata(hub.hf_hub_url(*file), timeout=5)
+    except Exception as error:  # also of the HTTP library, which differs between versions
+        reason = str(error).partition("\n")[0]
+        raise argparse.ArgumentTypeError(
+            f"{CONFIG_FILE} of {name!r} is not cached, and the Hub does not have it or cannot "
+            f"be reached: {reason}"
+        ) from error
+
+
 def chat_template(path):
     """Returns the text of a file, which must render a message."""
     try:
         text = pathlib.Path(path).read_text(encoding="utf-8")
+        check_template(text, path)
     except (OSError, UnicodeError) as error:
         raise argparse.ArgumentTypeError(f"cannot be read: {error}") from error
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def check_template(text, where):
+    """Raises a `ValueError` unless a chat template renders a message, or rejects it."""
     message = {"role": "user", "content": "Hello"}
     variables = {"messages": [message], "bos_token": "", "eos_token": "", "pad_token": ""}
     try:
@@ -86,8 +115,7 @@ def chat_template(path):
     except (ImportError, TemplateRejection):  # it may require another role or token
         pass
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{path}: {error}") from error
-    return text
+        raise ValueError(f"{where}: {error}") from error
 
 
 def bind(host, port):

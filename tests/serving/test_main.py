@@ -47,6 +47,7 @@ def run(monkeypatch, *options):
         (["--chat-template", "{folder}/broken"], "Error in line 2: "),
         (["--preset", "hawk_tinny"], "got 'hawk_tinny'; similar names: hawk_tiny"),
         (["--preset", "{folder}"], "is no preset: it has no config.json"),
+        (["--preset", "hf://nope/nope"], "--preset: config.json of 'hf://nope/nope' is not cached"),
         (["--prefix-cache-dir", "{folder}/broken"], "--prefix-cache-dir: cannot be created and"),
         (["--prefix-cache-dir", "a", "--prefix-cache-bytes", "0"], "above 0"),
         (["--model", "a"], "unrecognized arguments: --model a"),
@@ -99,6 +100,19 @@ def test_preset_of_an_unknown_model_is_an_error_of_the_command_line(monkeypatch,
         command.main()
     assert caught.value.code == 2
     assert "config.json" in capsys.readouterr().err
+
+
+def test_broken_template_of_a_preset_is_an_error_of_the_command_line(monkeypatch, capsys, tmp_path):
+    """All requests fail, and the operator learns it from the first client."""
+    model = GriffinCausalLM.from_preset("hawk_tiny", num_layers=1, chat_template=BROKEN_TEMPLATE)
+    model.save_to_preset(str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["serving", "--preset", str(tmp_path), "--port", "0"])
+    with pytest.raises(SystemExit) as caught:
+        command.main()
+    error = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert f"Chat template of {tmp_path} (chat_template.jinja, " in error
+    assert "`chat_template` failed with Undefined" in error
 
 
 def test_server_compiles_common_options_before_it_listens(monkeypatch, caplog):
