@@ -3,7 +3,7 @@
 A folder below `backends/` is an implementation. Its file `<operation>.py` defines the `Kernel` of
 an operation. `PREFERENCE` lists the folders for each Keras backend, fastest first; the first that
 accepts the arguments runs. If the backend's folder has no file for an operation, `portable/`
-implements it.
+implements it; on TensorFlow, operations over time in groups of tokens.
 
 - An implementation that is missing, or rejects the arguments by its `unsupported`, gives a reason,
   and the next one is tried.
@@ -30,7 +30,8 @@ import keras
 
 from keras_recurrent import import_order, portable
 from keras_recurrent.backends import host, reference
-from keras_recurrent.backends.kernel import load_kernel
+from keras_recurrent.backends.kernel import Kernel, load_kernel
+from keras_recurrent.backends.signatures import SIGNATURES
 
 BACKEND = keras.config.backend()
 host.configure(BACKEND, import_order.triton_would_crash)
@@ -98,9 +99,18 @@ def portable_kernel(operation):
     return load_kernel(portable.__name__, operation)
 
 
-for _operation, _row in IMPLEMENTATIONS.items():
-    if isinstance(_row.get(BACKEND), str):
-        _row[BACKEND] = portable_kernel(_operation)
+if BACKEND == "tensorflow":
+    from keras_recurrent.backends.tensorflow import _time_groups
+
+# Operations of which the backend's folder has no file.
+SERVED_BY_PORTABLE = [
+    name for name, row in IMPLEMENTATIONS.items() if isinstance(row.get(BACKEND), str)
+]
+for _operation in SERVED_BY_PORTABLE:
+    _kernel = portable_kernel(_operation)
+    if BACKEND == "tensorflow" and _operation in SIGNATURES and SIGNATURES[_operation].is_over_time:
+        _kernel = Kernel(_time_groups.group_tokens(_kernel.function))
+    IMPLEMENTATIONS[_operation][BACKEND] = _kernel
 
 PLATFORMS: dict[str, str] = {}  # {implementation: the only platform that it runs on}
 if BACKEND == "jax":
@@ -197,9 +207,10 @@ class Choice(NamedTuple):
     def __str__(self):
         runs = "nothing runs"
         if self.implementation:
-            folder = f"backends/{self.implementation}"
-            kernel = IMPLEMENTATIONS[self.operation].get(self.implementation)
-            if kernel in (None, portable_kernel(self.operation)):
+            folder, portable_names = f"backends/{self.implementation}", [PORTABLE]
+            if self.operation in SERVED_BY_PORTABLE:
+                portable_names.append(BACKEND)
+            if self.implementation in portable_names:
                 folder = "keras_recurrent/portable"
             runs = f"{folder}/{self.operation}.py runs"
         elif BACKEND not in PREFERENCE:

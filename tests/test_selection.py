@@ -41,7 +41,7 @@ def test_durations_name_existing_files():
 
 
 def test_select_changed_kernel_runs_its_backend_with_nightly_tests():
-    selected = select(["backends/tensorflow/rg_lru.py"])
+    selected = select(["backends/tensorflow/rms_norm.py"])
     assert "NIGHTLY_tensorflow=tests/devices/test_tensorflow_mirrored.py,tests/ops" in selected
     assert "test-export-tensorflow" in selected
     assert not [

@@ -51,22 +51,6 @@ def filled(tensor, mask, value):
     return result
 
 
-def applied_decay(a, starts, padding):
-    """The decay applied to the state: 0 at a start, 1 at padding, else a."""
-    return filled(filled(a, starts, 0), padding, 1)
-
-
-def split_chunks(tensor, size, filler):
-    """[B, T, D] as [B, T / size, size, D]; the last chunk is padded with `filler`."""
-    missing = -length_of(tensor) % size
-    if tensor.shape[1] is None or missing:
-        filler = tf.constant(filler, tensor.dtype)
-        tensor = tf.pad(tensor, [[0, 0], [0, missing], [0, 0]], constant_values=filler)
-    return tf.reshape(
-        tensor, [tf.shape(tensor)[0], length_of(tensor) // size, size, tensor.shape[2]]
-    )
-
-
 def differentiate(tape, results, tensors, d_results):
     """The gradients of tensors.
 
@@ -139,7 +123,11 @@ def sum_over_tokens(x):
     """The sum [D] of x [B, T, D], as a tree; `tf.reduce_sum` would add token by token."""
     levels = 0
     while levels < 3 if x.shape[1] is None else x.shape[1] > 8:
-        x, levels = tf.reduce_sum(split_chunks(x, 8, 0), axis=2), levels + 1
+        missing = -length_of(x) % 8
+        if x.shape[1] is None or missing:
+            x = tf.pad(x, [[0, 0], [0, missing], [0, 0]])
+        x = tf.reshape(x, [tf.shape(x)[0], length_of(x) // 8, 8, x.shape[2]])
+        x, levels = tf.reduce_sum(x, axis=2), levels + 1
     return tf.reduce_sum(x, axis=[0, 1])
 
 
@@ -152,22 +140,15 @@ def scaled(row, x):
 @tf.custom_gradient
 def sigmoid(z):
     """σ(z) with an accurate gradient."""
-    s, rest = sigmoids(z)
+    # On a CPU, the error of `tf.sigmoid` is up to six units in the last place, of this quotient
+    # little more than two. Graphs turn a constant divided by a tensor into an approximate
+    # reciprocal, which CPUs round to 1 - 2^-24 where σ is 1; a quotient of tensors remains one.
+    e = tf.exp(-tf.abs(z))
+    positive, one = z >= 0, tf.ones_like(e)
+    s = tf.where(positive, one, e) / (1 + e)
 
     def gradient(d_s):
         """Uses σ(-z), which TensorFlow would compute as 1 - σ(z), losing digits for z > 0."""
-        return d_s * s * rest
+        return d_s * s * (tf.where(positive, e, one) / (1 + e))
 
     return s, gradient
-
-
-def sigmoids(z):
-    """σ(z) and σ(-z), the smaller one with full precision.
-
-    On a CPU, the error of `tf.sigmoid` is up to six units in the last place, of this function
-    little more than two. Graphs turn a constant divided by a tensor into an approximate reciprocal,
-    which CPUs round to 1 - 2^-24 where σ is 1; a quotient of two tensors remains a division.
-    """
-    e = tf.exp(-tf.abs(z))
-    positive, one = z >= 0, tf.ones_like(e)
-    return tf.where(positive, one, e) / (1 + e), tf.where(positive, e, one) / (1 + e)

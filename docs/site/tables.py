@@ -37,8 +37,9 @@ FOLDERS = {
     ("cudnn",): "torch, NVIDIA GPUs from compute capability 9.0",
     ("pallas",): "JAX, TPUs",
     ("triton",): "torch and JAX, NVIDIA GPUs from compute capability 8.0",
-    ("jax", "tensorflow"): "any device",
+    ("jax",): "any device",
     ("torch",): "any device",
+    ("tensorflow",): "any device",
     ("portable",): "any device and exporter, in `keras.ops`",
     ("reference",): "tests, in NumPy",
 }

@@ -18,6 +18,15 @@ cos, sin, tanh = _functions.cos, _functions.sin, _functions.tanh
 framework_expm1 = _functions.expm1
 
 
+def sigmoid(x):
+    """σ(x); on TensorFlow with a gradient that keeps its digits where σ(x) is nearly 1."""
+    if keras.backend.backend() != "tensorflow":
+        return ops.sigmoid(x)
+    positive = x > 0
+    e = ops.exp(ops.where(positive, -x, x))
+    return ops.where(positive, ops.ones_like(e), e) / (1.0 + e)
+
+
 def framework_softplus(x):
     return ops.relu(x) + _functions.log1p(ops.exp(-ops.abs(x)))
 
@@ -76,15 +85,23 @@ def _full_precision():
 
 
 def minus_expm1(x):
-    """1 - exp(x) for x <= 0, as 2 t / (1 + t) with t = tanh(-x / 2)."""
+    """1 - exp(x) for x <= 0, near 0 as 2 t / (1 + t) with t = tanh(-x / 2).
+
+    Elsewhere, the derivative of t would lose digits.
+    """
     t = tanh(-0.5 * x)
-    return 2.0 * t / (1.0 + t)
+    return ops.where(x < -0.5, 1.0 - ops.exp(x), 2.0 * t / (1.0 + t))
 
 
 def log1p(x):
-    """log(1 + x) for x >= 0, as log(u) x / (u - 1) with u = 1 + x, whose errors cancel."""
-    u = 1.0 + x
-    d = u - 1.0
+    """log(1 + x) for x >= 0, as log(u) x / (u - 1) with u = 1 + x, whose errors cancel.
+
+    Graphs of TensorFlow replace log(1 + x) by its `log1p`, so that errors would not cancel: the
+    constant 1 is a tensor.
+    """
+    one = ops.cast(x >= 0.0, x.dtype)
+    u = one + x
+    d = u - one
     tiny = ops.equal(d, 0.0)
     return ops.where(tiny, x, ops.log(u) * (x / ops.where(tiny, ops.ones_like(d), d)))
 

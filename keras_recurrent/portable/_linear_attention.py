@@ -5,13 +5,11 @@ chunk is halved recursively. For u in a right half and s in the adjacent left ha
 multiplied by the decays from the boundary to u, and k_s by those from s to the boundary.
 """
 
-import numpy as np
 from keras import ops
 
 from keras_recurrent.portable import _loop, _opset_27
-from keras_recurrent.portable._common import state_or_zeros
+from keras_recurrent.portable._common import fill_where, state_or_zeros
 from keras_recurrent.portable._scan import (
-    merge_blocks,
     power_of_two,
     scan,
     split_blocks,
@@ -19,44 +17,59 @@ from keras_recurrent.portable._scan import (
 )
 
 CHUNK = 64
-CHUNKS_PER_BLOCK = 8  # states are large
 
 
-def linear_attention(q, k, v, log_f, initial_state, starts, padding):
-    """q, k: [B, T, H, K]; v: [B, T, H, V]; log_f: [B, T, H, K or 1], all of one dtype.
+def linear_attention(q, k, v, log_f, initial_state, starts):
+    """q, k: [B, T, G, K]; v: [B, T, H, V]; log_f: [B, T, H, K or 1], all of one dtype.
 
-    At padding k is 0 and log_f is 0. starts: [B, T, 1, 1] or None. Returns ([B, T, H, V],
-    [B, H, K, V]).
+    H / G heads share a query and a key; with K decays a head, G is H. At padding k is 0 and log_f
+    is 0. starts: [B, T, 1, 1] or None. Returns ([B, T, H, V], [B, H, K, V]).
     """
-    batch, length, heads, key_size = ops.shape(q)
-    value_size = v.shape[3]
+    batch, length, groups, key_size = ops.shape(q)
+    heads, value_size = v.shape[2:]
+    share, is_scalar = heads // groups, log_f.shape[3] == 1
     state = state_or_zeros(initial_state, (batch, heads, key_size, value_size), q.dtype)
+    if share > 1 and (_opset_27.is_active() or q.shape[1] == 1 or _loop.is_needed(q)):
+        q, k = (ops.repeat(x, share, axis=2) for x in (q, k))
     if _opset_27.is_active():
         return _opset_27.linear_attention(q, k, v, log_f, state, starts)
-    keep = None if starts is None else ops.cast(~starts, q.dtype)
-    if q.shape[1] == 1 or _loop.is_needed(q):
-        f = ops.exp(log_f) if keep is None else ops.exp(log_f) * keep
-        if q.shape[1] != 1:
-            return _loop.loop(step, state, (q, k, v, f))
+    f = ops.exp(log_f) if starts is None else fill_where(starts, 0.0, ops.exp(log_f))
+    if q.shape[1] == 1:
         state, output = step(state, *(x[:, 0] for x in (q, k, v, f)))
         return output[:, None], state
-    if keep is None:
-        keep = ops.ones((batch, length, 1, 1), q.dtype)
-    forget = ops.broadcast_to(1.0 - keep, (batch, length, heads, 1))
+    if _loop.is_needed(q):
+        return _loop.loop(step, state, (q, k, v, f))
     size = min(CHUNK, power_of_two(length))
-    q, k, v, log_f, forget = (_split_heads(x, size) for x in (q, k, v, log_f, forget))
-    rows, chunks = batch * heads, -(-length // size)
-    f = ops.exp(log_f) * (1.0 - forget)  # 1 after the last token, where both are 0
-    from_start, to_end, weights = _chunk_products(q, k, f)
-    added = ops.matmul(ops.transpose(k * to_end, (0, 2, 1)), v)
-    added = ops.reshape(added, (rows, chunks, key_size, value_size))
-    total = ops.reshape(ops.copy(from_start[:, -1]), (rows, chunks, log_f.shape[-1], 1))
-    first = ops.reshape(state, (rows, key_size, value_size))
-    after = scan(total, added, first, block=CHUNKS_PER_BLOCK)
-    before = ops.reshape(states_before(after, first), (-1, key_size, value_size))
-    output = ops.matmul(q * from_start, before) + ops.matmul(weights, v)
-    output = merge_blocks(output, rows, length)
-    output = ops.reshape(output, (batch, heads, length, value_size))
+    missing = -length % size
+    if missing:  # after the last token, decays are 1
+        ones = ops.ones((batch, missing, *f.shape[2:]), f.dtype)
+        f = ops.concatenate([f, ones], axis=1)
+    f = _split_heads(f, size)
+    count = (length + missing) // size
+    levels, from_start, to_end = _decay_products(f)
+
+    def split_groups(x):
+        """Reshapes [B H N, ...] to [B G, heads of a group, N, ...]."""
+        return ops.reshape(x, (batch * groups, -1, count, *x.shape[1:]))
+
+    if is_scalar:
+        q, k, v = (split_groups(_split_heads(x, size)) for x in (q, k, v))
+        decays = _weights_of_pairs(ops.ones_like(f), ops.ones_like(f), levels)
+        weights = ops.matmul(q, _transpose(k)) * split_groups(decays)
+    else:
+        q, k, v = (_split_heads(x, size) for x in (q, k, v))
+        weights = split_groups(_weights_of_pairs(q, k, levels))
+        q, k, v = map(split_groups, (q, k, v))
+    added = ops.matmul(_transpose(k * split_groups(to_end)), v)
+    added = ops.reshape(added, (batch * heads, count, key_size, value_size))
+    total = ops.reshape(ops.copy(from_start[:, -1]), (batch * heads, count, f.shape[2], 1))
+    first = ops.reshape(state, (batch * heads, key_size, value_size))
+    after = scan(total, added, first)
+    before = ops.reshape(
+        states_before(after, first), (batch * groups, share, count, key_size, value_size)
+    )
+    output = ops.matmul(q * split_groups(from_start), before) + ops.matmul(weights, v)
+    output = ops.reshape(output, (batch, heads, length + missing, value_size))[:, :, :length]
     return (
         ops.transpose(output, (0, 2, 1, 3)),
         ops.reshape(after[:, -1], (batch, heads, key_size, value_size)),
@@ -80,31 +93,54 @@ def _split_heads(x, size):
     return split_blocks(x, size)
 
 
-def _chunk_products(q, k, f):
-    """Returns products of f from the start of a chunk and to its end, and the weights [.., C, C].
+def _decay_products(f):
+    """Returns products of f in a chunk: `levels`, from its start, and to its end.
 
-    A product to the end excludes the f of its first token.
+    A level has the products from the boundary of two halves to tokens of the right one, and from
+    tokens of the left one to the boundary. A product to the end excludes the f of its first token.
     """
-    size, width = f.shape[1:]
     from_start, to_end = f, ops.ones_like(f)
-    diagonal = ops.expand_dims(ops.sum(q * k, axis=-1), -1)
-    index = np.arange(size)
-    weights = ops.where(index[:, None] == index, diagonal, ops.zeros_like(diagonal))
-    half = 1
-    while half < size:
-        halves = (-1, size // (2 * half), 2, half, width)
-        p, s = ops.reshape(from_start, halves), ops.reshape(to_end, halves)
-        p_left, p_right, s_left, s_right = p[:, :, 0], p[:, :, 1], s[:, :, 0], s[:, :, 1]
-
-        def join_halves(left, right):
-            return ops.reshape(ops.stack([left, right], axis=2), (-1, size, width))
-
-        to_right = join_halves(ops.zeros_like(p_left), p_right)
-        from_left = join_halves(s_left, ops.zeros_like(s_right))
-        between = ops.matmul(q * to_right, ops.transpose(k * from_left, (0, 2, 1)))
-        block = index // (2 * half)
-        weights = weights + ops.where(block[:, None] == block, between, ops.zeros_like(between))
-        from_start = join_halves(p_left, p_right * p_left[:, :, -1:])
-        to_end = join_halves(s_left * p_right[:, :, -1:], s_right)
+    levels, half = [], 1
+    while half < f.shape[1]:
+        (p_left, p_right), (s_left, s_right) = _halves(from_start, half), _halves(to_end, half)
+        levels.append((p_right, s_left))
+        from_start = _join_halves(p_left, p_left[:, :, -1:] * p_right)
+        to_end = _join_halves(s_left * p_right[:, :, -1:], s_right)
         half *= 2
-    return from_start, to_end, weights
+    return levels, from_start, to_end
+
+
+def _weights_of_pairs(q, k, levels):
+    """Returns the weights [.., C, C] of the tokens s <= u, from blocks of one token up to C."""
+    weights = ops.sum(q * k, axis=-1)[:, :, None, None]
+    for from_boundary, to_boundary in levels:
+        half = from_boundary.shape[2]
+        q_right = _halves(q, half)[1] * from_boundary
+        k_left = _halves(k, half)[0] * to_boundary
+        if half == 1:
+            between = ops.sum(q_right * k_left, axis=-1, keepdims=True)
+        elif q.shape[2] == 1:
+            between = q_right * _transpose(k_left)
+        else:
+            between = ops.matmul(q_right, _transpose(k_left))
+        left, right = _halves(ops.reshape(weights, (-1, weights.shape[1], half * half)), 1)
+        left, right = (ops.reshape(x, (-1, x.shape[1], half, half)) for x in (left, right))
+        above = ops.concatenate([left, ops.zeros_like(left)], axis=-1)
+        below = ops.concatenate([between, right], axis=-1)
+        weights = ops.concatenate([above, below], axis=-2)
+    return weights[:, 0]
+
+
+def _halves(x, half):
+    """Returns the left and the right halves [.., C / (2 half), half, K] of x [.., C, K]."""
+    _, size, width = x.shape
+    return ops.unstack(ops.reshape(x, (-1, size // (2 * half), 2, half, width)), axis=2)
+
+
+def _transpose(x):
+    return ops.swapaxes(x, -2, -1)
+
+
+def _join_halves(left, right):
+    _, count, half, width = left.shape
+    return ops.reshape(ops.stack([left, right], axis=2), (-1, 2 * count * half, width))

@@ -72,13 +72,13 @@ def _convolve_one_token(x, kernel, state, token_kind):
 def _convolve_with_kinds(x, kernel, state, token_kind):
     taps = kernel.shape[0] - 1
     starts, padding = token_masks(token_kind, 3)
-    repeats = ops.cast(padding, x.dtype)
+    repeats, continues = (ops.cast(mask, x.dtype) for mask in (padding, ~(starts | padding)))
     seen = fill_where(padding, 0.0, x)
     y, after = seen * kernel[taps], []
     for tap in reversed(range(taps)):
-        held = scan(repeats, fill_where(padding, 0.0, seen), state[:, tap])
+        held = scan(repeats, seen, state[:, tap])
         after.append(held[:, -1])
-        seen = fill_where(starts, 0.0, states_before(held, state[:, tap]))
+        seen = states_before(held, state[:, tap]) * continues
         y = y + seen * kernel[tap]
     after = ops.stack(after[::-1], axis=1) if after else state
     return y, after

@@ -20,7 +20,7 @@ def complex_linear_scan(x, log_a, phase, initial_state=None, token_kind=None):
     inputs, log_a, phase = (fill_where(padding, 0.0, ops.cast(t, dtype)) for t in (x, log_a, phase))
     r = fill_where(starts, 0.0, ops.exp(log_a))
     a = ops.concatenate([r * ops.cos(phase), r * ops.sin(phase)], axis=-1)
-    h = scan(a, inputs, state, multiply=_multiply)
+    h = scan(a, inputs, state, _multiply)
     return ops.cast(h, x.dtype), h[:, -1]
 
 

@@ -5,7 +5,7 @@ import math
 from keras import ops
 
 from keras_recurrent.backends.constants import GELU_CLIP
-from keras_recurrent.portable._common import sum_dtype
+from keras_recurrent.portable._common import sigmoid, sum_dtype
 
 
 def gated_linear_unit(gate, x, activation="silu"):
@@ -15,4 +15,4 @@ def gated_linear_unit(gate, x, activation="silu"):
     if activation == "gelu":
         z = ops.clip(z, -GELU_CLIP, GELU_CLIP)
         u = math.sqrt(8 / math.pi) * (z + 0.044715 * z * z * z)
-    return ops.cast(ops.cast(gate, dtype) * ops.sigmoid(u) * ops.cast(x, dtype), x.dtype)
+    return ops.cast(ops.cast(gate, dtype) * sigmoid(u) * ops.cast(x, dtype), x.dtype)

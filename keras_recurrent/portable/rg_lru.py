@@ -2,10 +2,11 @@
 
 from keras import ops
 
-from keras_recurrent.backends.constants import DECAY_EXPONENT
+from keras_recurrent.backends.constants import DECAY_EXPONENT, MAX_SQRT_GRADIENT
 from keras_recurrent.portable._common import (
     fill_where,
     minus_expm1,
+    sigmoid,
     softplus,
     sum_dtype,
     token_masks,
@@ -21,8 +22,15 @@ def rg_lru(x, gate_a, gate_x, a_logit, initial_state=None, token_kind=None):
         fill_where(padding, 0.0, ops.cast(t, dtype)) for t in (x, gate_a, gate_x)
     )
     log_a_open = -DECAY_EXPONENT * softplus(-ops.cast(a_logit, dtype))
-    log_a = ops.sigmoid(gate_a) * log_a_open
-    scale = fill_where(starts, 1.0, ops.sqrt(minus_expm1(2.0 * log_a)))
-    inputs = scale * ops.sigmoid(gate_x) * real_x
+    log_a = sigmoid(gate_a) * log_a_open
+    scale = fill_where(starts, 1.0, _sqrt(minus_expm1(2.0 * log_a)))
+    inputs = scale * sigmoid(gate_x) * real_x
     h, state = linear_scan(inputs, log_a, initial_state, token_kind)
     return ops.cast(h, x.dtype), state
+
+
+def _sqrt(x):
+    """The square root, whose derivative is bounded by `MAX_SQRT_GRADIENT`."""
+    root = ops.stop_gradient(ops.sqrt(x))
+    divisor = 2.0 * ops.maximum(root, 0.5 / MAX_SQRT_GRADIENT)
+    return root + (x - ops.stop_gradient(x)) / divisor

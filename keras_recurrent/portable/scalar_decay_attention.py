@@ -10,8 +10,5 @@ def scalar_decay_attention(q, k, v, log_decay, initial_state=None, token_kind=No
 
     Returns ([B, T, H, V], [B, H, K, V]).
     """
-    share = v.shape[2] // q.shape[2]
-    if share > 1:
-        q, k = (ops.repeat(x, share, axis=2) for x in (q, k))
     log_f = ops.expand_dims(log_decay, -1)
     return gated_linear_attention(q, k, v, log_f, initial_state, token_kind)
