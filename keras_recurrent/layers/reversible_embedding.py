@@ -67,17 +67,19 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
     def _look_up(self, token_ids):
         """Returns what Keras's `call` does; gradients of equal tokens are summed in float32.
 
-        Keras sums them in the dtype of the computations: in bfloat16, a sum of equal numbers ends
-        at 256 of them, fewer than a batch has of a frequent token.
+        Keras sums them in the dtype of the computations. In bfloat16, adding more than 256 equal
+        numbers does not increase the sum, but a batch has more of a frequent token.
         """
         with AutocastScope(None):
-            table = ops.cast(self.embeddings, self.variable_dtype)
-            # Without 16-bit weights, or by torch's kernel on GPUs, Keras's gradients are right.
-            is_exact = self.variable_dtype == "float32"
-            is_exact |= dispatch.BACKEND == "torch" and table.is_cuda
-            if is_exact or self.mask_zero:
+            if self.mask_zero:
                 return super().call(token_ids)
-            return ops.cast(_take_rows(table, token_ids), self.compute_dtype)
+            if not self.lora_enabled:
+                return ops.cast(_take_rows(self.embeddings, token_ids), self.compute_dtype)
+            low_rank = _take_rows(self.lora_embeddings_a, token_ids)
+            low_rank = ops.matmul(low_rank, ops.cast(self.lora_embeddings_b, low_rank.dtype))
+            rows = ops.cast(_take_rows(self._embeddings, token_ids), low_rank.dtype)
+            rows = rows + (self.lora_alpha / self.lora_rank) * low_rank
+            return ops.cast(rows, self.compute_dtype)
 
     def _split_embedding(self, token_ids):
         """Returns embeddings of token ids [B, 1] in a decoding step if devices share the table.
@@ -135,20 +137,24 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
         super().quantize(mode, type_check=False, config=config)
 
 
-def _take_rows(table, token_ids):
-    """Returns rows of a table; their gradients are summed in float32."""
-    token_ids, shape = ops.convert_to_tensor(token_ids), table.shape
+def _take_rows(variable, token_ids):
+    """Returns rows of a variable, outside of autocast; their gradients are summed in float32."""
+    dtype = keras.backend.standardize_dtype(variable.value.dtype)
+    # torch's kernel on GPUs sums in float32.
+    if dtype == "float32" or (dispatch.BACKEND == "torch" and variable.value.is_cuda):
+        return ops.take(variable, token_ids, axis=0)
+    token_ids, shape = ops.convert_to_tensor(token_ids), variable.shape
 
     @ops.custom_gradient
     def take(table):
         def gradient(*arguments, upstream=None):
             rows = ops.reshape(arguments[0] if upstream is None else upstream, (-1, shape[1]))
             rows, ids = ops.cast(rows, "float32"), ops.reshape(token_ids, (-1,))
-            return ops.cast(ops.segment_sum(rows, ids, num_segments=shape[0]), table.dtype)
+            return ops.cast(ops.segment_sum(rows, ids, num_segments=shape[0]), dtype)
 
         return ops.take(table, token_ids, axis=0), gradient
 
-    return take(table)
+    return take(ops.cast(variable, dtype))
 
 
 def reversible_embedding(

@@ -132,15 +132,23 @@ def test_float16_layer_in_a_float32_model_warns_without_loss_scaling(policy, sca
     assert expected is None or re.search(expected, found[0])
 
 
+@pytest.mark.parametrize(
+    ("rank", "expected"), [(None, [[4096, 4096]]), (1, [[8192], [4096, 4096]])]
+)
 @pytest.mark.parametrize("policy", ["bfloat16", "mixed_bfloat16"])
-def test_embedding_of_a_frequent_token_has_an_exact_gradient(policy):
-    """Its gradients are summed in bfloat16, where a sum of equal numbers ends at 256 of them."""
+def test_embedding_of_a_frequent_token_has_an_exact_gradient(policy, rank, expected):
+    """Its gradients are summed in bfloat16, where more than 256 equal numbers are lost."""
     layer = ReversibleEmbedding(4, 2, dtype=policy)
     layer.build()
+    if rank:
+        layer.enable_lora(rank)
+    dtypes = [v.value.dtype for v in layer.trainable_variables]
 
-    def loss(table):
-        table = keras.ops.cast(table, layer.variable_dtype)
-        embeddings = call_with(layer, [table], np.zeros((1, 4096), "int32"))
+    def loss(weights):
+        weights = [keras.ops.cast(w, dtype) for w, dtype in zip(weights, dtypes, strict=True)]
+        embeddings = call_with(layer, weights, np.zeros((1, 4096), "int32"))
         return keras.ops.sum(keras.ops.cast(embeddings, "float32"))
 
-    np.testing.assert_array_equal(gradients(loss, np.ones((4, 2)))[0], [4096, 4096])
+    found = gradients(loss, [np.ones(v.shape) for v in layer.trainable_variables])
+    for gradient, row in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(gradient[0], row)
