@@ -3,7 +3,8 @@
 A folder below `backends/` is an implementation. Its file `<operation>.py` defines the `Kernel` of
 an operation. `PREFERENCE` lists the folders for each Keras backend, fastest first; the first that
 accepts the arguments runs. If the backend's folder has no file for an operation, `portable/`
-implements it; on TensorFlow, operations over time in groups of tokens.
+implements it. On TensorFlow, linear attention, and any operation over time whose length is unknown,
+then run in groups of tokens.
 
 - An implementation that is missing, or rejects the arguments by its `unsupported`, gives a reason,
   and the next one is tried.

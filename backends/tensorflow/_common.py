@@ -140,9 +140,10 @@ def scaled(row, x):
 @tf.custom_gradient
 def sigmoid(z):
     """σ(z) with an accurate gradient."""
-    # On a CPU, the error of `tf.sigmoid` is up to six units in the last place, of this quotient
-    # little more than two. Graphs turn a constant divided by a tensor into an approximate
-    # reciprocal, which CPUs round to 1 - 2^-24 where σ is 1; a quotient of tensors remains one.
+    # On a CPU, the error of `tf.sigmoid` is up to six units in the last place; the error of this
+    # quotient is little more than two. Graphs turn a constant divided by a tensor into an
+    # approximate reciprocal, which CPUs round to 1 - 2^-24 where σ is 1, but keep a quotient of
+    # tensors.
     e = tf.exp(-tf.abs(z))
     positive, one = z >= 0, tf.ones_like(e)
     s = tf.where(positive, one, e) / (1 + e)

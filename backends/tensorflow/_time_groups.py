@@ -17,7 +17,7 @@ GROUP = 128
 
 
 def group_tokens(function):
-    """Returns an operation over time, such as `linear_scan`, from one of a static length.
+    """Returns an operation of any length, such as `linear_scan`, from a function of static length.
 
     Linear attention is computed in groups of tokens, which bound the memory of its intermediate
     tensors; other operations only if their length is unknown. The gradient computes each group once
@@ -155,7 +155,7 @@ class _Plan:
 
         arrays = [tf.TensorArray(dtype, self.count) for dtype in dtypes]
         start = (tf.constant(0), carry, arrays)
-        # One group at a time: the memory of several would be needed.
+        # Parallel iterations would need the memory of several groups.
         _, carry, arrays = tf.while_loop(
             lambda i, *_: i < self.count, body, start, parallel_iterations=1
         )

@@ -6,7 +6,7 @@ Decoding steps own their states and overwrite them; everywhere else states are i
 import contextlib
 import threading
 
-# Bytes of a state from which it is worth a launch to free the memory of its new value early.
+# Minimum size of a state in bytes for which a launch that frees its new value early is worthwhile.
 MIN_STORED_BYTES = 2**24
 
 
@@ -32,12 +32,12 @@ def inplace_states():
 
 
 def store_states(before, after):
-    """Returns new states of a block; large ones are moved to the previous ones where allowed.
+    """Returns the new states of a block; where allowed, large ones overwrite the previous ones.
 
-    Otherwise, the new states of all blocks would exist next to the previous ones.
+    Without this, the new states of all blocks would exist next to the previous ones.
 
     Args:
-        before, after: dictionaries, in which dictionaries may be nested, of tensors.
+        before, after: dictionaries of tensors, possibly nested.
     """
     if not _states.inplace:
         return after

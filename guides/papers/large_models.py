@@ -115,7 +115,7 @@ def measure(key, seeds, size, data):
     prepare = load(key["measure"], key["model"], size)
     gc.collect()  # frees the previous model
     # The warm-up call compiles for the cache capacity of the timed call. Llama's cache grows with
-    # each token: its first whole call also waits for memory.
+    # each token, so that only a whole call allocates all memory.
     few = tokens if key["model"] == LLAMA else tokens // 2 + 1
     found: list = []
     try:

@@ -69,9 +69,9 @@ def weights_scope(layer):
 
 
 def value_of(variable):
-    """Returns `variable.value`, without the checks of Keras on torch if no scope is active.
+    """Returns `variable.value`; on torch, skips Keras's checks if no scope is active.
 
-    Outside of autocast and stateless scopes, it is the tensor that the variable stores.
+    Outside of autocast and stateless scopes, the value is the tensor that the variable stores.
     """
     scopes = vars(global_state.GLOBAL_STATE_TRACKER)
     is_scoped = scopes.get("autocast_scope") or scopes.get("stateless_scope")

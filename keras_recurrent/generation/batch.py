@@ -43,8 +43,8 @@ class Batch:
             are processed.
 
     Attributes:
-        tokens_per_mask: integer, number of tokens that a step computes of each sequence without a
-            grammar, if others have one.
+        tokens_per_mask: integer, number of tokens per step of a sequence without a grammar if
+            another sequence of the batch has one.
         num_prompts: integer, maximum number of prompts in one call of `process`.
         initial_state: the state of a sequence before all tokens.
         sequences: a list of the `Sequence` in each slot, or None.
@@ -67,8 +67,8 @@ class Batch:
         self._features: Any = None  # of the sequences in slots; None after a change
         # `Features` of steps that have run or are compiled, by number of stop tokens.
         self._known: Any = collections.defaultdict(list)
-        # After the model has run for a step with a grammar, before the masks are known: a list of
-        # the launched tokens, and the `active_slots` and `Features` of the next token.
+        # Set between the two parts of a step with a grammar: a list of the pairs of `step` that the
+        # first part launched, and the `active_slots` and `Features` of the token to be chosen.
         self._with_logits: Any = None
         self._inserted: Any = None  # the arrays and `Features` of the sequences of `insert_all`
         self._delayed: list[tuple] = []  # arguments of `_write`, until these logits are used
@@ -123,7 +123,7 @@ class Batch:
             self.write(slice(None), state)
 
     def prepare_first_step(self, state):
-        """Compiles the first step of the sequences of `insert_all` while it processes prompts.
+        """Compiles the first step while `insert_all` processes the prompts of its sequences.
 
         state: the state of one or more sequences before this step, or its shapes.
         """
@@ -192,9 +192,10 @@ class Batch:
         """Launches a step of all slots: the next tokens of each sequence.
 
         Returns:
-            Two lists of pairs: slots, as `active_slots`, and a function that waits for their tokens
-            `[num_slots, N]` and `Logprobs`, or (): NumPy arrays. The first list has the slots with
-            a grammar, whose tokens must be processed before the next step.
+            Two lists of pairs. A pair has slots, as `active_slots`, and a function that waits for
+            their tokens `[num_slots, N]` and `Logprobs`, or (), and returns NumPy arrays. The first
+            list has the slots with a grammar, whose tokens must be processed before the next step;
+            the second list has the others.
         """
         if self.needs_tokens or self._with_logits is not None:
             return self._step_with_grammar()
@@ -298,8 +299,8 @@ class Batch:
 
         Args:
             features, uniform: as in `_launch_choice`.
-            count: integer, 1 or `tokens_per_mask`. This token is the next one of a sequence with a
-                grammar, and the one after `count - 1` tokens of others.
+            count: integer, 1 or `tokens_per_mask`. Sequences without a grammar first generate
+                `count - 1` tokens. The logits are then those of the next token of each sequence.
 
         Returns:
             The function that `step` returns for these tokens; unused if `count` is 1.

@@ -244,7 +244,7 @@ class Features(NamedTuple):
 
     @property
     def without_grammar(self):
-        """The `Features` for those of the sequences that have no grammar."""
+        """The `Features` for the sequences that have no grammar."""
         return self._replace(options=tuple(name for name in self.options if name != "grammar"))
 
     @property

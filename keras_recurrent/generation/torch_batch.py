@@ -91,7 +91,7 @@ class TorchBatch(Batch):
 
     @torch.no_grad()
     def _launch_model(self, features, uniform, count):
-        self._decoder.prepare(features)  # a capture restores tensors, which uploads then overwrite
+        self._decoder.prepare(features)  # before uploads, because a capture restores tensors
         if self._uploads:
             self._before_model = torch.cuda.current_stream(self._device).record_event()
         self._decoder.prepare(None)()

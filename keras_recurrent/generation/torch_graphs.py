@@ -62,7 +62,7 @@ class CapturedDecoder(Decoder):
     def begin(self, prepared, tensors, features):
         """Copies the initial values of a call and the current weights to this decoder's tensors.
 
-        The cache is written later, because without a mask, capturing a graph changes it.
+        `write` sets the cache afterwards: without a mask, capturing a graph changes it.
         """
         for buffer, value in zip(self._prepared, prepared, strict=True):
             if buffer.data_ptr() != value.data_ptr():
@@ -198,7 +198,7 @@ class DecoderPool:
             self._limit(decoder.tensors["token"].device, 0, num_kept=1)
 
     def _limit(self, device, num_bytes, num_kept):
-        """Deletes the oldest decoders, but for `num_kept`, that do not fit next to `num_bytes`."""
+        """Deletes the oldest decoders until `num_bytes` fit or `num_kept` keys remain."""
         limit = torch.cuda.get_device_properties(device).total_memory // POOL_DIVISOR
         while len(self._unused) > num_kept and self._bytes() + num_bytes > limit:
             self._unused.popitem(last=False)

@@ -67,7 +67,8 @@ class Programs:
     def prefill(self, token_ids, lengths, cache=None, max_length=None, batch=None):
         """Returns the cache after the first `lengths` tokens of each sequence, in new tensors.
 
-        The cache of many sequences is passed to the `batch`, and the result is None.
+        If many sequences are processed in groups and there is a `batch`, the cache of each group is
+        written to it, and the result is None.
 
         Args:
             token_ids: integers `[B, T]`, a NumPy array.
@@ -173,7 +174,9 @@ class Programs:
         self.mode = self.mode._replace(refused={**self.mode.refused, "cuda_graph": reason})
 
     def decoder(self, cache, tensors, features, tokens_per_step=1, masked=False):
-        """Returns a decoder, which one call uses until `release`, before `Decoder.write`.
+        """Returns a decoder for one call, which first fills the cache by `Decoder.write`.
+
+        The call uses the decoder until `release`.
 
         Args:
             cache: a cache of one or more sequences, whose number may differ from the decoder's.
@@ -395,7 +398,7 @@ class Step:
         return self._no_compiler_reason
 
     def fastest_function(self, prepared, device):
-        """Returns the step compiled for `prepared` tensors, or as traced."""
+        """Returns the compiled step, or the traced step if it cannot or need not be compiled."""
         if self.not_compiled_reason(device):
             return self.traced
         # Inductor's documented entry for graphs not made by Dynamo. The import takes seconds.

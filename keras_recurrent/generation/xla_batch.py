@@ -30,11 +30,11 @@ if keras.config.backend() == "jax":
     import jax
     import jax.numpy as jnp
 
-# Of a step whose tokens should come soon: of a stream on a CPU, and on accelerators of the engine
-# and of a step with a grammar. There, the launch of a program takes about half as long as a token
-# of 128 sequences.
+# Tokens per step if they are needed soon: in a stream on a CPU, and on accelerators in the engine
+# and in steps with a grammar. On accelerators, the launch of a program takes about half as long as
+# a token of 128 sequences.
 TOKENS_OF_STREAM = 2
-# Of a step whose tokens are only read at its end, on a device that does not run ahead. The step
+# Tokens per step if they are only read at its end, on a device that does not run ahead. The step
 # ends with its last sequence, and its launch takes as long as one or two tokens of a small model.
 MOST_TOKENS = 64
 
@@ -379,7 +379,7 @@ def distribute(array):
 
 
 def _features_of_model(features, count):
-    """Returns the `Features` of `logits` for `count` tokens before a choice with `features`."""
+    """Returns the `Features` of `Programs.logits`, given `count` and the `features` of a step."""
     return features.without_grammar if count > 1 else Features()
 
 

@@ -50,11 +50,12 @@ class Programs:
             None, and `{name: array}`, the arguments of sampling. It returns the next state, tokens
             `[B, N]`, and their `Logprobs` or ().
         logits: a function `(state, logits_buffer, weights, inputs, features=, keep=, num_tokens=,
-            variant=)`, which computes up to the logits of the last of N tokens, the next token of a
-            sequence with a grammar. It returns the next state, the logits `[B, vocabulary_size]`,
-            and as `decode`, the N - 1 tokens of sequences without a grammar. JAX overwrites
-            `logits_buffer`, the logits of an earlier call or zeros, with the logits: if their
-            address changed from call to call, XLA would update the CUDA graph in each call.
+            variant=)`, the first part of a step with a grammar. It generates N - 1 tokens of the
+            sequences without a grammar, then computes the logits of the next token of all
+            sequences. It returns the next state, the logits `[B, vocabulary_size]`, and the N - 1
+            tokens and their `Logprobs`, as `decode` does. JAX overwrites `logits_buffer`, the
+            logits of an earlier call or zeros, with the logits: if their address changed from call
+            to call, XLA would update the CUDA graph in each call.
         choose: a function `(state, logits, inputs, features=, variant=)`, the second part. The
             cache of its `state` is (). It returns what `decode` returns.
         process: a function `(state, rows [P], is_new [P], initial, token_ids [P, T], mask, weights,
@@ -86,7 +87,7 @@ class Programs:
         self.logits, self.choose = compiled(self._compute_logits), compiled(self._choose)
         self.process, self.insert = compiled(self._process_chunk), compiled(self._insert)
         self.extract, self.set_row = compiled(_extract), compiled(_set_row)
-        # JAX overwrites an argument of this name.
+        # The argument is named `state` so that JAX overwrites it.
         self._add_recent_tokens = compiled(lambda state: model.backbone.add_recent_tokens(state))
         # Programs of TensorFlow overwrite nothing, and its caches have no recent tokens.
         self.finish = compiled(apply_recent_tokens) if on_jax else _unchanged
@@ -134,7 +135,7 @@ class Programs:
         """Returns a cache, or its shapes, as steps take it; `finish` is the inverse function.
 
         On JAX, it also stores recent tokens at large batch sizes, where steps write large states
-        only every few tokens. JAX overwrites the given cache.
+        only every few tokens. In this case, JAX overwrites the given cache.
         """
         backbone, batch_size = self.model.backbone, cache["segment"].shape[0]
         is_large = keras.config.backend() == "jax" and batch_size >= MIN_DELAYED_ROWS

@@ -27,7 +27,7 @@ def copies_scope(variables, copies):
 
 
 def copied_weights(layer):
-    """Returns the bfloat16 variables of a layer of which it reads copies, a list."""
+    """Returns a list of the bfloat16 variables that a layer can read from float32 copies."""
     if getattr(layer, "lora_enabled", False) or layer.quantization_mode or not layer.built:
         return []
     weights = []

@@ -96,8 +96,8 @@ def minus_expm1(x):
 def log1p(x):
     """log(1 + x) for x >= 0, as log(u) x / (u - 1) with u = 1 + x, whose errors cancel.
 
-    Graphs of TensorFlow replace log(1 + x) by its `log1p`, so that errors would not cancel: the
-    constant 1 is a tensor.
+    The constant 1 is a tensor, because graphs of TensorFlow would otherwise replace log(1 + x) by
+    `log1p`, and the error of u - 1 would not cancel.
     """
     one = ops.cast(x >= 0.0, x.dtype)
     u = one + x

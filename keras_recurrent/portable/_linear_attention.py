@@ -111,7 +111,7 @@ def _decay_products(f):
 
 
 def _weights_of_pairs(q, k, levels):
-    """Returns the weights [.., C, C] of the tokens s <= u, from blocks of one token up to C."""
+    """Returns the weights [.., C, C] of tokens s <= u, built from blocks of one token up to C."""
     weights = ops.sum(q * k, axis=-1)[:, :, None, None]
     for from_boundary, to_boundary in levels:
         half = from_boundary.shape[2]

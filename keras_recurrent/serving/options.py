@@ -107,7 +107,7 @@ def chat_template(path):
 
 
 def check_template(text, where):
-    """Raises a `ValueError` unless a chat template renders a message, or rejects it."""
+    """Raises a `ValueError` if a chat template neither renders nor rejects a message."""
     message = {"role": "user", "content": "Hello"}
     variables = {"messages": [message], "bos_token": "", "eos_token": "", "pad_token": ""}
     try:

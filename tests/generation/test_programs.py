@@ -167,7 +167,7 @@ def test_generate_after_a_change_of_weights_uses_the_new_ones(hgrn2, change):
     ("family", "change"), [("lfm2", "trained"), ("hgrn2", "quantized"), ("griffin", "LoRA")]
 )
 def test_float32_copies_of_bfloat16_weights_do_not_change_results(family, change, monkeypatch):
-    """Products are not rounded, copies are those of old weights, or they are never freed."""
+    """Products are not rounded, or float32 copies are outdated or never freed."""
     num_before = len(xla_programs._copies)
     model = tiny_causal_lm(family=family, dtype="bfloat16", **FEWER_LAYERS)
     model.compile(sampler="greedy")

@@ -119,7 +119,7 @@ class LiveBytes(TorchDispatchMode):
 
 @pytest.mark.parametrize("captures", [False, True])
 def test_states_of_many_sequences_exist_once(captures, monkeypatch):
-    """Memory runs out, because it has the states of all prompts, decoder and step."""
+    """Memory runs out, because prompts, decoder and step each have a copy of all states."""
     monkeypatch.setattr("keras_recurrent.generation.prompts.TOKENS_PER_CHUNK", 8)
     monkeypatch.setattr(_states, "MIN_STORED_BYTES", 2**12)
     if captures:
