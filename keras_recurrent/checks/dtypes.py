@@ -6,10 +6,9 @@ import math
 import keras
 import numpy as np
 
-from keras_recurrent.compat import AutocastScope, get_autocast_scope, global_state
+from keras_recurrent.compat import AutocastScope, get_autocast_scope
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-_IS_TORCH = keras.config.backend() == "torch"
 _INTEGER_DTYPES = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 INTEGERS = (
     "segment_ids",
@@ -46,36 +45,18 @@ def sum_dtype(*tensors):
     return accumulation_dtype(*(dtype_of(t) for t in tensors if t is not None))
 
 
-def policy_of(layer):
-    """Returns the dtype policy of a layer, which a `DTypePolicyMap` has by path."""
-    policy = layer.dtype_policy
-    is_map = type(policy) is keras.dtype_policies.DTypePolicyMap
-    return policy[layer.path] if is_map else policy
-
-
 def weights_scope(layer):
     """Returns the autocast scope that Keras's `__call__` would enter for `layer`.
 
     The enclosing scope may have another dtype, as where a layer calls a method of an inner layer.
     """
-    policy, enclosing = policy_of(layer), get_autocast_scope()
-    dtype = policy.compute_dtype
+    dtype, enclosing = layer.compute_dtype, get_autocast_scope()
     if enclosing is None:
-        is_needed = dtype != policy.variable_dtype
+        is_needed = dtype != layer.variable_dtype
     else:
         dtype = dtype if layer.autocast else None
         is_needed = enclosing.dtype != dtype
     return AutocastScope(dtype) if is_needed else contextlib.nullcontext()
-
-
-def value_of(variable):
-    """Returns `variable.value`; on torch, skips Keras's checks if no scope is active.
-
-    Outside of autocast and stateless scopes, the value is the tensor that the variable stores.
-    """
-    scopes = vars(global_state.GLOBAL_STATE_TRACKER)
-    is_scoped = scopes.get("autocast_scope") or scopes.get("stateless_scope")
-    return variable._value if _IS_TORCH and not is_scoped else variable.value
 
 
 def accepted_dtypes(name):

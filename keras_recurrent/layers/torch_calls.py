@@ -10,7 +10,7 @@ import torch
 from keras import ops
 from torch.nn.modules import module as torch_module
 
-from keras_recurrent.checks.dtypes import policy_of, value_of, weights_scope
+from keras_recurrent.checks.dtypes import weights_scope
 
 _PACKAGE = "keras_recurrent."
 _CALL = keras.layers.Dense.call
@@ -23,28 +23,24 @@ def is_plain(outer, layer, inputs):
 
     Other layers may need `training` or a mask from Keras, or override `__call__`: only layers of
     this package and `keras.layers.Dense` are plain, if they have the dtypes of the outer layer and
-    are not recomputed.
+    are not recomputed. The dtypes are read from `layer`, because a `DTypePolicyMap` has policies by
+    path.
     """
-    if type(inputs) is not torch.Tensor:
-        return False
     remat = layer._remat_mode  # the `keras.RematScope` in which the layer was created
-    policy, outer_policy = policy_of(layer), policy_of(outer)
     return (
-        (type(layer) is keras.layers.Dense or type(layer).__module__.startswith(_PACKAGE))
+        type(inputs) is torch.Tensor
+        and (type(layer) is keras.layers.Dense or type(layer).__module__.startswith(_PACKAGE))
         and layer.built
-        and (policy is outer_policy or _dtypes(policy) == _dtypes(outer_policy))
-        and inputs.dtype is getattr(torch, policy.compute_dtype)
-        and policy.quantization_mode is None
+        and layer.compute_dtype == outer.compute_dtype
+        and layer.variable_dtype == outer.variable_dtype
+        and inputs.dtype is getattr(torch, layer.compute_dtype)
+        and layer.quantization_mode is None
         and layer.activity_regularizer is None
         and (remat is None or remat.mode is None)
         and not has_hooks(layer)
         and "forward" not in vars(layer)  # replaced by accelerate
         and keras.distribution.distribution() is None
     )
-
-
-def _dtypes(policy):
-    return policy.compute_dtype, policy.variable_dtype
 
 
 def call_plain(layer, inputs, **kwargs):
@@ -116,8 +112,8 @@ def block_diagonal_product(dense, x):
 def _weights_and_inputs(dense, x):
     """Returns a layer's kernel and bias, or None, in the dtype of x, and x on Keras's device."""
     # Keras's property takes as long as a launch, to look for quantization.
-    kernel = dense.kernel if dense.lora_enabled else value_of(dense._kernel)
-    bias = None if dense.bias is None else value_of(dense.bias).to(x.dtype)
+    kernel = dense.kernel if dense.lora_enabled else dense._kernel.value
+    bias = None if dense.bias is None else dense.bias.value.to(x.dtype)
     x = x if x.device == kernel.device else ops.convert_to_tensor(x)
     return kernel.to(x.dtype), bias, x
 

@@ -8,7 +8,7 @@ from keras import ops
 from keras_recurrent import dispatch
 from keras_recurrent.backends.signatures import SIGNATURES, SUMS, Signature
 from keras_recurrent.checks import tensors as tensor_checks
-from keras_recurrent.checks.dtypes import dtype_of, sum_dtype, value_of
+from keras_recurrent.checks.dtypes import dtype_of, sum_dtype
 from keras_recurrent.compat import global_state
 
 if dispatch.BACKEND == "torch":
@@ -91,7 +91,7 @@ class Operation(keras.Operation):
             for name in group:
                 if name in arguments:
                     value = arguments[name]
-                    group[name] = value_of(value) if isinstance(value, keras.Variable) else value
+                    group[name] = value.value if isinstance(value, keras.Variable) else value
         return groups
 
     @classmethod
@@ -167,7 +167,7 @@ def _call_key(function, tensors, context, options):
     if dispatch.BACKEND != "torch" or not is_eager(given):
         return None
     kinds = [(x.shape, x.dtype, x.device) if hasattr(x, "shape") else (type(x), x) for x in given]
-    return function, vars(global_state.GLOBAL_STATE_TRACKER).get("torch_device"), *kinds
+    return function, global_state.get_global_attribute("torch_device"), *kinds
 
 
 def _remember(key):

@@ -152,7 +152,8 @@ def decode(logits, params, recent):
         "temperature": torch.ones(size, device=DEVICE),
         "recent": recent.clone(),
     }
-    decoder = Decoder(step, lambda token: (logits.pop(0),), (), (), tensors, recent.shape[1])
+    decoder = Decoder(step, lambda token: (logits.pop(0),), (), tensors, recent.shape[1])
+    decoder.cache = []
     advance = decoder.prepare(features_of([params], 5000))
     while logits:
         advance()
