@@ -27,12 +27,15 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
         return {name: value for name, value in config.items() if not name.startswith("lora_")}
 
     def call(self, inputs, reverse=False):
-        outputs = self._fused_logits(inputs) if reverse else self._split_embedding(inputs)
-        if outputs is None:
-            outputs = self._call_with_copy(inputs, reverse)
-        if outputs is None:
-            outputs = super().call(inputs, reverse) if reverse else self._look_up(inputs)
-        return apply_layout(outputs, "logits" if reverse else "hidden_states")
+        if reverse:
+            outputs = self._fused_logits(inputs)
+            if outputs is None:
+                outputs = self._logits_of_copy(inputs)
+            if outputs is None:
+                outputs = super().call(inputs, reverse=True)
+            return apply_layout(outputs, "logits")
+        outputs = self._split_embedding(inputs)
+        return apply_layout(self._look_up(inputs) if outputs is None else outputs, "hidden_states")
 
     def quantized_call(self, inputs, reverse=False):
         outputs = self._fused_logits(inputs) if reverse else None
@@ -119,16 +122,13 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
             logits = soft_cap(x=logits, cap=self.logit_soft_cap)
         return logits[:, None]
 
-    def _call_with_copy(self, inputs, reverse):
+    def _logits_of_copy(self, hidden_states):
         """Returns what Keras's `call` does, from a float32 copy of the weights, or None."""
-        is_tied = not reverse or self.tie_weights
-        copy = find_copy(self.embeddings if is_tied else self.reverse_embeddings)
+        copy = find_copy(self.embeddings if self.tie_weights else self.reverse_embeddings)
         if copy is None:
             return None
-        if not reverse:
-            return ops.cast(ops.take(copy, inputs, axis=0), self.compute_dtype)
-        inputs = ops.cast(inputs, self.reverse_dtype or inputs.dtype)
-        logits = multiply(inputs, ops.transpose(copy) if is_tied else copy)
+        hidden_states = ops.cast(hidden_states, self.reverse_dtype or hidden_states.dtype)
+        logits = multiply(hidden_states, ops.transpose(copy) if self.tie_weights else copy)
         cap = self.logit_soft_cap
         return logits if cap is None else ops.tanh(logits / cap) * cap
 
@@ -138,7 +138,13 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
 
 
 def _take_rows(variable, token_ids):
-    """Returns rows of a variable, outside of autocast; their gradients are summed in float32."""
+    """Returns rows of a variable, or of its float32 copy, outside of autocast.
+
+    Gradients are summed in float32.
+    """
+    copy = find_copy(variable)
+    if copy is not None:
+        return ops.take(copy, token_ids, axis=0)
     dtype = keras.backend.standardize_dtype(variable.value.dtype)
     # torch's kernel on GPUs sums in float32.
     if dtype == "float32" or (dispatch.BACKEND == "torch" and variable.value.is_cuda):
