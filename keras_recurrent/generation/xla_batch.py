@@ -96,7 +96,8 @@ class XlaBatch(Batch):
 
     def _launch(self, features, uniform, count):
         state, *others = self._arguments(features, uniform)
-        found = self._programs.decode(state, self.weights, *others, **self._static(features))
+        static = self._static(features, self.tokens_per_step)
+        found = self._programs.decode(state, self.weights, *others, **static)
         return self._begin_results(features, *found)
 
     def _launch_model(self, features, uniform, count):
@@ -105,7 +106,7 @@ class XlaBatch(Batch):
         features = _features_of_model(features, count)
         state, *others = self._arguments(features, uniform)
         arguments = state, self._logits, self.weights, *others
-        static = self._static(features) | {"num_tokens": count}
+        static = self._static(features, count)
         state, self._logits, *found = self._programs.logits(*arguments, **static)
         return self._begin_results(features, state, *found)
 
@@ -143,11 +144,11 @@ class XlaBatch(Batch):
         options = {name: self._options_on_device[name] for name in argument_names(features)}
         return self._state._replace(counts=counts), (uniform, options)
 
-    def _static(self, features):
+    def _static(self, features, num_tokens):
         return {
             "features": features,
             "keep": self._keep,
-            "num_tokens": self.tokens_per_step,
+            "num_tokens": num_tokens,
             "variant": self._variant,
         }
 
@@ -329,11 +330,11 @@ class JaxBatch(XlaBatch):
         state, *others = shapes(features)
         prompts = self._prompts if num_stops > self._num_stops else None
         weights, prompts = jax.tree.map(_shape, (self.weights, prompts))
-        static, models = self._static(features), []
+        static, models = self._static(features, self.tokens_per_step), []
         if features.has_grammar:
             for count in {1, self.tokens_per_mask}:
                 each = _features_of_model(features, count)
-                models.append((shapes(each), self._static(each) | {"num_tokens": count}))
+                models.append((shapes(each), self._static(each, count)))
 
         def compile_programs():
             if features.has_grammar:

@@ -63,8 +63,8 @@ def preset(name):
     if "://" in name:
         return name
     if os.path.exists(folder := find_folder(name)):
-        if not os.path.exists(os.path.join(folder, "config.json")):
-            raise argparse.ArgumentTypeError(f"{name!r} is no preset: it has no config.json")
+        if not os.path.exists(os.path.join(folder, CONFIG_FILE)):
+            raise argparse.ArgumentTypeError(f"{name!r} is no preset: it has no {CONFIG_FILE}")
         return name
     modules = [f"{presets.__name__}.{each.name}" for each in pkgutil.iter_modules(presets.__path__)]
     known = [each for module in modules for each in importlib.import_module(module).SIZES]
