@@ -178,6 +178,11 @@ class LightningAttention(HeadsLayer):
         q = self._positioned(self.q_proj, self.q_norm, inputs, tokens.position, self.query_scale)
         k = self._positioned(self.k_proj, self.k_norm, inputs, tokens.position)
         v = self._heads(self.value_activation(self.inner(self.v_proj, inputs)), inputs)
+        if state and decoding.can_fuse(inputs) and keras.distribution.distribution() is None:
+            arguments = {"memory": state["memory"], "log_decay": self._decays(v)}
+            arguments |= {"token_kind": decoding.token_kinds(tokens)}
+            o, _, memory = lightning_step(q=q[:, 0], k=k[:, 0], v=v[:, 0], **arguments)
+            return o[:, None], {"memory": memory}
         groups = self.num_heads // (self.num_key_value_heads or self.num_heads)
         if groups > 1:
             k, v = ops.repeat(k, groups, axis=2), ops.repeat(v, groups, axis=2)

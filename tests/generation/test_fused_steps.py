@@ -35,6 +35,7 @@ if isinstance(dispatch.IMPLEMENTATIONS["hgrn2_step"]["triton"], str):
 import torch
 
 from keras_recurrent.backends.constants import max_fused_rows
+from keras_recurrent.backends.torch._states import inplace_states
 from keras_recurrent.backends.triton import norm_linear
 from keras_recurrent.backends.triton._decoding import norm_linear_tiles
 from keras_recurrent.backends.triton._runtime import torch_operators
@@ -111,6 +112,20 @@ def test_fused_step_computes_the_hidden_states_and_cache_of_layers(family, sizes
     Of mixers in parallel, the second reads the sum of the first, or a factor is ignored.
     """
     check_step(tiny_causal_lm(family=family, **sizes).backbone, 2, fused)
+
+
+def test_unfused_step_of_lightning_attention_overwrites_its_memory():
+    """A step allocates a second memory for each block, or ignores positions or decays."""
+    backbone, rng = tiny_causal_lm(family="transnormer").backbone, np.random.default_rng(0)
+    prompt, token_ids = (torch.asarray(rng.integers(1, 61, (2, n))) for n in (3, 1))
+    with torch.no_grad():
+        _, cache = backbone.hidden_states(prompt, return_cache=True)
+        expected = backbone.hidden_states(token_ids, cache=cache)
+        with keras_recurrent.implementation("triton"), decoding.decoding_scope(), inplace_states():
+            found = backbone.hidden_states(token_ids, cache=cache)
+    assert_close(found, expected)
+    for before, after in zip(cache["blocks"], found[1]["blocks"], strict=True):
+        assert after["temporal_block"]["memory"] is before["temporal_block"]["memory"]
 
 
 @pytest.mark.nightly
