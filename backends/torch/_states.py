@@ -10,37 +10,31 @@ import threading
 MIN_STORED_BYTES = 2**24
 
 
-class _States(threading.local):
+class _Permission(threading.local):
     inplace = False
 
 
-_states = _States()
-
-
-def inplace_states_allowed():
-    return _states.inplace
+permission = _Permission()
 
 
 @contextlib.contextmanager
 def inplace_states():
     """A context in which operations overwrite states."""
-    before, _states.inplace = _states.inplace, True
+    before, permission.inplace = permission.inplace, True
     try:
         yield
     finally:
-        _states.inplace = before
+        permission.inplace = before
 
 
 def store_states(before, after):
-    """Returns the new states of a block; where allowed, large ones overwrite the previous ones.
+    """Returns the new states of a block, of which large ones overwrite the previous ones.
 
     Without this, the new states of all blocks would exist next to the previous ones.
 
     Args:
         before, after: dictionaries of tensors, possibly nested.
     """
-    if not _states.inplace:
-        return after
     if isinstance(after, dict):
         return {name: store_states(before[name], value) for name, value in after.items()}
     if after is before or after.nbytes < MIN_STORED_BYTES:

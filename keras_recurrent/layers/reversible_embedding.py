@@ -142,13 +142,13 @@ def _take_rows(variable, token_ids):
 
     Gradients are summed in float32.
     """
-    copy = find_copy(variable)
-    if copy is not None:
-        return ops.take(copy, token_ids, axis=0)
     dtype = keras.backend.standardize_dtype(variable.value.dtype)
     # torch's kernel on GPUs sums in float32.
     if dtype == "float32" or (dispatch.BACKEND == "torch" and variable.value.is_cuda):
         return ops.take(variable, token_ids, axis=0)
+    copy = find_copy(variable)
+    if copy is not None:
+        return ops.take(copy, token_ids, axis=0)
     token_ids, shape = ops.convert_to_tensor(token_ids), variable.shape
 
     @ops.custom_gradient

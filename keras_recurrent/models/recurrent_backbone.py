@@ -35,7 +35,7 @@ from keras_recurrent.models.segments import SegmentsOptional
 from keras_recurrent.training.torch_training import TorchTraining
 
 if BACKEND == "torch":
-    from keras_recurrent.backends.torch._states import store_states
+    from keras_recurrent.backends.torch._states import permission, store_states
 
 # Arguments of families that the base class takes, too; see `make_arguments`.
 STORED = ("embedding_scale", "output_scale", "max_position_embeddings")
@@ -321,7 +321,9 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
                 x = self.inner(self.transformer_layers[i], x, initial_state=state, **further)
                 if return_cache:
                     x, after = x
-                    states.append(store_states(state, after) if BACKEND == "torch" else after)
+                    if BACKEND == "torch" and permission.inplace:
+                        after = store_states(state, after)
+                    states.append(after)
                 x = intercept(x, i)
         x = self.final_norm(x)
         if self.output_scale is not None:

@@ -22,7 +22,7 @@ from ...torch._common import (
     product,
     register_gradient,
 )
-from ...torch._states import inplace_states_allowed
+from ...torch._states import permission
 from .._device.common import INTERPRETED, assembler_error_note
 from .launch import flat
 from .operation import parameters_of, tensors_among
@@ -326,7 +326,7 @@ def decoding_step(unsupported, results, count=None, updates=(), name=None, on_ja
             arguments = dict(zip(parameters.tensors, given, strict=False)) | named
             states = [arguments[name] for name in updates]
             present = [state for state in states if state is not None]
-            if not inplace_states_allowed() or not all(t.is_contiguous() for t in present):
+            if not permission.inplace or not all(t.is_contiguous() for t in present):
                 return operator(*given, **named)
             outputs = in_place(*given, **named)
             return *(outputs if num_new > 1 else (outputs,)), *states
