@@ -115,7 +115,8 @@ class TorchBatch(Batch):
 
     def _begin_results(self, features, count):
         """Starts to copy tokens and log probabilities to the host; returns as `_launch` does."""
-        copies = optree.tree_map(_copy_to_host, self._decoder.latest(features, count))
+        latest = self._decoder.latest(features, count)
+        copies = optree.tree_map(lambda t: t.to("cpu", non_blocking=True, copy=True), latest)
         event = torch.cuda.Event() if self._device.type == "cuda" else None
         if event:
             event.record()
@@ -164,10 +165,6 @@ class TorchBatch(Batch):
         if self._decoder is not None:
             self._programs.release(self._decoder)
         self._decoder = self._chunks = self._read_slot = None
-
-
-def _copy_to_host(tensor):
-    return tensor.to("cpu", non_blocking=True, copy=True)
 
 
 def _set_row(tensor, slot, value):
@@ -232,11 +229,15 @@ class Decoder:
         self.tensors[name] = value
         self._choices.clear()
 
-    def allocate_for(self, features):
-        """Allocates the tensors for steps with these `Features`, none if None."""
-        size = self._tokens_per_step
+    def prepare(self, features):
+        """Allocates tensors, and returns a function that decodes the next token of each sequence.
+
+        The function has no arguments. If `features` is None, it only updates the logits and the
+        cache. If they have a grammar, it only chooses tokens from these logits.
+        """
         if features is None:
-            return
+            return functools.partial(self._advance, None)
+        size = self._tokens_per_step
         if features.is_random:
             self.allocate("uniform", (size,))
         if features.has_penalties:
@@ -246,19 +247,8 @@ class Decoder:
             self.allocate(names[0], (size,))
             self.allocate(names[1], (size, features.num_logprobs))
             self.allocate(names[2], (size, features.num_logprobs), torch.int32)
-
-    def prepare(self, features):
-        """Returns a function without arguments, which decodes the next token of each sequence.
-
-        If `features` is None, the function only updates the logits and the cache. If it has a
-        grammar, the function only chooses tokens from these logits.
-        """
-        self.allocate_for(features)
-        return self._function(features)
-
-    def _function(self, features):
-        has_grammar = features is not None and features.has_grammar
-        return functools.partial(self._choose_tokens if has_grammar else self._advance, features)
+        function = self._choose_tokens if features.has_grammar else self._advance
+        return functools.partial(function, features)
 
     def _choose_tokens(self, features):
         self._store(self.cache, self._choice(features, self.logits))

@@ -103,12 +103,11 @@ class CapturedDecoder(Decoder):
         """Captures the graph for `features`, which changes the cache if there is no mask."""
         if features is not None and features.has_grammar and None not in self._graphs:
             self.capture(None)
-        self.allocate_for(features)
+        function, device = super().prepare(features), self.tensors["token"].device
         before = {name: t.clone() for name, t in self.tensors.items()}
         if "active" in self.tensors:  # a step without active sequences changes no state
             self.tensors["active"].zero_()
         try:
-            function, device = self._function(features), self.tensors["token"].device
             graph, _ = capture(function, device, self._pool)
         finally:
             for name, value in before.items():
