@@ -95,33 +95,39 @@ class XlaBatch(Batch):
         return self._weights
 
     def _launch(self, features, uniform, count):
-        state, *others = self._arguments(features, uniform)
-        static = self._static(features, self.tokens_per_step)
-        found = self._programs.decode(state, self.weights, *others, **static)
-        return self._begin_results(features, *found)
+        arguments, static = self._decoding_arguments(features, uniform)
+        return self._begin_results(features, *self._programs.decode(*arguments, **static))
 
     def _launch_model(self, features, uniform, count):
-        if self._logits is None:
-            self._logits = self._make_logits_buffer()
-        features = _features_of_model(features, count)
-        state, *others = self._arguments(features, uniform)
-        arguments = state, self._logits, self.weights, *others
-        static = self._static(features, count)
+        arguments, static = self._logits_arguments(features, uniform, count)
         state, self._logits, *found = self._programs.logits(*arguments, **static)
-        return self._begin_results(features, state, *found)
-
-    def _make_logits_buffer(self):
-        """Returns zeros that the first step with a grammar overwrites."""
-        size = self.num_slots, self._vocabulary_size
-        return distribute(np.zeros(size, self._model.compute_dtype))
+        return self._begin_results(static["features"], state, *found)
 
     def _launch_choice(self, features, uniform, masks):
         self._options_on_device["grammar"] = distribute(masks)
-        state, *others = self._arguments(features, uniform)
-        arguments = state._replace(cache=()), self._logits, *others
+        arguments, static = self._choice_arguments(features, uniform)
+        state, *found = self._programs.choose(*arguments, **static)
+        return self._begin_results(features, state._replace(cache=self._state.cache), *found)
+
+    # Each of these methods returns a tuple of the arguments of a program, and a dictionary of the
+    # static ones.
+
+    def _decoding_arguments(self, features, uniform):
+        state, inputs = self._arguments(features, uniform)
+        return (state, self.weights, inputs), self._static(features, self.tokens_per_step)
+
+    def _logits_arguments(self, features, uniform, count):
+        features = features.without_grammar if count > 1 else Features()
+        if self._logits is None:  # the first step overwrites these zeros
+            size = self.num_slots, self._vocabulary_size
+            self._logits = distribute(np.zeros(size, self._model.compute_dtype))
+        state, inputs = self._arguments(features, uniform if count > 1 else None)
+        return (state, self._logits, self.weights, inputs), self._static(features, count)
+
+    def _choice_arguments(self, features, uniform):
+        state, inputs = self._arguments(features, uniform)
         static = {"features": features, "variant": self._variant}
-        chosen, *found = self._programs.choose(*arguments, **static)
-        return self._begin_results(features, chosen._replace(cache=state.cache), *found)
+        return (state._replace(cache=()), self._logits, inputs), static
 
     def _begin_results(self, features, state, tokens, logprobs):
         """Stores the next state, starts to copy the rest to the host; returns as `_launch` does."""
@@ -319,42 +325,32 @@ class JaxBatch(XlaBatch):
 
         If `num_stops` exceeds the number of stop tokens of the slots, it also compiles `insert`.
         """
+        uniform = self._uniform(features, (), 0)
+        if features.has_grammar:
+            counts = {1, self.tokens_per_mask}
+            calls = [("logits", *self._logits_arguments(features, uniform, n)) for n in counts]
+            calls.append(("choose", *self._choice_arguments(features, uniform)))
+        else:
+            calls = [("decode", *self._decoding_arguments(features, uniform))]
         stops = np.zeros((self.num_slots, num_stops), "int32")
 
-        def shapes(features):
-            state, *others = self._arguments(features, self._uniform(features, (), 0))
-            sequences = state.sequences._replace(stops=stops)
-            return jax.tree.map(_shape, (state._replace(sequences=sequences), *others))
+        def shapes(arguments):
+            state, *others = jax.tree.map(_shape, arguments)
+            sequences = state.sequences._replace(stops=_shape(stops))
+            return state._replace(sequences=sequences), *others
 
         # Lowers from shapes, because a running step may overwrite these arrays.
-        state, *others = shapes(features)
-        prompts = self._prompts if num_stops > self._num_stops else None
-        weights, prompts = jax.tree.map(_shape, (self.weights, prompts))
-        static, models = self._static(features, self.tokens_per_step), []
-        if features.has_grammar:
-            for count in {1, self.tokens_per_mask}:
-                each = _features_of_model(features, count)
-                models.append((shapes(each), self._static(each, count)))
+        calls = [(name, shapes(arguments), static) for name, arguments, static in calls]
+        if num_stops > self._num_stops:
+            state, prompts = shapes((self._state, self._prompts))
+            row = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.sequences
+            )
+            calls.append(("insert", (state, 0, row, prompts, 0), {}))
 
         def compile_programs():
-            if features.has_grammar:
-                logits = _shape(self._make_logits_buffer())
-                for (before, *inputs), options in models:
-                    lowered = self._programs.logits.lower(
-                        before, logits, weights, *inputs, **options
-                    )
-                    lowered.compile()
-                arguments = state._replace(cache=()), lowered.out_info[1], *others
-                options = {"features": features, "variant": self._variant}
-                self._programs.choose.lower(*arguments, **options).compile()
-            else:
-                self._programs.decode.lower(state, weights, *others, **static).compile()
-            if prompts is not None:
-                row = jax.tree.map(
-                    lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.sequences
-                )
-                before = state._replace(counts=())
-                self._programs.insert.lower(before, 0, row, prompts, 0).compile()
+            for name, arguments, static in calls:
+                getattr(self._programs, name).lower(*arguments, **static).compile()
 
         thread = threading.Thread(target=compile_programs, daemon=True)
         self._compiling[features, num_stops] = thread
@@ -377,11 +373,6 @@ def distribute(array):
         return ops.convert_to_tensor(array)
     layout = drop_uneven_axes(distribution.get_data_layout(array.shape), array.shape)
     return keras.distribution.distribute_tensor(array, layout)
-
-
-def _features_of_model(features, count):
-    """Returns the `Features` of `Programs.logits`, given `count` and the `features` of a step."""
-    return features.without_grammar if count > 1 else Features()
 
 
 class PromptRow:
