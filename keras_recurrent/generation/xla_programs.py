@@ -29,6 +29,10 @@ from keras_recurrent.progress import announce
 if keras.config.backend() == "jax":
     import jax
 
+# Methods of `Programs` that are compiled. On TensorFlow, nothing overwrites a cache.
+PROGRAMS = ["decode", "logits", "choose", "_prefill_chunks", "_score_tokens", "_search_beams"]
+if keras.config.backend() == "jax":
+    PROGRAMS += ["process", "insert", "extract", "set_row", "_add_recent_tokens", "finish", "copy"]
 # Static arguments: each combination of their values is another program.
 STATIC = {"features", "keep", "num_tokens", "num_beams", "num_top", "max_length", "variant"}
 
@@ -37,40 +41,14 @@ class Programs:
     """Programs of a language model.
 
     JAX passes the weights as arguments. Programs of TensorFlow read the variables of the model.
-    Float32 copies of bfloat16 weights are arguments on both.
+    Float32 copies of bfloat16 weights are arguments on both. JAX overwrites the arguments `state`
+    and `logits_buffer`.
 
     Args:
         model: the language model. With `run_eagerly=True`, its programs run without being compiled.
 
     Attributes:
-        model: as above.
         mode: the `GenerationMode` of the last call, or None.
-        decode: a function `(state, weights, inputs, features=, keep=, num_tokens=, variant=)`. Its
-            `state` is a `BatchState`, which JAX overwrites; `inputs` are random numbers `[B, N]` or
-            None, and `{name: array}`, the arguments of sampling. It returns the next state, tokens
-            `[B, N]`, and their `Logprobs` or ().
-        logits: a function `(state, logits_buffer, weights, inputs, features=, keep=, num_tokens=,
-            variant=)`, the first part of a step with a grammar. It generates N - 1 tokens of the
-            sequences without a grammar, then computes the logits of the next token of all
-            sequences. It returns the next state, the logits `[B, vocabulary_size]`, and the N - 1
-            tokens and their `Logprobs`, as `decode` does. JAX overwrites `logits_buffer`, the
-            logits of an earlier call or zeros, with the logits: if their address changed from call
-            to call, XLA would update the CUDA graph in each call.
-        choose: a function `(state, logits, inputs, features=, variant=)`, the second part. The
-            cache of its `state` is (). It returns what `decode` returns.
-        process: a function `(state, rows [P], is_new [P], initial, token_ids [P, T], mask, weights,
-            variant=)` of JAX, which processes a chunk of P prompts. `state` is a state of the
-            backbone, which is overwritten at `rows`, unless they are out of range. Where `is_new`
-            is True, the chunk begins after `initial`, a state of batch size 1.
-        insert: a function `(state, slot, sequence, cache, row)` of JAX, which overwrites a slot of
-            a `BatchState` with the `DeviceState` of a sequence and a row of a state of the
-            backbone.
-        extract: a function `(cache, slot)` of JAX, which returns the state of the backbone of a
-            slot, of batch size 1, from the cache of a `BatchState` or a state of the backbone.
-        set_row: a function `(state, slot, value)` of JAX, which overwrites a row of an array, or,
-            given a state of batch size 1, of each array of a state.
-        finish: a function that returns the cache of a `BatchState` as the backbone takes it.
-        copy: a function that copies a cache, which `decode` would otherwise overwrite.
     """
 
     mode: Any = None
@@ -79,19 +57,16 @@ class Programs:
         self.model, on_jax = model, keras.config.backend() == "jax"
         self._is_first = on_jax and not model.run_eagerly
         self._uses_xla = not model.run_eagerly and (on_jax or _compiles_on_tensorflow(model))
-        compiled: Any = _jit if on_jax else _tensorflow_function(self._uses_xla)
-        if model.run_eagerly:
-            compiled = _unchanged
-        self._prefill, self._score = compiled(self._prefill_chunks), compiled(self._score_tokens)
-        self.decode, self._search = compiled(self._decode), compiled(self._search_beams)
-        self.logits, self.choose = compiled(self._compute_logits), compiled(self._choose)
-        self.process, self.insert = compiled(self._process_chunk), compiled(self._insert)
-        self.extract, self.set_row = compiled(_extract), compiled(_set_row)
-        # The argument is named `state` so that JAX overwrites it.
-        self._add_recent_tokens = compiled(lambda state: model.backbone.add_recent_tokens(state))
-        # Programs of TensorFlow overwrite nothing, and its caches have no recent tokens.
-        self.finish = compiled(apply_recent_tokens) if on_jax else _unchanged
-        self.copy = compiled(_copy) if on_jax else _unchanged
+        for name in () if model.run_eagerly else PROGRAMS:
+            setattr(self, name, self._compile(getattr(self, name)))
+
+    def _compile(self, method):
+        if keras.config.backend() == "jax":
+            return _jit(method)
+        import tensorflow as tf
+
+        # AutoGraph, which no model needs, takes 40 % of the first call.
+        return tf.function(method, jit_compile=self._uses_xla, autograph=False)
 
     def batch(self, num_slots, keep, reads_tokens=False):
         """Returns a batch; arguments as in `Batch`."""
@@ -145,6 +120,18 @@ class Programs:
             return jax.eval_shape(backbone.add_recent_tokens, cache)
         return self._add_recent_tokens(cache)
 
+    def _add_recent_tokens(self, state):
+        return self.model.backbone.add_recent_tokens(state)
+
+    def finish(self, cache):
+        """Returns the cache of a `BatchState` as the backbone takes it."""
+        return apply_recent_tokens(cache)
+
+    def copy(self, cache):
+        """Copies a cache, which `decode` would otherwise overwrite."""
+        on_jax = keras.config.backend() == "jax"
+        return keras.tree.map_structure(ops.copy, cache) if on_jax else cache
+
     def prefill(self, token_ids, lengths, cache=None, max_length=None, batch=None):
         """Returns the cache after the first `lengths` tokens of each sequence, in new arrays.
 
@@ -157,7 +144,7 @@ class Programs:
         padded = np.zeros((len(lengths), bucket(max(1, lengths.max()))), "int32")
         width = min(padded.shape[1], token_ids.shape[1])
         padded[:, :width] = token_ids[:, :width]
-        return self._prefill(
+        return self._prefill_chunks(
             *(distribute(padded), distribute(lengths.astype("int32")), cache, self.weights()),
             max_length=max_length if cache is None else None,
             variant=self.variant(),
@@ -169,8 +156,9 @@ class Programs:
 
     def score(self, token_ids, targets, mask, cache, num_top=None):
         """Returns the results of the model's `_score_tokens`, with NumPy arrays of scores."""
-        arrays = *map(distribute, (token_ids, targets, mask)), cache, self.weights()
-        *scores, cache = self._score(*arrays, num_top=num_top, variant=self.variant())
+        token_ids, targets, mask = map(distribute, (token_ids, targets, mask))
+        arrays = token_ids, targets, mask, cache, self.weights()
+        *scores, cache = self._score_tokens(*arrays, num_top=num_top, variant=self.variant())
         return *map(gather_to_numpy, scores), cache
 
     def search(self, cache, inputs, num_beams):
@@ -178,7 +166,7 @@ class Programs:
         self.record_mode()
         token, remaining, *others = inputs
         arrays = distribute(token), (distribute(remaining), *map(ops.convert_to_tensor, others))
-        found = self._search(
+        found = self._search_beams(
             *(cache, arrays[0], self.weights(), arrays[1]),
             num_beams=num_beams,
             max_length=bucket(int(remaining.max())),
@@ -221,7 +209,13 @@ class Programs:
         with self._scope(weights):
             return ops.while_loop(any_left, process, (ops.zeros((), "int32"), cache))[1]
 
-    def _process_chunk(self, state, rows, is_new, initial, token_ids, mask, weights, variant):
+    def process(self, state, rows, is_new, initial, token_ids, mask, weights, variant):
+        """Processes a chunk `[P, T]` of the prompts in `rows` [P] of a state of the backbone.
+
+        Rows out of range are not written. Where `is_new` [P] is True, the chunk begins after
+        `initial`, a state of batch size 1.
+        """
+
         def select(array, initial):
             new = is_new.reshape(-1, *[1] * (array.ndim - 1))
             return jax.numpy.where(new, initial, array.at[rows].get(mode="clip"))
@@ -254,9 +248,14 @@ class Programs:
         logits, cache = self._step(state.sequences.token, mask, state.cache)
         return state._replace(cache=cache), logits
 
-    def _compute_logits(
-        self, state, logits_buffer, weights, inputs, features, keep, num_tokens, variant
-    ):
+    def logits(self, state, logits_buffer, weights, inputs, features, keep, num_tokens, variant):
+        """Computes the logits `[B, vocabulary_size]` of the next token, for `choose`.
+
+        First generates N - 1 tokens of the sequences without a grammar, and returns these as
+        `decode` does, after the logits. `logits_buffer` has the logits of an earlier call, or
+        zeros: if their address changed from call to call, XLA would update the CUDA graph in each
+        call.
+        """
         uniform, arguments = inputs
 
         def one(t, state, logits, uniform):
@@ -278,7 +277,8 @@ class Programs:
         state, logits, *found = self._repeat(one, *inputs)
         return state, logits, *keras.tree.map_structure(lambda array: array[:, :-1], found)
 
-    def _choose(self, state, logits, inputs, features, variant):
+    def choose(self, state, logits, inputs, features, variant):
+        """Chooses a token from logits; returns what `decode` does. The cache of `state` is ()."""
         uniform, arguments = inputs
         with self._scope(None):
             first = None if uniform is None else uniform[:, 0]
@@ -286,7 +286,12 @@ class Programs:
         logprobs = keras.tree.map_structure(lambda array: array[:, None], logprobs)
         return state, state.sequences.token, logprobs
 
-    def _decode(self, state, weights, inputs, features, keep, num_tokens, variant):
+    def decode(self, state, weights, inputs, features, keep, num_tokens, variant):
+        """Generates N tokens; returns the next `BatchState`, the tokens `[B, N]` and `Logprobs`.
+
+        `inputs` are random numbers `[B, N]` or None, and `{name: array}`, the arguments of
+        sampling. Without log probabilities, () replaces the `Logprobs`.
+        """
         uniform, arguments = inputs
 
         def one(t, state, logits, uniform):
@@ -294,10 +299,6 @@ class Programs:
             state, logprobs = _sample(features, state, logits, uniform, arguments)
             return state, (), logprobs
 
-        if num_tokens == 1:
-            with self._scope(weights):
-                state, logits = self._apply_model(state, keep)
-            return self._choose(state, logits, inputs, features, variant)
         state, _, *found = self._repeat(one, state, (), weights, features, uniform, num_tokens)
         return state, *found
 
@@ -333,14 +334,24 @@ class Programs:
         buffers = ops.zeros(size, "int32"), empty_logprobs(features.num_logprobs, size)
         initial = ops.zeros((), "int32"), state, logits, *buffers
         with self._scope(weights):
-            return ops.while_loop(continues, step, initial)[1:]
+            found = step(*initial) if num_tokens == 1 else ops.while_loop(continues, step, initial)
+        return found[1:]
 
-    def _insert(self, state, slot, sequence, cache, row):
+    def insert(self, state, slot, sequence, cache, row):
+        """Overwrites a slot by the `DeviceState` of a sequence and a row of a cache of prompts."""
         cache = _select(cache, row)
         if len(keras.tree.flatten(cache)) != len(keras.tree.flatten(state.cache)):
             cache = self.model.backbone.add_recent_tokens(cache)
         sequences = _set_row(state.sequences, slot, sequence)
         return state._replace(sequences=sequences, cache=_set_row(state.cache, slot, cache))
+
+    def extract(self, cache, slot):
+        """Returns the state of a slot as the backbone takes it, of batch size 1."""
+        return apply_recent_tokens(_select(cache, slot))
+
+    def set_row(self, state, slot, value):
+        """Overwrites a row of an array or, given a state of batch size 1, of all its arrays."""
+        return _set_row(state, slot, value)
 
 
 def _sample(features, state, logits, uniform, arguments):
@@ -385,10 +396,6 @@ def compiler_options_of_prompts():
     return {"xla_gpu_graph_min_graph_size": 2**20} if has_gpu else None
 
 
-def _extract(cache, slot):
-    return apply_recent_tokens(_select(cache, slot))
-
-
 def _set_row(state, slot, value):
     def set_one(array, new):
         return array.at[slot].set(new[0] if np.ndim(new) == array.ndim else new)
@@ -417,21 +424,6 @@ def _float32_copy(weights):
 def _select(cache, row):
     """Returns the part of a cache for one sequence, of batch size 1."""
     return keras.tree.map_structure(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), cache)
-
-
-def _copy(cache):
-    return keras.tree.map_structure(ops.copy, cache)
-
-
-def _unchanged(function):
-    return function
-
-
-def _tensorflow_function(compiled):
-    import tensorflow as tf
-
-    # AutoGraph, which no model needs, takes 40 % of the first call.
-    return functools.partial(tf.function, jit_compile=compiled, autograph=False)
 
 
 def _compiles_on_tensorflow(model):

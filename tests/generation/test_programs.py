@@ -44,7 +44,7 @@ def traced(monkeypatch):
 
         name = "make_fx"
     else:
-        module, name = xla_programs.Programs, "_decode"
+        module, name = xla_programs.Programs, "decode"
     original = getattr(module, name)
 
     @functools.wraps(original)  # the names of arguments decide which are static
@@ -90,7 +90,7 @@ def test_first_step_is_compiled_once_in_a_thread_while_prompts_are_processed(
             generate(model, lengths, 30, **options)
     finally:
         jax.config.update("jax_log_compiles", False)
-    compiled = [r for r in caplog.records if "Compiling jit(_decode)" in r.getMessage()]
+    compiled = [r for r in caplog.records if "Compiling jit(decode)" in r.getMessage()]
     (record,) = compiled
     n = options.get("sampling", SamplingParams()).n
     assert (record.threadName == "MainThread") == (n > 1)  # the step has another batch size
