@@ -210,12 +210,8 @@ def allocate_stacks(shapes, groups, device):
     """Returns a tensor of zeros `[n, *shape]` for each group of n tensors.
 
     One launch then copies a slot of all tensors of a group. Each tensor begins at an aligned
-    address, which kernels require.
-
-    Args:
-        shapes: a list of the `(shape, dtype)` of all tensors.
-        groups: the result of `group_equal` for them.
-        device: a `torch.device`.
+    address, which kernels require. `shapes` are the `(shape, dtype)` of all tensors, and `groups`
+    the result of `group_equal` for them.
     """
     stacks = []
     for group in groups:
@@ -243,7 +239,7 @@ class Chunks:
     def __init__(self, make_chunk, num_prompts, cache, report):
         self._make_chunk, self._example, self._report = make_chunk, cache, report
         self._num_prompts = num_prompts
-        self._programs: dict = {}  # {number of tokens: _Program}
+        self._programs: dict = {}  # {number of tokens: result of `_make_program`}
         self._prepared: list = []
         # The buffers that all programs read and overwrite are views of stacks, so that one launch
         # per group copies the state of a prompt. The next step waits for these launches.
@@ -271,31 +267,38 @@ class Chunks:
         num_tokens = tokens.shape[1]
         if num_tokens not in self._programs:
             self._programs[num_tokens] = self._make_program(num_tokens)
-        program = self._programs[num_tokens]
+        program_tokens, program_mask, parts, _ = self._programs[num_tokens]
         slots = self._slots[: len(states)]
         for slot, state in zip(slots, states, strict=True):
             for target, value in zip(slot, state, strict=True):
                 target.copy_(value)
-        upload(program.tokens, tokens)
-        upload(program.mask, mask)
-        for run in program.parts:
+        upload(program_tokens, tokens)
+        upload(program_mask, mask)
+        for run in parts:
             yield
             run()
         return [[part.clone() for part in slot] for slot in slots]
 
     def _make_program(self, num_tokens):
+        """Returns the tokens and mask that a program reads, and its parts, a list of functions.
+
+        The last result is what captured parts need, too.
+        """
         chunk = self._make_chunk(self._example, self._num_prompts, chunk=num_tokens)
-        prepared, shape = self._shared(chunk.prepared()), (self._num_prompts, num_tokens)
-        program = _Program(chunk.traced, prepared, shape, self._buffers)
+        shape, buffers = (self._num_prompts, num_tokens), self._buffers
+        tokens = torch.ones(shape, dtype=torch.int32, device=buffers[0].device)
+        mask = torch.ones_like(tokens, dtype=torch.bool)
+        arguments = *self._shared(chunk.prepared()), tokens, mask, *buffers
+        parts = [lambda: overwrite(buffers, chunk.traced(*arguments))]
         reason = chunk.not_captured_reason
         if reason is None:
             try:
-                self._pool = program.capture(self._pool)
+                parts, self._pool = capture_parts(chunk.traced, arguments, buffers, self._pool)
             except RuntimeError as error:
                 reason = f"torch could not capture a chunk of {num_tokens} tokens: {error}"
         if reason is not None:
             self._report(reason)
-        return program
+        return tokens, mask, parts, (chunk, arguments)
 
     def _shared(self, prepared):
         """Returns the tensors of the latest program if they are equal, to save memory."""
@@ -308,62 +311,43 @@ class Chunks:
         return self._prepared
 
 
-class _Program:
-    """A chunk of tokens at fixed addresses, in parts.
+def capture_parts(function, arguments, cache, pool):
+    """Captures a chunk of tokens as CUDA graphs of some nodes each.
 
     Args:
-        function: a function of the `prepared` tensors, tokens, a mask and the tensors of a cache,
-            which returns the next cache; a `torch.fx.GraphModule` if `capture` is called.
-        prepared: a list of tensors.
-        shape: the shape of tokens and mask.
-        cache: a list of tensors, which the last part overwrites.
-
-    Attributes:
-        tokens, mask: int32 and boolean tensors, which the caller overwrites.
-        parts: a list of functions without arguments, to be called in this order.
-    """
-
-    def __init__(self, function, prepared, shape, cache):
-        self.tokens = torch.ones(shape, dtype=torch.int32, device=cache[0].device)
-        self.mask = torch.ones_like(self.tokens, dtype=torch.bool)
-        self._function, self._cache = function, cache
-        self._arguments = *prepared, self.tokens, self.mask, *cache
-        self.parts: list[Any] = [self._run]
-
-    def _run(self):
-        overwrite(self._cache, self._function(*self._arguments))
-
-    def capture(self, pool):
-        """Makes each part a CUDA graph of some nodes; returns their memory pool.
-
+        function: a `torch.fx.GraphModule`, which returns the next cache.
+        arguments: a tuple of tensors, at addresses that later calls read.
+        cache: a list of the tensors of a cache, which the last part overwrites.
         pool: the pool of programs that do not run between these parts, or None.
-        """
-        graph = self._function.graph
-        nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
-        size = max(math.ceil(len(nodes) / MAX_PARTS), MIN_OPERATIONS)
-        interpreter = torch.fx.Interpreter(self._function)
-        values = dict(zip(graph.find_nodes(op="placeholder"), self._arguments, strict=True))
-        interpreter.env, parts = values, []
 
-        def run(part):
-            own = set(part)
-            for node in part:
-                values[node] = interpreter.run_node(node)
-                for used in own.intersection(interpreter.user_to_last_uses.get(node, ())):
-                    del values[used]
-            if part[-1] is nodes[-1]:
-                after = [values[node] for node in graph.output_node().args[0]]
-                overwrite(self._cache, after)
+    Returns:
+        The parts, a list of functions to be called in this order, and their memory pool.
+    """
+    graph = function.graph
+    nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+    size = max(math.ceil(len(nodes) / MAX_PARTS), MIN_OPERATIONS)
+    interpreter = torch.fx.Interpreter(function)
+    values = dict(zip(graph.find_nodes(op="placeholder"), arguments, strict=True))
+    interpreter.env, parts = values, []
 
-        for start in range(0, len(nodes), size):
-            run_part = functools.partial(run, nodes[start : start + size])
-            captured, _ = capture(run_part, self.tokens.device, pool)
-            pool = captured.pool()
-            parts.append(captured.replay)
-            captured.replay()  # computes the inputs of the next part, which runs before its capture
-            later = {*nodes[start + size :], graph.output_node()}
-            for node in [n for n in values if n.op != "placeholder"]:
-                if later.isdisjoint(node.users):
-                    del values[node]  # no later part reads it; later parts may use its memory
-        self.parts = parts
-        return pool
+    def run(part):
+        own = set(part)
+        for node in part:
+            values[node] = interpreter.run_node(node)
+            for used in own.intersection(interpreter.user_to_last_uses.get(node, ())):
+                del values[used]
+        if part[-1] is nodes[-1]:
+            after = [values[node] for node in graph.output_node().args[0]]
+            overwrite(cache, after)
+
+    for start in range(0, len(nodes), size):
+        run_part = functools.partial(run, nodes[start : start + size])
+        captured, _ = capture(run_part, cache[0].device, pool)
+        pool = captured.pool()
+        parts.append(captured.replay)
+        captured.replay()  # computes the inputs of the next part, which runs before its capture
+        later = {*nodes[start + size :], graph.output_node()}
+        for node in [n for n in values if n.op != "placeholder"]:
+            if later.isdisjoint(node.users):
+                del values[node]  # no later part reads it; later parts may use its memory
+    return parts, pool
