@@ -68,7 +68,7 @@ class Backbone(TransNormerBackbone):
         self.variant = variant
         super().__init__(*sizes, **heads)
 
-    def make_arguments(self, block_cls: Any, dtype):
+    def make_arguments(self, block_cls: Any, values):
         variant = self.variant
 
         class Block(block_cls):
@@ -78,7 +78,7 @@ class Backbone(TransNormerBackbone):
             def make_mlp(self, name):
                 return variant.mlp(self.intermediate_dim, name=name)
 
-        return super().make_arguments(Block, dtype)
+        return super().make_arguments(Block, values)
 
     def make_mixer(self, i, **kwargs):
         variant = self.variant

@@ -67,6 +67,12 @@ def check_number(name, value, above=None, or_none=False):
         raise ValueError(f"`{name}` must be a finite number {wanted}; got {value!r}.")
 
 
+def check_factors(**values):
+    """Raises an error unless all values are finite numbers above 0, or None."""
+    for name, value in values.items():
+        check_number(name, value, above=0, or_none=True)
+
+
 def check_width_known(layer, input_shape):
     if input_shape[-1] is None:
         raise ValueError(

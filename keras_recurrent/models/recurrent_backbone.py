@@ -138,15 +138,17 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
             inputs=inputs, outputs=outputs, dtype=dtype, name=name, trainable=trainable
         )
 
-    def make_arguments(self, block_cls, dtype):
+    def make_arguments(self, block_cls, values):
         """Returns the arguments of this class for the stored arguments of a family.
 
-        They are the layers, which this method makes, and the stored arguments of this class.
+        They are the layers, which this method makes, the stored arguments of this class, and
+        `dtype`, `name` and `trainable`.
 
         Args:
             block_cls: the class of the residual blocks, whose norm is also the final norm.
-            dtype: as in the constructor.
+            values: the `locals()` of the family's constructor.
         """
+        dtype = values["dtype"]
         stored = {name: getattr(self, name) for name in self._argument_names}
         is_tied = stored.get("tie_word_embeddings", True)
         check_boolean("tie_word_embeddings", is_tied)
@@ -173,7 +175,7 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
             "transformer_layers": blocks,
             "final_norm": final_norm,
             **{name: value for name, value in stored.items() if name in STORED},
-            "dtype": dtype,
+            **{name: values[name] for name in ("dtype", "name", "trainable")},
         }
 
     def make_mixer(self, i, **kwargs):
@@ -422,7 +424,7 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
             `{regular expression of paths: tuple of one axis or None for each dimension}`.
         """
         keys = None if num_key_value_heads % num_devices else model
-        split = "(q|f|i|u|b|c|gate|up)_proj|linear_x|linear_y"
+        split = "(q|f|i|u|b|c|z|x|dt|gate|up)_proj|linear_x|linear_y"
         gates = "block.*(rg_lru|cg_lru)/(recurrence_gate|input_gate)/(kernel|bias)"
         return {
             "token_embedding/reverse_embeddings": (data, model),

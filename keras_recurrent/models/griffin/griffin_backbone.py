@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_recurrent.checks.arguments import check_boolean, check_number, check_positive_integer
+from keras_recurrent.checks.arguments import check_boolean, check_factors, check_positive_integer
 from keras_recurrent.devices.jax_layouts import check_layout
 from keras_recurrent.layers import GatedMLP, RecurrentBlock, RMSNorm
 from keras_recurrent.models.recurrent_backbone import (
@@ -125,16 +125,13 @@ class GriffinBackbone(RecurrentBackbone):
         trainable=True,
     ):
         check_network_sizes(vocabulary_size, num_layers, hidden_dim, intermediate_dim)
-        check_number("final_logit_soft_cap", final_logit_soft_cap, above=0, or_none=True)
-        check_number("embedding_scale", embedding_scale, above=0, or_none=True)
+        check_factors(final_logit_soft_cap=final_logit_soft_cap, embedding_scale=embedding_scale)
         check_boolean("scale_first_input", scale_first_input)
         # A string would be a pattern of its letters.
         block_types = (block_types,) if isinstance(block_types, str) else tuple(block_types)
         self.store_arguments(GriffinBackbone, locals())
         _check_block_types(self)
-        super().__init__(
-            **self.make_arguments(GriffinResidualBlock, dtype), name=name, trainable=trainable
-        )
+        super().__init__(**self.make_arguments(GriffinResidualBlock, locals()))
 
     def make_mixer(self, i, **kwargs):
         block_type = self.block_types[i % len(self.block_types)]

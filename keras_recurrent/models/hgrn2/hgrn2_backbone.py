@@ -113,12 +113,12 @@ class HGRN2Backbone(RecurrentBackbone):
         if attention_layers:
             _check_query_heads(num_query_heads, hidden_dim)
         self.store_arguments(HGRN2Backbone, locals())
-        arguments = self.make_arguments(HGRN2ResidualBlock, dtype)
+        arguments = self.make_arguments(HGRN2ResidualBlock, locals())
         self.lower_bounds = None
         if use_lower_bounds and bounded_layers(num_layers, attention_layers):
             with no_further_remat():
                 self.lower_bounds = LowerBounds(num_layers, dtype=dtype, name="lower_bounds")
-        super().__init__(**arguments, name=name, trainable=trainable)
+        super().__init__(**arguments)
 
     def make_mixer(self, i, **kwargs):
         if i not in self.attention_layers:

@@ -86,9 +86,7 @@ class LFM2Backbone(RecurrentBackbone):
         check_boolean("use_conv_bias", use_conv_bias)
         block_types = expand_block_types(block_types, num_layers, CONVOLUTION, ATTENTION)
         self.store_arguments(LFM2Backbone, locals())
-        super().__init__(
-            **self.make_arguments(LFM2ResidualBlock, dtype), name=name, trainable=trainable
-        )
+        super().__init__(**self.make_arguments(LFM2ResidualBlock, locals()))
 
     def make_mixer(self, i, **kwargs):
         if self.block_types[i] == ATTENTION:

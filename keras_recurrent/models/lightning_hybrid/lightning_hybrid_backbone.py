@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_recurrent.checks.arguments import check_number, check_positive_integer
+from keras_recurrent.checks.arguments import check_factors, check_positive_integer
 from keras_recurrent.layers import LightningAttention
 from keras_recurrent.models.recurrent_backbone import (
     KEYS_AND_VALUES,
@@ -104,8 +104,7 @@ class LightningHybridBackbone(RecurrentBackbone):
         trainable=True,
     ):
         check_network_sizes(vocabulary_size, num_layers, hidden_dim, intermediate_dim)
-        check_number("embedding_scale", embedding_scale, above=0, or_none=True)
-        check_number("output_scale", output_scale, above=0, or_none=True)
+        check_factors(embedding_scale=embedding_scale, output_scale=output_scale)
         check_positive_integer("num_query_heads", num_query_heads)
         check_positive_integer("num_lightning_heads", num_lightning_heads, or_none=True)
         check_positive_integer(
@@ -116,10 +115,8 @@ class LightningHybridBackbone(RecurrentBackbone):
         block_types = expand_block_types(block_types, num_layers, LIGHTNING, GLOBAL)
         self.store_arguments(LightningHybridBackbone, locals())
         super().__init__(
-            **self.make_arguments(LightningHybridResidualBlock, dtype),
+            **self.make_arguments(LightningHybridResidualBlock, locals()),
             max_num_tokens=None if dense_length is None else dense_length - 1,
-            name=name,
-            trainable=trainable,
         )
 
     def make_mixer(self, i, **kwargs):

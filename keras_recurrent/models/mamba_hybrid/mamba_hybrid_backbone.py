@@ -7,7 +7,7 @@ import keras
 from keras_recurrent.checks.arguments import (
     check_booleans,
     check_divides,
-    check_number,
+    check_factors,
     check_positive_integer,
 )
 from keras_recurrent.layers import Mamba2, SquaredReLUMLP, StreamingLayer, SwiGLU, decoding
@@ -244,20 +244,11 @@ class MambaHybridBackbone(RecurrentBackbone):
             raise ValueError(f"`mlp` must be {SWIGLU!r} or {SQUARED_RELU!r}; got {mlp!r}.")
         sizes = vocabulary_size, num_layers, hidden_dim, intermediate_dim
         check_network_sizes(*sizes, has_mlp=False)
-        scales = {
-            "embedding_scale": embedding_scale,
-            "output_scale": output_scale,
-            "mamba_scale": mamba_scale,
-            "attention_scale": attention_scale,
-            "mlp_scale": mlp_scale,
-        }
-        for argument, scale in scales.items():
-            check_number(argument, scale, above=0, or_none=True)
+        check_factors(embedding_scale=embedding_scale, output_scale=output_scale)
+        check_factors(mamba_scale=mamba_scale, attention_scale=attention_scale, mlp_scale=mlp_scale)
         self.store_arguments(MambaHybridBackbone, locals())
         self._check_needed_sizes()
-        super().__init__(
-            **self.make_arguments(MambaHybridResidualBlock, dtype), name=name, trainable=trainable
-        )
+        super().__init__(**self.make_arguments(MambaHybridResidualBlock, locals()))
 
     def _check_needed_sizes(self):
         """Raises an error if a size that a block type in the pattern needs is missing."""
@@ -336,13 +327,5 @@ class MambaHybridBackbone(RecurrentBackbone):
 
     @staticmethod
     def weight_layout(data, model, num_devices, num_key_value_heads=1):
-        keys = None if num_key_value_heads % num_devices else model
-        return {
-            "token_embedding/reverse_embeddings": (data, model),
-            "block.*(q|z|x|bc|dt|gate|up)_proj/kernel": (data, model),
-            "block.*(k_proj|v_proj)/kernel": (data, keys),
-            "block.*(o_proj|down_proj)/kernel": (model, data),
-            "block.*conv1d/kernel": (None, model),
-            "block.*conv1d/bias": (model,),
-            "block.*(/norm/scale|a_log|dt_bias|skip)": (model,),
-        }
+        layout = RecurrentBackbone.weight_layout(data, model, num_devices, num_key_value_heads)
+        return {**layout, "block.*(/norm/scale|a_log|dt_bias|skip)": (model,)}

@@ -78,12 +78,8 @@ class TransNormerBackbone(RecurrentBackbone):
     ):
         check_network_sizes(vocabulary_size, num_layers, hidden_dim, intermediate_dim)
         self.store_arguments(TransNormerBackbone, locals())
-        super().__init__(
-            **self.make_arguments(TransNormerResidualBlock, dtype),
-            embedding_scale=hidden_dim**0.5,
-            name=name,
-            trainable=trainable,
-        )
+        arguments = self.make_arguments(TransNormerResidualBlock, locals())
+        super().__init__(**arguments, embedding_scale=hidden_dim**0.5)
 
     def make_mixer(self, i, **kwargs):
         self.check_split(i, q_proj={"num_heads": self.num_heads})
