@@ -12,13 +12,20 @@ from keras import ops
 from keras_recurrent.compat import BloomAttention, GPTNeoXAttention, T5MultiHeadAttention
 
 
-@keras.saving.register_keras_serializable(package="keras_recurrent")
-class CachedGroupedQueryAttention(keras_hub.layers.CachedMultiHeadAttention):
-    """Grouped `CachedMultiHeadAttention`, for GPT-2, OPT, BART and `TransformerDecoder`."""
+class GroupedAttention:
+    """Mixin of the grouped versions of a layer: the argument `num_key_value_heads`."""
 
-    def __init__(self, num_heads, key_dim, *, num_key_value_heads, **kwargs):
-        super().__init__(num_heads, key_dim, **kwargs)
+    def __init__(self, *args, num_key_value_heads, **kwargs):
+        super().__init__(*args, **kwargs)
         self.num_key_value_heads = num_key_value_heads
+
+    def get_config(self):
+        return super().get_config() | {"num_key_value_heads": self.num_key_value_heads}  # type: ignore[misc]
+
+
+@keras.saving.register_keras_serializable(package="keras_recurrent")
+class CachedGroupedQueryAttention(GroupedAttention, keras_hub.layers.CachedMultiHeadAttention):
+    """Grouped `CachedMultiHeadAttention`, for GPT-2, OPT, BART and `TransformerDecoder`."""
 
     def build(self, query_shape, value_shape, key_shape=None):
         key_shape = value_shape if key_shape is None else key_shape
@@ -71,17 +78,10 @@ class CachedGroupedQueryAttention(keras_hub.layers.CachedMultiHeadAttention):
             scores = ops.transpose(_unfold_outputs(scores, self.num_heads), (0, 2, 1, 3))
         return _unfold_outputs(output, self.num_heads), scores
 
-    def get_config(self):
-        return super().get_config() | {"num_key_value_heads": self.num_key_value_heads}
-
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class GroupedBloomAttention(BloomAttention):
+class GroupedBloomAttention(GroupedAttention, BloomAttention):
     """Grouped attention of Bloom, with ALiBi, a linear bias per query head (arXiv:2108.12409)."""
-
-    def __init__(self, num_heads, num_key_value_heads, **kwargs):
-        super().__init__(num_heads, **kwargs)
-        self.num_key_value_heads = num_key_value_heads
 
     def build(self, inputs_shape):
         hidden_dim = inputs_shape[-1]
@@ -113,26 +113,18 @@ class GroupedBloomAttention(BloomAttention):
             lambda: (self._key_dense(hidden_states), self._value_dense(hidden_states)),
         )
         scores = self._alibi_layer(_attention_scores(query, key) * self._head_dim**-0.5)
-        mask = None if attention_mask is None else ops.expand_dims(attention_mask, 1)
-        weights = ops.cast(self._dropout_layer(self._softmax(scores, mask)), self.compute_dtype)
-        output = ops.reshape(_mix_values(weights, value), (batch, length, hidden_dim))
+        output = _attend(self, scores, value, attention_mask)
+        output = ops.reshape(output, (batch, length, hidden_dim))
         output = self._dropout_layer(self._output_dense(output))
         return output if cache is None else (output, cache)
 
-    def get_config(self):
-        return super().get_config() | {"num_key_value_heads": self.num_key_value_heads}
-
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class GroupedGPTNeoXAttention(GPTNeoXAttention):
+class GroupedGPTNeoXAttention(GroupedAttention, GPTNeoXAttention):
     """Grouped attention of GPT-NeoX, with rotary positions on the first part of each head.
 
     GPT-NeoX has one kernel for queries, keys and values; here queries have a separate kernel.
     """
-
-    def __init__(self, num_heads, num_key_value_heads, hidden_dim, **kwargs):
-        super().__init__(num_heads, hidden_dim, **kwargs)
-        self.num_key_value_heads = num_key_value_heads
 
     def build(self, input_shape):
         groups, size = self.num_key_value_heads, self.attn_head_size
@@ -168,9 +160,7 @@ class GroupedGPTNeoXAttention(GPTNeoXAttention):
         )
         # As in KerasHub, the cache has keys before rotation; the first is at position 0.
         scores = _attention_scores(query, self._rotate(key, 0)) * self.attn_head_size**-0.5
-        mask = None if attention_mask is None else ops.expand_dims(attention_mask, 1)
-        weights = self._dropout_layer(self._softmax(scores, mask), training=training)
-        output = _mix_values(ops.cast(weights, self.compute_dtype), value)
+        output = _attend(self, scores, value, attention_mask, training)
         output = self._output_dense(ops.reshape(output, (batch, length, self.hidden_dim)))
         return output, cache
 
@@ -183,18 +173,17 @@ class GroupedGPTNeoXAttention(GPTNeoXAttention):
         return kernel[..., : self.attn_head_size], kernel[..., self.attn_head_size :]
 
     def get_config(self):
-        config = super().get_config() | {"num_key_value_heads": self.num_key_value_heads}
+        config = super().get_config()
         del config["max_sequence_length"]  # KerasHub does not use it
         return config
 
 
 @keras.saving.register_keras_serializable(package="keras_recurrent")
-class GroupedT5Attention(T5MultiHeadAttention):
+class GroupedT5Attention(GroupedAttention, T5MultiHeadAttention):
     """Grouped self- or cross-attention of T5's decoder, with relative positions."""
 
     def __init__(self, *, num_key_value_heads, **kwargs):
-        super().__init__(**kwargs)
-        self.num_key_value_heads = num_key_value_heads
+        super().__init__(num_key_value_heads=num_key_value_heads, **kwargs)
         for projector in (self.key_projector, self.value_projector):  # neither is built yet
             projector.units = num_key_value_heads * self.key_value_dim
 
@@ -242,8 +231,7 @@ class GroupedT5Attention(T5MultiHeadAttention):
         return self.compute_bias(query_length, key_length, 0 if start is None else start)
 
     def get_config(self):
-        groups = {"num_key_value_heads": self.num_key_value_heads}
-        return super().get_config() | t5_arguments(self) | groups
+        return super().get_config() | t5_arguments(self)
 
 
 def t5_arguments(layer):
@@ -318,6 +306,13 @@ def _attention_scores(query, key):
     query = ops.reshape(query, (batch, length, groups, heads // groups, size))
     scores = ops.einsum("btgrk,bsgk->bgrts", query, key)
     return ops.reshape(scores, (batch, heads, length, ops.shape(key)[1]))
+
+
+def _attend(layer, scores, value, mask, training=None):
+    """Returns the outputs of the heads of Bloom or GPT-NeoX; mask: [B, T, S], or None."""
+    mask = None if mask is None else ops.expand_dims(mask, 1)
+    weights = layer._dropout_layer(layer._softmax(scores, mask), training=training)
+    return _mix_values(ops.cast(weights, layer.compute_dtype), value)
 
 
 def _mix_values(weights, value):
