@@ -29,7 +29,7 @@ ALTERNATIVES = {
     },
     "stateful": "The layer stores no state between calls. Pass it: `y, state = layer(x, "
     "initial_state=state, return_state=True)`, with None as the first `state`; the docstring of "
-    "`RecurrentBlock` has a model that stores it between batches.",
+    "`RecurrentBlock` names a recipe that stores it between batches.",
     "unroll": "There is no loop over tokens to unroll: leave it out.",
     **dict.fromkeys(
         ("use_cudnn", "implementation"),

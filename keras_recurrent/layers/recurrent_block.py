@@ -57,42 +57,17 @@ class RecurrentBlock(StreamingLayer):
             least 1; `a_initializer` or `recurrence` is unknown; or `CGLRU` does not support the
             `lru_width` or `num_blocks`.
 
-    Example: truncated backpropagation through time. A text is split into chunks of 32 bytes; the
-    state is passed from one chunk to the next, the gradient is not.
+    Example: the state continues from chunk to chunk. guides/recipes/long_series.py trains a model
+    in this way, by truncated backpropagation through time.
 
     ```python
-    import keras
     import numpy as np
     from keras_recurrent.layers import RecurrentBlock
 
-    class CharacterModel(keras.Model):
-        def __init__(self, batch_size):
-            super().__init__()
-            self.embed = keras.layers.Embedding(256, 16)
-            self.mix = RecurrentBlock(32, num_blocks=4)
-            self.head = keras.layers.Dense(256)
-            self.mix.build((batch_size, None, 16))
-            self.state = [
-                keras.Variable(array, dtype=array.dtype, trainable=False)
-                for array in keras.tree.flatten(self.mix.get_initial_state(batch_size))
-            ]
-
-        def call(self, text):
-            before = keras.tree.pack_sequence_as(
-                self.mix.state_spec(), [keras.ops.copy(array) for array in self.state]
-            )
-            x, after = self.mix(self.embed(text), initial_state=before, return_state=True)
-            for array, new in zip(self.state, keras.tree.flatten(after)):
-                array.assign(new)
-            return self.head(x)
-
-    text = np.frombuffer(b"All happy families are alike. " * 64, "uint8").astype("int32")
-    sequences = text[: 4 * 321].reshape(4, 321)
-    model = CharacterModel(batch_size=4)
-    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    for start in range(0, 320, 32):
-        chunk = sequences[:, start : start + 33]
-        loss = model.train_on_batch(chunk[:, :-1], chunk[:, 1:])
+    block, state = RecurrentBlock(32, num_blocks=4), None
+    for chunk in np.split(np.ones((2, 12, 16), "float32"), 3, axis=1):
+        y, state = block(chunk, initial_state=state, return_state=True)
+    assert y.shape == (2, 4, 16) and state["rg_lru"]["hidden"].shape == (2, 32)
     ```
     """
 
