@@ -52,32 +52,19 @@ MINICPM_SALA = {
 }
 
 SIZES = {
-    "hypenet_tiny": language_model(
-        "HypeNet", arguments(4, (2,), 128, 352, (4, 2, 32), 259), parameters=886_912
-    ),
-    "hypenet_2b": language_model(
-        "HypeNet",
-        arguments(28, (2, 3, 6, 8, 9, 21, 25), 2048, 6144, (16, 8, 128), 151_936),
-        parameters=1_926_138_880,
-    ),
-    "hypenet_5b": language_model(
-        "HypeNet",
+    # name: label, depth, attention blocks, D, SwiGLU, heads, vocabulary, parameters
+    "hypenet_tiny": language_model("HypeNet",
+        arguments(4, (2,), 128, 352, (4, 2, 32), 259), 886_912),
+    "hypenet_2b": language_model("HypeNet",
+        arguments(28, (2, 3, 6, 8, 9, 21, 25), 2048, 6144, (16, 8, 128), 151_936), 1_926_138_880),
+    "hypenet_5b": language_model("HypeNet",
         arguments(36, (0, 1, 7, 14, 15, 22, 24, 31, 33), 2560, 9728, (32, 8, 128), 151_936),
-        parameters=4_824_739_328,
-    ),
-    "hypenet_9b": language_model(
-        "HypeNet",
+        4_824_739_328),
+    "hypenet_9b": language_model("HypeNet",
         arguments(36, (1, 2, 4, 6, 7, 10, 24, 33, 34), 4096, 12_288, (32, 8, 128), 151_936),
-        parameters=8_851_973_120,
-    ),
-    "minicpm_sala": language_model(
-        "MiniCPM-SALA",
-        arguments(
-            *(32, (0, 9, 16, 17, 22, 29, 30, 31), 4096, 16_384, (32, 2, 128), 73_448),
-            **MINICPM_SALA,
-        ),
-        parameters=9_477_203_968,
-        license="Apache-2.0",
-        weights="hf://openbmb/MiniCPM-SALA",
-    ),
-}
+        8_851_973_120),
+    "minicpm_sala": language_model("MiniCPM-SALA",
+        arguments(32, (0, 9, 16, 17, 22, 29, 30, 31), 4096, 16_384, (32, 2, 128), 73_448,
+            **MINICPM_SALA),
+        9_477_203_968, "hf://openbmb/MiniCPM-SALA", "Apache-2.0"),
+}  # fmt: skip

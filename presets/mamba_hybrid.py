@@ -101,116 +101,64 @@ def mamba2(depth, width, **arguments):
     }
 
 
-NVIDIA_OPEN = "NVIDIA Open Model License Agreement"
-FALCON = "Falcon-LLM License"
+APACHE, FALCON = "Apache-2.0", "Falcon-LLM License"
+NVIDIA_OPEN, NEMOTRON = "NVIDIA Open Model License Agreement", "NVIDIA Nemotron Open Model License"
 TINY = {"vocabulary_size": 259, "num_mamba_groups": 2, "mamba_state_dim": 32, "head_dim": 32}
+FALCON_TINY = {
+    "vocabulary_size": 32_768,
+    "embedding_scale": 0.1108,
+    "output_scale": 0.078125,
+    "tie_word_embeddings": True,
+}
+FALCON_0_5B = {
+    "vocabulary_size": 32_784,
+    "query_scale": 0.390625 / 8,
+    "embedding_scale": 5.656854249492381,
+    "output_scale": 0.0390625,
+    "mamba_projection_scales": tuple(1.25 * s for s in (0.5**1.5, 0.25, 0.5**1.5, 0.5, 0.5**1.5)),
+    "mamba_scale": 0.2357022603955158,
+    "attention_scale": 0.9375,
+    "mlp_gate_scale": 0.8838834764831844,
+    "mlp_scale": 0.5859375,
+}
+CODESTRAL = {"vocabulary_size": 32_768, "num_mamba_groups": 8, "tie_word_embeddings": False}
 
 SIZES = {
-    "nemotron_h_tiny": language_model(
-        label="Nemotron-H",
-        arguments=nemotron("M-M-*-", 128, 512, (8, 32), (4, 2), **TINY),
-        parameters=745_392,
-    ),
-    "nemotron_3_nano_4b": language_model(
-        label="Nemotron-3-Nano-4B",
-        arguments=nemotron(
-            "M-M-M-MM-M-M*-M-M*-M-M-M*-M-M-MM*-MMM-M-M-", 3136, 12_544, (96, 80), (40, 8)
-        ),
-        parameters=3_973_556_832,
-        license="NVIDIA Nemotron Open Model License",
-        weights="hf://nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16",
-    ),
-    "nemotron_nano_9b_v2": language_model(
-        label="Nemotron-Nano-9B-v2",
-        arguments=nemotron(
-            "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
-            *(4480, 15_680, (128, 80), (40, 8)),
-        ),
-        parameters=8_888_227_328,
-        license=NVIDIA_OPEN,
-        weights="hf://nvidia/NVIDIA-Nemotron-Nano-9B-v2",
-    ),
-    "nemotron_h_8b": language_model(
-        label="Nemotron-H-8B-Base-8K",
-        arguments=nemotron(
-            "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
-            *(4096, 21_504, (128, 64), (32, 8)),
-        ),
-        parameters=8_100_852_736,
-        weights="hf://nvidia/Nemotron-H-8B-Base-8K",
-    ),
-    "granite_4.0_h_350m": language_model(
-        label="Granite 4.0 H 350M",
-        arguments=granite(
-            *(32, (10, 13, 17, 27), 768, 2048, 32), (48, 12, 4, 64), scales=(0.246, 3.0)
-        ),
-        parameters=340_332_224,
-        license="Apache-2.0",
-        weights="hf://ibm-granite/granite-4.0-h-350m",
-    ),
-    "granite_4.0_h_1b": language_model(
-        label="Granite 4.0 H 1B",
-        arguments=granite(
-            *(40, (5, 15, 25, 35), 1536, 4096, 64), (48, 12, 4, 128), scales=(0.22, 6.0)
-        ),
-        parameters=1_461_538_368,
-        license="Apache-2.0",
-        weights="hf://ibm-granite/granite-4.0-h-1b",
-    ),
-    "granite_4.0_h_micro": language_model(
-        label="Granite 4.0 H Micro",
-        arguments=granite(
-            *(40, (5, 15, 25, 35), 2048, 8192, 64), (64, 32, 8, 64), scales=(0.22, 8.0)
-        ),
-        parameters=3_191_396_096,
-        license="Apache-2.0",
-        weights="hf://ibm-granite/granite-4.0-h-micro",
-    ),
-    "falcon_h1_tiny_90m": language_model(
-        label="Falcon-H1-Tiny-90M",
-        arguments=falcon(
-            *(24, 512, 768, 32, 64),
-            vocabulary_size=32_768,
-            embedding_scale=0.1108,
-            output_scale=0.078125,
-            tie_word_embeddings=True,
-        ),
-        parameters=91_131_072,
-        license=FALCON,
-        weights="hf://tiiuae/Falcon-H1-Tiny-90M-Base",
-    ),
-    "falcon_h1_0.5b": language_model(
-        label="Falcon-H1-0.5B",
-        arguments=falcon(
-            *(36, 1024, 2048, 64, 128),
-            vocabulary_size=32_784,
-            query_scale=0.390625 / 8,
-            embedding_scale=5.656854249492381,
-            output_scale=0.0390625,
-            mamba_projection_scales=tuple(
-                1.25 * scale for scale in (0.5**1.5, 0.25, 0.5**1.5, 0.5, 0.5**1.5)
-            ),
-            mamba_scale=0.2357022603955158,
-            attention_scale=0.9375,
-            mlp_gate_scale=0.8838834764831844,
-            mlp_scale=0.5859375,
-        ),
-        parameters=521_411_104,
-        license=FALCON,
-        weights="hf://tiiuae/Falcon-H1-0.5B-Base",
-    ),
-    "mamba_codestral_7b": language_model(
-        label="Mamba-Codestral-7B-v0.1",
-        arguments=mamba2(
-            *(64, 4096), vocabulary_size=32_768, num_mamba_groups=8, tie_word_embeddings=False
-        ),
-        parameters=7_285_403_648,
-        license="Apache-2.0",
-        weights="hf://mistralai/Mamba-Codestral-7B-v0.1",
-    ),
+    # name: label, pattern or depth and sizes, parameters, weights, license
+    "nemotron_h_tiny": language_model("Nemotron-H",
+        nemotron("M-M-*-", 128, 512, (8, 32), (4, 2), **TINY), 745_392),
+    "nemotron_3_nano_4b": language_model("Nemotron-3-Nano-4B",
+        nemotron("M-M-M-MM-M-M*-M-M*-M-M-M*-M-M-MM*-MMM-M-M-", 3136, 12_544, (96, 80), (40, 8)),
+        3_973_556_832, "hf://nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16", NEMOTRON),
+    "nemotron_nano_9b_v2": language_model("Nemotron-Nano-9B-v2",
+        nemotron("M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+            4480, 15_680, (128, 80), (40, 8)),
+        8_888_227_328, "hf://nvidia/NVIDIA-Nemotron-Nano-9B-v2", NVIDIA_OPEN),
+    "nemotron_h_8b": language_model("Nemotron-H-8B-Base-8K",
+        nemotron("M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+            4096, 21_504, (128, 64), (32, 8)),
+        8_100_852_736, "hf://nvidia/Nemotron-H-8B-Base-8K"),
+    "granite_4.0_h_350m": language_model("Granite 4.0 H 350M",
+        granite(32, (10, 13, 17, 27), 768, 2048, 32, (48, 12, 4, 64), (0.246, 3.0)),
+        340_332_224, "hf://ibm-granite/granite-4.0-h-350m", APACHE),
+    "granite_4.0_h_1b": language_model("Granite 4.0 H 1B",
+        granite(40, (5, 15, 25, 35), 1536, 4096, 64, (48, 12, 4, 128), (0.22, 6.0)),
+        1_461_538_368, "hf://ibm-granite/granite-4.0-h-1b", APACHE),
+    "granite_4.0_h_micro": language_model("Granite 4.0 H Micro",
+        granite(40, (5, 15, 25, 35), 2048, 8192, 64, (64, 32, 8, 64), (0.22, 8.0)),
+        3_191_396_096, "hf://ibm-granite/granite-4.0-h-micro", APACHE),
+    "falcon_h1_tiny_90m": language_model("Falcon-H1-Tiny-90M",
+        falcon(24, 512, 768, 32, 64, **FALCON_TINY),
+        91_131_072, "hf://tiiuae/Falcon-H1-Tiny-90M-Base", FALCON),
+    "falcon_h1_0.5b": language_model("Falcon-H1-0.5B",
+        falcon(36, 1024, 2048, 64, 128, **FALCON_0_5B),
+        521_411_104, "hf://tiiuae/Falcon-H1-0.5B-Base", FALCON),
+    "mamba_codestral_7b": language_model("Mamba-Codestral-7B-v0.1",
+        mamba2(64, 4096, **CODESTRAL),
+        7_285_403_648, "hf://mistralai/Mamba-Codestral-7B-v0.1", APACHE),
     "mamba2_130m": language_model("Mamba-2", mamba2(24, 768), 128_989_632),
     "mamba2_370m": language_model("Mamba-2", mamba2(48, 1024), 368_346_624),
     "mamba2_780m": language_model("Mamba-2", mamba2(48, 1536), 780_161_280),
     "mamba2_1.3b": language_model("Mamba-2", mamba2(48, 2048), 1_343_757_312),
     "mamba2_2.7b": language_model("Mamba-2", mamba2(64, 2560), 2_702_599_680),
-}
+}  # fmt: skip
