@@ -11,11 +11,7 @@ import keras_hub
 import numpy as np
 from keras import ops
 
-from keras_recurrent.checks.arguments import (
-    check_boolean,
-    check_positive_integer,
-    is_finite_number,
-)
+from keras_recurrent.checks.arguments import check_boolean, check_positive_integer, is_finite_number
 
 EARLY_STOPPING = False, True, "never"
 
@@ -263,11 +259,8 @@ def search(
 def search_beams(programs, cache, sequences, sampler):
     """Returns a list of the best sequences of each prompt, the best first: `Sequence`s with scores.
 
-    Args:
-        programs: the `Programs` of the model.
-        cache: the cache before the last token of each prompt. None: no prompt has new tokens.
-        sequences: a list of the `Sequence` of each prompt, with the same stop tokens.
-        sampler: the `BeamSampler`.
+    cache: the cache before the last token of each prompt. None: no prompt has new tokens.
+    sequences: a list of the `Sequence` of each prompt, with the same stop tokens.
     """
     remaining_tokens = np.array([s.max_new_tokens for s in sequences], "int32")
     if not remaining_tokens.any():

@@ -4,11 +4,7 @@ import dataclasses
 import json
 from typing import Any, NamedTuple
 
-from keras_recurrent.chat.templates import (
-    ChatPrompt,
-    check_renders_messages,
-    is_list,
-)
+from keras_recurrent.chat.templates import ChatPrompt, check_renders_messages, is_list
 from keras_recurrent.chat.tools import marker_tokens, tool_format
 from keras_recurrent.generation.conversation import Conversation, text_after, tokens_after
 from keras_recurrent.generation.prompts import check_batch_size, check_cache
@@ -69,12 +65,8 @@ def answer(content):
 def answer_with_calls(preprocessor, tools, last_token, token_ids, strings):
     """Returns the message of an answer to a prompt with tools.
 
-    Args:
-        preprocessor: the preprocessor of the model.
-        tools: as in `chat`.
-        last_token: integer, the last token of the prompt.
-        token_ids: a list of integers, the tokens of the answer.
-        strings: a tuple of stop strings.
+    last_token, token_ids: the last token of the prompt, and the list of tokens of the answer.
+    strings: a tuple of stop strings.
     """
     hidden, shown = hidden_stop_tokens(preprocessor), marker_tokens(preprocessor)
     text = StreamedText(preprocessor, last_token, strings, hidden, shown)

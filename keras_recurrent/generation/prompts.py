@@ -274,12 +274,9 @@ def capacity(model, length):
 
 
 def cache_max_length(model, length, keep):
-    """Returns the `max_length` of a new cache, or None.
+    """Returns the `max_length` of a new cache for sequences of at most `length` tokens, or None.
 
-    Args:
-        model: a language model.
-        length: integer, the final number of tokens of a sequence.
-        keep: boolean, True if the cache is used after this call. Its capacity is then unlimited
-            unless a block attends to all tokens; otherwise it is `capacity`.
+    keep: boolean, True if the cache is used after this call. It is then unlimited unless a block
+        attends to all tokens.
     """
     return None if keep and model.backbone.keeps_state else capacity(model, length)

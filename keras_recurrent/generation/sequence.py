@@ -70,9 +70,7 @@ class Sequence:
     def add(self, token, logprobs=None):
         """Appends a token, after which the sequence may have ended.
 
-        Args:
-            token: integer.
-            logprobs: its `Logprobs`, a number and two NumPy arrays [K], or None.
+        logprobs: its `Logprobs`, a number and two NumPy arrays [K], or None.
 
         Raises:
             GrammarError: the grammar exceeds a limit.
@@ -138,9 +136,7 @@ def advance(state, sampled):
 
     A sequence ends at a stop token or its last token, as in `Sequence.ends_on_device`.
 
-    Args:
-        state: the `DeviceState`.
-        sampled: integers `[B]`, the next token of each sequence, unused if it is not active.
+    sampled: integers `[B]`, the next token of each sequence, unused if it is not active.
     """
     sampled = ops.cast(sampled, "int32")[:, None]
     token = ops.where(state.active, sampled, state.token)
@@ -218,19 +214,14 @@ def format_beams(preprocessor, prompts, strip_prompt, cache, beams):
 
 def continued_texts(preprocessor, prompts, sequences, texts=None):
     """Returns a list of the texts of prompts, lists of token ids, and their `Sequence`s."""
-    tokens = []
+    hidden, tokens = hidden_stop_tokens(preprocessor), []
     for number, (prompt, sequence) in enumerate(zip(prompts, sequences, strict=True)):
-        is_cut = texts is not None and texts[number].is_stopped
-        is_hidden = not is_cut and _ends_in_hidden_token(preprocessor, sequence)
-        tokens.append([*prompt, *sequence.token_ids][: -1 if is_hidden else None])
+        new, is_cut = sequence.token_ids, texts is not None and texts[number].is_stopped
+        ends_hidden = new and new[-1] in sequence.stop_token_ids and new[-1] in hidden
+        tokens.append([*prompt, *(new[:-1] if ends_hidden and not is_cut else new)])
     found = preprocessor.generate_postprocess(pad_prompts(tokens, max(1, *map(len, tokens))))
     cuts = [text.num_cut() for text in texts] if texts else [0] * len(found)
     return [text[: len(text) - cut] for text, cut in zip(found, cuts, strict=True)]
-
-
-def _ends_in_hidden_token(preprocessor, sequence):
-    last = sequence.token_ids[-1] if sequence.token_ids else None
-    return last in sequence.stop_token_ids and last in hidden_stop_tokens(preprocessor)
 
 
 def concatenate_results(results):

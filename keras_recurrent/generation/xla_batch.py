@@ -18,12 +18,7 @@ from keras_recurrent.generation.batch import (
     process_new_tokens,
     runs_ahead,
 )
-from keras_recurrent.generation.sampling import (
-    Features,
-    argument_names,
-    features_of,
-    option_arrays,
-)
+from keras_recurrent.generation.sampling import Features, argument_names, features_of, option_arrays
 from keras_recurrent.generation.sequence import DeviceState
 
 if keras.config.backend() == "jax":
@@ -253,7 +248,11 @@ class JaxBatch(XlaBatch):
     def _write(self, slot, arrays, state):
         first = {name: array[0] for name, array in arrays.items()}
         sequence = DeviceState(*(first.pop(name) for name in DeviceState._fields))
-        self._widen_stops()
+        stops = self._state.sequences.stops
+        if more := self._num_stops - stops.shape[1]:
+            stops = jnp.pad(stops, ((0, 0), (0, more)), constant_values=-1)
+            sequences = self._state.sequences._replace(stops=stops)
+            self._state = self._state._replace(sequences=sequences)
         row = self._row(state)
         self._state = self._programs.insert(self._state, slot, sequence, self._prompts, row.index)
         self._reserve(first)
@@ -263,14 +262,6 @@ class JaxBatch(XlaBatch):
             self._options_on_device[name] = self._programs.set_row(array, slot, value)
         if self._counts is not None:
             self._counts = self._programs.set_row(self._counts, slot, np.int32(0))
-
-    def _widen_stops(self):
-        """Makes space for the stop tokens of a new sequence in all slots."""
-        sequences = self._state.sequences
-        more = self._num_stops - sequences.stops.shape[1]
-        if more:
-            stops = jnp.pad(sequences.stops, ((0, 0), (0, more)), constant_values=-1)
-            self._state = self._state._replace(sequences=sequences._replace(stops=stops))
 
     def _reserve(self, options):
         """Adds arrays for the options of one sequence, with no effect on other slots."""

@@ -7,10 +7,7 @@ import threading
 import time
 from typing import NamedTuple
 
-from keras_recurrent.chat.templates import (
-    check_renders_messages,
-    is_messages,
-)
+from keras_recurrent.chat.templates import check_renders_messages, is_messages
 from keras_recurrent.chat.tools import marker_tokens
 from keras_recurrent.checks.arguments import (
     check_number,
