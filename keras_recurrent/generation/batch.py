@@ -106,12 +106,7 @@ class Batch:
         return bool(self._matchers)
 
     def insert_all(self, sequences, process):
-        """Puts a sequence into each slot.
-
-        Args:
-            sequences: a list of `Sequence`s, one for each slot.
-            process: a function of this batch, as in `start_decoding`.
-        """
+        """Puts a `Sequence` into each slot; `process` is as in `start_decoding`."""
         # One without room for new tokens needs no slot.
         self.sequences = [s if s.finish_reason is None else None for s in sequences]
         self._set_active_slots()
@@ -271,12 +266,10 @@ class Batch:
         return [f for f in self._known[num_stops] if covers(f, needed, self._vocabulary_size)]
 
     def write(self, rows, state):
-        """Writes the states of some of the sequences of `insert_all`.
+        """Writes the states of the sequences of `insert_all` in some slots, a slice.
 
-        Args:
-            rows: a slice, the indices of the slots.
-            state: the state of the backbone before the last token of each prompt. The batch may
-                overwrite it.
+        state: the state of the backbone before the last token of each prompt, which the batch may
+            overwrite.
         """
         raise NotImplementedError
 
@@ -321,10 +314,7 @@ class Batch:
         raise NotImplementedError
 
     def state(self, sequences):
-        """Returns the state of the backbone before the last token of each of the sequences.
-
-        sequences: the `Sequence`s of all slots.
-        """
+        """Returns the state of the backbone before the last token of the sequences of all slots."""
         raise NotImplementedError
 
     def close(self):
@@ -391,15 +381,9 @@ class Batch:
         raise NotImplementedError
 
     def score(self, tokens, targets, mask, state, num_top):
-        """Computes log probabilities of a chunk of one prompt, with `Programs.score`.
+        """Returns the `Logprobs` of a chunk of one prompt, NumPy arrays, and the next state.
 
-        Args:
-            tokens, targets, mask: arrays `[1, T]`, as in `_score_tokens` of the model.
-            state: the state before the chunk, which remains valid.
-            num_top: integer, number of most probable tokens.
-
-        Returns:
-            The `Logprobs` of T tokens, NumPy arrays, and the next state.
+        Arguments are as in `_score_tokens` of the model. The state before the chunk remains valid.
         """
         state = self.unpack(state)
         if num_top:  # a power of two, so that few programs serve all values
@@ -421,13 +405,10 @@ class Batch:
 
 
 class DecodingLoop:
-    """Decodes the sequences of a batch until they end.
-
-    Args:
-        batch: the `Batch`.
+    """Decodes the sequences of a `Batch` until they end.
 
     Attributes:
-        batch: as above.
+        batch: the `Batch`.
         num_tokens: integer, number of new tokens of all sequences so far.
     """
 
@@ -497,12 +478,10 @@ def _columns(launched):
 def start_decoding(programs, sequences, process, keep=False, reads_tokens=False):
     """Returns the `DecodingLoop` of the sequences of one call of `generate` or `stream`.
 
-    Args:
-        programs: the `Programs` of the model.
-        sequences: a list of the `Sequence`s.
-        process: a function of the `Batch`. It returns the state before the last token of each
-            prompt, which the loop may overwrite, or passes it to `Batch.write` and returns None.
-        keep, reads_tokens: as in `Batch`.
+    keep and reads_tokens are as in `Batch`.
+
+    process: a function of the `Batch`. It returns the state before the last token of each prompt,
+        which the loop may overwrite, or passes it to `Batch.write` and returns None.
     """
     batch = programs.batch(len(sequences), keep, reads_tokens)
     batch.insert_all(sequences, process)

@@ -327,14 +327,10 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
         return Stream(loop, sequences, texts, prompts.is_single, make_cache)
 
     def _parse(self, inputs, max_length, stop_token_ids, cache, options, reads_text=False):
-        """Validates the arguments of `generate` or `stream`.
+        """Returns the `Prompts` of a call, and lists of the `Sequence`s and their `StreamedText`.
 
-        options: a dictionary of `max_new_tokens`, `stop` and `sampling`.
-        reads_text: boolean, True if the text is read even without stop strings.
-
-        Returns:
-            The `Prompts`, a list of the `Sequence`s, and a list of the `StreamedText` of each. The
-            latter is None without stop strings and `reads_text`, or without a preprocessor.
+        `options` has `max_new_tokens`, `stop` and `sampling`. Without stop strings and
+        `reads_text`, or without a preprocessor, the last result is None.
         """
         max_new_tokens = options["max_new_tokens"]
         prompts = parse_prompts(self, inputs, max_length, cache, max_new_tokens=max_new_tokens)

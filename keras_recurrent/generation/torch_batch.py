@@ -203,12 +203,7 @@ class Decoder:
             self.allocate("recent", (tokens_per_step,), torch.int32)
 
     def write(self, rows, cache):
-        """Overwrites the cache of some sequences.
-
-        Args:
-            rows: a slice, the indices of the sequences.
-            cache: a cache of the backbone, which the decoder may overwrite.
-        """
+        """Overwrites the cache of some sequences, a slice, by a cache that the decoder may keep."""
         flat = self.step.flatten_cache(cache)
         if len(flat[0]) == len(self.tensors["token"]):
             self.cache = flat

@@ -50,7 +50,6 @@ class Programs:
         model: the language model.
 
     Attributes:
-        model: as above.
         mode: the `GenerationMode` of the last call, or None.
     """
 

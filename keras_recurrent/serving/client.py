@@ -305,20 +305,13 @@ class OpenRequests(dict[int, EngineRequest]):
 
 
 def message_ends(preprocessor, messages, prompt, tokens, tools=None):
-    """Returns the ends of the messages that other prompts are likely to begin with.
+    """Returns the ends of the messages that other prompts are likely to begin with, in tokens.
 
     There are two: the end of the messages that precede the first user message, such as the system
     message, and the end of the message before the last. An end within `MIN_TOKENS` of the previous
     end is omitted, as are ends at which the template rejects the messages.
 
-    Args:
-        preprocessor: the preprocessor, with a chat template.
-        messages, tools: as in `Engine.submit`.
-        prompt: the `ChatPrompt` of the messages and tools.
-        tokens: a list of the token ids of the prompt.
-
-    Returns:
-        A tuple of integers, the numbers of tokens up to these ends.
+    prompt, tokens: the `ChatPrompt` of the messages and tools, and a list of its token ids.
     """
     roles = [message["role"] for message in messages]
     num_leading = roles.index("user") if "user" in roles else 0

@@ -92,13 +92,11 @@ class HTTPProcess:
     def run(self, engine, preset, app, server):
         """Generates for requests until the process ends, then closes the engine.
 
-        Args:
-            engine: the `Engine`, without requests.
-            preset: string, the preset of its model.
-            app, server: dictionaries of the arguments of `create_app` and `Server`.
+        Returns the exit code.
 
-        Returns:
-            The exit code.
+        Args:
+            engine: the `Engine` of a preset, without requests.
+            app, server: dictionaries of the arguments of `create_app` and `Server`.
         """
         scheduler, preprocessor = engine._scheduler, engine.preprocessor
         plain = preprocessor and plain_preprocessor(preprocessor)

@@ -98,13 +98,10 @@ class EngineRequest:
     """
 
     def __init__(self, num_prompt_tokens, text, stop):
-        """Makes the request.
+        """Makes the request, with the `StreamedText` of the answer or None.
 
-        Args:
-            num_prompt_tokens: as above.
-            text: the `StreamedText` of the answer, or None.
-            stop: a function. `stop(n)` ends the request after its first `n` new tokens, and
-                `stop(None)` cancels it.
+        stop: a function. `stop(n)` ends the request after its first `n` new tokens, and
+            `stop(None)` cancels it.
         """
         self.num_prompt_tokens, self._pid = num_prompt_tokens, os.getpid()
         self._begin, self._first = time.monotonic(), None

@@ -325,7 +325,6 @@ class RequestSequence(Sequence):
             None: no log probabilities of the prompt.
 
     Attributes:
-        num_top: the argument.
         prompt_logprobs: a list of the `TokenLogprobs` of the processed prompt tokens and the next.
         copies: a list of sequences with the same prompt, which is processed once; then empty.
         num_cached: integer, number of tokens of the prompt from the prefix cache.
