@@ -143,19 +143,15 @@ class Batch:
         """Returns `{name: array}` of a `DeviceState` and options, a row for each `Sequence`."""
         self._num_stops = max([self._num_stops, *map(num_stops, sequences)])
         arrays = {
-            "token": np.zeros((len(sequences), 1), "int32"),
-            "active": np.zeros((len(sequences), 1), bool),
-            "remaining_tokens": np.zeros(len(sequences), "int32"),
+            "token": np.array([[s.prompt[-1]] for s in sequences], "int32"),
+            "active": np.array([[s.finish_reason is None] for s in sequences]),
+            "remaining_tokens": np.array([s.max_new_tokens for s in sequences], "int32"),
             "count": np.zeros(len(sequences), "int32"),
             "stops": np.full((len(sequences), self._num_stops), -1, "int32"),
-            "has_grammar": np.zeros((len(sequences), 1), bool),
+            "has_grammar": np.array([[s.params.grammar is not None] for s in sequences]),
         }
-        for row, sequence in enumerate(sequences):
-            arrays["token"][row] = sequence.prompt[-1]
-            arrays["active"][row] = sequence.finish_reason is None
-            arrays["remaining_tokens"][row] = sequence.max_new_tokens
-            arrays["stops"][row, : len(sequence.stop_token_ids)] = sorted(sequence.stop_token_ids)
-            arrays["has_grammar"][row] = sequence.params.grammar is not None
+        for row, sequence in zip(arrays["stops"], sequences, strict=True):
+            row[: len(sequence.stop_token_ids)] = sorted(sequence.stop_token_ids)
         params, prompts = [s.params for s in sequences], [s.prompt for s in sequences]
         options = option_arrays(params, prompts, self._vocabulary_size)
         for name in self._options - options.keys():

@@ -350,12 +350,6 @@ def make_choice(features, masked, logits, tensors):
     return run
 
 
-def _append(tensors, latest):
-    """Shifts the tensors `[B, R, ...]` named in `latest`, and appends its `[B, 1, ...]`."""
-    known = [name for name in latest if name in tensors]
-    return {name: torch.cat((tensors[name][:, 1:], latest[name]), dim=1) for name in known}
-
-
 def _choose(features, is_argmax, logits, tensors):
     """Chooses the next tokens; returns what the function of `make_choice` returns."""
     uniform = tensors["uniform"] if features.is_random else None
@@ -374,7 +368,9 @@ def _choose(features, is_argmax, logits, tensors):
         latest["uniform"] = uniform[:, :1]  # the next number becomes the first
     if logprobs:
         latest |= dict(zip(logprob_names(features), (t[:, None] for t in logprobs), strict=True))
-    new |= _append(tensors, latest)
+    for name, value in latest.items():
+        if name in tensors:  # `[B, R, ...]`, of which the first is dropped
+            new[name] = torch.cat((tensors[name][:, 1:], value), dim=1)
     return new if counts is None else {**new, "counts": counts}
 
 

@@ -478,12 +478,10 @@ class PromptChunks:
             return
         parts = [s.prompt[s.num_processed : e] for s, e in zip(sequences, stops, strict=True)]
         size = self._padded_size(max(map(len, parts)))
-        tokens = np.zeros((self.num_prompts, size), "int32")
-        mask = np.zeros(tokens.shape, bool)
-        for i, part in enumerate(parts):
-            tokens[i, : len(part)], mask[i, : len(part)] = part, True
+        padded = pad_prompts([*parts, *[[]] * (self.num_prompts - len(parts))], size)
         states = [self._batch.initial_state if s.state is None else s.state for s in sequences]
-        after = yield from self._batch.process(states, tokens, mask)
+        arrays = padded["token_ids"], padded["padding_mask"]
+        after = yield from self._batch.process(states, *arrays)
         for sequence, stop, state in zip(sequences, stops, after, strict=True):
             sequence.state, sequence.num_processed = state, stop
 
