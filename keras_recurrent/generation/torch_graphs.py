@@ -229,16 +229,13 @@ class Chunks:
     parts. The weights must not change between calls.
 
     Args:
-        make_chunk: a function of a cache, a number of prompts and, as `chunk`, a number of tokens,
-            which returns the `Chunk`.
+        steps: the `Programs` of the model.
         num_prompts: integer, the number of prompts of a program.
         cache: the cache of one sequence before all tokens.
-        report: a function of the reason why a program could not be captured.
     """
 
-    def __init__(self, make_chunk, num_prompts, cache, report):
-        self._make_chunk, self._example, self._report = make_chunk, cache, report
-        self._num_prompts = num_prompts
+    def __init__(self, steps, num_prompts, cache):
+        self._steps, self._num_prompts, self._example = steps, num_prompts, cache
         self._programs: dict = {}  # {number of tokens: result of `_make_program`}
         self._prepared: list = []
         # The buffers that all programs read and overwrite are views of stacks, so that one launch
@@ -284,7 +281,7 @@ class Chunks:
 
         The last result is what captured parts need, too.
         """
-        chunk = self._make_chunk(self._example, self._num_prompts, chunk=num_tokens)
+        chunk = self._steps.step(self._example, self._num_prompts, chunk=num_tokens)
         shape, buffers = (self._num_prompts, num_tokens), self._buffers
         tokens = torch.ones(shape, dtype=torch.int32, device=buffers[0].device)
         mask = torch.ones_like(tokens, dtype=torch.bool)
@@ -297,7 +294,8 @@ class Chunks:
             except RuntimeError as error:
                 reason = f"torch could not capture a chunk of {num_tokens} tokens: {error}"
         if reason is not None:
-            self._report(reason)
+            refused = {**self._steps.mode.refused, "cuda_graph": reason}
+            self._steps.mode = self._steps.mode._replace(refused=refused)
         return tokens, mask, parts, (chunk, arguments)
 
     def _shared(self, prepared):

@@ -46,9 +46,6 @@ COMPILED_AFTER = 2000  # tokens; the traced graph takes as long for these as tor
 class Programs:
     """Traced steps and CUDA graphs of a model, by the shapes of its cache and weights.
 
-    Args:
-        model: the language model.
-
     Attributes:
         mode: the `GenerationMode` of the last call, or None.
     """
@@ -166,11 +163,7 @@ class Programs:
         """Returns `Chunks` of `num_prompts` prompts, from an initial cache; None without graphs."""
         if self._graph_reason(cache["segment"].device) is not None:
             return None
-        return Chunks(self._step, num_prompts, cache, self._add_reason)
-
-    def _add_reason(self, reason):
-        """Adds the reason why the chunks of a batch do not run as CUDA graphs."""
-        self.mode = self.mode._replace(refused={**self.mode.refused, "cuda_graph": reason})
+        return Chunks(self, num_prompts, cache)
 
     def decoder(self, cache, tensors, features, tokens_per_step=1, masked=False):
         """Returns a decoder for one call, which first fills the cache by `Decoder.write`.
@@ -222,9 +215,9 @@ class Programs:
         """Returns the `Step` of a decoder; is_sampled: False if `decoder` gets no `features`."""
         delays_writes = is_sampled and self._graph_reason(cache["segment"].device) is None
         delays_writes = delays_writes and batch_size >= MIN_DELAYED_ROWS
-        return self._step(cache, batch_size, masked, delays_writes=delays_writes)
+        return self.step(cache, batch_size, masked, delays_writes=delays_writes)
 
-    def _step(self, cache, batch_size, masked=False, chunk=None, delays_writes=False):
+    def step(self, cache, batch_size, masked=False, chunk=None, delays_writes=False):
         """Returns the `Step` for a cache, or the `Chunk` if `chunk` is its number of tokens."""
         weights = [v.value for v in self.model.variables]
         eager_reason = self._eager_reason or hook_reason(modules_of(self.model))
