@@ -171,16 +171,15 @@ class EngineClient:
                 raise EngineFull(
                     f"The queue is full: `max_queued` is {self.limits.max_queued}. Try again later."
                 )
-            requests, send = [], self._link.send
-            first = self._num_requests + 1
-            for number, text in enumerate(texts, first):
-                stop = functools.partial(send, "stop", number)
-                request = EngineRequest(len(tokens), text, stop)
-                self._requests[number] = request
-                requests.append(request)
+            first, send = self._num_requests + 1, self._link.send
+            requests = {
+                number: EngineRequest(len(tokens), text, functools.partial(send, "stop", number))
+                for number, text in enumerate(texts, first)
+            }
+            self._requests.update(requests)
             self._num_requests += params.n
             send("submit", first, *arguments, **options)
-        return requests if params.n > 1 else requests[0]
+        return list(requests.values()) if params.n > 1 else requests[first]
 
     def _saved_ends(self, messages, prompt, tokens, tools):
         """Returns the numbers of tokens of a prompt after which its state is saved."""
