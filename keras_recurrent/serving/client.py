@@ -213,7 +213,7 @@ class EngineClient:
     @property
     def is_closed(self):
         """True after `close`, and after a failure."""
-        return self._link.is_closed or self._requests.is_closed
+        return self._link.is_closed
 
     def stats(self):
         """Returns a dictionary of the current load, and of counts since the engine was created.
@@ -268,15 +268,14 @@ class OpenRequests(dict[int, EngineRequest]):
         link: as in `EngineClient`.
 
     Attributes:
-        lock: held while requests are added.
-        is_closed: boolean, True after the last result of the engine.
-        have_ended: a `threading.Event` that is set when all requests have ended after this result.
+        lock: held while requests are added, which the link's `is_closed` prevents.
+        have_ended: a `threading.Event` that is set when all requests have ended after the engine.
         thread: integer, the id of the thread that calls `deliver`, or None.
     """
 
     def __init__(self, link):
         super().__init__()
-        self.lock, self.is_closed, self._link = threading.Lock(), False, link
+        self.lock, self._link = threading.Lock(), link
         self.have_ended, self.thread = threading.Event(), None
 
     def deliver(self, results):
@@ -292,9 +291,9 @@ class OpenRequests(dict[int, EngineRequest]):
                 request._end(*end)
         if results is None:
             with self.lock:
-                self.is_closed = True
+                requests = list(self.values())
             failure = self._link.error
-            for request in list(self.values()):
+            for request in requests:
                 reason = "ended before the request" if failure is None else f"failed: {failure!r}"
                 error = EngineClosed(f"The engine {reason}")
                 error.__cause__ = failure

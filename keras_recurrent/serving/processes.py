@@ -54,8 +54,9 @@ class RemoteLink:
             results = None
             with contextlib.suppress(EOFError, OSError):
                 self._stats, results = self.connection.recv()
+            if results is None:
+                self.has_failed, self.is_closed = not self.is_closed, True
             self.emit(results)
-        self.has_failed = results is None and not self.is_closed
         return results is not None
 
     def stats(self):
