@@ -23,6 +23,7 @@ import triton
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from triton.backends.compiler import GPUTarget
+from triton.runtime.cache import triton_key
 
 from ...jax import _gpu, _shards
 from ...jax._common import size_reason
@@ -124,6 +125,8 @@ def compile_ahead():
     """
     has_gpu = jax.default_backend() == "gpu"
     _thread.compiles_ahead = has_gpu and _gpu.capability() >= _gpu.MIN_CAPABILITY
+    if _thread.compiles_ahead:
+        triton_key()  # a hash of Triton's files, cached: otherwise, each thread would compute it
     try:
         yield
     finally:
