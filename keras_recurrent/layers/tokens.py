@@ -148,13 +148,13 @@ def _compute(inputs, mask, segment_ids, segment, position, uses_position, return
         kind = kinds_of_tokens(inputs, mask, segment_ids, segment)
         found["kind"] = apply_layout(kind, "tokens")
     if uses_position:
-        one_document = mask is None and segment_ids is None
-        kind = None if one_document else found["kind"]
+        kind = None if segment_ids is None else found["kind"]
         shards = dispatch.active_shards()
         if shards is not None:
-            found["position"] = shards.run_whole(token_position, inputs, kind)
+            found["position"] = shards.run_whole(token_position, inputs, mask, kind)
         else:
-            found["position"] = apply_layout(token_position(inputs, kind, position), "tokens")
+            positions = token_position(inputs, mask, kind, position)
+            found["position"] = apply_layout(positions, "tokens")
     if return_state:
         if uses_position:
             last = found["position"][:, -1]
@@ -220,12 +220,13 @@ def check_handed_down(layer, tokens, mask, segment_ids, own_state):
         )
 
 
-def token_position(inputs, kind=None, first=None):
+def token_position(inputs, mask=None, kind=None, first=None):
     """Returns the index of each token in its document, int32 `[B, T]`; see `Tokens.position`.
 
     Args:
         inputs: `[B, T, ...]`; only the shape is used.
-        kind: int8 `[B, T]`. None: all tokens are real and continue one document.
+        mask: boolean `[B, T]`, read if `kind` is None. None: all tokens are real.
+        kind: int8 `[B, T]`, for packed documents. None: each sequence continues one document.
         first: int32 `[B]`, the position of a first token that continues a document. None: 0.
     """
     batch, length = ops.shape(inputs)[:2]
@@ -233,8 +234,12 @@ def token_position(inputs, kind=None, first=None):
     if inputs.shape[1] == 1:  # a step of decoding
         first = first[:, None]
         return first if kind is None else ops.where(kind == STARTS, ops.zeros_like(first), first)
-    if kind is None:
+    if kind is None and mask is None:
         return first[:, None] + ops.arange(0, length, dtype="int32")
+    if kind is None:
+        # Not by `linear_scan`, whose kernel takes Triton 4 seconds to compile.
+        real = ops.cast(mask, "int32")
+        return first[:, None] + ops.cumsum(real, axis=1) - real
     # Operators, not `ops`, for numbers and tensors: see `keras_recurrent/ops/token_kind.py`.
     real = ops.cast(kind != PADDING, "float32")[:, :, None]
     # Number of real tokens of the document up to and including each token, exact up to 2^24.

@@ -322,26 +322,32 @@ def test_layout_map_splits_every_large_weight(family, family_model):
 
 @pytest.mark.once
 def test_hidden_states_analyzes_padding_and_documents_once(family, family_model, monkeypatch):
-    """Each layer sorts the tokens of masks and segments, which eager calls repeat."""
+    """Each layer sorts the tokens of masks and segments, which eager calls repeat.
+
+    Positions of prompts take a scan, whose Triton kernel compiles for 4 seconds.
+    """
     # An `import` of these names would give the functions, not the modules.
     modules = [
         importlib.import_module(f"keras_recurrent.{name}")
         for name in ("ops.token_kind", "layers.tokens", "models.recurrent_backbone")
     ]
     backbone, mocks = family_model.backbone, {}
-    for name in ("compute_tokens", "kinds_of_whole_sequences", "token_position", "last_segment"):
+    names = "compute_tokens", "kinds_of_whole_sequences", "token_position", "last_segment"
+    for name in (*names, "linear_scan"):
         for module in (module for module in modules if hasattr(module, name)):
             mocks.setdefault(name, mock.Mock(wraps=getattr(module, name)))
             monkeypatch.setattr(module, name, mocks[name])
     cache = backbone.get_initial_state(3, LENGTH)
+    prompts = tokens(), tokens() > 4
     for before in (None, cache):
-        for token_ids, *others in ((tokens(), tokens() > 4, tokens()), (tokens()[:, :1],)):
+        for token_ids, *others in ((*prompts, tokens()), prompts, (tokens()[:, :1],)):
             for function in mocks.values():
                 function.reset_mock()
             backbone.hidden_states(token_ids, *others, cache=before)
             counts = {name: function.call_count for name, function in mocks.items()}
             assert counts["compute_tokens"] == 1
             assert counts["token_position"] == (family != "hgrn2")
+            assert counts["linear_scan"] == (family != "hgrn2" and len(others) == 2)
             assert counts["last_segment"] == (before is not None)
             if others or before:
                 assert counts["kinds_of_whole_sequences"] == 1
