@@ -4,7 +4,7 @@ import numpy as np
 
 from keras_recurrent.checks.arguments import check_positive_integer
 from keras_recurrent.generation.batch import start_decoding
-from keras_recurrent.generation.prompts import capacity, pad_prompts
+from keras_recurrent.generation.prompts import cache_max_length, pad_prompts
 from keras_recurrent.generation.sampling_params import SamplingParams
 from keras_recurrent.generation.sequence import Sequence
 from keras_recurrent.generation.text import StreamedText, parse_token_ids
@@ -167,10 +167,8 @@ class Continuations:
         """Returns the cache after contexts, padded with repeats, for `num_new` more tokens."""
         longest, rows = len(contexts[0]), self._pad_indices(range(len(contexts)))
         prompts = pad_prompts([contexts[row] for row in rows], longest)
-        keeps_state = self._model.backbone.keeps_state
-        return self._model.prefill(
-            prompts, None if keeps_state else capacity(self._model, longest + num_new)
-        )
+        limit = cache_max_length(self._model, longest + num_new, keep=True)
+        return self._model.prefill(prompts, limit)
 
     def _score_batch(self, cache, continuations):
         rows, width = cache.batch_size, _power_of_two(len(continuations[0]))

@@ -262,21 +262,17 @@ def check_max_length(model, length):
         )
 
 
-def capacity(model, length):
-    """Returns the number of tokens of a cache for sequences of `length` tokens, its bucket.
-
-    Raises:
-        ValueError: the backbone does not take sequences of this length.
-    """
-    check_max_length(model, length)
-    limit = model.backbone.max_num_tokens
-    return bucket(length) if limit is None else min(bucket(length), limit)
-
-
 def cache_max_length(model, length, keep):
     """Returns the `max_length` of a new cache for sequences of at most `length` tokens, or None.
 
     keep: boolean, True if the cache is used after this call. It is then unlimited unless a block
         attends to all tokens.
+
+    Raises:
+        ValueError: the backbone does not take sequences of this length.
     """
-    return None if keep and model.backbone.keeps_state else capacity(model, length)
+    if keep and model.backbone.keeps_state:
+        return None
+    check_max_length(model, length)
+    limit = model.backbone.max_num_tokens
+    return bucket(length) if limit is None else min(bucket(length), limit)
