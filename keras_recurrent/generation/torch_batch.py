@@ -179,14 +179,13 @@ class Decoder:
     """Decodes a batch by calling the functions of a step one by one.
 
     Args:
-        step: the `Step` of the model.
+        step: the `Step` of the model, also an attribute.
         run: the fastest function of `step`.
         prepared: the tensors of `step.prepared()`.
         tensors: `{name: tensor}`, the fields of a `DeviceState` and the arguments of sampling.
         tokens_per_step: integer R, maximum number of tokens between two calls of `latest`.
 
     Attributes:
-        step: as above.
         cache: a list of the tensors of a cache, as the step takes them, after the latest token.
         tensors: as above, after the latest token. Sampling adds `recent` `[B, R]`, `uniform`
             `[B, R]`, `counts` `[B, vocabulary]` and log probabilities `[B, R, ...]`.

@@ -251,16 +251,7 @@ class Chunks:
 
     @torch.no_grad()
     def __call__(self, states, tokens, mask):
-        """Generator that launches one part each time it is resumed, and returns the new states.
-
-        No other call may begin before the generator has returned.
-
-        Args:
-            states: a list of the states of at most `num_prompts` sequences. A state has a tensor
-                `[n, 1, ...]` for each group of n tensors of a cache, as `group_equal` returns them.
-            tokens: int32 [num_prompts, T], a NumPy array.
-            mask: boolean [num_prompts, T], a NumPy array, False at padding.
-        """
+        """Generator of `TorchBatch.process`; `states` are results of `TorchBatch.pack`."""
         num_tokens = tokens.shape[1]
         if num_tokens not in self._programs:
             self._programs[num_tokens] = self._make_program(num_tokens)

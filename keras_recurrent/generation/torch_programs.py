@@ -267,9 +267,7 @@ class Step:
     """Decoding step of one token of each sequence.
 
     Args:
-        model: the language model.
         cache: a cache, whose tensors have the shapes of all later calls except for the first axis.
-        batch_size: integer, number of sequences.
         compiled: True compiles with torch's compiler at the first token, None after
             `COMPILED_AFTER` tokens, False never.
         masked: boolean, True if the step takes a mask, boolean [B, 1], between token and cache. The

@@ -169,7 +169,6 @@ class PrefixCache:
     """Least recently used states, by the tokens that they are computed from.
 
     Args:
-        model: the language model.
         max_bytes, folder: `prefix_cache_bytes` and `prefix_cache_dir` of the `Engine`.
         max_length: integer, the capacity of a state.
 
