@@ -2,7 +2,8 @@
 
 Inside a chunk token u attends to an earlier token s with the weight q_u f_{s+1} ... f_u k_s. The
 chunk is halved recursively. For u in a right half and s in the adjacent left half, q_u is
-multiplied by the decays from the boundary to u, and k_s by those from s to the boundary.
+multiplied by the decays from the boundary to u, and k_s by those from s to the boundary. With one
+decay per head, the weight is q_u k_s times the decays of s + 1 to u.
 """
 
 from keras import ops
@@ -16,7 +17,8 @@ from keras_recurrent.portable._scan import (
     states_before,
 )
 
-CHUNK = 64
+CHUNK, SCALAR_CHUNK = 64, 32
+LOG_OF_ZERO = -1e4  # exp of it is 0 in float32 and in float64
 
 
 def linear_attention(q, k, v, log_f, initial_state, starts):
@@ -31,45 +33,46 @@ def linear_attention(q, k, v, log_f, initial_state, starts):
     state = state_or_zeros(initial_state, (batch, heads, key_size, value_size), q.dtype)
     if share > 1 and (_opset_27.is_active() or q.shape[1] == 1 or _loop.is_needed(q)):
         q, k = (ops.repeat(x, share, axis=2) for x in (q, k))
+    log_f = fill_where(starts, LOG_OF_ZERO, log_f)
     if _opset_27.is_active():
-        return _opset_27.linear_attention(q, k, v, log_f, state, starts)
-    f = ops.exp(log_f) if starts is None else fill_where(starts, 0.0, ops.exp(log_f))
+        return _opset_27.linear_attention(q, k, v, log_f, state)
     if q.shape[1] == 1:
-        state, output = step(state, *(x[:, 0] for x in (q, k, v, f)))
+        state, output = step(state, *(x[:, 0] for x in (q, k, v, ops.exp(log_f))))
         return output[:, None], state
     if _loop.is_needed(q):
-        return _loop.loop(step, state, (q, k, v, f))
-    size = min(CHUNK, power_of_two(length))
-    missing = -length % size
-    if missing:  # after the last token, decays are 1
-        ones = ops.ones((batch, missing, *f.shape[2:]), f.dtype)
-        f = ops.concatenate([f, ones], axis=1)
-    f = _split_heads(f, size)
-    count = (length + missing) // size
-    levels, from_start, to_end = _decay_products(f)
+        return _loop.loop(step, state, (q, k, v, ops.exp(log_f)))
+    size = min(SCALAR_CHUNK if is_scalar else CHUNK, power_of_two(length))
+    count = (length + size - 1) // size
 
     def split_groups(x):
         """Reshapes [B H N, ...] to [B G, heads of a group, N, ...]."""
         return ops.reshape(x, (batch * groups, -1, count, *x.shape[1:]))
 
+    # Zeros after the last token leave the state as it is.
+    q, k, v, log_f = (_split_heads(x, size) for x in (q, k, v, log_f))
     if is_scalar:
-        q, k, v = (split_groups(_split_heads(x, size)) for x in (q, k, v))
-        decays = _weights_of_pairs(ops.ones_like(f), ops.ones_like(f), levels)
-        weights = ops.matmul(q, _transpose(k)) * split_groups(decays)
+        decays, from_start, to_end = _scalar_decays(log_f)
+        q, k, v, decays = map(split_groups, (q, k, v, decays))
+        # The decays multiply values and outputs, because groups of heads share queries and keys.
+        weights = ops.matmul(q, _transpose(k)) * decays
+        added = ops.matmul(_transpose(k), v * split_groups(to_end))
     else:
-        q, k, v = (_split_heads(x, size) for x in (q, k, v))
+        levels, from_start, to_end = _decay_products(ops.exp(log_f))
         weights = split_groups(_weights_of_pairs(q, k, levels))
-        q, k, v = map(split_groups, (q, k, v))
-    added = ops.matmul(_transpose(k * split_groups(to_end)), v)
+        q, k, v = map(split_groups, (q * from_start, k * to_end, v))
+        added = ops.matmul(_transpose(k), v)
+    total = ops.reshape(ops.copy(from_start[:, -1]), (batch * heads, count, log_f.shape[2], 1))
     added = ops.reshape(added, (batch * heads, count, key_size, value_size))
-    total = ops.reshape(ops.copy(from_start[:, -1]), (batch * heads, count, f.shape[2], 1))
     first = ops.reshape(state, (batch * heads, key_size, value_size))
     after = scan(total, added, first)
     before = ops.reshape(
         states_before(after, first), (batch * groups, share, count, key_size, value_size)
     )
-    output = ops.matmul(q * split_groups(from_start), before) + ops.matmul(weights, v)
-    output = ops.reshape(output, (batch, heads, length + missing, value_size))[:, :, :length]
+    output = ops.matmul(q, before)
+    if is_scalar:
+        output = output * split_groups(from_start)
+    output = output + ops.matmul(weights, v)
+    output = ops.reshape(output, (batch, heads, count * size, value_size))[:, :, :length]
     return (
         ops.transpose(output, (0, 2, 1, 3)),
         ops.reshape(after[:, -1], (batch, heads, key_size, value_size)),
@@ -91,6 +94,22 @@ def _split_heads(x, size):
     batch, length, heads, width = ops.shape(x)
     x = ops.reshape(ops.transpose(x, (0, 2, 1, 3)), (batch * heads, length, width))
     return split_blocks(x, size)
+
+
+def _scalar_decays(log_f):
+    """Returns products of f in a chunk: between tokens, from its start, and to its end.
+
+    Between s and u it is f_{s+1} ... f_u, and 0 if u is before s, [.., C, C]. Logarithms are only
+    added. The gradient is made of matrix products; that of a tree of products is slower.
+    """
+    index, dtype = ops.arange(log_f.shape[1], dtype="int32"), log_f.dtype
+    upto, after = (
+        ops.cast(mask, dtype) for mask in (index[:, None] >= index, index[:, None] > index)
+    )
+    row = _transpose(ops.maximum(log_f, ops.cast(LOG_OF_ZERO, dtype)))
+    between = ops.exp(ops.matmul(upto * row, after)) * upto
+    from_start, to_end = (ops.exp(ops.matmul(row, sums)) for sums in (_transpose(upto), after))
+    return between, _transpose(from_start), _transpose(to_end)
 
 
 def _decay_products(f):
@@ -119,8 +138,6 @@ def _weights_of_pairs(q, k, levels):
         k_left = _halves(k, half)[0] * to_boundary
         if half == 1:
             between = ops.sum(q_right * k_left, axis=-1, keepdims=True)
-        elif q.shape[2] == 1:
-            between = q_right * _transpose(k_left)
         else:
             between = ops.matmul(q_right, _transpose(k_left))
         left, right = _halves(ops.reshape(weights, (-1, weights.shape[1], half * half)), 1)

@@ -15,7 +15,6 @@ OPSET, EXPORTERS_OPSET = 27, 25
 _DOMAIN = "keras_recurrent.onnx"
 # Operators in use that changed in opset 26 or 27 only by supporting more dtypes.
 _WIDENED = {"Range"}
-_LOG_OF_ZERO = -1e4  # exp of it is 0 in float32 and in float64
 _active = contextvars.ContextVar("opset 27", default=False)
 
 
@@ -33,11 +32,9 @@ def is_active():
     return _active.get()
 
 
-def linear_attention(q, k, v, log_f, state, starts):
-    """Computes `_linear_attention.linear_attention` with an initial state, which is required."""
+def linear_attention(q, k, v, log_f, state):
+    """Computes `_linear_attention.linear_attention`; log_f is `LOG_OF_ZERO` at starts."""
     heads = q.shape[2]
-    if starts is not None:
-        log_f = ops.where(starts, ops.cast(_LOG_OF_ZERO, log_f.dtype), log_f)
     q, k, v, log_f = (ops.reshape(x, (*ops.shape(x)[:2], -1)) for x in (q, k, v, log_f))
     output, after = _torch_operators().linear_attention(q, k, v, state, log_f, heads)
     return ops.reshape(output, (*ops.shape(output)[:2], heads, state.shape[3])), after
