@@ -91,8 +91,8 @@ also needs an entry in `signatures.py` and a file in `reference/`.) For example,
 
 runs them for one operation and implementation. Gradients are defined with `kernel_over_time` of
 `jax/_operation.py` or `torch/_common.py`, or with `tf.custom_gradient`; most on TensorFlow compute
-a part of the operation once more and differentiate it (`_linear_attention.py`, `_scan.py`, and
-`recompute` of `_common.py`). On JAX, a `Kernel` also has
+a part of the operation once more and differentiate it (`_time_groups.py`, and `recompute` of
+`_common.py`). On JAX, a `Kernel` also has
 its passes, `forward` and `backward`; with others, the same operation is
 `plain.linear_scan.replace_passes(forward, backward, unsupported)`. Each pass is chosen when a
 program is lowered for a platform (`jax/_platforms.py`). A file of `triton/` serves two frameworks:

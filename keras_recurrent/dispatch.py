@@ -3,8 +3,8 @@
 A folder below `backends/` is an implementation. Its file `<operation>.py` defines the `Kernel` of
 an operation. `PREFERENCE` lists the folders for each Keras backend, fastest first; the first that
 accepts the arguments runs. If the backend's folder has no file for an operation, `portable/`
-implements it. On TensorFlow, linear attention, and any operation over time whose length is unknown,
-then run in groups of tokens.
+implements it. On JAX and TensorFlow, linear attention then runs in groups of tokens; on TensorFlow
+also any operation over time whose length is unknown.
 
 - An implementation that is missing, or rejects the arguments by its `unsupported`, gives a reason,
   and the next one is tried.
@@ -31,7 +31,7 @@ import keras
 
 from keras_recurrent import import_order, portable
 from keras_recurrent.backends import host, reference
-from keras_recurrent.backends.kernel import Kernel, load_kernel
+from keras_recurrent.backends.kernel import load_kernel
 from keras_recurrent.backends.signatures import SIGNATURES
 
 BACKEND = keras.config.backend()
@@ -100,8 +100,8 @@ def portable_kernel(operation):
     return load_kernel(portable.__name__, operation)
 
 
-if BACKEND == "tensorflow":
-    from keras_recurrent.backends.tensorflow import _time_groups
+if BACKEND in ("jax", "tensorflow"):
+    _time_groups = importlib.import_module(f"keras_recurrent.backends.{BACKEND}._time_groups")
 
 # Operations of which the backend's folder has no file.
 SERVED_BY_PORTABLE = [
@@ -109,8 +109,8 @@ SERVED_BY_PORTABLE = [
 ]
 for _operation in SERVED_BY_PORTABLE:
     _kernel = portable_kernel(_operation)
-    if BACKEND == "tensorflow" and _operation in SIGNATURES and SIGNATURES[_operation].is_over_time:
-        _kernel = Kernel(_time_groups.group_tokens(_kernel.function))
+    if BACKEND != "torch" and _operation in SIGNATURES and SIGNATURES[_operation].is_over_time:
+        _kernel = _time_groups.group_tokens(_operation, _kernel.function)
     IMPLEMENTATIONS[_operation][BACKEND] = _kernel
 
 PLATFORMS: dict[str, str] = {}  # {implementation: the only platform that it runs on}

@@ -1,4 +1,4 @@
-"""Linear attention token by token, for heads so small that chunks cost more on CPUs.
+"""Gated linear attention token by token, for heads so small that chunks cost more on CPUs.
 
 A token of all sequences and heads is one step of a loop. Sequences and heads are the last axis, and
 sums over a head are written out, so that XLA vectorizes each step. For the same reason each term of
@@ -12,9 +12,32 @@ import operator
 import jax
 import jax.numpy as jnp
 
+from ._common import applied_decay, filled, kind_masks
+
+
+def gated_linear_attention(q, k, v, log_f, initial_state, token_kind):
+    """Computes the operation of this name, with an initial state of the accumulation dtype."""
+    starts, padding = kind_masks(token_kind)
+    q, values, log_f = (x.astype(initial_state.dtype) for x in (q, v, log_f))
+    k = _tied_keys(log_f) if k is None else k.astype(initial_state.dtype)
+    q, k, values = (filled(x, padding, 0) for x in (q, k, values))
+    f = applied_decay(jnp.exp(log_f), starts, padding)
+    output, state = _outputs(initial_state, q, k, values, f)
+    return output.astype(v.dtype), state
+
+
+@jax.custom_jvp
+def _tied_keys(log_f):
+    """Returns 1 - f, the keys if `k` is None."""
+    return -jnp.expm1(log_f)
+
+
+# JAX would compute f as (f - 1) + 1, which loses the digits of small decays.
+_tied_keys.defjvps(lambda d, _, log_f: -d * jnp.exp(log_f))
+
 
 @jax.custom_vjp
-def outputs(state, q, k, v, f):
+def _outputs(state, q, k, v, f):
     """Returns the output [B, T, H, V] and the state after the tokens.
 
     q, k, f: [B, T, H, K]; v: [B, T, H, V]; state: [B, H, K, V], of one dtype.
@@ -66,7 +89,7 @@ def _gradients(arguments, d_results):
     return d_state, *(_tokens_second(d, q) for d in (d_q, *found))
 
 
-outputs.defvjp(lambda *arguments: (outputs(*arguments), arguments), _gradients)
+_outputs.defvjp(lambda *arguments: (_outputs(*arguments), arguments), _gradients)
 
 
 def _next(state, t, k, v, f):

@@ -5,7 +5,8 @@ the backward pass from the last to the first. The state stays in VMEM between bl
 tensor is read or written once.
 
 A file defines `forward` and `backward` with the parameters of those in the file of the same name
-in `backends/jax`. `replace_passes` of the `Kernel` in that file makes a `Kernel` from them.
+in `backends/jax`. `replace_passes` of the `Kernel` in that file makes a `Kernel` from them, or
+`linear_attention_kernel`, since plain JAX calls `keras_recurrent/portable` for linear attention.
 """
 
 import importlib

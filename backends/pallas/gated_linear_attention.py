@@ -3,8 +3,8 @@
 Qin et al. 2024, arXiv:2404.07904, section 3 (HGRN2, where k_t = 1 - exp(log_f_t)); Yang et al.
 2023, arXiv:2312.06635, section 4 (gated linear attention).
 
-As in `backends/jax`, a chunk is halved recursively: where u is in a right half and s in the
-adjacent left half, q_u is multiplied by the decays from the boundary to u and k_s by the decays
+As in `keras_recurrent/portable`, a chunk is halved recursively: where u is in a right half and s in
+the adjacent left half, q_u is multiplied by the decays from the boundary to u and k_s by the decays
 from s to the boundary. Here each level is a product of the whole chunk, masked to the weights
 between its halves. The matrix unit would need the same time for the halves only, and slicing them
 would move data between vectors.
@@ -12,9 +12,9 @@ would move data between vectors.
 
 import jax.numpy as jnp
 
-from ..jax import gated_linear_attention as plain
 from ..jax._common import default_zero_state, default_zero_state_gradient
 from ..jax._shards import per_shard
+from ..jax._time_groups import linear_attention_kernel, state_shape
 from ..signatures import SIGNATURES
 from . import _linear_attention
 from . import _pallas as pl
@@ -23,7 +23,7 @@ from ._linear_attention import CHUNK, row_and_column_numbers, unsupported_reason
 HALVES = [2**level for level in range(CHUNK.bit_length() - 1)]  # tokens: 1, 2, 4 ...
 
 
-@default_zero_state(plain.state_shape)
+@default_zero_state(state_shape)
 def forward(q, k, v, log_f, initial_state, token_kind):
     return _forward(q, k, v, log_f, initial_state, token_kind), None
 
@@ -114,7 +114,7 @@ class _Chunk:
         d_q = product(d_output, state) * self.from_start
         d_k = product(self.v, g) * self.to_end
 
-        # The gradient of log f_t is a sum over all pairs s < t <= u, as in `backends/jax`: the
+        # The gradient of log f_t is a sum over all pairs s < t <= u of which f_t is a factor: the
         # gradient of the logarithm of a product of decays applies to each of its factors. So the
         # gradients of a block are propagated to its halves, from the chunk down to single tokens,
         # in the reverse order of the products. Nothing is subtracted, so the result is as exact
@@ -164,6 +164,6 @@ def _one_minus_exp(x):
     return jnp.where(x > -0.5, -x * series, 1 - jnp.exp(x))
 
 
-gated_linear_attention = plain.gated_linear_attention.replace_passes(
-    forward, backward, unsupported_reason
+gated_linear_attention = linear_attention_kernel(
+    "gated_linear_attention", forward, backward, unsupported_reason
 )

@@ -1,12 +1,11 @@
-"""S_t = exp(log_decay) S_{t-1} + k_t v_t^T,  o_t = S_t^T q_t, as in `backends/jax`."""
+"""S_t = exp(log_decay) S_{t-1} + k_t v_t^T,  o_t = S_t^T q_t,  in every head."""
 
 import jax.numpy as jnp
 
 from ..constants import PADDING, STARTS
-from ..jax import lightning_attention as plain
 from ..jax._common import default_zero_state, default_zero_state_gradient
-from ..jax._linear_attention import state_shape
 from ..jax._shards import per_shard
+from ..jax._time_groups import linear_attention_kernel, state_shape
 from ..signatures import SIGNATURES
 from . import _linear_attention
 from ._linear_attention import row, row_and_column_numbers, unsupported_reason
@@ -83,6 +82,6 @@ class _Chunk:
         return [self.mask_padding(d) for d in (d_q, d_k, d_v)], g
 
 
-lightning_attention = plain.lightning_attention.replace_passes(
-    forward, backward, unsupported_reason
+lightning_attention = linear_attention_kernel(
+    "lightning_attention", forward, backward, unsupported_reason
 )

@@ -3,6 +3,8 @@
 import tensorflow as tf
 
 from ..constants import CONTINUES, PADDING
+from ..kernel import Kernel
+from ..signatures import SIGNATURES
 from ._common import (
     accumulation_dtype,
     as_tensors,
@@ -16,8 +18,8 @@ from ._common import (
 GROUP = 128
 
 
-def group_tokens(function):
-    """Returns an operation of any length, such as `linear_scan`, from a function of static length.
+def group_tokens(operation, function):
+    """Returns the `Kernel` of an operation for any length, from a function of static length.
 
     Linear attention is computed in groups of tokens, which bound the memory of its intermediate
     tensors; other operations only if their length is unknown. The gradient computes each group once
@@ -25,12 +27,13 @@ def group_tokens(function):
     state before each group.
     """
 
-    def operation(initial_state=None, token_kind=None, **arguments):
+    is_linear_attention = "v" in SIGNATURES[operation].tensors
+
+    def call(initial_state=None, token_kind=None, **arguments):
         names = [name for name, x in arguments.items() if x is not None]
         *tensors, state = as_tensors(*(arguments[name] for name in names), initial_state)
         like = arguments.get("v", tensors[0])
-        length, is_linear_attention = like.shape[1], "v" in names
-        if length is not None and not is_linear_attention:
+        if like.shape[1] is not None and not is_linear_attention:
             return function(**arguments, initial_state=initial_state, token_kind=token_kind)
         dtype = accumulation_dtype(*tensors, state)
         if state is None:
@@ -45,7 +48,7 @@ def group_tokens(function):
 
         return _compute(compute, tf.cast(state, dtype), token_kind, tensors, like)
 
-    return operation
+    return Kernel(call)
 
 
 def _compute(function, state, token_kind, tensors, like):

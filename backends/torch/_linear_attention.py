@@ -1,4 +1,8 @@
-"""Linear attention in chunks, and groups of chunks, as in `backends/jax/_linear_attention.py`."""
+"""Linear attention in chunks, and groups of chunks.
+
+`keras_recurrent/portable/_linear_attention.py` explains the halves of a chunk. The temporaries of a
+group fit the cache, and do not grow with the sequence length.
+"""
 
 from typing import Any
 
@@ -207,7 +211,7 @@ def scan_states_(from_start, added, first, reverse=False):
 
 
 def decay_products(f):
-    """`(levels, from_start, to_end)`, as in `backends/jax/_linear_attention.py`."""
+    """`(levels, from_start, to_end)`, as in `keras_recurrent/portable/_linear_attention.py`."""
     from_start, to_end = f, torch.ones_like(f)
     # CPUs are several times slower with subnormal numbers. Decays are therefore set to 0 below
     # 1e-32, a million times the smallest normal number of float32; decays of right and left halves,
@@ -239,7 +243,15 @@ def between_halves(weights, half):
 
 
 def sum_over_pairs(pairs, to_later, from_earlier):
-    """The gradient of log f_t, as in `backends/jax/_linear_attention.py`."""
+    """The gradient of log f_t, a sum over all pairs s < t <= u, of which f_t is a factor.
+
+    Nothing is subtracted, so the result is as exact as other gradients.
+
+    Args:
+        pairs: [..., C, C], the terms of pairs (u, s) within a chunk.
+        to_later: [..., C, 1], the terms of u with all tokens before the chunk.
+        from_earlier: [..., C, 1], the terms of s with all tokens after the chunk.
+    """
     later = torch.ones_like(pairs[(0,) * (pairs.ndim - 2)]).triu()
     inside = (later @ pairs).tril_(-1).sum(-1, keepdim=True)
     return inside.add_(later @ to_later).add_((1 - later) @ from_earlier)

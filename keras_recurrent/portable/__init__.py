@@ -1,4 +1,4 @@
-"""Portable implementations in `keras.ops`: for exporters, decoding steps, and TensorFlow.
+"""Portable implementations in `keras.ops`: for exporters, decoding steps, TensorFlow and JAX.
 
 A file is an operation, as in `backends/`, with the same arguments and results. It serves all Keras
 backends. Decoding steps aside, which are never exported, it uses only operators that ONNX, LiteRT,
@@ -7,7 +7,7 @@ concatenations. There are no custom operators, no custom gradients and no in-pla
 time may be dynamic; a graph with dynamic time has a loop over time, a graph of known length none.
 
 Keras's `model.export` uses them (see `export/exporters.py`). For other tools, enter
-`with keras_recurrent.implementation("portable"):`. On JAX and torch they are slower than the files
-of `backends/` and need more memory. On TensorFlow they also train models, if `backends/tensorflow`
-has no file for an operation: their derivatives must keep digits.
+`with keras_recurrent.implementation("portable"):`. They are slower than the files of `backends/`
+and need more memory. They also train models if `backends/jax` or `backends/tensorflow` has no file
+for an operation: their derivatives must keep digits. `_time_groups.py` there bounds their memory.
 """

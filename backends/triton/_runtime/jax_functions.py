@@ -25,7 +25,7 @@ from jax.interpreters import ad, batching, mlir
 from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import triton_key
 
-from ...jax import _gpu, _shards
+from ...jax import _gpu, _shards, _time_groups
 from ...jax._common import size_reason
 from ...kernel import Kernel, load_kernel
 from .._device.common import INTERPRETED, assembler_error_note
@@ -349,8 +349,13 @@ def decoding_step(unsupported, results, count=None, updates=(), name=None, on_ja
 def operation(definition):
     """Makes an `Operation` a `Kernel` of passes; without any where XLA replaces the kernels.
 
-    The passes have the parameters of those in the operation's file in `backends/jax`.
+    The passes have the parameters of those in `backends/jax`.
     """
+    if definition.name in _time_groups.HAS_RESIDUALS:
+        forward, backward = _passes(definition)
+        return _time_groups.linear_attention_kernel(
+            definition.name, forward, backward, definition.unsupported
+        )
     plain = load_kernel("keras_recurrent.backends.jax", definition.name)
     if not definition.on_jax:
         return plain._replace(unsupported=_fused_reason)
