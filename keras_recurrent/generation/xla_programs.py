@@ -279,12 +279,8 @@ class Programs:
 
     def choose(self, state, logits, inputs, features, variant):
         """Chooses a token from logits; returns what `decode` does. The cache of `state` is ()."""
-        uniform, arguments = inputs
         with self._scope(None):
-            first = None if uniform is None else uniform[:, 0]
-            state, logprobs = _sample(features, state, logits, first, arguments)
-        logprobs = keras.tree.map_structure(lambda array: array[:, None], logprobs)
-        return state, state.sequences.token, logprobs
+            return _choose(features, state, logits, inputs)
 
     def decode(self, state, weights, inputs, features, keep, num_tokens, variant):
         """Generates N tokens; returns the next `BatchState`, the tokens `[B, N]` and `Logprobs`.
@@ -299,6 +295,10 @@ class Programs:
             state, logprobs = _sample(features, state, logits, uniform, arguments)
             return state, (), logprobs
 
+        if num_tokens == 1:  # without the buffers of a loop
+            with self._scope(weights):
+                state, logits = self._apply_model(state, keep)
+                return _choose(features, state, logits, inputs)
         state, _, *found = self._repeat(one, state, (), weights, features, uniform, num_tokens)
         return state, *found
 
@@ -334,8 +334,7 @@ class Programs:
         buffers = ops.zeros(size, "int32"), empty_logprobs(features.num_logprobs, size)
         initial = ops.zeros((), "int32"), state, logits, *buffers
         with self._scope(weights):
-            found = step(*initial) if num_tokens == 1 else ops.while_loop(continues, step, initial)
-        return found[1:]
+            return ops.while_loop(continues, step, initial)[1:]
 
     def insert(self, state, slot, sequence, cache, row):
         """Overwrites a slot by the `DeviceState` of a sequence and a row of a cache of prompts."""
@@ -359,6 +358,15 @@ def _sample(features, state, logits, uniform, arguments):
     inputs = logits, state.sequences, uniform, state.counts, arguments
     token, counts, logprobs = next_tokens(features, *inputs)
     return state._replace(sequences=advance(state.sequences, token), counts=counts), logprobs
+
+
+def _choose(features, state, logits, inputs):
+    """Returns the `BatchState` after one more token, the tokens `[B, 1]`, and their `Logprobs`."""
+    uniform, arguments = inputs
+    first = None if uniform is None else uniform[:, 0]
+    state, logprobs = _sample(features, state, logits, first, arguments)
+    logprobs = keras.tree.map_structure(lambda array: array[:, None], logprobs)
+    return state, state.sequences.token, logprobs
 
 
 def _select_rows(condition, first, second):
