@@ -7,10 +7,12 @@ import gc
 import glob
 import importlib.metadata
 import json
+import os
 import re
 import statistics
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import keras
@@ -262,15 +264,32 @@ def device_rates(dtype="float32"):
     """Measures the bytes per second of a copy and the FLOP/s of a large product."""
     n = 8192 if has_gpu() else 1024
     x = ops.cast(keras.random.normal((n, n)), dtype)
-    long = ops.zeros((2**28 if has_gpu() else 2**24,), "float32")
 
     def best(function):
         return min(seconds(function, CALLS) for _ in range(6))  # the device is not idle in between
 
+    def copy_rate():
+        long = ops.zeros((2**28,), "float32")
+        return 2 * 4 * long.shape[0] / best(lambda: long + 1.0)
+
     return {
-        "bytes_per_second": 2 * 4 * long.shape[0] / best(lambda: long + 1.0),
+        "bytes_per_second": copy_rate() if has_gpu() else _host_copy_rate(),
         "flops_per_second": 2 * n**3 / best(lambda: ops.matmul(x, x)),
     }
+
+
+def _host_copy_rate():
+    """Measures the bytes per second of a copy in the host's memory, read and written.
+
+    Frameworks allocate the result of an operation, which takes longer than the copy itself. Arrays
+    of this copy exist before, and as many threads copy as the framework computes with.
+    """
+    is_torch = BACKEND == "torch"
+    threads = torch.get_num_threads() if is_torch else len(os.sched_getaffinity(0))
+    source, target = (np.full((threads, 2**28 // threads), n, "uint8") for n in (1, 2))
+    with ThreadPoolExecutor(threads) as pool:
+        times = [seconds(lambda: list(pool.map(np.copyto, target, source))) for _ in range(CALLS)]
+    return 2 * source.size / min(times)
 
 
 def random_tokens(vocabulary, *shape):
