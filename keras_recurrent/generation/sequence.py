@@ -214,11 +214,12 @@ def format_beams(preprocessor, prompts, strip_prompt, cache, beams):
 
 def continued_texts(preprocessor, prompts, sequences, texts=None):
     """Returns a list of the texts of prompts, lists of token ids, and their `Sequence`s."""
-    hidden, tokens = hidden_stop_tokens(preprocessor), []
+    tokens = []
     for number, (prompt, sequence) in enumerate(zip(prompts, sequences, strict=True)):
         new, is_cut = sequence.token_ids, texts is not None and texts[number].is_stopped
-        ends_hidden = new and new[-1] in sequence.stop_token_ids and new[-1] in hidden
-        tokens.append([*prompt, *(new[:-1] if ends_hidden and not is_cut else new)])
+        is_stop = bool(new) and new[-1] in sequence.stop_token_ids
+        is_hidden = is_stop and not is_cut and new[-1] in hidden_stop_tokens(preprocessor)
+        tokens.append([*prompt, *(new[:-1] if is_hidden else new)])
     found = preprocessor.generate_postprocess(pad_prompts(tokens, max(1, *map(len, tokens))))
     cuts = [text.num_cut() for text in texts] if texts else [0] * len(found)
     return [text[: len(text) - cut] for text, cut in zip(found, cuts, strict=True)]
