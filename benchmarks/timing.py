@@ -281,8 +281,8 @@ def device_rates(dtype="float32"):
 def _host_copy_rate():
     """Measures the bytes per second of a copy in the host's memory, read and written.
 
-    Frameworks allocate the result of an operation, which takes longer than the copy itself. Arrays
-    of this copy exist before, and as many threads copy as the framework computes with.
+    Frameworks allocate the result of an operation, which takes longer than the copy itself. The
+    arrays of this copy are allocated in advance. It has as many threads as the framework uses.
     """
     is_torch = BACKEND == "torch"
     threads = torch.get_num_threads() if is_torch else len(os.sched_getaffinity(0))

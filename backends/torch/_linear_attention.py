@@ -199,7 +199,9 @@ def _add_from_states_(output, q, decays, before):
 def scan_states_(from_start, added, first, reverse=False):
     """S' = f_1 ... f_C S + added, chunk by chunk, starting from the last if `reverse`.
 
-    added: [..., chunks, K, V], replaced by the states before each chunk. Returns the last state.
+    from_start: [..., chunks, C, K or 1], the products of f from the start of each chunk.
+    added: [..., chunks, K, V], replaced by the states before each chunk.
+    first: [..., K, V]. Returns the last state.
     """
     total = from_start[..., -1, :, None].expand(*added.shape[:-2], -1, 1)
     order = list(zip(total.unbind(-3), added.unbind(-3), strict=True))

@@ -114,13 +114,14 @@ def measure(key, seeds, size, data):
     rows, prompt, tokens = (key[name] for name in ("rows", "prompt", "tokens"))
     prepare = load(key["measure"], key["model"], size)
     gc.collect()  # frees the previous model
-    # The warm-up call compiles for the cache capacity of the timed call. Llama's cache grows with
-    # each token, so that only a whole call allocates all memory.
+    # The warm-up calls compile for the capacities of the timed calls. Llama's cache grows with each
+    # token, so that only a whole call allocates all memory.
     few = tokens if key["model"] == LLAMA else tokens // 2 + 1
     found: list = []
     try:
         reset_peak()
-        seconds(prepare(rows, prompt, few))
+        for n in (1, few):
+            seconds(prepare(rows, prompt, n))
         for _ in seeds:
             first, whole = (seconds(prepare(rows, prompt, n)) for n in (1, tokens))
             found.append((round(whole, 3), round(first, 3), peak_bytes()))

@@ -262,7 +262,7 @@ class Batch:
         return [f for f in self._known[num_stops] if covers(f, needed, self._vocabulary_size)]
 
     def write(self, rows, state):
-        """Writes the states of the sequences of `insert_all` in some slots, a slice.
+        """Writes the states of the sequences of `insert_all` in the slots `rows`, a slice.
 
         state: the state of the backbone before the last token of each prompt, which the batch may
             overwrite.

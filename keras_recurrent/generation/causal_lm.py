@@ -329,8 +329,9 @@ class GeneratingCausalLM(ChatGeneration, keras_hub.models.CausalLM):
     def _parse(self, inputs, max_length, stop_token_ids, cache, options, reads_text=False):
         """Returns the `Prompts` of a call, and lists of the `Sequence`s and their `StreamedText`.
 
-        `options` has `max_new_tokens`, `stop` and `sampling`. Without stop strings and
-        `reads_text`, or without a preprocessor, the last result is None.
+        `options` has `max_new_tokens`, `stop` and `sampling`. With `reads_text`, the text is read
+        even without stop strings. If it is not read, or without a preprocessor, the last result is
+        None.
         """
         max_new_tokens = options["max_new_tokens"]
         prompts = parse_prompts(self, inputs, max_length, cache, max_new_tokens=max_new_tokens)

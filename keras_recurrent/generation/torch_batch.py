@@ -202,7 +202,7 @@ class Decoder:
             self.allocate("recent", (tokens_per_step,), torch.int32)
 
     def write(self, rows, cache):
-        """Overwrites the cache of some sequences, a slice, by a cache that the decoder may keep."""
+        """Overwrites the caches of some sequences, the slice `rows`; `cache` may be kept."""
         flat = self.step.flatten_cache(cache)
         if len(flat[0]) == len(self.tensors["token"]):
             self.cache = flat

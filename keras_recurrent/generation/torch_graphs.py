@@ -270,7 +270,7 @@ class Chunks:
     def _make_program(self, num_tokens):
         """Returns the tokens and mask that a program reads, and its parts, a list of functions.
 
-        The last result is what captured parts need, too.
+        The last result keeps alive the other tensors that captured parts read.
         """
         chunk = self._steps.step(self._example, self._num_prompts, chunk=num_tokens)
         shape, buffers = (self._num_prompts, num_tokens), self._buffers

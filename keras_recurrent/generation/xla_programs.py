@@ -29,7 +29,8 @@ from keras_recurrent.progress import announce
 if keras.config.backend() == "jax":
     import jax
 
-# Methods of `Programs` that are compiled. On TensorFlow, nothing overwrites a cache.
+# Methods of `Programs` that are compiled. On TensorFlow, where no program overwrites a cache, the
+# others are either not called or need no compilation.
 PROGRAMS = ["decode", "logits", "choose", "_prefill_chunks", "_score_tokens", "_search_beams"]
 if keras.config.backend() == "jax":
     PROGRAMS += ["process", "insert", "extract", "set_row", "_add_recent_tokens", "finish", "copy"]
@@ -251,10 +252,10 @@ class Programs:
     def logits(self, state, logits_buffer, weights, inputs, features, keep, num_tokens, variant):
         """Computes the logits `[B, vocabulary_size]` of the next token, for `choose`.
 
-        First generates N - 1 tokens of the sequences without a grammar, and returns these as
-        `decode` does, after the logits. `logits_buffer` has the logits of an earlier call, or
-        zeros: if their address changed from call to call, XLA would update the CUDA graph in each
-        call.
+        First generates `num_tokens - 1` tokens of the sequences without a grammar. Returns the next
+        `BatchState`, the logits, and these tokens and their `Logprobs`. The logits overwrite
+        `logits_buffer`, the logits of an earlier call or zeros: if their address changed from call
+        to call, XLA would update the CUDA graph in each call.
         """
         uniform, arguments = inputs
 
@@ -349,7 +350,10 @@ class Programs:
         return apply_recent_tokens(_select(cache, slot))
 
     def set_row(self, state, slot, value):
-        """Overwrites a row of an array or, given a state of batch size 1, of all its arrays."""
+        """Overwrites row `slot` of an array, or of each array of a state.
+
+        Given a state, `value` is a state of batch size 1.
+        """
         return _set_row(state, slot, value)
 
 

@@ -237,7 +237,7 @@ def token_position(inputs, mask=None, kind=None, first=None):
     if kind is None and mask is None:
         return first[:, None] + ops.arange(0, length, dtype="int32")
     if kind is None:
-        # Not by `linear_scan`, whose kernel takes Triton 4 seconds to compile.
+        # `linear_scan` is not used here, because Triton takes 4 seconds to compile its kernel.
         real = ops.cast(mask, "int32")
         return first[:, None] + ops.cumsum(real, axis=1) - real
     # Operators, not `ops`, for numbers and tensors: see `keras_recurrent/ops/token_kind.py`.

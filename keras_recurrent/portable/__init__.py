@@ -9,5 +9,6 @@ time may be dynamic; a graph with dynamic time has a loop over time, a graph of 
 Keras's `model.export` uses them (see `export/exporters.py`). For other tools, enter
 `with keras_recurrent.implementation("portable"):`. They are slower than the files of `backends/`
 and need more memory. They also train models if `backends/jax` or `backends/tensorflow` has no file
-for an operation: their derivatives must keep digits. `_time_groups.py` there bounds their memory.
+for an operation, so their gradients must be numerically accurate. The file `_time_groups.py` of
+these folders limits the memory.
 """

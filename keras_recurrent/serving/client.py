@@ -268,8 +268,8 @@ class OpenRequests(dict[int, EngineRequest]):
         link: as in `EngineClient`.
 
     Attributes:
-        lock: held while requests are added, which the link's `is_closed` prevents.
-        have_ended: a `threading.Event` that is set when all requests have ended after the engine.
+        lock: held while requests are added. None are added once the link's `is_closed` is True.
+        have_ended: a `threading.Event` that is set when the engine and all requests have ended.
         thread: integer, the id of the thread that calls `deliver`, or None.
     """
 

@@ -322,9 +322,9 @@ def test_layout_map_splits_every_large_weight(family, family_model):
 
 @pytest.mark.once
 def test_hidden_states_analyzes_padding_and_documents_once(family, family_model, monkeypatch):
-    """Each layer sorts the tokens of masks and segments, which eager calls repeat.
+    """Each layer classifies the tokens of masks and segments, which eager calls repeat.
 
-    Positions of prompts take a scan, whose Triton kernel compiles for 4 seconds.
+    Or positions of prompts without segments use a scan, whose Triton kernel compiles for 4 s.
     """
     # An `import` of these names would give the functions, not the modules.
     modules = [

@@ -146,7 +146,7 @@ def test_kernels_are_lowered_for_supported_capabilities(capability, launches, mo
 def test_kernels_compile_once_and_while_a_program_is_traced(monkeypatch):
     """Kernels of the first call of `generate` compile one after another, or a second time.
 
-    Threads that hash Triton's files, 461 MB, at once also delay the program that is traced.
+    Or each thread hashes Triton's files, 461 MB, which delays the tracing of the program.
     """
     triton_key.cache_clear()
     compiled, compile_kernel = [], triton.compile
