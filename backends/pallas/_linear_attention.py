@@ -192,7 +192,7 @@ class _Grid(NamedTuple):
         product = products(tensors)
         first = pl.program_id(1) * self.group
         left = self.length - block * self.block
-        count = jnp.minimum(self.chunks, pl.cdiv(left, CHUNK))
+        count = jnp.minimum(self.chunks, pl.cdiv(left, jnp.int32(CHUNK)))
 
         def step(i, _):
             c = count - 1 - i if reverse else i

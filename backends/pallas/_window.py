@@ -114,7 +114,7 @@ class Step(NamedTuple):
 
     def slot(self, number):
         """The slot of a block in the buffers."""
-        return jax.lax.rem(number, self.grid.buffer_blocks)
+        return jax.lax.rem(number, jnp.int32(self.grid.buffer_blocks))
 
     def put(self, k, v):
         """Copies the blocks of keys and values into the buffers."""

@@ -177,6 +177,20 @@ def test_vmap_of_checkpointed_gradient_equals_gradients_of_plain_jax():
     np.testing.assert_allclose(result, np.stack(expected), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("operation", sorted(PALLAS))
+def test_gradient_of_float32_is_traced_with_64_bit_types(operation):
+    """A kernel, which a CPU traces too, mixes 32 and 64 bits under `jax_enable_x64`."""
+    drawn = draw(operation, Case(2, 70, 16, kinds=True))
+    given = {**native.tensors(drawn), **drawn.options}
+
+    def loss(tensors):
+        return jnp.sum(getattr(ops, operation)(**given | tensors)[0])
+
+    with jax.enable_x64(True):
+        floats = {n: x for n, x in given.items() if getattr(x, "dtype", None) == "float32"}
+        jax.jit(jax.grad(loss)).trace(floats)
+
+
 # `test_attention.py` tests the unsupported calls of softmax attention.
 @pytest.mark.parametrize("operation", sorted(PALLAS.keys() - {"sliding_window_attention"}))
 def test_kernel_supports_float32_and_bfloat16_alone(operation):
