@@ -242,18 +242,3 @@ def between_halves(weights, half):
     """A view of the weights between right and left halves: [..., C / (2 half), half, half]."""
     blocks = weights.unflatten(-1, (-1, 2, half)).unflatten(-4, (-1, 2, half))
     return blocks[..., :, 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
-
-
-def sum_over_pairs(pairs, to_later, from_earlier):
-    """The gradient of log f_t, a sum over all pairs s < t <= u, of which f_t is a factor.
-
-    Nothing is subtracted, so the result is as exact as other gradients.
-
-    Args:
-        pairs: [..., C, C], the terms of pairs (u, s) within a chunk.
-        to_later: [..., C, 1], the terms of u with all tokens before the chunk.
-        from_earlier: [..., C, 1], the terms of s with all tokens after the chunk.
-    """
-    later = torch.ones_like(pairs[(0,) * (pairs.ndim - 2)]).triu()
-    inside = (later @ pairs).tril_(-1).sum(-1, keepdim=True)
-    return inside.add_(later @ to_later).add_((1 - later) @ from_earlier)

@@ -27,7 +27,8 @@ def _gradient(q, k, v, decays, state, d_output, g, is_constant):
     """Gradients of q, k, v, log f and the state before a group; g: that of the state after it.
 
     The gradient of log f_t is the sum of the terms of the loss that contain f_t: of pairs of tokens
-    s < t <= u in a chunk, of the state before the chunk, and of the state after it.
+    s < t <= u in a chunk, of the state before the chunk, and of the state after it. Nothing is
+    subtracted, so the result is as exact as the other gradients.
     """
     between, from_start, to_end = decays
     weights, d_weights = _weights(q, k, decays), inner_products(d_output, v)

@@ -6,6 +6,7 @@ from keras import ops
 from keras_recurrent.checks.arguments import (
     check_booleans,
     check_divides,
+    check_factors,
     check_number,
     check_positive_integer,
     check_positive_integers,
@@ -151,7 +152,7 @@ class LightningAttention(HeadsLayer):
         check_booleans(use_lrpe=use_lrpe, use_qk_norm=use_qk_norm, use_norm_weight=use_norm_weight)
         _check_rope(rope_max_wavelength, head_dim, use_lrpe)
         check_number("layer_norm_epsilon", layer_norm_epsilon)
-        check_number("query_scale", query_scale, above=0, or_none=True)
+        check_factors(query_scale=query_scale)
         self.log_decay = log_decay(decay_schedule, num_heads, layer_index, num_layers)
         self.store_arguments(LightningAttention, locals())
         inner, shared = num_heads * head_dim, (num_key_value_heads or num_heads) * head_dim
@@ -179,6 +180,7 @@ class LightningAttention(HeadsLayer):
         k = self._positioned(self.k_proj, self.k_norm, inputs, tokens.position)
         v = self._heads(self.value_activation(self.inner(self.v_proj, inputs)), inputs)
         if state and decoding.can_fuse(inputs) and keras.distribution.distribution() is None:
+            # It overwrites the memory; `lightning_attention` would write another one.
             arguments = {"memory": state["memory"], "log_decay": self._decays(v)}
             arguments |= {"token_kind": decoding.token_kinds(tokens)}
             o, _, memory = lightning_step(q=q[:, 0], k=k[:, 0], v=v[:, 0], **arguments)

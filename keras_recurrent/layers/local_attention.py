@@ -8,6 +8,7 @@ from keras import ops
 from keras_recurrent.checks.arguments import (
     check_booleans,
     check_divides,
+    check_factors,
     check_number,
     check_positive_integer,
     check_positive_integers,
@@ -160,7 +161,7 @@ class LocalAttention(HeadsLayer):
         check_booleans(use_qkv_bias=use_qkv_bias, use_output_bias=use_output_bias)
         check_booleans(use_qk_norm=use_qk_norm, use_output_gate=use_output_gate)
         check_number("layer_norm_epsilon", layer_norm_epsilon)
-        check_number("query_scale", query_scale, above=0, or_none=True)
+        check_factors(query_scale=query_scale)
         _check_logit_scaling(logit_scaling)
         sliding_window = _integer_or_none("sliding_window", sliding_window)
         max_length = _integer_or_none("max_length", max_length)

@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_recurrent.checks.arguments import check_number
+from keras_recurrent.checks.arguments import check_factors
 from keras_recurrent.checks.dtypes import dtype_of, weights_scope
 from keras_recurrent.devices import jax_steps
 from keras_recurrent.devices.jax_layouts import apply_layout
@@ -66,7 +66,7 @@ class ResidualBlock(StreamingLayer):
         **kwargs,
     ):
         super().__init__(return_state=return_state, **kwargs)
-        check_number("residual_scale", residual_scale, above=0, or_none=True)
+        check_factors(residual_scale=residual_scale)
         self.temporal_block = temporal_block
         self.intermediate_dim = intermediate_dim
         self.layer_norm_epsilon = layer_norm_epsilon
