@@ -34,15 +34,16 @@ class Batch:
     Args:
         programs: the `Programs` of the model.
         num_slots: integer.
-        keep: boolean, True if the state of a sequence is unchanged after its end. Only subclasses
-            take `keep` and `reads_tokens`.
+        keep: boolean, True if the state of a sequence is unchanged after its end.
         reads_tokens: boolean, True if tokens are read before the sequences have ended on the
             device: in a stream, or with stop strings. `state` may then be called earlier, too.
         tokens_per_step: integer, number of tokens of each sequence that a step computes.
         runs_ahead: boolean, True if the next step is launched before the tokens of the last one
-            are processed.
+            are processed. Subclasses choose `tokens_per_step` and `runs_ahead`.
 
     Attributes:
+        first_tokens: integer or None, number of tokens of the first step, if it differs from
+            `tokens_per_step`.
         tokens_per_mask: integer, number of tokens per step of a sequence without a grammar if
             another sequence of the batch has one.
         num_prompts: integer, maximum number of prompts in one call of `process`.
@@ -54,8 +55,11 @@ class Batch:
     initial_state: Any
     num_prompts: int
     tokens_per_mask = 1
+    first_tokens: int | None = None
+    _first: Any = None  # the state before the first step, for `state`
 
-    def __init__(self, programs, num_slots, tokens_per_step, runs_ahead):
+    def __init__(self, programs, num_slots, keep, reads_tokens, tokens_per_step, runs_ahead):
+        self._keep, self._is_exact = keep, keep and reads_tokens
         self._programs, self._model = programs, programs.model
         self._vocabulary_size = programs.model.backbone.vocabulary_size
         self.tokens_per_step, self.runs_ahead = tokens_per_step, runs_ahead
@@ -116,6 +120,8 @@ class Batch:
         state = process(self)
         if state is not None:
             self.write(slice(None), state)
+        if self._is_exact and self.tokens_per_step > 1:
+            self._first = self.state(sequences)
 
     def prepare_first_step(self, state):
         """Compiles the first step while `insert_all` processes the prompts of its sequences.
@@ -192,7 +198,10 @@ class Batch:
             return self._step_with_grammar()
         features, slots = self._current_features(), self.active_slots
         left = max(s.max_new_tokens - s.num_launched for _, s in slots)
-        count = max(1, min(self.tokens_per_step, left))
+        most = self.tokens_per_step
+        if self.first_tokens and not any(s.num_launched for _, s in slots):
+            most = self.first_tokens
+        count = max(1, min(most, left))
         uniform = self._uniform(features, slots, count)
         for _, sequence in slots:
             sequence.num_launched += count
@@ -310,12 +319,21 @@ class Batch:
         raise NotImplementedError
 
     def state(self, sequences):
-        """Returns the state of the backbone before the last token of the sequences of all slots."""
+        """Returns the state of the backbone before the last token of the sequences of all slots.
+
+        It is computed from the first state if the device is ahead of the tokens on the host.
+        """
+        if any(not s.ends_on_device and s.num_launched > len(s.token_ids) for s in sequences):
+            return process_new_tokens(self._programs, self._first, sequences)
+        return self._latest_state()
+
+    def _latest_state(self):
+        """Returns the state of the device, which later steps do not change if `_is_exact`."""
         raise NotImplementedError
 
     def close(self):
         """Releases the memory of the device."""
-        raise NotImplementedError
+        self._first = None
 
     # The engine inserts sequences one by one, after chunks of their prompts. The state of one
     # sequence is a state of the backbone of batch size 1, or a value that only the batch reads.

@@ -24,16 +24,17 @@ class TorchBatch(Batch):
     one shape and dtype, because the host needs time for each tensor that it copies.
     """
 
+    first_tokens = 1  # so that a stream begins early
     _decoder: Any = None
     _chunks: Any = None
     _read_slot: Any = None
 
     def __init__(self, programs, num_slots, keep, reads_tokens=False):
-        is_exact = keep and reads_tokens  # the device must not be ahead when `state` is called
-        ahead = runs_ahead(programs.model) and not is_exact
-        tokens_per_step = 1 if is_exact else TOKENS_AHEAD if ahead else TOKENS_ON_CPU
-        super().__init__(programs, num_slots, tokens_per_step, ahead)
-        self._keep, self._device = keep, programs.model.variables[0].value.device
+        ahead = runs_ahead(programs.model)
+        on_cpu = 1 if keep and reads_tokens else TOKENS_ON_CPU
+        tokens_per_step = TOKENS_AHEAD if ahead else on_cpu
+        super().__init__(programs, num_slots, keep, reads_tokens, tokens_per_step, ahead)
+        self._device = programs.model.variables[0].value.device
         self._uploads = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._before_model: Any = None
 
@@ -132,7 +133,7 @@ class TorchBatch(Batch):
         self._decoder.tensors["active"][slot].zero_()
 
     @torch.no_grad()
-    def state(self, sequences):
+    def _latest_state(self):
         return self._decoder.step.cache(clone_all(self._decoder.cache))
 
     @torch.no_grad()
@@ -162,6 +163,7 @@ class TorchBatch(Batch):
             torch.cuda.current_stream(self._device).synchronize()
 
     def close(self):
+        super().close()
         if self._decoder is not None:
             self._programs.release(self._decoder)
         self._decoder = self._chunks = self._read_slot = None

@@ -15,7 +15,6 @@ from keras_recurrent.generation.batch import (
     TOKENS_ON_CPU,
     Batch,
     num_stops,
-    process_new_tokens,
     runs_ahead,
 )
 from keras_recurrent.generation.sampling import Features, argument_names, features_of, option_arrays
@@ -56,20 +55,18 @@ class XlaBatch(Batch):
     _logits: Any = None  # of the next token, for a step with a grammar
 
     def __init__(self, programs, num_slots, keep, reads_tokens=False):
-        is_exact, ahead = keep and reads_tokens, runs_ahead(programs.model)
+        ahead = runs_ahead(programs.model)
         if ahead:
             tokens_per_step, self.tokens_per_mask = TOKENS_AHEAD, TOKENS_OF_STREAM
-        elif is_exact:
+        elif keep and reads_tokens:
             ahead, tokens_per_step = keras.config.backend() == "jax", TOKENS_OF_STREAM
         else:
             tokens_per_step = TOKENS_ON_CPU if reads_tokens else MOST_TOKENS
-        super().__init__(programs, num_slots, tokens_per_step, ahead)
-        self._keep, self._is_exact = keep, is_exact
+        super().__init__(programs, num_slots, keep, reads_tokens, tokens_per_step, ahead)
         programs.record_mode()
         # Collected once: collecting them takes longer than a step on the device.
         self._weights, self._variant = programs.weights(), programs.variant()
         self._options_on_device: dict[str, Any] = {}
-        self._first: Any = None  # the state before the first step, if `is_exact`
         self._counts: Any = None
 
     def write(self, rows, state):
@@ -77,8 +74,6 @@ class XlaBatch(Batch):
         on_device = {name: distribute(array) for name, array in arrays.items()}
         sequences = DeviceState(*(on_device.pop(name) for name in DeviceState._fields))
         self._options_on_device = on_device
-        if self._is_exact:
-            self._first, state = state, self._programs.copy(state)
         self._state = BatchState(sequences, self._programs.begin(state), ())
 
     @property
@@ -159,16 +154,13 @@ class XlaBatch(Batch):
         active = ops.logical_and(sequences.active, distribute(others))
         self._state = self._state._replace(sequences=sequences._replace(active=active))
 
-    def state(self, sequences):
-        """As `Batch.state`; computes it from the first state if the device is ahead."""
-        is_ahead = [not s.ends_on_device and s.num_launched > len(s.token_ids) for s in sequences]
-        if not any(is_ahead):
-            cache = self._state.cache
-            return self._programs.finish(self._programs.copy(cache) if self._is_exact else cache)
-        return process_new_tokens(self._programs, self._first, sequences)
+    def _latest_state(self):
+        cache = self._state.cache
+        return self._programs.finish(self._programs.copy(cache) if self._is_exact else cache)
 
     def close(self):
-        self._state = self._logits = self._first = None
+        super().close()
+        self._state = self._logits = None
         self._options_on_device.clear()
 
 
