@@ -21,7 +21,11 @@ from keras_recurrent.devices.jax_processes import save_atomically
 from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.export.exporters import EXPORTERS, wrap_exporter
 from keras_recurrent.layers.float32_copies import multiply_by_copies
-from keras_recurrent.layers.integer_products import exact_einsum, exact_matmul
+from keras_recurrent.layers.integer_products import (
+    exact_einsum,
+    exact_matmul,
+    multiply_on_cpu,
+)
 
 HUB = "keras_hub"
 LOADING = "keras_recurrent.checkpoints.loading"
@@ -108,6 +112,9 @@ if BACKEND == "jax":
         Change("keras.src.backend.jax.numpy", "matmul", exact_matmul),
         Change("keras.src.backend.jax.numpy", "einsum", exact_einsum),
     ]
+if BACKEND == "torch":
+    # On CPUs, Keras 3.15.1 converts int8 tensors to int32, which torch multiplies slowly.
+    CHANGES += [Change("keras.src.backend.torch.numpy", "matmul", multiply_on_cpu)]
 
 
 def install():

@@ -41,6 +41,7 @@ INSIDE_FUNCTIONS = {
     ("keras_recurrent/dispatch.py", "backends"),
     ("keras_recurrent/dispatch.py", "backends.triton._runtime.framework"),
     ("keras_recurrent/generation/torch_batch.py", "backends.triton.argmax"),
+    ("keras_recurrent/layers/integer_products.py", "backends.torch._common"),
     ("keras_recurrent/optimizers/fused_updates.py", "backends.triton._optimizers.adam_kernel"),
     ("keras_recurrent/serving/__main__.py", "serving.processes"),
     ("keras_recurrent/serving/http_process.py", "serving.processes"),

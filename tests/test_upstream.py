@@ -15,6 +15,7 @@ import pytest
 from keras_hub.src.models import task
 
 from keras_recurrent import compat, layers, models, upstream
+from keras_recurrent.layers import integer_products
 from keras_recurrent.layers.float32_copies import copies_scope
 from tests.gpu import has_gpu
 
@@ -86,6 +87,33 @@ def test_int8_product_of_keras_on_a_gpu_is_wrong(name):
     a, b = np.ones((7, 6), "int8"), np.ones((6, 5), "int8")
     product = original(name)(*equation, keras.ops.array(a), keras.ops.array(b))
     assert not np.array_equal(product, a.astype("int32") @ b)
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="products of torch on CPUs")
+@pytest.mark.parametrize("shape", [(1, 300), (2, 3, 300)])
+def test_keras_on_torch_converts_int8_matrices(shape):
+    """Otherwise, `multiply_on_cpu` is no longer needed. Also: its products are not exact."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.add(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    rng, products, known = np.random.default_rng(0), [], []
+    x, matrix = (rng.integers(-128, 128, size, "int8") for size in (shape, (300, 40)))
+    with keras.device("cpu"):
+        tensors = keras.ops.convert_to_tensor(x), keras.ops.convert_to_tensor(matrix)
+        for matmul in (original("matmul"), keras.ops.matmul):
+            names: set[str] = set()
+            with Record():
+                products.append(keras.ops.convert_to_numpy(matmul(*tensors)))
+            known.append(names)
+    assert "_int_mm" not in known[0]
+    assert ("_int_mm" in known[1]) == integer_products._is_exact()
+    for product in products:
+        assert product.dtype == "int32"
+        np.testing.assert_array_equal(product, x.astype("int32") @ matrix.astype("int32"))
 
 
 @pytest.mark.skipif(BACKEND != "jax" or has_gpu(), reason="programs of XLA for CPUs")

@@ -1,4 +1,4 @@
-"""Exact products of int8 tensors on JAX with NVIDIA GPUs.
+"""Products of int8 tensors: exact on JAX with NVIDIA GPUs, and fast on torch with CPUs.
 
 XLA doubles some of them (`upstream.py`). Converted to int32, they are multiplied by another kernel
 of XLA. The result is the same on other platforms.
@@ -36,8 +36,40 @@ def exact_einsum(einsum):
     return call
 
 
+def multiply_on_cpu(matmul):
+    """Returns a `matmul` of Keras that does not convert int8 matrices on CPUs of torch."""
+    import torch
+
+    from keras_recurrent.backends.torch._common import is_exporting
+
+    @functools.wraps(matmul)
+    def call(x1, x2):
+        if not _are_int8(x1, x2) or is_exporting():
+            return matmul(x1, x2)
+        x1, x2 = map(keras.ops.convert_to_tensor, (x1, x2))
+        on_cpu = x1.device.type == x2.device.type == "cpu"
+        if x1.ndim < 2 or x2.ndim != 2 or not on_cpu or not _is_exact():
+            return matmul(x1, x2)
+        products = torch._int_mm(x1.reshape(-1, x1.shape[-1]), x2)
+        return products.reshape(*x1.shape[:-1], x2.shape[-1])
+
+    return call
+
+
+@functools.cache
+def _is_exact():
+    """Returns False on CPUs without VNNI, where oneDNN adds pairs of products in 16 bits."""
+    import torch
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        ones = torch.ones(64, 64, dtype=torch.int8)
+        return bool((torch._int_mm(127 * ones, 127 * ones) == 64 * 127**2).all())
+
+
 def _are_int8(*operands):
-    return len(operands) == 2 and all(str(getattr(x, "dtype", "")) == "int8" for x in operands)
+    dtypes = [str(getattr(x, "dtype", "")) for x in operands]
+    return len(dtypes) == 2 and all(dtype in ("int8", "torch.int8") for dtype in dtypes)
 
 
 def contracted_size(subscripts, x1, x2):

@@ -8,7 +8,7 @@ from keras_recurrent.compat import AutocastScope
 from keras_recurrent.devices import jax_steps
 from keras_recurrent.devices.jax_layouts import apply_layout
 from keras_recurrent.layers import decoding, quantized
-from keras_recurrent.layers.float32_copies import find_copy, multiply
+from keras_recurrent.layers.float32_copies import find_copy
 from keras_recurrent.layers.tokens import Tokens
 from keras_recurrent.ops.decoding_steps import embedding_step, norm_quantized_linear, soft_cap
 
@@ -30,7 +30,7 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
         if reverse:
             outputs = self._fused_logits(inputs)
             if outputs is None:
-                outputs = self._logits_of_copy(inputs)
+                outputs = self._logits_by_xla(inputs)
             if outputs is None:
                 outputs = super().call(inputs, reverse=True)
             return apply_layout(outputs, "logits")
@@ -122,13 +122,20 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
             logits = soft_cap(x=logits, cap=self.logit_soft_cap)
         return logits[:, None]
 
-    def _logits_of_copy(self, hidden_states):
-        """Returns what Keras's `call` does, from a float32 copy of the weights, or None."""
-        copy = find_copy(self.embeddings if self.tie_weights else self.reverse_embeddings)
-        if copy is None:
+    def _logits_by_xla(self, hidden_states):
+        """Returns what Keras's `call` does, from a float32 copy of the weights if there is one.
+
+        Tied embeddings are not transposed: in a loop on CPUs, XLA would include the transposition
+        in the product, and compute it on one core. Returns None if Keras computes the same.
+        """
+        table = self.embeddings if self.tie_weights else self.reverse_embeddings
+        copy, dtype = find_copy(table), self.reverse_dtype or hidden_states.dtype
+        if copy is None and not (self.tie_weights and dispatch.BACKEND == "jax"):
             return None
-        hidden_states = ops.cast(hidden_states, self.reverse_dtype or hidden_states.dtype)
-        logits = multiply(hidden_states, ops.transpose(copy) if self.tie_weights else copy)
+        kernel = ops.cast(table, dtype) if copy is None else copy
+        hidden_states = ops.cast(hidden_states, kernel.dtype)
+        equation = "...d,vd->...v" if self.tie_weights else "...d,dv->...v"
+        logits = ops.cast(ops.einsum(equation, hidden_states, kernel), dtype)
         cap = self.logit_soft_cap
         return logits if cap is None else ops.tanh(logits / cap) * cap
 

@@ -9,7 +9,7 @@ decay per head, the weight is q_u k_s times the decays of s + 1 to u.
 from keras import ops
 
 from keras_recurrent.portable import _loop, _opset_27
-from keras_recurrent.portable._common import fill_where, state_or_zeros
+from keras_recurrent.portable._common import fill_where, matmul, state_or_zeros
 from keras_recurrent.portable._scan import (
     power_of_two,
     scan,
@@ -82,7 +82,7 @@ def linear_attention(q, k, v, log_f, initial_state, starts):
 def step(state, q, k, v, f):
     """Computes one token: q, k, f [B, H, K], v [B, H, V]. Returns the next state and the output."""
     state = next_state(state, k, v, f)
-    return state, ops.sum(q[..., None] * state, axis=2)
+    return state, matmul(q[:, :, None], state)[:, :, 0]
 
 
 def next_state(state, k, v, f):

@@ -39,15 +39,22 @@ def norm_quantized_linear(
     if row_dtype is not None:
         y, factor = (ops.cast(t, dtype) for t in _quantize_row(ops.cast(y, x.dtype)))
 
+    def multiply(weight):
+        # On CPUs, torch multiplies int8 while it reads the matrix. XLA would convert it first.
+        if row_dtype is not None and bits == 8 and keras.config.backend() == "torch":
+            return ops.cast(ops.matmul(ops.cast(y, "int8"), weight), dtype)
+        return matmul(y, ops.cast(weight, dtype))
+
     def linear(weight, divisor, zero, offset):
         if bits == 4:
             weight = keras.quantizers.unpack_int4(weight, divisor.shape[-1], axis=-1)
-        weight, divisor = ops.cast(weight, dtype), ops.cast(divisor, dtype)
+        divisor = ops.cast(divisor, dtype)
         if block_size is not None:
-            weight = weight - _per_channel(ops.cast(zero, dtype), block_size, x.shape[1])
-            product = matmul(y, weight * _per_channel(divisor, block_size, x.shape[1]))
+            zero = _per_channel(ops.cast(zero, dtype), block_size, x.shape[1])
+            divisor = _per_channel(divisor, block_size, x.shape[1])
+            product = matmul(y, (ops.cast(weight, dtype) - zero) * divisor)
         else:
-            product = matmul(y, weight) / (divisor if factor is None else divisor * factor)
+            product = multiply(weight) / (divisor if factor is None else divisor * factor)
         return product if offset is None else product + ops.cast(offset, dtype)
 
     matrices = zip(kernels, kernel_scales, kernel_zeros, biases, strict=True)
