@@ -242,12 +242,14 @@ def test_loop_on_accelerators_has_a_known_trip_count(hgrn2, on_cpu, monkeypatch)
 
 
 @on_jax
-def test_xla_accepts_the_compiler_options_of_prompts(hgrn2, monkeypatch):
+@pytest.mark.parametrize("few_tokens", [10**9, 0])
+def test_xla_accepts_the_compiler_options_of_prompts(hgrn2, few_tokens, monkeypatch):
     """Without this test, only users of GPUs would notice that XLA has renamed an option."""
     import jax
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert xla_programs.compiler_options_of_prompts()
+    monkeypatch.setattr(xla_programs, "FEW_TOKENS", few_tokens)
+    assert len(xla_programs.compiler_options_of_prompts(few_tokens > 0)) == 1 + (few_tokens > 0)
     assert hgrn2.prefill(pad(random_prompts((3, 5)))).batch_size == 2
 
 
