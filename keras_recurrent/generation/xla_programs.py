@@ -34,7 +34,7 @@ if keras.config.backend() == "jax":
 PROGRAMS = ["decode", "logits", "choose", "_prefill_chunks", "_score_tokens", "_search_beams"]
 if keras.config.backend() == "jax":
     PROGRAMS += ["process", "insert", "extract", "set_row", "_add_recent_tokens", "finish", "copy"]
-# Maximum number of tokens of prompts whose program is compiled fast, see `compiler_options_of_prompts`.
+# Maximum number of prompt tokens, padding included, of a program that XLA compiles fast on GPUs.
 FEW_TOKENS = 1024
 # Static arguments: each combination of their values is another program.
 STATIC = {"features", "keep", "num_tokens", "num_beams", "num_top", "max_length", "variant"}

@@ -84,15 +84,9 @@ def test_generate_from_a_cache_matches_one_call(model):
 
 
 @nightly_on_tensorflow
-@pytest.mark.parametrize("ahead", [False, True] if BACKEND == "torch" else [False])
 @two_families
-def test_cache_is_not_changed_by_calls_that_continue_it(model, ahead, monkeypatch):
-    """Two streams and a call from one cache overwrite its state, or the state of each other.
-
-    Also: the cache of a stream has a token that the stream has not yielded.
-    """
-    if ahead:
-        monkeypatch.setattr("keras_recurrent.generation.torch_batch.runs_ahead", lambda model: True)
+def test_cache_is_not_changed_by_calls_that_continue_it(model):
+    """Two streams and a call from one cache overwrite its state, or the state of each other."""
     prompt = random_prompts((4,))
     cache = prefill(model, prompt)
     expected = generate(model, prompt, 14)[0][4:]

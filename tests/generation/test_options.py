@@ -98,8 +98,11 @@ def assert_cache_after(model, cache, prompts, texts):
     assert_caches_close(cache, model.prefill(whole))
 
 
-def test_cache_while_device_is_ahead_has_state_of_its_tokens(model, texts):
+@pytest.mark.parametrize("as_on_gpu", [False, True] if BACKEND == "torch" else [False])
+def test_cache_while_device_is_ahead_has_state_of_its_tokens(model, texts, as_on_gpu, monkeypatch):
     """A cache contains tokens that the device has computed ahead, or a later step changes it."""
+    if as_on_gpu:
+        monkeypatch.setattr("keras_recurrent.generation.torch_batch.runs_ahead", lambda model: True)
     stream = model.stream(PROMPTS, max_new_tokens=NEW, sampling=SAMPLING)
     caches = []
     for _ in range(5):
