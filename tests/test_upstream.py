@@ -92,7 +92,7 @@ def test_int8_product_of_keras_on_a_gpu_is_wrong(name):
 @pytest.mark.skipif(BACKEND != "torch", reason="products of torch on CPUs")
 @pytest.mark.parametrize("shape", [(1, 300), (2, 3, 300)])
 def test_keras_on_torch_converts_int8_matrices(shape):
-    """Otherwise, `multiply_on_cpu` is no longer needed. Also: its products are not exact."""
+    """Keras no longer converts, so `multiply_on_cpu` is not needed, or its products are wrong."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Record(TorchDispatchMode):

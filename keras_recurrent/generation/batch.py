@@ -56,7 +56,7 @@ class Batch:
     num_prompts: int
     tokens_per_mask = 1
     first_tokens: int | None = None
-    _first: Any = None  # the state before the first step, for `state`
+    _first: Any = None  # the state before the first step, from which `state` can start
 
     def __init__(self, programs, num_slots, keep, reads_tokens, tokens_per_step, runs_ahead):
         self._keep, self._is_exact = keep, keep and reads_tokens
@@ -321,14 +321,15 @@ class Batch:
     def state(self, sequences):
         """Returns the state of the backbone before the last token of the sequences of all slots.
 
-        It is computed from the first state if the device is ahead of the tokens on the host.
+        If the device is ahead of the tokens on the host, the new tokens are processed again from
+        the state before the first step.
         """
         if any(not s.ends_on_device and s.num_launched > len(s.token_ids) for s in sequences):
             return process_new_tokens(self._programs, self._first, sequences)
         return self._latest_state()
 
     def _latest_state(self):
-        """Returns the state of the device, which later steps do not change if `_is_exact`."""
+        """Returns the current state on the device. If `_is_exact`, later steps do not change it."""
         raise NotImplementedError
 
     def close(self):

@@ -24,7 +24,6 @@ class TorchBatch(Batch):
     one shape and dtype, because the host needs time for each tensor that it copies.
     """
 
-    first_tokens = 1  # so that a stream begins early
     _decoder: Any = None
     _chunks: Any = None
     _read_slot: Any = None
@@ -34,6 +33,7 @@ class TorchBatch(Batch):
         on_cpu = 1 if keep and reads_tokens else TOKENS_ON_CPU
         tokens_per_step = TOKENS_AHEAD if ahead else on_cpu
         super().__init__(programs, num_slots, keep, reads_tokens, tokens_per_step, ahead)
+        self.first_tokens = 1 if self._is_exact else None  # so that a stream begins early
         self._device = programs.model.variables[0].value.device
         self._uploads = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._before_model: Any = None

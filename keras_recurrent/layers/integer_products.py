@@ -1,7 +1,8 @@
 """Products of int8 tensors: exact on JAX with NVIDIA GPUs, and fast on torch with CPUs.
 
-XLA doubles some of them (`upstream.py`). Converted to int32, they are multiplied by another kernel
-of XLA. The result is the same on other platforms.
+On NVIDIA GPUs, XLA doubles some products (`upstream.py`). `exact_matmul` and `exact_einsum` convert
+the first operand to int32, for which XLA uses another kernel; on other platforms of JAX, the result
+does not change. On torch, `multiply_on_cpu` avoids Keras's conversion of int8 matrices to int32.
 """
 
 import functools

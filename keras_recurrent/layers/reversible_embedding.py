@@ -123,10 +123,11 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
         return logits[:, None]
 
     def _logits_by_xla(self, hidden_states):
-        """Returns what Keras's `call` does, from a float32 copy of the weights if there is one.
+        """Returns the logits, or None if Keras's `call` should compute them.
 
-        Tied embeddings are not transposed: in a loop on CPUs, XLA would include the transposition
-        in the product, and compute it on one core. Returns None if Keras computes the same.
+        Reads the float32 copy of the weights if there is one. Without a copy, only tied embeddings
+        on JAX are multiplied here, without a transposition: in a loop on CPUs, XLA would fuse the
+        transposition with the product and compute both on one core.
         """
         table = self.embeddings if self.tie_weights else self.reverse_embeddings
         copy, dtype = find_copy(table), self.reverse_dtype or hidden_states.dtype
