@@ -89,10 +89,21 @@ def test_int8_product_of_keras_on_a_gpu_is_wrong(name):
     assert not np.array_equal(product, a.astype("int32") @ b)
 
 
+INT8_OPERANDS = {
+    "one row": lambda rows, matrix: (rows[:1], matrix),
+    "three axes": lambda rows, matrix: (rows.reshape(2, 3, -1), matrix),
+    "equal rows": lambda rows, matrix: (rows[:1].expand(6, -1), matrix),
+    "equal columns": lambda rows, matrix: (rows, matrix[:, :1].expand(-1, 40)),
+    "transposed": lambda rows, matrix: (rows, matrix.T.contiguous().T),
+    "no channels": lambda rows, matrix: (rows[:, :0], matrix[:0]),
+}
+
+
 @pytest.mark.skipif(BACKEND != "torch", reason="products of torch on CPUs")
-@pytest.mark.parametrize("shape", [(1, 300), (2, 3, 300)])
-def test_keras_on_torch_converts_int8_matrices(shape):
+@pytest.mark.parametrize("operands", INT8_OPERANDS.values(), ids=INT8_OPERANDS)
+def test_keras_on_torch_converts_int8_matrices(operands):
     """Keras no longer converts, so `multiply_on_cpu` is not needed, or its products are wrong."""
+    import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Record(TorchDispatchMode):
@@ -101,19 +112,24 @@ def test_keras_on_torch_converts_int8_matrices(shape):
             return func(*args, **(kwargs or {}))
 
     rng, products, known = np.random.default_rng(0), [], []
-    x, matrix = (rng.integers(-128, 128, size, "int8") for size in (shape, (300, 40)))
+    arrays = (rng.integers(-128, 128, size, "int8") for size in ((6, 300), (300, 40)))
+    x, matrix = operands(*map(torch.from_numpy, arrays))
     with keras.device("cpu"):
-        tensors = keras.ops.convert_to_tensor(x), keras.ops.convert_to_tensor(matrix)
         for matmul in (original("matmul"), keras.ops.matmul):
             names: set[str] = set()
             with Record():
-                products.append(keras.ops.convert_to_numpy(matmul(*tensors)))
+                products.append(matmul(x, matrix))
             known.append(names)
+        with torch.device("meta"):  # a probe of the CPU would use this device
+            integer_products._has_fast_products.cache_clear()
+            products.append(keras.ops.matmul(x, matrix))
+        compiled = torch.compile(keras.ops.matmul, backend="eager", fullgraph=True)
+        products.append(compiled(x, matrix))
     assert "_int_mm" not in known[0]
-    assert ("_int_mm" in known[1]) == integer_products._is_exact()
+    assert ("_int_mm" in known[1]) == (integer_products._has_fast_products() and x.numel() > 0)
     for product in products:
-        assert product.dtype == "int32"
-        np.testing.assert_array_equal(product, x.astype("int32") @ matrix.astype("int32"))
+        assert product.dtype == torch.int32
+        np.testing.assert_array_equal(product, x.numpy().astype("int32") @ matrix.numpy())
 
 
 @pytest.mark.skipif(BACKEND != "jax" or has_gpu(), reason="programs of XLA for CPUs")

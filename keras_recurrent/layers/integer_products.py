@@ -43,28 +43,39 @@ def multiply_on_cpu(matmul):
 
     from keras_recurrent.backends.torch._common import is_exporting
 
+    # Without it, torch.compile would trace the probe.
+    is_fast = torch.compiler.assume_constant_result(lambda: _has_fast_products())
+
     @functools.wraps(matmul)
     def call(x1, x2):
         if not _are_int8(x1, x2) or is_exporting():
             return matmul(x1, x2)
         x1, x2 = map(keras.ops.convert_to_tensor, (x1, x2))
+        is_product = x1.ndim > 1 and x2.ndim == 2 and x1.shape[-1] == x2.shape[0] > 0
         on_cpu = x1.device.type == x2.device.type == "cpu"
-        if x1.ndim < 2 or x2.ndim != 2 or not on_cpu or not _is_exact():
+        if not is_product or not on_cpu or not is_fast():
             return matmul(x1, x2)
-        products = torch._int_mm(x1.reshape(-1, x1.shape[-1]), x2)
-        return products.reshape(*x1.shape[:-1], x2.shape[-1])
+        # torch reads wrong elements of expanded tensors.
+        rows = x1.reshape(-1, x1.shape[-1]).contiguous()
+        matrix = x2 if x2.t().is_contiguous() else x2.contiguous()
+        return torch._int_mm(rows, matrix).reshape(*x1.shape[:-1], x2.shape[-1])
 
     return call
 
 
 @functools.cache
-def _is_exact():
-    """Returns False on CPUs without VNNI, where oneDNN adds pairs of products in 16 bits."""
+def _has_fast_products():
+    """Returns False without oneDNN, and on CPUs without VNNI.
+
+    On these CPUs, oneDNN adds pairs of products in 16 bits.
+    """
     import torch
     from torch.utils._python_dispatch import _disable_current_modes
 
+    if not torch.backends.mkldnn.is_available():
+        return False
     with _disable_current_modes():
-        ones = torch.ones(64, 64, dtype=torch.int8)
+        ones = torch.ones(64, 64, dtype=torch.int8, device="cpu")
         return bool((torch._int_mm(127 * ones, 127 * ones) == 64 * 127**2).all())
 
 

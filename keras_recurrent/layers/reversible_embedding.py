@@ -126,15 +126,16 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
         """Returns the logits, or None if Keras's `call` should compute them.
 
         Reads the float32 copy of the weights if there is one. Without a copy, only tied embeddings
-        on JAX are multiplied here, without a transposition: in a loop on CPUs, XLA would fuse the
-        transposition with the product and compute both on one core.
+        with a `reverse_dtype` are multiplied here, on JAX and without a transposition: in a loop on
+        CPUs, XLA would fuse the transposition with the product and compute both on one core.
         """
         table = self.embeddings if self.tie_weights else self.reverse_embeddings
-        copy, dtype = find_copy(table), self.reverse_dtype or hidden_states.dtype
-        if copy is None and not (self.tie_weights and dispatch.BACKEND == "jax"):
+        copy, dtype = find_copy(table), self.reverse_dtype
+        if copy is None and (dtype is None or not self.tie_weights or dispatch.BACKEND != "jax"):
             return None
+        dtype = dtype or hidden_states.dtype
         kernel = ops.cast(table, dtype) if copy is None else copy
-        hidden_states = ops.cast(hidden_states, kernel.dtype)
+        hidden_states = ops.cast(ops.cast(hidden_states, dtype), kernel.dtype)
         equation = "...d,vd->...v" if self.tie_weights else "...d,dv->...v"
         logits = ops.cast(ops.einsum(equation, hidden_states, kernel), dtype)
         cap = self.logit_soft_cap
