@@ -21,11 +21,7 @@ from keras_recurrent.devices.jax_processes import save_atomically
 from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.export.exporters import EXPORTERS, wrap_exporter
 from keras_recurrent.layers.float32_copies import multiply_by_copies
-from keras_recurrent.layers.integer_products import (
-    exact_einsum,
-    exact_matmul,
-    multiply_on_cpu,
-)
+from keras_recurrent.layers.integer_products import exact_einsum, exact_matmul, multiply_on_cpu
 
 HUB = "keras_hub"
 LOADING = "keras_recurrent.checkpoints.loading"

@@ -31,7 +31,8 @@ if keras.config.backend() == "jax":
 
 # Methods of `Programs` that are compiled. On TensorFlow, where no program overwrites a cache, the
 # others are either not called or need no compilation.
-PROGRAMS = ["decode", "logits", "choose", "_prefill_chunks", "_score_tokens", "_search_beams"]
+PROGRAMS = ["decode", "logits", "choose", "_prefill_few", "_prefill_chunks"]
+PROGRAMS += ["_score_tokens", "_search_beams"]
 if keras.config.backend() == "jax":
     PROGRAMS += ["process", "insert", "extract", "set_row", "_add_recent_tokens", "finish", "copy"]
 # Maximum number of prompt tokens, including padding, of a program whose matrix products on GPUs all
@@ -59,18 +60,15 @@ class Programs:
 
     def __init__(self, model):
         self.model, on_jax = model, keras.config.backend() == "jax"
-        self._is_first = uses_jit = on_jax and not model.run_eagerly
+        self._is_first = on_jax and not model.run_eagerly
         self._uses_xla = not model.run_eagerly and (on_jax or _compiles_on_tensorflow(model))
-        prefill = self._prefill_chunks
         for name in () if model.run_eagerly else PROGRAMS:
-            setattr(self, name, self._compile(getattr(self, name)))
-        self._prefill_few = self._prefill_chunks
-        if uses_jit:
-            self._prefill_few = _jit(prefill, has_few_tokens=True)
+            setattr(self, name, self._compile(name))
 
-    def _compile(self, method):
+    def _compile(self, name):
+        method = getattr(self, name)
         if keras.config.backend() == "jax":
-            return _jit(method)
+            return _jit(method, has_few_tokens=name == "_prefill_few")
         import tensorflow as tf
 
         # AutoGraph, which no model needs, takes 40 % of the first call.
@@ -217,6 +215,8 @@ class Programs:
 
         with self._scope(weights):
             return ops.while_loop(any_left, process, (ops.zeros((), "int32"), cache))[1]
+
+    _prefill_few = _prefill_chunks  # with other options of the compiler
 
     def process(self, state, rows, is_new, initial, token_ids, mask, weights, variant):
         """Processes a chunk `[P, T]` of the prompts in `rows` [P] of a state of the backbone.
@@ -394,7 +394,7 @@ def _select_rows(condition, first, second):
     return keras.tree.map_structure(select, *parts)._replace(cache=first.cache)
 
 
-def _jit(function, has_few_tokens=False):
+def _jit(function, has_few_tokens):
     names = inspect.signature(function).parameters.keys()
     has_prompts = bool(names & {"token_ids", "slot"})
     options = compiler_options_of_prompts(has_few_tokens) if has_prompts else None

@@ -43,17 +43,14 @@ def find_copy(variable):
     return _copies.get({}).get(id(variable))
 
 
-def multiply(x, copy):
-    """Returns the product of x and the copy of bfloat16 weights, rounded to the dtype of x."""
-    return ops.cast(ops.matmul(ops.cast(x, "float32"), copy), x.dtype)
-
-
 def multiply_by_copies(matmul):
     """Returns a `matmul` of Keras that reads the copy of its second argument, if there is one."""
 
     @functools.wraps(matmul)
     def call(x1, x2):
         copy = find_copy(x2)
-        return matmul(x1, x2) if copy is None else multiply(x1, copy)
+        if copy is None:
+            return matmul(x1, x2)
+        return ops.cast(ops.matmul(ops.cast(x1, "float32"), copy), x1.dtype)
 
     return call

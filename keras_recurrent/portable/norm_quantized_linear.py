@@ -38,12 +38,14 @@ def norm_quantized_linear(
         y = normalize(y, scale, epsilon, squares)
     if row_dtype is not None:
         y, factor = (ops.cast(t, dtype) for t in _quantize_row(ops.cast(y, x.dtype)))
+    # On CPUs, torch multiplies int8 while it reads the matrix. XLA would convert it first.
+    uses_integers = row_dtype is not None and bits == 8 and keras.config.backend() == "torch"
+    row = ops.cast(y, "int8") if uses_integers else y
 
     def multiply(weight):
-        # On CPUs, torch multiplies int8 while it reads the matrix. XLA would convert it first.
-        if row_dtype is not None and bits == 8 and keras.config.backend() == "torch":
-            return ops.cast(ops.matmul(ops.cast(y, "int8"), weight), dtype)
-        return matmul(y, ops.cast(weight, dtype))
+        if uses_integers:
+            return ops.cast(ops.matmul(row, weight), dtype)
+        return matmul(row, ops.cast(weight, dtype))
 
     def linear(weight, divisor, zero, offset):
         if bits == 4:
