@@ -4,6 +4,7 @@ If a test fails with a new version of Keras, KerasHub or JAX, remove the change 
 `keras_recurrent/upstream.py`, and the test.
 """
 
+import functools
 import importlib
 import inspect
 import re
@@ -104,21 +105,16 @@ INT8_OPERANDS = {
 def test_keras_on_torch_converts_int8_matrices(operands):
     """Keras no longer converts, so `multiply_on_cpu` is not needed, or its products are wrong."""
     import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Record(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            names.add(func.overloadpacket.__name__)
-            return func(*args, **(kwargs or {}))
+    from tests.operators import operator_names
 
     rng, products, known = np.random.default_rng(0), [], []
     arrays = (rng.integers(-128, 128, size, "int8") for size in ((6, 300), (300, 40)))
     x, matrix = operands(*map(torch.from_numpy, arrays))
     with keras.device("cpu"):
         for matmul in (original("matmul"), keras.ops.matmul):
-            names: set[str] = set()
-            with Record():
-                products.append(matmul(x, matrix))
+            product, names = operator_names(functools.partial(matmul, x, matrix))
+            products.append(product)
             known.append(names)
         with torch.device("meta"):  # a probe of the CPU would use this device
             integer_products._has_fast_products.cache_clear()

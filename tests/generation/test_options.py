@@ -98,11 +98,18 @@ def assert_cache_after(model, cache, prompts, texts):
     assert_caches_close(cache, model.prefill(whole))
 
 
+def run_ahead(monkeypatch):
+    """Makes the host decode as for an accelerator."""
+    names = ["torch_batch"] if BACKEND == "torch" else ["xla_batch", "xla_programs"]
+    for name in names:
+        monkeypatch.setattr(f"keras_recurrent.generation.{name}.runs_ahead", lambda model: True)
+
+
 @pytest.mark.parametrize("as_on_gpu", [False, True] if BACKEND == "torch" else [False])
 def test_cache_while_device_is_ahead_has_state_of_its_tokens(model, texts, as_on_gpu, monkeypatch):
     """A cache contains tokens that the device has computed ahead, or a later step changes it."""
     if as_on_gpu:
-        monkeypatch.setattr("keras_recurrent.generation.torch_batch.runs_ahead", lambda model: True)
+        run_ahead(monkeypatch)
     stream = model.stream(PROMPTS, max_new_tokens=NEW, sampling=SAMPLING)
     caches = []
     for _ in range(5):
@@ -144,9 +151,7 @@ def test_accelerator_settings_generate_tokens_of_prompts_alone(
     model, alone, end, return_cache, monkeypatch
 ):
     """A step that runs ahead drops or exchanges tokens, or changes the state of an ended one."""
-    names = ["torch_batch"] if BACKEND == "torch" else ["xla_batch", "xla_programs"]
-    for name in names:
-        monkeypatch.setattr(f"keras_recurrent.generation.{name}.runs_ahead", lambda model: True)
+    run_ahead(monkeypatch)
     texts = [output.texts for output in alone]
     stop = {"length": "none", "stop token": max(texts[1], key=texts[1].find)}.get(
         end, texts[1][4:7]

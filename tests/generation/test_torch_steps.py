@@ -1,6 +1,5 @@
 """Steps on torch before they are captured: traced graphs, weights, and waits for the device."""
 
-import collections
 from types import SimpleNamespace
 
 import keras
@@ -30,6 +29,7 @@ from keras_recurrent.models import SamplingParams
 from tests.generation.captures import capture_on_cpu
 from tests.generation.tokens import generate
 from tests.models.tiny import tiny_causal_lm
+from tests.operators import count_operators
 
 
 def test_overwrite_with_views_of_the_tensors_copies_them_first():
@@ -140,20 +140,6 @@ def test_states_of_many_sequences_exist_once(captures, monkeypatch):
 WAITING = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.lift_fresh.default}
 
 
-def count_operators(function):
-    """Returns a `Counter` of torch's operators that a function calls."""
-    called = collections.Counter()
-
-    class Operators(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            called[function] += 1
-            return function(*args, **(kwargs or {}))
-
-    with Operators():
-        function()
-    return called
-
-
 def test_insert_and_remove_do_not_wait_for_the_device(hgrn2):
     """An engine that inserts a sequence waits for the step that runs."""
     batch = TorchBatch(hgrn2._programs(), 2, keep=True)
@@ -164,7 +150,7 @@ def test_insert_and_remove_do_not_wait_for_the_device(hgrn2):
         batch.insert(sequence, batch.initial_state)
         batch.remove(sequence)
 
-    called = count_operators(change)
+    _, called = count_operators(change)
     assert called[torch.ops.aten.fill_.Scalar]
     # Stop tokens, which are copied from pinned memory on a GPU.
     assert {n: called[n] for n in WAITING & {*called}} == {torch.ops.aten.lift_fresh.default: 1}
@@ -179,7 +165,7 @@ def test_state_of_a_slot_is_copied_at_once():
         model = tiny_causal_lm(num_layers=num_layers, block_types=blocks)
         batch = TorchBatch(model._programs(), 2, keep=True)
         batch.prepare_slots(64, num_prompts=1)
-        called = count_operators(lambda batch=batch: batch.slot_state(0))
+        _, called = count_operators(lambda batch=batch: batch.slot_state(0))
         counts.append({name: n for name, n in called.items() if not name.is_view})
         batch.close()
     assert counts[0] == counts[1]
@@ -188,7 +174,7 @@ def test_state_of_a_slot_is_copied_at_once():
 def test_apply_recent_tokens_does_not_wait_for_the_device(hgrn2):
     """An engine that saves a state waits for the step that runs."""
     cache = hgrn2.backbone.add_recent_tokens(hgrn2.backbone.get_initial_state(2))
-    called = count_operators(lambda: apply_recent_tokens(cache))
+    _, called = count_operators(lambda: apply_recent_tokens(cache))
     assert called[torch.ops.aten.where.self]
     assert not WAITING & {*called}
 

@@ -11,9 +11,9 @@ if keras.config.backend() != "torch":
 
 import torch
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from keras_recurrent.backends.torch._autograd import is_eager
+from tests.operators import operator_names
 from tests.ops.judge import every_implementation, kernels, parametrize_kernels
 
 KERNELS = [k for k in kernels(small.OPERATIONS) if k[1] != "cudnn"]  # which needs long sequences
@@ -69,18 +69,6 @@ def dot(a, b):
     return sum((a[name] * b[name]).sum() for name in a)
 
 
-class OperatorNames(TorchDispatchMode):
-    """Collects the names of the operators that are called in a context."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.add(function.overloadpacket.__name__)
-        return function(*args, **(kwargs or {}))
-
-
 @every_kernel
 def test_forward_mode_is_exact_or_an_error(operation, implementation):
     """A derivative in forward mode is wrong or zero, without an error."""
@@ -116,10 +104,9 @@ def test_eager_call_without_dispatcher_equals_operator(operation, implementation
     Such an operator would be missing in traced programs and FLOP counts.
     """
     loss, tensors = draw_loss(operation, implementation)
-    with OperatorNames() as operators:
-        dispatched = gradients(loss, tensors)
+    dispatched, names = operator_names(lambda: gradients(loss, tensors))
     name = operator_name(operation, implementation)
-    assert {name, f"{name}_backward"} <= operators.names
+    assert {name, f"{name}_backward"} <= names
     monkeypatch.setattr(torch.library.CustomOpDef, "__call__", None)
     direct = gradients(loss, tensors)
     assert all(torch.equal(direct[n], dispatched[n]) for n in dispatched)
