@@ -20,6 +20,7 @@ SOURCE_NAMES = {
     "T5MultiHeadAttention": "keras_hub.src.models.t5.t5_multi_head_attention",
     "_cuda_endAllocateToPool": "torch._C",
     "_cuda_releasePool": "torch._C",
+    "_is_vnni_supported": "torch.cpu",
     "builtin_presets": "keras_hub.src.utils.preset_utils",
     "canonicalize_python_string_inputs": "keras_hub.src.utils.tensor_utils",
     "canonicalize_python_token_inputs": "keras_hub.src.utils.tensor_utils",

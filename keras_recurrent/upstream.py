@@ -21,7 +21,12 @@ from keras_recurrent.devices.jax_processes import save_atomically
 from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.export.exporters import EXPORTERS, wrap_exporter
 from keras_recurrent.layers.float32_copies import multiply_by_copies
-from keras_recurrent.layers.integer_products import exact_einsum, exact_matmul, multiply_on_cpu
+from keras_recurrent.layers.integer_products import (
+    exact_einsum,
+    exact_matmul,
+    multiply_on_cpu,
+    multiply_row,
+)
 
 HUB = "keras_hub"
 LOADING = "keras_recurrent.checkpoints.loading"
@@ -103,8 +108,9 @@ if BACKEND in ("jax", "tensorflow"):
 if BACKEND == "jax":
     # XLA for NVIDIA GPUs doubles the product of two int8 tensors if the number of contracted
     # elements is not a multiple of 4 (H100, JAX 0.11.2). Keras multiplies int8 tensors in layers
-    # after `quantize("int8")`.
+    # after `quantize("int8")`. On CPUs, XLA converts the matrix if the other operand is one row.
     CHANGES += [
+        Change("keras.src.backend.jax.numpy", "matmul", multiply_row),
         Change("keras.src.backend.jax.numpy", "matmul", exact_matmul),
         Change("keras.src.backend.jax.numpy", "einsum", exact_einsum),
     ]

@@ -102,30 +102,43 @@ INT8_OPERANDS = {
 
 @pytest.mark.skipif(BACKEND != "torch", reason="products of torch on CPUs")
 @pytest.mark.parametrize("operands", INT8_OPERANDS.values(), ids=INT8_OPERANDS)
-def test_keras_on_torch_converts_int8_matrices(operands):
+def test_keras_on_torch_converts_int8_matrices(operands, monkeypatch):
     """Keras no longer converts, so `multiply_on_cpu` is not needed, or its products are wrong."""
     import torch
 
     from tests.operators import operator_names
 
-    rng, products, known = np.random.default_rng(0), [], []
-    arrays = (rng.integers(-128, 128, size, "int8") for size in ((6, 300), (300, 40)))
+    rng = np.random.default_rng(0)
+    arrays = (rng.integers(-128, 128, size, "int8") for size in ((6, 2300), (2300, 40)))
     x, matrix = operands(*map(torch.from_numpy, arrays))
+    monkeypatch.setattr(compat, "_is_vnni_supported", lambda: False, raising=False)
+    by_floats = integer_products.multiply_on_cpu(original("matmul"))
+    compiled = torch.compile(keras.ops.matmul, backend="eager", fullgraph=True)
     with keras.device("cpu"):
-        for matmul in (original("matmul"), keras.ops.matmul):
-            product, names = operator_names(functools.partial(matmul, x, matrix))
-            products.append(product)
-            known.append(names)
-        with torch.device("meta"):  # a probe of the CPU would use this device
-            integer_products._has_fast_products.cache_clear()
-            products.append(keras.ops.matmul(x, matrix))
-        compiled = torch.compile(keras.ops.matmul, backend="eager", fullgraph=True)
-        products.append(compiled(x, matrix))
-    assert "_int_mm" not in known[0]
-    assert ("_int_mm" in known[1]) == (integer_products._has_fast_products() and x.numel() > 0)
-    for product in products:
-        assert product.dtype == torch.int32
-        np.testing.assert_array_equal(product, x.numpy().astype("int32") @ matrix.numpy())
+        for matmul in (keras.ops.matmul, by_floats, compiled):
+            product = matmul(x, matrix)
+            assert product.dtype == torch.int32
+            np.testing.assert_array_equal(product, x.numpy().astype("int32") @ matrix.numpy())
+        for matmul, expected in ((original("matmul"), False), (by_floats, x.numel() > 0)):
+            _, names = operator_names(functools.partial(matmul, x, matrix))
+            assert ("split" in names) == expected
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="products of XLA on CPUs")
+@pytest.mark.parametrize("shape", [(300,), (1, 300), (1, 1, 300)])
+def test_xla_converts_the_matrix_for_a_row_of_int8(shape):
+    """XLA multiplies a row of int8 without int32, so `multiply_row` is not needed, or is wrong."""
+    import jax
+
+    rng = np.random.default_rng(0)
+    x, matrix = (rng.integers(-128, 128, size, "int8") for size in (shape, (300, 40)))
+    with keras.device("cpu"):
+        for matmul, converts in ((original("matmul"), True), (keras.ops.matmul, False)):
+            program = jax.jit(matmul).lower(x, matrix).compile()
+            assert ("s32[300,40]" in program.as_text()) == converts
+            product = program(x, matrix)
+            assert product.dtype == "int32"
+            np.testing.assert_array_equal(product, x.astype("int32") @ matrix)
 
 
 @pytest.mark.skipif(BACKEND != "jax" or has_gpu(), reason="programs of XLA for CPUs")

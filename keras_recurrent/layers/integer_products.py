@@ -1,8 +1,9 @@
-"""Products of int8 tensors: exact on JAX with NVIDIA GPUs, and fast on torch with CPUs.
+"""Products of int8 tensors: exact on JAX with NVIDIA GPUs, and fast on CPUs of JAX and torch.
 
 On NVIDIA GPUs, XLA doubles some products (`upstream.py`). `exact_matmul` and `exact_einsum` convert
 the first operand to int32, for which XLA uses another kernel; on other platforms of JAX, the result
-does not change. On torch, `multiply_on_cpu` avoids Keras's conversion of int8 matrices to int32.
+does not change. On CPUs, Keras's products convert int8 matrices to int32, on JAX if the other
+operand is a single row; `multiply_row` and `multiply_on_cpu` avoid this.
 """
 
 import functools
@@ -10,7 +11,10 @@ import math
 
 import keras
 
+from keras_recurrent import compat
+
 EXACT_MULTIPLE = 4  # XLA is exact if the contracted size is a multiple of this
+EXACT_SUM = 1024  # products of two int8, of which float32 represents every sum
 
 
 def exact_matmul(matmul):
@@ -37,14 +41,38 @@ def exact_einsum(einsum):
     return call
 
 
+def multiply_row(matmul):
+    """Returns a `matmul` of Keras for JAX that does not multiply single rows of int8 on CPUs.
+
+    XLA converts the matrix for one row, but not for two, so a row of zeros is added.
+    """
+    import jax
+
+    def add_row(x1, x2):
+        rows = keras.ops.pad(keras.ops.reshape(x1, (1, -1)), ((0, 1), (0, 0)))
+        return keras.ops.reshape(matmul(rows, x2)[:1], (*x1.shape[:-1], x2.shape[1]))
+
+    @functools.wraps(matmul)
+    def call(x1, x2):
+        if not _are_int8(x1, x2) or len(x2.shape) != 2 or math.prod(x1.shape[:-1]) != 1:
+            return matmul(x1, x2)
+        x1, x2 = map(keras.ops.convert_to_tensor, (x1, x2))
+        return jax.lax.platform_dependent(x1, x2, cpu=add_row, default=matmul)
+
+    return call
+
+
 def multiply_on_cpu(matmul):
-    """Returns a `matmul` of Keras that does not convert int8 matrices on CPUs of torch."""
+    """Returns a `matmul` of Keras that multiplies int8 matrices on CPUs of torch without int32.
+
+    On CPUs without VNNI, torch's product of int8 is slow or wrong: oneDNN adds pairs of products in
+    16 bits. Products in float32 are exact: each sum has an absolute value of at most 2**24.
+    """
     import torch
 
     from keras_recurrent.backends.torch._common import is_exporting
 
-    # Without it, torch.compile would trace the probe.
-    is_fast = torch.compiler.assume_constant_result(lambda: _has_fast_products())
+    has_kernel = torch.backends.mkldnn.is_available() and compat._is_vnni_supported()
 
     @functools.wraps(matmul)
     def call(x1, x2):
@@ -52,31 +80,19 @@ def multiply_on_cpu(matmul):
             return matmul(x1, x2)
         x1, x2 = map(keras.ops.convert_to_tensor, (x1, x2))
         is_product = x1.ndim > 1 and x2.ndim == 2 and x1.shape[-1] == x2.shape[0] > 0
-        on_cpu = x1.device.type == x2.device.type == "cpu"
-        if not is_product or not on_cpu or not is_fast():
+        if not is_product or not x1.device.type == x2.device.type == "cpu":
             return matmul(x1, x2)
-        # torch reads wrong elements of expanded tensors.
-        rows = x1.reshape(-1, x1.shape[-1]).contiguous()
-        matrix = x2 if x2.t().is_contiguous() else x2.contiguous()
-        return torch._int_mm(rows, matrix).reshape(*x1.shape[:-1], x2.shape[-1])
+        rows = x1.reshape(-1, x1.shape[-1])
+        if has_kernel:
+            # torch reads wrong elements of expanded tensors.
+            matrix = x2 if x2.t().is_contiguous() else x2.contiguous()
+            product = torch._int_mm(rows.contiguous(), matrix)
+        else:
+            blocks = zip(rows.split(EXACT_SUM, 1), x2.split(EXACT_SUM), strict=True)
+            product = sum((a.float() @ b.float()).int() for a, b in blocks)
+        return product.reshape(*x1.shape[:-1], x2.shape[-1])
 
     return call
-
-
-@functools.cache
-def _has_fast_products():
-    """Returns False without oneDNN, and on CPUs without VNNI.
-
-    On these CPUs, oneDNN adds pairs of products in 16 bits.
-    """
-    import torch
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    if not torch.backends.mkldnn.is_available():
-        return False
-    with _disable_current_modes():
-        ones = torch.ones(64, 64, dtype=torch.int8, device="cpu")
-        return bool((torch._int_mm(127 * ones, 127 * ones) == 64 * 127**2).all())
 
 
 def _are_int8(*operands):

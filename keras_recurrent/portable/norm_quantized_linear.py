@@ -38,8 +38,7 @@ def norm_quantized_linear(
         y = normalize(y, scale, epsilon, squares)
     if row_dtype is not None:
         y, factor = (ops.cast(t, dtype) for t in _quantize_row(ops.cast(y, x.dtype)))
-    # On CPUs, torch multiplies int8 while it reads the matrix. XLA would convert it first.
-    uses_integers = row_dtype is not None and bits == 8 and keras.config.backend() == "torch"
+    uses_integers = row_dtype is not None and bits == 8
     row = ops.cast(y, "int8") if uses_integers else y
 
     def multiply(weight):
