@@ -14,6 +14,7 @@ from keras_recurrent.generation import xla_programs
 from keras_recurrent.generation.prompts import bucket, chunk_length
 from keras_recurrent.layers import hgrn2
 from keras_recurrent.models import SamplingParams
+from tests.generation.captures import capture_on_cpu
 from tests.generation.tokens import generate, pad, random_prompts
 from tests.models import plain_generation
 from tests.models.test_generation import MARGIN
@@ -253,7 +254,7 @@ def test_xla_accepts_the_compiler_options_of_prompts(hgrn2, few_tokens, monkeypa
     assert hgrn2.prefill(pad(random_prompts((3, 5)))).batch_size == 2
 
 
-@on_jax
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="only kernels of Triton delay writes")
 def test_programs_with_delayed_writes_of_states_match_others(monkeypatch):
     """A returned cache misses recent tokens, or padding counts as one of them."""
     first, second = pad(random_prompts((3, 7)), 13), pad(random_prompts((1, 1), seed=1), 4)
@@ -270,7 +271,13 @@ def test_programs_with_delayed_writes_of_states_match_others(monkeypatch):
         return found + keras.tree.flatten(stream.cache.state)
 
     expected = collect(models[0])
-    monkeypatch.setattr(xla_programs, "MIN_DELAYED_ROWS", 2)
+    if BACKEND == "torch":
+        from keras_recurrent.generation import torch_programs as programs
+
+        capture_on_cpu(monkeypatch)
+    else:
+        programs = xla_programs
+    monkeypatch.setattr(programs, "MIN_DELAYED_ROWS", 2)
     monkeypatch.setattr(hgrn2, "STATE_WRITE_INTERVAL", 3)
     monkeypatch.setattr(dispatch, "uses_triton_kernels", lambda tensor: True)
     monkeypatch.setattr(hgrn2, "hgrn2_step", None)
