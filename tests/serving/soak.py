@@ -339,7 +339,8 @@ def run(num_requests):
     cancelled = re.findall(r"(?:chat)?cmpl-\w+", line)
     assert sorted(cancelled) == sorted(last.cancelled), (line, last.cancelled)
     num_late = sum(n for (_, outcome), n in last.outcomes.items() if outcome == 504)
-    assert int(re.match(r"Shutdown: (\d+)", line)[1]) <= len(last.ids) + num_late, figures
+    finished = re.match(r"Shutdown: requests finished: (\d+)", line)
+    assert int(finished[1]) <= len(last.ids) + num_late, figures
     assert "Traceback" not in text, text
     answered = {kind for kind, outcome in clients.outcomes if outcome == "whole answer"}
     assert {"whole", "chat", "stream"} <= answered
