@@ -114,8 +114,9 @@ def test_keras_on_torch_converts_int8_matrices(operands, monkeypatch):
     monkeypatch.setattr(compat, "_is_vnni_supported", lambda: False, raising=False)
     by_floats = integer_products.multiply_on_cpu(original("matmul"))
     compiled = torch.compile(keras.ops.matmul, backend="eager", fullgraph=True)
+    in_bfloat16 = torch.autocast("cpu", torch.bfloat16)
     with keras.device("cpu"):
-        for matmul in (keras.ops.matmul, by_floats, compiled):
+        for matmul in (keras.ops.matmul, by_floats, compiled, in_bfloat16(by_floats)):
             product = matmul(x, matrix)
             assert product.dtype == torch.int32
             np.testing.assert_array_equal(product, x.numpy().astype("int32") @ matrix.numpy())

@@ -54,10 +54,11 @@ def multiply_row(matmul):
 
     @functools.wraps(matmul)
     def call(x1, x2):
-        if not _are_int8(x1, x2) or len(x2.shape) != 2 or math.prod(x1.shape[:-1]) != 1:
-            return matmul(x1, x2)
-        x1, x2 = map(keras.ops.convert_to_tensor, (x1, x2))
-        return jax.lax.platform_dependent(x1, x2, cpu=add_row, default=matmul)
+        if _are_int8(x1, x2) and len(x2.shape) == 2 and math.prod(x1.shape[:-1]) == 1:
+            x1, x2 = map(keras.ops.convert_to_tensor, (x1, x2))
+            if isinstance(x1, jax.Array) and isinstance(x2, jax.Array):  # neither is sparse
+                return jax.lax.platform_dependent(x1, x2, cpu=add_row, default=matmul)
+        return matmul(x1, x2)
 
     return call
 
@@ -76,11 +77,13 @@ def multiply_on_cpu(matmul):
 
     @functools.wraps(matmul)
     def call(x1, x2):
-        if not _are_int8(x1, x2) or is_exporting():
+        if not _are_int8(x1, x2) or is_exporting() or torch.jit.is_tracing():
             return matmul(x1, x2)
         x1, x2 = map(keras.ops.convert_to_tensor, (x1, x2))
         is_product = x1.ndim > 1 and x2.ndim == 2 and x1.shape[-1] == x2.shape[0] > 0
-        if not is_product or not x1.device.type == x2.device.type == "cpu":
+        on_cpu = x1.device.type == x2.device.type == "cpu"
+        # Autocast would round products in float32.
+        if not is_product or not on_cpu or torch.is_autocast_enabled("cpu"):
             return matmul(x1, x2)
         rows = x1.reshape(-1, x1.shape[-1])
         if has_kernel:
