@@ -23,9 +23,8 @@ from keras_recurrent.export.exporters import EXPORTERS, wrap_exporter
 from keras_recurrent.layers.float32_copies import multiply_by_copies
 from keras_recurrent.layers.integer_products import (
     exact_einsum,
-    exact_matmul,
-    multiply_on_cpu,
-    multiply_row,
+    multiply_on_jax,
+    multiply_on_torch,
 )
 
 HUB = "keras_hub"
@@ -110,13 +109,12 @@ if BACKEND == "jax":
     # elements is not a multiple of 4 (H100, JAX 0.11.2). Keras multiplies int8 tensors in layers
     # after `quantize("int8")`. On CPUs, XLA converts the matrix if the other operand is one row.
     CHANGES += [
-        Change("keras.src.backend.jax.numpy", "matmul", multiply_row),
-        Change("keras.src.backend.jax.numpy", "matmul", exact_matmul),
+        Change("keras.src.backend.jax.numpy", "matmul", multiply_on_jax),
         Change("keras.src.backend.jax.numpy", "einsum", exact_einsum),
     ]
 if BACKEND == "torch":
     # On CPUs, Keras 3.15.1 converts int8 tensors to int32, which torch multiplies slowly.
-    CHANGES += [Change("keras.src.backend.torch.numpy", "matmul", multiply_on_cpu)]
+    CHANGES += [Change("keras.src.backend.torch.numpy", "matmul", multiply_on_torch)]
 
 
 def install():

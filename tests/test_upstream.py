@@ -103,7 +103,7 @@ INT8_OPERANDS = {
 @pytest.mark.skipif(BACKEND != "torch", reason="products of torch on CPUs")
 @pytest.mark.parametrize("operands", INT8_OPERANDS.values(), ids=INT8_OPERANDS)
 def test_keras_on_torch_converts_int8_matrices(operands, monkeypatch):
-    """Keras no longer converts, so `multiply_on_cpu` is not needed, or its products are wrong."""
+    """Keras no longer converts, so `multiply_on_torch` is not needed, or its products are wrong."""
     import torch
 
     from tests.operators import operator_names
@@ -111,8 +111,9 @@ def test_keras_on_torch_converts_int8_matrices(operands, monkeypatch):
     rng = np.random.default_rng(0)
     arrays = (rng.integers(-128, 128, size, "int8") for size in ((6, 2300), (2300, 40)))
     x, matrix = operands(*map(torch.from_numpy, arrays))
+    operator = "_int_mm" if compat._is_vnni_supported() else "split"
     monkeypatch.setattr(compat, "_is_vnni_supported", lambda: False, raising=False)
-    by_floats = integer_products.multiply_on_cpu(original("matmul"))
+    by_floats = integer_products.multiply_on_torch(original("matmul"))
     compiled = torch.compile(keras.ops.matmul, backend="eager", fullgraph=True)
     in_bfloat16 = torch.autocast("cpu", torch.bfloat16)
     with keras.device("cpu"):
@@ -120,15 +121,16 @@ def test_keras_on_torch_converts_int8_matrices(operands, monkeypatch):
             product = matmul(x, matrix)
             assert product.dtype == torch.int32
             np.testing.assert_array_equal(product, x.numpy().astype("int32") @ matrix.numpy())
-        for matmul, expected in ((original("matmul"), False), (by_floats, x.numel() > 0)):
+        matmuls = [(original("matmul"), None), (keras.ops.matmul, operator), (by_floats, "split")]
+        for matmul, expected in matmuls:
             _, names = operator_names(functools.partial(matmul, x, matrix))
-            assert ("split" in names) == expected
+            assert names & {"_int_mm", "split"} == ({expected} - {None} if x.numel() else set())
 
 
 @pytest.mark.skipif(BACKEND != "jax", reason="products of XLA on CPUs")
 @pytest.mark.parametrize("shape", [(300,), (1, 300), (1, 1, 300)])
 def test_xla_converts_the_matrix_for_a_row_of_int8(shape):
-    """XLA multiplies a row of int8 without int32, so `multiply_row` is not needed, or is wrong."""
+    """XLA no longer converts the matrix, so no row need be added, or the products are wrong."""
     import jax
 
     rng = np.random.default_rng(0)

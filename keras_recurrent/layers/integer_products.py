@@ -1,9 +1,9 @@
 """Products of int8 tensors: exact on JAX with NVIDIA GPUs, and fast on CPUs of JAX and torch.
 
-On NVIDIA GPUs, XLA doubles some products (`upstream.py`). `exact_matmul` and `exact_einsum` convert
-the first operand to int32, for which XLA uses another kernel; on other platforms of JAX, the result
-does not change. On CPUs, Keras's products convert int8 matrices to int32, on JAX if the other
-operand is a single row; `multiply_row` and `multiply_on_cpu` avoid this.
+On NVIDIA GPUs, XLA doubles some products (`upstream.py`). For these, the first operand is converted
+to int32, for which XLA uses another kernel; on other platforms of JAX, the result does not change.
+On CPUs, Keras's products convert int8 matrices to int32, on JAX if the other operand is a single
+row; `multiply_on_jax` and `multiply_on_torch` avoid this.
 """
 
 import functools
@@ -17,13 +17,27 @@ EXACT_MULTIPLE = 4  # XLA is exact if the contracted size is a multiple of this
 EXACT_SUM = 1024  # products of two int8, of which float32 represents every sum
 
 
-def exact_matmul(matmul):
-    """Returns a `matmul` of Keras that is exact for int8."""
+def multiply_on_jax(matmul):
+    """Returns a `matmul` of Keras that is exact for int8, and converts no matrix on CPUs.
+
+    On CPUs, XLA converts the matrix for one row, but not for two, so a row of zeros is added.
+    """
+    import jax
+
+    def add_row(x1, x2):
+        rows = keras.ops.pad(keras.ops.reshape(x1, (1, -1)), ((0, 1), (0, 0)))
+        return keras.ops.reshape(matmul(rows, x2)[:1], (*x1.shape[:-1], x2.shape[1]))
 
     @functools.wraps(matmul)
     def call(x1, x2):
-        if _are_int8(x1, x2) and x1.shape[-1] % EXACT_MULTIPLE:
-            x1 = keras.ops.cast(x1, "int32")
+        if not _are_int8(x1, x2):
+            return matmul(x1, x2)
+        if x1.shape[-1] % EXACT_MULTIPLE:
+            return matmul(keras.ops.cast(x1, "int32"), x2)
+        if len(x2.shape) == 2 and math.prod(x1.shape[:-1]) == 1:
+            x1, x2 = map(keras.ops.convert_to_tensor, (x1, x2))
+            if isinstance(x1, jax.Array) and isinstance(x2, jax.Array):  # neither is sparse
+                return jax.lax.platform_dependent(x1, x2, cpu=add_row, default=matmul)
         return matmul(x1, x2)
 
     return call
@@ -41,29 +55,7 @@ def exact_einsum(einsum):
     return call
 
 
-def multiply_row(matmul):
-    """Returns a `matmul` of Keras for JAX that does not multiply single rows of int8 on CPUs.
-
-    XLA converts the matrix for one row, but not for two, so a row of zeros is added.
-    """
-    import jax
-
-    def add_row(x1, x2):
-        rows = keras.ops.pad(keras.ops.reshape(x1, (1, -1)), ((0, 1), (0, 0)))
-        return keras.ops.reshape(matmul(rows, x2)[:1], (*x1.shape[:-1], x2.shape[1]))
-
-    @functools.wraps(matmul)
-    def call(x1, x2):
-        if _are_int8(x1, x2) and len(x2.shape) == 2 and math.prod(x1.shape[:-1]) == 1:
-            x1, x2 = map(keras.ops.convert_to_tensor, (x1, x2))
-            if isinstance(x1, jax.Array) and isinstance(x2, jax.Array):  # neither is sparse
-                return jax.lax.platform_dependent(x1, x2, cpu=add_row, default=matmul)
-        return matmul(x1, x2)
-
-    return call
-
-
-def multiply_on_cpu(matmul):
+def multiply_on_torch(matmul):
     """Returns a `matmul` of Keras that multiplies int8 matrices on CPUs of torch without int32.
 
     On CPUs without VNNI, torch's product of int8 is slow or wrong: oneDNN adds pairs of products in

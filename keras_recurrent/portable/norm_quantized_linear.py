@@ -38,24 +38,16 @@ def norm_quantized_linear(
         y = normalize(y, scale, epsilon, squares)
     if row_dtype is not None:
         y, factor = (ops.cast(t, dtype) for t in _quantize_row(ops.cast(y, x.dtype)))
-    uses_integers = row_dtype is not None and bits == 8
-    row = ops.cast(y, "int8") if uses_integers else y
-
-    def multiply(weight):
-        if uses_integers:
-            return ops.cast(ops.matmul(row, weight), dtype)
-        return matmul(row, ops.cast(weight, dtype))
 
     def linear(weight, divisor, zero, offset):
         if bits == 4:
             weight = keras.quantizers.unpack_int4(weight, divisor.shape[-1], axis=-1)
-        divisor = ops.cast(divisor, dtype)
+        weight, divisor = ops.cast(weight, dtype), ops.cast(divisor, dtype)
         if block_size is not None:
-            zero = _per_channel(ops.cast(zero, dtype), block_size, x.shape[1])
-            divisor = _per_channel(divisor, block_size, x.shape[1])
-            product = matmul(y, (ops.cast(weight, dtype) - zero) * divisor)
+            weight = weight - _per_channel(ops.cast(zero, dtype), block_size, x.shape[1])
+            product = matmul(y, weight * _per_channel(divisor, block_size, x.shape[1]))
         else:
-            product = multiply(weight) / (divisor if factor is None else divisor * factor)
+            product = matmul(y, weight) / (divisor if factor is None else divisor * factor)
         return product if offset is None else product + ops.cast(offset, dtype)
 
     matrices = zip(kernels, kernel_scales, kernel_zeros, biases, strict=True)
