@@ -73,6 +73,15 @@ def apply_function(function, *inputs):
     return function.forward(*inputs)
 
 
+def cast_output(tensor, dtype):
+    """Casts the output of an autograd function to `dtype`, without calling `to` for nothing.
+
+    `to` would return its argument, which torch 2.11 would compile to a function with two outputs of
+    one tensor, and its gradients would be 0.
+    """
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
 def call_without_gradient(operator, *inputs):
     """Calls a custom operator that computes gradients, without the dispatcher in eager mode."""
     if torch.is_grad_enabled() or not is_eager(inputs):

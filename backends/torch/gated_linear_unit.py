@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from ..constants import GELU_CLIP
-from ._autograd import apply_function, compile_only_in_graphs
+from ._autograd import apply_function, cast_output, compile_only_in_graphs
 from ._common import accumulation_dtype, elements_per_launch, forward_mode_active, slope_of_gated
 from ._sharding import is_sharded
 
@@ -33,7 +33,7 @@ def _forward(gate, x, activation):
     z = gate.to(dtype)
     # Not torch's own gelu, z (1 + tanh(u / 2)) / 2: it loses the digits of a nearly closed gate.
     value = F.silu(z) if activation == "silu" else z * torch.sigmoid(_add_cube(1, *_terms(z)))
-    return (value * x.to(dtype)).to(x.dtype)
+    return cast_output(value * x.to(dtype), x.dtype)
 
 
 class _GatedLinearUnit(torch.autograd.Function):

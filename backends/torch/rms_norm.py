@@ -11,7 +11,7 @@ a custom operator, so that `torch.compile` fuses it with adjacent operators.
 import torch
 
 from ..constants import SMALLEST_SCALED_EPSILON, SQUARES_SCALE
-from ._autograd import apply_function, compile_only_in_graphs
+from ._autograd import apply_function, cast_output, compile_only_in_graphs
 from ._common import accumulation_dtype, forward_mode_active
 
 
@@ -24,7 +24,7 @@ def rms_norm(x, scale=None, epsilon=0.0):
 
 def _forward(x, scale, epsilon):
     y, _ = _normalized(x, scale, epsilon)
-    return (y if scale is None else y * scale.to(y.dtype)).to(x.dtype)
+    return cast_output(y if scale is None else y * scale.to(y.dtype), x.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -22,6 +22,7 @@ def check_activation(where, activation):
         )
 
 
+@CausalConv1DOperation.public_function
 def causal_conv1d(
     x,
     kernel,
@@ -80,4 +81,3 @@ def causal_conv1d(
     >>> keras.ops.convert_to_numpy(y).ravel()
     array([1., 3., 5., 7.], dtype=float32)
     """
-    return CausalConv1DOperation.apply(locals())

@@ -7,6 +7,7 @@ class ComplexLinearScan(RecurrentOperation):
     function = "complex_linear_scan"
 
 
+@ComplexLinearScan.public_function
 def complex_linear_scan(
     x,
     log_a,
@@ -61,4 +62,3 @@ def complex_linear_scan(
             [ 0.,  1.],
             [-1.,  0.]]], dtype=float32)
     """
-    return ComplexLinearScan.apply(locals())

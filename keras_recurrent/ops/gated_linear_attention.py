@@ -7,6 +7,7 @@ class GatedLinearAttentionOperation(RecurrentOperation):
     function = "gated_linear_attention"
 
 
+@GatedLinearAttentionOperation.public_function
 def gated_linear_attention(
     q,
     k,
@@ -74,4 +75,3 @@ def gated_linear_attention(
            [3.5, 4.5],
            [0. , 0. ]], dtype=float32)
     """
-    return GatedLinearAttentionOperation.apply(locals())

@@ -18,6 +18,7 @@ class GatedLinearUnitOperation(Operation):
         return super().check(tensors, context, options)
 
 
+@GatedLinearUnitOperation.public_function
 def gated_linear_unit(gate, x, *, activation, implementation=None):
     """Computes `activation(gate) * x`, the product of a gated linear unit.
 
@@ -59,4 +60,3 @@ def gated_linear_unit(gate, x, *, activation, implementation=None):
     >>> keras.ops.convert_to_numpy(y).round(2)
     array([-0.  ,  0.73,  9.  ], dtype=float32)
     """
-    return GatedLinearUnitOperation.apply(locals())

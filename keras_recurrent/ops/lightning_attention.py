@@ -7,6 +7,7 @@ class LightningAttentionOperation(RecurrentOperation):
     function = "lightning_attention"
 
 
+@LightningAttentionOperation.public_function
 def lightning_attention(
     q,
     k,
@@ -63,4 +64,3 @@ def lightning_attention(
     >>> keras.ops.convert_to_numpy(output).ravel().round(3)
     array([8., 4., 2.], dtype=float32)
     """
-    return LightningAttentionOperation.apply(locals())

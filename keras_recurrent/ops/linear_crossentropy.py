@@ -40,6 +40,7 @@ class LinearCrossentropyOperation(Operation):
         return loss, best
 
 
+@LinearCrossentropyOperation.public_function
 def linear_crossentropy(
     x,
     embedding,
@@ -99,4 +100,3 @@ def linear_crossentropy(
     >>> print(f"{float(loss):.3f}", keras.ops.convert_to_numpy(best))
     0.742 [0 0 1]
     """
-    return LinearCrossentropyOperation.apply(locals())

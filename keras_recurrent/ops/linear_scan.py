@@ -7,6 +7,7 @@ class LinearScan(RecurrentOperation):
     function = "linear_scan"
 
 
+@LinearScan.public_function
 def linear_scan(
     x,
     log_a,
@@ -74,4 +75,3 @@ def linear_scan(
     >>> keras.ops.convert_to_numpy(h).ravel()
     array([1.  , 1.5 , 1.75], dtype=float32)
     """
-    return LinearScan.apply(locals())

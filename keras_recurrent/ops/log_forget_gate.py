@@ -7,6 +7,7 @@ class LogForgetGateOperation(Operation):
     function = "log_forget_gate"
 
 
+@LogForgetGateOperation.public_function
 def log_forget_gate(logits, lower_bound=None, *, implementation=None):
     """Computes the logarithm of forget gates with a lower bound.
 
@@ -51,4 +52,3 @@ def log_forget_gate(logits, lower_bound=None, *, implementation=None):
     >>> np.exp(log_f).ravel().round(4)
     array([0.5 , 0.75, 1.  ], dtype=float32)
     """
-    return LogForgetGateOperation.apply(locals())

@@ -1,5 +1,7 @@
 """Base class of operations: argument checks, nodes of Keras graphs, and dispatch."""
 
+import functools
+import inspect
 import operator
 
 import keras
@@ -23,8 +25,8 @@ class Operation(keras.Operation):
     """Base class of operations, which can be nodes of a Keras graph.
 
     Class attributes:
-        function: the name of the function that calls `apply`, of the files in `backends/`, and of
-            the signature, which lists tensors and results with their dimensions.
+        function: the name of the public function, of the files in `backends/`, and of the
+            signature, which lists tensors and results with their dimensions.
         options: `{name: default}` of further arguments of an implementation, which are not tensors
             and are known when a graph is made.
         context: `{name: dimensions}` of further tensors, which `lower` may change.
@@ -59,13 +61,25 @@ class Operation(keras.Operation):
         self.options = type(self).options | options
 
     @classmethod
+    def public_function(cls, signature):
+        """Decorates a function that consists of its signature and docstring, to call `apply`."""
+        names = tuple(inspect.signature(signature).parameters)
+
+        @functools.wraps(signature)
+        def function(*args, **kwargs):
+            signature(*args, **kwargs)  # Python's error for wrong arguments
+            return cls.apply({**dict(zip(names, args, strict=False)), **kwargs})
+
+        return function
+
+    @classmethod
     def apply(cls, arguments):
         """Computes the results, or adds a node to the graph if an argument is symbolic.
 
-        arguments: `{name: value}` of the arguments of the public function, as `locals()` returns.
+        arguments: `{name: value}` of the given arguments of the public function.
         """
         tensors, context, options = cls.split(arguments)
-        implementation = arguments["implementation"]
+        implementation = arguments.get("implementation")
         key = _call_key(cls.function, tensors, context, options)
         if key is None or key not in _checked_keys:
             given = *tensors.values(), *context.values()

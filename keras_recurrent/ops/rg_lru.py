@@ -8,6 +8,7 @@ class RGLRUOperation(RecurrentOperation):
     start_matters = True  # the multiplier of the first input is 1
 
 
+@RGLRUOperation.public_function
 def rg_lru(
     x,
     gate_a,
@@ -66,4 +67,3 @@ def rg_lru(
     >>> keras.ops.convert_to_numpy(h).ravel().round(4)
     array([1.   , 1.0605], dtype=float32)
     """
-    return RGLRUOperation.apply(locals())

@@ -18,6 +18,7 @@ class RMSNormOperation(Operation):
         return super().check(tensors, context, options)
 
 
+@RMSNormOperation.public_function
 def rms_norm(x, scale=None, *, epsilon, implementation=None):
     """Computes root mean square normalization over the last axis.
 
@@ -65,4 +66,3 @@ def rms_norm(x, scale=None, *, epsilon, implementation=None):
     array([[ 0.8485,  2.2627],
            [-0.8485,  2.2627]], dtype=float32)
     """
-    return RMSNormOperation.apply(locals())

@@ -7,6 +7,7 @@ class ScalarDecayAttentionOperation(RecurrentOperation):
     function = "scalar_decay_attention"
 
 
+@ScalarDecayAttentionOperation.public_function
 def scalar_decay_attention(
     q,
     k,
@@ -70,4 +71,3 @@ def scalar_decay_attention(
     array([[8., 8.],
            [8., 4.]], dtype=float32)
     """
-    return ScalarDecayAttentionOperation.apply(locals())

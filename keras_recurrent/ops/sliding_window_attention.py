@@ -41,6 +41,7 @@ def capacity(sliding_window, max_length):
     return sliding_window - 1 if max_length is None else min(max_length, sliding_window - 1)
 
 
+@SlidingWindowAttentionOperation.public_function
 def sliding_window_attention(
     q,
     k,
@@ -123,4 +124,3 @@ def sliding_window_attention(
     >>> keras.ops.convert_to_numpy(state["value"]).ravel(), int(state["position"][0])
     (array([9.], dtype=float32), 4)
     """
-    return SlidingWindowAttentionOperation.apply(locals())

@@ -28,6 +28,7 @@ class TokenCrossentropyOperation(Operation):
         return {**tensors, "tokens": tokens}
 
 
+@TokenCrossentropyOperation.public_function
 def token_crossentropy(logits, tokens, *, implementation=None):
     """Computes the cross-entropy of tokens from logits, in nats.
 
@@ -69,4 +70,3 @@ def token_crossentropy(logits, tokens, *, implementation=None):
     >>> np.exp(-keras.ops.convert_to_numpy(loss)).round(4)
     array([1.    , 0.5   , 0.3333], dtype=float32)
     """
-    return TokenCrossentropyOperation.apply(locals())
