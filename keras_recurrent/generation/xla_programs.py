@@ -195,6 +195,7 @@ class Programs:
                 values = list(zip(passed, weights[: len(passed)], strict=True))
                 if values:
                     scopes.enter_context(keras.StatelessScope(values))
+                scopes.enter_context(self.model.backbone.constant_block_arguments())
             scopes.enter_context(compile_ahead())
             yield
 

@@ -1,5 +1,8 @@
 """Base class of the networks of all families, from tokens to hidden states, and their cache."""
 
+import contextlib
+import contextvars
+
 import keras
 from keras import ops
 
@@ -41,6 +44,8 @@ if BACKEND == "torch":
 STORED = ("embedding_scale", "output_scale", "max_position_embeddings")
 # Key of `weight_layout` for the linear layers of keys and values.
 KEYS_AND_VALUES = "block.*(k_proj|v_proj)/kernel"
+# The result of `block_arguments` inside of `constant_block_arguments`.
+_constants: contextvars.ContextVar = contextvars.ContextVar("_constants", default=None)
 
 
 class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDocstring, Network):
@@ -311,14 +316,14 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
             x = self.embed(token_ids)
         else:
             x, tokens, token_state = step
+        arguments = _constants.get() or self.block_arguments(x)
         if cache is not None and intercept is None and can_chain_steps(self, x):
-            arguments = self.block_arguments(x)
             x, states = chain_steps(self.transformer_layers, x, tokens, cache["blocks"], arguments)
         else:
             intercept = intercept or (lambda x, i: x)
             x, states = intercept(x, -1), []
-            for i, further in enumerate(self.block_arguments(x)):
-                further |= {"tokens": tokens, "return_state": return_cache}
+            for i, constant in enumerate(arguments):
+                further = {**constant, "tokens": tokens, "return_state": return_cache}
                 state = cache and cache["blocks"][i]
                 x = self.inner(self.transformer_layers[i], x, initial_state=state, **further)
                 if return_cache:
@@ -456,6 +461,19 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
     def block_arguments(self, embeddings):
         """Returns a dictionary of further call arguments per block, such as its lower bound."""
         return [{} for _ in self.transformer_layers]
+
+    @contextlib.contextmanager
+    def constant_block_arguments(self):
+        """Context manager in which `block_arguments` are those of its start.
+
+        For programs whose loops call the network: XLA would compute them in each iteration.
+        """
+        embeddings = ops.zeros((1, 1, self.hidden_dim), self.compute_dtype)
+        token = _constants.set(self.block_arguments(embeddings))
+        try:
+            yield
+        finally:
+            _constants.reset(token)
 
     def cache_spec(self, batch_size=None):
         """Returns the structure of a generation cache, as `KerasTensor`s."""

@@ -12,7 +12,7 @@ import pytest
 from keras_recurrent import dispatch, which_generation
 from keras_recurrent.generation import xla_programs
 from keras_recurrent.generation.prompts import bucket, chunk_length
-from keras_recurrent.layers import hgrn2
+from keras_recurrent.layers import LowerBounds, hgrn2
 from keras_recurrent.models import SamplingParams
 from tests.generation.captures import capture_on_cpu
 from tests.generation.tokens import generate, pad, random_prompts
@@ -240,6 +240,27 @@ def test_loop_on_accelerators_has_a_known_trip_count(hgrn2, on_cpu, monkeypatch)
     monkeypatch.setattr(programs, "decode", decode)
     generate(hgrn2, (5, 9), 12)
     assert ("known_trip_count" in texts[0]) is not on_cpu
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="test_torch_steps.py tests steps of torch")
+def test_lower_bounds_are_computed_before_the_loop(monkeypatch):
+    """XLA computes the lower bounds again for each token."""
+    inside, found, loop, call = [], [], xla_programs.ops.while_loop, LowerBounds.call
+
+    def while_loop(*arguments):
+        inside.append(True)
+        results = loop(*arguments)
+        inside.clear()
+        return results
+
+    def record(layer, inputs):
+        found.append(bool(inside))
+        return call(layer, inputs)
+
+    monkeypatch.setattr(xla_programs.ops, "while_loop", while_loop)
+    monkeypatch.setattr(LowerBounds, "call", record)
+    generate(tiny_causal_lm(family="hgrn2", num_layers=2), (5, 9), 12)
+    assert found and not any(found)
 
 
 @on_jax
