@@ -2,7 +2,11 @@
 
 Qin et al. 2024, arXiv:2404.07904. A program reads and writes some columns of a head's memory once.
 For `hgrn2_delayed_step`, it also reads the recent tokens, and writes the columns only when no more
-tokens can be stored. All arithmetic is float32.
+tokens can be stored. With S_0 before the recent tokens i < t, and t the new token,
+
+    o = q (f_1 ... f_t) S_0 + sum_i (q · k_i f_(i+1) ... f_t) v_i
+
+so that a step which does not write needs one product with the memory. All arithmetic is float32.
 """
 
 import triton
@@ -17,9 +21,7 @@ from ._runtime.framework import decoding_step, pdl_options, run, step_unsupporte
 from ._runtime.launch import Array, Launch, cdiv, like, next_power_of_2
 
 _BLOCK_V, _WARPS = SQUARES_GROUP, 4
-# Each thread adds recent tokens to so many numbers of the memory, in registers. With fewer, more
-# threads would load the same decays and keys.
-_DELAYED_SIZE = 128
+_DELAYED_SIZE = 128  # numbers of the memory that each thread holds in registers
 
 
 def unsupported(memory, **others) -> str | None:
@@ -61,18 +63,23 @@ def _kernel(
     offsets = head * (K * V) + d[:, None] * V + e[None, :]
     valid = (d < K)[:, None] & (e < V)[None, :]
     state = load_float32(memory, offsets, valid)
+    key_channel = head % H * K + d
+    # Keys of recent tokens, the last one first, are multiplied by the decays of `later` ones.
+    later = tl.full((BLOCK_K,), 1.0, tl.float32)
+    keys, values = (), ()
     if recent is not None:
         token_size = H * (2 * K + V)
-        token_offset = head // H * N * token_size
-        key_channel = head % H * K + d
         value_channel = 2 * H * K + head % H * V + e
         num_recent = tl.load(count + head // H)
-        for _ in tl.range(0, num_recent, num_stages=6):  # loads five tokens ahead
-            decay = load_float32(recent + token_offset, key_channel, d < K)
-            key = load_float32(recent + token_offset, H * K + key_channel, d < K)
-            value = load_float32(recent + token_offset, value_channel, e < V)
-            state = decay[:, None] * state + key[:, None] * value[None, :]
-            token_offset += token_size
+        first = head // H * N * token_size
+        for i in tl.static_range(N):
+            token = recent + first + (N - 1 - i) * token_size
+            is_stored = N - 1 - i < num_recent
+            token_decay = tl.load(token + key_channel, (d < K) & is_stored, other=1.0)
+            key = load_float32(token, H * K + key_channel, (d < K) & is_stored)
+            keys = keys + (key * later,)
+            values = values + (load_float32(token, value_channel, (e < V) & is_stored),)
+            later *= token_decay
     if norm_scale is not None:
         scale = load_float32(norm_scale, head % H * V + e, e < V)
     wait_for_previous_launch(PDL)
@@ -82,9 +89,8 @@ def _kernel(
     k_valid, v_valid = (d < K) & (kind != PADDING), (e < V) & (kind != PADDING)
     forget_gate, input_gate = sigmoid(load_float32(f, head * K + d, k_valid), True)
     if lower_bound is not None:
-        channel = head % H * K + d
-        rest = exp(load_float32(lower_bound, H * K + channel, d < K), True)
-        forget_gate = exp(load_float32(lower_bound, channel, d < K), True) + rest * forget_gate
+        rest = exp(load_float32(lower_bound, H * K + key_channel, d < K), True)
+        forget_gate = exp(load_float32(lower_bound, key_channel, d < K), True) + rest * forget_gate
         input_gate *= rest
         # After rounding, β and 1 - β do not add up to 1, and β may be NaN.
         near_1 = (input_gate <= 0.5) & (forget_gate == forget_gate)
@@ -92,28 +98,37 @@ def _kernel(
     key = tl.where(k_valid, input_gate, 0.0)
     decay = select_by_kind(kind, forget_gate, 0.0, 1.0)
     value = load_float32(v, head * V + e, v_valid)
-    state = decay[:, None] * state + key[:, None] * value[None, :]
-    if recent is None:
-        tl.store(next_memory + offsets, state, valid)
-    else:
-        is_full = num_recent == N
-        tl.store(next_memory + offsets, state, valid & is_full & (kind != PADDING))
-        # The first program of a head stores its decays and keys.
-        k_stored = k_valid & ~is_full & (tl.program_id(0) % TILES == 0)
-        tl.store(next_recent + token_offset + key_channel, decay, k_stored)
-        tl.store(next_recent + token_offset + H * K + key_channel, key, k_stored)
-        tl.store(next_recent + token_offset + value_channel, value, v_valid & ~is_full)
-        # No program of this launch reads `next_count`, and one of each sequence writes it.
-        number = tl.where(is_full, 0, num_recent + 1)
-        number = tl.where(kind == PADDING, num_recent, number)
-        tl.store(next_count + head // H, number, tl.program_id(0) % (H * TILES) == 0)
     query = load_float32(q, head * K + d, k_valid)
     query *= sigmoid(query, True)[0] * root
-    result = tl.sum(query[:, None] * state, 0)
+    result = tl.sum(query * key, 0) * value
+    weights = query * decay
+    for i in tl.static_range(len(keys)):
+        result += tl.sum(weights * keys[i], 0) * values[i]
+    result += tl.sum((weights * later)[:, None] * state, 0)
     tl.store(squares + tl.program_id(0), tl.sum(result * result, 0))
     if norm_scale is not None:
         result *= scale
     tl.store(output + head * V + e, result, e < V)
+    writes = True
+    if recent is not None:
+        writes = num_recent == N
+        # The first program of a head stores its decays and keys.
+        k_stored = k_valid & ~writes & (tl.program_id(0) % TILES == 0)
+        token = next_recent + first + num_recent * token_size
+        tl.store(token + key_channel, decay, k_stored)
+        tl.store(token + H * K + key_channel, key, k_stored)
+        tl.store(token + value_channel, value, v_valid & ~writes)
+        # No program of this launch reads `next_count`, and one of each sequence writes it.
+        number = tl.where(writes, 0, num_recent + 1)
+        number = tl.where(kind == PADDING, num_recent, number)
+        tl.store(next_count + head // H, number, tl.program_id(0) % (H * TILES) == 0)
+        writes &= kind != PADDING
+    if writes:
+        state *= (decay * later)[:, None]
+        for i in tl.static_range(len(keys)):
+            state += (decay * keys[i])[:, None] * values[i][None, :]
+        state += key[:, None] * value[None, :]
+        tl.store(next_memory + offsets, state, valid)
 
 
 def results(q, f, v, memory, lower_bound, norm_scale, token_kind):
