@@ -74,10 +74,10 @@ def apply_function(function, *inputs):
 
 
 def cast_output(tensor, dtype):
-    """Casts the output of an autograd function to `dtype`, without calling `to` for nothing.
+    """Casts the output of an autograd function; returns the tensor itself if it has this dtype.
 
-    `to` would return its argument, which torch 2.11 would compile to a function with two outputs of
-    one tensor, and its gradients would be 0.
+    If `to` returned its argument, a function compiled by torch 2.11 would return one tensor as two
+    outputs, and gradients would be 0.
     """
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 

@@ -2,11 +2,12 @@
 
 Qin et al. 2024, arXiv:2404.07904. A program reads and writes some columns of a head's memory once.
 For `hgrn2_delayed_step`, it also reads the recent tokens, and writes the columns only when no more
-tokens can be stored. With S_0 before the recent tokens i < t, and t the new token,
+tokens can be stored. Let S_0 be the stored memory, 1 to t - 1 the recent tokens, and t the new one:
 
-    o = q (f_1 ... f_t) S_0 + sum_i (q · k_i f_(i+1) ... f_t) v_i
+    o = q (f_1 ... f_t) S_0 + sum_(i = 1 ... t) (q · k_i f_(i+1) ... f_t) v_i
 
-so that a step which does not write needs one product with the memory. All arithmetic is float32.
+A step that does not write the memory therefore needs one product with it. All arithmetic is
+float32.
 """
 
 import triton
@@ -21,7 +22,7 @@ from ._runtime.framework import decoding_step, pdl_options, run, step_unsupporte
 from ._runtime.launch import Array, Launch, cdiv, like, next_power_of_2
 
 _BLOCK_V, _WARPS = SQUARES_GROUP, 4
-_DELAYED_SIZE = 128  # numbers of the memory that each thread holds in registers
+_DELAYED_SIZE = 128  # elements of the memory in the registers of a thread
 
 
 def unsupported(memory, **others) -> str | None:
@@ -64,8 +65,8 @@ def _kernel(
     valid = (d < K)[:, None] & (e < V)[None, :]
     state = load_float32(memory, offsets, valid)
     key_channel = head % H * K + d
-    # Keys of recent tokens, the last one first, are multiplied by the decays of `later` ones.
-    later = tl.full((BLOCK_K,), 1.0, tl.float32)
+    # From the last recent token to the first, each key is multiplied by the decays of later tokens.
+    later_decay = tl.full((BLOCK_K,), 1.0, tl.float32)
     keys, values = (), ()
     if recent is not None:
         token_size = H * (2 * K + V)
@@ -77,9 +78,9 @@ def _kernel(
             is_stored = N - 1 - i < num_recent
             token_decay = tl.load(token + key_channel, (d < K) & is_stored, other=1.0)
             key = load_float32(token, H * K + key_channel, (d < K) & is_stored)
-            keys = keys + (key * later,)
+            keys = keys + (key * later_decay,)
             values = values + (load_float32(token, value_channel, (e < V) & is_stored),)
-            later *= token_decay
+            later_decay *= token_decay
     if norm_scale is not None:
         scale = load_float32(norm_scale, head % H * V + e, e < V)
     wait_for_previous_launch(PDL)
@@ -104,7 +105,7 @@ def _kernel(
     weights = query * decay
     for i in tl.static_range(len(keys)):
         result += tl.sum(weights * keys[i], 0) * values[i]
-    result += tl.sum((weights * later)[:, None] * state, 0)
+    result += tl.sum((weights * later_decay)[:, None] * state, 0)
     tl.store(squares + tl.program_id(0), tl.sum(result * result, 0))
     if norm_scale is not None:
         result *= scale
@@ -124,7 +125,7 @@ def _kernel(
         tl.store(next_count + head // H, number, tl.program_id(0) % (H * TILES) == 0)
         writes &= kind != PADDING
     if writes:
-        state *= (decay * later)[:, None]
+        state *= (decay * later_decay)[:, None]
         for i in tl.static_range(len(keys)):
             state += (decay * keys[i])[:, None] * values[i][None, :]
         state += key[:, None] * value[None, :]

@@ -44,7 +44,7 @@ if BACKEND == "torch":
 STORED = ("embedding_scale", "output_scale", "max_position_embeddings")
 # Key of `weight_layout` for the linear layers of keys and values.
 KEYS_AND_VALUES = "block.*(k_proj|v_proj)/kernel"
-# The result of `block_arguments` inside of `constant_block_arguments`.
+# Holds the result of `block_arguments` inside of `constant_block_arguments`, otherwise None.
 _constants: contextvars.ContextVar = contextvars.ContextVar("_constants", default=None)
 
 
@@ -464,9 +464,10 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
 
     @contextlib.contextmanager
     def constant_block_arguments(self):
-        """Context manager in which `block_arguments` are those of its start.
+        """Context manager that computes `block_arguments` once, for all calls of the network in it.
 
-        For programs whose loops call the network: XLA would compute them in each iteration.
+        If the loop of an XLA program called `block_arguments`, XLA would compute the arguments in
+        each iteration.
         """
         embeddings = ops.zeros((1, 1, self.hidden_dim), self.compute_dtype)
         token = _constants.set(self.block_arguments(embeddings))

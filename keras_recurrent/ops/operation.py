@@ -61,13 +61,13 @@ class Operation(keras.Operation):
         self.options = type(self).options | options
 
     @classmethod
-    def public_function(cls, signature):
-        """Decorates a function that consists of its signature and docstring, to call `apply`."""
-        names = tuple(inspect.signature(signature).parameters)
+    def public_function(cls, declaration):
+        """Decorates a function without a body: a call passes its arguments to `apply`."""
+        names = tuple(inspect.signature(declaration).parameters)
 
-        @functools.wraps(signature)
+        @functools.wraps(declaration)
         def function(*args, **kwargs):
-            signature(*args, **kwargs)  # Python's error for wrong arguments
+            declaration(*args, **kwargs)  # raises Python's `TypeError` for wrong arguments
             return cls.apply({**dict(zip(names, args, strict=False)), **kwargs})
 
         return function
