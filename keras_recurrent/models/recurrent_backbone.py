@@ -44,8 +44,8 @@ if BACKEND == "torch":
 STORED = ("embedding_scale", "output_scale", "max_position_embeddings")
 # Key of `weight_layout` for the linear layers of keys and values.
 KEYS_AND_VALUES = "block.*(k_proj|v_proj)/kernel"
-# Holds the result of `block_arguments` inside of `constant_block_arguments`, otherwise None.
-_constants: contextvars.ContextVar = contextvars.ContextVar("_constants", default=None)
+# A backbone and the result of its `block_arguments` inside of `constant_block_arguments`.
+_constants: contextvars.ContextVar = contextvars.ContextVar("_constants", default=(None, None))
 
 
 class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDocstring, Network):
@@ -316,7 +316,9 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
             x = self.embed(token_ids)
         else:
             x, tokens, token_state = step
-        arguments = _constants.get() or self.block_arguments(x)
+        backbone, arguments = _constants.get()
+        if backbone is not self:
+            arguments = self.block_arguments(x)
         if cache is not None and intercept is None and can_chain_steps(self, x):
             x, states = chain_steps(self.transformer_layers, x, tokens, cache["blocks"], arguments)
         else:
@@ -459,7 +461,10 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
         raise NotImplementedError
 
     def block_arguments(self, embeddings):
-        """Returns a dictionary of further call arguments per block, such as its lower bound."""
+        """Returns a dictionary of further call arguments per block, such as its lower bound.
+
+        They depend on the dtype of the embeddings and on weights, not on tokens.
+        """
         return [{} for _ in self.transformer_layers]
 
     @contextlib.contextmanager
@@ -470,7 +475,7 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
         each iteration.
         """
         embeddings = ops.zeros((1, 1, self.hidden_dim), self.compute_dtype)
-        token = _constants.set(self.block_arguments(embeddings))
+        token = _constants.set((self, self.block_arguments(embeddings)))
         try:
             yield
         finally:

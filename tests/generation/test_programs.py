@@ -262,6 +262,9 @@ def test_lower_bounds_are_computed_before_the_loop(monkeypatch):
     generate(tiny_causal_lm(family="hgrn2", num_layers=2), (5, 9), 12)
     assert found
     assert not any(found)
+    with tiny_causal_lm(family="hgrn2").backbone.constant_block_arguments():
+        # The blocks of another network take no lower bounds.
+        tiny_causal_lm(family="griffin").backbone.hidden_states(np.ones((1, 3), "int32"))
 
 
 @on_jax
