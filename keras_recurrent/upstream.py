@@ -20,12 +20,12 @@ from keras_recurrent import compat
 from keras_recurrent.devices.jax_processes import save_atomically
 from keras_recurrent.dispatch import BACKEND
 from keras_recurrent.export.exporters import EXPORTERS, wrap_exporter
-from keras_recurrent.layers.float32_copies import multiply_by_copies
 from keras_recurrent.layers.integer_products import (
     exact_einsum,
     multiply_on_jax,
     multiply_on_torch,
 )
+from keras_recurrent.layers.weight_copies import multiply_by_copies, multiply_int8_by_copies
 
 HUB = "keras_hub"
 LOADING = "keras_recurrent.checkpoints.loading"
@@ -111,6 +111,7 @@ if BACKEND == "jax":
     CHANGES += [
         Change("keras.src.backend.jax.numpy", "matmul", multiply_on_jax),
         Change("keras.src.backend.jax.numpy", "einsum", exact_einsum),
+        Change(keras.layers.Dense, "_int8_call", multiply_int8_by_copies),
     ]
 if BACKEND == "torch":
     # On CPUs, Keras 3.15.1 converts int8 tensors to int32, which torch multiplies slowly.

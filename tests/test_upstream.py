@@ -17,7 +17,7 @@ from keras_hub.src.models import task
 
 from keras_recurrent import compat, layers, models, upstream
 from keras_recurrent.layers import integer_products
-from keras_recurrent.layers.float32_copies import copies_scope
+from keras_recurrent.layers.weight_copies import copies_scope
 from tests.gpu import has_gpu
 
 BACKEND = keras.backend.backend()
@@ -161,6 +161,29 @@ def test_xla_on_cpus_converts_weights_in_each_launch(has_change):
     arguments = kernel.value, keras.ops.cast(kernel, "float32"), x
     text = jax.jit(decode).lower(*arguments).compile().as_text()
     assert (re.search(r"f32\[32,32\]\S* convert", text) is None) == has_change
+
+
+@pytest.mark.skipif(BACKEND != "jax" or has_gpu(), reason="programs of XLA for CPUs")
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_int8_layers_of_keras_multiply_by_columns(num_rows):
+    """Products with transposed copies are wrong, or Keras reads them without the change."""
+    import jax
+
+    layer, rng = keras.layers.Dense(40), np.random.default_rng(0)
+    layer.build((None, 300))
+    layer.quantize("int8")
+    x, kernel = rng.normal(size=(num_rows, 300)).astype("float32"), layer._kernel
+    product, arguments = layer(x), (kernel.value, keras.ops.transpose(kernel), x)
+
+    def decode(value, copy, x, has_change):
+        function = keras.layers.Dense._int8_call if has_change else original("_int8_call")
+        with keras.StatelessScope([(kernel, value)]), copies_scope([kernel], [copy]):
+            return jax.lax.fori_loop(0, 3, lambda *_: function(layer, x), product)
+
+    for has_change in (False, True):
+        program = jax.jit(decode, static_argnums=3).lower(*arguments, has_change).compile()
+        assert ("rhs_contracting_dims={1}" in program.as_text()) == has_change
+        np.testing.assert_array_equal(program(*arguments), product)
 
 
 @pytest.mark.once

@@ -22,8 +22,8 @@ from keras_recurrent.generation.sampling import empty_logprobs, next_tokens
 from keras_recurrent.generation.sequence import advance
 from keras_recurrent.generation.xla_batch import JaxBatch, XlaBatch, distribute
 from keras_recurrent.layers.decoding import decoding_scope
-from keras_recurrent.layers.float32_copies import copied_weights, copies_scope
 from keras_recurrent.layers.recent_tokens import apply_recent_tokens
+from keras_recurrent.layers.weight_copies import copied_weights, copies_scope, make_copy
 from keras_recurrent.progress import announce
 
 if keras.config.backend() == "jax":
@@ -80,15 +80,15 @@ class Programs:
         return cls(self, num_slots, keep, reads_tokens)
 
     def weights(self):
-        """Returns a list of arguments of a program: the weights on JAX, and float32 copies."""
+        """Returns a list of arguments of a program: the weights on JAX, and copies of some."""
         values = [v.value for v in self._passed_weights()]
-        return values + [_float32_copy(v.value) for v in self._copied_weights()]
+        return values + [_copy(v.value) for v in self._copied_weights()]
 
     def _passed_weights(self):
         return self.model.variables if keras.config.backend() == "jax" else []
 
     def _copied_weights(self):
-        """Returns the variables that XLA on CPUs would convert to float32 in each launch."""
+        """Returns the variables of which programs on CPUs read copies."""
         is_split = keras.distribution.distribution() is not None
         if not self._uses_xla or is_split or not is_on_cpu(self.model):
             return []
@@ -431,18 +431,18 @@ def _set_row(state, slot, value):
     return keras.tree.map_structure(set_one, state, value)
 
 
-_copies: dict = {}  # {id of an array of weights on JAX: its float32 copy}
+_copies: dict = {}  # {id of an array of weights on JAX: its copy}
 
 
-def _float32_copy(weights):
-    """Returns a float32 copy of the value of a variable.
+def _copy(weights):
+    """Returns the copy of the value of a variable.
 
     An array of JAX is constant, and its copy is reused as long as the array exists. Variables of
     TensorFlow may change: each call returns a new copy.
     """
     copy = _copies.get(id(weights))
     if copy is None:
-        copy = ops.cast(weights, "float32")
+        copy = make_copy(weights)
         if keras.config.backend() == "jax":
             _copies[id(weights)] = copy
             weakref.finalize(weights, _copies.pop, id(weights), None)

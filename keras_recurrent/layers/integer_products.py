@@ -6,6 +6,8 @@ On CPUs, Keras's products convert int8 matrices to int32, on JAX if the other op
 row; `multiply_on_jax` and `multiply_on_torch` avoid this.
 """
 
+import contextlib
+import contextvars
 import functools
 import math
 
@@ -17,6 +19,23 @@ EXACT_MULTIPLE = 4  # XLA is exact if the contracted size is a multiple of this
 EXACT_SUM = 1024  # products of two int8, of which float32 represents every sum
 
 
+# The transposed second operand [O, N] of the int8 products `[…, N] @ [N, O]` of a layer on JAX.
+_transposed: contextvars.ContextVar = contextvars.ContextVar("_transposed", default=None)
+
+
+@contextlib.contextmanager
+def transposed_scope(matrix):
+    """Context manager in which int8 products on JAX read `matrix` instead of their second operand.
+
+    With None, products read their operands.
+    """
+    token = _transposed.set(matrix)
+    try:
+        yield
+    finally:
+        _transposed.reset(token)
+
+
 def multiply_on_jax(matmul):
     """Returns a `matmul` of Keras that is exact for int8, and converts no matrix on CPUs.
 
@@ -24,21 +43,26 @@ def multiply_on_jax(matmul):
     """
     import jax
 
-    def add_row(x1, x2):
-        rows = keras.ops.pad(keras.ops.reshape(x1, (1, -1)), ((0, 1), (0, 0)))
-        return keras.ops.reshape(matmul(rows, x2)[:1], (*x1.shape[:-1], x2.shape[1]))
-
     @functools.wraps(matmul)
     def call(x1, x2):
         if not _are_int8(x1, x2):
             return matmul(x1, x2)
+        multiply, shape, size = matmul, x1.shape[:-1], x2.shape[-1]
+        if _transposed.get() is not None:
+            multiply = functools.partial(keras.ops.einsum, "...n,on->...o")
+            x2 = _transposed.get()
+
+        def add_row(x1, x2):
+            rows = keras.ops.pad(keras.ops.reshape(x1, (1, -1)), ((0, 1), (0, 0)))
+            return keras.ops.reshape(multiply(rows, x2)[:1], (*shape, size))
+
         if x1.shape[-1] % EXACT_MULTIPLE:
-            return matmul(keras.ops.cast(x1, "int32"), x2)
-        if len(x2.shape) == 2 and math.prod(x1.shape[:-1]) == 1:
+            return multiply(keras.ops.cast(x1, "int32"), x2)
+        if len(x2.shape) == 2 and math.prod(shape) == 1:
             x1, x2 = map(keras.ops.convert_to_tensor, (x1, x2))
             if isinstance(x1, jax.Array) and isinstance(x2, jax.Array):  # neither is sparse
-                return jax.lax.platform_dependent(x1, x2, cpu=add_row, default=matmul)
-        return matmul(x1, x2)
+                return jax.lax.platform_dependent(x1, x2, cpu=add_row, default=multiply)
+        return multiply(x1, x2)
 
     return call
 

@@ -8,8 +8,9 @@ from keras_recurrent.compat import AutocastScope
 from keras_recurrent.devices import jax_steps
 from keras_recurrent.devices.jax_layouts import apply_layout
 from keras_recurrent.layers import decoding, quantized
-from keras_recurrent.layers.float32_copies import find_copy
+from keras_recurrent.layers.integer_products import transposed_scope
 from keras_recurrent.layers.tokens import Tokens
+from keras_recurrent.layers.weight_copies import find_copy
 from keras_recurrent.ops.decoding_steps import embedding_step, norm_quantized_linear, soft_cap
 
 
@@ -39,7 +40,13 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
 
     def quantized_call(self, inputs, reverse=False):
         outputs = self._fused_logits(inputs) if reverse else None
-        return super().quantized_call(inputs, reverse) if outputs is None else outputs
+        if outputs is not None:
+            return outputs
+        if not reverse or self.quantization_mode != "int8" or dispatch.BACKEND != "jax":
+            return super().quantized_call(inputs, reverse)
+        tied = self._embeddings.value if self.tie_weights else None
+        with transposed_scope(find_copy(self.reverse_embeddings) if tied is None else tied):
+            return super().quantized_call(inputs, reverse=True)
 
     def fused_embedding(self, token_ids, scale=None, state=None):
         """Returns scaled embeddings of token ids [B, 1] from one kernel, or None if unsupported.

@@ -167,8 +167,8 @@ def test_generate_after_a_change_of_weights_uses_the_new_ones(hgrn2, change):
 @pytest.mark.parametrize(
     ("family", "change"), [("lfm2", "trained"), ("hgrn2", "quantized"), ("griffin", "LoRA")]
 )
-def test_float32_copies_of_bfloat16_weights_do_not_change_results(family, change, monkeypatch):
-    """Products are not rounded, or float32 copies are outdated or never freed."""
+def test_copies_of_weights_do_not_change_results(family, change, monkeypatch):
+    """Products are not rounded, or copies are outdated, never freed, or of the wrong weights."""
     num_before = len(xla_programs._copies)
     model = tiny_causal_lm(family=family, dtype="bfloat16", **FEWER_LAYERS)
     model.compile(sampler="greedy")
