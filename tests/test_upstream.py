@@ -184,6 +184,9 @@ def test_int8_layers_of_keras_multiply_by_columns(num_rows):
         program = jax.jit(decode, static_argnums=3).lower(*arguments, has_change).compile()
         assert ("rhs_contracting_dims={1}" in program.as_text()) == has_change
         np.testing.assert_array_equal(program(*arguments), product)
+    with copies_scope([kernel], arguments[1:2]):  # a transposed copy is no float32 copy
+        found = keras.ops.matmul(x, kernel)
+    np.testing.assert_array_equal(found, keras.ops.matmul(x, kernel))
 
 
 @pytest.mark.once

@@ -62,12 +62,12 @@ def find_copy(variable):
 
 
 def multiply_by_copies(matmul):
-    """Returns a `matmul` of Keras that reads the copy of its second argument, if there is one."""
+    """Returns a `matmul` of Keras that reads the float32 copy of its second argument, if any."""
 
     @functools.wraps(matmul)
     def call(x1, x2):
         copy = find_copy(x2)
-        if copy is None:
+        if copy is None or keras.backend.standardize_dtype(copy.dtype) == "int8":
             return matmul(x1, x2)
         return ops.cast(ops.matmul(ops.cast(x1, "float32"), copy), x1.dtype)
 
