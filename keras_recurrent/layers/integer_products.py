@@ -17,8 +17,6 @@ from keras_recurrent import compat
 
 EXACT_MULTIPLE = 4  # XLA is exact if the contracted size is a multiple of this
 EXACT_SUM = 1024  # products of two int8, of which float32 represents every sum
-
-
 # The transposed second operand [O, N] of the int8 products `[…, N] @ [N, O]` of a layer on JAX.
 _transposed: contextvars.ContextVar = contextvars.ContextVar("_transposed", default=None)
 
@@ -48,9 +46,9 @@ def multiply_on_jax(matmul):
         if not _are_int8(x1, x2):
             return matmul(x1, x2)
         multiply, shape, size = matmul, x1.shape[:-1], x2.shape[-1]
-        if _transposed.get() is not None:
-            multiply = functools.partial(keras.ops.einsum, "...n,on->...o")
-            x2 = _transposed.get()
+        transposed = _transposed.get()
+        if transposed is not None:
+            multiply, x2 = functools.partial(keras.ops.einsum, "...n,on->...o"), transposed
 
         def add_row(x1, x2):
             rows = keras.ops.pad(keras.ops.reshape(x1, (1, -1)), ((0, 1), (0, 0)))

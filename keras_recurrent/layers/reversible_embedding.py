@@ -44,8 +44,8 @@ class ReversibleEmbedding(keras.layers.ReversibleEmbedding):
             return outputs
         if not reverse or self.quantization_mode != "int8" or dispatch.BACKEND != "jax":
             return super().quantized_call(inputs, reverse)
-        tied = self._embeddings.value if self.tie_weights else None
-        with transposed_scope(find_copy(self.reverse_embeddings) if tied is None else tied):
+        matrix = self._embeddings.value if self.tie_weights else find_copy(self.reverse_embeddings)
+        with transposed_scope(matrix):
             return super().quantized_call(inputs, reverse=True)
 
     def fused_embedding(self, token_ids, scale=None, state=None):

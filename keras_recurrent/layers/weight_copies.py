@@ -40,7 +40,8 @@ def copied_weights(layer):
     is_embedding = isinstance(layer, keras.layers.ReversibleEmbedding)
     reverse = [] if not is_embedding or layer.tie_weights else [layer.reverse_embeddings]
     if layer.quantization_mode == "int8":
-        has_int8_inputs = getattr(layer, "inputs_quantizer", None) is not None
+        quantizer = getattr(layer, "inputs_quantizer", None)
+        has_int8_inputs = getattr(quantizer, "output_dtype", None) == "int8"
         kernels = [layer._kernel] if type(layer) is keras.layers.Dense else reverse
         return kernels if has_int8_inputs and BACKEND == "jax" else []
     if getattr(layer, "lora_enabled", False) or layer.quantization_mode:
