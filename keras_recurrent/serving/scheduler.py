@@ -386,6 +386,7 @@ class RequestSequence(Sequence):
         super().end(reason)
         for copy in self.take_copies():
             copy.end(reason)
+        self.state = None  # a batch may still hold the sequence
 
     @property
     def tokens_in_state(self):

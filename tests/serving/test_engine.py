@@ -282,6 +282,31 @@ def test_engine_decodes_while_a_step_for_other_options_compiles(engine, monkeypa
     assert len(compiled) == 1
 
 
+@pytest.mark.skipif(BACKEND != "jax", reason="JAX compiles steps")
+def test_request_cancelled_while_its_step_compiles_keeps_no_state(engine, monkeypatch):
+    """The engine fails because the batch holds the request, whose state is one of two."""
+    from keras_recurrent.generation.xla_batch import JaxBatch
+
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def compile_never(batch, *key):
+        batch._compiling[key] = threading.Thread(target=may_end.wait)
+        batch._compiling[key].start()
+        has_begun.set()
+
+    submit_greedy(engine, 1).result(60)
+    monkeypatch.setattr(JaxBatch, "_compile", compile_never)
+    waiting = engine.submit("Once upon a time", SamplingParams(min_p=0.5, seed=1, top_k=3))
+    try:
+        assert has_begun.wait(60)
+        waiting.cancel()
+        assert waiting.result(60).finish_reason == "cancelled"
+        requests = [submit_greedy(engine, 20) for _ in range(6)]
+        assert all(request.result(60).token_ids for request in requests)
+    finally:
+        may_end.set()
+
+
 @pytest.mark.once
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit])
 def test_request_that_is_cancelled_or_late_or_has_failing_listener_ends_alone(engine, error):
