@@ -334,7 +334,7 @@ class Batch:
 
     def close(self):
         """Releases the memory of the device."""
-        self._first = None
+        self._first = self._with_logits = None
 
     # The engine inserts sequences one by one, after chunks of their prompts. The state of one
     # sequence is a state of the backbone of batch size 1, or a value that only the batch reads.

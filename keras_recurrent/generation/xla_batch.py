@@ -165,7 +165,7 @@ class XlaBatch(Batch):
 
     def close(self):
         super().close()
-        self._state = self._logits = None
+        self._state = self._logits = self._counts = None
         self._options_on_device.clear()
 
 

@@ -1,7 +1,7 @@
 """Base class of the networks of all families, from tokens to hidden states, and their cache."""
 
 import contextlib
-import contextvars
+import threading
 
 import keras
 from keras import ops
@@ -44,8 +44,9 @@ if BACKEND == "torch":
 STORED = ("embedding_scale", "output_scale", "max_position_embeddings")
 # Key of `weight_layout` for the linear layers of keys and values.
 KEYS_AND_VALUES = "block.*(k_proj|v_proj)/kernel"
-# A backbone and the result of its `block_arguments` inside of `constant_block_arguments`.
-_constants: contextvars.ContextVar = contextvars.ContextVar("_constants", default=(None, None))
+# Its attribute `pair` is a backbone and the result of its `block_arguments`, inside of
+# `constant_block_arguments`. torch.compile can trace it, unlike a ContextVar.
+_constants = threading.local()
 
 
 class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDocstring, Network):
@@ -316,7 +317,7 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
             x = self.embed(token_ids)
         else:
             x, tokens, token_state = step
-        backbone, arguments = _constants.get()
+        backbone, arguments = getattr(_constants, "pair", (None, []))
         if backbone is not self:
             arguments = self.block_arguments(x)
         if cache is not None and intercept is None and can_chain_steps(self, x):
@@ -475,11 +476,12 @@ class RecurrentBackbone(SegmentsOptional, TorchTraining, InnerCalls, InheritedDo
         each iteration.
         """
         embeddings = ops.zeros((1, 1, self.hidden_dim), self.compute_dtype)
-        token = _constants.set((self, self.block_arguments(embeddings)))
+        before = getattr(_constants, "pair", (None, []))
+        _constants.pair = self, self.block_arguments(embeddings)
         try:
             yield
         finally:
-            _constants.reset(token)
+            _constants.pair = before
 
     def cache_spec(self, batch_size=None):
         """Returns the structure of a generation cache, as `KerasTensor`s."""
